@@ -1,0 +1,67 @@
+"""Memory-efficient training for JAX, as optax gradient transformations."""
+
+from importlib import metadata as _metadata
+
+from lowbit_optax.aliases import (
+    extra_bits_adamw,
+    extra_bits_sgd,
+    kahan_adamw,
+    kahan_sgd,
+    sr_adamw,
+    sr_sgd,
+)
+from lowbit_optax.formats import (
+    MomentFormat,
+    WeightFormat,
+    cast,
+    extra_bits,
+    kahan,
+    master_copy,
+    nearest,
+    stochastic_rounding,
+)
+from lowbit_optax.masters import from_master, master_weights
+from lowbit_optax.reports import MemoryReport, cancelled_updates, memory_report
+from lowbit_optax.split_array import SplitArray, join_array, split_array
+from lowbit_optax.wrapper import (
+    LowbitState,
+    LowbitTransformation,
+    apply_updates,
+    lowbit,
+    step,
+)
+
+try:
+    __version__ = _metadata.version("lowbit-optax")
+except _metadata.PackageNotFoundError:  # a checkout on the path, not installed
+    __version__ = "0+unknown"
+
+__all__ = [
+    "LowbitState",
+    "LowbitTransformation",
+    "MemoryReport",
+    "MomentFormat",
+    "SplitArray",
+    "WeightFormat",
+    "apply_updates",
+    "cancelled_updates",
+    "cast",
+    "extra_bits",
+    "extra_bits_adamw",
+    "extra_bits_sgd",
+    "from_master",
+    "join_array",
+    "kahan",
+    "kahan_adamw",
+    "kahan_sgd",
+    "lowbit",
+    "master_copy",
+    "master_weights",
+    "memory_report",
+    "nearest",
+    "split_array",
+    "sr_adamw",
+    "sr_sgd",
+    "step",
+    "stochastic_rounding",
+]

@@ -1,0 +1,261 @@
+"""float32 values as patterns of a narrower format with k more mantissa bits.
+
+A narrow format with E exponent and M mantissa bits, extended to M + k mantissa bits,
+has patterns that are integers in the order of their magnitudes. Everything that this
+package does with weights is integer arithmetic on them:
+
+* rounding float32 to the narrow format is k = 0,
+* ``pattern = (param << k) + residual`` joins a parameter and its extra bits,
+* the residual that belongs to a given parameter is ``pattern - (param << k)``.
+
+Integer operations are used for all of it because XLA may drop a float32 -> bfloat16 ->
+float32 round trip (it keeps the excess precision), which turns a rounding error
+measured with casts into zero on a GPU; and because scaling through float32's subnormal
+range may flush to zero.
+
+For bfloat16 the extended pattern is the leading 16 + k bits of the float32 itself.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+_FLOAT32_MANTISSA = 23
+_FLOAT32_BIAS = 127
+_FLOAT32_INFINITY = 0x7F800000
+_SIGN = 0x80000000
+
+
+@dataclasses.dataclass(frozen=True)
+class FloatLayout:
+    """The bit layout of a narrow float dtype.
+
+    Args:
+      dtype: the numpy dtype.
+      exponent_bits, mantissa_bits, bias: as in IEEE 754.
+      has_infinity: whether an all-ones exponent means infinity and NaN (False for
+        float8_e4m3fn, where only the all-ones pattern is NaN).
+    """
+
+    dtype: np.dtype
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    has_infinity: bool = True
+
+    @property
+    def max_extra_bits(self) -> int:
+        """Extra bits with which every normal value of float32 in range is exact."""
+        return _FLOAT32_MANTISSA - self.mantissa_bits
+
+    @property
+    def width(self) -> int:
+        return 1 + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def special(self) -> int:
+        """The smallest magnitude pattern that is no finite value."""
+        if self.has_infinity:
+            return ((1 << self.exponent_bits) - 1) << self.mantissa_bits
+        return self.largest
+
+    @property
+    def largest(self) -> int:
+        """The largest magnitude pattern, a NaN's."""
+        return (1 << (self.exponent_bits + self.mantissa_bits)) - 1
+
+    @property
+    def nan(self) -> int:
+        """A quiet NaN's magnitude pattern."""
+        if self.has_infinity:
+            return self.special | (1 << (self.mantissa_bits - 1))
+        return self.special
+
+    @property
+    def same_exponent(self) -> bool:
+        return self.exponent_bits == 8
+
+
+_LAYOUTS = {
+    layout.dtype: layout
+    for layout in (
+        FloatLayout(np.dtype(jnp.bfloat16), 8, 7, 127),
+        FloatLayout(np.dtype(jnp.float16), 5, 10, 15),
+        FloatLayout(np.dtype(jnp.float8_e4m3fn), 4, 3, 7, has_infinity=False),
+        FloatLayout(np.dtype(jnp.float8_e5m2), 5, 2, 15),
+    )
+}
+NARROW_DTYPES = tuple(_LAYOUTS)
+
+
+def is_narrow(dtype: jax.typing.DTypeLike) -> bool:
+    """Whether this dtype is one that weight formats store parameters in."""
+    return np.dtype(dtype) in _LAYOUTS
+
+
+def layout_of(dtype: jax.typing.DTypeLike) -> FloatLayout:
+    """The layout of a narrow dtype; a KeyError's text for callers to rephrase."""
+    return _LAYOUTS[np.dtype(dtype)]
+
+
+def to_bits(x: jax.Array) -> jax.Array:
+    """A narrow float array's patterns, sign included, as uint32."""
+    layout = layout_of(x.dtype)
+    return lax.bitcast_convert_type(x, _unsigned(layout)).astype(jnp.uint32)
+
+
+def from_bits(bits: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """The narrow float array of these patterns, the inverse of :func:`to_bits`."""
+    layout = layout_of(dtype)
+    return lax.bitcast_convert_type(bits.astype(_unsigned(layout)), layout.dtype)
+
+
+def _unsigned(layout: FloatLayout) -> jnp.dtype:
+    return jnp.dtype(f"uint{layout.width}")
+
+
+def round_off(value: jax.Array, shift, random: jax.Array | None = None) -> jax.Array:
+    """Drop the low ``shift`` bits of integers, to nearest even or stochastically.
+
+    Stochastically: up with probability (dropped bits) / 2**shift, exactly.
+
+    Args:
+      value: uint32, below ``2**31``.
+      shift: 0 to 31, an int or a uint32 array.
+      random: uint32 random bits for stochastic rounding, of which the leading
+        ``shift`` are used; None rounds to nearest even.
+
+    Returns:
+      uint32, the rounded ``value / 2**shift``.
+    """
+    one = jnp.uint32(1)
+    if isinstance(shift, int):
+        if shift == 0:
+            return value
+        half = jnp.uint32((1 << (shift - 1)) - 1)
+        shift = jnp.uint32(shift)
+    else:
+        half = (one << (jnp.maximum(shift, one) - one)) - one
+    if random is None:
+        # half - 1 plus the last kept bit: ties go up only where that bit is odd. With
+        # shift 0 the kept bit must not be added.
+        odd = (value >> shift) & jnp.minimum(shift, one)
+        return (value + half + odd) >> shift
+    dropped = (random >> one) >> (jnp.uint32(31) - shift)
+    return (value + dropped) >> shift
+
+
+def to_pattern(
+    x: jax.Array,
+    layout: FloatLayout,
+    extra: int,
+    random: jax.Array | None = None,
+    nans: tuple[int, int] | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """float32 to the magnitude pattern of the format with ``extra`` more bits.
+
+    Args:
+      x: float32 array.
+      layout: of the narrow format.
+      extra: k, 0 to ``layout.max_extra_bits``.
+      random: uint32 random bits to round stochastically; None rounds to nearest even.
+      nans: the patterns, inclusive, that NaNs of bfloat16 are moved into; None takes
+        those whose leading bits are a NaN of the format. Other formats' NaNs become
+        one quiet NaN.
+
+    Returns:
+      ``(sign, magnitude)``, uint32. ``sign`` is float32's sign bit in place. Values
+      past the largest finite one take the pattern of infinity (or NaN where the
+      format has no infinity); NaN stays a NaN's pattern.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    sign = bits & jnp.uint32(_SIGN)
+    magnitude = bits & jnp.uint32(_SIGN - 1)
+    nan = magnitude > jnp.uint32(_FLOAT32_INFINITY)
+    drop = layout.max_extra_bits - extra
+
+    if layout.same_exponent:
+        pattern = round_off(magnitude, drop, random)
+        low, high = nans or (layout.special + 1 << extra, layout.largest << extra)
+        kept = jnp.clip(
+            magnitude >> jnp.uint32(drop), jnp.uint32(low), jnp.uint32(high)
+        )
+        return sign, jnp.where(nan, kept, pattern)
+
+    bias_gap = jnp.uint32((_FLOAT32_BIAS - layout.bias) << _FLOAT32_MANTISSA)
+    smallest = jnp.uint32((_FLOAT32_BIAS - layout.bias + 1) << _FLOAT32_MANTISSA)
+    normal = round_off(magnitude - bias_gap, drop, random)
+    # Below the format's smallest normal the spacing is fixed: shift the significand
+    # down to it, as an integer.
+    exponent = magnitude >> jnp.uint32(_FLOAT32_MANTISSA)
+    significand = magnitude & jnp.uint32((1 << _FLOAT32_MANTISSA) - 1)
+    significand = jnp.where(
+        exponent > 0, significand | jnp.uint32(1 << _FLOAT32_MANTISSA), significand
+    )
+    deep = jnp.uint32(_FLOAT32_BIAS - layout.bias + 1 + drop) - jnp.maximum(
+        exponent, jnp.uint32(1)
+    )
+    is_normal = magnitude >= smallest
+    deep = jnp.where(is_normal, jnp.uint32(0), deep)
+    # 31 is the largest shift that keeps a random number's weight; the rest goes first.
+    before = jnp.minimum(deep - jnp.minimum(deep, jnp.uint32(31)), jnp.uint32(31))
+    subnormal = round_off(
+        significand >> before, jnp.minimum(deep, jnp.uint32(31)), random
+    )
+    pattern = jnp.where(is_normal, normal, subnormal)
+    special = jnp.uint32(layout.special << extra)
+    pattern = jnp.where(
+        magnitude >= jnp.uint32(_first_overflow(layout)), special, pattern
+    )
+    pattern = jnp.minimum(pattern, special)
+    return sign, jnp.where(nan, jnp.uint32(layout.nan << extra), pattern)
+
+
+def from_pattern(
+    sign: jax.Array, magnitude: jax.Array, layout: FloatLayout, extra: int
+) -> jax.Array:
+    """The float32 value of a pattern with ``extra`` more mantissa bits; exact.
+
+    Args:
+      sign: uint32, float32's sign bit in place.
+      magnitude: uint32 pattern of the format with ``extra`` more bits.
+      layout: of the narrow format.
+      extra: k, as in :func:`to_pattern`.
+
+    Returns:
+      float32 array.
+    """
+    rise = layout.max_extra_bits - extra
+    if layout.same_exponent:
+        return lax.bitcast_convert_type(
+            sign | (magnitude << jnp.uint32(rise)), jnp.float32
+        )
+    bias_gap = jnp.uint32((_FLOAT32_BIAS - layout.bias) << _FLOAT32_MANTISSA)
+    normal = (magnitude << jnp.uint32(rise)) + bias_gap
+    spacing = 2.0 ** (1 - layout.bias - layout.mantissa_bits - extra)
+    subnormal = lax.bitcast_convert_type(
+        magnitude.astype(jnp.float32) * jnp.float32(spacing), jnp.uint32
+    )
+    smallest = jnp.uint32(1 << (layout.mantissa_bits + extra))
+    value = jnp.where(magnitude < smallest, subnormal, normal)
+    special = layout.special << extra
+    beyond = jnp.uint32(_FLOAT32_INFINITY | (0 if layout.has_infinity else 1 << 22))
+    value = jnp.where(magnitude >= jnp.uint32(special), beyond, value)
+    if layout.has_infinity:
+        value = jnp.where(
+            magnitude > jnp.uint32(special),
+            jnp.uint32(_FLOAT32_INFINITY | 1 << 22),
+            value,
+        )
+    return lax.bitcast_convert_type(sign | value, jnp.float32)
+
+
+@functools.cache
+def _first_overflow(layout: FloatLayout) -> int:
+    """The float32 pattern from which on a value is past the format's exponents."""
+    top = (1 << layout.exponent_bits) - (1 if layout.has_infinity else 0)
+    return (top - layout.bias + _FLOAT32_BIAS) << _FLOAT32_MANTISSA

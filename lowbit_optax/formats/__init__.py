@@ -1,0 +1,19 @@
+"""How masters and moments are stored."""
+
+from lowbit_optax.formats.base import MomentFormat, NoResidual, WeightFormat
+from lowbit_optax.formats.cast import cast
+from lowbit_optax.formats.extra_bits import extra_bits
+from lowbit_optax.formats.kahan import kahan
+from lowbit_optax.formats.plain import master_copy, nearest, stochastic_rounding
+
+__all__ = [
+    "MomentFormat",
+    "NoResidual",
+    "WeightFormat",
+    "cast",
+    "extra_bits",
+    "kahan",
+    "master_copy",
+    "nearest",
+    "stochastic_rounding",
+]

@@ -1,0 +1,150 @@
+"""What a weight format and a moment format are.
+
+A weight format says how a float32 master is kept as (param, residual); a moment format
+how a float32 moment is kept as codes. Both are frozen, hashable dataclasses that hold
+static choices only, so that jit and ``optax.inject_hyperparams`` leave them alone.
+
+The wrapper (:mod:`lowbit_optax.wrapper`) calls a weight format's methods leaf by leaf,
+with arrays of the leaf's full shape. A residual is None for a leaf that needs none.
+"""
+
+import dataclasses
+import typing
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from lowbit_optax import float_layouts
+from lowbit_optax.landing import stay
+from lowbit_optax.random_bits import RandomBits
+from lowbit_optax.rounding import to_float32
+
+Land = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+class NoResidual(typing.NamedTuple):
+    """The residuals of a format that keeps none."""
+
+    @staticmethod
+    def format_of(param: jax.Array, residual: None) -> "WeightFormat":
+        """A format that joins and splits leaves with such residuals."""
+        from lowbit_optax.formats.plain import Nearest
+
+        del param, residual
+        return Nearest()
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightFormat:
+    """How masters are stored. Subclasses define ``join``, ``round`` and ``residual``.
+
+    ``container`` is the NamedTuple type that holds the tree of residuals in
+    ``LowbitState``. It is part of the state's structure: that is how
+    :func:`lowbit_optax.master_weights` knows the format without being told, and how a
+    checkpoint of another format is noticed.
+    """
+
+    container: typing.ClassVar[type] = NoResidual
+
+    def check(self, dtype: jnp.dtype) -> str | None:
+        """Why a leaf of this narrow dtype cannot be held, or None if it can."""
+        del dtype
+        return None
+
+    def stored(self, shape: tuple[int, ...], min_size: int) -> "WeightFormat":
+        """The format of a leaf of this shape: itself, or a simpler one if too small."""
+        del shape, min_size
+        return self
+
+    @property
+    def needs_random(self) -> bool:
+        """Whether rounding draws random bits."""
+        return False
+
+    def init(self, param: jax.Array) -> jax.Array | None:
+        """The residual with which the master is the parameter itself."""
+        del param
+        return None
+
+    def join(self, param: jax.Array, residual: jax.Array | None) -> jax.Array:
+        """The float32 master."""
+        del residual
+        return to_float32(param)
+
+    def seen(self, param: jax.Array, residual: jax.Array | None) -> jax.Array:
+        """The float32 weight that the inner transformation sees: the master."""
+        return self.join(param, residual)
+
+    def round(
+        self, master: jax.Array, dtype: jnp.dtype, random: RandomBits | None
+    ) -> jax.Array:
+        """The parameter of a master."""
+        raise NotImplementedError
+
+    def residual(
+        self, master: jax.Array, param: jax.Array, random: RandomBits | None
+    ) -> jax.Array | None:
+        """What belongs to ``param`` so that both come nearest to ``master``."""
+        del master, param, random
+        return None
+
+    def split(
+        self, master: jax.Array, dtype: jnp.dtype, random: RandomBits | None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """A master as (param, residual)."""
+        param = self.round(master, dtype, random)
+        return param, self.residual(master, param, random)
+
+    def advance(
+        self,
+        param: jax.Array,
+        residual: jax.Array | None,
+        update: jax.Array,
+        random: RandomBits | None,
+        land: Land = stay,
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+        """Add a float32 update to the master.
+
+        Args:
+          param: the leaf, in its narrow dtype.
+          residual: what the state holds for it.
+          update: float32, of param's shape.
+          random: the leaf's random bits at this step, if ``needs_random``.
+          land: takes (old, new) param to (the one that will be there, the update that
+            gets it there), see :mod:`lowbit_optax.landing`.
+
+        Returns:
+          ``(new param, new residual, landing update)``.
+        """
+        master = self.join(param, residual) + update
+        new, difference = land(param, self.round(master, param.dtype, random))
+        return new, self.residual(master, new, random), difference
+
+
+@dataclasses.dataclass(frozen=True)
+class MomentFormat:
+    """How float32 moments are stored. Subclasses define ``encode`` and ``decode``."""
+
+    @property
+    def needs_random(self) -> bool:
+        return False
+
+    def encode(self, moment: jax.Array, random: RandomBits | None, number: int):
+        """The stored form of a float32 moment.
+
+        Args:
+          moment: float32 array of the parameter's shape.
+          random: the leaf's random bits at this step.
+          number: which of the leaf's moments this is, for independent random bits.
+        """
+        raise NotImplementedError
+
+    def decode(self, stored, shape: tuple[int, ...]) -> jax.Array:
+        """The float32 moment of its stored form."""
+        raise NotImplementedError
+
+
+def narrow(dtype: jax.typing.DTypeLike) -> bool:
+    """Whether a leaf of this dtype is held by a weight format at all."""
+    return float_layouts.is_narrow(dtype)

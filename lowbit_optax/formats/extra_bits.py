@@ -1,0 +1,206 @@
+"""Extra bits: the parameter plus the next k bits of its master, packed.
+
+With all of float32's bits kept (k = 16 for bfloat16, 13 for float16 in its normal
+range) the master is the float32 one, bit for bit, with one exception: bfloat16 has
+2^8 - 2 NaN patterns, so 2^24 - 2^17 pairs (NaN parameter, 16-bit residual) stand
+against float32's 2^24 - 2 NaNs. The 2^17 - 2 NaNs that have no pair become a
+neighbouring NaN; the other choice would be a NaN master with a parameter that is not.
+"""
+
+import dataclasses
+import math
+import typing
+
+import jax
+import jax.numpy as jnp
+
+import pallas_kernels
+from lowbit_optax import float_layouts, splitting
+from lowbit_optax.formats.base import NoResidual, WeightFormat
+from lowbit_optax.formats.plain import MasterCopyFormat
+from lowbit_optax.random_bits import RandomBits
+
+_PARAM_STREAM, _RESIDUAL_STREAM = 0, 1
+
+
+class NearestBits(typing.NamedTuple):
+    """Packed two's complement residuals of ``extra_bits(rounding="nearest")``."""
+
+    words: typing.Any
+
+    @staticmethod
+    def format_of(param, residual) -> WeightFormat:
+        """A format that joins and splits leaves with such residuals."""
+        return _format_of(param, residual, "nearest")
+
+
+class TowardZeroBits(typing.NamedTuple):
+    """Packed unsigned residuals of ``extra_bits(rounding="toward_zero")``."""
+
+    words: typing.Any
+
+    @staticmethod
+    def format_of(param, residual) -> WeightFormat:
+        """A format that joins and splits leaves with such residuals."""
+        return _format_of(param, residual, "toward_zero")
+
+
+class StochasticBits(typing.NamedTuple):
+    """Packed residuals with un-round bit of ``extra_bits(rounding="stochastic")``."""
+
+    words: typing.Any
+
+    @staticmethod
+    def format_of(param, residual) -> WeightFormat:
+        """A format that joins and splits leaves with such residuals."""
+        return _format_of(param, residual, "stochastic")
+
+
+_CONTAINERS = {
+    "nearest": NearestBits,
+    "toward_zero": TowardZeroBits,
+    "stochastic": StochasticBits,
+}
+
+
+def _format_of(
+    param: jax.Array, residual: jax.Array, rounding: splitting.Rounding
+) -> WeightFormat:
+    if residual.dtype == jnp.float32:
+        return MasterCopyFormat()
+    axis = pallas_kernels.pack_axis(param.shape)
+    width = residual.shape[axis] // math.ceil(param.shape[axis] / pallas_kernels.GROUP)
+    return ExtraBits(width - 1 if rounding == "stochastic" else width, rounding)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExtraBits(WeightFormat):
+    """See :func:`extra_bits`."""
+
+    bits: int
+    rounding: splitting.Rounding = "nearest"
+    residual_rounding: typing.Literal["nearest", "stochastic"] = "stochastic"
+
+    @property
+    def container(self) -> type:
+        return _CONTAINERS[self.rounding] if self.width else NoResidual
+
+    @property
+    def width(self) -> int:
+        """Stored bits a parameter."""
+        return splitting.stored_bits(self.bits, self.rounding)
+
+    @property
+    def needs_random(self) -> bool:
+        return "stochastic" in (self.rounding, self.residual_rounding)
+
+    def check(self, dtype):
+        most = float_layouts.layout_of(dtype).max_extra_bits
+        if self.bits > most:
+            return f"{dtype} takes 0 to {most} extra bits, not {self.bits}"
+        return None
+
+    def stored(self, shape, min_size):
+        size = math.prod(shape)
+        small = not shape or not size or size < min_size
+        return MasterCopyFormat() if self.width and small else self
+
+    def init(self, param):
+        if not self.width:
+            return None
+        return pallas_kernels.pack(jnp.zeros_like(param, dtype=jnp.uint32), self.width)
+
+    def join(self, param, residual):
+        if not self.width:
+            return splitting.join(param, None, 0, self.rounding)
+        fields = pallas_kernels.unpack(residual, self.width, param.shape)
+        return splitting.join(param, fields, self.bits, self.rounding)
+
+    def round(self, master, dtype, random):
+        sign, pattern = self._pattern(master, dtype, random)
+        words = None
+        if self.rounding == "stochastic" and self.bits:
+            words = random.words(master.shape, _PARAM_STREAM)
+        return splitting.round_param(
+            sign,
+            pattern,
+            float_layouts.layout_of(dtype),
+            self.bits,
+            self.rounding,
+            words,
+        )
+
+    def residual(self, master, param, random):
+        if not self.width:
+            return None
+        sign, pattern = self._pattern(master, param.dtype, random)
+        fields = splitting.residual_of(sign, pattern, param, self.bits, self.rounding)
+        return pallas_kernels.pack(fields, self.width)
+
+    def _pattern(
+        self, master: jax.Array, dtype: jnp.dtype, random: RandomBits | None
+    ) -> tuple[jax.Array, jax.Array]:
+        words = None
+        if self.residual_rounding == "stochastic":
+            words = random.words(master.shape, _RESIDUAL_STREAM)
+        layout = float_layouts.layout_of(dtype)
+        return splitting.pattern_of(master, layout, self.bits, self.rounding, words)
+
+
+def extra_bits(
+    bits: int,
+    *,
+    rounding: splitting.Rounding = "nearest",
+    residual_rounding: typing.Literal["nearest", "stochastic"] = "stochastic",
+) -> WeightFormat:
+    """Keep k more bits of each weight in packed uint32 words.
+
+    The master is first rounded to the parameter's format with k more mantissa bits
+    (``residual_rounding``), then split into parameter and k-bit residual
+    (``rounding``); see :mod:`lowbit_optax.splitting` for the formulas.
+
+    Args:
+      bits: k. 0 to 16 for bfloat16, 13 for float16, 20 for float8_e4m3fn and 21 for
+        float8_e5m2; with the most, nothing of float32 is lost in the format's range.
+      rounding: of the parameter. ``"nearest"``, ``"toward_zero"`` (the paper's base
+        scheme), or ``"stochastic"``, which stores k + 1 bits.
+      residual_rounding: ``"stochastic"`` or ``"nearest"``. With nearest, an update
+        under half of the last kept bit is lost for ever (8 bits on a weight of 1.0:
+        under 2^-17); stochastic keeps the mean. With the most bits nothing is rounded.
+
+    Returns:
+      A weight format. State: k/8 bytes a parameter. Scalars and leaves smaller than
+      ``lowbit``'s ``min_size`` keep a float32 master instead.
+
+    Raises:
+      ValueError: if an argument is not one of these.
+
+    References:
+      Lewandowski and Kosson 2023, section 3.1.
+
+    >>> extra_bits(8).width, extra_bits(8, rounding="stochastic").width
+    (8, 9)
+    """
+    if isinstance(bits, jax.core.Tracer) or not isinstance(bits, int):
+        raise TypeError(
+            f"extra_bits: bits is {bits!r}, and must be a static int; under "
+            "optax.inject_hyperparams name it in static_args"
+        )
+    most = max(
+        float_layouts.layout_of(d).max_extra_bits for d in float_layouts.NARROW_DTYPES
+    )
+    if not 0 <= bits <= most:
+        raise ValueError(
+            f"extra_bits: bits is {bits}; bfloat16 takes 0 to 16, float16 0 to 13, "
+            "float8_e4m3fn 0 to 20, float8_e5m2 0 to 21"
+        )
+    if rounding not in _CONTAINERS:
+        raise ValueError(
+            f"extra_bits: rounding is {rounding!r}, not one of {sorted(_CONTAINERS)}"
+        )
+    if residual_rounding not in ("nearest", "stochastic"):
+        raise ValueError(
+            f"extra_bits: residual_rounding is {residual_rounding!r}, not 'nearest' "
+            "or 'stochastic'"
+        )
+    return ExtraBits(bits, rounding, residual_rounding)

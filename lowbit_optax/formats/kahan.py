@@ -1,0 +1,148 @@
+"""Kahan summation of the updates, with the compensation in 16 bits.
+
+    y = update - c                       Zamirai et al. 2020, Algorithm 3, line 7
+    s = round(w + y)                     line 8
+    c = (s - w) - y                      line 9
+    w = s                                line 10
+
+``s - w`` and the sum are exact in float32 but for its own rounding of ``w + y``; what
+is lost is what the compensation's own rounding loses.
+"""
+
+import dataclasses
+import typing
+
+import jax
+import jax.numpy as jnp
+
+from lowbit_optax import rounding as rounding_
+from lowbit_optax.formats.base import WeightFormat
+from lowbit_optax.landing import stay
+from lowbit_optax.random_bits import RandomBits
+
+_PARAM_STREAM, _RESIDUAL_STREAM = 0, 1
+
+
+class Kahan(typing.NamedTuple):
+    """Residuals of :func:`kahan`: the compensations c, of the parameters' shapes."""
+
+    compensation: typing.Any
+
+    @staticmethod
+    def format_of(param, residual) -> WeightFormat:
+        """A format that joins and splits leaves with such residuals."""
+        same = residual.dtype == param.dtype
+        return KahanFormat(arithmetic="param" if same else "float32")
+
+
+@dataclasses.dataclass(frozen=True)
+class KahanFormat(WeightFormat):
+    """See :func:`kahan`."""
+
+    rounding: typing.Literal["nearest", "stochastic"] = "nearest"
+    residual_rounding: typing.Literal["nearest", "stochastic"] = "stochastic"
+    arithmetic: typing.Literal["float32", "param"] = "float32"
+
+    container: typing.ClassVar[type] = Kahan
+
+    @property
+    def needs_random(self) -> bool:
+        return "stochastic" in (self.rounding, self.residual_rounding)
+
+    def init(self, param):
+        return jnp.zeros_like(param, dtype=self._residual_dtype(param.dtype))
+
+    def join(self, param, residual):
+        return rounding_.to_float32(param) - rounding_.to_float32(residual)
+
+    def seen(self, param, residual):
+        # Line 4 of Algorithm 3 decays w, not w - c.
+        if self.arithmetic == "param":
+            return rounding_.to_float32(param)
+        return self.join(param, residual)
+
+    def round(self, master, dtype, random):
+        if self.rounding == "nearest":
+            return rounding_.round_nearest(master, dtype)
+        words = random.words(master.shape, _PARAM_STREAM)
+        return rounding_.round_stochastic(master, dtype, words)
+
+    def residual(self, master, param, random):
+        dtype = self._residual_dtype(param.dtype)
+        return self._compensation(rounding_.to_float32(param) - master, dtype, random)
+
+    def advance(self, param, residual, update, random, land=stay):
+        dtype = param.dtype
+        if self.arithmetic == "param":
+            keep = lambda x: rounding_.round_to_precision(x, dtype)
+        else:
+            keep = lambda x: x
+        w, c = rounding_.to_float32(param), rounding_.to_float32(residual)
+        y = keep(keep(update) - c)
+        new, difference = land(param, self.round(w + y, dtype, random))
+        error = keep(rounding_.to_float32(new) - w) - y
+        return new, self._compensation(error, residual.dtype, random), difference
+
+    def _residual_dtype(self, dtype):
+        # The paper's 16-bit unit knows one format. Otherwise bfloat16, whose range
+        # holds the rounding errors of small float16 and float8 weights too.
+        return dtype if self.arithmetic == "param" else jnp.dtype(jnp.bfloat16)
+
+    def _compensation(
+        self, error: jax.Array, dtype: jnp.dtype, random: RandomBits | None
+    ) -> jax.Array:
+        # An overflow of the parameter leaves nothing that could be compensated.
+        error = jnp.where(jnp.isfinite(error), error, jnp.float32(0))
+        if self.residual_rounding == "nearest":
+            return rounding_.round_nearest(error, dtype)
+        words = random.words(error.shape, _RESIDUAL_STREAM)
+        return rounding_.round_stochastic(error, dtype, words)
+
+
+def kahan(
+    *,
+    rounding: typing.Literal["nearest", "stochastic"] = "nearest",
+    residual_rounding: typing.Literal["nearest", "stochastic"] | None = None,
+    arithmetic: typing.Literal["float32", "param"] = "float32",
+) -> WeightFormat:
+    """Kahan summation: a 16-bit compensation collects what rounding took.
+
+    Args:
+      rounding: of the parameter; ``"stochastic"`` combines both of the paper's methods.
+      residual_rounding: of the compensation. ``"nearest"`` is the paper's: it loses
+        updates smaller than about 2^-18 of a bfloat16 parameter for ever, because
+        the compensation has 8 bits too. ``"stochastic"`` keeps their mean; it is the
+        default with ``arithmetic="float32"``.
+      arithmetic: ``"float32"`` rounds only what is stored. ``"param"`` rounds after
+        every operation of the summation, as a unit that computes in the parameter's
+        format would (the aliases then also run the whole update so), and keeps the
+        compensation in that format.
+
+    Returns:
+      A weight format. State: 2 bytes a parameter, bfloat16.
+
+    Raises:
+      ValueError: if an argument is not one of these.
+
+    References:
+      Zamirai et al. 2020, Algorithms 1, 3 and 5.
+
+    >>> kahan(residual_rounding="nearest").needs_random
+    False
+    """
+    if rounding not in ("nearest", "stochastic"):
+        raise ValueError(
+            f"kahan: rounding is {rounding!r}, not 'nearest' or 'stochastic'"
+        )
+    if arithmetic not in ("float32", "param"):
+        raise ValueError(
+            f"kahan: arithmetic is {arithmetic!r}, not 'float32' or 'param'"
+        )
+    if residual_rounding is None:
+        residual_rounding = "nearest" if arithmetic == "param" else "stochastic"
+    if residual_rounding not in ("nearest", "stochastic"):
+        raise ValueError(
+            f"kahan: residual_rounding is {residual_rounding!r}, not 'nearest' or "
+            "'stochastic'"
+        )
+    return KahanFormat(rounding, residual_rounding, arithmetic)

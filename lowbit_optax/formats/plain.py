@@ -1,0 +1,106 @@
+"""Formats whose parameter is all there is, or that keep the whole master beside it."""
+
+import dataclasses
+import typing
+
+import jax
+import jax.numpy as jnp
+
+from lowbit_optax import rounding
+from lowbit_optax.formats.base import WeightFormat
+from lowbit_optax.random_bits import RandomBits
+
+
+class MasterCopy(typing.NamedTuple):
+    """Residuals of :func:`master_copy`: float32 arrays of the parameters' shapes."""
+
+    master: typing.Any
+
+    @staticmethod
+    def format_of(param, residual) -> WeightFormat:
+        """A format that joins and splits leaves with such residuals."""
+        del param, residual
+        return MasterCopyFormat()
+
+
+@dataclasses.dataclass(frozen=True)
+class Nearest(WeightFormat):
+    """See :func:`nearest`."""
+
+    def round(self, master, dtype, random):
+        del random
+        return rounding.round_nearest(master, dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class StochasticRounding(WeightFormat):
+    """See :func:`stochastic_rounding`."""
+
+    @property
+    def needs_random(self) -> bool:
+        return True
+
+    def round(self, master: jax.Array, dtype: jnp.dtype, random: RandomBits):
+        words = random.words(master.shape)
+        return rounding.round_stochastic(master, dtype, words)
+
+
+@dataclasses.dataclass(frozen=True)
+class MasterCopyFormat(WeightFormat):
+    """See :func:`master_copy`."""
+
+    container: typing.ClassVar[type] = MasterCopy
+
+    def init(self, param):
+        return rounding.to_float32(param)
+
+    def join(self, param, residual):
+        del param
+        return residual
+
+    def round(self, master, dtype, random):
+        del random
+        return rounding.round_nearest(master, dtype)
+
+    def residual(self, master, param, random):
+        del param, random
+        return master
+
+
+def nearest() -> WeightFormat:
+    """No residual, round to nearest even: plain 16-bit training.
+
+    The baseline that loses updates: one smaller than half the spacing of the parameter
+    is cancelled, every time (Zamirai et al. 2020, theorem 1). State: 0 bytes.
+
+    >>> nearest()
+    Nearest()
+    """
+    return Nearest()
+
+
+def stochastic_rounding() -> WeightFormat:
+    """No residual; the parameter is rounded stochastically, so its mean is right.
+
+    ``p' = SR(float32(p) + update)``. State: 0 bytes. An update smaller than 2^-25 of
+    the parameter is lost in the float32 sum, as it is in float32 training.
+
+    References:
+      Zamirai et al. 2020, Algorithms 2 and 4 (the circled minus).
+
+    >>> stochastic_rounding().needs_random
+    True
+    """
+    return StochasticRounding()
+
+
+def master_copy() -> WeightFormat:
+    """A float32 master beside the parameter: the usual mixed precision. State: 4 bytes.
+
+    References:
+      Micikevicius et al. 2018, as in OpenSeq2Seq's optimizer wrapper.
+
+    >>> master_copy()
+    MasterCopyFormat()
+    """
+    return MasterCopyFormat()

@@ -1,0 +1,149 @@
+"""Finds the moments in an inner transformation's state and stores them in a format.
+
+A moment is a float32 array of a parameter's shape, at that parameter's place in a tree
+that the inner ``init`` built like the parameters: ``mu``, ``nu``, ``trace``. Where such
+trees are is what ``optax.tree.map_params`` knows; the name is the state's field.
+"""
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from lowbit_optax.formats.base import MomentFormat
+from lowbit_optax.random_bits import RandomBits
+
+# The streams before are the weight formats'.
+_FIRST_STREAM = 2
+
+Moments = MomentFormat | Mapping[str, MomentFormat] | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Slot:
+    """A param-like subtree of the inner state; not a pytree node, so a leaf."""
+
+    tree: typing.Any
+
+
+@dataclasses.dataclass(frozen=True)
+class MomentPlan:
+    """Which leaves of an inner state are stored in which format.
+
+    Args:
+      inner: the wrapped transformation.
+      moments: one format for every moment, or a mapping from state field to format.
+      names, params: paths and leaves of the parameters.
+      expected: the inner state before encoding, as ShapeDtypeStructs.
+    """
+
+    inner: optax.GradientTransformation
+    moments: Moments
+    names: list[str]
+    params: list[jax.Array]
+    expected: typing.Any
+
+    def encode(self, state, random: list[RandomBits]):
+        """The inner state with its moments in their formats."""
+        draws = {
+            name: dataclasses.replace(bits, stream=_FIRST_STREAM)
+            for name, bits in zip(self.names, random, strict=True)
+        }
+        numbers = {}
+
+        def encode(name, format_, leaf, _):
+            number = numbers[name] = numbers.get(name, -1) + 1
+            return format_.encode(leaf, draws[name], number)
+
+        return self._map(encode, state)
+
+    def decode(self, state):
+        """The inner state with its moments in float32.
+
+        Raises:
+          ValueError: if the state was stored in another format.
+        """
+
+        def decode(name, format_, stored, like):
+            want = _stored_like(format_, like.shape)
+            if (stored.shape, stored.dtype) != (want.shape, want.dtype):
+                raise ValueError(
+                    f"moment of params{name} is {stored.dtype}{list(stored.shape)}, "
+                    f"but {format_} stores {want.dtype}{list(want.shape)}: was this "
+                    "state made by a transformation with other moments?"
+                )
+            return format_.decode(stored, like.shape)
+
+        return self._map(decode, state)
+
+    def _map(self, fn, state):
+        """``fn(name, format, leaf, expected leaf)`` on every moment of a state."""
+        if not self.moments:
+            return state
+        shapes = {
+            name: leaf.shape for name, leaf in zip(self.names, self.params, strict=True)
+        }
+        slots = self._slots()
+        fields = set()
+
+        def visit(path, slot, part):
+            if not isinstance(slot, _Slot):
+                return part
+            field = _field_of(path)
+            fields.add(field)
+            format_ = self._format(field)
+            if format_ is None:
+                return part
+
+            def leaf(leaf_path, like, value):
+                name = jax.tree_util.keystr(leaf_path)
+                if like.dtype != jnp.float32 or shapes.get(name) != like.shape:
+                    return value
+                return fn(name, format_, value, like)
+
+            return jax.tree_util.tree_map_with_path(leaf, slot.tree, part)
+
+        result = jax.tree_util.tree_map_with_path(
+            visit, slots, state, is_leaf=lambda x: isinstance(x, _Slot)
+        )
+        if isinstance(self.moments, Mapping):
+            unknown = sorted(set(self.moments) - fields)
+            if unknown:
+                raise ValueError(
+                    f"moments names {unknown[0]!r}, but the inner transformation's "
+                    f"state has these moments: {sorted(fields)}"
+                )
+        return result
+
+    def _slots(self):
+        return optax.tree.map_params(
+            self.inner, _Slot, self.expected, is_leaf=lambda _: True
+        )
+
+    def _format(self, field: str) -> MomentFormat | None:
+        if isinstance(self.moments, Mapping):
+            return self.moments.get(field)
+        return self.moments
+
+
+@functools.lru_cache(maxsize=4096)
+def _stored_like(format_: MomentFormat, shape: tuple[int, ...]):
+    def encode(moment, seed):
+        return format_.encode(moment, RandomBits(seed, seed, leaf=0), 0)
+
+    scalar = jax.ShapeDtypeStruct((), jnp.uint32)
+    return jax.eval_shape(encode, jax.ShapeDtypeStruct(shape, jnp.float32), scalar)
+
+
+def _field_of(path) -> str:
+    """The innermost named field of a path: ``mu`` of ``[0].mu``."""
+    for key in reversed(path):
+        if isinstance(key, jax.tree_util.GetAttrKey):
+            return key.name
+        if isinstance(key, jax.tree_util.DictKey):
+            return str(key.key)
+    return ""

@@ -1,0 +1,172 @@
+"""Arithmetic on split numbers: computed in float32, stored as (param, residual).
+
+    z = split(op(join(x), join(y)))
+
+Lewandowski and Kosson 2023, section 3.1, overload the operators of an update this way:
+add, multiply, divide and their combinations.
+"""
+
+import dataclasses
+import typing
+
+import jax
+import jax.numpy as jnp
+
+from lowbit_optax.formats.base import WeightFormat, narrow
+from lowbit_optax.random_bits import RandomBits
+from lowbit_optax.rounding import to_float32
+
+Operand = typing.Union["SplitArray", jax.typing.ArrayLike]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SplitArray:
+    """An array kept as a narrow parameter and the residual of its weight format.
+
+    Made by :func:`split_array`. ``+ - * /`` with SplitArrays, arrays and numbers, and
+    the methods below, compute in float32 and return the result in this array's format.
+
+    Args:
+      param: the narrow array, which may be used as it is.
+      residual: as the weight format stores it, or None.
+      random_state: uint32 ``[seed, operations so far]``.
+      weight_format: static.
+
+    >>> import jax.numpy as jnp, lowbit_optax
+    >>> x = split_array(jnp.ones(2), jnp.bfloat16, lowbit_optax.extra_bits(16))
+    >>> for _ in range(1000):
+    ...     x = x - 1e-5
+    >>> x.param, join_array(x)
+    (Array([0.988281, 0.988281], dtype=bfloat16),
+     Array([0.9899864, 0.9899864], dtype=float32))
+    """
+
+    param: jax.Array
+    residual: jax.Array | None
+    random_state: jax.Array
+    weight_format: WeightFormat = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.param.shape
+
+    @property
+    def dtype(self):
+        return self.param.dtype
+
+    def __add__(self, other: Operand) -> "SplitArray":
+        # By the format's own summation, which for Kahan is more than join and split.
+        return self._plus(_float32(other))
+
+    def __sub__(self, other: Operand) -> "SplitArray":
+        return self._plus(-_float32(other))
+
+    def __mul__(self, other: Operand) -> "SplitArray":
+        return self._like(join_array(self) * _float32(other))
+
+    def __truediv__(self, other: Operand) -> "SplitArray":
+        return self._like(join_array(self) / _float32(other))
+
+    __radd__ = __add__
+    __rmul__ = __mul__
+
+    def __rsub__(self, other: Operand) -> "SplitArray":
+        return self._like(_float32(other) - join_array(self))
+
+    def __rtruediv__(self, other: Operand) -> "SplitArray":
+        return self._like(_float32(other) / join_array(self))
+
+    def __neg__(self) -> "SplitArray":
+        return self._like(-join_array(self))
+
+    def addcmul(self, a: Operand, b: Operand, value: Operand = 1.0) -> "SplitArray":
+        """``self + value * a * b``."""
+        return self._plus(_float32(value) * _float32(a) * _float32(b))
+
+    def addcdiv(self, a: Operand, b: Operand, value: Operand = 1.0) -> "SplitArray":
+        """``self + value * a / b``."""
+        return self._plus(_float32(value) * _float32(a) / _float32(b))
+
+    def lerp(self, end: Operand, weight: Operand) -> "SplitArray":
+        """``self + weight * (end - self)``."""
+        return self._plus(_float32(weight) * (_float32(end) - join_array(self)))
+
+    def sqrt(self) -> "SplitArray":
+        """The square root."""
+        return self._like(jnp.sqrt(join_array(self)))
+
+    def _plus(self, update: jax.Array) -> "SplitArray":
+        if jnp.broadcast_shapes(self.shape, update.shape) != self.shape:
+            return self._like(join_array(self) + update)
+        update = jnp.broadcast_to(update, self.shape)
+        param, residual, _ = self.weight_format.advance(
+            self.param, self.residual, update, self._random()
+        )
+        return SplitArray(param, residual, self._counted(), self.weight_format)
+
+    def _like(self, value: jax.Array) -> "SplitArray":
+        # A result of another shape may be too small, or large enough, to pack.
+        format_ = self.weight_format.stored(value.shape, min_size=0)
+        param, residual = format_.split(value, self.dtype, self._random())
+        return SplitArray(param, residual, self._counted(), format_)
+
+    def _random(self) -> RandomBits:
+        seed, count = self.random_state
+        return RandomBits(seed, count, leaf=0)
+
+    def _counted(self) -> jax.Array:
+        return self.random_state + jnp.array([0, 1], jnp.uint32)
+
+
+def split_array(
+    x: jax.typing.ArrayLike,
+    dtype: jax.typing.DTypeLike,
+    weight_format: WeightFormat,
+    *,
+    seed: int = 0,
+) -> SplitArray:
+    """Split a float32 array into a narrow parameter and its residual.
+
+    Args:
+      x: array of any float dtype; it is taken to float32 first.
+      dtype: bfloat16, float16, float8_e4m3fn or float8_e5m2.
+      weight_format: such as ``lowbit_optax.extra_bits(8)``; scalars keep float32.
+      seed: of stochastic rounding.
+
+    Returns:
+      A :class:`SplitArray`.
+
+    Raises:
+      ValueError: if the format cannot hold the dtype.
+
+    >>> import jax.numpy as jnp, lowbit_optax
+    >>> split = split_array(jnp.full(64, 0.1), jnp.bfloat16, lowbit_optax.extra_bits(8))
+    >>> split.param.dtype, split.residual.shape
+    (dtype(bfloat16), (16,))
+    """
+    dtype = jnp.dtype(dtype)
+    if not narrow(dtype):
+        raise ValueError(f"split_array: dtype is {dtype}, which needs no residual")
+    why = weight_format.check(dtype)
+    if why:
+        raise ValueError(f"split_array: {why}")
+    x = _float32(x)
+    format_ = weight_format.stored(x.shape, min_size=0)
+    state = jnp.array([seed, 0], jnp.uint32)
+    param, residual = format_.split(x, dtype, RandomBits(state[0], state[1], leaf=0))
+    return SplitArray(param, residual, state + jnp.array([0, 1], jnp.uint32), format_)
+
+
+def join_array(split: SplitArray) -> jax.Array:
+    """The float32 array of a :class:`SplitArray`.
+
+    >>> import jax.numpy as jnp, lowbit_optax
+    >>> join_array(split_array(0.1, jnp.float16, lowbit_optax.extra_bits(13)))
+    Array(0.1, dtype=float32)
+    """
+    return split.weight_format.join(split.param, split.residual)
+
+
+def _float32(x: Operand) -> jax.Array:
+    return join_array(x) if isinstance(x, SplitArray) else to_float32(jnp.asarray(x))

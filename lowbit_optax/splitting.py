@@ -1,0 +1,160 @@
+"""A float32 master as a narrow parameter and a k-bit residual, element by element.
+
+With ``w`` the master's pattern in the parameter's format extended by k mantissa bits
+(:mod:`lowbit_optax.float_layouts`), sign apart,
+
+    nearest       p = (w + 2^(k-1)) >> k      e = w - (p << k) in [-2^(k-1), 2^(k-1))
+    toward_zero   p = w >> k                  e = w - (p << k) in [0, 2^k)
+    stochastic    p = (w + r) >> k            e = w - (p << k) in [-2^k, 2^k)
+
+with r uniform on [0, 2^k). ``e`` is stored in two's complement (unsigned for
+``toward_zero``), so no separate flag is needed to undo a rounding up: the sign carries
+it. ``stochastic`` needs k + 1 stored bits, which is the un-round bit of the paper.
+
+``w`` itself is the master rounded to k extra bits, to nearest even or stochastically.
+
+References:
+  Lewandowski and Kosson, "Memory Efficient Mixed Precision Optimizers", 2023,
+  section 3.1: extra bits, rounding toward zero and stochastic with un-round bit.
+"""
+
+import typing
+
+import jax
+import jax.numpy as jnp
+
+from lowbit_optax import float_layouts
+from lowbit_optax.float_layouts import FloatLayout
+
+Rounding = typing.Literal["nearest", "toward_zero", "stochastic"]
+
+
+def stored_bits(extra: int, rounding: Rounding) -> int:
+    """How many bits the residual of ``extra`` bits takes under this rounding.
+
+    >>> stored_bits(8, "nearest"), stored_bits(8, "stochastic")
+    (8, 9)
+    """
+    return extra + 1 if extra and rounding == "stochastic" else extra
+
+
+def pattern_of(
+    master: jax.Array,
+    layout: FloatLayout,
+    extra: int,
+    rounding: Rounding,
+    random: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """``(sign, w)`` of a master, stochastically rounded to k bits if ``random``."""
+    # The NaN patterns whose parameter is a NaN too under this rounding.
+    first, last = layout.special + 1 << extra, layout.largest << extra
+    if rounding == "nearest" and extra:
+        first, last = first - (1 << (extra - 1)), last + (1 << (extra - 1)) - 1
+    elif rounding == "toward_zero":
+        last += (1 << extra) - 1
+    return float_layouts.to_pattern(master, layout, extra, random, (first, last))
+
+
+def round_param(
+    sign: jax.Array,
+    pattern: jax.Array,
+    layout: FloatLayout,
+    extra: int,
+    rounding: Rounding,
+    random: jax.Array | None = None,
+) -> jax.Array:
+    """The parameter of a pattern, in the layout's dtype.
+
+    Args:
+      sign, pattern: from :func:`pattern_of`.
+      layout: of the parameter's dtype.
+      extra: k.
+      rounding: how the k extra bits are rounded off.
+      random: uint32 random bits, for ``"stochastic"``; its leading k bits are used.
+
+    Returns:
+      An array of ``layout.dtype``.
+    """
+    if extra == 0:
+        magnitude = pattern
+    elif rounding == "toward_zero":
+        magnitude = pattern >> jnp.uint32(extra)
+    else:
+        half = jnp.uint32(1 << (extra - 1))
+        magnitude = (pattern + half) >> jnp.uint32(extra)
+        if not layout.has_infinity:
+            # A tie with the format's NaN goes down, as in a cast.
+            largest = layout.special - 1
+            tie = jnp.uint32((largest << extra) + (1 << (extra - 1)))
+            magnitude = jnp.where(pattern == tie, jnp.uint32(largest), magnitude)
+        if rounding == "stochastic":
+            up = random >> jnp.uint32(32 - extra)
+            drawn = (pattern + up) >> jnp.uint32(extra)
+            # Past the largest finite value a draw would be infinite at random.
+            inside = pattern <= jnp.uint32((layout.special - 1) << extra)
+            magnitude = jnp.where(inside, drawn, magnitude)
+    shift = jnp.uint32(32 - layout.width)
+    return float_layouts.from_bits((sign >> shift) | magnitude, layout.dtype)
+
+
+def residual_of(
+    sign: jax.Array,
+    pattern: jax.Array,
+    param: jax.Array,
+    extra: int,
+    rounding: Rounding,
+) -> jax.Array:
+    """The residual with which ``param`` comes nearest to the pattern.
+
+    For the parameter that :func:`round_param` gives, it is exact. For another one (see
+    :mod:`lowbit_optax.landing`) the residual saturates.
+
+    Args:
+      sign, pattern: from :func:`pattern_of`.
+      param: of the layout's dtype.
+      extra: k, 1 or more.
+      rounding: decides the range.
+
+    Returns:
+      uint32 fields of ``stored_bits(extra, rounding)`` bits.
+    """
+    layout = float_layouts.layout_of(param.dtype)
+    bits = float_layouts.to_bits(param)
+    magnitude = bits & jnp.uint32(layout.largest)
+    error = (pattern - (magnitude << jnp.uint32(extra))).astype(jnp.int32)
+    width = stored_bits(extra, rounding)
+    if rounding == "toward_zero":
+        low, high = 0, (1 << width) - 1
+    else:
+        low, high = -(1 << (width - 1)), (1 << (width - 1)) - 1
+    error = jnp.clip(error, jnp.int32(low), jnp.int32(high))
+    same_sign = (bits >> jnp.uint32(layout.width - 1)) == (sign >> jnp.uint32(31))
+    error = jnp.where(same_sign, error, jnp.int32(0))
+    return error.astype(jnp.uint32) & jnp.uint32((1 << width) - 1)
+
+
+def join(
+    param: jax.Array, fields: jax.Array, extra: int, rounding: Rounding
+) -> jax.Array:
+    """The float32 master of a parameter and its residual; exact.
+
+    Args:
+      param: array of a narrow float dtype.
+      fields: uint32, from :func:`residual_of`.
+      extra: k.
+      rounding: as in the split.
+
+    Returns:
+      float32 array.
+    """
+    layout = float_layouts.layout_of(param.dtype)
+    bits = float_layouts.to_bits(param)
+    sign = (bits >> jnp.uint32(layout.width - 1)) << jnp.uint32(31)
+    magnitude = (bits & jnp.uint32(layout.largest)) << jnp.uint32(extra)
+    if extra:
+        if rounding != "toward_zero":
+            unused = jnp.int32(32 - stored_bits(extra, rounding))
+            signed = (fields << unused.astype(jnp.uint32)).astype(jnp.int32) >> unused
+            fields = signed.astype(jnp.uint32)
+        magnitude = magnitude + fields
+    return float_layouts.from_pattern(sign, magnitude, layout, extra)

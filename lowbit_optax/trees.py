@@ -1,0 +1,56 @@
+"""Trees of parameters beside trees of state, and errors that name the leaf."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import optax
+
+PyTree = optax.Params
+
+
+def named_leaves(tree: PyTree) -> tuple[list[str], list, jax.tree_util.PyTreeDef]:
+    """Paths, leaves and structure of a tree; a path reads like ``['dense']['bias']``.
+
+    >>> named_leaves({"w": 1, "b": None})[:2]
+    (["['w']"], [1])
+    """
+    with_path, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    names = [jax.tree_util.keystr(path) for path, _ in with_path]
+    return names, [leaf for _, leaf in with_path], treedef
+
+
+def beside(
+    names: Sequence[str],
+    treedef: jax.tree_util.PyTreeDef,
+    tree: PyTree,
+    what: str,
+) -> list:
+    """The parts of ``tree`` that stand at the leaves of the parameters' structure.
+
+    Args:
+      names, treedef: of the parameters, from :func:`named_leaves`.
+      tree: of the same structure; at a leaf it may hold anything (None included).
+      what: its name, for the error.
+
+    Raises:
+      ValueError: naming the first leaf where the structures part.
+    """
+    try:
+        return treedef.flatten_up_to(tree)
+    except (ValueError, TypeError) as error:
+        given = set(named_leaves(tree)[0])
+        missing = [name for name in names if name not in given]
+        extra = sorted(given - set(names))
+        where = f"missing at {missing[0]}" if missing else "different"
+        if not missing and extra:
+            where = f"at {extra[0]}, where params have no leaf"
+        raise ValueError(
+            f"{what} must have the structure of params: {what} are {where}. "
+            f"Given {jax.tree.structure(tree)}, accepted {treedef}"
+        ) from error
+
+
+def is_float(leaf) -> bool:
+    """Whether a leaf is a real floating-point array."""
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)

@@ -1,0 +1,84 @@
+"""k-bit fields in uint32 words, on rows: the primitives that every packed array uses.
+
+A group is 32 rows. Field ``r`` of a group is bits ``[r*k, (r+1)*k)`` of the group's
+``k`` words, counted from the least significant bit of the first word. Because the row
+number is static, so are word, shift and mask: a kernel unrolls these into shifts and
+masks on whole rows, without shuffles or shared memory. The rows themselves may have
+any shape (a register vector in a kernel, an array on the XLA path).
+
+The pattern repeats every ``32 / gcd(k, 32)`` rows, after ``k / gcd(k, 32)`` whole
+words. That is the smallest piece a loop can work on; see :func:`period`.
+"""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+GROUP = 32
+
+
+def period(bits: int) -> tuple[int, int]:
+    """Rows and words after which the bit offsets of k-bit fields repeat.
+
+    Args:
+      bits: width k of a field, 1 to 32.
+
+    Returns:
+      ``(rows, words)`` with ``rows * k == words * 32``.
+
+    >>> period(8), period(12), period(5)
+    ((4, 1), (8, 3), (32, 5))
+    """
+    common = math.gcd(bits, GROUP)
+    return GROUP // common, bits // common
+
+
+def get_field(words: Sequence[jax.Array], row: int, bits: int) -> jax.Array:
+    """Read field ``row`` (a static int) from the words of a group or period.
+
+    Args:
+      words: uint32 arrays of one shape, at least ``ceil((row+1)*bits/32)`` of them.
+      row: which field.
+      bits: width k of a field, 1 to 32.
+
+    Returns:
+      A uint32 array of the rows' shape, values below ``2**bits``.
+    """
+    word, shift = divmod(row * bits, 32)
+    value = words[word] >> jnp.uint32(shift) if shift else words[word]
+    if shift + bits > 32:
+        value = value | (words[word + 1] << jnp.uint32(32 - shift))
+    return value & jnp.uint32((1 << bits) - 1)
+
+
+def put_fields(fields: Sequence[jax.Array], bits: int) -> list[jax.Array]:
+    """Assemble whole words from consecutive fields, the inverse of :func:`get_field`.
+
+    Args:
+      fields: uint32 arrays of one shape, each below ``2**bits``; their number is a
+        multiple of ``period(bits)[0]``.
+      bits: width k of a field, 1 to 32.
+
+    Returns:
+      ``len(fields) * bits / 32`` uint32 arrays.
+    """
+    rows, _ = period(bits)
+    if len(fields) % rows:
+        raise ValueError(
+            f"{len(fields)} fields of {bits} bits do not fill whole words; "
+            f"give a multiple of {rows}"
+        )
+    words: list[jax.Array | None] = [None] * (len(fields) * bits // 32)
+
+    def deposit(index: int, value: jax.Array) -> None:
+        held = words[index]
+        words[index] = value if held is None else held | value
+
+    for row, field in enumerate(fields):
+        word, shift = divmod(row * bits, 32)
+        deposit(word, field << jnp.uint32(shift) if shift else field)
+        if shift + bits > 32:
+            deposit(word + 1, field >> jnp.uint32(32 - shift))
+    return words
