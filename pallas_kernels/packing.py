@@ -127,11 +127,17 @@ def unpack(words: jax.Array, bits: int, shape: tuple[int, ...]) -> jax.Array:
     axis = pack_axis(shape)
     rows, count = period(bits)
     blocks = _split(words, axis, count)
-    taken = [lax.index_in_dim(blocks, word, axis + 1, False) for word in range(count)]
-    fields = _merge(
-        jnp.stack([get_field(taken, row, bits) for row in range(rows)], axis=axis + 1),
-        axis,
-    )
+    if count == 1:
+        # One shift of a broadcast word fuses where a concatenation of rows does not.
+        widths = [1] * blocks.ndim
+        widths[axis + 1] = rows
+        shifts = (lax.iota(jnp.uint32, rows) * jnp.uint32(bits)).reshape(widths)
+        stacked = (blocks >> shifts) & jnp.uint32((1 << bits) - 1)
+    else:
+        taken = [lax.index_in_dim(blocks, w, axis + 1, False) for w in range(count)]
+        taken = [get_field(taken, row, bits) for row in range(rows)]
+        stacked = jnp.stack(taken, axis=axis + 1)
+    fields = _merge(stacked, axis)
     return lax.slice_in_dim(fields, 0, shape[axis], axis=axis)
 
 
