@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from lowbit_optax import formats, sixteen_bit
-from lowbit_optax.formats.base import narrow
+from lowbit_optax.float_layouts import is_narrow
 from lowbit_optax.moments import Moments
 from lowbit_optax.wrapper import LowbitTransformation, lowbit
 
@@ -381,7 +381,7 @@ def _wide(**hyperparameters) -> None:
     ``optax.inject_hyperparams`` stores them in the parameters' dtype unless told.
     """
     for name, value in hyperparameters.items():
-        if hasattr(value, "dtype") and narrow(value.dtype):
+        if hasattr(value, "dtype") and is_narrow(value.dtype):
             raise TypeError(
                 f"{name} is a {value.dtype} array; accepted are Python numbers, "
                 "float32 arrays and schedules. With optax.inject_hyperparams pass "

@@ -6,7 +6,9 @@ import numpy as np
 import optax
 
 from lowbit_optax import trees
-from lowbit_optax.formats.base import NoResidual, WeightFormat, narrow
+from lowbit_optax.float_layouts import is_narrow
+from lowbit_optax.formats.base import WeightFormat
+from lowbit_optax.formats.plain import NoResidual
 from lowbit_optax.rounding import round_nearest, to_float32
 from lowbit_optax.wrapper import LowbitState
 
@@ -115,7 +117,7 @@ class _ToNearest:
 def _rounded(x: jax.Array, dtype: np.dtype) -> jax.Array:
     if not trees.is_float(x):
         return x
-    return round_nearest(to_float32(x), dtype) if narrow(dtype) else x.astype(dtype)
+    return round_nearest(to_float32(x), dtype) if is_narrow(dtype) else x.astype(dtype)
 
 
 def _held(names, leaves, state) -> dict[str, tuple[WeightFormat, jax.Array | None]]:
@@ -134,7 +136,7 @@ def _held(names, leaves, state) -> dict[str, tuple[WeightFormat, jax.Array | Non
     held = {
         name: (NoResidual.format_of(leaf, None), None)
         for name, leaf in params.items()
-        if narrow(getattr(leaf, "dtype", np.dtype(bool)))
+        if is_narrow(getattr(leaf, "dtype", np.dtype(bool)))
     }
     for part in states:
         container = type(part.residual)

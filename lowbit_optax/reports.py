@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from lowbit_optax import trees
-from lowbit_optax.formats.base import narrow
+from lowbit_optax.float_layouts import is_narrow
 from lowbit_optax.landing import apply_leaf
 from lowbit_optax.wrapper import LowbitState, LowbitTransformation
 
@@ -69,7 +69,7 @@ class MemoryReport:
         saved = self.total.float32_master - self.total.total
         lines.append(
             f"{self.total.total:,} bytes of parameters and optimizer state; optax with "
-            f"a float32 master: {self.total.float32_master:,} ({saved:,} more). "
+            f"a float32 master:\n{self.total.float32_master:,} ({saved:,} more). "
             "Gradients come on top."
         )
         return "\n".join(lines)
@@ -115,7 +115,7 @@ def memory_report(
     rows = []
     for name, leaf in zip(names, leaves, strict=True):
         size, dtype = math.prod(leaf.shape), jnp.dtype(leaf.dtype)
-        usual = size * dtype.itemsize + (4 * size if narrow(dtype) else 0)
+        usual = size * dtype.itemsize + (4 * size if is_narrow(dtype) else 0)
         usual += found[name]["count"] * 4 * size
         rows.append(
             LeafMemory(

@@ -12,7 +12,8 @@ import typing
 import jax
 import jax.numpy as jnp
 
-from lowbit_optax.formats.base import WeightFormat, narrow
+from lowbit_optax.float_layouts import is_narrow
+from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.random_bits import RandomBits
 from lowbit_optax.rounding import to_float32
 
@@ -146,7 +147,7 @@ def split_array(
     (dtype(bfloat16), (16,))
     """
     dtype = jnp.dtype(dtype)
-    if not narrow(dtype):
+    if not is_narrow(dtype):
         raise ValueError(f"split_array: dtype is {dtype}, which needs no residual")
     why = weight_format.check(dtype)
     if why:

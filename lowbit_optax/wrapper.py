@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import optax
 
 from lowbit_optax import trees
+from lowbit_optax.float_layouts import is_narrow
 from lowbit_optax.formats import extra_bits
-from lowbit_optax.formats.base import WeightFormat, narrow
+from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.landing import apply_leaf, land, stay
 from lowbit_optax.moments import MomentPlan, Moments
 from lowbit_optax.random_bits import RandomBits, leaf_number
@@ -177,7 +178,7 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
     """
 
     def apply(param, update):
-        if param is None or not narrow(jnp.asarray(param).dtype):
+        if param is None or not is_narrow(jnp.asarray(param).dtype):
             return optax.apply_updates(param, update)
         return apply_leaf(param, update)
 
@@ -211,7 +212,7 @@ class Lowbit:
 
     def format(self, leaf) -> WeightFormat | None:
         """The weight format of a leaf; None for one that passes through."""
-        if not trees.is_float(leaf) or not narrow(leaf.dtype):
+        if not trees.is_float(leaf) or not is_narrow(leaf.dtype):
             return None
         return self.weights.stored(leaf.shape, self.min_size)
 
@@ -399,7 +400,7 @@ def _widened(name: str, grad, param):
             f"lowbit: gradient of params{name} has shape {grad.shape}; its parameter "
             f"has {param.shape}"
         )
-    return grad.astype(jnp.float32) if narrow(param.dtype) else grad
+    return grad.astype(jnp.float32) if is_narrow(param.dtype) else grad
 
 
 def _abstract(x):

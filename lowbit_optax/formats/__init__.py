@@ -1,6 +1,6 @@
 """How masters and moments are stored."""
 
-from lowbit_optax.formats.base import MomentFormat, NoResidual, WeightFormat
+from lowbit_optax.formats.base import MomentFormat, WeightFormat
 from lowbit_optax.formats.cast import cast
 from lowbit_optax.formats.extra_bits import extra_bits
 from lowbit_optax.formats.kahan import kahan
@@ -8,7 +8,6 @@ from lowbit_optax.formats.plain import master_copy, nearest, stochastic_rounding
 
 __all__ = [
     "MomentFormat",
-    "NoResidual",
     "WeightFormat",
     "cast",
     "extra_bits",

@@ -15,24 +15,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from lowbit_optax import float_layouts
 from lowbit_optax.landing import stay
 from lowbit_optax.random_bits import RandomBits
 from lowbit_optax.rounding import to_float32
 
 Land = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
-
-
-class NoResidual(typing.NamedTuple):
-    """The residuals of a format that keeps none."""
-
-    @staticmethod
-    def format_of(param: jax.Array, residual: None) -> "WeightFormat":
-        """A format that joins and splits leaves with such residuals."""
-        from lowbit_optax.formats.plain import Nearest
-
-        del param, residual
-        return Nearest()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +32,7 @@ class WeightFormat:
     checkpoint of another format is noticed.
     """
 
-    container: typing.ClassVar[type] = NoResidual
+    container: typing.ClassVar[type]
 
     def check(self, dtype: jnp.dtype) -> str | None:
         """Why a leaf of this narrow dtype cannot be held, or None if it can."""
@@ -143,8 +130,3 @@ class MomentFormat:
     def decode(self, stored, shape: tuple[int, ...]) -> jax.Array:
         """The float32 moment of its stored form."""
         raise NotImplementedError
-
-
-def narrow(dtype: jax.typing.DTypeLike) -> bool:
-    """Whether a leaf of this dtype is held by a weight format at all."""
-    return float_layouts.is_narrow(dtype)

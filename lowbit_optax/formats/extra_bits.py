@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 import pallas_kernels
 from lowbit_optax import float_layouts, splitting
-from lowbit_optax.formats.base import NoResidual, WeightFormat
-from lowbit_optax.formats.plain import MasterCopyFormat
+from lowbit_optax.formats.base import WeightFormat
+from lowbit_optax.formats.plain import MasterCopyFormat, NoResidual
 from lowbit_optax.random_bits import RandomBits
 
 _PARAM_STREAM, _RESIDUAL_STREAM = 0, 1

@@ -11,6 +11,16 @@ from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.random_bits import RandomBits
 
 
+class NoResidual(typing.NamedTuple):
+    """The residuals of a format that keeps none."""
+
+    @staticmethod
+    def format_of(param, residual) -> WeightFormat:
+        """A format that joins and splits leaves with such residuals."""
+        del param, residual
+        return Nearest()
+
+
 class MasterCopy(typing.NamedTuple):
     """Residuals of :func:`master_copy`: float32 arrays of the parameters' shapes."""
 
@@ -27,6 +37,8 @@ class MasterCopy(typing.NamedTuple):
 class Nearest(WeightFormat):
     """See :func:`nearest`."""
 
+    container: typing.ClassVar[type] = NoResidual
+
     def round(self, master, dtype, random):
         del random
         return rounding.round_nearest(master, dtype)
@@ -35,6 +47,8 @@ class Nearest(WeightFormat):
 @dataclasses.dataclass(frozen=True)
 class StochasticRounding(WeightFormat):
     """See :func:`stochastic_rounding`."""
+
+    container: typing.ClassVar[type] = NoResidual
 
     @property
     def needs_random(self) -> bool:

@@ -1,0 +1,197 @@
+"""Times one jitted, donated optimizer step of every alias against optax's, on this host.
+
+    python benchmarks/step_time.py --parameters 16777216 --json step_time.json
+
+All variants run in turn, round after round, so that a noisy machine disturbs them
+alike; the table gives the median time and the median over the rounds of the ratio to
+optax's float32 step. Gradients are in the parameters' dtype, and every step donates
+parameters and state, the baselines' too.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import platform
+import statistics
+import time
+import typing
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import lowbit_optax
+
+RATE, DECAY, MOMENTUM = 1e-3, 1e-4, 0.9
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A named optimizer: its parameters' dtype, transformation, and step."""
+
+    name: str
+    family: str
+    dtype: typing.Any
+    tx: optax.GradientTransformation
+    step: typing.Callable
+
+
+def fast(tx):
+    return lambda params, state, grads: lowbit_optax.step(tx, grads, state, params)
+
+
+def applied(tx):
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def float32_master(tx):
+    """The usual mixed precision by hand: state is (float32 master, tx's state)."""
+
+    def init(params):
+        master = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+        return master, tx.init(master)
+
+    def step(params, state, grads):
+        del params
+        master, inner = state
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        updates, inner = tx.update(grads, inner, master)
+        master = optax.apply_updates(master, updates)
+        return jax.tree.map(lambda m: m.astype(jnp.bfloat16), master), (master, inner)
+
+    return optax.GradientTransformation(init, None), step
+
+
+def variants():
+    bf16 = jnp.bfloat16
+    adamw = optax.adamw(RATE, weight_decay=DECAY)
+    sgd = optax.chain(optax.add_decayed_weights(DECAY), optax.sgd(RATE, MOMENTUM))
+    families = {
+        "adamw": (
+            adamw,
+            {
+                "kahan_adamw": lowbit_optax.kahan_adamw(RATE, weight_decay=DECAY),
+                "sr_adamw": lowbit_optax.sr_adamw(RATE, weight_decay=DECAY),
+                "extra_bits_adamw(bits=16)": lowbit_optax.extra_bits_adamw(
+                    RATE, weight_decay=DECAY
+                ),
+                "extra_bits_adamw(bits=8)": lowbit_optax.extra_bits_adamw(
+                    RATE, weight_decay=DECAY, bits=8
+                ),
+            },
+        ),
+        "sgd": (
+            sgd,
+            {
+                "kahan_sgd": lowbit_optax.kahan_sgd(RATE, MOMENTUM, weight_decay=DECAY),
+                "sr_sgd": lowbit_optax.sr_sgd(RATE, MOMENTUM, weight_decay=DECAY),
+                "extra_bits_sgd(bits=16)": lowbit_optax.extra_bits_sgd(
+                    RATE, MOMENTUM, weight_decay=DECAY
+                ),
+                "extra_bits_sgd(bits=8)": lowbit_optax.extra_bits_sgd(
+                    RATE, MOMENTUM, weight_decay=DECAY, bits=8
+                ),
+            },
+        ),
+    }
+    for family, (tx, ours) in families.items():
+        yield Variant(f"optax {family} float32", family, jnp.float32, tx, applied(tx))
+        holder, step = float32_master(tx)
+        yield Variant(f"optax {family} float32 master", family, bf16, holder, step)
+        yield Variant(f"optax {family} bfloat16", family, bf16, tx, applied(tx))
+        for name, low in ours.items():
+            yield Variant(f"{name}, step", family, bf16, low, fast(low))
+        name = f"kahan_{family}"
+        low = ours[name]
+        yield Variant(f"{name}, update", family, bf16, low, applied(low))
+
+
+class Running:
+    """One variant's compiled step and its live parameters and state."""
+
+    def __init__(self, variant: Variant, leaves: int, shape: tuple[int, int]):
+        keys = jax.random.split(jax.random.key(0), leaves)
+        self.params = [jnp.ones(shape, variant.dtype) for _ in keys]
+        self.grads = [jax.random.normal(key, shape, variant.dtype) for key in keys]
+        self.state = variant.tx.init(self.params)
+        if variant.name.endswith("master"):
+            # The master must not share a buffer with anything that is donated.
+            self.state = jax.tree.map(jnp.copy, self.state)
+        self.step = jax.jit(variant.step, donate_argnums=(0, 1))
+        live = sum(x.nbytes for x in jax.tree.leaves((self.params, self.state)))
+        self.bytes_per_param = live / (leaves * math.prod(shape))
+        self.seconds: list[float] = []
+        lowered = self.step.lower(self.params, self.state, self.grads)
+        memory = lowered.compile().memory_analysis()
+        self.temp_per_param = memory.temp_size_in_bytes / (leaves * math.prod(shape))
+        self()
+        self.seconds.clear()
+
+    def __call__(self) -> None:
+        start = time.perf_counter()
+        self.params, self.state = self.step(self.params, self.state, self.grads)
+        jax.block_until_ready((self.params, self.state))
+        self.seconds.append(time.perf_counter() - start)
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parameters", type=int, default=1 << 24)
+    parser.add_argument("--leaves", type=int, default=1, help="equal square leaves")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--family", choices=("adamw", "sgd", "both"), default="both")
+    parser.add_argument("--json", help="also write the table to this file")
+    return parser.parse_args()
+
+
+def main():
+    args = parse_arguments()
+    side = round(math.sqrt(args.parameters / args.leaves))
+    chosen = [v for v in variants() if args.family in (v.family, "both")]
+    running = [(v, Running(v, args.leaves, (side, side))) for v in chosen]
+    for _ in range(args.rounds):
+        for _, run in running:
+            run()
+    device = jax.devices()[0]
+    print(
+        f"{args.leaves} x {side} x {side} parameters, {args.rounds} rounds, "
+        f"jax {jax.__version__} on {device.device_kind} ({platform.machine()})"
+    )
+    print(f"{'step':38}{'ms':>8}{'ratio':>8}{'B/param':>9}{'temp B/param':>14}")
+    rows = []
+    for variant, run in running:
+        base = next(r for v, r in running if v.family == variant.family)
+        pairs = zip(run.seconds, base.seconds, strict=True)
+        row = {
+            "step": variant.name,
+            "median_ms": 1e3 * statistics.median(run.seconds),
+            "ratio_to_float32": statistics.median(a / b for a, b in pairs),
+            "bytes_per_param": run.bytes_per_param,
+            "temp_bytes_per_param": run.temp_per_param,
+        }
+        rows.append(row)
+        print(
+            f"{row['step']:38}{row['median_ms']:8.1f}{row['ratio_to_float32']:8.2f}"
+            f"{row['bytes_per_param']:9.2f}{row['temp_bytes_per_param']:14.2f}"
+        )
+    if args.json:
+        record = {
+            "device": device.device_kind,
+            "jax": jax.__version__,
+            "leaves": args.leaves,
+            "side": side,
+            "rounds": args.rounds,
+            "rows": rows,
+        }
+        with open(args.json, "w") as file:
+            json.dump(record, file, indent=1)
+            file.write("\n")
+
+
+if __name__ == "__main__":
+    main()

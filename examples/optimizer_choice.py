@@ -1,0 +1,103 @@
+"""The optimizers that `resnet_cifar.py` can train with: one table, one line each."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import optax
+
+import lowbit_optax
+
+
+class Options(NamedTuple):
+    """What every optimizer below is built from."""
+
+    learning_rate: optax.ScalarOrSchedule
+    weight_decay: float
+    bits: int
+    seed: int
+    momentum: float = 0.9
+
+
+class Choice(NamedTuple):
+    """A row of the table: a name for tables and plots, and how to build it."""
+
+    label: str
+    build: Callable[[Options], optax.GradientTransformation]
+
+
+def _sgd(o: Options) -> optax.GradientTransformation:
+    return optax.chain(
+        optax.add_decayed_weights(o.weight_decay),
+        optax.sgd(o.learning_rate, o.momentum),
+    )
+
+
+def _adamw(o: Options) -> optax.GradientTransformation:
+    return optax.adamw(o.learning_rate, weight_decay=o.weight_decay)
+
+
+def _nearest(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Everything in 16 bits, updates rounded to the nearest weight: the baseline."""
+    return lowbit_optax.lowbit(
+        inner,
+        weights=lowbit_optax.nearest(),
+        moments=lowbit_optax.cast(jnp.bfloat16),
+    )
+
+
+# Names are `<method>_<family>`; `sgd` and `adamw` alone are optax in float32. The
+# lambdas look up `lowbit_optax` names when called, and keep one choice to one row.
+# fmt: off
+OPTIMIZERS = {
+    "sgd": Choice("float32", _sgd),
+    "adamw": Choice("float32", _adamw),
+    "nearest_sgd": Choice("nearest", lambda o: _nearest(_sgd(o))),
+    "nearest_adamw": Choice("nearest", lambda o: _nearest(_adamw(o))),
+    "sr_sgd": Choice("stochastic", lambda o: lowbit_optax.sr_sgd(
+        o.learning_rate, o.momentum, weight_decay=o.weight_decay, seed=o.seed)),
+    "sr_adamw": Choice("stochastic", lambda o: lowbit_optax.sr_adamw(
+        o.learning_rate, weight_decay=o.weight_decay, seed=o.seed)),
+    "kahan_sgd": Choice("Kahan", lambda o: lowbit_optax.kahan_sgd(
+        o.learning_rate, o.momentum, weight_decay=o.weight_decay, seed=o.seed)),
+    "kahan_adamw": Choice("Kahan", lambda o: lowbit_optax.kahan_adamw(
+        o.learning_rate, weight_decay=o.weight_decay, seed=o.seed)),
+    "extra_bits_sgd": Choice("extra bits", lambda o: lowbit_optax.extra_bits_sgd(
+        o.learning_rate, o.momentum,
+        weight_decay=o.weight_decay, bits=o.bits, seed=o.seed)),
+    "extra_bits_adamw": Choice("extra bits", lambda o: lowbit_optax.extra_bits_adamw(
+        o.learning_rate, weight_decay=o.weight_decay, bits=o.bits, seed=o.seed)),
+}
+# fmt: on
+
+COMPARED = ("", "nearest_", "sr_", "kahan_", "extra_bits_")
+
+
+def family(name: str) -> str:
+    """`"sgd"` or `"adamw"`: what it is nearest to, and shares its defaults with."""
+    return "sgd" if name.endswith("sgd") else "adamw"
+
+
+def compared(name: str) -> list[str]:
+    """The optimizers that `--compare` runs beside each other, float32 first."""
+    return [prefix + family(name) for prefix in COMPARED]
+
+
+def is_float32(name: str) -> bool:
+    """Whether `name` is plain optax, which keeps its weights in float32."""
+    return name == family(name)
+
+
+def label(name: str, dtype: str, bits: int) -> str:
+    """What tables and plots call the optimizer, such as `"Kahan bfloat16"`."""
+    text = OPTIMIZERS[name].label
+    if is_float32(name):
+        return text
+    return f"{text} {dtype}" + (f"+{bits}" if name.startswith("extra_bits") else "")
+
+
+def cosine_schedule(peak: float, steps: int) -> optax.Schedule:
+    """Linear warmup over the first twentieth of `steps`, then a cosine to zero."""
+    return optax.warmup_cosine_decay_schedule(
+        init_value=0.0, peak_value=peak, warmup_steps=steps // 20, decay_steps=steps
+    )

@@ -1,0 +1,253 @@
+"""The optimizers, formats and problems that several test files run through."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import lowbit_optax
+
+BFLOAT16_MOMENTS = lowbit_optax.cast(jnp.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """optax.adam divides by 1 - b**count with an int32 count; TrainState adds dtypes."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    """A lowbit transformation and the float32 one that it stands for."""
+
+    make: Callable
+    reference: Callable
+    peak: float = 0.02
+
+    def __call__(self, learning_rate=None, **options):
+        return self.make(self.peak if learning_rate is None else learning_rate, **options)
+
+
+def _sgd(learning_rate):
+    return optax.sgd(learning_rate, momentum=0.9)
+
+
+def _sgd_alias(alias, **fixed):
+    return lambda rate, **options: alias(rate, momentum=0.9, **fixed, **options)
+
+
+def _adamw_alias(alias, **fixed):
+    return lambda rate, **options: alias(rate, **fixed, **options)
+
+
+def _bits(bits, **fixed):
+    return dict(bits=bits, min_size=0, **fixed)
+
+
+ALIASES = {
+    "kahan_sgd": Optimizer(_sgd_alias(lowbit_optax.kahan_sgd), _sgd),
+    "sr_sgd": Optimizer(_sgd_alias(lowbit_optax.sr_sgd), _sgd),
+    "extra_bits_sgd_8": Optimizer(
+        _sgd_alias(lowbit_optax.extra_bits_sgd, **_bits(8)), _sgd
+    ),
+    "extra_bits_sgd_16": Optimizer(
+        _sgd_alias(lowbit_optax.extra_bits_sgd, **_bits(16)), _sgd
+    ),
+    "kahan_adamw": Optimizer(_adamw_alias(lowbit_optax.kahan_adamw), optax.adamw, 0.003),
+    "sr_adamw": Optimizer(_adamw_alias(lowbit_optax.sr_adamw), optax.adamw, 0.003),
+    "extra_bits_adamw_8": Optimizer(
+        _adamw_alias(lowbit_optax.extra_bits_adamw, **_bits(8)), optax.adamw, 0.003
+    ),
+    "extra_bits_adamw_16": Optimizer(
+        _adamw_alias(lowbit_optax.extra_bits_adamw, **_bits(16)), optax.adamw, 0.003
+    ),
+}
+"""Every alias as users write it, bits 8 and 16, packed however small the leaf."""
+
+VARIANTS = {
+    "kahan_adamw_stochastic": Optimizer(
+        _adamw_alias(lowbit_optax.kahan_adamw, rounding="stochastic"),
+        optax.adamw,
+        0.003,
+    ),
+    "extra_bits_adamw_8_toward_zero": Optimizer(
+        _adamw_alias(lowbit_optax.extra_bits_adamw, **_bits(8, rounding="toward_zero")),
+        optax.adamw,
+        0.003,
+    ),
+    "extra_bits_adamw_7_stochastic": Optimizer(
+        _adamw_alias(lowbit_optax.extra_bits_adamw, **_bits(7, rounding="stochastic")),
+        optax.adamw,
+        0.003,
+    ),
+    "extra_bits_adamw_8_bfloat16_moments": Optimizer(
+        _adamw_alias(
+            lowbit_optax.extra_bits_adamw, **_bits(8, moments=BFLOAT16_MOMENTS)
+        ),
+        optax.adamw,
+        0.003,
+    ),
+}
+"""Other roundings and moments."""
+
+UNIT = {
+    "kahan_sgd_param": Optimizer(
+        _sgd_alias(lowbit_optax.kahan_sgd, arithmetic="param"), _sgd
+    ),
+    "sr_sgd_param": Optimizer(
+        _sgd_alias(lowbit_optax.sr_sgd, arithmetic="param"), _sgd
+    ),
+    "kahan_adamw_param": Optimizer(
+        _adamw_alias(lowbit_optax.kahan_adamw, b2=0.997, arithmetic="param"),
+        lambda rate: optax.adamw(rate, b2=0.997),
+        0.003,
+    ),
+    "sr_adamw_param": Optimizer(
+        _adamw_alias(lowbit_optax.sr_adamw, b2=0.997, arithmetic="param"),
+        lambda rate: optax.adamw(rate, b2=0.997),
+        0.003,
+    ),
+}
+"""The paper's 16-bit unit."""
+
+INNERS = {
+    "lion": (optax.lion, 0.003),
+    "rmsprop": (optax.rmsprop, 0.003),
+    "lamb": (optax.lamb, 0.003),
+    "adafactor": (
+        lambda rate: optax.adafactor(rate, min_dim_size_to_factor=8),
+        0.03,
+    ),
+    "muon": (optax.contrib.muon, 0.03),
+}
+"""Transformations to wrap: sign updates, no momentum, layerwise, factored, matrices."""
+
+FORMATS = {
+    "extra_bits_16": lowbit_optax.extra_bits(16),
+    "extra_bits_8": lowbit_optax.extra_bits(8),
+    "extra_bits_8_toward_zero": lowbit_optax.extra_bits(8, rounding="toward_zero"),
+    "extra_bits_7_stochastic": lowbit_optax.extra_bits(7, rounding="stochastic"),
+    "kahan": lowbit_optax.kahan(),
+    "kahan_stochastic": lowbit_optax.kahan(rounding="stochastic"),
+    "stochastic_rounding": lowbit_optax.stochastic_rounding(),
+    "master_copy": lowbit_optax.master_copy(),
+}
+"""Weight formats that keep small updates; ``nearest`` does not."""
+
+ALL_FORMATS = {**FORMATS, "nearest": lowbit_optax.nearest()}
+
+
+def _wrapped(inner, weights):
+    def make(rate, **options):
+        return lowbit_optax.lowbit(
+            inner(rate),
+            weights=weights,
+            moments=BFLOAT16_MOMENTS,
+            **{"min_size": 0, **options},
+        )
+
+    return make
+
+
+# The inner transformations that compile slowly meet three kinds of format only.
+_FEW = ("extra_bits_8", "kahan", "stochastic_rounding")
+
+WRAPPED = {
+    f"{inner}_{weights}": Optimizer(
+        _wrapped(INNERS[inner][0], FORMATS[weights]), *INNERS[inner]
+    )
+    for inner in INNERS
+    for weights in (FORMATS if inner in ("lion", "rmsprop") else _FEW)
+}
+"""``lowbit`` around other transformations in each format, moments bfloat16."""
+
+OPTIMIZERS = {**ALIASES, **VARIANTS, **UNIT}
+
+
+def each(table):
+    """A parametrisation over a table, with its keys as test names."""
+    return pytest.mark.parametrize("optimizer", table.values(), ids=table.keys())
+
+
+@functools.cache
+def _model(dtype):
+    random = np.random.default_rng(0)
+    shapes = {"kernel": (64, 24), "bias": (40,), "scale": ()}
+    return {
+        name: jnp.asarray(random.standard_normal(shape), jnp.float32).astype(dtype)
+        for name, shape in shapes.items()
+    }
+
+
+def model_params(dtype=jnp.bfloat16):
+    """A kernel, a bias of 40 (no whole groups of 32) and a scalar."""
+    return dict(_model(dtype))
+
+
+def random_grads(params, seed, dtype=jnp.float32):
+    """Normal gradients of standard deviation 0.1."""
+    random = np.random.default_rng(seed)
+    draw = lambda leaf: jnp.asarray(0.1 * random.standard_normal(leaf.shape), dtype)
+    return jax.tree.map(draw, params)
+
+
+def gradient_series(params, count, dtype=jnp.float32):
+    return [random_grads(params, 100 + i, dtype) for i in range(count)]
+
+
+def apply(tx, grads, state, params, **extra_args):
+    """One step as users of optax write it."""
+    updates, state = tx.update(grads, state, params, **extra_args)
+    return optax.apply_updates(params, updates), state
+
+
+def train(tx, params, state, series, advance=apply):
+    """Jitted steps over a series of gradients."""
+    advance = jax.jit(functools.partial(advance, tx))
+    for grads in series:
+        params, state = advance(grads, state, params)
+    return params, state
+
+
+def bits(tree):
+    """Every leaf as unsigned integers, so that -0 is not 0 and NaN is itself."""
+
+    def leaf(x):
+        x = np.asarray(x)
+        return x.view(f"u{x.dtype.itemsize}") if x.dtype.itemsize < 16 else x
+
+    return jax.tree.map(leaf, tree)
+
+
+def assert_same_bits(got, want):
+    """Equal in structure, shape, dtype and every bit."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    got_leaves = jax.tree_util.tree_flatten_with_path(got)[0]
+    for (path, a), b in zip(got_leaves, jax.tree.leaves(want), strict=True):
+        name = jax.tree_util.keystr(path)
+        assert (a.shape, a.dtype) == (b.shape, b.dtype), name
+        wrong = np.count_nonzero(bits(a) != bits(b))
+        assert not wrong, f"{name}: {wrong} of {a.size} elements differ"
+
+
+def spec_of(tree):
+    """Structure, shapes and dtypes, weak types included."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, [jax.api_util.shaped_abstractify(leaf) for leaf in leaves]
+
+
+def relaxed(inner):
+    """An optax transformation that promotes dtypes, inside code that may not."""
+    inner = optax.with_extra_args_support(inner)
+
+    def update(updates, state, params=None, **extra_args):
+        with jax.numpy_dtype_promotion("standard"):
+            return inner.update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)

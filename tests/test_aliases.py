@@ -1,0 +1,241 @@
+"""The aliases train like their float32 optax counterparts, and take their arguments."""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optimizers import (
+    ALIASES,
+    INNERS,
+    UNIT,
+    VARIANTS,
+    WRAPPED,
+    Optimizer,
+    assert_same_bits,
+    each,
+    gradient_series,
+    model_params,
+    standard_promotion,  # noqa: F401
+    train,
+)
+
+import lowbit_optax
+
+STEPS = 400
+BFLOAT16_SPACING = 2.0**-7  # of weights between 1 and 2, where the parabola's are
+
+REFERENCES = {
+    "sgd": (lambda rate: optax.sgd(rate, momentum=0.9), 0.003),
+    "adamw": (optax.adamw, 0.003),
+    "lion": INNERS["lion"],
+    "rmsprop": INNERS["rmsprop"],
+    "muon": INNERS["muon"],
+}
+
+
+def _parabola():
+    """Start and minimum of ``sum((w - target)**2) / 2``."""
+    target = 1.5 + 0.3 * jax.random.uniform(jax.random.key(1), (64, 8), minval=-1.0)
+    return jnp.full((64, 8), 1.5), target
+
+
+def _minimise(tx, params, target):
+    def body(carry, _):
+        params, state = carry
+        grads = (params.astype(jnp.float32) - target).astype(params.dtype)
+        return lowbit_optax.step(tx, grads, state, params), None
+
+    @jax.jit
+    def run(params):
+        carry = params, tx.init(params)
+        return jax.lax.scan(body, carry, None, length=STEPS)[0]
+
+    return run(params)
+
+
+def _rms(x):
+    return float(jnp.sqrt(jnp.mean(jnp.square(x))))
+
+
+def _decaying(peak):
+    return optax.linear_schedule(peak, 0.0, STEPS)
+
+
+@functools.cache
+def _float32_error(reference, peak):
+    start, target = _parabola()
+    params, _ = _minimise(reference(_decaying(peak)), start, target)
+    return _rms(params - target)
+
+
+@each(ALIASES | VARIANTS | UNIT | WRAPPED)
+def test_reaches_the_minimum_of_a_parabola_as_float32_training_does(optimizer):
+    start, target = _parabola()
+    tx = optimizer(_decaying(optimizer.peak))
+    params, state = _minimise(tx, start.astype(jnp.bfloat16), target)
+    assert params.dtype == jnp.bfloat16
+    # The gradient is taken at the parameter, at most one spacing from its master.
+    allowed = BFLOAT16_SPACING + _float32_error(optimizer.reference, optimizer.peak)
+    assert _rms(lowbit_optax.master_weights(params, state) - target) < allowed
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_rounding_to_nearest_alone_does_not_reach_it(name):
+    inner, peak = REFERENCES[name]
+    start, target = _parabola()
+    tx = lowbit_optax.lowbit(inner(_decaying(peak)), weights=lowbit_optax.nearest())
+    params, _ = _minimise(tx, start.astype(jnp.bfloat16), target)
+    error = _rms(params.astype(jnp.float32) - target)
+    assert error > 4 * BFLOAT16_SPACING + _float32_error(inner, peak)
+
+
+REGRESSION = {
+    name: ALIASES[name]
+    for name in ("kahan_sgd", "sr_sgd", "extra_bits_sgd_8")
+} | {name: ALIASES[name] for name in ("kahan_adamw", "sr_adamw", "extra_bits_adamw_8")}
+
+
+@each(REGRESSION)
+def test_fits_a_regression_as_float32_training_does(optimizer):
+    inputs = jax.random.normal(jax.random.key(2), (256, 32))
+    outputs = jnp.tanh(inputs @ jax.random.normal(jax.random.key(3), (32, 4)) / 6)
+    start = {
+        "hidden": jax.random.normal(jax.random.key(4), (32, 32)) / 6,
+        "out": jax.random.normal(jax.random.key(5), (32, 4)) / 6,
+        "bias": jnp.zeros(4),
+    }
+
+    def loss(params, dtype):
+        hidden = jnp.tanh(inputs.astype(dtype) @ params["hidden"])
+        predicted = hidden @ params["out"] + params["bias"]
+        return jnp.mean(jnp.square(predicted.astype(jnp.float32) - outputs))
+
+    def fit(tx, dtype):
+        params = jax.tree.map(lambda x: x.astype(dtype), start)
+
+        def body(carry, _):
+            params, state = carry
+            value, grads = jax.value_and_grad(loss)(params, dtype)
+            return lowbit_optax.step(tx, grads, state, params), value
+
+        @jax.jit
+        def run(params):
+            return jax.lax.scan(body, (params, tx.init(params)), None, length=300)[1]
+
+        return float(run(params)[-1])
+
+    untrained = float(loss(start, jnp.float32))
+    reference = fit(optimizer.reference(optimizer.peak), jnp.float32)
+    got = fit(optimizer(), jnp.bfloat16)
+    assert reference < untrained / 20
+    assert got < reference + untrained / 100
+
+
+@pytest.mark.parametrize(
+    ("alias", "original"),
+    [
+        (lowbit_optax.kahan_sgd, optax.sgd),
+        (lowbit_optax.sr_sgd, optax.sgd),
+        (lowbit_optax.extra_bits_sgd, optax.sgd),
+        (lowbit_optax.kahan_adamw, optax.adamw),
+        (lowbit_optax.sr_adamw, optax.adamw),
+        (lowbit_optax.extra_bits_adamw, optax.adamw),
+    ],
+)
+def test_takes_optax_arguments_in_their_order_with_their_defaults(alias, original):
+    theirs = inspect.signature(original).parameters
+    ours = inspect.signature(alias).parameters
+    positional = [p for p in ours.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    expected = [p for p in theirs.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert [p.name for p in positional] == [p.name for p in expected]
+    assert [p.default for p in positional] == [p.default for p in expected]
+    keyword_only = {p for p in theirs.values() if p.kind is p.KEYWORD_ONLY}
+    assert {p.name for p in keyword_only} <= set(ours)
+
+
+def test_every_adamw_argument_reaches_optax():
+    params = model_params()
+    mask = {"kernel": True, "bias": False, "scale": True}
+    arguments = (0.01, 0.8, 0.95, 1e-4, 1e-6, jnp.bfloat16, 0.1, mask)
+    _assert_trains_as_float32(
+        lowbit_optax.extra_bits_adamw(*arguments, nesterov=True, min_size=0),
+        optax.adamw(*arguments, nesterov=True),
+        params,
+    )
+
+
+def test_every_sgd_argument_reaches_optax():
+    _assert_trains_as_float32(
+        lowbit_optax.extra_bits_sgd(
+            0.01, 0.8, True, jnp.bfloat16, weight_decay=0.1, min_size=0
+        ),
+        optax.chain(
+            optax.add_decayed_weights(0.1), optax.sgd(0.01, 0.8, True, jnp.bfloat16)
+        ),
+        model_params(),
+    )
+
+
+def _assert_trains_as_float32(tx, reference, params):
+    masters = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    series = gradient_series(params, 10)
+    got, state = train(tx, params, tx.init(params), series)
+    want, _ = train(reference, masters, reference.init(masters), series)
+    assert_same_bits(lowbit_optax.master_weights(got, state), want)
+
+
+@pytest.mark.parametrize(
+    "alias",
+    [lowbit_optax.kahan_sgd, lowbit_optax.sr_sgd, lowbit_optax.extra_bits_sgd],
+)
+def test_sgd_weight_decay_is_added_to_the_gradient(alias):
+    params = jnp.full(64, 2.0, jnp.bfloat16)
+    tx = alias(0.25, weight_decay=0.5)
+    moved, _ = lowbit_optax.step(tx, jnp.ones(64), tx.init(params), params)
+    np.testing.assert_array_equal(np.asarray(moved, np.float32), 2 - 0.25 * (1 + 1))
+
+
+@each(ALIASES)
+def test_aliases_take_schedules(optimizer):
+    params = model_params()
+    tx = optimizer(optax.piecewise_constant_schedule(0.1, {2: 0.0}))
+    series = gradient_series(params, 4)
+    before, state = train(tx, params, tx.init(params), series[:2])
+    after, end = train(tx, before, state, series[2:])
+    masters = lowbit_optax.master_weights
+    assert not np.array_equal(before["kernel"], params["kernel"])
+    assert_same_bits(masters(after, end), masters(before, state))
+
+
+@pytest.mark.parametrize(
+    ("make", "dtypes"),
+    [
+        (lowbit_optax.kahan_adamw, ("bfloat16", "bfloat16")),
+        (lowbit_optax.sr_adamw, ("bfloat16", "bfloat16")),
+        (lowbit_optax.extra_bits_adamw, ("float32", "float32")),
+        (
+            functools.partial(
+                lowbit_optax.kahan_adamw, moments={"nu": lowbit_optax.cast("float16")}
+            ),
+            ("float32", "float16"),
+        ),
+        (functools.partial(lowbit_optax.kahan_adamw, moments={}), ("float32",) * 2),
+    ],
+)
+def test_moments_are_stored_in_the_documented_dtype(make, dtypes):
+    adam = make(1e-3).init(jnp.ones(64, jnp.bfloat16)).inner_state[0]
+    assert (adam.mu.dtype, adam.nu.dtype) == dtypes
+
+
+def test_optimizer_table_names_every_alias():
+    aliases = {
+        name
+        for name in lowbit_optax.__all__
+        if name.endswith(("_sgd", "_adamw", "_lion", "_adam"))
+    }
+    assert aliases == {name.removesuffix("_8").removesuffix("_16") for name in ALIASES}
+    assert all(isinstance(value, Optimizer) for value in ALIASES.values())

@@ -1,0 +1,330 @@
+"""What ``lowbit`` promises of any inner transformation: dtypes, tracing, numbers."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optimizers import (
+    ALIASES,
+    ALL_FORMATS,
+    INNERS,
+    OPTIMIZERS,
+    VARIANTS,
+    Optimizer,
+    apply,
+    assert_same_bits,
+    each,
+    gradient_series,
+    model_params,
+    random_grads,
+    relaxed,
+    spec_of,
+    standard_promotion,  # noqa: F401
+    train,
+)
+
+import lowbit_optax
+from lowbit_optax import LowbitState
+
+AROUND_OTHERS = {
+    name: Optimizer(
+        lambda rate, make=make: lowbit_optax.lowbit(
+            make(rate),
+            weights=lowbit_optax.extra_bits(8),
+            moments=lowbit_optax.cast(jnp.bfloat16),
+            min_size=0,
+        ),
+        make,
+        peak,
+    )
+    for name, (make, peak) in INNERS.items()
+}
+EVERY = OPTIMIZERS | AROUND_OTHERS
+
+
+@each(EVERY)
+def test_steps_keep_structure_shapes_and_dtypes_and_trace_once(optimizer):
+    tx = optimizer()
+    params = model_params()
+    state = tx.init(params)
+    before = spec_of((params, state))
+
+    chex.clear_trace_counter()
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def advance(grads, state, params):
+        return apply(tx, grads, state, params)
+
+    for grads in gradient_series(params, 3, jnp.bfloat16):
+        params, state = advance(grads, state, params)
+    assert spec_of((params, state)) == before
+    assert int(state.count) == 3
+
+
+@each(EVERY)
+def test_init_under_jit_is_init(optimizer):
+    tx = optimizer()
+    params = model_params()
+    assert_same_bits(jax.jit(tx.init)(params), tx.init(params))
+
+
+@each(EVERY)
+def test_runs_under_cond_scan_and_vmap(optimizer):
+    tx = optimizer()
+    params = {"kernel": model_params()["kernel"], "scale": jnp.bfloat16(0.5)}
+    series = gradient_series(params, 4, jnp.bfloat16)
+    stacked = jax.tree.map(lambda *g: jnp.stack(g), *series)
+
+    def body(carry, grads):
+        take = carry[1].count != 1
+        skipped = carry[0], carry[1]._replace(count=carry[1].count + jnp.uint32(1))
+        new = jax.lax.cond(
+            take, lambda p, s: apply(tx, grads, s, p), lambda *_: skipped, *carry
+        )
+        return new, new[1].count
+
+    def run(params, stacked):
+        return jax.lax.scan(body, (params, tx.init(params)), stacked)
+
+    final, counts = jax.jit(run)(params, stacked)
+    np.testing.assert_array_equal(counts, [1, 2, 3, 4])
+    assert spec_of(final) == spec_of((params, tx.init(params)))
+
+    other = jax.tree.map(lambda p: -2 * p, params)
+    ensemble = jax.tree.map(lambda *x: jnp.stack(x), params, other)
+    both = jax.jit(jax.vmap(run, in_axes=(0, None)))(ensemble, stacked)[0]
+    assert_same_bits(jax.tree.map(lambda x: x[0], both), final)
+
+
+@pytest.mark.parametrize("weights", ALL_FORMATS.values(), ids=ALL_FORMATS)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn])
+def test_library_code_needs_no_dtype_promotion(weights, dtype):
+    if weights == lowbit_optax.extra_bits(16) and dtype == jnp.float16:
+        weights = lowbit_optax.extra_bits(13)
+    tx = lowbit_optax.lowbit(
+        relaxed(optax.adamw(0.01)),
+        weights=weights,
+        moments=lowbit_optax.cast(jnp.bfloat16),
+        min_size=0,
+    )
+
+    def run(params):
+        grads = jax.tree.map(jnp.ones_like, params)
+        state = tx.init(params)
+        moved, state = lowbit_optax.step(tx, grads, state, params)
+        updates, state = tx.update(grads, state, params)
+        moved = lowbit_optax.apply_updates(params, updates)
+        shares = lowbit_optax.cancelled_updates(tx, grads, state, moved)
+        return moved, lowbit_optax.master_weights(moved, state), shares
+
+    params = model_params(dtype)
+    with jax.numpy_dtype_promotion("strict"):
+        moved, masters, _ = jax.eval_shape(run, params)
+        lowbit_optax.memory_report(tx, params)
+    assert spec_of(moved) == spec_of(params)
+    assert {leaf.dtype for leaf in jax.tree.leaves(masters)} == {jnp.dtype("float32")}
+
+
+def _float32_and_lowbit(inner, weights, params, steps):
+    """Masters of both kinds of training from the same gradients."""
+    tx = lowbit_optax.lowbit(inner, weights=weights, min_size=0)
+    masters = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    series = gradient_series(params, steps)
+    got, state = train(tx, params, tx.init(params), series)
+    want, _ = train(inner, masters, inner.init(masters), series)
+    return want, lowbit_optax.master_weights(got, state), got
+
+
+EXACT = {
+    "adamw": optax.adamw(0.01, weight_decay=0.1),
+    "sgd": optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "schedule": optax.adamw(optax.cosine_decay_schedule(0.1, 60)),
+    "lion": optax.lion(0.01),
+    "rmsprop": optax.rmsprop(0.01),
+}
+
+
+@pytest.mark.parametrize("inner", EXACT.values(), ids=EXACT)
+def test_masters_are_those_of_float32_training_in_every_bit(inner):
+    want, masters, params = _float32_and_lowbit(
+        inner, lowbit_optax.extra_bits(16), model_params(), 100
+    )
+    assert_same_bits(masters, want)
+    # And the parameter is its master, rounded.
+    assert_same_bits(params, jax.tree.map(lambda x: x.astype(jnp.bfloat16), want))
+
+
+SUMMING = {
+    "clipped": optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.01)),
+    "lamb": optax.lamb(0.01),
+    "adafactor": optax.adafactor(0.01, min_dim_size_to_factor=8),
+    "muon": optax.contrib.muon(0.01),
+}
+
+
+@pytest.mark.parametrize("inner", SUMMING.values(), ids=SUMMING)
+def test_masters_are_those_of_float32_training_but_for_the_order_of_sums(inner):
+    # These sum over a leaf or all of them, and XLA chooses the order of a sum anew in
+    # every program.
+    want, masters, _ = _float32_and_lowbit(
+        inner, lowbit_optax.extra_bits(16), model_params(), 50
+    )
+    chex.assert_trees_all_close(masters, want, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        lowbit_optax.extra_bits(16, rounding="toward_zero"),
+        lowbit_optax.extra_bits(16, rounding="stochastic"),
+        lowbit_optax.master_copy(),
+    ],
+    ids=["toward_zero", "stochastic", "master_copy"],
+)
+def test_full_residuals_hold_float32_masters_under_every_rounding(weights):
+    params = {"kernel": model_params()["kernel"]}
+    want, masters, _ = _float32_and_lowbit(optax.adamw(0.01), weights, params, 50)
+    assert_same_bits(masters, want)
+
+
+def test_float16_with_13_bits_holds_float32_masters():
+    # Within float16's normal range, where 13 bits are all that float32 has more.
+    params = jnp.linspace(0.5, 2, 64, dtype=jnp.float16)
+    want, masters, _ = _float32_and_lowbit(
+        optax.sgd(0.001, 0.9), lowbit_optax.extra_bits(13), params, 50
+    )
+    assert_same_bits(masters, want)
+
+
+@each(ALIASES | VARIANTS)
+def test_step_and_apply_updates_agree_in_every_bit(optimizer):
+    tx = optimizer()
+    params = model_params()
+    series = gradient_series(params, 5)
+    stepped = train(tx, params, tx.init(params), series, lowbit_optax.step)
+    applied = train(tx, params, tx.init(params), series)
+    assert_same_bits(stepped, applied)
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [lowbit_optax.extra_bits(16), lowbit_optax.extra_bits(15, rounding="stochastic")],
+    ids=["nearest", "stochastic"],
+)
+def test_the_residual_belongs_to_what_optax_applies_even_if_that_misses(weights):
+    # From 1 to minus an odd multiple of 2^-24 the float32 difference has a bit too few.
+    # Only a master under its parameter, in the binade below, can be taken there.
+    below = 1 - jnp.arange(1, 65, dtype=jnp.float32) * 2.0**-16
+    odd = (2 * jnp.arange(64, dtype=jnp.float32) + 1) * 2.0**-24
+    tx = lowbit_optax.lowbit(optax.sgd(1.0), weights=weights, min_size=0)
+    params, state = lowbit_optax.from_master(tx, below, jnp.bfloat16)
+    assert (params == 1).all()
+    landed, state = apply(tx, below + odd, state, params)
+    missed = landed.astype(jnp.float32) != -odd
+    assert missed.all()
+    # As far towards the true master as the residual of the landed parameter reaches.
+    masters = lowbit_optax.master_weights(landed, state)
+    miss = jnp.abs(landed.astype(jnp.float32) + odd)
+    assert (jnp.abs(masters + odd) < miss).all()
+
+
+@pytest.mark.parametrize("name", ["kahan_sgd", "sr_sgd", "extra_bits_adamw_8"])
+def test_gradients_may_have_any_float_dtype(name):
+    tx = ALIASES[name]()
+    params = model_params()["kernel"]
+    state = tx.init(params)
+    advance = jax.jit(functools.partial(apply, tx))
+    want = advance(jnp.full(params.shape, 0.125), state, params)
+    for dtype in (jnp.bfloat16, jnp.float16, jnp.float8_e5m2):
+        got = advance(jnp.full(params.shape, 0.125, dtype), state, params)
+        assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("weights", ALL_FORMATS.values(), ids=ALL_FORMATS)
+def test_updates_are_float32_and_a_zero_gradient_moves_nothing(weights):
+    params = model_params()["kernel"]
+    tx = lowbit_optax.lowbit(optax.sgd(0.1), weights=weights, min_size=0)
+    updates, _ = jax.jit(tx.update)(jnp.zeros_like(params), tx.init(params), params)
+    assert updates.dtype == jnp.float32
+    assert not updates.any()
+
+
+def test_seed_and_step_decide_stochastic_rounding():
+    params = {"w": jnp.ones(1024, jnp.bfloat16)}
+    grads = {"w": jnp.full(1024, 1e-3)}
+
+    def moved(seed, params=params, count=0):
+        tx = lowbit_optax.sr_sgd(1.0, seed=seed)
+        state = tx.init(params)._replace(count=jnp.uint32(count))
+        return lowbit_optax.step(tx, grads, state, params)[0]["w"]
+
+    assert_same_bits(moved(3), moved(3))
+    assert not np.array_equal(moved(3), moved(4))
+    assert not np.array_equal(moved(3), moved(3, count=1))
+    # The mean is right: 1e-3 of a spacing of 2^-8 below 1.
+    share = np.mean(np.asarray(moved(3), np.float32) != 1)
+    assert abs(share - 1e-3 * 2**8) < 5 * np.sqrt(0.25 / 1024)
+
+
+def test_a_leafs_random_numbers_do_not_depend_on_other_leaves():
+    w = jnp.ones(512, jnp.bfloat16)
+    grads = jnp.full(512, 1e-3)
+    tx = lowbit_optax.sr_sgd(1.0)
+    alone, _ = lowbit_optax.step(tx, {"w": grads}, tx.init({"w": w}), {"w": w})
+    pair = {"a": w, "w": w}
+    both, _ = lowbit_optax.step(tx, {"a": grads, "w": grads}, tx.init(pair), pair)
+    assert_same_bits(both["w"], alone["w"])
+    assert not np.array_equal(both["a"], both["w"])
+
+
+def test_ensemble_members_with_own_seeds_round_differently():
+    tx = lowbit_optax.sr_sgd(1.0)
+    params = jnp.ones((3, 512), jnp.bfloat16)
+    state = jax.vmap(tx.init)(params)._replace(seed=jnp.arange(3, dtype=jnp.uint32))
+    grads = jnp.full((3, 512), 1e-3)
+    moved, _ = jax.vmap(functools.partial(lowbit_optax.step, tx))(grads, state, params)
+    assert not np.array_equal(moved[0], moved[1])
+    assert not np.array_equal(moved[1], moved[2])
+
+
+def test_state_is_parallel_trees_with_the_parameters_structure():
+    params = model_params() | {"stack": jnp.ones((2, 32, 8), jnp.bfloat16)}
+    state = lowbit_optax.extra_bits_adamw(1e-3, bits=8, min_size=0).init(params)
+    assert isinstance(state, LowbitState)
+    like = jax.tree.structure(params)
+    assert jax.tree.structure(state.residual.words) == like
+    assert jax.tree.structure(state.inner_state[0].mu) == like
+    shapes = {name: words.shape for name, words in state.residual.words.items()}
+    # 64 rows are 2 groups of 8 words; 40 values are padded to 2 groups; a scalar is
+    # its own float32 master.
+    assert shapes == {
+        "kernel": (16, 24),
+        "stack": (2, 8, 8),
+        "bias": (16,),
+        "scale": (),
+    }
+    assert state.residual.words["scale"].dtype == jnp.float32
+    assert state.residual.words["kernel"].dtype == jnp.uint32
+
+
+def test_random_state_is_two_integers():
+    state = lowbit_optax.sr_adamw(1e-3, seed=7).init(model_params())
+    assert (state.count.dtype, state.seed.dtype) == (jnp.uint32, jnp.uint32)
+    assert (state.count.shape, state.seed.shape) == ((), ())
+    assert int(state.seed) == 7
+
+
+def test_donated_buffers_are_all_reused():
+    tx = lowbit_optax.extra_bits_adamw(0.01, bits=8, min_size=0)
+    params = {"w": model_params()["kernel"] + 0}
+    grads = random_grads(params, 0)
+    advance = jax.jit(functools.partial(lowbit_optax.step, tx), donate_argnums=(1, 2))
+    state = tx.init(params)
+    given = jax.tree.leaves((state, params))
+    advance(grads, state, params)  # a donation that cannot be used warns: an error
+    assert all(leaf.is_deleted() for leaf in given)

@@ -1,0 +1,498 @@
+"""Rounding to the narrow formats: nearest, toward zero, stochastic.
+
+The reference for a cast is ml_dtypes in numpy; for neighbours, the sorted list of the
+format's values. Comparisons are of bit patterns: XLA's CPU code treats float32's
+subnormals, which are bfloat16 numbers too, as zeros in ``==`` and ``<``.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.extend import core
+
+import lowbit_optax
+from lowbit_optax import float_layouts, rounding
+from lowbit_optax.random_bits import RandomBits
+
+DTYPES = (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.__name__)
+deterministic = settings(deadline=None, derandomize=True, max_examples=100)
+
+nearest = jax.jit(rounding.round_nearest, static_argnums=1)
+toward_zero = jax.jit(rounding.round_toward_zero, static_argnums=1)
+stochastic = jax.jit(rounding.round_stochastic, static_argnums=1)
+
+
+def patterns_of(x):
+    """Bit patterns of an array of any float dtype."""
+    x = np.asarray(x)
+    return x.view(f"uint{8 * x.itemsize}")
+
+
+def is_nan(x):
+    """NaNs by their patterns; numpy's isnan warns at signalling ones."""
+    layout = layout_of(x.dtype)
+    limit = layout.special + (1 if layout.has_infinity else 0)
+    return (patterns_of(x) & np.uint32(layout.largest)) >= limit
+
+
+def layout_of(dtype):
+    if np.dtype(dtype) == np.float32:
+        return float_layouts.FloatLayout(np.dtype(np.float32), 8, 23, 127)
+    return float_layouts.layout_of(dtype)
+
+
+def assert_same(got, expected):
+    """Equal in every bit, but for NaNs, which match as NaNs."""
+    got, expected = np.asarray(got), np.asarray(expected)
+    assert got.dtype == expected.dtype
+    nans = is_nan(expected)
+    np.testing.assert_array_equal(is_nan(got), nans)
+    same = patterns_of(got) == patterns_of(expected)
+    np.testing.assert_array_equal(same | nans, True)
+
+
+def cast(x, dtype):
+    with np.errstate(all="ignore"):
+        return np.asarray(x).astype(dtype)
+
+
+def magnitudes(dtype):
+    """Every finite magnitude of a dtype, ascending from 0, in float64 (exact)."""
+    layout = layout_of(dtype)
+    patterns = np.arange(layout.special, dtype=f"uint{layout.width}")
+    return patterns.view(dtype).astype(np.float64)
+
+
+def float32_samples():
+    """Every bfloat16 with low halves at and beside the ties of all narrower formats."""
+    low = {0, 0xFFFF} | {2**b + d for b in range(16) for d in (-1, 0, 1)}
+    low = np.array(sorted(low), np.uint32)
+    high = np.arange(2**16, dtype=np.uint32) << 16
+    return (high[:, None] | low).ravel().view(np.float32)
+
+
+def boundaries(dtype):
+    """The format's values, the middles between them, and float32's next to those."""
+    values = magnitudes(dtype)
+    middles = (values[1:] + values[:-1]) / 2
+    overflow = values[-1] + (values[-1] - values[-2]) / 2
+    points = np.concatenate([values, middles, [overflow, 2 * overflow, 3e38]])
+    points = np.minimum(points, float(np.finfo(np.float32).max)).astype(np.float32)
+    patterns = points.view(np.uint32).astype(np.int64)
+    around = np.concatenate([patterns - 1, patterns, patterns + 1])
+    around = np.clip(around, 0, 0x7F800000).astype(np.uint32)
+    return np.concatenate([around, around | np.uint32(0x80000000)]).view(np.float32)
+
+
+@each_dtype
+def test_every_value_widens_to_the_same_number(dtype):
+    width = np.dtype(dtype).itemsize * 8
+    values = np.arange(2**width, dtype=f"uint{width}").view(dtype)
+    with np.errstate(all="ignore"):  # signalling NaNs
+        expected = values.astype(np.float32)
+    assert_same(rounding.to_float32(jnp.asarray(values)), expected)
+
+
+def test_other_dtypes_widen_by_a_cast():
+    x = rounding.to_float32(jnp.array([1, -3], jnp.int8))
+    np.testing.assert_array_equal(x, np.array([1, -3], np.float32))
+    assert x.dtype == jnp.float32
+
+
+@each_dtype
+def test_nearest_is_the_cast_of_ml_dtypes_at_every_value_and_tie(dtype):
+    x = boundaries(dtype)
+    assert_same(nearest(jnp.asarray(x), dtype), cast(x, dtype))
+
+
+@each_dtype
+def test_nearest_is_the_cast_of_ml_dtypes_on_all_bfloat16_and_float16_values(dtype):
+    every = np.arange(2**16, dtype=np.uint16)
+    for wide in (every.view(jnp.bfloat16), every.view(np.float16)):
+        x = cast(wide, np.float32)
+        assert_same(nearest(jnp.asarray(x), dtype), cast(x, dtype))
+
+
+@each_dtype
+def test_nearest_is_the_cast_of_ml_dtypes_on_samples_of_float32(dtype):
+    rng = np.random.default_rng(0)
+    x = float32_samples()[:: 1 if dtype == jnp.bfloat16 else 5]
+    x = np.concatenate([x, rng.integers(0, 2**32, 2**18, np.uint32).view(np.float32)])
+    assert_same(nearest(jnp.asarray(x), dtype), cast(x, dtype))
+
+
+@each_dtype
+@pytest.mark.exhaustive
+def test_nearest_is_the_cast_of_ml_dtypes_on_every_float32(dtype):
+    for start in range(0, 2**32, 2**24):
+        x = np.arange(start, start + 2**24, dtype=np.uint32).view(np.float32)
+        assert_same(nearest(jnp.asarray(x), dtype), cast(x, dtype))
+
+
+def nearest_bfloat16_disagreements(start, count):
+    """How many patterns do not round as the textbook's integer formula says."""
+    u = start + lax.iota(jnp.uint32, count)
+    x = lax.bitcast_convert_type(u, jnp.float32)
+    got = lax.bitcast_convert_type(
+        rounding.round_nearest(x, jnp.bfloat16), jnp.uint16
+    ).astype(jnp.uint32)
+    odd = (u >> jnp.uint32(16)) & jnp.uint32(1)
+    expected = (u + jnp.uint32(0x7FFF) + odd) >> jnp.uint32(16)
+    nan = (u & jnp.uint32(0x7FFFFFFF)) > jnp.uint32(0x7F800000)
+    got_nan = (got & jnp.uint32(0x7FFF)) > jnp.uint32(0x7F80)
+    wrong = jnp.where(nan, ~got_nan, got != expected)
+    return jnp.sum(wrong, dtype=jnp.uint32)
+
+
+@pytest.mark.exhaustive
+def test_nearest_bfloat16_is_the_integer_formula_on_every_float32():
+    @jax.jit
+    def block(start):
+        starts = start + (jnp.arange(16, dtype=jnp.uint32) << jnp.uint32(24))
+        return lax.map(lambda s: nearest_bfloat16_disagreements(s, 2**24), starts).sum()
+
+    assert sum(int(block(jnp.uint32(i << 28))) for i in range(16)) == 0
+
+
+def test_no_nan_becomes_a_number():
+    # 0x7FFFFFFF + 0x8000 overflows into the sign: rounded as an integer, this NaN
+    # would be minus zero.
+    nans = np.array([0x7FFFFFFF, 0x7F800001, 0x7FFF8000, 0x7F80FFFF], np.uint32)
+    x = jnp.asarray(np.concatenate([nans, nans | 0x80000000]).view(np.float32))
+    for dtype in DTYPES:
+        assert is_nan(np.asarray(nearest(x, dtype))).all()
+        assert is_nan(np.asarray(toward_zero(x, dtype))).all()
+        for word in (0, 0xFFFFFFFF):
+            words = jnp.full(x.shape, word, jnp.uint32)
+            assert is_nan(np.asarray(stochastic(x, dtype, words))).all()
+
+
+@each_dtype
+def test_infinities_and_signed_zeros_keep_their_sign(dtype):
+    x = np.array([0.0, -0.0, np.inf, -np.inf], np.float32)
+    words = jnp.full(x.shape, 0xFFFFFFFF, jnp.uint32)
+    expected = cast(x, dtype)  # float8_e4m3fn has no infinity: NaN
+    assert_same(nearest(jnp.asarray(x), dtype), expected)
+    assert_same(toward_zero(jnp.asarray(x), dtype), expected)
+    assert_same(stochastic(jnp.asarray(x), dtype, words), expected)
+    # Too small for the format, and still negative.
+    tiny = nearest(jnp.array([-1e-30], jnp.float32), jnp.float16)
+    assert patterns_of(tiny).tolist() == [0x8000]
+
+
+def test_overflow_is_infinity_or_nan_from_half_a_step_past_the_largest():
+    x = jnp.array([448, 463.99, 464, 464.01, 480, 1e9, -464, -464.01], jnp.float32)
+    got = np.asarray(nearest(x, jnp.float8_e4m3fn)).astype(np.float32)
+    nan = np.nan
+    np.testing.assert_array_equal(got, [448, 448, 448, nan, nan, nan, -448, nan])
+    x = jnp.array([65504, 65519.99, 65520, -65520], jnp.float32)
+    got = np.asarray(nearest(x, jnp.float16))
+    np.testing.assert_array_equal(got, np.float16([65504, 65504, np.inf, -np.inf]))
+    x = as_float32([0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF])  # the tie goes to even: up
+    got = patterns_of(nearest(x, jnp.bfloat16))
+    np.testing.assert_array_equal(got, [0x7F7F, 0x7F80, 0x7F80])
+
+
+def as_float32(patterns):
+    return jnp.asarray(np.array(patterns, np.uint32).view(np.float32))
+
+
+@each_dtype
+def test_toward_zero_is_the_next_value_no_larger_in_magnitude(dtype):
+    values = magnitudes(dtype)
+    # float8_e4m3fn's exponent of 448 and float16's of 65504 end here; see the next
+    # test for what is past it.
+    layout = layout_of(dtype)
+    end = min(2.0 ** (np.floor(np.log2(values[-1])) + 1), 2.0**128)
+    if not layout.has_infinity:
+        end = 480.0
+    x = np.concatenate([boundaries(dtype), float32_samples()[::7]])
+    x = x[~is_nan(x)]
+    x = x[np.abs(x.astype(np.float64)) < end]
+    got = np.asarray(toward_zero(jnp.asarray(x), dtype))
+    size = np.abs(x.astype(np.float64))
+    expected = values[np.searchsorted(values, size, side="right") - 1]
+    np.testing.assert_array_equal(np.abs(got.astype(np.float64)), expected)
+    np.testing.assert_array_equal(np.signbit(got), np.signbit(x))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "first"), [(jnp.float16, 65536.0), (jnp.float8_e5m2, 65536.0)]
+)
+def test_toward_zero_overflows_past_the_formats_exponents(dtype, first):
+    x = jnp.array([np.nextafter(np.float32(first), 0), first, 1e30, -first])
+    got = np.asarray(toward_zero(x.astype(jnp.float32), dtype)).astype(np.float32)
+    largest = float(ml_dtypes.finfo(dtype).max)
+    np.testing.assert_array_equal(got, [largest, np.inf, np.inf, -np.inf])
+
+
+def neighbours(x, dtype):
+    """The format's values at or below and at or above, by magnitude, and the share."""
+    values = magnitudes(dtype)
+    size = np.abs(x.astype(np.float64))
+    below = np.searchsorted(values, size, side="right") - 1
+    low = values[below]
+    exact = low == size
+    high = np.where(exact, low, values[np.minimum(below + 1, len(values) - 1)])
+    share = np.where(exact, 0.0, (size - low) / np.where(exact, 1.0, high - low))
+    return low, high, share
+
+
+@each_dtype
+def test_a_stochastic_result_is_one_of_the_two_neighbours(dtype):
+    x = np.concatenate([boundaries(dtype), float32_samples()[::11]])
+    x = x[~is_nan(x)]
+    x = x[np.abs(x.astype(np.float64)) <= magnitudes(dtype)[-1]]
+    low, high, share = neighbours(x, dtype)
+    rng = np.random.default_rng(1)
+    seen = []
+    for words in (
+        np.zeros(x.shape, np.uint32),
+        np.full(x.shape, 0xFFFFFFFF, np.uint32),
+        rng.integers(0, 2**32, x.shape, np.uint32),
+    ):
+        got = np.asarray(stochastic(jnp.asarray(x), dtype, jnp.asarray(words)))
+        np.testing.assert_array_equal(np.signbit(got), np.signbit(x))
+        size = np.abs(got.astype(np.float64))
+        assert np.all((size == low) | (size == high))
+        seen.append(size)
+    # The smallest draw never goes up; the largest does wherever the value is not
+    # exact, or so near its lower neighbour that 31 random bits do not reach it.
+    np.testing.assert_array_equal(seen[0], low)
+    np.testing.assert_array_equal(
+        seen[1][share >= 2.0**-16], high[share >= 2.0**-16]
+    )
+
+
+@each_dtype
+def test_a_value_that_is_exact_never_changes(dtype):
+    layout = layout_of(dtype)
+    own = np.arange(layout.special, dtype=f"uint{layout.width}")
+    own = np.concatenate([own, own | (1 << (layout.width - 1))])
+    values = own.astype(f"uint{layout.width}").view(dtype)
+    x = jnp.asarray(values.astype(np.float32))
+    words = np.random.default_rng(2).integers(0, 2**32, (8, values.size), np.uint32)
+    for draw in (*words, np.full(values.size, 0xFFFFFFFF, np.uint32)):
+        assert_same(stochastic(x, dtype, jnp.asarray(draw)), values)
+
+
+DRAWS = 2**20
+
+
+@functools.cache
+def masters_between(dtype):
+    """float32 values at known shares between neighbours, normal and subnormal."""
+    info = ml_dtypes.finfo(dtype)
+    smallest, spacing = float(info.smallest_normal), float(info.smallest_subnormal)
+    step = float(info.eps)
+    points = [1 + step * s for s in (1 / 8, 0.3, 0.5, 0.99)]
+    points += [-(2 - step) - step * 0.7, 1024 * smallest * (1 + 0.6 * step)]
+    points += [smallest - spacing * 0.4, 2 * smallest + spacing * 0.6]  # a seam
+    if dtype != jnp.bfloat16:
+        points += [spacing * s for s in (0.01, 0.3, 0.75)]
+    else:  # float32 patterns with a quarter and 0.7 between bfloat16 subnormals
+        points += np.uint32([0x00014000, 0x0000B333]).view(np.float32).tolist()
+    points += [-float(info.max) * (1 - 0.3 * step)]
+    return np.array(points, np.float32)
+
+
+@each_dtype
+def test_the_share_of_draws_that_go_up_is_the_distance_from_below(dtype):
+    # Equally spaced draws: rounding up is monotone in the draw, so the count of ups
+    # is within 1 of share * DRAWS, whatever the spacing.
+    x = masters_between(dtype)
+    low, high, share = neighbours(x, dtype)
+    draws = jnp.arange(DRAWS, dtype=jnp.uint32) << jnp.uint32(32 - 20)
+
+    @jax.jit
+    def ups(value, word):
+        words = jnp.full(draws.shape, word, jnp.uint32) | draws
+        rounded = rounding.round_stochastic(
+            jnp.broadcast_to(value, draws.shape), dtype, words
+        )
+        size = float_layouts.to_bits(rounded) & jnp.uint32(layout_of(dtype).largest)
+        return size.min(), size.max(), jnp.sum(size > size.min(), dtype=jnp.uint32)
+
+    for value, below, above, part in zip(x, low, high, share, strict=True):
+        least, most, count = ups(jnp.float32(value), jnp.uint32(0))
+        assert magnitudes(dtype)[int(least)] == below
+        assert magnitudes(dtype)[int(most)] == above
+        assert abs(int(count) - part * DRAWS) <= 1
+
+
+@each_dtype
+def test_the_mean_of_library_draws_is_the_value_to_five_standard_errors(dtype):
+    x = masters_between(dtype)
+    low, high, share = neighbours(x, dtype)
+    n = 2**17
+
+    @jax.jit
+    def ups(value):
+        words = RandomBits(jnp.uint32(3), jnp.uint32(5), leaf=1).words((n,))
+        rounded = rounding.round_stochastic(
+            jnp.broadcast_to(value, (n,)), dtype, words
+        )
+        size = float_layouts.to_bits(rounded) & jnp.uint32(layout_of(dtype).largest)
+        return jnp.sum(size > size.min(), dtype=jnp.uint32)
+
+    for value, part in zip(x, share, strict=True):
+        error = 5 * np.sqrt(part * (1 - part) / n)  # of a share of n draws
+        assert abs(int(ups(jnp.float32(value))) / n - part) <= error
+    assert np.all(high > low)
+
+
+@each_dtype
+def test_no_draw_takes_a_finite_value_in_range_to_infinity(dtype):
+    largest = np.float32(ml_dtypes.finfo(dtype).max)
+    below = np.nextafter(largest, np.float32(0))
+    x = jnp.asarray(np.array([largest, below, -largest, -below], np.float32))
+    every = jnp.full(x.shape, 0xFFFFFFFF, jnp.uint32)
+    got = np.asarray(stochastic(x, dtype, every)).astype(np.float32)
+    np.testing.assert_array_equal(got, [largest, largest, -largest, -largest])
+
+
+@each_dtype
+@pytest.mark.parametrize("word", [0, 0x55555555, 0xFFFFFFFF])
+def test_past_the_largest_value_stochastic_rounding_is_nearest(dtype, word):
+    largest = np.float32(ml_dtypes.finfo(dtype).max)
+    step = largest - np.nextafter(cast(largest, dtype), cast(0, dtype)).astype("f4")
+    x = largest + step * np.array([0.001, 0.25, 0.499, 0.5, 0.501, 0.9], np.float32)
+    x = np.concatenate([x, [np.finfo(np.float32).max, np.inf]])
+    x = np.concatenate([x, -x]).astype(np.float32)
+    words = jnp.full(x.shape, word, jnp.uint32)
+    assert_same(stochastic(jnp.asarray(x), dtype, words), cast(x, dtype))
+
+
+def test_a_weight_rounds_differently_at_another_step_seed_and_leaf():
+    x = jnp.full((4096,), 1 + 2.0**-9, jnp.float32)
+    format_ = lowbit_optax.stochastic_rounding()
+
+    def draw(seed, step, leaf):
+        random = RandomBits(jnp.uint32(seed), jnp.uint32(step), leaf)
+        return patterns_of(format_.round(x, jnp.dtype(jnp.bfloat16), random))
+
+    base = draw(0, 0, 0)
+    np.testing.assert_array_equal(draw(0, 0, 0), base)
+    for other in (draw(1, 0, 0), draw(0, 1, 0), draw(0, 0, 1)):
+        # Independent draws of a fair coin (share 1/4) differ with 2 * 1/4 * 3/4.
+        differing = np.mean(other != base)
+        assert abs(differing - 0.375) <= 5 * np.sqrt(0.375 * 0.625 / x.size)
+
+
+def test_training_by_stochastic_rounding_draws_anew_at_every_step():
+    tx = lowbit_optax.sr_sgd(2.0**-9)  # half of the spacing below 1
+    params = jnp.ones(4096, jnp.bfloat16)
+    state = tx.init(params)
+    grads = jnp.ones(4096, jnp.float32)
+    step = jax.jit(functools.partial(lowbit_optax.step, tx))
+    first, state = step(grads, state, params)
+    second, _ = step(grads, state, params)
+    moved = np.asarray(first) != 1, np.asarray(second) != 1
+    # Each coin is fair, and the two are independent: a quarter moved both times.
+    for share in map(np.mean, moved):
+        assert abs(share - 0.5) <= 5 * np.sqrt(0.25 / 4096)
+    both = np.mean(moved[0] & moved[1])
+    assert abs(both - 0.25) <= 5 * np.sqrt(0.25 * 0.75 / 4096)
+
+
+def test_stochastic_training_goes_on_in_the_mean_where_nearest_stands_still():
+    params = jnp.ones(4096, jnp.bfloat16)
+    grads = jnp.ones(4096, jnp.float32)
+
+    def train(tx, steps=200):
+        def one(carry, _):
+            return lowbit_optax.step(tx, grads, carry[1], carry[0]), None
+
+        start = (params, tx.init(params))
+        return jax.jit(lambda c: lax.scan(one, c, length=steps)[0][0])(start)
+
+    still = train(
+        lowbit_optax.lowbit(optax.sgd(1e-4), weights=lowbit_optax.nearest())
+    )
+    np.testing.assert_array_equal(still, np.ones(4096))
+    moved = np.asarray(train(lowbit_optax.sr_sgd(1e-4))).astype(np.float64)
+    # Below 1 the spacing is 2^-8: a draw has a variance of at most 2^-18 (a fair
+    # coin's), 200 of them in a row 200 times that. 200 float32 sums near 1 are off by
+    # at most 2^-25 each.
+    deviation = np.sqrt(200 * 2.0**-18 / 4096)
+    assert abs(moved.mean() - (1 - 0.02)) <= 5 * deviation + 200 * 2.0**-25
+
+
+@each_dtype
+def test_rounding_to_precision_keeps_the_rounded_value_in_float32(dtype):
+    x = boundaries(dtype)
+    got = rounding.round_to_precision(jnp.asarray(x), dtype)
+    with np.errstate(all="ignore"):
+        expected = cast(x, dtype).astype(np.float32)
+    assert_same(got, expected)
+
+
+def float_casts(closed):
+    """Names of dtypes that a jaxpr converts a float to, from a float, at any depth."""
+    found = []
+    for equation in closed.jaxpr.eqns:
+        if equation.primitive.name in ("convert_element_type", "reduce_precision"):
+            before = equation.invars[0].aval.dtype
+            after = equation.outvars[0].aval.dtype
+            if jnp.issubdtype(before, jnp.floating) and before != after:
+                found.append((str(before), str(after)))
+        for value in equation.params.values():
+            if isinstance(value, core.ClosedJaxpr):
+                found += float_casts(value)
+    return found
+
+
+@each_dtype
+def test_rounding_contains_no_cast_that_xla_could_drop(dtype):
+    # XLA:GPU drops float32 -> bfloat16 -> float32, which a CPU never shows.
+    x, words = jnp.ones(4), jnp.zeros(4, jnp.uint32)
+    for round_ in (
+        lambda x: rounding.round_to_precision(x, dtype),
+        lambda x: rounding.to_float32(rounding.round_toward_zero(x, dtype)),
+        lambda x: rounding.to_float32(rounding.round_stochastic(x, dtype, words)),
+    ):
+        assert float_casts(jax.make_jaxpr(round_)(x)) == []
+    # The search itself finds one that is there.
+    casting = lambda x: x.astype(dtype).astype(jnp.float32)
+    assert len(float_casts(jax.make_jaxpr(jax.jit(casting))(x))) == 2
+
+
+def test_exact_landing_casts_other_dtypes_as_optax_does():
+    x = jnp.array([1 / 3, -2.5], jnp.float32)
+    same = rounding.narrow_or_cast(x, jnp.float32)
+    np.testing.assert_array_equal(same, x)
+    assert same.dtype == jnp.float32
+    narrow = rounding.narrow_or_cast(x, jnp.float16)
+    assert_same(narrow, cast(x, np.float16))
+
+
+finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+@deterministic
+@given(
+    x=st.lists(finite, min_size=16, max_size=16),
+    words=st.lists(st.integers(0, 2**32 - 1), min_size=16, max_size=16),
+)
+def test_every_rounding_is_the_negative_of_the_negatives(x, words):
+    x = jnp.asarray(np.array(x, np.float32))
+    words = jnp.asarray(np.array(words, np.uint32))
+    minus = as_float32(patterns_of(x) ^ np.uint32(0x80000000))
+    for dtype in DTYPES:
+        flip = 1 << (layout_of(dtype).width - 1)
+        for round_ in (
+            lambda v, d=dtype: nearest(v, d),
+            lambda v, d=dtype: toward_zero(v, d),
+            lambda v, d=dtype: stochastic(v, d, words),
+        ):
+            there, back = patterns_of(round_(x)), patterns_of(round_(minus))
+            np.testing.assert_array_equal(there, back ^ there.dtype.type(flip))
