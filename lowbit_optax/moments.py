@@ -133,7 +133,7 @@ class MomentPlan:
 @functools.lru_cache(maxsize=4096)
 def _stored_like(format_: MomentFormat, shape: tuple[int, ...]):
     def encode(moment, seed):
-        return format_.encode(moment, RandomBits(seed, seed, leaf=0), 0)
+        return format_.encode(moment, RandomBits(seed, seed), 0)
 
     scalar = jax.ShapeDtypeStruct((), jnp.uint32)
     return jax.eval_shape(encode, jax.ShapeDtypeStruct(shape, jnp.float32), scalar)

@@ -18,6 +18,7 @@ computed, so it does not change with sharding, fusion, or the order of leaves.
 
 import dataclasses
 import zlib
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -29,23 +30,20 @@ _GOLDEN = 0x9E3779B9
 
 @dataclasses.dataclass(frozen=True)
 class RandomBits:
-    """The random bits of one leaf at one step.
+    """The random bits of one leaf at one step, made by :func:`random_bits`.
 
     Args:
-      seed: uint32 scalar.
-      step: uint32 scalar.
-      leaf: static 32-bit number of the leaf, see :func:`leaf_number`.
+      key, second: uint32 scalars, k0 and k1 of the module's docstring.
       stream: static number that tells the uses of one leaf apart.
 
     >>> import jax.numpy as jnp
-    >>> bits = RandomBits(jnp.uint32(0), jnp.uint32(7), leaf=leaf_number("['w']"))
+    >>> (bits,) = random_bits(jnp.uint32(0), jnp.uint32(7), [leaf_number("['w']")])
     >>> bits.words((2, 3)).dtype
     dtype('uint32')
     """
 
-    seed: jax.Array
-    step: jax.Array
-    leaf: int
+    key: jax.Array
+    second: jax.Array
     stream: int = 0
 
     def words(self, shape: tuple[int, ...], stream: int = 0) -> jax.Array:
@@ -55,12 +53,11 @@ class RandomBits:
           shape: global shape of the leaf.
           stream: static; other streams are independent of this one.
         """
-        key = _mix(self.seed + jnp.uint32(_GOLDEN))
-        key = _mix(key + self.step)
-        key = _mix(key ^ jnp.uint32(self.leaf))
-        key = _mix(key + jnp.uint32((self.stream + stream) * _GOLDEN & 0xFFFFFFFF))
+        # Streams start far apart in the counter and differ in the second key too.
+        number = (self.stream + stream) * _GOLDEN & 0xFFFFFFFF
+        key = self.key + jnp.uint32(number)
+        second = self.second ^ jnp.uint32(number)
         low, high = _global_index(shape)
-        second = _mix(key ^ jnp.uint32(0x5851F42D))
         if high is not None:
             second = second ^ _mix(high)
         return hash_words(low, key, second)
@@ -77,6 +74,26 @@ class RandomBits:
         """
         words = self.words(shape, number // 2)
         return words >> jnp.uint32(16) if number % 2 else words & jnp.uint32(0xFFFF)
+
+
+def random_bits(
+    seed: jax.Array, step: jax.Array, leaves: Sequence[int]
+) -> list[RandomBits]:
+    """The random bits of every leaf at one step.
+
+    Args:
+      seed, step: uint32 scalars.
+      leaves: static 32-bit numbers, see :func:`leaf_number`.
+
+    Returns:
+      One :class:`RandomBits` a leaf.
+    """
+    numbers = jnp.asarray(np.array(leaves, np.uint32))
+    # For all leaves at once: a few vector operations instead of many scalar ones.
+    keys = _mix(_mix(_mix(seed + jnp.uint32(_GOLDEN)) + step) ^ numbers)
+    seconds = _mix(keys ^ jnp.uint32(0x5851F42D))
+    pick = lambda x, i: lax.index_in_dim(x, i, keepdims=False)
+    return [RandomBits(pick(keys, i), pick(seconds, i)) for i in range(len(leaves))]
 
 
 def leaf_number(path: str) -> int:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from lowbit_optax.float_layouts import is_narrow
 from lowbit_optax.formats.base import WeightFormat
-from lowbit_optax.random_bits import RandomBits
+from lowbit_optax.random_bits import RandomBits, random_bits
 from lowbit_optax.rounding import to_float32
 
 Operand = typing.Union["SplitArray", jax.typing.ArrayLike]
@@ -113,8 +113,7 @@ class SplitArray:
         return SplitArray(param, residual, self._counted(), format_)
 
     def _random(self) -> RandomBits:
-        seed, count = self.random_state
-        return RandomBits(seed, count, leaf=0)
+        return _random(self.random_state)
 
     def _counted(self) -> jax.Array:
         return self.random_state + jnp.array([0, 1], jnp.uint32)
@@ -155,7 +154,7 @@ def split_array(
     x = _float32(x)
     format_ = weight_format.stored(x.shape, min_size=0)
     state = jnp.array([seed, 0], jnp.uint32)
-    param, residual = format_.split(x, dtype, RandomBits(state[0], state[1], leaf=0))
+    param, residual = format_.split(x, dtype, _random(state))
     return SplitArray(param, residual, state + jnp.array([0, 1], jnp.uint32), format_)
 
 
@@ -167,6 +166,10 @@ def join_array(split: SplitArray) -> jax.Array:
     Array(0.1, dtype=float32)
     """
     return split.weight_format.join(split.param, split.residual)
+
+
+def _random(state: jax.Array) -> RandomBits:
+    return random_bits(state[0], state[1], [0])[0]
 
 
 def _float32(x: Operand) -> jax.Array:

@@ -22,7 +22,7 @@ from lowbit_optax.formats import extra_bits
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.landing import apply_leaf, land, stay
 from lowbit_optax.moments import MomentPlan, Moments
-from lowbit_optax.random_bits import RandomBits, leaf_number
+from lowbit_optax.random_bits import RandomBits, leaf_number, random_bits
 from lowbit_optax.rounding import to_float32
 
 
@@ -375,7 +375,7 @@ class Lowbit:
 
 
 def _random(names: list[str], seed: jax.Array, count: jax.Array) -> list[RandomBits]:
-    return [RandomBits(seed, count, leaf_number(name)) for name in names]
+    return random_bits(seed, count, [leaf_number(name) for name in names])
 
 
 @functools.lru_cache(maxsize=4096)
