@@ -62,16 +62,20 @@ def round_toward_zero(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
       dtype: bfloat16, float16, float8_e4m3fn or float8_e5m2.
 
     Returns:
-      Array of ``dtype``, nowhere larger in magnitude than ``x``.
+      Array of ``dtype``, nowhere larger in magnitude than ``x``: finite values past the
+      largest one become that one.
 
     >>> import jax.numpy as jnp
     >>> round_toward_zero(jnp.float32(-0.999), jnp.bfloat16)
     Array(-0.996094, dtype=bfloat16)
     """
     layout = float_layouts.layout_of(dtype)
-    extra = layout.max_extra_bits
-    sign, pattern = splitting.pattern_of(x, layout, extra, "toward_zero")
-    return splitting.round_param(sign, pattern, layout, extra, "toward_zero")
+    # Stochastic rounding that always draws 0 drops the bits.
+    never_up = jnp.zeros(x.shape, jnp.uint32)
+    sign, pattern = splitting.pattern_of(x, layout, 0, "nearest", never_up)
+    largest = jnp.minimum(pattern, jnp.uint32(layout.special - 1))
+    pattern = jnp.where(jnp.isfinite(x), largest, pattern)
+    return splitting.round_param(sign, pattern, layout, 0, "nearest")
 
 
 def round_stochastic(
@@ -99,12 +103,12 @@ def round_stochastic(
     Array(1, dtype=bfloat16)
     """
     layout = float_layouts.layout_of(dtype)
-    sign, drawn = splitting.pattern_of(x, layout, 0, "nearest", random)
-    _, nearest = splitting.pattern_of(x, layout, 0, "nearest")
-    largest = to_float32(
-        float_layouts.from_bits(jnp.uint32(layout.special - 1), layout.dtype)
-    )
-    pattern = jnp.where(jnp.abs(x) <= largest, drawn, nearest)
+    # Past the largest finite value a draw would be infinite at random: half a unit
+    # rounds to nearest instead, and a tie to the even neighbour, as a cast does.
+    half = jnp.uint32(0x80000000 if layout.has_infinity else 0x7FFFFFFF)
+    largest = jnp.float32(jnp.finfo(layout.dtype).max)
+    random = jnp.where(jnp.abs(x) <= largest, random, half)
+    sign, pattern = splitting.pattern_of(x, layout, 0, "nearest", random)
     return splitting.round_param(sign, pattern, layout, 0, "nearest")
 
 
