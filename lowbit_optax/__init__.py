@@ -10,6 +10,7 @@ from lowbit_optax.aliases import (
     sr_adamw,
     sr_sgd,
 )
+from lowbit_optax.engine import LowbitState
 from lowbit_optax.formats import (
     MomentFormat,
     WeightFormat,
@@ -24,7 +25,6 @@ from lowbit_optax.masters import from_master, master_weights
 from lowbit_optax.reports import MemoryReport, cancelled_updates, memory_report
 from lowbit_optax.split_array import SplitArray, join_array, split_array
 from lowbit_optax.wrapper import (
-    LowbitState,
     LowbitTransformation,
     apply_updates,
     lowbit,

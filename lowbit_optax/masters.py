@@ -6,11 +6,11 @@ import numpy as np
 import optax
 
 from lowbit_optax import trees
+from lowbit_optax.engine import LowbitState
 from lowbit_optax.float_layouts import is_narrow
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.plain import NoResidual
 from lowbit_optax.rounding import round_nearest, to_float32
-from lowbit_optax.wrapper import LowbitState
 
 
 def master_weights(params: optax.Params, state: optax.OptState) -> optax.Params:

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import optax
 
 from lowbit_optax import trees
+from lowbit_optax.engine import LowbitState
 from lowbit_optax.float_layouts import is_narrow
 from lowbit_optax.landing import apply_leaf
-from lowbit_optax.wrapper import LowbitState, LowbitTransformation
+from lowbit_optax.wrapper import LowbitTransformation
 
 _PARTS = ("params", "residual", "moments", "other")
 

@@ -1,0 +1,273 @@
+"""One step of a wrapped transformation: join, run the inner update, split.
+
+    grads, any float dtype                      new param --> update that lands exactly
+        | to float32                                ^
+        v                                           | split
+    join(param, residual) --> master --> inner.update --> master + update
+    decode(codes) --> moments -->          |        --> moments --> encode --> codes
+
+The inner transformation sees whole trees; formats work leaf by leaf. The lists here run
+over the parameters' leaves in the order of their tree.
+"""
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from lowbit_optax import trees
+from lowbit_optax.float_layouts import is_narrow
+from lowbit_optax.formats.base import WeightFormat
+from lowbit_optax.landing import land, stay
+from lowbit_optax.moments import MomentPlan, Moments
+from lowbit_optax.random_bits import RandomBits, leaf_number, random_bits
+from lowbit_optax.rounding import to_float32
+
+
+class LowbitState(typing.NamedTuple):
+    """State of :func:`lowbit`: parallel trees, each with the parameters' structure.
+
+    Args:
+      count: uint32 scalar, steps taken; with ``seed`` it is all the random state.
+      seed: uint32 scalar.
+      residual: the weight format's container of a tree of residuals, None at leaves
+        that have none.
+      inner_state: the inner transformation's state, its moments in their formats.
+    """
+
+    count: jax.Array
+    seed: jax.Array
+    residual: typing.Any
+    inner_state: typing.Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Lowbit:
+    """The choices of one :func:`lowbit` call, and the functions made of them."""
+
+    inner: optax.GradientTransformationExtraArgs
+    weights: WeightFormat
+    moments: Moments
+    seed: int
+    min_size: int
+
+    def format(self, leaf) -> WeightFormat | None:
+        """The weight format of a leaf; None for one that passes through."""
+        if not trees.is_float(leaf) or not is_narrow(leaf.dtype):
+            return None
+        return self.weights.stored(leaf.shape, self.min_size)
+
+    def init(self, params: optax.Params) -> LowbitState:
+        """The state in which every master is its parameter."""
+        if params is None:
+            raise ValueError("lowbit: init needs params")
+        names, leaves, _ = trees.named_leaves(params)
+        self._check(names, leaves)
+        residual = self._contain(jax.tree.map(self._init_leaf, params))
+        masters = jax.tree.map(
+            lambda p: p if self.format(p) is None else to_float32(p), params
+        )
+        # Placed with the parameters' devices by being made here, not at import.
+        count, seed = jnp.zeros([], jnp.uint32), jnp.asarray(self.seed, jnp.uint32)
+        inner_state = self.inner.init(masters)
+        plan = self._plan(names, leaves, inner_state)
+        inner_state = plan.encode(inner_state, _random(names, seed, count))
+        return LowbitState(count, seed, residual, inner_state)
+
+    def update(self, updates, state, params=None, **extra_args):
+        """As in optax: ``(updates that land exactly, new state)``."""
+        return self._advance(updates, state, params, land, extra_args)
+
+    def step(self, grads, state, params, **extra_args):
+        """``(new params, new state)`` without differences."""
+        return self._advance(grads, state, params, stay, extra_args)
+
+    def inner_update(self, grads, state, params, **extra_args):
+        """What the inner transformation does, before anything is rounded.
+
+        Returns:
+          ``(masters, updates)``, trees of float32 arrays at the held leaves.
+        """
+        inside = self._inside(grads, state, params, extra_args)
+        unflatten = inside.treedef.unflatten
+        return unflatten(inside.masters), unflatten(inside.updates)
+
+    def _inside(self, grads, state, params, extra_args) -> "_Inside":
+        if params is None:
+            raise ValueError(
+                "lowbit: update needs params; call tx.update(grads, state, params)"
+            )
+        if not isinstance(state, LowbitState):
+            raise TypeError(
+                f"lowbit: state is a {type(state).__name__}, not a LowbitState; was it "
+                "made by this transformation's init?"
+            )
+        names, leaves, treedef = trees.named_leaves(params)
+        self._check(names, leaves)
+        grad_leaves = trees.beside(names, treedef, grads, "grads")
+        formats = [self.format(leaf) for leaf in leaves]
+        residuals = self._residuals(names, leaves, treedef, formats, state.residual)
+        masters = [
+            leaf if format_ is None else format_.seen(leaf, residual)
+            for format_, leaf, residual in zip(formats, leaves, residuals, strict=True)
+        ]
+        wide = [
+            _widened(name, grad, leaf)
+            for name, grad, leaf in zip(names, grad_leaves, leaves, strict=True)
+        ]
+        master_tree = treedef.unflatten(masters)
+        expected = jax.eval_shape(self.inner.init, master_tree)
+        plan = self._plan(names, leaves, expected)
+        updates, inner_state = self.inner.update(
+            treedef.unflatten(wide),
+            plan.decode(state.inner_state),
+            master_tree,
+            **extra_args,
+        )
+        updates = trees.beside(names, treedef, updates, "inner updates")
+        return _Inside(
+            names,
+            leaves,
+            treedef,
+            formats,
+            residuals,
+            masters,
+            updates,
+            plan,
+            inner_state,
+        )
+
+    def _advance(
+        self,
+        grads: optax.Updates,
+        state: LowbitState,
+        params: optax.Params,
+        landing: Callable,
+        extra_args: dict,
+    ):
+        inside = self._inside(grads, state, params, extra_args)
+        random = _random(inside.names, state.seed, state.count)
+        results, new_residuals = [], []
+        for format_, leaf, residual, update, bits in zip(
+            inside.formats,
+            inside.leaves,
+            inside.residuals,
+            inside.updates,
+            random,
+            strict=True,
+        ):
+            if format_ is None:
+                if landing is stay:
+                    update = optax.apply_updates(leaf, update)
+                results.append(update)
+                new_residuals.append(None)
+                continue
+            _, new, result = format_.advance(
+                leaf, residual, update.astype(jnp.float32), bits, landing
+            )
+            results.append(result)
+            new_residuals.append(new)
+        return inside.treedef.unflatten(results), LowbitState(
+            optax.safe_increment(state.count),
+            state.seed,
+            self._contain(inside.treedef.unflatten(new_residuals)),
+            inside.plan.encode(inside.inner_state, random),
+        )
+
+    def _check(self, names, leaves):
+        for name, leaf in zip(names, leaves, strict=True):
+            if self.format(leaf) is None:
+                continue
+            why = self.weights.check(leaf.dtype)
+            if why:
+                raise ValueError(f"lowbit: params{name}: {why}")
+
+    def _init_leaf(self, leaf):
+        format_ = self.format(leaf)
+        return None if format_ is None else format_.init(leaf)
+
+    def _contain(self, tree):
+        container = self.weights.container
+        return container(tree) if container._fields else container()
+
+    def _residuals(self, names, leaves, treedef, formats, residual):
+        if type(residual) is not self.weights.container:
+            raise ValueError(
+                f"lowbit: the state's residuals are {type(residual).__name__}, but "
+                f"{self.weights} keeps {self.weights.container.__name__}: was this "
+                "state made by a transformation with other weights?"
+            )
+        if not residual:
+            return [None] * len(leaves)
+        held = trees.beside(names, treedef, residual[0], "residuals")
+        for name, leaf, format_, part in zip(names, leaves, formats, held, strict=True):
+            want = _residual_like(format_, leaf.shape, leaf.dtype)
+            if _shape(part) != _shape(want):
+                raise ValueError(
+                    f"lowbit: residual of params{name} is {_shape(part)}, but "
+                    f"{format_ or 'a leaf that passes through'} keeps {_shape(want)}: "
+                    "was this state made by a transformation with other weights?"
+                )
+        return held
+
+    def _plan(self, names, leaves, inner_state) -> MomentPlan:
+        expected = jax.tree.map(_abstract, inner_state)
+        return MomentPlan(self.inner, self.moments, names, leaves, expected)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Inside:
+    """One step up to the inner update: lists by leaf, in the order of ``treedef``."""
+
+    names: list[str]
+    leaves: list
+    treedef: jax.tree_util.PyTreeDef
+    formats: list[WeightFormat | None]
+    residuals: list
+    masters: list
+    updates: list
+    plan: MomentPlan
+    inner_state: typing.Any
+
+
+def _random(names: list[str], seed: jax.Array, count: jax.Array) -> list[RandomBits]:
+    return random_bits(seed, count, [leaf_number(name) for name in names])
+
+
+@functools.lru_cache(maxsize=4096)
+def _residual_like(format_: WeightFormat | None, shape: tuple[int, ...], dtype):
+    if format_ is None:
+        return None
+    return jax.eval_shape(format_.init, jax.ShapeDtypeStruct(shape, dtype))
+
+
+def _widened(name: str, grad, param):
+    if not hasattr(grad, "dtype"):
+        raise TypeError(f"lowbit: gradient of params{name} is {grad!r}, not an array")
+    if not trees.is_float(param):
+        return grad
+    if not trees.is_float(grad):
+        raise TypeError(
+            f"lowbit: gradient of params{name} is {grad.dtype}; accepted are real "
+            "floating-point dtypes"
+        )
+    if grad.shape != param.shape:
+        raise ValueError(
+            f"lowbit: gradient of params{name} has shape {grad.shape}; its parameter "
+            f"has {param.shape}"
+        )
+    return grad.astype(jnp.float32) if is_narrow(param.dtype) else grad
+
+
+def _abstract(x):
+    if hasattr(x, "shape") and hasattr(x, "dtype"):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return x
+
+
+def _shape(x) -> str:
+    return "none" if x is None else f"{x.dtype}{list(x.shape)}"
