@@ -1,0 +1,148 @@
+"""The XLA path as compiled for H200s: what is rounded, moved, and communicated."""
+
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import lowbit_optax
+
+pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
+
+from harness import (
+    COLLECTIVES,
+    compile_for,
+    h200_mesh,
+    kernels,
+    run_on_cpu,
+)
+
+BF16 = jnp.bfloat16
+SIDE = 4096
+PARAMETERS = SIDE * SIDE
+
+FORMATS = {
+    "nearest": lowbit_optax.nearest(),
+    "stochastic_rounding": lowbit_optax.stochastic_rounding(),
+    "kahan": lowbit_optax.kahan(),
+    "kahan nearest": lowbit_optax.kahan(residual_rounding="nearest"),
+    "kahan stochastic": lowbit_optax.kahan(rounding="stochastic"),
+    "kahan param": lowbit_optax.kahan(arithmetic="param"),
+    "extra_bits 16": lowbit_optax.extra_bits(16),
+    "extra_bits 8": lowbit_optax.extra_bits(8),
+    "extra_bits 5": lowbit_optax.extra_bits(5, residual_rounding="nearest"),
+    "extra_bits 8 toward_zero": lowbit_optax.extra_bits(8, rounding="toward_zero"),
+    "extra_bits 11 stochastic": lowbit_optax.extra_bits(11, rounding="stochastic"),
+    "master_copy": lowbit_optax.master_copy(),
+}
+
+
+@pytest.fixture(autouse=True)
+def strict_promotion():
+    """Not here: optax's Adam raises a float to an integer power."""
+
+
+def fast(tx):
+    return lambda params, state, grads: lowbit_optax.step(tx, grads, state, params)
+
+
+def applied(tx):
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return lowbit_optax.apply_updates(params, updates), state
+
+    return step
+
+
+def normal(shape, seed):
+    return jax.random.normal(jax.random.key(seed), shape, BF16)
+
+
+@pytest.mark.parametrize("make_step", [fast, applied])
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_rounding_survives_xla_gpu(name, make_step):
+    # With powers of two every product is exact, so that the order of operations and
+    # contraction cannot matter and the two programs must agree in every bit.
+    tx = lowbit_optax.lowbit(
+        optax.sgd(2.0**-10, momentum=0.5),
+        weights=FORMATS[name],
+        moments=lowbit_optax.cast(BF16),
+        min_size=0,
+    )
+    step = make_step(tx)
+    params, grads = normal((64, 64), 0), normal((64, 64), 1)
+    state = tx.init(params)
+    for _ in range(2):
+        compiled = compile_for(h200_mesh(), step, params, state, grads)
+        on_gpu = run_on_cpu(compiled, params, state, grads)
+        params, state = jax.jit(step)(params, state, grads)
+        for want, got in zip(jax.tree.leaves((params, state)), on_gpu, strict=True):
+            chex.assert_trees_all_equal(np.asarray(want), got)
+
+
+def test_a_kahan_summation_written_with_casts_does_not_survive():
+    def naive(param, compensation, grad):
+        y = -(2.0**-10) * grad.astype(jnp.float32) - compensation.astype(jnp.float32)
+        w = param.astype(jnp.float32)
+        s = (w + y).astype(BF16)
+        return s, ((s.astype(jnp.float32) - w) - y).astype(BF16)
+
+    args = jnp.ones((64, 64), BF16), jnp.zeros((64, 64), BF16), normal((64, 64), 1)
+    compiled = compile_for(h200_mesh(), naive, *args)
+    _, on_cpu = jax.jit(naive)(*args)
+    _, on_gpu = run_on_cpu(compiled, *args)
+    assert np.count_nonzero(np.asarray(on_cpu)) > 4000
+    assert np.count_nonzero(on_gpu) == 0
+
+
+@pytest.mark.parametrize(
+    ("tx", "moved"),
+    [(lowbit_optax.kahan_adamw(1e-3), 18.1), (lowbit_optax.sr_adamw(1e-3), 14.1)],
+    ids=["kahan_adamw", "sr_adamw"],
+)
+@pytest.mark.parametrize("make_step", [fast, applied])
+def test_kahan_and_stochastic_steps_are_one_pass_in_place(tx, moved, make_step):
+    # kahan_adamw reads and writes param, compensation, mu and nu, and reads the
+    # gradient: 9 times 2 bytes. update with apply_updates fuses to the same.
+    params = jax.ShapeDtypeStruct((SIDE, SIDE), BF16)
+    state = jax.eval_shape(tx.init, params)
+    compiled = compile_for(
+        h200_mesh(), make_step(tx), params, state, params, donate=(0, 1)
+    )
+    large = [size for _, size in kernels(compiled) if size > PARAMETERS]
+    memory = compiled.memory_analysis()
+    stored = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((params, state)))
+    assert len(large) == 1
+    assert sum(large) <= moved * PARAMETERS
+    assert memory.temp_size_in_bytes < 0.01 * PARAMETERS
+    assert memory.alias_size_in_bytes == stored
+
+
+@pytest.mark.parametrize("spec", [P("d", None), P(None, "d")], ids=["rows", "columns"])
+@pytest.mark.parametrize(
+    "tx",
+    [
+        lowbit_optax.kahan_adamw(1e-3),
+        lowbit_optax.extra_bits_adamw(1e-3),
+        lowbit_optax.extra_bits_adamw(1e-3, bits=12),
+    ],
+    ids=["kahan", "extra_bits 16", "extra_bits 12"],
+)
+def test_eight_h200s_do_not_communicate_and_hold_an_eighth_each(tx, spec):
+    params = jax.ShapeDtypeStruct((SIDE, SIDE), BF16)
+    state = jax.eval_shape(tx.init, params)
+    arguments = params, state, params
+
+    def held(devices):
+        compiled = compile_for(h200_mesh(devices), fast(tx), *arguments, spec=spec)
+        found = re.findall("|".join(COLLECTIVES), compiled.as_text())
+        return compiled.memory_analysis().argument_size_in_bytes, found
+
+    (alone, _), (shared, collectives) = held(1), held(8)
+    assert collectives == []
+    assert shared == pytest.approx(alone / 8, rel=1e-4)
