@@ -10,8 +10,11 @@ The inner transformation sees whole trees; formats work leaf by leaf. The lists 
 over the parameters' leaves in the order of their tree.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
+import types
 import typing
 from collections.abc import Callable
 
@@ -45,6 +48,34 @@ class LowbitState(typing.NamedTuple):
     inner_state: typing.Any
 
 
+_MASTERS: contextvars.ContextVar[dict[str, jax.Array]] = contextvars.ContextVar(
+    "masters", default=types.MappingProxyType({})
+)
+
+
+@contextlib.contextmanager
+def initial_masters(masters: dict[str, jax.Array]):
+    """Within it, ``init`` takes these masters, by leaf path, in the parameters' place.
+
+    A context, because wrappers such as ``optax.masked`` stand between the caller and
+    the ``init`` of :class:`Lowbit`.
+    """
+    token = _MASTERS.set(masters)
+    try:
+        yield
+    finally:
+        _MASTERS.reset(token)
+
+
+class ToNearest:
+    """Random bits with which stochastic rounding is to nearest."""
+
+    def words(self, shape: tuple[int, ...], stream: int = 0) -> jax.Array:
+        """Half a unit, everywhere."""
+        del stream
+        return jnp.full(shape, 0x80000000, jnp.uint32)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Lowbit:
     """The choices of one :func:`lowbit` call, and the functions made of them."""
@@ -65,15 +96,25 @@ class Lowbit:
         """The state in which every master is its parameter."""
         if params is None:
             raise ValueError("lowbit: init needs params")
-        names, leaves, _ = trees.named_leaves(params)
+        names, leaves, treedef = trees.named_leaves(params)
         self._check(names, leaves)
-        residual = self._contain(jax.tree.map(self._init_leaf, params))
-        masters = jax.tree.map(
-            lambda p: p if self.format(p) is None else to_float32(p), params
-        )
+        given = _MASTERS.get()
+        masters, residuals = [], []
+        for name, leaf in zip(names, leaves, strict=True):
+            format_ = self.format(leaf)
+            if format_ is None:
+                masters.append(leaf)
+                residuals.append(None)
+            elif name in given:
+                masters.append(given[name])
+                residuals.append(format_.residual(given[name], leaf, ToNearest()))
+            else:
+                masters.append(to_float32(leaf))
+                residuals.append(format_.init(leaf))
+        residual = self._contain(treedef.unflatten(residuals))
         # Placed with the parameters' devices by being made here, not at import.
         count, seed = jnp.zeros([], jnp.uint32), jnp.asarray(self.seed, jnp.uint32)
-        inner_state = self.inner.init(masters)
+        inner_state = self.inner.init(treedef.unflatten(masters))
         plan = self._plan(names, leaves, inner_state)
         inner_state = plan.encode(inner_state, _random(names, seed, count))
         return LowbitState(count, seed, residual, inner_state)
@@ -180,15 +221,13 @@ class Lowbit:
 
     def _check(self, names, leaves):
         for name, leaf in zip(names, leaves, strict=True):
+            if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
+                raise TypeError(f"lowbit: params{name} is {leaf!r}, not an array")
             if self.format(leaf) is None:
                 continue
             why = self.weights.check(leaf.dtype)
             if why:
                 raise ValueError(f"lowbit: params{name}: {why}")
-
-    def _init_leaf(self, leaf):
-        format_ = self.format(leaf)
-        return None if format_ is None else format_.init(leaf)
 
     def _contain(self, tree):
         container = self.weights.container
@@ -270,4 +309,6 @@ def _abstract(x):
 
 
 def _shape(x) -> str:
-    return "none" if x is None else f"{x.dtype}{list(x.shape)}"
+    if x is None or not hasattr(x, "dtype"):
+        return f"a {type(x).__name__}" if x is not None else "none"
+    return f"{x.dtype}{list(x.shape)}"

@@ -1,12 +1,11 @@
 """Float32 masters out of a training state, and a training state out of masters."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
 from lowbit_optax import trees
-from lowbit_optax.engine import LowbitState
+from lowbit_optax.engine import LowbitState, ToNearest, initial_masters
 from lowbit_optax.float_layouts import is_narrow
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.plain import NoResidual
@@ -76,42 +75,20 @@ def from_master(
         is_leaf=is_none,
     )
     params = jax.tree.map(_rounded, master, spread)
-    state = tx.init(params)
     names, leaves, treedef = trees.named_leaves(params)
     masters = dict(zip(names, treedef.flatten_up_to(master), strict=True))
-    held = _held(names, leaves, state)
+    held = _held(names, leaves, jax.eval_shape(tx.init, params))
     # Formats that store an unsigned residual need a parameter rounded toward zero.
     params = treedef.unflatten(
         [
-            held[name][0].round(masters[name], leaf.dtype, _ToNearest())
+            held[name][0].round(to_float32(masters[name]), leaf.dtype, ToNearest())
             if name in held
             else leaf
             for name, leaf in zip(names, leaves, strict=True)
         ]
     )
-    by_name = dict(zip(names, treedef.flatten_up_to(params), strict=True))
-
-    def replace(part):
-        if not isinstance(part, LowbitState) or isinstance(part.residual, NoResidual):
-            return part
-
-        def residual(path, old):
-            name = jax.tree_util.keystr(path)
-            format_ = type(part.residual).format_of(by_name[name], old)
-            return format_.residual(masters[name], by_name[name], _ToNearest())
-
-        tree = jax.tree_util.tree_map_with_path(residual, part.residual[0])
-        return part._replace(residual=type(part.residual)(tree))
-
-    return params, jax.tree.map(replace, state, is_leaf=_is_lowbit)
-
-
-class _ToNearest:
-    """Random bits with which a stochastic split rounds to nearest."""
-
-    def words(self, shape, stream=0):
-        del stream
-        return jnp.full(shape, 0x80000000, jnp.uint32)
+    with initial_masters({name: to_float32(masters[name]) for name in held}):
+        return params, tx.init(params)
 
 
 def _rounded(x: jax.Array, dtype: np.dtype) -> jax.Array:
@@ -151,8 +128,21 @@ def _held(names, leaves, state) -> dict[str, tuple[WeightFormat, jax.Array | Non
                     f"{getattr(params.get(name), 'dtype', 'not there')}; do params and "
                     "state belong together?"
                 )
-            held[name] = (container.format_of(params[name], residual), residual)
+            format_ = container.format_of(params[name], residual)
+            want = jax.eval_shape(format_.init, _abstract(params[name]))
+            if (residual.shape, residual.dtype) != (want.shape, want.dtype):
+                raise ValueError(
+                    f"the residual of params{name} is {residual.dtype}"
+                    f"{list(residual.shape)}, which does not fit its "
+                    f"{params[name].dtype}{list(params[name].shape)}; do params and "
+                    "state belong together?"
+                )
+            held[name] = (format_, residual)
     return held
+
+
+def _abstract(x) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 def _is_lowbit(x) -> bool:

@@ -49,6 +49,8 @@ class MomentPlan:
 
     def encode(self, state, random: list[RandomBits]):
         """The inner state with its moments in their formats."""
+        if not self.moments:
+            return state
         draws = {
             name: dataclasses.replace(bits, stream=_FIRST_STREAM)
             for name, bits in zip(self.names, random, strict=True)
@@ -56,6 +58,8 @@ class MomentPlan:
         numbers = {}
 
         def encode(name, format_, leaf, _):
+            if format_ is None:
+                return leaf
             number = numbers[name] = numbers.get(name, -1) + 1
             return format_.encode(leaf, draws[name], number)
 
@@ -67,23 +71,43 @@ class MomentPlan:
         Raises:
           ValueError: if the state was stored in another format.
         """
+        if not self.moments:
+            self._check_plain(state)
+            return state
 
         def decode(name, format_, stored, like):
-            want = _stored_like(format_, like.shape)
+            want = _stored_like(format_, like.shape) if format_ else like
             if (stored.shape, stored.dtype) != (want.shape, want.dtype):
                 raise ValueError(
                     f"moment of params{name} is {stored.dtype}{list(stored.shape)}, "
-                    f"but {format_} stores {want.dtype}{list(want.shape)}: was this "
-                    "state made by a transformation with other moments?"
+                    f"but {format_ or 'no format'} stores {want.dtype}"
+                    f"{list(want.shape)}: was this state made by a transformation with "
+                    "other moments?"
                 )
-            return format_.decode(stored, like.shape)
+            return format_.decode(stored, like.shape) if format_ else stored
 
         return self._map(decode, state)
 
+    def _check_plain(self, state):
+        # Without formats the inner transformation's init need not take optax's
+        # placeholders, so moments are told by dtype alone.
+        flatten = jax.tree_util.tree_flatten_with_path
+        (stored, structure), (wanted, expected) = flatten(state), flatten(self.expected)
+        if structure != expected:
+            return  # the inner transformation's own matter
+        for (path, part), (_, want) in zip(stored, wanted, strict=True):
+            if getattr(want, "dtype", None) != jnp.float32:
+                continue
+            if (part.shape, part.dtype) != (want.shape, want.dtype):
+                raise ValueError(
+                    f"moment {jax.tree_util.keystr(path)} is {part.dtype}"
+                    f"{list(part.shape)}, but without moment formats it is "
+                    f"{want.dtype}{list(want.shape)}: was this state made by a "
+                    "transformation with other moments?"
+                )
+
     def _map(self, fn, state):
         """``fn(name, format, leaf, expected leaf)`` on every moment of a state."""
-        if not self.moments:
-            return state
         shapes = {
             name: leaf.shape for name, leaf in zip(self.names, self.params, strict=True)
         }
@@ -96,8 +120,6 @@ class MomentPlan:
             field = _field_of(path)
             fields.add(field)
             format_ = self._format(field)
-            if format_ is None:
-                return part
 
             def leaf(leaf_path, like, value):
                 name = jax.tree_util.keystr(leaf_path)

@@ -51,6 +51,8 @@ def sixteen_bit_sgd(
     """
     q = lambda x: round_to_precision(jnp.asarray(x, jnp.float32), dtype)
     mu, d = q(momentum), q(weight_decay)
+    # Zero times an infinite weight would be NaN.
+    decay = lambda d, w: q(d * w) if weight_decay else jnp.zeros_like(w)
 
     def init_fn(params):
         zeros = jax.tree.map(jnp.zeros_like, params)
@@ -58,7 +60,7 @@ def sixteen_bit_sgd(
 
     def update_fn(updates, state, params):
         eta = q(_at(learning_rate, state.count))
-        g = jax.tree.map(lambda g, w: q(q(g) + q(d * w)), updates, params)
+        g = jax.tree.map(lambda g, w: q(q(g) + decay(d, w)), updates, params)
         m = jax.tree.map(lambda m, g: q(q(mu * m) + g), state.trace, g)
         u = jax.tree.map(lambda m: -q(eta * m), m)
         return u, SixteenBitSgdState(optax.safe_increment(state.count), m)
@@ -103,6 +105,8 @@ def sixteen_bit_adamw(
             )
     beta1, beta2, epsilon, d = q(b1), q(b2), q(eps), q(weight_decay)
     rest1, rest2 = q(1 - beta1), q(1 - beta2)
+    # Zero times an infinite weight would be NaN.
+    decay = lambda d, w: q(d * w) if weight_decay else jnp.zeros_like(w)
 
     def init_fn(params):
         one = jnp.ones([], jnp.float32)
@@ -123,7 +127,7 @@ def sixteen_bit_adamw(
             m_hat = q(m / q(1 - c1))
             v_hat = q(jnp.sqrt(q(v / q(1 - c2))))
             moved = q(q(eta * m_hat) / q(v_hat + epsilon))
-            return -q(moved + q(q(eta * d) * w))
+            return -q(moved + decay(q(eta * d), w))
 
         u = jax.tree.map(update, m, v, params)
         count = optax.safe_increment(state.count)

@@ -121,15 +121,22 @@ def residual_of(
     layout = float_layouts.layout_of(param.dtype)
     bits = float_layouts.to_bits(param)
     magnitude = bits & jnp.uint32(layout.largest)
-    error = (pattern - (magnitude << jnp.uint32(extra))).astype(jnp.int32)
+    # Along the parameter's direction: a master of the other sign is behind zero.
+    same_sign = (bits >> jnp.uint32(layout.width - 1)) == (sign >> jnp.uint32(31))
+    ahead = pattern.astype(jnp.int32)
+    ahead = jnp.where(same_sign, ahead, -ahead)
+    error = ahead - (magnitude << jnp.uint32(extra)).astype(jnp.int32)
     width = stored_bits(extra, rounding)
     if rounding == "toward_zero":
         low, high = 0, (1 << width) - 1
     else:
         low, high = -(1 << (width - 1)), (1 << (width - 1)) - 1
     error = jnp.clip(error, jnp.int32(low), jnp.int32(high))
-    same_sign = (bits >> jnp.uint32(layout.width - 1)) == (sign >> jnp.uint32(31))
-    error = jnp.where(same_sign, error, jnp.int32(0))
+    if layout.same_exponent:
+        # Its zero has no residual behind it: that would be below float32's range of
+        # normal numbers, and joining would have to look for it.
+        behind = (magnitude == 0) & ~same_sign
+        error = jnp.where(behind, jnp.int32(0), error)
     return error.astype(jnp.uint32) & jnp.uint32((1 << width) - 1)
 
 
@@ -157,4 +164,9 @@ def join(
             signed = (fields << unused.astype(jnp.uint32)).astype(jnp.int32) >> unused
             fields = signed.astype(jnp.uint32)
         magnitude = magnitude + fields
+    if extra and rounding != "toward_zero" and not layout.same_exponent:
+        # A negative residual of a zero: the master is on the other side.
+        behind = magnitude >> jnp.uint32(31)
+        sign = sign ^ (behind << jnp.uint32(31))
+        magnitude = jnp.where(behind > 0, jnp.uint32(0) - magnitude, magnitude)
     return float_layouts.from_pattern(sign, magnitude, layout, extra)

@@ -3,6 +3,8 @@
 How a step works is in :mod:`lowbit_optax.engine`.
 """
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -10,7 +12,7 @@ import optax
 from lowbit_optax.engine import Lowbit
 from lowbit_optax.float_layouts import is_narrow
 from lowbit_optax.formats import extra_bits
-from lowbit_optax.formats.base import WeightFormat
+from lowbit_optax.formats.base import MomentFormat, WeightFormat
 from lowbit_optax.landing import apply_leaf
 from lowbit_optax.moments import Moments
 
@@ -83,6 +85,13 @@ def lowbit(
             f"lowbit: weights is {weights!r}, not a weight format such as "
             "lowbit_optax.kahan() or lowbit_optax.extra_bits(8)"
         )
+    formats = moments.values() if isinstance(moments, Mapping) else [moments]
+    for format_ in formats:
+        if not isinstance(format_, MomentFormat) and moments is not None:
+            raise TypeError(
+                f"lowbit: moments has {format_!r}, not a moment format such as "
+                "lowbit_optax.cast(jnp.bfloat16)"
+            )
     if implementation not in (None, "xla"):
         raise ValueError(
             f"lowbit: implementation is {implementation!r}; this version has None and "
@@ -160,11 +169,11 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
 def _static_int(name: str, value, default: int) -> int:
     if value is None:
         return default
-    if isinstance(value, jax.core.Tracer) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(
             f"lowbit: {name} is {value!r}, and must be a static int; under "
             "optax.inject_hyperparams name it in static_args"
         )
-    if value < 0:
-        raise ValueError(f"lowbit: {name} is {value}; it must not be negative")
+    if not 0 <= value < 2**32:
+        raise ValueError(f"lowbit: {name} is {value}; accepted are 0 to 2**32 - 1")
     return value

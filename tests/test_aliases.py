@@ -78,8 +78,11 @@ def test_reaches_the_minimum_of_a_parabola_as_float32_training_does(optimizer):
     tx = optimizer(_decaying(optimizer.peak))
     params, state = _minimise(tx, start.astype(jnp.bfloat16), target)
     assert params.dtype == jnp.bfloat16
-    # The gradient is taken at the parameter, at most one spacing from its master.
-    allowed = BFLOAT16_SPACING + _float32_error(optimizer.reference, optimizer.peak)
+    # The gradient is taken at the parameter, at most one spacing from its master. A
+    # master that is the parameter itself keeps stepping from neighbour to neighbour.
+    spacings = 1 if state.residual else 2
+    reference = _float32_error(optimizer.reference, optimizer.peak)
+    allowed = spacings * BFLOAT16_SPACING + reference
     assert _rms(lowbit_optax.master_weights(params, state) - target) < allowed
 
 
@@ -94,8 +97,7 @@ def test_rounding_to_nearest_alone_does_not_reach_it(name):
 
 
 REGRESSION = {
-    name: ALIASES[name]
-    for name in ("kahan_sgd", "sr_sgd", "extra_bits_sgd_8")
+    name: ALIASES[name] for name in ("kahan_sgd", "sr_sgd", "extra_bits_sgd_8")
 } | {name: ALIASES[name] for name in ("kahan_adamw", "sr_adamw", "extra_bits_adamw_8")}
 
 
@@ -159,7 +161,7 @@ def test_takes_optax_arguments_in_their_order_with_their_defaults(alias, origina
 
 def test_every_adamw_argument_reaches_optax():
     params = model_params()
-    mask = {"kernel": True, "bias": False, "scale": True}
+    mask = {"kernel": True, "bias": False}
     arguments = (0.01, 0.8, 0.95, 1e-4, 1e-6, jnp.bfloat16, 0.1, mask)
     _assert_trains_as_float32(
         lowbit_optax.extra_bits_adamw(*arguments, nesterov=True, min_size=0),

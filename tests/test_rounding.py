@@ -20,7 +20,7 @@ from jax.extend import core
 
 import lowbit_optax
 from lowbit_optax import float_layouts, rounding
-from lowbit_optax.random_bits import RandomBits
+from lowbit_optax.random_bits import random_bits
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.__name__)
@@ -99,7 +99,7 @@ def test_every_value_widens_to_the_same_number(dtype):
     values = np.arange(2**width, dtype=f"uint{width}").view(dtype)
     with np.errstate(all="ignore"):  # signalling NaNs
         expected = values.astype(np.float32)
-    assert_same(rounding.to_float32(jnp.asarray(values)), expected)
+    assert_same(jax.jit(rounding.to_float32)(jnp.asarray(values)), expected)
 
 
 def test_other_dtypes_widen_by_a_cast():
@@ -209,30 +209,13 @@ def as_float32(patterns):
 @each_dtype
 def test_toward_zero_is_the_next_value_no_larger_in_magnitude(dtype):
     values = magnitudes(dtype)
-    # float8_e4m3fn's exponent of 448 and float16's of 65504 end here; see the next
-    # test for what is past it.
-    layout = layout_of(dtype)
-    end = min(2.0 ** (np.floor(np.log2(values[-1])) + 1), 2.0**128)
-    if not layout.has_infinity:
-        end = 480.0
     x = np.concatenate([boundaries(dtype), float32_samples()[::7]])
-    x = x[~is_nan(x)]
-    x = x[np.abs(x.astype(np.float64)) < end]
+    x = x[~is_nan(x) & ~np.isinf(x)]
     got = np.asarray(toward_zero(jnp.asarray(x), dtype))
     size = np.abs(x.astype(np.float64))
     expected = values[np.searchsorted(values, size, side="right") - 1]
     np.testing.assert_array_equal(np.abs(got.astype(np.float64)), expected)
     np.testing.assert_array_equal(np.signbit(got), np.signbit(x))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "first"), [(jnp.float16, 65536.0), (jnp.float8_e5m2, 65536.0)]
-)
-def test_toward_zero_overflows_past_the_formats_exponents(dtype, first):
-    x = jnp.array([np.nextafter(np.float32(first), 0), first, 1e30, -first])
-    got = np.asarray(toward_zero(x.astype(jnp.float32), dtype)).astype(np.float32)
-    largest = float(ml_dtypes.finfo(dtype).max)
-    np.testing.assert_array_equal(got, [largest, np.inf, np.inf, -np.inf])
 
 
 def neighbours(x, dtype):
@@ -268,9 +251,7 @@ def test_a_stochastic_result_is_one_of_the_two_neighbours(dtype):
     # The smallest draw never goes up; the largest does wherever the value is not
     # exact, or so near its lower neighbour that 31 random bits do not reach it.
     np.testing.assert_array_equal(seen[0], low)
-    np.testing.assert_array_equal(
-        seen[1][share >= 2.0**-16], high[share >= 2.0**-16]
-    )
+    np.testing.assert_array_equal(seen[1][share >= 2.0**-16], high[share >= 2.0**-16])
 
 
 @each_dtype
@@ -336,17 +317,16 @@ def test_the_mean_of_library_draws_is_the_value_to_five_standard_errors(dtype):
     n = 2**17
 
     @jax.jit
-    def ups(value):
-        words = RandomBits(jnp.uint32(3), jnp.uint32(5), leaf=1).words((n,))
-        rounded = rounding.round_stochastic(
-            jnp.broadcast_to(value, (n,)), dtype, words
-        )
+    def ups(value, seed):  # an argument: XLA would fold constant draws, slowly
+        (random,) = random_bits(seed, jnp.uint32(5), [1])
+        words = random.words((n,))
+        rounded = rounding.round_stochastic(jnp.broadcast_to(value, (n,)), dtype, words)
         size = float_layouts.to_bits(rounded) & jnp.uint32(layout_of(dtype).largest)
         return jnp.sum(size > size.min(), dtype=jnp.uint32)
 
     for value, part in zip(x, share, strict=True):
         error = 5 * np.sqrt(part * (1 - part) / n)  # of a share of n draws
-        assert abs(int(ups(jnp.float32(value))) / n - part) <= error
+        assert abs(int(ups(jnp.float32(value), jnp.uint32(3))) / n - part) <= error
     assert np.all(high > low)
 
 
@@ -377,7 +357,7 @@ def test_a_weight_rounds_differently_at_another_step_seed_and_leaf():
     format_ = lowbit_optax.stochastic_rounding()
 
     def draw(seed, step, leaf):
-        random = RandomBits(jnp.uint32(seed), jnp.uint32(step), leaf)
+        (random,) = random_bits(jnp.uint32(seed), jnp.uint32(step), [leaf])
         return patterns_of(format_.round(x, jnp.dtype(jnp.bfloat16), random))
 
     base = draw(0, 0, 0)
@@ -415,9 +395,7 @@ def test_stochastic_training_goes_on_in_the_mean_where_nearest_stands_still():
         start = (params, tx.init(params))
         return jax.jit(lambda c: lax.scan(one, c, length=steps)[0][0])(start)
 
-    still = train(
-        lowbit_optax.lowbit(optax.sgd(1e-4), weights=lowbit_optax.nearest())
-    )
+    still = train(lowbit_optax.lowbit(optax.sgd(1e-4), weights=lowbit_optax.nearest()))
     np.testing.assert_array_equal(still, np.ones(4096))
     moved = np.asarray(train(lowbit_optax.sr_sgd(1e-4))).astype(np.float64)
     # Below 1 the spacing is 2^-8: a draw has a variance of at most 2^-18 (a fair
@@ -430,7 +408,7 @@ def test_stochastic_training_goes_on_in_the_mean_where_nearest_stands_still():
 @each_dtype
 def test_rounding_to_precision_keeps_the_rounded_value_in_float32(dtype):
     x = boundaries(dtype)
-    got = rounding.round_to_precision(jnp.asarray(x), dtype)
+    got = jax.jit(rounding.round_to_precision, static_argnums=1)(jnp.asarray(x), dtype)
     with np.errstate(all="ignore"):
         expected = cast(x, dtype).astype(np.float32)
     assert_same(got, expected)

@@ -23,6 +23,7 @@ from lowbit_optax.random_bits import RandomBits
 _PARAM_STREAM, _RESIDUAL_STREAM = 0, 1
 
 
+# Their fields have different names so that a checkpoint of one is not read as another.
 class NearestBits(typing.NamedTuple):
     """Packed two's complement residuals of ``extra_bits(rounding="nearest")``."""
 
@@ -37,7 +38,7 @@ class NearestBits(typing.NamedTuple):
 class TowardZeroBits(typing.NamedTuple):
     """Packed unsigned residuals of ``extra_bits(rounding="toward_zero")``."""
 
-    words: typing.Any
+    unsigned_words: typing.Any
 
     @staticmethod
     def format_of(param, residual) -> WeightFormat:
@@ -48,7 +49,7 @@ class TowardZeroBits(typing.NamedTuple):
 class StochasticBits(typing.NamedTuple):
     """Packed residuals with un-round bit of ``extra_bits(rounding="stochastic")``."""
 
-    words: typing.Any
+    unround_words: typing.Any
 
     @staticmethod
     def format_of(param, residual) -> WeightFormat:
@@ -181,7 +182,7 @@ def extra_bits(
     >>> extra_bits(8).width, extra_bits(8, rounding="stochastic").width
     (8, 9)
     """
-    if isinstance(bits, jax.core.Tracer) or not isinstance(bits, int):
+    if isinstance(bits, bool) or not isinstance(bits, int):
         raise TypeError(
             f"extra_bits: bits is {bits!r}, and must be a static int; under "
             "optax.inject_hyperparams name it in static_args"

@@ -1,0 +1,236 @@
+"""Moments in narrow floats: what nearest rounding does to them, and stochastic not."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import lowbit_optax
+from lowbit_optax import cast
+from lowbit_optax.random_bits import random_bits
+
+DTYPES = (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.__name__)
+SIZE = 4096
+
+
+def second_moment(format_, steps, gradient=1.0, start=None):
+    """nu of Adam at b2 = 0.999 under a constant gradient, as stored and in float32."""
+    tx = lowbit_optax.lowbit(
+        optax.scale_by_adam(b2=0.999),
+        weights=lowbit_optax.nearest(),
+        moments=None if format_ is None else {"nu": format_},
+    )
+    params = jnp.ones(SIZE, jnp.bfloat16)
+    grads = jnp.full(SIZE, gradient, jnp.float32)
+
+    def one(state, _):
+        _, state = tx.update(grads, state, params)
+        return state, None
+
+    @jax.jit
+    def run(state):
+        return lax.scan(one, state, length=steps)[0]
+
+    with jax.numpy_dtype_promotion("standard"):  # for optax's bias correction
+        state = tx.init(params)
+        if start is not None:
+            nu = jnp.full_like(state.inner_state.nu, start)
+            state = state._replace(inner_state=state.inner_state._replace(nu=nu))
+        stored = run(state).inner_state.nu
+    return stored, np.asarray(stored).astype(np.float64)
+
+
+def test_a_nearest_bfloat16_second_moment_stops_half_way_and_a_stochastic_one_does_not():
+    # After 5000 steps of gradient 1 nu is 1 - 0.999^5000 = 0.993. An update of
+    # 0.001 (1 - nu) is lost once it is under half the spacing of nu.
+    _, true = second_moment(None, 5000)
+    np.testing.assert_allclose(true, 1 - 0.999**5000, rtol=1e-4)
+    stored, nearest = second_moment(cast(jnp.bfloat16, rounding="nearest"), 5000)
+    assert stored.dtype == jnp.bfloat16
+    assert np.all(nearest < 0.5 * true)
+    _, later = second_moment(cast(jnp.bfloat16, rounding="nearest"), 6000)
+    np.testing.assert_array_equal(later, nearest)  # it has stopped for good
+    _, drawn = second_moment(cast(jnp.bfloat16), 5000)
+    # Each draw deviates by at most half of 2^-8, and b2 forgets them: in all
+    # 2^-9 / sqrt(1 - b2^2) = 0.044 an element. float32 agrees to 5000 * 2^-24.
+    deviation = 2.0**-9 / np.sqrt(1 - 0.999**2)
+    error = abs(drawn.mean() - true.mean())
+    assert error <= 5 * deviation / np.sqrt(SIZE) + 5000 * 2.0**-24
+    assert drawn.std() <= 1.5 * deviation
+
+
+def test_a_nearest_second_moment_does_not_decay_and_a_stochastic_one_does():
+    # Gradients have stopped: 0.999 nu rounds back to nu in bfloat16, for ever.
+    steps = 2000
+    _, stuck = second_moment(cast(jnp.bfloat16, rounding="nearest"), steps, 0.0, 1.5)
+    np.testing.assert_array_equal(stuck, 1.5)
+    _, decayed = second_moment(cast(jnp.bfloat16), steps, 0.0, 1.5)
+    true = 1.5 * 0.999**steps  # 0.2
+    # A draw's deviation is at most 2^-8 of nu, and shrinks with it: sqrt(2000) 2^-8 of
+    # what is left, 17%.
+    deviation = 2.0**-8 * np.sqrt(steps) * true
+    assert abs(decayed.mean() - true) <= 5 * deviation / np.sqrt(SIZE)
+    assert np.all(decayed < 0.5 * 1.5)
+
+
+# One encoding.
+
+
+def encode(format_, x, *, number=0, seed=0, step=0):
+    @jax.jit
+    def run(x, seed, step):
+        (random,) = random_bits(seed, step, [0])
+        return format_.encode(x, random, number)
+
+    return run(jnp.asarray(x), jnp.uint32(seed), jnp.uint32(step))
+
+
+def moments(dtype):
+    """Numbers between two of a dtype, at known shares: normal and subnormal."""
+    info = ml_dtypes.finfo(dtype)
+    epsilon, tiny = float(info.eps), float(info.smallest_subnormal)
+    rows = [(1.0, epsilon, s) for s in (0.01, 0.3, 0.5)]
+    if dtype != jnp.bfloat16:  # its subnormals are float32's
+        rows += [(0.0, tiny, 0.25), (3 * tiny, tiny, 0.6)]
+    rows += [(2048 * float(info.smallest_normal), 2048 * float(info.smallest_normal)
+              * epsilon, 0.7)]  # fmt: skip
+    return rows
+
+
+@each_dtype
+def test_stochastic_encoding_is_unbiased_to_five_standard_errors(dtype):
+    n = 2**17
+    for low, step, share in moments(dtype):
+        value = np.float32(low + share * step)
+        share = (float(value) - low) / step
+        stored = encode(cast(dtype), np.full(n, value))
+        assert stored.dtype == dtype
+        kept, counts = np.unique(
+            np.asarray(stored).astype(np.float64), return_counts=True
+        )
+        np.testing.assert_array_equal(kept, [low, low + step])
+        error = 5 * np.sqrt(share * (1 - share) / n)
+        assert abs(counts[1] / n - share) <= error
+
+
+def test_a_moment_far_below_float16s_smallest_is_kept_in_the_mean():
+    # Second moments of small gradients: 2^-42 is 2^-18 of float16's smallest number.
+    # Of 2^24 draws 64 should be that number, to five standard errors.
+    n = 2**24
+    stored = encode(cast(jnp.float16), np.full(n, 2.0**-42, np.float32))
+    count = int(jnp.sum(stored > 0, dtype=jnp.int32))
+    expected = n * 2.0**-18
+    assert abs(count - expected) <= 5 * np.sqrt(expected)
+
+
+@each_dtype
+def test_nearest_encoding_is_the_cast(dtype):
+    x = np.random.default_rng(0).normal(size=SIZE).astype(np.float32)
+    stored = encode(cast(dtype, rounding="nearest"), x)
+    expected = x.astype(dtype)
+    width = f"u{expected.itemsize}"
+    np.testing.assert_array_equal(np.asarray(stored).view(width), expected.view(width))
+
+
+@each_dtype
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_a_stored_value_decodes_to_itself_and_is_stored_unchanged_again(
+    dtype, rounding
+):
+    width = 8 * np.dtype(dtype).itemsize
+    values = np.arange(2**width, dtype=f"uint{width}").view(dtype)
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        wide = values.astype(np.float32)
+    format_ = cast(dtype, rounding=rounding)
+    decoded = format_.decode(jnp.asarray(values), values.shape)
+    assert decoded.dtype == jnp.float32
+    np.testing.assert_array_equal(np.asarray(decoded), wide)
+    again = np.asarray(encode(format_, wide))
+    numbers = ~np.isnan(wide)
+    kind = f"u{values.itemsize}"
+    np.testing.assert_array_equal(again.view(kind)[numbers], values.view(kind)[numbers])
+    with np.errstate(invalid="ignore"):
+        assert np.all(np.isnan(again.astype(np.float32)[~numbers]))
+
+
+@each_dtype
+def test_two_moments_and_two_steps_are_rounded_by_independent_draws(dtype):
+    half = np.full(SIZE, 1 + float(ml_dtypes.finfo(dtype).eps) / 2, np.float32)
+    up = {
+        "mu": encode(cast(dtype), half),
+        "nu": encode(cast(dtype), half, number=1),
+        "third": encode(cast(dtype), half, number=2),
+        "later": encode(cast(dtype), half, step=1),
+        "seed": encode(cast(dtype), half, seed=1),
+    }
+    up = {name: np.asarray(x).astype(np.float32) > 1 for name, x in up.items()}
+    names = list(up)
+    for i, first in enumerate(names):
+        for second in names[i + 1 :]:
+            # Two fair coins agree half the time.
+            agreeing = np.mean(up[first] == up[second])
+            assert abs(agreeing - 0.5) <= 5 * np.sqrt(0.25 / SIZE), (first, second)
+
+
+# In training.
+
+
+def trained(moments, steps=3):
+    tx = lowbit_optax.lowbit(
+        optax.chain(optax.scale_by_adam(), optax.trace(0.9)),
+        weights=lowbit_optax.kahan(),
+        moments=moments,
+    )
+    params = {"w": jnp.ones((16, 4), jnp.bfloat16), "b": jnp.ones(4)}
+    grads = jax.tree.map(lambda p: jnp.full(p.shape, 0.3), params)
+    with jax.numpy_dtype_promotion("standard"):
+        state = tx.init(params)
+        step = jax.jit(functools.partial(lowbit_optax.step, tx))
+        for _ in range(steps):
+            params, state = step(grads, state, params)
+    return state.inner_state
+
+
+def test_each_moment_is_kept_in_the_format_that_its_name_was_given():
+    adam, trace = trained({"mu": cast(jnp.float16), "trace": cast(jnp.bfloat16)})
+    assert {x.dtype for x in jax.tree.leaves(adam.mu)} == {np.dtype(np.float16)}
+    assert {x.dtype for x in jax.tree.leaves(adam.nu)} == {np.dtype(np.float32)}
+    assert {x.dtype for x in jax.tree.leaves(trace.trace)} == {np.dtype(jnp.bfloat16)}
+    assert adam.count.dtype == jnp.int32
+
+
+def test_one_format_is_every_moments():
+    adam, trace = trained(cast(jnp.bfloat16))
+    kept = jax.tree.leaves((adam.mu, adam.nu, trace.trace))
+    assert {x.dtype for x in kept} == {np.dtype(jnp.bfloat16)}
+    assert adam.count.dtype == jnp.int32
+
+
+def test_moments_follow_the_float32_ones():
+    _, trace = trained(cast(jnp.bfloat16))
+    _, wide = trained(None)
+    # Three roundings of at most 2^-7 each.
+    chex.assert_trees_all_close(
+        jax.tree.map(lambda x: x.astype(jnp.float32), trace.trace),
+        wide.trace,
+        rtol=3 * 2.0**-7,
+    )
+
+
+def test_cast_says_what_its_arguments_may_be():
+    with pytest.raises(ValueError, match="dtype is float32.*leave a moment out"):
+        cast(jnp.float32)
+    with pytest.raises(ValueError, match="dtype is int8"):
+        cast(jnp.int8)
+    with pytest.raises(ValueError, match="rounding is 'up'"):
+        cast(jnp.bfloat16, rounding="up")
+    assert cast(jnp.bfloat16).needs_random
+    assert not cast(jnp.bfloat16, rounding="nearest").needs_random
+    assert hash(cast("bfloat16")) == hash(cast(jnp.bfloat16))

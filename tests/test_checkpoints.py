@@ -1,0 +1,250 @@
+"""Checkpoints: resuming is bit-exact, and what cannot be resumed is an error."""
+
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import serialization
+from optimizers import (
+    ALIASES,
+    BFLOAT16_MOMENTS,
+    VARIANTS,
+    apply,
+    assert_same_bits,
+    each,
+    gradient_series,
+    jitted,
+    model_params,
+    standard_promotion,  # noqa: F401
+    train,
+)
+
+import lowbit_optax
+from lowbit_optax import cast, extra_bits, kahan, lowbit
+
+
+def _mixed_params():
+    """With float32 leaves, whose residual is None, and a None among the parameters."""
+    return model_params() | {"norm": jnp.ones(24), "unused": None}
+
+
+def _orbax(folder, saved, like):
+    """Saves a tree; restores it with the shapes, dtypes and shardings of ``like``."""
+    target = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "checkpoint", saved)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(folder / "checkpoint", target)
+
+
+def _flax(folder, saved, like):
+    file = folder / "checkpoint.msgpack"
+    file.write_bytes(serialization.to_bytes(saved))
+    return serialization.from_bytes(like, file.read_bytes())
+
+
+STORES = pytest.mark.parametrize("store", [_orbax, _flax], ids=["orbax", "flax"])
+
+
+@STORES
+@each(ALIASES | VARIANTS)
+def test_five_steps_a_checkpoint_and_five_more_are_ten_steps(
+    tmp_path, store, optimizer
+):
+    tx = optimizer()
+    params = _mixed_params()
+    series = gradient_series(params, 10)
+    want = train(tx, params, tx.init(params), series)
+    halfway = train(tx, params, tx.init(params), series[:5])
+    restored = store(tmp_path, halfway, (params, tx.init(params)))
+    assert_same_bits(restored, halfway)
+    assert_same_bits(train(tx, *restored, series[5:]), want)
+
+
+@pytest.mark.parametrize("name", ["sr_sgd", "kahan_adamw_stochastic"])
+def test_resuming_needs_the_random_state_that_the_checkpoint_holds(tmp_path, name):
+    # What the test above would not notice if rounding did not depend on the state.
+    tx = (ALIASES | VARIANTS)[name]()
+    params = model_params()
+    series = gradient_series(params, 10)
+    want, _ = train(tx, params, tx.init(params), series)
+    params, state = train(tx, params, tx.init(params), series[:5])
+    state = state._replace(count=jnp.zeros_like(state.count))
+    got, _ = train(tx, params, state, series[5:])
+    assert not np.array_equal(got["kernel"], want["kernel"])
+
+
+def test_a_checkpoint_manager_restores_into_abstract_sharded_state(tmp_path):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.NamedSharding(mesh, jax.P("data"))
+    replicated = jax.NamedSharding(mesh, jax.P())
+    tx = lowbit_optax.extra_bits_adamw(0.01, bits=8, min_size=0)
+    params = {"w": jnp.ones((256, 4), jnp.bfloat16)}
+    series = gradient_series(params, 10)
+    want = train(tx, params, tx.init(params), series)
+
+    shapes = jax.eval_shape(tx.init, params)
+    shardings = optax.tree.map_params(
+        tx,
+        lambda leaf, sharding: leaf if leaf is None else sharding,
+        shapes,
+        {"w": rows},
+        transform_non_params=lambda _: replicated,
+        is_leaf=lambda x: x is None,
+    )
+    place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+    target = {
+        "params": {"w": place(params["w"], rows)},
+        "state": jax.tree.map(place, shapes, shardings),
+    }
+
+    placed = jax.device_put(params, rows)
+    state = jax.jit(tx.init, out_shardings=shardings)(placed)
+    halfway = train(tx, placed, state, series[:5])
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        saved = dict(zip(("params", "state"), halfway, strict=True))
+        manager.save(5, args=ocp.args.StandardSave(saved))
+        manager.wait_until_finished()
+        restored = manager.restore(5, args=ocp.args.StandardRestore(target))
+    assert restored["state"].residual.words["w"].sharding == rows
+    assert restored["params"]["w"].sharding == rows
+    end = train(tx, restored["params"], restored["state"], series[5:])
+    assert_same_bits(end, want)
+
+
+def _adamw(weights, moments=None, **options):
+    return lowbit(
+        optax.adamw(0.01),
+        weights=weights,
+        moments=moments,
+        **{"min_size": 0, **options},
+    )
+
+
+OTHER_WEIGHTS = {
+    "fewer bits": (_adamw(extra_bits(16)), _adamw(extra_bits(8))),
+    "toward zero for nearest": (
+        _adamw(extra_bits(8, rounding="toward_zero")),
+        _adamw(extra_bits(8)),
+    ),
+    "stochastic for nearest": (
+        _adamw(extra_bits(7, rounding="stochastic")),
+        _adamw(extra_bits(8)),
+    ),
+    "kahan for extra bits": (_adamw(kahan()), _adamw(extra_bits(16))),
+    "kahan for none": (_adamw(kahan()), _adamw(lowbit_optax.stochastic_rounding())),
+    "none for kahan": (_adamw(lowbit_optax.nearest()), _adamw(kahan())),
+    "master for kahan": (_adamw(lowbit_optax.master_copy()), _adamw(kahan())),
+    "packed for unpacked": (
+        _adamw(extra_bits(8)),
+        _adamw(extra_bits(8), min_size=9999),
+    ),
+    "sgd for adamw": (
+        lowbit(optax.sgd(0.1, 0.9), weights=kahan()),
+        _adamw(kahan()),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@STORES
+@pytest.mark.parametrize(
+    ("saved", "resumed"), OTHER_WEIGHTS.values(), ids=OTHER_WEIGHTS
+)
+def test_a_checkpoint_of_other_weights_is_an_error_before_it_is_used(
+    tmp_path, store, saved, resumed
+):
+    params = {"kernel": model_params()["kernel"], "norm": jnp.ones(24)}
+    grads = gradient_series(params, 1)[0]
+    held = lowbit_optax.step(saved, grads, saved.init(params), params)
+    like = params, resumed.init(params)
+    with pytest.raises((ValueError, TypeError)):
+        # Orbax and flax may notice; where they do not, the first step must.
+        lowbit_optax.step(resumed, grads, *store(tmp_path, held, like)[::-1])
+    gc.collect()  # Orbax leaves reads unawaited
+
+
+OTHER_MOMENTS = {
+    "float32 for bfloat16": (None, BFLOAT16_MOMENTS),
+    "bfloat16 for float32": (BFLOAT16_MOMENTS, None),
+    "float16 for bfloat16": (cast("float16"), BFLOAT16_MOMENTS),
+    "float32 nu for bfloat16 nu": ({"mu": BFLOAT16_MOMENTS}, BFLOAT16_MOMENTS),
+    "bfloat16 nu for float32 nu": (BFLOAT16_MOMENTS, {"mu": BFLOAT16_MOMENTS}),
+}
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed"), OTHER_MOMENTS.values(), ids=OTHER_MOMENTS
+)
+def test_a_flax_checkpoint_of_other_moments_is_an_error_before_it_is_used(
+    tmp_path, saved, resumed
+):
+    params = {"kernel": model_params()["kernel"]}
+    grads = gradient_series(params, 1)[0]
+    saved, resumed = _adamw(kahan(), saved), _adamw(kahan(), resumed)
+    held = lowbit_optax.step(saved, grads, saved.init(params), params)
+    params, state = _flax(tmp_path, held, (params, resumed.init(params)))
+    with pytest.raises((ValueError, TypeError), match=r"\['kernel'\]"):
+        lowbit_optax.step(resumed, grads, state, params)
+
+
+def test_orbax_converts_moments_to_the_dtype_it_is_asked_for(tmp_path):
+    params = {"kernel": model_params()["kernel"]}
+    series = gradient_series(params, 5)
+    saved, resumed = _adamw(kahan()), _adamw(kahan(), BFLOAT16_MOMENTS)
+    held = train(saved, params, saved.init(params), series)
+    got, state = _orbax(tmp_path, held, (params, resumed.init(params)))
+    assert state.inner_state[0].mu["kernel"].dtype == jnp.bfloat16
+    np.testing.assert_allclose(
+        state.inner_state[0].nu["kernel"].astype(jnp.float32),
+        held[1].inner_state[0].nu["kernel"],
+        rtol=2.0**-8,
+    )
+    jitted(resumed, apply)(series[0], state, got)
+
+
+@pytest.mark.parametrize("kept", [0.5, 0.99])
+def test_a_truncated_flax_checkpoint_is_an_error(kept):
+    params = model_params()
+    state = lowbit_optax.extra_bits_adamw(0.01, min_size=0).init(params)
+    data = serialization.to_bytes(state)
+    with pytest.raises(ValueError, match="incomplete"):
+        serialization.from_bytes(state, data[: int(kept * len(data))])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_truncated_orbax_checkpoint_is_an_error(tmp_path):
+    params = {"kernel": jnp.zeros((256, 256), jnp.bfloat16)}
+    state = lowbit_optax.extra_bits_adamw(0.01, min_size=0).init(params)
+    random = np.random.default_rng(0)
+    words = random.integers(0, 2**32, (128, 256), dtype=np.uint32)
+    state = state._replace(
+        residual=type(state.residual)({"kernel": jnp.asarray(words)})
+    )
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "checkpoint", state)
+    files = [f for f in (tmp_path / "checkpoint").rglob("*") if f.is_file()]
+    largest = max(files, key=lambda file: file.stat().st_size)
+    assert largest.stat().st_size > 100_000
+    largest.write_bytes(largest.read_bytes()[:50_000])
+    target = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+    with (
+        ocp.StandardCheckpointer() as checkpointer,
+        pytest.raises(Exception, match=r"OUT_OF_RANGE|DATA_LOSS|corrupt|reading"),
+    ):
+        checkpointer.restore(tmp_path / "checkpoint", target)
+    gc.collect()
+
+
+def test_a_restored_leaf_of_another_model_is_an_error_that_names_it(tmp_path):
+    tx = _adamw(extra_bits(8))
+    params = {"kernel": model_params()["kernel"]}
+    other = {"kernel": jnp.ones((32, 24), jnp.bfloat16)}
+    grads = gradient_series(params, 1)[0]
+    state = _flax(tmp_path, tx.init(other), tx.init(params))
+    with pytest.raises(ValueError, match=r"residual of params\['kernel'\]"):
+        lowbit_optax.step(tx, grads, state, params)

@@ -1,0 +1,345 @@
+"""Kahan summation: what small updates add up to, in which format, and its limits."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.extend import core
+
+import lowbit_optax
+from lowbit_optax.random_bits import random_bits
+
+SIZE = 4096
+ARITHMETICS = ("float32", "param")
+each_arithmetic = pytest.mark.parametrize("arithmetic", ARITHMETICS)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def train(tx, params, grads, steps):
+    """Params and state after some steps with these gradients."""
+
+    def one(carry, _):
+        params, state = carry
+        return lowbit_optax.step(tx, grads, state, params), None
+
+    return lax.scan(one, (params, tx.init(params)), length=steps)[0]
+
+
+def ones(dtype=jnp.bfloat16):
+    return {"w": jnp.ones(SIZE, dtype)}, {"w": jnp.ones(SIZE, jnp.float32)}
+
+
+def masters(params, state):
+    tree = jax.jit(lowbit_optax.master_weights)(params, state)
+    return np.asarray(tree["w"]).astype(np.float64)
+
+
+@functools.cache
+def float32_run(learning_rate, steps):
+    """The same training with float32 weights."""
+    params, grads = ones(jnp.float32)
+    params, _ = train(optax.sgd(learning_rate), params, grads, steps)
+    return np.asarray(params["w"])
+
+
+# Small updates.
+
+STEPS, RATE = 1000, 1e-5
+
+
+def test_plain_bfloat16_does_not_move_at_all():
+    tx = lowbit_optax.lowbit(optax.sgd(RATE), weights=lowbit_optax.nearest())
+    params, grads = ones()
+    after, _ = train(tx, params, grads, STEPS)
+    chex.assert_trees_all_equal(after, params)
+
+
+def test_sixteen_extra_bits_are_the_float32_run_in_every_bit():
+    tx = lowbit_optax.extra_bits_sgd(RATE, bits=16)
+    params, grads = ones()
+    params, state = train(tx, params, grads, STEPS)
+    wide = lowbit_optax.master_weights(params, state)
+    chex.assert_trees_all_equal(wide, {"w": jnp.asarray(float32_run(RATE, STEPS))})
+    moved = 1 - float(wide["w"][0])
+    assert 0.009 < moved < 0.011  # the comparison is of weights that moved
+
+
+def test_sixteen_extra_bits_are_the_float32_run_with_momentum_and_any_gradients():
+    rng = np.random.default_rng(0)
+    start = rng.normal(size=(64, 64)).astype(ml_dtypes.bfloat16)
+    grads = jnp.asarray(rng.normal(size=(50, 64, 64)).astype(np.float32))
+
+    def run(tx, params):
+        def one(carry, g):
+            return lowbit_optax.step(tx, g, carry[1], carry[0]), None
+
+        return jax.jit(lambda p: lax.scan(one, (p, tx.init(p)), grads)[0])(params)
+
+    plain = optax.sgd(0.01, 0.9)
+    wide, _ = run(plain, jnp.asarray(start.astype(np.float32)))
+    tx = lowbit_optax.extra_bits_sgd(0.01, 0.9, bits=16, min_size=0)
+    params, state = run(tx, jnp.asarray(start))
+    chex.assert_trees_all_equal(lowbit_optax.master_weights(params, state), wide)
+
+
+def step_deviation(spacing, steps):
+    """Standard deviation after some stochastic roundings to this spacing, at most.
+
+    A draw between neighbours a spacing apart varies most if it is a fair coin's.
+    """
+    return spacing / 2 * np.sqrt(steps)
+
+
+def assert_tracks_float32(run, spacing, steps=STEPS, rate=RATE):
+    """The masters' mean and each of them follow the float32 run.
+
+    ``spacing`` is that of what is stored, which each step rounds stochastically. In
+    float32 the runs round their sums near 1 differently, by at most 2^-24 each time
+    and three times a step (y, w + y, the error).
+    """
+    params, state = run
+    error = masters(params, state) - float32_run(rate, steps).astype(np.float64)
+    rounding = steps * 3 * 2.0**-24
+    deviation = step_deviation(spacing, steps)
+    assert abs(error.mean()) <= 5 * deviation / np.sqrt(SIZE) + rounding
+    # Azuma-Hoeffding: one in 4096 is past 7 deviations with 4096 * 2 exp(-49/2).
+    assert np.abs(error).max() <= 7 * deviation + rounding
+
+
+def test_eight_extra_bits_track_the_float32_run():
+    params, grads = ones()
+    run = train(lowbit_optax.extra_bits_sgd(RATE, bits=8), params, grads, STEPS)
+    # Below 1 bfloat16's spacing is 2^-8, and 8 bits more make it 2^-16.
+    assert_tracks_float32(run, spacing=2.0**-16)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_kahan_tracks_the_float32_run(rounding):
+    params, grads = ones()
+    tx = lowbit_optax.kahan_sgd(RATE, rounding=rounding)
+    run = train(tx, params, grads, STEPS)
+    # The compensation is at most half of the parameter's spacing of 2^-8, or all of it
+    # if the parameter is drawn; it is bfloat16, so spaced 2^-8 of its own binade.
+    largest = 2.0**-9 if rounding == "nearest" else 2.0**-8
+    assert_tracks_float32(run, spacing=largest * 2.0**-8)
+
+
+def test_kahan_in_param_arithmetic_moves_but_loses_some():
+    # The paper's unit: y, s and c each round. u = 1e-5 is at most 2^-9 of c's range,
+    # so y rounds by up to 2^-9 of |c| <= 2^-8, every step.
+    params, grads = ones()
+    tx = lowbit_optax.kahan_sgd(RATE, arithmetic="param")
+    after, state = train(tx, params, grads, STEPS)
+    assert np.all(np.asarray(after["w"]) < 1)
+    error = masters(after, state) - float32_run(RATE, STEPS)
+    assert np.abs(error).max() <= STEPS * 2.0**-9 * 2.0**-8
+    assert np.abs(error).max() < 0.01  # less than what there was to move
+
+
+def test_a_compensation_rounded_to_nearest_stalls_where_the_default_does_not():
+    # 1e-6 is 2^-20. Nearest: once c reaches 2^-11, where bfloat16 is spaced 2^-18, a
+    # step is less than half of that and lost for ever.
+    steps, rate = 4000, 1e-6
+    params, grads = ones()
+    tx = lowbit_optax.kahan_sgd(rate, residual_rounding="nearest")
+    after, state = train(tx, params, grads, steps)
+    chex.assert_trees_all_equal(after, params)
+    np.testing.assert_array_equal(masters(after, state), 1 - 2.0**-11)
+    later = train(tx, params, grads, 2 * steps)
+    chex.assert_trees_all_equal(later[0], params)
+    run = train(lowbit_optax.kahan_sgd(rate), params, grads, steps)
+    assert np.all(np.asarray(run[0]["w"]) < 1)
+    assert_tracks_float32(run, 2.0**-17, steps, rate)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_kahan_tracks_the_float32_run_in_narrower_formats(dtype):
+    params, grads = ones(dtype)
+    run = train(lowbit_optax.kahan_sgd(RATE), params, grads, STEPS)
+    assert run[1].residual.compensation["w"].dtype == jnp.bfloat16
+    # Half of the parameter's spacing below 1, in bfloat16.
+    largest = float(ml_dtypes.finfo(dtype).eps) / 4
+    assert_tracks_float32(run, spacing=largest * 2.0**-8)
+
+
+def test_a_float16_compensation_holds_what_is_below_float16s_subnormals():
+    # Weights near float16's smallest: their rounding errors are no float16 numbers.
+    params = {"w": jnp.full(SIZE, 2.0**-14, jnp.float16)}
+    grads = {"w": jnp.ones(SIZE)}
+    tx = lowbit_optax.kahan_sgd(2.0**-30)
+    params, state = train(tx, params, grads, 100)
+    error = masters(params, state) - (2.0**-14 - 100 * 2.0**-30)
+    # |c| <= 2^-25, spaced 2^-33 in bfloat16; the sums are exact in float32.
+    deviation = step_deviation(2.0**-33, 100)
+    assert abs(error.mean()) <= 5 * deviation / np.sqrt(SIZE)
+
+
+# One step, by its lines.
+
+
+def advance(format_, param, c, update, seed=0):
+    (random,) = random_bits(jnp.uint32(seed), jnp.uint32(0), [0])
+    return format_.advance(param, c, update, random)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("residual_rounding", ["nearest", "stochastic"])
+def test_a_step_in_float32_arithmetic_rounds_only_what_is_stored(
+    dtype, residual_rounding
+):
+    rng = np.random.default_rng(1)
+    w = rng.normal(size=SIZE).astype(dtype)
+    c = (rng.normal(size=SIZE) * 1e-3).astype(ml_dtypes.bfloat16)
+    update = (rng.normal(size=SIZE) * 10.0 ** rng.uniform(-5, 1, SIZE)).astype("f4")
+    format_ = lowbit_optax.kahan(residual_rounding=residual_rounding)
+    new, residual, _ = advance(format_, *map(jnp.asarray, (w, c, update)))
+    y = update - c.astype(np.float32)
+    s = (w.astype(np.float32) + y).astype(dtype)
+    np.testing.assert_array_equal(np.asarray(new).view("u2"), s.view("u2"))
+    error = (s.astype(np.float32) - w.astype(np.float32)) - y
+    if residual_rounding == "nearest":
+        np.testing.assert_array_equal(
+            np.asarray(residual).view("u2"), error.astype(ml_dtypes.bfloat16).view("u2")
+        )
+    else:
+        low = (error.view("u4") & 0xFFFF0000).view("f4")
+        high = ((error.view("u4") + 0xFFFF) & 0xFFFF0000).view("f4")
+        wide = np.asarray(residual).astype("f4")
+        assert np.all((wide == low) | (wide == high))
+        assert np.any(wide != error.astype(ml_dtypes.bfloat16).astype("f4"))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_step_in_param_arithmetic_rounds_after_every_operation(dtype):
+    rng = np.random.default_rng(1)
+    w = rng.normal(size=SIZE).astype(dtype)
+    c = (rng.normal(size=SIZE) * 1e-3).astype(dtype)
+    update = (rng.normal(size=SIZE) * 10.0 ** rng.uniform(-3, 1, SIZE)).astype("f4")
+    format_ = lowbit_optax.kahan(arithmetic="param")
+    new, residual, _ = advance(format_, *map(jnp.asarray, (w, c, update)))
+    y = update.astype(dtype) - c
+    s = w + y
+    expected = (s - w) - y
+    assert residual.dtype == dtype
+    np.testing.assert_array_equal(np.asarray(new).view("u2"), s.view("u2"))
+    np.testing.assert_array_equal(np.asarray(residual).view("u2"), expected.view("u2"))
+
+
+def test_what_the_parameter_does_not_take_is_in_the_compensation():
+    # 2^-12 is a sixteenth of the spacing below 1: c holds it, and w - c is exact.
+    param, c, _ = advance(
+        lowbit_optax.kahan(),
+        jnp.ones(1, jnp.bfloat16),
+        jnp.zeros(1, jnp.bfloat16),
+        jnp.full(1, -(2.0**-12)),
+    )
+    assert float(param[0]) == 1.0
+    assert float(c[0]) == 2.0**-12
+    master = lowbit_optax.kahan().join(param, c)
+    assert float(master[0]) == 1 - 2.0**-12
+
+
+@each_arithmetic
+def test_a_fresh_compensation_is_zero_in_its_format(arithmetic):
+    format_ = lowbit_optax.kahan(arithmetic=arithmetic)
+    for dtype in (jnp.bfloat16, jnp.float16):
+        c = format_.init(jnp.ones((3, 4), dtype))
+        chex.assert_shape(c, (3, 4))
+        assert c.dtype == (dtype if arithmetic == "param" else jnp.bfloat16)
+        assert not np.any(c)
+
+
+def test_both_of_the_papers_methods_combine():
+    # Kahan with stochastic parameters: they are drawn, and what that costs is in c.
+    format_ = lowbit_optax.kahan(rounding="stochastic")
+    w = jnp.ones(SIZE, jnp.bfloat16)
+    update = jnp.full(SIZE, 2.0**-9)  # a quarter of the spacing above 1
+    new, c, _ = advance(format_, w, jnp.zeros(SIZE, jnp.bfloat16), update)
+    values, counts = np.unique(np.asarray(new).astype(np.float64), return_counts=True)
+    np.testing.assert_array_equal(values, [1, 1 + 2.0**-7])
+    share = counts[1] / SIZE
+    assert abs(share - 0.25) <= 5 * np.sqrt(0.25 * 0.75 / SIZE)
+    # c is -2^-9 or 3 * 2^-9, bfloat16 numbers: no draw loses anything.
+    np.testing.assert_array_equal(format_.join(new, c), np.float32(1 + 2.0**-9))
+
+
+# Overflow.
+
+
+@each_arithmetic
+@pytest.mark.parametrize(
+    ("dtype", "weight", "update"),
+    [
+        (jnp.bfloat16, 3e38, 3e38),
+        (jnp.bfloat16, 3.3e38, 1e37),
+        (jnp.float16, 60000.0, 10000.0),
+        (jnp.float16, -60000.0, -10000.0),
+    ],
+)
+def test_an_overflowing_parameter_is_infinite_and_its_compensation_zero(
+    arithmetic, dtype, weight, update
+):
+    params = {"w": jnp.full(SIZE, weight, dtype)}
+    grads = {"w": jnp.full(SIZE, update, jnp.float32)}
+    tx = lowbit_optax.kahan_sgd(-1.0, arithmetic=arithmetic)
+
+    def assert_infinite(after, state):
+        wide = np.asarray(after["w"]).astype(np.float64)
+        np.testing.assert_array_equal(wide, np.copysign(np.inf, weight))
+        compensation = np.asarray(state.residual.compensation["w"]).astype(np.float64)
+        np.testing.assert_array_equal(compensation, 0)
+        assert not any(np.any(np.isnan(x)) for x in jax.tree.leaves(state))
+
+    # By optax's addition, once; and on from there.
+    with jax.numpy_dtype_promotion("standard"):
+        updates, state = tx.update(grads, tx.init(params), params)
+        assert_infinite(optax.apply_updates(params, updates), state)
+    assert_infinite(*train(tx, params, grads, 3))
+
+
+# What a GPU's compiler could take away.
+
+
+def float_casts(closed):
+    """(from, to) of every cast between floats in a jaxpr, at any depth."""
+    found = []
+    for equation in closed.jaxpr.eqns:
+        if equation.primitive.name in ("convert_element_type", "reduce_precision"):
+            before = equation.invars[0].aval.dtype
+            after = equation.outvars[0].aval.dtype
+            if jnp.issubdtype(before, jnp.floating) and before != after:
+                found.append((str(before), str(after)))
+        for value in equation.params.values():
+            if isinstance(value, core.ClosedJaxpr):
+                found += float_casts(value)
+    return found
+
+
+@each_arithmetic
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_no_cast_measures_the_rounding_error(arithmetic, rounding):
+    # XLA:GPU drops float32 -> bfloat16 -> float32: an error measured with casts is
+    # zero there, and right on a CPU.
+    format_ = lowbit_optax.kahan(rounding=rounding, arithmetic=arithmetic)
+    param = jnp.ones(8, jnp.bfloat16)
+    closed = jax.make_jaxpr(functools.partial(advance, format_))(
+        param, format_.init(param), jnp.ones(8)
+    )
+    assert float_casts(closed) == []
+
+
+def test_kahan_says_what_its_arguments_may_be():
+    with pytest.raises(ValueError, match="rounding is 'up'"):
+        lowbit_optax.kahan(rounding="up")
+    with pytest.raises(ValueError, match="residual_rounding is 'toward_zero'"):
+        lowbit_optax.kahan(residual_rounding="toward_zero")
+    with pytest.raises(ValueError, match="arithmetic is 'bfloat16'"):
+        lowbit_optax.kahan(arithmetic="bfloat16")
+    assert lowbit_optax.kahan().residual_rounding == "stochastic"
+    assert lowbit_optax.kahan(arithmetic="param").residual_rounding == "nearest"

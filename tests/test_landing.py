@@ -1,0 +1,459 @@
+"""Exact landing: what optax applies is the parameter the residual belongs to.
+
+optax adds ``(param + update).astype(param.dtype)``. The updates here come from pairs
+chosen to break that: cancellation by more than float32 can carry, changes of sign,
+zeros of both signs, subnormals, the ends of the range, infinities and NaN.
+"""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+
+import lowbit_optax
+from lowbit_optax import float_layouts
+from lowbit_optax.landing import apply_leaf, land
+from lowbit_optax.random_bits import random_bits
+
+HALVES = (jnp.bfloat16, jnp.float16)
+FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+each_half = pytest.mark.parametrize("dtype", HALVES, ids=lambda d: d.__name__)
+each_float8 = pytest.mark.parametrize("dtype", FLOAT8, ids=lambda d: d.__name__)
+# XLA's CPU code flushes float32's subnormals, bfloat16's among them, in additions.
+FLUSHED = float(np.finfo(np.float32).smallest_normal)
+
+
+def optax_apply(params, updates):
+    with jax.numpy_dtype_promotion("standard"):  # bfloat16 plus float32
+        return optax.apply_updates(params, updates)
+
+
+def patterns(x):
+    x = np.asarray(x)
+    return x.view(f"uint{8 * x.itemsize}")
+
+
+def is_nan(x):
+    x = np.asarray(x)
+    layout = float_layouts.layout_of(x.dtype)
+    number = layout.special + (1 if layout.has_infinity else 0)
+    return (patterns(x) & np.uint32(layout.largest)) >= number
+
+
+def assert_same(got, expected):
+    """Equal in every bit, zeros' signs included; NaNs match as NaNs."""
+    assert got.dtype == expected.dtype
+    same = patterns(got) == patterns(expected)
+    np.testing.assert_array_equal(same | (is_nan(got) & is_nan(expected)), True)
+
+
+def every(dtype):
+    width = 8 * np.dtype(dtype).itemsize
+    return np.arange(2**width, dtype=f"uint{width}").view(dtype)
+
+
+def old_values(dtype):
+    """Values of all kinds, to land from."""
+    info = ml_dtypes.finfo(dtype)
+    tiny, smallest, most = info.smallest_subnormal, info.smallest_normal, info.max
+    kinds = [0, tiny, 3 * tiny, smallest, 1, 1.5, 0.1, 3e-3, 300, most, np.inf]
+    kinds = np.array([*map(float, kinds), *(-float(k) for k in kinds), np.nan])
+    rng = np.random.default_rng(0)
+    drawn = rng.integers(0, every(dtype).size, 9)
+    with np.errstate(all="ignore"):
+        return np.concatenate([kinds.astype(dtype), every(dtype)[drawn]])
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def land_and_apply(old, new, apply):
+    landed, update = land(old, new)
+    return landed, update, apply(old, update)
+
+
+@each_half
+def test_all_new_values_land_where_optax_puts_them(dtype):
+    new = jnp.asarray(every(dtype))
+    apply = jax.jit(optax_apply)
+    for value in old_values(dtype):
+        old = jnp.full(new.shape, value)
+        landed, update, applied = land_and_apply(old, new, optax_apply)
+        assert update.dtype == jnp.float32
+        assert_same(applied, landed)
+        # Applied outside of that jit, in another one, and one operation at a time.
+        assert_same(apply(old, update), landed)
+        assert_same(optax_apply(old, update), landed)
+
+
+@each_float8
+def test_all_pairs_of_float8_land_where_apply_updates_puts_them(dtype):
+    old, new = np.meshgrid(every(dtype), every(dtype))
+    old, new = jnp.asarray(old), jnp.asarray(new)
+    landed, update, applied = land_and_apply(old, new, lowbit_optax.apply_updates)
+    assert_same(applied, landed)
+    assert_same(jax.jit(lowbit_optax.apply_updates)(old, update), landed)
+
+
+@pytest.mark.parametrize("dtype", HALVES + FLOAT8, ids=lambda d: d.__name__)
+def test_the_new_value_is_where_it_lands_unless_it_nearly_cancels(dtype):
+    new = every(dtype)
+    info = ml_dtypes.finfo(dtype)
+    olds = old_values(dtype)
+    olds = olds[~is_nan(olds)]
+    olds = olds[np.abs(olds) <= info.max]
+    compared = 0
+    for value in olds:
+        landed, _ = jax.jit(land)(jnp.full(new.shape, value), jnp.asarray(new))
+        with np.errstate(invalid="ignore"):  # signalling NaNs
+            size = np.abs(new.astype(np.float64))
+        # As far away as a float32 update reaches.
+        ordinary = size <= np.finfo(np.float32).max - abs(float(value))
+        # The difference is off by 2^-24 of the larger at most; that does not move a
+        # sum by the half of a unit, 2^-2-mantissa of it, of a new value above this.
+        # And above 2^8 times the smallest, no difference is flushed.
+        margin = 2.0 ** (2 + info.nmant - 24) * abs(float(value))
+        ordinary &= size > max(margin, 2**8 * FLUSHED)
+        compared += ordinary.sum()
+        assert_same(np.asarray(landed)[ordinary], new[ordinary])
+    assert compared > new.size * len(olds) / 8
+
+
+def test_equal_values_need_no_update_even_infinite_ones():
+    for value in (np.inf, -np.inf, 1.0, 0.0):
+        x = jnp.full((3,), value, jnp.bfloat16)
+        landed, update = land(x, x)
+        np.testing.assert_array_equal(update, 0)
+        assert_same(landed, x)
+
+
+# The formats. 4096 elements, so that extra bits are packed at the default min_size.
+
+SIZE = 4096
+extra_bits = lowbit_optax.extra_bits
+BOTH = {
+    "nearest": lowbit_optax.nearest(),
+    "stochastic_rounding": lowbit_optax.stochastic_rounding(),
+    "master_copy": lowbit_optax.master_copy(),
+    "kahan": lowbit_optax.kahan(),
+    "kahan, stochastic": lowbit_optax.kahan(rounding="stochastic"),
+    "kahan, param": lowbit_optax.kahan(arithmetic="param"),
+    "8 bits": extra_bits(8),
+    "7 bits, stochastic": extra_bits(7, rounding="stochastic"),
+}
+FORMATS = {
+    jnp.bfloat16: {
+        **BOTH,
+        "0 bits": extra_bits(0),
+        "4 bits": extra_bits(4),
+        "8 bits, residual to nearest": extra_bits(8, residual_rounding="nearest"),
+        "16 bits": extra_bits(16),
+        "16 bits, toward zero": extra_bits(16, rounding="toward_zero"),
+        "15 bits, stochastic": extra_bits(15, rounding="stochastic"),
+    },
+    jnp.float16: {
+        **BOTH,
+        "12 bits": extra_bits(12),
+        "12 bits, toward zero": extra_bits(12, rounding="toward_zero"),
+    },
+}
+CASES = [
+    pytest.param(format_, dtype, id=f"{name}-{dtype.__name__}")
+    for dtype, formats in FORMATS.items()
+    for name, format_ in formats.items()
+]
+
+
+@functools.cache
+def adversarial(dtype):
+    """(start, target): float32 masters now, and where the update is to take them."""
+    rng = np.random.default_rng(2)
+    info = ml_dtypes.finfo(dtype)
+    most, smallest = float(info.max), float(info.smallest_normal)
+    draw = lambda: rng.normal(size=SIZE // 8) * 10.0 ** rng.uniform(-3, 3, SIZE // 8)
+    starts = [draw() for _ in range(8)]
+    # Just below a power of two, to which it rounds: float32 is finer at the master
+    # than at the parameter, and a difference of parameters cannot carry what is left.
+    starts[0] = 2.0 ** rng.integers(-3, 4, SIZE // 8) * (
+        1 - float(info.eps) * rng.uniform(2.0**-16, 2.0**-3, SIZE // 8)
+    )
+    sign = rng.choice([-1.0, 1.0], SIZE // 8)
+    targets = [
+        starts[0] * 2.0 ** rng.uniform(-25, -12, SIZE // 8) * sign,  # cancellation
+        -starts[1] * (1 + rng.normal(size=SIZE // 8) * 1e-3),  # change of sign
+        np.where(sign > 0, 0.0, -0.0),  # to zero
+        smallest * rng.normal(size=SIZE // 8),  # to subnormals
+        most * sign * rng.uniform(0.99, 1, SIZE // 8),  # to the largest
+        most * sign * rng.uniform(0.9999, 1.01, SIZE // 8),  # past it
+        np.resize([np.inf, -np.inf, np.nan, np.inf], SIZE // 8),
+        starts[7] + rng.normal(size=SIZE // 8) * 1e-3,  # ordinary
+    ]
+    starts[3][::3] = smallest * rng.normal(size=len(starts[3][::3]))  # from subnormals
+    starts[4][::2] = most * sign[::2]  # from the largest
+    with np.errstate(over="ignore"):
+        return tuple(np.concatenate(x).astype(np.float32) for x in (starts, targets))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def advance_and_apply(format_, dtype, start, target, seed):
+    draws = [random_bits(seed, step, [0])[0] for step in jnp.arange(2, dtype="uint32")]
+    param, residual = format_.split(start, jnp.dtype(dtype), draws[0])
+    master = format_.join(param, residual)
+    update = target - master
+    landed, kept, difference = format_.advance(param, residual, update, draws[1], land)
+    intended = format_.round(master + update, jnp.dtype(dtype), draws[1])
+    return dict(
+        old=param,
+        residual=residual,
+        master=master,
+        update=update,
+        landed=landed,
+        kept=kept,
+        difference=difference,
+        applied=optax_apply(param, difference),
+        joined=format_.join(landed, kept),
+        intended=intended,
+    )
+
+
+@functools.cache
+def result(format_, dtype):
+    start, target = adversarial(dtype)
+    out = advance_and_apply(format_, dtype, start, target, jnp.uint32(0))
+    return {name: None if x is None else np.asarray(x) for name, x in out.items()}
+
+
+def as_float64(x):
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        return np.asarray(x).astype(np.float64)
+
+
+@pytest.mark.parametrize(("format_", "dtype"), CASES)
+def test_optax_applies_the_parameter_that_the_format_kept_the_residual_for(
+    format_, dtype
+):
+    out = result(format_, dtype)
+    assert_same(out["applied"], out["landed"])
+    outside = optax_apply(jnp.asarray(out["old"]), jnp.asarray(out["difference"]))
+    assert_same(outside, out["landed"])
+
+
+@each_half
+def test_some_of_the_updates_cannot_land_where_the_master_goes(dtype):
+    # Otherwise these pairs would test nothing; and it is the exception.
+    out = result(lowbit_optax.master_copy(), dtype)
+    missed = patterns(out["landed"]) != patterns(out["intended"])
+    missed &= ~is_nan(out["intended"])
+    assert 0.001 < missed.mean() < 0.05
+
+
+@pytest.mark.parametrize(("format_", "dtype"), CASES)
+def test_after_landing_the_master_is_where_the_update_took_it(format_, dtype):
+    out = result(format_, dtype)
+    wide = {
+        name: as_float64(out[name])
+        for name in ("old", "update", "master", "joined", "landed")
+    }
+    with np.errstate(invalid="ignore", over="ignore"):
+        true = wide["master"] + wide["update"]
+        usual = np.isfinite(true) & np.isfinite(wide["landed"])
+        error = np.abs(wide["joined"] - true)
+    info = ml_dtypes.finfo(dtype)
+    epsilon, tiny = float(info.eps), float(info.smallest_subnormal)
+    from_, by, to = (np.abs(wide[n]) for n in ("old", "update", "master"))
+    to = np.abs(true)
+    # float32: the sum, the difference and its application, each 2^-24 of its largest
+    # part; and bfloat16 subnormals that are flushed.
+    bound = 2.0**-22 * (from_ + by) + FLUSHED
+    # What is stored rounds to a neighbour: a unit of the parameter (epsilon of it, or
+    # the spacing of the subnormals), 2^k times finer with k bits.
+    unit = np.maximum(epsilon * to, tiny)
+    match type(format_).__name__:
+        case "MasterCopyFormat":
+            pass
+        case "ExtraBits":
+            bound = bound + unit / 2**format_.bits
+            if format_.rounding == "toward_zero":
+                # It lands on +0, and no unsigned residual leads below that.
+                bound = bound + np.where(true < 0, tiny, 0.0)
+        case "KahanFormat" if format_.arithmetic == "param":
+            # u, y, s - w and c each round to a unit of themselves; |c| <= a unit of w.
+            bound = bound + 4 * epsilon * (by + epsilon * from_) + unit * epsilon + tiny
+        case "KahanFormat":
+            # The compensation is at most a unit, and itself rounded to bfloat16.
+            bound = bound + unit * 2.0**-7
+        case _:
+            bound = bound + unit
+    assert np.mean(usual) > 0.7
+    assert np.all(error[usual] <= bound[usual])
+
+
+WITH_BITS = [case for case in CASES if getattr(case.values[0], "bits", 0)]
+
+
+@pytest.mark.parametrize(("format_", "dtype"), WITH_BITS)
+def test_the_kept_bits_are_those_of_the_applied_parameter(format_, dtype):
+    out = result(format_, dtype)
+
+    @jax.jit
+    def residual(master, update, param, seed):
+        (random,) = random_bits(seed, jnp.uint32(1), [0])
+        return format_.residual(master + update, param, random)
+
+    again = residual(out["master"], out["update"], out["applied"], jnp.uint32(0))
+    np.testing.assert_array_equal(again, out["kept"])
+
+
+@each_half
+def test_a_master_copy_is_the_float32_sum_in_every_bit(dtype):
+    out = result(lowbit_optax.master_copy(), dtype)
+    with np.errstate(all="ignore"):
+        total = out["master"] + out["update"]
+    parts = np.abs([out["master"], out["update"], total])
+    normal = np.all((parts == 0) | (parts >= FLUSHED), axis=0)
+    assert normal.mean() > 0.6
+    np.testing.assert_array_equal(
+        patterns(out["joined"])[normal], patterns(total)[normal]
+    )
+
+
+@pytest.mark.parametrize(("format_", "dtype"), CASES)
+def test_infinite_and_nan_parameters_leave_no_nan_in_a_number_masters_residual(
+    format_, dtype
+):
+    out = result(format_, dtype)
+    landed = as_float64(out["landed"])
+    joined = as_float64(out["joined"])
+    number = np.isfinite(landed)
+    assert not np.any(np.isnan(joined[number]))
+    assert np.all(is_nan(out["landed"]) <= np.isnan(joined))
+    if isinstance(format_, type(lowbit_optax.kahan())):
+        kept = as_float64(out["kept"])
+        assert np.all(np.isfinite(kept))
+        np.testing.assert_array_equal(kept[~number], 0)
+
+
+# Whole steps.
+
+
+@pytest.mark.parametrize(("format_", "dtype"), CASES)
+def test_update_and_apply_is_step_in_ordinary_training(format_, dtype):
+    rng = np.random.default_rng(0)
+    tx = lowbit_optax.lowbit(optax.sgd(1e-2, 0.9), weights=format_, min_size=0)
+    start = jnp.asarray(rng.normal(size=(32, 8)).astype(dtype))
+    grads = jnp.asarray(rng.normal(size=(5, 32, 8)).astype(np.float32))
+
+    def by_update(params, state, g):
+        updates, state = tx.update(g, state, params)
+        return optax_apply(params, updates), state
+
+    def by_step(params, state, g):
+        return lowbit_optax.step(tx, g, state, params)
+
+    def run(one):
+        def body(carry, g):
+            return one(*carry, g), None
+
+        return jax.jit(lambda p: jax.lax.scan(body, (p, tx.init(p)), grads)[0])(start)
+
+    by_update, by_step = run(by_update), run(by_step)
+    chex.assert_trees_all_equal(by_update, by_step)
+    assert np.mean(patterns(by_step[0]) != patterns(start)) > 0.5
+
+
+@each_float8
+@pytest.mark.parametrize("name", ["nearest", "kahan", "8 bits"])
+def test_float8_trains_by_lowbits_apply_updates(dtype, name):
+    tx = lowbit_optax.lowbit(optax.sgd(1e-3), weights=BOTH[name], min_size=0)
+    params = {"w": jnp.ones((64, 8), dtype)}
+    grads = {"w": jnp.ones((64, 8))}
+
+    @jax.jit
+    def one(params, state):
+        updates, state = tx.update(grads, state, params)
+        return lowbit_optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    step = jax.jit(functools.partial(lowbit_optax.step, tx))
+    by_step = params, state
+    for _ in range(3):
+        params, state = one(params, state)
+        by_step = step(grads, by_step[1], by_step[0])
+    chex.assert_trees_all_equal((params, state), by_step)
+    master = np.asarray(lowbit_optax.master_weights(params, state)["w"])
+    if name == "nearest":
+        np.testing.assert_array_equal(master, 1)
+    else:
+        # Three draws of 8 bits under the spacing below 1, or of bfloat16 under it.
+        spacing = float(ml_dtypes.finfo(dtype).eps) / 2
+        assert np.abs(master - (1 - 3e-3)).max() <= 3 * spacing / 2**8
+        assert np.all(master < 1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits", "rate"),
+    [
+        (jnp.bfloat16, 16, 1e-8),
+        (jnp.float16, 12, 1e-8),
+        (jnp.float8_e4m3fn, 16, 1e-4),
+        (jnp.float8_e5m2, 16, 1e-6),
+    ],
+)
+@pytest.mark.parametrize("direction", [1, -1])
+def test_a_weight_at_zero_can_take_small_updates_of_either_sign(
+    dtype, bits, rate, direction
+):
+    # Zero plus a negative number that rounds to -0 is +0: the residual must lead from
+    # there to a master below zero, or the weight stays at zero for ever.
+    tx = lowbit_optax.lowbit(optax.sgd(rate), weights=extra_bits(bits), min_size=0)
+    grads = jnp.full((32,), -direction, jnp.float32)
+
+    @jax.jit
+    def one(params, state):
+        updates, state = tx.update(grads, state, params)
+        return lowbit_optax.apply_updates(params, updates), state
+
+    params = jnp.zeros((32,), dtype)
+    state = tx.init(params)
+    for _ in range(3):
+        params, state = one(params, state)
+    master = np.asarray(lowbit_optax.master_weights(params, state))
+    # Each step is drawn to the format's smallest number over 2^bits.
+    spacing = float(ml_dtypes.finfo(dtype).smallest_subnormal) / 2**bits
+    np.testing.assert_allclose(
+        master, direction * 3 * rate, rtol=2.0**-20, atol=3 * spacing
+    )
+
+
+def test_apply_updates_is_optaxs_for_other_dtypes():
+    params = {
+        "wide": jnp.ones(3),
+        "half": jnp.ones(3, jnp.bfloat16),
+        "none": None,
+        "count": jnp.int32(3),
+    }
+    updates = {
+        "wide": jnp.full(3, 0.1),
+        "half": jnp.full(3, 0.3),
+        "none": None,
+        "count": jnp.int32(1),
+    }
+    chex.assert_trees_all_equal(
+        lowbit_optax.apply_updates(params, updates), optax_apply(params, updates)
+    )
+
+
+@each_float8
+def test_applying_to_float8_rounds_the_float32_sum_to_nearest(dtype):
+    rng = np.random.default_rng(0)
+    param = rng.normal(size=1000).astype(dtype)
+    update = rng.normal(size=1000).astype(np.float32)
+    expected = (param.astype(np.float32) + update).astype(dtype)
+    apply = jax.jit(apply_leaf)
+    assert_same(apply(jnp.asarray(param), jnp.asarray(update)), expected)
+    narrow = update.astype(ml_dtypes.bfloat16)
+    expected = (param.astype(np.float32) + narrow.astype(np.float32)).astype(dtype)
+    assert_same(apply(jnp.asarray(param), jnp.asarray(narrow)), expected)

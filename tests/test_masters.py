@@ -1,0 +1,294 @@
+"""Float32 masters out of a state, and a state out of float32 masters."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optimizers import (
+    ALIASES,
+    ALL_FORMATS,
+    VARIANTS,
+    apply,
+    assert_same_bits,
+    each,
+    gradient_series,
+    model_params,
+    spec_of,
+    standard_promotion,  # noqa: F401
+    train,
+)
+
+import lowbit_optax
+from lowbit_optax import extra_bits, from_master, kahan, lowbit, master_weights
+
+
+def _master(seed=0):
+    random = np.random.default_rng(seed)
+    draw = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.float32)
+    return {"kernel": draw(64, 24), "bias": draw(40), "scale": draw()}
+
+
+def _sgd(weights):
+    return lowbit(optax.sgd(0.1), weights=weights, min_size=0)
+
+
+def _errors(tx, master, dtype=jnp.bfloat16):
+    """|joined - master| over the spacing of bfloat16 around each master."""
+    params, state = from_master(tx, master, dtype)
+    masters = master_weights(params, state)
+    spacing = jax.tree.map(lambda x: 2.0 ** (np.floor(np.log2(np.abs(x))) - 7), master)
+    return jax.tree.map(lambda a, b, s: np.abs(a - b) / s, masters, master, spacing)
+
+
+EXACT = {
+    "extra_bits_16": extra_bits(16),
+    "extra_bits_16_toward_zero": extra_bits(16, rounding="toward_zero"),
+    "extra_bits_16_stochastic": extra_bits(16, rounding="stochastic"),
+    "master_copy": lowbit_optax.master_copy(),
+}
+
+
+@pytest.mark.parametrize("weights", EXACT.values(), ids=EXACT)
+def test_round_trip_is_exact_where_every_bit_is_kept(weights):
+    master = _master()
+    params, state = from_master(_sgd(weights), master, jnp.bfloat16)
+    assert_same_bits(master_weights(params, state), master)
+
+
+# In spacings of the parameter: half of the last bit kept. Kahan's compensation has 8
+# significant bits of at most half a spacing.
+BOUNDS = {
+    "extra_bits_8": 2.0**-9,
+    "extra_bits_8_toward_zero": 2.0**-9,
+    "extra_bits_7_stochastic": 2.0**-8,
+    "kahan": 2.0**-10,
+    "kahan_stochastic": 2.0**-10,
+    "stochastic_rounding": 0.5,
+    "nearest": 0.5,
+}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_round_trip_keeps_what_the_format_keeps(name):
+    errors = _errors(_sgd(ALL_FORMATS[name]), _master())
+    for leaf in (errors["kernel"], errors["bias"]):
+        assert leaf.max() <= BOUNDS[name]
+        assert leaf.max() > BOUNDS[name] / 8
+
+
+@pytest.mark.parametrize("name", ALL_FORMATS)
+def test_from_master_gives_a_state_like_inits(name):
+    tx = _sgd(ALL_FORMATS[name])
+    params, state = from_master(tx, _master(), jnp.bfloat16)
+    assert spec_of(state) == spec_of(tx.init(params))
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
+    kernel = params["kernel"].astype(jnp.float32)
+    stored = master_weights(params, state)["kernel"]
+    if "toward_zero" in name:
+        assert (jnp.abs(kernel) <= jnp.abs(stored)).all()
+    else:
+        half = 2.0 ** (jnp.floor(jnp.log2(jnp.abs(stored))) - 8)
+        assert (jnp.abs(kernel - stored) <= half).all()
+    # A scalar has a float32 master, and so is rounded to nearest.
+    assert_same_bits(params["scale"], _master()["scale"].astype(jnp.bfloat16))
+
+
+@each(ALIASES | VARIANTS)
+def test_a_fresh_states_masters_are_the_parameters(optimizer):
+    params = model_params()
+    masters = master_weights(params, optimizer().init(params))
+    assert_same_bits(masters, jax.tree.map(lambda p: p.astype(jnp.float32), params))
+
+
+@pytest.mark.parametrize("weights", EXACT.values(), ids=EXACT)
+def test_training_from_a_master_is_float32_training_from_it(weights):
+    master = {"kernel": _master()["kernel"]}
+    inner = optax.adamw(0.01)
+    tx = lowbit(inner, weights=weights, min_size=0)
+    params, state = from_master(tx, master, jnp.bfloat16)
+    series = gradient_series(master, 20)
+    got, state = train(tx, params, state, series)
+    want, _ = train(inner, master, inner.init(master), series)
+    assert_same_bits(master_weights(got, state), want)
+
+
+def test_an_inner_transformation_that_copies_the_weights_copies_the_masters():
+    # schedule_free's z starts as the weights; so do lookahead's and EMA's averages.
+    master = {"kernel": _master()["kernel"]}
+    inner = optax.contrib.schedule_free_sgd(0.01)
+    tx = lowbit(inner, weights=extra_bits(16), min_size=0)
+    _, state = from_master(tx, master, jnp.bfloat16)
+    assert_same_bits(state.inner_state.z, master)
+
+
+def _wrappers(tx):
+    kernel = {"kernel": True, "bias": False, "scale": False}
+    others = jax.tree.map(lambda here: not here, kernel)
+    return {
+        "chain": optax.chain(optax.clip(1.0), tx),
+        "multi_steps": optax.MultiSteps(tx, 2),
+        "masked": optax.chain(
+            optax.masked(tx, kernel), optax.masked(optax.set_to_zero(), others)
+        ),
+        "partition": optax.partition(
+            {"packed": tx, "kahan": lowbit_optax.kahan_sgd(0.1)},
+            {"kernel": "packed", "bias": "kahan", "scale": "packed"},
+        ),
+        "injected": optax.inject_hyperparams(
+            lambda learning_rate: lowbit(
+                optax.sgd(learning_rate), weights=extra_bits(16), min_size=0
+            ),
+            hyperparam_dtype=jnp.float32,
+        )(0.1),
+    }
+
+
+WRAPPERS = tuple(_wrappers(lowbit_optax.kahan_sgd(0.1)))
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_round_trip_through_wrappers(name):
+    tx = _wrappers(_sgd(extra_bits(16)))[name]
+    master = _master()
+    params, state = from_master(tx, master, jnp.bfloat16)
+    assert spec_of(state) == spec_of(tx.init(params))
+    masters = master_weights(params, state)
+    rounded = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    assert_same_bits(masters["kernel"], master["kernel"])
+    if name == "masked":  # the other leaves have no residual
+        assert_same_bits(masters["bias"], rounded["bias"])
+    elif name == "partition":  # Kahan
+        np.testing.assert_allclose(masters["bias"], master["bias"], rtol=2.0**-17)
+        assert not np.array_equal(masters["bias"], rounded["bias"])
+        assert_same_bits(masters["scale"], master["scale"])
+    else:
+        assert_same_bits(masters, master)
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_masters_of_wrapped_states_move_with_training(name):
+    tx = _wrappers(_sgd(extra_bits(16)))[name]
+    params, state = from_master(tx, _master(), jnp.bfloat16)
+    grads = jax.tree.map(jnp.ones_like, _master())
+    params, state = train(tx, params, state, [grads, grads])
+    steps = 1 if name == "multi_steps" else 2
+    got = master_weights(params, state)["kernel"]
+    want = _master()["kernel"]
+    for _ in range(steps):
+        want = want - jnp.float32(0.1)
+    np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+def test_toward_zero_masters_never_leave_their_parameters_spacing():
+    tx = _sgd(extra_bits(8, rounding="toward_zero"))
+    params, state = from_master(tx, _master(), jnp.bfloat16)
+    for grads in gradient_series(params, 5):
+        params, state = lowbit_optax.step(tx, grads, state, params)
+        wide = params["kernel"].astype(jnp.float32)
+        masters = master_weights(params, state)["kernel"]
+        assert (jnp.abs(masters) >= jnp.abs(wide)).all()
+        assert_same_bits(masters.view(jnp.uint32) >> 16, wide.view(jnp.uint32) >> 16)
+
+
+def test_stochastically_rounded_parameters_are_neighbours_of_their_masters():
+    tx = _sgd(extra_bits(15, rounding="stochastic"))
+    params, state = from_master(tx, _master(), jnp.bfloat16)
+    grads = gradient_series(params, 1)[0]
+    params, state = lowbit_optax.step(tx, grads, state, params)
+    masters = np.asarray(master_weights(params, state)["kernel"])
+    below = (masters.view(np.uint32) & 0xFFFF0000).view(np.float32)
+    above = ((masters.view(np.uint32) & 0xFFFF0000) + 0x10000).view(np.float32)
+    got = np.asarray(params["kernel"], np.float32)
+    assert ((got == below) | (got == above)).all()
+    assert (got == above).mean() > 0.4
+    assert (got == below).mean() > 0.4
+
+
+def test_dtypes_may_be_a_prefix_of_the_tree():
+    master = {"block": _master(), "norm": jnp.ones(8), "steps": jnp.arange(3)}
+    dtypes = {"block": jnp.bfloat16, "norm": "float32", "steps": jnp.bfloat16}
+    params, state = from_master(_sgd(kahan()), master, dtypes)
+    assert params["block"]["kernel"].dtype == jnp.bfloat16
+    assert params["norm"].dtype == jnp.float32
+    assert_same_bits(params["steps"], master["steps"])
+    assert state.residual.compensation["norm"] is None
+
+
+def test_none_leaves_and_float16_masters():
+    master = {"w": jnp.linspace(0.5, 2, 64), "none": None}
+    tx = _sgd(extra_bits(13))
+    params, state = from_master(tx, master, jnp.float16)
+    assert params["none"] is None
+    assert params["w"].dtype == jnp.float16
+    assert_same_bits(master_weights(params, state), master)
+
+
+@pytest.mark.parametrize("name", ["extra_bits_16", "extra_bits_7_stochastic", "kahan"])
+def test_both_directions_run_under_jit(name):
+    tx = _sgd(ALL_FORMATS[name])
+    master = _master()
+    eager = from_master(tx, master, jnp.bfloat16)
+    jitted = jax.jit(functools.partial(from_master, tx, dtypes=jnp.bfloat16))(master)
+    assert_same_bits(jitted, eager)
+    assert_same_bits(jax.jit(master_weights)(*eager), master_weights(*eager))
+
+
+def test_special_values_survive():
+    master = {
+        "w": jnp.float32([np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-40, 3.4e38, 1.0])
+    }
+    for weights in (extra_bits(16), extra_bits(8)):
+        params, state = from_master(_sgd(weights), master, jnp.bfloat16)
+        got = np.asarray(master_weights(params, state)["w"])
+        np.testing.assert_array_equal(got[:5], master["w"][:5])
+        assert_same_bits(np.signbit(got), np.signbit(np.asarray(master["w"])))
+        if weights == extra_bits(16):
+            assert_same_bits(got[5:], np.asarray(master["w"][5:]))
+
+
+def test_master_weights_of_a_state_without_lowbit_is_an_error():
+    params = model_params()
+    with pytest.raises(ValueError, match="no LowbitState"):
+        master_weights(params, optax.adamw(0.1).init(params))
+    with pytest.raises(ValueError, match="no LowbitState"):
+        from_master(optax.adamw(0.1), _master(), jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "weights", [kahan(), extra_bits(8), lowbit_optax.master_copy()]
+)
+def test_masters_of_other_parameters_are_an_error_that_names_the_leaf(weights):
+    state = _sgd(weights).init(model_params())
+    fewer = {name: model_params()[name] for name in ("kernel",)}
+    with pytest.raises(ValueError, match=r"params\['bias'\].*belong together"):
+        master_weights(fewer, state)
+
+
+@pytest.mark.parametrize(
+    "weights", [kahan(), extra_bits(8), lowbit_optax.master_copy()]
+)
+def test_masters_of_another_shape_are_an_error_that_names_the_leaf(weights):
+    state = _sgd(weights).init(model_params())
+    other = model_params() | {"bias": jnp.ones(72, jnp.bfloat16)}
+    with pytest.raises(ValueError, match=r"\['bias'\]"):
+        master_weights(other, state)
+
+
+def test_a_format_that_cannot_hold_the_dtype_is_an_error():
+    with pytest.raises(ValueError, match=r"\['bias'\].*float16 takes 0 to 13"):
+        from_master(_sgd(extra_bits(16)), _master(), jnp.float16)
+
+
+def test_the_masters_can_be_evaluated_and_training_go_on():
+    tx = ALIASES["extra_bits_adamw_8"]()
+    params = model_params()
+    series = gradient_series(params, 4)
+    moved, state = train(tx, params, tx.init(params), series[:2])
+    master_weights(moved, state)
+    on = train(tx, moved, state, series[2:], apply)
+    want = train(tx, params, tx.init(params), series)
+    chex.assert_trees_all_equal(on, want)

@@ -1,0 +1,317 @@
+"""Trees of many kinds of leaves: some are held, some pass through, some left out."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optimizers import (
+    ALL_FORMATS,
+    BFLOAT16_MOMENTS,
+    ALIASES,
+    apply,
+    assert_same_bits,
+    each,
+    gradient_series,
+    model_params,
+    random_grads,
+    spec_of,
+    standard_promotion,  # noqa: F401
+    train,
+)
+
+import lowbit_optax
+from lowbit_optax import extra_bits, kahan, lowbit, master_weights
+
+FORMATS = pytest.mark.parametrize("weights", ALL_FORMATS.values(), ids=ALL_FORMATS)
+
+
+@FORMATS
+def test_float32_leaves_train_exactly_as_under_optax(weights):
+    params = {
+        "kernel": model_params()["kernel"],
+        "norm": jnp.linspace(0.5, 2, 40),
+        "deep": {"bias": jnp.linspace(-1, 1, 8)},
+    }
+    inner = optax.adamw(0.01, weight_decay=0.1)
+    tx = lowbit(inner, weights=weights, min_size=0)
+    series = gradient_series(params, 10)
+    state = tx.init(params)
+    if state.residual:
+        (residual,) = state.residual
+        assert residual["norm"] is None
+        assert residual["deep"]["bias"] is None
+        assert residual["kernel"] is not None
+    got, state = train(tx, params, state, series)
+
+    plain = {name: params[name] for name in ("norm", "deep")}
+    plain_series = [{name: g[name] for name in plain} for g in series]
+    want, _ = train(inner, plain, inner.init(plain), plain_series)
+    assert_same_bits({name: got[name] for name in plain}, want)
+    assert_same_bits(master_weights(got, state)["norm"], got["norm"])
+    stepped, _ = train(tx, params, tx.init(params), series, lowbit_optax.step)
+    assert_same_bits(stepped, got)
+
+
+def test_a_tree_of_float32_alone_trains_exactly_as_under_optax():
+    params = model_params(jnp.float32)
+    inner = optax.adamw(0.01)
+    series = gradient_series(params, 10)
+    for tx in (lowbit(inner), lowbit_optax.extra_bits_adamw(0.01)):
+        got, _ = train(tx, params, tx.init(params), series)
+        want, _ = train(inner, params, inner.init(params), series)
+        assert_same_bits(got, want)
+
+
+def test_float32_leaves_pass_through_values_that_no_narrow_format_has():
+    params = {
+        "w": jnp.ones(32, jnp.bfloat16),
+        "norm": jnp.float32([1e-40, 3.4e38, -0.0]),
+    }
+    tx = lowbit(optax.sgd(1.0), weights=kahan())
+    grads = {"w": jnp.zeros(32), "norm": jnp.float32([0, 0, 0])}
+    updates, _ = tx.update(grads, tx.init(params), params)
+    assert_same_bits(updates["norm"], -grads["norm"] * 1.0)
+    moved, _ = lowbit_optax.step(tx, grads, tx.init(params), params)
+    np.testing.assert_array_equal(moved["norm"][1], params["norm"][1])
+
+
+@pytest.mark.parametrize("grad_dtype", [jnp.bfloat16, jnp.float16])
+def test_narrow_gradients_of_float32_leaves_are_float32_to_the_inner(grad_dtype):
+    params = {"w": jnp.ones(32, jnp.bfloat16), "norm": jnp.ones(8)}
+    seen = []
+
+    def record(updates, _):
+        seen.append(jax.tree.map(lambda u: u.dtype, updates))
+        return updates
+
+    tx = lowbit(optax.chain(optax.stateless(record), optax.sgd(0.5)), weights=kahan())
+    grads = {"w": jnp.ones(32, grad_dtype), "norm": jnp.ones(8, grad_dtype)}
+    moved, _ = lowbit_optax.step(tx, grads, tx.init(params), params)
+    np.testing.assert_array_equal(moved["norm"], 0.5)
+    assert seen[-1] == {"w": jnp.float32, "norm": jnp.float32}
+
+
+@each(ALIASES)
+def test_none_and_empty_and_scalar_leaves_stay_what_they_are(optimizer):
+    tx = optimizer()
+    params = {
+        "w": jnp.linspace(-1, 1, 64, dtype=jnp.bfloat16),
+        "none": None,
+        "empty": jnp.zeros((0,), jnp.bfloat16),
+        "empty rows": jnp.zeros((0, 4), jnp.bfloat16),
+        "empty columns": jnp.zeros((4, 0), jnp.bfloat16),
+        "scalar": jnp.bfloat16(1.0),
+        "masked": optax.MaskedNode(),
+        "tuple": (),
+    }
+    series = gradient_series(params, 2)
+    state = tx.init(params)
+    moved, end = train(tx, params, state, series)
+    assert spec_of((moved, end)) == spec_of((params, state))
+    assert moved["none"] is None
+    assert not np.array_equal(moved["w"], params["w"])
+    masters = master_weights(moved, end)
+    assert masters["empty rows"].shape == (0, 4)
+    assert isinstance(masters["masked"], optax.MaskedNode)
+    lowbit_optax.memory_report(tx, params)
+    lowbit_optax.cancelled_updates(tx, series[0], end, moved)
+
+
+def test_an_empty_tree_is_no_error():
+    tx = lowbit_optax.extra_bits_adamw(0.01)
+    state = tx.init({})
+    updates, state = tx.update({}, state, {})
+    assert updates == {}
+    assert master_weights({}, state) == {}
+    assert str(lowbit_optax.memory_report(tx, {}))
+
+
+def test_integer_leaves_are_left_to_the_inner_transformation():
+    params = {"w": jnp.ones(32, jnp.bfloat16), "steps": jnp.arange(4)}
+    is_float = {"w": True, "steps": False}
+    inner = optax.chain(
+        optax.masked(optax.adamw(0.1), is_float),
+        optax.masked(optax.set_to_zero(), {"w": False, "steps": True}),
+    )
+    for weights in (kahan(), extra_bits(8), lowbit_optax.stochastic_rounding()):
+        tx = lowbit(inner, weights=weights, moments=BFLOAT16_MOMENTS, min_size=0)
+        grads = {"w": jnp.ones(32), "steps": jnp.ones(4, jnp.int32)}
+        for advance in (apply, lowbit_optax.step):
+            moved, state = train(tx, params, tx.init(params), [grads], advance)
+            assert_same_bits(moved["steps"], params["steps"])
+            assert (moved["w"] < 1).all()
+        assert_same_bits(master_weights(moved, state)["steps"], params["steps"])
+
+
+def test_boolean_and_key_leaves_may_be_masked_out():
+    params = {
+        "w": jnp.ones(32, jnp.bfloat16),
+        "flag": jnp.array([True, False]),
+        "key": jax.random.key(0),
+    }
+    keep = {"w": True, "flag": False, "key": False}
+    tx = optax.masked(lowbit(optax.sgd(0.5), weights=kahan()), keep)
+    grads = {"w": jnp.ones(32), "flag": None, "key": None}
+    updates, _ = tx.update(grads, tx.init(params), params)
+    np.testing.assert_array_equal(updates["w"], -0.5)
+
+
+def test_master_weights_returns_boolean_and_key_leaves_as_they_are():
+    params = {
+        "w": jnp.ones(32, jnp.bfloat16),
+        "flag": jnp.array([True, False]),
+        "key": jax.random.key(0),
+    }
+    keep = {"w": True, "flag": False, "key": False}
+    tx = optax.masked(lowbit(optax.sgd(0.5), weights=kahan()), keep)
+    masters = master_weights(params, tx.init(params))
+    assert masters["key"] is params["key"]
+    assert masters["flag"] is params["flag"]
+    assert masters["w"].dtype == jnp.float32
+
+
+def test_float0_gradients_of_integer_leaves_are_handed_on():
+    # What jax.grad(..., allow_int=True) gives.
+    params = {"w": jnp.ones(32, jnp.bfloat16), "steps": jnp.arange(4)}
+    grads = jax.grad(lambda p: p["w"].astype(jnp.float32).sum(), allow_int=True)(params)
+    assert grads["steps"].dtype == jax.dtypes.float0
+    mask = {"w": True, "steps": False}
+    tx = optax.masked(lowbit_optax.kahan_sgd(0.5), mask)
+    updates, _ = tx.update(grads, tx.init(params), params)
+    np.testing.assert_array_equal(updates["w"], -0.5)
+
+
+NARROW = {
+    "bfloat16": (jnp.bfloat16, 16),
+    "float16": (jnp.float16, 13),
+    "float8_e4m3fn": (jnp.float8_e4m3fn, 20),
+    "float8_e5m2": (jnp.float8_e5m2, 21),
+}
+
+
+@pytest.mark.parametrize(("dtype", "bits"), NARROW.values(), ids=NARROW)
+def test_every_narrow_dtype_trains_as_float32_through_step(dtype, bits):
+    params = jnp.linspace(0.5, 1.75, 64).astype(dtype)
+    masters = params.astype(jnp.float32)
+    inner = optax.sgd(2.0**-6, momentum=0.9)
+    series = [0.1 * random_grads(params, seed) for seed in range(20)]
+    want, _ = train(inner, masters, inner.init(masters), series)
+    for weights in (extra_bits(bits), lowbit_optax.master_copy()):
+        tx = lowbit(inner, weights=weights, min_size=0)
+        got, state = train(tx, params, tx.init(params), series, lowbit_optax.step)
+        assert got.dtype == dtype
+        assert_same_bits(master_weights(got, state), want)
+
+
+@pytest.mark.parametrize(("dtype", "bits"), NARROW.values(), ids=NARROW)
+def test_apply_updates_agrees_with_step_in_every_narrow_dtype(dtype, bits):
+    params = jnp.linspace(-1.75, 1.75, 64).astype(dtype)
+    series = gradient_series(params, 5)
+
+    def ours(tx, grads, state, params):
+        updates, state = tx.update(grads, state, params)
+        return lowbit_optax.apply_updates(params, updates), state
+
+    for weights in (extra_bits(bits), kahan(), lowbit_optax.stochastic_rounding()):
+        tx = lowbit(optax.sgd(0.1, 0.9), weights=weights, min_size=0)
+        stepped = train(tx, params, tx.init(params), series, lowbit_optax.step)
+        assert_same_bits(train(tx, params, tx.init(params), series, ours), stepped)
+        assert not np.array_equal(
+            np.asarray(stepped[0], np.float32), np.asarray(params, np.float32)
+        )
+
+
+def test_several_dtypes_in_one_tree():
+    params = {
+        name: jnp.linspace(0.5, 1.75, 64).astype(dtype)
+        for name, (dtype, _) in NARROW.items()
+    } | {"float32": jnp.linspace(0.5, 1.75, 64)}
+    tx = lowbit(optax.adamw(0.01), weights=extra_bits(8), min_size=0)
+    series = gradient_series(params, 10)
+    got, state = train(tx, params, tx.init(params), series, lowbit_optax.step)
+    assert spec_of(got) == spec_of(params)
+    inner = optax.adamw(0.01)
+    wide = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    want, _ = train(inner, wide, inner.init(wide), series)
+    masters = master_weights(got, state)
+    # Eight bits more than each format has, of values around 1 after ten roundings.
+    spacing = {"bfloat16": -7, "float16": -10, "float8_e4m3fn": -3, "float8_e5m2": -2}
+    for name, exponent in spacing.items():
+        error = np.abs(masters[name] - want[name]).max()
+        assert error < 10 * 2.0 ** (exponent - 8), name
+    assert_same_bits(masters["float32"], want["float32"])
+
+
+def test_leaves_under_min_size_keep_float32_masters():
+    params = {
+        "small": jnp.ones((32, 31), jnp.bfloat16),
+        "large": jnp.ones((32, 32), jnp.bfloat16),
+    }
+    tx = lowbit(optax.sgd(0.01, 0.9), weights=extra_bits(8), min_size=1024)
+    state = tx.init(params)
+    words = state.residual.words
+    assert (words["small"].dtype, words["small"].shape) == (jnp.float32, (32, 31))
+    assert (words["large"].dtype, words["large"].shape) == (jnp.uint32, (8, 32))
+    series = gradient_series(params, 5)
+    got, state = train(tx, params, state, series)
+    inner = optax.sgd(0.01, 0.9)
+    wide = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    want, _ = train(inner, wide, inner.init(wide), series)
+    masters = master_weights(got, state)
+    assert_same_bits(masters["small"], want["small"])
+    assert not np.array_equal(masters["large"], want["large"])
+
+
+def test_min_size_is_4096_elements_unless_told_otherwise():
+    params = {
+        "under": jnp.ones((64, 63), jnp.bfloat16),
+        "at": jnp.ones((64, 64), jnp.bfloat16),
+    }
+    words = lowbit_optax.extra_bits_adamw(1e-3, bits=8).init(params).residual.words
+    assert words["under"].dtype == jnp.float32
+    assert words["at"].dtype == jnp.uint32
+
+
+def test_kahan_compensates_in_bfloat16_whatever_the_leaf():
+    params = {name: jnp.ones(8, dtype) for name, (dtype, _) in NARROW.items()}
+    compensation = lowbit(optax.sgd(0.1), weights=kahan()).init(params).residual[0]
+    assert {leaf.dtype for leaf in jax.tree.leaves(compensation)} == {
+        jnp.dtype(jnp.bfloat16)
+    }
+
+
+def test_moments_of_float32_leaves_are_stored_in_the_format_too():
+    params = {"w": jnp.ones((32, 4), jnp.bfloat16), "norm": jnp.ones(4)}
+    state = lowbit_optax.kahan_adamw(0.1).init(params)
+    assert state.inner_state[0].nu["norm"].dtype == jnp.bfloat16
+    exact = lowbit_optax.kahan_adamw(0.1, moments=None).init(params)
+    assert exact.inner_state[0].nu["norm"].dtype == jnp.float32
+
+
+def test_only_arrays_of_a_parameters_shape_are_moments():
+    # Adafactor's rows and columns stay float32; so do counts and hyperparameters.
+    params = {"w": jnp.ones((64, 32), jnp.bfloat16)}
+    inner = optax.adafactor(0.01, min_dim_size_to_factor=8, momentum=0.9)
+    state = lowbit(inner, weights=kahan(), moments=BFLOAT16_MOMENTS).init(params)
+    found = {
+        jax.tree_util.keystr(path): leaf.dtype
+        for path, leaf in jax.tree_util.tree_flatten_with_path(state.inner_state)[0]
+        if leaf.ndim
+    }
+    momentum = [dtype for name, dtype in found.items() if "ema" in name]
+    factors = [dtype for name, dtype in found.items() if ".v_" in name]
+    assert momentum == [jnp.bfloat16]
+    assert factors
+    assert set(factors) == {jnp.dtype("float32")}
+
+
+def test_weak_typed_and_numpy_gradients_are_taken():
+    params = {"w": jnp.ones(32, jnp.bfloat16)}
+    tx = lowbit_optax.kahan_sgd(0.5)
+    step = functools.partial(lowbit_optax.step, tx)
+    want, _ = step({"w": jnp.ones(32)}, tx.init(params), params)
+    got, _ = step({"w": np.ones(32, np.float32)}, tx.init(params), params)
+    assert_same_bits(got, want)

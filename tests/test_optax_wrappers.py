@@ -1,0 +1,392 @@
+"""lowbit transformations inside optax's wrappers, and optax's wrappers inside them."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optimizers import (
+    ALIASES,
+    VARIANTS,
+    apply,
+    assert_same_bits,
+    each,
+    gradient_series,
+    jitted,
+    model_params,
+    spec_of,
+    standard_promotion,  # noqa: F401
+    train,
+)
+
+import lowbit_optax
+from lowbit_optax import extra_bits, kahan, lowbit, master_weights
+
+PACKED = dict(weights=extra_bits(8), min_size=0)
+
+
+def _trained(tx, params=None, series=None, advance=apply):
+    params = model_params() if params is None else params
+    series = gradient_series(params, 4) if series is None else series
+    return train(tx, params, jax.jit(tx.init)(params), series, advance)
+
+
+@each({name: ALIASES[name] for name in ("kahan_sgd", "sr_adamw", "extra_bits_adamw_8")})
+def test_last_in_a_chain_it_trains_on_what_the_chain_made_of_the_gradients(optimizer):
+    tx = optimizer()
+    params = jnp.linspace(-2, 2, 64, dtype=jnp.bfloat16)
+    signs = np.sign(np.random.default_rng(0).standard_normal((4, 64)))
+    # Of norm 2 exactly, so that clipping to 0.5 divides by 4 exactly.
+    series = list(jnp.asarray(0.25 * signs, jnp.float32))
+    clipped = _trained(optax.chain(optax.clip_by_global_norm(0.5), tx), params, series)
+    want = _trained(tx, params, [grads / 4 for grads in series])
+    assert_same_bits(clipped[0], want[0])
+    assert_same_bits(clipped[1][1], want[1])
+
+
+def test_a_chain_inside_sees_float32_gradients_and_masters():
+    seen = []
+
+    def record(updates, params):
+        seen.append((updates, params))
+        return updates
+
+    tx = lowbit(
+        optax.chain(optax.stateless(record), optax.sgd(0.1, 0.9)),
+        weights=extra_bits(16),
+    )
+    params = model_params()
+    grads = gradient_series(params, 1, jnp.bfloat16)[0]
+    params, state = lowbit_optax.step(tx, grads, tx.init(params), params)
+    lowbit_optax.step(tx, grads, state, params)
+    updates, masters = seen[-1]
+    assert_same_bits(updates, jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+    assert_same_bits(masters, master_weights(params, state))
+    assert not np.array_equal(masters["kernel"], params["kernel"].astype(jnp.float32))
+
+
+def test_clipping_may_stand_inside_or_before():
+    clip = optax.clip(0.01)  # elementwise: the same in every program
+    params = model_params()
+    inside, s1 = _trained(lowbit(optax.chain(clip, optax.adamw(0.01)), **PACKED))
+    before, s2 = _trained(optax.chain(clip, lowbit(optax.adamw(0.01), **PACKED)))
+    assert_same_bits(inside, before)
+    assert_same_bits(master_weights(inside, s1), master_weights(before, s2))
+    unclipped, _ = _trained(lowbit(optax.adamw(0.01), **PACKED))
+    assert not np.array_equal(inside["kernel"], unclipped["kernel"])
+    assert spec_of(inside) == spec_of(params)
+
+
+@each({name: ALIASES[name] for name in ("kahan_adamw", "sr_sgd", "extra_bits_sgd_8")})
+def test_masked_trains_the_masked_leaves_and_keeps_the_others(optimizer):
+    params = model_params()
+    mask = {"kernel": True, "bias": False}
+    # masked hands the other leaves' gradients through; freeze them as users do.
+    tx = optax.chain(
+        optax.masked(optimizer(), mask),
+        optax.masked(optax.set_to_zero(), jax.tree.map(lambda m: not m, mask)),
+    )
+    moved, state = _trained(tx)
+    alone = {"kernel": params["kernel"]}
+    want, _ = _trained(
+        optimizer(),
+        alone,
+        [{"kernel": g["kernel"]} for g in gradient_series(params, 4)],
+    )
+    assert_same_bits(moved, params | want)
+    assert not np.array_equal(moved["kernel"], params["kernel"])
+    masters = master_weights(moved, state)
+    np.testing.assert_array_equal(masters["bias"], params["bias"].astype(jnp.float32))
+
+
+def test_partition_puts_kahan_on_some_leaves_and_stochastic_rounding_on_others():
+    params = model_params()
+    labels = {"kernel": "stochastic", "bias": "kahan"}
+    kahan_tx = lowbit_optax.kahan_adamw(0.01)
+    stochastic_tx = lowbit_optax.sr_adamw(0.01)
+    tx = optax.partition({"kahan": kahan_tx, "stochastic": stochastic_tx}, labels)
+    moved, state = _trained(tx)
+
+    series = gradient_series(params, 4)
+    only = lambda tree, names: {name: tree[name] for name in names}
+    apart = [
+        _trained(part, only(params, names), [only(g, names) for g in series])
+        for part, names in ((kahan_tx, ("bias",)), (stochastic_tx, ("kernel",)))
+    ]
+    assert_same_bits(moved, apart[0][0] | apart[1][0])
+    want = master_weights(*apart[0]) | master_weights(*apart[1])
+    assert_same_bits(master_weights(moved, state), want)
+    assert spec_of(state) == spec_of(tx.init(params))
+
+
+@each(ALIASES)
+def test_multi_steps_takes_one_step_of_the_mean_gradient(optimizer):
+    params = {"kernel": model_params()["kernel"]}
+    tx = optax.MultiSteps(optimizer(), every_k_schedule=2)
+    series = gradient_series(params, 4)
+    state = tx.init(params)
+    first, between = train(tx, params, state, series[:1])
+    assert_same_bits(first, params)
+    assert_same_bits(between.inner_opt_state, state.inner_opt_state)
+    moved, state = train(tx, first, between, series[1:])
+
+    # MultiSteps' running mean is acc + (grad - acc) / n, where acc starts from zero.
+    means = [
+        jax.tree.map(lambda a, b: a + (b - a) / 2, *pair)
+        for pair in (series[:2], series[2:])
+    ]
+    want, alone = _trained(optimizer(), params, means)
+    # XLA contracts multiply-adds differently around MultiSteps' selections.
+    close = functools.partial(chex.assert_trees_all_close, rtol=2e-6, atol=2e-6)
+    close(master_weights(moved, state), master_weights(want, alone))
+
+
+def test_multi_steps_inside_accumulates_in_float32():
+    inner = optax.MultiSteps(optax.sgd(1.0), every_k_schedule=4)
+    tx = lowbit(inner.gradient_transformation(), weights=extra_bits(16), min_size=0)
+    params = jnp.ones(64, jnp.bfloat16)
+    series = [jnp.full(64, g, jnp.bfloat16) for g in (1.0, 2.0**-9, 2.0**-9, 2.0**-9)]
+    moved, state = train(tx, params, tx.init(params), series)
+    mean = np.float32(1 + 3 * 2.0**-9) / 4  # 1 + 2^-9 is 1 in bfloat16
+    np.testing.assert_allclose(master_weights(moved, state), 1 - mean, rtol=1e-6)
+
+
+INJECTABLE = {
+    "kahan_sgd": (lowbit_optax.kahan_sgd, dict(momentum=0.9, weight_decay=0.1)),
+    "sr_sgd": (lowbit_optax.sr_sgd, dict(momentum=0.9)),
+    "extra_bits_sgd": (lowbit_optax.extra_bits_sgd, dict(momentum=0.9)),
+    "kahan_adamw": (lowbit_optax.kahan_adamw, dict(b2=0.99)),
+    "sr_adamw": (lowbit_optax.sr_adamw, {}),
+    "extra_bits_adamw": (lowbit_optax.extra_bits_adamw, {}),
+}
+
+
+@pytest.mark.parametrize("name", INJECTABLE)
+def test_injected_hyperparameters_can_be_changed_between_steps(name):
+    alias, arguments = INJECTABLE[name]
+    tx = optax.inject_hyperparams(alias, hyperparam_dtype=jnp.float32)(0.1, **arguments)
+    params = {"kernel": model_params()["kernel"]}
+    series = gradient_series(params, 2)
+    state = tx.init(params)
+    assert state.hyperparams["learning_rate"].dtype == jnp.float32
+    first, state = train(tx, params, state, series[:1])
+    assert not np.array_equal(first["kernel"], params["kernel"])
+    state.hyperparams["learning_rate"] = jnp.float32(0)
+    second, end = train(tx, first, state, series[1:])
+    assert_same_bits(master_weights(second, end), master_weights(first, state))
+
+
+@pytest.mark.parametrize("name", ["kahan_adamw", "extra_bits_sgd"])
+def test_injected_hyperparameters_are_the_given_ones(name):
+    alias, arguments = INJECTABLE[name]
+    params = {"kernel": model_params()["kernel"]}
+    series = gradient_series(params, 3)
+    tx = optax.inject_hyperparams(alias, hyperparam_dtype=jnp.float32)(
+        0.0078125, **arguments
+    )
+    got, state = _trained(tx, params, series)
+    want, alone = _trained(alias(0.0078125, **arguments), params, series)
+    # float32 hyperparameters: 0.9 is not Python's 0.9, nor 1 - 0.9 what it was.
+    chex.assert_trees_all_close(
+        master_weights(got, state), master_weights(want, alone), rtol=1e-3, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("name", INJECTABLE)
+def test_injection_in_bfloat16_is_refused_because_b2_would_be_1(name):
+    alias, arguments = INJECTABLE[name]
+    tx = optax.inject_hyperparams(alias)(0.1, **arguments)
+    with pytest.raises(TypeError, match=r"bfloat16.*hyperparam_dtype=jnp\.float32"):
+        tx.init(model_params())
+
+
+@pytest.mark.parametrize(
+    ("alias", "arguments"),
+    [
+        (lowbit_optax.kahan_sgd, {"momentum": 0.9}),
+        (lowbit_optax.sr_sgd, {"momentum": 0.9}),
+        (lowbit_optax.kahan_adamw, {"b2": 0.997}),
+        (lowbit_optax.sr_adamw, {"b2": 0.997}),
+    ],
+)
+def test_injection_into_the_16_bit_unit_trains_as_without(alias, arguments):
+    make = functools.partial(alias, arithmetic="param", **arguments)
+    tx = optax.inject_hyperparams(make, hyperparam_dtype=jnp.float32)(0.0078125)
+    params = {"kernel": model_params()["kernel"]}
+    series = gradient_series(params, 2)
+    got, _ = _trained(tx, params, series)
+    want, _ = _trained(make(0.0078125), params, series)
+    assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("argument", [{"bits": 8}, {"seed": 3}, {"min_size": 0}])
+def test_injected_integers_must_be_static_and_the_error_says_so(argument):
+    (name,) = argument
+    make = optax.inject_hyperparams(
+        lowbit_optax.extra_bits_adamw, hyperparam_dtype=jnp.float32
+    )
+    tx = make(0.01, **argument)
+    with pytest.raises(TypeError, match=f"{name} is .*static_args"):
+        tx.init(model_params())
+    static = optax.inject_hyperparams(
+        lowbit_optax.extra_bits_adamw, static_args=name, hyperparam_dtype=jnp.float32
+    )
+    state = static(0.01, **argument).init(model_params())
+    assert isinstance(state.inner_state, lowbit_optax.LowbitState)
+
+
+def test_injection_inside_keeps_hyperparameters_in_float32():
+    tx = lowbit(optax.inject_hyperparams(optax.adamw)(0.01, b2=0.999), **PACKED)
+    params = model_params()
+    state = tx.init(params)
+    hyperparams = state.inner_state.hyperparams
+    np.testing.assert_array_equal(hyperparams["b2"], np.float32(0.999))
+    moved, state = train(tx, params, state, gradient_series(params, 1))
+    state.inner_state.hyperparams["learning_rate"] = jnp.float32(0)
+    still, _ = train(tx, moved, state, gradient_series(params, 1))
+    assert not np.array_equal(moved["kernel"], params["kernel"])
+    assert_same_bits(still, moved)
+
+
+def test_injected_schedules_run():
+    schedule = optax.piecewise_constant_schedule(0.1, {1: 0.0})
+    for tx in (
+        optax.inject_hyperparams(
+            lowbit_optax.kahan_adamw, hyperparam_dtype=jnp.float32
+        )(schedule),
+        lowbit(optax.inject_hyperparams(optax.adamw)(schedule), **PACKED),
+    ):
+        params = {"kernel": model_params()["kernel"]}
+        series = gradient_series(params, 2)
+        first, state = train(tx, params, tx.init(params), series[:1])
+        second, end = train(tx, first, state, series[1:])
+        assert not np.array_equal(first["kernel"], params["kernel"])
+        assert_same_bits(master_weights(second, end), master_weights(first, state))
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [extra_bits(8), extra_bits(16), kahan(), lowbit_optax.stochastic_rounding()],
+    ids=["extra_bits_8", "extra_bits_16", "kahan", "stochastic_rounding"],
+)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_apply_if_finite_inside_skips_bad_gradients_and_nothing_changes(weights, bad):
+    tx = lowbit(
+        optax.apply_if_finite(optax.adamw(0.01), max_consecutive_errors=3),
+        weights=weights,
+        moments=lowbit_optax.cast(jnp.bfloat16),
+        min_size=0,
+    )
+    params = model_params()
+    before, state = _trained(tx)
+    grads = gradient_series(params, 1)[0]
+    grads["bias"] = grads["bias"].at[7].set(bad)
+    after, skipped = train(tx, before, state, [grads])
+    assert_same_bits(after, before)
+    assert_same_bits(skipped.residual, state.residual)
+    assert_same_bits(skipped.inner_state.inner_state, state.inner_state.inner_state)
+    assert int(skipped.inner_state.total_notfinite) == 1
+    # And the next good gradient trains on.
+    onward, _ = train(tx, after, skipped, gradient_series(params, 1))
+    assert not np.array_equal(onward["kernel"], after["kernel"])
+
+
+def test_without_apply_if_finite_a_bad_gradient_does_what_it_does_in_optax():
+    params = {"kernel": model_params()["kernel"]}
+    grads = jax.tree.map(lambda p: jnp.zeros(p.shape).at[3, 4].set(np.nan), params)
+    tx = lowbit(optax.sgd(0.1), **PACKED)
+    moved, state = train(tx, params, tx.init(params), [grads])
+    bad = np.isnan(np.asarray(master_weights(moved, state)["kernel"]))
+    assert bad[3, 4]
+    assert bad.sum() == 1
+    assert np.isnan(np.asarray(moved["kernel"], np.float32))[3, 4]
+
+
+def test_extra_arguments_reach_the_inner_transformation():
+    inner = optax.chain(
+        optax.sgd(1.0),
+        optax.contrib.reduce_on_plateau(factor=0.5, patience=1, cooldown=0),
+    )
+    tx = lowbit(inner, **PACKED)
+    start = jnp.full(64, 2.0, jnp.bfloat16)
+
+    def run(tx, params, advance):
+        advance, state = jitted(tx, advance), tx.init(params)
+        for _ in range(3):  # no progress: the value stays 1
+            params, state = advance(jnp.ones(64), state, params, value=jnp.float32(1))
+        return np.asarray(params, np.float32)
+
+    want = run(inner, start.astype(jnp.float32), apply)
+    assert (want > 2 - 3).all()  # the plateau made the steps smaller
+    for advance in (apply, lowbit_optax.step):
+        np.testing.assert_array_equal(run(tx, start, advance), want)
+
+
+def test_extra_arguments_are_ignored_where_nothing_takes_them():
+    tx = lowbit_optax.kahan_sgd(0.5)
+    params = jnp.ones(64, jnp.bfloat16)
+    updates, _ = tx.update(jnp.ones(64), tx.init(params), params, value=1.0)
+    np.testing.assert_array_equal(updates, -0.5)
+
+
+@each({name: tx for name, tx in VARIANTS.items() if "extra_bits" in name})
+def test_schedules_count_steps(optimizer):
+    tx = optimizer(optax.piecewise_constant_schedule(0.1, {2: 0.0}))
+    params = {"kernel": model_params()["kernel"]}
+    series = gradient_series(params, 4)
+    before, state = train(tx, params, tx.init(params), series[:2])
+    after, end = train(tx, before, state, series[2:])
+    assert_same_bits(master_weights(after, end), master_weights(before, state))
+    assert not np.array_equal(before["kernel"], params["kernel"])
+
+
+def test_step_is_update_and_apply_for_a_chain_and_for_plain_optax():
+    params = model_params()
+    for tx in (
+        optax.chain(optax.clip(0.01), lowbit(optax.adamw(0.01), **PACKED)),
+        optax.adamw(0.01),
+        optax.MultiSteps(lowbit_optax.kahan_sgd(0.1), 2),
+    ):
+        stepped = _trained(tx, params, advance=lowbit_optax.step)
+        assert_same_bits(stepped, _trained(tx, params))
+
+
+def test_apply_updates_is_optaxs_for_arrays_that_optax_takes():
+    params = {
+        "narrow": jnp.linspace(-2, 2, 64, dtype=jnp.bfloat16),
+        "half": jnp.linspace(-2, 2, 64, dtype=jnp.float16),
+        "wide": jnp.linspace(-2, 2, 64),
+        "steps": jnp.arange(4),
+        "none": None,
+    }
+    updates = {
+        "narrow": jnp.linspace(0.003, 1, 64),
+        "half": jnp.linspace(0.003, 1, 64),
+        "wide": jnp.linspace(0.003, 1, 64),
+        "steps": jnp.ones(4, jnp.int32),
+        "none": None,
+    }
+    got = lowbit_optax.apply_updates(params, updates)
+    assert_same_bits(got, optax.apply_updates(params, updates))
+    with jax.numpy_dtype_promotion("strict"):
+        assert_same_bits(lowbit_optax.apply_updates(params, updates), got)
+
+
+def test_schedule_free_averages_float32_weights_inside():
+    inner = optax.contrib.schedule_free_adamw(0.01, warmup_steps=2)
+    tx = lowbit(inner, weights=extra_bits(16), min_size=0)
+    params = {"kernel": model_params()["kernel"]}
+    masters = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    series = gradient_series(params, 20)
+    got, state = train(tx, params, tx.init(params), series)
+    want, reference = train(inner, masters, inner.init(masters), series)
+    chex.assert_trees_all_close(
+        optax.contrib.schedule_free_eval_params(
+            state.inner_state, master_weights(got, state)
+        ),
+        optax.contrib.schedule_free_eval_params(reference, want),
+        rtol=1e-6,
+    )

@@ -1,0 +1,269 @@
+"""Packing k-bit fields into uint32 words, against Python's unbounded integers."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pallas_kernels
+from pallas_kernels import GROUP, get_field, pack, pack_axis, packed_shape, period
+from pallas_kernels import put_fields, unpack  # fmt: skip
+
+deterministic = settings(deadline=None, derandomize=True)
+
+# Compiled quickly rather than well: there are hundreds of shapes and widths here.
+_QUICK = {"xla_backend_optimization_level": "0"}
+pack_ = jax.jit(pack, static_argnums=1, compiler_options=_QUICK)
+unpack_ = jax.jit(unpack, static_argnums=(1, 2), compiler_options=_QUICK)
+
+
+def reference_pack(fields, bits, axis):
+    """Groups of 32 as one big integer each, cut into 32-bit digits.
+
+    Python integers in object arrays, so no width, shift or mask can be wrong by
+    overflow; and written from the layout's definition, not from the library.
+    """
+    fields = np.moveaxis(np.asarray(fields), axis, 0).astype(object)
+    groups = math.ceil(len(fields) / 32)
+    words = []
+    for group in range(groups):
+        rows = fields[32 * group : 32 * (group + 1)]
+        total = np.zeros(fields.shape[1:], object)
+        for row, value in enumerate(rows):
+            total = total + value * 2 ** (row * bits)
+        words += [total // 2 ** (32 * word) % 2**32 for word in range(bits)]
+    shape = (groups * bits, *fields.shape[1:])
+    words = np.array(words, object).reshape(shape).astype(np.uint32)
+    return np.moveaxis(words, 0, axis)
+
+
+def random_fields(shape, bits, seed=0):
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 2**bits, shape, np.uint64).astype(np.uint32)
+
+
+@pytest.mark.parametrize("bits", range(1, 33))
+def test_words_hold_their_fields_as_one_long_number_of_any_width(bits):
+    fields = random_fields((37, 3), bits)
+    fields[0] = 2**bits - 1  # all ones: a bit too many would spill into a neighbour
+    words = pack_(jnp.asarray(fields), bits)
+    axis = pack_axis(fields.shape)
+    np.testing.assert_array_equal(words, reference_pack(fields, bits, axis))
+    np.testing.assert_array_equal(unpack_(words, bits, fields.shape), fields)
+
+
+@settings(deterministic, max_examples=20)  # each compiles anew
+@given(
+    bits=st.integers(1, 32),
+    shape=st.lists(st.integers(0, 40), min_size=1, max_size=4)
+    .filter(lambda shape: math.prod(shape) <= 2**14)
+    .map(tuple),
+)
+def test_arrays_of_any_shape_come_back(bits, shape):
+    fields = random_fields(shape, bits)
+    words = pack_(jnp.asarray(fields), bits)
+    assert words.dtype == jnp.uint32
+    assert words.shape == packed_shape(shape, bits)
+    np.testing.assert_array_equal(
+        words, reference_pack(fields, bits, pack_axis(shape)).reshape(words.shape)
+    )
+    np.testing.assert_array_equal(unpack_(words, bits, shape), fields)
+
+
+def hexadecimal(words):
+    return [f"{int(word):08x}" for word in words]
+
+
+def test_eight_bit_fields_lie_as_bytes_with_the_first_lowest():
+    words = pack_(jnp.arange(1, 33, dtype=jnp.uint32), 8)
+    assert hexadecimal(words) == [
+        "04030201", "08070605", "0c0b0a09", "100f0e0d",
+        "14131211", "18171615", "1c1b1a19", "201f1e1d",
+    ]  # fmt: skip
+
+
+def test_twelve_bit_fields_straddle_words_as_written_by_hand():
+    fields = (
+        jnp.zeros(32, jnp.uint32)
+        .at[:4]
+        .set(jnp.array([0xABC, 0xDEF, 0x123, 0x456], jnp.uint32))
+    )
+    # 0x...456|123|DEF|ABC: the third field's low byte ends the first word.
+    assert hexadecimal(pack_(fields, 12))[:3] == ["23defabc", "00004561", "00000000"]
+
+
+def test_a_field_at_the_end_of_a_word_goes_on_in_the_next():
+    # 5-bit fields: field 6 takes bits 30 to 34, two in the first word.
+    fields = jnp.zeros(32, jnp.uint32).at[6].set(jnp.uint32(0b10110))
+    assert hexadecimal(pack_(fields, 5)) == ["80000000", "00000005"] + ["00000000"] * 3
+    # 31-bit fields: the second takes one bit of the first word and 30 of the next.
+    fields = jnp.zeros(32, jnp.uint32).at[1].set(jnp.uint32(0x7FFFFFFF))
+    assert hexadecimal(pack_(fields, 31))[:3] == ["80000000", "3fffffff", "00000000"]
+
+
+def test_one_bit_fields_are_the_bits_of_a_word():
+    fields = (jnp.arange(32) % 3 == 0).astype(jnp.uint32)
+    assert hexadecimal(pack_(fields, 1)) == [
+        f"{sum(1 << r for r in range(0, 32, 3)):08x}"
+    ]
+
+
+def test_whole_words_stay_as_they_are():
+    fields = jnp.asarray(random_fields((64, 5), 32))
+    np.testing.assert_array_equal(pack_(fields, 32), fields)
+
+
+def test_the_rest_of_the_last_group_is_zeros():
+    words = pack_(jnp.full(33, 0x7F, jnp.uint32), 7)
+    assert words.shape == (14,)
+    assert hexadecimal(words[7:]) == ["0000007f"] + ["00000000"] * 6
+
+
+def test_groups_run_down_the_rows_and_columns_do_not_mix():
+    fields = random_fields((64, 6), 12)
+    words = pack_(jnp.asarray(fields), 12)
+    for column in range(6):
+        alone = pack_(jnp.asarray(fields[:, column]), 12)
+        np.testing.assert_array_equal(words[:, column], alone)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis"),
+    [
+        ((5,), 0),
+        ((0,), 0),
+        ((64, 3), 0),
+        ((32, 32), 0),
+        ((3, 64), 1),  # 3 rows would pad to 32
+        ((31, 1000), 0),  # 1 row in 31 is wasted: within a quarter
+        ((26, 1024), 0),  # 32 / 26 = 1.23
+        ((25, 1024), 1),  # 32 / 25 = 1.28
+        ((25, 3), 0),  # but the last axis would waste more
+        ((1, 1), 0),
+        ((7, 4096, 512), 1),
+        ((3, 3, 3, 64), 3),
+        ((3, 3, 128, 64), 2),
+        ((0, 64), 0),
+        ((64, 0), 0),
+    ],
+)
+def test_the_pack_axis_is_the_second_to_last_unless_that_wastes(shape, axis):
+    assert pack_axis(shape) == axis
+
+
+@pytest.mark.parametrize(
+    ("shape", "bits", "packed"),
+    [
+        ((4096, 512), 8, (1024, 512)),
+        ((4096, 512), 12, (1536, 512)),
+        ((33,), 7, (14,)),
+        ((3, 64), 16, (3, 32)),
+        ((2, 3, 0, 64), 5, (2, 3, 0, 64)),
+        ((0,), 5, (0,)),
+    ],
+)
+def test_the_packed_shape_has_k_words_for_each_32_values_of_that_axis(
+    shape, bits, packed
+):
+    assert packed_shape(shape, bits) == packed
+    fields = jax.ShapeDtypeStruct(shape, jnp.uint32)
+    words = jax.eval_shape(lambda f: pack(f, bits), fields)
+    assert words.shape == packed
+    back = jax.eval_shape(lambda w: unpack(w, bits, shape), words)
+    assert back.shape == shape
+
+
+@pytest.mark.parametrize(
+    ("shape", "bits"), [((5, 70, 9), 8), ((3, 6, 64), 12), ((2, 3, 33, 8), 10)]
+)
+def test_a_leading_axis_can_be_sliced_before_or_after_packing(shape, bits):
+    fields = random_fields(shape, bits)
+    words = pack_(jnp.asarray(fields), bits)
+    assert words.ndim == len(shape)
+    for layer in range(shape[0]):
+        alone = pack_(jnp.asarray(fields[layer]), bits)
+        np.testing.assert_array_equal(words[layer], alone)
+        back = unpack_(words[layer], bits, shape[1:])
+        np.testing.assert_array_equal(back, fields[layer])
+
+
+def test_packing_works_under_vmap_as_on_each_row():
+    fields = random_fields((4, 40, 3), 6)
+    mapped = jax.vmap(lambda f: pack_(f, 6))(jnp.asarray(fields))
+    each = [reference_pack(f, 6, 0) for f in fields]
+    np.testing.assert_array_equal(mapped, each)
+
+
+def test_bits_outside_1_to_32_are_refused():
+    words = jnp.zeros(32, jnp.uint32)
+    for bits in (0, 33, -1):
+        with pytest.raises(ValueError, match=f"bits is {bits}"):
+            pack(words, bits)
+        with pytest.raises(ValueError, match=f"bits is {bits}"):
+            unpack(words, bits, (32,))
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8, jnp.float32])
+def test_other_dtypes_than_uint32_are_refused(dtype):
+    with pytest.raises(ValueError, match=f"not {jnp.dtype(dtype).name}"):
+        pack(jnp.zeros(32, dtype), 8)
+    with pytest.raises(ValueError, match=f"not {jnp.dtype(dtype).name}"):
+        unpack(jnp.zeros(8, dtype), 8, (32,))
+
+
+def test_words_of_another_shape_are_refused_with_the_shape_they_should_have():
+    words = pack_(jnp.zeros((64, 3), jnp.uint32), 8)
+    for bits, shape in ((7, (64, 3)), (8, (64, 4)), (8, (65, 3)), (8, (64, 3, 1))):
+        expected = str(packed_shape(shape, bits))
+        with pytest.raises(ValueError, match="do not hold") as error:
+            unpack(words, bits, shape)
+        assert expected in str(error.value)
+
+
+def test_a_scalar_is_refused():
+    with pytest.raises(ValueError, match="scalar"):
+        pack_axis(())
+    with pytest.raises(ValueError, match="scalar"):
+        packed_shape((), 8)
+    with pytest.raises(ValueError, match="scalar"):
+        pack(jnp.uint32(3), 8)
+
+
+# The row primitives.
+
+
+@pytest.mark.parametrize("bits", range(1, 33))
+def test_a_period_is_the_fewest_rows_that_fill_whole_words(bits):
+    rows, words = period(bits)
+    assert rows * bits == words * 32
+    assert not any(fewer * bits % 32 == 0 for fewer in range(1, rows))
+    assert GROUP % rows == 0
+
+
+@settings(deterministic, max_examples=60)
+@given(data=st.data(), bits=st.integers(1, 32), periods=st.integers(1, 2))
+def test_rows_come_back_from_the_words_they_were_put_in(data, bits, periods):
+    count = period(bits)[0] * periods
+    values = data.draw(
+        st.lists(st.integers(0, 2**bits - 1), min_size=count, max_size=count)
+    )
+    words = put_fields([jnp.uint32(v) for v in values], bits)
+    total = sum(v << (row * bits) for row, v in enumerate(values))
+    digits = [total >> (32 * i) & 0xFFFFFFFF for i in range(count * bits // 32)]
+    assert [int(word) for word in words] == digits
+    back = [int(get_field(words, row, bits)) for row in range(count)]
+    assert back == values
+
+
+def test_rows_that_leave_a_word_unfinished_are_refused():
+    rows = [jnp.uint32(0)] * 7
+    with pytest.raises(ValueError, match=r"7 fields of 12 bits .* multiple of 8"):
+        put_fields(rows, 12)
+
+
+def test_the_public_names_are_there():
+    assert set(pallas_kernels.__all__) <= set(dir(pallas_kernels))

@@ -1,0 +1,304 @@
+"""Reported bytes are the bytes that are there, reported cancellations those in numpy."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from optimizers import (
+    ALIASES,
+    ALL_FORMATS,
+    OPTIMIZERS,
+    WRAPPED,
+    each,
+    gradient_series,
+    model_params,
+    standard_promotion,  # noqa: F401
+    train,
+)
+
+import lowbit_optax
+from lowbit_optax import cancelled_updates, extra_bits, kahan, lowbit, memory_report
+
+
+def _bytes(tree):
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def _params():
+    return model_params() | {"norm": jnp.ones(24), "scale": jnp.bfloat16(1)}
+
+
+FEW_WRAPPED = {name: tx for name, tx in WRAPPED.items() if name.endswith("_kahan")}
+
+
+@each(OPTIMIZERS | FEW_WRAPPED)
+def test_totals_are_the_bytes_of_the_live_arrays(optimizer):
+    tx = optimizer()
+    params = _params()
+    report = memory_report(tx, params)
+    state = tx.init(params)
+    assert report.total.params == _bytes(params)
+    assert report.total.residual == _bytes(state.residual)
+    assert report.total.total == _bytes((params, state))
+    # Every array is in one leaf's row, but for the scalars that belong to none.
+    scalars = report.total.total - sum(leaf.total for leaf in report.leaves)
+    assert scalars == report.total.other <= 64
+    assert report.bytes_per_param == report.total.total / (64 * 24 + 40 + 1 + 24)
+
+
+@pytest.mark.parametrize(
+    ("make", "residual", "moments"),
+    [
+        (lambda: lowbit_optax.kahan_sgd(0.1, 0.9), 2, 2),
+        (lambda: lowbit_optax.kahan_adamw(0.1), 2, 4),
+        (lambda: lowbit_optax.sr_sgd(0.1, 0.9), 0, 2),
+        (lambda: lowbit_optax.sr_adamw(0.1), 0, 4),
+        (lambda: lowbit_optax.extra_bits_sgd(0.1, 0.9, bits=8), 1, 4),
+        (lambda: lowbit_optax.extra_bits_sgd(0.1, 0.9), 2, 4),
+        (lambda: lowbit_optax.extra_bits_adamw(0.1, bits=8), 1, 8),
+        (lambda: lowbit_optax.extra_bits_adamw(0.1, bits=4), 0.5, 8),
+        (lambda: lowbit_optax.extra_bits_adamw(0.1), 2, 8),
+        (lambda: lowbit(optax.adamw(0.1), weights=lowbit_optax.master_copy()), 4, 8),
+    ],
+)
+def test_bytes_a_parameter_are_the_documented_ones(make, residual, moments):
+    size = 1024 * 512
+    params = {"w": jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16)}
+    (leaf,) = memory_report(make(), params).leaves
+    assert (leaf.params, leaf.residual, leaf.moments) == (
+        2 * size,
+        residual * size,
+        moments * size,
+    )
+    assert leaf.total == (2 + residual + moments) * size
+
+
+def test_leaves_are_named_and_counted_one_by_one():
+    params = {
+        "block": [{"kernel": jnp.ones((64, 32), jnp.bfloat16)}, jnp.ones(8)],
+        "kernel": jnp.ones((32, 8), jnp.bfloat16),
+        "none": None,
+    }
+    tx = lowbit(
+        optax.adamw(0.1), weights=kahan(), moments=lowbit_optax.cast("bfloat16")
+    )
+    report = memory_report(tx, params)
+    state = tx.init(params)
+    rows = {leaf.name: leaf for leaf in report.leaves}
+    assert set(rows) == {"['block'][0]['kernel']", "['block'][1]", "['kernel']"}
+    deep = rows["['block'][0]['kernel']"]
+    assert (deep.shape, deep.dtype) == ((64, 32), "bfloat16")
+    assert deep.residual == state.residual.compensation["block"][0]["kernel"].nbytes
+    assert deep.moments == 2 * 64 * 32 * 2
+    norm = rows["['block'][1]"]
+    assert (norm.params, norm.residual, norm.moments) == (32, 0, 32)
+    # The usual step: bfloat16 parameter, float32 master, two float32 moments.
+    assert deep.float32_master == 64 * 32 * (2 + 4 + 8)
+    assert norm.float32_master == 8 * (4 + 8)
+    assert report.total.float32_master == sum(r.float32_master for r in report.leaves)
+
+
+def test_the_printed_table():
+    params = {
+        "dense": {"kernel": jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)},
+        "norm": jax.ShapeDtypeStruct((1024,), jnp.float32),
+    }
+    text = str(memory_report(lowbit_optax.extra_bits_adamw(1e-3, bits=8), params))
+    lines = text.splitlines()
+    assert lines[0] == "bytes a parameter"
+    assert [" ".join(line.split()) for line in lines[1:5]] == [
+        "leaf parameters dtype params residual moments total f32 master",
+        "['dense']['kernel'] 1,048,576 bfloat16 2.000 1.000 8.000 11.000 14.000",
+        "['norm'] 1,024 float32 4.000 0.000 8.000 12.000 12.000",
+        "total 1,049,600 2.002 0.999 8.000 11.001 13.998",
+    ]
+    total = 1024 * 1024 * 11 + 1024 * 12 + 12
+    usual = 1024 * 1024 * 14 + 1024 * 12
+    summary = " ".join(lines[5:])
+    assert f"{total:,} bytes of parameters and optimizer state" in summary
+    assert f"float32 master: {usual:,} ({usual - total:,} more)" in summary
+    assert "Gradients come on top" in summary
+    assert len({len(line) for line in lines[1:5]}) == 1
+
+
+def test_plain_optax_has_a_report_too():
+    params = model_params(jnp.float32)
+    tx = optax.adamw(0.1)
+    report = memory_report(tx, params)
+    assert report.total.total == _bytes((params, tx.init(params)))
+    assert report.total.residual == 0
+    assert report.total.float32_master == 3 * _bytes(params)
+
+
+def _nested():
+    labels = {"kernel": "packed", "bias": "kahan", "norm": "packed", "scale": "kahan"}
+    packed = lowbit_optax.extra_bits_adamw(0.1, bits=8, min_size=0)
+    return {
+        "chain": optax.chain(optax.clip_by_global_norm(1.0), packed),
+        "multi_steps": optax.MultiSteps(packed, 2),
+        "masked": optax.masked(packed, dict.fromkeys(labels, True)),
+        "partition": optax.partition(
+            {"packed": packed, "kahan": lowbit_optax.kahan_sgd(0.1, 0.9)}, labels
+        ),
+        "injected": optax.inject_hyperparams(
+            lowbit_optax.kahan_adamw, hyperparam_dtype=jnp.float32
+        )(0.1),
+        "injected inside": lowbit(
+            optax.inject_hyperparams(optax.adamw)(0.1), weights=kahan()
+        ),
+        "chain of states": optax.chain(optax.trace(0.9), packed, optax.ema(0.9)),
+    }
+
+
+@pytest.mark.parametrize("name", _nested())
+def test_wrappers_around_are_counted(name):
+    tx = _nested()[name]
+    params = _params()
+    report = memory_report(tx, params)
+    state = tx.init(params)
+    assert report.total.total == _bytes((params, state))
+    kernel = report.leaves[[leaf.name for leaf in report.leaves].index("['kernel']")]
+    assert kernel.residual in (64 * 24, 2 * 64 * 24)
+    assert kernel.moments >= 2 * 64 * 24 * 2
+    assert report.total.other <= 100
+
+
+def test_moments_of_other_shapes_count_what_they_are_in_the_usual_step():
+    # Adafactor's float32 rows and columns are the same with a float32 master.
+    params = {"w": jax.ShapeDtypeStruct((64, 32), jnp.bfloat16)}
+    inner = optax.adafactor(0.1, min_dim_size_to_factor=8)
+    report = memory_report(lowbit(inner, weights=lowbit_optax.master_copy()), params)
+    wide = {"w": jax.ShapeDtypeStruct((64, 32), jnp.float32)}
+    state = jax.eval_shape(inner.init, wide)
+    floats = [x for x in jax.tree.leaves(state) if x.dtype == jnp.float32]
+    usual = 64 * 32 * (2 + 4) + 4 * sum(x.size for x in floats)
+    assert report.total.float32_master == usual
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_a_bare_arrays_hyperparameters_are_not_its_moments(dtype):
+    params = jax.ShapeDtypeStruct((64, 32), dtype)
+    plain = memory_report(lowbit_optax.kahan_adamw(0.1), params)
+    injected = memory_report(
+        optax.inject_hyperparams(
+            lowbit_optax.kahan_adamw, hyperparam_dtype=jnp.float32
+        )(0.1),
+        params,
+    )
+    assert injected.leaves == plain.leaves
+    assert injected.total.other > plain.total.other
+
+
+def test_parameters_named_as_fields_of_the_state_are_told_apart():
+    params = {
+        name: jax.ShapeDtypeStruct((64, 32), jnp.bfloat16)
+        for name in ("mu", "residual", "count", "words", "learning_rate")
+    }
+    tx = lowbit(
+        optax.inject_hyperparams(optax.adamw)(0.1), weights=extra_bits(8), min_size=0
+    )
+    for leaf in memory_report(tx, params).leaves:
+        size = 64 * 32
+        assert (leaf.residual, leaf.moments) == (size, 8 * size), leaf.name
+
+
+def test_reports_allocate_nothing():
+    before = len(jax.live_arrays())
+    params = {"w": jax.ShapeDtypeStruct((2**20, 2**20), jnp.bfloat16)}
+    report = memory_report(lowbit_optax.kahan_adamw(0.1), params)
+    assert report.total.size == 2**40
+    assert len(jax.live_arrays()) <= before + 8
+
+
+def _count_cancelled(params, updates):
+    """#{u != 0 and round(p + u) == p} / #{u != 0} in numpy."""
+    p = np.asarray(params)
+    u = np.asarray(updates, np.float32)
+    moved = u != 0
+    landed = (p.astype(np.float32) + u).astype(p.dtype)
+    return (moved & (landed == p)).sum() / max(moved.sum(), 1)
+
+
+@pytest.mark.parametrize("weights", ALL_FORMATS.values(), ids=ALL_FORMATS)
+def test_cancelled_updates_are_counted_as_in_numpy(weights):
+    params = model_params()
+    grads = gradient_series(params, 1)[0]
+    grads["kernel"] = grads["kernel"].at[::3].set(0)
+    tx = lowbit(optax.sgd(0.03), weights=weights, min_size=0)
+    got = jax.jit(lambda *a: cancelled_updates(tx, *a))(grads, tx.init(params), params)
+    updates = jax.tree.map(lambda g: jnp.float32(-0.03) * g, grads)
+    for name in params:
+        want = _count_cancelled(params[name], updates[name])
+        np.testing.assert_allclose(got[name], want, rtol=1e-6, err_msg=name)
+    assert 0.2 < got["kernel"] < 0.8
+
+
+@each(ALIASES)
+def test_the_share_rises_as_the_learning_rate_falls(optimizer):
+    params = {"kernel": model_params()["kernel"]}
+    grads = gradient_series(params, 1)[0]
+    shares = []
+    for rate in (1.0, 1e-1, 1e-2, 1e-3, 1e-5):
+        tx = optimizer(rate)
+        share = cancelled_updates(tx, grads, tx.init(params), params)["kernel"]
+        shares.append(float(share))
+    assert shares == sorted(shares)
+    assert shares[0] < 0.1
+    assert shares[-1] > 0.9
+
+
+def test_float32_leaves_cancel_nothing():
+    params = {"norm": jnp.linspace(0.5, 2, 64), "w": jnp.ones(64, jnp.bfloat16)}
+    grads = jax.tree.map(lambda p: jnp.full(p.shape, 0.1), params)
+    for tx in (lowbit_optax.kahan_adamw(1e-4), optax.adamw(1e-4)):
+        shares = cancelled_updates(tx, grads, tx.init(params), params)
+        assert float(shares["norm"]) == 0
+        assert float(shares["w"]) == 1
+
+
+def test_without_updates_the_share_is_zero_not_nan():
+    params = {"w": jnp.ones(64, jnp.bfloat16), "empty": jnp.ones(0, jnp.bfloat16)}
+    tx = lowbit_optax.sr_sgd(0.1)
+    grads = jax.tree.map(jnp.zeros_like, params)
+    shares = cancelled_updates(tx, grads, tx.init(params), params)
+    assert jax.tree.leaves(shares) == [0, 0]
+
+
+def test_cancelled_updates_are_those_of_the_inner_transformation_mid_training():
+    params = {"kernel": model_params()["kernel"]}
+    series = gradient_series(params, 6)
+    tx = lowbit(optax.adamw(1e-3), weights=extra_bits(16), min_size=0)
+    moved, state = train(tx, params, tx.init(params), series[:5])
+    got = cancelled_updates(tx, series[5], state, moved)["kernel"]
+    masters = lowbit_optax.master_weights(moved, state)
+    updates, _ = optax.adamw(1e-3).update(series[5], state.inner_state, masters)
+    want = _count_cancelled(moved["kernel"], updates["kernel"])
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def test_cancelled_updates_of_plain_optax_on_low_precision_parameters():
+    params = jnp.asarray([1.0, 1.0, 2.0, 0.001], jnp.bfloat16)
+    updates = np.float32([-1e-4, -0.1, 0, -1e-4])
+    tx = optax.sgd(1.0)
+    share = cancelled_updates(tx, -jnp.asarray(updates), tx.init(params), params)
+    np.testing.assert_allclose(share, 1 / 3, rtol=1e-6)
+    assert _count_cancelled(np.asarray(params, ml_dtypes.bfloat16), updates) == 1 / 3
+
+
+@pytest.mark.parametrize("name", ["chain", "multi_steps", "partition", "injected"])
+def test_cancelled_updates_of_a_wrapper_is_an_error(name):
+    params = _params()
+    tx = _nested()[name]
+    with pytest.raises(ValueError, match="the transformation that lowbit returned"):
+        cancelled_updates(tx, gradient_series(params, 1)[0], tx.init(params), params)
+
+
+def test_extra_arguments_reach_the_inner_transformation():
+    inner = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau())
+    params = jnp.ones(8, jnp.bfloat16)
+    grads = jnp.ones(8)
+    for tx in (lowbit(inner, weights=kahan()), inner):
+        share = cancelled_updates(tx, grads, tx.init(params), params, value=1.0)
+        assert float(share) == 0

@@ -1,0 +1,329 @@
+"""Eight devices: the numbers of one, no communication, state beside its parameter."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from optimizers import (
+    ALIASES,
+    BFLOAT16_MOMENTS,
+    VARIANTS,
+    Optimizer,
+    apply,
+    assert_same_bits,
+    standard_promotion,  # noqa: F401
+)
+
+import lowbit_optax
+
+COLLECTIVE = re.compile(
+    r"\b(all-gather|all-to-all|all-reduce|collective-permute|reduce-scatter"
+    r"|collective-broadcast)"
+)
+
+SIX_BITS = {
+    "extra_bits_sgd_6": Optimizer(
+        lambda rate: lowbit_optax.extra_bits_sgd(
+            rate, 0.9, bits=6, min_size=0, moments=BFLOAT16_MOMENTS
+        ),
+        optax.sgd,
+    )
+}
+SHARDED = ALIASES | VARIANTS | SIX_BITS
+FEW = {
+    name: SHARDED[name]
+    for name in ("kahan_adamw", "sr_adamw", "extra_bits_adamw_8", "extra_bits_sgd_6")
+}
+
+AXES = pytest.mark.parametrize(
+    "axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"]
+)
+# 512 rows or columns on 8 devices are two whole groups of 32 on each.
+SPECS = {
+    "rows": jax.P("x"),
+    "columns": jax.P(None, "x"),
+    "replicated": jax.P(),
+}
+
+
+def _mesh(axis_type):
+    return jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
+
+
+@functools.cache
+def _numpy_arrays(*shape):
+    random = np.random.default_rng(0)
+    return random.standard_normal(shape), 0.1 * random.standard_normal((2, *shape))
+
+
+def _arrays(*shape):
+    """A parameter and two gradients, on one device."""
+    weight, grads = _numpy_arrays(*shape)
+    return jnp.asarray(weight, jnp.bfloat16), list(jnp.asarray(grads, jnp.bfloat16))
+
+
+def _two_steps(tx, params, state, grads, advance):
+    for grad in grads:
+        params, state = advance(grad, state, params)
+    return params, state
+
+
+@functools.cache
+def _on_one_device(tx):
+    params, grads = _arrays(512, 512)
+    advance = jax.jit(functools.partial(lowbit_optax.step, tx))
+    return _two_steps(tx, params, jax.jit(tx.init)(params), grads, advance)
+
+
+_MADE = {name: optimizer() for name, optimizer in SHARDED.items()}
+
+
+def _compiled(function, tx, *arguments):
+    return jax.jit(functools.partial(function, tx)).lower(*arguments).compile()
+
+
+def _collectives(compiled):
+    return set(COLLECTIVE.findall(compiled.as_text()))
+
+
+def _assert_placed(tree, sharding):
+    """Everything with the parameter's rank lies as the parameter does."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        name = jax.tree_util.keystr(path)
+        if leaf.ndim:
+            assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), name
+            local = sharding.shard_shape(leaf.shape)
+            assert {shard.data.shape for shard in leaf.addressable_shards} == {local}
+
+
+def _cases():
+    """Every optimizer by rows; a few by columns, replicated, and on explicit axes."""
+    for name in SHARDED:
+        yield name, "rows", AxisType.Auto
+    for name in FEW:
+        yield name, "columns", AxisType.Auto
+        yield name, "replicated", AxisType.Auto
+        yield name, "rows", AxisType.Explicit
+        yield name, "columns", AxisType.Explicit
+
+
+@pytest.mark.parametrize(("name", "spec", "axis_type"), list(_cases()))
+def test_sharded_steps_are_one_devices_steps_without_communication(
+    name, spec, axis_type
+):
+    tx = _MADE[name]
+    mesh = _mesh(axis_type)
+    sharding = jax.NamedSharding(mesh, SPECS[spec])
+    params, grads = _arrays(512, 512)
+    want = _on_one_device(tx)
+    with jax.set_mesh(mesh):
+        params, grads = jax.device_put((params, grads), sharding)
+        state = tx.init(params)
+        _assert_placed(state, sharding)
+        step = _compiled(lowbit_optax.step, tx, grads[0], state, params)
+        assert not _collectives(step)
+        got = _two_steps(tx, params, state, grads, step)
+    _assert_placed(got, sharding)
+    assert_same_bits(got, want)
+
+
+@AXES
+@pytest.mark.parametrize("name", FEW)
+def test_update_and_apply_updates_need_no_communication_either(name, axis_type):
+    tx = _MADE[name]
+    mesh = _mesh(axis_type)
+    sharding = jax.NamedSharding(mesh, jax.P("x"))
+    params, grads = _arrays(512, 512)
+    with jax.set_mesh(mesh):
+        params, grads = jax.device_put((params, grads), sharding)
+        state = tx.init(params)
+        advance = _compiled(apply, tx, grads[0], state, params)
+        assert not _collectives(advance)
+        got = _two_steps(tx, params, state, grads, advance)
+    assert_same_bits(got, _on_one_device(tx))
+
+
+PLACED = {
+    "stack by layer": ((8, 64, 16), (8,), jax.P("x")),
+    "stack by column": ((3, 32, 64), (8,), jax.P(None, None, "x")),
+    "vector": ((512,), (8,), jax.P("x")),
+    "convolution by channel": ((3, 3, 32, 256), (8,), jax.P(None, None, None, "x")),
+    "two axes": ((128, 64), (4, 2), jax.P("x", "y")),
+    "one axis of two": ((256, 64), (4, 2), jax.P(("x", "y"))),
+}
+
+
+@pytest.mark.parametrize(
+    ("placed", "axis_type"),
+    [(name, AxisType.Auto) for name in PLACED]
+    + [(name, AxisType.Explicit) for name in ("stack by layer", "two axes")],
+)
+def test_other_ranks_and_meshes(placed, axis_type):
+    shape, devices, spec = PLACED[placed]
+    tx = _MADE["extra_bits_sgd_6"]
+    axes = ("x", "y")[: len(devices)]
+    mesh = jax.make_mesh(devices, axes, axis_types=(axis_type,) * len(axes))
+    sharding = jax.NamedSharding(mesh, spec)
+    params, grads = _arrays(*shape)
+    step = jax.jit(functools.partial(lowbit_optax.step, tx))
+    want = _two_steps(tx, params, jax.jit(tx.init)(params), grads, step)
+    with jax.set_mesh(mesh):
+        params, grads = jax.device_put((params, grads), sharding)
+        state = tx.init(params)
+        step = _compiled(lowbit_optax.step, tx, grads[0], state, params)
+        assert not _collectives(step)
+        got = _two_steps(tx, params, state, grads, step)
+    _assert_placed(got, sharding)
+    assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("name", ["extra_bits_adamw_8", "sr_adamw"])
+def test_shards_that_are_no_whole_groups_give_the_same_numbers(name):
+    # 128 rows on 8 devices are half a group on each: communication, but not others.
+    tx = _MADE[name]
+    mesh = _mesh(AxisType.Auto)
+    sharding = jax.NamedSharding(mesh, jax.P("x"))
+    params, grads = _arrays(128, 16)
+    step = jax.jit(functools.partial(lowbit_optax.step, tx))
+    want = _two_steps(tx, params, jax.jit(tx.init)(params), grads, step)
+    params, grads = jax.device_put((params, grads), sharding)
+    got = _two_steps(tx, params, jax.jit(tx.init)(params), grads, step)
+    assert_same_bits(got, want)
+
+
+def test_without_a_mesh_in_context_shardings_carry_over_too():
+    tx = _MADE["extra_bits_adamw_8"]
+    sharding = jax.NamedSharding(_mesh(AxisType.Auto), jax.P("x"))
+    params, grads = _arrays(512, 512)
+    params, grads = jax.device_put((params, grads), sharding)
+    state = tx.init(params)
+    _assert_placed(state, sharding)
+    step = jax.jit(functools.partial(lowbit_optax.step, tx))
+    got = _two_steps(tx, params, state, grads, step)
+    _assert_placed(got, sharding)
+    assert_same_bits(got, _on_one_device(tx))
+
+
+@AXES
+def test_master_weights_and_reports_of_sharded_training(axis_type):
+    tx = _MADE["extra_bits_adamw_8"]
+    mesh = _mesh(axis_type)
+    sharding = jax.NamedSharding(mesh, jax.P("x"))
+    params, grads = _arrays(512, 512)
+    want = lowbit_optax.master_weights(*_on_one_device(tx))
+    with jax.set_mesh(mesh):
+        params, grads = jax.device_put((params, grads), sharding)
+        step = jax.jit(functools.partial(lowbit_optax.step, tx))
+        got = _two_steps(tx, params, tx.init(params), grads, step)
+        masters = jax.jit(lowbit_optax.master_weights).lower(*got).compile()
+        assert not _collectives(masters)
+        masters = masters(*got)
+        _assert_placed(masters, sharding)
+        assert_same_bits(masters, want)
+        share = lowbit_optax.cancelled_updates(tx, grads[0], got[1], got[0])
+        assert 0 <= float(share) <= 1
+
+
+def _shardings_of_state(tx, params, shardings, mesh):
+    """The documented recipe: shapes, then a sharding for every leaf."""
+    replicated = jax.NamedSharding(mesh, jax.P())
+    shapes = jax.eval_shape(tx.init, params)
+    return shapes, optax.tree.map_params(
+        tx,
+        lambda leaf, sharding: leaf if leaf is None else sharding,
+        shapes,
+        shardings,
+        transform_non_params=lambda _: replicated,
+        is_leaf=lambda leaf: leaf is None,
+    )
+
+
+RECIPES = {name: _MADE[name] for name in ALIASES | VARIANTS} | {
+    "chain": optax.chain(
+        optax.clip_by_global_norm(1.0),
+        lowbit_optax.extra_bits_adamw(0.01, bits=8, min_size=0),
+    ),
+    "multi_steps": optax.MultiSteps(lowbit_optax.kahan_adamw(0.01), 2),
+    "schedule": lowbit_optax.kahan_sgd(optax.linear_schedule(1.0, 0.0, 9), 0.9),
+    "injected": lowbit_optax.lowbit(
+        optax.inject_hyperparams(optax.adamw)(0.01), moments=BFLOAT16_MOMENTS
+    ),
+}
+
+
+@pytest.mark.parametrize("tx", RECIPES.values(), ids=RECIPES)
+def test_map_params_makes_shardings_for_a_jitted_init(tx):
+    mesh = _mesh(AxisType.Auto)
+    params = {
+        "kernel": jnp.ones((512, 64), jnp.bfloat16),
+        "norm": jnp.ones(256),
+        "unused": None,
+    }
+    shardings = {
+        "kernel": jax.NamedSharding(mesh, jax.P("x")),
+        "norm": jax.NamedSharding(mesh, jax.P("x")),
+        "unused": None,
+    }
+    shapes, state_shardings = _shardings_of_state(tx, params, shardings, mesh)
+    assert jax.tree.structure(shapes) == jax.tree.structure(state_shardings)
+    placed = jax.device_put(params, shardings)
+    state = jax.jit(tx.init, out_shardings=state_shardings)(placed)
+    assert_same_bits(state, jax.jit(tx.init)(params))
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        name = jax.tree_util.keystr(path)
+        if "kernel" in name or "norm" in name:
+            assert leaf.sharding.spec == jax.P("x"), name
+        else:
+            assert leaf.sharding.is_fully_replicated, name
+
+
+def test_recipe_places_partitioned_state_too():
+    mesh = _mesh(AxisType.Auto)
+    tx = optax.partition(
+        {
+            "kahan": lowbit_optax.kahan_adamw(0.01),
+            "stochastic": lowbit_optax.sr_adamw(0.01),
+        },
+        {"kernel": "stochastic", "bias": "kahan"},
+    )
+    params = {
+        "kernel": jnp.ones((512, 64), jnp.bfloat16),
+        "bias": jnp.ones(256, jnp.bfloat16),
+    }
+    rows = jax.NamedSharding(mesh, jax.P("x"))
+    shapes = jax.eval_shape(tx.init, params)
+    shardings = optax.tree.map_params(
+        tx,
+        lambda _: rows,
+        shapes,
+        transform_non_params=lambda _: jax.NamedSharding(mesh, jax.P()),
+    )
+    state = jax.jit(tx.init, out_shardings=shardings)(jax.device_put(params, rows))
+    compensation = state.inner_states["kahan"].inner_state.residual.compensation
+    assert compensation["bias"].sharding == rows
+    assert state.inner_states["stochastic"].inner_state.count.sharding.spec == jax.P()
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_map_params_visits_every_leaf_of_the_parameters_structure(name):
+    tx = _MADE[name]
+    params = {"kernel": jnp.ones((64, 8), jnp.bfloat16), "norm": jnp.ones(8)}
+    state = tx.init(params)
+    marked = optax.tree.map_params(
+        tx,
+        lambda leaf: ("param", leaf.shape),
+        state,
+        transform_non_params=lambda _: "no",
+    )
+    leaves = jax.tree_util.tree_flatten_with_path(
+        marked, is_leaf=lambda x: isinstance(x, tuple) and x[:1] == ("param",)
+    )[0]
+    for path, leaf in leaves:
+        key = jax.tree_util.keystr(path)
+        belongs = key.endswith(("['kernel']", "['norm']"))
+        assert (leaf != "no") == belongs, key

@@ -1,0 +1,362 @@
+"""Operators on split numbers: float32 arithmetic on the masters, rounded once."""
+
+import operator
+
+import chex
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import lowbit_optax
+from lowbit_optax import SplitArray, join_array, split_array
+
+SIXTEEN = lowbit_optax.extra_bits(16, residual_rounding="nearest")  # rounds nothing
+EIGHT = lowbit_optax.extra_bits(8, residual_rounding="nearest")
+SIZE = 64
+
+
+def numbers(seed, shape=(SIZE,), *, positive=False):
+    """float32 numbers of several magnitudes, none zero."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=shape) * 10.0 ** rng.uniform(-3, 3, shape)
+    return (np.abs(x) if positive else x).astype(np.float32)
+
+
+def split16(x):
+    """Split without loss, so that every result is comparable in all its bits."""
+    return split_array(x, jnp.bfloat16, SIXTEEN)
+
+
+X, Y, Z = numbers(0), numbers(1), numbers(2)
+
+OPERATORS = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "truediv": operator.truediv,
+}
+each_operator = pytest.mark.parametrize("op", OPERATORS.values(), ids=OPERATORS)
+
+OPERANDS = {
+    "split": split16,
+    "float32 array": jnp.asarray,
+    "numpy array": np.asarray,
+}
+
+
+@each_operator
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("kind", OPERANDS)
+def test_an_operator_is_float32s_with_both_operands_on_either_side(op, kind, jit):
+    run = jax.jit(op) if jit else op
+    other = OPERANDS[kind](Y)
+    result = run(split16(X), other)
+    assert isinstance(result, SplitArray)
+    np.testing.assert_array_equal(join_array(result), op(X, Y))
+    if kind != "numpy array" or jit:  # numpy takes its operator on itself: see below
+        reflected = run(other, split16(X))
+        assert isinstance(reflected, SplitArray)
+        np.testing.assert_array_equal(join_array(reflected), op(Y, X))
+
+
+@each_operator
+def test_a_number_is_an_operand_on_either_side(op):
+    for number in (3, 0.1, -2.5):
+        # In jax.numpy: XLA divides by a scalar by multiplying with its reciprocal.
+        wide, x = jnp.float32(number), jnp.asarray(X)
+        np.testing.assert_array_equal(join_array(op(split16(X), number)), op(x, wide))
+        np.testing.assert_array_equal(join_array(op(number, split16(X))), op(wide, x))
+
+
+def test_a_numpy_array_on_the_left_is_an_operand_too():
+    result = Y - split16(X)
+    assert isinstance(result, SplitArray)
+    np.testing.assert_array_equal(join_array(result), Y - X)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.int32, jnp.bool_])
+def test_operands_of_other_dtypes_are_widened_first(dtype):
+    other = jnp.arange(1, SIZE + 1).astype(dtype)
+    wide = np.asarray(other.astype(jnp.float32))
+    np.testing.assert_array_equal(join_array(split16(X) * other), X * wide)
+    np.testing.assert_array_equal(join_array(split16(X) + other), X + wide)
+
+
+def test_minus_a_split_array_is_exact():
+    np.testing.assert_array_equal(join_array(-split16(X)), -X)
+
+
+def test_sqrt_is_the_correctly_rounded_root():
+    x = numbers(3, positive=True)
+    root = join_array(split16(x).sqrt())
+    # numpy's float32 root is IEEE's; XLA:CPU's is within one unit of it.
+    np.testing.assert_array_max_ulp(np.asarray(root), np.sqrt(x), maxulp=1)
+    np.testing.assert_array_equal(root, jnp.sqrt(jnp.asarray(x)))
+
+
+def fused(a, b, c):
+    """``a + b * c`` in float32: rounded after the product, or (XLA's choice) not."""
+    product = b.astype(np.float64) * c.astype(np.float64)
+    twice = (a + (b * c).astype(np.float32)).astype(np.float32)
+    once = (a.astype(np.float64) + product).astype(np.float32)
+    return twice, once
+
+
+def assert_either(got, choices):
+    got = np.asarray(got)
+    assert np.all(np.any([got == choice for choice in choices], axis=0))
+
+
+def test_addcmul_adds_a_product_with_a_factor():
+    np.testing.assert_array_equal(join_array(split16(X).addcmul(Y, Z)), X + Y * Z)
+    halved = split16(X).addcmul(split16(Y), Z, value=-0.5)
+    expected = X + (np.float32(-0.5) * Y) * Z
+    np.testing.assert_array_equal(join_array(halved), expected)
+    inside = jax.jit(lambda x, y, z: x.addcmul(y, z))(split16(X), Y, Z)
+    assert_either(join_array(inside), fused(X, Y, Z))
+
+
+def test_addcdiv_adds_a_quotient_with_a_factor():
+    np.testing.assert_array_equal(join_array(split16(X).addcdiv(Y, Z)), X + Y / Z)
+    tripled = split16(X).addcdiv(Y, split16(Z), value=3.0)
+    expected = X + (np.float32(3) * Y) / Z
+    np.testing.assert_array_equal(join_array(tripled), expected)
+
+
+def test_lerp_goes_a_part_of_the_way():
+    part = join_array(split16(X).lerp(Y, 0.25))
+    np.testing.assert_array_equal(part, X + np.float32(0.25) * (Y - X))
+    np.testing.assert_array_equal(join_array(split16(X).lerp(Y, 0.0)), X)
+    toward = join_array(split16(X).lerp(split16(Y), split16(Z)))
+    np.testing.assert_array_equal(toward, X + Z * (Y - X))
+
+
+def test_adam_written_with_these_operations_is_adam_in_float32():
+    # The paper's use: an optimizer whose state and weights are split numbers.
+    b1, b2 = np.float32(0.9), np.float32(0.999)
+    w, m, v = split16(X), split16(np.zeros_like(X)), split16(np.zeros_like(X))
+    wide, mean, square = X, np.zeros_like(X), np.zeros_like(X)
+    for seed in range(3):
+        g = numbers(10 + seed)
+        m = (m * b1).addcmul(g, 1 - b1)
+        v = (v * b2).addcmul(g * g, 1 - b2)
+        w = w.addcdiv(m, v.sqrt() + 1e-8, -1e-3)
+        mean = mean * b1 + g * (1 - b1)
+        square = square * b2 + (g * g) * (1 - b2)
+        root = np.asarray(jnp.sqrt(jnp.asarray(square)))
+        wide = wide + (np.float32(-1e-3) * mean) / (root + np.float32(1e-8))
+    np.testing.assert_array_equal(join_array(m), mean)
+    np.testing.assert_array_equal(join_array(v), square)
+    np.testing.assert_array_equal(join_array(w), wide)
+
+
+# Rounded once, to what the format keeps.
+
+
+@each_operator
+def test_a_result_is_the_float32_result_rounded_once_to_the_bits_kept(op):
+    x, y = (split_array(a, jnp.bfloat16, EIGHT) for a in (X, Y))
+    exact = op(np.asarray(join_array(x)), np.asarray(join_array(y)))
+    bits = exact.view(np.uint32).astype(np.uint64)
+    # 16 + 8 of 32 bits, nearest even.
+    rounded = ((bits + 0x7F + ((bits >> 8) & 1)) >> 8) << 8
+    expected = rounded.astype(np.uint32).view(np.float32)
+    np.testing.assert_array_equal(join_array(op(x, y)), expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits"), [(jnp.float16, 13), (jnp.float8_e4m3fn, 20)]
+)
+def test_other_dtypes_are_exact_in_their_normal_range(dtype, bits):
+    rng = np.random.default_rng(0)
+    x, y = rng.uniform(1, 1.5, (2, SIZE)).astype(np.float32)
+    format_ = lowbit_optax.extra_bits(bits, residual_rounding="nearest")
+    a, b = (split_array(v, dtype, format_) for v in (x, y))
+    assert a.dtype == dtype
+    np.testing.assert_array_equal(join_array(a), x)
+    np.testing.assert_array_equal(join_array(a * b), x * y)
+
+
+def test_the_parameter_is_usable_as_it_is():
+    split = split16(X)
+    assert split.param.dtype == jnp.bfloat16
+    assert (split.shape, split.dtype) == (X.shape, jnp.bfloat16)
+    # Nearest, ties away from zero.
+    expected = ((X.view(np.uint32) + 0x8000) >> 16).astype(np.uint16)
+    np.testing.assert_array_equal(np.asarray(split.param).view(np.uint16), expected)
+
+
+def test_many_small_steps_add_up_where_bfloat16_stands_still():
+    step = np.float32(1e-5)
+
+    def body(_, x):
+        return x - step
+
+    ones = split_array(jnp.ones(SIZE), jnp.bfloat16, SIXTEEN)
+    after = jax.jit(lambda x: jax.lax.fori_loop(0, 1000, body, x))(ones)
+    wide = np.ones(SIZE, np.float32)
+    for _ in range(1000):
+        wide = wide - step
+    np.testing.assert_array_equal(join_array(after), wide)
+    np.testing.assert_array_equal(ones.param - jnp.bfloat16(step), ones.param)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_kahan_keeps_the_small_steps_in_its_compensation(rounding):
+    format_ = lowbit_optax.kahan(rounding=rounding)
+    split = split_array(jnp.ones(4096), jnp.bfloat16, format_)
+
+    def body(_, x):
+        return x - np.float32(1e-5)
+
+    after = jax.jit(lambda x: jax.lax.fori_loop(0, 1000, body, x))(split)
+    error = np.asarray(join_array(after)).astype(np.float64) - 0.99
+    # The compensation is at most a unit below 1, 2^-8, and spaced 2^-8 of its binade:
+    # 1000 draws deviate by half of that times sqrt(1000); float32 by 2^-24 thrice each.
+    deviation = 2.0**-17 * np.sqrt(1000)
+    rounding_errors = 3000 * 2.0**-24
+    assert np.abs(error).max() <= 7 * deviation + rounding_errors
+    assert abs(error.mean()) <= 5 * deviation / 64 + rounding_errors
+
+
+def test_kahan_adds_by_its_own_lines():
+    w = np.array([1.0, 100.0], np.float32).astype(ml_dtypes.bfloat16)
+    split = split_array(w.astype(np.float32), jnp.bfloat16, lowbit_optax.kahan())
+    plus = split + np.array([2.0**-12, 2.0**-3], np.float32)
+    np.testing.assert_array_equal(np.asarray(plus.param), w)
+    np.testing.assert_array_equal(
+        np.asarray(plus.residual).astype(np.float32), [-(2.0**-12), -(2.0**-3)]
+    )
+    np.testing.assert_array_equal(join_array(plus), [1 + 2.0**-12, 100 + 2.0**-3])
+
+
+@pytest.mark.parametrize(
+    "format_",
+    [
+        lowbit_optax.nearest(),
+        lowbit_optax.stochastic_rounding(),
+        lowbit_optax.master_copy(),
+        lowbit_optax.kahan(),
+        lowbit_optax.extra_bits(0),
+        lowbit_optax.extra_bits(5, rounding="toward_zero"),
+    ],
+    ids=repr,
+)
+def test_every_format_computes_and_keeps_its_kind(format_):
+    split = split_array(jnp.full((40, 3), 1.5), jnp.bfloat16, format_)
+    result = (split * 2 - 1).sqrt()
+    assert result.weight_format == format_
+    chex.assert_trees_all_equal_shapes_and_dtypes(result, split)
+    # sqrt(2), to a unit of bfloat16 or better.
+    np.testing.assert_allclose(join_array(result), np.sqrt(2), atol=2.0**-7)
+
+
+def test_stochastic_results_are_drawn_anew_at_every_operation():
+    format_ = lowbit_optax.stochastic_rounding()
+    # A quarter of the spacing above 1: the shares that go up are independent.
+    one = split_array(jnp.ones(4096), jnp.bfloat16, format_)
+    quarter = np.float32(2.0**-9)
+    first = one + quarter
+    again = one + quarter
+    chex.assert_trees_all_equal(first, again)  # the state was the same
+    later = one * 1
+    second = later + quarter
+    up, other = np.asarray(first.param) > 1, np.asarray(second.param) > 1
+    differing = np.mean(up != other)
+    assert abs(differing - 0.375) <= 5 * np.sqrt(0.375 * 0.625 / 4096)
+    seeded = split_array(jnp.ones(4096), jnp.bfloat16, format_, seed=1) + quarter
+    assert np.any(np.asarray(seeded.param) != np.asarray(first.param))
+
+
+# Shapes.
+
+
+@each_operator
+def test_shapes_broadcast_as_arrays_do(op):
+    x, row = numbers(4, (5, 33)), numbers(5, (33,))
+    column, one, layers = numbers(6, (5, 1)), numbers(7, (1,)), numbers(8, (4, 1, 33))
+    pairs = [(x, row), (x, column), (x, one), (x, layers), (row, x), (column, row)]
+
+    @jax.jit
+    def results(pairs):
+        return [join_array(op(split16(a), b)) for a, b in pairs]
+
+    for (a, b), result in zip(pairs, results(pairs), strict=True):
+        # In jax.numpy: XLA divides by what it broadcasts as by a scalar.
+        expected = op(jnp.asarray(a), jnp.asarray(b))
+        assert result.shape == expected.shape
+        np.testing.assert_array_equal(result, expected)
+
+
+def test_a_scalar_keeps_its_whole_master_and_packs_when_it_grows():
+    scalar = split_array(0.1, jnp.bfloat16, SIXTEEN)
+    assert scalar.shape == ()
+    assert scalar.residual.dtype == jnp.float32
+    np.testing.assert_array_equal(join_array(scalar + 0.2), np.float32(0.1) + 0.2)
+    grown = scalar * X
+    np.testing.assert_array_equal(join_array(grown), np.float32(0.1) * X)
+    back = split16(X[:1]) + scalar
+    np.testing.assert_array_equal(join_array(back), X[:1] + np.float32(0.1))
+
+
+def test_an_empty_array_stays_empty():
+    empty = split16(np.zeros((0, 3), np.float32))
+    assert join_array(empty + 1.0).shape == (0, 3)
+
+
+# Transformations.
+
+
+def test_it_is_a_pytree_of_arrays_with_a_static_format():
+    split = split16(X)
+    leaves, treedef = jax.tree.flatten(split)
+    assert len(leaves) == 3
+    rebuilt = jax.tree.unflatten(treedef, leaves)
+    assert rebuilt.weight_format == SIXTEEN
+    chex.assert_trees_all_equal(rebuilt, split)
+    other = split_array(X, jnp.bfloat16, lowbit_optax.kahan())
+    assert jax.tree.structure(other) != treedef
+
+
+def test_scan_carries_it():
+    def body(x, y):
+        x = x.addcmul(y, 0.5)
+        return x, x.param
+
+    after, params = jax.jit(lambda x, ys: jax.lax.scan(body, x, ys))(
+        split16(X), jnp.stack([Y, Z])
+    )
+    expected = (X + np.float32(0.5) * Y) + np.float32(0.5) * Z
+    np.testing.assert_array_equal(join_array(after), expected)
+    assert params.shape == (2, SIZE)
+    chex.assert_trees_all_equal(params[-1], after.param)
+
+
+def test_vmap_over_values_splits_and_computes_each_row_alone():
+    rows, scale = numbers(9, (3, SIZE)), numbers(10, (3,))
+
+    def one(x, s):
+        return join_array(split16(x) * s)
+
+    mapped = jax.jit(jax.vmap(one))(jnp.asarray(rows), jnp.asarray(scale))
+    np.testing.assert_array_equal(mapped, rows * scale[:, None])
+
+
+def test_vmap_over_a_stack_of_split_arrays_made_by_vmap():
+    rows = numbers(9, (3, SIZE))
+    stack = jax.jit(jax.vmap(split16))(jnp.asarray(rows))
+    assert stack.param.shape == (3, SIZE)
+    assert stack.random_state.shape == (3, 2)
+    doubled = jax.jit(jax.vmap(lambda x: join_array(x + x)))(stack)
+    np.testing.assert_array_equal(doubled, rows + rows)
+
+
+def test_errors_say_which_dtype_and_how_many_bits():
+    with pytest.raises(ValueError, match="dtype is float32"):
+        split_array(X, jnp.float32, SIXTEEN)
+    with pytest.raises(ValueError, match="float16 takes 0 to 13 extra bits, not 16"):
+        split_array(X, jnp.float16, SIXTEEN)
+    with pytest.raises((TypeError, ValueError)):
+        split16(X) + np.ones(3, np.float32)
