@@ -49,6 +49,7 @@ def _batch():
     return inputs, jnp.tanh(inputs[:, :4].astype(jnp.float32))
 
 
+@jax.jit
 def _linen_loss(params):
     inputs, outputs = _batch()
     predicted = _Network().apply({"params": params}, inputs)
@@ -138,6 +139,7 @@ class _Model(nnx.Module):
         return self.out(self.norm(nnx.relu(self.hidden(x))).astype(jnp.bfloat16))
 
 
+@nnx.jit
 def _nnx_loss(model):
     inputs, outputs = _batch()
     return jnp.mean(jnp.square(model(inputs).astype(jnp.float32) - outputs))
@@ -203,6 +205,7 @@ def test_equinox_partitioned_trees_with_none_train(optimizer):
     params, static = equinox.partition(model, equinox.is_inexact_array)
     tx = optimizer()
 
+    @equinox.filter_jit
     def loss(params):
         inputs, outputs = _batch()
         predicted = jax.vmap(equinox.combine(params, static))(inputs)

@@ -193,7 +193,8 @@ def test_patterns_at_and_past_the_special_one_are_not_finite(dtype):
 def test_infinity_and_nan_have_the_same_pattern_with_any_extra_bits(dtype):
     layout = float_layouts.layout_of(dtype)
     x = as_float32([0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001, 0x7FFFFFFF])
-    for extra in range(layout.max_extra_bits + 1):
+    most = layout.max_extra_bits
+    for extra in (0, 1, most // 2, most):
         sign, magnitude = to_pattern(x, layout, extra)
         np.testing.assert_array_equal(sign, [0, 0x80000000, 0, 0, 0])
         infinite = layout.special << extra

@@ -81,9 +81,11 @@ def test_sixteen_extra_bits_are_the_float32_run_with_momentum_and_any_gradients(
 
         return jax.jit(lambda p: lax.scan(one, (p, tx.init(p)), grads)[0])(params)
 
-    plain = optax.sgd(0.01, 0.9)
+    # Powers of two: XLA may or may not fuse a product into the sum that follows, but
+    # then their products are exact and it makes no difference.
+    plain = optax.sgd(2.0**-7, 0.5)
     wide, _ = run(plain, jnp.asarray(start.astype(np.float32)))
-    tx = lowbit_optax.extra_bits_sgd(0.01, 0.9, bits=16, min_size=0)
+    tx = lowbit_optax.extra_bits_sgd(2.0**-7, 0.5, bits=16, min_size=0)
     params, state = run(tx, jnp.asarray(start))
     chex.assert_trees_all_equal(lowbit_optax.master_weights(params, state), wide)
 
@@ -276,10 +278,8 @@ def test_both_of_the_papers_methods_combine():
 @pytest.mark.parametrize(
     ("dtype", "weight", "update"),
     [
-        (jnp.bfloat16, 3e38, 3e38),
-        (jnp.bfloat16, 3.3e38, 1e37),
+        (jnp.bfloat16, -3.3e38, -1e37),
         (jnp.float16, 60000.0, 10000.0),
-        (jnp.float16, -60000.0, -10000.0),
     ],
 )
 def test_an_overflowing_parameter_is_infinite_and_its_compensation_zero(

@@ -339,10 +339,13 @@ def test_infinite_and_nan_parameters_leave_no_nan_in_a_number_masters_residual(
 # Whole steps.
 
 
-@pytest.mark.parametrize(("format_", "dtype"), CASES)
+@pytest.mark.parametrize(("format_", "dtype"), CASES[::2])
 def test_update_and_apply_is_step_in_ordinary_training(format_, dtype):
     rng = np.random.default_rng(0)
-    tx = lowbit_optax.lowbit(optax.sgd(1e-2, 0.9), weights=format_, min_size=0)
+    # Powers of two: XLA may or may not fuse a product into the sum that follows, but
+    # then their products are exact and it makes no difference.
+    inner = optax.sgd(2.0**-7, 0.5)
+    tx = lowbit_optax.lowbit(inner, weights=format_, min_size=0)
     start = jnp.asarray(rng.normal(size=(32, 8)).astype(dtype))
     grads = jnp.asarray(rng.normal(size=(5, 32, 8)).astype(np.float32))
 

@@ -309,7 +309,10 @@ def test_ensemble_members_with_own_seeds_round_differently():
 
 
 def test_state_is_parallel_trees_with_the_parameters_structure():
-    params = model_params() | {"stack": jnp.ones((2, 32, 8), jnp.bfloat16)}
+    params = model_params() | {
+        "stack": jnp.ones((2, 32, 8), jnp.bfloat16),
+        "scale": jnp.bfloat16(1),
+    }
     state = lowbit_optax.extra_bits_adamw(1e-3, bits=8, min_size=0).init(params)
     assert isinstance(state, LowbitState)
     like = jax.tree.structure(params)

@@ -268,11 +268,15 @@ def test_injected_schedules_run():
 
 
 @pytest.mark.parametrize(
-    "weights",
-    [extra_bits(8), extra_bits(16), kahan(), lowbit_optax.stochastic_rounding()],
+    ("weights", "bad"),
+    [
+        (extra_bits(8), np.nan),
+        (extra_bits(16), np.inf),
+        (kahan(), np.nan),
+        (lowbit_optax.stochastic_rounding(), -np.inf),
+    ],
     ids=["extra_bits_8", "extra_bits_16", "kahan", "stochastic_rounding"],
 )
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_apply_if_finite_inside_skips_bad_gradients_and_nothing_changes(weights, bad):
     tx = lowbit(
         optax.apply_if_finite(optax.adamw(0.01), max_consecutive_errors=3),

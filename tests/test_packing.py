@@ -10,8 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pallas_kernels
-from pallas_kernels import GROUP, get_field, pack, pack_axis, packed_shape, period
-from pallas_kernels import put_fields, unpack  # fmt: skip
+from pallas_kernels import (
+    GROUP,
+    get_field,
+    pack,
+    pack_axis,
+    packed_shape,
+    period,
+    put_fields,
+    unpack,
+)
 
 deterministic = settings(deadline=None, derandomize=True)
 
@@ -56,7 +64,7 @@ def test_words_hold_their_fields_as_one_long_number_of_any_width(bits):
     np.testing.assert_array_equal(unpack_(words, bits, fields.shape), fields)
 
 
-@settings(deterministic, max_examples=20)  # each compiles anew
+@settings(deterministic, max_examples=15)  # each compiles anew
 @given(
     bits=st.integers(1, 32),
     shape=st.lists(st.integers(0, 40), min_size=1, max_size=4)

@@ -248,7 +248,7 @@ def test_the_unit_refuses_a_beta_that_is_one_in_bfloat16():
     for alias in (lowbit_optax.kahan_adamw, lowbit_optax.sr_adamw):
         with pytest.raises(ValueError, match=r"b2 is 0\.999, which is 1 in bfloat16"):
             alias(1e-3, b2=0.999, arithmetic="param")
-        with pytest.raises(ValueError, match="b1 is 0.999"):
+        with pytest.raises(ValueError, match=r"b1 is 0\.999"):
             alias(1e-3, b1=0.999, b2=0.997, arithmetic="param")
 
 

@@ -67,6 +67,15 @@ def _arrays(*shape):
     return jnp.asarray(weight, jnp.bfloat16), list(jnp.asarray(grads, jnp.bfloat16))
 
 
+def _placed(tx, params, sharding):
+    """A fresh state where the parameter's sharding puts it."""
+    replicated = jax.NamedSharding(sharding.mesh, jax.P())
+    state = jax.jit(tx.init)(params)
+    return jax.tree.map(
+        lambda leaf: jax.device_put(leaf, sharding if leaf.ndim else replicated), state
+    )
+
+
 def _two_steps(tx, params, state, grads, advance):
     for grad in grads:
         params, state = advance(grad, state, params)
@@ -122,14 +131,26 @@ def test_sharded_steps_are_one_devices_steps_without_communication(
     params, grads = _arrays(512, 512)
     want = _on_one_device(tx)
     with jax.set_mesh(mesh):
+        state = _placed(tx, params, sharding)
         params, grads = jax.device_put((params, grads), sharding)
-        state = tx.init(params)
-        _assert_placed(state, sharding)
         step = _compiled(lowbit_optax.step, tx, grads[0], state, params)
         assert not _collectives(step)
         got = _two_steps(tx, params, state, grads, step)
     _assert_placed(got, sharding)
     assert_same_bits(got, want)
+
+
+@AXES
+@pytest.mark.parametrize("name", FEW)
+def test_eager_init_places_the_state_as_its_parameter(name, axis_type):
+    tx = _MADE[name]
+    mesh = _mesh(axis_type)
+    sharding = jax.NamedSharding(mesh, jax.P("x"))
+    params, _ = _arrays(512, 512)
+    with jax.set_mesh(mesh):
+        state = tx.init(jax.device_put(params, sharding))
+    _assert_placed(state, sharding)
+    assert_same_bits(state, jax.jit(tx.init)(params))
 
 
 @AXES
@@ -140,8 +161,8 @@ def test_update_and_apply_updates_need_no_communication_either(name, axis_type):
     sharding = jax.NamedSharding(mesh, jax.P("x"))
     params, grads = _arrays(512, 512)
     with jax.set_mesh(mesh):
+        state = _placed(tx, params, sharding)
         params, grads = jax.device_put((params, grads), sharding)
-        state = tx.init(params)
         advance = _compiled(apply, tx, grads[0], state, params)
         assert not _collectives(advance)
         got = _two_steps(tx, params, state, grads, advance)
@@ -173,8 +194,8 @@ def test_other_ranks_and_meshes(placed, axis_type):
     step = jax.jit(functools.partial(lowbit_optax.step, tx))
     want = _two_steps(tx, params, jax.jit(tx.init)(params), grads, step)
     with jax.set_mesh(mesh):
+        state = _placed(tx, params, sharding)
         params, grads = jax.device_put((params, grads), sharding)
-        state = tx.init(params)
         step = _compiled(lowbit_optax.step, tx, grads[0], state, params)
         assert not _collectives(step)
         got = _two_steps(tx, params, state, grads, step)
@@ -217,15 +238,17 @@ def test_master_weights_and_reports_of_sharded_training(axis_type):
     params, grads = _arrays(512, 512)
     want = lowbit_optax.master_weights(*_on_one_device(tx))
     with jax.set_mesh(mesh):
+        state = _placed(tx, params, sharding)
         params, grads = jax.device_put((params, grads), sharding)
         step = jax.jit(functools.partial(lowbit_optax.step, tx))
-        got = _two_steps(tx, params, tx.init(params), grads, step)
+        got = _two_steps(tx, params, state, grads, step)
         masters = jax.jit(lowbit_optax.master_weights).lower(*got).compile()
         assert not _collectives(masters)
         masters = masters(*got)
         _assert_placed(masters, sharding)
         assert_same_bits(masters, want)
-        share = lowbit_optax.cancelled_updates(tx, grads[0], got[1], got[0])
+        share = jax.jit(functools.partial(lowbit_optax.cancelled_updates, tx))
+        share = share(grads[0], got[1], got[0])
         assert 0 <= float(share) <= 1
 
 
