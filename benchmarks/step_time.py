@@ -1,4 +1,4 @@
-"""Times one jitted, donated optimizer step of every alias against optax's, on this host.
+"""Times a jitted, donated optimizer step of every alias against optax, on this host.
 
     python benchmarks/step_time.py --parameters 16777216 --json step_time.json
 
