@@ -197,12 +197,16 @@ def trained(mu=None, nu=None, trace=None, steps=3):
     )
     params = {"w": jnp.ones((16, 4), jnp.bfloat16), "b": jnp.ones(4)}
     grads = jax.tree.map(lambda p: jnp.full(p.shape, 0.3), params)
-    with jax.numpy_dtype_promotion("standard"):
+
+    @jax.jit
+    def run(params):
         state = tx.init(params)
-        step = jax.jit(functools.partial(lowbit_optax.step, tx))
         for _ in range(steps):
-            params, state = step(grads, state, params)
-    return state.inner_state
+            params, state = lowbit_optax.step(tx, grads, state, params)
+        return state.inner_state
+
+    with jax.numpy_dtype_promotion("standard"):
+        return run(params)
 
 
 EVERY = (cast(jnp.bfloat16),) * 3

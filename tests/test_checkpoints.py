@@ -170,7 +170,8 @@ def test_a_checkpoint_of_other_weights_is_an_error_before_it_is_used(
     with pytest.raises((ValueError, TypeError)):
         # Orbax and flax may notice; where they do not, tracing the first step must.
         _trace_a_step(resumed, *store(tmp_path, held, like))
-    gc.collect()  # Orbax leaves reads unawaited
+    if store is _orbax:
+        gc.collect()  # it leaves reads unawaited, which warns when they are collected
 
 
 OTHER_MOMENTS = {

@@ -296,10 +296,14 @@ def test_an_overflowing_parameter_is_infinite_and_its_compensation_zero(
         np.testing.assert_array_equal(compensation, 0)
         assert not any(np.any(np.isnan(x)) for x in jax.tree.leaves(state))
 
-    # By optax's addition, once; and on from there.
-    with jax.numpy_dtype_promotion("standard"):
+    @jax.jit
+    def update_and_apply(params):
         updates, state = tx.update(grads, tx.init(params), params)
-        assert_infinite(optax.apply_updates(params, updates), state)
+        return optax.apply_updates(params, updates), state
+
+    # By optax's addition, once; and by three steps.
+    with jax.numpy_dtype_promotion("standard"):
+        assert_infinite(*update_and_apply(params))
     assert_infinite(*train(tx, params, grads, 3))
 
 

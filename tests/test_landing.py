@@ -379,7 +379,7 @@ def test_float8_trains_by_lowbits_apply_updates(dtype, name):
         updates, state = tx.update(grads, state, params)
         return lowbit_optax.apply_updates(params, updates), state
 
-    state = tx.init(params)
+    state = jax.jit(tx.init)(params)
     step = jax.jit(functools.partial(lowbit_optax.step, tx))
     by_step = params, state
     for _ in range(3):
@@ -420,7 +420,7 @@ def test_a_weight_at_zero_can_take_small_updates_of_either_sign(
         return lowbit_optax.apply_updates(params, updates), state
 
     params = jnp.zeros((32,), dtype)
-    state = tx.init(params)
+    state = jax.jit(tx.init)(params)
     for _ in range(3):
         params, state = one(params, state)
     master = np.asarray(lowbit_optax.master_weights(params, state))

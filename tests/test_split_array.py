@@ -245,12 +245,18 @@ def test_kahan_adds_by_its_own_lines():
     ids=repr,
 )
 def test_every_format_computes_and_keeps_its_kind(format_):
-    split = split_array(jnp.full((40, 3), 1.5), jnp.bfloat16, format_)
-    result = jax.jit(lambda split: (split * 2 - 1).sqrt())(split)
+
+    @jax.jit
+    def compute(x):
+        split = split_array(x, jnp.bfloat16, format_)
+        result = (split * 2 - 1).sqrt()
+        return split, result, join_array(result)
+
+    split, result, joined = compute(jnp.full((40, 3), 1.5))
     assert result.weight_format == format_
     chex.assert_trees_all_equal_shapes_and_dtypes(result, split)
     # sqrt(2), to a unit of bfloat16 or better.
-    np.testing.assert_allclose(join_array(result), np.sqrt(2), atol=2.0**-7)
+    np.testing.assert_allclose(joined, np.sqrt(2), atol=2.0**-7)
 
 
 def test_stochastic_results_are_drawn_anew_at_every_operation():
