@@ -34,7 +34,7 @@ FEW = {
     for name in ("kahan_adamw", "sr_sgd", "extra_bits_adamw_8")
 }
 
-TWO = {name: FEW[name] for name in ("kahan_adamw", "extra_bits_adamw_8")}
+TWO = {name: FEW[name] for name in ("kahan_adamw", "sr_sgd")}
 
 
 class _Network(nn.Module):

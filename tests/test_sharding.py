@@ -186,7 +186,7 @@ PLACED = {
 )
 def test_other_ranks_and_meshes(placed, axis_type):
     shape, devices, spec = PLACED[placed]
-    tx = _MADE["extra_bits_sgd_6"]
+    tx = _MADE["extra_bits_sgd_8"]
     axes = ("x", "y")[: len(devices)]
     mesh = jax.make_mesh(devices, axes, axis_types=(axis_type,) * len(axes))
     sharding = jax.NamedSharding(mesh, spec)
