@@ -299,7 +299,8 @@ def _widened(name: str, grad, param):
             f"lowbit: gradient of params{name} has shape {grad.shape}; its parameter "
             f"has {param.shape}"
         )
-    return grad.astype(jnp.float32) if is_narrow(param.dtype) else grad
+    wide = is_narrow(param.dtype) or is_narrow(grad.dtype)
+    return grad.astype(jnp.float32) if wide else grad
 
 
 def _abstract(x):

@@ -94,7 +94,8 @@ NARROW_DTYPES = tuple(_LAYOUTS)
 
 def is_narrow(dtype: jax.typing.DTypeLike) -> bool:
     """Whether this dtype is one that weight formats store parameters in."""
-    return np.dtype(dtype) in _LAYOUTS
+    # Typed random keys have a dtype that numpy does not know.
+    return jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype) in _LAYOUTS
 
 
 def layout_of(dtype: jax.typing.DTypeLike) -> FloatLayout:

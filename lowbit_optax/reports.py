@@ -99,25 +99,28 @@ def memory_report(
     """
     names, leaves, _ = trees.named_leaves(params)
     state = jax.eval_shape(tx.init, params)
-    found = {name: {"residual": 0, "moments": 0, "count": 0} for name in names}
+    found = {name: {"residual": 0, "moments": 0, "float32": 0} for name in names}
+    shapes = {name: tuple(leaf.shape) for name, leaf in zip(names, leaves, strict=True)}
     loose = 0
     by_length = sorted(names, key=len, reverse=True)
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         text = jax.tree_util.keystr(path)
         size = leaf.size * leaf.dtype.itemsize
         owner = next((name for name in by_length if text.endswith(name)), None)
-        if owner is None or (not leaf.shape and leaf.dtype != jnp.float32):
-            loose += size
-        elif ".residual" in text.removesuffix(owner):
+        if owner is not None and ".residual" in text.removesuffix(owner):
             found[owner]["residual"] += size
+        elif owner is None or _is_scalar_of_the_state(leaf, shapes[owner], text, owner):
+            loose += size
         else:
             found[owner]["moments"] += size
-            found[owner]["count"] += 1
+            # Moments of another shape, such as factored ones, are what they are.
+            same = leaf.shape == shapes[owner]
+            found[owner]["float32"] += 4 * leaf.size if same else size
     rows = []
     for name, leaf in zip(names, leaves, strict=True):
         size, dtype = math.prod(leaf.shape), jnp.dtype(leaf.dtype)
         usual = size * dtype.itemsize + (4 * size if is_narrow(dtype) else 0)
-        usual += found[name]["count"] * 4 * size
+        usual += found[name]["float32"]
         rows.append(
             LeafMemory(
                 name,
@@ -142,6 +145,17 @@ def memory_report(
         add("float32_master"),
     )
     return MemoryReport(tuple(rows), total)
+
+
+def _is_scalar_of_the_state(
+    leaf, shape: tuple[int, ...], path: str, owner: str
+) -> bool:
+    """Whether a state leaf at a parameter's path is a count or hyperparameter."""
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return True
+    if leaf.shape:
+        return False
+    return bool(shape) or (not owner and ".hyperparams" in path)
 
 
 def cancelled_updates(

@@ -10,6 +10,7 @@ import typing
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from lowbit_optax.rounding import round_to_precision
@@ -98,7 +99,7 @@ def sixteen_bit_adamw(
     """
     q = lambda x: round_to_precision(jnp.asarray(x, jnp.float32), dtype)
     for name, beta in (("b1", b1), ("b2", b2)):
-        if float(q(beta)) >= 1:
+        if float(np.asarray(beta, np.dtype(dtype))) >= 1:
             raise ValueError(
                 f"{name} is {beta}, which is 1 in {jnp.dtype(dtype).name}; take 0.997 "
                 "or smaller"

@@ -1,6 +1,7 @@
 """lowbit transformations inside optax's wrappers, and optax's wrappers inside them."""
 
 import functools
+import inspect
 
 import chex
 import jax
@@ -212,10 +213,17 @@ def test_injection_in_bfloat16_is_refused_because_b2_would_be_1(name):
         (lowbit_optax.sr_adamw, {"b2": 0.997}),
     ],
 )
-def test_injection_into_the_16_bit_unit_trains_as_without(alias, arguments):
+def test_injection_into_the_16_bit_unit_is_for_the_learning_rate(alias, arguments):
     make = functools.partial(alias, arithmetic="param", **arguments)
-    tx = optax.inject_hyperparams(make, hyperparam_dtype=jnp.float32)(0.0078125)
     params = {"kernel": model_params()["kernel"]}
+    every = optax.inject_hyperparams(make, hyperparam_dtype=jnp.float32)
+    with pytest.raises(TypeError, match=r"'param' only learning_rate .*static_args"):
+        every(0.0078125).init(params)
+    static = [name for name in inspect.signature(make).parameters]
+    static.remove("learning_rate")
+    tx = optax.inject_hyperparams(
+        make, static_args=static, hyperparam_dtype=jnp.float32
+    )(0.0078125)
     series = gradient_series(params, 2)
     got, _ = _trained(tx, params, series)
     want, _ = _trained(make(0.0078125), params, series)

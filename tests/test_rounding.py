@@ -130,12 +130,42 @@ def test_nearest_is_the_cast_of_ml_dtypes_on_samples_of_float32(dtype):
     assert_same(nearest(jnp.asarray(x), dtype), cast(x, dtype))
 
 
-@each_dtype
 @pytest.mark.exhaustive
-def test_nearest_is_the_cast_of_ml_dtypes_on_every_float32(dtype):
-    for start in range(0, 2**32, 2**24):
-        x = np.arange(start, start + 2**24, dtype=np.uint32).view(np.float32)
-        assert_same(nearest(jnp.asarray(x), dtype), cast(x, dtype))
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=lambda d: d.__name__)
+def test_nearest_is_the_cast_of_ml_dtypes_on_every_float32_in_range(dtype):
+    # From a quarter of the smallest number, which is zero, to past the overflow.
+    info = ml_dtypes.finfo(dtype)
+    start, end = np.float32([info.smallest_subnormal, info.max]).view(np.uint32)
+    for exponent in range((start >> 23) - 2, (end >> 23) + 2):
+        bits = np.arange(2**23, dtype=np.uint32) + np.uint32(exponent << 23)
+        for x in (bits.view(np.float32), -bits.view(np.float32)):
+            assert_same(nearest(jnp.asarray(x), dtype), cast(x, dtype))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=lambda d: d.__name__)
+def test_every_float32_out_of_range_is_zero_or_infinity_or_nan(dtype):
+    layout, info = layout_of(dtype), ml_dtypes.finfo(dtype)
+    start, end = np.float32([info.smallest_subnormal / 2, info.max]).view(np.uint32)
+    # Half of the smallest number is a tie with zero; overflow is at most an exponent up.
+    start, end = jnp.uint32(start), jnp.uint32((end >> 23) + 1 << 23)
+
+    def wrong(first):
+        u = first + lax.iota(jnp.uint32, 2**24)
+        magnitude = u & jnp.uint32(0x7FFFFFFF)
+        x = lax.bitcast_convert_type(u, jnp.float32)
+        got = float_layouts.to_bits(rounding.round_nearest(x, dtype))
+        sign = (u >> jnp.uint32(31)) << jnp.uint32(layout.width - 1)
+        below = (magnitude <= start) & (got != sign)
+        past = (magnitude >= end) & (magnitude <= jnp.uint32(0x7F800000))
+        past = past & (got != sign | jnp.uint32(layout.special))
+        own = got & jnp.uint32(layout.largest)
+        least = jnp.uint32(layout.special + (1 if layout.has_infinity else 0))
+        number = (magnitude > jnp.uint32(0x7F800000)) & (own < least)
+        return jnp.sum(below | past | number, dtype=jnp.uint32)
+
+    starts = jnp.arange(2**8, dtype=jnp.uint32) << jnp.uint32(24)
+    assert not np.any(jax.jit(lambda s: lax.map(wrong, s))(starts))
 
 
 def nearest_bfloat16_disagreements(start, count):

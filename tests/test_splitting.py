@@ -324,7 +324,8 @@ def count_changed(start, end, dtype, rounding, chunk=2**20):
     assert (end - start) % chunk == 0
     starts = jnp.arange(start, end, chunk, dtype=jnp.uint32)
     one = lambda start: changed(start, chunk, dtype, rounding)
-    return int(np.sum(jax.jit(lambda s: lax.map(one, s))(starts), dtype=np.int64))
+    counts = np.asarray(jax.jit(lambda s: lax.map(one, s))(starts))
+    return int(counts.sum(dtype=np.int64))
 
 
 NARROWER = tuple(d for d in DTYPES if d != jnp.bfloat16)

@@ -191,6 +191,8 @@ def _adamw(
 
 
 def _unit_adamw(learning_rate, b1, b2, eps, weight_decay, weights, options):
+    common.wide(learning_rate=learning_rate)
+    common.static(b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
     build = functools.partial(
         sixteen_bit.sixteen_bit_adamw, learning_rate, b1, b2, eps, weight_decay
     )

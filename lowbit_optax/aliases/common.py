@@ -2,6 +2,7 @@
 
 import typing
 
+import jax
 import jax.numpy as jnp
 
 from lowbit_optax import formats
@@ -34,6 +35,17 @@ def unit(build, weights, options):
     return lowbit(build(jnp.bfloat16), weights=weights, moments=moments, **options)
 
 
+def static(**arguments) -> None:
+    """Refuse traced arguments of the paper's bfloat16 unit."""
+    for name, value in arguments.items():
+        if isinstance(value, jax.Array):
+            raise TypeError(
+                f"{name} is a {value.dtype} array; with arithmetic='param' only "
+                "learning_rate may be one. With optax.inject_hyperparams name the "
+                "others in static_args"
+            )
+
+
 def wide(**hyperparameters) -> None:
     """Refuse numbers that arrive in 16 bits, where a b2 of 0.999 is 1.
 
@@ -60,6 +72,7 @@ def only_float32(moments, **arguments) -> None:
     if moments is not BFLOAT16:
         arguments["moments"] = moments
     for name, value in arguments.items():
+        static(**{name: value})
         if value:
             raise ValueError(
                 f"{name} is {value!r}, but arithmetic='param' runs the paper's "

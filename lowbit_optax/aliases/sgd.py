@@ -169,6 +169,8 @@ def _sgd(learning_rate, momentum, nesterov, accumulator_dtype, weight_decay):
 
 
 def _unit_sgd(learning_rate, momentum, weight_decay, weights, options):
+    common.wide(learning_rate=learning_rate)
+    common.static(momentum=momentum, weight_decay=weight_decay)
     build = functools.partial(
         sixteen_bit.sixteen_bit_sgd, learning_rate, momentum or 0.0, weight_decay
     )

@@ -79,9 +79,17 @@ class KahanFormat(WeightFormat):
             keep = lambda x: x
         w, c = rounding_.to_float32(param), rounding_.to_float32(residual)
         y = keep(keep(update) - c)
-        new, difference = land(param, self.round(w + y, dtype, random))
+        new = self.round(w + y, dtype, random)
+        if self.arithmetic == "float32":
+            # No update changes nothing, though c may be half a spacing, a tie.
+            still = update == 0
+            new = jnp.where(still, param, new)
+        new, difference = land(param, new)
         error = keep(rounding_.to_float32(new) - w) - y
-        return new, self._compensation(error, residual.dtype, random), difference
+        compensation = self._compensation(error, residual.dtype, random)
+        if self.arithmetic == "float32":
+            compensation = jnp.where(still, residual, compensation)
+        return new, compensation, difference
 
     def _residual_dtype(self, dtype):
         # The paper's 16-bit unit knows one format. Otherwise bfloat16, whose range
