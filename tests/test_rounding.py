@@ -147,7 +147,7 @@ def test_nearest_is_the_cast_of_ml_dtypes_on_every_float32_in_range(dtype):
 def test_every_float32_out_of_range_is_zero_or_infinity_or_nan(dtype):
     layout, info = layout_of(dtype), ml_dtypes.finfo(dtype)
     start, end = np.float32([info.smallest_subnormal / 2, info.max]).view(np.uint32)
-    # Half of the smallest number is a tie with zero; overflow is at most an exponent up.
+    # Half of the smallest number ties with zero; overflow is at most an exponent up.
     start, end = jnp.uint32(start), jnp.uint32((end >> 23) + 1 << 23)
 
     def wrong(first):
