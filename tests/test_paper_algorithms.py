@@ -147,10 +147,10 @@ def sgd_reference(grads, eta, *, kahan, seed=0):
     return {n: run(start[n], grads[n], name=n) for n in SHAPES}
 
 
-def adamw_reference(grads, eta, *, kahan, seed=0):
+def adamw_reference(grads, eta, *, kahan, b1=0.9, b2=0.997, seed=0):
     start = starting_weights()
     run = functools.partial(
-        numpy_adamw, eta=eta, b1=0.9, b2=0.997, eps=1e-8, d=0.01, kahan=kahan, seed=seed
+        numpy_adamw, eta=eta, b1=b1, b2=b2, eps=1e-8, d=0.01, kahan=kahan, seed=seed
     )
     return {n: run(start[n], grads[n], name=n) for n in SHAPES}
 
@@ -200,6 +200,19 @@ def test_kahan_adamw_is_algorithm_5_bit_for_bit(jit, steps):
         assert_same_bits(state.inner_state.mu[name], expected["m"])
         assert_same_bits(state.inner_state.nu[name], expected["v"])
         assert np.any(expected["c"].astype(np.float32) != 0)
+
+
+def test_adamw_rounds_after_every_operation_with_betas_that_show_it():
+    # 1 - 0.997 is a power of two in bfloat16 and 1 - 0.9 exact; these are not.
+    grads = gradients(100)
+    betas = dict(b1=0.1, b2=0.98)
+    tx = lowbit_optax.kahan_adamw(0.01, **{**ADAMW, **betas}, arithmetic="param")
+    params, state = run_library(tx, grads, jit=True)
+    reference = adamw_reference(grads, 0.01, kahan=True, **betas)
+    for name, expected in reference.items():
+        assert_same_bits(params[name], expected["w"])
+        assert_same_bits(state.inner_state.mu[name], expected["m"])
+        assert_same_bits(state.inner_state.nu[name], expected["v"])
 
 
 @modes

@@ -81,8 +81,9 @@ class KahanFormat(WeightFormat):
         y = keep(keep(update) - c)
         new = self.round(w + y, dtype, random)
         if self.arithmetic == "float32":
-            # No update changes nothing, though c may be half a spacing, a tie.
-            still = update == 0
+            # No update changes nothing, though c may be half a spacing, a tie. Asked of
+            # y: another use of the update would change how XLA contracts its product.
+            still = y == -c
             new = jnp.where(still, param, new)
         new, difference = land(param, new)
         error = keep(rounding_.to_float32(new) - w) - y
