@@ -12,6 +12,11 @@ step, leaf, stream) through the same finaliser. It is no cryptographic generator
 ``tests/test_random_bits.py`` holds it to what rounding needs: unbiased bits, no
 correlation between neighbours, steps, leaves and streams.
 
+Two limits, each a test that is expected to fail: in a leaf of more than about 10^8
+elements, the bits of an element in one stream correlate by up to 2% with those of an
+element as far away in another stream; and elements of a leaf with more than 2^32
+elements repeat where a middle axis alone has 2^31.
+
 No array of keys exists: a number depends on where its element is, not on what else is
 computed, so it does not change with sharding, fusion, or the order of leaves.
 """

@@ -48,6 +48,9 @@ class SplitArray:
     random_state: jax.Array
     weight_format: WeightFormat = dataclasses.field(metadata={"static": True})
 
+    # numpy leaves operators to the right operand instead of looping over elements.
+    __array_ufunc__ = None
+
     @property
     def shape(self) -> tuple[int, ...]:
         return self.param.shape

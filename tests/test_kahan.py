@@ -257,6 +257,16 @@ def test_a_fresh_compensation_is_zero_in_its_format(arithmetic):
         assert not np.any(c)
 
 
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_no_update_changes_nothing(rounding):
+    # Not even where c is a tie, half of the spacing above 1.
+    format_ = lowbit_optax.kahan(rounding=rounding)
+    w = jnp.ones(SIZE, jnp.bfloat16)
+    c = jnp.asarray(np.resize([2.0**-8, -(2.0**-8), 3e-4, 0.0], SIZE), jnp.bfloat16)
+    new, kept, _ = advance(format_, w, c, jnp.zeros(SIZE))
+    chex.assert_trees_all_equal((new, kept), (w, c))
+
+
 def test_both_of_the_papers_methods_combine():
     # Kahan with stochastic parameters: they are drawn, and what that costs is in c.
     format_ = lowbit_optax.kahan(rounding="stochastic")
