@@ -164,9 +164,10 @@ def to_pattern(
       layout: of the narrow format.
       extra: k, 0 to ``layout.max_extra_bits``.
       random: uint32 random bits to round stochastically; None rounds to nearest even.
-      nans: the patterns, inclusive, that NaNs of bfloat16 are moved into; None takes
-        those whose leading bits are a NaN of the format. Other formats' NaNs become
-        one quiet NaN.
+      nans: the patterns, inclusive, that NaNs are moved into where all of float32's
+        bits are kept (bfloat16 with 16 more); None takes those whose leading bits are
+        a NaN of the format. Elsewhere every NaN becomes one quiet NaN, bfloat16's
+        without a sign.
 
     Returns:
       ``(sign, magnitude)``, uint32. ``sign`` is float32's sign bit in place. Values
@@ -180,12 +181,13 @@ def to_pattern(
     drop = layout.max_extra_bits - extra
 
     if layout.same_exponent:
-        pattern = round_off(magnitude, drop, random)
-        low, high = nans or (layout.special + 1 << extra, layout.largest << extra)
-        kept = jnp.clip(
-            magnitude >> jnp.uint32(drop), jnp.uint32(low), jnp.uint32(high)
-        )
-        return sign, jnp.where(nan, kept, pattern)
+        if drop:
+            kept = jnp.uint32(layout.nan << extra)
+            sign = jnp.where(nan, jnp.uint32(0), sign)
+        else:
+            low, high = nans or (layout.special + 1 << extra, layout.largest << extra)
+            kept = jnp.clip(magnitude, jnp.uint32(low), jnp.uint32(high))
+        return sign, jnp.where(nan, kept, round_off(magnitude, drop, random))
 
     bias_gap = jnp.uint32((_FLOAT32_BIAS - layout.bias) << _FLOAT32_MANTISSA)
     smallest = jnp.uint32((_FLOAT32_BIAS - layout.bias + 1) << _FLOAT32_MANTISSA)

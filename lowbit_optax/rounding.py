@@ -27,11 +27,7 @@ def to_float32(x: jax.Array) -> jax.Array:
     """
     if not float_layouts.is_narrow(x.dtype):
         return x.astype(jnp.float32)
-    layout = float_layouts.layout_of(x.dtype)
-    bits = float_layouts.to_bits(x)
-    sign = (bits >> jnp.uint32(layout.width - 1)) << jnp.uint32(31)
-    magnitude = bits & jnp.uint32(layout.largest)
-    return float_layouts.from_pattern(sign, magnitude, layout, 0)
+    return splitting.join(x, None, 0, "nearest")
 
 
 def round_nearest(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -50,8 +46,7 @@ def round_nearest(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     Array(1, dtype=bfloat16)
     """
     layout = float_layouts.layout_of(dtype)
-    sign, pattern = splitting.pattern_of(x, layout, 0, "nearest")
-    return splitting.round_param(sign, pattern, layout, 0, "nearest")
+    return splitting.split(x, layout, 0, "nearest")[0]
 
 
 def round_toward_zero(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -103,13 +98,7 @@ def round_stochastic(
     Array(1, dtype=bfloat16)
     """
     layout = float_layouts.layout_of(dtype)
-    # Past the largest finite value a draw would be infinite at random: half a unit
-    # rounds to nearest instead, and a tie to the even neighbour, as a cast does.
-    half = jnp.uint32(0x80000000 if layout.has_infinity else 0x7FFFFFFF)
-    largest = jnp.float32(jnp.finfo(layout.dtype).max)
-    random = jnp.where(jnp.abs(x) <= largest, random, half)
-    sign, pattern = splitting.pattern_of(x, layout, 0, "nearest", random)
-    return splitting.round_param(sign, pattern, layout, 0, "nearest")
+    return splitting.split(x, layout, 0, "nearest", random_residual=random)[0]
 
 
 def round_to_precision(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:

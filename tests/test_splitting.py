@@ -23,6 +23,7 @@ DTYPES = (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)
 ROUNDINGS = ("nearest", "toward_zero", "stochastic")
 INFINITY = 0x7F800000
 BFLOAT16_NANS_WITHOUT_A_PAIR = 2**17 - 2
+SHORT = 64
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.__name__)
 each_rounding = pytest.mark.parametrize("rounding", ROUNDINGS)
@@ -50,11 +51,15 @@ def join_of_split(x, dtype, extra, rounding):
     """Patterns of the parameter and of the master that it and its residual give.
 
     Not jitted, on samples of one size: then XLA compiles each operation once for all
-    dtypes, roundings and numbers of bits.
+    dtypes, roundings and numbers of bits. Short arrays are repeated up to one size.
     """
+    count = x.size
+    if count < SHORT:
+        x = jnp.asarray(np.resize(x, SHORT))
     param, master = joined(x, dtype, extra, rounding)
     bits = lax.bitcast_convert_type(master, jnp.uint32)
-    return np.asarray(float_layouts.to_bits(param)), np.asarray(bits)
+    param = np.asarray(float_layouts.to_bits(param))
+    return param[:count], np.asarray(bits)[:count]
 
 
 def all_extra_bits(dtype):
@@ -416,6 +421,21 @@ def test_values_past_the_largest_overflow_as_a_cast_does(dtype, rounding, share)
         np.testing.assert_array_equal(got, expected.view(got.dtype))
 
 
+@each_dtype
+@pytest.mark.parametrize("word", [0, 0xFFFFFFFF])
+def test_without_extra_bits_no_draw_overflows_what_a_cast_does_not(dtype, word):
+    largest = float(ml_dtypes.finfo(dtype).max)
+    step = largest - float(np.nextafter(dtype(largest), dtype(0)))
+    x = largest + step * np.array([0.0, 0.01, 0.4, 0.5, 0.6, 0.9])
+    x = np.resize(np.concatenate([x, -x]).astype(np.float32), SHORT)
+    with np.errstate(all="ignore"):
+        expected = x.astype(dtype).astype(np.float32)
+    words = jnp.full(x.shape, word, jnp.uint32)
+    param, master = joined(jnp.asarray(x), dtype, 0, "nearest", None, words)
+    np.testing.assert_array_equal(np.asarray(param).astype(np.float32), expected)
+    np.testing.assert_array_equal(master, expected)
+
+
 # Stochastic rounding, of the parameter and of the residual.
 
 
@@ -539,7 +559,8 @@ def test_no_draw_makes_a_finite_master_in_range_infinite(dtype, rounding):
     layout = float_layouts.layout_of(dtype)
     largest = np.float32(ml_dtypes.finfo(dtype).max)
     below = np.nextafter(largest, np.float32(0))
-    x = jnp.asarray(np.array([largest, -largest, below, -below], np.float32))
+    x = np.array([largest, -largest, below, -below], np.float32)
+    x = jnp.asarray(np.resize(x, SHORT))
     words = jnp.full(x.shape, 0xFFFFFFFF, jnp.uint32)
     for extra in (0, 3, layout.max_extra_bits):
         param, master = joined(x, dtype, extra, rounding, words, words)
@@ -565,6 +586,7 @@ def test_the_residual_of_another_parameter_comes_as_near_as_its_bits_reach(
     if rounding == "toward_zero":
         low, high = 0, 2**width - 1
     offsets = np.array([-(2**20), low - 1, low, 0, high, high + 1, 2**20])
+    offsets = np.resize(offsets, SHORT)
     pattern = jnp.asarray(one + offsets, jnp.uint32)
     sign = jnp.zeros_like(pattern)
     param = jnp.ones(pattern.shape, jnp.bfloat16)
@@ -576,15 +598,18 @@ def test_the_residual_of_another_parameter_comes_as_near_as_its_bits_reach(
     np.testing.assert_array_equal(got, expected)
 
 
-def test_a_parameter_of_the_other_sign_saturates_toward_its_master():
-    # A master near 1.01: -1 moves as far toward it as 8 bits reach.
-    x = values([0x3F812345])
+@pytest.mark.parametrize("extra", [8, 16])
+@pytest.mark.parametrize("size", [1.0, 3e38])
+def test_a_parameter_of_the_other_sign_saturates_toward_its_master(size, extra):
+    # -1 moves as far toward a master near 1.01 as its bits reach.
+    x = jnp.full((1,), 1.01 * size, jnp.float32)
     layout = float_layouts.layout_of(jnp.bfloat16)
-    sign, pattern = splitting.pattern_of(x, layout, 8, "nearest")
-    param = jnp.full((1,), -1.0, jnp.bfloat16)
-    fields = splitting.residual_of(sign, pattern, param, 8, "nearest")
-    np.testing.assert_array_equal(fields, [0x80])
-    assert -1 < float(splitting.join(param, fields, 8, "nearest")[0]) < -0.99
+    sign, pattern = splitting.pattern_of(x, layout, extra, "nearest")
+    param = jnp.full((1,), -size, jnp.bfloat16)
+    fields = splitting.residual_of(sign, pattern, param, extra, "nearest")
+    np.testing.assert_array_equal(fields, [2 ** (extra - 1)])
+    master = float(splitting.join(param, fields, extra, "nearest")[0])
+    assert float(param[0]) < master < 0.99 * float(param[0])
 
 
 def test_a_bfloat16_zero_of_the_other_sign_takes_no_residual():
