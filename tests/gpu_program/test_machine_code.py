@@ -1,0 +1,420 @@
+"""What machine_code.py says of kernels whose answers are known."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
+
+import machine_code
+from harness import h200_mesh, lower_for
+from machine_code import (
+    Launch,
+    UnknownTrips,
+    instructions_a_parameter,
+    kernels_of_ptx,
+    missing_tools,
+    program,
+)
+
+if missing_tools():
+    pytest.skip(missing_tools(), allow_module_level=True)
+
+F32 = jnp.float32
+SIDE = 1024
+
+
+def pallas(kernel, n=SIDE * SIDE, block=512, warps=4, dtype=F32):
+    """A function of one array that runs ``kernel`` on blocks of it."""
+    spec = pl.BlockSpec((block,), lambda i: (i,))
+    return pl.pallas_call(
+        kernel,
+        grid=(n // block,),
+        in_specs=[spec],
+        out_specs=spec,
+        out_shape=jax.ShapeDtypeStruct((n,), dtype),
+        compiler_params=triton.CompilerParams(num_warps=warps, num_stages=1),
+        name="small",
+    )
+
+
+def only_kernel(fn, *args, trips=None):
+    lowered = lower_for(h200_mesh(), fn, *args)
+    (kernel,) = program(lowered, trips and {"small": trips}).kernels.values()
+    return kernel
+
+
+def vector(n=SIDE * SIDE, dtype=F32):
+    return jax.ShapeDtypeStruct((n,), dtype)
+
+
+def roots(trips):
+    """A Pallas kernel of ``trips`` square roots of each element, in a loop."""
+
+    def kernel(x, y):
+        y[:] = lax.fori_loop(0, trips, lambda i, v: jnp.sqrt(v + 1.0), x[:])
+
+    return pallas(kernel)
+
+
+def ptx(body, registers=".reg .b32 %r<20>; .reg .b64 %d<20>; .reg .pred %p<9>;"):
+    """A kernel ``k`` with a pointer argument in ``%d1`` and its thread in ``%r1``."""
+    return f"""
+        .version 8.0
+        .target sm_90a
+        .address_size 64
+        .visible .entry k(.param .u64 pointer) {{
+            {registers} .reg .f32 %f<9>;
+            ld.param.u64 %d1, [pointer];
+            mov.u32 %r1, %tid.x;
+            mul.wide.u32 %d2, %r1, 4;
+            add.s64 %d1, %d1, %d2;
+            ld.global.f32 %f1, [%d1];
+            {body}
+            st.global.f32 [%d1], %f1;
+            ret;
+        }}"""
+
+
+def code_of(body, **kwargs):
+    return kernels_of_ptx(ptx(body), **kwargs)["k"]
+
+
+def sines(kernel, **kwargs):
+    """How many of the sines in ``kernel``'s loops a thread executes."""
+    return kernel.opcodes(**kwargs)["MUFU.SIN"]
+
+
+SINE = "sin.approx.f32 %f1, %f1;"
+NO_UNROLL = '.pragma "nounroll";'
+LOOP = f"""
+    mov.u32 %r2, {{start}};
+    top: {NO_UNROLL}
+    {SINE}
+    add.s32 %r2, %r2, {{step}};
+    setp.{{test}} %p1, %r2, {{stop}};
+    @%p1 bra top;"""
+
+
+def test_an_xla_fusion():
+    kernel = only_kernel(
+        lambda x: x * 2 + 1, jax.ShapeDtypeStruct((SIDE, SIDE), jnp.float32)
+    )
+    assert kernel.block == (128, 1, 1)
+    (launch,) = kernel.launches
+    assert launch == Launch(kernel.grid, kernel.block, 0)
+    assert launch.threads * 4 == SIDE**2
+    assert kernel.global_loads == {128: 1}
+    assert kernel.global_stores == {128: 1}
+    assert kernel.masked_stores == 0
+    assert kernel.opcodes()["FADD"] == 8
+    assert kernel.executed() == kernel.instructions
+    assert 10 < kernel.executed() < 40
+    assert instructions_a_parameter(kernel, SIDE**2) == kernel.executed() / 4
+    assert 8 <= kernel.registers <= 32
+    assert not kernel.loops
+    assert kernel.stack == kernel.spill_stores == kernel.spill_loads == 0
+    assert kernel.static_shared == 0
+
+
+def test_the_last_block_of_an_odd_size_is_masked():
+    kernel = only_kernel(lambda x: x * 2 + 1, vector(4097))
+    assert kernel.masked_stores == sum(kernel.global_stores.values()) > 0
+
+
+def test_a_reduction_declares_shared_memory():
+    kernels = program(lower_for(h200_mesh(), jnp.sum, vector())).kernels
+    assert any(k.static_shared for k in kernels.values())
+    assert {len(k.launches) for k in kernels.values()} == {1}
+    assert len({k.grid for k in kernels.values()}) == 2
+
+
+@pytest.mark.parametrize("trips", [48, 96, 1000])
+def test_a_pallas_loop(trips):
+    kernel = only_kernel(roots(trips), vector())
+    assert kernel.name == "small"
+    assert kernel.grid == (SIDE**2 // 512, 1, 1)
+    assert kernel.block == (128, 1, 1)
+    assert kernel.opcodes()["MUFU.RSQ"] + kernel.opcodes()["MUFU.SQRT"] == 4 * trips
+    # All else in the loop is executed as often as the square roots.
+    inside = sum(
+        block.visits * len(block.opcodes)
+        for block in kernel.blocks
+        if any("MUFU" in opcode for opcode in block.opcodes)
+    )
+    assert kernel.loops
+    assert inside > 0.9 * kernel.executed() - 60
+    assert kernel.executed() < 60 + 4 * 20 * trips
+
+
+def test_twice_the_trips_are_twice_the_loops_share():
+    one, two, four = (only_kernel(roots(n), vector()).executed() for n in (40, 80, 160))
+    assert two - one == pytest.approx((four - two) / 2, rel=0.02)
+    assert two - one > 40 * 4
+
+
+def test_twice_the_block_is_the_same_a_parameter():
+    def kernel(x, y):
+        y[:] = jnp.exp(x[:]) + 1.0
+
+    few = only_kernel(pallas(kernel, block=2048), vector())
+    many = only_kernel(pallas(kernel, block=4096), vector())
+    assert many.executed() > 1.6 * few.executed()
+    per = [instructions_a_parameter(k, SIDE**2) for k in (few, many)]
+    assert per[0] == pytest.approx(per[1], rel=0.2)
+    assert few.opcodes()["MUFU.EX2"] * 128 == 2048
+
+
+def test_spills_and_registers():
+    def kernel(x, y):
+        v = x[:]
+        y[:] = lax.fori_loop(0, 50, lambda i, w: w * w + v, v)
+
+    lean = only_kernel(pallas(kernel), vector())
+    assert lean.registers < 40
+    assert lean.stack == lean.spill_stores == lean.spill_loads == 0
+    fat = only_kernel(pallas(kernel, block=2**11, warps=1), vector())
+    assert fat.registers > 2 * 2**11 // 32
+    assert fat.stack == fat.spill_stores == fat.spill_loads == 0
+    fat = only_kernel(pallas(kernel, block=2**14, warps=1), vector())
+    assert fat.spill_stores > 1000
+    assert fat.spill_loads > 1000
+    assert fat.stack > 1000
+
+
+def test_masked_pallas_stores():
+    def plain(x, y):
+        y[:] = x[:] * 2
+
+    def masked(x, y):
+        v = x[:]
+        triton.store(y.at[:], v * 2, mask=v > 0)
+
+    assert only_kernel(pallas(plain), vector()).masked_stores == 0
+    kernel = only_kernel(pallas(masked), vector())
+    assert kernel.masked_stores == sum(kernel.global_stores.values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "block", "bits"),
+    [(F32, 512, 128), (jnp.bfloat16, 512, 64), (jnp.int8, 512, 32), (F32, 128, 32)],
+)
+def test_widths(dtype, block, bits):
+    def kernel(x, y):
+        y[:] = x[:] + x[:]
+
+    found = only_kernel(pallas(kernel, block=block, dtype=dtype), vector(dtype=dtype))
+    assert found.global_loads == {bits: 1}
+    assert found.global_stores == {bits: 1}
+
+
+def test_trips_that_are_data():
+    def kernel(x, y):
+        trips = x[0].astype(jnp.int32)
+        y[:] = lax.fori_loop(0, trips, lambda i, v: jnp.sqrt(v + 1.0), x[:])
+
+    lost = only_kernel(pallas(kernel), vector())
+    assert None in [loop.trips for loop in lost.loops]
+    with pytest.raises(UnknownTrips, match="small"):
+        lost.executed()
+    assert lost.executed(unknown=20) > lost.executed(unknown=10) > lost.executed(0)
+    given = only_kernel(pallas(kernel), vector(), trips=[10] * len(lost.loops))
+    assert given.executed() == pytest.approx(lost.executed(unknown=10))
+    with pytest.raises(ValueError, match="trip counts for"):
+        only_kernel(pallas(kernel), vector(), trips=[10] * (len(lost.loops) + 1))
+
+
+@pytest.mark.parametrize(
+    ("start", "step", "test", "stop", "trips"),
+    [
+        (0, 1, "lt.s32", 100, 100),
+        (0, 8, "lt.u32", 120, 15),
+        (0, 7, "lt.s32", 100, 15),
+        (100, -1, "ne.s32", 0, 100),
+        (-5, 1, "le.s32", 5, 11),
+        (0, 1, "lt.s32", 0, 1),
+        (0, 3, "eq.s32", 3, 2),
+    ],
+)
+def test_trip_counts(start, step, test, stop, trips):
+    kernel = code_of(LOOP.format(start=start, step=step, test=test, stop=stop))
+    assert sines(kernel) == trips
+
+
+def test_a_loop_tested_at_its_top():
+    kernel = code_of(f"""
+        mov.u32 %r2, 0;
+        top: {NO_UNROLL}
+        setp.ge.s32 %p1, %r2, 33;
+        @%p1 bra done;
+        {SINE}
+        add.s32 %r2, %r2, 1;
+        bra top;
+        done:""")
+    assert sines(kernel) == 33
+
+
+@pytest.mark.parametrize(
+    ("step", "test", "stop", "trips"),
+    [
+        (0x40000000, "ne.s64", 0x900000000, 36),
+        (0x10, "ne.s64", 0x90, 9),
+        (0x40000001, "ne.s64", 36 * 0x40000001, 36),
+        (0x40000000, "lt.s64", 0x900000000, 36),
+        (0x40000000, "lt.s64", 0x900000001, 37),
+        (0x40000000, "le.u64", 0x900000000, 37),
+    ],
+)
+def test_a_loop_counted_in_64_bits(step, test, stop, trips):
+    kernel = code_of(f"""
+        mov.u64 %d3, 0;
+        top: {NO_UNROLL}
+        {SINE}
+        add.s64 %d3, %d3, {step};
+        setp.{test} %p1, %d3, {stop};
+        @%p1 bra top;""")
+    assert sines(kernel) == trips
+
+
+def test_a_loop_whose_counter_is_shifted():
+    kernel = code_of(f"""
+        mov.u32 %r2, 1;
+        top: {NO_UNROLL}
+        {SINE}
+        shl.b32 %r2, %r2, 1;
+        setp.lt.u32 %p1, %r2, 1000;
+        @%p1 bra top;""")
+    assert sines(kernel) == 10
+
+
+NESTED = f"""
+    mov.u32 %r2, 0;
+    outer: {NO_UNROLL}
+    mov.u32 %r3, {{inner}};
+    inner: {NO_UNROLL}
+    {SINE}
+    add.s32 %r3, %r3, 1;
+    setp.lt.s32 %p1, %r3, 9;
+    @%p1 bra inner;
+    add.s32 %r2, %r2, 1;
+    setp.lt.s32 %p2, %r2, 7;
+    @%p2 bra outer;"""
+
+
+def test_a_loop_in_a_loop():
+    kernel = code_of(NESTED.format(inner=0))
+    assert sines(kernel) == 63
+    outer, inner = kernel.loops
+    assert (outer.trips, inner.trips) == (7, 9)
+    assert (outer.depth, inner.depth) == (0, 1)
+    assert outer.body > inner.body
+
+
+def test_a_loop_whose_trips_another_one_sets():
+    kernel = code_of(NESTED.format(inner="%r2"))
+    assert sines(kernel) == sum(9 - i for i in range(7))
+    assert kernel.loops[1].trips == 6
+
+
+def test_a_loop_of_unknown_trips_in_a_loop():
+    body = NESTED.format(inner="%r1")
+    kernel = code_of(body)
+    assert [loop.trips for loop in kernel.loops] == [7, None]
+    with pytest.raises(UnknownTrips, match="1 of its 2 loops"):
+        kernel.executed()
+    assert sines(kernel, unknown=4) == 28
+    assert sines(code_of(body, trips={"k": [None, 4]})) == 28
+    assert sines(code_of(body, trips={"k": [5, 4]})) == 20
+
+
+def test_a_loop_left_early_on_data_is_unknown():
+    kernel = code_of(f"""
+        mov.u32 %r2, 0;
+        top: {NO_UNROLL}
+        {SINE}
+        setp.gt.f32 %p2, %f1, 0f3F000000;
+        @%p2 bra done;
+        add.s32 %r2, %r2, 1;
+        setp.lt.s32 %p1, %r2, 9;
+        @%p1 bra top;
+        done:
+        again: {NO_UNROLL}
+        {SINE}
+        add.s32 %r2, %r2, 1;
+        setp.lt.s32 %p1, %r2, 20;
+        @%p1 bra again;""")
+    assert [loop.trips for loop in kernel.loops] == [None, None]
+
+
+def test_a_branch_on_data_is_conditional():
+    kernel = code_of(f"""
+        setp.gt.f32 %p1, %f1, 0f3F000000;
+        @%p1 bra done;
+        {(SINE + "ex2.approx.f32 %f1, %f1;") * 30}
+        done:""")
+    assert sines(kernel) == 30
+    assert sines(kernel, conditional=False) == 0
+    assert kernel.masked_stores == 0
+
+
+def test_a_call_is_counted_as_often_as_it_is_made():
+    divide = """
+        mov.u32 %r2, 0;
+        top: .pragma "nounroll";
+        {}
+        add.s32 %r2, %r2, 1;
+        setp.lt.s32 %p1, %r2, 50;
+        @%p1 bra top;"""
+    kernel = code_of(divide.format("div.rn.f32 %f1, %f1, 0f40490FDB;"))
+    rounds = kernel.opcodes()
+    # The slow path, for numbers near the ends of the range, ends in a return.
+    assert sum(n for opcode, n in rounds.items() if opcode.startswith("RET")) >= 50
+    fast = kernel.executed(conditional=False)
+    assert 50 * 5 < fast < 50 * 25
+    assert kernel.executed() > 2 * fast
+
+
+def test_a_thread_that_leaves_masks_later_stores():
+    kernel = code_of("setp.gt.u32 %p1, %r1, 7; @%p1 exit;")
+    assert kernel.masked_stores == 1
+    assert kernel.executed() == kernel.executed(conditional=False)
+    assert code_of("").masked_stores == 0
+
+
+def test_launches_of_one_kernel_add_up():
+    launches = [Launch((4, 2, 1), (64, 1, 1), 0), Launch((1, 1, 1), (32, 1, 1), 0)]
+    kernel = code_of("", launches={"k": launches})
+    threads = 4 * 2 * 64 + 32
+    assert instructions_a_parameter(kernel, 7) == kernel.executed() * threads / 7
+    assert kernel.grid is kernel.block is None
+    with pytest.raises(ValueError, match="no launch"):
+        instructions_a_parameter(code_of(""), 7)
+
+
+def test_kernels_of_one_name():
+    def double(x, y):
+        y[:] = x[:] * 2
+
+    def root(x, y):
+        y[:] = jnp.sqrt(x[:])
+
+    found = program(
+        lower_for(h200_mesh(), lambda x: pallas(root)(pallas(double)(x)), vector())
+    ).kernels
+    assert len(found) == 2
+    assert {math.prod(k.grid) for k in found.values()} == {SIDE**2 // 512}
+
+
+def test_missing_tools_are_named(monkeypatch):
+    monkeypatch.setattr(
+        machine_code, "_find", lambda tool: None if tool == "nvdisasm" else tool
+    )
+    assert "nvdisasm" in missing_tools()
+    assert "ptxas" not in missing_tools()
+    with pytest.raises(FileNotFoundError, match="nvdisasm"):
+        machine_code._run("nvdisasm")
