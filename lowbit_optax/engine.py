@@ -22,13 +22,19 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lowbit_optax import trees
+from lowbit_optax import fused, trees
 from lowbit_optax.float_layouts import is_narrow
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.landing import land, stay
 from lowbit_optax.moments import MomentPlan, Moments
-from lowbit_optax.random_bits import RandomBits, leaf_number, random_bits
+from lowbit_optax.random_bits import (
+    RandomBits,
+    leaf_number,
+    random_bits,
+    random_keys,
+)
 from lowbit_optax.rounding import to_float32
+from pallas_kernels.platforms import is_elsewhere
 
 
 class LowbitState(typing.NamedTuple):
@@ -85,6 +91,7 @@ class Lowbit:
     moments: Moments
     seed: int
     min_size: int
+    implementation: typing.Literal["xla", "pallas"] | None = None
 
     def format(self, leaf) -> WeightFormat | None:
         """The weight format of a leaf; None for one that passes through."""
@@ -133,11 +140,11 @@ class Lowbit:
         Returns:
           ``(masters, updates)``, trees of float32 arrays at the held leaves.
         """
-        inside = self._inside(grads, state, params, extra_args)
-        unflatten = inside.treedef.unflatten
-        return unflatten(inside.masters), unflatten(inside.updates)
+        inside = self._inside(grads, state, params)
+        updates, _ = self._inner(inside, extra_args)
+        return inside.master_tree, inside.treedef.unflatten(updates)
 
-    def _inside(self, grads, state, params, extra_args) -> "_Inside":
+    def _inside(self, grads, state, params) -> "Inside":
         if params is None:
             raise ValueError(
                 "lowbit: update needs params; call tx.update(grads, state, params)"
@@ -149,7 +156,7 @@ class Lowbit:
             )
         names, leaves, treedef = trees.named_leaves(params)
         self._check(names, leaves)
-        grad_leaves = trees.beside(names, treedef, grads, "grads")
+        raw_grads = trees.beside(names, treedef, grads, "grads")
         formats = [self.format(leaf) for leaf in leaves]
         residuals = self._residuals(names, leaves, treedef, formats, state.residual)
         masters = [
@@ -158,29 +165,30 @@ class Lowbit:
         ]
         wide = [
             _widened(name, grad, leaf)
-            for name, grad, leaf in zip(names, grad_leaves, leaves, strict=True)
+            for name, grad, leaf in zip(names, raw_grads, leaves, strict=True)
         ]
-        master_tree = treedef.unflatten(masters)
-        expected = jax.eval_shape(self.inner.init, master_tree)
+        expected = jax.eval_shape(self.inner.init, treedef.unflatten(masters))
         plan = self._plan(names, leaves, expected)
-        updates, inner_state = self.inner.update(
-            treedef.unflatten(wide),
-            plan.decode(state.inner_state),
-            master_tree,
-            **extra_args,
-        )
-        updates = trees.beside(names, treedef, updates, "inner updates")
-        return _Inside(
+        moments = plan.decode(state.inner_state)
+        return Inside(
             names,
             leaves,
             treedef,
             formats,
             residuals,
             masters,
-            updates,
+            raw_grads,
+            wide,
             plan,
-            inner_state,
+            moments,
         )
+
+    def _inner(self, inside: "Inside", extra_args: dict):
+        updates, inner_state = self.inner.update(
+            inside.grad_tree, inside.moments, inside.master_tree, **extra_args
+        )
+        updates = trees.beside(inside.names, inside.treedef, updates, "inner updates")
+        return updates, inner_state
 
     def _advance(
         self,
@@ -190,34 +198,68 @@ class Lowbit:
         landing: Callable,
         extra_args: dict,
     ):
-        inside = self._inside(grads, state, params, extra_args)
+        inside = self._inside(grads, state, params)
         random = _random(inside.names, state.seed, state.count)
-        results, new_residuals = [], []
-        for format_, leaf, residual, update, bits in zip(
-            inside.formats,
-            inside.leaves,
-            inside.residuals,
-            inside.updates,
-            random,
-            strict=True,
-        ):
+        keys = random_keys(state.seed, state.count, _numbers(inside.names))
+
+        def finish(number: int, update):
+            """A leaf's result and residual, from its inner update."""
+            format_, leaf = inside.formats[number], inside.leaves[number]
             if format_ is None:
-                if landing is stay:
-                    update = optax.apply_updates(leaf, update)
-                results.append(update)
-                new_residuals.append(None)
-                continue
-            _, new, result = format_.advance(
-                leaf, residual, update.astype(jnp.float32), bits, landing
+                return (
+                    optax.apply_updates(leaf, update) if landing is stay else update
+                ), None
+            _, residual, result = format_.advance(
+                leaf,
+                inside.residuals[number],
+                update.astype(jnp.float32),
+                random[number],
+                landing,
             )
-            results.append(result)
-            new_residuals.append(new)
+            return result, residual
+
+        def by_xla():
+            updates, inner_state = self._inner(inside, extra_args)
+            pairs = [finish(i, update) for i, update in enumerate(updates)]
+            results, residuals = zip(*pairs, strict=True) if pairs else ((), ())
+            encoded = inside.plan.encode(inner_state, random)
+            return list(results), list(residuals), encoded
+
+        def by_kernels(plan):
+            stored = jax.tree.structure(inside.moments).flatten_up_to(state.inner_state)
+            results, residuals, parts, written = fused.run(
+                plan, inside, stored, keys, landing, finish, "pallas"
+            )
+            return (
+                results,
+                residuals,
+                inside.plan.encode(plan.state_tree.unflatten(parts), random, written),
+            )
+
+        results, residuals, inner_state = self._choose(
+            inside, landing, extra_args, by_xla, by_kernels
+        )
         return inside.treedef.unflatten(results), LowbitState(
             optax.safe_increment(state.count),
             state.seed,
-            self._contain(inside.treedef.unflatten(new_residuals)),
-            inside.plan.encode(inside.inner_state, random),
+            self._contain(inside.treedef.unflatten(residuals)),
+            inner_state,
         )
+
+    def _choose(self, inside, landing, extra_args, by_xla, by_kernels):
+        """The step by the implementation asked for, on the platform it will run on."""
+        chosen = self.implementation
+        if chosen == "xla" or (chosen is None and is_elsewhere(inside.leaves)):
+            return by_xla()
+        plan = fused.plan(self.inner, inside, landing, extra_args)
+        if chosen == "pallas":
+            plan.require(inside.names)
+        if plan.is_empty:
+            return by_xla()
+        with_kernels = functools.partial(by_kernels, plan)
+        if chosen == "pallas":
+            return with_kernels()
+        return jax.lax.platform_dependent(cuda=with_kernels, default=by_xla)
 
     def _check(self, names, leaves):
         for name, leaf in zip(names, leaves, strict=True):
@@ -259,8 +301,12 @@ class Lowbit:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Inside:
-    """One step up to the inner update: lists by leaf, in the order of ``treedef``."""
+class Inside:
+    """One step up to the inner update: lists by leaf, in the order of ``treedef``.
+
+    ``raw_grads`` are as given, ``grads`` as the inner transformation sees them, and
+    ``moments`` is its state in float32.
+    """
 
     names: list[str]
     leaves: list
@@ -268,13 +314,26 @@ class _Inside:
     formats: list[WeightFormat | None]
     residuals: list
     masters: list
-    updates: list
+    raw_grads: list
+    grads: list
     plan: MomentPlan
-    inner_state: typing.Any
+    moments: typing.Any
+
+    @property
+    def grad_tree(self):
+        return self.treedef.unflatten(self.grads)
+
+    @property
+    def master_tree(self):
+        return self.treedef.unflatten(self.masters)
 
 
 def _random(names: list[str], seed: jax.Array, count: jax.Array) -> list[RandomBits]:
-    return random_bits(seed, count, [leaf_number(name) for name in names])
+    return random_bits(seed, count, _numbers(names))
+
+
+def _numbers(names: list[str]) -> list[int]:
+    return [leaf_number(name) for name in names]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -33,10 +33,18 @@ def land(old: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
     >>> land(jnp.bfloat16(1.0), jnp.bfloat16(0.5))
     (Array(0.5, dtype=bfloat16), Array(-0.5, dtype=float32))
     """
+    update = difference(old, new)
+    return narrow_or_cast(to_float32(old) + update, old.dtype), update
+
+
+def difference(old: jax.Array, new: jax.Array) -> jax.Array:
+    """The float32 update from ``old`` to ``new``.
+
+    Of a parameter that :func:`land` gave, it is an update that lands there again.
+    """
     before, after = to_float32(old), to_float32(new)
     # Equal values need no update: infinity minus infinity would be NaN.
-    update = jnp.where(before == after, jnp.float32(0), after - before)
-    return narrow_or_cast(before + update, old.dtype), update
+    return jnp.where(before == after, jnp.float32(0), after - before)
 
 
 def apply_leaf(param: jax.Array, update: jax.Array) -> jax.Array:

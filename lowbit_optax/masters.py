@@ -10,6 +10,7 @@ from lowbit_optax.float_layouts import is_narrow
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.plain import NoResidual
 from lowbit_optax.rounding import round_nearest, to_float32
+from lowbit_optax.stored import join_leaf
 
 
 def master_weights(params: optax.Params, state: optax.OptState) -> optax.Params:
@@ -40,7 +41,7 @@ def master_weights(params: optax.Params, state: optax.OptState) -> optax.Params:
     held = _held(names, leaves, state)
     return treedef.unflatten(
         [
-            held[name][0].join(leaf, held[name][1]) if name in held else leaf
+            join_leaf(held[name][0], leaf, held[name][1]) if name in held else leaf
             for name, leaf in zip(names, leaves, strict=True)
         ]
     )

@@ -8,7 +8,7 @@ trees are is what ``optax.tree.map_params`` knows; the name is the state's field
 import dataclasses
 import functools
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,20 @@ class _Slot:
 
 
 @dataclasses.dataclass(frozen=True)
+class Stored:
+    """How a moment is stored: of which leaf, in what format, and as which of them."""
+
+    leaf: str
+    format: MomentFormat
+    number: int
+
+
+def draws_for_moments(random: RandomBits) -> RandomBits:
+    """A leaf's random bits, at the streams that its moments use."""
+    return dataclasses.replace(random, stream=_FIRST_STREAM)
+
+
+@dataclasses.dataclass(frozen=True)
 class MomentPlan:
     """Which leaves of an inner state are stored in which format.
 
@@ -47,23 +61,46 @@ class MomentPlan:
     params: list[jax.Array]
     expected: typing.Any
 
-    def encode(self, state, random: list[RandomBits]):
-        """The inner state with its moments in their formats."""
-        if not self.moments:
-            return state
+    def encode(self, state, random: list[RandomBits], done: Set[int] = frozenset()):
+        """The inner state with its moments in their formats.
+
+        Args:
+          state: with moments in float32.
+          random: the leaves' random bits.
+          done: numbers of the parts that are stored as they are: they are encoded.
+        """
         draws = {
-            name: dataclasses.replace(bits, stream=_FIRST_STREAM)
+            name: draws_for_moments(bits)
             for name, bits in zip(self.names, random, strict=True)
         }
+        parts, treedef = jax.tree.flatten(state)
+        described = treedef.flatten_up_to(self.describe(state))
+        return treedef.unflatten(
+            part
+            if how is None or i in done
+            else how.format.encode(part, draws[how.leaf], how.number)
+            for i, (part, how) in enumerate(zip(parts, described, strict=True))
+        )
+
+    def describe(self, state):
+        """How each part of a decoded inner state is stored.
+
+        Returns:
+          A tree like ``state`` with a :class:`Stored` for every moment that has a
+          format, and None elsewhere.
+        """
+        nothing = jax.tree.map(lambda _: None, state)
+        if not self.moments:
+            return nothing
         numbers = {}
 
-        def encode(name, format_, leaf, _):
+        def describe(name, format_, leaf, like):
             if format_ is None:
-                return leaf
+                return None
             number = numbers[name] = numbers.get(name, -1) + 1
-            return format_.encode(leaf, draws[name], number)
+            return Stored(name, format_, number)
 
-        return self._map(encode, state)
+        return self._map(describe, state, lambda _: None)
 
     def decode(self, state):
         """The inner state with its moments in float32.
@@ -106,8 +143,11 @@ class MomentPlan:
                     "transformation with other moments?"
                 )
 
-    def _map(self, fn, state):
-        """``fn(name, format, leaf, expected leaf)`` on every moment of a state."""
+    def _map(self, fn, state, other=lambda value: value):
+        """``fn(name, format, leaf, expected leaf)`` on every moment of a state.
+
+        ``other`` is for the parts that are no moments.
+        """
         shapes = {
             name: leaf.shape for name, leaf in zip(self.names, self.params, strict=True)
         }
@@ -116,7 +156,7 @@ class MomentPlan:
 
         def visit(path, slot, part):
             if not isinstance(slot, _Slot):
-                return part
+                return other(part)
             field = _field_of(path)
             fields.add(field)
             format_ = self._format(field)
@@ -124,7 +164,7 @@ class MomentPlan:
             def leaf(leaf_path, like, value):
                 name = jax.tree_util.keystr(leaf_path)
                 if like.dtype != jnp.float32 or shapes.get(name) != like.shape:
-                    return value
+                    return other(value)
                 return fn(name, format_, value, like)
 
             return jax.tree_util.tree_map_with_path(leaf, slot.tree, part)

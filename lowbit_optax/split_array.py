@@ -16,6 +16,7 @@ from lowbit_optax.float_layouts import is_narrow
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.random_bits import RandomBits, random_bits
 from lowbit_optax.rounding import to_float32
+from lowbit_optax.stored import join_leaf, split_leaf
 
 Operand = typing.Union["SplitArray", jax.typing.ArrayLike]
 
@@ -157,7 +158,7 @@ def split_array(
     x = _float32(x)
     format_ = weight_format.stored(x.shape, min_size=0)
     state = jnp.array([seed, 0], jnp.uint32)
-    param, residual = format_.split(x, dtype, _random(state))
+    param, residual = split_leaf(format_, x, dtype, _random(state))
     return SplitArray(param, residual, state + jnp.array([0, 1], jnp.uint32), format_)
 
 
@@ -168,7 +169,7 @@ def join_array(split: SplitArray) -> jax.Array:
     >>> join_array(split_array(0.1, jnp.float16, lowbit_optax.extra_bits(13)))
     Array(0.1, dtype=float32)
     """
-    return split.weight_format.join(split.param, split.residual)
+    return join_leaf(split.weight_format, split.param, split.residual)
 
 
 def _random(state: jax.Array) -> RandomBits:

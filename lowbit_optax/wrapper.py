@@ -61,7 +61,9 @@ def lowbit(
       seed: of stochastic rounding, 0 if None.
       min_size: leaves with fewer elements keep a float32 master instead of packed bits;
         4096 if None.
-      implementation: None or ``"xla"``.
+      implementation: ``"xla"``; ``"pallas"``, one fused kernel a leaf, an error where
+        that cannot be, interpreted (slowly) on other platforms than CUDA; or None, the
+        kernels on CUDA for the leaves that can have one, and XLA elsewhere.
 
     Returns:
       A transformation whose ``update`` needs ``params`` and returns float32 updates
@@ -92,10 +94,9 @@ def lowbit(
                 f"lowbit: moments has {format_!r}, not a moment format such as "
                 "lowbit_optax.cast(jnp.bfloat16)"
             )
-    if implementation not in (None, "xla"):
+    if implementation not in (None, "xla", "pallas"):
         raise ValueError(
-            f"lowbit: implementation is {implementation!r}; this version has None and "
-            "'xla' (no fused GPU kernel yet)"
+            f"lowbit: implementation is {implementation!r}, not None, 'xla' or 'pallas'"
         )
     config = Lowbit(
         optax.with_extra_args_support(inner),
@@ -103,6 +104,7 @@ def lowbit(
         moments,
         _static_int("seed", seed, 0),
         _static_int("min_size", min_size, 4096),
+        implementation,
     )
     return LowbitTransformation(config.init, config.update, config)
 

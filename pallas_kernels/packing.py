@@ -1,4 +1,4 @@
-"""Arrays of k-bit fields packed along one axis, with the array's rank kept.
+"""Arrays of k-bit fields packed along one axis, with the array's rank kept, by XLA.
 
 With pack axis ``a`` and ``n = shape[a]`` the words have the array's shape with
 ``n -> ceil(n/32) * k``. Groups of 32 run down the pack axis, so a leading axis can be
@@ -84,7 +84,7 @@ def pack(fields: jax.Array, bits: int) -> jax.Array:
     >>> words.shape, hex(int(words[0]))
     ((16,), '0x3020100')
     """
-    _check(bits, fields.dtype)
+    check(bits, fields.dtype)
     axis = pack_axis(fields.shape)
     size = fields.shape[axis]
     padding = -size % GROUP
@@ -117,13 +117,7 @@ def unpack(words: jax.Array, bits: int, shape: tuple[int, ...]) -> jax.Array:
     >>> bool((unpack(words, 7, (50,)) == jnp.arange(50)).all())
     True
     """
-    _check(bits, words.dtype)
-    expected = packed_shape(shape, bits)
-    if words.shape != expected:
-        raise ValueError(
-            f"words of shape {words.shape} do not hold {bits}-bit fields of an array "
-            f"of shape {shape}: they would have shape {expected}"
-        )
+    check_words(words, bits, shape)
     axis = pack_axis(shape)
     rows, count = period(bits)
     blocks = _split(words, axis, count)
@@ -141,7 +135,19 @@ def unpack(words: jax.Array, bits: int, shape: tuple[int, ...]) -> jax.Array:
     return lax.slice_in_dim(fields, 0, shape[axis], axis=axis)
 
 
-def _check(bits: int, dtype: jnp.dtype) -> None:
+def check_words(words: jax.Array, bits: int, shape: tuple[int, ...]) -> None:
+    """Raise unless these words can hold an array of this shape."""
+    check(bits, words.dtype)
+    expected = packed_shape(shape, bits)
+    if words.shape != expected:
+        raise ValueError(
+            f"words of shape {words.shape} do not hold {bits}-bit fields of an array "
+            f"of shape {shape}: they would have shape {expected}"
+        )
+
+
+def check(bits: int, dtype: jnp.dtype) -> None:
+    """Raise unless fields of so many bits can be packed into words of this dtype."""
     if not 1 <= bits <= 32:
         raise ValueError(f"bits is {bits}; a field in a uint32 word has 1 to 32")
     if dtype != jnp.uint32:

@@ -34,6 +34,9 @@ class WeightFormat:
 
     container: typing.ClassVar[type]
 
+    sums: typing.ClassVar[bool] = True
+    """Whether ``advance`` is ``settle`` of the sum of master and update."""
+
     def check(self, dtype: jnp.dtype) -> str | None:
         """Why a leaf of this narrow dtype cannot be held, or None if it can."""
         del dtype
@@ -48,6 +51,15 @@ class WeightFormat:
     def needs_random(self) -> bool:
         """Whether rounding draws random bits."""
         return False
+
+    @property
+    def width(self) -> int:
+        """Bits a parameter of packed residuals; 0 where they are not packed."""
+        return 0
+
+    def elementwise(self) -> "WeightFormat":
+        """The same format on unpacked residuals, uint32 fields of ``width`` bits."""
+        return self
 
     def init(self, param: jax.Array) -> jax.Array | None:
         """The residual with which the master is the parameter itself."""
@@ -104,7 +116,19 @@ class WeightFormat:
         Returns:
           ``(new param, new residual, landing update)``.
         """
-        master = self.join(param, residual) + update
+        return self.settle(param, self.join(param, residual) + update, random, land)
+
+    def settle(
+        self,
+        param: jax.Array,
+        master: jax.Array,
+        random: RandomBits | None,
+        land: Land = stay,
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+        """The second half of :meth:`advance`: store a master that was updated."""
+        if land is stay:
+            new, residual = self.split(master, param.dtype, random)
+            return new, residual, new
         new, difference = land(param, self.round(master, param.dtype, random))
         return new, self.residual(master, new, random), difference
 

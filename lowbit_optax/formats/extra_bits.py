@@ -19,6 +19,7 @@ from lowbit_optax import float_layouts, splitting
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.plain import MasterCopyFormat, NoResidual
 from lowbit_optax.random_bits import RandomBits
+from pallas_kernels.packing import pack, unpack
 
 _PARAM_STREAM, _RESIDUAL_STREAM = 0, 1
 
@@ -76,11 +77,12 @@ def _format_of(
 
 @dataclasses.dataclass(frozen=True)
 class ExtraBits(WeightFormat):
-    """See :func:`extra_bits`."""
+    """See :func:`extra_bits`; without ``packed``, residuals are bare fields."""
 
     bits: int
     rounding: splitting.Rounding = "nearest"
     residual_rounding: typing.Literal["nearest", "stochastic"] = "stochastic"
+    packed: bool = True
 
     @property
     def container(self) -> type:
@@ -106,46 +108,56 @@ class ExtraBits(WeightFormat):
         small = not shape or not size or size < min_size
         return MasterCopyFormat() if self.width and small else self
 
+    def elementwise(self):
+        return dataclasses.replace(self, packed=False)
+
     def init(self, param):
         if not self.width:
             return None
-        return pallas_kernels.pack(jnp.zeros_like(param, dtype=jnp.uint32), self.width)
+        return self._stored(jnp.zeros_like(param, dtype=jnp.uint32))
 
     def join(self, param, residual):
-        if not self.width:
-            return splitting.join(param, None, 0, self.rounding)
-        fields = pallas_kernels.unpack(residual, self.width, param.shape)
-        return splitting.join(param, fields, self.bits, self.rounding)
+        if self.width and self.packed:
+            residual = unpack(residual, self.width, param.shape)
+        return splitting.join(param, residual, self.bits, self.rounding)
 
     def round(self, master, dtype, random):
-        sign, pattern = self._pattern(master, dtype, random)
-        words = None
-        if self.rounding == "stochastic" and self.bits:
-            words = random.words(master.shape, _PARAM_STREAM)
-        return splitting.round_param(
-            sign,
-            pattern,
-            float_layouts.layout_of(dtype),
-            self.bits,
-            self.rounding,
-            words,
-        )
+        return self.split(master, dtype, random)[0]
 
     def residual(self, master, param, random):
         if not self.width:
             return None
-        sign, pattern = self._pattern(master, param.dtype, random)
+        sign, pattern = splitting.pattern_of(
+            master,
+            float_layouts.layout_of(param.dtype),
+            self.bits,
+            self.rounding,
+            self._residual_words(master, random),
+        )
         fields = splitting.residual_of(sign, pattern, param, self.bits, self.rounding)
-        return pallas_kernels.pack(fields, self.width)
+        return self._stored(fields)
 
-    def _pattern(
-        self, master: jax.Array, dtype: jnp.dtype, random: RandomBits | None
-    ) -> tuple[jax.Array, jax.Array]:
+    def split(self, master, dtype, random):
         words = None
-        if self.residual_rounding == "stochastic":
-            words = random.words(master.shape, _RESIDUAL_STREAM)
-        layout = float_layouts.layout_of(dtype)
-        return splitting.pattern_of(master, layout, self.bits, self.rounding, words)
+        if self.rounding == "stochastic" and self.bits:
+            words = random.words(master.shape, _PARAM_STREAM)
+        param, fields = splitting.split(
+            master,
+            float_layouts.layout_of(dtype),
+            self.bits,
+            self.rounding,
+            words,
+            self._residual_words(master, random),
+        )
+        return param, self._stored(fields) if self.width else None
+
+    def _residual_words(self, master: jax.Array, random: RandomBits | None):
+        if self.residual_rounding == "nearest":
+            return None
+        return random.words(master.shape, _RESIDUAL_STREAM)
+
+    def _stored(self, fields: jax.Array) -> jax.Array:
+        return pack(fields, self.width) if self.packed else fields
 
 
 def extra_bits(

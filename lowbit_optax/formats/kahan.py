@@ -44,6 +44,7 @@ class KahanFormat(WeightFormat):
     arithmetic: typing.Literal["float32", "param"] = "float32"
 
     container: typing.ClassVar[type] = Kahan
+    sums: typing.ClassVar[bool] = False
 
     @property
     def needs_random(self) -> bool:

@@ -1,0 +1,97 @@
+"""What a fused update reads and writes."""
+
+import dataclasses
+import typing
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+MultiplyAdd = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+Body = Callable[
+    [Sequence[jax.Array], Sequence[jax.Array], jax.Array | None, MultiplyAdd],
+    Sequence[jax.Array],
+]
+"""``body(values, scalars, index, multiply_add) -> results``, elementwise.
+
+``values`` has one array an operand: a plain operand's elements in its own dtype, a
+packed one's fields as uint32. All have one shape, which is the implementation's
+business. ``scalars`` are uint32 scalars. ``index`` holds the elements' row-major
+indices in the leaf as uint32, or is None where the values are the whole leaf.
+``multiply_add(a, b, c)`` is ``a * b + c``, rounded once or twice: Triton contracts no
+product into a sum unless told.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """One array that is read.
+
+    Args:
+      array: of the leaf's shape; or uint32 words of its ``packed_shape``.
+      bits: width of the packed fields, None for a plain array.
+    """
+
+    array: jax.Array
+    bits: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One array that is written.
+
+    Args:
+      dtype: of a plain array's elements; uint32 for packed fields.
+      bits: width of the packed fields, None for a plain array.
+      overwrites: number of the operand, of the same dtype and bits, in whose place it
+        is written; None for a new array.
+    """
+
+    dtype: typing.Any
+    bits: int | None = None
+    overwrites: int | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "dtype", np.dtype(self.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """A leaf, or a layer of a stack of leaves, and what its update reads and writes.
+
+    Args:
+      operands, results: of its update.
+      shape: of the whole leaf; of one layer, where results go into a stack.
+      stacked: whether the operands that are overwritten have an axis of layers in
+        front, of which one is updated.
+    """
+
+    operands: tuple[Operand, ...]
+    results: tuple[Result, ...]
+    shape: tuple[int, ...]
+    stacked: bool = False
+
+    @property
+    def arrays(self) -> list[jax.Array]:
+        return [operand.array for operand in self.operands]
+
+    @property
+    def packed(self) -> tuple[int, ...]:
+        """Widths of the packed fields in it."""
+        both = (*self.operands, *self.results)
+        return tuple(sorted({x.bits for x in both if x.bits is not None}))
+
+    @property
+    def overwritten(self) -> frozenset[int]:
+        """Numbers of the operands that are overwritten."""
+        numbers = (result.overwrites for result in self.results)
+        return frozenset(n for n in numbers if n is not None)
+
+    def with_arrays(self, arrays: Sequence[jax.Array]) -> "Leaf":
+        """The same leaf with other arrays, such as shards."""
+        operands = tuple(
+            dataclasses.replace(operand, array=array)
+            for operand, array in zip(self.operands, arrays, strict=True)
+        )
+        return dataclasses.replace(self, operands=operands)

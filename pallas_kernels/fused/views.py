@@ -1,0 +1,194 @@
+"""How a kernel walks over a leaf: lanes side by side, rows one after the other.
+
+A program of the kernel holds a vector of lanes and visits rows; on one row every lane
+has one element. In the *grouped* view the rows run down the pack axis: a lane is one
+group of 32 elements, so that a group's words belong to one lane, bit offsets are
+static, and neighbouring lanes are neighbouring columns. In the *flat* view, for leaves
+of which nothing is packed, rows and lanes are consecutive pieces of memory.
+
+Offsets into arrays are int32, so an array has fewer than 2^31 elements. The *index* of
+an element is its row-major place in the whole leaf, modulo 2^32. Where the array is a
+shard, the whole's strides count, from the index of the shard's first element.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.bitfields import GROUP, period
+from pallas_kernels.fused.words import is_unrolled
+from pallas_kernels.packing import pack_axis
+
+MAX_ELEMENTS = 2**31 - 1
+_MIN_CHUNK = 4
+_FLAT_ROWS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """The lanes and rows of a leaf, or of a shard of it.
+
+    Args:
+      shape: of the array at hand.
+      whole: shape of the leaf that it is a shard of.
+      packed: widths of the packed fields, empty if nothing is packed.
+      width: lanes a program.
+    """
+
+    shape: tuple[int, ...]
+    whole: tuple[int, ...]
+    packed: tuple[int, ...]
+    width: int
+
+    @functools.cached_property
+    def flat(self) -> bool:
+        """Whether rows may be cut anywhere: nothing is packed, and the shard is one
+        piece of the whole.
+        """
+        return not self.packed and self.shape[1:] == self.whole[1:]
+
+    @functools.cached_property
+    def axis(self) -> int:
+        return pack_axis(self.whole)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def length(self) -> int:
+        """Elements along the pack axis."""
+        return self.shape[self.axis]
+
+    @property
+    def groups(self) -> int:
+        return math.ceil(self.length / GROUP)
+
+    @property
+    def columns(self) -> int:
+        return math.prod(self.shape[self.axis + 1 :])
+
+    @property
+    def lanes(self) -> int:
+        if self.flat:
+            return math.ceil(self.size / _FLAT_ROWS)
+        return math.prod(self.shape[: self.axis]) * self.groups * self.columns
+
+    @property
+    def programs(self) -> int:
+        return math.ceil(self.lanes / self.width)
+
+    @property
+    def rows(self) -> int:
+        """Rows that a program visits."""
+        return _FLAT_ROWS if self.flat else GROUP
+
+    @functools.cached_property
+    def chunk(self) -> int:
+        """Rows that a loop's body unrolls; see :mod:`pallas_kernels.fused.words`."""
+        unrolled = [period(bits)[0] for bits in self.packed if is_unrolled(bits)]
+        return math.lcm(_MIN_CHUNK, *unrolled)
+
+    def stride(self, axis: int) -> int:
+        """The whole's row-major stride, modulo 2^32."""
+        return math.prod(self.whole[axis + 1 :]) % 2**32
+
+
+@dataclasses.dataclass(frozen=True)
+class Lanes:
+    """One program's lanes: where their rows and words are, and which of them exist.
+
+    Args:
+      view: static description.
+      first: int32 vector, offset of row 0.
+      index: uint32 vector, index of row 0.
+      group, column: int32 vectors, which group and column a lane is; None if flat.
+      position: int32 vector, place of row 0 along the pack axis; None if flat.
+      inside: bool vector, or None where every lane exists.
+    """
+
+    view: View
+    first: jax.Array
+    index: jax.Array
+    group: jax.Array | None = None
+    column: jax.Array | None = None
+    position: jax.Array | None = None
+    inside: jax.Array | None = None
+
+    def offset(self, row: jax.Array) -> jax.Array:
+        """Where a row's elements are."""
+        view = self.view
+        return self.first + row * jnp.int32(view.width if view.flat else view.columns)
+
+    def word_offset(self, bits: int, word: jax.Array) -> jax.Array:
+        """Where a word of the group is, of fields of ``bits`` bits."""
+        row = self.group * jnp.int32(bits) + word
+        return row * jnp.int32(self.view.columns) + self.column
+
+    def element(self, row: jax.Array) -> jax.Array:
+        """The index of a row's elements."""
+        view = self.view
+        stride = view.width if view.flat else view.stride(view.axis)
+        return self.index + row.astype(jnp.uint32) * jnp.uint32(stride)
+
+    def exists(self, row: jax.Array) -> jax.Array | None:
+        """Which lanes have an element on this row; None if all have."""
+        view = self.view
+        if view.flat:
+            if view.size % (view.width * view.rows) == 0:
+                return None
+            return self.offset(row) < jnp.int32(view.size)
+        if view.length % GROUP == 0:
+            return self.inside
+        short = self.position + row < jnp.int32(view.length)
+        return short if self.inside is None else short & self.inside
+
+
+def lanes_of(view: View, program: jax.Array, base: jax.Array) -> Lanes:
+    """The lanes of one program.
+
+    Args:
+      view: of the array.
+      program: int32 scalar, which program.
+      base: uint32 scalar, index of the array's first element.
+    """
+    start = lax.iota(jnp.int32, view.width)
+    if view.flat:
+        first = program * jnp.int32(view.width * view.rows) + start
+        return Lanes(view, first, first.astype(jnp.uint32) + base)
+    lane = program * jnp.int32(view.width) + start
+    inside = lane < jnp.int32(view.lanes) if view.lanes % view.width else None
+    column, group = _rem(lane, view.columns), _div(lane, view.columns)
+    in_axis, lead = _rem(group, view.groups), _div(group, view.groups)
+    position = in_axis * jnp.int32(GROUP)
+    first = (lead * jnp.int32(view.length) + position) * jnp.int32(view.columns)
+    index = base + _index(view, lead, position, column)
+    return Lanes(view, first + column, index, group, column, position, inside)
+
+
+def _index(view: View, lead, position, column) -> jax.Array:
+    """The index in the whole of coordinates in the shard, without the shard's base."""
+
+    def part(axis, coordinate):
+        return coordinate.astype(jnp.uint32) * jnp.uint32(view.stride(axis))
+
+    total = part(view.axis, position)
+    if view.axis + 1 < len(view.shape):
+        total = total + part(view.axis + 1, column)
+    for axis in range(view.axis - 1, -1, -1):
+        size = view.shape[axis]
+        total = total + part(axis, _rem(lead, size) if axis else lead)
+        lead = _div(lead, size)
+    return total
+
+
+def _div(x: jax.Array, by: int) -> jax.Array:
+    return x if by == 1 else lax.div(x, jnp.full_like(x, by))
+
+
+def _rem(x: jax.Array, by: int) -> jax.Array:
+    return jnp.zeros_like(x) if by == 1 else lax.rem(x, jnp.full_like(x, by))

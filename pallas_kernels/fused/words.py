@@ -1,0 +1,116 @@
+"""Packed fields in a kernel: rows read from words, and words written from rows.
+
+Where the bit offsets of fields repeat after few rows, a loop's body unrolls that many
+and every offset is static. Other widths (the odd ones repeat after 32 rows) would
+unroll the whole group, which compiles slowly and spills. There the offsets are computed
+from the row: reading takes the two words that a field may straddle, and writing carries
+a word from row to row until it is full.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.bitfields import get_field, period, put_fields
+
+MAX_PERIOD = 8
+"""Widths whose offsets repeat after at most so many rows are unrolled."""
+
+
+def is_unrolled(bits: int) -> bool:
+    """Whether fields of this width have static offsets.
+
+    >>> [bits for bits in range(1, 33) if is_unrolled(bits)]
+    [4, 8, 12, 16, 20, 24, 28, 32]
+    """
+    return period(bits)[0] <= MAX_PERIOD
+
+
+@dataclasses.dataclass
+class Reader:
+    """Fields of one packed operand.
+
+    Args:
+      bits: width of a field.
+      chunk: rows that the loop's body unrolls.
+      load: ``load(word)`` of a word number (int32 scalar) of the lanes' groups.
+    """
+
+    bits: int
+    chunk: int
+    load: Callable[[jax.Array], jax.Array]
+
+    def start(self, piece: jax.Array) -> None:
+        """Begin the piece of rows ``[piece * chunk, (piece + 1) * chunk)``."""
+        self._piece = piece
+        if is_unrolled(self.bits):
+            count = self.chunk * self.bits // 32
+            self._words = [
+                self.load(piece * jnp.int32(count) + jnp.int32(j)) for j in range(count)
+            ]
+
+    def field(self, row: int) -> jax.Array:
+        """The fields of a row of the piece."""
+        if is_unrolled(self.bits):
+            return get_field(self._words, row, self.bits)
+        word, shift = _place(self._piece, self.chunk, row, self.bits)
+        value = self.load(word) >> shift
+        # The next word's part, none of it where the field ends before. Where there is
+        # no next word this reads the last one again, and the mask drops it.
+        last = jnp.int32(self.bits - 1)
+        following = self.load(jnp.minimum(word + jnp.int32(1), last))
+        value = value | ((following << jnp.uint32(1)) << (jnp.uint32(31) - shift))
+        return value & jnp.uint32((1 << self.bits) - 1)
+
+
+@dataclasses.dataclass
+class Writer:
+    """Words of one packed result.
+
+    Args:
+      bits: width of a field.
+      chunk: rows that the loop's body unrolls.
+      store: ``store(word, value, when)`` of a word number; ``when`` is a bool scalar,
+        or None for always.
+    """
+
+    bits: int
+    chunk: int
+    store: Callable[[jax.Array, jax.Array, jax.Array | None], None]
+
+    def first_carry(self, shape: tuple[int, ...]) -> jax.Array | None:
+        """What the loop over pieces carries at first."""
+        return None if is_unrolled(self.bits) else jnp.zeros(shape, jnp.uint32)
+
+    def start(self, piece: jax.Array, carry: jax.Array | None) -> None:
+        """Begin a piece of rows."""
+        self._piece, self._fields, self._open = piece, [], carry
+
+    def put(self, row: int, field: jax.Array) -> None:
+        """Add the fields of the piece's next row."""
+        if is_unrolled(self.bits):
+            self._fields.append(field)
+            return
+        word, shift = _place(self._piece, self.chunk, row, self.bits)
+        value = self._open | (field << shift)
+        full = shift + jnp.uint32(self.bits) >= jnp.uint32(32)
+        self.store(word, value, full)
+        rest = (field >> jnp.uint32(1)) >> (jnp.uint32(31) - shift)
+        self._open = jnp.where(full, rest, value)
+
+    def finish(self) -> jax.Array | None:
+        """End the piece: write whole words, and return what the loop carries."""
+        if is_unrolled(self.bits):
+            words = put_fields(self._fields, self.bits)
+            first = self._piece * jnp.int32(len(words))
+            for j, word in enumerate(words):
+                self.store(first + jnp.int32(j), word, None)
+        return self._open
+
+
+def _place(piece: jax.Array, chunk: int, row: int, bits: int):
+    """The word in which a row's fields begin, and at which bit."""
+    start = (piece * jnp.int32(chunk) + jnp.int32(row)) * jnp.int32(bits)
+    return start >> jnp.int32(5), (start & jnp.int32(31)).astype(jnp.uint32)
