@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lowbit_optax import fused, trees
+from lowbit_optax import kernel_plan, kernel_step, trees
 from lowbit_optax.float_layouts import is_narrow
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.landing import land, stay
@@ -227,7 +227,7 @@ class Lowbit:
 
         def by_kernels(plan):
             stored = jax.tree.structure(inside.moments).flatten_up_to(state.inner_state)
-            results, residuals, parts, written = fused.run(
+            results, residuals, parts, written = kernel_step.run(
                 plan, inside, stored, keys, landing, finish, "pallas"
             )
             return (
@@ -251,7 +251,7 @@ class Lowbit:
         chosen = self.implementation
         if chosen == "xla" or (chosen is None and is_elsewhere(inside.leaves)):
             return by_xla()
-        plan = fused.plan(self.inner, inside, landing, extra_args)
+        plan = kernel_plan.plan(self.inner, inside, landing, extra_args)
         if chosen == "pallas":
             plan.require(inside.names)
         if plan.is_empty:

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
+from pallas_kernels.bitfields import GROUP
 from pallas_kernels.fused import batch, sharded, triton, xla
 from pallas_kernels.fused.specs import Body, Leaf, Operand, Result
 from pallas_kernels.fused.views import MAX_ELEMENTS
-from pallas_kernels.packing import pack_axis, packed_shape
+from pallas_kernels.packing import pack_axis
 from pallas_kernels.platforms import is_elsewhere
 
 Implementation = typing.Literal["xla", "pallas"] | None
@@ -28,6 +29,7 @@ def fused_update(
     scalars: jax.Array | None = None,
     row: jax.Array | int | None = None,
     layer: jax.Array | None = None,
+    group: int = GROUP,
     implementation: Implementation = None,
 ) -> list[jax.Array]:
     """Read a leaf's arrays, compute elementwise, and write the results in place.
@@ -37,7 +39,8 @@ def fused_update(
     along the pack axis are whole groups of 32 (plain arrays: any).
 
     Args:
-      body: what to compute, see :data:`pallas_kernels.fused.Body`.
+      body: what to compute, see :data:`pallas_kernels.fused.Body`, or
+        :class:`pallas_kernels.fused.GroupedBody` if an array is per group.
       operands: arrays to read.
       results: arrays to write; what overwrites an operand takes its place in memory
         when that is donated.
@@ -46,6 +49,7 @@ def fused_update(
       row: which row of the table; uint32 of shape [1], or a number.
       layer: int32 scalar. The operands that are overwritten are then stacks of leaves,
         ``[layers, *shape]``, of which this one is updated; the others are one layer's.
+      group: elements of a group, a multiple of 32, for per-group arrays.
       implementation: ``"xla"``, the reference; ``"pallas"``, the kernel on CUDA, and
         its operations run one by one (slowly) elsewhere; None, the kernel on CUDA and
         the reference elsewhere.
@@ -74,7 +78,7 @@ def fused_update(
                 "fused_update: shape is needed for packed or stacked arrays"
             )
         shape = plain[0]
-    leaf = Leaf(tuple(operands), tuple(results), tuple(shape), layer is not None)
+    leaf = Leaf(tuple(operands), tuple(results), tuple(shape), layer is not None, group)
     _check(leaf)
     if scalars is None:
         scalars = jnp.zeros((1,), jnp.uint32)
@@ -131,7 +135,9 @@ def fused_update_many(
         (tuple((o.array.dtype, o.bits) for o in leaf.operands), leaf.results)
         for leaf in leaves
     }
-    if len(kinds) > 1 or any(leaf.packed or leaf.stacked for leaf in leaves):
+    if len(kinds) > 1 or any(
+        leaf.packed or leaf.grouped or leaf.stacked for leaf in leaves
+    ):
         raise ValueError(
             "fused_update_many: leaves must have the same kinds of operands and "
             "results, and none of them packed or stacked"
@@ -223,16 +229,18 @@ def _transformable(kernel: Callable, reference: Callable) -> Callable:
 
 def _check(leaf: Leaf) -> None:
     shape = leaf.shape
-    if leaf.packed and not shape:
-        raise ValueError("fused_update: a scalar cannot be packed")
-    if leaf.stacked and leaf.packed and pack_axis((32, *shape)) != pack_axis(shape) + 1:
+    if (leaf.packed or leaf.grouped) and not shape:
+        raise ValueError("fused_update: a scalar has no groups")
+    if leaf.group < GROUP or leaf.group % GROUP:
+        raise ValueError(f"fused_update: group is {leaf.group}, no multiple of 32")
+    in_groups = leaf.packed or leaf.grouped
+    if leaf.stacked and in_groups and pack_axis((32, *shape)) != pack_axis(shape) + 1:
         raise ValueError(
             f"fused_update: layers of shape {list(shape)} may be packed along the axis "
             "of layers; stack leaves of two axes or more"
         )
     for number, operand in enumerate(leaf.operands):
-        want = shape if operand.bits is None else packed_shape(shape, operand.bits)
-        got = operand.array.shape
+        want, got = leaf.stored_shape(operand), operand.array.shape
         if leaf.stacked and number in leaf.overwritten:
             got = got[1:]
         if got != want:

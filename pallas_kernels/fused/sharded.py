@@ -17,7 +17,6 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.bitfields import GROUP
 from pallas_kernels.fused.specs import Leaf
 from pallas_kernels.packing import pack_axis
 
@@ -136,7 +135,8 @@ def _supported(leaf: Leaf, spec: P, mesh: Mesh) -> P:
     kept = []
     for axis, names in enumerate(_padded(spec, leaf.shape)):
         count = _count(mesh, names)
-        unit = GROUP if leaf.packed and axis == pack_axis(leaf.shape) else 1
+        grouped = leaf.packed or leaf.grouped
+        unit = leaf.group if grouped and axis == pack_axis(leaf.shape) else 1
         kept.append(names if leaf.shape[axis] % (count * unit) == 0 else ())
     return P(*(names or None for names in kept))
 
@@ -169,13 +169,16 @@ def _all_specs(leaves, specs, shared: int) -> tuple[list[P], list[P]]:
 def _sharding_rule(leaves: Sequence[Leaf], shared) -> str:
     """The einsum-like rule by which placements spread: every axis to its like.
 
-    Packed arrays have another size along the pack axis, so there it has its own name.
+    Along the pack axis packed and per-group arrays have other sizes, and names of
+    their own.
     """
 
-    def names(leaf_number: int, leaf: Leaf, bits: int | None, stacked: bool) -> str:
+    def names(leaf_number: int, leaf: Leaf, like, stacked: bool) -> str:
         axes = [f"l{leaf_number}a{axis}" for axis in range(len(leaf.shape))]
-        if bits is not None:
-            axes[pack_axis(leaf.shape)] += f"b{bits}"
+        if like.bits is not None:
+            axes[pack_axis(leaf.shape)] += f"b{like.bits}"
+        if like.per_group:
+            axes[pack_axis(leaf.shape)] += "g"
         return " ".join([f"l{leaf_number}s", *axes] if stacked else axes)
 
     inside = [
@@ -186,10 +189,10 @@ def _sharding_rule(leaves: Sequence[Leaf], shared) -> str:
     for number, leaf in enumerate(leaves):
         for i, operand in enumerate(leaf.operands):
             stacked = leaf.stacked and i in leaf.overwritten
-            inside.append(names(number, leaf, operand.bits, stacked))
+            inside.append(names(number, leaf, operand, stacked))
         for result in leaf.results:
             stacked = leaf.stacked and result.overwrites is not None
-            outside.append(names(number, leaf, result.bits, stacked))
+            outside.append(names(number, leaf, result, stacked))
     return f"{', '.join(inside)} -> {', '.join(outside)}"
 
 

@@ -1,11 +1,15 @@
 """What a fused update reads and writes."""
 
 import dataclasses
+import math
 import typing
 from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
+
+from pallas_kernels.bitfields import GROUP
+from pallas_kernels.packing import pack_axis, packed_shape
 
 MultiplyAdd = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -24,6 +28,30 @@ product into a sum unless told.
 """
 
 
+class GroupedBody(typing.Protocol):
+    """The body of an update with per-group operands or results, such as scales.
+
+    The rows of a group are visited twice: for maxima over the group, and to write. All
+    values are float32 or what the operands hold; a group's have one element a group, or
+    are spread over the group's elements: the body cannot tell.
+    """
+
+    maxima: int
+    """How many maxima :meth:`statistics` takes."""
+
+    def before(self, group_values):
+        """What decoding needs of the per-group operands' values; any tuple."""
+
+    def statistics(self, values, scalars, index, multiply_add, before):
+        """Non-negative float32 of each element, whose maximum over the group counts."""
+
+    def after(self, maxima):
+        """``(values of the per-group results, what encoding needs of the maxima)``."""
+
+    def __call__(self, values, scalars, index, multiply_add, before, after):
+        """The elements' results, as :data:`Body`."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Operand:
     """One array that is read.
@@ -31,10 +59,12 @@ class Operand:
     Args:
       array: of the leaf's shape; or uint32 words of its ``packed_shape``.
       bits: width of the packed fields, None for a plain array.
+      per_group: whether it has one element a group along the pack axis.
     """
 
     array: jax.Array
     bits: int | None = None
+    per_group: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,11 +76,13 @@ class Result:
       bits: width of the packed fields, None for a plain array.
       overwrites: number of the operand, of the same dtype and bits, in whose place it
         is written; None for a new array.
+      per_group: as of an operand.
     """
 
     dtype: typing.Any
     bits: int | None = None
     overwrites: int | None = None
+    per_group: bool = False
 
     def __post_init__(self):
         object.__setattr__(self, "dtype", np.dtype(self.dtype))
@@ -65,12 +97,29 @@ class Leaf:
       shape: of the whole leaf; of one layer, where results go into a stack.
       stacked: whether the operands that are overwritten have an axis of layers in
         front, of which one is updated.
+      group: elements of a group, a multiple of 32.
     """
 
     operands: tuple[Operand, ...]
     results: tuple[Result, ...]
     shape: tuple[int, ...]
     stacked: bool = False
+    group: int = GROUP
+
+    @property
+    def grouped(self) -> bool:
+        """Whether anything in it is per group."""
+        return any(x.per_group for x in (*self.operands, *self.results))
+
+    def stored_shape(self, like: Operand | Result) -> tuple[int, ...]:
+        """The shape of an operand or result of the leaf, or of one layer of it."""
+        if like.bits is not None:
+            return packed_shape(self.shape, like.bits)
+        if like.per_group:
+            axis = pack_axis(self.shape)
+            groups = math.ceil(self.shape[axis] / self.group)
+            return (*self.shape[:axis], groups, *self.shape[axis + 1 :])
+        return self.shape
 
     @property
     def arrays(self) -> list[jax.Array]:

@@ -51,7 +51,8 @@ def update(
     """
     leaf = shard.leaf
     operands, results = leaf.operands, leaf.results
-    view = View(shard.shape, leaf.shape, leaf.packed, WIDTH)
+    group = leaf.group if leaf.packed or leaf.grouped else None
+    view = View(shard.shape, leaf.shape, leaf.packed, WIDTH, group)
     stacked = leaf.overwritten if leaf.stacked else frozenset()
     arrays = [
         # A layer is indexed by itself: a stack may have more than 2^31 elements.
@@ -62,7 +63,13 @@ def update(
     place = [row, None if shard.base is None else shard.base.reshape(1), layer]
     given = tuple(x is not None for x in place)
     place = [x for x in place if x is not None]
-    shapes = [_result_shape(r, operands, view) for r in results]
+    local = dataclasses.replace(leaf, shape=shard.shape)
+    shapes = [
+        local.stored_shape(r)
+        if r.overwrites is None
+        else operands[r.overwrites].array.shape
+        for r in results
+    ]
     outputs = [
         jax.ShapeDtypeStruct(
             (1, math.prod(shape))
@@ -78,7 +85,7 @@ def update(
             _kernel,
             body,
             view,
-            tuple(o.bits for o in operands),
+            tuple(dataclasses.replace(o, array=None) for o in operands),
             tuple(results),
             frozenset(stacked),
             given,
@@ -113,46 +120,42 @@ def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
 
 
 def _kernel(
-    body, view, bits, results, stacked, given, width, size, multiply_add, *refs
+    body, view, operands, results, stacked, given, width, size, multiply_add, *refs
 ):
     refs = list(refs)
     row, base, layer = (refs.pop(0)[0] if g else jnp.uint32(0) for g in given)
     scalars = read_scalars(refs.pop(0), row, width)
-    reads, writes = refs[: len(bits)], refs[len(bits) :]
     base = base + layer.astype(jnp.uint32) * jnp.uint32(size)
     layer = layer.astype(jnp.int32)
     lanes = lanes_of(view, pl.program_id(0), base)
-    in_layer = lambda number: layer if number in stacked else 0
+
+    def array(ref, spec, number):
+        at = layer if number in stacked else 0
+        if spec.bits is None:
+            return _Plain(ref, at, spec.per_group)
+        packed = Writer if isinstance(spec, Result) else Reader
+        words = _Words(ref, at, lanes, spec.bits)
+        return packed(spec.bits, view.chunk, words)
+
     reads = [
-        _Plain(ref, in_layer(i))
-        if width is None
-        else Reader(width, view.chunk, _word_loader(ref, in_layer(i), lanes, width))
-        for i, (ref, width) in enumerate(zip(reads, bits, strict=True))
+        array(ref, spec, i)
+        for i, (ref, spec) in enumerate(zip(refs, operands, strict=False))
     ]
     writes = [
-        _Plain(ref, in_layer(r.overwrites))
-        if r.bits is None
-        else Writer(
-            r.bits, view.chunk, _word_storer(ref, in_layer(r.overwrites), lanes, r.bits)
-        )
-        for ref, r in zip(writes, results, strict=True)
+        array(ref, spec, spec.overwrites)
+        for ref, spec in zip(refs[len(operands) :], results, strict=True)
     ]
+    rows = _Rows(view, lanes, [x for x in reads if not _is_per_group(x)], scalars)
+    if any(_is_per_group(x) for x in (*reads, *writes)):
+        body = _over_groups(body, rows, reads, writes, multiply_add)
+    writes = [x for x in writes if not _is_per_group(x)]
     packed = [x for x in writes if isinstance(x, Writer)]
 
     def visit(piece, carry):
-        for x in reads:
-            if isinstance(x, Reader):
-                x.start(piece)
         for x, open_word in zip(packed, carry, strict=True):
             x.start(piece, open_word)
-        for r in range(view.chunk):
-            row = piece * jnp.int32(view.chunk) + jnp.int32(r)
-            offset, exists = lanes.offset(row), lanes.exists(row)
-            values = [
-                x.load(offset, exists) if isinstance(x, _Plain) else x.field(r)
-                for x in reads
-            ]
-            new = body(values, scalars, lanes.element(row), multiply_add)
+        for r, values, index, offset, exists in rows.of(piece):
+            new = body(values, scalars, index, multiply_add)
             for x, value in zip(writes, new, strict=True):
                 if isinstance(x, _Plain):
                     x.store(offset, value, exists)
@@ -163,11 +166,61 @@ def _kernel(
                     x.put(r, value)
         return [x.finish() for x in packed]
 
-    first = [x.first_carry((view.width,)) for x in packed]
-    if view.rows == view.chunk:
-        visit(jnp.int32(0), first)
-    else:
-        lax.fori_loop(0, view.rows // view.chunk, visit, first)
+    rows.loop(visit, [x.first_carry((view.width,)) for x in packed])
+
+
+def _over_groups(body, rows: "_Rows", reads, writes, multiply_add):
+    """The body of the second visit, after the first one has taken the maxima."""
+    lanes, scalars = rows.lanes, rows.scalars
+    before = body.before(
+        [x.load(lanes.lane, lanes.inside) for x in reads if _is_per_group(x)]
+    )
+
+    def measure(piece, maxima):
+        for _, values, index, _, exists in rows.of(piece):
+            new = body.statistics(values, scalars, index, multiply_add, before)
+            if exists is not None:
+                new = [jnp.where(exists, x, jnp.float32(0)) for x in new]
+            maxima = [jnp.maximum(*pair) for pair in zip(maxima, new, strict=True)]
+        return maxima
+
+    zeros = [jnp.zeros((rows.view.width,), jnp.float32)] * body.maxima
+    stored, after = body.after(rows.loop(measure, zeros))
+    for x, value in zip(filter(_is_per_group, writes), stored, strict=True):
+        x.store(lanes.lane, value, lanes.inside)
+    return lambda *args: body(*args, before, after)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """The rows of a program, piece by piece."""
+
+    view: View
+    lanes: Lanes
+    reads: list
+    scalars: list
+
+    def of(self, piece: jax.Array):
+        """``(number in the piece, values, index, offset, which lanes exist)``."""
+        lanes, chunk = self.lanes, self.view.chunk
+        for x in self.reads:
+            if isinstance(x, Reader):
+                x.start(piece)
+        for r in range(chunk):
+            row = piece * jnp.int32(chunk) + jnp.int32(r)
+            offset, exists = lanes.offset(row), lanes.exists(row)
+            values = [
+                x.load(offset, exists) if isinstance(x, _Plain) else x.field(r)
+                for x in self.reads
+            ]
+            yield r, values, lanes.element(row), offset, exists
+
+    def loop(self, visit, carry):
+        """``visit(piece, carry)`` on every piece."""
+        count = self.view.rows // self.view.chunk
+        if count == 1:
+            return visit(jnp.int32(0), carry)
+        return lax.fori_loop(0, count, visit, carry)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,6 +229,7 @@ class _Plain:
 
     ref: typing.Any
     layer: jax.Array | int
+    per_group: bool = False
 
     def load(self, offset: jax.Array, mask: jax.Array | None) -> jax.Array:
         return triton.load(self.ref.at[self.layer, offset], mask=mask)
@@ -184,39 +238,37 @@ class _Plain:
         triton.store(self.ref.at[self.layer, offset], value, mask=mask)
 
 
-def _word_loader(ref, layer, lanes: Lanes, bits: int):
-    def load(word):
-        offset = lanes.word_offset(bits, word)
-        return triton.load(ref.at[layer, offset], mask=lanes.inside)
-
-    return load
+def _is_per_group(x) -> bool:
+    return isinstance(x, _Plain) and x.per_group
 
 
-def _word_storer(ref, layer, lanes: Lanes, bits: int):
-    def store(word, value, when):
-        mask = lanes.inside
+@dataclasses.dataclass(frozen=True)
+class _Words:
+    """The words of the lanes' groups, by number."""
+
+    ref: typing.Any
+    layer: jax.Array | int
+    lanes: Lanes
+    bits: int
+
+    def load(self, word: jax.Array) -> jax.Array:
+        offset = self.lanes.word_offset(self.bits, word)
+        mask = self.lanes.has_word(self.bits, word)
+        return triton.load(self.ref.at[self.layer, offset], mask=mask)
+
+    def store(self, word: jax.Array, value: jax.Array, when: jax.Array | None) -> None:
+        mask = self.lanes.has_word(self.bits, word)
         if when is not None:
             when = jnp.broadcast_to(when, value.shape)
             mask = when if mask is None else mask & when
-        offset = lanes.word_offset(bits, word)
-        triton.store(ref.at[layer, offset], value, mask=mask)
-
-    return store
+        offset = self.lanes.word_offset(self.bits, word)
+        triton.store(self.ref.at[self.layer, offset], value, mask=mask)
 
 
 def read_scalars(table, row: jax.Array, width: int) -> list[jax.Array]:
     """A row of the table; before any store, which might alias it."""
     first = row.astype(jnp.int32) * jnp.int32(width)
     return [table[first + jnp.int32(i)] for i in range(width)]
-
-
-def _result_shape(result: Result, operands, view: View) -> tuple[int, ...]:
-    if result.overwrites is not None:
-        return operands[result.overwrites].array.shape
-    if result.bits is None:
-        return view.shape
-    rows = view.groups * result.bits
-    return (*view.shape[: view.axis], rows, *view.shape[view.axis + 1 :])
 
 
 def manual_axes(result: Result, operands):

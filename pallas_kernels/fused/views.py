@@ -37,19 +37,21 @@ class View:
       whole: shape of the leaf that it is a shard of.
       packed: widths of the packed fields, empty if nothing is packed.
       width: lanes a program.
+      group: elements of a group; None if nothing is packed or per group.
     """
 
     shape: tuple[int, ...]
     whole: tuple[int, ...]
     packed: tuple[int, ...]
     width: int
+    group: int | None = GROUP
 
     @functools.cached_property
     def flat(self) -> bool:
-        """Whether rows may be cut anywhere: nothing is packed, and the shard is one
+        """Whether rows may be cut anywhere: nothing is in groups, and the shard is one
         piece of the whole.
         """
-        return not self.packed and self.shape[1:] == self.whole[1:]
+        return self.group is None and self.shape[1:] == self.whole[1:]
 
     @functools.cached_property
     def axis(self) -> int:
@@ -66,7 +68,7 @@ class View:
 
     @property
     def groups(self) -> int:
-        return math.ceil(self.length / GROUP)
+        return math.ceil(self.length / self.rows)
 
     @property
     def columns(self) -> int:
@@ -85,7 +87,7 @@ class View:
     @property
     def rows(self) -> int:
         """Rows that a program visits."""
-        return _FLAT_ROWS if self.flat else GROUP
+        return _FLAT_ROWS if self.flat else self.group or GROUP
 
     @functools.cached_property
     def chunk(self) -> int:
@@ -106,15 +108,18 @@ class Lanes:
       view: static description.
       first: int32 vector, offset of row 0.
       index: uint32 vector, index of row 0.
-      group, column: int32 vectors, which group and column a lane is; None if flat.
-      position: int32 vector, place of row 0 along the pack axis; None if flat.
+      lane: int32 vector, the lane's number, which is its group's place in per-group
+        arrays; None if flat, as all that follow.
+      lead, column: int32 vectors, places along the axes before and after the pack axis.
+      position: int32 vector, place of row 0 along the pack axis.
       inside: bool vector, or None where every lane exists.
     """
 
     view: View
     first: jax.Array
     index: jax.Array
-    group: jax.Array | None = None
+    lane: jax.Array | None = None
+    lead: jax.Array | None = None
     column: jax.Array | None = None
     position: jax.Array | None = None
     inside: jax.Array | None = None
@@ -126,8 +131,21 @@ class Lanes:
 
     def word_offset(self, bits: int, word: jax.Array) -> jax.Array:
         """Where a word of the group is, of fields of ``bits`` bits."""
-        row = self.group * jnp.int32(bits) + word
-        return row * jnp.int32(self.view.columns) + self.column
+        view = self.view
+        words = math.ceil(view.length / GROUP) * bits
+        first = self.position >> jnp.int32(GROUP.bit_length() - 1)
+        row = self.lead * jnp.int32(words) + first * jnp.int32(bits) + word
+        return row * jnp.int32(view.columns) + self.column
+
+    def has_word(self, bits: int, word: jax.Array) -> jax.Array | None:
+        """Which lanes have this word; None if all have."""
+        view = self.view
+        words = math.ceil(view.length / GROUP)
+        if view.groups * view.rows == words * GROUP:
+            return self.inside
+        first = self.position >> jnp.int32(GROUP.bit_length() - 1)
+        there = first * jnp.int32(bits) + word < jnp.int32(words * bits)
+        return there if self.inside is None else there & self.inside
 
     def element(self, row: jax.Array) -> jax.Array:
         """The index of a row's elements."""
@@ -142,7 +160,7 @@ class Lanes:
             if view.size % (view.width * view.rows) == 0:
                 return None
             return self.offset(row) < jnp.int32(view.size)
-        if view.length % GROUP == 0:
+        if view.length % view.rows == 0:
             return self.inside
         short = self.position + row < jnp.int32(view.length)
         return short if self.inside is None else short & self.inside
@@ -164,10 +182,10 @@ def lanes_of(view: View, program: jax.Array, base: jax.Array) -> Lanes:
     inside = lane < jnp.int32(view.lanes) if view.lanes % view.width else None
     column, group = _rem(lane, view.columns), _div(lane, view.columns)
     in_axis, lead = _rem(group, view.groups), _div(group, view.groups)
-    position = in_axis * jnp.int32(GROUP)
+    position = in_axis * jnp.int32(view.rows)
     first = (lead * jnp.int32(view.length) + position) * jnp.int32(view.columns)
     index = base + _index(view, lead, position, column)
-    return Lanes(view, first + column, index, group, column, position, inside)
+    return Lanes(view, first + column, index, lane, lead, column, position, inside)
 
 
 def _index(view: View, lead, position, column) -> jax.Array:

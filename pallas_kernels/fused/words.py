@@ -8,7 +8,7 @@ a word from row to row until it is full.
 """
 
 import dataclasses
-from collections.abc import Callable
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -35,12 +35,12 @@ class Reader:
     Args:
       bits: width of a field.
       chunk: rows that the loop's body unrolls.
-      load: ``load(word)`` of a word number (int32 scalar) of the lanes' groups.
+      words: has ``load(word)`` of a word's number (int32 scalar) in the lanes' groups.
     """
 
     bits: int
     chunk: int
-    load: Callable[[jax.Array], jax.Array]
+    words: typing.Any
 
     def start(self, piece: jax.Array) -> None:
         """Begin the piece of rows ``[piece * chunk, (piece + 1) * chunk)``."""
@@ -48,7 +48,8 @@ class Reader:
         if is_unrolled(self.bits):
             count = self.chunk * self.bits // 32
             self._words = [
-                self.load(piece * jnp.int32(count) + jnp.int32(j)) for j in range(count)
+                self.words.load(piece * jnp.int32(count) + jnp.int32(j))
+                for j in range(count)
             ]
 
     def field(self, row: int) -> jax.Array:
@@ -56,11 +57,11 @@ class Reader:
         if is_unrolled(self.bits):
             return get_field(self._words, row, self.bits)
         word, shift = _place(self._piece, self.chunk, row, self.bits)
-        value = self.load(word) >> shift
-        # The next word's part, none of it where the field ends before. Where there is
-        # no next word this reads the last one again, and the mask drops it.
-        last = jnp.int32(self.bits - 1)
-        following = self.load(jnp.minimum(word + jnp.int32(1), last))
+        value = self.words.load(word) >> shift
+        # The next word's part, of which the mask keeps nothing where the field ends
+        # before. A field ends where the last word ends: there the same word is read.
+        ahead = (shift + jnp.uint32(self.bits) > jnp.uint32(32)).astype(jnp.int32)
+        following = self.words.load(word + ahead)
         value = value | ((following << jnp.uint32(1)) << (jnp.uint32(31) - shift))
         return value & jnp.uint32((1 << self.bits) - 1)
 
@@ -72,13 +73,13 @@ class Writer:
     Args:
       bits: width of a field.
       chunk: rows that the loop's body unrolls.
-      store: ``store(word, value, when)`` of a word number; ``when`` is a bool scalar,
-        or None for always.
+      words: has ``store(word, value, when)`` of a word's number; ``when`` is a bool
+        scalar, or None for always.
     """
 
     bits: int
     chunk: int
-    store: Callable[[jax.Array, jax.Array, jax.Array | None], None]
+    words: typing.Any
 
     def first_carry(self, shape: tuple[int, ...]) -> jax.Array | None:
         """What the loop over pieces carries at first."""
@@ -96,7 +97,7 @@ class Writer:
         word, shift = _place(self._piece, self.chunk, row, self.bits)
         value = self._open | (field << shift)
         full = shift + jnp.uint32(self.bits) >= jnp.uint32(32)
-        self.store(word, value, full)
+        self.words.store(word, value, full)
         rest = (field >> jnp.uint32(1)) >> (jnp.uint32(31) - shift)
         self._open = jnp.where(full, rest, value)
 
@@ -106,7 +107,7 @@ class Writer:
             words = put_fields(self._fields, self.bits)
             first = self._piece * jnp.int32(len(words))
             for j, word in enumerate(words):
-                self.store(first + jnp.int32(j), word, None)
+                self.words.store(first + jnp.int32(j), word, None)
         return self._open
 
 
