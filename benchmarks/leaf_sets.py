@@ -1,0 +1,66 @@
+"""Shapes of parameter leaves that the benchmarks run on."""
+
+import dataclasses
+import math
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafSet:
+    """A named list of leaf shapes, all of them parameters of one step."""
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def parameters(self) -> int:
+        return sum(map(math.prod, self.shapes))
+
+    def shrunk(self, scale: int) -> "LeafSet":
+        """The same leaves with every axis divided by ``scale``, at least 1."""
+        shapes = (tuple(max(1, n // scale) for n in shape) for shape in self.shapes)
+        return LeafSet(self.name, tuple(shapes))
+
+
+def gpt2(width: int = 768, layers: int = 12) -> LeafSet:
+    """GPT-2 124M: 148 leaves, 124,439,808 parameters (the head is the embedding)."""
+    norm = ((width,), (width,))
+    block = (
+        *norm,
+        (width, 3 * width),
+        (3 * width,),
+        (width, width),
+        (width,),
+        *norm,
+        (width, 4 * width),
+        (4 * width,),
+        (4 * width, width),
+        (width,),
+    )
+    return LeafSet("gpt2", ((50257, width), (1024, width), *block * layers, *norm))
+
+
+def resnet18(width: int = 64, classes: int = 1000) -> LeafSet:
+    """ResNet-18 for ImageNet: 62 leaves, 11,689,512 parameters."""
+    shapes = [(7, 7, 3, width), (width,), (width,)]
+    into = width
+    for stage in range(4):
+        out = width << stage
+        for block in range(2):
+            shapes += [(3, 3, into, out), (out,), (out,)]
+            shapes += [(3, 3, out, out), (out,), (out,)]
+            if block == 0 and into != out:
+                shapes += [(1, 1, into, out), (out,), (out,)]
+            into = out
+    return LeafSet("resnet18", (*shapes, (into, classes), (classes,)))
+
+
+SETS = {
+    each.name: each
+    for each in (
+        LeafSet("4096", ((4096, 4096),)),
+        LeafSet("16x4096", ((4096, 4096),) * 16),
+        resnet18(),
+        gpt2(),
+    )
+}
+"""By name; those that take longest to compile come last."""
