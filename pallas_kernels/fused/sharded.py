@@ -63,9 +63,16 @@ def over_shards(run: Run, leaves: Sequence[Leaf], shared: int, args) -> list:
             for x, spec in zip(args, inside, strict=True)
         ]
         run_local = _local(run, leaves, specs, mesh, shared)
-        return jax.shard_map(
+        results = jax.shard_map(
             run_local, mesh=mesh, in_specs=tuple(inside), out_specs=outside
         )(*placed)
+        _, outside = _all_specs(
+            leaves, [_spec_of(leaf, jax.typeof) for leaf in given], shared
+        )
+        return [
+            jax.sharding.reshard(x, NamedSharding(mesh, spec))
+            for x, spec in zip(results, outside, strict=True)
+        ]
 
     def whole(*args):
         shards = [Shard(leaf, leaf.shape) for leaf in regroup(leaves, args[shared:])]
@@ -131,13 +138,23 @@ def _base(whole, shape, spec: P, mesh: Mesh) -> jax.Array | None:
 
 
 def _supported(leaf: Leaf, spec: P, mesh: Mesh) -> P:
-    """The spec without the axes along which shards would not hold whole groups."""
-    kept = []
-    for axis, names in enumerate(_padded(spec, leaf.shape)):
-        count = _count(mesh, names)
+    """A spec by which every shard holds whole groups: this one where it does.
+
+    Mesh axes along which it does not go to another axis of the leaf, or to none.
+    """
+
+    def fits(axis: int, names) -> bool:
         grouped = leaf.packed or leaf.grouped
         unit = leaf.group if grouped and axis == pack_axis(leaf.shape) else 1
-        kept.append(names if leaf.shape[axis] % (count * unit) == 0 else ())
+        return leaf.shape[axis] % (_count(mesh, names) * unit) == 0
+
+    given = _padded(spec, leaf.shape)
+    kept = [names if fits(axis, names) else () for axis, names in enumerate(given)]
+    for names, stayed in zip(given, list(kept), strict=True):
+        free = (a for a in range(len(kept)) if not kept[a] and fits(a, names))
+        other = next(free, None)
+        if names and not stayed and other is not None:
+            kept[other] = names
     return P(*(names or None for names in kept))
 
 

@@ -7,13 +7,14 @@ be turned back into StableHLO and run on the CPU, which shows what XLA:GPU's pas
 to the numbers (they drop casts), though not what a GPU's instructions do.
 """
 
+import contextlib
 import math
 import re
 
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 H200 = """
@@ -48,36 +49,45 @@ COLLECTIVES = (
 )
 
 
-def h200_mesh(count: int = 1) -> Mesh:
-    """A mesh of ``count`` H200s, up to 8, with the one axis ``d``."""
+def h200_mesh(count: int = 1, axis: AxisType = AxisType.Auto) -> Mesh:
+    """A mesh of ``count`` H200s, up to 8, with the one axis ``d`` of a type."""
     topology = topologies.get_topology_desc(
         platform="cuda",
         topology_name="h200",
         target_config=H200,
         topology=f"1 x 1 x {count}",
     )
-    return Mesh(np.array(topology.devices), ("d",))
+    return Mesh(np.array(topology.devices), ("d",), axis_types=(axis,))
 
 
-def compile_for(mesh: Mesh, fn, *args, spec: P | None = None, donate=()):
-    """Compile ``fn`` for a mesh.
+def lower_for(mesh: Mesh, fn, *args, spec=None, donate=()) -> jax.stages.Lowered:
+    """Lower ``fn`` for a mesh.
 
     Args:
       mesh: from :func:`h200_mesh`.
-      fn: of the arguments; its outputs are placed like arguments of their rank.
+      fn: of the arguments; its outputs are placed like arguments of their shape.
       *args: trees of arrays or ShapeDtypeStructs.
-      spec: PartitionSpec of every array of rank 2 or more; replicated if None.
+      spec: PartitionSpec of every array of rank 2 or more, or a function from such an
+        array to its PartitionSpec; replicated if None.
       donate: argument numbers.
     """
 
     def place(x):
-        sharding = NamedSharding(mesh, spec if spec and x.ndim >= 2 else P())
+        chosen = spec(x) if callable(spec) and x.ndim >= 2 else spec
+        sharding = NamedSharding(mesh, chosen if chosen and x.ndim >= 2 else P())
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     placed = jax.tree.map(place, args)
     out = jax.tree.map(lambda x: place(x).sharding, jax.eval_shape(fn, *args))
     jitted = jax.jit(fn, donate_argnums=donate, out_shardings=out, keep_unused=True)
-    return jitted.lower(*placed).compile()
+    explicit = AxisType.Explicit in mesh.axis_types
+    with jax.set_mesh(mesh) if explicit else contextlib.nullcontext():
+        return jitted.lower(*placed)
+
+
+def compile_for(mesh: Mesh, fn, *args, **options) -> jax.stages.Compiled:
+    """Compile ``fn`` for a mesh; the arguments are those of :func:`lower_for`."""
+    return lower_for(mesh, fn, *args, **options).compile()
 
 
 _WIDTH = {"pred": 1, "u8": 1, "s8": 1, "bf16": 2, "f16": 2, "u16": 2, "s16": 2}
@@ -111,6 +121,12 @@ def kernels(compiled) -> list[tuple[str, int]]:
             read = sum(sizes.get(o, 0) for o in re.findall(r"%([\w.\-]+)", operands))
             found.append((name, sizes[name] + read))
     return found
+
+
+def copies(compiled) -> list[int]:
+    """Bytes of each copy's result, anywhere in the program, loops included."""
+    found = re.findall(r"= (.*?) copy(?:-start)?\(", compiled.as_text())
+    return [_bytes(type_text) for type_text in found]
 
 
 def run_on_cpu(compiled, *args) -> list[np.ndarray]:

@@ -1,0 +1,291 @@
+"""A leaf's fused kernel as compiled for an H200: bytes, memory, machine code."""
+
+import functools
+import time
+
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import lax
+
+import lowbit_optax
+import pallas_kernels
+from pallas_kernels import Operand, Result
+
+pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
+
+from harness import copies, h200_mesh, kernels, lower_for
+from machine_code import instructions_a_parameter, missing_tools, program
+from steps import (
+    BF16,
+    F32,
+    applied,
+    bytes_of,
+    bytes_of_accesses,
+    fast,
+    leaf,
+    lower_step,
+)
+
+if missing_tools():
+    pytest.skip(missing_tools(), allow_module_level=True)
+
+SIDE = 4096
+PARAMETERS = SIDE * SIDE
+
+OPTIMIZERS = {
+    "extra_bits 8": lowbit_optax.extra_bits_adamw(1e-3, bits=8),
+    "extra_bits 16": lowbit_optax.extra_bits_adamw(1e-3),
+    "extra_bits 12": lowbit_optax.extra_bits_adamw(1e-3, bits=12),
+    "extra_bits 5": lowbit_optax.extra_bits_adamw(1e-3, bits=5),
+    "kahan": lowbit_optax.kahan_adamw(1e-3),
+    "sr": lowbit_optax.sr_adamw(1e-3),
+}
+each_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
+
+# Bytes a parameter, read and written: gradient (read), parameter, residual, mu and nu.
+MOVED = {
+    "extra_bits 8": 2 + 4 + 2 + 16,
+    "extra_bits 16": 2 + 4 + 4 + 16,
+    "extra_bits 12": 2 + 4 + 3 + 16,
+    "extra_bits 5": 2 + 4 + 1.25 + 16,
+    "kahan": 2 + 4 + 4 + 8,
+    "sr": 2 + 4 + 0 + 8,
+}
+
+# What instructions ask for of that, in bfloat16 and in 32 bits. With 5 bits every row
+# asks for the two words that its field may be in, and to write one, if it is full.
+ACCESSED = {
+    "extra_bits 8": (6, 18),
+    "extra_bits 16": (6, 20),
+    "extra_bits 12": (6, 19),
+    "extra_bits 5": (6, 16 + 3 * 4),
+    "kahan": (18, 0),
+    "sr": (14, 0),
+}
+
+MOST_REGISTERS = 72
+"""A multiprocessor then holds 7 blocks, 896 threads."""
+
+MOST_INSTRUCTIONS = 50
+"""For a parameter, of AdamW with 8 extra bits."""
+
+INSTRUCTIONS_A_SECOND = 132 * 4 * 32 * 1.98e9
+BYTES_A_SECOND = 4.8e12
+
+WEIGHTS = {
+    "nearest": lowbit_optax.nearest(),
+    "stochastic_rounding": lowbit_optax.stochastic_rounding(),
+    "kahan": lowbit_optax.kahan(),
+    "kahan nearest": lowbit_optax.kahan(residual_rounding="nearest"),
+    "kahan stochastic": lowbit_optax.kahan(rounding="stochastic"),
+    "kahan param": lowbit_optax.kahan(arithmetic="param"),
+    "extra_bits 16": lowbit_optax.extra_bits(16),
+    "extra_bits 1": lowbit_optax.extra_bits(1),
+    "extra_bits 5": lowbit_optax.extra_bits(5, residual_rounding="nearest"),
+    "extra_bits 8 toward_zero": lowbit_optax.extra_bits(8, rounding="toward_zero"),
+    "extra_bits 11 stochastic": lowbit_optax.extra_bits(11, rounding="stochastic"),
+    "master_copy": lowbit_optax.master_copy(),
+}
+MOMENTS = {
+    "float32": None,
+    "bfloat16": lowbit_optax.cast(BF16),
+    "float8": lowbit_optax.cast("float8_e4m3fn"),
+}
+
+
+@functools.cache
+def step_of(name, shape=(SIDE, SIDE), make_step=fast):
+    return lower_step(OPTIMIZERS[name], leaf(*shape), make_step)
+
+
+@each_optimizer
+def test_a_step_is_one_pass_in_place(name):
+    step = step_of(name)
+    assert step.large == step.fused_launches == 1
+    assert step.moved <= MOVED[name] + 0.1
+    assert step.temporary < 0.01
+    assert step.in_place
+
+
+@each_optimizer
+def test_update_and_apply_updates_write_and_read_one_bfloat16_more(name):
+    # The update that lands exactly is the kernel's result less the parameter: it is
+    # held for the addition, in two bytes, and that reads it and rewrites the parameter.
+    step = step_of(name, make_step=applied)
+    assert step.fused_launches == 1
+    assert step.moved <= step_of(name).moved + 6.1
+    assert step.temporary <= 2.01
+    assert step.in_place
+
+
+@each_optimizer
+def test_registers_suffice_and_nothing_is_shared(name):
+    kernel = step_of(name).fused
+    assert kernel.registers <= MOST_REGISTERS
+    assert kernel.stack == kernel.spill_stores == kernel.spill_loads == 0
+    assert kernel.static_shared == 0
+    assert [launch.shared for launch in kernel.launches] == [0]
+
+
+@each_optimizer
+def test_a_thread_moves_four_elements_at_a_time(name):
+    narrow, wide = ACCESSED[name]
+    kernel = step_of(name).fused
+    assert bytes_of_accesses(kernel, 64) == narrow * PARAMETERS
+    assert bytes_of_accesses(kernel, 128) == wide * PARAMETERS
+
+
+@each_optimizer
+def test_stores_of_whole_blocks_have_no_masks(name):
+    conditional = 4 if name == "extra_bits 5" else 0  # words, written when full
+    assert step_of(name).fused.masked_stores == conditional
+
+
+@each_optimizer
+def test_instructions_take_less_time_than_memory(name):
+    kernel = step_of(name).fused
+    instructions = instructions_a_parameter(kernel, PARAMETERS)
+    assert instructions / INSTRUCTIONS_A_SECOND < MOVED[name] / BYTES_A_SECOND
+
+
+def test_instructions_of_adamw_with_8_extra_bits():
+    kernel = step_of("extra_bits 8").fused
+    assert instructions_a_parameter(kernel, PARAMETERS) <= MOST_INSTRUCTIONS
+
+
+@pytest.mark.parametrize("name", ["extra_bits 8", "kahan"])
+@pytest.mark.parametrize("shape", [(4001, 1000), (1000, 4001), (1000003,)], ids=str)
+def test_stores_of_a_ragged_shape_are_masked(name, shape):
+    # BlockSpec's stores have no masks on this backend: they would write beyond it.
+    step = step_of(name, shape)
+    kernel = step.fused
+    assert kernel.masked_stores == sum(kernel.global_stores.values()) > 0
+    assert kernel.stack == kernel.spill_stores == kernel.spill_loads == 0
+    assert step.large == step.fused_launches == 1
+    assert step.moved <= MOVED[name] + 0.1
+    assert step.temporary < 0.01
+    assert step.in_place
+
+
+@pytest.mark.parametrize("name", ["extra_bits 8", "kahan"])
+def test_a_convolution_is_like_a_matrix(name):
+    step = step_of(name, (3, 3, 512, 512))
+    narrow, wide = ACCESSED[name]
+    assert bytes_of_accesses(step.fused, 64) == narrow * step.parameters
+    assert bytes_of_accesses(step.fused, 128) == wide * step.parameters
+    assert step.fused.masked_stores == 0
+    assert step.large == step.fused_launches == 1
+    assert step.moved <= MOVED[name] + 0.1
+    assert step.temporary < 0.01
+    assert step.in_place
+
+
+@pytest.mark.parametrize(
+    ("weights", "moments"),
+    [(name, "bfloat16") for name in WEIGHTS] + [("extra_bits 16", m) for m in MOMENTS],
+)
+def test_every_format_takes_the_kernel(weights, moments):
+    inner = optax.sgd(1e-3, momentum=0.9)
+    tx = lowbit_optax.lowbit(inner, weights=WEIGHTS[weights], moments=MOMENTS[moments])
+    start = time.monotonic()
+    step = lower_step(tx, leaf(512, 384))
+    launches = step.fused_launches
+    print(f"a new shape of leaf compiles in {time.monotonic() - start:.2f} s")
+    assert launches == step.large == 1
+    assert step.in_place
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn", "float8_e5m2"])
+def test_every_narrow_dtype_takes_the_kernel(dtype):
+    tx = lowbit_optax.lowbit(optax.adamw(1e-3), weights=lowbit_optax.extra_bits(8))
+    step = lower_step(tx, leaf(512, 384, dtype=jnp.dtype(dtype)))
+    assert step.fused_launches == step.large == 1
+    assert step.in_place
+
+
+@pytest.mark.parametrize("name", ["extra_bits 8", "kahan"])
+def test_clipping_by_the_global_norm_reads_the_gradients_once_more(name):
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    config = OPTIMIZERS[name].config
+    tx = lowbit_optax.lowbit(inner, weights=config.weights, moments=config.moments)
+    step = lower_step(tx, leaf(SIDE, SIDE))
+    assert step.fused_launches == 1
+    assert step.moved <= MOVED[name] + 2.1
+    assert step.temporary < 0.01
+    assert step.in_place
+
+
+def test_muon_is_left_to_xla():
+    tx = lowbit_optax.lowbit(optax.contrib.muon(1e-3))
+    step = lower_step(tx, leaf(512, 512))
+    assert step.fused_launches == 0
+    assert any("gemm" in name for name, _ in step.launches)
+    assert step.in_place
+
+
+LAYERS, LAYER_SIDE = 12, 1024
+
+
+def momentum_of_a_layer(values, scalars, index, multiply_add):
+    grad, param, trace, low = values
+    trace = multiply_add(jnp.full_like(trace, 0.9), trace, grad.astype(F32))
+    return [(param.astype(F32) - trace).astype(BF16), trace, low ^ jnp.uint32(1)]
+
+
+def layer_by_layer(params, traces, words, grads):
+    """Update a stack in place, as a backward pass over the layers would."""
+
+    def update(i, stacks):
+        grad = lax.dynamic_index_in_dim(grads, i, 0, keepdims=False)
+        given = [Operand(stack) for stack in stacks[:2]]
+        return tuple(
+            pallas_kernels.fused_update(
+                momentum_of_a_layer,
+                [Operand(grad), *given, Operand(stacks[2], 8)],
+                [Result(BF16, None, 1), Result(F32, None, 2), Result("uint32", 8, 3)],
+                shape=(LAYER_SIDE, LAYER_SIDE),
+                layer=i,
+            )
+        )
+
+    return lax.fori_loop(0, LAYERS, update, (params, traces, words))
+
+
+def test_a_stack_is_updated_in_place_a_layer_at_a_time():
+    shape = LAYER_SIDE, LAYER_SIDE
+    words = pallas_kernels.packed_shape(shape, 8)
+    stacks = (
+        leaf(LAYERS, *shape),
+        leaf(LAYERS, *shape, dtype=F32),
+        leaf(LAYERS, *words, dtype=jnp.uint32),
+    )
+    arguments = *stacks, leaf(LAYERS, *shape)
+    lowered = lower_for(h200_mesh(), layer_by_layer, *arguments, donate=(0, 1, 2))
+    compiled = lowered.compile()
+    memory = compiled.memory_analysis()
+    gradient = 2 * LAYER_SIDE**2
+    assert compiled.as_text().count("__gpu$xla.gpu.triton") == 1
+    assert memory.temp_size_in_bytes <= 1.01 * gradient
+    assert memory.alias_size_in_bytes == bytes_of(stacks)
+    assert max(copies(compiled), default=0) <= gradient
+
+
+@pytest.mark.parametrize("bits", [1, 3, 8, 11, 16])
+@pytest.mark.parametrize("direction", ["pack", "unpack"])
+def test_packing_is_one_kernel(direction, bits):
+    shape = SIDE, SIDE
+    if direction == "pack":
+        fn = functools.partial(pallas_kernels.pack, bits=bits)
+        argument = leaf(*shape, dtype=jnp.uint32)
+    else:
+        fn = functools.partial(pallas_kernels.unpack, bits=bits, shape=shape)
+        argument = leaf(*pallas_kernels.packed_shape(shape, bits), dtype=jnp.uint32)
+    found = program(lower_for(h200_mesh(), fn, argument))
+    ((_, moved),) = kernels(found.compiled)
+    (kernel,) = found.kernels.values()
+    assert kernel.name == "fused_update"
+    assert moved <= (4 + bits / 8) * PARAMETERS + 64
+    assert {access.bits for access in kernel.accesses} == {128}
+    assert found.compiled.memory_analysis().temp_size_in_bytes == 0
+    assert kernel.stack == kernel.spill_stores == kernel.spill_loads == 0

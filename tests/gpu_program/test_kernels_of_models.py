@@ -1,0 +1,103 @@
+"""Whole models' steps by kernels as compiled for H200s, and one leaf's on eight."""
+
+import functools
+
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import lowbit_optax
+
+pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
+
+from harness import COLLECTIVES, h200_mesh
+from machine_code import missing_tools
+from steps import gpt2, leaf, lower_step, resnet18
+
+if missing_tools():
+    pytest.skip(missing_tools(), allow_module_level=True)
+
+SIDE = 4096
+
+OPTIMIZERS = {
+    "extra_bits 8": lowbit_optax.extra_bits_adamw(1e-3, bits=8),
+    "kahan": lowbit_optax.kahan_adamw(1e-3),
+}
+MOVED = {"extra_bits 8": 24, "kahan": 18}
+each_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
+
+
+def rows_or_columns(x):
+    """By rows, which the vocabulary's do not divide; that by columns."""
+    return P(None, "d") if x.shape[0] > 4096 else P("d")
+
+
+@functools.cache
+def gpt2_step(name, devices=1):
+    mesh = h200_mesh(devices)
+    return lower_step(OPTIMIZERS[name], gpt2(), mesh=mesh, spec=rows_or_columns)
+
+
+@functools.cache
+def leaf_step(name, devices=1, spec=None, axis=AxisType.Auto):
+    mesh = h200_mesh(devices, axis)
+    return lower_step(OPTIMIZERS[name], leaf(SIDE, SIDE), mesh=mesh, spec=spec)
+
+
+def arguments_of(step):
+    return step.compiled.memory_analysis().argument_size_in_bytes
+
+
+def collectives_of(step):
+    text = step.compiled.as_text()
+    return [name for name in COLLECTIVES if name in text]
+
+
+@each_optimizer
+def test_gpt2_in_few_kernels_and_one_pass(name):
+    # 50 matrices have a kernel each; the 98 vectors share a few.
+    step = gpt2_step(name)
+    assert step.fused_launches >= 51
+    assert len(step.launches) <= 60
+    assert step.moved <= MOVED[name] + 0.2
+    assert step.temporary < 0.001
+    assert step.in_place
+
+
+@each_optimizer
+def test_resnet18_in_few_kernels_and_one_pass(name):
+    step = lower_step(OPTIMIZERS[name], resnet18())
+    assert len(step.launches) < 62 / 2
+    assert step.moved <= MOVED[name] + 0.2
+    assert step.temporary < 0.001
+    assert step.in_place
+
+
+@pytest.mark.parametrize("axis", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("spec", [P("d", None), P(None, "d")], ids=["rows", "columns"])
+@each_optimizer
+def test_eight_h200s_each_update_their_eighth_of_a_leaf(name, spec, axis):
+    alone, shared = leaf_step(name), leaf_step(name, 8, spec, axis)
+    assert collectives_of(shared) == []
+    assert shared.fused_launches == 1
+    assert shared.moved == pytest.approx(alone.moved / 8, rel=1e-4)
+    assert arguments_of(shared) == pytest.approx(arguments_of(alone) / 8, rel=1e-4)
+    assert shared.temporary < 0.001
+
+
+def test_eight_h200s_run_an_eighth_of_the_threads():
+    alone, shared = leaf_step("extra_bits 8"), leaf_step("extra_bits 8", 8, P("d"))
+    (all_,), (own,) = alone.fused.launches, shared.fused.launches
+    assert own.threads == all_.threads / 8
+    assert shared.fused.masked_stores == 0
+    assert shared.fused.registers <= alone.fused.registers + 8
+
+
+def test_eight_h200s_each_update_their_eighth_of_gpt2():
+    # The vectors, a parameter in a thousand, are not shared out.
+    alone, shared = gpt2_step("extra_bits 8"), gpt2_step("extra_bits 8", 8)
+    assert collectives_of(shared) == []
+    assert shared.fused_launches == alone.fused_launches
+    assert shared.moved == pytest.approx(alone.moved / 8, rel=0.01)
+    assert arguments_of(shared) == pytest.approx(arguments_of(alone) / 8, rel=0.01)
+    assert shared.temporary < 0.001
