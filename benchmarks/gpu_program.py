@@ -1,0 +1,140 @@
+"""What an optimizer step compiles to for an H200, as a table; no GPU is needed.
+
+    .venv/bin/python benchmarks/gpu_program.py
+
+One donated step with bfloat16 gradients: bytes that its kernels read and write, its
+temporary memory, machine instructions and registers of the fused kernel (from XLA's PTX
+by ptxas), kernels launched for GPT-2 124M, and seconds to lower and compile. These are
+facts of the compiled program; nothing is timed on hardware. Needs the ``gpu-program``
+extra.
+"""
+
+import argparse
+import functools
+import pathlib
+import sys
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "tests" / "gpu_program"))
+
+import jax
+import jax.numpy as jnp
+import optax
+from machine_code import instructions_a_parameter
+from steps import applied, bytes_of, fast, gpt2, lower_step
+
+import lowbit_optax as lo
+
+LEAF = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+
+
+def master_weights(learning_rate: float) -> optax.GradientTransformation:
+    """The usual mixed precision: float32 master and AdamW, and a bfloat16 copy."""
+    inner = optax.adamw(learning_rate)
+
+    def init(params):
+        master = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+        return master, inner.init(master)
+
+    return optax.GradientTransformation(init, functools.partial(_update, inner))
+
+
+def _update(inner, grads, state, params):
+    master, inner_state = state
+    grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+    updates, inner_state = inner.update(grads, inner_state, master)
+    master = optax.apply_updates(master, updates)
+    copies = jax.tree.map(lambda m, p: m.astype(p.dtype), master, params)
+    return copies, (master, inner_state)
+
+
+def replaced(tx):
+    """A step whose update is the new parameters."""
+
+    def step(params, state, grads):
+        return tx.update(grads, state, params)
+
+    return step
+
+
+CASES = {
+    "optax, float32 master": (master_weights(1e-3), replaced, None),
+    "`extra_bits_adamw(bits=16)`": (lo.extra_bits_adamw(1e-3), fast, applied),
+    "`extra_bits_adamw(bits=8)`": (lo.extra_bits_adamw(1e-3, bits=8), fast, applied),
+    "`extra_bits_adamw(bits=8)` by XLA": (
+        lo.extra_bits_adamw(1e-3, bits=8, implementation="xla"),
+        fast,
+        applied,
+    ),
+    "`kahan_adamw`": (lo.kahan_adamw(1e-3), fast, applied),
+    "`kahan_adamw` by XLA": (
+        lo.kahan_adamw(1e-3, implementation="xla"),
+        fast,
+        applied,
+    ),
+    "`sr_adamw`": (lo.sr_adamw(1e-3), fast, applied),
+}
+
+
+def row(name, tx, step, update, model) -> list[str]:
+    """One line of the table."""
+    start = time.perf_counter()
+    one = lower_step(tx, LEAF, step)
+    one.compiled.memory_analysis()
+    seconds = time.perf_counter() - start
+    fused = [k for n, k in one.machine_code.items() if n.startswith("fused_update")]
+    cells = [f"{one.stored / one.parameters:.2f}", f"{one.moved:.1f}"]
+    if update is None:
+        cells.append("")
+    else:
+        cells.append(f"{lower_step(tx, LEAF, update).moved:.1f}")
+    cells.append(f"{one.temporary:.1f}")
+    if fused:
+        instructions = instructions_a_parameter(fused[0], one.parameters)
+        cells += [f"{instructions:.0f}", str(fused[0].registers)]
+    else:
+        cells += ["", ""]
+    cells.append(f"{seconds:.1f}")
+    if model is not None:
+        whole = lower_step(tx, model, step)
+        cells += [
+            str(len(whole.launches)),
+            f"{whole.moved:.1f}",
+            f"{whole.temporary:.1f}",
+        ]
+    return [name, *cells]
+
+
+HEADS = [
+    "AdamW step",
+    "params + state, B",
+    "moved by `step`, B",
+    "by `update` + apply, B",
+    "temporary, B",
+    "instructions",
+    "registers",
+    "s to compile",
+    "GPT-2: kernels",
+    "moved, B",
+    "temporary, B",
+]
+
+
+def main():
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--no-model", action="store_true", help="leave GPT-2 out")
+    flags = parser.parse_args()
+    model = None if flags.no_model else gpt2()
+    if model is not None:
+        print(f"GPT-2: {bytes_of(model) // 2:,} parameters")
+    heads = HEADS[: 8 if flags.no_model else None]
+    print("| " + " | ".join(heads) + " |")
+    print("|" + "---|" * len(heads))
+    for name, (tx, step, update) in CASES.items():
+        cells = row(name, tx, step, update, model)
+        print("| " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
