@@ -9,6 +9,7 @@ import typing
 from collections.abc import Sequence
 
 import jax
+import numpy as np
 from jax.extend import core
 from jax.extend.core import primitives
 
@@ -80,11 +81,27 @@ class Graph:
 
     def __init__(self, closed: core.ClosedJaxpr):
         self._count = 0
+        self._scalars: dict[typing.Any, list[Node]] = {}
         self.inputs = [Node(v.aval) for v in closed.jaxpr.invars]
         self.outputs = self._inline(closed, self.inputs)
 
     def call(self, primitive, params, inputs: Sequence[Node], avals) -> list[Node]:
-        """Append an application of a primitive with results of these avals."""
+        """Append an application of a primitive with results of these avals.
+
+        Scalars that were computed from the same ones before are those: optax computes
+        the learning rate of a step once for every leaf.
+        """
+        key = None
+        if all(aval.shape == () for aval in avals):
+            key = _key(primitive, params, inputs)
+        if key in self._scalars:
+            return self._scalars[key]
+        results = self._append(primitive, params, inputs, avals)
+        if key is not None:
+            self._scalars[key] = results
+        return results
+
+    def _append(self, primitive, params, inputs, avals) -> list[Node]:
         call = Call(primitive, params, tuple(inputs), self._count)
         self._count += 1
         call.outputs = tuple(Node(aval, call) for aval in avals)
@@ -105,6 +122,8 @@ class Graph:
             operands = [read(atom) for atom in eqn.invars]
             if eqn.primitive in _CALLS:
                 results = self._inline(_called(eqn), operands)
+            elif eqn.primitive is primitives.copy_p:
+                results = operands
             elif eqn.primitive is primitives.cond_p and not _is_dear(eqn):
                 results = self._select(eqn, operands)
             else:
@@ -158,6 +177,23 @@ def evaluate(nodes: Sequence[Node], known: dict[Node, jax.Array]) -> list:
             results = [results]
         known.update(zip(call.outputs, results, strict=True))
     return [value(node) for node in nodes]
+
+
+def _key(primitive, params, inputs: Sequence[Node]):
+    """What tells a computation of scalars from another; None if nothing does."""
+    operands = []
+    for node in inputs:
+        if node.constant is None or isinstance(node.constant, jax.Array):
+            operands.append(node)
+        else:
+            value = np.asarray(node.constant)
+            operands.append((value.dtype, value.shape, value.tobytes()))
+    key = primitive, tuple(sorted(params.items())), tuple(operands)
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
 
 
 def _called(eqn) -> core.ClosedJaxpr:

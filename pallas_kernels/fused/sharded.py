@@ -17,6 +17,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels.bitfields import GROUP
 from pallas_kernels.fused.specs import Leaf
 from pallas_kernels.packing import pack_axis
 
@@ -64,7 +65,12 @@ def over_shards(run: Run, leaves: Sequence[Leaf], shared: int, args) -> list:
         ]
         run_local = _local(run, leaves, specs, mesh, shared)
         results = jax.shard_map(
-            run_local, mesh=mesh, in_specs=tuple(inside), out_specs=outside
+            run_local,
+            mesh=mesh,
+            in_specs=tuple(inside),
+            out_specs=outside,
+            # Pallas's interpreter loses how new results vary.
+            check_vma=False,
         )(*placed)
         _, outside = _all_specs(
             leaves, [_spec_of(leaf, jax.typeof) for leaf in given], shared
@@ -92,10 +98,12 @@ def over_shards(run: Run, leaves: Sequence[Leaf], shared: int, args) -> list:
         )
 
     call = custom_partitioning(whole)
+    rule, factor_sizes = _sharding_rule(leaves, args[:shared])
     call.def_partition(
         partition,
         infer_sharding_from_operands=lambda *args: partition(*args)[2],
-        sharding_rule=_sharding_rule(leaves, args[:shared]),
+        sharding_rule=rule,
+        **factor_sizes,
     )
     return call(*args)
 
@@ -183,34 +191,50 @@ def _all_specs(leaves, specs, shared: int) -> tuple[list[P], list[P]]:
     return inside, outside
 
 
-def _sharding_rule(leaves: Sequence[Leaf], shared) -> str:
-    """The einsum-like rule by which placements spread: every axis to its like.
+def _sharding_rule(leaves: Sequence[Leaf], shared) -> tuple[str, dict[str, int]]:
+    """The einsum-like rule by which placements spread, and the sizes of its factors.
 
-    Along the pack axis packed and per-group arrays have other sizes, and names of
-    their own.
+    Results go where the leaf is, and other operands come there: their own placements
+    say nothing about the results', so their axes have names of their own.
     """
-
-    def names(leaf_number: int, leaf: Leaf, like, stacked: bool) -> str:
-        axes = [f"l{leaf_number}a{axis}" for axis in range(len(leaf.shape))]
-        if like.bits is not None:
-            axes[pack_axis(leaf.shape)] += f"b{like.bits}"
-        if like.per_group:
-            axes[pack_axis(leaf.shape)] += "g"
-        return " ".join([f"l{leaf_number}s", *axes] if stacked else axes)
-
     inside = [
         " ".join(f"s{number}a{axis}" for axis in range(x.ndim))
         for number, x in enumerate(shared)
     ]
-    outside = []
+    outside, sizes = [], {}
+
+    def add(to: list[str], name: str, leaf: Leaf, like, stacked: bool) -> None:
+        axes = [f"{name}a{axis}" for axis in range(len(leaf.shape))]
+        if leaf.packed or leaf.grouped:
+            axis = pack_axis(leaf.shape)
+            axes[axis] = _pack_factor(axes[axis], leaf, like, sizes)
+        to.append(" ".join([f"{name}s", *axes] if stacked else axes))
+
     for number, leaf in enumerate(leaves):
+        anchors = leaf.overwritten or {0}
         for i, operand in enumerate(leaf.operands):
-            stacked = leaf.stacked and i in leaf.overwritten
-            inside.append(names(number, leaf, operand, stacked))
+            name = f"l{number}" if i in anchors else f"l{number}o{i}"
+            add(inside, name, leaf, operand, leaf.stacked and i in leaf.overwritten)
         for result in leaf.results:
             stacked = leaf.stacked and result.overwrites is not None
-            outside.append(names(number, leaf, result, stacked))
-    return f"{', '.join(inside)} -> {', '.join(outside)}"
+            add(outside, f"l{number}", leaf, result, stacked)
+    return f"{', '.join(inside)} -> {', '.join(outside)}", sizes
+
+
+def _pack_factor(name: str, leaf: Leaf, like, sizes: dict[str, int]) -> str:
+    """The pack axis as groups and what each group has in an array, if it is that."""
+    length = leaf.shape[pack_axis(leaf.shape)]
+    if length % leaf.group:
+        kind = f"b{like.bits}" if like.bits else "g" if like.per_group else ""
+        return name + kind
+    if like.per_group:
+        return name
+    count = leaf.group if like.bits is None else leaf.group // GROUP * like.bits
+    if count == 1:
+        return name
+    sizes[name] = length // leaf.group
+    sizes[f"n{count}"] = count
+    return f"({name} n{count})"
 
 
 def _padded(spec: P, shape) -> list[tuple[str, ...]]:

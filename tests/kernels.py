@@ -1,0 +1,131 @@
+"""A numpy model of fused updates, in unbounded integers, and cases to compare on."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_packing import reference_pack
+
+from pallas_kernels import Operand, Result, fused_update, pack_axis
+
+EACH = pytest.mark.parametrize("implementation", ["xla", "pallas"])
+
+# Compiled quickly rather than well.
+QUICK = {"xla_backend_optimization_level": "0"}
+
+SHAPES = [(64, 512), (70, 33), (3, 3, 3, 64), (1000,), (5, 40, 24), (1, 1), (33,)]
+
+
+def fields_of(shape, bits, seed=0):
+    random = np.random.default_rng(seed + bits)
+    return random.integers(0, 2**bits, shape, np.uint64).astype(np.uint32)
+
+
+def words_of(fields, bits):
+    """Packed by Python's integers; fields of the padding are 0."""
+    return reference_pack(fields, bits, pack_axis(fields.shape))
+
+
+def index_of(shape, start=0):
+    count = math.prod(shape)
+    return np.arange(start, start + count).astype(np.uint32).reshape(shape)
+
+
+def row_major(index, like):
+    """The index in a body, also where the implementation leaves it out."""
+    if index is not None:
+        return index
+    return jnp.arange(like.size, dtype=jnp.uint32).reshape(like.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixture:
+    """A body of integers: every result depends on fields, plain values and scalars.
+
+    The results are every operand anew, the index, and fields of the index.
+    """
+
+    widths: tuple[int, ...]
+
+    def __call__(self, values, scalars, index, multiply_add):
+        del multiply_add
+        *fields, plain = values
+        index = row_major(index, plain)
+        new = [
+            (field * jnp.uint32(3) + plain + scalars[0]) & jnp.uint32(2**bits - 1)
+            for field, bits in zip(fields, self.widths, strict=True)
+        ]
+        mixed = plain ^ sum(fields, scalars[1])
+        marks = [~index & jnp.uint32(2**bits - 1) for bits in self.widths[:1]]
+        return [*new, mixed, index, *marks]
+
+    def operands(self, arrays):
+        return [
+            Operand(x, b) for x, b in zip(arrays, (*self.widths, None), strict=True)
+        ]
+
+    @property
+    def results(self):
+        return [
+            *(Result(jnp.uint32, bits, i) for i, bits in enumerate(self.widths)),
+            Result(jnp.uint32, None, len(self.widths)),
+            Result(jnp.uint32),
+            *(Result(jnp.uint32, bits) for bits in self.widths[:1]),
+        ]
+
+    def arrays(self, shape, seed=0):
+        """The operands, and what they hold."""
+        held = [fields_of(shape, bits, seed) for bits in (*self.widths, 32)]
+        words = [words_of(x, bits) for x, bits in zip(held, self.widths, strict=False)]
+        return [jnp.asarray(x) for x in (*words, held[-1])], held
+
+    def model(self, held, scalars, index):
+        """What the results hold, in Python's integers."""
+        *fields, plain = (x.astype(object) for x in held)
+        new = [
+            (field * 3 + plain + scalars[0]) % 2**bits
+            for field, bits in zip(fields, self.widths, strict=True)
+        ]
+        mixed = plain ^ (sum(fields, scalars[1]) % 2**32)
+        index = index.astype(object)
+        marks = [(2**32 - 1 - index) % 2**bits for bits in self.widths[:1]]
+        return [x.astype(np.uint32) for x in (*new, mixed, index, *marks)]
+
+    def want(self, held, scalars, index):
+        """The results as they are stored."""
+        stored = [*self.widths, None, None, *self.widths[:1]]
+        values = self.model(held, scalars, index)
+        return [
+            x if bits is None else words_of(x, bits)
+            for x, bits in zip(values, stored, strict=True)
+        ]
+
+    def update(self, arrays, shape, implementation, **options):
+        return fused_update(
+            self,
+            self.operands(arrays),
+            self.results,
+            shape=shape,
+            implementation=implementation,
+            **options,
+        )
+
+    def jitted(self, shape, implementation, **jit_options):
+        """The update as a jitted function of arrays and scalars."""
+
+        def run(arrays, options):
+            return self.update(arrays, shape, implementation, **options)
+
+        return jax.jit(run, compiler_options=QUICK, **jit_options)
+
+
+TABLE = np.array([[1, 2], [3, 4], [0xFFFFFFFF, 0x80000001]], np.uint32)
+
+
+def assert_equal(got, want):
+    assert [x.shape for x in got] == [x.shape for x in want]
+    for number, (a, b) in enumerate(zip(got, want, strict=True)):
+        np.testing.assert_array_equal(a, b, err_msg=f"result {number}")

@@ -1,0 +1,414 @@
+"""``fused_update`` by either implementation is the numpy model of it, in every bit."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernels import (
+    EACH,
+    QUICK,
+    SHAPES,
+    TABLE,
+    Mixture,
+    assert_equal,
+    fields_of,
+    index_of,
+    row_major,
+    words_of,
+)
+from optimizers import assert_same_bits
+
+from pallas_kernels import (
+    Leaf,
+    Operand,
+    Result,
+    fused_update,
+    fused_update_many,
+    pack,
+    packed_shape,
+    unpack,
+)
+
+U32 = jnp.uint32
+LAST = [int(x) for x in TABLE[2]]
+
+CASES = [(shape, (bits,)) for shape in SHAPES for bits in (8, 32)]
+CASES += [(shape, ()) for shape in SHAPES]
+CASES += [
+    ((70, 33), (5,)),
+    ((3, 3, 3, 64), (12, 4)),
+    ((1000,), (17,)),
+    ((5, 40, 24), (1, 8)),
+    ((1, 1), (3,)),
+    ((33,), (12, 16)),
+]
+
+
+@EACH
+@pytest.mark.parametrize(("shape", "widths"), CASES)
+def test_results_are_those_of_the_model(shape, widths, implementation):
+    mixture = Mixture(widths)
+    arrays, held = mixture.arrays(shape)
+    update = mixture.jitted(shape, implementation)
+    got = update(arrays, dict(scalars=jnp.asarray(TABLE), row=jnp.array([2], U32)))
+    assert_equal(got, mixture.want(held, LAST, index_of(shape)))
+
+
+@EACH
+@pytest.mark.parametrize("widths", [(), (8,)])
+def test_scalars_may_be_one_row_or_a_table(widths, implementation):
+    mixture = Mixture(widths)
+    arrays, held = mixture.arrays((40, 3))
+    want = mixture.want(held, LAST, index_of((40, 3)))
+    update = functools.partial(mixture.update, arrays, (40, 3), implementation)
+    assert_equal(update(scalars=jnp.asarray(TABLE[2])), want)
+    assert_equal(update(scalars=jnp.asarray(TABLE), row=2), want)
+
+
+STACKS = [((3, 40, 3), (8,)), ((4, 64, 2), (12,)), ((2, 5, 40, 24), ()), ((3, 7), ())]
+
+
+@EACH
+@pytest.mark.parametrize(("stack", "widths"), STACKS)
+def test_a_layer_of_a_stack_is_updated_in_its_place(stack, widths, implementation):
+    layers, *shape = stack
+    shape = tuple(shape)
+    mixture = Mixture(widths)
+    each = [mixture.arrays(shape, seed) for seed in range(layers)]
+    stacks = [jnp.stack(x) for x in zip(*(arrays for arrays, _ in each), strict=True)]
+    update = mixture.jitted(shape, implementation)
+    for layer in (0, layers - 1):
+        options = dict(scalars=jnp.asarray(TABLE[2]), layer=jnp.int32(layer))
+        got = update(stacks, options)
+        # The index is the one in the whole stack.
+        index = index_of(stack)[layer]
+        want = mixture.want(each[layer][1], LAST, index)
+        count = len(widths) + 1
+        for new, old, own in zip(got, stacks, want[:count], strict=False):
+            np.testing.assert_array_equal(new, old.at[layer].set(own))
+        assert_equal(got[count:], want[count:])
+
+
+@EACH
+def test_operands_that_stay_have_one_layer_where_others_are_stacks(implementation):
+    def add(values, scalars, index, multiply_add):
+        return [values[0] + values[1]]
+
+    stack, grad = jnp.zeros((3, 5, 7)), jnp.ones((5, 7))
+    (new,) = fused_update(
+        add,
+        [Operand(stack), Operand(grad)],
+        [Result("float32", overwrites=0)],
+        shape=(5, 7),
+        layer=jnp.int32(1),
+        implementation=implementation,
+    )
+    np.testing.assert_array_equal(new, stack.at[1].set(1.0))
+
+
+DTYPES = [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float16, jnp.bfloat16, jnp.float32]
+
+
+@EACH
+@pytest.mark.parametrize("shape", [(70, 33), (33,)])
+def test_arrays_have_any_dtypes_together(shape, implementation):
+    def double(values, scalars, index, multiply_add):
+        *floats, words = values
+        doubled = [(x.astype(jnp.float32) * 2).astype(x.dtype) for x in floats]
+        return [*doubled, words + jnp.uint32(1)]
+
+    numbers = np.random.default_rng(0).integers(-7, 8, (len(DTYPES), *shape))
+    floats = [jnp.asarray(x, d) for x, d in zip(numbers, DTYPES, strict=True)]
+    arrays = [*floats, jnp.asarray(index_of(shape))]
+    got = fused_update(
+        double,
+        [Operand(x) for x in arrays],
+        [Result(x.dtype, overwrites=i) for i, x in enumerate(arrays)],
+        implementation=implementation,
+    )
+    chex.assert_trees_all_equal_shapes_and_dtypes(got, arrays)
+    for new, number in zip(got, numbers, strict=False):
+        np.testing.assert_array_equal(new.astype(jnp.float32), 2 * number)
+    np.testing.assert_array_equal(got[-1], index_of(shape) + 1)
+
+
+@EACH
+def test_a_sum_of_a_product_is_as_given(implementation):
+    def lerp(values, scalars, index, multiply_add):
+        return [multiply_add(jnp.full_like(values[0], 0.25), *values)]
+
+    a, b = jnp.arange(33.0), 7 - jnp.arange(33.0)
+    (got,) = fused_update(
+        lerp,
+        [Operand(a), Operand(b)],
+        [Result("float32")],
+        implementation=implementation,
+    )
+    np.testing.assert_array_equal(got, 0.25 * a + b)
+
+
+# Many leaves.
+
+SIZES = [(1,), (5000,), (3, 7), (1024,), (1025,), (70, 33), (), (2, 1, 5), (4096,)]
+
+
+def counted(values, scalars, index, multiply_add):
+    plain, other = values
+    index = row_major(index, plain)
+    return [plain * U32(5) + other + scalars[1], index ^ scalars[0]]
+
+
+def many(shapes):
+    held = [
+        [fields_of(s, 32, seed + i) for seed in (0, 99)] for i, s in enumerate(shapes)
+    ]
+    results = (Result(U32, overwrites=0), Result(U32))
+    leaves = [
+        Leaf(tuple(Operand(jnp.asarray(x)) for x in arrays), results, shape)
+        for arrays, shape in zip(held, shapes, strict=True)
+    ]
+    return leaves, held
+
+
+@EACH
+@pytest.mark.parametrize("count", [1, len(SIZES), 60])
+def test_many_leaves_are_each_leaf_alone(count, implementation):
+    shapes = (SIZES * 7)[:count]
+    leaves, held = many(shapes)
+    table = np.random.default_rng(0).integers(0, 2**32, (count + 3, 2), np.uint64)
+    rows = np.arange(count)[::-1] + 3
+    got = fused_update_many(
+        counted,
+        leaves,
+        scalars=jnp.asarray(table, U32),
+        rows=jnp.asarray(rows, U32),
+        implementation=implementation,
+    )
+    assert len(got) == count
+    for own, (plain, other), shape, row in zip(got, held, shapes, rows, strict=True):
+        first, second = (int(x) for x in table[row])
+        new = plain.astype(np.uint64) * 5 + other + np.uint64(second)
+        index = index_of(shape) ^ np.uint32(first)
+        assert_equal(own, [(new % 2**32).astype(np.uint32), index])
+
+
+def test_leaves_of_several_kinds_are_refused_together():
+    (leaf, *_), _ = many([(3,)])
+    narrow = leaf.with_arrays([x.astype(jnp.int32) for x in leaf.arrays])
+    packed = Leaf((Operand(jnp.zeros(8, U32), 8),), (Result(U32),), (32,))
+    for leaves in ([leaf, narrow], [packed]):
+        with pytest.raises(ValueError, match="same kinds of operands"):
+            fused_update_many(
+                counted, leaves, scalars=jnp.asarray(TABLE), rows=jnp.zeros(2, U32)
+            )
+
+
+# Packing.
+
+PACKED = [(shape, bits) for shape in SHAPES for bits in (5, 12)]
+PACKED += [(SHAPES[(3 * bits + i) % 7], bits) for bits in range(1, 17) for i in (0, 1)]
+
+
+@EACH
+@pytest.mark.parametrize(("shape", "bits"), PACKED)
+def test_packed_fields_are_one_long_number_and_come_back(shape, bits, implementation):
+    fields = fields_of(shape, bits)
+    options = dict(implementation=implementation)
+    there = lambda fields: pack(fields, bits, **options)
+    back = lambda words: unpack(words, bits, shape, **options)
+    both = jax.jit(lambda x, w: (there(x), back(w)), compiler_options=QUICK)
+    want = words_of(fields, bits)
+    assert want.shape == packed_shape(shape, bits)
+    assert_equal(both(fields, want), [want, fields])
+
+
+@EACH
+def test_packing_refuses_the_same_under_each_implementation(implementation):
+    options = dict(implementation=implementation)
+    with pytest.raises(ValueError, match="bits is 33"):
+        pack(jnp.zeros(32, U32), 33, **options)
+    with pytest.raises(ValueError, match="not int32"):
+        pack(jnp.zeros(32, jnp.int32), 8, **options)
+    with pytest.raises(ValueError, match="scalar"):
+        pack(jnp.uint32(3), 8, **options)
+    with pytest.raises(ValueError, match="do not hold"):
+        unpack(jnp.zeros(9, U32), 8, (32,), **options)
+
+
+# Transformations.
+
+
+def smooth(values, scalars, index, multiply_add):
+    a, b = values
+    return [jnp.sin(a) * b, multiply_add(a, b, a)]
+
+
+def smooth_update(a, b, implementation):
+    return fused_update(
+        smooth,
+        [Operand(a), Operand(b)],
+        [Result("float32", overwrites=0), Result("float32")],
+        implementation=implementation,
+    )
+
+
+def pair(*shape):
+    random = np.random.default_rng(0)
+    return [jnp.asarray(x, jnp.float32) for x in random.standard_normal((2, *shape))]
+
+
+@EACH
+@pytest.mark.parametrize("in_axes", [(0, 0), (0, None), (None, 1)])
+def test_batches_are_each_element_alone(in_axes, implementation):
+    a, b = (
+        x[0] if axis is None else x for x, axis in zip(pair(4, 4), in_axes, strict=True)
+    )
+    run = functools.partial(smooth_update, implementation=implementation)
+    take = lambda x, axis, i: x if axis is None else jnp.take(x, i, axis=axis)
+    alone = [
+        smooth_update(take(a, in_axes[0], i), take(b, in_axes[1], i), "xla")
+        for i in range(4)
+    ]
+    want = [jnp.stack(x) for x in zip(*alone, strict=True)]
+    got = jax.vmap(run, in_axes=in_axes)(a, b)
+    chex.assert_trees_all_close(got, want, rtol=1e-6)
+
+
+def test_derivatives_are_the_references():
+    (a, b), tangents = pair(33), pair(33)[::-1]
+    of = lambda implementation: jax.jvp(
+        functools.partial(smooth_update, implementation=implementation),
+        (a, b),
+        tuple(tangents),
+    )
+    chex.assert_trees_all_close(of("pallas"), of("xla"), rtol=1e-6)
+    loss = lambda a, implementation: sum(
+        map(jnp.sum, smooth_update(a, b, implementation))
+    )
+    chex.assert_trees_all_close(
+        jax.grad(loss)(a, "pallas"), b * jnp.cos(a) + b + 1, rtol=1e-5
+    )
+
+
+@EACH
+def test_donated_arrays_are_overwritten(implementation):
+    mixture = Mixture((8,))
+    arrays, held = mixture.arrays((64, 8))
+    update = mixture.jitted((64, 8), implementation, donate_argnums=0)
+    places = [x.unsafe_buffer_pointer() for x in arrays]
+    got = update(arrays, dict(scalars=jnp.asarray(TABLE[2])))
+    assert all(x.is_deleted() for x in arrays)
+    assert [x.unsafe_buffer_pointer() for x in got[:2]] == places
+    assert_equal(got, mixture.want(held, LAST, index_of((64, 8))))
+
+
+def test_a_traced_update_holds_the_kernel_and_the_reference():
+    arrays, _ = Mixture((8,)).arrays((64, 8))
+
+    def run(arrays, implementation=None):
+        scalars = jnp.asarray(TABLE[2])
+        return Mixture((8,)).update(arrays, (64, 8), implementation, scalars=scalars)
+
+    program = str(jax.make_jaxpr(run)(arrays))
+    assert "platform_index" in program
+    assert "pallas_call" in program
+    assert "pallas_call" not in str(
+        jax.make_jaxpr(functools.partial(run, implementation="xla"))(arrays)
+    )
+    assert_same_bits(jax.jit(run)(arrays), run(arrays, "xla"))
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 8), (8, 0)])
+def test_leaves_without_elements_are_left_to_the_reference(shape):
+    (got,) = fused_update(
+        lambda values, *_: values, [Operand(jnp.zeros(shape))], [Result("float32")]
+    )
+    assert got.shape == shape
+    with pytest.raises(ValueError, match=r"kernels take 1 to \d+ elements, not 0"):
+        pack(jnp.zeros(shape, U32), 8, implementation="pallas")
+
+
+# Bad input.
+
+X, WORDS = jnp.zeros((64, 8)), jnp.zeros((16, 8), U32)
+
+REFUSED = {
+    "no shape": (
+        dict(operands=[Operand(WORDS, 8)]),
+        ValueError,
+        "shape is needed for packed or stacked arrays",
+    ),
+    "no shape of a layer": (
+        dict(operands=[Operand(X)], layer=jnp.int32(0)),
+        ValueError,
+        "shape is needed",
+    ),
+    "another shape": (
+        dict(operands=[Operand(X), Operand(X.T)]),
+        ValueError,
+        r"operand 1 has shape \[8, 64\]; a leaf of shape \[64, 8\] needs \[64, 8\]",
+    ),
+    "words of another width": (
+        dict(operands=[Operand(X), Operand(WORDS, 4)]),
+        ValueError,
+        r"operand 1 has shape \[16, 8\].*needs \[8, 8\]",
+    ),
+    "words of another dtype": (
+        dict(operands=[Operand(X), Operand(WORDS.astype(jnp.int32), 8)]),
+        TypeError,
+        "operand 1 is packed, and int32 instead of uint32",
+    ),
+    "overwrites another dtype": (
+        dict(operands=[Operand(X)], results=[Result("bfloat16", overwrites=0)]),
+        ValueError,
+        r"result 0 \(bfloat16, bits None\) cannot overwrite operand 0 \(float32",
+    ),
+    "overwrites another width": (
+        dict(
+            operands=[Operand(X), Operand(WORDS, 8)],
+            results=[Result(U32, 4, overwrites=1)],
+        ),
+        ValueError,
+        r"bits 4\) cannot overwrite operand 1 \(uint32, bits 8\)",
+    ),
+    "a layer's shape": (
+        dict(
+            operands=[Operand(X)],
+            results=[Result("float32", overwrites=0)],
+            shape=(64, 8),
+            layer=jnp.int32(0),
+        ),
+        ValueError,
+        "for each layer",
+    ),
+    "layers of vectors": (
+        dict(
+            operands=[Operand(jnp.zeros((32, 8), U32), 8)],
+            results=[Result(U32, 8, overwrites=0)],
+            shape=(32,),
+            layer=jnp.int32(0),
+        ),
+        ValueError,
+        "stack leaves of two axes or more",
+    ),
+    "packed scalar": (
+        dict(operands=[Operand(jnp.uint32(0), 8)], shape=()),
+        ValueError,
+        "a scalar has no groups",
+    ),
+    "implementation": (
+        dict(operands=[Operand(X)], implementation="triton"),
+        ValueError,
+        "implementation is 'triton', not None, 'xla' or 'pallas'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("given", "error", "match"), REFUSED.values(), ids=REFUSED)
+def test_arrays_that_do_not_fit_are_refused(given, error, match):
+    given = {"results": [Result("float32")], **given}
+    with pytest.raises(error, match=match):
+        fused_update(lambda values, *_: values[:1], **given)

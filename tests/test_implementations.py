@@ -1,0 +1,353 @@
+"""``lowbit`` by kernels is ``lowbit`` by XLA.
+
+On a CPU ``"pallas"`` interprets the kernels' operations. A quotient by a scalar and a
+sum of a product may round differently there; powers of two for hyperparameters leave
+them nothing to round, so that every bit of the formats can be compared.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optimizers import (
+    ALL_FORMATS,
+    BFLOAT16_MOMENTS,
+    apply,
+    assert_same_bits,
+    gradient_series,
+    spec_of,
+    standard_promotion,  # noqa: F401
+)
+
+import lowbit_optax
+from lowbit_optax import cast, extra_bits, kahan, lowbit, stochastic_rounding, training
+
+# Compiled quickly rather than well.
+QUICK = {"xla_backend_optimization_level": "0"}
+
+MOMENTUM = optax.sgd(0.25, momentum=0.5)
+MUON = optax.contrib.muon(0.01)
+ADVANCES = {"step": lowbit_optax.step, "update": apply}
+
+
+def normal(shape, dtype=jnp.bfloat16):
+    numbers = np.random.default_rng(0).standard_normal(shape)
+    return jnp.asarray(numbers, jnp.float32).astype(dtype)
+
+
+def model(dtype=jnp.bfloat16):
+    """A leaf that is packed with padding, and one that is too small to be packed."""
+    return {"kernel": normal((70, 65), dtype), "bias": normal((40,), dtype)}
+
+
+def dyadic_series(params, steps):
+    """Gradients of 16 bits: float32 sums of these are exact, narrow ones are not."""
+
+    def draw(leaf, seed):
+        numbers = np.random.default_rng(seed).integers(-(2**15), 2**15, leaf.shape)
+        return jnp.asarray(numbers / 2**17, jnp.float32)
+
+    return [
+        jax.tree.map(lambda leaf, seed=seed: draw(leaf, seed), params)
+        for seed in range(steps)
+    ]
+
+
+def trained(implementation, params, series, advance=lowbit_optax.step, **options):
+    """Parameters and state after jitted steps."""
+    tx = lowbit(implementation=implementation, **{"inner": MOMENTUM, **options})
+    state = tx.init(params)
+    run = jax.jit(
+        lambda grads, state, params: advance(tx, grads, state, params),
+        compiler_options=QUICK,
+    )
+    for grads in series:
+        params, state = run(grads, state, params)
+    return params, state
+
+
+def both(params, series, **options):
+    return [trained(name, params, series, **options) for name in ("pallas", "xla")]
+
+
+@pytest.mark.parametrize("advance", ADVANCES.values(), ids=ADVANCES)
+@pytest.mark.parametrize("weights", ALL_FORMATS.values(), ids=ALL_FORMATS)
+def test_every_weight_format_has_the_same_bits(weights, advance):
+    params = model()
+    series = dyadic_series(params, 2)
+    assert_same_bits(*both(params, series, weights=weights, advance=advance))
+
+
+# An odd width takes longer to compile: its period is a whole group.
+@pytest.mark.parametrize("weights", [extra_bits(5), extra_bits(12)])
+def test_other_widths_have_the_same_bits(weights):
+    params = {"kernel": model()["kernel"]}
+    assert_same_bits(*both(params, dyadic_series(params, 2), weights=weights))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weights"),
+    [
+        (jnp.float16, extra_bits(12)),
+        (jnp.float8_e4m3fn, extra_bits(8)),
+        (jnp.float8_e5m2, extra_bits(16, rounding="toward_zero")),
+        (jnp.float8_e5m2, stochastic_rounding()),
+        (jnp.float16, kahan()),
+    ],
+)
+def test_every_narrow_dtype_has_the_same_bits(dtype, weights):
+    params = model(dtype)
+    assert_same_bits(*both(params, dyadic_series(params, 2), weights=weights))
+
+
+MOMENTS = {
+    "bfloat16": BFLOAT16_MOMENTS,
+    "bfloat16_nearest": cast(jnp.bfloat16, rounding="nearest"),
+    "float16": cast(jnp.float16),
+    "float8": cast(jnp.float8_e5m2),
+    "by_field": {"trace": BFLOAT16_MOMENTS},
+}
+
+
+@pytest.mark.parametrize("moments", MOMENTS.values(), ids=MOMENTS)
+def test_every_moment_format_has_the_same_bits(moments):
+    params = model()
+    series = dyadic_series(params, 2)
+    assert_same_bits(*both(params, series, weights=kahan(), moments=moments))
+
+
+MIXED = {
+    "kernel": normal((64, 72)),
+    "small": normal((3, 5)),
+    "wide": normal((130, 130)),
+    "half": normal((70, 65), jnp.float16),
+    "norm": normal((40,), jnp.float32),
+    "table": normal((130, 128), jnp.float32),
+    "eighth": normal((64, 64), jnp.float8_e4m3fn),
+    "scale": jnp.bfloat16(1.5),
+    "shift": jnp.float32(0.5),
+    "none": None,
+    "empty": jnp.zeros((0, 4), jnp.bfloat16),
+}
+
+
+def lowbit_apply(tx, grads, state, params):
+    """``apply`` for float8 too."""
+    updates, state = tx.update(grads, state, params)
+    return lowbit_optax.apply_updates(params, updates), state
+
+
+@pytest.mark.parametrize(
+    ("weights", "advance"),
+    [(extra_bits(8), lowbit_optax.step), (kahan(), lowbit_apply)],
+    ids=["bits_step", "kahan_update"],
+)
+def test_trees_of_many_kinds_of_leaves_have_the_same_bits(weights, advance):
+    assert_same_bits(
+        *both(
+            MIXED,
+            dyadic_series(MIXED, 3),
+            weights=weights,
+            moments=BFLOAT16_MOMENTS,
+            min_size=0,
+            advance=advance,
+        )
+    )
+
+
+def test_leaves_of_integers_pass_through_beside_kernels():
+    params = model() | {"steps": jnp.arange(5)}
+    inner = optax.masked(MOMENTUM, {name: name != "steps" for name in params})
+    (series,) = dyadic_series(model(), 1)
+    series = [series | {"steps": jnp.zeros(5, int)}]
+    with pytest.raises(ValueError, match=r"params\['steps'\]: it is a leaf of int32"):
+        trained("pallas", params, series, inner=inner)
+    tx = lowbit(inner)
+    assert_same_bits(
+        jax.jit(functools.partial(lowbit_optax.step, tx))(
+            series[0], tx.init(params), params
+        ),
+        trained("xla", params, series, inner=inner),
+    )
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float8_e5m2])
+def test_gradients_of_any_float_dtype_have_the_same_bits(dtype):
+    params = model() | {"norm": normal((40,), jnp.float32)}
+    series = [jax.tree.map(lambda p: jnp.full(p.shape, 0.125, dtype), params)]
+    assert_same_bits(*both(params, series, weights=kahan()))
+
+
+# Transformations that round: the masters agree but for a few units.
+
+CLOSE = {
+    "adamw": optax.adamw(0.01, weight_decay=0.1),
+    "schedule": optax.adamw(optax.cosine_decay_schedule(0.02, 9)),
+    "lion": optax.lion(0.003),
+    "lamb": optax.lamb(0.01),
+    "clipped": optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.01)),
+    "injected": optax.inject_hyperparams(optax.adamw)(0.01),
+    "accumulated": optax.MultiSteps(optax.adamw(0.01), 2),
+    "schedule_free": optax.contrib.schedule_free_adamw(0.01),
+}
+
+
+@pytest.mark.parametrize("inner", CLOSE.values(), ids=CLOSE)
+def test_five_steps_of_transformations_that_round_agree_closely(inner):
+    params = {"kernel": model()["kernel"], "norm": normal((40,), jnp.float32)}
+    got, want = both(params, gradient_series(params, 5), inner=inner)
+    assert spec_of(got) == spec_of(want)
+    for own, others in zip(
+        *(jax.tree.leaves(lowbit_optax.master_weights(*each)) for each in (got, want)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(own, others, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["extra_bits_8", "kahan", "stochastic_rounding"])
+def test_adamw_in_few_bits_differs_in_few_roundings(name):
+    params = model()
+    got, want = both(
+        params,
+        gradient_series(params, 5),
+        inner=optax.adamw(0.01),
+        weights=ALL_FORMATS[name],
+        moments=BFLOAT16_MOMENTS,
+    )
+    assert spec_of(got) == spec_of(want)
+    for own, other in zip(*map(jax.tree.leaves, (got[0], want[0])), strict=True):
+        own, other = np.asarray(own, np.float32), np.asarray(other, np.float32)
+        assert np.mean(own != other) < 0.01
+        np.testing.assert_allclose(own, other, rtol=2**-6, atol=0.01)
+
+
+def test_without_a_kernel_the_error_names_the_leaf_and_the_reason():
+    params = model()
+    series = dyadic_series(params, 1)
+    for inner in (MUON, optax.adafactor(0.01, min_dim_size_to_factor=8)):
+        with pytest.raises(
+            ValueError, match=r"no kernel can update params\['kernel'\]: .* is not elem"
+        ) as error:
+            trained("pallas", params, series, inner=inner, weights=kahan())
+        assert "None takes XLA for such leaves" in str(error.value)
+
+
+def test_states_do_not_depend_on_the_implementation():
+    # A checkpoint of one is a checkpoint of the other.
+    options = dict(weights=extra_bits(8), moments=BFLOAT16_MOMENTS)
+    states = [
+        lowbit(optax.adamw(0.01), implementation=implementation, **options).init(MIXED)
+        for implementation in ("pallas", "xla", None)
+    ]
+    assert_same_bits(states[0], states[1])
+    assert_same_bits(states[0], states[2])
+
+
+# Left to the platform.
+
+
+def step_program(tx, params, grads):
+    run = functools.partial(lowbit_optax.step, tx)
+    return str(jax.make_jaxpr(run)(grads, tx.init(params), params))
+
+
+def test_a_traced_step_leaves_the_choice_to_the_platform():
+    params = model()
+    (grads,) = dyadic_series(params, 1)
+    programs = {
+        name: step_program(lowbit(MOMENTUM, implementation=name), params, grads)
+        for name in ("xla", "pallas", None)
+    }
+    assert "pallas_call" not in programs["xla"]
+    assert "platform_index" not in programs["xla"]
+    assert "platform_index" in programs[None]
+    assert "pallas_call" in programs[None]
+    assert "pallas_call" in programs["pallas"]
+    alone = {"kernel": params["kernel"]}, {"kernel": grads["kernel"]}
+    assert "platform_index" not in step_program(lowbit(MUON), *alone)
+
+
+@pytest.mark.parametrize("advance", ADVANCES.values(), ids=ADVANCES)
+@pytest.mark.parametrize("inner", [optax.adamw(0.01), MUON], ids=["adamw", "muon"])
+def test_none_on_a_cpu_is_xla_in_every_bit(inner, advance):
+    params = model()
+    series = gradient_series(params, 3)
+    options = dict(
+        inner=inner, weights=extra_bits(8), moments=BFLOAT16_MOMENTS, advance=advance
+    )
+    left, xla = (trained(name, params, series, **options) for name in (None, "xla"))
+    assert_same_bits(left, xla)
+    tx = lowbit(inner, weights=extra_bits(8), moments=BFLOAT16_MOMENTS)
+    eager = advance(tx, series[0], tx.init(params), params)
+    assert spec_of(eager) == spec_of(left)
+
+
+# Around a step.
+
+
+def test_donated_buffers_are_all_reused():
+    tx = lowbit(MOMENTUM, weights=extra_bits(8), implementation="pallas", min_size=0)
+    params = jax.tree.map(jnp.copy, model())
+    (grads,) = dyadic_series(params, 1)
+    state = tx.init(params)
+    given = jax.tree.leaves((state, params))
+    run = jax.jit(
+        functools.partial(lowbit_optax.step, tx),
+        donate_argnums=(1, 2),
+        compiler_options=QUICK,
+    )
+    got = run(grads, state, params)  # a donation that cannot be used warns: an error
+    assert all(leaf.is_deleted() for leaf in given)
+    (series,) = dyadic_series(model(), 1)
+    want = trained("xla", model(), [series], weights=extra_bits(8), min_size=0)
+    assert_same_bits(got, want)
+
+
+def test_steps_may_be_scanned():
+    params = model()
+    series = dyadic_series(params, 5)
+    tx = lowbit(MOMENTUM, weights=extra_bits(8), implementation="pallas")
+
+    def body(carry, grads):
+        params, state = carry
+        return lowbit_optax.step(tx, grads, state, params), None
+
+    stacked = jax.tree.map(lambda *each: jnp.stack(each), *series)
+    scan = jax.jit(
+        lambda carry: jax.lax.scan(body, carry, stacked)[0], compiler_options=QUICK
+    )
+    got = scan((params, tx.init(params)))
+    assert_same_bits(got, trained("xla", params, series, weights=extra_bits(8)))
+
+
+def test_train_state_takes_kernels_too():
+    pytest.importorskip("flax")
+    ends = []
+    for implementation in ("pallas", "xla"):
+        state = training.TrainState.create(
+            apply_fn=None,
+            params=model(),
+            tx=lowbit(MOMENTUM, weights=kahan(), implementation=implementation),
+        )
+        advance = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
+        for grads in dyadic_series(model(), 2):
+            state = advance(state, grads)
+        ends.append((state.params, state.opt_state))
+    assert_same_bits(*ends)
+
+
+def test_members_of_an_ensemble_are_each_alone():
+    params = {"kernel": model()["kernel"]}
+    (grads,) = dyadic_series(params, 1)
+    tx = lowbit(MOMENTUM, weights=extra_bits(8), implementation="pallas")
+    pair = jax.tree.map(lambda p: jnp.stack([p, -2 * p]), params)
+    step = functools.partial(lowbit_optax.step, tx)
+    states = jax.vmap(tx.init)(pair)
+    got = jax.jit(jax.vmap(step, in_axes=(None, 0, 0)))(grads, states, pair)
+    for i in range(2):
+        own = jax.tree.map(lambda p, i=i: p[i], pair)
+        want = trained("xla", own, [grads], weights=extra_bits(8))
+        assert_same_bits(jax.tree.map(lambda x, i=i: x[i], got), want)
