@@ -218,6 +218,9 @@ def _sharding_rule(leaves: Sequence[Leaf], shared) -> tuple[str, dict[str, int]]
         for result in leaf.results:
             stacked = leaf.stacked and result.overwrites is not None
             add(outside, f"l{number}", leaf, result, stacked)
+    # A factor that is somewhere a whole axis has its size from there.
+    whole = {name for axes in (*inside, *outside) for name in axes.split()}
+    sizes = {name: size for name, size in sizes.items() if name not in whole}
     return f"{', '.join(inside)} -> {', '.join(outside)}", sizes
 
 
