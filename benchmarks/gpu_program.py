@@ -73,6 +73,7 @@ CASES = {
         applied,
     ),
     "`sr_adamw`": (lo.sr_adamw(1e-3), fast, applied),
+    "`lowbit_adamw`": (lo.lowbit_adamw(1e-3), fast, applied),
 }
 
 

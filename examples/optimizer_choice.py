@@ -67,10 +67,14 @@ OPTIMIZERS = {
         weight_decay=o.weight_decay, bits=o.bits, seed=o.seed)),
     "extra_bits_adamw": Choice("extra bits", lambda o: lowbit_optax.extra_bits_adamw(
         o.learning_rate, weight_decay=o.weight_decay, bits=o.bits, seed=o.seed)),
+    "lowbit_sgd": Choice("8-bit moments", lambda o: lowbit_optax.lowbit_sgd(
+        o.learning_rate, o.momentum, weight_decay=o.weight_decay, seed=o.seed)),
+    "lowbit_adamw": Choice("8-bit moments", lambda o: lowbit_optax.lowbit_adamw(
+        o.learning_rate, weight_decay=o.weight_decay, seed=o.seed)),
 }
 # fmt: on
 
-COMPARED = ("", "nearest_", "sr_", "kahan_", "extra_bits_")
+COMPARED = ("", "nearest_", "sr_", "kahan_", "extra_bits_", "lowbit_")
 
 
 def family(name: str) -> str:

@@ -123,7 +123,9 @@ class Lowbit:
         count, seed = jnp.zeros([], jnp.uint32), jnp.asarray(self.seed, jnp.uint32)
         inner_state = self.inner.init(treedef.unflatten(masters))
         plan = self._plan(names, leaves, inner_state)
-        inner_state = plan.encode(inner_state, _random(names, seed, count))
+        formats = [self.format(leaf) for leaf in leaves]
+        random = _random(names, leaves, formats, seed, count)
+        inner_state = plan.encode(inner_state, random)
         return LowbitState(count, seed, residual, inner_state)
 
     def update(self, updates, state, params=None, **extra_args):
@@ -199,7 +201,9 @@ class Lowbit:
         extra_args: dict,
     ):
         inside = self._inside(grads, state, params)
-        random = _random(inside.names, state.seed, state.count)
+        random = _random(
+            inside.names, inside.leaves, inside.formats, state.seed, state.count
+        )
         keys = random_keys(state.seed, state.count, _numbers(inside.names))
 
         def finish(number: int, update):
@@ -297,7 +301,9 @@ class Lowbit:
 
     def _plan(self, names, leaves, inner_state) -> MomentPlan:
         expected = jax.tree.map(_abstract, inner_state)
-        return MomentPlan(self.inner, self.moments, names, leaves, expected)
+        return MomentPlan(
+            self.inner, self.moments, names, leaves, expected, self.min_size
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -328,8 +334,14 @@ class Inside:
         return self.treedef.unflatten(self.masters)
 
 
-def _random(names: list[str], seed: jax.Array, count: jax.Array) -> list[RandomBits]:
-    return random_bits(seed, count, _numbers(names))
+def _random(names, leaves, formats, seed, count) -> list[RandomBits]:
+    """The leaves' random bits, which know what their formats leave to the moments."""
+    return [
+        dataclasses.replace(bits, spare=format_ is not None and format_.spares(x.dtype))
+        for bits, x, format_ in zip(
+            random_bits(seed, count, _numbers(names)), leaves, formats, strict=True
+        )
+    ]
 
 
 def _numbers(names: list[str]) -> list[int]:

@@ -26,6 +26,7 @@ from lowbit_optax.landing import stay
 from lowbit_optax.leafwise import NotElementwise, Program, Scalars
 from lowbit_optax.moments import draws_for_moments
 from lowbit_optax.random_bits import RandomBits
+from lowbit_optax.rounding import to_float32
 from pallas_kernels.fused import MAX_ELEMENTS
 
 SMALLEST = 4096
@@ -38,6 +39,8 @@ KEYS = 2
 @dataclasses.dataclass(frozen=True)
 class Body:
     """A leaf's update on rows: static and hashable, so that equal leaves share it.
+
+    With moments in groups it is a :class:`pallas_kernels.fused.GroupedBody`.
 
     Args:
       program: from (gradient, master, moments) to (result, moments), in float32. The
@@ -55,22 +58,38 @@ class Body:
     moments: tuple[tuple[MomentFormat, int] | None, ...]
     landing: typing.Callable
 
-    def __call__(self, values, scalars, index, multiply_add):
-        grad, param, *rest = values
-        residual = rest.pop(0) if self.has_residual else None
-        moments = [
-            x if how is None else how[0].decode(x, x.shape)
-            for x, how in zip(rest, self.moments, strict=True)
-        ]
-        if is_narrow(grad.dtype) or is_narrow(param.dtype):
-            grad = grad.astype(jnp.float32)
-        master = self.format.seen(param, residual) if self.format else param
-        result, *new_moments = self.program.run(
-            [grad, master, *moments],
-            lambda ref: leafwise.decode_scalar(scalars[KEYS + ref.number], ref.dtype),
-            multiply_add,
+    @property
+    def groups(self) -> list[int]:
+        """Numbers of the moments that have a scale a group."""
+        return [i for i, how in enumerate(self.moments) if _is_grouped(how)]
+
+    @property
+    def maxima(self) -> int:
+        return len(self.groups)
+
+    def before(self, group_values):
+        codecs = (self.moments[i][0].codec for i in self.groups)
+        return tuple(
+            codec.prepare(to_float32(scale))
+            for codec, scale in zip(codecs, group_values, strict=True)
         )
-        random = RandomBits(scalars[0], scalars[1], index=index)
+
+    def statistics(self, values, scalars, index, multiply_add, before):
+        del index
+        _, _, (_, *moments) = self._run(values, scalars, multiply_add, before)
+        return [self.moments[i][0].codec.statistic(moments[i]) for i in self.groups]
+
+    def after(self, maxima):
+        codecs = [self.moments[i][0].codec for i in self.groups]
+        scales = [c.scale_of(m) for c, m in zip(codecs, maxima, strict=True)]
+        return scales, self.before(scales)
+
+    def __call__(self, values, scalars, index, multiply_add, before=(), after=()):
+        param, residual, (result, *moments) = self._run(
+            values, scalars, multiply_add, before
+        )
+        spare = self.format is not None and self.format.spares(param.dtype)
+        random = RandomBits(scalars[0], scalars[1], index=index, spare=spare)
         if self.format is None:
             new = result
         elif self.format.sums:
@@ -80,11 +99,47 @@ class Body:
                 param, residual, result, random, self.landing
             )
         draws = draws_for_moments(random)
-        stored = [
-            x if how is None else how[0].encode(x, draws, how[1])
-            for x, how in zip(new_moments, self.moments, strict=True)
-        ]
+        prepared = dict(zip(self.groups, after, strict=True))
+        stored = []
+        for i, (x, how) in enumerate(zip(moments, self.moments, strict=True)):
+            if how is None:
+                stored.append(x)
+            elif i in prepared:
+                format_, number = how
+                stored.append(
+                    format_.encode_fields(x, prepared[i], draws, number, multiply_add)
+                )
+            else:
+                stored.append(how[0].encode(x, draws, how[1]))
         return [new, *([residual] if self.has_residual else []), *stored]
+
+    def _run(self, values, scalars, multiply_add, before):
+        """``(param, residual, the program's outputs)``."""
+        grad, param, *rest = values
+        residual = rest.pop(0) if self.has_residual else None
+        prepared = dict(zip(self.groups, before, strict=True))
+        moments = []
+        for i, (x, how) in enumerate(zip(rest, self.moments, strict=True)):
+            if how is None:
+                moments.append(x)
+            elif i in prepared:
+                codec = how[0].codec
+                moments.append(codec.decode_fields(x, prepared[i], multiply_add))
+            else:
+                moments.append(how[0].decode(x, x.shape))
+        if is_narrow(grad.dtype) or is_narrow(param.dtype):
+            grad = grad.astype(jnp.float32)
+        master = self.format.seen(param, residual) if self.format else param
+        outputs = self.program.run(
+            [grad, master, *moments],
+            lambda ref: leafwise.decode_scalar(scalars[KEYS + ref.number], ref.dtype),
+            multiply_add,
+        )
+        return param, residual, outputs
+
+
+def _is_grouped(how: tuple[MomentFormat, int] | None) -> bool:
+    return how is not None and how[0].container is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,6 +276,9 @@ def _leaf_plan(i, inside, nodes: _Nodes, described, scalars, landing) -> LeafPla
         None if how is None else (how.format, how.number)
         for how in (described[s] for s in slots)
     )
+    groups = {how[0].group for how in moments if _is_grouped(how)}
+    if len(groups) > 1:
+        raise NotElementwise(f"its moments have groups of {sorted(groups)}")
     residual = inside.residuals[i] is not None
     elementwise = format_ and format_.elementwise()
     body = Body(program, elementwise, residual, moments, landing)

@@ -16,6 +16,7 @@ from lowbit_optax import leafwise
 from lowbit_optax.graph import evaluate
 from lowbit_optax.kernel_plan import Body, LeafPlan, Plan
 from lowbit_optax.landing import difference, land
+from pallas_kernels.bitfields import GROUP
 from pallas_kernels.fused import (
     LARGEST_OF_MANY,
     Leaf,
@@ -91,7 +92,8 @@ def run(
         body = plan.leaves[i].body
         if body.has_residual:
             residuals[i] = rest.pop(0)
-        new_state |= zip(plan.leaves[i].slots, rest, strict=True)
+        moments = _moments_of(body, rest)
+        new_state |= zip(plan.leaves[i].slots, moments, strict=True)
         exact = landing is land and body.format is not None
         results[i] = difference(inside.leaves[i], new) if exact else new
     return results, residuals, [new_state[s] for s in range(len(new_state))], in_kernels
@@ -101,13 +103,36 @@ def _kernel_leaf(body: Body, grad, param, residual, moments) -> Leaf:
     operands = [Operand(grad), Operand(param)]
     if residual is not None:
         operands.append(Operand(residual, body.format.width or None))
-    operands += [Operand(x) for x in moments]
+    group = GROUP
+    for i, stored in enumerate(moments):
+        if i in body.groups:
+            format_, _ = body.moments[i]
+            group = format_.group
+            operands.append(Operand(stored.codes, format_.bits))
+        else:
+            operands.append(Operand(stored))
+    scales = [moments[i].scales for i in body.groups]
+    operands += [Operand(x, per_group=True) for x in scales]
     results = [
-        Result(o.array.dtype, o.bits, None if i == 1 and body.landing is land else i)
+        Result(
+            o.array.dtype,
+            o.bits,
+            None if i == 1 and body.landing is land else i,
+            o.per_group,
+        )
         for i, o in enumerate(operands)
         if i > 0
     ]
-    return Leaf(tuple(operands), tuple(results), param.shape)
+    return Leaf(tuple(operands), tuple(results), param.shape, group=group)
+
+
+def _moments_of(body: Body, written: list) -> list:
+    """The moments as they are stored, from their arrays and then all scales."""
+    count = len(body.moments)
+    moments, scales = written[:count], written[count:]
+    for i, scale in zip(body.groups, scales, strict=True):
+        moments[i] = body.moments[i][0].container(moments[i], scale)
+    return moments
 
 
 def _run_leaves(plan: Plan, leaves: dict[int, Leaf], table, implementation):
@@ -115,7 +140,8 @@ def _run_leaves(plan: Plan, leaves: dict[int, Leaf], table, implementation):
     written, small = {}, {}
     for i, leaf in leaves.items():
         body = plan.leaves[i].body
-        if not leaf.packed and math.prod(leaf.shape) <= LARGEST_OF_MANY:
+        alone = leaf.packed or leaf.grouped
+        if not alone and math.prod(leaf.shape) <= LARGEST_OF_MANY:
             dtypes = tuple(x.dtype for x in leaf.arrays)
             small.setdefault((body, dtypes), []).append(i)
             continue
@@ -155,6 +181,7 @@ def _fused(arrays, table, row, *, body: Body, like: Leaf, implementation):
         leaf.operands,
         leaf.results,
         shape=leaf.shape,
+        group=leaf.group,
         scalars=table,
         row=row,
         implementation=implementation,

@@ -53,6 +53,7 @@ class MomentPlan:
       moments: one format for every moment, or a mapping from state field to format.
       names, params: paths and leaves of the parameters.
       expected: the inner state before encoding, as ShapeDtypeStructs.
+      min_size: leaves with fewer elements may be kept in float32.
     """
 
     inner: optax.GradientTransformation
@@ -60,6 +61,7 @@ class MomentPlan:
     names: list[str]
     params: list[jax.Array]
     expected: typing.Any
+    min_size: int = 4096
 
     def encode(self, state, random: list[RandomBits], done: Set[int] = frozenset()):
         """The inner state with its moments in their formats.
@@ -73,7 +75,8 @@ class MomentPlan:
             name: draws_for_moments(bits)
             for name, bits in zip(self.names, random, strict=True)
         }
-        parts, treedef = jax.tree.flatten(state)
+        # What is stored in a container is one part, as it was in float32.
+        parts, treedef = jax.tree.flatten(state, MomentFormat.is_stored)
         described = treedef.flatten_up_to(self.describe(state))
         return treedef.unflatten(
             part
@@ -114,12 +117,11 @@ class MomentPlan:
 
         def decode(name, format_, stored, like):
             want = _stored_like(format_, like.shape) if format_ else like
-            if (stored.shape, stored.dtype) != (want.shape, want.dtype):
+            if _text(stored) != _text(want):
                 raise ValueError(
-                    f"moment of params{name} is {stored.dtype}{list(stored.shape)}, "
-                    f"but {format_ or 'no format'} stores {want.dtype}"
-                    f"{list(want.shape)}: was this state made by a transformation with "
-                    "other moments?"
+                    f"moment of params{name} is {_text(stored)}, but "
+                    f"{format_ or 'no format'} stores {_text(want)}: was this state "
+                    "made by a transformation with other moments?"
                 )
             return format_.decode(stored, like.shape) if format_ else stored
 
@@ -129,18 +131,18 @@ class MomentPlan:
         # Without formats the inner transformation's init need not take optax's
         # placeholders, so moments are told by dtype alone.
         flatten = jax.tree_util.tree_flatten_with_path
-        (stored, structure), (wanted, expected) = flatten(state), flatten(self.expected)
+        stored, structure = flatten(state, MomentFormat.is_stored)
+        wanted, expected = flatten(self.expected)
         if structure != expected:
             return  # the inner transformation's own matter
         for (path, part), (_, want) in zip(stored, wanted, strict=True):
             if getattr(want, "dtype", None) != jnp.float32:
                 continue
-            if (part.shape, part.dtype) != (want.shape, want.dtype):
+            if _text(part) != _text(want):
                 raise ValueError(
-                    f"moment {jax.tree_util.keystr(path)} is {part.dtype}"
-                    f"{list(part.shape)}, but without moment formats it is "
-                    f"{want.dtype}{list(want.shape)}: was this state made by a "
-                    "transformation with other moments?"
+                    f"moment {jax.tree_util.keystr(path)} is {_text(part)}, but "
+                    f"without moment formats it is {_text(want)}: was this state made "
+                    "by a transformation with other moments?"
                 )
 
     def _map(self, fn, state, other=lambda value: value):
@@ -152,26 +154,12 @@ class MomentPlan:
             name: leaf.shape for name, leaf in zip(self.names, self.params, strict=True)
         }
         slots = self._slots()
-        fields = set()
-
-        def visit(path, slot, part):
-            if not isinstance(slot, _Slot):
-                return other(part)
-            field = _field_of(path)
-            fields.add(field)
-            format_ = self._format(field)
-
-            def leaf(leaf_path, like, value):
-                name = jax.tree_util.keystr(leaf_path)
-                if like.dtype != jnp.float32 or shapes.get(name) != like.shape:
-                    return other(value)
-                return fn(name, format_, value, like)
-
-            return jax.tree_util.tree_map_with_path(leaf, slot.tree, part)
-
-        result = jax.tree_util.tree_map_with_path(
-            visit, slots, state, is_leaf=lambda x: isinstance(x, _Slot)
-        )
+        is_slot = lambda x: isinstance(x, _Slot)
+        fields = {
+            _field_of(path)
+            for path, slot in jax.tree_util.tree_flatten_with_path(slots, is_slot)[0]
+            if is_slot(slot)
+        }
         if isinstance(self.moments, Mapping):
             unknown = sorted(set(self.moments) - fields)
             if unknown:
@@ -179,7 +167,25 @@ class MomentPlan:
                     f"moments names {unknown[0]!r}, but the inner transformation's "
                     f"state has these moments: {sorted(fields)}"
                 )
-        return result
+
+        def visit(path, slot, part):
+            if not is_slot(slot):
+                return other(part)
+            field = _field_of(path)
+            format_ = self._format(field)
+            if format_ is not None:
+                format_ = format_.for_field(field, fields)
+
+            def leaf(leaf_path, like, value):
+                name = jax.tree_util.keystr(leaf_path)
+                if like.dtype != jnp.float32 or shapes.get(name) != like.shape:
+                    return other(value)
+                stored = format_ and format_.stored(like.shape, self.min_size)
+                return fn(name, stored, value, like)
+
+            return jax.tree_util.tree_map_with_path(leaf, slot.tree, part)
+
+        return jax.tree_util.tree_map_with_path(visit, slots, state, is_leaf=is_slot)
 
     def _slots(self):
         return optax.tree.map_params(
@@ -199,6 +205,16 @@ def _stored_like(format_: MomentFormat, shape: tuple[int, ...]):
 
     scalar = jax.ShapeDtypeStruct((), jnp.uint32)
     return jax.eval_shape(encode, jax.ShapeDtypeStruct(shape, jnp.float32), scalar)
+
+
+def _text(stored) -> str:
+    """A stored moment's dtypes and shapes, as errors show them and to compare."""
+    if isinstance(stored, tuple) and hasattr(stored, "_asdict"):
+        parts = (f"{key}: {_text(part)}" for key, part in stored._asdict().items())
+        return f"{type(stored).__name__}({', '.join(parts)})"
+    if not hasattr(stored, "dtype"):
+        return f"a {type(stored).__name__}"
+    return f"{stored.dtype}{list(stored.shape)}"
 
 
 def _field_of(path) -> str:

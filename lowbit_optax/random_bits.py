@@ -40,6 +40,10 @@ from jax import lax
 _START = 0x243F6A88, 0x85A308D3
 
 
+PARAM_STREAM, RESIDUAL_STREAM = 0, 1
+"""The streams with which weight formats round parameters and residuals."""
+
+
 @dataclasses.dataclass(frozen=True)
 class RandomBits:
     """The random bits of one leaf at one step, made by :func:`random_bits`.
@@ -51,6 +55,8 @@ class RandomBits:
       index: what :meth:`words` takes for the row-major index of its elements, a uint32
         array. For a kernel that holds a part of a leaf (of up to 2^32 elements): the
         words of its elements are the leaf's words there.
+      spare: whether the weight's format leaves the low 24 bits of ``RESIDUAL_STREAM``'s
+        words to the moments.
 
     >>> import jax.numpy as jnp
     >>> (bits,) = random_bits(jnp.uint32(0), jnp.uint32(7), [leaf_number("['w']")])
@@ -62,6 +68,7 @@ class RandomBits:
     second: jax.Array
     stream: int = 0
     index: jax.Array | None = None
+    spare: bool = False
 
     def words(self, shape: tuple[int, ...], stream: int = 0) -> jax.Array:
         """One uint32 an element, all 32 bits random.
@@ -96,6 +103,19 @@ class RandomBits:
         """
         words = self.words(shape, number // 2)
         return words >> jnp.uint32(16) if number % 2 else words & jnp.uint32(0xFFFF)
+
+    def twelve(self, shape: tuple[int, ...], number: int) -> jax.Array:
+        """12 random bits an element, leading in a uint32; the bits after them vary.
+
+        Args:
+          shape: as for :meth:`words`.
+          number: static; others are independent of this one. With ``spare``, numbers 0
+            and 1 cost nothing beside the weight's own word.
+        """
+        if self.spare and number < 2:
+            words = self.words(shape, RESIDUAL_STREAM - self.stream)
+            return words << jnp.uint32(8 + 12 * number)
+        return self.halves(shape, number) << jnp.uint32(16)
 
     def _check_index(self, shape: tuple[int, ...]):
         if self.index.shape != tuple(shape) or self.index.dtype != jnp.uint32:

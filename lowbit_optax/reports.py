@@ -10,6 +10,7 @@ import optax
 from lowbit_optax import trees
 from lowbit_optax.engine import LowbitState
 from lowbit_optax.float_layouts import is_narrow
+from lowbit_optax.formats.block_quantized import QuantizedMoment
 from lowbit_optax.landing import apply_leaf
 from lowbit_optax.wrapper import LowbitTransformation
 
@@ -103,12 +104,16 @@ def memory_report(
     shapes = {name: tuple(leaf.shape) for name, leaf in zip(names, leaves, strict=True)}
     loose = 0
     by_length = sorted(names, key=len, reverse=True)
-    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+    is_moment = lambda x: isinstance(x, QuantizedMoment)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state, is_moment)[0]:
         text = jax.tree_util.keystr(path)
-        size = leaf.size * leaf.dtype.itemsize
+        size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(leaf))
         owner = next((name for name in by_length if text.endswith(name)), None)
         if owner is not None and ".residual" in text.removesuffix(owner):
             found[owner]["residual"] += size
+        elif is_moment(leaf):
+            found[owner]["moments"] += size
+            found[owner]["float32"] += 4 * math.prod(shapes[owner])
         elif owner is None or _is_scalar_of_the_state(leaf, shapes[owner], text, owner):
             loose += size
         else:

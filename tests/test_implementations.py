@@ -23,7 +23,16 @@ from optimizers import (
 )
 
 import lowbit_optax
-from lowbit_optax import cast, extra_bits, kahan, lowbit, stochastic_rounding, training
+from lowbit_optax import (
+    block_quantized,
+    cast,
+    extra_bits,
+    kahan,
+    lowbit,
+    stochastic_rounding,
+    training,
+)
+from lowbit_optax.formats.block_quantized import QuantizedMoment
 
 # Compiled quickly rather than well.
 QUICK = {"xla_backend_optimization_level": "0"}
@@ -43,12 +52,13 @@ def model(dtype=jnp.bfloat16):
     return {"kernel": normal((70, 65), dtype), "bias": normal((40,), dtype)}
 
 
-def dyadic_series(params, steps):
-    """Gradients of 16 bits: float32 sums of these are exact, narrow ones are not."""
+def dyadic_series(params, steps, bits=16):
+    """Gradients of few bits: float32 sums of these are exact, narrow ones are not."""
+    largest = 2 ** (bits - 1)
 
     def draw(leaf, seed):
-        numbers = np.random.default_rng(seed).integers(-(2**15), 2**15, leaf.shape)
-        return jnp.asarray(numbers / 2**17, jnp.float32)
+        numbers = np.random.default_rng(seed).integers(-largest, largest, leaf.shape)
+        return jnp.asarray(numbers / (4 * largest), jnp.float32)
 
     return [
         jax.tree.map(lambda leaf, seed=seed: draw(leaf, seed), params)
@@ -117,6 +127,36 @@ def test_every_moment_format_has_the_same_bits(moments):
     params = model()
     series = dyadic_series(params, 2)
     assert_same_bits(*both(params, series, weights=kahan(), moments=moments))
+
+
+QUANTIZED = {
+    "eight_bits": block_quantized(8),
+    "eight_bits_linear": block_quantized(8, code="linear"),
+    "eight_bits_nearest": block_quantized(8, rounding="nearest"),
+    "four_bits": block_quantized(4),
+    "four_bits_in_groups_of_64": block_quantized(4, group=64),
+}
+
+
+# Squares of 8-bit gradients are exact, and halving and scaling by powers of two too.
+SQUARES = optax.chain(
+    optax.scale_by_rms(decay=0.5, eps=2.0**-20), optax.scale(-(2.0**-6))
+)
+
+
+# 8 extra bits leave the rest of their random word to the moments; Kahan needs its own.
+@pytest.mark.parametrize("weights", [extra_bits(8), kahan()], ids=["bits", "kahan"])
+@pytest.mark.parametrize("inner", [MOMENTUM, SQUARES], ids=["first", "second"])
+@pytest.mark.parametrize("moments", QUANTIZED.values(), ids=QUANTIZED)
+def test_quantized_moments_have_the_same_bits(moments, inner, weights):
+    params = {"kernel": model()["kernel"]}
+    series = dyadic_series(params, 2, bits=8)
+    options = dict(inner=inner, weights=weights, moments=moments)
+    by_kernels, by_xla = both(params, series, **options)
+    assert_same_bits(by_kernels, by_xla)
+    is_stored = lambda x: isinstance(x, QuantizedMoment)
+    parts = jax.tree.leaves(by_kernels[1].inner_state, is_leaf=is_stored)
+    assert any(map(is_stored, parts))
 
 
 MIXED = {

@@ -65,7 +65,7 @@ def kahan_adamw(
             moments, eps_root=eps_root, mu_dtype=mu_dtype, mask=mask, nesterov=nesterov
         )
         return _unit_adamw(learning_rate, b1, b2, eps, weight_decay, weights, options)
-    inner = _adamw(
+    inner = plain_adamw(
         learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov
     )
     return lowbit(inner, weights=weights, moments=moments, **options)
@@ -112,7 +112,7 @@ def sr_adamw(
             moments, eps_root=eps_root, mu_dtype=mu_dtype, mask=mask, nesterov=nesterov
         )
         return _unit_adamw(learning_rate, b1, b2, eps, weight_decay, weights, options)
-    inner = _adamw(
+    inner = plain_adamw(
         learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov
     )
     return lowbit(inner, weights=weights, moments=moments, **options)
@@ -158,7 +158,7 @@ def extra_bits_adamw(
     >>> tx.init(jnp.ones((128, 64), jnp.bfloat16)).residual.words.shape
     (32, 64)
     """
-    inner = _adamw(
+    inner = plain_adamw(
         learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov
     )
     return lowbit(
@@ -171,9 +171,10 @@ def extra_bits_adamw(
     )
 
 
-def _adamw(
+def plain_adamw(
     learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov
 ):
+    """Optax's AdamW, after checks."""
     common.wide(
         learning_rate=learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay
     )

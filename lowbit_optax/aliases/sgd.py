@@ -64,7 +64,9 @@ def kahan_sgd(
             moments, nesterov=nesterov, accumulator_dtype=accumulator_dtype
         )
         return _unit_sgd(learning_rate, momentum, weight_decay, weights, options)
-    inner = _sgd(learning_rate, momentum, nesterov, accumulator_dtype, weight_decay)
+    inner = plain_sgd(
+        learning_rate, momentum, nesterov, accumulator_dtype, weight_decay
+    )
     return lowbit(inner, weights=weights, moments=moments, **options)
 
 
@@ -108,7 +110,9 @@ def sr_sgd(
             moments, nesterov=nesterov, accumulator_dtype=accumulator_dtype
         )
         return _unit_sgd(learning_rate, momentum, weight_decay, weights, options)
-    inner = _sgd(learning_rate, momentum, nesterov, accumulator_dtype, weight_decay)
+    inner = plain_sgd(
+        learning_rate, momentum, nesterov, accumulator_dtype, weight_decay
+    )
     return lowbit(inner, weights=weights, moments=moments, **options)
 
 
@@ -148,7 +152,7 @@ def extra_bits_sgd(
     8
     """
     return lowbit(
-        _sgd(learning_rate, momentum, nesterov, accumulator_dtype, weight_decay),
+        plain_sgd(learning_rate, momentum, nesterov, accumulator_dtype, weight_decay),
         weights=common.extra_bits(bits, rounding, residual_rounding),
         moments=moments,
         seed=seed,
@@ -157,7 +161,8 @@ def extra_bits_sgd(
     )
 
 
-def _sgd(learning_rate, momentum, nesterov, accumulator_dtype, weight_decay):
+def plain_sgd(learning_rate, momentum, nesterov, accumulator_dtype, weight_decay):
+    """Optax's SGD with weight decay added to the gradient, after checks."""
     common.wide(
         learning_rate=learning_rate, momentum=momentum, weight_decay=weight_decay
     )

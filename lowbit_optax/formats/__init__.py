@@ -1,6 +1,7 @@
 """How masters and moments are stored."""
 
 from lowbit_optax.formats.base import MomentFormat, WeightFormat
+from lowbit_optax.formats.block_quantized import block_quantized
 from lowbit_optax.formats.cast import cast
 from lowbit_optax.formats.extra_bits import extra_bits
 from lowbit_optax.formats.kahan import kahan
@@ -9,6 +10,7 @@ from lowbit_optax.formats.plain import master_copy, nearest, stochastic_rounding
 __all__ = [
     "MomentFormat",
     "WeightFormat",
+    "block_quantized",
     "cast",
     "extra_bits",
     "kahan",

@@ -10,7 +10,7 @@ with arrays of the leaf's full shape. A residual is None for a leaf that needs n
 
 import dataclasses
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,11 @@ class WeightFormat:
     @property
     def needs_random(self) -> bool:
         """Whether rounding draws random bits."""
+        return False
+
+    def spares(self, dtype: jnp.dtype) -> bool:
+        """Whether it reads at most 8 leading bits of ``RESIDUAL_STREAM``'s words."""
+        del dtype
         return False
 
     @property
@@ -135,11 +140,38 @@ class WeightFormat:
 
 @dataclasses.dataclass(frozen=True)
 class MomentFormat:
-    """How float32 moments are stored. Subclasses define ``encode`` and ``decode``."""
+    """How float32 moments are stored. Subclasses define ``encode`` and ``decode``.
+
+    A moment is stored as one array, or as a ``container`` of arrays.
+    """
+
+    container: typing.ClassVar[type | None] = None
+    """The NamedTuple type of stored moments; None where they are bare arrays."""
+
+    @staticmethod
+    def is_stored(x) -> bool:
+        """Whether this is a moment stored in the container of any format."""
+        kinds = (format_.container for format_ in MomentFormat.__subclasses__())
+        return type(x) in {kind for kind in kinds if kind}
 
     @property
     def needs_random(self) -> bool:
         return False
+
+    def for_field(self, name: str, fields: Set[str]) -> "MomentFormat":
+        """The format of the moments in one field of the inner state.
+
+        Args:
+          name: the field, such as ``mu`` or ``nu``.
+          fields: all fields of the inner state that hold moments.
+        """
+        del name, fields
+        return self
+
+    def stored(self, shape: tuple[int, ...], min_size: int) -> "MomentFormat | None":
+        """The format of a leaf of this shape: itself, or None to keep it float32."""
+        del shape, min_size
+        return self
 
     def encode(self, moment: jax.Array, random: RandomBits | None, number: int):
         """The stored form of a float32 moment.

@@ -18,10 +18,8 @@ import pallas_kernels
 from lowbit_optax import float_layouts, splitting
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.plain import MasterCopyFormat, NoResidual
-from lowbit_optax.random_bits import RandomBits
+from lowbit_optax.random_bits import PARAM_STREAM, RESIDUAL_STREAM, RandomBits
 from pallas_kernels.packing import pack, unpack
-
-_PARAM_STREAM, _RESIDUAL_STREAM = 0, 1
 
 
 # Their fields have different names so that a checkpoint of one is not read as another.
@@ -97,6 +95,11 @@ class ExtraBits(WeightFormat):
     def needs_random(self) -> bool:
         return "stochastic" in (self.rounding, self.residual_rounding)
 
+    def spares(self, dtype):
+        # The other formats' subnormals drop more bits.
+        layout = float_layouts.layout_of(dtype)
+        return layout.same_exponent and layout.max_extra_bits - self.bits <= 8
+
     def check(self, dtype):
         most = float_layouts.layout_of(dtype).max_extra_bits
         if self.bits > most:
@@ -140,7 +143,7 @@ class ExtraBits(WeightFormat):
     def split(self, master, dtype, random):
         words = None
         if self.rounding == "stochastic" and self.bits:
-            words = random.words(master.shape, _PARAM_STREAM)
+            words = random.words(master.shape, PARAM_STREAM)
         param, fields = splitting.split(
             master,
             float_layouts.layout_of(dtype),
@@ -154,7 +157,7 @@ class ExtraBits(WeightFormat):
     def _residual_words(self, master: jax.Array, random: RandomBits | None):
         if self.residual_rounding == "nearest":
             return None
-        return random.words(master.shape, _RESIDUAL_STREAM)
+        return random.words(master.shape, RESIDUAL_STREAM)
 
     def _stored(self, fields: jax.Array) -> jax.Array:
         return pack(fields, self.width) if self.packed else fields

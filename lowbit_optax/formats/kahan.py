@@ -18,9 +18,7 @@ import jax.numpy as jnp
 from lowbit_optax import rounding as rounding_
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.landing import stay
-from lowbit_optax.random_bits import RandomBits
-
-_PARAM_STREAM, _RESIDUAL_STREAM = 0, 1
+from lowbit_optax.random_bits import PARAM_STREAM, RESIDUAL_STREAM, RandomBits
 
 
 class Kahan(typing.NamedTuple):
@@ -65,7 +63,7 @@ class KahanFormat(WeightFormat):
     def round(self, master, dtype, random):
         if self.rounding == "nearest":
             return rounding_.round_nearest(master, dtype)
-        words = random.words(master.shape, _PARAM_STREAM)
+        words = random.words(master.shape, PARAM_STREAM)
         return rounding_.round_stochastic(master, dtype, words)
 
     def residual(self, master, param, random):
@@ -105,7 +103,7 @@ class KahanFormat(WeightFormat):
         error = jnp.where(jnp.isfinite(error), error, jnp.float32(0))
         if self.residual_rounding == "nearest":
             return rounding_.round_nearest(error, dtype)
-        words = random.words(error.shape, _RESIDUAL_STREAM)
+        words = random.words(error.shape, RESIDUAL_STREAM)
         return rounding_.round_stochastic(error, dtype, words)
 
 

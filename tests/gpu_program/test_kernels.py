@@ -70,6 +70,9 @@ MOST_REGISTERS = 72
 MOST_INSTRUCTIONS = 50
 """For a parameter, of AdamW with 8 extra bits."""
 
+MOST_OF_LOWBIT = 106
+"""Of ``lowbit_adamw``, which visits each group twice. Memory allows about 85."""
+
 INSTRUCTIONS_A_SECOND = 132 * 4 * 32 * 1.98e9
 BYTES_A_SECOND = 4.8e12
 
@@ -140,6 +143,24 @@ def test_a_thread_moves_four_elements_at_a_time(name):
 def test_stores_of_whole_blocks_have_no_masks(name):
     conditional = 4 if name == "extra_bits 5" else 0  # words, written when full
     assert step_of(name).fused.masked_stores == conditional
+
+
+def test_lowbit_adamw_moves_twelve_bytes_in_place():
+    # 2 of gradient, and 5.125 of parameter, extra bits, codes and scales, twice.
+    tx = lowbit_optax.lowbit_adamw(1e-3)
+    step, by_update = (
+        lower_step(tx, leaf(SIDE, SIDE), make) for make in (fast, applied)
+    )
+    assert step.stored / PARAMETERS == pytest.approx(5.125, rel=1e-6)
+    assert step.large == step.fused_launches == 1
+    assert step.moved <= 12.3
+    assert step.temporary < 0.01
+    assert step.in_place
+    assert by_update.moved <= 18.3
+    assert by_update.temporary <= 2.01
+    kernel = step.fused
+    assert kernel.spill_stores == kernel.static_shared == 0
+    assert instructions_a_parameter(kernel, PARAMETERS) <= MOST_OF_LOWBIT
 
 
 @each_optimizer

@@ -1,0 +1,242 @@
+"""Moments as codes of 4 or 8 bits with a scale a group of neighbours.
+
+How a value and a scale become a code is in :mod:`lowbit_optax.formats.codes`; here is
+what is stored where, and which code a moment gets.
+"""
+
+import dataclasses
+import math
+import typing
+from collections.abc import Set
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lowbit_optax.formats.base import MomentFormat
+from lowbit_optax.formats.codes import Code, code_of, multiply_add
+from lowbit_optax.rounding import to_float32
+from pallas_kernels.bitfields import GROUP
+from pallas_kernels.packing import pack, pack_axis, packed_shape, unpack
+
+SECOND_MOMENTS = frozenset(
+    {"nu", "nu_max", "v", "n", "sum_of_squares", "e_g", "e_x", "exp_avg_sq"}
+)
+"""State fields of optax whose moments are never negative (``v``: see for_field)."""
+
+_FIRST_MOMENTS = frozenset({"mu", "m", "m1", "m2", "trace", "exp_avg", "g"})
+
+_CODES = ("linear", "companded", "dynamic", "sqrt", "log")
+_ROUNDINGS = ("nearest", "stochastic")
+_SCALES = ("bfloat16", "power_of_two")
+
+
+class QuantizedMoment(typing.NamedTuple):
+    """A moment as :func:`block_quantized` stores it, at the moment's place.
+
+    Args:
+      codes: uint32 words of ``packed_shape(shape, bits)``.
+      scales: bfloat16, of the moment's shape with its pack axis n -> ceil(n / group).
+    """
+
+    codes: typing.Any
+    scales: typing.Any
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockQuantized(MomentFormat):
+    """See :func:`block_quantized`; ``signed`` is what :meth:`for_field` knows."""
+
+    bits: int = 8
+    code: str | None = None
+    group: int = GROUP
+    rounding: typing.Literal["nearest", "stochastic"] = "stochastic"
+    scale: typing.Literal["bfloat16", "power_of_two"] | None = None
+    signed: bool = True
+
+    container: typing.ClassVar[type] = QuantizedMoment
+
+    @property
+    def needs_random(self) -> bool:
+        return self.rounding == "stochastic"
+
+    @property
+    def codec(self) -> Code:
+        """The code's elementwise functions."""
+        second = "log" if self.bits == 8 else "sqrt"
+        name = self.code or ("companded" if self.signed else second)
+        # "log" loses no precision to powers of two, by which division is exact.
+        scale = self.scale or ("power_of_two" if name == "log" else "bfloat16")
+        return code_of(name, self.bits, self.signed, scale)
+
+    def for_field(self, name: str, fields: Set[str]) -> "BlockQuantized":
+        # Adan's v is a moment of differences, and its n the second moment.
+        signed = name not in SECOND_MOMENTS or (name == "v" and "n" in fields)
+        if self.code in ("sqrt", "log"):
+            if name in _FIRST_MOMENTS or (signed and name in SECOND_MOMENTS):
+                raise ValueError(
+                    f"block_quantized: code {self.code!r} is for second moments and "
+                    f"holds nothing negative, but {name!r} may be; leave code out, or "
+                    "give each moment its format by name"
+                )
+            signed = False
+        return dataclasses.replace(self, signed=signed)
+
+    def stored(self, shape: tuple[int, ...], min_size: int) -> MomentFormat | None:
+        size = math.prod(shape)
+        return self if shape and size and size >= min_size else None
+
+    def encode(self, moment, random, number):
+        codec = self.codec
+        axis = pack_axis(moment.shape)
+        groups = _in_groups(codec.statistic(moment), axis, self.group)
+        scales = codec.scale_of(jnp.max(groups, axis=axis + 1))
+        prepared = self._prepared(scales, moment.shape)
+        fields = self.encode_fields(moment, prepared, random, number)
+        return QuantizedMoment(pack(fields, self.bits), scales)
+
+    def encode_fields(
+        self, moment, prepared, random, number, multiply_add=multiply_add
+    ):
+        """The fields of moments (rows of them, in a kernel) with prepared scales."""
+        words = None
+        if self.needs_random:
+            words = random.twelve(moment.shape, number)
+        return self.codec.encode_fields(moment, prepared, words, multiply_add)
+
+    def decode(self, stored, shape):
+        fields = unpack(stored.codes, self.bits, shape)
+        prepared = self._prepared(stored.scales, shape)
+        return self.codec.decode_fields(fields, prepared)
+
+    def scales_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the scales of a moment of this shape."""
+        axis = pack_axis(shape)
+        groups = math.ceil(shape[axis] / self.group)
+        return (*shape[:axis], groups, *shape[axis + 1 :])
+
+    def codes_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the words of a moment of this shape."""
+        return packed_shape(shape, self.bits)
+
+    def _prepared(self, scales: jax.Array, shape: tuple[int, ...]):
+        """What the code makes of the groups' scales, repeated for every element."""
+        axis = pack_axis(shape)
+
+        def repeat(x):
+            x = jnp.broadcast_to(
+                jnp.expand_dims(x, axis + 1),
+                (*x.shape[: axis + 1], self.group, *x.shape[axis + 1 :]),
+            )
+            x = x.reshape(*shape[:axis], -1, *shape[axis + 1 :])
+            return lax.slice_in_dim(x, 0, shape[axis], axis=axis)
+
+        return tuple(map(repeat, self.codec.prepare(to_float32(scales))))
+
+
+def _in_groups(x: jax.Array, axis: int, group: int) -> jax.Array:
+    """Axis n -> (ceil(n / group), group); padded with 0, no group's largest."""
+    size = x.shape[axis]
+    if size % group:
+        widths = [(0, 0)] * x.ndim
+        widths[axis] = (0, -size % group)
+        x = jnp.pad(x, widths)
+    return x.reshape(*x.shape[:axis], -1, group, *x.shape[axis + 1 :])
+
+
+def block_quantized(
+    bits: int = 8,
+    *,
+    code: typing.Literal["linear", "companded", "dynamic", "sqrt", "log"] | None = None,
+    group: int = GROUP,
+    rounding: typing.Literal["nearest", "stochastic"] = "stochastic",
+    scale: typing.Literal["bfloat16", "power_of_two"] | None = None,
+) -> MomentFormat:
+    """Store moments in 8 or 4 bits, with a scale for every 32 neighbours.
+
+    A value x of a group with scale s is stored as a field with ``x ~ s y``, where s is
+    the smallest scale with which no value of the group is out of range. The y of the
+    codes, for magnitudes c, in 8 bits:
+
+    - ``"linear"``: equal steps, ``c/127``. Values far below their group's largest are
+      lost in the steps.
+    - ``"companded"``: segments of 8 equal steps, each twice as coarse as the one below
+      it: ``(2^j (1 + i/8) - 1) / 61439`` with ``c = 8 j + i``, j = 0..15. Steps are at
+      most 1/8 of y + 1/61439.
+    - ``"log"``: the same with 32 segments, not negative: steps from 1/16 to 1/8 of y,
+      down to 2^-30. In 4 bits, segments of 2 steps.
+    - ``"sqrt"``: not negative, linear in the root, ``(c/254)^2``.
+    - ``"dynamic"``: Dettmers' dynamic exponent map, without its lone +1.
+
+    With ``code=None`` second moments are ``"log"`` (in 4 bits ``"sqrt"``) and others
+    ``"companded"``. Which ones are second moments is told by the field of the state
+    (``nu``, ``nu_max``, ``v``, ``n``, ``sum_of_squares``, ``e_g``, ``e_x``,
+    ``exp_avg_sq``). For these, all codes are unsigned, and what is not zero never
+    becomes zero, because the update is divided by its root.
+
+    8 bits follow float32's AdamW where one value of a group is 1,000 times the others;
+    4 bits add noise of a third of the update, and lose values that are below about 1/30
+    (``mu``) of their group's largest.
+
+    Non-finite values do not enter the scale, so a group's other values are kept. In
+    second moments infinity and NaN become infinity, as in float32, and the parameter
+    stays where it is; in others the group's largest value.
+
+    Args:
+      bits: 8 or 4.
+      code: one of the above for all moments this format is for; None chooses by field.
+      group: values that share a scale, a multiple of 32. They lie along
+        :func:`pallas_kernels.pack_axis`.
+      rounding: ``"stochastic"`` or ``"nearest"``. Moments are read, changed a little
+        and stored again at every step: under nearest rounding a second moment does not
+        even decay.
+      scale: ``"bfloat16"``, ``"power_of_two"`` (stored as bfloat16 too; up to twice as
+        coarse, but division by it is exact), or None: powers of two for ``"log"``.
+
+    Returns:
+      A moment format. State: ``bits/8 + 2/group`` bytes a moment. Scalars and leaves
+      smaller than ``lowbit``'s ``min_size`` stay float32.
+
+    Raises:
+      TypeError: if ``bits`` or ``group`` is no static int.
+      ValueError: if an argument is not one of these; in ``init``, if a code that holds
+        nothing negative is given to a first moment.
+
+    References:
+      Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization".
+      Li et al. 2023, "Memory Efficient Optimizers with 4-bit States".
+      ITU-T G.711, "Pulse code modulation of voice frequencies".
+
+    >>> import jax.numpy as jnp, optax, lowbit_optax
+    >>> params = {"w": jnp.ones((64, 64), jnp.bfloat16)}
+    >>> tx = lowbit_optax.lowbit(optax.adamw(1e-3), moments=block_quantized(8))
+    >>> nu = tx.init(params).inner_state[0].nu["w"]
+    >>> nu.codes.shape, nu.scales.shape
+    ((16, 64), (2, 64))
+    """
+    for name, value in (("bits", bits), ("group", group)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(
+                f"block_quantized: {name} is {value!r}, and must be a static int; "
+                "under optax.inject_hyperparams name it in static_args"
+            )
+    if bits not in (4, 8):
+        raise ValueError(f"block_quantized: bits is {bits}, not 4 or 8")
+    if code is not None and code not in _CODES:
+        raise ValueError(
+            f"block_quantized: code is {code!r}, not None or one of {', '.join(_CODES)}"
+        )
+    if group <= 0 or group % GROUP:
+        raise ValueError(
+            f"block_quantized: group is {group}, not a positive multiple of {GROUP}"
+        )
+    if rounding not in _ROUNDINGS:
+        raise ValueError(
+            f"block_quantized: rounding is {rounding!r}, not 'nearest' or 'stochastic'"
+        )
+    if scale is not None and scale not in _SCALES:
+        raise ValueError(
+            f"block_quantized: scale is {scale!r}, not None, 'bfloat16' or "
+            "'power_of_two'"
+        )
+    return BlockQuantized(bits, code, group, rounding, scale)

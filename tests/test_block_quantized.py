@@ -1,0 +1,524 @@
+"""Block-wise quantised moments: the codes, their rounding, and their storage."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from optimizers import (
+    assert_same_bits,
+    standard_promotion,  # noqa: F401
+)
+
+import lowbit_optax
+from lowbit_optax import block_quantized
+from lowbit_optax.formats.block_quantized import QuantizedMoment
+from lowbit_optax.formats.codes import RANDOM_BITS, Segments, code_of
+from lowbit_optax.moments import MomentPlan
+from lowbit_optax.random_bits import random_bits
+from pallas_kernels.packing import packed_shape, unpack
+
+SIGNED = ("linear", "companded", "dynamic")
+UNSIGNED = ("linear", "companded", "dynamic", "sqrt", "log")
+CODES = {
+    f"{name}_{'signed' if signed else 'unsigned'}_{bits}_{scale}": code_of(
+        name, bits, signed, scale
+    )
+    for signed, names in ((True, SIGNED), (False, UNSIGNED))
+    for name in names
+    for bits in (8, 4)
+    for scale in ("bfloat16", "power_of_two")
+}
+each_code = pytest.mark.parametrize("code", CODES.values(), ids=CODES.keys())
+UNSIGNED_CODES = {name: code for name, code in CODES.items() if not code.signed}
+each_unsigned_code = pytest.mark.parametrize(
+    "code", UNSIGNED_CODES.values(), ids=UNSIGNED_CODES.keys()
+)
+
+
+def prepared(code, largest):
+    """A scale for groups with these largest values, and what the code makes of it."""
+    scale = code.scale_of(jnp.float32(largest))
+    return scale, code.prepare(scale.astype(jnp.float32))
+
+
+def finite_values(code, largest=3.3):
+    """The fields with finite values, ascending by value, and the values in float64."""
+    fields = np.arange(2**code.bits, dtype=np.uint32)
+    if not code.signed:
+        fields = fields[: code.infinite]
+    _, ready = prepared(code, largest)
+    values = np.asarray(code.decode_fields(jnp.asarray(fields), ready), np.float64)
+    order = np.argsort(values, kind="stable")
+    return fields[order], values[order]
+
+
+# The codes.
+
+
+@each_code
+def test_fields_stand_for_increasing_numbers(code):
+    _, values = finite_values(code)
+    steps = np.diff(values)
+    # Codes with a sign have two zeros.
+    assert np.all(steps >= 0)
+    assert np.sum(steps == 0) <= 1
+    assert np.all(values[np.flatnonzero(steps == 0)] == 0)
+
+
+@each_code
+def test_signed_codes_are_symmetric_and_zero_is_a_code(code):
+    fields, values = finite_values(code)
+    assert 0.0 in values
+    if code.signed:
+        # The most negative integer of a linear code is not used.
+        used = values[fields != 0] if type(code).__name__ == "Linear" else values
+        np.testing.assert_array_equal(used, -used[::-1])
+    else:
+        assert values.min() == 0.0
+        assert fields[values == 0].tolist() == [0]
+
+
+@each_code
+def test_nothing_changes_when_stored_values_are_stored_again(code):
+    fields, values = finite_values(code)
+    kept = (np.abs(values) > 0) & (fields > (type(code).__name__ == "Linear"))
+    fields, values = fields[kept], values[kept].astype(np.float32)
+    _, ready = prepared(code, 3.3)
+    rng = np.random.default_rng(0)
+    draws = rng.integers(0, 2**32, (64, len(fields)), np.uint32)
+    for words in (None, *jnp.asarray(draws)):
+        again = code.encode_fields(jnp.asarray(values), ready, words)
+        np.testing.assert_array_equal(np.asarray(again), fields)
+
+
+@each_code
+def test_the_scale_covers_the_group_and_does_not_creep(code):
+    rng = np.random.default_rng(1)
+    largest = np.exp(rng.uniform(-60, 60, 4096)).astype(np.float32)
+    scale, ready = prepared(code, largest)
+    top = code.top + (2 ** (code.bits - 1) if type(code).__name__ == "Linear" else 0)
+    field = jnp.full(largest.shape, top if code.signed else code.top, jnp.uint32)
+    reach = np.asarray(code.decode_fields(field, ready))
+    # Rounded up, but for the tolerance against creeping.
+    assert np.all(reach >= largest * (1 - 2.0**-20))
+    spare = 1 + 2.0**-7 if code.scale == "bfloat16" else 2
+    assert np.all(reach <= largest * spare * (1 + 2.0**-18))
+    # What is decoded is covered by the scale that it was decoded with.
+    np.testing.assert_array_equal(code.scale_of(jnp.asarray(reach)), scale)
+
+
+@each_code
+def test_every_stochastic_code_is_unbiased_over_all_random_numbers(code):
+    _, values = finite_values(code)
+    reach = float(np.asarray(values.max()))
+    rng = np.random.default_rng(2)
+    # Between codes everywhere, the smallest included, in proportion to the codes.
+    values = np.unique(values[(values >= 0) & (values <= reach)])
+    first = 0 if code.signed else 1
+    at = rng.integers(first, len(values) - 1, 200)
+    share = rng.uniform(0, 1, 200)
+    x = (values[at] + share * (values[at + 1] - values[at])).astype(np.float32)
+    if code.signed:
+        x *= rng.choice([-1, 1], x.shape).astype(np.float32)
+    _, ready = prepared(code, 3.3)
+    numbers = np.arange(2**RANDOM_BITS, dtype=np.uint32) << (32 - RANDOM_BITS)
+    # What stands in the lower bits is not read.
+    numbers |= rng.integers(0, 2 ** (32 - RANDOM_BITS), numbers.shape, np.uint32)
+
+    @jax.jit
+    def decoded(x, words):
+        fields = code.encode_fields(x[None], ready, words[:, None])
+        return code.decode_fields(fields, ready)
+
+    mean = np.asarray(decoded(jnp.asarray(x), jnp.asarray(numbers)), np.float64)
+    step = (values[at + 1] - values[at]).astype(np.float64)
+    error = np.abs(mean.mean(0) - x) / step
+    # 2^-13 of a step from the random numbers, and float32's rounding of x / unit,
+    # which is many steps above zero in codes with many steps.
+    rounding = 2.0**-22 * np.abs(x) / step
+    assert np.all(error <= 2.0 ** -(RANDOM_BITS + 1) + rounding), error.max()
+
+
+@each_code
+def test_zero_stays_zero_and_zero_groups_have_no_scale(code):
+    for largest in (0.0, 3.3):
+        scale, ready = prepared(code, largest)
+        assert (float(scale) == 0.0) == (largest == 0.0)
+        words = jnp.uint32([0, 2**31, 2**32 - 1])
+        for draws in (words, None):
+            fields = code.encode_fields(jnp.zeros(3), ready, draws)
+            np.testing.assert_array_equal(code.decode_fields(fields, ready), 0.0)
+
+
+@each_unsigned_code
+def test_no_positive_second_moment_becomes_zero(code):
+    x = np.float32(3.3) * np.float32(10.0) ** -np.arange(0, 30, dtype=np.float32)
+    _, ready = prepared(code, 3.3)
+    for draw in (0, 2**32 - 1):
+        words = jnp.full(x.shape, draw, jnp.uint32)
+        fields = code.encode_fields(jnp.asarray(x), ready, words)
+        assert np.all(np.asarray(code.decode_fields(fields, ready)) > 0)
+
+
+@each_code
+@pytest.mark.parametrize("draw", [0, 2**32 - 1])
+def test_what_is_not_finite_keeps_to_its_own_field(code, draw):
+    bad = np.array([np.inf, -np.inf, np.nan, -np.nan, 3.4e38], np.float32)
+    statistic = np.asarray(code.statistic(jnp.asarray(bad)))
+    np.testing.assert_array_equal(statistic, np.float32([0, 0, 0, 0, 3.4e38]))
+    _, ready = prepared(code, 3.3)
+    words = jnp.full(bad.shape, draw, jnp.uint32)
+    fields = code.encode_fields(jnp.asarray(bad), ready, words)
+    assert np.all(np.asarray(fields) < 2**code.bits)
+    decoded = np.asarray(code.decode_fields(fields, ready))
+    if code.signed:
+        reach = finite_values(code)[1].max()
+        np.testing.assert_allclose(np.abs(decoded), reach, rtol=1e-6)
+        assert decoded[0] > 0 > decoded[1]
+    else:
+        np.testing.assert_array_equal(decoded[[0, 2]], np.inf)
+        assert 0 < decoded[1] < 3.3
+
+
+@each_unsigned_code
+def test_a_negative_second_moment_is_the_smallest_code(code):
+    _, ready = prepared(code, 3.3)
+    x = -jnp.float32([1e-30, 0.1, 3.0, 1e30, 3e38])
+    for words in (None, jnp.uint32(0), jnp.uint32(2**32 - 1)):
+        if words is not None:
+            words = jnp.broadcast_to(words, x.shape)
+        fields = np.asarray(code.encode_fields(x, ready, words))
+        np.testing.assert_array_equal(fields, 1)
+
+
+@pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_dynamic_map_is_the_published_one(bits, signed):
+    """``create_dynamic_map`` of bitsandbytes, rewritten; golden values below."""
+    data = []
+    for i in range(bits - 1):
+        items = 2 ** (i if signed else i + 1) + 1
+        bounds = np.linspace(0.1, 1, items)
+        means = (bounds[:-1] + bounds[1:]) / 2
+        data += list(10.0 ** (i - (bits - 2)) * means)
+    published = np.sort([*data, *([-x for x in data] if signed else []), 0.0])
+    if (bits, signed) == (8, True):
+        assert len(published) == 255
+        np.testing.assert_allclose(published[-1], 0.9929687)
+        np.testing.assert_allclose(published[128:131], [5.5e-7, 3.25e-6, 7.75e-6])
+    code = code_of("dynamic", bits, signed, "power_of_two")
+    # Of a scale of 1, the values are the map's own.
+    _, values = finite_values(code, largest=published[-1])
+    np.testing.assert_allclose(np.unique(values), published, rtol=2e-6)
+
+
+def test_segments_double_their_steps():
+    # Eight segments of sixteen steps are the mu-law of ITU-T G.711, whose segments
+    # start at 31, 95, 223, ... 4063 on a scale where its bias is 33 and its steps 2.
+    telephony = Segments(8, True, "power_of_two", 3)
+    _, values = finite_values(telephony, largest=247.0)
+    positive = values[values >= 0][1:]
+    np.testing.assert_array_equal(positive[::16], 2.0 ** np.arange(8) - 1)
+    assert (32 * (positive[::16][1:] + 1) - 33).tolist() == [
+        31, 95, 223, 479, 991, 2015, 4063
+    ]  # fmt: skip
+    steps = np.diff(positive)
+    np.testing.assert_array_equal(steps[::16], 2.0 ** np.arange(8) / 16)
+    companded = code_of("companded", 8, True, "power_of_two")
+    _, values = finite_values(companded, largest=61439.0)
+    positive = values[values >= 0][1:]
+    np.testing.assert_array_equal(positive[::8], 2.0 ** np.arange(16) - 1)
+    assert positive[-1] == 61439
+
+
+def test_eight_bits_of_a_second_moment_have_the_same_precision_at_any_size():
+    code = code_of("log", 8, False, "power_of_two")
+    _, values = finite_values(code, largest=1.0)
+    steps = np.diff(values[(values > 2.0**-28) & (values <= 1)])
+    relative = steps / values[(values > 2.0**-28) & (values <= 1)][:-1]
+    assert relative.max() <= 1 / 7
+    assert relative.min() >= 1 / 16
+
+
+# Storage.
+
+
+def encode(format_, x, *, number=0, step=0):
+    @jax.jit
+    def run(x, step):
+        (random,) = random_bits(jnp.uint32(0), step, [0])
+        return format_.encode(x, random, number)
+
+    return run(jnp.asarray(x), jnp.uint32(step))
+
+
+SHAPES = [(64,), (70,), (5,), (64, 8), (3, 3, 40), (100, 7), (2, 33, 65)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("bits", "group"), [(8, 32), (4, 32), (8, 64)])
+def test_shapes_and_errors_are_those_of_whole_groups_everywhere(shape, bits, group):
+    format_ = block_quantized(
+        bits, group=group, code="linear", rounding="nearest", scale="power_of_two"
+    )
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    x += np.sign(x)  # padding would be the smallest of a group
+    stored = encode(format_, x)
+    assert stored.codes.dtype == jnp.uint32
+    assert stored.codes.shape == packed_shape(shape, bits)
+    assert stored.scales.dtype == jnp.bfloat16
+    assert stored.scales.shape == format_.scales_shape(shape)
+    decoded = np.asarray(format_.decode(stored, shape))
+    assert decoded.shape == shape
+    # Half a step of the value's own group; each group's largest is its scale's reach.
+    reach = 2 ** (bits - 1) - 1
+    bound = 2.01 * np.abs(x).max() / (2 * reach)
+    assert np.abs(decoded - x).max() <= bound
+    again = encode(format_, decoded)
+    assert_same_bits(again, stored)
+
+
+def test_a_tail_group_has_its_own_scale():
+    x = np.concatenate([np.full(32, 100.0), np.full(3, 1e-3)]).astype(np.float32)
+    for format_ in (block_quantized(8), block_quantized(4, code="linear")):
+        stored = encode(format_, x)
+        assert stored.scales.shape == (2,)
+        decoded = np.asarray(format_.decode(stored, x.shape))
+        np.testing.assert_allclose(decoded, x, rtol=0.15)
+
+
+def test_groups_run_down_the_pack_axis():
+    x = np.ones((64, 8), np.float32)
+    x[5, 3] = 1000.0
+    stored = encode(block_quantized(8, code="linear"), x)
+    large = np.asarray(stored.scales).astype(np.float32) > 10
+    assert np.argwhere(large).tolist() == [[0, 3]]
+
+
+def test_two_moments_and_two_steps_draw_independently():
+    format_ = block_quantized(8, code="linear")
+    x = np.full((4096,), 0.5 / 127, np.float32)
+    x[::32] = 1.0
+    up = {}
+    for number, step in itertools.product((0, 1, 2), (0, 1)):
+        stored = encode(format_, x, number=number, step=step)
+        up[number, step] = np.asarray(unpack(stored.codes, 8, x.shape)) == 129
+    within = np.arange(4096) % 32 != 0
+    for first, second in itertools.combinations(up.values(), 2):
+        agreeing = np.mean((first == second)[within])
+        assert abs(agreeing - 0.5) <= 5 * np.sqrt(0.25 / 4096)
+
+
+def adamw(moments, **options):
+    return lowbit_optax.lowbit(
+        optax.adamw(1e-3),
+        weights=lowbit_optax.extra_bits(8),
+        moments=moments,
+        implementation="xla",
+        **options,
+    )
+
+
+PARAMS = {"w": (128, 64), "b": (64,), "s": ()}
+
+
+def params():
+    leaves = {name: jnp.ones(shape, jnp.bfloat16) for name, shape in PARAMS.items()}
+    return leaves | {"wide": jnp.ones((4096,), jnp.float32)}
+
+
+@functools.cache
+def step_of(tx):
+    return jax.jit(functools.partial(lowbit_optax.step, tx))
+
+
+def after_two_steps(tx):
+    leaves = params()
+    state = tx.init(leaves)
+    for i in range(2):
+        draw = functools.partial(jax.random.normal, jax.random.key(i))
+        grads = jax.tree.map(lambda p, draw=draw: 0.1 * draw(p.shape), leaves)
+        leaves, state = step_of(tx)(grads, state, leaves)
+    return leaves, state
+
+
+TX = adamw(block_quantized(8))
+
+
+def test_moments_are_stored_by_field_and_small_ones_in_float32():
+    _, state = after_two_steps(TX)
+    adam = state.inner_state[0]
+    for moment in (adam.mu, adam.nu):
+        for name in ("w", "wide"):
+            assert isinstance(moment[name], QuantizedMoment)
+        for name in ("b", "s"):
+            assert moment[name].dtype == jnp.float32
+            assert moment[name].shape == PARAMS[name]
+    plan_signs = {
+        name: block_quantized(8).for_field(name, {"mu", "nu"}).signed
+        for name in ("mu", "nu", "trace", "nu_max", "sum_of_squares", "e_g", "e_x")
+    }
+    assert [name for name, signed in plan_signs.items() if signed] == ["mu", "trace"]
+
+
+def test_adans_v_is_no_second_moment():
+    format_ = block_quantized(8)
+    adan = {"m", "v", "n", "g"}
+    signed = [name for name in sorted(adan) if format_.for_field(name, adan).signed]
+    assert signed == ["g", "m", "v"]
+    assert not format_.for_field("v", {"v", "v_row", "v_col"}).signed
+
+
+def test_what_a_field_is_not_told_is_chosen_by_it():
+    format_ = block_quantized(8)
+    of = lambda format_, name: format_.for_field(name, {"mu", "nu"}).codec
+    assert of(format_, "mu") == code_of("companded", 8, True, "bfloat16")
+    assert of(format_, "nu") == code_of("log", 8, False, "power_of_two")
+    four = block_quantized(4, scale="power_of_two")
+    assert of(four, "nu") == code_of("sqrt", 4, False, "power_of_two")
+    assert of(block_quantized(code="linear"), "nu").signed is False
+
+
+def test_parts_that_kernels_have_encoded_are_left_as_they_are():
+    inner = optax.scale_by_adam()
+    leaf = jnp.ones((64, 64))
+    wide = inner.init({"w": leaf})._replace(mu={"w": 3 * leaf}, nu={"w": 5 * leaf})
+    expected = jax.eval_shape(lambda: wide)
+    plan = MomentPlan(inner, block_quantized(8), ["['w']"], [leaf], expected)
+    random = random_bits(jnp.uint32(0), jnp.uint32(0), [0])
+    stored = plan.encode(wide, random)
+    numbers = range(len(jax.tree.leaves(wide)))
+    assert_same_bits(plan.encode(stored, random, done=set(numbers)), stored)
+    # One of both by a kernel: count, mu and nu are parts 0, 1 and 2.
+    mixed = wide._replace(mu=stored.mu)
+    assert_same_bits(plan.encode(mixed, random, done={1}), stored)
+    assert_same_bits(plan.encode(plan.decode(stored), random), stored)
+
+
+def test_map_params_finds_codes_and_scales():
+    state = TX.init(params())
+    marked = optax.tree.map_params(TX, lambda x: "here", state)
+    adam = marked.inner_state[0]
+    assert adam.mu["w"] == QuantizedMoment("here", "here")
+    assert adam.nu["b"] == "here"
+
+
+def test_memory_report_counts_codes_and_scales():
+    report = lowbit_optax.memory_report(TX, params())
+    rows = {leaf.name: leaf for leaf in report.leaves}
+    assert rows["['w']"].moments == 2 * (128 * 64 + 2 * 4 * 64)
+    assert rows["['w']"].float32_master == 128 * 64 * 14
+    assert rows["['b']"].moments == 2 * 4 * 64
+    state = TX.init(params())
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    assert report.total.total - report.total.params == held
+
+
+def test_checkpoints_by_flax_give_every_bit_back():
+    serialization = pytest.importorskip("flax.serialization")
+    leaves, state = after_two_steps(TX)
+    data = serialization.to_bytes({"params": leaves, "state": state})
+    like = jax.tree.map(jnp.zeros_like, {"params": leaves, "state": state})
+    back = serialization.from_bytes(like, data)
+    assert_same_bits(back["state"], state)
+
+
+def test_checkpoints_by_orbax_give_every_bit_back(tmp_path):
+    checkpoint = pytest.importorskip("orbax.checkpoint")
+    _, state = after_two_steps(TX)
+    with checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        back = checkpointer.restore(
+            tmp_path / "state", jax.tree.map(jnp.zeros_like, state)
+        )
+    assert_same_bits(back, state)
+
+
+@pytest.mark.parametrize(
+    "spec", [jax.P("x"), jax.P(None, "x")], ids=["rows", "columns"]
+)
+def test_eight_devices_compute_the_numbers_of_one(spec):
+    tx = adamw(block_quantized(8))
+    rng = np.random.default_rng(0)
+    weight = jnp.asarray(rng.normal(size=(512, 64)), jnp.bfloat16)
+    grads = jnp.asarray(rng.normal(size=(2, 512, 64)), jnp.bfloat16)
+
+    def train(weight, grads):
+        state = jax.jit(tx.init)(weight)
+        for grad in grads:
+            weight, state = step_of(tx)(grad, state, weight)
+        return weight, state
+
+    want = train(weight, list(grads))
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    sharding = jax.NamedSharding(mesh, spec)
+    state = jax.jit(tx.init)(weight)
+    replicated = jax.NamedSharding(mesh, jax.P())
+    # The parameter's spec is its codes' and its scales'.
+    state = jax.tree.map(
+        lambda x: jax.device_put(x, sharding if x.ndim else replicated), state
+    )
+    weight, grads = jax.device_put((weight, list(grads)), sharding)
+    for grad in grads:
+        weight, state = step_of(tx)(grad, state, weight)
+    for leaf in jax.tree.leaves(state.inner_state):
+        if leaf.ndim:
+            assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    assert_same_bits((weight, state), want)
+
+
+# Errors.
+
+
+def test_a_state_of_another_format_is_an_error_that_names_the_leaf():
+    grads = jax.tree.map(jnp.ones_like, params())
+    state = adamw(block_quantized(8)).init(params())
+    for other, what in (
+        (block_quantized(4), r"uint32\[32, 64\]"),
+        (None, "QuantizedMoment"),
+        (lowbit_optax.cast(jnp.bfloat16), r"float32\[64\], but Cast"),
+    ):
+        with pytest.raises(ValueError, match=what) as error:
+            adamw(other).update(grads, state, params())
+        assert "w" in str(error.value)
+    plain = adamw(None).init(params())
+    with pytest.raises(ValueError, match=r"moment of params\['w'\].*QuantizedMoment"):
+        TX.update(grads, plain, params())
+
+
+def test_a_second_moments_code_is_refused_for_a_first_moment():
+    for code in ("sqrt", "log"):
+        with pytest.raises(ValueError, match=rf"{code!r}.*'mu' may be"):
+            adamw(block_quantized(8, code=code)).init(params())
+        adamw({"nu": block_quantized(8, code=code)}).init(params())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"bits": 2}, ValueError, "bits is 2, not 4 or 8"),
+        ({"bits": 8.0}, TypeError, "bits is 8.0"),
+        ({"bits": True}, TypeError, "bits is True"),
+        ({"code": "log2"}, ValueError, "code is 'log2', not None or one of linear"),
+        ({"group": 48}, ValueError, "group is 48, not a positive multiple of 32"),
+        ({"group": 0}, ValueError, "group is 0"),
+        ({"group": "32"}, TypeError, "group is '32'"),
+        ({"rounding": "up"}, ValueError, "rounding is 'up'"),
+        ({"scale": "float16"}, ValueError, "scale is 'float16', not None, 'bfloat16'"),
+    ],
+)
+def test_bad_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        block_quantized(**arguments)
+
+
+def test_formats_are_static_and_say_whether_they_draw():
+    assert hash(block_quantized(8)) == hash(block_quantized(8))
+    assert block_quantized(8).needs_random
+    assert not block_quantized(8, rounding="nearest").needs_random
