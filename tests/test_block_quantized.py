@@ -17,7 +17,8 @@ from optimizers import (
 import lowbit_optax
 from lowbit_optax import block_quantized
 from lowbit_optax.formats.block_quantized import QuantizedMoment
-from lowbit_optax.formats.codes import RANDOM_BITS, Segments, code_of
+from lowbit_optax.formats.code_kinds import Segments, code_of
+from lowbit_optax.formats.codes import RANDOM_BITS
 from lowbit_optax.moments import MomentPlan
 from lowbit_optax.random_bits import random_bits
 from pallas_kernels.packing import packed_shape, unpack

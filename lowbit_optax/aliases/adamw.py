@@ -174,7 +174,7 @@ def extra_bits_adamw(
 def plain_adamw(
     learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov
 ):
-    """Optax's AdamW, after checks."""
+    """AdamW as optax has it, refusing hyperparameters that arrive in 16 bits."""
     common.wide(
         learning_rate=learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay
     )

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from lowbit_optax.formats.base import MomentFormat
-from lowbit_optax.formats.codes import Code, code_of, multiply_add
+from lowbit_optax.formats.code_kinds import code_of
+from lowbit_optax.formats.codes import Code, multiply_add
 from lowbit_optax.rounding import to_float32
 from pallas_kernels.bitfields import GROUP
 from pallas_kernels.packing import pack, pack_axis, packed_shape, unpack

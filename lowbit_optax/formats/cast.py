@@ -16,7 +16,11 @@ _WHOLE_WORDS = 64
 
 @dataclasses.dataclass(frozen=True)
 class Cast(MomentFormat):
-    """See :func:`cast`."""
+    """Moments rounded to a narrow dtype, one array each.
+
+    Args:
+      dtype, rounding: see :func:`cast`.
+    """
 
     dtype: np.dtype
     rounding: typing.Literal["nearest", "stochastic"] = "stochastic"

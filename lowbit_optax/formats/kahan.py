@@ -35,7 +35,11 @@ class Kahan(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class KahanFormat(WeightFormat):
-    """See :func:`kahan`."""
+    """Masters as a parameter w and a compensation c, the master being ``w - c``.
+
+    Args:
+      rounding, residual_rounding, arithmetic: see :func:`kahan`.
+    """
 
     rounding: typing.Literal["nearest", "stochastic"] = "nearest"
     residual_rounding: typing.Literal["nearest", "stochastic"] = "stochastic"

@@ -35,7 +35,7 @@ class MasterCopy(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Nearest(WeightFormat):
-    """See :func:`nearest`."""
+    """The parameter is the master rounded to nearest, and nothing else is kept."""
 
     container: typing.ClassVar[type] = NoResidual
 
@@ -46,7 +46,7 @@ class Nearest(WeightFormat):
 
 @dataclasses.dataclass(frozen=True)
 class StochasticRounding(WeightFormat):
-    """See :func:`stochastic_rounding`."""
+    """The parameter is the master rounded at random, and nothing else is kept."""
 
     container: typing.ClassVar[type] = NoResidual
 
@@ -61,7 +61,7 @@ class StochasticRounding(WeightFormat):
 
 @dataclasses.dataclass(frozen=True)
 class MasterCopyFormat(WeightFormat):
-    """See :func:`master_copy`."""
+    """The residual is the master, in float32."""
 
     container: typing.ClassVar[type] = MasterCopy
 
