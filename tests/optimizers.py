@@ -75,6 +75,13 @@ ALIASES = {
     "extra_bits_adamw_16": Optimizer(
         _adamw_alias(lowbit_optax.extra_bits_adamw, **_bits(16)), optax.adamw, 0.003
     ),
+    "lowbit_sgd": Optimizer(_sgd_alias(lowbit_optax.lowbit_sgd, **_bits(8)), _sgd),
+    "lowbit_adamw": Optimizer(
+        _adamw_alias(lowbit_optax.lowbit_adamw, **_bits(8)), optax.adamw, 0.003
+    ),
+    "lowbit_lion": Optimizer(
+        _adamw_alias(lowbit_optax.lowbit_lion, **_bits(8)), optax.lion, 0.003
+    ),
 }
 """Every alias as users write it, bits 8 and 16, packed however small the leaf."""
 

@@ -20,6 +20,7 @@ from optimizers import (
 )
 
 import lowbit_optax
+from lowbit_optax import MomentFormat
 
 COLLECTIVE = re.compile(
     r"\b(all-gather|all-to-all|all-reduce|collective-permute|reduce-scatter"
@@ -258,11 +259,11 @@ def _shardings_of_state(tx, params, shardings, mesh):
     shapes = jax.eval_shape(tx.init, params)
     return shapes, optax.tree.map_params(
         tx,
-        lambda leaf, sharding: leaf if leaf is None else sharding,
+        lambda leaf, sharding: jax.tree.map(lambda _: sharding, leaf),
         shapes,
         shardings,
         transform_non_params=lambda _: replicated,
-        is_leaf=lambda leaf: leaf is None,
+        is_leaf=lambda leaf: leaf is None or MomentFormat.is_stored(leaf),
     )
 
 
