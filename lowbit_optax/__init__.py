@@ -25,6 +25,14 @@ from lowbit_optax.formats import (
     nearest,
     stochastic_rounding,
 )
+from lowbit_optax.lpmm import (
+    QuantizedTensor,
+    accumulate_gradients,
+    dequantize,
+    lpmm_adam,
+    lpmm_sgd,
+    quantize_params,
+)
 from lowbit_optax.masters import from_master, master_weights
 from lowbit_optax.reports import MemoryReport, cancelled_updates, memory_report
 from lowbit_optax.split_array import SplitArray, join_array, split_array
@@ -45,12 +53,15 @@ __all__ = [
     "LowbitTransformation",
     "MemoryReport",
     "MomentFormat",
+    "QuantizedTensor",
     "SplitArray",
     "WeightFormat",
+    "accumulate_gradients",
     "apply_updates",
     "block_quantized",
     "cancelled_updates",
     "cast",
+    "dequantize",
     "extra_bits",
     "extra_bits_adamw",
     "extra_bits_sgd",
@@ -63,10 +74,13 @@ __all__ = [
     "lowbit_adamw",
     "lowbit_lion",
     "lowbit_sgd",
+    "lpmm_adam",
+    "lpmm_sgd",
     "master_copy",
     "master_weights",
     "memory_report",
     "nearest",
+    "quantize_params",
     "split_array",
     "sr_adamw",
     "sr_sgd",

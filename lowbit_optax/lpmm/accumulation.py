@@ -1,0 +1,218 @@
+"""Gradients summed over microbatches in low bits, then one update of their mean."""
+
+import dataclasses
+import typing
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from lowbit_optax import formats, trees
+from lowbit_optax.formats import MomentFormat
+from lowbit_optax.lpmm import quantized_tensor as tensors
+from lowbit_optax.lpmm.quantized import widened
+from lowbit_optax.random_bits import leaf_number, random_bits
+from lowbit_optax.wrapper import LowbitTransformation
+
+EIGHT_BITS = formats.block_quantized(
+    8, code="linear", group=tensors.DEFAULT_GROUP, rounding="stochastic"
+)
+"""The paper's gradient accumulators."""
+
+# Far from the streams of weights and moments, which may have the same seed and count.
+_STREAM = 1 << 16
+
+
+class AccumulationState(typing.NamedTuple):
+    """State of :func:`accumulate_gradients`.
+
+    Args:
+      count: uint32 scalar, calls so far; with ``seed`` it is all the random state.
+      seed: uint32 scalar.
+      mini_step: int32 scalar, gradients in the accumulators.
+      accumulators: tree like the parameters, the sums in their format; None at leaves
+        that are not float.
+      inner_state: the inner transformation's state.
+    """
+
+    count: jax.Array
+    seed: jax.Array
+    mini_step: jax.Array
+    accumulators: typing.Any
+    inner_state: typing.Any
+
+
+def accumulate_gradients(
+    inner: optax.GradientTransformation,
+    every: int,
+    format: MomentFormat = EIGHT_BITS,
+    *,
+    seed: int | None = None,
+    min_size: int | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Update with the mean of N gradients, summed in low-bit accumulators.
+
+        g_i = Q(g_{i-1} + grad_i), i = 1..N-1;  u = inner.update((g_{N-1} + grad_N) / N)
+
+    Takes the place of ``optax.MultiSteps``, which keeps a gradient in full precision.
+    Each call is one microbatch; only every N-th changes parameters.
+
+    Args:
+      inner: any optax transformation, those of this package included.
+      every: N, 1 or more.
+      format: of the sums, a moment format; 8 bits, linear and stochastic if left out.
+      seed: of stochastic rounding, 0 if None.
+      min_size: sums of fewer elements are float32; 4096 if None.
+
+    Returns:
+      A transformation. Between updates it returns zeros, and zero uint32 differences
+      for QuantizedTensors. The inner transformation gets float32 means if it is one of
+      this package, else in the gradients' dtypes.
+
+    Raises:
+      TypeError, ValueError: for arguments or gradients that are not as above; errors
+        about a leaf name its path.
+
+    References:
+      LPMM, section 3.3, "Microbatching", and Algorithm 1.
+
+    >>> import jax.numpy as jnp, lowbit_optax
+    >>> params = lowbit_optax.quantize_params(jnp.ones((64, 64)), bits=12)
+    >>> tx = accumulate_gradients(lowbit_optax.lpmm_sgd(0.5), every=2)
+    >>> state = tx.init(params)
+    >>> for _ in range(2):
+    ...     params, state = lowbit_optax.step(tx, jnp.ones((64, 64)), state, params)
+    >>> params.dequantize()[0, 0]
+    Array(0.4998..., dtype=float32)
+    """
+    seed = 0 if seed is None else seed
+    min_size = 4096 if min_size is None else min_size
+    tensors.check_int("every", every, 1)
+    tensors.check_int("seed", seed, 0, 2**32 - 1)
+    tensors.check_int("min_size", min_size, 0)
+    if not isinstance(format, MomentFormat):
+        raise TypeError(
+            f"accumulate_gradients: format is {format!r}, not a moment format such as "
+            "lowbit_optax.block_quantized(8)"
+        )
+    config = _Accumulation(
+        optax.with_extra_args_support(inner),
+        isinstance(inner, LowbitTransformation),
+        every,
+        format,
+        seed,
+        min_size,
+    )
+    return optax.GradientTransformationExtraArgs(config.init, config.update)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Accumulation:
+    inner: optax.GradientTransformationExtraArgs
+    is_wide: bool
+    every: int
+    format: MomentFormat
+    seed: int
+    min_size: int
+
+    def init(self, params) -> AccumulationState:
+        names, leaves, treedef = tensors.named_leaves(params)
+        count, seed = jnp.zeros([], jnp.uint32), jnp.asarray(self.seed, jnp.uint32)
+        random = _random(names, seed, count)
+        sums = [
+            self._encode(_zeros(leaf), bits) if trees.is_float(leaf) else None
+            for leaf, bits in zip(leaves, random, strict=True)
+        ]
+        return AccumulationState(
+            count,
+            seed,
+            jnp.zeros([], jnp.int32),
+            treedef.unflatten(sums),
+            self.inner.init(params),
+        )
+
+    def update(self, updates, state, params=None, **extra_args):
+        like = updates if params is None else params
+        names, leaves, treedef = tensors.named_leaves(like)
+        given = trees.beside(names, treedef, updates, "grads")
+        held = trees.beside(names, treedef, state.accumulators, "accumulators")
+        random = _random(names, state.seed, state.count)
+        sums = [
+            widened(name, grad, leaf) + self._decode(name, part, leaf)
+            if trees.is_float(leaf)
+            else grad
+            for name, grad, leaf, part in zip(names, given, leaves, held, strict=True)
+        ]
+
+        def last():
+            means = [
+                self._mean(total, grad, leaf)
+                for total, grad, leaf in zip(sums, given, leaves, strict=True)
+            ]
+            results, inner_state = self.inner.update(
+                treedef.unflatten(means), state.inner_state, params, **extra_args
+            )
+            emptied = [jnp.zeros_like(x) for x in sums]
+            return results, self._stored(leaves, emptied, random), inner_state
+
+        def between():
+            shapes, _, _ = jax.eval_shape(last)
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            return zeros, self._stored(leaves, sums, random), state.inner_state
+
+        results, parts, inner_state = jax.lax.cond(
+            state.mini_step == jnp.int32(self.every - 1), last, between
+        )
+        return results, AccumulationState(
+            optax.safe_increment(state.count),
+            state.seed,
+            (state.mini_step + jnp.int32(1)) % jnp.int32(self.every),
+            treedef.unflatten(parts),
+            inner_state,
+        )
+
+    def _mean(self, total, grad, leaf):
+        if not trees.is_float(leaf):
+            return grad
+        mean = total * jnp.float32(1 / self.every)
+        if self.is_wide or tensors.is_quantized(leaf):
+            return mean
+        return mean.astype(grad.dtype)
+
+    def _stored(self, leaves, sums, random):
+        return [
+            self._encode(total, bits) if trees.is_float(leaf) else None
+            for leaf, total, bits in zip(leaves, sums, random, strict=True)
+        ]
+
+    def _format(self, shape) -> MomentFormat | None:
+        return self.format.stored(shape, self.min_size)
+
+    def _encode(self, total, random):
+        format_ = self._format(total.shape)
+        return total if format_ is None else format_.encode(total, random, 0)
+
+    def _decode(self, name, part, leaf):
+        format_ = self._format(leaf.shape)
+        if format_ is None:
+            return part
+        try:
+            return format_.decode(part, leaf.shape)
+        except (AttributeError, ValueError) as error:
+            raise ValueError(
+                f"accumulate_gradients: the accumulator of params{name} is not one of "
+                f"{format_}: was this state made with another format?"
+            ) from error
+
+
+def _zeros(leaf) -> jax.Array:
+    if tensors.is_quantized(leaf):
+        return jnp.zeros(leaf.shape, jnp.float32)
+    return jnp.zeros_like(leaf, jnp.float32)
+
+
+def _random(names, seed, count):
+    return [
+        dataclasses.replace(bits, stream=_STREAM)
+        for bits in random_bits(seed, count, [leaf_number(name) for name in names])
+    ]

@@ -1,0 +1,139 @@
+"""Gradients summed in low bits: means as by MultiSteps, updates every N-th call."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optimizers import assert_same_bits, standard_promotion  # noqa: F401
+
+import lowbit_optax
+from lowbit_optax import accumulate_gradients, block_quantized, lpmm_sgd
+
+SHAPE = (128, 64)
+
+
+def grads_of(count, shape=SHAPE):
+    random = np.random.default_rng(0)
+    return jnp.asarray(random.normal(size=(count, *shape)), jnp.float32)
+
+
+def run(tx, params, grads):
+    """Parameters and state after every call."""
+
+    def body(carry, grad):
+        params, state = carry
+        updates, state = tx.update(grad, state, params)
+        params = optax.apply_updates(params, updates)
+        return (params, state), (params, updates)
+
+    go = jax.jit(functools.partial(jax.lax.scan, body))
+    return go((params, tx.init(params)), grads)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_with_float32_sums_it_is_multi_steps(every):
+    params, grads = jnp.ones(SHAPE), grads_of(7)
+    inner = optax.sgd(0.1, 0.9)
+    ours = accumulate_gradients(inner, every, min_size=10**9)
+    theirs = optax.MultiSteps(inner, every).gradient_transformation()
+    (_, state), (path, updates) = run(ours, params, grads)
+    _, (expected, _) = run(theirs, params, grads)
+    np.testing.assert_allclose(path, expected, rtol=1e-5, atol=1e-6)
+    for call in range(7):
+        assert bool(jnp.any(updates[call] != 0)) == ((call + 1) % every == 0)
+    assert int(state.mini_step) == 7 % every
+
+
+def test_the_low_bit_mean_is_unbiased():
+    grads = grads_of(4)
+    exact = np.asarray(grads).astype(np.float64).mean(axis=0)
+
+    @jax.jit
+    def mean(seed):
+        tx = accumulate_gradients(optax.identity(), 4)
+        state = tx.init(jnp.ones(SHAPE))._replace(seed=seed)
+        body = lambda state, grad: tx.update(grad, state)[::-1]
+        return jax.lax.scan(body, state, grads)[1][-1]
+
+    means = np.stack([mean(jnp.uint32(seed)) for seed in range(64)])
+    error = means.astype(np.float64).mean(axis=0) - exact
+    # Three roundings to a 127th of the column's largest sum, at most half a step each.
+    step = np.abs(np.cumsum(grads, axis=0)).max(axis=(0, 1)) / 127 / 4
+    deviation = np.sqrt(3) / 2 * step / np.sqrt(64)
+    assert np.all(np.abs(error) < 6 * deviation)
+    assert np.abs(means - exact).max() > 0.1 * step.min()
+
+
+@pytest.mark.parametrize("stochastic", [True, False])
+def test_tiny_gradients_after_a_large_one_count_if_rounding_is_stochastic(stochastic):
+    rounding = "stochastic" if stochastic else "nearest"
+    large = jnp.zeros(SHAPE).at[0].set(1.0)
+    grads = jnp.concatenate([large[None], jnp.full((63, *SHAPE), 1e-3)])
+    format_ = block_quantized(8, code="linear", group=128, rounding=rounding)
+    _, (_, updates) = run(
+        accumulate_gradients(optax.identity(), 64, format_), jnp.ones(SHAPE), grads
+    )
+    mean = float(updates[-1][1:].mean()) * 64
+    assert (abs(mean - 0.063) < 0.004) == stochastic
+
+
+def test_quantised_weights_stay_until_the_last_microbatch():
+    params = lowbit_optax.quantize_params(jnp.ones(SHAPE), bits=12)
+    inner = lpmm_sgd(0.1, 0.9)
+    grads = grads_of(6)
+    (last, state), (path, updates) = run(
+        accumulate_gradients(inner, 3, min_size=10**9), params, grads
+    )
+    for call in (0, 1, 3, 4):
+        assert not updates.codes[call].any()
+        assert not updates.scales[call].any()
+    assert_same_bits(
+        jax.tree.map(lambda x: x[4], path), jax.tree.map(lambda x: x[2], path)
+    )
+    means = grads.reshape(2, 3, *SHAPE)
+    means = (means[:, 0] + means[:, 1] + means[:, 2]) * jnp.float32(1 / 3)
+    (expected, inner_state), _ = run(inner, params, means)
+    assert_same_bits(
+        jax.tree.leaves((last, state.inner_state)),
+        jax.tree.leaves((expected, inner_state)),
+    )
+
+
+def test_around_bfloat16_weights_it_trains_as_float32(standard_promotion):  # noqa: F811
+    params = jnp.ones(SHAPE, jnp.bfloat16)
+    tx = accumulate_gradients(lowbit_optax.lowbit_adamw(1e-2), 4)
+    grads = grads_of(8).astype(jnp.bfloat16)
+    (params, state), _ = run(tx, params, grads)
+    assert params.dtype == jnp.bfloat16
+    assert int(state.inner_state.count) == 2
+    means = grads.astype(jnp.float32).reshape(2, 4, *SHAPE).mean(axis=1)
+    wide = optax.adamw(1e-2)
+    (expected, _), _ = run(wide, jnp.ones(SHAPE), means)
+    error = params.astype(jnp.float32) - expected
+    # Half a unit of bfloat16 above 1, and what 8 bits make of small gradients.
+    assert float(jnp.abs(error).mean()) < 2**-8
+
+
+def test_no_gradient_is_kept_in_full_precision():
+    tx = accumulate_gradients(optax.sgd(0.1), 4)
+    params = {"w": jnp.ones((2048, 64)), "b": jnp.ones(64), "n": jnp.int32(1)}
+    sums = tx.init(params).accumulators
+    assert sum(x.nbytes for x in jax.tree.leaves(sums["w"])) == 2048 * 64 + 64 * 2
+    assert sums["b"].dtype == jnp.float32
+    assert sums["n"] is None
+
+
+def test_bad_arguments_and_states_are_errors():
+    for every, error in [(0, ValueError), (2.0, TypeError), (True, TypeError)]:
+        with pytest.raises(error, match="every is"):
+            accumulate_gradients(optax.sgd(0.1), every)
+    with pytest.raises(TypeError, match="not a moment format"):
+        accumulate_gradients(optax.sgd(0.1), 2, jnp.int8)
+    params = {"w": jnp.ones(SHAPE)}
+    state = accumulate_gradients(optax.sgd(0.1), 2, min_size=10**9).init(params)
+    tx = accumulate_gradients(optax.sgd(0.1), 2)
+    with pytest.raises(ValueError, match=r"accumulator of params\['w'\]"):
+        tx.update(params, state, params)

@@ -1,0 +1,638 @@
+"""Quantised weights: unbiased codes, exact landing, training as with float32."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import serialization
+from flax.training.train_state import TrainState
+from optimizers import assert_same_bits
+
+import lowbit_optax
+from lowbit_optax import QuantizedTensor, dequantize, lpmm_adam, lpmm_sgd
+from lowbit_optax.lpmm import linear_code, quantized, value_and_grad
+
+BITS = [4, 5, 8, 10, 12, 15, 16]
+ROUNDINGS = pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+
+
+def normal(*shape, seed=0, scale=1.0):
+    return (scale * np.random.default_rng(seed).normal(size=shape)).astype(np.float32)
+
+
+def quantize(x, bits=12, **options):
+    options = {"min_size": 0} | options
+    return jax.jit(
+        functools.partial(lowbit_optax.quantize_params, bits=bits, **options)
+    )(x)
+
+
+def steps_of(tensor, shape):
+    """delta of every element, by numpy."""
+    scales = np.asarray(tensor.scales).view(np.float32)
+    axis = tensor.axis % len(shape)
+    wide = np.repeat(scales, tensor.group, axis=axis)
+    return wide.take(range(shape[axis]), axis=axis)
+
+
+# Numbers.
+
+
+@pytest.mark.parametrize("bits", [4, 8, 12])
+def test_the_mean_over_all_random_words_is_the_value_itself(bits):
+    # Codes and a 256th of a step between them, all 256 leading bytes of a word.
+    top = linear_code.largest_code(bits)
+    codes = np.unique(np.clip([-top, -top + 1, -3, -1, 0, 1, 2, top - 1], -top, top))
+    x = (codes[:, None] + np.arange(256) / 256).reshape(-1, 1).astype(np.float32)
+    x = np.clip(x, -top, top) * np.float32(2.0**-5)
+    words = np.broadcast_to(np.arange(256, dtype=np.uint32) << 24, (len(x), 256))
+    wide, delta = np.broadcast_arrays(x, np.float32(2.0**-5))
+    wide, delta = np.broadcast_to(wide, words.shape), np.float32(2.0**-5)
+    delta = np.full(words.shape, delta)
+    fields = linear_code.encode(
+        jnp.asarray(wide), jnp.asarray(delta), bits, jnp.asarray(words)
+    )
+    values = linear_code.decode(fields, jnp.asarray(delta), bits)
+    mean = np.asarray(values).astype(np.float64).mean(axis=1)
+    np.testing.assert_array_equal(mean, x[:, 0].astype(np.float64))
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_stochastic_rounding_is_unbiased_in_a_million_draws(bits):
+    value = np.float32(0.3712345)
+    x = np.full((2048, 512), value)
+    x[0] = 1.0  # so that the value lies between two codes
+    tensor = quantize(x, bits, rounding="stochastic")
+    got = np.asarray(tensor.dequantize())[1:].astype(np.float64)
+    delta = float(steps_of(tensor, x.shape)[0, 0])
+    assert len(np.unique(got)) == 2
+    assert np.ptp(got) == delta
+    deviation = delta / 2 / np.sqrt(got.size)
+    assert abs(got.mean() - value) < 5 * deviation
+
+
+@ROUNDINGS
+@pytest.mark.parametrize("bits", BITS)
+def test_an_error_is_below_a_step_and_to_nearest_half_of_one(bits, rounding):
+    x = normal(100, 33)
+    tensor = quantize(x, bits, group=64, rounding=rounding)
+    delta = steps_of(tensor, x.shape)
+    error = np.abs(np.asarray(tensor.dequantize()) - x)
+    # Half of a unit of the float32 that the difference is read in.
+    limit = delta * (0.5 if rounding == "nearest" else 1.0)
+    assert np.all(error <= limit * (1 + 2.0**-9))
+    largest = np.abs(np.pad(x, ((0, 28), (0, 0)))).reshape(2, 64, 33).max(axis=1)
+    scales = np.asarray(tensor.scales).view(np.float32)
+    top = linear_code.largest_code(bits)
+    assert np.all(scales * top >= largest * (1 - 1e-6))
+    assert np.all(scales * top <= largest * (1 + 2.0**-3 + 1e-6))
+
+
+@ROUNDINGS
+@pytest.mark.parametrize("bits", BITS)
+def test_what_is_on_the_grid_stays_where_it_is(bits, rounding):
+    x = normal(96, 40, scale=np.float32(1e-3))
+    x[:, 4] = 0
+    # The largest of every group on the largest code: the step stays the same.
+    x[0] = linear_code.largest_code(bits) * np.float32(2.0**-9)
+    first = quantize(x, bits, rounding="stochastic")
+    again = quantize(first.dequantize(), bits, rounding=rounding, seed=5)
+    assert_same_bits(again, first)
+
+
+@pytest.mark.parametrize("bits", [4, 16])
+def test_extremes_of_float32(bits):
+    largest = np.finfo(np.float32).max
+    x = np.zeros((32, 4), np.float32)
+    x[:2, 0] = largest, -largest
+    x[:2, 1] = 1e-38, -1e-45
+    x[:3, 2] = np.nan, np.inf, 7.0
+    got = np.asarray(quantize(x, bits, rounding="stochastic").dequantize())
+    np.testing.assert_allclose(got[:2, 0], x[:2, 0], rtol=0.15)
+    assert np.all(np.abs(got[:, 1]) < 1e-29)
+    # What is not finite shows, and spares its neighbours.
+    assert np.isnan(got[:2, 2]).all()
+    np.testing.assert_allclose(got[2:, 2], x[2:, 2], rtol=0.15)
+    np.testing.assert_array_equal(got[:, 3], 0)
+
+
+# Shapes.
+
+
+@pytest.mark.parametrize("bits", [5, 12])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1,),
+        (31,),
+        (5000,),
+        (64, 7),
+        (65, 7),
+        (3, 130),
+        (3, 3, 20, 50),
+        (2, 1, 1),
+        (1, 1),
+    ],
+    ids=str,
+)
+def test_any_shape_round_trips(shape, bits):
+    x = normal(*shape)
+    tensor = quantize(x, bits, group=64)
+    assert tensor.shape == shape
+    assert (tensor.ndim, tensor.size) == (len(shape), x.size)
+    assert {leaf.dtype for leaf in jax.tree.leaves(tensor)} == {jnp.dtype(jnp.uint32)}
+    values = np.asarray(tensor.dequantize())
+    assert values.shape == shape
+    assert np.all(np.abs(values - x) <= steps_of(tensor, shape) * 0.502)
+    for dtype in (jnp.bfloat16, jnp.float16):
+        np.testing.assert_array_equal(
+            tensor.dequantize(dtype), jnp.asarray(values).astype(dtype)
+        )
+
+
+def test_small_and_integer_leaves_stay():
+    params = {
+        "small": jnp.ones(8, jnp.bfloat16),
+        "scalar": jnp.float16(2),
+        "step": jnp.int32(3),
+        "empty": jnp.ones((0, 4)),
+        "none": None,
+        "large": jnp.ones((64, 64), jnp.bfloat16),
+    }
+    got = lowbit_optax.quantize_params(params)
+    assert isinstance(got["large"], QuantizedTensor)
+    assert [got[k].dtype for k in ("small", "scalar", "step")] == [
+        jnp.float32,
+        jnp.float32,
+        jnp.int32,
+    ]
+    assert got["none"] is None
+    back = dequantize(got, jnp.bfloat16)
+    np.testing.assert_array_equal(back["large"], params["large"])
+    assert back["small"].dtype == jnp.float32
+
+
+def test_a_slice_of_a_stack_is_a_tensor_of_one_layer():
+    params = {"w": normal(32, 48, 64), "b": normal(32, 200)}
+    tensor = quantize(params, 11, stacked=lambda path: True)
+    whole = dequantize(tensor)
+
+    def body(_, layer):
+        assert layer["w"].shape == (48, 64)
+        assert layer["b"].shape == (200,)
+        return None, dequantize(layer)
+
+    _, by_scan = jax.lax.scan(body, None, tensor)
+    assert_same_bits(by_scan, whole)
+    assert_same_bits(jax.vmap(dequantize)(tensor), whole)
+    first = jax.tree.map(lambda x: x[7], tensor)
+    assert_same_bits(dequantize(first), jax.tree.map(lambda x: x[7], whole))
+
+
+# Landing.
+
+
+def params_of(bits=12, seed=0):
+    return quantize(
+        {
+            "stack": normal(3, 70, 40, seed=seed),
+            "matrix": normal(128, 64, seed=seed + 1),
+            "bias": jnp.asarray(normal(40)),
+        },
+        bits,
+        min_size=1000,
+    )
+
+
+def gradients(count, scale=0.1):
+    like = {"stack": (3, 70, 40), "matrix": (128, 64), "bias": (40,)}
+    for i in range(count):
+        yield {
+            name: jnp.asarray(normal(*shape, seed=100 + i, scale=scale))
+            for name, shape in like.items()
+        }
+
+
+OPTIMIZERS = {
+    "sgd": lambda: lpmm_sgd(0.05, seed=3),
+    "momentum": lambda: lpmm_sgd(0.05, 0.9, nesterov=True, weight_decay=1e-2),
+    "adam": lambda: lpmm_adam(1e-2, weight_decay=0.1, nesterov=True),
+    "lion": lambda: quantized(
+        optax.chain(optax.clip_by_global_norm(1.0), optax.lion(1e-2)),
+        moments=lowbit_optax.block_quantized(8),
+    ),
+    "accumulated": lambda: lowbit_optax.accumulate_gradients(lpmm_adam(1e-2), every=3),
+}
+EACH = pytest.mark.parametrize("name", OPTIMIZERS)
+
+
+@pytest.fixture
+def standard_promotion():
+    """optax.adam subtracts an int32 power from 1."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@EACH
+def test_fifty_steps_by_apply_updates_and_by_step_have_the_same_bits(
+    name, standard_promotion
+):
+    tx = OPTIMIZERS[name]()
+
+    @functools.partial(jax.jit, donate_argnums=(1, 2))
+    def by_updates(grads, state, params):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    @functools.partial(jax.jit, donate_argnums=(1, 2))
+    def by_step(grads, state, params):
+        return lowbit_optax.step(tx, grads, state, params)
+
+    one, other = params_of(), params_of()
+    states = tx.init(one), tx.init(other)
+    for grads in gradients(50):
+        one, first = by_updates(grads, states[0], one)
+        other, second = by_step(grads, states[1], other)
+        states = first, second
+    assert_same_bits((one, states[0]), (other, states[1]))
+    moved = jnp.abs(one["matrix"].dequantize() - params_of()["matrix"].dequantize())
+    assert float(moved.mean()) > 0.01
+
+
+def test_what_lands_is_the_quantised_sum():
+    params, tx = params_of(), lpmm_sgd(0.05, rounding="nearest")
+    (grads,) = gradients(1)
+    updates, _ = tx.update(grads, tx.init(params), params)
+    landed = dequantize(optax.apply_updates(params, updates))
+    for name in ("stack", "matrix"):
+        expected = params[name].dequantize() - jnp.float32(0.05) * grads[name]
+        again = quantize(expected, 12).dequantize()
+        np.testing.assert_array_equal(landed[name], again)
+    np.testing.assert_allclose(
+        landed["bias"], params["bias"] - jnp.float32(0.05) * grads["bias"], rtol=1e-6
+    )
+
+
+def test_strict_promotion_and_bfloat16_gradients():
+    params, tx = params_of(), lpmm_sgd(0.05, 0.9)
+    (grads,) = gradients(1)
+    narrow = jax.tree.map(lambda g: g.astype(jnp.bfloat16), grads)
+    widened = jax.tree.map(lambda g: g.astype(jnp.float32), narrow)
+    state = tx.init(params)
+    assert_same_bits(
+        lowbit_optax.step(tx, narrow, state, params),
+        lowbit_optax.step(tx, widened, state, params),
+    )
+
+
+def test_leaves_that_stay_follow_the_inner_transformation():
+    params = {"b": jnp.ones(8), "n": jnp.ones(8, jnp.bfloat16)}
+    tx, plain = lpmm_sgd(0.1, 0.9), optax.sgd(0.1, 0.9)
+    state, reference = tx.init(params), plain.init(params["b"])
+    grads = jax.tree.map(jnp.ones_like, params)
+    got, state = tx.update(grads, state, params)
+    expected, _ = plain.update(grads["b"], reference)
+    np.testing.assert_array_equal(got["b"], expected)
+    assert lowbit_optax.step(tx, grads, tx.init(params), params)[0]["n"].dtype == (
+        jnp.bfloat16
+    )
+
+
+def test_flax_train_state(standard_promotion):
+    tx = lpmm_sgd(0.05, 0.9)
+    state = TrainState.create(apply_fn=None, params=params_of(), tx=tx)
+    ours, opt_state = params_of(), tx.init(params_of())
+    run = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
+    step = jax.jit(functools.partial(lowbit_optax.step, tx))
+    for grads in gradients(3):
+        state = run(state, grads)
+        ours, opt_state = step(grads, opt_state, ours)
+    assert_same_bits((state.params, state.opt_state), (ours, opt_state))
+    assert int(state.step) == 3
+
+
+@pytest.mark.parametrize("name", ["momentum", "accumulated"])
+def test_an_orbax_checkpoint_resumes_with_the_same_bits(
+    name, tmp_path, standard_promotion
+):
+    tx = OPTIMIZERS[name]()
+    step = jax.jit(functools.partial(lowbit_optax.step, tx))
+    params = params_of()
+    state = tx.init(params)
+    series = list(gradients(4))
+    for grads in series[:2]:
+        params, state = step(grads, state, params)
+    target = jax.tree.map(ocp.utils.to_shape_dtype_struct, (params, state))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "checkpoint", (params, state))
+        checkpointer.wait_until_finished()
+        resumed = checkpointer.restore(tmp_path / "checkpoint", target)
+    assert_same_bits(resumed, (params, state))
+    for grads in series[2:]:
+        params, state = step(grads, state, params)
+        resumed = step(grads, resumed[1], resumed[0])
+    assert_same_bits(resumed, (params, state))
+
+
+def test_flax_bytes_restore_the_tensor_and_refuse_other_bits():
+    params = params_of()
+    restored = serialization.from_bytes(params, serialization.to_bytes(params))
+    assert_same_bits(restored, params)
+    assert restored["stack"].shape == (3, 70, 40)
+    with pytest.raises(ValueError, match="saved with other bits"):
+        serialization.from_bytes(params, serialization.to_bytes(params_of(bits=8)))
+
+
+def test_eight_devices_have_the_bits_of_one(standard_promotion):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    tx = lpmm_sgd(0.05, 0.9)
+    step = jax.jit(functools.partial(lowbit_optax.step, tx))
+    weights = {"rows": normal(512, 64), "stack": normal(8, 64, 64)}
+    grads = {"rows": normal(512, 64, seed=1), "stack": normal(8, 64, 64, seed=2)}
+    params = quantize(weights, 12)
+    alone = params, tx.init(params)
+
+    def place(x):
+        spec = jax.P("x") if x.ndim and x.shape[0] % 8 == 0 else jax.P()
+        return jax.device_put(x, jax.NamedSharding(mesh, spec))
+
+    spread = jax.tree.map(place, alone)
+    assert not spread[0]["rows"].codes.is_fully_replicated
+    for _ in range(3):
+        alone = step(grads, alone[1], alone[0])
+        spread = step(jax.tree.map(place, grads), spread[1], spread[0])
+    assert_same_bits(spread, alone)
+    assert not spread[0]["stack"].codes.is_fully_replicated
+
+
+# Training.
+
+
+def quadratic(params, target, curvature):
+    return jnp.sum(curvature * (params - target) ** 2) / jnp.float32(2)
+
+
+def distance_after(rounding, bits, steps, rate):
+    """From the optimum, in steps of the weights, where SGD in float32 is at it."""
+    target = jnp.asarray(normal(2048, 2, seed=1))
+    curvature = jnp.asarray(1 + np.abs(normal(2048, 2, seed=2)))
+    params = quantize(target + normal(2048, 2, seed=3, scale=0.1), bits)
+    tx = lpmm_sgd(rate, rounding=rounding)
+    gradient = value_and_grad(quadratic)
+
+    def body(carry, _):
+        params, state = carry
+        _, grads = gradient(params, target, curvature)
+        params, state = lowbit_optax.step(tx, grads, state, params)
+        return (params, state), params.dequantize()
+
+    run = jax.jit(lambda c: jax.lax.scan(body, c, None, length=steps))
+    start = params.dequantize()
+    _, path = run((params, tx.init(params)))
+    late = path[steps // 2 :].mean(axis=0)
+    before, after = (float(jnp.abs(x - target).mean()) for x in (start, late))
+    return after / before
+
+
+def test_nearest_rounding_stalls_and_stochastic_rounding_converges():
+    # A step at 0.01 is below half of a weight's, in 8 bits, from the start.
+    stalled = distance_after("nearest", 8, 1000, 0.01)
+    converged = distance_after("stochastic", 8, 1000, 0.01)
+    assert stalled > 0.5
+    assert converged < 0.1
+
+
+@functools.cache
+def regression():
+    x, y = normal(512, 64), normal(64, 16, seed=1, scale=1 / 8)
+    params = {
+        "a": normal(64, 128, seed=2, scale=1 / 8),
+        "b": normal(128, 16, seed=3, scale=1 / 11),
+    }
+    return params, jnp.asarray(x), jnp.tanh(jnp.asarray(x) @ y)
+
+
+def loss_of(params, x, y):
+    return jnp.mean((jnp.tanh(x @ params["a"]) @ params["b"] - y) ** 2)
+
+
+def trained(params, tx, steps, batch=64):
+    _, x, y = regression()
+
+    def body(carry, i):
+        params, state = carry
+        chosen = jax.random.randint(jax.random.key(i), (batch,), 0, len(x))
+        _, grads = value_and_grad(loss_of)(params, x[chosen], y[chosen])
+        params, state = lowbit_optax.step(tx, grads, state, params)
+        return (params, state), None
+
+    @jax.jit
+    def run(params, state):
+        (params, _), _ = jax.lax.scan(body, (params, state), jnp.arange(steps))
+        params = dequantize(params)
+        return params, loss_of(params, x, y)
+
+    return run(params, tx.init(params))
+
+
+def difference(p, q):
+    total = sum(float(jnp.sum((p[k] - q[k]) ** 2)) for k in p)
+    return np.sqrt(total / sum(p[k].size for k in p))
+
+
+def test_more_bits_are_nearer_to_float32_after_100_steps_of_sgd():
+    params, *_ = regression()
+    reference, best = trained(params, optax.sgd(0.2, 0.9), 100)
+    errors, losses = {}, {}
+    for bits in (12, 10, 8):
+        got, losses[bits] = trained(
+            quantize(params, bits), lpmm_sgd(0.2, 0.9, min_size=0), 100
+        )
+        errors[bits] = difference(got, reference)
+    moved = difference(reference, params)
+    assert errors[12] < errors[10] < errors[8]
+    assert errors[12] < 0.05 * moved
+    assert abs(float(losses[12]) - float(best)) < 0.02 * float(best)
+
+
+def test_microbatches_bring_8_bit_weights_nearer_to_float32(standard_promotion):
+    # 1024 gradients, 1 or 16 of them an update, learning rates to match.
+    params, *_ = regression()
+    gaps = {}
+    for every in (1, 16):
+        rate = 0.02 * every
+        wide = optax.MultiSteps(optax.sgd(rate), every).gradient_transformation()
+        _, best = trained(params, wide, 1024, batch=16)
+        tx = lpmm_sgd(rate, min_size=0)
+        tx = lowbit_optax.accumulate_gradients(tx, every, min_size=0)
+        _, loss = trained(quantize(params, 8), tx, 1024, batch=16)
+        gaps[every] = float(loss) - float(best)
+    assert gaps[1] > 0
+    assert gaps[16] < 0.5 * gaps[1]
+
+
+# Gradients of losses.
+
+
+def test_a_loss_takes_arrays_and_its_gradients_have_their_shapes():
+    params = params_of() | {"n": jnp.int32(2)}
+
+    def loss_fn(p, factor):
+        total = sum(jnp.sum(p[k].astype(jnp.float32) ** 2) for k in ("stack", "bias"))
+        return factor * total, p["matrix"].dtype
+
+    (value, dtype), grads = value_and_grad(loss_fn, jnp.bfloat16, has_aux=True)(
+        params, jnp.float32(0.5)
+    )
+    arrays = dequantize(params, jnp.bfloat16)
+    assert dtype == jnp.bfloat16
+    assert value == loss_fn(arrays, jnp.float32(0.5))[0]
+    np.testing.assert_array_equal(grads["stack"], arrays["stack"])
+    np.testing.assert_array_equal(grads["bias"], arrays["bias"])
+    np.testing.assert_array_equal(grads["matrix"], jnp.zeros((128, 64), jnp.bfloat16))
+
+
+LAYERS, WIDTH = 16, 64
+
+
+def scanned(dequantize_layer):
+    def loss_fn(params, x):
+        @jax.checkpoint
+        def body(x, layer):
+            layer = dequantize_layer(layer)
+            return jnp.tanh(x @ layer["w"] + layer["b"]), None
+
+        x, _ = jax.lax.scan(body, x, params)
+        return jnp.sum(x**2)
+
+    return loss_fn
+
+
+def stacked_params():
+    params = {
+        "w": normal(LAYERS, WIDTH, WIDTH, scale=1 / 8),
+        "b": normal(LAYERS, WIDTH, scale=1 / 8),
+    }
+    return quantize(params, stacked=lambda path: True)
+
+
+def test_layers_dequantised_in_a_scan_give_the_same_gradients():
+    params, x = stacked_params(), jnp.asarray(normal(4, WIDTH))
+    one = jax.jit(value_and_grad(scanned(lambda layer: layer)))(params, x)
+    other = jax.jit(value_and_grad(scanned(dequantize), lazy=True))(params, x)
+    assert other[1]["w"].shape == (LAYERS, WIDTH, WIDTH)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), one, other)
+    assert float(jnp.abs(one[1]["b"]).min(axis=1).max()) > 0
+
+
+def test_in_a_scan_only_the_current_layer_is_dequantised():
+    params, x = stacked_params(), jnp.asarray(normal(4, WIDTH))
+
+    def temporary(fn):
+        compiled = jax.jit(fn).lower(params, x).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    whole = temporary(value_and_grad(scanned(lambda layer: layer)))
+    lazy = temporary(value_and_grad(scanned(dequantize), lazy=True))
+    all_layers = 4 * LAYERS * WIDTH**2
+    assert whole > all_layers
+    assert lazy < all_layers / 2
+
+
+# Memory.
+
+
+def test_model_memory_is_28_bits_a_parameter_and_the_scales():
+    weights = {"w": normal(2048, 64)}
+    params = quantize(weights, 12)
+    tx = lowbit_optax.accumulate_gradients(lpmm_sgd(0.1, 0.9), every=4)
+    live = jax.tree.leaves((params, tx.init(params)))
+    arrays = sum(leaf.nbytes for leaf in live if leaf.ndim)
+    scalars = sum(leaf.nbytes for leaf in live if not leaf.ndim)
+    scales = (32 + 16 + 16) / 2048
+    assert 8 * arrays / (2048 * 64) == 28 + scales
+    assert scalars <= 32
+
+
+# Bad input.
+
+
+def test_bad_choices_are_errors():
+    w = jnp.ones((64, 64))
+    for options, text in [
+        ({"bits": 3}, "bits is 3; accepted are 4 to 16"),
+        ({"bits": 17}, "bits is 17"),
+        ({"group": 33}, "group is 33, not a multiple of 32"),
+        ({"rounding": "up"}, "rounding is 'up'"),
+        ({"min_size": -1}, "min_size is -1"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            lowbit_optax.quantize_params(w, **options)
+    with pytest.raises(TypeError, match=r"bits is 12\.0"):
+        lowbit_optax.quantize_params(w, bits=12.0)
+    with pytest.raises(TypeError, match=r"params\['a'\]\['b'\] is complex64"):
+        lowbit_optax.quantize_params({"a": {"b": jnp.ones(3, jnp.complex64)}})
+    with pytest.raises(TypeError, match=r"params\['w'\] is a QuantizedTensor already"):
+        lowbit_optax.quantize_params({"w": lowbit_optax.quantize_params(w)})
+    with pytest.raises(TypeError, match=r"params\['w'\] is 'x', not an array"):
+        lowbit_optax.quantize_params({"w": "x"})
+    with pytest.raises(TypeError, match="dtype is int8"):
+        dequantize(w, jnp.int8)
+    with pytest.raises(ValueError, match="rounding is 'up'"):
+        lpmm_sgd(0.1, rounding="up")
+    with pytest.raises(TypeError, match=r"seed is 1\.5"):
+        lpmm_sgd(0.1, seed=1.5)
+    with pytest.raises(ValueError, match="seed is -1"):
+        lpmm_adam(0.1, seed=-1)
+
+
+@pytest.mark.parametrize(
+    ("grad", "error", "text"),
+    [
+        (lambda p: jnp.ones((3, 70, 41)), ValueError, r"shape \(3, 70, 41\)"),
+        (lambda p: jnp.ones((3, 70, 40), jnp.int32), TypeError, "is int32"),
+        (lambda p: p["stack"], TypeError, "is a QuantizedTensor; accepted is"),
+        (lambda p: 1.0, TypeError, "not an array"),
+    ],
+)
+def test_bad_gradients_name_their_leaf(grad, error, text):
+    params = params_of()
+    (grads,) = gradients(1)
+    grads = grads | {"stack": grad(params)}
+    for tx in (lpmm_sgd(0.1), lowbit_optax.accumulate_gradients(lpmm_sgd(0.1), 2)):
+        state = tx.init(params)
+        with pytest.raises(error, match=text) as raised:
+            tx.update(grads, state, params)
+        assert "['stack']" in str(raised.value)
+
+
+def test_bad_trees_and_states_are_errors():
+    params, tx = params_of(), lpmm_sgd(0.1, 0.9)
+    (grads,) = gradients(1)
+    state = tx.init(params)
+    with pytest.raises(ValueError, match="needs params"):
+        tx.update(grads, state)
+    with pytest.raises(ValueError, match=r"missing at \['stack'\]"):
+        tx.update({k: v for k, v in grads.items() if k != "stack"}, state, params)
+    with pytest.raises(TypeError, match="not a QuantizedState"):
+        tx.update(grads, state.inner_state, params)
+    with pytest.raises(ValueError, match="other moments"):
+        tx.update(grads, lpmm_sgd(0.1, 0.9, group=32).init(params), params)
+    broken = params | {"stack": jax.tree.map(lambda x: x[:, :1], params["stack"])}
+    for fails in (dequantize, tx.init):
+        with pytest.raises(ValueError, match=r"params\['stack'\].*12-bit codes"):
+            fails(broken)
+
+
+def test_a_gradient_that_is_not_finite_shows_in_its_weight_alone():
+    params, tx = params_of(), lpmm_sgd(0.1)
+    (grads,) = gradients(1)
+    grads["matrix"] = grads["matrix"].at[3, 4].set(jnp.inf)
+    after, _ = lowbit_optax.step(tx, grads, tx.init(params), params)
+    values = np.asarray(after["matrix"].dequantize())
+    assert np.isnan(values[3, 4])
+    assert np.isfinite(values).sum() == values.size - 1
