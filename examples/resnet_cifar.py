@@ -5,7 +5,8 @@
     python examples/resnet_cifar.py --compare --optimizer sgd --seeds 3
 
 `--compare` trains the same network from the same start on the same batches with
-float32, nearest, stochastic, Kahan and extra-bits weights, and shows them side by side.
+float32, nearest, stochastic, Kahan and extra-bits weights, and with 8-bit moments, and
+shows them side by side.
 
 Beside lowbit_optax it needs flax, orbax-checkpoint, matplotlib and tqdm, and
 scikit-learn where CIFAR-10 cannot be had.
