@@ -300,7 +300,7 @@ class Lowbit:
         return held
 
     def _plan(self, names, leaves, inner_state) -> MomentPlan:
-        expected = jax.tree.map(_abstract, inner_state)
+        expected = trees.abstract(inner_state)
         return MomentPlan(
             self.inner, self.moments, names, leaves, expected, self.min_size
         )
@@ -372,12 +372,6 @@ def _widened(name: str, grad, param):
         )
     wide = is_narrow(param.dtype) or is_narrow(grad.dtype)
     return grad.astype(jnp.float32) if wide else grad
-
-
-def _abstract(x):
-    if hasattr(x, "shape") and hasattr(x, "dtype"):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return x
 
 
 def _shape(x) -> str:

@@ -51,6 +51,21 @@ def beside(
         ) from error
 
 
+def abstract(tree: PyTree) -> PyTree:
+    """Shapes and dtypes of the arrays of a tree; other leaves stay as they are.
+
+    >>> abstract({"w": jnp.ones((2, 3)), "name": "x"})["name"]
+    'x'
+    """
+
+    def leaf(x):
+        if hasattr(x, "shape") and hasattr(x, "dtype"):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return x
+
+    return jax.tree.map(leaf, tree)
+
+
 def is_float(leaf) -> bool:
     """Whether a leaf is a real floating-point array."""
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)

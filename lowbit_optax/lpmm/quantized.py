@@ -178,7 +178,7 @@ class Quantized:
         )
 
     def _plan(self, names, masters, inner_state) -> MomentPlan:
-        expected = jax.tree.map(_abstract, inner_state)
+        expected = trees.abstract(inner_state)
         return MomentPlan(
             self.inner, self.moments, names, masters, expected, self.min_size
         )
@@ -229,9 +229,3 @@ def _masters(names, leaves) -> list:
 
 def _random(names: list[str], seed, count) -> list[RandomBits]:
     return random_bits(seed, count, [leaf_number(name) for name in names])
-
-
-def _abstract(x):
-    if hasattr(x, "shape") and hasattr(x, "dtype"):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return x
