@@ -9,13 +9,17 @@ import optimizer_choice
 
 LEARNING_RATE = {"sgd": 0.1, "adamw": 1e-3}
 WEIGHT_DECAY = {"sgd": 5e-4, "adamw": 0.05}
+LPMM_BITS = range(4, 17)
+MOST_EXTRA_BITS = {
+    "bfloat16": 16, "float16": 13, "float8_e4m3fn": 20, "float8_e5m2": 21
+}  # fmt: skip
 LOW_BIT_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parses and checks the flags, and fills in the defaults that depend on others."""
     parser = argparse.ArgumentParser(
-        description="ResNet-18 on CIFAR-10 with weights of 16 or 8 bits."
+        description="ResNet-18 on CIFAR-10 with weights of 16 bits or fewer."
     )
     _add_optimizer_flags(parser.add_argument_group("optimizer"))
     _add_training_flags(parser.add_argument_group("training"))
@@ -29,14 +33,29 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             f"--optimizer {args.optimizer} trains in float32; for {args.dtype} weights "
             f"choose another, such as nearest_{args.optimizer}"
         )
-    if not only_float32 and args.dtype == "float32":
+    only_lpmm = optimizer_choice.is_lpmm(args.optimizer) and not args.compare
+    if only_lpmm:
+        _check_lpmm(parser, args)
+    elif args.rounding is not None:
+        parser.error(
+            "--rounding is for --optimizer lpmm_sgd and lpmm_adam; for weights rounded "
+            f"to nearest choose nearest_{family}"
+        )
+    elif not only_float32 and args.dtype == "float32":
         parser.error(f"--dtype float32 goes with --optimizer {family} alone")
     if args.data_dir is not None and args.dataset == "digits":
         parser.error("--data-dir is for CIFAR-10: leave out --dataset digits")
-    if args.dtype is None:
+    if args.dtype is None and not only_lpmm:
         args.dtype = "float32" if only_float32 else "bfloat16"
     if args.bits is None:
-        args.bits = 13 if args.dtype == "float16" else 16
+        extra = 13 if args.dtype == "float16" else 16
+        args.bits = 12 if only_lpmm else extra
+    most = MOST_EXTRA_BITS.get(args.dtype, args.bits)
+    has_extra = args.compare or args.optimizer.startswith("extra_bits")
+    if has_extra and args.bits > most:
+        parser.error(f"--bits {args.bits}: {args.dtype} takes 0 to {most} extra bits")
+    if args.rounding is None:
+        args.rounding = "stochastic"
     if args.learning_rate is None:
         args.learning_rate = LEARNING_RATE[family]
     if args.weight_decay is None:
@@ -45,6 +64,19 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         on_cpu = jax.default_backend() == "cpu"
         args.compute_dtype = "float32" if on_cpu else "bfloat16"
     return args
+
+
+def _check_lpmm(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if args.dtype is not None:
+        parser.error(
+            f"--dtype {args.dtype}: weights of {args.optimizer} are codes of --bits "
+            "bits and have no dtype; leave out --dtype"
+        )
+    if args.bits is not None and args.bits not in LPMM_BITS:
+        parser.error(
+            f"--bits {args.bits}: weights of {args.optimizer} have {LPMM_BITS[0]} to "
+            f"{LPMM_BITS[-1]} bits"
+        )
 
 
 def _at_least(least: int) -> Callable[[str], int]:
@@ -75,13 +107,19 @@ def _add_optimizer_flags(group) -> None:
         "--dtype",
         choices=(*LOW_BIT_DTYPES, "float32"),
         help="dtype of the weights, BatchNorm's excepted (default: bfloat16; sgd and "
-        "adamw are always float32)",
+        "adamw are always float32; not for lpmm_*)",
     )
     group.add_argument(
         "--bits",
         type=_at_least(0),
         help="extra bits of extra_bits_* (default: 16, or 13 for float16, which has "
-        "room for no more)",
+        "room for no more); bits of the weights of lpmm_*, 4 to 16 (default: 12)",
+    )
+    group.add_argument(
+        "--rounding",
+        choices=("stochastic", "nearest"),
+        help="of lpmm_*'s weights, (first) moment and gradient sums (default: "
+        "stochastic)",
     )
     group.add_argument(
         "--learning-rate",
@@ -116,7 +154,19 @@ def _add_training_flags(group) -> None:
         "--epochs",
     )
     group.add_argument(
-        "--batch-size", type=positive, default=128, help="(default: %(default)s)"
+        "--batch-size",
+        type=positive,
+        default=128,
+        help="images a step (default: %(default)s)",
+    )
+    group.add_argument(
+        "--microbatches",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="update the weights every N steps, with the mean of N gradients, summed "
+        "in 8 bits (in float32 for sgd and adamw). The learning rate is that of an "
+        "update; its schedule counts updates (default: %(default)s)",
     )
     group.add_argument(
         "--seed", type=_at_least(0), default=0, help="(default: %(default)s)"

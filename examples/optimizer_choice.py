@@ -1,21 +1,25 @@
 """The optimizers that `resnet_cifar.py` can train with: one table, one line each."""
 
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import optax
+from resnet import cast_weights
 
 import lowbit_optax
 
 
 class Options(NamedTuple):
-    """What every optimizer below is built from."""
+    """What every optimizer below is built from; `rounding` is LPMM's alone."""
 
     learning_rate: optax.ScalarOrSchedule
     weight_decay: float
     bits: int
     seed: int
+    rounding: str = "stochastic"
+    microbatches: int = 1
     momentum: float = 0.9
 
 
@@ -46,8 +50,9 @@ def _nearest(inner: optax.GradientTransformation) -> optax.GradientTransformatio
     )
 
 
-# Names are `<method>_<family>`; `sgd` and `adamw` alone are optax in float32. The
-# lambdas look up `lowbit_optax` names when called, and keep one choice to one row.
+# Names are `<method>_<family>`, LPMM's Adam excepted; `sgd` and `adamw` alone are optax
+# in float32. The lambdas look up `lowbit_optax` names when called, and keep one choice
+# to one row.
 # fmt: off
 OPTIMIZERS = {
     "sgd": Choice("float32", _sgd),
@@ -71,10 +76,41 @@ OPTIMIZERS = {
         o.learning_rate, o.momentum, weight_decay=o.weight_decay, seed=o.seed)),
     "lowbit_adamw": Choice("8-bit moments", lambda o: lowbit_optax.lowbit_adamw(
         o.learning_rate, weight_decay=o.weight_decay, seed=o.seed)),
+    "lpmm_sgd": Choice("LPMM", lambda o: lowbit_optax.lpmm_sgd(
+        o.learning_rate, o.momentum,
+        weight_decay=o.weight_decay, rounding=o.rounding, seed=o.seed)),
+    "lpmm_adam": Choice("LPMM", lambda o: lowbit_optax.lpmm_adam(
+        o.learning_rate,
+        weight_decay=o.weight_decay, rounding=o.rounding, seed=o.seed)),
 }
 # fmt: on
 
 COMPARED = ("", "nearest_", "sr_", "kahan_", "extra_bits_", "lowbit_")
+
+
+def build(name: str, options: Options) -> optax.GradientTransformation:
+    """The optimizer `name`, on means of `options.microbatches` gradients.
+
+    Their sums are float32 for plain optax (`optax.MultiSteps`), for all others 8-bit.
+    """
+    tx = OPTIMIZERS[name].build(options)
+    if options.microbatches == 1:
+        return tx
+    if is_float32(name):
+        return optax.MultiSteps(tx, options.microbatches).gradient_transformation()
+    sums = lowbit_optax.block_quantized(
+        8, code="linear", group=2048, rounding=options.rounding
+    )
+    return lowbit_optax.accumulate_gradients(
+        tx, options.microbatches, sums, seed=options.seed
+    )
+
+
+def weight_storage(name: str, dtype: str | None, bits: int) -> Callable[[Any], Any]:
+    """What makes of float32 parameters those that the optimizer `name` trains."""
+    if is_lpmm(name):
+        return functools.partial(lowbit_optax.quantize_params, bits=bits)
+    return functools.partial(cast_weights, dtype=jnp.dtype(dtype))
 
 
 def family(name: str) -> str:
@@ -92,12 +128,22 @@ def is_float32(name: str) -> bool:
     return name == family(name)
 
 
-def label(name: str, dtype: str, bits: int) -> str:
+def is_lpmm(name: str) -> bool:
+    """Whether `name` trains QuantizedTensors, which have bits and no dtype."""
+    return name.startswith("lpmm_")
+
+
+def label(name: str, dtype: str | None, options: Options) -> str:
     """What tables and plots call the optimizer, such as `"Kahan bfloat16"`."""
     text = OPTIMIZERS[name].label
-    if is_float32(name):
-        return text
-    return f"{text} {dtype}" + (f"+{bits}" if name.startswith("extra_bits") else "")
+    if is_lpmm(name):
+        text = f"{text} {options.bits} bits"
+        text += ", nearest" if options.rounding == "nearest" else ""
+    elif not is_float32(name):
+        text = f"{text} {dtype}"
+        text += f"+{options.bits}" if name.startswith("extra_bits") else ""
+    every = options.microbatches
+    return text if every == 1 else f"{text}, N = {every}"
 
 
 def cosine_schedule(peak: float, steps: int) -> optax.Schedule:

@@ -1,12 +1,14 @@
-"""Trains a ResNet-18 on CIFAR-10 with weights of 16 or 8 bits.
+"""Trains a ResNet-18 on CIFAR-10 with weights of 16 bits or fewer.
 
     python examples/resnet_cifar.py --optimizer kahan_sgd
     python examples/resnet_cifar.py --optimizer extra_bits_adamw --bits 8 --width 16
+    python examples/resnet_cifar.py --optimizer lpmm_sgd --bits 12 --microbatches 4
     python examples/resnet_cifar.py --compare --optimizer sgd --seeds 3
 
 `--compare` trains the same network from the same start on the same batches with
 float32, nearest, stochastic, Kahan and extra-bits weights, and with 8-bit moments, and
-shows them side by side.
+shows them side by side. `accuracy_tables.py` does so for LPMM, whose weights are codes
+of 4 to 16 bits, with and without stochastic rounding and microbatches.
 
 Beside lowbit_optax it needs flax, orbax-checkpoint, matplotlib and tqdm, and
 scikit-learn where CIFAR-10 cannot be had.
@@ -36,17 +38,24 @@ def train(
         epochs=args.epochs,
         stop_after=args.steps,
         batch_size=args.batch_size,
-        weight_dtype=jnp.dtype(dtype),
     )
     steps_per_epoch = run.steps_per_epoch(len(dataset.train.labels))
-    schedule = optimizer_choice.cosine_schedule(
-        args.learning_rate, args.epochs * steps_per_epoch
-    )
-    tx = optimizer_choice.OPTIMIZERS[optimizer].build(
-        optimizer_choice.Options(schedule, args.weight_decay, args.bits, seed)
+    updates = args.epochs * steps_per_epoch // args.microbatches
+    options = optimizer_choice.Options(
+        learning_rate=optimizer_choice.cosine_schedule(args.learning_rate, updates),
+        weight_decay=args.weight_decay,
+        bits=args.bits,
+        seed=seed,
+        rounding=args.rounding,
+        microbatches=args.microbatches,
     )
     model = ResNet(args.width, dtype=jnp.dtype(args.compute_dtype))
-    state = training_loop.init_state(model, tx, run)
+    state = training_loop.init_state(
+        model,
+        optimizer_choice.build(optimizer, options),
+        optimizer_choice.weight_storage(optimizer, dtype, args.bits),
+        seed,
+    )
 
     checkpoints = None
     if args.checkpoint_dir is not None:
@@ -55,7 +64,7 @@ def train(
             args.checkpoint_dir / f"{optimizer}-seed{seed}",
             settings(args, dataset) | identity,
         )
-    label = optimizer_choice.label(optimizer, dtype, args.bits)
+    label = optimizer_choice.label(optimizer, dtype, options)
     description = f"{label}, seed {seed}" if args.seeds > 1 else label
     try:
         state, metrics = training_loop.fit(
@@ -83,6 +92,8 @@ def settings(args: argparse.Namespace, dataset: cifar_data.Dataset) -> dict:
         "weight_decay",
         "width",
         "bits",
+        "rounding",
+        "microbatches",
         "dtype",
         "compute_dtype",
     )
@@ -100,6 +111,12 @@ def load_dataset(args: argparse.Namespace) -> cifar_data.Dataset:
         train=dataset.train.first(args.train_size, "train"),
         test=dataset.test.first(args.test_size, "test"),
     )
+    steps = args.epochs * (len(dataset.train.labels) // args.batch_size)
+    if 0 < steps < args.microbatches:
+        raise cifar_data.DataError(
+            f"--microbatches {args.microbatches} is more than the {steps} steps of "
+            f"--epochs {args.epochs}: no update would be made"
+        )
     if args.batch_size > len(dataset.train.labels):
         raise cifar_data.DataError(
             f"--batch-size {args.batch_size} is more than the "

@@ -23,10 +23,9 @@ import optax
 from augmentation import crop_and_flip, normalise
 from checkpoints import CheckpointError, Checkpoints
 from cifar_data import Dataset, Split, epoch_order
-from resnet import cast_weights
 from tqdm import tqdm
 
-from lowbit_optax import training
+from lowbit_optax import QuantizedTensor, dequantize, lpmm, training
 
 FETCH_EVERY = 20  # steps between reads of the metrics: each read waits for the device
 
@@ -46,14 +45,12 @@ class Run(NamedTuple):
         stop_after: stop after so many steps, if that comes first.
         batch_size: images a step; what is left of an epoch after the last whole
             batch is not used in that epoch.
-        weight_dtype: what weights are stored in, BatchNorm's excepted.
     """
 
     seed: int
     epochs: int
     stop_after: int | None
     batch_size: int
-    weight_dtype: Any
 
     def steps_per_epoch(self, images: int) -> int:
         """Whole batches among so many images."""
@@ -66,26 +63,29 @@ def _init_model(model, key):
 
 
 def init_state(
-    model: nn.Module, tx: optax.GradientTransformation, run: Run
+    model: nn.Module,
+    tx: optax.GradientTransformation,
+    store: Callable[[Any], Any],
+    seed: int,
 ) -> TrainState:
-    """A new state: float32 initialisation, then weights cast to `weight_dtype`."""
-    variables = _init_model(model, jax.random.key(run.seed))
-    state = TrainState.create(
-        apply_fn=model.apply,
-        params=cast_weights(variables["params"], run.weight_dtype),
-        tx=tx,
-        batch_stats=variables["batch_stats"],
-    )
-    # An array from the start: a Python int would be another type to jit and Orbax.
+    """A new state: float32 initialisation, then weights as `store` makes them."""
+    variables = _init_model(model, jax.random.key(seed))
+    create = functools.partial(TrainState.create, apply_fn=model.apply, tx=tx)
+    # Two programs: in one, XLA may leave out the rounding between the initialisation
+    # and the optimizer's state.
+    params = jax.jit(store)(variables["params"])
+    state = jax.jit(create)(params=params, batch_stats=variables["batch_stats"])
+    # Strongly typed from the start, as a restored one is: else jit compiles twice.
     return state.replace(step=jnp.zeros((), jnp.int32))
 
 
 def model_weights(params: Any, dtype: Any) -> Any:
-    """The arrays that the model multiplies with and the loss is differentiated by.
+    """What the loss is differentiated by.
 
     These are the parameters themselves, so that gradients have the parameters' dtype
     and cost no more memory than they; but 8-bit floats are cast to `dtype` first, as
     a gradient in them would keep two or three bits and overflow or vanish.
+    QuantizedTensors stay: `lpmm.value_and_grad` dequantises them.
     """
     return jax.tree.map(lambda p: p.astype(dtype) if p.itemsize == 1 else p, params)
 
@@ -114,7 +114,7 @@ def make_train_step(
             return losses.mean(), (logits, updates["batch_stats"])
 
         weights = model_weights(state.params, model.dtype)
-        (loss, (logits, batch_stats)), grads = jax.value_and_grad(
+        (loss, (logits, batch_stats)), grads = lpmm.value_and_grad(
             loss_fn, has_aux=True
         )(weights)
         accuracy = (logits.argmax(-1) == labels).mean()
@@ -130,9 +130,12 @@ def _count_correct(model, variables, images, labels):
     return (logits.argmax(-1) == labels).sum()
 
 
+_dequantized = jax.jit(dequantize)
+
+
 def evaluate(model: nn.Module, state: TrainState, split: Split, batch: int) -> float:
     """The accuracy on `split`, in batches of `batch` images."""
-    weights = model_weights(state.params, model.dtype)
+    weights = _dequantized(model_weights(state.params, model.dtype))
     variables = {"params": weights, "batch_stats": state.batch_stats}
     correct = 0
     for start in range(0, len(split.labels), batch):
@@ -226,9 +229,12 @@ def _fetch(pending: list[Any], metrics: dict[str, Any], progress: tqdm) -> None:
 def bytes_per_parameter(state: TrainState) -> float:
     """Bytes of the live arrays of parameters and optimizer state, a parameter.
 
-    Gradients, activations and BatchNorm's running statistics are not in it.
+    Momentum and sums of gradients are in the state. Gradients, activations and
+    BatchNorm's running statistics are not in it.
     """
     stored = jax.tree.leaves((state.params, state.opt_state))
-    return sum(a.nbytes for a in stored) / sum(
-        p.size for p in jax.tree.leaves(state.params)
+    params = jax.tree.leaves(
+        state.params, is_leaf=lambda p: isinstance(p, QuantizedTensor)
     )
+    # The size of a QuantizedTensor is that of the array it stands for.
+    return sum(a.nbytes for a in stored) / sum(p.size for p in params)
