@@ -44,7 +44,7 @@ def by_label(results: Sequence[Result]) -> dict[str, list[Result]]:
     return groups
 
 
-def _spread(values: Sequence[float], form: str) -> str:
+def spread(values: Sequence[float], form: str) -> str:
     """Mean, and the standard deviation over seeds where there are several."""
     mean = statistics.fmean(values)
     if len(values) == 1 or not math.isfinite(mean):
@@ -59,10 +59,10 @@ def table(results: Sequence[Result]) -> str:
         rows.append(
             (
                 label,
-                _spread([100 * run.test_accuracy for run in runs], ".2f"),
-                _spread([run.train_loss for run in runs], ".4f"),
+                spread([100 * run.test_accuracy for run in runs], ".2f"),
+                spread([run.train_loss for run in runs], ".4f"),
                 f"{runs[0].bytes_per_parameter:.2f}",
-                _spread([run.metrics["seconds"] for run in runs], ".1f"),
+                spread([run.metrics["seconds"] for run in runs], ".1f"),
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -98,8 +98,13 @@ def write_json(path: pathlib.Path, settings: dict, results: Sequence[Result]) ->
         | {"test_accuracy": run.test_accuracy, "train_loss": run.train_loss}
         for run in results
     ]
-    document = _finite({"settings": settings, "runs": runs})
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_document(path, {"settings": settings, "runs": runs})
+
+
+def write_document(path: pathlib.Path, document: dict) -> None:
+    """Writes JSON, numbers that are not finite as null."""
+    text = json.dumps(_finite(document), indent=1)
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 def _smooth(values: np.ndarray, window: int) -> np.ndarray:
