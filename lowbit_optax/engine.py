@@ -33,7 +33,6 @@ from lowbit_optax.random_bits import (
     random_bits,
     random_keys,
 )
-from lowbit_optax.rounding import to_float32
 from pallas_kernels.platforms import is_elsewhere
 
 
@@ -99,11 +98,19 @@ class Lowbit:
             return None
         return self.weights.stored(leaf.shape, self.min_size)
 
+    def named_leaves(self, params: optax.Params):
+        """Paths, leaves and structure: what a parameter's leaf is."""
+        return trees.named_leaves(params)
+
+    def gradient(self, name: str, grad, leaf):
+        """A leaf's gradient as the inner transformation sees it."""
+        return widened(name, grad, leaf)
+
     def init(self, params: optax.Params) -> LowbitState:
         """The state in which every master is its parameter."""
         if params is None:
             raise ValueError("lowbit: init needs params")
-        names, leaves, treedef = trees.named_leaves(params)
+        names, leaves, treedef = self.named_leaves(params)
         self._check(names, leaves)
         given = _MASTERS.get()
         masters, residuals = [], []
@@ -116,7 +123,7 @@ class Lowbit:
                 masters.append(given[name])
                 residuals.append(format_.residual(given[name], leaf, ToNearest()))
             else:
-                masters.append(to_float32(leaf))
+                masters.append(format_.widen(leaf))
                 residuals.append(format_.init(leaf))
         residual = self._contain(treedef.unflatten(residuals))
         # Placed with the parameters' devices by being made here, not at import.
@@ -156,7 +163,7 @@ class Lowbit:
                 f"lowbit: state is a {type(state).__name__}, not a LowbitState; was it "
                 "made by this transformation's init?"
             )
-        names, leaves, treedef = trees.named_leaves(params)
+        names, leaves, treedef = self.named_leaves(params)
         self._check(names, leaves)
         raw_grads = trees.beside(names, treedef, grads, "grads")
         formats = [self.format(leaf) for leaf in leaves]
@@ -166,7 +173,7 @@ class Lowbit:
             for format_, leaf, residual in zip(formats, leaves, residuals, strict=True)
         ]
         wide = [
-            _widened(name, grad, leaf)
+            self.gradient(name, grad, leaf)
             for name, grad, leaf in zip(names, raw_grads, leaves, strict=True)
         ]
         expected = jax.eval_shape(self.inner.init, treedef.unflatten(masters))
@@ -355,7 +362,13 @@ def _residual_like(format_: WeightFormat | None, shape: tuple[int, ...], dtype):
     return jax.eval_shape(format_.init, jax.ShapeDtypeStruct(shape, dtype))
 
 
-def _widened(name: str, grad, param):
+def widened(name: str, grad, param):
+    """A leaf's gradient, in float32 if it or its parameter is narrower.
+
+    Raises:
+      TypeError, ValueError: naming the leaf, for a gradient that is not a float array
+        of the parameter's shape.
+    """
     if not hasattr(grad, "dtype"):
         raise TypeError(f"lowbit: gradient of params{name} is {grad!r}, not an array")
     if not trees.is_float(param):

@@ -9,6 +9,7 @@ from lowbit_optax.engine import LowbitState, ToNearest, initial_masters
 from lowbit_optax.float_layouts import is_narrow
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.plain import NoResidual
+from lowbit_optax.lpmm import dequantize
 from lowbit_optax.rounding import round_nearest, to_float32
 from lowbit_optax.stored import join_leaf
 
@@ -22,8 +23,8 @@ def master_weights(params: optax.Params, state: optax.OptState) -> optax.Params:
         :func:`lowbit_optax.lowbit`, so also a chain's, a partition's or MultiSteps'.
 
     Returns:
-      A tree like ``params``: float32 where a weight format holds the leaf, unchanged
-      elsewhere.
+      A tree like ``params``: float32 where a weight format holds the leaf and in the
+      places of QuantizedTensors, unchanged elsewhere.
 
     Raises:
       ValueError: if ``state`` holds no lowbit state, or one of other parameters.
@@ -37,7 +38,7 @@ def master_weights(params: optax.Params, state: optax.OptState) -> optax.Params:
     (Array([1, 1, 1], dtype=bfloat16),
      Array([0.99975586, 0.99975586, 0.99975586], dtype=float32))
     """
-    names, leaves, treedef = trees.named_leaves(params)
+    names, leaves, treedef = trees.named_leaves(dequantize(params))
     held = _held(names, leaves, state)
     return treedef.unflatten(
         [

@@ -618,7 +618,7 @@ def test_bad_trees_and_states_are_errors():
         tx.update(grads, state)
     with pytest.raises(ValueError, match=r"missing at \['stack'\]"):
         tx.update({k: v for k, v in grads.items() if k != "stack"}, state, params)
-    with pytest.raises(TypeError, match="not a QuantizedState"):
+    with pytest.raises(TypeError, match="not a LowbitState"):
         tx.update(grads, state.inner_state, params)
     with pytest.raises(ValueError, match="other moments"):
         tx.update(grads, lpmm_sgd(0.1, 0.9, group=32).init(params), params)

@@ -66,6 +66,10 @@ class WeightFormat:
         """The same format on unpacked residuals, uint32 fields of ``width`` bits."""
         return self
 
+    def widen(self, param: jax.Array) -> jax.Array:
+        """The float32 master at the start of training: the parameter itself."""
+        return to_float32(param)
+
     def init(self, param: jax.Array) -> jax.Array | None:
         """The residual with which the master is the parameter itself."""
         del param
@@ -74,7 +78,7 @@ class WeightFormat:
     def join(self, param: jax.Array, residual: jax.Array | None) -> jax.Array:
         """The float32 master."""
         del residual
-        return to_float32(param)
+        return self.widen(param)
 
     def seen(self, param: jax.Array, residual: jax.Array | None) -> jax.Array:
         """The float32 weight that the inner transformation sees: the master."""

@@ -12,7 +12,7 @@ References:
 from lowbit_optax.lpmm.accumulation import AccumulationState, accumulate_gradients
 from lowbit_optax.lpmm.gradients import value_and_grad
 from lowbit_optax.lpmm.optimizers import lpmm_adam, lpmm_sgd
-from lowbit_optax.lpmm.quantized import QuantizedState, quantized
+from lowbit_optax.lpmm.quantized import quantized
 from lowbit_optax.lpmm.quantized_tensor import (
     QuantizedTensor,
     dequantize,
@@ -22,7 +22,6 @@ from lowbit_optax.lpmm.quantized_tensor import (
 
 __all__ = [
     "AccumulationState",
-    "QuantizedState",
     "QuantizedTensor",
     "accumulate_gradients",
     "dequantize",

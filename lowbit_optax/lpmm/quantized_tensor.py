@@ -4,6 +4,7 @@ How a value becomes a code is in :mod:`lowbit_optax.lpmm.linear_code`, how codes
 packed in :mod:`pallas_kernels.packing`.
 """
 
+import contextlib
 import dataclasses
 import math
 import sys
@@ -97,7 +98,7 @@ class QuantizedTensor:
         Raises:
           ValueError: if codes and scales are not of one array with these static sizes.
         """
-        _check_parts(self)
+        check_parts(self)
         fields = _unpack(self.codes, self.bits, self.shape, self.axis)
         values = linear_code.decode(fields, _steps(self), self.bits)
         return narrow_or_cast(values, dtype)
@@ -207,7 +208,8 @@ def dequantize(
     names, leaves, treedef = named_leaves(tree)
 
     def convert(name, leaf):
-        return read(name, leaf, dtype) if is_quantized(leaf) else leaf
+        with naming(name):
+            return leaf.dequantize(dtype) if is_quantized(leaf) else leaf
 
     return treedef.unflatten(map(convert, names, leaves))
 
@@ -254,10 +256,11 @@ def is_quantized(x) -> bool:
     return isinstance(x, QuantizedTensor) or hasattr(x, "lpmm_tensor")
 
 
-def read(name: str, tensor, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """``tensor.dequantize(dtype)`` with errors that name the leaf."""
+@contextlib.contextmanager
+def naming(name: str):
+    """Within it, errors about a tensor's parts name its leaf."""
     try:
-        return tensor.dequantize(dtype)
+        yield
     except (ValueError, AttributeError) as error:
         raise ValueError(f"params{name}: {error}") from error
 
@@ -322,7 +325,8 @@ def _from_state_dict(tensor: QuantizedTensor, state: dict) -> QuantizedTensor:
     return dataclasses.replace(tensor, **{k: state[k] for k in ("codes", "scales")})
 
 
-def _check_parts(tensor: QuantizedTensor) -> None:
+def check_parts(tensor: QuantizedTensor) -> None:
+    """Raise unless codes and scales are of one array with these static sizes."""
     codes, scales = tensor.codes, tensor.scales
     for name, part in (("codes", codes), ("scales", scales)):
         if part.dtype != jnp.uint32:
