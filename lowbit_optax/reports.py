@@ -12,14 +12,22 @@ from lowbit_optax.engine import LowbitState
 from lowbit_optax.float_layouts import is_narrow
 from lowbit_optax.formats.block_quantized import QuantizedMoment
 from lowbit_optax.landing import apply_leaf
+from lowbit_optax.lpmm import quantized_tensor
 from lowbit_optax.wrapper import LowbitTransformation
 
-_PARTS = ("params", "residual", "moments", "other")
+_PARTS = ("params", "residual", "moments", "accumulators", "other")
+
+# The fields of accumulate_gradients' state and of MultiSteps' that hold sums.
+_ACCUMULATORS = (".accumulators", ".acc_grads")
 
 
 @dataclasses.dataclass(frozen=True)
 class LeafMemory:
-    """Bytes of one leaf, by part; ``float32_master`` is what optax would keep."""
+    """Bytes of one leaf, by part; ``float32_master`` is what optax would keep.
+
+    Sums of microbatches' gradients are a part of their own, ``accumulators``: they are
+    there because of ``accumulate_gradients``, whatever the optimizer in it keeps.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -27,6 +35,7 @@ class LeafMemory:
     params: int
     residual: int
     moments: int
+    accumulators: int
     other: int
     float32_master: int
 
@@ -36,7 +45,7 @@ class LeafMemory:
 
     @property
     def total(self) -> int:
-        return self.params + self.residual + self.moments + self.other
+        return sum(getattr(self, part) for part in _PARTS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,13 +68,16 @@ class MemoryReport:
     def __str__(self) -> str:
         width = max([len("total"), *(len(leaf.name) for leaf in self.leaves)])
         header = ["leaf".ljust(width), f"{'parameters':>12}", f"{'dtype':>14}"]
-        header += [f"{part:>9}" for part in (*_PARTS[:3], "total", "f32 master")]
+        shown = ["params", "residual", "moments", "total"]
+        if self.total.accumulators:
+            shown.insert(3, "accumulators")
+        wide = {part: max(len(part), 9) for part in shown}
+        header += [f"{part:>{wide[part]}}" for part in shown] + ["f32 master"]
         lines = ["bytes a parameter", "  ".join(header)]
         for leaf in (*self.leaves, self.total):
             size = max(leaf.size, 1)
             cells = [leaf.name.ljust(width), f"{leaf.size:>12,}", f"{leaf.dtype:>14}"]
-            parts = (leaf.params, leaf.residual, leaf.moments, leaf.total)
-            cells += [f"{part / size:>9.3f}" for part in parts]
+            cells += [f"{getattr(leaf, p) / size:>{wide[p]}.3f}" for p in shown]
             cells.append(f"{leaf.float32_master / size:>10.3f}")
             lines.append("  ".join(cells))
         saved = self.total.float32_master - self.total.total
@@ -85,12 +97,14 @@ def memory_report(
     Args:
       tx: an optax transformation; those of :func:`lowbit_optax.lowbit` may be anywhere
         inside it.
-      params: tree of arrays or ShapeDtypeStructs.
+      params: tree of arrays or ShapeDtypeStructs. A QuantizedTensor is one leaf, of its
+        logical shape.
 
     Returns:
       A :class:`MemoryReport`; ``print`` it. "f32 master" is the usual step with the
       same inner transformation: the parameters, a float32 master of those that are
-      narrower, and float32 moments.
+      narrower, and float32 moments and accumulators. Of a QuantizedTensor, float32
+      parameters.
 
     >>> import jax, jax.numpy as jnp, lowbit_optax
     >>> params = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)}
@@ -98,9 +112,10 @@ def memory_report(
     >>> round(report.bytes_per_param, 2)
     11.0
     """
-    names, leaves, _ = trees.named_leaves(params)
+    names, leaves, _ = quantized_tensor.named_leaves(params)
     state = jax.eval_shape(tx.init, params)
-    found = {name: {"residual": 0, "moments": 0, "float32": 0} for name in names}
+    parts = ("residual", "moments", "accumulators", "float32")
+    found = {name: dict.fromkeys(parts, 0) for name in names}
     shapes = {name: tuple(leaf.shape) for name, leaf in zip(names, leaves, strict=True)}
     loose = 0
     by_length = sorted(names, key=len, reverse=True)
@@ -109,33 +124,33 @@ def memory_report(
         text = jax.tree_util.keystr(path)
         size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(leaf))
         owner = next((name for name in by_length if text.endswith(name)), None)
-        if owner is not None and ".residual" in text.removesuffix(owner):
+        field = text if owner is None else text.removesuffix(owner)
+        is_sum = owner is not None and field.endswith(_ACCUMULATORS)
+        part = "accumulators" if is_sum else "moments"
+        if owner is not None and ".residual" in field:
             found[owner]["residual"] += size
         elif is_moment(leaf):
-            found[owner]["moments"] += size
+            found[owner][part] += size
             found[owner]["float32"] += 4 * math.prod(shapes[owner])
         elif owner is None or _is_scalar_of_the_state(leaf, shapes[owner], text, owner):
             loose += size
         else:
-            found[owner]["moments"] += size
+            found[owner][part] += size
             # Moments of another shape, such as factored ones, are what they are.
             same = leaf.shape == shapes[owner]
             found[owner]["float32"] += 4 * leaf.size if same else size
     rows = []
     for name, leaf in zip(names, leaves, strict=True):
-        size, dtype = math.prod(leaf.shape), jnp.dtype(leaf.dtype)
-        usual = size * dtype.itemsize + (4 * size if is_narrow(dtype) else 0)
-        usual += found[name]["float32"]
+        dtype, stored, usual = _parameters(leaf)
         rows.append(
             LeafMemory(
                 name,
                 tuple(leaf.shape),
-                dtype.name,
-                size * dtype.itemsize,
-                found[name]["residual"],
-                found[name]["moments"],
+                dtype,
+                stored,
+                *(found[name][part] for part in parts[:3]),
                 0,
-                usual,
+                usual + found[name]["float32"],
             )
         )
     add = lambda part: sum(getattr(row, part) for row in rows)
@@ -143,13 +158,20 @@ def memory_report(
         "total",
         (add("size"),),
         "",
-        add("params"),
-        add("residual"),
-        add("moments"),
+        *(add(part) for part in _PARTS[:4]),
         loose,
         add("float32_master"),
     )
     return MemoryReport(tuple(rows), total)
+
+
+def _parameters(leaf) -> tuple[str, int, int]:
+    """A leaf's dtype, its bytes, and those of the usual step, a master included."""
+    size, dtype = math.prod(leaf.shape), jnp.dtype(leaf.dtype)
+    usual = size * dtype.itemsize + (4 * size if is_narrow(dtype) else 0)
+    if quantized_tensor.is_quantized(leaf):
+        return f"{leaf.bits} bits", leaf.nbytes, usual
+    return dtype.name, size * dtype.itemsize, usual
 
 
 def _is_scalar_of_the_state(
@@ -174,7 +196,8 @@ def cancelled_updates(
 
         share = #{u != 0 and round(p + u) == p} / #{u != 0}
 
-    with u the float32 update of the inner transformation and p the stored parameter.
+    with u the float32 update of the inner transformation and p the stored parameter. Of
+    a QuantizedTensor ``round`` is to the nearest code, with the steps of p + u.
     A share near 1 says that plain training in this dtype has stopped learning there.
 
     Args:
@@ -184,8 +207,8 @@ def cancelled_updates(
       **extra_args: for ``tx.update``.
 
     Returns:
-      A tree like ``params`` of float32 scalars from 0 to 1 (0 where no update is
-      non-zero). jit it with the step.
+      A tree like ``params`` (a QuantizedTensor is one leaf) of float32 scalars from 0
+      to 1 (0 where no update is non-zero). jit it with the step.
 
     References:
       Zamirai et al. 2020, figure 9.
@@ -213,9 +236,14 @@ def cancelled_updates(
         if not trees.is_float(param):
             return jnp.float32(0)
         moved = update != 0
-        same = apply_leaf(param, update) == param
+        if quantized_tensor.is_quantized(param):
+            old = param.dequantize()
+            sums = old + update.astype(jnp.float32)
+            same = quantized_tensor.requantize(sums, param, None).dequantize() == old
+        else:
+            same = apply_leaf(param, update) == param
         count = jnp.sum(moved, dtype=jnp.float32)
         cancelled = jnp.sum(moved & same, dtype=jnp.float32)
         return cancelled / jnp.maximum(count, jnp.float32(1))
 
-    return jax.tree.map(share, params, updates)
+    return jax.tree.map(share, params, updates, is_leaf=quantized_tensor.is_quantized)

@@ -132,6 +132,64 @@ def test_plain_optax_has_a_report_too():
     assert report.total.float32_master == 3 * _bytes(params)
 
 
+def _quantised(bits=12):
+    params = {
+        "w": jnp.asarray(np.random.default_rng(0).normal(size=(2048, 64)), jnp.float32),
+        "b": jnp.ones(64),
+    }
+    return lowbit_optax.quantize_params(params, bits)
+
+
+@pytest.mark.parametrize(
+    ("tx", "moments", "accumulators"),
+    [
+        (lowbit_optax.lpmm_sgd(0.1), 0, 0),
+        (lowbit_optax.lpmm_sgd(0.1, 0.9), 1 + 2 / 2048, 0),
+        (lowbit_optax.lpmm_adam(0.1), 2 + 2 / 2048 + 2 / 32, 0),
+        (
+            lowbit_optax.accumulate_gradients(lowbit_optax.lpmm_sgd(0.1, 0.9), 4),
+            1 + 2 / 2048,
+            1 + 2 / 2048,
+        ),
+    ],
+    ids=["sgd", "momentum", "adam", "accumulated"],
+)
+def test_a_quantised_weight_is_one_row(tx, moments, accumulators):
+    params, size = _quantised(), 2048 * 64
+    report = memory_report(tx, params)
+    by_name = {leaf.name: leaf for leaf in report.leaves}
+    assert set(by_name) == {"['w']", "['b']"}
+    row = by_name["['w']"]
+    assert (row.shape, row.size, row.dtype) == ((2048, 64), size, "12 bits")
+    assert row.params == params["w"].nbytes == (1.5 + 4 / 2048) * size
+    assert row.moments == moments * size
+    assert row.accumulators == accumulators * size
+    assert report.total.total == _bytes((params, tx.init(params)))
+    assert report.total.other <= 32
+    usual = (moments > 0) + (moments > 2) + (accumulators > 0)
+    assert row.float32_master == 4 * size * (1 + usual)
+
+
+def test_the_table_shows_accumulators_where_there_are_some():
+    tx = lowbit_optax.accumulate_gradients(lowbit_optax.lpmm_sgd(0.1, 0.9), 4)
+    abstract = jax.eval_shape(lambda: _quantised())
+    lines = str(memory_report(tx, abstract)).splitlines()
+    assert [" ".join(line.split()) for line in lines[1:5]] == [
+        "leaf parameters dtype params residual moments accumulators total f32 master",
+        "['b'] 64 float32 4.000 0.000 4.000 4.000 12.000 12.000",
+        "['w'] 131,072 12 bits 1.502 0.000 1.001 1.001 3.504 12.000",
+        "total 131,136 1.503 0.000 1.002 1.002 3.508 12.000",
+    ]
+    assert len({len(line) for line in lines[1:5]}) == 1
+
+
+def test_sums_of_multi_steps_are_accumulators():
+    tx = optax.MultiSteps(lowbit_optax.kahan_sgd(0.1), 2)
+    params = {"w": jax.ShapeDtypeStruct((64, 32), jnp.bfloat16)}
+    (row,) = memory_report(tx, params).leaves
+    assert (row.moments, row.accumulators) == (0, 4 * 64 * 32)
+
+
 def _nested():
     labels = {"kernel": "packed", "bias": "kahan", "norm": "packed", "scale": "kahan"}
     packed = lowbit_optax.extra_bits_adamw(0.1, bits=8, min_size=0)
@@ -285,6 +343,63 @@ def test_cancelled_updates_of_plain_optax_on_low_precision_parameters():
     share = cancelled_updates(tx, -jnp.asarray(updates), tx.init(params), params)
     np.testing.assert_allclose(share, 1 / 3, rtol=1e-6)
     assert _count_cancelled(np.asarray(params, ml_dtypes.bfloat16), updates) == 1 / 3
+
+
+@pytest.mark.parametrize("bits", [4, 8, 12])
+def test_cancelled_updates_of_quantised_weights_are_counted_as_in_numpy(bits):
+    params, tx = _quantised(bits), lowbit_optax.lpmm_sgd(1.0, rounding="stochastic")
+    random = np.random.default_rng(1)
+    steps = np.asarray(params["w"].scales).view(np.float32)
+    u = (random.uniform(-2, 2, size=(2048, 64)) * steps).astype(np.float32)
+    u[::3] = 0
+    grads = {"w": -jnp.asarray(u), "b": jnp.ones(64)}
+    got = jax.jit(lambda *a: cancelled_updates(tx, *a))(grads, tx.init(params), params)
+    assert float(got["b"]) == 0
+    # A column whose largest weight moves past its step has other steps, and no weight
+    # of it stays.
+    p = np.asarray(params["w"].dequantize())
+    landed = lowbit_optax.quantize_params(jnp.asarray(p + u), bits)
+    same = np.asarray(landed.scales).view(np.float32) == steps
+    assert same.mean() > 0.1
+    codes = np.rint((p + u) / steps)
+    cancelled = (u != 0) & (codes * steps == p)
+    np.testing.assert_allclose(
+        got["w"],
+        np.where(same, cancelled, landed.dequantize() == p)[u != 0].mean(),
+        atol=1e-4,  # a tie may be rounded the other way
+    )
+    assert 0.05 < float(got["w"]) < 0.5
+
+
+def test_cancelled_updates_of_quantised_weights_rise_as_the_rate_falls():
+    params = _quantised()
+    grads = {"w": jnp.full((2048, 64), 1.0), "b": jnp.ones(64)}
+    shares = []
+    for rate in (1e-1, 1e-4, 1e-5):
+        tx = lowbit_optax.lpmm_sgd(rate)
+        shares.append(float(cancelled_updates(tx, grads, tx.init(params), params)["w"]))
+    assert shares[0] < 0.1
+    assert shares[2] == 1
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda tx: optax.chain(optax.clip(1.0), tx),
+        lambda tx: lowbit_optax.accumulate_gradients(tx, 2),
+    ],
+    ids=["chain", "accumulated"],
+)
+def test_cancelled_updates_around_quantised_weights_is_an_error(wrap):
+    params = _quantised()
+    tx = wrap(lowbit_optax.lpmm_sgd(0.1))
+    with pytest.raises(ValueError, match="the transformation that lowbit returned"):
+        cancelled_updates(
+            tx,
+            jax.tree.map(jnp.ones_like, lowbit_optax.dequantize(params)),
+            tx.init(params),
+            params,
+        )
 
 
 @pytest.mark.parametrize("name", ["chain", "multi_steps", "partition", "injected"])
