@@ -104,6 +104,28 @@ def test_what_is_on_the_grid_stays_where_it_is(bits, rounding):
     assert_same_bits(again, first)
 
 
+@pytest.mark.parametrize("bits", [4, 5, 6, 7, 8, 12])
+def test_updates_of_zero_mean_do_not_make_the_steps_grow(bits):
+    # Rounded up, the largest weight would be the largest code of a larger step, which
+    # the next update exceeds.
+    params = quantize(normal(2048, 4), bits)
+    start = params.scales.view(jnp.float32)
+    tx = lpmm_sgd(1.0)
+
+    def body(carry, i):
+        draws = jax.random.normal(jax.random.key(i), params.shape)
+        grads = jnp.float32(0.1) * start * draws
+        return lowbit_optax.step(tx, grads, carry[1], carry[0]), None
+
+    run = jax.jit(lambda carry: jax.lax.scan(body, carry, jnp.arange(300)))
+    (after, _), _ = run((params, tx.init(params)))
+    growth = after.scales.view(jnp.float32) / start
+    moved = (after.dequantize() - params.dequantize()) / start
+    assert float(growth.max()) < (6 if bits < 6 else 2)
+    # The updates' own is 3; stochastic rounding adds 0.08 for each.
+    assert float(moved.var()) < (100 if bits < 6 else 30)
+
+
 @pytest.mark.parametrize("bits", [4, 16])
 def test_extremes_of_float32(bits):
     largest = np.finfo(np.float32).max
