@@ -237,7 +237,9 @@ class Lowbit:
             return list(results), list(residuals), encoded
 
         def by_kernels(plan):
-            stored = jax.tree.structure(inside.moments).flatten_up_to(state.inner_state)
+            stored = jax.tree.structure(inside.moments).flatten_up_to(
+                inside.plan.by_leaf(state.inner_state)
+            )
             results, residuals, parts, written = kernel_step.run(
                 plan, inside, stored, keys, landing, finish, "pallas"
             )

@@ -3,6 +3,8 @@
 A moment is a float32 array of a parameter's shape, at that parameter's place in a tree
 that the inner ``init`` built like the parameters: ``mu``, ``nu``, ``trace``. Where such
 trees are is what ``optax.tree.map_params`` knows; the name is the state's field.
+Formats work leaf by leaf; in :mod:`lowbit_optax.moment_trees` is how the state keeps
+what they make.
 """
 
 import dataclasses
@@ -15,6 +17,13 @@ import jax.numpy as jnp
 import optax
 
 from lowbit_optax.formats.base import MomentFormat
+from lowbit_optax.moment_trees import (
+    by_leaf,
+    in_trees,
+    is_container,
+    kept_as_it_is,
+    without_container,
+)
 from lowbit_optax.random_bits import RandomBits
 
 # The streams before are the weight formats'.
@@ -28,6 +37,7 @@ class _Slot:
     """A param-like subtree of the inner state; not a pytree node, so a leaf."""
 
     tree: typing.Any
+    format: MomentFormat | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,19 +81,39 @@ class MomentPlan:
           random: the leaves' random bits.
           done: numbers of the parts that are stored as they are: they are encoded.
         """
+        if not self.moments:
+            return state
         draws = {
             name: draws_for_moments(bits)
             for name, bits in zip(self.names, random, strict=True)
         }
-        # What is stored in a container is one part, as it was in float32.
-        parts, treedef = jax.tree.flatten(state, MomentFormat.is_stored)
+        treedef = jax.tree.structure(self.expected)
+        parts = treedef.flatten_up_to(state)
         described = treedef.flatten_up_to(self.describe(state))
-        return treedef.unflatten(
+        encoded = treedef.unflatten(
             part
             if how is None or i in done
             else how.format.encode(part, draws[how.leaf], how.number)
             for i, (part, how) in enumerate(zip(parts, described, strict=True))
         )
+
+        def slot_in_trees(slot, tree):
+            structure = jax.tree.structure(slot.tree)
+            return in_trees(slot.format, structure, structure.flatten_up_to(tree))
+
+        return self._map_slots(slot_in_trees, encoded)
+
+    def by_leaf(self, state):
+        """The stored inner state with each moment's arrays together at its leaf."""
+        if not self.moments:
+            return state
+
+        def slot_by_leaf(slot, stored):
+            del slot
+            parts = by_leaf(stored)
+            return jax.tree.map(without_container, parts, is_leaf=is_container)
+
+        return self._map_slots(slot_by_leaf, state)
 
     def describe(self, state):
         """How each part of a decoded inner state is stored.
@@ -92,18 +122,22 @@ class MomentPlan:
           A tree like ``state`` with a :class:`Stored` for every moment that has a
           format, and None elsewhere.
         """
-        nothing = jax.tree.map(lambda _: None, state)
+        nothing = lambda _: None
         if not self.moments:
-            return nothing
+            return jax.tree.map(nothing, state)
         numbers = {}
 
-        def describe(name, format_, leaf, like):
+        def describe(name, format_, part, like):
             if format_ is None:
                 return None
             number = numbers[name] = numbers.get(name, -1) + 1
             return Stored(name, format_, number)
 
-        return self._map(describe, state, lambda _: None)
+        return self._map_slots(
+            lambda slot, tree: self._map_moments(describe, slot, tree, nothing),
+            state,
+            nothing,
+        )
 
     def decode(self, state):
         """The inner state with its moments in float32.
@@ -115,23 +149,38 @@ class MomentPlan:
             self._check_plain(state)
             return state
 
-        def decode(name, format_, stored, like):
-            want = _stored_like(format_, like.shape) if format_ else like
+        def decode(slot, name, format_, stored, like):
+            want = kept_as_it_is(slot.format, like)
+            if format_ is not None:
+                want = _stored_like(format_, like.shape)
             if _text(stored) != _text(want):
                 raise ValueError(
                     f"moment of params{name} is {_text(stored)}, but "
-                    f"{format_ or 'no format'} stores {_text(want)}: was this state "
-                    "made by a transformation with other moments?"
+                    f"{slot.format or 'no format'} stores {_text(want)}: was this "
+                    "state made by a transformation with other moments?"
                 )
-            return format_.decode(stored, like.shape) if format_ else stored
+            if format_ is None:
+                return without_container(stored)
+            return format_.decode(stored, like.shape)
 
-        return self._map(decode, state)
+        return self._map_slots(
+            lambda slot, stored: self._map_moments(
+                functools.partial(decode, slot),
+                slot,
+                by_leaf(stored),
+                without_container,
+            ),
+            state,
+        )
 
     def _check_plain(self, state):
         # Without formats the inner transformation's init need not take optax's
         # placeholders, so moments are told by dtype alone.
-        flatten = jax.tree_util.tree_flatten_with_path
-        stored, structure = flatten(state, MomentFormat.is_stored)
+        def flatten(tree):
+            tree = jax.tree.map(by_leaf, tree, is_leaf=is_container)
+            return jax.tree_util.tree_flatten_with_path(tree, is_container)
+
+        stored, structure = flatten(state)
         wanted, expected = flatten(self.expected)
         if structure != expected:
             return  # the inner transformation's own matter
@@ -145,21 +194,40 @@ class MomentPlan:
                     "by a transformation with other moments?"
                 )
 
-    def _map(self, fn, state, other=lambda value: value):
-        """``fn(name, format, leaf, expected leaf)`` on every moment of a state.
+    def _map_slots(self, fn, state, other=lambda part: part):
+        """``fn(slot, part)`` at every slot, ``other(part)`` elsewhere in a state."""
 
-        ``other`` is for the parts that are no moments.
+        def visit(slot, part):
+            return fn(slot, part) if isinstance(slot, _Slot) else other(part)
+
+        return jax.tree.map(visit, self._slots, state)
+
+    def _map_moments(self, fn, slot: _Slot, tree, other):
+        """``fn(name, format, part, expected leaf)`` on every moment of a slot.
+
+        ``other`` is for the slot's parts that are no moments.
         """
         shapes = {
             name: leaf.shape for name, leaf in zip(self.names, self.params, strict=True)
         }
-        slots = self._slots()
-        is_slot = lambda x: isinstance(x, _Slot)
-        fields = {
-            _field_of(path)
-            for path, slot in jax.tree_util.tree_flatten_with_path(slots, is_slot)[0]
-            if is_slot(slot)
-        }
+
+        def leaf(path, like, part):
+            name = jax.tree_util.keystr(path)
+            if like.dtype != jnp.float32 or shapes.get(name) != like.shape:
+                return other(part)
+            stored = slot.format and slot.format.stored(like.shape, self.min_size)
+            return fn(name, stored, part, like)
+
+        return jax.tree_util.tree_map_with_path(leaf, slot.tree, tree)
+
+    @functools.cached_property
+    def _slots(self):
+        """The expected state with its slots as leaves, each with its field's format."""
+        slots = optax.tree.map_params(
+            self.inner, _Slot, self.expected, is_leaf=lambda _: True
+        )
+        leaves, treedef = jax.tree_util.tree_flatten_with_path(slots)
+        fields = {_field_of(path) for path, x in leaves if isinstance(x, _Slot)}
         if isinstance(self.moments, Mapping):
             unknown = sorted(set(self.moments) - fields)
             if unknown:
@@ -168,29 +236,16 @@ class MomentPlan:
                     f"state has these moments: {sorted(fields)}"
                 )
 
-        def visit(path, slot, part):
-            if not is_slot(slot):
-                return other(part)
+        def with_format(path, leaf):
+            if not isinstance(leaf, _Slot):
+                return leaf
             field = _field_of(path)
             format_ = self._format(field)
             if format_ is not None:
                 format_ = format_.for_field(field, fields)
+            return _Slot(leaf.tree, format_)
 
-            def leaf(leaf_path, like, value):
-                name = jax.tree_util.keystr(leaf_path)
-                if like.dtype != jnp.float32 or shapes.get(name) != like.shape:
-                    return other(value)
-                stored = format_ and format_.stored(like.shape, self.min_size)
-                return fn(name, stored, value, like)
-
-            return jax.tree_util.tree_map_with_path(leaf, slot.tree, part)
-
-        return jax.tree_util.tree_map_with_path(visit, slots, state, is_leaf=is_slot)
-
-    def _slots(self):
-        return optax.tree.map_params(
-            self.inner, _Slot, self.expected, is_leaf=lambda _: True
-        )
+        return treedef.unflatten(with_format(path, leaf) for path, leaf in leaves)
 
     def _format(self, field: str) -> MomentFormat | None:
         if isinstance(self.moments, Mapping):
@@ -212,6 +267,8 @@ def _text(stored) -> str:
     if isinstance(stored, tuple) and hasattr(stored, "_asdict"):
         parts = (f"{key}: {_text(part)}" for key, part in stored._asdict().items())
         return f"{type(stored).__name__}({', '.join(parts)})"
+    if stored is None:
+        return "none"
     if not hasattr(stored, "dtype"):
         return f"a {type(stored).__name__}"
     return f"{stored.dtype}{list(stored.shape)}"

@@ -10,7 +10,6 @@ import optax
 from lowbit_optax import trees
 from lowbit_optax.engine import LowbitState
 from lowbit_optax.float_layouts import is_narrow
-from lowbit_optax.formats.block_quantized import QuantizedMoment
 from lowbit_optax.landing import apply_leaf
 from lowbit_optax.lpmm import quantized_tensor
 from lowbit_optax.wrapper import LowbitTransformation
@@ -119,19 +118,19 @@ def memory_report(
     shapes = {name: tuple(leaf.shape) for name, leaf in zip(names, leaves, strict=True)}
     loose = 0
     by_length = sorted(names, key=len, reverse=True)
-    is_moment = lambda x: isinstance(x, QuantizedMoment)
-    for path, leaf in jax.tree_util.tree_flatten_with_path(state, is_moment)[0]:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         text = jax.tree_util.keystr(path)
-        size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(leaf))
+        size = leaf.size * leaf.dtype.itemsize
         owner = next((name for name in by_length if text.endswith(name)), None)
-        field = text if owner is None else text.removesuffix(owner)
-        is_sum = owner is not None and field.endswith(_ACCUMULATORS)
-        part = "accumulators" if is_sum else "moments"
-        if owner is not None and ".residual" in field:
+        field = "" if owner is None else text.removesuffix(owner)
+        part = "accumulators" if any(x in field for x in _ACCUMULATORS) else "moments"
+        if ".residual" in field:
             found[owner]["residual"] += size
-        elif is_moment(leaf):
+        elif field.endswith(".codes") and leaf.dtype == jnp.uint32:
             found[owner][part] += size
             found[owner]["float32"] += 4 * math.prod(shapes[owner])
+        elif field.endswith(".scales"):
+            found[owner][part] += size
         elif owner is None or _is_scalar_of_the_state(leaf, shapes[owner], text, owner):
             loose += size
         else:

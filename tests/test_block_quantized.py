@@ -355,11 +355,14 @@ def test_moments_are_stored_by_field_and_small_ones_in_float32():
     _, state = after_two_steps(TX)
     adam = state.inner_state[0]
     for moment in (adam.mu, adam.nu):
+        assert isinstance(moment, QuantizedMoment)
         for name in ("w", "wide"):
-            assert isinstance(moment[name], QuantizedMoment)
+            assert moment.codes[name].dtype == jnp.uint32
+            assert moment.scales[name].dtype == jnp.bfloat16
         for name in ("b", "s"):
-            assert moment[name].dtype == jnp.float32
-            assert moment[name].shape == PARAMS[name]
+            assert moment.codes[name].dtype == jnp.float32
+            assert moment.codes[name].shape == PARAMS[name]
+            assert moment.scales[name] is None
     plan_signs = {
         name: block_quantized(8).for_field(name, {"mu", "nu"}).signed
         for name in ("mu", "nu", "trace", "nu_max", "sum_of_squares", "e_g", "e_x")
@@ -394,19 +397,48 @@ def test_parts_that_kernels_have_encoded_are_left_as_they_are():
     random = random_bits(jnp.uint32(0), jnp.uint32(0), [0])
     stored = plan.encode(wide, random)
     numbers = range(len(jax.tree.leaves(wide)))
-    assert_same_bits(plan.encode(stored, random, done=set(numbers)), stored)
+    encoded = plan.by_leaf(stored)
+    assert_same_bits(plan.encode(encoded, random, done=set(numbers)), stored)
     # One of both by a kernel: count, mu and nu are parts 0, 1 and 2.
-    mixed = wide._replace(mu=stored.mu)
+    mixed = wide._replace(mu=plan.by_leaf(stored).mu)
+    assert isinstance(mixed.mu["w"], QuantizedMoment)
     assert_same_bits(plan.encode(mixed, random, done={1}), stored)
     assert_same_bits(plan.encode(plan.decode(stored), random), stored)
 
 
-def test_map_params_finds_codes_and_scales():
-    state = TX.init(params())
-    marked = optax.tree.map_params(TX, lambda x: "here", state)
+def test_map_params_finds_trees_of_codes_and_of_scales_like_the_parameters():
+    leaves = params()
+    marked = optax.tree.map_params(
+        TX,
+        lambda x, leaf: None if x is None else leaf.shape,
+        TX.init(leaves),
+        leaves,
+        is_leaf=lambda x: x is None,
+    )
+    shapes = {name: leaf.shape for name, leaf in leaves.items()}
+    scaled = shapes | {"b": None, "s": None}
     adam = marked.inner_state[0]
-    assert adam.mu["w"] == QuantizedMoment("here", "here")
-    assert adam.nu["b"] == "here"
+    assert adam.mu == adam.nu == QuantizedMoment(shapes, scaled)
+
+
+def test_a_bare_array_has_bare_codes_and_scales():
+    nu = TX.init(jnp.ones((128, 64))).inner_state[0].nu
+    assert nu.codes.shape == (32, 64)
+    assert nu.scales.shape == (4, 64)
+
+
+def test_around_low_bit_accumulators_the_other_moments_are_stored():
+    inner = lowbit_optax.accumulate_gradients(optax.adam(1e-3), 2)
+    tx = lowbit_optax.lowbit(inner, moments=block_quantized(8))
+    leaves = params()
+    state = tx.init(leaves)
+    for _ in range(2):
+        grads = jax.tree.map(jnp.ones_like, leaves)
+        leaves, state = step_of(tx)(grads, state, leaves)
+    assert jnp.all(leaves["wide"] < 1)
+    accumulation = state.inner_state
+    assert accumulation.accumulators.codes.codes["w"].dtype == jnp.uint32
+    assert accumulation.inner_state[0].nu.codes["w"].dtype == jnp.uint32
 
 
 def test_memory_report_counts_codes_and_scales():
@@ -483,14 +515,32 @@ def test_a_state_of_another_format_is_an_error_that_names_the_leaf():
     for other, what in (
         (block_quantized(4), r"uint32\[32, 64\]"),
         (None, "QuantizedMoment"),
-        (lowbit_optax.cast(jnp.bfloat16), r"float32\[64\], but Cast"),
+        (lowbit_optax.cast(jnp.bfloat16), r"QuantizedMoment.*, but Cast"),
     ):
         with pytest.raises(ValueError, match=what) as error:
             adamw(other).update(grads, state, params())
         assert "w" in str(error.value)
     plain = adamw(None).init(params())
-    with pytest.raises(ValueError, match=r"moment of params\['w'\].*QuantizedMoment"):
+    with pytest.raises(ValueError, match=r"moment of params\['b'\].*QuantizedMoment"):
         TX.update(grads, plain, params())
+
+
+def test_so_is_one_of_which_every_leaf_is_too_small():
+    leaves = {"b": jnp.ones(64)}
+    for kept, other in ((TX, adamw(None)), (adamw(None), TX)):
+        with pytest.raises(ValueError, match=r"\['b'\].*QuantizedMoment"):
+            other.update(leaves, kept.init(leaves), leaves)
+
+
+def test_codes_without_their_scales_are_an_error_that_names_the_leaf():
+    leaves = params()
+    state = TX.init(leaves)
+    adam, *rest = state.inner_state
+    scales = {name: x for name, x in adam.nu.scales.items() if name != "w"}
+    adam = adam._replace(nu=adam.nu._replace(scales=scales))
+    state = state._replace(inner_state=(adam, *rest))
+    with pytest.raises(ValueError, match=r"scales are missing at \['w'\]"):
+        TX.update(leaves, state, leaves)
 
 
 def test_a_second_moments_code_is_refused_for_a_first_moment():

@@ -156,7 +156,18 @@ def test_quantized_moments_have_the_same_bits(moments, inner, weights):
     assert_same_bits(by_kernels, by_xla)
     is_stored = lambda x: isinstance(x, QuantizedMoment)
     parts = jax.tree.leaves(by_kernels[1].inner_state, is_leaf=is_stored)
-    assert any(map(is_stored, parts))
+    (moments,) = filter(is_stored, parts)
+    assert moments.codes["kernel"].dtype == jnp.uint32
+
+
+def test_small_leaves_beside_quantized_ones_have_the_same_bits():
+    params = model()
+    series = dyadic_series(params, 2, bits=8)
+    options = dict(weights=kahan(), moments=block_quantized(8))
+    by_kernels, by_xla = both(params, series, **options)
+    assert_same_bits(by_kernels, by_xla)
+    trace = by_kernels[1].inner_state[0].trace
+    assert (trace.codes["bias"].dtype, trace.scales["bias"]) == (jnp.float32, None)
 
 
 MIXED = {

@@ -252,7 +252,7 @@ def test_a_bare_arrays_hyperparameters_are_not_its_moments(dtype):
 def test_parameters_named_as_fields_of_the_state_are_told_apart():
     params = {
         name: jax.ShapeDtypeStruct((64, 32), jnp.bfloat16)
-        for name in ("mu", "residual", "count", "words", "learning_rate")
+        for name in ("mu", "residual", "count", "words", "codes", "learning_rate")
     }
     tx = lowbit(
         optax.inject_hyperparams(optax.adamw)(0.1), weights=extra_bits(8), min_size=0

@@ -20,7 +20,6 @@ from optimizers import (
 )
 
 import lowbit_optax
-from lowbit_optax import MomentFormat
 
 COLLECTIVE = re.compile(
     r"\b(all-gather|all-to-all|all-reduce|collective-permute|reduce-scatter"
@@ -259,11 +258,11 @@ def _shardings_of_state(tx, params, shardings, mesh):
     shapes = jax.eval_shape(tx.init, params)
     return shapes, optax.tree.map_params(
         tx,
-        lambda leaf, sharding: jax.tree.map(lambda _: sharding, leaf),
+        lambda leaf, sharding: None if leaf is None else sharding,
         shapes,
         shardings,
         transform_non_params=lambda _: replicated,
-        is_leaf=lambda leaf: leaf is None or MomentFormat.is_stored(leaf),
+        is_leaf=lambda leaf: leaf is None,
     )
 
 
@@ -276,6 +275,13 @@ RECIPES = {name: _MADE[name] for name in ALIASES | VARIANTS} | {
     "schedule": lowbit_optax.kahan_sgd(optax.linear_schedule(1.0, 0.0, 9), 0.9),
     "injected": lowbit_optax.lowbit(
         optax.inject_hyperparams(optax.adamw)(0.01), moments=BFLOAT16_MOMENTS
+    ),
+    "codes": lowbit_optax.lowbit_adamw(0.01),
+    "codes of one moment": lowbit_optax.lowbit(
+        optax.adamw(0.01), moments={"nu": lowbit_optax.block_quantized(8)}
+    ),
+    "accumulated": lowbit_optax.accumulate_gradients(
+        optax.sgd(0.1, 0.9), 2, lowbit_optax.block_quantized(8), min_size=0
     ),
 }
 

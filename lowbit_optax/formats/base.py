@@ -146,17 +146,15 @@ class WeightFormat:
 class MomentFormat:
     """How float32 moments are stored. Subclasses define ``encode`` and ``decode``.
 
-    A moment is stored as one array, or as a ``container`` of arrays.
+    A moment is stored as one array, or as several in a ``container``.
     """
 
     container: typing.ClassVar[type | None] = None
-    """The NamedTuple type of stored moments; None where they are bare arrays."""
+    """The NamedTuple type of a stored moment; None where it is a bare array.
 
-    @staticmethod
-    def is_stored(x) -> bool:
-        """Whether this is a moment stored in the container of any format."""
-        kinds = (format_.container for format_ in MomentFormat.__subclasses__())
-        return type(x) in {kind for kind in kinds if kind}
+    ``encode`` makes one of arrays; the state holds one of trees of them, with the
+    structure of the parameters, for every field of the inner state that has moments.
+    """
 
     @property
     def needs_random(self) -> bool:

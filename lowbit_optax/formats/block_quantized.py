@@ -33,11 +33,13 @@ _SCALES = ("bfloat16", "power_of_two")
 
 
 class QuantizedMoment(typing.NamedTuple):
-    """A moment as :func:`block_quantized` stores it, at the moment's place.
+    """Moments as :func:`block_quantized` stores them: two trees like the parameters.
 
     Args:
-      codes: uint32 words of ``packed_shape(shape, bits)``.
-      scales: bfloat16, of the moment's shape with its pack axis n -> ceil(n / group).
+      codes: at a moment, uint32 words of ``packed_shape(shape, bits)``; at a leaf that
+        is too small, its float32 moment.
+      scales: bfloat16, of the moment's shape with its pack axis n -> ceil(n / group);
+        None at a leaf that is too small.
     """
 
     codes: typing.Any
@@ -211,8 +213,8 @@ def block_quantized(
     >>> import jax.numpy as jnp, optax, lowbit_optax
     >>> params = {"w": jnp.ones((64, 64), jnp.bfloat16)}
     >>> tx = lowbit_optax.lowbit(optax.adamw(1e-3), moments=block_quantized(8))
-    >>> nu = tx.init(params).inner_state[0].nu["w"]
-    >>> nu.codes.shape, nu.scales.shape
+    >>> nu = tx.init(params).inner_state[0].nu
+    >>> nu.codes["w"].shape, nu.scales["w"].shape
     ((16, 64), (2, 64))
     """
     for name, value in (("bits", bits), ("group", group)):

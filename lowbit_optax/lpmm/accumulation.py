@@ -11,6 +11,7 @@ from lowbit_optax import formats, trees
 from lowbit_optax.formats import MomentFormat
 from lowbit_optax.lpmm import quantized_tensor as tensors
 from lowbit_optax.lpmm.quantized import widened
+from lowbit_optax.moment_trees import by_leaf, in_trees, without_container
 from lowbit_optax.random_bits import leaf_number, random_bits
 from lowbit_optax.wrapper import LowbitTransformation
 
@@ -30,8 +31,8 @@ class AccumulationState(typing.NamedTuple):
       count: uint32 scalar, calls so far; with ``seed`` it is all the random state.
       seed: uint32 scalar.
       mini_step: int32 scalar, gradients in the accumulators.
-      accumulators: tree like the parameters, the sums in their format; None at leaves
-        that are not float.
+      accumulators: the sums in their format, a tree like the parameters or a
+        QuantizedMoment of such trees; None at leaves that are not float.
       inner_state: the inner transformation's state.
     """
 
@@ -127,7 +128,7 @@ class _Accumulation:
             count,
             seed,
             jnp.zeros([], jnp.int32),
-            treedef.unflatten(sums),
+            in_trees(self.format, treedef, sums),
             self.inner.init(params),
         )
 
@@ -135,7 +136,8 @@ class _Accumulation:
         like = updates if params is None else params
         names, leaves, treedef = tensors.named_leaves(like)
         given = trees.beside(names, treedef, updates, "grads")
-        held = trees.beside(names, treedef, state.accumulators, "accumulators")
+        held = by_leaf(state.accumulators)
+        held = trees.beside(names, treedef, held, "accumulators")
         random = _random(names, state.seed, state.count)
         sums = [
             widened(name, grad, leaf) + self._decode(name, part, leaf)
@@ -167,7 +169,7 @@ class _Accumulation:
             optax.safe_increment(state.count),
             state.seed,
             (state.mini_step + jnp.int32(1)) % jnp.int32(self.every),
-            treedef.unflatten(parts),
+            in_trees(self.format, treedef, parts),
             inner_state,
         )
 
@@ -195,7 +197,7 @@ class _Accumulation:
     def _decode(self, name, part, leaf):
         format_ = self._format(leaf.shape)
         if format_ is None:
-            return part
+            return without_container(part)
         try:
             return format_.decode(part, leaf.shape)
         except (AttributeError, ValueError) as error:
