@@ -352,15 +352,18 @@ def test_cancelled_updates_of_quantised_weights_are_counted_as_in_numpy(bits):
     steps = np.asarray(params["w"].scales).view(np.float32)
     u = (random.uniform(-2, 2, size=(2048, 64)) * steps).astype(np.float32)
     u[::3] = 0
+    # Half of the columns keep their largest weight, and with it their steps.
+    p = np.asarray(params["w"].dequantize())
+    largest = np.abs(p).max(0)
+    u[:, ::2][(np.abs(p + u) > largest)[:, ::2] | (np.abs(p) == largest)[:, ::2]] = 0
     grads = {"w": -jnp.asarray(u), "b": jnp.ones(64)}
     got = jax.jit(lambda *a: cancelled_updates(tx, *a))(grads, tx.init(params), params)
     assert float(got["b"]) == 0
     # A column whose largest weight moves past its step has other steps, and no weight
     # of it stays.
-    p = np.asarray(params["w"].dequantize())
     landed = lowbit_optax.quantize_params(jnp.asarray(p + u), bits)
     same = np.asarray(landed.scales).view(np.float32) == steps
-    assert same.mean() > 0.1
+    assert same.mean() > 0.4
     codes = np.rint((p + u) / steps)
     cancelled = (u != 0) & (codes * steps == p)
     np.testing.assert_allclose(
