@@ -11,8 +11,8 @@ delta is rounded up to fewer significant bits, see :func:`significant_bits`, so 
 
 - every value ``c delta`` is a float32 exactly: writing what was read, with the same
   delta, changes nothing on any backend;
-- it does not change at every step: a delta that does makes every weight of its group
-  fall between the new steps and be rounded, which is noise even without an update.
+- of few significant bits, it seldom changes: a delta that does makes every weight of
+  its group fall between the new steps and be rounded, noise even without an update.
 """
 
 import jax

@@ -6,8 +6,8 @@ packed in :mod:`pallas_kernels.packing`.
 
 import contextlib
 import dataclasses
+import functools
 import math
-import sys
 import typing
 from collections.abc import Callable
 
@@ -64,6 +64,9 @@ class QuantizedTensor:
     group: int = dataclasses.field(metadata={"static": True})
     axis: int = dataclasses.field(metadata={"static": True})
     length: int = dataclasses.field(metadata={"static": True})
+
+    def __post_init__(self):
+        _register_with_flax()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -240,7 +243,6 @@ def quantize(
     fields = linear_code.encode(x, steps, bits, words)
     scales = lax.bitcast_convert_type(delta, jnp.uint32)
     codes = _pack(fields, bits, axis)
-    _register_with_flax()
     return QuantizedTensor(codes, scales, bits, group, axis, x.shape[axis])
 
 
@@ -296,17 +298,21 @@ def check_int(name: str, value, low: int, high: int | None = None) -> None:
         raise ValueError(f"lpmm: {name} is {value}; accepted are {accepted}")
 
 
+@functools.cache
 def _register_with_flax() -> None:
-    """Tell flax, where it is in use, how to serialize a QuantizedTensor.
+    """Tell flax, where it is installed, how to serialize a QuantizedTensor.
 
-    ``flax.serialization`` knows no other pytree nodes than its own. It is not imported
-    for that: it would cost everyone its import.
+    ``flax.serialization`` takes an unknown pytree node for a leaf, and looks types up
+    when it is called. It may be imported after the last tensor was made, so it is
+    imported here with the first one: a tenth of what importing this package takes.
     """
-    serialization = sys.modules.get("flax.serialization")
-    if serialization is not None:
-        serialization.register_serialization_state(
-            QuantizedTensor, _to_state_dict, _from_state_dict, override=True
-        )
+    try:
+        from flax import serialization
+    except Exception:  # absent, or not of this JAX: then nobody serializes with it
+        return
+    serialization.register_serialization_state(
+        QuantizedTensor, _to_state_dict, _from_state_dict, override=True
+    )
 
 
 def _to_state_dict(tensor: QuantizedTensor) -> dict:
