@@ -1,0 +1,305 @@
+"""Quantised weights among optax's wrappers, jit, devices, flax and checkpoints."""
+
+import functools
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import serialization
+from flax.training import train_state
+from optimizers import assert_same_bits, standard_promotion  # noqa: F401
+
+import lowbit_optax
+from lowbit_optax import (
+    QuantizedTensor,
+    accumulate_gradients,
+    dequantize,
+    lpmm_adam,
+    lpmm_sgd,
+    master_weights,
+    training,
+)
+from lowbit_optax.lpmm import quantized
+
+SHAPES = {"kernel": (128, 64), "other": (64, 96), "bias": (64,)}
+
+
+def arrays(seed=0, scale=1.0):
+    random = np.random.default_rng(seed)
+    return {
+        name: jnp.asarray(scale * random.normal(size=shape), jnp.float32)
+        for name, shape in SHAPES.items()
+    }
+
+
+def params_of(bits=12, **options):
+    return lowbit_optax.quantize_params(arrays(), bits, **options)
+
+
+def series(count):
+    return [arrays(100 + i, 0.1) for i in range(count)]
+
+
+def train(tx, params, state, grads, advance=lowbit_optax.step):
+    run = jax.jit(functools.partial(advance, tx))
+    for grad in grads:
+        params, state = run(grad, state, params)
+    return params, state
+
+
+def applied(tx, grads, state, params):
+    """A step as users of optax write it."""
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+# Wrappers.
+
+
+@pytest.mark.parametrize("advance", [applied, lowbit_optax.step])
+def test_partition_and_masked_train_each_weight_by_its_own(advance):
+    labels = {"kernel": "low", "other": "low", "bias": "plain"}
+    low, plain = lpmm_sgd(0.1, 0.9), optax.adam(0.01)
+    parted = optax.partition({"low": low, "plain": plain}, labels)
+    is_low = {name: label == "low" for name, label in labels.items()}
+    is_plain = {name: not low for name, low in is_low.items()}
+    masked = optax.chain(optax.masked(low, is_low), optax.masked(plain, is_plain))
+    params, grads = params_of(), series(3)
+    got, _ = train(parted, params, parted.init(params), grads, advance)
+    other, _ = train(masked, params, masked.init(params), grads, advance)
+
+    some = {k: params[k] for k in ("kernel", "other")}
+    want, _ = train(low, some, low.init(some), [{k: g[k] for k in some} for g in grads])
+    bias, _ = train(
+        plain, params["bias"], plain.init(params["bias"]), [g["bias"] for g in grads]
+    )
+    assert_same_bits({k: got[k] for k in some}, want)
+    np.testing.assert_array_equal(got["bias"], bias)
+    assert_same_bits(other, got)
+
+
+def test_of_partition_some_weights_stay_quantised_and_frozen():
+    labels = {"kernel": "low", "other": "frozen", "bias": "low"}
+    tx = optax.partition(
+        {"low": lpmm_adam(1e-2), "frozen": optax.set_to_zero()}, labels
+    )
+    params = params_of()
+    frozen_grads = [
+        g | {"other": jax.tree.map(jnp.zeros_like, params["other"])} for g in series(2)
+    ]
+    after, _ = train(tx, params, tx.init(params), frozen_grads, applied)
+    assert_same_bits(after["other"], params["other"])
+    moved = after["kernel"].dequantize() - params["kernel"].dequantize()
+    assert float(jnp.abs(moved).mean()) > 1e-3
+
+
+def test_a_chain_clips_before_the_weights_move():
+    params, (grads,) = params_of(), series(1)
+    clip = optax.clip_by_global_norm(0.1)
+    for tx in (
+        optax.chain(clip, lpmm_sgd(0.5)),
+        quantized(optax.chain(clip, optax.sgd(0.5))),
+    ):
+        after, _ = train(tx, params, tx.init(params), [grads], applied)
+        clipped, _ = clip.update(grads, clip.init(None))
+        want, _ = train(lpmm_sgd(0.5), params, lpmm_sgd(0.5).init(params), [clipped])
+        change = jax.tree.map(
+            lambda a, b: np.abs(a - b).max(), dequantize(after), dequantize(want)
+        )
+        # Two programs may round a clipped gradient differently, and a code with it.
+        steps = np.asarray(params["kernel"].scales).view(np.float32).max()
+        assert max(change.values()) <= 1.01 * steps
+        same = (after["kernel"].codes == want["kernel"].codes).mean()
+        assert same > 0.99
+
+
+def test_injected_hyperparameters_set_the_rate():
+    inject = optax.inject_hyperparams(
+        lpmm_sgd,
+        static_args=("momentum_bits", "group", "seed", "min_size"),
+        hyperparam_dtype=jnp.float32,
+    )
+    tx, params, grads = inject(learning_rate=0.1, momentum=0.9), params_of(), series(4)
+    params, state = train(tx, params, tx.init(params), grads[:2], applied)
+    state.hyperparams["learning_rate"] = jnp.float32(0.0)
+    after, _ = train(tx, params, state, grads[2:], applied)
+    assert_same_bits(after["kernel"].codes, params["kernel"].codes)
+
+    plain = lpmm_sgd(0.1, 0.9)
+    want, _ = train(plain, params_of(), plain.init(params_of()), grads[:2], applied)
+    change = jnp.abs(params["kernel"].dequantize() - want["kernel"].dequantize())
+    assert float(change.max()) <= 0.01
+
+
+def test_a_schedule_is_that_of_the_inner_transformation():
+    schedule = optax.piecewise_constant_schedule(0.5, {2: 0.0})
+    params, tx = params_of(), lpmm_sgd(schedule)
+    moved, state = train(tx, params, tx.init(params), series(2))
+    still, _ = train(tx, moved, state, series(2))
+    change = jnp.abs(moved["kernel"].dequantize() - params["kernel"].dequantize())
+    assert float(change.mean()) > 0.01
+    np.testing.assert_array_equal(
+        still["kernel"].dequantize(), moved["kernel"].dequantize()
+    )
+
+
+def test_multi_steps_goes_inside_and_accumulate_gradients_outside():
+    params, grads = params_of(), series(4)
+    inside = quantized(
+        optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
+        rounding="nearest",
+    )
+    outside = accumulate_gradients(lpmm_sgd(0.1, rounding="nearest"), 2, min_size=10**9)
+    one, _ = train(inside, params, inside.init(params), grads, applied)
+    other, _ = train(outside, params, outside.init(params), grads, applied)
+    steps = np.asarray(params["kernel"].scales).view(np.float32)
+    change = np.abs(one["kernel"].dequantize() - other["kernel"].dequantize())
+    assert np.all(change <= 1.3 * steps)
+    assert (change > 0.5 * steps).mean() < 0.1
+
+    around = optax.MultiSteps(lpmm_sgd(0.1), 2)
+    with pytest.raises(ValueError, match="QuantizedTensor"):
+        around.update(grads[0], around.init(params), params)
+
+
+# jit.
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [lpmm_sgd(0.1, 0.9), lpmm_adam(1e-2), accumulate_gradients(lpmm_sgd(0.1), 2)],
+    ids=["sgd", "adam", "accumulated"],
+)
+@pytest.mark.parametrize("advance", [applied, lowbit_optax.step])
+def test_one_trace_for_all_steps_and_old_buffers_are_given_up(tx, advance):
+    traces = 0
+
+    @functools.partial(jax.jit, donate_argnums=(1, 2))
+    def run(grads, state, params):
+        nonlocal traces
+        traces += 1
+        return advance(tx, grads, state, params)
+
+    params = params_of()
+    state = tx.init(params)
+    for grads in series(5):
+        before = [x for x in jax.tree.leaves((params, state)) if x.ndim]
+        params, state = run(grads, state, params)
+        assert all(x.is_deleted() for x in before)
+    assert traces == 1
+    assert not any(x.is_deleted() for x in jax.tree.leaves((params, state)))
+
+
+# Devices.
+
+
+COLLECTIVE = re.compile(
+    r"\b(all-gather|all-to-all|all-reduce|collective-permute|reduce-scatter"
+    r"|collective-broadcast)"
+)
+PLACES = {
+    "columns": (jax.P(None, "x"), "columns"),
+    "whole groups": (jax.P("x"), "rows"),
+    "layers": (jax.P("x"), "stack"),
+}
+
+
+@pytest.mark.parametrize(
+    ("place", "tx"),
+    [(place, lpmm_sgd(0.1, 0.9, group=64)) for place in PLACES]
+    + [("whole groups", lpmm_adam(1e-2, group=64))],
+    ids=[*PLACES, "adam"],
+)
+def test_eight_devices_have_the_bits_of_one_and_do_not_communicate(place, tx):
+    spec, name = PLACES[place]
+    # Of the packed axis, the rows, each device has one or two whole groups of 64.
+    shape = {"columns": (64, 128), "rows": (1024, 64), "stack": (8, 64, 64)}[name]
+    random = np.random.default_rng(0)
+    weight, *grads = random.normal(size=(3, *shape)).astype(np.float32)
+    params = lowbit_optax.quantize_params(jnp.asarray(weight), 12, group=64)
+    alone = jax.tree.map(lambda x: x, (params, tx.init(params)))
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def put(x):
+        chosen = spec if np.ndim(x) else jax.P()
+        return jax.device_put(x, jax.NamedSharding(mesh, chosen))
+
+    spread = jax.tree.map(put, alone)
+    step = functools.partial(lowbit_optax.step, tx)
+    compiled = jax.jit(step).lower(put(grads[0]), spread[1], spread[0]).compile()
+    assert set(COLLECTIVE.findall(compiled.as_text())) == set()
+    for grad in grads:
+        alone = jax.jit(step)(jnp.asarray(grad), alone[1], alone[0])
+        spread = compiled(put(grad), spread[1], spread[0])
+    assert_same_bits(spread, alone)
+    for part in (spread[0].codes, spread[0].scales):
+        assert part.sharding.is_equivalent_to(put(part).sharding, part.ndim)
+        assert not part.is_fully_replicated
+
+
+# Training states and checkpoints.
+
+
+@pytest.mark.parametrize("kind", [train_state.TrainState, training.TrainState])
+def test_train_states_take_the_same_steps_and_serialize(kind):
+    tx = lpmm_sgd(0.1, 0.9)
+    make = lambda bits=12: kind.create(apply_fn=None, params=params_of(bits), tx=tx)
+    state, run = (
+        make(),
+        jax.jit(lambda state, grads: state.apply_gradients(grads=grads)),
+    )
+    for grads in series(3):
+        state = run(state, grads)
+    want = train(tx, params_of(), tx.init(params_of()), series(3))
+    assert_same_bits((state.params, state.opt_state), want)
+    restored = serialization.from_bytes(make(), serialization.to_bytes(state))
+    assert_same_bits(restored.params, state.params)
+    assert_same_bits(run(restored, grads), run(state, grads))
+    with pytest.raises(ValueError, match="saved with other bits"):
+        serialization.from_bytes(make(8), serialization.to_bytes(state))
+
+
+def test_orbax_refuses_a_checkpoint_of_other_bits(tmp_path):
+    abstract = lambda tree: jax.tree.map(ocp.utils.to_shape_dtype_struct, tree)
+    params = params_of()
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "checkpoint", params)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "checkpoint", abstract(params))
+        with pytest.raises(ValueError, match="shape"):
+            checkpointer.restore(tmp_path / "checkpoint", abstract(params_of(8)))
+    assert isinstance(restored["kernel"], QuantizedTensor)
+    assert_same_bits(restored, params)
+
+
+FLAX_IS_LATER = """
+import sys
+import jax.numpy as jnp
+import lowbit_optax
+assert "flax" not in sys.modules
+params = lowbit_optax.quantize_params({"w": jnp.ones((64, 64))})
+from flax import serialization
+restored = serialization.from_bytes(params, serialization.to_bytes(params))
+assert isinstance(restored["w"], lowbit_optax.QuantizedTensor)
+"""
+
+
+def test_flax_serializes_tensors_made_before_it_was_imported():
+    subprocess.run([sys.executable, "-c", FLAX_IS_LATER], check=True)
+
+
+def test_without_a_flax_that_imports_weights_are_quantised_all_the_same():
+    without = "import sys; sys.modules['flax'] = None\n"
+    code = without + FLAX_IS_LATER.split("from flax")[0].replace("assert", "#")
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_masters_are_the_dequantised_weights():
+    params, tx = params_of(), lpmm_adam(1e-2)
+    assert_same_bits(master_weights(params, tx.init(params)), dequantize(params))
