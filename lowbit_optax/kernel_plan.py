@@ -76,17 +76,22 @@ class Body:
 
     def statistics(self, values, scalars, index, multiply_add, before):
         del index
-        _, _, (_, *moments) = self._run(values, scalars, multiply_add, before)
-        return [self.moments[i][0].codec.statistic(moments[i]) for i in self.groups]
+        program = self.program.only([i + 1 for i in self.groups])
+        _, _, moments = self._run(program, values, scalars, multiply_add, before)
+        return [
+            self.moments[i][0].codec.statistic(moment)
+            for i, moment in zip(self.groups, moments, strict=True)
+        ]
 
     def after(self, maxima):
         codecs = [self.moments[i][0].codec for i in self.groups]
-        scales = [c.scale_of(m) for c, m in zip(codecs, maxima, strict=True)]
+        largest = [c.largest(m) for c, m in zip(codecs, maxima, strict=True)]
+        scales = [c.scale_of(x) for c, x in zip(codecs, largest, strict=True)]
         return scales, self.before(scales)
 
     def __call__(self, values, scalars, index, multiply_add, before=(), after=()):
         param, residual, (result, *moments) = self._run(
-            values, scalars, multiply_add, before
+            self.program, values, scalars, multiply_add, before
         )
         spare = self.format is not None and self.format.spares(param.dtype)
         random = RandomBits(scalars[0], scalars[1], index=index, spare=spare)
@@ -113,7 +118,7 @@ class Body:
                 stored.append(how[0].encode(x, draws, how[1]))
         return [new, *([residual] if self.has_residual else []), *stored]
 
-    def _run(self, values, scalars, multiply_add, before):
+    def _run(self, program: Program, values, scalars, multiply_add, before):
         """``(param, residual, the program's outputs)``."""
         grad, param, *rest = values
         residual = rest.pop(0) if self.has_residual else None
@@ -130,7 +135,7 @@ class Body:
         if is_narrow(grad.dtype) or is_narrow(param.dtype):
             grad = grad.astype(jnp.float32)
         master = self.format.seen(param, residual) if self.format else param
-        outputs = self.program.run(
+        outputs = program.run(
             [grad, master, *moments],
             lambda ref: leafwise.decode_scalar(scalars[KEYS + ref.number], ref.dtype),
             multiply_add,

@@ -115,6 +115,11 @@ class Program:
                 rows.append(step.primitive.bind(*inputs, **dict(step.params)))
         return [value(ref) for ref in self.outputs]
 
+    def only(self, numbers: Sequence[int]) -> "Program":
+        """The program of some of the outputs."""
+        outputs = tuple(self.outputs[i] for i in numbers)
+        return _without_dead_steps(dataclasses.replace(self, outputs=outputs))
+
 
 class Scalars:
     """The table of scalars that programs read, in the order of their first use."""

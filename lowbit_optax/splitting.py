@@ -196,9 +196,8 @@ def split(
     if drop:
         if not extra and random_residual is not None:
             random_residual = _nearest_past_the_largest(master, layout, random_residual)
-        nan = (bits & jnp.uint32(0x7FFFFFFF)) > jnp.uint32(0x7F800000)
         pattern = float_layouts.round_off(bits, drop, random_residual)
-        pattern = jnp.where(nan, jnp.uint32(layout.nan << extra), pattern)
+        pattern = jnp.where(jnp.isnan(master), jnp.uint32(layout.nan << extra), pattern)
     else:
         sign, pattern = pattern_of(master, layout, extra, rounding)
         pattern = sign | pattern

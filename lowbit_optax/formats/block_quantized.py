@@ -93,7 +93,7 @@ class BlockQuantized(MomentFormat):
         codec = self.codec
         axis = pack_axis(moment.shape)
         groups = _in_groups(codec.statistic(moment), axis, self.group)
-        scales = codec.scale_of(jnp.max(groups, axis=axis + 1))
+        scales = codec.scale_of(codec.largest(jnp.max(groups, axis=axis + 1)))
         prepared = self._prepared(scales, moment.shape)
         fields = self.encode_fields(moment, prepared, random, number)
         return QuantizedMoment(pack(fields, self.bits), scales)

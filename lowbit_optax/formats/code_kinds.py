@@ -15,6 +15,7 @@ from lowbit_optax.formats.codes import (
     RANDOM_BITS,
     Code,
     as_fields,
+    below,
     bits_of,
     float_of,
     is_positive,
@@ -123,20 +124,23 @@ class Segments(Code):
     def encode_fields(self, x, prepared, words, multiply_add=multiply_add):
         _, inverse = prepared
         size = jnp.abs(x) if self.signed else x
-        one = jnp.full_like(size, 1)
-        pattern = bits_of(
-            multiply_add(size, jnp.broadcast_to(inverse, size.shape), one)
-        )
+        # Of a signed code it is 2 + 2 |x| / unit, whose exponents begin with zeros.
+        first = 2.0 if self.signed else 1.0
+        inverse = jnp.broadcast_to(inverse * jnp.float32(first), size.shape)
+        pattern = bits_of(multiply_add(size, inverse, jnp.full_like(size, first)))
         limit = self.reach + 1 if self.signed else 2.0 ** (2**self.segments - 1)
-        pattern = jnp.minimum(pattern, jnp.int32(pattern_of(limit)))
+        pattern = jnp.minimum(pattern, jnp.int32(pattern_of(first * limit)))
         if not self.signed:
             # Subtracted last: a negative x has a negative pattern, which would wrap.
             fields = round_off(pattern, 0, self._dropped, words)
             fields = fields - jnp.int32(127 << self._steps)
             return as_fields(jnp.maximum(fields, is_positive(x)))
-        fields = round_off(pattern, pattern_of(1.0), self._dropped, words)
-        sign = lax.bitcast_convert_type(x, jnp.uint32) >> jnp.uint32(31)
-        return as_fields(fields) | sign << jnp.uint32(self.bits - 1)
+        # The magnitude moves to below the sign's bit.
+        free = 32 - self.bits
+        pattern = pattern << jnp.int32(free - self._dropped)
+        pattern = as_fields(pattern + below(free, words))
+        sign = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(1 << 31)
+        return (pattern | sign) >> jnp.uint32(free)
 
     def decode_fields(self, fields, prepared, multiply_add=multiply_add):
         unit = jnp.broadcast_to(prepared[0], fields.shape)

@@ -4,7 +4,7 @@ A code is four elementwise functions, on arrays of any one shape, so that arrays
 XLA path and rows in a kernel run the same operations (sums, products, shifts, integer
 minima and maxima; only ``Sqrt`` takes a root and only ``Dynamic`` divides)::
 
-    statistic(x) --> largest of the group --> scale_of --> scale (stored as bfloat16)
+    statistic(x) --> maximum of the group --> largest --> scale_of --> scale (bfloat16)
     prepare(scale) --> (unit, 1 / unit)                    once a group
     encode_fields(x, prepared, words) --> field
     decode_fields(field, prepared) --> x'
@@ -46,6 +46,7 @@ RANDOM_BITS = 12
 # Were it rounded up to the next scale, a constant moment's scale would creep upwards.
 _TOLERANCE = 4  # units in the last place
 _LARGEST_BFLOAT16 = 0x7F7F0000
+_ONE_EXPONENT = 1 << 23  # of a float32's pattern
 
 Prepared = tuple[jax.Array, jax.Array]
 MultiplyAdd = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -95,9 +96,20 @@ class Code:
         return math.ceil(math.log2(self.reach))
 
     def statistic(self, x: jax.Array) -> jax.Array:
-        """float32, not negative; its maximum over a group goes to :meth:`scale_of`."""
-        size = jnp.abs(x)
-        return jnp.where(size < jnp.float32(jnp.inf), size, jnp.float32(0))
+        """int32, in the order of finite magnitudes, and of those not below 0.
+
+        The sum makes patterns of infinity and NaN negative, which takes fewer
+        instructions than asking for them. Negative numbers in an unsigned code come
+        before all others.
+        """
+        pattern = bits_of(x)
+        if self.signed:
+            pattern = pattern & jnp.int32(0x7FFFFFFF)
+        return pattern + jnp.int32(_ONE_EXPONENT)
+
+    def largest(self, statistic: jax.Array) -> jax.Array:
+        """The magnitude of a group, float32, from its largest statistic or 0."""
+        return float_of(jnp.maximum(statistic - jnp.int32(_ONE_EXPONENT), jnp.int32(0)))
 
     def scale_of(self, maximum: jax.Array) -> jax.Array:
         """The scale of groups, bfloat16, rounded up; 0 for groups of zeros."""
@@ -108,10 +120,9 @@ class Code:
         largest = _LARGEST_BFLOAT16 >> dropped << dropped
         pattern = pattern >> jnp.uint32(dropped) << jnp.uint32(dropped)
         pattern = jnp.minimum(pattern, jnp.uint32(largest))
-        scale = lax.bitcast_convert_type(
+        return lax.bitcast_convert_type(
             (pattern >> jnp.uint32(16)).astype(jnp.uint16), jnp.bfloat16
         )
-        return jnp.where(maximum > jnp.float32(0), scale, jnp.bfloat16(0))
 
     def prepare(self, scale: jax.Array) -> Prepared:
         """What encode and decode take in the scale's place.
@@ -185,18 +196,28 @@ def is_positive(x: jax.Array) -> jax.Array:
 def round_off(
     pattern: jax.Array, first: int, dropped: int, words: jax.Array | None
 ) -> jax.Array:
-    """``(pattern - first) / 2^dropped``, rounded; 2^dropped divides ``first``.
+    """``(pattern - first) / 2^dropped``, rounded; 2^dropped divides ``first``."""
+    pattern = pattern + (below(dropped, words) - jnp.int32(first))
+    return pattern >> jnp.int32(dropped)
 
-    ``dropped`` is at least RANDOM_BITS. The constants make one, for one sum of three.
+
+def below(dropped: int, words: jax.Array | None) -> jax.Array:
+    """What is added to integers before their low bits are dropped, to round them.
+
+    Args:
+      dropped: how many, at least RANDOM_BITS.
+      words: as of :meth:`Code.encode_fields`.
+
+    Returns:
+      int32, below ``2^dropped``.
     """
     if words is None:
-        return (pattern + jnp.int32((1 << (dropped - 1)) - first)) >> jnp.int32(dropped)
+        return jnp.int32(1 << (dropped - 1))
     low = dropped - RANDOM_BITS
     more = words >> jnp.uint32(32 - RANDOM_BITS) << jnp.uint32(low)
-    more = lax.bitcast_convert_type(more, jnp.int32)
     # In the middle of what the random bits leave open.
     half = 1 << (low - 1) if low else 0
-    return (pattern + more + jnp.int32(half - first)) >> jnp.int32(dropped)
+    return lax.bitcast_convert_type(more | jnp.uint32(half), jnp.int32)
 
 
 def thresholds(words: jax.Array | None) -> jax.Array:

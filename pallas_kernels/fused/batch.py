@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as backend
 
-from pallas_kernels.fused import triton, xla
+from pallas_kernels.fused import triton
 from pallas_kernels.fused.sharded import Shard
 from pallas_kernels.fused.specs import Body
 
@@ -87,7 +87,7 @@ def update(
             (per_leaf, len(first.results)),
             table.shape[-1],
             len(shared),
-            xla.multiply_add if interpret else triton.multiply_add,
+            interpret,
         ),
         grid=(len(shards) * blocks,),
         out_shape=outputs,
@@ -100,7 +100,7 @@ def update(
     return [x.reshape(shape) for x, shape in zip(written, shapes, strict=True)]
 
 
-def _kernel(body, sizes, blocks, counts, width, shared, multiply_add, *refs):
+def _kernel(body, sizes, blocks, counts, width, shared, interpret, *refs):
     rows, table, *bases = refs[:shared]
     refs = refs[shared:]
     reads, writes = refs[: counts[0] * len(sizes)], refs[counts[0] * len(sizes) :]
@@ -126,7 +126,8 @@ def _kernel(body, sizes, blocks, counts, width, shared, multiply_add, *refs):
     index = offset.astype(jnp.uint32)
     if bases:
         index = index + bases[0][leaf]
-    new = body(list(values), scalars, index, multiply_add)
+    run = triton.with_instructions(body, interpret)
+    new = run(list(values), scalars, index)
     _for_leaf(leaf, range(len(sizes)), store, *new)
 
 

@@ -31,9 +31,10 @@ product into a sum unless told.
 class GroupedBody(typing.Protocol):
     """The body of an update with per-group operands or results, such as scales.
 
-    The rows of a group are visited twice: for maxima over the group, and to write. All
-    values are float32 or what the operands hold; a group's have one element a group, or
-    are spread over the group's elements: the body cannot tell.
+    The elements of a group are asked for maxima over the group, and then written. A
+    group's values have one element a group, or are spread over the group's elements:
+    the body cannot tell. What :meth:`statistics` and :meth:`__call__` both compute from
+    the same values is computed once where a group's new values stay in registers.
     """
 
     maxima: int
@@ -43,7 +44,7 @@ class GroupedBody(typing.Protocol):
         """What decoding needs of the per-group operands' values; any tuple."""
 
     def statistics(self, values, scalars, index, multiply_add, before):
-        """Non-negative float32 of each element, whose maximum over the group counts."""
+        """int32 of each element, whose maximum over the group, or 0, counts."""
 
     def after(self, maxima):
         """``(values of the per-group results, what encoding needs of the maxima)``."""

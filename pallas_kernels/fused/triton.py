@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 import typing
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from jax.experimental.pallas import triton
 
 from pallas_kernels.fused import xla
 from pallas_kernels.fused.sharded import Shard
+from pallas_kernels.fused.short_forms import multiply_add, with_short_forms
 from pallas_kernels.fused.specs import Body, Result
 from pallas_kernels.fused.views import Lanes, View, lanes_of
 from pallas_kernels.fused.words import Reader, Writer
@@ -52,7 +54,7 @@ def update(
     leaf = shard.leaf
     operands, results = leaf.operands, leaf.results
     group = leaf.group if leaf.packed or leaf.grouped else None
-    view = View(shard.shape, leaf.shape, leaf.packed, WIDTH, group)
+    view = View(shard.shape, leaf.shape, leaf.packed, WIDTH, group, leaf.grouped)
     stacked = leaf.overwritten if leaf.stacked else frozenset()
     arrays = [
         # A layer is indexed by itself: a stack may have more than 2^31 elements.
@@ -91,7 +93,7 @@ def update(
             given,
             table.shape[-1],
             math.prod(leaf.shape) % 2**32,
-            xla.multiply_add if interpret else multiply_add,
+            interpret,
         ),
         grid=(view.programs,),
         out_shape=outputs,
@@ -100,27 +102,17 @@ def update(
             for i, r in enumerate(results)
             if r.overwrites is not None
         },
-        compiler_params=triton.CompilerParams(num_warps=_WARPS, num_stages=1),
+        compiler_params=triton.CompilerParams(
+            num_warps=view.parts if view.parts > 1 else _WARPS, num_stages=1
+        ),
         interpret=interpret,
         name="fused_update",
     )(*place, table.reshape(-1), *arrays)
     return [x.reshape(shape) for x, shape in zip(written, shapes, strict=True)]
 
 
-def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
-    """``a * b + c`` in one instruction, which rounds once."""
-    (result,) = triton.elementwise_inline_asm(
-        "fma.rn.f32 $0, $1, $2, $3;",
-        args=[a, b, c],
-        constraints="=f,f,f,f",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(a.shape, jnp.float32)],
-    )
-    return result
-
-
 def _kernel(
-    body, view, operands, results, stacked, given, width, size, multiply_add, *refs
+    body, view, operands, results, stacked, given, width, size, interpret, *refs
 ):
     refs = list(refs)
     row, base, layer = (refs.pop(0)[0] if g else jnp.uint32(0) for g in given)
@@ -133,9 +125,11 @@ def _kernel(
         at = layer if number in stacked else 0
         if spec.bits is None:
             return _Plain(ref, at, spec.per_group)
-        packed = Writer if isinstance(spec, Result) else Reader
         words = _Words(ref, at, lanes, spec.bits)
-        return packed(spec.bits, view.chunk, words)
+        if isinstance(spec, Result):
+            by_bytes = spec.bits == 8 and not interpret
+            return Writer(spec.bits, view.chunk, words, by_bytes)
+        return Reader(spec.bits, view.chunk, words)
 
     reads = [
         array(ref, spec, i)
@@ -146,49 +140,71 @@ def _kernel(
         for ref, spec in zip(refs[len(operands) :], results, strict=True)
     ]
     rows = _Rows(view, lanes, [x for x in reads if not _is_per_group(x)], scalars)
-    if any(_is_per_group(x) for x in (*reads, *writes)):
-        body = _over_groups(body, rows, reads, writes, multiply_add)
+    per_group = [x for x in writes if _is_per_group(x)]
     writes = [x for x in writes if not _is_per_group(x)]
+    by_bytes = [i for i, x in enumerate(writes) if isinstance(x, Writer) and x.by_bytes]
+    run = with_instructions(body, interpret, by_bytes)
+    if per_group or any(map(_is_per_group, reads)):
+        run = _over_groups(body, run, rows, reads, per_group, interpret)
     packed = [x for x in writes if isinstance(x, Writer)]
 
     def visit(piece, carry):
         for x, open_word in zip(packed, carry, strict=True):
             x.start(piece, open_word)
         for r, values, index, offset, exists in rows.of(piece):
-            new = body(values, scalars, index, multiply_add)
+            new = run(values, scalars, index)
             for x, value in zip(writes, new, strict=True):
                 if isinstance(x, _Plain):
                     x.store(offset, value, exists)
                 else:
                     # Fields of the padding are 0, as in pack.
                     if exists is not None and exists is not lanes.inside:
-                        value = jnp.where(exists, value, jnp.uint32(0))
+                        value = jax.tree.map(
+                            lambda v, e=exists: jnp.where(e, v, jnp.uint32(0)), value
+                        )
                     x.put(r, value)
         return [x.finish() for x in packed]
 
-    rows.loop(visit, [x.first_carry((view.width,)) for x in packed])
+    rows.loop(visit, [x.first_carry(view.lanes_shape) for x in packed])
 
 
-def _over_groups(body, rows: "_Rows", reads, writes, multiply_add):
-    """The body of the second visit, after the first one has taken the maxima."""
-    lanes, scalars = rows.lanes, rows.scalars
-    before = body.before(
+def with_instructions(function, interpret: bool, bytes_: Sequence[int] = ()):
+    """A body's function with the GPU's own instructions, unless interpreted."""
+
+    def run(values, scalars, index, *of_groups):
+        chosen = xla.multiply_add if interpret else multiply_add
+        return function(values, scalars, index, chosen, *of_groups)
+
+    return run if interpret else with_short_forms(run, bytes_)
+
+
+def _over_groups(body, run, rows: "_Rows", reads, writes, interpret):
+    """What writes the elements, after the groups have been measured and written."""
+    lanes, scalars, shape = rows.lanes, rows.scalars, rows.view.lanes_shape
+    statistics = with_instructions(body.statistics, interpret)
+    of_groups, after = body.before, body.after
+    if not interpret:
+        of_groups, after = with_short_forms(of_groups), with_short_forms(after)
+    before = of_groups(
         [x.load(lanes.lane, lanes.inside) for x in reads if _is_per_group(x)]
     )
 
     def measure(piece, maxima):
         for _, values, index, _, exists in rows.of(piece):
-            new = body.statistics(values, scalars, index, multiply_add, before)
+            new = statistics(values, scalars, index, before)
             if exists is not None:
-                new = [jnp.where(exists, x, jnp.float32(0)) for x in new]
+                new = [jnp.where(exists, x, jnp.int32(0)) for x in new]
             maxima = [jnp.maximum(*pair) for pair in zip(maxima, new, strict=True)]
         return maxima
 
-    zeros = [jnp.zeros((rows.view.width,), jnp.float32)] * body.maxima
-    stored, after = body.after(rows.loop(measure, zeros))
-    for x, value in zip(filter(_is_per_group, writes), stored, strict=True):
+    maxima = rows.loop(measure, [jnp.zeros(shape, jnp.int32)] * body.maxima)
+    if rows.view.parts > 1:
+        maxima = [jnp.max(x, axis=0, keepdims=True) for x in maxima]
+        maxima = [jnp.broadcast_to(x, shape) for x in maxima]
+    stored, after = after(maxima)
+    for x, value in zip(writes, stored, strict=True):
         x.store(lanes.lane, value, lanes.inside)
-    return lambda *args: body(*args, before, after)
+    return lambda *args: run(*args, before, after)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,21 +215,30 @@ class _Rows:
     lanes: Lanes
     reads: list
     scalars: list
+    held: list = dataclasses.field(default_factory=list)
 
     def of(self, piece: jax.Array):
         """``(number in the piece, values, index, offset, which lanes exist)``."""
+        if self.view.parts == 1:
+            return self._of(piece)
+        # It is the only piece: what has been read once is not read again.
+        if not self.held:
+            self.held.extend(self._of(piece))
+        return self.held
+
+    def _of(self, piece: jax.Array):
         lanes, chunk = self.lanes, self.view.chunk
         for x in self.reads:
             if isinstance(x, Reader):
                 x.start(piece)
         for r in range(chunk):
-            row = piece * jnp.int32(chunk) + jnp.int32(r)
-            offset, exists = lanes.offset(row), lanes.exists(row)
+            start = piece * jnp.int32(chunk)
+            offset, exists = lanes.offset(start, r), lanes.exists(start, r)
             values = [
                 x.load(offset, exists) if isinstance(x, _Plain) else x.field(r)
                 for x in self.reads
             ]
-            yield r, values, lanes.element(row), offset, exists
+            yield r, values, lanes.element(start + jnp.int32(r)), offset, exists
 
     def loop(self, visit, carry):
         """``visit(piece, carry)`` on every piece."""
@@ -251,17 +276,19 @@ class _Words:
     lanes: Lanes
     bits: int
 
-    def load(self, word: jax.Array) -> jax.Array:
-        offset = self.lanes.word_offset(self.bits, word)
-        mask = self.lanes.has_word(self.bits, word)
+    def load(self, start: jax.Array, word: int = 0) -> jax.Array:
+        offset = self.lanes.word_offset(self.bits, start, word)
+        mask = self.lanes.has_word(self.bits, start + jnp.int32(word))
         return triton.load(self.ref.at[self.layer, offset], mask=mask)
 
-    def store(self, word: jax.Array, value: jax.Array, when: jax.Array | None) -> None:
-        mask = self.lanes.has_word(self.bits, word)
+    def store(
+        self, start: jax.Array, word: int, value: jax.Array, when: jax.Array | None
+    ) -> None:
+        mask = self.lanes.has_word(self.bits, start + jnp.int32(word))
         if when is not None:
             when = jnp.broadcast_to(when, value.shape)
             mask = when if mask is None else mask & when
-        offset = self.lanes.word_offset(self.bits, word)
+        offset = self.lanes.word_offset(self.bits, start, word)
         triton.store(self.ref.at[self.layer, offset], value, mask=mask)
 
 

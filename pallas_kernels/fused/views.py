@@ -6,6 +6,11 @@ group of 32 elements, so that a group's words belong to one lane, bit offsets ar
 static, and neighbouring lanes are neighbouring columns. In the *flat* view, for leaves
 of which nothing is packed, rows and lanes are consecutive pieces of memory.
 
+A group that is measured before it is written is visited twice, unless its new values
+stay in registers. Those of 32 rows are too many for one thread. In the *split* view a
+lane is a part of a group, and a program's lanes are an array [parts, width]: a group's
+parts are above each other.
+
 Offsets into arrays are int32, so an array has fewer than 2^31 elements. The *index* of
 an element is its row-major place in the whole leaf, modulo 2^32. Where the array is a
 shard, the whole's strides count, from the index of the shard's first element.
@@ -20,12 +25,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.bitfields import GROUP, period
-from pallas_kernels.fused.words import is_unrolled
+from pallas_kernels.fused.words import MAX_PERIOD, is_unrolled
 from pallas_kernels.packing import pack_axis
 
 MAX_ELEMENTS = 2**31 - 1
 _MIN_CHUNK = 4
 _FLAT_ROWS = 4
+_ROWS_OF_PART = MAX_PERIOD
+_WIDTH_OF_PARTS = 128  # a warp's, with four lanes a thread
+# A part is a warp's, and a block has at most 1024 threads with 64 registers each; of
+# 512 each has 128.
+_MOST_PARTS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,15 +46,17 @@ class View:
       shape: of the array at hand.
       whole: shape of the leaf that it is a shard of.
       packed: widths of the packed fields, empty if nothing is packed.
-      width: lanes a program.
+      unsplit_width: lanes of a program, unless the view is split.
       group: elements of a group; None if nothing is packed or per group.
+      measured: whether anything is per group.
     """
 
     shape: tuple[int, ...]
     whole: tuple[int, ...]
     packed: tuple[int, ...]
-    width: int
+    unsplit_width: int
     group: int | None = GROUP
+    measured: bool = False
 
     @functools.cached_property
     def flat(self) -> bool:
@@ -68,7 +80,7 @@ class View:
 
     @property
     def groups(self) -> int:
-        return math.ceil(self.length / self.rows)
+        return math.ceil(self.length / self.group_rows)
 
     @property
     def columns(self) -> int:
@@ -84,14 +96,37 @@ class View:
     def programs(self) -> int:
         return math.ceil(self.lanes / self.width)
 
+    @functools.cached_property
+    def parts(self) -> int:
+        """Parts of a group, 1 unless the view is split."""
+        if not self.measured or not all(map(is_unrolled, self.packed)):
+            return 1
+        parts = self.group_rows // _ROWS_OF_PART
+        return parts if parts <= _MOST_PARTS else 1
+
+    @property
+    def width(self) -> int:
+        """Lanes side by side in a program."""
+        return self.unsplit_width if self.parts == 1 else _WIDTH_OF_PARTS
+
+    @property
+    def lanes_shape(self) -> tuple[int, ...]:
+        return (self.width,) if self.parts == 1 else (self.parts, self.width)
+
+    @property
+    def group_rows(self) -> int:
+        return self.group or GROUP
+
     @property
     def rows(self) -> int:
-        """Rows that a program visits."""
-        return _FLAT_ROWS if self.flat else self.group or GROUP
+        """Rows of a lane."""
+        return _FLAT_ROWS if self.flat else self.group_rows // self.parts
 
     @functools.cached_property
     def chunk(self) -> int:
         """Rows that a loop's body unrolls; see :mod:`pallas_kernels.fused.words`."""
+        if self.parts > 1:
+            return self.rows
         unrolled = [period(bits)[0] for bits in self.packed if is_unrolled(bits)]
         return math.lcm(_MIN_CHUNK, *unrolled)
 
@@ -124,28 +159,39 @@ class Lanes:
     position: jax.Array | None = None
     inside: jax.Array | None = None
 
-    def offset(self, row: jax.Array) -> jax.Array:
-        """Where a row's elements are."""
+    def offset(self, start: jax.Array, row: int) -> jax.Array:
+        """Where the elements of the row ``start + row`` are."""
         view = self.view
-        return self.first + row * jnp.int32(view.width if view.flat else view.columns)
+        stride = view.width if view.flat else view.columns
+        first = _bounded(self.first + start * jnp.int32(stride), view.size)
+        return first + jnp.int32(row * stride)
 
-    def word_offset(self, bits: int, word: jax.Array) -> jax.Array:
-        """Where a word of the group is, of fields of ``bits`` bits."""
+    def word_offset(self, bits: int, start: jax.Array, word: int) -> jax.Array:
+        """Where the lane's word ``start + word`` is, of fields of ``bits`` bits."""
         view = self.view
         words = math.ceil(view.length / GROUP) * bits
-        first = self.position >> jnp.int32(GROUP.bit_length() - 1)
-        row = self.lead * jnp.int32(words) + first * jnp.int32(bits) + word
-        return row * jnp.int32(view.columns) + self.column
+        row = self.lead * jnp.int32(words) + self._first_word(bits) + start
+        first = row * jnp.int32(view.columns) + self.column
+        first = _bounded(first, view.lanes * view.group_rows // GROUP * bits)
+        return first + jnp.int32(word * view.columns)
 
     def has_word(self, bits: int, word: jax.Array) -> jax.Array | None:
         """Which lanes have this word; None if all have."""
         view = self.view
         words = math.ceil(view.length / GROUP)
-        if view.groups * view.rows == words * GROUP:
+        if view.groups * view.group_rows == words * GROUP:
             return self.inside
-        first = self.position >> jnp.int32(GROUP.bit_length() - 1)
-        there = first * jnp.int32(bits) + word < jnp.int32(words * bits)
+        there = self._first_word(bits) + word < jnp.int32(words * bits)
         return there if self.inside is None else there & self.inside
+
+    def _first_word(self, bits: int) -> jax.Array:
+        """Which of the words along the pack axis is the lane's first."""
+        group = self.position >> jnp.int32(GROUP.bit_length() - 1)
+        word = group * jnp.int32(bits)
+        if self.view.parts == 1:
+            return word
+        row = self.position & jnp.int32(GROUP - 1)
+        return word + (row * jnp.int32(bits) >> jnp.int32(5))
 
     def element(self, row: jax.Array) -> jax.Array:
         """The index of a row's elements."""
@@ -153,16 +199,16 @@ class Lanes:
         stride = view.width if view.flat else view.stride(view.axis)
         return self.index + row.astype(jnp.uint32) * jnp.uint32(stride)
 
-    def exists(self, row: jax.Array) -> jax.Array | None:
-        """Which lanes have an element on this row; None if all have."""
+    def exists(self, start: jax.Array, row: int) -> jax.Array | None:
+        """Which lanes have an element on the row ``start + row``; None if all have."""
         view = self.view
         if view.flat:
             if view.size % (view.width * view.rows) == 0:
                 return None
-            return self.offset(row) < jnp.int32(view.size)
-        if view.length % view.rows == 0:
+            return self.offset(start, row) < jnp.int32(view.size)
+        if view.length % view.group_rows == 0:
             return self.inside
-        short = self.position + row < jnp.int32(view.length)
+        short = self.position + (start + jnp.int32(row)) < jnp.int32(view.length)
         return short if self.inside is None else short & self.inside
 
 
@@ -174,15 +220,25 @@ def lanes_of(view: View, program: jax.Array, base: jax.Array) -> Lanes:
       program: int32 scalar, which program.
       base: uint32 scalar, index of the array's first element.
     """
-    start = lax.iota(jnp.int32, view.width)
+    shape = view.lanes_shape
+    start = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
     if view.flat:
         first = program * jnp.int32(view.width * view.rows) + start
         return Lanes(view, first, first.astype(jnp.uint32) + base)
     lane = program * jnp.int32(view.width) + start
     inside = lane < jnp.int32(view.lanes) if view.lanes % view.width else None
-    column, group = _rem(lane, view.columns), _div(lane, view.columns)
+    if view.parts == 1 or view.columns % view.width:
+        column, group = _rem(lane, view.columns), _div(lane, view.columns)
+    else:
+        # The program's lanes are in one row of groups: its numbers are scalars.
+        blocks = view.columns // view.width
+        column = _rem(program, blocks) * jnp.int32(view.width) + start
+        group = jnp.broadcast_to(_div(program, blocks), shape)
     in_axis, lead = _rem(group, view.groups), _div(group, view.groups)
-    position = in_axis * jnp.int32(view.rows)
+    position = in_axis * jnp.int32(view.group_rows)
+    if view.parts > 1:
+        part = lax.broadcasted_iota(jnp.int32, shape, 0)
+        position = position + part * jnp.int32(view.rows)
     first = (lead * jnp.int32(view.length) + position) * jnp.int32(view.columns)
     index = base + _index(view, lead, position, column)
     return Lanes(view, first + column, index, lane, lead, column, position, inside)
@@ -202,6 +258,18 @@ def _index(view: View, lead, position, column) -> jax.Array:
         total = total + part(axis, _rem(lead, size) if axis else lead)
         lead = _div(lead, size)
     return total
+
+
+def _bounded(offset: jax.Array, size: int) -> jax.Array:
+    """The offset, from which a compiler can tell that a sum with it does not wrap.
+
+    Then the constant parts of offsets become those of instructions that load and store.
+    """
+    if size > 2**30:
+        return offset
+    return lax.rem(
+        offset.astype(jnp.uint32), jnp.full(offset.shape, 2**30, jnp.uint32)
+    ).astype(jnp.int32)
 
 
 def _div(x: jax.Array, by: int) -> jax.Array:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.bitfields import get_field, period, put_fields
+from pallas_kernels.fused.short_forms import put_bytes
 
 MAX_PERIOD = 8
 """Widths whose offsets repeat after at most so many rows are unrolled."""
@@ -35,7 +36,8 @@ class Reader:
     Args:
       bits: width of a field.
       chunk: rows that the loop's body unrolls.
-      words: has ``load(word)`` of a word's number (int32 scalar) in the lanes' groups.
+      words: has ``load(start, word)`` of the word ``start + word`` (an int32 scalar and
+        an int, 0 if left out) of the lanes' groups.
     """
 
     bits: int
@@ -48,8 +50,7 @@ class Reader:
         if is_unrolled(self.bits):
             count = self.chunk * self.bits // 32
             self._words = [
-                self.words.load(piece * jnp.int32(count) + jnp.int32(j))
-                for j in range(count)
+                self.words.load(piece * jnp.int32(count), j) for j in range(count)
             ]
 
     def field(self, row: int) -> jax.Array:
@@ -73,13 +74,15 @@ class Writer:
     Args:
       bits: width of a field.
       chunk: rows that the loop's body unrolls.
-      words: has ``store(word, value, when)`` of a word's number; ``when`` is a bool
-        scalar, or None for always.
+      words: has ``store(start, word, value, when)`` of the word ``start + word``;
+        ``when`` is a bool scalar, or None for always.
+      by_bytes: whether fields are given as :class:`Byte`; with 8 bits.
     """
 
     bits: int
     chunk: int
     words: typing.Any
+    by_bytes: bool = False
 
     def first_carry(self, shape: tuple[int, ...]) -> jax.Array | None:
         """What the loop over pieces carries at first."""
@@ -97,17 +100,20 @@ class Writer:
         word, shift = _place(self._piece, self.chunk, row, self.bits)
         value = self._open | (field << shift)
         full = shift + jnp.uint32(self.bits) >= jnp.uint32(32)
-        self.words.store(word, value, full)
+        self.words.store(word, 0, value, full)
         rest = (field >> jnp.uint32(1)) >> (jnp.uint32(31) - shift)
         self._open = jnp.where(full, rest, value)
 
     def finish(self) -> jax.Array | None:
         """End the piece: write whole words, and return what the loop carries."""
         if is_unrolled(self.bits):
-            words = put_fields(self._fields, self.bits)
+            if self.by_bytes:
+                words = put_bytes(self._fields)
+            else:
+                words = put_fields(self._fields, self.bits)
             first = self._piece * jnp.int32(len(words))
             for j, word in enumerate(words):
-                self.words.store(first + jnp.int32(j), word, None)
+                self.words.store(first, j, word, None)
         return self._open
 
 

@@ -157,9 +157,8 @@ def resnet18():
     }
 
 
-def bytes_of_accesses(kernel: Kernel, bits: int) -> float:
-    """Bytes that a kernel moves in accesses of so many bits."""
+def bytes_of_accesses(kernel: Kernel, bits: int, store: bool | None = None) -> float:
+    """Bytes that a kernel moves in accesses of so many bits: all, stores, or loads."""
     threads = sum(launch.threads for launch in kernel.launches)
-    return (
-        sum(a.executed for a in kernel.accesses if a.bits == bits) * bits / 8 * threads
-    )
+    found = (a for a in kernel.accesses if a.bits == bits and store in (None, a.store))
+    return sum(a.executed for a in found) * bits / 8 * threads

@@ -1,0 +1,196 @@
+"""What Triton takes several machine instructions for, in one or two.
+
+**Roots, and quotients by them.** Triton's root of a float32 takes four instructions and
+its quotient eight, because both also serve numbers near the ends of float32's range. A
+root of a normal number is far from them, 2^-63 to 2^64, and so is its sum with a small
+constant, and a quarter or less of what a maximum keeps from being small: what is
+divided by those needs no scaling. Results are as precise as Triton's (2 units in the
+last place); but the root of a subnormal number is 0.
+
+**Bytes.** Four fields of 8 bits, each shifted and masked and then shifted to its place,
+are a word after three permutations of bytes.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import triton
+from jax.extend import core
+from jax.extend.core import primitives as p
+
+_ADDITIONS = (p.add_p, p.add_jaxvals_p)
+_SMALLEST = 2.0**-126  # float32's smallest normal number
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Byte:
+    """A field that is a byte of a uint32 word, counted from its lowest."""
+
+    word: jax.Array
+    number: int = dataclasses.field(metadata={"static": True})
+
+
+def with_short_forms(function: Callable, bytes_: Sequence[int] = ()) -> Callable:
+    """An elementwise function with shorter operations, for a kernel of Triton's.
+
+    Args:
+      function: from trees of arrays to one.
+      bytes_: numbers of the results that are fields of 8 bits. They are returned as
+        :class:`Byte`.
+    """
+    traced = None
+
+    def run(*args):
+        nonlocal traced
+        flat, structure = jax.tree.flatten(args)
+        if traced is None:  # all rows of a kernel are alike
+            traced = jax.make_jaxpr(
+                lambda *flat: function(*structure.unflatten(flat)), return_shape=True
+            )(*flat)
+        closed, shapes = traced
+        evaluation = _Evaluation(closed, flat, [False] * len(flat))
+        results = [
+            evaluation.byte(atom) if i in bytes_ else evaluation.value(atom)
+            for i, atom in enumerate(evaluation.outputs)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return run
+
+
+def put_bytes(fields: Sequence[Byte]) -> list[jax.Array]:
+    """Fields of 8 bits as words, the lowest first."""
+    words = []
+    for i in range(0, len(fields), 4):
+        a, b, c, d = fields[i : i + 4]
+        (word,) = _assemble(
+            "{ .reg .b32 low, high;"
+            f" prmt.b32 low, $1, $2, {a.number + 16 * (4 + b.number)};"
+            f" prmt.b32 high, $3, $4, {c.number + 16 * (4 + d.number)};"
+            " prmt.b32 $0, low, high, 0x5410; }",
+            [a.word, b.word, c.word, d.word],
+            jnp.int32,
+        )
+        words.append(jax.lax.bitcast_convert_type(word, jnp.uint32))
+    return words
+
+
+def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
+    """``a * b + c`` in one instruction, which rounds once."""
+    return _assemble("fma.rn.f32 $0, $1, $2, $3;", [a, b, c], jnp.float32)[0]
+
+
+class _Evaluation:
+    """The evaluation of a jaxpr.
+
+    Args:
+      closed: the jaxpr.
+      args: its arguments.
+      are_divisors: which of them may be divided by without scaling.
+    """
+
+    def __init__(self, closed: core.ClosedJaxpr, args: list, are_divisors: list[bool]):
+        jaxpr = closed.jaxpr
+        self.outputs = jaxpr.outvars
+        self._known = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        self._known |= zip(jaxpr.invars, args, strict=True)
+        self._calls = {}
+        pairs = zip(jaxpr.invars, are_divisors, strict=True)
+        self._divisors = {var for var, is_divisor in pairs if is_divisor}
+        for eqn in jaxpr.eqns:
+            self._calls |= dict.fromkeys(eqn.outvars, eqn)
+            self._known |= zip(eqn.outvars, self._results(eqn), strict=True)
+
+    def value(self, atom):
+        return atom.val if isinstance(atom, core.Literal) else self._known[atom]
+
+    def is_divisor(self, atom) -> bool:
+        return not isinstance(atom, core.Literal) and atom in self._divisors
+
+    def byte(self, atom) -> Byte:
+        """A field of 8 bits, without the operations that move a byte to its place."""
+        shift, word = 0, atom
+        masked = self._other_operand(word, p.and_p, 255)
+        word = word if masked is None else masked
+        for number in (8, 16, 24):
+            shifted = self._other_operand(word, p.shift_right_logical_p, number)
+            if shifted is not None and (masked is not None or number == 24):
+                shift, word = number, shifted
+                break
+        return Byte(self.value(word), shift // 8)
+
+    def _results(self, eqn) -> list:
+        inputs = [self.value(atom) for atom in eqn.invars]
+        divisors = [self.is_divisor(atom) for atom in eqn.invars]
+        single = eqn.outvars[0].aval.shape and all(
+            atom.aval.dtype == jnp.float32 for atom in eqn.invars
+        )
+        if eqn.primitive is p.jit_p:
+            inner = _Evaluation(eqn.params["jaxpr"], inputs, divisors)
+            pairs = zip(eqn.outvars, inner.outputs, strict=True)
+            self._divisors |= {var for var, atom in pairs if inner.is_divisor(atom)}
+            return [inner.value(atom) for atom in inner.outputs]
+        if eqn.primitive is p.sqrt_p and single:
+            self._divisors.add(eqn.outvars[0])
+            return _assemble("sqrt.approx.ftz.f32 $0, $1;", inputs, jnp.float32)
+        if eqn.primitive is p.div_p and single and divisors[1]:
+            inverse = _assemble("rcp.approx.ftz.f32 $0, $1;", inputs[1:], jnp.float32)
+            return [inputs[0] * inverse[0]]
+        if single and self._is_moderate(eqn, divisors):
+            self._divisors.add(eqn.outvars[0])
+        params = eqn.primitive.get_bind_params(eqn.params)
+        results = eqn.primitive.bind(*inputs, **params)
+        return results if eqn.primitive.multiple_results else [results]
+
+    def _is_moderate(self, eqn, divisors: list[bool]) -> bool:
+        """Whether a sum or product is such that it may be divided by."""
+        if eqn.primitive in _ADDITIONS:
+            numbers = [self._spread(atom).aval.shape == () for atom in eqn.invars]
+            return any(divisors) and all(map(any, zip(divisors, numbers, strict=True)))
+        if eqn.primitive is p.mul_p:
+            large, factor = eqn.invars
+            of_maximum = self._call(large)
+            if of_maximum is not None and of_maximum.primitive is p.max_p:
+                least = self._constant(of_maximum.invars[1])
+                factor = self._constant(factor)
+                if least is not None and factor is not None:
+                    return factor <= 0.25 and least * factor >= _SMALLEST
+        return False
+
+    def _call(self, atom):
+        return None if isinstance(atom, core.Literal) else self._calls.get(atom)
+
+    def _other_operand(self, atom, primitive, constant):
+        """What the primitive combines with this constant, or None."""
+        eqn = self._call(atom)
+        if eqn is None or eqn.primitive is not primitive:
+            return None
+        return eqn.invars[0] if self._constant(eqn.invars[1]) == constant else None
+
+    def _spread(self, atom):
+        """What is spread over an array, or the atom itself."""
+        eqn = self._call(atom)
+        if eqn is not None and eqn.primitive is p.broadcast_in_dim_p:
+            return eqn.invars[0]
+        return atom
+
+    def _constant(self, atom) -> int | float | None:
+        atom = self._spread(atom)
+        if not isinstance(atom, core.Literal) or atom.aval.shape:
+            return None
+        return np.asarray(atom.val).item()
+
+
+def _assemble(instructions: str, args: Sequence[jax.Array], dtype) -> list[jax.Array]:
+    letter = "f" if dtype == jnp.float32 else "r"
+    return triton.elementwise_inline_asm(
+        instructions,
+        args=args,
+        constraints=",".join(["=" + letter, *[letter] * len(args)]),
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, dtype)],
+    )

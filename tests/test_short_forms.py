@@ -1,0 +1,113 @@
+"""Which operations of a GPU kernel's body shorter ones replace, and which it keeps.
+
+The replacements are machine instructions, which run on a GPU only: here is what stands
+in their place in the jaxpr, and in tests/gpu_program how many instructions are left.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.fused.short_forms import Byte, with_short_forms
+
+X = jnp.linspace(0.5, 2, 8)
+WORDS = jnp.uint32([0x12345678, 0xFEDCBA98])
+
+
+def operations(function, *args):
+    """Names of the operations of a function with short forms, in order."""
+    short = jax.make_jaxpr(with_short_forms(function))(*args)
+    return [eqn.params.get("asm", eqn.primitive.name).split()[0] for eqn in short.eqns]
+
+
+@pytest.mark.parametrize(
+    "divisor",
+    [
+        jnp.sqrt,
+        lambda x: jnp.sqrt(x) + jnp.float32(1e-8),
+        lambda x: jnp.float32(1e-8) + jnp.sqrt(x + jnp.float32(1)),
+        lambda x: jnp.sqrt(x) + jnp.sqrt(x * x),
+        jax.jit(jnp.sqrt),
+    ],
+)
+def test_a_quotient_by_a_root_and_a_number_needs_no_division(divisor):
+    found = operations(lambda x: x / divisor(x), X)
+    assert "div" not in found
+    assert "sqrt" not in found
+    assert "rcp.approx.ftz.f32" in found
+    assert "sqrt.approx.ftz.f32" in found
+
+
+@pytest.mark.parametrize(
+    "divisor",
+    [
+        lambda x: x,
+        lambda x: jnp.sqrt(x) + x,
+        lambda x: jnp.sqrt(x) - jnp.float32(1e-8),
+        lambda x: jnp.sqrt(x) * jnp.float32(1e-30),
+        lambda x: jnp.maximum(x, jnp.float32(1e-30)),
+        lambda x: jnp.maximum(x, jnp.float32(1e-30)) * jnp.float32(0.5),
+        lambda x: jnp.maximum(x, jnp.float32(1e-30)) * jnp.float32(1e-10),
+        lambda x: jnp.maximum(x, jnp.float32(-1)) * jnp.float32(0.25),
+    ],
+)
+def test_other_quotients_are_divisions(divisor):
+    assert "div" in operations(lambda x: x / divisor(x), X)
+
+
+def test_the_inverse_of_a_scale_needs_no_division():
+    def inverse(scale):
+        unit = jnp.maximum(scale, jnp.float32(2.0**-110)) * jnp.float32(2.0**-16)
+        return jnp.float32(1) / unit
+
+    assert "div" not in operations(inverse, X)
+
+
+def test_what_is_neither_root_nor_byte_is_computed_as_it_was():
+    def function(tree, number):
+        return {"a": [jnp.where(tree["x"] > 1, number, tree["x"]), tree["y"] ^ 3]}
+
+    arguments = {"x": X, "y": jnp.arange(3)}, jnp.float32(7)
+    got, want = with_short_forms(function)(*arguments), function(*arguments)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("field", "number"),
+    [
+        (lambda x: x & 0xFF, 0),
+        (lambda x: (x >> 8) & 0xFF, 1),
+        (lambda x: (x >> 16) & 0xFF, 2),
+        (lambda x: (x >> 24) & 0xFF, 3),
+        (lambda x: x >> 24, 3),
+    ],
+)
+def test_a_byte_of_a_word_is_told_from_how_it_is_taken(field, number):
+    (byte,) = with_short_forms(lambda x: [field(x)], [0])(WORDS)
+    assert byte.number == number
+    np.testing.assert_array_equal(byte.word, WORDS)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        lambda x: (x >> 4) & 0xFF,
+        lambda x: (x & 0xFF) >> 8,
+        lambda x: (x >> 28) & 0xF,
+        lambda x: jnp.minimum(x, jnp.uint32(255)),
+        lambda x: (x >> 24) ^ 1,
+    ],
+)
+def test_other_fields_are_the_lowest_byte(field):
+    (byte,) = with_short_forms(lambda x: [field(x)], [0])(WORDS)
+    assert byte.number == 0
+    np.testing.assert_array_equal(np.asarray(byte.word) & 0xFF, field(WORDS))
+
+
+def test_only_the_results_asked_for_are_bytes():
+    byte, field = with_short_forms(lambda x: [x >> 24, x >> 24], [0])(WORDS)
+    assert isinstance(byte, Byte)
+    np.testing.assert_array_equal(field, WORDS >> 24)
