@@ -172,7 +172,8 @@ class Lanes:
         words = math.ceil(view.length / GROUP) * bits
         row = self.lead * jnp.int32(words) + self._first_word(bits) + start
         first = row * jnp.int32(view.columns) + self.column
-        first = _bounded(first, view.lanes * view.group_rows // GROUP * bits)
+        if view.parts > 1:  # in a loop it would take registers
+            first = _bounded(first, view.lanes * view.group_rows // GROUP * bits)
         return first + jnp.int32(word * view.columns)
 
     def has_word(self, bits: int, word: jax.Array) -> jax.Array | None:
