@@ -26,6 +26,7 @@ from lowbit_optax import kernel_plan, kernel_step, trees
 from lowbit_optax.float_layouts import is_narrow
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.landing import land, stay
+from lowbit_optax.layers import is_analysed, layerwise, placed, stacks_to_write
 from lowbit_optax.moments import MomentPlan, Moments
 from lowbit_optax.random_bits import (
     RandomBits,
@@ -169,7 +170,7 @@ class Lowbit:
         formats = [self.format(leaf) for leaf in leaves]
         residuals = self._residuals(names, leaves, treedef, formats, state.residual)
         masters = [
-            leaf if format_ is None else format_.seen(leaf, residual)
+            leaf if format_ is None else layerwise(format_.seen, leaf, residual)
             for format_, leaf, residual in zip(formats, leaves, residuals, strict=True)
         ]
         wide = [
@@ -220,12 +221,12 @@ class Lowbit:
                 return (
                     optax.apply_updates(leaf, update) if landing is stay else update
                 ), None
-            _, residual, result = format_.advance(
-                leaf,
-                inside.residuals[number],
-                update.astype(jnp.float32),
-                random[number],
-                landing,
+
+            def advance(leaf, residual, update):
+                return format_.advance(leaf, residual, update, random[number], landing)
+
+            _, residual, result = layerwise(
+                advance, leaf, inside.residuals[number], update.astype(jnp.float32)
             )
             return result, residual
 
@@ -236,12 +237,15 @@ class Lowbit:
             encoded = inside.plan.encode(inner_state, random)
             return list(results), list(residuals), encoded
 
+        stored = jax.tree.structure(inside.moments).flatten_up_to(
+            inside.plan.by_leaf(state.inner_state)
+        )
+        layer = stacks_to_write()
+        old = inside.leaves, inside.residuals, state.inner_state
+
         def by_kernels(plan):
-            stored = jax.tree.structure(inside.moments).flatten_up_to(
-                inside.plan.by_leaf(state.inner_state)
-            )
             results, residuals, parts, written = kernel_step.run(
-                plan, inside, stored, keys, landing, finish, "pallas"
+                plan, inside, stored, keys, landing, finish, "pallas", layer
             )
             return (
                 results,
@@ -249,8 +253,18 @@ class Lowbit:
                 inside.plan.encode(plan.state_tree.unflatten(parts), random, written),
             )
 
+        def choices(plan):
+            if layer is None:
+                return functools.partial(by_kernels, plan), by_xla, lambda new: new
+            overwritten = kernel_step.overwritten(plan, inside, stored, layer)
+            return (
+                functools.partial(by_kernels, plan),
+                lambda: layer.into_stacks(overwritten, old, by_xla()),
+                functools.partial(layer.out_of_stacks, overwritten, old),
+            )
+
         results, residuals, inner_state = self._choose(
-            inside, landing, extra_args, by_xla, by_kernels
+            inside, landing, extra_args, by_xla, choices
         )
         return inside.treedef.unflatten(results), LowbitState(
             optax.safe_increment(state.count),
@@ -259,20 +273,21 @@ class Lowbit:
             inner_state,
         )
 
-    def _choose(self, inside, landing, extra_args, by_xla, by_kernels):
+    def _choose(self, inside, landing, extra_args, by_xla, choices):
         """The step by the implementation asked for, on the platform it will run on."""
         chosen = self.implementation
-        if chosen == "xla" or (chosen is None and is_elsewhere(inside.leaves)):
+        elsewhere = chosen is None and is_elsewhere(inside.leaves)
+        if chosen == "xla" or elsewhere or is_analysed():
             return by_xla()
         plan = kernel_plan.plan(self.inner, inside, landing, extra_args)
         if chosen == "pallas":
             plan.require(inside.names)
         if plan.is_empty:
             return by_xla()
-        with_kernels = functools.partial(by_kernels, plan)
+        with_kernels, without, finish = choices(plan)
         if chosen == "pallas":
-            return with_kernels()
-        return jax.lax.platform_dependent(cuda=with_kernels, default=by_xla)
+            return finish(with_kernels())
+        return finish(jax.lax.platform_dependent(cuda=with_kernels, default=without))
 
     def _check(self, names, leaves):
         for name, leaf in zip(names, leaves, strict=True):
@@ -345,11 +360,10 @@ class Inside:
 
 def _random(names, leaves, formats, seed, count) -> list[RandomBits]:
     """The leaves' random bits, which know what their formats leave to the moments."""
+    random = placed(random_bits(seed, count, _numbers(names)), names, leaves)
     return [
         dataclasses.replace(bits, spare=format_ is not None and format_.spares(x.dtype))
-        for bits, x, format_ in zip(
-            random_bits(seed, count, _numbers(names)), leaves, formats, strict=True
-        )
+        for bits, x, format_ in zip(random, leaves, formats, strict=True)
     ]
 
 

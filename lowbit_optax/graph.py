@@ -13,6 +13,8 @@ import numpy as np
 from jax.extend import core
 from jax.extend.core import primitives
 
+from lowbit_optax.layers import LAYERWISE
+
 _CALLS = frozenset(
     {
         primitives.call_p,
@@ -120,7 +122,7 @@ class Graph:
 
         for eqn in jaxpr.eqns:
             operands = [read(atom) for atom in eqn.invars]
-            if eqn.primitive in _CALLS:
+            if eqn.primitive in _CALLS and eqn.params.get("name") != LAYERWISE:
                 results = self._inline(_called(eqn), operands)
             elif eqn.primitive is primitives.copy_p:
                 results = operands

@@ -4,6 +4,7 @@ Everything else is computed outside, as on the XLA path: scalars, counters, and 
 leaves that no kernel takes. Which those are is in :mod:`lowbit_optax.kernel_plan`.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from lowbit_optax import leafwise
 from lowbit_optax.graph import evaluate
 from lowbit_optax.kernel_plan import Body, LeafPlan, Plan
 from lowbit_optax.landing import difference, land
+from lowbit_optax.layers import Layer
 from pallas_kernels.bitfields import GROUP
 from pallas_kernels.fused import (
     LARGEST_OF_MANY,
@@ -35,6 +37,7 @@ def run(
     landing,
     finish,
     implementation,
+    layer: Layer | None = None,
 ):
     """One step by a plan.
 
@@ -46,11 +49,12 @@ def run(
       landing: as in the plan.
       finish: ``(number, update) -> (result, residual)`` of a leaf without a kernel.
       implementation: of ``fused_update``.
+      layer: of which stacks the leaves are, if they are.
 
     Returns:
       ``(results, residuals, parts, written)``: by leaf the results and residuals, the
       parts of the inner state, and the numbers of those that kernels wrote: they are
-      encoded.
+      encoded. In the places of :func:`overwritten` there are whole stacks.
     """
     known = dict(zip(plan.grads, inside.grads, strict=True))
     known |= zip(plan.masters, inside.masters, strict=True)
@@ -78,16 +82,22 @@ def run(
     for i, leaf in enumerate(plan.leaves):
         if isinstance(leaf, LeafPlan):
             moments = [stored[s] for s in leaf.slots]
-            in_kernel[i] = _kernel_leaf(
-                leaf.body,
-                inside.raw_grads[i],
-                inside.leaves[i],
-                inside.residuals[i],
-                moments,
+            in_kernel[i] = _stacked(
+                _kernel_leaf(
+                    leaf.body,
+                    inside.raw_grads[i],
+                    inside.leaves[i],
+                    inside.residuals[i],
+                    moments,
+                ),
+                layer,
             )
         else:
             results[i], residuals[i] = finish(i, value(plan.updates[i]))
-    for i, written in _run_leaves(plan, in_kernel, table, implementation).items():
+    index = None if layer is None else layer.index
+    for i, written in _run_leaves(
+        plan, in_kernel, table, implementation, index
+    ).items():
         new, *rest = written
         body = plan.leaves[i].body
         if body.has_residual:
@@ -97,6 +107,42 @@ def run(
         exact = landing is land and body.format is not None
         results[i] = difference(inside.leaves[i], new) if exact else new
     return results, residuals, [new_state[s] for s in range(len(new_state))], in_kernels
+
+
+def overwritten(plan: Plan, inside, stored: Sequence, layer: Layer) -> set[int]:
+    """Ids of the arrays that kernels overwrite in their stacks.
+
+    Args:
+      plan, inside, stored, layer: as for :func:`run`.
+    """
+    found = set()
+    for i, leaf in enumerate(plan.leaves):
+        if not isinstance(leaf, LeafPlan):
+            continue
+        alone = _kernel_leaf(
+            leaf.body,
+            inside.raw_grads[i],
+            inside.leaves[i],
+            inside.residuals[i],
+            [stored[s] for s in leaf.slots],
+        )
+        if _stacked(alone, layer).stacked:
+            found |= {id(alone.operands[n].array) for n in alone.overwritten}
+    return found
+
+
+def _stacked(leaf: Leaf, layer: Layer | None) -> Leaf:
+    """The leaf as a layer to be written into its stacks, where these may be."""
+    if layer is None:
+        return leaf
+    arrays = {n: layer.stack_of(leaf.operands[n].array) for n in leaf.overwritten}
+    if not arrays or any(x is None for x in arrays.values()):
+        return leaf
+    operands = [
+        dataclasses.replace(operand, array=arrays.get(n, operand.array))
+        for n, operand in enumerate(leaf.operands)
+    ]
+    return dataclasses.replace(leaf, operands=tuple(operands), stacked=True)
 
 
 def _kernel_leaf(body: Body, grad, param, residual, moments) -> Leaf:
@@ -135,12 +181,12 @@ def _moments_of(body: Body, written: list) -> list:
     return moments
 
 
-def _run_leaves(plan: Plan, leaves: dict[int, Leaf], table, implementation):
+def _run_leaves(plan: Plan, leaves: dict[int, Leaf], table, implementation, layer):
     """Each leaf's results: large leaves one by one, small ones of a kind together."""
     written, small = {}, {}
     for i, leaf in leaves.items():
         body = plan.leaves[i].body
-        alone = leaf.packed or leaf.grouped
+        alone = leaf.packed or leaf.grouped or leaf.stacked
         if not alone and math.prod(leaf.shape) <= LARGEST_OF_MANY:
             dtypes = tuple(x.dtype for x in leaf.arrays)
             small.setdefault((body, dtypes), []).append(i)
@@ -150,6 +196,7 @@ def _run_leaves(plan: Plan, leaves: dict[int, Leaf], table, implementation):
             leaf.arrays,
             table,
             np.array([i], np.uint32),
+            layer if leaf.stacked else None,
             body=body,
             like=_abstract(leaf),
             implementation=implementation,
@@ -173,7 +220,7 @@ def _abstract(leaf: Leaf) -> Leaf:
 
 
 @functools.partial(jax.jit, static_argnames=("body", "like", "implementation"))
-def _fused(arrays, table, row, *, body: Body, like: Leaf, implementation):
+def _fused(arrays, table, row, layer, *, body: Body, like: Leaf, implementation):
     """Traced and lowered once for all leaves of one shape and program."""
     leaf = like.with_arrays(arrays)
     return fused_update(
@@ -184,6 +231,7 @@ def _fused(arrays, table, row, *, body: Body, like: Leaf, implementation):
         group=leaf.group,
         scalars=table,
         row=row,
+        layer=layer,
         implementation=implementation,
     )
 

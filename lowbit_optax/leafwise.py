@@ -36,6 +36,11 @@ _ELEMENTWISE = frozenset(
 _ONE_TO_ONE = frozenset({p.copy_p, p.stop_gradient_p})
 
 
+def is_elementwise(primitive) -> bool:
+    """Whether an element of its result is made of the same elements of its inputs."""
+    return primitive in _ELEMENTWISE or primitive in _ONE_TO_ONE
+
+
 class NotElementwise(Exception):
     """Why a leaf's update cannot run in a kernel."""
 
@@ -283,7 +288,7 @@ def _check_elementwise(node: Node, shape: tuple[int, ...]) -> None:
     fits = node.aval.shape == shape and all(
         x.is_scalar or x.aval.shape == shape for x in operands
     )
-    known = primitive in _ELEMENTWISE or primitive in _ONE_TO_ONE
+    known = is_elementwise(primitive)
     if primitive is p.broadcast_in_dim_p:
         known = operands[0].is_scalar or operands[0].aval.shape == shape
     if not (known and fits):

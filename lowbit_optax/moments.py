@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from lowbit_optax.formats.base import MomentFormat
+from lowbit_optax.layers import layerwise
 from lowbit_optax.moment_trees import (
     by_leaf,
     in_trees,
@@ -91,9 +92,7 @@ class MomentPlan:
         parts = treedef.flatten_up_to(state)
         described = treedef.flatten_up_to(self.describe(state))
         encoded = treedef.unflatten(
-            part
-            if how is None or i in done
-            else how.format.encode(part, draws[how.leaf], how.number)
+            part if how is None or i in done else _encode(how, part, draws[how.leaf])
             for i, (part, how) in enumerate(zip(parts, described, strict=True))
         )
 
@@ -161,7 +160,7 @@ class MomentPlan:
                 )
             if format_ is None:
                 return without_container(stored)
-            return format_.decode(stored, like.shape)
+            return layerwise(lambda x: format_.decode(x, like.shape), stored)
 
         return self._map_slots(
             lambda slot, stored: self._map_moments(
@@ -251,6 +250,10 @@ class MomentPlan:
         if isinstance(self.moments, Mapping):
             return self.moments.get(field)
         return self.moments
+
+
+def _encode(how: Stored, moment: jax.Array, random: RandomBits):
+    return layerwise(lambda x: how.format.encode(x, random, how.number), moment)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -117,6 +117,16 @@ class RandomBits:
             return words << jnp.uint32(8 + 12 * number)
         return self.halves(shape, number) << jnp.uint32(16)
 
+    def at_layer(self, layer: jax.Array, shape: tuple[int, ...]) -> "RandomBits":
+        """The random bits of one layer of a stacked leaf: the leaf's words there.
+
+        Args:
+          layer: int32 scalar, which one.
+          shape: of a layer. The stack has up to 2^32 elements.
+        """
+        first = layer.astype(jnp.uint32) * jnp.uint32(math.prod(shape) % 2**32)
+        return dataclasses.replace(self, index=_global_index(shape)[0] + first)
+
     def _check_index(self, shape: tuple[int, ...]):
         if self.index.shape != tuple(shape) or self.index.dtype != jnp.uint32:
             raise ValueError(

@@ -239,6 +239,8 @@ def bits(tree):
     """Every leaf as unsigned integers, so that -0 is not 0 and NaN is itself."""
 
     def leaf(x):
+        if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x = jax.random.key_data(x)
         x = np.asarray(x)
         return x.view(f"u{x.dtype.itemsize}") if x.dtype.itemsize < 16 else x
 

@@ -9,6 +9,7 @@ import optax
 
 from lowbit_optax import formats, trees
 from lowbit_optax.formats import MomentFormat
+from lowbit_optax.layers import layerwise, placed
 from lowbit_optax.lpmm import quantized_tensor as tensors
 from lowbit_optax.lpmm.quantized import widened
 from lowbit_optax.moment_trees import by_leaf, in_trees, without_container
@@ -119,7 +120,7 @@ class _Accumulation:
     def init(self, params) -> AccumulationState:
         names, leaves, treedef = tensors.named_leaves(params)
         count, seed = jnp.zeros([], jnp.uint32), jnp.asarray(self.seed, jnp.uint32)
-        random = _random(names, seed, count)
+        random = _random(names, leaves, seed, count)
         sums = [
             self._encode(_zeros(leaf), bits) if trees.is_float(leaf) else None
             for leaf, bits in zip(leaves, random, strict=True)
@@ -138,7 +139,7 @@ class _Accumulation:
         given = trees.beside(names, treedef, updates, "grads")
         held = by_leaf(state.accumulators)
         held = trees.beside(names, treedef, held, "accumulators")
-        random = _random(names, state.seed, state.count)
+        random = _random(names, leaves, state.seed, state.count)
         sums = [
             widened(name, grad, leaf) + self._decode(name, part, leaf)
             if trees.is_float(leaf)
@@ -192,14 +193,16 @@ class _Accumulation:
 
     def _encode(self, total, random):
         format_ = self._format(total.shape)
-        return total if format_ is None else format_.encode(total, random, 0)
+        if format_ is None:
+            return total
+        return layerwise(lambda x: format_.encode(x, random, 0), total)
 
     def _decode(self, name, part, leaf):
         format_ = self._format(leaf.shape)
         if format_ is None:
             return without_container(part)
         try:
-            return format_.decode(part, leaf.shape)
+            return layerwise(lambda x: format_.decode(x, leaf.shape), part)
         except (AttributeError, ValueError) as error:
             raise ValueError(
                 f"accumulate_gradients: the accumulator of params{name} is not one of "
@@ -213,8 +216,7 @@ def _zeros(leaf) -> jax.Array:
     return jnp.zeros_like(leaf, jnp.float32)
 
 
-def _random(names, seed, count):
-    return [
-        dataclasses.replace(bits, stream=_STREAM)
-        for bits in random_bits(seed, count, [leaf_number(name) for name in names])
-    ]
+def _random(names, leaves, seed, count):
+    random = random_bits(seed, count, [leaf_number(name) for name in names])
+    random = [dataclasses.replace(bits, stream=_STREAM) for bits in random]
+    return placed(random, names, leaves)

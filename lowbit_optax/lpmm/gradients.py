@@ -54,7 +54,7 @@ def value_and_grad(
             return loss_fn(arrays, *args, **kwargs)
 
         def parts(slots):
-            held = treedef.unflatten(map(_slotted, leaves, slots))
+            held = treedef.unflatten(map(slotted, leaves, slots))
             return loss_fn(held, *args, **kwargs)
 
         differentiate = functools.partial(
@@ -100,7 +100,8 @@ class _Slotted:
         return _read(jnp.dtype(dtype), self.slot.dtype, self.lpmm_tensor, self.slot)
 
 
-def _slotted(leaf, slot):
+def slotted(leaf, slot):
+    """A leaf as a loss sees it: a quantised one with the slot of its gradient."""
     return _Slotted(leaf, slot) if tensors.is_quantized(leaf) else slot
 
 

@@ -1,0 +1,164 @@
+"""A step with gradient release and the ordinary one, side by side, for the tests of it.
+
+Both compute the same operations in the same order. XLA on CPUs changes two things that
+depend on the loop around them. It contracts a product and a sum into one operation:
+hyperparameters here are powers of two, by which products are exact. And its simplifier
+turns a division by a scalar, Adam's bias correction, into a product: ``divides`` is for
+such optimizers. What is left must be equal in every bit.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from optimizers import assert_same_bits
+
+from lowbit_optax import release
+
+RATE = 2.0**-7
+SGD = optax.sgd(RATE, momentum=0.5)
+WIDTH = 64
+"""Layers of 64 x 64 are the smallest that are updated in the loop."""
+
+
+def ordinary(loss_fn, tx, has_aux=False):
+    """The step as users of optax write it."""
+
+    def step(params, state, *args):
+        differentiate = jax.value_and_grad(loss_fn, has_aux=has_aux)
+        value, grads = differentiate(params, *args)
+        updates, state = tx.update(grads, state, params)
+        return value, optax.apply_updates(params, updates), state
+
+    return step
+
+
+def run(step, tx, params, batches, state=None, divides=False, optimised=False):
+    """The losses, the parameters and the state after jitted steps.
+
+    Args:
+      divides: compile without XLA's simplifier. It is not the rule, because XLA fails
+        without it on some other programs.
+      optimised: compile as usual, not only quickly.
+    """
+    options = {} if optimised else {"xla_backend_optimization_level": 0}
+    if divides:
+        options["xla_disable_hlo_passes"] = "algsimp"
+    step = jax.jit(step, compiler_options=options)
+    state = tx.init(params) if state is None else state
+    values = []
+    for batch in batches:
+        value, params, state = step(params, state, *batch)
+        values.append(value)
+    return values, params, state
+
+
+def assert_equal_steps(
+    loss_fn, tx, params, batches, *, in_loop=None, has_aux=False, **compiled
+):
+    """Losses, parameters and state are bit for bit those of the ordinary step.
+
+    Args:
+      in_loop: the paths that must have been updated in the loop; None to leave it open.
+      **compiled: for :func:`run`.
+    """
+    if in_loop is not None:
+        found = updated_in_loop(loss_fn, tx, params, *batches[0], has_aux=has_aux)
+        assert found == set(in_loop)
+    want = run(ordinary(loss_fn, tx, has_aux), tx, params, batches, **compiled)
+    released = release.value_and_update(loss_fn, tx, has_aux=has_aux)
+    got = run(released, tx, params, batches, **compiled)
+    losses = [value[0] if has_aux else value for value in want[0]]
+    assert np.isfinite(losses).all()
+    assert_same_bits(got, want)
+    return got
+
+
+def explained(loss_fn, tx, params, *batch, **options):
+    """What explain says, of shapes alone."""
+    state = jax.eval_shape(tx.init, params)
+    return release.explain(loss_fn, tx, **options)(params, state, *batch)
+
+
+def updated_in_loop(loss_fn, tx, params, *batch, **options):
+    """Paths of the leaves that are updated in the loop."""
+    reasons = explained(loss_fn, tx, params, *batch, **options)
+    return {name for name, reason in reasons.items() if reason == "in the loop"}
+
+
+@functools.cache
+def _numbers(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def normal(*shape, dtype=jnp.float32, seed=0, scale=1.0):
+    """Normal numbers."""
+    return jnp.asarray(scale * _numbers(*shape, seed=seed), jnp.float32).astype(dtype)
+
+
+def weights(*depth, dtype=jnp.float32, seed=0):
+    """Stacked square matrices that keep the scale of what goes through them."""
+    return normal(*depth, WIDTH, WIDTH, dtype=dtype, seed=seed, scale=WIDTH**-0.5)
+
+
+def batches(count, rows=4):
+    """Inputs, one after another."""
+    return [(normal(rows, WIDTH, seed=100 + n),) for n in range(count)]
+
+
+def dense(x, w):
+    """A layer, in float32."""
+    return jnp.tanh(x @ w.astype(jnp.float32))
+
+
+def simple_body(x, w):
+    """A scan's body of one layer."""
+    return dense(x, w), None
+
+
+def simple_params(layers=3, dtype=jnp.float32):
+    """One stack, and a leaf that no scan reads."""
+    return {"layers": weights(layers, dtype=dtype), "head": normal(WIDTH, dtype=dtype)}
+
+
+def simple_loss(params, x):
+    """A scan, and what makes a scalar of its result."""
+    x, _ = release.scan(simple_body, x, params["layers"])
+    return head_loss(params, x)
+
+
+def head_loss(params, x):
+    """A scalar."""
+    return jnp.mean((x @ params["head"].astype(jnp.float32)) ** 2)
+
+
+SIMPLE_IN_LOOP = {"['layers']"}
+
+
+def mixed_params(layers=3):
+    """Stacks in three dtypes, one of small layers, and a leaf that no scan reads."""
+    return {
+        "layers": {
+            "wide": weights(layers, seed=2),
+            "brain": weights(layers, dtype=jnp.bfloat16, seed=3),
+            "half": weights(layers, dtype=jnp.float16, seed=4),
+            "bias": normal(layers, WIDTH, seed=5, scale=0.125),
+        },
+        "head": normal(WIDTH, dtype=jnp.bfloat16, seed=6),
+    }
+
+
+MIXED_IN_LOOP = {f"['layers']['{name}']" for name in ("wide", "brain", "half")}
+
+
+def mixed_loss(params, x):
+    """A loss over the parameters above."""
+
+    def body(x, layer):
+        x = dense(x, layer["wide"]) + layer["bias"]
+        return dense(dense(x, layer["brain"]), layer["half"]), None
+
+    x, _ = release.scan(body, x, params["layers"])
+    return head_loss(params, x)

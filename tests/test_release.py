@@ -1,0 +1,398 @@
+"""A released step's numbers are the ordinary step's, for every optimizer."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import released
+from optimizers import assert_same_bits, standard_promotion  # noqa: F401
+from released import RATE, SIMPLE_IN_LOOP, normal, simple_loss, simple_params
+
+import lowbit_optax
+from lowbit_optax import release
+
+HALF = dict(b1=0.5, b2=0.5)
+FOUR_BITS = lowbit_optax.block_quantized(4)
+EIGHT_BITS = lowbit_optax.block_quantized(8)
+FLOAT16 = lowbit_optax.cast(jnp.float16)
+
+
+def _lion(weights=None, moments=None):
+    inner = optax.lion(RATE, **HALF, weight_decay=0.5)
+    return lowbit_optax.lowbit(inner, weights=weights, moments=moments)
+
+
+LOWBIT = {
+    "kahan_sgd": lowbit_optax.kahan_sgd(RATE, 0.5),
+    "kahan_sgd_param": lowbit_optax.kahan_sgd(RATE, 0.5, arithmetic="param"),
+    "kahan_adamw": lowbit_optax.kahan_adamw(RATE, **HALF, weight_decay=0.5),
+    "kahan_adamw_stochastic": lowbit_optax.kahan_adamw(
+        RATE, **HALF, weight_decay=0.0, rounding="stochastic"
+    ),
+    "sr_sgd": lowbit_optax.sr_sgd(RATE, 0.5),
+    "sr_adamw": lowbit_optax.sr_adamw(RATE, **HALF, weight_decay=0.0, seed=7),
+    "extra_bits_sgd_8_nearest": lowbit_optax.extra_bits_sgd(RATE, 0.5, bits=8),
+    "extra_bits_sgd_8_toward_zero": lowbit_optax.extra_bits_sgd(
+        RATE, 0.5, bits=8, rounding="toward_zero"
+    ),
+    "extra_bits_adamw_8_stochastic": lowbit_optax.extra_bits_adamw(
+        RATE, **HALF, weight_decay=0.0, bits=8, rounding="stochastic"
+    ),
+    "extra_bits_adamw_16": lowbit_optax.extra_bits_adamw(
+        RATE, **HALF, weight_decay=0.0, bits=16
+    ),
+    "lowbit_sgd": lowbit_optax.lowbit_sgd(RATE, 0.5),
+    "lowbit_adamw": lowbit_optax.lowbit_adamw(RATE, **HALF, weight_decay=0.0),
+    "lowbit_lion": lowbit_optax.lowbit_lion(RATE, **HALF, weight_decay=0.0),
+    "extra_bits_7_stochastic_float16": _lion(
+        lowbit_optax.extra_bits(7, rounding="stochastic"), FLOAT16
+    ),
+    "stochastic_rounding_4_bits": _lion(lowbit_optax.stochastic_rounding(), FOUR_BITS),
+    "nearest_8_bits_stochastic": _lion(
+        lowbit_optax.nearest(),
+        lowbit_optax.block_quantized(8, rounding="stochastic"),
+    ),
+    "nearest_bfloat16": _lion(lowbit_optax.nearest(), lowbit_optax.cast(jnp.bfloat16)),
+    "master_copy": _lion(lowbit_optax.master_copy()),
+}
+"""Every alias, weight format and moment format."""
+
+
+@pytest.mark.parametrize("name", LOWBIT)
+def test_twenty_released_steps_are_twenty_ordinary_ones(name):
+    released.assert_equal_steps(
+        simple_loss,
+        LOWBIT[name],
+        simple_params(dtype=jnp.bfloat16),
+        released.batches(20),
+        in_loop=SIMPLE_IN_LOOP,
+        divides="adam" in name,
+    )
+
+
+@pytest.mark.parametrize("name", ["kahan_sgd", "extra_bits_sgd_8_nearest"])
+def test_bfloat16_float16_and_float32_leaves_are_updated_beside_each_other(name):
+    released.assert_equal_steps(
+        released.mixed_loss,
+        LOWBIT[name],
+        released.mixed_params(),
+        released.batches(20),
+        in_loop=released.MIXED_IN_LOOP,
+    )
+
+
+def _adam(rate=RATE, **options):
+    return optax.adam(rate, **HALF, eps=2.0**-10, **options)
+
+
+def _frozen_head(tx):
+    return optax.partition(
+        {"train": tx, "freeze": optax.set_to_zero()},
+        {"layers": "train", "head": "freeze"},
+    )
+
+
+SCHEDULE = optax.piecewise_constant_schedule(RATE, {3: 0.5, 11: 0.25})
+
+OPTAX = {
+    "sgd": optax.sgd(RATE),
+    "sgd_momentum": optax.sgd(RATE, momentum=0.5, nesterov=True),
+    "adam_clipped": optax.chain(optax.clip(2.0**-6), _adam()),
+    "adamw": optax.adamw(RATE, **HALF, weight_decay=0.5),
+    "lion": optax.lion(RATE, **HALF, weight_decay=0.5),
+    "rmsprop": optax.rmsprop(RATE, decay=0.5, eps=2.0**-10),
+    "adagrad": optax.adagrad(RATE),
+    "schedule": optax.sgd(SCHEDULE, momentum=0.5),
+    "injected_adam": optax.inject_hyperparams(
+        optax.adam, hyperparam_dtype=jnp.float32, static_args=("b1", "b2", "eps")
+    )(SCHEDULE, **HALF, eps=2.0**-10),
+    "adam_frozen_head": _frozen_head(_adam()),
+    "adam_masked": optax.masked(_adam(), {"layers": True, "head": False}),
+    "multi_steps": optax.MultiSteps(optax.sgd(RATE, momentum=0.5), 4),
+    "schedule_free": optax.contrib.schedule_free_sgd(RATE, b1=0.5),
+}
+
+
+@pytest.mark.parametrize("name", OPTAX)
+def test_twenty_released_steps_with_optax_are_twenty_ordinary_ones(name):
+    released.assert_equal_steps(
+        simple_loss,
+        OPTAX[name],
+        simple_params(),
+        released.batches(20),
+        in_loop=SIMPLE_IN_LOOP,
+        divides="adam" in name,
+        # The square root's inverse is approximate, and another one if not optimised.
+        optimised=name == "adagrad",
+    )
+
+
+def test_a_frozen_stack_keeps_its_values():
+    tx = optax.partition(
+        {"train": _adam(), "freeze": optax.set_to_zero()},
+        {"layers": "freeze", "head": "train"},
+    )
+    params = simple_params()
+    _, got, _ = released.assert_equal_steps(
+        simple_loss, tx, params, released.batches(3), divides=True
+    )
+    assert_same_bits(got["layers"], params["layers"])
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_accumulated_gradients_are_equal(every):
+    released.assert_equal_steps(
+        simple_loss,
+        lowbit_optax.accumulate_gradients(lowbit_optax.kahan_sgd(RATE, 0.5), every),
+        simple_params(dtype=jnp.bfloat16),
+        released.batches(2 * every + 1),
+    )
+
+
+WAITING = {
+    "trust_ratio": optax.lamb(RATE, **HALF),
+    "block_rms": optax.chain(optax.clip_by_block_rms(2.0**-6), optax.sgd(RATE)),
+    "factored": optax.adafactor(RATE, min_dim_size_to_factor=8),
+    "matrices": optax.contrib.muon(RATE),
+    "centralized": optax.chain(optax.centralize(), optax.sgd(RATE)),
+}
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_what_is_done_to_a_whole_leaf_waits_for_its_whole_gradient(name):
+    # Norms and products of matrices add up in an order that fusion changes.
+    tx, params, batches = WAITING[name], simple_params(), released.batches(3)
+    want = released.run(released.ordinary(simple_loss, tx), tx, params, batches)
+    got = released.run(release.value_and_update(simple_loss, tx), tx, params, batches)
+    chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def _noise(make_noise):
+    """Adds to every leaf what depends on the leaf's shape alone."""
+
+    def add(updates, params):
+        del params
+        return jax.tree.map(lambda x: x + make_noise(x), updates)
+
+    return optax.chain(optax.stateless(add), optax.sgd(RATE))
+
+
+OF_SHAPE = {
+    "noise": optax.chain(optax.add_noise(0.5, 0.5, jax.random.key(0)), optax.sgd(RATE)),
+    "a_ramp_over_layers": _noise(lambda x: jnp.ones_like(x).cumsum(0) if x.ndim else x),
+    "a_constant_for_each_layer": _noise(
+        lambda x: jnp.arange(x.size, dtype=x.dtype).reshape(x.shape)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_SHAPE)
+def test_what_differs_between_layers_by_their_place_is_equal(name):
+    released.assert_equal_steps(
+        simple_loss, OF_SHAPE[name], simple_params(), released.batches(2)
+    )
+
+
+def test_a_mask_by_rank_is_that_of_the_stack():
+    params = {"layers": released.weights(3).reshape(3, -1), "head": normal(64)}
+
+    def loss_fn(params, x):
+        return simple_loss(params | {"layers": params["layers"].reshape(3, 64, 64)}, x)
+
+    def scanned(params, x):
+        body = lambda x, w: (released.dense(x, w.reshape(64, 64)), None)
+        x, _ = release.scan(body, x, params["layers"])
+        return released.head_loss(params, x)
+
+    matrices = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
+    tx = optax.adamw(RATE, **HALF, weight_decay=0.5, mask=matrices)
+    for each in (loss_fn, scanned):
+        released.assert_equal_steps(each, tx, params, released.batches(3), divides=True)
+
+
+def test_the_gradient_of_one_layer_may_be_nan():
+    params = simple_params(dtype=jnp.bfloat16)
+
+    def loss_fn(params, x):
+        body = lambda x, w: (x, jnp.sum(jnp.sqrt(1 + w.astype(jnp.float32)) * x[0]))
+        _, ys = release.scan(body, x, params["layers"])
+        return jnp.sum(ys) + released.head_loss(params, x)
+
+    params["layers"] = params["layers"].at[1, 5, 7].set(-2.0)
+    tx = LOWBIT["kahan_adamw"]
+    batches = released.batches(3)
+    want = released.run(
+        released.ordinary(loss_fn, tx), tx, params, batches, divides=True
+    )
+    got = released.run(
+        release.value_and_update(loss_fn, tx), tx, params, batches, divides=True
+    )
+    is_nan = np.isnan(np.asarray(got[1]["layers"], np.float32))
+    assert is_nan[1, 5, 7]
+    assert not is_nan[0].any()
+    chex.assert_trees_all_equal(got, want)
+
+
+def _words(dtype, patterns):
+    """A transformation with a stack of integer words that only counts up by a bit."""
+
+    def init(params):
+        fill = lambda x: jnp.resize(jnp.asarray(patterns, dtype), x.shape)
+        return jax.tree.map(fill, params)
+
+    def update(updates, state, params=None):
+        del params
+        # Each word is the same but for its lowest bit, and the gradient makes it.
+        flip = lambda word, x: word ^ (x > 0).astype(word.dtype)
+        return updates, jax.tree.map(flip, state, updates)
+
+    return optax.chain(
+        optax.GradientTransformation(init, update), optax.sgd(RATE, momentum=0.5)
+    )
+
+
+SIGNALLING = [0x7FA00001, 0xFFA00000, 0x7F800001, 0xFFFFFFFF, 0x00000001, 0x80000000]
+SIGNALLING_16 = [0x7F81, 0xFF81, 0x7FA0, 0xFFFF, 0x0001, 0x8000, 0x7C01, 0xFC01]
+
+WORDS = {
+    "uint32": (jnp.uint32, SIGNALLING),
+    "uint16": (jnp.uint16, SIGNALLING_16),
+    "int32": (jnp.int32, [x - 2**32 if x >= 2**31 else x for x in SIGNALLING]),
+    "uint8": (jnp.uint8, [0, 255, 128]),
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_integer_state_keeps_every_bit_whatever_float_it_looks_like(name):
+    dtype, patterns = WORDS[name]
+    _, _, state = released.assert_equal_steps(
+        simple_loss, _words(dtype, patterns), simple_params(), released.batches(4)
+    )
+    kept = np.asarray(state[0]["layers"]).reshape(-1)
+    want = np.resize(np.asarray(patterns, dtype), kept.shape)
+    one = np.asarray(1, dtype)
+    np.testing.assert_array_equal(kept | one, want | one)
+
+
+def test_residual_words_that_are_signalling_nans_are_stepped_as_usual():
+    tx = lowbit_optax.extra_bits_sgd(RATE, bits=16)
+    params = simple_params(dtype=jnp.bfloat16)
+    state = tx.init(params)
+    words = state.residual.bits["layers"] if hasattr(state.residual, "bits") else None
+    assert words is None or words.dtype == jnp.uint32
+
+    def planted(x):
+        if x.dtype != jnp.uint32 or x.ndim == 0:
+            return x
+        return jnp.resize(jnp.asarray(SIGNALLING, jnp.uint32), x.shape)
+
+    state = jax.tree.map(planted, state)
+    batches = released.batches(3)
+    want = released.run(released.ordinary(simple_loss, tx), tx, params, batches, state)
+    step = release.value_and_update(simple_loss, tx)
+    got = released.run(step, tx, params, batches, state)
+    assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("most", [2.0**-4, 2.0**20], ids=["clipped", "not_clipped"])
+def test_two_passes_clip_as_clip_by_global_norm(most):
+    params, batches = released.mixed_params(), released.batches(3)
+    weights = lowbit_optax.kahan()
+    tx = lowbit_optax.lowbit(optax.sgd(RATE, momentum=0.5), weights=weights)
+    inner = optax.chain(optax.clip_by_global_norm(most), optax.sgd(RATE, momentum=0.5))
+    clipped = lowbit_optax.lowbit(inner, weights=weights)
+    step = release.value_and_update(released.mixed_loss, tx, max_grad_norm=most)
+    values, got, state = released.run(step, tx, params, batches)
+    want_values, want, want_state = released.run(
+        released.ordinary(released.mixed_loss, clipped),
+        clipped,
+        params,
+        batches,
+    )
+    chex.assert_trees_all_close(values, want_values, rtol=1e-5)
+    chex.assert_trees_all_close(
+        lowbit_optax.master_weights(got, state),
+        lowbit_optax.master_weights(want, want_state),
+        rtol=1e-4,
+        atol=1e-6,
+    )
+    if most > 1:
+        # A norm of 16 and more: the test would be of nothing without clipping.
+        free = released.run(
+            released.ordinary(released.mixed_loss, tx), tx, params, batches
+        )
+        assert_same_bits((values, got, state), free)
+
+
+@pytest.mark.parametrize("ordinary_first", [True, False])
+def test_training_goes_on_in_the_other_mode(ordinary_first, tmp_path):
+    checkpoint = pytest.importorskip("orbax.checkpoint")
+    tx, params = LOWBIT["extra_bits_sgd_8_nearest"], simple_params(dtype=jnp.bfloat16)
+    modes = [
+        released.ordinary(simple_loss, tx),
+        release.value_and_update(simple_loss, tx),
+    ]
+    want = released.run(modes[0], tx, params, released.batches(6))
+    if not ordinary_first:
+        modes.reverse()
+    batches = released.batches(6)
+    _, params, state = released.run(modes[0], tx, params, batches[:3])
+    with checkpoint.StandardCheckpointer() as saver:
+        saver.save(tmp_path / "step", (params, state))
+        saver.wait_until_finished()
+        params, state = saver.restore(tmp_path / "step", (params, state))
+    got = released.run(modes[1], tx, params, batches[3:], state)
+    assert_same_bits(got[1:], want[1:])
+
+
+def _quantized_loss(params, x):
+    @jax.checkpoint
+    def body(x, w):
+        return jnp.tanh(x @ lowbit_optax.dequantize(w, jnp.float32)), None
+
+    x, _ = release.scan(body, x, params["layers"])
+    return released.head_loss(params, x)
+
+
+LPMM = {
+    "sgd": lowbit_optax.lpmm_sgd(RATE, 0.5),
+    "adam": lowbit_optax.lpmm_adam(RATE, **HALF, eps=2.0**-10),
+}
+
+
+@pytest.mark.parametrize("name", LPMM)
+def test_quantised_layers_are_stepped_as_by_lazy_gradients(name):
+    tx, divides = LPMM[name], name == "adam"
+    layers = lowbit_optax.quantize_params(released.weights(3), bits=12, group=64)
+    params = {"layers": layers, "head": normal(64)}
+    batches = released.batches(5)
+
+    def step(params, state, x):
+        differentiate = lowbit_optax.lpmm.value_and_grad(_quantized_loss, lazy=True)
+        loss, grads = differentiate(params, x)
+        return loss, *lowbit_optax.step(tx, grads, state, params)
+
+    want = released.run(step, tx, params, batches, divides=divides)
+    step = release.value_and_update(_quantized_loss, tx)
+    got = released.run(step, tx, params, batches, divides=divides)
+    assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("name", LPMM)
+def test_quantised_layers_are_updated_in_the_loop(name):
+    layers = lowbit_optax.quantize_params(released.weights(3), bits=12, group=64)
+    params = {"layers": layers, "head": normal(64)}
+    found = released.updated_in_loop(
+        _quantized_loss, LPMM[name], params, *released.batches(1)[0]
+    )
+    assert found == SIMPLE_IN_LOOP
+
+
+def test_accumulated_gradients_are_updated_in_the_loop():
+    tx = lowbit_optax.accumulate_gradients(LOWBIT["kahan_sgd"], 2)
+    found = released.updated_in_loop(
+        simple_loss, tx, simple_params(dtype=jnp.bfloat16), *released.batches(1)[0]
+    )
+    assert found == SIMPLE_IN_LOOP

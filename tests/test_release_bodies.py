@@ -1,0 +1,142 @@
+"""A released step's numbers are the ordinary step's, whatever a layer computes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import released
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from optimizers import standard_promotion  # noqa: F401
+from released import SGD, dense, head_loss, simple_body, simple_params
+
+from lowbit_optax import release
+
+LAYERS = "['layers']"
+MODELS = {}
+
+
+def model(*in_loop):
+    """Registers a loss with the paths of what is updated in the loop."""
+
+    def register(loss_fn):
+        MODELS[loss_fn.__name__] = loss_fn, in_loop
+        return loss_fn
+
+    return register
+
+
+@model(LAYERS)
+def checkpointed_body(params, x):
+    body = jax.checkpoint(simple_body)
+    return head_loss(params, release.scan(body, x, params["layers"])[0])
+
+
+@model(LAYERS)
+def checkpointed_body_with_a_policy(params, x):
+    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    body = jax.checkpoint(simple_body, policy=policy, prevent_cse=False)
+    return head_loss(params, release.scan(body, x, params["layers"])[0])
+
+
+@model(LAYERS)
+def named_residuals(params, x):
+    def named(x, w):
+        return jnp.tanh(checkpoint_name(x @ w, "product")), None
+
+    policy = jax.checkpoint_policies.save_only_these_names("product")
+    body = jax.checkpoint(named, policy=policy)
+    return head_loss(params, release.scan(body, x, params["layers"])[0])
+
+
+@jax.custom_vjp
+def doubled_backwards(x):
+    return x * 1.0
+
+
+doubled_backwards.defvjp(lambda x: (x * 1.0, None), lambda _, ct: (2 * ct,))
+
+
+@model(LAYERS)
+def custom_derivatives_in_the_body(params, x):
+    def body(x, w):
+        return jax.nn.relu(doubled_backwards(x @ doubled_backwards(w))), None
+
+    return head_loss(params, release.scan(body, x, params["layers"])[0])
+
+
+@model(LAYERS)
+def a_layer_whose_gradient_is_stopped(params, x):
+    def body(x, w):
+        return dense(x, lax.stop_gradient(w)), None
+
+    return head_loss(
+        params, release.scan(body, x * params["head"], params["layers"])[0]
+    )
+
+
+@model()
+def a_stack_that_nothing_reads(params, x):
+    return head_loss(params, x)
+
+
+@model(LAYERS)
+def a_body_that_ignores_its_layer(params, x):
+    body = lambda x, w: (x * 2, None)
+    return head_loss(params, release.scan(body, x, params["layers"])[0])
+
+
+@model(LAYERS)
+def complex_numbers_in_the_carry(params, x):
+    def body(z, w):
+        y = dense(z.real + z.imag, w)
+        return lax.complex(y, y * 0.5), None
+
+    z, _ = release.scan(body, lax.complex(x, x), params["layers"])
+    return head_loss(params, z.real)
+
+
+@model(LAYERS)
+def complex_numbers_closed_over(params, x):
+    rotation = lax.complex(params["head"], params["head"])
+
+    def body(x, w):
+        return dense(x, w) + (rotation * (1 + 2j)).imag, None
+
+    return jnp.mean(release.scan(body, x, params["layers"])[0] ** 2)
+
+
+@model(LAYERS)
+def complex_numbers_out_of_the_scan(params, x):
+    def body(x, w):
+        x = dense(x, w)
+        return x, lax.complex(x, 2 * x)
+
+    _, ys = release.scan(body, x * params["head"], params["layers"])
+    return jnp.sum(ys.real * ys.imag)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_released_steps_are_ordinary_ones(name):
+    loss_fn, in_loop = MODELS[name]
+    released.assert_equal_steps(
+        loss_fn, SGD, simple_params(), released.batches(3), in_loop=in_loop
+    )
+
+
+def test_effects_in_the_body_happen_once_a_layer():
+    seen = []
+
+    def loss_fn(params, x):
+        def body(x, w):
+            jax.debug.callback(lambda v: seen.append(float(v)), jnp.sum(w))
+            return dense(x, w), None
+
+        return head_loss(params, release.scan(body, x, params["layers"])[0])
+
+    params, (x,) = simple_params(), released.batches(1)[0]
+    step = jax.jit(release.value_and_update(loss_fn, SGD))
+    jax.block_until_ready(step(params, SGD.init(params), x))
+    jax.effects_barrier()
+    want = np.asarray(jnp.sum(params["layers"], axis=(1, 2)))
+    np.testing.assert_allclose(sorted(seen), sorted(want), rtol=1e-4, atol=1e-4)

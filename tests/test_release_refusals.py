@@ -1,0 +1,262 @@
+"""What a release refuses, and how it explains where a parameter is updated."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+import released
+from jax import lax
+from optimizers import standard_promotion  # noqa: F401
+from released import RATE, SGD, simple_loss, simple_params
+
+import lowbit_optax
+from lowbit_optax import release
+
+
+def _called(loss_fn=simple_loss, tx=SGD, params=None, **options):
+    params = simple_params() if params is None else params
+    step = release.value_and_update(loss_fn, tx, **options)
+    return step(params, tx.init(params), *released.batches(1)[0])
+
+
+def _norm_in_state():
+    def init(params):
+        del params
+        return jnp.float32(0)
+
+    def update(updates, state, params=None):
+        del state, params
+        return updates, optax.tree.norm(updates)
+
+    return optax.GradientTransformation(init, update)
+
+
+NEEDS_ALL = {
+    "clip_by_global_norm": optax.chain(optax.clip_by_global_norm(1.0), SGD),
+    "clip_inside_lowbit": lowbit_optax.lowbit(
+        optax.chain(optax.clip_by_global_norm(1.0), SGD)
+    ),
+    "apply_if_finite": optax.apply_if_finite(SGD, 3),
+    "multi_steps_that_skip": optax.MultiSteps(
+        SGD, 2, should_skip_update_fn=optax.skip_not_finite
+    ),
+    "norm_in_state": optax.chain(_norm_in_state(), SGD),
+    "normalized": optax.chain(optax.normalize_by_update_norm(), SGD),
+}
+
+
+@pytest.mark.parametrize("name", NEEDS_ALL)
+def test_an_update_that_needs_all_gradients_names_leaves_and_the_way_out(name):
+    with pytest.raises(ValueError, match=r"params\['layers'\]") as error:
+        _called(tx=NEEDS_ALL[name])
+    assert "max_grad_norm" in str(error.value)
+    assert str(error.value).startswith("release: ")
+
+
+@pytest.mark.parametrize("name", NEEDS_ALL)
+def test_explain_refuses_as_the_step_does(name):
+    with pytest.raises(ValueError, match="max_grad_norm"):
+        released.explained(
+            simple_loss, NEEDS_ALL[name], simple_params(), *released.batches(1)[0]
+        )
+
+
+def test_one_leaf_may_not_be_updated_from_anothers_gradient():
+    def update(updates, params=None):
+        del params
+        # No norm of all: the head alone goes by a layer's gradient.
+        head = updates["head"] + updates["layers"][0, 0, 0]
+        return {"layers": updates["layers"], "head": head}
+
+    tx = optax.chain(optax.stateless(update), SGD)
+    with pytest.raises(ValueError, match=r"update of params\['head'\].*\['layers'\]"):
+        _called(tx=tx)
+
+
+def test_a_layer_may_not_be_updated_from_another_leafs_gradient():
+    def update(updates, params=None):
+        del params
+        layers = updates["layers"] * jnp.mean(updates["head"])
+        return {"layers": layers, "head": updates["head"]}
+
+    tx = optax.chain(optax.stateless(update), SGD)
+    with pytest.raises(ValueError, match=r"update of params\['layers'\].*\['head'\]"):
+        _called(tx=tx)
+
+
+def test_all_gradients_may_be_needed_where_none_is_released():
+    def loss_fn(params, x):
+        return released.head_loss(params, x @ params["layers"][0])
+
+    tx = NEEDS_ALL["clip_by_global_norm"]
+    released.assert_equal_steps(
+        loss_fn, tx, simple_params(), released.batches(2), in_loop=[]
+    )
+
+
+def test_updates_from_a_frozen_leafs_gradient_alone_are_no_obstacle():
+    tx = optax.partition(
+        {"clipped": NEEDS_ALL["clip_by_global_norm"], "free": SGD},
+        {"layers": "free", "head": "clipped"},
+    )
+    released.assert_equal_steps(
+        simple_loss,
+        tx,
+        simple_params(),
+        released.batches(2),
+        in_loop=released.SIMPLE_IN_LOOP,
+    )
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "options", "message"),
+    [
+        (lambda params, x: x[0] @ params["head"] * jnp.ones(2), {}, r"\(2,\)|\[2\]"),
+        (lambda params, x: jnp.int32(1), {}, "int32"),
+        (lambda params, x: lax.complex(1.0, 1.0), {}, "complex64"),
+        (lambda params, x: (simple_loss(params, x), x), {}, "has_aux"),
+        (simple_loss, {"has_aux": True}, "has_aux"),
+        (lambda p, x: (simple_loss(p, x), x, x), {"has_aux": True}, "has_aux"),
+        (lambda p, x: [simple_loss(p, x), x], {"has_aux": True}, "has_aux"),
+        (lambda params, x: None, {}, "None"),
+    ],
+    ids=["vector", "int", "complex", "aux", "no_aux", "three", "list", "none"],
+)
+def test_a_loss_that_is_no_real_scalar_is_a_type_error(loss_fn, options, message):
+    with pytest.raises(TypeError, match=message):
+        _called(loss_fn, **options)
+
+
+@pytest.mark.parametrize("leaf", [1.0, 3, "text"])
+def test_a_leaf_that_is_not_an_array_is_named(leaf):
+    params = simple_params() | {"rate": leaf}
+    step = release.value_and_update(simple_loss, SGD)
+    state = SGD.init(simple_params())
+    with pytest.raises(TypeError, match=r"params\['rate'\]"):
+        step(params, state, *released.batches(1)[0])
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8, jnp.complex64])
+def test_the_gradients_dtype_is_a_float(dtype):
+    with pytest.raises(TypeError, match="float"):
+        release.value_and_update(simple_loss, SGD, dtype=dtype)
+    with pytest.raises(TypeError, match="float"):
+        released.explained(
+            simple_loss, SGD, simple_params(), *released.batches(1)[0], dtype=dtype
+        )
+
+
+@pytest.mark.parametrize("most", [0.0, -1.0, "1", True])
+def test_the_norm_to_clip_to_is_positive(most):
+    with pytest.raises((TypeError, ValueError), match="max_grad_norm"):
+        _called(max_grad_norm=most)
+
+
+def test_the_state_of_more_layers_is_refused():
+    state = SGD.init(simple_params(layers=4))
+    step = release.value_and_update(simple_loss, SGD)
+    with pytest.raises((TypeError, ValueError)):
+        step(simple_params(), state, *released.batches(1)[0])
+
+
+def _reason(loss_fn=simple_loss, tx=SGD, params=None):
+    params = simple_params() if params is None else params
+    reasons = released.explained(loss_fn, tx, params, *released.batches(1)[0])
+    assert set(reasons) == {"['head']", "['layers']"}
+    return reasons["['layers']"]
+
+
+def _scan_of(change):
+    def loss_fn(params, x):
+        layers = change(params["layers"])
+        x, _ = release.scan(released.simple_body, x, layers)
+        return released.head_loss(params, x)
+
+    return loss_fn
+
+
+def test_explain_says_that_a_stack_is_in_the_loop():
+    assert _reason() == "in the loop"
+
+
+def test_explain_says_that_no_scan_runs_over_a_leaf():
+    reason = _reason(lambda params, x: released.head_loss(params, x))
+    assert reason == "after it: no scan runs over it"
+
+
+def test_explain_says_what_else_reads_a_stack():
+    def loss_fn(params, x):
+        return simple_loss(params, x) + jnp.sum(jnp.sin(params["layers"]))
+
+    reason = _reason(loss_fn)
+    assert reason.startswith("after it: besides a scan it is used by ")
+    assert reason.endswith("sin")
+
+
+def test_explain_says_that_several_scans_run_over_a_stack():
+    def loss_fn(params, x):
+        return simple_loss(params, x) + simple_loss(params, -x)
+
+    assert "several scans" in _reason(loss_fn)
+
+
+def test_explain_says_that_a_stack_was_changed_before():
+    for change in (lambda w: w.astype(jnp.bfloat16), lambda w: w[::-1]):
+        assert _reason(_scan_of(change)).startswith("after it: ")
+
+
+def test_explain_says_that_layers_are_small():
+    params = simple_params() | {"layers": jnp.ones((3, 64))}
+
+    def loss_fn(params, x):
+        body = lambda x, b: (x + b, None)
+        x, _ = release.scan(body, x, params["layers"])
+        return released.head_loss(params, x)
+
+    assert "fewer than 4096" in _reason(loss_fn, params=params)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.lamb(RATE),
+        optax.chain(optax.clip_by_block_rms(1.0), SGD),
+        optax.contrib.muon(RATE),
+        optax.adafactor(RATE, min_dim_size_to_factor=8),
+    ],
+    ids=["lamb", "block_rms", "muon", "adafactor"],
+)
+def test_explain_gives_a_reason_for_an_update_of_whole_leaves(tx):
+    reason = _reason(tx=tx)
+    assert reason.startswith("after it: ")
+    assert len(reason) > len("after it: ") + 10
+
+
+def test_explain_is_of_one_leaf_where_one_waits():
+    tx = optax.partition(
+        {"whole": optax.lamb(RATE), "layers": SGD},
+        {"a": "whole", "b": "layers", "head": "layers"},
+    )
+    params = {"a": released.weights(3), "b": released.weights(3), "head": jnp.ones(64)}
+
+    def loss_fn(params, x):
+        body = lambda x, w: (released.dense(released.dense(x, w[0]), w[1]), None)
+        x, _ = release.scan(body, x, (params["a"], params["b"]))
+        return released.head_loss(params, x)
+
+    found = released.updated_in_loop(loss_fn, tx, params, *released.batches(1)[0])
+    assert found == {"['b']"}
+
+
+def test_explain_runs_nothing():
+    def never(x):
+        raise AssertionError(x)
+
+    def loss_fn(params, x):
+        jax.debug.callback(never, x)
+        return simple_loss(params, x)
+
+    shapes = jax.eval_shape(simple_params)
+    x = jax.ShapeDtypeStruct((4, 64), jnp.float32)
+    assert released.explained(loss_fn, SGD, shapes, x)["['layers']"] == "in the loop"
+    jax.effects_barrier()

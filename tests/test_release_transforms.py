@@ -1,0 +1,267 @@
+"""A released step under jit, scan, vmap, donation and on eight devices."""
+
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import released
+from jax import lax
+from jax.sharding import AxisType
+from optimizers import assert_same_bits, spec_of, standard_promotion  # noqa: F401
+from released import RATE, SGD, simple_loss, simple_params
+
+import lowbit_optax
+from lowbit_optax import release
+
+KAHAN = lowbit_optax.kahan_sgd(RATE, 0.5)
+COLLECTIVE = re.compile(
+    r"\b(all-gather|all-to-all|all-reduce|collective-permute|reduce-scatter"
+    r"|collective-broadcast)"
+)
+
+
+def _start(tx=SGD, dtype=jnp.float32):
+    params = simple_params(dtype=dtype)
+    return params, tx.init(params)
+
+
+def _counted(loss_fn):
+    calls = []
+
+    def counting(*args):
+        calls.append(args)
+        return loss_fn(*args)
+
+    return counting, calls
+
+
+@pytest.mark.parametrize("most", [None, 1.0], ids=["one_pass", "two_passes"])
+def test_five_steps_trace_the_loss_once(most):
+    loss_fn, calls = _counted(simple_loss)
+    step = jax.jit(release.value_and_update(loss_fn, SGD, max_grad_norm=most))
+    params, state = _start()
+    for batch in released.batches(5):
+        _, params, state = step(params, state, *batch)
+    assert len(calls) == 1
+    assert step._cache_size() == 1
+
+
+def test_another_batch_shape_traces_the_loss_once_more():
+    loss_fn, calls = _counted(simple_loss)
+    step = jax.jit(release.value_and_update(loss_fn, SGD))
+    params, state = _start()
+    for rows in (4, 8, 4, 8):
+        _, params, state = step(params, state, *released.batches(1, rows)[0])
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("tx", [SGD, KAHAN], ids=["optax", "kahan"])
+def test_a_step_keeps_structure_shapes_and_dtypes(tx):
+    params, state = _start(tx, jnp.bfloat16)
+    step = release.value_and_update(simple_loss, tx)
+    batch = released.batches(1)[0]
+    value, *after = jax.eval_shape(step, params, state, *batch)
+    want, *want_after = jax.eval_shape(
+        released.ordinary(simple_loss, tx), params, state, *batch
+    )
+    assert spec_of((value, *after)) == spec_of((want, *want_after))
+
+
+def test_a_step_without_jit_is_that_under_jit():
+    params, state = _start(KAHAN, jnp.bfloat16)
+    step = release.value_and_update(simple_loss, KAHAN)
+    batch = released.batches(1)[0]
+    chex.assert_trees_all_close(
+        step(params, state, *batch),
+        jax.jit(step)(params, state, *batch),
+        rtol=1e-2,
+        atol=1e-4,
+    )
+
+
+def test_jit_finds_arguments_by_their_names():
+    def loss_fn(params, x, train):
+        return simple_loss(params, x) * (1.0 if train else 2.0)
+
+    step = jax.jit(
+        release.value_and_update(loss_fn, SGD),
+        static_argnames="train",
+        donate_argnames=("params", "opt_state"),
+    )
+    params, state = _start()
+    (x,) = released.batches(1)[0]
+    loss, _, _ = step(params, state, x, train=True)
+    assert jnp.isfinite(loss)
+    assert params["layers"].is_deleted()
+
+
+@pytest.mark.parametrize("tx", [SGD, KAHAN], ids=["optax", "kahan"])
+def test_donated_parameters_and_state_are_overwritten(tx):
+    params, state = _start(tx, jnp.bfloat16)
+    step = jax.jit(release.value_and_update(simple_loss, tx), donate_argnums=(0, 1))
+    before = params, state
+    batch = released.batches(1)[0]
+    compiled = step.lower(params, state, *batch).compile()
+    stacks = [x for x in jax.tree.leaves(before) if x.ndim == 3]
+    size = sum(x.nbytes for x in stacks)
+    assert compiled.memory_analysis().alias_size_in_bytes >= size
+    after = step(params, state, *batch)
+    jax.block_until_ready(after)
+    assert all(x.is_deleted() for x in stacks)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(after))
+
+
+def test_no_stack_of_gradients_is_alive():
+    params = simple_params(layers=32)
+    state = SGD.init(params)
+    batch = released.batches(1)[0]
+    memory = []
+    for make in (released.ordinary, release.value_and_update):
+        step = jax.jit(make(simple_loss, SGD), donate_argnums=(0, 1))
+        compiled = step.lower(params, state, *batch).compile()
+        memory.append(compiled.memory_analysis().temp_size_in_bytes)
+    plain, ours = memory
+    stack = params["layers"].nbytes
+    assert plain >= stack
+    # Activations, and a few arrays of one layer's size.
+    assert ours <= stack // 3
+
+
+def test_steps_under_scan_are_steps_in_a_loop():
+    batches = released.batches(4)
+    step = release.value_and_update(simple_loss, KAHAN)
+    params, state = _start(KAHAN, jnp.bfloat16)
+
+    @jax.jit
+    def train(params, state, inputs):
+        def body(carry, x):
+            value, *carry = step(*carry, x)
+            return tuple(carry), value
+
+        return lax.scan(body, (params, state), inputs)
+
+    inputs = jnp.stack([x for (x,) in batches])
+    (got, got_state), values = train(params, state, inputs)
+    want_values, want, want_state = released.run(
+        step, KAHAN, params, batches, state, optimised=True
+    )
+    chex.assert_trees_all_equal(values, jnp.stack(want_values))
+    assert_same_bits((got, got_state), (want, want_state))
+
+
+def test_a_step_in_a_branch_is_taken_or_not():
+    params, state = _start()
+    step = release.value_and_update(simple_loss, SGD)
+    (x,) = released.batches(1)[0]
+
+    @jax.jit
+    def maybe(flag):
+        return lax.cond(
+            flag,
+            lambda: step(params, state, x),
+            lambda: (jnp.float32(0), params, state),
+        )
+
+    assert_same_bits(maybe(True), jax.jit(step)(params, state, x))
+    assert_same_bits(maybe(False), (jnp.float32(0), params, state))
+
+
+def test_an_ensemble_under_vmap_is_its_members():
+    members = [simple_params(), jax.tree.map(lambda x: x * 0.5, simple_params())]
+    stack = lambda trees: jax.tree.map(lambda *x: jnp.stack(x), *trees)
+    states = [SGD.init(params) for params in members]
+    (x,) = released.batches(1)[0]
+    step = release.value_and_update(simple_loss, SGD)
+    got = jax.jit(jax.vmap(step, (0, 0, None)))(stack(members), stack(states), x)
+    want = stack(
+        [step(params, state, x) for params, state in zip(members, states, strict=True)]
+    )
+    chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("most", [None, 2.0**-4], ids=["free", "clipped"])
+@pytest.mark.parametrize(
+    ("spec", "axis_type"),
+    [
+        ("replicated", AxisType.Auto),
+        ("rows", AxisType.Auto),
+        ("columns", AxisType.Auto),
+        ("layers", AxisType.Auto),
+        ("replicated", AxisType.Explicit),
+    ],
+)
+def test_eight_devices_step_as_one_with_the_plain_steps_collectives(
+    spec, axis_type, most
+):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
+    specs = {
+        "replicated": jax.P(),
+        "rows": jax.P(None, "x"),
+        "columns": jax.P(None, None, "x"),
+        "layers": jax.P("x"),
+    }
+    place = lambda spec: jax.NamedSharding(mesh, spec)
+    params = simple_params(layers=8)
+    state = SGD.init(params)
+    (x,) = released.batches(1, rows=16)[0]
+    clipped = optax.chain(optax.clip_by_global_norm(2.0**-4), SGD)
+    plain = released.ordinary(simple_loss, SGD if most is None else clipped)
+    ours = release.value_and_update(simple_loss, SGD, max_grad_norm=most)
+    want = jax.jit(ours)(params, state, x)
+
+    put = lambda tree: jax.tree.map(
+        lambda leaf: jax.device_put(
+            leaf, place(specs[spec] if leaf.ndim == 3 else jax.P())
+        ),
+        tree,
+    )
+    with jax.set_mesh(mesh):
+        params, state, x = put(params), put(state), jax.device_put(x, place(jax.P("x")))
+        out = jax.tree.map(lambda x: x.sharding, (params, state))
+        compiled = (
+            jax.jit(ours, out_shardings=(None, *out)).lower(params, state, x).compile()
+        )
+        got = compiled(params, state, x)
+        plain_state = state if most is None else (optax.EmptyState(), state)
+        plain_out = out if most is None else (out[0], (optax.EmptyState(), out[1]))
+        plain = (
+            jax.jit(plain, out_shardings=(None, *plain_out))
+            .lower(params, plain_state, x)
+            .compile()
+        )
+    chex.assert_trees_all_close(
+        jax.tree.map(np.asarray, got),
+        jax.tree.map(np.asarray, want),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+    kinds = [set(COLLECTIVE.findall(x.as_text())) for x in (compiled, plain)]
+    assert kinds[0] <= kinds[1]
+
+
+def test_data_parallel_gradients_are_reduced_inside_shard_map():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    params, state = _start()
+    (x,) = released.batches(1, rows=16)[0]
+
+    def loss_fn(params, x):
+        return lax.pmean(simple_loss(params, x), "x")
+
+    def stepped(make, *args):
+        step = jax.shard_map(
+            make(loss_fn, SGD),
+            mesh=mesh,
+            in_specs=(jax.P(), jax.P(), jax.P("x")),
+            out_specs=jax.P(),
+        )
+        return jax.jit(step)(*args)
+
+    got = stepped(release.value_and_update, params, state, x)
+    want = stepped(released.ordinary, params, state, x)
+    one = jax.jit(released.ordinary(simple_loss, SGD))(params, state, x)
+    chex.assert_trees_all_close(want, one, rtol=1e-4, atol=1e-5)
+    chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-5)
