@@ -1,0 +1,135 @@
+"""Memory of whole training steps compiled for H200s, as tables; no GPU is needed.
+
+    .venv/bin/python benchmarks/release_memory.py
+
+Model A is 12 layers tanh(h @ w) of 4096 x 4096 with a batch of 512; model B a GPT of 12
+layers of width 2048, 16 heads, context 1024 and a batch of 4 (the example's), of which
+each layer is computed again for its gradient. Parameters and state are donated. The
+"float32 master" is the usual mixed precision: optax.adamw on float32 parameters, by
+bfloat16 gradients at a copy that each step makes. Nothing is run. Needs the
+``gpu-program`` extra.
+"""
+
+import argparse
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "tests" / "gpu_program"))
+
+import jax
+import optax
+from harness import compile_for, h200_mesh
+from release_steps import (
+    MIB,
+    Compiled,
+    Model,
+    compile_step,
+    matrices,
+    plain,
+    transformer,
+    usual_mixed_precision,
+)
+
+import lowbit_optax
+from lowbit_optax import release
+
+OPTIMIZERS = {
+    "AdamW, float32 moments": lowbit_optax.lowbit(
+        optax.adamw(1e-3), weights=lowbit_optax.nearest()
+    ),
+    "`extra_bits_adamw(bits=8)`": lowbit_optax.extra_bits_adamw(1e-3, bits=8),
+    "`lowbit_adamw`": lowbit_optax.lowbit_adamw(1e-3),
+}
+MODES = {"without": plain, "with": release.value_and_update}
+
+
+def print_row(*cells) -> None:
+    print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+
+
+def print_heads(*heads: str) -> None:
+    print_row(*heads)
+    print("|" + "---|" * len(heads))
+
+
+def mib(size: float) -> str:
+    return f"{size / MIB:,.0f}"
+
+
+def one_device(model: Model) -> dict[tuple[str, str], Compiled]:
+    """Prints a model's table for one H200; returns its programs."""
+    print_heads(
+        "step", "release", "params + state", "temporary", "peak", "master's peak / peak"
+    )
+    master = compile_step(usual_mixed_precision, model, optax.adamw(1e-3))
+    programs = {("float32 master", ""): master}
+    for name, tx in OPTIMIZERS.items():
+        for mode, make_step in MODES.items():
+            programs[name, mode] = compile_step(make_step, model, tx)
+    for (name, mode), step in programs.items():
+        sizes = map(mib, (step.stored, step.temporary, step.peak))
+        print_row(name, mode, *sizes, f"{master.peak / step.peak:.2f}")
+    return programs
+
+
+def parts(model: Model, one: Model, programs: dict) -> None:
+    """Prints what the peak with release is made of.
+
+    Args:
+      model: the whole one.
+      one: the same with one layer, whose gradient's memory is a layer's working set.
+      programs: from :func:`one_device`.
+    """
+    program = compile_for(h200_mesh(), jax.grad(one.loss_fn), one.params, one.batch)
+    found = program.memory_analysis()
+    carries = model.layers * model.carry
+    print_heads(
+        "step with release",
+        "params + state",
+        "saved carries",
+        "the rest of temporary",
+        "of it one layer's gradients",
+        "peak",
+        "one layer's working set, compiled alone",
+    )
+    for (name, mode), step in programs.items():
+        if mode == "with":
+            rest = step.temporary - carries
+            sizes = step.stored, carries, rest, model.one_layer, step.peak
+            alone = found.temp_size_in_bytes + found.output_size_in_bytes
+            print_row(name, *map(mib, sizes), mib(alone))
+
+
+def eight_devices(model: Model) -> None:
+    """Prints a model's table for eight H200s, its layers sharded by rows."""
+    print_heads("step", "release", "temporary of each", "peak of each", "collectives")
+    for name, tx in OPTIMIZERS.items():
+        for mode, make_step in MODES.items():
+            step = compile_step(make_step, model, tx, devices=8)
+            kinds = ", ".join(sorted(step.collectives))
+            print_row(name, mode, mib(step.temporary), mib(step.peak), kinds)
+
+
+def main():
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--no-transformer", action="store_true", help="only model A")
+    flags = parser.parse_args()
+    print("Model A, layers computed again, one H200, MiB\n")
+    one_device(matrices())
+    print("\nModel A, all activations kept, one H200, MiB\n")
+    one_device(matrices(remat=False))
+    print("\nModel A, layers computed again, eight H200s, MiB\n")
+    eight_devices(matrices())
+    if flags.no_transformer:
+        return
+    print("\nModel B, layers computed again, one H200, MiB\n")
+    programs = one_device(transformer())
+    print("\nModel B: what the peak is made of, MiB\n")
+    parts(transformer(), transformer(layers=1), programs)
+    print("\nModel B, all activations kept, one H200, MiB\n")
+    one_device(transformer(remat=False))
+
+
+if __name__ == "__main__":
+    main()
