@@ -50,6 +50,19 @@ def _nearest(inner: optax.GradientTransformation) -> optax.GradientTransformatio
     )
 
 
+def _with_moments(o: Options, mu: int, nu: int) -> optax.GradientTransformation:
+    """`lowbit_adamw` with moments of other numbers of bits."""
+    return lowbit_optax.lowbit(
+        _adamw(o),
+        weights=lowbit_optax.extra_bits(8),
+        moments={
+            "mu": lowbit_optax.block_quantized(mu),
+            "nu": lowbit_optax.block_quantized(nu),
+        },
+        seed=o.seed,
+    )
+
+
 # Names are `<method>_<family>`, LPMM's Adam excepted; `sgd` and `adamw` alone are optax
 # in float32. The lambdas look up `lowbit_optax` names when called, and keep one choice
 # to one row.
@@ -76,6 +89,8 @@ OPTIMIZERS = {
         o.learning_rate, o.momentum, weight_decay=o.weight_decay, seed=o.seed)),
     "lowbit_adamw": Choice("8-bit moments", lambda o: lowbit_optax.lowbit_adamw(
         o.learning_rate, weight_decay=o.weight_decay, seed=o.seed)),
+    "lowbit4_adamw": Choice("4-bit first moments", lambda o: _with_moments(o, 4, 8)),
+    "lowbit44_adamw": Choice("4-bit moments", lambda o: _with_moments(o, 4, 4)),
     "lpmm_sgd": Choice("LPMM", lambda o: lowbit_optax.lpmm_sgd(
         o.learning_rate, o.momentum,
         weight_decay=o.weight_decay, rounding=o.rounding, seed=o.seed)),
