@@ -82,10 +82,10 @@ def released_scan(
     @jax.custom_vjp
     def run(handle, operands):
         del handle
-        return layers.forward(operands, [])
+        return layers.forward(operands)[0]
 
     def forward(handle, operands):
-        results, saved = layers.forward_and_save(operands, derivative)
+        results, saved = layers.forward(operands, derivative)
         kept = [None if n in roles.released else x for n, x in enumerate(operands)]
         return results, (handle, kept, saved)
 
@@ -142,30 +142,27 @@ class _Layers:
         """Numbers of the operands that are differentiated."""
         return [*self.roles.wanted, *self.roles.slots]
 
-    def forward(self, operands, derivative):
-        return self.forward_and_save(operands, derivative, save=False)[0]
+    def forward(self, operands, derivative: list | None = None):
+        """The scan's results, and stacks of what the layers' derivatives need.
 
-    def forward_and_save(self, operands, derivative: list, save: bool = True):
-        """The scan's results, and stacks of what the layers' derivatives need."""
+        Args:
+          operands: of the scan.
+          derivative: filled with the layers' derivative; None if none is wanted.
+        """
         body = core.jaxpr_as_fun(self.scan.body)
-        virtual = self.roles.virtual
 
         def step(carry, xs):
             inputs = self._inputs(operands, carry, xs)
-            if not save:
+            if derivative is None:
                 results, saved = body(*inputs), []
             else:
                 results, saved = self._linearised(body, inputs, derivative)
             return results[: self.scan.carry], (results[self.scan.carry :], saved)
 
-        xs = [
-            None if n in virtual else operands[n]
-            for n in range(self.first_x, len(operands))
-        ]
         carry, (ys, saved) = lax.scan(
             step,
             list(operands[self.scan.constants : self.first_x]),
-            xs,
+            self._stacks(operands),
             length=self.scan.length,
             reverse=self.scan.reverse,
             unroll=self.scan.unroll,
@@ -220,11 +217,6 @@ class _Layers:
             return loop, [found[n] for n in scanned]
 
         zeros = [jnp.zeros_like(operands[n]) for n in constants]
-        kept = [
-            None if n in roles.virtual else x
-            for n, x in enumerate(operands)
-            if n >= self.first_x
-        ]
         (ct_carry, ct_constants, carried), ct_xs = lax.scan(
             step,
             ([cotangents[n] for n in self.inexact_carry], zeros, rule.begin(handle)),
@@ -232,7 +224,7 @@ class _Layers:
                 jnp.arange(scan.length, dtype=jnp.int32),
                 saved,
                 [cotangents[n] for n in roles.read],
-                kept,
+                self._stacks(operands),
             ),
             length=scan.length,
             reverse=not scan.reverse,
@@ -242,6 +234,11 @@ class _Layers:
         found |= zip(carry, ct_carry, strict=True)
         found |= zip(scanned, ct_xs, strict=True)
         return rule.end(carried), [found.get(n) for n in range(len(operands))]
+
+    def _stacks(self, operands) -> list:
+        """What the loop runs over; None where nothing reads it."""
+        numbers = range(self.first_x, len(operands))
+        return [None if n in self.roles.virtual else operands[n] for n in numbers]
 
     def _inputs(self, operands, carry, xs) -> list:
         """The body's inputs in one layer."""
