@@ -25,6 +25,15 @@ from lowbit_optax.formats import (
     nearest,
     stochastic_rounding,
 )
+from lowbit_optax.loss_scaling import (
+    LossScaleState,
+    backoff_scale,
+    current_loss_scale,
+    log_normal_scale,
+    scaled_value_and_grad,
+    static_scale,
+    with_loss_scale,
+)
 from lowbit_optax.lpmm import (
     QuantizedTensor,
     accumulate_gradients,
@@ -49,6 +58,7 @@ except _metadata.PackageNotFoundError:  # a checkout on the path, not installed
     __version__ = "0+unknown"
 
 __all__ = [
+    "LossScaleState",
     "LowbitState",
     "LowbitTransformation",
     "MemoryReport",
@@ -58,9 +68,11 @@ __all__ = [
     "WeightFormat",
     "accumulate_gradients",
     "apply_updates",
+    "backoff_scale",
     "block_quantized",
     "cancelled_updates",
     "cast",
+    "current_loss_scale",
     "dequantize",
     "extra_bits",
     "extra_bits_adamw",
@@ -70,6 +82,7 @@ __all__ = [
     "kahan",
     "kahan_adamw",
     "kahan_sgd",
+    "log_normal_scale",
     "lowbit",
     "lowbit_adamw",
     "lowbit_lion",
@@ -81,9 +94,12 @@ __all__ = [
     "memory_report",
     "nearest",
     "quantize_params",
+    "scaled_value_and_grad",
     "split_array",
     "sr_adamw",
     "sr_sgd",
+    "static_scale",
     "step",
     "stochastic_rounding",
+    "with_loss_scale",
 ]

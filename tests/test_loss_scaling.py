@@ -1,0 +1,306 @@
+"""Loss scales: their rules against plain models; what a skipped step leaves alone."""
+
+import chex
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from optimizers import assert_same_bits, standard_promotion  # noqa: F401
+
+import lowbit_optax
+from lowbit_optax import (
+    backoff_scale,
+    current_loss_scale,
+    log_normal_scale,
+    scaled_value_and_grad,
+    static_scale,
+    with_loss_scale,
+)
+from lowbit_optax.training import TrainState
+
+SCALINGS = {
+    "static": static_scale(2.0**10),
+    "backoff": backoff_scale(2.0**10, period=3),
+    "log_normal": log_normal_scale(2.0**10),
+}
+INNERS = {
+    "adamw": lambda: optax.adamw(2.0**-7),
+    "kahan_adamw": lambda: lowbit_optax.kahan_adamw(2.0**-7),
+    "extra_bits_adamw": lambda: lowbit_optax.extra_bits_adamw(2.0**-7, bits=8),
+    "lowbit_adamw": lambda: lowbit_optax.lowbit_adamw(2.0**-7),
+}
+
+
+def parameters(dtype=jnp.float16):
+    x = jax.random.normal(jax.random.key(0), (64, 80))
+    return {"w": x.astype(dtype), "b": jnp.full(5, -0.0, dtype)}
+
+
+def gradients(step, scale=1.0, like=None):
+    like = parameters() if like is None else like
+    keys = jax.random.split(jax.random.key(step), len(like))
+    return {
+        name: (jax.random.normal(key, x.shape) * jnp.float32(scale)).astype(x.dtype)
+        for key, (name, x) in zip(keys, like.items(), strict=True)
+    }
+
+
+def spoilt(grads, value=np.inf):
+    return grads | {"w": grads["w"].at[3, 4].set(value)}
+
+
+def test_backoff_follows_its_rule_step_by_step():
+    scaling = backoff_scale(8.0, period=3, smallest=2.0, largest=16.0)
+    scale, memory = scaling.init()
+    overflows = [0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0]
+    want, expected, good = [], 8.0, 0
+    for bad in overflows:
+        good = 0 if bad else good + 1
+        if bad:
+            expected = max(expected / 2, 2.0)
+        elif good == 3:
+            expected, good = min(expected * 2, 16.0), 0
+        want.append(expected)
+    got = []
+    for bad in overflows:
+        finite, largest = jnp.bool_(not bad), jnp.float32(np.inf if bad else 1.0)
+        scale, memory = scaling.next(scale, memory, largest, finite)
+        got.append(float(scale))
+    assert got == want
+    assert {2.0, 16.0} <= set(got)
+
+
+def log_normal_model(sizes, finite, initial=2.0**15, decay=0.99, limit=65504.0):
+    """The scales that follow, in float64; sizes are of max |g|."""
+    scale, mean, square, weight = initial, 0.0, 0.0, 0.0
+    for size, is_finite in zip(sizes, finite, strict=True):
+        x = np.log2(size if is_finite else 2 * limit / scale)
+        mean += (1 - decay) * (x - mean)
+        square += (1 - decay) * (x * x - square)
+        weight += (1 - decay) * (1 - weight)
+        m = mean / weight
+        deviation = np.sqrt(max(square / weight - m * m, 1.0))
+        # 3.0902 is the 0.999 quantile of the normal distribution.
+        exponent = np.floor(np.log2(limit) - m - 3.090232306 * deviation)
+        scale = 2.0 ** np.clip(exponent, -24, 24)
+        yield scale
+
+
+def test_log_normal_follows_a_model_in_numpy():
+    random = np.random.default_rng(0)
+    sizes = 2.0 ** random.normal(-6, 1.7, 400)
+    finite = random.random(400) > 0.02
+    scaling = log_normal_scale()
+    scale, memory = scaling.init()
+    got = []
+    for size, is_finite in zip(sizes, finite, strict=True):
+        largest = jnp.float32(size if is_finite else np.nan)
+        scale, memory = scaling.next(scale, memory, largest, jnp.bool_(is_finite))
+        got.append(float(scale))
+    want = list(log_normal_model(sizes, finite))
+    # A floor's argument may fall on the other side of a whole number.
+    assert np.mean(np.array(got) == want) > 0.99
+    np.testing.assert_array_less(np.abs(np.log2(got) - np.log2(want)), 1.5)
+
+
+@pytest.mark.parametrize("deviation", [0.5, 2.0, 4.0])
+def test_log_normal_overflows_less_than_once_in_a_thousand_steps(deviation):
+    scaling = log_normal_scale(2.0**15)
+    exponents = -8 + deviation * jax.random.normal(jax.random.key(1), (200_000,))
+
+    def one(carry, exponent):
+        scale, memory = carry
+        size = jnp.exp2(exponent)
+        finite = size * scale <= jnp.float32(65504)
+        return scaling.next(scale, memory, size, finite), finite
+
+    _, finite = jax.jit(lambda c, x: lax.scan(one, c, x))(scaling.init(), exponents)
+    overflows = 1 - np.asarray(finite)[1000:].mean()
+    assert overflows < 0.001 * (1.5 if deviation > 1 else 1.0)
+
+
+@pytest.mark.parametrize("name", ["backoff", "log_normal"])
+def test_a_run_of_overflows_is_no_permanent_stall(name):
+    scaling = SCALINGS[name]
+    scale, memory = scaling.init()
+    for _ in range(100):
+        bad = jnp.float32(np.inf)
+        scale, memory = scaling.next(scale, memory, bad, jnp.bool_(False))
+    lowest = float(scale)
+    assert lowest <= 1.0
+    for _ in range(600):
+        scale, memory = scaling.next(
+            scale, memory, jnp.float32(2.0**-9), jnp.bool_(True)
+        )
+    assert float(scale) >= 2.0**10
+
+
+def test_gradients_that_are_all_zero_leave_the_log_normal_scale():
+    scaling = SCALINGS["log_normal"]
+    scale, memory = scaling.init()
+    after, kept = scaling.next(scale, memory, jnp.float32(0), jnp.bool_(True))
+    assert float(after) == float(scale)
+    chex.assert_trees_all_equal(kept, memory)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("inner", INNERS)
+def test_scaled_training_is_unscaled_training_bit_for_bit(inner, scaling):
+    params = parameters(jnp.float32)
+    plain, scaled = INNERS[inner](), with_loss_scale(INNERS[inner](), SCALINGS[scaling])
+    want, got = (params, plain.init(params)), (params, scaled.init(params))
+    step = jax.jit(lowbit_optax.step, static_argnums=0)
+    for i in range(6):
+        grads = gradients(i, like=params)
+        scale = current_loss_scale(got[1])
+        assert float(np.log2(scale)).is_integer()
+        want = step(plain, grads, want[1], want[0])[:2]
+        got = step(
+            scaled, jax.tree.map(lambda g, s=scale: g * s, grads), got[1], got[0]
+        )
+    assert_same_bits((got[0], got[1].inner_state), want)
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("apply", ["step", "update"])
+@pytest.mark.parametrize("inner", INNERS)
+def test_an_overflow_moves_nothing_but_the_scale(inner, apply, bad):
+    tx = with_loss_scale(INNERS[inner](), SCALINGS["backoff"])
+    params = parameters()
+    state = tx.init(params)
+    for i in range(2):
+        params, state = lowbit_optax.step(tx, gradients(i, 2.0**10), state, params)
+    grads = spoilt(gradients(2, 2.0**10), bad)
+    if apply == "step":
+        after, new = jax.jit(lowbit_optax.step, static_argnums=0)(
+            tx, grads, state, params
+        )
+    else:
+        updates, new = jax.jit(tx.update)(grads, state, params)
+        after = lowbit_optax.apply_updates(params, updates)
+    assert_same_bits((after, new.inner_state), (params, state.inner_state))
+    assert float(new.scale) == float(state.scale) / 2
+    assert int(new.skipped) == 1
+    assert int(new.memory) == 0
+
+
+def test_negative_zeros_stay_negative_zeros_when_a_step_is_skipped():
+    tx = with_loss_scale(optax.sgd(1.0), static_scale(2.0))
+    params = parameters()
+    updates, _ = tx.update(spoilt(gradients(0)), tx.init(params), params)
+    assert_same_bits(optax.apply_updates(params, updates), params)
+
+
+def test_inside_lowbit_the_inner_state_rests_and_the_count_goes_on():
+    scaling = SCALINGS["backoff"]
+    tx = lowbit_optax.lowbit(
+        with_loss_scale(optax.adam(0.01), scaling), weights=lowbit_optax.extra_bits(8)
+    )
+    params = parameters()
+    state = tx.init(params)
+    params, state = lowbit_optax.step(tx, gradients(0, 2.0**10), state, params)
+    after, new = lowbit_optax.step(tx, spoilt(gradients(1)), state, params)
+    assert_same_bits((after, new.residual), (params, state.residual))
+    assert_same_bits(new.inner_state.inner_state, state.inner_state.inner_state)
+    assert int(new.count) == int(state.count) + 1
+    assert float(current_loss_scale(new)) == 2.0**9
+
+
+def test_it_is_found_in_chains_and_training_states():
+    tx = optax.chain(
+        optax.clip(1e6), with_loss_scale(optax.sgd(0.5), static_scale(4.0))
+    )
+    params = {"w": jnp.ones(3)}
+    state = TrainState.create(apply_fn=None, params=params, tx=tx)
+    loss_fn = lambda params: jnp.sum(params["w"] ** 2)
+    value, grads = scaled_value_and_grad(loss_fn)(state.params, state.opt_state)
+    assert float(value) == 3.0
+    np.testing.assert_array_equal(grads["w"], np.full(3, 8.0))
+    state = state.apply_gradients(grads=grads)
+    np.testing.assert_array_equal(state.params["w"], np.zeros(3))
+
+
+def test_the_value_and_what_comes_with_it_are_not_scaled():
+    tx = with_loss_scale(optax.sgd(0.5), static_scale(1024.0))
+    loss_fn = lambda params, x: (jnp.sum(params * x), {"x": x})
+    params, x = jnp.ones(3, jnp.float16), jnp.full(3, 2.0, jnp.float16)
+    state = tx.init(params)
+    (value, aux), grads = scaled_value_and_grad(loss_fn, has_aux=True)(params, state, x)
+    assert float(value) == 6.0
+    np.testing.assert_array_equal(aux["x"], x)
+    np.testing.assert_array_equal(grads, np.full(3, 2048.0))
+
+
+def test_bounds_survive_tree_operations_and_checkpoints():
+    tx = with_loss_scale(optax.sgd(0.5), backoff_scale(4.0, smallest=2.0, largest=4.0))
+    params = parameters()
+    state = jax.tree.map(jnp.asarray, tx.init(params))
+    state = flax.serialization.from_bytes(state, flax.serialization.to_bytes(state))
+    for _ in range(5):
+        _, state = tx.update(spoilt(gradients(0)), state, params)
+    assert float(state.scale) == 2.0
+
+
+def test_nothing_is_brought_to_the_host():
+    tx = with_loss_scale(lowbit_optax.kahan_adamw(0.01), SCALINGS["log_normal"])
+    params = parameters()
+    jitted = jax.jit(lambda *args: lowbit_optax.step(tx, *args))
+    arguments = jax.device_put((gradients(0), tx.init(params), params))
+    assert "callback" not in jitted.lower(*arguments).as_text()
+    with jax.transfer_guard("disallow"):
+        jax.block_until_ready(jitted(*arguments))
+
+
+@pytest.mark.parametrize(
+    "weights", [lowbit_optax.master_copy(), lowbit_optax.extra_bits(13)]
+)
+def test_weight_decay_that_float16_would_lose_is_kept(weights):
+    # 1e-5 of a weight of 0.01 is 1e-7; of a learning rate of 0.1, 1e-8, which is zero
+    # in float16, and so is what it changes the weight by.
+    inner = optax.chain(optax.add_decayed_weights(1e-5), optax.sgd(0.1))
+    params = {"w": jnp.full((64, 64), 0.01, jnp.float16)}
+    tx = with_loss_scale(
+        lowbit_optax.lowbit(inner, weights=weights), static_scale(2.0**10)
+    )
+    state = tx.init(params)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    start = lowbit_optax.master_weights(params, state)["w"].mean()
+    step = jax.jit(lowbit_optax.step, static_argnums=0)
+    for _ in range(1000):
+        params, state = step(tx, zeros, state, params)
+    end = lowbit_optax.master_weights(params, state)["w"].mean()
+    # A step is 11 units of float32's last place there.
+    assert np.isclose(end / start, (1 - 1e-6) ** 1000, rtol=1e-4)
+    assert float(jnp.float16(0.01) * jnp.float16(1e-5) * jnp.float16(0.1)) == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: static_scale(0.0), "scale is 0.0"),
+        (lambda: static_scale(float("inf")), "scale is inf"),
+        (lambda: backoff_scale(factor=1.0), "factor is 1.0"),
+        (lambda: backoff_scale(period=0), "period is 0"),
+        (lambda: backoff_scale(2.0, smallest=4.0), "initial is 2.0"),
+        (lambda: log_normal_scale(overflow=1.0), "overflow is 1.0"),
+        (lambda: log_normal_scale(decay=1.0), "decay is 1.0"),
+        (lambda: log_normal_scale(least_deviation=-1.0), "least_deviation is -1.0"),
+    ],
+)
+def test_bad_choices_are_errors(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_state_without_a_scale_and_a_scaling_that_is_none_are_errors():
+    params = parameters()
+    with pytest.raises(ValueError, match="0 loss scales"):
+        current_loss_scale(optax.sgd(0.1).init(params))
+    with pytest.raises(TypeError, match="scaling is 1024"):
+        with_loss_scale(optax.sgd(0.1), 1024.0)
+    tx = with_loss_scale(optax.sgd(0.1), static_scale())
+    with pytest.raises(TypeError, match="not a LossScaleState"):
+        tx.update(gradients(0), optax.sgd(0.1).init(params), params)
