@@ -170,13 +170,14 @@ def test_groups_are_read_once_while_they_fit_in_registers(group):
     moments = lowbit_optax.block_quantized(group=group)
     tx = lowbit_optax.lowbit(inner, weights=lowbit_optax.extra_bits(8), moments=moments)
     kernel = lower_step(tx, leaf(SIDE, SIDE)).fused
-    # Gradient, parameter and words; the gradient's and the moments' once more.
+    # Gradient, parameter and words; the gradient's and the moments' once more. Scales
+    # come on top. What a thread reads 32 bits of is the table of scalars.
     once, again = 4 + 3, 2 + 2
-    read = sum(bytes_of_accesses(kernel, bits, store=False) for bits in (32, 64, 128))
+    read = sum(bytes_of_accesses(kernel, bits, store=False) for bits in (64, 128))
     want = once if group <= 128 else once + again
     assert want <= read / PARAMETERS <= want + 0.5
     assert kernel.stack == kernel.spill_stores == kernel.spill_loads == 0
-    assert instructions_a_parameter(kernel, PARAMETERS) <= (74 if group <= 128 else 86)
+    assert instructions_a_parameter(kernel, PARAMETERS) <= (75 if group <= 128 else 86)
 
 
 @each_optimizer
