@@ -39,7 +39,9 @@ def beside(
     try:
         return treedef.flatten_up_to(tree)
     except (ValueError, TypeError) as error:
-        given = set(named_leaves(tree)[0])
+        # None may stand at a leaf, and is not missing.
+        with_path = jax.tree_util.tree_flatten_with_path(tree, lambda x: x is None)[0]
+        given = {jax.tree_util.keystr(path) for path, _ in with_path}
         missing = [name for name in names if name not in given]
         extra = sorted(given - set(names))
         where = f"missing at {missing[0]}" if missing else "different"
