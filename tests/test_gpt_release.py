@@ -82,7 +82,7 @@ def test_the_end_says_where_parameters_are_updated_and_in_what_memory(capsys):
     assert all(name in printed for name in result.updates)
 
 
-@pytest.mark.parametrize("optimizer", ["extra_bits_adamw", "lowbit_lion"])
+@pytest.mark.parametrize("optimizer", ["extra_bits_adamw", "lowbit_lion", "lpmm_adam"])
 def test_optimizers_take_the_model_they_store(optimizer):
     choice = gpt_flags.OPTIMIZERS[optimizer]
     model = gpt_release.make_model(gpt_flags.parse_args(TINY))

@@ -1,0 +1,96 @@
+"""Time of a training step with gradient release against one without, on this machine.
+
+    .venv/bin/python benchmarks/release_time.py --rounds 11
+
+The model is a scan over layers ``tanh(h @ w)``. Both steps are jitted with donated
+parameters and state, and take turns; what is printed are medians of process time (all
+threads together, so that other programs disturb it less) and their ratio.
+"""
+
+import argparse
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import lowbit_optax
+from lowbit_optax import release
+
+OPTIMIZERS = {
+    "optax.adamw, float32": (optax.adamw(1e-3), jnp.float32),
+    "extra_bits_adamw(bits=8)": (
+        lowbit_optax.extra_bits_adamw(1e-3, bits=8),
+        jnp.bfloat16,
+    ),
+    "lowbit_adamw": (lowbit_optax.lowbit_adamw(1e-3), jnp.bfloat16),
+}
+
+
+def loss_fn(params, h):
+    """The mean square of what the layers make of a batch."""
+
+    def body(h, w):
+        return jnp.tanh(h @ w.astype(h.dtype)), None
+
+    h, _ = release.scan(body, h, params["w"])
+    return jnp.mean(h**2)
+
+
+def plain(loss_fn, tx):
+    """The step that ``release.value_and_update`` stands for."""
+
+    def step(params, state, batch):
+        value, grads = jax.value_and_grad(loss_fn)(params, batch)
+        return value, *lowbit_optax.step(tx, grads, state, params)
+
+    return step
+
+
+def medians(tx, dtype, args: argparse.Namespace) -> list[float]:
+    """Seconds of process time a step, without and with release."""
+    shape = (args.layers, args.width, args.width)
+    params = {"w": (jax.random.normal(jax.random.key(0), shape) * 0.03).astype(dtype)}
+    batch = jax.random.normal(jax.random.key(1), (args.batch_size, args.width))
+    steps = [
+        jax.jit(make(loss_fn, tx), donate_argnums=(0, 1))
+        for make in (plain, release.value_and_update)
+    ]
+    held = [(jax.tree.map(jnp.copy, params), tx.init(params)) for _ in steps]
+    times: list[list[float]] = [[] for _ in steps]
+    for _ in range(args.rounds + 2):
+        for i, step in enumerate(steps):
+            start = time.process_time()
+            _, *held[i] = jax.block_until_ready(step(*held[i], batch))
+            times[i].append(time.process_time() - start)
+    return [statistics.median(each[2:]) for each in times]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Steps with and without release.")
+    for name, default in {
+        "rounds": 11,
+        "layers": 8,
+        "width": 768,
+        "batch-size": 2048,
+    }.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    args = parser.parse_args()
+    print(
+        f"{args.layers} layers of {args.width} x {args.width}, batch "
+        f"{args.batch_size}, {jax.devices()[0].device_kind}, jax {jax.__version__}"
+    )
+    print("| step | without release, ms | with, ms | ratio |")
+    print("|---|---|---|---|")
+    for name, (tx, dtype) in OPTIMIZERS.items():
+        without, with_release = medians(tx, dtype, args)
+        print(
+            f"| {name} | {1e3 * without:.0f} | {1e3 * with_release:.0f} "
+            f"| {with_release / without:.2f} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
