@@ -41,7 +41,7 @@ class Scaling:
 
 @dataclasses.dataclass(frozen=True)
 class Static(Scaling):
-    """See :func:`static_scale`."""
+    """See :func:`static_scale`; remembers nothing."""
 
     scale: float
 
@@ -91,7 +91,7 @@ class LogNormalMemory(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LogNormal(Scaling):
-    """See :func:`log_normal_scale`."""
+    """See :func:`log_normal_scale`; remembers a :class:`LogNormalMemory`."""
 
     initial: float
     overflow: float

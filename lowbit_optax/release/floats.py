@@ -22,7 +22,7 @@ def carrier(dtype) -> jnp.dtype | None:
 
 
 def as_float(x: jax.Array) -> jax.Array:
-    """The bits of an array in its carrier."""
+    """An array's bits in its :func:`carrier`; floating-point arrays as they are."""
     if trees.is_float(x):
         return x
     return lax.bitcast_convert_type(x, carrier(x.dtype))
