@@ -1,12 +1,34 @@
-"""Precision assignment: a floating-point format for each tensor of a training step.
+"""Precision assignments: which tensors of a training step are in which float format.
 
-    FloatFormat -> the numbers of fp(e, m, b), and rounding to them in float32
+    trace ---> the tensors of a loss, in groups between matrix products
+    demote, uniform, operator_based ---> an assignment: a format for each tensor
+    apply ---> the loss with tensors and cotangents rounded; how much overflowed
+    promote ---> the assignment with what overflowed in the high format
 
 References:
-  Lee, Sharma and Aiken 2023, "Training with Mixed-Precision Floating-Point
-    Assignments".
+  Lee, Sharma, Aiken 2023, "Training with Mixed-Precision Floating-Point Assignments".
 """
 
-from lowbit_optax.precision.float_format import FloatFormat
+from lowbit_optax.precision.assignment import HFP8, Assignment, Formats, load
+from lowbit_optax.precision.choosing import demote, operator_based, promote, uniform
+from lowbit_optax.precision.float_format import FP32, FloatFormat
+from lowbit_optax.precision.plan import Plan, trace
+from lowbit_optax.precision.rounded import apply
+from lowbit_optax.precision.tensors import Tensor
 
-__all__ = ["FloatFormat"]
+__all__ = [
+    "FP32",
+    "HFP8",
+    "Assignment",
+    "FloatFormat",
+    "Formats",
+    "Plan",
+    "Tensor",
+    "apply",
+    "demote",
+    "load",
+    "operator_based",
+    "promote",
+    "trace",
+    "uniform",
+]

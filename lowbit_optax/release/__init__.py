@@ -1,7 +1,7 @@
 """Gradient release: the optimizer's step inside the backward pass.
 
     value_and_update ---> traces the loss once, finds the scans over parameters
-      loss_program ---> the loss as a list of steps; which parameter goes where
+      traced ---------> the loss as a list of steps; which parameter goes where
       layerwise ------> which updates can run layer by layer; refuses what cannot
       backward -------> a scan whose backward loop updates each layer in place
 

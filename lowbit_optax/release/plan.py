@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import optax
 
 from lowbit_optax import trees
+from lowbit_optax.loss_program import LossProgram, Step
 from lowbit_optax.release import layerwise
 from lowbit_optax.release.backward import Roles
 from lowbit_optax.release.layerwise import Whole
-from lowbit_optax.release.loss_program import LossProgram, Step
 from lowbit_optax.release.traced import Leaf, Traced
 
 SMALLEST = 4096

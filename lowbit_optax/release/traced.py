@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
+from lowbit_optax import loss_program
+from lowbit_optax.loss_program import LossProgram
 from lowbit_optax.lpmm import quantized_tensor as tensors
 from lowbit_optax.lpmm.gradients import slotted
-from lowbit_optax.release import loss_program
-from lowbit_optax.release.loss_program import LossProgram
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -1,9 +1,10 @@
-"""A traced loss as a list of steps, in which scans over stacked parameters are found.
+"""A traced loss as a list of steps, in which scans are found.
 
-The loss is traced once, to a jaxpr. Functions under ``jit`` that hold a scan are
-written out, so that every scan is a step of one list, and a parameter is followed
-through them. The loss is then evaluated from this list, the scans to be released by
-:mod:`lowbit_optax.release.backward`, all else as it was traced.
+The loss is traced once, to a jaxpr. Functions under ``jit`` that hold a scan (or all of
+them) are written out, so that every scan is a step of one list, and a parameter is
+followed through them. The loss is then evaluated from this list: some steps in another
+way (:mod:`lowbit_optax.release.backward`, :mod:`lowbit_optax.precision.rounded`), all
+else as it was traced.
 """
 
 import collections
@@ -38,7 +39,7 @@ class Scan:
     @staticmethod
     def of(eqn) -> "Scan":
         """The parts of a scan's equation."""
-        body = _closed(eqn.params["jaxpr"])
+        body = closed_jaxpr(eqn.params["jaxpr"])
         inner = body.jaxpr
         # What is scanned over has one axis more outside of the body than inside it.
         rank = lambda atom: len(atom.aval.shape)
@@ -86,6 +87,8 @@ class LossProgram:
 
     Args:
       closed: its jaxpr.
+      write_out_all: whether all functions under ``jit`` are written out, also those
+        without a scan.
 
     Attributes:
       inputs, outputs: numbers of values.
@@ -93,7 +96,8 @@ class LossProgram:
       uses: by value, how often a step or the outputs read it.
     """
 
-    def __init__(self, closed: core.ClosedJaxpr):
+    def __init__(self, closed: core.ClosedJaxpr, *, write_out_all: bool = False):
+        self._write_out_all = write_out_all
         self._constants: dict[int, typing.Any] = {}
         self._avals: list[typing.Any] = []
         self.steps: list[Step] = []
@@ -125,27 +129,32 @@ class LossProgram:
         return found
 
     def evaluate(
-        self, arguments: Sequence, instead: dict[int, Callable[[list], list]]
+        self,
+        arguments: Sequence,
+        instead: dict[int, Callable[[list], list]],
+        changed: Callable[[int, jax.Array], jax.Array] = lambda _, value: value,
     ) -> list:
         """The outputs.
 
         Args:
           arguments: of the inputs.
           instead: for steps, by id, what computes their outputs from their inputs.
+          changed: what becomes of a value, given its number, before it is used.
         """
         values = dict(self._constants)
-        values.update(zip(self.inputs, arguments, strict=True))
+
+        def update(numbers, results):
+            for number, result in zip(numbers, results, strict=True):
+                values[number] = changed(number, result)
+
+        update(self.inputs, arguments)
         for step in self.steps:
             given = [values[n] for n in step.inputs]
             if id(step) in instead:
                 results = instead[id(step)](given)
             else:
-                primitive = step.eqn.primitive
-                params = primitive.get_bind_params(step.eqn.params)
-                results = primitive.bind(*given, **params)
-                if not primitive.multiple_results:
-                    results = [results]
-            values.update(zip(step.outputs, results, strict=True))
+                results = bind(step.eqn, given)
+            update(step.outputs, results)
         return [values[n] for n in self.outputs]
 
     def _value(self, aval) -> int:
@@ -168,8 +177,10 @@ class LossProgram:
 
         for eqn in jaxpr.eqns:
             operands = [read(atom) for atom in eqn.invars]
-            if eqn.primitive is primitives.jit_p and _has_scan(eqn.params["jaxpr"]):
-                results = self._write_out(_closed(eqn.params["jaxpr"]), operands)
+            if eqn.primitive is primitives.jit_p and (
+                self._write_out_all or _has_scan(eqn.params["jaxpr"])
+            ):
+                results = self._write_out(closed_jaxpr(eqn.params["jaxpr"]), operands)
             else:
                 scan = Scan.of(eqn) if eqn.primitive is primitives.scan_p else None
                 results = [self._value(var.aval) for var in eqn.outvars]
@@ -178,7 +189,15 @@ class LossProgram:
         return [read(atom) for atom in jaxpr.outvars]
 
 
-def _closed(jaxpr) -> core.ClosedJaxpr:
+def bind(eqn, given: Sequence) -> list:
+    """The results of an equation for these operands."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    results = eqn.primitive.bind(*given, **params)
+    return results if eqn.primitive.multiple_results else [results]
+
+
+def closed_jaxpr(jaxpr) -> core.ClosedJaxpr:
+    """A jaxpr of an equation's parameters, with the constants that it has."""
     is_closed = isinstance(jaxpr, core.ClosedJaxpr)
     return jaxpr if is_closed else core.ClosedJaxpr(jaxpr, ())
 
@@ -187,7 +206,7 @@ def _has_scan(jaxpr) -> bool:
     return any(
         eqn.primitive is primitives.scan_p
         or (eqn.primitive is primitives.jit_p and _has_scan(eqn.params["jaxpr"]))
-        for eqn in _closed(jaxpr).jaxpr.eqns
+        for eqn in closed_jaxpr(jaxpr).jaxpr.eqns
     )
 
 

@@ -1,0 +1,191 @@
+"""Precision assignments: which tensors are in which format."""
+
+import dataclasses
+import json
+import os
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lowbit_optax.precision.float_format import FloatFormat
+from lowbit_optax.precision.plan import Plan
+from lowbit_optax.precision.tensors import Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Formats:
+    """The formats that an assignment chooses between.
+
+    Args:
+      low, high: of forward tensors.
+      low_backward, high_backward: of their cotangents; None takes those of forward
+        tensors.
+
+    >>> print(HFP8)
+    low fp(4,3,4) / fp(5,2)+infinity, high fp(6,9) / fp(6,9)+infinity
+    """
+
+    low: FloatFormat
+    high: FloatFormat
+    low_backward: FloatFormat | None = None
+    high_backward: FloatFormat | None = None
+
+    def __post_init__(self):
+        for name in ("low", "high"):
+            if getattr(self, f"{name}_backward") is None:
+                object.__setattr__(self, f"{name}_backward", getattr(self, name))
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, FloatFormat):
+                raise TypeError(
+                    f"Formats: {field.name} is {value!r}; accepted is a FloatFormat"
+                )
+
+    def __str__(self):
+        return (
+            f"low {self.low} / {self.low_backward}, "
+            f"high {self.high} / {self.high_backward}"
+        )
+
+
+HFP8 = Formats(
+    low=FloatFormat(4, 3, 4),
+    low_backward=FloatFormat(5, 2, overflow="infinity"),
+    high=FloatFormat(6, 9),
+    high_backward=FloatFormat(6, 9, overflow="infinity"),
+)
+"""Sun et al. 2019: 8 bits, other ones forward and backward, and 16 bits.
+
+Cotangents that overflow become infinite, so that loss scaling notices and skips.
+"""
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True, eq=False)
+class Assignment:
+    """A format for each tensor and each cotangent of a loss.
+
+    As a pytree it holds two arrays, which :func:`promote` changes: an argument of a
+    jitted step, it is promoted without compiling anew.
+
+    Args:
+      plan: the tensors.
+      formats: what is chosen between.
+      low: bool[tensors], whether the forward tensor is in the low format.
+      low_backward: bool[tensors], whether its cotangent is.
+    """
+
+    plan: Plan
+    formats: Formats
+    low: jax.Array
+    low_backward: jax.Array
+
+    def tree_flatten(self):
+        """Two arrays; the plan and the formats are static."""
+        return (self.low, self.low_backward), (self.plan, self.formats)
+
+    @classmethod
+    def tree_unflatten(cls, static, arrays):
+        return cls(*static, *arrays)
+
+    @property
+    def low_ratio(self) -> jax.Array:
+        """The share of elements, of tensors and cotangents, in low precision.
+
+            size({t : t is low}) / size(all t), in [0, 1]
+
+        Returns:
+          float32 scalar.
+
+        References:
+          Lee et al. 2023, section 3.2, "ratio_lo".
+        """
+        # Divided first: float32 counts to 2^24 only, and shares are never larger.
+        total = max(self.plan.size, 1)
+        forward = jnp.asarray(self.plan.sizes / total, jnp.float32)
+        backward = jnp.asarray(self.plan.backward_sizes / total, jnp.float32)
+        zero = jnp.float32(0)
+        return jnp.sum(jnp.where(self.low, forward, zero)) + jnp.sum(
+            jnp.where(self.low_backward, backward, zero)
+        )
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write everything to a JSON file, for :func:`load`."""
+        document = {
+            "formats": dataclasses.asdict(self.formats),
+            "products": self.plan.products,
+            "tensors": [
+                dataclasses.asdict(tensor)
+                | {"low": bool(low), "low_backward": bool(low_backward)}
+                for tensor, low, low_backward in zip(
+                    self.plan.tensors,
+                    np.asarray(self.low),
+                    np.asarray(self.low_backward),
+                    strict=True,
+                )
+            ],
+        }
+        text = json.dumps(document, indent=1)
+        pathlib.Path(path).write_text(text + "\n", encoding="utf-8")
+
+    def __str__(self) -> str:
+        """A table, a line a tensor, group by group."""
+        if isinstance(self.low, jax.core.Tracer):
+            return f"Assignment of {len(self.plan.tensors)} tensors, traced"
+        rows = [("group", "tensor", "shape", "forward", "backward")]
+        formats = self.formats
+        low, low_backward = np.asarray(self.low), np.asarray(self.low_backward)
+        for i, tensor in sorted(
+            enumerate(self.plan.tensors), key=lambda numbered: numbered[1].group
+        ):
+            shape = "x".join(map(str, tensor.shape))
+            times = f" x {tensor.repeats}" if tensor.repeats > 1 else ""
+            backward = (
+                formats.low_backward if low_backward[i] else formats.high_backward
+            )
+            rows.append(
+                (
+                    str(tensor.group),
+                    tensor.name,
+                    shape + times,
+                    str(formats.low if low[i] else formats.high),
+                    str(backward) if tensor.backward_size else "",
+                )
+            )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        ratio = float(self.low_ratio)
+        lines.append(f"{ratio:.3f} of {self.plan.size} elements in low precision")
+        return "\n".join(lines)
+
+
+def load(path: str | os.PathLike) -> Assignment:
+    """Read an assignment that :meth:`Assignment.save` wrote.
+
+    Raises:
+      ValueError: if the file holds no assignment.
+    """
+    try:
+        document = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+        formats = {
+            name: FloatFormat(**fields) for name, fields in document["formats"].items()
+        }
+        tensors, low, low_backward = [], [], []
+        for fields in document["tensors"]:
+            low.append(fields.pop("low"))
+            low_backward.append(fields.pop("low_backward"))
+            fields["shape"] = tuple(fields["shape"])
+            fields["read_by"] = tuple(fields["read_by"])
+            tensors.append(Tensor(**fields))
+        plan = Plan(tuple(tensors), document["products"])
+        return Assignment(
+            plan, Formats(**formats), np.array(low, bool), np.array(low_backward, bool)
+        )
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"{path}: not an assignment that Assignment.save wrote "
+            f"({type(error).__name__}: {error})"
+        ) from error
