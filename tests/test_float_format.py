@@ -1,0 +1,531 @@
+"""Emulated formats, checked against ml_dtypes and against lists of their numbers."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax import lax
+
+from lowbit_optax.precision import FloatFormat
+from lowbit_optax.precision.float_format import FP32, grid_of, round_to_grid
+
+NATIVE = {
+    "float32": FP32,
+    "bfloat16": FloatFormat(8, 7),
+    "float16": FloatFormat(5, 10, specials="ieee"),
+    "float8_e5m2": FloatFormat(5, 2, specials="ieee"),
+    "float8_e5m2fnuz": FloatFormat(5, 2, 1),
+    "float8_e4m3": FloatFormat(4, 3, specials="ieee"),
+    "float8_e4m3fn": FloatFormat(4, 3, specials="nan"),
+    "float8_e4m3fnuz": FloatFormat(4, 3, 1),
+    "float8_e4m3b11fnuz": FloatFormat(4, 3, 4),
+    "float8_e3m4": FloatFormat(3, 4, specials="ieee"),
+    "float6_e3m2fn": FloatFormat(3, 2),
+    "float6_e2m3fn": FloatFormat(2, 3),
+    "float4_e2m1fn": FloatFormat(2, 1),
+}
+NATIVE = {name: fmt for name, fmt in NATIVE.items() if hasattr(jnp, name)}
+NARROW = [name for name in NATIVE if name != "float32"]
+each_narrow = pytest.mark.parametrize("name", NARROW)
+
+FORMATS = [
+    *(fmt for fmt in NATIVE.values() if fmt != FP32),
+    FloatFormat(6, 9),
+    FloatFormat(5, 2),
+    FloatFormat(8, 0),
+    FloatFormat(8, 0, specials="nan"),
+    FloatFormat(8, 1),
+    FloatFormat(8, 3),
+    FloatFormat(8, 5),
+    FloatFormat(8, 5, subnormals=False),
+    FloatFormat(7, 4, 63),
+    FloatFormat(7, 4, -63),
+    FloatFormat(5, 0),
+    FloatFormat(5, 0, specials="ieee"),
+    FloatFormat(3, 4, 2),
+    FloatFormat(2, 1, -3),
+    FloatFormat(2, 11, 100),
+    FloatFormat(2, 0, specials="nan"),
+    FloatFormat(4, 3, 4, subnormals=False),
+    FloatFormat(6, 9, subnormals=False),
+    FloatFormat(5, 10, specials="ieee", subnormals=False),
+]
+each_format = pytest.mark.parametrize("fmt", FORMATS, ids=str)
+each_overflow = pytest.mark.parametrize("overflow", ["saturate", "infinity"])
+
+
+def cast(values, dtype):
+    """Signalling NaNs and overflows are no errors of these tests."""
+    with np.errstate(all="ignore"):
+        return np.asarray(values).astype(dtype)
+
+
+def in_float32(values):
+    return cast(values, np.float32)
+
+
+def all_numbers(name):
+    """Every pattern of a dtype and its value, by ml_dtypes and numpy alone."""
+    width = ml_dtypes.finfo(name).bits
+    patterns = np.arange(2**width, dtype=f"uint{max(width, 8)}")
+    return patterns, in_float32(patterns.view(jnp.dtype(name)))
+
+
+def numbers_of(fmt):
+    """The non-negative numbers by definition, ascending in float64; which are even.
+
+    The last one is not the format's: it is where its next number would be.
+    """
+    e, m = fmt.exponent_bits, fmt.mantissa_bits
+    bias = 2 ** (e - 1) - 1 + fmt.bias
+    exponents, mantissas = np.divmod(np.arange(2 ** (e + m) + 1), 2**m)
+    normal = np.ldexp(1 + mantissas / 2**m, exponents - bias)
+    subnormal = np.ldexp(mantissas / 2**m, 1 - bias)
+    values = np.where(exponents > 0, normal, subnormal)
+    # IEEE 754: where no significand is even, ties go to the larger magnitude.
+    even = mantissas % 2 == 0 if m else values == 0
+    numbers = {"none": 2 ** (e + m), "nan": 2 ** (e + m) - 1}
+    numbers["ieee"] = (2**e - 1) * 2**m
+    end = numbers[fmt.specials] + 1
+    kept = np.full(end, True)
+    if not fmt.subnormals:
+        kept[1 : 2**m] = False
+    return values[:end][kept], even[:end][kept]
+
+
+def nearest_of_list(fmt, x):
+    """Rounding as a search in the list of the format's numbers."""
+    values, even = numbers_of(fmt)
+    largest, magnitude = values[-2], np.abs(cast(x, np.float64))
+    above = np.clip(np.searchsorted(values, magnitude), 1, values.size - 1)
+    low, high = values[above - 1], values[above]
+    to_low = magnitude - low, high - magnitude
+    up = (to_low[0] > to_low[1]) | ((to_low[0] == to_low[1]) & ~even[above - 1])
+    rounded = np.where(up, high, low)
+    past = np.inf if fmt.overflow == "infinity" else largest
+    rounded = np.where(rounded > largest, past, rounded)
+    infinite = np.inf if fmt.specials == "ieee" else past
+    rounded = np.where(np.isinf(x), infinite, rounded)
+    rounded = np.where(np.isnan(x), np.nan, rounded)
+    return in_float32(np.where(np.signbit(x), -rounded, rounded))
+
+
+def boundaries(fmt):
+    """Numbers of a format, the middles between them, and float32's on both sides."""
+    values = numbers_of(fmt)[0]
+    middles = (values[1:] + values[:-1]) / 2
+    values, middles = in_float32(values), in_float32(middles)
+    infinity = np.float32(np.inf)
+    x = np.concatenate(
+        [
+            values,
+            middles,
+            np.nextafter(middles, infinity),
+            np.nextafter(middles, -infinity),
+            np.float32([0, 2**-149, 2**-126, 3e38, np.inf, np.nan]),
+        ]
+    )
+    return np.concatenate([x, -x])
+
+
+def samples():
+    """All of bfloat16 and of float16, and any float32, in float32."""
+    every = np.arange(2**16, dtype=np.uint16)
+    words = np.random.default_rng(0).integers(0, 2**32, 2**17, np.uint32)
+    parts = every.view(jnp.bfloat16), every.view(np.float16), words.view(np.float32)
+    return np.concatenate([in_float32(part) for part in parts])
+
+
+def assert_same(got, expected):
+    """The same numbers, signs of zero included; NaN where NaN is."""
+    got, expected = np.asarray(got), np.asarray(expected)
+    assert got.dtype == expected.dtype == np.float32
+    nan = np.isnan(expected)
+    np.testing.assert_array_equal(np.isnan(got), nan)
+    np.testing.assert_array_equal(got.view(np.uint32)[~nan], expected.view("u4")[~nan])
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_a_dtype_and_its_format_name_each_other(name):
+    fmt, info = NATIVE[name], ml_dtypes.finfo(name)
+    assert FloatFormat.of(name) == FloatFormat.of(getattr(jnp, name)) == fmt
+    assert fmt.dtype == jnp.dtype(name)
+    assert fmt.bits == info.bits
+    assert fmt.largest == float(info.max)
+    assert fmt.smallest_normal == float(info.smallest_normal)
+    assert fmt.smallest == float(info.smallest_subnormal)
+    assert dataclasses.replace(fmt, subnormals=False).dtype is None
+
+
+@each_format
+def test_largest_and_smallest_are_those_of_the_list(fmt):
+    values, _ = numbers_of(fmt)
+    assert fmt.largest == values[-2]
+    assert fmt.smallest == values[1]
+    bias = 2 ** (fmt.exponent_bits - 1) - 1 + fmt.bias
+    assert fmt.smallest_normal == 2.0 ** (1 - bias)
+
+
+def test_the_formats_of_the_paper():
+    forward = FloatFormat(4, 3, 4)
+    assert (forward.largest, forward.smallest) == (30.0, 2.0**-13)
+    assert FloatFormat(5, 2).largest == 1.75 * 2.0**16
+    assert FloatFormat(6, 9).largest == (2 - 2.0**-9) * 2.0**32
+    assert FP32.largest == float(np.finfo(np.float32).max)
+
+
+@each_narrow
+@each_overflow
+def test_every_number_of_a_dtype_stays_as_it_is(name, overflow):
+    fmt = dataclasses.replace(NATIVE[name], overflow=overflow)
+    _, values = all_numbers(name)
+    assert_same(jax.jit(fmt.round)(values), values)
+
+
+@each_narrow
+def test_nearest_is_the_cast_to_the_dtype(name):
+    saturates = name.startswith(("float4", "float6"))
+    overflow = "saturate" if saturates else "infinity"
+    fmt = dataclasses.replace(NATIVE[name], overflow=overflow)
+    x = np.concatenate([samples(), boundaries(fmt)])
+    if saturates:
+        x = x[~np.isnan(x)]
+    expected = in_float32(cast(x, jnp.dtype(name)))
+    if fmt.specials != "ieee" and not saturates:
+        # Where there is no infinity, casts to it are NaN, and minus zero is zero.
+        expected = np.where(np.isnan(expected) & ~np.isnan(x), np.inf, expected)
+    expected = np.copysign(expected, x)
+    assert_same(jax.jit(fmt.round)(x), expected)
+
+
+@each_format
+@each_overflow
+def test_nearest_is_found_in_the_list_of_numbers(fmt, overflow):
+    fmt = dataclasses.replace(fmt, overflow=overflow)
+    x = np.concatenate([samples(), boundaries(fmt)])
+    assert_same(jax.jit(fmt.round)(x), nearest_of_list(fmt, x))
+
+
+def test_float32_stays_as_it_is_bit_for_bit():
+    x = np.concatenate([samples(), boundaries(FloatFormat(8, 7))])
+    got = np.asarray(jax.jit(FP32.round)(x))
+    np.testing.assert_array_equal(got.view(np.uint32), x.view(np.uint32))
+
+
+@pytest.mark.parametrize("bits", range(1, 23))
+def test_fewer_bits_of_float32_are_the_integer_formula(bits):
+    # Subnormals too: float32's patterns are integers in the order of magnitude.
+    x = np.concatenate([samples(), boundaries(FloatFormat(8, 5))])
+    u, drop = x.view(np.uint32), np.uint32(23 - bits)
+    odd = (u >> drop) & np.uint32(1)
+    half = np.uint32((1 << (drop - 1)) - 1)
+    expected = ((u + half + odd) >> drop << drop).view(np.float32)
+    expected = np.where(np.isnan(x), x, expected)
+    fmt = FloatFormat(8, bits, overflow="infinity")
+    assert_same(jax.jit(fmt.round)(x), expected)
+
+
+def rounded_many_times(fmt, x, random):
+    return np.asarray(jax.jit(fmt.round)(np.full(random.shape, x), random))
+
+
+STOCHASTIC = [
+    (FloatFormat(4, 3, 4), 1.01171875),
+    (FloatFormat(4, 3, 4), -29.0625),
+    (FloatFormat(4, 3, 4), 1.3125 * 2.0**-12),  # subnormal
+    (FloatFormat(4, 3, 4), 0.7109375 * 2.0**-13),  # below the smallest
+    (FloatFormat(4, 3, 4), 1.5 * 2.0**-22),  # far below it
+    (FloatFormat(4, 3, 4, subnormals=False), 0.7109375 * 2.0**-10),
+    (FloatFormat(4, 3, 4, subnormals=False), -1.5 * 2.0**-20),
+    (FloatFormat(8, 5), 1.0078125 * 2.0**-126),
+    (FloatFormat(8, 5), 1.3125 * 2.0**-131),  # float32's own subnormals
+    (FloatFormat(8, 5), -0.375 * 2.0**-131),
+    (FloatFormat(8, 5, subnormals=False), 0.375 * 2.0**-126),
+    (FloatFormat(5, 2, specials="ieee"), 1.15625 * 2.0**-15),
+    (FloatFormat(6, 9), 1.000244140625),
+    (FloatFormat(5, 0), 1.25),
+]
+
+
+@pytest.mark.parametrize(("fmt", "x"), STOCHASTIC, ids=str)
+def test_the_mean_over_all_random_words_is_the_number(fmt, x):
+    # All leading 16 bits. x is a whole number of 2^-16 of the distance between its
+    # neighbours, so that the bits after them, noise, decide nothing.
+    noise = np.random.default_rng(0).integers(0, 2**16, 2**16, np.uint32)
+    random = (np.arange(2**16, dtype=np.uint32) << np.uint32(16)) | noise
+    rounded = rounded_many_times(fmt, np.float32(x), random).astype(np.float64)
+    values = numbers_of(fmt)[0]
+    above = np.searchsorted(values, abs(x))
+    neighbours = np.sort(np.copysign(values[[above - 1, above]], x))
+    np.testing.assert_array_equal(np.unique(rounded), neighbours)
+    assert rounded.mean() == x
+
+
+def test_numbers_of_the_format_stay_whatever_the_random_words():
+    x = in_float32(numbers_of(FloatFormat(4, 3, 4))[0][:-1])
+    for word in (0, 0xFFFFFFFF):
+        random = np.full(x.shape, word, np.uint32)
+        for fmt in (FloatFormat(4, 3, 4), FloatFormat(8, 5), FP32):
+            assert_same(jax.jit(fmt.round)(x, random), x)
+
+
+@pytest.mark.parametrize("exponent", [-38, -39, -40, -44])
+def test_far_below_the_smallest_number_every_random_bit_counts(exponent):
+    # 1.5 * 2^exponent is so many 2^-31 of 2^-13: as many of the words go up.
+    fmt, ups = FloatFormat(4, 3, 4), int(1.5 * 2.0 ** (exponent + 13 + 31))
+    turn = 2 * (2**31 - ups)
+    words = np.array([0, turn - 1, min(turn, 2**32 - 1), 2**32 - 1], np.uint32)
+    got = rounded_many_times(fmt, np.float32(1.5 * 2.0**exponent), words)
+    np.testing.assert_array_equal(got, np.array([0, 0, ups > 0, ups > 0]) * 2.0**-13)
+
+
+def test_stochastic_rounding_past_the_largest():
+    random = np.uint32([0, 2**31 - 1, 2**31, 2**32 - 1])
+    halfway = np.float32(31)  # 30 is the largest, 32 would be the next
+    saturated = rounded_many_times(FloatFormat(4, 3, 4), halfway, random)
+    np.testing.assert_array_equal(saturated, [30, 30, 30, 30])
+    fmt = FloatFormat(4, 3, 4, overflow="infinity")
+    infinite = rounded_many_times(fmt, -halfway, random)
+    np.testing.assert_array_equal(infinite, [-30, -30, -np.inf, -np.inf])
+
+
+@each_format
+def test_overflow_is_past_the_largest_number(fmt):
+    x = np.concatenate([samples(), boundaries(fmt)])
+    expected = ~(np.abs(cast(x, np.float64)) <= fmt.largest)  # NaN is past it
+    np.testing.assert_array_equal(jax.jit(fmt.overflows)(x), expected)
+    _, overflowed = jax.jit(lambda x: round_to_grid(x, grid_of(fmt)))(x)
+    np.testing.assert_array_equal(overflowed, expected)
+
+
+def test_overflows_are_counted_before_rounding():
+    fmt = FloatFormat(4, 3, 4)
+    x = jnp.array([30.0, 30.1, -31.0, 2.0, jnp.inf, jnp.nan, 1e-9])
+    assert int(fmt.overflows(x).sum()) == 4
+
+
+# XLA has no arrays of 6-bit floats on a CPU.
+@pytest.mark.parametrize("dtype", [name for name in NATIVE if "float6" not in name])
+def test_arrays_of_every_dtype_are_rounded_in_float32(dtype):
+    if dtype == "float32":
+        x = jnp.asarray(samples())
+    else:
+        patterns, _ = all_numbers(dtype)
+        x = jnp.asarray(patterns.view(jnp.dtype(dtype)))
+    wide = in_float32(x)
+    for fmt in (FloatFormat(4, 3, 4), FloatFormat(2, 1), FloatFormat(8, 3)):
+        rounded = jax.jit(fmt.round)(x)
+        assert rounded.dtype == x.dtype
+        expected = in_float32(cast(nearest_of_list(fmt, wide), jnp.dtype(dtype)))
+        # Compared where the dtype has the format's number.
+        got = in_float32(rounded)
+        number = np.isfinite(wide) & np.isfinite(expected)
+        np.testing.assert_array_equal(got[number], expected[number])
+        np.testing.assert_array_equal(
+            jax.jit(fmt.overflows)(x), ~(np.abs(wide) <= fmt.largest)
+        )
+
+
+@each_narrow
+def test_patterns_are_the_dtypes(name):
+    fmt = NATIVE[name]
+    patterns, values = all_numbers(name)
+    encoded = np.array(jax.jit(fmt.encode)(values))
+    assert encoded.dtype == patterns.dtype
+    if fmt.specials != "none":  # ml_dtypes does not keep a NaN's payload
+        nan = np.isnan(values)
+        assert np.isnan(in_float32(encoded[nan].view(jnp.dtype(name)))).all()
+        encoded[nan] = patterns[nan]
+    if name.endswith("fnuz"):  # its NaN is here minus zero
+        minus_zero = 2 ** (fmt.bits - 1)
+        values[minus_zero] = -0.0
+        encoded[minus_zero] = minus_zero
+    np.testing.assert_array_equal(encoded, patterns)
+    assert_same(jax.jit(fmt.decode)(patterns), values)
+
+
+@each_format
+def test_patterns_are_integers_in_the_order_of_the_numbers(fmt):
+    values = numbers_of(dataclasses.replace(fmt, subnormals=True))[0][:-1]
+    bits = max(8, int(2 ** np.ceil(np.log2(fmt.bits))))
+    patterns = np.arange(values.size, dtype=f"uint{bits}")
+    values = in_float32(values)
+    sign = patterns.dtype.type(2 ** (fmt.bits - 1))
+    for p, x in ((patterns, values), (patterns | sign, -values)):
+        assert_same(jax.jit(fmt.decode)(p), x)
+        encoded = jax.jit(fmt.encode)(x)
+        assert encoded.dtype == p.dtype
+        np.testing.assert_array_equal(encoded, p)
+
+
+@each_format
+def test_encode_is_the_inverse_of_decode_on_every_pattern(fmt):
+    patterns = jnp.arange(2**fmt.bits, dtype=jnp.uint32)
+    patterns = patterns.astype(jax.eval_shape(fmt.encode, jnp.float32(0)).dtype)
+    back = jax.jit(lambda p: fmt.encode(fmt.decode(p)))(patterns)
+    np.testing.assert_array_equal(back, patterns)
+
+
+def test_patterns_of_all_32_bits():
+    words = samples().view(np.uint32)
+    np.testing.assert_array_equal(jax.jit(FP32.encode)(samples()), words)
+    got = np.asarray(jax.jit(FP32.decode)(words)).view(np.uint32)
+    np.testing.assert_array_equal(got, words)
+    # Two exponents at float32's ends, where a format's subnormals are float32's.
+    for fmt in (FloatFormat(7, 23, 63), FloatFormat(7, 23, -64 + 1)):
+        x = np.asarray(jax.jit(fmt.decode)(words))
+        own = words & np.uint32(2**fmt.bits - 1)
+        np.testing.assert_array_equal(jax.jit(fmt.encode)(x), own)
+        assert_same(jax.jit(fmt.round)(x), x)
+
+
+def test_what_a_format_has_no_pattern_for_is_encoded_as_its_nearest():
+    special = jnp.array([jnp.nan, jnp.inf, -jnp.inf, 1e9])
+    for fmt, expected in {
+        FloatFormat(4, 3, 4): [0x7F, 0x7F, 0xFF, 0x7F],
+        FloatFormat(4, 3, specials="nan"): [0x7F, 0x7E, 0xFE, 0x7E],
+        FloatFormat(4, 3, specials="ieee"): [0x7C, 0x78, 0xF8, 0x77],
+    }.items():
+        np.testing.assert_array_equal(fmt.encode(special), expected)
+
+
+PAIRS = [*itertools.pairwise(FORMATS[:12] + FORMATS[-3:]), (FORMATS[0], FP32)]
+
+
+def test_a_traced_flag_chooses_between_two_formats_in_one_program():
+    traces = []
+
+    @jax.jit
+    def to_either(x, random, low, high, is_low):
+        traces.append(None)
+        grid = jax.tree.map(lambda a, b: jnp.where(is_low, a, b), low, high)
+        return round_to_grid(x, grid), round_to_grid(x, grid, random)
+
+    x = samples()
+    random = np.random.default_rng(1).integers(0, 2**32, x.shape, np.uint32)
+    for pair in PAIRS:
+        grids = [grid_of(fmt) for fmt in pair]
+        for fmt, is_low in zip(pair, (True, False), strict=True):
+            nearest, drawn = to_either(x, random, *grids, is_low)
+            assert_same(nearest[0], jax.jit(fmt.round)(x))
+            assert_same(drawn[0], jax.jit(fmt.round)(x, random))
+            np.testing.assert_array_equal(nearest[1], jax.jit(fmt.overflows)(x))
+            np.testing.assert_array_equal(drawn[1], nearest[1])
+    assert len(traces) == 1
+
+
+def float_operations(jaxpr):
+    """The names of the operations that read or write floats, of all depths."""
+    for eqn in jaxpr.eqns:
+        inner = list(jax.tree.leaves(eqn.params, is_leaf=lambda p: hasattr(p, "eqns")))
+        inner = [p for p in inner if hasattr(p, "eqns")]
+        for sub in inner:
+            yield from float_operations(sub)
+        avals = [v.aval for v in (*eqn.invars, *eqn.outvars)]
+        if not inner and any(jnp.issubdtype(a.dtype, jnp.floating) for a in avals):
+            yield eqn.primitive.name
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_rounding_is_a_program_of_integers_alone(stochastic):
+    x = jnp.ones(8)
+    random = jnp.zeros(8, jnp.uint32) if stochastic else None
+    for fmt in (FloatFormat(4, 3, 4), FloatFormat(8, 7), FloatFormat(6, 9)):
+        names = set(float_operations(jax.make_jaxpr(fmt.round)(x, random)))
+        assert names == {"bitcast_convert_type"}
+        compiled = jax.jit(fmt.round).lower(x, random).compile().as_text()
+        assert " convert(" not in compiled
+    names = set(float_operations(jax.make_jaxpr(fmt.decode)(jnp.zeros(8, jnp.uint8))))
+    assert names == {"bitcast_convert_type"}
+
+
+def test_a_compiled_program_keeps_the_rounding_error():
+    error = jax.jit(lambda x: x - FloatFormat(8, 7).round(x))(jnp.float32(1.001))
+    assert error == np.float32(1.001) - np.float32(1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(exponent_bits=1, mantissa_bits=2), "exponent_bits must be 2 to 8, got 1"),
+        (dict(exponent_bits=9, mantissa_bits=2), "exponent_bits must be 2 to 8, got 9"),
+        (dict(exponent_bits=4, mantissa_bits=-1), "mantissa_bits must be 0 to 23"),
+        (dict(exponent_bits=4, mantissa_bits=24), "mantissa_bits must be 0 to 23"),
+        (dict(specials="fn"), 'specials must be "none", "nan", "ieee" or None, got'),
+        (dict(overflow="wrap"), 'overflow must be "saturate" or "infinity", got'),
+        (dict(exponent_bits=8, specials="none"), "-126 to 127; got -126 to 128"),
+        (dict(exponent_bits=8, specials="nan"), "-126 to 127; got -126 to 128"),
+        (dict(exponent_bits=8, bias=1), "-126 to 127; got -127 to 127"),
+        (dict(bias=121), "-126 to 127; got -127 to -113"),
+        (dict(bias=-120), "-126 to 127; got 114 to 128"),
+        (dict(bias=10**6), "must be float32's"),
+    ],
+    ids=str,
+)
+def test_formats_that_float32_cannot_hold_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        FloatFormat(**{"exponent_bits": 4, "mantissa_bits": 3, **arguments})
+
+
+@pytest.mark.parametrize("name", ["exponent_bits", "mantissa_bits", "bias"])
+def test_bits_that_are_no_integers_are_refused(name):
+    with pytest.raises(TypeError, match=f"{name} must be an integer, got 3.0"):
+        FloatFormat(**{"exponent_bits": 4, "mantissa_bits": 3, name: 3.0})
+
+
+def test_the_widest_biases_of_float32_are_accepted():
+    assert FloatFormat(4, 3, 120).smallest_normal == 2.0**-126
+    assert FloatFormat(4, 3, -119).largest == 1.875 * 2.0**127
+    assert FloatFormat(8, 0, specials="nan").largest == 2.0**127
+
+
+def test_arrays_that_are_no_floats_of_32_bits_are_refused():
+    fmt = FloatFormat(4, 3, 4)
+    for call in (fmt.round, fmt.overflows, fmt.encode):
+        with pytest.raises(TypeError, match=r"at most 32 bits, got int32 \(2,\)"):
+            call(jnp.arange(2))
+    with pytest.raises(TypeError, match=r"unsigned integers, got float32 \(2,\)"):
+        fmt.decode(jnp.ones(2))
+    with pytest.raises(TypeError, match=r"must be float32, got bfloat16 \(2,\)"):
+        round_to_grid(jnp.ones(2, jnp.bfloat16), grid_of(fmt))
+    for random in (jnp.zeros(3, jnp.uint32), jnp.zeros(2, jnp.int32)):
+        with pytest.raises(ValueError, match=r"random must be uint32 \(2,\), got"):
+            fmt.round(jnp.ones(2), random)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float64", "float8_e8m0fnu", "complex64"])
+def test_other_dtypes_have_no_format(dtype):
+    with pytest.raises(TypeError, match=f"{dtype}; accepted: float32, bfloat16"):
+        FloatFormat.of(dtype)
+
+
+def test_names_tell_formats_apart():
+    assert str(FloatFormat(4, 3, 4)) == "fp(4,3,4)"
+    assert str(FloatFormat(6, 9)) == "fp(6,9)"
+    assert str(FloatFormat(5, 10, specials="ieee")) == "fp(5,10)+ieee"
+    fmt = FloatFormat(4, 3, -1, "nan", "infinity", subnormals=False)
+    assert str(fmt) == "fp(4,3,-1)+nan+infinity-subnormals"
+    assert len({str(fmt) for fmt in FORMATS}) == len(FORMATS)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3b11fnuz"])
+def test_nearest_is_the_cast_to_the_dtype_on_every_float32(name):
+    fmt = dataclasses.replace(NATIVE[name], overflow="infinity")
+
+    @jax.jit
+    def rounded(start):
+        u = start + lax.iota(jnp.uint32, 2**24)
+        return fmt.round(lax.bitcast_convert_type(u, jnp.float32))
+
+    # The sign is copied: the other half of the patterns is in the other tests.
+    for start in range(0, 2**31, 2**24):
+        x = np.arange(start, start + 2**24, dtype=np.uint32).view(np.float32)
+        expected = in_float32(cast(x, jnp.dtype(name)))
+        if fmt.specials != "ieee":
+            expected = np.where(np.isnan(expected) & ~np.isnan(x), np.inf, expected)
+        assert_same(rounded(jnp.uint32(start)), expected)
