@@ -383,6 +383,13 @@ def test_patterns_of_all_32_bits():
         assert_same(jax.jit(fmt.round)(x), x)
 
 
+def test_no_nan_is_encoded_as_infinity():
+    # NaNs of a payload whose leading bits are zero.
+    x = np.uint32([0x7F800001, 0xFF800001, 0x7F80FFFF]).view(np.float32)
+    for fmt in (FloatFormat(8, 7), NATIVE["float16"], NATIVE["float8_e5m2"]):
+        assert np.isnan(fmt.decode(fmt.encode(x))).all()
+
+
 def test_what_a_format_has_no_pattern_for_is_encoded_as_its_nearest():
     special = jnp.array([jnp.nan, jnp.inf, -jnp.inf, 1e9])
     for fmt, expected in {

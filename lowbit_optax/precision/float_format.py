@@ -1,25 +1,16 @@
 """Floating-point formats fp(e, m, b), emulated in float32.
 
-A number of the format is a float32 whose significand ends at a given bit: ``23 - m``
-bits are dropped from float32's, and below the smallest normal as many more as the
-exponent is too small. Rounding drops them as integers, because XLA may leave out a cast
-and may flush subnormals to zero:
-
-    magnitude -> (exponent, significand) -> round_off(significand, shift) -> magnitude
-
-A format is seven integers to it, a :class:`Grid`. They can be traced: which of two
-formats a tensor is rounded to can be decided while the program runs, in one rounding.
+Rounding is :mod:`lowbit_optax.precision.grid`'s; here is what the formats are, and
+their bit patterns.
 
 References:
   Lee, Sharma and Aiken 2023, "Training with Mixed-Precision Floating-Point
     Assignments".
-  IEEE 754-2019, section 4.3.1.
 """
 
 import dataclasses
 import math
 import operator
-import typing
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +18,18 @@ import numpy as np
 from jax import lax
 
 from lowbit_optax import float_layouts, rounding
+from lowbit_optax.precision.grid import (
+    INFINITY,
+    MANTISSA,
+    Grid,
+    bits_of,
+    magnitude_of,
+    round_to_grid,
+    smallest_normal_of,
+    split,
+)
 
-_MANTISSA = 23
 _BIAS = 127
-_SIGN = 0x80000000
-_INFINITY = 0x7F800000
 _SPECIALS = ("none", "nan", "ieee")
 _OVERFLOW = ("saturate", "infinity")
 
@@ -212,7 +210,7 @@ class FloatFormat:
           TypeError: x is no float array of at most 32 bits.
         """
         x = _widened(_checked(x))
-        return _magnitude(x) > grid_of(self).largest
+        return magnitude_of(x) > grid_of(self).largest
 
     def encode(self, x: jax.Array) -> jax.Array:
         """The patterns of numbers of the format: sign, exponent, mantissa.
@@ -228,18 +226,18 @@ class FloatFormat:
         """
         x = _widened(_checked(x))
         m, grid = self.mantissa_bits, grid_of(self)
-        magnitude = _magnitude(x)
-        exponent, significand = _split(magnitude)
+        magnitude = magnitude_of(x)
+        exponent, significand = split(magnitude)
         deep = jnp.minimum(grid.drop + grid.smallest_exponent - exponent, 31)
         pattern = jnp.where(
-            magnitude < _smallest_normal(grid),
+            magnitude < smallest_normal_of(grid),
             significand >> deep,
             (magnitude >> grid.drop) - ((grid.smallest_exponent - 1) << np.uint32(m)),
         )
         pattern = jnp.where(
             magnitude > grid.largest, np.uint32(self._largest_pattern), pattern
         )
-        nan = magnitude > np.uint32(_INFINITY)
+        nan = magnitude > np.uint32(INFINITY)
         if self.specials == "nan":
             pattern = jnp.where(nan, np.uint32(self._all_ones), pattern)
         elif self.specials == "ieee":
@@ -247,10 +245,10 @@ class FloatFormat:
             payload = (magnitude >> grid.drop) & np.uint32(self._mantissa_mask)
             quiet = np.uint32(self._hidden >> 1)
             payload = jnp.where(payload == 0, quiet, payload)
-            pattern = jnp.where(magnitude == np.uint32(_INFINITY), infinity, pattern)
+            pattern = jnp.where(magnitude == np.uint32(INFINITY), infinity, pattern)
             if m:
                 pattern = jnp.where(nan, infinity | payload, pattern)
-        sign = _bits(x) >> np.uint32(31)
+        sign = bits_of(x) >> np.uint32(31)
         pattern = pattern | (sign << np.uint32(self.bits - 1))
         return pattern.astype(self._unsigned)
 
@@ -277,20 +275,20 @@ class FloatFormat:
         grid = grid_of(self)
         sign = (patterns >> np.uint32(self.bits - 1)) << np.uint32(31)
         pattern = patterns & np.uint32(self._all_ones)
-        base = (grid.smallest_exponent - np.uint32(1)) << np.uint32(_MANTISSA)
+        base = (grid.smallest_exponent - np.uint32(1)) << np.uint32(MANTISSA)
         normal = (pattern << grid.drop) + base
         # A subnormal's leading bit is moved to the hidden one's place, unless it is
         # one of float32's subnormals.
         rise = grid.drop + grid.smallest_exponent - np.uint32(1)
-        up = jnp.minimum(lax.clz(pattern) - np.uint32(31 - _MANTISSA), rise)
-        subnormal = (pattern << up) + ((rise - up) << np.uint32(_MANTISSA))
+        up = jnp.minimum(lax.clz(pattern) - np.uint32(31 - MANTISSA), rise)
+        subnormal = (pattern << up) + ((rise - up) << np.uint32(MANTISSA))
         value = jnp.where(pattern < np.uint32(self._hidden), subnormal, normal)
         value = jnp.where(pattern == 0, np.uint32(0), value)
         if self.specials != "none":
             payload = (pattern & np.uint32(self._mantissa_mask)) << grid.drop
-            special = np.uint32(_INFINITY) | payload
+            special = np.uint32(INFINITY) | payload
             if self.specials == "nan":
-                special = np.uint32(_INFINITY | 1 << (_MANTISSA - 1))
+                special = np.uint32(INFINITY | 1 << (MANTISSA - 1))
             value = jnp.where(
                 pattern > np.uint32(self._largest_pattern), special, value
             )
@@ -344,38 +342,6 @@ class FloatFormat:
         return np.dtype(f"uint{max(8, 1 << (self.bits - 1).bit_length())}")
 
 
-class Grid(typing.NamedTuple):
-    """A format as the integers that rounding to it needs, uint32 scalars.
-
-    Those of two formats can be selected between field by field.
-
-    Attributes:
-      drop: how many bits of float32's significand a normal number leaves out.
-      drop_below: likewise a number just below the smallest normal.
-      smallest_exponent: of the smallest normal, as float32 stores it.
-      smallest: the smallest number above zero, a float32 pattern like the rest.
-      largest: the largest finite number.
-      past: what finite values past the largest become.
-      infinite: what infinity becomes.
-
-    >>> import jax, jax.numpy as jnp
-    >>> low, high = grid_of(FloatFormat(4, 3, 4)), grid_of(FloatFormat(6, 9))
-    >>> def to_either(x, is_low):
-    ...     grid = jax.tree.map(lambda a, b: jnp.where(is_low, a, b), low, high)
-    ...     return round_to_grid(x, grid)[0]
-    >>> [float(jax.jit(to_either)(jnp.float32(1.07), b)) for b in (True, False)]
-    [1.125, 1.0703125]
-    """
-
-    drop: jax.typing.ArrayLike
-    drop_below: jax.typing.ArrayLike
-    smallest_exponent: jax.typing.ArrayLike
-    smallest: jax.typing.ArrayLike
-    largest: jax.typing.ArrayLike
-    past: jax.typing.ArrayLike
-    infinite: jax.typing.ArrayLike
-
-
 def grid_of(fmt: FloatFormat) -> Grid:
     """The integers that describe a format to :func:`round_to_grid`.
 
@@ -385,79 +351,22 @@ def grid_of(fmt: FloatFormat) -> Grid:
     Returns:
       Numpy uint32 scalars.
     """
-    drop = _MANTISSA - fmt.mantissa_bits
+    drop = MANTISSA - fmt.mantissa_bits
     largest = _pattern_of(fmt.largest)
-    past = _INFINITY if fmt.overflow == "infinity" else largest
+    past = INFINITY if fmt.overflow == "infinity" else largest
     return Grid(
         *map(
             np.uint32,
             (
                 drop,
-                drop if fmt.subnormals else _MANTISSA,
+                drop if fmt.subnormals else MANTISSA,
                 fmt._smallest_exponent,
                 _pattern_of(fmt.smallest),
                 largest,
                 past,
-                _INFINITY if fmt.specials == "ieee" else past,
+                INFINITY if fmt.specials == "ieee" else past,
             ),
         )
-    )
-
-
-def round_to_grid(
-    x: jax.Array, grid: Grid, random: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """Round float32 to the format that a grid describes.
-
-    Args:
-      x: float32 array.
-      grid: of :func:`grid_of`, or selected from several of its results.
-      random: as in :meth:`FloatFormat.round`.
-
-    Returns:
-      ``(rounded, overflowed)``: float32 as :meth:`FloatFormat.round`'s, and bool as
-      :meth:`FloatFormat.overflows`'s.
-
-    Raises:
-      TypeError: x is not float32.
-      ValueError: random is not uint32 of x's shape.
-    """
-    x = jnp.asarray(x)
-    if x.dtype != jnp.float32:
-        raise TypeError(f"x must be float32, got {x.dtype} {x.shape}")
-    if random is not None and (random.dtype, random.shape) != (jnp.uint32, x.shape):
-        raise ValueError(
-            f"random must be uint32 {x.shape}, got {random.dtype} {random.shape}"
-        )
-    bits = _bits(x)
-    magnitude = _magnitude(x)
-    exponent, significand = _split(magnitude)
-    shift = jnp.where(
-        magnitude < _smallest_normal(grid),
-        grid.drop_below + grid.smallest_exponent - exponent,
-        grid.drop,
-    )
-    # 31 is the largest shift that keeps a random number's weight; the rest goes first.
-    # What is left of a significand after 31 more bits is nothing.
-    before = jnp.minimum(shift - jnp.minimum(shift, np.uint32(31)), np.uint32(31))
-    kept = float_layouts.round_off(
-        significand >> before, jnp.minimum(shift, np.uint32(31)), random
-    )
-    # The hidden bit adds 1 to the exponent, and so does one carried out of it.
-    base = (exponent - np.uint32(1)) << np.uint32(_MANTISSA)
-    rounded = jnp.where(
-        shift <= np.uint32(_MANTISSA),
-        (kept << jnp.minimum(shift, np.uint32(_MANTISSA))) + base,
-        kept * grid.smallest,
-    )
-    infinity = np.uint32(_INFINITY)
-    beyond = jnp.where(magnitude == infinity, grid.infinite, grid.past)
-    rounded = jnp.where(rounded > grid.largest, beyond, rounded)
-    rounded = jnp.where(magnitude > infinity, magnitude, rounded)
-    sign = bits & np.uint32(_SIGN)
-    return (
-        lax.bitcast_convert_type(sign | rounded, jnp.float32),
-        magnitude > grid.largest,
     )
 
 
@@ -496,27 +405,6 @@ def _checked(x: jax.Array) -> jax.Array:
 
 def _widened(x: jax.Array) -> jax.Array:
     return x if x.dtype == jnp.float32 else rounding.to_float32(x)
-
-
-def _bits(x: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(x, jnp.uint32)
-
-
-def _magnitude(x: jax.Array) -> jax.Array:
-    return _bits(x) & np.uint32(_SIGN - 1)
-
-
-def _split(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """float32's exponent, 1 for its subnormals, and significand with its hidden bit."""
-    hidden = np.uint32(1 << _MANTISSA)
-    stored = magnitude >> np.uint32(_MANTISSA)
-    fraction = magnitude & (hidden - np.uint32(1))
-    significand = jnp.where(stored > 0, fraction | hidden, fraction)
-    return jnp.maximum(stored, np.uint32(1)), significand
-
-
-def _smallest_normal(grid: Grid) -> jax.typing.ArrayLike:
-    return grid.smallest_exponent << np.uint32(_MANTISSA)
 
 
 def _pattern_of(number: float) -> int:
