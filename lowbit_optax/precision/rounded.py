@@ -117,7 +117,9 @@ class _Run:
     """Evaluates programs with their tensors rounded."""
 
     def __init__(self, assignment: Assignment, found: Tensors, seed, stored: bool):
-        self._assignment = assignment
+        # Known levels as numpy: indexed under jit, an array of JAX's would be traced.
+        known = lambda x: x if isinstance(x, jax.core.Tracer) else np.asarray(x)
+        self._assignment = jax.tree.map(known, assignment)
         self._found = found
         self._stored = stored
         self._seed = None if seed is None else jnp.asarray(seed).astype(jnp.uint32)
