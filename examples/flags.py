@@ -63,6 +63,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.compute_dtype == "auto":
         on_cpu = jax.default_backend() == "cpu"
         args.compute_dtype = "float32" if on_cpu else "bfloat16"
+        if args.dtype == "float16" and args.loss_scale is not None:
+            args.compute_dtype = "float16"
     return args
 
 
@@ -71,6 +73,11 @@ def _check_lpmm(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
         parser.error(
             f"--dtype {args.dtype}: weights of {args.optimizer} are codes of --bits "
             "bits and have no dtype; leave out --dtype"
+        )
+    if args.loss_scale is not None:
+        parser.error(
+            f"--loss-scale {args.loss_scale}: gradients of {args.optimizer} are float32 "
+            "and need none; leave out --loss-scale"
         )
     if args.bits is not None and args.bits not in LPMM_BITS:
         parser.error(
@@ -87,6 +94,20 @@ def _at_least(least: int) -> Callable[[str], int]:
         return value
 
     return integer
+
+
+def _loss_scale(text: str) -> str | float:
+    if text in optimizer_choice.LOSS_SCALES:
+        return text
+    try:
+        value = float(text)
+        optimizer_choice.loss_scaling(value)
+    except ValueError:
+        names = ", ".join(optimizer_choice.LOSS_SCALES)
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not {names} or a number from 2^-126 to 2^126"
+        ) from None
+    return value
 
 
 def _add_optimizer_flags(group) -> None:
@@ -127,6 +148,15 @@ def _add_optimizer_flags(group) -> None:
         help=f"the highest, after warmup (default: {LEARNING_RATE})",
     )
     group.add_argument("--weight-decay", type=float, help=f"(default: {WEIGHT_DECAY})")
+    group.add_argument(
+        "--loss-scale",
+        type=_loss_scale,
+        metavar="SCALE",
+        help="multiply the loss, so that float16 gradients do not vanish, and skip the "
+        "steps in which any overflows: backoff (halved then, doubled after 2,000 good "
+        "steps), lognormal (from the statistics of the largest gradient) or a number "
+        "(default: no scale)",
+    )
 
 
 def _add_training_flags(group) -> None:
@@ -139,10 +169,10 @@ def _add_training_flags(group) -> None:
     )
     group.add_argument(
         "--compute-dtype",
-        choices=("auto", "float32", "bfloat16"),
+        choices=("auto", "float32", "bfloat16", "float16"),
         default="auto",
-        help="of activations; auto is bfloat16, but float32 on a CPU, whose bfloat16 "
-        "convolutions are slow",
+        help="of activations; auto is float16 for --dtype float16 with --loss-scale, "
+        "else bfloat16, but float32 on a CPU, whose bfloat16 convolutions are slow",
     )
     group.add_argument(
         "--epochs", type=positive, default=30, help="(default: %(default)s)"

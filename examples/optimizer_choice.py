@@ -20,6 +20,7 @@ class Options(NamedTuple):
     seed: int
     rounding: str = "stochastic"
     microbatches: int = 1
+    loss_scale: str | float | None = None
     momentum: float = 0.9
 
 
@@ -50,6 +51,11 @@ def _nearest(inner: optax.GradientTransformation) -> optax.GradientTransformatio
     )
 
 
+def _master_copy(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The usual mixed precision: float32 masters and moments beside the weights."""
+    return lowbit_optax.lowbit(inner, weights=lowbit_optax.master_copy())
+
+
 def _with_moments(o: Options, mu: int, nu: int) -> optax.GradientTransformation:
     """`lowbit_adamw` with moments of other numbers of bits."""
     return lowbit_optax.lowbit(
@@ -72,6 +78,8 @@ OPTIMIZERS = {
     "adamw": Choice("float32", _adamw),
     "nearest_sgd": Choice("nearest", lambda o: _nearest(_sgd(o))),
     "nearest_adamw": Choice("nearest", lambda o: _nearest(_adamw(o))),
+    "master_copy_sgd": Choice("master copy", lambda o: _master_copy(_sgd(o))),
+    "master_copy_adamw": Choice("master copy", lambda o: _master_copy(_adamw(o))),
     "sr_sgd": Choice("stochastic", lambda o: lowbit_optax.sr_sgd(
         o.learning_rate, o.momentum, weight_decay=o.weight_decay, seed=o.seed)),
     "sr_adamw": Choice("stochastic", lambda o: lowbit_optax.sr_adamw(
@@ -100,6 +108,11 @@ OPTIMIZERS = {
 }
 # fmt: on
 
+LOSS_SCALES = {
+    "backoff": lowbit_optax.backoff_scale,
+    "lognormal": lowbit_optax.log_normal_scale,
+}
+
 COMPARED = ("", "nearest_", "sr_", "kahan_", "extra_bits_", "lowbit_")
 
 
@@ -107,8 +120,25 @@ def build(name: str, options: Options) -> optax.GradientTransformation:
     """The optimizer `name`, on means of `options.microbatches` gradients.
 
     Their sums are float32 for plain optax (`optax.MultiSteps`), for all others 8-bit.
+    A loss scale is outermost: sums are of unscaled gradients, and a microbatch that has
+    overflowed is left out of them, the next one taking its place.
     """
-    tx = OPTIMIZERS[name].build(options)
+    tx = _accumulated(name, OPTIMIZERS[name].build(options), options)
+    if options.loss_scale is None:
+        return tx
+    return lowbit_optax.with_loss_scale(tx, loss_scaling(options.loss_scale))
+
+
+def loss_scaling(choice: str | float) -> lowbit_optax.loss_scaling.Scaling:
+    """The scaling of a name in `LOSS_SCALES`, or the static one of a number."""
+    if choice in LOSS_SCALES:
+        return LOSS_SCALES[choice]()
+    return lowbit_optax.static_scale(choice)
+
+
+def _accumulated(
+    name: str, tx: optax.GradientTransformation, options: Options
+) -> optax.GradientTransformation:
     if options.microbatches == 1:
         return tx
     if is_float32(name):
@@ -157,8 +187,13 @@ def label(name: str, dtype: str | None, options: Options) -> str:
     elif not is_float32(name):
         text = f"{text} {dtype}"
         text += f"+{options.bits}" if name.startswith("extra_bits") else ""
-    every = options.microbatches
-    return text if every == 1 else f"{text}, N = {every}"
+    if options.microbatches > 1:
+        text = f"{text}, N = {options.microbatches}"
+    if options.loss_scale is None:
+        return text
+    named = options.loss_scale in LOSS_SCALES
+    scale = options.loss_scale if named else f"{options.loss_scale:g}"
+    return f"{text}, loss scale {scale}"
 
 
 def cosine_schedule(peak: float, steps: int) -> optax.Schedule:

@@ -55,6 +55,9 @@ def spread(values: Sequence[float], form: str) -> str:
 def table(results: Sequence[Result]) -> str:
     """The results side by side, one line for each optimizer."""
     rows = [("optimizer", "test accuracy %", "train loss", "bytes/param", "seconds")]
+    scaled = any("loss_scale" in run.metrics for run in results)
+    if scaled:
+        rows[0] += ("loss scale", "skipped")
     for label, runs in by_label(results).items():
         rows.append(
             (
@@ -63,6 +66,7 @@ def table(results: Sequence[Result]) -> str:
                 spread([run.train_loss for run in runs], ".4f"),
                 f"{runs[0].bytes_per_parameter:.2f}",
                 spread([run.metrics["seconds"] for run in runs], ".1f"),
+                *(_loss_scale(runs) if scaled else ()),
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -78,6 +82,13 @@ def table(results: Sequence[Result]) -> str:
     if seeds > 1:
         lines.append(f"mean ± standard deviation over {seeds} seeds")
     return "\n".join(lines)
+
+
+def _loss_scale(runs: Sequence[Result]) -> tuple[str, str]:
+    """The last scale and the number of skipped steps, one for each seed."""
+    each = [run.metrics for run in runs if "loss_scale" in run.metrics]
+    scales = ", ".join(f"{metrics['loss_scale']:g}" for metrics in each)
+    return scales, ", ".join(str(metrics["skipped"]) for metrics in each)
 
 
 def _finite(value: Any) -> Any:

@@ -3,6 +3,8 @@
     python examples/resnet_cifar.py --optimizer kahan_sgd
     python examples/resnet_cifar.py --optimizer extra_bits_adamw --bits 8 --width 16
     python examples/resnet_cifar.py --optimizer lpmm_sgd --bits 12 --microbatches 4
+    python examples/resnet_cifar.py --optimizer master_copy_sgd --dtype float16 \
+        --loss-scale backoff
     python examples/resnet_cifar.py --compare --optimizer sgd --seeds 3
 
 `--compare` trains the same network from the same start on the same batches with
@@ -48,6 +50,7 @@ def train(
         seed=seed,
         rounding=args.rounding,
         microbatches=args.microbatches,
+        loss_scale=args.loss_scale,
     )
     model = ResNet(args.width, dtype=jnp.dtype(args.compute_dtype))
     state = training_loop.init_state(
@@ -96,6 +99,7 @@ def settings(args: argparse.Namespace, dataset: cifar_data.Dataset) -> dict:
         "microbatches",
         "dtype",
         "compute_dtype",
+        "loss_scale",
     )
     return {
         "dataset": dataset.name,

@@ -25,7 +25,14 @@ from checkpoints import CheckpointError, Checkpoints
 from cifar_data import Dataset, Split, epoch_order
 from tqdm import tqdm
 
-from lowbit_optax import QuantizedTensor, dequantize, lpmm, training
+from lowbit_optax import (
+    LossScaleState,
+    QuantizedTensor,
+    dequantize,
+    lpmm,
+    scaled_value_and_grad,
+    training,
+)
 
 FETCH_EVERY = 20  # steps between reads of the metrics: each read waits for the device
 
@@ -90,6 +97,12 @@ def model_weights(params: Any, dtype: Any) -> Any:
     return jax.tree.map(lambda p: p.astype(dtype) if p.itemsize == 1 else p, params)
 
 
+def loss_scale(state: TrainState) -> LossScaleState | None:
+    """The loss scale's state, which is outermost; None where there is no scale."""
+    found = state.opt_state
+    return found if isinstance(found, LossScaleState) else None
+
+
 def make_train_step(
     model: nn.Module, flip: bool
 ) -> Callable[..., tuple[TrainState, tuple[jax.Array, jax.Array]]]:
@@ -114,12 +127,23 @@ def make_train_step(
             return losses.mean(), (logits, updates["batch_stats"])
 
         weights = model_weights(state.params, model.dtype)
-        (loss, (logits, batch_stats)), grads = lpmm.value_and_grad(
-            loss_fn, has_aux=True
-        )(weights)
+        scale = loss_scale(state)
+        if scale is None:
+            differentiate = lpmm.value_and_grad(loss_fn, has_aux=True)
+            (loss, (logits, batch_stats)), grads = differentiate(weights)
+        else:
+            differentiate = scaled_value_and_grad(loss_fn, has_aux=True)
+            (loss, (logits, batch_stats)), grads = differentiate(weights, scale)
         accuracy = (logits.argmax(-1) == labels).mean()
-        state = state.apply_gradients(grads=grads, batch_stats=batch_stats)
-        return state, (loss, accuracy)
+        new = state.apply_gradients(grads=grads, batch_stats=batch_stats)
+        if scale is not None:
+            # Activations may have overflowed too, and running means would keep that.
+            is_skipped = loss_scale(new).skipped != scale.skipped
+            kept = jax.tree.map(
+                functools.partial(jnp.where, is_skipped), state.batch_stats, batch_stats
+            )
+            new = new.replace(batch_stats=kept)
+        return new, (loss, accuracy)
 
     return jax.jit(train_step, donate_argnums=0)
 
@@ -162,8 +186,9 @@ def fit(
 
     Returns:
         The trained state and the metrics: `loss` and `accuracy` of every step on the
-        batch before it, `test` as pairs (step, accuracy), and `seconds` of training,
-        without evaluation and without the first step, which compiles.
+        batch before it, `test` as pairs (step, accuracy), `seconds` of training,
+        without evaluation and without the first step, which compiles; and, with a loss
+        scale, the last `loss_scale` and the number of `skipped` steps.
     """
     images, labels = dataset.train
     per_epoch = run.steps_per_epoch(len(labels))
@@ -200,7 +225,7 @@ def fit(
 
             epoch_ends = batch + 1 == per_epoch or step + 1 == stop
             if clock is None or epoch_ends or len(pending) == FETCH_EVERY:
-                _fetch(pending, metrics, progress)
+                _fetch(pending, metrics, progress, loss_scale(state))
                 now = time.perf_counter()
                 metrics["seconds"] += now - (now if clock is None else clock)
                 clock = now
@@ -213,7 +238,12 @@ def fit(
     return state, metrics
 
 
-def _fetch(pending: list[Any], metrics: dict[str, Any], progress: tqdm) -> None:
+def _fetch(
+    pending: list[Any],
+    metrics: dict[str, Any],
+    progress: tqdm,
+    scale: LossScaleState | None,
+) -> None:
     """Moves the results of the last steps into `metrics` and the progress bar."""
     for loss, accuracy in jax.device_get(pending):
         metrics["loss"].append(float(loss))
@@ -223,7 +253,13 @@ def _fetch(pending: list[Any], metrics: dict[str, Any], progress: tqdm) -> None:
     shown = {name: np.mean(metrics[name][recent]) for name in ("loss", "accuracy")}
     if metrics["test"]:
         shown["test"] = metrics["test"][-1][1]
-    progress.set_postfix({name: f"{value:.3f}" for name, value in shown.items()})
+    texts = {name: f"{value:.3f}" for name, value in shown.items()}
+    if scale is not None:
+        metrics["loss_scale"] = float(scale.scale)
+        metrics["skipped"] = int(scale.skipped)
+        texts["scale"] = f"{metrics['loss_scale']:g}"
+        texts["skipped"] = str(metrics["skipped"])
+    progress.set_postfix(texts)
 
 
 def bytes_per_parameter(state: TrainState) -> float:
