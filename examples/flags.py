@@ -76,8 +76,8 @@ def _check_lpmm(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
         )
     if args.loss_scale is not None:
         parser.error(
-            f"--loss-scale {args.loss_scale}: gradients of {args.optimizer} are float32 "
-            "and need none; leave out --loss-scale"
+            f"--loss-scale {args.loss_scale}: gradients of {args.optimizer} are "
+            "float32 and need none; leave out --loss-scale"
         )
     if args.bits is not None and args.bits not in LPMM_BITS:
         parser.error(

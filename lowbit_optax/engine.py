@@ -25,6 +25,7 @@ import optax
 from lowbit_optax import kernel_plan, kernel_step, trees
 from lowbit_optax.float_layouts import is_narrow
 from lowbit_optax.formats.base import WeightFormat
+from lowbit_optax.guard import Guard
 from lowbit_optax.landing import land, stay
 from lowbit_optax.layers import is_analysed, layerwise, placed, stacks_to_write
 from lowbit_optax.moments import MomentPlan, Moments
@@ -144,6 +145,10 @@ class Lowbit:
         """``(new params, new state)`` without differences."""
         return self._advance(grads, state, params, stay, extra_args)
 
+    def guarded(self, grads, state, params, guard: Guard, landing, **extra_args):
+        """:meth:`step` or :meth:`update`, as ``landing`` says, if the guard lets it."""
+        return self._advance(grads, state, params, landing, extra_args, guard)
+
     def inner_update(self, grads, state, params, **extra_args):
         """What the inner transformation does, before anything is rounded.
 
@@ -154,7 +159,7 @@ class Lowbit:
         updates, _ = self._inner(inside, extra_args)
         return inside.master_tree, inside.treedef.unflatten(updates)
 
-    def _inside(self, grads, state, params) -> "Inside":
+    def _inside(self, grads, state, params, guard: Guard | None = None) -> "Inside":
         if params is None:
             raise ValueError(
                 "lowbit: update needs params; call tx.update(grads, state, params)"
@@ -177,6 +182,8 @@ class Lowbit:
             self.gradient(name, grad, leaf)
             for name, grad, leaf in zip(names, raw_grads, leaves, strict=True)
         ]
+        if guard is not None:
+            wide = guard.unscaled(wide)
         expected = jax.eval_shape(self.inner.init, treedef.unflatten(masters))
         plan = self._plan(names, leaves, expected)
         moments = plan.decode(state.inner_state)
@@ -191,6 +198,7 @@ class Lowbit:
             wide,
             plan,
             moments,
+            guard,
         )
 
     def _inner(self, inside: "Inside", extra_args: dict):
@@ -207,8 +215,9 @@ class Lowbit:
         params: optax.Params,
         landing: Callable,
         extra_args: dict,
+        guard: Guard | None = None,
     ):
-        inside = self._inside(grads, state, params)
+        inside = self._inside(grads, state, params, guard)
         random = _random(
             inside.names, inside.leaves, inside.formats, state.seed, state.count
         )
@@ -216,6 +225,14 @@ class Lowbit:
 
         def finish(number: int, update):
             """A leaf's result and residual, from its inner update."""
+            result, residual = finished(number, update)
+            if guard is None:
+                return result, residual
+            if landing is stay:
+                result = guard.chosen(result, inside.leaves[number])
+            return result, guard.chosen(residual, inside.residuals[number])
+
+        def finished(number: int, update):
             format_, leaf = inside.formats[number], inside.leaves[number]
             if format_ is None:
                 return (
@@ -235,6 +252,8 @@ class Lowbit:
             pairs = [finish(i, update) for i, update in enumerate(updates)]
             results, residuals = zip(*pairs, strict=True) if pairs else ((), ())
             encoded = inside.plan.encode(inner_state, random)
+            if guard is not None:
+                encoded = guard.chosen(encoded, state.inner_state)
             return list(results), list(residuals), encoded
 
         stored = jax.tree.structure(inside.moments).flatten_up_to(
@@ -247,11 +266,19 @@ class Lowbit:
             results, residuals, parts, written = kernel_step.run(
                 plan, inside, stored, keys, landing, finish, "pallas", layer
             )
-            return (
-                results,
-                residuals,
-                inside.plan.encode(plan.state_tree.unflatten(parts), random, written),
+            encoded = inside.plan.encode(
+                plan.state_tree.unflatten(parts), random, written
             )
+            if guard is not None:
+                by_kernel = {id(x) for i in written for x in jax.tree.leaves(parts[i])}
+                encoded = jax.tree.map(
+                    lambda new, old: (
+                        new if id(new) in by_kernel else guard.chosen(new, old)
+                    ),
+                    encoded,
+                    state.inner_state,
+                )
+            return results, residuals, encoded
 
         def choices(plan):
             if layer is None:
@@ -266,8 +293,12 @@ class Lowbit:
         results, residuals, inner_state = self._choose(
             inside, landing, extra_args, by_xla, choices
         )
+        count = optax.safe_increment(state.count)
+        if guard is not None:
+            count = guard.chosen(count, state.count)
+            results = results if landing is stay else guard.updates(results)
         return inside.treedef.unflatten(results), LowbitState(
-            optax.safe_increment(state.count),
+            count,
             state.seed,
             self._contain(inside.treedef.unflatten(residuals)),
             inner_state,
@@ -335,7 +366,7 @@ class Inside:
     """One step up to the inner update: lists by leaf, in the order of ``treedef``.
 
     ``raw_grads`` are as given, ``grads`` as the inner transformation sees them, and
-    ``moments`` is its state in float32.
+    ``moments`` is its state in float32. A guard's factor is in ``grads`` already.
     """
 
     names: list[str]
@@ -348,6 +379,7 @@ class Inside:
     grads: list
     plan: MomentPlan
     moments: typing.Any
+    guard: Guard | None = None
 
     @property
     def grad_tree(self):

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core.primitives import add_p
 
 from lowbit_optax import leafwise, trees
@@ -35,6 +36,9 @@ SMALLEST = 4096
 KEYS = 2
 """A leaf's row of the table of scalars begins with so many random keys."""
 
+WHEN = KEYS + 1
+"""The scalar of a guarded step without which nothing is written."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Body:
@@ -50,6 +54,8 @@ class Body:
       has_residual: whether a residual follows the parameter.
       moments: of each moment its format and number; None where it is stored as it is.
       landing: ``stay``, or ``land`` to write the parameter that ``update`` lands on.
+      guarded: whether the first two scalars are a guard's: the gradient's factor, and
+        whether there is a step at all.
     """
 
     program: Program
@@ -57,6 +63,7 @@ class Body:
     has_residual: bool
     moments: tuple[tuple[MomentFormat, int] | None, ...]
     landing: typing.Callable
+    guarded: bool = False
 
     @property
     def groups(self) -> list[int]:
@@ -134,6 +141,8 @@ class Body:
                 moments.append(how[0].decode(x, x.shape))
         if is_narrow(grad.dtype) or is_narrow(param.dtype):
             grad = grad.astype(jnp.float32)
+        if self.guarded:
+            grad = grad * leafwise.decode_scalar(scalars[KEYS], np.dtype(np.float32))
         master = self.format.seen(param, residual) if self.format else param
         outputs = program.run(
             [grad, master, *moments],
@@ -219,6 +228,8 @@ def plan(inner, inside, landing, extra_args) -> Plan:
     state, old_tree = jax.tree.flatten(state)
     new_state, state_tree = jax.tree.flatten(new_state)
     scalars = Scalars(graph)
+    for value in inside.guard or ():
+        scalars.ref(Node(jax.typeof(value), constant=value))
     nodes = _Nodes(
         inside.treedef.flatten_up_to(grads),
         inside.treedef.flatten_up_to(masters),
@@ -286,7 +297,8 @@ def _leaf_plan(i, inside, nodes: _Nodes, described, scalars, landing) -> LeafPla
         raise NotElementwise(f"its moments have groups of {sorted(groups)}")
     residual = inside.residuals[i] is not None
     elementwise = format_ and format_.elementwise()
-    body = Body(program, elementwise, residual, moments, landing)
+    guarded = inside.guard is not None
+    body = Body(program, elementwise, residual, moments, landing, guarded)
     return LeafPlan(body, slots)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from lowbit_optax import leafwise
 from lowbit_optax.graph import evaluate
-from lowbit_optax.kernel_plan import Body, LeafPlan, Plan
+from lowbit_optax.kernel_plan import WHEN, Body, LeafPlan, Plan
 from lowbit_optax.landing import difference, land
 from lowbit_optax.layers import Layer
 from pallas_kernels.bitfields import GROUP
@@ -232,6 +232,7 @@ def _fused(arrays, table, row, layer, *, body: Body, like: Leaf, implementation)
         scalars=table,
         row=row,
         layer=layer,
+        when=WHEN if body.guarded else None,
         implementation=implementation,
     )
 
@@ -240,7 +241,12 @@ def _fused(arrays, table, row, layer, *, body: Body, like: Leaf, implementation)
 def _fused_many(arrays, table, rows, *, body: Body, like, implementation):
     leaves = [leaf.with_arrays(a) for leaf, a in zip(like, arrays, strict=True)]
     return fused_update_many(
-        body, leaves, scalars=table, rows=rows, implementation=implementation
+        body,
+        leaves,
+        scalars=table,
+        rows=rows,
+        when=WHEN if body.guarded else None,
+        implementation=implementation,
     )
 
 

@@ -8,10 +8,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from lowbit_optax import trees
-from lowbit_optax.float_layouts import is_narrow
+from lowbit_optax.engine import Lowbit
+from lowbit_optax.guard import Guard
+from lowbit_optax.landing import land, stay
 from lowbit_optax.loss_scaling.scales import Scaling
 from lowbit_optax.wrapper import LowbitTransformation, step
 
@@ -144,84 +145,66 @@ class LossScaled:
 
     def update(self, updates, state, params=None, **extra_args):
         """As in optax; a skipped step's updates are -0, which changes nothing."""
-        inner = optax.with_extra_args_support(self.inner)
-
-        def update(grads):
-            return inner.update(grads, state.inner_state, params, **extra_args)
-
-        def skip(shapes):
-            return jax.tree.map(_nothing, shapes[0]), state.inner_state
-
-        return self._guarded(updates, state, update, skip)
+        return self._guarded(updates, state, params, land, extra_args)
 
     def step(self, grads, state, params, **extra_args):
         """``(new params, new state)`` without differences."""
-
-        def update(grads):
-            return step(self.inner, grads, state.inner_state, params, **extra_args)
-
-        return self._guarded(
-            grads, state, update, lambda _: (params, state.inner_state)
-        )
+        return self._guarded(grads, state, params, stay, extra_args)
 
     def inner_update(self, grads, state, params, **extra_args):
         """What the inner transformation does to unscaled gradients."""
-        grads = _unscaled(grads, state.scale)
+        guard = Guard(jnp.float32(1) / state.scale, jnp.bool_(True))
+        grads = guard.times(grads)
         if isinstance(self.inner, LowbitTransformation):
             config = self.inner.config
             return config.inner_update(grads, state.inner_state, params, **extra_args)
         inner = optax.with_extra_args_support(self.inner)
         return params, inner.update(grads, state.inner_state, params, **extra_args)[0]
 
-    def _guarded(self, grads, state, update, skip):
+    def _guarded(self, grads, state, params, landing, extra_args):
         if not isinstance(state, LossScaleState):
             raise TypeError(
                 f"with_loss_scale: state is a {type(state).__name__}, not a "
                 "LossScaleState; was it made by this transformation's init?"
             )
-        grads = _unscaled(grads, state.scale)
-        finite, largest = _sizes(grads)
-
-        def kept(grads):
-            # float32 gradients would widen the moments of narrow parameters.
-            results, inner_state = update(grads)
-            return results, jax.tree.map(_like, inner_state, state.inner_state)
-
-        shapes = jax.eval_shape(kept, grads)
-        results, inner_state = lax.cond(finite, kept, lambda _: skip(shapes), grads)
+        factor = jnp.float32(1) / state.scale
+        finite, largest = _sizes(grads, factor)
+        guard = Guard(factor, finite)
+        if isinstance(getattr(self.inner, "config", None), Lowbit):
+            results, inner_state = self.inner.config.guarded(
+                grads, state.inner_state, params, guard, landing, **extra_args
+            )
+        else:
+            results, inner_state = self._any(
+                grads, state.inner_state, params, guard, landing, extra_args
+            )
         scale, memory = self.scaling.next(state.scale, state.memory, largest, finite)
         skipped = state.skipped + (~finite).astype(jnp.int32)
         return results, LossScaleState(scale, memory, skipped, inner_state)
 
+    def _any(self, grads, inner_state, params, guard, landing, extra_args):
+        """The guarded step of any inner transformation."""
+        # The inner transformation runs in any case.
+        grads = guard.unscaled(grads)
+        if landing is stay:
+            new, state = step(self.inner, grads, inner_state, params, **extra_args)
+            new = guard.chosen(new, params)
+        else:
+            inner = optax.with_extra_args_support(self.inner)
+            new, state = inner.update(grads, inner_state, params, **extra_args)
+            new = guard.updates(new)
+        return new, guard.chosen(state, inner_state)
 
-def _unscaled(grads, scale: jax.Array):
-    inverse = jnp.float32(1) / scale
 
-    def unscale(grad):
-        if not trees.is_float(grad):
-            return grad
-        dtype = jnp.float32 if is_narrow(grad.dtype) else grad.dtype
-        return grad.astype(dtype) * inverse.astype(dtype)
-
-    return jax.tree.map(unscale, grads)
-
-
-def _sizes(grads) -> tuple[jax.Array, jax.Array]:
-    """Whether all are finite, and the largest magnitude, if they are."""
+def _sizes(grads, factor: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Whether all are finite, times a factor too, and the largest, if they are."""
     arrays = [x for x in jax.tree.leaves(grads) if trees.is_float(x) and x.size]
     if not arrays:
         return jnp.bool_(True), jnp.float32(0)
+    largest = [jnp.max(jnp.abs(x)) for x in arrays]
+    largest = Guard(factor, jnp.bool_(True)).times(largest)
     # Not from the maximum: on some backends it is not NaN where an element is.
-    finite = jnp.stack([jnp.all(jnp.isfinite(x)) for x in arrays])
-    sizes = jnp.stack([jnp.max(jnp.abs(x)).astype(jnp.float32) for x in arrays])
-    return jnp.all(finite), jnp.max(sizes)
-
-
-def _like(new, old):
-    return new.astype(old.dtype) if trees.is_float(new) else new
-
-
-def _nothing(like) -> jax.Array:
-    if jnp.issubdtype(like.dtype, jnp.floating):
-        return jnp.full(like.shape, -0.0, like.dtype)  # x + -0 is x, also for x = -0
-    return jnp.zeros(like.shape, like.dtype)
+    finite = [jnp.all(jnp.isfinite(x)) for x in arrays]
+    finite += [jnp.isfinite(x) for x in largest]
+    sizes = jnp.stack([x.astype(jnp.float32) for x in largest])
+    return jnp.all(jnp.stack(finite)), jnp.max(sizes)

@@ -30,6 +30,7 @@ def fused_update(
     row: jax.Array | int | None = None,
     layer: jax.Array | None = None,
     group: int = GROUP,
+    when: int | None = None,
     implementation: Implementation = None,
 ) -> list[jax.Array]:
     """Read a leaf's arrays, compute elementwise, and write the results in place.
@@ -50,6 +51,8 @@ def fused_update(
       layer: int32 scalar. The operands that are overwritten are then stacks of leaves,
         ``[layers, *shape]``, of which this one is updated; the others are one layer's.
       group: elements of a group, a multiple of 32, for per-group arrays.
+      when: number of the scalar without which (it is 0) nothing is computed: what
+        overwrites an operand leaves it as it is, and other results are undefined.
       implementation: ``"xla"``, the reference; ``"pallas"``, the kernel on CUDA, and
         its operations run one by one (slowly) elsewhere; None, the kernel on CUDA and
         the reference elsewhere.
@@ -95,11 +98,14 @@ def fused_update(
 
     def reference(table, *args):
         rest, arrays = args[: len(given)], args[len(given) :]
-        return xla.update(body, leaf.with_arrays(arrays), table, *place(rest))
+        whole = leaf.with_arrays(arrays)
+        return xla.update(body, whole, table, *place(rest), when=when)
 
     def kernel(shards, shared, interpret):
         table, *rest = shared
-        return triton.update(body, shards[0], table, *place(rest), interpret=interpret)
+        return triton.update(
+            body, shards[0], table, *place(rest), when=when, interpret=interpret
+        )
 
     return _choose(
         implementation,
@@ -117,6 +123,7 @@ def fused_update_many(
     *,
     scalars: jax.Array,
     rows: jax.Array,
+    when: int | None = None,
     implementation: Implementation = None,
 ) -> list[list[jax.Array]]:
     """:func:`fused_update` of many small leaves in few kernels.
@@ -126,6 +133,7 @@ def fused_update_many(
       leaves: with the same kinds of operands and results, none packed or stacked.
       scalars: uint32 table.
       rows: uint32 vector, each leaf's row of the table.
+      when: as in :func:`fused_update`.
       implementation: as in :func:`fused_update`.
 
     Returns:
@@ -150,13 +158,15 @@ def fused_update_many(
         return [
             x
             for part, row in zip(parts, part_rows, strict=True)
-            for x in update(body, part, table, row[None])
+            for x in update(body, part, table, row[None], when=when)
         ]
 
     def kernel(shards, shared, interpret):
         table, part_rows = shared
         if all(shard.shape[1:] == shard.leaf.shape[1:] for shard in shards):
-            return batch.update(body, shards, table, part_rows, interpret=interpret)
+            return batch.update(
+                body, shards, table, part_rows, when=when, interpret=interpret
+            )
         update = functools.partial(triton.update, interpret=interpret)
         return one_by_one(update, shards, table, part_rows)
 

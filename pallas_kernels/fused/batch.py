@@ -39,6 +39,7 @@ def update(
     table: jax.Array,
     rows: jax.Array,
     *,
+    when: int | None = None,
     interpret: bool = False,
 ) -> list[jax.Array]:
     """One kernel over leaves with the same kinds of operands and results.
@@ -48,6 +49,7 @@ def update(
       shards: whole leaves, or shards that are one piece of their whole.
       table: uint32, rows of scalars.
       rows: uint32 vector, each leaf's row of the table.
+      when: as in :func:`pallas_kernels.fused_update`.
       interpret: run the kernel's operations with XLA, on any platform.
 
     Returns:
@@ -87,6 +89,7 @@ def update(
             (per_leaf, len(first.results)),
             table.shape[-1],
             len(shared),
+            when,
             interpret,
         ),
         grid=(len(shards) * blocks,),
@@ -100,7 +103,7 @@ def update(
     return [x.reshape(shape) for x, shape in zip(written, shapes, strict=True)]
 
 
-def _kernel(body, sizes, blocks, counts, width, shared, interpret, *refs):
+def _kernel(body, sizes, blocks, counts, width, shared, when, interpret, *refs):
     rows, table, *bases = refs[:shared]
     refs = refs[shared:]
     reads, writes = refs[: counts[0] * len(sizes)], refs[counts[0] * len(sizes) :]
@@ -121,14 +124,17 @@ def _kernel(body, sizes, blocks, counts, width, shared, interpret, *refs):
         for ref, value in zip(own, values, strict=True):
             backend.store(ref.at[offset], value, mask=exists)
 
-    values = _for_leaf(leaf, range(len(sizes)), load)
     scalars = triton.read_scalars(table, rows[leaf], width)
-    index = offset.astype(jnp.uint32)
-    if bases:
-        index = index + bases[0][leaf]
-    run = triton.with_instructions(body, interpret)
-    new = run(list(values), scalars, index)
-    _for_leaf(leaf, range(len(sizes)), store, *new)
+
+    @triton.unless_skipped(scalars, when)
+    def _():
+        values = _for_leaf(leaf, range(len(sizes)), load)
+        index = offset.astype(jnp.uint32)
+        if bases:
+            index = index + bases[0][leaf]
+        run = triton.with_instructions(body, interpret)
+        new = run(list(values), scalars, index)
+        _for_leaf(leaf, range(len(sizes)), store, *new)
 
 
 def _for_leaf(leaf: jax.Array, numbers: range, fn, *args):

@@ -37,6 +37,7 @@ def update(
     row: jax.Array | None = None,
     layer: jax.Array | None = None,
     *,
+    when: int | None = None,
     interpret: bool = False,
 ) -> list[jax.Array]:
     """One kernel over a leaf, a shard of it, or one layer of a stack.
@@ -46,6 +47,7 @@ def update(
       shard: the arrays at hand.
       table, row: as in :func:`pallas_kernels.fused_update`.
       layer: int32 vector of one element, which layer.
+      when: as in :func:`pallas_kernels.fused_update`.
       interpret: run the kernel's operations with XLA, on any platform.
 
     Returns:
@@ -93,6 +95,7 @@ def update(
             given,
             table.shape[-1],
             math.prod(leaf.shape) % 2**32,
+            when,
             interpret,
         ),
         grid=(view.programs,),
@@ -112,11 +115,23 @@ def update(
 
 
 def _kernel(
-    body, view, operands, results, stacked, given, width, size, interpret, *refs
+    body, view, operands, results, stacked, given, width, size, when, interpret, *refs
 ):
     refs = list(refs)
     row, base, layer = (refs.pop(0)[0] if g else jnp.uint32(0) for g in given)
     scalars = read_scalars(refs.pop(0), row, width)
+
+    @unless_skipped(scalars, when)
+    def _():
+        _update(
+            body, view, operands, results, stacked, size, interpret, base, layer,
+            scalars, refs,
+        )  # fmt: skip
+
+
+def _update(
+    body, view, operands, results, stacked, size, interpret, base, layer, scalars, refs
+):
     base = base + layer.astype(jnp.uint32) * jnp.uint32(size)
     layer = layer.astype(jnp.int32)
     lanes = lanes_of(view, pl.program_id(0), base)
@@ -296,6 +311,16 @@ def read_scalars(table, row: jax.Array, width: int) -> list[jax.Array]:
     """A row of the table; before any store, which might alias it."""
     first = row.astype(jnp.int32) * jnp.int32(width)
     return [table[first + jnp.int32(i)] for i in range(width)]
+
+
+def unless_skipped(scalars: Sequence[jax.Array], when: int | None):
+    """A decorator that runs a function now, but not where the scalar ``when`` is 0.
+
+    What is not written stays as it was: results are written over operands.
+    """
+    if when is None:
+        return lambda function: function()
+    return pl.when(scalars[when] != jnp.uint32(0))
 
 
 def manual_axes(result: Result, operands):

@@ -16,6 +16,7 @@ def update(
     table: jax.Array,
     row: jax.Array | None = None,
     layer: jax.Array | None = None,
+    when: int | None = None,
 ) -> list[jax.Array]:
     """See :func:`pallas_kernels.fused_update`."""
     operands, results, shape = leaf.operands, leaf.results, leaf.shape
@@ -49,6 +50,11 @@ def update(
     for result, value in zip(results, new, strict=True):
         if result.bits is not None:
             value = pack(value, result.bits)
+        if when is not None and result.overwrites is not None:
+            old = operands[result.overwrites].array
+            if layer is not None:
+                old = lax.dynamic_index_in_dim(old, layer[0], 0, keepdims=False)
+            value = jnp.where(scalars[when] != jnp.uint32(0), value, old)
         if layer is not None and result.overwrites is not None:
             stack = operands[result.overwrites].array
             value = lax.dynamic_update_index_in_dim(stack, value, layer[0], 0)
