@@ -121,21 +121,21 @@ def _kernel(
     row, base, layer = (refs.pop(0)[0] if g else jnp.uint32(0) for g in given)
     scalars = read_scalars(refs.pop(0), row, width)
 
-    @unless_skipped(scalars, when)
-    def _():
-        _update(
-            body, view, operands, results, stacked, size, interpret, base, layer,
-            scalars, refs,
-        )  # fmt: skip
-
-
-def _update(
-    body, view, operands, results, stacked, size, interpret, base, layer, scalars, refs
-):
     base = base + layer.astype(jnp.uint32) * jnp.uint32(size)
     layer = layer.astype(jnp.int32)
     lanes = lanes_of(view, pl.program_id(0), base)
 
+    @unless_skipped(scalars, when)
+    def _():
+        _update(
+            body, view, operands, results, stacked, interpret, lanes, layer, scalars,
+            refs,
+        )  # fmt: skip
+
+
+def _update(
+    body, view, operands, results, stacked, interpret, lanes, layer, scalars, refs
+):
     def array(ref, spec, number):
         at = layer if number in stacked else 0
         if spec.bits is None:
