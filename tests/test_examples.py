@@ -3,10 +3,12 @@
 import functools
 import json
 import pathlib
+import re
 import sys
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -44,6 +46,13 @@ def standard_promotion():
         ("--optimizer extra_bits_sgd --bits 17", "0 to 16 extra bits"),
         ("--optimizer kahan_sgd --rounding nearest", "nearest_sgd"),
         ("--optimizer lpmm_sgd --microbatches 0", "less than 1"),
+        ("--optimizer lpmm_sgd --loss-scale backoff", "are float32 and need none"),
+        ("--optimizer kahan_sgd --loss-scale dynamic", "not backoff, lognormal or a"),
+        ("--optimizer kahan_sgd --loss-scale 0", "not backoff, lognormal or a number"),
+        (
+            "--optimizer kahan_sgd --loss-scale nan",
+            "not backoff, lognormal or a number",
+        ),
     ],
 )
 def test_flags_that_contradict_each_other_are_errors(argv, message, capsys):
@@ -66,6 +75,23 @@ def test_flags_that_contradict_each_other_are_errors(argv, message, capsys):
 def test_defaults_follow_the_optimizer(argv, bits, dtype, rate):
     args = flags.parse_args(argv.split())
     assert (args.bits, args.dtype, args.learning_rate) == (bits, dtype, rate)
+
+
+@pytest.mark.parametrize(
+    ("argv", "compute"),
+    [
+        ("--dtype float16 --loss-scale backoff", "float16"),
+        ("--dtype float16 --loss-scale 1024 --compute-dtype float32", "float32"),
+        ("--dtype float16", "float32"),
+        ("--loss-scale lognormal", "float32"),
+    ],
+)
+def test_float16_weights_with_a_loss_scale_are_computed_with_in_float16(argv, compute):
+    argv = ["--optimizer", "master_copy_sgd", *argv.split()]
+    on_cpu = flags.parse_args(argv).compute_dtype
+    if compute == "float32" and jax.default_backend() != "cpu":
+        compute = on_cpu
+    assert on_cpu == compute
 
 
 def test_every_row_of_the_tables_is_a_command_line():
@@ -197,3 +223,67 @@ def test_a_run_goes_on_from_its_checkpoint_with_the_same_bits(tmp_path):
     run("parts", "--steps", "1")  # between two updates
     assert run("parts") == whole
     assert np.isfinite(whole[0]).all()
+
+
+def _scaled_network(name, loss_scale, **others):
+    model = ResNet(8, BLOCKS, dtype=jnp.float16)
+    tx = optimizer_choice.build(name, _options(loss_scale=loss_scale, **others))
+    store = optimizer_choice.weight_storage(name, "float16", 13)
+    state = training_loop.init_state(model, tx, store, seed=0)
+    images = np.random.default_rng(0).integers(0, 256, (4, 32, 32, 3), np.uint8)
+    step = training_loop.make_train_step(model, flip=False)
+    return state, lambda state: step(
+        state, jax.random.key(1), images, np.arange(4, dtype=np.int32)
+    )
+
+
+@pytest.mark.parametrize(("name", "microbatches"), [("master_copy_sgd", 1), ("sgd", 2)])
+def test_a_step_that_overflows_leaves_the_network_as_it_was(name, microbatches):
+    # The scale is past float16's largest number, and comes down by halves.
+    state, step = _scaled_network(name, "backoff", microbatches=microbatches)
+    large = state.opt_state._replace(scale=jnp.float32(2.0**24))
+    state = state.replace(opt_state=large)
+    before = jax.device_get(state)
+    state, (loss, _) = step(state)
+    after = jax.device_get(state)
+    assert np.isfinite(loss)
+    assert after.opt_state.skipped == 1
+    assert after.opt_state.scale == 2.0**23
+    for part in ("params", "batch_stats"):
+        chex.assert_trees_all_equal(getattr(after, part), getattr(before, part))
+    chex.assert_trees_all_equal(
+        after.opt_state.inner_state, before.opt_state.inner_state
+    )
+    for _ in range(20):
+        state, _ = step(state)
+    assert 1 < state.opt_state.skipped < 15
+    with pytest.raises(AssertionError):
+        chex.assert_trees_all_equal(jax.device_get(state.params), before.params)
+
+
+def test_gradients_of_float16_training_are_float16():
+    state, step = _scaled_network("master_copy_sgd", 1024.0)
+    text = str(jax.make_jaxpr(step)(state))
+    convolutions = re.findall(r":(\w+)\[[\d,]*\] = conv_general_dilated", text)
+    assert len(convolutions) > 15
+    assert set(convolutions) == {"f16"}
+
+
+@pytest.mark.usefixtures("small_network")
+def test_a_loss_scaled_run_goes_on_from_its_checkpoint_with_the_same_bits(
+    tmp_path, capsys
+):
+    argv = ["--epochs", "1", "--optimizer", "master_copy_sgd", "--dtype", "float16"]
+    argv += ["--loss-scale", "lognormal"]
+
+    def run(name, *more):
+        paths = ["--checkpoint-dir", tmp_path / name, "--output-dir", tmp_path / "out"]
+        (result,) = resnet_cifar.main([*argv, *map(str, paths), *FEW, *more])
+        keys = ("loss", "loss_scale", "skipped")
+        return [result.metrics[key] for key in keys], result.test_accuracy
+
+    whole = run("whole")
+    run("parts", "--steps", "2")
+    assert run("parts") == whole
+    assert np.isfinite(whole[0][0]).all()
+    assert "skipped" in capsys.readouterr().out

@@ -1,0 +1,38 @@
+"""Loss-scaled steps as compiled for H200s: in place, without a branch on the host."""
+
+import re
+
+import jax.numpy as jnp
+import optax
+import pytest
+
+import lowbit_optax
+
+pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
+
+from steps import leaf, lower_step
+
+PARAMS = {"a": leaf(2048, 2048, dtype=jnp.float16), "b": leaf(8192, dtype=jnp.float16)}
+OPTIMIZERS = {
+    "optax_adamw": optax.adamw(1e-3),
+    "kahan_adamw": lowbit_optax.kahan_adamw(1e-3),
+    "kahan_adamw_xla": lowbit_optax.kahan_adamw(1e-3, implementation="xla"),
+    "lowbit_adamw": lowbit_optax.lowbit_adamw(1e-3),
+    "master_copy": lowbit_optax.lowbit(
+        optax.adamw(1e-3), weights=lowbit_optax.master_copy()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_scaled_step_copies_neither_parameters_nor_state_nor_gradients(name):
+    inner = OPTIMIZERS[name]
+    tx = lowbit_optax.with_loss_scale(inner, lowbit_optax.backoff_scale())
+    plain, scaled = lower_step(inner, PARAMS), lower_step(tx, PARAMS)
+    assert scaled.in_place
+    assert scaled.temporary < 0.05
+    # Float16 gradients are read once more, to find overflows.
+    assert scaled.moved < plain.moved + 2.1
+    assert scaled.fused_launches == plain.fused_launches
+    # XLA:GPU runs these by asking the device and waiting.
+    assert not re.search(r" (conditional|while)\(", scaled.compiled.as_text())
