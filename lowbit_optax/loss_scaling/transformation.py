@@ -43,7 +43,8 @@ def with_loss_scale(
 
     When a gradient is not finite nothing of the inner transformation's state moves, nor
     any parameter, by one bit. Only the scale, what the scaling remembers and the count
-    of skipped steps do. Nothing is brought to the host.
+    of skipped steps do. Nothing is brought to the host. There is no branch: the inner
+    transformation runs on zeros then, and what it returns is not taken.
 
     Args:
       inner: any optax transformation, those of this package included: around
