@@ -40,6 +40,7 @@ class ResNet(nn.Module):
     Attributes:
         width: channels of the first stage; each later stage doubles them.
         blocks: blocks a stage; the default is ResNet-18.
+        stem_stride: 2 halves the image before anything else.
         classes: number of classes.
         dtype: the dtype of the computation. Parameters are initialised in float32;
             `cast_weights` chooses what they are stored in.
@@ -47,15 +48,16 @@ class ResNet(nn.Module):
 
     width: int = 64
     blocks: Sequence[int] = (2, 2, 2, 2)
+    stem_stride: int = 1
     classes: int = 10
     dtype: Any = jnp.float32
 
     @nn.compact
     def __call__(self, images: jax.Array, train: bool) -> jax.Array:
         """Logits, float32 [batch, classes], of images [batch, 32, 32, 3]."""
-        x = nn.Conv(self.width, (3, 3), padding=1, use_bias=False, dtype=self.dtype)(
-            images
-        )
+        conv = functools.partial(nn.Conv, use_bias=False, dtype=self.dtype)
+        strides = (self.stem_stride, self.stem_stride)
+        x = conv(self.width, (3, 3), strides=strides, padding=1)(images)
         x = nn.BatchNorm(not train, momentum=0.9, dtype=self.dtype)(x)
         x = nn.relu(x)
         for stage, blocks in enumerate(self.blocks):

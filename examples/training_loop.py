@@ -181,8 +181,18 @@ def fit(
     run: Run,
     description: str,
     checkpoints: Checkpoints | None = None,
+    train_step: Callable | None = None,
 ) -> tuple[TrainState, dict[str, Any]]:
     """Trains `state`, from the latest checkpoint on if there is one.
+
+    Args:
+        model, state: as for :func:`make_train_step` and from :func:`init_state`.
+        dataset: what to train and test on.
+        run: how long, from which seed.
+        description: stands before the progress bar.
+        checkpoints: where to save after every epoch.
+        train_step: called like what :func:`make_train_step` makes, which is the
+            default; given, it is compiled once for several runs.
 
     Returns:
         The trained state and the metrics: `loss` and `accuracy` of every step on the
@@ -207,7 +217,7 @@ def fit(
             if step % per_epoch == 0 or step == stop
         ]
 
-    train_step = make_train_step(model, dataset.flip)
+    train_step = train_step or make_train_step(model, dataset.flip)
     key = jax.random.fold_in(jax.random.key(run.seed), 1)  # key itself made the init
     pending: list[Any] = []
     order = None

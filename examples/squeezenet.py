@@ -1,0 +1,68 @@
+"""SqueezeNet for 32x32 images (Iandola et al. 2016, https://arxiv.org/abs/1602.07360)."""
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+# Channels of each fire module: after its 1x1 squeeze, and of each half of its expansion.
+FIRES = ((16, 64), (16, 64), (32, 128), (32, 128), (48, 192), (48, 192), (64, 256))
+LAST_FIRE = (64, 256)
+POOLED_AFTER = (2, 6)  # indices into FIRES
+STEM = 96
+
+
+class Fire(nn.Module):
+    """A 1x1 convolution to few channels, then 1x1 and 3x3 ones side by side."""
+
+    squeezed: int
+    expanded: int
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        """Features [batch, height, width, 2 * expanded]."""
+        conv = functools.partial(nn.Conv, use_bias=False, dtype=self.dtype)
+        norm = functools.partial(nn.BatchNorm, not train, momentum=0.9, dtype=self.dtype)
+        x = nn.relu(norm()(conv(self.squeezed, (1, 1))(x)))
+        halves = [norm()(conv(self.expanded, (k, k))(x)) for k in (1, 3)]
+        return nn.relu(jnp.concatenate(halves, -1))
+
+
+class SqueezeNet(nn.Module):
+    """SqueezeNet with BatchNorm, three max pools and no dropout, as usual on CIFAR-10.
+
+    Attributes:
+        width: multiplies all numbers of channels.
+        stem_stride: 2 halves the image before anything else.
+        classes: number of classes.
+        dtype: the dtype of the computation; parameters are initialised in float32.
+    """
+
+    width: float = 1.0
+    stem_stride: int = 1
+    classes: int = 10
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, images: jax.Array, train: bool) -> jax.Array:
+        """Logits, float32 [batch, classes], of images [batch, 32, 32, 3]."""
+
+        def fire(squeezed, expanded):
+            channels = (max(1, round(n * self.width)) for n in (squeezed, expanded))
+            return Fire(*channels, dtype=self.dtype)
+
+        strides = (self.stem_stride, self.stem_stride)
+        stem = max(1, round(STEM * self.width))
+        x = nn.Conv(stem, (3, 3), strides, use_bias=False, dtype=self.dtype)(images)
+        x = nn.relu(nn.BatchNorm(not train, momentum=0.9, dtype=self.dtype)(x))
+        x = nn.max_pool(x, (2, 2), (2, 2))
+        for i, channels in enumerate(FIRES):
+            x = fire(*channels)(x, train)
+            if i in POOLED_AFTER:
+                x = nn.max_pool(x, (2, 2), (2, 2))
+        x = fire(*LAST_FIRE)(x, train)
+        x = nn.Conv(self.classes, (1, 1), dtype=self.dtype)(x)
+        return x.mean(axis=(1, 2)).astype(jnp.float32)
