@@ -64,9 +64,7 @@ def make_loss_fn(model: nn.Module) -> Callable:
 def make_plan(model: nn.Module, batch_size: int) -> precision.Plan:
     """The tensors of the model's loss and their groups, for batches of this size."""
     variables = jax.eval_shape(
-        lambda: model.init(
-            jax.random.key(0), jnp.zeros((1, 32, 32, 3)), train=False
-        )
+        lambda: model.init(jax.random.key(0), jnp.zeros((1, 32, 32, 3)), train=False)
     )
     images = jax.ShapeDtypeStruct((batch_size, 32, 32, 3), jnp.float32)
     labels = jax.ShapeDtypeStruct((batch_size,), jnp.int32)
@@ -126,9 +124,7 @@ def make_train_step(model: nn.Module, flip: bool) -> Callable:
             return value, grads, state
         mixed = precision.apply(loss_fn, state.assignment, has_aux=True)
         gradient = lowbit_optax.scaled_value_and_grad(mixed, has_aux=True)
-        (loss, (aux, overflow)), grads = gradient(
-            state.params, state.opt_state, *batch
-        )
+        (loss, (aux, overflow)), grads = gradient(state.params, state.opt_state, *batch)
         promoted = precision.promote(state.assignment, overflow, threshold=THRESHOLD)
         assignment = jax.tree.map(
             lambda new, old: jnp.where(state.promotes, new, old),

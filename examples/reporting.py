@@ -69,19 +69,25 @@ def table(results: Sequence[Result]) -> str:
                 *(_loss_scale(runs) if scaled else ()),
             )
         )
+    lines = aligned(rows)
+    seeds = len({run.seed for run in results})
+    if seeds > 1:
+        lines.append(f"mean ± standard deviation over {seeds} seeds")
+    return "\n".join(lines)
+
+
+def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Lines of a table: a header, a rule, and the first `left` columns to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(
-            cell.rjust(width) if i else cell.ljust(width)
+            cell.ljust(width) if i < left else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         for row in rows
     ]
     lines.insert(1, "  ".join("-" * width for width in widths))
-    seeds = len({run.seed for run in results})
-    if seeds > 1:
-        lines.append(f"mean ± standard deviation over {seeds} seeds")
-    return "\n".join(lines)
+    return lines
 
 
 def _loss_scale(runs: Sequence[Result]) -> tuple[str, str]:

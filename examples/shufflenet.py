@@ -29,7 +29,9 @@ class Unit(nn.Module):
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         """Features [batch, height / stride, width / stride, features]."""
         half = self.features // 2
-        norm = functools.partial(nn.BatchNorm, not train, momentum=0.9, dtype=self.dtype)
+        norm = functools.partial(
+            nn.BatchNorm, not train, momentum=0.9, dtype=self.dtype
+        )
         conv = functools.partial(nn.Conv, use_bias=False, dtype=self.dtype)
 
         def pointwise(x):

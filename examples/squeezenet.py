@@ -7,7 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-# Channels of each fire module: after its 1x1 squeeze, and of each half of its expansion.
+# Channels of each fire module: of its 1x1 squeeze, and of each half of its expansion.
 FIRES = ((16, 64), (16, 64), (32, 128), (32, 128), (48, 192), (48, 192), (64, 256))
 LAST_FIRE = (64, 256)
 POOLED_AFTER = (2, 6)  # indices into FIRES
@@ -25,7 +25,9 @@ class Fire(nn.Module):
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         """Features [batch, height, width, 2 * expanded]."""
         conv = functools.partial(nn.Conv, use_bias=False, dtype=self.dtype)
-        norm = functools.partial(nn.BatchNorm, not train, momentum=0.9, dtype=self.dtype)
+        norm = functools.partial(
+            nn.BatchNorm, not train, momentum=0.9, dtype=self.dtype
+        )
         x = nn.relu(norm()(conv(self.squeezed, (1, 1))(x)))
         halves = [norm()(conv(self.expanded, (k, k))(x)) for k in (1, 3)]
         return nn.relu(jnp.concatenate(halves, -1))
