@@ -83,7 +83,7 @@ def _add_assignment_flags(group, models: list[str]) -> None:
 
 def _add_training_flags(group) -> None:
     group.add_argument(
-        "--width", type=float, default=0.125, help="multiplies the channels"
+        "--width", type=float, default=1.0, help="multiplies the channels"
     )
     group.add_argument("--epochs", type=_positive, default=10, help="passes")
     group.add_argument(
@@ -92,7 +92,7 @@ def _add_training_flags(group) -> None:
         help="stop after so many steps; the learning rate's schedule stays that of "
         "--epochs",
     )
-    group.add_argument("--batch-size", type=_positive, default=128, help="images")
+    group.add_argument("--batch-size", type=_positive, default=64, help="images")
     group.add_argument(
         "--learning-rate", type=float, default=0.1, help="at the start of a cosine"
     )
