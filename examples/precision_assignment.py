@@ -159,22 +159,26 @@ def train(
         "fingerprint": fingerprint(assignment),
         "promoted": fingerprint(state.assignment) != fingerprint(assignment),
         "low_ratio": None,
-        "train_loss": float(np.mean(metrics["loss"][-per_epoch:])),
-        "train_accuracy": float(np.mean(metrics["accuracy"][-per_epoch:])),
+        "train_loss": _rounded(np.mean(metrics["loss"][-per_epoch:])),
+        "train_accuracy": _rounded(np.mean(metrics["accuracy"][-per_epoch:])),
         "last_accuracy": metrics["test"][-1][1],
         "best_accuracy": max(accuracy for _, accuracy in metrics["test"]),
         "test": [accuracy for _, accuracy in metrics["test"]],
-        "seconds": round(metrics["seconds"], 2),
+        "seconds": _rounded(metrics["seconds"]),
     }
     if not is_float32:
         found |= {
-            "low_ratio": float(state.ratio_sum) / int(state.step),
-            "low_ratio_first": float(assignment.low_ratio),
-            "low_ratio_last": float(state.assignment.low_ratio),
+            "low_ratio": _rounded(state.ratio_sum / state.step),
+            "low_ratio_first": _rounded(assignment.low_ratio),
+            "low_ratio_last": _rounded(state.assignment.low_ratio),
             "skipped_steps": int(state.opt_state.skipped),
             "loss_scale": float(state.opt_state.scale),
         }
     return job._asdict() | found
+
+
+def _rounded(value: Any) -> float:
+    return round(float(value), 5)
 
 
 def repeated(job: Job, mark: str, runs: list[dict]) -> dict | None:
