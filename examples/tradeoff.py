@@ -139,7 +139,7 @@ def plot(
         labelled.values(),
         labelled.keys(),
         loc="outside lower center",
-        ncols=min(len(labelled), 4),
+        ncols=max(1, 3 * len(models) // 2),
         frameon=False,
     )
     figure.savefig(path, dpi=100)

@@ -88,6 +88,25 @@ def test_a_run_that_diverged_stays_in_the_means_and_is_marked(tmp_path):
     assert cells[-4:] == ["30.0 ± 28.3", "40.0 ± 14.1", "nan", "1/2"]
 
 
+@pytest.mark.parametrize("models", [1, 2, 3])
+def test_the_legend_is_inside_of_the_figure(tmp_path, models):
+    names = ["float32", "uniform", "operator_based", "operator_based_outputs"]
+    runs = [
+        _run(name, ratio, promotion, model=model)
+        for model in ["resnet", "squeezenet", "shufflenet"][:models]
+        for name, ratio, promotion in [
+            *((name, None, False) for name in names),
+            *(("demote", r, p) for r in (0, 1) for p in (False, True)),
+        ]
+    ]
+    figure = tradeoff.plot(tmp_path / "figure.png", "title", runs)
+    (legend,) = figure.legends
+    assert len(legend.get_texts()) == 6
+    box, whole = legend.get_window_extent(), figure.bbox
+    assert box.xmin >= whole.xmin
+    assert box.xmax <= whole.xmax
+
+
 def test_merging_does_not_mix_runs_that_differ(tmp_path):
     paths = [tmp_path / f"{name}.json" for name in "abc"]
     common = {"epochs": 5}
