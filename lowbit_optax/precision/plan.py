@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from lowbit_optax import trees
 from lowbit_optax.precision import tensors
 from lowbit_optax.precision.tensors import Tensor
 
@@ -80,6 +79,5 @@ def trace(loss_fn: Callable, params, *batch, has_aux: bool = False) -> Plan:
     [('params[0]', 0), ('params[1]', 1), ('batch[0]', 0),
      ('dot_general.0', 1), ('tanh.0', 1), ('dot_general.1', 2)]
     """
-    params, batch = trees.abstract(params), trees.abstract(batch)
     found, _ = tensors.trace(loss_fn, has_aux, params, batch)
     return Plan(found.tensors, found.products)

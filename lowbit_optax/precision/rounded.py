@@ -10,7 +10,6 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from lowbit_optax import trees
 from lowbit_optax.loss_program import LossProgram, Step
 from lowbit_optax.precision import tensors
 from lowbit_optax.precision.assignment import Assignment
@@ -91,9 +90,7 @@ def apply(
 
     @functools.wraps(loss_fn)
     def rounded(params, *batch):
-        found, shapes = tensors.trace(
-            loss_fn, has_aux, trees.abstract(params), trees.abstract(batch)
-        )
+        found, shapes = tensors.trace(loss_fn, has_aux, params, batch)
         _check_same(assignment, found)
         arguments = jax.tree.leaves((params, batch))
         run = _Run(assignment, found, seed, stored)
@@ -121,8 +118,12 @@ class _Run:
         known = lambda x: x if isinstance(x, jax.core.Tracer) else np.asarray(x)
         self._assignment = jax.tree.map(known, assignment)
         self._found = found
+        if stored:  # indexing a jax.Array while tracing would trace what it holds
+            self._assignment = jax.tree.map(np.asarray, assignment)
         self._stored = stored
-        self._seed = None if seed is None else jnp.asarray(seed).astype(jnp.uint32)
+        if isinstance(seed, int):
+            seed %= 2**32
+        self._seed = None if seed is None else jnp.asarray(seed, jnp.uint32)
 
     def __call__(
         self, program: LossProgram, arguments: Sequence, iteration: jax.Array
@@ -192,7 +193,7 @@ class _Run:
             reverse=scan.reverse,
             unroll=scan.unroll,
         )
-        return [*carry, *ys], jax.tree.map(jnp.mean, shares)
+        return [*carry, *ys], jax.tree.map(_mean, shares)
 
     def _round(self, number: int, x: jax.Array, iteration: jax.Array):
         assignment, formats = self._assignment, self._assignment.formats
@@ -209,7 +210,7 @@ class _Run:
         if self._stored:
             fmt = formats.low if low else formats.high
             y = fmt.decode(checkpoint_name(fmt.encode(y), _STORED))
-        share = jnp.mean(overflows.astype(jnp.float32))
+        share = _mean(overflows.astype(jnp.float32))
         keys = None if bits is None else (bits.key, bits.second)
         y = _with_rounded_cotangent(x, y.astype(x.dtype), _Backward(backward, keys))
         return y, share
@@ -244,6 +245,11 @@ def _backward(backward, cotangent):
 
 
 _with_rounded_cotangent.defvjp(_forward, _backward)
+
+
+def _mean(shares: jax.Array) -> jax.Array:
+    """Nothing of no elements overflows."""
+    return jnp.sum(shares) / jnp.float32(max(shares.size, 1))
 
 
 def _choose(is_low, low, high) -> Grid:

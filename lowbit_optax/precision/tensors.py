@@ -128,6 +128,10 @@ class _Value:
     read_by: list[int] = dataclasses.field(default_factory=list)
     origins: tuple["_Value", ...] | None = None
 
+    def __post_init__(self):
+        # Integers and masks hold no precision, whatever they were computed from.
+        self.depends &= jnp.issubdtype(self.aval.dtype, jnp.inexact)
+
     @property
     def can_be_tensor(self) -> bool:
         has_size = _is_float(self.aval) and self.aval.ndim > 0
@@ -284,9 +288,7 @@ class Tensors:
                 origins=(operand,),
             )
             inside.append(value)
-        carries = body.outputs[: scan.carry]
-        ys = zip(step.outputs[scan.carry :], body.outputs[scan.carry :], strict=True)
-        wanted = {*carries, *(inner for outer, inner in ys if outer in needed)}
+        wanted = _wanted(step, body, needed)
         times = repeats * scan.length
         outputs = self._read(body, inside, wanted, where + "/", times)
         for i, output in enumerate(outputs):
@@ -368,6 +370,24 @@ def _needed(program: LossProgram, outputs: set[int]) -> set[int]:
         if found.intersection(step.outputs):
             found.update(step.inputs)
     return found
+
+
+def _wanted(step: Step, body: LossProgram, needed: set[int]) -> set[int]:
+    """A scan's body's outputs that what is needed of the scan is computed from."""
+    scan = step.scan
+    outputs = zip(step.outputs, body.outputs, strict=True)
+    wanted = {inner for outer, inner in outputs if outer in needed}
+    carried = body.inputs[scan.constants : scan.constants + scan.carry]
+    while True:
+        read = _needed(body, wanted)
+        more = {
+            after
+            for before, after in zip(carried, body.outputs[: scan.carry], strict=True)
+            if before in read
+        }
+        if more <= wanted:
+            return wanted
+        wanted |= more
 
 
 def _holds_product(eqn) -> bool:
