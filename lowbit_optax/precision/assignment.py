@@ -184,7 +184,7 @@ def load(path: str | os.PathLike) -> Assignment:
         return Assignment(
             plan, Formats(**formats), np.array(low, bool), np.array(low_backward, bool)
         )
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
             f"{path}: not an assignment that Assignment.save wrote "
             f"({type(error).__name__}: {error})"

@@ -5,11 +5,11 @@ normalisation, activation. A jaxpr has finer operations, ten of them in one batc
 normalisation, which a compiler fuses and whose results are never stored; rounding each
 would be another network. What is a tensor is therefore said by what has to be stored:
 
-* every parameter, and every floating-point input that the loss depends on;
+* every parameter that the loss depends on;
 * the result of a matrix product (a product or convolution of any kind) or of another
   operation that is not fused with what reads it: a scan's carry, a maximum pool;
 * every other value that is needed after a later matrix product, as its operand (an
-  activation before the next layer) or beside it (a residual connection).
+  input, an activation before the next layer) or beside it (a residual connection).
 
 For this each value has a *stage*: how many matrix products are on the longest way to
 it. A value is needed later if something of a later stage reads it.
@@ -275,11 +275,14 @@ class Tensors:
         scan: Scan = step.scan
         body = LossProgram(scan.body, write_out_all=True)
         self.nested[id(step)] = body
+        wanted = _wanted(step, body, needed)
+        read = _needed(body, wanted)
         stage = max((x.stage for x in operands), default=0) + 1
         depends = any(x.depends for x in operands)
         inside = []
         for i, (operand, number) in enumerate(zip(operands, body.inputs, strict=True)):
-            _store(operand, stage)
+            if number in read:
+                _store(operand, stage)
             is_carry = scan.constants <= i < scan.constants + scan.carry
             value = _Value(
                 body.aval(number),
@@ -288,7 +291,6 @@ class Tensors:
                 origins=(operand,),
             )
             inside.append(value)
-        wanted = _wanted(step, body, needed)
         times = repeats * scan.length
         outputs = self._read(body, inside, wanted, where + "/", times)
         for i, output in enumerate(outputs):
@@ -298,8 +300,8 @@ class Tensors:
                 for product in inside[scan.constants + i].read_by:
                     if product not in output.read_by:
                         output.read_by.append(product)
-        for operand in operands:
-            if operand.group is None:  # not by what the body reads first
+        for operand, number in zip(operands, body.inputs, strict=True):
+            if operand.group is None and number in read:  # by what is no product
                 operand.group = self.products
         return [
             _Value(

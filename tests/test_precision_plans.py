@@ -1,0 +1,448 @@
+"""Which tensors a loss has, in which groups, and what is chosen for them."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import primitives
+
+from lowbit_optax import precision
+
+FLOAT = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+INTEGER = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+
+
+def chain(w, x):
+    """Three products; 156 elements, cotangents counted.
+
+    group 0   w0 3x4 (24 with its gradient), x 2x3 (6)          30
+    group 1   w1 4x5 (40), product 0 2x4 (16), tanh 0 (16)      72
+    group 2   w2 5x1 (10), product 1 2x5 (20), tanh 1 (20)      50
+    group 3   product 2 2x1 (4)                                  4
+    """
+    return jnp.sum(jnp.tanh(jnp.tanh(x @ w[0]) @ w[1]) @ w[2])
+
+
+CHAIN = [FLOAT((3, 4)), FLOAT((4, 5)), FLOAT((5, 1))], FLOAT((2, 3))
+
+
+@pytest.fixture
+def plan():
+    return precision.trace(chain, *CHAIN)
+
+
+def values(loss_fn, *args, **kwargs):
+    """By name: group, and the products that read it; of values, not of inputs."""
+    plan = precision.trace(loss_fn, *args, **kwargs)
+    return {t.name: (t.group, t.read_by) for t in plan.tensors if t.kind == "value"}
+
+
+def names(plan, chosen):
+    return {
+        t.name for t, is_chosen in zip(plan.tensors, chosen, strict=True) if is_chosen
+    }
+
+
+def test_groups_end_at_matrix_products(plan):
+    assert plan.products == 3
+    assert plan.size == 156
+    found = [(t.name, t.group, t.made_by, t.read_by) for t in plan.tensors]
+    assert found == [
+        ("params[0]", 0, None, (0,)),
+        ("params[1]", 1, None, (1,)),
+        ("params[2]", 2, None, (2,)),
+        ("batch[0]", 0, None, (0,)),
+        ("dot_general.0", 1, 0, ()),
+        ("tanh.0", 1, None, (1,)),
+        ("dot_general.1", 2, 1, ()),
+        ("tanh.1", 2, None, (2,)),
+        ("dot_general.2", 3, 2, ()),
+    ]
+    assert plan.groups == [[0, 3], [1, 4, 5], [2, 6, 7], [8]]
+
+
+def test_only_the_sum_of_a_residual_connection_is_stored():
+    def loss_fn(w, x):
+        h = jnp.tanh(x @ w[0])
+        return jnp.sum((h + jnp.tanh(h @ w[1])) @ w[2])
+
+    w = [FLOAT((3, 4)), FLOAT((4, 4)), FLOAT((4, 2))]
+    assert values(loss_fn, w, FLOAT((2, 3))) == {
+        "dot_general.0": (1, ()),
+        "tanh.0": (1, (1,)),
+        "dot_general.1": (2, ()),
+        "add.0": (2, (2,)),
+        "dot_general.2": (3, ()),
+    }
+
+
+def test_parallel_branches_are_stored_concatenated():
+    def fire(w, x):
+        squeezed = jax.nn.relu(x @ w[0])
+        wide, narrow = jax.nn.relu(squeezed @ w[1]), jax.nn.relu(squeezed @ w[2])
+        return jnp.sum(jnp.concatenate([wide, narrow], -1) @ w[3])
+
+    w = [FLOAT((3, 2)), FLOAT((2, 4)), FLOAT((2, 4)), FLOAT((8, 1))]
+    assert values(fire, w, FLOAT((2, 3))) == {
+        "dot_general.0": (1, ()),
+        "relu.0": (1, (1, 2)),
+        "dot_general.1": (2, ()),
+        "dot_general.2": (3, ()),
+        "concatenate.0": (3, (3,)),
+        "dot_general.3": (4, ()),
+    }
+
+
+def test_a_tied_weight_is_one_tensor_of_its_first_group():
+    plan = precision.trace(
+        lambda w, x: jnp.sum(jnp.tanh(x @ w) @ w.T), FLOAT((3, 4)), FLOAT((2, 3))
+    )
+    assert plan.tensors[0].group == 0
+    assert plan.tensors[0].read_by == (0, 1)
+
+
+def recurrent(w, xs):
+    def cell(h, x):
+        h = jnp.tanh(x @ w[0] + h @ w[1])
+        return h, None
+
+    h, _ = lax.scan(cell, jnp.zeros((2, 4)), xs)
+    return jnp.sum(h @ w[2])
+
+
+def test_a_recurrent_cell_has_its_tensors_at_each_iteration():
+    w = [FLOAT((3, 4)), FLOAT((4, 4)), FLOAT((4, 1))]
+    plan = precision.trace(recurrent, w, FLOAT((5, 2, 3)))
+    found = [(t.name, t.group, t.repeats, t.read_by) for t in plan.tensors[4:]]
+    assert found == [
+        ("scan.0/dot_general.0", 1, 5, ()),
+        ("scan.0/dot_general.1", 2, 5, ()),
+        # By the next iteration's cell and after the last.
+        ("scan.0/tanh.0", 2, 5, (1, 2)),
+        ("dot_general.0", 3, 1, ()),
+    ]
+    assert [t.repeats for t in plan.tensors[:4]] == [1, 1, 1, 1]
+    assert plan.tensors[4].size == plan.tensors[4].backward_size == 5 * 2 * 4
+
+
+def test_stacked_checkpointed_layers_are_read_as_if_written_out():
+    def loss_fn(w, x):
+        layer = jax.checkpoint(lambda h, w: (jnp.tanh(h @ w["a"]) @ w["b"], None))
+        return jnp.sum(lax.scan(layer, x, w)[0])
+
+    remat = primitives.remat_p.name
+    w = {"a": FLOAT((3, 4, 5)), "b": FLOAT((3, 5, 4))}
+    plan = precision.trace(loss_fn, w, FLOAT((2, 4)))
+    assert plan.products == 2
+    assert [(t.name, t.group, t.repeats) for t in plan.tensors] == [
+        ("params['a']", 0, 1),
+        ("params['b']", 1, 1),
+        ("batch[0]", 0, 1),
+        (f"scan.0/{remat}.0/dot_general.0", 1, 3),
+        (f"scan.0/{remat}.0/tanh.0", 1, 3),
+        (f"scan.0/{remat}.0/dot_general.1", 2, 3),
+    ]
+
+
+def test_attention_stores_scores_and_weights_and_no_mask():
+    def loss_fn(w, x, tokens):
+        q, k, v = (x @ w[name] for name in "qkv")
+        mask = jnp.where((tokens != 0)[:, None, :], 0.0, -1e9)
+        weights = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", q, k) + mask)
+        return jnp.sum(weights @ v)
+
+    w = {name: FLOAT((4, 4)) for name in "qkv"}
+    found = values(loss_fn, w, FLOAT((2, 6, 4)), INTEGER((2, 6)))
+    assert found == {
+        "dot_general.0": (1, (3,)),
+        "dot_general.1": (2, (3,)),
+        "dot_general.2": (3, (4,)),
+        "dot_general.3": (4, ()),
+        "div.0": (4, (4,)),
+        "dot_general.4": (5, ()),
+    }
+
+
+def test_what_the_loss_does_not_depend_on_is_no_tensor():
+    def loss_fn(w, statistics, xs):
+        def cell(carry, x):
+            h, mean = carry
+            h = jnp.tanh(h @ w["h"] + x)
+            return (h, 0.9 * mean + 0.1 * jnp.mean(h @ w["h"], 0)), jnp.max(h, 0)
+
+        (h, mean), largest = lax.scan(cell, (xs[0], statistics), xs)
+        return jnp.sum(h), (mean, largest)
+
+    w = {"h": FLOAT((4, 4)), "unused": FLOAT((4, 4))}
+    plan = precision.trace(loss_fn, w, FLOAT((4,)), FLOAT((5, 2, 4)), has_aux=True)
+    assert [t.name for t in plan.tensors] == [
+        "params['h']",
+        "batch[1]",
+        "scan.0/dot_general.0",
+        "scan.0/tanh.0",
+    ]
+
+
+def test_constants_integers_and_scalars_are_no_tensors():
+    def loss_fn(params, images, labels):
+        w, scale = params
+        h = images.astype(jnp.float32) / 255.0 @ w
+        positions = jnp.sin(jnp.arange(4, dtype=jnp.float32))
+        picked = jnp.where(jax.nn.one_hot(labels, 4) > 0.5, h, 0.0)
+        return jnp.sum((scale * picked + positions) @ jnp.eye(4))
+
+    params = FLOAT((3, 4)), FLOAT(())
+    images = jax.ShapeDtypeStruct((2, 3), jnp.uint8)
+    plan = precision.trace(loss_fn, params, images, INTEGER((2,)))
+    assert [t.name for t in plan.tensors] == [
+        "params[0]",
+        "dot_general.0",
+        "add.0",
+        "dot_general.1",
+    ]
+
+
+def test_checkpoint_name_makes_a_tensor_and_names_it():
+    def loss_fn(w, x):
+        h = checkpoint_name(jnp.sin(x @ w), "before")
+        return jnp.sum(jnp.cos(h))
+
+    found = values(loss_fn, FLOAT((3, 4)), FLOAT((2, 3)))
+    assert found == {"dot_general.0": (1, ()), "before": (1, ())}
+
+
+def test_a_loss_without_products_is_one_group():
+    plan = precision.trace(
+        lambda w, x: jnp.sum(jnp.sin(w * x)), FLOAT((3,)), FLOAT((3,))
+    )
+    assert plan.products == 0
+    assert plan.groups == [
+        [0]
+    ]  # the input is needed where the weight is, and not later
+    low = precision.operator_based(plan, outputs=True)
+    assert float(low.low_ratio) == 0
+
+
+def test_a_loss_without_tensors_has_an_empty_plan():
+    plan = precision.trace(lambda w: w * w, FLOAT(()))
+    assert plan.tensors == ()
+    assert float(precision.demote(plan, 1.0).low_ratio) == 0
+    assert "0 elements" in str(precision.uniform(plan))
+
+
+DECREASING = [[1, 4, 5], [2, 6, 7], [0, 3], [8]]
+LOWERED = [0, 20 + 32, 20 + 32 + 5 + 40, 115, 119]
+"""Elements that are low after each group; weight gradients stay high."""
+
+
+def numbers(groups):
+    return sorted(number for group in DECREASING[:groups] for number in group)
+
+
+@pytest.mark.parametrize("groups", range(5))
+def test_the_largest_groups_are_lowered_until_the_ratio_is_reached(plan, groups):
+    ratio = LOWERED[groups] / 156
+    exactly = precision.demote(plan, ratio)
+    assert np.flatnonzero(exactly.low).tolist() == numbers(groups)
+    assert float(exactly.low_ratio) == pytest.approx(ratio, rel=1e-6)
+    assert names(plan, exactly.low_backward) == {
+        name for name in names(plan, exactly.low) if "." in name
+    }
+    if groups < 4:
+        more = precision.demote(plan, ratio + 1e-9)
+        assert np.flatnonzero(more.low).tolist() == numbers(groups + 1)
+
+
+def test_a_ratio_of_one_lowers_all_but_weight_gradients(plan):
+    all_low = precision.demote(plan, 1)
+    assert np.all(all_low.low)
+    assert float(all_low.low_ratio) == pytest.approx(119 / 156, rel=1e-6)
+    np.testing.assert_array_equal(all_low.low, precision.uniform(plan).low)
+    np.testing.assert_array_equal(
+        all_low.low_backward, precision.uniform(plan).low_backward
+    )
+
+
+def test_other_orders(plan):
+    first = lambda **kwargs: np.flatnonzero(precision.demote(plan, 1e-9, **kwargs).low)
+    assert first(order="increasing").tolist() == [8]
+    of_seeds = {tuple(first(order="random", seed=seed)) for seed in range(30)}
+    assert of_seeds == {(8,), (0, 3), (2, 6, 7), (1, 4, 5)}
+    again = [first(order="random", seed=3).tolist() for _ in range(2)]
+    assert again[0] == again[1]
+
+
+def test_groups_of_one_size_are_taken_in_the_order_of_the_program():
+    def loss_fn(w, x):
+        for matrix in w:
+            x = x @ matrix
+        return jnp.sum(x)
+
+    plan = precision.trace(loss_fn, [FLOAT((3, 3))] * 4, FLOAT((2, 3)))
+    one = precision.demote(plan, 1e-9)
+    assert {plan.tensors[i].group for i in np.flatnonzero(one.low)} == {1}
+
+
+def test_the_ratio_counts_more_elements_than_float32_does():
+    side = 2**14
+    w = [FLOAT((side, side)), FLOAT((side, 1))]
+    plan = precision.trace(
+        lambda w, x: jnp.sum(x @ w[0] @ w[1]), w, FLOAT((side + 1, side))
+    )
+    weights, x, hidden, result = side * side, (side + 1) * side, (side + 1) * side, side
+    total = 2 * weights + 2 * side + x + 2 * hidden + 2 * (result + 1)
+    assert plan.size == total
+    lowered = precision.demote(plan, 0.3)  # group 0: w[0] and x
+    assert float(lowered.low_ratio) == pytest.approx((weights + x) / total, rel=1e-6)
+    counted = [weights + x, weights + x + side + 2 * hidden]
+    assert np.all(precision.demote(plan, counted[0] / total).low == lowered.low)
+    assert not np.all(
+        precision.demote(plan, (counted[0] + 1) / total).low == lowered.low
+    )
+
+
+def test_operators_read_low_but_for_the_first_and_the_last(plan):
+    inputs = precision.operator_based(plan)
+    assert names(plan, inputs.low) == {"params[1]", "tanh.0"}
+    assert names(plan, inputs.low_backward) == {"dot_general.1"}
+    assert float(inputs.low_ratio) == pytest.approx((20 + 8 + 10) / 156)
+    both = precision.operator_based(plan, outputs=True)
+    assert names(plan, both.low) == {"params[1]", "tanh.0", "dot_general.1"}
+    assert names(plan, both.low_backward) == {"dot_general.1", "tanh.0"}
+    assert float(both.low_ratio) == pytest.approx((20 + 8 + 10 + 10 + 8) / 156)
+
+
+def test_promotion_raises_forward_tensors_past_the_threshold(plan):
+    assignment = precision.uniform(plan)
+    overflow = jnp.array([0, 0.01, 0.02, 1, 0.011, 0, jnp.inf, 0.5, 0], jnp.float32)
+    promoted = precision.promote(assignment, overflow)
+    assert promoted.low.tolist() == [
+        True,
+        True,
+        False,
+        False,
+        False,
+        True,
+        *[False] * 2,
+        True,
+    ]
+    np.testing.assert_array_equal(promoted.low_backward, assignment.low_backward)
+    less = precision.promote(assignment, overflow, 0.4)
+    assert less.low.tolist() == [
+        True,
+        True,
+        True,
+        False,
+        True,
+        True,
+        False,
+        False,
+        True,
+    ]
+    again = precision.promote(promoted, jnp.zeros(9))
+    assert again.low.tolist() == promoted.low.tolist()
+    with pytest.raises(ValueError, match=r"shape \[8\].* 9 tensors"):
+        precision.promote(assignment, overflow[1:])
+
+
+def test_promotion_compiles_nothing_anew(plan):
+    compiled = []
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(assignment, overflow):
+        compiled.append(assignment)
+        return precision.promote(assignment, overflow), assignment.low_ratio
+
+    assignment = jax.tree.map(jnp.asarray, precision.uniform(plan))
+    ratios = []
+    for i in range(9):
+        assignment, ratio = step(assignment, (jnp.arange(9) == i).astype(jnp.float32))
+        ratios.append(float(ratio))
+    assert len(compiled) == 1
+    assert ratios == sorted(ratios, reverse=True)
+    assert not np.any(assignment.low)
+    assert "traced" in str(compiled[0])
+    assert assignment.plan == plan
+
+
+def test_an_assignment_is_written_and_read(plan, tmp_path):
+    formats = precision.Formats(
+        low=precision.FloatFormat(5, 2, specials="ieee", subnormals=False),
+        high=precision.FP32,
+    )
+    for assignment in (
+        precision.demote(plan, 0.5, formats=formats),
+        precision.promote(precision.uniform(plan), jnp.ones(9)),
+    ):
+        assignment.save(tmp_path / "assignment.json")
+        read = precision.load(tmp_path / "assignment.json")
+        assert (read.plan, read.formats) == (plan, assignment.formats)
+        assert jax.tree.structure(read) == jax.tree.structure(assignment)
+        np.testing.assert_array_equal(read.low, assignment.low)
+        np.testing.assert_array_equal(read.low_backward, assignment.low_backward)
+
+
+@pytest.mark.parametrize("damage", ["cut", "list", "no low", "other field", "number"])
+def test_a_damaged_file_is_named(plan, tmp_path, damage):
+    path = tmp_path / "damaged.json"
+    precision.uniform(plan).save(path)
+    document = json.loads(path.read_text())
+    if damage == "list":
+        document = document["tensors"]
+    elif damage == "no low":
+        del document["tensors"][3]["low"]
+    elif damage == "other field":
+        document["formats"]["low"]["exponents"] = 3
+    elif damage == "number":
+        document["formats"]["low"]["exponent_bits"] = 99
+    text = json.dumps(document)
+    path.write_text(text[:-20] if damage == "cut" else text)
+    with pytest.raises(ValueError, match=r"damaged\.json: not an assignment"):
+        precision.load(path)
+
+
+def test_a_table_has_a_line_for_each_tensor_and_formats_of_both(plan):
+    lines = str(precision.demote(plan, 0.3)).splitlines()
+    assert len(lines) == 2 + 9 + 1
+    assert lines[4].split() == [
+        "1",
+        "params[1]",
+        "4x5",
+        "fp(4,3,4)",
+        "fp(6,9)+infinity",
+    ]
+    assert lines[3].split() == ["0", "batch[0]", "2x3", "fp(6,9)"]
+    assert lines[-1] == "0.333 of 156 elements in low precision"
+
+
+@pytest.mark.parametrize("ratio", [-0.1, 1.1, float("nan"), True])
+def test_a_ratio_that_is_none_is_refused(plan, ratio):
+    with pytest.raises(ValueError, match="ratio"):
+        precision.demote(plan, ratio)
+
+
+def test_an_order_that_is_none_is_refused(plan):
+    with pytest.raises(ValueError, match=r"order is 'largest'.*decreasing"):
+        precision.demote(plan, 0.5, order="largest")
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        lambda w: w,
+        lambda w: jnp.int32(1),
+        lambda w: (jnp.sum(w), w),
+        lambda w: lax.complex(jnp.sum(w), 0.0),
+    ],
+    ids=["vector", "integer", "pair", "complex"],
+)
+def test_a_loss_is_a_float_scalar(loss_fn):
+    with pytest.raises(TypeError, match="accepted is a float scalar"):
+        precision.trace(loss_fn, FLOAT((3,)))
+    with pytest.raises(TypeError, match="FloatFormat"):
+        precision.Formats(low="float8_e5m2", high=precision.FP32)
