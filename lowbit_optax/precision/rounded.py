@@ -50,7 +50,8 @@ def apply(
         rounds stochastically.
       stored: whether what the backward pass needs is kept in patterns of the formats'
         bits, in arrays of 8, 16 or 32 bits, and everything between tensors computed
-        again. The assignment must then be known when compiling, not an argument.
+        again. The assignment must then be known when compiling, not an argument. A NaN
+        or infinity that a format has no pattern for makes the whole tensor NaN.
 
     Returns:
       A function ``(params, *batch) -> (loss, overflow)``, or
@@ -209,7 +210,11 @@ class _Run:
         y, overflows = round_to_grid(wide, grid, words)
         if self._stored:
             fmt = formats.low if low else formats.high
-            y = fmt.decode(checkpoint_name(fmt.encode(y), _STORED))
+            kept = fmt.decode(checkpoint_name(fmt.encode(y), _STORED))
+            if fmt.specials != "ieee":
+                finite = checkpoint_name(jnp.all(jnp.isfinite(y)), _STORED)
+                kept = jnp.where(finite, kept, jnp.float32(jnp.nan))
+            y = kept
         share = _mean(overflows.astype(jnp.float32))
         keys = None if bits is None else (bits.key, bits.second)
         y = _with_rounded_cotangent(x, y.astype(x.dtype), _Backward(backward, keys))

@@ -1,0 +1,437 @@
+"""Losses with rounded tensors, against equation (1) of Lee et al. written out."""
+
+import functools
+import itertools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import lowbit_optax
+from lowbit_optax import precision
+
+EXACT = precision.Formats(low=precision.HFP8.low, high=precision.FP32)
+
+
+def model(e, m, b=0, infinity=False):
+    """Rounding to fp(e, m, b) as section 2 of the paper defines it, in float64."""
+    bias = 2 ** (e - 1) - 1 + b
+    largest = 2.0 ** (2**e - 1 - bias) * (2 - 2.0**-m)
+
+    def round_(x):
+        x = np.asarray(x, np.float64)
+        exponent = np.frexp(x)[1] - 1
+        unit = 2.0 ** (np.maximum(exponent, 1 - bias) - m)
+        y = np.rint(x / unit) * unit
+        past = np.sign(x) * (np.inf if infinity else largest)
+        return jnp.asarray(np.where(np.abs(y) > largest, past, y), jnp.float32)
+
+    round_.overflow = lambda x: np.mean(np.abs(np.asarray(x)) > largest)
+    return round_
+
+
+LOW, HIGH = model(4, 3, 4), model(6, 9)
+LOW_BACKWARD, HIGH_BACKWARD = model(5, 2, infinity=True), model(6, 9, infinity=True)
+
+
+class Rounding:
+    """Rounds by name, and keeps what overflowed."""
+
+    def __init__(self, assignment):
+        low, low_backward = assignment.low, assignment.low_backward
+        self.names = [tensor.name for tensor in assignment.plan.tensors]
+        self.low = dict(zip(self.names, low, strict=True))
+        self.low_backward = dict(zip(self.names, low_backward, strict=True))
+        self.shares = {name: [] for name in self.names}
+
+    def forward(self, name, x):
+        round_ = LOW if self.low[name] else HIGH
+        self.shares[name].append(round_.overflow(x))
+        return round_(x)
+
+    def backward(self, name, x):
+        return (LOW_BACKWARD if self.low_backward[name] else HIGH_BACKWARD)(x)
+
+    @property
+    def overflow(self):
+        return np.array([np.mean(self.shares[name]) for name in self.names], np.float32)
+
+
+def residual(w, x):
+    h = jnp.tanh(x @ w["in"])
+    return jnp.sum(jnp.square((h + jnp.tanh(h @ w["mid"])) @ w["out"]))
+
+
+def residual_by_hand(assignment, w, x):
+    r = Rounding(assignment)
+    w = {name: r.forward(f"params['{name}']", matrix) for name, matrix in w.items()}
+    x = r.forward("batch[0]", x)
+    a = r.forward("dot_general.0", x @ w["in"])
+    h = r.forward("tanh.0", jnp.tanh(a))
+    b = r.forward("dot_general.1", h @ w["mid"])
+    s = r.forward("add.0", h + jnp.tanh(b))
+    out = r.forward("dot_general.2", s @ w["out"])
+    loss, pull = jax.vjp(lambda out: jnp.sum(jnp.square(out)), out)
+    d_out = r.backward("dot_general.2", pull(jnp.ones(()))[0])
+    d_s = r.backward("add.0", d_out @ w["out"].T)
+    d_b = r.backward("dot_general.1", jax.vjp(jnp.tanh, b)[1](d_s)[0])
+    d_h = r.backward("tanh.0", d_s + d_b @ w["mid"].T)  # rounded once, after the sum
+    d_a = r.backward("dot_general.0", jax.vjp(jnp.tanh, a)[1](d_h)[0])
+    grads = {"in": x.T @ d_a, "mid": h.T @ d_b, "out": s.T @ d_out}
+    return loss, jax.tree.map(HIGH_BACKWARD, grads), r.overflow
+
+
+def recurrent(w, xs):
+    def cell(h, x):
+        return jax.nn.relu(x @ w["in"] + h @ w["mid"]), None
+
+    h, _ = lax.scan(cell, jnp.zeros((2, 4)), xs)
+    return jnp.sum(jnp.square(h @ w["out"]))
+
+
+def recurrent_by_hand(assignment, w, xs):
+    r = Rounding(assignment)
+    w = {name: r.forward(f"params['{name}']", matrix) for name, matrix in w.items()}
+    xs = r.forward("batch[0]", xs)
+    hs, before = [jnp.zeros((2, 4))], []
+    for x in xs:
+        a = r.forward("scan.0/dot_general.0", x @ w["in"])
+        b = r.forward("scan.0/dot_general.1", hs[-1] @ w["mid"])
+        before.append(a + b)
+        hs.append(r.forward("scan.0/relu.0", jax.nn.relu(a + b)))
+    out = r.forward("dot_general.0", hs[-1] @ w["out"])
+    d_out = r.backward("dot_general.0", 2 * out)
+    d_h = d_out @ w["out"].T
+    grads = jax.tree.map(jnp.zeros_like, w) | {"out": hs[-1].T @ d_out}
+    for x, h, z in zip(xs[::-1], hs[-2::-1], before[::-1], strict=True):
+        d_z = jnp.where(z > 0, r.backward("scan.0/relu.0", d_h), 0)
+        d_a = r.backward("scan.0/dot_general.0", d_z)
+        d_b = r.backward("scan.0/dot_general.1", d_z)
+        grads["in"] += x.T @ d_a
+        grads["mid"] += h.T @ d_b
+        d_h = d_b @ w["mid"].T
+    return jnp.sum(jnp.square(out)), jax.tree.map(HIGH_BACKWARD, grads), r.overflow
+
+
+def dyadic(seed, *shape, unit=0.125):
+    """Few bits each, so that float32 sums them exactly in any order."""
+    return jnp.asarray(
+        np.random.default_rng(seed).integers(-12, 12, shape) * unit, "f4"
+    )
+
+
+def weights(rows=3):
+    return {
+        "in": dyadic(1, rows, 4),
+        "mid": dyadic(2, 4, 4),
+        "out": dyadic(3, 4, 2),
+    }
+
+
+ASSIGNMENTS = {
+    "uniform": precision.uniform,
+    "demoted": lambda plan: precision.demote(plan, 0.3),
+    "operators": precision.operator_based,
+    "operators and outputs": functools.partial(precision.operator_based, outputs=True),
+}
+NETWORKS = {
+    "residual": (residual, residual_by_hand, dyadic(0, 2, 3)),
+    "recurrent": (recurrent, recurrent_by_hand, dyadic(0, 3, 2, 3)),
+}
+
+
+@pytest.mark.parametrize("size", [1.0, 16.0], ids=["small", "overflowing"])
+@pytest.mark.parametrize("name", ASSIGNMENTS)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_equation_1_written_out(network, name, size):
+    loss_fn, by_hand, x = NETWORKS[network]
+    w, x = weights(), size * x
+    assignment = ASSIGNMENTS[name](precision.trace(loss_fn, w, x))
+    gradient = jax.value_and_grad(precision.apply(loss_fn, assignment), has_aux=True)
+    (loss, overflow), grads = gradient(w, x)
+    want = by_hand(assignment, w, x)
+    np.testing.assert_array_equal(loss, want[0])
+    for key in w:
+        np.testing.assert_array_equal(grads[key], want[1][key], err_msg=key)
+    np.testing.assert_allclose(overflow, want[2], rtol=1e-6)
+    if name == "uniform" and size > 1:
+        assert np.any(want[2] > 0)
+
+
+class ConvNet(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.BatchNorm(use_running_average=False)(nn.Conv(4, (3, 3))(x)))
+        return nn.Dense(3)(nn.max_pool(x, (2, 2), (2, 2)).reshape(x.shape[0], -1))
+
+
+def convolutions():
+    net, x = ConvNet(), dyadic(0, 2, 4, 4, 2)
+    variables = net.init(jax.random.key(0), x)
+
+    def loss_fn(params, x):
+        out, new = net.apply(variables | {"params": params}, x, mutable="batch_stats")
+        return jnp.mean(out**2), new
+
+    return loss_fn, variables["params"], x
+
+
+def attention(w, x):
+    q, k, v = (x @ w[name] for name in ("in", "mid", "out"))
+    scores = jnp.where(jnp.tril(jnp.ones((5, 5), bool)), q @ k.mT, -1e9)
+    return jnp.mean((jax.nn.softmax(scores) @ v) ** 2)
+
+
+def stacked(w, x):
+    layer = jax.checkpoint(lambda h, w: (h + jnp.tanh(h @ w), None))
+    return jnp.mean(lax.scan(layer, x, w)[0] ** 2)
+
+
+def without_aux(loss_fn):
+    return lambda w, x: (loss_fn(w, x), {"x": x, "number": 3})
+
+
+MODELS = {
+    "residual": (without_aux(residual), weights(), dyadic(0, 2, 3)),
+    "convolutions": convolutions(),
+    "attention": (without_aux(attention), weights(4), dyadic(0, 2, 5, 4)),
+    "recurrent": (without_aux(recurrent), weights(), dyadic(0, 3, 2, 3)),
+    "stacked": (without_aux(stacked), dyadic(1, 3, 4, 4), dyadic(0, 2, 4)),
+}
+
+
+def same_bits(got, want):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", MODELS)
+def test_all_in_float32_is_the_loss_itself(name, jit):
+    loss_fn, w, x = MODELS[name]
+    plan = precision.trace(loss_fn, w, x, has_aux=True)
+    exact = precision.apply(
+        loss_fn, precision.demote(plan, 0, formats=EXACT), has_aux=True
+    )
+    (loss, (aux, overflow)), grads = jit(jax.value_and_grad(exact, has_aux=True))(w, x)
+    want = jit(jax.value_and_grad(loss_fn, has_aux=True))(w, x)
+    same_bits(((loss, aux), grads), want)
+    np.testing.assert_array_equal(overflow, np.zeros(len(plan.tensors)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["residual", "recurrent", "stacked"])
+def test_stored_patterns_change_nothing(name, dtype):
+    loss_fn, w, x = jax.tree.map(
+        lambda a: a.astype(dtype) if hasattr(a, "dtype") else a, MODELS[name]
+    )
+    if name == "recurrent":
+        pytest.skip("its carry is float32") if dtype != "float32" else None
+    assignment = precision.demote(precision.trace(loss_fn, w, x, has_aux=True), 0.4)
+    # Promoted outside of jit, its levels are jax.Arrays.
+    promoted = precision.promote(assignment, jnp.zeros(len(assignment.low)))
+    for seed, a in itertools.product((None, 5), (assignment, promoted)):
+        apply = functools.partial(precision.apply, loss_fn, a, has_aux=True, seed=seed)
+        got, want = (
+            jax.jit(jax.value_and_grad(apply(stored=stored), has_aux=True))(w, x)
+            for stored in (True, False)
+        )
+        same_bits(got, want)
+
+
+def test_the_backward_pass_keeps_patterns_only():
+    loss_fn, w, x = without_aux(residual), weights(), dyadic(0, 2, 3)
+    plan = precision.trace(loss_fn, w, x, has_aux=True)
+
+    def kept(assignment, stored):
+        f = precision.apply(loss_fn, assignment, has_aux=True, stored=stored)
+        _, pull, _ = jax.vjp(lambda w: f(w, x), w, has_aux=True)
+        sizes = {}
+        for leaf in jax.tree.leaves(pull):
+            if leaf.size > 1 and not any(leaf is given for given in (*w.values(), x)):
+                sizes[leaf.dtype.name] = sizes.get(leaf.dtype.name, 0) + leaf.size
+        return sizes
+
+    forward = sum(t.size for t in plan.tensors)
+    assert kept(precision.uniform(plan), True).get("uint8") == forward
+    assert kept(precision.demote(plan, 0), True).get("uint16") == forward
+    assert "float32" not in kept(precision.uniform(plan), True)
+    assert "float32" in kept(precision.uniform(plan), False)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_nan_is_not_hidden_by_a_format_without_one(stored):
+    w, x = weights(), dyadic(0, 2, 3).at[0, 0].set(jnp.nan)
+    assignment = precision.uniform(precision.trace(residual, w, x))
+    f = precision.apply(residual, assignment, stored=stored)
+    (loss, overflow), grads = jax.value_and_grad(f, has_aux=True)(w, x)
+    assert np.isnan(loss)
+    assert np.isnan(grads["in"]).any()
+    assert overflow[3] == pytest.approx(1 / 6)
+
+
+def test_nothing_of_no_elements_overflows():
+    w = weights()
+    for loss_fn, x in (
+        (residual, jnp.zeros((0, 3))),
+        (recurrent, jnp.zeros((0, 2, 3))),
+    ):
+        assignment = precision.uniform(precision.trace(loss_fn, w, x))
+        _, overflow = precision.apply(loss_fn, assignment)(w, x)
+        np.testing.assert_array_equal(overflow, np.zeros(len(assignment.low)))
+
+
+@jax.custom_vjp
+def probe(x, sink):
+    """x; the gradient of sink is the cotangent that arrives here."""
+    del sink
+    return x
+
+
+probe.defvjp(lambda x, sink: (x, None), lambda _, cotangent: (cotangent, cotangent))
+
+
+def test_cotangents_are_low_where_they_arrive_and_weight_gradients_high():
+    def loss_fn(params, x):
+        w, sink = params
+        return jnp.sum((probe(jnp.tanh(x @ w["in"]), sink) @ w["mid"]) * 0.3)
+
+    params, x = (weights(), jnp.zeros((2, 4))), dyadic(0, 2, 3)
+    assignment = precision.uniform(precision.trace(loss_fn, params, x))
+    grads, _ = jax.grad(precision.apply(loss_fn, assignment), has_aux=True)(params, x)
+    d_out = LOW_BACKWARD(jnp.full((2, 4), 0.3))
+    want = LOW_BACKWARD(d_out @ LOW(params[0]["mid"]).T)
+    np.testing.assert_array_equal(grads[1], want)
+    np.testing.assert_array_equal(HIGH_BACKWARD(grads[0]["in"]), grads[0]["in"])
+    assert np.any(LOW_BACKWARD(grads[0]["in"]) != grads[0]["in"])
+
+
+def primitives(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn.primitive.name, eqn.params
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            yield from primitives(inner)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_bodies_are_traced_once_and_stay_loops(stored):
+    traced = []
+
+    def loss_fn(w, x):
+        @jax.checkpoint
+        def layer(h, w):
+            traced.append("layer")
+            return h + jnp.tanh(h @ w), None
+
+        traced.append("loss")
+        return jnp.mean(lax.scan(layer, x, w)[0])
+
+    w, x = dyadic(1, 7, 4, 4), dyadic(0, 2, 4)
+    assignment = precision.uniform(precision.trace(loss_fn, w, x))
+    traced.clear()
+    f = precision.apply(loss_fn, assignment, stored=stored)
+    program = jax.make_jaxpr(f)(w, x)
+    assert sorted(traced) == ["layer", "loss"]
+    found = list(primitives(program.jaxpr))
+    names = [name for name, _ in found]
+    assert [p["length"] for name, p in found if name == "scan"] == [7]
+    assert names.count("dot_general") == 1
+    assert names.count(jax.extend.core.primitives.remat_p.name) == 1 + stored
+
+
+def test_stochastic_rounding_is_unbiased_and_follows_the_seed():
+    w, x = jnp.full((1, 64), 0.31), jnp.ones((1, 1))
+    loss_fn = lambda w, x: jnp.mean(x @ w)
+    formats = precision.Formats(low=precision.FloatFormat(5, 2), high=precision.FP32)
+    assignment = precision.uniform(precision.trace(loss_fn, w, x), formats=formats)
+    of_seed = lambda seed: precision.apply(loss_fn, assignment, seed=seed)(w, x)[0]
+    losses = jax.jit(jax.vmap(of_seed))(jnp.arange(500, dtype=jnp.uint32))
+    assert abs(np.mean(losses) - 0.31) < 5e-4
+    assert len(np.unique(losses)) > 10
+    assert of_seed(7) == losses[7]
+    assert of_seed(-1) == of_seed(2**32 - 1)
+
+
+def test_stochastic_rounding_draws_anew_at_each_iteration_and_backward():
+    def loss_fn(w, xs):
+        _, ys = lax.scan(lambda c, x: (c, x @ w), jnp.float32(0), xs)
+        return jnp.sum(ys * 0.31), ys
+
+    w, xs = 0.31 * jnp.eye(64), jnp.ones((4, 1, 64))
+    formats = precision.Formats(low=precision.FloatFormat(5, 2), high=precision.FP32)
+    plan = precision.trace(loss_fn, w, xs, has_aux=True)
+    made = np.array([t.kind == "value" for t in plan.tensors])
+    assignment = precision.Assignment(plan, formats, made, made)
+    f = precision.apply(loss_fn, assignment, has_aux=True, seed=3)
+    (_, (ys, _)), grads = jax.value_and_grad(f, has_aux=True)(w, xs)
+    np.testing.assert_array_equal(np.unique(ys), [0.25, 0.3125])
+    for i, j in itertools.combinations(range(4), 2):
+        assert np.any(ys[i] != ys[j])
+    # Each column of the weights' gradient adds up the cotangents of four iterations.
+    up = np.sum(ys > 0.3, (0, 1))
+    assert np.any(grads[0] != 0.25 * 4 + up * 0.0625)
+    assert np.all((grads[0] >= 1.0) & (grads[0] <= 1.25))
+
+
+def test_promotion_recovers_training_that_overflows_forward():
+    x = 100 * dyadic(0, 16, 3)
+    y = x @ dyadic(1, 3, 2)
+    loss_fn = lambda w, x, y: jnp.mean(jnp.square(x @ w - y)) / 1e4
+    w = jnp.zeros((3, 2), jnp.bfloat16)
+    widened = lambda w, x, y: loss_fn(w.astype(jnp.float32), x, y)
+    scaling = lowbit_optax.backoff_scale(2.0**30)
+    tx = lowbit_optax.with_loss_scale(lowbit_optax.kahan_adamw(0.05), scaling)
+    compiled = []
+
+    @functools.partial(jax.jit, static_argnums=3)
+    def step(assignment, w, state, promoted):
+        compiled.append(promoted)
+        f = precision.apply(widened, assignment)
+        gradient = lowbit_optax.scaled_value_and_grad(f, has_aux=True)
+        (_, overflow), grads = gradient(w, state, x, y)
+        w, state = lowbit_optax.step(tx, grads, state, w)
+        if promoted:
+            assignment = precision.promote(assignment, overflow)
+        return assignment, w, state
+
+    losses = {}
+    for promoted in (False, True):
+        assignment = precision.uniform(precision.trace(widened, w, x, y))
+        assignment, now, state = jax.tree.map(jnp.asarray, (assignment, w, tx.init(w)))
+        for _ in range(150):
+            assignment, now, state = step(assignment, now, state, promoted)
+        losses[promoted] = widened(now, x, y)
+    assert losses[True] < 0.01 * losses[False]
+    assert float(lowbit_optax.current_loss_scale(state)) < 2.0**30
+    assert compiled == [False, True]
+
+
+def test_a_sharded_batch_gives_the_same_loss():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    w, x = weights(), dyadic(0, 16, 3)
+    assignment = precision.uniform(precision.trace(residual, w, x))
+    for seed in (None, 3):
+        f = jax.jit(
+            jax.value_and_grad(
+                precision.apply(residual, assignment, seed=seed), has_aux=True
+            )
+        )
+        sharded = jax.device_put(x, jax.NamedSharding(mesh, jax.P("x")))
+        for got, want in zip(
+            jax.tree.leaves(f(w, sharded)), jax.tree.leaves(f(w, x)), strict=True
+        ):
+            np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
+
+
+def test_another_loss_or_a_traced_assignment_is_refused():
+    w, x = weights(), dyadic(0, 2, 3)
+    assignment = precision.uniform(precision.trace(residual, w, x))
+    with pytest.raises(ValueError, match=r"not the one that was traced: tensor 4 is"):
+        precision.apply(recurrent, assignment)(w, x[None])
+    with pytest.raises(ValueError, match=r"stored=True.*it is traced"):
+        jax.jit(lambda a: precision.apply(residual, a, stored=True)(w, x))(assignment)
+    with pytest.raises(TypeError, match="assignment is a str"):
+        precision.apply(residual, "uniform")
