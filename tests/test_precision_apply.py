@@ -26,7 +26,7 @@ def model(e, m, b=0, infinity=False):
         exponent = np.frexp(x)[1] - 1
         unit = 2.0 ** (np.maximum(exponent, 1 - bias) - m)
         y = np.rint(x / unit) * unit
-        past = np.sign(x) * (np.inf if infinity else largest)
+        past = np.copysign(np.inf if infinity else largest, x)
         return jnp.asarray(np.where(np.abs(y) > largest, past, y), jnp.float32)
 
     round_.overflow = lambda x: np.mean(np.abs(np.asarray(x)) > largest)
