@@ -48,7 +48,13 @@ def _positive(text: str) -> int:
 
 
 def _add_assignment_flags(group, models: list[str]) -> None:
-    group.add_argument("--models", nargs="+", choices=models, default=models)
+    group.add_argument(
+        "--models",
+        nargs="+",
+        choices=models,
+        default=["squeezenet", "resnet"],
+        help="(default: %(default)s; a CPU's depthwise convolutions are slow)",
+    )
     group.add_argument(
         "--ratios",
         nargs="*",
@@ -85,7 +91,7 @@ def _add_training_flags(group) -> None:
     group.add_argument(
         "--width", type=float, default=1.0, help="multiplies the channels"
     )
-    group.add_argument("--epochs", type=_positive, default=8, help="passes")
+    group.add_argument("--epochs", type=_positive, default=10, help="passes")
     group.add_argument(
         "--steps",
         type=_positive,
@@ -120,7 +126,7 @@ def _add_file_flags(group) -> None:
         "--train-size", type=_positive, default=5000, help="the first so many images"
     )
     group.add_argument(
-        "--test-size", type=_positive, default=4000, help="the first so many images"
+        "--test-size", type=_positive, default=2000, help="the first so many images"
     )
     group.add_argument(
         "--output-dir",

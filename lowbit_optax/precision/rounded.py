@@ -119,8 +119,6 @@ class _Run:
         known = lambda x: x if isinstance(x, jax.core.Tracer) else np.asarray(x)
         self._assignment = jax.tree.map(known, assignment)
         self._found = found
-        if stored:  # indexing a jax.Array while tracing would trace what it holds
-            self._assignment = jax.tree.map(np.asarray, assignment)
         self._stored = stored
         if isinstance(seed, int):
             seed %= 2**32
