@@ -149,6 +149,14 @@ def test_stacked_checkpointed_layers_are_read_as_if_written_out():
     ]
 
 
+def test_an_input_is_a_tensor_where_a_product_reads_it_and_targets_are_none():
+    def loss_fn(w, x, y, mask):
+        return jnp.mean(jnp.square(x @ w + mask - y))
+
+    plan = precision.trace(loss_fn, *map(FLOAT, [(3, 2), (5, 3), (5, 2), (5, 2)]))
+    assert [t.name for t in plan.tensors] == ["params", "batch[0]", "dot_general.0"]
+
+
 def test_attention_stores_scores_and_weights_and_no_mask():
     def loss_fn(w, x, tokens):
         q, k, v = (x @ w[name] for name in "qkv")

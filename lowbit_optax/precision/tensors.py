@@ -5,11 +5,12 @@ normalisation, activation. A jaxpr has finer operations, ten of them in one batc
 normalisation, which a compiler fuses and whose results are never stored; rounding each
 would be another network. What is a tensor is therefore said by what has to be stored:
 
-* every parameter that the loss depends on;
+* every parameter that the loss depends on, and every floating-point input that a matrix
+  product reads (a network's inputs are rounded, its targets are not);
 * the result of a matrix product (a product or convolution of any kind) or of another
   operation that is not fused with what reads it: a scan's carry, a maximum pool;
 * every other value that is needed after a later matrix product, as its operand (an
-  input, an activation before the next layer) or beside it (a residual connection).
+  activation before the next layer) or beside it (a residual connection).
 
 For this each value has a *stage*: how many matrix products are on the longest way to
 it. A value is needed later if something of a later stage reads it.
@@ -172,7 +173,10 @@ class Tensors:
         self._numbers = {}
         tensors, names = [], {}
         for value in self._found:
-            if value.is_tensor and value.can_be_tensor and value.group is not None:
+            is_used = value.group is not None
+            if value.kind == "input":
+                is_used = bool(value.read_by)
+            if value.is_tensor and value.can_be_tensor and is_used:
                 self._numbers[id(value)] = len(tensors)
                 tensors.append(_tensor(value, names))
         self.tensors = tuple(tensors)
