@@ -345,6 +345,17 @@ def test_bodies_are_traced_once_and_stay_loops(stored):
     assert names.count(jax.extend.core.primitives.remat_p.name) == 1 + stored
 
 
+def test_a_checkpoint_keeps_its_policy():
+    policy = jax.checkpoint_policies.dots_saveable
+    layer = jax.checkpoint(lambda w, x: jnp.tanh(x @ w), policy=policy)
+    loss_fn = lambda w, x: jnp.sum(layer(w, x))
+    w, x = dyadic(1, 4, 4), dyadic(0, 2, 4)
+    assignment = precision.uniform(precision.trace(loss_fn, w, x))
+    program = jax.make_jaxpr(precision.apply(loss_fn, assignment))(w, x)
+    policies = [p["policy"] for _, p in primitives(program.jaxpr) if "policy" in p]
+    assert policies == [policy]
+
+
 def test_stochastic_rounding_is_unbiased_and_follows_the_seed():
     w, x = jnp.full((1, 64), 0.31), jnp.ones((1, 1))
     loss_fn = lambda w, x: jnp.mean(x @ w)
