@@ -94,6 +94,12 @@ def scaled_value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
     Returns:
       A function ``(params, opt_state, *args, **kwargs) -> (value, grads)``. The value
       is not scaled, the gradients are: :func:`with_loss_scale` unscales them.
+
+    >>> import jax.numpy as jnp, optax, lowbit_optax
+    >>> tx = with_loss_scale(optax.sgd(0.5), lowbit_optax.static_scale(8.0))
+    >>> params = jnp.float16(2.0)
+    >>> scaled_value_and_grad(jnp.square)(params, tx.init(params))
+    (Array(4., dtype=float16), Array(32., dtype=float16))
     """
 
     @functools.wraps(loss_fn)
@@ -120,6 +126,11 @@ def current_loss_scale(opt_state: optax.OptState) -> jax.Array:
 
     Raises:
       ValueError: if there is none in it, or several.
+
+    >>> import jax.numpy as jnp, optax, lowbit_optax
+    >>> tx = with_loss_scale(optax.sgd(0.5), lowbit_optax.static_scale(8.0))
+    >>> current_loss_scale(optax.chain(tx).init(jnp.ones(3)))
+    Array(8., dtype=float32)
     """
     is_state = lambda x: isinstance(x, LossScaleState)
     found = [x for x in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(x)]

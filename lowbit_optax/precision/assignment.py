@@ -165,8 +165,22 @@ class Assignment:
 def load(path: str | os.PathLike) -> Assignment:
     """Read an assignment that :meth:`Assignment.save` wrote.
 
+    Args:
+      path: of the JSON file.
+
+    Returns:
+      The :class:`Assignment`, its levels numpy arrays.
+
     Raises:
       ValueError: if the file holds no assignment.
+
+    >>> import jax.numpy as jnp, tempfile
+    >>> from lowbit_optax import precision
+    >>> plan = precision.trace(lambda w, x: jnp.sum(x @ w), *2 * [jnp.ones((2, 2))])
+    >>> with tempfile.NamedTemporaryFile() as file:
+    ...     precision.uniform(plan).save(file.name)
+    ...     load(file.name).plan == plan
+    True
     """
     try:
         document = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))

@@ -95,8 +95,21 @@ def promote(
         each tensor's elements that were past the largest number of its format.
       threshold: the largest share that is accepted.
 
+    Returns:
+      An :class:`Assignment` of the same tensors, with no more of them low.
+
+    Raises:
+      ValueError: if there are not as many shares as tensors.
+
     References:
       Lee et al. 2023, Algorithm 2; section 4.2.
+
+    >>> import jax.numpy as jnp
+    >>> from lowbit_optax import precision
+    >>> plan = precision.trace(lambda w, x: jnp.sum(x @ w), *2 * [jnp.ones((2, 2))])
+    >>> overflow = jnp.array([0.0, 0.02, 0.001])
+    >>> print(promote(precision.uniform(plan), overflow, threshold=0.01).low)
+    [ True False  True]
     """
     expected = (len(assignment.plan.tensors),)
     if jnp.shape(overflow) != expected:
@@ -114,8 +127,21 @@ def promote(
 def uniform(plan: Plan, *, formats: Formats = HFP8) -> Assignment:
     """Everything low, but for weight gradients.
 
+    Args:
+      plan: from :func:`trace`.
+      formats: what is chosen between.
+
+    Returns:
+      An :class:`Assignment`.
+
     References:
       Micikevicius et al. 2018; Lee et al. 2023, section 3.1, pi_unif.
+
+    >>> import jax.numpy as jnp
+    >>> from lowbit_optax import precision
+    >>> plan = precision.trace(lambda w, x: jnp.sum(x @ w), *2 * [jnp.ones((2, 2))])
+    >>> print(uniform(plan).low, uniform(plan).low_backward)
+    [ True  True  True] [False False  True]
     """
     low = np.ones(len(plan.tensors), bool)
     return Assignment(plan, formats, low, _has_low_gradient(plan))
@@ -135,9 +161,19 @@ def operator_based(
         excepted).
       formats: what is chosen between.
 
+    Returns:
+      An :class:`Assignment`.
+
     References:
       Sun et al. 2019, and with outputs Kalamkar et al. 2019; Lee et al. 2023, equation
       (2), pi_op and pi_op'.
+
+    >>> import jax.numpy as jnp
+    >>> from lowbit_optax import precision
+    >>> loss_fn = lambda w, x: jnp.sum(x @ w @ w @ w)
+    >>> plan = precision.trace(loss_fn, *2 * [jnp.ones((2, 2))])
+    >>> print([t.name for t, low in zip(plan.tensors, operator_based(plan).low) if low])
+    ['params', 'dot_general.0']
     """
     inner = range(1, plan.products - 1)
     is_read = np.array([any(p in inner for p in t.read_by) for t in plan.tensors], bool)
