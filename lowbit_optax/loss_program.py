@@ -82,6 +82,21 @@ class Step:
         return self.inputs[len(self.inputs) - self.scan.xs :]
 
 
+class Part(typing.NamedTuple):
+    """Consecutive steps of a program.
+
+    Args:
+      steps: in order.
+      reads: numbers of the values from before that they need; of the first part all
+        inputs.
+      writes: numbers of the values that what follows needs of them.
+    """
+
+    steps: list[Step]
+    reads: list[int]
+    writes: list[int]
+
+
 class LossProgram:
     """A traced function's steps.
 
@@ -141,21 +156,62 @@ class LossProgram:
           instead: for steps, by id, what computes their outputs from their inputs.
           changed: what becomes of a value, given its number, before it is used.
         """
-        values = dict(self._constants)
+        values = {
+            number: changed(number, value)
+            for number, value in zip(self.inputs, arguments, strict=True)
+        }
+        self.run(self.steps, values, instead, changed)
+        return self.results(values)
 
-        def update(numbers, results):
-            for number, result in zip(numbers, results, strict=True):
-                values[number] = changed(number, result)
-
-        update(self.inputs, arguments)
-        for step in self.steps:
-            given = [values[n] for n in step.inputs]
+    def run(
+        self,
+        steps: Sequence[Step],
+        values: dict,
+        instead: dict[int, Callable[[list], list]],
+        changed: Callable[[int, jax.Array], jax.Array] = lambda _, value: value,
+    ) -> None:
+        """Compute steps from the values known so far, and add their outputs to them."""
+        read = lambda n: self._constants[n] if n in self._constants else values[n]
+        for step in steps:
+            given = [read(n) for n in step.inputs]
             if id(step) in instead:
                 results = instead[id(step)](given)
             else:
                 results = bind(step.eqn, given)
-            update(step.outputs, results)
-        return [values[n] for n in self.outputs]
+            for number, result in zip(step.outputs, results, strict=True):
+                values[number] = changed(number, result)
+
+    def results(self, values: dict) -> list:
+        """The outputs, where the values that they are have been computed."""
+        return [
+            self._constants[n] if n in self._constants else values[n]
+            for n in self.outputs
+        ]
+
+    def parts(self) -> list[Part]:
+        """The steps in consecutive parts, every second one a single scan."""
+        groups: list[list[Step]] = [[]]
+        for step in self.steps:
+            if step.scan is None:
+                groups[-1].append(step)
+            else:
+                groups += [[step], []]
+        found = []
+        needed = set(self.outputs)
+        for group in reversed(groups):
+            made = {n for step in group for n in step.outputs}
+            read = {n for step in group for n in step.inputs}
+            is_first = group is groups[0]
+            made |= set(self.inputs) if is_first else set()
+            writes = sorted(made & needed)
+            needed = (needed | read) - made - set(self._constants)
+            reads = (
+                self.inputs
+                if is_first
+                else sorted(read - made - self._constants.keys())
+            )
+            found.append(Part(group, list(reads), writes))
+        return found[::-1]
 
     def _value(self, aval) -> int:
         self._avals.append(aval)

@@ -342,7 +342,9 @@ def test_bodies_are_traced_once_and_stay_loops(stored):
     names = [name for name, _ in found]
     assert [p["length"] for name, p in found if name == "scan"] == [7]
     assert names.count("dot_general") == 1
-    assert names.count(jax.extend.core.primitives.remat_p.name) == 1 + stored
+    # What is stored is so by a checkpoint before the scan, one of its body, one after.
+    checkpoints = 4 if stored else 1
+    assert names.count(jax.extend.core.primitives.remat_p.name) == checkpoints
 
 
 def test_a_checkpoint_keeps_its_policy():

@@ -13,7 +13,13 @@ from jax.ad_checkpoint import checkpoint_name
 from lowbit_optax.loss_program import LossProgram, Step
 from lowbit_optax.precision import tensors
 from lowbit_optax.precision.assignment import Assignment
-from lowbit_optax.precision.float_format import Grid, grid_of, round_to_grid
+from lowbit_optax.precision.float_format import (
+    FP32,
+    FloatFormat,
+    Grid,
+    grid_of,
+    round_to_grid,
+)
 from lowbit_optax.precision.tensors import Tensors
 from lowbit_optax.random_bits import RandomBits, leaf_number, random_bits
 
@@ -95,11 +101,8 @@ def apply(
         _check_same(assignment, found)
         arguments = jax.tree.leaves((params, batch))
         run = _Run(assignment, found, seed, stored)
-        evaluate = lambda *arguments: run(found.program, arguments, jnp.uint32(0))
-        if stored:
-            policy = jax.checkpoint_policies.save_only_these_names(_STORED)
-            evaluate = jax.checkpoint(evaluate, policy=policy)
-        outputs, shares = evaluate(*arguments)
+        evaluate = run.in_parts if stored else run
+        outputs, shares = evaluate(found.program, arguments, jnp.uint32(0))
         result = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
         overflow = [shares[i] for i in range(len(found.tensors))]
         overflow = jnp.stack(overflow) if overflow else jnp.zeros(0, jnp.float32)
@@ -134,6 +137,38 @@ class _Run:
           arguments: of it.
           iteration: uint32 scalar, counts a scan's turns, for random bits.
         """
+        instead, changed, shares = self._hooks(program, iteration)
+        return program.evaluate(arguments, instead, changed), shares
+
+    def in_parts(
+        self, program: LossProgram, arguments: Sequence, iteration: jax.Array
+    ) -> tuple[list, dict[int, jax.Array]]:
+        """The same, and between scans only tensors' patterns are kept.
+
+        Computed again as a whole, a scan would have all its values at once; so it is
+        apart, and its iterations are computed again one by one.
+        """
+        values = dict(zip(program.inputs, arguments, strict=True))
+        shares: dict[int, jax.Array] = {}
+        for i, part in enumerate(program.parts()):
+
+            def run(*given, part=part, is_first=i == 0):
+                instead, changed, shares = self._hooks(program, iteration)
+                known = dict(zip(part.reads, given, strict=True))
+                if is_first:
+                    known = {n: changed(n, x) for n, x in known.items()}
+                program.run(part.steps, known, instead, changed)
+                return [known[n] for n in part.writes], shares
+
+            is_scan = i % 2
+            run = run if is_scan else _keeping_patterns(run)
+            written, more = run(*(values[n] for n in part.reads))
+            values.update(zip(part.writes, written, strict=True))
+            shares.update(more)
+        return program.results(values), shares
+
+    def _hooks(self, program: LossProgram, iteration: jax.Array):
+        """What rounds a program's tensors, and where it puts how much overflows."""
         shares: dict[int, jax.Array] = {}
 
         def changed(value: int, x):
@@ -147,9 +182,7 @@ class _Run:
             run = self._scan if step.scan is not None else self._checkpoint
 
             def results(given):
-                outputs, more = run(
-                    step, self._found.nested[id(step)], given, iteration
-                )
+                outputs, more = run(program, step, given, iteration)
                 shares.update(more)
                 return outputs
 
@@ -160,10 +193,10 @@ class _Run:
             for step in program.steps
             if id(step) in self._found.nested
         }
-        outputs = program.evaluate(arguments, instead, changed)
-        return outputs, shares
+        return instead, changed, shares
 
-    def _checkpoint(self, step: Step, body: LossProgram, given, iteration):
+    def _checkpoint(self, program: LossProgram, step: Step, given, iteration):
+        body = self._found.nested[id(step)]
         params = step.eqn.params
         run = lambda iteration, *given: self(body, given, iteration)
         run = jax.checkpoint(
@@ -171,28 +204,59 @@ class _Run:
         )
         return run(iteration, *given)
 
-    def _scan(self, step: Step, body: LossProgram, given, iteration):
-        scan = step.scan
+    def _scan(self, program: LossProgram, step: Step, given, iteration):
+        scan, body = step.scan, self._found.nested[id(step)]
         constants = given[: scan.constants]
         carry = given[scan.constants : scan.constants + scan.carry]
         xs = given[scan.constants + scan.carry :]
         first = iteration * jnp.uint32(scan.length)
+        formats = self._carried(program, step) if self._stored else {}
+
+        def packed(carry):
+            wide = lambda i: lax.stop_gradient(carry[i]).astype(jnp.float32)
+            return {i: _pack(fmt, wide(i)) for i, fmt in formats.items()}
+
+        def seen(i, x, patterns):
+            """A carry as its patterns: it itself need not be kept for its gradient."""
+            if i not in formats:
+                return x
+            value = _unpack(formats[i], patterns[i]).astype(x.dtype)
+            return _with_rounded_cotangent(x, value, _EXACT)
 
         def turn(carry, x):
-            i, x = x
+            (carry, patterns), (i, x) = carry, x
+            carry = [seen(j, c, patterns) for j, c in enumerate(carry)]
             outputs, shares = self(body, [*constants, *carry, *x], first + i)
-            return outputs[: scan.carry], (outputs[scan.carry :], shares)
+            carry = outputs[: scan.carry]
+            return (carry, packed(carry)), (outputs[scan.carry :], shares)
 
         turns = jnp.arange(scan.length, dtype=jnp.uint32)
-        carry, (ys, shares) = lax.scan(
-            turn,
-            carry,
+        (carry, _), (ys, shares) = lax.scan(
+            _keeping_patterns(turn, prevent_cse=False) if self._stored else turn,
+            (carry, packed(carry)),
             (turns, xs),
             length=scan.length,
             reverse=scan.reverse,
             unroll=scan.unroll,
         )
         return [*carry, *ys], jax.tree.map(_mean, shares)
+
+    def _carried(self, program: LossProgram, step: Step) -> dict[int, FloatFormat]:
+        """The formats of a scan's carries, where they stay what they are at first."""
+        scan, body = step.scan, self._found.nested[id(step)]
+        found = {}
+        for i in range(scan.carry):
+            before = self._found.number(program, step.inputs[scan.constants + i])
+            after = self._found.number(body, body.outputs[i])
+            if before is not None and after is not None:
+                fmt = self._format(after)
+                if fmt == self._format(before):
+                    found[i] = fmt
+        return found
+
+    def _format(self, number: int) -> FloatFormat:
+        formats = self._assignment.formats
+        return formats.low if self._assignment.low[number] else formats.high
 
     def _round(self, number: int, x: jax.Array, iteration: jax.Array):
         assignment, formats = self._assignment, self._assignment.formats
@@ -207,12 +271,8 @@ class _Run:
         wide = lax.stop_gradient(x).astype(jnp.float32)
         y, overflows = round_to_grid(wide, grid, words)
         if self._stored:
-            fmt = formats.low if low else formats.high
-            kept = fmt.decode(checkpoint_name(fmt.encode(y), _STORED))
-            if fmt.specials != "ieee":
-                finite = checkpoint_name(jnp.all(jnp.isfinite(y)), _STORED)
-                kept = jnp.where(finite, kept, jnp.float32(jnp.nan))
-            y = kept
+            fmt = self._format(number)
+            y = _unpack(fmt, checkpoint_name(_pack(fmt, y), _STORED))
         share = _mean(overflows.astype(jnp.float32))
         keys = None if bits is None else (bits.key, bits.second)
         y = _with_rounded_cotangent(x, y.astype(x.dtype), _Backward(backward, keys))
@@ -248,6 +308,30 @@ def _backward(backward, cotangent):
 
 
 _with_rounded_cotangent.defvjp(_forward, _backward)
+
+
+_EXACT = _Backward(grid_of(FP32), None)
+
+
+def _pack(fmt: FloatFormat, y: jax.Array) -> tuple[jax.Array, ...]:
+    """A rounded tensor's patterns; whether it is finite, if they cannot tell."""
+    if fmt.specials == "ieee":
+        return (fmt.encode(y),)
+    return fmt.encode(y), jnp.all(jnp.isfinite(y))
+
+
+def _unpack(fmt: FloatFormat, packed: tuple[jax.Array, ...]) -> jax.Array:
+    """The tensor; NaN everywhere if it was not finite and the format has no NaN."""
+    y = fmt.decode(packed[0])
+    if len(packed) == 1:
+        return y
+    return jnp.where(packed[1], y, jnp.float32(jnp.nan))
+
+
+def _keeping_patterns(function: Callable, **options) -> Callable:
+    """The function, of which named patterns are kept and the rest computed again."""
+    policy = jax.checkpoint_policies.save_only_these_names(_STORED)
+    return jax.checkpoint(function, policy=policy, **options)
 
 
 def _mean(shares: jax.Array) -> jax.Array:

@@ -1,0 +1,90 @@
+"""Precision assignments as compiled for H200s: roundings are kept, storage is small."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from lowbit_optax import precision
+from lowbit_optax.precision import HFP8, FloatFormat
+
+pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
+
+from harness import compile_for, h200_mesh, run_on_cpu
+
+FORMATS = [
+    HFP8.low,
+    HFP8.low_backward,
+    HFP8.high,
+    FloatFormat.of("bfloat16"),
+    FloatFormat.of("float8_e4m3fn"),
+]
+
+
+def float32_values():
+    """Every bfloat16 number, with low bits that make no difference, ties or any."""
+    leading = np.arange(2**16, dtype=np.uint32) << 16
+    low = np.random.default_rng(0).choice([0, 1, 0x7FFF, 0x8000, 0x8001], 2**16)
+    values = (leading | low.astype(np.uint32)).view(np.float32)
+    return jnp.asarray(values[np.isfinite(values)])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_a_gpu_program_rounds_as_the_cpu_does(fmt, dtype):
+    def both(x):
+        rounded = fmt.round(x)
+        return rounded, fmt.decode(fmt.encode(rounded))
+
+    x = float32_values().astype(dtype)
+    compiled = compile_for(h200_mesh(), both, x)
+    for got, want in zip(run_on_cpu(compiled, x), both(x), strict=True):
+        unsigned = np.dtype(f"uint{8 * want.dtype.itemsize}")
+        np.testing.assert_array_equal(got.view(unsigned), want.view(unsigned))
+
+
+def test_a_gpu_program_rounds_tensors_and_cotangents_as_the_cpu_does():
+    def loss_fn(w, x):
+        return jnp.sum(jnp.square(checkpoint_name(w * x, "v")))
+
+    w = jnp.asarray(np.random.default_rng(1).normal(size=4096), jnp.float32)
+    x = jnp.asarray(2.0 ** np.random.default_rng(2).integers(-8, 8, 4096), jnp.float32)
+    plan = precision.trace(loss_fn, w, x)
+    assert [tensor.name for tensor in plan.tensors] == ["params", "v"]
+
+    def gradient(w, x, assignment):
+        return jax.grad(precision.apply(loss_fn, assignment), has_aux=True)(w, x)
+
+    for assignment in precision.uniform(plan), precision.demote(plan, 0):
+        compiled = compile_for(h200_mesh(), gradient, w, x, assignment)
+        got = run_on_cpu(compiled, w, x, assignment)
+        want = jax.tree.leaves(gradient(w, x, assignment))
+        for one, other in zip(got, want, strict=True):
+            np.testing.assert_array_equal(one, other)
+        assert (got[0] != np.asarray(2 * w * x * x)).mean() > 0.5
+
+
+def test_stored_tensors_of_layers_take_the_bits_of_their_formats():
+    width, batch = 256, 16384
+
+    def loss_fn(w, x):
+        x, _ = lax.scan(lambda x, layer: (jax.nn.relu(x @ layer), None), x, w)
+        return jnp.mean(jnp.square(x))
+
+    def temporary(depth, **options):
+        """Bytes an element of an activation."""
+        w = jax.ShapeDtypeStruct((depth, width, width), jnp.float32)
+        x = jax.ShapeDtypeStruct((batch, width), jnp.float32)
+        assignment = precision.uniform(precision.trace(loss_fn, w, x))
+        rounded = precision.apply(loss_fn, assignment, **options)
+        compiled = compile_for(h200_mesh(), jax.grad(rounded, has_aux=True), w, x)
+        return compiled.memory_analysis().temp_size_in_bytes / (batch * width)
+
+    per_layer = lambda **options: (
+        (temporary(12, **options) - temporary(4, **options)) / 8
+    )
+    assert per_layer() > 4.9
+    # A product and an activation, in 8 bits each.
+    assert per_layer(stored=True) < 2.1
