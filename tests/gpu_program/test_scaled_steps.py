@@ -10,6 +10,7 @@ import lowbit_optax
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 
+from machine_code import missing_tools, program
 from steps import leaf, lower_step
 
 PARAMS = {"a": leaf(2048, 2048, dtype=jnp.float16), "b": leaf(8192, dtype=jnp.float16)}
@@ -36,3 +37,23 @@ def test_a_scaled_step_copies_neither_parameters_nor_state_nor_gradients(name):
     assert scaled.fused_launches == plain.fused_launches
     # XLA:GPU runs these by asking the device and waiting.
     assert not re.search(r" (conditional|while)\(", scaled.compiled.as_text())
+
+
+@pytest.mark.skipif(missing_tools() is not None, reason=str(missing_tools()))
+@pytest.mark.parametrize("name", ["kahan_adamw", "lowbit_adamw"])
+def test_a_scaled_kernel_spills_no_registers_and_is_hardly_longer(name):
+    inner = OPTIMIZERS[name]
+    tx = lowbit_optax.with_loss_scale(inner, lowbit_optax.backoff_scale())
+
+    def fused(tx):
+        kernels = program(lower_step(tx, PARAMS).lowered).kernels.values()
+        return {k.name: k for k in kernels if k.name.startswith("fused_update")}
+
+    plain, scaled = fused(inner), fused(tx)
+    assert plain.keys() == scaled.keys()
+    for kernel, k in scaled.items():
+        # They are given out in eights.
+        assert k.registers <= plain[kernel].registers + 8
+        assert k.stack == k.spill_stores == k.spill_loads == 0
+        # The factor, and whether there is a step.
+        assert k.instructions < 1.05 * plain[kernel].instructions
