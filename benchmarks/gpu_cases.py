@@ -108,7 +108,7 @@ def _lowbit(name: str, alias: Callable, **options) -> Optimizer:
         tx = alias(RATE, weight_decay=DECAY, **options, **chosen)
 
         def fast(params, state, grads, tx=tx):
-            return lowbit_optax.step(tx, grads, state, params)
+            return lowbit_optax.step(tx, params, state, grads)
 
         entries += [Entry("step", label, fast), Entry("update", label, _plain(tx))]
     init = alias(RATE, weight_decay=DECAY, **options).init

@@ -59,7 +59,7 @@ def _train(weights, implementation: str, params, grads):
     step = jax.jit(functools.partial(lowbit_optax.step, tx))
     state = tx.init(params)
     for _ in range(STEPS):
-        params, state = step(grads, state, params)
+        params, state = step(params, state, grads)
     return jax.block_until_ready((params, state))
 
 

@@ -15,15 +15,15 @@ import pathlib
 import sys
 import time
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "tests" / "gpu_program"))
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
 import jax
 import jax.numpy as jnp
 import optax
-from machine_code import instructions_a_parameter
-from steps import applied, bytes_of, fast, gpt2, lower_step
 
 import lowbit_optax as lo
+from tools.gpu_program.machine_code import instructions_a_parameter
+from tools.gpu_program.steps import applied, bytes_of, fast, gpt2, lower_step
 
 LEAF = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
 

@@ -12,16 +12,16 @@ import argparse
 import pathlib
 import sys
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "tests" / "gpu_program"))
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
 
 import jax
 import jax.numpy as jnp
 import optax
-from harness import compile_for, h200_mesh
 from resnet import ResNet
 
 from lowbit_optax import precision
+from tools.gpu_program.harness import compile_for, h200_mesh
 
 MIB = 2**20
 

@@ -14,12 +14,15 @@ import argparse
 import pathlib
 import sys
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "tests" / "gpu_program"))
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
 import jax
 import optax
-from harness import compile_for, h200_mesh
-from release_steps import (
+
+import lowbit_optax
+from lowbit_optax import release
+from tools.gpu_program.harness import compile_for, h200_mesh
+from tools.gpu_program.release_steps import (
     MIB,
     Compiled,
     Model,
@@ -29,9 +32,6 @@ from release_steps import (
     transformer,
     usual_mixed_precision,
 )
-
-import lowbit_optax
-from lowbit_optax import release
 
 OPTIMIZERS = {
     "AdamW, float32 moments": lowbit_optax.lowbit(

@@ -43,7 +43,7 @@ def plain(loss_fn, tx):
 
     def step(params, state, batch):
         value, grads = jax.value_and_grad(loss_fn)(params, batch)
-        return value, *lowbit_optax.step(tx, grads, state, params)
+        return value, *lowbit_optax.step(tx, params, state, grads)
 
     return step
 

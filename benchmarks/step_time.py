@@ -38,7 +38,7 @@ class Variant:
 
 
 def fast(tx):
-    return lambda params, state, grads: lowbit_optax.step(tx, grads, state, params)
+    return lambda params, state, grads: lowbit_optax.step(tx, params, state, grads)
 
 
 def applied(tx):

@@ -67,7 +67,7 @@ def make_step(
         if max_grad_norm is not None:
             clip = optax.clip_by_global_norm(max_grad_norm)
             grads, _ = clip.update(grads, clip.init(params))
-        params, opt_state = lowbit_optax.step(tx, grads, opt_state, params)
+        params, opt_state = lowbit_optax.step(tx, params, opt_state, grads)
         return loss, params, opt_state
 
     return train_step

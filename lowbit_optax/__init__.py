@@ -2,6 +2,7 @@
 
 from importlib import metadata as _metadata
 
+from lowbit_optax._step.engine import LowbitState
 from lowbit_optax.aliases import (
     extra_bits_adamw,
     extra_bits_sgd,
@@ -13,7 +14,6 @@ from lowbit_optax.aliases import (
     sr_adamw,
     sr_sgd,
 )
-from lowbit_optax.engine import LowbitState
 from lowbit_optax.formats import (
     MomentFormat,
     WeightFormat,
@@ -45,7 +45,7 @@ from lowbit_optax.lpmm import (
 from lowbit_optax.masters import from_master, master_weights
 from lowbit_optax.reports import MemoryReport, cancelled_updates, memory_report
 from lowbit_optax.split_array import SplitArray, join_array, split_array
-from lowbit_optax.wrapper import (
+from lowbit_optax.transformation import (
     LowbitTransformation,
     apply_updates,
     lowbit,

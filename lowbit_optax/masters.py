@@ -4,14 +4,14 @@ import jax
 import numpy as np
 import optax
 
-from lowbit_optax import trees
-from lowbit_optax.engine import LowbitState, ToNearest, initial_masters
-from lowbit_optax.float_layouts import is_narrow
+from lowbit_optax._numerics.float_layouts import is_narrow
+from lowbit_optax._numerics.rounding import round_nearest, to_float32
+from lowbit_optax._step import trees
+from lowbit_optax._step.engine import LowbitState, ToNearest, initial_masters
 from lowbit_optax.formats.base import WeightFormat
+from lowbit_optax.formats.leaves import join_leaf
 from lowbit_optax.formats.plain import NoResidual
 from lowbit_optax.lpmm import dequantize
-from lowbit_optax.rounding import round_nearest, to_float32
-from lowbit_optax.stored import join_leaf
 
 
 def master_weights(params: optax.Params, state: optax.OptState) -> optax.Params:
@@ -33,7 +33,7 @@ def master_weights(params: optax.Params, state: optax.OptState) -> optax.Params:
     >>> params = jnp.ones(3, jnp.bfloat16)
     >>> tx = lowbit_optax.kahan_sgd(1.0)
     >>> grads = jnp.full(3, 2.0**-12)
-    >>> params, state = lowbit_optax.step(tx, grads, tx.init(params), params)
+    >>> params, state = lowbit_optax.step(tx, params, tx.init(params), grads)
     >>> params, master_weights(params, state)
     (Array([1, 1, 1], dtype=bfloat16),
      Array([0.99975586, 0.99975586, 0.99975586], dtype=float32))

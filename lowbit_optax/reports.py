@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lowbit_optax import trees
-from lowbit_optax.engine import LowbitState
-from lowbit_optax.float_layouts import is_narrow
-from lowbit_optax.landing import apply_leaf
-from lowbit_optax.lpmm import quantized_tensor
-from lowbit_optax.wrapper import LowbitTransformation
+from lowbit_optax._numerics.float_layouts import is_narrow
+from lowbit_optax._numerics.landing import apply_leaf
+from lowbit_optax._step import trees
+from lowbit_optax._step.engine import LowbitState
+from lowbit_optax.formats import quantized_tensor
+from lowbit_optax.transformation import LowbitTransformation
 
 _PARTS = ("params", "residual", "moments", "accumulators", "other")
 

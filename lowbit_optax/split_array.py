@@ -12,11 +12,11 @@ import typing
 import jax
 import jax.numpy as jnp
 
-from lowbit_optax.float_layouts import is_narrow
+from lowbit_optax._numerics.float_layouts import is_narrow
+from lowbit_optax._numerics.random_bits import RandomBits, random_bits
+from lowbit_optax._numerics.rounding import to_float32
 from lowbit_optax.formats.base import WeightFormat
-from lowbit_optax.random_bits import RandomBits, random_bits
-from lowbit_optax.rounding import to_float32
-from lowbit_optax.stored import join_leaf, split_leaf
+from lowbit_optax.formats.leaves import join_leaf, split_leaf
 
 Operand = typing.Union["SplitArray", jax.typing.ArrayLike]
 

@@ -3,7 +3,7 @@
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 
-from lowbit_optax.wrapper import step
+from lowbit_optax.transformation import step
 
 
 class TrainState(train_state.TrainState):
@@ -35,9 +35,9 @@ class TrainState(train_state.TrainState):
         overwrite = OVERWRITE_WITH_GRADIENT in grads
         params, opt_state = step(
             self.tx,
-            grads["params"] if overwrite else grads,
-            self.opt_state,
             self.params["params"] if overwrite else self.params,
+            self.opt_state,
+            grads["params"] if overwrite else grads,
         )
         if overwrite:
             # flax's float8 layers hand over new values of these as their gradients.

@@ -216,7 +216,7 @@ def gradient_series(params, count, dtype=jnp.float32):
     return [random_grads(params, 100 + i, dtype) for i in range(count)]
 
 
-def apply(tx, grads, state, params, **extra_args):
+def apply(tx, params, state, grads, **extra_args):
     """One step as users of optax write it."""
     updates, state = tx.update(grads, state, params, **extra_args)
     return optax.apply_updates(params, updates), state
@@ -231,7 +231,7 @@ def train(tx, params, state, series, advance=apply):
     """Jitted steps over a series of gradients."""
     advance = jitted(tx, advance)
     for grads in series:
-        params, state = advance(grads, state, params)
+        params, state = advance(params, state, grads)
     return params, state
 
 

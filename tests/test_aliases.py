@@ -47,7 +47,7 @@ def _minimise(tx, params, target):
     def body(carry, _):
         params, state = carry
         grads = (params.astype(jnp.float32) - target).astype(params.dtype)
-        return lowbit_optax.step(tx, grads, state, params), None
+        return lowbit_optax.step(tx, params, state, grads), None
 
     @jax.jit
     def run(params):
@@ -122,7 +122,7 @@ def test_fits_a_regression_as_float32_training_does(optimizer):
         def body(carry, _):
             params, state = carry
             value, grads = jax.value_and_grad(loss)(params, dtype)
-            return lowbit_optax.step(tx, grads, state, params), value
+            return lowbit_optax.step(tx, params, state, grads), value
 
         @jax.jit
         def run(params):
@@ -197,7 +197,7 @@ def _assert_trains_as_float32(tx, reference, params):
 def test_sgd_weight_decay_is_added_to_the_gradient(alias):
     params = jnp.full(64, 2.0, jnp.bfloat16)
     tx = alias(0.25, weight_decay=0.5)
-    moved, _ = lowbit_optax.step(tx, jnp.ones(64), tx.init(params), params)
+    moved, _ = lowbit_optax.step(tx, params, tx.init(params), jnp.ones(64))
     np.testing.assert_array_equal(np.asarray(moved, np.float32), 2 - 0.25 * (1 + 1))
 
 

@@ -41,7 +41,7 @@ def _grads(**dense):
 def _fail(tx, advance, grads, params=None, state=None):
     params = _params() if params is None else params
     state = tx.init(_params()) if state is None else state
-    advance(tx, grads, state, params)
+    advance(tx, params, state, grads)
 
 
 KERNEL = r"\['dense'\]\['kernel'\]"
@@ -54,7 +54,7 @@ def test_missing_params(optimizer, advance):
     tx = optimizer()
     state = tx.init(_params())
     with pytest.raises(ValueError, match="needs params"):
-        advance(tx, _grads(), state, None)
+        advance(tx, None, state, _grads())
     with pytest.raises(ValueError, match="needs params"):
         tx.update(_grads(), state)
 
@@ -323,7 +323,7 @@ def test_state_that_is_no_lowbit_state(wrong, advance):
     with pytest.raises(TypeError, match=f"{type(state).__name__}, not a LowbitState"):
         _fail(
             lowbit_optax.kahan_adamw(0.1),
-            lambda *a: advance(*a[:2], state, a[3]),
+            lambda tx, params, _, grads: advance(tx, params, state, grads),
             _grads(),
         )
 

@@ -16,12 +16,12 @@ from optimizers import (
 
 import lowbit_optax
 from lowbit_optax import block_quantized
+from lowbit_optax._numerics.code_kinds import Segments, code_of
+from lowbit_optax._numerics.codes import RANDOM_BITS
+from lowbit_optax._numerics.random_bits import random_bits
+from lowbit_optax._step.moments import MomentPlan
 from lowbit_optax.formats.block_quantized import QuantizedMoment
-from lowbit_optax.formats.code_kinds import Segments, code_of
-from lowbit_optax.formats.codes import RANDOM_BITS
-from lowbit_optax.moments import MomentPlan
-from lowbit_optax.random_bits import random_bits
-from pallas_kernels.packing import packed_shape, unpack
+from pallas_kernels.bitfields.xla import packed_shape, unpack
 
 SIGNED = ("linear", "companded", "dynamic")
 UNSIGNED = ("linear", "companded", "dynamic", "sqrt", "log")
@@ -344,7 +344,7 @@ def after_two_steps(tx):
     for i in range(2):
         draw = functools.partial(jax.random.normal, jax.random.key(i))
         grads = jax.tree.map(lambda p, draw=draw: 0.1 * draw(p.shape), leaves)
-        leaves, state = step_of(tx)(grads, state, leaves)
+        leaves, state = step_of(tx)(leaves, state, grads)
     return leaves, state
 
 
@@ -434,7 +434,7 @@ def test_around_low_bit_accumulators_the_other_moments_are_stored():
     state = tx.init(leaves)
     for _ in range(2):
         grads = jax.tree.map(jnp.ones_like, leaves)
-        leaves, state = step_of(tx)(grads, state, leaves)
+        leaves, state = step_of(tx)(leaves, state, grads)
     assert jnp.all(leaves["wide"] < 1)
     accumulation = state.inner_state
     assert accumulation.accumulators.codes.codes["w"].dtype == jnp.uint32
@@ -485,7 +485,7 @@ def test_eight_devices_compute_the_numbers_of_one(spec):
     def train(weight, grads):
         state = jax.jit(tx.init)(weight)
         for grad in grads:
-            weight, state = step_of(tx)(grad, state, weight)
+            weight, state = step_of(tx)(weight, state, grad)
         return weight, state
 
     want = train(weight, list(grads))
@@ -499,7 +499,7 @@ def test_eight_devices_compute_the_numbers_of_one(spec):
     )
     weight, grads = jax.device_put((weight, list(grads)), sharding)
     for grad in grads:
-        weight, state = step_of(tx)(grad, state, weight)
+        weight, state = step_of(tx)(weight, state, grad)
     for leaf in jax.tree.leaves(state.inner_state):
         if leaf.ndim:
             assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)

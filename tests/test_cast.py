@@ -13,7 +13,7 @@ from jax import lax
 
 import lowbit_optax
 from lowbit_optax import cast
-from lowbit_optax.random_bits import random_bits
+from lowbit_optax._numerics.random_bits import random_bits
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.__name__)
@@ -202,7 +202,7 @@ def trained(mu=None, nu=None, trace=None, steps=3):
     def run(params):
         state = tx.init(params)
         for _ in range(steps):
-            params, state = lowbit_optax.step(tx, grads, state, params)
+            params, state = lowbit_optax.step(tx, params, state, grads)
         return state.inner_state
 
     with jax.numpy_dtype_promotion("standard"):

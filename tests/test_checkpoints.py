@@ -152,7 +152,7 @@ OTHER_WEIGHTS = {
 
 def _trace_a_step(tx, params, state):
     grads = gradient_series(params, 1)[0]
-    jax.eval_shape(functools.partial(lowbit_optax.step, tx), grads, state, params)
+    jax.eval_shape(functools.partial(lowbit_optax.step, tx), params, state, grads)
 
 
 @STORES
@@ -205,7 +205,7 @@ def test_orbax_converts_moments_to_the_dtype_it_is_asked_for(tmp_path):
         held[1].inner_state[0].nu["kernel"],
         rtol=2.0**-8,
     )
-    jitted(resumed, apply)(series[0], state, got)
+    jitted(resumed, apply)(got, state, series[0])
 
 
 @pytest.mark.parametrize("kept", [0.5, 0.99])

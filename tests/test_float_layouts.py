@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from lowbit_optax import float_layouts
+from lowbit_optax._numerics import float_layouts
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.__name__)

@@ -71,7 +71,7 @@ def trained(implementation, params, series, advance=lowbit_optax.step, **options
     tx = lowbit(implementation=implementation, **{"inner": MOMENTUM, **options})
     state = tx.init(params)
     run = jax.jit(
-        lambda grads, state, params: advance(tx, grads, state, params),
+        lambda grads, state, params: advance(tx, params, state, grads),
         compiler_options=QUICK,
     )
     for grads in series:
@@ -185,7 +185,7 @@ MIXED = {
 }
 
 
-def lowbit_apply(tx, grads, state, params):
+def lowbit_apply(tx, params, state, grads):
     """``apply`` for float8 too."""
     updates, state = tx.update(grads, state, params)
     return lowbit_optax.apply_updates(params, updates), state
@@ -219,7 +219,7 @@ def test_leaves_of_integers_pass_through_beside_kernels():
     tx = lowbit(inner)
     assert_same_bits(
         jax.jit(functools.partial(lowbit_optax.step, tx))(
-            series[0], tx.init(params), params
+            params, tx.init(params), series[0]
         ),
         trained("xla", params, series, inner=inner),
     )
@@ -302,7 +302,7 @@ def test_states_do_not_depend_on_the_implementation():
 
 def step_program(tx, params, grads):
     run = functools.partial(lowbit_optax.step, tx)
-    return str(jax.make_jaxpr(run)(grads, tx.init(params), params))
+    return str(jax.make_jaxpr(run)(params, tx.init(params), grads))
 
 
 def test_a_traced_step_leaves_the_choice_to_the_platform():
@@ -332,7 +332,7 @@ def test_none_on_a_cpu_is_xla_in_every_bit(inner, advance):
     left, xla = (trained(name, params, series, **options) for name in (None, "xla"))
     assert_same_bits(left, xla)
     tx = lowbit(inner, weights=extra_bits(8), moments=BFLOAT16_MOMENTS)
-    eager = advance(tx, series[0], tx.init(params), params)
+    eager = advance(tx, params, tx.init(params), series[0])
     assert spec_of(eager) == spec_of(left)
 
 
@@ -350,7 +350,7 @@ def test_donated_buffers_are_all_reused():
         donate_argnums=(1, 2),
         compiler_options=QUICK,
     )
-    got = run(grads, state, params)  # a donation that cannot be used warns: an error
+    got = run(params, state, grads)  # a donation that cannot be used warns: an error
     assert all(leaf.is_deleted() for leaf in given)
     (series,) = dyadic_series(model(), 1)
     want = trained("xla", model(), [series], weights=extra_bits(8), min_size=0)
@@ -364,7 +364,7 @@ def test_steps_may_be_scanned():
 
     def body(carry, grads):
         params, state = carry
-        return lowbit_optax.step(tx, grads, state, params), None
+        return lowbit_optax.step(tx, params, state, grads), None
 
     stacked = jax.tree.map(lambda *each: jnp.stack(each), *series)
     scan = jax.jit(
@@ -397,7 +397,7 @@ def test_members_of_an_ensemble_are_each_alone():
     pair = jax.tree.map(lambda p: jnp.stack([p, -2 * p]), params)
     step = functools.partial(lowbit_optax.step, tx)
     states = jax.vmap(tx.init)(pair)
-    got = jax.jit(jax.vmap(step, in_axes=(None, 0, 0)))(grads, states, pair)
+    got = jax.jit(jax.vmap(step, in_axes=(0, 0, None)))(pair, states, grads)
     for i in range(2):
         own = jax.tree.map(lambda p, i=i: p[i], pair)
         want = trained("xla", own, [grads], weights=extra_bits(8))

@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend import core
 
 import lowbit_optax
-from lowbit_optax.random_bits import random_bits
+from lowbit_optax._numerics.random_bits import random_bits
 
 SIZE = 4096
 ARITHMETICS = ("float32", "param")
@@ -26,7 +26,7 @@ def train(tx, params, grads, steps):
 
     def one(carry, _):
         params, state = carry
-        return lowbit_optax.step(tx, grads, state, params), None
+        return lowbit_optax.step(tx, params, state, grads), None
 
     return lax.scan(one, (params, tx.init(params)), length=steps)[0]
 
@@ -77,7 +77,7 @@ def test_sixteen_extra_bits_are_the_float32_run_with_momentum_and_any_gradients(
 
     def run(tx, params):
         def one(carry, g):
-            return lowbit_optax.step(tx, g, carry[1], carry[0]), None
+            return lowbit_optax.step(tx, carry[0], carry[1], g), None
 
         return jax.jit(lambda p: lax.scan(one, (p, tx.init(p)), grads)[0])(params)
 

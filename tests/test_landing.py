@@ -16,9 +16,9 @@ import optax
 import pytest
 
 import lowbit_optax
-from lowbit_optax import float_layouts, splitting
-from lowbit_optax.landing import apply_leaf, land
-from lowbit_optax.random_bits import random_bits
+from lowbit_optax._numerics import float_layouts, splitting
+from lowbit_optax._numerics.landing import apply_leaf, land
+from lowbit_optax._numerics.random_bits import random_bits
 
 HALVES = (jnp.bfloat16, jnp.float16)
 FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
@@ -388,7 +388,7 @@ def test_update_and_apply_is_step_in_ordinary_training(format_, dtype):
         return optax_apply(params, updates), state
 
     def by_step(params, state, g):
-        return lowbit_optax.step(tx, g, state, params)
+        return lowbit_optax.step(tx, params, state, g)
 
     def run(one):
         def body(carry, g):
@@ -418,7 +418,7 @@ def test_float8_trains_by_lowbits_apply_updates(dtype, name):
     by_step = params, state
     for _ in range(3):
         params, state = one(params, state)
-        by_step = step(grads, by_step[1], by_step[0])
+        by_step = step(by_step[0], by_step[1], grads)
     chex.assert_trees_all_equal((params, state), by_step)
     master = np.asarray(lowbit_optax.master_weights(params, state)["w"])
     if name == "nearest":

@@ -11,9 +11,14 @@ import pytest
 from jax.extend.core import primitives as p
 from optimizers import assert_same_bits, standard_promotion  # noqa: F401
 
-from lowbit_optax import leafwise
-from lowbit_optax.graph import Graph, evaluate
-from lowbit_optax.leafwise import NotElementwise, Program, Ref, Scalars
+from lowbit_optax._jaxprs import elementwise
+from lowbit_optax._jaxprs.elementwise import (
+    NotElementwise,
+    Program,
+    Ref,
+    Scalars,
+)
+from lowbit_optax._jaxprs.graph import Graph, evaluate
 
 PARAMS = {"kernel": (8, 16), "bias": (16,)}
 
@@ -66,9 +71,9 @@ class Traced:
         """A leaf's inputs, its results, and what these should be."""
         shape = self.shapes[name]
         grads, state, params = self.inputs
-        own = leafwise.inputs_of([self.outputs[0][name]], shape)
+        own = elementwise.inputs_of([self.outputs[0][name]], shape)
         old, new = jax.tree.leaves(state), jax.tree.leaves(self.outputs[1])
-        reached = [leafwise.inputs_of([node], shape) for node in new]
+        reached = [elementwise.inputs_of([node], shape) for node in new]
         slots = [
             i
             for i, node in enumerate(old)
@@ -82,18 +87,18 @@ class Traced:
 
     def program(self, name):
         inputs, outputs, _ = self.nodes(name)
-        return leafwise.program_of(outputs, inputs, self.scalars)
+        return elementwise.program_of(outputs, inputs, self.scalars)
 
     def run(self, name):
         """The program's results, and those of the inner transformation."""
         program = self.program(name)
         inputs, _, want = self.nodes(name)
         known = self.known
-        table = leafwise.encode_scalars(evaluate(self.scalars.nodes, known) or [0])
+        table = elementwise.encode_scalars(evaluate(self.scalars.nodes, known) or [0])
 
         @jax.jit
         def run(rows, table):
-            scalar = lambda ref: leafwise.decode_scalar(table[ref.number], ref.dtype)
+            scalar = lambda ref: elementwise.decode_scalar(table[ref.number], ref.dtype)
             return program.run(rows, scalar, lambda a, b, c: a * b + c)
 
         return run([known[node] for node in inputs], table), want
@@ -224,15 +229,15 @@ def program_from(function, *arrays):
     graph = Graph(jax.make_jaxpr(function)(*arrays))
     inputs = [node for node in graph.inputs if not node.is_scalar]
     scalars = Scalars(graph)
-    return leafwise.program_of(graph.outputs, inputs, scalars), scalars, graph
+    return elementwise.program_of(graph.outputs, inputs, scalars), scalars, graph
 
 
 def run_small(function, *arrays):
     """The results of a function's program, its scalars through the table."""
     program, scalars, graph = program_from(function, *arrays)
     known = dict(zip(graph.inputs, arrays, strict=True))
-    table = leafwise.encode_scalars(evaluate(scalars.nodes, known) or [0])
-    scalar = lambda ref: leafwise.decode_scalar(table[ref.number], ref.dtype)
+    table = elementwise.encode_scalars(evaluate(scalars.nodes, known) or [0])
+    scalar = lambda ref: elementwise.decode_scalar(table[ref.number], ref.dtype)
     rows = [x for x in arrays if x.ndim]
     return program.run(rows, scalar, lambda a, b, c: a * b + c)
 
@@ -256,7 +261,7 @@ def test_a_program_is_independent_of_its_leafs_shape():
 
 def test_a_product_in_a_sum_is_one_operation_if_nothing_else_uses_it():
     fused, _, _ = program_from(lambda a, b, c: a * b + c, ROW, ROW, ROW)
-    assert names(fused) == [leafwise.MULTIPLY_ADD]
+    assert names(fused) == [elementwise.MULTIPLY_ADD]
     shared = lambda a, b: (lambda product: [product + b, product])(a * b)
     kept, _, _ = program_from(shared, ROW, ROW)
     assert names(kept) == ["mul", "add"]
@@ -286,7 +291,7 @@ def test_constants_are_part_of_a_program_and_other_arrays_are_refused():
         program_from(lambda x: x + np.arange(8, dtype=np.float32), ROW)
     graph = Graph(jax.make_jaxpr(jnp.add)(ROW, ROW))
     with pytest.raises(NotElementwise, match=r"uses another array of shape \[8\]"):
-        leafwise.program_of(graph.outputs, graph.inputs[:1], Scalars(graph))
+        elementwise.program_of(graph.outputs, graph.inputs[:1], Scalars(graph))
 
 
 NOT_ELEMENTWISE = {
@@ -341,10 +346,10 @@ def test_scalars_come_back_from_their_words(jit):
 
     @jit
     def there_and_back(scalars):
-        words = leafwise.encode_scalars(scalars)
+        words = elementwise.encode_scalars(scalars)
         assert (words.dtype, words.shape) == (jnp.uint32, (len(scalars),))
         back = zip(words, scalars, strict=True)
-        return [leafwise.decode_scalar(word, x.dtype) for word, x in back]
+        return [elementwise.decode_scalar(word, x.dtype) for word, x in back]
 
     assert_same_bits(there_and_back(scalars), scalars)
 

@@ -160,10 +160,8 @@ def test_scaled_training_is_unscaled_training_bit_for_bit(inner, scaling):
         grads = gradients(i, like=params)
         scale = current_loss_scale(got[1])
         assert float(np.log2(scale)).is_integer()
-        want = step(plain, grads, want[1], want[0])[:2]
-        got = step(
-            scaled, jax.tree.map(lambda g, s=scale: g * s, grads), got[1], got[0]
-        )
+        want = step(plain, *want, grads)
+        got = step(scaled, *got, jax.tree.map(lambda g, s=scale: g * s, grads))
     assert_same_bits((got[0], got[1].inner_state), want)
 
 
@@ -175,11 +173,11 @@ def test_an_overflow_moves_nothing_but_the_scale(inner, apply, bad):
     params = parameters()
     state = tx.init(params)
     for i in range(2):
-        params, state = lowbit_optax.step(tx, gradients(i, 2.0**10), state, params)
+        params, state = lowbit_optax.step(tx, params, state, gradients(i, 2.0**10))
     grads = spoilt(gradients(2, 2.0**10), bad)
     if apply == "step":
         after, new = jax.jit(lowbit_optax.step, static_argnums=0)(
-            tx, grads, state, params
+            tx, params, state, grads
         )
     else:
         updates, new = jax.jit(tx.update)(grads, state, params)
@@ -202,7 +200,7 @@ def test_kernels_write_nothing_when_a_step_is_skipped(alias, apply):
 
     def stepped(grads):
         if apply == "step":
-            return step(tx, grads, state, params)
+            return step(tx, params, state, grads)
         updates, new = update(grads, state, params)
         return lowbit_optax.apply_updates(params, updates), new
 
@@ -229,8 +227,8 @@ def test_inside_lowbit_the_inner_state_rests_and_the_count_goes_on():
     )
     params = parameters()
     state = tx.init(params)
-    params, state = lowbit_optax.step(tx, gradients(0, 2.0**10), state, params)
-    after, new = lowbit_optax.step(tx, spoilt(gradients(1)), state, params)
+    params, state = lowbit_optax.step(tx, params, state, gradients(0, 2.0**10))
+    after, new = lowbit_optax.step(tx, params, state, spoilt(gradients(1)))
     assert_same_bits((after, new.residual), (params, state.residual))
     assert_same_bits(new.inner_state.inner_state, state.inner_state.inner_state)
     assert int(new.count) == int(state.count) + 1
@@ -271,9 +269,9 @@ def test_an_overflow_is_skipped_in_any_composition(around, inside):
     state = tx.init(params)
     step = jax.jit(lowbit_optax.step, static_argnums=0)
     grads = gradients(0, 2.0**10, params)
-    moved, _ = step(tx, grads, state, params)
+    moved, _ = step(tx, params, state, grads)
     assert (moved["w"] != params["w"]).any()
-    after, new = step(tx, spoilt(grads), state, params)
+    after, new = step(tx, params, state, spoilt(grads))
     np.testing.assert_array_equal(after["w"], params["w"])
     assert float(current_loss_scale(new)) == 2.0**9
     is_scaled = lambda x: isinstance(x, lowbit_optax.LossScaleState)
@@ -355,7 +353,7 @@ def test_nothing_is_brought_to_the_host():
     tx = with_loss_scale(lowbit_optax.kahan_adamw(0.01), SCALINGS["log_normal"])
     params = parameters()
     jitted = jax.jit(lambda *args: lowbit_optax.step(tx, *args))
-    arguments = jax.device_put((gradients(0), tx.init(params), params))
+    arguments = jax.device_put((params, tx.init(params), gradients(0)))
     assert "callback" not in jitted.lower(*arguments).as_text()
     with jax.transfer_guard("disallow"):
         jax.block_until_ready(jitted(*arguments))
@@ -377,7 +375,7 @@ def test_weight_decay_that_float16_would_lose_is_kept(weights):
     start = lowbit_optax.master_weights(params, state)["w"].mean()
     step = jax.jit(lowbit_optax.step, static_argnums=0)
     for _ in range(1000):
-        params, state = step(tx, zeros, state, params)
+        params, state = step(tx, params, state, zeros)
     end = lowbit_optax.master_weights(params, state)["w"].mean()
     # A step is 11 units of float32's last place there.
     assert np.isclose(end / start, (1 - 1e-6) ** 1000, rtol=1e-4)

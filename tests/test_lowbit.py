@@ -57,11 +57,11 @@ def test_steps_keep_structure_shapes_and_dtypes_and_trace_once(optimizer):
 
     @jax.jit
     @chex.assert_max_traces(n=1)
-    def advance(grads, state, params):
-        return apply(tx, grads, state, params)
+    def advance(params, state, grads):
+        return apply(tx, params, state, grads)
 
     for grads in gradient_series(params, 3, jnp.bfloat16):
-        params, state = advance(grads, state, params)
+        params, state = advance(params, state, grads)
     assert spec_of((params, state)) == before
     assert int(state.count) == 3
 
@@ -81,7 +81,7 @@ def _skipping_scan(tx, params, stacked):
         skipped = params, state._replace(count=state.count + jnp.uint32(1))
         carry = jax.lax.cond(
             state.count != 1,
-            lambda: apply(tx, grads, state, params),
+            lambda: apply(tx, params, state, grads),
             lambda: skipped,
         )
         return carry, carry[1].count
@@ -132,7 +132,7 @@ def test_library_code_needs_no_dtype_promotion(weights, dtype):
     def run(params):
         grads = jax.tree.map(jnp.ones_like, params)
         state = tx.init(params)
-        moved, state = lowbit_optax.step(tx, grads, state, params)
+        moved, state = lowbit_optax.step(tx, params, state, grads)
         updates, state = tx.update(grads, state, params)
         moved = lowbit_optax.apply_updates(params, updates)
         shares = lowbit_optax.cancelled_updates(tx, grads, state, moved)
@@ -240,7 +240,7 @@ def test_the_residual_belongs_to_what_optax_applies_even_if_that_misses(weights)
     tx = lowbit_optax.lowbit(optax.sgd(1.0), weights=weights, min_size=0)
     params, state = lowbit_optax.from_master(tx, below, jnp.bfloat16)
     assert (params == 1).all()
-    landed, state = apply(tx, below + odd, state, params)
+    landed, state = apply(tx, params, state, below + odd)
     missed = landed.astype(jnp.float32) != -odd
     assert missed.all()
     # As far towards the true master as the residual of the landed parameter reaches.
@@ -255,9 +255,9 @@ def test_gradients_may_have_any_float_dtype(name):
     params = model_params()["kernel"]
     state = tx.init(params)
     advance = jax.jit(functools.partial(apply, tx))
-    want = advance(jnp.full(params.shape, 0.125), state, params)
+    want = advance(params, state, jnp.full(params.shape, 0.125))
     for dtype in (jnp.bfloat16, jnp.float16, jnp.float8_e5m2):
-        got = advance(jnp.full(params.shape, 0.125, dtype), state, params)
+        got = advance(params, state, jnp.full(params.shape, 0.125, dtype))
         assert_same_bits(got, want)
 
 
@@ -277,7 +277,7 @@ def test_seed_and_step_decide_stochastic_rounding():
     def moved(seed, params=params, count=0):
         tx = lowbit_optax.sr_sgd(1.0, seed=seed)
         state = tx.init(params)._replace(count=jnp.uint32(count))
-        return lowbit_optax.step(tx, grads, state, params)[0]["w"]
+        return lowbit_optax.step(tx, params, state, grads)[0]["w"]
 
     assert_same_bits(moved(3), moved(3))
     assert not np.array_equal(moved(3), moved(4))
@@ -291,9 +291,9 @@ def test_a_leafs_random_numbers_do_not_depend_on_other_leaves():
     w = jnp.ones(512, jnp.bfloat16)
     grads = jnp.full(512, 1e-3)
     tx = lowbit_optax.sr_sgd(1.0)
-    alone, _ = lowbit_optax.step(tx, {"w": grads}, tx.init({"w": w}), {"w": w})
+    alone, _ = lowbit_optax.step(tx, {"w": w}, tx.init({"w": w}), {"w": grads})
     pair = {"a": w, "w": w}
-    both, _ = lowbit_optax.step(tx, {"a": grads, "w": grads}, tx.init(pair), pair)
+    both, _ = lowbit_optax.step(tx, pair, tx.init(pair), {"a": grads, "w": grads})
     assert_same_bits(both["w"], alone["w"])
     assert not np.array_equal(both["a"], both["w"])
 
@@ -303,7 +303,7 @@ def test_ensemble_members_with_own_seeds_round_differently():
     params = jnp.ones((3, 512), jnp.bfloat16)
     state = jax.vmap(tx.init)(params)._replace(seed=jnp.arange(3, dtype=jnp.uint32))
     grads = jnp.full((3, 512), 1e-3)
-    moved, _ = jax.vmap(functools.partial(lowbit_optax.step, tx))(grads, state, params)
+    moved, _ = jax.vmap(functools.partial(lowbit_optax.step, tx))(params, state, grads)
     assert not np.array_equal(moved[0], moved[1])
     assert not np.array_equal(moved[1], moved[2])
 
@@ -342,8 +342,8 @@ def test_donated_buffers_are_all_reused():
     tx = lowbit_optax.extra_bits_adamw(0.01, bits=8, min_size=0)
     params = {"w": model_params()["kernel"] + 0}
     grads = random_grads(params, 0)
-    advance = jax.jit(functools.partial(lowbit_optax.step, tx), donate_argnums=(1, 2))
+    advance = jax.jit(functools.partial(lowbit_optax.step, tx), donate_argnums=(0, 1))
     state = tx.init(params)
     given = jax.tree.leaves((state, params))
-    advance(grads, state, params)  # a donation that cannot be used warns: an error
+    advance(params, state, grads)  # a donation that cannot be used warns: an error
     assert all(leaf.is_deleted() for leaf in given)

@@ -49,11 +49,11 @@ def series(count):
 def train(tx, params, state, grads, advance=lowbit_optax.step):
     run = jax.jit(functools.partial(advance, tx))
     for grad in grads:
-        params, state = run(grad, state, params)
+        params, state = run(params, state, grad)
     return params, state
 
 
-def applied(tx, grads, state, params):
+def applied(tx, params, state, grads):
     """A step as users of optax write it."""
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state
@@ -184,7 +184,7 @@ def test_one_trace_for_all_steps_and_old_buffers_are_given_up(tx, advance):
     def run(grads, state, params):
         nonlocal traces
         traces += 1
-        return advance(tx, grads, state, params)
+        return advance(tx, params, state, grads)
 
     params = params_of()
     state = tx.init(params)
@@ -232,11 +232,11 @@ def test_eight_devices_have_the_bits_of_one_and_do_not_communicate(place, tx):
 
     spread = jax.tree.map(put, alone)
     step = functools.partial(lowbit_optax.step, tx)
-    compiled = jax.jit(step).lower(put(grads[0]), spread[1], spread[0]).compile()
+    compiled = jax.jit(step).lower(*spread, put(grads[0])).compile()
     assert set(COLLECTIVE.findall(compiled.as_text())) == set()
     for grad in grads:
-        alone = jax.jit(step)(jnp.asarray(grad), alone[1], alone[0])
-        spread = compiled(put(grad), spread[1], spread[0])
+        alone = jax.jit(step)(*alone, jnp.asarray(grad))
+        spread = compiled(*spread, put(grad))
     assert_same_bits(spread, alone)
     for part in (spread[0].codes, spread[0].scales):
         assert part.sharding.is_equivalent_to(put(part).sharding, part.ndim)

@@ -187,7 +187,7 @@ def test_toward_zero_masters_never_leave_their_parameters_spacing():
     tx = _sgd(extra_bits(8, rounding="toward_zero"))
     params, state = from_master(tx, _master(), jnp.bfloat16)
     for grads in gradient_series(params, 5):
-        params, state = lowbit_optax.step(tx, grads, state, params)
+        params, state = lowbit_optax.step(tx, params, state, grads)
         wide = params["kernel"].astype(jnp.float32)
         masters = master_weights(params, state)["kernel"]
         assert (jnp.abs(masters) >= jnp.abs(wide)).all()
@@ -198,7 +198,7 @@ def test_stochastically_rounded_parameters_are_neighbours_of_their_masters():
     tx = _sgd(extra_bits(15, rounding="stochastic"))
     params, state = from_master(tx, _master(), jnp.bfloat16)
     grads = gradient_series(params, 1)[0]
-    params, state = lowbit_optax.step(tx, grads, state, params)
+    params, state = lowbit_optax.step(tx, params, state, grads)
     masters = np.asarray(master_weights(params, state)["kernel"])
     below = (masters.view(np.uint32) & 0xFFFF0000).view(np.float32)
     above = ((masters.view(np.uint32) & 0xFFFF0000) + 0x10000).view(np.float32)

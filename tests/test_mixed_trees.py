@@ -75,7 +75,7 @@ def test_float32_leaves_pass_through_values_that_no_narrow_format_has():
     grads = {"w": jnp.zeros(32), "norm": jnp.float32([0, 0, 0])}
     updates, _ = tx.update(grads, tx.init(params), params)
     assert_same_bits(updates["norm"], -grads["norm"] * 1.0)
-    moved, _ = lowbit_optax.step(tx, grads, tx.init(params), params)
+    moved, _ = lowbit_optax.step(tx, params, tx.init(params), grads)
     np.testing.assert_array_equal(moved["norm"][1], params["norm"][1])
 
 
@@ -90,7 +90,7 @@ def test_narrow_gradients_of_float32_leaves_are_float32_to_the_inner(grad_dtype)
 
     tx = lowbit(optax.chain(optax.stateless(record), optax.sgd(0.5)), weights=kahan())
     grads = {"w": jnp.ones(32, grad_dtype), "norm": jnp.ones(8, grad_dtype)}
-    moved, _ = lowbit_optax.step(tx, grads, tx.init(params), params)
+    moved, _ = lowbit_optax.step(tx, params, tx.init(params), grads)
     np.testing.assert_array_equal(moved["norm"], 0.5)
     assert seen[-1] == {"w": jnp.float32, "norm": jnp.float32}
 
@@ -213,7 +213,7 @@ def test_apply_updates_agrees_with_step_in_every_narrow_dtype(name):
     params = jnp.linspace(-1.75, 1.75, 64).astype(dtype)
     series = gradient_series(params, 5)
 
-    def ours(tx, grads, state, params):
+    def ours(tx, params, state, grads):
         updates, state = tx.update(grads, state, params)
         return lowbit_optax.apply_updates(params, updates), state
 
@@ -314,6 +314,6 @@ def test_weak_typed_and_numpy_gradients_are_taken():
     params = {"w": jnp.ones(32, jnp.bfloat16)}
     tx = lowbit_optax.kahan_sgd(0.5)
     step = functools.partial(lowbit_optax.step, tx)
-    want, _ = step({"w": jnp.ones(32)}, tx.init(params), params)
-    got, _ = step({"w": np.ones(32, np.float32)}, tx.init(params), params)
+    want, _ = step(params, tx.init(params), {"w": jnp.ones(32)})
+    got, _ = step(params, tx.init(params), {"w": np.ones(32, np.float32)})
     assert_same_bits(got, want)

@@ -61,8 +61,8 @@ def test_a_chain_inside_sees_float32_gradients_and_masters():
     )
     params = model_params()
     grads = gradient_series(params, 1, jnp.bfloat16)[0]
-    params, state = lowbit_optax.step(tx, grads, tx.init(params), params)
-    lowbit_optax.step(tx, grads, state, params)
+    params, state = lowbit_optax.step(tx, params, tx.init(params), grads)
+    lowbit_optax.step(tx, params, state, grads)
     updates, masters = seen[-1]
     assert_same_bits(updates, jax.tree.map(lambda g: g.astype(jnp.float32), grads))
     assert_same_bits(masters, master_weights(params, state))
@@ -328,7 +328,7 @@ def test_extra_arguments_reach_the_inner_transformation():
     def run(tx, params, advance):
         advance, state = jitted(tx, advance), tx.init(params)
         for _ in range(3):  # no progress: the value stays 1
-            params, state = advance(jnp.ones(64), state, params, value=jnp.float32(1))
+            params, state = advance(params, state, jnp.ones(64), value=jnp.float32(1))
         return np.asarray(params, np.float32)
 
     want = run(inner, start.astype(jnp.float32), apply)

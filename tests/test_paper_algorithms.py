@@ -17,7 +17,7 @@ import pytest
 from jax import lax
 
 import lowbit_optax
-from lowbit_optax.random_bits import leaf_number, random_bits
+from lowbit_optax._numerics.random_bits import leaf_number, random_bits
 
 bf16 = ml_dtypes.bfloat16
 SHAPES = {"b": (33,), "w": (64, 33)}
@@ -113,7 +113,7 @@ def run_library(tx, grads, *, jit):
 
     def one(carry, now):
         params, state = carry
-        return lowbit_optax.step(tx, now, state, params), None
+        return lowbit_optax.step(tx, params, state, now), None
 
     return jax.jit(lambda *start: lax.scan(one, start, grads)[0])(params, state)
 
@@ -278,7 +278,7 @@ def float32_run(tx, grads):
 
     def one(carry, now):
         params, state = carry
-        params, state = lowbit_optax.step(tx, now, state, params)
+        params, state = lowbit_optax.step(tx, params, state, now)
         return (params, state), params
 
     _, path = jax.jit(lambda p: lax.scan(one, (p, tx.init(p)), grads))(start)

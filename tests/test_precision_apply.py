@@ -411,7 +411,7 @@ def test_promotion_recovers_training_that_overflows_forward():
         gradient = lowbit_optax.scaled_value_and_grad(f, has_aux=True)
         (_, overflow), grads = gradient(w, state, x, y)
         with jax.numpy_dtype_promotion("standard"):  # optax needs it
-            w, state = lowbit_optax.step(tx, grads, state, w)
+            w, state = lowbit_optax.step(tx, w, state, grads)
         if promoted:
             assignment = precision.promote(assignment, overflow)
         return assignment, w, state

@@ -50,7 +50,7 @@ def losses(name: str, is_coded: bool) -> np.ndarray:
         params, state = carry
         noise = jax.random.normal(jax.random.fold_in(jax.random.key(1), step), SHAPE)
         grads = params - target + noise
-        params, state = lowbit_optax.step(tx, grads, state, params)
+        params, state = lowbit_optax.step(tx, params, state, grads)
         return (params, state), jnp.mean((params - target) ** 2)
 
     run = jax.jit(lambda carry: lax.scan(one, carry, jnp.arange(300)))

@@ -18,8 +18,8 @@ from jax.experimental import pallas as pl
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import lowbit_optax
-from lowbit_optax import random_bits as library
-from lowbit_optax.random_bits import hash_words, leaf_number, random_bits
+from lowbit_optax._numerics import random_bits as library
+from lowbit_optax._numerics.random_bits import hash_words, leaf_number, random_bits
 
 N = 2**18
 MASK = 2**32 - 1

@@ -372,7 +372,7 @@ def test_quantised_layers_are_stepped_as_by_lazy_gradients(name):
     def step(params, state, x):
         differentiate = lowbit_optax.lpmm.value_and_grad(_quantized_loss, lazy=True)
         loss, grads = differentiate(params, x)
-        return loss, *lowbit_optax.step(tx, grads, state, params)
+        return loss, *lowbit_optax.step(tx, params, state, grads)
 
     want = released.run(step, tx, params, batches, divides=divides)
     step = release.value_and_update(_quantized_loss, tx)

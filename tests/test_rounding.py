@@ -19,8 +19,8 @@ from jax import lax
 from jax.extend import core
 
 import lowbit_optax
-from lowbit_optax import float_layouts, rounding
-from lowbit_optax.random_bits import random_bits
+from lowbit_optax._numerics import float_layouts, rounding
+from lowbit_optax._numerics.random_bits import random_bits
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.__name__)
@@ -404,8 +404,8 @@ def test_training_by_stochastic_rounding_draws_anew_at_every_step():
     state = tx.init(params)
     grads = jnp.ones(4096, jnp.float32)
     step = jax.jit(functools.partial(lowbit_optax.step, tx))
-    first, state = step(grads, state, params)
-    second, _ = step(grads, state, params)
+    first, state = step(params, state, grads)
+    second, _ = step(params, state, grads)
     moved = np.asarray(first) != 1, np.asarray(second) != 1
     # Each coin is fair, and the two are independent: a quarter moved both times.
     for share in map(np.mean, moved):
@@ -420,7 +420,7 @@ def test_stochastic_training_goes_on_in_the_mean_where_nearest_stands_still():
 
     def train(tx, steps=200):
         def one(carry, _):
-            return lowbit_optax.step(tx, grads, carry[1], carry[0]), None
+            return lowbit_optax.step(tx, carry[0], carry[1], grads), None
 
         start = (params, tx.init(params))
         return jax.jit(lambda c: lax.scan(one, c, length=steps)[0][0])(start)

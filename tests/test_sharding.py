@@ -78,7 +78,7 @@ def _placed(tx, params, sharding):
 
 def _two_steps(tx, params, state, grads, advance):
     for grad in grads:
-        params, state = advance(grad, state, params)
+        params, state = advance(params, state, grad)
     return params, state
 
 
@@ -133,7 +133,7 @@ def test_sharded_steps_are_one_devices_steps_without_communication(
     with jax.set_mesh(mesh):
         state = _placed(tx, params, sharding)
         params, grads = jax.device_put((params, grads), sharding)
-        step = _compiled(lowbit_optax.step, tx, grads[0], state, params)
+        step = _compiled(lowbit_optax.step, tx, params, state, grads[0])
         assert not _collectives(step)
         got = _two_steps(tx, params, state, grads, step)
     _assert_placed(got, sharding)
@@ -163,7 +163,7 @@ def test_update_and_apply_updates_need_no_communication_either(name, axis_type):
     with jax.set_mesh(mesh):
         state = _placed(tx, params, sharding)
         params, grads = jax.device_put((params, grads), sharding)
-        advance = _compiled(apply, tx, grads[0], state, params)
+        advance = _compiled(apply, tx, params, state, grads[0])
         assert not _collectives(advance)
         got = _two_steps(tx, params, state, grads, advance)
     assert_same_bits(got, _on_one_device(tx))
@@ -196,7 +196,7 @@ def test_other_ranks_and_meshes(placed, axis_type):
     with jax.set_mesh(mesh):
         state = _placed(tx, params, sharding)
         params, grads = jax.device_put((params, grads), sharding)
-        step = _compiled(lowbit_optax.step, tx, grads[0], state, params)
+        step = _compiled(lowbit_optax.step, tx, params, state, grads[0])
         assert not _collectives(step)
         got = _two_steps(tx, params, state, grads, step)
     _assert_placed(got, sharding)

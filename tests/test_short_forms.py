@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.fused.short_forms import Byte, with_short_forms
+from pallas_kernels.fused_update.short_forms import Byte, with_short_forms
 
 X = jnp.linspace(0.5, 2, 8)
 WORDS = jnp.uint32([0x12345678, 0xFEDCBA98])

@@ -55,7 +55,7 @@ def trained(tx, dtype, formats=None):
         def step(carry, i):
             params, state = carry
             grads = jax.grad(loss)(params, inputs[i][None], labels[i][None])
-            params, state = lowbit_optax.step(tx, grads, state, params)
+            params, state = lowbit_optax.step(tx, params, state, grads)
             return (params, state), params
 
         params = jnp.zeros(DIMENSIONS, dtype)

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from jax import lax
 
 import lowbit_optax
-from lowbit_optax import float_layouts, splitting
-from lowbit_optax.random_bits import random_bits
+from lowbit_optax._numerics import float_layouts, splitting
+from lowbit_optax._numerics.random_bits import random_bits
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)
 ROUNDINGS = ("nearest", "toward_zero", "stochastic")

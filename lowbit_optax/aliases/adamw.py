@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import optax
 
-from lowbit_optax import formats, sixteen_bit
+from lowbit_optax import emulation, formats
+from lowbit_optax._step.moments import Moments
 from lowbit_optax.aliases import common
-from lowbit_optax.moments import Moments
-from lowbit_optax.wrapper import LowbitTransformation, lowbit
+from lowbit_optax.transformation import LowbitTransformation, lowbit
 
 Mask = typing.Any | Callable[[optax.Params], typing.Any] | None
 
@@ -195,6 +195,6 @@ def _unit_adamw(learning_rate, b1, b2, eps, weight_decay, weights, options):
     common.wide(learning_rate=learning_rate)
     common.static(b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
     build = functools.partial(
-        sixteen_bit.sixteen_bit_adamw, learning_rate, b1, b2, eps, weight_decay
+        emulation.sixteen_bit_adamw, learning_rate, b1, b2, eps, weight_decay
     )
     return common.unit(build, weights, options)

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from lowbit_optax import formats
-from lowbit_optax.float_layouts import is_narrow
-from lowbit_optax.wrapper import lowbit
+from lowbit_optax._numerics.float_layouts import is_narrow
+from lowbit_optax.transformation import lowbit
 
 Arithmetic = typing.Literal["float32", "param"]
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 import optax
 
 from lowbit_optax import formats
+from lowbit_optax._step.moments import Moments
 from lowbit_optax.aliases import adamw, common, sgd
-from lowbit_optax.moments import Moments
-from lowbit_optax.wrapper import LowbitTransformation, lowbit
+from lowbit_optax.transformation import LowbitTransformation, lowbit
 
 Mask = typing.Any | Callable[[optax.Params], typing.Any] | None
 

@@ -5,10 +5,10 @@ import typing
 
 import optax
 
-from lowbit_optax import formats, sixteen_bit
+from lowbit_optax import emulation, formats
+from lowbit_optax._step.moments import Moments
 from lowbit_optax.aliases import common
-from lowbit_optax.moments import Moments
-from lowbit_optax.wrapper import LowbitTransformation, lowbit
+from lowbit_optax.transformation import LowbitTransformation, lowbit
 
 
 def kahan_sgd(
@@ -177,6 +177,6 @@ def _unit_sgd(learning_rate, momentum, weight_decay, weights, options):
     common.wide(learning_rate=learning_rate)
     common.static(momentum=momentum, weight_decay=weight_decay)
     build = functools.partial(
-        sixteen_bit.sixteen_bit_sgd, learning_rate, momentum or 0.0, weight_decay
+        emulation.sixteen_bit_sgd, learning_rate, momentum or 0.0, weight_decay
     )
     return common.unit(build, weights, options)

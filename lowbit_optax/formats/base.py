@@ -4,8 +4,9 @@ A weight format says how a float32 master is kept as (param, residual); a moment
 how a float32 moment is kept as codes. Both are frozen, hashable dataclasses that hold
 static choices only, so that jit and ``optax.inject_hyperparams`` leave them alone.
 
-The wrapper (:mod:`lowbit_optax.wrapper`) calls a weight format's methods leaf by leaf,
-with arrays of the leaf's full shape. A residual is None for a leaf that needs none.
+The engine (:mod:`lowbit_optax._step.engine`) calls a weight format's methods leaf by
+leaf, with arrays of the leaf's full shape. A residual is None for a leaf that needs
+none.
 """
 
 import dataclasses
@@ -15,9 +16,9 @@ from collections.abc import Callable, Set
 import jax
 import jax.numpy as jnp
 
-from lowbit_optax.landing import stay
-from lowbit_optax.random_bits import RandomBits
-from lowbit_optax.rounding import to_float32
+from lowbit_optax._numerics.landing import stay
+from lowbit_optax._numerics.random_bits import RandomBits
+from lowbit_optax._numerics.rounding import to_float32
 
 Land = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
@@ -120,7 +121,7 @@ class WeightFormat:
           update: float32, of param's shape.
           random: the leaf's random bits at this step, if ``needs_random``.
           land: takes (old, new) param to (the one that will be there, the update that
-            gets it there), see :mod:`lowbit_optax.landing`.
+            gets it there), see :mod:`lowbit_optax._numerics.landing`.
 
         Returns:
           ``(new param, new residual, landing update)``.

@@ -1,6 +1,6 @@
 """Moments as codes of 4 or 8 bits with a scale a group of neighbours.
 
-How a value and a scale become a code is in :mod:`lowbit_optax.formats.codes`; here is
+How a value and a scale become a code is in :mod:`lowbit_optax._numerics.codes`; here is
 what is stored where, and which code a moment gets.
 """
 
@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lowbit_optax._numerics.code_kinds import code_of
+from lowbit_optax._numerics.codes import Code, multiply_add
+from lowbit_optax._numerics.rounding import to_float32
 from lowbit_optax.formats.base import MomentFormat
-from lowbit_optax.formats.code_kinds import code_of
-from lowbit_optax.formats.codes import Code, multiply_add
-from lowbit_optax.rounding import to_float32
-from pallas_kernels.bitfields import GROUP
-from pallas_kernels.packing import pack, pack_axis, packed_shape, unpack
+from pallas_kernels.bitfields.fields import GROUP
+from pallas_kernels.bitfields.xla import pack, pack_axis, packed_shape, unpack
 
 SECOND_MOMENTS = frozenset(
     {"nu", "nu_max", "v", "n", "sum_of_squares", "e_g", "e_x", "exp_avg_sq"}

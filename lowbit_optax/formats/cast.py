@@ -6,8 +6,8 @@ import typing
 import jax.numpy as jnp
 import numpy as np
 
-from lowbit_optax import float_layouts
-from lowbit_optax import rounding as rounding_
+from lowbit_optax._numerics import float_layouts
+from lowbit_optax._numerics import rounding as rounding_
 from lowbit_optax.formats.base import MomentFormat
 
 # Streams that moments which share words (RandomBits.halves) do not reach.

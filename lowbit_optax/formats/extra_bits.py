@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
-from lowbit_optax import float_layouts, splitting
+from lowbit_optax._numerics import float_layouts, splitting
+from lowbit_optax._numerics.random_bits import PARAM_STREAM, RESIDUAL_STREAM, RandomBits
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.plain import MasterCopyFormat, NoResidual
-from lowbit_optax.random_bits import PARAM_STREAM, RESIDUAL_STREAM, RandomBits
-from pallas_kernels.packing import pack, unpack
+from pallas_kernels.bitfields.xla import pack, unpack
 
 
 # Their fields have different names so that a checkpoint of one is not read as another.
@@ -173,7 +173,7 @@ def extra_bits(
 
     The master is first rounded to the parameter's format with k more mantissa bits
     (``residual_rounding``), then split into parameter and k-bit residual
-    (``rounding``); see :mod:`lowbit_optax.splitting` for the formulas.
+    (``rounding``); see :mod:`lowbit_optax._numerics.splitting` for the formulas.
 
     Args:
       bits: k. 0 to 16 for bfloat16, 13 for float16, 20 for float8_e4m3fn and 21 for

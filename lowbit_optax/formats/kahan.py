@@ -15,10 +15,10 @@ import typing
 import jax
 import jax.numpy as jnp
 
-from lowbit_optax import rounding as rounding_
+from lowbit_optax._numerics import rounding as rounding_
+from lowbit_optax._numerics.landing import stay
+from lowbit_optax._numerics.random_bits import PARAM_STREAM, RESIDUAL_STREAM, RandomBits
 from lowbit_optax.formats.base import WeightFormat
-from lowbit_optax.landing import stay
-from lowbit_optax.random_bits import PARAM_STREAM, RESIDUAL_STREAM, RandomBits
 
 
 class Kahan(typing.NamedTuple):

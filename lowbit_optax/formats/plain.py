@@ -6,9 +6,9 @@ import typing
 import jax
 import jax.numpy as jnp
 
-from lowbit_optax import rounding
+from lowbit_optax._numerics import rounding
+from lowbit_optax._numerics.random_bits import RandomBits
 from lowbit_optax.formats.base import WeightFormat
-from lowbit_optax.random_bits import RandomBits
 
 
 class NoResidual(typing.NamedTuple):

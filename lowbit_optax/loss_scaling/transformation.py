@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lowbit_optax import trees
-from lowbit_optax.engine import Lowbit
-from lowbit_optax.guard import Guard
-from lowbit_optax.landing import land, stay
+from lowbit_optax._numerics.landing import land, stay
+from lowbit_optax._step import trees
+from lowbit_optax._step.engine import Lowbit
+from lowbit_optax._step.guard import Guard
 from lowbit_optax.loss_scaling.scales import Scaling
-from lowbit_optax.wrapper import LowbitTransformation, step
+from lowbit_optax.transformation import LowbitTransformation, step
 
 
 class LossScaleState(typing.NamedTuple):
@@ -72,7 +72,7 @@ def with_loss_scale(
     >>> loss, grads = scaled_value_and_grad(loss_fn)(params, state)
     >>> grads
     Array([8., 8., 8., 8.], dtype=float16)
-    >>> lowbit_optax.step(tx, grads, state, params)[0]
+    >>> lowbit_optax.step(tx, params, state, grads)[0]
     Array([0.5, 0.5, 0.5, 0.5], dtype=float16)
     """
     if not isinstance(scaling, Scaling):
@@ -199,7 +199,7 @@ class LossScaled:
         # The inner transformation runs in any case.
         grads = guard.unscaled(grads)
         if landing is stay:
-            new, state = step(self.inner, grads, inner_state, params, **extra_args)
+            new, state = step(self.inner, params, inner_state, grads, **extra_args)
             new = guard.chosen(new, params)
         else:
             inner = optax.with_extra_args_support(self.inner)

@@ -9,16 +9,16 @@ References:
   "Training Neural Networks with Low-Precision Model Memory", Algorithm 1.
 """
 
-from lowbit_optax.lpmm.accumulation import AccumulationState, accumulate_gradients
-from lowbit_optax.lpmm.gradients import value_and_grad
-from lowbit_optax.lpmm.optimizers import lpmm_adam, lpmm_sgd
-from lowbit_optax.lpmm.quantized import quantized
-from lowbit_optax.lpmm.quantized_tensor import (
+from lowbit_optax.formats.quantized_tensor import (
     QuantizedTensor,
     dequantize,
     quantize,
     quantize_params,
 )
+from lowbit_optax.lpmm.accumulation import AccumulationState, accumulate_gradients
+from lowbit_optax.lpmm.gradients import value_and_grad
+from lowbit_optax.lpmm.optimizers import lpmm_adam, lpmm_sgd
+from lowbit_optax.lpmm.quantized import quantized
 
 __all__ = [
     "AccumulationState",

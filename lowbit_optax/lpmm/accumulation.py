@@ -7,14 +7,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lowbit_optax import formats, trees
+from lowbit_optax import formats
+from lowbit_optax._numerics.random_bits import leaf_number, random_bits
+from lowbit_optax._step import trees
+from lowbit_optax._step.moment_trees import by_leaf, in_trees, without_container
+from lowbit_optax._step.stacks import layerwise, placed
 from lowbit_optax.formats import MomentFormat
-from lowbit_optax.layers import layerwise, placed
-from lowbit_optax.lpmm import quantized_tensor as tensors
+from lowbit_optax.formats import quantized_tensor as tensors
 from lowbit_optax.lpmm.quantized import widened
-from lowbit_optax.moment_trees import by_leaf, in_trees, without_container
-from lowbit_optax.random_bits import leaf_number, random_bits
-from lowbit_optax.wrapper import LowbitTransformation
+from lowbit_optax.transformation import LowbitTransformation
 
 EIGHT_BITS = formats.block_quantized(
     8, code="linear", group=tensors.DEFAULT_GROUP, rounding="stochastic"
@@ -83,7 +84,7 @@ def accumulate_gradients(
     >>> tx = accumulate_gradients(lowbit_optax.lpmm_sgd(0.5), every=2)
     >>> state = tx.init(params)
     >>> for _ in range(2):
-    ...     params, state = lowbit_optax.step(tx, jnp.ones((64, 64)), state, params)
+    ...     params, state = lowbit_optax.step(tx, params, state, jnp.ones((64, 64)))
     >>> params.dequantize()[0, 0]
     Array(0.4998..., dtype=float32)
     """

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from lowbit_optax.lpmm import quantized_tensor as tensors
+from lowbit_optax.formats import quantized_tensor as tensors
 
 
 def value_and_grad(

@@ -5,9 +5,9 @@ import optax
 from lowbit_optax import formats
 from lowbit_optax.aliases import common, sgd
 from lowbit_optax.formats import MomentFormat
+from lowbit_optax.formats.quantized_tensor import DEFAULT_GROUP, Rounding
 from lowbit_optax.lpmm.quantized import quantized
-from lowbit_optax.lpmm.quantized_tensor import DEFAULT_GROUP, Rounding
-from lowbit_optax.wrapper import LowbitTransformation
+from lowbit_optax.transformation import LowbitTransformation
 
 
 def lpmm_sgd(

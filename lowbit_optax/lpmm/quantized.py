@@ -11,16 +11,17 @@ import typing
 import jax
 import optax
 
-from lowbit_optax import engine, formats, trees
-from lowbit_optax.engine import Lowbit
-from lowbit_optax.float_layouts import is_narrow
+from lowbit_optax import formats
+from lowbit_optax._numerics.float_layouts import is_narrow
+from lowbit_optax._numerics.landing import stay
+from lowbit_optax._numerics.rounding import to_float32
+from lowbit_optax._step import engine, trees
+from lowbit_optax._step.engine import Lowbit
+from lowbit_optax._step.moments import Moments
+from lowbit_optax.formats import quantized_tensor as tensors
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.plain import NoResidual
-from lowbit_optax.landing import stay
-from lowbit_optax.lpmm import quantized_tensor as tensors
-from lowbit_optax.moments import Moments
-from lowbit_optax.rounding import to_float32
-from lowbit_optax.wrapper import LowbitTransformation
+from lowbit_optax.transformation import LowbitTransformation
 
 
 def quantized(
@@ -104,7 +105,7 @@ class QuantizedWeights(WeightFormat):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Quantized(Lowbit):
-    """The step of :class:`lowbit_optax.engine.Lowbit` with QuantizedTensors for leaves.
+    """The step of ``Lowbit`` with QuantizedTensors for leaves.
 
     Other narrow leaves are rounded to nearest.
     """

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from lowbit_optax import float_layouts, rounding
+from lowbit_optax._numerics import float_layouts, rounding
 from lowbit_optax.precision.grid import (
     INFINITY,
     MANTISSA,

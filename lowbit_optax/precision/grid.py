@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from lowbit_optax import float_layouts
+from lowbit_optax._numerics import float_layouts
 
 MANTISSA = 23
 SIGN = 0x80000000

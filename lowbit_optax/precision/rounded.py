@@ -10,7 +10,8 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from lowbit_optax.loss_program import LossProgram, Step
+from lowbit_optax._jaxprs.program import LossProgram, Step
+from lowbit_optax._numerics.random_bits import RandomBits, leaf_number, random_bits
 from lowbit_optax.precision import tensors
 from lowbit_optax.precision.assignment import Assignment
 from lowbit_optax.precision.float_format import (
@@ -21,7 +22,6 @@ from lowbit_optax.precision.float_format import (
     round_to_grid,
 )
 from lowbit_optax.precision.tensors import Tensors
-from lowbit_optax.random_bits import RandomBits, leaf_number, random_bits
 
 _STORED = "lowbit_optax.precision"
 _BACKWARD_STREAM = 1

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.extend.core import primitives
 
-from lowbit_optax.loss_program import LossProgram, Scan, Step, closed_jaxpr
+from lowbit_optax._jaxprs.program import LossProgram, Scan, Step, closed_jaxpr
 
 _PRODUCTS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"})
 _STORED = frozenset(

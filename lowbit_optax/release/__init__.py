@@ -9,7 +9,7 @@ References:
   Lewandowski, Kosson 2023, section 3.2.
 """
 
+from lowbit_optax.release.api import explain, value_and_update
 from lowbit_optax.release.scan import scan
-from lowbit_optax.release.step import explain, value_and_update
 
 __all__ = ["explain", "scan", "value_and_update"]

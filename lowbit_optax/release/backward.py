@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from lowbit_optax.loss_program import Scan
+from lowbit_optax._jaxprs.program import Scan
 
 
 class Rule(typing.Protocol):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lowbit_optax import trees
+from lowbit_optax._step import trees
 
 _CARRIERS = {4: jnp.float32, 2: jnp.bfloat16}
 

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 import optax
 
-from lowbit_optax import trees
-from lowbit_optax.loss_program import LossProgram, Step
-from lowbit_optax.release import layerwise
+from lowbit_optax._jaxprs.program import LossProgram, Step
+from lowbit_optax._step import trees
+from lowbit_optax.release import layer_analysis
 from lowbit_optax.release.backward import Roles
-from lowbit_optax.release.layerwise import Whole
-from lowbit_optax.release.traced import Leaf, Traced
+from lowbit_optax.release.layer_analysis import Whole
+from lowbit_optax.release.traced_loss import Leaf, Traced
 
 SMALLEST = 4096
 """Layers with fewer elements are updated after the loop, all at once."""
@@ -97,7 +97,7 @@ def plan(traced: Traced, tx: optax.GradientTransformation, opt_state) -> Plan:
             scans[leaf.name] = _scan_over(traced.program, leaf)
         except Whole as reason:
             reasons[leaf.name] = str(reason)
-    found = layerwise.analyse(
+    found = layer_analysis.analyse(
         tx,
         traced.tree(lambda leaf: leaf.gradient),
         trees.abstract(opt_state),

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from lowbit_optax.layers import Layer, one_layer
+from lowbit_optax._step.stacks import Layer, one_layer
 from lowbit_optax.release.floats import as_float, from_float
 from lowbit_optax.release.plan import Released
-from lowbit_optax.release.traced import Leaf, Traced
-from lowbit_optax.wrapper import step
+from lowbit_optax.release.traced_loss import Leaf, Traced
+from lowbit_optax.transformation import step
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -52,6 +52,8 @@ class Optimizer:
         state = [state.get(n, x) for n, x in enumerate(self.state)]
         new_params, new_state = step(
             self.tx,
+            traced.tree(lambda leaf: params.get(leaf.name, leaf.value)),
+            jax.tree.unflatten(self.structure, state),
             traced.tree(
                 lambda leaf: (
                     self.change(grads[leaf.name])
@@ -59,8 +61,6 @@ class Optimizer:
                     else leaf.no_gradient()
                 )
             ),
-            jax.tree.unflatten(self.structure, state),
-            traced.tree(lambda leaf: params.get(leaf.name, leaf.value)),
         )
         names = [leaf.name for leaf in traced.leaves]
         new_params = traced.treedef.flatten_up_to(new_params)

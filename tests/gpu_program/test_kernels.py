@@ -14,9 +14,13 @@ from pallas_kernels import Operand, Result
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 
-from harness import copies, h200_mesh, kernels, lower_for
-from machine_code import instructions_a_parameter, missing_tools, program
-from steps import (
+from tools.gpu_program.harness import copies, h200_mesh, kernels, lower_for
+from tools.gpu_program.machine_code import (
+    instructions_a_parameter,
+    missing_tools,
+    program,
+)
+from tools.gpu_program.steps import (
     BF16,
     F32,
     applied,

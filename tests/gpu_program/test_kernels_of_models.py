@@ -10,9 +10,9 @@ import lowbit_optax
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 
-from harness import COLLECTIVES, h200_mesh
-from machine_code import missing_tools
-from steps import gpt2, leaf, lower_step, resnet18
+from tools.gpu_program.harness import COLLECTIVES, h200_mesh
+from tools.gpu_program.machine_code import missing_tools
+from tools.gpu_program.steps import gpt2, leaf, lower_step, resnet18
 
 if missing_tools():
     pytest.skip(missing_tools(), allow_module_level=True)

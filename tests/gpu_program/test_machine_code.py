@@ -11,9 +11,9 @@ from jax.experimental.pallas import triton
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 
-import machine_code
-from harness import h200_mesh, lower_for
-from machine_code import (
+from tools.gpu_program import machine_code
+from tools.gpu_program.harness import h200_mesh, lower_for
+from tools.gpu_program.machine_code import (
     Launch,
     UnknownTrips,
     instructions_a_parameter,

@@ -11,8 +11,8 @@ from lowbit_optax.lpmm import value_and_grad
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 
-from harness import compile_for, h200_mesh
-from steps import leaf
+from tools.gpu_program.harness import compile_for, h200_mesh
+from tools.gpu_program.steps import leaf
 
 BF16 = jnp.bfloat16
 LAYERS, SIDE, BATCH = 12, 2048, 32

@@ -14,8 +14,8 @@ from lowbit_optax import release
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 
-from harness import compile_for, h200_mesh
-from release_steps import (
+from tools.gpu_program.harness import compile_for, h200_mesh
+from tools.gpu_program.release_steps import (
     MIB,
     Compiled,
     compile_step,
@@ -24,7 +24,7 @@ from release_steps import (
     transformer,
     usual_mixed_precision,
 )
-from steps import bytes_of
+from tools.gpu_program.steps import bytes_of
 
 MODELS = {"matrices": matrices, "transformer": transformer}
 OPTIMIZERS = {

@@ -10,8 +10,8 @@ import lowbit_optax
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 
-from machine_code import missing_tools, program
-from steps import leaf, lower_step
+from tools.gpu_program.machine_code import missing_tools, program
+from tools.gpu_program.steps import leaf, lower_step
 
 PARAMS = {"a": leaf(2048, 2048, dtype=jnp.float16), "b": leaf(8192, dtype=jnp.float16)}
 OPTIMIZERS = {

@@ -14,14 +14,14 @@ import lowbit_optax
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 
-from harness import (
+from tools.gpu_program.harness import (
     COLLECTIVES,
     compile_for,
     h200_mesh,
     kernels,
     run_on_cpu,
 )
-from steps import applied, fast
+from tools.gpu_program.steps import applied, fast
 
 BF16 = jnp.bfloat16
 SIDE = 4096

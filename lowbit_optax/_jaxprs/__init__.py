@@ -1,0 +1,1 @@
+"""Jaxprs as graphs of values."""

@@ -1,0 +1,1 @@
+"""Exact arithmetic on the bit patterns of floating-point numbers."""

@@ -1,0 +1,246 @@
+"""A float32 master as a narrow parameter and a k-bit residual, element by element.
+
+With ``w`` the master's pattern in the parameter's format extended by k mantissa bits
+(:mod:`lowbit_optax._numerics.float_layouts`), sign apart,
+
+    nearest       p = (w + 2^(k-1)) >> k      e = w - (p << k) in [-2^(k-1), 2^(k-1))
+    toward_zero   p = w >> k                  e = w - (p << k) in [0, 2^k)
+    stochastic    p = (w + r) >> k            e = w - (p << k) in [-2^k, 2^k)
+
+with r uniform on [0, 2^k). ``e`` is stored in two's complement (unsigned for
+``toward_zero``), so no separate flag is needed to undo a rounding up: the sign carries
+it. ``stochastic`` needs k + 1 stored bits, which is the un-round bit of the paper.
+
+``w`` itself is the master rounded to k extra bits, to nearest even or stochastically.
+
+References:
+  Lewandowski and Kosson, "Memory Efficient Mixed Precision Optimizers", 2023,
+  section 3.1: extra bits, rounding toward zero and stochastic with un-round bit.
+"""
+
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from lowbit_optax._numerics import float_layouts
+from lowbit_optax._numerics.float_layouts import FloatLayout
+
+Rounding = typing.Literal["nearest", "toward_zero", "stochastic"]
+
+
+def stored_bits(extra: int, rounding: Rounding) -> int:
+    """How many bits the residual of ``extra`` bits takes under this rounding.
+
+    >>> stored_bits(8, "nearest"), stored_bits(8, "stochastic")
+    (8, 9)
+    """
+    return extra + 1 if extra and rounding == "stochastic" else extra
+
+
+def pattern_of(
+    master: jax.Array,
+    layout: FloatLayout,
+    extra: int,
+    rounding: Rounding,
+    random: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """``(sign, w)`` of a master, stochastically rounded to k bits if ``random``."""
+    # The NaN patterns whose parameter is a NaN too under this rounding.
+    first, last = layout.special + 1 << extra, layout.largest << extra
+    if rounding == "nearest" and extra:
+        first, last = first - (1 << (extra - 1)), last + (1 << (extra - 1)) - 1
+    elif rounding == "toward_zero":
+        last += (1 << extra) - 1
+    if extra == 0 and random is not None:
+        random = _nearest_past_the_largest(master, layout, random)
+    return float_layouts.to_pattern(master, layout, extra, random, (first, last))
+
+
+def _nearest_past_the_largest(
+    master: jax.Array, layout: FloatLayout, random: jax.Array
+) -> jax.Array:
+    """The random bits, where the parameter that they draw cannot be infinite.
+
+    Past the largest finite value they are one half, which rounds to nearest, and a tie
+    to the even neighbour, as a cast does.
+    """
+    half = jnp.uint32(0x80000000 if layout.has_infinity else 0x7FFFFFFF)
+    largest = np.float32(jnp.finfo(layout.dtype).max).view(np.uint32)
+    magnitude = lax.bitcast_convert_type(master, jnp.uint32) & jnp.uint32(0x7FFFFFFF)
+    return jnp.where(magnitude <= jnp.uint32(largest), random, half)
+
+
+def round_param(
+    sign: jax.Array,
+    pattern: jax.Array,
+    layout: FloatLayout,
+    extra: int,
+    rounding: Rounding,
+    random: jax.Array | None = None,
+) -> jax.Array:
+    """The parameter of a pattern, in the layout's dtype.
+
+    Args:
+      sign, pattern: from :func:`pattern_of`.
+      layout: of the parameter's dtype.
+      extra: k.
+      rounding: how the k extra bits are rounded off.
+      random: uint32 random bits, for ``"stochastic"``; its leading k bits are used.
+
+    Returns:
+      An array of ``layout.dtype``.
+    """
+    if extra == 0:
+        magnitude = pattern
+    elif rounding == "toward_zero":
+        magnitude = pattern >> jnp.uint32(extra)
+    else:
+        half = jnp.uint32(1 << (extra - 1))
+        magnitude = (pattern + half) >> jnp.uint32(extra)
+        if not layout.has_infinity:
+            # A tie with the format's NaN goes down, as in a cast.
+            largest = layout.special - 1
+            tie = jnp.uint32((largest << extra) + (1 << (extra - 1)))
+            magnitude = jnp.where(pattern == tie, jnp.uint32(largest), magnitude)
+        if rounding == "stochastic":
+            up = random >> jnp.uint32(32 - extra)
+            drawn = (pattern + up) >> jnp.uint32(extra)
+            # Past the largest finite value a draw would be infinite at random.
+            inside = pattern <= jnp.uint32((layout.special - 1) << extra)
+            magnitude = jnp.where(inside, drawn, magnitude)
+    shift = jnp.uint32(32 - layout.width)
+    return float_layouts.from_bits((sign >> shift) | magnitude, layout.dtype)
+
+
+def residual_of(
+    sign: jax.Array,
+    pattern: jax.Array,
+    param: jax.Array,
+    extra: int,
+    rounding: Rounding,
+) -> jax.Array:
+    """The residual with which ``param`` comes nearest to the pattern.
+
+    For the parameter that :func:`round_param` gives, it is exact, but for the tie of
+    float8_e4m3fn with its NaN under ``"nearest"``, 464, whose residual is one unit
+    short. For another one (see :mod:`lowbit_optax._numerics.landing`) the residual
+    saturates.
+
+    Args:
+      sign, pattern: from :func:`pattern_of`.
+      param: of the layout's dtype.
+      extra: k, 1 or more.
+      rounding: decides the range.
+
+    Returns:
+      uint32 fields of ``stored_bits(extra, rounding)`` bits.
+    """
+    layout = float_layouts.layout_of(param.dtype)
+    bits = float_layouts.to_bits(param)
+    magnitude = bits & jnp.uint32(layout.largest)
+    # Along the parameter's direction: a master of the other sign is behind zero.
+    # bfloat16's residual stops at zero: what is behind it is below float32's range of
+    # normal numbers, and joining would have to look for it. (Two bfloat16 patterns of
+    # 31 bits, one behind zero, are also too far apart for an int32.)
+    same_sign = (bits >> jnp.uint32(layout.width - 1)) == (sign >> jnp.uint32(31))
+    ahead = pattern.astype(jnp.int32)
+    behind = jnp.int32(0) if layout.same_exponent else -ahead
+    ahead = jnp.where(same_sign, ahead, behind)
+    error = ahead - (magnitude << jnp.uint32(extra)).astype(jnp.int32)
+    width = stored_bits(extra, rounding)
+    if rounding == "toward_zero":
+        low, high = 0, (1 << width) - 1
+    else:
+        low, high = -(1 << (width - 1)), (1 << (width - 1)) - 1
+    error = jnp.clip(error, jnp.int32(low), jnp.int32(high))
+    return error.astype(jnp.uint32) & jnp.uint32((1 << width) - 1)
+
+
+def split(
+    master: jax.Array,
+    layout: FloatLayout,
+    extra: int,
+    rounding: Rounding,
+    random_param: jax.Array | None = None,
+    random_residual: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """A master as its own parameter and residual.
+
+    The same numbers as :func:`pattern_of`, :func:`round_param` and :func:`residual_of`
+    in that order. For bfloat16 in fewer operations: the parameter is the pattern's own,
+    so the residual modulo 2^k is the pattern's low k bits.
+
+    Args:
+      master: float32.
+      layout, extra, rounding: as there.
+      random_param, random_residual: uint32 random bits, for the roundings that are
+        stochastic.
+
+    Returns:
+      ``(param, fields)`` of ``layout.dtype`` and ``stored_bits(extra, rounding)`` bits;
+      fields are None without extra bits.
+    """
+    simple = layout.same_exponent and (rounding != "stochastic" or not extra)
+    if not simple:
+        sign, pattern = pattern_of(master, layout, extra, rounding, random_residual)
+        param = round_param(sign, pattern, layout, extra, rounding, random_param)
+        if not extra:
+            return param, None
+        return param, residual_of(sign, pattern, param, extra, rounding)
+    # bfloat16's pattern is the leading bits of float32's, and the sign may stay on top
+    # of it: no rounding of a number or infinity carries into it.
+    drop = layout.max_extra_bits - extra
+    bits = lax.bitcast_convert_type(master, jnp.uint32)
+    if drop:
+        if not extra and random_residual is not None:
+            random_residual = _nearest_past_the_largest(master, layout, random_residual)
+        pattern = float_layouts.round_off(bits, drop, random_residual)
+        pattern = jnp.where(jnp.isnan(master), jnp.uint32(layout.nan << extra), pattern)
+    else:
+        sign, pattern = pattern_of(master, layout, extra, rounding)
+        pattern = sign | pattern
+    if not extra:
+        return float_layouts.from_bits(pattern, layout.dtype), None
+    half = 1 << (extra - 1) if rounding == "nearest" else 0
+    param = (pattern + jnp.uint32(half)) >> jnp.uint32(extra)
+    fields = pattern & jnp.uint32((1 << extra) - 1)
+    return float_layouts.from_bits(param, layout.dtype), fields
+
+
+def join(
+    param: jax.Array, fields: jax.Array, extra: int, rounding: Rounding
+) -> jax.Array:
+    """The float32 master of a parameter and its residual; exact.
+
+    Args:
+      param: array of a narrow float dtype.
+      fields: uint32, from :func:`residual_of`.
+      extra: k.
+      rounding: as in the split.
+
+    Returns:
+      float32 array.
+    """
+    layout = float_layouts.layout_of(param.dtype)
+    bits = float_layouts.to_bits(param)
+    if not extra:
+        fields = jnp.uint32(0)
+    elif rounding != "toward_zero":
+        unused = 32 - stored_bits(extra, rounding)
+        signed = (fields << jnp.uint32(unused)).astype(jnp.int32) >> jnp.int32(unused)
+        fields = signed.astype(jnp.uint32)
+    if layout.same_exponent:
+        # float32's own pattern; its sign is on top of both and stays.
+        rise = jnp.uint32(layout.max_extra_bits - extra)
+        high = bits << jnp.uint32(layout.max_extra_bits)
+        return lax.bitcast_convert_type(high + (fields << rise), jnp.float32)
+    sign = (bits >> jnp.uint32(layout.width - 1)) << jnp.uint32(31)
+    magnitude = ((bits & jnp.uint32(layout.largest)) << jnp.uint32(extra)) + fields
+    # A negative residual of a zero: the master is on the other side.
+    behind = magnitude >> jnp.uint32(31)
+    sign = sign ^ (behind << jnp.uint32(31))
+    magnitude = jnp.where(behind > 0, jnp.uint32(0) - magnitude, magnitude)
+    return float_layouts.from_pattern(sign, magnitude, layout, extra)

@@ -1,0 +1,63 @@
+"""Parallel trees of what a format makes of moments, instead of a container at each.
+
+    encode, leaf by leaf: nu = {"w": (codes, scales), "b": float32}
+    in the state:         nu = ({"w": codes, "b": float32}, {"w": scales, "b": None})
+
+Each of the trees has the parameters' structure. That is what ``optax.tree.map_params``,
+shardings and checkpoints know to treat.
+"""
+
+from collections.abc import Sequence
+
+from lowbit_optax._step import trees
+from lowbit_optax.formats.base import MomentFormat
+from lowbit_optax.formats.block_quantized import QuantizedMoment
+
+
+def in_trees(format_: MomentFormat | None, treedef, parts: Sequence):
+    """A slot's moments as the state keeps them.
+
+    Args:
+      format_: of the slot.
+      treedef: the slot's structure.
+      parts: by leaf, what a format's ``encode`` made of it; what is kept as it is.
+
+    Returns:
+      One tree, or a container of trees, in which ``scales`` are None at the leaves that
+      are kept as they are.
+    """
+    if not _has_container(format_):
+        return treedef.unflatten(parts)
+    pairs = [x if is_container(x) else kept_as_it_is(format_, x) for x in parts]
+    return QuantizedMoment(
+        treedef.unflatten(x.codes for x in pairs),
+        treedef.unflatten(x.scales for x in pairs),
+    )
+
+
+def by_leaf(slot):
+    """The other way round: a container at every leaf of a slot that has containers."""
+    if not is_container(slot):
+        return slot
+    names, codes, treedef = trees.named_leaves(slot.codes)
+    scales = trees.beside(names, treedef, slot.scales, "scales")
+    return treedef.unflatten(map(QuantizedMoment, codes, scales))
+
+
+def kept_as_it_is(format_: MomentFormat | None, x):
+    """What :func:`by_leaf` gives at a leaf that the slot's format leaves alone."""
+    return QuantizedMoment(x, None) if _has_container(format_) else x
+
+
+def without_container(part):
+    """``x`` of :func:`kept_as_it_is`; other parts of :func:`by_leaf` as they are."""
+    return part.codes if is_container(part) and part.scales is None else part
+
+
+def is_container(x) -> bool:
+    """Whether it is a moment in several arrays, or a slot of such moments."""
+    return isinstance(x, QuantizedMoment)
+
+
+def _has_container(format_: MomentFormat | None) -> bool:
+    return format_ is not None and format_.container is not None

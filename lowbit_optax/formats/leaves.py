@@ -1,0 +1,85 @@
+"""Joining and splitting a whole leaf on its own: one pass, a kernel on CUDA."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from lowbit_optax._numerics.random_bits import RandomBits
+from lowbit_optax.formats.base import WeightFormat
+from pallas_kernels import Operand, Result, fused_update
+
+
+def join_leaf(
+    format_: WeightFormat,
+    param: jax.Array,
+    residual: jax.Array | None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """The float32 master of a leaf as it is stored.
+
+    Args:
+      format_: of the leaf.
+      param: in its narrow dtype.
+      residual: as the state holds it, packed or not.
+      implementation: see :func:`pallas_kernels.fused_update`.
+    """
+    if residual is None or not format_.width:
+        return format_.join(param, residual)
+    (master,) = fused_update(
+        _Join(format_.elementwise()),
+        [Operand(param), Operand(residual, format_.width)],
+        [Result(jnp.float32)],
+        shape=param.shape,
+        implementation=implementation,
+    )
+    return master
+
+
+def split_leaf(
+    format_: WeightFormat,
+    master: jax.Array,
+    dtype: jnp.dtype,
+    random: RandomBits,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """A float32 master as the (param, residual) that are stored.
+
+    Args:
+      format_: of the leaf.
+      master: float32.
+      dtype: of the parameter.
+      random: the leaf's random bits.
+      implementation: see :func:`pallas_kernels.fused_update`.
+    """
+    if not format_.width:
+        return format_.split(master, dtype, random)
+    param, residual = fused_update(
+        _Split(format_.elementwise(), jnp.dtype(dtype)),
+        [Operand(master)],
+        [Result(dtype), Result(jnp.uint32, format_.width)],
+        scalars=jnp.stack([random.key, random.second]),
+        implementation=implementation,
+    )
+    return param, residual
+
+
+@dataclasses.dataclass(frozen=True)
+class _Join:
+    format: WeightFormat
+
+    def __call__(self, values, scalars, index, multiply_add):
+        del scalars, index, multiply_add
+        return [self.format.join(*values)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Split:
+    format: WeightFormat
+    dtype: jnp.dtype
+
+    def __call__(self, values, scalars, index, multiply_add):
+        del multiply_add
+        (master,) = values
+        random = RandomBits(scalars[0], scalars[1], index=index)
+        return self.format.split(master, self.dtype, random)

@@ -1,0 +1,91 @@
+"""``pack`` and ``unpack``: arrays of k-bit fields to words and back, on any device."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.bitfields import xla
+from pallas_kernels.fused_update import Operand, Result, fused_update
+from pallas_kernels.fused_update.api import Implementation
+
+
+def pack(
+    fields: jax.Array, bits: int, *, implementation: Implementation = None
+) -> jax.Array:
+    """Pack an array of k-bit fields into uint32 words.
+
+    Value ``r`` of a group of 32 along the pack axis is bits ``[r*k, (r+1)*k)`` of the
+    group's k words.
+
+    Args:
+      fields: uint32, rank 1 or more, any size, each value below ``2**bits``.
+      bits: width k of a field, 1 to 32.
+      implementation: ``"xla"``, ``"pallas"``, or None: the kernel on CUDA and XLA
+        elsewhere; see :func:`pallas_kernels.fused_update`.
+
+    Returns:
+      uint32 words of shape ``packed_shape(fields.shape, bits)``; fields of the padding
+      are 0.
+
+    Raises:
+      ValueError: if ``bits`` is out of range, ``fields`` is a scalar, or not uint32.
+
+    >>> import jax.numpy as jnp
+    >>> words = pack(jnp.arange(64, dtype=jnp.uint32), bits=8)
+    >>> words.shape, hex(int(words[0]))
+    ((16,), '0x3020100')
+    """
+    xla.check(bits, fields.dtype)
+    xla.pack_axis(fields.shape)
+    if implementation == "xla":
+        return xla.pack(fields, bits)
+    (words,) = fused_update(
+        _same,
+        [Operand(fields)],
+        [Result(jnp.uint32, bits)],
+        implementation=implementation,
+    )
+    return words
+
+
+def unpack(
+    words: jax.Array,
+    bits: int,
+    shape: tuple[int, ...],
+    *,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """Unpack uint32 words into an array of k-bit fields, the inverse of :func:`pack`.
+
+    Args:
+      words: uint32 of shape ``packed_shape(shape, bits)``.
+      bits: width k of a field, 1 to 32.
+      shape: of the array that was packed.
+      implementation: as in :func:`pack`.
+
+    Returns:
+      uint32 fields of that shape.
+
+    Raises:
+      ValueError: if ``words`` has another dtype or shape than these arguments imply.
+
+    >>> import jax.numpy as jnp
+    >>> words = pack(jnp.arange(50, dtype=jnp.uint32), bits=7)
+    >>> bool((unpack(words, 7, (50,)) == jnp.arange(50)).all())
+    True
+    """
+    xla.check_words(words, bits, shape)
+    if implementation == "xla":
+        return xla.unpack(words, bits, shape)
+    (fields,) = fused_update(
+        _same,
+        [Operand(words, bits)],
+        [Result(jnp.uint32)],
+        shape=shape,
+        implementation=implementation,
+    )
+    return fields
+
+
+def _same(values, scalars, index, multiply_add):
+    del scalars, index, multiply_add
+    return values

@@ -1,0 +1,276 @@
+"""``fused_update``: the interface, its checks, and the choice of implementation."""
+
+import functools
+import math
+import typing
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+from pallas_kernels.bitfields.fields import GROUP
+from pallas_kernels.bitfields.xla import pack_axis
+from pallas_kernels.fused_update import sharded, small_leaves, triton, xla
+from pallas_kernels.fused_update.spec import Body, Leaf, Operand, Result
+from pallas_kernels.fused_update.tiling import MAX_ELEMENTS
+from pallas_kernels.platforms import is_elsewhere
+
+Implementation = typing.Literal["xla", "pallas"] | None
+
+
+def fused_update(
+    body: Body,
+    operands: Sequence[Operand],
+    results: Sequence[Result],
+    *,
+    shape: tuple[int, ...] | None = None,
+    scalars: jax.Array | None = None,
+    row: jax.Array | int | None = None,
+    layer: jax.Array | None = None,
+    group: int = GROUP,
+    when: int | None = None,
+    implementation: Implementation = None,
+) -> list[jax.Array]:
+    """Read a leaf's arrays, compute elementwise, and write the results in place.
+
+    On a GPU it is one kernel: it moves every byte once and needs no temporary memory.
+    On a mesh it runs on every device's shards; nothing is communicated where shards
+    along the pack axis are whole groups of 32 (plain arrays: any).
+
+    Args:
+      body: what to compute, see :data:`pallas_kernels.fused_update.Body`, or
+        :class:`pallas_kernels.fused_update.GroupedBody` if an array is per group.
+      operands: arrays to read.
+      results: arrays to write; what overwrites an operand takes its place in memory
+        when that is donated.
+      shape: of the leaf, or of one layer; that of the first plain operand if None.
+      scalars: uint32 vector for the body, or a table of them, one a row.
+      row: which row of the table; uint32 of shape [1], or a number.
+      layer: int32 scalar. The operands that are overwritten are then stacks of leaves,
+        ``[layers, *shape]``, of which this one is updated; the others are one layer's.
+      group: elements of a group, a multiple of 32, for per-group arrays.
+      when: number of the scalar without which (it is 0) nothing is computed: what
+        overwrites an operand leaves it as it is, and other results are undefined.
+      implementation: ``"xla"``, the reference; ``"pallas"``, the kernel on CUDA, and
+        its operations run one by one (slowly) elsewhere; None, the kernel on CUDA and
+        the reference elsewhere.
+
+    Returns:
+      One array a result: of the leaf's shape, its ``packed_shape``, or the stack's.
+
+    Raises:
+      ValueError, TypeError: if arrays do not fit each other.
+
+    >>> import jax.numpy as jnp
+    >>> def sgd(values, scalars, index, multiply_add):
+    ...     param, grad = values
+    ...     return [multiply_add(jnp.full_like(grad, -0.5), grad, param)]
+    >>> param, grad = jnp.ones((64, 8)), jnp.ones((64, 8))
+    >>> (new,) = fused_update(
+    ...     sgd, [Operand(param), Operand(grad)], [Result("float32", overwrites=0)]
+    ... )
+    >>> float(new[0, 0])
+    0.5
+    """
+    if shape is None:
+        plain = [o.array.shape for o in operands if o.bits is None]
+        if not plain or layer is not None:
+            raise ValueError(
+                "fused_update: shape is needed for packed or stacked arrays"
+            )
+        shape = plain[0]
+    leaf = Leaf(tuple(operands), tuple(results), tuple(shape), layer is not None, group)
+    _check(leaf)
+    if scalars is None:
+        scalars = jnp.zeros((1,), jnp.uint32)
+    if row is not None:
+        row = jnp.asarray(row, jnp.uint32).reshape(1)
+    if layer is not None:
+        layer = jnp.asarray(layer, jnp.int32).reshape(1)
+
+    given = [x for x in (row, layer) if x is not None]
+
+    def place(rest):
+        rest = list(rest)
+        return tuple(rest.pop(0) if x is not None else None for x in (row, layer))
+
+    def reference(table, *args):
+        rest, arrays = args[: len(given)], args[len(given) :]
+        whole = leaf.with_arrays(arrays)
+        return xla.update(body, whole, table, *place(rest), when=when)
+
+    def kernel(shards, shared, interpret):
+        table, *rest = shared
+        return triton.update(
+            body, shards[0], table, *place(rest), when=when, interpret=interpret
+        )
+
+    return _choose(
+        implementation,
+        kernel,
+        reference,
+        [leaf],
+        [scalars, *given],
+        math.prod(leaf.shape),
+    )
+
+
+def fused_update_many(
+    body: Body,
+    leaves: Sequence[Leaf],
+    *,
+    scalars: jax.Array,
+    rows: jax.Array,
+    when: int | None = None,
+    implementation: Implementation = None,
+) -> list[list[jax.Array]]:
+    """:func:`fused_update` of many small leaves in few kernels.
+
+    Args:
+      body: the same for all.
+      leaves: with the same kinds of operands and results, none packed or stacked.
+      scalars: uint32 table.
+      rows: uint32 vector, each leaf's row of the table.
+      when: as in :func:`fused_update`.
+      implementation: as in :func:`fused_update`.
+
+    Returns:
+      Each leaf's results.
+    """
+    kinds = {
+        (tuple((o.array.dtype, o.bits) for o in leaf.operands), leaf.results)
+        for leaf in leaves
+    }
+    if len(kinds) > 1 or any(
+        leaf.packed or leaf.grouped or leaf.stacked for leaf in leaves
+    ):
+        raise ValueError(
+            "fused_update_many: leaves must have the same kinds of operands and "
+            "results, and none of them packed or stacked"
+        )
+    for leaf in leaves:
+        _check(leaf)
+    results = len(leaves[0].results)
+
+    def one_by_one(update, parts, table, part_rows):
+        return [
+            x
+            for part, row in zip(parts, part_rows, strict=True)
+            for x in update(body, part, table, row[None], when=when)
+        ]
+
+    def kernel(shards, shared, interpret):
+        table, part_rows = shared
+        if all(shard.shape[1:] == shard.leaf.shape[1:] for shard in shards):
+            return small_leaves.update(
+                body, shards, table, part_rows, when=when, interpret=interpret
+            )
+        update = functools.partial(triton.update, interpret=interpret)
+        return one_by_one(update, shards, table, part_rows)
+
+    most = small_leaves.most_leaves(len(leaves[0].operands) + results)
+    written = []
+    for start in range(0, len(leaves), most):
+        part = leaves[start : start + most]
+
+        def reference(table, part_rows, *arrays, part=part):
+            given = sharded.regroup(part, arrays)
+            return one_by_one(xla.update, given, table, part_rows)
+
+        shared = [scalars, rows[start : start + most]]
+        largest = max(math.prod(leaf.shape) for leaf in part)
+        written += _choose(implementation, kernel, reference, part, shared, largest)
+    return [written[i : i + results] for i in range(0, len(written), results)]
+
+
+def _choose(implementation: Implementation, kernel, reference, leaves, shared, size):
+    if implementation not in (None, "xla", "pallas"):
+        raise ValueError(
+            f"fused_update: implementation is {implementation!r}, not None, 'xla' or "
+            "'pallas'"
+        )
+    fits = 0 < size <= MAX_ELEMENTS
+    if implementation == "pallas" and not fits:
+        raise ValueError(
+            f"fused_update: kernels take 1 to {MAX_ELEMENTS} elements, not {size}"
+        )
+    arguments = [*shared, *(x for leaf in leaves for x in leaf.arrays)]
+    if implementation == "xla" or not fits:
+        return reference(*arguments)
+
+    def by_kernel(interpret, *args):
+        run = lambda shards, shared: kernel(shards, shared, interpret)
+        call = lambda *args: sharded.over_shards(run, leaves, len(shared), args)
+        return _transformable(call, reference)(*args)
+
+    default = reference
+    if implementation == "pallas":
+        default = functools.partial(by_kernel, True)
+    if is_elsewhere(arguments):
+        return default(*arguments)
+    return lax.platform_dependent(
+        *arguments, cuda=functools.partial(by_kernel, False), default=default
+    )
+
+
+def _transformable(kernel: Callable, reference: Callable) -> Callable:
+    """The kernel, with the reference's derivatives and batches."""
+
+    @custom_vmap
+    def run(*args):
+        return kernel(*args)
+
+    @run.def_vmap
+    def _(axis_size, batched, *args):
+        axes = [0 if each else None for each in batched]
+        out = jax.vmap(reference, in_axes=axes, axis_size=axis_size)(*args)
+        return out, [True] * len(out)
+
+    differentiable = jax.custom_jvp(lambda *args: run(*args))
+
+    @differentiable.defjvp
+    def _(primals, tangents):
+        return jax.jvp(lambda *args: reference(*args), primals, tangents)
+
+    return differentiable
+
+
+def _check(leaf: Leaf) -> None:
+    shape = leaf.shape
+    if (leaf.packed or leaf.grouped) and not shape:
+        raise ValueError("fused_update: a scalar has no groups")
+    if leaf.group < GROUP or leaf.group % GROUP:
+        raise ValueError(f"fused_update: group is {leaf.group}, no multiple of 32")
+    in_groups = leaf.packed or leaf.grouped
+    if leaf.stacked and in_groups and pack_axis((32, *shape)) != pack_axis(shape) + 1:
+        raise ValueError(
+            f"fused_update: layers of shape {list(shape)} may be packed along the axis "
+            "of layers; stack leaves of two axes or more"
+        )
+    for number, operand in enumerate(leaf.operands):
+        want, got = leaf.stored_shape(operand), operand.array.shape
+        if leaf.stacked and number in leaf.overwritten:
+            got = got[1:]
+        if got != want:
+            raise ValueError(
+                f"fused_update: operand {number} has shape "
+                f"{list(operand.array.shape)}; a leaf of shape {list(shape)} "
+                f"needs {list(want)}" + (" for each layer" if leaf.stacked else "")
+            )
+        if operand.bits is not None and operand.array.dtype != jnp.uint32:
+            raise TypeError(
+                f"fused_update: operand {number} is packed, and {operand.array.dtype} "
+                "instead of uint32"
+            )
+    for number, result in enumerate(leaf.results):
+        if result.overwrites is None:
+            continue
+        operand = leaf.operands[result.overwrites]
+        if (operand.array.dtype, operand.bits) != (result.dtype, result.bits):
+            raise ValueError(
+                f"fused_update: result {number} ({result.dtype}, bits {result.bits}) "
+                f"cannot overwrite operand {result.overwrites} ({operand.array.dtype}, "
+                f"bits {operand.bits})"
+            )

@@ -1,0 +1,252 @@
+"""Kernels on the local shards of arrays that are spread over a mesh.
+
+All arrays of a leaf keep its rank, so one PartitionSpec, the leaf's, places them all.
+Where shards hold whole groups, updating one needs nothing from other devices.
+``custom_partitioning`` tells XLA's partitioner so, on meshes of automatic axes. On
+explicit axes the specs are known while tracing, and ``jax.shard_map`` does it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels.bitfields.fields import GROUP
+from pallas_kernels.bitfields.xla import pack_axis
+from pallas_kernels.fused_update.spec import Leaf
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """A leaf's part on one device.
+
+    Args:
+      leaf: with the arrays at hand; its ``shape`` is still the whole one.
+      shape: of the part.
+      base: uint32 scalar, index of its first element in the whole; None for 0.
+    """
+
+    leaf: Leaf
+    shape: tuple[int, ...]
+    base: jax.Array | None = None
+
+
+Run = Callable[[Sequence[Shard], list[jax.Array]], list[jax.Array]]
+"""``run(shards, shared) -> results``, of all leaves one after the other. ``shared`` are
+the arrays that every device has whole."""
+
+
+def over_shards(run: Run, leaves: Sequence[Leaf], shared: int, args) -> list:
+    """``run`` on every device's parts of the leaves.
+
+    Args:
+      run: see :data:`Run`.
+      leaves: whole ones; their arrays are in ``args``.
+      shared: how many small arrays ``args`` begins with, that every device has.
+      args: these, and then the leaves' arrays.
+
+    Returns:
+      What ``run`` returns, as whole arrays placed like their leaves.
+    """
+    given = regroup(leaves, args[shared:])
+    mesh = jax.typeof(_anchor(given[0])).sharding.mesh
+    if any(kind == AxisType.Explicit for kind in mesh.axis_types):
+        specs = [_supported(leaf, _spec_of(leaf, jax.typeof), mesh) for leaf in given]
+        inside, outside = _all_specs(leaves, specs, shared)
+        placed = [
+            jax.sharding.reshard(x, NamedSharding(mesh, spec))
+            for x, spec in zip(args, inside, strict=True)
+        ]
+        run_local = _local(run, leaves, specs, mesh, shared)
+        results = jax.shard_map(
+            run_local,
+            mesh=mesh,
+            in_specs=tuple(inside),
+            out_specs=outside,
+            # Pallas's interpreter loses how new results vary.
+            check_vma=False,
+        )(*placed)
+        _, outside = _all_specs(
+            leaves, [_spec_of(leaf, jax.typeof) for leaf in given], shared
+        )
+        return [
+            jax.sharding.reshard(x, NamedSharding(mesh, spec))
+            for x, spec in zip(results, outside, strict=True)
+        ]
+
+    def whole(*args):
+        shards = [Shard(leaf, leaf.shape) for leaf in regroup(leaves, args[shared:])]
+        return run(shards, list(args[:shared]))
+
+    def partition(mesh, arguments, results):
+        del results
+        given = regroup(leaves, arguments[shared:])
+        specs = [_supported(leaf, _spec_of(leaf, lambda x: x), mesh) for leaf in given]
+        inside, outside = _all_specs(leaves, specs, shared)
+        place = lambda spec: NamedSharding(mesh, spec)
+        return (
+            mesh,
+            _local(run, leaves, specs, mesh, shared),
+            [place(spec) for spec in outside],
+            tuple(place(spec) for spec in inside),
+        )
+
+    call = custom_partitioning(whole)
+    rule, factor_sizes = _sharding_rule(leaves, args[:shared])
+    call.def_partition(
+        partition,
+        infer_sharding_from_operands=lambda *args: partition(*args)[2],
+        sharding_rule=rule,
+        **factor_sizes,
+    )
+    return call(*args)
+
+
+def regroup(leaves: Sequence[Leaf], arrays: Sequence) -> list[Leaf]:
+    """The leaves with other arrays, one leaf's after the other's."""
+    rest = list(arrays)
+    grouped = []
+    for leaf in leaves:
+        count = len(leaf.operands)
+        grouped.append(leaf.with_arrays(rest[:count]))
+        rest = rest[count:]
+    return grouped
+
+
+def _local(run: Run, leaves, specs, mesh: Mesh, shared: int) -> Callable:
+    """``run`` as a function of local arrays, within the mesh's axes."""
+
+    def call(*args):
+        shards = []
+        for leaf, spec in zip(regroup(leaves, args[shared:]), specs, strict=True):
+            counts = [_count(mesh, names) for names in _padded(spec, leaf.shape)]
+            shape = tuple(n // c for n, c in zip(leaf.shape, counts, strict=True))
+            shards.append(Shard(leaf, shape, _base(leaf.shape, shape, spec, mesh)))
+        return run(shards, list(args[:shared]))
+
+    return call
+
+
+def _base(whole, shape, spec: P, mesh: Mesh) -> jax.Array | None:
+    """The index in the whole of a shard's first element, modulo 2^32."""
+    total = None
+    for axis, names in enumerate(_padded(spec, whole)):
+        if _count(mesh, names) == 1:
+            continue
+        step = shape[axis] * math.prod(whole[axis + 1 :]) % 2**32
+        part = lax.axis_index(names).astype(jnp.uint32) * jnp.uint32(step)
+        total = part if total is None else total + part
+    return total
+
+
+def _supported(leaf: Leaf, spec: P, mesh: Mesh) -> P:
+    """A spec by which every shard holds whole groups: this one where it does.
+
+    Mesh axes along which it does not go to another axis of the leaf, or to none.
+    """
+
+    def fits(axis: int, names) -> bool:
+        grouped = leaf.packed or leaf.grouped
+        unit = leaf.group if grouped and axis == pack_axis(leaf.shape) else 1
+        return leaf.shape[axis] % (_count(mesh, names) * unit) == 0
+
+    given = _padded(spec, leaf.shape)
+    kept = [names if fits(axis, names) else () for axis, names in enumerate(given)]
+    for names, stayed in zip(given, list(kept), strict=True):
+        free = (a for a in range(len(kept)) if not kept[a] and fits(a, names))
+        other = next(free, None)
+        if names and not stayed and other is not None:
+            kept[other] = names
+    return P(*(names or None for names in kept))
+
+
+def _spec_of(leaf: Leaf, describe: Callable) -> P:
+    """Where the leaf is, by the array whose place its results take."""
+    spec = describe(_anchor(leaf)).sharding.spec
+    return P(*spec[1:]) if leaf.stacked else spec
+
+
+def _anchor(leaf: Leaf):
+    return leaf.arrays[min(leaf.overwritten, default=0)]
+
+
+def _all_specs(leaves, specs, shared: int) -> tuple[list[P], list[P]]:
+    """The specs of all arguments and of all results."""
+    inside, outside = [P()] * shared, []
+    for leaf, spec in zip(leaves, specs, strict=True):
+        in_stack = P(None, *spec) if leaf.stacked else spec
+        inside += [
+            in_stack if i in leaf.overwritten else spec
+            for i in range(len(leaf.operands))
+        ]
+        outside += [
+            spec if result.overwrites is None else in_stack for result in leaf.results
+        ]
+    return inside, outside
+
+
+def _sharding_rule(leaves: Sequence[Leaf], shared) -> tuple[str, dict[str, int]]:
+    """The einsum-like rule by which placements spread, and the sizes of its factors.
+
+    Results go where the leaf is, and other operands come there: their own placements
+    say nothing about the results', so their axes have names of their own.
+    """
+    inside = [
+        " ".join(f"s{number}a{axis}" for axis in range(x.ndim))
+        for number, x in enumerate(shared)
+    ]
+    outside, sizes = [], {}
+
+    def add(to: list[str], name: str, leaf: Leaf, like, stacked: bool) -> None:
+        axes = [f"{name}a{axis}" for axis in range(len(leaf.shape))]
+        if leaf.packed or leaf.grouped:
+            axis = pack_axis(leaf.shape)
+            axes[axis] = _pack_factor(axes[axis], leaf, like, sizes)
+        to.append(" ".join([f"{name}s", *axes] if stacked else axes))
+
+    for number, leaf in enumerate(leaves):
+        anchors = leaf.overwritten or {0}
+        for i, operand in enumerate(leaf.operands):
+            name = f"l{number}" if i in anchors else f"l{number}o{i}"
+            add(inside, name, leaf, operand, leaf.stacked and i in leaf.overwritten)
+        for result in leaf.results:
+            stacked = leaf.stacked and result.overwrites is not None
+            add(outside, f"l{number}", leaf, result, stacked)
+    # A factor that is somewhere a whole axis has its size from there.
+    whole = {name for axes in (*inside, *outside) for name in axes.split()}
+    sizes = {name: size for name, size in sizes.items() if name not in whole}
+    return f"{', '.join(inside)} -> {', '.join(outside)}", sizes
+
+
+def _pack_factor(name: str, leaf: Leaf, like, sizes: dict[str, int]) -> str:
+    """The pack axis as groups and what each group has in an array, if it is that."""
+    length = leaf.shape[pack_axis(leaf.shape)]
+    if length % leaf.group:
+        kind = f"b{like.bits}" if like.bits else "g" if like.per_group else ""
+        return name + kind
+    if like.per_group:
+        return name
+    count = leaf.group if like.bits is None else leaf.group // GROUP * like.bits
+    if count == 1:
+        return name
+    sizes[name] = length // leaf.group
+    sizes[f"n{count}"] = count
+    return f"({name} n{count})"
+
+
+def _padded(spec: P, shape) -> list[tuple[str, ...]]:
+    """The names of the mesh axes that each axis is spread over."""
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    return [
+        () if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries
+    ]
+
+
+def _count(mesh: Mesh, names: Sequence[str]) -> int:
+    return math.prod(mesh.shape[name] for name in names)

@@ -1,0 +1,147 @@
+"""What a fused update reads and writes."""
+
+import dataclasses
+import math
+import typing
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+from pallas_kernels.bitfields.fields import GROUP
+from pallas_kernels.bitfields.xla import pack_axis, packed_shape
+
+MultiplyAdd = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+Body = Callable[
+    [Sequence[jax.Array], Sequence[jax.Array], jax.Array | None, MultiplyAdd],
+    Sequence[jax.Array],
+]
+"""``body(values, scalars, index, multiply_add) -> results``, elementwise.
+
+``values`` has one array an operand: a plain operand's elements in its own dtype, a
+packed one's fields as uint32. All have one shape, which is the implementation's
+business. ``scalars`` are uint32 scalars. ``index`` holds the elements' row-major
+indices in the leaf as uint32, or is None where the values are the whole leaf.
+``multiply_add(a, b, c)`` is ``a * b + c``, rounded once or twice: Triton contracts no
+product into a sum unless told.
+"""
+
+
+class GroupedBody(typing.Protocol):
+    """The body of an update with per-group operands or results, such as scales.
+
+    The elements of a group are asked for maxima over the group, and then written. A
+    group's values have one element a group, or are spread over the group's elements:
+    the body cannot tell. What :meth:`statistics` and :meth:`__call__` both compute from
+    the same values is computed once where a group's new values stay in registers.
+    """
+
+    maxima: int
+    """How many maxima :meth:`statistics` takes."""
+
+    def before(self, group_values):
+        """What decoding needs of the per-group operands' values; any tuple."""
+
+    def statistics(self, values, scalars, index, multiply_add, before):
+        """int32 of each element, whose maximum over the group, or 0, counts."""
+
+    def after(self, maxima):
+        """``(values of the per-group results, what encoding needs of the maxima)``."""
+
+    def __call__(self, values, scalars, index, multiply_add, before, after):
+        """The elements' results, as :data:`Body`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """One array that is read.
+
+    Args:
+      array: of the leaf's shape; or uint32 words of its ``packed_shape``.
+      bits: width of the packed fields, None for a plain array.
+      per_group: whether it has one element a group along the pack axis.
+    """
+
+    array: jax.Array
+    bits: int | None = None
+    per_group: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One array that is written.
+
+    Args:
+      dtype: of a plain array's elements; uint32 for packed fields.
+      bits: width of the packed fields, None for a plain array.
+      overwrites: number of the operand, of the same dtype and bits, in whose place it
+        is written; None for a new array.
+      per_group: as of an operand.
+    """
+
+    dtype: typing.Any
+    bits: int | None = None
+    overwrites: int | None = None
+    per_group: bool = False
+
+    def __post_init__(self):
+        object.__setattr__(self, "dtype", np.dtype(self.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """A leaf, or a layer of a stack of leaves, and what its update reads and writes.
+
+    Args:
+      operands, results: of its update.
+      shape: of the whole leaf; of one layer, where results go into a stack.
+      stacked: whether the operands that are overwritten have an axis of layers in
+        front, of which one is updated.
+      group: elements of a group, a multiple of 32.
+    """
+
+    operands: tuple[Operand, ...]
+    results: tuple[Result, ...]
+    shape: tuple[int, ...]
+    stacked: bool = False
+    group: int = GROUP
+
+    @property
+    def grouped(self) -> bool:
+        """Whether anything in it is per group."""
+        return any(x.per_group for x in (*self.operands, *self.results))
+
+    def stored_shape(self, like: Operand | Result) -> tuple[int, ...]:
+        """The shape of an operand or result of the leaf, or of one layer of it."""
+        if like.bits is not None:
+            return packed_shape(self.shape, like.bits)
+        if like.per_group:
+            axis = pack_axis(self.shape)
+            groups = math.ceil(self.shape[axis] / self.group)
+            return (*self.shape[:axis], groups, *self.shape[axis + 1 :])
+        return self.shape
+
+    @property
+    def arrays(self) -> list[jax.Array]:
+        return [operand.array for operand in self.operands]
+
+    @property
+    def packed(self) -> tuple[int, ...]:
+        """Widths of the packed fields in it."""
+        both = (*self.operands, *self.results)
+        return tuple(sorted({x.bits for x in both if x.bits is not None}))
+
+    @property
+    def overwritten(self) -> frozenset[int]:
+        """Numbers of the operands that are overwritten."""
+        numbers = (result.overwrites for result in self.results)
+        return frozenset(n for n in numbers if n is not None)
+
+    def with_arrays(self, arrays: Sequence[jax.Array]) -> "Leaf":
+        """The same leaf with other arrays, such as shards."""
+        operands = tuple(
+            dataclasses.replace(operand, array=array)
+            for operand, array in zip(self.operands, arrays, strict=True)
+        )
+        return dataclasses.replace(self, operands=operands)

@@ -1,0 +1,123 @@
+"""Packed fields in a kernel: rows read from words, and words written from rows.
+
+Where the bit offsets of fields repeat after few rows, a loop's body unrolls that many
+and every offset is static. Other widths (the odd ones repeat after 32 rows) would
+unroll the whole group, which compiles slowly and spills. There the offsets are computed
+from the row: reading takes the two words that a field may straddle, and writing carries
+a word from row to row until it is full.
+"""
+
+import dataclasses
+import typing
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.bitfields.fields import get_field, period, put_fields
+from pallas_kernels.fused_update.short_forms import put_bytes
+
+MAX_PERIOD = 8
+"""Widths whose offsets repeat after at most so many rows are unrolled."""
+
+
+def is_unrolled(bits: int) -> bool:
+    """Whether fields of this width have static offsets.
+
+    >>> [bits for bits in range(1, 33) if is_unrolled(bits)]
+    [4, 8, 12, 16, 20, 24, 28, 32]
+    """
+    return period(bits)[0] <= MAX_PERIOD
+
+
+@dataclasses.dataclass
+class Reader:
+    """Fields of one packed operand.
+
+    Args:
+      bits: width of a field.
+      chunk: rows that the loop's body unrolls.
+      words: has ``load(start, word)`` of the word ``start + word`` (an int32 scalar and
+        an int, 0 if left out) of the lanes' groups.
+    """
+
+    bits: int
+    chunk: int
+    words: typing.Any
+
+    def start(self, piece: jax.Array) -> None:
+        """Begin the piece of rows ``[piece * chunk, (piece + 1) * chunk)``."""
+        self._piece = piece
+        if is_unrolled(self.bits):
+            count = self.chunk * self.bits // 32
+            self._words = [
+                self.words.load(piece * jnp.int32(count), j) for j in range(count)
+            ]
+
+    def field(self, row: int) -> jax.Array:
+        """The fields of a row of the piece."""
+        if is_unrolled(self.bits):
+            return get_field(self._words, row, self.bits)
+        word, shift = _place(self._piece, self.chunk, row, self.bits)
+        value = self.words.load(word) >> shift
+        # The next word's part, of which the mask keeps nothing where the field ends
+        # before. A field ends where the last word ends: there the same word is read.
+        ahead = (shift + jnp.uint32(self.bits) > jnp.uint32(32)).astype(jnp.int32)
+        following = self.words.load(word + ahead)
+        value = value | ((following << jnp.uint32(1)) << (jnp.uint32(31) - shift))
+        return value & jnp.uint32((1 << self.bits) - 1)
+
+
+@dataclasses.dataclass
+class Writer:
+    """Words of one packed result.
+
+    Args:
+      bits: width of a field.
+      chunk: rows that the loop's body unrolls.
+      words: has ``store(start, word, value, when)`` of the word ``start + word``;
+        ``when`` is a bool scalar, or None for always.
+      by_bytes: whether fields are given as :class:`Byte`; with 8 bits.
+    """
+
+    bits: int
+    chunk: int
+    words: typing.Any
+    by_bytes: bool = False
+
+    def first_carry(self, shape: tuple[int, ...]) -> jax.Array | None:
+        """What the loop over pieces carries at first."""
+        return None if is_unrolled(self.bits) else jnp.zeros(shape, jnp.uint32)
+
+    def start(self, piece: jax.Array, carry: jax.Array | None) -> None:
+        """Begin a piece of rows."""
+        self._piece, self._fields, self._open = piece, [], carry
+
+    def put(self, row: int, field: jax.Array) -> None:
+        """Add the fields of the piece's next row."""
+        if is_unrolled(self.bits):
+            self._fields.append(field)
+            return
+        word, shift = _place(self._piece, self.chunk, row, self.bits)
+        value = self._open | (field << shift)
+        full = shift + jnp.uint32(self.bits) >= jnp.uint32(32)
+        self.words.store(word, 0, value, full)
+        rest = (field >> jnp.uint32(1)) >> (jnp.uint32(31) - shift)
+        self._open = jnp.where(full, rest, value)
+
+    def finish(self) -> jax.Array | None:
+        """End the piece: write whole words, and return what the loop carries."""
+        if is_unrolled(self.bits):
+            if self.by_bytes:
+                words = put_bytes(self._fields)
+            else:
+                words = put_fields(self._fields, self.bits)
+            first = self._piece * jnp.int32(len(words))
+            for j, word in enumerate(words):
+                self.words.store(first, j, word, None)
+        return self._open
+
+
+def _place(piece: jax.Array, chunk: int, row: int, bits: int):
+    """The word in which a row's fields begin, and at which bit."""
+    start = (piece * jnp.int32(chunk) + jnp.int32(row)) * jnp.int32(bits)
+    return start >> jnp.int32(5), (start & jnp.int32(31)).astype(jnp.uint32)

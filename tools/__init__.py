@@ -1,0 +1,1 @@
+"""What tests and benchmarks of this repository share; not installed."""

@@ -1,0 +1,1 @@
+"""Compiles training steps for GPUs on a machine without one, and reads the programs."""

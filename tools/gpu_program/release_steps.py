@@ -1,0 +1,164 @@
+"""Two models of stacked layers, and their training steps, to compile for H200s.
+
+A step without release computes all gradients and then calls ``lowbit_optax.step``. The
+usual mixed precision keeps float32 parameters and moments, and makes a bfloat16 copy of
+the parameters for every step.
+"""
+
+import dataclasses
+import functools
+import pathlib
+import re
+import sys
+import typing
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec as P
+
+import lowbit_optax
+from lowbit_optax import release
+from tools.gpu_program.harness import COLLECTIVES, compile_for, h200_mesh
+from tools.gpu_program.steps import bytes_of
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
+
+from gpt import GPT
+from gpt_flags import to_bfloat16
+
+BF16 = jnp.bfloat16
+MIB = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """Shapes of a model, and its loss.
+
+    Args:
+      loss_fn: of parameters and a batch.
+      params: ShapeDtypeStructs; ``["layers"]`` is stacked.
+      batch: a ShapeDtypeStruct.
+      carry: bytes of what one layer hands to the next.
+      layers: how many.
+    """
+
+    loss_fn: Callable
+    params: typing.Any
+    batch: jax.ShapeDtypeStruct
+    carry: int
+    layers: int
+
+    @property
+    def one_layer(self) -> int:
+        """Bytes of one layer's parameters, or of its gradients."""
+        return bytes_of(self.params["layers"]) // self.layers
+
+
+def matrices(layers=12, width=4096, batch=512, remat=True) -> Model:
+    """``tanh(h @ w)``, with all of a layer computed again for its gradient or none."""
+
+    def loss_fn(params, h):
+        body = lambda h, w: (jnp.tanh(h @ w), None)
+        body = jax.checkpoint(body) if remat else body
+        h, _ = release.scan(body, h, params["layers"])
+        return jnp.mean(h.astype(jnp.float32) ** 2)
+
+    rows = jax.ShapeDtypeStruct((batch, width), BF16)
+    stack = jax.ShapeDtypeStruct((layers, width, width), BF16)
+    return Model(loss_fn, {"layers": stack}, rows, bytes_of(rows), layers)
+
+
+def transformer(
+    layers=12, width=2048, heads=16, context=1024, batch=4, remat=True
+) -> Model:
+    """The example's GPT."""
+    gpt = GPT(layers, width, heads, context, "full" if remat else "none", BF16)
+    params = jax.eval_shape(lambda: to_bfloat16(gpt.init(jax.random.key(0))))
+    tokens = jax.ShapeDtypeStruct((batch, context + 1), jnp.int32)
+    return Model(gpt.loss, params, tokens, 2 * batch * context * width, layers)
+
+
+def plain(loss_fn: Callable, tx: optax.GradientTransformation) -> Callable:
+    """All gradients, then the optimizer's step."""
+
+    def train_step(params, opt_state, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        return loss, *lowbit_optax.step(tx, params, opt_state, grads)
+
+    return train_step
+
+
+def usual_mixed_precision(
+    loss_fn: Callable, tx: optax.GradientTransformation
+) -> Callable:
+    """Optax on float32 parameters, by bfloat16 gradients at a copy of them."""
+
+    def train_step(params, opt_state, batch):
+        copies = to_bfloat16(params)
+        loss, grads = jax.value_and_grad(loss_fn)(copies, batch)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return loss, optax.apply_updates(params, updates), opt_state
+
+    return train_step
+
+
+def to_float32(params):
+    """The float32 parameters of the usual mixed precision."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), params)
+
+
+def by_rows(array) -> P:
+    """Stacked arrays sharded along the rows of their layers; others replicated."""
+    return P(None, "d") if array.ndim == 3 else P()
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A compiled step, ``stored`` being the bytes of parameters and state."""
+
+    program: jax.stages.Compiled
+    stored: int
+
+    @functools.cached_property
+    def temporary(self) -> int:
+        return self.program.memory_analysis().temp_size_in_bytes
+
+    @functools.cached_property
+    def peak(self) -> int:
+        found = self.program.memory_analysis()
+        held = found.argument_size_in_bytes + found.output_size_in_bytes
+        return held - found.alias_size_in_bytes + found.temp_size_in_bytes
+
+    @functools.cached_property
+    def collectives(self) -> set[str]:
+        """Kinds of them."""
+        return set(re.findall("|".join(COLLECTIVES), self.program.as_text()))
+
+
+def compile_step(make_step: Callable, model: Model, tx, devices: int = 1) -> Compiled:
+    """A step with donated parameters and state, for so many H200s.
+
+    Args:
+      make_step: :func:`plain`, :func:`usual_mixed_precision` or
+        ``release.value_and_update``.
+      model: what to train; for several devices its layers are sharded by rows.
+      tx: the optimizer.
+      devices: up to 8.
+    """
+    usual = make_step is usual_mixed_precision
+    params = to_float32(model.params) if usual else model.params
+    state = jax.eval_shape(tx.init, params)
+    step = make_step(model.loss_fn, tx)
+    program = compile_for(
+        h200_mesh(devices),
+        step,
+        params,
+        state,
+        model.batch,
+        spec=None if devices == 1 else by_rows,
+        donate=(0, 1),
+    )
+    return Compiled(program, bytes_of(params, state))

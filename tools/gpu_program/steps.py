@@ -1,0 +1,164 @@
+"""Optimizer steps to compile for H200s, and the leaves of models to compile them for.
+
+Parameters and gradients are bfloat16 unless told; parameters and state are donated.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+import lowbit_optax
+from tools.gpu_program.harness import h200_mesh, kernels, lower_for
+from tools.gpu_program.machine_code import Kernel, program
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+
+
+def fast(tx):
+    return lambda params, state, grads: lowbit_optax.step(tx, params, state, grads)
+
+
+def applied(tx):
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return lowbit_optax.apply_updates(params, updates), state
+
+    return step
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A lowered step, compiled when asked for.
+
+    ``parameters`` is how many it updates, ``stored`` the bytes of them and the state.
+    """
+
+    lowered: jax.stages.Lowered
+    parameters: int
+    stored: int
+
+    @functools.cached_property
+    def compiled(self) -> jax.stages.Compiled:
+        return self.lowered.compile()
+
+    @functools.cached_property
+    def machine_code(self) -> dict[str, Kernel]:
+        return program(self.lowered).kernels
+
+    @property
+    def fused(self) -> Kernel:
+        """The only leaf's fused kernel."""
+        (kernel,) = (k for n, k in self.machine_code.items() if n == "fused_update")
+        return kernel
+
+    @property
+    def launches(self) -> list[tuple[str, int]]:
+        return kernels(self.compiled)
+
+    @property
+    def fused_launches(self) -> int:
+        return self.compiled.as_text().count("__gpu$xla.gpu.triton")
+
+    @property
+    def large(self) -> int:
+        """Kernels that read and write more than a byte a parameter."""
+        return sum(size > self.parameters for _, size in self.launches)
+
+    @property
+    def moved(self) -> float:
+        """Bytes that the kernels read and write, for each parameter."""
+        return sum(size for _, size in self.launches) / self.parameters
+
+    @property
+    def temporary(self) -> float:
+        """Bytes of temporary memory for each parameter."""
+        return self.compiled.memory_analysis().temp_size_in_bytes / self.parameters
+
+    @property
+    def in_place(self) -> bool:
+        """Whether parameters and state are all written where they were read."""
+        return self.compiled.memory_analysis().alias_size_in_bytes == self.stored
+
+
+def lower_step(tx, params, make_step=fast, mesh=None, spec=None) -> Step:
+    """A step of ``tx``.
+
+    Args:
+      tx: a transformation.
+      params: tree of ShapeDtypeStructs.
+      make_step: :func:`fast` or :func:`applied`.
+      mesh: one H200 if None.
+      spec: as in ``harness.lower_for``.
+    """
+    state = jax.eval_shape(tx.init, params)
+    mesh = h200_mesh() if mesh is None else mesh
+    arguments = params, state, params
+    lowered = lower_for(mesh, make_step(tx), *arguments, spec=spec, donate=(0, 1))
+    return Step(
+        lowered, sum(x.size for x in jax.tree.leaves(params)), bytes_of(state, params)
+    )
+
+
+def bytes_of(*trees) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(trees))
+
+
+def leaf(*shape, dtype=BF16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def gpt2():
+    """GPT-2's 148 leaves, 124M parameters."""
+
+    def linear(rows, columns):
+        return {"weight": leaf(rows, columns), "bias": leaf(columns)}
+
+    def norm():
+        return {"scale": leaf(768), "bias": leaf(768)}
+
+    def block():
+        return {
+            "norm_1": norm(),
+            "qkv": linear(768, 2304),
+            "proj": linear(768, 768),
+            "norm_2": norm(),
+            "fc": linear(768, 3072),
+            "out": linear(3072, 768),
+        }
+
+    return {
+        "wte": leaf(50257, 768),
+        "wpe": leaf(1024, 768),
+        "blocks": [block() for _ in range(12)],
+        "norm": norm(),
+    }
+
+
+def resnet18():
+    """ResNet-18's 62 leaves for 32x32 images, with the norms in float32."""
+
+    def conv(size, inside, outside):
+        norm = {"scale": leaf(outside, dtype=F32), "bias": leaf(outside, dtype=F32)}
+        return {"kernel": leaf(size, size, inside, outside), "norm": norm}
+
+    layers, inside = [conv(3, 3, 64)], 64
+    for stage in range(4):
+        width = 64 << stage
+        for _ in range(2):
+            layers += [conv(3, inside, width), conv(3, width, width)]
+            if inside != width:
+                layers.append(conv(1, inside, width))
+            inside = width
+    return {
+        "layers": layers,
+        "dense": {"kernel": leaf(512, 10), "bias": leaf(10)},
+    }
+
+
+def bytes_of_accesses(kernel: Kernel, bits: int, store: bool | None = None) -> float:
+    """Bytes that a kernel moves in accesses of so many bits: all, stores, or loads."""
+    threads = sum(launch.threads for launch in kernel.launches)
+    found = (a for a in kernel.accesses if a.bits == bits and store in (None, a.store))
+    return sum(a.executed for a in found) * bits / 8 * threads
