@@ -4,8 +4,12 @@ optax adds an update as ``(p + u).astype(p.dtype)``. The update that takes a nar
 a chosen p' is ``u = float32(p') - float32(p)``: the float32 sum then rounds to p'
 exactly, unless p' is smaller than p by more than 2^16 (a near-total cancellation), is a
 zero of the other sign, or one of them is infinite. So the parameter that the sum really
-gives is computed first, and the residual against that one.
+gives is computed first, and the residual is computed against that one.
+
+``lowbit_optax.step`` needs no update: there the new parameter replaces the old one.
 """
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -13,34 +17,62 @@ import jax.numpy as jnp
 from lowbit_optax._numerics.rounding import narrow_or_cast, to_float32
 
 
-def stay(old: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """No landing: the new parameter replaces the old one (``lowbit_optax.step``)."""
-    del old
-    return new, new
+@dataclasses.dataclass(frozen=True)
+class Replacement:
+    """The new parameter replaces the old one, as in ``lowbit_optax.step``."""
+
+    is_direct = True
+
+    def land(self, old: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """``(the parameter that will be there, what the step returns)``."""
+        del old
+        return new, new
+
+    def result(self, old: jax.Array, landed: jax.Array) -> jax.Array:
+        """What the step returns for a parameter that :meth:`land` gave."""
+        del old
+        return landed
 
 
-def land(old: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The update from ``old`` to ``new``, and the parameter it lands on.
-
-    Args:
-      old, new: arrays of one narrow dtype.
-
-    Returns:
-      ``(landed, update)`` with ``landed == round(float32(old) + update)`` in every bit,
-      and ``landed == new`` but for the cases in the module's docstring.
+@dataclasses.dataclass(frozen=True)
+class Addition:
+    """optax adds an update to the old parameter, as in ``optax.apply_updates``.
 
     >>> import jax.numpy as jnp
-    >>> land(jnp.bfloat16(1.0), jnp.bfloat16(0.5))
+    >>> Addition().land(jnp.bfloat16(1.0), jnp.bfloat16(0.5))
     (Array(0.5, dtype=bfloat16), Array(-0.5, dtype=float32))
     """
-    update = difference(old, new)
-    return narrow_or_cast(to_float32(old) + update, old.dtype), update
+
+    is_direct = False
+
+    def land(self, old: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """``(the parameter that will be there, the update that takes it there)``.
+
+        Args:
+          old, new: arrays of one narrow dtype.
+
+        Returns:
+          ``(landed, update)`` with ``landed == round(float32(old) + update)`` in every
+          bit, and ``landed == new`` except in the cases of the module's docstring.
+        """
+        update = difference(old, new)
+        return narrow_or_cast(to_float32(old) + update, old.dtype), update
+
+    def result(self, old: jax.Array, landed: jax.Array) -> jax.Array:
+        """The update that takes ``old`` to a parameter that :meth:`land` gave."""
+        return difference(old, landed)
+
+
+Landing = Replacement | Addition
+
+REPLACE = Replacement()
+ADD = Addition()
 
 
 def difference(old: jax.Array, new: jax.Array) -> jax.Array:
     """The float32 update from ``old`` to ``new``.
 
-    Of a parameter that :func:`land` gave, it is an update that lands there again.
+    From a parameter that :meth:`Addition.land` gave, the update lands there again.
     """
     before, after = to_float32(old), to_float32(new)
     # Equal values need no update: infinity minus infinity would be NaN.

@@ -1,8 +1,8 @@
 """Steps that may turn out to be none, without a branch.
 
 Whether a gradient has overflowed is known on the device only. A conditional around the
-update would copy parameters and state into it and out of it; here each number is
-chosen where it is written, and in a fused kernel nothing is written.
+update would copy parameters and state into it and out of it. Here each number is chosen
+where it is written, and a fused kernel then writes nothing.
 """
 
 import functools
@@ -13,6 +13,26 @@ import jax.numpy as jnp
 
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._step import trees
+
+
+class Unguarded:
+    """The guard of a step that always happens."""
+
+    scalars: tuple[jax.Array, ...] = ()
+    """What a kernel has to be told: nothing."""
+
+    def unscaled(self, grads):
+        """The gradients as they are."""
+        return grads
+
+    def chosen(self, new, old):
+        """The new tree."""
+        del old
+        return new
+
+    def updates(self, new):
+        """The updates as they are."""
+        return new
 
 
 class Guard(typing.NamedTuple):
@@ -26,11 +46,16 @@ class Guard(typing.NamedTuple):
     factor: jax.Array
     proceed: jax.Array
 
+    @property
+    def scalars(self) -> tuple[jax.Array, ...]:
+        """What a kernel has to be told, in this order."""
+        return self.factor, self.proceed
+
     def unscaled(self, grads):
         """Gradients times the factor, in float32 where narrower; zeros if no step.
 
-        On CPUs they are made behind a branch: fused with what follows, XLA there
-        contracts products and sums otherwise than without a guard.
+        On CPUs they are computed behind a branch: fused with what follows, XLA's CPU
+        compiler would contract products and sums differently than without a guard.
         """
         leaves, treedef = jax.tree.flatten(grads)
         floats = {i: x for i, x in enumerate(leaves) if trees.is_float(x)}
@@ -62,7 +87,7 @@ class Guard(typing.NamedTuple):
         return jax.tree.map(times, grads)
 
     def chosen(self, new, old):
-        """The new tree, in the old one's dtypes, or the old one."""
+        """The new tree, in the old one's dtypes, or the old one if there is no step."""
 
         def choose(new, old):
             new = jnp.asarray(new).astype(old.dtype) if trees.is_float(new) else new
@@ -71,11 +96,13 @@ class Guard(typing.NamedTuple):
         return jax.tree.map(choose, new, old)
 
     def updates(self, new):
-        """The tree of updates, or one that changes nothing."""
-        return jax.tree.map(lambda x: jnp.where(self.proceed, x, _nothing(x)), new)
+        """The tree of updates, or one that changes nothing if there is no step."""
+        return jax.tree.map(
+            lambda x: jnp.where(self.proceed, x, _neutral_update(x)), new
+        )
 
 
-def _nothing(like) -> jax.Array:
+def _neutral_update(like) -> jax.Array:
     # x + -0 is x, also for x = -0.
     value = -0.0 if jnp.issubdtype(like.dtype, jnp.floating) else 0
     return jnp.asarray(value, like.dtype)

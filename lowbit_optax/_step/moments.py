@@ -1,22 +1,21 @@
-"""Finds the moments in an inner transformation's state and stores them in a format.
+"""An inner transformation's state with its moments in their formats, and back.
 
-A moment is a float32 array of a parameter's shape, at that parameter's place in a tree
-that the inner ``init`` built like the parameters: ``mu``, ``nu``, ``trace``. Where such
-trees are is what ``optax.tree.map_params`` knows; the name is the state's field.
-Formats work leaf by leaf; :mod:`lowbit_optax._step.moment_trees` has how the state
-keeps what they make.
+Which parts of a state are moments, and in which format, is in
+:mod:`lowbit_optax._step.moment_slots`. Formats work leaf by leaf;
+:mod:`lowbit_optax._step.moment_trees` has how the state keeps what they make.
 """
 
 import dataclasses
 import functools
 import typing
-from collections.abc import Mapping, Set
+from collections.abc import Sequence, Set
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from lowbit_optax._numerics.random_bits import RandomBits
+from lowbit_optax._step.moment_slots import MomentChoice, Slot, with_slots
 from lowbit_optax._step.moment_trees import (
     by_leaf,
     in_trees,
@@ -29,16 +28,6 @@ from lowbit_optax.formats.base import MomentFormat
 
 # The streams before are the weight formats'.
 _FIRST_STREAM = 2
-
-Moments = MomentFormat | Mapping[str, MomentFormat] | None
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Slot:
-    """A param-like subtree of the inner state; not a pytree node, so a leaf."""
-
-    tree: typing.Any
-    format: MomentFormat | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,52 +48,74 @@ def draws_for_moments(random: RandomBits) -> RandomBits:
 class MomentPlan:
     """Which leaves of an inner state are stored in which format.
 
+    A *part* is a leaf of the inner state as the inner transformation knows it.
+
     Args:
       inner: the wrapped transformation.
-      moments: one format for every moment, or a mapping from state field to format.
+      choice: of the moments' formats.
       names, params: paths and leaves of the parameters.
       expected: the inner state before encoding, as ShapeDtypeStructs.
       min_size: leaves with fewer elements may be kept in float32.
     """
 
     inner: optax.GradientTransformation
-    moments: Moments
+    choice: MomentChoice
     names: list[str]
     params: list[jax.Array]
     expected: typing.Any
     min_size: int = 4096
 
-    def encode(self, state, random: list[RandomBits], done: Set[int] = frozenset()):
+    def encode(self, state, random: list[RandomBits]):
         """The inner state with its moments in their formats.
 
         Args:
           state: with moments in float32.
           random: the leaves' random bits.
-          done: numbers of the parts that are stored as they are: they are encoded.
         """
-        if not self.moments:
+        if self.choice.is_float32:
             return state
+        treedef = jax.tree.structure(self.expected)
+        parts = self.encode_parts(treedef.flatten_up_to(state), random)
+        return self.in_trees(treedef.unflatten(parts))
+
+    def encode_parts(
+        self,
+        parts: Sequence,
+        random: list[RandomBits],
+        encoded: Set[int] = frozenset(),
+    ) -> list:
+        """The parts of an inner state, each moment's arrays together in its place.
+
+        Args:
+          parts: with moments in float32.
+          random: the leaves' random bits.
+          encoded: numbers of the parts that are encoded already.
+        """
         draws = {
             name: draws_for_moments(bits)
             for name, bits in zip(self.names, random, strict=True)
         }
         treedef = jax.tree.structure(self.expected)
-        parts = treedef.flatten_up_to(state)
-        described = treedef.flatten_up_to(self.describe(state))
-        encoded = treedef.unflatten(
-            part if how is None or i in done else _encode(how, part, draws[how.leaf])
+        described = treedef.flatten_up_to(self.describe(treedef.unflatten(parts)))
+        return [
+            part if how is None or i in encoded else _encode(how, part, draws[how.leaf])
             for i, (part, how) in enumerate(zip(parts, described, strict=True))
-        )
+        ]
+
+    def in_trees(self, state):
+        """An inner state of encoded parts as it is stored: parallel trees."""
+        if self.choice.is_float32:
+            return state
 
         def slot_in_trees(slot, tree):
             structure = jax.tree.structure(slot.tree)
             return in_trees(slot.format, structure, structure.flatten_up_to(tree))
 
-        return self._map_slots(slot_in_trees, encoded)
+        return self._map_slots(slot_in_trees, state)
 
     def by_leaf(self, state):
         """The stored inner state with each moment's arrays together at its leaf."""
-        if not self.moments:
+        if self.choice.is_float32:
             return state
 
         def slot_by_leaf(slot, stored):
@@ -122,9 +133,9 @@ class MomentPlan:
           format, and None elsewhere.
         """
         nothing = lambda _: None
-        if not self.moments:
+        if self.choice.is_float32:
             return jax.tree.map(nothing, state)
-        numbers = {}
+        numbers: dict[str, int] = {}
 
         def describe(name, format_, part, like):
             if format_ is None:
@@ -144,8 +155,8 @@ class MomentPlan:
         Raises:
           ValueError: if the state was stored in another format.
         """
-        if not self.moments:
-            self._check_plain(state)
+        if self.choice.is_float32:
+            self._check_float32(state)
             return state
 
         def decode(slot, name, format_, stored, like):
@@ -154,7 +165,7 @@ class MomentPlan:
                 want = _stored_like(format_, like.shape)
             if _text(stored) != _text(want):
                 raise ValueError(
-                    f"moment of params{name} is {_text(stored)}, but "
+                    f"moment {slot.field!r} of params{name} is {_text(stored)}, but "
                     f"{slot.format or 'no format'} stores {_text(want)}: was this "
                     "state made by a transformation with other moments?"
                 )
@@ -172,7 +183,7 @@ class MomentPlan:
             state,
         )
 
-    def _check_plain(self, state):
+    def _check_float32(self, state):
         # Without formats the inner transformation's init need not take optax's
         # placeholders, so moments are told by dtype alone.
         def flatten(tree):
@@ -197,11 +208,11 @@ class MomentPlan:
         """``fn(slot, part)`` at every slot, ``other(part)`` elsewhere in a state."""
 
         def visit(slot, part):
-            return fn(slot, part) if isinstance(slot, _Slot) else other(part)
+            return fn(slot, part) if isinstance(slot, Slot) else other(part)
 
         return jax.tree.map(visit, self._slots, state)
 
-    def _map_moments(self, fn, slot: _Slot, tree, other):
+    def _map_moments(self, fn, slot: Slot, tree, other):
         """``fn(name, format, part, expected leaf)`` on every moment of a slot.
 
         ``other`` is for the slot's parts that are no moments.
@@ -214,42 +225,14 @@ class MomentPlan:
             name = jax.tree_util.keystr(path)
             if like.dtype != jnp.float32 or shapes.get(name) != like.shape:
                 return other(part)
-            stored = slot.format and slot.format.stored(like.shape, self.min_size)
-            return fn(name, stored, part, like)
+            format_ = slot.format and slot.format.for_leaf(like.shape, self.min_size)
+            return fn(name, format_, part, like)
 
         return jax.tree_util.tree_map_with_path(leaf, slot.tree, tree)
 
     @functools.cached_property
     def _slots(self):
-        """The expected state with its slots as leaves, each with its field's format."""
-        slots = optax.tree.map_params(
-            self.inner, _Slot, self.expected, is_leaf=lambda _: True
-        )
-        leaves, treedef = jax.tree_util.tree_flatten_with_path(slots)
-        fields = {_field_of(path) for path, x in leaves if isinstance(x, _Slot)}
-        if isinstance(self.moments, Mapping):
-            unknown = sorted(set(self.moments) - fields)
-            if unknown:
-                raise ValueError(
-                    f"moments names {unknown[0]!r}, but the inner transformation's "
-                    f"state has these moments: {sorted(fields)}"
-                )
-
-        def with_format(path, leaf):
-            if not isinstance(leaf, _Slot):
-                return leaf
-            field = _field_of(path)
-            format_ = self._format(field)
-            if format_ is not None:
-                format_ = format_.for_field(field, fields)
-            return _Slot(leaf.tree, format_)
-
-        return treedef.unflatten(with_format(path, leaf) for path, leaf in leaves)
-
-    def _format(self, field: str) -> MomentFormat | None:
-        if isinstance(self.moments, Mapping):
-            return self.moments.get(field)
-        return self.moments
+        return with_slots(self.inner, self.choice, self.expected)
 
 
 def _encode(how: Stored, moment: jax.Array, random: RandomBits):
@@ -268,20 +251,11 @@ def _stored_like(format_: MomentFormat, shape: tuple[int, ...]):
 def _text(stored) -> str:
     """A stored moment's dtypes and shapes, as errors show them and to compare."""
     if isinstance(stored, tuple) and hasattr(stored, "_asdict"):
-        parts = (f"{key}: {_text(part)}" for key, part in stored._asdict().items())
+        fields = typing.cast(typing.Any, stored)._asdict()
+        parts = (f"{key}: {_text(part)}" for key, part in fields.items())
         return f"{type(stored).__name__}({', '.join(parts)})"
     if stored is None:
         return "none"
     if not hasattr(stored, "dtype"):
         return f"a {type(stored).__name__}"
     return f"{stored.dtype}{list(stored.shape)}"
-
-
-def _field_of(path) -> str:
-    """The innermost named field of a path: ``mu`` of ``[0].mu``."""
-    for key in reversed(path):
-        if isinstance(key, jax.tree_util.GetAttrKey):
-            return key.name
-        if isinstance(key, jax.tree_util.DictKey):
-            return str(key.key)
-    return ""

@@ -6,21 +6,25 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from lowbit_optax.formats import quantized_tensor as tensors
+
 PyTree = optax.Params
 
 
 def named_leaves(tree: PyTree) -> tuple[list[str], list, jax.tree_util.PyTreeDef]:
     """Paths, leaves and structure of a tree; a path reads like ``['dense']['bias']``.
 
+    A QuantizedTensor is one leaf.
+
     >>> named_leaves({"w": 1, "b": None})[:2]
     (["['w']"], [1])
     """
-    with_path, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    with_path, treedef = jax.tree_util.tree_flatten_with_path(tree, is_quantized)
     names = [jax.tree_util.keystr(path) for path, _ in with_path]
     return names, [leaf for _, leaf in with_path], treedef
 
 
-def beside(
+def parts_of(
     names: Sequence[str],
     treedef: jax.tree_util.PyTreeDef,
     tree: PyTree,
@@ -71,3 +75,16 @@ def abstract(tree: PyTree) -> PyTree:
 def is_float(leaf) -> bool:
     """Whether a leaf is a real floating-point array."""
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def is_quantized(leaf) -> bool:
+    """Whether a leaf is a weight that has to be dequantised to be read."""
+    return tensors.is_quantized(leaf)
+
+
+def check_quantized(leaf) -> None:
+    """Raise unless the parts of a quantised weight belong together."""
+    tensors.check_parts(leaf)
+
+
+naming = tensors.naming

@@ -1,0 +1,166 @@
+"""What a fused kernel computes for one leaf, on rows of its arrays.
+
+    grad, param, residual, moments --> join, decode, program, split, encode
+    schedule, count, global norm ----> scalars --^
+"""
+
+import dataclasses
+import typing
+
+import jax.numpy as jnp
+import numpy as np
+
+from lowbit_optax._jaxprs import elementwise
+from lowbit_optax._jaxprs.elementwise import Program
+from lowbit_optax._numerics.float_layouts import is_narrow
+from lowbit_optax._numerics.landing import Landing
+from lowbit_optax._numerics.random_bits import RandomBits
+from lowbit_optax._numerics.rounding import to_float32
+from lowbit_optax._step.moments import draws_for_moments
+from lowbit_optax.formats.base import MomentFormat, WeightFormat
+
+KEYS = 2
+"""A leaf's row of the table of scalars begins with so many random keys."""
+
+PROCEED = KEYS + 1
+"""The scalar of a guarded step without which nothing is written."""
+
+
+def has_scales(how: tuple[MomentFormat, int] | None) -> bool:
+    """Whether a moment is stored with a scale per block."""
+    return how is not None and how[0].container is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafBody:
+    """A leaf's update on rows: static and hashable, so that equal leaves share it.
+
+    With moments that have scales it is a :class:`pallas_kernels.GroupedBody`.
+
+    Args:
+      program: from (gradient, master, moments) to (result, moments), in float32. The
+        result is the updated master, or the update where the format sums by itself,
+        or where a float32 leaf is not to be stepped.
+      format: the leaf's weight format, on unpacked residuals; None for a float32 leaf.
+      has_residual: whether a residual follows the parameter.
+      moments: of each moment its format and number; None where it is stored as it is.
+      landing: how the new parameter gets to the old one's place.
+      is_guarded: whether the first two scalars are a guard's: the gradient's factor,
+        and whether there is a step at all.
+    """
+
+    program: Program
+    format: WeightFormat | None
+    has_residual: bool
+    moments: tuple[tuple[MomentFormat, int] | None, ...]
+    landing: Landing
+    is_guarded: bool = False
+
+    @property
+    def scaled(self) -> list[int]:
+        """Numbers of the moments that have a scale per block."""
+        return [i for i, how in enumerate(self.moments) if has_scales(how)]
+
+    @property
+    def maxima(self) -> int:
+        """How many maxima per block the kernel takes."""
+        return len(self.scaled)
+
+    def before(self, group_values):
+        """What decoding needs of the stored scales."""
+        codecs = (self._format(i).codec for i in self.scaled)
+        return tuple(
+            codec.prepare(to_float32(scale))
+            for codec, scale in zip(codecs, group_values, strict=True)
+        )
+
+    def statistics(self, values, scalars, index, multiply_add, before):
+        """What of the new moments the maxima are taken of."""
+        del index
+        program = self.program.only([i + 1 for i in self.scaled])
+        _, _, moments = self._run(program, values, scalars, multiply_add, before)
+        return [
+            self._format(i).codec.statistic(moment)
+            for i, moment in zip(self.scaled, moments, strict=True)
+        ]
+
+    def after(self, maxima):
+        """``(new scales, what encoding needs of them)``."""
+        codecs = [self._format(i).codec for i in self.scaled]
+        largest = [c.largest(m) for c, m in zip(codecs, maxima, strict=True)]
+        scales = [c.scale_of(x) for c, x in zip(codecs, largest, strict=True)]
+        return scales, self.before(scales)
+
+    def __call__(self, values, scalars, index, multiply_add, before=(), after=()):
+        """The new parameter, residual and moments."""
+        param, residual, (result, *moments) = self._run(
+            self.program, values, scalars, multiply_add, before
+        )
+        random = self._random(param, scalars, index)
+        if self.format is None:
+            new = result
+        elif self.format.stores_sum:
+            new, residual, _ = self.format.store(param, result, random, self.landing)
+        else:
+            new, residual, _ = self.format.advance(
+                param, residual, result, random, self.landing
+            )
+        stored = self._stored(moments, after, random, multiply_add)
+        return [new, *([residual] if self.has_residual else []), *stored]
+
+    def _random(self, param, scalars, index) -> RandomBits:
+        spare = False
+        if self.format is not None:
+            spare = self.format.residual_random_bits(param.dtype) <= 8
+        return RandomBits(scalars[0], scalars[1], index=index, spare=spare)
+
+    def _stored(self, moments, after, random, multiply_add) -> list:
+        """The new moments as they are stored."""
+        draws = draws_for_moments(random)
+        prepared = dict(zip(self.scaled, after, strict=True))
+        stored = []
+        for i, (x, how) in enumerate(zip(moments, self.moments, strict=True)):
+            if how is None:
+                stored.append(x)
+                continue
+            format_, number = how
+            if i in prepared:
+                format_ = typing.cast(typing.Any, format_)
+                x = format_.encode_fields(x, prepared[i], draws, number, multiply_add)
+            else:
+                x = format_.encode(x, draws, number)
+            stored.append(x)
+        return stored
+
+    def _run(self, program: Program, values, scalars, multiply_add, before):
+        """``(param, residual, the program's outputs)``."""
+        grad, param, *rest = values
+        residual = rest.pop(0) if self.has_residual else None
+        prepared = dict(zip(self.scaled, before, strict=True))
+        moments = []
+        for i, (x, how) in enumerate(zip(rest, self.moments, strict=True)):
+            if how is None:
+                moments.append(x)
+            elif i in prepared:
+                codec = self._format(i).codec
+                moments.append(codec.decode_fields(x, prepared[i], multiply_add))
+            else:
+                moments.append(how[0].decode(x, x.shape))
+        if is_narrow(grad.dtype) or is_narrow(param.dtype):
+            grad = grad.astype(jnp.float32)
+        if self.is_guarded:
+            factor = elementwise.decode_scalar(scalars[KEYS], np.dtype(np.float32))
+            grad = grad * factor
+        master = self.format.inner_weight(param, residual) if self.format else param
+        outputs = program.run(
+            [grad, master, *moments],
+            lambda ref: elementwise.decode_scalar(scalars[KEYS + ref.number], ref.dtype),
+            multiply_add,
+        )
+        return param, residual, outputs
+
+    def _format(self, number: int) -> typing.Any:
+        """The format of a moment that has one."""
+        how = self.moments[number]
+        assert how is not None
+        return how[0]

@@ -1,0 +1,62 @@
+"""The direct step through optax's wrappers: new parameters in the updates' places.
+
+``optax.chain``, ``masked``, ``partition`` and ``inject_hyperparams`` hand on the updates
+of a transformation inside them as they are. So :func:`lowbit_optax.step` can ask the
+transformations of this package for new parameters instead of differences
+(``context.wants_params``): each is a :class:`NewParam`, an opaque object that no wrapper
+can compute with. A wrapper that tries to, or that keeps one in its state, makes the
+attempt fail, and the step is made with differences.
+"""
+
+import jax
+import optax
+
+from lowbit_optax._step import context, trees
+
+
+class NewParam:
+    """A new parameter in an update's place. It is neither an array nor a pytree."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+def as_new_params(params: optax.Params) -> optax.Params:
+    """A tree with a :class:`NewParam` at every leaf."""
+    _, leaves, treedef = trees.named_leaves(params)
+    return treedef.unflatten(map(NewParam, leaves))
+
+
+def new_params_by(
+    tx: optax.GradientTransformationExtraArgs,
+    params: optax.Params,
+    state: optax.OptState,
+    grads: optax.Updates,
+    extra_args: dict,
+) -> tuple[list, optax.OptState] | None:
+    """Ask a wrapped transformation for new parameters.
+
+    Args:
+      tx: any optax transformation.
+      params, state, grads, extra_args: of the step.
+
+    Returns:
+      ``(by leaf, a NewParam or an update, new state)``; None if the transformation
+      cannot step directly, because of what stands around it or because it is not one
+      of this package.
+    """
+    names, _, treedef = trees.named_leaves(params)
+    try:
+        with context.params_wanted():
+            updates, state = tx.update(grads, state, params, **extra_args)
+        found = trees.parts_of(names, treedef, updates, "updates")
+    except Exception:
+        # Whatever it is that went wrong, the step with differences shows it too.
+        return None
+    if not any(map(_is_new, found)) or any(map(_is_new, jax.tree.leaves(state))):
+        return None
+    return found, state
+
+
+def _is_new(x) -> bool:
+    return isinstance(x, NewParam)

@@ -1,0 +1,131 @@
+"""The two ways to run a prepared step: by XLA, and by fused kernels.
+
+Both give the same :class:`Advanced`. On which platform the step will run may be unknown
+while it is traced, so both can become branches of one program.
+"""
+
+import dataclasses
+import functools
+import typing
+
+import jax
+
+from lowbit_optax._numerics.landing import Landing
+from lowbit_optax._step import context, kernel_plan, kernel_step
+from lowbit_optax._step.kernel_plan import KernelPlan
+from lowbit_optax._step.prepared import PreparedStep
+from lowbit_optax._step.stacks import Layer, stacks_to_write
+from pallas_kernels.platforms import is_elsewhere
+
+if typing.TYPE_CHECKING:
+    from lowbit_optax._step.engine import Lowbit
+
+
+class Advanced(typing.NamedTuple):
+    """What a step gives: results and residuals by leaf, and the stored inner state."""
+
+    results: list
+    residuals: list
+    inner_state: typing.Any
+
+
+def advance(
+    config: "Lowbit", prepared: PreparedStep, landing: Landing, extra_args: dict
+) -> Advanced:
+    """Run a step by the implementation asked for, on the platform it will run on."""
+    by_xla = ByXla(config, prepared, landing, extra_args)
+    chosen = config.implementation
+    elsewhere = chosen is None and is_elsewhere(jax.tree.leaves(prepared.params))
+    if chosen == "xla" or elsewhere or context.current().is_analysed:
+        return by_xla.run()
+    plan = kernel_plan.plan(config.inner, prepared, landing, extra_args)
+    if chosen == "pallas":
+        plan.require(prepared.names)
+    if plan.is_empty:
+        return by_xla.run()
+    by_kernels = ByKernels(prepared, landing, plan, stacks_to_write())
+    if chosen == "pallas":
+        return by_kernels.out_of_stacks(by_kernels.run())
+    return by_kernels.out_of_stacks(
+        jax.lax.platform_dependent(
+            cuda=by_kernels.run, default=lambda: by_kernels.into_stacks(by_xla.run())
+        )
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ByXla:
+    """Array operations on whole leaves: the reference, which defines the numbers."""
+
+    config: "Lowbit"
+    prepared: PreparedStep
+    landing: Landing
+    extra_args: dict
+
+    def run(self) -> Advanced:
+        """The step."""
+        prepared = self.prepared
+        updates, inner_state = prepared.inner_update(self.config.inner, self.extra_args)
+        pairs = [
+            prepared.land(number, update, self.landing)
+            for number, update in enumerate(updates)
+        ]
+        stored = prepared.moment_plan.encode(inner_state, prepared.random)
+        stored = prepared.guard.chosen(stored, prepared.stored_inner_state)
+        return Advanced([x for x, _ in pairs], [x for _, x in pairs], stored)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ByKernels:
+    """One pass over each leaf that the plan gives a kernel; the rest as by XLA.
+
+    Args:
+      prepared, landing: the step.
+      plan: which leaves kernels update, and how.
+      layer: of which stacks the leaves are layers, if kernels can write into them.
+    """
+
+    prepared: PreparedStep
+    landing: Landing
+    plan: KernelPlan
+    layer: Layer | None
+
+    def run(self) -> Advanced:
+        """The step, with whole stacks in the places that kernels overwrite there."""
+        prepared = self.prepared
+        results, residuals, parts, written = kernel_step.run(
+            self.plan, prepared, self.landing, self.layer
+        )
+        stored = prepared.stored_parts()
+        encoded = prepared.moment_plan.encode_parts(parts, prepared.random, written)
+        encoded = [
+            new if i in written else prepared.guard.chosen(new, old)
+            for i, (new, old) in enumerate(zip(encoded, stored, strict=True))
+        ]
+        inner_state = prepared.moment_plan.in_trees(
+            self.plan.state_tree.unflatten(encoded)
+        )
+        return Advanced(results, residuals, inner_state)
+
+    def into_stacks(self, advanced: Advanced) -> Advanced:
+        """Another implementation's result, with whole stacks where ``run`` has them."""
+        if self.layer is None:
+            return advanced
+        return self.layer.into_stacks(self._overwritten, self._old, advanced)
+
+    def out_of_stacks(self, advanced: Advanced) -> Advanced:
+        """The result with layers in the places of stacks."""
+        if self.layer is None:
+            return advanced
+        return self.layer.out_of_stacks(self._overwritten, self._old, advanced)
+
+    @functools.cached_property
+    def _overwritten(self):
+        return kernel_step.overwritten(self.plan, self.prepared, self.layer)
+
+    @property
+    def _old(self) -> Advanced:
+        prepared = self.prepared
+        return Advanced(
+            prepared.params, prepared.residuals, prepared.stored_inner_state
+        )

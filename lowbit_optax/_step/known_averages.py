@@ -1,0 +1,47 @@
+"""Which fields of optax's states are running averages, and so may be kept in few bits.
+
+A running average is read, changed a little and written again, so that the noise of few
+bits averages out in it. Other arrays of a parameter's shape do not forgive it: weights
+(``z`` of schedule-free, the initial weights of ``prodigy``, ``dog`` and ``dowg``), sums
+that only grow (Adagrad), maxima (AMSGrad), the last gradient (Adan), and the pair whose
+difference centered RMSProp takes the root of.
+"""
+
+# By name, because optax does not export all of these classes.
+_FIELDS = {
+    "DAdaptAdamWState": ("exp_avg", "exp_avg_sq"),
+    "EmaState": ("ema",),
+    "MomoAdamState": ("exp_avg", "exp_avg_sq"),
+    "MomoState": ("exp_avg",),
+    "MuonState": ("mu",),
+    "ProdigyState": ("exp_avg", "exp_avg_sq"),
+    "ScaleByAdaDeltaState": ("e_g", "e_x"),
+    "ScaleByAdamState": ("mu", "nu"),
+    "ScaleByAdanState": ("m", "v", "n"),
+    "ScaleByAdemamixState": ("m1", "m2", "nu"),
+    "ScaleByAmsgradState": ("mu", "nu"),
+    "ScaleByBeliefState": ("mu", "nu"),
+    "ScaleByLionState": ("mu",),
+    "ScaleByNovogradState": ("mu",),
+    "ScaleByRmsState": ("nu",),
+    "ScaleByRmsWithCountState": ("nu",),
+    "ScaleBySimplifiedAdEMAMixState": ("m", "n"),
+    "ScaleByYogiState": ("mu", "nu"),
+    # Its second moment estimates a Hessian, which may be negative.
+    "SophiaState": ("mu",),
+    "TraceState": ("trace",),
+}
+
+
+def is_running_average(state_class: type | None, field: str) -> bool:
+    """Whether a field of a state of this class is known to be a running average.
+
+    >>> import optax
+    >>> is_running_average(optax.ScaleByAdamState, "mu")
+    True
+    >>> is_running_average(optax.contrib.ScheduleFreeState, "z")
+    False
+    """
+    if state_class is None or state_class.__module__.split(".")[0] != "optax":
+        return False
+    return field in _FIELDS.get(state_class.__name__, ())

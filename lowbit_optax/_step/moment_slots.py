@@ -1,0 +1,180 @@
+"""Where an inner transformation keeps its moments, and in which format each goes.
+
+A moment is a float32 array of a parameter's shape, at that parameter's place in a tree
+that the inner ``init`` built like the parameters: ``mu``, ``nu``, ``trace``. Where such
+trees are is what ``optax.tree.map_params`` knows. Each is a :class:`Slot`; its name is
+the state's field, and the state's class tells whether it is known to be a running
+average.
+"""
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+
+import jax
+import optax
+
+from lowbit_optax._numerics.float_layouts import is_narrow
+from lowbit_optax._step.known_averages import is_running_average
+from lowbit_optax.formats.base import MomentFormat
+from lowbit_optax.formats.block_quantized import block_quantized
+
+FLOAT32: typing.Final = "float32"
+
+Moment = MomentFormat | typing.Literal["float32"]
+Moments = Moment | Mapping[str, Moment] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class MomentChoice:
+    """Which moments go into which format.
+
+    Args:
+      averages: of the fields known to be running averages; None for float32.
+      by_field: of these fields, whatever they are; None for float32.
+      is_default: whether nobody asked for it. Then an inner transformation whose
+        moments cannot be found keeps them in float32.
+    """
+
+    averages: MomentFormat | None
+    by_field: Mapping[str, MomentFormat | None]
+    is_default: bool = False
+
+    @staticmethod
+    def of(moments: Moments) -> "MomentChoice":
+        """The choice that an argument ``moments`` stands for.
+
+        Raises:
+          TypeError: for what is no moment format.
+        """
+        if moments is None:
+            return MomentChoice(block_quantized(8), {}, is_default=True)
+        if isinstance(moments, Mapping):
+            by_field = {field: _format(x) for field, x in moments.items()}
+            return MomentChoice(None, by_field)
+        return MomentChoice(_format(moments), {})
+
+    @property
+    def is_float32(self) -> bool:
+        """Whether every moment stays as it is."""
+        return self.averages is None and not any(self.by_field.values())
+
+    def format_of(self, state_class: type | None, field: str) -> MomentFormat | None:
+        """The format of a field of a state; None for float32."""
+        if field in self.by_field:
+            return self.by_field[field]
+        return self.averages if is_running_average(state_class, field) else None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Slot:
+    """A tree like the parameters in the inner state; no pytree node, so a leaf.
+
+    Args:
+      tree: of shapes and dtypes.
+      field: of the state.
+      format: None where it stays as it is.
+    """
+
+    tree: typing.Any
+    field: str = ""
+    format: MomentFormat | None = None
+
+
+def with_slots(
+    inner: optax.GradientTransformation, choice: MomentChoice, expected
+) -> typing.Any:
+    """An inner state with its slots as leaves.
+
+    Args:
+      inner: the transformation.
+      choice: of formats.
+      expected: the inner state as ShapeDtypeStructs.
+
+    Raises:
+      ValueError: if the moments cannot be found, if a field is named that is none of
+        theirs, or if one is kept in 16 bits already.
+    """
+    try:
+        state = optax.tree.map_params(inner, Slot, expected, is_leaf=lambda _: True)
+    except Exception as error:
+        # Its init has to take optax's placeholders in the parameters' place.
+        if choice.is_default:
+            return expected
+        raise ValueError(
+            "lowbit: moments cannot be found in this inner transformation's state, "
+            f"because optax.tree.map_params fails on it ({type(error).__name__}: "
+            f"{error}); accepted for it is moments='float32'"
+        ) from error
+    named = _Named()
+    named.visit(state, None, "")
+    unknown = sorted(set(choice.by_field) - named.fields)
+    if unknown:
+        raise ValueError(
+            f"moments names {unknown[0]!r}, but the inner transformation's state has "
+            f"these moments: {sorted(named.fields)}"
+        )
+
+    def with_format(state_class, field, slot: Slot) -> Slot:
+        format_ = choice.format_of(state_class, field)
+        if format_ is not None:
+            _check_wide(slot, field, format_)
+            format_ = format_.for_field(field, named.fields)
+        return Slot(slot.tree, field, format_)
+
+    return _Named(with_format).visit(state, None, "")
+
+
+@dataclasses.dataclass
+class _Named:
+    """Visits a state's slots with the class and field that each belongs to."""
+
+    change: typing.Callable[[type | None, str, Slot], typing.Any] = (
+        lambda state_class, field, slot: slot
+    )
+    fields: set[str] = dataclasses.field(default_factory=set)
+
+    def visit(self, node, state_class: type | None, field: str):
+        """The node with its slots changed."""
+        if isinstance(node, Slot):
+            self.fields.add(field)
+            return self.change(state_class, field, node)
+        is_child = lambda x: x is not node
+        children, treedef = jax.tree_util.tree_flatten_with_path(node, is_child)
+        if jax.tree_util.treedef_is_leaf(treedef):
+            return node
+        visited = []
+        for path, child in children:
+            owner = state_class, field
+            for key in path:
+                if isinstance(key, jax.tree_util.GetAttrKey):
+                    owner = type(node), key.name
+                elif isinstance(key, jax.tree_util.DictKey):
+                    owner = state_class, str(key.key)
+            visited.append(self.visit(child, *owner))
+        return treedef.unflatten(visited)
+
+
+def _check_wide(slot: Slot, field: str, format_: MomentFormat) -> None:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(slot.tree)[0]:
+        if hasattr(leaf, "dtype") and is_narrow(leaf.dtype):
+            name = jax.tree_util.keystr(path)
+            raise ValueError(
+                f"lowbit: the inner transformation keeps the moment {field!r} of "
+                f"params{name} in {leaf.dtype}, and moments would store it as "
+                f"{format_}. Leave mu_dtype (or accumulator_dtype) out, or name the "
+                "moments that have a format, such as "
+                "moments={'nu': lowbit_optax.block_quantized(8)}"
+            )
+
+
+def _format(moment) -> MomentFormat | None:
+    if isinstance(moment, str) and moment == FLOAT32:
+        return None
+    if not isinstance(moment, MomentFormat):
+        raise TypeError(
+            f"lowbit: moments has {moment!r}, not a moment format such as "
+            "lowbit_optax.block_quantized(8) or lowbit_optax.cast(jnp.bfloat16), and "
+            "not 'float32'"
+        )
+    return moment

@@ -1,0 +1,256 @@
+"""A step up to the inner update: everything joined, decoded, widened and checked."""
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from lowbit_optax._numerics.float_layouts import is_narrow
+from lowbit_optax._numerics.landing import Landing
+from lowbit_optax._numerics.random_bits import (
+    RandomBits,
+    leaf_number,
+    random_bits,
+    random_keys,
+)
+from lowbit_optax._step import trees
+from lowbit_optax._step.guard import Guard, Unguarded
+from lowbit_optax._step.moments import MomentPlan
+from lowbit_optax._step.stacks import layerwise, placed
+from lowbit_optax._step.state import LowbitState
+from lowbit_optax.formats.base import WeightFormat
+
+if typing.TYPE_CHECKING:
+    from lowbit_optax._step.engine import Lowbit
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PreparedStep:
+    """What a step needs, in lists over the parameters' leaves, in their tree's order.
+
+    Args:
+      names, params, treedef: paths, leaves and structure of the parameters.
+      formats: weight formats; None at leaves that pass through.
+      residuals: as the state holds them.
+      masters: what the inner transformation sees as parameters.
+      given_grads: gradients as they were given.
+      grads: gradients as the inner transformation sees them, unscaled by the guard.
+      moment_plan: how the inner state is stored.
+      inner_state: the inner transformation's state, its moments in float32.
+      stored_inner_state: the same as it is stored.
+      random: random bits.
+      keys: the same bits' keys, as kernels take them.
+      guard: whether there is a step at all.
+    """
+
+    names: list[str]
+    params: list
+    treedef: jax.tree_util.PyTreeDef
+    formats: list[WeightFormat | None]
+    residuals: list
+    masters: list
+    given_grads: list
+    grads: list
+    moment_plan: MomentPlan
+    inner_state: typing.Any
+    stored_inner_state: typing.Any
+    random: list[RandomBits]
+    keys: tuple[jax.Array, jax.Array]
+    guard: Guard | Unguarded
+
+    def tree(self, leaves: Sequence):
+        """A tree like the parameters."""
+        return self.treedef.unflatten(leaves)
+
+    def inner_update(self, inner: optax.GradientTransformationExtraArgs, extra: dict):
+        """``(updates by leaf, new inner state)`` in float32."""
+        updates, inner_state = inner.update(
+            self.tree(self.grads), self.inner_state, self.tree(self.masters), **extra
+        )
+        updates = trees.parts_of(self.names, self.treedef, updates, "inner updates")
+        return updates, inner_state
+
+    def land(self, number: int, update, landing: Landing):
+        """``(result, new residual)`` of a leaf, given its inner update."""
+        format_, param = self.formats[number], self.params[number]
+        if format_ is None:
+            result, residual = update, None
+            if landing.is_direct:
+                result = optax.apply_updates(param, update)
+        else:
+
+            def advance(param, residual, update):
+                random = self.random[number]
+                return format_.advance(param, residual, update, random, landing)
+
+            _, residual, result = layerwise(
+                advance, param, self.residuals[number], update.astype(jnp.float32)
+            )
+        if landing.is_direct:
+            result = self.guard.chosen(result, param)
+        return result, self.guard.chosen(residual, self.residuals[number])
+
+    def described_moments(self) -> list:
+        """By part of the inner state, how it is stored; None if it is not encoded."""
+        structure = jax.tree.structure(self.inner_state)
+        return structure.flatten_up_to(self.moment_plan.describe(self.inner_state))
+
+    def stored_parts(self) -> list:
+        """By part of the inner state, that part as it is stored."""
+        structure = jax.tree.structure(self.inner_state)
+        return structure.flatten_up_to(
+            self.moment_plan.by_leaf(self.stored_inner_state)
+        )
+
+
+def prepare(
+    config: "Lowbit",
+    params: optax.Params,
+    state: LowbitState,
+    grads: optax.Updates,
+    guard: Guard | Unguarded,
+) -> PreparedStep:
+    """Check a step's arguments, join the masters and decode the moments.
+
+    Raises:
+      TypeError, ValueError: naming the leaf that does not fit the others.
+    """
+    if params is None:
+        raise ValueError(
+            "lowbit: update needs params; call tx.update(grads, state, params)"
+        )
+    if not isinstance(state, LowbitState):
+        raise TypeError(
+            f"lowbit: state is a {type(state).__name__}, not a LowbitState; was it "
+            "made by this transformation's init?"
+        )
+    names, leaves, treedef = trees.named_leaves(params)
+    formats = config.formats_of(names, leaves)
+    given_grads = trees.parts_of(names, treedef, grads, "grads")
+    residuals = _residuals(config, names, leaves, treedef, formats, state.residual)
+    masters = [
+        leaf if format_ is None else layerwise(format_.inner_weight, leaf, residual)
+        for format_, leaf, residual in zip(formats, leaves, residuals, strict=True)
+    ]
+    wide_grads = [
+        widened_gradient(name, grad, leaf)
+        for name, grad, leaf in zip(names, given_grads, leaves, strict=True)
+    ]
+    expected = jax.eval_shape(config.inner.init, treedef.unflatten(masters))
+    plan = config.moment_plan(names, leaves, expected)
+    return PreparedStep(
+        names,
+        leaves,
+        treedef,
+        formats,
+        residuals,
+        masters,
+        given_grads,
+        guard.unscaled(wide_grads),
+        plan,
+        plan.decode(state.inner_state),
+        state.inner_state,
+        random_of_leaves(names, leaves, formats, state.seed, state.count),
+        random_keys(state.seed, state.count, _numbers(names)),
+        guard,
+    )
+
+
+def random_of_leaves(names, leaves, formats, seed, count) -> list[RandomBits]:
+    """The leaves' random bits at a step."""
+    random = placed(random_bits(seed, count, _numbers(names)), names, leaves)
+    return [
+        dataclasses.replace(
+            bits,
+            spare=format_ is not None and format_.residual_random_bits(x.dtype) <= 8,
+        )
+        for bits, x, format_ in zip(random, leaves, formats, strict=True)
+    ]
+
+
+def widened_gradient(name: str, grad, param):
+    """A leaf's gradient, in float32 if it or its parameter is narrower.
+
+    Raises:
+      TypeError, ValueError: naming the leaf, for a gradient that is not a float array
+        of the parameter's shape.
+    """
+    if trees.is_quantized(grad):
+        raise TypeError(
+            f"lowbit: gradient of params{name} is a QuantizedTensor; accepted is an "
+            f"array of shape {param.shape}, see lowbit_optax.lpmm.value_and_grad"
+        )
+    if not hasattr(grad, "dtype"):
+        raise TypeError(f"lowbit: gradient of params{name} is {grad!r}, not an array")
+    if not trees.is_float(param):
+        return grad
+    if not trees.is_float(grad):
+        raise TypeError(
+            f"lowbit: gradient of params{name} is {grad.dtype}; accepted are real "
+            "floating-point dtypes"
+        )
+    if grad.shape != param.shape:
+        raise ValueError(
+            f"lowbit: gradient of params{name} has shape {grad.shape}; its parameter "
+            f"has {param.shape}"
+        )
+    is_wide = not (
+        trees.is_quantized(param) or is_narrow(param.dtype) or is_narrow(grad.dtype)
+    )
+    return grad if is_wide else grad.astype(jnp.float32)
+
+
+def _residuals(config: "Lowbit", names, leaves, treedef, formats, residual) -> list:
+    """The residuals by leaf, after checks that they belong to these parameters."""
+    container = config.weights.container
+    if type(residual) is not container:
+        raise ValueError(
+            f"lowbit: the state's residuals are {type(residual).__name__}, but "
+            f"{config.weights} keeps {container.__name__}: was this state made by a "
+            "transformation with other weights?"
+        )
+    if not residual:
+        return [None] * len(leaves)
+    held = trees.parts_of(names, treedef, residual[0], "residuals")
+    for name, leaf, format_, part in zip(names, leaves, formats, held, strict=True):
+        if format_ is None and part is not None:
+            raise ValueError(
+                f"lowbit: params{name} is {leaf.dtype}, but the state holds the "
+                f"residual of a lower precision, {_text(part)}: was it cast on the "
+                "way, as equinox.apply_updates does when it adds float32 updates? "
+                "Apply updates by lowbit_optax.apply_updates or optax.apply_updates, "
+                "or step by lowbit_optax.step"
+            )
+        want = _expected_residual(format_, leaf)
+        if _text(part) != _text(want):
+            raise ValueError(
+                f"lowbit: residual of params{name} is {_text(part)}, but "
+                f"{format_ or 'a leaf that passes through'} keeps {_text(want)}: was "
+                "this state made by a transformation with other weights?"
+            )
+    return held
+
+
+def _expected_residual(format_: WeightFormat | None, leaf):
+    if format_ is None or trees.is_quantized(leaf):
+        return None
+    return _residual_like(format_, leaf.shape, leaf.dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+def _residual_like(format_: WeightFormat, shape: tuple[int, ...], dtype):
+    return jax.eval_shape(format_.init, jax.ShapeDtypeStruct(shape, dtype))
+
+
+def _numbers(names: Sequence[str]) -> list[int]:
+    return [leaf_number(name) for name in names]
+
+
+def _text(x) -> str:
+    if x is None or not hasattr(x, "dtype"):
+        return f"a {type(x).__name__}" if x is not None else "none"
+    return f"{x.dtype}{list(x.shape)}"
