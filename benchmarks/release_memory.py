@@ -35,7 +35,7 @@ from tools.gpu_program.release_steps import (
 
 OPTIMIZERS = {
     "AdamW, float32 moments": lowbit_optax.lowbit(
-        optax.adamw(1e-3), weights=lowbit_optax.nearest()
+        optax.adamw(1e-3), weights=lowbit_optax.nearest(), moments="float32"
     ),
     "`extra_bits_adamw(bits=8)`": lowbit_optax.extra_bits_adamw(1e-3, bits=8),
     "`lowbit_adamw`": lowbit_optax.lowbit_adamw(1e-3),

@@ -53,7 +53,9 @@ def _nearest(inner: optax.GradientTransformation) -> optax.GradientTransformatio
 
 def _master_copy(inner: optax.GradientTransformation) -> optax.GradientTransformation:
     """The usual mixed precision: float32 masters and moments beside the weights."""
-    return lowbit_optax.lowbit(inner, weights=lowbit_optax.master_copy())
+    return lowbit_optax.lowbit(
+        inner, weights=lowbit_optax.master_copy(), moments="float32"
+    )
 
 
 def _with_moments(o: Options, mu: int, nu: int) -> optax.GradientTransformation:

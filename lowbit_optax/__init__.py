@@ -2,7 +2,7 @@
 
 from importlib import metadata as _metadata
 
-from lowbit_optax._step.engine import LowbitState
+from lowbit_optax._step.state import LowbitState
 from lowbit_optax.aliases import (
     extra_bits_adamw,
     extra_bits_sgd,
@@ -23,6 +23,7 @@ from lowbit_optax.formats import (
     kahan,
     master_copy,
     nearest,
+    quantized_weights,
     stochastic_rounding,
 )
 from lowbit_optax.loss_scaling import (
@@ -46,7 +47,6 @@ from lowbit_optax.masters import from_master, master_weights
 from lowbit_optax.reports import MemoryReport, cancelled_updates, memory_report
 from lowbit_optax.split_array import SplitArray, join_array, split_array
 from lowbit_optax.transformation import (
-    LowbitTransformation,
     apply_updates,
     lowbit,
     step,
@@ -60,7 +60,6 @@ except _metadata.PackageNotFoundError:  # a checkout on the path, not installed
 __all__ = [
     "LossScaleState",
     "LowbitState",
-    "LowbitTransformation",
     "MemoryReport",
     "MomentFormat",
     "QuantizedTensor",
@@ -94,6 +93,7 @@ __all__ = [
     "memory_report",
     "nearest",
     "quantize_params",
+    "quantized_weights",
     "scaled_value_and_grad",
     "split_array",
     "sr_adamw",

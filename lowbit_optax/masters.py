@@ -5,9 +5,10 @@ import numpy as np
 import optax
 
 from lowbit_optax._numerics.float_layouts import is_narrow
+from lowbit_optax._numerics.random_bits import ToNearest
 from lowbit_optax._numerics.rounding import round_nearest, to_float32
 from lowbit_optax._step import context, trees
-from lowbit_optax._step.engine import LowbitState, ToNearest
+from lowbit_optax._step.state import LowbitState
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.leaves import join_leaf
 from lowbit_optax.formats.plain import NoResidual

@@ -10,9 +10,9 @@ import optax
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.landing import apply_leaf
 from lowbit_optax._step import trees
-from lowbit_optax._step.engine import LowbitState
+from lowbit_optax._step.state import LowbitState
+from lowbit_optax._step.stepper import stepper_of
 from lowbit_optax.formats import quantized_tensor
-from lowbit_optax.transformation import LowbitTransformation
 
 _PARTS = ("params", "residual", "moments", "accumulators", "other")
 
@@ -219,8 +219,9 @@ def cancelled_updates(
     >>> cancelled_updates(tx, grads, tx.init(params), params)
     Array(0.6666667, dtype=float32)
     """
-    if isinstance(tx, LowbitTransformation):
-        _, updates = tx.config.inner_update(grads, state, params, **extra_args)
+    stepper = stepper_of(tx)
+    if stepper is not None:
+        updates = stepper.inner_update(params, state, grads, **extra_args)
     else:
         parts = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, LowbitState))
         if any(isinstance(part, LowbitState) for part in parts):

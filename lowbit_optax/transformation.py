@@ -3,34 +3,19 @@
 How a step works is in :mod:`lowbit_optax._step.engine`.
 """
 
-from collections.abc import Mapping
-
 import jax
 import jax.numpy as jnp
 import optax
 
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.landing import apply_leaf
-from lowbit_optax._step.engine import Lowbit
-from lowbit_optax._step.moments import Moments
+from lowbit_optax._step import context
+from lowbit_optax._step.direct import new_params_by
+from lowbit_optax._step.engine import Implementation, Lowbit
+from lowbit_optax._step.moment_slots import MomentChoice, Moments
+from lowbit_optax._step.stepper import stepper_of
 from lowbit_optax.formats import extra_bits
-from lowbit_optax.formats.base import MomentFormat, WeightFormat
-
-
-class LowbitTransformation(optax.GradientTransformationExtraArgs):
-    """What :func:`lowbit` returns: ``init`` and ``update``, and what made them.
-
-    Args:
-      init, update: as in optax.
-      config: the :class:`Lowbit` behind them, for :func:`step` and for reports.
-    """
-
-    config: Lowbit
-
-    def __new__(cls, init, update, config):
-        self = super().__new__(cls, init, update)
-        self.config = config
-        return self
+from lowbit_optax.formats.base import WeightFormat
 
 
 def lowbit(
@@ -40,60 +25,68 @@ def lowbit(
     moments: Moments = None,
     seed: int | None = None,
     min_size: int | None = None,
-    implementation: str | None = None,
-) -> LowbitTransformation:
+    implementation: Implementation | None = None,
+) -> optax.GradientTransformationExtraArgs:
     """Run an optax transformation in float32 on parameters kept in fewer bits.
 
     The inner transformation sees float32 masters and float32 gradients, so weight
     decay and schedules work as in float32 training. Leaves in bfloat16, float16 and
-    float8 are held by ``weights``; float32 and other leaves pass through.
+    float8 are held by ``weights``; float32 and other leaves pass through. Plain
+    ``lowbit(inner)`` is the recommended preset: 8 extra bits, 8-bit moments.
 
     Put other transformations inside (``lowbit(optax.chain(clip, adamw))``): what comes
     after ``lowbit`` in a chain would change the updates that land exactly. Wrappers
     that demand updates in the gradients' dtype, such as ``optax.apply_if_finite``, go
     inside as well. Non-finite gradients do what they do in the inner transformation.
 
+    What is in ``params`` is the truth: where a stored master does not round to the
+    parameter, because the parameter was set by hand, the parameter wins.
+
     Args:
       inner: any optax transformation.
-      weights: format of the parameters; ``extra_bits(16)``, float32's bits, if None.
-      moments: format of the moments: one for all, or a mapping from state field
-        (``mu``, ``nu``, ``trace``) to format; what is left out stays float32.
+      weights: format of the parameters; ``extra_bits(8)`` if None.
+      moments: format of the moments.
+
+        - A moment format, for the fields of the inner state that are known to be
+          running averages (Adam's ``mu`` and ``nu``, momentum's ``trace``, Lion's
+          ``mu``, ...). Others stay float32: weights that schedule-free and Prodigy
+          keep, sums, maxima, moments of a custom transformation.
+        - A mapping from state field (``mu``, ``nu``, ``trace``) to format, for these
+          fields, whatever they are; fields left out stay float32.
+        - ``"float32"``, also in a mapping.
+        - None: ``block_quantized(8)``.
+
+        :func:`lowbit_optax.memory_report` shows what each takes.
       seed: of stochastic rounding, 0 if None.
-      min_size: leaves with fewer elements keep a float32 master instead of packed bits;
-        4096 if None.
-      implementation: ``"xla"``; ``"pallas"``, one fused kernel a leaf, an error where
+      min_size: leaves with fewer elements keep a float32 master instead of packed bits,
+        and float32 moments instead of quantised ones; 4096 if None.
+      implementation: ``"xla"``; ``"pallas"``, one fused kernel per leaf, an error where
         that cannot be, interpreted (slowly) on other platforms than CUDA; or None, the
         kernels on CUDA for the leaves that can have one, and XLA elsewhere.
 
     Returns:
       A transformation whose ``update`` needs ``params`` and returns float32 updates
-      for the held leaves.
+      for the held leaves, and uint32 differences for QuantizedTensors.
 
     Raises:
       TypeError, ValueError: for arguments that are not as above.
 
     >>> import jax.numpy as jnp, optax, lowbit_optax
     >>> params = {"w": jnp.ones((64, 64), jnp.bfloat16)}
-    >>> tx = lowbit(optax.adamw(1e-3), weights=lowbit_optax.kahan())
+    >>> tx = lowbit(optax.adamw(1e-3))
     >>> state = tx.init(params)
     >>> grads = {"w": jnp.full((64, 64), 0.1, jnp.bfloat16)}
     >>> updates, state = tx.update(grads, state, params)
     >>> optax.apply_updates(params, updates)["w"].dtype
     dtype(bfloat16)
     """
-    weights = extra_bits(16) if weights is None else weights
+    _check_inner(inner)
+    weights = extra_bits(8) if weights is None else weights
     if not isinstance(weights, WeightFormat):
         raise TypeError(
             f"lowbit: weights is {weights!r}, not a weight format such as "
             "lowbit_optax.kahan() or lowbit_optax.extra_bits(8)"
         )
-    formats = moments.values() if isinstance(moments, Mapping) else [moments]
-    for format_ in formats:
-        if not isinstance(format_, MomentFormat) and moments is not None:
-            raise TypeError(
-                f"lowbit: moments has {format_!r}, not a moment format such as "
-                "lowbit_optax.cast(jnp.bfloat16)"
-            )
     if implementation not in (None, "xla", "pallas"):
         raise ValueError(
             f"lowbit: implementation is {implementation!r}, not None, 'xla' or 'pallas'"
@@ -101,12 +94,12 @@ def lowbit(
     config = Lowbit(
         optax.with_extra_args_support(inner),
         weights,
-        moments,
+        MomentChoice.of(moments),
         _static_int("seed", seed, 0),
         _static_int("min_size", min_size, 4096),
         implementation,
     )
-    return LowbitTransformation(config.init, config.update, config)
+    return config.transformation
 
 
 def step(
@@ -119,7 +112,17 @@ def step(
     """One optimizer step, params to params: the fast path past ``apply_updates``.
 
     For a transformation made by :func:`lowbit` (the aliases included) no difference of
-    parameters is formed. Any other transformation is updated and applied as usual.
+    parameters is formed, also inside of optax's wrappers that hand on updates as they
+    are (``chain`` with ``lowbit`` last, ``masked``, ``partition``,
+    ``inject_hyperparams``) and of ``with_loss_scale``. With any other transformation or
+    wrapper (``MultiSteps``) it is ``update`` and ``apply_updates``.
+
+    Under ``jax.jit`` donate what it takes and returns, in this order::
+
+        jax.jit(functools.partial(lowbit_optax.step, tx), donate_argnums=(0, 1))
+
+    XLA pairs donated buffers with results of the same shape and dtype in order, so a
+    training step should return what it donates in the order in which it takes it.
 
     Args:
       tx: an optax transformation.
@@ -138,14 +141,19 @@ def step(
     >>> params
     Array([0.5, 0.5, 0.5, 0.5], dtype=bfloat16)
     """
-    if isinstance(tx, LowbitTransformation):
-        return tx.config.step(grads, state, params, **extra_args)
-    tx = optax.with_extra_args_support(tx)
-    updates, state = tx.update(grads, state, params, **extra_args)
-    return apply_updates(params, updates), state
+    with context.params_wanted(False):
+        stepper = stepper_of(tx)
+        if stepper is not None:
+            return stepper.step(params, state, grads, **extra_args)
+        tx = optax.with_extra_args_support(tx)
+        direct = new_params_by(tx, params, state, grads, extra_args, apply_updates)
+        if direct is not None:
+            return direct
+        updates, state = tx.update(grads, state, params, **extra_args)
+        return apply_updates(params, updates), state
 
 
-def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
+def apply_updates(params: optax.Params | None, updates: optax.Updates) -> optax.Params:
     """``optax.apply_updates`` that also takes float8 and strict dtype promotion.
 
     Args:
@@ -166,6 +174,21 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
         return apply_leaf(param, update)
 
     return jax.tree.map(apply, params, updates, is_leaf=lambda x: x is None)
+
+
+def _check_inner(inner) -> None:
+    """Raise unless ``inner`` is a transformation that this package has not wrapped."""
+    if not hasattr(inner, "init") or not hasattr(inner, "update"):
+        hint = "; call it first, such as optax.adamw(1e-3)" if callable(inner) else ""
+        raise TypeError(
+            f"lowbit: inner is {inner!r}, not an optax transformation{hint}"
+        )
+    if isinstance(stepper_of(inner), Lowbit):
+        raise TypeError(
+            "lowbit: inner is a transformation of this package already, such as "
+            "kahan_adamw; give lowbit the optax transformation, such as optax.adamw, "
+            "or use it alone"
+        )
 
 
 def _static_int(name: str, value, default: int) -> int:

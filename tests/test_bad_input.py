@@ -138,13 +138,13 @@ def test_a_leaf_that_the_format_cannot_hold(dtype, bits, most):
     params = _params()
     params["dense"]["bias"] = jnp.ones(8, dtype)
     params["dense"]["kernel"] = jnp.ones((8, 8), jnp.float32)
-    tx = lowbit(optax.sgd(0.1), weights=extra_bits(bits))
+    tx = lowbit(optax.sgd(0.1), weights=extra_bits(bits), moments="float32")
     name = jnp.dtype(dtype).name
     with pytest.raises(
         ValueError, match=f"{BIAS}.*{name} takes 0 to {most}.*not {bits}"
     ):
         tx.init(params)
-    held = lowbit(optax.sgd(0.1), weights=extra_bits(most))
+    held = lowbit(optax.sgd(0.1), weights=extra_bits(most), moments="float32")
     assert held.init(params)
 
 
@@ -215,7 +215,12 @@ def test_unknown_options(make, match):
 @pytest.mark.parametrize("implementation", ["triton", "cuda", 1])
 def test_unknown_implementation(implementation):
     with pytest.raises(ValueError, match=f"{implementation!r}, not None, 'xla' or 'pa"):
-        lowbit(optax.sgd(0.1), implementation=implementation)
+        lowbit(
+            optax.sgd(0.1),
+            implementation=implementation,
+            weights=extra_bits(16),
+            moments="float32",
+        )
     with pytest.raises(ValueError, match=f"{implementation!r}"):
         lowbit_optax.kahan_sgd(0.1, implementation=implementation)
 
@@ -223,18 +228,22 @@ def test_unknown_implementation(implementation):
 @pytest.mark.parametrize("weights", ["kahan", 8, kahan, cast(jnp.bfloat16)])
 def test_weights_that_are_no_weight_format(weights):
     with pytest.raises(TypeError, match=r"weights is .*not a weight format"):
-        lowbit(optax.sgd(0.1), weights=weights)
+        lowbit(optax.sgd(0.1), weights=weights, moments="float32")
 
 
 @pytest.mark.parametrize("moments", ["bfloat16", 8, kahan(), {"mu": "bfloat16"}])
 def test_moments_that_are_no_moment_format(moments):
     with pytest.raises((TypeError, ValueError), match="moment"):
-        lowbit(optax.adamw(0.1), moments=moments).init(_params())
+        lowbit(optax.adamw(0.1), moments=moments, weights=extra_bits(16)).init(
+            _params()
+        )
 
 
 def test_moments_that_name_a_field_which_does_not_exist():
     tx = lowbit(
-        optax.adamw(0.1), moments={"nu": cast("bfloat16"), "trace": cast("float16")}
+        optax.adamw(0.1),
+        moments={"nu": cast("bfloat16"), "trace": cast("float16")},
+        weights=extra_bits(16),
     )
     with pytest.raises(ValueError, match=r"'trace'.*\['mu', 'nu'\]"):
         tx.init(_params())
@@ -255,11 +264,15 @@ def test_seed_and_min_size_are_static_and_not_negative(name):
 @pytest.mark.parametrize("seed", [2**32, 2**40])
 def test_a_seed_past_32_bits_is_refused(seed):
     with pytest.raises((ValueError, OverflowError), match="seed"):
-        lowbit(optax.sgd(0.1), seed=seed).init(_params())
+        lowbit(
+            optax.sgd(0.1), seed=seed, weights=extra_bits(16), moments="float32"
+        ).init(_params())
 
 
 def test_the_largest_seed_is_taken():
-    state = lowbit(optax.sgd(0.1), seed=2**32 - 1).init(_params())
+    state = lowbit(
+        optax.sgd(0.1), seed=2**32 - 1, weights=extra_bits(16), moments="float32"
+    ).init(_params())
     assert int(state.seed) == 2**32 - 1
 
 
@@ -279,7 +292,9 @@ def test_the_largest_seed_is_taken():
     ],
 )
 def test_state_made_by_other_weights(made_by, used_by, match, advance):
-    make = lambda name: lowbit(optax.sgd(0.1), weights=ALL_FORMATS[name], min_size=0)
+    make = lambda name: lowbit(
+        optax.sgd(0.1), weights=ALL_FORMATS[name], min_size=0, moments="float32"
+    )
     state = make(made_by).init(_params())
     with pytest.raises(ValueError, match=match):
         _fail(make(used_by), advance, _grads(), state=state)
@@ -333,7 +348,7 @@ def test_state_that_is_no_lowbit_state(wrong, advance):
     "weights", [kahan(), extra_bits(8), lowbit_optax.master_copy()]
 )
 def test_state_of_other_parameters(weights, advance):
-    tx = lowbit(optax.sgd(0.1), weights=weights, min_size=0)
+    tx = lowbit(optax.sgd(0.1), weights=weights, min_size=0, moments="float32")
     shorter = _params()
     shorter["dense"]["kernel"] = jnp.ones((32, 8), jnp.bfloat16)
     with pytest.raises(ValueError, match=f"residual of params{KERNEL}"):
@@ -349,7 +364,7 @@ def test_state_of_other_parameters(weights, advance):
     "weights", [kahan(), extra_bits(8), lowbit_optax.master_copy()]
 )
 def test_state_of_deeper_parameters(weights, advance):
-    tx = lowbit(optax.sgd(0.1), weights=weights, min_size=0)
+    tx = lowbit(optax.sgd(0.1), weights=weights, min_size=0, moments="float32")
     deeper = _params()
     deeper["dense"]["kernel"] = dict(deeper["dense"])
     with pytest.raises((ValueError, TypeError), match=KERNEL):
@@ -376,7 +391,7 @@ def test_state_of_another_inner_transformation(advance):
 )
 def test_parameters_that_became_float32(weights, advance):
     # What adding float32 updates without casting back does to bfloat16.
-    tx = lowbit(optax.sgd(0.1), weights=weights, min_size=0)
+    tx = lowbit(optax.sgd(0.1), weights=weights, min_size=0, moments="float32")
     changed = _params()
     changed["dense"]["kernel"] = changed["dense"]["kernel"].astype(jnp.float32)
     with pytest.raises(ValueError, match=f"residual of params{KERNEL}"):

@@ -429,7 +429,9 @@ def test_a_bare_array_has_bare_codes_and_scales():
 
 def test_around_low_bit_accumulators_the_other_moments_are_stored():
     inner = lowbit_optax.accumulate_gradients(optax.adam(1e-3), 2)
-    tx = lowbit_optax.lowbit(inner, moments=block_quantized(8))
+    tx = lowbit_optax.lowbit(
+        inner, moments=block_quantized(8), weights=lowbit_optax.extra_bits(16)
+    )
     leaves = params()
     state = tx.init(leaves)
     for _ in range(2):
@@ -514,20 +516,20 @@ def test_a_state_of_another_format_is_an_error_that_names_the_leaf():
     state = adamw(block_quantized(8)).init(params())
     for other, what in (
         (block_quantized(4), r"uint32\[32, 64\]"),
-        (None, "QuantizedMoment"),
+        ("float32", "QuantizedMoment"),
         (lowbit_optax.cast(jnp.bfloat16), r"QuantizedMoment.*, but Cast"),
     ):
         with pytest.raises(ValueError, match=what) as error:
             adamw(other).update(grads, state, params())
         assert "w" in str(error.value)
-    plain = adamw(None).init(params())
+    plain = adamw("float32").init(params())
     with pytest.raises(ValueError, match=r"moment of params\['b'\].*QuantizedMoment"):
         TX.update(grads, plain, params())
 
 
 def test_so_is_one_of_which_every_leaf_is_too_small():
     leaves = {"b": jnp.ones(64)}
-    for kept, other in ((TX, adamw(None)), (adamw(None), TX)):
+    for kept, other in ((TX, adamw("float32")), (adamw("float32"), TX)):
         with pytest.raises(ValueError, match=r"\['b'\].*QuantizedMoment"):
             other.update(leaves, kept.init(leaves), leaves)
 

@@ -25,7 +25,7 @@ def second_moment(format_, steps, gradient=1.0, start=None):
     tx = lowbit_optax.lowbit(
         optax.scale_by_adam(b2=0.999),
         weights=lowbit_optax.nearest(),
-        moments=None if format_ is None else {"nu": format_},
+        moments="float32" if format_ is None else {"nu": format_},
     )
     params = jnp.ones(SIZE, jnp.bfloat16)
     grads = jnp.full(SIZE, gradient, jnp.float32)
@@ -187,7 +187,7 @@ def trained(mu=None, nu=None, trace=None, steps=3):
     """Adam's and momentum's state in these formats."""
     formats = {"mu": mu, "nu": nu, "trace": trace}
     if mu is nu is trace:
-        moments = mu
+        moments = mu or "float32"
     else:
         moments = {name: format_ for name, format_ in formats.items() if format_}
     tx = lowbit_optax.lowbit(

@@ -116,7 +116,7 @@ def test_a_checkpoint_manager_restores_into_abstract_sharded_state(tmp_path):
     assert_same_bits(end, want)
 
 
-def _adamw(weights, moments=None, **options):
+def _adamw(weights, moments="float32", **options):
     return lowbit(
         optax.adamw(0.01),
         weights=weights,
@@ -144,7 +144,7 @@ OTHER_WEIGHTS = {
         _adamw(extra_bits(8), min_size=9999),
     ),
     "sgd for adamw": (
-        lowbit(optax.sgd(0.1, 0.9), weights=kahan()),
+        lowbit(optax.sgd(0.1, 0.9), weights=kahan(), moments="float32"),
         _adamw(kahan()),
     ),
 }
@@ -171,8 +171,8 @@ def test_a_checkpoint_of_other_weights_is_an_error_before_it_is_used(
 
 
 OTHER_MOMENTS = {
-    "float32 for bfloat16": (None, BFLOAT16_MOMENTS),
-    "bfloat16 for float32": (BFLOAT16_MOMENTS, None),
+    "float32 for bfloat16": ("float32", BFLOAT16_MOMENTS),
+    "bfloat16 for float32": (BFLOAT16_MOMENTS, "float32"),
     "float16 for bfloat16": (cast("float16"), BFLOAT16_MOMENTS),
     "float32 nu for bfloat16 nu": ({"mu": BFLOAT16_MOMENTS}, BFLOAT16_MOMENTS),
     "bfloat16 nu for float32 nu": (BFLOAT16_MOMENTS, {"mu": BFLOAT16_MOMENTS}),

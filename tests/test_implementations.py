@@ -68,7 +68,8 @@ def dyadic_series(params, steps, bits=16):
 
 def trained(implementation, params, series, advance=lowbit_optax.step, **options):
     """Parameters and state after jitted steps."""
-    tx = lowbit(implementation=implementation, **{"inner": MOMENTUM, **options})
+    float32 = {"inner": MOMENTUM, "weights": extra_bits(16), "moments": "float32"}
+    tx = lowbit(implementation=implementation, **(float32 | options))
     state = tx.init(params)
     run = jax.jit(
         lambda grads, state, params: advance(tx, params, state, grads),
@@ -216,7 +217,7 @@ def test_leaves_of_integers_pass_through_beside_kernels():
     series = [series | {"steps": jnp.zeros(5, int)}]
     with pytest.raises(ValueError, match=r"params\['steps'\]: it is a leaf of int32"):
         trained("pallas", params, series, inner=inner)
-    tx = lowbit(inner)
+    tx = lowbit(inner, weights=extra_bits(16), moments="float32")
     assert_same_bits(
         jax.jit(functools.partial(lowbit_optax.step, tx))(
             params, tx.init(params), series[0]
@@ -309,7 +310,13 @@ def test_a_traced_step_leaves_the_choice_to_the_platform():
     params = model()
     (grads,) = dyadic_series(params, 1)
     programs = {
-        name: step_program(lowbit(MOMENTUM, implementation=name), params, grads)
+        name: step_program(
+            lowbit(
+                MOMENTUM, implementation=name, weights=extra_bits(16), moments="float32"
+            ),
+            params,
+            grads,
+        )
         for name in ("xla", "pallas", None)
     }
     assert "pallas_call" not in programs["xla"]
@@ -318,7 +325,9 @@ def test_a_traced_step_leaves_the_choice_to_the_platform():
     assert "pallas_call" in programs[None]
     assert "pallas_call" in programs["pallas"]
     alone = {"kernel": params["kernel"]}, {"kernel": grads["kernel"]}
-    assert "platform_index" not in step_program(lowbit(MUON), *alone)
+    assert "platform_index" not in step_program(
+        lowbit(MUON, weights=extra_bits(16), moments="float32"), *alone
+    )
 
 
 @pytest.mark.parametrize("advance", ADVANCES.values(), ids=ADVANCES)
@@ -340,7 +349,13 @@ def test_none_on_a_cpu_is_xla_in_every_bit(inner, advance):
 
 
 def test_donated_buffers_are_all_reused():
-    tx = lowbit(MOMENTUM, weights=extra_bits(8), implementation="pallas", min_size=0)
+    tx = lowbit(
+        MOMENTUM,
+        weights=extra_bits(8),
+        implementation="pallas",
+        min_size=0,
+        moments="float32",
+    )
     params = jax.tree.map(jnp.copy, model())
     (grads,) = dyadic_series(params, 1)
     state = tx.init(params)
@@ -360,7 +375,9 @@ def test_donated_buffers_are_all_reused():
 def test_steps_may_be_scanned():
     params = model()
     series = dyadic_series(params, 5)
-    tx = lowbit(MOMENTUM, weights=extra_bits(8), implementation="pallas")
+    tx = lowbit(
+        MOMENTUM, weights=extra_bits(8), implementation="pallas", moments="float32"
+    )
 
     def body(carry, grads):
         params, state = carry
@@ -381,7 +398,12 @@ def test_train_state_takes_kernels_too():
         state = training.TrainState.create(
             apply_fn=None,
             params=model(),
-            tx=lowbit(MOMENTUM, weights=kahan(), implementation=implementation),
+            tx=lowbit(
+                MOMENTUM,
+                weights=kahan(),
+                implementation=implementation,
+                moments="float32",
+            ),
         )
         advance = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
         for grads in dyadic_series(model(), 2):
@@ -393,7 +415,9 @@ def test_train_state_takes_kernels_too():
 def test_members_of_an_ensemble_are_each_alone():
     params = {"kernel": model()["kernel"]}
     (grads,) = dyadic_series(params, 1)
-    tx = lowbit(MOMENTUM, weights=extra_bits(8), implementation="pallas")
+    tx = lowbit(
+        MOMENTUM, weights=extra_bits(8), implementation="pallas", moments="float32"
+    )
     pair = jax.tree.map(lambda p: jnp.stack([p, -2 * p]), params)
     step = functools.partial(lowbit_optax.step, tx)
     states = jax.vmap(tx.init)(pair)

@@ -54,7 +54,9 @@ STEPS, RATE = 1000, 1e-5
 
 
 def test_plain_bfloat16_does_not_move_at_all():
-    tx = lowbit_optax.lowbit(optax.sgd(RATE), weights=lowbit_optax.nearest())
+    tx = lowbit_optax.lowbit(
+        optax.sgd(RATE), weights=lowbit_optax.nearest(), moments="float32"
+    )
     params, grads = ones()
     after, _ = train(tx, params, grads, STEPS)
     chex.assert_trees_all_equal(after, params)

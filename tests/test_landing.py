@@ -17,7 +17,7 @@ import pytest
 
 import lowbit_optax
 from lowbit_optax._numerics import float_layouts, splitting
-from lowbit_optax._numerics.landing import apply_leaf, land
+from lowbit_optax._numerics.landing import ADD, apply_leaf
 from lowbit_optax._numerics.random_bits import random_bits
 
 HALVES = (jnp.bfloat16, jnp.float16)
@@ -71,7 +71,7 @@ def old_values(dtype):
 
 @functools.partial(jax.jit, static_argnums=2)
 def land_and_apply(old, new, apply):
-    landed, update = land(old, new)
+    landed, update = ADD.land(old, new)
     return landed, update, apply(old, update)
 
 
@@ -107,7 +107,7 @@ def test_the_new_value_is_where_it_lands_unless_it_nearly_cancels(dtype):
     olds = olds[np.abs(olds) <= info.max]
     compared = 0
     for value in olds:
-        landed, _ = jax.jit(land)(jnp.full(new.shape, value), jnp.asarray(new))
+        landed, _ = jax.jit(ADD.land)(jnp.full(new.shape, value), jnp.asarray(new))
         with np.errstate(invalid="ignore"):  # signalling NaNs
             size = np.abs(new.astype(np.float64))
         # As far away as a float32 update reaches.
@@ -125,7 +125,7 @@ def test_the_new_value_is_where_it_lands_unless_it_nearly_cancels(dtype):
 def test_equal_values_need_no_update_even_infinite_ones():
     for value in (np.inf, -np.inf, 1.0, 0.0):
         x = jnp.full((3,), value, jnp.bfloat16)
-        landed, update = land(x, x)
+        landed, update = ADD.land(x, x)
         np.testing.assert_array_equal(update, 0)
         assert_same(landed, x)
 
@@ -203,7 +203,7 @@ def advance_and_apply(format_, dtype, start, target, seed):
     param, residual = format_.split(start, jnp.dtype(dtype), draws[0])
     master = format_.join(param, residual)
     update = target - master
-    landed, kept, difference = format_.advance(param, residual, update, draws[1], land)
+    landed, kept, difference = format_.advance(param, residual, update, draws[1], ADD)
     intended, rest = format_.split(master + update, jnp.dtype(dtype), draws[1])
     apply = lowbit_optax.apply_updates if dtype in FLOAT8 else optax_apply
     return dict(
@@ -379,7 +379,7 @@ def test_update_and_apply_is_step_in_ordinary_training(format_, dtype):
     # Powers of two: XLA may or may not fuse a product into the sum that follows, but
     # then their products are exact and it makes no difference.
     inner = optax.sgd(2.0**-7, 0.5)
-    tx = lowbit_optax.lowbit(inner, weights=format_, min_size=0)
+    tx = lowbit_optax.lowbit(inner, weights=format_, min_size=0, moments="float32")
     start = jnp.asarray(rng.normal(size=(32, 8)).astype(dtype))
     grads = jnp.asarray(rng.normal(size=(5, 32, 8)).astype(np.float32))
 
@@ -404,7 +404,9 @@ def test_update_and_apply_is_step_in_ordinary_training(format_, dtype):
 @each_float8
 @pytest.mark.parametrize("name", ["nearest", "kahan", "8 bits"])
 def test_float8_trains_by_lowbits_apply_updates(dtype, name):
-    tx = lowbit_optax.lowbit(optax.sgd(1e-3), weights=BOTH[name], min_size=0)
+    tx = lowbit_optax.lowbit(
+        optax.sgd(1e-3), weights=BOTH[name], min_size=0, moments="float32"
+    )
     params = {"w": jnp.ones((64, 8), dtype)}
     grads = {"w": jnp.ones((64, 8))}
 
@@ -445,7 +447,9 @@ def test_a_weight_at_zero_can_take_small_updates_of_either_sign(
 ):
     # Zero plus a negative number that rounds to -0 is +0: the residual must lead from
     # there to a master below zero, or the weight stays at zero for ever.
-    tx = lowbit_optax.lowbit(optax.sgd(rate), weights=extra_bits(bits), min_size=0)
+    tx = lowbit_optax.lowbit(
+        optax.sgd(rate), weights=extra_bits(bits), min_size=0, moments="float32"
+    )
     grads = jnp.full((32,), -direction, jnp.float32)
 
     @jax.jit

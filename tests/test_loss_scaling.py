@@ -221,7 +221,9 @@ def test_negative_zeros_stay_negative_zeros_when_a_step_is_skipped():
 def test_inside_lowbit_the_inner_state_rests_and_the_count_goes_on():
     scaling = SCALINGS["backoff"]
     tx = lowbit_optax.lowbit(
-        with_loss_scale(optax.adam(0.01), scaling), weights=lowbit_optax.extra_bits(8)
+        with_loss_scale(optax.adam(0.01), scaling),
+        weights=lowbit_optax.extra_bits(8),
+        moments="float32",
     )
     params = parameters()
     state = tx.init(params)
@@ -366,7 +368,8 @@ def test_weight_decay_that_float16_would_lose_is_kept(weights):
     inner = optax.chain(optax.add_decayed_weights(1e-5), optax.sgd(0.1))
     params = {"w": jnp.full((64, 64), 0.01, jnp.float16)}
     tx = with_loss_scale(
-        lowbit_optax.lowbit(inner, weights=weights), static_scale(2.0**10)
+        lowbit_optax.lowbit(inner, weights=weights, moments="float32"),
+        static_scale(2.0**10),
     )
     state = tx.init(params)
     zeros = jax.tree.map(jnp.zeros_like, params)

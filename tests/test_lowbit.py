@@ -148,7 +148,7 @@ def test_library_code_needs_no_dtype_promotion(weights, dtype):
 
 def _float32_and_lowbit(inner, weights, params, steps):
     """Masters of both kinds of training from the same gradients."""
-    tx = lowbit_optax.lowbit(inner, weights=weights, min_size=0)
+    tx = lowbit_optax.lowbit(inner, weights=weights, min_size=0, moments="float32")
     masters = jax.tree.map(lambda x: x.astype(jnp.float32), params)
     series = gradient_series(params, steps)
     got, state = train(tx, params, tx.init(params), series)
@@ -237,7 +237,9 @@ def test_the_residual_belongs_to_what_optax_applies_even_if_that_misses(weights)
     # Only a master under its parameter, in the binade below, can be taken there.
     below = 1 - jnp.arange(1, 65, dtype=jnp.float32) * 2.0**-16
     odd = (2 * jnp.arange(64, dtype=jnp.float32) + 3) * 2.0**-24
-    tx = lowbit_optax.lowbit(optax.sgd(1.0), weights=weights, min_size=0)
+    tx = lowbit_optax.lowbit(
+        optax.sgd(1.0), weights=weights, min_size=0, moments="float32"
+    )
     params, state = lowbit_optax.from_master(tx, below, jnp.bfloat16)
     assert (params == 1).all()
     landed, state = apply(tx, params, state, below + odd)
@@ -264,7 +266,9 @@ def test_gradients_may_have_any_float_dtype(name):
 @pytest.mark.parametrize("weights", ALL_FORMATS.values(), ids=ALL_FORMATS)
 def test_updates_are_float32_and_a_zero_gradient_moves_nothing(weights):
     params = model_params()["kernel"]
-    tx = lowbit_optax.lowbit(optax.sgd(0.1), weights=weights, min_size=0)
+    tx = lowbit_optax.lowbit(
+        optax.sgd(0.1), weights=weights, min_size=0, moments="float32"
+    )
     updates, _ = jax.jit(tx.update)(jnp.zeros_like(params), tx.init(params), params)
     assert updates.dtype == jnp.float32
     assert not updates.any()

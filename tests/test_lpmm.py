@@ -15,7 +15,7 @@ from optimizers import assert_same_bits
 import lowbit_optax
 from lowbit_optax import QuantizedTensor, dequantize, lpmm_adam, lpmm_sgd
 from lowbit_optax._numerics import linear_code
-from lowbit_optax.lpmm import quantized, value_and_grad
+from lowbit_optax.lpmm import value_and_grad
 
 BITS = [4, 5, 8, 10, 12, 15, 16]
 ROUNDINGS = pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
@@ -244,7 +244,7 @@ OPTIMIZERS = {
     "sgd": lambda: lpmm_sgd(0.05, seed=3),
     "momentum": lambda: lpmm_sgd(0.05, 0.9, nesterov=True, weight_decay=1e-2),
     "adam": lambda: lpmm_adam(1e-2, weight_decay=0.1, nesterov=True),
-    "lion": lambda: quantized(
+    "lion": lambda: lowbit_optax.lowbit(
         optax.chain(optax.clip_by_global_norm(1.0), optax.lion(1e-2)),
         moments=lowbit_optax.block_quantized(8),
     ),

@@ -25,7 +25,6 @@ from lowbit_optax import (
     master_weights,
     training,
 )
-from lowbit_optax.lpmm import quantized
 
 SHAPES = {"kernel": (128, 64), "other": (64, 96), "bias": (64,)}
 
@@ -104,7 +103,7 @@ def test_a_chain_clips_before_the_weights_move():
     clip = optax.clip_by_global_norm(0.1)
     for tx in (
         optax.chain(clip, lpmm_sgd(0.5)),
-        quantized(optax.chain(clip, optax.sgd(0.5))),
+        lowbit_optax.lowbit(optax.chain(clip, optax.sgd(0.5))),
     ):
         after, _ = train(tx, params, tx.init(params), [grads], applied)
         clipped, _ = clip.update(grads, clip.init(None))
@@ -151,9 +150,9 @@ def test_a_schedule_is_that_of_the_inner_transformation():
 
 def test_multi_steps_goes_inside_and_accumulate_gradients_outside():
     params, grads = params_of(), series(4)
-    inside = quantized(
+    inside = lowbit_optax.lowbit(
         optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
-        rounding="nearest",
+        weights=lowbit_optax.quantized_weights(rounding="nearest"),
     )
     outside = accumulate_gradients(lpmm_sgd(0.1, rounding="nearest"), 2, min_size=10**9)
     one, _ = train(inside, params, inside.init(params), grads, applied)

@@ -33,7 +33,7 @@ def _master(seed=0):
 
 
 def _sgd(weights):
-    return lowbit(optax.sgd(0.1), weights=weights, min_size=0)
+    return lowbit(optax.sgd(0.1), weights=weights, min_size=0, moments="float32")
 
 
 def _errors(tx, master, dtype=jnp.bfloat16):
@@ -108,7 +108,7 @@ def test_a_fresh_states_masters_are_the_parameters(optimizer):
 def test_training_from_a_master_is_float32_training_from_it(weights):
     master = {"kernel": _master()["kernel"]}
     inner = optax.adamw(0.01)
-    tx = lowbit(inner, weights=weights, min_size=0)
+    tx = lowbit(inner, weights=weights, min_size=0, moments="float32")
     params, state = from_master(tx, master, jnp.bfloat16)
     series = gradient_series(master, 20)
     got, state = train(tx, params, state, series)
@@ -120,7 +120,7 @@ def test_an_inner_transformation_that_copies_the_weights_copies_the_masters():
     # schedule_free's z starts as the weights; so do lookahead's and EMA's averages.
     master = {"kernel": _master()["kernel"]}
     inner = optax.contrib.schedule_free_sgd(0.01)
-    tx = lowbit(inner, weights=extra_bits(16), min_size=0)
+    tx = lowbit(inner, weights=extra_bits(16), min_size=0, moments="float32")
     _, state = from_master(tx, master, jnp.bfloat16)
     assert_same_bits(state.inner_state.z, master)
 
@@ -140,7 +140,10 @@ def _wrappers(tx):
         ),
         "injected": optax.inject_hyperparams(
             lambda learning_rate: lowbit(
-                optax.sgd(learning_rate), weights=extra_bits(16), min_size=0
+                optax.sgd(learning_rate),
+                weights=extra_bits(16),
+                min_size=0,
+                moments="float32",
             ),
             hyperparam_dtype=jnp.float32,
         )(0.1),

@@ -37,7 +37,7 @@ def test_float32_leaves_train_exactly_as_under_optax(name):
         "deep": {"bias": jnp.linspace(-1, 1, 8)},
     }
     inner = optax.adamw(0.01, weight_decay=0.1)
-    tx = lowbit(inner, weights=weights, min_size=0)
+    tx = lowbit(inner, weights=weights, min_size=0, moments="float32")
     series = gradient_series(params, 10)
     state = tx.init(params)
     if state.residual:
@@ -60,7 +60,10 @@ def test_a_tree_of_float32_alone_trains_exactly_as_under_optax():
     params = model_params(jnp.float32)
     inner = optax.adamw(0.01)
     series = gradient_series(params, 10)
-    for tx in (lowbit(inner), lowbit_optax.extra_bits_adamw(0.01)):
+    for tx in (
+        lowbit(inner, weights=extra_bits(16), moments="float32"),
+        lowbit_optax.extra_bits_adamw(0.01),
+    ):
         got, _ = train(tx, params, tx.init(params), series)
         want, _ = train(inner, params, inner.init(params), series)
         assert_same_bits(got, want)
@@ -71,7 +74,7 @@ def test_float32_leaves_pass_through_values_that_no_narrow_format_has():
         "w": jnp.ones(32, jnp.bfloat16),
         "norm": jnp.float32([1e-40, 3.4e38, -0.0]),
     }
-    tx = lowbit(optax.sgd(1.0), weights=kahan())
+    tx = lowbit(optax.sgd(1.0), weights=kahan(), moments="float32")
     grads = {"w": jnp.zeros(32), "norm": jnp.float32([0, 0, 0])}
     updates, _ = tx.update(grads, tx.init(params), params)
     assert_same_bits(updates["norm"], -grads["norm"] * 1.0)
@@ -88,7 +91,11 @@ def test_narrow_gradients_of_float32_leaves_are_float32_to_the_inner(grad_dtype)
         seen.append(jax.tree.map(lambda u: u.dtype, updates))
         return updates
 
-    tx = lowbit(optax.chain(optax.stateless(record), optax.sgd(0.5)), weights=kahan())
+    tx = lowbit(
+        optax.chain(optax.stateless(record), optax.sgd(0.5)),
+        weights=kahan(),
+        moments="float32",
+    )
     grads = {"w": jnp.ones(32, grad_dtype), "norm": jnp.ones(8, grad_dtype)}
     moved, _ = lowbit_optax.step(tx, params, tx.init(params), grads)
     np.testing.assert_array_equal(moved["norm"], 0.5)
@@ -154,7 +161,7 @@ def test_boolean_and_key_leaves_may_be_masked_out():
         "key": jax.random.key(0),
     }
     keep = {"w": True, "flag": False, "key": False}
-    tx = optax.masked(lowbit(optax.sgd(0.5), weights=kahan()), keep)
+    tx = optax.masked(lowbit(optax.sgd(0.5), weights=kahan(), moments="float32"), keep)
     grads = {"w": jnp.ones(32), "flag": None, "key": None}
     updates, _ = tx.update(grads, tx.init(params), params)
     np.testing.assert_array_equal(updates["w"], -0.5)
@@ -167,7 +174,7 @@ def test_master_weights_returns_boolean_and_key_leaves_as_they_are():
         "key": jax.random.key(0),
     }
     keep = {"w": True, "flag": False, "key": False}
-    tx = optax.masked(lowbit(optax.sgd(0.5), weights=kahan()), keep)
+    tx = optax.masked(lowbit(optax.sgd(0.5), weights=kahan(), moments="float32"), keep)
     masters = master_weights(params, tx.init(params))
     assert masters["key"] is params["key"]
     assert masters["flag"] is params["flag"]
@@ -201,7 +208,7 @@ def test_every_narrow_dtype_trains_as_float32_through_step(dtype, bits):
     series = [0.1 * random_grads(params, seed) for seed in range(20)]
     want, _ = train(inner, masters, inner.init(masters), series)
     for weights in (extra_bits(bits), lowbit_optax.master_copy()):
-        tx = lowbit(inner, weights=weights, min_size=0)
+        tx = lowbit(inner, weights=weights, min_size=0, moments="float32")
         got, state = train(tx, params, tx.init(params), series, lowbit_optax.step)
         assert got.dtype == dtype
         assert_same_bits(master_weights(got, state), want)
@@ -218,7 +225,7 @@ def test_apply_updates_agrees_with_step_in_every_narrow_dtype(name):
         return lowbit_optax.apply_updates(params, updates), state
 
     for weights in (extra_bits(8), kahan()):
-        tx = lowbit(optax.sgd(0.1, 0.9), weights=weights, min_size=0)
+        tx = lowbit(optax.sgd(0.1, 0.9), weights=weights, min_size=0, moments="float32")
         stepped = train(tx, params, tx.init(params), series, lowbit_optax.step)
         assert_same_bits(train(tx, params, tx.init(params), series, ours), stepped)
         assert not np.array_equal(
@@ -231,7 +238,7 @@ def test_several_dtypes_in_one_tree():
         name: jnp.linspace(0.5, 1.75, 64).astype(dtype)
         for name, (dtype, _) in NARROW.items()
     } | {"float32": jnp.linspace(0.5, 1.75, 64)}
-    tx = lowbit(optax.adamw(0.01), weights=extra_bits(8), min_size=0)
+    tx = lowbit(optax.adamw(0.01), weights=extra_bits(8), min_size=0, moments="float32")
     series = gradient_series(params, 10)
     got, state = train(tx, params, tx.init(params), series, lowbit_optax.step)
     assert spec_of(got) == spec_of(params)
@@ -252,7 +259,9 @@ def test_leaves_under_min_size_keep_float32_masters():
         "small": jnp.ones((32, 31), jnp.bfloat16),
         "large": jnp.ones((32, 32), jnp.bfloat16),
     }
-    tx = lowbit(optax.sgd(0.01, 0.9), weights=extra_bits(8), min_size=1024)
+    tx = lowbit(
+        optax.sgd(0.01, 0.9), weights=extra_bits(8), min_size=1024, moments="float32"
+    )
     state = tx.init(params)
     words = state.residual.words
     assert (words["small"].dtype, words["small"].shape) == (jnp.float32, (32, 31))
@@ -279,7 +288,11 @@ def test_min_size_is_4096_elements_unless_told_otherwise():
 
 def test_kahan_compensates_in_bfloat16_whatever_the_leaf():
     params = {name: jnp.ones(8, dtype) for name, (dtype, _) in NARROW.items()}
-    compensation = lowbit(optax.sgd(0.1), weights=kahan()).init(params).residual[0]
+    compensation = (
+        lowbit(optax.sgd(0.1), weights=kahan(), moments="float32")
+        .init(params)
+        .residual[0]
+    )
     assert {leaf.dtype for leaf in jax.tree.leaves(compensation)} == {
         jnp.dtype(jnp.bfloat16)
     }
@@ -289,7 +302,7 @@ def test_moments_of_float32_leaves_are_stored_in_the_format_too():
     params = {"w": jnp.ones((32, 4), jnp.bfloat16), "norm": jnp.ones(4)}
     state = lowbit_optax.kahan_adamw(0.1).init(params)
     assert state.inner_state[0].nu["norm"].dtype == jnp.bfloat16
-    exact = lowbit_optax.kahan_adamw(0.1, moments=None).init(params)
+    exact = lowbit_optax.kahan_adamw(0.1, moments="float32").init(params)
     assert exact.inner_state[0].nu["norm"].dtype == jnp.float32
 
 

@@ -26,7 +26,7 @@ from optimizers import (
 import lowbit_optax
 from lowbit_optax import extra_bits, kahan, lowbit, master_weights
 
-PACKED = dict(weights=extra_bits(8), min_size=0)
+PACKED = dict(weights=extra_bits(8), moments="float32", min_size=0)
 
 
 def _trained(tx, params=None, series=None, advance=apply):
@@ -58,6 +58,7 @@ def test_a_chain_inside_sees_float32_gradients_and_masters():
     tx = lowbit(
         optax.chain(optax.stateless(record), optax.sgd(0.1, 0.9)),
         weights=extra_bits(16),
+        moments="float32",
     )
     params = model_params()
     grads = gradient_series(params, 1, jnp.bfloat16)[0]
@@ -147,7 +148,12 @@ def test_multi_steps_takes_one_step_of_the_mean_gradient(optimizer):
 
 def test_multi_steps_inside_accumulates_in_float32():
     inner = optax.MultiSteps(optax.sgd(1.0), every_k_schedule=4)
-    tx = lowbit(inner.gradient_transformation(), weights=extra_bits(16), min_size=0)
+    tx = lowbit(
+        inner.gradient_transformation(),
+        weights=extra_bits(16),
+        min_size=0,
+        moments="float32",
+    )
     params = jnp.ones(64, jnp.bfloat16)
     series = [jnp.full(64, g, jnp.bfloat16) for g in (1.0, 2.0**-9, 2.0**-9, 2.0**-9)]
     moved, state = train(tx, params, tx.init(params), series)
@@ -389,7 +395,7 @@ def test_apply_updates_is_optaxs_for_arrays_that_optax_takes():
 
 def test_schedule_free_averages_float32_weights_inside():
     inner = optax.contrib.schedule_free_adamw(0.01, warmup_steps=2)
-    tx = lowbit(inner, weights=extra_bits(16), min_size=0)
+    tx = lowbit(inner, weights=extra_bits(16), min_size=0, moments="float32")
     params = {"kernel": model_params()["kernel"]}
     masters = jax.tree.map(lambda p: p.astype(jnp.float32), params)
     series = gradient_series(params, 20)

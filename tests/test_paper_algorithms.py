@@ -323,7 +323,7 @@ KAHAN_SPACING, PARAM_SPACING = 2.0**-15, 2.0**-7
     ids=["kahan", "sr"],
 )
 def test_sgd_in_float32_arithmetic_follows_the_float32_run(alias, spacing):
-    tx = alias(1e-3, **SGD, moments=None, seed=1)
+    tx = alias(1e-3, **SGD, moments="float32", seed=1)
     assert_follows(tx, SGD_PLAIN, spacing)
 
 
@@ -333,7 +333,7 @@ def test_sgd_in_float32_arithmetic_follows_the_float32_run(alias, spacing):
     ids=["kahan", "sr"],
 )
 def test_adamw_in_float32_arithmetic_follows_the_float32_run(alias, spacing):
-    tx = alias(1e-3, **ADAMW, moments=None, seed=1)
+    tx = alias(1e-3, **ADAMW, moments="float32", seed=1)
     assert_follows(tx, ADAMW_PLAIN, spacing)
 
 

@@ -36,7 +36,11 @@ def transformation(name: str, is_coded: bool):
     make, fields = CODED[name]
     inner = make()
     moments = dict.fromkeys(fields, lowbit_optax.block_quantized(8))
-    return lowbit_optax.lowbit(inner, moments=moments if is_coded else None)
+    return lowbit_optax.lowbit(
+        inner,
+        moments=moments if is_coded else "float32",
+        weights=lowbit_optax.extra_bits(16),
+    )
 
 
 @functools.cache

@@ -19,8 +19,9 @@ EIGHT_BITS = lowbit_optax.block_quantized(8)
 FLOAT16 = lowbit_optax.cast(jnp.float16)
 
 
-def _lion(weights=None, moments=None):
+def _lion(weights=None, moments="float32"):
     inner = optax.lion(RATE, **HALF, weight_decay=0.5)
+    weights = weights or lowbit_optax.extra_bits(16)
     return lowbit_optax.lowbit(inner, weights=weights, moments=moments)
 
 
@@ -300,9 +301,11 @@ def test_residual_words_that_are_signalling_nans_are_stepped_as_usual():
 def test_two_passes_clip_as_clip_by_global_norm(most):
     params, batches = released.mixed_params(), released.batches(3)
     weights = lowbit_optax.kahan()
-    tx = lowbit_optax.lowbit(optax.sgd(RATE, momentum=0.5), weights=weights)
+    tx = lowbit_optax.lowbit(
+        optax.sgd(RATE, momentum=0.5), weights=weights, moments="float32"
+    )
     inner = optax.chain(optax.clip_by_global_norm(most), optax.sgd(RATE, momentum=0.5))
-    clipped = lowbit_optax.lowbit(inner, weights=weights)
+    clipped = lowbit_optax.lowbit(inner, weights=weights, moments="float32")
     step = release.value_and_update(released.mixed_loss, tx, max_grad_norm=most)
     values, got, state = released.run(step, tx, params, batches)
     want_values, want, want_state = released.run(

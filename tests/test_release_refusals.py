@@ -34,7 +34,9 @@ def _norm_in_state():
 NEEDS_ALL = {
     "clip_by_global_norm": optax.chain(optax.clip_by_global_norm(1.0), SGD),
     "clip_inside_lowbit": lowbit_optax.lowbit(
-        optax.chain(optax.clip_by_global_norm(1.0), SGD)
+        optax.chain(optax.clip_by_global_norm(1.0), SGD),
+        weights=lowbit_optax.extra_bits(16),
+        moments="float32",
     ),
     "apply_if_finite": optax.apply_if_finite(SGD, 3),
     "multi_steps_that_skip": optax.MultiSteps(

@@ -60,7 +60,13 @@ def test_totals_are_the_bytes_of_the_live_arrays(optimizer):
         (lambda: lowbit_optax.extra_bits_adamw(0.1, bits=8), 1, 8),
         (lambda: lowbit_optax.extra_bits_adamw(0.1, bits=4), 0.5, 8),
         (lambda: lowbit_optax.extra_bits_adamw(0.1), 2, 8),
-        (lambda: lowbit(optax.adamw(0.1), weights=lowbit_optax.master_copy()), 4, 8),
+        (
+            lambda: lowbit(
+                optax.adamw(0.1), weights=lowbit_optax.master_copy(), moments="float32"
+            ),
+            4,
+            8,
+        ),
     ],
 )
 def test_bytes_a_parameter_are_the_documented_ones(make, residual, moments):
@@ -204,7 +210,9 @@ def _nested():
             lowbit_optax.kahan_adamw, hyperparam_dtype=jnp.float32
         )(0.1),
         "injected inside": lowbit(
-            optax.inject_hyperparams(optax.adamw)(0.1), weights=kahan()
+            optax.inject_hyperparams(optax.adamw)(0.1),
+            weights=kahan(),
+            moments="float32",
         ),
         "chain of states": optax.chain(optax.trace(0.9), packed, optax.ema(0.9)),
     }
@@ -227,7 +235,9 @@ def test_moments_of_other_shapes_count_what_they_are_in_the_usual_step():
     # Adafactor's float32 rows and columns are the same with a float32 master.
     params = {"w": jax.ShapeDtypeStruct((64, 32), jnp.bfloat16)}
     inner = optax.adafactor(0.1, min_dim_size_to_factor=8)
-    report = memory_report(lowbit(inner, weights=lowbit_optax.master_copy()), params)
+    report = memory_report(
+        lowbit(inner, weights=lowbit_optax.master_copy(), moments="float32"), params
+    )
     wide = {"w": jax.ShapeDtypeStruct((64, 32), jnp.float32)}
     state = jax.eval_shape(inner.init, wide)
     floats = [x for x in jax.tree.leaves(state) if x.dtype == jnp.float32]
@@ -255,7 +265,10 @@ def test_parameters_named_as_fields_of_the_state_are_told_apart():
         for name in ("mu", "residual", "count", "words", "codes", "learning_rate")
     }
     tx = lowbit(
-        optax.inject_hyperparams(optax.adamw)(0.1), weights=extra_bits(8), min_size=0
+        optax.inject_hyperparams(optax.adamw)(0.1),
+        weights=extra_bits(8),
+        min_size=0,
+        moments="float32",
     )
     for leaf in memory_report(tx, params).leaves:
         size = 64 * 32
@@ -284,7 +297,7 @@ def test_cancelled_updates_are_counted_as_in_numpy(weights):
     params = model_params()
     grads = gradient_series(params, 1)[0]
     grads["kernel"] = grads["kernel"].at[::3].set(0)
-    tx = lowbit(optax.sgd(0.03), weights=weights, min_size=0)
+    tx = lowbit(optax.sgd(0.03), weights=weights, min_size=0, moments="float32")
     got = jax.jit(lambda *a: cancelled_updates(tx, *a))(grads, tx.init(params), params)
     updates = jax.tree.map(lambda g: jnp.float32(-0.03) * g, grads)
     for name in params:
@@ -327,7 +340,9 @@ def test_without_updates_the_share_is_zero_not_nan():
 def test_cancelled_updates_are_those_of_the_inner_transformation_mid_training():
     params = {"kernel": model_params()["kernel"]}
     series = gradient_series(params, 6)
-    tx = lowbit(optax.adamw(1e-3), weights=extra_bits(16), min_size=0)
+    tx = lowbit(
+        optax.adamw(1e-3), weights=extra_bits(16), min_size=0, moments="float32"
+    )
     moved, state = train(tx, params, tx.init(params), series[:5])
     got = cancelled_updates(tx, series[5], state, moved)["kernel"]
     masters = lowbit_optax.master_weights(moved, state)
@@ -417,6 +432,6 @@ def test_extra_arguments_reach_the_inner_transformation():
     inner = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau())
     params = jnp.ones(8, jnp.bfloat16)
     grads = jnp.ones(8)
-    for tx in (lowbit(inner, weights=kahan()), inner):
+    for tx in (lowbit(inner, weights=kahan(), moments="float32"), inner):
         share = cancelled_updates(tx, grads, tx.init(params), params, value=1.0)
         assert float(share) == 0

@@ -425,7 +425,11 @@ def test_stochastic_training_goes_on_in_the_mean_where_nearest_stands_still():
         start = (params, tx.init(params))
         return jax.jit(lambda c: lax.scan(one, c, length=steps)[0][0])(start)
 
-    still = train(lowbit_optax.lowbit(optax.sgd(1e-4), weights=lowbit_optax.nearest()))
+    still = train(
+        lowbit_optax.lowbit(
+            optax.sgd(1e-4), weights=lowbit_optax.nearest(), moments="float32"
+        )
+    )
     np.testing.assert_array_equal(still, np.ones(4096))
     moved = np.asarray(train(lowbit_optax.sr_sgd(1e-4))).astype(np.float64)
     # Below 1 the spacing is 2^-8: a draw has a variance of at most 2^-18 (a fair

@@ -274,11 +274,15 @@ RECIPES = {name: _MADE[name] for name in ALIASES | VARIANTS} | {
     "multi_steps": optax.MultiSteps(lowbit_optax.kahan_adamw(0.01), 2),
     "schedule": lowbit_optax.kahan_sgd(optax.linear_schedule(1.0, 0.0, 9), 0.9),
     "injected": lowbit_optax.lowbit(
-        optax.inject_hyperparams(optax.adamw)(0.01), moments=BFLOAT16_MOMENTS
+        optax.inject_hyperparams(optax.adamw)(0.01),
+        moments=BFLOAT16_MOMENTS,
+        weights=lowbit_optax.extra_bits(16),
     ),
     "codes": lowbit_optax.lowbit_adamw(0.01),
     "codes of one moment": lowbit_optax.lowbit(
-        optax.adamw(0.01), moments={"nu": lowbit_optax.block_quantized(8)}
+        optax.adamw(0.01),
+        moments={"nu": lowbit_optax.block_quantized(8)},
+        weights=lowbit_optax.extra_bits(16),
     ),
     "accumulated": lowbit_optax.accumulate_gradients(
         optax.sgd(0.1, 0.9), 2, lowbit_optax.block_quantized(8), min_size=0

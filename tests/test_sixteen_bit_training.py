@@ -82,7 +82,9 @@ def losses(results, which):
 
 SGD = optax.sgd(LEARNING_RATE)
 BFLOAT16 = Formats(FloatFormat.of("bfloat16"), FloatFormat.of("bfloat16"))
-in_bfloat16 = lambda weights: lowbit(SGD, weights=weights, min_size=0)
+in_bfloat16 = lambda weights: lowbit(
+    SGD, weights=weights, min_size=0, moments="float32"
+)
 
 
 @functools.cache

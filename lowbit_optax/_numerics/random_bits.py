@@ -135,6 +135,15 @@ class RandomBits:
             )
 
 
+class ToNearest:
+    """Random bits with which stochastic rounding is to nearest."""
+
+    def words(self, shape: tuple[int, ...], stream: int = 0) -> jax.Array:
+        """Half a unit, everywhere."""
+        del stream
+        return jnp.full(shape, 0x80000000, jnp.uint32)
+
+
 def random_bits(
     seed: jax.Array, step: jax.Array, leaves: Sequence[int]
 ) -> list[RandomBits]:

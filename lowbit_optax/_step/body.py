@@ -1,7 +1,7 @@
 """What a fused kernel computes for one leaf, on rows of its arrays.
 
-    grad, param, residual, moments --> join, decode, program, split, encode
-    schedule, count, global norm ----> scalars --^
+grad, param, residual, moments --> join, decode, program, split, encode
+schedule, count, global norm ----> scalars --^
 """
 
 import dataclasses
@@ -68,7 +68,7 @@ class LeafBody:
 
     def before(self, group_values):
         """What decoding needs of the stored scales."""
-        codecs = (self._format(i).codec for i in self.scaled)
+        codecs = (self.moment_format(i).codec for i in self.scaled)
         return tuple(
             codec.prepare(to_float32(scale))
             for codec, scale in zip(codecs, group_values, strict=True)
@@ -80,13 +80,13 @@ class LeafBody:
         program = self.program.only([i + 1 for i in self.scaled])
         _, _, moments = self._run(program, values, scalars, multiply_add, before)
         return [
-            self._format(i).codec.statistic(moment)
+            self.moment_format(i).codec.statistic(moment)
             for i, moment in zip(self.scaled, moments, strict=True)
         ]
 
     def after(self, maxima):
         """``(new scales, what encoding needs of them)``."""
-        codecs = [self._format(i).codec for i in self.scaled]
+        codecs = [self.moment_format(i).codec for i in self.scaled]
         largest = [c.largest(m) for c, m in zip(codecs, maxima, strict=True)]
         scales = [c.scale_of(x) for c, x in zip(codecs, largest, strict=True)]
         return scales, self.before(scales)
@@ -142,7 +142,7 @@ class LeafBody:
             if how is None:
                 moments.append(x)
             elif i in prepared:
-                codec = self._format(i).codec
+                codec = self.moment_format(i).codec
                 moments.append(codec.decode_fields(x, prepared[i], multiply_add))
             else:
                 moments.append(how[0].decode(x, x.shape))
@@ -154,12 +154,14 @@ class LeafBody:
         master = self.format.inner_weight(param, residual) if self.format else param
         outputs = program.run(
             [grad, master, *moments],
-            lambda ref: elementwise.decode_scalar(scalars[KEYS + ref.number], ref.dtype),
+            lambda ref: elementwise.decode_scalar(
+                scalars[KEYS + ref.number], ref.dtype
+            ),
             multiply_add,
         )
         return param, residual, outputs
 
-    def _format(self, number: int) -> typing.Any:
+    def moment_format(self, number: int) -> typing.Any:
         """The format of a moment that has one."""
         how = self.moments[number]
         assert how is not None

@@ -1,12 +1,14 @@
 """The direct step through optax's wrappers: new parameters in the updates' places.
 
-``optax.chain``, ``masked``, ``partition`` and ``inject_hyperparams`` hand on the updates
-of a transformation inside them as they are. So :func:`lowbit_optax.step` can ask the
-transformations of this package for new parameters instead of differences
-(``context.wants_params``): each is a :class:`NewParam`, an opaque object that no wrapper
-can compute with. A wrapper that tries to, or that keeps one in its state, makes the
-attempt fail, and the step is made with differences.
+``optax.chain``, ``masked``, ``partition`` and ``inject_hyperparams`` hand on the
+updates of a transformation inside them as they are. So :func:`lowbit_optax.step` can
+ask the transformations of this package for new parameters instead of differences
+(``context.wants_params``): each is a :class:`NewParam`, an opaque object that no
+wrapper can compute with. A wrapper that tries to, or that keeps one in its state, makes
+the attempt fail, and the step is made with differences.
 """
+
+from collections.abc import Callable
 
 import jax
 import optax
@@ -33,19 +35,20 @@ def new_params_by(
     state: optax.OptState,
     grads: optax.Updates,
     extra_args: dict,
-) -> tuple[list, optax.OptState] | None:
+    apply_update: Callable,
+) -> tuple[optax.Params, optax.OptState] | None:
     """Ask a wrapped transformation for new parameters.
 
     Args:
       tx: any optax transformation.
       params, state, grads, extra_args: of the step.
+      apply_update: ``(param, update) -> param``, for leaves that others update.
 
     Returns:
-      ``(by leaf, a NewParam or an update, new state)``; None if the transformation
-      cannot step directly, because of what stands around it or because it is not one
-      of this package.
+      ``(new params, new state)``; None if the transformation cannot step directly,
+      because of what stands around it or because it is not one of this package.
     """
-    names, _, treedef = trees.named_leaves(params)
+    names, leaves, treedef = trees.named_leaves(params)
     try:
         with context.params_wanted():
             updates, state = tx.update(grads, state, params, **extra_args)
@@ -55,7 +58,11 @@ def new_params_by(
         return None
     if not any(map(_is_new, found)) or any(map(_is_new, jax.tree.leaves(state))):
         return None
-    return found, state
+    new = [
+        x.value if isinstance(x, NewParam) else apply_update(param, x)
+        for param, x in zip(leaves, found, strict=True)
+    ]
+    return treedef.unflatten(new), state
 
 
 def _is_new(x) -> bool:

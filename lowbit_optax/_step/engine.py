@@ -24,7 +24,8 @@ from lowbit_optax._numerics.random_bits import ToNearest
 from lowbit_optax._step import context, direct, trees
 from lowbit_optax._step.guard import Guard, Unguarded
 from lowbit_optax._step.implementations import advance
-from lowbit_optax._step.moments import MomentPlan, Moments
+from lowbit_optax._step.moment_slots import MomentChoice
+from lowbit_optax._step.moments import MomentPlan
 from lowbit_optax._step.prepared import prepare, random_of_leaves
 from lowbit_optax._step.state import LowbitState
 from lowbit_optax._step.stepper import Stepper
@@ -40,7 +41,7 @@ class Lowbit(Stepper):
 
     inner: optax.GradientTransformationExtraArgs
     weights: WeightFormat
-    moments: Moments
+    moments: MomentChoice
     seed: int
     min_size: int
     implementation: Implementation | None = None
@@ -86,7 +87,7 @@ class Lowbit(Stepper):
 
     def guarded(
         self,
-        params: optax.Params,
+        params: optax.Params | None,
         state: LowbitState,
         grads: optax.Updates,
         guard: Guard | Unguarded,
@@ -98,7 +99,8 @@ class Lowbit(Stepper):
         results, residuals, inner_state = advance(self, prepared, landing, extra_args)
         if not landing.is_direct:
             results = guard.updates(results)
-        count = guard.chosen(optax.safe_increment(state.count), state.count)
+        count = optax.safe_increment(state.count)
+        count = jnp.asarray(guard.chosen(count, state.count))
         residual = self._contained(prepared.tree(residuals))
         new_state = LowbitState(count, state.seed, residual, inner_state)
         return prepared.tree(results), new_state

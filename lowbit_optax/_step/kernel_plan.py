@@ -57,7 +57,7 @@ class KernelPlan:
     nodes: "UpdateNodes"
     leaves: list[LeafKernel | str]
     scalars: Scalars
-    state_tree: jax.tree_util.PyTreeDef
+    state_tree: trees.PyTreeDef
 
     @property
     def is_empty(self) -> bool:
@@ -184,7 +184,7 @@ class _Planner:
         return LeafKernel(body, slots)
 
     def _moments(self, slots):
-        """Formats and numbers of a leaf's moments, which must have blocks of one size."""
+        """Formats and numbers of a leaf's moments, whose blocks must be of one size."""
         found = tuple(
             None if how is None else (how.format, how.number)
             for how in (self._how[s] for s in slots)

@@ -16,8 +16,10 @@ import numpy as np
 
 from lowbit_optax._jaxprs import elementwise
 from lowbit_optax._jaxprs.graph import evaluate
-from lowbit_optax._numerics.landing import difference, land
-from lowbit_optax._step.kernel_plan import WHEN, Body, LeafPlan, Plan
+from lowbit_optax._numerics.landing import Landing
+from lowbit_optax._step.body import PROCEED, LeafBody
+from lowbit_optax._step.kernel_plan import KernelPlan, LeafKernel
+from lowbit_optax._step.prepared import PreparedStep
 from lowbit_optax._step.stacks import Layer
 from pallas_kernels.bitfields.fields import GROUP
 from pallas_kernels.fused_update import (
@@ -31,105 +33,80 @@ from pallas_kernels.fused_update import (
 
 
 def run(
-    plan: Plan,
-    inside,
-    stored: Sequence,
-    keys: tuple[jax.Array, jax.Array],
-    landing,
-    finish,
-    implementation,
-    layer: Layer | None = None,
-):
+    plan: KernelPlan, prepared: PreparedStep, landing: Landing, layer: Layer | None
+) -> tuple[list, list, list, frozenset[int]]:
     """One step by a plan.
 
     Args:
-      plan: from :func:`plan`.
-      inside: as there.
-      stored: the inner state's parts as they are stored.
-      keys: the leaves' random keys.
-      landing: as in the plan.
-      finish: ``(number, update) -> (result, residual)`` of a leaf without a kernel.
-      implementation: of ``fused_update``.
-      layer: of which stacks the leaves are, if they are.
+      plan, prepared, landing: of the step.
+      layer: of which stacks the leaves are layers, if kernels can write into them.
 
     Returns:
       ``(results, residuals, parts, written)``: by leaf the results and residuals, the
       parts of the inner state, and the numbers of those that kernels wrote: they are
       encoded. In the places of :func:`overwritten` there are whole stacks.
     """
-    known = dict(zip(plan.grads, inside.grads, strict=True))
-    known |= zip(plan.masters, inside.masters, strict=True)
-    known |= zip(plan.state, jax.tree.leaves(inside.moments), strict=True)
-    in_kernels = {
-        slot
-        for leaf in plan.leaves
-        if isinstance(leaf, LeafPlan)
-        for slot in leaf.slots
-    }
-    outside = [
-        n
-        for i, n in enumerate(plan.updates)
-        if not isinstance(plan.leaves[i], LeafPlan)
-    ]
-    kept = [n for s, n in enumerate(plan.new_state) if s not in in_kernels]
-    evaluate([*plan.scalars.nodes, *outside, *kept], known)
-    value = lambda node: known[node] if node in known else jnp.asarray(node.constant)
-    table = _table([value(n) for n in plan.scalars.nodes], keys)
-    new_state = {
-        s: value(n) for s, n in enumerate(plan.new_state) if s not in in_kernels
-    }
-    results, residuals = [None] * len(plan.leaves), [None] * len(plan.leaves)
-    in_kernel: dict[int, Leaf] = {}
-    for i, leaf in enumerate(plan.leaves):
-        if isinstance(leaf, LeafPlan):
-            moments = [stored[s] for s in leaf.slots]
-            in_kernel[i] = _stacked(
-                _kernel_leaf(
-                    leaf.body,
-                    inside.raw_grads[i],
-                    inside.leaves[i],
-                    inside.residuals[i],
-                    moments,
-                ),
-                layer,
-            )
-        else:
-            results[i], residuals[i] = finish(i, value(plan.updates[i]))
-    index = None if layer is None else layer.index
-    for i, written in _run_leaves(
-        plan, in_kernel, table, implementation, index
-    ).items():
-        new, *rest = written
-        body = plan.leaves[i].body
+    kernels, nodes = plan.kernels, plan.nodes
+    written = frozenset(slot for x in kernels.values() for slot in x.slots)
+    outside = [n for i, n in enumerate(nodes.updates) if i not in kernels]
+    kept = {s: n for s, n in enumerate(nodes.new_state) if s not in written}
+    value = _evaluated(plan, prepared, [*outside, *kept.values()])
+    table = _table([value(n) for n in plan.scalars.nodes], prepared.keys)
+    parts = {s: value(node) for s, node in kept.items()}
+    results: list = [None] * len(plan.leaves)
+    residuals: list = [None] * len(plan.leaves)
+    for i, node in enumerate(nodes.updates):
+        if i not in kernels:
+            results[i], residuals[i] = prepared.land(i, value(node), landing)
+    leaves = _kernel_leaves(plan, prepared, layer)
+    for i, arrays in _run_leaves(plan, leaves, table, layer).items():
+        new, *rest = arrays
+        body = kernels[i].body
         if body.has_residual:
             residuals[i] = rest.pop(0)
-        moments = _moments_of(body, rest)
-        new_state |= zip(plan.leaves[i].slots, moments, strict=True)
-        exact = landing is land and body.format is not None
-        results[i] = difference(inside.leaves[i], new) if exact else new
-    return results, residuals, [new_state[s] for s in range(len(new_state))], in_kernels
+        parts |= zip(kernels[i].slots, _moments_of(body, rest), strict=True)
+        is_float32 = body.format is None
+        results[i] = new if is_float32 else landing.result(prepared.params[i], new)
+    return results, residuals, [parts[s] for s in range(len(parts))], written
 
 
-def overwritten(plan: Plan, inside, stored: Sequence, layer: Layer) -> set[int]:
+def overwritten(
+    plan: KernelPlan, prepared: PreparedStep, layer: Layer | None
+) -> set[int]:
     """Ids of the arrays that kernels overwrite in their stacks.
 
     Args:
-      plan, inside, stored, layer: as for :func:`run`.
+      plan, prepared, layer: as for :func:`run`.
     """
-    found = set()
-    for i, leaf in enumerate(plan.leaves):
-        if not isinstance(leaf, LeafPlan):
-            continue
-        alone = _kernel_leaf(
-            leaf.body,
-            inside.raw_grads[i],
-            inside.leaves[i],
-            inside.residuals[i],
-            [stored[s] for s in leaf.slots],
-        )
-        if _stacked(alone, layer).stacked:
-            found |= {id(alone.operands[n].array) for n in alone.overwritten}
-    return found
+    alone = _kernel_leaves(plan, prepared, None)
+    in_stacks = _kernel_leaves(plan, prepared, layer)
+    return {
+        id(alone[i].operands[n].array)
+        for i, leaf in in_stacks.items()
+        if leaf.stacked
+        for n in alone[i].overwritten
+    }
+
+
+def _evaluated(plan: KernelPlan, prepared: PreparedStep, wanted: list):
+    """The value of any of these nodes, of scalars, and of inputs, as a function."""
+    nodes = plan.nodes
+    known = dict(zip(nodes.grads, prepared.grads, strict=True))
+    known |= zip(nodes.masters, prepared.masters, strict=True)
+    known |= zip(nodes.state, jax.tree.leaves(prepared.inner_state), strict=True)
+    evaluate([*plan.scalars.nodes, *wanted], known)
+    return lambda node: known[node] if node in known else jnp.asarray(node.constant)
+
+
+def _kernel_leaves(
+    plan: KernelPlan, prepared: PreparedStep, layer: Layer | None
+) -> dict[int, Leaf]:
+    """What the kernels read and write, by number of the leaf."""
+    stored = prepared.stored_parts()
+    return {
+        i: _stacked(_kernel_leaf(i, kernel, prepared, stored), layer)
+        for i, kernel in plan.kernels.items()
+    }
 
 
 def _stacked(leaf: Leaf, layer: Layer | None) -> Leaf:
@@ -146,47 +123,53 @@ def _stacked(leaf: Leaf, layer: Layer | None) -> Leaf:
     return dataclasses.replace(leaf, operands=tuple(operands), stacked=True)
 
 
-def _kernel_leaf(body: Body, grad, param, residual, moments) -> Leaf:
-    operands = [Operand(grad), Operand(param)]
+def _kernel_leaf(i: int, kernel: LeafKernel, prepared: PreparedStep, stored) -> Leaf:
+    body, param, residual = kernel.body, prepared.params[i], prepared.residuals[i]
+    operands = [Operand(prepared.given_grads[i]), Operand(param)]
     if residual is not None:
-        operands.append(Operand(residual, body.format.width or None))
+        width = body.format.width if body.format else 0
+        operands.append(Operand(residual, width or None))
+    moments = [stored[s] for s in kernel.slots]
     group = GROUP
-    for i, stored in enumerate(moments):
-        if i in body.groups:
-            format_, _ = body.moments[i]
+    for number, moment in enumerate(moments):
+        if number in body.scaled:
+            format_ = body.moment_format(number)
             group = format_.block_size
-            operands.append(Operand(stored.codes, format_.bits))
+            operands.append(Operand(moment.codes, format_.bits))
         else:
-            operands.append(Operand(stored))
-    scales = [moments[i].scales for i in body.groups]
-    operands += [Operand(x, per_group=True) for x in scales]
+            operands.append(Operand(moment))
+    operands += [Operand(moments[n].scales, per_group=True) for n in body.scaled]
+    lands_elsewhere = not body.landing.is_direct
     results = [
         Result(
             o.array.dtype,
             o.bits,
-            None if i == 1 and body.landing is land else i,
+            None if n == 1 and lands_elsewhere else n,
             o.per_group,
         )
-        for i, o in enumerate(operands)
-        if i > 0
+        for n, o in enumerate(operands)
+        if n > 0
     ]
     return Leaf(tuple(operands), tuple(results), param.shape, group=group)
 
 
-def _moments_of(body: Body, written: list) -> list:
+def _moments_of(body: LeafBody, written: list) -> list:
     """The moments as they are stored, from their arrays and then all scales."""
     count = len(body.moments)
     moments, scales = written[:count], written[count:]
-    for i, scale in zip(body.groups, scales, strict=True):
-        moments[i] = body.moments[i][0].container(moments[i], scale)
+    for i, scale in zip(body.scaled, scales, strict=True):
+        moments[i] = body.moment_format(i).container(moments[i], scale)
     return moments
 
 
-def _run_leaves(plan: Plan, leaves: dict[int, Leaf], table, implementation, layer):
+def _run_leaves(
+    plan: KernelPlan, leaves: dict[int, Leaf], table: jax.Array, layer: Layer | None
+) -> dict[int, list[jax.Array]]:
     """Each leaf's results: large leaves one by one, small ones of a kind together."""
+    index = None if layer is None else layer.index
     written, small = {}, {}
     for i, leaf in leaves.items():
-        body = plan.leaves[i].body
+        body = plan.kernels[i].body
         alone = leaf.packed or leaf.grouped or leaf.stacked
         if not alone and math.prod(leaf.shape) <= LARGEST_OF_MANY:
             dtypes = tuple(x.dtype for x in leaf.arrays)
@@ -197,10 +180,9 @@ def _run_leaves(plan: Plan, leaves: dict[int, Leaf], table, implementation, laye
             leaf.arrays,
             table,
             np.array([i], np.uint32),
-            layer if leaf.stacked else None,
+            index if leaf.stacked else None,
             body=body,
             like=_abstract(leaf),
-            implementation=implementation,
         )
     for (body, _), numbers in small.items():
         many = _fused_many(
@@ -209,7 +191,6 @@ def _run_leaves(plan: Plan, leaves: dict[int, Leaf], table, implementation, laye
             np.array(numbers, np.uint32),
             body=body,
             like=tuple(_abstract(leaves[i]) for i in numbers),
-            implementation=implementation,
         )
         written |= zip(numbers, many, strict=True)
     return written
@@ -220,8 +201,8 @@ def _abstract(leaf: Leaf) -> Leaf:
     return leaf.with_arrays([None] * len(leaf.operands))
 
 
-@functools.partial(jax.jit, static_argnames=("body", "like", "implementation"))
-def _fused(arrays, table, row, layer, *, body: Body, like: Leaf, implementation):
+@functools.partial(jax.jit, static_argnames=("body", "like"))
+def _fused(arrays, table, row, layer, *, body: LeafBody, like: Leaf):
     """Traced and lowered once for all leaves of one shape and program."""
     leaf = like.with_arrays(arrays)
     return fused_update(
@@ -233,21 +214,21 @@ def _fused(arrays, table, row, layer, *, body: Body, like: Leaf, implementation)
         scalars=table,
         row=row,
         layer=layer,
-        when=WHEN if body.guarded else None,
-        implementation=implementation,
+        when=PROCEED if body.is_guarded else None,
+        implementation="pallas",
     )
 
 
-@functools.partial(jax.jit, static_argnames=("body", "like", "implementation"))
-def _fused_many(arrays, table, rows, *, body: Body, like, implementation):
+@functools.partial(jax.jit, static_argnames=("body", "like"))
+def _fused_many(arrays, table, rows, *, body: LeafBody, like: tuple[Leaf, ...]):
     leaves = [leaf.with_arrays(a) for leaf, a in zip(like, arrays, strict=True)]
     return fused_update_many(
         body,
         leaves,
         scalars=table,
         rows=rows,
-        when=WHEN if body.guarded else None,
-        implementation=implementation,
+        when=PROCEED if body.is_guarded else None,
+        implementation="pallas",
     )
 
 

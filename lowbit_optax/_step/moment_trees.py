@@ -40,7 +40,7 @@ def by_leaf(slot):
     if not is_container(slot):
         return slot
     names, codes, treedef = trees.named_leaves(slot.codes)
-    scales = trees.beside(names, treedef, slot.scales, "scales")
+    scales = trees.parts_of(names, treedef, slot.scales, "scales")
     return treedef.unflatten(map(QuantizedMoment, codes, scales))
 
 

@@ -256,6 +256,7 @@ def _text(stored) -> str:
         return f"{type(stored).__name__}({', '.join(parts)})"
     if stored is None:
         return "none"
-    if not hasattr(stored, "dtype"):
+    dtype, shape = getattr(stored, "dtype", None), getattr(stored, "shape", None)
+    if dtype is None or shape is None:
         return f"a {type(stored).__name__}"
-    return f"{stored.dtype}{list(stored.shape)}"
+    return f"{dtype}{list(shape)}"

@@ -49,7 +49,7 @@ class PreparedStep:
 
     names: list[str]
     params: list
-    treedef: jax.tree_util.PyTreeDef
+    treedef: trees.PyTreeDef
     formats: list[WeightFormat | None]
     residuals: list
     masters: list
@@ -109,7 +109,7 @@ class PreparedStep:
 
 def prepare(
     config: "Lowbit",
-    params: optax.Params,
+    params: optax.Params | None,
     state: LowbitState,
     grads: optax.Updates,
     guard: Guard | Unguarded,

@@ -16,7 +16,7 @@ class LowbitState(typing.NamedTuple):
       inner_state: the inner transformation's state, its moments in their formats.
     """
 
-    count: jax.Array
+    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]: tuple's
     seed: jax.Array
     residual: typing.Any
     inner_state: typing.Any

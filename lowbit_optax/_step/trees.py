@@ -1,17 +1,18 @@
 """Trees of parameters beside trees of state, and errors that name the leaf."""
 
+import typing
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from lowbit_optax.formats import quantized_tensor as tensors
 
-PyTree = optax.Params
+PyTree = typing.Any
+PyTreeDef = typing.Any
 
 
-def named_leaves(tree: PyTree) -> tuple[list[str], list, jax.tree_util.PyTreeDef]:
+def named_leaves(tree: PyTree) -> tuple[list[str], list, PyTreeDef]:
     """Paths, leaves and structure of a tree; a path reads like ``['dense']['bias']``.
 
     A QuantizedTensor is one leaf.
@@ -26,7 +27,7 @@ def named_leaves(tree: PyTree) -> tuple[list[str], list, jax.tree_util.PyTreeDef
 
 def parts_of(
     names: Sequence[str],
-    treedef: jax.tree_util.PyTreeDef,
+    treedef: PyTreeDef,
     tree: PyTree,
     what: str,
 ) -> list:
@@ -87,4 +88,6 @@ def check_quantized(leaf) -> None:
     tensors.check_parts(leaf)
 
 
-naming = tensors.naming
+def naming(name: str):
+    """Within it, errors about a quantised weight's parts name its leaf."""
+    return tensors.naming(name)

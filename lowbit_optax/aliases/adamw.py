@@ -7,9 +7,9 @@ from collections.abc import Callable
 import optax
 
 from lowbit_optax import emulation, formats
-from lowbit_optax._step.moments import Moments
+from lowbit_optax._step.moment_slots import Moments
 from lowbit_optax.aliases import common
-from lowbit_optax.transformation import LowbitTransformation, lowbit
+from lowbit_optax.transformation import lowbit
 
 Mask = typing.Any | Callable[[optax.Params], typing.Any] | None
 
@@ -32,7 +32,7 @@ def kahan_adamw(
     seed: int | None = None,
     min_size: int | None = None,
     implementation: str | None = None,
-) -> LowbitTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """AdamW, weights by Kahan summation and moments in bfloat16.
 
     Args:
@@ -87,7 +87,7 @@ def sr_adamw(
     seed: int | None = None,
     min_size: int | None = None,
     implementation: str | None = None,
-) -> LowbitTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """AdamW, weights rounded stochastically and moments in bfloat16.
 
     Args:
@@ -132,11 +132,11 @@ def extra_bits_adamw(
     bits: int | None = None,
     rounding: typing.Literal["nearest", "toward_zero", "stochastic"] = "nearest",
     residual_rounding: typing.Literal["nearest", "stochastic"] = "stochastic",
-    moments: Moments = None,
+    moments: Moments = "float32",
     seed: int | None = None,
     min_size: int | None = None,
     implementation: str | None = None,
-) -> LowbitTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """AdamW, weights with k extra bits and float32 moments.
 
     Args:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 import optax
 
 from lowbit_optax import formats
-from lowbit_optax._step.moments import Moments
+from lowbit_optax._step.moment_slots import Moments
 from lowbit_optax.aliases import adamw, common, sgd
-from lowbit_optax.transformation import LowbitTransformation, lowbit
+from lowbit_optax.transformation import lowbit
 
 Mask = typing.Any | Callable[[optax.Params], typing.Any] | None
 
@@ -28,7 +28,7 @@ def lowbit_sgd(
     seed: int | None = None,
     min_size: int | None = None,
     implementation: str | None = None,
-) -> LowbitTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """SGD with momentum and weight decay in 4.06 bytes a parameter.
 
     Args:
@@ -68,7 +68,7 @@ def lowbit_adamw(
     seed: int | None = None,
     min_size: int | None = None,
     implementation: str | None = None,
-) -> LowbitTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """AdamW in 5.125 bytes a parameter, instead of the usual 14.
 
     Args:
@@ -105,7 +105,7 @@ def lowbit_lion(
     seed: int | None = None,
     min_size: int | None = None,
     implementation: str | None = None,
-) -> LowbitTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Lion in 4.06 bytes a parameter.
 
     Args:

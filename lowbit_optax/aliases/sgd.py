@@ -6,9 +6,9 @@ import typing
 import optax
 
 from lowbit_optax import emulation, formats
-from lowbit_optax._step.moments import Moments
+from lowbit_optax._step.moment_slots import Moments
 from lowbit_optax.aliases import common
-from lowbit_optax.transformation import LowbitTransformation, lowbit
+from lowbit_optax.transformation import lowbit
 
 
 def kahan_sgd(
@@ -25,7 +25,7 @@ def kahan_sgd(
     seed: int | None = None,
     min_size: int | None = None,
     implementation: str | None = None,
-) -> LowbitTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """SGD with momentum and weight decay, weights by Kahan summation.
 
         g = grad + d w;  m = mu m + g;  y = -eta m - c
@@ -82,7 +82,7 @@ def sr_sgd(
     seed: int | None = None,
     min_size: int | None = None,
     implementation: str | None = None,
-) -> LowbitTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """SGD with momentum and weight decay, weights rounded stochastically.
 
         g = grad + d w;  m = mu m + g;  w = SR(w - eta m)
@@ -126,11 +126,11 @@ def extra_bits_sgd(
     bits: int | None = None,
     rounding: typing.Literal["nearest", "toward_zero", "stochastic"] = "nearest",
     residual_rounding: typing.Literal["nearest", "stochastic"] = "stochastic",
-    moments: Moments = None,
+    moments: Moments = "float32",
     seed: int | None = None,
     min_size: int | None = None,
     implementation: str | None = None,
-) -> LowbitTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """SGD with momentum and weight decay, weights with k extra bits.
 
     Args:
@@ -148,7 +148,7 @@ def extra_bits_sgd(
       Lewandowski and Kosson 2023, section 3.1.
 
     >>> import jax.numpy as jnp
-    >>> extra_bits_sgd(0.1, 0.9, bits=8).config.weights.bits
+    >>> extra_bits_sgd(0.1, 0.9, bits=8).update.__self__.weights.bits
     8
     """
     return lowbit(

@@ -6,6 +6,7 @@ from lowbit_optax.formats.cast import cast
 from lowbit_optax.formats.extra_bits import extra_bits
 from lowbit_optax.formats.kahan import kahan
 from lowbit_optax.formats.plain import master_copy, nearest, stochastic_rounding
+from lowbit_optax.formats.quantized_weights import quantized_weights
 
 __all__ = [
     "MomentFormat",
@@ -16,5 +17,6 @@ __all__ = [
     "kahan",
     "master_copy",
     "nearest",
+    "quantized_weights",
     "stochastic_rounding",
 ]

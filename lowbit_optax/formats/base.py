@@ -11,16 +11,14 @@ none.
 
 import dataclasses
 import typing
-from collections.abc import Callable, Set
+from collections.abc import Set
 
 import jax
 import jax.numpy as jnp
 
-from lowbit_optax._numerics.landing import stay
+from lowbit_optax._numerics.landing import REPLACE, Landing
 from lowbit_optax._numerics.random_bits import RandomBits
 from lowbit_optax._numerics.rounding import to_float32
-
-Land = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +106,7 @@ class WeightFormat:
         residual: jax.Array | None,
         update: jax.Array,
         random: RandomBits | None,
-        land: Land = stay,
+        landing: Landing = REPLACE,
     ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
         """Add a float32 update to the master.
 
@@ -117,26 +115,26 @@ class WeightFormat:
           residual: what the state holds for it.
           update: float32, of param's shape.
           random: the leaf's random bits at this step.
-          land: takes (old, new) param to (the one that will be there, the update that
-            gets it there), see :mod:`lowbit_optax._numerics.landing`.
+          landing: how the new parameter takes the old one's place, see
+            :mod:`lowbit_optax._numerics.landing`.
 
         Returns:
           ``(new param, new residual, landing update)``.
         """
-        return self.store(param, self.join(param, residual) + update, random, land)
+        return self.store(param, self.join(param, residual) + update, random, landing)
 
     def store(
         self,
         param: jax.Array,
         master: jax.Array,
         random: RandomBits | None,
-        land: Land = stay,
+        landing: Landing = REPLACE,
     ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
         """The second half of :meth:`advance`: store a master that was updated."""
-        if land is stay:
+        if landing.is_direct:
             new, residual = self.split(master, param.dtype, random)
             return new, residual, new
-        new, difference = land(param, self.round(master, param.dtype, random))
+        new, difference = landing.land(param, self.round(master, param.dtype, random))
         return new, self.residual(master, new, random), difference
 
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from lowbit_optax._numerics import rounding as rounding_
-from lowbit_optax._numerics.landing import stay
+from lowbit_optax._numerics.landing import REPLACE, Landing
 from lowbit_optax._numerics.random_bits import PARAM_STREAM, RESIDUAL_STREAM, RandomBits
 from lowbit_optax.formats.base import WeightFormat
 
@@ -70,7 +70,7 @@ class KahanFormat(WeightFormat):
         dtype = self._residual_dtype(param.dtype)
         return self._compensation(rounding_.to_float32(param) - master, dtype, random)
 
-    def advance(self, param, residual, update, random, land=stay):
+    def advance(self, param, residual, update, random, landing: Landing = REPLACE):
         dtype = param.dtype
         if self.arithmetic == "param":
             keep = lambda x: rounding_.round_to_precision(x, dtype)
@@ -84,7 +84,7 @@ class KahanFormat(WeightFormat):
             # y: another use of the update would change how XLA contracts its product.
             still = y == -c
             new = jnp.where(still, param, new)
-        new, difference = land(param, new)
+        new, difference = landing.land(param, new)
         error = keep(rounding_.to_float32(new) - w) - y
         compensation = self._compensation(error, residual.dtype, random)
         if self.arithmetic == "float32":

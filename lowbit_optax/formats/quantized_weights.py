@@ -29,10 +29,12 @@ class QuantizedWeights(WeightFormat):
         # Arrays beside the quantised leaves: small ones, mostly float32 already.
         return Nearest()
 
-    def widen(self, param):
+    def widen(self, param: typing.Any):
         return param.dequantize()
 
-    def store(self, param, master, random, landing: Landing = REPLACE):
+    def store(
+        self, param: typing.Any, master, random, landing: Landing = REPLACE
+    ) -> tuple[typing.Any, None, typing.Any]:
         random = random if self.rounding == "stochastic" else None
         new = tensors.requantize(master, param, random)
         if landing.is_direct:

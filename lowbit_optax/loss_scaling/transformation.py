@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lowbit_optax._numerics.landing import land, stay
-from lowbit_optax._step import trees
+from lowbit_optax._numerics.landing import ADD, REPLACE, Landing
+from lowbit_optax._step import context, direct, trees
 from lowbit_optax._step.engine import Lowbit
 from lowbit_optax._step.guard import Guard
+from lowbit_optax._step.stepper import Stepper, stepper_of
 from lowbit_optax.loss_scaling.scales import Scaling
-from lowbit_optax.transformation import LowbitTransformation, step
+from lowbit_optax.transformation import step
 
 
 class LossScaleState(typing.NamedTuple):
@@ -35,7 +36,7 @@ class LossScaleState(typing.NamedTuple):
 
 def with_loss_scale(
     inner: optax.GradientTransformation, scaling: Scaling
-) -> LowbitTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Take gradients of a scaled loss; skip the step where any has overflowed.
 
         g = grads / scale in float32;  if all are finite: inner.update(g)
@@ -80,8 +81,8 @@ def with_loss_scale(
             f"with_loss_scale: scaling is {scaling!r}; accepted are static_scale(), "
             "backoff_scale() and log_normal_scale()"
         )
-    config = LossScaled(inner, scaling)
-    return LowbitTransformation(config.init, config.update, config)
+    inner = optax.with_extra_args_support(inner)
+    return LossScaled(inner, scaling).transformation
 
 
 def scaled_value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
@@ -143,10 +144,10 @@ def current_loss_scale(opt_state: optax.OptState) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class LossScaled:
+class LossScaled(Stepper):
     """The choices of one :func:`with_loss_scale` call."""
 
-    inner: optax.GradientTransformation
+    inner: optax.GradientTransformationExtraArgs
     scaling: Scaling
 
     def init(self, params: optax.Params) -> LossScaleState:
@@ -157,23 +158,25 @@ class LossScaled:
 
     def update(self, updates, state, params=None, **extra_args):
         """As in optax; a skipped step's updates are -0, which changes nothing."""
-        return self._guarded(updates, state, params, land, extra_args)
+        if context.current().wants_params:
+            params, state = self.step(params, state, updates, **extra_args)
+            return direct.as_new_params(params), state
+        return self._guarded(params, state, updates, ADD, extra_args)
 
-    def step(self, grads, state, params, **extra_args):
+    def step(self, params, state, grads, **extra_args):
         """``(new params, new state)`` without differences."""
-        return self._guarded(grads, state, params, stay, extra_args)
+        return self._guarded(params, state, grads, REPLACE, extra_args)
 
-    def inner_update(self, grads, state, params, **extra_args):
+    def inner_update(self, params, state, grads, **extra_args):
         """What the inner transformation does to unscaled gradients."""
         guard = Guard(jnp.float32(1) / state.scale, jnp.bool_(True))
-        grads = guard.times(grads)
-        if isinstance(self.inner, LowbitTransformation):
-            config = self.inner.config
-            return config.inner_update(grads, state.inner_state, params, **extra_args)
-        inner = optax.with_extra_args_support(self.inner)
-        return params, inner.update(grads, state.inner_state, params, **extra_args)[0]
+        grads, inner_state = guard.times(grads), state.inner_state
+        stepper = stepper_of(self.inner)
+        if stepper is not None:
+            return stepper.inner_update(params, inner_state, grads, **extra_args)
+        return self.inner.update(grads, inner_state, params, **extra_args)[0]
 
-    def _guarded(self, grads, state, params, landing, extra_args):
+    def _guarded(self, params, state, grads, landing: Landing, extra_args: dict):
         if not isinstance(state, LossScaleState):
             raise TypeError(
                 f"with_loss_scale: state is a {type(state).__name__}, not a "
@@ -182,13 +185,14 @@ class LossScaled:
         factor = jnp.float32(1) / state.scale
         finite, largest = _sizes(grads, factor)
         guard = Guard(factor, finite)
-        if isinstance(getattr(self.inner, "config", None), Lowbit):
-            results, inner_state = self.inner.config.guarded(
-                grads, state.inner_state, params, guard, landing, **extra_args
+        stepper = stepper_of(self.inner)
+        if isinstance(stepper, Lowbit):
+            results, inner_state = stepper.guarded(
+                params, state.inner_state, grads, guard, landing, **extra_args
             )
         else:
-            results, inner_state = self._any(
-                grads, state.inner_state, params, guard, landing, extra_args
+            results, inner_state = self._guarded_by_choosing(
+                params, state.inner_state, grads, guard, landing, extra_args
             )
         scale, scaling_state = self.scaling.next(
             state.scale, state.scaling_state, largest, finite
@@ -196,16 +200,16 @@ class LossScaled:
         skipped = state.skipped + (~finite).astype(jnp.int32)
         return results, LossScaleState(scale, scaling_state, skipped, inner_state)
 
-    def _any(self, grads, inner_state, params, guard, landing, extra_args):
-        """The guarded step of any inner transformation."""
-        # The inner transformation runs in any case.
+    def _guarded_by_choosing(
+        self, params, inner_state, grads, guard: Guard, landing: Landing, extra_args
+    ):
+        """The guarded step of any inner transformation, which runs in any case."""
         grads = guard.unscaled(grads)
-        if landing is stay:
+        if landing.is_direct:
             new, state = step(self.inner, params, inner_state, grads, **extra_args)
             new = guard.chosen(new, params)
         else:
-            inner = optax.with_extra_args_support(self.inner)
-            new, state = inner.update(grads, inner_state, params, **extra_args)
+            new, state = self.inner.update(grads, inner_state, params, **extra_args)
             new = guard.updates(new)
         return new, guard.chosen(state, inner_state)
 

@@ -18,7 +18,6 @@ from lowbit_optax.formats.quantized_tensor import (
 from lowbit_optax.lpmm.accumulation import AccumulationState, accumulate_gradients
 from lowbit_optax.lpmm.gradients import value_and_grad
 from lowbit_optax.lpmm.optimizers import lpmm_adam, lpmm_sgd
-from lowbit_optax.lpmm.quantized import quantized
 
 __all__ = [
     "AccumulationState",
@@ -29,6 +28,5 @@ __all__ = [
     "lpmm_sgd",
     "quantize",
     "quantize_params",
-    "quantized",
     "value_and_grad",
 ]

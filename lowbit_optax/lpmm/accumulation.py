@@ -2,6 +2,7 @@
 
 import dataclasses
 import typing
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +10,14 @@ import optax
 
 from lowbit_optax import formats
 from lowbit_optax._numerics.random_bits import leaf_number, random_bits
-from lowbit_optax._step import trees
+from lowbit_optax._step import context, direct, trees
 from lowbit_optax._step.moment_trees import by_leaf, in_trees, without_container
+from lowbit_optax._step.prepared import widened_gradient
 from lowbit_optax._step.stacks import layerwise, placed
+from lowbit_optax._step.stepper import Stepper, stepper_of
 from lowbit_optax.formats import MomentFormat
 from lowbit_optax.formats import quantized_tensor as tensors
-from lowbit_optax.lpmm.quantized import widened
-from lowbit_optax.transformation import LowbitTransformation
+from lowbit_optax.transformation import step
 
 EIGHT_BITS = formats.block_quantized(
     8, code="linear", block_size=tensors.DEFAULT_GROUP, rounding="stochastic"
@@ -38,7 +40,7 @@ class AccumulationState(typing.NamedTuple):
       inner_state: the inner transformation's state.
     """
 
-    count: jax.Array
+    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]: tuple's
     seed: jax.Array
     mini_step: jax.Array
     accumulators: typing.Any
@@ -98,28 +100,37 @@ def accumulate_gradients(
             f"accumulate_gradients: format is {format!r}, not a moment format such as "
             "lowbit_optax.block_quantized(8)"
         )
-    config = _Accumulation(
+    config = Accumulation(
         optax.with_extra_args_support(inner),
-        isinstance(inner, LowbitTransformation),
+        stepper_of(inner) is not None,
         every,
         format,
         seed,
         min_size,
     )
-    return optax.GradientTransformationExtraArgs(config.init, config.update)
+    return config.transformation
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Accumulation:
+class Accumulation(Stepper):
+    """The choices of one :func:`accumulate_gradients` call.
+
+    Args:
+      inner, every, format, seed, min_size: as there.
+      takes_float32: whether the inner transformation takes float32 gradients of narrow
+        parameters.
+    """
+
     inner: optax.GradientTransformationExtraArgs
-    is_wide: bool
+    takes_float32: bool
     every: int
     format: MomentFormat
     seed: int
     min_size: int
 
     def init(self, params) -> AccumulationState:
-        names, leaves, treedef = tensors.named_leaves(params)
+        """The state with empty accumulators."""
+        names, leaves, treedef = trees.named_leaves(params)
         count, seed = jnp.zeros([], jnp.uint32), jnp.asarray(self.seed, jnp.uint32)
         random = _random(names, leaves, seed, count)
         sums = [
@@ -135,40 +146,81 @@ class _Accumulation:
         )
 
     def update(self, updates, state, params=None, **extra_args):
+        """As in optax; zeros between updates."""
+        if context.current().wants_params:
+            params, state = self.step(params, state, updates, **extra_args)
+            return direct.as_new_params(params), state
+
+        def last(means, inner_state):
+            return self.inner.update(means, inner_state, params, **extra_args)
+
+        def between(means, inner_state):
+            shapes, _ = jax.eval_shape(last, means, inner_state)
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
         like = updates if params is None else params
-        names, leaves, treedef = tensors.named_leaves(like)
-        given = trees.beside(names, treedef, updates, "grads")
+        return self._accumulated(like, state, updates, last, between)
+
+    def step(self, params, state, grads, **extra_args):
+        """``(new params, new state)`` without differences."""
+
+        def last(means, inner_state):
+            return step(self.inner, params, inner_state, means, **extra_args)
+
+        def between(means, inner_state):
+            del means, inner_state
+            return params
+
+        return self._accumulated(params, state, grads, last, between)
+
+    def inner_update(self, params, state, grads, **extra_args):
+        """What the inner transformation does to these gradients alone."""
+        stepper = stepper_of(self.inner)
+        if stepper is not None:
+            inner_state = state.inner_state
+            return stepper.inner_update(params, inner_state, grads, **extra_args)
+        return self.inner.update(grads, state.inner_state, params, **extra_args)[0]
+
+    def _accumulated(self, like, state, grads, last: Callable, between: Callable):
+        """One microbatch.
+
+        Args:
+          like: the parameters, or what has their structure.
+          state, grads: of the call.
+          last: ``(mean gradients, inner state) -> (result, inner state)`` at the last
+            microbatch.
+          between: the result at the others, of the same arguments.
+        """
+        names, leaves, treedef = trees.named_leaves(like)
+        given = trees.parts_of(names, treedef, grads, "grads")
         held = by_leaf(state.accumulators)
-        held = trees.beside(names, treedef, held, "accumulators")
+        held = trees.parts_of(names, treedef, held, "accumulators")
         random = _random(names, leaves, state.seed, state.count)
         sums = [
-            widened(name, grad, leaf) + self._decode(name, part, leaf)
+            widened_gradient(name, grad, leaf) + self._decode(name, part, leaf)
             if trees.is_float(leaf)
             else grad
             for name, grad, leaf, part in zip(names, given, leaves, held, strict=True)
         ]
-
-        def last():
-            means = [
-                self._mean(total, grad, leaf)
-                for total, grad, leaf in zip(sums, given, leaves, strict=True)
-            ]
-            results, inner_state = self.inner.update(
-                treedef.unflatten(means), state.inner_state, params, **extra_args
-            )
-            emptied = [jnp.zeros_like(x) for x in sums]
-            return results, self._stored(leaves, emptied, random), inner_state
-
-        def between():
-            shapes, _, _ = jax.eval_shape(last)
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-            return zeros, self._stored(leaves, sums, random), state.inner_state
-
-        results, parts, inner_state = jax.lax.cond(
-            state.mini_step == jnp.int32(self.every - 1), last, between
+        means = treedef.unflatten(
+            self._mean(total, grad, leaf)
+            for total, grad, leaf in zip(sums, given, leaves, strict=True)
         )
-        return results, AccumulationState(
-            optax.safe_increment(state.count),
+
+        def update():
+            result, inner_state = last(means, state.inner_state)
+            emptied = [jnp.zeros_like(x) for x in sums]
+            return result, self._stored(leaves, emptied, random), inner_state
+
+        def wait():
+            result = between(means, state.inner_state)
+            return result, self._stored(leaves, sums, random), state.inner_state
+
+        result, parts, inner_state = jax.lax.cond(
+            state.mini_step == jnp.int32(self.every - 1), update, wait
+        )
+        return result, AccumulationState(
+            jnp.asarray(optax.safe_increment(state.count)),
             state.seed,
             (state.mini_step + jnp.int32(1)) % jnp.int32(self.every),
             in_trees(self.format, treedef, parts),
@@ -179,7 +231,7 @@ class _Accumulation:
         if not trees.is_float(leaf):
             return grad
         mean = total * jnp.float32(1 / self.every)
-        if self.is_wide or tensors.is_quantized(leaf):
+        if self.takes_float32 or trees.is_quantized(leaf):
             return mean
         return mean.astype(grad.dtype)
 
@@ -212,7 +264,7 @@ class _Accumulation:
 
 
 def _zeros(leaf) -> jax.Array:
-    if tensors.is_quantized(leaf):
+    if trees.is_quantized(leaf):
         return jnp.zeros(leaf.shape, jnp.float32)
     return jnp.zeros_like(leaf, jnp.float32)
 

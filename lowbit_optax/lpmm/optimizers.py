@@ -3,11 +3,12 @@
 import optax
 
 from lowbit_optax import formats
+from lowbit_optax._step.moment_slots import FLOAT32
 from lowbit_optax.aliases import common, sgd
 from lowbit_optax.formats import MomentFormat
 from lowbit_optax.formats.quantized_tensor import DEFAULT_GROUP, Rounding
-from lowbit_optax.lpmm.quantized import quantized
-from lowbit_optax.transformation import LowbitTransformation
+from lowbit_optax.formats.quantized_weights import quantized_weights
+from lowbit_optax.transformation import lowbit
 
 
 def lpmm_sgd(
@@ -21,7 +22,7 @@ def lpmm_sgd(
     rounding: Rounding = "stochastic",
     seed: int | None = None,
     min_size: int | None = None,
-) -> LowbitTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """SGD with momentum on quantised weights.
 
         m_t = Q(beta m_{t-1} + g_t);  theta_t = Q(theta_{t-1} - alpha m_t)
@@ -37,7 +38,7 @@ def lpmm_sgd(
       block_size: values of the momentum that share a scale. The weights' is in
         :func:`lowbit_optax.quantize_params`.
       rounding: of weights and momentum.
-      seed, min_size: see :func:`lowbit_optax.lpmm.quantized`.
+      seed, min_size: see :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation for trees from :func:`lowbit_optax.quantize_params`.
@@ -53,10 +54,11 @@ def lpmm_sgd(
     """
     inner = sgd.plain_sgd(learning_rate, momentum, nesterov, None, weight_decay)
     moments = {"trace": _dynamic(momentum_bits, block_size, rounding)}
-    return quantized(
+    return lowbit(
         inner,
-        moments=None if momentum is None else moments,
-        rounding=rounding,
+        weights=quantized_weights(rounding=rounding),
+        moments=FLOAT32 if momentum is None else moments,
+        implementation="xla",
         seed=seed,
         min_size=min_size,
     )
@@ -76,7 +78,7 @@ def lpmm_adam(
     rounding: Rounding = "stochastic",
     seed: int | None = None,
     min_size: int | None = None,
-) -> LowbitTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Adam, or with weight decay AdamW, on quantised weights.
 
     Args:
@@ -85,7 +87,7 @@ def lpmm_adam(
       momentum_bits, block_size, rounding: of the first moment, as in
         :func:`lpmm_sgd`. The second is ``block_quantized(8)``, which never lets a value
         become 0.
-      seed, min_size: see :func:`lowbit_optax.lpmm.quantized`.
+      seed, min_size: see :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation for trees from :func:`lowbit_optax.quantize_params`.
@@ -110,8 +112,13 @@ def lpmm_adam(
         # Rounded to nearest a second moment would not decay, whatever the weights do.
         "nu": formats.block_quantized(8),
     }
-    return quantized(
-        inner, moments=moments, rounding=rounding, seed=seed, min_size=min_size
+    return lowbit(
+        inner,
+        weights=quantized_weights(rounding=rounding),
+        moments=moments,
+        seed=seed,
+        min_size=min_size,
+        implementation="xla",
     )
 
 

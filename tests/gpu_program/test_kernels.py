@@ -241,7 +241,9 @@ def test_every_format_takes_the_kernel(weights, moments):
 
 @pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn", "float8_e5m2"])
 def test_every_narrow_dtype_takes_the_kernel(dtype):
-    tx = lowbit_optax.lowbit(optax.adamw(1e-3), weights=lowbit_optax.extra_bits(8))
+    tx = lowbit_optax.lowbit(
+        optax.adamw(1e-3), weights=lowbit_optax.extra_bits(8), moments="float32"
+    )
     step = lower_step(tx, leaf(512, 384, dtype=jnp.dtype(dtype)))
     assert step.fused_launches == step.large == 1
     assert step.in_place
@@ -260,7 +262,9 @@ def test_clipping_by_the_global_norm_reads_the_gradients_once_more(name):
 
 
 def test_muon_is_left_to_xla():
-    tx = lowbit_optax.lowbit(optax.contrib.muon(1e-3))
+    tx = lowbit_optax.lowbit(
+        optax.contrib.muon(1e-3), weights=lowbit_optax.extra_bits(16), moments="float32"
+    )
     step = lower_step(tx, leaf(512, 512))
     assert step.fused_launches == 0
     assert any("gemm" in name for name, _ in step.launches)

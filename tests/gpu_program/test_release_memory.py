@@ -29,7 +29,9 @@ from tools.gpu_program.steps import bytes_of
 MODELS = {"matrices": matrices, "transformer": transformer}
 OPTIMIZERS = {
     "optax_adamw": optax.adamw(1e-3),
-    "adamw": lowbit_optax.lowbit(optax.adamw(1e-3), weights=lowbit_optax.nearest()),
+    "adamw": lowbit_optax.lowbit(
+        optax.adamw(1e-3), weights=lowbit_optax.nearest(), moments="float32"
+    ),
     "extra_bits_adamw": lowbit_optax.extra_bits_adamw(1e-3, bits=8),
     "lowbit_adamw": lowbit_optax.lowbit_adamw(1e-3),
 }

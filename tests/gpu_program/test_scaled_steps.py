@@ -20,7 +20,7 @@ OPTIMIZERS = {
     "kahan_adamw_xla": lowbit_optax.kahan_adamw(1e-3, implementation="xla"),
     "lowbit_adamw": lowbit_optax.lowbit_adamw(1e-3),
     "master_copy": lowbit_optax.lowbit(
-        optax.adamw(1e-3), weights=lowbit_optax.master_copy()
+        optax.adamw(1e-3), weights=lowbit_optax.master_copy(), moments="float32"
     ),
 }
 
