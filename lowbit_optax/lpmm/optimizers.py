@@ -17,7 +17,7 @@ def lpmm_sgd(
     *,
     weight_decay: float = 0.0,
     momentum_bits: int = 8,
-    group: int = DEFAULT_GROUP,
+    block_size: int = DEFAULT_GROUP,
     rounding: Rounding = "stochastic",
     seed: int | None = None,
     min_size: int | None = None,
@@ -34,7 +34,7 @@ def lpmm_sgd(
       learning_rate, momentum, nesterov: as in ``optax.sgd``.
       weight_decay: added to the gradient (not decoupled).
       momentum_bits: 8 or 4, in Dettmers' dynamic exponent code, as in the paper.
-      group: values of the momentum that share a scale. The weights' is in
+      block_size: values of the momentum that share a scale. The weights' is in
         :func:`lowbit_optax.quantize_params`.
       rounding: of weights and momentum.
       seed, min_size: see :func:`lowbit_optax.lpmm.quantized`.
@@ -52,7 +52,7 @@ def lpmm_sgd(
     (16, 64)
     """
     inner = sgd.plain_sgd(learning_rate, momentum, nesterov, None, weight_decay)
-    moments = {"trace": _dynamic(momentum_bits, group, rounding)}
+    moments = {"trace": _dynamic(momentum_bits, block_size, rounding)}
     return quantized(
         inner,
         moments=None if momentum is None else moments,
@@ -72,7 +72,7 @@ def lpmm_adam(
     weight_decay: float = 0.0,
     nesterov: bool = False,
     momentum_bits: int = 8,
-    group: int = DEFAULT_GROUP,
+    block_size: int = DEFAULT_GROUP,
     rounding: Rounding = "stochastic",
     seed: int | None = None,
     min_size: int | None = None,
@@ -82,8 +82,9 @@ def lpmm_adam(
     Args:
       learning_rate, b1, b2, eps, eps_root, nesterov: as in ``optax.adam``.
       weight_decay: decoupled, as in ``optax.adamw``.
-      momentum_bits, group, rounding: of the first moment, as in :func:`lpmm_sgd`. The
-        second is ``block_quantized(8)``, which never lets a value become 0.
+      momentum_bits, block_size, rounding: of the first moment, as in
+        :func:`lpmm_sgd`. The second is ``block_quantized(8)``, which never lets a value
+        become 0.
       seed, min_size: see :func:`lowbit_optax.lpmm.quantized`.
 
     Returns:
@@ -105,7 +106,7 @@ def lpmm_adam(
         nesterov=nesterov,
     )
     moments = {
-        "mu": _dynamic(momentum_bits, group, rounding),
+        "mu": _dynamic(momentum_bits, block_size, rounding),
         # Rounded to nearest a second moment would not decay, whatever the weights do.
         "nu": formats.block_quantized(8),
     }
@@ -114,5 +115,7 @@ def lpmm_adam(
     )
 
 
-def _dynamic(bits: int, group: int, rounding: Rounding) -> MomentFormat:
-    return formats.block_quantized(bits, code="dynamic", group=group, rounding=rounding)
+def _dynamic(bits: int, block_size: int, rounding: Rounding) -> MomentFormat:
+    return formats.block_quantized(
+        bits, code="dynamic", block_size=block_size, rounding=rounding
+    )
