@@ -30,11 +30,12 @@ from lowbit_optax._numerics.random_bits import (
     random_bits,
     random_keys,
 )
+from lowbit_optax._numerics.streams import Draws, moment_draws
 from lowbit_optax._step import kernel_plan, kernel_step, trees
 from lowbit_optax._step.guard import Guard
 from lowbit_optax._step.moments import MomentPlan, Moments
 from lowbit_optax._step.stacks import is_analysed, layerwise, placed, stacks_to_write
-from lowbit_optax.formats.base import WeightFormat
+from lowbit_optax.formats.base import WeightFormat, residual_bits_read
 from pallas_kernels.platforms import is_elsewhere
 
 
@@ -133,8 +134,8 @@ class Lowbit:
         inner_state = self.inner.init(treedef.unflatten(masters))
         plan = self._plan(names, leaves, inner_state)
         formats = [self.format(leaf) for leaf in leaves]
-        random = _random(names, leaves, formats, seed, count)
-        inner_state = plan.encode(inner_state, random)
+        draws = _draws(leaves, formats, _random(names, leaves, seed, count))
+        inner_state = plan.encode(inner_state, draws)
         return LowbitState(count, seed, residual, inner_state)
 
     def update(self, updates, state, params=None, **extra_args):
@@ -218,9 +219,8 @@ class Lowbit:
         guard: Guard | None = None,
     ):
         inside = self._inside(grads, state, params, guard)
-        random = _random(
-            inside.names, inside.leaves, inside.formats, state.seed, state.count
-        )
+        random = _random(inside.names, inside.leaves, state.seed, state.count)
+        draws = _draws(inside.leaves, inside.formats, random)
         keys = random_keys(state.seed, state.count, _numbers(inside.names))
 
         def finish(number: int, update):
@@ -251,7 +251,7 @@ class Lowbit:
             updates, inner_state = self._inner(inside, extra_args)
             pairs = [finish(i, update) for i, update in enumerate(updates)]
             results, residuals = zip(*pairs, strict=True) if pairs else ((), ())
-            encoded = inside.plan.encode(inner_state, random)
+            encoded = inside.plan.encode(inner_state, draws)
             if guard is not None:
                 encoded = guard.chosen(encoded, state.inner_state)
             return list(results), list(residuals), encoded
@@ -267,7 +267,7 @@ class Lowbit:
                 plan, inside, stored, keys, landing, finish, "pallas", layer
             )
             encoded = inside.plan.encode(
-                plan.state_tree.unflatten(parts), random, written
+                plan.state_tree.unflatten(parts), draws, written
             )
             if guard is not None:
                 by_kernel = {id(x) for i in written for x in jax.tree.leaves(parts[i])}
@@ -390,15 +390,16 @@ class Inside:
         return self.treedef.unflatten(self.masters)
 
 
-def _random(names, leaves, formats, seed, count) -> list[RandomBits]:
-    """The leaves' random bits, which know what their formats leave to the moments."""
-    random = placed(random_bits(seed, count, _numbers(names)), names, leaves)
+def _random(names, leaves, seed, count) -> list[RandomBits]:
+    """The leaves' random bits at one step."""
+    return placed(random_bits(seed, count, _numbers(names)), names, leaves)
+
+
+def _draws(leaves, formats, random: list[RandomBits]) -> list[Draws]:
+    """The random numbers of the leaves' moments."""
     return [
-        dataclasses.replace(
-            bits,
-            spare=format_ is not None and format_.residual_random_bits(x.dtype) <= 8,
-        )
-        for bits, x, format_ in zip(random, leaves, formats, strict=True)
+        moment_draws(bits, residual_bits_read(format_, leaf))
+        for leaf, format_, bits in zip(leaves, formats, random, strict=True)
     ]
 
 

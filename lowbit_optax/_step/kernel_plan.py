@@ -27,9 +27,14 @@ from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.landing import stay
 from lowbit_optax._numerics.random_bits import RandomBits
 from lowbit_optax._numerics.rounding import to_float32
+from lowbit_optax._numerics.streams import moment_draws
 from lowbit_optax._step import trees
-from lowbit_optax._step.moments import draws_for_moments
-from lowbit_optax.formats.base import MomentFormat, WeightFormat
+from lowbit_optax.formats.base import (
+    BlockMomentFormat,
+    MomentFormat,
+    WeightFormat,
+    residual_bits_read,
+)
 from pallas_kernels.fused_update import MAX_ELEMENTS
 
 SMALLEST = 4096
@@ -102,11 +107,7 @@ class Body:
         param, residual, (result, *moments) = self._run(
             self.program, values, scalars, multiply_add, before
         )
-        spare = (
-            self.format is not None
-            and self.format.residual_random_bits(param.dtype) <= 8
-        )
-        random = RandomBits(scalars[0], scalars[1], index=index, spare=spare)
+        random = RandomBits(scalars[0], scalars[1], index)
         if self.format is None:
             new = result
         elif self.format.stores_sum:
@@ -115,7 +116,7 @@ class Body:
             new, residual, _ = self.format.advance(
                 param, residual, result, random, self.landing
             )
-        draws = draws_for_moments(random)
+        draws = moment_draws(random, residual_bits_read(self.format, param))
         prepared = dict(zip(self.groups, after, strict=True))
         stored = []
         for i, (x, how) in enumerate(zip(moments, self.moments, strict=True)):
@@ -160,7 +161,7 @@ class Body:
 
 
 def _is_grouped(how: tuple[MomentFormat, int] | None) -> bool:
-    return how is not None and how[0].container is not None
+    return how is not None and isinstance(how[0], BlockMomentFormat)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from lowbit_optax._numerics.random_bits import RandomBits
+from lowbit_optax._numerics.streams import Draws, moment_draws
 from lowbit_optax._step.moment_trees import (
     by_leaf,
     in_trees,
@@ -26,9 +27,6 @@ from lowbit_optax._step.moment_trees import (
 )
 from lowbit_optax._step.stacks import layerwise
 from lowbit_optax.formats.base import MomentFormat
-
-# The streams before are the weight formats'.
-_FIRST_STREAM = 2
 
 Moments = MomentFormat | Mapping[str, MomentFormat] | None
 
@@ -50,11 +48,6 @@ class Stored:
     number: int
 
 
-def draws_for_moments(random: RandomBits) -> RandomBits:
-    """A leaf's random bits, at the streams that its moments use."""
-    return dataclasses.replace(random, stream=_FIRST_STREAM)
-
-
 @dataclasses.dataclass(frozen=True)
 class MomentPlan:
     """Which leaves of an inner state are stored in which format.
@@ -74,25 +67,22 @@ class MomentPlan:
     expected: typing.Any
     min_size: int = 4096
 
-    def encode(self, state, random: list[RandomBits], done: Set[int] = frozenset()):
+    def encode(self, state, draws: list[Draws], done: Set[int] = frozenset()):
         """The inner state with its moments in their formats.
 
         Args:
           state: with moments in float32.
-          random: the leaves' random bits.
+          draws: random numbers of the leaves' moments.
           done: numbers of the parts that are stored as they are: they are encoded.
         """
         if not self.moments:
             return state
-        draws = {
-            name: draws_for_moments(bits)
-            for name, bits in zip(self.names, random, strict=True)
-        }
+        by_name = dict(zip(self.names, draws, strict=True))
         treedef = jax.tree.structure(self.expected)
         parts = treedef.flatten_up_to(state)
         described = treedef.flatten_up_to(self.describe(state))
         encoded = treedef.unflatten(
-            part if how is None or i in done else _encode(how, part, draws[how.leaf])
+            part if how is None or i in done else _encode(how, part, by_name[how.leaf])
             for i, (part, how) in enumerate(zip(parts, described, strict=True))
         )
 
@@ -252,14 +242,14 @@ class MomentPlan:
         return self.moments
 
 
-def _encode(how: Stored, moment: jax.Array, random: RandomBits):
-    return layerwise(lambda x: how.format.encode(x, random, how.number), moment)
+def _encode(how: Stored, moment: jax.Array, draws: Draws):
+    return layerwise(lambda x: how.format.encode(x, draws, how.number), moment)
 
 
 @functools.lru_cache(maxsize=4096)
 def _stored_like(format_: MomentFormat, shape: tuple[int, ...]):
     def encode(moment, seed):
-        return format_.encode(moment, RandomBits(seed, seed), 0)
+        return format_.encode(moment, moment_draws(RandomBits(seed, seed)), 0)
 
     scalar = jax.ShapeDtypeStruct((), jnp.uint32)
     return jax.eval_shape(encode, jax.ShapeDtypeStruct(shape, jnp.float32), scalar)

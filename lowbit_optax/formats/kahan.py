@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from lowbit_optax._numerics import float_layouts
 from lowbit_optax._numerics import rounding as rounding_
 from lowbit_optax._numerics.landing import stay
-from lowbit_optax._numerics.random_bits import PARAM_STREAM, RESIDUAL_STREAM, RandomBits
+from lowbit_optax._numerics.random_bits import RandomBits
+from lowbit_optax._numerics.streams import PARAM_STREAM, RESIDUAL_STREAM
 from lowbit_optax.formats.base import WeightFormat
 
 
