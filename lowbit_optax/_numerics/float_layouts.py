@@ -133,10 +133,17 @@ def round_off(value: jax.Array, shift, random: jax.Array | None = None) -> jax.A
     Returns:
       uint32, the rounded ``value / 2**shift``.
     """
-    one = jnp.uint32(1)
     if isinstance(shift, int):
         if shift == 0:
             return value
+        shift = jnp.uint32(shift)
+    return carried(value, shift, random) >> shift
+
+
+def carried(value: jax.Array, shift, random: jax.Array | None = None) -> jax.Array:
+    """:func:`round_off` before its last shift: what it drops is still there."""
+    one = jnp.uint32(1)
+    if isinstance(shift, int):
         half = jnp.uint32((1 << (shift - 1)) - 1)
         shift = jnp.uint32(shift)
     else:
@@ -145,9 +152,8 @@ def round_off(value: jax.Array, shift, random: jax.Array | None = None) -> jax.A
         # half - 1 plus the last kept bit: ties go up only where that bit is odd. With
         # shift 0 the kept bit must not be added.
         odd = (value >> shift) & jnp.minimum(shift, one)
-        return (value + half + odd) >> shift
-    dropped = (random >> one) >> (jnp.uint32(31) - shift)
-    return (value + dropped) >> shift
+        return value + half + odd
+    return value + ((random >> one) >> (jnp.uint32(31) - shift))
 
 
 def to_pattern(

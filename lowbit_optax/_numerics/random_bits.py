@@ -40,10 +40,6 @@ from jax import lax
 _START = 0x243F6A88, 0x85A308D3
 
 
-PARAM_STREAM, RESIDUAL_STREAM = 0, 1
-"""The streams with which weight formats round parameters and residuals."""
-
-
 @dataclasses.dataclass(frozen=True)
 class RandomBits:
     """The random bits of one leaf at one step, made by :func:`random_bits`.
@@ -51,12 +47,9 @@ class RandomBits:
     Args:
       key, second: uint32 scalars, k0 and k1 of the module's docstring, all but the
         stream taken in.
-      stream: static number that tells the uses of one leaf apart.
       index: what :meth:`words` takes for the row-major index of its elements, a uint32
         array. For a kernel that holds a part of a leaf (of up to 2^32 elements): the
         words of its elements are the leaf's words there.
-      spare: whether the weight's format leaves the low 24 bits of ``RESIDUAL_STREAM``'s
-        words to the moments.
 
     >>> import jax.numpy as jnp
     >>> (bits,) = random_bits(jnp.uint32(0), jnp.uint32(7), [leaf_number("['w']")])
@@ -66,22 +59,20 @@ class RandomBits:
 
     key: jax.Array
     second: jax.Array
-    stream: int = 0
     index: jax.Array | None = None
-    spare: bool = False
 
     def words(self, shape: tuple[int, ...], stream: int = 0) -> jax.Array:
         """One uint32 an element, all 32 bits random.
 
         Args:
           shape: global shape of the leaf; with an index, the index's shape.
-          stream: static; other streams are independent of this one.
+          stream: static number that tells the uses of one leaf apart, from the table
+            in :mod:`lowbit_optax._numerics.streams`.
 
         Raises:
           ValueError: if the index has another shape, or is not uint32.
         """
-        number = jnp.uint32(self.stream + stream)
-        key, second = _take_in(self.key, self.second, number)
+        key, second = _take_in(self.key, self.second, jnp.uint32(stream))
         if self.index is None:
             low, high = _global_index(shape)
         else:
@@ -90,32 +81,6 @@ class RandomBits:
         if high is not None:
             key, second = _take_in(key, second, high)
         return hash_words(low, key, second)
-
-    def halves(self, shape: tuple[int, ...], number: int) -> jax.Array:
-        """16 random bits an element, two numbers to a word: cheaper than two words.
-
-        Args:
-          shape: as for :meth:`words`.
-          number: static; ``2j`` and ``2j+1`` are the low and high half of stream ``j``.
-
-        Returns:
-          uint32 values below ``2**16``.
-        """
-        words = self.words(shape, number // 2)
-        return words >> jnp.uint32(16) if number % 2 else words & jnp.uint32(0xFFFF)
-
-    def twelve(self, shape: tuple[int, ...], number: int) -> jax.Array:
-        """12 random bits an element, leading in a uint32; the bits after them vary.
-
-        Args:
-          shape: as for :meth:`words`.
-          number: static; others are independent of this one. With ``spare``, numbers 0
-            and 1 cost nothing beside the weight's own word.
-        """
-        if self.spare and number < 2:
-            words = self.words(shape, RESIDUAL_STREAM - self.stream)
-            return words << jnp.uint32(8 + 12 * number)
-        return self.halves(shape, number) << jnp.uint32(16)
 
     def at_layer(self, layer: jax.Array, shape: tuple[int, ...]) -> "RandomBits":
         """The random bits of one layer of a stacked leaf: the leaf's words there.

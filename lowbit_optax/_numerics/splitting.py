@@ -192,22 +192,25 @@ def split(
         return param, residual_of(sign, pattern, param, extra, rounding)
     # bfloat16's pattern is the leading bits of float32's, and the sign may stay on top
     # of it: no rounding of a number or infinity carries into it.
-    drop = layout.max_extra_bits - extra
-    bits = lax.bitcast_convert_type(master, jnp.uint32)
+    most = layout.max_extra_bits
+    drop = most - extra
     if drop:
         if not extra and random_residual is not None:
             random_residual = _nearest_past_the_largest(master, layout, random_residual)
-        pattern = float_layouts.round_off(bits, drop, random_residual)
-        pattern = jnp.where(jnp.isnan(master), jnp.uint32(layout.nan << extra), pattern)
+        bits = lax.bitcast_convert_type(master, jnp.uint32)
+        # The pattern before what is dropped: one shift brings it to its place.
+        bits = float_layouts.carried(bits, drop, random_residual)
+        bits = jnp.where(jnp.isnan(master), jnp.uint32(layout.nan << most), bits)
     else:
         sign, pattern = pattern_of(master, layout, extra, rounding)
-        pattern = sign | pattern
+        bits = sign | pattern
+    half = 1 << (most - 1) if extra and rounding == "nearest" else 0
+    param = float_layouts.from_bits(
+        (bits + jnp.uint32(half)) >> jnp.uint32(most), layout.dtype
+    )
     if not extra:
-        return float_layouts.from_bits(pattern, layout.dtype), None
-    half = 1 << (extra - 1) if rounding == "nearest" else 0
-    param = (pattern + jnp.uint32(half)) >> jnp.uint32(extra)
-    fields = pattern & jnp.uint32((1 << extra) - 1)
-    return float_layouts.from_bits(param, layout.dtype), fields
+        return param, None
+    return param, (bits >> jnp.uint32(drop)) & jnp.uint32((1 << extra) - 1)
 
 
 def join(
@@ -234,9 +237,21 @@ def join(
         fields = signed.astype(jnp.uint32)
     if layout.same_exponent:
         # float32's own pattern; its sign is on top of both and stays.
-        rise = jnp.uint32(layout.max_extra_bits - extra)
+        drop = layout.max_extra_bits - extra
         high = bits << jnp.uint32(layout.max_extra_bits)
-        return lax.bitcast_convert_type(high + (fields << rise), jnp.float32)
+        param = lax.bitcast_convert_type(high, jnp.float32)
+        if not extra:
+            return param
+        master = lax.bitcast_convert_type(
+            high + (fields << jnp.uint32(drop)), jnp.float32
+        )
+        # Past zero, where the sum carries into the sign, and past infinity the sum is
+        # a NaN's pattern. No split makes such a pair: the parameter was set by hand.
+        leaves = jnp.isnan(master)
+        if not drop or rounding == "stochastic":
+            # Where all bits of NaNs are kept, and where one may join to infinity.
+            leaves = leaves ^ jnp.isnan(param)
+        return jnp.where(leaves, param, master)
     sign = (bits >> jnp.uint32(layout.width - 1)) << jnp.uint32(31)
     magnitude = ((bits & jnp.uint32(layout.largest)) << jnp.uint32(extra)) + fields
     # A negative residual of a zero: the master is on the other side.

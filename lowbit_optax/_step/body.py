@@ -5,7 +5,6 @@ schedule, count, global norm ----> scalars --^
 """
 
 import dataclasses
-import typing
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,8 +15,13 @@ from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._numerics.random_bits import RandomBits
 from lowbit_optax._numerics.rounding import to_float32
-from lowbit_optax._step.moments import draws_for_moments
-from lowbit_optax.formats.base import MomentFormat, WeightFormat
+from lowbit_optax._numerics.streams import Draws, moment_draws
+from lowbit_optax.formats.base import (
+    BlockMomentFormat,
+    MomentFormat,
+    WeightFormat,
+    residual_bits_read,
+)
 
 KEYS = 2
 """A leaf's row of the table of scalars begins with so many random keys."""
@@ -28,7 +32,7 @@ PROCEED = KEYS + 1
 
 def has_scales(how: tuple[MomentFormat, int] | None) -> bool:
     """Whether a moment is stored with a scale per block."""
-    return how is not None and how[0].container is not None
+    return how is not None and isinstance(how[0], BlockMomentFormat)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +100,7 @@ class LeafBody:
         param, residual, (result, *moments) = self._run(
             self.program, values, scalars, multiply_add, before
         )
-        random = self._random(param, scalars, index)
+        random = RandomBits(scalars[0], scalars[1], index)
         if self.format is None:
             new = result
         elif self.format.stores_sum:
@@ -105,18 +109,12 @@ class LeafBody:
             new, residual, _ = self.format.advance(
                 param, residual, result, random, self.landing
             )
-        stored = self._stored(moments, after, random, multiply_add)
+        draws = moment_draws(random, residual_bits_read(self.format, param))
+        stored = self._stored(moments, after, draws, multiply_add)
         return [new, *([residual] if self.has_residual else []), *stored]
 
-    def _random(self, param, scalars, index) -> RandomBits:
-        spare = False
-        if self.format is not None:
-            spare = self.format.residual_random_bits(param.dtype) <= 8
-        return RandomBits(scalars[0], scalars[1], index=index, spare=spare)
-
-    def _stored(self, moments, after, random, multiply_add) -> list:
+    def _stored(self, moments, after, draws: Draws, multiply_add) -> list:
         """The new moments as they are stored."""
-        draws = draws_for_moments(random)
         prepared = dict(zip(self.scaled, after, strict=True))
         stored = []
         for i, (x, how) in enumerate(zip(moments, self.moments, strict=True)):
@@ -125,8 +123,10 @@ class LeafBody:
                 continue
             format_, number = how
             if i in prepared:
-                format_ = typing.cast(typing.Any, format_)
-                x = format_.encode_fields(x, prepared[i], draws, number, multiply_add)
+                block_format = self.moment_format(i)
+                x = block_format.encode_fields(
+                    x, prepared[i], draws, number, multiply_add
+                )
             else:
                 x = format_.encode(x, draws, number)
             stored.append(x)
@@ -161,8 +161,9 @@ class LeafBody:
         )
         return param, residual, outputs
 
-    def moment_format(self, number: int) -> typing.Any:
-        """The format of a moment that has one."""
+    def moment_format(self, number: int) -> BlockMomentFormat:
+        """The format of a moment that has a scale per block."""
         how = self.moments[number]
-        assert how is not None
+        if how is None or not isinstance(how[0], BlockMomentFormat):
+            raise TypeError(f"moment {number} has no scales")
         return how[0]

@@ -26,7 +26,7 @@ from lowbit_optax._step.guard import Guard, Unguarded
 from lowbit_optax._step.implementations import advance
 from lowbit_optax._step.moment_slots import MomentChoice
 from lowbit_optax._step.moments import MomentPlan
-from lowbit_optax._step.prepared import prepare, random_of_leaves
+from lowbit_optax._step.prepared import draws_of_moments, prepare, random_of_leaves
 from lowbit_optax._step.state import LowbitState
 from lowbit_optax._step.stepper import Stepper
 from lowbit_optax.formats.base import WeightFormat
@@ -69,8 +69,9 @@ class Lowbit(Stepper):
         inner_state = self.inner.init(treedef.unflatten(masters))
         self._check_inner_state(inner_state)
         plan = self.moment_plan(names, leaves, inner_state)
-        random = random_of_leaves(names, leaves, formats, seed, count)
-        inner_state = plan.encode(inner_state, random)
+        random = random_of_leaves(names, leaves, seed, count)
+        draws = draws_of_moments(leaves, formats, random)
+        inner_state = plan.encode(inner_state, draws)
         residual = self._contained(treedef.unflatten(residuals))
         return LowbitState(count, seed, residual, inner_state)
 

@@ -70,7 +70,7 @@ class ByXla:
             prepared.land(number, update, self.landing)
             for number, update in enumerate(updates)
         ]
-        stored = prepared.moment_plan.encode(inner_state, prepared.random)
+        stored = prepared.moment_plan.encode(inner_state, prepared.moment_draws)
         stored = prepared.guard.chosen(stored, prepared.stored_inner_state)
         return Advanced([x for x, _ in pairs], [x for _, x in pairs], stored)
 
@@ -97,7 +97,9 @@ class ByKernels:
             self.plan, prepared, self.landing, self.layer
         )
         stored = prepared.stored_parts()
-        encoded = prepared.moment_plan.encode_parts(parts, prepared.random, written)
+        encoded = prepared.moment_plan.encode_parts(
+            parts, prepared.moment_draws, written
+        )
         encoded = [
             new if i in written else prepared.guard.chosen(new, old)
             for i, (new, old) in enumerate(zip(encoded, stored, strict=True))

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from lowbit_optax._numerics.random_bits import RandomBits
+from lowbit_optax._numerics.streams import Draws, moment_draws
 from lowbit_optax._step.moment_slots import MomentChoice, Slot, with_slots
 from lowbit_optax._step.moment_trees import (
     by_leaf,
@@ -26,9 +27,6 @@ from lowbit_optax._step.moment_trees import (
 from lowbit_optax._step.stacks import layerwise
 from lowbit_optax.formats.base import MomentFormat
 
-# The streams before are the weight formats'.
-_FIRST_STREAM = 2
-
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
@@ -37,11 +35,6 @@ class Stored:
     leaf: str
     format: MomentFormat
     number: int
-
-
-def draws_for_moments(random: RandomBits) -> RandomBits:
-    """A leaf's random bits, at the streams that its moments use."""
-    return dataclasses.replace(random, stream=_FIRST_STREAM)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,40 +58,39 @@ class MomentPlan:
     expected: typing.Any
     min_size: int = 4096
 
-    def encode(self, state, random: list[RandomBits]):
+    def encode(self, state, draws: list[Draws]):
         """The inner state with its moments in their formats.
 
         Args:
           state: with moments in float32.
-          random: the leaves' random bits.
+          draws: random numbers of the leaves' moments.
         """
         if self.choice.is_float32:
             return state
         treedef = jax.tree.structure(self.expected)
-        parts = self.encode_parts(treedef.flatten_up_to(state), random)
+        parts = self.encode_parts(treedef.flatten_up_to(state), draws)
         return self.in_trees(treedef.unflatten(parts))
 
     def encode_parts(
         self,
         parts: Sequence,
-        random: list[RandomBits],
+        draws: list[Draws],
         encoded: Set[int] = frozenset(),
     ) -> list:
         """The parts of an inner state, each moment's arrays together in its place.
 
         Args:
           parts: with moments in float32.
-          random: the leaves' random bits.
+          draws: random numbers of the leaves' moments.
           encoded: numbers of the parts that are encoded already.
         """
-        draws = {
-            name: draws_for_moments(bits)
-            for name, bits in zip(self.names, random, strict=True)
-        }
+        by_name = dict(zip(self.names, draws, strict=True))
         treedef = jax.tree.structure(self.expected)
         described = treedef.flatten_up_to(self.describe(treedef.unflatten(parts)))
         return [
-            part if how is None or i in encoded else _encode(how, part, draws[how.leaf])
+            part
+            if how is None or i in encoded
+            else _encode(how, part, by_name[how.leaf])
             for i, (part, how) in enumerate(zip(parts, described, strict=True))
         ]
 
@@ -235,14 +227,14 @@ class MomentPlan:
         return with_slots(self.inner, self.choice, self.expected)
 
 
-def _encode(how: Stored, moment: jax.Array, random: RandomBits):
-    return layerwise(lambda x: how.format.encode(x, random, how.number), moment)
+def _encode(how: Stored, moment: jax.Array, draws: Draws):
+    return layerwise(lambda x: how.format.encode(x, draws, how.number), moment)
 
 
 @functools.lru_cache(maxsize=4096)
 def _stored_like(format_: MomentFormat, shape: tuple[int, ...]):
     def encode(moment, seed):
-        return format_.encode(moment, RandomBits(seed, seed), 0)
+        return format_.encode(moment, moment_draws(RandomBits(seed, seed)), 0)
 
     scalar = jax.ShapeDtypeStruct((), jnp.uint32)
     return jax.eval_shape(encode, jax.ShapeDtypeStruct(shape, jnp.float32), scalar)

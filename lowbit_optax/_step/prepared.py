@@ -17,12 +17,13 @@ from lowbit_optax._numerics.random_bits import (
     random_bits,
     random_keys,
 )
+from lowbit_optax._numerics.streams import Draws, moment_draws
 from lowbit_optax._step import trees
 from lowbit_optax._step.guard import Guard, Unguarded
 from lowbit_optax._step.moments import MomentPlan
 from lowbit_optax._step.stacks import layerwise, placed
 from lowbit_optax._step.state import LowbitState
-from lowbit_optax.formats.base import WeightFormat
+from lowbit_optax.formats.base import WeightFormat, residual_bits_read
 
 if typing.TYPE_CHECKING:
     from lowbit_optax._step.engine import Lowbit
@@ -43,6 +44,7 @@ class PreparedStep:
       inner_state: the inner transformation's state, its moments in float32.
       stored_inner_state: the same as it is stored.
       random: random bits.
+      moment_draws: random numbers of the moments.
       keys: the same bits' keys, as kernels take them.
       guard: whether there is a step at all.
     """
@@ -59,6 +61,7 @@ class PreparedStep:
     inner_state: typing.Any
     stored_inner_state: typing.Any
     random: list[RandomBits]
+    moment_draws: list[Draws]
     keys: tuple[jax.Array, jax.Array]
     guard: Guard | Unguarded
 
@@ -142,6 +145,7 @@ def prepare(
     ]
     expected = jax.eval_shape(config.inner.init, treedef.unflatten(masters))
     plan = config.moment_plan(names, leaves, expected)
+    random = random_of_leaves(names, leaves, state.seed, state.count)
     return PreparedStep(
         names,
         leaves,
@@ -154,21 +158,23 @@ def prepare(
         plan,
         plan.decode(state.inner_state),
         state.inner_state,
-        random_of_leaves(names, leaves, formats, state.seed, state.count),
+        random,
+        draws_of_moments(leaves, formats, random),
         random_keys(state.seed, state.count, _numbers(names)),
         guard,
     )
 
 
-def random_of_leaves(names, leaves, formats, seed, count) -> list[RandomBits]:
+def random_of_leaves(names, leaves, seed, count) -> list[RandomBits]:
     """The leaves' random bits at a step."""
-    random = placed(random_bits(seed, count, _numbers(names)), names, leaves)
+    return placed(random_bits(seed, count, _numbers(names)), names, leaves)
+
+
+def draws_of_moments(leaves, formats, random: list[RandomBits]) -> list[Draws]:
+    """The random numbers of the leaves' moments."""
     return [
-        dataclasses.replace(
-            bits,
-            spare=format_ is not None and format_.residual_random_bits(x.dtype) <= 8,
-        )
-        for bits, x, format_ in zip(random, leaves, formats, strict=True)
+        moment_draws(bits, residual_bits_read(format_, leaf))
+        for leaf, format_, bits in zip(leaves, formats, random, strict=True)
     ]
 
 

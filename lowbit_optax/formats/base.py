@@ -4,34 +4,53 @@ A weight format says how a float32 master is kept as (param, residual); a moment
 how a float32 moment is kept as codes. Both are frozen, hashable dataclasses that hold
 static choices only, so that jit and ``optax.inject_hyperparams`` leave them alone.
 
-The engine (:mod:`lowbit_optax._step.engine`) calls a weight format's methods leaf by
-leaf, with arrays of the leaf's full shape. A residual is None for a leaf that needs
-none.
+The engine (:mod:`lowbit_optax._step.engine`) calls a format's methods leaf by leaf,
+with arrays of the leaf's full shape, and so does a kernel, with rows of them: there all
+methods that take arrays are elementwise.
+
+What is in the parameters is the truth. Between two steps a user may set weights, to
+prune or to project them or to swap averages in, and the residual then belongs to
+another weight. ``join``, ``inner_weight`` and ``advance`` must take the parameter where
+no rounding of the stored master could have given it.
 """
 
 import dataclasses
 import typing
-from collections.abc import Set
+from collections.abc import Callable, Set
 
 import jax
 import jax.numpy as jnp
 
+from lowbit_optax._numerics.codes import Code, MultiplyAdd, Prepared, multiply_add
 from lowbit_optax._numerics.landing import REPLACE, Landing
 from lowbit_optax._numerics.random_bits import RandomBits
 from lowbit_optax._numerics.rounding import to_float32
+from lowbit_optax._numerics.streams import Draws
+
+Land = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightFormat:
-    """How masters are stored. Subclasses define ``join``, ``round`` and ``residual``.
+    """How masters are stored.
 
-    ``container`` is the NamedTuple type that holds the tree of residuals in
-    ``LowbitState``. It is part of the state's structure: that is how
-    :func:`lowbit_optax.master_weights` knows the format without being told, and how a
-    checkpoint of another format is noticed.
+    A format must define ``container`` and ``round``. One that keeps residuals must also
+    define ``init``, ``join`` and ``residual``; a residual is None for a leaf that needs
+    none. One that packs them must define ``width`` and ``on_fields``.
+
+    It may define ``split`` and ``store``, where both halves together are cheaper than
+    one after the other; ``advance`` with ``stores_sum = False``, where adding an update
+    is more than storing the sum; ``inner_weight``, ``check``, ``for_leaf`` and
+    ``residual_random_bits``. Their defaults are right for every format.
     """
 
     container: typing.ClassVar[type]
+    """The NamedTuple type that holds the tree of residuals in ``LowbitState``.
+
+    It is part of the state's structure: that is how
+    :func:`lowbit_optax.master_weights` knows the format without being told, and how a
+    checkpoint of another format is noticed.
+    """
 
     stores_sum: typing.ClassVar[bool] = True
     """Whether ``advance`` is ``store`` of the sum of master and update."""
@@ -44,18 +63,27 @@ class WeightFormat:
     def for_leaf(
         self, shape: tuple[int, ...], dtype: jnp.dtype, min_size: int
     ) -> "WeightFormat":
-        """The format of a leaf of this shape: itself, or a simpler one if too small."""
+        """The format of one leaf.
+
+        Args:
+          shape, dtype: of the leaf.
+          min_size: a leaf with fewer elements may get a simpler format.
+        """
         del shape, dtype, min_size
         return self
 
     def residual_random_bits(self, dtype: jnp.dtype) -> int:
-        """How many leading bits of ``RESIDUAL_STREAM``'s words it reads, at most."""
+        """How many leading bits of the residual stream's words are read, at most.
+
+        The leaf's moments may use the bits that are not, see
+        :func:`lowbit_optax._numerics.streams.moment_draws`.
+        """
         del dtype
         return 32
 
     @property
     def width(self) -> int:
-        """Bits a parameter of packed residuals; 0 where they are not packed."""
+        """Bits per parameter of packed residuals; 0 where they are not packed."""
         return 0
 
     def on_fields(self) -> "WeightFormat":
@@ -72,7 +100,7 @@ class WeightFormat:
         return None
 
     def join(self, param: jax.Array, residual: jax.Array | None) -> jax.Array:
-        """The float32 master."""
+        """The float32 master: the parameter where the residual is not its own."""
         del residual
         return self.widen(param)
 
@@ -138,11 +166,18 @@ class WeightFormat:
         return new, self.residual(master, new, random), difference
 
 
+def residual_bits_read(format_: WeightFormat | None, param: jax.Array) -> int:
+    """``residual_random_bits`` of a leaf, whose format is None if it passes through."""
+    return 32 if format_ is None else format_.residual_random_bits(param.dtype)
+
+
 @dataclasses.dataclass(frozen=True)
 class MomentFormat:
-    """How float32 moments are stored. Subclasses define ``encode`` and ``decode``.
+    """How float32 moments are stored.
 
-    A moment is stored as one array, or as several in a ``container``.
+    A format must define ``encode`` and ``decode``. It may define ``for_field`` and
+    ``for_leaf``, and must define ``container`` if it stores a moment as several arrays.
+    A format with scales is a :class:`BlockMomentFormat`.
     """
 
     container: typing.ClassVar[type | None] = None
@@ -167,16 +202,54 @@ class MomentFormat:
         del shape, min_size
         return self
 
-    def encode(self, moment: jax.Array, random: RandomBits | None, number: int):
+    def encode(self, moment: jax.Array, draws: Draws, number: int) -> typing.Any:
         """The stored form of a float32 moment.
 
         Args:
           moment: float32 array of the parameter's shape.
-          random: the leaf's random bits at this step.
-          number: which of the leaf's moments this is, for independent random bits.
+          draws: random numbers of the leaf's moments at this step.
+          number: which of the leaf's moments this is.
         """
         raise NotImplementedError
 
-    def decode(self, stored, shape: tuple[int, ...]) -> jax.Array:
+    def decode(self, stored: typing.Any, shape: tuple[int, ...]) -> jax.Array:
         """The float32 moment of its stored form."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockMomentFormat(MomentFormat):
+    """Moments as packed codes with a scale per block of neighbours.
+
+    A format must define all of these. A kernel takes the maximum of
+    ``codec.statistic`` over each block, makes the block's scale of it, and then calls
+    ``encode_fields``; it packs the fields by itself.
+
+    ``container`` has two fields: the packed codes and the scales.
+    """
+
+    bits: int
+    block_size: int
+
+    @property
+    def codec(self) -> Code:
+        """The code's elementwise functions."""
+        raise NotImplementedError
+
+    def encode_fields(
+        self,
+        moment: jax.Array,
+        prepared: Prepared,
+        draws: Draws,
+        number: int,
+        multiply_add: MultiplyAdd = multiply_add,
+    ) -> jax.Array:
+        """The uint32 fields of ``bits`` bits of moments.
+
+        Args:
+          moment: float32.
+          prepared: of its blocks' scales, see :meth:`Code.prepare`.
+          draws, number: as for :meth:`encode`.
+          multiply_add: of three arrays; a kernel's own.
+        """
         raise NotImplementedError

@@ -16,7 +16,7 @@ from jax import lax
 from lowbit_optax._numerics.code_kinds import code_of
 from lowbit_optax._numerics.codes import Code, multiply_add
 from lowbit_optax._numerics.rounding import to_float32
-from lowbit_optax.formats.base import MomentFormat
+from lowbit_optax.formats.base import BlockMomentFormat, MomentFormat
 from pallas_kernels.bitfields.fields import GROUP
 from pallas_kernels.bitfields.xla import pack, pack_axis, packed_shape, unpack
 
@@ -47,12 +47,12 @@ class QuantizedMoment(typing.NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockQuantized(MomentFormat):
+class BlockQuantized(BlockMomentFormat):
     """See :func:`block_quantized`; ``signed`` is what :meth:`for_field` knows."""
 
     bits: int = 8
-    code: str | None = None
     block_size: int = GROUP
+    code: str | None = None
     rounding: typing.Literal["nearest", "stochastic"] = "stochastic"
     scale: typing.Literal["bfloat16", "power_of_two"] | None = None
     signed: bool = True
@@ -85,22 +85,20 @@ class BlockQuantized(MomentFormat):
         size = math.prod(shape)
         return self if shape and size and size >= min_size else None
 
-    def encode(self, moment, random, number):
+    def encode(self, moment, draws, number):
         codec = self.codec
         axis = pack_axis(moment.shape)
         groups = _in_groups(codec.statistic(moment), axis, self.block_size)
         scales = codec.scale_of(codec.largest(jnp.max(groups, axis=axis + 1)))
         prepared = self._prepared(scales, moment.shape)
-        fields = self.encode_fields(moment, prepared, random, number)
+        fields = self.encode_fields(moment, prepared, draws, number)
         return QuantizedMoment(pack(fields, self.bits), scales)
 
-    def encode_fields(
-        self, moment, prepared, random, number, multiply_add=multiply_add
-    ):
+    def encode_fields(self, moment, prepared, draws, number, multiply_add=multiply_add):
         """The fields of moments (rows of them, in a kernel) with prepared scales."""
         words = None
         if self.rounding == "stochastic":
-            words = random.twelve(moment.shape, number)
+            words = draws.twelve(moment.shape, number)
         return self.codec.encode_fields(moment, prepared, words, multiply_add)
 
     def decode(self, stored, shape):
@@ -239,4 +237,4 @@ def block_quantized(
             f"block_quantized: scale is {scale!r}, not None, 'bfloat16' or "
             "'power_of_two'"
         )
-    return BlockQuantized(bits, code, block_size, rounding, scale)
+    return BlockQuantized(bits, block_size, code, rounding, scale)

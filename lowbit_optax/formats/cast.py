@@ -10,9 +10,6 @@ from lowbit_optax._numerics import float_layouts
 from lowbit_optax._numerics import rounding as rounding_
 from lowbit_optax.formats.base import MomentFormat
 
-# Streams that moments which share words (RandomBits.halves) do not reach.
-_WHOLE_WORDS = 64
-
 
 @dataclasses.dataclass(frozen=True)
 class Cast(MomentFormat):
@@ -25,14 +22,14 @@ class Cast(MomentFormat):
     dtype: np.dtype
     rounding: typing.Literal["nearest", "stochastic"] = "stochastic"
 
-    def encode(self, moment, random, number):
+    def encode(self, moment, draws, number):
         if self.rounding == "nearest":
             return rounding_.round_nearest(moment, self.dtype)
         if float_layouts.layout_of(self.dtype).same_exponent:
             # Always 16 bits are dropped; the other formats' subnormals drop more.
-            words = random.halves(moment.shape, number) << jnp.uint32(16)
+            words = draws.halves(moment.shape, number) << jnp.uint32(16)
         else:
-            words = random.words(moment.shape, _WHOLE_WORDS + number)
+            words = draws.words(moment.shape, number)
         return rounding_.round_stochastic(moment, self.dtype, words)
 
     def decode(self, stored, shape):

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 
 import pallas_kernels
 from lowbit_optax._numerics import float_layouts, splitting
-from lowbit_optax._numerics.random_bits import PARAM_STREAM, RESIDUAL_STREAM, RandomBits
+from lowbit_optax._numerics.random_bits import RandomBits
+from lowbit_optax._numerics.streams import PARAM_STREAM, RESIDUAL_STREAM
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.plain import MasterCopyFormat, NoResidual
 from pallas_kernels.bitfields.xla import pack, unpack

@@ -15,9 +15,11 @@ import typing
 import jax
 import jax.numpy as jnp
 
+from lowbit_optax._numerics import float_layouts
 from lowbit_optax._numerics import rounding as rounding_
 from lowbit_optax._numerics.landing import REPLACE, Landing
-from lowbit_optax._numerics.random_bits import PARAM_STREAM, RESIDUAL_STREAM, RandomBits
+from lowbit_optax._numerics.random_bits import RandomBits
+from lowbit_optax._numerics.streams import PARAM_STREAM, RESIDUAL_STREAM
 from lowbit_optax.formats.base import WeightFormat
 
 
@@ -52,7 +54,8 @@ class KahanFormat(WeightFormat):
         return jnp.zeros_like(param, dtype=self._residual_dtype(param.dtype))
 
     def join(self, param, residual):
-        return rounding_.to_float32(param) - rounding_.to_float32(residual)
+        weight = rounding_.to_float32(param)
+        return weight - self._error_of(weight, residual, param.dtype)
 
     def inner_weight(self, param, residual):
         # Line 4 of Algorithm 3 decays w, not w - c.
@@ -76,7 +79,8 @@ class KahanFormat(WeightFormat):
             keep = lambda x: rounding_.round_to_precision(x, dtype)
         else:
             keep = lambda x: x
-        w, c = rounding_.to_float32(param), rounding_.to_float32(residual)
+        w = rounding_.to_float32(param)
+        c = self._error_of(w, residual, dtype)
         y = keep(keep(update) - c)
         new = self.round(w + y, dtype, random)
         if self.arithmetic == "float32":
@@ -90,6 +94,23 @@ class KahanFormat(WeightFormat):
         if self.arithmetic == "float32":
             compensation = jnp.where(still, residual, compensation)
         return new, compensation, difference
+
+    def _error_of(self, weight: jax.Array, residual: jax.Array, dtype: jnp.dtype):
+        """The compensation, float32; 0 if rounding to this weight cannot have left it.
+
+        It is another weight's then, because this one was set by hand.
+        """
+        layout = float_layouts.layout_of(dtype)
+        spacing = 2.0**-layout.mantissa_bits  # of a power of two, relative to it
+        smallest = 2.0 ** (1 - layout.bias - layout.mantissa_bits)
+        if self.rounding == "nearest" and self.arithmetic == "float32":
+            # Half a spacing, and what float32 and the compensation round up.
+            spacing, smallest = spacing * (0.5 + 2.0**-8), smallest / 2
+        most = jnp.abs(weight) * jnp.float32(spacing)
+        if not layout.same_exponent:
+            most = jnp.maximum(most, jnp.float32(smallest))
+        error = rounding_.to_float32(residual)
+        return jnp.where(jnp.abs(error) <= most, error, jnp.float32(0))
 
     def _residual_dtype(self, dtype):
         # The paper's 16-bit unit knows one format. Otherwise bfloat16, whose range

@@ -16,13 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from lowbit_optax._numerics import linear_code
-from lowbit_optax._numerics.random_bits import (
-    PARAM_STREAM,
-    RandomBits,
-    leaf_number,
-    random_bits,
-)
+from lowbit_optax._numerics.random_bits import RandomBits, leaf_number, random_bits
 from lowbit_optax._numerics.rounding import narrow_or_cast, to_float32
+from lowbit_optax._numerics.streams import PARAM_STREAM
 from lowbit_optax._step import trees
 from pallas_kernels.bitfields.fields import GROUP
 from pallas_kernels.bitfields.xla import pack, pack_axis, unpack

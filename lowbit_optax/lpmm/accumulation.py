@@ -10,6 +10,7 @@ import optax
 
 from lowbit_optax import formats
 from lowbit_optax._numerics.random_bits import leaf_number, random_bits
+from lowbit_optax._numerics.streams import accumulator_draws
 from lowbit_optax._step import context, direct, trees
 from lowbit_optax._step.moment_trees import by_leaf, in_trees, without_container
 from lowbit_optax._step.prepared import widened_gradient
@@ -23,9 +24,6 @@ EIGHT_BITS = formats.block_quantized(
     8, code="linear", block_size=tensors.DEFAULT_GROUP, rounding="stochastic"
 )
 """The paper's gradient accumulators."""
-
-# Far from the streams of weights and moments, which may have the same seed and count.
-_STREAM = 1 << 16
 
 
 class AccumulationState(typing.NamedTuple):
@@ -271,5 +269,4 @@ def _zeros(leaf) -> jax.Array:
 
 def _random(names, leaves, seed, count):
     random = random_bits(seed, count, [leaf_number(name) for name in names])
-    random = [dataclasses.replace(bits, stream=_STREAM) for bits in random]
-    return placed(random, names, leaves)
+    return [accumulator_draws(bits) for bits in placed(random, names, leaves)]

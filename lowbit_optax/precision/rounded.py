@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from lowbit_optax._jaxprs.program import LossProgram, Step
 from lowbit_optax._numerics.random_bits import RandomBits, leaf_number, random_bits
+from lowbit_optax._numerics.streams import BACKWARD_STREAM, FORWARD_STREAM
 from lowbit_optax.precision import tensors
 from lowbit_optax.precision.assignment import Assignment
 from lowbit_optax.precision.float_format import (
@@ -24,7 +25,6 @@ from lowbit_optax.precision.float_format import (
 from lowbit_optax.precision.tensors import Tensors
 
 _STORED = "lowbit_optax.precision"
-_BACKWARD_STREAM = 1
 
 
 def apply(
@@ -264,7 +264,7 @@ class _Run:
         if self._seed is not None:
             name = leaf_number(assignment.plan.tensors[number].name)
             (bits,) = random_bits(self._seed, iteration, [name])
-        words = None if bits is None else bits.words(x.shape)
+        words = None if bits is None else bits.words(x.shape, FORWARD_STREAM)
         low, low_backward = assignment.low[number], assignment.low_backward[number]
         grid = _choose(low, formats.low, formats.high)
         backward = _choose(low_backward, formats.low_backward, formats.high_backward)
@@ -301,8 +301,7 @@ def _forward(x, y, backward):
 def _backward(backward, cotangent):
     words = None
     if backward.keys is not None:
-        bits = RandomBits(*backward.keys, stream=_BACKWARD_STREAM)
-        words = bits.words(cotangent.shape)
+        words = RandomBits(*backward.keys).words(cotangent.shape, BACKWARD_STREAM)
     rounded, _ = round_to_grid(cotangent.astype(jnp.float32), backward.grid, words)
     return rounded.astype(cotangent.dtype), None, None
 

@@ -1,0 +1,344 @@
+"""A parameter that was set by hand stays set, in every weight format.
+
+Pruning, projections, averages swapped in and re-initialisation all write into
+``params`` and leave the optimizer's state alone. What the state holds for such a
+parameter belongs to another one, and must not come back.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+
+import lowbit_optax
+from lowbit_optax._numerics import splitting
+from lowbit_optax._numerics.random_bits import random_bits
+from lowbit_optax.formats.extra_bits import ExtraBits
+from lowbit_optax.formats.plain import MasterCopyFormat
+
+DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+each_dtype = pytest.mark.parametrize("dtype", DTYPES)
+
+FORMATS = {
+    "nearest": lowbit_optax.nearest(),
+    "stochastic rounding": lowbit_optax.stochastic_rounding(),
+    "master copy": lowbit_optax.master_copy(),
+    "kahan": lowbit_optax.kahan(),
+    "kahan, stochastic": lowbit_optax.kahan(rounding="stochastic"),
+    "kahan, all in the parameter's dtype": lowbit_optax.kahan(arithmetic="param"),
+    "1 extra bit": lowbit_optax.extra_bits(1),
+    "8 extra bits": lowbit_optax.extra_bits(8),
+    "8 extra bits, toward zero": lowbit_optax.extra_bits(8, rounding="toward_zero"),
+    "8 extra bits, stochastic": lowbit_optax.extra_bits(8, rounding="stochastic"),
+    "13 extra bits": lowbit_optax.extra_bits(13),
+}
+each_format = pytest.mark.parametrize("name", FORMATS)
+
+
+def patterns(dtype):
+    """Every number of a dtype, infinities and NaNs among them."""
+    width = ml_dtypes.finfo(dtype).bits
+    bits = np.arange(2**width, dtype=np.uint32).astype(f"uint{width}")
+    return bits.view(ml_dtypes.finfo(dtype).dtype)
+
+
+def same_numbers(a, b):
+    """Elementwise, NaN being like NaN."""
+    return (a == b) | (np.isnan(a) & np.isnan(b))
+
+
+# What a master is joined of: no residual of another parameter moves it away.
+
+
+def spacings_away(master, param):
+    """How far masters are from finite parameters, in spacings of the parameters.
+
+    Of a power of two the spacing is the larger one, of the numbers above it.
+    """
+    info = ml_dtypes.finfo(param.dtype)
+    param, master = param.astype(np.float64), master.astype(np.float64)
+    exponent = np.floor(np.log2(np.maximum(np.abs(param), float(info.tiny))))
+    return np.abs(master - param) / 2.0 ** (exponent - info.nmant)
+
+
+def check_joined(bits, rounding, residuals):
+    """Joins every bfloat16 parameter with each of these residuals, all at once."""
+    param = patterns("bfloat16")
+    wide = param.astype(np.float32)
+    format_ = ExtraBits(bits, rounding, packed=False)
+    join = jax.jit(jax.vmap(format_.join, (None, 0)))
+    allowed = 0.5 if rounding == "nearest" else 1.0
+    for part in np.array_split(residuals, max(1, len(residuals) // 64)):
+        masters = np.asarray(join(jnp.asarray(param), jnp.asarray(part)))
+        finite = np.isfinite(wide)
+        assert np.all(spacings_away(masters[:, finite], param[finite]) <= allowed)
+        np.testing.assert_array_equal(
+            np.signbit(masters[:, finite]),
+            np.broadcast_to(np.signbit(wide[finite]), masters[:, finite].shape),
+        )
+        np.testing.assert_array_equal(
+            np.isnan(masters), np.broadcast_to(np.isnan(wide), masters.shape)
+        )
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "toward_zero", "stochastic"])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_no_residual_moves_a_bfloat16_parameter(bits, rounding):
+    width = splitting.stored_bits(bits, rounding)
+    check_joined(bits, rounding, np.arange(2**width, dtype=np.uint32))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("rounding", ["nearest", "toward_zero", "stochastic"])
+def test_no_residual_of_8_bits_moves_a_bfloat16_parameter(rounding):
+    width = splitting.stored_bits(8, rounding)
+    check_joined(8, rounding, np.arange(2**width, dtype=np.uint32))
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "toward_zero", "stochastic"])
+@pytest.mark.parametrize("bits", [8, 12, 16])
+def test_no_residual_at_an_edge_moves_a_bfloat16_parameter(bits, rounding):
+    top = 1 << splitting.stored_bits(bits, rounding)
+    edges = [0, 1, 2, top // 2 - 1, top // 2, top // 2 + 1, top - 2, top - 1]
+    random = np.random.default_rng(0).integers(0, top, 8)
+    check_joined(bits, rounding, np.array([*edges, *random], np.uint32))
+
+
+@pytest.mark.parametrize("bits", [1, 8, 16])
+def test_a_bfloat16_zero_joins_to_a_zero_or_to_what_rounds_to_it(bits):
+    residual = jnp.uint32(1 << (bits - 1))  # the most negative one
+    for zero in (0.0, -0.0):
+        param = jnp.asarray(zero, jnp.bfloat16)
+        master = ExtraBits(bits, packed=False).join(param, residual)
+        assert float(master) == 0
+        assert np.signbit(master) == np.signbit(zero)
+
+
+@each_dtype
+def test_a_stored_master_stays_only_if_it_rounds_to_the_parameter(dtype):
+    param = patterns(dtype)
+    rng = np.random.default_rng(1)
+    # Of each parameter its own number, what lies about it, ties, and others.
+    info = ml_dtypes.finfo(dtype)
+    with np.errstate(all="ignore"):
+        wide = param.astype(np.float64)
+        unit = np.maximum(np.abs(wide), float(info.tiny)) * 2.0**-info.nmant
+        near = [wide + f * unit for f in (0, 0.25, 0.5, -0.5, 0.75, -1, 2)]
+        masters = [*near, rng.permutation(wide), np.full_like(wide, np.nan)]
+        masters = np.stack(masters).astype(np.float32)
+        rounded = masters.astype(param.dtype)
+        # NVIDIA's own NaN: a careless rounding makes a zero of it.
+        masters[-1].view(np.uint32)[:] = 0x7FFFFFFF
+    join = jax.jit(jax.vmap(MasterCopyFormat().join, (None, 0)))
+    found = np.asarray(join(jnp.asarray(param), jnp.asarray(masters)))
+    stays = same_numbers(rounded.astype(np.float32), param.astype(np.float32))
+    if dtype == "bfloat16":  # zeros of two signs are masters of two signs
+        stays &= np.isnan(masters) | (np.signbit(rounded) == np.signbit(param))
+    want = np.where(stays, masters, param.astype(np.float32))
+    np.testing.assert_array_equal(found, want)
+    assert stays.any()
+    assert not stays.all()
+
+
+@each_dtype
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_a_compensation_is_the_parameters_own_or_nothing(dtype, rounding):
+    format_ = lowbit_optax.kahan(rounding=rounding)
+    param = patterns(dtype)
+    param = param[np.isfinite(param.astype(np.float32))]
+    sizes = 2.0 ** np.arange(-40, 8)
+    residual = np.concatenate([sizes, -sizes, 1.9 * sizes]).astype(ml_dtypes.bfloat16)
+    join = jax.jit(jax.vmap(format_.join, (None, 0)))
+    found = np.asarray(
+        join(
+            jnp.asarray(param),
+            jnp.asarray(np.repeat(residual[:, None], param.size, 1)),
+        )
+    )
+    # |w| 2^-m is up to two spacings, just below a power of two.
+    most = 1.02 if rounding == "nearest" else 2
+    assert np.all(spacings_away(found, param) <= most)
+    assert np.any(found != param.astype(np.float32))
+
+
+@each_dtype
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_what_rounding_really_left_is_kept(dtype, rounding):
+    format_ = lowbit_optax.kahan(rounding=rounding)
+    info = ml_dtypes.finfo(dtype)
+    rng = np.random.default_rng(2)
+    n = 2**14
+    low = max(float(info.smallest_subnormal), 2.0**-100)
+    masters = rng.normal(size=n) * np.exp(
+        rng.uniform(np.log(low), np.log(float(info.max) / 8), n)
+    )
+    # Around powers of two, where the spacing changes, and ties.
+    powers = 2.0 ** np.arange(np.log2(max(float(info.tiny), low)), np.log2(info.max))
+    ulp = 2.0**-info.nmant
+    edges = [powers * (1 + f * ulp) for f in (-0.5, -0.25, -0.125, 0.25, 0.5, 1.5)]
+    masters = np.concatenate([masters, *edges]).astype(np.float32)
+    (random,) = random_bits(jnp.uint32(0), jnp.uint32(0), [0])
+
+    @jax.jit
+    def there_and_back(master):
+        param, residual = format_.split(master, jnp.dtype(dtype), random)
+        return param, residual, format_.join(param, residual)
+
+    param, residual, joined = map(np.asarray, there_and_back(jnp.asarray(masters)))
+    finite = np.isfinite(param.astype(np.float32))
+    want = param.astype(np.float32) - residual.astype(np.float32)
+    np.testing.assert_array_equal(joined[finite], want[finite])
+    assert np.any(residual.astype(np.float32) != 0)
+
+
+# Through the transformation: by step and by update, large leaves and small ones.
+
+SHAPES = {"large": (64, 96), "small": (12, 5)}
+
+
+def by_step(tx, params, state, grads):
+    return lowbit_optax.step(tx, params, state, grads)
+
+
+def by_update(tx, params, state, grads):
+    updates, state = tx.update(grads, state, params)
+    with jax.numpy_dtype_promotion("standard"):  # optax adds float32 to bfloat16
+        return optax.apply_updates(params, updates), state
+
+
+each_way = pytest.mark.parametrize("advance", [by_step, by_update])
+
+
+def start(dtype=jnp.bfloat16):
+    rng = np.random.default_rng(3)
+    return {
+        name: jnp.asarray(rng.normal(size=shape), dtype)
+        for name, shape in SHAPES.items()
+    }
+
+
+def gradients(steps):
+    rng = np.random.default_rng(4)
+    return {
+        name: jnp.asarray(rng.normal(size=(steps, *shape)), jnp.float32)
+        for name, shape in SHAPES.items()
+    }
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 4, 5))
+def train(tx, advance, params, state, by_hand, steps):
+    def one(carry, grads):
+        params, state = advance(tx, *carry, grads)
+        return (by_hand(params), state), None
+
+    return jax.lax.scan(one, (params, state), gradients(steps))[0]
+
+
+def sgd(weights):
+    return lowbit_optax.lowbit(
+        optax.sgd(2.0**-7), weights=weights, moments=None, min_size=4096
+    )
+
+
+def pruned(params):
+    """Every third weight 0, and every sixth of them -0."""
+
+    def prune(w):
+        index = jnp.arange(w.size).reshape(w.shape)
+        zero = jnp.where(index % 2 == 0, jnp.zeros_like(w), -jnp.zeros_like(w))
+        return jnp.where(index % 3 == 0, zero, w)
+
+    return jax.tree.map(prune, params)
+
+
+def projected(params):
+    return jax.tree.map(lambda w: jnp.clip(w, -0.5, 0.5), params)
+
+
+def untouched(params):
+    return params
+
+
+@each_way
+@each_format
+def test_a_pruning_mask_at_every_step(name, advance):
+    tx = sgd(FORMATS[name])
+    params = start()
+    params, state = train(tx, advance, params, tx.init(params), pruned, 20)
+    masters = lowbit_optax.master_weights(params, state)
+    for leaf in SHAPES:
+        w, master = np.asarray(params[leaf], np.float32), np.asarray(masters[leaf])
+        is_pruned = np.arange(w.size).reshape(w.shape) % 3 == 0
+        assert np.all(w[is_pruned] == 0)
+        assert np.all(np.abs(master[is_pruned]) <= 2.0**-130)
+        assert np.all(np.isfinite(master))
+        assert np.any(
+            w[~is_pruned] != np.asarray(start()[leaf], np.float32)[~is_pruned]
+        )
+
+
+@each_way
+@each_format
+def test_a_pruned_weight_starts_from_zero(name, advance):
+    tx = sgd(FORMATS[name])
+    params, state = start(), None
+    params, state = train(tx, advance, params, tx.init(params), untouched, 10)
+    params = pruned(params)
+    ones = jax.tree.map(lambda w: jnp.ones(w.shape, jnp.float32), params)
+    after, state = jax.jit(advance, static_argnums=0)(tx, params, state, ones)
+    for w in after.values():
+        is_pruned = np.arange(w.size).reshape(w.shape) % 3 == 0
+        np.testing.assert_array_equal(np.asarray(w)[is_pruned], -(2.0**-7))
+
+
+@each_way
+@each_format
+def test_a_projection_at_every_step(name, advance):
+    tx = sgd(FORMATS[name])
+    params = projected(start())
+    params, state = train(tx, advance, params, tx.init(params), projected, 20)
+    masters = lowbit_optax.master_weights(params, state)
+    for leaf in SHAPES:
+        w, master = np.asarray(params[leaf]), np.asarray(masters[leaf])
+        assert np.all(np.abs(w.astype(np.float32)) <= 0.5)
+        assert np.all(spacings_away(master, w) <= 2)
+
+
+@each_way
+@each_format
+def test_other_weights_swapped_in_are_trained_on(name, advance):
+    tx = sgd(FORMATS[name])
+    params = start()
+    params, state = train(tx, advance, params, tx.init(params), untouched, 10)
+    rng = np.random.default_rng(5)
+    swapped = {
+        leaf: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+        for leaf, shape in SHAPES.items()
+    }
+    grads = jax.tree.map(lambda w: jnp.full(w.shape, 2.0, jnp.float32), swapped)
+    after, state = jax.jit(advance, static_argnums=0)(tx, swapped, state, grads)
+    for leaf in SHAPES:
+        old, new = (np.asarray(x[leaf], np.float32) for x in (swapped, after))
+        # What was swapped in less the update, rounded, and a spacing of the master's.
+        moved = new - (old - 2.0**-6)
+        assert np.all(np.abs(moved) <= 2.5 * 2.0**-7 * (np.abs(old) + 2.0**-6))
+
+
+@each_format
+def test_weights_that_became_nan_can_be_replaced(name):
+    tx = sgd(FORMATS[name])
+    params = start()
+    state = tx.init(params)
+    nan = jax.tree.map(lambda w: jnp.full(w.shape, jnp.nan, jnp.float32), params)
+    step = jax.jit(by_step, static_argnums=0)
+    params, state = step(tx, params, state, nan)
+    assert all(np.isnan(np.asarray(w, np.float32)).all() for w in params.values())
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    ones = jax.tree.map(lambda w: jnp.ones(w.shape, jnp.float32), params)
+    after, _ = step(tx, zeros, state, ones)
+    for w in after.values():
+        np.testing.assert_array_equal(np.asarray(w, np.float32), -(2.0**-7))
