@@ -22,7 +22,8 @@ from jax.extend.core.primitives import add_p
 
 from lowbit_optax._jaxprs import elementwise
 from lowbit_optax._jaxprs.elementwise import NotElementwise, Program, Scalars
-from lowbit_optax._jaxprs.graph import Graph, Node
+from lowbit_optax._jaxprs.graph import Graph
+from lowbit_optax._jaxprs.nodes import Node
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.landing import stay
 from lowbit_optax._numerics.random_bits import RandomBits
