@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowbit_optax.precision.float_format import FloatFormat
-from lowbit_optax.precision.plan import Plan
+from lowbit_optax.precision.plan import PrecisionPlan
 from lowbit_optax.precision.tensors import Tensor
 
 
@@ -77,7 +77,7 @@ class Assignment:
       low_backward: bool[tensors], whether its cotangent is.
     """
 
-    plan: Plan
+    plan: PrecisionPlan
     formats: Formats
     low: jax.Array
     low_backward: jax.Array
@@ -116,6 +116,7 @@ class Assignment:
         document = {
             "formats": dataclasses.asdict(self.formats),
             "products": self.plan.products,
+            "opaque": list(self.plan.opaque),
             "tensors": [
                 dataclasses.asdict(tensor)
                 | {"low": bool(low), "low_backward": bool(low_backward)}
@@ -131,7 +132,7 @@ class Assignment:
         pathlib.Path(path).write_text(text + "\n", encoding="utf-8")
 
     def __str__(self) -> str:
-        """A table, a line a tensor, group by group."""
+        """A table, one line per tensor, group by group."""
         if isinstance(self.low, jax.core.Tracer):
             return f"Assignment of {len(self.plan.tensors)} tensors, traced"
         rows = [("group", "tensor", "shape", "forward", "backward")]
@@ -159,6 +160,8 @@ class Assignment:
         lines.insert(1, "  ".join("-" * width for width in widths))
         ratio = float(self.low_ratio)
         lines.append(f"{ratio:.3f} of {self.plan.size} elements in low precision")
+        if self.plan.opaque:
+            lines.append(f"not rounded inside of: {', '.join(self.plan.opaque)}")
         return "\n".join(lines)
 
 
@@ -194,7 +197,9 @@ def load(path: str | os.PathLike) -> Assignment:
             fields["shape"] = tuple(fields["shape"])
             fields["read_by"] = tuple(fields["read_by"])
             tensors.append(Tensor(**fields))
-        plan = Plan(tuple(tensors), document["products"])
+        plan = PrecisionPlan(
+            tuple(tensors), document["products"], tuple(document["opaque"])
+        )
         return Assignment(
             plan, Formats(**formats), np.array(low, bool), np.array(low_backward, bool)
         )

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowbit_optax.precision.assignment import HFP8, Assignment, Formats
-from lowbit_optax.precision.plan import Plan
+from lowbit_optax.precision.plan import PrecisionPlan
 
 _ORDERS = ("decreasing", "increasing", "random")
 
 
 def demote(
-    plan: Plan,
+    plan: PrecisionPlan,
     ratio: float,
     *,
     order: str = "decreasing",
@@ -124,7 +124,7 @@ def promote(
     )
 
 
-def uniform(plan: Plan, *, formats: Formats = HFP8) -> Assignment:
+def uniform(plan: PrecisionPlan, *, formats: Formats = HFP8) -> Assignment:
     """Everything low, but for weight gradients.
 
     Args:
@@ -148,7 +148,7 @@ def uniform(plan: Plan, *, formats: Formats = HFP8) -> Assignment:
 
 
 def operator_based(
-    plan: Plan, *, outputs: bool = False, formats: Formats = HFP8
+    plan: PrecisionPlan, *, outputs: bool = False, formats: Formats = HFP8
 ) -> Assignment:
     """Low for what matrix products read, forward and backward.
 
@@ -183,5 +183,5 @@ def operator_based(
     return Assignment(plan, formats, low, low_backward & _has_low_gradient(plan))
 
 
-def _has_low_gradient(plan: Plan) -> np.ndarray:
+def _has_low_gradient(plan: PrecisionPlan) -> np.ndarray:
     return np.array([t.kind == "value" for t in plan.tensors], bool)
