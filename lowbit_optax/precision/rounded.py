@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from lowbit_optax._jaxprs.nodes import Call, Node, run
 from lowbit_optax._jaxprs.program import LossProgram, ScanCall
@@ -86,7 +87,7 @@ def apply(
             f"apply: assignment is a {type(assignment).__name__}; accepted is what "
             "demote, uniform or operator_based returns"
         )
-    if stored and isinstance(assignment.low, jax.core.Tracer):
+    if stored and isinstance(assignment.low, Tracer):
         raise ValueError(
             "apply: stored=True chooses dtypes, so the assignment must be known when "
             "compiling; it is traced. Close over it instead of passing it to jit"

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
 
 from lowbit_optax._numerics.random_bits import RandomBits, leaf_number, random_bits
 from lowbit_optax.precision.assignment import Assignment
@@ -31,7 +32,7 @@ class TensorRounding:
         self, assignment: Assignment, seed: jax.Array | int | None, is_stored: bool
     ):
         # Known levels as numpy: indexed under jit, a jax.Array would become a tracer.
-        known = lambda x: x if isinstance(x, jax.core.Tracer) else np.asarray(x)
+        known = lambda x: x if isinstance(x, Tracer) else np.asarray(x)
         self._assignment = jax.tree.map(known, assignment)
         self.is_stored = is_stored
         if isinstance(seed, int):

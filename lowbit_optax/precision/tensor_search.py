@@ -90,6 +90,13 @@ class Value:
         if self.can_be_tensor:
             self.is_stored = True
 
+    def note_product(self, number: int) -> None:
+        """A matrix product reads it, and so reads whichever of its origins it is."""
+        if number not in self.read_by:
+            self.read_by.append(number)
+            for origin in self.origins:
+                origin.note_product(number)
+
     def store_for(self, stage: int) -> None:
         """Store it if what reads it is of a later stage."""
         if self.stage < stage:
@@ -211,8 +218,8 @@ class TensorSearch:
         if value.group is None:
             value.group = self.products
         value.store_for(stage)
-        if product is not None and product not in value.read_by:
-            value.read_by.append(product)
+        if product is not None:
+            value.note_product(product)
         for origin in value.origins:
             self._note_use(origin, stage, product)
 
@@ -268,7 +275,8 @@ class TensorSearch:
         # The next iteration reads a carry in the place of this one's.
         carried = inside[scan.constants : scan.constants + scan.carry]
         for before, after in zip(carried, outputs[: scan.carry], strict=True):
-            after.read_by += [n for n in before.read_by if n not in after.read_by]
+            for product in before.read_by:
+                after.note_product(product)
         results = zip(call.outputs, outputs, strict=True)
         return [_made_inside(node, (output,)) for node, output in results]
 
