@@ -61,7 +61,7 @@ def make_loss_fn(model: nn.Module) -> Callable:
     return loss_fn
 
 
-def make_plan(model: nn.Module, batch_size: int) -> precision.Plan:
+def make_plan(model: nn.Module, batch_size: int) -> precision.PrecisionPlan:
     """The tensors of the model's loss and their groups, for batches of this size."""
     variables = jax.eval_shape(
         lambda: model.init(jax.random.key(0), jnp.zeros((1, 32, 32, 3)), train=False)

@@ -170,13 +170,16 @@ def test_what_is_computed_once_a_step_is_a_scalar():
     one = traced("global_norm")
     program = one.program("kernel")
     used = {
-        ref.number for s in program.steps for ref in s.inputs if ref.kind == "scalar"
+        ref.number
+        for operation in program.operations
+        for ref in operation.inputs
+        if ref.kind == "scalar"
     }
     assert used
     assert all(node.is_scalar for node in one.scalars.nodes)
     assert not any(
-        step.primitive is p.div_p and step.inputs[1].kind != "row"
-        for step in program.steps
+        operation.primitive is p.div_p and operation.inputs[1].kind != "row"
+        for operation in program.operations
     )
 
 
@@ -246,7 +249,7 @@ ROW = jnp.arange(1.0, 9.0)
 
 
 def names(program):
-    return [str(step.primitive) for step in program.steps]
+    return [str(operation.primitive) for operation in program.operations]
 
 
 def test_a_program_is_independent_of_its_leafs_shape():
@@ -286,7 +289,7 @@ def test_constants_are_part_of_a_program_and_other_arrays_are_refused():
     program, scalars, _ = program_from(lambda x: jnp.maximum(x, 3.0), ROW)
     assert not scalars.nodes
     three = Ref("constant", 0, np.dtype("float32"), np.float32(3).tobytes())
-    assert three in program.steps[0].inputs
+    assert three in program.operations[0].inputs
     with pytest.raises(NotElementwise, match=r"a constant array of shape \[8\]"):
         program_from(lambda x: x + np.arange(8, dtype=np.float32), ROW)
     graph = Graph(jax.make_jaxpr(jnp.add)(ROW, ROW))
@@ -416,7 +419,7 @@ def function_of_many_calls(x):
     return jax.checkpoint(lambda x: cube(x) + square(x))(x) + jnp.clip(x, 0.0, 1.0)
 
 
-def test_called_functions_are_written_out():
+def test_called_functions_are_inlined():
     program, _, _ = program_from(function_of_many_calls, ROW)
     chex.assert_trees_all_close(
         run_small(function_of_many_calls, ROW), [function_of_many_calls(ROW)]
@@ -440,8 +443,8 @@ def test_a_conditional_is_a_selection(branches, which):
 
 def test_a_conditional_whose_branches_cost_much_stays_one():
     def update(x, which):
-        dear = lambda x: jnp.dot(x.reshape(4, 2), x.reshape(2, 4)).sum()
-        return jax.lax.cond(which, dear, jnp.sum, x)
+        expensive = lambda x: jnp.dot(x.reshape(4, 2), x.reshape(2, 4)).sum()
+        return jax.lax.cond(which, expensive, jnp.sum, x)
 
     arguments = ROW, jnp.bool_(True)
     graph = Graph(jax.make_jaxpr(update)(*arguments))
@@ -450,7 +453,7 @@ def test_a_conditional_whose_branches_cost_much_stays_one():
     chex.assert_trees_all_close(evaluate(graph.outputs, known), [update(*arguments)])
 
 
-def test_a_program_without_steps_gives_its_inputs():
+def test_a_program_without_operations_gives_its_inputs():
     program, _, _ = program_from(lambda x, y: (y, x), ROW, 2 * ROW)
     assert program == Program(2, (), (Ref("row", 1), Ref("row", 0)))
     assert_same_bits(program.run([ROW, 2 * ROW], None, None), [2 * ROW, ROW])

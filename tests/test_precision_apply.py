@@ -57,7 +57,8 @@ class Rounding:
 
     @property
     def overflow(self):
-        return np.array([np.mean(self.shares[name]) for name in self.names], np.float32)
+        shares = (self.shares[name] or 0 for name in self.names)  # 0: never made
+        return np.array([np.mean(share) for share in shares], np.float32)
 
 
 def residual(w, x):
@@ -116,6 +117,41 @@ def recurrent_by_hand(assignment, w, xs):
     return jnp.sum(jnp.square(out)), jax.tree.map(HIGH_BACKWARD, grads), r.overflow
 
 
+def conditional(w, x, is_deep):
+    h = jnp.tanh(x @ w["in"])
+    h = lax.cond(is_deep, lambda h: jnp.tanh(h @ w["mid"]), lambda h: h * h, h)
+    return jnp.sum(jnp.square(h @ w["out"]))
+
+
+def conditional_by_hand(assignment, w, x, is_deep):
+    r = Rounding(assignment)
+    w = {name: r.forward(f"params['{name}']", matrix) for name, matrix in w.items()}
+    x = r.forward("batch[0]", x)
+    a = r.forward("dot_general.0", x @ w["in"])
+    h = r.forward("tanh.0", jnp.tanh(a))
+    if is_deep:
+        b = r.forward("cond.0/branch1/dot_general.0", h @ w["mid"])
+        last, end = "cond.0/branch1/tanh.0", jnp.tanh(b)
+    else:
+        last, end = "cond.0/branch0/mul.0", h * h
+    end = r.forward(last, end)
+    out = r.forward("dot_general.1", end @ w["out"])
+    d_out = r.backward("dot_general.1", 2 * out)
+    d_end = r.backward(last, d_out @ w["out"].T)
+    grads = jax.tree.map(jnp.zeros_like, w) | {"out": end.T @ d_out}
+    if is_deep:
+        d_b = jax.vjp(jnp.tanh, b)[1](d_end)[0]
+        d_b = r.backward("cond.0/branch1/dot_general.0", d_b)
+        grads["mid"] = h.T @ d_b
+        d_h = d_b @ w["mid"].T
+    else:
+        d_h = d_end * h + h * d_end
+    d_a = jax.vjp(jnp.tanh, a)[1](r.backward("tanh.0", d_h))[0]
+    grads["in"] = x.T @ r.backward("dot_general.0", d_a)
+    loss = jnp.sum(jnp.square(out))
+    return loss, jax.tree.map(HIGH_BACKWARD, grads), r.overflow
+
+
 def dyadic(seed, *shape, unit=0.125):
     """Few bits each, so that float32 sums them exactly in any order."""
     return jnp.asarray(
@@ -138,8 +174,10 @@ ASSIGNMENTS = {
     "operators and outputs": functools.partial(precision.operator_based, outputs=True),
 }
 NETWORKS = {
-    "residual": (residual, residual_by_hand, dyadic(0, 2, 3)),
-    "recurrent": (recurrent, recurrent_by_hand, dyadic(0, 3, 2, 3)),
+    "residual": (residual, residual_by_hand, dyadic(0, 2, 3), ()),
+    "recurrent": (recurrent, recurrent_by_hand, dyadic(0, 3, 2, 3), ()),
+    "one branch": (conditional, conditional_by_hand, dyadic(0, 2, 3), (True,)),
+    "the other": (conditional, conditional_by_hand, dyadic(0, 2, 3), (False,)),
 }
 
 
@@ -147,12 +185,12 @@ NETWORKS = {
 @pytest.mark.parametrize("name", ASSIGNMENTS)
 @pytest.mark.parametrize("network", NETWORKS)
 def test_equation_1_written_out(network, name, size):
-    loss_fn, by_hand, x = NETWORKS[network]
-    w, x = weights(), size * x
-    assignment = ASSIGNMENTS[name](precision.trace(loss_fn, w, x))
+    loss_fn, by_hand, x, more = NETWORKS[network]
+    w, batch = weights(), (size * x, *map(jnp.asarray, more))
+    assignment = ASSIGNMENTS[name](precision.trace(loss_fn, w, *batch))
     gradient = jax.value_and_grad(precision.apply(loss_fn, assignment), has_aux=True)
-    (loss, overflow), grads = gradient(w, x)
-    want = by_hand(assignment, w, x)
+    (loss, overflow), grads = gradient(w, *batch)
+    want = by_hand(assignment, w, *batch)
     np.testing.assert_array_equal(loss, want[0])
     for key in w:
         np.testing.assert_array_equal(grads[key], want[1][key], err_msg=key)
@@ -190,6 +228,18 @@ def stacked(w, x):
     return jnp.mean(lax.scan(layer, x, w)[0] ** 2)
 
 
+def skipping(w, x):
+    """Layers of which some are skipped, and some are checkpointed."""
+
+    def layer(h, numbered):
+        i, w = numbered
+        deep = lambda h: h + jnp.tanh(h @ w)
+        branches = [lambda h: h, deep, jax.checkpoint(deep)]
+        return lax.switch(i, branches, h), None
+
+    return jnp.mean(lax.scan(layer, x, (jnp.arange(len(w)), w))[0] ** 2)
+
+
 def without_aux(loss_fn):
     return lambda w, x: (loss_fn(w, x), {"x": x, "number": 3})
 
@@ -200,6 +250,7 @@ MODELS = {
     "attention": (without_aux(attention), weights(4), dyadic(0, 2, 5, 4)),
     "recurrent": (without_aux(recurrent), weights(), dyadic(0, 3, 2, 3)),
     "stacked": (without_aux(stacked), dyadic(1, 3, 4, 4), dyadic(0, 2, 4)),
+    "skipping": (without_aux(skipping), dyadic(1, 3, 4, 4), dyadic(0, 2, 4)),
 }
 
 
@@ -229,6 +280,7 @@ def test_all_in_float32_is_the_loss_itself(name, jit):
     [
         *itertools.product(["residual", "stacked"], ["float32", "bfloat16", "float16"]),
         ("recurrent", "float32"),  # as its carry is
+        ("skipping", "float32"),
     ],
 )
 def test_stored_patterns_change_nothing(name, dtype):
@@ -279,7 +331,7 @@ def test_nan_is_not_hidden_by_a_format_without_one(stored):
     assert overflow[3] == pytest.approx(1 / 6)
 
 
-def test_nothing_of_no_elements_overflows():
+def test_empty_tensors_have_no_overflow():
     w = weights()
     for loss_fn, x in (
         (residual, jnp.zeros((0, 3))),
@@ -288,6 +340,24 @@ def test_nothing_of_no_elements_overflows():
         assignment = precision.uniform(precision.trace(loss_fn, w, x))
         _, overflow = precision.apply(loss_fn, assignment)(w, x)
         np.testing.assert_array_equal(overflow, np.zeros(len(assignment.low)))
+
+
+def test_overflow_counts_the_iterations_in_which_a_branch_made_the_tensor():
+    def loss_fn(w, xs):
+        def layer(total, x):
+            doubled = lambda x: jnp.sum((x @ w) * 2)
+            return total + lax.cond(x[0, 0] > 1, doubled, jnp.sum, x), None
+
+        return lax.scan(layer, jnp.float32(0), xs)[0]
+
+    w = 50 * jnp.eye(2)
+    xs = jnp.array([[1.0, 1.0], [2.0, 0.0], [2.0, 2.0], [1.0, 1.0]])[:, None]
+    assignment = precision.uniform(precision.trace(loss_fn, w, xs))
+    tensors = assignment.plan.tensors
+    product = [t.name for t in tensors].index("scan.0/cond.0/branch1/dot_general.0")
+    overflow = lambda xs: precision.apply(loss_fn, assignment)(w, xs)[1][product]
+    assert overflow(xs) == pytest.approx((0.5 + 1.0) / 2)
+    assert overflow(xs[:1]) == 0
 
 
 @jax.custom_vjp

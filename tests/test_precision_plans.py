@@ -176,6 +176,107 @@ def test_attention_stores_scores_and_weights_and_no_mask():
     }
 
 
+def test_branches_of_a_conditional_have_tensors_of_their_own():
+    def loss_fn(w, x, is_deep):
+        h = jnp.tanh(x @ w[0])
+        deep = lambda h: jnp.tanh(h @ w[1]) @ w[2]
+        return jnp.sum(lax.cond(is_deep, deep, lambda h: jnp.sin(h), h) @ w[3])
+
+    w = [FLOAT((3, 4)), FLOAT((4, 5)), FLOAT((5, 4)), FLOAT((4, 1))]
+    is_deep = jax.ShapeDtypeStruct((), bool)
+    plan = precision.trace(loss_fn, w, FLOAT((2, 3)), is_deep)
+    assert plan.opaque == ()
+    assert plan.products == 4
+    assert [(t.name, t.group, t.read_by) for t in plan.tensors] == [
+        ("params[0]", 0, (0,)),
+        ("params[1]", 1, (1,)),
+        ("params[2]", 2, (2,)),
+        ("params[3]", 3, (3,)),
+        ("batch[0]", 0, (0,)),
+        ("dot_general.0", 1, ()),
+        ("tanh.0", 1, (1,)),
+        ("cond.0/branch0/sin.0", 1, (3,)),
+        ("cond.0/branch1/dot_general.0", 2, ()),
+        ("cond.0/branch1/tanh.0", 2, (2,)),
+        ("cond.0/branch1/dot_general.1", 3, (3,)),
+        ("dot_general.1", 4, ()),
+    ]
+
+
+def test_a_conditional_in_a_scan_has_its_tensors_at_each_iteration():
+    def loss_fn(w, x):
+        def body(h, i):
+            branches = [jnp.tanh, lambda h: jnp.tanh(h @ w), jnp.zeros_like]
+            return lax.switch(i, branches, h), None
+
+        return jnp.sum(lax.scan(body, x, jnp.arange(3))[0])
+
+    found = precision.trace(loss_fn, FLOAT((4, 4)), FLOAT((2, 4))).tensors[2:]
+    # Each is the next iteration's operand, in whichever branch that takes.
+    assert [(t.name, t.repeats, t.read_by) for t in found] == [
+        ("scan.0/cond.0/branch0/tanh.0", 3, (0,)),
+        ("scan.0/cond.0/branch1/dot_general.0", 3, ()),
+        ("scan.0/cond.0/branch1/tanh.0", 3, (0,)),
+    ]
+
+
+def looping(w, x):
+    """Without a number of iterations that is known when tracing."""
+    enough = lambda h: jnp.max(jnp.abs(h)) < 1e-3
+    fixed = lax.while_loop(lambda h: ~enough(h), lambda h: jnp.tanh(h @ w) * 0.5, x)
+    return jnp.sum(lax.stop_gradient(fixed) * (x @ w))
+
+
+def by_platform(w, x):
+    step = lambda h: jnp.tanh(h @ w)
+    return jnp.sum(lax.platform_dependent(x, cpu=step, default=step))
+
+
+def sharded(w, x):
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    inner = lambda w, x: jnp.tanh(x @ w) @ w
+    spec = jax.P()
+    return jnp.sum(
+        jax.shard_map(inner, mesh=mesh, in_specs=(spec, spec), out_specs=spec)(w, x)
+    )
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "place"),
+    [(looping, "while.0"), (by_platform, "cond.0"), (sharded, "shard_map.0")],
+    ids=["while", "platform", "shard_map"],
+)
+def test_what_cannot_be_looked_into_is_named(loss_fn, place, tmp_path):
+    arguments = FLOAT((4, 4)), FLOAT((2, 4))
+    with pytest.warns(UserWarning, match=f"inside of {place} are neither rounded"):
+        plan = precision.trace(loss_fn, *arguments)
+    assert plan.opaque == (place,)
+    assert place in [t.name for t in plan.tensors]  # its result is a tensor
+    assert not any(t.name.startswith(f"{place}/") for t in plan.tensors)
+    assignment = precision.uniform(plan)
+    assert str(assignment).splitlines()[-1] == f"not rounded inside of: {place}"
+    assignment.save(tmp_path / "assignment.json")
+    assert precision.load(tmp_path / "assignment.json").plan == plan
+
+
+@pytest.mark.filterwarnings("error")
+def test_operators_and_loops_over_scalars_are_not_opaque():
+    def scale(w, x):
+        # Newton's square root of a sum: no arrays inside.
+        total = jnp.sum(x @ w) ** 2 + 1.0
+        step = lambda state: (state[0] + 1, 0.5 * (state[1] + total / state[1]))
+        return lax.while_loop(lambda s: s[0] < jnp.int32(5), step, (0, total))[1]
+
+    @jax.custom_vjp
+    def attention(x):
+        return jax.nn.softmax(x @ x.T) @ x
+
+    attention.defvjp(lambda x: (attention(x), x), lambda x, ct: (ct,))
+    loss_fn = lambda w, x: jnp.sum(attention(x @ w)) * lax.stop_gradient(scale(w, x))
+    plan = precision.trace(loss_fn, FLOAT((4, 4)), FLOAT((2, 4)))
+    assert plan.opaque == ()
+
+
 def test_what_the_loss_does_not_depend_on_is_no_tensor():
     def loss_fn(w, statistics, xs):
         def cell(carry, x):

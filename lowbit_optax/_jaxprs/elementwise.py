@@ -5,14 +5,16 @@ transformation computes for that leaf from the leaf's own elements (gradient, ma
 moments) and from scalars, one element at a time. Scalars are computed outside, from
 whatever they depend on: a schedule, a count, the global norm of all gradients.
 
-:func:`program_of` follows the results of a leaf back to their inputs. It gives a
+:func:`program_of` follows the results of a leaf back to their inputs. It returns a
 :class:`Program`, which is static and hashable, so that leaves with the same program
-share one traced kernel; or raises :class:`NotElementwise` with the reason.
+share one traced kernel. If there is none, it raises :class:`NotElementwise` with the
+reason.
 """
 
+import collections
 import dataclasses
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import primitives as p
 
-from lowbit_optax._jaxprs.graph import Graph, Node
+from lowbit_optax._jaxprs.graph import Graph
+from lowbit_optax._jaxprs.nodes import Call, Node, is_constant_number
 
 _ELEMENTWISE = frozenset(
     {
@@ -37,7 +40,7 @@ _ONE_TO_ONE = frozenset({p.copy_p, p.stop_gradient_p})
 
 
 def is_elementwise(primitive) -> bool:
-    """Whether an element of its result is made of the same elements of its inputs."""
+    """Whether an element of a primitive's result is made of those in its place."""
     return primitive in _ELEMENTWISE or primitive in _ONE_TO_ONE
 
 
@@ -63,8 +66,14 @@ class Ref:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
-    """One elementwise operation; ``params`` are the primitive's."""
+class Operation:
+    """One elementwise operation, which makes one row.
+
+    Args:
+      primitive: the primitive, or :data:`MULTIPLY_ADD`.
+      params: the primitive's.
+      inputs: its operands.
+    """
 
     primitive: typing.Any
     params: tuple[tuple[str, typing.Any], ...]
@@ -72,21 +81,21 @@ class Step:
 
 
 MULTIPLY_ADD = "multiply_add"
-"""In a :class:`Step`: ``a * b + c``, which a GPU does at once and rounds once."""
+"""``a * b + c``, which a GPU computes in one instruction that rounds once."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What a leaf's update computes from its rows: steps, each making one more row.
+    """What a leaf's update computes from its rows, one more row per operation.
 
     Args:
       inputs: how many rows are given.
-      steps: in order.
+      operations: in order.
       outputs: the results.
     """
 
     inputs: int
-    steps: tuple[Step, ...]
+    operations: tuple[Operation, ...]
     outputs: tuple[Ref, ...]
 
     def run(
@@ -112,18 +121,19 @@ class Program:
                 return jnp.broadcast_to(scalar(ref), shape)
             return jnp.full(shape, np.frombuffer(ref.value, ref.dtype)[0])
 
-        for step in self.steps:
-            inputs = [value(ref) for ref in step.inputs]
-            if step.primitive == MULTIPLY_ADD:
+        for operation in self.operations:
+            inputs = [value(ref) for ref in operation.inputs]
+            if operation.primitive == MULTIPLY_ADD:
                 rows.append(multiply_add(*inputs))
             else:
-                rows.append(step.primitive.bind(*inputs, **dict(step.params)))
+                params = dict(operation.params)
+                rows.append(operation.primitive.bind(*inputs, **params))
         return [value(ref) for ref in self.outputs]
 
     def only(self, numbers: Sequence[int]) -> "Program":
         """The program of some of the outputs."""
         outputs = tuple(self.outputs[i] for i in numbers)
-        return _without_dead_steps(dataclasses.replace(self, outputs=outputs))
+        return _without_dead_operations(dataclasses.replace(self, outputs=outputs))
 
 
 class Scalars:
@@ -141,7 +151,7 @@ class Scalars:
     def ref(self, node: Node) -> Ref:
         """The scalar's place in the table, or itself if it is a constant."""
         dtype = np.dtype(node.aval.dtype)
-        if node.constant is not None and not isinstance(node.constant, jax.Array):
+        if is_constant_number(node):
             return Ref("constant", 0, dtype, np.asarray(node.constant, dtype).tobytes())
         if dtype.itemsize > 4:
             raise NotElementwise(
@@ -151,7 +161,7 @@ class Scalars:
         return Ref("scalar", number, dtype)
 
     def inverse(self, node: Node) -> Ref:
-        """One over a float scalar: a division a leaf instead of one an element."""
+        """One over a float scalar: one division per leaf, not one per element."""
         if node not in self._inverses:
             one = Node(node.aval, constant=node.aval.dtype.type(1))
             call = self.graph.call(p.div_p, {}, [one, node], [node.aval])
@@ -186,12 +196,14 @@ def inputs_of(outputs: Sequence[Node], shape: tuple[int, ...]) -> set[Node]:
 
     Scalars are not followed: what they are made of is computed outside.
     """
-    found, seen, waiting = set(), set(), list(outputs)
+    found: set[Node] = set()
+    visited: set[Node] = set()
+    waiting = list(outputs)
     while waiting:
         node = waiting.pop()
-        if node in seen or node.is_scalar:
+        if node in visited or node.is_scalar:
             continue
-        seen.add(node)
+        visited.add(node)
         if node.call is not None:
             waiting.extend(node.call.inputs)
         elif node.constant is None and node.aval.shape == shape:
@@ -212,79 +224,101 @@ def program_of(
     Raises:
       NotElementwise: if they need more than these rows and scalars.
     """
-    shape = inputs[0].aval.shape
-    order = _order(outputs, inputs, shape)
-    uses: dict[Node, int] = {}
-    for node in [*outputs, *(i for n in order for i in n.call.inputs)]:
-        uses[node] = uses.get(node, 0) + 1
-    refs = {node: Ref("row", i) for i, node in enumerate(inputs)}
-    steps: list[Step] = []
+    between = _between(outputs, inputs, inputs[0].aval.shape)
+    reads = [*outputs, *(x for _, call in between for x in call.inputs)]
+    builder = _ProgramBuilder(inputs, collections.Counter(reads), scalars)
+    for node, call in between:
+        builder.add(node, call)
+    return _without_dead_operations(
+        Program(
+            len(inputs), tuple(builder.operations), tuple(map(builder.ref, outputs))
+        )
+    )
 
-    def ref(node: Node) -> Ref:
-        return scalars.ref(node) if node.is_scalar else refs[node]
 
-    def add(primitive, params, operands: Sequence[Ref]) -> Ref:
+class _ProgramBuilder:
+    """The operations of a program, appended node by node.
+
+    Args:
+      inputs: the nodes that are the given rows.
+      uses: by node, how often the program reads it.
+      scalars: the table to enter scalars in.
+    """
+
+    def __init__(
+        self, inputs: Sequence[Node], uses: Mapping[Node, int], scalars: Scalars
+    ):
+        self.operations: list[Operation] = []
+        self._given = len(inputs)
+        self._uses, self._scalars = uses, scalars
+        self._rows = {node: Ref("row", i) for i, node in enumerate(inputs)}
+
+    def ref(self, node: Node) -> Ref:
+        """Where the program finds a value: a row, or a scalar of the table."""
+        return self._scalars.ref(node) if node.is_scalar else self._rows[node]
+
+    def add(self, node: Node, call: Call) -> None:
+        """Append what computes a node, in the form that costs least."""
+        self._rows[node] = self._row_of(call)
+
+    def _row_of(self, call: Call) -> Ref:
+        primitive, operands = call.primitive, call.inputs
+        if primitive in _ONE_TO_ONE or primitive is p.broadcast_in_dim_p:
+            return self.ref(operands[0])
+        if primitive is p.div_p and _is_float_scalar(operands[1]):
+            inverse = self._scalars.inverse(operands[1])
+            return self._append(p.mul_p, {}, [self.ref(operands[0]), inverse])
+        if primitive in (p.add_p, p.add_jaxvals_p) and any(map(_is_zero, operands)):
+            return self.ref(operands[0] if _is_zero(operands[1]) else operands[1])
+        if primitive is p.add_p:
+            for node, other in (operands, operands[::-1]):
+                product = self._product(node)
+                if product is not None:
+                    factors = [*product.inputs, self.ref(other)]
+                    return self._append(MULTIPLY_ADD, {}, factors)
+        return self._append(primitive, call.params, [self.ref(x) for x in operands])
+
+    def _append(self, primitive, params: Mapping, operands: Sequence[Ref]) -> Ref:
         items = tuple(sorted(params.items()))
         try:
             hash(items)
         except TypeError:
             raise NotElementwise(f"{primitive} has parameters {params}") from None
-        steps.append(Step(primitive, items, tuple(operands)))
-        return Ref("row", len(inputs) + len(steps) - 1)
+        self.operations.append(Operation(primitive, items, tuple(operands)))
+        return Ref("row", self._given + len(self.operations) - 1)
 
-    def product(node: Node) -> Step | None:
-        """The step of a product that nothing else uses, to be put into a sum."""
-        if node.is_scalar or uses[node] > 1 or node.call is None:
+    def _product(self, node: Node) -> Operation | None:
+        """The operation of a float32 product that only one sum uses, to be fused."""
+        if node.is_scalar or self._uses[node] > 1 or node.call is None:
             return None
-        place = refs[node]
-        step = (
-            steps[place.number - len(inputs)] if place.number >= len(inputs) else None
-        )
-        if step is None or step.primitive is not p.mul_p:
+        number = self._rows[node].number - self._given
+        if number < 0 or np.dtype(node.aval.dtype) != np.float32:
             return None
-        return step if np.dtype(node.aval.dtype) == np.float32 else None
-
-    for node in order:
-        primitive, operands = node.call.primitive, node.call.inputs
-        if primitive in _ONE_TO_ONE or primitive is p.broadcast_in_dim_p:
-            refs[node] = ref(operands[0])
-        elif primitive is p.div_p and _is_float_scalar(operands[1]):
-            refs[node] = add(
-                p.mul_p, {}, [ref(operands[0]), scalars.inverse(operands[1])]
-            )
-        elif primitive in (p.add_p, p.add_jaxvals_p) and any(map(_is_zero, operands)):
-            kept = operands[0] if _is_zero(operands[1]) else operands[1]
-            refs[node] = ref(kept)
-        elif primitive is p.add_p and any(map(product, operands)):
-            first = next(i for i, each in enumerate(operands) if product(each))
-            factors = product(operands[first]).inputs
-            refs[node] = add(MULTIPLY_ADD, {}, [*factors, ref(operands[1 - first])])
-        else:
-            refs[node] = add(primitive, node.call.params, [ref(x) for x in operands])
-    return _without_dead_steps(
-        Program(len(inputs), tuple(steps), tuple(ref(node) for node in outputs))
-    )
+        operation = self.operations[number]
+        return operation if operation.primitive is p.mul_p else None
 
 
-def _order(outputs, inputs, shape) -> list[Node]:
-    """The nodes between a leaf's inputs and its results, in a valid order."""
-    found, seen, waiting = [], set(inputs), list(outputs)
+def _between(
+    outputs: Sequence[Node], inputs: Sequence[Node], shape: tuple[int, ...]
+) -> list[tuple[Node, Call]]:
+    """The nodes between a leaf's inputs and its results with their calls, in order."""
+    found: dict[Node, Call] = {}
+    waiting = list(outputs)
     while waiting:
         node = waiting.pop()
-        if node in seen or node.is_scalar:
+        if node in found or node in inputs or node.is_scalar:
             continue
-        seen.add(node)
         if node.call is None:
             kind = "a constant array" if node.constant is not None else "another array"
             raise NotElementwise(f"it uses {kind} of shape {list(node.aval.shape)}")
-        _check_elementwise(node, shape)
-        found.append(node)
+        _check_elementwise(node, node.call, shape)
+        found[node] = node.call
         waiting.extend(node.call.inputs)
-    return sorted(found, key=lambda node: node.call.number)
+    return sorted(found.items(), key=lambda item: item[1].number)
 
 
-def _check_elementwise(node: Node, shape: tuple[int, ...]) -> None:
-    primitive, operands = node.call.primitive, node.call.inputs
+def _check_elementwise(node: Node, call: Call, shape: tuple[int, ...]) -> None:
+    primitive, operands = call.primitive, call.inputs
     fits = node.aval.shape == shape and all(
         x.is_scalar or x.aval.shape == shape for x in operands
     )
@@ -306,36 +340,37 @@ def _is_float_scalar(node: Node) -> bool:
 
 
 def _is_zero(node: Node) -> bool:
-    """Whether it is the constant 0.0, added to nothing's effect (but for -0)."""
+    """Whether it is the constant 0: adding it changes nothing but a negative zero."""
     if node.call is not None and node.call.primitive is p.broadcast_in_dim_p:
         (node,) = node.call.inputs
-    constant = node.constant
-    if constant is None or isinstance(constant, jax.Array) or not node.is_scalar:
+    if not (is_constant_number(node) and node.is_scalar):
         return False
-    return bool(np.asarray(constant) == 0)
+    return bool(np.asarray(node.constant) == 0)
 
 
-def _without_dead_steps(program: Program) -> Program:
-    """Without products that went into sums, and renumbered."""
-    alive, waiting = set(), list(program.outputs)
+def _without_dead_operations(program: Program) -> Program:
+    """The program without operations that nothing reads, its rows renumbered."""
+    alive: set[int] = set()
+    waiting = list(program.outputs)
     while waiting:
         ref = waiting.pop()
         if ref.kind == "row" and ref.number not in alive:
             alive.add(ref.number)
             if ref.number >= program.inputs:
-                waiting.extend(program.steps[ref.number - program.inputs].inputs)
+                made_by = program.operations[ref.number - program.inputs]
+                waiting.extend(made_by.inputs)
     numbers = {i: i for i in range(program.inputs)}
-    steps = []
+    operations: list[Operation] = []
 
     def renumber(ref: Ref) -> Ref:
         if ref.kind != "row":
             return ref
         return dataclasses.replace(ref, number=numbers[ref.number])
 
-    for i, step in enumerate(program.steps, program.inputs):
+    for i, operation in enumerate(program.operations, program.inputs):
         if i in alive:
-            inputs = tuple(renumber(ref) for ref in step.inputs)
-            steps.append(dataclasses.replace(step, inputs=inputs))
-            numbers[i] = program.inputs + len(steps) - 1
+            inputs = tuple(renumber(ref) for ref in operation.inputs)
+            operations.append(dataclasses.replace(operation, inputs=inputs))
+            numbers[i] = program.inputs + len(operations) - 1
     outputs = tuple(renumber(ref) for ref in program.outputs)
-    return Program(program.inputs, tuple(steps), outputs)
+    return Program(program.inputs, tuple(operations), outputs)

@@ -1,20 +1,31 @@
-"""A traced loss as a list of steps, in which scans are found.
+"""A traced loss as a list of calls, in which scans are found.
 
 The loss is traced once, to a jaxpr. Functions under ``jit`` that hold a scan (or all of
-them) are written out, so that every scan is a step of one list, and a parameter is
-followed through them. The loss is then evaluated from this list: some steps in another
-way (:mod:`lowbit_optax.release.backward`, :mod:`lowbit_optax.precision.rounded`), all
-else as it was traced.
+them) are inlined, so that every scan is a call of one list, and a parameter is followed
+through them. The loss is then evaluated from this list: some calls in another way
+(:mod:`lowbit_optax.release.backward`, :mod:`lowbit_optax.precision.rounded`), all
+others as they were traced.
 """
 
 import collections
 import dataclasses
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import jax
 from jax.extend import core
 from jax.extend.core import primitives
+
+from lowbit_optax._jaxprs.nodes import (
+    Call,
+    Node,
+    as_closed_jaxpr,
+    called_jaxpr,
+    inline,
+    run,
+    value_of,
+    with_outputs,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,7 +50,7 @@ class Scan:
     @staticmethod
     def of(eqn) -> "Scan":
         """The parts of a scan's equation."""
-        body = closed_jaxpr(eqn.params["jaxpr"])
+        body = as_closed_jaxpr(eqn.params["jaxpr"])
         inner = body.jaxpr
         # What is scanned over has one axis more outside of the body than inside it.
         rank = lambda atom: len(atom.aval.shape)
@@ -61,212 +72,153 @@ class Scan:
         )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Step:
-    """One equation; inputs and outputs are numbers of values.
+@dataclasses.dataclass(eq=False, slots=True, kw_only=True)
+class ScanCall(Call):
+    """A call of ``lax.scan``.
 
     Args:
-      eqn: the jaxpr's equation.
-      inputs, outputs: numbers of the values it reads and makes.
-      scan: its parts, if it is a scan.
+      scan: its parts.
     """
 
-    eqn: typing.Any
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    scan: Scan | None = None
+    scan: Scan
 
     @property
-    def scanned(self) -> tuple[int, ...]:
-        """The values that a scan runs over."""
+    def scanned(self) -> tuple[Node, ...]:
+        """The values that it runs over."""
         return self.inputs[len(self.inputs) - self.scan.xs :]
 
 
-class Part(typing.NamedTuple):
-    """Consecutive steps of a program.
+class Segment(typing.NamedTuple):
+    """Consecutive calls of a program.
 
     Args:
-      steps: in order.
-      reads: numbers of the values from before that they need; of the first part all
-        inputs.
-      writes: numbers of the values that what follows needs of them.
+      calls: in order.
+      reads: the values from before that they need; of the first segment all inputs.
+      writes: the values that what follows needs of them.
     """
 
-    steps: list[Step]
-    reads: list[int]
-    writes: list[int]
+    calls: list[Call]
+    reads: list[Node]
+    writes: list[Node]
+
+    @property
+    def is_scan(self) -> bool:
+        return len(self.calls) == 1 and isinstance(self.calls[0], ScanCall)
 
 
 class LossProgram:
-    """A traced function's steps.
+    """A traced function's calls.
 
     Args:
       closed: its jaxpr.
-      write_out_all: whether all functions under ``jit`` are written out, also those
-        without a scan.
+      inline_all: whether all functions under ``jit`` are inlined, also those without a
+        scan.
 
     Attributes:
-      inputs, outputs: numbers of values.
-      steps: in order.
-      uses: by value, how often a step or the outputs read it.
+      inputs, outputs: lists of :class:`Node`, flat.
+      calls: in order.
+      uses: by value, how often a call or the outputs read it.
     """
 
-    def __init__(self, closed: core.ClosedJaxpr, *, write_out_all: bool = False):
-        self._write_out_all = write_out_all
-        self._constants: dict[int, typing.Any] = {}
-        self._avals: list[typing.Any] = []
-        self.steps: list[Step] = []
-        self.inputs = [self._value(var.aval) for var in closed.jaxpr.invars]
-        self.outputs = self._write_out(closed, self.inputs)
+    def __init__(self, closed: core.ClosedJaxpr, *, inline_all: bool = False):
+        self._inline_all = inline_all
+        self.calls: list[Call] = []
+        self.inputs = [Node(var.aval) for var in closed.jaxpr.invars]
+        self.outputs = inline(closed, self.inputs, self._read_equation)
         self.uses = collections.Counter(self.outputs)
-        for step in self.steps:
-            self.uses.update(step.inputs)
+        for call in self.calls:
+            self.uses.update(call.inputs)
 
     @property
-    def scans(self) -> list[Step]:
-        return [step for step in self.steps if step.scan is not None]
+    def scans(self) -> list[ScanCall]:
+        return [call for call in self.calls if isinstance(call, ScanCall)]
 
-    def aval(self, number: int):
-        """Shape and dtype of a value."""
-        return self._avals[number]
-
-    def users(self, number: int) -> list[str]:
+    def users(self, value: Node) -> list[str]:
         """Names of what reads a value, for messages."""
-        names = [s.eqn.primitive.name for s in self.steps if number in s.inputs]
-        return names + ["the result"] * (number in self.outputs)
+        names = [call.primitive.name for call in self.calls if value in call.inputs]
+        return names + ["the result"] * (value in self.outputs)
 
-    def depends_on(self, inputs: Sequence[int], also: Sequence[Step]) -> set[int]:
-        """The values made of these inputs, or of what these steps make."""
+    def depends_on(
+        self, inputs: Iterable[Node], results_of: Collection[Call]
+    ) -> set[Node]:
+        """The values made of these inputs, or of the results of these calls."""
         found = set(inputs)
-        for step in self.steps:
-            if step in also or found.intersection(step.inputs):
-                found.update(step.outputs)
+        for call in self.calls:
+            if call in results_of or found.intersection(call.inputs):
+                found.update(call.outputs)
         return found
 
     def evaluate(
         self,
         arguments: Sequence,
-        instead: dict[int, Callable[[list], list]],
-        changed: Callable[[int, jax.Array], jax.Array] = lambda _, value: value,
+        instead: Mapping[Call, Callable[[list], Sequence]],
+        changed: Callable[[Node, typing.Any], typing.Any] = lambda _, value: value,
     ) -> list:
         """The outputs.
 
         Args:
           arguments: of the inputs.
-          instead: for steps, by id, what computes their outputs from their inputs.
-          changed: what becomes of a value, given its number, before it is used.
+          instead, changed: as in :func:`lowbit_optax._jaxprs.nodes.run`; inputs are
+            changed too.
         """
-        values = {
-            number: changed(number, value)
-            for number, value in zip(self.inputs, arguments, strict=True)
+        known = {
+            node: changed(node, value)
+            for node, value in zip(self.inputs, arguments, strict=True)
         }
-        self.run(self.steps, values, instead, changed)
-        return self.results(values)
+        run(self.calls, known, instead, changed)
+        return self.results(known)
 
-    def run(
-        self,
-        steps: Sequence[Step],
-        values: dict,
-        instead: dict[int, Callable[[list], list]],
-        changed: Callable[[int, jax.Array], jax.Array] = lambda _, value: value,
-    ) -> None:
-        """Compute steps from the values known so far, and add their outputs to them."""
-        read = lambda n: self._constants[n] if n in self._constants else values[n]
-        for step in steps:
-            given = [read(n) for n in step.inputs]
-            if id(step) in instead:
-                results = instead[id(step)](given)
+    def results(self, known: Mapping[Node, typing.Any]) -> list:
+        """The outputs, once the values that they are have been computed."""
+        return [value_of(node, known) for node in self.outputs]
+
+    def segments(self) -> list[Segment]:
+        """The calls in consecutive segments, every second one a single scan."""
+        groups: list[list[Call]] = [[]]
+        for call in self.calls:
+            if isinstance(call, ScanCall):
+                groups += [[call], []]
             else:
-                results = bind(step.eqn, given)
-            for number, result in zip(step.outputs, results, strict=True):
-                values[number] = changed(number, result)
-
-    def results(self, values: dict) -> list:
-        """The outputs, where the values that they are have been computed."""
-        return [
-            self._constants[n] if n in self._constants else values[n]
-            for n in self.outputs
-        ]
-
-    def parts(self) -> list[Part]:
-        """The steps in consecutive parts, every second one a single scan."""
-        groups: list[list[Step]] = [[]]
-        for step in self.steps:
-            if step.scan is None:
-                groups[-1].append(step)
-            else:
-                groups += [[step], []]
+                groups[-1].append(call)
         found = []
         needed = set(self.outputs)
-        for group in reversed(groups):
-            made = {n for step in group for n in step.outputs}
-            read = {n for step in group for n in step.inputs}
-            is_first = group is groups[0]
-            made |= set(self.inputs) if is_first else set()
-            writes = sorted(made & needed)
-            needed = (needed | read) - made - set(self._constants)
-            reads = (
-                self.inputs
-                if is_first
-                else sorted(read - made - self._constants.keys())
-            )
-            found.append(Part(group, list(reads), writes))
+        for number, calls in reversed(list(enumerate(groups))):
+            made = [node for call in calls for node in call.outputs]
+            read = [node for call in calls for node in call.inputs]
+            if number == 0:
+                made = [*self.inputs, *made]
+            # Dictionaries keep an order, so that a program is the same in every run.
+            writes = [node for node in dict.fromkeys(made) if node in needed]
+            needed = (needed | set(read)) - set(made)
+            before = [n for n in dict.fromkeys(read) if n in needed]
+            reads = [node for node in before if node.constant is None]
+            found.append(Segment(calls, reads if number else self.inputs, writes))
         return found[::-1]
 
-    def _value(self, aval) -> int:
-        self._avals.append(aval)
-        return len(self._avals) - 1
-
-    def _write_out(self, closed: core.ClosedJaxpr, inputs: Sequence[int]) -> list[int]:
-        jaxpr = closed.jaxpr
-        known = dict(zip(jaxpr.invars, inputs, strict=True))
-        for var, constant in zip(jaxpr.constvars, closed.consts, strict=True):
-            known[var] = self._value(var.aval)
-            self._constants[known[var]] = constant
-
-        def read(atom) -> int:
-            if not isinstance(atom, core.Literal):
-                return known[atom]
-            number = self._value(atom.aval)
-            self._constants[number] = atom.val
-            return number
-
-        for eqn in jaxpr.eqns:
-            operands = [read(atom) for atom in eqn.invars]
-            if eqn.primitive is primitives.jit_p and (
-                self._write_out_all or _has_scan(eqn.params["jaxpr"])
-            ):
-                results = self._write_out(closed_jaxpr(eqn.params["jaxpr"]), operands)
-            else:
-                scan = Scan.of(eqn) if eqn.primitive is primitives.scan_p else None
-                results = [self._value(var.aval) for var in eqn.outvars]
-                self.steps.append(Step(eqn, tuple(operands), tuple(results), scan))
-            known.update(zip(eqn.outvars, results, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+    def _read_equation(self, eqn, operands: list[Node]) -> list[Node]:
+        if eqn.primitive is primitives.jit_p and (
+            self._inline_all or _jits_a_scan(eqn)
+        ):
+            return inline(called_jaxpr(eqn.params), operands, self._read_equation)
+        made = eqn.primitive, eqn.params, tuple(operands), len(self.calls)
+        call = ScanCall(*made, scan=Scan.of(eqn)) if _is_scan(eqn) else Call(*made)
+        self.calls.append(call)
+        return with_outputs(call, [var.aval for var in eqn.outvars])
 
 
-def bind(eqn, given: Sequence) -> list:
-    """The results of an equation for these operands."""
-    params = eqn.primitive.get_bind_params(eqn.params)
-    results = eqn.primitive.bind(*given, **params)
-    return results if eqn.primitive.multiple_results else [results]
-
-
-def closed_jaxpr(jaxpr) -> core.ClosedJaxpr:
-    """A jaxpr of an equation's parameters, with the constants that it has."""
-    is_closed = isinstance(jaxpr, core.ClosedJaxpr)
-    return jaxpr if is_closed else core.ClosedJaxpr(jaxpr, ())
-
-
-def _has_scan(jaxpr) -> bool:
-    return any(
-        eqn.primitive is primitives.scan_p
-        or (eqn.primitive is primitives.jit_p and _has_scan(eqn.params["jaxpr"]))
-        for eqn in closed_jaxpr(jaxpr).jaxpr.eqns
-    )
-
-
-def trace(function: Callable, *args) -> tuple[LossProgram, typing.Any]:
+def trace_program(function: Callable, *args) -> tuple[LossProgram, typing.Any]:
     """The program of a function, and the shapes of its result as a tree."""
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
     return LossProgram(closed), shapes
+
+
+def _is_scan(eqn) -> bool:
+    return eqn.primitive is primitives.scan_p
+
+
+def _jits_a_scan(eqn) -> bool:
+    """Whether a function under ``jit`` has a scan, itself or under another ``jit``."""
+    return any(
+        _is_scan(inner) or (inner.primitive is primitives.jit_p and _jits_a_scan(inner))
+        for inner in called_jaxpr(eqn.params).jaxpr.eqns
+    )

@@ -18,7 +18,8 @@ from jax.extend.core.primitives import add_p
 
 from lowbit_optax._jaxprs import elementwise
 from lowbit_optax._jaxprs.elementwise import NotElementwise, Scalars
-from lowbit_optax._jaxprs.graph import Graph, Node
+from lowbit_optax._jaxprs.graph import Graph
+from lowbit_optax._jaxprs.nodes import Node
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._step import trees
 from lowbit_optax._step.body import LeafBody, has_scales

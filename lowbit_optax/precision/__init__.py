@@ -12,7 +12,7 @@ References:
 from lowbit_optax.precision.assignment import HFP8, Assignment, Formats, load
 from lowbit_optax.precision.choosing import demote, operator_based, promote, uniform
 from lowbit_optax.precision.float_format import FP32, FloatFormat
-from lowbit_optax.precision.plan import Plan, trace
+from lowbit_optax.precision.plan import PrecisionPlan, trace
 from lowbit_optax.precision.rounded import apply
 from lowbit_optax.precision.tensors import Tensor
 
@@ -22,7 +22,7 @@ __all__ = [
     "Assignment",
     "FloatFormat",
     "Formats",
-    "Plan",
+    "PrecisionPlan",
     "Tensor",
     "apply",
     "demote",

@@ -8,9 +8,10 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from lowbit_optax.precision.float_format import FloatFormat
-from lowbit_optax.precision.plan import Plan
+from lowbit_optax.precision.plan import PrecisionPlan
 from lowbit_optax.precision.tensors import Tensor
 
 
@@ -19,9 +20,9 @@ class Formats:
     """The formats that an assignment chooses between.
 
     Args:
-      low, high: of forward tensors.
-      low_backward, high_backward: of their cotangents; None takes those of forward
-        tensors.
+      low, high: formats of forward tensors.
+      low_backward, high_backward: formats of their cotangents; None takes those of the
+        forward tensors.
 
     >>> print(HFP8)
     low fp(4,3,4) / fp(5,2)+infinity, high fp(6,9) / fp(6,9)+infinity
@@ -56,9 +57,10 @@ HFP8 = Formats(
     high=FloatFormat(6, 9),
     high_backward=FloatFormat(6, 9, overflow="infinity"),
 )
-"""Sun et al. 2019: 8 bits, other ones forward and backward, and 16 bits.
+"""Sun et al. 2019: 8 bits, in one format forward and another backward, and 16 bits.
 
-Cotangents that overflow become infinite, so that loss scaling notices and skips.
+Cotangents that overflow become infinite, so that loss scaling notices them and skips
+the step.
 """
 
 
@@ -67,20 +69,20 @@ Cotangents that overflow become infinite, so that loss scaling notices and skips
 class Assignment:
     """A format for each tensor and each cotangent of a loss.
 
-    As a pytree it holds two arrays, which :func:`promote` changes: an argument of a
-    jitted step, it is promoted without compiling anew.
+    As a pytree it holds two arrays, which :func:`promote` changes. As an argument of a
+    jitted step it can be promoted without compiling the step again.
 
     Args:
-      plan: the tensors.
-      formats: what is chosen between.
+      plan: the tensors, from :func:`trace`.
+      formats: the low and the high formats.
       low: bool[tensors], whether the forward tensor is in the low format.
       low_backward: bool[tensors], whether its cotangent is.
     """
 
-    plan: Plan
+    plan: PrecisionPlan
     formats: Formats
-    low: jax.Array
-    low_backward: jax.Array
+    low: jax.Array | np.ndarray
+    low_backward: jax.Array | np.ndarray
 
     def tree_flatten(self):
         """Two arrays; the plan and the formats are static."""
@@ -92,7 +94,7 @@ class Assignment:
 
     @property
     def low_ratio(self) -> jax.Array:
-        """The share of elements, of tensors and cotangents, in low precision.
+        """The share of all elements, of tensors and cotangents, that are low.
 
             size({t : t is low}) / size(all t), in [0, 1]
 
@@ -102,7 +104,7 @@ class Assignment:
         References:
           Lee et al. 2023, section 3.2, "ratio_lo".
         """
-        # Divided first: float32 counts to 2^24 only, and shares are never larger.
+        # Divided before the sum, because float32 counts only to 2^24.
         total = max(self.plan.size, 1)
         forward = jnp.asarray(self.plan.sizes / total, jnp.float32)
         backward = jnp.asarray(self.plan.backward_sizes / total, jnp.float32)
@@ -116,6 +118,7 @@ class Assignment:
         document = {
             "formats": dataclasses.asdict(self.formats),
             "products": self.plan.products,
+            "opaque": list(self.plan.opaque),
             "tensors": [
                 dataclasses.asdict(tensor)
                 | {"low": bool(low), "low_backward": bool(low_backward)}
@@ -131,8 +134,8 @@ class Assignment:
         pathlib.Path(path).write_text(text + "\n", encoding="utf-8")
 
     def __str__(self) -> str:
-        """A table, a line a tensor, group by group."""
-        if isinstance(self.low, jax.core.Tracer):
+        """A table, one line per tensor, group by group."""
+        if isinstance(self.low, Tracer):
             return f"Assignment of {len(self.plan.tensors)} tensors, traced"
         rows = [("group", "tensor", "shape", "forward", "backward")]
         formats = self.formats
@@ -159,6 +162,8 @@ class Assignment:
         lines.insert(1, "  ".join("-" * width for width in widths))
         ratio = float(self.low_ratio)
         lines.append(f"{ratio:.3f} of {self.plan.size} elements in low precision")
+        if self.plan.opaque:
+            lines.append(f"not rounded inside of: {', '.join(self.plan.opaque)}")
         return "\n".join(lines)
 
 
@@ -169,10 +174,10 @@ def load(path: str | os.PathLike) -> Assignment:
       path: of the JSON file.
 
     Returns:
-      The :class:`Assignment`, its levels numpy arrays.
+      The :class:`Assignment`, with numpy arrays.
 
     Raises:
-      ValueError: if the file holds no assignment.
+      ValueError: if the file does not hold an assignment.
 
     >>> import jax.numpy as jnp, tempfile
     >>> from lowbit_optax import precision
@@ -194,7 +199,9 @@ def load(path: str | os.PathLike) -> Assignment:
             fields["shape"] = tuple(fields["shape"])
             fields["read_by"] = tuple(fields["read_by"])
             tensors.append(Tensor(**fields))
-        plan = Plan(tuple(tensors), document["products"])
+        plan = PrecisionPlan(
+            tuple(tensors), document["products"], tuple(document["opaque"])
+        )
         return Assignment(
             plan, Formats(**formats), np.array(low, bool), np.array(low_backward, bool)
         )

@@ -1,26 +1,27 @@
-"""How assignments are chosen: demotion, promotion, and the usual ones to compare with.
+"""How assignments are chosen: demotion, promotion, and baselines to compare with.
 
-Weight gradients stay in the high format in all of them, as in Lee et al. 2023, section
+All of them keep weight gradients in the high format, as in Lee et al. 2023, section
 5.2, and Sun et al. 2019.
 """
 
 import random
+import typing
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from lowbit_optax.precision.assignment import HFP8, Assignment, Formats
-from lowbit_optax.precision.plan import Plan
+from lowbit_optax.precision.plan import PrecisionPlan
 
-_ORDERS = ("decreasing", "increasing", "random")
+Order = typing.Literal["decreasing", "increasing", "random"]
 
 
 def demote(
-    plan: Plan,
+    plan: PrecisionPlan,
     ratio: float,
     *,
-    order: str = "decreasing",
+    order: Order = "decreasing",
     formats: Formats = HFP8,
     seed: int = 0,
 ) -> Assignment:
@@ -31,15 +32,18 @@ def demote(
 
     Args:
       plan: from :func:`trace`.
-      ratio: what ``low_ratio`` is to reach, 0 (all high) to 1. Weight gradients count
-        among all elements and stay high, so 1 lowers all else and reaches less.
+      ratio: what ``low_ratio`` should reach, 0 (all high) to 1. Weight gradients are
+        counted and stay high, so that 1 lowers everything else and reaches less.
       order: ``"decreasing"`` by size; ``"increasing"`` and ``"random"`` are for
-        comparison. Groups of one size are taken in the order of the program.
-      formats: what is chosen between.
+        comparison. Groups of the same size are taken in the order of the program.
+      formats: the low and the high formats.
       seed: of the random order.
 
+    Returns:
+      An :class:`Assignment`.
+
     Raises:
-      ValueError: for a ratio or order that is none.
+      ValueError: if ratio or order is not one of these.
 
     References:
       Lee et al. 2023, Algorithm 1.
@@ -62,8 +66,9 @@ def demote(
     """
     if isinstance(ratio, bool) or not 0 <= ratio <= 1:
         raise ValueError(f"demote: ratio is {ratio!r}; accepted are numbers in [0, 1]")
-    if order not in _ORDERS:
-        raise ValueError(f"demote: order is {order!r}; accepted are {_ORDERS}")
+    accepted = typing.get_args(Order)
+    if order not in accepted:
+        raise ValueError(f"demote: order is {order!r}; accepted are {accepted}")
     sizes, backward_sizes = plan.sizes, plan.backward_sizes
     has_low_gradient = _has_low_gradient(plan)
     groups = plan.groups
@@ -86,8 +91,8 @@ def promote(
 ) -> Assignment:
     """Raise the forward tensors that overflow too often to the high format.
 
-    Cotangents are loss scaling's business. Only arrays change: inside of a jitted step
-    this costs nothing, and outside of it nothing is compiled anew.
+    Cotangents are left to loss scaling. Only arrays change, so this can be a part of a
+    jitted step, and the step is not compiled again.
 
     Args:
       assignment: the one that the step was computed with.
@@ -96,7 +101,7 @@ def promote(
       threshold: the largest share that is accepted.
 
     Returns:
-      An :class:`Assignment` of the same tensors, with no more of them low.
+      An :class:`Assignment` of the same tensors, with some raised from low to high.
 
     Raises:
       ValueError: if there are not as many shares as tensors.
@@ -116,7 +121,7 @@ def promote(
         raise ValueError(
             f"promote: overflow has shape {list(jnp.shape(overflow))}, but the "
             f"assignment is of {expected[0]} tensors: it takes the overflow that the "
-            "function from apply returned, one ratio a tensor"
+            "function from apply returned, one share per tensor"
         )
     low = assignment.low & ~(overflow > jnp.float32(threshold))
     return Assignment(
@@ -124,12 +129,12 @@ def promote(
     )
 
 
-def uniform(plan: Plan, *, formats: Formats = HFP8) -> Assignment:
-    """Everything low, but for weight gradients.
+def uniform(plan: PrecisionPlan, *, formats: Formats = HFP8) -> Assignment:
+    """Everything low except weight gradients.
 
     Args:
       plan: from :func:`trace`.
-      formats: what is chosen between.
+      formats: the low and the high formats.
 
     Returns:
       An :class:`Assignment`.
@@ -148,18 +153,18 @@ def uniform(plan: Plan, *, formats: Formats = HFP8) -> Assignment:
 
 
 def operator_based(
-    plan: Plan, *, outputs: bool = False, formats: Formats = HFP8
+    plan: PrecisionPlan, *, outputs: bool = False, formats: Formats = HFP8
 ) -> Assignment:
-    """Low for what matrix products read, forward and backward.
+    """Low for everything that matrix products read, forward and backward.
 
-    For each matrix product but the first and the last of the loss: its operands are
-    low, and the cotangent of its result, which the backward products read.
+    For each matrix product except the first and the last of the loss, its operands are
+    low, and so is the cotangent of its result, which the backward products read.
 
     Args:
       plan: from :func:`trace`.
-      outputs: also its result, and the cotangents of its operands (those of weights
-        excepted).
-      formats: what is chosen between.
+      outputs: whether its result is low too, and the cotangents of its operands except
+        weights.
+      formats: the low and the high formats.
 
     Returns:
       An :class:`Assignment`.
@@ -183,5 +188,5 @@ def operator_based(
     return Assignment(plan, formats, low, low_backward & _has_low_gradient(plan))
 
 
-def _has_low_gradient(plan: Plan) -> np.ndarray:
+def _has_low_gradient(plan: PrecisionPlan) -> np.ndarray:
     return np.array([t.kind == "value" for t in plan.tensors], bool)

@@ -1,7 +1,8 @@
 """Floating-point formats fp(e, m, b), emulated in float32.
 
-Rounding is :mod:`lowbit_optax.precision.grid`'s; here is what the formats are, and
-their bit patterns.
+Here is what the formats are. Rounding to their numbers is in
+:mod:`lowbit_optax.precision.grid`, and their bit patterns are in
+:mod:`lowbit_optax.precision.bit_patterns`.
 
 References:
   Lee, Sharma and Aiken 2023, "Training with Mixed-Precision Floating-Point
@@ -11,27 +12,29 @@ References:
 import dataclasses
 import math
 import operator
+import typing
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from lowbit_optax._numerics import float_layouts, rounding
+from lowbit_optax.precision.bit_patterns import (
+    PatternLayout,
+    Specials,
+    decode,
+    encode,
+)
 from lowbit_optax.precision.grid import (
     INFINITY,
     MANTISSA,
     Grid,
-    bits_of,
     magnitude_of,
     round_to_grid,
-    smallest_normal_of,
-    split,
 )
 
 _BIAS = 127
-_SPECIALS = ("none", "nan", "ieee")
-_OVERFLOW = ("saturate", "infinity")
+Overflow = typing.Literal["saturate", "infinity"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,25 +46,24 @@ class FloatFormat:
         +-2^(E-B) (1 + f / 2^m),    E = 1 ... 2^e - 1    (normal)
         +-2^(1-B) f / 2^m                                (zero and subnormal)
 
-    less those that ``specials`` takes away. All of them are float32's numbers.
+    except those that ``specials`` takes away. All of them are float32 numbers.
 
     Args:
       exponent_bits: e, 2 to 8.
       mantissa_bits: m, 0 to 23.
-      bias: b, what is added to the usual bias; larger is towards smaller numbers.
-      specials: "none": every pattern is a number. "nan": all but the one of all ones,
-        a NaN. "ieee": the top exponent means infinity and NaN. None is "none", or
-        "ieee" where the top exponent is past float32's: fp(8, m).
-      overflow: what values past the largest become: "saturate", the largest;
-        "infinity", infinity, if the nearest number were there one more is past the
-        largest. Emulated, that needs no infinity in the format. An infinity itself
-        stays one in "ieee" formats, as one of their values, and with
-        ``overflow="infinity"``; else it becomes the largest.
+      bias: b, added to the usual bias. A larger one gives smaller numbers.
+      specials: "none": every pattern is a number. "nan": every pattern but the one of
+        all ones, which is NaN. "ieee": the top exponent means infinity and NaN. None
+        takes "none", or "ieee" where the top exponent is past float32's: fp(8, m).
+      overflow: what becomes of values that round past the largest number: "saturate"
+        gives the largest number, "infinity" gives infinity. This is emulated, so the
+        format needs no pattern for infinity. Infinity itself stays infinity in "ieee"
+        formats and with "infinity"; otherwise it becomes the largest number.
       subnormals: False leaves no number between zero and the smallest normal.
 
     Raises:
-      TypeError: bits or bias are no integers.
-      ValueError: out of these ranges, or numbers that float32 does not have.
+      TypeError: bits or bias are not integers.
+      ValueError: bits or bias are out of range, or float32 lacks one of the numbers.
 
     >>> import jax.numpy as jnp
     >>> forward = FloatFormat(4, 3, 4)
@@ -79,8 +81,8 @@ class FloatFormat:
     exponent_bits: int
     mantissa_bits: int
     bias: int = 0
-    specials: str | None = None
-    overflow: str = "saturate"
+    specials: Specials | None = None
+    overflow: Overflow = "saturate"
     subnormals: bool = True
 
     def __post_init__(self):
@@ -96,11 +98,11 @@ class FloatFormat:
             raise ValueError(f"mantissa_bits must be 0 to 23, got {self.mantissa_bits}")
         if self.specials is None:
             object.__setattr__(self, "specials", self._usual_specials)
-        if self.specials not in _SPECIALS:
+        if self.specials not in typing.get_args(Specials):
             raise ValueError(
                 f'specials must be "none", "nan", "ieee" or None, got {self.specials!r}'
             )
-        if self.overflow not in _OVERFLOW:
+        if self.overflow not in typing.get_args(Overflow):
             raise ValueError(
                 f'overflow must be "saturate" or "infinity", got {self.overflow!r}'
             )
@@ -119,8 +121,8 @@ class FloatFormat:
           dtype: float32, bfloat16, float16, or a float8, float6 or float4 with a sign.
 
         Returns:
-          The format; for a dtype in which minus zero is NaN (..fnuz), the one of the
-          same numbers that has a minus zero and no NaN.
+          The format. For the fnuz dtypes, whose NaN is in the place of minus zero, it
+          is the format of the same numbers that has a minus zero and no NaN.
 
         Raises:
           TypeError: any other dtype.
@@ -149,12 +151,13 @@ class FloatFormat:
     @property
     def bits(self) -> int:
         """The width of a pattern: 1 + e + m."""
-        return 1 + self.exponent_bits + self.mantissa_bits
+        return self._layout.bits
 
     @property
     def largest(self) -> float:
         """The largest finite number."""
-        fraction = (self._largest_pattern & self._mantissa_mask) | self._hidden
+        layout = self._layout
+        fraction = (layout.largest & layout.mantissa_mask) | layout.hidden
         return math.ldexp(fraction, self._largest_exponent - self.mantissa_bits)
 
     @property
@@ -187,7 +190,7 @@ class FloatFormat:
           float32. A dtype of fewer numbers than the format's rounds once more.
 
         Raises:
-          TypeError: x is no float array of at most 32 bits.
+          TypeError: x is not a float array of at most 32 bits.
           ValueError: random is not uint32 of x's shape.
         """
         x = _checked(x)
@@ -204,10 +207,10 @@ class FloatFormat:
 
         Returns:
           bool of x's shape: ``|x| > largest``. Infinities are past it in every format,
-          and so is NaN, which is no number of any.
+          and so is NaN.
 
         Raises:
-          TypeError: x is no float array of at most 32 bits.
+          TypeError: x is not a float array of at most 32 bits.
         """
         x = _widened(_checked(x))
         return magnitude_of(x) > grid_of(self).largest
@@ -224,33 +227,7 @@ class FloatFormat:
           the largest; NaN, where the format has none, too. In an "ieee" format NaN
           keeps the leading bits of its payload.
         """
-        x = _widened(_checked(x))
-        m, grid = self.mantissa_bits, grid_of(self)
-        magnitude = magnitude_of(x)
-        exponent, significand = split(magnitude)
-        deep = jnp.minimum(grid.drop + grid.smallest_exponent - exponent, 31)
-        pattern = jnp.where(
-            magnitude < smallest_normal_of(grid),
-            significand >> deep,
-            (magnitude >> grid.drop) - ((grid.smallest_exponent - 1) << np.uint32(m)),
-        )
-        pattern = jnp.where(
-            magnitude > grid.largest, np.uint32(self._largest_pattern), pattern
-        )
-        nan = magnitude > np.uint32(INFINITY)
-        if self.specials == "nan":
-            pattern = jnp.where(nan, np.uint32(self._all_ones), pattern)
-        elif self.specials == "ieee":
-            infinity = np.uint32(self._largest_pattern + 1)
-            payload = (magnitude >> grid.drop) & np.uint32(self._mantissa_mask)
-            quiet = np.uint32(self._hidden >> 1)
-            payload = jnp.where(payload == 0, quiet, payload)
-            pattern = jnp.where(magnitude == np.uint32(INFINITY), infinity, pattern)
-            if m:
-                pattern = jnp.where(nan, infinity | payload, pattern)
-        sign = bits_of(x) >> np.uint32(31)
-        pattern = pattern | (sign << np.uint32(self.bits - 1))
-        return pattern.astype(self._unsigned)
+        return encode(_widened(_checked(x)), self._layout, grid_of(self))
 
     def decode(self, patterns: jax.Array) -> jax.Array:
         """The values of patterns, the inverse of :meth:`encode`.
@@ -263,7 +240,7 @@ class FloatFormat:
           numbers also where :meth:`round` never yields them.
 
         Raises:
-          TypeError: patterns are no unsigned integers.
+          TypeError: patterns are not unsigned integers.
         """
         patterns = jnp.asarray(patterns)
         if not jnp.issubdtype(patterns.dtype, jnp.unsignedinteger):
@@ -271,28 +248,7 @@ class FloatFormat:
                 f"patterns must be unsigned integers, got {patterns.dtype} "
                 f"{patterns.shape}"
             )
-        patterns = patterns.astype(jnp.uint32)
-        grid = grid_of(self)
-        sign = (patterns >> np.uint32(self.bits - 1)) << np.uint32(31)
-        pattern = patterns & np.uint32(self._all_ones)
-        base = (grid.smallest_exponent - np.uint32(1)) << np.uint32(MANTISSA)
-        normal = (pattern << grid.drop) + base
-        # A subnormal's leading bit is moved to the hidden one's place, unless it is
-        # one of float32's subnormals.
-        rise = grid.drop + grid.smallest_exponent - np.uint32(1)
-        up = jnp.minimum(lax.clz(pattern) - np.uint32(31 - MANTISSA), rise)
-        subnormal = (pattern << up) + ((rise - up) << np.uint32(MANTISSA))
-        value = jnp.where(pattern < np.uint32(self._hidden), subnormal, normal)
-        value = jnp.where(pattern == 0, np.uint32(0), value)
-        if self.specials != "none":
-            payload = (pattern & np.uint32(self._mantissa_mask)) << grid.drop
-            special = np.uint32(INFINITY) | payload
-            if self.specials == "nan":
-                special = np.uint32(INFINITY | 1 << (MANTISSA - 1))
-            value = jnp.where(
-                pattern > np.uint32(self._largest_pattern), special, value
-            )
-        return lax.bitcast_convert_type(sign | value, jnp.float32)
+        return decode(patterns, self._layout, grid_of(self))
 
     def __str__(self):
         numbers = [self.exponent_bits, self.mantissa_bits, self.bias or None]
@@ -304,7 +260,7 @@ class FloatFormat:
         return text if self.subnormals else f"{text}-subnormals"
 
     @property
-    def _usual_specials(self) -> str:
+    def _usual_specials(self) -> Specials:
         return "ieee" if self.exponent_bits == 8 and self.bias == 0 else "none"
 
     @property
@@ -317,29 +273,13 @@ class FloatFormat:
         return _BIAS + 1 - self._bias
 
     @property
-    def _hidden(self) -> int:
-        return 1 << self.mantissa_bits
-
-    @property
-    def _mantissa_mask(self) -> int:
-        return self._hidden - 1
-
-    @property
-    def _all_ones(self) -> int:
-        return (1 << (self.bits - 1)) - 1
-
-    @property
-    def _largest_pattern(self) -> int:
-        past = {"none": 0, "nan": 1, "ieee": self._hidden}
-        return self._all_ones - past[self.specials]
+    def _layout(self) -> PatternLayout:
+        specials = self.specials or self._usual_specials
+        return PatternLayout(self.exponent_bits, self.mantissa_bits, specials)
 
     @property
     def _largest_exponent(self) -> int:
-        return (self._largest_pattern >> self.mantissa_bits) - self._bias
-
-    @property
-    def _unsigned(self) -> np.dtype:
-        return np.dtype(f"uint{max(8, 1 << (self.bits - 1).bit_length())}")
+        return (self._layout.largest >> self.mantissa_bits) - self._bias
 
 
 def grid_of(fmt: FloatFormat) -> Grid:
@@ -373,9 +313,9 @@ def grid_of(fmt: FloatFormat) -> Grid:
 FP32 = FloatFormat(8, 23)
 """float32 itself: rounding to it changes nothing."""
 
-# The fnuz dtypes have one NaN, in the place of minus zero, and all other patterns are
-# numbers.
-_DESCRIPTIONS = {
+# The fnuz dtypes have one NaN, in the place of minus zero; their other patterns are all
+# numbers, hence "none".
+_DESCRIPTIONS: dict[str, tuple[int, int, int, Specials]] = {
     "float32": (8, 23, 0, "ieee"),
     "bfloat16": (8, 7, 0, "ieee"),
     "float16": (5, 10, 0, "ieee"),
@@ -390,7 +330,7 @@ _DESCRIPTIONS = {
     "float6_e2m3fn": (2, 3, 0, "none"),
     "float4_e2m1fn": (2, 1, 0, "none"),
 }
-# JAX has not all of them in every version.
+# Not every version of JAX has all of them.
 _DTYPES = {n: d for n, d in _DESCRIPTIONS.items() if hasattr(jnp, n)}
 
 

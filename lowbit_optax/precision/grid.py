@@ -7,8 +7,9 @@ and may flush subnormals to zero:
 
     magnitude -> (exponent, significand) -> round_off(significand, shift) -> magnitude
 
-A format is seven integers to it, a :class:`Grid`. They can be traced: which of two
-formats a tensor is rounded to can be decided while the program runs, in one rounding.
+Rounding sees a format as seven integers, a :class:`Grid`. They can be traced: which of
+two formats a tensor is rounded to can then be decided while the program runs, and the
+tensor is still rounded only once.
 
 References:
   IEEE 754-2019, section 4.3.1.
@@ -29,14 +30,17 @@ INFINITY = 0x7F800000
 """float32's mantissa bits, sign and infinity."""
 
 
+Integer = jax.Array | np.uint32
+
+
 class Grid(typing.NamedTuple):
     """A format as the integers that rounding to it needs, uint32 scalars.
 
-    Those of two formats can be selected between field by field.
+    Of the grids of two formats one can be selected field by field.
 
     Attributes:
       drop: how many bits of float32's significand a normal number leaves out.
-      drop_below: likewise a number just below the smallest normal.
+      drop_below: how many a number just below the smallest normal leaves out.
       smallest_exponent: of the smallest normal, as float32 stores it.
       smallest: the smallest number above zero, a float32 pattern like the rest.
       largest: the largest finite number.
@@ -53,13 +57,13 @@ class Grid(typing.NamedTuple):
     [1.125, 1.0703125]
     """
 
-    drop: jax.typing.ArrayLike
-    drop_below: jax.typing.ArrayLike
-    smallest_exponent: jax.typing.ArrayLike
-    smallest: jax.typing.ArrayLike
-    largest: jax.typing.ArrayLike
-    past: jax.typing.ArrayLike
-    infinite: jax.typing.ArrayLike
+    drop: Integer
+    drop_below: Integer
+    smallest_exponent: Integer
+    smallest: Integer
+    largest: Integer
+    past: Integer
+    infinite: Integer
 
 
 def round_to_grid(
@@ -95,8 +99,8 @@ def round_to_grid(
         grid.drop_below + grid.smallest_exponent - exponent,
         grid.drop,
     )
-    # 31 is the largest shift that keeps a random number's weight; the rest goes first.
-    # What is left of a significand after 31 more bits is nothing.
+    # Random numbers have 31 bits, so a longer shift begins with a plain one, which may
+    # stop at 31 bits because no significand has more.
     before = jnp.minimum(shift - jnp.minimum(shift, np.uint32(31)), np.uint32(31))
     kept = float_layouts.round_off(
         significand >> before, jnp.minimum(shift, np.uint32(31)), random
@@ -138,6 +142,6 @@ def split(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.maximum(stored, np.uint32(1)), significand
 
 
-def smallest_normal_of(grid: Grid) -> jax.typing.ArrayLike:
+def smallest_normal_of(grid: Grid) -> Integer:
     """The smallest normal's float32 pattern, uint32."""
     return grid.smallest_exponent << np.uint32(MANTISSA)

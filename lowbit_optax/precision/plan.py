@@ -1,25 +1,28 @@
 """``trace``: the tensors of a loss, in groups between matrix products."""
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 
 import numpy as np
 
-from lowbit_optax.precision import tensors
-from lowbit_optax.precision.tensors import Tensor
+from lowbit_optax.precision.tensors import Tensor, find_tensors
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class PrecisionPlan:
     """What precision assignments of one loss are made of.
 
     Args:
       tensors: all of them, in the order in which they are made.
       products: how many matrix products the loss has.
+      opaque: names of operations whose results are tensors, but not what they compute
+        inside: a ``while_loop``, a ``shard_map``.
     """
 
     tensors: tuple[Tensor, ...]
     products: int
+    opaque: tuple[str, ...] = ()
 
     @property
     def groups(self) -> list[list[int]]:
@@ -45,15 +48,17 @@ class Plan:
         return np.array([t.backward_size for t in self.tensors], np.float64)
 
 
-def trace(loss_fn: Callable, params, *batch, has_aux: bool = False) -> Plan:
+def trace(loss_fn: Callable, params, *batch, has_aux: bool = False) -> PrecisionPlan:
     """Find the tensors of a loss and group them between matrix products.
 
     Nothing is computed. Any loss that JAX can trace will do: functions under ``jit``,
-    ``jax.checkpoint`` and ``lax.scan`` are looked into. Tensors are the parameters, the
-    results of matrix products (convolutions included), scan carries and maximum pools,
-    and whatever else is needed after a later matrix product; a value can be made one,
-    and get a name, by ``jax.ad_checkpoint.checkpoint_name``. Scalars are none, nor is
-    what the loss does not depend on.
+    ``jax.checkpoint``, ``lax.scan`` and the branches of ``lax.cond`` and ``lax.switch``
+    are looked into. Tensors are the parameters, the results of matrix products
+    (convolutions included), scan carries, results of branches and maximum pools, and
+    whatever else is needed after a later matrix product. A value can be made one, and
+    get a name, by ``jax.ad_checkpoint.checkpoint_name``. Scalars are not tensors, nor
+    is anything that the loss does not depend on. The tensors of all branches are
+    counted, though only one branch is computed.
 
     Args:
       loss_fn: called as ``loss_fn(params, *batch)``; returns a float scalar.
@@ -62,10 +67,17 @@ def trace(loss_fn: Callable, params, *batch, has_aux: bool = False) -> Plan:
       has_aux: whether it returns ``(loss, aux)``.
 
     Returns:
-      A :class:`Plan`, for :func:`demote`, :func:`uniform` and :func:`operator_based`.
+      A :class:`PrecisionPlan`, for :func:`demote`, :func:`uniform` and
+      :func:`operator_based`.
 
     Raises:
       TypeError: if the loss is not a float scalar.
+
+    Warns:
+      UserWarning: if the loss has arrays in places that cannot be looked into, such as
+        ``lax.while_loop``, ``shard_map`` and ``lax.platform_dependent``. The plan's
+        ``opaque`` names these places. Their results are tensors; what is inside of them
+        is neither rounded nor counted.
 
     References:
       Lee et al. 2023, section 4.1, "Tensor grouping"; Algorithm 1.
@@ -79,5 +91,14 @@ def trace(loss_fn: Callable, params, *batch, has_aux: bool = False) -> Plan:
     [('params[0]', 0), ('params[1]', 1), ('batch[0]', 0),
      ('dot_general.0', 1), ('tanh.0', 1), ('dot_general.1', 2)]
     """
-    found, _ = tensors.trace(loss_fn, has_aux, params, batch)
-    return Plan(found.tensors, found.products)
+    found, _ = find_tensors(loss_fn, has_aux, params, batch)
+    if found.opaque:
+        warnings.warn(
+            f"precision.trace: arrays inside of {', '.join(found.opaque)} are neither "
+            "rounded nor counted, only its results are. lax.scan, lax.cond and "
+            "jax.checkpoint are looked into; so is lax.fori_loop with a number of "
+            "iterations that is known when tracing",
+            UserWarning,
+            stacklevel=2,
+        )
+    return PrecisionPlan(found.tensors, found.products, found.opaque)

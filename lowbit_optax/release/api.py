@@ -224,7 +224,7 @@ def _differentiate(traced: Traced, plan: Plan, rules: Sequence[Rule]):
             if leaf.is_quantized:
                 arguments.append(given.get(leaf.slot))
         instead = {
-            id(released.step): functools.partial(
+            released.step: functools.partial(
                 released_scan,
                 released.step.scan,
                 released.roles(program, made),

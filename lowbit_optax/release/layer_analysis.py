@@ -16,7 +16,8 @@ import optax
 from jax.extend.core import primitives as p
 
 from lowbit_optax._jaxprs import elementwise
-from lowbit_optax._jaxprs.graph import Graph, Node
+from lowbit_optax._jaxprs.graph import Graph
+from lowbit_optax._jaxprs.nodes import Node
 from lowbit_optax._step import context
 from lowbit_optax._step.stacks import LAYERWISE
 from lowbit_optax.formats import quantized_tensor as tensors
@@ -102,7 +103,7 @@ class _StepGraph:
                 lambda grads, state, params: step(tx, params, state, grads),
                 return_shape=True,
             )(grads, state, params)
-        graph = Graph(closed)
+        graph = Graph(closed, opaque={LAYERWISE})
         sizes = [len(jax.tree.leaves(tree)) for tree in (grads, state, params)]
         self.names, leaves, _ = tensors.named_leaves(params)
         gradients, self.state, self.params = _split(graph.inputs, sizes)

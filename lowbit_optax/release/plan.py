@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 import optax
 
-from lowbit_optax._jaxprs.program import LossProgram, Step
+from lowbit_optax._jaxprs.nodes import Node
+from lowbit_optax._jaxprs.program import LossProgram, ScanCall
 from lowbit_optax._step import trees
 from lowbit_optax.release import layer_analysis
 from lowbit_optax.release.backward import Roles
@@ -30,14 +31,14 @@ class Released:
       leaves: of the parameters, its own.
     """
 
-    step: Step
+    step: ScanCall
     leaves: list[Leaf]
 
-    def operand(self, value: int) -> int:
+    def operand(self, value: Node) -> int:
         """The number of a value among the scan's operands."""
         return self.step.inputs.index(value)
 
-    def roles(self, program: LossProgram, made: set[int]) -> Roles:
+    def roles(self, program: LossProgram, made: set[Node]) -> Roles:
         """What its operands and results are.
 
         Args:
@@ -49,8 +50,8 @@ class Released:
         slots = [leaf.slot for leaf in self.leaves]
         first_x = scan.constants + scan.carry
 
-        def is_wanted(n: int, value: int) -> bool:
-            if value in parts or value in slots or not _is_inexact(program.aval(value)):
+        def is_wanted(n: int, value: Node) -> bool:
+            if value in parts or value in slots or not _is_inexact(value.aval):
                 return False
             # The carry is made of parameters from the second layer on.
             return scan.constants <= n < first_x or value in made
@@ -63,7 +64,7 @@ class Released:
             read=tuple(
                 n
                 for n, v in enumerate(outputs)
-                if n >= scan.carry and program.uses[v] and _is_inexact(program.aval(v))
+                if n >= scan.carry and program.uses[v] and _is_inexact(v.aval)
             ),
         )
 
@@ -113,7 +114,7 @@ def plan(traced: Traced, tx: optax.GradientTransformation, opt_state) -> Plan:
     return Plan(released, found.slots, reasons | found.reasons)
 
 
-def _scan_over(program: LossProgram, leaf: Leaf) -> Step:
+def _scan_over(program: LossProgram, leaf: Leaf) -> ScanCall:
     """The only scan over a leaf, and the only thing that reads it."""
     if leaf.slot is None or not jnp.issubdtype(leaf.gradient.dtype, jnp.floating):
         raise Whole(f"it is {leaf.value.dtype}")

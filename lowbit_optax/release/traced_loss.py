@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from lowbit_optax._jaxprs.program import LossProgram
-from lowbit_optax._jaxprs.program import trace as trace_program
+from lowbit_optax._jaxprs.nodes import Node
+from lowbit_optax._jaxprs.program import LossProgram, trace_program
 from lowbit_optax.formats import quantized_tensor as tensors
 from lowbit_optax.lpmm.gradients import slotted
 
@@ -20,15 +20,15 @@ class Leaf:
     Args:
       name: its path.
       value: an array or QuantizedTensor.
-      parts: numbers of the values that are its arrays.
-      slot: number of the value that its gradient is taken of; None if it has none.
+      parts: the values that are its arrays.
+      slot: the value that its gradient is taken of; None if it has none.
       gradient: shape and dtype of its gradient; its own if it has none.
     """
 
     name: str
     value: typing.Any
-    parts: tuple[int, ...]
-    slot: int | None
+    parts: tuple[Node, ...]
+    slot: Node | None
     gradient: jax.ShapeDtypeStruct
 
     @property

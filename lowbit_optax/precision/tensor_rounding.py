@@ -1,0 +1,150 @@
+"""Rounding one tensor, and later its cotangent, to the formats of an assignment."""
+
+import typing
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
+
+from lowbit_optax._numerics.random_bits import RandomBits, leaf_number, random_bits
+from lowbit_optax._numerics.streams import BACKWARD_STREAM, FORWARD_STREAM
+from lowbit_optax.precision.assignment import Assignment
+from lowbit_optax.precision.float_format import FP32, FloatFormat, grid_of
+from lowbit_optax.precision.grid import Grid, round_to_grid
+
+_STORED = "lowbit_optax.precision"
+
+
+class TensorRounding:
+    """Rounds the tensors of an assignment.
+
+    Args:
+      assignment: which format each tensor is in.
+      seed: None rounds to nearest, else see ``apply``.
+      is_stored: whether the backward pass keeps tensors as patterns of their formats.
+    """
+
+    def __init__(
+        self, assignment: Assignment, seed: jax.Array | int | None, is_stored: bool
+    ):
+        # Known levels as numpy: indexed under jit, a jax.Array would become a tracer.
+        known = lambda x: x if isinstance(x, Tracer) else np.asarray(x)
+        self._assignment = jax.tree.map(known, assignment)
+        self.is_stored = is_stored
+        if isinstance(seed, int):
+            seed %= 2**32
+        self._seed = None if seed is None else jnp.asarray(seed, jnp.uint32)
+
+    def format(self, number: int) -> FloatFormat:
+        """The format of a forward tensor, where it is known when compiling."""
+        formats = self._assignment.formats
+        return formats.low if self._assignment.low[number] else formats.high
+
+    def round(
+        self, number: int, x: jax.Array, iteration: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """A tensor rounded, and the share of its elements that overflowed.
+
+        Args:
+          number: of the tensor.
+          x: its value.
+          iteration: uint32 scalar, counts a scan's iterations, for random bits.
+        """
+        assignment, formats = self._assignment, self._assignment.formats
+        bits = None
+        if self._seed is not None:
+            name = leaf_number(assignment.plan.tensors[number].name)
+            (bits,) = random_bits(self._seed, iteration, [name])
+        words = None if bits is None else bits.words(x.shape, FORWARD_STREAM)
+        low, low_backward = assignment.low[number], assignment.low_backward[number]
+        grid = _choose(low, formats.low, formats.high)
+        backward = _choose(low_backward, formats.low_backward, formats.high_backward)
+        wide = lax.stop_gradient(x).astype(jnp.float32)
+        y, overflows = round_to_grid(wide, grid, words)
+        if self.is_stored:
+            fmt = self.format(number)
+            y = unpack(fmt, checkpoint_name(pack(fmt, y), _STORED))
+        share = mean(overflows.astype(jnp.float32))
+        keys = None if bits is None else (bits.key, bits.second)
+        cotangent = _CotangentRounding(backward, keys)
+        return _with_rounded_cotangent(x, y.astype(x.dtype), cotangent), share
+
+
+def replaced(x: jax.Array, y: jax.Array) -> jax.Array:
+    """y, whose cotangent becomes that of x as it is."""
+    return _with_rounded_cotangent(x, y, _UNROUNDED)
+
+
+def pack(fmt: FloatFormat, y: jax.Array) -> tuple[jax.Array, ...]:
+    """A rounded tensor's patterns; whether it is finite, if they cannot tell."""
+    if fmt.specials == "ieee":
+        return (fmt.encode(y),)
+    return fmt.encode(y), jnp.all(jnp.isfinite(y))
+
+
+def unpack(fmt: FloatFormat, packed: tuple[jax.Array, ...]) -> jax.Array:
+    """The tensor; NaN everywhere if it was not finite and the format has no NaN."""
+    y = fmt.decode(packed[0])
+    if len(packed) == 1:
+        return y
+    return jnp.where(packed[1], y, jnp.float32(jnp.nan))
+
+
+def keeping_patterns(function: Callable, **options) -> Callable:
+    """The function, whose backward pass keeps patterns and computes the rest again."""
+    policy = jax.checkpoint_policies.save_only_these_names(_STORED)
+    return jax.checkpoint(function, policy=policy, **options)
+
+
+def mean(x: jax.Array) -> jax.Array:
+    """The mean of float32 elements; 0 if there are none."""
+    return jnp.sum(x) / jnp.float32(max(x.size, 1))
+
+
+class _CotangentRounding(typing.NamedTuple):
+    """How a cotangent is rounded.
+
+    Args:
+      grid: to which format.
+      keys: of random bits; None rounds to nearest.
+    """
+
+    grid: Grid
+    keys: tuple[jax.Array, jax.Array] | None
+
+
+def _second(x, y, rounding):
+    """y; its cotangent is rounded and becomes that of x."""
+    del x, rounding
+    return y
+
+
+def _forward(x, y, rounding):
+    del x
+    return y, rounding
+
+
+def _backward(rounding: _CotangentRounding, cotangent: jax.Array):
+    words = None
+    if rounding.keys is not None:
+        bits = RandomBits(*rounding.keys)
+        words = bits.words(cotangent.shape, BACKWARD_STREAM)
+    rounded, _ = round_to_grid(cotangent.astype(jnp.float32), rounding.grid, words)
+    return rounded.astype(cotangent.dtype), None, None
+
+
+_with_rounded_cotangent = jax.custom_vjp(_second)
+_with_rounded_cotangent.defvjp(_forward, _backward)
+
+_UNROUNDED = _CotangentRounding(grid_of(FP32), None)
+
+
+def _choose(is_low, low: FloatFormat, high: FloatFormat) -> Grid:
+    if isinstance(is_low, jax.Array):
+        pick = lambda a, b: jnp.where(is_low, a, b)
+        return jax.tree.map(pick, grid_of(low), grid_of(high))
+    return grid_of(low if is_low else high)

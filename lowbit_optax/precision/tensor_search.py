@@ -1,0 +1,357 @@
+"""Which of a loss's values are tensors, in the sense of precision assignments.
+
+Lee et al. 2023 round the result of every operator of a network: convolution, batch
+normalisation, activation. A jaxpr has finer operations, ten of them in one batch
+normalisation, which a compiler fuses and whose results are never stored; rounding each
+would be another network. What is a tensor is therefore said by what has to be stored:
+
+* every parameter that the loss depends on, and every floating-point input that a matrix
+  product reads (a network's inputs are rounded, its targets are not);
+* the result of a matrix product (a product or convolution of any kind) or of another
+  operation that is not fused with what reads it: a scan's carry, a maximum pool;
+* every other value that is needed after a later matrix product, as its operand (an
+  activation before the next layer) or beside it (a residual connection).
+
+For this each value has a *stage*: how many matrix products are on the longest way to
+it. A value is needed later if something of a later stage reads it.
+
+Not tensors are scalars, constants and what follows from constants and integers alone
+(masks), values that the loss does not depend on (new running statistics), and what
+only moves the elements of a tensor (a reshape, a slice): those are rounded already.
+"""
+
+import dataclasses
+import typing
+from collections.abc import Collection, Sequence
+
+import jax.numpy as jnp
+from jax.extend import core
+from jax.extend.core import primitives
+
+from lowbit_optax._jaxprs.nodes import Call, Node, called_jaxpr
+from lowbit_optax._jaxprs.program import LossProgram, ScanCall
+from lowbit_optax.precision.operations import (
+    function_name,
+    hides_tensors,
+    is_conditional,
+    is_float,
+    is_move,
+    is_product,
+    is_stored,
+)
+
+Kind = typing.Literal["parameter", "input", "value"]
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+    """What is known of a value while the program is read.
+
+    Args:
+      aval: shape and dtype.
+      stage: matrix products on the longest way to it.
+      depends: whether on parameters or floating-point inputs.
+      is_stored: whether it has to be stored, and so is rounded where it is made.
+      name, kind, repeats, group, made_by, read_by: as in
+        :class:`lowbit_optax.precision.Tensor`; no group if nothing reads it.
+      origins: of a value that is rounded elsewhere, those that it is: the operand of a
+        scan or conditional inside of it, results of the bodies outside of it.
+    """
+
+    aval: typing.Any
+    stage: int = 0
+    depends: bool = False
+    is_stored: bool = False
+    name: str = ""
+    kind: Kind = "value"
+    repeats: int = 1
+    group: int | None = None
+    made_by: int | None = None
+    read_by: list[int] = dataclasses.field(default_factory=list)
+    origins: tuple["Value", ...] = ()
+
+    def __post_init__(self):
+        # Integers and masks hold no precision, whatever they were computed from.
+        self.depends &= jnp.issubdtype(self.aval.dtype, jnp.inexact)
+
+    @property
+    def can_be_tensor(self) -> bool:
+        has_size = is_float(self.aval) and self.aval.ndim > 0
+        return self.depends and has_size and not self.origins
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it is one, once the program has been read."""
+        is_used = bool(self.read_by) if self.kind == "input" else self.group is not None
+        return self.is_stored and self.can_be_tensor and is_used
+
+    def store(self) -> None:
+        """Round it where it is made, if it is something to round."""
+        if self.can_be_tensor:
+            self.is_stored = True
+
+    def note_product(self, number: int) -> None:
+        """A matrix product reads it, and so reads whichever of its origins it is."""
+        if number not in self.read_by:
+            self.read_by.append(number)
+            for origin in self.origins:
+                origin.note_product(number)
+
+    def store_for(self, stage: int) -> None:
+        """Store it if what reads it is of a later stage."""
+        if self.stage < stage:
+            self.store()
+
+
+class TensorSearch:
+    """Reads a traced loss, and finds which of its values are tensors.
+
+    Args:
+      closed: the loss's jaxpr; the loss is its first output.
+      names: of the inputs, parameters first.
+      parameters: how many of the inputs are parameters.
+
+    Attributes:
+      program: its calls, functions under ``jit`` inlined.
+      values: by node, in the order in which they are made; tensors are among them.
+      products: how many matrix products there are.
+      bodies: by call, the programs of what it calls: of a scan or checkpoint one, of a
+        conditional one for each branch.
+      opaque: names of the calls with arrays inside that cannot be looked into.
+    """
+
+    def __init__(self, closed: core.ClosedJaxpr, names: Sequence[str], parameters: int):
+        self.program = LossProgram(closed, inline_all=True)
+        self.values: dict[Node, Value] = {}
+        self.products = 0
+        self.bodies: dict[Call, tuple[LossProgram, ...]] = {}
+        self.opaque: list[str] = []
+        inputs = []
+        for i, (name, node) in enumerate(zip(names, self.program.inputs, strict=True)):
+            is_parameter = i < parameters
+            value = Value(node.aval, depends=True, is_stored=is_parameter, name=name)
+            value.kind = "parameter" if is_parameter else "input"
+            self.values[node] = value
+            inputs.append(value)
+        self._read(self.program, inputs, {self.program.outputs[0]}, "", 1)
+
+    def _read(
+        self,
+        program: LossProgram,
+        inputs: Sequence[Value],
+        wanted: Collection[Node],
+        path: str,
+        repeats: int,
+    ) -> list[Value]:
+        """Read a program's calls in order; returns its outputs' values.
+
+        Args:
+          program: the loss's, or that of a body.
+          inputs: of it.
+          wanted: the outputs that the loss depends on.
+          path: what names begin with.
+          repeats: how often the program runs.
+        """
+        needed = _needed(program, wanted)
+        known = dict(zip(program.inputs, inputs, strict=True))
+        counts: dict[str, int] = {}
+        for call in program.calls:
+            name = function_name(call)
+            number = counts[name] = counts.get(name, -1) + 1
+            if not needed.intersection(call.outputs):
+                continue
+            operands = [
+                known[node] if node in known else Value(node.aval)
+                for node in call.inputs
+            ]
+            place = f"{path}{name}.{number}", repeats
+            if call.primitive.name == "optimization_barrier":
+                results = operands
+            elif is_move(call):
+                results = self._move(call, operands, path)
+            elif call.primitive is primitives.remat_p:
+                results = self._read_checkpoint(call, operands, needed, *place)
+            elif isinstance(call, ScanCall):
+                results = self._read_scan(call, operands, needed, *place)
+            elif is_conditional(call):
+                results = self._read_conditional(call, operands, needed, *place)
+            else:
+                results = self._read_operator(call, operands, *place)
+            known.update(zip(call.outputs, results, strict=True))
+        return [known.get(node) or Value(node.aval) for node in program.outputs]
+
+    def _move(self, call: Call, operands: list[Value], path: str) -> list[Value]:
+        value = operands[0]
+        if call.primitive is primitives.name_p and value.can_be_tensor:
+            value.is_stored, value.name = True, path + call.params["name"]
+        return [value] * len(call.outputs)
+
+    def _read_operator(
+        self, call: Call, operands: list[Value], where: str, repeats: int
+    ) -> list[Value]:
+        """Its results are values of their own; nothing inside of it is."""
+        depends = any(x.depends for x in operands)
+        if depends and hides_tensors(call):
+            self.opaque.append(where)
+        makes_product = is_product(call)
+        ends_stage = makes_product or is_stored(call)
+        stage = max((x.stage for x in operands), default=0) + ends_stage
+        product = self.products if makes_product else None
+        for operand in operands:
+            self._note_use(operand, stage, product)
+        self.products += makes_product
+        for i, node in enumerate(call.outputs):
+            self.values[node] = Value(
+                node.aval,
+                stage=stage,
+                depends=depends,
+                is_stored=ends_stage,
+                name=where if len(call.outputs) == 1 else f"{where}[{i}]",
+                repeats=repeats,
+                group=self.products,
+                made_by=product,
+            )
+        return [self.values[node] for node in call.outputs]
+
+    def _note_use(self, value: Value, stage: int, product: int | None) -> None:
+        """A value is read by something of this stage, by a matrix product or not."""
+        if value.group is None:
+            value.group = self.products
+        value.store_for(stage)
+        if product is not None:
+            value.note_product(product)
+        for origin in value.origins:
+            self._note_use(origin, stage, product)
+
+    def _read_checkpoint(self, call, operands, needed, where, repeats) -> list[Value]:
+        """A checkpointed function is read as if it were inlined."""
+        body = LossProgram(called_jaxpr(call.params), inline_all=True)
+        self.bodies[call] = (body,)
+        wanted = _wanted_results(call, body, needed)
+        return self._read(body, operands, wanted, where + "/", repeats)
+
+    def _read_conditional(self, call, operands, needed, where, repeats) -> list[Value]:
+        """Every branch is read, one after the other, as if it were the one taken."""
+        arguments = operands[1:]
+        branches = tuple(
+            LossProgram(branch, inline_all=True) for branch in call.params["branches"]
+        )
+        self.bodies[call] = branches
+        stage = max((x.stage for x in operands), default=0) + 1
+        cases = []
+        for i, branch in enumerate(branches):
+            wanted = _wanted_results(call, branch, needed)
+            inside = [
+                Value(node.aval, stage=stage, depends=x.depends, origins=(x,))
+                for x, node in zip(arguments, branch.inputs, strict=True)
+            ]
+            path = f"{where}/branch{i}/"
+            cases.append(
+                self._read_body(branch, arguments, inside, wanted, path, repeats)
+            )
+        results = zip(call.outputs, zip(*cases, strict=True), strict=True)
+        return [_made_inside(node, outputs) for node, outputs in results]
+
+    def _read_scan(self, call: ScanCall, operands, needed, where, repeats):
+        scan = call.scan
+        body = LossProgram(scan.body, inline_all=True)
+        self.bodies[call] = (body,)
+        wanted = _wanted_in_scan(call, body, needed)
+        stage = max((x.stage for x in operands), default=0) + 1
+        depends = any(x.depends for x in operands)
+        inside = []
+        for i, (operand, node) in enumerate(zip(operands, body.inputs, strict=True)):
+            is_carry = scan.constants <= i < scan.constants + scan.carry
+            inside.append(
+                Value(
+                    node.aval,
+                    stage=stage,
+                    depends=depends if is_carry else operand.depends,
+                    origins=(operand,),
+                )
+            )
+        times = repeats * scan.length
+        outputs = self._read_body(body, operands, inside, wanted, where + "/", times)
+        # The next iteration reads a carry in the place of this one's.
+        carried = inside[scan.constants : scan.constants + scan.carry]
+        for before, after in zip(carried, outputs[: scan.carry], strict=True):
+            for product in before.read_by:
+                after.note_product(product)
+        results = zip(call.outputs, outputs, strict=True)
+        return [_made_inside(node, (output,)) for node, output in results]
+
+    def _read_body(
+        self,
+        body: LossProgram,
+        operands: Sequence[Value],
+        inside: Sequence[Value],
+        wanted: set[Node],
+        path: str,
+        repeats: int,
+    ) -> list[Value]:
+        """Read a body that stores what it reads and what it returns.
+
+        Args:
+          body: its program.
+          operands: what it reads, as values outside of it.
+          inside: the same values inside of it.
+          wanted, path, repeats: as in :meth:`_read`.
+        """
+        needed = _needed(body, wanted)
+        read = [
+            (operand, value)
+            for operand, value, node in zip(operands, inside, body.inputs, strict=True)
+            if node in needed
+        ]
+        for operand, value in read:
+            operand.store_for(value.stage)
+        outputs = self._read(body, inside, wanted, path, repeats)
+        for node, output in zip(body.outputs, outputs, strict=True):
+            if node in wanted:
+                output.store()
+        for operand, _ in read:
+            if operand.group is None:  # what reads it is no operator
+                operand.group = self.products
+        return outputs
+
+
+def _made_inside(node: Node, origins: tuple[Value, ...]) -> Value:
+    """A call's result, which is one of these outputs of its bodies."""
+    return Value(
+        node.aval,
+        stage=max(x.stage for x in origins),
+        depends=any(x.depends for x in origins),
+        origins=origins,
+    )
+
+
+def _needed(program: LossProgram, outputs: Collection[Node]) -> set[Node]:
+    """The values that these outputs are computed from, and themselves."""
+    found = set(outputs)
+    for call in reversed(program.calls):
+        if found.intersection(call.outputs):
+            found.update(call.inputs)
+    return found
+
+
+def _wanted_results(call: Call, body: LossProgram, needed: set[Node]) -> set[Node]:
+    """A body's outputs that are needed results of its call."""
+    results = zip(call.outputs, body.outputs, strict=True)
+    return {inner for outer, inner in results if outer in needed}
+
+
+def _wanted_in_scan(call: ScanCall, body: LossProgram, needed: set[Node]) -> set[Node]:
+    """A scan's body's outputs that what is needed of the scan is computed from."""
+    scan = call.scan
+    wanted = _wanted_results(call, body, needed)
+    carried = body.inputs[scan.constants : scan.constants + scan.carry]
+    while True:
+        read = _needed(body, wanted)
+        more = {
+            after
+            for before, after in zip(carried, body.outputs[: scan.carry], strict=True)
+            if before in read
+        }
+        if more <= wanted:
+            return wanted
+        wanted |= more
