@@ -6,8 +6,8 @@ import optax
 
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.rounding import round_nearest, to_float32
-from lowbit_optax._step import trees
-from lowbit_optax._step.engine import LowbitState, ToNearest, initial_masters
+from lowbit_optax._step import context, trees
+from lowbit_optax._step.engine import LowbitState, ToNearest
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.leaves import join_leaf
 from lowbit_optax.formats.plain import NoResidual
@@ -89,7 +89,7 @@ def from_master(
             for name, leaf in zip(names, leaves, strict=True)
         ]
     )
-    with initial_masters({name: to_float32(masters[name]) for name in held}):
+    with context.initial_masters({name: to_float32(masters[name]) for name in held}):
         return params, tx.init(params)
 
 

@@ -10,11 +10,8 @@ The inner transformation sees whole trees; formats work leaf by leaf. The lists 
 over the parameters' leaves in the order of their tree.
 """
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
-import types
 import typing
 from collections.abc import Callable
 
@@ -30,10 +27,10 @@ from lowbit_optax._numerics.random_bits import (
     random_bits,
     random_keys,
 )
-from lowbit_optax._step import kernel_plan, kernel_step, trees
+from lowbit_optax._step import context, kernel_plan, kernel_step, trees
 from lowbit_optax._step.guard import Guard
 from lowbit_optax._step.moments import MomentPlan, Moments
-from lowbit_optax._step.stacks import is_analysed, layerwise, placed, stacks_to_write
+from lowbit_optax._step.stacks import layerwise, placed, stacks_to_write
 from lowbit_optax.formats.base import WeightFormat
 from pallas_kernels.platforms import is_elsewhere
 
@@ -53,25 +50,6 @@ class LowbitState(typing.NamedTuple):
     seed: jax.Array
     residual: typing.Any
     inner_state: typing.Any
-
-
-_MASTERS: contextvars.ContextVar[dict[str, jax.Array]] = contextvars.ContextVar(
-    "masters", default=types.MappingProxyType({})
-)
-
-
-@contextlib.contextmanager
-def initial_masters(masters: dict[str, jax.Array]):
-    """Within it, ``init`` takes these masters, by leaf path, in the parameters' place.
-
-    A context, because wrappers such as ``optax.masked`` stand between the caller and
-    the ``init`` of :class:`Lowbit`.
-    """
-    token = _MASTERS.set(masters)
-    try:
-        yield
-    finally:
-        _MASTERS.reset(token)
 
 
 class ToNearest:
@@ -114,7 +92,7 @@ class Lowbit:
             raise ValueError("lowbit: init needs params")
         names, leaves, treedef = self.named_leaves(params)
         self._check(names, leaves)
-        given = _MASTERS.get()
+        given = context.current().masters
         masters, residuals = [], []
         for name, leaf in zip(names, leaves, strict=True):
             format_ = self.format(leaf)
@@ -308,7 +286,7 @@ class Lowbit:
         """The step by the implementation asked for, on the platform it will run on."""
         chosen = self.implementation
         elsewhere = chosen is None and is_elsewhere(inside.leaves)
-        if chosen == "xla" or elsewhere or is_analysed():
+        if chosen == "xla" or elsewhere or context.current().is_analysed:
             return by_xla()
         plan = kernel_plan.plan(self.inner, inside, landing, extra_args)
         if chosen == "pallas":

@@ -10,8 +10,6 @@ Whether an update treats the layers alike is seen in its jaxpr. There the packin
 bits is a maze; :func:`layerwise` marks what is known to treat them alike.
 """
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Sequence
@@ -21,29 +19,10 @@ from jax import lax
 from jax.extend.core import get_opaque_trace_state
 
 from lowbit_optax._numerics.random_bits import RandomBits
+from lowbit_optax._step import context
 
 LAYERWISE = "lowbit_layerwise"
 """Name of the calls that :func:`layerwise` marks."""
-
-_analysed = contextvars.ContextVar("analysed", default=False)
-_layer: contextvars.ContextVar["Layer | None"] = contextvars.ContextVar(
-    "layer", default=None
-)
-
-
-@contextlib.contextmanager
-def analysis():
-    """Within it XLA is taken, and calls by :func:`layerwise` are seen in the jaxpr."""
-    token = _analysed.set(True)
-    try:
-        yield
-    finally:
-        _analysed.reset(token)
-
-
-def is_analysed() -> bool:
-    """Whether a jaxpr is made for :func:`analysis`."""
-    return _analysed.get()
 
 
 def layerwise(function: Callable, *args):
@@ -53,7 +32,7 @@ def layerwise(function: Callable, *args):
       function: of arrays; None among them stays None.
       *args: arrays, stacked along their first axis or not stacked at all.
     """
-    if not _analysed.get():
+    if not context.current().is_analysed:
         return function(*args)
     call = functools.wraps(function, assigned=())(lambda *args: function(*args))
     call.__name__ = call.__qualname__ = LAYERWISE
@@ -117,23 +96,13 @@ class Layer:
         return lax.dynamic_update_index_in_dim(stack, layer, self.index, 0)
 
 
-@contextlib.contextmanager
-def one_layer(layer: Layer):
-    """Within it, transformations are called with this layer."""
-    token = _layer.set(layer)
-    try:
-        yield
-    finally:
-        _layer.reset(token)
-
-
 def stacks_to_write() -> Layer | None:
     """The layer that a transformation was called with, if its stacks can be written.
 
     Not inside of a conditional or another function that is traced on its own: what is
     written into a stack there could not be told to the caller.
     """
-    layer = _layer.get()
+    layer = context.current().layer
     return layer if layer is not None and layer._trace == _trace_state() else None
 
 
@@ -141,7 +110,7 @@ def placed(
     random: Sequence[RandomBits], names: Sequence[str], leaves: Sequence
 ) -> list[RandomBits]:
     """Leaves' random bits; of a layer, those that its stack has there."""
-    layer = _layer.get()
+    layer = context.current().layer
     return [
         bits.at_layer(layer.index, leaf.shape)
         if layer is not None and name in layer.names

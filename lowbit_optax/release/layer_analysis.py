@@ -17,7 +17,8 @@ from jax.extend.core import primitives as p
 
 from lowbit_optax._jaxprs import elementwise
 from lowbit_optax._jaxprs.graph import Graph, Node
-from lowbit_optax._step.stacks import LAYERWISE, analysis
+from lowbit_optax._step import context
+from lowbit_optax._step.stacks import LAYERWISE
 from lowbit_optax.formats import quantized_tensor as tensors
 from lowbit_optax.release.floats import carrier
 from lowbit_optax.transformation import step
@@ -96,7 +97,7 @@ class _StepGraph:
     """The graph of a step, with its inputs and results by leaf."""
 
     def __init__(self, tx, grads, state, params):
-        with analysis():
+        with context.analysis():
             closed, shapes = jax.make_jaxpr(
                 lambda grads, state, params: step(tx, params, state, grads),
                 return_shape=True,

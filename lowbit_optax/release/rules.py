@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from lowbit_optax._step.stacks import Layer, one_layer
+from lowbit_optax._step import context
+from lowbit_optax._step.stacks import Layer
 from lowbit_optax.release.floats import as_float, from_float
 from lowbit_optax.release.plan import Released
 from lowbit_optax.release.traced_loss import Leaf, Traced
@@ -160,7 +161,7 @@ class Update:
         """New layers for old ones, in the order of the stacks."""
         leaves, optimizer = self.released.leaves, self.optimizer
         params, state = optimizer.sort(leaves, old)
-        with one_layer(layer):
+        with context.one_layer(layer):
             params, state = optimizer.step(self.traced, grads, params, state)
         arrays = [x for leaf in leaves for x in jax.tree.leaves(params[leaf.name])]
         return arrays + [state[s] for s in optimizer.numbers(leaves)]
