@@ -110,13 +110,13 @@ def run(
     return results, residuals, [new_state[s] for s in range(len(new_state))], in_kernels
 
 
-def overwritten(plan: Plan, inside, stored: Sequence, layer: Layer) -> set[int]:
-    """Ids of the arrays that kernels overwrite in their stacks.
+def overwritten(plan: Plan, inside, stored: Sequence, layer: Layer) -> list[jax.Array]:
+    """The arrays that kernels overwrite in their stacks, to be compared by identity.
 
     Args:
       plan, inside, stored, layer: as for :func:`run`.
     """
-    found = set()
+    found = []
     for i, leaf in enumerate(plan.leaves):
         if not isinstance(leaf, LeafPlan):
             continue
@@ -128,7 +128,7 @@ def overwritten(plan: Plan, inside, stored: Sequence, layer: Layer) -> set[int]:
             [stored[s] for s in leaf.slots],
         )
         if _stacked(alone, layer).stacked:
-            found |= {id(alone.operands[n].array) for n in alone.overwritten}
+            found += [alone.operands[n].array for n in alone.overwritten]
     return found
 
 

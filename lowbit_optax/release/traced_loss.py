@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from lowbit_optax._jaxprs.program import LossProgram
 from lowbit_optax._jaxprs.program import trace as trace_program
 from lowbit_optax.formats import quantized_tensor as tensors
-from lowbit_optax.lpmm.gradients import slotted
+from lowbit_optax.lpmm.gradients import with_stand_in
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -94,7 +94,7 @@ def trace(loss_fn: Callable, has_aux: bool, dtype, params, args, kwargs) -> Trac
         is_quantized = tensors.is_quantized(value)
         like = dtype if is_quantized else value.dtype
         gradients.append(jax.ShapeDtypeStruct(value.shape, like))
-        seen.append(slotted(value, gradients[-1]) if is_quantized else value)
+        seen.append(with_stand_in(value, gradients[-1]) if is_quantized else value)
     given, structure = jax.tree.flatten((args, kwargs))
     rest = [x for x in given if _is_array(x)]
 
