@@ -243,10 +243,9 @@ def _differentiate(
         given = dict(zip(others, values, strict=True))
         arguments = []
         for leaf in loss.leaves:
-            arrays = zip(leaf.array_values, leaf.arrays, strict=True)
-            arguments += [given.get(value, array) for value, array in arrays]
-            if leaf.is_quantized:
-                arguments.append(given.get(leaf.gradient_value))
+            arrays = dict(zip(leaf.array_values, leaf.arrays, strict=True))
+            # The value of a stand-in that is not differentiated is never read: None.
+            arguments += [given.get(n, arrays.get(n)) for n in leaf.input_values]
         instead: dict[int, Callable[[list], list]] = {
             id(released.step): functools.partial(
                 released_scan,

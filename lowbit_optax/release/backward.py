@@ -42,7 +42,9 @@ class GradientConsumer(typing.Protocol):
         """
         ...
 
-    def update(self, index: jax.Array, carried, grads: dict[int, jax.Array]):
+    def update(
+        self, index: jax.Array, carried, grads: dict[int, jax.Array]
+    ) -> typing.Any:
         """What is carried after the gradients of a layer."""
         ...
 

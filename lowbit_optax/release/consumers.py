@@ -43,7 +43,7 @@ class LayerUpdates:
     def end(self, carried):
         return list(map(as_float, carried))
 
-    def layer(self, index, carried):
+    def layer(self, index, carried) -> dict[int, jax.Array]:
         values = [n for leaf in self.released.leaves for n in leaf.array_values]
         # The state's stacks come after those of the parameters.
         stacks = carried[: len(values)]
@@ -117,7 +117,7 @@ class SumOfSquares:
     def end(self, carried):
         return carried
 
-    def layer(self, index, carried):
+    def layer(self, index, carried) -> dict[int, jax.Array]:
         del carried
         return {
             self.released.operand(value): _layer_of(stack, index)

@@ -38,6 +38,13 @@ class ParamLeaf:
         return jax.tree.leaves(self.value)
 
     @property
+    def input_values(self) -> tuple[int, ...]:
+        """Numbers of the program's inputs that are its arrays, or stand in for it."""
+        if self.gradient_value is None or self.gradient_value in self.array_values:
+            return self.array_values
+        return (*self.array_values, self.gradient_value)
+
+    @property
     def is_quantized(self) -> bool:
         return tensors.is_quantized(self.value)
 
