@@ -399,3 +399,23 @@ def test_accumulated_gradients_are_updated_in_the_loop():
         simple_loss, tx, simple_params(dtype=jnp.bfloat16), *released.batches(1)[0]
     )
     assert found == SIMPLE_IN_LOOP
+
+
+@pytest.mark.parametrize("name", ["sgd_momentum", "kahan_sgd", "lowbit_sgd"])
+def test_with_64_bit_types_enabled_steps_are_equal_and_keep_their_dtypes(name):
+    build = {
+        "sgd_momentum": released.SGD,
+        "kahan_sgd": lowbit_optax.kahan_sgd(RATE, 0.5, implementation="xla"),
+        "lowbit_sgd": lowbit_optax.lowbit_sgd(RATE, 0.5, implementation="xla"),
+    }
+    with jax.enable_x64(True):
+        params = simple_params(dtype=jnp.bfloat16)
+        state = build[name].init(params)
+        _, got, got_state = released.assert_equal_steps(
+            simple_loss,
+            build[name],
+            params,
+            released.batches(2),
+            in_loop=SIMPLE_IN_LOOP,
+        )
+    chex.assert_trees_all_equal_shapes_and_dtypes((got, got_state), (params, state))

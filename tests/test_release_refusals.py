@@ -1,7 +1,10 @@
 """What a release refuses, and how it explains where a parameter is updated."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 import released
@@ -61,6 +64,22 @@ def test_explain_refuses_as_the_step_does(name):
         released.explained(
             simple_loss, NEEDS_ALL[name], simple_params(), *released.batches(1)[0]
         )
+
+
+def test_a_refused_analysis_leaves_later_steps_as_they_are():
+    tx, params = lowbit_optax.kahan_sgd(RATE), simple_params(dtype=jnp.bfloat16)
+    refused = lowbit_optax.lowbit(NEEDS_ALL["norm_in_state"])
+
+    def fails(updates, params=None):
+        raise ValueError("max_grad_norm")
+
+    step = functools.partial(lowbit_optax.step, tx)
+    args = jax.eval_shape(lambda: (params, tx.init(params), params))
+    before = str(jax.make_jaxpr(step)(*args))
+    for each in (refused, optax.chain(tx, optax.stateless(fails))):
+        with pytest.raises(ValueError, match="max_grad_norm"):
+            _called(tx=each, params=params)
+    assert str(jax.make_jaxpr(step)(*args)) == before
 
 
 def test_one_leaf_may_not_be_updated_from_anothers_gradient():
@@ -127,6 +146,41 @@ def test_updates_from_a_frozen_leafs_gradient_alone_are_no_obstacle():
 def test_a_loss_that_is_no_real_scalar_is_a_type_error(loss_fn, options, message):
     with pytest.raises(TypeError, match=message):
         _called(loss_fn, **options)
+
+
+AS_AN_ARRAY = {
+    "matmul": lambda x, w: x @ w,
+    "product": lambda x, w: x * (w * 2)[0],
+    "dot": jnp.dot,
+    "einsum": lambda x, w: jnp.einsum("ij,jk", x, w),
+    "asarray": lambda x, w: x @ jnp.asarray(w),
+    "where": lambda x, w: jnp.where(x[0] > 0, w, 0),
+    "numpy": lambda x, w: x @ np.asarray(w),
+    "negation": lambda x, w: x @ -w,
+    "comparison": lambda x, w: x * (w > 0)[0],
+}
+
+
+@pytest.mark.parametrize("name", AS_AN_ARRAY)
+def test_a_body_that_computes_with_a_quantised_layer_is_told_to_dequantise_it(name):
+    layers = lowbit_optax.quantize_params(released.weights(3), group=64)
+    params, tx = {"layers": layers, "head": jnp.ones(64)}, lowbit_optax.lpmm_sgd(RATE)
+
+    def loss_fn(params, x):
+        body = lambda x, w: (AS_AN_ARRAY[name](x, w), None)
+        return released.head_loss(params, release.scan(body, x, params["layers"])[0])
+
+    (x,) = released.batches(1)[0]
+    with pytest.raises(TypeError, match=r"lowbit_optax\.dequantize"):
+        release.value_and_update(loss_fn, tx)(params, tx.init(params), x)
+    with pytest.raises(TypeError, match=r"lowbit_optax\.dequantize"):
+        lowbit_optax.lpmm.value_and_grad(loss_fn, lazy=True)(params, x)
+
+
+def test_an_arrays_method_of_a_quantised_weight_names_dequantize():
+    weight = lowbit_optax.quantize_params(released.weights(), group=64)
+    with pytest.raises(AttributeError, match=r"astype.*lowbit_optax\.dequantize"):
+        weight.astype(jnp.bfloat16)
 
 
 @pytest.mark.parametrize("leaf", [1.0, 3, "text"])

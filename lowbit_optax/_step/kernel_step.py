@@ -72,20 +72,20 @@ def run(
 
 def overwritten(
     plan: KernelPlan, prepared: PreparedStep, layer: Layer | None
-) -> set[int]:
-    """Ids of the arrays that kernels overwrite in their stacks.
+) -> list[jax.Array]:
+    """The arrays that kernels overwrite in their stacks, to be compared by identity.
 
     Args:
       plan, prepared, layer: as for :func:`run`.
     """
     alone = _kernel_leaves(plan, prepared, None)
     in_stacks = _kernel_leaves(plan, prepared, layer)
-    return {
-        id(alone[i].operands[n].array)
+    return [
+        alone[i].operands[n].array
         for i, leaf in in_stacks.items()
         if leaf.stacked
         for n in alone[i].overwritten
-    }
+    ]
 
 
 def _evaluated(plan: KernelPlan, prepared: PreparedStep, wanted: list):

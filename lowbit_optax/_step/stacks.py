@@ -1,18 +1,19 @@
-"""Steps on one layer of stacked parameters: what the code that runs them must know.
+"""The update of one layer of stacked parameters: what the code that runs it must know.
 
-:mod:`lowbit_optax.release` calls a transformation with one layer of a stack in the
-stack's place, ``params[i]`` for ``params`` and ``state[i]`` for what belongs to it. For
-an update that treats the layers alike the result is that layer of the whole stack's
-update, but for two things. Random numbers depend on where an element is in the stack,
-and a kernel can write into the stack itself: :class:`Layer` tells both.
+:mod:`lowbit_optax.release` calls a transformation with one layer in place of the whole
+stack: ``params[i]`` for ``params``, and ``state[i]`` for the state that belongs to it.
+If the update treats all layers alike, the result is layer ``i`` of the whole stack's
+update, except in two respects. Random numbers depend on where an element lies in the
+stack, and a kernel can write into the stack itself. :class:`Layer` holds what is needed
+for both.
 
-Whether an update treats the layers alike is seen in its jaxpr. There the packing of
-bits is a maze; :func:`layerwise` marks what is known to treat them alike.
+Whether an update treats all layers alike is read off its jaxpr. The packing of bits is
+hard to follow there, so :func:`layerwise` marks the calls that are known to.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 from jax import lax
@@ -20,17 +21,21 @@ from jax.extend.core import get_opaque_trace_state
 
 from lowbit_optax._numerics.random_bits import RandomBits
 from lowbit_optax._step import context
+from lowbit_optax._step.identity import ByIdentity, is_one_of
 
 LAYERWISE = "lowbit_layerwise"
-"""Name of the calls that :func:`layerwise` marks."""
+"""The name of the calls that :func:`layerwise` marks."""
 
 
 def layerwise(function: Callable, *args):
-    """``function(*args)``, of stacks or of layers: a layer of one is that of the other.
+    """``function(*args)``, which must treat the layers of stacked arguments alike.
+
+    That is, ``function(x)[i]`` is ``function(x[i])`` for every layer ``i``.
+    While a step is analysed the call shows in its jaxpr under the name ``LAYERWISE``.
 
     Args:
       function: of arrays; None among them stays None.
-      *args: arrays, stacked along their first axis or not stacked at all.
+      *args: arrays, either all stacked along their first axis or all of one layer.
     """
     if not context.current().is_analysed:
         return function(*args)
@@ -41,75 +46,101 @@ def layerwise(function: Callable, *args):
 
 @dataclasses.dataclass(eq=False)
 class Layer:
-    """One layer of some leaves of the parameters.
+    """One layer of some of the parameters.
+
+    An update gets arrays that :meth:`of` took out of their stacks. They pass through
+    optax's wrappers unchanged, so the code inside knows each one again by identity, and
+    :meth:`stack_of` tells it where it may write. Likewise :meth:`put` knows the results
+    that have been written already.
 
     Args:
-      index: int32 scalar, which one.
-      names: paths of these leaves.
-      stacks: pairs of an array that was handed to the transformation, and the stack of
-        which it is this layer.
+      index: int32 scalar, the layer's number.
+      names: paths of the parameters of which it is a layer.
     """
 
     index: jax.Array
     names: frozenset[str]
-    stacks: dict[int, tuple[jax.Array, jax.Array]] = dataclasses.field(
-        default_factory=dict
+    _stacks: ByIdentity[jax.Array] = dataclasses.field(
+        default_factory=ByIdentity, init=False, repr=False
     )
-    written: dict[int, tuple[jax.Array, jax.Array]] = dataclasses.field(
-        default_factory=dict
+    _written: ByIdentity[jax.Array] = dataclasses.field(
+        default_factory=ByIdentity, init=False, repr=False
     )
-    _trace: object = dataclasses.field(default_factory=lambda: _trace_state())
+    _trace_state: object = dataclasses.field(
+        default_factory=lambda: _trace_state(), init=False, repr=False
+    )
+
+    @property
+    def is_of_this_trace(self) -> bool:
+        """Whether the running function is traced together with this layer's creator."""
+        return self._trace_state == _trace_state()
 
     def of(self, stack: jax.Array) -> jax.Array:
         """The layer of a stack, as an array that :meth:`stack_of` will know."""
-        layer = lax.dynamic_index_in_dim(stack, self.index, 0, keepdims=False)
-        self.stacks[id(layer)] = layer, stack
+        layer = self._taken_from(stack)
+        self._stacks.add(layer, stack)
         return layer
 
     def stack_of(self, layer) -> jax.Array | None:
-        """The stack that an array is this layer of, if it is known."""
-        return self.stacks.get(id(layer), (None, None))[1]
+        """The stack from which :meth:`of` took this array; None for other arrays."""
+        return self._stacks.get(layer)
 
-    def into_stacks(self, ids: Collection[int], old, new):
-        """Results with whole stacks in the places of these old arrays.
+    def into_stacks(self, arrays: Sequence[jax.Array], old, new):
+        """Put some results of an update into the stacks of the arrays they replace.
 
         Args:
-          ids: of those of the old arrays.
-          old, new: arguments and results of an update, trees of the same structure.
+          arrays: those leaves of ``old``, by identity, that are replaced in stacks.
+          old, new: arguments and results of an update, trees of one structure.
+
+        Returns:
+          ``new``, with whole stacks in the places of these arrays.
         """
-        return _map_some(lambda a, b: self.put(self.stack_of(a), b), ids, old, new)
 
-    def out_of_stacks(self, ids: Collection[int], old, new):
-        """Results with layers for :meth:`into_stacks`'s stacks, known as written."""
+        def put(layer, result):
+            stack = self.stack_of(layer)
+            assert stack is not None, "only layers that were taken from a stack"
+            return self.put(stack, result)
 
-        def layer_of(_, stack):
-            layer = lax.dynamic_index_in_dim(stack, self.index, 0, keepdims=False)
-            self.written[id(layer)] = layer, stack
+        return _map_where(put, arrays, old, new)
+
+    def out_of_stacks(self, arrays: Sequence[jax.Array], old, new):
+        """Undo :meth:`into_stacks`: layers in the places of whole stacks.
+
+        :meth:`put` knows these layers as written and returns their stacks.
+        """
+
+        def taken(_, stack):
+            layer = self._taken_from(stack)
+            self._written.add(layer, stack)
             return layer
 
-        return _map_some(layer_of, ids, old, new)
+        return _map_where(taken, arrays, old, new)
 
     def put(self, stack: jax.Array, layer: jax.Array) -> jax.Array:
-        """The stack with a new layer, unless it was written into it already."""
-        if id(layer) in self.written:
-            return self.written[id(layer)][1]
+        """The stack with a new layer, unless that has been written into it already."""
+        written = self._written.get(layer)
+        if written is not None:
+            return written
         return lax.dynamic_update_index_in_dim(stack, layer, self.index, 0)
+
+    def _taken_from(self, stack: jax.Array) -> jax.Array:
+        return lax.dynamic_index_in_dim(stack, self.index, 0, keepdims=False)
 
 
 def stacks_to_write() -> Layer | None:
-    """The layer that a transformation was called with, if its stacks can be written.
+    """The layer that the running update is called with, if its stacks can be written.
 
-    Not inside of a conditional or another function that is traced on its own: what is
-    written into a stack there could not be told to the caller.
+    None inside a conditional or another function that is traced on its own: it could
+    not hand the written stacks to the caller.
     """
     layer = context.current().layer
-    return layer if layer is not None and layer._trace == _trace_state() else None
+    return layer if layer is not None and layer.is_of_this_trace else None
 
 
 def placed(
     random: Sequence[RandomBits], names: Sequence[str], leaves: Sequence
 ) -> list[RandomBits]:
-    """Leaves' random bits; of a layer, those that its stack has there."""
+    """Each leaf's random bits; for a layer, the bits at its place in its stack."""
     layer = context.current().layer
     return [
         bits.at_layer(layer.index, leaf.shape)
@@ -119,10 +150,11 @@ def placed(
     ]
 
 
-def _map_some(fn, ids: Collection[int], old, new):
+def _map_where(fn: Callable, arrays: Sequence[jax.Array], old, new):
+    """``new``, with ``fn(old, new)`` where the old leaf is one of the arrays."""
     olds, (news, structure) = jax.tree.leaves(old), jax.tree.flatten(new)
     return structure.unflatten(
-        fn(a, b) if id(a) in ids else b for a, b in zip(olds, news, strict=True)
+        fn(a, b) if is_one_of(a, arrays) else b for a, b in zip(olds, news, strict=True)
     )
 
 

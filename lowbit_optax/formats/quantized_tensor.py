@@ -20,6 +20,7 @@ from lowbit_optax._numerics.random_bits import RandomBits, leaf_number, random_b
 from lowbit_optax._numerics.rounding import narrow_or_cast, to_float32
 from lowbit_optax._numerics.streams import PARAM_STREAM
 from lowbit_optax._step import trees
+from lowbit_optax.formats.quantized_leaf import QuantizedWeight
 from pallas_kernels.bitfields.fields import GROUP
 from pallas_kernels.bitfields.xla import pack, pack_axis, unpack
 
@@ -31,7 +32,7 @@ DEFAULT_GROUP = 2048
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class QuantizedTensor:
+class QuantizedTensor(QuantizedWeight):
     """An array as packed k-bit codes and the step of every group of neighbours.
 
     Made by :func:`quantize_params`. The arrays in it are uint32, so that modular
@@ -258,7 +259,7 @@ def requantize(
 
 def is_quantized(x) -> bool:
     """Whether this is a weight that has to be dequantised to be read."""
-    return isinstance(x, QuantizedTensor) or hasattr(x, "lpmm_tensor")
+    return isinstance(x, QuantizedWeight)
 
 
 @contextlib.contextmanager

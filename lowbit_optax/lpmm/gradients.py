@@ -1,14 +1,14 @@
-"""Losses of dequantised weights, and gradients in those weights' shapes."""
+"""Losses of quantised weights, and gradients in the shapes of the dequantised ones."""
 
 import dataclasses
 import functools
-import typing
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from lowbit_optax.formats import quantized_tensor as tensors
+from lowbit_optax.formats.quantized_leaf import QuantizedWeight
 
 
 def value_and_grad(
@@ -17,21 +17,27 @@ def value_and_grad(
     has_aux: bool = False,
     lazy: bool = False,
 ) -> Callable:
-    """``jax.value_and_grad`` of a loss, at parameters that are quantised.
+    """``jax.value_and_grad`` for parameters that are quantised.
 
     Args:
-      loss_fn: called as ``loss_fn(params, *args, **kwargs)``, with arrays at the places
-        of QuantizedTensors.
-      dtype: of those arrays and of their gradients. Other leaves stay as they are.
+      loss_fn: called as ``loss_fn(params, *args, **kwargs)``, with an array in place of
+        every :class:`QuantizedTensor`.
+      dtype: of these arrays and of their gradients; any float dtype. Other leaves keep
+        theirs.
       has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
-      lazy: leave it to ``loss_fn`` to call :func:`lowbit_optax.dequantize` on what it
-        is about to use. In a ``lax.scan`` over stacked layers only the current layer is
-        then dequantised, if the scan's body is under ``jax.checkpoint``: else the
-        layers are kept for the backward pass.
+      lazy: leave the tensors as they are, and ``loss_fn`` calls
+        :func:`lowbit_optax.dequantize` on what it is about to use. In a ``lax.scan``
+        over stacked layers only one layer at a time is dequantised, if the body is
+        under ``jax.checkpoint``; without it, all dequantised layers are kept for the
+        backward pass.
 
     Returns:
-      A function of ``(params, *args, **kwargs)`` that returns ``(value, gradients)``,
-      the gradients with arrays at the places of QuantizedTensors.
+      A function ``(params, *args, **kwargs) -> (value, gradients)``. The gradients have
+      an array in place of every QuantizedTensor.
+
+    Raises:
+      TypeError: if ``dtype`` is not a float dtype; with ``lazy``, if ``loss_fn``
+        computes with a tensor that it has not dequantised.
 
     >>> import jax, jax.numpy as jnp, lowbit_optax
     >>> params = lowbit_optax.quantize_params(jnp.ones((3, 64, 64)))
@@ -46,78 +52,96 @@ def value_and_grad(
     ((3, 64, 64), dtype(bfloat16))
     """
     if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
-        raise TypeError(f"value_and_grad: dtype is {jnp.dtype(dtype)}, not a float")
+        raise TypeError(
+            f"value_and_grad: dtype is {jnp.dtype(dtype)}, not a float dtype"
+        )
+    differentiate = functools.partial(
+        jax.value_and_grad, has_aux=has_aux, allow_int=True
+    )
 
     @functools.wraps(loss_fn)
-    def with_gradient(params, *args, **kwargs):
-        def whole(arrays):
-            return loss_fn(arrays, *args, **kwargs)
+    def of_arrays(params, *args, **kwargs):
+        loss = lambda arrays: loss_fn(arrays, *args, **kwargs)
+        return differentiate(loss)(tensors.dequantize(params, dtype))
 
-        def parts(slots):
-            held = treedef.unflatten(map(slotted, leaves, slots))
-            return loss_fn(held, *args, **kwargs)
-
-        differentiate = functools.partial(
-            jax.value_and_grad, has_aux=has_aux, allow_int=True
-        )
-        if not lazy:
-            return differentiate(whole)(tensors.dequantize(params, dtype))
+    @functools.wraps(loss_fn)
+    def of_tensors(params, *args, **kwargs):
         _, leaves, treedef = tensors.named_leaves(params)
-        slots = [
-            jnp.zeros(leaf.shape, dtype) if tensors.is_quantized(leaf) else leaf
-            for leaf in leaves
-        ]
-        value, grads = differentiate(parts)(slots)
+
+        def loss(stand_ins):
+            given = treedef.unflatten(map(with_stand_in, leaves, stand_ins))
+            return loss_fn(given, *args, **kwargs)
+
+        value, grads = differentiate(loss)(
+            [
+                jnp.zeros(leaf.shape, dtype) if tensors.is_quantized(leaf) else leaf
+                for leaf in leaves
+            ]
+        )
         return value, treedef.unflatten(grads)
 
-    return with_gradient
+    return of_tensors if lazy else of_arrays
+
+
+def with_stand_in(leaf, stand_in):
+    """A leaf as a differentiable loss gets it.
+
+    Args:
+      leaf: of the parameters.
+      stand_in: the array in which the loss is differentiated.
+
+    Returns:
+      The stand-in; for a QuantizedTensor, a weight that is dequantised to the tensor's
+      values and passes their gradient on to the stand-in.
+    """
+    if not tensors.is_quantized(leaf):
+        return stand_in
+    return _DifferentiableTensor(leaf, stand_in)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _Slotted:
-    """A QuantizedTensor and the array that stands for it in differentiation.
+class _DifferentiableTensor(QuantizedWeight):
+    """A QuantizedTensor, and the array that gets its gradient.
 
-    uint32 arrays have no gradients. The slot does; its values are never read.
+    The arrays of the tensor are uint32 and have no gradients. The values of the
+    stand-in are never read.
     """
 
-    lpmm_tensor: typing.Any
-    slot: typing.Any
+    tensor: tensors.QuantizedTensor
+    stand_in: jax.Array
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.lpmm_tensor.shape
+        return self.tensor.shape
 
     @property
     def ndim(self) -> int:
-        return self.lpmm_tensor.ndim
+        return self.tensor.ndim
 
     @property
     def dtype(self):
-        return self.lpmm_tensor.dtype
+        return self.tensor.dtype
 
     def dequantize(self, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
-        return _read(jnp.dtype(dtype), self.slot.dtype, self.lpmm_tensor, self.slot)
-
-
-def slotted(leaf, slot):
-    """A leaf as a loss sees it: a quantised one with the slot of its gradient."""
-    return _Slotted(leaf, slot) if tensors.is_quantized(leaf) else slot
+        return _dequantized(
+            jnp.dtype(dtype), self.stand_in.dtype, self.tensor, self.stand_in
+        )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _read(dtype, slot_dtype, tensor, slot):
-    del slot_dtype, slot
+def _dequantized(dtype, gradient_dtype, tensor, stand_in):
+    del gradient_dtype, stand_in
     return tensor.dequantize(dtype)
 
 
-def _forward(dtype, slot_dtype, tensor, slot):
-    return _read(dtype, slot_dtype, tensor, slot), None
+def _forward(dtype, gradient_dtype, tensor, stand_in):
+    return _dequantized(dtype, gradient_dtype, tensor, stand_in), None
 
 
-def _backward(dtype, slot_dtype, _, cotangent):
+def _backward(dtype, gradient_dtype, _, cotangent):
     del dtype
-    return None, cotangent.astype(slot_dtype)
+    return None, cotangent.astype(gradient_dtype)
 
 
-_read.defvjp(_forward, _backward)
+_dequantized.defvjp(_forward, _backward)

@@ -1,9 +1,11 @@
 """Gradient release: the optimizer's step inside the backward pass.
 
-    value_and_update ---> traces the loss once, finds the scans over parameters
-      traced ---------> the loss as a list of steps; which parameter goes where
-      layerwise ------> which updates can run layer by layer; refuses what cannot
-      backward -------> a scan whose backward loop updates each layer in place
+    api ---------------> value_and_update: trace, plan, differentiate, update
+      traced_loss -----> the loss as a list of steps, and where each parameter is in it
+      plan ------------> which parameters are updated inside the loop of which scan
+        layer_analysis -> whether an update treats layers alike, from two step_graphs
+      backward --------> a scan whose backward loop hands on each layer's gradients
+        consumers -----> who update that layer in place (or add up its squares)
 
 References:
   Lewandowski, Kosson 2023, section 3.2.

@@ -1,4 +1,4 @@
-"""``value_and_update``: a loss's value, and its parameters after a step on it."""
+"""``value_and_update``: the value of a loss, and its parameters after a step on it."""
 
 import functools
 import inspect
@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lowbit_optax.release import plan as planning
-from lowbit_optax.release import traced_loss as tracing
-from lowbit_optax.release.backward import Rule, released_scan
-from lowbit_optax.release.plan import Plan
-from lowbit_optax.release.rules import Optimizer, SumOfSquares, Update, squares
-from lowbit_optax.release.traced_loss import Traced
+from lowbit_optax.release.backward import released_scan
+from lowbit_optax.release.consumers import LayerUpdates, SumOfSquares, sum_of_squares
+from lowbit_optax.release.optimizer import Optimizer
+from lowbit_optax.release.plan import ReleasePlan, plan_release
+from lowbit_optax.release.traced_loss import TracedLoss, trace_loss
 
 
 def value_and_update(
@@ -24,43 +23,48 @@ def value_and_update(
     max_grad_norm: float | None = None,
     dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> Callable:
-    """A loss's value, and parameters and state after one step, without all gradients.
+    """A training step that never holds the gradients of all parameters at once.
+
+    The result is that of
 
         value, grads = jax.value_and_grad(loss_fn)(params, *args)
         params, opt_state = lowbit_optax.step(tx, params, opt_state, grads)
 
-    in one backward pass, in which the parameters that ``loss_fn`` scans over
-    (:func:`lowbit_optax.release.scan`, ``lax.scan``, flax's ``nn.scan``) are updated
-    layer by layer, in place, each as soon as its gradient is there; the gradient is
-    then forgotten. All other parameters are updated when the pass is through. jit it
-    and donate parameters and state.
+    computed in one backward pass. The parameters that ``loss_fn`` scans over, by
+    :func:`lowbit_optax.release.scan`, ``lax.scan`` or flax's ``nn.scan``, are updated
+    in place, each layer as soon as its gradient is computed, and the gradient is then
+    forgotten. All other parameters are updated after the backward pass. Put the step
+    under ``jax.jit``, and donate parameters and state.
 
-    A parameter is updated inside the loop if nothing but one scan reads it, as it is:
-    not cast before (cast in the body), not used elsewhere. Where ``loss_fn`` uses it in
-    more places its whole gradient is summed up first. :func:`explain` says which
-    parameters go which way.
+    A stack of parameters is updated inside the loop if one scan runs over it and
+    nothing else reads it. Cast it in the scan's body, not before the scan. If
+    ``loss_fn`` uses a parameter in several places, its whole gradient is summed up
+    first. :func:`explain` tells where each parameter is updated, and why.
 
     Args:
       loss_fn: called as ``loss_fn(params, *args, **kwargs)``; returns a real scalar, or
-        ``(loss, aux)``. It dequantises a :class:`QuantizedTensor` itself, by
-        :func:`lowbit_optax.dequantize`, in the scan's body for stacks.
-      tx: an optax transformation. Inside it no update may need the gradients of several
-        parameters. What is done to a stacked leaf as a whole (its norm, a matrix
-        product) makes it wait for its whole gradient.
+        ``(loss, aux)``. To use a :class:`QuantizedTensor` it calls
+        :func:`lowbit_optax.dequantize`, for stacked layers in the scan's body.
+      tx: an optax transformation. The update of one parameter must not need the
+        gradients of others. A stack that is updated as a whole, by its norm or by a
+        product of matrices, waits for its whole gradient.
       has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
       max_grad_norm: clip the gradients of all parameters to this global norm, as
-        ``optax.clip_by_global_norm`` before ``tx``. It takes two backward passes: the
-        first for the norm alone.
-      dtype: of the gradients of QuantizedTensors.
+        ``optax.clip_by_global_norm`` would before ``tx``. It takes two backward passes,
+        the first one for the norm.
+      dtype: of the gradients of QuantizedTensors; any float dtype.
 
     Returns:
-      A function ``(params, opt_state, *args, **kwargs) -> (value, params, opt_state)``,
-      the value being the loss or ``(loss, aux)`` before the step. ``opt_state`` is that
-      of ``tx.init(params)`` and of the ordinary step.
+      A function ``(params, opt_state, *args, **kwargs) -> (value, params, opt_state)``.
+      The value is the loss or ``(loss, aux)`` before the step. ``opt_state`` is that of
+      ``tx.init(params)``, as in the ordinary step, so training can change between both.
 
     Raises:
-      ValueError: when called, if ``tx`` needs several gradients at once.
-      TypeError: if the loss is no real scalar.
+      ValueError: if ``max_grad_norm`` is not a positive number; when the step is
+        called, if ``tx`` needs the gradients of several parameters at once.
+      TypeError: if ``dtype`` is not a float dtype; when the step is called, if a
+        parameter is not an array, if the loss is not a real scalar, or if ``loss_fn``
+        computes with a QuantizedTensor that it has not dequantised.
 
     References:
       Lewandowski, Kosson 2023, section 3.2, "Fusing backward pass and optimizer step".
@@ -89,12 +93,12 @@ def value_and_update(
         )
 
     def with_update(params, opt_state, *args, **kwargs):
-        traced = tracing.trace(loss_fn, has_aux, dtype, params, args, kwargs)
-        plan = planning.plan(traced, tx, opt_state)
-        change = lambda grad: grad
+        loss = trace_loss(loss_fn, has_aux, dtype, params, args, kwargs)
+        plan = plan_release(loss, tx, opt_state)
+        transform_gradient = lambda grad: grad
         if max_grad_norm is not None:
-            change = _clipping(traced, plan, max_grad_norm)
-        return _update(traced, plan, tx, opt_state, change)
+            transform_gradient = _clipping(loss, plan, max_grad_norm)
+        return _update(loss, plan, tx, opt_state, transform_gradient)
 
     return _named_after(loss_fn, with_update)
 
@@ -106,15 +110,18 @@ def explain(
     has_aux: bool = False,
     dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> Callable:
-    """Where :func:`value_and_update` updates each parameter, without running anything.
+    """Where :func:`value_and_update` updates each parameter; nothing is run.
 
     Args:
-      loss_fn, tx, has_aux, dtype: as there.
+      loss_fn, tx, has_aux, dtype: as for :func:`value_and_update`.
 
     Returns:
       A function of ``(params, opt_state, *args, **kwargs)``, arrays or
-      ShapeDtypeStructs, that returns a dictionary from the parameters' paths to
-      ``"in the loop"`` or the reason why not.
+      ShapeDtypeStructs. It returns a dictionary from the parameters' paths to ``"in the
+      loop"`` or ``"after it: "`` and the reason.
+
+    Raises:
+      ValueError, TypeError: as :func:`value_and_update` does.
 
     >>> import jax.numpy as jnp, optax
     >>> from lowbit_optax import release
@@ -129,13 +136,13 @@ def explain(
     dtype = _checked_dtype(dtype)
 
     def with_shapes(params, opt_state, *args, **kwargs):
-        traced = tracing.trace(loss_fn, has_aux, dtype, params, args, kwargs)
-        plan = planning.plan(traced, tx, opt_state)
+        loss = trace_loss(loss_fn, has_aux, dtype, params, args, kwargs)
+        plan = plan_release(loss, tx, opt_state)
         return {
             leaf.name: "in the loop"
-            if leaf.name in plan.slots
+            if leaf.name in plan.state_stacks
             else f"after it: {plan.reasons[leaf.name]}"
-            for leaf in traced.leaves
+            for leaf in loss.leaves
         }
 
     return with_shapes
@@ -153,91 +160,113 @@ def _is_positive(number) -> bool:
 
 
 def _named_after(loss_fn: Callable, with_update: Callable) -> Callable:
-    """With the loss's name, and arguments as jit's ``static_argnames`` sees them."""
+    """Give a step the loss's name, and the argument names that ``jax.jit`` looks up."""
     try:
         _, *rest = inspect.signature(loss_fn).parameters.values()
         own = list(inspect.signature(with_update).parameters.values())[:2]
         signature = inspect.Signature([*own, *rest])
-    except ValueError:  # a builtin, or a name that is there already
+    except ValueError:  # a builtin, or a loss that has an argument opt_state itself
         signature = inspect.signature(with_update)
     functools.update_wrapper(with_update, loss_fn)
-    del with_update.__wrapped__
-    with_update.__signature__ = signature
+    # jit would look up the names in the wrapped function, which has no opt_state.
+    attributes = vars(with_update)
+    del attributes["__wrapped__"]
+    attributes["__signature__"] = signature
     return with_update
 
 
-def _update(traced: Traced, plan: Plan, tx, opt_state, change: Callable):
-    """The value, and parameters and state after the step."""
-    state, structure = jax.tree.flatten(opt_state)
-    optimizer = Optimizer(tx, state, structure, plan.slots, change)
-    rules = [Update(traced, released, optimizer) for released in plan.scans]
-    results, handles, grads = _differentiate(traced, plan, rules)
-    # For the released leaves it is a step of zero gradients, which nothing reads.
-    params, state = optimizer.step(traced, grads, {}, {})
-    for rule, handle in zip(rules, handles, strict=True):
-        values, parts = optimizer.sort(rule.released.leaves, rule.stacks(handle))
-        params |= values
-        for number, part in parts.items():
-            state[number] = part
+def _update(
+    loss: TracedLoss, plan: ReleasePlan, tx, opt_state, transform_gradient: Callable
+):
+    """The value, and the parameters and the state after the step."""
+    state, treedef = jax.tree.flatten(opt_state)
+    optimizer = Optimizer(tx, state, treedef, plan.state_stacks, transform_gradient)
+    consumers = [LayerUpdates(loss, released, optimizer) for released in plan.scans]
+    results, handles, grads = _differentiate(loss, plan, consumers)
+    # For the released leaves this is a step with zero gradients, whose results are
+    # replaced below.
+    params, state = optimizer.step(loss, grads, {}, {})
+    for consumer, handle in zip(consumers, handles, strict=True):
+        new_params, new_state = optimizer.by_leaf(
+            consumer.released.leaves, consumer.stacks(handle)
+        )
+        params |= new_params
+        for number, stack in new_state.items():
+            state[number] = stack
     return (
-        traced.result(results),
-        traced.tree(lambda leaf: params[leaf.name]),
-        jax.tree.unflatten(structure, state),
+        loss.result(results),
+        loss.tree_of(lambda leaf: params[leaf.name]),
+        jax.tree.unflatten(treedef, state),
     )
 
 
-def _clipping(traced: Traced, plan: Plan, most: float) -> Callable:
+def _clipping(loss: TracedLoss, plan: ReleasePlan, max_norm: float) -> Callable:
     """``optax.clip_by_global_norm`` of one gradient, by the norm of all of them."""
-    rules = [SumOfSquares(released) for released in plan.scans]
-    _, sums, grads = _differentiate(traced, plan, rules)
-    norm = jnp.sqrt(sum([*sums, *map(squares, grads.values())], jnp.float32(0)))
+    consumers = [SumOfSquares(released) for released in plan.scans]
+    _, sums, grads = _differentiate(loss, plan, consumers)
+    squares = [*sums, *map(sum_of_squares, grads.values())]
+    norm = jnp.sqrt(sum(squares, jnp.float32(0)))
 
     def clip(grad):
-        clipped = grad.astype(jnp.float32) / norm * jnp.float32(most)
-        return jnp.where(norm < jnp.float32(most), grad, clipped.astype(grad.dtype))
+        clipped = grad.astype(jnp.float32) / norm * jnp.float32(max_norm)
+        return jnp.where(norm < jnp.float32(max_norm), grad, clipped.astype(grad.dtype))
 
     return clip
 
 
-def _differentiate(traced: Traced, plan: Plan, rules: Sequence[Rule]):
+def _differentiate(
+    loss: TracedLoss,
+    plan: ReleasePlan,
+    consumers: Sequence[LayerUpdates] | Sequence[SumOfSquares],
+):
     """One backward pass.
 
     Args:
-      traced, plan: of the loss.
-      rules: for the plan's scans.
+      loss, plan: the loss, and how its parameters are updated.
+      consumers: one for each of the plan's scans.
 
     Returns:
-      ``(results, handles, grads)``: the loss's flat results, what the rules carried
-      through their loops, and by name the gradients of the other leaves.
+      ``(results, handles, grads)``: the loss's results, flat; what the consumers
+      carried out of their loops; and by path the gradients of the other leaves.
     """
-    program = traced.program
-    rest = [x for x in traced.leaves if x.slot is not None and x.name not in plan.slots]
-    steps = [released.step for released in plan.scans]
-    made = program.depends_on([leaf.slot for leaf in rest], steps)
+    program = loss.program
+    others = {
+        leaf.gradient_value: leaf
+        for leaf in loss.leaves
+        if leaf.gradient_value is not None and leaf.name not in plan.state_stacks
+    }
+    differentiated = program.depends_on(
+        list(others), [released.step for released in plan.scans]
+    )
 
     def run(handles, values):
-        given = {leaf.slot: x for leaf, x in zip(rest, values, strict=True)}
+        given = dict(zip(others, values, strict=True))
         arguments = []
-        for leaf in traced.leaves:
-            arrays = zip(leaf.parts, leaf.arrays, strict=True)
-            arguments += [given.get(part, array) for part, array in arrays]
-            if leaf.is_quantized:
-                arguments.append(given.get(leaf.slot))
-        instead = {
+        for leaf in loss.leaves:
+            arrays = dict(zip(leaf.array_values, leaf.arrays, strict=True))
+            # The value of a stand-in that is not differentiated is never read: None.
+            arguments += [given.get(n, arrays.get(n)) for n in leaf.input_values]
+        instead: dict[int, Callable[[list], list]] = {
             released.step: functools.partial(
                 released_scan,
-                released.step.scan,
-                released.roles(program, made),
-                rule,
+                released.scan,
+                released.roles(program, differentiated),
+                consumer,
                 handle,
             )
-            for released, rule, handle in zip(plan.scans, rules, handles, strict=True)
+            for released, consumer, handle in zip(
+                plan.scans, consumers, handles, strict=True
+            )
         }
-        loss, *aux = program.evaluate([*arguments, *traced.rest], instead)
-        return loss, aux
+        value, *aux = program.evaluate([*arguments, *loss.other_arguments], instead)
+        return value, aux
 
-    values = [x.no_gradient() if x.is_quantized else x.value for x in rest]
-    (loss, aux), (handles, grads) = jax.value_and_grad(
+    values = [
+        leaf.zero_gradient() if leaf.is_quantized else leaf.value
+        for leaf in others.values()
+    ]
+    (value, aux), (handles, grads) = jax.value_and_grad(
         run, argnums=(0, 1), has_aux=True
-    )([rule.handle() for rule in rules], values)
-    return [loss, *aux], handles, {x.name: g for x, g in zip(rest, grads, strict=True)}
+    )([consumer.handle() for consumer in consumers], values)
+    names = [leaf.name for leaf in others.values()]
+    return [value, *aux], handles, dict(zip(names, grads, strict=True))

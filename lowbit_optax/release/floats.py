@@ -1,6 +1,7 @@
-"""Integer arrays as floating-point ones of the same bits, and back.
+"""Integer arrays as floating-point ones with the same bits, and back.
 
-What a backward pass returns is floating-point; packed words and codes are not.
+A backward pass returns floating-point arrays only, while packed words and codes are
+integers.
 """
 
 import jax
@@ -13,7 +14,7 @@ _CARRIERS = {4: jnp.float32, 2: jnp.bfloat16}
 
 
 def carrier(dtype) -> jnp.dtype | None:
-    """The floating-point dtype in which arrays of a dtype travel, if there is one."""
+    """The float dtype that carries the bits of arrays of a dtype, if there is one."""
     if jnp.issubdtype(dtype, jnp.floating):
         return jnp.dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.integer) or dtype.itemsize not in _CARRIERS:
@@ -22,12 +23,14 @@ def carrier(dtype) -> jnp.dtype | None:
 
 
 def as_float(x: jax.Array) -> jax.Array:
-    """An array's bits in its :func:`carrier`; floating-point arrays as they are."""
+    """An array's bits in its :func:`carrier`; a floating-point array as it is."""
     if trees.is_float(x):
         return x
-    return lax.bitcast_convert_type(x, carrier(x.dtype))
+    dtype = carrier(x.dtype)
+    assert dtype is not None, "the analysis of layers lets no other dtypes pass"
+    return lax.bitcast_convert_type(x, dtype)
 
 
 def from_float(x: jax.Array, dtype) -> jax.Array:
-    """The array of a dtype that :func:`as_float` was given."""
+    """The array of this dtype that :func:`as_float` was given."""
     return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)

@@ -1,4 +1,4 @@
-"""``lax.scan`` under the name by which a release knows it."""
+"""``lax.scan`` under the name of what it is for."""
 
 from collections.abc import Callable
 
@@ -13,19 +13,19 @@ def scan(
     reverse: bool = False,
     unroll: int | bool = 1,
 ):
-    """``jax.lax.scan``, over whose parameters a release updates layer by layer.
+    """``jax.lax.scan`` over parameters that a release updates layer by layer.
 
-    Outside of :func:`lowbit_optax.release.value_and_update` it is ``jax.lax.scan``, and
-    inside of it the same holds of ``jax.lax.scan`` itself and of flax's ``nn.scan``.
+    Outside of :func:`lowbit_optax.release.value_and_update` it is ``jax.lax.scan``.
+    Inside, ``jax.lax.scan`` itself and flax's ``nn.scan`` are released just as well.
 
-    What a body computes for its derivative is kept for every layer, unless the body is
-    under ``jax.checkpoint`` (with a policy, if some of it is to be kept). Parameters
-    that are kept as they are cost nothing: they are read again.
+    For the backward pass, whatever the derivative of the body needs is kept for every
+    layer, unless the body is under ``jax.checkpoint`` (with a policy, to keep some of
+    it). Parameters that the body uses uncast take no memory there: they are read again.
 
     Args:
-      body: ``(carry, x) -> (carry, y)``. Casts of parameters belong in here.
+      body: ``(carry, x) -> (carry, y)``. Cast parameters in here.
       init: the first carry.
-      xs: tree of stacks, parameters and others (keys of layers, say).
+      xs: tree of stacks: of parameters, and of other things such as random keys.
       length, reverse, unroll: as in ``jax.lax.scan``.
 
     Returns:

@@ -1,4 +1,4 @@
-"""A loss traced at its arguments, and where the parameters' leaves are in it."""
+"""A loss traced at its arguments, and where the leaves of the parameters are in it."""
 
 import dataclasses
 import typing
@@ -10,30 +10,39 @@ import jax.numpy as jnp
 from lowbit_optax._jaxprs.nodes import Node
 from lowbit_optax._jaxprs.program import LossProgram, trace_program
 from lowbit_optax.formats import quantized_tensor as tensors
-from lowbit_optax.lpmm.gradients import slotted
+from lowbit_optax.lpmm.gradients import with_stand_in
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Leaf:
-    """A leaf of the parameters, and its values in the traced loss.
+class ParamLeaf:
+    """A leaf of the parameters and its values in the traced loss.
 
     Args:
       name: its path.
-      value: an array or QuantizedTensor.
-      parts: the values that are its arrays.
-      slot: the value that its gradient is taken of; None if it has none.
-      gradient: shape and dtype of its gradient; its own if it has none.
+      value: an array or a QuantizedTensor.
+      array_values: the values that are its arrays.
+      gradient_value: the value in which the loss is differentiated: the array
+        itself, or the array that stands in for a QuantizedTensor. None for integers,
+        which have no gradient.
+      gradient: shape and dtype of its gradient; for integers, their own.
     """
 
     name: str
     value: typing.Any
-    parts: tuple[Node, ...]
-    slot: Node | None
+    array_values: tuple[Node, ...]
+    gradient_value: Node | None
     gradient: jax.ShapeDtypeStruct
 
     @property
     def arrays(self) -> list[jax.Array]:
         return jax.tree.leaves(self.value)
+
+    @property
+    def input_values(self) -> tuple[Node, ...]:
+        """The inputs of the program that are its arrays, or stand in for it."""
+        if self.gradient_value is None or self.gradient_value in self.array_values:
+            return self.array_values
+        return (*self.array_values, self.gradient_value)
 
     @property
     def is_quantized(self) -> bool:
@@ -43,79 +52,100 @@ class Leaf:
         """Its value with other arrays, of one layer or of all."""
         return jax.tree.unflatten(jax.tree.structure(self.value), arrays)
 
-    def no_gradient(self) -> jax.Array:
-        """Zeros in the place of its gradient."""
+    def zero_gradient(self) -> jax.Array:
+        """Zeros in the shape of its gradient, placed like the leaf."""
         if self.is_quantized:
             return jnp.zeros(self.gradient.shape, self.gradient.dtype)
-        return jnp.zeros_like(self.value)  # placed like it
+        return jnp.zeros_like(self.value)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Traced:
+class TracedLoss:
     """A loss traced at given arguments.
 
     Args:
       program: of ``(params, args, kwargs)``, flat.
       leaves: of the parameters.
-      treedef: theirs.
-      rest: the arrays among args and kwargs.
-      shapes: the result, as a tree.
+      treedef: the parameters' structure.
+      other_arguments: the arrays in args and kwargs.
+      result_shapes: shape and dtype of the results, as a tree.
     """
 
     program: LossProgram
-    leaves: list[Leaf]
-    treedef: jax.tree_util.PyTreeDef
-    rest: list
-    shapes: typing.Any
+    leaves: list[ParamLeaf]
+    treedef: typing.Any
+    other_arguments: list
+    result_shapes: typing.Any
 
-    def tree(self, of: Callable[[Leaf], typing.Any]):
-        """A tree like the parameters."""
-        return self.treedef.unflatten([of(leaf) for leaf in self.leaves])
+    def tree_of(self, function: Callable[[ParamLeaf], typing.Any]):
+        """A tree like the parameters, made of a function of each leaf."""
+        return self.treedef.unflatten([function(leaf) for leaf in self.leaves])
 
-    def result(self, flat: Sequence):
+    def result(self, arrays: Sequence):
         """The loss, or ``(loss, aux)``, from its arrays."""
-        return jax.tree.unflatten(jax.tree.structure(self.shapes), flat)
+        return jax.tree.unflatten(jax.tree.structure(self.result_shapes), arrays)
 
 
-def trace(loss_fn: Callable, has_aux: bool, dtype, params, args, kwargs) -> Traced:
+def trace_loss(
+    loss_fn: Callable, has_aux: bool, dtype, params, args, kwargs
+) -> TracedLoss:
     """Trace a loss once.
 
     Args:
       loss_fn, has_aux: as in :func:`lowbit_optax.release.value_and_update`.
       dtype: of the gradients of QuantizedTensors.
-      params, args, kwargs: its arguments. What is no array in args and kwargs stays
-        as it is, a flag for instance.
+      params, args, kwargs: arguments of the loss. Anything in args and kwargs that is
+        not an array, such as a flag, is passed on as it is.
+
+    Raises:
+      TypeError: if a leaf of the parameters is not an array, or the loss does not
+        return what ``has_aux`` says.
     """
     names, values, treedef = tensors.named_leaves(params)
-    seen, gradients = [], []
+    gradients, given_leaves = [], []
     for name, value in zip(names, values, strict=True):
-        if not hasattr(value, "dtype") or not hasattr(value, "shape"):
-            raise TypeError(f"release: params{name} is {value!r}, not an array")
-        is_quantized = tensors.is_quantized(value)
-        like = dtype if is_quantized else value.dtype
-        gradients.append(jax.ShapeDtypeStruct(value.shape, like))
-        seen.append(slotted(value, gradients[-1]) if is_quantized else value)
+        if not _is_array(value):
+            raise TypeError(
+                f"release: params{name} is {value!r}, not an array or QuantizedTensor"
+            )
+        gradient_dtype = dtype if tensors.is_quantized(value) else value.dtype
+        gradient = jax.ShapeDtypeStruct(value.shape, gradient_dtype)
+        gradients.append(gradient)
+        given_leaves.append(
+            with_stand_in(value, gradient) if tensors.is_quantized(value) else value
+        )
     given, structure = jax.tree.flatten((args, kwargs))
-    rest = [x for x in given if _is_array(x)]
+    other_arguments = [x for x in given if _is_array(x)]
 
-    def loss(params, rest):
-        arrays = iter(rest)
+    def loss(params, other_arguments):
+        arrays = iter(other_arguments)
         args, kwargs = structure.unflatten(
             next(arrays) if _is_array(x) else x for x in given
         )
         return loss_fn(params, *args, **kwargs)
 
-    program, shapes = trace_program(loss, treedef.unflatten(seen), rest)
+    program, shapes = trace_program(
+        loss, treedef.unflatten(given_leaves), other_arguments
+    )
     _check_result(shapes, has_aux)
+    leaves = _located(program, names, values, gradients)
+    return TracedLoss(program, leaves, treedef, other_arguments, shapes)
+
+
+def _located(program: LossProgram, names, values, gradients) -> list[ParamLeaf]:
+    """The leaves with the numbers of their values, which are the first inputs."""
     inputs = iter(program.inputs)
     leaves = []
-    for name, value, like in zip(names, values, gradients, strict=True):
-        parts = tuple(next(inputs) for _ in jax.tree.leaves(value))
-        slot = parts[0] if jnp.issubdtype(value.dtype, jnp.inexact) else None
+    for name, value, gradient in zip(names, values, gradients, strict=True):
+        array_values = tuple(next(inputs) for _ in jax.tree.leaves(value))
         if tensors.is_quantized(value):
-            slot = next(inputs)
-        leaves.append(Leaf(name, value, parts, slot, like))
-    return Traced(program, leaves, treedef, rest, shapes)
+            gradient_value = next(inputs)
+        elif jnp.issubdtype(value.dtype, jnp.inexact):
+            (gradient_value,) = array_values
+        else:
+            gradient_value = None
+        leaves.append(ParamLeaf(name, value, array_values, gradient_value, gradient))
+    return leaves
 
 
 def _is_array(x) -> bool:
@@ -125,12 +155,13 @@ def _is_array(x) -> bool:
 def _check_result(shapes, has_aux: bool) -> None:
     if has_aux and not (isinstance(shapes, tuple) and len(shapes) == 2):
         raise TypeError(
-            f"release: with has_aux the loss must return (loss, aux), not {shapes}"
+            "release: with has_aux=True the loss must return (loss, aux); it returned "
+            f"{shapes}"
         )
-    loss = shapes[0] if has_aux else shapes
-    is_real = hasattr(loss, "dtype") and jnp.issubdtype(loss.dtype, jnp.floating)
+    loss: typing.Any = shapes[0] if has_aux else shapes
+    is_real = _is_array(loss) and jnp.issubdtype(loss.dtype, jnp.floating)
     if not is_real or loss.shape != ():
         raise TypeError(
-            f"release: the loss must be a real scalar, and is {loss}. If the function "
-            "returns (loss, aux), say has_aux=True"
+            f"release: the loss must be a real scalar; it is {loss}. If the function "
+            "returns (loss, aux), give has_aux=True"
         )
