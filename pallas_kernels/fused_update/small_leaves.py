@@ -108,8 +108,10 @@ def _kernel(body, sizes, blocks, counts, width, shared, when, interpret, *refs):
     refs = refs[shared:]
     reads, writes = refs[: counts[0] * len(sizes)], refs[counts[0] * len(sizes) :]
     program = pl.program_id(0)
-    leaf, block = lax.div(program, blocks), lax.rem(program, blocks)
-    offset = block * _WIDTH + lax.iota(jnp.int32, _WIDTH)
+    # A Python int would be an int64 beside the program's number with 64-bit types on.
+    leaf = lax.div(program, jnp.int32(blocks))
+    block = lax.rem(program, jnp.int32(blocks))
+    offset = block * jnp.int32(_WIDTH) + lax.iota(jnp.int32, _WIDTH)
     size = jnp.int32(sizes[0])
     for number, other in enumerate(sizes[1:], 1):
         size = jnp.where(leaf == number, jnp.int32(other), size)
