@@ -21,7 +21,7 @@ from lowbit_optax._step.kernel_plan import WHEN, Body, LeafPlan, Plan
 from lowbit_optax._step.stacks import Layer
 from pallas_kernels.bitfields.fields import GROUP
 from pallas_kernels.fused_update import (
-    LARGEST_OF_MANY,
+    MAX_ELEMENTS_OF_SMALL_LEAF,
     Leaf,
     Operand,
     Result,
@@ -188,7 +188,7 @@ def _run_leaves(plan: Plan, leaves: dict[int, Leaf], table, implementation, laye
     for i, leaf in leaves.items():
         body = plan.leaves[i].body
         alone = leaf.packed or leaf.grouped or leaf.stacked
-        if not alone and math.prod(leaf.shape) <= LARGEST_OF_MANY:
+        if not alone and math.prod(leaf.shape) <= MAX_ELEMENTS_OF_SMALL_LEAF:
             dtypes = tuple(x.dtype for x in leaf.arrays)
             small.setdefault((body, dtypes), []).append(i)
             continue

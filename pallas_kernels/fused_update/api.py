@@ -170,7 +170,7 @@ def fused_update_many(
         update = functools.partial(triton.update, interpret=interpret)
         return one_by_one(update, shards, table, part_rows)
 
-    most = small_leaves.most_leaves(len(leaves[0].operands) + results)
+    most = small_leaves.max_leaves(len(leaves[0].operands) + results)
     written = []
     for start in range(0, len(leaves), most):
         part = leaves[start : start + most]

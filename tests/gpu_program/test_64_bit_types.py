@@ -34,7 +34,11 @@ def facts(tx):
 
 @pytest.mark.parametrize(
     "alias",
-    [lowbit_optax.kahan_adamw, lowbit_optax.extra_bits_adamw, lowbit_optax.lowbit_adamw],
+    [
+        lowbit_optax.kahan_adamw,
+        lowbit_optax.extra_bits_adamw,
+        lowbit_optax.lowbit_adamw,
+    ],
 )
 def test_kernels_are_the_same_with_64_bit_types(alias):
     tx = alias(1e-3)
