@@ -182,9 +182,13 @@ class _Evaluation:
 
     def _constant(self, atom) -> int | float | None:
         atom = self._before_broadcast(atom)
-        if not isinstance(atom, core.Literal) or atom.aval.shape:
+        if not isinstance(atom, core.Literal) or _shape(atom):
             return None
         return np.asarray(atom.val).item()
+
+
+def _shape(atom) -> tuple[int, ...]:
+    return atom.aval.shape
 
 
 def _assemble(instructions: str, args: Sequence[jax.Array], dtype) -> list[jax.Array]:

@@ -34,8 +34,8 @@ _MIN_CHUNK = 4
 _FLAT_ROWS = 4
 _PART_ROWS = MAX_PERIOD
 _SPLIT_WIDTH = 128  # one warp's, with four lanes per thread
-# Each part takes a warp. A block of 512 threads leaves 128 registers to each thread; one
-# of 1024 leaves only 64.
+# Each part takes a warp. A block of 512 threads leaves 128 registers to each of them; a
+# block of 1024 leaves only 64.
 _MAX_PARTS = 16
 
 

@@ -8,7 +8,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.bitfields.xla import pack, pack_axis, unpack
-from pallas_kernels.fused_update.spec import Body, GroupedBody, Leaf, Result
+from pallas_kernels.fused_update.spec import (
+    Body,
+    GroupedBody,
+    Leaf,
+    MultiplyAdd,
+    Result,
+)
 
 
 def update(
@@ -49,7 +55,10 @@ def update(
 
 
 def _with_groups(
-    body: GroupedBody, leaf: Leaf, arguments: tuple, group_values: list[jax.Array]
+    body: GroupedBody,
+    leaf: Leaf,
+    arguments: tuple[list, list, jax.Array | None, MultiplyAdd],
+    group_values: list[jax.Array],
 ) -> list[jax.Array]:
     """The results of a body that takes maxima over groups."""
     before = body.before([_repeat(x, leaf) for x in group_values])
