@@ -13,7 +13,8 @@ import lowbit_optax
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 
-from tools.gpu_program.harness import compile_for, h200_mesh, kernels
+from tools.gpu_program.h200 import compile_for, h200_mesh
+from tools.gpu_program.hlo import kernels
 from tools.gpu_program.steps import leaf
 
 PARAMS = leaf(4096, 4096)

@@ -14,7 +14,8 @@ from pallas_kernels import Operand, Result
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 
-from tools.gpu_program.harness import copies, h200_mesh, kernels, lower_for
+from tools.gpu_program.h200 import h200_mesh, lower_for
+from tools.gpu_program.hlo import copies, kernels
 from tools.gpu_program.machine_code import (
     instructions_per_parameter,
     missing_tools,

@@ -11,7 +11,7 @@ from jax.experimental.pallas import triton
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 
-from tools.gpu_program.harness import h200_mesh, lower_for
+from tools.gpu_program.h200 import h200_mesh, lower_for
 from tools.gpu_program.machine_code import (
     Launch,
     UnknownTrips,
