@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import optax
 
 import lowbit_optax as lo
-from tools.gpu_program.machine_code import instructions_a_parameter
+from tools.gpu_program.machine_code import instructions_per_parameter
 from tools.gpu_program.steps import applied, bytes_of, fast, gpt2, lower_step
 
 LEAF = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
@@ -91,7 +91,7 @@ def row(name, tx, step, update, model) -> list[str]:
         cells.append(f"{lower_step(tx, LEAF, update).moved:.1f}")
     cells.append(f"{one.temporary:.1f}")
     if fused:
-        instructions = instructions_a_parameter(fused[0], one.parameters)
+        instructions = instructions_per_parameter(fused[0], one.parameters)
         cells += [f"{instructions:.0f}", str(fused[0].registers)]
     else:
         cells += ["", ""]

@@ -21,7 +21,7 @@ import optax
 from resnet import ResNet
 
 from lowbit_optax import precision
-from tools.gpu_program.harness import compile_for, h200_mesh
+from tools.gpu_program.h200 import compile_for, h200_mesh
 
 MIB = 2**20
 

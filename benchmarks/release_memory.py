@@ -21,10 +21,10 @@ import optax
 
 import lowbit_optax
 from lowbit_optax import release
-from tools.gpu_program.harness import compile_for, h200_mesh
+from tools.gpu_program.h200 import compile_for, h200_mesh
 from tools.gpu_program.release_steps import (
     MIB,
-    Compiled,
+    CompiledStep,
     Model,
     compile_step,
     matrices,
@@ -56,7 +56,7 @@ def mib(size: float) -> str:
     return f"{size / MIB:,.0f}"
 
 
-def one_device(model: Model) -> dict[tuple[str, str], Compiled]:
+def one_device(model: Model) -> dict[tuple[str, str], CompiledStep]:
     """Prints a model's table for one H200; returns its programs."""
     print_heads(
         "step", "release", "params + state", "temporary", "peak", "master's peak / peak"

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 import jax
+import jax.core
 
 
 def is_elsewhere(arrays: Iterable[jax.Array]) -> bool:

@@ -23,7 +23,7 @@ from lowbit_optax._step.prepared import PreparedStep
 from lowbit_optax._step.stacks import Layer
 from pallas_kernels.bitfields.fields import GROUP
 from pallas_kernels.fused_update import (
-    LARGEST_OF_MANY,
+    MAX_ELEMENTS_OF_SMALL_LEAF,
     Leaf,
     Operand,
     Result,
@@ -171,7 +171,7 @@ def _run_leaves(
     for i, leaf in leaves.items():
         body = plan.kernels[i].body
         alone = leaf.packed or leaf.grouped or leaf.stacked
-        if not alone and math.prod(leaf.shape) <= LARGEST_OF_MANY:
+        if not alone and math.prod(leaf.shape) <= MAX_ELEMENTS_OF_SMALL_LEAF:
             dtypes = tuple(x.dtype for x in leaf.arrays)
             small.setdefault((body, dtypes), []).append(i)
             continue

@@ -70,15 +70,14 @@ def put_fields(fields: Sequence[jax.Array], bits: int) -> list[jax.Array]:
             f"{len(fields)} fields of {bits} bits do not fill whole words; "
             f"give a multiple of {rows}"
         )
-    words: list[jax.Array | None] = [None] * (len(fields) * bits // 32)
+    words: dict[int, jax.Array] = {}
 
-    def deposit(index: int, value: jax.Array) -> None:
-        held = words[index]
-        words[index] = value if held is None else held | value
+    def deposit(number: int, value: jax.Array) -> None:
+        words[number] = words[number] | value if number in words else value
 
     for row, field in enumerate(fields):
         word, shift = divmod(row * bits, 32)
         deposit(word, field << jnp.uint32(shift) if shift else field)
         if shift + bits > 32:
             deposit(word + 1, field >> jnp.uint32(32 - shift))
-    return words
+    return [words[number] for number in sorted(words)]

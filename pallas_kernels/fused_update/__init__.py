@@ -1,13 +1,13 @@
 """One pass over a leaf: read everything, compute elementwise, write in place."""
 
 from pallas_kernels.fused_update.api import fused_update, fused_update_many
-from pallas_kernels.fused_update.small_leaves import LARGEST as LARGEST_OF_MANY
+from pallas_kernels.fused_update.small_leaves import MAX_ELEMENTS_OF_SMALL_LEAF
 from pallas_kernels.fused_update.spec import Body, GroupedBody, Leaf, Operand, Result
 from pallas_kernels.fused_update.tiling import MAX_ELEMENTS
 
 __all__ = [
-    "LARGEST_OF_MANY",
     "MAX_ELEMENTS",
+    "MAX_ELEMENTS_OF_SMALL_LEAF",
     "Body",
     "GroupedBody",
     "Leaf",

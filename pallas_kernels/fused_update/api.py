@@ -13,7 +13,7 @@ from jax.custom_batching import custom_vmap
 from pallas_kernels.bitfields.fields import GROUP
 from pallas_kernels.bitfields.xla import pack_axis
 from pallas_kernels.fused_update import sharded, small_leaves, triton, xla
-from pallas_kernels.fused_update.spec import Body, Leaf, Operand, Result
+from pallas_kernels.fused_update.spec import Body, GroupedBody, Leaf, Operand, Result
 from pallas_kernels.fused_update.tiling import MAX_ELEMENTS
 from pallas_kernels.platforms import is_elsewhere
 
@@ -21,7 +21,7 @@ Implementation = typing.Literal["xla", "pallas"] | None
 
 
 def fused_update(
-    body: Body,
+    body: Body | GroupedBody,
     operands: Sequence[Operand],
     results: Sequence[Result],
     *,
@@ -46,19 +46,19 @@ def fused_update(
       results: arrays to write; what overwrites an operand takes its place in memory
         when that is donated.
       shape: of the leaf, or of one layer; that of the first plain operand if None.
-      scalars: uint32 vector for the body, or a table of them, one a row.
+      scalars: uint32 vector for the body, or a table with one in each row.
       row: which row of the table; uint32 of shape [1], or a number.
       layer: int32 scalar. The operands that are overwritten are then stacks of leaves,
         ``[layers, *shape]``, of which this one is updated; the others are one layer's.
       group: elements of a group, a multiple of 32, for per-group arrays.
-      when: number of the scalar without which (it is 0) nothing is computed: what
-        overwrites an operand leaves it as it is, and other results are undefined.
+      when: number of a scalar that switches the update off: where it is 0, operands
+        that are overwritten keep their values, and other results are undefined.
       implementation: ``"xla"``, the reference; ``"pallas"``, the kernel on CUDA, and
         its operations run one by one (slowly) elsewhere; None, the kernel on CUDA and
         the reference elsewhere.
 
     Returns:
-      One array a result: of the leaf's shape, its ``packed_shape``, or the stack's.
+      One array per result: of the leaf's shape, its ``packed_shape``, or the stack's.
 
     Raises:
       ValueError, TypeError: if arrays do not fit each other.
@@ -170,7 +170,7 @@ def fused_update_many(
         update = functools.partial(triton.update, interpret=interpret)
         return one_by_one(update, shards, table, part_rows)
 
-    most = small_leaves.most_leaves(len(leaves[0].operands) + results)
+    most = small_leaves.max_leaves(len(leaves[0].operands) + results)
     written = []
     for start in range(0, len(leaves), most):
         part = leaves[start : start + most]

@@ -8,6 +8,7 @@ explicit axes the specs are known while tracing, and ``jax.shard_map`` does it.
 
 import dataclasses
 import math
+import typing
 from collections.abc import Callable, Sequence
 
 import jax
@@ -57,28 +58,47 @@ def over_shards(run: Run, leaves: Sequence[Leaf], shared: int, args) -> list:
     given = regroup(leaves, args[shared:])
     mesh = jax.typeof(_anchor(given[0])).sharding.mesh
     if any(kind == AxisType.Explicit for kind in mesh.axis_types):
-        specs = [_supported(leaf, _spec_of(leaf, jax.typeof), mesh) for leaf in given]
-        inside, outside = _all_specs(leaves, specs, shared)
-        placed = [
-            jax.sharding.reshard(x, NamedSharding(mesh, spec))
-            for x, spec in zip(args, inside, strict=True)
-        ]
-        run_local = _local(run, leaves, specs, mesh, shared)
-        results = jax.shard_map(
-            run_local,
-            mesh=mesh,
-            in_specs=tuple(inside),
-            out_specs=outside,
-            # Pallas's interpreter loses how new results vary.
-            check_vma=False,
-        )(*placed)
-        _, outside = _all_specs(
-            leaves, [_spec_of(leaf, jax.typeof) for leaf in given], shared
-        )
-        return [
-            jax.sharding.reshard(x, NamedSharding(mesh, spec))
-            for x, spec in zip(results, outside, strict=True)
-        ]
+        return _on_explicit_axes(run, leaves, shared, args, mesh)
+    return _on_automatic_axes(run, leaves, shared, args)
+
+
+def _on_explicit_axes(
+    run: Run, leaves: Sequence[Leaf], shared: int, args, mesh
+) -> list:
+    """``jax.shard_map``, as a kernel call under a mesh of explicit axes is an error."""
+    given = regroup(leaves, args[shared:])
+    asked = [_spec_of(leaf, jax.typeof) for leaf in given]
+    specs = [
+        _supported(leaf, spec, mesh) for leaf, spec in zip(given, asked, strict=True)
+    ]
+    inside, outside = _all_specs(leaves, specs, shared)
+    results = jax.shard_map(
+        _local(run, leaves, specs, mesh, shared),
+        mesh=mesh,
+        in_specs=tuple(inside),
+        out_specs=outside,
+        # Pallas's interpreter loses how new results vary over the mesh.
+        check_vma=False,
+    )(*_reshard(args, inside, mesh))
+    # A caller expects results placed like the leaf, also where shards had to be of
+    # whole groups for the kernel.
+    _, outside = _all_specs(leaves, asked, shared)
+    return _reshard(results, outside, mesh)
+
+
+def _reshard(arrays, specs: Sequence[P], mesh) -> list[jax.Array]:
+    return [
+        jax.sharding.reshard(x, NamedSharding(mesh, spec))
+        for x, spec in zip(arrays, specs, strict=True)
+    ]
+
+
+def _on_automatic_axes(run: Run, leaves: Sequence[Leaf], shared: int, args) -> list:
+    """``custom_partitioning``: without it XLA gathers what a kernel reads.
+
+    On these axes placements are not known while tracing. XLA's partitioner calls
+    ``partition`` with them later.
+    """
 
     def whole(*args):
         shards = [Shard(leaf, leaf.shape) for leaf in regroup(leaves, args[shared:])]
@@ -98,7 +118,8 @@ def over_shards(run: Run, leaves: Sequence[Leaf], shared: int, args) -> list:
         )
 
     call = custom_partitioning(whole)
-    rule, factor_sizes = _sharding_rule(leaves, args[:shared])
+    rule, sizes = _sharding_rule(leaves, args[:shared])
+    factor_sizes: dict[str, typing.Any] = {**sizes}
     call.def_partition(
         partition,
         infer_sharding_from_operands=lambda *args: partition(*args)[2],
@@ -146,9 +167,10 @@ def _base(whole, shape, spec: P, mesh: Mesh) -> jax.Array | None:
 
 
 def _supported(leaf: Leaf, spec: P, mesh: Mesh) -> P:
-    """A spec by which every shard holds whole groups: this one where it does.
+    """The spec, changed so that every shard holds whole groups.
 
-    Mesh axes along which it does not go to another axis of the leaf, or to none.
+    A group that is cut has parts of one word, or of one maximum, on two devices. Mesh
+    axes that cut groups shard another axis of the leaf instead, or none.
     """
 
     def fits(axis: int, names) -> bool:
@@ -192,10 +214,12 @@ def _all_specs(leaves, specs, shared: int) -> tuple[list[P], list[P]]:
 
 
 def _sharding_rule(leaves: Sequence[Leaf], shared) -> tuple[str, dict[str, int]]:
-    """The einsum-like rule by which placements spread, and the sizes of its factors.
+    """The einsum-like rule by which XLA spreads placements, and its factors' sizes.
 
-    Results go where the leaf is, and other operands come there: their own placements
-    say nothing about the results', so their axes have names of their own.
+    XLA's partitioner (Shardy) reads it before it calls ``partition``. Axes of one name
+    are placed alike. A leaf's results have the names of what they overwrite, so that
+    they stay where that is. Other operands, such as gradients, have names of their own:
+    they are brought to the leaf, and a leaf is not moved to them.
     """
     inside = [
         " ".join(f"s{number}a{axis}" for axis in range(x.ndim))
@@ -225,7 +249,11 @@ def _sharding_rule(leaves: Sequence[Leaf], shared) -> tuple[str, dict[str, int]]
 
 
 def _pack_factor(name: str, leaf: Leaf, like, sizes: dict[str, int]) -> str:
-    """The pack axis as groups and what each group has in an array, if it is that."""
+    """The pack axis in the rule: groups times what an array has for each of them.
+
+    So arrays of different lengths along that axis, such as elements, words and scales,
+    can be placed alike.
+    """
     length = leaf.shape[pack_axis(leaf.shape)]
     if length % leaf.group:
         kind = f"b{like.bits}" if like.bits else "g" if like.per_group else ""

@@ -1,11 +1,11 @@
-"""What Triton takes several machine instructions for, in one or two.
+"""Shorter machine code for operations for which Triton takes several instructions.
 
 **Roots, and quotients by them.** Triton's root of a float32 takes four instructions and
-its quotient eight, because both also serve numbers near the ends of float32's range. A
-root of a normal number is far from them, 2^-63 to 2^64, and so is its sum with a small
-constant, and a quarter or less of what a maximum keeps from being small: what is
-divided by those needs no scaling. Results are as precise as Triton's (2 units in the
-last place); but the root of a subnormal number is 0.
+its quotient eight, because both also work near the ends of float32's range. Three kinds
+of divisors are known to be far from these ends, and need no scaling: the root of a
+normal number, which is between 2^-63 and 2^64; its sum with a number; and a quarter or
+less of a maximum with a constant that is not small. Results are as precise as Triton's
+(2 units in the last place), but the root of a subnormal number is 0.
 
 **Bytes.** Four fields of 8 bits, each shifted and masked and then shifted to its place,
 are a word after three permutations of bytes.
@@ -149,7 +149,9 @@ class _Evaluation:
     def _is_moderate(self, eqn, divisors: list[bool]) -> bool:
         """Whether a sum or product is such that it may be divided by."""
         if eqn.primitive in _ADDITIONS:
-            numbers = [self._spread(atom).aval.shape == () for atom in eqn.invars]
+            numbers = [
+                self._before_broadcast(atom).aval.shape == () for atom in eqn.invars
+            ]
             return any(divisors) and all(map(any, zip(divisors, numbers, strict=True)))
         if eqn.primitive is p.mul_p:
             large, factor = eqn.invars
@@ -171,26 +173,31 @@ class _Evaluation:
             return None
         return eqn.invars[0] if self._constant(eqn.invars[1]) == constant else None
 
-    def _spread(self, atom):
-        """What is spread over an array, or the atom itself."""
+    def _before_broadcast(self, atom):
+        """What is broadcast to an array, or the atom itself."""
         eqn = self._call(atom)
         if eqn is not None and eqn.primitive is p.broadcast_in_dim_p:
             return eqn.invars[0]
         return atom
 
     def _constant(self, atom) -> int | float | None:
-        atom = self._spread(atom)
-        if not isinstance(atom, core.Literal) or atom.aval.shape:
+        atom = self._before_broadcast(atom)
+        if not isinstance(atom, core.Literal) or _shape(atom):
             return None
         return np.asarray(atom.val).item()
 
 
+def _shape(atom) -> tuple[int, ...]:
+    return atom.aval.shape
+
+
 def _assemble(instructions: str, args: Sequence[jax.Array], dtype) -> list[jax.Array]:
     letter = "f" if dtype == jnp.float32 else "r"
-    return triton.elementwise_inline_asm(
+    results = triton.elementwise_inline_asm(
         instructions,
         args=args,
         constraints=",".join(["=" + letter, *[letter] * len(args)]),
         pack=1,
         result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, dtype)],
     )
+    return list(results)

@@ -1,16 +1,17 @@
 """One kernel over many small leaves of which nothing is packed.
 
-A launch costs some microseconds, as much as a small leaf's update itself many times
-over. Here the programs are dealt out to the leaves; what a program does first is to
-find its leaf's arrays, and the body runs on whatever it loaded.
+A launch takes some microseconds, many times as long as the update of a small leaf. Here
+each leaf gets some of one kernel's programs. A program first finds its leaf's arrays;
+the body then runs on what was loaded.
 """
 
+import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as backend
@@ -18,19 +19,24 @@ from jax.experimental.pallas import triton as backend
 from pallas_kernels.fused_update import triton
 from pallas_kernels.fused_update.sharded import Shard
 from pallas_kernels.fused_update.spec import Body
+from pallas_kernels.fused_update.triton_program import (
+    read_scalars,
+    unless_skipped,
+    with_instructions,
+)
 
-LARGEST = 4 * 4096
-"""Leaves with more elements than this are worth a kernel of their own."""
+MAX_ELEMENTS_OF_SMALL_LEAF = 4 * 4096
+"""A leaf with more elements is worth a kernel of its own."""
 
-# 25 leaves of AdamW's nine arrays. What compiles in a second then takes four with twice
-# as many; the hardware's limit is 500, 4 KiB of pointers.
-_MOST_ARRAYS = 225
+# 25 leaves of AdamW's nine arrays. They compile in a second, and twice as many in four.
+# The hardware's limit is about 500: 4 KiB of pointers.
+_MAX_ARRAYS = 225
 _WIDTH = 1024
 
 
-def most_leaves(arrays: int) -> int:
-    """How many leaves of so many operands and results fit into one launch."""
-    return max(1, _MOST_ARRAYS // arrays)
+def max_leaves(arrays: int) -> int:
+    """How many leaves fit into one launch, by the operands and results of each."""
+    return max(1, _MAX_ARRAYS // arrays)
 
 
 def update(
@@ -46,7 +52,7 @@ def update(
 
     Args:
       body: see :data:`pallas_kernels.fused_update.Body`.
-      shards: whole leaves, or shards that are one piece of their whole.
+      shards: leaves, or shards that are consecutive in their leaf.
       table: uint32, rows of scalars.
       rows: uint32 vector, each leaf's row of the table.
       when: as in :func:`pallas_kernels.fused_update`.
@@ -55,16 +61,25 @@ def update(
     Returns:
       The leaves' results, one leaf after the other.
     """
-    first = shards[0].leaf
-    sizes = tuple(int(np.prod(shard.shape)) for shard in shards)
-    blocks = max(-(-size // _WIDTH) for size in sizes)
+    leaf = shards[0].leaf
+    sizes = tuple(math.prod(shard.shape) for shard in shards)
     arrays = [x.reshape(-1) for shard in shards for x in shard.leaf.arrays]
-    per_leaf = len(first.operands)
-    bases = [shard.base for shard in shards]
     shared = [rows, table.reshape(-1)]
+    bases = [shard.base for shard in shards]
     if any(base is not None for base in bases):
         bases = [jnp.uint32(0) if base is None else base for base in bases]
         shared.append(jnp.stack(bases))
+    statics = _Statics(
+        body=body,
+        sizes=sizes,
+        blocks=max(-(-size // _WIDTH) for size in sizes),
+        operands=len(leaf.operands),
+        results=len(leaf.results),
+        table_width=table.shape[-1],
+        shared=len(shared),
+        when=when,
+        interpret=interpret,
+    )
     outputs = [
         jax.ShapeDtypeStruct(
             (size,),
@@ -72,67 +87,85 @@ def update(
             manual_axis_type=triton.manual_axes(result, shard.leaf.operands),
         )
         for size, shard in zip(sizes, shards, strict=True)
-        for result in first.results
+        for result in leaf.results
     ]
     aliases = {
-        len(shared) + leaf * per_leaf + result.overwrites: leaf * len(first.results) + i
-        for leaf in range(len(shards))
-        for i, result in enumerate(first.results)
+        len(shared) + n * statics.operands + result.overwrites: n * statics.results + i
+        for n in range(len(shards))
+        for i, result in enumerate(leaf.results)
         if result.overwrites is not None
     }
     written = pl.pallas_call(
-        functools.partial(
-            _kernel,
-            body,
-            sizes,
-            blocks,
-            (per_leaf, len(first.results)),
-            table.shape[-1],
-            len(shared),
-            when,
-            interpret,
-        ),
-        grid=(len(shards) * blocks,),
+        functools.partial(_kernel, statics),
+        grid=(len(shards) * statics.blocks,),
         out_shape=outputs,
         input_output_aliases=aliases,
         compiler_params=backend.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="fused_update_many",
     )(*shared, *arrays)
-    shapes = [shard.shape for shard in shards for _ in first.results]
+    shapes = [shard.shape for shard in shards for _ in leaf.results]
     return [x.reshape(shape) for x, shape in zip(written, shapes, strict=True)]
 
 
-def _kernel(body, sizes, blocks, counts, width, shared, when, interpret, *refs):
-    rows, table, *bases = refs[:shared]
-    refs = refs[shared:]
-    reads, writes = refs[: counts[0] * len(sizes)], refs[counts[0] * len(sizes) :]
+@dataclasses.dataclass(frozen=True)
+class _Statics:
+    """What a kernel is compiled for.
+
+    Args:
+      body, when, interpret: as in :func:`update`.
+      sizes: elements of each leaf.
+      blocks: programs for each leaf.
+      operands, results: how many each leaf has.
+      table_width: scalars in a row of the table.
+      shared: how many arrays come before the leaves' own.
+    """
+
+    body: Body
+    sizes: tuple[int, ...]
+    blocks: int
+    operands: int
+    results: int
+    table_width: int
+    shared: int
+    when: int | None
+    interpret: bool
+
+
+def _kernel(statics: _Statics, *refs):
+    rows, table, *bases = refs[: statics.shared]
+    refs = refs[statics.shared :]
+    sizes = statics.sizes
+    reads = refs[: statics.operands * len(sizes)]
+    writes = refs[statics.operands * len(sizes) :]
     program = pl.program_id(0)
-    leaf, block = lax.div(program, blocks), lax.rem(program, blocks)
-    offset = block * _WIDTH + lax.iota(jnp.int32, _WIDTH)
+    # Beside the program's number a Python int is an int64 with 64-bit types on.
+    leaf = lax.div(program, jnp.int32(statics.blocks))
+    block = lax.rem(program, jnp.int32(statics.blocks))
+    offset = block * jnp.int32(_WIDTH) + lax.iota(jnp.int32, _WIDTH)
     size = jnp.int32(sizes[0])
     for number, other in enumerate(sizes[1:], 1):
         size = jnp.where(leaf == number, jnp.int32(other), size)
     exists = offset < size
 
     def load(number: int):
-        own = reads[number * counts[0] : (number + 1) * counts[0]]
+        own = reads[number * statics.operands : (number + 1) * statics.operands]
         return tuple(backend.load(ref.at[offset], mask=exists) for ref in own)
 
     def store(number: int, *values):
-        own = writes[number * counts[1] : (number + 1) * counts[1]]
+        own = writes[number * statics.results : (number + 1) * statics.results]
         for ref, value in zip(own, values, strict=True):
             backend.store(ref.at[offset], value, mask=exists)
 
-    scalars = triton.read_scalars(table, rows[leaf], width)
+    scalars = read_scalars(table, rows[leaf], statics.table_width)
 
-    @triton.unless_skipped(scalars, when)
+    @unless_skipped(scalars, statics.when)
     def _():
         values = _for_leaf(leaf, range(len(sizes)), load)
         index = offset.astype(jnp.uint32)
         if bases:
             index = index + bases[0][leaf]
-        run = triton.with_instructions(body, interpret)
+        run = with_instructions(statics.body, statics.interpret)
         new = run(list(values), scalars, index)
         _for_leaf(leaf, range(len(sizes)), store, *new)
 

@@ -19,38 +19,47 @@ Body = Callable[
 ]
 """``body(values, scalars, index, multiply_add) -> results``, elementwise.
 
-``values`` has one array an operand: a plain operand's elements in its own dtype, a
-packed one's fields as uint32. All have one shape, which is the implementation's
-business. ``scalars`` are uint32 scalars. ``index`` holds the elements' row-major
-indices in the leaf as uint32, or is None where the values are the whole leaf.
-``multiply_add(a, b, c)`` is ``a * b + c``, rounded once or twice: Triton contracts no
-product into a sum unless told.
+``values`` has one array per operand: the elements of a plain one in its own dtype, the
+fields of a packed one as uint32. All have one shape, which the implementation chooses.
+``scalars`` are uint32 scalars. ``index`` holds the elements' row-major indices in the
+leaf as uint32, or is None where the values are the whole leaf.
+``multiply_add(a, b, c)`` is ``a * b + c``, rounded once or twice: Triton does not
+contract a product and a sum unless it is told to.
 """
 
 
 class GroupedBody(typing.Protocol):
     """The body of an update with per-group operands or results, such as scales.
 
-    The elements of a group are asked for maxima over the group, and then written. A
-    group's values have one element a group, or are spread over the group's elements:
-    the body cannot tell. What :meth:`statistics` and :meth:`__call__` both compute from
-    the same values is computed once where a group's new values stay in registers.
+    First maxima over each group are taken of what :meth:`statistics` returns, then the
+    elements are written. Values of groups have one element per group, or are repeated
+    for each element of the group; the body must not depend on which. Where a group's
+    new values stay in registers, what :meth:`statistics` and :meth:`__call__` both
+    compute from the same values is computed once.
     """
 
     maxima: int
-    """How many maxima :meth:`statistics` takes."""
+    """How many maxima :meth:`statistics` asks for."""
 
-    def before(self, group_values):
+    def before(self, group_values: Sequence[jax.Array]) -> tuple:
         """What decoding needs of the per-group operands' values; any tuple."""
+        ...
 
-    def statistics(self, values, scalars, index, multiply_add, before):
-        """int32 of each element, whose maximum over the group, or 0, counts."""
+    def statistics(
+        self, values, scalars, index, multiply_add, before, /
+    ) -> Sequence[jax.Array]:
+        """For each maximum int32 values of the elements; below 0 they count as 0."""
+        ...
 
-    def after(self, maxima):
+    def after(self, maxima: Sequence[jax.Array]) -> tuple[Sequence[jax.Array], tuple]:
         """``(values of the per-group results, what encoding needs of the maxima)``."""
+        ...
 
-    def __call__(self, values, scalars, index, multiply_add, before, after):
+    def __call__(
+        self, values, scalars, index, multiply_add, before, after, /
+    ) -> Sequence[jax.Array]:
         """The elements' results, as :data:`Body`."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,9 +67,9 @@ class Operand:
     """One array that is read.
 
     Args:
-      array: of the leaf's shape; or uint32 words of its ``packed_shape``.
+      array: of the leaf's shape, or uint32 words of its ``packed_shape``.
       bits: width of the packed fields, None for a plain array.
-      per_group: whether it has one element a group along the pack axis.
+      per_group: whether it has one element per group along the pack axis.
     """
 
     array: jax.Array

@@ -35,32 +35,32 @@ class Reader:
 
     Args:
       bits: width of a field.
-      chunk: rows that the loop's body unrolls.
+      chunk_rows: rows that the loop's body unrolls.
       words: has ``load(start, word)`` of the word ``start + word`` (an int32 scalar and
         an int, 0 if left out) of the lanes' groups.
     """
 
     bits: int
-    chunk: int
+    chunk_rows: int
     words: typing.Any
 
-    def start(self, piece: jax.Array) -> None:
-        """Begin the piece of rows ``[piece * chunk, (piece + 1) * chunk)``."""
-        self._piece = piece
+    def start(self, chunk: jax.Array) -> None:
+        """Begin a chunk of rows, by its number."""
+        self._chunk = chunk
         if is_unrolled(self.bits):
-            count = self.chunk * self.bits // 32
+            count = self.chunk_rows * self.bits // 32
             self._words = [
-                self.words.load(piece * jnp.int32(count), j) for j in range(count)
+                self.words.load(chunk * jnp.int32(count), j) for j in range(count)
             ]
 
     def field(self, row: int) -> jax.Array:
-        """The fields of a row of the piece."""
+        """The fields of a row of the chunk."""
         if is_unrolled(self.bits):
             return get_field(self._words, row, self.bits)
-        word, shift = _place(self._piece, self.chunk, row, self.bits)
+        word, shift = _place(self._chunk, self.chunk_rows, row, self.bits)
         value = self.words.load(word) >> shift
-        # The next word's part, of which the mask keeps nothing where the field ends
-        # before. A field ends where the last word ends: there the same word is read.
+        # The field may go on in the next word. Where it does not, the same word is read
+        # again, as there may be no next one, and the mask drops what it gives.
         ahead = (shift + jnp.uint32(self.bits) > jnp.uint32(32)).astype(jnp.int32)
         following = self.words.load(word + ahead)
         value = value | ((following << jnp.uint32(1)) << (jnp.uint32(31) - shift))
@@ -73,31 +73,31 @@ class Writer:
 
     Args:
       bits: width of a field.
-      chunk: rows that the loop's body unrolls.
+      chunk_rows: rows that the loop's body unrolls.
       words: has ``store(start, word, value, when)`` of the word ``start + word``;
         ``when`` is a bool scalar, or None for always.
       by_bytes: whether fields are given as :class:`Byte`; with 8 bits.
     """
 
     bits: int
-    chunk: int
+    chunk_rows: int
     words: typing.Any
     by_bytes: bool = False
 
     def first_carry(self, shape: tuple[int, ...]) -> jax.Array | None:
-        """What the loop over pieces carries at first."""
+        """What the loop over chunks carries at first."""
         return None if is_unrolled(self.bits) else jnp.zeros(shape, jnp.uint32)
 
-    def start(self, piece: jax.Array, carry: jax.Array | None) -> None:
-        """Begin a piece of rows."""
-        self._piece, self._fields, self._open = piece, [], carry
+    def start(self, chunk: jax.Array, carry: jax.Array | None) -> None:
+        """Begin a chunk of rows, by its number."""
+        self._chunk, self._fields, self._open = chunk, [], carry
 
     def put(self, row: int, field: jax.Array) -> None:
-        """Add the fields of the piece's next row."""
+        """Add the fields of the chunk's next row."""
         if is_unrolled(self.bits):
             self._fields.append(field)
             return
-        word, shift = _place(self._piece, self.chunk, row, self.bits)
+        word, shift = _place(self._chunk, self.chunk_rows, row, self.bits)
         value = self._open | (field << shift)
         full = shift + jnp.uint32(self.bits) >= jnp.uint32(32)
         self.words.store(word, 0, value, full)
@@ -105,19 +105,19 @@ class Writer:
         self._open = jnp.where(full, rest, value)
 
     def finish(self) -> jax.Array | None:
-        """End the piece: write whole words, and return what the loop carries."""
+        """End the chunk: write whole words, and return what the loop carries."""
         if is_unrolled(self.bits):
             if self.by_bytes:
                 words = put_bytes(self._fields)
             else:
                 words = put_fields(self._fields, self.bits)
-            first = self._piece * jnp.int32(len(words))
+            first = self._chunk * jnp.int32(len(words))
             for j, word in enumerate(words):
                 self.words.store(first, j, word, None)
         return self._open
 
 
-def _place(piece: jax.Array, chunk: int, row: int, bits: int):
+def _place(chunk: jax.Array, chunk_rows: int, row: int, bits: int):
     """The word in which a row's fields begin, and at which bit."""
-    start = (piece * jnp.int32(chunk) + jnp.int32(row)) * jnp.int32(bits)
+    start = (chunk * jnp.int32(chunk_rows) + jnp.int32(row)) * jnp.int32(bits)
     return start >> jnp.int32(5), (start & jnp.int32(31)).astype(jnp.uint32)

@@ -1,17 +1,24 @@
 """The fused update in array operations: the reference that defines its numbers."""
 
 import math
+import typing
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.bitfields.xla import pack, pack_axis, unpack
-from pallas_kernels.fused_update.spec import Body, Leaf
+from pallas_kernels.fused_update.spec import (
+    Body,
+    GroupedBody,
+    Leaf,
+    MultiplyAdd,
+    Result,
+)
 
 
 def update(
-    body: Body,
+    body: Body | GroupedBody,
     leaf: Leaf,
     table: jax.Array,
     row: jax.Array | None = None,
@@ -19,51 +26,74 @@ def update(
     when: int | None = None,
 ) -> list[jax.Array]:
     """See :func:`pallas_kernels.fused_update`."""
-    operands, results, shape = leaf.operands, leaf.results, leaf.shape
     if row is not None:
         table = lax.dynamic_index_in_dim(table, row[0], 0, keepdims=False)
     scalars = list(table)
-    stacked = leaf.overwritten if leaf.stacked else ()
     values, group_values = [], []
-    for number, operand in enumerate(operands):
+    for number, operand in enumerate(leaf.operands):
         array = operand.array
-        if number in stacked:
+        if layer is not None and number in leaf.overwritten:
             array = lax.dynamic_index_in_dim(array, layer[0], 0, keepdims=False)
         if operand.bits is not None:
-            array = unpack(array, operand.bits, shape)
+            array = unpack(array, operand.bits, leaf.shape)
         (group_values if operand.per_group else values).append(array)
     index = None
     if layer is not None:
-        index = _row_major(shape, layer[0].astype(jnp.uint32))
+        index = _row_major(leaf.shape, layer[0].astype(jnp.uint32))
     arguments = values, scalars, index, multiply_add
     if leaf.grouped:
-        before = body.before([_spread(x, leaf) for x in group_values])
-        maxima = [_maximum(x, leaf) for x in body.statistics(*arguments, before)]
-        of_groups, _ = body.after(maxima)
-        _, after = body.after([_spread(x, leaf) for x in maxima])
-        of_elements = iter(body(*arguments, before, after))
-        of_groups = iter(of_groups)
-        new = [next(of_groups if r.per_group else of_elements) for r in results]
+        new = _with_groups(
+            typing.cast(GroupedBody, body), leaf, arguments, group_values
+        )
     else:
-        new = body(*arguments)
-    written = []
-    for result, value in zip(results, new, strict=True):
-        if result.bits is not None:
-            value = pack(value, result.bits)
-        if when is not None and result.overwrites is not None:
-            old = operands[result.overwrites].array
-            if layer is not None:
-                old = lax.dynamic_index_in_dim(old, layer[0], 0, keepdims=False)
-            value = jnp.where(scalars[when] != jnp.uint32(0), value, old)
-        if layer is not None and result.overwrites is not None:
-            stack = operands[result.overwrites].array
-            value = lax.dynamic_update_index_in_dim(stack, value, layer[0], 0)
-        written.append(value)
-    return written
+        new = typing.cast(Body, body)(*arguments)
+    skip = None if when is None else scalars[when] == jnp.uint32(0)
+    return [
+        _stored(value, result, leaf, layer, skip)
+        for result, value in zip(leaf.results, new, strict=True)
+    ]
 
 
-def _spread(x: jax.Array, leaf: Leaf) -> jax.Array:
-    """A per-group array as one of the leaf's shape."""
+def _with_groups(
+    body: GroupedBody,
+    leaf: Leaf,
+    arguments: tuple[list, list, jax.Array | None, MultiplyAdd],
+    group_values: list[jax.Array],
+) -> list[jax.Array]:
+    """The results of a body that takes maxima over groups."""
+    before = body.before([_repeat(x, leaf) for x in group_values])
+    maxima = [_maximum(x, leaf) for x in body.statistics(*arguments, before)]
+    of_groups, _ = body.after(maxima)
+    _, after = body.after([_repeat(x, leaf) for x in maxima])
+    of_elements = iter(body(*arguments, before, after))
+    of_groups = iter(of_groups)
+    return [next(of_groups if r.per_group else of_elements) for r in leaf.results]
+
+
+def _stored(
+    value: jax.Array,
+    result: Result,
+    leaf: Leaf,
+    layer: jax.Array | None,
+    skip: jax.Array | None,
+) -> jax.Array:
+    """A result as it is stored, in its stack if it has one."""
+    if result.bits is not None:
+        value = pack(value, result.bits)
+    if result.overwrites is None:
+        return value
+    old = stack = leaf.operands[result.overwrites].array
+    if skip is not None:
+        if layer is not None:
+            old = lax.dynamic_index_in_dim(stack, layer[0], 0, keepdims=False)
+        value = jnp.where(skip, old, value)
+    if layer is not None:
+        value = lax.dynamic_update_index_in_dim(stack, value, layer[0], 0)
+    return value
+
+
+def _repeat(x: jax.Array, leaf: Leaf) -> jax.Array:
+    """An array with one element per group, repeated to the leaf's shape."""
     axis = pack_axis(leaf.shape)
     x = jnp.repeat(x, leaf.group, axis, total_repeat_length=x.shape[axis] * leaf.group)
     return lax.slice_in_dim(x, 0, leaf.shape[axis], axis=axis)

@@ -14,9 +14,10 @@ from pallas_kernels import Operand, Result
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 
-from tools.gpu_program.harness import copies, h200_mesh, kernels, lower_for
+from tools.gpu_program.h200 import h200_mesh, lower_for
+from tools.gpu_program.hlo import copies, kernels
 from tools.gpu_program.machine_code import (
-    instructions_a_parameter,
+    instructions_per_parameter,
     missing_tools,
     program,
 )
@@ -165,7 +166,7 @@ def test_lowbit_adamw_moves_twelve_bytes_in_place():
     kernel = step.fused
     assert kernel.spill_stores == kernel.static_shared == 0
     assert kernel.registers <= 128  # four blocks in a multiprocessor
-    assert instructions_a_parameter(kernel, PARAMETERS) <= MOST_OF_LOWBIT
+    assert instructions_per_parameter(kernel, PARAMETERS) <= MOST_OF_LOWBIT
 
 
 @pytest.mark.parametrize("group", [32, 64, 128, 256])
@@ -182,19 +183,19 @@ def test_groups_are_read_once_while_they_fit_in_registers(group):
     assert want <= read / PARAMETERS <= want + 0.5
     assert kernel.stack == kernel.spill_stores == kernel.spill_loads == 0
     most = {32: MOST_OF_LOWBIT, 64: 75, 128: 75, 256: 86}[group]
-    assert instructions_a_parameter(kernel, PARAMETERS) <= most
+    assert instructions_per_parameter(kernel, PARAMETERS) <= most
 
 
 @each_optimizer
 def test_instructions_take_less_time_than_memory(name):
     kernel = step_of(name).fused
-    instructions = instructions_a_parameter(kernel, PARAMETERS)
+    instructions = instructions_per_parameter(kernel, PARAMETERS)
     assert instructions / INSTRUCTIONS_A_SECOND < MOVED[name] / BYTES_A_SECOND
 
 
 def test_instructions_of_adamw_with_8_extra_bits():
     kernel = step_of("extra_bits 8").fused
-    assert instructions_a_parameter(kernel, PARAMETERS) <= MOST_INSTRUCTIONS
+    assert instructions_per_parameter(kernel, PARAMETERS) <= MOST_INSTRUCTIONS
 
 
 @pytest.mark.parametrize("name", ["extra_bits 8", "kahan"])

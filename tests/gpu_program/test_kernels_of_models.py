@@ -10,7 +10,8 @@ import lowbit_optax
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 
-from tools.gpu_program.harness import COLLECTIVES, h200_mesh
+from tools.gpu_program.h200 import h200_mesh
+from tools.gpu_program.hlo import COLLECTIVES
 from tools.gpu_program.machine_code import missing_tools
 from tools.gpu_program.steps import gpt2, leaf, lower_step, resnet18
 

@@ -1,4 +1,4 @@
-"""What machine_code.py says of kernels whose answers are known."""
+"""What is read from machine code of kernels whose answers are known."""
 
 import math
 
@@ -11,15 +11,16 @@ from jax.experimental.pallas import triton
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 
-from tools.gpu_program import machine_code
-from tools.gpu_program.harness import h200_mesh, lower_for
+from tools.gpu_program.h200 import h200_mesh, lower_for
 from tools.gpu_program.machine_code import (
     Launch,
     UnknownTrips,
-    instructions_a_parameter,
+    compilation,
+    instructions_per_parameter,
     kernels_of_ptx,
     missing_tools,
     program,
+    run_tool,
 )
 
 if missing_tools():
@@ -115,7 +116,7 @@ def test_an_xla_fusion():
     assert kernel.opcodes()["FADD"] == 8
     assert kernel.executed() == kernel.instructions
     assert 10 < kernel.executed() < 40
-    assert instructions_a_parameter(kernel, SIDE**2) == kernel.executed() / 4
+    assert instructions_per_parameter(kernel, SIDE**2) == kernel.executed() / 4
     assert 8 <= kernel.registers <= 32
     assert not kernel.loops
     assert kernel.stack == kernel.spill_stores == kernel.spill_loads == 0
@@ -165,7 +166,7 @@ def test_twice_the_block_is_the_same_a_parameter():
     few = only_kernel(pallas(kernel, block=2048), vector())
     many = only_kernel(pallas(kernel, block=4096), vector())
     assert many.executed() > 1.6 * few.executed()
-    per = [instructions_a_parameter(k, SIDE**2) for k in (few, many)]
+    per = [instructions_per_parameter(k, SIDE**2) for k in (few, many)]
     assert per[0] == pytest.approx(per[1], rel=0.2)
     assert few.opcodes()["MUFU.EX2"] * 128 == 2048
 
@@ -390,10 +391,10 @@ def test_launches_of_one_kernel_add_up():
     launches = [Launch((4, 2, 1), (64, 1, 1), 0), Launch((1, 1, 1), (32, 1, 1), 0)]
     kernel = code_of("", launches={"k": launches})
     threads = 4 * 2 * 64 + 32
-    assert instructions_a_parameter(kernel, 7) == kernel.executed() * threads / 7
+    assert instructions_per_parameter(kernel, 7) == kernel.executed() * threads / 7
     assert kernel.grid is kernel.block is None
     with pytest.raises(ValueError, match="no launch"):
-        instructions_a_parameter(code_of(""), 7)
+        instructions_per_parameter(code_of(""), 7)
 
 
 def test_kernels_of_one_name():
@@ -412,9 +413,9 @@ def test_kernels_of_one_name():
 
 def test_missing_tools_are_named(monkeypatch):
     monkeypatch.setattr(
-        machine_code, "_find", lambda tool: None if tool == "nvdisasm" else tool
+        compilation, "_find", lambda tool: None if tool == "nvdisasm" else tool
     )
     assert "nvdisasm" in missing_tools()
     assert "ptxas" not in missing_tools()
     with pytest.raises(FileNotFoundError, match="nvdisasm"):
-        machine_code._run("nvdisasm")
+        run_tool("nvdisasm")

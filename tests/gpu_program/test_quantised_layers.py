@@ -11,7 +11,7 @@ from lowbit_optax.lpmm import value_and_grad
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 
-from tools.gpu_program.harness import compile_for, h200_mesh
+from tools.gpu_program.h200 import compile_for, h200_mesh
 from tools.gpu_program.steps import leaf
 
 BF16 = jnp.bfloat16

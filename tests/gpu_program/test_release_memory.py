@@ -14,10 +14,10 @@ from lowbit_optax import release
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 
-from tools.gpu_program.harness import compile_for, h200_mesh
+from tools.gpu_program.h200 import compile_for, h200_mesh
 from tools.gpu_program.release_steps import (
     MIB,
-    Compiled,
+    CompiledStep,
     compile_step,
     matrices,
     plain,
@@ -38,7 +38,7 @@ OPTIMIZERS = {
 
 
 @functools.cache
-def compiled(make_step, model: str, optimizer: str, devices: int = 1) -> Compiled:
+def compiled(make_step, model: str, optimizer: str, devices: int = 1) -> CompiledStep:
     return compile_step(make_step, MODELS[model](), OPTIMIZERS[optimizer], devices)
 
 

@@ -12,7 +12,8 @@ from lowbit_optax.precision import HFP8, FloatFormat
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 
-from tools.gpu_program.harness import compile_for, h200_mesh, run_on_cpu
+from tools.gpu_program.cpu_run import run_on_cpu
+from tools.gpu_program.h200 import compile_for, h200_mesh
 
 FORMATS = [
     HFP8.low,

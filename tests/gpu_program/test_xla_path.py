@@ -14,13 +14,9 @@ import lowbit_optax
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 
-from tools.gpu_program.harness import (
-    COLLECTIVES,
-    compile_for,
-    h200_mesh,
-    kernels,
-    run_on_cpu,
-)
+from tools.gpu_program.cpu_run import run_on_cpu
+from tools.gpu_program.h200 import compile_for, h200_mesh
+from tools.gpu_program.hlo import COLLECTIVES, kernels
 from tools.gpu_program.steps import applied, fast
 
 BF16 = jnp.bfloat16

@@ -20,7 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 import lowbit_optax
 from lowbit_optax import release
-from tools.gpu_program.harness import COLLECTIVES, compile_for, h200_mesh
+from tools.gpu_program.h200 import compile_for, h200_mesh
+from tools.gpu_program.hlo import COLLECTIVES, memory, text
 from tools.gpu_program.steps import bytes_of
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
@@ -116,29 +117,38 @@ def by_rows(array) -> P:
 
 
 @dataclasses.dataclass(frozen=True)
-class Compiled:
-    """A compiled step, ``stored`` being the bytes of parameters and state."""
+class CompiledStep:
+    """A compiled step.
+
+    Args:
+      program: the step.
+      stored: bytes of parameters and state.
+    """
 
     program: jax.stages.Compiled
     stored: int
 
     @functools.cached_property
     def temporary(self) -> int:
-        return self.program.memory_analysis().temp_size_in_bytes
+        """Bytes of temporary memory."""
+        return memory(self.program).temp_size_in_bytes
 
     @functools.cached_property
     def peak(self) -> int:
-        found = self.program.memory_analysis()
+        """Bytes of arguments, results and temporary memory together."""
+        found = memory(self.program)
         held = found.argument_size_in_bytes + found.output_size_in_bytes
         return held - found.alias_size_in_bytes + found.temp_size_in_bytes
 
     @functools.cached_property
     def collectives(self) -> set[str]:
-        """Kinds of them."""
-        return set(re.findall("|".join(COLLECTIVES), self.program.as_text()))
+        """Kinds of collectives in the program."""
+        return set(re.findall("|".join(COLLECTIVES), text(self.program)))
 
 
-def compile_step(make_step: Callable, model: Model, tx, devices: int = 1) -> Compiled:
+def compile_step(
+    make_step: Callable, model: Model, tx, devices: int = 1
+) -> CompiledStep:
     """A step with donated parameters and state, for so many H200s.
 
     Args:
@@ -161,4 +171,4 @@ def compile_step(make_step: Callable, model: Model, tx, devices: int = 1) -> Com
         spec=None if devices == 1 else by_rows,
         donate=(0, 1),
     )
-    return Compiled(program, bytes_of(params, state))
+    return CompiledStep(program, bytes_of(params, state))

@@ -10,17 +10,21 @@ import jax
 import jax.numpy as jnp
 
 import lowbit_optax
-from tools.gpu_program.harness import h200_mesh, kernels, lower_for
+from tools.gpu_program.h200 import h200_mesh, lower_for
+from tools.gpu_program.hlo import kernels, memory, text
 from tools.gpu_program.machine_code import Kernel, program
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 
 
 def fast(tx):
+    """A step by ``lowbit_optax.step``."""
     return lambda params, state, grads: lowbit_optax.step(tx, params, state, grads)
 
 
 def applied(tx):
+    """A step by ``update`` and ``apply_updates``, as optax's users write it."""
+
     def step(params, state, grads):
         updates, state = tx.update(grads, state, params)
         return lowbit_optax.apply_updates(params, updates), state
@@ -29,10 +33,13 @@ def applied(tx):
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class OptimizerStep:
     """A lowered step, compiled when asked for.
 
-    ``parameters`` is how many it updates, ``stored`` the bytes of them and the state.
+    Args:
+      lowered: the step.
+      parameters: how many it updates.
+      stored: bytes of these and of the state.
     """
 
     lowered: jax.stages.Lowered
@@ -59,30 +66,31 @@ class Step:
 
     @property
     def fused_launches(self) -> int:
-        return self.compiled.as_text().count("__gpu$xla.gpu.triton")
+        """Launches of kernels by Pallas."""
+        return text(self.compiled).count("__gpu$xla.gpu.triton")
 
     @property
     def large(self) -> int:
-        """Kernels that read and write more than a byte a parameter."""
+        """Kernels that read and write more than a byte per parameter."""
         return sum(size > self.parameters for _, size in self.launches)
 
     @property
     def moved(self) -> float:
-        """Bytes that the kernels read and write, for each parameter."""
+        """Bytes that the kernels read and write, per parameter."""
         return sum(size for _, size in self.launches) / self.parameters
 
     @property
     def temporary(self) -> float:
-        """Bytes of temporary memory for each parameter."""
-        return self.compiled.memory_analysis().temp_size_in_bytes / self.parameters
+        """Bytes of temporary memory per parameter."""
+        return memory(self.compiled).temp_size_in_bytes / self.parameters
 
     @property
     def in_place(self) -> bool:
         """Whether parameters and state are all written where they were read."""
-        return self.compiled.memory_analysis().alias_size_in_bytes == self.stored
+        return memory(self.compiled).alias_size_in_bytes == self.stored
 
 
-def lower_step(tx, params, make_step=fast, mesh=None, spec=None) -> Step:
+def lower_step(tx, params, make_step=fast, mesh=None, spec=None) -> OptimizerStep:
     """A step of ``tx``.
 
     Args:
@@ -90,22 +98,24 @@ def lower_step(tx, params, make_step=fast, mesh=None, spec=None) -> Step:
       params: tree of ShapeDtypeStructs.
       make_step: :func:`fast` or :func:`applied`.
       mesh: one H200 if None.
-      spec: as in ``harness.lower_for``.
+      spec: as in ``h200.lower_for``.
     """
     state = jax.eval_shape(tx.init, params)
     mesh = h200_mesh() if mesh is None else mesh
     arguments = params, state, params
     lowered = lower_for(mesh, make_step(tx), *arguments, spec=spec, donate=(0, 1))
-    return Step(
+    return OptimizerStep(
         lowered, sum(x.size for x in jax.tree.leaves(params)), bytes_of(state, params)
     )
 
 
 def bytes_of(*trees) -> int:
+    """Bytes of all arrays in the trees."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(trees))
 
 
 def leaf(*shape, dtype=BF16) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of a leaf."""
     return jax.ShapeDtypeStruct(shape, dtype)
 
 

@@ -1,0 +1,178 @@
+"""With ``jax_enable_x64`` every optimizer's results are the same, bit for bit.
+
+One thing differs by optax's own choice: it raises Adam's decays to the power of the
+count in float64. The counts here are so large that either power is 0.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from kernels import QUICK, TABLE, Mixture, assert_equal, index_of
+from optimizers import assert_same_bits, standard_promotion  # noqa: F401
+
+import lowbit_optax
+from lowbit_optax import release
+
+RATE = 0.01
+BOTH = [False, True]
+
+TRANSFORMATIONS = {
+    "kahan_sgd": lowbit_optax.kahan_sgd(RATE, momentum=0.9),
+    "kahan_adamw": lowbit_optax.kahan_adamw(RATE),
+    "sr_sgd": lowbit_optax.sr_sgd(RATE),
+    "sr_adamw": lowbit_optax.sr_adamw(RATE),
+    "extra_bits_sgd": lowbit_optax.extra_bits_sgd(RATE, momentum=0.9, bits=5),
+    "extra_bits_adamw": lowbit_optax.extra_bits_adamw(RATE),
+    "lowbit_sgd": lowbit_optax.lowbit_sgd(RATE, momentum=0.9),
+    "lowbit_adamw": lowbit_optax.lowbit_adamw(
+        optax.linear_schedule(RATE, RATE / 2, 4 * 10**6)
+    ),
+    "lowbit_lion": lowbit_optax.lowbit_lion(RATE),
+    "lpmm_sgd": lowbit_optax.lpmm_sgd(RATE, momentum=0.9),
+    "lpmm_adam": lowbit_optax.lpmm_adam(RATE),
+    "accumulate_gradients": lowbit_optax.accumulate_gradients(
+        lowbit_optax.lowbit_sgd(RATE), 2
+    ),
+    **{
+        f"with_loss_scale {name}": lowbit_optax.with_loss_scale(
+            lowbit_optax.kahan_sgd(RATE), scaling
+        )
+        for name, scaling in {
+            "static": lowbit_optax.static_scale(128.0),
+            "backoff": lowbit_optax.backoff_scale(),
+            "log-normal": lowbit_optax.log_normal_scale(),
+        }.items()
+    },
+}
+WITH_KERNELS = [name for name in TRANSFORMATIONS if not name.startswith("lpmm")]
+
+
+def normal(seed, *shape, dtype=jnp.bfloat16, size=1.0):
+    """The same numbers with 64-bit types and without."""
+    numbers = np.random.default_rng(seed).standard_normal(shape) * size
+    return jnp.asarray(numbers.astype(np.float32)).astype(dtype)
+
+
+def problem(name):
+    """Parameters, the transformation's state, and gradients in two dtypes."""
+    params = {"matrix": normal(0, 96, 48), "vector": normal(1, 48)}
+    if name.startswith("lpmm"):
+        params = lowbit_optax.quantize_params(params, bits=12)
+    grads = {
+        "matrix": normal(2, 96, 48, size=0.1),
+        "vector": normal(3, 48, dtype=jnp.float32, size=0.1),
+    }
+    return params, old(TRANSFORMATIONS[name].init(params)), grads
+
+
+def old(state):
+    """The state with large counts."""
+
+    def replace(path, x):
+        is_count = getattr(path[-1], "name", None) == "count"
+        return jnp.full_like(x, 10**6) if is_count else x
+
+    return jax.tree_util.tree_map_with_path(replace, state)
+
+
+def two_steps(name):
+    """One by ``step`` and one by ``update``."""
+    tx = TRANSFORMATIONS[name]
+
+    def run(params, state, grads):
+        params, state = lowbit_optax.step(tx, params, state, grads)
+        updates, state = tx.update(grads, state, params)
+        return lowbit_optax.apply_updates(params, updates), state
+
+    return run
+
+
+def without_and_with(function):
+    """What the function returns without 64-bit types and with them."""
+    found = []
+    for enabled in BOTH:
+        with jax.enable_x64(enabled):
+            found.append(function())
+    return found
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_jitted_steps_are_the_same(name):
+    run = jax.jit(two_steps(name), compiler_options=QUICK)
+    assert_same_bits(*without_and_with(lambda: run(*problem(name))))
+
+
+@pytest.mark.parametrize("name", ["kahan_adamw", "lowbit_sgd", "lpmm_sgd"])
+def test_eager_steps_are_the_same(name):
+    assert_same_bits(*without_and_with(lambda: two_steps(name)(*problem(name))))
+
+
+@pytest.mark.parametrize("name", WITH_KERNELS)
+def test_nothing_in_a_kernel_has_64_bits(name):
+    with jax.enable_x64(True):
+        traced = jax.make_jaxpr(two_steps(name))(*problem(name))
+    kernels = [e for e in equations(traced.jaxpr) if e.primitive.name == "pallas_call"]
+    assert kernels
+    for kernel in kernels:
+        for inner in equations(kernel.params["jaxpr"]):
+            atoms = (*inner.invars, *inner.outvars)
+            assert not [x for x in atoms if "64" in str(getattr(x.aval, "dtype", ""))]
+
+
+def equations(jaxpr):
+    """All equations of a jaxpr, those of inner jaxprs included."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        ):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
+
+
+def test_release_is_the_same():
+    tx = TRANSFORMATIONS["kahan_adamw"]
+
+    def loss_fn(params, h):
+        body = lambda h, w: (jnp.tanh(h @ w), None)
+        h, _ = release.scan(body, h, params["layers"])
+        return jnp.mean((h * params["out"]).astype(jnp.float32) ** 2)
+
+    step = jax.jit(release.value_and_update(loss_fn, tx), compiler_options=QUICK)
+
+    def run():
+        params = {"layers": normal(0, 3, 32, 32, size=0.1), "out": normal(1, 32)}
+        return step(params, old(tx.init(params)), normal(2, 8, 32))
+
+    assert_same_bits(*without_and_with(run))
+
+
+@pytest.mark.parametrize("widths", [(), (5,), (8, 12)])
+def test_interpreted_kernels_are_the_model(widths):
+    shape = (70, 33)
+    mixture = Mixture(widths)
+    scalars = [int(x) for x in TABLE[2]]
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        arrays, held = mixture.arrays(shape)
+        got = mixture.jitted(shape, "pallas")(arrays, dict(scalars=jnp.array(TABLE[2])))
+    assert_equal(got, mixture.want(held, scalars, index_of(shape)))
+
+
+def test_adams_bias_correction_is_optaxs():
+    # In float64 with 64-bit types, and in float32 without: the results of lowbit and of
+    # optax differ by the same.
+    grads = {"w": normal(1, 40, 8, dtype=jnp.float32)}
+    inner = optax.adamw(RATE)
+    tx = lowbit_optax.lowbit(inner, weights=lowbit_optax.nearest())
+
+    def moments(tx):
+        params = {"w": normal(0, 40, 8, dtype=jnp.float32)}
+        update = jax.jit(tx.update, compiler_options=QUICK)
+        return update(grads, tx.init(params), params)[0]
+
+    for enabled in BOTH:
+        with jax.enable_x64(enabled):
+            assert_same_bits(moments(tx), moments(inner))

@@ -1,0 +1,40 @@
+"""The machine code (SASS) of a program's kernels: registers, spills, instructions.
+
+XLA writes the PTX of every kernel, Pallas kernels included, where ``xla_dump_to``
+says. ptxas and nvdisasm, which need no GPU, turn it into machine code and back into
+text. Both come with the ``gpu-program`` extra.
+
+``program(lower_for(h200_mesh(), fn, *args)).kernels["name"]`` is one kernel.
+"""
+
+from tools.gpu_program.machine_code.compilation import (
+    Program,
+    kernels_of_ptx,
+    missing_tools,
+    program,
+    run_tool,
+)
+from tools.gpu_program.machine_code.kernel import (
+    Access,
+    Block,
+    Kernel,
+    Launch,
+    Loop,
+    UnknownTrips,
+    instructions_per_parameter,
+)
+
+__all__ = [
+    "Access",
+    "Block",
+    "Kernel",
+    "Launch",
+    "Loop",
+    "Program",
+    "UnknownTrips",
+    "instructions_per_parameter",
+    "kernels_of_ptx",
+    "missing_tools",
+    "program",
+    "run_tool",
+]

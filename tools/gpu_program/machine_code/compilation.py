@@ -1,0 +1,143 @@
+"""From a lowered program, or from PTX, to its kernels' machine code."""
+
+import collections
+import dataclasses
+import functools
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+
+import jax
+
+from tools.gpu_program.machine_code.kernel import Kernel, Launch
+from tools.gpu_program.machine_code.trip_counts import kernel_facts
+
+ARCHITECTURE = "sm_90a"
+
+Trips = Sequence[int | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled program and its kernels by name."""
+
+    compiled: jax.stages.Compiled
+    kernels: dict[str, Kernel]
+
+
+def missing_tools() -> str | None:
+    """Why nothing here can run, or None."""
+    missing = [tool for tool in ("ptxas", "nvdisasm") if _find(tool) is None]
+    if not missing:
+        return None
+    return f"needs {' and '.join(missing)}: install the gpu-program extra"
+
+
+def program(
+    lowered: jax.stages.Lowered, trips: Mapping[str, Trips] | None = None
+) -> Program:
+    """Compile a program and read its kernels' machine code.
+
+    Args:
+      lowered: from ``h200.lower_for``, or any other program lowered for the H200.
+      trips: kernels' names to the trip counts of their loops, in the order of
+        ``Kernel.loops``; None in place of a count for one to be found.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = lowered.compile(compiler_options={"xla_dump_to": folder})
+        files = sorted(pathlib.Path(folder).iterdir())
+        sources = [f.read_text() for f in files if f.suffix == ".ptx"]
+        thunks = [f.read_text() for f in files if f.name.endswith("thunk_sequence.txt")]
+    if not any(sources):
+        raise RuntimeError("XLA wrote no PTX: was the program in a compilation cache?")
+    launches = _launches("\n".join(thunks))
+    found = {}
+    for source in filter(None, sources):
+        found |= kernels_of_ptx(source, launches, trips)
+    return Program(compiled, found)
+
+
+def kernels_of_ptx(
+    source: str,
+    launches: Mapping[str, Sequence[Launch]] | None = None,
+    trips: Mapping[str, Trips] | None = None,
+) -> dict[str, Kernel]:
+    """Compile PTX and read its kernels' machine code.
+
+    Args:
+      source: PTX.
+      launches: kernels' names to their launches, if known.
+      trips: as in :func:`program`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        ptx = pathlib.Path(folder, "kernels.ptx")
+        cubin = ptx.with_suffix(".cubin")
+        ptx.write_text(source)
+        report = run_tool("ptxas", "-v", f"-arch={ARCHITECTURE}", ptx, "-o", cubin)
+        listing = run_tool("nvdisasm", "-c", cubin)
+    sections = re.split(r"^\s*\.section\s+\.text\.(\S+?),.*$", listing, flags=re.M)
+    code = dict(zip(sections[1::2], sections[2::2], strict=True))
+    found = {}
+    for part in report.split("Compiling entry function ")[1:]:
+        name = part.split("'")[1]
+        properties = part.split(f"Function properties for {name}\n", 1)[1]
+
+        def number(pattern, text=properties):
+            match = re.search(pattern, text)
+            return int(match[1]) if match else 0
+
+        found[name] = Kernel(
+            name=name,
+            registers=number(r"Used (\d+) registers"),
+            stack=number(r"(\d+) bytes stack frame"),
+            spill_stores=number(r"(\d+) bytes spill stores"),
+            spill_loads=number(r"(\d+) bytes spill loads"),
+            static_shared=number(r"(\d+) bytes smem"),
+            launches=tuple((launches or {}).get(name, ())),
+            **kernel_facts(code[name], (trips or {}).get(name)),
+        )
+    return found
+
+
+def _launches(thunks: str) -> dict[str, list[Launch]]:
+    """Kernels' names to their launches, from XLA's listing of what it runs."""
+    found = collections.defaultdict(list)
+    for name, *numbers in re.findall(
+        r"(\S+) grid: \[(\d+), (\d+), (\d+)\] threads: \[(\d+), (\d+), (\d+)\]"
+        r"\s+shared_memory: (\d+) bytes",
+        thunks,
+    ):
+        x, y, z, *threads, shared = map(int, numbers)
+        found[name].append(
+            Launch((x, y, z), (threads[0], threads[1], threads[2]), shared)
+        )
+    return found
+
+
+@functools.cache
+def _find(tool: str) -> pathlib.Path | None:
+    # The wheels' tools first: their versions are this project's choice, not the
+    # machine's.
+    wheels = [f for p in sys.path for f in pathlib.Path(p).glob(f"nvidia/*/bin/{tool}")]
+    if wheels:
+        return max(wheels)
+    found = shutil.which(tool)
+    return pathlib.Path(found) if found else None
+
+
+def run_tool(tool: str, *arguments) -> str:
+    """What ptxas or nvdisasm prints."""
+    path = _find(tool)
+    if path is None:
+        raise FileNotFoundError(missing_tools())
+    result = subprocess.run(
+        [path, *arguments], capture_output=True, text=True, check=False
+    )
+    if result.returncode:
+        raise RuntimeError(f"{tool}: {result.stdout}{result.stderr}")
+    # ptxas reports on stderr, where nvdisasm writes only warnings.
+    return result.stderr if tool == "ptxas" else result.stdout

@@ -1,0 +1,168 @@
+"""A kernel's basic blocks, where each can go, its loops, and what branches need."""
+
+import collections
+
+from tools.gpu_program.machine_code.listing import (
+    BLOCK_ENDS,
+    INDIRECT_BRANCHES,
+    Instruction,
+    parse,
+)
+
+_INSTRUCTION_BYTES = 16
+
+
+class ControlFlow:
+    """Basic blocks, named by the address of their first instruction.
+
+    Args:
+      listing: nvdisasm's, of one kernel.
+
+    Attributes:
+      first: the block that threads begin with.
+      blocks: each block's instructions.
+      successors: the blocks that each can go to; of a branch, the target comes first.
+      callees: the first blocks of functions, by the block that calls them.
+      order: the place of each block that can be reached, such that a block comes
+        before what it goes to, but for edges that close a loop.
+      loops: each loop's blocks, by the block that it begins with.
+      computing_branches: each block's instructions by which predicates of branches are
+        computed, directly or not.
+    """
+
+    def __init__(self, listing: str):
+        instructions, labels = parse(listing)
+        self.first = instructions[0].address
+        self.blocks = _basic_blocks(instructions, labels)
+        self.callees: dict[int, int] = {}
+        self.successors: dict[int, list[int]] = {}
+        self._connect(labels)
+        roots = [self.first, *self.callees.values()]
+        order = self._depth_first(roots)
+        self.order = {node: i for i, node in enumerate(order)}
+        self.loops = self._natural_loops(roots)
+        self.computing_branches = self._computing_branches()
+
+    def reachable(self, start: int) -> frozenset[int]:
+        """The blocks that can be reached from one."""
+        seen, stack = set(), [start]
+        while stack:
+            if (node := stack.pop()) not in seen:
+                seen.add(node)
+                stack += self.successors[node]
+        return frozenset(seen)
+
+    def _connect(self, labels: dict[str, int]) -> None:
+        # The address from which threads that BSYNC joins go on is BSSY's operand.
+        joins = {}
+        for start, block in self.blocks.items():
+            joins |= {
+                i.operands[0]: labels[i.target]
+                for i in block
+                if i.base == "BSSY" and i.target
+            }
+            last = block[-1]
+            after = last.address + _INSTRUCTION_BYTES
+            after = [after] if after in self.blocks else []
+            if last.base == "CALL":
+                self.callees[start] = labels[last.target or ""]
+                self.successors[start] = after
+            elif last.base == "BRA" and "DIV" in last.modifiers:
+                # Taken by a warp whose threads have parted, to shuffle one by one.
+                self.successors[start] = after
+            elif last.base == "BRA":
+                target = labels[last.target or ""]
+                self.successors[start] = [target, *(after if last.conditions else [])]
+            elif last.base == "BSYNC":
+                target = joins[last.convergence_barrier]
+                self.successors[start] = [target, *(after if last.conditions else [])]
+            elif last.base in BLOCK_ENDS:
+                self.successors[start] = after if last.guard else []
+            else:
+                self.successors[start] = after
+
+    def _depth_first(self, roots: list[int]) -> list[int]:
+        """Blocks in the reverse of the order in which a search leaves them."""
+        left, seen = [], set()
+        for root in roots:
+            stack = [(root, iter(self.successors[root]))] if root not in seen else []
+            seen.add(root)
+            while stack:
+                _, following = stack[-1]
+                step = next((n for n in following if n not in seen), None)
+                if step is None:
+                    left.append(stack.pop()[0])
+                else:
+                    seen.add(step)
+                    stack.append((step, iter(self.successors[step])))
+        return left[::-1]
+
+    def _natural_loops(self, roots: list[int]) -> dict[int, set[int]]:
+        """Loops, closed by edges to blocks through which every path to them goes."""
+        before = collections.defaultdict(list)
+        for node in reversed(self.order):
+            for n in self.successors[node]:
+                before[n].append(node)
+        dominators = self._dominators(roots, before)
+        loops: dict[int, set[int]] = {}
+        for node in reversed(self.order):
+            for header in self.successors[node]:
+                if header not in dominators[node]:
+                    if self.order[header] <= self.order[node]:
+                        raise ValueError(f"a loop with two entries, at {header:#x}")
+                    continue
+                body, stack = loops.setdefault(header, {header}), [node]
+                while stack:
+                    if (inside := stack.pop()) not in body:
+                        body.add(inside)
+                        stack += before[inside]
+        return loops
+
+    def _dominators(self, roots: list[int], before) -> dict[int, set[int]]:
+        """For each block those through which every path to it goes."""
+        dominators = {node: set(self.order) for node in self.order}
+        dominators |= {root: {root} for root in roots}
+        changed = True
+        while changed:
+            changed = False
+            for node in self.order:
+                if node not in roots:
+                    common = set.intersection(*(dominators[b] for b in before[node]))
+                    changed |= common | {node} != dominators[node]
+                    dominators[node] = common | {node}
+        return dominators
+
+    def _computing_branches(self) -> dict[int, list[Instruction]]:
+        blocks = self.blocks.values()
+        ends = [block[-1] for block in blocks if block[-1].base in BLOCK_ENDS]
+        needed = {p for i in ends for p, _ in i.conditions if p not in ("PT", "UPT")}
+        every = [i for block in blocks for i in block]
+        size = -1
+        while size != len(needed):
+            size = len(needed)
+            for i in every:
+                if needed.intersection(i.writes):
+                    needed |= i.reads
+        return {
+            start: [i for i in block if needed.intersection(i.writes)]
+            for start, block in self.blocks.items()
+        }
+
+
+def _basic_blocks(
+    instructions: list[Instruction], labels: dict[str, int]
+) -> dict[int, list[Instruction]]:
+    leaders = {instructions[0].address, *labels.values()}
+    for i in instructions:
+        if i.base in INDIRECT_BRANCHES:
+            raise ValueError(f"{i.opcode} at {i.address:#x}: an indirect branch")
+        if i.base == "CALL" and i.target not in labels:
+            raise ValueError(f"{i.opcode} at {i.address:#x}: a call out of the code")
+        if i.base in BLOCK_ENDS:
+            leaders.add(i.address + _INSTRUCTION_BYTES)
+    blocks, current = {}, []
+    for i in instructions:
+        if i.address in leaders:
+            current = blocks.setdefault(i.address, [])
+        current.append(i)
+    return blocks
