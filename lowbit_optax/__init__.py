@@ -44,6 +44,7 @@ from lowbit_optax.lpmm import (
 )
 from lowbit_optax.masters import from_master, master_weights
 from lowbit_optax.reports import MemoryReport, cancelled_updates, memory_report
+from lowbit_optax.sharding import state_shardings
 from lowbit_optax.split_array import SplitArray, join_array, split_array
 from lowbit_optax.transformation import (
     LowbitTransformation,
@@ -98,6 +99,7 @@ __all__ = [
     "split_array",
     "sr_adamw",
     "sr_sgd",
+    "state_shardings",
     "static_scale",
     "step",
     "stochastic_rounding",
