@@ -42,7 +42,7 @@ from lowbit_optax.lpmm import (
     lpmm_sgd,
     quantize_params,
 )
-from lowbit_optax.masters import from_master, master_weights
+from lowbit_optax.masters import from_master, master_weights, param_dtypes
 from lowbit_optax.reports import MemoryReport, cancelled_updates, memory_report
 from lowbit_optax.sharding import state_shardings
 from lowbit_optax.split_array import SplitArray, join_array, split_array
@@ -94,6 +94,7 @@ __all__ = [
     "master_weights",
     "memory_report",
     "nearest",
+    "param_dtypes",
     "quantize_params",
     "scaled_value_and_grad",
     "split_array",
