@@ -1,5 +1,12 @@
-"""Memory-efficient training for JAX, as optax gradient transformations."""
+"""Memory-efficient training for JAX, as optax gradient transformations.
 
+The modules ``emulation``, ``loss_scaling``, ``lpmm``, ``precision``, ``release`` and
+``training`` are attributes of the package; those that the rest does not need are
+imported when they are first used. ``training`` needs the ``flax`` extra.
+"""
+
+import importlib as _importlib
+import typing as _typing
 from importlib import metadata as _metadata
 
 from lowbit_optax._step.engine import LowbitState
@@ -52,6 +59,18 @@ from lowbit_optax.transformation import (
     lowbit,
     step,
 )
+
+if _typing.TYPE_CHECKING:
+    from lowbit_optax import (
+        emulation,
+        loss_scaling,
+        lpmm,
+        precision,
+        release,
+        training,
+    )
+
+_MODULES = ("emulation", "loss_scaling", "lpmm", "precision", "release", "training")
 
 try:
     __version__ = _metadata.version("lowbit-optax")
@@ -106,3 +125,17 @@ __all__ = [
     "stochastic_rounding",
     "with_loss_scale",
 ]
+
+
+def __getattr__(name: str):
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return _importlib.import_module(f"{__name__}.{name}")
+    except ImportError as error:
+        # So that hasattr and inspect.getmembers work without the flax extra.
+        raise AttributeError(str(error)) from error
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})
