@@ -61,14 +61,12 @@ from lowbit_optax.transformation import (
 )
 
 if _typing.TYPE_CHECKING:
-    from lowbit_optax import (
-        emulation,
-        loss_scaling,
-        lpmm,
-        precision,
-        release,
-        training,
-    )
+    from lowbit_optax import emulation as emulation
+    from lowbit_optax import loss_scaling as loss_scaling
+    from lowbit_optax import lpmm as lpmm
+    from lowbit_optax import precision as precision
+    from lowbit_optax import release as release
+    from lowbit_optax import training as training
 
 _MODULES = ("emulation", "loss_scaling", "lpmm", "precision", "release", "training")
 

@@ -72,7 +72,13 @@ WITH_RESIDUALS = {
 }
 
 
-@pytest.mark.parametrize("call", ["update", "step"])
+CALLS = {
+    "update": lambda tx, params, state, grads: tx.update(grads, state, params),
+    "step": lowbit_optax.step,
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("tx", WITH_RESIDUALS.values(), ids=WITH_RESIDUALS)
 def test_parameters_that_became_float32_are_an_error_with_the_remedy(tx, call):
     params, _ = equinox.partition(_model(), equinox.is_inexact_array)
@@ -81,10 +87,7 @@ def test_parameters_that_became_float32_are_an_error_with_the_remedy(tx, call):
     wide = equinox.apply_updates(params, updates)
     assert {leaf.dtype for leaf in jax.tree.leaves(wide)} == {jnp.dtype("float32")}
     with pytest.raises((TypeError, ValueError)) as error:
-        if call == "update":
-            tx.update(grads, state, wide)
-        else:
-            lowbit_optax.step(tx, wide, state, grads)
+        call(tx, wide, state, grads)
     message = str(error.value)
     assert "params.layers[0].weight" in message
     assert "float32" in message
