@@ -8,7 +8,6 @@ What optax pickles, ``lowbit`` of it has to pickle too, and cloudpickle takes th
 import copy
 import functools
 import pickle
-import re
 import typing
 
 import cloudpickle
@@ -60,11 +59,20 @@ def _grads():
 
 
 def _program(function, tx):
-    """The jaxpr of a step as text, which differs between step and update."""
+    """The operations of a step, in order, which differ between step and update."""
     params = _params()
     state = jax.eval_shape(tx.init, params)
-    text = str(jax.make_jaxpr(functools.partial(function, tx))(params, state, _grads()))
-    return re.sub(r"0x[0-9a-f]+", "", text)
+    jaxpr = jax.make_jaxpr(functools.partial(function, tx))(params, state, _grads())
+    return list(_operations(jaxpr.jaxpr))
+
+
+def _operations(jaxpr):
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name, [str(x.aval) for x in equation.outvars]
+        for inner in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from _operations(inner)
 
 
 def _by_update(tx, params, state, grads):
@@ -190,7 +198,7 @@ PICKLED_BY_OPTAX = {
     [
         lambda inner: lowbit_optax.lowbit(inner, weights=lowbit_optax.kahan()),
         lambda inner: lowbit_optax.with_loss_scale(
-            lowbit_optax.lowbit(inner), lowbit_optax.backoff_scale()
+            lowbit_optax.lowbit(inner), lowbit_optax.static_scale(1.0)
         ),
     ],
     ids=["lowbit", "with_loss_scale"],
