@@ -1,5 +1,12 @@
-"""Memory-efficient training for JAX, as optax gradient transformations."""
+"""Memory-efficient training for JAX, as optax gradient transformations.
 
+The modules ``emulation``, ``loss_scaling``, ``lpmm``, ``precision``, ``release`` and
+``training`` are attributes of the package; those that the rest does not need are
+imported when they are first used. ``training`` needs the ``flax`` extra.
+"""
+
+import importlib as _importlib
+import typing as _typing
 from importlib import metadata as _metadata
 
 from lowbit_optax._step.state import LowbitState
@@ -43,14 +50,25 @@ from lowbit_optax.lpmm import (
     lpmm_sgd,
     quantize_params,
 )
-from lowbit_optax.masters import from_master, master_weights
+from lowbit_optax.masters import from_master, master_weights, param_dtypes
 from lowbit_optax.reports import MemoryReport, cancelled_updates, memory_report
+from lowbit_optax.sharding import state_shardings
 from lowbit_optax.split_array import SplitArray, join_array, split_array
 from lowbit_optax.transformation import (
     apply_updates,
     lowbit,
     step,
 )
+
+if _typing.TYPE_CHECKING:
+    from lowbit_optax import emulation as emulation
+    from lowbit_optax import loss_scaling as loss_scaling
+    from lowbit_optax import lpmm as lpmm
+    from lowbit_optax import precision as precision
+    from lowbit_optax import release as release
+    from lowbit_optax import training as training
+
+_MODULES = ("emulation", "loss_scaling", "lpmm", "precision", "release", "training")
 
 try:
     __version__ = _metadata.version("lowbit-optax")
@@ -92,14 +110,30 @@ __all__ = [
     "master_weights",
     "memory_report",
     "nearest",
+    "param_dtypes",
     "quantize_params",
     "quantized_weights",
     "scaled_value_and_grad",
     "split_array",
     "sr_adamw",
     "sr_sgd",
+    "state_shardings",
     "static_scale",
     "step",
     "stochastic_rounding",
     "with_loss_scale",
 ]
+
+
+def __getattr__(name: str):
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return _importlib.import_module(f"{__name__}.{name}")
+    except ImportError as error:
+        # So that hasattr and inspect.getmembers work without the flax extra.
+        raise AttributeError(str(error)) from error
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

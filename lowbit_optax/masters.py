@@ -1,11 +1,15 @@
 """Float32 masters out of a training state, and a training state out of masters."""
 
+import typing
+from collections.abc import Callable
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from lowbit_optax._numerics.float_layouts import is_narrow
-from lowbit_optax._numerics.random_bits import ToNearest
+from lowbit_optax._numerics.random_bits import RandomBits, ToNearest
 from lowbit_optax._numerics.rounding import round_nearest, to_float32
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.state import LowbitState
@@ -14,9 +18,14 @@ from lowbit_optax.formats.leaves import join_leaf
 from lowbit_optax.formats.plain import NoResidual
 from lowbit_optax.lpmm import dequantize
 
+KeepFloat32 = Callable[[str, typing.Any], bool]
+"""``keep_float32(path, leaf)``: whether a parameter stays in float32."""
+
 
 def master_weights(params: optax.Params, state: optax.OptState) -> optax.Params:
     """The float32 weights that training is about, for evaluation or export.
+
+        master = join(param, residual)
 
     Args:
       params: tree of parameters.
@@ -54,15 +63,22 @@ def from_master(
 ) -> tuple[optax.Params, optax.OptState]:
     """Start training from float32 weights without losing their low bits.
 
+        (param, residual) = split(master)
+
     Args:
       tx: a transformation made by :func:`lowbit_optax.lowbit`, alone or inside optax's
         wrappers.
       master: tree of float32 weights.
       dtypes: the parameters' dtype, or a tree of dtypes that is a prefix of
-        ``master``. Leaves that are not floating-point keep theirs.
+        ``master``, such as :func:`param_dtypes` makes. Leaves that are not
+        floating-point keep theirs.
 
     Returns:
       ``(params, state)``: ``tx.init``'s state, with the residuals of ``master``.
+
+    Raises:
+      ValueError: if ``tx`` keeps no lowbit state, or its weight format cannot hold a
+        leaf's dtype; the error names the leaf.
 
     >>> import jax.numpy as jnp, lowbit_optax
     >>> tx = lowbit_optax.extra_bits_sgd(0.1)
@@ -70,21 +86,21 @@ def from_master(
     >>> params["w"], master_weights(params, state)["w"]
     (Array(0.100098, dtype=bfloat16), Array(0.1, dtype=float32))
     """
-    is_none = lambda x: x is None
     spread = jax.tree.map(
         lambda dtype, part: jax.tree.map(lambda _: np.dtype(dtype), part),
         dtypes,
         master,
-        is_leaf=is_none,
+        is_leaf=lambda x: x is None,
     )
     params = jax.tree.map(_rounded, master, spread)
     names, leaves, treedef = trees.named_leaves(params)
     masters = dict(zip(names, treedef.flatten_up_to(master), strict=True))
     held = _held(names, leaves, jax.eval_shape(tx.init, params))
+    to_nearest = typing.cast(RandomBits, ToNearest())
     # Formats that store an unsigned residual need a parameter rounded toward zero.
     params = treedef.unflatten(
         [
-            held[name][0].round(to_float32(masters[name]), leaf.dtype, ToNearest())
+            held[name][0].round(to_float32(masters[name]), leaf.dtype, to_nearest)
             if name in held
             else leaf
             for name, leaf in zip(names, leaves, strict=True)
@@ -92,6 +108,66 @@ def from_master(
     )
     with context.initial_masters({name: to_float32(masters[name]) for name in held}):
         return params, tx.init(params)
+
+
+def is_scalar_or_vector(path: str, leaf) -> bool:
+    """The default rule of :func:`param_dtypes`: scalars and vectors stay in float32.
+
+    These are biases and the scales of normalisations, a small part of a model's memory.
+    Matrices, convolutions and embeddings have two axes or more.
+
+    >>> import jax.numpy as jnp
+    >>> is_scalar_or_vector("['bias']", jnp.ones(8))
+    True
+    >>> is_scalar_or_vector("['kernel']", jnp.ones((8, 8)))
+    False
+    """
+    del path
+    return leaf.ndim < 2
+
+
+def param_dtypes(
+    params: optax.Params,
+    dtype: jax.typing.DTypeLike,
+    keep_float32: KeepFloat32 = is_scalar_or_vector,
+) -> optax.Params:
+    """The dtype of each parameter: a narrow one for most, float32 for small ones.
+
+    Args:
+      params: tree of arrays or ShapeDtypeStructs, float32 as a rule.
+      dtype: of the leaves that are narrowed, such as ``jnp.bfloat16``.
+      keep_float32: called with a leaf's path, such as ``"['dense']['bias']"``, and the
+        leaf; where it is true the leaf keeps the dtype that it has. The default keeps
+        leaves of fewer than two axes. Normalisations that are stacked over layers have
+        two: ``lambda path, leaf: leaf.ndim < 2 or "norm" in path.lower()``.
+
+    Returns:
+      A tree of dtypes like ``params``, for :func:`from_master`. Leaves that are not
+      floating-point keep their dtype.
+
+    Raises:
+      TypeError: if ``dtype`` is not a floating-point dtype, or a leaf is not an array.
+
+    >>> import jax.numpy as jnp
+    >>> params = {"kernel": jnp.ones((8, 4)), "bias": jnp.ones(4)}
+    >>> param_dtypes(params, jnp.bfloat16)
+    {'bias': dtype('float32'), 'kernel': dtype(bfloat16)}
+    """
+    narrow = np.dtype(dtype)
+    if not jnp.issubdtype(narrow, jnp.floating):
+        raise TypeError(
+            f"param_dtypes: dtype is {narrow}; accepted are floating-point dtypes such "
+            "as bfloat16"
+        )
+
+    def choose(path, leaf) -> np.dtype:
+        name = jax.tree_util.keystr(path)
+        if not hasattr(leaf, "dtype") or not hasattr(leaf, "ndim"):
+            raise TypeError(f"param_dtypes: params{name} is {leaf!r}, not an array")
+        kept = not trees.is_float(leaf) or keep_float32(name, leaf)
+        return np.dtype(leaf.dtype) if kept else narrow
+
+    return jax.tree_util.tree_map_with_path(choose, params)
 
 
 def _rounded(x: jax.Array, dtype: np.dtype) -> jax.Array:
@@ -113,7 +189,7 @@ def _held(names, leaves, state) -> dict[str, tuple[WeightFormat, jax.Array | Non
             "transformation?"
         )
     params = dict(zip(names, leaves, strict=True))
-    held = {
+    held: dict[str, tuple[WeightFormat, jax.Array | None]] = {
         name: (NoResidual.format_of(leaf, None), None)
         for name, leaf in params.items()
         if is_narrow(getattr(leaf, "dtype", np.dtype(bool)))

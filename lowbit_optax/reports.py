@@ -11,32 +11,46 @@ from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.landing import apply_leaf
 from lowbit_optax._step import trees
 from lowbit_optax._step.state import LowbitState
+from lowbit_optax._step.state_leaves import KeyPath, StateLeaf, state_leaves
 from lowbit_optax._step.stepper import stepper_of
 from lowbit_optax.formats import quantized_tensor
 
 _PARTS = ("params", "residual", "moments", "accumulators", "other")
 
 # The fields of accumulate_gradients' state and of MultiSteps' that hold sums.
-_ACCUMULATORS = (".accumulators", ".acc_grads")
+_ACCUMULATORS = ("accumulators", "acc_grads")
+
+# From this share of the parameters on, the report says that float32 leaves cost.
+_NOTABLE_SHARE = 0.1
+
+_NAMES_SHOWN = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class LeafMemory:
-    """Bytes of one leaf, by part; ``float32_master`` is what optax would keep.
+    """Bytes of one leaf, by part.
 
-    Sums of microbatches' gradients are a part of their own, ``accumulators``: they are
-    there because of ``accumulate_gradients``, whatever the optimizer in it keeps.
+    Args:
+      name, shape, dtype: of the parameter.
+      params, residual, moments, other: bytes of each part.
+      accumulators: bytes of sums of microbatches' gradients. They are a part of their
+        own because ``accumulate_gradients`` adds them, whatever the optimizer in it
+        keeps.
+      float32_master: bytes that optax would keep: see :func:`memory_report`.
+      moment_dtypes: ``(field, dtype)`` of each moment, such as ``("nu", "uint32")`` for
+        packed codes.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    params: int
-    residual: int
-    moments: int
-    accumulators: int
-    other: int
-    float32_master: int
+    params: int = 0
+    residual: int = 0
+    moments: int = 0
+    accumulators: int = 0
+    other: int = 0
+    float32_master: int = 0
+    moment_dtypes: tuple[tuple[str, str], ...] = ()
 
     @property
     def size(self) -> int:
@@ -46,13 +60,18 @@ class LeafMemory:
     def total(self) -> int:
         return sum(getattr(self, part) for part in _PARTS)
 
+    @property
+    def float32_moments(self) -> tuple[str, ...]:
+        """The fields of the optimizer state that keep this leaf's moment in float32."""
+        return tuple(name for name, dtype in self.moment_dtypes if dtype == "float32")
+
 
 @dataclasses.dataclass(frozen=True)
 class MemoryReport:
     """The table that :func:`memory_report` makes; ``str`` prints it.
 
     Args:
-      leaves: one entry a parameter leaf.
+      leaves: one entry per parameter leaf.
       total: their sum, with state that belongs to no leaf (counts) under ``other``.
     """
 
@@ -64,7 +83,22 @@ class MemoryReport:
         """Parameters and optimizer state, without gradients."""
         return self.total.total / max(self.total.size, 1)
 
+    @property
+    def float32_params(self) -> int:
+        """How many parameters are in float32 leaves, which no weight format narrows."""
+        return sum(leaf.size for leaf in self.leaves if leaf.dtype == "float32")
+
     def __str__(self) -> str:
+        saved = self.total.float32_master - self.total.total
+        summary = (
+            f"{self.total.total:,} bytes of parameters and optimizer state; optax with "
+            f"a float32 master:\n{self.total.float32_master:,} ({saved:,} more). "
+            "Gradients come on top."
+        )
+        notes = [*_float32_moments_notes(self.leaves), *self._float32_params_note()]
+        return "\n".join(["bytes per parameter", *self._table(), summary, *notes])
+
+    def _table(self) -> list[str]:
         width = max([len("total"), *(len(leaf.name) for leaf in self.leaves)])
         header = ["leaf".ljust(width), f"{'parameters':>12}", f"{'dtype':>14}"]
         shown = ["params", "residual", "moments", "total"]
@@ -72,26 +106,56 @@ class MemoryReport:
             shown.insert(3, "accumulators")
         wide = {part: max(len(part), 9) for part in shown}
         header += [f"{part:>{wide[part]}}" for part in shown] + ["f32 master"]
-        lines = ["bytes a parameter", "  ".join(header)]
+        lines = ["  ".join(header)]
         for leaf in (*self.leaves, self.total):
             size = max(leaf.size, 1)
             cells = [leaf.name.ljust(width), f"{leaf.size:>12,}", f"{leaf.dtype:>14}"]
             cells += [f"{getattr(leaf, p) / size:>{wide[p]}.3f}" for p in shown]
             cells.append(f"{leaf.float32_master / size:>10.3f}")
             lines.append("  ".join(cells))
-        saved = self.total.float32_master - self.total.total
-        lines.append(
-            f"{self.total.total:,} bytes of parameters and optimizer state; optax with "
-            f"a float32 master:\n{self.total.float32_master:,} ({saved:,} more). "
-            "Gradients come on top."
-        )
-        return "\n".join(lines)
+        return lines
+
+    def _float32_params_note(self) -> list[str]:
+        share = self.float32_params / max(self.total.size, 1)
+        if share < _NOTABLE_SHARE:
+            return []
+        held = sum(leaf.total for leaf in self.leaves if leaf.dtype == "float32")
+        return [
+            f"{share:.0%} of the parameters are float32 and pass through, which makes "
+            f"the saving small:\nthey and their state take {held:,} of the bytes. "
+            "from_master with param_dtypes\nnarrows float32 weights and loses nothing."
+        ]
+
+
+def _float32_moments_notes(leaves: tuple[LeafMemory, ...]) -> list[str]:
+    """Which moments are float32, and why where the state shows it."""
+    with_field: dict[str, list[str]] = {}
+    in_float32: dict[str, list[str]] = {}
+    for leaf in leaves:
+        for field, _ in leaf.moment_dtypes:
+            with_field.setdefault(field, []).append(leaf.name)
+        for field in leaf.float32_moments:
+            in_float32.setdefault(field, []).append(leaf.name)
+    fields_of: dict[tuple[str, ...], list[str]] = {}
+    for field, names in in_float32.items():
+        fields_of.setdefault(tuple(names), []).append(field)
+    notes = []
+    for names, fields in fields_of.items():
+        of = f"float32 moments: {', '.join(fields)} of "
+        if all(len(names) == len(with_field[field]) for field in fields):
+            notes.append(f"{of}every leaf, which no moment format holds")
+            continue
+        shown = ", ".join(names[:_NAMES_SHOWN])
+        more = len(names) - _NAMES_SHOWN
+        shown += f" and {more} more" if more > 0 else ""
+        notes.append(f"{of}{shown}, too small for their moment format")
+    return notes
 
 
 def memory_report(
     tx: optax.GradientTransformation, params: optax.Params
 ) -> MemoryReport:
-    """Bytes a parameter, by part, by leaf and in total, without allocating any state.
+    """Bytes per parameter, by part, by leaf and in total; no state is allocated.
 
     Args:
       tx: an optax transformation; those of :func:`lowbit_optax.lowbit` may be anywhere
@@ -102,66 +166,83 @@ def memory_report(
     Returns:
       A :class:`MemoryReport`; ``print`` it. "f32 master" is the usual step with the
       same inner transformation: the parameters, a float32 master of those that are
-      narrower, and float32 moments and accumulators. Of a QuantizedTensor, float32
-      parameters.
+      narrower, and float32 moments and accumulators; for a QuantizedTensor, float32
+      parameters. Below the table it says which moments are stored in float32, and
+      whether float32 parameters, which pass through, make the saving small.
 
     >>> import jax, jax.numpy as jnp, lowbit_optax
     >>> params = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)}
     >>> report = memory_report(lowbit_optax.extra_bits_adamw(1e-3, bits=8), params)
-    >>> round(report.bytes_per_param, 2)
-    11.0
+    >>> round(report.bytes_per_param, 2), report.leaves[0].float32_moments
+    (11.0, ('mu', 'nu'))
     """
-    names, leaves, _ = quantized_tensor.named_leaves(params)
+    with_path, _ = jax.tree_util.tree_flatten_with_path(
+        params, is_leaf=quantized_tensor.is_quantized
+    )
     state = jax.eval_shape(tx.init, params)
-    parts = ("residual", "moments", "accumulators", "float32")
-    found = {name: dict.fromkeys(parts, 0) for name in names}
-    shapes = {name: tuple(leaf.shape) for name, leaf in zip(names, leaves, strict=True)}
+    owned: dict[KeyPath, list[StateLeaf]] = {path: [] for path, _ in with_path}
+    shapes = {path: tuple(leaf.shape) for path, leaf in with_path}
     loose = 0
-    by_length = sorted(names, key=len, reverse=True)
-    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
-        text = jax.tree_util.keystr(path)
-        size = leaf.size * leaf.dtype.itemsize
-        owner = next((name for name in by_length if text.endswith(name)), None)
-        field = "" if owner is None else text.removesuffix(owner)
-        part = "accumulators" if any(x in field for x in _ACCUMULATORS) else "moments"
-        if ".residual" in field:
-            found[owner]["residual"] += size
-        elif field.endswith(".codes") and leaf.dtype == jnp.uint32:
-            found[owner][part] += size
-            found[owner]["float32"] += 4 * math.prod(shapes[owner])
-        elif field.endswith(".scales"):
-            found[owner][part] += size
-        elif owner is None or _is_scalar_of_the_state(leaf, shapes[owner], text, owner):
-            loose += size
+    for part in state_leaves(params, state):
+        if part.owner is None or _is_scalar_of_the_state(part, shapes[part.owner]):
+            loose += _nbytes(part.leaf)
         else:
-            found[owner][part] += size
-            # Moments of another shape, such as factored ones, are what they are.
-            same = leaf.shape == shapes[owner]
-            found[owner]["float32"] += 4 * leaf.size if same else size
-    rows = []
-    for name, leaf in zip(names, leaves, strict=True):
-        dtype, stored, usual = _parameters(leaf)
-        rows.append(
-            LeafMemory(
-                name,
-                tuple(leaf.shape),
-                dtype,
-                stored,
-                *(found[name][part] for part in parts[:3]),
-                0,
-                usual + found[name]["float32"],
-            )
-        )
-    add = lambda part: sum(getattr(row, part) for row in rows)
+            owned[part.owner].append(part)
+    rows = [_row(path, leaf, owned[path]) for path, leaf in with_path]
+    add = lambda field: sum(getattr(row, field) for row in rows)
     total = LeafMemory(
         "total",
         (add("size"),),
         "",
-        *(add(part) for part in _PARTS[:4]),
-        loose,
-        add("float32_master"),
+        params=add("params"),
+        residual=add("residual"),
+        moments=add("moments"),
+        accumulators=add("accumulators"),
+        other=loose,
+        float32_master=add("float32_master"),
     )
     return MemoryReport(tuple(rows), total)
+
+
+def _row(path: KeyPath, param, parts: list[StateLeaf]) -> LeafMemory:
+    """A parameter's row, from the parts of the state that belong to it."""
+    shape = tuple(param.shape)
+    dtype, stored, usual = _parameters(param)
+    residual, moments, accumulators = 0, 0, 0
+    moment_dtypes = []
+    for part in parts:
+        size = _nbytes(part.leaf)
+        if part.is_residual:
+            residual += size
+            continue
+        is_sum = any(name in _ACCUMULATORS for name in part.attributes)
+        if is_sum:
+            accumulators += size
+        else:
+            moments += size
+        if part.is_scales:
+            continue
+        is_packed = part.is_codes and part.leaf.dtype == jnp.uint32
+        whole = is_packed or part.leaf.shape == shape
+        # Moments of another shape, such as factored ones, are what they are.
+        usual += 4 * math.prod(shape) if whole else size
+        if whole and not is_sum:
+            moment_dtypes.append((part.moment_field, part.leaf.dtype.name))
+    return LeafMemory(
+        jax.tree_util.keystr(path),
+        shape,
+        dtype,
+        params=stored,
+        residual=residual,
+        moments=moments,
+        accumulators=accumulators,
+        float32_master=usual,
+        moment_dtypes=tuple(moment_dtypes),
+    )
+
+
+def _nbytes(leaf) -> int:
+    return leaf.size * leaf.dtype.itemsize
 
 
 def _parameters(leaf) -> tuple[str, int, int]:
@@ -173,15 +254,15 @@ def _parameters(leaf) -> tuple[str, int, int]:
     return dtype.name, size * dtype.itemsize, usual
 
 
-def _is_scalar_of_the_state(
-    leaf, shape: tuple[int, ...], path: str, owner: str
-) -> bool:
+def _is_scalar_of_the_state(part: StateLeaf, shape: tuple[int, ...]) -> bool:
     """Whether a state leaf at a parameter's path is a count or hyperparameter."""
-    if not jnp.issubdtype(leaf.dtype, jnp.floating):
-        return True
-    if leaf.shape:
+    if part.is_codes or part.is_scales or part.is_residual:
         return False
-    return bool(shape) or (not owner and ".hyperparams" in path)
+    if not jnp.issubdtype(part.leaf.dtype, jnp.floating):
+        return True
+    if part.leaf.shape:
+        return False
+    return bool(shape) or (not part.owner and "hyperparams" in part.attributes)
 
 
 def cancelled_updates(
@@ -195,13 +276,13 @@ def cancelled_updates(
 
         share = #{u != 0 and round(p + u) == p} / #{u != 0}
 
-    with u the float32 update of the inner transformation and p the stored parameter. Of
-    a QuantizedTensor ``round`` is to the nearest code, with the steps of p + u.
+    with u the float32 update of the inner transformation and p the stored parameter.
+    For a QuantizedTensor ``round`` is to the nearest code, with the steps of p + u.
     A share near 1 says that plain training in this dtype has stopped learning there.
 
     Args:
-      tx: an optax transformation; for one of :func:`lowbit_optax.lowbit`, the update
-        its inner transformation makes is meant.
+      tx: an optax transformation; for one of :func:`lowbit_optax.lowbit`, u is what
+        its inner transformation returns.
       grads, state, params: as for ``tx.update``.
       **extra_args: for ``tx.update``.
 

@@ -1,10 +1,9 @@
-"""flax TrainState, nnx.Optimizer, equinox's filtered trees, and odd containers."""
+"""flax TrainState, nnx.Optimizer, and odd containers."""
 
 import functools
 import typing
 
 import chex
-import equinox
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -128,6 +127,104 @@ def test_train_state_overwrites_what_flax_float8_layers_hand_over():
     )
 
 
+LOW = lowbit_optax.extra_bits_adamw(0.01, min_size=0)
+
+
+def _float32_model():
+    """A linen network as flax makes it, and its float32 variables."""
+    model = nn.Sequential([nn.Dense(32), nn.LayerNorm(), nn.Dense(4)])
+    return model, jax.jit(model.init)(jax.random.key(0), jnp.ones((1, 16)))
+
+
+@pytest.mark.parametrize("make", ["create", "from_master"])
+def test_float32_parameters_become_narrow_and_lose_nothing(make):
+    model, variables = _float32_model()
+    state = getattr(training.TrainState, make)(
+        apply_fn=model.apply, params=variables, tx=LOW, param_dtype=jnp.bfloat16
+    )
+    dtypes = {
+        jax.tree_util.keystr(path): str(leaf.dtype)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(state.params)[0]
+    }
+    assert dtypes == {
+        "['params']['layers_0']['kernel']": "bfloat16",
+        "['params']['layers_0']['bias']": "float32",
+        "['params']['layers_1']['scale']": "float32",
+        "['params']['layers_1']['bias']": "float32",
+        "['params']['layers_2']['kernel']": "bfloat16",
+        "['params']['layers_2']['bias']": "float32",
+    }
+    masters = lowbit_optax.master_weights(state.params, state.opt_state)
+    assert_same_bits(masters, variables)
+    assert (int(state.step), state.apply_fn, state.tx) == (0, model.apply, LOW)
+
+
+def test_training_from_float32_parameters_is_float32_training():
+    _, variables = _float32_model()
+    state = training.TrainState.from_master(apply_fn=None, params=variables, tx=LOW)
+    usual = train_state.TrainState.create(
+        apply_fn=None, params=variables, tx=optax.adamw(0.01)
+    )
+    advance = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
+    for grads in gradient_series(variables, 3):
+        state, usual = advance(state, grads), advance(usual, grads)
+    masters = lowbit_optax.master_weights(state.params, state.opt_state)
+    for got, want in zip(
+        jax.tree.leaves(masters), jax.tree.leaves(usual.params), strict=True
+    ):
+        np.testing.assert_allclose(got, want, rtol=2e-6, atol=1e-7)
+
+
+def test_the_rule_for_what_stays_float32_is_the_users():
+    _, variables = _float32_model()
+    state = training.TrainState.create(
+        apply_fn=None,
+        params=variables,
+        tx=LOW,
+        param_dtype=jnp.bfloat16,
+        keep_float32=lambda path, leaf: "layers_2" in path and leaf.ndim == 2,
+    )
+    layers = state.params["params"]
+    assert layers["layers_2"]["kernel"].dtype == jnp.float32
+    assert layers["layers_2"]["bias"].dtype == jnp.bfloat16
+    assert layers["layers_0"]["kernel"].dtype == jnp.bfloat16
+
+
+def test_create_without_a_dtype_is_flaxs():
+    _, variables = _float32_model()
+    ours, theirs = (
+        make(apply_fn=None, params=variables, tx=LOW)
+        for make in (training.TrainState.create, train_state.TrainState.create)
+    )
+    assert_same_bits(ours.params, theirs.params)
+    assert_same_bits(ours.opt_state, theirs.opt_state)
+
+
+def test_other_fields_of_a_subclass_are_taken_in_both_ways():
+    class WithStatistics(training.TrainState):
+        batch_stats: typing.Any = None
+
+    params = {"kernel": jnp.full((64, 64), 0.1)}
+    for options in ({}, {"param_dtype": jnp.bfloat16}):
+        state = WithStatistics.create(
+            apply_fn=None, params=params, tx=LOW, batch_stats=3, **options
+        )
+        assert type(state) is WithStatistics
+        assert state.batch_stats == 3
+
+
+def test_scales_of_float8_layers_are_not_narrowed():
+    params = {
+        "params": {"kernel": jnp.full((64, 64), 0.1)},
+        "_overwrite_with_gradient": {"scale": jnp.ones((3, 3))},
+    }
+    state = training.TrainState.from_master(apply_fn=None, params=params, tx=LOW)
+    assert state.params["params"]["kernel"].dtype == jnp.bfloat16
+    assert state.params["_overwrite_with_gradient"]["scale"].dtype == jnp.float32
+    state = state.apply_gradients(grads=params)
+    np.testing.assert_array_equal(state.params["_overwrite_with_gradient"]["scale"], 1)
+
+
 class _Model(nnx.Module):
     """bfloat16 layers with a float32 normalisation between them."""
 
@@ -196,38 +293,6 @@ def test_nnx_optimizer_state_is_the_transformations_own():
     compensation = nnx_optimizer.opt_state.residual.compensation
     assert compensation["hidden"]["kernel"][...].dtype == jnp.bfloat16
     assert compensation["norm"]["scale"].get_value() is None
-
-
-@each(TWO)
-def test_equinox_partitioned_trees_with_none_train(optimizer):
-    model = jax.tree.map(
-        lambda x: x.astype(jnp.bfloat16) if equinox.is_array(x) else x,
-        equinox.nn.MLP(16, 4, 32, 1, key=jax.random.key(0)),
-    )
-    params, static = equinox.partition(model, equinox.is_inexact_array)
-    tx = optimizer()
-
-    @equinox.filter_jit
-    def loss(params):
-        inputs, outputs = _batch()
-        predicted = jax.vmap(equinox.combine(params, static))(inputs)
-        return jnp.mean(jnp.square(predicted.astype(jnp.float32) - outputs))
-
-    @equinox.filter_jit
-    def advance(params, state):
-        grads = equinox.filter_grad(loss)(params)
-        # equinox.apply_updates would return float32 parameters.
-        updates, state = tx.update(grads, state, params)
-        return lowbit_optax.apply_updates(params, updates), state
-
-    start, first = loss(params), params
-    state = tx.init(params)
-    for _ in range(10):
-        params, state = advance(params, state)
-    assert loss(params) < start
-    assert spec_of(params) == spec_of(first)
-    masters = lowbit_optax.master_weights(params, state)
-    assert jax.tree.structure(masters) == jax.tree.structure(params)
 
 
 @each(FEW)

@@ -23,7 +23,14 @@ from optimizers import (
 )
 
 import lowbit_optax
-from lowbit_optax import extra_bits, from_master, kahan, lowbit, master_weights
+from lowbit_optax import (
+    extra_bits,
+    from_master,
+    kahan,
+    lowbit,
+    master_weights,
+    param_dtypes,
+)
 
 
 def _master(seed=0):
@@ -219,6 +226,50 @@ def test_dtypes_may_be_a_prefix_of_the_tree():
     assert params["norm"].dtype == jnp.float32
     assert_same_bits(params["steps"], master["steps"])
     assert state.residual.compensation["norm"] is None
+
+
+def test_vectors_and_scalars_stay_float32_by_default():
+    master = _master() | {"steps": jnp.arange(6).reshape(2, 3), "none": None}
+    dtypes = param_dtypes(master, jnp.bfloat16)
+    assert dtypes == {
+        "kernel": jnp.dtype("bfloat16"),
+        "bias": jnp.dtype("float32"),
+        "scale": jnp.dtype("float32"),
+        "steps": jnp.dtype("int32"),
+        "none": None,
+    }
+    params, state = from_master(_sgd(extra_bits(16)), master, dtypes)
+    assert jax.tree.map(lambda x: x.dtype, params) == dtypes
+    assert_same_bits(master_weights(params, state), master)
+
+
+def test_the_rule_gets_paths_and_leaves_and_shapes_are_enough():
+    shapes = jax.eval_shape(
+        lambda: {"block": {"norm": jnp.ones((3, 8))}, "w": _master()}
+    )
+    seen = {}
+
+    def keep(path, leaf):
+        seen[path] = leaf.shape
+        return "norm" in path
+
+    dtypes = param_dtypes(shapes, "bfloat16", keep_float32=keep)
+    assert dtypes["block"]["norm"] == jnp.float32
+    assert set(jax.tree.leaves(dtypes["w"])) == {jnp.dtype("bfloat16")}
+    assert seen["['block']['norm']"] == (3, 8)
+    assert seen["['w']['kernel']"] == (64, 24)
+
+
+def test_leaves_that_are_kept_keep_the_dtype_that_they_have():
+    params = {"bias": jnp.ones(8, jnp.bfloat16)}
+    assert param_dtypes(params, jnp.float16) == {"bias": jnp.dtype("bfloat16")}
+
+
+def test_param_dtypes_of_what_is_no_float_dtype_or_array_are_errors():
+    with pytest.raises(TypeError, match="dtype is int8; accepted are floating-point"):
+        param_dtypes(_master(), jnp.int8)
+    with pytest.raises(TypeError, match=r"params\['w'\] is 'x', not an array"):
+        param_dtypes({"w": "x"}, jnp.bfloat16)
 
 
 def test_none_leaves_and_float16_masters():

@@ -69,7 +69,7 @@ def test_totals_are_the_bytes_of_the_live_arrays(optimizer):
         ),
     ],
 )
-def test_bytes_a_parameter_are_the_documented_ones(make, residual, moments):
+def test_bytes_per_parameter_are_the_documented_ones(make, residual, moments):
     size = 1024 * 512
     params = {"w": jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16)}
     (leaf,) = memory_report(make(), params).leaves
@@ -113,7 +113,7 @@ def test_the_printed_table():
     }
     text = str(memory_report(lowbit_optax.extra_bits_adamw(1e-3, bits=8), params))
     lines = text.splitlines()
-    assert lines[0] == "bytes a parameter"
+    assert lines[0] == "bytes per parameter"
     assert [" ".join(line.split()) for line in lines[1:5]] == [
         "leaf parameters dtype params residual moments total f32 master",
         "['dense']['kernel'] 1,048,576 bfloat16 2.000 1.000 8.000 11.000 14.000",
@@ -273,6 +273,68 @@ def test_parameters_named_as_fields_of_the_state_are_told_apart():
     for leaf in memory_report(tx, params).leaves:
         size = 64 * 32
         assert (leaf.residual, leaf.moments) == (size, 8 * size), leaf.name
+
+
+def test_moments_that_stayed_float32_are_listed_with_the_reason():
+    params = {
+        "kernel": jax.ShapeDtypeStruct((64, 128), jnp.bfloat16),
+        **{f"bias{i}": jax.ShapeDtypeStruct((128,), jnp.bfloat16) for i in range(5)},
+    }
+    tx = lowbit(
+        optax.chain(optax.scale_by_adam(), optax.trace(0.9)),
+        moments={
+            "mu": lowbit_optax.block_quantized(8),
+            "nu": lowbit_optax.cast(jnp.bfloat16),
+        },
+    )
+    report = memory_report(tx, params)
+    rows = {leaf.name: leaf for leaf in report.leaves}
+    kernel = rows["['kernel']"]
+    assert kernel.moment_dtypes == (
+        ("mu", "uint32"),
+        ("nu", "bfloat16"),
+        ("trace", "float32"),
+    )
+    assert kernel.float32_moments == ("trace",)
+    assert rows["['bias0']"].float32_moments == ("mu", "trace")
+    assert str(report).splitlines()[-2:] == [
+        "float32 moments: mu of ['bias0'], ['bias1'], ['bias2'] and 2 more, too small "
+        "for their moment format",
+        "float32 moments: trace of every leaf, which no moment format holds",
+    ]
+
+
+def test_a_report_without_float32_moments_does_not_speak_of_them():
+    params = {"w": jax.ShapeDtypeStruct((64, 128), jnp.bfloat16)}
+    report = memory_report(lowbit_optax.kahan_adamw(0.1), params)
+    assert "float32 moments" not in str(report)
+    # Sums of microbatches, float32 residuals and factored moments are no such moments.
+    for tx in (
+        optax.MultiSteps(lowbit_optax.kahan_sgd(0.1), 2),
+        lowbit(optax.sgd(0.1), weights=lowbit_optax.master_copy()),
+        lowbit(optax.adafactor(0.1, min_dim_size_to_factor=8), weights=kahan()),
+    ):
+        (row,) = memory_report(tx, params).leaves
+        assert row.float32_moments == ()
+
+
+def test_float32_parameters_that_make_the_saving_small_are_told_of():
+    tx = lowbit_optax.lowbit_adamw(0.1)
+    params = {
+        "narrow": jax.ShapeDtypeStruct((64, 64), jnp.bfloat16),
+        "wide": jax.ShapeDtypeStruct((192, 64), jnp.float32),
+    }
+    report = memory_report(tx, params)
+    assert report.float32_params == 192 * 64
+    wide = report.leaves[1]
+    text = " ".join(str(report).split())
+    assert "75% of the parameters are float32 and pass through" in text
+    assert f"they and their state take {wide.total:,} of the bytes" in text
+    assert "from_master with param_dtypes narrows float32 weights" in text
+    few = params | {"wide": jax.ShapeDtypeStruct((64,), jnp.float32)}
+    assert "pass through" not in str(memory_report(tx, few))
+    # QuantizedTensors are float32 to a program that reads them, and are stored in bits.
+    assert memory_report(lowbit_optax.lpmm_sgd(0.1), _quantised()).float32_params == 64
 
 
 def test_reports_allocate_nothing():

@@ -69,11 +69,8 @@ def _arrays(*shape):
 
 def _placed(tx, params, sharding):
     """A fresh state where the parameter's sharding puts it."""
-    replicated = jax.NamedSharding(sharding.mesh, jax.P())
-    state = jax.jit(tx.init)(params)
-    return jax.tree.map(
-        lambda leaf: jax.device_put(leaf, sharding if leaf.ndim else replicated), state
-    )
+    shardings = lowbit_optax.state_shardings(tx, params, sharding)
+    return jax.jit(tx.init, out_shardings=shardings)(params)
 
 
 def _two_steps(tx, params, state, grads, advance):
@@ -250,97 +247,6 @@ def test_master_weights_and_reports_of_sharded_training(axis_type):
         share = jax.jit(functools.partial(lowbit_optax.cancelled_updates, tx))
         share = share(grads[0], got[1], got[0])
         assert 0 <= float(share) <= 1
-
-
-def _shardings_of_state(tx, params, shardings, mesh):
-    """The documented recipe: shapes, then a sharding for every leaf."""
-    replicated = jax.NamedSharding(mesh, jax.P())
-    shapes = jax.eval_shape(tx.init, params)
-    return shapes, optax.tree.map_params(
-        tx,
-        lambda leaf, sharding: None if leaf is None else sharding,
-        shapes,
-        shardings,
-        transform_non_params=lambda _: replicated,
-        is_leaf=lambda leaf: leaf is None,
-    )
-
-
-RECIPES = {name: _MADE[name] for name in ALIASES | VARIANTS} | {
-    "chain": optax.chain(
-        optax.clip_by_global_norm(1.0),
-        lowbit_optax.extra_bits_adamw(0.01, bits=8, min_size=0),
-    ),
-    "multi_steps": optax.MultiSteps(lowbit_optax.kahan_adamw(0.01), 2),
-    "schedule": lowbit_optax.kahan_sgd(optax.linear_schedule(1.0, 0.0, 9), 0.9),
-    "injected": lowbit_optax.lowbit(
-        optax.inject_hyperparams(optax.adamw)(0.01),
-        moments=BFLOAT16_MOMENTS,
-        weights=lowbit_optax.extra_bits(16),
-    ),
-    "codes": lowbit_optax.lowbit_adamw(0.01),
-    "codes of one moment": lowbit_optax.lowbit(
-        optax.adamw(0.01),
-        moments={"nu": lowbit_optax.block_quantized(8)},
-        weights=lowbit_optax.extra_bits(16),
-    ),
-    "accumulated": lowbit_optax.accumulate_gradients(
-        optax.sgd(0.1, 0.9), 2, lowbit_optax.block_quantized(8), min_size=0
-    ),
-}
-
-
-@pytest.mark.parametrize("tx", RECIPES.values(), ids=RECIPES)
-def test_map_params_makes_shardings_for_a_jitted_init(tx):
-    mesh = _mesh(AxisType.Auto)
-    params = {
-        "kernel": jnp.ones((512, 64), jnp.bfloat16),
-        "norm": jnp.ones(256),
-        "unused": None,
-    }
-    shardings = {
-        "kernel": jax.NamedSharding(mesh, jax.P("x")),
-        "norm": jax.NamedSharding(mesh, jax.P("x")),
-        "unused": None,
-    }
-    shapes, state_shardings = _shardings_of_state(tx, params, shardings, mesh)
-    assert jax.tree.structure(shapes) == jax.tree.structure(state_shardings)
-    placed = jax.device_put(params, shardings)
-    state = jax.jit(tx.init, out_shardings=state_shardings)(placed)
-    assert_same_bits(state, jax.jit(tx.init)(params))
-    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
-        name = jax.tree_util.keystr(path)
-        if "kernel" in name or "norm" in name:
-            assert leaf.sharding.spec == jax.P("x"), name
-        else:
-            assert leaf.sharding.is_fully_replicated, name
-
-
-def test_recipe_places_partitioned_state_too():
-    mesh = _mesh(AxisType.Auto)
-    tx = optax.partition(
-        {
-            "kahan": lowbit_optax.kahan_adamw(0.01),
-            "stochastic": lowbit_optax.sr_adamw(0.01),
-        },
-        {"kernel": "stochastic", "bias": "kahan"},
-    )
-    params = {
-        "kernel": jnp.ones((512, 64), jnp.bfloat16),
-        "bias": jnp.ones(256, jnp.bfloat16),
-    }
-    rows = jax.NamedSharding(mesh, jax.P("x"))
-    shapes = jax.eval_shape(tx.init, params)
-    shardings = optax.tree.map_params(
-        tx,
-        lambda _: rows,
-        shapes,
-        transform_non_params=lambda _: jax.NamedSharding(mesh, jax.P()),
-    )
-    state = jax.jit(tx.init, out_shardings=shardings)(jax.device_put(params, rows))
-    compensation = state.inner_states["kahan"].inner_state.residual.compensation
-    assert compensation["bias"].sharding == rows
-    assert state.inner_states["stochastic"].inner_state.count.sharding.spec == jax.P()
 
 
 @pytest.mark.parametrize("name", FEW)

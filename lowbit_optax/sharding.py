@@ -1,0 +1,226 @@
+"""Where the optimizer state lies on a mesh: each array beside its parameter."""
+
+import math
+import typing
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from lowbit_optax._step import trees
+from lowbit_optax._step.state_leaves import StateLeaf, state_leaves
+from lowbit_optax.formats import quantized_tensor
+
+Uneven = typing.Literal["error", "replicate"]
+
+
+def state_shardings(
+    tx: optax.GradientTransformation,
+    params: optax.Params,
+    shardings,
+    *,
+    mesh: Mesh | None = None,
+    uneven: Uneven = "error",
+):
+    """Shardings of the optimizer state, for ``jax.jit(tx.init, out_shardings=...)``.
+
+    Without them ``jax.jit(tx.init)`` puts the state's zeros on one device. Moments,
+    residuals, packed words and scales have their parameter's rank and get its
+    PartitionSpec. Everything else is replicated: counts, hyperparameters, loss scales,
+    and state of another rank, such as Adafactor's factored moments. Where the inner
+    transformation keeps an array of the parameter's rank but of another shape, the axes
+    that have the parameter's size are sharded as the parameter's.
+
+    Args:
+      tx: an optax transformation; those of :func:`lowbit_optax.lowbit` may be anywhere
+        inside it.
+      params: tree of arrays or ShapeDtypeStructs. A QuantizedTensor is one leaf.
+      shardings: tree like ``params``, or a prefix of it, of NamedShardings or
+        PartitionSpecs. One sharding stands for all leaves below it.
+      mesh: of the PartitionSpecs; if None, that of ``jax.set_mesh``.
+      uneven: what to do where an array of the state does not divide into its
+        parameter's shards, as the scales of a few rows may not: raise an
+        ``"error"``, or ``"replicate"`` it along that axis.
+
+    Returns:
+      A tree of NamedShardings like ``tx.init(params)``.
+
+    Raises:
+      TypeError: if a sharding is of another kind.
+      ValueError: if ``shardings`` does not match ``params``, if there is no mesh, or if
+        an array does not divide into its shards. All errors name the leaf.
+
+    >>> import jax.numpy as jnp, lowbit_optax
+    >>> mesh = jax.make_mesh((1,), ("data",))
+    >>> params = {"w": jax.ShapeDtypeStruct((4096, 64), jnp.bfloat16)}
+    >>> tx = lowbit_optax.extra_bits_adamw(1e-3)
+    >>> shardings = state_shardings(tx, params, jax.P("data"), mesh=mesh)
+    >>> shardings.residual.words["w"].spec, shardings.count.spec
+    (P('data',), P())
+    """
+    if uneven not in ("error", "replicate"):
+        raise ValueError(
+            f"state_shardings: uneven is {uneven!r}, not 'error' or 'replicate'"
+        )
+    placed = _by_parameter(params, shardings, mesh)
+    if mesh is None:
+        mesh = next((sharding.mesh for _, sharding in placed.values()), None)
+    replicated = NamedSharding(_mesh_or_ambient(mesh, "parameters"), PartitionSpec())
+    state = jax.eval_shape(tx.init, trees.abstract(params))
+
+    def sharding_of(part: StateLeaf) -> NamedSharding:
+        if part.owner is None:
+            return replicated
+        shape, sharding = placed[part.owner]
+        if part.leaf.shape == shape:
+            return sharding
+        if len(part.leaf.shape) != len(shape):
+            return replicated
+        if part.is_residual or part.is_codes or part.is_scales:
+            owner = f"params{jax.tree_util.keystr(part.owner)}"
+            return _packed(part, owner, shape, sharding, uneven)
+        return _on_equal_axes(part.leaf.shape, shape, sharding)
+
+    return jax.tree.unflatten(
+        jax.tree.structure(state),
+        [sharding_of(part) for part in state_leaves(params, state)],
+    )
+
+
+def _by_parameter(params, shardings, mesh: Mesh | None):
+    """Shape and NamedSharding of every parameter, by path; checked."""
+    with_path, treedef = jax.tree_util.tree_flatten_with_path(
+        params, is_leaf=quantized_tensor.is_quantized
+    )
+    spread = _spread(params, treedef, shardings)
+    found = {}
+    for (path, leaf), given in zip(with_path, spread, strict=True):
+        name = f"params{jax.tree_util.keystr(path)}"
+        shape = tuple(leaf.shape)
+        sharding = _named_sharding(name, given, mesh)
+        if len(sharding.spec) > len(shape):
+            raise ValueError(
+                f"state_shardings: {name} has {len(shape)} axes, but {sharding.spec} "
+                f"is of {len(sharding.spec)}"
+            )
+        for axis, shards in enumerate(_shards(sharding, len(shape))):
+            if shape[axis] % shards:
+                raise ValueError(
+                    f"state_shardings: axis {axis} of {name}, of shape {list(shape)}, "
+                    f"does not divide into {shards} shards ({sharding.spec}); accepted "
+                    "is an axis whose size is a multiple of its shards"
+                )
+        found[path] = shape, sharding
+    return found
+
+
+def _spread(params, treedef, shardings) -> list:
+    """A sharding for every parameter, from a tree that may be a prefix."""
+    is_leaf = lambda x: x is None or quantized_tensor.is_quantized(x)
+
+    def below(sharding, part):
+        if quantized_tensor.is_quantized(sharding):
+            # As jax.tree.map over a QuantizedTensor makes them: one per array in it.
+            sharding = sharding.codes
+        return jax.tree.map(
+            lambda _: sharding, part, is_leaf=quantized_tensor.is_quantized
+        )
+
+    try:
+        spread = jax.tree.map(below, shardings, params, is_leaf=is_leaf)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            "state_shardings: shardings must have the structure of params, or of a "
+            f"prefix of it: {error}"
+        ) from error
+    return treedef.flatten_up_to(spread)
+
+
+def _named_sharding(name: str, given, mesh: Mesh | None) -> NamedSharding:
+    if isinstance(given, NamedSharding):
+        return given
+    if isinstance(given, PartitionSpec):
+        return NamedSharding(_mesh_or_ambient(mesh, name), given)
+    raise TypeError(
+        f"state_shardings: the sharding of {name} is {given!r}; accepted are a "
+        "NamedSharding and a PartitionSpec"
+    )
+
+
+def _mesh_or_ambient(mesh, name: str):
+    if mesh is None:
+        mesh = jax.sharding.get_mesh()
+    if mesh.empty:
+        raise ValueError(
+            f"state_shardings: no mesh for the PartitionSpec of {name}; give mesh=, or "
+            "call it under jax.set_mesh"
+        )
+    return mesh
+
+
+def _packed(
+    part: StateLeaf,
+    owner: str,
+    shape: tuple[int, ...],
+    sharding: NamedSharding,
+    uneven: Uneven,
+) -> NamedSharding:
+    """The parameter's own PartitionSpec, for an array that packs or summarises it."""
+    entries = _entries(sharding, len(shape))
+    for axis, shards in enumerate(_shards(sharding, len(shape))):
+        if not part.leaf.shape[axis] % shards:
+            continue
+        if uneven == "error":
+            raise ValueError(_uneven(part, owner, shape, axis, shards, sharding.spec))
+        entries[axis] = None
+    return _with_spec(sharding, entries)
+
+
+def _uneven(part: StateLeaf, owner: str, shape, axis: int, shards: int, spec) -> str:
+    per_row, rest = divmod(shape[axis], part.leaf.shape[axis])
+    size = "another size" if rest else f"a multiple of {per_row * shards} for its size"
+    return (
+        f"state_shardings: axis {axis} of state{jax.tree_util.keystr(part.path)}, "
+        f"{part.leaf.dtype}{list(part.leaf.shape)}, does not divide into the {shards} "
+        f"shards of {owner}, of shape {list(shape)} ({spec}). Give axis {axis} of the "
+        f"parameter {size}, or shard it over fewer devices or along another axis; or "
+        "call state_shardings with uneven='replicate', which keeps this array whole "
+        "along the axis"
+    )
+
+
+def _on_equal_axes(
+    state_shape: tuple[int, ...], shape: tuple[int, ...], sharding: NamedSharding
+) -> NamedSharding:
+    entries = _entries(sharding, len(shape))
+    return _with_spec(
+        sharding,
+        [
+            entry if here == there else None
+            for entry, here, there in zip(entries, state_shape, shape, strict=True)
+        ],
+    )
+
+
+def _entries(sharding: NamedSharding, rank: int) -> list:
+    """The PartitionSpec with an entry for every axis."""
+    return [*sharding.spec, *[None] * (rank - len(sharding.spec))]
+
+
+def _shards(sharding: NamedSharding, rank: int) -> list[int]:
+    """How many shards each axis has."""
+
+    def count(entry) -> int:
+        if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+            return 1
+        names = entry if isinstance(entry, tuple) else (entry,)
+        return math.prod(sharding.mesh.shape[name] for name in names)
+
+    return [count(entry) for entry in _entries(sharding, rank)]
+
+
+def _with_spec(sharding: NamedSharding, entries: list) -> NamedSharding:
+    given = len(sharding.spec)
+    # Of the given length, so that it is equal to the parameter's own where it can be.
+    spec = PartitionSpec(*entries[:given])
+    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)

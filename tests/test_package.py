@@ -1,0 +1,99 @@
+"""``import lowbit_optax``: its modules are there, and flax is needed for one only."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import lowbit_optax
+
+MODULES = ("emulation", "loss_scaling", "lpmm", "precision", "release", "training")
+
+
+def _run(program):
+    """A program's output, in an interpreter that has imported nothing yet."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+WITHOUT_FLAX = """
+    import importlib.abc, sys
+
+    class NoFlax(importlib.abc.MetaPathFinder):
+        def find_spec(self, name, path=None, target=None):
+            if name.split(".")[0] == "flax":
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    sys.meta_path.insert(0, NoFlax())
+"""
+
+
+def test_modules_are_attributes_that_dir_lists():
+    assert set(MODULES) <= set(dir(lowbit_optax))
+    for name in MODULES:
+        assert getattr(lowbit_optax, name).__name__ == f"lowbit_optax.{name}"
+    assert callable(lowbit_optax.release.value_and_update)
+    assert callable(lowbit_optax.precision.trace)
+
+
+def test_every_public_name_is_there():
+    for name in lowbit_optax.__all__:
+        assert hasattr(lowbit_optax, name), name
+        assert name in dir(lowbit_optax), name
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="'lowbit_optax' has no attribute 'nope'"):
+        _ = lowbit_optax.nope
+
+
+def test_modules_that_are_not_used_are_not_imported():
+    output = _run(
+        """
+        import sys
+        import lowbit_optax
+        unused = ("flax", "lowbit_optax.precision", "lowbit_optax.release")
+        print([name for name in unused if name in sys.modules])
+        lowbit_optax.release
+        print([name for name in unused if name in sys.modules])
+        """
+    )
+    assert output.splitlines() == ["[]", "['lowbit_optax.release']"]
+
+
+def test_without_flax_training_names_the_extra_and_the_rest_works():
+    output = _run(
+        textwrap.dedent(WITHOUT_FLAX)
+        + textwrap.dedent(
+            """
+            import inspect
+            import lowbit_optax
+
+            attempts = [
+                "import lowbit_optax.training",
+                "from lowbit_optax import training",
+                "from lowbit_optax.training import TrainState",
+                "lowbit_optax.training",
+            ]
+            for attempt in attempts:
+                try:
+                    exec(attempt)
+                except (ImportError, AttributeError) as error:
+                    print(error)
+            print(hasattr(lowbit_optax, "training"))
+            print("release" in dict(inspect.getmembers(lowbit_optax)))
+            """
+        )
+    )
+    *messages, has_training, has_release = output.splitlines()
+    assert len(messages) == 4
+    for message in messages:
+        assert "pip install 'lowbit-optax[flax]'" in message
+    assert (has_training, has_release) == ("False", "True")

@@ -1,0 +1,279 @@
+"""``state_shardings`` puts every array of the state beside its parameter."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from optimizers import (
+    ALIASES,
+    BFLOAT16_MOMENTS,
+    VARIANTS,
+    assert_same_bits,
+    standard_promotion,  # noqa: F401
+)
+
+import lowbit_optax
+from lowbit_optax import lowbit, state_shardings
+
+
+def _mesh(axis_type=AxisType.Auto):
+    return jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
+
+
+def _adamw():
+    return lowbit_optax.lowbit_adamw(0.01, min_size=0)
+
+
+WRAPPERS = {
+    "chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), _adamw()),
+    "multi_steps": lambda: optax.MultiSteps(lowbit_optax.kahan_adamw(0.01), 2),
+    "masked": lambda: optax.masked(
+        _adamw(), {"kernel": True, "norm": False, "unused": None}
+    ),
+    "partition": lambda: optax.partition(
+        {
+            "packed": lowbit_optax.extra_bits_sgd(0.01, 0.9, bits=8, min_size=0),
+            "kahan": lowbit_optax.kahan_adamw(0.01),
+        },
+        {"kernel": "packed", "norm": "kahan", "unused": None},
+    ),
+    "schedule": lambda: lowbit_optax.kahan_sgd(
+        optax.linear_schedule(1.0, 0.0, 9), momentum=0.9
+    ),
+    "injected outside": lambda: optax.inject_hyperparams(
+        lowbit_optax.kahan_adamw, hyperparam_dtype=jnp.float32
+    )(0.01),
+    "injected inside": lambda: lowbit(
+        optax.inject_hyperparams(optax.adamw)(0.01), moments=BFLOAT16_MOMENTS
+    ),
+    "loss scale": lambda: lowbit_optax.with_loss_scale(
+        _adamw(), lowbit_optax.backoff_scale()
+    ),
+    "codes of one moment": lambda: lowbit(
+        optax.adamw(0.01), moments={"nu": lowbit_optax.block_quantized(8)}, min_size=0
+    ),
+    "master copy": lambda: lowbit(
+        optax.adamw(0.01), weights=lowbit_optax.master_copy()
+    ),
+    "accumulated": lambda: lowbit_optax.accumulate_gradients(
+        optax.sgd(0.1, 0.9), 2, lowbit_optax.block_quantized(8), min_size=0
+    ),
+    "plain optax": lambda: optax.adamw(0.01),
+}
+
+
+def _params():
+    random = np.random.default_rng(0)
+    return {
+        "kernel": jnp.asarray(random.standard_normal((512, 64)), jnp.bfloat16),
+        "norm": jnp.asarray(random.standard_normal(512), jnp.float32),
+        "unused": None,
+    }
+
+
+def _assert_beside_their_parameters(state):
+    """Arrays at a parameter's path are split by rows, all others replicated."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        name = jax.tree_util.keystr(path)
+        if name.endswith(("['kernel']", "['norm']")):
+            local = (leaf.shape[0] // 8, *leaf.shape[1:])
+            assert {x.data.shape for x in leaf.addressable_shards} == {local}, name
+        else:
+            assert leaf.sharding.is_fully_replicated, name
+            assert len(leaf.sharding.device_set) == 8, name
+
+
+@pytest.mark.parametrize(
+    "make",
+    [*(ALIASES | VARIANTS).values(), *WRAPPERS.values()],
+    ids=[*(ALIASES | VARIANTS), *WRAPPERS],
+)
+def test_every_array_has_its_parameters_spec_and_the_others_none(make):
+    tx, params = make(), _params()
+    shardings = state_shardings(tx, params, jax.P("x"), mesh=_mesh())
+    shapes = jax.eval_shape(tx.init, params)
+    assert jax.tree.structure(shardings) == jax.tree.structure(shapes)
+    for path, sharding in jax.tree_util.tree_flatten_with_path(shardings)[0]:
+        name = jax.tree_util.keystr(path)
+        beside = name.endswith(("['kernel']", "['norm']"))
+        assert sharding.spec == (jax.P("x") if beside else jax.P()), name
+
+
+@pytest.mark.parametrize("name", ["masked", "partition", "loss scale"])
+def test_a_jitted_init_puts_the_state_beside_its_parameters(name):
+    tx, params = WRAPPERS[name](), _params()
+    rows = jax.NamedSharding(_mesh(), jax.P("x"))
+    shardings = state_shardings(tx, params, rows)
+    state = jax.jit(tx.init, out_shardings=shardings)(jax.device_put(params, rows))
+    _assert_beside_their_parameters(state)
+    assert_same_bits(state, jax.jit(tx.init)(params))
+
+
+@pytest.mark.parametrize(
+    ("name", "axis_type"),
+    [("multi_steps", AxisType.Auto), ("partition", AxisType.Explicit)],
+)
+def test_training_goes_on_with_one_devices_numbers(name, axis_type):
+    tx, params = WRAPPERS[name](), _params()
+    grads = jax.tree.map(lambda x: (x * 0.1).astype(x.dtype), params)
+    step = functools.partial(lowbit_optax.step, tx)
+    want = params, jax.jit(tx.init)(params)
+    one_device = jax.jit(step)
+    for _ in range(2):
+        want = one_device(*want, grads)
+    mesh = _mesh(axis_type)
+    rows = jax.tree.map(lambda _: jax.NamedSharding(mesh, jax.P("x")), params)
+    with jax.set_mesh(mesh):
+        shardings = state_shardings(tx, params, jax.P("x"))
+        got, grads = jax.device_put((params, grads), (rows, rows))
+        got = got, jax.jit(tx.init, out_shardings=shardings)(got)
+        sharded = jax.jit(step, out_shardings=(rows, shardings))
+        for _ in range(2):
+            got = sharded(*got, grads)
+    _assert_beside_their_parameters(got[1])
+    assert_same_bits(got, want)
+
+
+def test_shapes_and_a_prefix_of_partition_specs_are_enough():
+    tx = _adamw()
+    params = {
+        "block": {
+            "up": jax.ShapeDtypeStruct((512, 256), jnp.bfloat16),
+            "down": jax.ShapeDtypeStruct((512, 64), jnp.bfloat16),
+        },
+        "norm": jax.ShapeDtypeStruct((64,), jnp.bfloat16),
+    }
+    specs = {"block": jax.P(None, "x"), "norm": jax.P()}
+    shardings = state_shardings(tx, params, specs, mesh=_mesh())
+    mu = shardings.inner_state[0].mu
+    for tree in (shardings.residual.words, mu.codes, mu.scales):
+        assert (
+            tree["block"]["up"].spec == tree["block"]["down"].spec == jax.P(None, "x")
+        )
+        assert tree["norm"].spec == jax.P()
+
+
+def test_two_mesh_axes_on_one_and_on_two_axes_of_a_parameter():
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    params = {
+        "both": jnp.ones((512, 64), jnp.bfloat16),
+        "one": jnp.ones((512, 64), jnp.bfloat16),
+    }
+    specs = {"both": jax.P("x", "y"), "one": jax.P(("x", "y"))}
+    tx = _adamw()
+    shardings = state_shardings(tx, params, specs, mesh=mesh)
+    state = jax.jit(tx.init, out_shardings=shardings)(params)
+    nu = state.inner_state[0].nu
+    local = lambda x: x.addressable_shards[0].data.shape
+    assert local(nu.scales["both"]) == (nu.scales["both"].shape[0] // 4, 32)
+    assert local(nu.scales["one"]) == (nu.scales["one"].shape[0] // 8, 64)
+
+
+def test_quantised_weights_may_have_one_sharding_or_one_per_array():
+    mesh = _mesh()
+    columns = jax.NamedSharding(mesh, jax.P(None, "x"))
+    params = lowbit_optax.quantize_params({"w": jnp.ones((2048, 64))}, 12)
+    tx = lowbit_optax.lpmm_adam(0.1)
+    one = state_shardings(tx, params, {"w": columns})
+    per_array = state_shardings(tx, params, jax.tree.map(lambda _: columns, params))
+    assert one == per_array
+    shapes = jax.eval_shape(tx.init, params)
+    jax.tree.map(lambda leaf, sharding: sharding.shard_shape(leaf.shape), shapes, one)
+    assert one.inner_state[0].mu.codes["w"] == columns
+    assert one.inner_state[0].mu.scales["w"] == columns
+    assert one.count.spec == jax.P()
+
+
+@pytest.mark.parametrize("shape", [(512, 64), (512,)])
+def test_a_bare_array_and_its_injected_hyperparameters(shape):
+    params = jnp.ones(shape, jnp.bfloat16)
+    tx = WRAPPERS["injected outside"]()
+    rows = jax.NamedSharding(_mesh(), jax.P("x"))
+    state = jax.jit(tx.init, out_shardings=state_shardings(tx, params, rows))(params)
+    assert state.hyperparams["learning_rate"].sharding.is_fully_replicated
+    assert state.inner_state.residual.compensation.sharding == rows
+    assert state.inner_state.count.sharding.is_fully_replicated
+
+
+def test_parameters_named_as_fields_of_the_state():
+    names = ("mu", "residual", "count", "codes", "scales", "learning_rate")
+    params = {name: jnp.ones((512, 8), jnp.bfloat16) for name in names}
+    tx = _adamw()
+    rows = jax.NamedSharding(_mesh(), jax.P("x"))
+    state = jax.jit(tx.init, out_shardings=state_shardings(tx, params, rows))(params)
+    for leaf in jax.tree.leaves(state):
+        assert leaf.sharding.is_fully_replicated == (leaf.ndim == 0)
+
+
+def test_factored_moments_are_replicated():
+    tx = lowbit(
+        optax.adafactor(0.1, min_dim_size_to_factor=8), weights=lowbit_optax.kahan()
+    )
+    params = {"w": jnp.ones((512, 64), jnp.bfloat16), "b": jnp.ones(512, jnp.bfloat16)}
+    rows = jax.NamedSharding(_mesh(), jax.P("x"))
+    shardings = state_shardings(tx, params, rows)
+    state = jax.jit(tx.init, out_shardings=shardings)(params)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        name = jax.tree_util.keystr(path)
+        mine = next(
+            (x for key, x in params.items() if name.endswith(f"['{key}']")), None
+        )
+        beside = mine is not None and leaf.shape == mine.shape
+        assert leaf.sharding.is_fully_replicated == (not beside), name
+
+
+def test_shards_that_do_not_divide_name_the_leaf_and_the_remedy():
+    params = {"block": {"w": jnp.ones((128, 64), jnp.bfloat16)}}
+    with pytest.raises(ValueError, match="does not divide") as error:
+        state_shardings(_adamw(), params, jax.P("x"), mesh=_mesh())
+    message = str(error.value)
+    assert "params['block']['w'], of shape [128, 64]" in message
+    assert "8 shards" in message
+    assert "another axis" in message
+    assert "uneven='replicate'" in message
+    # The size that the error asks for is one that works.
+    multiple = int(message.split("a multiple of ")[1].split()[0])
+    larger = {"block": {"w": jnp.ones((multiple, 64), jnp.bfloat16)}}
+    state_shardings(_adamw(), larger, jax.P("x"), mesh=_mesh())
+
+
+def test_uneven_arrays_are_replicated_if_asked_for():
+    params = {"w": jnp.ones((128, 64), jnp.bfloat16)}
+    tx = _adamw()
+    rows = jax.NamedSharding(_mesh(), jax.P("x"))
+    shardings = state_shardings(tx, params, rows, uneven="replicate")
+    placed = jax.device_put(params, rows)
+    state = jax.jit(tx.init, out_shardings=shardings)(placed)
+    assert state.inner_state[0].mu.scales["w"].sharding.is_fully_replicated
+    assert not state.inner_state[0].mu.codes["w"].sharding.is_fully_replicated
+
+
+@pytest.mark.parametrize(
+    ("shardings", "error", "message"),
+    [
+        ({"w": "x"}, TypeError, r"params\['w'\] is 'x'; accepted are a NamedSharding"),
+        ({"w": None}, TypeError, r"params\['w'\] is None"),
+        ({}, ValueError, "structure of params"),
+        ({"w": jax.P(None, None, "x")}, ValueError, r"params\['w'\] has 2 axes"),
+        ({"w": jax.P(None, "x")}, ValueError, r"axis 1 of params\['w'\].*8 shards"),
+    ],
+)
+def test_bad_shardings_are_named(shardings, error, message):
+    params = {"w": jnp.ones((512, 30), jnp.bfloat16)}
+    with pytest.raises(error, match=message):
+        state_shardings(_adamw(), params, shardings, mesh=_mesh())
+
+
+def test_partition_specs_need_a_mesh():
+    params = {"w": jnp.ones((512, 30), jnp.bfloat16)}
+    with pytest.raises(ValueError, match=r"no mesh.*params\['w'\].*jax.set_mesh"):
+        state_shardings(_adamw(), params, jax.P("x"))
+
+
+def test_an_unknown_choice_for_uneven_shards_is_an_error():
+    with pytest.raises(ValueError, match="'error' or 'replicate'"):
+        state_shardings(_adamw(), {}, jax.P(), uneven="pad")

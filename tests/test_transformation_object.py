@@ -1,0 +1,221 @@
+"""A transformation is an ordinary optax one: copied, pickled, mapped over, replaced.
+
+Standard pickle takes functions by name only. optax makes its transformations of local
+functions, so it pickles none of its own; those made of a module's functions it does.
+What optax pickles, ``lowbit`` of it has to pickle too, and cloudpickle takes them all.
+"""
+
+import copy
+import functools
+import pickle
+import typing
+
+import cloudpickle
+import equinox
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optimizers import (
+    assert_same_bits,
+    standard_promotion,  # noqa: F401
+)
+
+import lowbit_optax
+
+TRANSFORMATIONS = {
+    "lowbit": lowbit_optax.lowbit(optax.adamw(0.01)),
+    "kahan_adamw": lowbit_optax.kahan_adamw(0.01),
+    "extra_bits_sgd": lowbit_optax.extra_bits_sgd(0.01, 0.9, bits=8, min_size=0),
+    "lpmm_sgd": lowbit_optax.lpmm_sgd(0.01),
+    "with_loss_scale": lowbit_optax.with_loss_scale(
+        lowbit_optax.kahan_sgd(0.01), lowbit_optax.backoff_scale()
+    ),
+    "accumulate_gradients": lowbit_optax.accumulate_gradients(
+        lowbit_optax.kahan_sgd(0.01), 2
+    ),
+}
+
+COPIES = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "tree.map": lambda tx: jax.tree.map(lambda x: x, tx),
+    "flattened": lambda tx: jax.tree.unflatten(
+        jax.tree.structure(tx), jax.tree.leaves(tx)
+    ),
+    "_replace": lambda tx: tx._replace(init=tx.init),
+    "init and update": lambda tx: optax.GradientTransformationExtraArgs(*tx),
+    "cloudpickle": lambda tx: cloudpickle.loads(cloudpickle.dumps(tx)),
+}
+
+
+def _params():
+    return {"w": jnp.linspace(-2, 2, 64 * 8).reshape(64, 8).astype(jnp.bfloat16)}
+
+
+def _grads():
+    return {"w": jnp.full((64, 8), 0.3, jnp.bfloat16)}
+
+
+def _program(function, tx):
+    """The operations of a step, in order, which differ between step and update."""
+    params = _params()
+    state = jax.eval_shape(tx.init, params)
+    jaxpr = jax.make_jaxpr(functools.partial(function, tx))(params, state, _grads())
+    return list(_operations(jaxpr.jaxpr))
+
+
+def _operations(jaxpr):
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name, [str(x.aval) for x in equation.outvars]
+        for inner in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from _operations(inner)
+
+
+def _by_update(tx, params, state, grads):
+    updates, state = tx.update(grads, state, params)
+    return lowbit_optax.apply_updates(params, updates), state
+
+
+@pytest.mark.parametrize("tx", TRANSFORMATIONS.values(), ids=TRANSFORMATIONS)
+def test_it_is_a_plain_optax_transformation(tx):
+    assert type(tx) is optax.GradientTransformationExtraArgs
+    init, update = tx
+    assert tx.init == init
+    assert tx.update == update
+    assert optax.with_extra_args_support(tx) is tx
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("tx", TRANSFORMATIONS.values(), ids=TRANSFORMATIONS)
+def test_a_copy_steps_by_the_same_program(tx, copied):
+    other = copied(tx)
+    assert type(other) is optax.GradientTransformationExtraArgs
+    step = lowbit_optax.step
+    assert _program(step, other) == _program(step, tx)
+    assert _program(_by_update, other) == _program(_by_update, tx)
+
+
+def test_the_programs_of_step_and_update_can_be_told_apart():
+    # Without this the test before could not tell whether a copy lost the fast path.
+    tx = TRANSFORMATIONS["kahan_adamw"]
+    assert _program(lowbit_optax.step, tx) != _program(_by_update, tx)
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_a_copys_reports_and_masters_are_the_originals(copied):
+    tx = TRANSFORMATIONS["extra_bits_sgd"]
+    other, params, grads = copied(tx), _params(), _grads()
+    reports = [lowbit_optax.memory_report(x, params) for x in (other, tx)]
+    assert reports[0] == reports[1]
+    shares = [
+        lowbit_optax.cancelled_updates(x, grads, x.init(params), params)
+        for x in (other, tx)
+    ]
+    assert_same_bits(*shares)
+    masters = {"w": jnp.linspace(-2, 2, 64 * 8).reshape(64, 8)}
+    starts = [lowbit_optax.from_master(x, masters, jnp.bfloat16) for x in (other, tx)]
+    assert_same_bits(*starts)
+
+
+def test_a_replaced_update_is_the_one_that_step_calls():
+    tx = TRANSFORMATIONS["kahan_adamw"]
+
+    def frozen(updates, state, params=None, **extra_args):
+        del params, extra_args
+        return jax.tree.map(jnp.zeros_like, updates), state
+
+    still = tx._replace(update=frozen)
+    params, state = _params(), tx.init(_params())
+    moved, after = lowbit_optax.step(still, params, state, _grads())
+    assert_same_bits(moved, params)
+    assert_same_bits(after, state)
+
+
+class _Trainer(equinox.Module):
+    params: typing.Any
+    tx: optax.GradientTransformationExtraArgs
+    name: str
+
+
+def test_equinox_filter_jit_takes_a_module_that_holds_it():
+    tx = TRANSFORMATIONS["kahan_adamw"]
+    trainer = _Trainer(_params(), tx, "run")
+    traces = []
+
+    @equinox.filter_jit
+    def advance(trainer, state, grads):
+        traces.append(None)
+        params, state = lowbit_optax.step(trainer.tx, trainer.params, state, grads)
+        return equinox.tree_at(lambda x: x.params, trainer, params), state
+
+    state = tx.init(trainer.params)
+    for _ in range(2):
+        trainer, state = advance(trainer, state, _grads())
+    assert len(traces) == 1
+    want = _params(), tx.init(_params())
+    step = jax.jit(functools.partial(lowbit_optax.step, tx))
+    for _ in range(2):
+        want = step(*want, _grads())
+    assert_same_bits((trainer.params, state), want)
+
+
+def test_jit_takes_it_as_a_static_argument():
+    tx = TRANSFORMATIONS["kahan_adamw"]
+    step = jax.jit(lowbit_optax.step, static_argnums=0)
+    params, state = step(tx, _params(), tx.init(_params()), _grads())
+    step(jax.tree.map(lambda x: x, tx), params, state, _grads())
+    assert step._cache_size() == 1
+
+
+def _init(params):
+    return jax.tree.map(jnp.zeros_like, params)
+
+
+def _update(updates, state, params=None):
+    del params
+    state = jax.tree.map(lambda m, g: m * 0.5 + g, state, updates)
+    return jax.tree.map(lambda m: m * -0.25, state), state
+
+
+def _update_with_extra_args(updates, state, params=None, **extra_args):
+    del extra_args
+    return _update(updates, state, params)
+
+
+PICKLED_BY_OPTAX = {
+    "plain": optax.GradientTransformation(_init, _update),
+    "extra args": optax.GradientTransformationExtraArgs(_init, _update_with_extra_args),
+}
+
+
+@pytest.mark.parametrize("inner", PICKLED_BY_OPTAX.values(), ids=PICKLED_BY_OPTAX)
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda inner: lowbit_optax.lowbit(inner, weights=lowbit_optax.kahan()),
+        lambda inner: lowbit_optax.with_loss_scale(
+            lowbit_optax.lowbit(inner), lowbit_optax.static_scale(1.0)
+        ),
+    ],
+    ids=["lowbit", "with_loss_scale"],
+)
+def test_what_optax_pickles_is_pickled_inside_lowbit_too(inner, around):
+    pickle.loads(pickle.dumps(inner))
+    tx = around(inner)
+    other = pickle.loads(pickle.dumps(tx))
+    params = _params()
+    state = tx.init(params)
+    got = lowbit_optax.step(other, params, state, _grads())
+    assert_same_bits(got, lowbit_optax.step(tx, params, state, _grads()))
+    assert np.count_nonzero(got[0]["w"] != params["w"])
+
+
+def test_optaxs_own_transformations_are_local_functions_that_pickle_refuses():
+    # If this stops failing in optax, lowbit of them has to pickle as well.
+    for tx in (optax.sgd(0.1), lowbit_optax.lowbit(optax.sgd(0.1))):
+        with pytest.raises((AttributeError, pickle.PicklingError), match="local"):
+            pickle.dumps(tx)
