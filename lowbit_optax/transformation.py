@@ -13,7 +13,7 @@ from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.landing import apply_leaf
 from lowbit_optax._step.engine import Lowbit
 from lowbit_optax._step.moments import Moments
-from lowbit_optax.formats import extra_bits
+from lowbit_optax.formats import block_quantized, extra_bits
 from lowbit_optax.formats.base import MomentFormat, WeightFormat
 
 
@@ -87,6 +87,7 @@ def lowbit(
             f"lowbit: weights is {weights!r}, not a weight format such as "
             "lowbit_optax.kahan() or lowbit_optax.extra_bits(8)"
         )
+    moments = _stub(moments)
     formats = moments.values() if isinstance(moments, Mapping) else [moments]
     for format_ in formats:
         if not isinstance(format_, MomentFormat) and moments is not None:
@@ -166,6 +167,14 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
         return apply_leaf(param, update)
 
     return jax.tree.map(apply, params, updates, is_leaf=lambda x: x is None)
+
+
+def _stub(moments):
+    if moments is None:
+        return block_quantized(8)
+    if isinstance(moments, Mapping):
+        return {k: v for k, v in moments.items() if v != "float32"}
+    return None if isinstance(moments, str) and moments == "float32" else moments
 
 
 def _static_int(name: str, value, default: int) -> int:

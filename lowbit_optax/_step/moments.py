@@ -30,7 +30,12 @@ from lowbit_optax.formats.base import MomentFormat
 # The streams before are the weight formats'.
 _FIRST_STREAM = 2
 
-Moments = MomentFormat | Mapping[str, MomentFormat] | None
+Moments = (
+    MomentFormat
+    | typing.Literal["float32"]
+    | Mapping[str, MomentFormat | typing.Literal["float32"]]
+    | None
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
