@@ -144,7 +144,7 @@ def _accumulated(
     if is_float32(name):
         return optax.MultiSteps(tx, options.microbatches).gradient_transformation()
     sums = lowbit_optax.block_quantized(
-        8, code="linear", group=2048, rounding=options.rounding
+        8, code="linear", block_size=2048, rounding=options.rounding
     )
     return lowbit_optax.accumulate_gradients(
         tx, options.microbatches, sums, seed=options.seed

@@ -112,7 +112,7 @@ class SplitArray:
 
     def _like(self, value: jax.Array) -> "SplitArray":
         # A result of another shape may be too small, or large enough, to pack.
-        format_ = self.weight_format.stored(value.shape, min_size=0)
+        format_ = self.weight_format.for_leaf(value.shape, self.dtype, min_size=0)
         param, residual = format_.split(value, self.dtype, self._random())
         return SplitArray(param, residual, self._counted(), format_)
 
@@ -156,7 +156,7 @@ def split_array(
     if why:
         raise ValueError(f"split_array: {why}")
     x = _float32(x)
-    format_ = weight_format.stored(x.shape, min_size=0)
+    format_ = weight_format.for_leaf(x.shape, dtype, min_size=0)
     state = jnp.array([seed, 0], jnp.uint32)
     param, residual = split_leaf(format_, x, dtype, _random(state))
     return SplitArray(param, residual, state + jnp.array([0, 1], jnp.uint32), format_)

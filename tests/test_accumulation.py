@@ -72,7 +72,7 @@ def test_tiny_gradients_after_a_large_one_count_if_rounding_is_stochastic(stocha
     rounding = "stochastic" if stochastic else "nearest"
     large = jnp.zeros(SHAPE).at[0].set(1.0)
     grads = jnp.concatenate([large[None], jnp.full((63, *SHAPE), 1e-3)])
-    format_ = block_quantized(8, code="linear", group=128, rounding=rounding)
+    format_ = block_quantized(8, code="linear", block_size=128, rounding=rounding)
     _, (_, updates) = run(
         accumulate_gradients(optax.identity(), 64, format_), jnp.ones(SHAPE), grads
     )

@@ -265,7 +265,7 @@ SHAPES = [(64,), (70,), (5,), (64, 8), (3, 3, 40), (100, 7), (2, 33, 65)]
 @pytest.mark.parametrize(("bits", "group"), [(8, 32), (4, 32), (8, 64)])
 def test_shapes_and_errors_are_those_of_whole_groups_everywhere(shape, bits, group):
     format_ = block_quantized(
-        bits, group=group, code="linear", rounding="nearest", scale="power_of_two"
+        bits, block_size=group, code="linear", rounding="nearest", scale="power_of_two"
     )
     x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     x += np.sign(x)  # padding would be the smallest of a group
@@ -557,9 +557,13 @@ def test_a_second_moments_code_is_refused_for_a_first_moment():
         ({"bits": 8.0}, TypeError, "bits is 8.0"),
         ({"bits": True}, TypeError, "bits is True"),
         ({"code": "log2"}, ValueError, "code is 'log2', not None or one of linear"),
-        ({"group": 48}, ValueError, "group is 48, not a positive multiple of 32"),
-        ({"group": 0}, ValueError, "group is 0"),
-        ({"group": "32"}, TypeError, "group is '32'"),
+        (
+            {"block_size": 48},
+            ValueError,
+            "block_size is 48, not a positive multiple of 32",
+        ),
+        ({"block_size": 0}, ValueError, "block_size is 0"),
+        ({"block_size": "32"}, TypeError, "block_size is '32'"),
         ({"rounding": "up"}, ValueError, "rounding is 'up'"),
         ({"scale": "float16"}, ValueError, "scale is 'float16', not None, 'bfloat16'"),
     ],
@@ -569,7 +573,5 @@ def test_bad_arguments(arguments, error, message):
         block_quantized(**arguments)
 
 
-def test_formats_are_static_and_say_whether_they_draw():
+def test_formats_are_static():
     assert hash(block_quantized(8)) == hash(block_quantized(8))
-    assert block_quantized(8).needs_random
-    assert not block_quantized(8, rounding="nearest").needs_random

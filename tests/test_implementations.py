@@ -134,7 +134,7 @@ QUANTIZED = {
     "eight_bits_linear": block_quantized(8, code="linear"),
     "eight_bits_nearest": block_quantized(8, rounding="nearest"),
     "four_bits": block_quantized(4),
-    "four_bits_in_groups_of_64": block_quantized(4, group=64),
+    "four_bits_in_groups_of_64": block_quantized(4, block_size=64),
 }
 
 

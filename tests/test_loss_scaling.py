@@ -56,7 +56,7 @@ def spoilt(grads, value=np.inf):
 
 def test_backoff_follows_its_rule_step_by_step():
     scaling = backoff_scale(8.0, period=3, smallest=2.0, largest=16.0)
-    scale, memory = scaling.init()
+    scale, state = scaling.init()
     overflows = [0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0]
     want, expected, good = [], 8.0, 0
     for bad in overflows:
@@ -69,7 +69,7 @@ def test_backoff_follows_its_rule_step_by_step():
     got = []
     for bad in overflows:
         finite, largest = jnp.bool_(not bad), jnp.float32(np.inf if bad else 1.0)
-        scale, memory = scaling.next(scale, memory, largest, finite)
+        scale, state = scaling.next(scale, state, largest, finite)
         got.append(float(scale))
     assert got == want
     assert {2.0, 16.0} <= set(got)
@@ -96,11 +96,11 @@ def test_log_normal_follows_a_model_in_numpy():
     sizes = 2.0 ** random.normal(-6, 1.7, 400)
     finite = random.random(400) > 0.02
     scaling = log_normal_scale()
-    scale, memory = scaling.init()
+    scale, state = scaling.init()
     got = []
     for size, is_finite in zip(sizes, finite, strict=True):
         largest = jnp.float32(size if is_finite else np.nan)
-        scale, memory = scaling.next(scale, memory, largest, jnp.bool_(is_finite))
+        scale, state = scaling.next(scale, state, largest, jnp.bool_(is_finite))
         got.append(float(scale))
     want = list(log_normal_model(sizes, finite))
     # A floor's argument may fall on the other side of a whole number.
@@ -115,10 +115,10 @@ def test_log_normal_overflows_less_than_once_in_a_thousand_steps(deviation):
     exponents = -8 + deviation * jax.random.normal(jax.random.key(1), (runs, steps))
 
     def one(carry, exponent):
-        scale, memory = carry
+        scale, state = carry
         size = jnp.exp2(exponent)
         finite = size * scale <= jnp.float32(65504)
-        return scaling.next(scale, memory, size, finite), finite
+        return scaling.next(scale, state, size, finite), finite
 
     run = jax.jit(jax.vmap(lambda x: lax.scan(one, scaling.init(), x)[1]))
     overflows = 1 - np.asarray(run(exponents))[:, 1000:].mean()
@@ -128,25 +128,23 @@ def test_log_normal_overflows_less_than_once_in_a_thousand_steps(deviation):
 @pytest.mark.parametrize("name", ["backoff", "log_normal"])
 def test_a_run_of_overflows_is_no_permanent_stall(name):
     scaling = SCALINGS[name]
-    scale, memory = scaling.init()
+    scale, state = scaling.init()
     for _ in range(100):
         bad = jnp.float32(np.inf)
-        scale, memory = scaling.next(scale, memory, bad, jnp.bool_(False))
+        scale, state = scaling.next(scale, state, bad, jnp.bool_(False))
     lowest = float(scale)
     assert lowest <= 1.0
     for _ in range(600):
-        scale, memory = scaling.next(
-            scale, memory, jnp.float32(2.0**-9), jnp.bool_(True)
-        )
+        scale, state = scaling.next(scale, state, jnp.float32(2.0**-9), jnp.bool_(True))
     assert float(scale) >= 2.0**10
 
 
 def test_gradients_that_are_all_zero_leave_the_log_normal_scale():
     scaling = SCALINGS["log_normal"]
-    scale, memory = scaling.init()
-    after, kept = scaling.next(scale, memory, jnp.float32(0), jnp.bool_(True))
+    scale, state = scaling.init()
+    after, kept = scaling.next(scale, state, jnp.float32(0), jnp.bool_(True))
     assert float(after) == float(scale)
-    chex.assert_trees_all_equal(kept, memory)
+    chex.assert_trees_all_equal(kept, state)
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
@@ -185,7 +183,7 @@ def test_an_overflow_moves_nothing_but_the_scale(inner, apply, bad):
     assert_same_bits((after, new.inner_state), (params, state.inner_state))
     assert float(new.scale) == float(state.scale) / 2
     assert int(new.skipped) == 1
-    assert int(new.memory) == 0
+    assert int(new.scaling_state) == 0
 
 
 @pytest.mark.parametrize("apply", ["step", "update"])
@@ -410,7 +408,10 @@ def test_weight_decay_in_float16_is_lost(where):
         (lambda: backoff_scale(factor=1.0), "factor is 1.0"),
         (lambda: backoff_scale(period=0), "period is 0"),
         (lambda: backoff_scale(2.0, smallest=4.0), "initial is 2.0"),
-        (lambda: log_normal_scale(overflow=1.0), "overflow is 1.0"),
+        (
+            lambda: log_normal_scale(overflow_probability=1.0),
+            "overflow_probability is 1.0",
+        ),
         (lambda: log_normal_scale(decay=1.0), "decay is 1.0"),
         (lambda: log_normal_scale(least_deviation=-1.0), "least_deviation is -1.0"),
     ],

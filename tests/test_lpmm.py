@@ -36,7 +36,7 @@ def steps_of(tensor, shape):
     """delta of every element, by numpy."""
     scales = np.asarray(tensor.scales).view(np.float32)
     axis = tensor.axis % len(shape)
-    wide = np.repeat(scales, tensor.group, axis=axis)
+    wide = np.repeat(scales, tensor.block_size, axis=axis)
     return wide.take(range(shape[axis]), axis=axis)
 
 
@@ -80,7 +80,7 @@ def test_stochastic_rounding_is_unbiased_in_a_million_draws(bits):
 @pytest.mark.parametrize("bits", BITS)
 def test_an_error_is_below_a_step_and_to_nearest_half_of_one(bits, rounding):
     x = normal(100, 33)
-    tensor = quantize(x, bits, group=64, rounding=rounding)
+    tensor = quantize(x, bits, block_size=64, rounding=rounding)
     delta = steps_of(tensor, x.shape)
     error = np.abs(np.asarray(tensor.dequantize()) - x)
     # Half of a unit of the float32 that the difference is read in.
@@ -164,7 +164,7 @@ def test_extremes_of_float32(bits):
 )
 def test_any_shape_round_trips(shape, bits):
     x = normal(*shape)
-    tensor = quantize(x, bits, group=64)
+    tensor = quantize(x, bits, block_size=64)
     assert tensor.shape == shape
     assert (tensor.ndim, tensor.size) == (len(shape), x.size)
     assert {leaf.dtype for leaf in jax.tree.leaves(tensor)} == {jnp.dtype(jnp.uint32)}
@@ -589,7 +589,7 @@ def test_bad_choices_are_errors():
     for options, text in [
         ({"bits": 3}, "bits is 3; accepted are 4 to 16"),
         ({"bits": 17}, "bits is 17"),
-        ({"group": 33}, "group is 33, not a multiple of 32"),
+        ({"block_size": 33}, "block_size is 33, not a multiple of 32"),
         ({"rounding": "up"}, "rounding is 'up'"),
         ({"min_size": -1}, "min_size is -1"),
     ]:
@@ -644,7 +644,7 @@ def test_bad_trees_and_states_are_errors():
     with pytest.raises(TypeError, match="not a LowbitState"):
         tx.update(grads, state.inner_state, params)
     with pytest.raises(ValueError, match="other moments"):
-        tx.update(grads, lpmm_sgd(0.1, 0.9, group=32).init(params), params)
+        tx.update(grads, lpmm_sgd(0.1, 0.9, block_size=32).init(params), params)
     broken = params | {"stack": jax.tree.map(lambda x: x[:, :1], params["stack"])}
     for fails in (dequantize, tx.init):
         with pytest.raises(ValueError, match=r"params\['stack'\].*12-bit codes"):

@@ -122,7 +122,7 @@ def test_a_chain_clips_before_the_weights_move():
 def test_injected_hyperparameters_set_the_rate():
     inject = optax.inject_hyperparams(
         lpmm_sgd,
-        static_args=("momentum_bits", "group", "seed", "min_size"),
+        static_args=("momentum_bits", "block_size", "seed", "min_size"),
         hyperparam_dtype=jnp.float32,
     )
     tx, params, grads = inject(learning_rate=0.1, momentum=0.9), params_of(), series(4)
@@ -212,8 +212,8 @@ PLACES = {
 
 @pytest.mark.parametrize(
     ("place", "tx"),
-    [(place, lpmm_sgd(0.1, 0.9, group=64)) for place in PLACES]
-    + [("whole groups", lpmm_adam(1e-2, group=64))],
+    [(place, lpmm_sgd(0.1, 0.9, block_size=64)) for place in PLACES]
+    + [("whole groups", lpmm_adam(1e-2, block_size=64))],
     ids=[*PLACES, "adam"],
 )
 def test_eight_devices_have_the_bits_of_one_and_do_not_communicate(place, tx):
@@ -222,7 +222,7 @@ def test_eight_devices_have_the_bits_of_one_and_do_not_communicate(place, tx):
     shape = {"columns": (64, 128), "rows": (1024, 64), "stack": (8, 64, 64)}[name]
     random = np.random.default_rng(0)
     weight, *grads = random.normal(size=(3, *shape)).astype(np.float32)
-    params = lowbit_optax.quantize_params(jnp.asarray(weight), 12, group=64)
+    params = lowbit_optax.quantize_params(jnp.asarray(weight), 12, block_size=64)
     alone = jax.tree.map(lambda x: x, (params, tx.init(params)))
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 

@@ -365,7 +365,7 @@ LPMM = {
 @pytest.mark.parametrize("name", LPMM)
 def test_quantised_layers_are_stepped_as_by_lazy_gradients(name):
     tx, divides = LPMM[name], name == "adam"
-    layers = lowbit_optax.quantize_params(released.weights(3), bits=12, group=64)
+    layers = lowbit_optax.quantize_params(released.weights(3), bits=12, block_size=64)
     params = {"layers": layers, "head": normal(64)}
     batches = released.batches(5)
 
@@ -382,7 +382,7 @@ def test_quantised_layers_are_stepped_as_by_lazy_gradients(name):
 
 @pytest.mark.parametrize("name", LPMM)
 def test_quantised_layers_are_updated_in_the_loop(name):
-    layers = lowbit_optax.quantize_params(released.weights(3), bits=12, group=64)
+    layers = lowbit_optax.quantize_params(released.weights(3), bits=12, block_size=64)
     params = {"layers": layers, "head": normal(64)}
     found = released.updated_in_loop(
         _quantized_loss, LPMM[name], params, *released.batches(1)[0]

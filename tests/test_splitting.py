@@ -674,12 +674,12 @@ def test_a_fresh_residual_joins_to_the_parameter_itself(rounding):
 
 def test_small_leaves_keep_a_whole_master():
     format_ = lowbit_optax.extra_bits(8)
-    assert format_.stored((64, 64), 4096) is format_
+    assert format_.for_leaf((64, 64), jnp.bfloat16, 4096) is format_
     for shape in ((), (0,), (63, 65)):
-        assert format_.stored(shape, 4096) == lowbit_optax.master_copy()
+        assert format_.for_leaf(shape, jnp.bfloat16, 4096) == lowbit_optax.master_copy()
     # Nothing is packed without bits, so nothing is too small.
     none = lowbit_optax.extra_bits(0)
-    assert none.stored((), 4096) is none
+    assert none.for_leaf((), jnp.bfloat16, 4096) is none
 
 
 def test_formats_say_what_they_cannot_hold():

@@ -98,7 +98,7 @@ class Lowbit:
         """The weight format of a leaf; None for one that passes through."""
         if not trees.is_float(leaf) or not is_narrow(leaf.dtype):
             return None
-        return self.weights.stored(leaf.shape, self.min_size)
+        return self.weights.for_leaf(leaf.shape, leaf.dtype, self.min_size)
 
     def named_leaves(self, params: optax.Params):
         """Paths, leaves and structure: what a parameter's leaf is."""
@@ -175,7 +175,7 @@ class Lowbit:
         formats = [self.format(leaf) for leaf in leaves]
         residuals = self._residuals(names, leaves, treedef, formats, state.residual)
         masters = [
-            leaf if format_ is None else layerwise(format_.seen, leaf, residual)
+            leaf if format_ is None else layerwise(format_.inner_weight, leaf, residual)
             for format_, leaf, residual in zip(formats, leaves, residuals, strict=True)
         ]
         wide = [
@@ -394,7 +394,10 @@ def _random(names, leaves, formats, seed, count) -> list[RandomBits]:
     """The leaves' random bits, which know what their formats leave to the moments."""
     random = placed(random_bits(seed, count, _numbers(names)), names, leaves)
     return [
-        dataclasses.replace(bits, spare=format_ is not None and format_.spares(x.dtype))
+        dataclasses.replace(
+            bits,
+            spare=format_ is not None and format_.residual_random_bits(x.dtype) <= 8,
+        )
         for bits, x, format_ in zip(random, leaves, formats, strict=True)
     ]
 

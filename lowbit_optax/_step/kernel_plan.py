@@ -102,12 +102,15 @@ class Body:
         param, residual, (result, *moments) = self._run(
             self.program, values, scalars, multiply_add, before
         )
-        spare = self.format is not None and self.format.spares(param.dtype)
+        spare = (
+            self.format is not None
+            and self.format.residual_random_bits(param.dtype) <= 8
+        )
         random = RandomBits(scalars[0], scalars[1], index=index, spare=spare)
         if self.format is None:
             new = result
-        elif self.format.sums:
-            new, residual, _ = self.format.settle(param, result, random, self.landing)
+        elif self.format.stores_sum:
+            new, residual, _ = self.format.store(param, result, random, self.landing)
         else:
             new, residual, _ = self.format.advance(
                 param, residual, result, random, self.landing
@@ -145,7 +148,7 @@ class Body:
             grad = grad.astype(jnp.float32)
         if self.guarded:
             grad = grad * elementwise.decode_scalar(scalars[KEYS], np.dtype(np.float32))
-        master = self.format.seen(param, residual) if self.format else param
+        master = self.format.inner_weight(param, residual) if self.format else param
         outputs = program.run(
             [grad, master, *moments],
             lambda ref: elementwise.decode_scalar(
@@ -286,7 +289,7 @@ def _leaf_plan(i, inside, nodes: _Nodes, described, scalars, landing) -> LeafPla
     inputs = [grad, master, *(nodes.state[s] for s in slots)]
     if update.aval.dtype != jnp.float32:
         raise NotElementwise(f"its update is {update.aval.dtype}")
-    if landing is stay if format_ is None else format_.sums:
+    if landing is stay if format_ is None else format_.stores_sum:
         (update,) = scalars.graph.call(add_p, {}, [master, update], [master.aval])
     outputs = [update, *(nodes.new_state[s] for s in slots)]
     for node in outputs:
@@ -296,11 +299,11 @@ def _leaf_plan(i, inside, nodes: _Nodes, described, scalars, landing) -> LeafPla
         None if how is None else (how.format, how.number)
         for how in (described[s] for s in slots)
     )
-    groups = {how[0].group for how in moments if _is_grouped(how)}
+    groups = {how[0].block_size for how in moments if _is_grouped(how)}
     if len(groups) > 1:
-        raise NotElementwise(f"its moments have groups of {sorted(groups)}")
+        raise NotElementwise(f"its moments have blocks of {sorted(groups)}")
     residual = inside.residuals[i] is not None
-    on_fields = format_ and format_.elementwise()
+    on_fields = format_ and format_.on_fields()
     guarded = inside.guard is not None
     body = Body(program, on_fields, residual, moments, landing, guarded)
     return LeafPlan(body, slots)

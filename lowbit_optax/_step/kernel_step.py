@@ -154,7 +154,7 @@ def _kernel_leaf(body: Body, grad, param, residual, moments) -> Leaf:
     for i, stored in enumerate(moments):
         if i in body.groups:
             format_, _ = body.moments[i]
-            group = format_.group
+            group = format_.block_size
             operands.append(Operand(stored.codes, format_.bits))
         else:
             operands.append(Operand(stored))

@@ -219,7 +219,7 @@ class MomentPlan:
             name = jax.tree_util.keystr(path)
             if like.dtype != jnp.float32 or shapes.get(name) != like.shape:
                 return other(part)
-            stored = slot.format and slot.format.stored(like.shape, self.min_size)
+            stored = slot.format and slot.format.for_leaf(like.shape, self.min_size)
             return fn(name, stored, part, like)
 
         return jax.tree_util.tree_map_with_path(leaf, slot.tree, tree)

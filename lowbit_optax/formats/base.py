@@ -35,35 +35,32 @@ class WeightFormat:
 
     container: typing.ClassVar[type]
 
-    sums: typing.ClassVar[bool] = True
-    """Whether ``advance`` is ``settle`` of the sum of master and update."""
+    stores_sum: typing.ClassVar[bool] = True
+    """Whether ``advance`` is ``store`` of the sum of master and update."""
 
     def check(self, dtype: jnp.dtype) -> str | None:
         """Why a leaf of this narrow dtype cannot be held, or None if it can."""
         del dtype
         return None
 
-    def stored(self, shape: tuple[int, ...], min_size: int) -> "WeightFormat":
+    def for_leaf(
+        self, shape: tuple[int, ...], dtype: jnp.dtype, min_size: int
+    ) -> "WeightFormat":
         """The format of a leaf of this shape: itself, or a simpler one if too small."""
-        del shape, min_size
+        del shape, dtype, min_size
         return self
 
-    @property
-    def needs_random(self) -> bool:
-        """Whether rounding draws random bits."""
-        return False
-
-    def spares(self, dtype: jnp.dtype) -> bool:
-        """Whether it reads at most 8 leading bits of ``RESIDUAL_STREAM``'s words."""
+    def residual_random_bits(self, dtype: jnp.dtype) -> int:
+        """How many leading bits of ``RESIDUAL_STREAM``'s words it reads, at most."""
         del dtype
-        return False
+        return 32
 
     @property
     def width(self) -> int:
         """Bits a parameter of packed residuals; 0 where they are not packed."""
         return 0
 
-    def elementwise(self) -> "WeightFormat":
+    def on_fields(self) -> "WeightFormat":
         """The same format on unpacked residuals, uint32 fields of ``width`` bits."""
         return self
 
@@ -81,7 +78,7 @@ class WeightFormat:
         del residual
         return self.widen(param)
 
-    def seen(self, param: jax.Array, residual: jax.Array | None) -> jax.Array:
+    def inner_weight(self, param: jax.Array, residual: jax.Array | None) -> jax.Array:
         """The float32 weight that the inner transformation sees: the master."""
         return self.join(param, residual)
 
@@ -119,16 +116,16 @@ class WeightFormat:
           param: the leaf, in its narrow dtype.
           residual: what the state holds for it.
           update: float32, of param's shape.
-          random: the leaf's random bits at this step, if ``needs_random``.
+          random: the leaf's random bits at this step.
           land: takes (old, new) param to (the one that will be there, the update that
             gets it there), see :mod:`lowbit_optax._numerics.landing`.
 
         Returns:
           ``(new param, new residual, landing update)``.
         """
-        return self.settle(param, self.join(param, residual) + update, random, land)
+        return self.store(param, self.join(param, residual) + update, random, land)
 
-    def settle(
+    def store(
         self,
         param: jax.Array,
         master: jax.Array,
@@ -157,10 +154,6 @@ class MomentFormat:
     structure of the parameters, for every field of the inner state that has moments.
     """
 
-    @property
-    def needs_random(self) -> bool:
-        return False
-
     def for_field(self, name: str, fields: Set[str]) -> "MomentFormat":
         """The format of the moments in one field of the inner state.
 
@@ -171,7 +164,7 @@ class MomentFormat:
         del name, fields
         return self
 
-    def stored(self, shape: tuple[int, ...], min_size: int) -> "MomentFormat | None":
+    def for_leaf(self, shape: tuple[int, ...], min_size: int) -> "MomentFormat | None":
         """The format of a leaf of this shape: itself, or None to keep it float32."""
         del shape, min_size
         return self

@@ -38,8 +38,8 @@ class QuantizedMoment(typing.NamedTuple):
     Args:
       codes: at a moment, uint32 words of ``packed_shape(shape, bits)``; at a leaf that
         is too small, its float32 moment.
-      scales: bfloat16, of the moment's shape with its pack axis n -> ceil(n / group);
-        None at a leaf that is too small.
+      scales: bfloat16, of the moment's shape with its pack axis
+        n -> ceil(n / block_size); None at a leaf that is too small.
     """
 
     codes: typing.Any
@@ -52,16 +52,12 @@ class BlockQuantized(MomentFormat):
 
     bits: int = 8
     code: str | None = None
-    group: int = GROUP
+    block_size: int = GROUP
     rounding: typing.Literal["nearest", "stochastic"] = "stochastic"
     scale: typing.Literal["bfloat16", "power_of_two"] | None = None
     signed: bool = True
 
     container: typing.ClassVar[type] = QuantizedMoment
-
-    @property
-    def needs_random(self) -> bool:
-        return self.rounding == "stochastic"
 
     @property
     def codec(self) -> Code:
@@ -85,14 +81,14 @@ class BlockQuantized(MomentFormat):
             signed = False
         return dataclasses.replace(self, signed=signed)
 
-    def stored(self, shape: tuple[int, ...], min_size: int) -> MomentFormat | None:
+    def for_leaf(self, shape: tuple[int, ...], min_size: int) -> MomentFormat | None:
         size = math.prod(shape)
         return self if shape and size and size >= min_size else None
 
     def encode(self, moment, random, number):
         codec = self.codec
         axis = pack_axis(moment.shape)
-        groups = _in_groups(codec.statistic(moment), axis, self.group)
+        groups = _in_groups(codec.statistic(moment), axis, self.block_size)
         scales = codec.scale_of(codec.largest(jnp.max(groups, axis=axis + 1)))
         prepared = self._prepared(scales, moment.shape)
         fields = self.encode_fields(moment, prepared, random, number)
@@ -103,7 +99,7 @@ class BlockQuantized(MomentFormat):
     ):
         """The fields of moments (rows of them, in a kernel) with prepared scales."""
         words = None
-        if self.needs_random:
+        if self.rounding == "stochastic":
             words = random.twelve(moment.shape, number)
         return self.codec.encode_fields(moment, prepared, words, multiply_add)
 
@@ -115,7 +111,7 @@ class BlockQuantized(MomentFormat):
     def scales_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the scales of a moment of this shape."""
         axis = pack_axis(shape)
-        groups = math.ceil(shape[axis] / self.group)
+        groups = math.ceil(shape[axis] / self.block_size)
         return (*shape[:axis], groups, *shape[axis + 1 :])
 
     def codes_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -129,7 +125,7 @@ class BlockQuantized(MomentFormat):
         def repeat(x):
             x = jnp.broadcast_to(
                 jnp.expand_dims(x, axis + 1),
-                (*x.shape[: axis + 1], self.group, *x.shape[axis + 1 :]),
+                (*x.shape[: axis + 1], self.block_size, *x.shape[axis + 1 :]),
             )
             x = x.reshape(*shape[:axis], -1, *shape[axis + 1 :])
             return lax.slice_in_dim(x, 0, shape[axis], axis=axis)
@@ -137,21 +133,21 @@ class BlockQuantized(MomentFormat):
         return tuple(map(repeat, self.codec.prepare(to_float32(scales))))
 
 
-def _in_groups(x: jax.Array, axis: int, group: int) -> jax.Array:
-    """Axis n -> (ceil(n / group), group); padded with 0, no group's largest."""
+def _in_groups(x: jax.Array, axis: int, block_size: int) -> jax.Array:
+    """Axis n -> (ceil(n / block_size), block_size), padded with 0."""
     size = x.shape[axis]
-    if size % group:
+    if size % block_size:
         widths = [(0, 0)] * x.ndim
-        widths[axis] = (0, -size % group)
+        widths[axis] = (0, -size % block_size)
         x = jnp.pad(x, widths)
-    return x.reshape(*x.shape[:axis], -1, group, *x.shape[axis + 1 :])
+    return x.reshape(*x.shape[:axis], -1, block_size, *x.shape[axis + 1 :])
 
 
 def block_quantized(
     bits: int = 8,
     *,
     code: typing.Literal["linear", "companded", "dynamic", "sqrt", "log"] | None = None,
-    group: int = GROUP,
+    block_size: int = GROUP,
     rounding: typing.Literal["nearest", "stochastic"] = "stochastic",
     scale: typing.Literal["bfloat16", "power_of_two"] | None = None,
 ) -> MomentFormat:
@@ -188,7 +184,7 @@ def block_quantized(
     Args:
       bits: 8 or 4.
       code: one of the above for all moments this format is for; None chooses by field.
-      group: values that share a scale, a multiple of 32. They lie along
+      block_size: values that share a scale, a multiple of 32. They lie along
         :func:`pallas_kernels.pack_axis`.
       rounding: ``"stochastic"`` or ``"nearest"``. Moments are read, changed a little
         and stored again at every step: under nearest rounding a second moment does not
@@ -197,11 +193,11 @@ def block_quantized(
         coarse, but division by it is exact), or None: powers of two for ``"log"``.
 
     Returns:
-      A moment format. State: ``bits/8 + 2/group`` bytes a moment. Scalars and leaves
-      smaller than ``lowbit``'s ``min_size`` stay float32.
+      A moment format. State: ``bits/8 + 2/block_size`` bytes a moment. Scalars and
+      leaves smaller than ``lowbit``'s ``min_size`` stay float32.
 
     Raises:
-      TypeError: if ``bits`` or ``group`` is no static int.
+      TypeError: if ``bits`` or ``block_size`` is no static int.
       ValueError: if an argument is not one of these; in ``init``, if a code that holds
         nothing negative is given to a first moment.
 
@@ -217,7 +213,7 @@ def block_quantized(
     >>> nu.codes["w"].shape, nu.scales["w"].shape
     ((16, 64), (2, 64))
     """
-    for name, value in (("bits", bits), ("group", group)):
+    for name, value in (("bits", bits), ("block_size", block_size)):
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(
                 f"block_quantized: {name} is {value!r}, and must be a static int; "
@@ -229,9 +225,10 @@ def block_quantized(
         raise ValueError(
             f"block_quantized: code is {code!r}, not None or one of {', '.join(_CODES)}"
         )
-    if group <= 0 or group % GROUP:
+    if block_size <= 0 or block_size % GROUP:
         raise ValueError(
-            f"block_quantized: group is {group}, not a positive multiple of {GROUP}"
+            f"block_quantized: block_size is {block_size}, not a positive multiple of "
+            f"{GROUP}"
         )
     if rounding not in _ROUNDINGS:
         raise ValueError(
@@ -242,4 +239,4 @@ def block_quantized(
             f"block_quantized: scale is {scale!r}, not None, 'bfloat16' or "
             "'power_of_two'"
         )
-    return BlockQuantized(bits, code, group, rounding, scale)
+    return BlockQuantized(bits, code, block_size, rounding, scale)

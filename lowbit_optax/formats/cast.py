@@ -25,10 +25,6 @@ class Cast(MomentFormat):
     dtype: np.dtype
     rounding: typing.Literal["nearest", "stochastic"] = "stochastic"
 
-    @property
-    def needs_random(self) -> bool:
-        return self.rounding == "stochastic"
-
     def encode(self, moment, random, number):
         if self.rounding == "nearest":
             return rounding_.round_nearest(moment, self.dtype)

@@ -91,14 +91,10 @@ class ExtraBits(WeightFormat):
         """Stored bits a parameter."""
         return splitting.stored_bits(self.bits, self.rounding)
 
-    @property
-    def needs_random(self) -> bool:
-        return "stochastic" in (self.rounding, self.residual_rounding)
-
-    def spares(self, dtype):
+    def residual_random_bits(self, dtype):
         # The other formats' subnormals drop more bits.
         layout = float_layouts.layout_of(dtype)
-        return layout.same_exponent and layout.max_extra_bits - self.bits <= 8
+        return layout.max_extra_bits - self.bits if layout.same_exponent else 32
 
     def check(self, dtype):
         most = float_layouts.layout_of(dtype).max_extra_bits
@@ -106,12 +102,13 @@ class ExtraBits(WeightFormat):
             return f"{dtype} takes 0 to {most} extra bits, not {self.bits}"
         return None
 
-    def stored(self, shape, min_size):
+    def for_leaf(self, shape, dtype, min_size):
+        del dtype
         size = math.prod(shape)
         small = not shape or not size or size < min_size
         return MasterCopyFormat() if self.width and small else self
 
-    def elementwise(self):
+    def on_fields(self):
         return dataclasses.replace(self, packed=False)
 
     def init(self, param):

@@ -46,11 +46,7 @@ class KahanFormat(WeightFormat):
     arithmetic: typing.Literal["float32", "param"] = "float32"
 
     container: typing.ClassVar[type] = Kahan
-    sums: typing.ClassVar[bool] = False
-
-    @property
-    def needs_random(self) -> bool:
-        return "stochastic" in (self.rounding, self.residual_rounding)
+    stores_sum: typing.ClassVar[bool] = False
 
     def init(self, param):
         return jnp.zeros_like(param, dtype=self._residual_dtype(param.dtype))
@@ -58,7 +54,7 @@ class KahanFormat(WeightFormat):
     def join(self, param, residual):
         return rounding_.to_float32(param) - rounding_.to_float32(residual)
 
-    def seen(self, param, residual):
+    def inner_weight(self, param, residual):
         # Line 4 of Algorithm 3 decays w, not w - c.
         if self.arithmetic == "param":
             return rounding_.to_float32(param)
@@ -139,8 +135,8 @@ def kahan(
     References:
       Zamirai et al. 2020, Algorithms 1, 3 and 5.
 
-    >>> kahan(residual_rounding="nearest").needs_random
-    False
+    >>> kahan().residual_rounding
+    'stochastic'
     """
     if rounding not in ("nearest", "stochastic"):
         raise ValueError(

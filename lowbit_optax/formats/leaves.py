@@ -27,7 +27,7 @@ def join_leaf(
     if residual is None or not format_.width:
         return format_.join(param, residual)
     (master,) = fused_update(
-        _Join(format_.elementwise()),
+        _Join(format_.on_fields()),
         [Operand(param), Operand(residual, format_.width)],
         [Result(jnp.float32)],
         shape=param.shape,
@@ -55,7 +55,7 @@ def split_leaf(
     if not format_.width:
         return format_.split(master, dtype, random)
     param, residual = fused_update(
-        _Split(format_.elementwise(), jnp.dtype(dtype)),
+        _Split(format_.on_fields(), jnp.dtype(dtype)),
         [Operand(master)],
         [Result(dtype), Result(jnp.uint32, format_.width)],
         scalars=jnp.stack([random.key, random.second]),

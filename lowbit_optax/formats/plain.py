@@ -50,10 +50,6 @@ class StochasticRounding(WeightFormat):
 
     container: typing.ClassVar[type] = NoResidual
 
-    @property
-    def needs_random(self) -> bool:
-        return True
-
     def round(self, master: jax.Array, dtype: jnp.dtype, random: RandomBits):
         words = random.words(master.shape)
         return rounding.round_stochastic(master, dtype, words)
@@ -102,8 +98,8 @@ def stochastic_rounding() -> WeightFormat:
     References:
       Zamirai et al. 2020, Algorithms 2 and 4 (the circled minus).
 
-    >>> stochastic_rounding().needs_random
-    True
+    >>> stochastic_rounding()
+    StochasticRounding()
     """
     return StochasticRounding()
 

@@ -49,9 +49,9 @@ class QuantizedTensor:
       codes: uint32 words, of the array's shape with the packed axis ``n -> ceil(n/32)
         bits``.
       scales: uint32 patterns of float32 steps, of the array's shape with the packed
-        axis ``n -> ceil(n / group)``.
+        axis ``n -> ceil(n / block_size)``.
       bits: k, of a code.
-      group: values that share a step, a multiple of 32.
+      block_size: values that share a step, a multiple of 32.
       axis: the packed axis, -1 or -2.
       length: n, the array's size along it.
 
@@ -66,7 +66,7 @@ class QuantizedTensor:
     codes: jax.Array
     scales: jax.Array
     bits: int = dataclasses.field(metadata={"static": True})
-    group: int = dataclasses.field(metadata={"static": True})
+    block_size: int = dataclasses.field(metadata={"static": True})
     axis: int = dataclasses.field(metadata={"static": True})
     length: int = dataclasses.field(metadata={"static": True})
 
@@ -115,7 +115,7 @@ class QuantizedTensor:
 def quantize_params(
     params: typing.Any,
     bits: int = 12,
-    group: int = DEFAULT_GROUP,
+    block_size: int = DEFAULT_GROUP,
     min_size: int = 4096,
     seed: int = 0,
     rounding: Rounding = "nearest",
@@ -129,7 +129,7 @@ def quantize_params(
       params: tree of arrays. Leaves with fewer than ``min_size`` elements become
         float32; leaves that are not real floating-point stay as they are.
       bits: 4 to 16.
-      group: values that share a step, a multiple of 32. They lie along
+      block_size: values that share a step, a multiple of 32. They lie along
         :func:`pallas_kernels.pack_axis`, where a leaf's group ends with it.
       min_size: smaller leaves are not quantised.
       seed: of stochastic rounding.
@@ -142,7 +142,7 @@ def quantize_params(
 
     Returns:
       The tree with a :class:`QuantizedTensor` at the larger float leaves: ``bits + 32 /
-      group`` bits a parameter.
+      block_size`` bits a parameter.
 
     Raises:
       TypeError, ValueError: for arguments that are not as above; errors about a leaf
@@ -157,7 +157,7 @@ def quantize_params(
     >>> quantized["w"].codes.shape, quantized["b"].dtype
     ((16, 64), dtype('float32'))
     """
-    check_choices(bits, group, rounding)
+    check_choices(bits, block_size, rounding)
     check_int("min_size", min_size, 0)
     check_int("seed", seed, 0, 2**32 - 1)
     names, leaves, treedef = named_leaves(params)
@@ -186,7 +186,7 @@ def quantize_params(
             return x
         axis = -1 if is_stack and x.ndim == 2 else pack_axis(x.shape) - x.ndim
         words = random if rounding == "stochastic" else None
-        return quantize(x, bits, group, axis, words)
+        return quantize(x, bits, block_size, axis, words)
 
     return treedef.unflatten(map(convert, names, leaves, draws))
 
@@ -225,7 +225,7 @@ def dequantize(
 def quantize(
     x: jax.Array,
     bits: int,
-    group: int,
+    block_size: int,
     axis: int,
     random: RandomBits | None,
 ) -> QuantizedTensor:
@@ -233,29 +233,31 @@ def quantize(
 
     Args:
       x: float32, rank 1 or more.
-      bits, group: as in :func:`quantize_params`.
+      bits, block_size: as in :func:`quantize_params`.
       axis: to pack along: -1, or -2 where ``pack_axis`` says so.
       random: random bits of the leaf; None to round to nearest.
     """
     size = jnp.abs(x)
     size = jnp.where(size < jnp.float32(jnp.inf), size, jnp.float32(0))
     at = axis % x.ndim
-    widths = [(0, -x.shape[axis] % group if i == at else 0) for i in range(x.ndim)]
-    groups = jnp.pad(size, widths).reshape(*x.shape[:at], -1, group, *x.shape[at + 1 :])
+    widths = [(0, -x.shape[axis] % block_size if i == at else 0) for i in range(x.ndim)]
+    groups = jnp.pad(size, widths).reshape(
+        *x.shape[:at], -1, block_size, *x.shape[at + 1 :]
+    )
     delta = linear_code.delta_of(jnp.max(groups, axis=at + 1), bits)
-    steps = _repeat(delta, group, axis, x.shape[axis])
+    steps = _repeat(delta, block_size, axis, x.shape[axis])
     words = None if random is None else random.words(x.shape, PARAM_STREAM)
     fields = linear_code.encode(x, steps, bits, words)
     scales = lax.bitcast_convert_type(delta, jnp.uint32)
     codes = _pack(fields, bits, axis)
-    return QuantizedTensor(codes, scales, bits, group, axis, x.shape[axis])
+    return QuantizedTensor(codes, scales, bits, block_size, axis, x.shape[axis])
 
 
 def requantize(
     x: jax.Array, old: QuantizedTensor, random: RandomBits | None
 ) -> QuantizedTensor:
     """A float32 array stored like ``old``, with steps of its own."""
-    return quantize(x, old.bits, old.group, old.axis, random)
+    return quantize(x, old.bits, old.block_size, old.axis, random)
 
 
 def is_quantized(x) -> bool:
@@ -279,12 +281,12 @@ def named_leaves(tree) -> tuple[list[str], list, jax.tree_util.PyTreeDef]:
     return names, [leaf for _, leaf in with_path], treedef
 
 
-def check_choices(bits: int, group: int, rounding: str) -> None:
+def check_choices(bits: int, block_size: int, rounding: str) -> None:
     """Raise unless weights can be stored so."""
     check_int("bits", bits, 4, 16)
-    check_int("group", group, GROUP)
-    if group % GROUP:
-        raise ValueError(f"lpmm: group is {group}, not a multiple of 32")
+    check_int("block_size", block_size, GROUP)
+    if block_size % GROUP:
+        raise ValueError(f"lpmm: block_size is {block_size}, not a multiple of 32")
     if rounding not in ("nearest", "stochastic"):
         raise ValueError(
             f"lpmm: rounding is {rounding!r}, not 'nearest' or 'stochastic'"
@@ -345,28 +347,28 @@ def check_parts(tensor: QuantizedTensor) -> None:
     want_codes, want_scales = list(codes.shape), list(codes.shape)
     if codes.ndim >= -tensor.axis:
         want_codes[tensor.axis] = math.ceil(tensor.length / GROUP) * tensor.bits
-        want_scales[tensor.axis] = math.ceil(tensor.length / tensor.group)
+        want_scales[tensor.axis] = math.ceil(tensor.length / tensor.block_size)
         if codes.shape == tuple(want_codes) and scales.shape == tuple(want_scales):
             return
     raise ValueError(
         f"QuantizedTensor: codes {list(codes.shape)} and scales {list(scales.shape)} "
         f"are not of {tensor.bits}-bit codes along axis {tensor.axis} of size "
-        f"{tensor.length} with groups of {tensor.group}. Was the packed axis sliced? "
-        "See stacked= of quantize_params"
+        f"{tensor.length} with blocks of {tensor.block_size}. Was the packed axis "
+        "sliced? See stacked= of quantize_params"
     )
 
 
 def _steps(tensor: QuantizedTensor) -> jax.Array:
     delta = lax.bitcast_convert_type(tensor.scales, jnp.float32)
-    return _repeat(delta, tensor.group, tensor.axis, tensor.length)
+    return _repeat(delta, tensor.block_size, tensor.axis, tensor.length)
 
 
-def _repeat(delta: jax.Array, group: int, axis: int, length: int) -> jax.Array:
+def _repeat(delta: jax.Array, block_size: int, axis: int, length: int) -> jax.Array:
     """Groups' numbers for every element."""
     at = axis % delta.ndim
     shape = delta.shape
     wide = jnp.broadcast_to(
-        jnp.expand_dims(delta, at + 1), (*shape[: at + 1], group, *shape[at + 1 :])
+        jnp.expand_dims(delta, at + 1), (*shape[: at + 1], block_size, *shape[at + 1 :])
     )
     wide = wide.reshape(*shape[:at], -1, *shape[at + 1 :])
     return lax.slice_in_dim(wide, 0, length, axis=at)

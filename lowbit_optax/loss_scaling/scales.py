@@ -26,13 +26,13 @@ class Scaling:
         raise NotImplementedError
 
     def next(
-        self, scale: jax.Array, memory, largest: jax.Array, finite: jax.Array
+        self, scale: jax.Array, state, largest: jax.Array, finite: jax.Array
     ) -> tuple[jax.Array, typing.Any]:
         """The next scale and what is remembered after a step.
 
         Args:
           scale: float32 scalar, of this step.
-          memory: as :meth:`init` and this method return it.
+          state: as :meth:`init` and this method return it.
           largest: float32 scalar, max |g| of the gradients divided by the scale.
           finite: bool scalar, whether all of them are finite.
         """
@@ -48,9 +48,9 @@ class Static(Scaling):
     def init(self):
         return jnp.float32(self.scale), ()
 
-    def next(self, scale, memory, largest, finite):
+    def next(self, scale, state, largest, finite):
         del largest, finite
-        return scale, memory
+        return scale, state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +66,9 @@ class Backoff(Scaling):
     def init(self):
         return jnp.float32(self.initial), jnp.zeros([], jnp.int32)
 
-    def next(self, scale, memory, largest, finite):
+    def next(self, scale, state, largest, finite):
         del largest
-        good = memory + jnp.int32(1)
+        good = state + jnp.int32(1)
         grows = good >= jnp.int32(self.period)
         up = jnp.minimum(scale * jnp.float32(self.factor), jnp.float32(self.largest))
         down = jnp.maximum(scale / jnp.float32(self.factor), jnp.float32(self.smallest))
@@ -76,7 +76,7 @@ class Backoff(Scaling):
         return after, jnp.where(finite & ~grows, good, jnp.int32(0))
 
 
-class LogNormalMemory(typing.NamedTuple):
+class LogNormalState(typing.NamedTuple):
     """What :func:`log_normal_scale` remembers, float32 scalars.
 
     Args:
@@ -91,10 +91,10 @@ class LogNormalMemory(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LogNormal(Scaling):
-    """See :func:`log_normal_scale`; remembers a :class:`LogNormalMemory`."""
+    """See :func:`log_normal_scale`; remembers a :class:`LogNormalState`."""
 
     initial: float
-    overflow: float
+    overflow_probability: float
     decay: float
     least_deviation: float
     smallest: float
@@ -103,26 +103,26 @@ class LogNormal(Scaling):
 
     def init(self):
         zero = jnp.zeros([], jnp.float32)
-        return jnp.float32(self.initial), LogNormalMemory(zero, zero, zero)
+        return jnp.float32(self.initial), LogNormalState(zero, zero, zero)
 
-    def next(self, scale, memory, largest, finite):
+    def next(self, scale, state, largest, finite):
         # Of an overflow it is known that max|g| was past limit / scale: say, twice.
         seen = jnp.log2(jnp.float32(2 * self.limit) / scale)
         x = jnp.where(finite, jnp.log2(largest), seen)
         is_known = jnp.isfinite(x)  # not of gradients that are all zero
         x = jnp.where(is_known, x, jnp.float32(0))
         rate = jnp.where(is_known, jnp.float32(1 - self.decay), jnp.float32(0))
-        memory = LogNormalMemory(
-            memory.mean + rate * (x - memory.mean),
-            memory.square + rate * (x * x - memory.square),
-            memory.weight + rate * (jnp.float32(1) - memory.weight),
+        state = LogNormalState(
+            state.mean + rate * (x - state.mean),
+            state.square + rate * (x * x - state.square),
+            state.weight + rate * (jnp.float32(1) - state.weight),
         )
-        weight = jnp.maximum(memory.weight, jnp.float32(1e-30))
-        mean = memory.mean / weight
-        variance = memory.square / weight - mean * mean
+        weight = jnp.maximum(state.weight, jnp.float32(1e-30))
+        mean = state.mean / weight
+        variance = state.square / weight - mean * mean
         least = jnp.float32(self.least_deviation**2)
         deviation = jnp.sqrt(jnp.maximum(variance, least))
-        most = mean + jnp.float32(_quantile(1 - self.overflow)) * deviation
+        most = mean + jnp.float32(_quantile(1 - self.overflow_probability)) * deviation
         # Down to a power of two, by which gradients are scaled exactly.
         exponent = jnp.floor(jnp.float32(math.log2(self.limit)) - most)
         exponent = jnp.clip(
@@ -130,7 +130,7 @@ class LogNormal(Scaling):
             jnp.float32(math.log2(self.smallest)),
             jnp.float32(math.log2(self.largest)),
         )
-        return jnp.where(is_known, _power_of_two(exponent), scale), memory
+        return jnp.where(is_known, _power_of_two(exponent), scale), state
 
 
 def static_scale(scale: float = 2.0**15) -> Scaling:
@@ -169,8 +169,8 @@ def backoff_scale(
 
     >>> import jax.numpy as jnp
     >>> scaling = backoff_scale(8.0)
-    >>> scale, memory = scaling.init()
-    >>> scaling.next(scale, memory, jnp.float32(jnp.inf), jnp.bool_(False))[0]
+    >>> scale, state = scaling.init()
+    >>> scaling.next(scale, state, jnp.float32(jnp.inf), jnp.bool_(False))[0]
     Array(4., dtype=float32)
     """
     if isinstance(period, bool) or not isinstance(period, int) or period < 1:
@@ -186,7 +186,7 @@ def backoff_scale(
 def log_normal_scale(
     initial: float = 2.0**15,
     *,
-    overflow: float = 0.001,
+    overflow_probability: float = 0.001,
     decay: float = 0.99,
     least_deviation: float = 1.0,
     smallest: float = 2.0**-24,
@@ -196,11 +196,12 @@ def log_normal_scale(
     """A scale with which the largest gradient seldom overflows, from its statistics.
 
         x = log2 max|g| ~ N(mu, sigma^2), by running means;
-        scale = 2^floor(log2(limit) - mu - z sigma),  P(z' > z) = ``overflow``
+        scale = 2^floor(log2(limit) - mu - z sigma)
+        P(z' > z) = ``overflow_probability``
 
     Args:
       initial: the scale of the first step.
-      overflow: the probability that max|g| * scale is past the limit.
+      overflow_probability: the probability that max|g| * scale is past the limit.
       decay: of the running means, a step.
       least_deviation: sigma is taken for no less; in powers of two.
       smallest, largest: bounds of the scale.
@@ -211,12 +212,15 @@ def log_normal_scale(
 
     >>> import jax.numpy as jnp
     >>> scaling = log_normal_scale()
-    >>> scale, memory = scaling.init()
-    >>> scaling.next(scale, memory, jnp.float32(1.0), jnp.bool_(True))[0]
+    >>> scale, state = scaling.init()
+    >>> scaling.next(scale, state, jnp.float32(1.0), jnp.bool_(True))[0]
     Array(4096., dtype=float32)
     """
-    if not 0 < overflow < 1:
-        raise ValueError(f"log_normal_scale: overflow is {overflow!r}, not in (0, 1)")
+    if not 0 < overflow_probability < 1:
+        raise ValueError(
+            "log_normal_scale: overflow_probability is "
+            f"{overflow_probability!r}, not in (0, 1)"
+        )
     if not 0 <= decay < 1:
         raise ValueError(f"log_normal_scale: decay is {decay!r}, not in [0, 1)")
     if least_deviation < 0:
@@ -226,7 +230,7 @@ def log_normal_scale(
     _check_bounds(initial, smallest, largest)
     return LogNormal(
         float(initial),
-        float(overflow),
+        float(overflow_probability),
         float(decay),
         float(least_deviation),
         float(smallest),

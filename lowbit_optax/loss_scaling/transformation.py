@@ -22,13 +22,13 @@ class LossScaleState(typing.NamedTuple):
 
     Args:
       scale: float32 scalar, by which the next loss is to be multiplied.
-      memory: what the scaling remembers.
+      scaling_state: what the scaling remembers.
       skipped: int32 scalar, steps skipped so far.
       inner_state: the inner transformation's state.
     """
 
     scale: jax.Array
-    memory: typing.Any
+    scaling_state: typing.Any
     skipped: jax.Array
     inner_state: typing.Any
 
@@ -151,9 +151,9 @@ class LossScaled:
 
     def init(self, params: optax.Params) -> LossScaleState:
         """The state with the first scale."""
-        scale, memory = self.scaling.init()
+        scale, scaling_state = self.scaling.init()
         skipped = jnp.zeros([], jnp.int32)
-        return LossScaleState(scale, memory, skipped, self.inner.init(params))
+        return LossScaleState(scale, scaling_state, skipped, self.inner.init(params))
 
     def update(self, updates, state, params=None, **extra_args):
         """As in optax; a skipped step's updates are -0, which changes nothing."""
@@ -190,9 +190,11 @@ class LossScaled:
             results, inner_state = self._any(
                 grads, state.inner_state, params, guard, landing, extra_args
             )
-        scale, memory = self.scaling.next(state.scale, state.memory, largest, finite)
+        scale, scaling_state = self.scaling.next(
+            state.scale, state.scaling_state, largest, finite
+        )
         skipped = state.skipped + (~finite).astype(jnp.int32)
-        return results, LossScaleState(scale, memory, skipped, inner_state)
+        return results, LossScaleState(scale, scaling_state, skipped, inner_state)
 
     def _any(self, grads, inner_state, params, guard, landing, extra_args):
         """The guarded step of any inner transformation."""

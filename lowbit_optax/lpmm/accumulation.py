@@ -18,7 +18,7 @@ from lowbit_optax.lpmm.quantized import widened
 from lowbit_optax.transformation import LowbitTransformation
 
 EIGHT_BITS = formats.block_quantized(
-    8, code="linear", group=tensors.DEFAULT_GROUP, rounding="stochastic"
+    8, code="linear", block_size=tensors.DEFAULT_GROUP, rounding="stochastic"
 )
 """The paper's gradient accumulators."""
 
@@ -190,7 +190,7 @@ class _Accumulation:
         ]
 
     def _format(self, shape) -> MomentFormat | None:
-        return self.format.stored(shape, self.min_size)
+        return self.format.for_leaf(shape, self.min_size)
 
     def _encode(self, total, random):
         format_ = self._format(total.shape)

@@ -88,15 +88,12 @@ class QuantizedWeights(WeightFormat):
 
     rounding: tensors.Rounding
 
-    @property
-    def needs_random(self) -> bool:
-        return self.rounding == "stochastic"
-
     def widen(self, param):
         return param.dequantize()
 
-    def settle(self, param, master, random, land=stay):
-        new = tensors.requantize(master, param, random if self.needs_random else None)
+    def store(self, param, master, random, land=stay):
+        draws = random if self.rounding == "stochastic" else None
+        new = tensors.requantize(master, param, draws)
         if land is stay:
             return new, None, new
         # Integers modulo 2^32 always land.

@@ -171,7 +171,7 @@ def test_lowbit_adamw_moves_twelve_bytes_in_place():
 @pytest.mark.parametrize("group", [32, 64, 128, 256])
 def test_groups_are_read_once_while_they_fit_in_registers(group):
     inner = optax.adamw(1e-3)
-    moments = lowbit_optax.block_quantized(group=group)
+    moments = lowbit_optax.block_quantized(block_size=group)
     tx = lowbit_optax.lowbit(inner, weights=lowbit_optax.extra_bits(8), moments=moments)
     kernel = lower_step(tx, leaf(SIDE, SIDE)).fused
     # Gradient, parameter and words; the gradient's and the moments' once more. Scales
