@@ -121,7 +121,7 @@ def lpmm_adam(
       TypeError, ValueError: for arguments that are not as above.
 
     References:
-      LPMM, sections 3 and 5.1, for the quantisation; Kingma and Ba 2015, Algorithm 1.
+      LPMM, section 5.1 and appendix B; Kingma and Ba 2015, Algorithm 1.
 
     >>> import jax, jax.numpy as jnp, lowbit_optax
     >>> from lowbit_optax import lpmm
@@ -169,6 +169,6 @@ def _dynamic(
     return formats.block_quantized(
         8 if bits is None else bits,
         code="dynamic",
-        group=DEFAULT_GROUP if block_size is None else block_size,
+        block_size=DEFAULT_GROUP if block_size is None else block_size,
         rounding=rounding,
     )
