@@ -3,8 +3,8 @@
 The unit of Zamirai et al. 2020 knows one format of 16 bits. Each product, sum,
 quotient and root is rounded to it, hyperparameters are numbers of it, and so are the
 weights, their compensations and the moments. This is for studying such a unit. The
-aliases, such as :func:`lowbit_optax.kahan_sgd`, store as little, but compute in float32:
-that is faster and loses less.
+aliases, such as :func:`lowbit_optax.kahan_sgd`, store as little, but compute in
+float32: that is faster and loses less.
 
 The values are float32 arrays that hold only numbers of the format, since XLA may drop a
 cast to 16 bits and back, and keeps these roundings.
