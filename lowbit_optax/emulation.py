@@ -62,7 +62,7 @@ def sixteen_bit_sgd(
     *,
     weight_decay: float = 0.0,
     rounding: WeightRounding | WeightFormat = "kahan",
-    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    dtype: jax.typing.DTypeLike = "bfloat16",
     seed: int | None = None,
     implementation: common.Implementation = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -131,7 +131,7 @@ def sixteen_bit_adamw(
     *,
     weight_decay: float = 0.0,
     rounding: WeightRounding | WeightFormat = "kahan",
-    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    dtype: jax.typing.DTypeLike = "bfloat16",
     seed: int | None = None,
     implementation: common.Implementation = None,
 ) -> optax.GradientTransformationExtraArgs:

@@ -73,7 +73,13 @@ def check_moment_dtype(
 
     Raises:
       ValueError: if both say how the moment is stored.
+      TypeError: if ``optax.inject_hyperparams`` made an array of the dtype.
     """
+    if isinstance(dtype, jax.Array):
+        raise TypeError(
+            f"{alias}: {argument} is an array, not a dtype; with "
+            "optax.inject_hyperparams name it in static_args"
+        )
     if dtype is None or np.dtype(dtype) == np.float32:
         return
     format_ = moments.get(field, "float32") if isinstance(moments, Mapping) else moments
