@@ -81,7 +81,7 @@ def lowbit(
     >>> optax.apply_updates(params, updates)["w"].dtype
     dtype(bfloat16)
     """
-    weights = extra_bits(16) if weights is None else weights
+    weights = extra_bits(8) if weights is None else weights
     if not isinstance(weights, WeightFormat):
         raise TypeError(
             f"lowbit: weights is {weights!r}, not a weight format such as "
