@@ -49,7 +49,7 @@ def params_for(name, size=64):
     """A kernel of 64 elements, which are not packed; 4096 are."""
     weights = {"kernel": jnp.linspace(-1, 1, size).reshape(-1, 64)}
     if name.startswith("lpmm"):
-        return lowbit_optax.quantize_params(weights, bits=12)
+        return lowbit_optax.quantize_params(weights, bits=12, min_size=0)
     return jax.tree.map(lambda x: x.astype(jnp.bfloat16), weights)
 
 
