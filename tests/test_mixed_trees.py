@@ -289,7 +289,7 @@ def test_moments_of_float32_leaves_are_stored_in_the_format_too():
     params = {"w": jnp.ones((32, 4), jnp.bfloat16), "norm": jnp.ones(4)}
     state = lowbit_optax.kahan_adamw(0.1).init(params)
     assert state.inner_state[0].nu["norm"].dtype == jnp.bfloat16
-    exact = lowbit_optax.kahan_adamw(0.1, moments=None).init(params)
+    exact = lowbit_optax.kahan_adamw(0.1, moments="float32").init(params)
     assert exact.inner_state[0].nu["norm"].dtype == jnp.float32
 
 
