@@ -1,9 +1,13 @@
 """SGD and AdamW as a 16-bit unit computes them: every operation rounds to nearest.
 
-These are the updates of Zamirai et al. 2020, Algorithms 2 to 5, up to the addition to
-the weight, which is the weight format's (``stochastic_rounding`` or ``kahan``). They
-run when an alias is given ``arithmetic="param"``; the values stay float32 arrays that
-hold only numbers of the format, since XLA may drop a cast and keeps these roundings.
+The unit of Zamirai et al. 2020 knows one format of 16 bits. Each product, sum,
+quotient and root is rounded to it, hyperparameters are numbers of it, and so are the
+weights, their compensations and the moments. This is for studying such a unit. The
+aliases, such as :func:`lowbit_optax.kahan_sgd`, store as little, but compute in
+float32: that is faster and loses less.
+
+The values are float32 arrays that hold only numbers of the format, since XLA may drop a
+cast to 16 bits and back, and keeps these roundings.
 """
 
 import typing
@@ -13,20 +17,39 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from lowbit_optax import formats
 from lowbit_optax._numerics.rounding import round_to_precision
+from lowbit_optax.aliases import common
+from lowbit_optax.formats import WeightFormat
+from lowbit_optax.transformation import lowbit
+
+WeightRounding = typing.Literal["kahan", "stochastic", "nearest"]
 
 
 class SixteenBitSgdState(typing.NamedTuple):
-    """count: int32 scalar; trace: momentum, float32 arrays of 16-bit values."""
+    """State of :func:`sixteen_bit_sgd`, in ``LowbitState.inner_state``.
 
-    count: jax.Array
+    Args:
+      count: int32 scalar, steps taken.
+      trace: tree of momentum arrays, in the unit's dtype and the parameters' shapes.
+    """
+
+    # optax's name for it, which is also a tuple's method.
+    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
     trace: optax.Updates
 
 
 class SixteenBitAdamState(typing.NamedTuple):
-    """count; the running products c1 and c2; mu and nu, float32 arrays."""
+    """State of :func:`sixteen_bit_adamw`, in ``LowbitState.inner_state``.
 
-    count: jax.Array
+    Args:
+      count: int32 scalar, steps taken.
+      c1, c2: float32 scalars, the products of all b1 and of all b2 so far.
+      mu, nu: trees of moments, in the unit's dtype and the parameters' shapes.
+    """
+
+    # optax's name for it, which is also a tuple's method.
+    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
     c1: jax.Array
     c2: jax.Array
     mu: optax.Updates
@@ -35,21 +58,163 @@ class SixteenBitAdamState(typing.NamedTuple):
 
 def sixteen_bit_sgd(
     learning_rate: optax.ScalarOrSchedule,
-    momentum: float,
-    weight_decay: float,
-    dtype: jax.typing.DTypeLike,
-) -> optax.GradientTransformation:
-    """Algorithms 2 and 3, lines 3 to 6: SGD with momentum and weight decay.
+    momentum: float = 0.0,
+    *,
+    weight_decay: float = 0.0,
+    rounding: WeightRounding | WeightFormat = "kahan",
+    dtype: jax.typing.DTypeLike = "bfloat16",
+    seed: int | None = None,
+    implementation: common.Implementation = None,
+) -> optax.GradientTransformationExtraArgs:
+    """SGD with momentum in 16-bit arithmetic.
+
+    With q for the rounding to the nearest number of the unit's format:
+
+        g_t = q(grad + q(d w))
+        m_t = q(q(mu m_{t-1}) + g_t)
+        u_t = -q(eta_t m_t)
+
+    and, for the three roundings of the weights,
+
+        "kahan"        y = q(u_t - c);  s = q(w + y);  c = q(q(s - w) - y);  w = s
+        "stochastic"   w = SR(w + u_t)
+        "nearest"      w = q(w + u_t)
 
     Args:
-      learning_rate: eta, a number or a schedule.
+      learning_rate: eta, a number or a schedule, rounded to the format at each step.
       momentum: mu.
-      weight_decay: d.
-      dtype: of the unit, bfloat16 or float16.
+      weight_decay: d, added to the gradient (not decoupled).
+      rounding: of the weights, one of the three above, or a weight format such as
+        ``lowbit_optax.kahan(rounding="stochastic", arithmetic="param")``.
+      dtype: the unit's format, bfloat16 or float16, and the parameters' dtype.
+      seed: of stochastic rounding, 0 if None.
+      implementation: see :func:`lowbit_optax.lowbit`.
 
-    >>> sixteen_bit_sgd(0.1, 0.9, 0.0, "bfloat16").init(jnp.ones(2)).trace
-    Array([0., 0.], dtype=float32)
+    Returns:
+      An optax transformation for parameters in ``dtype``, for
+      :func:`lowbit_optax.step` or as usual. Parameters and state take 6 bytes per
+      parameter with ``"kahan"``, and 4 otherwise.
+
+    Raises:
+      TypeError, ValueError: for arguments that are not as above.
+
+    References:
+      Zamirai et al. 2020, Algorithm 2 (``"stochastic"``) and Algorithm 3 (``"kahan"``).
+
+    >>> import lowbit_optax
+    >>> tx = sixteen_bit_sgd(2.0**-12, 0.5)
+    >>> w = jnp.ones(2, jnp.bfloat16)
+    >>> @jax.jit
+    ... def train_step(w, state):
+    ...     grads = jax.grad(lambda w: jnp.sum(w))(w)
+    ...     return lowbit_optax.step(tx, w, state, grads)
+    >>> state = tx.init(w)
+    >>> for _ in range(17):  # 16 steps of 2^-11, after the momentum has risen
+    ...     w, state = train_step(w, state)
+    >>> w
+    Array([0.992188, 0.992188], dtype=bfloat16)
     """
+    alias = "sixteen_bit_sgd"
+    dtype = _unit_dtype(alias, dtype)
+    common.check_learning_rate(alias, learning_rate)
+    _check_static(alias, momentum=momentum, weight_decay=weight_decay)
+    inner = _sgd_update(learning_rate, momentum, weight_decay, dtype)
+    weights = _weight_format(alias, rounding)
+    return _in_unit(inner, weights, ("trace",), dtype, seed, implementation)
+
+
+def sixteen_bit_adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: float = 0.9,
+    b2: float = 0.997,
+    eps: float = 1e-8,
+    *,
+    weight_decay: float = 0.0,
+    rounding: WeightRounding | WeightFormat = "kahan",
+    dtype: jax.typing.DTypeLike = "bfloat16",
+    seed: int | None = None,
+    implementation: common.Implementation = None,
+) -> optax.GradientTransformationExtraArgs:
+    """AdamW in 16-bit arithmetic.
+
+    With q for the rounding to the nearest number of the unit's format, and c1 and c2
+    starting from 1:
+
+        m_t = q(q(b1 m_{t-1}) + q(q(1 - b1) g_t))
+        v_t = q(q(b2 v_{t-1}) + q(q(1 - b2) q(g_t^2)))
+        c1  = q(c1 b1);  c2 = q(c2 b2)
+        m'  = q(m_t / q(1 - c1))
+        v'  = q(sqrt(q(v_t / q(1 - c2))))
+        u_t = -q(q(q(eta_t m') / q(v' + eps)) + q(q(eta_t d) w))
+
+    u_t is added to the weight as in :func:`sixteen_bit_sgd`.
+
+    0.999 is 1 in bfloat16, and then the second moment would never decay and its bias
+    correction divide by zero. The paper takes a b2 of 0.997.
+
+    Args:
+      learning_rate: eta, a number or a schedule, rounded to the format at each step.
+      b1, b2: below 1 in the format.
+      eps: above 0 in the format.
+      weight_decay: d, decoupled.
+      rounding, dtype, seed, implementation: as in :func:`sixteen_bit_sgd`.
+
+    Returns:
+      An optax transformation for parameters in ``dtype``, for
+      :func:`lowbit_optax.step` or as usual. Parameters and state take 8 bytes per
+      parameter with ``"kahan"``, and 6 otherwise.
+
+    Raises:
+      TypeError, ValueError: for arguments that are not as above.
+
+    References:
+      Zamirai et al. 2020, Algorithm 4 (``"stochastic"``) and Algorithm 5 (``"kahan"``).
+
+    >>> import lowbit_optax
+    >>> tx = sixteen_bit_adamw(1e-3)
+    >>> w = jnp.ones(2, jnp.bfloat16)
+    >>> @jax.jit
+    ... def train_step(w, state):
+    ...     grads = jax.grad(lambda w: jnp.sum(w**2))(w)
+    ...     return lowbit_optax.step(tx, w, state, grads)
+    >>> state = tx.init(w)
+    >>> for _ in range(10):
+    ...     w, state = train_step(w, state)
+    >>> w
+    Array([0.988281, 0.988281], dtype=bfloat16)
+    >>> sixteen_bit_adamw(1e-3, b2=0.999)
+    Traceback (most recent call last):
+        ...
+    ValueError: sixteen_bit_adamw: b2 is 0.999, which is 1 in bfloat16; take 0.997 or
+    smaller
+    """
+    alias = "sixteen_bit_adamw"
+    dtype = _unit_dtype(alias, dtype)
+    common.check_learning_rate(alias, learning_rate)
+    _check_static(alias, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
+    for name, beta in (("b1", b1), ("b2", b2)):
+        if float(np.asarray(beta, dtype)) >= 1:
+            raise ValueError(
+                f"{alias}: {name} is {beta}, which is 1 in {dtype}; take 0.997 or "
+                "smaller"
+            )
+    if float(np.asarray(eps, dtype)) <= 0:
+        raise ValueError(
+            f"{alias}: eps is {eps}, which is not above 0 in {dtype}; take "
+            f"{float(jnp.finfo(dtype).smallest_subnormal):.1e} or larger"
+        )
+    inner = _adamw_update(learning_rate, b1, b2, eps, weight_decay, dtype)
+    weights = _weight_format(alias, rounding)
+    return _in_unit(inner, weights, ("mu", "nu"), dtype, seed, implementation)
+
+
+def _sgd_update(
+    learning_rate: optax.ScalarOrSchedule,
+    momentum: float,
+    weight_decay: float,
+    dtype: np.dtype,
+) -> optax.GradientTransformation:
+    """Lines 3 to 5 of Algorithm 2, and 4 to 6 of Algorithm 3: u_t."""
     q = lambda x: round_to_precision(jnp.asarray(x, jnp.float32), dtype)
     mu, d = q(momentum), q(weight_decay)
     # Zero times an infinite weight would be NaN.
@@ -59,51 +224,27 @@ def sixteen_bit_sgd(
         zeros = jax.tree.map(jnp.zeros_like, params)
         return SixteenBitSgdState(jnp.zeros([], jnp.int32), zeros)
 
-    def update_fn(updates, state, params):
+    def update_fn(updates, state, params=None):
         eta = q(_at(learning_rate, state.count))
         g = jax.tree.map(lambda g, w: q(q(g) + decay(d, w)), updates, params)
         m = jax.tree.map(lambda m, g: q(q(mu * m) + g), state.trace, g)
         u = jax.tree.map(lambda m: -q(eta * m), m)
-        return u, SixteenBitSgdState(optax.safe_increment(state.count), m)
+        count = jnp.asarray(optax.safe_increment(state.count))
+        return u, SixteenBitSgdState(count, m)
 
     return optax.GradientTransformation(init_fn, update_fn)
 
 
-def sixteen_bit_adamw(
+def _adamw_update(
     learning_rate: optax.ScalarOrSchedule,
     b1: float,
     b2: float,
     eps: float,
     weight_decay: float,
-    dtype: jax.typing.DTypeLike,
+    dtype: np.dtype,
 ) -> optax.GradientTransformation:
-    """Algorithms 4 and 5, lines 5 to 12: AdamW.
-
-    0.999 is 1 in bfloat16, and then the second moment never decays and its bias
-    correction divides by zero; the paper takes 0.997.
-
-    Args:
-      learning_rate: eta, a number or a schedule.
-      b1, b2: beta1 and beta2, below 1 in the format.
-      eps: epsilon.
-      weight_decay: d, not multiplied into b1's and b2's averages.
-      dtype: of the unit, bfloat16 or float16.
-
-    Raises:
-      ValueError: if b1 or b2 rounds to 1.
-
-    >>> sixteen_bit_adamw(1e-3, 0.9, 0.999, 1e-8, 0.0, "bfloat16")
-    Traceback (most recent call last):
-        ...
-    ValueError: b2 is 0.999, which is 1 in bfloat16; take 0.997 or smaller
-    """
+    """Lines 5 to 11 of Algorithm 4, and 6 to 12 of Algorithm 5: u_t."""
     q = lambda x: round_to_precision(jnp.asarray(x, jnp.float32), dtype)
-    for name, beta in (("b1", b1), ("b2", b2)):
-        if float(np.asarray(beta, np.dtype(dtype))) >= 1:
-            raise ValueError(
-                f"{name} is {beta}, which is 1 in {jnp.dtype(dtype).name}; take 0.997 "
-                "or smaller"
-            )
     beta1, beta2, epsilon, d = q(b1), q(b2), q(eps), q(weight_decay)
     rest1, rest2 = q(1 - beta1), q(1 - beta2)
     # Zero times an infinite weight would be NaN.
@@ -115,7 +256,7 @@ def sixteen_bit_adamw(
         nu = jax.tree.map(jnp.zeros_like, params)
         return SixteenBitAdamState(jnp.zeros([], jnp.int32), one, one, mu, nu)
 
-    def update_fn(updates, state, params):
+    def update_fn(updates, state, params=None):
         eta = q(_at(learning_rate, state.count))
         g = jax.tree.map(q, updates)
         m = jax.tree.map(lambda m, g: q(q(beta1 * m) + q(rest1 * g)), state.mu, g)
@@ -131,10 +272,62 @@ def sixteen_bit_adamw(
             return -q(moved + decay(q(eta * d), w))
 
         u = jax.tree.map(update, m, v, params)
-        count = optax.safe_increment(state.count)
+        count = jnp.asarray(optax.safe_increment(state.count))
         return u, SixteenBitAdamState(count, c1, c2, m, v)
 
     return optax.GradientTransformation(init_fn, update_fn)
+
+
+def _in_unit(
+    inner: optax.GradientTransformation,
+    weights: WeightFormat,
+    fields: tuple[str, ...],
+    dtype: np.dtype,
+    seed: int | None,
+    implementation: common.Implementation,
+) -> optax.GradientTransformationExtraArgs:
+    # The moments are numbers of the format already: rounding them is exact.
+    moment = formats.cast(dtype, rounding="nearest")
+    return lowbit(
+        inner,
+        weights=weights,
+        moments=dict.fromkeys(fields, moment),
+        seed=seed,
+        implementation=implementation,
+    )
+
+
+def _weight_format(alias: str, rounding: WeightRounding | WeightFormat) -> WeightFormat:
+    if isinstance(rounding, WeightFormat):
+        return rounding
+    match rounding:
+        case "kahan":
+            return formats.kahan(arithmetic="param")
+        case "stochastic":
+            return formats.stochastic_rounding()
+        case "nearest":
+            return formats.nearest()
+    raise ValueError(
+        f"{alias}: rounding is {rounding!r}, not 'kahan', 'stochastic', 'nearest' or a "
+        "weight format"
+    )
+
+
+def _unit_dtype(alias: str, dtype: jax.typing.DTypeLike) -> np.dtype:
+    dtype = np.dtype(dtype)
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        raise ValueError(f"{alias}: dtype is {dtype}, not bfloat16 or float16")
+    return dtype
+
+
+def _check_static(alias: str, **hyperparameters) -> None:
+    for name, value in hyperparameters.items():
+        if isinstance(value, jax.Array):
+            raise TypeError(
+                f"{alias}: {name} is a {value.dtype} array, and only learning_rate may "
+                "be one; with optax.inject_hyperparams name the others in static_args"
+            )
+    common.check_numbers(alias, **hyperparameters)
 
 
 def _at(learning_rate: optax.ScalarOrSchedule, count: jax.Array):

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import lowbit_optax
+from lowbit_optax import emulation
 
 BFLOAT16_MOMENTS = lowbit_optax.cast(jnp.bfloat16)
 
@@ -112,19 +113,17 @@ VARIANTS = {
 """Other roundings and moments."""
 
 UNIT = {
-    "kahan_sgd_param": Optimizer(
-        _sgd_alias(lowbit_optax.kahan_sgd, arithmetic="param"), _sgd
+    "sixteen_bit_sgd_kahan": Optimizer(_sgd_alias(emulation.sixteen_bit_sgd), _sgd),
+    "sixteen_bit_sgd_stochastic": Optimizer(
+        _sgd_alias(emulation.sixteen_bit_sgd, rounding="stochastic"), _sgd
     ),
-    "sr_sgd_param": Optimizer(
-        _sgd_alias(lowbit_optax.sr_sgd, arithmetic="param"), _sgd
-    ),
-    "kahan_adamw_param": Optimizer(
-        _adamw_alias(lowbit_optax.kahan_adamw, b2=0.997, arithmetic="param"),
+    "sixteen_bit_adamw_kahan": Optimizer(
+        _adamw_alias(emulation.sixteen_bit_adamw),
         lambda rate: optax.adamw(rate, b2=0.997),
         0.003,
     ),
-    "sr_adamw_param": Optimizer(
-        _adamw_alias(lowbit_optax.sr_adamw, b2=0.997, arithmetic="param"),
+    "sixteen_bit_adamw_stochastic": Optimizer(
+        _adamw_alias(emulation.sixteen_bit_adamw, rounding="stochastic"),
         lambda rate: optax.adamw(rate, b2=0.997),
         0.003,
     ),

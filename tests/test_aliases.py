@@ -26,6 +26,13 @@ from optimizers import (
 import lowbit_optax
 
 STEPS = 400
+
+EVERY_ALIAS = [
+    getattr(lowbit_optax, name)
+    for name in lowbit_optax.__all__
+    if name.endswith(("_sgd", "_adamw", "_lion", "_adam"))
+]
+each_alias = pytest.mark.parametrize("alias", EVERY_ALIAS, ids=lambda f: f.__name__)
 BFLOAT16_SPACING = 2.0**-7  # of weights between 1 and 2, where the parabola's are
 
 REFERENCES = {
@@ -148,6 +155,9 @@ def test_fits_a_regression_as_float32_training_does(optimizer):
         (lowbit_optax.kahan_adamw, optax.adamw),
         (lowbit_optax.sr_adamw, optax.adamw),
         (lowbit_optax.extra_bits_adamw, optax.adamw),
+        (lowbit_optax.lowbit_sgd, optax.sgd),
+        (lowbit_optax.lowbit_adamw, optax.adamw),
+        (lowbit_optax.lowbit_lion, optax.lion),
     ],
 )
 def test_takes_optax_arguments_in_their_order_with_their_defaults(alias, original):
@@ -233,6 +243,90 @@ def test_aliases_take_schedules(optimizer):
 def test_moments_are_stored_in_the_documented_dtype(make, dtypes):
     adam = make(1e-3).init(jnp.ones(64, jnp.bfloat16)).inner_state[0]
     assert (adam.mu.dtype, adam.nu.dtype) == dtypes
+
+
+@pytest.mark.parametrize(
+    ("alias", "inner"),
+    [
+        (lowbit_optax.lowbit_sgd, optax.sgd),
+        (lowbit_optax.lowbit_adamw, optax.adamw),
+        (lowbit_optax.lowbit_lion, optax.lion),
+    ],
+)
+def test_a_preset_is_lowbit_around_optax_alias(alias, inner):
+    params = {"kernel": jnp.ones((64, 64), jnp.bfloat16)}
+    arguments = (0.01, 0.9) if inner is optax.sgd else (0.01,)
+    tx = alias(*arguments, implementation="xla")
+    want = lowbit_optax.lowbit(inner(*arguments), implementation="xla")
+
+    def program(tx):
+        step = functools.partial(lowbit_optax.step, tx)
+        return str(jax.make_jaxpr(step)(params, tx.init(params), params))
+
+    assert_same_bits(tx.init(params), want.init(params))
+    assert program(tx) == program(want)
+
+
+NOT_A_RATE = [None, "0.1", [0.1], True, 1j, np.float16(0.1), np.uint8(1)]
+NOT_FINITE = [float("nan"), float("inf"), -float("inf"), np.float32("nan")]
+
+
+@each_alias
+def test_a_learning_rate_that_is_no_rate_is_refused_in_a_sentence(alias):
+    accepted = "accepted are numbers, float32 scalars and schedules"
+    for rate in NOT_A_RATE:
+        with pytest.raises(TypeError, match=rf"{alias.__name__}: .*; {accepted}"):
+            alias(rate)
+    for rate in NOT_FINITE:
+        with pytest.raises(ValueError, match=rf"rate is {rate}, which .*; {accepted}"):
+            alias(rate)
+    with pytest.raises(ValueError, match=rf"of shape \(3,\); {accepted}"):
+        alias(jnp.ones(3))
+    for rate in (1, -0.5, 0, np.float32(0.1), jnp.float32(0.1), lambda count: 0.1):
+        assert alias(rate)
+
+
+def test_other_hyperparameters_that_are_no_numbers_are_refused_too():
+    for alias, name, value in (
+        (lowbit_optax.kahan_sgd, "momentum", "0.9"),
+        (lowbit_optax.sr_sgd, "weight_decay", "0.1"),
+        (lowbit_optax.lpmm_adam, "b1", None),
+        (lowbit_optax.extra_bits_adamw, "b2", jnp.bfloat16(0.999)),
+        (lowbit_optax.lowbit_adamw, "eps", jnp.float16(1e-4)),
+        (lowbit_optax.lowbit_lion, "weight_decay", None),
+    ):
+        with pytest.raises(TypeError, match=f"{alias.__name__}: {name} is .*accepted"):
+            alias(0.1, **{name: value})
+        with pytest.raises(ValueError, match=f"{name} is nan, which is not finite"):
+            alias(0.1, **{name: float("nan")})
+
+
+@pytest.mark.parametrize(
+    ("alias", "argument", "field", "stored"),
+    [
+        (lowbit_optax.kahan_adamw, "mu_dtype", "mu", "Cast"),
+        (lowbit_optax.sr_adamw, "mu_dtype", "mu", "Cast"),
+        (lowbit_optax.lowbit_adamw, "mu_dtype", "mu", "8-bit codes"),
+        (lowbit_optax.lowbit_lion, "mu_dtype", "mu", "8-bit codes"),
+        (lowbit_optax.kahan_sgd, "accumulator_dtype", "trace", "Cast"),
+        (lowbit_optax.lowbit_sgd, "accumulator_dtype", "trace", "8-bit codes"),
+    ],
+)
+def test_two_storages_of_one_moment_are_refused(alias, argument, field, stored):
+    make = alias if field == "mu" else functools.partial(alias, momentum=0.9)
+    message = f"{argument} is bfloat16, but by moments {field} is stored as {stored}"
+    with pytest.raises(ValueError, match=message):
+        make(0.1, **{argument: jnp.bfloat16})
+    with pytest.raises(ValueError, match=f"{argument} is float16.*{field}.*Cast"):
+        make(
+            0.1, **{argument: "float16"}, moments={field: lowbit_optax.cast("bfloat16")}
+        )
+    # Where only one of them says how it is stored, all is well.
+    for moments in ("float32", {}, {field: "float32"}):
+        tx = make(0.1, **{argument: jnp.bfloat16}, moments=moments)
+        state = tx.init(jnp.ones((64, 64), jnp.bfloat16)).inner_state[0]
+        assert getattr(state, field).dtype == jnp.bfloat16
+    assert make(0.1, **{argument: jnp.float32})
 
 
 def test_optimizer_table_names_every_alias():

@@ -179,32 +179,6 @@ def test_bits_that_are_no_integer(bits):
         (lambda: cast(jnp.float32), "dtype is float32, not one of bfloat16.*leave"),
         (lambda: cast(jnp.int8), "dtype is int8, not one of bfloat16"),
         (lambda: cast(jnp.bfloat16, rounding="up"), "rounding is 'up', not 'nearest'"),
-        (
-            lambda: lowbit_optax.kahan_sgd(0.1, arithmetic="bfloat16"),
-            "arithmetic is 'bfloat16'",
-        ),
-        (
-            lambda: lowbit_optax.sr_adamw(0.1, arithmetic="bfloat16"),
-            "arithmetic is 'bfloat16', not 'float32' or 'param'",
-        ),
-        (
-            lambda: lowbit_optax.kahan_sgd(0.1, 0.9, True, arithmetic="param"),
-            "nesterov is True, but arithmetic='param'",
-        ),
-        (
-            lambda: lowbit_optax.sr_adamw(0.1, eps_root=1e-8, arithmetic="param"),
-            "eps_root is 1e-08, but arithmetic='param'",
-        ),
-        (
-            lambda: lowbit_optax.kahan_adamw(
-                0.1, b2=0.99, moments=cast("float16"), arithmetic="param"
-            ),
-            "moments is .*but arithmetic='param'",
-        ),
-        (
-            lambda: lowbit_optax.kahan_adamw(0.1, arithmetic="param"),
-            r"b2 is 0\.999, which is 1 in bfloat16; take 0\.997",
-        ),
     ],
 )
 def test_unknown_options(make, match):

@@ -13,6 +13,7 @@ from jax import lax
 from jax.extend import core
 
 import lowbit_optax
+from lowbit_optax import emulation
 from lowbit_optax._numerics.random_bits import random_bits
 
 SIZE = 4096
@@ -138,7 +139,7 @@ def test_kahan_in_param_arithmetic_moves_but_loses_some():
     # The paper's unit: y, s and c each round. u = 1e-5 is at most 2^-9 of c's range,
     # so y rounds by up to 2^-9 of |c| <= 2^-8, every step.
     params, grads = ones()
-    tx = lowbit_optax.kahan_sgd(RATE, arithmetic="param")
+    tx = emulation.sixteen_bit_sgd(RATE)
     after, state = train(tx, params, grads, STEPS)
     assert np.all(np.asarray(after["w"]) < 1)
     error = masters(after, state) - float32_run(RATE, STEPS)

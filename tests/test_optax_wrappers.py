@@ -1,7 +1,6 @@
 """lowbit transformations inside optax's wrappers, and optax's wrappers inside them."""
 
 import functools
-import inspect
 
 import chex
 import jax
@@ -159,126 +158,6 @@ def test_multi_steps_inside_accumulates_in_float32():
     moved, state = train(tx, params, tx.init(params), series)
     mean = np.float32(1 + 3 * 2.0**-9) / 4  # 1 + 2^-9 is 1 in bfloat16
     np.testing.assert_allclose(master_weights(moved, state), 1 - mean, rtol=1e-6)
-
-
-INJECTABLE = {
-    "kahan_sgd": (lowbit_optax.kahan_sgd, dict(momentum=0.9, weight_decay=0.1)),
-    "sr_sgd": (lowbit_optax.sr_sgd, dict(momentum=0.9)),
-    "extra_bits_sgd": (lowbit_optax.extra_bits_sgd, dict(momentum=0.9)),
-    "kahan_adamw": (lowbit_optax.kahan_adamw, dict(b2=0.99)),
-    "sr_adamw": (lowbit_optax.sr_adamw, {}),
-    "extra_bits_adamw": (lowbit_optax.extra_bits_adamw, {}),
-}
-
-
-@pytest.mark.parametrize("name", INJECTABLE)
-def test_injected_hyperparameters_can_be_changed_between_steps(name):
-    alias, arguments = INJECTABLE[name]
-    tx = optax.inject_hyperparams(alias, hyperparam_dtype=jnp.float32)(0.1, **arguments)
-    params = {"kernel": model_params()["kernel"]}
-    series = gradient_series(params, 2)
-    state = tx.init(params)
-    assert state.hyperparams["learning_rate"].dtype == jnp.float32
-    first, state = train(tx, params, state, series[:1])
-    assert not np.array_equal(first["kernel"], params["kernel"])
-    state.hyperparams["learning_rate"] = jnp.float32(0)
-    second, end = train(tx, first, state, series[1:])
-    assert_same_bits(master_weights(second, end), master_weights(first, state))
-
-
-@pytest.mark.parametrize("name", ["kahan_adamw", "extra_bits_sgd"])
-def test_injected_hyperparameters_are_the_given_ones(name):
-    alias, arguments = INJECTABLE[name]
-    params = {"kernel": model_params()["kernel"]}
-    series = gradient_series(params, 3)
-    tx = optax.inject_hyperparams(alias, hyperparam_dtype=jnp.float32)(
-        0.0078125, **arguments
-    )
-    got, state = _trained(tx, params, series)
-    want, alone = _trained(alias(0.0078125, **arguments), params, series)
-    # float32 hyperparameters: 0.9 is not Python's 0.9, nor 1 - 0.9 what it was.
-    chex.assert_trees_all_close(
-        master_weights(got, state), master_weights(want, alone), rtol=1e-3, atol=1e-4
-    )
-
-
-@pytest.mark.parametrize("name", INJECTABLE)
-def test_injection_in_bfloat16_is_refused_because_b2_would_be_1(name):
-    alias, arguments = INJECTABLE[name]
-    tx = optax.inject_hyperparams(alias)(0.1, **arguments)
-    with pytest.raises(TypeError, match=r"bfloat16.*hyperparam_dtype=jnp\.float32"):
-        tx.init(model_params())
-
-
-@pytest.mark.parametrize(
-    ("alias", "arguments"),
-    [
-        (lowbit_optax.kahan_sgd, {"momentum": 0.9}),
-        (lowbit_optax.sr_sgd, {"momentum": 0.9}),
-        (lowbit_optax.kahan_adamw, {"b2": 0.997}),
-        (lowbit_optax.sr_adamw, {"b2": 0.997}),
-    ],
-)
-def test_injection_into_the_16_bit_unit_is_for_the_learning_rate(alias, arguments):
-    make = functools.partial(alias, arithmetic="param", **arguments)
-    params = {"kernel": model_params()["kernel"]}
-    every = optax.inject_hyperparams(make, hyperparam_dtype=jnp.float32)
-    with pytest.raises(TypeError, match=r"'param' only learning_rate .*static_args"):
-        every(0.0078125).init(params)
-    static = [name for name in inspect.signature(make).parameters]
-    static.remove("learning_rate")
-    tx = optax.inject_hyperparams(
-        make, static_args=static, hyperparam_dtype=jnp.float32
-    )(0.0078125)
-    series = gradient_series(params, 2)
-    got, _ = _trained(tx, params, series)
-    want, _ = _trained(make(0.0078125), params, series)
-    assert_same_bits(got, want)
-
-
-@pytest.mark.parametrize("argument", [{"bits": 8}, {"seed": 3}, {"min_size": 0}])
-def test_injected_integers_must_be_static_and_the_error_says_so(argument):
-    (name,) = argument
-    make = optax.inject_hyperparams(
-        lowbit_optax.extra_bits_adamw, hyperparam_dtype=jnp.float32
-    )
-    tx = make(0.01, **argument)
-    with pytest.raises(TypeError, match=f"{name} is .*static_args"):
-        tx.init(model_params())
-    static = optax.inject_hyperparams(
-        lowbit_optax.extra_bits_adamw, static_args=name, hyperparam_dtype=jnp.float32
-    )
-    state = static(0.01, **argument).init(model_params())
-    assert isinstance(state.inner_state, lowbit_optax.LowbitState)
-
-
-def test_injection_inside_keeps_hyperparameters_in_float32():
-    tx = lowbit(optax.inject_hyperparams(optax.adamw)(0.01, b2=0.999), **PACKED)
-    params = model_params()
-    state = tx.init(params)
-    hyperparams = state.inner_state.hyperparams
-    np.testing.assert_array_equal(hyperparams["b2"], np.float32(0.999))
-    moved, state = train(tx, params, state, gradient_series(params, 1))
-    state.inner_state.hyperparams["learning_rate"] = jnp.float32(0)
-    still, _ = train(tx, moved, state, gradient_series(params, 1))
-    assert not np.array_equal(moved["kernel"], params["kernel"])
-    assert_same_bits(still, moved)
-
-
-def test_injected_schedules_run():
-    schedule = optax.piecewise_constant_schedule(0.1, {1: 0.0})
-    for tx in (
-        optax.inject_hyperparams(
-            lowbit_optax.kahan_adamw, hyperparam_dtype=jnp.float32
-        )(schedule),
-        lowbit(optax.inject_hyperparams(optax.adamw)(schedule), **PACKED),
-    ):
-        params = {"kernel": model_params()["kernel"]}
-        series = gradient_series(params, 2)
-        first, state = train(tx, params, tx.init(params), series[:1])
-        second, end = train(tx, first, state, series[1:])
-        assert not np.array_equal(first["kernel"], params["kernel"])
-        assert_same_bits(master_weights(second, end), master_weights(first, state))
 
 
 @pytest.mark.parametrize(

@@ -18,23 +18,23 @@ from jax import lax
 
 import lowbit_optax
 from lowbit_optax._numerics.random_bits import leaf_number, random_bits
+from lowbit_optax.emulation import sixteen_bit_adamw, sixteen_bit_sgd
 
 bf16 = ml_dtypes.bfloat16
 SHAPES = {"b": (33,), "w": (64, 33)}
-ONE = bf16(1)
 
 
-def starting_weights():
+def starting_weights(dtype=bf16):
     rng = np.random.default_rng(0)
-    return {name: rng.normal(size=s).astype(bf16) for name, s in SHAPES.items()}
+    return {name: rng.normal(size=s).astype(dtype) for name, s in SHAPES.items()}
 
 
-def gradients(steps):
-    """Noise of several magnitudes around a fixed direction, bfloat16."""
+def gradients(steps, dtype=bf16):
+    """Noise of several magnitudes around a fixed direction."""
     rng = np.random.default_rng(1)
     scale = {name: 10.0 ** rng.uniform(-3, 1, s) for name, s in SHAPES.items()}
     noise = {n: rng.normal(0.3, 1, (steps, *s)) for n, s in SHAPES.items()}
-    return {name: (noise[name] * scale[name]).astype(bf16) for name in SHAPES}
+    return {name: (noise[name] * scale[name]).astype(dtype) for name in SHAPES}
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
@@ -54,53 +54,60 @@ def stochastic_minus(w, x, name, step, seed):
     return (bits >> 16).astype(np.uint16).view(bf16)
 
 
-def numpy_sgd(w, grads, eta, mu, d, *, kahan, name, seed=0):
+def kahan_add(w, c, u):
+    """Algorithm 3, lines 7 to 10: the weight and its compensation."""
+    y = u - c
+    s = w + y
+    return s, (s - w) - y
+
+
+def numpy_sgd(w, grads, eta, mu, d, *, rounding, name, seed=0):
     """Algorithms 2 (stochastic rounding) and 3 (Kahan); their line numbers."""
-    mu, d = bf16(mu), bf16(d)
+    number = w.dtype.type
+    mu, d = number(mu), number(d)
     m, c = np.zeros_like(w), np.zeros_like(w)  # Algorithm 3, line 2
     for t, gradient in enumerate(grads):
-        eta_t = bf16(eta(t) if callable(eta) else eta)
+        eta_t = number(eta(t) if callable(eta) else eta)
         g = gradient + d * w  # 3 and 4
         m = mu * m + g  # 4 and 5
-        if kahan:
-            u = -(eta_t * m)  # 6
-            y = u - c  # 7
-            s = w + y  # 8
-            c = (s - w) - y  # 9
-            w = s  # 10
-        else:
+        if rounding == "kahan":
+            w, c = kahan_add(w, c, -(eta_t * m))  # 6 to 10
+        elif rounding == "stochastic":
             w = stochastic_minus(w, eta_t * m, name, t, seed)  # 5
+        else:
+            w = w - eta_t * m
     return dict(w=w, c=c, m=m)
 
 
-def numpy_adamw(w, grads, eta, b1, b2, eps, d, *, kahan, name, seed=0):
+def numpy_adamw(w, grads, eta, b1, b2, eps, d, *, rounding, name, seed=0):
     """Algorithms 4 (stochastic rounding) and 5 (Kahan); their line numbers."""
-    b1, b2, eps, d = bf16(b1), bf16(b2), bf16(eps), bf16(d)
-    c1, c2 = ONE, ONE  # 2
+    number = w.dtype.type
+    b1, b2, eps, d = number(b1), number(b2), number(eps), number(d)
+    one = number(1)
+    c1, c2 = one, one  # 2
     c, m, v = (np.zeros_like(w) for _ in range(3))  # Algorithm 5, line 3
     for t, g in enumerate(grads):  # 4 and 5
-        eta_t = bf16(eta(t) if callable(eta) else eta)
-        m = b1 * m + (ONE - b1) * g  # 5 and 6
-        v = b2 * v + (ONE - b2) * (g * g)  # 6 and 7
+        eta_t = number(eta(t) if callable(eta) else eta)
+        m = b1 * m + (one - b1) * g  # 5 and 6
+        v = b2 * v + (one - b2) * (g * g)  # 6 and 7
         c1 = c1 * b1  # 7 and 8
         c2 = c2 * b2  # 8 and 9
-        m_hat = m / (ONE - c1)  # 9 and 10
-        v_hat = np.sqrt(v / (ONE - c2))  # 10 and 11
+        m_hat = m / (one - c1)  # 9 and 10
+        v_hat = np.sqrt(v / (one - c2))  # 10 and 11
         step = eta_t * m_hat / (v_hat + eps) + eta_t * d * w  # 11 and 12
-        if kahan:
-            u = -step  # 12
-            y = u - c  # 13
-            s = w + y  # 14
-            c = (s - w) - y  # 15
-            w = s  # 16
-        else:
+        if rounding == "kahan":
+            w, c = kahan_add(w, c, -step)  # 12 to 16
+        elif rounding == "stochastic":
             w = stochastic_minus(w, step, name, t, seed)  # 11
+        else:
+            w = w - step
     return dict(w=w, c=c, m=m, v=v)
 
 
-def run_library(tx, grads, *, jit):
-    """Params and state after a step a gradient."""
-    params = jax.tree.map(jnp.asarray, starting_weights())
+def run_library(tx, grads, *, jit, start=None):
+    """Params and state after one step per gradient."""
+    start = starting_weights(grads["w"].dtype) if start is None else start
+    params = jax.tree.map(jnp.asarray, start)
     grads = jax.tree.map(jnp.asarray, grads)
     state = tx.init(params)
     if not jit:
@@ -141,103 +148,105 @@ SGD = dict(momentum=0.9, weight_decay=5e-4)
 ADAMW = dict(b1=0.9, b2=0.997, eps=1e-8, weight_decay=0.01)
 
 
-def sgd_reference(grads, eta, *, kahan, seed=0):
-    start = starting_weights()
-    run = functools.partial(numpy_sgd, eta=eta, mu=0.9, d=5e-4, kahan=kahan, seed=seed)
-    return {n: run(start[n], grads[n], name=n) for n in SHAPES}
-
-
-def adamw_reference(grads, eta, *, kahan, b1=0.9, b2=0.997, seed=0):
-    start = starting_weights()
+def sgd_reference(grads, eta, rounding, seed=0):
+    start = starting_weights(grads["w"].dtype)
     run = functools.partial(
-        numpy_adamw, eta=eta, b1=b1, b2=b2, eps=1e-8, d=0.01, kahan=kahan, seed=seed
+        numpy_sgd, eta=eta, mu=0.9, d=5e-4, rounding=rounding, seed=seed
     )
     return {n: run(start[n], grads[n], name=n) for n in SHAPES}
 
 
-def moved(reference):
-    """The weights went somewhere, so that equality says something."""
-    start = starting_weights()
-    return all(np.mean(reference[n]["w"] != start[n]) > 0.5 for n in SHAPES)
+def adamw_reference(grads, eta, rounding, *, b1=0.9, b2=0.997, seed=0, eps=1e-8):
+    start = starting_weights(grads["w"].dtype)
+    run = functools.partial(
+        numpy_adamw, eta=eta, b1=b1, b2=b2, eps=eps, d=0.01, rounding=rounding
+    )
+    return {n: run(start[n], grads[n], name=n, seed=seed) for n in SHAPES}
+
+
+def assert_is(got, reference, *, moments, is_kahan):
+    """Weights, compensations and moments have the reference's bits."""
+    params, state = got
+    for name, expected in reference.items():
+        start = starting_weights(expected["w"].dtype)[name]
+        # They went somewhere, so that equality says something.
+        assert np.mean(expected["w"] != start) > 0.5
+        assert_same_bits(params[name], expected["w"])
+        for field, key in moments.items():
+            stored = getattr(state.inner_state, field)[name]
+            assert_same_bits(stored, expected[key])
+        if is_kahan:
+            assert_same_bits(state.residual.compensation[name], expected["c"])
+            assert np.any(expected["c"].astype(np.float32) != 0)
+
+
+assert_is_sgd = functools.partial(assert_is, moments={"trace": "m"})
+assert_is_adamw = functools.partial(assert_is, moments={"mu": "m", "nu": "v"})
 
 
 @modes
 def test_kahan_sgd_is_algorithm_3_bit_for_bit(jit, steps):
     grads = gradients(steps)
-    tx = lowbit_optax.kahan_sgd(0.01, **SGD, arithmetic="param")
-    params, state = run_library(tx, grads, jit=jit)
-    reference = sgd_reference(grads, 0.01, kahan=True)
-    assert moved(reference)
-    for name, expected in reference.items():
-        assert_same_bits(params[name], expected["w"])
-        assert_same_bits(state.residual.compensation[name], expected["c"])
-        assert_same_bits(state.inner_state.trace[name], expected["m"])
-        assert np.any(expected["c"].astype(np.float32) != 0)
+    got = run_library(sixteen_bit_sgd(0.01, **SGD), grads, jit=jit)
+    assert_is_sgd(got, sgd_reference(grads, 0.01, "kahan"), is_kahan=True)
 
 
 @modes
-def test_sr_sgd_is_algorithm_2_bit_for_bit(jit, steps):
+def test_stochastic_sgd_is_algorithm_2_bit_for_bit(jit, steps):
     grads = gradients(steps)
-    tx = lowbit_optax.sr_sgd(0.01, **SGD, arithmetic="param", seed=5)
-    params, state = run_library(tx, grads, jit=jit)
-    reference = sgd_reference(grads, 0.01, kahan=False, seed=5)
-    assert moved(reference)
-    for name, expected in reference.items():
-        assert_same_bits(params[name], expected["w"])
-        assert_same_bits(state.inner_state.trace[name], expected["m"])
+    tx = sixteen_bit_sgd(0.01, **SGD, rounding="stochastic", seed=5)
+    reference = sgd_reference(grads, 0.01, "stochastic", seed=5)
+    assert_is_sgd(run_library(tx, grads, jit=jit), reference, is_kahan=False)
 
 
 @modes
 def test_kahan_adamw_is_algorithm_5_bit_for_bit(jit, steps):
     grads = gradients(steps)
-    tx = lowbit_optax.kahan_adamw(0.01, **ADAMW, arithmetic="param")
-    params, state = run_library(tx, grads, jit=jit)
-    reference = adamw_reference(grads, 0.01, kahan=True)
-    assert moved(reference)
-    for name, expected in reference.items():
-        assert_same_bits(params[name], expected["w"])
-        assert_same_bits(state.residual.compensation[name], expected["c"])
-        assert_same_bits(state.inner_state.mu[name], expected["m"])
-        assert_same_bits(state.inner_state.nu[name], expected["v"])
-        assert np.any(expected["c"].astype(np.float32) != 0)
+    got = run_library(sixteen_bit_adamw(0.01, **ADAMW), grads, jit=jit)
+    assert_is_adamw(got, adamw_reference(grads, 0.01, "kahan"), is_kahan=True)
 
 
 def test_adamw_rounds_after_every_operation_with_betas_that_show_it():
     # 1 - 0.997 is a power of two in bfloat16 and 1 - 0.9 exact; these are not.
     grads = gradients(100)
     betas = dict(b1=0.1, b2=0.98)
-    tx = lowbit_optax.kahan_adamw(0.01, **{**ADAMW, **betas}, arithmetic="param")
-    params, state = run_library(tx, grads, jit=True)
-    reference = adamw_reference(grads, 0.01, kahan=True, **betas)
-    for name, expected in reference.items():
-        assert_same_bits(params[name], expected["w"])
-        assert_same_bits(state.inner_state.mu[name], expected["m"])
-        assert_same_bits(state.inner_state.nu[name], expected["v"])
+    tx = sixteen_bit_adamw(0.01, **{**ADAMW, **betas})
+    reference = adamw_reference(grads, 0.01, "kahan", **betas)
+    assert_is_adamw(run_library(tx, grads, jit=True), reference, is_kahan=True)
 
 
 @modes
-def test_sr_adamw_is_algorithm_4_bit_for_bit(jit, steps):
+def test_stochastic_adamw_is_algorithm_4_bit_for_bit(jit, steps):
     grads = gradients(steps)
-    tx = lowbit_optax.sr_adamw(0.01, **ADAMW, arithmetic="param", seed=5)
-    params, state = run_library(tx, grads, jit=jit)
-    reference = adamw_reference(grads, 0.01, kahan=False, seed=5)
-    assert moved(reference)
-    for name, expected in reference.items():
-        assert_same_bits(params[name], expected["w"])
-        assert_same_bits(state.inner_state.mu[name], expected["m"])
-        assert_same_bits(state.inner_state.nu[name], expected["v"])
+    tx = sixteen_bit_adamw(0.01, **ADAMW, rounding="stochastic", seed=5)
+    reference = adamw_reference(grads, 0.01, "stochastic", seed=5)
+    assert_is_adamw(run_library(tx, grads, jit=jit), reference, is_kahan=False)
+
+
+def test_with_weights_rounded_to_nearest_it_is_the_same_up_to_the_last_line():
+    grads = gradients(100)
+    tx = sixteen_bit_sgd(0.01, **SGD, rounding="nearest")
+    reference = sgd_reference(grads, 0.01, "nearest")
+    assert_is_sgd(run_library(tx, grads, jit=True), reference, is_kahan=False)
+
+
+def test_the_unit_may_be_a_float16_one():
+    grads = gradients(100, np.float16)
+    sgd = sixteen_bit_sgd(0.01, **SGD, dtype=jnp.float16)
+    reference = sgd_reference(grads, 0.01, "kahan")
+    assert_is_sgd(run_library(sgd, grads, jit=True), reference, is_kahan=True)
+    arguments = {**ADAMW, "eps": 1e-4}
+    adamw = sixteen_bit_adamw(0.01, **arguments, dtype=jnp.float16)
+    reference = adamw_reference(grads, 0.01, "kahan", eps=1e-4)
+    assert_is_adamw(run_library(adamw, grads, jit=True), reference, is_kahan=True)
 
 
 def test_a_learning_rate_schedule_is_rounded_to_the_unit_at_each_step():
     grads = gradients(100)
-    tx = lowbit_optax.kahan_sgd(schedule, **SGD, arithmetic="param")
-    params, _ = run_library(tx, grads, jit=True)
-    for name, expected in sgd_reference(grads, schedule, kahan=True).items():
-        assert_same_bits(params[name], expected["w"])
-    tx = lowbit_optax.kahan_adamw(schedule, **ADAMW, arithmetic="param")
-    params, _ = run_library(tx, grads, jit=True)
-    for name, expected in adamw_reference(grads, schedule, kahan=True).items():
-        assert_same_bits(params[name], expected["w"])
+    got = run_library(sixteen_bit_sgd(schedule, **SGD), grads, jit=True)
+    assert_is_sgd(got, sgd_reference(grads, schedule, "kahan"), is_kahan=True)
+    got = run_library(sixteen_bit_adamw(schedule, **ADAMW), grads, jit=True)
+    assert_is_adamw(got, adamw_reference(grads, schedule, "kahan"), is_kahan=True)
 
 
 def test_float32_gradients_are_rounded_to_the_unit_first():
@@ -251,18 +260,39 @@ def test_float32_gradients_are_rounded_to_the_unit_first():
     wide = {n: g.astype(np.float32) for n, g in wide.items()}
     for n in SHAPES:
         assert_same_bits(wide[n].astype(bf16), grads[n])
-    tx = lowbit_optax.kahan_sgd(0.01, **SGD, arithmetic="param")
-    params, _ = run_library(tx, wide, jit=True)
-    for name, expected in sgd_reference(grads, 0.01, kahan=True).items():
-        assert_same_bits(params[name], expected["w"])
+    tx = sixteen_bit_sgd(0.01, **SGD)
+    got = run_library(tx, wide, jit=True, start=starting_weights())
+    assert_is_sgd(got, sgd_reference(grads, 0.01, "kahan"), is_kahan=True)
 
 
-def test_the_unit_refuses_a_beta_that_is_one_in_bfloat16():
-    for alias in (lowbit_optax.kahan_adamw, lowbit_optax.sr_adamw):
-        with pytest.raises(ValueError, match=r"b2 is 0\.999, which is 1 in bfloat16"):
-            alias(1e-3, b2=0.999, arithmetic="param")
-        with pytest.raises(ValueError, match=r"b1 is 0\.999"):
-            alias(1e-3, b1=0.999, b2=0.997, arithmetic="param")
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: sixteen_bit_adamw(1e-3, b2=0.999), r"b2 is 0\.999, which is 1 in bfl"),
+        (lambda: sixteen_bit_adamw(1e-3, b1=0.999), r"b1 is 0\.999, which is 1 in bfl"),
+        (
+            lambda: sixteen_bit_adamw(1e-3, dtype=jnp.float16),
+            r"eps is 1e-08, which is not above 0 in float16; take 6\.0e-08 or larger",
+        ),
+        (lambda: sixteen_bit_adamw(1e-3, eps=0.0), r"eps is 0\.0"),
+        (lambda: sixteen_bit_sgd(1e-3, rounding="up"), "rounding is 'up', not 'kahan'"),
+        (lambda: sixteen_bit_sgd(1e-3, dtype=jnp.float32), "dtype is float32, not bfl"),
+        (
+            lambda: sixteen_bit_sgd(float("nan")),
+            "sixteen_bit_sgd: learning_rate is nan",
+        ),
+    ],
+)
+def test_the_unit_refuses_what_its_format_cannot_hold(make, match):
+    with pytest.raises(ValueError, match=match):
+        make()
+
+
+def test_the_unit_takes_a_weight_format():
+    weights = starting_weights()
+    tx = sixteen_bit_sgd(0.01, rounding=lowbit_optax.master_copy())
+    state = tx.init(jax.tree.map(jnp.asarray, weights))
+    np.testing.assert_array_equal(state.residual.master["w"], weights["w"])
 
 
 # The default, float32 arithmetic: a float32 run up to what storing rounds.

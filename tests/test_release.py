@@ -11,7 +11,7 @@ from optimizers import assert_same_bits, standard_promotion  # noqa: F401
 from released import RATE, SIMPLE_IN_LOOP, normal, simple_loss, simple_params
 
 import lowbit_optax
-from lowbit_optax import release
+from lowbit_optax import emulation, release
 
 HALF = dict(b1=0.5, b2=0.5)
 FOUR_BITS = lowbit_optax.block_quantized(4)
@@ -27,7 +27,7 @@ def _lion(weights=None, moments="float32"):
 
 LOWBIT = {
     "kahan_sgd": lowbit_optax.kahan_sgd(RATE, 0.5),
-    "kahan_sgd_param": lowbit_optax.kahan_sgd(RATE, 0.5, arithmetic="param"),
+    "sixteen_bit_sgd": emulation.sixteen_bit_sgd(RATE, 0.5),
     "kahan_adamw": lowbit_optax.kahan_adamw(RATE, **HALF, weight_decay=0.5),
     "kahan_adamw_stochastic": lowbit_optax.kahan_adamw(
         RATE, **HALF, weight_decay=0.0, rounding="stochastic"

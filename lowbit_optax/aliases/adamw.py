@@ -1,17 +1,13 @@
 """AdamW, in each weight format."""
 
-import functools
 import typing
-from collections.abc import Callable
 
 import optax
 
-from lowbit_optax import emulation, formats
+from lowbit_optax import formats
 from lowbit_optax._step.moment_slots import Moments
 from lowbit_optax.aliases import common
 from lowbit_optax.transformation import lowbit
-
-Mask = typing.Any | Callable[[optax.Params], typing.Any] | None
 
 
 def kahan_adamw(
@@ -22,53 +18,82 @@ def kahan_adamw(
     eps_root: float = 0.0,
     mu_dtype: typing.Any = None,
     weight_decay: float = 1e-4,
-    mask: Mask = None,
+    mask: common.Mask = None,
     *,
     nesterov: bool = False,
-    rounding: typing.Literal["nearest", "stochastic"] = "nearest",
-    residual_rounding: typing.Literal["nearest", "stochastic"] | None = None,
-    arithmetic: common.Arithmetic = "float32",
-    moments: Moments = common.BFLOAT16,
+    rounding: common.TwoRoundings = None,
+    residual_rounding: common.TwoRoundings = None,
+    moments: Moments = None,
     seed: int | None = None,
     min_size: int | None = None,
-    implementation: str | None = None,
+    implementation: common.Implementation = None,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW, weights by Kahan summation and moments in bfloat16.
 
+    The float32 weight is w - c, a parameter w and its compensation c.
+
+        m_t = b1 m_{t-1} + (1 - b1) g_t
+        v_t = b2 v_{t-1} + (1 - b2) g_t^2
+        a   = (m_t / (1 - b1^t)) / (sqrt(v_t / (1 - b2^t) + eps_root) + eps)
+        y   = -eta_t (a + d (w - c)) - c
+        s   = round(w + y);  c = round_c((s - w) - y);  w = s
+
+    Parameters and state take 8 bytes per bfloat16 parameter.
+
     Args:
-      learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov: as
-        in ``optax.adamw``.
-      rounding, residual_rounding: see :func:`lowbit_optax.kahan`.
-      arithmetic: ``"float32"``, or ``"param"`` for the paper's bfloat16 unit, where
-        every operation rounds and b2 must not round to 1 (no ``eps_root``,
-        ``mu_dtype``, ``mask``, ``nesterov`` or ``moments``).
-      moments, seed, min_size, implementation: see :func:`lowbit_optax.lowbit`. Moments
-        are bfloat16, rounded stochastically, unless told otherwise.
+      learning_rate: eta, a number or a schedule.
+      b1, b2, eps, eps_root, mu_dtype, mask, nesterov: as in ``optax.adamw``.
+      weight_decay: d, decoupled.
+      rounding, residual_rounding: of w and of c, see :func:`lowbit_optax.kahan`.
+      moments: formats of m (``mu``) and v (``nu``); ``cast(jnp.bfloat16)``, rounded
+        stochastically, if None.
+      seed, min_size, implementation: see :func:`lowbit_optax.lowbit`.
 
     Returns:
-      An optax transformation. Parameters and state: 8 bytes a bfloat16 parameter.
+      An optax transformation, for :func:`lowbit_optax.step` or as usual.
+
+    Raises:
+      TypeError, ValueError: for arguments that are not as above.
 
     References:
-      Zamirai et al. 2020, Algorithm 5.
+      Zamirai et al. 2020, Algorithm 5; Loshchilov and Hutter 2019.
 
-    >>> import jax.numpy as jnp, optax
-    >>> tx = kahan_adamw(optax.cosine_decay_schedule(1e-3, 100))
-    >>> tx.init(jnp.ones(2, jnp.bfloat16)).inner_state[0].mu.dtype
-    dtype(bfloat16)
+    >>> import jax, jax.numpy as jnp, lowbit_optax, optax
+    >>> tx = kahan_adamw(optax.cosine_decay_schedule(1e-3, decay_steps=100))
+    >>> w = jnp.ones(2, jnp.bfloat16)
+    >>> @jax.jit
+    ... def train_step(w, state):
+    ...     grads = jax.grad(lambda w: jnp.sum(w**2))(w)
+    ...     return lowbit_optax.step(tx, w, state, grads)
+    >>> state = tx.init(w)
+    >>> for _ in range(100):
+    ...     w, state = train_step(w, state)
+    >>> w
+    Array([0.949219, 0.949219], dtype=bfloat16)
     """
-    weights = formats.kahan(
-        rounding=rounding, residual_rounding=residual_rounding, arithmetic=arithmetic
+    moments = common.bfloat16_if_none(moments)
+    return lowbit(
+        checked_adamw(
+            "kahan_adamw",
+            learning_rate,
+            b1,
+            b2,
+            eps,
+            eps_root,
+            mu_dtype,
+            weight_decay,
+            mask,
+            nesterov,
+            moments,
+        ),
+        weights=formats.kahan(
+            **common.given(rounding=rounding, residual_rounding=residual_rounding)
+        ),
+        moments=moments,
+        seed=seed,
+        min_size=min_size,
+        implementation=implementation,
     )
-    options = dict(seed=seed, min_size=min_size, implementation=implementation)
-    if arithmetic == "param":
-        common.only_float32(
-            moments, eps_root=eps_root, mu_dtype=mu_dtype, mask=mask, nesterov=nesterov
-        )
-        return _unit_adamw(learning_rate, b1, b2, eps, weight_decay, weights, options)
-    inner = plain_adamw(
-        learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov
-    )
-    return lowbit(inner, weights=weights, moments=moments, **options)
 
 
 def sr_adamw(
@@ -79,43 +104,75 @@ def sr_adamw(
     eps_root: float = 0.0,
     mu_dtype: typing.Any = None,
     weight_decay: float = 1e-4,
-    mask: Mask = None,
+    mask: common.Mask = None,
     *,
     nesterov: bool = False,
-    arithmetic: common.Arithmetic = "float32",
-    moments: Moments = common.BFLOAT16,
+    moments: Moments = None,
     seed: int | None = None,
     min_size: int | None = None,
-    implementation: str | None = None,
+    implementation: common.Implementation = None,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW, weights rounded stochastically and moments in bfloat16.
 
+        m_t = b1 m_{t-1} + (1 - b1) g_t
+        v_t = b2 v_{t-1} + (1 - b2) g_t^2
+        a   = (m_t / (1 - b1^t)) / (sqrt(v_t / (1 - b2^t) + eps_root) + eps)
+        w   = SR(w - eta_t (a + d w))
+
+    SR rounds to one of the two nearest numbers, so that the mean is right. Parameters
+    and state take 6 bytes per bfloat16 parameter.
+
     Args:
-      learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov: as
-        in ``optax.adamw``.
-      arithmetic, moments, seed, min_size, implementation: as in :func:`kahan_adamw`.
+      learning_rate: eta, a number or a schedule.
+      b1, b2, eps, eps_root, mu_dtype, mask, nesterov: as in ``optax.adamw``.
+      weight_decay: d, decoupled.
+      moments: formats of m (``mu``) and v (``nu``); ``cast(jnp.bfloat16)``, rounded
+        stochastically, if None.
+      seed, min_size, implementation: see :func:`lowbit_optax.lowbit`.
 
     Returns:
-      An optax transformation. Parameters and state: 6 bytes a bfloat16 parameter.
+      An optax transformation, for :func:`lowbit_optax.step` or as usual.
+
+    Raises:
+      TypeError, ValueError: for arguments that are not as above.
 
     References:
-      Zamirai et al. 2020, Algorithm 4.
+      Zamirai et al. 2020, Algorithm 4; Loshchilov and Hutter 2019.
 
-    >>> import jax.numpy as jnp
-    >>> sr_adamw(1e-3).init(jnp.ones(2, jnp.bfloat16)).residual
-    NoResidual()
+    >>> import jax, jax.numpy as jnp, lowbit_optax
+    >>> tx = sr_adamw(1e-3)
+    >>> w = jnp.ones(1000, jnp.bfloat16)
+    >>> @jax.jit
+    ... def train_step(w, state):
+    ...     grads = jax.grad(lambda w: jnp.sum(w**2))(w)
+    ...     return lowbit_optax.step(tx, w, state, grads)
+    >>> state = tx.init(w)
+    >>> for _ in range(10):
+    ...     w, state = train_step(w, state)
+    >>> round(float(jnp.mean(w.astype(jnp.float32))), 2)
+    0.99
     """
-    weights = formats.stochastic_rounding()
-    options = dict(seed=seed, min_size=min_size, implementation=implementation)
-    if common.is_param(arithmetic):
-        common.only_float32(
-            moments, eps_root=eps_root, mu_dtype=mu_dtype, mask=mask, nesterov=nesterov
-        )
-        return _unit_adamw(learning_rate, b1, b2, eps, weight_decay, weights, options)
-    inner = plain_adamw(
-        learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov
+    moments = common.bfloat16_if_none(moments)
+    return lowbit(
+        checked_adamw(
+            "sr_adamw",
+            learning_rate,
+            b1,
+            b2,
+            eps,
+            eps_root,
+            mu_dtype,
+            weight_decay,
+            mask,
+            nesterov,
+            moments,
+        ),
+        weights=formats.stochastic_rounding(),
+        moments=moments,
+        seed=seed,
+        min_size=min_size,
+        implementation=implementation,
     )
-    return lowbit(inner, weights=weights, moments=moments, **options)
 
 
 def extra_bits_adamw(
@@ -126,44 +183,80 @@ def extra_bits_adamw(
     eps_root: float = 0.0,
     mu_dtype: typing.Any = None,
     weight_decay: float = 1e-4,
-    mask: Mask = None,
+    mask: common.Mask = None,
     *,
     nesterov: bool = False,
     bits: int | None = None,
-    rounding: typing.Literal["nearest", "toward_zero", "stochastic"] = "nearest",
-    residual_rounding: typing.Literal["nearest", "stochastic"] = "stochastic",
-    moments: Moments = "float32",
+    rounding: common.ThreeRoundings = None,
+    residual_rounding: common.TwoRoundings = None,
+    moments: Moments = None,
     seed: int | None = None,
     min_size: int | None = None,
-    implementation: str | None = None,
+    implementation: common.Implementation = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW, weights with k extra bits and float32 moments.
+    """AdamW, weights with k extra bits and moments in float32.
+
+    The weight W is a parameter and the next k bits, so 16 + k bits for bfloat16.
+
+        m_t = b1 m_{t-1} + (1 - b1) g_t
+        v_t = b2 v_{t-1} + (1 - b2) g_t^2
+        a   = (m_t / (1 - b1^t)) / (sqrt(v_t / (1 - b2^t) + eps_root) + eps)
+        W   = round(W - eta_t (a + d W))
+
+    Parameters and state take 10 + k/8 bytes per bfloat16 parameter.
 
     Args:
-      learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov: as
-        in ``optax.adamw``.
-      bits: k, 16 if None (the float32 master, bit for bit).
-      rounding, residual_rounding: see :func:`lowbit_optax.extra_bits`.
-      moments, seed, min_size, implementation: see :func:`lowbit_optax.lowbit`.
+      learning_rate: eta, a number or a schedule.
+      b1, b2, eps, eps_root, mu_dtype, mask, nesterov: as in ``optax.adamw``.
+      weight_decay: d, decoupled.
+      bits: k; 16, with which a bfloat16 parameter trains as in float32, bit for bit, if
+        None.
+      rounding, residual_rounding: of the parameter and of W, see
+        :func:`lowbit_optax.extra_bits`.
+      moments: formats of m (``mu``) and v (``nu``); ``"float32"`` if None.
+      seed, min_size, implementation: see :func:`lowbit_optax.lowbit`.
 
     Returns:
-      An optax transformation. Parameters and state: 10 + k/8 bytes a bfloat16
-      parameter.
+      An optax transformation, for :func:`lowbit_optax.step` or as usual.
+
+    Raises:
+      TypeError, ValueError: for arguments that are not as above.
 
     References:
-      Lewandowski and Kosson 2023, section 3.1.
+      Lewandowski and Kosson 2023, section 3.1; Loshchilov and Hutter 2019.
 
-    >>> import jax.numpy as jnp
-    >>> tx = extra_bits_adamw(1e-3, bits=8)
-    >>> tx.init(jnp.ones((128, 64), jnp.bfloat16)).residual.words.shape
+    >>> import jax, jax.numpy as jnp, lowbit_optax
+    >>> tx = extra_bits_adamw(1e-4, bits=8)
+    >>> w = jnp.ones((128, 64), jnp.bfloat16)
+    >>> @jax.jit
+    ... def train_step(w, state):
+    ...     grads = jax.grad(lambda w: jnp.sum(w**2))(w)
+    ...     return lowbit_optax.step(tx, w, state, grads)
+    >>> state = tx.init(w)
+    >>> for _ in range(3):
+    ...     w, state = train_step(w, state)
+    >>> state.residual.words.shape  # 8 bits of 128 rows, in words of 32
     (32, 64)
     """
-    inner = plain_adamw(
-        learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov
-    )
+    moments = "float32" if moments is None else moments
     return lowbit(
-        inner,
-        weights=common.extra_bits(bits, rounding, residual_rounding),
+        checked_adamw(
+            "extra_bits_adamw",
+            learning_rate,
+            b1,
+            b2,
+            eps,
+            eps_root,
+            mu_dtype,
+            weight_decay,
+            mask,
+            nesterov,
+            moments,
+        ),
+        weights=formats.extra_bits(
+            16 if bits is None else bits,
+            **common.given(rounding=rounding, residual_rounding=residual_rounding),
+        ),
         moments=moments,
         seed=seed,
         min_size=min_size,
@@ -171,13 +264,25 @@ def extra_bits_adamw(
     )
 
 
-def plain_adamw(
-    learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov
-):
-    """AdamW as optax has it, refusing hyperparameters that arrive in 16 bits."""
-    common.wide(
-        learning_rate=learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay
+def checked_adamw(
+    alias: str,
+    learning_rate: optax.ScalarOrSchedule,
+    b1: float,
+    b2: float,
+    eps: float,
+    eps_root: float,
+    mu_dtype: typing.Any,
+    weight_decay: float,
+    mask: common.Mask,
+    nesterov: bool,
+    moments: Moments,
+) -> optax.GradientTransformationExtraArgs:
+    """``optax.adamw``, after checks of its arguments."""
+    common.check_learning_rate(alias, learning_rate)
+    common.check_numbers(
+        alias, b1=b1, b2=b2, eps=eps, eps_root=eps_root, weight_decay=weight_decay
     )
+    common.check_moment_dtype(alias, "mu_dtype", mu_dtype, "mu", moments)
     return optax.adamw(
         learning_rate,
         b1,
@@ -189,12 +294,3 @@ def plain_adamw(
         mask,
         nesterov=nesterov,
     )
-
-
-def _unit_adamw(learning_rate, b1, b2, eps, weight_decay, weights, options):
-    common.wide(learning_rate=learning_rate)
-    common.static(b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
-    build = functools.partial(
-        emulation.sixteen_bit_adamw, learning_rate, b1, b2, eps, weight_decay
-    )
-    return common.unit(build, weights, options)

@@ -1,7 +1,11 @@
-"""The recommended presets: bfloat16 weights with 8 extra bits, moments in 8 bits."""
+"""The recommended preset around optax's aliases, with the memory that each takes.
+
+``lowbit_adamw(rate)`` is ``lowbit(optax.adamw(rate))``, and so on: weights with 8 extra
+bits and moments of 8 bits. The aliases check their arguments, and are known to
+``optax.inject_hyperparams``.
+"""
 
 import typing
-from collections.abc import Callable
 
 import optax
 
@@ -10,11 +14,6 @@ from lowbit_optax._step.moment_slots import Moments
 from lowbit_optax.aliases import adamw, common, sgd
 from lowbit_optax.transformation import lowbit
 
-Mask = typing.Any | Callable[[optax.Params], typing.Any] | None
-
-EIGHT_BITS = formats.block_quantized(8)
-"""8-bit codes with a bfloat16 scale for every 32 values, rounded stochastically."""
-
 
 def lowbit_sgd(
     learning_rate: optax.ScalarOrSchedule,
@@ -22,32 +21,62 @@ def lowbit_sgd(
     nesterov: bool = False,
     accumulator_dtype: typing.Any = None,
     *,
-    weight_decay: float = 0.0,
-    bits: int = 8,
-    moments: Moments = EIGHT_BITS,
+    weight_decay: float | None = None,
+    bits: int | None = None,
+    moments: Moments = None,
     seed: int | None = None,
     min_size: int | None = None,
-    implementation: str | None = None,
+    implementation: common.Implementation = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """SGD with momentum and weight decay in 4.06 bytes a parameter.
+    """SGD with momentum in 4.06 bytes per parameter, instead of the usual 10.
+
+    The weight W is a bfloat16 parameter and the next 8 bits; Q is 8-bit codes.
+
+        g_t = grad(param) + d W
+        m_t = beta Q(m_{t-1}) + g_t
+        W   = round(W - eta_t m_t)
+
+    Without momentum m_t is g_t, and parameters and state take 3 bytes per parameter.
 
     Args:
-      learning_rate, momentum, nesterov, accumulator_dtype: as in ``optax.sgd``.
-      weight_decay: d, added to the gradient (not decoupled).
-      bits: extra bits of the weights.
-      moments: format of the momentum, see :func:`lowbit_optax.block_quantized`.
+      learning_rate: eta, a number or a schedule.
+      momentum: beta, or None for no momentum.
+      nesterov, accumulator_dtype: as in ``optax.sgd``.
+      weight_decay: d, added to the gradient (not decoupled); 0 if None.
+      bits: extra bits of the weights; 8 if None.
+      moments: format of the momentum; ``block_quantized(8)`` if None.
       seed, min_size, implementation: see :func:`lowbit_optax.lowbit`.
 
     Returns:
-      An optax transformation.
+      An optax transformation, for :func:`lowbit_optax.step` or as usual.
 
-    >>> import jax.numpy as jnp
-    >>> tx = lowbit_sgd(0.1, 0.9)
-    >>> tx.init(jnp.ones((64, 64), jnp.bfloat16)).residual.words.shape
-    (16, 64)
+    Raises:
+      TypeError, ValueError: for arguments that are not as above.
+
+    References:
+      Lewandowski and Kosson 2023, section 3.1; Dettmers et al. 2022, section 2.
+
+    >>> import jax, jax.numpy as jnp, lowbit_optax
+    >>> tx = lowbit_sgd(1e-4, 0.9)
+    >>> w = jnp.ones((128, 64), jnp.bfloat16)
+    >>> @jax.jit
+    ... def train_step(w, state):
+    ...     grads = jax.grad(lambda w: jnp.sum(w**2))(w)
+    ...     return lowbit_optax.step(tx, w, state, grads)
+    >>> state = tx.init(w)
+    >>> for _ in range(3):
+    ...     w, state = train_step(w, state)
+    >>> state.residual.words.shape  # 8 bits of 128 rows, in words of 32
+    (32, 64)
     """
-    inner = sgd.plain_sgd(
-        learning_rate, momentum, nesterov, accumulator_dtype, weight_decay
+    inner = sgd.checked_sgd(
+        "lowbit_sgd",
+        learning_rate,
+        momentum,
+        nesterov,
+        accumulator_dtype,
+        weight_decay,
+        moments,
     )
     return _preset(inner, bits, moments, seed, min_size, implementation)
 
@@ -60,34 +89,67 @@ def lowbit_adamw(
     eps_root: float = 0.0,
     mu_dtype: typing.Any = None,
     weight_decay: float = 1e-4,
-    mask: Mask = None,
+    mask: common.Mask = None,
     *,
     nesterov: bool = False,
-    bits: int = 8,
-    moments: Moments = EIGHT_BITS,
+    bits: int | None = None,
+    moments: Moments = None,
     seed: int | None = None,
     min_size: int | None = None,
-    implementation: str | None = None,
+    implementation: common.Implementation = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW in 5.125 bytes a parameter, instead of the usual 14.
+    """AdamW in 5.125 bytes per parameter, instead of the usual 14.
+
+    The weight W is a bfloat16 parameter and the next 8 bits; Q is 8-bit codes.
+
+        m_t = b1 Q(m_{t-1}) + (1 - b1) g_t
+        v_t = b2 Q(v_{t-1}) + (1 - b2) g_t^2
+        a   = (m_t / (1 - b1^t)) / (sqrt(v_t / (1 - b2^t) + eps_root) + eps)
+        W   = round(W - eta_t (a + d W))
 
     Args:
-      learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov: as
-        in ``optax.adamw``.
-      bits: extra bits of the weights.
-      moments: formats of the moments, see :func:`lowbit_optax.block_quantized`.
+      learning_rate: eta, a number or a schedule.
+      b1, b2, eps, eps_root, mu_dtype, mask, nesterov: as in ``optax.adamw``.
+      weight_decay: d, decoupled.
+      bits: extra bits of the weights; 8 if None.
+      moments: formats of m (``mu``) and v (``nu``); ``block_quantized(8)`` if None.
       seed, min_size, implementation: see :func:`lowbit_optax.lowbit`.
 
     Returns:
-      An optax transformation.
+      An optax transformation, for :func:`lowbit_optax.step` or as usual.
 
-    >>> import jax.numpy as jnp
+    Raises:
+      TypeError, ValueError: for arguments that are not as above.
+
+    References:
+      Lewandowski and Kosson 2023, section 3.1; Dettmers et al. 2022, section 2;
+      Loshchilov and Hutter 2019.
+
+    >>> import jax, jax.numpy as jnp, lowbit_optax
     >>> tx = lowbit_adamw(1e-3)
-    >>> tx.init(jnp.ones((64, 64), jnp.bfloat16)).inner_state[0].nu.codes.dtype
-    dtype('uint32')
+    >>> w = jnp.ones((128, 64), jnp.bfloat16)
+    >>> @jax.jit
+    ... def train_step(w, state):
+    ...     grads = jax.grad(lambda w: jnp.sum(w**2))(w)
+    ...     return lowbit_optax.step(tx, w, state, grads)
+    >>> state = tx.init(w)
+    >>> for _ in range(10):
+    ...     w, state = train_step(w, state)
+    >>> w[0, 0], state.inner_state[0].nu.codes.dtype
+    (Array(0.988281, dtype=bfloat16), dtype('uint32'))
     """
-    inner = adamw.plain_adamw(
-        learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov
+    inner = adamw.checked_adamw(
+        "lowbit_adamw",
+        learning_rate,
+        b1,
+        b2,
+        eps,
+        eps_root,
+        mu_dtype,
+        weight_decay,
+        mask,
+        nesterov,
+        moments,
     )
     return _preset(inner, bits, moments, seed, min_size, implementation)
 
@@ -98,39 +160,70 @@ def lowbit_lion(
     b2: float = 0.99,
     mu_dtype: typing.Any = None,
     weight_decay: float = 1e-3,
-    mask: Mask = None,
+    mask: common.Mask = None,
     *,
-    bits: int = 8,
-    moments: Moments = EIGHT_BITS,
+    bits: int | None = None,
+    moments: Moments = None,
     seed: int | None = None,
     min_size: int | None = None,
-    implementation: str | None = None,
+    implementation: common.Implementation = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Lion in 4.06 bytes a parameter.
+    """Lion in 4.06 bytes per parameter, instead of the usual 10.
+
+    The weight W is a bfloat16 parameter and the next 8 bits; Q is 8-bit codes.
+
+        a   = sign(b1 Q(m_{t-1}) + (1 - b1) g_t)
+        m_t = b2 Q(m_{t-1}) + (1 - b2) g_t
+        W   = round(W - eta_t (a + d W))
 
     Args:
-      learning_rate, b1, b2, mu_dtype, weight_decay, mask: as in ``optax.lion``.
-      bits: extra bits of the weights.
-      moments: format of the momentum, see :func:`lowbit_optax.block_quantized`.
+      learning_rate: eta, a number or a schedule.
+      b1, b2, mu_dtype, mask: as in ``optax.lion``.
+      weight_decay: d, decoupled.
+      bits: extra bits of the weights; 8 if None.
+      moments: format of m (``mu``); ``block_quantized(8)`` if None.
       seed, min_size, implementation: see :func:`lowbit_optax.lowbit`.
 
     Returns:
-      An optax transformation.
+      An optax transformation, for :func:`lowbit_optax.step` or as usual.
 
-    >>> import jax.numpy as jnp
-    >>> tx = lowbit_lion(1e-4)
-    >>> tx.init(jnp.ones((64, 64), jnp.bfloat16)).inner_state[0].mu.scales.shape
-    (2, 64)
+    Raises:
+      TypeError, ValueError: for arguments that are not as above.
+
+    References:
+      Lewandowski and Kosson 2023, section 3.1; Chen et al. 2023, Algorithm 2.
+
+    >>> import jax, jax.numpy as jnp, lowbit_optax
+    >>> tx = lowbit_lion(1e-3)
+    >>> w = jnp.ones((128, 64), jnp.bfloat16)
+    >>> @jax.jit
+    ... def train_step(w, state):
+    ...     grads = jax.grad(lambda w: jnp.sum(w**2))(w)
+    ...     return lowbit_optax.step(tx, w, state, grads)
+    >>> state = tx.init(w)
+    >>> for _ in range(10):
+    ...     w, state = train_step(w, state)
+    >>> w[0, 0]
+    Array(0.988281, dtype=bfloat16)
     """
-    common.wide(learning_rate=learning_rate, b1=b1, b2=b2, weight_decay=weight_decay)
+    common.check_learning_rate("lowbit_lion", learning_rate)
+    common.check_numbers("lowbit_lion", b1=b1, b2=b2, weight_decay=weight_decay)
+    common.check_moment_dtype("lowbit_lion", "mu_dtype", mu_dtype, "mu", moments)
     inner = optax.lion(learning_rate, b1, b2, mu_dtype, weight_decay, mask)
     return _preset(inner, bits, moments, seed, min_size, implementation)
 
 
-def _preset(inner, bits, moments, seed, min_size, implementation):
+def _preset(
+    inner: optax.GradientTransformation,
+    bits: int | None,
+    moments: Moments,
+    seed: int | None,
+    min_size: int | None,
+    implementation: common.Implementation,
+) -> optax.GradientTransformationExtraArgs:
     return lowbit(
         inner,
-        weights=formats.extra_bits(bits),
+        weights=formats.extra_bits(8 if bits is None else bits),
         moments=moments,
         seed=seed,
         min_size=min_size,

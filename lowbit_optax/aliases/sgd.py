@@ -1,11 +1,12 @@
 """SGD with momentum and weight decay, in each weight format."""
 
-import functools
 import typing
 
+import jax
+import jax.numpy as jnp
 import optax
 
-from lowbit_optax import emulation, formats
+from lowbit_optax import formats
 from lowbit_optax._step.moment_slots import Moments
 from lowbit_optax.aliases import common
 from lowbit_optax.transformation import lowbit
@@ -17,57 +18,79 @@ def kahan_sgd(
     nesterov: bool = False,
     accumulator_dtype: typing.Any = None,
     *,
-    weight_decay: float = 0.0,
-    rounding: typing.Literal["nearest", "stochastic"] = "nearest",
-    residual_rounding: typing.Literal["nearest", "stochastic"] | None = None,
-    arithmetic: common.Arithmetic = "float32",
-    moments: Moments = common.BFLOAT16,
+    weight_decay: float | None = None,
+    rounding: common.TwoRoundings = None,
+    residual_rounding: common.TwoRoundings = None,
+    moments: Moments = None,
     seed: int | None = None,
     min_size: int | None = None,
-    implementation: str | None = None,
+    implementation: common.Implementation = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """SGD with momentum and weight decay, weights by Kahan summation.
+    """SGD with momentum, weights by Kahan summation and momentum in bfloat16.
 
-        g = grad + d w;  m = mu m + g;  y = -eta m - c
-        s = round(w + y);  c = (s - w) - y;  w = s
+    The float32 weight is w - c, a parameter w and its compensation c.
+
+        g_t = grad(w) + d (w - c)
+        m_t = beta m_{t-1} + g_t
+        y   = -eta_t m_t - c
+        s   = round(w + y);  c = round_c((s - w) - y);  w = s
+
+    Without momentum m_t is g_t. Parameters and state take 6 bytes per bfloat16
+    parameter, 4 without momentum.
 
     Args:
-      learning_rate, momentum, nesterov, accumulator_dtype: as in ``optax.sgd``.
-      weight_decay: d, added to the gradient (not decoupled).
-      rounding, residual_rounding: see :func:`lowbit_optax.kahan`.
-      arithmetic: ``"float32"``, or ``"param"`` for the paper's bfloat16 unit, where
-        every operation rounds (no ``nesterov``, ``accumulator_dtype`` or ``moments``).
-      moments, seed, min_size, implementation: see :func:`lowbit_optax.lowbit`. Momentum
-        is bfloat16, rounded stochastically, unless told otherwise.
+      learning_rate: eta, a number or a schedule.
+      momentum: beta, or None for no momentum.
+      nesterov, accumulator_dtype: as in ``optax.sgd``.
+      weight_decay: d, added to the gradient (not decoupled); 0 if None.
+      rounding, residual_rounding: of w and of c, see :func:`lowbit_optax.kahan`.
+      moments: format of the momentum; ``cast(jnp.bfloat16)``, rounded stochastically,
+        if None.
+      seed, min_size, implementation: see :func:`lowbit_optax.lowbit`.
 
     Returns:
-      An optax transformation. Parameters and state: 6 bytes a bfloat16 parameter.
+      An optax transformation, for :func:`lowbit_optax.step` or as usual.
+
+    Raises:
+      TypeError, ValueError: for arguments that are not as above.
 
     References:
       Zamirai et al. 2020, Algorithm 3.
 
-    >>> import jax.numpy as jnp, optax
+    Updates of 1e-5 would be lost in bfloat16 weights near 1:
+
+    >>> import jax, jax.numpy as jnp, lowbit_optax
     >>> tx = kahan_sgd(1e-5)
-    >>> w = jnp.ones(2, jnp.bfloat16); state = tx.init(w)
+    >>> w = jnp.ones(2, jnp.bfloat16)
+    >>> @jax.jit
+    ... def train_step(w, state):
+    ...     grads = jax.grad(lambda w: jnp.sum(w))(w)
+    ...     return lowbit_optax.step(tx, w, state, grads)
+    >>> state = tx.init(w)
     >>> for _ in range(1000):
-    ...     updates, state = tx.update(jnp.ones(2, jnp.bfloat16), state, w)
-    ...     w = optax.apply_updates(w, updates)
+    ...     w, state = train_step(w, state)
     >>> w
     Array([0.988281, 0.988281], dtype=bfloat16)
     """
-    weights = formats.kahan(
-        rounding=rounding, residual_rounding=residual_rounding, arithmetic=arithmetic
+    moments = common.bfloat16_if_none(moments)
+    return lowbit(
+        checked_sgd(
+            "kahan_sgd",
+            learning_rate,
+            momentum,
+            nesterov,
+            accumulator_dtype,
+            weight_decay,
+            moments,
+        ),
+        weights=formats.kahan(
+            **common.given(rounding=rounding, residual_rounding=residual_rounding)
+        ),
+        moments=moments,
+        seed=seed,
+        min_size=min_size,
+        implementation=implementation,
     )
-    options = dict(seed=seed, min_size=min_size, implementation=implementation)
-    if arithmetic == "param":
-        common.only_float32(
-            moments, nesterov=nesterov, accumulator_dtype=accumulator_dtype
-        )
-        return _unit_sgd(learning_rate, momentum, weight_decay, weights, options)
-    inner = plain_sgd(
-        learning_rate, momentum, nesterov, accumulator_dtype, weight_decay
-    )
-    return lowbit(inner, weights=weights, moments=moments, **options)
 
 
 def sr_sgd(
@@ -76,44 +99,70 @@ def sr_sgd(
     nesterov: bool = False,
     accumulator_dtype: typing.Any = None,
     *,
-    weight_decay: float = 0.0,
-    arithmetic: common.Arithmetic = "float32",
-    moments: Moments = common.BFLOAT16,
+    weight_decay: float | None = None,
+    moments: Moments = None,
     seed: int | None = None,
     min_size: int | None = None,
-    implementation: str | None = None,
+    implementation: common.Implementation = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """SGD with momentum and weight decay, weights rounded stochastically.
+    """SGD with momentum, weights rounded stochastically and momentum in bfloat16.
 
-        g = grad + d w;  m = mu m + g;  w = SR(w - eta m)
+        g_t = grad(w) + d w
+        m_t = beta m_{t-1} + g_t
+        w   = SR(w - eta_t m_t)
+
+    SR rounds to one of the two nearest numbers, so that the mean is right. Without
+    momentum m_t is g_t. Parameters and state take 4 bytes per bfloat16 parameter, 2
+    without momentum.
 
     Args:
-      learning_rate, momentum, nesterov, accumulator_dtype: as in ``optax.sgd``.
-      weight_decay, arithmetic, moments, seed, min_size, implementation: as in
-        :func:`kahan_sgd`.
+      learning_rate: eta, a number or a schedule.
+      momentum: beta, or None for no momentum.
+      nesterov, accumulator_dtype: as in ``optax.sgd``.
+      weight_decay: d, added to the gradient (not decoupled); 0 if None.
+      moments: format of the momentum; ``cast(jnp.bfloat16)``, rounded stochastically,
+        if None.
+      seed, min_size, implementation: see :func:`lowbit_optax.lowbit`.
 
     Returns:
-      An optax transformation. Parameters and state: 4 bytes a bfloat16 parameter.
+      An optax transformation, for :func:`lowbit_optax.step` or as usual.
+
+    Raises:
+      TypeError, ValueError: for arguments that are not as above.
 
     References:
       Zamirai et al. 2020, Algorithm 2.
 
-    >>> import jax.numpy as jnp, optax
-    >>> tx = sr_sgd(1e-3, seed=1)
-    >>> w = jnp.ones(2, jnp.bfloat16)
-    >>> updates, state = tx.update(jnp.ones(2), tx.init(w), w)
+    >>> import jax, jax.numpy as jnp, lowbit_optax
+    >>> tx = sr_sgd(1e-3, 0.9, seed=1)
+    >>> w = jnp.ones(1000, jnp.bfloat16)
+    >>> @jax.jit
+    ... def train_step(w, state):
+    ...     grads = jax.grad(lambda w: jnp.sum(w))(w)
+    ...     return lowbit_optax.step(tx, w, state, grads)
+    >>> state = tx.init(w)
+    >>> for _ in range(3):
+    ...     w, state = train_step(w, state)
+    >>> round(float(jnp.mean(w.astype(jnp.float32))), 2)  # in exact arithmetic 0.9944
+    0.99
     """
-    weights = formats.stochastic_rounding()
-    options = dict(seed=seed, min_size=min_size, implementation=implementation)
-    if common.is_param(arithmetic):
-        common.only_float32(
-            moments, nesterov=nesterov, accumulator_dtype=accumulator_dtype
-        )
-        return _unit_sgd(learning_rate, momentum, weight_decay, weights, options)
-    inner = plain_sgd(
-        learning_rate, momentum, nesterov, accumulator_dtype, weight_decay
+    moments = common.bfloat16_if_none(moments)
+    return lowbit(
+        checked_sgd(
+            "sr_sgd",
+            learning_rate,
+            momentum,
+            nesterov,
+            accumulator_dtype,
+            weight_decay,
+            moments,
+        ),
+        weights=formats.stochastic_rounding(),
+        moments=moments,
+        seed=seed,
+        min_size=min_size,
+        implementation=implementation,
     )
-    return lowbit(inner, weights=weights, moments=moments, **options)
 
 
 def extra_bits_sgd(
@@ -122,38 +171,75 @@ def extra_bits_sgd(
     nesterov: bool = False,
     accumulator_dtype: typing.Any = None,
     *,
-    weight_decay: float = 0.0,
+    weight_decay: float | None = None,
     bits: int | None = None,
-    rounding: typing.Literal["nearest", "toward_zero", "stochastic"] = "nearest",
-    residual_rounding: typing.Literal["nearest", "stochastic"] = "stochastic",
-    moments: Moments = "float32",
+    rounding: common.ThreeRoundings = None,
+    residual_rounding: common.TwoRoundings = None,
+    moments: Moments = None,
     seed: int | None = None,
     min_size: int | None = None,
-    implementation: str | None = None,
+    implementation: common.Implementation = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """SGD with momentum and weight decay, weights with k extra bits.
+    """SGD with momentum, weights with k extra bits and momentum in float32.
+
+    The weight W is a parameter and the next k bits, so 16 + k bits for bfloat16.
+
+        g_t = grad(param) + d W
+        m_t = beta m_{t-1} + g_t
+        W   = round(W - eta_t m_t)
+
+    Without momentum m_t is g_t. Parameters and state take 6 + k/8 bytes per bfloat16
+    parameter, 2 + k/8 without momentum.
 
     Args:
-      learning_rate, momentum, nesterov, accumulator_dtype: as in ``optax.sgd``.
-      weight_decay: d, added to the gradient (not decoupled).
-      bits: k, 16 if None (the float32 master, bit for bit).
-      rounding, residual_rounding: see :func:`lowbit_optax.extra_bits`.
-      moments, seed, min_size, implementation: see :func:`lowbit_optax.lowbit`.
+      learning_rate: eta, a number or a schedule.
+      momentum: beta, or None for no momentum.
+      nesterov, accumulator_dtype: as in ``optax.sgd``.
+      weight_decay: d, added to the gradient (not decoupled); 0 if None.
+      bits: k; 16, with which a bfloat16 parameter trains as in float32, bit for bit, if
+        None.
+      rounding, residual_rounding: of the parameter and of W, see
+        :func:`lowbit_optax.extra_bits`.
+      moments: format of the momentum; ``"float32"`` if None.
+      seed, min_size, implementation: see :func:`lowbit_optax.lowbit`.
 
     Returns:
-      An optax transformation. Parameters and state: 6 + k/8 bytes a bfloat16
-      parameter with momentum.
+      An optax transformation, for :func:`lowbit_optax.step` or as usual.
+
+    Raises:
+      TypeError, ValueError: for arguments that are not as above.
 
     References:
       Lewandowski and Kosson 2023, section 3.1.
 
-    >>> import jax.numpy as jnp
-    >>> extra_bits_sgd(0.1, 0.9, bits=8).update.__self__.weights.bits
-    8
+    >>> import jax, jax.numpy as jnp, lowbit_optax
+    >>> tx = extra_bits_sgd(1e-4, 0.9, bits=8)
+    >>> w = jnp.ones((128, 64), jnp.bfloat16)
+    >>> @jax.jit
+    ... def train_step(w, state):
+    ...     grads = jax.grad(lambda w: jnp.sum(w))(w)
+    ...     return lowbit_optax.step(tx, w, state, grads)
+    >>> state = tx.init(w)
+    >>> for _ in range(3):
+    ...     w, state = train_step(w, state)
+    >>> state.residual.words.shape  # 8 bits of 128 rows, in words of 32
+    (32, 64)
     """
+    moments = "float32" if moments is None else moments
     return lowbit(
-        plain_sgd(learning_rate, momentum, nesterov, accumulator_dtype, weight_decay),
-        weights=common.extra_bits(bits, rounding, residual_rounding),
+        checked_sgd(
+            "extra_bits_sgd",
+            learning_rate,
+            momentum,
+            nesterov,
+            accumulator_dtype,
+            weight_decay,
+            moments,
+        ),
+        weights=formats.extra_bits(
+            16 if bits is None else bits,
+            **common.given(rounding=rounding, residual_rounding=residual_rounding),
+        ),
         moments=moments,
         seed=seed,
         min_size=min_size,
@@ -161,22 +247,41 @@ def extra_bits_sgd(
     )
 
 
-def plain_sgd(learning_rate, momentum, nesterov, accumulator_dtype, weight_decay):
-    """Optax's SGD with weight decay added to the gradient, after checks."""
-    common.wide(
-        learning_rate=learning_rate, momentum=momentum, weight_decay=weight_decay
-    )
-    inner = optax.sgd(learning_rate, momentum, nesterov, accumulator_dtype)
-    # A traced weight decay (inject_hyperparams) cannot be compared with zero.
-    if isinstance(weight_decay, (int, float)) and weight_decay == 0:
-        return inner
-    return optax.chain(optax.add_decayed_weights(weight_decay), inner)
+def checked_sgd(
+    alias: str,
+    learning_rate: optax.ScalarOrSchedule,
+    momentum: float | None,
+    nesterov: bool,
+    accumulator_dtype: typing.Any,
+    weight_decay: float | jax.Array | None,
+    moments: Moments,
+) -> optax.GradientTransformationExtraArgs:
+    """``optax.sgd`` with weight decay added to the gradient, after checks.
 
-
-def _unit_sgd(learning_rate, momentum, weight_decay, weights, options):
-    common.wide(learning_rate=learning_rate)
-    common.static(momentum=momentum, weight_decay=weight_decay)
-    build = functools.partial(
-        emulation.sixteen_bit_sgd, learning_rate, momentum or 0.0, weight_decay
+    The state is that of ``optax.sgd``, whatever the weight decay.
+    """
+    weight_decay = 0.0 if weight_decay is None else weight_decay
+    common.check_learning_rate(alias, learning_rate)
+    common.check_numbers(alias, weight_decay=weight_decay)
+    if momentum is not None:
+        common.check_numbers(alias, momentum=momentum)
+        common.check_moment_dtype(
+            alias, "accumulator_dtype", accumulator_dtype, "trace", moments
+        )
+    sgd = optax.with_extra_args_support(
+        optax.sgd(learning_rate, momentum, nesterov, accumulator_dtype)
     )
-    return common.unit(build, weights, options)
+    is_array = isinstance(weight_decay, jax.Array)
+    if not is_array and weight_decay == 0:
+        return sgd
+    decay = optax.add_decayed_weights(weight_decay)
+
+    def update_fn(updates, state, params=None, **extra_args):
+        decayed, _ = decay.update(updates, optax.EmptyState(), params)
+        if is_array:
+            # A decay that may be zero: zero times an infinite weight would be NaN.
+            keep = lambda g, new: jnp.where(weight_decay == 0, g, new)
+            decayed = jax.tree.map(keep, updates, decayed)
+        return sgd.update(decayed, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(sgd.init, update_fn)

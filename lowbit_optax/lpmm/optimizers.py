@@ -3,8 +3,9 @@
 import optax
 
 from lowbit_optax import formats
-from lowbit_optax._step.moment_slots import FLOAT32
-from lowbit_optax.aliases import common, sgd
+from lowbit_optax._step.moment_slots import Moments
+from lowbit_optax.aliases.adamw import checked_adamw
+from lowbit_optax.aliases.sgd import checked_sgd
 from lowbit_optax.formats import MomentFormat
 from lowbit_optax.formats.quantized_tensor import DEFAULT_GROUP, Rounding
 from lowbit_optax.formats.quantized_weights import quantized_weights
@@ -16,52 +17,66 @@ def lpmm_sgd(
     momentum: float | None = None,
     nesterov: bool = False,
     *,
-    weight_decay: float = 0.0,
-    momentum_bits: int = 8,
-    block_size: int = DEFAULT_GROUP,
-    rounding: Rounding = "stochastic",
+    weight_decay: float | None = None,
+    momentum_bits: int | None = None,
+    block_size: int | None = None,
+    rounding: Rounding | None = None,
     seed: int | None = None,
     min_size: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """SGD with momentum on quantised weights.
 
-        m_t = Q(beta m_{t-1} + g_t);  theta_t = Q(theta_{t-1} - alpha m_t)
+        g_t = grad(theta_{t-1}) + d theta_{t-1}
+        m_t = Q(beta m_{t-1} + g_t)
+        theta_t = Q(theta_{t-1} - eta_t m_t)
 
-    With 12-bit weights, 8-bit momentum and, by
-    :func:`lowbit_optax.accumulate_gradients`, 8-bit accumulators that is the paper's 28
-    bits a parameter, beside the scales.
+    With 12-bit weights, 8-bit momentum and the 8-bit accumulators of
+    :func:`lowbit_optax.accumulate_gradients` that is the paper's 28 bits per parameter,
+    beside the scales. Weights and momentum alone take 2.5 bytes per parameter.
 
     Args:
-      learning_rate, momentum, nesterov: as in ``optax.sgd``.
-      weight_decay: added to the gradient (not decoupled).
-      momentum_bits: 8 or 4, in Dettmers' dynamic exponent code, as in the paper.
-      block_size: values of the momentum that share a scale. The weights' is in
-        :func:`lowbit_optax.quantize_params`.
-      rounding: of weights and momentum.
+      learning_rate: eta, a number or a schedule.
+      momentum: beta, or None for no momentum, where m_t is g_t.
+      nesterov: as in ``optax.sgd``.
+      weight_decay: d, added to the gradient (not decoupled); 0 if None.
+      momentum_bits: 8 or 4, in Dettmers' dynamic exponent code, as in the paper; 8 if
+        None.
+      block_size: values of the momentum that share a scale; 2048 if None. The weights'
+        is an argument of :func:`lowbit_optax.quantize_params`.
+      rounding: of weights and momentum, ``"stochastic"`` if None, or ``"nearest"``.
       seed, min_size: see :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation for trees from :func:`lowbit_optax.quantize_params`.
 
+    Raises:
+      TypeError, ValueError: for arguments that are not as above.
+
     References:
       LPMM, Algorithm 1 and section 5.1.
 
-    >>> import jax.numpy as jnp, lowbit_optax
-    >>> params = lowbit_optax.quantize_params(jnp.ones((64, 64)), bits=12)
-    >>> tx = lpmm_sgd(0.1, 0.9)
-    >>> tx.init(params).inner_state[0].trace.codes.shape
-    (16, 64)
+    >>> import jax, jax.numpy as jnp, lowbit_optax
+    >>> from lowbit_optax import lpmm
+    >>> params = lowbit_optax.quantize_params({"w": jnp.ones((64, 64))}, bits=12)
+    >>> tx = lpmm_sgd(1e-3, 0.9)
+    >>> @jax.jit
+    ... def train_step(params, state):
+    ...     loss = lambda params: jnp.sum(params["w"] ** 2)
+    ...     _, grads = lpmm.value_and_grad(loss)(params)
+    ...     return lowbit_optax.step(tx, params, state, grads)
+    >>> state = tx.init(params)
+    >>> for _ in range(3):
+    ...     params, state = train_step(params, state)
+    >>> round(float(params["w"].dequantize()[0, 0]), 2)
+    0.99
     """
-    inner = sgd.plain_sgd(learning_rate, momentum, nesterov, None, weight_decay)
-    moments = {"trace": _dynamic(momentum_bits, block_size, rounding)}
-    return lowbit(
-        inner,
-        weights=quantized_weights(rounding=rounding),
-        moments=FLOAT32 if momentum is None else moments,
-        implementation="xla",
-        seed=seed,
-        min_size=min_size,
+    inner = checked_sgd(
+        "lpmm_sgd", learning_rate, momentum, nesterov, None, weight_decay, None
     )
+    rounding = "stochastic" if rounding is None else rounding
+    trace = _dynamic(momentum_bits, block_size, rounding)
+    moments = "float32" if momentum is None else {"trace": trace}
+    return _on_quantized_weights(inner, moments, rounding, seed, min_size)
 
 
 def lpmm_adam(
@@ -71,58 +86,96 @@ def lpmm_adam(
     eps: float = 1e-8,
     eps_root: float = 0.0,
     *,
-    weight_decay: float = 0.0,
+    weight_decay: float | None = None,
     nesterov: bool = False,
-    momentum_bits: int = 8,
-    block_size: int = DEFAULT_GROUP,
-    rounding: Rounding = "stochastic",
+    momentum_bits: int | None = None,
+    block_size: int | None = None,
+    rounding: Rounding | None = None,
     seed: int | None = None,
     min_size: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Adam, or with weight decay AdamW, on quantised weights.
 
+        m_t = Q(b1 m_{t-1} + (1 - b1) g_t)
+        v_t = Q(b2 v_{t-1} + (1 - b2) g_t^2)
+        a   = (m_t / (1 - b1^t)) / (sqrt(v_t / (1 - b2^t) + eps_root) + eps)
+        theta_t = Q(theta_{t-1} - eta_t (a + d theta_{t-1}))
+
+    With 12-bit weights that takes 3.56 bytes per parameter.
+
     Args:
-      learning_rate, b1, b2, eps, eps_root, nesterov: as in ``optax.adam``.
-      weight_decay: decoupled, as in ``optax.adamw``.
-      momentum_bits, block_size, rounding: of the first moment, as in
-        :func:`lpmm_sgd`. The second is ``block_quantized(8)``, which never lets a value
-        become 0.
+      learning_rate: eta, a number or a schedule.
+      b1, b2, eps, eps_root, nesterov: as in ``optax.adam``.
+      weight_decay: d, decoupled, as in ``optax.adamw``; 0 if None.
+      momentum_bits, block_size, rounding: of m, as in :func:`lpmm_sgd`. v is stored by
+        ``block_quantized(8)``, in which no value becomes 0.
       seed, min_size: see :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation for trees from :func:`lowbit_optax.quantize_params`.
 
-    >>> import jax.numpy as jnp, lowbit_optax
-    >>> params = lowbit_optax.quantize_params(jnp.ones((64, 64)), bits=12)
-    >>> lpmm_adam(1e-3).init(params).inner_state[0].nu.codes.shape
-    (16, 64)
+    Raises:
+      TypeError, ValueError: for arguments that are not as above.
+
+    References:
+      LPMM, section 5.1 and appendix B; Kingma and Ba 2015, Algorithm 1.
+
+    >>> import jax, jax.numpy as jnp, lowbit_optax
+    >>> from lowbit_optax import lpmm
+    >>> params = lowbit_optax.quantize_params({"w": jnp.ones((64, 64))}, bits=12)
+    >>> tx = lpmm_adam(1e-3)
+    >>> @jax.jit
+    ... def train_step(params, state):
+    ...     loss = lambda params: jnp.sum(params["w"] ** 2)
+    ...     _, grads = lpmm.value_and_grad(loss)(params)
+    ...     return lowbit_optax.step(tx, params, state, grads)
+    >>> state = tx.init(params)
+    >>> for _ in range(10):
+    ...     params, state = train_step(params, state)
+    >>> round(float(params["w"].dequantize()[0, 0]), 2)
+    0.99
     """
-    common.wide(learning_rate=learning_rate, b1=b1, b2=b2, weight_decay=weight_decay)
-    inner = optax.adamw(
+    weight_decay = 0.0 if weight_decay is None else weight_decay
+    inner = checked_adamw(
+        "lpmm_adam",
         learning_rate,
         b1,
         b2,
         eps,
         eps_root,
-        weight_decay=weight_decay,
-        nesterov=nesterov,
+        None,
+        weight_decay,
+        None,
+        nesterov,
+        None,
     )
+    rounding = "stochastic" if rounding is None else rounding
     moments = {
         "mu": _dynamic(momentum_bits, block_size, rounding),
         # Rounded to nearest a second moment would not decay, whatever the weights do.
         "nu": formats.block_quantized(8),
     }
+    return _on_quantized_weights(inner, moments, rounding, seed, min_size)
+
+
+def _on_quantized_weights(inner, moments: Moments, rounding: Rounding, seed, min_size):
     return lowbit(
         inner,
         weights=quantized_weights(rounding=rounding),
         moments=moments,
         seed=seed,
         min_size=min_size,
+        # No kernel takes a QuantizedTensor: looking for one would only cost tracing.
         implementation="xla",
     )
 
 
-def _dynamic(bits: int, block_size: int, rounding: Rounding) -> MomentFormat:
+def _dynamic(
+    bits: int | None, block_size: int | None, rounding: Rounding
+) -> MomentFormat:
     return formats.block_quantized(
-        bits, code="dynamic", block_size=block_size, rounding=rounding
+        8 if bits is None else bits,
+        code="dynamic",
+        block_size=DEFAULT_GROUP if block_size is None else block_size,
+        rounding=rounding,
     )

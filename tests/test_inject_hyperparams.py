@@ -1,0 +1,261 @@
+"""``optax.inject_hyperparams`` around the aliases and inside ``lowbit``.
+
+It makes traced arrays of all arguments that are ints or floats, defaults included.
+"""
+
+import functools
+import inspect
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optimizers import (
+    assert_same_bits,
+    gradient_series,
+    spec_of,
+    standard_promotion,  # noqa: F401
+    train,
+)
+
+import lowbit_optax
+from lowbit_optax import emulation, lowbit, master_weights
+
+MOMENTUM = dict(momentum=0.9)
+ALIASES = {
+    "kahan_sgd": (lowbit_optax.kahan_sgd, MOMENTUM),
+    "sr_sgd": (lowbit_optax.sr_sgd, MOMENTUM),
+    "extra_bits_sgd": (lowbit_optax.extra_bits_sgd, MOMENTUM),
+    "lowbit_sgd": (lowbit_optax.lowbit_sgd, MOMENTUM),
+    "lpmm_sgd": (lowbit_optax.lpmm_sgd, MOMENTUM),
+    "kahan_adamw": (lowbit_optax.kahan_adamw, {}),
+    "sr_adamw": (lowbit_optax.sr_adamw, {}),
+    "extra_bits_adamw": (lowbit_optax.extra_bits_adamw, {}),
+    "lowbit_adamw": (lowbit_optax.lowbit_adamw, {}),
+    "lowbit_lion": (lowbit_optax.lowbit_lion, {}),
+    "lpmm_adam": (lowbit_optax.lpmm_adam, {}),
+}
+SGDS = [name for name in ALIASES if name.endswith("_sgd")]
+each_alias = pytest.mark.parametrize("name", ALIASES)
+
+
+def injected(alias, **options):
+    return optax.inject_hyperparams(alias, hyperparam_dtype=jnp.float32, **options)
+
+
+def params_for(name, size=64):
+    """A kernel of 64 elements, which are not packed; 4096 are."""
+    weights = {"kernel": jnp.linspace(-1, 1, size).reshape(-1, 64)}
+    if name.startswith("lpmm"):
+        return lowbit_optax.quantize_params(weights, bits=12, min_size=0)
+    return jax.tree.map(lambda x: x.astype(jnp.bfloat16), weights)
+
+
+def grads_for(size=64):
+    return {"kernel": jnp.linspace(-1, 1, size).reshape(-1, 64)}
+
+
+def counted_step(tx):
+    """A jitted step, and the list of its traces."""
+    traces = []
+
+    @jax.jit
+    def train_step(params, state, grads):
+        traces.append(None)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return train_step, traces
+
+
+@each_alias
+def test_the_rate_of_a_running_state_changes_without_compiling_again(name):
+    alias, arguments = ALIASES[name]
+    size = 4096 if name == "lowbit_adamw" else 64
+    # No other keyword than the learning rate, and the momentum that SGD may have.
+    tx = injected(alias)(learning_rate=0.1, **arguments)
+    params, grads = params_for(name, size), grads_for(size)
+    train_step, traces = counted_step(tx)
+    first, state = train_step(params, tx.init(params), grads)
+    assert _differ(first, params)
+    state.hyperparams["learning_rate"] = jnp.float32(0)
+    second, end = train_step(first, state, grads)
+    # With a rate of 0 there is no update, and nothing to round.
+    assert_same_bits(second, first)
+    assert_same_bits(end.inner_state.residual, state.inner_state.residual)
+    end.hyperparams["learning_rate"] = jnp.float32(0.1)
+    third, _ = train_step(second, end, grads)
+    assert _differ(third, second)
+    assert len(traces) == 1
+
+
+def _differ(got, old):
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(old), strict=True)
+    return any(np.any(new != old) for new, old in pairs)
+
+
+@each_alias
+def test_every_optional_keyword_is_none_by_default(name):
+    alias, _ = ALIASES[name]
+    for parameter in inspect.signature(alias).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            # Python's booleans are no hyperparameters for optax.
+            assert parameter.default in (None, False), parameter.name
+
+
+@pytest.mark.parametrize("name", SGDS)
+def test_the_state_of_sgd_does_not_depend_on_the_weight_decay(name):
+    alias, arguments = ALIASES[name]
+    params = params_for(name)
+    without = spec_of(alias(0.1, **arguments).init(params))
+    for weight_decay in (0, 0.0, 0.1, jnp.float32(0), jnp.float32(0.1)):
+        tx = alias(0.1, **arguments, weight_decay=weight_decay)
+        assert spec_of(tx.init(params)) == without
+
+
+@pytest.mark.parametrize("name", ["kahan_sgd", "lpmm_sgd"])
+def test_a_traced_weight_decay_of_zero_is_no_weight_decay(name):
+    # Powers of two: products are exact, however XLA contracts them with sums.
+    alias = functools.partial(ALIASES[name][0], 0.125, 0.5)
+    params, grads = params_for(name), grads_for()
+    if name == "kahan_sgd":
+        # Zero times infinity would be NaN.
+        params["kernel"] = params["kernel"].at[0, 4].set(jnp.inf)
+    state = alias().init(params)
+
+    @jax.jit
+    def step(state, weight_decay):
+        return lowbit_optax.step(alias(weight_decay=weight_decay), params, state, grads)
+
+    assert_same_bits(step(state, jnp.float32(0)), step(state, None))
+    decayed = step(state, jnp.float32(0.5))
+    static = jax.jit(functools.partial(lowbit_optax.step, alias(weight_decay=0.5)))
+    assert_same_bits(decayed, static(params, state, grads))
+    assert _differ(decayed, step(state, None))
+
+
+def test_a_static_weight_decay_of_zero_costs_nothing():
+    params = params_for("kahan_sgd")
+
+    def program(**arguments):
+        tx = lowbit_optax.kahan_sgd(0.1, 0.9, implementation="xla", **arguments)
+        step = functools.partial(lowbit_optax.step, tx)
+        return str(jax.make_jaxpr(step)(params, tx.init(params), params))
+
+    assert program(weight_decay=0.0) == program()
+    assert len(program(weight_decay=0.5)) > len(program())
+
+
+@pytest.mark.parametrize("name", ["extra_bits_sgd", "kahan_adamw"])
+def test_the_kernels_take_injected_hyperparameters(name):
+    alias, arguments = ALIASES[name]
+    params, grads = params_for(name, 4096), grads_for(4096)
+
+    def trained(implementation):
+        make = functools.partial(alias, implementation=implementation)
+        tx = injected(make)(0.1, **arguments, weight_decay=0.5)
+        return train(tx, params, tx.init(params), [grads] * 2)
+
+    assert_same_bits(trained("pallas"), trained("xla"))
+
+
+@pytest.mark.parametrize("name", ["kahan_adamw", "extra_bits_sgd", "lowbit_lion"])
+def test_the_hyperparameters_are_the_given_ones(name):
+    alias, arguments = ALIASES[name]
+    params = params_for("lowbit")
+    series = gradient_series(params, 3)
+
+    def trained(make):
+        tx = make(0.0078125, **arguments, weight_decay=0.25)
+        params_, state = train(tx, params, tx.init(params), series)
+        return master_weights(params_, state)
+
+    # float32 hyperparameters: 0.9 is not Python's 0.9, nor 1 - 0.9 what it was.
+    chex.assert_trees_all_close(
+        trained(injected(alias)), trained(alias), rtol=1e-3, atol=1e-4
+    )
+
+
+@each_alias
+def test_in_the_parameters_dtype_it_is_refused_because_b2_would_be_1(name):
+    alias, arguments = ALIASES[name]
+    tx = optax.inject_hyperparams(alias)(0.1, **arguments)
+    dtype = "uint32" if name.startswith("lpmm") else "bfloat16"
+    match = rf"{name}: learning_rate is a {dtype} array.*hyperparam_dtype=jnp\.float32"
+    with pytest.raises(TypeError, match=match):
+        tx.init(params_for(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [
+        ("extra_bits_adamw", {"bits": 8}),
+        ("lowbit_adamw", {"bits": 8}),
+        ("kahan_sgd", {"seed": 3}),
+        ("sr_sgd", {"min_size": 0}),
+    ],
+)
+def test_integers_must_be_static_and_the_error_says_so(name, argument):
+    alias, _ = ALIASES[name]
+    (keyword,) = argument
+    params = params_for(name)
+    with pytest.raises(TypeError, match=f"{keyword} is .*static_args"):
+        injected(alias)(0.01, **argument).init(params)
+    state = injected(alias, static_args=keyword)(0.01, **argument).init(params)
+    assert isinstance(state.inner_state, lowbit_optax.LowbitState)
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments"),
+    [
+        (emulation.sixteen_bit_sgd, {"momentum": 0.9}),
+        (emulation.sixteen_bit_adamw, {}),
+    ],
+)
+def test_of_the_16_bit_unit_only_the_rate_may_be_injected(make, arguments):
+    make = functools.partial(make, **arguments)
+    params = params_for("lowbit")
+    match = r"float32 array, and only learning_rate .*static_args"
+    with pytest.raises(TypeError, match=match):
+        injected(make)(0.0078125).init(params)
+    static = set(inspect.signature(make).parameters) - {"learning_rate"}
+    tx = injected(make, static_args=static)(0.0078125)
+    series = gradient_series(params, 2)
+    got, _ = train(tx, params, tx.init(params), series)
+    plain = make(0.0078125)
+    want, _ = train(plain, params, plain.init(params), series)
+    assert_same_bits(got, want)
+
+
+def test_inside_it_keeps_hyperparameters_in_float32():
+    tx = lowbit(optax.inject_hyperparams(optax.adamw)(0.01, b2=0.999))
+    params = params_for("lowbit")
+    state = tx.init(params)
+    hyperparams = state.inner_state.hyperparams
+    np.testing.assert_array_equal(hyperparams["b2"], np.float32(0.999))
+    series = gradient_series(params, 1)
+    moved, state = train(tx, params, state, series)
+    state.inner_state.hyperparams["learning_rate"] = jnp.float32(0)
+    still, _ = train(tx, moved, state, series)
+    assert not np.array_equal(moved["kernel"], params["kernel"])
+    assert_same_bits(still, moved)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        injected(lowbit_optax.kahan_adamw),
+        lambda rate: lowbit(optax.inject_hyperparams(optax.adamw)(rate)),
+    ],
+    ids=["around", "inside"],
+)
+def test_schedules_run(make):
+    tx = make(optax.piecewise_constant_schedule(0.1, {1: 0.0}))
+    params = params_for("lowbit")
+    series = gradient_series(params, 2)
+    first, state = train(tx, params, tx.init(params), series[:1])
+    second, end = train(tx, first, state, series[1:])
+    assert not np.array_equal(first["kernel"], params["kernel"])
+    assert_same_bits(master_weights(second, end), master_weights(first, state))
