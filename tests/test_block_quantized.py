@@ -19,6 +19,7 @@ from lowbit_optax import block_quantized
 from lowbit_optax._numerics.code_kinds import Segments, code_of
 from lowbit_optax._numerics.codes import RANDOM_BITS
 from lowbit_optax._numerics.random_bits import random_bits
+from lowbit_optax._numerics.streams import moment_draws
 from lowbit_optax._step.moments import MomentPlan
 from lowbit_optax.formats.block_quantized import QuantizedMoment
 from pallas_kernels.bitfields.xla import packed_shape, unpack
@@ -253,7 +254,7 @@ def encode(format_, x, *, number=0, step=0):
     @jax.jit
     def run(x, step):
         (random,) = random_bits(jnp.uint32(0), step, [0])
-        return format_.encode(x, random, number)
+        return format_.encode(x, moment_draws(random), number)
 
     return run(jnp.asarray(x), jnp.uint32(step))
 
@@ -394,7 +395,7 @@ def test_parts_that_kernels_have_encoded_are_left_as_they_are():
     wide = inner.init({"w": leaf})._replace(mu={"w": 3 * leaf}, nu={"w": 5 * leaf})
     expected = jax.eval_shape(lambda: wide)
     plan = MomentPlan(inner, block_quantized(8), ["['w']"], [leaf], expected)
-    random = random_bits(jnp.uint32(0), jnp.uint32(0), [0])
+    random = [moment_draws(*random_bits(jnp.uint32(0), jnp.uint32(0), [0]))]
     stored = plan.encode(wide, random)
     numbers = range(len(jax.tree.leaves(wide)))
     encoded = plan.by_leaf(stored)

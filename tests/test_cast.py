@@ -14,6 +14,7 @@ from jax import lax
 import lowbit_optax
 from lowbit_optax import cast
 from lowbit_optax._numerics.random_bits import random_bits
+from lowbit_optax._numerics.streams import moment_draws
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.__name__)
@@ -87,7 +88,7 @@ def encode(format_, x, *, number=0, seed=0, step=0):
     @jax.jit
     def run(x, seed, step):
         (random,) = random_bits(seed, step, [0])
-        return format_.encode(x, random, number)
+        return format_.encode(x, moment_draws(random), number)
 
     return run(jnp.asarray(x), jnp.uint32(seed), jnp.uint32(step))
 

@@ -20,6 +20,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import lowbit_optax
 from lowbit_optax._numerics import random_bits as library
 from lowbit_optax._numerics.random_bits import hash_words, leaf_number, random_bits
+from lowbit_optax._numerics.streams import (
+    PARAM_STREAM,
+    RESIDUAL_STREAM,
+    accumulator_draws,
+    moment_draws,
+)
 
 N = 2**18
 MASK = 2**32 - 1
@@ -110,11 +116,39 @@ def test_a_scalar_has_the_first_word_and_an_empty_array_none():
 
 def test_halves_are_the_halves_of_the_words():
     (random,) = random_bits(jnp.uint32(5), jnp.uint32(6), [7])
-    for stream in (0, 1, 2):
-        whole = np.asarray(random.words((100,), stream))
-        low, high = (random.halves((100,), 2 * stream + i) for i in (0, 1))
+    draws = moment_draws(random)
+    for word in (0, 1, 2):
+        whole = np.asarray(random.words((100,), 2 + word))
+        low, high = (draws.halves((100,), 2 * word + i) for i in (0, 1))
         np.testing.assert_array_equal(low, whole & 0xFFFF)
         np.testing.assert_array_equal(high, whole >> 16)
+
+
+def test_moments_take_what_the_residual_leaves_of_its_words():
+    (random,) = random_bits(jnp.uint32(5), jnp.uint32(6), [7])
+    residual = np.asarray(random.words((100,), RESIDUAL_STREAM))
+    leading = lambda words: np.asarray(words) >> 20
+    shared, own = moment_draws(random, 8), moment_draws(random, 9)
+    first, second = (leading(shared.twelve((100,), i)) for i in (0, 1))
+    np.testing.assert_array_equal(first, residual >> 12 & 0xFFF)
+    np.testing.assert_array_equal(second, residual & 0xFFF)
+    for number in (0, 1, 2):
+        half = np.asarray(own.halves((100,), number))
+        np.testing.assert_array_equal(leading(own.twelve((100,), number)), half >> 4)
+    np.testing.assert_array_equal(shared.twelve((100,), 2), own.twelve((100,), 2))
+
+
+def test_no_two_uses_of_a_leaf_have_a_stream_in_common():
+    (random,) = random_bits(jnp.uint32(5), jnp.uint32(6), [7])
+    words = [random.words((64,), s) for s in (PARAM_STREAM, RESIDUAL_STREAM)]
+    for draws in (moment_draws(random), accumulator_draws(random)):
+        for number in range(4):
+            words.append(draws.words((64,), number))
+            words.append(draws.halves((64,), number))
+    drawn = [np.asarray(w) & 0xFFFF for w in words]
+    for i, one in enumerate(drawn):
+        for other in drawn[:i]:
+            assert np.mean(one == other) < 0.1
 
 
 def test_a_leafs_words_do_not_depend_on_the_other_leaves():
@@ -137,7 +171,7 @@ def test_words_under_vmap_over_seeds_are_each_seeds_words(jit):
 
 def indexed(index):
     (random,) = random_bits(jnp.uint32(3), jnp.uint32(4), [5])
-    return dataclasses.replace(random, stream=2, index=index)
+    return dataclasses.replace(random, index=index)
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (6, 20), (2, 3, 4, 5)])
@@ -148,8 +182,10 @@ def test_an_explicit_row_major_index_gives_the_words_of_none(shape):
     for stream in (0, 64):
         given = indexed(index).words(shape, stream)
         np.testing.assert_array_equal(given, own.words(shape, stream))
-        given = indexed(index).halves(shape, stream + 1)
-        np.testing.assert_array_equal(given, own.halves(shape, stream + 1))
+        given = moment_draws(indexed(index)).halves(shape, stream + 1)
+        np.testing.assert_array_equal(
+            given, moment_draws(own).halves(shape, stream + 1)
+        )
 
 
 def test_the_index_of_a_part_gives_the_words_of_that_part():
@@ -174,7 +210,7 @@ def test_an_index_of_another_shape_or_dtype_is_refused(index):
 def test_with_an_index_the_words_are_elementwise_uint32_operations():
     # What a kernel can hold: nothing is made but scalars and results of the index.
     def draw(index, key, second):
-        return library.RandomBits(key, second, 2, index).words((8, 128), 1)
+        return library.RandomBits(key, second, index).words((8, 128), 1)
 
     scalar = jax.ShapeDtypeStruct((), jnp.uint32)
     index = jax.ShapeDtypeStruct((8, 128), jnp.uint32)
@@ -194,7 +230,7 @@ def test_a_kernel_that_holds_some_rows_draws_the_leafs_words():
         column = lax.broadcasted_iota(jnp.uint32, (rows, 128), 1)
         first = pl.program_id(0).astype(jnp.uint32) * jnp.uint32(rows)
         index = (first + row) * jnp.uint32(128) + column
-        random = library.RandomBits(key[0], second[0], 2, index)
+        random = library.RandomBits(key[0], second[0], index)
         out[...] = random.words((rows, 128), 1)
 
     whole = pl.BlockSpec((1,), lambda i: (0,))

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -680,6 +681,31 @@ def test_small_leaves_keep_a_whole_master():
     # Nothing is packed without bits, so nothing is too small.
     none = lowbit_optax.extra_bits(0)
     assert none.for_leaf((), jnp.bfloat16, 4096) is none
+
+
+@pytest.mark.parametrize(
+    ("dtype", "most"),
+    [("bfloat16", 16), ("float16", 13), ("float8_e4m3fn", 20), ("float8_e5m2", 21)],
+)
+def test_without_a_number_a_leaf_keeps_the_most_bits_that_its_dtype_holds(dtype, most):
+    dtype = jnp.dtype(dtype)
+    format_ = lowbit_optax.extra_bits()
+    assert format_.check(dtype) is None
+    assert format_.for_leaf((64, 64), dtype, 0) == lowbit_optax.extra_bits(most)
+    assert format_.for_leaf((), dtype, 0) == lowbit_optax.master_copy()
+    assert format_.container is lowbit_optax.extra_bits(most).container
+
+
+def test_a_tree_of_two_dtypes_trains_with_the_most_bits_of_each():
+    tx = lowbit_optax.lowbit(optax.sgd(2.0**-20), weights=lowbit_optax.extra_bits())
+    params = {"b": jnp.ones((64, 64), jnp.bfloat16), "h": jnp.ones((64, 64), "float16")}
+    grads = jax.tree.map(lambda w: jnp.ones(w.shape, jnp.float32), params)
+    params, state = jax.jit(lowbit_optax.step, static_argnums=0)(
+        tx, params, tx.init(params), grads
+    )
+    masters = lowbit_optax.master_weights(params, state)
+    for master in masters.values():
+        np.testing.assert_array_equal(master, np.float32(1 - 2.0**-20))
 
 
 def test_formats_say_what_they_cannot_hold():

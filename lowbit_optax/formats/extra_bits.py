@@ -76,38 +76,54 @@ def _format_of(
 
 @dataclasses.dataclass(frozen=True)
 class ExtraBits(WeightFormat):
-    """See :func:`extra_bits`; without ``packed``, residuals are bare fields."""
+    """See :func:`extra_bits`; without ``packed``, residuals are bare fields.
 
-    bits: int
+    With ``bits`` None only :meth:`check`, :meth:`for_leaf` and ``container`` are for
+    use: how many bits there are is known for a leaf.
+    """
+
+    bits: int | None = None
     rounding: splitting.Rounding = "nearest"
     residual_rounding: typing.Literal["nearest", "stochastic"] = "stochastic"
     packed: bool = True
 
     @property
     def container(self) -> type:
-        return _CONTAINERS[self.rounding] if self.width else NoResidual
+        return NoResidual if self.bits == 0 else _CONTAINERS[self.rounding]
 
     @property
     def width(self) -> int:
-        """Stored bits a parameter."""
-        return splitting.stored_bits(self.bits, self.rounding)
+        """Stored bits per parameter."""
+        return splitting.stored_bits(self._bits, self.rounding)
+
+    @property
+    def _bits(self) -> int:
+        if self.bits is None:
+            raise TypeError(
+                "extra_bits: how many bits None stands for depends on the dtype; take "
+                "the format of a leaf, for_leaf(shape, dtype, min_size)"
+            )
+        return self.bits
 
     def residual_random_bits(self, dtype):
         # The other formats' subnormals drop more bits.
         layout = float_layouts.layout_of(dtype)
-        return layout.max_extra_bits - self.bits if layout.same_exponent else 32
+        return layout.max_extra_bits - self._bits if layout.same_exponent else 32
 
     def check(self, dtype):
         most = float_layouts.layout_of(dtype).max_extra_bits
-        if self.bits > most:
+        if self.bits is not None and self.bits > most:
             return f"{dtype} takes 0 to {most} extra bits, not {self.bits}"
         return None
 
     def for_leaf(self, shape, dtype, min_size):
-        del dtype
         size = math.prod(shape)
-        small = not shape or not size or size < min_size
-        return MasterCopyFormat() if self.width and small else self
+        if self.bits != 0 and (not shape or not size or size < min_size):
+            return MasterCopyFormat()
+        if self.bits is not None:
+            return self
+        most = float_layouts.layout_of(dtype).max_extra_bits
+        return dataclasses.replace(self, bits=most)
 
     def on_fields(self):
         return dataclasses.replace(self, packed=False)
@@ -120,7 +136,7 @@ class ExtraBits(WeightFormat):
     def join(self, param, residual):
         if self.width and self.packed:
             residual = unpack(residual, self.width, param.shape)
-        return splitting.join(param, residual, self.bits, self.rounding)
+        return splitting.join(param, residual, self._bits, self.rounding)
 
     def round(self, master, dtype, random):
         return self.split(master, dtype, random)[0]
@@ -131,21 +147,21 @@ class ExtraBits(WeightFormat):
         sign, pattern = splitting.pattern_of(
             master,
             float_layouts.layout_of(param.dtype),
-            self.bits,
+            self._bits,
             self.rounding,
             self._residual_words(master, random),
         )
-        fields = splitting.residual_of(sign, pattern, param, self.bits, self.rounding)
+        fields = splitting.residual_of(sign, pattern, param, self._bits, self.rounding)
         return self._stored(fields)
 
     def split(self, master, dtype, random):
         words = None
-        if self.rounding == "stochastic" and self.bits:
+        if self.rounding == "stochastic" and self._bits:
             words = random.words(master.shape, PARAM_STREAM)
         param, fields = splitting.split(
             master,
             float_layouts.layout_of(dtype),
-            self.bits,
+            self._bits,
             self.rounding,
             words,
             self._residual_words(master, random),
@@ -162,7 +178,7 @@ class ExtraBits(WeightFormat):
 
 
 def extra_bits(
-    bits: int,
+    bits: int | None = None,
     *,
     rounding: splitting.Rounding = "nearest",
     residual_rounding: typing.Literal["nearest", "stochastic"] = "stochastic",
@@ -176,6 +192,7 @@ def extra_bits(
     Args:
       bits: k. 0 to 16 for bfloat16, 13 for float16, 20 for float8_e4m3fn and 21 for
         float8_e5m2; with the most, nothing of float32 is lost in the format's range.
+        None takes the most that each leaf's dtype holds.
       rounding: of the parameter. ``"nearest"``, ``"toward_zero"`` (the paper's base
         scheme), or ``"stochastic"``, which stores k + 1 bits.
       residual_rounding: ``"stochastic"`` or ``"nearest"``. With nearest, an update
@@ -183,10 +200,11 @@ def extra_bits(
         under 2^-17); stochastic keeps the mean. With the most bits nothing is rounded.
 
     Returns:
-      A weight format. State: k/8 bytes a parameter. Scalars and leaves smaller than
+      A weight format. State: k/8 bytes per parameter. Scalars and leaves smaller than
       ``lowbit``'s ``min_size`` keep a float32 master instead.
 
     Raises:
+      TypeError: if ``bits`` is neither None nor a static int.
       ValueError: if an argument is not one of these.
 
     References:
@@ -194,16 +212,18 @@ def extra_bits(
 
     >>> extra_bits(8).width, extra_bits(8, rounding="stochastic").width
     (8, 9)
+    >>> extra_bits().for_leaf((64, 64), jnp.dtype("float16"), min_size=4096).width
+    13
     """
-    if isinstance(bits, bool) or not isinstance(bits, int):
+    if bits is not None and (isinstance(bits, bool) or not isinstance(bits, int)):
         raise TypeError(
-            f"extra_bits: bits is {bits!r}, and must be a static int; under "
+            f"extra_bits: bits is {bits!r}, and must be None or a static int; under "
             "optax.inject_hyperparams name it in static_args"
         )
     most = max(
         float_layouts.layout_of(d).max_extra_bits for d in float_layouts.NARROW_DTYPES
     )
-    if not 0 <= bits <= most:
+    if bits is not None and not 0 <= bits <= most:
         raise ValueError(
             f"extra_bits: bits is {bits}; bfloat16 takes 0 to 16, float16 0 to 13, "
             "float8_e4m3fn 0 to 20, float8_e5m2 0 to 21"
