@@ -2,22 +2,24 @@
 
 Lee et al. 2023 round the result of every operator of a network: convolution, batch
 normalisation, activation. A jaxpr has finer operations, ten of them in one batch
-normalisation, which a compiler fuses and whose results are never stored; rounding each
-would be another network. What is a tensor is therefore said by what has to be stored:
+normalisation. A compiler fuses these and never stores their results, so rounding each
+of them would model a different network. Tensors are therefore the values that have to
+be stored:
 
 * every parameter that the loss depends on, and every floating-point input that a matrix
   product reads (a network's inputs are rounded, its targets are not);
 * the result of a matrix product (a product or convolution of any kind) or of another
   operation that is not fused with what reads it: a scan's carry, a maximum pool;
-* every other value that is needed after a later matrix product, as its operand (an
-  activation before the next layer) or beside it (a residual connection).
+* every other value that is needed after a later matrix product: by the product itself
+  (an activation before the next layer) or further on (a residual connection).
 
-For this each value has a *stage*: how many matrix products are on the longest way to
-it. A value is needed later if something of a later stage reads it.
+To find the last kind, each value has a *stage*: the number of matrix products on the
+longest way to it. A value is needed later if something of a later stage reads it.
 
-Not tensors are scalars, constants and what follows from constants and integers alone
-(masks), values that the loss does not depend on (new running statistics), and what
-only moves the elements of a tensor (a reshape, a slice): those are rounded already.
+Some values are never tensors: scalars, constants, what is made of constants and
+integers alone (masks), and what the loss does not depend on (new running statistics).
+Nor are the results of operations that only move elements (a reshape, a slice), because
+their elements have been rounded already.
 """
 
 import dataclasses
@@ -51,11 +53,12 @@ class Value:
       aval: shape and dtype.
       stage: matrix products on the longest way to it.
       depends: whether on parameters or floating-point inputs.
-      is_stored: whether it has to be stored, and so is rounded where it is made.
+      is_stored: whether it has to be stored, and is therefore rounded.
       name, kind, repeats, group, made_by, read_by: as in
         :class:`lowbit_optax.precision.Tensor`; no group if nothing reads it.
-      origins: of a value that is rounded elsewhere, those that it is: the operand of a
-        scan or conditional inside of it, results of the bodies outside of it.
+      origins: the values that it may be, if it is not made where it is read: inside of
+        a scan or conditional the operand outside, and for a result of a scan or
+        conditional the outputs of its bodies.
     """
 
     aval: typing.Any
@@ -71,7 +74,7 @@ class Value:
     origins: tuple["Value", ...] = ()
 
     def __post_init__(self):
-        # Integers and masks hold no precision, whatever they were computed from.
+        # Integers and masks have no precision to lose, whatever they are made of.
         self.depends &= jnp.issubdtype(self.aval.dtype, jnp.inexact)
 
     @property
@@ -86,7 +89,7 @@ class Value:
         return self.is_stored and self.can_be_tensor and is_used
 
     def store(self) -> None:
-        """Round it where it is made, if it is something to round."""
+        """It has to be stored, if it is a value that can be rounded."""
         if self.can_be_tensor:
             self.is_stored = True
 
@@ -104,7 +107,7 @@ class Value:
 
 
 class TensorSearch:
-    """Reads a traced loss, and finds which of its values are tensors.
+    """Reads a traced loss and finds which of its values are tensors.
 
     Args:
       closed: the loss's jaxpr; the loss is its first output.
@@ -214,7 +217,7 @@ class TensorSearch:
         return [self.values[node] for node in call.outputs]
 
     def _note_use(self, value: Value, stage: int, product: int | None) -> None:
-        """A value is read by something of this stage, by a matrix product or not."""
+        """Something of this stage reads a value, perhaps a matrix product."""
         if value.group is None:
             value.group = self.products
         value.store_for(stage)
@@ -341,7 +344,7 @@ def _wanted_results(call: Call, body: LossProgram, needed: set[Node]) -> set[Nod
 
 
 def _wanted_in_scan(call: ScanCall, body: LossProgram, needed: set[Node]) -> set[Node]:
-    """A scan's body's outputs that what is needed of the scan is computed from."""
+    """The outputs of a scan's body that its needed results are computed from."""
     scan = call.scan
     wanted = _wanted_results(call, body, needed)
     carried = body.inputs[scan.constants : scan.constants + scan.carry]
