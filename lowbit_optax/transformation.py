@@ -10,6 +10,7 @@ import optax
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.landing import apply_leaf
 from lowbit_optax._step import context
+from lowbit_optax._step.arguments import check_static_int
 from lowbit_optax._step.direct import new_params_by
 from lowbit_optax._step.engine import Implementation, Lowbit
 from lowbit_optax._step.moment_slots import MomentChoice, Moments
@@ -91,12 +92,16 @@ def lowbit(
         raise ValueError(
             f"lowbit: implementation is {implementation!r}, not None, 'xla' or 'pallas'"
         )
+    seed = 0 if seed is None else seed
+    min_size = 4096 if min_size is None else min_size
+    check_static_int("lowbit", "seed", seed, 0, 2**32 - 1)
+    check_static_int("lowbit", "min_size", min_size, 0)
     config = Lowbit(
         optax.with_extra_args_support(inner),
         weights,
         MomentChoice.of(moments),
-        _static_int("seed", seed, 0),
-        _static_int("min_size", min_size, 4096),
+        seed,
+        min_size,
         implementation,
     )
     return config.transformation
@@ -189,16 +194,3 @@ def _check_inner(inner) -> None:
             "kahan_adamw; give lowbit the optax transformation, such as optax.adamw, "
             "or use it alone"
         )
-
-
-def _static_int(name: str, value, default: int) -> int:
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(
-            f"lowbit: {name} is {value!r}, and must be a static int; under "
-            "optax.inject_hyperparams name it in static_args"
-        )
-    if not 0 <= value < 2**32:
-        raise ValueError(f"lowbit: {name} is {value}; accepted are 0 to 2**32 - 1")
-    return value

@@ -1,5 +1,6 @@
 """Trees of parameters beside trees of state, and errors that name the leaf."""
 
+import contextlib
 import typing
 from collections.abc import Sequence
 
@@ -88,6 +89,10 @@ def check_quantized(leaf) -> None:
     tensors.check_parts(leaf)
 
 
+@contextlib.contextmanager
 def naming(name: str):
     """Within it, errors about a quantised weight's parts name its leaf."""
-    return tensors.naming(name)
+    try:
+        yield
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"params{name}: {error}") from error

@@ -4,30 +4,24 @@ How a value becomes a code is in :mod:`lowbit_optax._numerics.linear_code`, how 
 are packed in :mod:`pallas_kernels.bitfields.xla`.
 """
 
-import contextlib
 import dataclasses
 import functools
 import math
 import typing
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from lowbit_optax._numerics import linear_code
-from lowbit_optax._numerics.random_bits import RandomBits, leaf_number, random_bits
-from lowbit_optax._numerics.rounding import narrow_or_cast, to_float32
+from lowbit_optax._numerics.random_bits import RandomBits
+from lowbit_optax._numerics.rounding import narrow_or_cast
 from lowbit_optax._numerics.streams import PARAM_STREAM
-from lowbit_optax._step import trees
 from lowbit_optax.formats.quantized_leaf import QuantizedWeight
 from pallas_kernels.bitfields.fields import GROUP
 from pallas_kernels.bitfields.xla import pack, pack_axis, unpack
 
 Rounding = typing.Literal["nearest", "stochastic"]
-
-DEFAULT_GROUP = 2048
-"""The paper's."""
 
 
 @jax.tree_util.register_dataclass
@@ -109,116 +103,6 @@ class QuantizedTensor(QuantizedWeight):
         return narrow_or_cast(values, dtype)
 
 
-def quantize_params(
-    params: typing.Any,
-    bits: int = 12,
-    block_size: int = DEFAULT_GROUP,
-    min_size: int = 4096,
-    seed: int = 0,
-    rounding: Rounding = "nearest",
-    stacked: Callable[[str], bool] | None = None,
-) -> typing.Any:
-    """Store a model's weights as codes of ``bits`` bits.
-
-        x ~ c delta,  |c| <= B = 2^(bits-1) - 1,  delta >= max |x| / B  a group
-
-    Args:
-      params: tree of arrays. Leaves with fewer than ``min_size`` elements become
-        float32; leaves that are not real floating-point stay as they are.
-      bits: 4 to 16.
-      block_size: values that share a step, a multiple of 32. They lie along
-        :func:`pallas_kernels.pack_axis`, where a leaf's group ends with it.
-      min_size: smaller leaves are not quantised.
-      seed: of stochastic rounding.
-      rounding: ``"nearest"`` (of the smallest error) or ``"stochastic"``. That of a
-        training step is the optimizer's.
-      stacked: tells by a leaf's path (``"['layers']['bias']"``) whether its first axis
-        is a stack of layers, which is then not packed and can be sliced or scanned
-        over. Needed for stacks of vectors only: in leaves of rank 3 or more the first
-        axis is never packed.
-
-    Returns:
-      The tree with a :class:`QuantizedTensor` at the larger float leaves: ``bits + 32 /
-      block_size`` bits a parameter.
-
-    Raises:
-      TypeError, ValueError: for arguments that are not as above; errors about a leaf
-        name its path.
-
-    References:
-      LPMM, section 5.1 and 5.2, "Dynamic quantization".
-
-    >>> import jax.numpy as jnp
-    >>> params = {"w": jnp.ones((64, 64)), "b": jnp.zeros(64, jnp.bfloat16)}
-    >>> quantized = quantize_params(params, bits=8)
-    >>> quantized["w"].codes.shape, quantized["b"].dtype
-    ((16, 64), dtype('float32'))
-    """
-    check_choices(bits, block_size, rounding)
-    check_int("min_size", min_size, 0)
-    check_int("seed", seed, 0, 2**32 - 1)
-    names, leaves, treedef = named_leaves(params)
-    draws = random_bits(
-        jnp.uint32(seed), jnp.uint32(0), [leaf_number(name) for name in names]
-    )
-
-    def convert(name: str, leaf, random: RandomBits):
-        if is_quantized(leaf):
-            raise TypeError(
-                f"quantize_params: params{name} is a QuantizedTensor already; "
-                "dequantize it first"
-            )
-        if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
-            raise TypeError(f"quantize_params: params{name} is {leaf!r}, not an array")
-        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-            raise TypeError(
-                f"quantize_params: params{name} is {leaf.dtype}; accepted are real "
-                "dtypes"
-            )
-        if not trees.is_float(leaf):
-            return leaf
-        x = to_float32(jnp.asarray(leaf))
-        is_stack = stacked is not None and stacked(name)
-        if x.ndim < 1 + is_stack or not x.size or x.size < min_size:
-            return x
-        axis = -1 if is_stack and x.ndim == 2 else pack_axis(x.shape) - x.ndim
-        words = random if rounding == "stochastic" else None
-        return quantize(x, bits, block_size, axis, words)
-
-    return treedef.unflatten(map(convert, names, leaves, draws))
-
-
-def dequantize(
-    tree: typing.Any, dtype: jax.typing.DTypeLike = jnp.float32
-) -> typing.Any:
-    """Arrays in the place of every :class:`QuantizedTensor` of a tree.
-
-    Args:
-      tree: of parameters, or a part of them, such as one layer inside a scan.
-      dtype: of the arrays; any float dtype.
-
-    Returns:
-      The tree; its other leaves stay as they are.
-
-    Raises:
-      ValueError: if the parts of a tensor do not belong together, naming its path.
-
-    >>> import jax.numpy as jnp
-    >>> params = quantize_params({"w": jnp.ones((64, 64)), "step": jnp.int32(1)})
-    >>> dequantize(params, jnp.bfloat16)["w"].dtype
-    dtype(bfloat16)
-    """
-    if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
-        raise TypeError(f"dequantize: dtype is {jnp.dtype(dtype)}, not a float dtype")
-    names, leaves, treedef = named_leaves(tree)
-
-    def convert(name, leaf):
-        with naming(name):
-            return leaf.dequantize(dtype) if is_quantized(leaf) else leaf
-
-    return treedef.unflatten(map(convert, names, leaves))
-
-
 def quantize(
     x: jax.Array,
     bits: int,
@@ -260,46 +144,6 @@ def requantize(
 def is_quantized(x) -> bool:
     """Whether this is a weight that has to be dequantised to be read."""
     return isinstance(x, QuantizedWeight)
-
-
-@contextlib.contextmanager
-def naming(name: str):
-    """Within it, errors about a tensor's parts name its leaf."""
-    try:
-        yield
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"params{name}: {error}") from error
-
-
-def named_leaves(tree) -> tuple[list[str], list, jax.tree_util.PyTreeDef]:
-    """As ``trees.named_leaves``; a quantised weight is one leaf."""
-    with_path, treedef = jax.tree_util.tree_flatten_with_path(tree, is_quantized)
-    names = [jax.tree_util.keystr(path) for path, _ in with_path]
-    return names, [leaf for _, leaf in with_path], treedef
-
-
-def check_choices(bits: int, block_size: int, rounding: str) -> None:
-    """Raise unless weights can be stored so."""
-    check_int("bits", bits, 4, 16)
-    check_int("block_size", block_size, GROUP)
-    if block_size % GROUP:
-        raise ValueError(f"lpmm: block_size is {block_size}, not a multiple of 32")
-    if rounding not in ("nearest", "stochastic"):
-        raise ValueError(
-            f"lpmm: rounding is {rounding!r}, not 'nearest' or 'stochastic'"
-        )
-
-
-def check_int(name: str, value, low: int, high: int | None = None) -> None:
-    """Raise unless an argument is a static int in its range."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(
-            f"lpmm: {name} is {value!r}, and must be a static int; under "
-            "optax.inject_hyperparams name it in static_args"
-        )
-    if value < low or (high is not None and value > high):
-        accepted = f"{low} or more" if high is None else f"{low} to {high}"
-        raise ValueError(f"lpmm: {name} is {value}; accepted are {accepted}")
 
 
 @functools.cache

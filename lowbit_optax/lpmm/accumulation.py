@@ -12,16 +12,17 @@ from lowbit_optax import formats
 from lowbit_optax._numerics.random_bits import leaf_number, random_bits
 from lowbit_optax._numerics.streams import accumulator_draws
 from lowbit_optax._step import context, direct, trees
+from lowbit_optax._step.arguments import check_static_int
 from lowbit_optax._step.moment_trees import by_leaf, in_trees, without_container
 from lowbit_optax._step.prepared import widened_gradient
 from lowbit_optax._step.stacks import layerwise, placed
 from lowbit_optax._step.stepper import Stepper, stepper_of
 from lowbit_optax.formats import MomentFormat
-from lowbit_optax.formats import quantized_tensor as tensors
+from lowbit_optax.lpmm.quantize import PAPER_BLOCK_SIZE
 from lowbit_optax.transformation import step
 
 EIGHT_BITS = formats.block_quantized(
-    8, code="linear", block_size=tensors.DEFAULT_GROUP, rounding="stochastic"
+    8, code="linear", block_size=PAPER_BLOCK_SIZE, rounding="stochastic"
 )
 """The paper's gradient accumulators."""
 
@@ -90,9 +91,9 @@ def accumulate_gradients(
     """
     seed = 0 if seed is None else seed
     min_size = 4096 if min_size is None else min_size
-    tensors.check_int("every", every, 1)
-    tensors.check_int("seed", seed, 0, 2**32 - 1)
-    tensors.check_int("min_size", min_size, 0)
+    check_static_int("accumulate_gradients", "every", every, 1)
+    check_static_int("accumulate_gradients", "seed", seed, 0, 2**32 - 1)
+    check_static_int("accumulate_gradients", "min_size", min_size, 0)
     if not isinstance(format, MomentFormat):
         raise TypeError(
             f"accumulate_gradients: format is {format!r}, not a moment format such as "

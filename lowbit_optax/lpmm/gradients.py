@@ -7,6 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from lowbit_optax._step import trees
 from lowbit_optax.formats import quantized_tensor as tensors
 from lowbit_optax.formats.quantized_leaf import QuantizedWeight
 
@@ -66,7 +67,7 @@ def value_and_grad(
 
     @functools.wraps(loss_fn)
     def of_tensors(params, *args, **kwargs):
-        _, leaves, treedef = tensors.named_leaves(params)
+        _, leaves, treedef = trees.named_leaves(params)
 
         def loss(stand_ins):
             given = treedef.unflatten(map(with_stand_in, leaves, stand_ins))

@@ -7,8 +7,9 @@ from lowbit_optax._step.moment_slots import Moments
 from lowbit_optax.aliases.adamw import checked_adamw
 from lowbit_optax.aliases.sgd import checked_sgd
 from lowbit_optax.formats import MomentFormat
-from lowbit_optax.formats.quantized_tensor import DEFAULT_GROUP, Rounding
+from lowbit_optax.formats.quantized_tensor import Rounding
 from lowbit_optax.formats.quantized_weights import quantized_weights
+from lowbit_optax.lpmm.quantize import PAPER_BLOCK_SIZE
 from lowbit_optax.transformation import lowbit
 
 
@@ -176,6 +177,6 @@ def _dynamic(
     return formats.block_quantized(
         8 if bits is None else bits,
         code="dynamic",
-        block_size=DEFAULT_GROUP if block_size is None else block_size,
+        block_size=PAPER_BLOCK_SIZE if block_size is None else block_size,
         rounding=rounding,
     )

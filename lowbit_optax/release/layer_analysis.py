@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import jax
 import optax
 
-from lowbit_optax.formats import quantized_tensor as tensors
+from lowbit_optax._step import trees
 from lowbit_optax.release.floats import carrier
 from lowbit_optax.release.same_layers import SameLayers, WaitsForWholeGradient
 from lowbit_optax.release.step_graph import StateStacks, StepGraph
@@ -86,7 +86,7 @@ def _state_stacks(tx, state, params, name: str) -> tuple[int, ...]:
 
     These are the leaves that change their shape when the parameter is one layer.
     """
-    names, leaves, _ = tensors.named_leaves(params)
+    names, leaves, _ = trees.named_leaves(params)
     depth = jax.tree.leaves(leaves[names.index(name)])[0].shape[0]
     state_of_layer = jax.eval_shape(tx.init, _layers_of(params, [name]))
     stacks, structure = jax.tree.flatten(state)
@@ -118,7 +118,7 @@ def _layers_of(tree, names: Iterable[str]):
             return leaf
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), leaf)
 
-    found, leaves, treedef = tensors.named_leaves(tree)
+    found, leaves, treedef = trees.named_leaves(tree)
     return treedef.unflatten(map(layer, found, leaves))
 
 

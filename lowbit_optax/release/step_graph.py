@@ -7,9 +7,8 @@ import optax
 
 from lowbit_optax._jaxprs.graph import Graph
 from lowbit_optax._jaxprs.nodes import Node
-from lowbit_optax._step import context
+from lowbit_optax._step import context, trees
 from lowbit_optax._step.stacks import LAYERWISE
-from lowbit_optax.formats import quantized_tensor as tensors
 from lowbit_optax.transformation import step
 
 StateStacks = Mapping[str, Sequence[int]]
@@ -42,7 +41,7 @@ class StepGraph:
                 return_shape=True,
             )(grads, state, params)
         graph = Graph(closed, opaque={LAYERWISE})
-        names, leaves, _ = tensors.named_leaves(params)
+        names, leaves, _ = trees.named_leaves(params)
         gradients, self._state, self._params = _split_like(
             graph.inputs, (grads, state, params)
         )

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from lowbit_optax._jaxprs.nodes import Node
 from lowbit_optax._jaxprs.program import LossProgram, trace_program
+from lowbit_optax._step import trees
 from lowbit_optax.formats import quantized_tensor as tensors
 from lowbit_optax.lpmm.gradients import with_stand_in
 
@@ -101,7 +102,7 @@ def trace_loss(
       TypeError: if a leaf of the parameters is not an array, or the loss does not
         return what ``has_aux`` says.
     """
-    names, values, treedef = tensors.named_leaves(params)
+    names, values, treedef = trees.named_leaves(params)
     gradients, given_leaves = [], []
     for name, value in zip(names, values, strict=True):
         if not _is_array(value):
