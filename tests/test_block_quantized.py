@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import AxisType
 from optimizers import (
     assert_same_bits,
-    standard_promotion,  # noqa: F401
 )
 
 import lowbit_optax
@@ -22,6 +21,8 @@ from lowbit_optax._numerics.random_bits import random_bits
 from lowbit_optax._step.moments import MomentPlan
 from lowbit_optax.formats.block_quantized import QuantizedMoment
 from pallas_kernels.bitfields.xla import packed_shape, unpack
+
+pytestmark = pytest.mark.standard_promotion
 
 SIGNED = ("linear", "companded", "dynamic")
 UNSIGNED = ("linear", "companded", "dynamic", "sqrt", "log")

@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax.training import train_state
 from jax import lax
-from optimizers import assert_same_bits, standard_promotion  # noqa: F401
+from optimizers import assert_same_bits
 
 import lowbit_optax
 from lowbit_optax import (
@@ -22,6 +22,8 @@ from lowbit_optax import (
     with_loss_scale,
 )
 from lowbit_optax.training import TrainState
+
+pytestmark = pytest.mark.standard_promotion
 
 SCALINGS = {
     "static": static_scale(2.0**10),

@@ -253,17 +253,9 @@ OPTIMIZERS = {
 EACH = pytest.mark.parametrize("name", OPTIMIZERS)
 
 
-@pytest.fixture
-def standard_promotion():
-    """optax.adam subtracts an int32 power from 1."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 @EACH
-def test_fifty_steps_by_apply_updates_and_by_step_have_the_same_bits(
-    name, standard_promotion
-):
+@pytest.mark.standard_promotion
+def test_fifty_steps_by_apply_updates_and_by_step_have_the_same_bits(name):
     tx = OPTIMIZERS[name]()
 
     @functools.partial(jax.jit, donate_argnums=(1, 2))
@@ -325,7 +317,8 @@ def test_leaves_that_stay_follow_the_inner_transformation():
     )
 
 
-def test_flax_train_state(standard_promotion):
+@pytest.mark.standard_promotion
+def test_flax_train_state():
     tx = lpmm_sgd(0.05, 0.9)
     state = TrainState.create(apply_fn=None, params=params_of(), tx=tx)
     ours, opt_state = params_of(), tx.init(params_of())
@@ -339,9 +332,8 @@ def test_flax_train_state(standard_promotion):
 
 
 @pytest.mark.parametrize("name", ["momentum", "accumulated"])
-def test_an_orbax_checkpoint_resumes_with_the_same_bits(
-    name, tmp_path, standard_promotion
-):
+@pytest.mark.standard_promotion
+def test_an_orbax_checkpoint_resumes_with_the_same_bits(name, tmp_path):
     tx = OPTIMIZERS[name]()
     step = jax.jit(functools.partial(lowbit_optax.step, tx))
     params = params_of()
@@ -370,7 +362,8 @@ def test_flax_bytes_restore_the_tensor_and_refuse_other_bits():
         serialization.from_bytes(params, serialization.to_bytes(params_of(bits=8)))
 
 
-def test_eight_devices_have_the_bits_of_one(standard_promotion):
+@pytest.mark.standard_promotion
+def test_eight_devices_have_the_bits_of_one():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     tx = lpmm_sgd(0.05, 0.9)
     step = jax.jit(functools.partial(lowbit_optax.step, tx))
@@ -482,7 +475,8 @@ def test_more_bits_are_nearer_to_float32_after_100_steps_of_sgd():
     assert abs(float(losses[12]) - float(best)) < 0.02 * float(best)
 
 
-def test_microbatches_bring_8_bit_weights_nearer_to_float32(standard_promotion):
+@pytest.mark.standard_promotion
+def test_microbatches_bring_8_bit_weights_nearer_to_float32():
     # 1024 gradients, 1 or 16 of them an update, learning rates to match.
     params, *_ = regression()
     gaps = {}

@@ -18,12 +18,13 @@ from optimizers import (
     gradient_series,
     model_params,
     spec_of,
-    standard_promotion,  # noqa: F401
     train,
 )
 
 import lowbit_optax
 from lowbit_optax import extra_bits, from_master, kahan, lowbit, master_weights
+
+pytestmark = pytest.mark.standard_promotion
 
 
 def _master(seed=0):
