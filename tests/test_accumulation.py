@@ -33,6 +33,7 @@ def run(tx, params, grads):
     return go((params, tx.init(params)), grads)
 
 
+@pytest.mark.standard_promotion
 @pytest.mark.parametrize("every", [1, 3])
 def test_with_float32_sums_it_is_multi_steps(every):
     params, grads = jnp.ones(SHAPE), grads_of(7)
