@@ -18,7 +18,6 @@ from lowbit_optax import block_quantized
 from lowbit_optax._numerics.code_kinds import Segments, code_of
 from lowbit_optax._numerics.codes import RANDOM_BITS
 from lowbit_optax._numerics.random_bits import random_bits
-from lowbit_optax._step.moments import MomentPlan
 from lowbit_optax.formats.block_quantized import QuantizedMoment
 from pallas_kernels.bitfields.xla import packed_shape, unpack
 
@@ -387,24 +386,6 @@ def test_what_a_field_is_not_told_is_chosen_by_it():
     four = block_quantized(4, scale="power_of_two")
     assert of(four, "nu") == code_of("sqrt", 4, False, "power_of_two")
     assert of(block_quantized(code="linear"), "nu").signed is False
-
-
-def test_parts_that_kernels_have_encoded_are_left_as_they_are():
-    inner = optax.scale_by_adam()
-    leaf = jnp.ones((64, 64))
-    wide = inner.init({"w": leaf})._replace(mu={"w": 3 * leaf}, nu={"w": 5 * leaf})
-    expected = jax.eval_shape(lambda: wide)
-    plan = MomentPlan(inner, block_quantized(8), ["['w']"], [leaf], expected)
-    random = random_bits(jnp.uint32(0), jnp.uint32(0), [0])
-    stored = plan.encode(wide, random)
-    numbers = range(len(jax.tree.leaves(wide)))
-    encoded = plan.by_leaf(stored)
-    assert_same_bits(plan.encode(encoded, random, done=set(numbers)), stored)
-    # One of both by a kernel: count, mu and nu are parts 0, 1 and 2.
-    mixed = wide._replace(mu=plan.by_leaf(stored).mu)
-    assert isinstance(mixed.mu["w"], QuantizedMoment)
-    assert_same_bits(plan.encode(mixed, random, done={1}), stored)
-    assert_same_bits(plan.encode(plan.decode(stored), random), stored)
 
 
 def test_map_params_finds_trees_of_codes_and_of_scales_like_the_parameters():
