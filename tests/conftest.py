@@ -1,18 +1,46 @@
-"""Strict dtype promotion in every test, and eight CPU devices to shard over."""
+"""Eight CPU devices, quick compilation, marks by folder, and strict dtype promotion."""
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-flags = os.environ.get("XLA_FLAGS", "")
-if "xla_force_host_platform_device_count" not in flags:
-    os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8"
 
-import jax  # noqa: E402
-import pytest  # noqa: E402
+import jax
+import pytest
+
+COMPILED = Path(__file__).parent / "gpu_program"
+
+
+def _set_xla_flag(name, value):
+    """Sets a flag of XLA, unless whoever runs the tests has."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if name not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --{name}={value}".strip()
+
+
+def pytest_configure(config):
+    """XLA reads its flags when the first array is made, which is after this."""
+    _set_xla_flag("xla_force_host_platform_device_count", 8)
+    # Compiling is most of the time. Level 1 takes a third of it, and contracts products
+    # and sums like level 3, so that tests of bits test the same. Programs for GPUs are
+    # measured, and need the level that users have.
+    if "not compiled" in config.option.markexpr:
+        _set_xla_flag("xla_backend_optimization_level", 1)
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if COMPILED in item.path.parents:
+            item.add_marker("compiled")
+            item.add_marker("standard_promotion")
 
 
 @pytest.fixture(autouse=True)
-def strict_promotion():
-    """No dtype is promoted by accident; a fixture, so that doctests stay a user's."""
-    with jax.numpy_dtype_promotion("strict"):
+def dtype_promotion(request):
+    """No dtype is promoted by accident, where users of optax and flax may do without.
+
+    A fixture, so that doctests stay a user's.
+    """
+    standard = request.node.get_closest_marker("standard_promotion")
+    with jax.numpy_dtype_promotion("standard" if standard else "strict"):
         yield

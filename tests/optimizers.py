@@ -16,13 +16,6 @@ from lowbit_optax import emulation
 BFLOAT16_MOMENTS = lowbit_optax.cast(jnp.bfloat16)
 
 
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """optax.adam subtracts an int32 power from 1, and TrainState adds two dtypes."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
     """A lowbit transformation and the float32 one that it stands for."""

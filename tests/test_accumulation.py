@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizers import assert_same_bits, standard_promotion  # noqa: F401
+from optimizers import assert_same_bits
 
 import lowbit_optax
 from lowbit_optax import accumulate_gradients, block_quantized, lpmm_sgd
@@ -33,6 +33,7 @@ def run(tx, params, grads):
     return go((params, tx.init(params)), grads)
 
 
+@pytest.mark.standard_promotion
 @pytest.mark.parametrize("every", [1, 3])
 def test_with_float32_sums_it_is_multi_steps(every):
     params, grads = jnp.ones(SHAPE), grads_of(7)
@@ -102,7 +103,8 @@ def test_quantised_weights_stay_until_the_last_microbatch():
     )
 
 
-def test_around_bfloat16_weights_it_trains_as_float32(standard_promotion):  # noqa: F811
+@pytest.mark.standard_promotion
+def test_around_bfloat16_weights_it_trains_as_float32():
     params = jnp.ones(SHAPE, jnp.bfloat16)
     tx = accumulate_gradients(lowbit_optax.lowbit_adamw(1e-2), 4)
     grads = grads_of(8).astype(jnp.bfloat16)

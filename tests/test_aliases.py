@@ -19,11 +19,12 @@ from optimizers import (
     each,
     gradient_series,
     model_params,
-    standard_promotion,  # noqa: F401
     train,
 )
 
 import lowbit_optax
+
+pytestmark = pytest.mark.standard_promotion
 
 STEPS = 400
 

@@ -14,11 +14,12 @@ from optimizers import (
     apply,
     each,
     jitted,
-    standard_promotion,  # noqa: F401
 )
 
 import lowbit_optax
 from lowbit_optax import cast, extra_bits, kahan, lowbit
+
+pytestmark = pytest.mark.standard_promotion
 
 ADVANCES = pytest.mark.parametrize(
     "advance", [apply, lowbit_optax.step], ids=["update", "step"]

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.example
+
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 PARAMETERS = 64 * 64  # 4096 * 4096, every axis divided by 64
 OPTIMIZERS = ("optax_adamw_float32", "extra_bits_adamw_8")

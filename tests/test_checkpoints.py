@@ -19,12 +19,13 @@ from optimizers import (
     gradient_series,
     jitted,
     model_params,
-    standard_promotion,  # noqa: F401
     train,
 )
 
 import lowbit_optax
 from lowbit_optax import cast, extra_bits, kahan, lowbit
+
+pytestmark = pytest.mark.standard_promotion
 
 
 def _mixed_params():

@@ -24,16 +24,11 @@ import resnet_cifar  # noqa: E402
 import training_loop  # noqa: E402
 from resnet import ResNet  # noqa: E402
 
+pytestmark = [pytest.mark.example, pytest.mark.standard_promotion]
+
 # One block a stage keeps compilation short. The large leaves have 9216 parameters.
 WIDTH, BLOCKS = 16, (1, 1)
 QUANTIZED = 16 * 32 * 9 + 32 * 32 * 9
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """flax's BatchNorm and optax promote dtypes."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 @pytest.mark.parametrize(

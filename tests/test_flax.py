@@ -21,12 +21,13 @@ from optimizers import (
     gradient_series,
     model_params,
     spec_of,
-    standard_promotion,  # noqa: F401
     train,
 )
 
 import lowbit_optax
 from lowbit_optax import training
+
+pytestmark = pytest.mark.standard_promotion
 
 FEW = {
     name: (ALIASES | VARIANTS)[name]

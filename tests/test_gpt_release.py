@@ -16,17 +16,12 @@ import gpt_flags  # noqa: E402
 import gpt_release  # noqa: E402
 import stdlib_text  # noqa: E402
 
+pytestmark = [pytest.mark.example, pytest.mark.standard_promotion]
+
 TINY = [
     *("--layers", "3", "--width", "64", "--heads", "2", "--context", "16"),
     *("--batch-size", "2", "--steps", "4", "--optimizer", "adamw"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """optax promotes dtypes."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def trained(argv: list[str], released: bool):

@@ -19,7 +19,6 @@ from optimizers import (
     assert_same_bits,
     gradient_series,
     spec_of,
-    standard_promotion,  # noqa: F401
 )
 
 import lowbit_optax
@@ -33,6 +32,8 @@ from lowbit_optax import (
     training,
 )
 from lowbit_optax.formats.block_quantized import QuantizedMoment
+
+pytestmark = pytest.mark.standard_promotion
 
 # Compiled quickly rather than well.
 QUICK = {"xla_backend_optimization_level": "0"}

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jax.extend.core import primitives as p
-from optimizers import assert_same_bits, standard_promotion  # noqa: F401
+from optimizers import assert_same_bits
 
 from lowbit_optax._jaxprs import elementwise
 from lowbit_optax._jaxprs.elementwise import (
@@ -19,6 +19,8 @@ from lowbit_optax._jaxprs.elementwise import (
     Scalars,
 )
 from lowbit_optax._jaxprs.graph import Graph, evaluate
+
+pytestmark = pytest.mark.standard_promotion
 
 PARAMS = {"kernel": (8, 16), "bias": (16,)}
 

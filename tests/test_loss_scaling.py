@@ -1,5 +1,7 @@
 """Loss scales: their rules against plain models; what a skipped step leaves alone."""
 
+import functools
+
 import chex
 import flax.serialization
 import jax
@@ -10,7 +12,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax.training import train_state
 from jax import lax
-from optimizers import assert_same_bits, standard_promotion  # noqa: F401
+from optimizers import assert_same_bits
 
 import lowbit_optax
 from lowbit_optax import (
@@ -22,6 +24,8 @@ from lowbit_optax import (
     with_loss_scale,
 )
 from lowbit_optax.training import TrainState
+
+pytestmark = pytest.mark.standard_promotion
 
 SCALINGS = {
     "static": static_scale(2.0**10),
@@ -147,66 +151,62 @@ def test_gradients_that_are_all_zero_leave_the_log_normal_scale():
     chex.assert_trees_all_equal(kept, state)
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("inner", INNERS)
-def test_scaled_training_is_unscaled_training_bit_for_bit(inner, scaling):
-    params = parameters(jnp.float32)
-    plain, scaled = INNERS[inner](), with_loss_scale(INNERS[inner](), SCALINGS[scaling])
-    want, got = (params, plain.init(params)), (params, scaled.init(params))
+def test_scaled_training_is_unscaled_training_bit_for_bit(inner):
+    start = parameters(jnp.float32)
     step = jax.jit(lowbit_optax.step, static_argnums=0)
+    plain = INNERS[inner]()
+    want = start, plain.init(start)
     for i in range(6):
-        grads = gradients(i, like=params)
-        scale = current_loss_scale(got[1])
-        assert float(np.log2(scale)).is_integer()
-        want = step(plain, *want, grads)
-        got = step(scaled, *got, jax.tree.map(lambda g, s=scale: g * s, grads))
-    assert_same_bits((got[0], got[1].inner_state), want)
+        want = step(plain, *want, gradients(i, like=start))
+    for scaling in SCALINGS.values():
+        tx = with_loss_scale(INNERS[inner](), scaling)
+        got = start, tx.init(start)
+        for i in range(6):
+            scale = current_loss_scale(got[1])
+            assert float(np.log2(scale)).is_integer()
+            grads = jax.tree.map(lambda g, s=scale: g * s, gradients(i, like=start))
+            got = step(tx, *got, grads)
+        assert_same_bits((got[0], got[1].inner_state), want)
 
 
-@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
-@pytest.mark.parametrize("apply", ["step", "update"])
+def updated(tx, params, state, grads):
+    """``step`` as users of optax write it."""
+    updates, state = tx.update(grads, state, params)
+    return lowbit_optax.apply_updates(params, updates), state
+
+
+@pytest.mark.parametrize("advance", [lowbit_optax.step, updated])
 @pytest.mark.parametrize("inner", INNERS)
-def test_an_overflow_moves_nothing_but_the_scale(inner, apply, bad):
+def test_an_overflow_moves_nothing_but_the_scale(inner, advance):
     tx = with_loss_scale(INNERS[inner](), SCALINGS["backoff"])
+    advance = jax.jit(functools.partial(advance, tx))
     params = parameters()
     state = tx.init(params)
     for i in range(2):
-        params, state = lowbit_optax.step(tx, params, state, gradients(i, 2.0**10))
-    grads = spoilt(gradients(2, 2.0**10), bad)
-    if apply == "step":
-        after, new = jax.jit(lowbit_optax.step, static_argnums=0)(
-            tx, params, state, grads
-        )
-    else:
-        updates, new = jax.jit(tx.update)(grads, state, params)
-        after = lowbit_optax.apply_updates(params, updates)
-    assert_same_bits((after, new.inner_state), (params, state.inner_state))
-    assert float(new.scale) == float(state.scale) / 2
-    assert int(new.skipped) == 1
-    assert int(new.scaling_state) == 0
+        params, state = advance(params, state, gradients(i, 2.0**10))
+    for bad in (np.inf, -np.inf, np.nan):
+        grads = spoilt(gradients(2, 2.0**10), bad)
+        after, new = advance(params, state, grads)
+        assert_same_bits((after, new.inner_state), (params, state.inner_state))
+        assert float(new.scale) == float(state.scale) / 2
+        assert int(new.skipped) == 1
+        assert int(new.scaling_state) == 0
 
 
-@pytest.mark.parametrize("apply", ["step", "update"])
+@pytest.mark.parametrize("advance", [lowbit_optax.step, updated])
 @pytest.mark.parametrize("alias", ["kahan_adamw", "lowbit_adamw"])
-def test_kernels_write_nothing_when_a_step_is_skipped(alias, apply):
+def test_kernels_write_nothing_when_a_step_is_skipped(alias, advance):
     make = getattr(lowbit_optax, alias)
     tx = with_loss_scale(make(2.0**-7, implementation="pallas"), SCALINGS["backoff"])
+    advance = jax.jit(functools.partial(advance, tx))
     params = parameters() | {"norm": jnp.ones(7)}
-    state = tx.init(params)
-    step = jax.jit(lowbit_optax.step, static_argnums=0)
-    update = jax.jit(tx.update)
-
-    def stepped(grads):
-        if apply == "step":
-            return step(tx, params, state, grads)
-        updates, new = update(grads, state, params)
-        return lowbit_optax.apply_updates(params, updates), new
-
-    params, state = stepped(gradients(0, 2.0**10, params))
-    after, new = stepped(spoilt(gradients(1, 2.0**10, params)))
+    params, state = advance(params, tx.init(params), gradients(0, 2.0**10, params))
+    bad = spoilt(gradients(1, 2.0**10, params))
+    after, new = advance(params, state, bad)
     assert_same_bits((after, new.inner_state), (params, state.inner_state))
     assert (int(state.skipped), int(new.skipped)) == (0, 1)
-    moved, _ = stepped(gradients(1, 2.0**10, params))
+    moved, _ = advance(params, state, gradients(1, 2.0**10, params))
     for name in params:
         assert (moved[name] != params[name]).any()
 

@@ -23,12 +23,13 @@ from optimizers import (
     random_grads,
     relaxed,
     spec_of,
-    standard_promotion,  # noqa: F401
     train,
 )
 
 import lowbit_optax
 from lowbit_optax import LowbitState
+
+pytestmark = pytest.mark.standard_promotion
 
 AROUND_OTHERS = {
     name: Optimizer(

@@ -17,6 +17,7 @@ from lowbit_optax import QuantizedTensor, dequantize, lpmm_adam, lpmm_sgd
 from lowbit_optax._numerics import linear_code
 from lowbit_optax.lpmm import value_and_grad
 
+HALVES = jnp.bfloat16, jnp.float16
 BITS = [4, 5, 8, 10, 12, 15, 16]
 ROUNDINGS = pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 
@@ -25,11 +26,15 @@ def normal(*shape, seed=0, scale=1.0):
     return (scale * np.random.default_rng(seed).normal(size=shape)).astype(np.float32)
 
 
-def quantize(x, bits=12, **options):
-    options = {"min_size": 0} | options
+@functools.cache
+def quantizer(bits, **options):
     return jax.jit(
         functools.partial(lowbit_optax.quantize_params, bits=bits, **options)
-    )(x)
+    )
+
+
+def quantize(x, bits=12, **options):
+    return quantizer(bits, **{"min_size": 0} | options)(x)
 
 
 def steps_of(tensor, shape):
@@ -168,13 +173,13 @@ def test_any_shape_round_trips(shape, bits):
     assert tensor.shape == shape
     assert (tensor.ndim, tensor.size) == (len(shape), x.size)
     assert {leaf.dtype for leaf in jax.tree.leaves(tensor)} == {jnp.dtype(jnp.uint32)}
-    values = np.asarray(tensor.dequantize())
+    values, *narrow = jax.jit(
+        lambda tensor: [tensor.dequantize(dtype) for dtype in (jnp.float32, *HALVES)]
+    )(tensor)
     assert values.shape == shape
     assert np.all(np.abs(values - x) <= steps_of(tensor, shape) * 0.502)
-    for dtype in (jnp.bfloat16, jnp.float16):
-        np.testing.assert_array_equal(
-            tensor.dequantize(dtype), jnp.asarray(values).astype(dtype)
-        )
+    for dtype, halves in zip(HALVES, narrow, strict=True):
+        np.testing.assert_array_equal(halves, values.astype(dtype))
 
 
 def test_small_and_integer_leaves_stay():
@@ -253,17 +258,9 @@ OPTIMIZERS = {
 EACH = pytest.mark.parametrize("name", OPTIMIZERS)
 
 
-@pytest.fixture
-def standard_promotion():
-    """optax.adam subtracts an int32 power from 1."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 @EACH
-def test_fifty_steps_by_apply_updates_and_by_step_have_the_same_bits(
-    name, standard_promotion
-):
+@pytest.mark.standard_promotion
+def test_fifty_steps_by_apply_updates_and_by_step_have_the_same_bits(name):
     tx = OPTIMIZERS[name]()
 
     @functools.partial(jax.jit, donate_argnums=(1, 2))
@@ -325,7 +322,8 @@ def test_leaves_that_stay_follow_the_inner_transformation():
     )
 
 
-def test_flax_train_state(standard_promotion):
+@pytest.mark.standard_promotion
+def test_flax_train_state():
     tx = lpmm_sgd(0.05, 0.9)
     state = TrainState.create(apply_fn=None, params=params_of(), tx=tx)
     ours, opt_state = params_of(), tx.init(params_of())
@@ -339,9 +337,8 @@ def test_flax_train_state(standard_promotion):
 
 
 @pytest.mark.parametrize("name", ["momentum", "accumulated"])
-def test_an_orbax_checkpoint_resumes_with_the_same_bits(
-    name, tmp_path, standard_promotion
-):
+@pytest.mark.standard_promotion
+def test_an_orbax_checkpoint_resumes_with_the_same_bits(name, tmp_path):
     tx = OPTIMIZERS[name]()
     step = jax.jit(functools.partial(lowbit_optax.step, tx))
     params = params_of()
@@ -370,7 +367,8 @@ def test_flax_bytes_restore_the_tensor_and_refuse_other_bits():
         serialization.from_bytes(params, serialization.to_bytes(params_of(bits=8)))
 
 
-def test_eight_devices_have_the_bits_of_one(standard_promotion):
+@pytest.mark.standard_promotion
+def test_eight_devices_have_the_bits_of_one():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     tx = lpmm_sgd(0.05, 0.9)
     step = jax.jit(functools.partial(lowbit_optax.step, tx))
@@ -482,7 +480,8 @@ def test_more_bits_are_nearer_to_float32_after_100_steps_of_sgd():
     assert abs(float(losses[12]) - float(best)) < 0.02 * float(best)
 
 
-def test_microbatches_bring_8_bit_weights_nearer_to_float32(standard_promotion):
+@pytest.mark.standard_promotion
+def test_microbatches_bring_8_bit_weights_nearer_to_float32():
     # 1024 gradients, 1 or 16 of them an update, learning rates to match.
     params, *_ = regression()
     gaps = {}

@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import serialization
 from flax.training import train_state
-from optimizers import assert_same_bits, standard_promotion  # noqa: F401
+from optimizers import assert_same_bits
 
 import lowbit_optax
 from lowbit_optax import (
@@ -25,6 +25,8 @@ from lowbit_optax import (
     master_weights,
     training,
 )
+
+pytestmark = pytest.mark.standard_promotion
 
 SHAPES = {"kernel": (128, 64), "other": (64, 96), "bias": (64,)}
 

@@ -18,7 +18,6 @@ from optimizers import (
     gradient_series,
     model_params,
     spec_of,
-    standard_promotion,  # noqa: F401
     train,
 )
 
@@ -31,6 +30,8 @@ from lowbit_optax import (
     master_weights,
     param_dtypes,
 )
+
+pytestmark = pytest.mark.standard_promotion
 
 
 def _master(seed=0):

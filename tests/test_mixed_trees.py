@@ -18,12 +18,13 @@ from optimizers import (
     model_params,
     random_grads,
     spec_of,
-    standard_promotion,  # noqa: F401
     train,
 )
 
 import lowbit_optax
 from lowbit_optax import extra_bits, kahan, lowbit, master_weights
+
+pytestmark = pytest.mark.standard_promotion
 
 SOME_FORMATS = ("extra_bits_8", "kahan", "stochastic_rounding", "master_copy")
 

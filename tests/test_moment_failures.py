@@ -12,10 +12,11 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from optimizers import standard_promotion  # noqa: F401
 
 import lowbit_optax
 from lowbit_optax import block_quantized
+
+pytestmark = pytest.mark.standard_promotion
 
 SHAPE = (128, 64)
 RATE = 1e-3

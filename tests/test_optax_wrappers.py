@@ -18,12 +18,13 @@ from optimizers import (
     jitted,
     model_params,
     spec_of,
-    standard_promotion,  # noqa: F401
     train,
 )
 
 import lowbit_optax
 from lowbit_optax import extra_bits, kahan, lowbit, master_weights
+
+pytestmark = pytest.mark.standard_promotion
 
 PACKED = dict(weights=extra_bits(8), moments="float32", min_size=0)
 

@@ -20,6 +20,8 @@ import precision_assignment  # noqa: E402
 import training_loop  # noqa: E402
 from precision_flags import BASELINES  # noqa: E402
 
+pytestmark = [pytest.mark.example, pytest.mark.standard_promotion]
+
 
 class Network(nn.Module):
     """With BatchNorm, as those of the example, but compiled in a second or two."""
@@ -31,13 +33,6 @@ class Network(nn.Module):
         x = nn.Conv(4, (4, 4), (4, 4))(images)
         x = nn.relu(nn.BatchNorm(not train)(x))
         return nn.Dense(10)(x.mean((1, 2)))
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """flax's BatchNorm and optax promote dtypes."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 @pytest.fixture(autouse=True)

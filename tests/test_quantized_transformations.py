@@ -8,10 +8,11 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from optimizers import standard_promotion  # noqa: F401
 
 import lowbit_optax
 from lowbit_optax.formats.block_quantized import QuantizedMoment
+
+pytestmark = pytest.mark.standard_promotion
 
 SHAPE = (128, 64)
 CODED = {

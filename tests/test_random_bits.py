@@ -361,28 +361,6 @@ def test_an_index_is_row_major_however_large_the_array(shape):
     assert indices_at(shape, positions) == expected
 
 
-def test_wide_products_are_those_of_python_integers():
-    rng = np.random.default_rng(0)
-    corners = np.array([0, 1, 0xFFFF, 0x10000, 0x7FFFFFFF, 0x80000000, MASK], np.uint32)
-    x = np.concatenate([corners, rng.integers(0, 2**32, 50, np.uint32)])
-    factors = [
-        1,
-        3,
-        0xFFFF,
-        2**16,
-        MASK,
-        2**32,
-        2**33 + 1,
-        2**64 - 1,
-        0xFEDCBA9876543210,
-    ]
-    for factor in factors:
-        low, high = library._product(jnp.asarray(x), factor)
-        pairs = zip(low, high, strict=True)
-        products = [int(above) << 32 | int(below) for below, above in pairs]
-        assert products == [int(value) * factor % 2**64 for value in x]
-
-
 @pytest.mark.parametrize("shape", [(3, 2**31, 5), (2**20, 2**13, 3), (2**33 + 1,)])
 def test_words_of_a_huge_array_take_in_the_high_word_of_the_index(shape):
     corners = itertools.product(*[(0, size // 2, size - 1) for size in shape])

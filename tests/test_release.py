@@ -7,11 +7,13 @@ import numpy as np
 import optax
 import pytest
 import released
-from optimizers import assert_same_bits, standard_promotion  # noqa: F401
+from optimizers import assert_same_bits
 from released import RATE, SIMPLE_IN_LOOP, normal, simple_loss, simple_params
 
 import lowbit_optax
 from lowbit_optax import emulation, release
+
+pytestmark = pytest.mark.standard_promotion
 
 HALF = dict(b1=0.5, b2=0.5)
 FOUR_BITS = lowbit_optax.block_quantized(4)

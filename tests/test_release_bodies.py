@@ -7,10 +7,11 @@ import pytest
 import released
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from optimizers import standard_promotion  # noqa: F401
 from released import SGD, dense, head_loss, simple_body, simple_params
 
 from lowbit_optax import release
+
+pytestmark = pytest.mark.standard_promotion
 
 LAYERS = "['layers']"
 MODELS = {}

@@ -9,7 +9,6 @@ import optax
 import pytest
 import released
 from jax import lax
-from optimizers import standard_promotion  # noqa: F401
 from released import (
     SGD,
     WIDTH,
@@ -22,6 +21,8 @@ from released import (
 )
 
 from lowbit_optax import release
+
+pytestmark = pytest.mark.standard_promotion
 
 MODELS = {}
 

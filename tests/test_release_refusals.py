@@ -9,11 +9,12 @@ import optax
 import pytest
 import released
 from jax import lax
-from optimizers import standard_promotion  # noqa: F401
 from released import RATE, SGD, simple_loss, simple_params
 
 import lowbit_optax
 from lowbit_optax import release
+
+pytestmark = pytest.mark.standard_promotion
 
 
 def _called(loss_fn=simple_loss, tx=SGD, params=None, **options):

@@ -11,11 +11,13 @@ import pytest
 import released
 from jax import lax
 from jax.sharding import AxisType
-from optimizers import assert_same_bits, spec_of, standard_promotion  # noqa: F401
+from optimizers import assert_same_bits, spec_of
 from released import RATE, SGD, simple_loss, simple_params
 
 import lowbit_optax
 from lowbit_optax import release
+
+pytestmark = pytest.mark.standard_promotion
 
 KAHAN = lowbit_optax.kahan_sgd(RATE, 0.5)
 COLLECTIVE = re.compile(

@@ -14,12 +14,13 @@ from optimizers import (
     each,
     gradient_series,
     model_params,
-    standard_promotion,  # noqa: F401
     train,
 )
 
 import lowbit_optax
 from lowbit_optax import cancelled_updates, extra_bits, kahan, lowbit, memory_report
+
+pytestmark = pytest.mark.standard_promotion
 
 
 def _bytes(tree):

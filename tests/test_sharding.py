@@ -16,10 +16,11 @@ from optimizers import (
     Optimizer,
     apply,
     assert_same_bits,
-    standard_promotion,  # noqa: F401
 )
 
 import lowbit_optax
+
+pytestmark = pytest.mark.standard_promotion
 
 COLLECTIVE = re.compile(
     r"\b(all-gather|all-to-all|all-reduce|collective-permute|reduce-scatter"

@@ -13,11 +13,12 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from optimizers import standard_promotion  # noqa: F401
 
 import lowbit_optax
 from lowbit_optax import emulation, kahan, lowbit, master_weights, nearest, precision
 from lowbit_optax.precision import FloatFormat, Formats
+
+pytestmark = pytest.mark.standard_promotion
 
 DIMENSIONS, EXAMPLES, STEPS, SEEDS = 10, 1000, 10_000, 3
 NOISE, LEARNING_RATE = 0.5, 0.01

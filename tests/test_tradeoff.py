@@ -17,6 +17,8 @@ from resnet import ResNet  # noqa: E402
 from shufflenet import ShuffleNet, shuffle_channels  # noqa: E402
 from squeezenet import SqueezeNet  # noqa: E402
 
+pytestmark = pytest.mark.example
+
 
 def _run(assignment="demote", ratio=None, promotion=False, seed=0, **found):
     order = "decreasing" if assignment == "demote" else None
