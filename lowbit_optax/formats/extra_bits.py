@@ -161,7 +161,7 @@ class ExtraBits(WeightFormat):
 
 
 def extra_bits(
-    bits: int,
+    bits: int | None = None,
     *,
     rounding: splitting.Rounding = "nearest",
     residual_rounding: typing.Literal["nearest", "stochastic"] = "stochastic",
@@ -194,6 +194,7 @@ def extra_bits(
     >>> extra_bits(8).width, extra_bits(8, rounding="stochastic").width
     (8, 9)
     """
+    bits = 16 if bits is None else bits
     if isinstance(bits, bool) or not isinstance(bits, int):
         raise TypeError(
             f"extra_bits: bits is {bits!r}, and must be a static int; under "
