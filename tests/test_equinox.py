@@ -10,10 +10,11 @@ from optimizers import (
     ALIASES,
     each,
     spec_of,
-    standard_promotion,  # noqa: F401
 )
 
 import lowbit_optax
+
+pytestmark = pytest.mark.standard_promotion
 
 
 def _batch():

@@ -16,12 +16,13 @@ from optimizers import (
     assert_same_bits,
     gradient_series,
     spec_of,
-    standard_promotion,  # noqa: F401
     train,
 )
 
 import lowbit_optax
 from lowbit_optax import emulation, lowbit, master_weights
+
+pytestmark = pytest.mark.standard_promotion
 
 MOMENTUM = dict(momentum=0.9)
 ALIASES = {

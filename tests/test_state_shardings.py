@@ -13,11 +13,12 @@ from optimizers import (
     BFLOAT16_MOMENTS,
     VARIANTS,
     assert_same_bits,
-    standard_promotion,  # noqa: F401
 )
 
 import lowbit_optax
 from lowbit_optax import lowbit, state_shardings
+
+pytestmark = pytest.mark.standard_promotion
 
 
 def _mesh(axis_type=AxisType.Auto):

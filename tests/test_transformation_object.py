@@ -19,10 +19,11 @@ import optax
 import pytest
 from optimizers import (
     assert_same_bits,
-    standard_promotion,  # noqa: F401
 )
 
 import lowbit_optax
+
+pytestmark = pytest.mark.standard_promotion
 
 TRANSFORMATIONS = {
     "lowbit": lowbit_optax.lowbit(optax.adamw(0.01)),

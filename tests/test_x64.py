@@ -10,10 +10,12 @@ import numpy as np
 import optax
 import pytest
 from kernels import QUICK, TABLE, Mixture, assert_equal, index_of
-from optimizers import assert_same_bits, standard_promotion  # noqa: F401
+from optimizers import assert_same_bits
 
 import lowbit_optax
 from lowbit_optax import release
+
+pytestmark = pytest.mark.standard_promotion
 
 RATE = 0.01
 BOTH = [False, True]

@@ -209,8 +209,8 @@ def extra_bits_adamw(
       learning_rate: eta, a number or a schedule.
       b1, b2, eps, eps_root, mu_dtype, mask, nesterov: as in ``optax.adamw``.
       weight_decay: d, decoupled.
-      bits: k; if None, all that the dtype holds: 16 for bfloat16, with which it trains
-        as in float32, bit for bit.
+      bits: k; if None the most that the parameter's dtype holds: 16 for bfloat16, which
+        then trains as in float32, bit for bit.
       rounding, residual_rounding: of the parameter and of W, see
         :func:`lowbit_optax.extra_bits`.
       moments: formats of m (``mu``) and v (``nu``); ``"float32"`` if None.
@@ -254,8 +254,9 @@ def extra_bits_adamw(
             moments,
         ),
         weights=formats.extra_bits(
-            bits,
-            **common.given(rounding=rounding, residual_rounding=residual_rounding),
+            **common.given(
+                bits=bits, rounding=rounding, residual_rounding=residual_rounding
+            )
         ),
         moments=moments,
         seed=seed,

@@ -196,8 +196,8 @@ def extra_bits_sgd(
       momentum: beta, or None for no momentum.
       nesterov, accumulator_dtype: as in ``optax.sgd``.
       weight_decay: d, added to the gradient (not decoupled); 0 if None.
-      bits: k; if None, all that the dtype holds: 16 for bfloat16, with which it trains
-        as in float32, bit for bit.
+      bits: k; if None the most that the parameter's dtype holds: 16 for bfloat16, which
+        then trains as in float32, bit for bit.
       rounding, residual_rounding: of the parameter and of W, see
         :func:`lowbit_optax.extra_bits`.
       moments: format of the momentum; ``"float32"`` if None.
@@ -237,8 +237,9 @@ def extra_bits_sgd(
             moments,
         ),
         weights=formats.extra_bits(
-            bits,
-            **common.given(rounding=rounding, residual_rounding=residual_rounding),
+            **common.given(
+                bits=bits, rounding=rounding, residual_rounding=residual_rounding
+            )
         ),
         moments=moments,
         seed=seed,
