@@ -97,7 +97,7 @@ def lowbit(
     check_static_int("lowbit", "seed", seed, 0, 2**32 - 1)
     check_static_int("lowbit", "min_size", min_size, 0)
     config = Lowbit(
-        optax.with_extra_args_support(inner),
+        inner,
         weights,
         MomentChoice.of(moments),
         seed,

@@ -39,7 +39,7 @@ Implementation = typing.Literal["xla", "pallas"]
 class Lowbit(Stepper):
     """The choices of one :func:`lowbit` call, and the functions made of them."""
 
-    inner: optax.GradientTransformationExtraArgs
+    inner: optax.GradientTransformation
     weights: WeightFormat
     moments: MomentChoice
     seed: int

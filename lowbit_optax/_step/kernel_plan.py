@@ -91,7 +91,7 @@ class UpdateNodes(typing.NamedTuple):
 
 
 def plan(
-    inner: optax.GradientTransformationExtraArgs,
+    inner: optax.GradientTransformation,
     prepared: PreparedStep,
     landing: Landing,
     extra_args: dict,
@@ -103,6 +103,7 @@ def plan(
       prepared, landing: the step.
       extra_args: for ``inner.update``.
     """
+    inner = optax.with_extra_args_support(inner)
     tree = prepared.tree
     arguments = tree(prepared.grads), prepared.inner_state, tree(prepared.masters)
     closed, shapes = jax.make_jaxpr(

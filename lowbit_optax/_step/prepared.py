@@ -69,9 +69,9 @@ class PreparedStep:
         """A tree like the parameters."""
         return self.treedef.unflatten(leaves)
 
-    def inner_update(self, inner: optax.GradientTransformationExtraArgs, extra: dict):
+    def inner_update(self, inner: optax.GradientTransformation, extra: dict):
         """``(updates by leaf, new inner state)`` in float32."""
-        updates, inner_state = inner.update(
+        updates, inner_state = optax.with_extra_args_support(inner).update(
             self.tree(self.grads), self.inner_state, self.tree(self.masters), **extra
         )
         updates = trees.parts_of(self.names, self.treedef, updates, "inner updates")

@@ -81,7 +81,6 @@ def with_loss_scale(
             f"with_loss_scale: scaling is {scaling!r}; accepted are static_scale(), "
             "backoff_scale() and log_normal_scale()"
         )
-    inner = optax.with_extra_args_support(inner)
     return LossScaled(inner, scaling).transformation
 
 
@@ -147,7 +146,7 @@ def current_loss_scale(opt_state: optax.OptState) -> jax.Array:
 class LossScaled(Stepper):
     """The choices of one :func:`with_loss_scale` call."""
 
-    inner: optax.GradientTransformationExtraArgs
+    inner: optax.GradientTransformation
     scaling: Scaling
 
     def init(self, params: optax.Params) -> LossScaleState:
@@ -174,7 +173,8 @@ class LossScaled(Stepper):
         stepper = stepper_of(self.inner)
         if stepper is not None:
             return stepper.inner_update(params, inner_state, grads, **extra_args)
-        return self.inner.update(grads, inner_state, params, **extra_args)[0]
+        inner = optax.with_extra_args_support(self.inner)
+        return inner.update(grads, inner_state, params, **extra_args)[0]
 
     def _guarded(self, params, state, grads, landing: Landing, extra_args: dict):
         if not isinstance(state, LossScaleState):
@@ -209,7 +209,8 @@ class LossScaled(Stepper):
             new, state = step(self.inner, params, inner_state, grads, **extra_args)
             new = guard.chosen(new, params)
         else:
-            new, state = self.inner.update(grads, inner_state, params, **extra_args)
+            inner = optax.with_extra_args_support(self.inner)
+            new, state = inner.update(grads, inner_state, params, **extra_args)
             new = guard.updates(new)
         return new, guard.chosen(state, inner_state)
 

@@ -100,7 +100,7 @@ def accumulate_gradients(
             "lowbit_optax.block_quantized(8)"
         )
     config = Accumulation(
-        optax.with_extra_args_support(inner),
+        inner,
         stepper_of(inner) is not None,
         every,
         format,
@@ -120,7 +120,7 @@ class Accumulation(Stepper):
         parameters.
     """
 
-    inner: optax.GradientTransformationExtraArgs
+    inner: optax.GradientTransformation
     takes_float32: bool
     every: int
     format: MomentFormat
@@ -151,7 +151,8 @@ class Accumulation(Stepper):
             return direct.as_new_params(params), state
 
         def last(means, inner_state):
-            return self.inner.update(means, inner_state, params, **extra_args)
+            inner = optax.with_extra_args_support(self.inner)
+            return inner.update(means, inner_state, params, **extra_args)
 
         def between(means, inner_state):
             shapes, _ = jax.eval_shape(last, means, inner_state)
@@ -178,7 +179,8 @@ class Accumulation(Stepper):
         if stepper is not None:
             inner_state = state.inner_state
             return stepper.inner_update(params, inner_state, grads, **extra_args)
-        return self.inner.update(grads, state.inner_state, params, **extra_args)[0]
+        inner = optax.with_extra_args_support(self.inner)
+        return inner.update(grads, state.inner_state, params, **extra_args)[0]
 
     def _accumulated(self, like, state, grads, last: Callable, between: Callable):
         """One microbatch.
