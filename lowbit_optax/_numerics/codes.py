@@ -73,17 +73,17 @@ class Code:
 
     @property
     def reach(self) -> float:
-        """The largest number that a field stands for."""
+        """The largest number that a field stands for, in units."""
         raise NotImplementedError
 
     @property
     def finest(self) -> float:
-        """The smallest positive one."""
+        """The smallest positive number that a field stands for, in units."""
         return 1.0
 
     @property
     def top(self) -> int:
-        """The field, or its magnitude where codes have signs, of ``reach``."""
+        """The field that stands for ``reach``; in signed codes, without its sign."""
         return 2 ** (self.bits - 1) - 1 if self.signed else 2**self.bits - 2
 
     @property

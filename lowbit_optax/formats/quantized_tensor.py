@@ -270,7 +270,7 @@ def naming(name: str):
         raise ValueError(f"params{name}: {error}") from error
 
 
-def named_leaves(tree) -> tuple[list[str], list, jax.tree_util.PyTreeDef]:
+def named_leaves(tree) -> tuple[list[str], list, typing.Any]:
     """As ``trees.named_leaves``; a quantised weight is one leaf."""
     with_path, treedef = jax.tree_util.tree_flatten_with_path(tree, is_quantized)
     names = [jax.tree_util.keystr(path) for path, _ in with_path]
