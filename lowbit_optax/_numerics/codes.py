@@ -48,6 +48,7 @@ _TOLERANCE = 4  # units in the last place
 _LARGEST_BFLOAT16 = 0x7F7F0000
 _ONE_EXPONENT = 1 << 23  # of a float32's pattern
 
+Scale = typing.Literal["bfloat16", "power_of_two"]
 Prepared = tuple[jax.Array, jax.Array]
 MultiplyAdd = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -69,7 +70,7 @@ class Code:
 
     bits: int
     signed: bool
-    scale: typing.Literal["bfloat16", "power_of_two"] = "bfloat16"
+    scale: Scale = "bfloat16"
 
     @property
     def reach(self) -> float:
