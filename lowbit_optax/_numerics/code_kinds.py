@@ -14,6 +14,7 @@ from jax import lax
 from lowbit_optax._numerics.codes import (
     RANDOM_BITS,
     Code,
+    Scale,
     as_fields,
     below,
     bits_of,
@@ -300,7 +301,7 @@ _LOG = {8: 5, 4: 3}
 
 
 @functools.lru_cache(maxsize=64)
-def code_of(name: str, bits: int, signed: bool, scale: str) -> Code:
+def code_of(name: str, bits: int, signed: bool, scale: Scale) -> Code:
     """The code of a name, for signed or non-negative values."""
     if name == "linear":
         return Linear(bits, signed, scale)

@@ -48,6 +48,7 @@ _TOLERANCE = 4  # units in the last place
 _LARGEST_BFLOAT16 = 0x7F7F0000
 _ONE_EXPONENT = 1 << 23  # of a float32's pattern
 
+Scale = typing.Literal["bfloat16", "power_of_two"]
 Prepared = tuple[jax.Array, jax.Array]
 MultiplyAdd = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -69,21 +70,21 @@ class Code:
 
     bits: int
     signed: bool
-    scale: typing.Literal["bfloat16", "power_of_two"] = "bfloat16"
+    scale: Scale = "bfloat16"
 
     @property
     def reach(self) -> float:
-        """The largest number that a field stands for."""
+        """The largest number that a field stands for, in units."""
         raise NotImplementedError
 
     @property
     def finest(self) -> float:
-        """The smallest positive one."""
+        """The smallest positive number that a field stands for, in units."""
         return 1.0
 
     @property
     def top(self) -> int:
-        """The field, or its magnitude where codes have signs, of ``reach``."""
+        """The field that stands for ``reach``; in signed codes, without its sign."""
         return 2 ** (self.bits - 1) - 1 if self.signed else 2**self.bits - 2
 
     @property

@@ -76,8 +76,7 @@ class RandomBits:
         if self.index is None:
             low, high = _global_index(shape)
         else:
-            self._check_index(shape)
-            low, high = self.index, None
+            low, high = _checked(self.index, shape), None
         if high is not None:
             key, second = _take_in(key, second, high)
         return hash_words(low, key, second)
@@ -91,13 +90,6 @@ class RandomBits:
         """
         first = layer.astype(jnp.uint32) * jnp.uint32(math.prod(shape) % 2**32)
         return dataclasses.replace(self, index=_global_index(shape)[0] + first)
-
-    def _check_index(self, shape: tuple[int, ...]):
-        if self.index.shape != tuple(shape) or self.index.dtype != jnp.uint32:
-            raise ValueError(
-                f"words: the index is {self.index.dtype}{list(self.index.shape)}, but "
-                f"words of shape {list(shape)} need uint32{list(shape)}"
-            )
 
 
 class ToNearest:
@@ -171,6 +163,15 @@ def hash_words(index: jax.Array, key: jax.Array, second: jax.Array) -> jax.Array
     x = x ^ (x >> jnp.uint32(15))
     x = x * jnp.uint32(0x846CA68B)
     return x ^ (x >> jnp.uint32(16))
+
+
+def _checked(index: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    if index.shape != tuple(shape) or index.dtype != jnp.uint32:
+        raise ValueError(
+            f"words: the index is {index.dtype}{list(index.shape)}, but words of shape "
+            f"{list(shape)} need uint32{list(shape)}"
+        )
+    return index
 
 
 def _mix(x: jax.Array) -> jax.Array:

@@ -198,9 +198,9 @@ def split(
         if not extra and random_residual is not None:
             random_residual = _nearest_past_the_largest(master, layout, random_residual)
         bits = lax.bitcast_convert_type(master, jnp.uint32)
-        # The pattern before what is dropped: one shift brings it to its place.
-        bits = float_layouts.carried(bits, drop, random_residual)
+        # Before the sum: after it, a kernel of long blocks would need more registers.
         bits = jnp.where(jnp.isnan(master), jnp.uint32(layout.nan << most), bits)
+        bits = float_layouts.carried(bits, drop, random_residual)
     else:
         sign, pattern = pattern_of(master, layout, extra, rounding)
         bits = sign | pattern
@@ -214,13 +214,18 @@ def split(
 
 
 def join(
-    param: jax.Array, fields: jax.Array, extra: int, rounding: Rounding
+    param: jax.Array, fields: jax.Array | None, extra: int, rounding: Rounding
 ) -> jax.Array:
     """The float32 master of a parameter and its residual; exact.
 
+    A residual that no split gives for this parameter is another parameter's: in
+    bfloat16 the master of a negative one at 0 or a positive one at infinity, which
+    would be a NaN, is the parameter itself. Elsewhere every residual is legitimate: it
+    is within half a unit of the parameter, or a unit with stochastic rounding.
+
     Args:
       param: array of a narrow float dtype.
-      fields: uint32, from :func:`residual_of`.
+      fields: uint32, from :func:`residual_of`; None without extra bits.
       extra: k.
       rounding: as in the split.
 
@@ -229,12 +234,6 @@ def join(
     """
     layout = float_layouts.layout_of(param.dtype)
     bits = float_layouts.to_bits(param)
-    if not extra:
-        fields = jnp.uint32(0)
-    elif rounding != "toward_zero":
-        unused = 32 - stored_bits(extra, rounding)
-        signed = (fields << jnp.uint32(unused)).astype(jnp.int32) >> jnp.int32(unused)
-        fields = signed.astype(jnp.uint32)
     if layout.same_exponent:
         # float32's own pattern; its sign is on top of both and stays.
         drop = layout.max_extra_bits - extra
@@ -242,9 +241,8 @@ def join(
         param = lax.bitcast_convert_type(high, jnp.float32)
         if not extra:
             return param
-        master = lax.bitcast_convert_type(
-            high + (fields << jnp.uint32(drop)), jnp.float32
-        )
+        low = _error_of(fields, extra, rounding, drop)
+        master = lax.bitcast_convert_type(high + low, jnp.float32)
         # Past zero, where the sum carries into the sign, and past infinity the sum is
         # a NaN's pattern. No split makes such a pair: the parameter was set by hand.
         leaves = jnp.isnan(master)
@@ -252,10 +250,24 @@ def join(
             # Where all bits of NaNs are kept, and where one may join to infinity.
             leaves = leaves ^ jnp.isnan(param)
         return jnp.where(leaves, param, master)
+    error = _error_of(fields, extra, rounding) if extra else jnp.uint32(0)
     sign = (bits >> jnp.uint32(layout.width - 1)) << jnp.uint32(31)
-    magnitude = ((bits & jnp.uint32(layout.largest)) << jnp.uint32(extra)) + fields
+    magnitude = ((bits & jnp.uint32(layout.largest)) << jnp.uint32(extra)) + error
     # A negative residual of a zero: the master is on the other side.
     behind = magnitude >> jnp.uint32(31)
     sign = sign ^ (behind << jnp.uint32(31))
     magnitude = jnp.where(behind > 0, jnp.uint32(0) - magnitude, magnitude)
     return float_layouts.from_pattern(sign, magnitude, layout, extra)
+
+
+def _error_of(
+    fields: jax.Array | None, extra: int, rounding: Rounding, rise: int = 0
+) -> jax.Array:
+    """``e 2^rise`` of fields, in two's complement."""
+    assert fields is not None
+    if rounding == "toward_zero":
+        return fields << jnp.uint32(rise)
+    # The sign to the top, and back: with two shifts it is repeated.
+    unused = 32 - stored_bits(extra, rounding)
+    signed = (fields << jnp.uint32(unused)).astype(jnp.int32)
+    return (signed >> jnp.int32(unused - rise)).astype(jnp.uint32)

@@ -27,7 +27,9 @@ from lowbit_optax._numerics.random_bits import RandomBits
 from lowbit_optax._numerics.rounding import to_float32
 from lowbit_optax._numerics.streams import Draws
 
-Land = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+Residual = typing.Any
+"""An array; None for a leaf that needs none."""
+
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,36 +96,36 @@ class WeightFormat:
         """The float32 master at the start of training: the parameter itself."""
         return to_float32(param)
 
-    def init(self, param: jax.Array) -> jax.Array | None:
+    def init(self, param: jax.Array) -> Residual:
         """The residual with which the master is the parameter itself."""
         del param
         return None
 
-    def join(self, param: jax.Array, residual: jax.Array | None) -> jax.Array:
+    def join(self, param: jax.Array, residual: Residual) -> jax.Array:
         """The float32 master: the parameter where the residual is not its own."""
         del residual
         return self.widen(param)
 
-    def inner_weight(self, param: jax.Array, residual: jax.Array | None) -> jax.Array:
+    def inner_weight(self, param: jax.Array, residual: Residual) -> jax.Array:
         """The float32 weight that the inner transformation sees: the master."""
         return self.join(param, residual)
 
     def round(
-        self, master: jax.Array, dtype: jnp.dtype, random: RandomBits | None
+        self, master: jax.Array, dtype: jnp.dtype, random: RandomBits
     ) -> jax.Array:
         """The parameter of a master."""
         raise NotImplementedError
 
     def residual(
-        self, master: jax.Array, param: jax.Array, random: RandomBits | None
-    ) -> jax.Array | None:
+        self, master: jax.Array, param: jax.Array, random: RandomBits
+    ) -> Residual:
         """What belongs to ``param`` so that both come nearest to ``master``."""
         del master, param, random
         return None
 
     def split(
-        self, master: jax.Array, dtype: jnp.dtype, random: RandomBits | None
-    ) -> tuple[jax.Array, jax.Array | None]:
+        self, master: jax.Array, dtype: jnp.dtype, random: RandomBits
+    ) -> tuple[jax.Array, Residual]:
         """A master as (param, residual)."""
         param = self.round(master, dtype, random)
         return param, self.residual(master, param, random)
@@ -131,11 +133,11 @@ class WeightFormat:
     def advance(
         self,
         param: jax.Array,
-        residual: jax.Array | None,
+        residual: Residual,
         update: jax.Array,
-        random: RandomBits | None,
+        random: RandomBits,
         landing: Landing = REPLACE,
-    ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    ) -> tuple[jax.Array, Residual, jax.Array]:
         """Add a float32 update to the master.
 
         Args:
@@ -155,9 +157,9 @@ class WeightFormat:
         self,
         param: jax.Array,
         master: jax.Array,
-        random: RandomBits | None,
+        random: RandomBits,
         landing: Landing = REPLACE,
-    ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    ) -> tuple[jax.Array, Residual, jax.Array]:
         """The second half of :meth:`advance`: store a master that was updated."""
         if landing.is_direct:
             new, residual = self.split(master, param.dtype, random)

@@ -128,7 +128,8 @@ class BlockQuantized(BlockMomentFormat):
             x = x.reshape(*shape[:axis], -1, *shape[axis + 1 :])
             return lax.slice_in_dim(x, 0, shape[axis], axis=axis)
 
-        return tuple(map(repeat, self.codec.prepare(to_float32(scales))))
+        unit, inverse = self.codec.prepare(to_float32(scales))
+        return repeat(unit), repeat(inverse)
 
 
 def _in_groups(x: jax.Array, axis: int, block_size: int) -> jax.Array:

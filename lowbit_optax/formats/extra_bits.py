@@ -87,8 +87,9 @@ class ExtraBits(WeightFormat):
     residual_rounding: typing.Literal["nearest", "stochastic"] = "stochastic"
     packed: bool = True
 
+    # Read of instances only, where a property is as good as a class variable.
     @property
-    def container(self) -> type:
+    def container(self) -> type:  # pyright: ignore[reportIncompatibleVariableOverride]
         return NoResidual if self.bits == 0 else _CONTAINERS[self.rounding]
 
     @property
@@ -166,9 +167,9 @@ class ExtraBits(WeightFormat):
             words,
             self._residual_words(master, random),
         )
-        return param, self._stored(fields) if self.width else None
+        return param, None if fields is None else self._stored(fields)
 
-    def _residual_words(self, master: jax.Array, random: RandomBits | None):
+    def _residual_words(self, master: jax.Array, random: RandomBits):
         if self.residual_rounding == "nearest":
             return None
         return random.words(master.shape, RESIDUAL_STREAM)

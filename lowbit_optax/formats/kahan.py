@@ -75,24 +75,22 @@ class KahanFormat(WeightFormat):
 
     def advance(self, param, residual, update, random, landing: Landing = REPLACE):
         dtype = param.dtype
-        if self.arithmetic == "param":
-            keep = lambda x: rounding_.round_to_precision(x, dtype)
-        else:
-            keep = lambda x: x
+        is_wide = self.arithmetic == "float32"
+        keep = lambda x: x if is_wide else rounding_.round_to_precision(x, dtype)
         w = rounding_.to_float32(param)
         c = self._error_of(w, residual, dtype)
         y = keep(keep(update) - c)
         new = self.round(w + y, dtype, random)
-        if self.arithmetic == "float32":
-            # No update changes nothing, though c may be half a spacing, a tie. Asked of
-            # y: another use of the update would change how XLA contracts its product.
-            still = y == -c
-            new = jnp.where(still, param, new)
+        # No update changes nothing, though c may be half a spacing, a tie. Asked of y:
+        # another use of the update would change how XLA contracts its product.
+        is_still = y == -c
+        if is_wide:
+            new = jnp.where(is_still, param, new)
         new, difference = landing.land(param, new)
         error = keep(rounding_.to_float32(new) - w) - y
         compensation = self._compensation(error, residual.dtype, random)
-        if self.arithmetic == "float32":
-            compensation = jnp.where(still, residual, compensation)
+        if is_wide:
+            compensation = jnp.where(is_still, residual, compensation)
         return new, compensation, difference
 
     def _error_of(self, weight: jax.Array, residual: jax.Array, dtype: jnp.dtype):
@@ -118,7 +116,7 @@ class KahanFormat(WeightFormat):
         return dtype if self.arithmetic == "param" else jnp.dtype(jnp.bfloat16)
 
     def _compensation(
-        self, error: jax.Array, dtype: jnp.dtype, random: RandomBits | None
+        self, error: jax.Array, dtype: jnp.dtype, random: RandomBits
     ) -> jax.Array:
         # An overflow of the parameter leaves nothing that could be compensated.
         error = jnp.where(jnp.isfinite(error), error, jnp.float32(0))

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 from lowbit_optax._numerics.random_bits import RandomBits
 from lowbit_optax.formats.base import WeightFormat
 from pallas_kernels import Operand, Result, fused_update
+from pallas_kernels.fused_update.api import Implementation
 
 
 def join_leaf(
     format_: WeightFormat,
     param: jax.Array,
     residual: jax.Array | None,
-    implementation: str | None = None,
+    implementation: Implementation = None,
 ) -> jax.Array:
     """The float32 master of a leaf as it is stored.
 
@@ -41,7 +42,7 @@ def split_leaf(
     master: jax.Array,
     dtype: jnp.dtype,
     random: RandomBits,
-    implementation: str | None = None,
+    implementation: Implementation = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """A float32 master as the (param, residual) that are stored.
 
@@ -82,4 +83,4 @@ class _Split:
         del multiply_add
         (master,) = values
         random = RandomBits(scalars[0], scalars[1], index=index)
-        return self.format.split(master, self.dtype, random)
+        return list(self.format.split(master, self.dtype, random))
