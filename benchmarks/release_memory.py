@@ -82,6 +82,7 @@ def parts(model: Model, one: Model, programs: dict) -> None:
     """
     program = compile_for(h200_mesh(), jax.grad(one.loss_fn), one.params, one.batch)
     found = program.memory_analysis()
+    assert found is not None
     carries = model.layers * model.carry
     print_heads(
         "step with release",
@@ -112,7 +113,7 @@ def eight_devices(model: Model) -> None:
 
 def main():
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Memory of training steps on H200s.")
     parser.add_argument("--no-transformer", action="store_true", help="only model A")
     flags = parser.parse_args()
     print("Model A, layers computed again, one H200, MiB\n")

@@ -57,7 +57,7 @@ def medians(tx, dtype, args: argparse.Namespace) -> list[float]:
         jax.jit(make(loss_fn, tx), donate_argnums=(0, 1))
         for make in (plain, release.value_and_update)
     ]
-    held = [(jax.tree.map(jnp.copy, params), tx.init(params)) for _ in steps]
+    held = [[jax.tree.map(jnp.copy, params), tx.init(params)] for _ in steps]
     times: list[list[float]] = [[] for _ in steps]
     for _ in range(args.rounds + 2):
         for i, step in enumerate(steps):

@@ -101,6 +101,7 @@ def train(args: argparse.Namespace, text: stdlib_text.Text) -> Result:
     updates = release.explain(model.loss, tx)(params, opt_state, batch(0))
 
     losses: list[Any] = []
+    speed = 0.0
     start = time.perf_counter()
     with tqdm(range(args.steps), args.optimizer, unit="step") as progress:
         for step in progress:

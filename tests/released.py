@@ -1,10 +1,10 @@
-"""A step with gradient release and the ordinary one, side by side, for the tests of it.
+"""The step with gradient release and the ordinary one, side by side.
 
-Both compute the same operations in the same order. XLA on CPUs changes two things that
-depend on the loop around them. It contracts a product and a sum into one operation:
-hyperparameters here are powers of two, by which products are exact. And its simplifier
-turns a division by a scalar, Adam's bias correction, into a product: ``divides`` is for
-such optimizers. What is left must be equal in every bit.
+Both compute the same operations in the same order. On CPUs, XLA makes two changes that
+depend on the loop around an operation. It contracts a product and a sum into one
+operation; the hyperparameters here are powers of two, by which products are exact. And
+its simplifier turns a division by a scalar, as in Adam's bias correction, into a
+product; ``divides`` is for such optimizers. All else must be equal in every bit.
 """
 
 import functools
@@ -43,7 +43,9 @@ def run(step, tx, params, batches, state=None, divides=False, optimised=False):
         without it on some other programs.
       optimised: compile as usual, not only quickly.
     """
-    options = {} if optimised else {"xla_backend_optimization_level": 0}
+    options: dict[str, int | str] = (
+        {} if optimised else {"xla_backend_optimization_level": 0}
+    )
     if divides:
         options["xla_disable_hlo_passes"] = "algsimp"
     step = jax.jit(step, compiler_options=options)
