@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from lowbit_optax._numerics.float_layouts import is_narrow
-from lowbit_optax._numerics.random_bits import RandomBits, ToNearest
+from lowbit_optax._numerics.random_bits import ToNearest
 from lowbit_optax._numerics.rounding import round_nearest, to_float32
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.state import LowbitState
@@ -96,7 +96,7 @@ def from_master(
     names, leaves, treedef = trees.named_leaves(params)
     masters = dict(zip(names, treedef.flatten_up_to(master), strict=True))
     held = _held(names, leaves, jax.eval_shape(tx.init, params))
-    to_nearest = typing.cast(RandomBits, ToNearest())
+    to_nearest = ToNearest()
     # Formats that store an unsigned residual need a parameter rounded toward zero.
     params = treedef.unflatten(
         [

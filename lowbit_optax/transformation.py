@@ -3,6 +3,8 @@
 How a step works is in :mod:`lowbit_optax._step.engine`.
 """
 
+import typing
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -173,8 +175,10 @@ def apply_updates(params: optax.Params | None, updates: optax.Updates) -> optax.
     Array(1.25, dtype=float8_e4m3fn)
     """
 
-    def apply(param, update):
-        if param is None or not is_narrow(jnp.asarray(param).dtype):
+    def apply(param: typing.Any, update):
+        if param is None:
+            return None
+        if not is_narrow(jnp.asarray(param).dtype):
             return optax.apply_updates(param, update)
         return apply_leaf(param, update)
 

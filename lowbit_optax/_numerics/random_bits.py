@@ -92,8 +92,11 @@ class RandomBits:
         return dataclasses.replace(self, index=_global_index(shape)[0] + first)
 
 
-class ToNearest:
+class ToNearest(RandomBits):
     """Random bits with which stochastic rounding is to nearest."""
+
+    def __init__(self):
+        super().__init__(jnp.uint32(0), jnp.uint32(0))
 
     def words(self, shape: tuple[int, ...], stream: int = 0) -> jax.Array:
         """Half a unit, everywhere."""

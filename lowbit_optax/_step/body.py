@@ -155,7 +155,7 @@ class LeafBody:
         outputs = program.run(
             [grad, master, *moments],
             lambda ref: elementwise.decode_scalar(
-                scalars[KEYS + ref.number], ref.dtype
+                scalars[KEYS + ref.number], np.dtype(ref.dtype)
             ),
             multiply_add,
         )

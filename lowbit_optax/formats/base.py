@@ -16,7 +16,7 @@ no rounding of the stored master could have given it.
 
 import dataclasses
 import typing
-from collections.abc import Callable, Set
+from collections.abc import Set
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,6 @@ from lowbit_optax._numerics.streams import Draws
 
 Residual = typing.Any
 """An array; None for a leaf that needs none."""
-
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,8 +226,10 @@ class BlockMomentFormat(MomentFormat):
     ``codec.statistic`` over each block, makes the block's scale of it, and then calls
     ``encode_fields``; it packs the fields by itself.
 
-    ``container`` has two fields: the packed codes and the scales.
     """
+
+    container: typing.ClassVar[type]
+    """A NamedTuple type of two fields: the packed codes and the scales."""
 
     bits: int
     block_size: int

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from lowbit_optax._step import trees
 from lowbit_optax.formats import quantized_tensor as tensors
 from lowbit_optax.formats.quantized_leaf import QuantizedWeight
+from lowbit_optax.lpmm.quantize import dequantize
 
 
 def value_and_grad(
@@ -63,7 +64,7 @@ def value_and_grad(
     @functools.wraps(loss_fn)
     def of_arrays(params, *args, **kwargs):
         loss = lambda arrays: loss_fn(arrays, *args, **kwargs)
-        return differentiate(loss)(tensors.dequantize(params, dtype))
+        return differentiate(loss)(dequantize(params, dtype))
 
     @functools.wraps(loss_fn)
     def of_tensors(params, *args, **kwargs):

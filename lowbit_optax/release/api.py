@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from lowbit_optax._jaxprs.nodes import Call
 from lowbit_optax.release.backward import released_scan
 from lowbit_optax.release.consumers import LayerUpdates, SumOfSquares, sum_of_squares
 from lowbit_optax.release.optimizer import Optimizer
@@ -246,7 +247,7 @@ def _differentiate(
             arrays = dict(zip(leaf.array_values, leaf.arrays, strict=True))
             # The value of a stand-in that is not differentiated is never read: None.
             arguments += [given.get(n, arrays.get(n)) for n in leaf.input_values]
-        instead: dict[int, Callable[[list], list]] = {
+        instead: dict[Call, Callable[[list], Sequence]] = {
             released.step: functools.partial(
                 released_scan,
                 released.scan,

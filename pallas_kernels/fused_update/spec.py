@@ -147,7 +147,7 @@ class Leaf:
         numbers = (result.overwrites for result in self.results)
         return frozenset(n for n in numbers if n is not None)
 
-    def with_arrays(self, arrays: Sequence[jax.Array]) -> "Leaf":
+    def with_arrays(self, arrays: Sequence) -> "Leaf":
         """The same leaf with other arrays, such as shards."""
         operands = tuple(
             dataclasses.replace(operand, array=array)
