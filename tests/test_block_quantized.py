@@ -424,7 +424,7 @@ def test_around_low_bit_accumulators_the_other_moments_are_stored():
         leaves, state = step_of(tx)(leaves, state, grads)
     assert jnp.all(leaves["wide"] < 1)
     accumulation = state.inner_state
-    assert accumulation.accumulators.codes.codes["w"].dtype == jnp.uint32
+    assert accumulation.accumulators.codes["w"].dtype == jnp.uint32
     assert accumulation.inner_state[0].nu.codes["w"].dtype == jnp.uint32
 
 
@@ -508,7 +508,9 @@ def test_a_state_of_another_format_is_an_error_that_names_the_leaf():
             adamw(other).update(grads, state, params())
         assert "w" in str(error.value)
     plain = adamw("float32").init(params())
-    with pytest.raises(ValueError, match=r"moment of params\['b'\].*QuantizedMoment"):
+    with pytest.raises(
+        ValueError, match=r"moment 'mu' of params\['b'\].*QuantizedMoment"
+    ):
         TX.update(grads, plain, params())
 
 
