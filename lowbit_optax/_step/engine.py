@@ -27,6 +27,7 @@ from lowbit_optax._step.implementations import advance
 from lowbit_optax._step.moment_slots import MomentChoice
 from lowbit_optax._step.moments import MomentPlan
 from lowbit_optax._step.prepared import draws_of_moments, prepare, random_of_leaves
+from lowbit_optax._step.refusals import refuse_multi_steps
 from lowbit_optax._step.state import LowbitState
 from lowbit_optax._step.stepper import Stepper
 from lowbit_optax.formats.base import WeightFormat
@@ -51,6 +52,8 @@ class Lowbit(Stepper):
         if params is None:
             raise ValueError("lowbit: init needs params")
         names, leaves, treedef = trees.named_leaves(params)
+        if any(map(trees.is_quantized, leaves)):
+            refuse_multi_steps()
         formats = self.formats_of(names, leaves)
         given = context.current().masters
         masters, residuals = [], []
