@@ -11,17 +11,14 @@ Whether an update treats all layers alike is read off its jaxpr. The packing of 
 hard to follow there, so :func:`layerwise` marks the calls that are known to.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
 import jax
-from jax import lax
-from jax.extend.core import get_opaque_trace_state
 
 from lowbit_optax._numerics.random_bits import RandomBits
 from lowbit_optax._step import context
-from lowbit_optax._step.identity import ByIdentity, is_one_of
+from lowbit_optax._step.layer import Layer
 
 LAYERWISE = "lowbit_layerwise"
 """The name of the calls that :func:`layerwise` marks."""
@@ -42,89 +39,6 @@ def layerwise(function: Callable, *args):
     call = functools.wraps(function, assigned=())(lambda *args: function(*args))
     call.__name__ = call.__qualname__ = LAYERWISE
     return jax.jit(call)(*args)
-
-
-@dataclasses.dataclass(eq=False)
-class Layer:
-    """One layer of some of the parameters.
-
-    An update gets arrays that :meth:`of` took out of their stacks. They pass through
-    optax's wrappers unchanged, so the code inside knows each one again by identity, and
-    :meth:`stack_of` tells it where it may write. Likewise :meth:`put` knows the results
-    that have been written already.
-
-    Args:
-      index: int32 scalar, the layer's number.
-      names: paths of the parameters of which it is a layer.
-    """
-
-    index: jax.Array
-    names: frozenset[str]
-    _stacks: ByIdentity[jax.Array] = dataclasses.field(
-        default_factory=ByIdentity, init=False, repr=False
-    )
-    _written: ByIdentity[jax.Array] = dataclasses.field(
-        default_factory=ByIdentity, init=False, repr=False
-    )
-    _trace_state: object = dataclasses.field(
-        default_factory=lambda: _trace_state(), init=False, repr=False
-    )
-
-    @property
-    def is_of_this_trace(self) -> bool:
-        """Whether the running function is traced together with this layer's creator."""
-        return self._trace_state == _trace_state()
-
-    def of(self, stack: jax.Array) -> jax.Array:
-        """The layer of a stack, as an array that :meth:`stack_of` will know."""
-        layer = self._taken_from(stack)
-        self._stacks.add(layer, stack)
-        return layer
-
-    def stack_of(self, layer) -> jax.Array | None:
-        """The stack from which :meth:`of` took this array; None for other arrays."""
-        return self._stacks.get(layer)
-
-    def into_stacks(self, arrays: Sequence[jax.Array], old, new):
-        """Put some results of an update into the stacks of the arrays they replace.
-
-        Args:
-          arrays: those leaves of ``old``, by identity, that are replaced in stacks.
-          old, new: arguments and results of an update, trees of one structure.
-
-        Returns:
-          ``new``, with whole stacks in the places of these arrays.
-        """
-
-        def put(layer, result):
-            stack = self.stack_of(layer)
-            assert stack is not None, "only layers that were taken from a stack"
-            return self.put(stack, result)
-
-        return _map_where(put, arrays, old, new)
-
-    def out_of_stacks(self, arrays: Sequence[jax.Array], old, new):
-        """Undo :meth:`into_stacks`: layers in the places of whole stacks.
-
-        :meth:`put` knows these layers as written and returns their stacks.
-        """
-
-        def taken(_, stack):
-            layer = self._taken_from(stack)
-            self._written.add(layer, stack)
-            return layer
-
-        return _map_where(taken, arrays, old, new)
-
-    def put(self, stack: jax.Array, layer: jax.Array) -> jax.Array:
-        """The stack with a new layer, unless that has been written into it already."""
-        written = self._written.get(layer)
-        if written is not None:
-            return written
-        return lax.dynamic_update_index_in_dim(stack, layer, self.index, 0)
-
-    def _taken_from(self, stack: jax.Array) -> jax.Array:
-        return lax.dynamic_index_in_dim(stack, self.index, 0, keepdims=False)
 
 
 def stacks_to_write() -> Layer | None:
@@ -148,15 +62,3 @@ def placed(
         else bits
         for bits, name, leaf in zip(random, names, leaves, strict=True)
     ]
-
-
-def _map_where(fn: Callable, arrays: Sequence[jax.Array], old, new):
-    """``new``, with ``fn(old, new)`` where the old leaf is one of the arrays."""
-    olds, (news, structure) = jax.tree.leaves(old), jax.tree.flatten(new)
-    return structure.unflatten(
-        fn(a, b) if is_one_of(a, arrays) else b for a, b in zip(olds, news, strict=True)
-    )
-
-
-def _trace_state():
-    return get_opaque_trace_state(convention="nnx")
