@@ -16,14 +16,14 @@ from lowbit_optax._numerics.codes import (
     Code,
     Scale,
     as_fields,
-    below,
     bits_of,
     float_of,
-    is_positive,
     multiply_add,
+    one_unless_zero,
     pattern_of,
-    round_off,
-    thresholds,
+    rounding_offset,
+    rounding_thresholds,
+    shift_and_round,
 )
 
 
@@ -36,8 +36,8 @@ class Linear(Code):
     """
 
     @property
-    def reach(self):
-        return float(self.top)
+    def largest_value(self):
+        return float(self.largest_field)
 
     @property
     def _zero(self) -> int:
@@ -48,15 +48,15 @@ class Linear(Code):
         _, inverse = prepared
         middle = 2.0 ** (23 - RANDOM_BITS) + self._zero
         fixed = bits_of(x * inverse + jnp.float32(middle))
-        least = middle - self.top if self.signed else middle
+        least = middle - self.largest_field if self.signed else middle
         fixed = jnp.maximum(fixed, jnp.int32(pattern_of(least)))
-        fixed = jnp.minimum(fixed, jnp.int32(pattern_of(middle + self.top)))
+        fixed = jnp.minimum(fixed, jnp.int32(pattern_of(middle + self.largest_field)))
         first = pattern_of(2.0 ** (23 - RANDOM_BITS))
-        fields = round_off(fixed, first, RANDOM_BITS, words)
+        fields = shift_and_round(fixed, first, RANDOM_BITS, words)
         if not self.signed:
-            fields = jnp.maximum(fields, is_positive(x))
+            fields = jnp.maximum(fields, one_unless_zero(x))
             finite = x < jnp.float32(jnp.inf)
-            fields = jnp.where(finite, fields, jnp.int32(self.infinite))
+            fields = jnp.where(finite, fields, jnp.int32(self.infinity_field))
         return as_fields(fields)
 
     def decode_fields(self, fields, prepared, multiply_add=multiply_add):
@@ -67,7 +67,7 @@ class Linear(Code):
         )
         if not self.signed:
             number = jnp.where(
-                fields == jnp.uint32(self.infinite), jnp.float32(jnp.inf), number
+                fields == jnp.uint32(self.infinity_field), jnp.float32(jnp.inf), number
             )
         return number * unit
 
@@ -97,25 +97,25 @@ class Segments(Code):
         return self.bits - self.signed - self.segments
 
     @property
-    def top(self):
+    def largest_field(self):
         if self.signed:
-            return super().top
+            return super().largest_field
         # The last segment is for infinity, and the numbers of the one before it are
         # not needed: an unsigned scale is a round number of units.
         return (2**self.segments - 2) << self._steps
 
     @property
-    def infinite(self):
+    def infinity_field(self):
         return (2**self.segments - 1) << self._steps
 
     @property
-    def reach(self):
+    def largest_value(self):
         steps = 2**self._steps
-        segment, step = divmod(self.top, steps)
+        segment, step = divmod(self.largest_field, steps)
         return 2.0**segment * (1 + step / steps) - 1
 
     @property
-    def finest(self):
+    def smallest_value(self):
         return 2.0**-self._steps
 
     @property
@@ -129,17 +129,17 @@ class Segments(Code):
         first = 2.0 if self.signed else 1.0
         inverse = jnp.broadcast_to(inverse * jnp.float32(first), size.shape)
         pattern = bits_of(multiply_add(size, inverse, jnp.full_like(size, first)))
-        limit = self.reach + 1 if self.signed else 2.0 ** (2**self.segments - 1)
+        limit = self.largest_value + 1 if self.signed else 2.0 ** (2**self.segments - 1)
         pattern = jnp.minimum(pattern, jnp.int32(pattern_of(first * limit)))
         if not self.signed:
             # Subtracted last: a negative x has a negative pattern, which would wrap.
-            fields = round_off(pattern, 0, self._dropped, words)
+            fields = shift_and_round(pattern, 0, self._dropped, words)
             fields = fields - jnp.int32(127 << self._steps)
-            return as_fields(jnp.maximum(fields, is_positive(x)))
+            return as_fields(jnp.maximum(fields, one_unless_zero(x)))
         # The magnitude moves to below the sign's bit.
         free = 32 - self.bits
         pattern = pattern << jnp.int32(free - self._dropped)
-        pattern = as_fields(pattern + below(free, words))
+        pattern = as_fields(pattern + rounding_offset(free, words))
         sign = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(1 << 31)
         return (pattern | sign) >> jnp.uint32(free)
 
@@ -169,8 +169,8 @@ class Sqrt(Code):
     """Squares of integers, 0 to 254^2 in 8 bits: linear in the root of x."""
 
     @property
-    def reach(self):
-        return float(self.top) ** 2
+    def largest_value(self):
+        return float(self.largest_field) ** 2
 
     def encode_fields(self, x, prepared, words, multiply_add=multiply_add):
         _, inverse = prepared
@@ -180,17 +180,17 @@ class Sqrt(Code):
         root = lax.sqrt(number).astype(jnp.int32)
         low = root.astype(jnp.float32)
         # (low + 1)^2 - low^2: the mean is to be right of x, not of its root.
-        up = number - low * low > thresholds(words) * (low + low + one)
+        up = number - low * low > rounding_thresholds(words) * (low + low + one)
         fields = jnp.where(up, root + jnp.int32(1), root)
-        fields = jnp.minimum(fields, jnp.int32(self.top))
-        fields = jnp.maximum(fields, is_positive(x))
+        fields = jnp.minimum(fields, jnp.int32(self.largest_field))
+        fields = jnp.maximum(fields, one_unless_zero(x))
         above = (x < jnp.float32(jnp.inf)) | (x < jnp.float32(0))
-        return as_fields(jnp.where(above, fields, jnp.int32(self.infinite)))
+        return as_fields(jnp.where(above, fields, jnp.int32(self.infinity_field)))
 
     def decode_fields(self, fields, prepared, multiply_add=multiply_add):
         unit, _ = prepared
         number = float_of(fields | jnp.uint32(0x4B000000)) - jnp.float32(2.0**23)
-        infinite = fields == jnp.uint32(self.infinite)
+        infinite = fields == jnp.uint32(self.infinity_field)
         number = jnp.where(infinite, jnp.float32(jnp.inf), number)
         return number * number * unit
 
@@ -210,11 +210,11 @@ class Dynamic(Code):
     """
 
     @property
-    def reach(self):
-        return float(self._published(self.top + (not self.signed)))
+    def largest_value(self):
+        return float(self._published(self.largest_field + (not self.signed)))
 
     @property
-    def finest(self):
+    def smallest_value(self):
         return float(self._published(1 + (not self.signed)))
 
     @property
@@ -249,7 +249,7 @@ class Dynamic(Code):
         # Written so that NaN is taken for infinity.
         inside = size < jnp.float32(jnp.inf)
         number = jnp.where(inside, size * inverse, jnp.float32(1))
-        inside = number < jnp.float32(self.reach)
+        inside = number < jnp.float32(self.largest_value)
         number = jnp.maximum(number, jnp.float32(0))
         # Up through the decades: the value times 10^(I - i), and 2^i.
         mantissa, power = number, jnp.float32(2.0**self._decades)
@@ -266,14 +266,18 @@ class Dynamic(Code):
         # A value that lies on a code may have come out just below it.
         low = jnp.where(self._values(low + one) <= number, low + one, low)
         here, above = self._values(low), self._values(low + one)
-        up = number - here > thresholds(words) * (above - here)
+        up = number - here > rounding_thresholds(words) * (above - here)
         k = jnp.where(up, low + one, low).astype(jnp.int32)
         k = k - jnp.int32(not self.signed)
-        k = jnp.where(inside, jnp.minimum(k, jnp.int32(self.top)), jnp.int32(self.top))
+        k = jnp.where(
+            inside,
+            jnp.minimum(k, jnp.int32(self.largest_field)),
+            jnp.int32(self.largest_field),
+        )
         if not self.signed:
-            k = jnp.maximum(k, is_positive(x))
+            k = jnp.maximum(k, one_unless_zero(x))
             above = (x < jnp.float32(jnp.inf)) | (x < jnp.float32(0))
-            return as_fields(jnp.where(above, k, jnp.int32(self.infinite)))
+            return as_fields(jnp.where(above, k, jnp.int32(self.infinity_field)))
         sign = lax.bitcast_convert_type(x, jnp.uint32) >> jnp.uint32(31)
         return as_fields(k) | sign << jnp.uint32(self.bits - 1)
 
@@ -285,7 +289,7 @@ class Dynamic(Code):
         k = lax.bitcast_convert_type(magnitude, jnp.int32).astype(jnp.float32)
         value = self._values(k)
         if not self.signed:
-            infinite = fields == jnp.uint32(self.infinite)
+            infinite = fields == jnp.uint32(self.infinity_field)
             value = jnp.where(infinite, jnp.float32(jnp.inf), value)
             return value * unit
         sign = (fields >> jnp.uint32(self.bits - 1)) << jnp.uint32(31)
@@ -293,7 +297,7 @@ class Dynamic(Code):
 
 
 # e of each code, by bits of a field and whether one of them is the sign. Eight bits of
-# a first moment reach about as far down as the root of the second: where they end
+# a first moment largest_value about as far down as the root of the second: where they end
 # sooner (e = 3), updates of values far below their group's largest are noise of many
 # times their size.
 _COMPANDED = {(8, True): 4, (8, False): 4, (4, True): 1, (4, False): 2}

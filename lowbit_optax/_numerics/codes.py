@@ -4,14 +4,14 @@ A code is four elementwise functions, on arrays of any one shape, so that arrays
 XLA path and rows in a kernel run the same operations (sums, products, shifts, integer
 minima and maxima; only ``Sqrt`` takes a root and only ``Dynamic`` divides)::
 
-    statistic(x) --> maximum of the group --> largest --> scale_of --> scale (bfloat16)
+    magnitude_key(x) --> maximum of the group --> largest --> scale_of --> scale (bfloat16)
     prepare(scale) --> (unit, 1 / unit)                    once a group
     encode_fields(x, prepared, words) --> field
     decode_fields(field, prepared) --> x'
 
 ``unit`` is ``scale * 2^-q``, exactly. In units, the fields of a code stand for fixed
-numbers (``Linear``: integers), of which the largest is ``reach``; the scale is the
-smallest that a bfloat16 (or a power of two) can be with ``reach * unit >= largest``.
+numbers (``Linear``: integers), of which the largest is ``largest_value``; the scale is the
+smallest that a bfloat16 (or a power of two) can be with ``largest_value * unit >= largest``.
 
 **Rounding.** With ``a <= x <= b`` the neighbours of x, the result is b with probability
 ``(x - a) / (b - a)`` rounded to a multiple of 2^-12, however x lies between them: the
@@ -73,30 +73,30 @@ class Code:
     scale: Scale = "bfloat16"
 
     @property
-    def reach(self) -> float:
+    def largest_value(self) -> float:
         """The largest number that a field stands for, in units."""
         raise NotImplementedError
 
     @property
-    def finest(self) -> float:
+    def smallest_value(self) -> float:
         """The smallest positive number that a field stands for, in units."""
         return 1.0
 
     @property
-    def top(self) -> int:
-        """The field that stands for ``reach``; in signed codes, without its sign."""
+    def largest_field(self) -> int:
+        """The field that stands for ``largest_value``; in signed codes, without its sign."""
         return 2 ** (self.bits - 1) - 1 if self.signed else 2**self.bits - 2
 
     @property
-    def infinite(self) -> int:
+    def infinity_field(self) -> int:
         """The unsigned codes' field for what is not finite."""
-        return self.top + 1
+        return self.largest_field + 1
 
     @property
     def _exponent(self) -> int:
-        return math.ceil(math.log2(self.reach))
+        return math.ceil(math.log2(self.largest_value))
 
-    def statistic(self, x: jax.Array) -> jax.Array:
+    def magnitude_key(self, x: jax.Array) -> jax.Array:
         """int32, in the order of finite magnitudes, and of those not below 0.
 
         The sum makes patterns of infinity and NaN negative, which takes fewer
@@ -108,13 +108,13 @@ class Code:
             pattern = pattern & jnp.int32(0x7FFFFFFF)
         return pattern + jnp.int32(_ONE_EXPONENT)
 
-    def largest(self, statistic: jax.Array) -> jax.Array:
+    def magnitude_of(self, key: jax.Array) -> jax.Array:
         """The magnitude of a group, float32, from its largest statistic or 0."""
-        return float_of(jnp.maximum(statistic - jnp.int32(_ONE_EXPONENT), jnp.int32(0)))
+        return float_of(jnp.maximum(key - jnp.int32(_ONE_EXPONENT), jnp.int32(0)))
 
     def scale_of(self, maximum: jax.Array) -> jax.Array:
         """The scale of groups, bfloat16, rounded up; 0 for groups of zeros."""
-        factor = np.float32(2.0**self._exponent / self.reach)
+        factor = np.float32(2.0**self._exponent / self.largest_value)
         pattern = lax.bitcast_convert_type(maximum * factor, jnp.uint32)
         dropped = 16 if self.scale == "bfloat16" else 23
         pattern = pattern + jnp.uint32((1 << dropped) - 1 - _TOLERANCE)
@@ -135,7 +135,7 @@ class Code:
           ``(unit, 1 / unit)``.
         """
         # No smaller, for the smallest code would be subnormal, which XLA takes for 0.
-        least = 2.0 ** (-126 + self._exponent) / min(self.finest, 1.0)
+        least = 2.0 ** (-126 + self._exponent) / min(self.smallest_value, 1.0)
         scale = jnp.maximum(scale, jnp.float32(least))
         unit = scale * jnp.float32(2.0**-self._exponent)
         if self.scale == "power_of_two":
@@ -188,21 +188,21 @@ def pattern_of(x: float) -> int:
     return int(np.float32(x).view(np.int32))
 
 
-def is_positive(x: jax.Array) -> jax.Array:
+def one_unless_zero(x: jax.Array) -> jax.Array:
     """1 for a number that is not 0, else 0; by its pattern, so without a selection."""
     pattern = lax.bitcast_convert_type(x, jnp.uint32)
     return lax.bitcast_convert_type(jnp.minimum(pattern, jnp.uint32(1)), jnp.int32)
 
 
-def round_off(
+def shift_and_round(
     pattern: jax.Array, first: int, dropped: int, words: jax.Array | None
 ) -> jax.Array:
     """``(pattern - first) / 2^dropped``, rounded; 2^dropped divides ``first``."""
-    pattern = pattern + (below(dropped, words) - jnp.int32(first))
+    pattern = pattern + (rounding_offset(dropped, words) - jnp.int32(first))
     return pattern >> jnp.int32(dropped)
 
 
-def below(dropped: int, words: jax.Array | None) -> jax.Array:
+def rounding_offset(dropped: int, words: jax.Array | None) -> jax.Array:
     """What is added to integers before their low bits are dropped, to round them.
 
     Args:
@@ -221,7 +221,7 @@ def below(dropped: int, words: jax.Array | None) -> jax.Array:
     return lax.bitcast_convert_type(more | jnp.uint32(half), jnp.int32)
 
 
-def thresholds(words: jax.Array | None) -> jax.Array:
+def rounding_thresholds(words: jax.Array | None) -> jax.Array:
     """Thresholds from 0 to 1, the middles of 2^12 intervals; or 1/2."""
     if words is None:
         return jnp.float32(0.5)

@@ -137,10 +137,12 @@ def round_off(value: jax.Array, shift, random: jax.Array | None = None) -> jax.A
         if shift == 0:
             return value
         shift = jnp.uint32(shift)
-    return carried(value, shift, random) >> shift
+    return rounded_before_shift(value, shift, random) >> shift
 
 
-def carried(value: jax.Array, shift, random: jax.Array | None = None) -> jax.Array:
+def rounded_before_shift(
+    value: jax.Array, shift, random: jax.Array | None = None
+) -> jax.Array:
     """:func:`round_off` before its last shift: what it drops is still there."""
     one = jnp.uint32(1)
     if isinstance(shift, int):

@@ -200,7 +200,7 @@ def split(
         bits = lax.bitcast_convert_type(master, jnp.uint32)
         # Before the sum: after it, a kernel of long blocks would need more registers.
         bits = jnp.where(jnp.isnan(master), jnp.uint32(layout.nan << most), bits)
-        bits = float_layouts.carried(bits, drop, random_residual)
+        bits = float_layouts.rounded_before_shift(bits, drop, random_residual)
     else:
         sign, pattern = pattern_of(master, layout, extra, rounding)
         bits = sign | pattern

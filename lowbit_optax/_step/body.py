@@ -84,14 +84,14 @@ class LeafBody:
         program = self.program.only([i + 1 for i in self.scaled])
         _, _, moments = self._run(program, values, scalars, multiply_add, before)
         return [
-            self.moment_format(i).codec.statistic(moment)
+            self.moment_format(i).codec.magnitude_key(moment)
             for i, moment in zip(self.scaled, moments, strict=True)
         ]
 
     def after(self, maxima):
         """``(new scales, what encoding needs of them)``."""
         codecs = [self.moment_format(i).codec for i in self.scaled]
-        largest = [c.largest(m) for c, m in zip(codecs, maxima, strict=True)]
+        largest = [c.magnitude_of(m) for c, m in zip(codecs, maxima, strict=True)]
         scales = [c.scale_of(x) for c, x in zip(codecs, largest, strict=True)]
         return scales, self.before(scales)
 

@@ -64,7 +64,7 @@ def one_layer(layer: "Layer"):
 
 
 def analysis():
-    """Within it, steps run on XLA, and their jaxprs show the calls of ``layerwise``."""
+    """Within it, steps run on XLA, and their jaxprs show the calls of ``marked_layerwise``."""
     return _changed(is_analysed=True)
 
 

@@ -104,7 +104,7 @@ class ByKernels:
             new if i in written else prepared.guard.chosen(new, old)
             for i, (new, old) in enumerate(zip(encoded, stored, strict=True))
         ]
-        inner_state = prepared.moment_plan.in_trees(
+        inner_state = prepared.moment_plan.to_parallel_trees(
             self.plan.state_tree.unflatten(encoded)
         )
         return Advanced(results, residuals, inner_state)

@@ -23,7 +23,7 @@ from lowbit_optax._jaxprs.nodes import Node
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._step import trees
 from lowbit_optax._step.body import LeafBody, has_scales
-from lowbit_optax._step.moments import Stored
+from lowbit_optax._step.moments import MomentStorage
 from lowbit_optax._step.prepared import PreparedStep
 from pallas_kernels.fused_update import MAX_ELEMENTS
 
@@ -149,7 +149,7 @@ class _Planner:
         self._landing: Landing = landing
         self._nodes = nodes
         self._scalars: Scalars = scalars
-        self._how: list[Stored | None] = prepared.described_moments()
+        self._how: list[MomentStorage | None] = prepared.described_moments()
         pairs = zip(nodes.state, nodes.new_state, strict=True)
         self._pairs = list(pairs) if is_same else []
 

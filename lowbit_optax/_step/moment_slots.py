@@ -106,7 +106,7 @@ def with_slots(
             f"because optax.tree.map_params fails on it ({type(error).__name__}: "
             f"{error}); accepted for it is moments='float32'"
         ) from error
-    named = _Named()
+    named = _SlotVisitor()
     named.visit(state, None, "")
     unknown = sorted(set(choice.by_field) - named.fields)
     if unknown:
@@ -122,11 +122,11 @@ def with_slots(
             format_ = format_.for_field(field, named.fields)
         return Slot(slot.tree, field, format_)
 
-    return _Named(with_format).visit(state, None, "")
+    return _SlotVisitor(with_format).visit(state, None, "")
 
 
 @dataclasses.dataclass
-class _Named:
+class _SlotVisitor:
     """Visits a state's slots with the class and field that each belongs to."""
 
     change: typing.Callable[[type | None, str, Slot], typing.Any] = (

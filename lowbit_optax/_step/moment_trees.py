@@ -14,7 +14,7 @@ from lowbit_optax.formats.base import MomentFormat
 from lowbit_optax.formats.block_quantized import QuantizedMoment
 
 
-def in_trees(format_: MomentFormat | None, treedef, parts: Sequence):
+def to_parallel_trees(format_: MomentFormat | None, treedef, parts: Sequence):
     """A slot's moments as the state keeps them.
 
     Args:
@@ -28,33 +28,33 @@ def in_trees(format_: MomentFormat | None, treedef, parts: Sequence):
     """
     if not _has_container(format_):
         return treedef.unflatten(parts)
-    pairs = [x if is_container(x) else kept_as_it_is(format_, x) for x in parts]
+    pairs = [x if is_quantized_moment(x) else wrap_uncoded(format_, x) for x in parts]
     return QuantizedMoment(
         treedef.unflatten(x.codes for x in pairs),
         treedef.unflatten(x.scales for x in pairs),
     )
 
 
-def by_leaf(slot):
+def from_parallel_trees(slot):
     """The other way round: a container at every leaf of a slot that has containers."""
-    if not is_container(slot):
+    if not is_quantized_moment(slot):
         return slot
     names, codes, treedef = trees.named_leaves(slot.codes)
     scales = trees.parts_of(names, treedef, slot.scales, "scales")
     return treedef.unflatten(map(QuantizedMoment, codes, scales))
 
 
-def kept_as_it_is(format_: MomentFormat | None, x):
-    """What :func:`by_leaf` gives at a leaf that the slot's format leaves alone."""
+def wrap_uncoded(format_: MomentFormat | None, x):
+    """What :func:`from_parallel_trees` gives at a leaf that the slot's format leaves alone."""
     return QuantizedMoment(x, None) if _has_container(format_) else x
 
 
-def without_container(part):
-    """``x`` of :func:`kept_as_it_is`; other parts of :func:`by_leaf` as they are."""
-    return part.codes if is_container(part) and part.scales is None else part
+def unwrap_uncoded(part):
+    """``x`` of :func:`wrap_uncoded`; other parts of :func:`from_parallel_trees` as they are."""
+    return part.codes if is_quantized_moment(part) and part.scales is None else part
 
 
-def is_container(x) -> bool:
+def is_quantized_moment(x) -> bool:
     """Whether it is a moment in several arrays, or a slot of such moments."""
     return isinstance(x, QuantizedMoment)
 

@@ -18,18 +18,18 @@ from lowbit_optax._numerics.random_bits import RandomBits
 from lowbit_optax._numerics.streams import Draws, moment_draws
 from lowbit_optax._step.moment_slots import MomentChoice, Slot, with_slots
 from lowbit_optax._step.moment_trees import (
-    by_leaf,
-    in_trees,
-    is_container,
-    kept_as_it_is,
-    without_container,
+    from_parallel_trees,
+    is_quantized_moment,
+    to_parallel_trees,
+    unwrap_uncoded,
+    wrap_uncoded,
 )
-from lowbit_optax._step.stacks import layerwise
+from lowbit_optax._step.stacks import marked_layerwise
 from lowbit_optax.formats.base import MomentFormat
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
+class MomentStorage:
     """How a moment is stored: of which leaf, in what format, and as which of them."""
 
     leaf: str
@@ -69,7 +69,7 @@ class MomentPlan:
             return state
         treedef = jax.tree.structure(self.expected)
         parts = self.encode_parts(treedef.flatten_up_to(state), draws)
-        return self.in_trees(treedef.unflatten(parts))
+        return self.to_parallel_trees(treedef.unflatten(parts))
 
     def encode_parts(
         self,
@@ -94,34 +94,36 @@ class MomentPlan:
             for i, (part, how) in enumerate(zip(parts, described, strict=True))
         ]
 
-    def in_trees(self, state):
+    def to_parallel_trees(self, state):
         """An inner state of encoded parts as it is stored: parallel trees."""
         if self.choice.is_float32:
             return state
 
-        def slot_in_trees(slot, tree):
+        def to_trees(slot, tree):
             structure = jax.tree.structure(slot.tree)
-            return in_trees(slot.format, structure, structure.flatten_up_to(tree))
+            return to_parallel_trees(
+                slot.format, structure, structure.flatten_up_to(tree)
+            )
 
-        return self._map_slots(slot_in_trees, state)
+        return self._map_slots(to_trees, state)
 
-    def by_leaf(self, state):
+    def from_parallel_trees(self, state):
         """The stored inner state with each moment's arrays together at its leaf."""
         if self.choice.is_float32:
             return state
 
-        def slot_by_leaf(slot, stored):
+        def from_trees(slot, stored):
             del slot
-            parts = by_leaf(stored)
-            return jax.tree.map(without_container, parts, is_leaf=is_container)
+            parts = from_parallel_trees(stored)
+            return jax.tree.map(unwrap_uncoded, parts, is_leaf=is_quantized_moment)
 
-        return self._map_slots(slot_by_leaf, state)
+        return self._map_slots(from_trees, state)
 
     def describe(self, state):
         """How each part of a decoded inner state is stored.
 
         Returns:
-          A tree like ``state`` with a :class:`Stored` for every moment that has a
+          A tree like ``state`` with a :class:`MomentStorage` for every moment that has a
           format, and None elsewhere.
         """
         nothing = lambda _: None
@@ -133,7 +135,7 @@ class MomentPlan:
             if format_ is None:
                 return None
             number = numbers[name] = numbers.get(name, -1) + 1
-            return Stored(name, format_, number)
+            return MomentStorage(name, format_, number)
 
         return self._map_slots(
             lambda slot, tree: self._map_moments(describe, slot, tree, nothing),
@@ -152,9 +154,9 @@ class MomentPlan:
             return state
 
         def decode(slot, name, format_, stored, like):
-            want = kept_as_it_is(slot.format, like)
+            want = wrap_uncoded(slot.format, like)
             if format_ is not None:
-                want = _stored_like(format_, like.shape)
+                want = _expected_encoding(format_, like.shape)
             if _text(stored) != _text(want):
                 raise ValueError(
                     f"moment {slot.field!r} of params{name} is {_text(stored)}, but "
@@ -162,15 +164,15 @@ class MomentPlan:
                     "state made by a transformation with other moments?"
                 )
             if format_ is None:
-                return without_container(stored)
-            return layerwise(lambda x: format_.decode(x, like.shape), stored)
+                return unwrap_uncoded(stored)
+            return marked_layerwise(lambda x: format_.decode(x, like.shape), stored)
 
         return self._map_slots(
             lambda slot, stored: self._map_moments(
                 functools.partial(decode, slot),
                 slot,
-                by_leaf(stored),
-                without_container,
+                from_parallel_trees(stored),
+                unwrap_uncoded,
             ),
             state,
         )
@@ -179,8 +181,8 @@ class MomentPlan:
         # Without formats the inner transformation's init need not take optax's
         # placeholders, so moments are told by dtype alone.
         def flatten(tree):
-            tree = jax.tree.map(by_leaf, tree, is_leaf=is_container)
-            return jax.tree_util.tree_flatten_with_path(tree, is_container)
+            tree = jax.tree.map(from_parallel_trees, tree, is_leaf=is_quantized_moment)
+            return jax.tree_util.tree_flatten_with_path(tree, is_quantized_moment)
 
         stored, structure = flatten(state)
         wanted, expected = flatten(self.expected)
@@ -227,12 +229,12 @@ class MomentPlan:
         return with_slots(self.inner, self.choice, self.expected)
 
 
-def _encode(how: Stored, moment: jax.Array, draws: Draws):
-    return layerwise(lambda x: how.format.encode(x, draws, how.number), moment)
+def _encode(how: MomentStorage, moment: jax.Array, draws: Draws):
+    return marked_layerwise(lambda x: how.format.encode(x, draws, how.number), moment)
 
 
 @functools.lru_cache(maxsize=4096)
-def _stored_like(format_: MomentFormat, shape: tuple[int, ...]):
+def _expected_encoding(format_: MomentFormat, shape: tuple[int, ...]):
     def encode(moment, seed):
         return format_.encode(moment, moment_draws(RandomBits(seed, seed)), 0)
 

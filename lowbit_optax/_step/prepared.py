@@ -21,7 +21,7 @@ from lowbit_optax._numerics.streams import Draws, moment_draws
 from lowbit_optax._step import trees
 from lowbit_optax._step.guard import Guard, Unguarded
 from lowbit_optax._step.moments import MomentPlan
-from lowbit_optax._step.stacks import layerwise, placed
+from lowbit_optax._step.stacks import bits_at_layers, marked_layerwise
 from lowbit_optax._step.state import LowbitState
 from lowbit_optax.formats.base import WeightFormat, residual_bits_read
 
@@ -90,7 +90,7 @@ class PreparedStep:
                 random = self.random[number]
                 return format_.advance(param, residual, update, random, landing)
 
-            _, residual, result = layerwise(
+            _, residual, result = marked_layerwise(
                 advance, param, self.residuals[number], update.astype(jnp.float32)
             )
         if landing.is_direct:
@@ -106,7 +106,7 @@ class PreparedStep:
         """By part of the inner state, that part as it is stored."""
         structure = jax.tree.structure(self.inner_state)
         return structure.flatten_up_to(
-            self.moment_plan.by_leaf(self.stored_inner_state)
+            self.moment_plan.from_parallel_trees(self.stored_inner_state)
         )
 
 
@@ -136,7 +136,9 @@ def prepare(
     given_grads = trees.parts_of(names, treedef, grads, "grads")
     residuals = _residuals(config, names, leaves, treedef, formats, state.residual)
     masters = [
-        leaf if format_ is None else layerwise(format_.inner_weight, leaf, residual)
+        leaf
+        if format_ is None
+        else marked_layerwise(format_.inner_weight, leaf, residual)
         for format_, leaf, residual in zip(formats, leaves, residuals, strict=True)
     ]
     wide_grads = [
@@ -167,7 +169,7 @@ def prepare(
 
 def random_of_leaves(names, leaves, seed, count) -> list[RandomBits]:
     """The leaves' random bits at a step."""
-    return placed(random_bits(seed, count, _numbers(names)), names, leaves)
+    return bits_at_layers(random_bits(seed, count, _numbers(names)), names, leaves)
 
 
 def draws_of_moments(leaves, formats, random: list[RandomBits]) -> list[Draws]:

@@ -8,7 +8,7 @@ stack, and a kernel can write into the stack itself. :class:`Layer` holds what i
 for both.
 
 Whether an update treats all layers alike is read off its jaxpr. The packing of bits is
-hard to follow there, so :func:`layerwise` marks the calls that are known to.
+hard to follow there, so :func:`marked_layerwise` marks the calls that are known to.
 """
 
 import dataclasses
@@ -24,10 +24,10 @@ from lowbit_optax._step import context
 from lowbit_optax._step.identity import ByIdentity, is_one_of
 
 LAYERWISE = "lowbit_layerwise"
-"""The name of the calls that :func:`layerwise` marks."""
+"""The name of the calls that :func:`marked_layerwise` marks."""
 
 
-def layerwise(function: Callable, *args):
+def marked_layerwise(function: Callable, *args):
     """``function(*args)``, which must treat the layers of stacked arguments alike.
 
     That is, ``function(x)[i]`` is ``function(x[i])`` for every layer ``i``.
@@ -137,7 +137,7 @@ def stacks_to_write() -> Layer | None:
     return layer if layer is not None and layer.is_of_this_trace else None
 
 
-def placed(
+def bits_at_layers(
     random: Sequence[RandomBits], names: Sequence[str], leaves: Sequence
 ) -> list[RandomBits]:
     """Each leaf's random bits; for a layer, the bits at its place in its stack."""

@@ -88,8 +88,8 @@ class BlockQuantized(BlockMomentFormat):
     def encode(self, moment, draws, number):
         codec = self.codec
         axis = pack_axis(moment.shape)
-        groups = _in_groups(codec.statistic(moment), axis, self.block_size)
-        scales = codec.scale_of(codec.largest(jnp.max(groups, axis=axis + 1)))
+        groups = _in_groups(codec.magnitude_key(moment), axis, self.block_size)
+        scales = codec.scale_of(codec.magnitude_of(jnp.max(groups, axis=axis + 1)))
         prepared = self._prepared(scales, moment.shape)
         fields = self.encode_fields(moment, prepared, draws, number)
         return QuantizedMoment(pack(fields, self.bits), scales)

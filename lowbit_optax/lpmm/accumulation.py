@@ -13,9 +13,13 @@ from lowbit_optax._numerics.random_bits import leaf_number, random_bits
 from lowbit_optax._numerics.streams import accumulator_draws
 from lowbit_optax._step import context, direct, trees
 from lowbit_optax._step.arguments import check_static_int
-from lowbit_optax._step.moment_trees import by_leaf, in_trees, without_container
+from lowbit_optax._step.moment_trees import (
+    from_parallel_trees,
+    to_parallel_trees,
+    unwrap_uncoded,
+)
 from lowbit_optax._step.prepared import widened_gradient
-from lowbit_optax._step.stacks import layerwise, placed
+from lowbit_optax._step.stacks import bits_at_layers, marked_layerwise
 from lowbit_optax._step.stepper import Stepper, stepper_of
 from lowbit_optax.formats import MomentFormat
 from lowbit_optax.lpmm.quantize import PAPER_BLOCK_SIZE
@@ -140,7 +144,7 @@ class Accumulation(Stepper):
             count,
             seed,
             jnp.zeros([], jnp.int32),
-            in_trees(self.format, treedef, sums),
+            to_parallel_trees(self.format, treedef, sums),
             self.inner.init(params),
         )
 
@@ -194,7 +198,7 @@ class Accumulation(Stepper):
         """
         names, leaves, treedef = trees.named_leaves(like)
         given = trees.parts_of(names, treedef, grads, "grads")
-        held = by_leaf(state.accumulators)
+        held = from_parallel_trees(state.accumulators)
         held = trees.parts_of(names, treedef, held, "accumulators")
         random = _random(names, leaves, state.seed, state.count)
         sums = [
@@ -224,7 +228,7 @@ class Accumulation(Stepper):
             jnp.asarray(optax.safe_increment(state.count)),
             state.seed,
             (state.mini_step + jnp.int32(1)) % jnp.int32(self.every),
-            in_trees(self.format, treedef, parts),
+            to_parallel_trees(self.format, treedef, parts),
             inner_state,
         )
 
@@ -249,14 +253,14 @@ class Accumulation(Stepper):
         format_ = self._format(total.shape)
         if format_ is None:
             return total
-        return layerwise(lambda x: format_.encode(x, random, 0), total)
+        return marked_layerwise(lambda x: format_.encode(x, random, 0), total)
 
     def _decode(self, name, part, leaf):
         format_ = self._format(leaf.shape)
         if format_ is None:
-            return without_container(part)
+            return unwrap_uncoded(part)
         try:
-            return layerwise(lambda x: format_.decode(x, leaf.shape), part)
+            return marked_layerwise(lambda x: format_.decode(x, leaf.shape), part)
         except (AttributeError, ValueError) as error:
             raise ValueError(
                 f"accumulate_gradients: the accumulator of params{name} is not one of "
@@ -272,4 +276,4 @@ def _zeros(leaf) -> jax.Array:
 
 def _random(names, leaves, seed, count):
     random = random_bits(seed, count, [leaf_number(name) for name in names])
-    return [accumulator_draws(bits) for bits in placed(random, names, leaves)]
+    return [accumulator_draws(bits) for bits in bits_at_layers(random, names, leaves)]
