@@ -37,7 +37,16 @@ Implementation = typing.Literal["xla", "pallas"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Lowbit(Stepper):
-    """The choices of one :func:`lowbit` call, and the functions made of them."""
+    """The configuration that one call of :func:`lowbit` makes, and its methods.
+
+    Args:
+      inner: the wrapped optax transformation.
+      weights: format of the parameters that are narrow floats.
+      moments: which moments are stored in which format.
+      seed: of stochastic rounding.
+      min_size: leaves with fewer elements may be stored in a simpler format.
+      implementation: ``"xla"``, ``"pallas"``, or None to choose per platform and leaf.
+    """
 
     inner: optax.GradientTransformation
     weights: WeightFormat
@@ -47,7 +56,10 @@ class Lowbit(Stepper):
     implementation: Implementation | None = None
 
     def init(self, params: optax.Params) -> LowbitState:
-        """The state in which every master is its parameter."""
+        """The initial state, with which every master equals its parameter.
+
+        Within ``context.initial_masters``, the masters given there take their place.
+        """
         if params is None:
             raise ValueError("lowbit: init needs params")
         names, leaves, treedef = trees.named_leaves(params)
@@ -64,7 +76,7 @@ class Lowbit(Stepper):
             else:
                 masters.append(format_.widen(leaf))
                 residuals.append(format_.init(leaf))
-        # Placed with the parameters' devices by being made here, not at import.
+        # Made here and not at import, so that they are placed like the parameters.
         count, seed = jnp.zeros([], jnp.uint32), jnp.asarray(self.seed, jnp.uint32)
         inner_state = self.inner.init(treedef.unflatten(masters))
         self._check_inner_state(inner_state)
@@ -72,7 +84,7 @@ class Lowbit(Stepper):
         random = random_of_leaves(names, leaves, seed, count)
         draws = draws_of_moments(leaves, formats, random)
         inner_state = plan.encode(inner_state, draws)
-        residual = self._contained(treedef.unflatten(residuals))
+        residual = self._in_container(treedef.unflatten(residuals))
         return LowbitState(count, seed, residual, inner_state)
 
     def update(self, updates, state, params=None, **extra_args):
@@ -83,7 +95,7 @@ class Lowbit(Stepper):
         return self.guarded(params, state, updates, Unguarded(), ADD, **extra_args)
 
     def step(self, params, state, grads, **extra_args):
-        """``(new params, new state)`` without differences."""
+        """``(new params, new state)``, without forming differences."""
         return self.guarded(params, state, grads, Unguarded(), REPLACE, **extra_args)
 
     def guarded(
@@ -95,33 +107,43 @@ class Lowbit(Stepper):
         landing: Landing,
         **extra_args,
     ):
-        """:meth:`step` or :meth:`update`, as ``landing`` says, if the guard lets it."""
+        """A step that happens only if the guard allows it.
+
+        Args:
+          params, state, grads: as in optax.
+          guard: decides on the device whether the step happens.
+          landing: ``REPLACE`` for new parameters, ``ADD`` for updates.
+          **extra_args: for the inner transformation.
+
+        Returns:
+          ``(new params or updates, new state)``.
+        """
         prepared = prepare(self, params, state, grads, guard)
         results, residuals, inner_state = advance(self, prepared, landing, extra_args)
         if not landing.is_direct:
             results = guard.updates(results)
         count = optax.safe_increment(state.count)
         count = jnp.asarray(guard.chosen(count, state.count))
-        residual = self._contained(prepared.tree(residuals))
+        residual = self._in_container(prepared.tree(residuals))
         new_state = LowbitState(count, state.seed, residual, inner_state)
         return prepared.tree(results), new_state
 
     def inner_update(self, params, state, grads, **extra_args):
-        """What the inner transformation does: float32 updates at the held leaves."""
+        """The inner transformation's updates, in float32 where a format is used."""
         prepared = prepare(self, params, state, grads, Unguarded())
         return prepared.tree(prepared.inner_update(self.inner, extra_args)[0])
 
     def is_held(self, leaf) -> bool:
-        """Whether a weight format holds this leaf; others pass through."""
+        """Whether this leaf is stored in a weight format; other leaves pass through."""
         is_narrow_float = trees.is_float(leaf) and is_narrow(leaf.dtype)
         return trees.is_quantized(leaf) or is_narrow_float
 
     def formats_of(self, names, leaves) -> list[WeightFormat | None]:
-        """The leaves' weight formats; None for those that pass through.
+        """The weight format of each leaf; None for leaves that pass through.
 
         Raises:
-          TypeError, ValueError: naming a leaf that is no array or that its format
-            cannot hold.
+          TypeError, ValueError: naming a leaf that is not an array, or that the weight
+            format cannot hold.
         """
         return [
             self._format_of(name, leaf)
@@ -150,7 +172,7 @@ class Lowbit(Stepper):
             raise ValueError(f"lowbit: params{name}: {why_not}")
         return self.weights.for_leaf(leaf.shape, leaf.dtype, self.min_size)
 
-    def _contained(self, tree):
+    def _in_container(self, tree):
         container = self.weights.container
         return container(tree) if container._fields else container()
 

@@ -1,10 +1,11 @@
-"""Parallel trees of what a format makes of moments, instead of a container at each.
+"""Quantised moments as the state keeps them: parallel trees of codes and of scales.
 
-    encode, leaf by leaf: nu = {"w": (codes, scales), "b": float32}
-    in the state:         nu = ({"w": codes, "b": float32}, {"w": scales, "b": None})
+    from ``encode``, per leaf:  nu = {"w": (codes, scales), "b": float32}
+    in the state:               nu = ({"w": codes, "b": float32},
+                                      {"w": scales, "b": None})
 
-Each of the trees has the parameters' structure. That is what ``optax.tree.map_params``,
-shardings and checkpoints know to treat.
+Each of the parallel trees has the parameters' structure, which is what
+``optax.tree.map_params``, shardings and checkpoints can handle.
 """
 
 from collections.abc import Sequence
@@ -15,16 +16,17 @@ from lowbit_optax.formats.block_quantized import QuantizedMoment
 
 
 def to_parallel_trees(format_: MomentFormat | None, treedef, parts: Sequence):
-    """A slot's moments as the state keeps them.
+    """The moments of one slot as the state keeps them.
 
     Args:
-      format_: of the slot.
+      format_: the slot's moment format.
       treedef: the slot's structure.
-      parts: by leaf, what a format's ``encode`` made of it; what is kept as it is.
+      parts: per leaf, the result of the format's ``encode``, or the uncoded array of a
+        leaf that the format leaves alone.
 
     Returns:
-      One tree, or a container of trees, in which ``scales`` are None at the leaves that
-      are kept as they are.
+      One tree; or, if the format stores a moment as several arrays, a container of
+      trees, in which ``scales`` is None at the uncoded leaves.
     """
     if not _has_container(format_):
         return treedef.unflatten(parts)
@@ -36,7 +38,11 @@ def to_parallel_trees(format_: MomentFormat | None, treedef, parts: Sequence):
 
 
 def from_parallel_trees(slot):
-    """The other way round: a container at every leaf of a slot that has containers."""
+    """The inverse of :func:`to_parallel_trees`, with a container at every leaf.
+
+    Uncoded leaves are in the form that :func:`wrap_uncoded` gives them. A slot that is
+    not a container is returned as it is.
+    """
     if not is_quantized_moment(slot):
         return slot
     names, codes, treedef = trees.named_leaves(slot.codes)
@@ -45,17 +51,17 @@ def from_parallel_trees(slot):
 
 
 def wrap_uncoded(format_: MomentFormat | None, x):
-    """What :func:`from_parallel_trees` gives at a leaf that the slot's format leaves alone."""
+    """An uncoded array in the container that the coded leaves of its slot have."""
     return QuantizedMoment(x, None) if _has_container(format_) else x
 
 
 def unwrap_uncoded(part):
-    """``x`` of :func:`wrap_uncoded`; other parts of :func:`from_parallel_trees` as they are."""
+    """The inverse of :func:`wrap_uncoded`; anything else is returned as it is."""
     return part.codes if is_quantized_moment(part) and part.scales is None else part
 
 
 def is_quantized_moment(x) -> bool:
-    """Whether it is a moment in several arrays, or a slot of such moments."""
+    """Whether ``x`` is a moment in several arrays, or a slot of such moments."""
     return isinstance(x, QuantizedMoment)
 
 

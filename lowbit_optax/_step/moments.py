@@ -123,8 +123,8 @@ class MomentPlan:
         """How each part of a decoded inner state is stored.
 
         Returns:
-          A tree like ``state`` with a :class:`MomentStorage` for every moment that has a
-          format, and None elsewhere.
+          A tree like ``state`` with a :class:`MomentStorage` for every moment that has
+          a format, and None elsewhere.
         """
         nothing = lambda _: None
         if self.choice.is_float32:

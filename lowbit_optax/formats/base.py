@@ -223,8 +223,8 @@ class BlockMomentFormat(MomentFormat):
     """Moments as packed codes with a scale per block of neighbours.
 
     A format must define all of these. A kernel takes the maximum of
-    ``codec.magnitude_key`` over each block, makes the block's scale of it, and then calls
-    ``encode_fields``; it packs the fields by itself.
+    ``codec.magnitude_key`` over each block, makes the block's scale of it, and then
+    calls ``encode_fields``; it packs the fields by itself.
 
     """
 
