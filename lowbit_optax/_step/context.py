@@ -74,7 +74,7 @@ def analysis():
 
 
 def params_wanted(wanted: bool = True):
-    """A context in which ``update`` returns new parameters, or updates if not wanted."""
+    """A context in which ``update`` returns new parameters, or updates again."""
     return _changed(wants_params=wanted)
 
 

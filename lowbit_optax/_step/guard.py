@@ -89,7 +89,7 @@ class Guard(typing.NamedTuple):
         return jax.tree.map(times, grads)
 
     def chosen(self, new, old):
-        """The new tree in the old one's dtypes, or the old one if the step is skipped."""
+        """The new tree, in the old one's dtypes; the old one if the step is skipped."""
 
         def choose(new, old):
             new = jnp.asarray(new).astype(old.dtype) if trees.is_float(new) else new

@@ -132,7 +132,7 @@ class ByKernels:
         return Advanced(results, residuals, inner_state)
 
     def into_stacks(self, advanced: Advanced) -> Advanced:
-        """The result of :class:`ByXla`, with whole stacks where :meth:`run` has them."""
+        """The result of :class:`ByXla` with whole stacks where :meth:`run` has them."""
         if self.layer is None:
             return advanced
         return self.layer.into_stacks(self._overwritten, self._old, advanced)

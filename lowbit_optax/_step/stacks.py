@@ -1,4 +1,4 @@
-"""The update of one layer of stacked parameters: what the code that runs it must know.
+"""The update of one layer of stacked parameters, and what its code must know.
 
 :mod:`lowbit_optax.release` calls a transformation with one layer in place of the whole
 stack: ``params[i]`` for ``params``, and ``state[i]`` for the state that belongs to it.
@@ -8,7 +8,8 @@ stack, and a kernel can write into the stack itself. :class:`Layer` holds what i
 for both.
 
 Whether an update treats all layers alike is read off its jaxpr. The packing of bits is
-hard to follow there, so :func:`marked_layerwise` marks the calls that are known to.
+hard to follow there, so :func:`marked_layerwise` marks calls that are known to treat
+all layers alike.
 """
 
 import dataclasses
@@ -28,14 +29,18 @@ LAYERWISE = "lowbit_layerwise"
 
 
 def marked_layerwise(function: Callable, *args):
-    """``function(*args)``, which must treat the layers of stacked arguments alike.
+    """Call a function that treats the layers of stacked arguments alike, and mark it.
 
-    That is, ``function(x)[i]`` is ``function(x[i])`` for every layer ``i``.
-    While a step is analysed the call shows in its jaxpr under the name ``LAYERWISE``.
+    That is, ``function(x)[i]`` must be ``function(x[i])`` for every layer ``i``. While
+    a step is analysed, the call appears in its jaxpr under the name ``LAYERWISE``.
 
     Args:
-      function: of arrays; None among them stays None.
-      *args: arrays, either all stacked along their first axis or all of one layer.
+      function: takes the arguments.
+      *args: arrays, either all stacked along their first axis or all of one layer; or
+        None.
+
+    Returns:
+      ``function(*args)``.
     """
     if not context.current().is_analysed:
         return function(*args)
@@ -48,14 +53,14 @@ def marked_layerwise(function: Callable, *args):
 class Layer:
     """One layer of some of the parameters.
 
-    An update gets arrays that :meth:`of` took out of their stacks. They pass through
-    optax's wrappers unchanged, so the code inside knows each one again by identity, and
-    :meth:`stack_of` tells it where it may write. Likewise :meth:`put` knows the results
-    that have been written already.
+    An update gets arrays that :meth:`of` has taken out of their stacks. They pass
+    through optax's wrappers unchanged, so the code inside can recognise each one by
+    identity, and :meth:`stack_of` returns the stack that it may write into. Likewise
+    :meth:`put` recognises results that have been written already.
 
     Args:
       index: int32 scalar, the layer's number.
-      names: paths of the parameters of which it is a layer.
+      names: paths of the stacked parameters.
     """
 
     index: jax.Array
@@ -72,11 +77,11 @@ class Layer:
 
     @property
     def is_of_this_trace(self) -> bool:
-        """Whether the running function is traced together with this layer's creator."""
+        """Whether the running function belongs to the trace that made this layer."""
         return self._trace_state == _trace_state()
 
     def of(self, stack: jax.Array) -> jax.Array:
-        """The layer of a stack, as an array that :meth:`stack_of` will know."""
+        """The layer of a stack, as an array that :meth:`stack_of` will recognise."""
         layer = self._taken_from(stack)
         self._stacks.add(layer, stack)
         return layer
@@ -86,10 +91,10 @@ class Layer:
         return self._stacks.get(layer)
 
     def into_stacks(self, arrays: Sequence[jax.Array], old, new):
-        """Put some results of an update into the stacks of the arrays they replace.
+        """Write some results of an update into the stacks of the arrays they replace.
 
         Args:
-          arrays: those leaves of ``old``, by identity, that are replaced in stacks.
+          arrays: the leaves of ``old``, by identity, whose results go into stacks.
           old, new: arguments and results of an update, trees of one structure.
 
         Returns:
@@ -104,9 +109,9 @@ class Layer:
         return _map_where(put, arrays, old, new)
 
     def out_of_stacks(self, arrays: Sequence[jax.Array], old, new):
-        """Undo :meth:`into_stacks`: layers in the places of whole stacks.
+        """The inverse of :meth:`into_stacks`: layers in the places of whole stacks.
 
-        :meth:`put` knows these layers as written and returns their stacks.
+        :meth:`put` recognises these layers as written and returns their stacks.
         """
 
         def taken(_, stack):
@@ -117,7 +122,7 @@ class Layer:
         return _map_where(taken, arrays, old, new)
 
     def put(self, stack: jax.Array, layer: jax.Array) -> jax.Array:
-        """The stack with a new layer, unless that has been written into it already."""
+        """The stack with a new layer, which may have been written into it already."""
         written = self._written.get(layer)
         if written is not None:
             return written
@@ -130,8 +135,8 @@ class Layer:
 def stacks_to_write() -> Layer | None:
     """The layer that the running update is called with, if its stacks can be written.
 
-    None inside a conditional or another function that is traced on its own: it could
-    not hand the written stacks to the caller.
+    Otherwise None. Inside a conditional, or another function that is traced on its own,
+    stacks cannot be written, because it could not hand them to the caller.
     """
     layer = context.current().layer
     return layer if layer is not None and layer.is_of_this_trace else None
@@ -140,7 +145,10 @@ def stacks_to_write() -> Layer | None:
 def bits_at_layers(
     random: Sequence[RandomBits], names: Sequence[str], leaves: Sequence
 ) -> list[RandomBits]:
-    """Each leaf's random bits; for a layer, the bits at its place in its stack."""
+    """The random bits of each leaf.
+
+    Those of a layer are the bits at its place in the stack.
+    """
     layer = context.current().layer
     return [
         bits.at_layer(layer.index, leaf.shape)
@@ -151,7 +159,7 @@ def bits_at_layers(
 
 
 def _map_where(fn: Callable, arrays: Sequence[jax.Array], old, new):
-    """``new``, with ``fn(old, new)`` where the old leaf is one of the arrays."""
+    """``new``, with ``fn(old, new)`` wherever the old leaf is one of the arrays."""
     olds, (news, structure) = jax.tree.leaves(old), jax.tree.flatten(new)
     return structure.unflatten(
         fn(a, b) if is_one_of(a, arrays) else b for a, b in zip(olds, news, strict=True)

@@ -60,7 +60,7 @@ class StateLeaf:
 
     @property
     def is_codes(self) -> bool:
-        """Whether the leaf is in the tree of codes: packed codes or an uncoded moment."""
+        """Whether the leaf is in a tree of codes: packed codes or an uncoded moment."""
         return self.attributes[-1:] == ["codes"]
 
     @property
