@@ -94,7 +94,7 @@ class RandomBits:
 
 
 class ToNearest(RandomBits):
-    """Constant bits instead of random ones, so that stochastic rounding is to nearest."""
+    """Constant bits, with which stochastic rounding becomes rounding to nearest."""
 
     def __init__(self):
         super().__init__(jnp.uint32(0), jnp.uint32(0))

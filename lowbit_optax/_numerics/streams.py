@@ -19,8 +19,8 @@ stream                  used for              of
                         moments               with the optimizer's seed and step
 ======================  ====================  =======================================
 
-``precision`` and SplitArrays have keys of their own: their steps count calls, and their
-leaves are the tensors of a program, or the number 0.
+``precision`` and SplitArrays have keys of their own: their seeds or steps count calls,
+and their leaves are the tensors of a program, or the number 0.
 
 There is one deliberate exception. A weight format that reads at most the leading 8 bits
 of the residual's words leaves 24 bits, and moments 0 and 1 take 12 of them each. It

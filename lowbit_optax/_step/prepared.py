@@ -249,8 +249,9 @@ def _residuals(config: "Lowbit", names, leaves, treedef, formats, residual) -> l
             raise ValueError(
                 f"lowbit: params{name} is {leaf.dtype}, but the state holds the "
                 f"residual of a lower precision, {trees.describe(part)}: was it cast "
-                "on the way, as equinox.apply_updates does when it adds float32 updates? "
-                "Apply updates by lowbit_optax.apply_updates or optax.apply_updates, "
+                "on the way, as equinox.apply_updates does when it adds float32 "
+                "updates? Apply updates by lowbit_optax.apply_updates or "
+                "optax.apply_updates, "
                 "or step by lowbit_optax.step"
             )
         want = _expected_residual(format_, leaf)
