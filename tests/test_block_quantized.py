@@ -52,7 +52,7 @@ def finite_values(code, largest=3.3):
     """The fields with finite values, ascending by value, and the values in float64."""
     fields = np.arange(2**code.bits, dtype=np.uint32)
     if not code.signed:
-        fields = fields[: code.infinite]
+        fields = fields[: code.infinity_field]
     _, ready = prepared(code, largest)
     values = np.asarray(code.decode_fields(jnp.asarray(fields), ready), np.float64)
     order = np.argsort(values, kind="stable")

@@ -47,7 +47,7 @@ class QuantizedTensor(QuantizedWeight):
       length: n, the array's size along that axis.
 
     >>> import jax.numpy as jnp
-    >>> w = quantize_params(jnp.linspace(-1, 1, 8192).reshape(2, 64, 64), bits=12)
+    >>> w = lowbit_optax.quantize_params(jnp.linspace(-1, 1, 8192).reshape(2, 64, 64), bits=12)
     >>> w.shape, w.codes.shape, w.scales.shape
     ((2, 64, 64), (2, 24, 64), (2, 1, 64))
     >>> w.dequantize(jnp.bfloat16).dtype

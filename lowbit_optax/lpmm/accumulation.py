@@ -1,4 +1,4 @@
-"""Gradients summed over microbatches in low bits, then one update of their mean."""
+"""Sum gradients over microbatches in few bits, then update with their mean."""
 
 import dataclasses
 import typing
@@ -25,19 +25,20 @@ from lowbit_optax.formats import MomentFormat
 from lowbit_optax.lpmm.quantize import PAPER_BLOCK_SIZE
 from lowbit_optax.transformation import step
 
-EIGHT_BITS = formats.block_quantized(
+PAPER_ACCUMULATORS = formats.block_quantized(
     8, code="linear", block_size=PAPER_BLOCK_SIZE, rounding="stochastic"
 )
-"""The paper's gradient accumulators."""
+"""The format of gradient accumulators in the LPMM paper."""
 
 
 class AccumulationState(typing.NamedTuple):
     """State of :func:`accumulate_gradients`.
 
     Args:
-      count: uint32 scalar, calls so far; with ``seed`` it is all the random state.
+      count: uint32 scalar, the number of calls so far. Together with ``seed`` it is the
+        whole state of the random numbers.
       seed: uint32 scalar.
-      mini_step: int32 scalar, gradients in the accumulators.
+      mini_step: int32 scalar, the number of gradients in the accumulators.
       accumulators: the sums in their format, a tree like the parameters or a
         QuantizedMoment of such trees; None at leaves that are not float.
       inner_state: the inner transformation's state.
@@ -53,29 +54,30 @@ class AccumulationState(typing.NamedTuple):
 def accumulate_gradients(
     inner: optax.GradientTransformation,
     every: int,
-    format: MomentFormat = EIGHT_BITS,
+    format: MomentFormat = PAPER_ACCUMULATORS,
     *,
     seed: int | None = None,
     min_size: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Update with the mean of N gradients, summed in low-bit accumulators.
+    """Update with the mean of N gradients, which low-bit accumulators sum.
 
         g_i = Q(g_{i-1} + grad_i), i = 1..N-1;  u = inner.update((g_{N-1} + grad_N) / N)
 
-    Takes the place of ``optax.MultiSteps``, which keeps a gradient in full precision.
-    Each call is one microbatch; only every N-th changes parameters.
+    It replaces ``optax.MultiSteps``, which keeps a gradient in full precision. Each
+    call is one microbatch; only every N-th call changes the parameters.
 
     Args:
       inner: any optax transformation, those of this package included.
       every: N, 1 or more.
-      format: of the sums, a moment format; 8 bits, linear and stochastic if left out.
-      seed: of stochastic rounding, 0 if None.
-      min_size: sums of fewer elements are float32; 4096 if None.
+      format: moment format of the sums; by default the paper's, with 8 bits, the linear
+        code and stochastic rounding.
+      seed: of stochastic rounding; 0 if None.
+      min_size: sums with fewer elements are float32; 4096 if None.
 
     Returns:
-      A transformation. Between updates it returns zeros, and zero uint32 differences
-      for QuantizedTensors. The inner transformation gets float32 means if it is one of
-      this package, else in the gradients' dtypes.
+      An optax transformation. Between updates it returns zeros, and zero uint32
+      differences for QuantizedTensors. The inner transformation gets means in float32
+      if it is one of this package, and in the gradients' dtypes otherwise.
 
     Raises:
       TypeError, ValueError: for arguments or gradients that are not as above; errors
@@ -116,12 +118,12 @@ def accumulate_gradients(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Accumulation(Stepper):
-    """The choices of one :func:`accumulate_gradients` call.
+    """The configuration that one call of :func:`accumulate_gradients` makes.
 
     Args:
-      inner, every, format, seed, min_size: as there.
-      takes_float32: whether the inner transformation takes float32 gradients of narrow
-        parameters.
+      inner, every, format, seed, min_size: as for that function.
+      takes_float32: whether the inner transformation accepts float32 gradients for
+        narrow parameters.
     """
 
     inner: optax.GradientTransformation
@@ -132,7 +134,7 @@ class Accumulation(Stepper):
     min_size: int
 
     def init(self, params) -> AccumulationState:
-        """The state with empty accumulators."""
+        """The initial state, with accumulators of zeros."""
         names, leaves, treedef = trees.named_leaves(params)
         count, seed = jnp.zeros([], jnp.uint32), jnp.asarray(self.seed, jnp.uint32)
         random = _random(names, leaves, seed, count)
@@ -149,7 +151,7 @@ class Accumulation(Stepper):
         )
 
     def update(self, updates, state, params=None, **extra_args):
-        """As in optax; zeros between updates."""
+        """As in optax; the updates are zeros between two real updates."""
         if context.current().wants_params:
             params, state = self.step(params, state, updates, **extra_args)
             return direct.as_new_params(params), state
@@ -166,7 +168,7 @@ class Accumulation(Stepper):
         return self._accumulated(like, state, updates, last, between)
 
     def step(self, params, state, grads, **extra_args):
-        """``(new params, new state)`` without differences."""
+        """``(new params, new state)``, without forming differences."""
 
         def last(means, inner_state):
             return step(self.inner, params, inner_state, means, **extra_args)
@@ -178,7 +180,7 @@ class Accumulation(Stepper):
         return self._accumulated(params, state, grads, last, between)
 
     def inner_update(self, params, state, grads, **extra_args):
-        """What the inner transformation does to these gradients alone."""
+        """The updates that the inner transformation makes of these gradients alone."""
         stepper = stepper_of(self.inner)
         if stepper is not None:
             inner_state = state.inner_state
@@ -187,14 +189,17 @@ class Accumulation(Stepper):
         return inner.update(grads, state.inner_state, params, **extra_args)[0]
 
     def _accumulated(self, like, state, grads, last: Callable, between: Callable):
-        """One microbatch.
+        """Process one microbatch.
 
         Args:
-          like: the parameters, or what has their structure.
-          state, grads: of the call.
-          last: ``(mean gradients, inner state) -> (result, inner state)`` at the last
-            microbatch.
-          between: the result at the others, of the same arguments.
+          like: the parameters, or a tree with their structure.
+          state, grads: arguments of the call.
+          last: ``(mean gradients, inner state) -> (result, inner state)``, for the last
+            microbatch before an update.
+          between: ``(mean gradients, inner state) -> result``, for the others.
+
+        Returns:
+          ``(result, new AccumulationState)``.
         """
         names, leaves, treedef = trees.named_leaves(like)
         given = trees.parts_of(names, treedef, grads, "grads")
