@@ -105,8 +105,12 @@ def test_the_scale_covers_the_group_and_does_not_creep(code):
     rng = np.random.default_rng(1)
     largest = np.exp(rng.uniform(-60, 60, 4096)).astype(np.float32)
     scale, ready = prepared(code, largest)
-    top = code.top + (2 ** (code.bits - 1) if type(code).__name__ == "Linear" else 0)
-    field = jnp.full(largest.shape, top if code.signed else code.top, jnp.uint32)
+    top = code.largest_field + (
+        2 ** (code.bits - 1) if type(code).__name__ == "Linear" else 0
+    )
+    field = jnp.full(
+        largest.shape, top if code.signed else code.largest_field, jnp.uint32
+    )
     reach = np.asarray(code.decode_fields(field, ready))
     # Rounded up, but for the tolerance against creeping.
     assert np.all(reach >= largest * (1 - 2.0**-20))

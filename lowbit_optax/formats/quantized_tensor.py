@@ -46,8 +46,9 @@ class QuantizedTensor(QuantizedWeight):
       axis: the packed axis, -1 or -2.
       length: n, the array's size along that axis.
 
-    >>> import jax.numpy as jnp
-    >>> w = lowbit_optax.quantize_params(jnp.linspace(-1, 1, 8192).reshape(2, 64, 64), bits=12)
+    >>> import jax.numpy as jnp, lowbit_optax
+    >>> x = jnp.linspace(-1, 1, 8192).reshape(2, 64, 64)
+    >>> w = lowbit_optax.quantize_params(x, bits=12)
     >>> w.shape, w.codes.shape, w.scales.shape
     ((2, 64, 64), (2, 24, 64), (2, 1, 64))
     >>> w.dequantize(jnp.bfloat16).dtype
