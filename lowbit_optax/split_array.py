@@ -2,8 +2,9 @@
 
     z = split(op(join(x), join(y)))
 
-Lewandowski and Kosson 2023, section 3.1, overload the operators of an update this way:
-add, multiply, divide and their combinations.
+References:
+  Lewandowski and Kosson 2023, section 3.1, overload the operators of an update in this
+  way: addition, multiplication, division and their combinations.
 """
 
 import dataclasses
@@ -24,16 +25,17 @@ Operand = typing.Union["SplitArray", jax.typing.ArrayLike]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SplitArray:
-    """An array kept as a narrow parameter and the residual of its weight format.
+    """An array stored as a narrow parameter and the residual of a weight format.
 
-    Made by :func:`split_array`. ``+ - * /`` with SplitArrays, arrays and numbers, and
-    the methods below, compute in float32 and return the result in this array's format.
+    :func:`split_array` makes it. The operators ``+ - * /`` with SplitArrays, arrays and
+    numbers, and the methods below, compute in float32 and return the result in this
+    array's format.
 
     Args:
-      param: the narrow array, which may be used as it is.
+      param: the narrow array, which may also be used on its own.
       residual: as the weight format stores it, or None.
-      random_state: uint32 ``[seed, operations so far]``.
-      weight_format: static.
+      random_state: uint32 ``[seed, number of operations so far]``.
+      weight_format: the format; static.
 
     >>> import jax.numpy as jnp, lowbit_optax
     >>> x = split_array(jnp.ones(2), jnp.bfloat16, lowbit_optax.extra_bits(16))
@@ -49,41 +51,44 @@ class SplitArray:
     random_state: jax.Array
     weight_format: WeightFormat = dataclasses.field(metadata={"static": True})
 
-    # numpy leaves operators to the right operand instead of looping over elements.
+    # With this NumPy leaves operators to the right operand instead of looping over its
+    # elements.
     __array_ufunc__ = None
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
         return self.param.shape
 
     @property
     def dtype(self):
+        """The dtype of the narrow parameter."""
         return self.param.dtype
 
     def __add__(self, other: Operand) -> "SplitArray":
-        # By the format's own summation, which for Kahan is more than join and split.
+        # The format's own summation does more than join and split for Kahan.
         return self._plus(_float32(other))
 
     def __sub__(self, other: Operand) -> "SplitArray":
         return self._plus(-_float32(other))
 
     def __mul__(self, other: Operand) -> "SplitArray":
-        return self._like(join_array(self) * _float32(other))
+        return self._split(join_array(self) * _float32(other))
 
     def __truediv__(self, other: Operand) -> "SplitArray":
-        return self._like(join_array(self) / _float32(other))
+        return self._split(join_array(self) / _float32(other))
 
     __radd__ = __add__
     __rmul__ = __mul__
 
     def __rsub__(self, other: Operand) -> "SplitArray":
-        return self._like(_float32(other) - join_array(self))
+        return self._split(_float32(other) - join_array(self))
 
     def __rtruediv__(self, other: Operand) -> "SplitArray":
-        return self._like(_float32(other) / join_array(self))
+        return self._split(_float32(other) / join_array(self))
 
     def __neg__(self) -> "SplitArray":
-        return self._like(-join_array(self))
+        return self._split(-join_array(self))
 
     def addcmul(self, a: Operand, b: Operand, value: Operand = 1.0) -> "SplitArray":
         """``self + value * a * b``."""
@@ -99,27 +104,29 @@ class SplitArray:
 
     def sqrt(self) -> "SplitArray":
         """The square root."""
-        return self._like(jnp.sqrt(join_array(self)))
+        return self._split(jnp.sqrt(join_array(self)))
 
     def _plus(self, update: jax.Array) -> "SplitArray":
         if jnp.broadcast_shapes(self.shape, update.shape) != self.shape:
-            return self._like(join_array(self) + update)
+            return self._split(join_array(self) + update)
         update = jnp.broadcast_to(update, self.shape)
         param, residual, _ = self.weight_format.advance(
             self.param, self.residual, update, self._random()
         )
-        return SplitArray(param, residual, self._counted(), self.weight_format)
+        return SplitArray(
+            param, residual, self._next_random_state(), self.weight_format
+        )
 
-    def _like(self, value: jax.Array) -> "SplitArray":
-        # A result of another shape may be too small, or large enough, to pack.
+    def _split(self, value: jax.Array) -> "SplitArray":
+        # A result of another shape may be too small to be packed, or large enough.
         format_ = self.weight_format.for_leaf(value.shape, self.dtype, min_size=0)
         param, residual = format_.split(value, self.dtype, self._random())
-        return SplitArray(param, residual, self._counted(), format_)
+        return SplitArray(param, residual, self._next_random_state(), format_)
 
     def _random(self) -> RandomBits:
         return _random(self.random_state)
 
-    def _counted(self) -> jax.Array:
+    def _next_random_state(self) -> jax.Array:
         return self.random_state + jnp.array([0, 1], jnp.uint32)
 
 
@@ -132,17 +139,23 @@ def split_array(
 ) -> SplitArray:
     """Split a float32 array into a narrow parameter and its residual.
 
+        x ~ join(param, residual),  param = round(x)
+
     Args:
-      x: array of any float dtype; it is taken to float32 first.
-      dtype: bfloat16, float16, float8_e4m3fn or float8_e5m2.
-      weight_format: such as ``lowbit_optax.extra_bits(8)``; scalars keep float32.
+      x: array of any shape and float dtype; it is converted to float32 first.
+      dtype: of the parameter: bfloat16, float16, float8_e4m3fn or float8_e5m2.
+      weight_format: such as ``lowbit_optax.extra_bits(8)``, which keeps a float32
+        master for scalars.
       seed: of stochastic rounding.
 
     Returns:
-      A :class:`SplitArray`.
+      A :class:`SplitArray` of x's shape.
 
     Raises:
-      ValueError: if the format cannot hold the dtype.
+      ValueError: if ``dtype`` is not one of these, or the format cannot hold it.
+
+    References:
+      Lewandowski and Kosson 2023, section 3.1.
 
     >>> import jax.numpy as jnp, lowbit_optax
     >>> split = split_array(jnp.full(64, 0.1), jnp.bfloat16, lowbit_optax.extra_bits(8))
@@ -163,7 +176,13 @@ def split_array(
 
 
 def join_array(split: SplitArray) -> jax.Array:
-    """The float32 array of a :class:`SplitArray`.
+    """The float32 array that a :class:`SplitArray` stores.
+
+    Args:
+      split: from :func:`split_array`.
+
+    Returns:
+      float32 array of the same shape.
 
     >>> import jax.numpy as jnp, lowbit_optax
     >>> join_array(split_array(0.1, jnp.float16, lowbit_optax.extra_bits(13)))

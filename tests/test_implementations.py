@@ -285,7 +285,7 @@ def test_without_a_kernel_the_error_names_the_leaf_and_the_reason():
             ValueError, match=r"no kernel can update params\['kernel'\]: .* is not elem"
         ) as error:
             trained("pallas", params, series, inner=inner, weights=kahan())
-        assert "None takes XLA for such leaves" in str(error.value)
+        assert "implementation=None uses XLA for such leaves" in str(error.value)
 
 
 def test_states_do_not_depend_on_the_implementation():

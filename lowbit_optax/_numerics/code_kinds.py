@@ -1,6 +1,6 @@
-"""The codes that :func:`lowbit_optax.block_quantized` knows.
+"""The codes that :func:`lowbit_optax.block_quantized` offers.
 
-What a code is, and how all of them round, is in :mod:`lowbit_optax._numerics.codes`.
+:mod:`lowbit_optax._numerics.codes` explains what a code is and how all codes round.
 """
 
 import dataclasses
@@ -16,28 +16,28 @@ from lowbit_optax._numerics.codes import (
     Code,
     Scale,
     as_fields,
-    below,
     bits_of,
     float_of,
-    is_positive,
     multiply_add,
+    one_unless_zero,
     pattern_of,
-    round_off,
-    thresholds,
+    rounding_offset,
+    rounding_thresholds,
+    shift_and_round,
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Linear(Code):
-    """Integers: -127 to 127, or 0 to 254, in 8 bits. Symmetric, without a zero point.
+    """Integers: with 8 bits, -127 to 127 or 0 to 254. Symmetric, without a zero point.
 
-    ``2^11 + c`` has 12 fractional bits in float32: adding 2^11 makes the pattern a
-    fixed-point number, in which rounding is an integer sum and a shift.
+    A float32 near 2^11 has 12 fractional bits. So adding 2^11 to a number turns its
+    pattern into a fixed-point number, which an integer sum and a shift can round.
     """
 
     @property
-    def reach(self):
-        return float(self.top)
+    def largest_value(self):
+        return float(self.largest_field)
 
     @property
     def _zero(self) -> int:
@@ -48,46 +48,47 @@ class Linear(Code):
         _, inverse = prepared
         middle = 2.0 ** (23 - RANDOM_BITS) + self._zero
         fixed = bits_of(x * inverse + jnp.float32(middle))
-        least = middle - self.top if self.signed else middle
+        least = middle - self.largest_field if self.signed else middle
         fixed = jnp.maximum(fixed, jnp.int32(pattern_of(least)))
-        fixed = jnp.minimum(fixed, jnp.int32(pattern_of(middle + self.top)))
+        fixed = jnp.minimum(fixed, jnp.int32(pattern_of(middle + self.largest_field)))
         first = pattern_of(2.0 ** (23 - RANDOM_BITS))
-        fields = round_off(fixed, first, RANDOM_BITS, words)
+        fields = shift_and_round(fixed, first, RANDOM_BITS, words)
         if not self.signed:
-            fields = jnp.maximum(fields, is_positive(x))
+            fields = jnp.maximum(fields, one_unless_zero(x))
             finite = x < jnp.float32(jnp.inf)
-            fields = jnp.where(finite, fields, jnp.int32(self.infinite))
+            fields = jnp.where(finite, fields, jnp.int32(self.infinity_field))
         return as_fields(fields)
 
     def decode_fields(self, fields, prepared, multiply_add=multiply_add):
         unit, _ = prepared
-        # An integer below 2^23 in the mantissa of 2^23.
+        # The field becomes the mantissa of 2^23: the float 2^23 + field.
         number = float_of(fields | jnp.uint32(0x4B000000)) - jnp.float32(
             2.0**23 + self._zero
         )
         if not self.signed:
             number = jnp.where(
-                fields == jnp.uint32(self.infinite), jnp.float32(jnp.inf), number
+                fields == jnp.uint32(self.infinity_field), jnp.float32(jnp.inf), number
             )
         return number * unit
 
 
 @dataclasses.dataclass(frozen=True)
 class Segments(Code):
-    """Segments of equal steps, each twice as coarse as the one before it.
+    """Segments of equal steps; the steps of each are twice those of the one before it.
 
-    In units, magnitude ``j 2^m + i`` (``i < 2^m``) of segment j stands for
+    The magnitude field ``j 2^m + i``, with ``i < 2^m``, stands in units for
 
         2^j (1 + i 2^-m) - 1
 
-    from 0 up. ``1 + |x| / unit`` has j and i in the leading bits of its float32
-    pattern, so encoding is one multiplication and addition, and rounding is on
-    integers; between neighbours the pattern is linear in x, so the mean of a stochastic
-    rounding is x. With 8 segments of 16 steps and a sign it would be the mu-law of
-    telephony (ITU-T G.711).
+    where j counts the segments from 0. The float32 pattern of ``1 + |x| / unit`` has j
+    and i as its leading bits. So encoding is one multiplication and addition, and
+    rounding is integer arithmetic. Between neighbours the pattern is linear in x, so
+    the mean of stochastic rounding is x. With 8 segments of 16 steps and a sign this
+    would be the mu-law of telephony (ITU-T G.711).
 
     Args:
-      segments: e, for 2^e segments; the steps in one take the remaining m bits.
+      segments: e, for 2^e segments. The remaining m bits of the magnitude number the
+        steps of a segment.
     """
 
     segments: int = 3
@@ -97,25 +98,25 @@ class Segments(Code):
         return self.bits - self.signed - self.segments
 
     @property
-    def top(self):
+    def largest_field(self):
         if self.signed:
-            return super().top
-        # The last segment is for infinity, and the numbers of the one before it are
-        # not needed: an unsigned scale is a round number of units.
+            return super().largest_field
+        # The last segment is reserved for infinity. Of the segment before it only the
+        # first value is used, which makes an unsigned scale a round number of units.
         return (2**self.segments - 2) << self._steps
 
     @property
-    def infinite(self):
+    def infinity_field(self):
         return (2**self.segments - 1) << self._steps
 
     @property
-    def reach(self):
+    def largest_value(self):
         steps = 2**self._steps
-        segment, step = divmod(self.top, steps)
+        segment, step = divmod(self.largest_field, steps)
         return 2.0**segment * (1 + step / steps) - 1
 
     @property
-    def finest(self):
+    def smallest_value(self):
         return 2.0**-self._steps
 
     @property
@@ -125,28 +126,30 @@ class Segments(Code):
     def encode_fields(self, x, prepared, words, multiply_add=multiply_add):
         _, inverse = prepared
         size = jnp.abs(x) if self.signed else x
-        # Of a signed code it is 2 + 2 |x| / unit, whose exponents begin with zeros.
+        # A signed code uses 2 + 2 |x| / unit: from 2 on, the low bits of the exponent
+        # count the segments from 0.
         first = 2.0 if self.signed else 1.0
         inverse = jnp.broadcast_to(inverse * jnp.float32(first), size.shape)
         pattern = bits_of(multiply_add(size, inverse, jnp.full_like(size, first)))
-        limit = self.reach + 1 if self.signed else 2.0 ** (2**self.segments - 1)
+        limit = self.largest_value + 1 if self.signed else 2.0 ** (2**self.segments - 1)
         pattern = jnp.minimum(pattern, jnp.int32(pattern_of(first * limit)))
         if not self.signed:
-            # Subtracted last: a negative x has a negative pattern, which would wrap.
-            fields = round_off(pattern, 0, self._dropped, words)
+            # The exponent's bias is subtracted last: the pattern of a negative x is
+            # negative, and subtracting from it first would wrap around.
+            fields = shift_and_round(pattern, 0, self._dropped, words)
             fields = fields - jnp.int32(127 << self._steps)
-            return as_fields(jnp.maximum(fields, is_positive(x)))
-        # The magnitude moves to below the sign's bit.
+            return as_fields(jnp.maximum(fields, one_unless_zero(x)))
+        # Shift the magnitude up until it is directly below the sign bit.
         free = 32 - self.bits
         pattern = pattern << jnp.int32(free - self._dropped)
-        pattern = as_fields(pattern + below(free, words))
+        pattern = as_fields(pattern + rounding_offset(free, words))
         sign = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(1 << 31)
         return (pattern | sign) >> jnp.uint32(free)
 
     def decode_fields(self, fields, prepared, multiply_add=multiply_add):
         unit = jnp.broadcast_to(prepared[0], fields.shape)
-        # The exponents are raised so that infinity's field has float32's exponent of
-        # infinity (unsigned), or so that no carry is needed (signed).
+        # Raise the exponents: in an unsigned code, so that the field of infinity gets
+        # float32's exponent of infinity; in a signed code, so that no carry is needed.
         lowest = 128 if self.signed else 256 - 2**self.segments
         lower = jnp.float32(2.0 ** (127 - lowest))
         shift = jnp.uint32(self._dropped)
@@ -157,8 +160,8 @@ class Segments(Code):
             return multiply_add(float_of(pattern), lower, minus_one) * unit
         magnitude = fields & jnp.uint32(2 ** (self.bits - 1) - 1)
         pattern = (magnitude << shift) | jnp.uint32(lowest << 23)
-        # The product is exact, so the difference is (2^j (1 + i 2^-m) - 1) unit rounded
-        # once, with or without a fused multiply-add.
+        # The product is exact. So (2^j (1 + i 2^-m) - 1) unit is rounded only once,
+        # with a fused multiply-add or without.
         value = multiply_add(float_of(pattern), lower * unit, -unit)
         sign = (fields >> jnp.uint32(self.bits - 1)) << jnp.uint32(31)
         return float_of(lax.bitcast_convert_type(value, jnp.uint32) | sign)
@@ -166,11 +169,11 @@ class Segments(Code):
 
 @dataclasses.dataclass(frozen=True)
 class Sqrt(Code):
-    """Squares of integers, 0 to 254^2 in 8 bits: linear in the root of x."""
+    """Squares of integers, 0 to 254^2 with 8 bits: linear in the root of x."""
 
     @property
-    def reach(self):
-        return float(self.top) ** 2
+    def largest_value(self):
+        return float(self.largest_field) ** 2
 
     def encode_fields(self, x, prepared, words, multiply_add=multiply_add):
         _, inverse = prepared
@@ -179,55 +182,57 @@ class Sqrt(Code):
         number = jnp.where(finite, x, jnp.float32(0)) * inverse
         root = lax.sqrt(number).astype(jnp.int32)
         low = root.astype(jnp.float32)
-        # (low + 1)^2 - low^2: the mean is to be right of x, not of its root.
-        up = number - low * low > thresholds(words) * (low + low + one)
+        # The step is (low + 1)^2 - low^2: the mean must be that of x, not of its root.
+        up = number - low * low > rounding_thresholds(words) * (low + low + one)
         fields = jnp.where(up, root + jnp.int32(1), root)
-        fields = jnp.minimum(fields, jnp.int32(self.top))
-        fields = jnp.maximum(fields, is_positive(x))
+        fields = jnp.minimum(fields, jnp.int32(self.largest_field))
+        fields = jnp.maximum(fields, one_unless_zero(x))
         above = (x < jnp.float32(jnp.inf)) | (x < jnp.float32(0))
-        return as_fields(jnp.where(above, fields, jnp.int32(self.infinite)))
+        return as_fields(jnp.where(above, fields, jnp.int32(self.infinity_field)))
 
     def decode_fields(self, fields, prepared, multiply_add=multiply_add):
         unit, _ = prepared
         number = float_of(fields | jnp.uint32(0x4B000000)) - jnp.float32(2.0**23)
-        infinite = fields == jnp.uint32(self.infinite)
+        infinite = fields == jnp.uint32(self.infinity_field)
         number = jnp.where(infinite, jnp.float32(jnp.inf), number)
         return number * number * unit
 
 
 @dataclasses.dataclass(frozen=True)
 class Dynamic(Code):
-    """Dettmers' dynamic exponent map, by arithmetic instead of a table.
+    """Dettmers' dynamic exponent map, computed by arithmetic instead of a table.
 
-    The leading one of a magnitude k, at bit i, says which decade it is in; the bits
-    below are linear in the decade:
+    The position i of the leading one bit of a magnitude k selects a decade, and the
+    bits
+    below it divide the decade linearly:
 
         10^(i - I) (0.1 + 0.9 (k + 1/2 - 2^i) / 2^i)
 
-    with I the highest i (unsigned magnitudes start at 1 instead of 0, that is k = 1 is
-    zero). That is the published map (``create_dynamic_map`` in bitsandbytes) without
-    its lone ``+1``, which has no negative counterpart.
+    where I is the highest i. Unsigned magnitudes start at 1 instead of 0, so k = 1
+    stands for zero. This is the published map (``create_dynamic_map`` in bitsandbytes)
+    without its value +1, which has no negative counterpart.
     """
 
     @property
-    def reach(self):
-        return float(self._published(self.top + (not self.signed)))
+    def largest_value(self):
+        return float(self._published(self.largest_field + (not self.signed)))
 
     @property
-    def finest(self):
+    def smallest_value(self):
         return float(self._published(1 + (not self.signed)))
 
     @property
     def _decades(self) -> int:
-        """I."""
+        """I of the class's formula, the number of the highest decade."""
         return self.bits - 1 - self.signed
 
     def _published(self, k: int) -> float:
+        """The value of magnitude k by the class's formula."""
         i = k.bit_length() - 1
         return 10.0 ** (i - self._decades) * (0.1 + 0.9 * ((k + 0.5) / 2**i - 1))
 
     def _values(self, k: jax.Array) -> jax.Array:
-        """The magnitudes of integers k, which are float32."""
+        """The values of magnitudes k, which are integers stored as float32."""
         pattern = lax.bitcast_convert_type(k, jnp.uint32)
         i = (pattern >> jnp.uint32(23)) - jnp.uint32(127)
         two_to_minus_i = float_of((jnp.uint32(127) - i) << jnp.uint32(23))
@@ -246,12 +251,12 @@ class Dynamic(Code):
     def encode_fields(self, x, prepared, words, multiply_add=multiply_add):
         _, inverse = prepared
         size = jnp.abs(x) if self.signed else x
-        # Written so that NaN is taken for infinity.
+        # Compared in this direction, NaN counts as infinity.
         inside = size < jnp.float32(jnp.inf)
         number = jnp.where(inside, size * inverse, jnp.float32(1))
-        inside = number < jnp.float32(self.reach)
+        inside = number < jnp.float32(self.largest_value)
         number = jnp.maximum(number, jnp.float32(0))
-        # Up through the decades: the value times 10^(I - i), and 2^i.
+        # Go through the decades to find the value times 10^(I - i), and 2^i.
         mantissa, power = number, jnp.float32(2.0**self._decades)
         power = jnp.full_like(number, power)
         for j in range(1, self._decades + 1):
@@ -263,17 +268,21 @@ class Dynamic(Code):
         low = low.astype(jnp.int32).astype(jnp.float32)
         low = jnp.maximum(low, self._zero_magnitude)
         one = jnp.float32(1)
-        # A value that lies on a code may have come out just below it.
+        # A number that is exactly a code's value may have come out just below it.
         low = jnp.where(self._values(low + one) <= number, low + one, low)
         here, above = self._values(low), self._values(low + one)
-        up = number - here > thresholds(words) * (above - here)
+        up = number - here > rounding_thresholds(words) * (above - here)
         k = jnp.where(up, low + one, low).astype(jnp.int32)
         k = k - jnp.int32(not self.signed)
-        k = jnp.where(inside, jnp.minimum(k, jnp.int32(self.top)), jnp.int32(self.top))
+        k = jnp.where(
+            inside,
+            jnp.minimum(k, jnp.int32(self.largest_field)),
+            jnp.int32(self.largest_field),
+        )
         if not self.signed:
-            k = jnp.maximum(k, is_positive(x))
+            k = jnp.maximum(k, one_unless_zero(x))
             above = (x < jnp.float32(jnp.inf)) | (x < jnp.float32(0))
-            return as_fields(jnp.where(above, k, jnp.int32(self.infinite)))
+            return as_fields(jnp.where(above, k, jnp.int32(self.infinity_field)))
         sign = lax.bitcast_convert_type(x, jnp.uint32) >> jnp.uint32(31)
         return as_fields(k) | sign << jnp.uint32(self.bits - 1)
 
@@ -285,24 +294,24 @@ class Dynamic(Code):
         k = lax.bitcast_convert_type(magnitude, jnp.int32).astype(jnp.float32)
         value = self._values(k)
         if not self.signed:
-            infinite = fields == jnp.uint32(self.infinite)
+            infinite = fields == jnp.uint32(self.infinity_field)
             value = jnp.where(infinite, jnp.float32(jnp.inf), value)
             return value * unit
         sign = (fields >> jnp.uint32(self.bits - 1)) << jnp.uint32(31)
         return float_of(lax.bitcast_convert_type(value * unit, jnp.uint32) | sign)
 
 
-# e of each code, by bits of a field and whether one of them is the sign. Eight bits of
-# a first moment reach about as far down as the root of the second: where they end
-# sooner (e = 3), updates of values far below their group's largest are noise of many
-# times their size.
+# e of each code, by the bits of a field and whether one of them is the sign. With
+# these, an 8-bit first moment resolves values about as small as the root of the second
+# moment does. With e = 3 it would not, and the updates of values far below the largest
+# of their block would be noise of many times their own size.
 _COMPANDED = {(8, True): 4, (8, False): 4, (4, True): 1, (4, False): 2}
 _LOG = {8: 5, 4: 3}
 
 
 @functools.lru_cache(maxsize=64)
 def code_of(name: str, bits: int, signed: bool, scale: Scale) -> Code:
-    """The code of a name, for signed or non-negative values."""
+    """The code with a name, for signed or for non-negative values."""
     if name == "linear":
         return Linear(bits, signed, scale)
     if name == "dynamic":

@@ -1,32 +1,38 @@
-"""Codes: a float32 value as a k-bit field, relative to the scale of its group.
+"""Codes: a float32 value as a k-bit field, relative to the scale of its block.
 
-A code is four elementwise functions, on arrays of any one shape, so that arrays on the
-XLA path and rows in a kernel run the same operations (sums, products, shifts, integer
-minima and maxima; only ``Sqrt`` takes a root and only ``Dynamic`` divides)::
+A code consists of elementwise functions on arrays of one common shape, so that whole
+arrays on the XLA path and rows in a kernel run the same operations (sums, products,
+shifts, integer minima and maxima; only ``Sqrt`` takes a root and only ``Dynamic``
+divides)::
 
-    statistic(x) --> maximum of the group --> largest --> scale_of --> scale (bfloat16)
-    prepare(scale) --> (unit, 1 / unit)                    once a group
-    encode_fields(x, prepared, words) --> field
-    decode_fields(field, prepared) --> x'
+    magnitude_key(x) --> maximum over the block --> magnitude_of --> largest
+    scale_of(largest) --> scale, stored as bfloat16
+    prepare(scale) --> (unit, 1 / unit), once per block
+    encode_fields(x, prepared, words) --> fields
+    decode_fields(fields, prepared) --> x'
 
-``unit`` is ``scale * 2^-q``, exactly. In units, the fields of a code stand for fixed
-numbers (``Linear``: integers), of which the largest is ``reach``; the scale is the
-smallest that a bfloat16 (or a power of two) can be with ``reach * unit >= largest``.
+``unit`` is exactly ``scale * 2^-q``. Measured in units, the fields of a code stand for
+fixed numbers (for ``Linear``, integers), the largest of which is ``largest_value``. The
+scale is the smallest bfloat16 (or power of two) for which ``largest_value * unit`` is
+at least the largest magnitude in the block.
 
-**Rounding.** With ``a <= x <= b`` the neighbours of x, the result is b with probability
-``(x - a) / (b - a)`` rounded to a multiple of 2^-12, however x lies between them: the
-mean is x to 2^-13 of the step. With ``words`` None it is the nearest.
+**Rounding.** Let ``a <= x <= b`` be the neighbours of x among the code's values. The
+result is b with probability ``(x - a) / (b - a)``, rounded to a multiple of 2^-12,
+wherever x lies between them. So the mean is x to within 2^-13 of the step. With
+``words`` None, the result is the nearer neighbour.
 
-**Zero** is a field of its own: it decodes to 0, and nothing random happens to it. In
-the unsigned codes, which are for second moments, no positive number rounds to zero,
-because what is divided by its root would grow without bound: it becomes the smallest
-code.
+**Zero** has a field of its own, which decodes to exactly 0 and is never rounded at
+random. The unsigned codes are for second moments, by whose root an update is divided. A
+second moment that became 0 would let the update grow without bound, so a positive
+number never rounds to zero in these codes: it becomes the smallest positive value
+instead.
 
-**Not finite.** Infinities and NaN do not enter the scale, so their neighbours keep
-theirs. The unsigned codes have one field for them, which decodes to infinity: as in
-float32, a second moment that has overflowed stays infinite, and its parameter stays
-where it is. The signed codes store the largest value of the group: the moment recovers.
-Negative numbers in an unsigned code become its smallest.
+**Values that are not finite.** Infinities and NaNs do not enter the scale, so the other
+values of the block keep their precision. The unsigned codes have one field for them,
+which decodes to infinity: as in float32, a second moment that has overflowed stays
+infinite, and its parameter no longer moves. The signed codes store the largest value of
+the block instead, from which the moment recovers. A negative number in an unsigned code
+becomes the smallest positive value.
 """
 
 import dataclasses
@@ -40,10 +46,11 @@ import numpy as np
 from jax import lax
 
 RANDOM_BITS = 12
-"""Leading bits of a random word that rounding reads."""
+"""How many leading bits of a random word rounding reads."""
 
-# A quotient that is a scale exactly may come out this much larger by its own rounding.
-# Were it rounded up to the next scale, a constant moment's scale would creep upwards.
+# A quotient that should be exactly a scale may come out this much larger, because the
+# division rounds. If it were then rounded up to the next scale, the scale of a constant
+# moment would creep upwards.
 _TOLERANCE = 4  # units in the last place
 _LARGEST_BFLOAT16 = 0x7F7F0000
 _ONE_EXPONENT = 1 << 23  # of a float32's pattern
@@ -54,18 +61,19 @@ MultiplyAdd = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
-    """``a * b + c``. A kernel gives codes its own, which is one instruction."""
+    """``a * b + c``. A kernel passes its own version, which is one instruction."""
     return a * b + c
 
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """What all codes share. Subclasses define the fields' values.
+    """What all codes share. Subclasses define the values that fields stand for.
 
     Args:
-      bits: k, of a field.
+      bits: k, the bits of a field.
       signed: whether negative values have fields.
-      scale: ``"bfloat16"`` or ``"power_of_two"``.
+      scale: which scales there are: ``"bfloat16"``, any bfloat16, or
+        ``"power_of_two"``.
     """
 
     bits: int
@@ -73,48 +81,63 @@ class Code:
     scale: Scale = "bfloat16"
 
     @property
-    def reach(self) -> float:
+    def largest_value(self) -> float:
         """The largest number that a field stands for, in units."""
         raise NotImplementedError
 
     @property
-    def finest(self) -> float:
+    def smallest_value(self) -> float:
         """The smallest positive number that a field stands for, in units."""
         return 1.0
 
     @property
-    def top(self) -> int:
-        """The field that stands for ``reach``; in signed codes, without its sign."""
+    def largest_field(self) -> int:
+        """The field of ``largest_value``; in signed codes, without the sign bit."""
         return 2 ** (self.bits - 1) - 1 if self.signed else 2**self.bits - 2
 
     @property
-    def infinite(self) -> int:
-        """The unsigned codes' field for what is not finite."""
-        return self.top + 1
+    def infinity_field(self) -> int:
+        """The unsigned codes' field for values that are not finite."""
+        return self.largest_field + 1
 
     @property
     def _exponent(self) -> int:
-        return math.ceil(math.log2(self.reach))
+        return math.ceil(math.log2(self.largest_value))
 
-    def statistic(self, x: jax.Array) -> jax.Array:
-        """int32, in the order of finite magnitudes, and of those not below 0.
+    def magnitude_key(self, x: jax.Array) -> jax.Array:
+        """Integers that are ordered as the finite magnitudes are.
 
-        The sum makes patterns of infinity and NaN negative, which takes fewer
-        instructions than asking for them. Negative numbers in an unsigned code come
-        before all others.
+        The maximum of the keys of a block gives its largest finite magnitude, by
+        :meth:`magnitude_of`. Infinities and NaNs have negative keys, which are below
+        those of all finite magnitudes: adding one to the exponent overflows the
+        integer, which takes fewer instructions than testing for them. In an unsigned
+        code, negative numbers have keys below that of 0 as well.
+
+        Args:
+          x: float32.
+
+        Returns:
+          int32, of x's shape.
         """
         pattern = bits_of(x)
         if self.signed:
             pattern = pattern & jnp.int32(0x7FFFFFFF)
         return pattern + jnp.int32(_ONE_EXPONENT)
 
-    def largest(self, statistic: jax.Array) -> jax.Array:
-        """The magnitude of a group, float32, from its largest statistic or 0."""
-        return float_of(jnp.maximum(statistic - jnp.int32(_ONE_EXPONENT), jnp.int32(0)))
+    def magnitude_of(self, key: jax.Array) -> jax.Array:
+        """The magnitude of a :meth:`magnitude_key`, float32; 0 for a negative key."""
+        return float_of(jnp.maximum(key - jnp.int32(_ONE_EXPONENT), jnp.int32(0)))
 
     def scale_of(self, maximum: jax.Array) -> jax.Array:
-        """The scale of groups, bfloat16, rounded up; 0 for groups of zeros."""
-        factor = np.float32(2.0**self._exponent / self.reach)
+        """The scales of blocks.
+
+        Args:
+          maximum: float32, the largest finite magnitude of each block.
+
+        Returns:
+          bfloat16 of the same shape, rounded up; 0 for blocks of zeros.
+        """
+        factor = np.float32(2.0**self._exponent / self.largest_value)
         pattern = lax.bitcast_convert_type(maximum * factor, jnp.uint32)
         dropped = 16 if self.scale == "bfloat16" else 23
         pattern = pattern + jnp.uint32((1 << dropped) - 1 - _TOLERANCE)
@@ -126,7 +149,7 @@ class Code:
         )
 
     def prepare(self, scale: jax.Array) -> Prepared:
-        """What encode and decode take in the scale's place.
+        """What :meth:`encode_fields` and :meth:`decode_fields` take for the scale.
 
         Args:
           scale: float32, of any shape.
@@ -134,8 +157,9 @@ class Code:
         Returns:
           ``(unit, 1 / unit)``.
         """
-        # No smaller, for the smallest code would be subnormal, which XLA takes for 0.
-        least = 2.0 ** (-126 + self._exponent) / min(self.finest, 1.0)
+        # With a smaller scale the smallest value would be subnormal, and XLA may treat
+        # subnormal numbers as 0.
+        least = 2.0 ** (-126 + self._exponent) / min(self.smallest_value, 1.0)
         scale = jnp.maximum(scale, jnp.float32(least))
         unit = scale * jnp.float32(2.0**-self._exponent)
         if self.scale == "power_of_two":
@@ -152,14 +176,17 @@ class Code:
         words: jax.Array | None,
         multiply_add: MultiplyAdd = multiply_add,
     ) -> jax.Array:
-        """uint32 fields of ``bits`` bits.
+        """Round values to fields.
 
         Args:
           x: float32.
-          prepared: of its groups' scales, of x's shape or broadcasting to it.
-          words: uint32, of which the leading :data:`RANDOM_BITS` are random and the
-            others are not read; None to round to nearest.
-          multiply_add: of three arrays.
+          prepared: from :meth:`prepare`, of x's shape or broadcasting to it.
+          words: uint32 of x's shape, whose leading :data:`RANDOM_BITS` bits are random;
+            the other bits are not read. None rounds to nearest.
+          multiply_add: computes ``a * b + c`` of three arrays.
+
+        Returns:
+          uint32 fields of ``bits`` bits, of x's shape.
         """
         raise NotImplementedError
 
@@ -169,60 +196,69 @@ class Code:
         prepared: Prepared,
         multiply_add: MultiplyAdd = multiply_add,
     ) -> jax.Array:
-        """The float32 values of uint32 fields."""
+        """The float32 values of uint32 fields, the inverse of :meth:`encode_fields`."""
         raise NotImplementedError
 
 
 def bits_of(x: jax.Array) -> jax.Array:
-    """Patterns of float32, as int32."""
+    """The bit patterns of float32 numbers, as int32."""
     return lax.bitcast_convert_type(x, jnp.int32)
 
 
 def float_of(pattern: jax.Array) -> jax.Array:
-    """The float32 of 32-bit patterns."""
+    """The float32 numbers of 32-bit patterns."""
     return lax.bitcast_convert_type(pattern, jnp.float32)
 
 
 def pattern_of(x: float) -> int:
-    """A number's float32 pattern, as a Python int."""
+    """The float32 bit pattern of a number, as a Python int."""
     return int(np.float32(x).view(np.int32))
 
 
-def is_positive(x: jax.Array) -> jax.Array:
-    """1 for a number that is not 0, else 0; by its pattern, so without a selection."""
+def one_unless_zero(x: jax.Array) -> jax.Array:
+    """1 for every number except +0, int32; by its pattern, without a selection."""
     pattern = lax.bitcast_convert_type(x, jnp.uint32)
     return lax.bitcast_convert_type(jnp.minimum(pattern, jnp.uint32(1)), jnp.int32)
 
 
-def round_off(
+def shift_and_round(
     pattern: jax.Array, first: int, dropped: int, words: jax.Array | None
 ) -> jax.Array:
-    """``(pattern - first) / 2^dropped``, rounded; 2^dropped divides ``first``."""
-    pattern = pattern + (below(dropped, words) - jnp.int32(first))
+    """``(pattern - first) / 2^dropped`` rounded to an integer.
+
+    Args:
+      pattern: int32.
+      first: a multiple of ``2^dropped``.
+      dropped, words: as for :func:`rounding_offset`.
+    """
+    pattern = pattern + (rounding_offset(dropped, words) - jnp.int32(first))
     return pattern >> jnp.int32(dropped)
 
 
-def below(dropped: int, words: jax.Array | None) -> jax.Array:
-    """What is added to integers before their low bits are dropped, to round them.
+def rounding_offset(dropped: int, words: jax.Array | None) -> jax.Array:
+    """What to add to integers before dropping their low bits, so that they are rounded.
 
     Args:
-      dropped: how many, at least RANDOM_BITS.
-      words: as of :meth:`Code.encode_fields`.
+      dropped: how many bits will be dropped, at least RANDOM_BITS.
+      words: as for :meth:`Code.encode_fields`.
 
     Returns:
-      int32, below ``2^dropped``.
+      int32, less than ``2^dropped``.
     """
     if words is None:
         return jnp.int32(1 << (dropped - 1))
     low = dropped - RANDOM_BITS
     more = words >> jnp.uint32(32 - RANDOM_BITS) << jnp.uint32(low)
-    # In the middle of what the random bits leave open.
+    # The middle of the interval that the random bits leave open.
     half = 1 << (low - 1) if low else 0
     return lax.bitcast_convert_type(more | jnp.uint32(half), jnp.int32)
 
 
-def thresholds(words: jax.Array | None) -> jax.Array:
-    """Thresholds from 0 to 1, the middles of 2^12 intervals; or 1/2."""
+def rounding_thresholds(words: jax.Array | None) -> jax.Array:
+    """Rounding thresholds between 0 and 1: the middles of 2^12 intervals at random.
+
+    With ``words`` None, the threshold is 1/2.
+    """
     if words is None:
         return jnp.float32(0.5)
     number = (words >> jnp.uint32(32 - RANDOM_BITS)).astype(jnp.int32)
@@ -231,5 +267,5 @@ def thresholds(words: jax.Array | None) -> jax.Array:
 
 
 def as_fields(numbers: jax.Array) -> jax.Array:
-    """Non-negative int32 as uint32."""
+    """Non-negative int32 numbers as uint32."""
     return lax.bitcast_convert_type(numbers, jnp.uint32)

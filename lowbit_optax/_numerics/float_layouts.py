@@ -1,19 +1,19 @@
 """float32 values as patterns of a narrower format with k more mantissa bits.
 
-A narrow format with E exponent and M mantissa bits, extended to M + k mantissa bits,
-has patterns that are integers in the order of their magnitudes. Everything that this
-package does with weights is integer arithmetic on them:
+Extend a narrow format with E exponent and M mantissa bits to M + k mantissa bits. Its
+patterns, sign apart, are integers in the order of their magnitudes. Everything that
+this package does with weights is integer arithmetic on them:
 
-* rounding float32 to the narrow format is k = 0,
+* rounding float32 to the narrow format is the case k = 0,
 * ``pattern = (param << k) + residual`` joins a parameter and its extra bits,
-* the residual that belongs to a given parameter is ``pattern - (param << k)``.
+* ``pattern - (param << k)`` is the residual that belongs to a given parameter.
 
-Integer operations are used for all of it because XLA may drop a float32 -> bfloat16 ->
-float32 round trip (it keeps the excess precision), which turns a rounding error
-measured with casts into zero on a GPU; and because scaling through float32's subnormal
-range may flush to zero.
+All of it uses integer operations, for two reasons. XLA may drop a round trip float32 ->
+bfloat16 -> float32 and keep the excess precision, so that a rounding error measured
+with casts would be zero on a GPU. And scaling through float32's subnormal range may
+flush numbers to zero.
 
-For bfloat16 the extended pattern is the leading 16 + k bits of the float32 itself.
+For bfloat16, the extended pattern is the leading 16 + k bits of the float32 itself.
 """
 
 import dataclasses
@@ -49,34 +49,36 @@ class FloatLayout:
 
     @property
     def max_extra_bits(self) -> int:
-        """Extra bits with which every normal value of float32 in range is exact."""
+        """The extra bits with which every normal float32 in the range is exact."""
         return _FLOAT32_MANTISSA - self.mantissa_bits
 
     @property
     def width(self) -> int:
+        """Bits of a number, the sign included."""
         return 1 + self.exponent_bits + self.mantissa_bits
 
     @property
     def special(self) -> int:
-        """The smallest magnitude pattern that is no finite value."""
+        """The smallest magnitude pattern that is not a finite value."""
         if self.has_infinity:
             return ((1 << self.exponent_bits) - 1) << self.mantissa_bits
         return self.largest
 
     @property
     def largest(self) -> int:
-        """The largest magnitude pattern, a NaN's."""
+        """The largest magnitude pattern, which is a NaN."""
         return (1 << (self.exponent_bits + self.mantissa_bits)) - 1
 
     @property
     def nan(self) -> int:
-        """A quiet NaN's magnitude pattern."""
+        """The magnitude pattern of a quiet NaN."""
         if self.has_infinity:
             return self.special | (1 << (self.mantissa_bits - 1))
         return self.special
 
     @property
     def same_exponent(self) -> bool:
+        """Whether the exponent field is float32's, as in bfloat16."""
         return self.exponent_bits == 8
 
 
@@ -93,18 +95,22 @@ NARROW_DTYPES = tuple(_LAYOUTS)
 
 
 def is_narrow(dtype: jax.typing.DTypeLike) -> bool:
-    """Whether this dtype is one that weight formats store parameters in."""
+    """Whether weight formats can store parameters in this dtype."""
     # Typed random keys have a dtype that numpy does not know.
     return jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype) in _LAYOUTS
 
 
 def layout_of(dtype: jax.typing.DTypeLike) -> FloatLayout:
-    """The layout of a narrow dtype; a KeyError's text for callers to rephrase."""
+    """The layout of a narrow dtype.
+
+    Raises:
+      KeyError: for other dtypes; callers check with :func:`is_narrow` first.
+    """
     return _LAYOUTS[np.dtype(dtype)]
 
 
 def to_bits(x: jax.Array) -> jax.Array:
-    """A narrow float array's patterns, sign included, as uint32."""
+    """The patterns of a narrow float array, sign included, as uint32."""
     layout = layout_of(x.dtype)
     return lax.bitcast_convert_type(x, _unsigned(layout)).astype(jnp.uint32)
 
@@ -120,15 +126,15 @@ def _unsigned(layout: FloatLayout) -> jnp.dtype:
 
 
 def round_off(value: jax.Array, shift, random: jax.Array | None = None) -> jax.Array:
-    """Drop the low ``shift`` bits of integers, to nearest even or stochastically.
+    """Drop the low ``shift`` bits of integers, rounding to nearest even or at random.
 
-    Stochastically: up with probability (dropped bits) / 2**shift, exactly.
+    Stochastic rounding goes up with probability (dropped bits) / 2**shift, exactly.
 
     Args:
-      value: uint32, below ``2**31``.
+      value: uint32, less than ``2**31``.
       shift: 0 to 31, an int or a uint32 array.
-      random: uint32 random bits for stochastic rounding, of which the leading
-        ``shift`` are used; None rounds to nearest even.
+      random: uint32 random bits for stochastic rounding, whose leading ``shift`` bits
+        are used; None rounds to nearest even.
 
     Returns:
       uint32, the rounded ``value / 2**shift``.
@@ -137,11 +143,16 @@ def round_off(value: jax.Array, shift, random: jax.Array | None = None) -> jax.A
         if shift == 0:
             return value
         shift = jnp.uint32(shift)
-    return carried(value, shift, random) >> shift
+    return rounded_before_shift(value, shift, random) >> shift
 
 
-def carried(value: jax.Array, shift, random: jax.Array | None = None) -> jax.Array:
-    """:func:`round_off` before its last shift: what it drops is still there."""
+def rounded_before_shift(
+    value: jax.Array, shift, random: jax.Array | None = None
+) -> jax.Array:
+    """:func:`round_off` before its last shift.
+
+    The kept bits are rounded; the bits that are to be dropped are still below them.
+    """
     one = jnp.uint32(1)
     if isinstance(shift, int):
         half = jnp.uint32((1 << (shift - 1)) - 1)
@@ -149,8 +160,8 @@ def carried(value: jax.Array, shift, random: jax.Array | None = None) -> jax.Arr
     else:
         half = (one << (jnp.maximum(shift, one) - one)) - one
     if random is None:
-        # half - 1 plus the last kept bit: ties go up only where that bit is odd. With
-        # shift 0 the kept bit must not be added.
+        # Add half - 1 plus the last kept bit, so that ties go up only if that bit is 1.
+        # With shift 0 the kept bit must not be added.
         odd = (value >> shift) & jnp.minimum(shift, one)
         return value + half + odd
     return value + ((random >> one) >> (jnp.uint32(31) - shift))
@@ -163,22 +174,22 @@ def to_pattern(
     random: jax.Array | None = None,
     nans: tuple[int, int] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """float32 to the magnitude pattern of the format with ``extra`` more bits.
+    """Round float32 to magnitude patterns of a format with ``extra`` more bits.
 
     Args:
       x: float32 array.
       layout: of the narrow format.
       extra: k, 0 to ``layout.max_extra_bits``.
       random: uint32 random bits to round stochastically; None rounds to nearest even.
-      nans: the patterns, inclusive, that NaNs are moved into where all of float32's
-        bits are kept (bfloat16 with 16 more); None takes those whose leading bits are
-        a NaN of the format. Elsewhere every NaN becomes one quiet NaN, bfloat16's
-        without a sign.
+      nans: the range of patterns, inclusive, into which NaNs are clipped if all of
+        float32's bits are kept (bfloat16 with 16 more bits); None takes the patterns
+        whose leading bits are a NaN of the format. If fewer bits are kept, every NaN
+        becomes the same quiet NaN, in bfloat16 without a sign.
 
     Returns:
-      ``(sign, magnitude)``, uint32. ``sign`` is float32's sign bit in place. Values
-      past the largest finite one take the pattern of infinity (or NaN where the
-      format has no infinity); NaN stays a NaN's pattern.
+      ``(sign, magnitude)``, uint32. ``sign`` has the sign bit where float32 has it.
+      Values past the largest finite one get the pattern of infinity, or of NaN if the
+      format has no infinity. A NaN gets the pattern of a NaN.
     """
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     sign = bits & jnp.uint32(_SIGN)
@@ -198,8 +209,8 @@ def to_pattern(
     bias_gap = jnp.uint32((_FLOAT32_BIAS - layout.bias) << _FLOAT32_MANTISSA)
     smallest = jnp.uint32((_FLOAT32_BIAS - layout.bias + 1) << _FLOAT32_MANTISSA)
     normal = round_off(magnitude - bias_gap, drop, random)
-    # Below the format's smallest normal the spacing is fixed: shift the significand
-    # down to it, as an integer.
+    # Below the format's smallest normal number the spacing is constant: shift the
+    # significand, as an integer, down to it.
     exponent = magnitude >> jnp.uint32(_FLOAT32_MANTISSA)
     significand = magnitude & jnp.uint32((1 << _FLOAT32_MANTISSA) - 1)
     significand = jnp.where(
@@ -210,7 +221,7 @@ def to_pattern(
     )
     is_normal = magnitude >= smallest
     deep = jnp.where(is_normal, jnp.uint32(0), deep)
-    # 31 is the largest shift that keeps a random number's weight; the rest goes first.
+    # round_off shifts by at most 31 bits. Any further bits are dropped before it.
     before = jnp.minimum(deep - jnp.minimum(deep, jnp.uint32(31)), jnp.uint32(31))
     subnormal = round_off(
         significand >> before, jnp.minimum(deep, jnp.uint32(31)), random
@@ -230,7 +241,7 @@ def from_pattern(
     """The float32 value of a pattern with ``extra`` more mantissa bits; exact.
 
     Args:
-      sign: uint32, float32's sign bit in place.
+      sign: uint32, with the sign bit where float32 has it.
       magnitude: uint32 pattern of the format with ``extra`` more bits.
       layout: of the narrow format.
       extra: k, as in :func:`to_pattern`.
@@ -265,6 +276,6 @@ def from_pattern(
 
 @functools.cache
 def _first_overflow(layout: FloatLayout) -> int:
-    """The float32 pattern from which on a value is past the format's exponents."""
+    """The smallest float32 pattern whose exponent is too large for the format."""
     top = (1 << layout.exponent_bits) - (1 if layout.has_infinity else 0)
     return (top - layout.bias + _FLOAT32_BIAS) << _FLOAT32_MANTISSA

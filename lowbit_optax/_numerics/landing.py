@@ -1,12 +1,13 @@
-"""Exact landing: what optax applies is what the residual belongs to, always.
+"""Exact landing: the residual belongs to the parameter that optax's addition gives.
 
-optax adds an update as ``(p + u).astype(p.dtype)``. The update that takes a narrow p to
-a chosen p' is ``u = float32(p') - float32(p)``: the float32 sum then rounds to p'
-exactly, unless p' is smaller than p by more than 2^16 (a near-total cancellation), is a
-zero of the other sign, or one of them is infinite. So the parameter that the sum really
-gives is computed first, and the residual is computed against that one.
+optax adds an update as ``(p + u).astype(p.dtype)``. The update ``u = float32(p') -
+float32(p)`` takes a narrow p to a chosen p': the float32 sum rounds to p' exactly.
+There are three exceptions: p' is smaller than p by a factor of more than 2^16 (almost
+all of p cancels), p' is a zero of the other sign, or one of the two is infinite. So the
+parameter that the sum will really give is computed first, and then the residual that
+belongs to it.
 
-``lowbit_optax.step`` needs no update: there the new parameter replaces the old one.
+``lowbit_optax.step`` needs no update: the new parameter replaces the old one.
 """
 
 import dataclasses
@@ -24,12 +25,12 @@ class Replacement:
     is_direct = True
 
     def land(self, old: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """``(the parameter that will be there, what the step returns)``."""
+        """``(the new parameter, the step's result)``, which are the same here."""
         del old
         return new, new
 
     def result(self, old: jax.Array, landed: jax.Array) -> jax.Array:
-        """What the step returns for a parameter that :meth:`land` gave."""
+        """The step's result for a parameter that :meth:`land` returned."""
         del old
         return landed
 
@@ -46,20 +47,20 @@ class Addition:
     is_direct = False
 
     def land(self, old: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """``(the parameter that will be there, the update that takes it there)``.
+        """``(the parameter that the addition gives, the update to add)``.
 
         Args:
           old, new: arrays of one narrow dtype.
 
         Returns:
-          ``(landed, update)`` with ``landed == round(float32(old) + update)`` in every
-          bit, and ``landed == new`` except in the cases of the module's docstring.
+          ``(landed, update)``. ``landed`` is ``round(float32(old) + update)`` bit for
+          bit. It is ``new``, except in the cases listed in the module's docstring.
         """
         update = difference(old, new)
         return narrow_or_cast(to_float32(old) + update, old.dtype), update
 
     def result(self, old: jax.Array, landed: jax.Array) -> jax.Array:
-        """The update that takes ``old`` to a parameter that :meth:`land` gave."""
+        """The update that takes ``old`` to a parameter that :meth:`land` returned."""
         return difference(old, landed)
 
 
@@ -72,7 +73,8 @@ ADD = Addition()
 def difference(old: jax.Array, new: jax.Array) -> jax.Array:
     """The float32 update from ``old`` to ``new``.
 
-    From a parameter that :meth:`Addition.land` gave, the update lands there again.
+    If ``new`` is a parameter that :meth:`Addition.land` returned for ``old``, adding
+    the update gives exactly ``new``.
     """
     before, after = to_float32(old), to_float32(new)
     # Equal values need no update: infinity minus infinity would be NaN.
@@ -80,5 +82,5 @@ def difference(old: jax.Array, new: jax.Array) -> jax.Array:
 
 
 def apply_leaf(param: jax.Array, update: jax.Array) -> jax.Array:
-    """``(param + update)`` rounded to the parameter's dtype, as optax applies it."""
+    """``param + update`` rounded to the parameter's dtype, as optax applies updates."""
     return narrow_or_cast(to_float32(param) + update.astype(jnp.float32), param.dtype)

@@ -1,18 +1,21 @@
-"""The linear symmetric code of weights: elementwise functions, no packing.
+"""The linear symmetric code of weights, as elementwise functions without packing.
 
-With B = 2^(k-1) - 1 and a step delta for every group,
+With B = 2^(k-1) - 1 and a step size delta per block,
 
     Q(x) = delta clip(SR(x / delta), -B, B),    delta >= max |x| / B
 
-and the field is the integer plus 2^(k-1). Field 0 is left over: it is NaN, which is
-what becomes of a weight that is not finite, so that the loss shows it.
+where SR rounds stochastically, and the field is the integer plus 2^(k-1). The one
+unused field, 0, stands for NaN. A weight that is not finite becomes NaN, so that the
+loss shows it.
 
-delta is rounded up to fewer significant bits, see :func:`significant_bits`, so that
+delta is rounded up to fewer significant bits (:func:`significant_bits`), for two
+reasons:
 
-- every value ``c delta`` is a float32 exactly: writing what was read, with the same
-  delta, changes nothing on any backend;
-- of few significant bits, it seldom changes: a delta that does makes every weight of
-  its group fall between the new steps and be rounded, noise even without an update.
+- Every value ``c delta`` is exact in float32. So storing a value that was just read,
+  with the same delta, changes nothing on any backend.
+- A delta with few significant bits seldom changes. When it changes, every weight of the
+  block falls between the new steps and is rounded, which is noise even without an
+  update.
 """
 
 import jax
@@ -21,43 +24,50 @@ import numpy as np
 from jax import lax
 
 RANDOM_BITS = 24
-"""Leading bits of a random word that rounding reads."""
+"""How many leading bits of a random word rounding reads."""
 
-# A quotient that is a delta exactly may come out larger by its own rounding.
+# A quotient that should be exactly a delta may come out larger, because the division
+# rounds.
 _TOLERANCE = 4  # units in the last place
-# No smaller, or a remainder of 2^-24 delta would be subnormal, which XLA takes for 0.
-_LEAST = np.float32(2.0**-100)
+# With a smaller delta a remainder of 2^-24 delta would be subnormal, and XLA may treat
+# subnormal numbers as 0.
+_SMALLEST_DELTA = np.float32(2.0**-100)
 
 
 def largest_code(bits: int) -> int:
-    """B, of k bits."""
+    """B, the largest integer of a code of ``bits`` bits."""
     return 2 ** (bits - 1) - 1
 
 
 def significant_bits(bits: int) -> int:
-    """Of delta, its leading one included, for codes of so many bits.
+    """How many significant bits delta has, the leading one included.
 
-    Worst are about as many as a code has. The group's largest weight then comes to lie
-    between two codes; rounded up, it is the largest code of a larger delta, which the
-    next update exceeds, and delta grows without end: over 1000 updates by normal
-    numbers of 0.1 steps, 10,000 times with 4 bits of both.
+    The worst choice would be about as many bits as a code has. Then the largest weight
+    of a block comes to lie between two codes. Rounded up, it is the largest code of a
+    larger delta, which the next update exceeds again, and delta grows without end: by a
+    factor of 10,000 over 1000 updates by normal numbers of 0.1 steps, if delta and
+    codes both have 4 bits.
 
-    From 7 bits on, 4 are far enough from that, and delta seldom changes; it is at most
-    1/8 larger than need be. A shorter code has as many as leave products exact. delta
-    then moves with the largest weight, which is always a code.
+    For codes of 7 bits or more, 4 bits are far enough from that. delta seldom changes,
+    and is at most 1/8 larger than necessary. For shorter codes, delta has as many bits
+    as keep the products exact. It then follows the largest weight, which is always
+    exactly a code.
+
+    Args:
+      bits: k, the bits of a code.
     """
     return 24 - bits if bits <= 6 else 4
 
 
 def delta_of(maximum: jax.Array, bits: int) -> jax.Array:
-    """The steps of groups.
+    """The step size of each block.
 
     Args:
-      maximum: float32, the largest finite magnitude of each group.
+      maximum: float32, the largest finite magnitude of each block.
       bits: k, 4 to 16.
 
     Returns:
-      float32 of the same shape; 0 for groups of zeros.
+      float32 of the same shape; 0 for blocks of zeros.
     """
     dropped = 24 - significant_bits(bits)
     largest = np.float32(np.finfo(np.float32).max / largest_code(bits))
@@ -65,10 +75,11 @@ def delta_of(maximum: jax.Array, bits: int) -> jax.Array:
         maximum * np.float32(1 / largest_code(bits)), jnp.uint32
     )
     pattern = pattern + jnp.uint32((1 << dropped) - 1 - _TOLERANCE)
-    # So that no code times delta overflows.
+    # Limited, so that no product of a code and delta overflows.
     pattern = jnp.minimum(pattern, jnp.uint32(largest.view(np.uint32)))
     pattern = pattern >> jnp.uint32(dropped) << jnp.uint32(dropped)
-    delta = jnp.maximum(lax.bitcast_convert_type(pattern, jnp.float32), _LEAST)
+    delta = lax.bitcast_convert_type(pattern, jnp.float32)
+    delta = jnp.maximum(delta, _SMALLEST_DELTA)
     return jnp.where(maximum > jnp.float32(0), delta, jnp.float32(0))
 
 
@@ -81,20 +92,20 @@ def encode(
       x: float32.
       delta: float32, of x's shape, from :func:`delta_of`.
       bits: k, 4 to 16.
-      words: uint32 of x's shape, of which the leading 24 bits are random; None to round
-        to nearest, ties to even.
+      words: uint32 of x's shape, whose leading 24 bits are random; None rounds to
+        nearest, ties to even.
 
     Returns:
-      uint32 fields below 2^k.
+      uint32 fields, less than 2^k.
     """
-    delta = jnp.maximum(delta, _LEAST)
+    delta = jnp.maximum(delta, _SMALLEST_DELTA)
     inverse = jnp.float32(1) / delta
     is_finite = jnp.abs(x) < jnp.float32(jnp.inf)
     x = jnp.where(is_finite, x, jnp.float32(0))
     code = lax.round(x * inverse, lax.RoundingMethod.TO_NEAREST_EVEN)
     if words is not None:
-        # The product and the difference are exact, whatever the inverse's error: a
-        # value on the grid has no rest and stays.
+        # The product and the difference are exact, whatever the error of the inverse.
+        # So a value that is a multiple of delta has no remainder and does not change.
         rest = x - code * delta
         share = jnp.abs(rest) * inverse * jnp.float32(2.0**RANDOM_BITS)
         drawn = words >> jnp.uint32(32 - RANDOM_BITS)
@@ -111,5 +122,5 @@ def decode(fields: jax.Array, delta: jax.Array, bits: int) -> jax.Array:
     """The float32 values of fields; ``delta`` as in :func:`encode`."""
     code = lax.bitcast_convert_type(fields, jnp.int32) - jnp.int32(2 ** (bits - 1))
     value = code.astype(jnp.float32) * delta
-    # A NaN of its own would be an array that JAX moves out of a scan over layers.
+    # A NaN constant would become an array that JAX moves out of a scan over layers.
     return jnp.where(fields == jnp.uint32(0), value * jnp.float32(jnp.nan), value)

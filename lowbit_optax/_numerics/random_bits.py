@@ -13,18 +13,19 @@ with a key added before and another between its two rounds. With both keys 0 it 
     k0 = mix(k0 + n * 0x9e3779b9);  k1 = mix(k1 ^ k0)
 
 in this order: seed, step, leaf, stream. They start as ``k0 = 0x243f6a88``, ``k1 =
-0x85a308d3`` (the first digits of pi). In a leaf of more than 2^32 elements ``i`` is the
-index's low 32 bits, and the keys take in its high 32 bits last.
+0x85a308d3`` (the first digits of pi). In a leaf of more than 2^32 elements, ``i`` is
+the low 32 bits of the index, and the keys take in its high 32 bits last.
 
-It is no cryptographic generator; ``tests/test_random_bits.py`` holds it to what
-rounding needs: unbiased bits, no correlation between neighbours, steps, leaves and
-streams. What two rounds leave: of some keys the bits of neighbouring rows correlate by
-up to 1% (of the leading 8 bits, not measurably), and any two draws are of the same 2^32
-counters ``i + k0``, so those of large leaves overlap, at a random distance. There only
-k1 tells them apart, and of some pairs of keys the bits correlate by up to 1%.
+The generator is not a cryptographic one. ``tests/test_random_bits.py`` tests what
+rounding needs: unbiased bits, and no correlation between neighbours, steps, leaves and
+streams. Two rounds of mixing leave two small defects. With some keys, the bits of
+neighbouring rows correlate by up to 1% (the leading 8 bits not measurably). And all
+draws use the same 2^32 counters ``i + k0``, so the draws for large leaves overlap, at a
+random distance. In the overlap only k1 distinguishes them, and with some pairs of keys
+the bits correlate by up to 1%.
 
-No array of keys exists: a number depends on where its element is, not on what else is
-computed, so it does not change with sharding, fusion, or the order of leaves.
+There is no array of keys. A number depends only on the place of its element, so it does
+not change with sharding, fusion or the order of leaves.
 """
 
 import dataclasses
@@ -45,11 +46,11 @@ class RandomBits:
     """The random bits of one leaf at one step, made by :func:`random_bits`.
 
     Args:
-      key, second: uint32 scalars, k0 and k1 of the module's docstring, all but the
-        stream taken in.
-      index: what :meth:`words` takes for the row-major index of its elements, a uint32
-        array. For a kernel that holds a part of a leaf (of up to 2^32 elements): the
-        words of its elements are the leaf's words there.
+      key, second: uint32 scalars, k0 and k1 of the module's docstring, which have taken
+        in everything but the stream.
+      index: uint32 array that :meth:`words` uses as the row-major index of the
+        elements; None for a whole leaf. With it, a kernel that holds a part of a leaf
+        (of up to 2^32 elements) gets the leaf's words at these elements.
 
     >>> import jax.numpy as jnp
     >>> (bits,) = random_bits(jnp.uint32(0), jnp.uint32(7), [leaf_number("['w']")])
@@ -62,15 +63,15 @@ class RandomBits:
     index: jax.Array | None = None
 
     def words(self, shape: tuple[int, ...], stream: int = 0) -> jax.Array:
-        """One uint32 an element, all 32 bits random.
+        """One uint32 per element, all 32 bits random.
 
         Args:
-          shape: global shape of the leaf; with an index, the index's shape.
-          stream: static number that tells the uses of one leaf apart, from the table
-            in :mod:`lowbit_optax._numerics.streams`.
+          shape: global shape of the leaf; with an index, the shape of the index.
+          stream: static number that distinguishes the uses of one leaf's random bits,
+            from the table in :mod:`lowbit_optax._numerics.streams`.
 
         Raises:
-          ValueError: if the index has another shape, or is not uint32.
+          ValueError: if the index has another shape or is not uint32.
         """
         key, second = _take_in(self.key, self.second, jnp.uint32(stream))
         if self.index is None:
@@ -82,24 +83,24 @@ class RandomBits:
         return hash_words(low, key, second)
 
     def at_layer(self, layer: jax.Array, shape: tuple[int, ...]) -> "RandomBits":
-        """The random bits of one layer of a stacked leaf: the leaf's words there.
+        """The random bits of one layer of a stacked leaf, which are the stack's there.
 
         Args:
-          layer: int32 scalar, which one.
-          shape: of a layer. The stack has up to 2^32 elements.
+          layer: int32 scalar, the number of the layer.
+          shape: shape of one layer. The stack has at most 2^32 elements.
         """
         first = layer.astype(jnp.uint32) * jnp.uint32(math.prod(shape) % 2**32)
         return dataclasses.replace(self, index=_global_index(shape)[0] + first)
 
 
 class ToNearest(RandomBits):
-    """Random bits with which stochastic rounding is to nearest."""
+    """Constant bits, with which stochastic rounding becomes rounding to nearest."""
 
     def __init__(self):
         super().__init__(jnp.uint32(0), jnp.uint32(0))
 
     def words(self, shape: tuple[int, ...], stream: int = 0) -> jax.Array:
-        """Half a unit, everywhere."""
+        """The word 2^31 per element, which is half a unit."""
         del stream
         return jnp.full(shape, 0x80000000, jnp.uint32)
 
@@ -111,10 +112,10 @@ def random_bits(
 
     Args:
       seed, step: uint32 scalars.
-      leaves: static 32-bit numbers, see :func:`leaf_number`.
+      leaves: static 32-bit numbers from :func:`leaf_number`.
 
     Returns:
-      One :class:`RandomBits` a leaf.
+      One :class:`RandomBits` per leaf.
     """
     keys, seconds = random_keys(seed, step, leaves)
     pick = lambda x, i: lax.index_in_dim(x, i, keepdims=False)
@@ -124,8 +125,8 @@ def random_bits(
 def random_keys(
     seed: jax.Array, step: jax.Array, leaves: Sequence[int]
 ) -> tuple[jax.Array, jax.Array]:
-    """The keys of :func:`random_bits`, as two uint32 vectors with a number a leaf."""
-    # The leaves all at once: a few vector operations instead of many scalar ones.
+    """The keys of :func:`random_bits`: two uint32 vectors with one number per leaf."""
+    # For all leaves at once: a few vector operations instead of many scalar ones.
     numbers = jnp.asarray(np.array(leaves, np.uint32))
     keys, seconds = (jnp.uint32(start) for start in _START)
     for number in (seed, step, numbers):
@@ -134,10 +135,10 @@ def random_keys(
 
 
 def leaf_number(path: str) -> int:
-    """A leaf's 32-bit number, from its path in the parameter tree.
+    """The 32-bit number of a leaf, from its path in the parameter tree.
 
-    The path and not the position, so that masking or adding other leaves leaves a
-    leaf's random numbers as they were.
+    It depends on the path and not on the position, so masking or adding other leaves
+    does not change a leaf's random numbers.
 
     >>> leaf_number("['dense']['kernel']") == leaf_number("['dense']['bias']")
     False
@@ -158,9 +159,10 @@ def hash_words(index: jax.Array, key: jax.Array, second: jax.Array) -> jax.Array
     x = index + key
     x = x ^ (x >> jnp.uint32(16))
     x = x * jnp.uint32(0x7FEB352D)
-    # Added, and before the shift: draws whose first rounds coincide differ in x by a
-    # constant here. Its carries and the shift make that a difference which varies with
-    # x; by an exclusive or it would stay constant, and the last product alone leaves
+    # The second key is added, not combined by an exclusive or, and before the shift. If
+    # the first rounds of two draws coincide, their x differ by a constant here. The
+    # carries of the sum and the shift make the difference vary with x. With an
+    # exclusive or it would stay constant, and the last product alone would leave
     # correlations of several percent.
     x = x + second
     x = x ^ (x >> jnp.uint32(15))
@@ -184,19 +186,22 @@ def _mix(x: jax.Array) -> jax.Array:
 def _take_in(
     key: jax.Array, second: jax.Array, number: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The keys after one more number: other keys for every number."""
+    """The keys after taking in one more number; they differ for every number."""
     key = _mix(key + number * jnp.uint32(0x9E3779B9))
     return key, _mix(second ^ key)
 
 
 def _global_index(shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array | None]:
-    """Row-major index of every element; its high word only where 32 bits overflow."""
+    """Row-major index of every element, as low and high 32-bit words.
+
+    The high words are None if 32 bits are enough for the whole shape.
+    """
     low = jnp.zeros(shape, jnp.uint32)
     high = None
     stride = 1
     for axis in reversed(range(len(shape))):
         if stride * shape[axis] <= 2**32:
-            # An axis of size 1 may have a stride of 2^32, of no effect.
+            # An axis of size 1 may have a stride of 2^32, which has no effect.
             position = lax.broadcasted_iota(jnp.uint32, shape, axis)
             low = low + position * jnp.uint32(stride % 2**32)
         else:
@@ -210,7 +215,7 @@ def _global_index(shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array | None]:
 
 
 def _positions(shape: tuple[int, ...], axis: int) -> list[tuple[jax.Array, int]]:
-    """The position on an axis, as uint32 arrays and the weights to sum them with."""
+    """The positions along an axis: uint32 arrays, and the weights to sum them with."""
     size = shape[axis]
     if size <= 2**32:
         return [(lax.broadcasted_iota(jnp.uint32, shape, axis), 1)]
@@ -227,7 +232,7 @@ def _positions(shape: tuple[int, ...], axis: int) -> list[tuple[jax.Array, int]]
 
 
 def _product(x: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
-    """Low and high word of uint32 ``x`` times a static factor, modulo 2^64."""
+    """The low and high word of uint32 ``x`` times a static factor, modulo 2^64."""
     shift, mask = jnp.uint32(16), jnp.uint32(0xFFFF)
     f0, f1 = jnp.uint32(factor % 2**16), jnp.uint32(factor // 2**16 % 2**16)
     top = jnp.uint32(factor // 2**32 % 2**32)

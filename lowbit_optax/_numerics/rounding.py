@@ -1,7 +1,7 @@
 """Rounding float32 to narrow formats, in forms that XLA keeps on every backend.
 
-``x.astype(bfloat16).astype(float32)`` is not one of them: XLA:GPU drops the round trip.
-These functions work on the integer pattern instead.
+``x.astype(bfloat16).astype(float32)`` is not such a form: XLA:GPU drops the round trip.
+These functions work on the integer patterns instead.
 """
 
 import jax
@@ -85,7 +85,8 @@ def round_stochastic(
       x: float32 array.
       dtype: bfloat16, float16, float8_e4m3fn or float8_e5m2.
       random: uint32 array of x's shape, all 32 bits random. bfloat16 uses the leading
-        16, float16 13, float8 up to 31 where it is subnormal.
+        16 bits; float16 and float8 use 13, 20 or 21 bits for normal results and up to
+        31 for subnormal ones.
 
     Returns:
       Array of ``dtype``. Past the largest finite value it rounds to nearest.
@@ -112,7 +113,12 @@ def round_to_precision(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
 
 
 def narrow_or_cast(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Round to nearest in any float dtype: exact landing's notion of a cast."""
+    """Round to nearest in any float dtype; this is the cast that exact landing assumes.
+
+    Args:
+      x: float array.
+      dtype: any float dtype; narrow ones are rounded on integer patterns.
+    """
     if float_layouts.is_narrow(dtype):
         return round_nearest(x.astype(jnp.float32), dtype)
     return lax.convert_element_type(x, np.dtype(dtype))

@@ -1,15 +1,16 @@
 """A float32 master as a narrow parameter and a k-bit residual, element by element.
 
-With ``w`` the master's pattern in the parameter's format extended by k mantissa bits
-(:mod:`lowbit_optax._numerics.float_layouts`), sign apart,
+Let ``w`` be the master's pattern, without its sign, in the parameter's format extended
+by k mantissa bits (:mod:`lowbit_optax._numerics.float_layouts`). Then
 
     nearest       p = (w + 2^(k-1)) >> k      e = w - (p << k) in [-2^(k-1), 2^(k-1))
     toward_zero   p = w >> k                  e = w - (p << k) in [0, 2^k)
     stochastic    p = (w + r) >> k            e = w - (p << k) in [-2^k, 2^k)
 
-with r uniform on [0, 2^k). ``e`` is stored in two's complement (unsigned for
-``toward_zero``), so no separate flag is needed to undo a rounding up: the sign carries
-it. ``stochastic`` needs k + 1 stored bits, which is the un-round bit of the paper.
+with r uniform on the integers of [0, 2^k). ``e`` is stored in two's complement
+(unsigned for ``toward_zero``). Its sign tells whether the parameter was rounded up, so
+no separate flag is needed to undo that. ``stochastic`` needs k + 1 stored bits; the
+additional one is the paper's un-round bit.
 
 ``w`` itself is the master rounded to k extra bits, to nearest even or stochastically.
 
@@ -32,7 +33,7 @@ Rounding = typing.Literal["nearest", "toward_zero", "stochastic"]
 
 
 def stored_bits(extra: int, rounding: Rounding) -> int:
-    """How many bits the residual of ``extra`` bits takes under this rounding.
+    """How many bits a residual takes in storage, given k and the rounding.
 
     >>> stored_bits(8, "nearest"), stored_bits(8, "stochastic")
     (8, 9)
@@ -47,8 +48,20 @@ def pattern_of(
     rounding: Rounding,
     random: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """``(sign, w)`` of a master, stochastically rounded to k bits if ``random``."""
-    # The NaN patterns whose parameter is a NaN too under this rounding.
+    """``(sign, w)`` of a master.
+
+    Args:
+      master: float32.
+      layout: of the parameter's dtype.
+      extra: k.
+      rounding: how the parameter is rounded, which decides about the patterns of NaNs.
+      random: uint32 random bits to round the master to k extra bits stochastically;
+        None rounds to nearest even.
+
+    Returns:
+      uint32 arrays: the sign bit where float32 has it, and the pattern w.
+    """
+    # The NaN patterns whose parameter, under this rounding, is a NaN too.
     first, last = layout.special + 1 << extra, layout.largest << extra
     if rounding == "nearest" and extra:
         first, last = first - (1 << (extra - 1)), last + (1 << (extra - 1)) - 1
@@ -62,10 +75,10 @@ def pattern_of(
 def _nearest_past_the_largest(
     master: jax.Array, layout: FloatLayout, random: jax.Array
 ) -> jax.Array:
-    """The random bits, where the parameter that they draw cannot be infinite.
+    """The random bits, replaced wherever they might round a number to infinity.
 
-    Past the largest finite value they are one half, which rounds to nearest, and a tie
-    to the even neighbour, as a cast does.
+    For numbers past the largest finite value they become one half. That rounds to
+    nearest, and a tie to the even neighbour, as a cast does.
     """
     half = jnp.uint32(0x80000000 if layout.has_infinity else 0x7FFFFFFF)
     largest = np.float32(jnp.finfo(layout.dtype).max).view(np.uint32)
@@ -88,7 +101,7 @@ def round_param(
       layout: of the parameter's dtype.
       extra: k.
       rounding: how the k extra bits are rounded off.
-      random: uint32 random bits, for ``"stochastic"``; its leading k bits are used.
+      random: uint32 random bits for ``"stochastic"``, whose leading k bits are used.
 
     Returns:
       An array of ``layout.dtype``.
@@ -101,14 +114,14 @@ def round_param(
         half = jnp.uint32(1 << (extra - 1))
         magnitude = (pattern + half) >> jnp.uint32(extra)
         if not layout.has_infinity:
-            # A tie with the format's NaN goes down, as in a cast.
+            # A tie between the largest finite value and NaN goes down, as in a cast.
             largest = layout.special - 1
             tie = jnp.uint32((largest << extra) + (1 << (extra - 1)))
             magnitude = jnp.where(pattern == tie, jnp.uint32(largest), magnitude)
         if rounding == "stochastic":
             up = random >> jnp.uint32(32 - extra)
             drawn = (pattern + up) >> jnp.uint32(extra)
-            # Past the largest finite value a draw would be infinite at random.
+            # Past the largest finite value, a random draw could give infinity.
             inside = pattern <= jnp.uint32((layout.special - 1) << extra)
             magnitude = jnp.where(inside, drawn, magnitude)
     shift = jnp.uint32(32 - layout.width)
@@ -124,16 +137,16 @@ def residual_of(
 ) -> jax.Array:
     """The residual with which ``param`` comes nearest to the pattern.
 
-    For the parameter that :func:`round_param` gives, it is exact, but for the tie of
-    float8_e4m3fn with its NaN under ``"nearest"``, 464, whose residual is one unit
-    short. For another one (see :mod:`lowbit_optax._numerics.landing`) the residual
-    saturates.
+    For the parameter that :func:`round_param` gives, the residual is exact, with one
+    exception: 464 in float8_e4m3fn, the tie between the largest finite value and NaN.
+    Under ``"nearest"`` its residual is one unit short. For any other parameter (see
+    :mod:`lowbit_optax._numerics.landing`) the residual saturates.
 
     Args:
       sign, pattern: from :func:`pattern_of`.
       param: of the layout's dtype.
       extra: k, 1 or more.
-      rounding: decides the range.
+      rounding: decides the range of residuals.
 
     Returns:
       uint32 fields of ``stored_bits(extra, rounding)`` bits.
@@ -141,10 +154,11 @@ def residual_of(
     layout = float_layouts.layout_of(param.dtype)
     bits = float_layouts.to_bits(param)
     magnitude = bits & jnp.uint32(layout.largest)
-    # Along the parameter's direction: a master of the other sign is behind zero.
-    # bfloat16's residual stops at zero: what is behind it is below float32's range of
-    # normal numbers, and joining would have to look for it. (Two bfloat16 patterns of
-    # 31 bits, one behind zero, are also too far apart for an int32.)
+    # Measured in the direction of the parameter, a master of the other sign is behind
+    # zero. In bfloat16 the residual stops at zero: masters behind it are smaller than
+    # float32's normal numbers, and join would need extra operations to recognise them.
+    # (Besides, two patterns of 31 bits, one of them behind zero, can be too far apart
+    # for an int32.)
     same_sign = (bits >> jnp.uint32(layout.width - 1)) == (sign >> jnp.uint32(31))
     ahead = pattern.astype(jnp.int32)
     behind = jnp.int32(0) if layout.same_exponent else -ahead
@@ -167,21 +181,23 @@ def split(
     random_param: jax.Array | None = None,
     random_residual: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """A master as its own parameter and residual.
+    """Split a master into a parameter and its residual.
 
-    The same numbers as :func:`pattern_of`, :func:`round_param` and :func:`residual_of`
-    in that order. For bfloat16 in fewer operations: the parameter is the pattern's own,
-    so the residual modulo 2^k is the pattern's low k bits.
+    The result is that of :func:`pattern_of`, :func:`round_param` and
+    :func:`residual_of`, in that order. bfloat16 takes fewer operations: the parameter
+    is a rounding of the pattern itself, so the residual modulo 2^k is the low k bits of
+    the pattern.
 
     Args:
       master: float32.
-      layout, extra, rounding: as there.
-      random_param, random_residual: uint32 random bits, for the roundings that are
-        stochastic.
+      layout, extra, rounding: as for these functions.
+      random_param: uint32 random bits for the parameter under ``"stochastic"``.
+      random_residual: uint32 random bits to round the master to k extra bits
+        stochastically; None rounds to nearest even.
 
     Returns:
-      ``(param, fields)`` of ``layout.dtype`` and ``stored_bits(extra, rounding)`` bits;
-      fields are None without extra bits.
+      ``(param, fields)``: the parameter in ``layout.dtype``, and uint32 fields of
+      ``stored_bits(extra, rounding)`` bits, or None without extra bits.
     """
     simple = layout.same_exponent and (rounding != "stochastic" or not extra)
     if not simple:
@@ -190,17 +206,18 @@ def split(
         if not extra:
             return param, None
         return param, residual_of(sign, pattern, param, extra, rounding)
-    # bfloat16's pattern is the leading bits of float32's, and the sign may stay on top
-    # of it: no rounding of a number or infinity carries into it.
+    # bfloat16's pattern is the leading bits of float32's. The sign bit may stay above
+    # it, because no rounding of a number or of infinity carries into the sign.
     most = layout.max_extra_bits
     drop = most - extra
     if drop:
         if not extra and random_residual is not None:
             random_residual = _nearest_past_the_largest(master, layout, random_residual)
         bits = lax.bitcast_convert_type(master, jnp.uint32)
-        # Before the sum: after it, a kernel of long blocks would need more registers.
+        # NaNs are replaced before the sum. After it, a kernel with long blocks would
+        # need more registers.
         bits = jnp.where(jnp.isnan(master), jnp.uint32(layout.nan << most), bits)
-        bits = float_layouts.carried(bits, drop, random_residual)
+        bits = float_layouts.rounded_before_shift(bits, drop, random_residual)
     else:
         sign, pattern = pattern_of(master, layout, extra, rounding)
         bits = sign | pattern
@@ -218,10 +235,11 @@ def join(
 ) -> jax.Array:
     """The float32 master of a parameter and its residual; exact.
 
-    A residual that no split gives for this parameter is another parameter's: in
-    bfloat16 the master of a negative one at 0 or a positive one at infinity, which
-    would be a NaN, is the parameter itself. Elsewhere every residual is legitimate: it
-    is within half a unit of the parameter, or a unit with stochastic rounding.
+    Some residuals cannot result from any split with this parameter: in bfloat16, a
+    negative residual at 0 or a positive one at infinity, which would make the master a
+    NaN. Such a residual belongs to another parameter, and the master is the parameter
+    itself. Everywhere else all residuals are possible: they stay within half a unit of
+    the parameter, or within one unit with stochastic rounding.
 
     Args:
       param: array of a narrow float dtype.
@@ -235,7 +253,7 @@ def join(
     layout = float_layouts.layout_of(param.dtype)
     bits = float_layouts.to_bits(param)
     if layout.same_exponent:
-        # float32's own pattern; its sign is on top of both and stays.
+        # The pattern is float32's own; its sign bit is above both parts and stays.
         drop = layout.max_extra_bits - extra
         high = bits << jnp.uint32(layout.max_extra_bits)
         param = lax.bitcast_convert_type(high, jnp.float32)
@@ -243,17 +261,18 @@ def join(
             return param
         low = _error_of(fields, extra, rounding, drop)
         master = lax.bitcast_convert_type(high + low, jnp.float32)
-        # Past zero, where the sum carries into the sign, and past infinity the sum is
-        # a NaN's pattern. No split makes such a pair: the parameter was set by hand.
+        # Past zero, where the sum carries into the sign, and past infinity, the sum is
+        # the pattern of a NaN. No split makes such a pair: the user set the parameter.
         leaves = jnp.isnan(master)
         if not drop or rounding == "stochastic":
-            # Where all bits of NaNs are kept, and where one may join to infinity.
+            # Here a NaN parameter may legitimately join to a NaN with all of its bits,
+            # or to infinity.
             leaves = leaves ^ jnp.isnan(param)
         return jnp.where(leaves, param, master)
     error = _error_of(fields, extra, rounding) if extra else jnp.uint32(0)
     sign = (bits >> jnp.uint32(layout.width - 1)) << jnp.uint32(31)
     magnitude = ((bits & jnp.uint32(layout.largest)) << jnp.uint32(extra)) + error
-    # A negative residual of a zero: the master is on the other side.
+    # A negative residual of a zero means that the master has the other sign.
     behind = magnitude >> jnp.uint32(31)
     sign = sign ^ (behind << jnp.uint32(31))
     magnitude = jnp.where(behind > 0, jnp.uint32(0) - magnitude, magnitude)
@@ -263,11 +282,11 @@ def join(
 def _error_of(
     fields: jax.Array | None, extra: int, rounding: Rounding, rise: int = 0
 ) -> jax.Array:
-    """``e 2^rise`` of fields, in two's complement."""
+    """``e 2^rise``, in two's complement, from the fields of residuals."""
     assert fields is not None
     if rounding == "toward_zero":
         return fields << jnp.uint32(rise)
-    # The sign to the top, and back: with two shifts it is repeated.
+    # Shift the field's sign up to bit 31 and back down, which extends the sign.
     unused = 32 - stored_bits(extra, rounding)
     signed = (fields << jnp.uint32(unused)).astype(jnp.int32)
     return (signed >> jnp.int32(unused - rise)).astype(jnp.uint32)

@@ -1,8 +1,9 @@
-"""The streams of random bits: one table, so that no two uses of a leaf share one.
+"""The streams of random bits, in one table, so that no two uses share one.
 
-A leaf's keys (:mod:`lowbit_optax._numerics.random_bits`) take in the seed, the step and
-the leaf, and last a stream. Two uses of the same seed, step and leaf need two streams:
-with one, what they round would be rounded up and down together.
+The keys of a leaf (:mod:`lowbit_optax._numerics.random_bits`) take in the seed, the
+step, the leaf and, last, a stream. Two uses with the same seed, step and leaf need
+different streams. If they shared one, their values would be rounded up and down
+together.
 
 ======================  ====================  =======================================
 stream                  used for              of
@@ -18,12 +19,13 @@ stream                  used for              of
                         moments               with the optimizer's seed and step
 ======================  ====================  =======================================
 
-``precision`` and SplitArrays have keys of their own: their seeds count calls, and their
-leaves are tensors of a program, or the number 0.
+``precision`` and SplitArrays have keys of their own: their seeds or steps count calls,
+and their leaves are the tensors of a program, or the number 0.
 
-One exception is on purpose. A weight format that reads at most 8 leading bits of a word
-of the residual's stream leaves 24, and moments 0 and 1 take 12 of them each: a word is
-most of what a moment's rounding costs. See :func:`moment_draws`.
+There is one deliberate exception. A weight format that reads at most the leading 8 bits
+of the residual's words leaves 24 bits, and moments 0 and 1 take 12 of them each. It
+saves a word per moment, which would be most of the cost of rounding it. See
+:func:`moment_draws`.
 """
 
 import dataclasses
@@ -37,7 +39,7 @@ PARAM_STREAM = 0
 RESIDUAL_STREAM = 1
 FORWARD_STREAM, BACKWARD_STREAM = 0, 1
 _MOMENT_STREAM = 2
-_WHOLE_WORDS = 64  # after the moments' first stream
+_FIRST_WHOLE_WORD = 64  # counted from the first stream of the moments
 _ACCUMULATOR_STREAM = 1 << 16
 
 _SHARED_MOMENTS = 2
@@ -51,8 +53,9 @@ class Draws:
 
     Args:
       random: the leaf's random bits.
-      first: stream of the first of them.
-      shares_words: whether moments 0 and 1 take what the residual leaves of its words.
+      first: the first of their streams.
+      shares_words: whether moments 0 and 1 use the bits that the residual leaves of its
+        words.
     """
 
     random: RandomBits
@@ -64,25 +67,27 @@ class Draws:
 
         Args:
           shape: as for :meth:`RandomBits.words`.
-          number: static; which of the leaf's moments they are for.
+          number: static; which of the leaf's moments the bits are for.
         """
-        return self.random.words(shape, self.first + _WHOLE_WORDS + number)
+        return self.random.words(shape, self.first + _FIRST_WHOLE_WORD + number)
 
     def halves(self, shape: tuple[int, ...], number: int) -> jax.Array:
-        """16 random bits per element, two numbers to a word: cheaper than two words.
+        """16 random bits per element; two moments share a word, which is cheaper.
 
         Args:
-          shape, number: as for :meth:`words`. Moments ``2j`` and ``2j + 1`` have the
-            low and high half of one word.
+          shape, number: as for :meth:`words`. Moments ``2j`` and ``2j + 1`` get the low
+            and the high half of one word.
 
         Returns:
-          uint32 values below ``2**16``.
+          uint32 values, less than ``2**16``.
         """
         words = self.random.words(shape, self.first + number // 2)
         return words >> jnp.uint32(16) if number % 2 else words & jnp.uint32(0xFFFF)
 
     def twelve(self, shape: tuple[int, ...], number: int) -> jax.Array:
-        """12 random bits per element, leading in a uint32; the bits after them vary.
+        """12 random bits per element, the leading bits of a uint32.
+
+        The remaining bits are not zero and must not be used.
 
         Args:
           shape, number: as for :meth:`words`.
@@ -94,16 +99,16 @@ class Draws:
 
 
 def moment_draws(random: RandomBits, residual_random_bits: int = 32) -> Draws:
-    """The random numbers of a leaf's moments.
+    """The random numbers for the moments of a leaf.
 
     Args:
       random: the leaf's random bits.
-      residual_random_bits: how many leading bits of the residual stream's words the
-        leaf's weight format reads, see :meth:`WeightFormat.residual_random_bits`.
+      residual_random_bits: how many leading bits of the residual's words the leaf's
+        weight format reads; see :meth:`WeightFormat.residual_random_bits`.
     """
     return Draws(random, shares_words=residual_random_bits <= _RESIDUAL_BITS)
 
 
 def accumulator_draws(random: RandomBits) -> Draws:
-    """The random numbers of a leaf's gradient accumulator."""
+    """The random numbers for the gradient accumulator of a leaf."""
     return Draws(random, _ACCUMULATOR_STREAM)

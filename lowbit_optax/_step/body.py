@@ -1,7 +1,7 @@
 """What a fused kernel computes for one leaf, on rows of its arrays.
 
 grad, param, residual, moments --> join, decode, program, split, encode
-schedule, count, global norm ----> scalars --^
+schedule, count, global norm ----> scalars -------^
 """
 
 import dataclasses
@@ -24,10 +24,10 @@ from lowbit_optax.formats.base import (
 )
 
 KEYS = 2
-"""A leaf's row of the table of scalars begins with so many random keys."""
+"""How many random keys a leaf's row of the table of scalars begins with."""
 
 PROCEED = KEYS + 1
-"""The scalar of a guarded step without which nothing is written."""
+"""Column of the scalar that tells whether a guarded step happens."""
 
 
 def has_scales(how: tuple[MomentFormat, int] | None) -> bool:
@@ -37,20 +37,21 @@ def has_scales(how: tuple[MomentFormat, int] | None) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class LeafBody:
-    """A leaf's update on rows: static and hashable, so that equal leaves share it.
+    """The update of one leaf, on rows of its arrays.
 
-    With moments that have scales it is a :class:`pallas_kernels.GroupedBody`.
+    It is static and hashable, so that equal leaves share one kernel. If moments have
+    scales, it is a :class:`pallas_kernels.GroupedBody`.
 
     Args:
       program: from (gradient, master, moments) to (result, moments), in float32. The
-        result is the updated master, or the update where the format sums by itself,
-        or where a float32 leaf is not to be stepped.
+        result is the updated master. It is the update instead if the weight format adds
+        updates by itself, or if a float32 leaf's update is asked for.
       format: the leaf's weight format, on unpacked residuals; None for a float32 leaf.
-      has_residual: whether a residual follows the parameter.
-      moments: of each moment its format and number; None where it is stored as it is.
-      landing: how the new parameter gets to the old one's place.
-      is_guarded: whether the first two scalars are a guard's: the gradient's factor,
-        and whether there is a step at all.
+      has_residual: whether a residual follows the parameter among the operands.
+      moments: per moment, its format and number; None for a moment stored uncoded.
+      landing: how the new parameter takes the old one's place.
+      is_guarded: whether the first two scalars after the keys are a guard's: the factor
+        of the gradients, and whether the step happens.
     """
 
     program: Program
@@ -62,16 +63,16 @@ class LeafBody:
 
     @property
     def scaled(self) -> list[int]:
-        """Numbers of the moments that have a scale per block."""
+        """The indices of the moments that have a scale per block."""
         return [i for i, how in enumerate(self.moments) if has_scales(how)]
 
     @property
     def maxima(self) -> int:
-        """How many maxima per block the kernel takes."""
+        """How many maxima per block the kernel computes."""
         return len(self.scaled)
 
     def before(self, group_values):
-        """What decoding needs of the stored scales."""
+        """The stored scales, prepared for decoding."""
         codecs = (self.moment_format(i).codec for i in self.scaled)
         return tuple(
             codec.prepare(to_float32(scale))
@@ -79,19 +80,19 @@ class LeafBody:
         )
 
     def statistics(self, values, scalars, index, multiply_add, before):
-        """What of the new moments the maxima are taken of."""
+        """The arrays whose maxima per block determine the new scales."""
         del index
         program = self.program.only([i + 1 for i in self.scaled])
         _, _, moments = self._run(program, values, scalars, multiply_add, before)
         return [
-            self.moment_format(i).codec.statistic(moment)
+            self.moment_format(i).codec.magnitude_key(moment)
             for i, moment in zip(self.scaled, moments, strict=True)
         ]
 
     def after(self, maxima):
-        """``(new scales, what encoding needs of them)``."""
+        """``(new scales, the same prepared for encoding)``."""
         codecs = [self.moment_format(i).codec for i in self.scaled]
-        largest = [c.largest(m) for c, m in zip(codecs, maxima, strict=True)]
+        largest = [c.magnitude_of(m) for c, m in zip(codecs, maxima, strict=True)]
         scales = [c.scale_of(x) for c, x in zip(codecs, largest, strict=True)]
         return scales, self.before(scales)
 
@@ -114,7 +115,7 @@ class LeafBody:
         return [new, *([residual] if self.has_residual else []), *stored]
 
     def _stored(self, moments, after, draws: Draws, multiply_add) -> list:
-        """The new moments as they are stored."""
+        """The new moments in their formats."""
         prepared = dict(zip(self.scaled, after, strict=True))
         stored = []
         for i, (x, how) in enumerate(zip(moments, self.moments, strict=True)):
@@ -133,7 +134,11 @@ class LeafBody:
         return stored
 
     def _run(self, program: Program, values, scalars, multiply_add, before):
-        """``(param, residual, the program's outputs)``."""
+        """Decode the operands and run a program.
+
+        Returns:
+          ``(param, residual, the program's outputs)``.
+        """
         grad, param, *rest = values
         residual = rest.pop(0) if self.has_residual else None
         prepared = dict(zip(self.scaled, before, strict=True))
@@ -162,7 +167,11 @@ class LeafBody:
         return param, residual, outputs
 
     def moment_format(self, number: int) -> BlockMomentFormat:
-        """The format of a moment that has a scale per block."""
+        """The format of a moment that has a scale per block.
+
+        Raises:
+          TypeError: if the moment has none.
+        """
         how = self.moments[number]
         if how is None or not isinstance(how[0], BlockMomentFormat):
             raise TypeError(f"moment {number} has no scales")

@@ -17,7 +17,16 @@ Implementation = typing.Literal["xla", "pallas"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Choices:
-    """The arguments of one :func:`lowbit_optax.lowbit` call."""
+    """The arguments of one :func:`lowbit_optax.lowbit` call.
+
+    Args:
+      inner: the wrapped optax transformation.
+      weights: format of the parameters that are narrow floats.
+      moments: which moments are stored in which format.
+      seed: of stochastic rounding.
+      min_size: leaves with fewer elements may be stored in a simpler format.
+      implementation: ``"xla"``, ``"pallas"``, or None to choose per platform and leaf.
+    """
 
     inner: optax.GradientTransformation
     weights: WeightFormat
@@ -27,16 +36,16 @@ class Choices:
     implementation: Implementation | None = None
 
     def is_held(self, leaf) -> bool:
-        """Whether a weight format holds this leaf; others pass through."""
+        """Whether this leaf is stored in a weight format; other leaves pass through."""
         is_narrow_float = trees.is_float(leaf) and is_narrow(leaf.dtype)
         return trees.is_quantized(leaf) or is_narrow_float
 
     def formats_of(self, names, leaves) -> list[WeightFormat | None]:
-        """The leaves' weight formats; None for those that pass through.
+        """The weight format of each leaf; None for leaves that pass through.
 
         Raises:
-          TypeError, ValueError: naming a leaf that is no array or that its format
-            cannot hold.
+          TypeError, ValueError: naming a leaf that is not an array, or that the weight
+            format cannot hold.
         """
         return [
             self._format_of(name, leaf)

@@ -1,8 +1,9 @@
-"""What surrounds a step and cannot be passed to it as an argument.
+"""What a step must know and cannot be given as an argument.
 
-Between the code that knows these things and the functions that need them stand optax's
-wrappers: ``masked``, ``chain``, ``MultiSteps``, ``partition``. They pass on ``grads``,
-``state`` and ``params`` and nothing else, so all else travels in one context variable:
+optax's wrappers (``masked``, ``chain``, ``MultiSteps``, ``partition``) stand between
+the code that knows these things and the functions that need them. They pass on
+``grads``, ``state`` and ``params``, and nothing else. So the rest travels in one
+context variable:
 
     masters.from_master ---> initial_masters ---+
     release, in its loop --> one_layer ---------+--> [wrappers] --> current()
@@ -22,15 +23,16 @@ from lowbit_optax._step.layer import Layer
 
 @dataclasses.dataclass(frozen=True)
 class StepContext:
-    """What surrounds an ``init`` or a step.
+    """The surroundings of an ``init`` or a step.
 
     Args:
-      masters: float32 weights by the parameters' paths, from which ``init`` makes the
-        residuals of these parameters. At all other paths the parameter is the master.
-      layer: the layer of stacked parameters that is updated; None where the arguments
-        are whole parameters.
+      masters: float32 weights, by parameter path, from which ``init`` makes the
+        residuals of these parameters. For all other parameters, the parameter itself is
+        the first master.
+      layer: the layer of stacked parameters that is updated; None if the arguments are
+        whole parameters.
       is_analysed: whether the step is traced only to read its jaxpr.
-      wants_params: whether ``update`` shall return new parameters instead of updates,
+      wants_params: whether ``update`` should return new parameters instead of updates;
         see :mod:`lowbit_optax._step.direct`.
     """
 
@@ -52,22 +54,25 @@ def current() -> StepContext:
 
 
 def initial_masters(masters: Mapping[str, jax.Array]):
-    """Within it, ``init`` takes these masters, by path, instead of the parameters."""
+    """A context in which ``init`` starts from these masters, given by path."""
     return _changed(masters=masters)
 
 
 def one_layer(layer: Layer):
-    """Within it, transformations are called with this layer of stacked parameters."""
+    """A context in which transformations get this layer of stacked parameters."""
     return _changed(layer=layer)
 
 
 def analysis():
-    """Within it, steps run on XLA, and their jaxprs show the calls of ``layerwise``."""
+    """A context in which steps run on XLA and are marked for analysis.
+
+    Their jaxprs show the calls of :func:`lowbit_optax._step.stacks.marked_layerwise`.
+    """
     return _changed(is_analysed=True)
 
 
 def params_wanted(wanted: bool = True):
-    """Within it, ``update`` returns new parameters, or again updates."""
+    """A context in which ``update`` returns new parameters, or updates again."""
     return _changed(wants_params=wanted)
 
 

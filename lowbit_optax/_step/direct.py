@@ -1,11 +1,11 @@
-"""The direct step through optax's wrappers: new parameters in the updates' places.
+"""Direct steps through optax's wrappers: new parameters in place of updates.
 
-``optax.chain``, ``masked``, ``partition`` and ``inject_hyperparams`` hand on the
-updates of a transformation inside them as they are. So :func:`lowbit_optax.step` can
+``optax.chain``, ``masked``, ``partition`` and ``inject_hyperparams`` pass on the
+updates of the transformation inside them unchanged. So :func:`lowbit_optax.step` can
 ask the transformations of this package for new parameters instead of differences
-(``context.wants_params``): each is a :class:`NewParam`, an opaque object that no
-wrapper can compute with. A wrapper that tries to, or that keeps one in its state, makes
-the attempt fail, and the step is made with differences.
+(``context.wants_params``). Each new parameter travels as a :class:`NewParam`, an opaque
+object that no wrapper can compute with. If a wrapper tries to, or keeps one in its
+state, the attempt fails, and the step is made with differences instead.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from lowbit_optax._step.stepper import stepper_of
 
 
 class NewParam:
-    """A new parameter in an update's place. It is neither an array nor a pytree."""
+    """A new parameter in place of an update; neither an array nor a pytree node."""
 
     def __init__(self, value):
         self.value = value
@@ -44,12 +44,13 @@ def new_params_by(
 
     Args:
       tx: any optax transformation.
-      params, state, grads, extra_args: of the step.
-      apply_update: ``(param, update) -> param``, for leaves that others update.
+      params, state, grads, extra_args: the arguments of the step.
+      apply_update: ``(param, update) -> param``, for leaves that transformations of
+        other packages update.
 
     Returns:
       ``(new params, new state)``; None if the transformation cannot step directly,
-      because of what stands around it or because it is not one of this package.
+      because a wrapper prevents it or because it is not from this package.
     """
     names, leaves, treedef = trees.named_leaves(params)
     try:
@@ -57,7 +58,8 @@ def new_params_by(
             updates, state = tx.update(grads, state, params, **extra_args)
         found = trees.parts_of(names, treedef, updates, "updates")
     except Exception:
-        # Whatever it is that went wrong, the step with differences shows it too.
+        # An error in the arguments occurs again, and is reported, in the step with
+        # differences.
         return None
     if not any(map(_is_new, found)) or any(map(_is_new, jax.tree.leaves(state))):
         return None

@@ -34,7 +34,10 @@ class Lowbit(Choices, Stepper):
     """The functions made of the choices of one :func:`lowbit` call."""
 
     def init(self, params: optax.Params) -> LowbitState:
-        """The state in which every master is its parameter."""
+        """The initial state, with which every master equals its parameter.
+
+        Within ``context.initial_masters``, the masters given there take their place.
+        """
         if params is None:
             raise ValueError("lowbit: init needs params")
         names, leaves, treedef = trees.named_leaves(params)
@@ -53,7 +56,7 @@ class Lowbit(Choices, Stepper):
             else:
                 masters.append(format_.widen(leaf))
                 residuals.append(format_.init(leaf))
-        # Placed with the parameters' devices by being made here, not at import.
+        # Made here and not at import, so that they are placed like the parameters.
         count, seed = jnp.zeros([], jnp.uint32), jnp.asarray(self.seed, jnp.uint32)
         inner_state = self.inner.init(treedef.unflatten(masters))
         self._check_inner_state(inner_state)
@@ -61,7 +64,7 @@ class Lowbit(Choices, Stepper):
         random = random_of_leaves(names, leaves, seed, count)
         draws = draws_of_moments(leaves, formats, random)
         inner_state = plan.encode(inner_state, draws)
-        residual = self._contained(treedef.unflatten(residuals))
+        residual = self._in_container(treedef.unflatten(residuals))
         return LowbitState(count, seed, residual, inner_state)
 
     def update(self, updates, state, params=None, **extra_args):
@@ -72,7 +75,7 @@ class Lowbit(Choices, Stepper):
         return self.guarded(params, state, updates, Unguarded(), ADD, **extra_args)
 
     def step(self, params, state, grads, **extra_args):
-        """``(new params, new state)`` without differences."""
+        """``(new params, new state)``, without forming differences."""
         return self.guarded(params, state, grads, Unguarded(), REPLACE, **extra_args)
 
     def guarded(
@@ -84,23 +87,33 @@ class Lowbit(Choices, Stepper):
         landing: Landing,
         **extra_args,
     ):
-        """:meth:`step` or :meth:`update`, as ``landing`` says, if the guard lets it."""
+        """A step that happens only if the guard allows it.
+
+        Args:
+          params, state, grads: as in optax.
+          guard: decides on the device whether the step happens.
+          landing: ``REPLACE`` for new parameters, ``ADD`` for updates.
+          **extra_args: for the inner transformation.
+
+        Returns:
+          ``(new params or updates, new state)``.
+        """
         prepared = prepare(self, params, state, grads, guard)
         results, residuals, inner_state = advance(self, prepared, landing, extra_args)
         if not landing.is_direct:
             results = guard.updates(results)
         count = optax.safe_increment(state.count)
         count = jnp.asarray(guard.chosen(count, state.count))
-        residual = self._contained(prepared.tree(residuals))
+        residual = self._in_container(prepared.tree(residuals))
         new_state = LowbitState(count, state.seed, residual, inner_state)
         return prepared.tree(results), new_state
 
     def inner_update(self, params, state, grads, **extra_args):
-        """What the inner transformation does: float32 updates at the held leaves."""
+        """The inner transformation's updates, in float32 where a format is used."""
         prepared = prepare(self, params, state, grads, Unguarded())
         return prepared.tree(prepared.inner_update(self.inner, extra_args)[0])
 
-    def _contained(self, tree):
+    def _in_container(self, tree):
         container = self.weights.container
         return container(tree) if container._fields else container()
 

@@ -1,8 +1,9 @@
-"""Steps that may turn out to be none, without a branch.
+"""Steps that may have to be skipped, without a branch.
 
-Whether a gradient has overflowed is known on the device only. A conditional around the
-update would copy parameters and state into it and out of it. Here each number is chosen
-where it is written, and a fused kernel then writes nothing.
+Only the device knows whether a gradient has overflowed. A conditional around the update
+would copy parameters and state into it and out of it. Instead, the old or the new value
+of each number is chosen where it is written, and a fused kernel whose step is skipped
+writes nothing.
 """
 
 import functools
@@ -16,10 +17,10 @@ from lowbit_optax._step import trees
 
 
 class Unguarded:
-    """The guard of a step that always happens."""
+    """The guard of a step that always happens: each method returns what is new."""
 
     scalars: tuple[jax.Array, ...] = ()
-    """What a kernel has to be told: nothing."""
+    """The scalars that a kernel needs: none."""
 
     def unscaled(self, grads):
         """The gradients as they are."""
@@ -36,11 +37,11 @@ class Unguarded:
 
 
 class Guard(typing.NamedTuple):
-    """What a guarded step is given besides its gradients.
+    """Whether a step happens, and the factor that unscales its gradients.
 
     Args:
-      factor: float32 scalar, by which gradients are multiplied.
-      proceed: bool scalar, whether there is a step.
+      factor: float32 scalar, by which the gradients are multiplied.
+      proceed: bool scalar, whether the step happens.
     """
 
     factor: jax.Array
@@ -48,14 +49,15 @@ class Guard(typing.NamedTuple):
 
     @property
     def scalars(self) -> tuple[jax.Array, ...]:
-        """What a kernel has to be told, in this order."""
+        """The scalars that a kernel needs, in this order."""
         return self.factor, self.proceed
 
     def unscaled(self, grads):
-        """Gradients times the factor, in float32 where narrower; zeros if no step.
+        """Gradients times the factor; zeros if the step is skipped.
 
-        On CPUs they are computed behind a branch: fused with what follows, XLA's CPU
-        compiler would contract products and sums differently than without a guard.
+        Gradients narrower than float32 become float32. On CPUs the product is computed
+        inside a branch. Otherwise XLA's CPU compiler would fuse it with what follows
+        and contract products and sums differently than it does without a guard.
         """
         leaves, treedef = jax.tree.flatten(grads)
         floats = {i: x for i, x in enumerate(leaves) if trees.is_float(x)}
@@ -76,7 +78,7 @@ class Guard(typing.NamedTuple):
         return treedef.unflatten(floats.get(i, x) for i, x in enumerate(leaves))
 
     def times(self, grads):
-        """Gradients times the factor, in float32 where they are narrower."""
+        """Gradients times the factor; those narrower than float32 become float32."""
 
         def times(grad):
             if not trees.is_float(grad):
@@ -87,7 +89,7 @@ class Guard(typing.NamedTuple):
         return jax.tree.map(times, grads)
 
     def chosen(self, new, old):
-        """The new tree, in the old one's dtypes, or the old one if there is no step."""
+        """The new tree, in the old one's dtypes; the old one if the step is skipped."""
 
         def choose(new, old):
             new = jnp.asarray(new).astype(old.dtype) if trees.is_float(new) else new
@@ -96,13 +98,13 @@ class Guard(typing.NamedTuple):
         return jax.tree.map(choose, new, old)
 
     def updates(self, new):
-        """The tree of updates, or one that changes nothing if there is no step."""
+        """The updates, or updates that change nothing if the step is skipped."""
         return jax.tree.map(
             lambda x: jnp.where(self.proceed, x, _neutral_update(x)), new
         )
 
 
 def _neutral_update(like) -> jax.Array:
-    # x + -0 is x, also for x = -0.
+    # x + -0 is x for every x, including -0. (-0 + 0 would be +0.)
     value = -0.0 if jnp.issubdtype(like.dtype, jnp.floating) else 0
     return jnp.asarray(value, like.dtype)

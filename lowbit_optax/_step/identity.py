@@ -1,4 +1,4 @@
-"""Arrays found by identity."""
+"""Look-up of arrays by identity."""
 
 import typing
 from collections.abc import Iterable
@@ -7,28 +7,29 @@ Value = typing.TypeVar("Value")
 
 
 class ByIdentity(typing.Generic[Value]):
-    """Values by object, where an object is compared by ``is`` alone.
+    """A mapping whose keys are compared by ``is`` alone.
 
-    For arrays and tracers: they have no hash, ``==`` compares their elements, and the
-    ``id`` of one that is gone can be that of another. Objects that are added stay
-    alive. A lookup goes through all of them, so they should be few.
+    It is meant for arrays and tracers, which have no hash and whose ``==`` compares
+    elements; and the ``id`` of an array that no longer exists can be given to another
+    one. The mapping keeps its keys alive. A look-up goes through all of them, so there
+    should be few.
 
     Args:
-      pairs: objects and their values; of equal objects the last one counts.
+      pairs: keys and their values; if a key occurs twice, the last value counts.
     """
 
     def __init__(self, pairs: Iterable[tuple[typing.Any, Value]] = ()):
         self._pairs = list(pairs)
 
     def add(self, key, value: Value) -> None:
-        """Add an object and its value."""
+        """Add a key and its value."""
         self._pairs.append((key, value))
 
     def get(self, key) -> Value | None:
-        """The value of an object; None if it was not added."""
+        """The value of a key; None if it was not added."""
         return next((v for k, v in reversed(self._pairs) if k is key), None)
 
 
 def is_one_of(x, objects: Iterable) -> bool:
-    """Whether ``x`` itself is among the objects."""
+    """Whether ``x`` itself, and not only an equal object, is among the objects."""
     return any(x is each for each in objects)

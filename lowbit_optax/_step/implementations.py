@@ -1,7 +1,7 @@
-"""The two ways to run a prepared step: by XLA, and by fused kernels.
+"""The two implementations of a prepared step: XLA operations and fused kernels.
 
-Both give the same :class:`Advanced`. On which platform the step will run may be unknown
-while it is traced, so both can become branches of one program.
+Both return the same :class:`Advanced`. While a step is traced it may be unknown on
+which platform it will run. Then both become branches of one program.
 """
 
 import dataclasses
@@ -21,7 +21,13 @@ from pallas_kernels.platforms import is_elsewhere
 
 
 class Advanced(typing.NamedTuple):
-    """What a step gives: results and residuals by leaf, and the stored inner state."""
+    """The results of a step.
+
+    Args:
+      results: per leaf, the new parameter, or the update where updates are asked for.
+      residuals: per leaf, the new residual; None where there is none.
+      inner_state: the inner state as it is stored.
+    """
 
     results: list
     residuals: list
@@ -31,7 +37,20 @@ class Advanced(typing.NamedTuple):
 def advance(
     config: Choices, prepared: PreparedStep, landing: Landing, extra_args: dict
 ) -> Advanced:
-    """Run a step by the implementation asked for, on the platform it will run on."""
+    """Run a step with the implementation that the configuration asks for.
+
+    If it asks for none: with kernels on CUDA and with XLA elsewhere, chosen when the
+    program is lowered for its platform.
+
+    Args:
+      config: of the transformation.
+      prepared: the step.
+      landing: how a new parameter takes the old one's place.
+      extra_args: for the inner transformation.
+
+    Raises:
+      ValueError: if kernels are asked for and cannot update a leaf, naming it.
+    """
     by_xla = ByXla(config, prepared, landing, extra_args)
     chosen = config.implementation
     elsewhere = chosen is None and is_elsewhere(jax.tree.leaves(prepared.params))
@@ -54,7 +73,7 @@ def advance(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ByXla:
-    """Array operations on whole leaves: the reference, which defines the numbers."""
+    """Array operations on whole leaves: the reference that defines the results."""
 
     config: Choices
     prepared: PreparedStep
@@ -62,7 +81,7 @@ class ByXla:
     extra_args: dict
 
     def run(self) -> Advanced:
-        """The step."""
+        """Run the step."""
         prepared = self.prepared
         updates, inner_state = prepared.inner_update(self.config.inner, self.extra_args)
         pairs = [
@@ -76,12 +95,12 @@ class ByXla:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ByKernels:
-    """One pass over each leaf that the plan gives a kernel; the rest as by XLA.
+    """One pass over each leaf that has a kernel; the other leaves as :class:`ByXla`.
 
     Args:
       prepared, landing: the step.
       plan: which leaves kernels update, and how.
-      layer: of which stacks the leaves are layers, if kernels can write into them.
+      layer: the layer that the leaves are, if kernels can write into its stacks.
     """
 
     prepared: PreparedStep
@@ -90,7 +109,10 @@ class ByKernels:
     layer: Layer | None
 
     def run(self) -> Advanced:
-        """The step, with whole stacks in the places that kernels overwrite there."""
+        """Run the step.
+
+        Where kernels write a layer into its stack, the result holds the whole stack.
+        """
         prepared = self.prepared
         results, residuals, parts, written = kernel_step.run(
             self.plan, prepared, self.landing, self.layer
@@ -103,19 +125,19 @@ class ByKernels:
             new if i in written else prepared.guard.chosen(new, old)
             for i, (new, old) in enumerate(zip(encoded, stored, strict=True))
         ]
-        inner_state = prepared.moment_plan.in_trees(
+        inner_state = prepared.moment_plan.to_parallel_trees(
             self.plan.state_tree.unflatten(encoded)
         )
         return Advanced(results, residuals, inner_state)
 
     def into_stacks(self, advanced: Advanced) -> Advanced:
-        """Another implementation's result, with whole stacks where ``run`` has them."""
+        """The result of :class:`ByXla` with whole stacks where :meth:`run` has them."""
         if self.layer is None:
             return advanced
         return self.layer.into_stacks(self._overwritten, self._old, advanced)
 
     def out_of_stacks(self, advanced: Advanced) -> Advanced:
-        """The result with layers in the places of stacks."""
+        """The result of :meth:`run`, with single layers in place of whole stacks."""
         if self.layer is None:
             return advanced
         return self.layer.out_of_stacks(self._overwritten, self._old, advanced)

@@ -1,9 +1,9 @@
 """Which leaves a fused kernel can update, and what it computes for each.
 
 The inner transformation is traced once. From its graph each leaf gets a program
-(:mod:`lowbit_optax._jaxprs.elementwise`), and with its formats that is the body of its
-kernel (:mod:`lowbit_optax._step.body`). :mod:`lowbit_optax._step.kernel_step` runs the
-plan.
+(:mod:`lowbit_optax._jaxprs.elementwise`). The program and the leaf's formats make the
+body of its kernel (:mod:`lowbit_optax._step.body`).
+:mod:`lowbit_optax._step.kernel_step` runs the plan.
 """
 
 import collections
@@ -23,21 +23,21 @@ from lowbit_optax._jaxprs.nodes import Node
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._step import trees
 from lowbit_optax._step.body import LeafBody, has_scales
-from lowbit_optax._step.moments import Stored
+from lowbit_optax._step.moments import MomentStorage
 from lowbit_optax._step.prepared import PreparedStep
 from pallas_kernels.fused_update import MAX_ELEMENTS
 
-FEWEST_PACKED = 4096
+MIN_PACKED_SIZE = 4096
 """Packed leaves with fewer elements are left to XLA."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LeafKernel:
-    """How one leaf goes through a kernel.
+    """The kernel that updates one leaf.
 
     Args:
       body: what the kernel computes.
-      slots: numbers of the inner state's parts that are the leaf's moments.
+      slots: indices of the inner state's parts that are the leaf's moments.
     """
 
     body: LeafBody
@@ -46,12 +46,13 @@ class LeafKernel:
 
 @dataclasses.dataclass(frozen=True)
 class KernelPlan:
-    """How a tree of leaves goes through kernels.
+    """Which leaves of a step kernels update, and how.
 
     Args:
       nodes: inputs and outputs of the inner update's graph.
-      leaves: by leaf, its kernel, or the reason why no kernel takes it.
-      scalars: the table that the kernels read.
+      leaves: per leaf, its kernel, or the reason why it has none. The reason is empty
+        for leaves that kernels are not meant for, such as scalars.
+      scalars: the table of scalars that the kernels read.
       state_tree: structure of the new inner state.
     """
 
@@ -67,21 +68,30 @@ class KernelPlan:
 
     @property
     def kernels(self) -> dict[int, LeafKernel]:
-        """The kernels, by number of the leaf."""
+        """The kernels, by index of the leaf."""
         return {i: x for i, x in enumerate(self.leaves) if isinstance(x, LeafKernel)}
 
     def require(self, names: Sequence[str]) -> None:
-        """Raise for the first leaf whose update no kernel can run."""
+        """Raise a ValueError for the first leaf that no kernel can update.
+
+        Leaves whose reason is empty are left to XLA without an error.
+        """
         for name, leaf in zip(names, self.leaves, strict=True):
             if isinstance(leaf, str) and leaf:
                 raise ValueError(
                     f"lowbit: implementation is 'pallas', but no kernel can update "
-                    f"params{name}: {leaf}. None takes XLA for such leaves"
+                    f"params{name}: {leaf}. implementation=None uses XLA for such "
+                    "leaves"
                 )
 
 
 class UpdateNodes(typing.NamedTuple):
-    """Inputs and outputs of an inner update, by leaf and by part of the state."""
+    """Nodes of an inner update's inputs and outputs, per leaf or per part of the state.
+
+    Args:
+      grads, masters, updates: per leaf.
+      state, new_state: per part, which is a leaf of the inner state.
+    """
 
     grads: list[Node]
     masters: list[Node]
@@ -96,7 +106,7 @@ def plan(
     landing: Landing,
     extra_args: dict,
 ) -> KernelPlan:
-    """Trace an inner update and find which leaves a kernel can take.
+    """Trace an inner update and find which leaves a kernel can update.
 
     Args:
       inner: the inner transformation.
@@ -126,9 +136,10 @@ def plan(
     scalars = Scalars(graph)
     for value in prepared.guard.scalars:
         scalars.ref(Node(jax.typeof(value), constant=value))
-    # Without its counterpart a part of the state is no leaf's moment.
-    is_same = jax.tree.structure(state) == state_tree
-    planner = _Planner(prepared, landing, nodes, scalars, is_same)
+    # If the structure changes, parts before and after the update cannot be paired, and
+    # no part is treated as a moment.
+    keeps_structure = jax.tree.structure(state) == state_tree
+    planner = _Planner(prepared, landing, nodes, scalars, keeps_structure)
     effects = closed.effects and f"it has side effects: {closed.effects}"
     leaves = [effects or planner.leaf(i) for i in range(len(prepared.params))]
     return KernelPlan(nodes, _without_shared_slots(leaves), scalars, state_tree)
@@ -140,18 +151,19 @@ class _Planner:
     Args:
       prepared, landing: the step.
       nodes: of the inner update's graph.
-      scalars: the table to which a leaf's scalars are added.
-      is_same: whether the state's structure is the same before and after the update.
+      scalars: the table to which the scalars of a leaf are added.
+      keeps_structure: whether the state has the same structure before and after.
     """
 
-    def __init__(self, prepared, landing, nodes: UpdateNodes, scalars, is_same):
+    def __init__(self, prepared, landing, nodes: UpdateNodes, scalars, keeps_structure):
         self._prepared: PreparedStep = prepared
         self._landing: Landing = landing
         self._nodes = nodes
         self._scalars: Scalars = scalars
-        self._how: list[Stored | None] = prepared.described_moments()
-        pairs = zip(nodes.state, nodes.new_state, strict=True)
-        self._pairs = list(pairs) if is_same else []
+        self._storage: list[MomentStorage | None] = prepared.described_moments()
+        self._state_pairs: list[tuple[Node, Node]] = []
+        if keeps_structure:
+            self._state_pairs += zip(nodes.state, nodes.new_state, strict=True)
 
     def leaf(self, i: int) -> LeafKernel | str:
         """A leaf's kernel, or the reason why it has none."""
@@ -169,27 +181,29 @@ class _Planner:
         inputs = [grad, master, *(nodes.state[s] for s in slots)]
         if update.aval.dtype != jnp.float32:
             raise NotElementwise(f"its update is {update.aval.dtype}")
-        if self._landing.is_direct if format_ is None else format_.stores_sum:
+        adds_update = self._landing.is_direct if format_ is None else format_.stores_sum
+        result = update
+        if adds_update:
             sums = self._scalars.graph.call(add_p, {}, [master, update], [master.aval])
-            (update,) = sums
-        outputs = [update, *(nodes.new_state[s] for s in slots)]
+            (result,) = sums
+        outputs = [result, *(nodes.new_state[s] for s in slots)]
         for node in outputs:
             _check_result(node, leaf.shape)
         body = LeafBody(
-            elementwise.program_of(outputs, inputs, self._scalars),
-            format_ and format_.on_fields(),
-            prepared.residuals[i] is not None,
-            self._moments(slots),
-            self._landing,
-            bool(prepared.guard.scalars),
+            program=elementwise.program_of(outputs, inputs, self._scalars),
+            format=format_ and format_.on_fields(),
+            has_residual=prepared.residuals[i] is not None,
+            moments=self._moments(slots),
+            landing=self._landing,
+            is_guarded=bool(prepared.guard.scalars),
         )
         return LeafKernel(body, slots)
 
     def _moments(self, slots):
-        """Formats and numbers of a leaf's moments, whose blocks must be of one size."""
+        """Formats and numbers of a leaf's moments, whose blocks must have one size."""
         found = tuple(
             None if how is None else (how.format, how.number)
-            for how in (self._how[s] for s in slots)
+            for how in (self._storage[s] for s in slots)
         )
         sizes = {how[0].block_size for how in found if how and has_scales(how)}
         if len(sizes) > 1:
@@ -197,12 +211,16 @@ class _Planner:
         return found
 
     def _slots_of(self, i: int) -> tuple[int, ...]:
-        """The parts of the state that the update reads or that are made of the leaf."""
+        """The parts of the state that are moments of this leaf.
+
+        These have the leaf's shape before and after the update, and either the leaf's
+        update reads them or they are computed from its gradient or master.
+        """
         nodes, shape = self._nodes, self._prepared.params[i].shape
         own = {nodes.grads[i], nodes.masters[i]}
         of_update = elementwise.inputs_of([nodes.updates[i]], shape)
         found = []
-        for number, (old, new) in enumerate(self._pairs):
+        for number, (old, new) in enumerate(self._state_pairs):
             same = (old.aval.shape, old.aval.dtype) == (new.aval.shape, new.aval.dtype)
             if old.aval.shape != shape or not same:
                 continue
@@ -218,8 +236,8 @@ def _check_leaf(leaf, is_packed: bool) -> None:
         raise NotElementwise(f"it is a leaf of {leaf.dtype}")
     if leaf.size > MAX_ELEMENTS:
         raise NotElementwise(f"it has more than {MAX_ELEMENTS} elements")
-    if leaf.size < (FEWEST_PACKED if is_packed else 1) or not leaf.shape:
-        raise NotElementwise("")  # left to XLA without complaint
+    if leaf.size < (MIN_PACKED_SIZE if is_packed else 1) or not leaf.shape:
+        raise NotElementwise("")  # no reason: left to XLA without an error
 
 
 def _check_result(node: Node, shape: tuple[int, ...]) -> None:
@@ -230,7 +248,7 @@ def _check_result(node: Node, shape: tuple[int, ...]) -> None:
 
 
 def _without_shared_slots(leaves: list[LeafKernel | str]) -> list[LeafKernel | str]:
-    """The kernels of leaves that share no part of the state with another leaf."""
+    """The plan of each leaf, without kernels that share a moment with another leaf."""
     counts = collections.Counter(
         slot for leaf in leaves if isinstance(leaf, LeafKernel) for slot in leaf.slots
     )

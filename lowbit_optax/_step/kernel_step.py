@@ -1,8 +1,8 @@
-"""One step by fused kernels: one pass over each leaf that the plan gives one.
+"""One step by fused kernels: one pass over each leaf that has a kernel.
 
-Everything else is computed outside, as on the XLA path: scalars, counters, and the
-leaves that no kernel takes. Which those are is in
-:mod:`lowbit_optax._step.kernel_plan`.
+Everything else is computed outside the kernels, as on the XLA path: scalars, counters,
+and leaves without a kernel. :mod:`lowbit_optax._step.kernel_plan` decides which leaves
+have one.
 """
 
 import dataclasses
@@ -35,16 +35,17 @@ from pallas_kernels.fused_update import (
 def run(
     plan: KernelPlan, prepared: PreparedStep, landing: Landing, layer: Layer | None
 ) -> tuple[list, list, list, frozenset[int]]:
-    """One step by a plan.
+    """Run one step according to a plan.
 
     Args:
       plan, prepared, landing: of the step.
-      layer: of which stacks the leaves are layers, if kernels can write into them.
+      layer: the layer that the leaves are, if kernels can write into its stacks.
 
     Returns:
-      ``(results, residuals, parts, written)``: by leaf the results and residuals, the
-      parts of the inner state, and the numbers of those that kernels wrote: they are
-      encoded. In the places of :func:`overwritten` there are whole stacks.
+      ``(results, residuals, parts, written)``: the result and residual of each leaf,
+      the parts of the inner state, and the indices of the parts that kernels have
+      written, which are encoded already. The arrays that :func:`overwritten` names are
+      replaced by whole stacks.
     """
     kernels, nodes = plan.kernels, plan.nodes
     written = frozenset(slot for x in kernels.values() for slot in x.slots)
@@ -73,7 +74,7 @@ def run(
 def overwritten(
     plan: KernelPlan, prepared: PreparedStep, layer: Layer | None
 ) -> list[jax.Array]:
-    """The arrays that kernels overwrite in their stacks, to be compared by identity.
+    """The layers that kernels overwrite in their stacks, to be compared by identity.
 
     Args:
       plan, prepared, layer: as for :func:`run`.
@@ -89,7 +90,7 @@ def overwritten(
 
 
 def _evaluated(plan: KernelPlan, prepared: PreparedStep, wanted: list):
-    """The value of any of these nodes, of scalars, and of inputs, as a function."""
+    """A function that gives the value of a wanted node, a scalar or an input."""
     nodes = plan.nodes
     known = dict(zip(nodes.grads, prepared.grads, strict=True))
     known |= zip(nodes.masters, prepared.masters, strict=True)
@@ -101,7 +102,7 @@ def _evaluated(plan: KernelPlan, prepared: PreparedStep, wanted: list):
 def _kernel_leaves(
     plan: KernelPlan, prepared: PreparedStep, layer: Layer | None
 ) -> dict[int, Leaf]:
-    """What the kernels read and write, by number of the leaf."""
+    """The arrays that the kernels read and write, by index of the leaf."""
     stored = prepared.stored_parts()
     return {
         i: _stacked(_kernel_leaf(i, kernel, prepared, stored), layer)
@@ -110,7 +111,7 @@ def _kernel_leaves(
 
 
 def _stacked(leaf: Leaf, layer: Layer | None) -> Leaf:
-    """The leaf as a layer to be written into its stacks, where these may be."""
+    """The leaf as a layer that is written into its stacks, if they can be written."""
     if layer is None:
         return leaf
     arrays = {n: layer.stack_of(leaf.operands[n].array) for n in leaf.overwritten}
@@ -139,12 +140,14 @@ def _kernel_leaf(i: int, kernel: LeafKernel, prepared: PreparedStep, stored) -> 
         else:
             operands.append(Operand(moment))
     operands += [Operand(moments[n].scales, per_group=True) for n in body.scaled]
-    lands_elsewhere = not body.landing.is_direct
+    # Every operand but the gradient has a result that overwrites it. If updates are
+    # returned, the old parameter is still needed, and its result gets its own array.
+    overwrites_param = body.landing.is_direct
     results = [
         Result(
             o.array.dtype,
             o.bits,
-            None if n == 1 and lands_elsewhere else n,
+            None if n == 1 and not overwrites_param else n,
             o.per_group,
         )
         for n, o in enumerate(operands)
@@ -154,7 +157,7 @@ def _kernel_leaf(i: int, kernel: LeafKernel, prepared: PreparedStep, stored) -> 
 
 
 def _moments_of(body: LeafBody, written: list) -> list:
-    """The moments as they are stored, from their arrays and then all scales."""
+    """The stored moments, from the arrays of all moments followed by all scales."""
     count = len(body.moments)
     moments, scales = written[:count], written[count:]
     for i, scale in zip(body.scaled, scales, strict=True):
@@ -165,7 +168,11 @@ def _moments_of(body: LeafBody, written: list) -> list:
 def _run_leaves(
     plan: KernelPlan, leaves: dict[int, Leaf], table: jax.Array, layer: Layer | None
 ) -> dict[int, list[jax.Array]]:
-    """Each leaf's results: large leaves one by one, small ones of a kind together."""
+    """The results of each leaf.
+
+    Large leaves have a kernel call each; small leaves with equal bodies and dtypes
+    share one.
+    """
     index = None if layer is None else layer.index
     written, small = {}, {}
     for i, leaf in leaves.items():
@@ -175,7 +182,7 @@ def _run_leaves(
             dtypes = tuple(x.dtype for x in leaf.arrays)
             small.setdefault((body, dtypes), []).append(i)
             continue
-        # The row is a constant and not a slice of the table: that were one more kernel.
+        # The row's number is a constant. A slice of the table would be one more kernel.
         written[i] = _fused(
             leaf.arrays,
             table,
@@ -197,13 +204,13 @@ def _run_leaves(
 
 
 def _abstract(leaf: Leaf) -> Leaf:
-    """The leaf without its arrays, static and hashable."""
+    """The leaf without its arrays, which makes it static and hashable."""
     return leaf.with_arrays([None] * len(leaf.operands))
 
 
 @functools.partial(jax.jit, static_argnames=("body", "like"))
 def _fused(arrays, table, row, layer, *, body: LeafBody, like: Leaf):
-    """Traced and lowered once for all leaves of one shape and program."""
+    """Update one leaf; traced and lowered once for equal shapes and programs."""
     leaf = like.with_arrays(arrays)
     return fused_update(
         body,
@@ -221,6 +228,7 @@ def _fused(arrays, table, row, layer, *, body: LeafBody, like: Leaf):
 
 @functools.partial(jax.jit, static_argnames=("body", "like"))
 def _fused_many(arrays, table, rows, *, body: LeafBody, like: tuple[Leaf, ...]):
+    """Update several small leaves in one kernel."""
     leaves = [leaf.with_arrays(a) for leaf, a in zip(like, arrays, strict=True)]
     return fused_update_many(
         body,
@@ -235,7 +243,7 @@ def _fused_many(arrays, table, rows, *, body: LeafBody, like: tuple[Leaf, ...]):
 def _table(
     scalars: Sequence[jax.Array], keys: tuple[jax.Array, jax.Array]
 ) -> jax.Array:
-    """A row of uint32 for every leaf: its keys, and the scalars that all share."""
+    """A uint32 table with a row per leaf: its keys, and the scalars that all share."""
     count = keys[0].shape[0]
     words = [*(k[:, None] for k in keys)]
     if scalars:

@@ -1,10 +1,11 @@
-"""Which fields of optax's states are running averages, and so may be kept in few bits.
+"""Which fields of optax's states are running averages, and so can be stored in few
+bits.
 
-A running average is read, changed a little and written again, so that the noise of few
-bits averages out in it. Other arrays of a parameter's shape do not forgive it: weights
-(``z`` of schedule-free, the initial weights of ``prodigy``, ``dog`` and ``dowg``), sums
-that only grow (Adagrad), maxima (AMSGrad), the last gradient (Adan), and the pair whose
-difference centered RMSProp takes the root of.
+Every step changes a running average a little, so the rounding noise of few bits
+averages out in it. It does not average out in other arrays of a parameter's shape:
+weights (``z`` of schedule-free, the initial weights of ``prodigy``, ``dog`` and
+``dowg``), sums that only grow (Adagrad), maxima (AMSGrad), the last gradient (Adan),
+and the two averages of centered RMSProp, which takes the root of a difference of them.
 """
 
 # By name, because optax does not export all of these classes.

@@ -14,14 +14,14 @@ from lowbit_optax._step.identity import ByIdentity, is_one_of
 class Layer:
     """One layer of some of the parameters.
 
-    An update gets arrays that :meth:`of` took out of their stacks. They pass through
-    optax's wrappers unchanged, so the code inside knows each one again by identity, and
-    :meth:`stack_of` tells it where it may write. Likewise :meth:`put` knows the results
-    that have been written already.
+    An update gets arrays that :meth:`of` has taken out of their stacks. They pass
+    through optax's wrappers unchanged, so the code inside can recognise each one by
+    identity, and :meth:`stack_of` returns the stack that it may write into. Likewise
+    :meth:`put` recognises results that have been written already.
 
     Args:
       index: int32 scalar, the layer's number.
-      names: paths of the parameters of which it is a layer.
+      names: paths of the stacked parameters.
     """
 
     index: jax.Array
@@ -38,11 +38,11 @@ class Layer:
 
     @property
     def is_of_this_trace(self) -> bool:
-        """Whether the running function is traced together with this layer's creator."""
+        """Whether the running function belongs to the trace that made this layer."""
         return self._trace_state == _trace_state()
 
     def of(self, stack: jax.Array) -> jax.Array:
-        """The layer of a stack, as an array that :meth:`stack_of` will know."""
+        """The layer of a stack, as an array that :meth:`stack_of` will recognise."""
         layer = self._taken_from(stack)
         self._stacks.add(layer, stack)
         return layer
@@ -52,10 +52,10 @@ class Layer:
         return self._stacks.get(layer)
 
     def into_stacks(self, arrays: Sequence[jax.Array], old, new):
-        """Put some results of an update into the stacks of the arrays they replace.
+        """Write some results of an update into the stacks of the arrays they replace.
 
         Args:
-          arrays: those leaves of ``old``, by identity, that are replaced in stacks.
+          arrays: the leaves of ``old``, by identity, whose results go into stacks.
           old, new: arguments and results of an update, trees of one structure.
 
         Returns:
@@ -70,9 +70,9 @@ class Layer:
         return _map_where(put, arrays, old, new)
 
     def out_of_stacks(self, arrays: Sequence[jax.Array], old, new):
-        """Undo :meth:`into_stacks`: layers in the places of whole stacks.
+        """The inverse of :meth:`into_stacks`: layers in the places of whole stacks.
 
-        :meth:`put` knows these layers as written and returns their stacks.
+        :meth:`put` recognises these layers as written and returns their stacks.
         """
 
         def taken(_, stack):
@@ -83,7 +83,7 @@ class Layer:
         return _map_where(taken, arrays, old, new)
 
     def put(self, stack: jax.Array, layer: jax.Array) -> jax.Array:
-        """The stack with a new layer, unless that has been written into it already."""
+        """The stack with a new layer, which may have been written into it already."""
         written = self._written.get(layer)
         if written is not None:
             return written
@@ -94,7 +94,7 @@ class Layer:
 
 
 def _map_where(fn: Callable, arrays: Sequence[jax.Array], old, new):
-    """``new``, with ``fn(old, new)`` where the old leaf is one of the arrays."""
+    """``new``, with ``fn(old, new)`` wherever the old leaf is one of the arrays."""
     olds, (news, structure) = jax.tree.leaves(old), jax.tree.flatten(new)
     return structure.unflatten(
         fn(a, b) if is_one_of(a, arrays) else b for a, b in zip(olds, news, strict=True)

@@ -1,10 +1,10 @@
-"""Where an inner transformation keeps its moments, and in which format each goes.
+"""Where an inner transformation keeps its moments, and in which format each is stored.
 
-A moment is a float32 array of a parameter's shape, at that parameter's place in a tree
-that the inner ``init`` built like the parameters: ``mu``, ``nu``, ``trace``. Where such
-trees are is what ``optax.tree.map_params`` knows. Each is a :class:`Slot`; its name is
-the state's field, and the state's class tells whether it is known to be a running
-average.
+The inner ``init`` builds trees like the parameters, such as ``mu``, ``nu`` or
+``trace``. A moment is a float32 array in such a tree, of the shape of the parameter in
+whose place it is. ``optax.tree.map_params`` finds these trees. Each becomes a
+:class:`Slot`, named by the state's field; the class of the state tells whether the
+field is known to be a running average.
 """
 
 import dataclasses
@@ -27,13 +27,14 @@ Moments = Moment | Mapping[str, Moment] | None
 
 @dataclasses.dataclass(frozen=True)
 class MomentChoice:
-    """Which moments go into which format.
+    """Which moments are stored in which format.
 
     Args:
-      averages: of the fields known to be running averages; None for float32.
-      by_field: of these fields, whatever they are; None for float32.
-      is_default: whether nobody asked for it. Then an inner transformation whose
-        moments cannot be found keeps them in float32.
+      averages: the format of fields known to be running averages; None for float32.
+      by_field: the formats of fields given by name, whether they are running averages
+        or not; None for float32.
+      is_default: whether the user left ``moments`` out. In that case moments that
+        cannot be found stay float32 instead of raising an error.
     """
 
     averages: MomentFormat | None
@@ -42,10 +43,10 @@ class MomentChoice:
 
     @staticmethod
     def of(moments: Moments) -> "MomentChoice":
-        """The choice that an argument ``moments`` stands for.
+        """The choice that the argument ``moments`` of ``lowbit`` stands for.
 
         Raises:
-          TypeError: for what is no moment format.
+          TypeError: if it has something that is not a moment format.
         """
         if moments is None:
             return MomentChoice(block_quantized(8), {}, is_default=True)
@@ -56,11 +57,11 @@ class MomentChoice:
 
     @property
     def is_float32(self) -> bool:
-        """Whether every moment stays as it is."""
+        """Whether every moment stays float32."""
         return self.averages is None and not any(self.by_field.values())
 
     def format_of(self, state_class: type | None, field: str) -> MomentFormat | None:
-        """The format of a field of a state; None for float32."""
+        """The moment format of one field of a state; None for float32."""
         if field in self.by_field:
             return self.by_field[field]
         return self.averages if is_running_average(state_class, field) else None
@@ -68,12 +69,14 @@ class MomentChoice:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Slot:
-    """A tree like the parameters in the inner state; no pytree node, so a leaf.
+    """A tree of moments in the inner state.
+
+    It is not registered as a pytree node, so it is a leaf of the state.
 
     Args:
-      tree: of shapes and dtypes.
-      field: of the state.
-      format: None where it stays as it is.
+      tree: ShapeDtypeStructs, with the parameters' structure.
+      field: the state's field that holds it.
+      format: how its moments are stored; None for float32.
     """
 
     tree: typing.Any
@@ -84,21 +87,22 @@ class Slot:
 def with_slots(
     inner: optax.GradientTransformation, choice: MomentChoice, expected
 ) -> typing.Any:
-    """An inner state with its slots as leaves.
+    """An inner state with a :class:`Slot` in place of each tree of moments.
 
     Args:
-      inner: the transformation.
-      choice: of formats.
+      inner: the inner transformation.
+      choice: the formats of the moments.
       expected: the inner state as ShapeDtypeStructs.
 
     Raises:
-      ValueError: if the moments cannot be found, if a field is named that is none of
-        theirs, or if one is kept in 16 bits already.
+      ValueError: if the moments cannot be found, if ``choice`` names a field that holds
+        no moments, or if a moment to be stored in a format is in 16 bits already.
     """
     try:
         state = optax.tree.map_params(inner, Slot, expected, is_leaf=lambda _: True)
     except Exception as error:
-        # Its init has to take optax's placeholders in the parameters' place.
+        # map_params calls the inner init with placeholders instead of parameters, which
+        # not every init accepts.
         if choice.is_default:
             return expected
         raise ValueError(
@@ -106,7 +110,7 @@ def with_slots(
             f"because optax.tree.map_params fails on it ({type(error).__name__}: "
             f"{error}); accepted for it is moments='float32'"
         ) from error
-    named = _Named()
+    named = _SlotVisitor()
     named.visit(state, None, "")
     unknown = sorted(set(choice.by_field) - named.fields)
     if unknown:
@@ -122,12 +126,18 @@ def with_slots(
             format_ = format_.for_field(field, named.fields)
         return Slot(slot.tree, field, format_)
 
-    return _Named(with_format).visit(state, None, "")
+    return _SlotVisitor(with_format).visit(state, None, "")
 
 
 @dataclasses.dataclass
-class _Named:
-    """Visits a state's slots with the class and field that each belongs to."""
+class _SlotVisitor:
+    """Visits the slots of a state, with the class and field that each belongs to.
+
+    Args:
+      change: ``(state class, field, slot) -> replacement``; leaves slots alone if left
+        out.
+      fields: the names of the fields visited so far that hold slots.
+    """
 
     change: typing.Callable[[type | None, str, Slot], typing.Any] = (
         lambda state_class, field, slot: slot
@@ -135,7 +145,7 @@ class _Named:
     fields: set[str] = dataclasses.field(default_factory=set)
 
     def visit(self, node, state_class: type | None, field: str):
-        """The node with its slots changed."""
+        """A copy of the node with its slots changed."""
         if isinstance(node, Slot):
             self.fields.add(field)
             return self.change(state_class, field, node)

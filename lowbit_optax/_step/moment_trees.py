@@ -1,10 +1,11 @@
-"""Parallel trees of what a format makes of moments, instead of a container at each.
+"""Quantised moments as the state keeps them: parallel trees of codes and of scales.
 
-    encode, leaf by leaf: nu = {"w": (codes, scales), "b": float32}
-    in the state:         nu = ({"w": codes, "b": float32}, {"w": scales, "b": None})
+    from ``encode``, per leaf:  nu = {"w": (codes, scales), "b": float32}
+    in the state:               nu = ({"w": codes, "b": float32},
+                                      {"w": scales, "b": None})
 
-Each of the trees has the parameters' structure. That is what ``optax.tree.map_params``,
-shardings and checkpoints know to treat.
+Each of the parallel trees has the parameters' structure, which is what
+``optax.tree.map_params``, shardings and checkpoints can handle.
 """
 
 from collections.abc import Sequence
@@ -14,48 +15,53 @@ from lowbit_optax.formats.base import MomentFormat
 from lowbit_optax.formats.block_quantized import QuantizedMoment
 
 
-def in_trees(format_: MomentFormat | None, treedef, parts: Sequence):
-    """A slot's moments as the state keeps them.
+def to_parallel_trees(format_: MomentFormat | None, treedef, parts: Sequence):
+    """The moments of one slot as the state keeps them.
 
     Args:
-      format_: of the slot.
+      format_: the slot's moment format.
       treedef: the slot's structure.
-      parts: by leaf, what a format's ``encode`` made of it; what is kept as it is.
+      parts: per leaf, the result of the format's ``encode``, or the uncoded array of a
+        leaf that the format leaves alone.
 
     Returns:
-      One tree, or a container of trees, in which ``scales`` are None at the leaves that
-      are kept as they are.
+      One tree; or, if the format stores a moment as several arrays, a container of
+      trees, in which ``scales`` is None at the uncoded leaves.
     """
     if not _has_container(format_):
         return treedef.unflatten(parts)
-    pairs = [x if is_container(x) else kept_as_it_is(format_, x) for x in parts]
+    pairs = [x if is_quantized_moment(x) else wrap_uncoded(format_, x) for x in parts]
     return QuantizedMoment(
         treedef.unflatten(x.codes for x in pairs),
         treedef.unflatten(x.scales for x in pairs),
     )
 
 
-def by_leaf(slot):
-    """The other way round: a container at every leaf of a slot that has containers."""
-    if not is_container(slot):
+def from_parallel_trees(slot):
+    """The inverse of :func:`to_parallel_trees`, with a container at every leaf.
+
+    Uncoded leaves are in the form that :func:`wrap_uncoded` gives them. A slot that is
+    not a container is returned as it is.
+    """
+    if not is_quantized_moment(slot):
         return slot
     names, codes, treedef = trees.named_leaves(slot.codes)
     scales = trees.parts_of(names, treedef, slot.scales, "scales")
     return treedef.unflatten(map(QuantizedMoment, codes, scales))
 
 
-def kept_as_it_is(format_: MomentFormat | None, x):
-    """What :func:`by_leaf` gives at a leaf that the slot's format leaves alone."""
+def wrap_uncoded(format_: MomentFormat | None, x):
+    """An uncoded array in the container that the coded leaves of its slot have."""
     return QuantizedMoment(x, None) if _has_container(format_) else x
 
 
-def without_container(part):
-    """``x`` of :func:`kept_as_it_is`; other parts of :func:`by_leaf` as they are."""
-    return part.codes if is_container(part) and part.scales is None else part
+def unwrap_uncoded(part):
+    """The inverse of :func:`wrap_uncoded`; anything else is returned as it is."""
+    return part.codes if is_quantized_moment(part) and part.scales is None else part
 
 
-def is_container(x) -> bool:
-    """Whether it is a moment in several arrays, or a slot of such moments."""
+def is_quantized_moment(x) -> bool:
+    """Whether ``x`` is a moment in several arrays, or a slot of such moments."""
     return isinstance(x, QuantizedMoment)
 
 

@@ -1,8 +1,9 @@
-"""An inner transformation's state with its moments in their formats, and back.
+"""Encoding and decoding the moments in an inner transformation's state.
 
-Which parts of a state are moments, and in which format, is in
-:mod:`lowbit_optax._step.moment_slots`. Formats work leaf by leaf;
-:mod:`lowbit_optax._step.moment_trees` has how the state keeps what they make.
+:mod:`lowbit_optax._step.moment_slots` finds which parts of a state are moments, and in
+which format each is stored. Formats work leaf by leaf;
+:mod:`lowbit_optax._step.moment_trees` turns their results into the trees that the state
+keeps.
 """
 
 import dataclasses
@@ -18,19 +19,26 @@ from lowbit_optax._numerics.random_bits import RandomBits
 from lowbit_optax._numerics.streams import Draws, moment_draws
 from lowbit_optax._step.moment_slots import MomentChoice, Slot, with_slots
 from lowbit_optax._step.moment_trees import (
-    by_leaf,
-    in_trees,
-    is_container,
-    kept_as_it_is,
-    without_container,
+    from_parallel_trees,
+    is_quantized_moment,
+    to_parallel_trees,
+    unwrap_uncoded,
+    wrap_uncoded,
 )
-from lowbit_optax._step.stacks import layerwise
+from lowbit_optax._step.stacks import marked_layerwise
+from lowbit_optax._step.trees import describe
 from lowbit_optax.formats.base import MomentFormat
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
-    """How a moment is stored: of which leaf, in what format, and as which of them."""
+class MomentStorage:
+    """How one moment is stored.
+
+    Args:
+      leaf: path of the parameter that it belongs to.
+      format: its moment format.
+      number: counts the moments of one parameter from 0.
+    """
 
     leaf: str
     format: MomentFormat
@@ -39,16 +47,16 @@ class Stored:
 
 @dataclasses.dataclass(frozen=True)
 class MomentPlan:
-    """Which leaves of an inner state are stored in which format.
+    """Which parts of an inner state are stored in which format.
 
     A *part* is a leaf of the inner state as the inner transformation knows it.
 
     Args:
       inner: the wrapped transformation.
-      choice: of the moments' formats.
+      choice: the formats of the moments.
       names, params: paths and leaves of the parameters.
       expected: the inner state before encoding, as ShapeDtypeStructs.
-      min_size: leaves with fewer elements may be kept in float32.
+      min_size: moments with fewer elements may be kept in float32.
     """
 
     inner: optax.GradientTransformation
@@ -59,17 +67,17 @@ class MomentPlan:
     min_size: int = 4096
 
     def encode(self, state, draws: list[Draws]):
-        """The inner state with its moments in their formats.
+        """The inner state as it is stored, with its moments in their formats.
 
         Args:
-          state: with moments in float32.
-          draws: random numbers of the leaves' moments.
+          state: the inner state with moments in float32.
+          draws: per leaf, the random numbers for its moments.
         """
         if self.choice.is_float32:
             return state
         treedef = jax.tree.structure(self.expected)
         parts = self.encode_parts(treedef.flatten_up_to(state), draws)
-        return self.in_trees(treedef.unflatten(parts))
+        return self.to_parallel_trees(treedef.unflatten(parts))
 
     def encode_parts(
         self,
@@ -77,12 +85,12 @@ class MomentPlan:
         draws: list[Draws],
         encoded: Set[int] = frozenset(),
     ) -> list:
-        """The parts of an inner state, each moment's arrays together in its place.
+        """The parts of an inner state, with each moment in the form ``encode`` gives.
 
         Args:
-          parts: with moments in float32.
-          draws: random numbers of the leaves' moments.
-          encoded: numbers of the parts that are encoded already.
+          parts: the parts with moments in float32.
+          draws: per leaf, the random numbers for its moments.
+          encoded: indices of the parts that are encoded already.
         """
         by_name = dict(zip(self.names, draws, strict=True))
         treedef = jax.tree.structure(self.expected)
@@ -94,49 +102,54 @@ class MomentPlan:
             for i, (part, how) in enumerate(zip(parts, described, strict=True))
         ]
 
-    def in_trees(self, state):
-        """An inner state of encoded parts as it is stored: parallel trees."""
+    def to_parallel_trees(self, state):
+        """An inner state of encoded parts as it is stored, in parallel trees."""
         if self.choice.is_float32:
             return state
 
-        def slot_in_trees(slot, tree):
+        def to_trees(slot, tree):
             structure = jax.tree.structure(slot.tree)
-            return in_trees(slot.format, structure, structure.flatten_up_to(tree))
+            return to_parallel_trees(
+                slot.format, structure, structure.flatten_up_to(tree)
+            )
 
-        return self._map_slots(slot_in_trees, state)
+        return self._map_slots(to_trees, state)
 
-    def by_leaf(self, state):
-        """The stored inner state with each moment's arrays together at its leaf."""
+    def from_parallel_trees(self, state):
+        """The stored inner state with each moment's arrays together at its leaf.
+
+        The inverse of :meth:`to_parallel_trees`.
+        """
         if self.choice.is_float32:
             return state
 
-        def slot_by_leaf(slot, stored):
+        def from_trees(slot, stored):
             del slot
-            parts = by_leaf(stored)
-            return jax.tree.map(without_container, parts, is_leaf=is_container)
+            parts = from_parallel_trees(stored)
+            return jax.tree.map(unwrap_uncoded, parts, is_leaf=is_quantized_moment)
 
-        return self._map_slots(slot_by_leaf, state)
+        return self._map_slots(from_trees, state)
 
     def describe(self, state):
         """How each part of a decoded inner state is stored.
 
         Returns:
-          A tree like ``state`` with a :class:`Stored` for every moment that has a
-          format, and None elsewhere.
+          A tree like ``state`` with a :class:`MomentStorage` for every moment that has
+          a format, and None elsewhere.
         """
         nothing = lambda _: None
         if self.choice.is_float32:
             return jax.tree.map(nothing, state)
         numbers: dict[str, int] = {}
 
-        def describe(name, format_, part, like):
+        def storage(name, format_, part, like):
             if format_ is None:
                 return None
             number = numbers[name] = numbers.get(name, -1) + 1
-            return Stored(name, format_, number)
+            return MomentStorage(name, format_, number)
 
         return self._map_slots(
-            lambda slot, tree: self._map_moments(describe, slot, tree, nothing),
+            lambda slot, tree: self._map_moments(storage, slot, tree, nothing),
             state,
             nothing,
         )
@@ -152,52 +165,52 @@ class MomentPlan:
             return state
 
         def decode(slot, name, format_, stored, like):
-            want = kept_as_it_is(slot.format, like)
+            want = wrap_uncoded(slot.format, like)
             if format_ is not None:
-                want = _stored_like(format_, like.shape)
-            if _text(stored) != _text(want):
+                want = _expected_encoding(format_, like.shape)
+            if describe(stored) != describe(want):
                 raise ValueError(
-                    f"moment {slot.field!r} of params{name} is {_text(stored)}, but "
-                    f"{slot.format or 'no format'} stores {_text(want)}: was this "
+                    f"moment {slot.field!r} of params{name} is {describe(stored)}, but "
+                    f"{slot.format or 'no format'} stores {describe(want)}: was this "
                     "state made by a transformation with other moments?"
                 )
             if format_ is None:
-                return without_container(stored)
-            return layerwise(lambda x: format_.decode(x, like.shape), stored)
+                return unwrap_uncoded(stored)
+            return marked_layerwise(lambda x: format_.decode(x, like.shape), stored)
 
         return self._map_slots(
             lambda slot, stored: self._map_moments(
                 functools.partial(decode, slot),
                 slot,
-                by_leaf(stored),
-                without_container,
+                from_parallel_trees(stored),
+                unwrap_uncoded,
             ),
             state,
         )
 
     def _check_float32(self, state):
-        # Without formats the inner transformation's init need not take optax's
-        # placeholders, so moments are told by dtype alone.
+        # Without formats the inner init need not accept optax's placeholders, so the
+        # moments are recognised by their dtype alone.
         def flatten(tree):
-            tree = jax.tree.map(by_leaf, tree, is_leaf=is_container)
-            return jax.tree_util.tree_flatten_with_path(tree, is_container)
+            tree = jax.tree.map(from_parallel_trees, tree, is_leaf=is_quantized_moment)
+            return jax.tree_util.tree_flatten_with_path(tree, is_quantized_moment)
 
         stored, structure = flatten(state)
         wanted, expected = flatten(self.expected)
         if structure != expected:
-            return  # the inner transformation's own matter
+            return  # the inner transformation reports it, if it minds
         for (path, part), (_, want) in zip(stored, wanted, strict=True):
             if getattr(want, "dtype", None) != jnp.float32:
                 continue
-            if _text(part) != _text(want):
+            if describe(part) != describe(want):
                 raise ValueError(
-                    f"moment {jax.tree_util.keystr(path)} is {_text(part)}, but "
-                    f"without moment formats it is {_text(want)}: was this state made "
-                    "by a transformation with other moments?"
+                    f"moment {jax.tree_util.keystr(path)} is {describe(part)}, but "
+                    f"without moment formats it is {describe(want)}: was this state "
+                    "made by a transformation with other moments?"
                 )
 
     def _map_slots(self, fn, state, other=lambda part: part):
-        """``fn(slot, part)`` at every slot, ``other(part)`` elsewhere in a state."""
+        """Map ``fn(slot, part)`` over the slots, and ``other(part)`` elsewhere."""
 
         def visit(slot, part):
             return fn(slot, part) if isinstance(slot, Slot) else other(part)
@@ -205,9 +218,9 @@ class MomentPlan:
         return jax.tree.map(visit, self._slots, state)
 
     def _map_moments(self, fn, slot: Slot, tree, other):
-        """``fn(name, format, part, expected leaf)`` on every moment of a slot.
+        """Map ``fn(name, format, part, expected leaf)`` over the moments of a slot.
 
-        ``other`` is for the slot's parts that are no moments.
+        ``other(part)`` is for the parts of the slot that are not moments.
         """
         shapes = {
             name: leaf.shape for name, leaf in zip(self.names, self.params, strict=True)
@@ -227,28 +240,14 @@ class MomentPlan:
         return with_slots(self.inner, self.choice, self.expected)
 
 
-def _encode(how: Stored, moment: jax.Array, draws: Draws):
-    return layerwise(lambda x: how.format.encode(x, draws, how.number), moment)
+def _encode(how: MomentStorage, moment: jax.Array, draws: Draws):
+    return marked_layerwise(lambda x: how.format.encode(x, draws, how.number), moment)
 
 
 @functools.lru_cache(maxsize=4096)
-def _stored_like(format_: MomentFormat, shape: tuple[int, ...]):
+def _expected_encoding(format_: MomentFormat, shape: tuple[int, ...]):
     def encode(moment, seed):
         return format_.encode(moment, moment_draws(RandomBits(seed, seed)), 0)
 
     scalar = jax.ShapeDtypeStruct((), jnp.uint32)
     return jax.eval_shape(encode, jax.ShapeDtypeStruct(shape, jnp.float32), scalar)
-
-
-def _text(stored) -> str:
-    """A stored moment's dtypes and shapes, as errors show them and to compare."""
-    if isinstance(stored, tuple) and hasattr(stored, "_asdict"):
-        fields = typing.cast(typing.Any, stored)._asdict()
-        parts = (f"{key}: {_text(part)}" for key, part in fields.items())
-        return f"{type(stored).__name__}({', '.join(parts)})"
-    if stored is None:
-        return "none"
-    dtype, shape = getattr(stored, "dtype", None), getattr(stored, "shape", None)
-    if dtype is None or shape is None:
-        return f"a {type(stored).__name__}"
-    return f"{dtype}{list(shape)}"

@@ -1,4 +1,4 @@
-"""A step up to the inner update: everything joined, decoded, widened and checked."""
+"""What a step needs before the inner update: masters, float32 gradients and moments."""
 
 import dataclasses
 import functools
@@ -22,29 +22,31 @@ from lowbit_optax._step import trees
 from lowbit_optax._step.choices import Choices
 from lowbit_optax._step.guard import Guard, Unguarded
 from lowbit_optax._step.moments import MomentPlan
-from lowbit_optax._step.stacks import layerwise, placed
+from lowbit_optax._step.stacks import bits_at_layers, marked_layerwise
 from lowbit_optax._step.state import LowbitState
 from lowbit_optax.formats.base import WeightFormat, residual_bits_read
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PreparedStep:
-    """What a step needs, in lists over the parameters' leaves, in their tree's order.
+    """Everything that a step needs, checked and decoded.
+
+    Lists have one element per leaf of the parameters, in the order of their tree.
 
     Args:
       names, params, treedef: paths, leaves and structure of the parameters.
-      formats: weight formats; None at leaves that pass through.
+      formats: weight formats; None for leaves that pass through.
       residuals: as the state holds them.
-      masters: what the inner transformation sees as parameters.
-      given_grads: gradients as they were given.
-      grads: gradients as the inner transformation sees them, unscaled by the guard.
+      masters: the parameters that the inner transformation sees.
+      given_grads: the gradients as the user gave them.
+      grads: the gradients that the inner transformation sees, unscaled by the guard.
       moment_plan: how the inner state is stored.
-      inner_state: the inner transformation's state, its moments in float32.
-      stored_inner_state: the same as it is stored.
-      random: random bits.
-      moment_draws: random numbers of the moments.
-      keys: the same bits' keys, as kernels take them.
-      guard: whether there is a step at all.
+      inner_state: the inner transformation's state, with its moments in float32.
+      stored_inner_state: the same state in its stored form.
+      random: random bits for the parameters.
+      moment_draws: random numbers for the moments.
+      keys: the keys of ``random``, in the form that kernels take.
+      guard: decides whether the step happens.
     """
 
     names: list[str]
@@ -64,11 +66,15 @@ class PreparedStep:
     guard: Guard | Unguarded
 
     def tree(self, leaves: Sequence):
-        """A tree like the parameters."""
+        """A tree with the parameters' structure and these leaves."""
         return self.treedef.unflatten(leaves)
 
     def inner_update(self, inner: optax.GradientTransformation, extra: dict):
-        """``(updates by leaf, new inner state)`` in float32."""
+        """Call the inner transformation.
+
+        Returns:
+          ``(updates, new inner state)`` in float32, the updates as a list.
+        """
         updates, inner_state = optax.with_extra_args_support(inner).update(
             self.tree(self.grads), self.inner_state, self.tree(self.masters), **extra
         )
@@ -76,7 +82,16 @@ class PreparedStep:
         return updates, inner_state
 
     def land(self, number: int, update, landing: Landing):
-        """``(result, new residual)`` of a leaf, given its inner update."""
+        """Add the inner update to the master of a leaf and store it.
+
+        Args:
+          number: index of the leaf.
+          update: its inner update.
+          landing: how the new parameter takes the old one's place.
+
+        Returns:
+          ``(result, new residual)``: the result is the new parameter, or the update.
+        """
         format_, param = self.formats[number], self.params[number]
         if format_ is None:
             result, residual = update, None
@@ -88,7 +103,7 @@ class PreparedStep:
                 random = self.random[number]
                 return format_.advance(param, residual, update, random, landing)
 
-            _, residual, result = layerwise(
+            _, residual, result = marked_layerwise(
                 advance, param, self.residuals[number], update.astype(jnp.float32)
             )
         if landing.is_direct:
@@ -96,15 +111,15 @@ class PreparedStep:
         return result, self.guard.chosen(residual, self.residuals[number])
 
     def described_moments(self) -> list:
-        """By part of the inner state, how it is stored; None if it is not encoded."""
+        """Per part of the inner state, its MomentStorage; None if it is not encoded."""
         structure = jax.tree.structure(self.inner_state)
         return structure.flatten_up_to(self.moment_plan.describe(self.inner_state))
 
     def stored_parts(self) -> list:
-        """By part of the inner state, that part as it is stored."""
+        """Per part of the inner state, that part in its stored form."""
         structure = jax.tree.structure(self.inner_state)
         return structure.flatten_up_to(
-            self.moment_plan.by_leaf(self.stored_inner_state)
+            self.moment_plan.from_parallel_trees(self.stored_inner_state)
         )
 
 
@@ -115,10 +130,15 @@ def prepare(
     grads: optax.Updates,
     guard: Guard | Unguarded,
 ) -> PreparedStep:
-    """Check a step's arguments, join the masters and decode the moments.
+    """Check the arguments of a step, join the masters and decode the moments.
+
+    Args:
+      config: of the transformation.
+      params, state, grads: as in optax.
+      guard: decides whether the step happens.
 
     Raises:
-      TypeError, ValueError: naming the leaf that does not fit the others.
+      TypeError, ValueError: naming the leaf at which the arguments do not fit together.
     """
     if params is None:
         raise ValueError(
@@ -134,7 +154,9 @@ def prepare(
     given_grads = trees.parts_of(names, treedef, grads, "grads")
     residuals = _residuals(config, names, leaves, treedef, formats, state.residual)
     masters = [
-        leaf if format_ is None else layerwise(format_.inner_weight, leaf, residual)
+        leaf
+        if format_ is None
+        else marked_layerwise(format_.inner_weight, leaf, residual)
         for format_, leaf, residual in zip(formats, leaves, residuals, strict=True)
     ]
     wide_grads = [
@@ -145,31 +167,31 @@ def prepare(
     plan = config.moment_plan(names, leaves, expected)
     random = random_of_leaves(names, leaves, state.seed, state.count)
     return PreparedStep(
-        names,
-        leaves,
-        treedef,
-        formats,
-        residuals,
-        masters,
-        given_grads,
-        guard.unscaled(wide_grads),
-        plan,
-        plan.decode(state.inner_state),
-        state.inner_state,
-        random,
-        draws_of_moments(leaves, formats, random),
-        random_keys(state.seed, state.count, _numbers(names)),
-        guard,
+        names=names,
+        params=leaves,
+        treedef=treedef,
+        formats=formats,
+        residuals=residuals,
+        masters=masters,
+        given_grads=given_grads,
+        grads=guard.unscaled(wide_grads),
+        moment_plan=plan,
+        inner_state=plan.decode(state.inner_state),
+        stored_inner_state=state.inner_state,
+        random=random,
+        moment_draws=draws_of_moments(leaves, formats, random),
+        keys=random_keys(state.seed, state.count, _numbers(names)),
+        guard=guard,
     )
 
 
 def random_of_leaves(names, leaves, seed, count) -> list[RandomBits]:
-    """The leaves' random bits at a step."""
-    return placed(random_bits(seed, count, _numbers(names)), names, leaves)
+    """The random bits of each leaf at one step."""
+    return bits_at_layers(random_bits(seed, count, _numbers(names)), names, leaves)
 
 
 def draws_of_moments(leaves, formats, random: list[RandomBits]) -> list[Draws]:
-    """The random numbers of the leaves' moments."""
+    """Per leaf, the random numbers for its moments."""
     return [
         moment_draws(bits, residual_bits_read(format_, leaf))
         for leaf, format_, bits in zip(leaves, formats, random, strict=True)
@@ -177,7 +199,7 @@ def draws_of_moments(leaves, formats, random: list[RandomBits]) -> list[Draws]:
 
 
 def widened_gradient(name: str, grad, param):
-    """A leaf's gradient, in float32 if it or its parameter is narrower.
+    """The gradient of a leaf, as float32 if it or its parameter is narrower than that.
 
     Raises:
       TypeError, ValueError: naming the leaf, for a gradient that is not a float array
@@ -209,7 +231,7 @@ def widened_gradient(name: str, grad, param):
 
 
 def _residuals(config: Choices, names, leaves, treedef, formats, residual) -> list:
-    """The residuals by leaf, after checks that they belong to these parameters."""
+    """The residual of each leaf, after checking that it belongs to its parameter."""
     container = config.weights.container
     if type(residual) is not container:
         raise ValueError(
@@ -224,17 +246,19 @@ def _residuals(config: Choices, names, leaves, treedef, formats, residual) -> li
         if format_ is None and part is not None:
             raise ValueError(
                 f"lowbit: params{name} is {leaf.dtype}, but the state holds the "
-                f"residual of a lower precision, {_text(part)}: was it cast on the "
-                "way, as equinox.apply_updates does when it adds float32 updates? "
-                "Apply updates by lowbit_optax.apply_updates or optax.apply_updates, "
+                f"residual of a lower precision, {trees.describe(part)}: was it cast "
+                "on the way, as equinox.apply_updates does when it adds float32 "
+                "updates? Apply updates by lowbit_optax.apply_updates or "
+                "optax.apply_updates, "
                 "or step by lowbit_optax.step"
             )
         want = _expected_residual(format_, leaf)
-        if _text(part) != _text(want):
+        if trees.describe(part) != trees.describe(want):
             raise ValueError(
-                f"lowbit: residual of params{name} is {_text(part)}, but "
-                f"{format_ or 'a leaf that passes through'} keeps {_text(want)}: was "
-                "this state made by a transformation with other weights?"
+                f"lowbit: residual of params{name} is {trees.describe(part)}, but "
+                f"{format_ or 'a leaf that passes through'} keeps "
+                f"{trees.describe(want)}: was this state made by a transformation with "
+                "other weights?"
             )
     return held
 
@@ -252,9 +276,3 @@ def _residual_like(format_: WeightFormat, shape: tuple[int, ...], dtype):
 
 def _numbers(names: Sequence[str]) -> list[int]:
     return [leaf_number(name) for name in names]
-
-
-def _text(x) -> str:
-    if x is None or not hasattr(x, "dtype"):
-        return f"a {type(x).__name__}" if x is not None else "none"
-    return f"{x.dtype}{list(x.shape)}"

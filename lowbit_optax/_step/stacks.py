@@ -1,4 +1,4 @@
-"""The update of one layer of stacked parameters: what the code that runs it must know.
+"""The update of one layer of stacked parameters, and what its code must know.
 
 :mod:`lowbit_optax.release` calls a transformation with one layer in place of the whole
 stack: ``params[i]`` for ``params``, and ``state[i]`` for the state that belongs to it.
@@ -8,7 +8,8 @@ stack, and a kernel can write into the stack itself. :class:`Layer` holds what i
 for both.
 
 Whether an update treats all layers alike is read off its jaxpr. The packing of bits is
-hard to follow there, so :func:`layerwise` marks the calls that are known to.
+hard to follow there, so :func:`marked_layerwise` marks calls that are known to treat
+all layers alike.
 """
 
 import functools
@@ -21,18 +22,22 @@ from lowbit_optax._step import context
 from lowbit_optax._step.layer import Layer
 
 LAYERWISE = "lowbit_layerwise"
-"""The name of the calls that :func:`layerwise` marks."""
+"""The name of the calls that :func:`marked_layerwise` marks."""
 
 
-def layerwise(function: Callable, *args):
-    """``function(*args)``, which must treat the layers of stacked arguments alike.
+def marked_layerwise(function: Callable, *args):
+    """Call a function that treats the layers of stacked arguments alike, and mark it.
 
-    That is, ``function(x)[i]`` is ``function(x[i])`` for every layer ``i``.
-    While a step is analysed the call shows in its jaxpr under the name ``LAYERWISE``.
+    That is, ``function(x)[i]`` must be ``function(x[i])`` for every layer ``i``. While
+    a step is analysed, the call appears in its jaxpr under the name ``LAYERWISE``.
 
     Args:
-      function: of arrays; None among them stays None.
-      *args: arrays, either all stacked along their first axis or all of one layer.
+      function: takes the arguments.
+      *args: arrays, either all stacked along their first axis or all of one layer; or
+        None.
+
+    Returns:
+      ``function(*args)``.
     """
     if not context.current().is_analysed:
         return function(*args)
@@ -44,17 +49,20 @@ def layerwise(function: Callable, *args):
 def stacks_to_write() -> Layer | None:
     """The layer that the running update is called with, if its stacks can be written.
 
-    None inside a conditional or another function that is traced on its own: it could
-    not hand the written stacks to the caller.
+    Otherwise None. Inside a conditional, or another function that is traced on its own,
+    stacks cannot be written, because it could not hand them to the caller.
     """
     layer = context.current().layer
     return layer if layer is not None and layer.is_of_this_trace else None
 
 
-def placed(
+def bits_at_layers(
     random: Sequence[RandomBits], names: Sequence[str], leaves: Sequence
 ) -> list[RandomBits]:
-    """Each leaf's random bits; for a layer, the bits at its place in its stack."""
+    """The random bits of each leaf.
+
+    Those of a layer are the bits at its place in the stack.
+    """
     layer = context.current().layer
     return [
         bits.at_layer(layer.index, leaf.shape)

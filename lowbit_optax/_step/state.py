@@ -9,11 +9,12 @@ class LowbitState(typing.NamedTuple):
     """State of :func:`lowbit`: parallel trees, each with the parameters' structure.
 
     Args:
-      count: uint32 scalar, steps taken; with ``seed`` it is all the random state.
+      count: uint32 scalar, the number of steps taken. Together with ``seed`` it is the
+        whole state of the random numbers.
       seed: uint32 scalar.
-      residual: the weight format's container of a tree of residuals, None at leaves
-        that have none.
-      inner_state: the inner transformation's state, its moments in their formats.
+      residual: the tree of residuals, in the container type of the weight format; None
+        at leaves that have no residual.
+      inner_state: the inner transformation's state, with its moments in their formats.
     """
 
     count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]: tuple's

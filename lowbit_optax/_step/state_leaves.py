@@ -1,11 +1,11 @@
-"""Which parameter a leaf of the optimizer state belongs to, told by its path.
+"""Which parameter each leaf of an optimizer state belongs to, found by its path.
 
     params              ['dense']['kernel']
     state    [0].mu.codes['dense']['kernel']
              `--field---'`------owner------'
 
 Trees of moments, residuals and accumulators have the parameters' structure, whatever
-wrappers stand around them. So the path of a state's leaf ends in the path of its
+wrappers surround them. So the path of a leaf of the state ends with the path of its
 parameter.
 """
 
@@ -25,10 +25,10 @@ class StateLeaf:
     """One array of an optimizer state.
 
     Args:
-      path: in the state.
+      path: the leaf's path in the state.
       leaf: a ShapeDtypeStruct or an array.
-      owner: path of the parameter that it belongs to; None for a leaf that belongs to
-        no parameter, such as a count.
+      owner: path of the parameter that the leaf belongs to; None for a leaf that
+        belongs to no parameter, such as a count.
     """
 
     path: KeyPath
@@ -37,7 +37,7 @@ class StateLeaf:
 
     @property
     def field(self) -> KeyPath:
-        """The path up to the parameter's own: where in the state the tree is."""
+        """The path without the parameter's own: where in the state its tree is."""
         return self.path[: len(self.path) - len(self.owner or ())]
 
     @property
@@ -47,7 +47,7 @@ class StateLeaf:
 
     @property
     def moment_field(self) -> str:
-        """The state's own field, ``mu`` of ``[0].mu.codes``; "" if it has no name."""
+        """The state's field, such as ``mu`` for ``[0].mu.codes``; "" if it has none."""
         names = self.attributes
         if names and names[-1] in ("codes", "scales"):
             names = names[:-1]
@@ -55,17 +55,17 @@ class StateLeaf:
 
     @property
     def is_residual(self) -> bool:
-        """Whether it belongs to a weight format."""
+        """Whether the leaf is a residual of a weight format."""
         return "residual" in self.attributes
 
     @property
     def is_codes(self) -> bool:
-        """Whether it is a quantised moment's codes, or a float32 one in their tree."""
+        """Whether the leaf is in a tree of codes: packed codes or an uncoded moment."""
         return self.attributes[-1:] == ["codes"]
 
     @property
     def is_scales(self) -> bool:
-        """Whether it is the scales of a quantised moment."""
+        """Whether the leaf is the scales of a quantised moment."""
         return self.attributes[-1:] == ["scales"]
 
 
@@ -74,7 +74,7 @@ def state_leaves(params, state) -> Iterator[StateLeaf]:
 
     Args:
       params: tree of arrays or ShapeDtypeStructs; a QuantizedTensor is one parameter.
-      state: of any transformation of these parameters.
+      state: the state of any transformation of these parameters.
     """
     with_path, _ = jax.tree_util.tree_flatten_with_path(
         params, is_leaf=quantized_tensor.is_quantized

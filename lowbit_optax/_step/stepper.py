@@ -1,8 +1,8 @@
-"""How ``lowbit_optax.step`` finds what is behind a transformation.
+"""How ``lowbit_optax.step`` finds the configuration behind a transformation.
 
-A transformation is a plain ``optax.GradientTransformationExtraArgs``, so that it can be
-mapped over, copied, replaced in and kept in modules like any other. Its ``update`` is a
-bound method of a :class:`Stepper`, and that survives all of these.
+A transformation is a plain ``optax.GradientTransformationExtraArgs``. So it can be
+mapped over, copied, changed by ``_replace`` and kept in modules like any other. Its
+``update`` is a bound method of a :class:`Stepper`, which survives all of these.
 """
 
 import abc
@@ -28,13 +28,13 @@ class Stepper(abc.ABC):
     def step(
         self, params: optax.Params, state, grads: optax.Updates, **extra
     ) -> tuple[optax.Params, typing.Any]:
-        """``(new params, new state)`` without differences of parameters."""
+        """``(new params, new state)``, without forming differences of parameters."""
 
     @abc.abstractmethod
     def inner_update(
         self, params: optax.Params, state, grads: optax.Updates, **extra
     ) -> optax.Updates:
-        """What the inner transformation does, before anything is rounded."""
+        """The updates of the inner transformation, before anything is rounded."""
 
     @property
     def transformation(self) -> optax.GradientTransformationExtraArgs:
@@ -43,7 +43,7 @@ class Stepper(abc.ABC):
 
 
 def stepper_of(tx) -> Stepper | None:
-    """The :class:`Stepper` behind a transformation; None if there is none.
+    """The :class:`Stepper` behind a transformation; None if it has none.
 
     >>> import optax
     >>> stepper_of(optax.sgd(0.1)) is None

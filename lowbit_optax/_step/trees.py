@@ -1,4 +1,4 @@
-"""Trees of parameters beside trees of state, and errors that name the leaf."""
+"""Parallel trees of parameters and state, and errors that name the leaf."""
 
 import contextlib
 import typing
@@ -14,9 +14,9 @@ PyTreeDef = typing.Any
 
 
 def named_leaves(tree: PyTree) -> tuple[list[str], list, PyTreeDef]:
-    """Paths, leaves and structure of a tree; a path reads like ``['dense']['bias']``.
+    """Paths, leaves and structure of a tree, in which a QuantizedTensor is one leaf.
 
-    A QuantizedTensor is one leaf.
+    A path is a string such as ``['dense']['bias']``.
 
     >>> named_leaves({"w": 1, "b": None})[:2]
     (["['w']"], [1])
@@ -32,20 +32,20 @@ def parts_of(
     tree: PyTree,
     what: str,
 ) -> list:
-    """The parts of ``tree`` that stand at the leaves of the parameters' structure.
+    """The parts of ``tree`` that are in the places of the parameters' leaves.
 
     Args:
       names, treedef: of the parameters, from :func:`named_leaves`.
-      tree: of the same structure; at a leaf it may hold anything (None included).
-      what: its name, for the error.
+      tree: of the same structure; each part may be anything, including None.
+      what: the tree's name, for the error.
 
     Raises:
-      ValueError: naming the first leaf where the structures part.
+      ValueError: naming the first leaf at which the structures differ.
     """
     try:
         return treedef.flatten_up_to(tree)
     except (ValueError, TypeError) as error:
-        # None may stand at a leaf, and is not missing.
+        # None is allowed as a part, so it does not count as missing.
         with_path = jax.tree_util.tree_flatten_with_path(tree, lambda x: x is None)[0]
         given = {jax.tree_util.keystr(path) for path, _ in with_path}
         missing = [name for name in names if name not in given]
@@ -60,7 +60,7 @@ def parts_of(
 
 
 def abstract(tree: PyTree) -> PyTree:
-    """Shapes and dtypes of the arrays of a tree; other leaves stay as they are.
+    """A tree with ShapeDtypeStructs in place of its arrays; other leaves are kept.
 
     >>> abstract({"w": jnp.ones((2, 3)), "name": "x"})["name"]
     'x'
@@ -89,9 +89,27 @@ def check_quantized(leaf) -> None:
     tensors.check_parts(leaf)
 
 
+def describe(x) -> str:
+    """The dtypes and shapes of an array or of a NamedTuple of arrays, for errors.
+
+    >>> describe(jnp.ones((2, 3), jnp.bfloat16)), describe(None)
+    ('bfloat16[2, 3]', 'none')
+    """
+    if isinstance(x, tuple) and hasattr(x, "_asdict"):
+        fields = typing.cast(typing.Any, x)._asdict()
+        parts = (f"{key}: {describe(part)}" for key, part in fields.items())
+        return f"{type(x).__name__}({', '.join(parts)})"
+    if x is None:
+        return "none"
+    dtype, shape = getattr(x, "dtype", None), getattr(x, "shape", None)
+    if dtype is None or shape is None:
+        return f"a {type(x).__name__}"
+    return f"{dtype}{list(shape)}"
+
+
 @contextlib.contextmanager
 def naming(name: str):
-    """Within it, errors about a quantised weight's parts name its leaf."""
+    """A context in which errors about the parts of a quantised weight name its leaf."""
     try:
         yield
     except (ValueError, AttributeError) as error:

@@ -1,4 +1,4 @@
-"""How masters and moments are stored."""
+"""The formats in which masters and moments are stored."""
 
 from lowbit_optax.formats.base import MomentFormat, WeightFormat
 from lowbit_optax.formats.block_quantized import block_quantized

@@ -1,17 +1,18 @@
-"""What a weight format and a moment format are.
+"""The base classes of weight formats and moment formats.
 
-A weight format says how a float32 master is kept as (param, residual); a moment format
-how a float32 moment is kept as codes. Both are frozen, hashable dataclasses that hold
-static choices only, so that jit and ``optax.inject_hyperparams`` leave them alone.
+A weight format defines how a float32 master is stored as (param, residual), a moment
+format how a float32 moment is stored as codes. Both are frozen, hashable dataclasses
+that hold only static choices, so that jit and ``optax.inject_hyperparams`` leave them
+alone.
 
-The engine (:mod:`lowbit_optax._step.engine`) calls a format's methods leaf by leaf,
-with arrays of the leaf's full shape, and so does a kernel, with rows of them: there all
-methods that take arrays are elementwise.
+The engine (:mod:`lowbit_optax._step.engine`) calls the methods of a format leaf by
+leaf, with arrays of the leaf's full shape. A kernel calls them with rows of these
+arrays, so methods that a kernel calls must be elementwise.
 
-What is in the parameters is the truth. Between two steps a user may set weights, to
-prune or to project them or to swap averages in, and the residual then belongs to
-another weight. ``join``, ``inner_weight`` and ``advance`` must take the parameter where
-no rounding of the stored master could have given it.
+The parameters are the truth. Between two steps a user may set weights, for example to
+prune them, to project them or to swap in averages. The residual then belongs to another
+weight. So ``join``, ``inner_weight`` and ``advance`` must use the parameter itself
+wherever rounding the stored master could not have given it.
 """
 
 import dataclasses
@@ -28,36 +29,36 @@ from lowbit_optax._numerics.rounding import to_float32
 from lowbit_optax._numerics.streams import Draws
 
 Residual = typing.Any
-"""An array; None for a leaf that needs none."""
+"""An array; None for a leaf that needs no residual."""
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightFormat:
     """How masters are stored.
 
-    A format must define ``container`` and ``round``. One that keeps residuals must also
-    define ``init``, ``join`` and ``residual``; a residual is None for a leaf that needs
-    none. One that packs them must define ``width`` and ``on_fields``.
+    A format must define ``container`` and ``round``. If it keeps residuals, it must
+    also define ``init``, ``join`` and ``residual``. If it packs them, it must also
+    define ``width`` and ``on_fields``.
 
-    It may define ``split`` and ``store``, where both halves together are cheaper than
-    one after the other; ``advance`` with ``stores_sum = False``, where adding an update
-    is more than storing the sum; ``inner_weight``, ``check``, ``for_leaf`` and
-    ``residual_random_bits``. Their defaults are right for every format.
+    It may define ``split`` and ``store``, if computing the parameter and the residual
+    together is cheaper than one after the other. It may define ``advance``, with
+    ``stores_sum = False``, if adding an update is more than storing the sum. It may
+    define ``inner_weight``, ``check``, ``for_leaf`` and ``residual_random_bits``, whose
+    defaults are correct for every format.
     """
 
     container: typing.ClassVar[type]
     """The NamedTuple type that holds the tree of residuals in ``LowbitState``.
 
-    It is part of the state's structure: that is how
-    :func:`lowbit_optax.master_weights` knows the format without being told, and how a
-    checkpoint of another format is noticed.
+    It is part of the state's structure. By it :func:`lowbit_optax.master_weights`
+    recognises the format, and a checkpoint of another format is noticed.
     """
 
     stores_sum: typing.ClassVar[bool] = True
-    """Whether ``advance`` is ``store`` of the sum of master and update."""
+    """Whether ``advance`` is just ``store`` of the sum of master and update."""
 
     def check(self, dtype: jnp.dtype) -> str | None:
-        """Why a leaf of this narrow dtype cannot be held, or None if it can."""
+        """Why this format cannot hold a leaf of a narrow dtype; None if it can."""
         del dtype
         return None
 
@@ -74,9 +75,9 @@ class WeightFormat:
         return self
 
     def residual_random_bits(self, dtype: jnp.dtype) -> int:
-        """How many leading bits of the residual stream's words are read, at most.
+        """How many leading bits of the words of the residual's stream are read at most.
 
-        The leaf's moments may use the bits that are not, see
+        The leaf's moments may use the other bits, see
         :func:`lowbit_optax._numerics.streams.moment_draws`.
         """
         del dtype
@@ -84,11 +85,11 @@ class WeightFormat:
 
     @property
     def width(self) -> int:
-        """Bits per parameter of packed residuals; 0 where they are not packed."""
+        """Bits per parameter of packed residuals; 0 if residuals are not packed."""
         return 0
 
     def on_fields(self) -> "WeightFormat":
-        """The same format on unpacked residuals, uint32 fields of ``width`` bits."""
+        """The same format for unpacked residuals: uint32 fields of ``width`` bits."""
         return self
 
     def widen(self, param: jax.Array) -> jax.Array:
@@ -96,12 +97,12 @@ class WeightFormat:
         return to_float32(param)
 
     def init(self, param: jax.Array) -> Residual:
-        """The residual with which the master is the parameter itself."""
+        """The residual with which the master equals the parameter."""
         del param
         return None
 
     def join(self, param: jax.Array, residual: Residual) -> jax.Array:
-        """The float32 master: the parameter where the residual is not its own."""
+        """The float32 master; the parameter, wherever the residual is not its own."""
         del residual
         return self.widen(param)
 
@@ -112,20 +113,32 @@ class WeightFormat:
     def round(
         self, master: jax.Array, dtype: jnp.dtype, random: RandomBits
     ) -> jax.Array:
-        """The parameter of a master."""
+        """The parameter that belongs to a master.
+
+        Args:
+          master: float32.
+          dtype: of the parameter.
+          random: the leaf's random bits.
+        """
         raise NotImplementedError
 
     def residual(
         self, master: jax.Array, param: jax.Array, random: RandomBits
     ) -> Residual:
-        """What belongs to ``param`` so that both come nearest to ``master``."""
+        """The residual with which ``param`` comes nearest to ``master``.
+
+        Args:
+          master: float32.
+          param: of the leaf's narrow dtype; not necessarily a rounding of the master.
+          random: the leaf's random bits.
+        """
         del master, param, random
         return None
 
     def split(
         self, master: jax.Array, dtype: jnp.dtype, random: RandomBits
     ) -> tuple[jax.Array, Residual]:
-        """A master as (param, residual)."""
+        """Split a master into (param, residual)."""
         param = self.round(master, dtype, random)
         return param, self.residual(master, param, random)
 
@@ -141,14 +154,15 @@ class WeightFormat:
 
         Args:
           param: the leaf, in its narrow dtype.
-          residual: what the state holds for it.
+          residual: the leaf's residual from the state.
           update: float32, of param's shape.
           random: the leaf's random bits at this step.
           landing: how the new parameter takes the old one's place, see
             :mod:`lowbit_optax._numerics.landing`.
 
         Returns:
-          ``(new param, new residual, landing update)``.
+          ``(new param, new residual, result)``. The result is what the step returns for
+          the leaf: the new parameter, or the update that optax will add.
         """
         return self.store(param, self.join(param, residual) + update, random, landing)
 
@@ -159,7 +173,7 @@ class WeightFormat:
         random: RandomBits,
         landing: Landing = REPLACE,
     ) -> tuple[jax.Array, Residual, jax.Array]:
-        """The second half of :meth:`advance`: store a master that was updated."""
+        """The second half of :meth:`advance`: store a master that has been updated."""
         if landing.is_direct:
             new, residual = self.split(master, param.dtype, random)
             return new, residual, new
@@ -168,7 +182,10 @@ class WeightFormat:
 
 
 def residual_bits_read(format_: WeightFormat | None, param: jax.Array) -> int:
-    """``residual_random_bits`` of a leaf, whose format is None if it passes through."""
+    """``residual_random_bits`` of a leaf.
+
+    Its format is None if the leaf passes through; such a leaf shares no words.
+    """
     return 32 if format_ is None else format_.residual_random_bits(param.dtype)
 
 
@@ -176,16 +193,17 @@ def residual_bits_read(format_: WeightFormat | None, param: jax.Array) -> int:
 class MomentFormat:
     """How float32 moments are stored.
 
-    A format must define ``encode`` and ``decode``. It may define ``for_field`` and
-    ``for_leaf``, and must define ``container`` if it stores a moment as several arrays.
-    A format with scales is a :class:`BlockMomentFormat`.
+    A format must define ``encode`` and ``decode``, and ``container`` if it stores a
+    moment as several arrays. It may define ``for_field`` and ``for_leaf``. A format
+    with scales is a :class:`BlockMomentFormat`.
     """
 
     container: typing.ClassVar[type | None] = None
-    """The NamedTuple type of a stored moment; None where it is a bare array.
+    """The NamedTuple type of a stored moment; None if it is a single array.
 
-    ``encode`` makes one of arrays; the state holds one of trees of them, with the
-    structure of the parameters, for every field of the inner state that has moments.
+    ``encode`` returns one that holds arrays. For every field of the inner state that
+    has moments, the state keeps one that holds trees of arrays, with the structure of
+    the parameters.
     """
 
     def for_field(self, name: str, fields: Set[str]) -> "MomentFormat":
@@ -208,13 +226,13 @@ class MomentFormat:
 
         Args:
           moment: float32 array of the parameter's shape.
-          draws: random numbers of the leaf's moments at this step.
-          number: which of the leaf's moments this is.
+          draws: the random numbers for the leaf's moments at this step.
+          number: which of the leaf's moments this is, counted from 0.
         """
         raise NotImplementedError
 
     def decode(self, stored: typing.Any, shape: tuple[int, ...]) -> jax.Array:
-        """The float32 moment of its stored form."""
+        """The float32 moment of this shape from its stored form."""
         raise NotImplementedError
 
 
@@ -222,14 +240,13 @@ class MomentFormat:
 class BlockMomentFormat(MomentFormat):
     """Moments as packed codes with a scale per block of neighbours.
 
-    A format must define all of these. A kernel takes the maximum of
-    ``codec.statistic`` over each block, makes the block's scale of it, and then calls
-    ``encode_fields``; it packs the fields by itself.
-
+    A format must define everything here. A kernel takes the maximum of
+    ``codec.magnitude_key`` over each block, computes the block's scale from it, calls
+    ``encode_fields``, and packs the fields itself.
     """
 
     container: typing.ClassVar[type]
-    """A NamedTuple type of two fields: the packed codes and the scales."""
+    """A NamedTuple type with two fields: the packed codes and the scales."""
 
     bits: int
     block_size: int
@@ -247,12 +264,15 @@ class BlockMomentFormat(MomentFormat):
         number: int,
         multiply_add: MultiplyAdd = multiply_add,
     ) -> jax.Array:
-        """The uint32 fields of ``bits`` bits of moments.
+        """Encode moments whose scales are known.
 
         Args:
           moment: float32.
-          prepared: of its blocks' scales, see :meth:`Code.prepare`.
+          prepared: the scales of its blocks, from :meth:`Code.prepare`.
           draws, number: as for :meth:`encode`.
-          multiply_add: of three arrays; a kernel's own.
+          multiply_add: computes ``a * b + c`` of three arrays; a kernel passes its own.
+
+        Returns:
+          uint32 fields of ``bits`` bits, of the moment's shape.
         """
         raise NotImplementedError

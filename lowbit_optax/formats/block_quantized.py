@@ -1,7 +1,7 @@
-"""Moments as codes of 4 or 8 bits with a scale a group of neighbours.
+"""Moments as codes of 4 or 8 bits, with a scale per block of neighbours.
 
-How a value and a scale become a code is in :mod:`lowbit_optax._numerics.codes`; here is
-what is stored where, and which code a moment gets.
+:mod:`lowbit_optax._numerics.codes` turns a value and a scale into a code. Here it is
+decided what is stored where, and which code a moment gets.
 """
 
 import dataclasses
@@ -36,10 +36,10 @@ class QuantizedMoment(typing.NamedTuple):
     """Moments as :func:`block_quantized` stores them: two trees like the parameters.
 
     Args:
-      codes: at a moment, uint32 words of ``packed_shape(shape, bits)``; at a leaf that
-        is too small, its float32 moment.
-      scales: bfloat16, of the moment's shape with its pack axis
-        n -> ceil(n / block_size); None at a leaf that is too small.
+      codes: for each moment, uint32 words of ``packed_shape(shape, bits)``; for a leaf
+        that is too small to be coded, its float32 moment.
+      scales: for each moment, bfloat16 of the moment's shape with its pack axis n ->
+        ceil(n / block_size); None for a leaf that is too small.
     """
 
     codes: typing.Any
@@ -48,7 +48,7 @@ class QuantizedMoment(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BlockQuantized(BlockMomentFormat):
-    """See :func:`block_quantized`; ``signed`` is what :meth:`for_field` knows."""
+    """See :func:`block_quantized`; ``signed`` is set by :meth:`for_field`."""
 
     bits: int = 8
     block_size: int = GROUP
@@ -64,18 +64,18 @@ class BlockQuantized(BlockMomentFormat):
         """The code's elementwise functions."""
         second = "log" if self.bits == 8 else "sqrt"
         name = self.code or ("companded" if self.signed else second)
-        # "log" loses no precision to powers of two, by which division is exact.
+        # Powers of two cost "log" no precision; division by them is exact.
         scale = self.scale or ("power_of_two" if name == "log" else "bfloat16")
         return code_of(name, self.bits, self.signed, scale)
 
     def for_field(self, name: str, fields: Set[str]) -> "BlockQuantized":
-        # Adan's v is a moment of differences, and its n the second moment.
+        # In Adan, v is a first moment of differences and n is the second moment.
         signed = name not in SECOND_MOMENTS or (name == "v" and "n" in fields)
         if self.code in ("sqrt", "log"):
             if name in _FIRST_MOMENTS or (signed and name in SECOND_MOMENTS):
                 raise ValueError(
                     f"block_quantized: code {self.code!r} is for second moments and "
-                    f"holds nothing negative, but {name!r} may be; leave code out, or "
+                    f"has no negative values, but {name!r} may; leave code out, or "
                     "give each moment its format by name"
                 )
             signed = False
@@ -88,14 +88,14 @@ class BlockQuantized(BlockMomentFormat):
     def encode(self, moment, draws, number):
         codec = self.codec
         axis = pack_axis(moment.shape)
-        groups = _in_groups(codec.statistic(moment), axis, self.block_size)
-        scales = codec.scale_of(codec.largest(jnp.max(groups, axis=axis + 1)))
+        blocks = _in_blocks(codec.magnitude_key(moment), axis, self.block_size)
+        scales = codec.scale_of(codec.magnitude_of(jnp.max(blocks, axis=axis + 1)))
         prepared = self._prepared(scales, moment.shape)
         fields = self.encode_fields(moment, prepared, draws, number)
         return QuantizedMoment(pack(fields, self.bits), scales)
 
     def encode_fields(self, moment, prepared, draws, number, multiply_add=multiply_add):
-        """The fields of moments (rows of them, in a kernel) with prepared scales."""
+        """The fields of a moment (rows of it in a kernel), from prepared scales."""
         words = None
         if self.rounding == "stochastic":
             words = draws.twelve(moment.shape, number)
@@ -109,15 +109,15 @@ class BlockQuantized(BlockMomentFormat):
     def scales_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the scales of a moment of this shape."""
         axis = pack_axis(shape)
-        groups = math.ceil(shape[axis] / self.block_size)
-        return (*shape[:axis], groups, *shape[axis + 1 :])
+        blocks = math.ceil(shape[axis] / self.block_size)
+        return (*shape[:axis], blocks, *shape[axis + 1 :])
 
     def codes_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the words of a moment of this shape."""
         return packed_shape(shape, self.bits)
 
     def _prepared(self, scales: jax.Array, shape: tuple[int, ...]):
-        """What the code makes of the groups' scales, repeated for every element."""
+        """The prepared scales of the blocks, repeated for every element."""
         axis = pack_axis(shape)
 
         def repeat(x):
@@ -132,8 +132,8 @@ class BlockQuantized(BlockMomentFormat):
         return repeat(unit), repeat(inverse)
 
 
-def _in_groups(x: jax.Array, axis: int, block_size: int) -> jax.Array:
-    """Axis n -> (ceil(n / block_size), block_size), padded with 0."""
+def _in_blocks(x: jax.Array, axis: int, block_size: int) -> jax.Array:
+    """Split an axis n into (ceil(n / block_size), block_size), padded with 0."""
     size = x.shape[axis]
     if size % block_size:
         widths = [(0, 0)] * x.ndim
@@ -150,55 +150,58 @@ def block_quantized(
     rounding: typing.Literal["nearest", "stochastic"] = "stochastic",
     scale: typing.Literal["bfloat16", "power_of_two"] | None = None,
 ) -> MomentFormat:
-    """Store moments in 8 or 4 bits, with a scale for every 32 neighbours.
+    """Store moments in 8 or 4 bits, with a scale per block of 32 neighbours.
 
-    A value x of a group with scale s is stored as a field with ``x ~ s y``, where s is
-    the smallest scale with which no value of the group is out of range. The y of the
-    codes, for magnitudes c, in 8 bits:
+    A value x of a block with scale s is stored as a field that stands for y, where
+    ``x ~ s y`` and s is the smallest scale with which every value of the block is in
+    range. With 8 bits, the magnitude field c stands for this y:
 
-    - ``"linear"``: equal steps, ``c/127``. Values far below their group's largest are
-      lost in the steps.
-    - ``"companded"``: segments of 8 equal steps, each twice as coarse as the one below
-      it: ``(2^j (1 + i/8) - 1) / 61439`` with ``c = 8 j + i``, j = 0..15. Steps are at
-      most 1/8 of y + 1/61439.
-    - ``"log"``: the same with 32 segments, not negative: steps from 1/16 to 1/8 of y,
-      down to 2^-30. In 4 bits, segments of 2 steps.
-    - ``"sqrt"``: not negative, linear in the root, ``(c/254)^2``.
-    - ``"dynamic"``: Dettmers' dynamic exponent map, without its lone +1.
+    - ``"linear"``: equal steps, ``c/127``. Values far below the largest of their block
+      are lost between the steps.
+    - ``"companded"``: segments of 8 equal steps, which are twice those of the segment
+      below: ``(2^j (1 + i/8) - 1) / 61439`` with ``c = 8 j + i``, j = 0..15. A step is
+      at most 1/8 of y + 1/61439.
+    - ``"log"``: the same with 32 segments and no negative values. A step is 1/16 to 1/8
+      of y, down to 2^-30. With 4 bits a segment has 2 steps.
+    - ``"sqrt"``: no negative values, linear in the root, ``(c/254)^2``.
+    - ``"dynamic"``: Dettmers' dynamic exponent map, without its value +1.
 
-    With ``code=None`` second moments are ``"log"`` (in 4 bits ``"sqrt"``) and others
-    ``"companded"``. Which ones are second moments is told by the field of the state
-    (``nu``, ``nu_max``, ``v``, ``n``, ``sum_of_squares``, ``e_g``, ``e_x``,
-    ``exp_avg_sq``). For these, all codes are unsigned, and what is not zero never
+    With ``code=None``, second moments are stored as ``"log"`` (``"sqrt"`` with 4 bits)
+    and other moments as ``"companded"``. Second moments are recognised by their field
+    in the state: ``nu``, ``nu_max``, ``v``, ``n``, ``sum_of_squares``, ``e_g``, ``e_x``
+    or ``exp_avg_sq``. For these all codes are unsigned. A value that is not zero never
     becomes zero, because the update is divided by its root.
 
-    8 bits follow float32's AdamW where one value of a group is 1,000 times the others;
-    4 bits add noise of a third of the update, and lose values that are below about 1/30
-    (``mu``) of their group's largest.
+    8 bits follow float32's AdamW even where one value of a block is 1,000 times the
+    others. 4 bits add noise of a third of the update, and lose values of ``mu`` that
+    are below about 1/30 of the largest in their block.
 
-    Non-finite values do not enter the scale, so a group's other values are kept. In
-    second moments infinity and NaN become infinity, as in float32, and the parameter
-    stays where it is; in others the group's largest value.
+    Values that are not finite do not enter the scale, so the other values of the block
+    are kept. In second moments infinity and NaN become infinity, and the parameter
+    stays where it is, as in float32. In other moments they become the largest value of
+    the block.
 
     Args:
       bits: 8 or 4.
-      code: one of the above for all moments this format is for; None chooses by field.
-      block_size: values that share a scale, a multiple of 32. They lie along
+      code: one of the above, for all moments that this format stores; None chooses by
+        the moment's field.
+      block_size: number of values that share a scale, a multiple of 32. They lie along
         :func:`pallas_kernels.pack_axis`.
-      rounding: ``"stochastic"`` or ``"nearest"``. Moments are read, changed a little
-        and stored again at every step: under nearest rounding a second moment does not
+      rounding: ``"stochastic"`` or ``"nearest"``. Every step reads a moment, changes it
+        a little and stores it again. Under nearest rounding a second moment does not
         even decay.
-      scale: ``"bfloat16"``, ``"power_of_two"`` (stored as bfloat16 too; up to twice as
-        coarse, but division by it is exact), or None: powers of two for ``"log"``.
+      scale: ``"bfloat16"``; or ``"power_of_two"``, which is stored as bfloat16 too and
+        is up to twice as coarse, but by which division is exact; or None for powers of
+        two with ``"log"`` and bfloat16 with other codes.
 
     Returns:
-      A moment format. State: ``bits/8 + 2/block_size`` bytes a moment. Scalars and
-      leaves smaller than ``lowbit``'s ``min_size`` stay float32.
+      A moment format. State: ``bits/8 + 2/block_size`` bytes per value of a moment.
+      Scalars and leaves smaller than ``lowbit``'s ``min_size`` stay float32.
 
     Raises:
-      TypeError: if ``bits`` or ``block_size`` is no static int.
-      ValueError: if an argument is not one of these; in ``init``, if a code that holds
-        nothing negative is given to a first moment.
+      TypeError: if ``bits`` or ``block_size`` is not a static int.
+      ValueError: if an argument is not one of these; in ``init``, if a first moment is
+        given a code without negative values.
 
     References:
       Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization".

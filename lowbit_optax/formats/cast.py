@@ -26,7 +26,7 @@ class Cast(MomentFormat):
         if self.rounding == "nearest":
             return rounding_.round_nearest(moment, self.dtype)
         if float_layouts.layout_of(self.dtype).same_exponent:
-            # Always 16 bits are dropped; the other formats' subnormals drop more.
+            # bfloat16 always drops 16 bits; subnormals of the other formats drop more.
             words = draws.halves(moment.shape, number) << jnp.uint32(16)
         else:
             words = draws.words(moment.shape, number)
@@ -44,15 +44,17 @@ def cast(
 ) -> MomentFormat:
     """Store moments in bfloat16, float16 or float8.
 
+        m' = round(m, dtype)
+
     Args:
-      dtype: bfloat16, float16, float8_e4m3fn or float8_e5m2. Gradients squared easily
-        leave float16's range: bfloat16 is the one to take.
+      dtype: bfloat16, float16, float8_e4m3fn or float8_e5m2. Squared gradients easily
+        leave float16's range; bfloat16 is the usual choice.
       rounding: ``"stochastic"`` or ``"nearest"``. Under nearest rounding a bfloat16
-        second moment stops moving: with b2 = 0.999 it changes by less than half of its
-        last bit.
+        second moment stops moving: with b2 = 0.999 a step changes it by less than half
+        of its last bit.
 
     Returns:
-      A moment format. State: the dtype's bytes a moment.
+      A moment format. State: the bytes of the dtype per value of a moment.
 
     Raises:
       ValueError: if an argument is not one of these.

@@ -1,10 +1,10 @@
 """Extra bits: the parameter plus the next k bits of its master, packed.
 
-With all of float32's bits kept (k = 16 for bfloat16, 13 for float16 in its normal
-range) the master is the float32 one, bit for bit, with one exception: bfloat16 has
-2^8 - 2 NaN patterns, so 2^24 - 2^17 pairs (NaN parameter, 16-bit residual) stand
-against float32's 2^24 - 2 NaNs. The 2^17 - 2 NaNs that have no pair become a
-neighbouring NaN; the other choice would be a NaN master with a parameter that is not.
+If all of float32's bits are kept (k = 16 for bfloat16, 13 for float16 in its normal
+range), the master is the float32 one, bit for bit. There is one exception. bfloat16 has
+2^8 - 2 NaN patterns, which with a 16-bit residual make 2^24 - 2^17 pairs, but float32
+has 2^24 - 2 NaNs. The 2^17 - 2 NaNs that have no pair become a neighbouring NaN.
+Otherwise the parameter of a NaN master could be a number.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from lowbit_optax.formats.plain import MasterCopyFormat, NoResidual
 from pallas_kernels.bitfields.xla import pack, unpack
 
 
-# Their fields have different names so that a checkpoint of one is not read as another.
+# The fields have different names, so that a checkpoint of one is not read as another.
 class NearestBits(typing.NamedTuple):
     """Packed two's complement residuals of ``extra_bits(rounding="nearest")``."""
 
@@ -47,7 +47,7 @@ class TowardZeroBits(typing.NamedTuple):
 
 
 class StochasticBits(typing.NamedTuple):
-    """Packed residuals with un-round bit of ``extra_bits(rounding="stochastic")``."""
+    """Packed residuals, with un-round bit, of ``extra_bits(rounding="stochastic")``."""
 
     unround_words: typing.Any
 
@@ -76,10 +76,10 @@ def _format_of(
 
 @dataclasses.dataclass(frozen=True)
 class ExtraBits(WeightFormat):
-    """See :func:`extra_bits`; without ``packed``, residuals are bare fields.
+    """See :func:`extra_bits`; if not ``packed``, residuals are unpacked uint32 fields.
 
-    With ``bits`` None only :meth:`check`, :meth:`for_leaf` and ``container`` are for
-    use: how many bits there are is known for a leaf.
+    With ``bits`` None, only :meth:`check`, :meth:`for_leaf` and ``container`` can be
+    used, because the number of bits depends on the leaf's dtype.
     """
 
     bits: int | None = None
@@ -87,7 +87,7 @@ class ExtraBits(WeightFormat):
     residual_rounding: typing.Literal["nearest", "stochastic"] = "stochastic"
     packed: bool = True
 
-    # Read of instances only, where a property is as good as a class variable.
+    # It is only read from instances, where a property serves as a class variable does.
     @property
     def container(self) -> type:  # pyright: ignore[reportIncompatibleVariableOverride]
         return NoResidual if self.bits == 0 else _CONTAINERS[self.rounding]
@@ -107,7 +107,7 @@ class ExtraBits(WeightFormat):
         return self.bits
 
     def residual_random_bits(self, dtype):
-        # The other formats' subnormals drop more bits.
+        # Subnormals of the other formats drop more bits.
         layout = float_layouts.layout_of(dtype)
         return layout.max_extra_bits - self._bits if layout.same_exponent else 32
 
@@ -191,14 +191,14 @@ def extra_bits(
     (``rounding``); see :mod:`lowbit_optax._numerics.splitting` for the formulas.
 
     Args:
-      bits: k. 0 to 16 for bfloat16, 13 for float16, 20 for float8_e4m3fn and 21 for
-        float8_e5m2; with the most, nothing of float32 is lost in the format's range.
-        None takes the most that each leaf's dtype holds.
+      bits: k, from 0 to 16 for bfloat16, 13 for float16, 20 for float8_e4m3fn or 21 for
+        float8_e5m2. With the largest number, nothing of float32 is lost within the
+        format's range. None takes the largest number for each leaf's dtype.
       rounding: of the parameter. ``"nearest"``, ``"toward_zero"`` (the paper's base
         scheme), or ``"stochastic"``, which stores k + 1 bits.
-      residual_rounding: ``"stochastic"`` or ``"nearest"``. With nearest, an update
-        under half of the last kept bit is lost for ever (8 bits on a weight of 1.0:
-        under 2^-17); stochastic keeps the mean. With the most bits nothing is rounded.
+      residual_rounding: ``"stochastic"``, which keeps the mean, or ``"nearest"``, which
+        loses every update below half of the last kept bit (with 8 bits and a bfloat16
+        weight of 1.0, below 2^-17). With the largest number of bits nothing is rounded.
 
     Returns:
       A weight format. State: k/8 bytes per parameter. Scalars and leaves smaller than

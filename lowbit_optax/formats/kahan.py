@@ -5,8 +5,8 @@
     c = (s - w) - y                      line 9
     w = s                                line 10
 
-``s - w`` and the sum are exact in float32 but for its own rounding of ``w + y``; what
-is lost is what the compensation's own rounding loses.
+In float32, ``s - w`` is exact, and ``w + y`` is exact except for float32's own
+rounding. So the only further loss is in rounding the compensation c itself to 16 bits.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from lowbit_optax.formats.base import WeightFormat
 
 
 class Kahan(typing.NamedTuple):
-    """Residuals of :func:`kahan`: the compensations c, of the parameters' shapes."""
+    """Residuals of :func:`kahan`: the compensations c, in the parameters' shapes."""
 
     compensation: typing.Any
 
@@ -37,7 +37,7 @@ class Kahan(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class KahanFormat(WeightFormat):
-    """Masters as a parameter w and a compensation c, the master being ``w - c``.
+    """Masters stored as a parameter w and a compensation c; the master is ``w - c``.
 
     Args:
       rounding, residual_rounding, arithmetic: see :func:`kahan`.
@@ -58,7 +58,7 @@ class KahanFormat(WeightFormat):
         return weight - self._error_of(weight, residual, param.dtype)
 
     def inner_weight(self, param, residual):
-        # Line 4 of Algorithm 3 decays w, not w - c.
+        # Line 4 of Algorithm 3 decays w and not w - c.
         if self.arithmetic == "param":
             return rounding_.to_float32(param)
         return self.join(param, residual)
@@ -81,8 +81,9 @@ class KahanFormat(WeightFormat):
         c = self._error_of(w, residual, dtype)
         y = keep(keep(update) - c)
         new = self.round(w + y, dtype, random)
-        # No update changes nothing, though c may be half a spacing, a tie. Asked of y:
-        # another use of the update would change how XLA contracts its product.
+        # An update of 0 must change nothing, even if c is half a spacing, which is a
+        # tie. The test is on y, because another use of the update would change how XLA
+        # contracts its product.
         is_still = y == -c
         if is_wide:
             new = jnp.where(is_still, param, new)
@@ -94,15 +95,16 @@ class KahanFormat(WeightFormat):
         return new, compensation, difference
 
     def _error_of(self, weight: jax.Array, residual: jax.Array, dtype: jnp.dtype):
-        """The compensation, float32; 0 if rounding to this weight cannot have left it.
+        """The compensation as float32; 0 if it cannot belong to this weight.
 
-        It is another weight's then, because this one was set by hand.
+        It is too large to be the error of rounding to this weight if the user has set
+        the weight since.
         """
         layout = float_layouts.layout_of(dtype)
         spacing = 2.0**-layout.mantissa_bits  # of a power of two, relative to it
         smallest = 2.0 ** (1 - layout.bias - layout.mantissa_bits)
         if self.rounding == "nearest" and self.arithmetic == "float32":
-            # Half a spacing, and what float32 and the compensation round up.
+            # Half a spacing, and what rounding in float32 and of the compensation adds.
             spacing, smallest = spacing * (0.5 + 2.0**-8), smallest / 2
         most = jnp.abs(weight) * jnp.float32(spacing)
         if not layout.same_exponent:
@@ -111,14 +113,15 @@ class KahanFormat(WeightFormat):
         return jnp.where(jnp.abs(error) <= most, error, jnp.float32(0))
 
     def _residual_dtype(self, dtype):
-        # The paper's 16-bit unit knows one format. Otherwise bfloat16, whose range
-        # holds the rounding errors of small float16 and float8 weights too.
+        # The paper's 16-bit unit has one format. In float32 arithmetic the compensation
+        # is bfloat16, whose range includes the rounding errors of small float16 and
+        # float8 weights.
         return dtype if self.arithmetic == "param" else jnp.dtype(jnp.bfloat16)
 
     def _compensation(
         self, error: jax.Array, dtype: jnp.dtype, random: RandomBits
     ) -> jax.Array:
-        # An overflow of the parameter leaves nothing that could be compensated.
+        # If the parameter overflows, nothing is left to be compensated.
         error = jnp.where(jnp.isfinite(error), error, jnp.float32(0))
         if self.residual_rounding == "nearest":
             return rounding_.round_nearest(error, dtype)
@@ -132,21 +135,24 @@ def kahan(
     residual_rounding: typing.Literal["nearest", "stochastic"] | None = None,
     arithmetic: typing.Literal["float32", "param"] = "float32",
 ) -> WeightFormat:
-    """Kahan summation: a 16-bit compensation collects what rounding took.
+    """Kahan summation: a 16-bit compensation collects what rounding loses.
+
+        y = u - c;  w' = round(w + y);  c' = (w' - w) - y
+
+    for a weight w, its update u and its compensation c. The master is ``w - c``.
 
     Args:
       rounding: of the parameter; ``"stochastic"`` combines both of the paper's methods.
-      residual_rounding: of the compensation. ``"nearest"`` is the paper's: it loses
-        updates smaller than about 2^-18 of a bfloat16 parameter for ever, because
-        the compensation has 8 bits too. ``"stochastic"`` keeps their mean; it is the
-        default with ``arithmetic="float32"``.
+      residual_rounding: of the compensation. ``"nearest"`` is the paper's. It loses
+        every update smaller than about 2^-18 of a bfloat16 parameter, because the
+        compensation has only 8 significant bits too. ``"stochastic"`` keeps the mean of
+        such updates, and is the default with ``arithmetic="float32"``.
       arithmetic: ``"float32"`` rounds only what is stored. ``"param"`` rounds after
         every operation of the summation, as a unit that computes in the parameter's
-        format would (the aliases then also run the whole update so), and keeps the
-        compensation in that format.
+        format would, and keeps the compensation in that format.
 
     Returns:
-      A weight format. State: 2 bytes a parameter, bfloat16.
+      A weight format. State: 2 bytes per parameter, bfloat16.
 
     Raises:
       ValueError: if an argument is not one of these.

@@ -1,4 +1,4 @@
-"""Joining and splitting a whole leaf on its own: one pass, a kernel on CUDA."""
+"""Joining and splitting one whole leaf in one pass, by a kernel on CUDA."""
 
 import dataclasses
 
@@ -17,13 +17,16 @@ def join_leaf(
     residual: jax.Array | None,
     implementation: Implementation = None,
 ) -> jax.Array:
-    """The float32 master of a leaf as it is stored.
+    """The float32 master of a stored leaf.
 
     Args:
-      format_: of the leaf.
-      param: in its narrow dtype.
+      format_: the leaf's weight format.
+      param: the parameter, in its narrow dtype.
       residual: as the state holds it, packed or not.
       implementation: see :func:`pallas_kernels.fused_update`.
+
+    Returns:
+      float32 array of the parameter's shape.
     """
     if residual is None or not format_.width:
         return format_.join(param, residual)
@@ -44,14 +47,17 @@ def split_leaf(
     random: RandomBits,
     implementation: Implementation = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """A float32 master as the (param, residual) that are stored.
+    """Split a float32 master into the parameter and residual that are stored.
 
     Args:
-      format_: of the leaf.
+      format_: the leaf's weight format.
       master: float32.
       dtype: of the parameter.
       random: the leaf's random bits.
       implementation: see :func:`pallas_kernels.fused_update`.
+
+    Returns:
+      ``(param, residual)``, the residual packed if the format packs it.
     """
     if not format_.width:
         return format_.split(master, dtype, random)

@@ -1,4 +1,4 @@
-"""Formats whose parameter is all there is, or that keep the whole master beside it."""
+"""Formats that store only the parameter, or the whole float32 master as well."""
 
 import dataclasses
 import typing
@@ -12,7 +12,7 @@ from lowbit_optax.formats.base import WeightFormat
 
 
 class NoResidual(typing.NamedTuple):
-    """The residuals of a format that keeps none."""
+    """The container of formats that keep no residuals."""
 
     @staticmethod
     def format_of(param, residual) -> WeightFormat:
@@ -22,7 +22,7 @@ class NoResidual(typing.NamedTuple):
 
 
 class MasterCopy(typing.NamedTuple):
-    """Residuals of :func:`master_copy`: float32 arrays of the parameters' shapes."""
+    """Residuals of :func:`master_copy`: float32 masters in the parameters' shapes."""
 
     master: typing.Any
 
@@ -35,7 +35,7 @@ class MasterCopy(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Nearest(WeightFormat):
-    """The parameter is the master rounded to nearest, and nothing else is kept."""
+    """The parameter is the master rounded to nearest; nothing else is stored."""
 
     container: typing.ClassVar[type] = NoResidual
 
@@ -46,7 +46,7 @@ class Nearest(WeightFormat):
 
 @dataclasses.dataclass(frozen=True)
 class StochasticRounding(WeightFormat):
-    """The parameter is the master rounded at random, and nothing else is kept."""
+    """The parameter is the master rounded stochastically; nothing else is stored."""
 
     container: typing.ClassVar[type] = NoResidual
 
@@ -65,7 +65,8 @@ class MasterCopyFormat(WeightFormat):
         return rounding.to_float32(param)
 
     def join(self, param, residual):
-        # A parameter that was set by hand is no rounding of the master, and wins.
+        # If the user has set the parameter since, the master does not round to it, and
+        # the parameter is used.
         rounded = rounding.round_nearest(residual, param.dtype)
         return jnp.where(_same(rounded, param), residual, rounding.to_float32(param))
 
@@ -79,21 +80,30 @@ class MasterCopyFormat(WeightFormat):
 
 
 def _same(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Whether narrow numbers have the same pattern, or both are 0."""
+    """Whether narrow numbers have the same pattern or are both 0."""
     layout = float_layouts.layout_of(a.dtype)
     a, b = float_layouts.to_bits(a), float_layouts.to_bits(b)
     if layout.same_exponent:
         return a == b
-    # Exact landing may give 0 the other sign than the master's. The master may be as
-    # large as 2^-10 in float8; in bfloat16 it is at most 2^-134, and not looked for.
+    # With exact landing, a parameter of 0 may have another sign than its master. In
+    # float8 such a master may be as large as 2^-10. In bfloat16 it is at most 2^-134,
+    # so there the case is ignored.
     return (a == b) | (((a | b) & jnp.uint32(layout.largest)) == 0)
 
 
 def nearest() -> WeightFormat:
     """No residual, round to nearest even: plain 16-bit training.
 
-    The baseline that loses updates: one smaller than half the spacing of the parameter
-    is cancelled, every time (Zamirai et al. 2020, theorem 1). State: 0 bytes.
+        p' = round(float32(p) + update)
+
+    This is the baseline, which loses updates: one that is smaller than half the spacing
+    at the parameter is always lost.
+
+    Returns:
+      A weight format. State: 0 bytes per parameter.
+
+    References:
+      Zamirai et al. 2020, theorem 1.
 
     >>> nearest()
     Nearest()
@@ -102,10 +112,15 @@ def nearest() -> WeightFormat:
 
 
 def stochastic_rounding() -> WeightFormat:
-    """No residual; the parameter is rounded stochastically, so its mean is right.
+    """No residual; the parameter is rounded stochastically, which keeps its mean.
 
-    ``p' = SR(float32(p) + update)``. State: 0 bytes. An update smaller than 2^-25 of
-    the parameter is lost in the float32 sum, as it is in float32 training.
+        p' = SR(float32(p) + update)
+
+    An update smaller than 2^-25 of the parameter is lost in the float32 sum, as it is
+    in float32 training.
+
+    Returns:
+      A weight format. State: 0 bytes per parameter.
 
     References:
       Zamirai et al. 2020, Algorithms 2 and 4 (the circled minus).
@@ -117,7 +132,12 @@ def stochastic_rounding() -> WeightFormat:
 
 
 def master_copy() -> WeightFormat:
-    """A float32 master beside the parameter: the usual mixed precision. State: 4 bytes.
+    """A float32 master beside the parameter, as in ordinary mixed precision.
+
+        w' = w + update;  p' = round(w')
+
+    Returns:
+      A weight format. State: 4 bytes per parameter.
 
     References:
       Micikevicius et al. 2018, as in OpenSeq2Seq's optimizer wrapper.

@@ -1,4 +1,4 @@
-"""What all quantised weights have in common: they are no arrays until dequantised."""
+"""What all quantised weights share: they are not arrays until they are dequantised."""
 
 import typing
 
@@ -12,19 +12,20 @@ _REMEDY = (
 
 
 class QuantizedWeight:
-    """A weight that has to be dequantised to be computed with.
+    """A weight that must be dequantised before it is used in computations.
 
-    Used as an array, in arithmetic, by ``jax.numpy`` or by NumPy, it raises a TypeError
-    that says so; an array's method, such as ``astype``, an AttributeError.
+    Using it as an array, in arithmetic, by ``jax.numpy`` or by NumPy, raises a
+    TypeError that says so. Calling an array's method, such as ``astype``, raises an
+    AttributeError.
     """
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The array's."""
+        """The shape of the dequantised array."""
         raise NotImplementedError
 
     def dequantize(self, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
-        """The array."""
+        """The values of the weight, as an array of a float dtype."""
         raise NotImplementedError
 
     def _refuse(self, *_, **__) -> typing.NoReturn:

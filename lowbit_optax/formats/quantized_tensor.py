@@ -1,7 +1,7 @@
-"""Weights of 4 to 16 bits as a pytree node: what :func:`quantize_params` makes.
+"""Weights of 4 to 16 bits as a pytree node, which :func:`quantize_params` makes.
 
-How a value becomes a code is in :mod:`lowbit_optax._numerics.linear_code`, how codes
-are packed in :mod:`pallas_kernels.bitfields.xla`.
+:mod:`lowbit_optax._numerics.linear_code` turns values into codes, and
+:mod:`pallas_kernels.bitfields.xla` packs the codes.
 """
 
 import dataclasses
@@ -27,27 +27,28 @@ Rounding = typing.Literal["nearest", "stochastic"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedTensor(QuantizedWeight):
-    """An array as packed k-bit codes and the step of every group of neighbours.
+    """An array stored as packed k-bit codes and a step size per block of neighbours.
 
-    Made by :func:`quantize_params`. The arrays in it are uint32, so that modular
-    differences of them, which ``update`` of :func:`lowbit_optax.lpmm_sgd` returns, land
-    exactly by ``optax.apply_updates``.
+    :func:`quantize_params` makes it. Its arrays are uint32. So ``update`` of
+    :func:`lowbit_optax.lpmm_sgd` can return differences modulo 2^32, with which
+    ``optax.apply_updates`` lands exactly.
 
-    What is static describes the packed axis alone, counted from the end. So slices of a
-    stack (``lax.scan`` over layers, ``jax.vmap``) are QuantizedTensors of one layer.
+    The static fields describe only the packed axis, counted from the end. So slices of
+    a stack (``lax.scan`` over layers, ``jax.vmap``) are QuantizedTensors of one layer.
 
     Args:
       codes: uint32 words, of the array's shape with the packed axis ``n -> ceil(n/32)
         bits``.
-      scales: uint32 patterns of float32 steps, of the array's shape with the packed
-        axis ``n -> ceil(n / block_size)``.
-      bits: k, of a code.
-      block_size: values that share a step, a multiple of 32.
+      scales: uint32 patterns of float32 step sizes, of the array's shape with the
+        packed axis ``n -> ceil(n / block_size)``.
+      bits: k, the bits of a code.
+      block_size: number of values that share a step size, a multiple of 32.
       axis: the packed axis, -1 or -2.
-      length: n, the array's size along it.
+      length: n, the array's size along that axis.
 
-    >>> import jax.numpy as jnp
-    >>> w = quantize_params(jnp.linspace(-1, 1, 8192).reshape(2, 64, 64), bits=12)
+    >>> import jax.numpy as jnp, lowbit_optax
+    >>> x = jnp.linspace(-1, 1, 8192).reshape(2, 64, 64)
+    >>> w = lowbit_optax.quantize_params(x, bits=12)
     >>> w.shape, w.codes.shape, w.scales.shape
     ((2, 64, 64), (2, 24, 64), (2, 1, 64))
     >>> w.dequantize(jnp.bfloat16).dtype
@@ -66,36 +67,40 @@ class QuantizedTensor(QuantizedWeight):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the array that it stands for."""
+        """The shape of the dequantised array."""
         shape = list(self.codes.shape)
         shape[self.axis] = self.length
         return tuple(shape)
 
     @property
     def ndim(self) -> int:
-        """The array's rank."""
+        """The rank of the dequantised array."""
         return self.codes.ndim
 
     @property
     def size(self) -> int:
-        """The array's elements."""
+        """The number of elements of the dequantised array."""
         return math.prod(self.shape)
 
     @property
     def dtype(self) -> jnp.dtype:
-        """float32, in which all of its values are exact."""
+        """float32, in which all values are exact."""
         return jnp.dtype(jnp.float32)
 
     @property
     def nbytes(self) -> int:
-        """Of codes and scales."""
+        """The bytes of codes and scales together."""
         return 4 * (self.codes.size + self.scales.size)
 
     def dequantize(self, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
-        """The array, exact in float32, rounded to nearest in other float dtypes.
+        """The values as an array.
+
+        Args:
+          dtype: any float dtype. The values are exact in float32, and rounded to
+            nearest in other dtypes.
 
         Raises:
-          ValueError: if codes and scales are not of one array with these static sizes.
+          ValueError: if the shapes of codes and scales do not fit the static fields.
         """
         check_parts(self)
         fields = _unpack(self.codes, self.bits, self.shape, self.axis)
@@ -110,22 +115,22 @@ def quantize(
     axis: int,
     random: RandomBits | None,
 ) -> QuantizedTensor:
-    """One float32 array as a :class:`QuantizedTensor`.
+    """Store one float32 array as a :class:`QuantizedTensor`.
 
     Args:
       x: float32, rank 1 or more.
       bits, block_size: as in :func:`quantize_params`.
-      axis: to pack along: -1, or -2 where ``pack_axis`` says so.
-      random: random bits of the leaf; None to round to nearest.
+      axis: the axis to pack along: -1, or -2 if ``pack_axis`` chooses it.
+      random: the leaf's random bits; None rounds to nearest.
     """
     size = jnp.abs(x)
     size = jnp.where(size < jnp.float32(jnp.inf), size, jnp.float32(0))
     at = axis % x.ndim
     widths = [(0, -x.shape[axis] % block_size if i == at else 0) for i in range(x.ndim)]
-    groups = jnp.pad(size, widths).reshape(
+    blocks = jnp.pad(size, widths).reshape(
         *x.shape[:at], -1, block_size, *x.shape[at + 1 :]
     )
-    delta = linear_code.delta_of(jnp.max(groups, axis=at + 1), bits)
+    delta = linear_code.delta_of(jnp.max(blocks, axis=at + 1), bits)
     steps = _repeat(delta, block_size, axis, x.shape[axis])
     words = None if random is None else random.words(x.shape, PARAM_STREAM)
     fields = linear_code.encode(x, steps, bits, words)
@@ -137,12 +142,12 @@ def quantize(
 def requantize(
     x: jax.Array, old: QuantizedTensor, random: RandomBits | None
 ) -> QuantizedTensor:
-    """A float32 array stored like ``old``, with steps of its own."""
+    """A float32 array stored in the layout of ``old``, with its own step sizes."""
     return quantize(x, old.bits, old.block_size, old.axis, random)
 
 
 def is_quantized(x) -> bool:
-    """Whether this is a weight that has to be dequantised to be read."""
+    """Whether ``x`` is a weight that must be dequantised to be read."""
     return isinstance(x, QuantizedWeight)
 
 
@@ -150,13 +155,14 @@ def is_quantized(x) -> bool:
 def _register_with_flax() -> None:
     """Tell flax, where it is installed, how to serialize a QuantizedTensor.
 
-    ``flax.serialization`` takes an unknown pytree node for a leaf, and looks types up
-    when it is called. It may be imported after the last tensor was made, so it is
-    imported here with the first one: a tenth of what importing this package takes.
+    ``flax.serialization`` treats unknown pytree nodes as leaves, and looks types up
+    when it is called. The user may import flax after the last tensor is made, so it is
+    imported here when the first one is. That takes a tenth of the time of importing
+    this package.
     """
     try:
         from flax import serialization
-    except Exception:  # absent, or not of this JAX: then nobody serializes with it
+    except Exception:  # absent or not made for this JAX, so nobody serializes with it
         return
     serialization.register_serialization_state(
         QuantizedTensor, _to_state_dict, _from_state_dict, override=True
@@ -174,13 +180,13 @@ def _from_state_dict(tensor: QuantizedTensor, state: dict) -> QuantizedTensor:
             given = list(state[name].shape) if name in state else "missing"
             raise ValueError(
                 f"QuantizedTensor: {name} of the checkpoint are {given}, not "
-                f"{list(want)}: was it saved with other bits or groups?"
+                f"{list(want)}: was it saved with other bits or another block_size?"
             )
     return dataclasses.replace(tensor, **{k: state[k] for k in ("codes", "scales")})
 
 
 def check_parts(tensor: QuantizedTensor) -> None:
-    """Raise unless codes and scales are of one array with these static sizes."""
+    """Raise a ValueError unless codes and scales fit the static fields."""
     codes, scales = tensor.codes, tensor.scales
     for name, part in (("codes", codes), ("scales", scales)):
         if part.dtype != jnp.uint32:
@@ -205,7 +211,7 @@ def _steps(tensor: QuantizedTensor) -> jax.Array:
 
 
 def _repeat(delta: jax.Array, block_size: int, axis: int, length: int) -> jax.Array:
-    """Groups' numbers for every element."""
+    """The step size of every element, from those of the blocks."""
     at = axis % delta.ndim
     shape = delta.shape
     wide = jnp.broadcast_to(
@@ -216,7 +222,7 @@ def _repeat(delta: jax.Array, block_size: int, axis: int, length: int) -> jax.Ar
 
 
 def _view(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
-    """A shape that ``pack`` packs along ``axis``, with the same elements."""
+    """A shape of the same elements that ``pack`` packs along ``axis``."""
     if pack_axis(shape) - len(shape) == axis:
         return shape
     return (*shape[:-1], 1, shape[-1])

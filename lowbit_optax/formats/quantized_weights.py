@@ -1,4 +1,4 @@
-"""The weight format of QuantizedTensors: dequantise, update, quantise with new steps.
+"""The weight format of QuantizedTensors: dequantise, update and quantise again.
 
     theta_t = Q(theta_{t-1} + u_t),  u_t from the inner transformation
 
@@ -26,7 +26,7 @@ class QuantizedWeights(WeightFormat):
     rounding: tensors.Rounding = "stochastic"
 
     def for_leaf(self, shape, dtype, min_size):
-        # Arrays beside the quantised leaves: small ones, mostly float32 already.
+        # For arrays among the quantised leaves, which are small and mostly float32.
         return Nearest()
 
     def widen(self, param: typing.Any):
@@ -39,27 +39,32 @@ class QuantizedWeights(WeightFormat):
         new = tensors.requantize(master, param, random)
         if landing.is_direct:
             return new, None, new
-        # Integers modulo 2^32 always land.
+        # Differences modulo 2^32 always land exactly.
         return new, None, jax.tree.map(lambda a, b: b - a, param, new)
 
 
 def quantized_weights(
     *, rounding: typing.Literal["nearest", "stochastic"] = "stochastic"
 ) -> WeightFormat:
-    """Update :class:`lowbit_optax.QuantizedTensor` leaves; other leaves to nearest.
+    """Update :class:`lowbit_optax.QuantizedTensor` leaves by quantising them again.
 
-    ``lowbit`` uses this format for the QuantizedTensors of any tree; give it as
-    ``weights`` to choose its rounding.
+        theta' = Q(theta + u)
+
+    ``lowbit`` uses this format for the QuantizedTensors of any tree. Give it as
+    ``weights`` to choose its rounding; other leaves are then rounded to nearest.
 
     Args:
-      rounding: ``"stochastic"``, with E[Q(x)] = x, or ``"nearest"``, under which
-        updates below half a step are lost.
+      rounding: ``"stochastic"``, for which E[Q(x)] = x, or ``"nearest"``, which loses
+        updates below half a step.
 
     Returns:
-      A weight format. State: 0 bytes, the parameter is all there is.
+      A weight format. State: 0 bytes per parameter.
 
     Raises:
       ValueError: if ``rounding`` is not one of these.
+
+    References:
+      LPMM, Algorithm 1 and section 5.2, "Dynamic quantization".
 
     >>> quantized_weights(rounding="nearest")
     QuantizedWeights(rounding='nearest')

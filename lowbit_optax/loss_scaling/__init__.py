@@ -1,9 +1,9 @@
-"""Loss scaling: gradients of float16 kept within its range, overflows skipped.
+"""Loss scaling: keep float16 gradients within float16's range, and skip overflows.
 
     scaled_value_and_grad ---> gradients of loss * scale
-    with_loss_scale ---------> grads / scale in float32; the update, unless any is not
-                               finite; the next scale
-    static_scale, backoff_scale, log_normal_scale ---> which scale comes next
+    with_loss_scale ---------> grads / scale in float32; the update, unless a gradient
+                               is not finite; the next scale
+    static_scale, backoff_scale, log_normal_scale ---> how the next scale is chosen
 
 References:
   Micikevicius et al. 2018, "Mixed Precision Training".

@@ -1,7 +1,8 @@
 """How the loss scale changes from step to step.
 
-A scaling is static data: a frozen dataclass. What it remembers is in the optimizer's
-state, its bounds are not, so that no checkpoint or tree operation can lose them.
+A scaling is a frozen dataclass that holds only constants, such as the bounds of the
+scale. What changes from step to step is in the optimizer's state. So no checkpoint and
+no tree operation can lose the bounds.
 """
 
 import dataclasses
@@ -13,35 +14,38 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-LARGEST = 2.0**126
-"""No scale is larger: its inverse is a normal float32 too."""
+LARGEST_SCALE = 2.0**126
+"""The largest scale whose inverse is still a normal float32."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """Chooses loss scales. Subclasses define :meth:`init` and :meth:`next`."""
+    """Chooses the loss scales. Subclasses define :meth:`init` and :meth:`next`."""
 
     def init(self) -> tuple[jax.Array, typing.Any]:
-        """The first scale, a float32 scalar, and what is remembered."""
+        """The first scale, a float32 scalar, and the first state of the scaling."""
         raise NotImplementedError
 
     def next(
         self, scale: jax.Array, state, largest: jax.Array, finite: jax.Array
     ) -> tuple[jax.Array, typing.Any]:
-        """The next scale and what is remembered after a step.
+        """The next scale, and the state of the scaling after a step.
 
         Args:
-          scale: float32 scalar, of this step.
-          state: as :meth:`init` and this method return it.
+          scale: float32 scalar, the scale of this step.
+          state: from :meth:`init` or the last call of this method.
           largest: float32 scalar, max |g| of the gradients divided by the scale.
-          finite: bool scalar, whether all of them are finite.
+          finite: bool scalar, whether all gradients are finite.
+
+        Returns:
+          ``(next scale, new state)``.
         """
         raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
 class Static(Scaling):
-    """See :func:`static_scale`; remembers nothing."""
+    """See :func:`static_scale`; its state is empty."""
 
     scale: float
 
@@ -55,7 +59,7 @@ class Static(Scaling):
 
 @dataclasses.dataclass(frozen=True)
 class Backoff(Scaling):
-    """See :func:`backoff_scale`; remembers an int32, good steps since a change."""
+    """See :func:`backoff_scale`; its state is int32: good steps since a change."""
 
     initial: float
     factor: float
@@ -77,11 +81,12 @@ class Backoff(Scaling):
 
 
 class LogNormalState(typing.NamedTuple):
-    """What :func:`log_normal_scale` remembers, float32 scalars.
+    """State of :func:`log_normal_scale`, three float32 scalars.
 
     Args:
-      mean, square: running means of x = log2 max|g| and of x^2, not yet corrected.
-      weight: sum of the weights in them, 1 in the long run.
+      mean, square: running means of x = log2 max|g| and of x^2, without bias
+      correction.
+      weight: the sum of the weights in these means, which tends to 1.
     """
 
     mean: jax.Array
@@ -91,7 +96,7 @@ class LogNormalState(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LogNormal(Scaling):
-    """See :func:`log_normal_scale`; remembers a :class:`LogNormalState`."""
+    """See :func:`log_normal_scale`; its state is a :class:`LogNormalState`."""
 
     initial: float
     overflow_probability: float
@@ -106,10 +111,11 @@ class LogNormal(Scaling):
         return jnp.float32(self.initial), LogNormalState(zero, zero, zero)
 
     def next(self, scale, state, largest, finite):
-        # Of an overflow it is known that max|g| was past limit / scale: say, twice.
-        seen = jnp.log2(jnp.float32(2 * self.limit) / scale)
-        x = jnp.where(finite, jnp.log2(largest), seen)
-        is_known = jnp.isfinite(x)  # not of gradients that are all zero
+        # After an overflow, max|g| is only known to be more than limit / scale. It is
+        # taken to be twice that.
+        if_overflow = jnp.log2(jnp.float32(2 * self.limit) / scale)
+        x = jnp.where(finite, jnp.log2(largest), if_overflow)
+        is_known = jnp.isfinite(x)  # log2 is infinite if all gradients are zero
         x = jnp.where(is_known, x, jnp.float32(0))
         rate = jnp.where(is_known, jnp.float32(1 - self.decay), jnp.float32(0))
         state = LogNormalState(
@@ -120,11 +126,12 @@ class LogNormal(Scaling):
         weight = jnp.maximum(state.weight, jnp.float32(1e-30))
         mean = state.mean / weight
         variance = state.square / weight - mean * mean
-        least = jnp.float32(self.least_deviation**2)
-        deviation = jnp.sqrt(jnp.maximum(variance, least))
-        most = mean + jnp.float32(_quantile(1 - self.overflow_probability)) * deviation
-        # Down to a power of two, by which gradients are scaled exactly.
-        exponent = jnp.floor(jnp.float32(math.log2(self.limit)) - most)
+        least_variance = jnp.float32(self.least_deviation**2)
+        deviation = jnp.sqrt(jnp.maximum(variance, least_variance))
+        quantile = jnp.float32(_quantile(1 - self.overflow_probability))
+        expected_largest = mean + quantile * deviation
+        # Rounded down to a power of two, by which gradients are scaled exactly.
+        exponent = jnp.floor(jnp.float32(math.log2(self.limit)) - expected_largest)
         exponent = jnp.clip(
             exponent,
             jnp.float32(math.log2(self.smallest)),
@@ -134,10 +141,22 @@ class LogNormal(Scaling):
 
 
 def static_scale(scale: float = 2.0**15) -> Scaling:
-    """A loss scale that stays.
+    """A constant loss scale.
+
+        scale_{t+1} = scale_t = ``scale``
 
     Args:
-      scale: positive; a power of two changes no bit of gradients in range.
+      scale: positive, from 2^-126 to 2^126. A power of two scales gradients exactly as
+        long as they stay in range.
+
+    Returns:
+      A scaling for :func:`with_loss_scale`.
+
+    Raises:
+      ValueError: if the scale is not a number in this range.
+
+    References:
+      Micikevicius et al. 2018, section 3.2.
 
     >>> static_scale(1024.0).init()[0]
     Array(1024., dtype=float32)
@@ -153,16 +172,23 @@ def backoff_scale(
     smallest: float = 1.0,
     largest: float = 2.0**24,
 ) -> Scaling:
-    """A scale that falls at overflows and rises where there have been none for long.
+    """A scale that falls at every overflow, and rises after a period without overflows.
 
-        overflow: scale / factor;  after ``period`` steps without: scale * factor
+        after an overflow:                      scale / factor
+        after ``period`` steps without one:     scale * factor
 
     Args:
       initial: the first scale.
       factor: more than 1.
-      period: steps without overflow before the scale rises.
-      smallest, largest: bounds of the scale. It moves between them and never stops:
-        at ``smallest`` overflows are skipped and counted like others.
+      period: number of steps without overflow after which the scale rises.
+      smallest, largest: bounds of the scale. At ``smallest``, steps that overflow are
+        still skipped and counted, and the scale does not fall further.
+
+    Returns:
+      A scaling for :func:`with_loss_scale`.
+
+    Raises:
+      ValueError: if an argument is not as above.
 
     References:
       OpenSeq2Seq, "Automatic Loss Scaling", Backoff.
@@ -193,19 +219,29 @@ def log_normal_scale(
     largest: float = 2.0**24,
     limit: float = 65504.0,
 ) -> Scaling:
-    """A scale with which the largest gradient seldom overflows, from its statistics.
+    """A scale with which the largest gradient seldom overflows, judged by its
+    statistics.
 
-        x = log2 max|g| ~ N(mu, sigma^2), by running means;
+        x = log2 max|g| ~ N(mu, sigma^2), with running means for mu and sigma
         scale = 2^floor(log2(limit) - mu - z sigma)
-        P(z' > z) = ``overflow_probability``
+
+    where a standard normal variable exceeds z with probability
+    ``overflow_probability``.
 
     Args:
       initial: the scale of the first step.
-      overflow_probability: the probability that max|g| * scale is past the limit.
-      decay: of the running means, a step.
-      least_deviation: sigma is taken for no less; in powers of two.
+      overflow_probability: the probability that max|g| * scale exceeds the limit.
+      decay: factor per step of the running means, in [0, 1).
+      least_deviation: lower bound of sigma; like x, in powers of two.
       smallest, largest: bounds of the scale.
-      limit: the largest gradient, float16's largest number.
+      limit: the largest gradient that does not overflow, by default float16's largest
+        number.
+
+    Returns:
+      A scaling for :func:`with_loss_scale`.
+
+    Raises:
+      ValueError: if an argument is not as above.
 
     References:
       OpenSeq2Seq, "Automatic Loss Scaling", LogNormal.
@@ -240,13 +276,13 @@ def log_normal_scale(
 
 
 def _power_of_two(exponent: jax.Array) -> jax.Array:
-    """Exactly, which ``exp2`` is not on every backend."""
+    """2^exponent, exactly; ``exp2`` is not exact on every backend."""
     pattern = (exponent.astype(jnp.int32) + jnp.int32(127)) << jnp.int32(23)
     return jax.lax.bitcast_convert_type(pattern, jnp.float32)
 
 
 def _quantile(probability: float) -> float:
-    """Of the standard normal distribution."""
+    """The quantile of the standard normal distribution."""
     return statistics.NormalDist().inv_cdf(probability)
 
 
@@ -262,7 +298,8 @@ def _check_bounds(initial, smallest, largest) -> None:
 
 def _positive(name: str, value) -> float:
     is_number = isinstance(value, int | float | np.floating)
-    if not is_number or isinstance(value, bool) or not 1 / LARGEST <= value <= LARGEST:
+    is_number = is_number and not isinstance(value, bool)
+    if not is_number or not 1 / LARGEST_SCALE <= value <= LARGEST_SCALE:
         raise ValueError(
             f"loss scale: {name} is {value!r}; accepted are numbers from 2^-126 to "
             "2^126"

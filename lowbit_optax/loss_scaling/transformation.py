@@ -1,4 +1,4 @@
-"""``with_loss_scale``: unscale, skip what has overflowed, adapt."""
+"""``with_loss_scale``: unscale gradients, skip steps that overflow, adapt the scale."""
 
 import dataclasses
 import functools
@@ -22,9 +22,9 @@ class LossScaleState(typing.NamedTuple):
     """State of :func:`with_loss_scale`.
 
     Args:
-      scale: float32 scalar, by which the next loss is to be multiplied.
-      scaling_state: what the scaling remembers.
-      skipped: int32 scalar, steps skipped so far.
+      scale: float32 scalar, by which the next loss must be multiplied.
+      scaling_state: the state of the scaling.
+      skipped: int32 scalar, the number of steps skipped so far.
       inner_state: the inner transformation's state.
     """
 
@@ -37,20 +37,20 @@ class LossScaleState(typing.NamedTuple):
 def with_loss_scale(
     inner: optax.GradientTransformation, scaling: Scaling
 ) -> optax.GradientTransformationExtraArgs:
-    """Take gradients of a scaled loss; skip the step where any has overflowed.
+    """Take gradients of a scaled loss, and skip the step if any of them overflowed.
 
         g = grads / scale in float32;  if all are finite: inner.update(g)
         scale = scaling.next(...)
 
-    When a gradient is not finite nothing of the inner transformation's state moves, nor
-    any parameter, by one bit. Only the scale, what the scaling remembers and the count
-    of skipped steps do. Nothing is brought to the host. There is no branch: the inner
-    transformation runs on zeros then, and what it returns is not taken.
+    If a gradient is not finite, no bit of the parameters and of the inner
+    transformation's state changes. Only the scale, the state of the scaling and the
+    count of skipped steps do. The decision is made on the device, without a branch: the
+    inner transformation then runs on zeros, and its results are discarded.
 
     Args:
-      inner: any optax transformation, those of this package included: around
-        ``lowbit`` the whole step is skipped. Inside of ``lowbit`` works too, but
-        ``lowbit``'s step count goes on.
+      inner: any optax transformation, including those of this package. Around
+        ``lowbit``, the whole step is skipped. Inside ``lowbit`` also works, but
+        ``lowbit`` then counts skipped steps too.
       scaling: from :func:`static_scale`, :func:`backoff_scale` or
         :func:`log_normal_scale`.
 
@@ -59,7 +59,7 @@ def with_loss_scale(
       :func:`lowbit_optax.step` takes it without forming differences.
 
     Raises:
-      TypeError: if ``scaling`` is none.
+      TypeError: if ``scaling`` is not a scaling.
 
     References:
       Micikevicius et al. 2018, section 3.2; OpenSeq2Seq, "Automatic Loss Scaling".
@@ -93,7 +93,8 @@ def scaled_value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
 
     Returns:
       A function ``(params, opt_state, *args, **kwargs) -> (value, grads)``. The value
-      is not scaled, the gradients are: :func:`with_loss_scale` unscales them.
+      is not scaled. The gradients are scaled, and :func:`with_loss_scale` unscales
+      them.
 
     >>> import jax.numpy as jnp, optax, lowbit_optax
     >>> tx = with_loss_scale(optax.sgd(0.5), lowbit_optax.static_scale(8.0))
@@ -118,14 +119,17 @@ def scaled_value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
 
 
 def current_loss_scale(opt_state: optax.OptState) -> jax.Array:
-    """The scale, a float32 scalar, that the next loss is to be multiplied by.
+    """The scale by which the next loss must be multiplied.
 
     Args:
-      opt_state: the state of :func:`with_loss_scale`, or one that holds it: a chain's,
-        ``lowbit``'s, a TrainState's ``opt_state``.
+      opt_state: the state of :func:`with_loss_scale`, or one that contains it, such as
+        the state of a chain, of ``lowbit``, or the ``opt_state`` of a TrainState.
+
+    Returns:
+      A float32 scalar.
 
     Raises:
-      ValueError: if there is none in it, or several.
+      ValueError: if ``opt_state`` has no loss scale, or more than one.
 
     >>> import jax.numpy as jnp, optax, lowbit_optax
     >>> tx = with_loss_scale(optax.sgd(0.5), lowbit_optax.static_scale(8.0))
@@ -144,30 +148,30 @@ def current_loss_scale(opt_state: optax.OptState) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LossScaled(Stepper):
-    """The choices of one :func:`with_loss_scale` call."""
+    """The configuration that one call of :func:`with_loss_scale` makes."""
 
     inner: optax.GradientTransformation
     scaling: Scaling
 
     def init(self, params: optax.Params) -> LossScaleState:
-        """The state with the first scale."""
+        """The initial state, with the first scale."""
         scale, scaling_state = self.scaling.init()
         skipped = jnp.zeros([], jnp.int32)
         return LossScaleState(scale, scaling_state, skipped, self.inner.init(params))
 
     def update(self, updates, state, params=None, **extra_args):
-        """As in optax; a skipped step's updates are -0, which changes nothing."""
+        """As in optax; the updates of a skipped step are -0, which changes nothing."""
         if context.current().wants_params:
             params, state = self.step(params, state, updates, **extra_args)
             return direct.as_new_params(params), state
         return self._guarded(params, state, updates, ADD, extra_args)
 
     def step(self, params, state, grads, **extra_args):
-        """``(new params, new state)`` without differences."""
+        """``(new params, new state)``, without forming differences."""
         return self._guarded(params, state, grads, REPLACE, extra_args)
 
     def inner_update(self, params, state, grads, **extra_args):
-        """What the inner transformation does to unscaled gradients."""
+        """The updates that the inner transformation makes of unscaled gradients."""
         guard = Guard(jnp.float32(1) / state.scale, jnp.bool_(True))
         grads, inner_state = guard.times(grads), state.inner_state
         stepper = stepper_of(self.inner)
@@ -203,7 +207,7 @@ class LossScaled(Stepper):
     def _guarded_by_choosing(
         self, params, inner_state, grads, guard: Guard, landing: Landing, extra_args
     ):
-        """The guarded step of any inner transformation, which runs in any case."""
+        """The guarded step of any inner transformation, which runs even if skipped."""
         grads = guard.unscaled(grads)
         if landing.is_direct:
             new, state = step(self.inner, params, inner_state, grads, **extra_args)
@@ -216,13 +220,16 @@ class LossScaled(Stepper):
 
 
 def _sizes(grads, factor: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Whether all are finite, times a factor too, and the largest, if they are."""
+    """Whether all gradients are finite, and the largest magnitude if they are.
+
+    Both refer to gradients times the factor; it may make finite gradients infinite.
+    """
     arrays = [x for x in jax.tree.leaves(grads) if trees.is_float(x) and x.size]
     if not arrays:
         return jnp.bool_(True), jnp.float32(0)
     largest = [jnp.max(jnp.abs(x)) for x in arrays]
     largest = Guard(factor, jnp.bool_(True)).times(largest)
-    # Not from the maximum: on some backends it is not NaN where an element is.
+    # Not derived from the maximum: on some backends it ignores elements that are NaN.
     finite = [jnp.all(jnp.isfinite(x)) for x in arrays]
     finite += [jnp.isfinite(x) for x in largest]
     sizes = jnp.stack([x.astype(jnp.float32) for x in largest])

@@ -1,9 +1,9 @@
 """LPMM: training with weights, momentum and gradient accumulators all in few bits.
 
-    quantize_params ---> QuantizedTensor leaves: the parameters, all uint32
+    quantize_params ---> parameters as QuantizedTensor leaves, which hold uint32 arrays
     value_and_grad  ---> dequantises them for the loss; gradients in their shapes
     lpmm_sgd, ...   ---> dequantise, inner optax update in float32, quantise again
-    accumulate_gradients ---> sums N gradients in low bits before one update
+    accumulate_gradients ---> sums N gradients in few bits before one update
 
 References:
   "Training Neural Networks with Low-Precision Model Memory", Algorithm 1.

@@ -1,4 +1,4 @@
-"""Gradients summed over microbatches in low bits, then one update of their mean."""
+"""Sum gradients over microbatches in few bits, then update with their mean."""
 
 import dataclasses
 import typing
@@ -13,26 +13,31 @@ from lowbit_optax._numerics.random_bits import leaf_number, random_bits
 from lowbit_optax._numerics.streams import accumulator_draws
 from lowbit_optax._step import trees
 from lowbit_optax._step.arguments import check_static_int
-from lowbit_optax._step.moment_trees import by_leaf, in_trees, without_container
+from lowbit_optax._step.moment_trees import (
+    from_parallel_trees,
+    to_parallel_trees,
+    unwrap_uncoded,
+)
 from lowbit_optax._step.prepared import widened_gradient
-from lowbit_optax._step.stacks import layerwise, placed
+from lowbit_optax._step.stacks import bits_at_layers, marked_layerwise
 from lowbit_optax._step.stepper import stepper_of
 from lowbit_optax.formats import MomentFormat
 from lowbit_optax.lpmm.quantize import PAPER_BLOCK_SIZE
 
-EIGHT_BITS = formats.block_quantized(
+PAPER_ACCUMULATORS = formats.block_quantized(
     8, code="linear", block_size=PAPER_BLOCK_SIZE, rounding="stochastic"
 )
-"""The paper's gradient accumulators."""
+"""The format of gradient accumulators in the LPMM paper."""
 
 
 class AccumulationState(typing.NamedTuple):
     """State of :func:`accumulate_gradients`.
 
     Args:
-      count: uint32 scalar, calls so far; with ``seed`` it is all the random state.
+      count: uint32 scalar, the number of calls so far. Together with ``seed`` it is the
+        whole state of the random numbers.
       seed: uint32 scalar.
-      mini_step: int32 scalar, gradients in the accumulators.
+      mini_step: int32 scalar, the number of gradients in the accumulators.
       accumulators: the sums in their format, a tree like the parameters or a
         QuantizedMoment of such trees; None at leaves that are not float.
       inner_state: the inner transformation's state.
@@ -48,29 +53,30 @@ class AccumulationState(typing.NamedTuple):
 def accumulate_gradients(
     inner: optax.GradientTransformation,
     every: int,
-    format: MomentFormat = EIGHT_BITS,
+    format: MomentFormat = PAPER_ACCUMULATORS,
     *,
     seed: int | None = None,
     min_size: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Update with the mean of N gradients, summed in low-bit accumulators.
+    """Update with the mean of N gradients, which low-bit accumulators sum.
 
         g_i = Q(g_{i-1} + grad_i), i = 1..N-1;  u = inner.update((g_{N-1} + grad_N) / N)
 
-    Takes the place of ``optax.MultiSteps``, which keeps a gradient in full precision.
-    Each call is one microbatch; only every N-th changes parameters.
+    It replaces ``optax.MultiSteps``, which keeps a gradient in full precision. Each
+    call is one microbatch; only every N-th call changes the parameters.
 
     Args:
       inner: any optax transformation, those of this package included.
       every: N, 1 or more.
-      format: of the sums, a moment format; 8 bits, linear and stochastic if left out.
-      seed: of stochastic rounding, 0 if None.
-      min_size: sums of fewer elements are float32; 4096 if None.
+      format: moment format of the sums; by default the paper's, with 8 bits, the linear
+        code and stochastic rounding.
+      seed: of stochastic rounding; 0 if None.
+      min_size: sums with fewer elements are float32; 4096 if None.
 
     Returns:
-      A transformation. Between updates it returns zeros, and zero uint32 differences
-      for QuantizedTensors. The inner transformation gets float32 means if it is one of
-      this package, else in the gradients' dtypes.
+      An optax transformation. Between updates it returns zeros, and zero uint32
+      differences for QuantizedTensors. The inner transformation gets means in float32
+      if it is one of this package, and in the gradients' dtypes otherwise.
 
     Raises:
       TypeError, ValueError: for arguments or gradients that are not as above; errors
@@ -111,12 +117,12 @@ def accumulate_gradients(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Accumulation:
-    """The choices of one :func:`accumulate_gradients` call.
+    """The configuration that one call of :func:`accumulate_gradients` makes.
 
     Args:
-      inner, every, format, seed, min_size: as there.
-      takes_float32: whether the inner transformation takes float32 gradients of narrow
-        parameters.
+      inner, every, format, seed, min_size: as for that function.
+      takes_float32: whether the inner transformation accepts float32 gradients for
+        narrow parameters.
     """
 
     inner: optax.GradientTransformation
@@ -127,7 +133,7 @@ class Accumulation:
     min_size: int
 
     def init(self, params) -> AccumulationState:
-        """The state with empty accumulators."""
+        """The initial state, with accumulators of zeros."""
         names, leaves, treedef = trees.named_leaves(params)
         count, seed = jnp.zeros([], jnp.uint32), jnp.asarray(self.seed, jnp.uint32)
         random = _random(names, leaves, seed, count)
@@ -139,12 +145,12 @@ class Accumulation:
             count,
             seed,
             jnp.zeros([], jnp.int32),
-            in_trees(self.format, treedef, sums),
+            to_parallel_trees(self.format, treedef, sums),
             self.inner.init(params),
         )
 
     def update(self, updates, state, params=None, **extra_args):
-        """As in optax; zeros between updates."""
+        """As in optax; the updates are zeros between two real updates."""
         inner = optax.with_extra_args_support(self.inner)
 
         def last(means, inner_state):
@@ -158,18 +164,21 @@ class Accumulation:
         return self._accumulated(like, state, updates, last, between)
 
     def _accumulated(self, like, state, grads, last: Callable, between: Callable):
-        """One microbatch.
+        """Process one microbatch.
 
         Args:
-          like: the parameters, or what has their structure.
-          state, grads: of the call.
-          last: ``(mean gradients, inner state) -> (result, inner state)`` at the last
-            microbatch.
-          between: the result at the others, of the same arguments.
+          like: the parameters, or a tree with their structure.
+          state, grads: arguments of the call.
+          last: ``(mean gradients, inner state) -> (result, inner state)``, for the last
+            microbatch before an update.
+          between: ``(mean gradients, inner state) -> result``, for the others.
+
+        Returns:
+          ``(result, new AccumulationState)``.
         """
         names, leaves, treedef = trees.named_leaves(like)
         given = trees.parts_of(names, treedef, grads, "grads")
-        held = by_leaf(state.accumulators)
+        held = from_parallel_trees(state.accumulators)
         held = trees.parts_of(names, treedef, held, "accumulators")
         random = _random(names, leaves, state.seed, state.count)
         sums = [
@@ -199,7 +208,7 @@ class Accumulation:
             jnp.asarray(optax.safe_increment(state.count)),
             state.seed,
             (state.mini_step + jnp.int32(1)) % jnp.int32(self.every),
-            in_trees(self.format, treedef, parts),
+            to_parallel_trees(self.format, treedef, parts),
             inner_state,
         )
 
@@ -224,14 +233,14 @@ class Accumulation:
         format_ = self._format(total.shape)
         if format_ is None:
             return total
-        return layerwise(lambda x: format_.encode(x, random, 0), total)
+        return marked_layerwise(lambda x: format_.encode(x, random, 0), total)
 
     def _decode(self, name, part, leaf):
         format_ = self._format(leaf.shape)
         if format_ is None:
-            return without_container(part)
+            return unwrap_uncoded(part)
         try:
-            return layerwise(lambda x: format_.decode(x, leaf.shape), part)
+            return marked_layerwise(lambda x: format_.decode(x, leaf.shape), part)
         except (AttributeError, ValueError) as error:
             raise ValueError(
                 f"accumulate_gradients: the accumulator of params{name} is not one of "
@@ -247,4 +256,4 @@ def _zeros(leaf) -> jax.Array:
 
 def _random(names, leaves, seed, count):
     random = random_bits(seed, count, [leaf_number(name) for name in names])
-    return [accumulator_draws(bits) for bits in placed(random, names, leaves)]
+    return [accumulator_draws(bits) for bits in bits_at_layers(random, names, leaves)]

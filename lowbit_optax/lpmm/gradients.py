@@ -1,4 +1,4 @@
-"""Losses of quantised weights, and gradients in the shapes of the dequantised ones."""
+"""Losses of quantised weights, with gradients in the shapes of dequantised weights."""
 
 import dataclasses
 import functools
@@ -19,19 +19,21 @@ def value_and_grad(
     has_aux: bool = False,
     lazy: bool = False,
 ) -> Callable:
-    """``jax.value_and_grad`` for parameters that are quantised.
+    """``jax.value_and_grad`` for quantised parameters.
+
+        loss(dequantize(params)),  d loss / d dequantize(params)
 
     Args:
       loss_fn: called as ``loss_fn(params, *args, **kwargs)``, with an array in place of
         every :class:`QuantizedTensor`.
       dtype: of these arrays and of their gradients; any float dtype. Other leaves keep
-        theirs.
+        their dtypes.
       has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
-      lazy: leave the tensors as they are, and ``loss_fn`` calls
-        :func:`lowbit_optax.dequantize` on what it is about to use. In a ``lax.scan``
-        over stacked layers only one layer at a time is dequantised, if the body is
-        under ``jax.checkpoint``; without it, all dequantised layers are kept for the
-        backward pass.
+      lazy: whether ``loss_fn`` gets the tensors undequantised and calls
+        :func:`lowbit_optax.dequantize` itself on those that it is about to use. Then a
+        ``lax.scan`` over stacked layers dequantises only one layer at a time, if its
+        body is under ``jax.checkpoint``. Without ``jax.checkpoint``, all dequantised
+        layers are kept for the backward pass.
 
     Returns:
       A function ``(params, *args, **kwargs) -> (value, gradients)``. The gradients have
@@ -86,14 +88,14 @@ def value_and_grad(
 
 
 def with_stand_in(leaf, stand_in):
-    """A leaf as a differentiable loss gets it.
+    """A leaf in the form in which a loss can be differentiated.
 
     Args:
-      leaf: of the parameters.
-      stand_in: the array in which the loss is differentiated.
+      leaf: a leaf of the parameters.
+      stand_in: the array with respect to which the loss is differentiated.
 
     Returns:
-      The stand-in; for a QuantizedTensor, a weight that is dequantised to the tensor's
+      The stand-in. For a QuantizedTensor, a weight that dequantises to the tensor's
       values and passes their gradient on to the stand-in.
     """
     if not tensors.is_quantized(leaf):
@@ -104,7 +106,7 @@ def with_stand_in(leaf, stand_in):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _DifferentiableTensor(QuantizedWeight):
-    """A QuantizedTensor, and the array that gets its gradient.
+    """A QuantizedTensor together with the array that gets its gradient.
 
     The arrays of the tensor are uint32 and have no gradients. The values of the
     stand-in are never read.

@@ -1,4 +1,4 @@
-"""SGD with momentum, and Adam, with all of their memory in few bits."""
+"""SGD with momentum and Adam, with weights and moments stored in few bits."""
 
 import optax
 
@@ -31,20 +31,22 @@ def lpmm_sgd(
         m_t = Q(beta m_{t-1} + g_t)
         theta_t = Q(theta_{t-1} - eta_t m_t)
 
-    With 12-bit weights, 8-bit momentum and the 8-bit accumulators of
-    :func:`lowbit_optax.accumulate_gradients` that is the paper's 28 bits per parameter,
-    beside the scales. Weights and momentum alone take 2.5 bytes per parameter.
+    12-bit weights, 8-bit momentum and the 8-bit accumulators of
+    :func:`lowbit_optax.accumulate_gradients` take the paper's 28 bits per parameter,
+    plus the scales. Weights and momentum alone take 2.5 bytes per parameter.
 
     Args:
       learning_rate: eta, a number or a schedule.
-      momentum: beta, or None for no momentum, where m_t is g_t.
+      momentum: beta; None for no momentum, so that m_t = g_t.
       nesterov: as in ``optax.sgd``.
       weight_decay: d, added to the gradient (not decoupled); 0 if None.
-      momentum_bits: 8 or 4, in Dettmers' dynamic exponent code, as in the paper; 8 if
+      momentum_bits: 8 or 4, in Dettmers' dynamic exponent code as in the paper; 8 if
         None.
-      block_size: values of the momentum that share a scale; 2048 if None. The weights'
-        is an argument of :func:`lowbit_optax.quantize_params`.
-      rounding: of weights and momentum, ``"stochastic"`` if None, or ``"nearest"``.
+      block_size: number of values of the momentum that share a scale; 2048 if None. The
+        block size of the weights is an argument of
+        :func:`lowbit_optax.quantize_params`.
+      rounding: of weights and momentum, ``"stochastic"`` or ``"nearest"``; stochastic
+        if None.
       seed, min_size: see :func:`lowbit_optax.lowbit`.
 
     Returns:
@@ -153,7 +155,7 @@ def lpmm_adam(
     rounding = "stochastic" if rounding is None else rounding
     moments = {
         "mu": _dynamic(momentum_bits, block_size, rounding),
-        # Rounded to nearest a second moment would not decay, whatever the weights do.
+        # Always stochastic: rounded to nearest, a second moment would not decay.
         "nu": formats.block_quantized(8),
     }
     return _on_quantized_weights(inner, moments, rounding, seed, min_size)
@@ -166,7 +168,7 @@ def _on_quantized_weights(inner, moments: Moments, rounding: Rounding, seed, min
         moments=moments,
         seed=seed,
         min_size=min_size,
-        # No kernel takes a QuantizedTensor: looking for one would only cost tracing.
+        # No kernel takes QuantizedTensors, so looking for one would only cost tracing.
         implementation="xla",
     )
 

@@ -1,4 +1,4 @@
-"""Models with weights as :class:`QuantizedTensor`, and back."""
+"""Convert the weights of a model to :class:`QuantizedTensor` and back."""
 
 import typing
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from pallas_kernels.bitfields.fields import GROUP
 from pallas_kernels.bitfields.xla import pack_axis
 
 PAPER_BLOCK_SIZE = 2048
-"""The paper's."""
+"""The block size of the LPMM paper."""
 
 
 def quantize_params(
@@ -30,26 +30,28 @@ def quantize_params(
 ) -> typing.Any:
     """Store a model's weights as codes of ``bits`` bits.
 
-        x ~ c delta,  |c| <= B = 2^(bits-1) - 1,  delta >= max |x| / B  a group
+        x ~ c delta,  |c| <= B = 2^(bits-1) - 1,  delta >= max |x| / B
+
+    with a step size delta per block.
 
     Args:
-      params: tree of arrays. Leaves with fewer than ``min_size`` elements become
-        float32; leaves that are not real floating-point stay as they are.
-      bits: 4 to 16.
-      block_size: values that share a step, a multiple of 32. They lie along
-        :func:`pallas_kernels.pack_axis`, where a leaf's group ends with it.
-      min_size: smaller leaves are not quantised.
+      params: tree of arrays. Float leaves with fewer than ``min_size`` elements become
+        float32. Leaves that are not real floating-point arrays stay as they are.
+      bits: of a code, 4 to 16.
+      block_size: number of values that share a step size, a multiple of 32. They lie
+        along :func:`pallas_kernels.pack_axis`; the last block may be shorter.
+      min_size: leaves with fewer elements are not quantised.
       seed: of stochastic rounding.
-      rounding: ``"nearest"`` (of the smallest error) or ``"stochastic"``. That of a
-        training step is the optimizer's.
-      stacked: tells by a leaf's path (``"['layers']['bias']"``) whether its first axis
-        is a stack of layers, which is then not packed and can be sliced or scanned
-        over. Needed for stacks of vectors only: in leaves of rank 3 or more the first
-        axis is never packed.
+      rounding: ``"nearest"``, which has the smallest error, or ``"stochastic"``. In
+        training steps the optimizer's rounding is used.
+      stacked: ``path -> bool``: whether the first axis of the leaf with this path (such
+        as ``"['layers']['bias']"``) is a stack of layers. Such an axis is not packed,
+        so it can be sliced or scanned over. It is needed only for stacks of vectors: in
+        leaves of rank 3 or more the first axis is never packed.
 
     Returns:
-      The tree with a :class:`QuantizedTensor` at the larger float leaves: ``bits + 32 /
-      block_size`` bits a parameter.
+      The tree with a :class:`QuantizedTensor` in place of the larger float leaves,
+      which takes ``bits + 32 / block_size`` bits per parameter.
 
     Raises:
       TypeError, ValueError: for arguments that are not as above; errors about a leaf
@@ -101,16 +103,19 @@ def quantize_params(
 def dequantize(
     tree: typing.Any, dtype: jax.typing.DTypeLike = jnp.float32
 ) -> typing.Any:
-    """Arrays in the place of every :class:`QuantizedTensor` of a tree.
+    """Replace every :class:`QuantizedTensor` of a tree by its array.
+
+        x = c delta
 
     Args:
-      tree: of parameters, or a part of them, such as one layer inside a scan.
+      tree: parameters, or a part of them, such as one layer inside a scan.
       dtype: of the arrays; any float dtype.
 
     Returns:
-      The tree; its other leaves stay as they are.
+      The tree with arrays. Its other leaves stay as they are.
 
     Raises:
+      TypeError: if ``dtype`` is not a float dtype.
       ValueError: if the parts of a tensor do not belong together, naming its path.
 
     >>> import jax.numpy as jnp
@@ -130,7 +135,7 @@ def dequantize(
 
 
 def _check_choices(bits: int, block_size: int, rounding: str) -> None:
-    """Raise unless weights can be stored so."""
+    """Raise unless weights can be stored with these choices."""
     check_static_int("quantize_params", "bits", bits, 4, 16)
     check_static_int("quantize_params", "block_size", block_size, GROUP)
     if block_size % GROUP:
