@@ -140,6 +140,8 @@ class _Evaluation:
         if eqn.primitive is p.div_p and single and divisors[1]:
             inverse = _assemble("rcp.approx.ftz.f32 $0, $1;", inputs[1:], jnp.float32)
             return [inputs[0] * inverse[0]]
+        if eqn.primitive is p.convert_element_type_p and _widens_bfloat16(eqn):
+            return [_widened(inputs[0])]
         if single and self._is_moderate(eqn, divisors):
             self._divisors.add(eqn.outvars[0])
         params = eqn.primitive.get_bind_params(eqn.params)
@@ -189,6 +191,17 @@ class _Evaluation:
 
 def _shape(atom) -> tuple[int, ...]:
     return atom.aval.shape
+
+
+def _widens_bfloat16(eqn) -> bool:
+    dtypes = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
+    return dtypes == (jnp.bfloat16, jnp.float32) and bool(_shape(eqn.invars[0]))
+
+
+def _widened(x: jax.Array) -> jax.Array:
+    """bfloat16 as float32."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
+    return jax.lax.bitcast_convert_type(bits << jnp.uint32(16), jnp.float32)
 
 
 def _assemble(instructions: str, args: Sequence[jax.Array], dtype) -> list[jax.Array]:
