@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from lowbit_optax._numerics import float_layouts, rounding
 from lowbit_optax._numerics.random_bits import RandomBits
 from lowbit_optax.formats.base import WeightFormat
+from pallas_kernels.fused_update import operations
 
 
 class NoResidual(typing.NamedTuple):
@@ -66,6 +67,8 @@ class MasterCopyFormat(WeightFormat):
 
     def join(self, param, residual):
         # A parameter that was set by hand is no rounding of the master, and wins.
+        if param.dtype == jnp.bfloat16:
+            return operations.unless_rounded(residual, param)
         rounded = rounding.round_nearest(residual, param.dtype)
         return jnp.where(_same(rounded, param), residual, rounding.to_float32(param))
 
@@ -82,8 +85,6 @@ def _same(a: jax.Array, b: jax.Array) -> jax.Array:
     """Whether narrow numbers have the same pattern, or both are 0."""
     layout = float_layouts.layout_of(a.dtype)
     a, b = float_layouts.to_bits(a), float_layouts.to_bits(b)
-    if layout.same_exponent:
-        return a == b
     # Exact landing may give 0 the other sign than the master's. The master may be as
     # large as 2^-10 in float8; in bfloat16 it is at most 2^-134, and not looked for.
     return (a == b) | (((a | b) & jnp.uint32(layout.largest)) == 0)

@@ -21,6 +21,8 @@ from jax.experimental.pallas import triton
 from jax.extend import core
 from jax.extend.core import primitives as p
 
+from pallas_kernels.fused_update import operations
+
 _ADDITIONS = (p.add_p, p.add_jaxvals_p)
 _SMALLEST = 2.0**-126  # float32's smallest normal number
 
@@ -129,6 +131,9 @@ class _Evaluation:
         single = eqn.outvars[0].aval.shape and all(
             atom.aval.dtype == jnp.float32 for atom in eqn.invars
         )
+        if eqn.primitive is p.jit_p and eqn.params["name"] in _OPERATIONS:
+            if _shape(eqn.outvars[0]):
+                return [_OPERATIONS[eqn.params["name"]](*inputs)]
         if eqn.primitive is p.jit_p:
             inner = _Evaluation(eqn.params["jaxpr"], inputs, divisors)
             pairs = zip(eqn.outvars, inner.outputs, strict=True)
@@ -202,6 +207,72 @@ def _widened(x: jax.Array) -> jax.Array:
     """bfloat16 as float32."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
     return jax.lax.bitcast_convert_type(bits << jnp.uint32(16), jnp.float32)
+
+
+def _round_to_bfloat16(x: jax.Array) -> jax.Array:
+    # The conversion's NaN is 0x7FFF. Only of that one does adding 1 set the sign, which
+    # then is in all bits of its low byte, to clear those that NAN has not.
+    (rounded,) = _assemble_pairs(
+        "{ .reg .b32 pair, next, sign, mask;"
+        " cvt.rn.bf16x2.f32 pair, $2, $1;"
+        " add.u32 next, pair, 0x00010001;"
+        " lop3.b32 sign, next, pair, pair, 0x30;"  # next & ~pair
+        " prmt.b32 mask, sign, 0, 0x4b49;"
+        " lop3.b32 $0, pair, mask, 0x003f003f, 0x70; }",  # pair & ~(mask & 0x3f..)
+        "=r,f,f",
+        [x],
+        jnp.bfloat16,
+    )
+    return rounded
+
+
+def _unless_rounded(x: jax.Array, rounded: jax.Array) -> jax.Array:
+    # Of a NaN that rounds to the NaN, the latter: arithmetic makes one of both.
+    (chosen,) = _assemble_pairs(
+        "{ .reg .b32 pair, low, high; .reg .pred first, second;"
+        " cvt.rn.bf16x2.f32 pair, $3, $2;"
+        " xor.b32 pair, pair, $4;"
+        " and.b32 low, pair, 0xffff;"
+        " setp.eq.u32 first, low, 0;"
+        " and.b32 high, pair, 0xffff0000;"
+        " setp.eq.u32 second, high, 0;"
+        " shl.b32 low, $4, 16;"
+        " and.b32 high, $4, 0xffff0000;"
+        " selp.b32 low, $2, low, first;"
+        " selp.b32 high, $3, high, second;"
+        " mov.b32 $0, low;"
+        " mov.b32 $1, high; }",
+        "=r,=r,r,r,r",
+        [x, rounded],
+        jnp.float32,
+    )
+    return chosen
+
+
+def _keep_nan(x: jax.Array) -> jax.Array:
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    return jnp.where(jnp.isnan(x), jnp.uint32(operations.LAST_NAN), bits)
+
+
+_OPERATIONS = {
+    operations.PREFIX + "round_to_bfloat16": _round_to_bfloat16,
+    operations.PREFIX + "unless_rounded": _unless_rounded,
+    operations.PREFIX + "keep_nan": _keep_nan,
+}
+
+
+def _assemble_pairs(
+    instructions: str, constraints: str, args: Sequence[jax.Array], dtype
+) -> list[jax.Array]:
+    """For two elements at a time: two registers of 32 bits, or one of 16."""
+    results = triton.elementwise_inline_asm(
+        instructions,
+        args=args,
+        constraints=constraints,
+        pack=2,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, dtype)],
+    )
+    return list(results)
 
 
 def _assemble(instructions: str, args: Sequence[jax.Array], dtype) -> list[jax.Array]:

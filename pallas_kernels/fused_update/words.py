@@ -101,7 +101,8 @@ class Writer:
         value = self._open | (field << shift)
         full = shift + jnp.uint32(self.bits) >= jnp.uint32(32)
         self.words.store(word, 0, value, full)
-        rest = (field >> jnp.uint32(1)) >> (jnp.uint32(31) - shift)
+        # A word that is full has bits of this field, so that shift is not 0.
+        rest = field >> (jnp.uint32(32) - shift & jnp.uint32(31))
         self._open = jnp.where(full, rest, value)
 
     def finish(self) -> jax.Array | None:
