@@ -21,6 +21,7 @@ from jax.experimental.pallas import triton
 from jax.extend import core
 from jax.extend.core import primitives as p
 
+from pallas_kernels.bitfields.fields import get_field
 from pallas_kernels.fused_update import operations
 
 _ADDITIONS = (p.add_p, p.add_jaxvals_p)
@@ -35,6 +36,10 @@ class Byte:
     word: jax.Array
     number: int = dataclasses.field(metadata={"static": True})
 
+    def value(self) -> jax.Array:
+        """The field as uint32."""
+        return get_field([self.word], self.number, 8)
+
 
 def with_short_forms(function: Callable, bytes_: Sequence[int] = ()) -> Callable:
     """An elementwise function with shorter operations, for a kernel of Triton's.
@@ -48,11 +53,11 @@ def with_short_forms(function: Callable, bytes_: Sequence[int] = ()) -> Callable
 
     def run(*args):
         nonlocal traced
-        flat, structure = jax.tree.flatten(args)
+        flat, structure = jax.tree.flatten(args, is_leaf=_is_byte)
         if traced is None:  # all rows of a kernel are alike
             traced = jax.make_jaxpr(
                 lambda *flat: function(*structure.unflatten(flat)), return_shape=True
-            )(*flat)
+            )(*(x.word if _is_byte(x) else x for x in flat))
         closed, shapes = traced
         evaluation = _Evaluation(closed, flat, [False] * len(flat))
         results = [
@@ -108,7 +113,8 @@ class _Evaluation:
             self._known |= zip(eqn.outvars, self._results(eqn), strict=True)
 
     def value(self, atom):
-        return atom.val if isinstance(atom, core.Literal) else self._known[atom]
+        value = atom.val if isinstance(atom, core.Literal) else self._known[atom]
+        return value.value() if _is_byte(value) else value
 
     def is_divisor(self, atom) -> bool:
         return not isinstance(atom, core.Literal) and atom in self._divisors
@@ -118,6 +124,8 @@ class _Evaluation:
         shift, word = 0, atom
         masked = self._other_operand(word, p.and_p, 255)
         word = word if masked is None else masked
+        if masked is None and _is_byte(self._given(atom)):
+            return self._known[atom]
         for number in (8, 16, 24):
             shifted = self._other_operand(word, p.shift_right_logical_p, number)
             if shifted is not None and (masked is not None or number == 24):
@@ -147,11 +155,25 @@ class _Evaluation:
             return [inputs[0] * inverse[0]]
         if eqn.primitive is p.convert_element_type_p and _widens_bfloat16(eqn):
             return [_widened(inputs[0])]
+        if eqn.primitive is p.shift_right_arithmetic_p:
+            byte = self._with_sign_on_top(eqn.invars[0])
+            place = self._constant(eqn.invars[1])
+            if byte is not None and place in (0, 8, 16, 24):
+                return [_extended(byte, 3 - place // 8)]
         if single and self._is_moderate(eqn, divisors):
             self._divisors.add(eqn.outvars[0])
         params = eqn.primitive.get_bind_params(eqn.params)
         results = eqn.primitive.bind(*inputs, **params)
         return results if eqn.primitive.multiple_results else [results]
+
+    def _with_sign_on_top(self, atom) -> Byte | None:
+        """The byte of which this int32 is the highest and all else 0, or None."""
+        converted = self._call(atom)
+        if converted is None or converted.primitive is not p.convert_element_type_p:
+            return None
+        field = self._other_operand(converted.invars[0], p.shift_left_p, 24)
+        given = None if field is None else self._given(field)
+        return given if _is_byte(given) else None
 
     def _is_moderate(self, eqn, divisors: list[bool]) -> bool:
         """Whether a sum or product is such that it may be divided by."""
@@ -169,6 +191,9 @@ class _Evaluation:
                 if least is not None and factor is not None:
                     return factor <= 0.25 and least * factor >= _SMALLEST
         return False
+
+    def _given(self, atom):
+        return None if isinstance(atom, core.Literal) else self._known[atom]
 
     def _call(self, atom):
         return None if isinstance(atom, core.Literal) else self._calls.get(atom)
@@ -196,6 +221,19 @@ class _Evaluation:
 
 def _shape(atom) -> tuple[int, ...]:
     return atom.aval.shape
+
+
+def _is_byte(x) -> bool:
+    return isinstance(x, Byte)
+
+
+def _extended(byte: Byte, place: int) -> jax.Array:
+    """int32 with a byte at this place, its sign above it and 0 below."""
+    sign = 8 + byte.number
+    chosen = [4] * place + [byte.number] + [sign] * (3 - place)
+    selector = sum(number << 4 * i for i, number in enumerate(chosen))
+    (extended,) = _assemble(f"prmt.b32 $0, $1, 0, {selector};", [byte.word], jnp.int32)
+    return extended
 
 
 def _widens_bfloat16(eqn) -> bool:
