@@ -1,8 +1,8 @@
 """Elementwise operations for which kernels have shorter instructions.
 
-Here they are integer arithmetic, for XLA. Each is jitted, and a kernel knows it by its
-name: :mod:`.short_forms` has the instructions. They give the same bits, but that in a
-kernel ``keep_nan`` makes one NaN of all: arithmetic on the GPU knows no other.
+Here they are integer arithmetic, for XLA. Each is jitted under a name by which
+:mod:`.short_forms` knows it, and puts those of :mod:`.instructions` in its place. They
+give the same numbers, bit for bit but for the payloads of NaNs.
 """
 
 import functools
@@ -62,7 +62,10 @@ def unless_rounded(x: jax.Array, rounded: jax.Array) -> jax.Array:
 
 @_operation
 def keep_nan(x: jax.Array) -> jax.Array:
-    """The pattern of float32, of a NaN that bfloat16's rounding to nearest leaves one.
+    """The float32's pattern; a NaN's is moved to where adding 0x8000 leaves it a NaN.
+
+    Its leading 16 bits are then a NaN's of bfloat16, and with the 16 others as a signed
+    difference it is a NaN again.
 
     >>> hex(keep_nan(jnp.float32(jnp.nan)))
     '0x7fc00000'

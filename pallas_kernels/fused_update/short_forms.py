@@ -8,7 +8,9 @@ less of a maximum with a constant that is not small. Results are as precise as T
 (2 units in the last place), but the root of a subnormal number is 0.
 
 **Bytes.** Four fields of 8 bits, each shifted and masked and then shifted to its place,
-are a word after three permutations of bytes.
+are a word after three permutations of bytes, and one extends the sign of such a field.
+
+**Operations by name**, of :mod:`.operations`, and the widening of bfloat16.
 """
 
 import dataclasses
@@ -17,15 +19,19 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas import triton
 from jax.extend import core
 from jax.extend.core import primitives as p
 
 from pallas_kernels.bitfields.fields import get_field
-from pallas_kernels.fused_update import operations
+from pallas_kernels.fused_update import instructions, operations
 
 _ADDITIONS = (p.add_p, p.add_jaxvals_p)
 _SMALLEST = 2.0**-126  # float32's smallest normal number
+_OPERATIONS = {
+    operations.PREFIX + "round_to_bfloat16": instructions.round_to_bfloat16,
+    operations.PREFIX + "unless_rounded": instructions.unless_rounded,
+    operations.PREFIX + "keep_nan": instructions.keep_nan,
+}
 
 
 @jax.tree_util.register_dataclass
@@ -74,7 +80,7 @@ def put_bytes(fields: Sequence[Byte]) -> list[jax.Array]:
     words = []
     for i in range(0, len(fields), 4):
         a, b, c, d = fields[i : i + 4]
-        (word,) = _assemble(
+        (word,) = instructions.assemble(
             "{ .reg .b32 low, high;"
             f" prmt.b32 low, $1, $2, {a.number + 16 * (4 + b.number)};"
             f" prmt.b32 high, $3, $4, {c.number + 16 * (4 + d.number)};"
@@ -84,11 +90,6 @@ def put_bytes(fields: Sequence[Byte]) -> list[jax.Array]:
         )
         words.append(jax.lax.bitcast_convert_type(word, jnp.uint32))
     return words
-
-
-def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
-    """``a * b + c`` in one instruction, which rounds once."""
-    return _assemble("fma.rn.f32 $0, $1, $2, $3;", [a, b, c], jnp.float32)[0]
 
 
 class _Evaluation:
@@ -139,27 +140,33 @@ class _Evaluation:
         single = eqn.outvars[0].aval.shape and all(
             atom.aval.dtype == jnp.float32 for atom in eqn.invars
         )
-        if eqn.primitive is p.jit_p and eqn.params["name"] in _OPERATIONS:
-            if _shape(eqn.outvars[0]):
-                return [_OPERATIONS[eqn.params["name"]](*inputs)]
         if eqn.primitive is p.jit_p:
+            short = _OPERATIONS.get(eqn.params["name"])
+            if short is not None and _shape(eqn.outvars[0]):
+                return [short(*inputs)]
             inner = _Evaluation(eqn.params["jaxpr"], inputs, divisors)
             pairs = zip(eqn.outvars, inner.outputs, strict=True)
             self._divisors |= {var for var, atom in pairs if inner.is_divisor(atom)}
             return [inner.value(atom) for atom in inner.outputs]
         if eqn.primitive is p.sqrt_p and single:
             self._divisors.add(eqn.outvars[0])
-            return _assemble("sqrt.approx.ftz.f32 $0, $1;", inputs, jnp.float32)
+            return instructions.assemble(
+                "sqrt.approx.ftz.f32 $0, $1;", inputs, jnp.float32
+            )
         if eqn.primitive is p.div_p and single and divisors[1]:
-            inverse = _assemble("rcp.approx.ftz.f32 $0, $1;", inputs[1:], jnp.float32)
+            inverse = instructions.assemble(
+                "rcp.approx.ftz.f32 $0, $1;", inputs[1:], jnp.float32
+            )
             return [inputs[0] * inverse[0]]
         if eqn.primitive is p.convert_element_type_p and _widens_bfloat16(eqn):
-            return [_widened(inputs[0])]
+            return [instructions.to_float32(inputs[0])]
         if eqn.primitive is p.shift_right_arithmetic_p:
             byte = self._with_sign_on_top(eqn.invars[0])
             place = self._constant(eqn.invars[1])
             if byte is not None and place in (0, 8, 16, 24):
-                return [_extended(byte, 3 - place // 8)]
+                return [
+                    instructions.signed_byte(byte.word, byte.number, 3 - place // 8)
+                ]
         if single and self._is_moderate(eqn, divisors):
             self._divisors.add(eqn.outvars[0])
         params = eqn.primitive.get_bind_params(eqn.params)
@@ -227,99 +234,6 @@ def _is_byte(x) -> bool:
     return isinstance(x, Byte)
 
 
-def _extended(byte: Byte, place: int) -> jax.Array:
-    """int32 with a byte at this place, its sign above it and 0 below."""
-    sign = 8 + byte.number
-    chosen = [4] * place + [byte.number] + [sign] * (3 - place)
-    selector = sum(number << 4 * i for i, number in enumerate(chosen))
-    (extended,) = _assemble(f"prmt.b32 $0, $1, 0, {selector};", [byte.word], jnp.int32)
-    return extended
-
-
 def _widens_bfloat16(eqn) -> bool:
     dtypes = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
     return dtypes == (jnp.bfloat16, jnp.float32) and bool(_shape(eqn.invars[0]))
-
-
-def _widened(x: jax.Array) -> jax.Array:
-    """bfloat16 as float32."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
-    return jax.lax.bitcast_convert_type(bits << jnp.uint32(16), jnp.float32)
-
-
-def _round_to_bfloat16(x: jax.Array) -> jax.Array:
-    # The conversion's NaN is 0x7FFF. Only of that one does adding 1 set the sign, which
-    # then is in all bits of its low byte, to clear those that NAN has not.
-    (rounded,) = _assemble_pairs(
-        "{ .reg .b32 pair, next, sign, mask;"
-        " cvt.rn.bf16x2.f32 pair, $2, $1;"
-        " add.u32 next, pair, 0x00010001;"
-        " lop3.b32 sign, next, pair, pair, 0x30;"  # next & ~pair
-        " prmt.b32 mask, sign, 0, 0x4b49;"
-        " lop3.b32 $0, pair, mask, 0x003f003f, 0x70; }",  # pair & ~(mask & 0x3f..)
-        "=r,f,f",
-        [x],
-        jnp.bfloat16,
-    )
-    return rounded
-
-
-def _unless_rounded(x: jax.Array, rounded: jax.Array) -> jax.Array:
-    # Of a NaN that rounds to the NaN, the latter: arithmetic makes one of both.
-    (chosen,) = _assemble_pairs(
-        "{ .reg .b32 pair, low, high; .reg .pred first, second;"
-        " cvt.rn.bf16x2.f32 pair, $3, $2;"
-        " xor.b32 pair, pair, $4;"
-        " and.b32 low, pair, 0xffff;"
-        " setp.eq.u32 first, low, 0;"
-        " and.b32 high, pair, 0xffff0000;"
-        " setp.eq.u32 second, high, 0;"
-        " shl.b32 low, $4, 16;"
-        " and.b32 high, $4, 0xffff0000;"
-        " selp.b32 low, $2, low, first;"
-        " selp.b32 high, $3, high, second;"
-        " mov.b32 $0, low;"
-        " mov.b32 $1, high; }",
-        "=r,=r,r,r,r",
-        [x, rounded],
-        jnp.float32,
-    )
-    return chosen
-
-
-def _keep_nan(x: jax.Array) -> jax.Array:
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    return jnp.where(jnp.isnan(x), jnp.uint32(operations.LAST_NAN), bits)
-
-
-_OPERATIONS = {
-    operations.PREFIX + "round_to_bfloat16": _round_to_bfloat16,
-    operations.PREFIX + "unless_rounded": _unless_rounded,
-    operations.PREFIX + "keep_nan": _keep_nan,
-}
-
-
-def _assemble_pairs(
-    instructions: str, constraints: str, args: Sequence[jax.Array], dtype
-) -> list[jax.Array]:
-    """For two elements at a time: two registers of 32 bits, or one of 16."""
-    results = triton.elementwise_inline_asm(
-        instructions,
-        args=args,
-        constraints=constraints,
-        pack=2,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, dtype)],
-    )
-    return list(results)
-
-
-def _assemble(instructions: str, args: Sequence[jax.Array], dtype) -> list[jax.Array]:
-    letter = "f" if dtype == jnp.float32 else "r"
-    results = triton.elementwise_inline_asm(
-        instructions,
-        args=args,
-        constraints=",".join(["=" + letter, *[letter] * len(args)]),
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, dtype)],
-    )
-    return list(results)

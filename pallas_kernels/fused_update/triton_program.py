@@ -17,11 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from pallas_kernels.fused_update import xla
-from pallas_kernels.fused_update.short_forms import (
-    Byte,
-    multiply_add,
-    with_short_forms,
-)
+from pallas_kernels.fused_update.instructions import multiply_add
+from pallas_kernels.fused_update.short_forms import Byte, with_short_forms
 from pallas_kernels.fused_update.spec import Body, GroupedBody, Operand, Result
 from pallas_kernels.fused_update.tiling import Lanes
 from pallas_kernels.fused_update.words import Reader, Writer
