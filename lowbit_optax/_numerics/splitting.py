@@ -28,6 +28,7 @@ from jax import lax
 
 from lowbit_optax._numerics import float_layouts
 from lowbit_optax._numerics.float_layouts import FloatLayout
+from pallas_kernels.fused_update import operations
 
 Rounding = typing.Literal["nearest", "toward_zero", "stochastic"]
 
@@ -206,6 +207,8 @@ def split(
         if not extra:
             return param, None
         return param, residual_of(sign, pattern, param, extra, rounding)
+    if not extra and random_residual is None:
+        return operations.round_to_bfloat16(master), None
     # bfloat16's pattern is the leading bits of float32's. The sign bit may stay above
     # it, because no rounding of a number or of infinity carries into the sign.
     most = layout.max_extra_bits
@@ -218,6 +221,8 @@ def split(
         # need more registers.
         bits = jnp.where(jnp.isnan(master), jnp.uint32(layout.nan << most), bits)
         bits = float_layouts.rounded_before_shift(bits, drop, random_residual)
+    elif rounding == "nearest":
+        bits = operations.keep_nan(master)
     else:
         sign, pattern = pattern_of(master, layout, extra, rounding)
         bits = sign | pattern

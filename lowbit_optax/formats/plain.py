@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from lowbit_optax._numerics import float_layouts, rounding
 from lowbit_optax._numerics.random_bits import RandomBits
 from lowbit_optax.formats.base import WeightFormat
+from pallas_kernels.fused_update import operations
 
 
 class NoResidual(typing.NamedTuple):
@@ -67,6 +68,8 @@ class MasterCopyFormat(WeightFormat):
     def join(self, param, residual):
         # If the user has set the parameter since, the master does not round to it, and
         # the parameter is used.
+        if param.dtype == jnp.bfloat16:
+            return operations.unless_rounded(residual, param)
         rounded = rounding.round_nearest(residual, param.dtype)
         return jnp.where(_same(rounded, param), residual, rounding.to_float32(param))
 
@@ -83,8 +86,6 @@ def _same(a: jax.Array, b: jax.Array) -> jax.Array:
     """Whether narrow numbers have the same pattern or are both 0."""
     layout = float_layouts.layout_of(a.dtype)
     a, b = float_layouts.to_bits(a), float_layouts.to_bits(b)
-    if layout.same_exponent:
-        return a == b
     # With exact landing, a parameter of 0 may have another sign than its master. In
     # float8 such a master may be as large as 2^-10. In bfloat16 it is at most 2^-134,
     # so there the case is ignored.

@@ -8,7 +8,9 @@ less of a maximum with a constant that is not small. Results are as precise as T
 (2 units in the last place), but the root of a subnormal number is 0.
 
 **Bytes.** Four fields of 8 bits, each shifted and masked and then shifted to its place,
-are a word after three permutations of bytes.
+are a word after three permutations of bytes, and one extends the sign of such a field.
+
+**Operations by name**, of :mod:`.operations`, and the widening of bfloat16.
 """
 
 import dataclasses
@@ -17,12 +19,19 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas import triton
 from jax.extend import core
 from jax.extend.core import primitives as p
 
+from pallas_kernels.bitfields.fields import get_field
+from pallas_kernels.fused_update import instructions, operations
+
 _ADDITIONS = (p.add_p, p.add_jaxvals_p)
 _SMALLEST = 2.0**-126  # float32's smallest normal number
+_OPERATIONS = {
+    operations.PREFIX + "round_to_bfloat16": instructions.round_to_bfloat16,
+    operations.PREFIX + "unless_rounded": instructions.unless_rounded,
+    operations.PREFIX + "keep_nan": instructions.keep_nan,
+}
 
 
 @jax.tree_util.register_dataclass
@@ -32,6 +41,10 @@ class Byte:
 
     word: jax.Array
     number: int = dataclasses.field(metadata={"static": True})
+
+    def value(self) -> jax.Array:
+        """The field as uint32."""
+        return get_field([self.word], self.number, 8)
 
 
 def with_short_forms(function: Callable, bytes_: Sequence[int] = ()) -> Callable:
@@ -46,11 +59,11 @@ def with_short_forms(function: Callable, bytes_: Sequence[int] = ()) -> Callable
 
     def run(*args):
         nonlocal traced
-        flat, structure = jax.tree.flatten(args)
+        flat, structure = jax.tree.flatten(args, is_leaf=_is_byte)
         if traced is None:  # all rows of a kernel are alike
             traced = jax.make_jaxpr(
                 lambda *flat: function(*structure.unflatten(flat)), return_shape=True
-            )(*flat)
+            )(*(x.word if _is_byte(x) else x for x in flat))
         closed, shapes = traced
         evaluation = _Evaluation(closed, flat, [False] * len(flat))
         results = [
@@ -67,7 +80,7 @@ def put_bytes(fields: Sequence[Byte]) -> list[jax.Array]:
     words = []
     for i in range(0, len(fields), 4):
         a, b, c, d = fields[i : i + 4]
-        (word,) = _assemble(
+        (word,) = instructions.assemble(
             "{ .reg .b32 low, high;"
             f" prmt.b32 low, $1, $2, {a.number + 16 * (4 + b.number)};"
             f" prmt.b32 high, $3, $4, {c.number + 16 * (4 + d.number)};"
@@ -77,11 +90,6 @@ def put_bytes(fields: Sequence[Byte]) -> list[jax.Array]:
         )
         words.append(jax.lax.bitcast_convert_type(word, jnp.uint32))
     return words
-
-
-def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
-    """``a * b + c`` in one instruction, which rounds once."""
-    return _assemble("fma.rn.f32 $0, $1, $2, $3;", [a, b, c], jnp.float32)[0]
 
 
 class _Evaluation:
@@ -106,7 +114,8 @@ class _Evaluation:
             self._known |= zip(eqn.outvars, self._results(eqn), strict=True)
 
     def value(self, atom):
-        return atom.val if isinstance(atom, core.Literal) else self._known[atom]
+        value = atom.val if isinstance(atom, core.Literal) else self._known[atom]
+        return value.value() if _is_byte(value) else value
 
     def is_divisor(self, atom) -> bool:
         return not isinstance(atom, core.Literal) and atom in self._divisors
@@ -116,6 +125,8 @@ class _Evaluation:
         shift, word = 0, atom
         masked = self._other_operand(word, p.and_p, 255)
         word = word if masked is None else masked
+        if masked is None and _is_byte(self._given(atom)):
+            return self._known[atom]
         for number in (8, 16, 24):
             shifted = self._other_operand(word, p.shift_right_logical_p, number)
             if shifted is not None and (masked is not None or number == 24):
@@ -130,21 +141,46 @@ class _Evaluation:
             atom.aval.dtype == jnp.float32 for atom in eqn.invars
         )
         if eqn.primitive is p.jit_p:
+            short = _OPERATIONS.get(eqn.params["name"])
+            if short is not None and _shape(eqn.outvars[0]):
+                return [short(*inputs)]
             inner = _Evaluation(eqn.params["jaxpr"], inputs, divisors)
             pairs = zip(eqn.outvars, inner.outputs, strict=True)
             self._divisors |= {var for var, atom in pairs if inner.is_divisor(atom)}
             return [inner.value(atom) for atom in inner.outputs]
         if eqn.primitive is p.sqrt_p and single:
             self._divisors.add(eqn.outvars[0])
-            return _assemble("sqrt.approx.ftz.f32 $0, $1;", inputs, jnp.float32)
+            return instructions.assemble(
+                "sqrt.approx.ftz.f32 $0, $1;", inputs, jnp.float32
+            )
         if eqn.primitive is p.div_p and single and divisors[1]:
-            inverse = _assemble("rcp.approx.ftz.f32 $0, $1;", inputs[1:], jnp.float32)
+            inverse = instructions.assemble(
+                "rcp.approx.ftz.f32 $0, $1;", inputs[1:], jnp.float32
+            )
             return [inputs[0] * inverse[0]]
+        if eqn.primitive is p.convert_element_type_p and _widens_bfloat16(eqn):
+            return [instructions.to_float32(inputs[0])]
+        if eqn.primitive is p.shift_right_arithmetic_p:
+            byte = self._with_sign_on_top(eqn.invars[0])
+            place = self._constant(eqn.invars[1])
+            if byte is not None and place in (0, 8, 16, 24):
+                return [
+                    instructions.signed_byte(byte.word, byte.number, 3 - place // 8)
+                ]
         if single and self._is_moderate(eqn, divisors):
             self._divisors.add(eqn.outvars[0])
         params = eqn.primitive.get_bind_params(eqn.params)
         results = eqn.primitive.bind(*inputs, **params)
         return results if eqn.primitive.multiple_results else [results]
+
+    def _with_sign_on_top(self, atom) -> Byte | None:
+        """The byte of which this int32 is the highest and all else 0, or None."""
+        converted = self._call(atom)
+        if converted is None or converted.primitive is not p.convert_element_type_p:
+            return None
+        field = self._other_operand(converted.invars[0], p.shift_left_p, 24)
+        given = None if field is None else self._given(field)
+        return given if _is_byte(given) else None
 
     def _is_moderate(self, eqn, divisors: list[bool]) -> bool:
         """Whether a sum or product is such that it may be divided by."""
@@ -162,6 +198,9 @@ class _Evaluation:
                 if least is not None and factor is not None:
                     return factor <= 0.25 and least * factor >= _SMALLEST
         return False
+
+    def _given(self, atom):
+        return None if isinstance(atom, core.Literal) else self._known[atom]
 
     def _call(self, atom):
         return None if isinstance(atom, core.Literal) else self._calls.get(atom)
@@ -191,13 +230,10 @@ def _shape(atom) -> tuple[int, ...]:
     return atom.aval.shape
 
 
-def _assemble(instructions: str, args: Sequence[jax.Array], dtype) -> list[jax.Array]:
-    letter = "f" if dtype == jnp.float32 else "r"
-    results = triton.elementwise_inline_asm(
-        instructions,
-        args=args,
-        constraints=",".join(["=" + letter, *[letter] * len(args)]),
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, dtype)],
-    )
-    return list(results)
+def _is_byte(x) -> bool:
+    return isinstance(x, Byte)
+
+
+def _widens_bfloat16(eqn) -> bool:
+    dtypes = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
+    return dtypes == (jnp.bfloat16, jnp.float32) and bool(_shape(eqn.invars[0]))

@@ -17,7 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from pallas_kernels.fused_update import xla
-from pallas_kernels.fused_update.short_forms import multiply_add, with_short_forms
+from pallas_kernels.fused_update.instructions import multiply_add
+from pallas_kernels.fused_update.short_forms import Byte, with_short_forms
 from pallas_kernels.fused_update.spec import Body, GroupedBody, Operand, Result
 from pallas_kernels.fused_update.tiling import Lanes
 from pallas_kernels.fused_update.words import Reader, Writer
@@ -73,7 +74,8 @@ class Program:
         if operand.bits is None:
             return _Plain(ref, at, operand.per_group)
         words = _Words(ref, at, self.lanes, operand.bits)
-        return Reader(operand.bits, self.lanes.tiling.chunk_rows, words)
+        by_bytes = operand.bits == 8 and not self.interpret
+        return Reader(operand.bits, self.lanes.tiling.chunk_rows, words, by_bytes)
 
     def _write(self, ref, result: Result) -> "_Plain | Writer":
         at = self.layer if result.overwrites in self.stacked else jnp.int32(0)
@@ -187,7 +189,7 @@ class _Row:
     """
 
     number: int
-    values: list[jax.Array]
+    values: list[jax.Array | Byte]
     index: jax.Array
     offset: jax.Array
     exists: jax.Array | None

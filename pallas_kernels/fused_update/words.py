@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.bitfields.fields import get_field, period, put_fields
-from pallas_kernels.fused_update.short_forms import put_bytes
+from pallas_kernels.fused_update.short_forms import Byte, put_bytes
 
 MAX_PERIOD = 8
 """Widths whose offsets repeat after at most so many rows are unrolled."""
@@ -43,6 +43,7 @@ class Reader:
     bits: int
     chunk_rows: int
     words: typing.Any
+    by_bytes: bool = False
 
     def start(self, chunk: jax.Array) -> None:
         """Begin a chunk of rows, by its number."""
@@ -53,8 +54,10 @@ class Reader:
                 self.words.load(chunk * jnp.int32(count), j) for j in range(count)
             ]
 
-    def field(self, row: int) -> jax.Array:
+    def field(self, row: int) -> jax.Array | Byte:
         """The fields of a row of the chunk."""
+        if self.by_bytes:
+            return Byte(self._words[row // 4], row % 4)
         if is_unrolled(self.bits):
             return get_field(self._words, row, self.bits)
         word, shift = _place(self._chunk, self.chunk_rows, row, self.bits)
@@ -101,7 +104,8 @@ class Writer:
         value = self._open | (field << shift)
         full = shift + jnp.uint32(self.bits) >= jnp.uint32(32)
         self.words.store(word, 0, value, full)
-        rest = (field >> jnp.uint32(1)) >> (jnp.uint32(31) - shift)
+        # A word that is full has bits of this field, so that shift is not 0.
+        rest = field >> (jnp.uint32(32) - shift & jnp.uint32(31))
         self._open = jnp.where(full, rest, value)
 
     def finish(self) -> jax.Array | None:

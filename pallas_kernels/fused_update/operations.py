@@ -1,0 +1,81 @@
+"""Elementwise operations for which kernels have shorter instructions.
+
+Here they are integer arithmetic, for XLA. Each is jitted under a name by which
+:mod:`.short_forms` knows it, and puts those of :mod:`.instructions` in its place. They
+give the same numbers, bit for bit but for the payloads of NaNs.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+PREFIX = "pallas_kernels_"
+"""How the names of these operations begin."""
+
+NAN = 0x7FC0
+"""The pattern of every NaN that is rounded to bfloat16."""
+
+LAST_NAN = 0x7FFF7FFF
+"""The largest float32 pattern that bfloat16's rounding to nearest leaves a NaN."""
+
+_FIRST_NAN = 0x7F808000
+_INFINITY = 0x7F800000
+_MAGNITUDE = 0x7FFFFFFF
+
+
+def _operation(function: Callable) -> Callable:
+    name = PREFIX + function.__name__
+    named = functools.wraps(function)(lambda *args: function(*args))
+    named.__name__ = named.__qualname__ = name
+    return jax.jit(named)
+
+
+@_operation
+def round_to_bfloat16(x: jax.Array) -> jax.Array:
+    """float32 rounded to bfloat16, to nearest even; every NaN becomes one.
+
+    >>> round_to_bfloat16(jnp.float32(1 + 2**-8))
+    Array(1, dtype=bfloat16)
+    """
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    # Before the sum: after it, a kernel of long blocks would need more registers.
+    bits = jnp.where(jnp.isnan(x), jnp.uint32(NAN << 16), bits)
+    odd = bits >> jnp.uint32(16) & jnp.uint32(1)
+    bits = bits + jnp.uint32(0x7FFF) + odd >> jnp.uint32(16)
+    return lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
+
+
+@_operation
+def unless_rounded(x: jax.Array, rounded: jax.Array) -> jax.Array:
+    """float32 ``x`` where it rounds to this bfloat16, elsewhere the latter.
+
+    >>> unless_rounded(jnp.float32(1 + 2**-8), jnp.bfloat16(1))
+    Array(1.0039062, dtype=float32)
+    """
+    same = _bits(round_to_bfloat16(x)) == _bits(rounded)
+    wide = lax.bitcast_convert_type(_bits(rounded) << jnp.uint32(16), jnp.float32)
+    return jnp.where(same, x, wide)
+
+
+@_operation
+def keep_nan(x: jax.Array) -> jax.Array:
+    """The float32's pattern; a NaN's is moved to where adding 0x8000 leaves it a NaN.
+
+    Its leading 16 bits are then a NaN's of bfloat16, and with the 16 others as a signed
+    difference it is a NaN again.
+
+    >>> hex(keep_nan(jnp.float32(jnp.nan)))
+    '0x7fc00000'
+    """
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    magnitude = bits & jnp.uint32(_MAGNITUDE)
+    kept = jnp.clip(magnitude, jnp.uint32(_FIRST_NAN), jnp.uint32(LAST_NAN))
+    magnitude = jnp.where(magnitude > jnp.uint32(_INFINITY), kept, magnitude)
+    return bits & jnp.uint32(~_MAGNITUDE & 0xFFFFFFFF) | magnitude
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)

@@ -1,0 +1,168 @@
+"""Kernels' own instructions give the numbers of what they stand for.
+
+No GPU runs them here: a few lines of numpy do, as NVIDIA's PTX manual describes them.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels.fused_update import instructions, operations
+from pallas_kernels.fused_update.short_forms import Byte, with_short_forms
+
+U32 = np.uint32
+
+
+def convert_pair(high, low):
+    """cvt.rn.bf16x2.f32, whose NaN is 0x7FFF."""
+
+    def one(x):
+        x = x.view(np.float32)
+        with np.errstate(invalid="ignore"):
+            bits = x.astype(ml_dtypes.bfloat16).view(np.uint16)
+        return np.where(np.isnan(x), 0x7FFF, bits).astype(U32)
+
+    return one(high) << U32(16) | one(low)
+
+
+def permute(a, b, selector):
+    """prmt.b32."""
+    result = np.zeros_like(a)
+    for i in range(4):
+        choice = int(selector) >> 4 * i & 15
+        source = a if choice & 4 == 0 else np.broadcast_to(b, a.shape)
+        byte = source >> U32(8 * (choice & 3)) & U32(255)
+        if choice & 8:
+            byte = np.where(byte & 128, U32(255), U32(0))
+        result |= byte << U32(8 * i)
+    return result
+
+
+def look_up(a, b, c, table):
+    """lop3.b32."""
+    result = np.zeros_like(a)
+    for i in range(8):
+        if int(table) >> i & 1:
+            chosen = [x if i & m else ~x for x, m in ((a, 4), (b, 2), (c, 1))]
+            result |= chosen[0] & chosen[1] & chosen[2]
+    return result
+
+
+MEANINGS = {
+    "cvt.rn.bf16x2.f32": convert_pair,
+    "prmt.b32": permute,
+    "lop3.b32": look_up,
+    "add.u32": lambda a, b: a + b,
+    "and.b32": lambda a, b: a & b,
+    "xor.b32": lambda a, b: a ^ b,
+    "shl.b32": lambda a, b: a << b,
+    "mov.b32": lambda a: a,
+    "setp.eq.u32": lambda a, b: a == b,
+    "selp.b32": lambda a, b, p: np.where(p, a, b),
+}
+
+
+def execute(asm, *inputs, results=1):
+    """What PTX leaves in $0 and on, given the registers after them."""
+    registers = {f"${results + i}": x for i, x in enumerate(inputs)}
+
+    def value(name):
+        return registers[name] if name in registers else U32(int(name, 0))
+
+    for line in re.sub(r"[{}]", "", asm).split(";"):
+        if line.strip() and not line.strip().startswith(".reg"):
+            opcode, operands = line.strip().split(None, 1)
+            target, *sources = operands.replace(" ", "").split(",")
+            registers[target] = MEANINGS[opcode](*map(value, sources))
+    return [registers[f"${i}"] for i in range(results)]
+
+
+def assembly(function, *dtypes):
+    arguments = [jnp.zeros(8, dtype) for dtype in dtypes]
+    eqns = jax.make_jaxpr(function)(*arguments).eqns
+    (asm,) = [eqn.params["asm"] for eqn in eqns if "asm" in eqn.params]
+    return asm
+
+
+def masters():
+    """Patterns of float32: ties, their neighbours, specials, and others."""
+    high = np.arange(2**16, dtype=U32) << U32(16)
+    low = U32([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    random = np.random.default_rng(0).integers(0, 2**32, 2**16, dtype=U32)
+    return np.concatenate([*(high | x for x in low), random])
+
+
+def test_bfloat16_is_rounded_two_at_a_time():
+    asm = assembly(instructions.round_to_bfloat16, np.float32)
+    x = masters()
+    want = operations.round_to_bfloat16(jnp.asarray(x.view(np.float32)))
+    want = np.asarray(want).view(np.uint16)
+    for other in (x[::-1], np.roll(x, 1), np.full_like(x, 0x7FFFFFFF)):
+        (pair,) = execute(asm, x, other)
+        np.testing.assert_array_equal(pair & U32(0xFFFF), want)
+        (pair,) = execute(asm, other, x)
+        np.testing.assert_array_equal(pair >> U32(16), want)
+
+
+def test_a_master_stays_only_if_it_rounds_to_the_parameter():
+    asm = assembly(instructions.unless_rounded, np.float32, jnp.bfloat16)
+    x = masters()
+    up, down = x + U32(0x8000) >> U32(16), x - U32(0x8000) >> U32(16)
+    kept = 0
+    for rounded in (x >> U32(16), up, down, x[::-1] >> U32(16)):
+        param = jnp.asarray(rounded.astype(np.uint16).view(ml_dtypes.bfloat16))
+        want = operations.unless_rounded(jnp.asarray(x.view(np.float32)), param)
+        want = np.asarray(want).view(U32)
+        both = execute(asm, x, x[::-1], rounded | rounded[::-1] << U32(16), results=2)
+        for got, wanted in zip(both, (want, want[::-1]), strict=True):
+            nan = np.isnan(wanted.view(np.float32))
+            np.testing.assert_array_equal(np.isnan(got.view(np.float32)), nan)
+            np.testing.assert_array_equal(got[~nan], wanted[~nan])
+        kept += np.count_nonzero(want == x)
+    assert len(x) < kept < 3 * len(x)
+
+
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("drop", [0, 8, 16])
+def test_the_sign_of_a_byte_is_extended(number, drop):
+    def extend(field):
+        signed = (field << jnp.uint32(24)).astype(jnp.int32)
+        return signed >> jnp.int32(24 - drop)
+
+    words = masters()
+    short = lambda word: with_short_forms(extend)(Byte(word, number))
+    (got,) = execute(assembly(short, np.uint32), words)
+    want = extend(jnp.asarray(words >> U32(8 * number) & U32(255)))
+    np.testing.assert_array_equal(got, np.asarray(want).view(U32))
+
+
+def test_a_field_that_is_used_otherwise_is_taken_from_its_word():
+    field = with_short_forms(lambda x: x + jnp.uint32(1))(Byte(jnp.uint32([0x1234]), 1))
+    np.testing.assert_array_equal(field, [0x13])
+
+
+def test_a_nan_stays_one_after_rounding_its_pattern():
+    x = masters()
+    kept = np.asarray(operations.keep_nan(jnp.asarray(x.view(np.float32))))
+    nan = np.isnan(x.view(np.float32))
+    np.testing.assert_array_equal(kept[~nan], x[~nan])
+    rounded = (kept[nan] + U32(0x8000)) & U32(0xFFFF0000)
+    assert np.isnan(rounded.view(np.float32)).all()
+    made_by_arithmetic = jnp.full(8, 0x7FFFFFFF, jnp.uint32).view(jnp.float32)
+    np.testing.assert_array_equal(
+        instructions.keep_nan(made_by_arithmetic),
+        operations.keep_nan(made_by_arithmetic),
+    )
+
+
+def test_bfloat16_is_widened_by_a_shift():
+    x = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16)
+    short = with_short_forms(lambda x: x.astype(jnp.float32))
+    names = [e.primitive.name for e in jax.make_jaxpr(short)(jnp.asarray(x)).eqns]
+    assert "shift_left" in names
+    got = np.asarray(short(jnp.asarray(x))).view(U32)
+    np.testing.assert_array_equal(got, x.view(np.uint16).astype(U32) << U32(16))
