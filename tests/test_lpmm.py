@@ -398,7 +398,7 @@ def quadratic(params, target, curvature):
 
 
 def distance_after(rounding, bits, steps, rate):
-    """From the optimum, in steps of the weights, where SGD in float32 is at it."""
+    """Distance from the optimum that float32 SGD reaches, in step sizes of weights."""
     target = jnp.asarray(normal(2048, 2, seed=1))
     curvature = jnp.asarray(1 + np.abs(normal(2048, 2, seed=2)))
     params = quantize(target + normal(2048, 2, seed=3, scale=0.1), bits)

@@ -1,6 +1,6 @@
-"""What goes wrong with quantised moments elsewhere, against AdamW in float32.
+"""Known failures of quantised moments do not occur, judged against float32 AdamW.
 
-The parameters are float32, which ``lowbit`` passes through, so that updates are seen
+The parameters are float32, which ``lowbit`` passes through. So the tests see updates
 before any rounding of weights.
 """
 
