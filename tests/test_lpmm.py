@@ -103,7 +103,7 @@ def test_an_error_is_below_a_step_and_to_nearest_half_of_one(bits, rounding):
 def test_what_is_on_the_grid_stays_where_it_is(bits, rounding):
     x = normal(96, 40, scale=np.float32(1e-3))
     x[:, 4] = 0
-    # The largest of every group on the largest code: the step stays the same.
+    # The largest value of every block is on the largest code, so the step stays.
     x[0] = linear_code.largest_code(bits) * np.float32(2.0**-9)
     first = quantize(x, bits, rounding="stochastic")
     again = quantize(first.dequantize(), bits, rounding=rounding, seed=5)
