@@ -121,8 +121,8 @@ def _add_optimizer_flags(group) -> None:
     group.add_argument(
         "--compare",
         action="store_true",
-        help="run float32, nearest, stochastic, Kahan and extra bits side by side, in "
-        "the family (sgd or adamw) that --optimizer ends in",
+        help="run float32, nearest, stochastic, Kahan and extra bits, and 8-bit "
+        "moments, side by side, in the family (sgd or adamw) that --optimizer ends in",
     )
     group.add_argument(
         "--dtype",
@@ -187,7 +187,7 @@ def _add_training_flags(group) -> None:
         "--batch-size",
         type=positive,
         default=128,
-        help="images a step (default: %(default)s)",
+        help="images per step (default: %(default)s)",
     )
     group.add_argument(
         "--microbatches",

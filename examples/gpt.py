@@ -91,7 +91,7 @@ class GPT(NamedTuple):
         return (x @ embedding.T).astype(jnp.float32)
 
     def loss(self, params: dict, tokens: jax.Array) -> jax.Array:
-        """The mean loss in nats a byte of predicting each byte from those before it.
+        """The mean loss in nats per byte of predicting each byte from those before it.
 
         Args:
             params: from `init`, or those quantised.

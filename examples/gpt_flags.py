@@ -84,7 +84,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         ("--width", 192, "width of the residual stream"),
         ("--heads", 4, "attention heads"),
         ("--context", 64, "bytes of a training example"),
-        ("--batch-size", 16, "examples a step"),
+        ("--batch-size", 16, "examples per step"),
         ("--steps", 200, "training steps"),
     ]:
         parser.add_argument(flag, type=_positive, default=default, help=text)

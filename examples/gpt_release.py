@@ -7,7 +7,7 @@ The text is the sources of Python's standard library. With and without `--releas
 batches and the numbers are the same; the memory is not, and at the end a table shows it
 for both. `release.scan` in gpt.py and `make_step` here are all that a release takes.
 
-Beside lowbit_optax it needs tqdm.
+Besides lowbit_optax it needs tqdm.
 """
 
 import argparse

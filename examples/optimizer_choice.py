@@ -52,7 +52,7 @@ def _nearest(inner: optax.GradientTransformation) -> optax.GradientTransformatio
 
 
 def _master_copy(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The usual mixed precision: float32 masters and moments beside the weights."""
+    """The usual mixed precision: float32 masters and moments next to the weights."""
     return lowbit_optax.lowbit(
         inner, weights=lowbit_optax.master_copy(), moments="float32"
     )
@@ -161,12 +161,12 @@ def weight_storage(name: str, dtype: str | None, bits: int) -> Callable[[Any], A
 
 
 def family(name: str) -> str:
-    """`"sgd"` or `"adamw"`: what it is nearest to, and shares its defaults with."""
+    """`"sgd"` or `"adamw"`: the family, whose defaults the optimizer takes."""
     return "sgd" if name.endswith("sgd") else "adamw"
 
 
 def compared(name: str) -> list[str]:
-    """The optimizers that `--compare` runs beside each other, float32 first."""
+    """The optimizers that `--compare` runs side by side, float32 first."""
     return [prefix + family(name) for prefix in COMPARED]
 
 

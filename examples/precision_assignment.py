@@ -6,10 +6,10 @@
 
 Every network trains in float32, under the uniform and the two operator-based
 assignments, and under those that `precision.demote` finds for the given low-precision
-ratios, with and without promotion of the tensors that overflow: the paper's HFP8
-pair of 8-bit formats for what is low, fp(6, 9) for what is high, emulated. Accuracy is
-that of the float32 master weights on the test images, so it shows what the training
-lost and not what low-precision inference would.
+ratios, with and without promotion of the tensors that overflow. Low precision is the
+paper's HFP8 pair of 8-bit formats and high precision is fp(6, 9), both emulated.
+Accuracy is that of the float32 master weights on the test images, so it shows what the
+training lost and not what low-precision inference would.
 
 Two assignments that are the same tensor by tensor are one run: demotion goes group by
 group, so that neighbouring ratios may agree. So are runs with and without promotion
@@ -19,7 +19,7 @@ Results are written after every run, and a command that is started again goes on
 them. `--seed` and `--seeds` let processes share the work; `--merge a/results.json
 b/results.json` draws what they wrote.
 
-Beside lowbit_optax it needs flax, matplotlib, orbax-checkpoint and tqdm, and
+Besides lowbit_optax it needs flax, matplotlib, orbax-checkpoint and tqdm, and
 scikit-learn where CIFAR-10 cannot be had.
 
 References:

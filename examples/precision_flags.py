@@ -91,16 +91,20 @@ def _add_training_flags(group) -> None:
     group.add_argument(
         "--width", type=float, default=1.0, help="multiplies the channels"
     )
-    group.add_argument("--epochs", type=_positive, default=10, help="passes")
+    group.add_argument(
+        "--epochs", type=_positive, default=10, help="passes over the images"
+    )
     group.add_argument(
         "--steps",
         type=_positive,
         help="stop after so many steps; the learning rate's schedule stays that of "
         "--epochs",
     )
-    group.add_argument("--batch-size", type=_positive, default=64, help="images")
     group.add_argument(
-        "--learning-rate", type=float, default=0.1, help="at the start of a cosine"
+        "--batch-size", type=_positive, default=64, help="images per step"
+    )
+    group.add_argument(
+        "--learning-rate", type=float, default=0.1, help="at the start of its cosine"
     )
     group.add_argument("--weight-decay", type=float, default=5e-4, help="of SGD")
     group.add_argument("--seed", type=int, default=0, help="the first seed")

@@ -150,7 +150,7 @@ def plot(path: pathlib.Path, title: str, results: Sequence[Result]) -> None:
         steps_per_epoch = runs[0].steps_per_epoch
         losses = np.array([run.metrics["loss"] for run in runs])
         window = max(1, min(steps_per_epoch, losses.shape[1] // 20))
-        # At most 500 points a curve: more cannot be seen and only make the file big.
+        # At most 500 points per curve: more cannot be seen and only make the file big.
         shown = np.unique(np.linspace(0, losses.shape[1] - 1, 500).astype(int))
         smooth = [_smooth(loss, window)[shown] for loss in losses]
         _draw(loss_axes, (shown + 1) / steps_per_epoch, smooth, **style)

@@ -39,7 +39,7 @@ class ResNet(nn.Module):
 
     Attributes:
         width: channels of the first stage; each later stage doubles them.
-        blocks: blocks a stage; the default is ResNet-18.
+        blocks: blocks per stage; the default is ResNet-18.
         stem_stride: 2 halves the image before anything else.
         classes: number of classes.
         dtype: the dtype of the computation. Parameters are initialised in float32;

@@ -12,7 +12,7 @@ float32, nearest, stochastic, Kahan and extra-bits weights, and with 8-bit momen
 shows them side by side. `accuracy_tables.py` does so for LPMM, whose weights are codes
 of 4 to 16 bits, with and without stochastic rounding and microbatches.
 
-Beside lowbit_optax it needs flax, orbax-checkpoint, matplotlib and tqdm, and
+Besides lowbit_optax it needs flax, orbax-checkpoint, matplotlib and tqdm, and
 scikit-learn where CIFAR-10 cannot be had.
 """
 

@@ -55,7 +55,7 @@ class ShuffleNet(nn.Module):
 
     Attributes:
         width: multiplies all numbers of channels, up to even ones.
-        units: units a stage; the first of a stage halves the image.
+        units: units per stage; the first of each stage halves the image.
         stem_stride: 2 halves the image before anything else.
         classes: number of classes.
         dtype: the dtype of the computation; parameters are initialised in float32.

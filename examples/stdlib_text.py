@@ -18,8 +18,8 @@ def load() -> Text:
     """The top-level modules of the standard library, one after the other by name.
 
     These are the files `*.py` in `sysconfig.get_path("stdlib")`, not those of packages
-    in it: 4.7 MB for Python 3.11. The last tenth is held out, which is whole modules
-    but for one.
+    in it: 4.7 MB for Python 3.11. The last tenth is held out; it begins inside a
+    module.
     """
     folder = pathlib.Path(sysconfig.get_path("stdlib"))
     modules = sorted(folder.glob("*.py"), key=lambda path: path.name)

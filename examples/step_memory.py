@@ -10,9 +10,9 @@ class Memory(NamedTuple):
     """Bytes of a compiled program, on one device.
 
     Attributes:
-        arguments, outputs: that it is given and returns.
+        arguments, outputs: what it is given and what it returns.
         aliased: of the outputs, those written where arguments were (donation).
-        temporary: gradients, activations and other things that die inside it.
+        temporary: gradients, activations and whatever else it needs while it runs.
     """
 
     arguments: int
@@ -22,7 +22,7 @@ class Memory(NamedTuple):
 
     @staticmethod
     def of(compiled: jax.stages.Compiled) -> "Memory":
-        """That of a program from `jax.jit(f).lower(*args).compile()`."""
+        """The memory of a program from `jax.jit(f).lower(*args).compile()`."""
         found = compiled.memory_analysis()
         return Memory(
             found.argument_size_in_bytes,

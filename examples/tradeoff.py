@@ -50,7 +50,7 @@ def merged(paths: Sequence[pathlib.Path], settings: dict) -> list[dict]:
 
 
 def label(run: dict) -> str:
-    """What the runs are called that differ from `run` in ratio, model and seed only."""
+    """The name of `run`'s curve: the same for all ratios, models and seeds."""
     if run["assignment"] == "demote":
         promotion = "promotion" if run["promotion"] else "no promotion"
         return f"{run['order']}, {promotion}"

@@ -50,7 +50,7 @@ class Run(NamedTuple):
         seed: of the initialisation, the order of the images and their augmentation.
         epochs: passes over the training images.
         stop_after: stop after so many steps, if that comes first.
-        batch_size: images a step; what is left of an epoch after the last whole
+        batch_size: images per step; what is left of an epoch after the last whole
             batch is not used in that epoch.
     """
 
@@ -90,7 +90,7 @@ def model_weights(params: Any, dtype: Any) -> Any:
     """What the loss is differentiated by.
 
     These are the parameters themselves, so that gradients have the parameters' dtype
-    and cost no more memory than they; but 8-bit floats are cast to `dtype` first, as
+    and take no more memory; but 8-bit floats are cast to `dtype` first, as
     a gradient in them would keep two or three bits and overflow or vanish.
     QuantizedTensors stay: `lpmm.value_and_grad` dequantises them.
     """
@@ -273,7 +273,7 @@ def _fetch(
 
 
 def bytes_per_parameter(state: TrainState) -> float:
-    """Bytes of the live arrays of parameters and optimizer state, a parameter.
+    """Bytes per parameter of the live arrays of parameters and optimizer state.
 
     Momentum and sums of gradients are in the state. Gradients, activations and
     BatchNorm's running statistics are not in it.

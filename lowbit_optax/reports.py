@@ -10,6 +10,7 @@ import optax
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.landing import apply_leaf
 from lowbit_optax._step import trees
+from lowbit_optax._step.direct import is_direct
 from lowbit_optax._step.state import LowbitState
 from lowbit_optax._step.state_leaves import KeyPath, StateLeaf, state_leaves
 from lowbit_optax._step.stepper import stepper_of
@@ -24,6 +25,10 @@ _ACCUMULATORS = ("accumulators", "acc_grads")
 _NOTABLE_SHARE = 0.1
 
 _NAMES_SHOWN = 3
+
+_NOT_DIRECT = """\
+lowbit_optax.step forms differences of parameters, in temporary memory, because what
+stands around lowbit computes with updates; put it inside lowbit where that can be."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,10 +78,13 @@ class MemoryReport:
     Args:
       leaves: one entry per parameter leaf.
       total: their sum, with state that belongs to no leaf (counts) under ``other``.
+      steps_directly: whether ``lowbit_optax.step`` writes new parameters without
+        differences; None where no transformation of this package is in ``tx``.
     """
 
     leaves: tuple[LeafMemory, ...]
     total: LeafMemory
+    steps_directly: bool | None = None
 
     @property
     def bytes_per_param(self) -> float:
@@ -96,6 +104,8 @@ class MemoryReport:
             "Gradients come on top."
         )
         notes = [*_float32_moments_notes(self.leaves), *self._float32_params_note()]
+        if self.steps_directly is False:
+            notes.append(_NOT_DIRECT)
         return "\n".join(["bytes per parameter", *self._table(), summary, *notes])
 
     def _table(self) -> list[str]:
@@ -167,8 +177,9 @@ def memory_report(
       A :class:`MemoryReport`; ``print`` it. "f32 master" is the usual step with the
       same inner transformation: the parameters, a float32 master of those that are
       narrower, and float32 moments and accumulators; for a QuantizedTensor, float32
-      parameters. Below the table it says which moments are stored in float32, and
-      whether float32 parameters, which pass through, make the saving small.
+      parameters. Below the table it says which moments are stored in float32, whether
+      float32 parameters, which pass through, make the saving small, and whether a
+      wrapper around ``lowbit`` keeps :func:`lowbit_optax.step` from its fast path.
 
     >>> import jax, jax.numpy as jnp, lowbit_optax
     >>> params = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)}
@@ -201,7 +212,7 @@ def memory_report(
         other=loose,
         float32_master=add("float32_master"),
     )
-    return MemoryReport(tuple(rows), total)
+    return MemoryReport(tuple(rows), total, is_direct(tx, params, state))
 
 
 def _row(path: KeyPath, param, parts: list[StateLeaf]) -> LeafMemory:

@@ -13,8 +13,9 @@ from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.landing import apply_leaf
 from lowbit_optax._step import context
 from lowbit_optax._step.arguments import check_static_int
+from lowbit_optax._step.choices import Implementation
 from lowbit_optax._step.direct import new_params_by
-from lowbit_optax._step.engine import Implementation, Lowbit
+from lowbit_optax._step.engine import Lowbit
 from lowbit_optax._step.moment_slots import MomentChoice, Moments
 from lowbit_optax._step.stepper import stepper_of
 from lowbit_optax.formats import extra_bits

@@ -157,7 +157,7 @@ def test_bits_out_of_range(bits):
         lowbit_optax.extra_bits_adamw(1e-3, bits=bits)
 
 
-@pytest.mark.parametrize("bits", [8.0, "8", None, jnp.int32(8), True])
+@pytest.mark.parametrize("bits", [8.0, "8", jnp.int32(8), True])
 def test_bits_that_are_no_integer(bits):
     with pytest.raises(TypeError, match=r"bits is .*static int"):
         extra_bits(bits)
@@ -369,7 +369,7 @@ def test_parameters_that_became_float32(weights, advance):
     tx = lowbit(optax.sgd(0.1), weights=weights, min_size=0, moments="float32")
     changed = _params()
     changed["dense"]["kernel"] = changed["dense"]["kernel"].astype(jnp.float32)
-    with pytest.raises(ValueError, match=f"residual of params{KERNEL}"):
+    with pytest.raises(ValueError, match=f"params{KERNEL} is float32.*apply_updates"):
         _fail(tx, advance, _grads(), changed)
 
 
@@ -383,9 +383,9 @@ def test_errors_leave_arguments_alone():
     tx = lowbit_optax.kahan_adamw(0.1)
     params, grads = _params(), _grads(bias=jnp.ones(7))
     state = tx.init(params)
-    donating = jax.jit(functools.partial(apply, tx), donate_argnums=(1, 2))
+    donating = jax.jit(functools.partial(apply, tx), donate_argnums=(0, 1))
     with pytest.raises(ValueError, match=BIAS):
-        donating(grads, state, params)
+        donating(params, state, grads)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((params, state)))
 
 

@@ -43,7 +43,7 @@ each_unsigned_code = pytest.mark.parametrize(
 
 
 def prepared(code, largest):
-    """A scale for blocks with these largest values, and the code's preparation of it."""
+    """The scale for blocks with these largest values, and the prepared scale."""
     scale = code.scale_of(jnp.float32(largest))
     return scale, code.prepare(scale.astype(jnp.float32))
 
@@ -283,7 +283,7 @@ def test_shapes_and_errors_are_those_of_whole_blocks_everywhere(shape, bits, gro
     assert stored.scales.shape == format_.scales_shape(shape)
     decoded = np.asarray(format_.decode(stored, shape))
     assert decoded.shape == shape
-    # Half a step of the value's own block; each block's largest is its scale's largest value.
+    # Half a step of the value's own block, whose largest value is the largest code.
     reach = 2 ** (bits - 1) - 1
     bound = 2.01 * np.abs(x).max() / (2 * reach)
     assert np.abs(decoded - x).max() <= bound
@@ -428,7 +428,7 @@ def test_around_low_bit_accumulators_the_other_moments_are_stored():
         leaves, state = step_of(tx)(leaves, state, grads)
     assert jnp.all(leaves["wide"] < 1)
     accumulation = state.inner_state
-    assert accumulation.accumulators.codes.codes["w"].dtype == jnp.uint32
+    assert accumulation.accumulators.codes["w"].dtype == jnp.uint32
     assert accumulation.inner_state[0].nu.codes["w"].dtype == jnp.uint32
 
 
@@ -512,7 +512,9 @@ def test_a_state_of_another_format_is_an_error_that_names_the_leaf():
             adamw(other).update(grads, state, params())
         assert "w" in str(error.value)
     plain = adamw("float32").init(params())
-    with pytest.raises(ValueError, match=r"moment of params\['b'\].*QuantizedMoment"):
+    with pytest.raises(
+        ValueError, match=r"moment 'mu' of params\['b'\].*QuantizedMoment"
+    ):
         TX.update(grads, plain, params())
 
 

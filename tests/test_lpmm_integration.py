@@ -40,7 +40,7 @@ def arrays(seed=0, scale=1.0):
 
 
 def params_of(bits=12, **options):
-    return lowbit_optax.quantize_params(arrays(), bits, **options)
+    return lowbit_optax.quantize_params(arrays(), bits=bits, **options)
 
 
 def series(count):
@@ -223,7 +223,7 @@ def test_eight_devices_have_the_bits_of_one_and_do_not_communicate(place, tx):
     shape = {"columns": (64, 128), "rows": (1024, 64), "stack": (8, 64, 64)}[name]
     random = np.random.default_rng(0)
     weight, *grads = random.normal(size=(3, *shape)).astype(np.float32)
-    params = lowbit_optax.quantize_params(jnp.asarray(weight), 12, block_size=64)
+    params = lowbit_optax.quantize_params(jnp.asarray(weight), bits=12, block_size=64)
     alone = jax.tree.map(lambda x: x, (params, tx.init(params)))
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 

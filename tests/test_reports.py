@@ -144,7 +144,7 @@ def _quantised(bits=12):
         "w": jnp.asarray(np.random.default_rng(0).normal(size=(2048, 64)), jnp.float32),
         "b": jnp.ones(64),
     }
-    return lowbit_optax.quantize_params(params, bits)
+    return lowbit_optax.quantize_params(params, bits=bits)
 
 
 @pytest.mark.parametrize(
@@ -439,7 +439,7 @@ def test_cancelled_updates_of_quantised_weights_are_counted_as_in_numpy(bits):
     assert float(got["b"]) == 0
     # A column whose largest weight moves past its step has other steps, and no weight
     # of it stays.
-    landed = lowbit_optax.quantize_params(jnp.asarray(p + u), bits)
+    landed = lowbit_optax.quantize_params(jnp.asarray(p + u), bits=bits)
     same = np.asarray(landed.scales).view(np.float32) == steps
     assert same.mean() > 0.4
     codes = np.rint((p + u) / steps)

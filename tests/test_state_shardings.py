@@ -177,7 +177,7 @@ def test_two_mesh_axes_on_one_and_on_two_axes_of_a_parameter():
 def test_quantised_weights_may_have_one_sharding_or_one_per_array():
     mesh = _mesh()
     columns = jax.NamedSharding(mesh, jax.P(None, "x"))
-    params = lowbit_optax.quantize_params({"w": jnp.ones((2048, 64))}, 12)
+    params = lowbit_optax.quantize_params({"w": jnp.ones((2048, 64))}, bits=12)
     tx = lowbit_optax.lpmm_adam(0.1)
     one = state_shardings(tx, params, {"w": columns})
     per_array = state_shardings(tx, params, jax.tree.map(lambda _: columns, params))

@@ -14,13 +14,11 @@ context variable:
 import contextlib
 import contextvars
 import dataclasses
-import typing
 from collections.abc import Iterator, Mapping
 
 import jax
 
-if typing.TYPE_CHECKING:
-    from lowbit_optax._step.stacks import Layer
+from lowbit_optax._step.layer import Layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +37,7 @@ class StepContext:
     """
 
     masters: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
-    layer: "Layer | None" = None
+    layer: Layer | None = None
     is_analysed: bool = False
     wants_params: bool = False
 
@@ -60,7 +58,7 @@ def initial_masters(masters: Mapping[str, jax.Array]):
     return _changed(masters=masters)
 
 
-def one_layer(layer: "Layer"):
+def one_layer(layer: Layer):
     """A context in which transformations get this layer of stacked parameters."""
     return _changed(layer=layer)
 

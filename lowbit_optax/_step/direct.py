@@ -11,9 +11,12 @@ state, the attempt fails, and the step is made with differences instead.
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from lowbit_optax._step import context, trees
+from lowbit_optax._step.state import LowbitState
+from lowbit_optax._step.stepper import stepper_of
 
 
 class NewParam:
@@ -65,6 +68,35 @@ def new_params_by(
         for param, x in zip(leaves, found, strict=True)
     ]
     return treedef.unflatten(new), state
+
+
+def is_direct(tx, params: optax.Params, state: optax.OptState) -> bool | None:
+    """Whether ``lowbit_optax.step`` writes new parameters without differences.
+
+    Args:
+      tx: any optax transformation.
+      params, state: arrays or ShapeDtypeStructs; nothing is computed.
+
+    Returns:
+      None if no transformation of this package is in ``tx``.
+    """
+    is_own = lambda x: isinstance(x, LowbitState)
+    if not any(map(is_own, jax.tree.leaves(state, is_leaf=is_own))):
+        return None
+    if stepper_of(tx) is not None:
+        return True
+    found = []
+
+    def step(params, state):
+        _, leaves, treedef = trees.named_leaves(params)
+        grads = treedef.unflatten(jnp.zeros(x.shape, jnp.float32) for x in leaves)
+        wide = optax.with_extra_args_support(tx)
+        new = new_params_by(wide, params, state, grads, {}, lambda param, _: param)
+        found.append(new is not None)
+
+    with context.analysis():
+        jax.eval_shape(step, params, state)
+    return found[0]
 
 
 def _is_new(x) -> bool:

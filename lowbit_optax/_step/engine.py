@@ -12,48 +12,26 @@ The inner transformation sees whole trees; formats work leaf by leaf.
 """
 
 import dataclasses
-import typing
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.landing import ADD, REPLACE, Landing
 from lowbit_optax._numerics.random_bits import ToNearest
 from lowbit_optax._step import context, direct, trees
+from lowbit_optax._step.choices import Choices
 from lowbit_optax._step.guard import Guard, Unguarded
 from lowbit_optax._step.implementations import advance
-from lowbit_optax._step.moment_slots import MomentChoice
-from lowbit_optax._step.moments import MomentPlan
 from lowbit_optax._step.prepared import draws_of_moments, prepare, random_of_leaves
+from lowbit_optax._step.refusals import refuse_multi_steps
 from lowbit_optax._step.state import LowbitState
 from lowbit_optax._step.stepper import Stepper
-from lowbit_optax.formats.base import WeightFormat
-from lowbit_optax.formats.quantized_weights import QuantizedWeights
-
-Implementation = typing.Literal["xla", "pallas"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Lowbit(Stepper):
-    """The configuration that one call of :func:`lowbit` makes, and its methods.
-
-    Args:
-      inner: the wrapped optax transformation.
-      weights: format of the parameters that are narrow floats.
-      moments: which moments are stored in which format.
-      seed: of stochastic rounding.
-      min_size: leaves with fewer elements may be stored in a simpler format.
-      implementation: ``"xla"``, ``"pallas"``, or None to choose per platform and leaf.
-    """
-
-    inner: optax.GradientTransformation
-    weights: WeightFormat
-    moments: MomentChoice
-    seed: int
-    min_size: int
-    implementation: Implementation | None = None
+class Lowbit(Choices, Stepper):
+    """The methods of a transformation that one call of :func:`lowbit` makes."""
 
     def init(self, params: optax.Params) -> LowbitState:
         """The initial state, with which every master equals its parameter.
@@ -63,6 +41,8 @@ class Lowbit(Stepper):
         if params is None:
             raise ValueError("lowbit: init needs params")
         names, leaves, treedef = trees.named_leaves(params)
+        if any(map(trees.is_quantized, leaves)):
+            refuse_multi_steps()
         formats = self.formats_of(names, leaves)
         given = context.current().masters
         masters, residuals = [], []
@@ -132,45 +112,6 @@ class Lowbit(Stepper):
         """The inner transformation's updates, in float32 where a format is used."""
         prepared = prepare(self, params, state, grads, Unguarded())
         return prepared.tree(prepared.inner_update(self.inner, extra_args)[0])
-
-    def is_held(self, leaf) -> bool:
-        """Whether this leaf is stored in a weight format; other leaves pass through."""
-        is_narrow_float = trees.is_float(leaf) and is_narrow(leaf.dtype)
-        return trees.is_quantized(leaf) or is_narrow_float
-
-    def formats_of(self, names, leaves) -> list[WeightFormat | None]:
-        """The weight format of each leaf; None for leaves that pass through.
-
-        Raises:
-          TypeError, ValueError: naming a leaf that is not an array, or that the weight
-            format cannot hold.
-        """
-        return [
-            self._format_of(name, leaf)
-            for name, leaf in zip(names, leaves, strict=True)
-        ]
-
-    def moment_plan(self, names, leaves, inner_state) -> MomentPlan:
-        """How the inner transformation's moments are stored."""
-        expected = trees.abstract(inner_state)
-        return MomentPlan(
-            self.inner, self.moments, names, leaves, expected, self.min_size
-        )
-
-    def _format_of(self, name: str, leaf) -> WeightFormat | None:
-        if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
-            raise TypeError(f"lowbit: params{name} is {leaf!r}, not an array")
-        if not self.is_held(leaf):
-            return None
-        if trees.is_quantized(leaf):
-            with trees.naming(name):
-                trees.check_quantized(leaf)
-            is_chosen = isinstance(self.weights, QuantizedWeights)
-            return self.weights if is_chosen else QuantizedWeights()
-        why_not = self.weights.check(leaf.dtype)
-        if why_not:
-            raise ValueError(f"lowbit: params{name}: {why_not}")
-        return self.weights.for_leaf(leaf.shape, leaf.dtype, self.min_size)
 
     def _in_container(self, tree):
         container = self.weights.container

@@ -12,13 +12,12 @@ import jax
 
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._step import context, kernel_plan, kernel_step
+from lowbit_optax._step.choices import Choices
 from lowbit_optax._step.kernel_plan import KernelPlan
+from lowbit_optax._step.layer import Layer
 from lowbit_optax._step.prepared import PreparedStep
-from lowbit_optax._step.stacks import Layer, stacks_to_write
+from lowbit_optax._step.stacks import stacks_to_write
 from pallas_kernels.platforms import is_elsewhere
-
-if typing.TYPE_CHECKING:
-    from lowbit_optax._step.engine import Lowbit
 
 
 class Advanced(typing.NamedTuple):
@@ -36,7 +35,7 @@ class Advanced(typing.NamedTuple):
 
 
 def advance(
-    config: "Lowbit", prepared: PreparedStep, landing: Landing, extra_args: dict
+    config: Choices, prepared: PreparedStep, landing: Landing, extra_args: dict
 ) -> Advanced:
     """Run a step with the implementation that the configuration asks for.
 
@@ -76,7 +75,7 @@ def advance(
 class ByXla:
     """Array operations on whole leaves: the reference that defines the results."""
 
-    config: "Lowbit"
+    config: Choices
     prepared: PreparedStep
     landing: Landing
     extra_args: dict

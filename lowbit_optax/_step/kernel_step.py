@@ -19,8 +19,8 @@ from lowbit_optax._jaxprs.graph import evaluate
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._step.body import PROCEED, LeafBody
 from lowbit_optax._step.kernel_plan import KernelPlan, LeafKernel
+from lowbit_optax._step.layer import Layer
 from lowbit_optax._step.prepared import PreparedStep
-from lowbit_optax._step.stacks import Layer
 from pallas_kernels.bitfields.fields import GROUP
 from pallas_kernels.fused_update import (
     MAX_ELEMENTS_OF_SMALL_LEAF,

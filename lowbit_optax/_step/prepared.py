@@ -19,14 +19,12 @@ from lowbit_optax._numerics.random_bits import (
 )
 from lowbit_optax._numerics.streams import Draws, moment_draws
 from lowbit_optax._step import trees
+from lowbit_optax._step.choices import Choices
 from lowbit_optax._step.guard import Guard, Unguarded
 from lowbit_optax._step.moments import MomentPlan
 from lowbit_optax._step.stacks import bits_at_layers, marked_layerwise
 from lowbit_optax._step.state import LowbitState
 from lowbit_optax.formats.base import WeightFormat, residual_bits_read
-
-if typing.TYPE_CHECKING:
-    from lowbit_optax._step.engine import Lowbit
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -126,7 +124,7 @@ class PreparedStep:
 
 
 def prepare(
-    config: "Lowbit",
+    config: Choices,
     params: optax.Params | None,
     state: LowbitState,
     grads: optax.Updates,
@@ -232,7 +230,7 @@ def widened_gradient(name: str, grad, param):
     return grad if is_wide else grad.astype(jnp.float32)
 
 
-def _residuals(config: "Lowbit", names, leaves, treedef, formats, residual) -> list:
+def _residuals(config: Choices, names, leaves, treedef, formats, residual) -> list:
     """The residual of each leaf, after checking that it belongs to its parameter."""
     container = config.weights.container
     if type(residual) is not container:

@@ -11,7 +11,7 @@ import optax
 from lowbit_optax import formats
 from lowbit_optax._numerics.random_bits import leaf_number, random_bits
 from lowbit_optax._numerics.streams import accumulator_draws
-from lowbit_optax._step import context, direct, trees
+from lowbit_optax._step import trees
 from lowbit_optax._step.arguments import check_static_int
 from lowbit_optax._step.moment_trees import (
     from_parallel_trees,
@@ -20,10 +20,9 @@ from lowbit_optax._step.moment_trees import (
 )
 from lowbit_optax._step.prepared import widened_gradient
 from lowbit_optax._step.stacks import bits_at_layers, marked_layerwise
-from lowbit_optax._step.stepper import Stepper, stepper_of
+from lowbit_optax._step.stepper import stepper_of
 from lowbit_optax.formats import MomentFormat
 from lowbit_optax.lpmm.quantize import PAPER_BLOCK_SIZE
-from lowbit_optax.transformation import step
 
 PAPER_ACCUMULATORS = formats.block_quantized(
     8, code="linear", block_size=PAPER_BLOCK_SIZE, rounding="stochastic"
@@ -113,11 +112,11 @@ def accumulate_gradients(
         seed,
         min_size,
     )
-    return config.transformation
+    return optax.GradientTransformationExtraArgs(config.init, config.update)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Accumulation(Stepper):
+class Accumulation:
     """The configuration that one call of :func:`accumulate_gradients` makes.
 
     Args:
@@ -152,12 +151,9 @@ class Accumulation(Stepper):
 
     def update(self, updates, state, params=None, **extra_args):
         """As in optax; the updates are zeros between two real updates."""
-        if context.current().wants_params:
-            params, state = self.step(params, state, updates, **extra_args)
-            return direct.as_new_params(params), state
+        inner = optax.with_extra_args_support(self.inner)
 
         def last(means, inner_state):
-            inner = optax.with_extra_args_support(self.inner)
             return inner.update(means, inner_state, params, **extra_args)
 
         def between(means, inner_state):
@@ -166,27 +162,6 @@ class Accumulation(Stepper):
 
         like = updates if params is None else params
         return self._accumulated(like, state, updates, last, between)
-
-    def step(self, params, state, grads, **extra_args):
-        """``(new params, new state)``, without forming differences."""
-
-        def last(means, inner_state):
-            return step(self.inner, params, inner_state, means, **extra_args)
-
-        def between(means, inner_state):
-            del means, inner_state
-            return params
-
-        return self._accumulated(params, state, grads, last, between)
-
-    def inner_update(self, params, state, grads, **extra_args):
-        """The updates that the inner transformation makes of these gradients alone."""
-        stepper = stepper_of(self.inner)
-        if stepper is not None:
-            inner_state = state.inner_state
-            return stepper.inner_update(params, inner_state, grads, **extra_args)
-        inner = optax.with_extra_args_support(self.inner)
-        return inner.update(grads, state.inner_state, params, **extra_args)[0]
 
     def _accumulated(self, like, state, grads, last: Callable, between: Callable):
         """Process one microbatch.

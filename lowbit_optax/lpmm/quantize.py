@@ -20,6 +20,7 @@ PAPER_BLOCK_SIZE = 2048
 
 def quantize_params(
     params: typing.Any,
+    *,
     bits: int = 12,
     block_size: int = PAPER_BLOCK_SIZE,
     min_size: int = 4096,

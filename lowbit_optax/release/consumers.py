@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lowbit_optax._step import context
-from lowbit_optax._step.stacks import Layer
+from lowbit_optax._step.layer import Layer
 from lowbit_optax.release.floats import as_float, from_float
 from lowbit_optax.release.optimizer import Optimizer
 from lowbit_optax.release.plan import ReleasedScan
