@@ -1,4 +1,4 @@
-"""Eight CPU devices, quick compilation, marks by folder, and strict dtype promotion."""
+"""Eight CPU devices, quick compilation, markers by folder, strict dtype promotion."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,7 @@ COMPILED = Path(__file__).parent / "gpu_program"
 
 
 def _set_xla_flag(name, value):
-    """Sets a flag of XLA, unless whoever runs the tests has."""
+    """Set a flag of XLA, unless the environment sets it."""
     flags = os.environ.get("XLA_FLAGS", "")
     if name not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --{name}={value}".strip()
@@ -37,9 +37,9 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def dtype_promotion(request):
-    """No dtype is promoted by accident, where users of optax and flax may do without.
+    """Strict dtype promotion, so that no dtype is promoted by accident.
 
-    A fixture, so that doctests stay a user's.
+    It is a fixture, so that doctests run with the promotion that users have.
     """
     standard = request.node.get_closest_marker("standard_promotion")
     with jax.numpy_dtype_promotion("standard" if standard else "strict"):

@@ -1,4 +1,4 @@
-"""A numpy model of fused updates, in unbounded integers, and cases to compare on."""
+"""A numpy model of fused updates in unbounded integers, and cases to compare."""
 
 import dataclasses
 import math
@@ -25,7 +25,7 @@ def fields_of(shape, bits, seed=0):
 
 
 def words_of(fields, bits):
-    """Packed by Python's integers; fields of the padding are 0."""
+    """Fields packed into words by Python's integers; the padding's fields are 0."""
     return reference_pack(fields, bits, pack_axis(fields.shape))
 
 
@@ -35,7 +35,7 @@ def index_of(shape, start=0):
 
 
 def row_major(index, like):
-    """The index in a body, also where the implementation leaves it out."""
+    """The row-major index in a body, even if the implementation does not pass it."""
     if index is not None:
         return index
     return jnp.arange(like.size, dtype=jnp.uint32).reshape(like.shape)
@@ -45,7 +45,7 @@ def row_major(index, like):
 class Mixture:
     """A body of integers: every result depends on fields, plain values and scalars.
 
-    The results are every operand anew, the index, and fields of the index.
+    The results are a new version of every operand, the index, and fields of the index.
     """
 
     widths: tuple[int, ...]
@@ -77,13 +77,13 @@ class Mixture:
         ]
 
     def arrays(self, shape, seed=0):
-        """The operands, and what they hold."""
+        """The operands, and the numbers that they hold."""
         held = [fields_of(shape, bits, seed) for bits in (*self.widths, 32)]
         words = [words_of(x, bits) for x, bits in zip(held, self.widths, strict=False)]
         return [jnp.asarray(x) for x in (*words, held[-1])], held
 
     def model(self, held, scalars, index):
-        """What the results hold, in Python's integers."""
+        """The numbers that the results must hold, computed with Python's integers."""
         *fields, plain = (x.astype(object) for x in held)
         new = [
             (field * 3 + plain + scalars[0]) % 2**bits

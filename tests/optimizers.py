@@ -1,4 +1,4 @@
-"""The optimizers, formats and problems that several test files run through."""
+"""The optimizers, formats and problems that several test files share."""
 
 import dataclasses
 import functools
@@ -193,7 +193,7 @@ def _model(dtype):
 
 
 def model_params(dtype=jnp.bfloat16):
-    """A kernel, and a bias of 40: no whole groups of 32."""
+    """A kernel, and a bias of 40 elements, which is not a multiple of 32."""
     return dict(_model(dtype))
 
 
@@ -228,7 +228,7 @@ def train(tx, params, state, series, advance=apply):
 
 
 def bits(tree):
-    """Every leaf as unsigned integers, so that -0 is not 0 and NaN is itself."""
+    """Every leaf as unsigned integers: -0 differs from 0, and NaNs are comparable."""
 
     def leaf(x):
         if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):

@@ -4,7 +4,7 @@ Both compute the same operations in the same order. On CPUs, XLA makes two chang
 depend on the loop around an operation. It contracts a product and a sum into one
 operation; the hyperparameters here are powers of two, by which products are exact. And
 its simplifier turns a division by a scalar, as in Adam's bias correction, into a
-product; ``divides`` is for such optimizers. All else must be equal in every bit.
+product; ``divides`` is for such optimizers. Everything else must be equal in every bit.
 """
 
 import functools
@@ -63,7 +63,8 @@ def assert_equal_steps(
     """Losses, parameters and state are bit for bit those of the ordinary step.
 
     Args:
-      in_loop: the paths that must have been updated in the loop; None to leave it open.
+      in_loop: the paths that must have been updated in the loop; None does not check
+      them.
       **compiled: for :func:`run`.
     """
     if in_loop is not None:
@@ -79,7 +80,7 @@ def assert_equal_steps(
 
 
 def explained(loss_fn, tx, params, *batch, **options):
-    """What explain says, of shapes alone."""
+    """The report of ``explain``, which needs only shapes."""
     state = jax.eval_shape(tx.init, params)
     return release.explain(loss_fn, tx, **options)(params, state, *batch)
 
@@ -126,7 +127,7 @@ def simple_params(layers=3, dtype=jnp.float32):
 
 
 def simple_loss(params, x):
-    """A scan, and what makes a scalar of its result."""
+    """A scan, and a function that reduces its result to a scalar."""
     x, _ = release.scan(simple_body, x, params["layers"])
     return head_loss(params, x)
 

@@ -1,4 +1,4 @@
-"""Gradients summed in low bits: means as by MultiSteps, updates every N-th call."""
+"""Gradients summed in few bits: means like MultiSteps', one update every N calls."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""The aliases train like their float32 optax counterparts, and take their arguments."""
+"""The aliases train like their float32 optax counterparts and take their arguments."""
 
 import functools
 import inspect

@@ -1,4 +1,4 @@
-"""``benchmarks/gpu_step.py`` runs from a checkout, and counts bytes as by hand."""
+"""``benchmarks/gpu_step.py`` runs from a checkout and counts bytes correctly."""
 
 import json
 import math

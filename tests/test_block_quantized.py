@@ -43,7 +43,7 @@ each_unsigned_code = pytest.mark.parametrize(
 
 
 def prepared(code, largest):
-    """A scale for groups with these largest values, and what the code makes of it."""
+    """The scale for blocks with these largest values, and the prepared scale."""
     scale = code.scale_of(jnp.float32(largest))
     return scale, code.prepare(scale.astype(jnp.float32))
 
@@ -101,7 +101,7 @@ def test_nothing_changes_when_stored_values_are_stored_again(code):
 
 
 @each_code
-def test_the_scale_covers_the_group_and_does_not_creep(code):
+def test_the_scale_covers_the_block_and_does_not_creep(code):
     rng = np.random.default_rng(1)
     largest = np.exp(rng.uniform(-60, 60, 4096)).astype(np.float32)
     scale, ready = prepared(code, largest)
@@ -153,7 +153,7 @@ def test_every_stochastic_code_is_unbiased_over_all_random_numbers(code):
 
 
 @each_code
-def test_zero_stays_zero_and_zero_groups_have_no_scale(code):
+def test_zero_stays_zero_and_zero_blocks_have_no_scale(code):
     for largest in (0.0, 3.3):
         scale, ready = prepared(code, largest)
         assert (float(scale) == 0.0) == (largest == 0.0)
@@ -270,12 +270,12 @@ SHAPES = [(64,), (70,), (5,), (64, 8), (3, 3, 40), (100, 7), (2, 33, 65)]
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("bits", "group"), [(8, 32), (4, 32), (8, 64)])
-def test_shapes_and_errors_are_those_of_whole_groups_everywhere(shape, bits, group):
+def test_shapes_and_errors_are_those_of_whole_blocks_everywhere(shape, bits, group):
     format_ = block_quantized(
         bits, block_size=group, code="linear", rounding="nearest", scale="power_of_two"
     )
     x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    x += np.sign(x)  # padding would be the smallest of a group
+    x += np.sign(x)  # padding would be the smallest of a block
     stored = encode(format_, x)
     assert stored.codes.dtype == jnp.uint32
     assert stored.codes.shape == packed_shape(shape, bits)
@@ -283,7 +283,7 @@ def test_shapes_and_errors_are_those_of_whole_groups_everywhere(shape, bits, gro
     assert stored.scales.shape == format_.scales_shape(shape)
     decoded = np.asarray(format_.decode(stored, shape))
     assert decoded.shape == shape
-    # Half a step of the value's own group; each group's largest is its scale's reach.
+    # Half a step of the value's own block, whose largest value is the largest code.
     reach = 2 ** (bits - 1) - 1
     bound = 2.01 * np.abs(x).max() / (2 * reach)
     assert np.abs(decoded - x).max() <= bound
@@ -291,7 +291,7 @@ def test_shapes_and_errors_are_those_of_whole_groups_everywhere(shape, bits, gro
     assert_same_bits(again, stored)
 
 
-def test_a_tail_group_has_its_own_scale():
+def test_a_tail_block_has_its_own_scale():
     x = np.concatenate([np.full(32, 100.0), np.full(3, 1e-3)]).astype(np.float32)
     for format_ in (block_quantized(8), block_quantized(4, code="linear")):
         stored = encode(format_, x)
@@ -300,7 +300,7 @@ def test_a_tail_group_has_its_own_scale():
         np.testing.assert_allclose(decoded, x, rtol=0.15)
 
 
-def test_groups_run_down_the_pack_axis():
+def test_blocks_run_down_the_pack_axis():
     x = np.ones((64, 8), np.float32)
     x[5, 3] = 1000.0
     stored = encode(block_quantized(8, code="linear"), x)

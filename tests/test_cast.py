@@ -1,4 +1,4 @@
-"""Moments in narrow floats: what nearest rounding does to them, and stochastic not."""
+"""Moments in narrow floats: nearest rounding stalls them, stochastic does not."""
 
 import functools
 
@@ -94,7 +94,7 @@ def encode(format_, x, *, number=0, seed=0, step=0):
 
 
 def moments(dtype):
-    """Numbers between two of a dtype, at known shares: normal and subnormal."""
+    """Normal and subnormal numbers at known fractions between two values of a dtype."""
     info = ml_dtypes.finfo(dtype)
     epsilon, tiny = float(info.eps), float(info.smallest_subnormal)
     rows = [(1.0, epsilon, s) for s in (0.01, 0.3, 0.5)]

@@ -1,4 +1,4 @@
-"""Checkpoints: resuming is bit-exact, and what cannot be resumed is an error."""
+"""Checkpoints: resuming is bit-exact; a checkpoint that does not fit is an error."""
 
 import functools
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.standard_promotion
 
 
 def _mixed_params():
-    """With float32 leaves, whose residual is None, and a None among the parameters."""
+    """Parameters with float32 leaves, whose residual is None, and a None among them."""
     return model_params() | {"norm": jnp.ones(24), "unused": None}
 
 

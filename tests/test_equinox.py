@@ -1,4 +1,4 @@
-"""equinox: filtered trees, and parameters that its apply_updates has widened."""
+"""equinox: filtered trees, and parameters that its apply_updates made float32."""
 
 import equinox
 import jax

@@ -1,4 +1,4 @@
-"""The example's choices of optimizer, its flags, and what its steps store and count."""
+"""The example's optimizers and flags, and what its steps store and count."""
 
 import functools
 import json
@@ -102,7 +102,7 @@ def _options(rate=0.1, **others):
 
 
 def _trained(name, steps, options):
-    """The state after so many steps, and all parameters on the way, dequantised."""
+    """The state after the steps, and the dequantised parameters after each of them."""
     model = ResNet(WIDTH, BLOCKS)
     tx = optimizer_choice.build(name, options)
     store = optimizer_choice.weight_storage(name, "float32", options.bits)

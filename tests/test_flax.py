@@ -1,4 +1,4 @@
-"""flax TrainState, nnx.Optimizer, and odd containers."""
+"""flax's TrainState and nnx.Optimizer, and unusual containers."""
 
 import functools
 import typing

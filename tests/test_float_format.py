@@ -1,4 +1,4 @@
-"""Emulated formats, checked against ml_dtypes and against lists of their numbers."""
+"""Emulated formats, checked against ml_dtypes and lists of their numbers."""
 
 import dataclasses
 import itertools
@@ -59,7 +59,7 @@ each_overflow = pytest.mark.parametrize("overflow", ["saturate", "infinity"])
 
 
 def cast(values, dtype):
-    """Signalling NaNs and overflows are no errors of these tests."""
+    """Cast without warnings about signalling NaNs and overflows."""
     with np.errstate(all="ignore"):
         return np.asarray(values).astype(dtype)
 
@@ -141,7 +141,7 @@ def samples():
 
 
 def assert_same(got, expected):
-    """The same numbers, signs of zero included; NaN where NaN is."""
+    """Equal numbers, including the signs of zeros, and NaNs in the same places."""
     got, expected = np.asarray(got), np.asarray(expected)
     assert got.dtype == expected.dtype == np.float32
     nan = np.isnan(expected)

@@ -1,4 +1,4 @@
-"""Patterns of the narrow formats, checked against ml_dtypes and Python's integers."""
+"""Bit patterns of narrow formats, against ml_dtypes and Python's integers."""
 
 import fractions
 

@@ -1,4 +1,4 @@
-"""``fused_update`` by kernels on eight devices: one device's numbers, in place."""
+"""``fused_update`` by kernels on eight devices gives one device's bits, in place."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""``fused_update`` by either implementation is the numpy model of it, in every bit."""
+"""Both implementations of ``fused_update`` equal its numpy model, bit for bit."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""The GPT example: the same training with and without release, and what it prints."""
+"""The GPT example trains the same with and without release; and what it prints."""
 
 import argparse
 import pathlib

@@ -1,8 +1,8 @@
-"""``lowbit`` by kernels is ``lowbit`` by XLA.
+"""``lowbit`` gives the same numbers by kernels and by XLA.
 
-On a CPU ``"pallas"`` interprets the kernels' operations. A quotient by a scalar and a
-sum of a product may round differently there; powers of two for hyperparameters leave
-them nothing to round, so that every bit of the formats can be compared.
+On a CPU, ``"pallas"`` interprets the kernels' operations. There, a division by a scalar
+and a sum with a product may round differently. With powers of two as hyperparameters
+they have nothing to round, so that every bit of the formats can be compared.
 """
 
 import functools

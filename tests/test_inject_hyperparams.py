@@ -1,6 +1,6 @@
 """``optax.inject_hyperparams`` around the aliases and inside ``lowbit``.
 
-It makes traced arrays of all arguments that are ints or floats, defaults included.
+It turns all arguments that are ints or floats, including defaults, into traced arrays.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Kahan summation: what small updates add up to, in which format, and its limits."""
+"""Kahan summation: small updates add up in every format, within known limits."""
 
 import functools
 
@@ -96,7 +96,7 @@ def test_sixteen_extra_bits_are_the_float32_run_with_momentum_and_any_gradients(
 def step_deviation(spacing, steps):
     """Standard deviation after some stochastic roundings to this spacing, at most.
 
-    A draw between neighbours a spacing apart varies most if it is a fair coin's.
+    A draw between two neighbours varies most if both have probability 1/2.
     """
     return spacing / 2 * np.sqrt(steps)
 
@@ -194,7 +194,7 @@ def advance(format_, param, c, update, seed=0):
 
 
 def rounding_errors(rng, w):
-    """Compensations that rounding to w may have left: up to half a spacing."""
+    """Compensations that rounding to w can leave, which are up to half a spacing."""
     size = np.abs(w.astype(np.float64)) * float(ml_dtypes.finfo(w.dtype).eps) / 2
     return rng.uniform(-1, 1, SIZE) * size
 

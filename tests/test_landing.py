@@ -1,4 +1,4 @@
-"""Exact landing: what optax applies is the parameter the residual belongs to.
+"""Exact landing: the residual belongs to the parameter that optax's addition gives.
 
 optax adds ``(param + update).astype(param.dtype)``. The updates here come from pairs
 chosen to break that: cancellation by more than float32 can carry, changes of sign,
@@ -46,7 +46,7 @@ def is_nan(x):
 
 
 def assert_same(got, expected):
-    """Equal in every bit, zeros' signs included; NaNs match as NaNs."""
+    """Equal in every bit, including the signs of zeros; all NaNs count as equal."""
     assert got.dtype == expected.dtype
     same = patterns(got) == patterns(expected)
     np.testing.assert_array_equal(same | (is_nan(got) & is_nan(expected)), True)

@@ -1,4 +1,4 @@
-"""Programs of leaves are their inner transformation, and only where that can be."""
+"""Per-leaf programs equal the inner transformation; other updates are refused."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Loss scales: their rules against plain models; what a skipped step leaves alone."""
+"""Loss scales follow plain models of their rules; a skipped step changes nothing."""
 
 import functools
 
@@ -80,7 +80,7 @@ def test_backoff_follows_its_rule_step_by_step():
 
 
 def log_normal_model(sizes, finite, initial=2.0**15, decay=0.99, limit=65504.0):
-    """The scales that follow, in float64; sizes are of max |g|."""
+    """The scales that follow from a series of max |g|, in float64."""
     scale, mean, square, weight = initial, 0.0, 0.0, 0.0
     for size, is_finite in zip(sizes, finite, strict=True):
         x = np.log2(size if is_finite else 2 * limit / scale)

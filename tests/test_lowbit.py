@@ -1,4 +1,4 @@
-"""What ``lowbit`` promises of any inner transformation: dtypes, tracing, numbers."""
+"""What ``lowbit`` promises for any inner transformation: dtypes, tracing, numbers."""
 
 import functools
 

@@ -103,7 +103,7 @@ def test_an_error_is_below_a_step_and_to_nearest_half_of_one(bits, rounding):
 def test_what_is_on_the_grid_stays_where_it_is(bits, rounding):
     x = normal(96, 40, scale=np.float32(1e-3))
     x[:, 4] = 0
-    # The largest of every group on the largest code: the step stays the same.
+    # The largest value of every block is on the largest code, so the step stays.
     x[0] = linear_code.largest_code(bits) * np.float32(2.0**-9)
     first = quantize(x, bits, rounding="stochastic")
     again = quantize(first.dequantize(), bits, rounding=rounding, seed=5)
@@ -398,7 +398,7 @@ def quadratic(params, target, curvature):
 
 
 def distance_after(rounding, bits, steps, rate):
-    """From the optimum, in steps of the weights, where SGD in float32 is at it."""
+    """Distance from the optimum that float32 SGD reaches, in step sizes of weights."""
     target = jnp.asarray(normal(2048, 2, seed=1))
     curvature = jnp.asarray(1 + np.abs(normal(2048, 2, seed=2)))
     params = quantize(target + normal(2048, 2, seed=3, scale=0.1), bits)

@@ -1,4 +1,4 @@
-"""Float32 masters out of a state, and a state out of float32 masters."""
+"""Float32 masters from a state, and a state from float32 masters."""
 
 import functools
 

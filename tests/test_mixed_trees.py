@@ -1,4 +1,4 @@
-"""Trees of many kinds of leaves: some are held, some pass through, some left out."""
+"""Trees with many kinds of leaves: stored in a format, passed through, or None."""
 
 import functools
 

@@ -1,6 +1,6 @@
-"""What goes wrong with quantised moments elsewhere, against AdamW in float32.
+"""Known failures of quantised moments do not occur, judged against float32 AdamW.
 
-The parameters are float32, which ``lowbit`` passes through, so that updates are seen
+The parameters are float32, which ``lowbit`` passes through. So the tests see updates
 before any rounding of weights.
 """
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.standard_promotion
 
 SHAPE = (128, 64)
 RATE = 1e-3
-OUTLIER = (np.arange(SHAPE[0]) % 32 == 5)[:, None]  # one value of each group
+OUTLIER = (np.arange(SHAPE[0]) % 32 == 5)[:, None]  # one value of each block
 EIGHT = block_quantized(8)
 
 
@@ -173,7 +173,7 @@ def test_there_is_no_first_moment_where_there_never_was_a_gradient():
 
 
 def test_small_moments_are_never_divided_by_a_root_of_zero():
-    # From 1 to 1e-12 in one group: m and v both leave the code's range.
+    # From 1 to 1e-12 in one block: m and v both leave the code's range.
     sizes = np.float32(10.0) ** -np.linspace(0, 12, SHAPE[0], dtype=np.float32)
     sizes = np.random.default_rng(0).permutation(sizes)[:, None]
     grads = lambda _, normal: normal * sizes
@@ -181,7 +181,7 @@ def test_small_moments_are_never_divided_by_a_root_of_zero():
     _, nu = decoded(EIGHT, adam)
     assert np.all(nu > 0)
     small = np.broadcast_to(sizes < 1e-7, SHAPE)
-    # Below float32's resolution of its group's largest nothing is known of a value;
+    # A value below float32's resolution of its block's largest one is not known;
     # 74 times too large an update is what a v of zero gave.
     assert norm_ratio(got[:, small], np.ones(got[:, small].shape)) <= 1
 
@@ -231,7 +231,7 @@ def test_of_every_code_the_mean_of_a_constant_gradient_is_kept(code, bits):
     _, _, adam = run(format_, grads, 150)
     mu, _ = decoded(format_, adam)
     want = np.broadcast_to(np.asarray(value) * (1 - 0.9**150), SHAPE)
-    # Of 2^13 values whose deviations are at most a step of their group.
+    # Of 2^13 values whose deviations are at most a step of their block.
     step = 1 / (2 ** (bits - 1) - 1)
     deviation = 5 * 3 * step / np.sqrt(want.size)
     assert abs(mu.mean() - want.mean()) <= deviation

@@ -1,4 +1,4 @@
-"""lowbit transformations inside optax's wrappers, and optax's wrappers inside them."""
+"""lowbit transformations inside optax's wrappers, and these wrappers inside lowbit."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""``import lowbit_optax``: its modules are there, and flax is needed for one only."""
+"""``import lowbit_optax`` gives all modules, and only one of them needs flax."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ MODULES = ("emulation", "loss_scaling", "lpmm", "precision", "release", "trainin
 
 
 def _run(program):
-    """A program's output, in an interpreter that has imported nothing yet."""
+    """The output of a program in a fresh interpreter."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
         capture_output=True,

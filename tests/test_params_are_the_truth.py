@@ -1,8 +1,8 @@
-"""A parameter that was set by hand stays set, in every weight format.
+"""A parameter that the user sets stays set, in every weight format.
 
 Pruning, projections, averages swapped in and re-initialisation all write into
 ``params`` and leave the optimizer's state alone. What the state holds for such a
-parameter belongs to another one, and must not come back.
+parameter belongs to its old value, which must not come back.
 """
 
 import functools
@@ -47,7 +47,7 @@ def patterns(dtype):
 
 
 def same_numbers(a, b):
-    """Elementwise, NaN being like NaN."""
+    """Whether numbers are equal, elementwise; NaNs count as equal."""
     return (a == b) | (np.isnan(a) & np.isnan(b))
 
 
@@ -57,7 +57,7 @@ def same_numbers(a, b):
 def spacings_away(master, param):
     """How far masters are from finite parameters, in spacings of the parameters.
 
-    Of a power of two the spacing is the larger one, of the numbers above it.
+    The spacing at a power of two is that of the numbers above it, the larger one.
     """
     info = ml_dtypes.finfo(param.dtype)
     param, master = param.astype(np.float64), master.astype(np.float64)

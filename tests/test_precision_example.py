@@ -1,4 +1,4 @@
-"""The precision example makes the runs that its flags ask for, each of them once."""
+"""The precision example makes each run that its flags ask for exactly once."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Which tensors a loss has, in which groups, and what is chosen for them."""
+"""The tensors of a loss, their groups, and the precisions chosen for them."""
 
 import functools
 import json

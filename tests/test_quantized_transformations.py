@@ -1,4 +1,4 @@
-"""Transformations other than Adam with 8-bit moments, against themselves in float32."""
+"""Transformations other than Adam: 8-bit moments train as float32 moments do."""
 
 import functools
 

@@ -1,7 +1,7 @@
 """The counter hash: pinned numbers, independence of sharding, and its statistics.
 
-The statistics are of fixed seeds, so they pass or fail for good. Their bounds are five
-standard errors of independent fair bits, but where another is given.
+The statistics use fixed seeds, so a test always passes or always fails. Bounds are five
+standard errors of independent fair bits, unless a test gives another one.
 """
 
 import dataclasses
@@ -304,7 +304,7 @@ def at(x, position):
 
 
 def indices_at(shape, positions):
-    """The indices of elements, put together from the library's words of them."""
+    """The indices of elements, assembled from the library's low and high words."""
 
     @jax.jit
     def all_at():
@@ -407,7 +407,7 @@ def correlations(a, b, bits=32):
 
 
 def assert_uncorrelated(a, b, bits=32):
-    """No bit of ``a`` goes with any bit of ``b``, to five standard errors."""
+    """No bit of ``a`` correlates with any bit of ``b``, to five standard errors."""
     correlation = np.asarray(correlations(a, b, bits))
     # The mean of n independent signs has standard error 1 / sqrt(n).
     assert np.abs(correlation).max() <= 5 / np.sqrt(a.size)

@@ -1,4 +1,4 @@
-"""A released step's numbers are the ordinary step's, for every optimizer."""
+"""A released step gives the ordinary step's numbers, for every optimizer."""
 
 import chex
 import jax

@@ -1,4 +1,4 @@
-"""A released step's numbers are the ordinary step's, whatever a layer computes."""
+"""A released step gives the ordinary step's numbers, whatever a layer computes."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""A released step's numbers are the ordinary step's, for every shape of model."""
+"""A released step gives the ordinary step's numbers, for every shape of model."""
 
 import typing
 

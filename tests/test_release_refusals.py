@@ -1,4 +1,4 @@
-"""What a release refuses, and how it explains where a parameter is updated."""
+"""What gradient release refuses, and how it explains where parameters are updated."""
 
 import functools
 

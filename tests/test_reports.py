@@ -1,4 +1,4 @@
-"""Reported bytes are the bytes that are there, cancelled updates those in numpy."""
+"""Reported bytes are those of the arrays; cancelled updates are those in numpy."""
 
 import jax
 import jax.numpy as jnp

@@ -51,7 +51,7 @@ def layout_of(dtype):
 
 
 def assert_same(got, expected):
-    """Equal in every bit, but for NaNs, which match as NaNs."""
+    """Equal in every bit, except that all NaNs count as equal."""
     got, expected = np.asarray(got), np.asarray(expected)
     assert got.dtype == expected.dtype
     nans = is_nan(expected)
@@ -169,7 +169,7 @@ def test_every_float32_out_of_range_is_zero_or_infinity_or_nan(dtype):
 
 
 def nearest_bfloat16_disagreements(start, count):
-    """How many patterns do not round as the textbook's integer formula says."""
+    """How many patterns round differently than by the textbook's integer formula."""
     u = start + lax.iota(jnp.uint32, count)
     x = lax.bitcast_convert_type(u, jnp.float32)
     got = lax.bitcast_convert_type(

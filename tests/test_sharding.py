@@ -1,4 +1,4 @@
-"""Eight devices: the numbers of one, no communication, state beside its parameter."""
+"""Eight devices: one device's numbers, no communication, state beside parameters."""
 
 import functools
 import re
@@ -99,7 +99,7 @@ def _collectives(compiled):
 
 
 def _assert_placed(tree, sharding):
-    """Everything with the parameter's rank lies as the parameter does."""
+    """Every array of the parameter's rank is sharded as the parameter is."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         name = jax.tree_util.keystr(path)
         if leaf.ndim:

@@ -1,7 +1,7 @@
-"""Which operations of a GPU kernel's body shorter ones replace, and which it keeps.
+"""Which operations in the body of a GPU kernel are replaced by shorter ones.
 
-The replacements are machine instructions, which run on a GPU only: here is what stands
-in their place in the jaxpr, and in tests/gpu_program how many instructions are left.
+The replacements are machine instructions, which run only on a GPU. These tests look at
+the jaxpr; tests/gpu_program counts the instructions that remain.
 """
 
 import jax

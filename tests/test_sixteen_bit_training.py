@@ -1,6 +1,6 @@
 """Training in 16-bit arithmetic only: Zamirai et al. 2020, figure 2 and figure 10.
 
-Least squares in 10 dimensions by stochastic gradient descent, one example a step:
+Least squares in 10 dimensions by stochastic gradient descent, one example per step:
 inputs N(0, 1), weights uniform in [0, 100), labels with noise 0.5, learning rate 0.01.
 Where bfloat16's numbers are 0.5 apart, updates under 0.25 are lost.
 """
@@ -95,7 +95,7 @@ def float32():
 
 @functools.cache
 def nearest_updates():
-    """All in float32 but for the weights, rounded to the nearest at each update."""
+    """Training in float32, except that each update rounds the weights to nearest."""
     return losses(trained(in_bfloat16(nearest()), jnp.bfloat16), "params")
 
 

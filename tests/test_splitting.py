@@ -1,7 +1,7 @@
 """Splitting a float32 master into a narrow parameter and k bits, and joining them.
 
-Everything is compared as integers: float32 patterns, whose order is the order of the
-magnitudes, so that a distance in patterns is a distance in units in the last place.
+Everything is compared as integers: as float32 patterns, which are ordered as the
+magnitudes are. So a distance in patterns is a distance in units in the last place.
 """
 
 import functools
@@ -104,7 +104,7 @@ def values(patterns):
 
 
 def bfloat16_differences(bits):
-    """Counts over float32 patterns of what is not as it should be, and of NaNs moved.
+    """Counts of float32 patterns that do not come back as they should.
 
     Returns ``(numbers that changed, NaN patterns whose param or join is a number,
     NaN patterns that changed)``.

@@ -1,4 +1,4 @@
-"""What the precision example shows of its runs, and the networks that it trains."""
+"""The figures that the precision example draws, and the networks that it trains."""
 
 import json
 import sys

@@ -1,8 +1,9 @@
-"""A transformation is an ordinary optax one: copied, pickled, mapped over, replaced.
+"""A transformation is an ordinary optax one: it can be copied, pickled and mapped over.
 
-Standard pickle takes functions by name only. optax makes its transformations of local
-functions, so it pickles none of its own; those made of a module's functions it does.
-What optax pickles, ``lowbit`` of it has to pickle too, and cloudpickle takes them all.
+Standard pickle stores functions by name only. Most of optax's transformations consist
+of local functions, so it cannot pickle them; it can pickle transformations made of a
+module's functions. If an inner transformation can be pickled, ``lowbit`` of it must be
+too. cloudpickle must work for all.
 """
 
 import copy

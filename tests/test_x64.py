@@ -1,7 +1,7 @@
 """With ``jax_enable_x64`` every optimizer's results are the same, bit for bit.
 
 One thing differs by optax's own choice: it raises Adam's decays to the power of the
-count in float64. The counts here are so large that either power is 0.
+count in float64. The counts here are so large that both powers are 0.
 """
 
 import jax

@@ -1,4 +1,4 @@
-"""What one :func:`lowbit_optax.lowbit` call has chosen, and what follows for leaves."""
+"""The choices of one :func:`lowbit_optax.lowbit` call, and the formats of each leaf."""
 
 import dataclasses
 import typing

@@ -31,7 +31,7 @@ from lowbit_optax._step.stepper import Stepper
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Lowbit(Choices, Stepper):
-    """The functions made of the choices of one :func:`lowbit` call."""
+    """The methods of a transformation that one call of :func:`lowbit` makes."""
 
     def init(self, params: optax.Params) -> LowbitState:
         """The initial state, with which every master equals its parameter.

@@ -1,4 +1,4 @@
-"""Refusals of what only the calling code shows."""
+"""Refusals that need to know the calling code."""
 
 import inspect
 
@@ -8,10 +8,10 @@ import optax
 def refuse_multi_steps() -> None:
     """Raise if ``optax.MultiSteps`` is initialising a transformation of this package.
 
-    MultiSteps makes accumulators like the parameters, uint32 words for quantised
-    weights, in which gradients cannot be summed. It hands on nothing that tells a
-    transformation who calls it, and would fail at the first update, so the callers are
-    looked at.
+    MultiSteps makes accumulators like the parameters, which for quantised weights are
+    uint32 words, in which gradients cannot be summed. It would fail at the first
+    update. It passes nothing on that tells a transformation who calls it, so this
+    function looks at the calling frames.
     """
     frame = inspect.currentframe()
     while frame is not None:

@@ -22,7 +22,7 @@ PARAMS = {
 
 
 def facts(tx):
-    """The fused kernels and what they are made of."""
+    """The fused kernels of a step, and what they consist of."""
     step = lower_step(tx, PARAMS)
     assert step.in_place
     return {

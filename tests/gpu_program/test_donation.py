@@ -1,7 +1,7 @@
-"""A step that returns what it is given in the order in which it takes it is in place.
+"""A step works in place if it returns donated arguments in the order it takes them.
 
-XLA gives the memory of donated arguments to results of the same shape and dtype, first
-to first. In another order it copies arrays to make the pairs right.
+XLA gives the memory of donated arguments to results of the same shape and dtype, in
+order. If a step returns them in another order, XLA copies arrays.
 """
 
 import functools

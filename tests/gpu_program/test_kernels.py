@@ -1,4 +1,4 @@
-"""A leaf's fused kernel as compiled for an H200: bytes, memory, machine code."""
+"""The fused kernel of one leaf, compiled for an H200: bytes, memory, machine code."""
 
 import functools
 import time

@@ -1,4 +1,4 @@
-"""Whole models' steps by kernels as compiled for H200s, and one leaf's on eight."""
+"""Steps of whole models by kernels, compiled for H200s, and of one leaf on eight."""
 
 import functools
 
@@ -29,7 +29,7 @@ each_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 
 
 def rows_or_columns(x):
-    """By rows, which the vocabulary's do not divide; that by columns."""
+    """Shard by rows, except the vocabulary, whose rows do not divide: by columns."""
     return P(None, "d") if x.shape[0] > 4096 else P("d")
 
 

@@ -1,4 +1,4 @@
-"""What is read from machine code of kernels whose answers are known."""
+"""The reader of machine code, tested on kernels whose counts are known."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Scans over quantised layers as compiled for an H200: how many are dequantised."""
+"""Scans over quantised layers, compiled for an H200: how many are dequantised."""
 
 import functools
 
@@ -29,7 +29,7 @@ def loss_fn(layers, x):
 
 @functools.cache
 def temporary(lazy):
-    """Bytes beside arguments, loss and gradients, in dequantised layers."""
+    """Temporary bytes, counted in dequantised layers."""
     layers = leaf(LAYERS, SIDE, SIDE, dtype=jnp.float32)
     params = jax.eval_shape(lowbit_optax.quantize_params, layers)
     fn = value_and_grad(loss_fn, BF16, lazy=lazy)

@@ -1,4 +1,4 @@
-"""Precision assignments as compiled for H200s: roundings are kept, storage is small."""
+"""Precision assignments, compiled for H200s: roundings stay, storage is small."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ FORMATS = [
 
 
 def float32_values():
-    """Every bfloat16 number, with low bits that make no difference, ties or any."""
+    """Every finite bfloat16 number, with low bits that are near zero or near a tie."""
     leading = np.arange(2**16, dtype=np.uint32) << 16
     low = np.random.default_rng(0).choice([0, 1, 0x7FFF, 0x8000, 0x8001], 2**16)
     values = (leading | low.astype(np.uint32)).view(np.float32)
@@ -75,7 +75,7 @@ def test_stored_tensors_of_layers_take_the_bits_of_their_formats():
         return jnp.mean(jnp.square(x))
 
     def temporary(depth, **options):
-        """Bytes an element of an activation."""
+        """Temporary bytes per element of an activation."""
         w = jax.ShapeDtypeStruct((depth, width, width), jnp.float32)
         x = jax.ShapeDtypeStruct((batch, width), jnp.float32)
         assignment = precision.uniform(precision.trace(loss_fn, w, x))

@@ -1,4 +1,4 @@
-"""Loss-scaled steps as compiled for H200s: in place, without a branch on the host."""
+"""Loss-scaled steps, compiled for H200s: in place, without a branch on the host."""
 
 import re
 

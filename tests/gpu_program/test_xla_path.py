@@ -1,4 +1,4 @@
-"""The XLA path as compiled for H200s: what is rounded, moved, and communicated."""
+"""The XLA path, compiled for H200s: what is rounded, moved and communicated."""
 
 import re
 
