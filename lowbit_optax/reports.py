@@ -133,7 +133,8 @@ class MemoryReport:
         return [
             f"{share:.0%} of the parameters are float32 and pass through, which makes "
             f"the saving small:\nthey and their state take {held:,} of the bytes. "
-            "from_master with param_dtypes\nnarrows float32 weights and loses nothing."
+            "from_master with param_dtypes\nnarrows float32 weights and keeps as many "
+            "low bits as the weight format does."
         ]
 
 

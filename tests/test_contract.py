@@ -85,6 +85,12 @@ def test_a_mapping_by_field_forces_a_format():
     assert memory_report(tx, parameters()).leaves[1].float32_moments == ("mu",)
 
 
+def test_a_mapping_that_names_no_moment_is_an_error():
+    for format_ in ("float32", lowbit_optax.block_quantized(8)):
+        with pytest.raises(ValueError, match=r"'trace'.*\['mu', 'nu'\]"):
+            lowbit(optax.adam(1e-3), moments={"trace": format_}).init(parameters())
+
+
 def loss_of(params):
     return jnp.mean((params["w"].astype(jnp.float32) - 0.5) ** 2)
 

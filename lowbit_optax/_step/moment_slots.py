@@ -58,7 +58,8 @@ class MomentChoice:
     @property
     def is_float32(self) -> bool:
         """Whether every moment stays float32."""
-        return self.averages is None and not any(self.by_field.values())
+        # A mapping is looked at even so: it may name a field that is not there.
+        return self.averages is None and not self.by_field
 
     def format_of(self, state_class: type | None, field: str) -> MomentFormat | None:
         """The moment format of one field of a state; None for float32."""

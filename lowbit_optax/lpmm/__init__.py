@@ -13,7 +13,7 @@ from lowbit_optax.formats.quantized_tensor import QuantizedTensor, quantize
 from lowbit_optax.lpmm.accumulation import AccumulationState, accumulate_gradients
 from lowbit_optax.lpmm.gradients import value_and_grad
 from lowbit_optax.lpmm.optimizers import lpmm_adam, lpmm_sgd
-from lowbit_optax.lpmm.quantize import dequantize, quantize_params
+from lowbit_optax.lpmm.quantization import dequantize, quantize_params
 
 __all__ = [
     "AccumulationState",

@@ -22,7 +22,7 @@ from lowbit_optax._step.prepared import widened_gradient
 from lowbit_optax._step.stacks import bits_at_layers, marked_layerwise
 from lowbit_optax._step.stepper import stepper_of
 from lowbit_optax.formats import MomentFormat
-from lowbit_optax.lpmm.quantize import PAPER_BLOCK_SIZE
+from lowbit_optax.lpmm.quantization import PAPER_BLOCK_SIZE
 
 PAPER_ACCUMULATORS = formats.block_quantized(
     8, code="linear", block_size=PAPER_BLOCK_SIZE, rounding="stochastic"

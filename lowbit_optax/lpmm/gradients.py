@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from lowbit_optax._step import trees
 from lowbit_optax.formats import quantized_tensor as tensors
 from lowbit_optax.formats.quantized_leaf import QuantizedWeight
-from lowbit_optax.lpmm.quantize import dequantize
+from lowbit_optax.lpmm.quantization import dequantize
 
 
 def value_and_grad(

@@ -9,7 +9,7 @@ from lowbit_optax.aliases.sgd import checked_sgd
 from lowbit_optax.formats import MomentFormat
 from lowbit_optax.formats.quantized_tensor import Rounding
 from lowbit_optax.formats.quantized_weights import quantized_weights
-from lowbit_optax.lpmm.quantize import PAPER_BLOCK_SIZE
+from lowbit_optax.lpmm.quantization import PAPER_BLOCK_SIZE
 from lowbit_optax.transformation import lowbit
 
 
