@@ -51,6 +51,16 @@ OPTIMIZERS = {
 }
 # fmt: on
 
+SIZES = [
+    ("--layers", 6, "layers"),
+    ("--width", 192, "width of the residual stream"),
+    ("--heads", 4, "attention heads"),
+    ("--context", 64, "bytes of a training example"),
+    ("--batch-size", 16, "examples per step"),
+    ("--steps", 200, "training steps"),
+]
+"""Flags that take positive integers, with their defaults and help."""
+
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parses and checks the flags."""
@@ -79,14 +89,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="what of a layer is computed again for its gradient: none, full, or all "
         "but the products with weights (dots)",
     )
-    for flag, default, text in [
-        ("--layers", 6, "layers"),
-        ("--width", 192, "width of the residual stream"),
-        ("--heads", 4, "attention heads"),
-        ("--context", 64, "bytes of a training example"),
-        ("--batch-size", 16, "examples per step"),
-        ("--steps", 200, "training steps"),
-    ]:
+    for flag, default, text in SIZES:
         parser.add_argument(flag, type=_positive, default=default, help=text)
     parser.add_argument(
         "--learning-rate",

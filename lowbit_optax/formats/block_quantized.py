@@ -75,8 +75,8 @@ class BlockQuantized(BlockMomentFormat):
             if name in _FIRST_MOMENTS or (signed and name in SECOND_MOMENTS):
                 raise ValueError(
                     f"block_quantized: code {self.code!r} is for second moments and "
-                    f"has no negative values, but {name!r} may; leave code out, or "
-                    "give each moment its format by name"
+                    f"holds no negative values, but {name!r} may be negative; leave "
+                    "code out, or give each moment its format by name"
                 )
             signed = False
         return dataclasses.replace(self, signed=signed)
