@@ -149,6 +149,15 @@ DIRECT = {
     "chain": lambda tx: optax.chain(optax.clip(8.0), tx),
     "masked": lambda tx: optax.masked(tx, {"w": True, "b": True}),
     "partition": lambda tx: optax.partition({"a": tx}, {"w": "a", "b": "a"}),
+    "loss scale inside": lambda tx: optax.chain(
+        lowbit(
+            lowbit_optax.with_loss_scale(
+                optax.sgd(1.0), lowbit_optax.static_scale(1.0)
+            ),
+            min_size=0,
+            weights=lowbit_optax.extra_bits(16),
+        )
+    ),
     "loss scale": lambda tx: lowbit_optax.with_loss_scale(
         tx, lowbit_optax.static_scale(1.0)
     ),

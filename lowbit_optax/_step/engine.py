@@ -70,7 +70,8 @@ class Lowbit(Choices, Stepper):
     def update(self, updates, state, params=None, **extra_args):
         """As in optax: ``(updates that land exactly, new state)``."""
         if context.current().wants_params:
-            params, state = self.step(params, state, updates, **extra_args)
+            with context.params_wanted(False):
+                params, state = self.step(params, state, updates, **extra_args)
             return direct.as_new_params(params), state
         return self.guarded(params, state, updates, Unguarded(), ADD, **extra_args)
 

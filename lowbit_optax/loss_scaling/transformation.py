@@ -162,7 +162,8 @@ class LossScaled(Stepper):
     def update(self, updates, state, params=None, **extra_args):
         """As in optax; the updates of a skipped step are -0, which changes nothing."""
         if context.current().wants_params:
-            params, state = self.step(params, state, updates, **extra_args)
+            with context.params_wanted(False):
+                params, state = self.step(params, state, updates, **extra_args)
             return direct.as_new_params(params), state
         return self._guarded(params, state, updates, ADD, extra_args)
 
