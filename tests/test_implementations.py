@@ -363,7 +363,7 @@ def test_donated_buffers_are_all_reused():
     given = jax.tree.leaves((state, params))
     run = jax.jit(
         functools.partial(lowbit_optax.step, tx),
-        donate_argnums=(1, 2),
+        donate_argnums=(0, 1),
         compiler_options=QUICK,
     )
     got = run(params, state, grads)  # a donation that cannot be used warns: an error

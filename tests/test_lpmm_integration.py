@@ -165,8 +165,8 @@ def test_multi_steps_goes_inside_and_accumulate_gradients_outside():
     assert (change > 0.5 * steps).mean() < 0.1
 
     around = optax.MultiSteps(lpmm_sgd(0.1), 2)
-    with pytest.raises(ValueError, match="QuantizedTensor"):
-        around.update(grads[0], around.init(params), params)
+    with pytest.raises(TypeError, match="QuantizedTensor"):
+        around.init(params)
 
 
 # jit.
