@@ -9,6 +9,7 @@ import jax
 import pytest
 
 COMPILED = Path(__file__).parent / "gpu_program"
+MOST_CASES = 6
 
 
 def _set_xla_flag(name, value):
@@ -28,11 +29,31 @@ def pytest_configure(config):
         _set_xla_flag("xla_backend_optimization_level", 1)
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     for item in items:
         if COMPILED in item.path.parents:
             item.add_marker("compiled")
             item.add_marker("standard_promotion")
+    is_whole_suite = not any(
+        Path(arg.split("::")[0]).exists() for arg in config.invocation_params.args
+    )
+    if is_whole_suite and "not compiled" in config.option.markexpr:
+        _keep_few_cases(config, items)
+
+
+def _keep_few_cases(config, items):
+    """Of a test with many cases, every k-th in README's quick run; CI runs them all."""
+    cases = {}
+    for item in items:
+        cases.setdefault(item.nodeid.split("[")[0], []).append(item)
+    kept = set()
+    for of_one_test in cases.values():
+        count = min(len(of_one_test), MOST_CASES)
+        kept |= {
+            of_one_test[i * len(of_one_test) // count].nodeid for i in range(count)
+        }
+    config.hook.pytest_deselected(items=[x for x in items if x.nodeid not in kept])
+    items[:] = [x for x in items if x.nodeid in kept]
 
 
 @pytest.fixture(autouse=True)
