@@ -213,8 +213,18 @@ def test_a_direct_step_arrives_where_no_float32_difference_lands(name):
     assert (added["w"].astype(jnp.float32) != -odd).all()
 
 
-def test_what_a_wrapper_keeps_of_the_updates_is_updates():
-    kept = optax.chain(lowbit_optax.kahan_sgd(0.5), optax.trace(0.0))
+def keeping_updates():
+    """A user's transformation that hands updates on and keeps them as they are."""
+
+    def update(updates, state, params=None):
+        return updates, updates
+
+    return optax.GradientTransformation(lambda params: params, update)
+
+
+@pytest.mark.parametrize("after", [lambda: optax.trace(0.0), keeping_updates])
+def test_what_a_wrapper_keeps_of_the_updates_is_updates(after):
+    kept = optax.chain(lowbit_optax.kahan_sgd(0.5), after())
     params = parameters()
     _, state = lowbit_optax.step(kept, params, kept.init(params), params)
     updates, want = kept.update(params, kept.init(params), params)
