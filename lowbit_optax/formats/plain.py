@@ -58,7 +58,7 @@ class StochasticRounding(WeightFormat):
 
 @dataclasses.dataclass(frozen=True)
 class MasterCopyFormat(WeightFormat):
-    """The residual is the master, in float32."""
+    """The residual is the float32 master, valid while it rounds to the parameter."""
 
     container: typing.ClassVar[type] = MasterCopy
 
