@@ -206,7 +206,7 @@ def test_small_and_integer_leaves_stay():
 
 def test_a_slice_of_a_stack_is_a_tensor_of_one_layer():
     params = {"w": normal(32, 48, 64), "b": normal(32, 200)}
-    tensor = quantize(params, 11, stacked=lambda path: True)
+    tensor = quantize(params, 10, stacked=lambda path: True)
     whole = dequantize(tensor)
 
     def body(_, layer):
@@ -469,13 +469,13 @@ def test_more_bits_are_nearer_to_float32_after_100_steps_of_sgd():
     params, *_ = regression()
     reference, best = trained(params, optax.sgd(0.2, 0.9), 100)
     errors, losses = {}, {}
-    for bits in (12, 10, 8):
+    for bits in (12, 8):
         got, losses[bits] = trained(
             quantize(params, bits), lpmm_sgd(0.2, 0.9, min_size=0), 100
         )
         errors[bits] = difference(got, reference)
     moved = difference(reference, params)
-    assert errors[12] < errors[10] < errors[8]
+    assert errors[12] < 0.25 * errors[8]
     assert errors[12] < 0.05 * moved
     assert abs(float(losses[12]) - float(best)) < 0.02 * float(best)
 
