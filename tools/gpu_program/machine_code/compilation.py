@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
+from tools.gpu_program.dump import compile_with_dump
 from tools.gpu_program.machine_code.kernel import Kernel, Launch
 from tools.gpu_program.machine_code.trip_counts import kernel_facts
 
@@ -47,18 +48,12 @@ def program(
       trips: kernels' names to the trip counts of their loops, in the order of
         ``Kernel.loops``; None in place of a count for one to be found.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        compiled = lowered.compile(compiler_options={"xla_dump_to": folder})
-        files = sorted(pathlib.Path(folder).iterdir())
-        sources = [f.read_text() for f in files if f.suffix == ".ptx"]
-        thunks = [f.read_text() for f in files if f.name.endswith("thunk_sequence.txt")]
-    if not any(sources):
-        raise RuntimeError("XLA wrote no PTX: was the program in a compilation cache?")
-    launches = _launches("\n".join(thunks))
+    dump = compile_with_dump(lowered)
+    launches = launches_of(dump.thunks)
     found = {}
-    for source in filter(None, sources):
+    for source in dump.ptx:
         found |= kernels_of_ptx(source, launches, trips)
-    return Program(compiled, found)
+    return Program(dump.compiled, found)
 
 
 def kernels_of_ptx(
@@ -103,7 +98,7 @@ def kernels_of_ptx(
     return found
 
 
-def _launches(thunks: str) -> dict[str, list[Launch]]:
+def launches_of(thunks: str) -> dict[str, list[Launch]]:
     """Kernels' names to their launches, from XLA's listing of what it runs."""
     found = collections.defaultdict(list)
     for name, *numbers in re.findall(

@@ -1,0 +1,69 @@
+"""Bit patterns of registers as numbers of a PTX type, and back."""
+
+import ml_dtypes
+import numpy as np
+
+NAN = np.uint32(0x7FFFFFFF)
+"""The NaN that arithmetic gives."""
+
+_UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
+_SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
+NARROW = {
+    "bf16": ml_dtypes.bfloat16,
+    "f16": np.float16,
+    "e4m3": ml_dtypes.float8_e4m3fn,
+    "e5m2": ml_dtypes.float8_e5m2,
+}
+"""Floats of fewer than 32 bits. Their numbers are held as float32, which is exact."""
+
+_WIDTHS = {"bf16": 16, "e4m3": 8, "e5m2": 8, "bf16x2": 32, "f16x2": 32, "pred": 8}
+_WIDTHS |= {"e4m3x2": 16, "e5m2x2": 16}
+
+
+def width(kind: str) -> int:
+    """Bits of a type.
+
+    >>> width("bf16"), width("u64")
+    (16, 64)
+    """
+    return _WIDTHS.get(kind) or int(kind[1:])
+
+
+def unsigned(bits: int) -> type:
+    """numpy's unsigned integers of so many bits."""
+    return _UNSIGNED[bits]
+
+
+def to_numbers(patterns: np.ndarray, kind: str) -> np.ndarray:
+    """Bit patterns as numbers of a type.
+
+    Args:
+      patterns: unsigned integers as wide as the type; of predicates, booleans.
+      kind: the type.
+
+    >>> to_numbers(np.array([0xBF80], np.uint16), "bf16")
+    array([-1.], dtype=float32)
+    """
+    if kind in NARROW:
+        return patterns.view(NARROW[kind]).astype(np.float32)
+    if kind == "f32":
+        return patterns.view(np.float32)
+    if kind[0] == "s":
+        return patterns.view(_SIGNED[width(kind)])
+    return patterns
+
+
+def to_patterns(numbers: np.ndarray, kind: str) -> np.ndarray:
+    """Numbers of a type as bit patterns, the inverse of :func:`to_numbers`.
+
+    Floats must be numbers of their type: nothing is rounded here. Integers wrap.
+    """
+    if kind == "pred":
+        return numbers
+    if kind == "f32":
+        return numbers.view(np.uint32)
+    if kind in NARROW:
+        patterns = numbers.astype(NARROW[kind]).view(unsigned(width(kind)))
+        nan = unsigned(width(kind))((1 << (width(kind) - 1)) - 1)
+        return np.where(np.isnan(numbers), nan, patterns)
+    return numbers.astype(unsigned(width(kind)))

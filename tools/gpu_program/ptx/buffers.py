@@ -1,0 +1,61 @@
+"""Where a compiled program keeps its values, by the texts that XLA writes of it."""
+
+import collections
+import dataclasses
+import re
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Some bytes of one of the program's allocations."""
+
+    allocation: int
+    offset: int
+    size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffers:
+    """The assignment of values to memory.
+
+    Args:
+      sizes: of the allocations.
+      parameters: of the program, to the allocations that hold them.
+      places: an instruction's name and the index in its result, to where that is.
+    """
+
+    sizes: dict[int, int]
+    parameters: dict[int, int]
+    places: dict[str, dict[str, Place]]
+
+
+def read_buffers(text: str) -> Buffers:
+    """The assignment, from XLA's dump of it.
+
+    >>> buffers = read_buffers('''
+    ... allocation 0: size 8, parameter 2, shape |f32[2]| at ShapeIndex {}:
+    ...  value: <3 add.1{1} @0> (size=4,offset=4): f32[1]{0}
+    ... ''')
+    >>> buffers.parameters, buffers.places["add.1"]["1"]
+    ({2: 0}, Place(allocation=0, offset=4, size=4))
+    """
+    sizes, parameters = {}, {}
+    places = collections.defaultdict(dict)
+    for line in text.splitlines():
+        head = re.match(r"allocation (\d+): size (\d+)(?:, parameter (\d+))?", line)
+        value = re.match(
+            r" value: <\d+ ([^\s{]+)(?:\{([\d,]*)\})? @\d+> \(size=(\d+),offset=(\d+)\)",
+            line,
+        )
+        if head:
+            allocation = int(head[1])
+            sizes[allocation] = int(head[2])
+            if head[3]:
+                parameters[int(head[3])] = allocation
+        elif value:
+            place = Place(allocation, int(value[4]), int(value[3]))
+            places[value[1]][value[2] or ""] = place
+        elif not line.startswith((" ", "BufferAssignment")):
+            # Statistics follow, and the values once more.
+            break
+    return Buffers(sizes, parameters, dict(places))

@@ -1,0 +1,116 @@
+"""Integer arithmetic as PTX defines it, on numpy arrays of the instruction's type."""
+
+import numpy as np
+
+from tools.gpu_program.ptx.bits import unsigned, width
+from tools.gpu_program.ptx.faults import UnknownInstruction
+from tools.gpu_program.ptx.parser import Instruction
+
+
+def product(instruction: Instruction, x, y, addend=None):
+    """``mul`` and ``mad``: the low half, the high half, or all of a product."""
+    result = _product(instruction, x, y)
+    return result if addend is None else result + addend
+
+
+def _product(instruction: Instruction, x, y):
+    bits = 8 * x.dtype.itemsize
+    wide = np.dtype(f"{x.dtype.kind}{min(2 * x.dtype.itemsize, 8)}").type
+    match instruction.modifiers:
+        case ("lo",):
+            return x * y
+        case ("wide",) if bits < 64:
+            return x.astype(wide) * y.astype(wide)
+        case ("hi",) if bits < 64:
+            return ((x.astype(wide) * y.astype(wide)) >> wide(bits)).astype(x.dtype)
+        case ("hi",):
+            return ((x.astype(object) * y.astype(object)) >> 64).astype(x.dtype)
+    raise UnknownInstruction("which part of the product it means is not known")
+
+
+def shifted_left(x, count):
+    """``shl``: all bits go where the count is the width or more."""
+    bits = 8 * x.dtype.itemsize
+    moved = x << np.minimum(count, bits - 1).astype(x.dtype)
+    return np.where(count < bits, moved, x.dtype.type(0))
+
+
+def shifted_right(x, count):
+    """``shr``: as :func:`shifted_left`, with the sign repeated in signed numbers."""
+    bits = 8 * x.dtype.itemsize
+    moved = x >> np.minimum(count, bits - 1).astype(x.dtype)
+    if x.dtype.kind == "i":
+        return moved
+    return np.where(count < bits, moved, x.dtype.type(0))
+
+
+def funnel(instruction: Instruction, low, high, count):
+    """``shf``: one word out of two that stand side by side."""
+    direction, mode = instruction.modifiers
+    count = np.minimum(count, 32) if mode == "clamp" else count & np.uint32(31)
+    count = count.astype(np.uint64)
+    both = high.astype(np.uint64) << np.uint64(32) | low
+    moved = both >> count if direction == "r" else both << count >> np.uint64(32)
+    return moved.astype(np.uint32)
+
+
+def extracted(instruction: Instruction, x, start, length):
+    """``bfe``: a field of bits, with its sign above it in signed numbers."""
+    kind = instruction.types[-1]
+    word = x.view(unsigned(width(kind)))
+    start, length = start & np.uint32(255), length & np.uint32(255)
+    mask = _ones(word, length)
+    field = shifted_right(word, start) & mask
+    if kind[0] == "u":
+        return field
+    top = np.minimum(start + length, width(kind)) - np.uint32(1)
+    negative = (length > 0) & (shifted_right(word, top) & word.dtype.type(1) == 1)
+    return np.where(negative, field | ~mask, field).view(x.dtype)
+
+
+def inserted(field, word, start, length):
+    """``bfi``: a word with a field of bits replaced."""
+    start, length = start & np.uint32(255), length & np.uint32(255)
+    mask = shifted_left(_ones(word, length), start)
+    return word & ~mask | shifted_left(field, start) & mask
+
+
+def _ones(like, count):
+    """So many low bits, for each element of ``like``."""
+    return ~shifted_left(np.full_like(like, np.iinfo(like.dtype).max), count)
+
+
+def permuted(low, high, selectors):
+    """``prmt``: four of the eight bytes of two words, or their signs repeated."""
+    both = high.astype(np.uint64) << np.uint64(32) | low
+    result = np.zeros_like(low)
+    for number in range(4):
+        selector = (selectors >> np.uint32(4 * number) & 15).astype(np.uint64)
+        byte = (both >> (8 * (selector & 7)) & 255).astype(np.uint32)
+        signs = np.where(byte & 128, np.uint32(255), np.uint32(0))
+        chosen = np.where(selector & 8, signs, byte)
+        result |= chosen << np.uint32(8 * number)
+    return result
+
+
+def looked_up(a, b, c, table):
+    """``lop3``: any function of three bits, given by its truth table."""
+    result = np.zeros_like(a)
+    for number in range(8):
+        x, y, z = (p if number >> i & 1 else ~p for p, i in ((a, 2), (b, 1), (c, 0)))
+        result |= np.where(table >> np.uint32(number) & 1 == 1, x & y & z, 0)
+    return result
+
+
+def counted(x):
+    """``popc``."""
+    return np.bitwise_count(x).astype(np.uint32)
+
+
+def leading_zeros(x):
+    """``clz``."""
+    bits = 8 * x.dtype.itemsize
+    zeros = np.full(x.shape, bits, np.uint32)
+    for place in range(bits):
+        zeros = np.where(shifted_right(x, np.uint32(place)) != 0, bits - 1 - place, zeros)
+    return zeros.astype(np.uint32)

@@ -1,0 +1,269 @@
+"""The execution of one launch of a kernel, all threads of many blocks at once."""
+
+import math
+import re
+
+import numpy as np
+
+from tools.gpu_program.machine_code.kernel import Launch
+from tools.gpu_program.ptx import lanes
+from tools.gpu_program.ptx.bits import to_numbers, to_patterns, unsigned, width
+from tools.gpu_program.ptx.faults import (
+    Divergence,
+    Fault,
+    Misaligned,
+    UnknownInstruction,
+)
+from tools.gpu_program.ptx.memory import Accessors, Memory
+from tools.gpu_program.ptx.operations import operation_of
+from tools.gpu_program.ptx.parser import Instruction, Kernel, split_list
+from tools.gpu_program.ptx.registers import Registers
+
+_MOST_THREADS = 8192
+"""How many run at once: as many as keep numpy busy and fit in its caches."""
+
+_NOTHING = ("griddepcontrol", "membar", "fence")
+"""Instructions that order one launch after another, which launches here always are."""
+
+
+def execute(
+    kernel: Kernel, launch: Launch, memory: Memory, arguments: list[int]
+) -> None:
+    """Run a kernel.
+
+    Args:
+      kernel: from :func:`tools.gpu_program.ptx.parser.parse`.
+      launch: its grid.
+      memory: global memory, in which the launch has begun.
+      arguments: addresses in it, one for each parameter.
+
+    Raises:
+      Fault: for what no kernel may do, naming the instruction.
+    """
+    blocks, size = math.prod(launch.grid), math.prod(launch.block)
+    many = max(1, _MOST_THREADS // size)
+    for first in range(0, blocks, many):
+        numbers = range(first, min(first + many, blocks))
+        _Blocks(kernel, launch, memory, arguments, numbers).run()
+
+
+class _Blocks:
+    """Some blocks of a launch.
+
+    Threads go on together while they are at one instruction. Where they part, those
+    that are furthest behind go first, and wait for no one, so that all meet again
+    where their ways do.
+    """
+
+    def __init__(self, kernel, launch, memory, arguments, blocks: range):
+        self.kernel = kernel
+        self.size = math.prod(launch.block)
+        self.count = len(blocks) * self.size
+        self.registers = Registers(kernel, launch, blocks)
+        self.memory = memory
+        self.shared_size = launch.shared + kernel.static_shared
+        self.shared = Memory(len(blocks) * self.shared_size)
+        self.arguments = dict(zip(kernel.parameters, arguments, strict=True))
+        self.threads = np.arange(self.count) + blocks.start * self.size
+        self.barriers = np.zeros(self.count, np.int64)
+        self.running = np.ones(self.count, bool)
+
+    def run(self) -> None:
+        """Run all threads to their ends."""
+        waiting = {0: np.ones(self.count, bool)}
+        while waiting:
+            at = min(waiting)
+            active = waiting.pop(at)
+            instruction = self.kernel.instructions[at]
+            try:
+                chosen = self._guarded(instruction, active)
+                leaving = chosen if instruction.name == "bra" else None
+                if instruction.name in ("ret", "exit"):
+                    self.running &= ~chosen
+                    active = active & ~chosen
+                elif leaving is None and chosen.any():
+                    self._step(instruction, chosen)
+            except Fault as fault:
+                where = f"{self.kernel.name}, instruction {at}, `{instruction.text}`"
+                raise type(fault)(f"{where}: {fault}") from fault
+            if leaving is not None:
+                target = self.kernel.labels[instruction.operands[0]]
+                _join(waiting, target, leaving)
+                active = active & ~leaving
+            _join(waiting, at + 1, active)
+
+    def _guarded(self, instruction: Instruction, active: np.ndarray) -> np.ndarray:
+        if instruction.guard is None:
+            return active
+        holds = self.registers.read(instruction.guard, "pred", active)
+        return active & (holds ^ instruction.negated)
+
+    def _step(self, instruction: Instruction, active: np.ndarray) -> None:
+        special = _SPECIAL.get(instruction.name)
+        if special is not None:
+            special(self, instruction, active)
+        elif instruction.name == "mov" and "{" in instruction.text:
+            self._repack(instruction, active)
+        elif instruction.name not in _NOTHING:
+            self._compute(instruction, active)
+
+    def _compute(self, instruction: Instruction, active: np.ndarray) -> None:
+        operation = operation_of(instruction)
+        result, *operands = instruction.operands
+        kinds = operation.reads_of(instruction)
+        numbers = [
+            to_numbers(self.registers.read(operand, kind, active), kind)
+            for operand, kind in zip(operands, kinds, strict=True)
+        ]
+        kind = operation.writes_of(instruction)
+        written = to_patterns(operation.compute(instruction, *numbers), kind)
+        self.registers.write(result, written, kind, active)
+
+    def _repack(self, instruction: Instruction, active: np.ndarray) -> None:
+        """``mov`` between one register and a vector of narrower ones."""
+        (kind,) = instruction.types
+        result, source = instruction.operands
+        parts = split_list(result if result[0] == "{" else source)
+        bits = width(kind) // len(parts)
+        part, whole = f"b{bits}", unsigned(width(kind))
+        if result[0] == "{":
+            given = self.registers.read(source, kind, active)
+            for number, name in enumerate(parts):
+                piece = (given >> whole(bits * number)).astype(unsigned(bits))
+                self.registers.write(name, piece, part, active)
+            return
+        joined = np.zeros(self.count, whole)
+        for number, name in enumerate(parts):
+            piece = self.registers.read(name, part, active).astype(whole)
+            joined |= piece << whole(bits * number)
+        self.registers.write(result, joined, kind, active)
+
+    def _load(self, instruction: Instruction, active: np.ndarray) -> None:
+        result, address = instruction.operands
+        if instruction.modifiers[0] == "param":
+            pointer = self.arguments[address.strip("[] ")]
+            value = np.full(self.count, pointer, np.uint64)
+            return self.registers.write(result, value, "b64", active)
+        space, names, kind = self._access(instruction, result)
+        size = width(kind) // 8
+        rows = self._start(address, size * len(names), space, active)
+        memory, by = self._memory(space), self._accessors(active)
+        for number, name in enumerate(names):
+            loaded = np.zeros((self.count, size), np.uint8)
+            loaded[active] = memory.load(rows + number * size, size, by)
+            patterns = loaded.view(unsigned(8 * size)).reshape(-1)
+            self.registers.write(name, patterns, kind, active)
+        return None
+
+    def _store(self, instruction: Instruction, active: np.ndarray) -> None:
+        address, source = instruction.operands
+        space, names, kind = self._access(instruction, source)
+        size = width(kind) // 8
+        rows = self._start(address, size * len(names), space, active)
+        memory, by = self._memory(space), self._accessors(active)
+        for number, name in enumerate(names):
+            patterns = self.registers.read(name, kind, active)[active]
+            values = np.ascontiguousarray(patterns).view(np.uint8).reshape(-1, size)
+            memory.store(rows + number * size, values, by)
+
+    def _access(self, instruction: Instruction, registers: str):
+        """``(space, names of the registers, type of each)`` of a load or store."""
+        space, *rest = instruction.modifiers
+        known = {"nc", "v2", "v4", "relaxed", "weak"}
+        hints = {"L1", "L2", "evict_first", "evict_last", "no_allocate", "cta", "gpu"}
+        if space not in ("global", "shared") or not (known | hints).issuperset(rest):
+            raise UnknownInstruction("the interpreter does not know this access")
+        return space, split_list(registers), instruction.types[-1]
+
+    def _start(self, operand: str, size: int, space: str, active) -> np.ndarray:
+        """Where in their memory threads access ``size`` bytes at once."""
+        match = re.fullmatch(r"\[\s*([^\s+\]]+)\s*(?:\+\s*(-?\w+))?\s*\]", operand)
+        base = self.registers.read(match[1], "b64", active)[active].astype(np.int64)
+        addresses = base + int(match[2] or "0", 0)
+        if (addresses % size).any():
+            raise Misaligned(f"an address that {size} does not divide")
+        if space == "global":
+            return addresses
+        inside = (addresses >= 0) & (addresses + size <= self.shared_size)
+        block = (np.arange(self.count) // self.size)[active]
+        return np.where(inside, addresses + block * self.shared_size, -1)
+
+    def _memory(self, space: str) -> Memory:
+        return self.memory if space == "global" else self.shared
+
+    def _accessors(self, active: np.ndarray) -> Accessors:
+        return Accessors(self.threads[active], self.barriers[active], self.size)
+
+    def _barrier(self, instruction: Instruction, active: np.ndarray) -> None:
+        if instruction.parts[0] != "sync" or instruction.operands != ("0",):
+            raise UnknownInstruction("the interpreter does not know this barrier")
+        by_block = lambda mask: mask.reshape(-1, self.size)
+        arrived = by_block(active).any(axis=1)
+        absent = by_block(self.running & ~active).any(axis=1)
+        if (arrived & absent).any():
+            raise Divergence("some threads of a block are elsewhere")
+        self.barriers += active
+
+    def _exchange(self, instruction: Instruction, active: np.ndarray) -> None:
+        result, operand, lane, clamp, *_ = instruction.operands
+        _, mode = instruction.modifiers
+        if self.size % lanes.WARP:
+            raise UnknownInstruction("its blocks are not whole warps")
+        read = lambda name: self.registers.read(name, "b32", active)
+        sources, inside = lanes.sources(mode, read(lane), read(clamp))
+        lanes.require(active[sources] | ~active)
+        values = read(operand)
+        result, _, predicate = result.partition("|")
+        self.registers.write(result, values[sources], "b32", active)
+        if predicate:
+            self.registers.write(predicate, inside, "pred", active)
+
+    def _matrix(self, instruction: Instruction, active: np.ndarray) -> None:
+        """``ldmatrix`` and ``stmatrix``: matrices of 8 rows of 16 bytes in a warp."""
+        if not {"sync", "aligned", "m8n8", "x1", "x2", "x4", "shared"}.issuperset(
+            instruction.modifiers
+        ):
+            raise UnknownInstruction("the interpreter does not know this exchange")
+        lanes.require(active.reshape(-1, 32).all(1) | ~active.reshape(-1, 32).any(1))
+        is_load = instruction.name == "ldmatrix"
+        registers, address = instruction.operands[:: 1 if is_load else -1]
+        rows = np.full(self.count, -1)
+        rows[active] = self._start(address, 16, "shared", active)
+        by = self._accessors(active)
+        for number, name in enumerate(split_list(registers)):
+            starts = lanes.matrix_starts(rows, number)[active]
+            if is_load:
+                loaded = np.zeros((self.count, 4), np.uint8)
+                loaded[active] = self.shared.load(starts, 4, by)
+                patterns = loaded.view(np.uint32).reshape(-1)
+                self.registers.write(name, patterns, "b32", active)
+            else:
+                patterns = self.registers.read(name, "b32", active)[active]
+                values = np.ascontiguousarray(patterns).view(np.uint8).reshape(-1, 4)
+                self.shared.store(starts, values, by)
+
+    def _to_global(self, instruction: Instruction, active: np.ndarray) -> None:
+        """``cvta``: global and generic addresses are the same."""
+        result, operand = instruction.operands
+        if "global" not in instruction.modifiers:
+            raise UnknownInstruction("the interpreter does not know this space")
+        pointer = self.registers.read(operand, "b64", active)
+        self.registers.write(result, pointer, "b64", active)
+
+
+_SPECIAL = {
+    "ld": _Blocks._load,
+    "st": _Blocks._store,
+    "bar": _Blocks._barrier,
+    "barrier": _Blocks._barrier,
+    "shfl": _Blocks._exchange,
+    "ldmatrix": _Blocks._matrix,
+    "stmatrix": _Blocks._matrix,
+    "cvta": _Blocks._to_global,
+}
+"""Instructions that need more than their own thread's registers."""
+
+
+def _join(waiting: dict[int, np.ndarray], at: int, threads: np.ndarray) -> None:
+    if threads.any():
+        waiting[at] = waiting[at] | threads if at in waiting else threads

@@ -1,0 +1,194 @@
+"""A whole compiled program, run from the PTX of its kernels."""
+
+import dataclasses
+import re
+import typing
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from tools.gpu_program.dump import compile_with_dump
+from tools.gpu_program.machine_code.compilation import launches_of
+from tools.gpu_program.machine_code.kernel import Launch
+from tools.gpu_program.ptx.buffers import Buffers, Place, read_buffers
+from tools.gpu_program.ptx.faults import Fault
+from tools.gpu_program.ptx.interpreter import execute
+from tools.gpu_program.ptx.memory import Memory
+from tools.gpu_program.ptx.parser import Kernel, parse
+from tools.gpu_program.ptx.schedule import Node, read_entry
+
+_GAP = 4096
+"""Bytes between allocations, so that what leaves one meets no other."""
+
+_DTYPES = {"pred": np.bool_, "bf16": ml_dtypes.bfloat16}
+_DTYPES |= {f"f{8 * size}": np.dtype(f"f{size}") for size in (2, 4, 8)}
+_DTYPES |= {f"{k}{8 * n}": np.dtype(f"{'iu'[k == 'u']}{n}") for k in "su" for n in (1, 2, 4, 8)}
+_DTYPES |= {"f8e4m3fn": ml_dtypes.float8_e4m3fn, "f8e5m2": ml_dtypes.float8_e5m2}
+
+
+class Unsupported(Exception):
+    """The program does what only kernels and copies in a row cannot."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled program.
+
+    Args:
+      sources: the PTX of its kernels, by their names.
+      launches: the kernel and the grid of an instruction, by its name.
+      nodes: its instructions in order.
+      buffers: where their results are.
+      outputs: tree of the results' shapes and dtypes.
+    """
+
+    sources: dict[str, str]
+    launches: dict[str, tuple[str, Launch]]
+    nodes: tuple[Node, ...]
+    buffers: Buffers
+    outputs: typing.Any
+
+    def run(self, *args) -> typing.Any:
+        """Run the program.
+
+        Args:
+          *args: trees of arrays, in the order of its arguments.
+
+        Returns:
+          The tree of its results, as numpy arrays.
+
+        Raises:
+          Fault: if a kernel does what none may, or leaves a part of a result unwritten.
+          Unsupported: for programs of more than kernels and copies.
+        """
+        run = _Run(self, [np.asarray(x) for x in jax.tree.leaves(args)])
+        for node in self.nodes:
+            run.step(node)
+        shapes, tree = jax.tree.flatten(self.outputs)
+        return tree.unflatten(
+            run.output(number, x.shape, x.dtype) for number, x in enumerate(shapes)
+        )
+
+    def with_source(self, name: str, source: str) -> "Program":
+        """The program with another kernel of that name."""
+        return dataclasses.replace(self, sources=self.sources | {name: source})
+
+
+def compile_program(lowered: jax.stages.Lowered) -> Program:
+    """Compile a program so that it can be run.
+
+    Args:
+      lowered: from ``h200.lower_for``, for one device.
+    """
+    dump = compile_with_dump(lowered)
+    grids = launches_of(dump.thunks)
+    sources = {name: source for source in dump.ptx for name in parse(source)}
+    numbers = {
+        int(number): name
+        for number, name in re.findall(r"^(\d+): .*?(\S+) grid:", dump.thunks, re.M)
+    }
+    launches = {}
+    for annotation in dump.annotations.split("thunk_metadata")[1:]:
+        node = re.search(r'profile_annotation: "(.*)"', annotation)
+        number = re.search(r"thunk_id: (\d+)", annotation)
+        if node and number and int(number[1]) in numbers:
+            kernel = numbers[int(number[1])]
+            launches[node[1]] = kernel, grids[kernel][0]
+    return Program(
+        sources,
+        launches,
+        tuple(read_entry(dump.hlo)),
+        read_buffers(dump.buffers),
+        lowered.out_info,
+    )
+
+
+class _Run:
+    """One run: memory, and where the values of instructions are in it."""
+
+    def __init__(self, program: Program, arguments: list[np.ndarray]):
+        self.program = program
+        self.arguments = arguments
+        self.kernels: dict[str, Kernel] = {}
+        self.values: dict[str, list[Place]] = {}
+        self.starts, size = {}, _GAP
+        for allocation, count in program.buffers.sizes.items():
+            self.starts[allocation] = size
+            # XLA aligns allocations to 256 bytes.
+            size += -(-count // 256) * 256 + _GAP
+        self.memory = Memory(size)
+
+    def step(self, node: Node) -> None:
+        """Run one instruction."""
+        operands = [] if node.op in ("parameter", "constant") else node.operands
+        given = [self.values[name] for name in operands if name]
+        if node.op == "bitcast":
+            (self.values[node.name],) = given
+        elif node.op == "tuple":
+            self.values[node.name] = [place for places in given for place in places]
+        elif node.op == "get-tuple-element":
+            self.values[node.name] = [given[0][node.index]]
+        else:
+            places = self.program.buffers.places.get(node.name, {})
+            in_order = sorted(places, key=lambda index: [int(i or 0) for i in index.split(",")])
+            # The place of a whole tuple holds pointers only.
+            is_tuple = node.shape.startswith("(")
+            self.values[node.name] = [places[i] for i in in_order if i or not is_tuple]
+            self._execute(node, [place for places in given for place in places])
+
+    def output(self, number: int, shape: tuple[int, ...], dtype) -> np.ndarray:
+        """One of the program's results."""
+        (root,) = (node for node in self.program.nodes if node.is_root)
+        place = self.values[root.name][number]
+        try:
+            return self.memory.array(self._start(place), shape, dtype)
+        except Fault as fault:
+            raise type(fault)(f"result {number}: {fault}") from fault
+
+    def _execute(self, node: Node, given: list[Place]) -> None:
+        results = self.values[node.name]
+        if node.op == "parameter":
+            number = int(node.operands[0])
+            self.memory.fill(self._start(results[0]), self.arguments[number])
+        elif node.op == "constant":
+            self.memory.fill(self._start(results[0]), _constant(node))
+        elif node.op == "copy":
+            source, target = self._start(given[0]), self._start(results[0])
+            self.memory.copy(source, target, results[0].size)
+        elif node.name in self.program.launches:
+            self._launch(node, given, results)
+        else:
+            raise Unsupported(f"{node.name}: {node.op} is not run by a kernel")
+
+    def _launch(self, node: Node, given: list[Place], results: list[Place]) -> None:
+        name, launch = self.program.launches[node.name]
+        if name not in self.kernels:
+            self.kernels |= parse(self.program.sources[name])
+        kernel = self.kernels[name]
+        arguments = [*given, *results]
+        if len(kernel.parameters) != len(arguments):
+            # XLA's own kernels get what is in one place once.
+            arguments = list(dict.fromkeys(arguments))
+        if len(kernel.parameters) != len(arguments):
+            raise Unsupported(
+                f"{node.name}: {len(arguments)} arrays for "
+                f"{len(kernel.parameters)} parameters"
+            )
+        ranges = lambda places: [(self._start(p), p.size) for p in places]
+        self.memory.begin(ranges([*given, *results]), ranges(results))
+        starts = [self._start(place) for place in arguments]
+        execute(kernel, launch, self.memory, starts)
+
+    def _start(self, place: Place) -> int:
+        return self.starts[place.allocation] + place.offset
+
+
+def _constant(node: Node) -> np.ndarray:
+    kind = node.shape.partition("[")[0]
+    text = node.operands[0]
+    if "..." in text or kind not in _DTYPES:
+        raise Unsupported(f"{node.name}: its constant is not in the program's text")
+    words = re.findall(r"[^\s{},]+", text)
+    numbers = [w == "true" if kind == "pred" else float(w) if kind[0] in "fb" else int(w) for w in words]
+    return np.array(numbers).astype(_DTYPES[kind])

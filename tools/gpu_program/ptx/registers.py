@@ -1,0 +1,104 @@
+"""The registers of many threads."""
+
+import re
+
+import numpy as np
+
+from tools.gpu_program.machine_code.kernel import Launch
+from tools.gpu_program.ptx.bits import to_numbers, unsigned, width
+from tools.gpu_program.ptx.faults import Uninitialised, UnknownInstruction
+from tools.gpu_program.ptx.parser import Kernel
+
+
+class Registers:
+    """One array of patterns for each register, with an element for each thread.
+
+    Args:
+      kernel: declares them.
+      launch: the grid.
+      blocks: the numbers of the blocks of which these are the threads.
+    """
+
+    def __init__(self, kernel: Kernel, launch: Launch, blocks: range):
+        self._kinds = kernel.registers
+        self._values: dict[str, np.ndarray] = {}
+        # Of registers that only some threads have written.
+        self._written: dict[str, np.ndarray] = {}
+        size = int(np.prod(launch.block))
+        self._count = len(blocks) * size
+        self._constants = dict(kernel.shared)
+        threads = np.tile(np.arange(size), len(blocks))
+        numbers = np.repeat(np.asarray(blocks), size)
+        for name, index, extent in (
+            ("tid", threads, launch.block),
+            ("ctaid", numbers, launch.grid),
+        ):
+            for axis, length in zip("xyz", extent, strict=True):
+                self._values[f"%{name}.{axis}"] = (index % length).astype(np.uint32)
+                self._constants[f"%n{name}.{axis}"] = length
+                index = index // length
+        self._values["%laneid"] = (threads % 32).astype(np.uint32)
+
+    def read(self, operand: str, kind: str, active: np.ndarray) -> np.ndarray:
+        """The patterns of an operand, which may be a constant.
+
+        Args:
+          operand: a name or a number; ``!`` negates a predicate.
+          kind: the type as which it is read.
+          active: the threads that read it.
+
+        Raises:
+          Uninitialised: if one of them has not written it.
+        """
+        if operand[0] == "!":
+            return ~self.read(operand[1:], kind, active)
+        values = self._values.get(operand)
+        if values is None:
+            if operand in self._kinds:
+                raise Uninitialised(f"{operand} is read before it is written")
+            return self._constant(operand, kind)
+        written = self._written.get(operand)
+        if written is not None and (active & ~written).any():
+            raise Uninitialised(f"{operand} is read where it is not written")
+        return values if kind == "pred" else values.astype(unsigned(width(kind)))
+
+    def write(
+        self, name: str, patterns: np.ndarray, kind: str, active: np.ndarray
+    ) -> None:
+        """Write a register.
+
+        Args:
+          name: of the register, or ``_`` for none.
+          patterns: one for each thread.
+          kind: their type; signed ones are extended by their sign.
+          active: the threads that write.
+        """
+        if name == "_":
+            return
+        own = self._kinds[name]
+        if own != "pred":
+            numbers = to_numbers(patterns, kind) if kind[0] == "s" else patterns
+            patterns = numbers.astype(unsigned(width(own)))
+        if not active.all():
+            old = self._values.get(name)
+            written = self._written.get(name, np.full(self._count, old is not None))
+            patterns = np.where(active, patterns, 0 if old is None else old)
+            patterns = patterns.astype(bool if own == "pred" else unsigned(width(own)))
+            self._written[name] = written | active
+        else:
+            self._written.pop(name, None)
+        self._values[name] = patterns
+
+    def _constant(self, operand: str, kind: str) -> np.ndarray:
+        if operand in self._constants:
+            number = self._constants[operand]
+        elif match := re.fullmatch(r"0[fF]([0-9a-fA-F]{8})", operand):
+            number = int(match[1], 16)
+        elif re.fullmatch(r"-?(0[xX][0-9a-fA-F]+|\d+)U?", operand):
+            number = int(operand.rstrip("U"), 0)
+        else:
+            raise UnknownInstruction(f"{operand} is no register or number")
+        if kind == "pred":
+            return np.full(self._count, number != 0)
+        bits = width(kind)
+        return np.full(self._count, number % 2**bits, unsigned(bits))
