@@ -1,6 +1,7 @@
 """Memory that checks every access of a launch."""
 
 import dataclasses
+import math
 
 import numpy as np
 
@@ -23,11 +24,6 @@ class Accessors:
     barriers: np.ndarray
     block_size: int
 
-    def __getitem__(self, chosen) -> "Accessors":
-        return Accessors(
-            self.threads[chosen], self.barriers[chosen], self.block_size
-        )
-
     def name(self, number: int) -> str:
         """One of them, for messages."""
         block, thread = divmod(int(self.threads[number]), self.block_size)
@@ -38,7 +34,8 @@ class Memory:
     """Bytes, and who has read and written each of them in a launch.
 
     Two accesses to one byte by different threads race if one of them writes, unless
-    both threads are of one block and a barrier lies between.
+    both threads are of one block and a barrier lies between. Threads of one block may
+    write one value at once: compilers let all threads do so that hold the value.
 
     Args:
       size: bytes, none of them initialised.
@@ -63,7 +60,7 @@ class Memory:
         self._initialised[start : start + raw.size] = True
 
     def copy(self, source: int, target: int, size: int) -> None:
-        """Copy bytes, whether they are initialised included."""
+        """Copy bytes, and whether they are initialised."""
         for array in (self._data, self._initialised):
             array[target : target + size] = array[source : source + size].copy()
 
@@ -73,7 +70,7 @@ class Memory:
         Raises:
           Uninitialised: if nothing has written a part of it.
         """
-        stop = start + int(np.prod(shape)) * np.dtype(dtype).itemsize
+        stop = start + math.prod(shape) * np.dtype(dtype).itemsize
         missing = np.count_nonzero(~self._initialised[start:stop])
         if missing:
             raise Uninitialised(f"{missing} of {stop - start} bytes are not written")
@@ -87,21 +84,9 @@ class Memory:
         Args:
           readable, writable: ``(start, size)`` of what it may read and write.
         """
-        size = self._data.size
-        self._readable, self._writable = np.zeros((2, size), bool)
-        for allowed, ranges in (
-            (self._readable, readable),
-            (self._writable, writable),
-        ):
-            for start, count in ranges:
-                allowed[start : start + count] = True
-        self._writer = np.full(size, _NOBODY, np.int64)
-        self._written_after = np.zeros(size, np.int64)
-        # Of the readers the least and the greatest: they are one thread, or of one
-        # block, if these two are.
-        self._least_reader = np.full(size, np.iinfo(np.int64).max)
-        self._greatest_reader = np.full(size, _NOBODY, np.int64)
-        self._read_after = np.zeros(size, np.int64)
+        self._readable = _covered(self._data.size, readable)
+        self._writable = _covered(self._data.size, writable)
+        self._reads, self._writes = _Log(self._data.size), _Log(self._data.size)
 
     def load(self, starts: np.ndarray, size: int, by: Accessors) -> np.ndarray:
         """Read bytes.
@@ -117,24 +102,12 @@ class Memory:
         Raises:
           OutOfBounds, Uninitialised, Race: for the first thread that must not.
         """
-        cells = self._cells(starts, size, self._readable, by)
-        _forbid(~self._initialised[cells], Uninitialised, "reads what is not set", by)
-        threads, barriers = by.threads[:, None], by.barriers[:, None]
-        _forbid(self._is_unordered_write(cells, by), Race, "reads what races", by)
-        # A barrier orders all that the block has read before it.
-        block = self._greatest_reader[cells] // by.block_size
-        older = (self._read_after[cells] < barriers) & self._read_by_block(cells, by)
-        older &= block == threads // by.block_size
-        stale = cells[older]
-        self._least_reader[stale] = np.iinfo(np.int64).max
-        self._greatest_reader[stale] = _NOBODY
-        flat = cells.reshape(-1)
-        for ufunc, array, values in (
-            (np.minimum, self._least_reader, threads),
-            (np.maximum, self._greatest_reader, threads),
-            (np.maximum, self._read_after, barriers),
-        ):
-            ufunc.at(array, flat, np.broadcast_to(values, cells.shape).reshape(-1))
+        cells = _cells(starts, size, self._readable, by)
+        unset = ~self._initialised[cells]
+        _forbid(unset, Uninitialised, "reads what nothing has written", by)
+        unordered = self._writes.unordered(cells, by)
+        _forbid(unordered, Race, "reads what another thread writes", by)
+        self._reads.record(cells, by)
         return self._data[cells]
 
     def store(self, starts: np.ndarray, values: np.ndarray, by: Accessors) -> None:
@@ -148,47 +121,78 @@ class Memory:
         Raises:
           OutOfBounds, Race: for the first thread that must not.
         """
-        cells = self._cells(starts, values.shape[1], self._writable, by)
-        threads = np.broadcast_to(by.threads[:, None], cells.shape)
-        _forbid(self._is_unordered_write(cells, by), Race, "writes what races", by)
-        _forbid(self._is_unordered_read(cells, by), Race, "writes what races", by)
-        self._writer[cells] = threads
-        _forbid(self._writer[cells] != threads, Race, "writes at once", by)
-        self._written_after[cells] = by.barriers[:, None]
+        cells = _cells(starts, values.shape[1], self._writable, by)
+        unordered = self._reads.unordered(cells, by)
+        _forbid(unordered, Race, "writes what another thread reads", by)
+        unordered = self._writes.unordered(cells, by)
+        _forbid(unordered, Race, "writes what another thread writes", by)
+        self._writes.record(cells, by)
         self._data[cells] = values
         self._initialised[cells] = True
+        differs = self._writes.unordered(cells, by) & (self._data[cells] != values)
+        differs |= self._writes.of_many_blocks(cells, by)
+        _forbid(differs, Race, "writes what another thread writes at once", by)
 
-    def _cells(self, starts, size, allowed, by: Accessors) -> np.ndarray:
-        cells = starts[:, None] + np.arange(size)
-        inside = (cells >= 0) & (cells < allowed.size)
-        inside &= allowed[np.where(inside, cells, 0)]
-        _forbid(~inside, OutOfBounds, "accesses what it was not given", by)
-        return cells
 
-    def _is_unordered_write(self, cells, by: Accessors) -> np.ndarray:
-        writer = self._writer[cells]
+class _Log:
+    """Who has accessed each byte, as far as no barrier has made it harmless."""
+
+    def __init__(self, size: int):
+        # All accessors are one thread, or of one block, if the first and last are.
+        self._first = np.full(size, np.iinfo(np.int64).max)
+        self._last = np.full(size, _NOBODY)
+        self._barriers = np.zeros(size, np.int64)
+
+    def unordered(self, cells: np.ndarray, by: Accessors) -> np.ndarray:
+        """Where another thread has accessed a byte with no barrier since."""
+        first, last = self._first[cells], self._last[cells]
         threads = by.threads[:, None]
-        ordered = writer // by.block_size == threads // by.block_size
-        ordered &= self._written_after[cells] < by.barriers[:, None]
-        return (writer != _NOBODY) & (writer != threads) & ~ordered
+        by_others = (last != _NOBODY) & ((first != threads) | (last != threads))
+        return by_others & ~self._ordered(cells, by)
 
-    def _is_unordered_read(self, cells, by: Accessors) -> np.ndarray:
-        least, greatest = self._least_reader[cells], self._greatest_reader[cells]
-        threads = by.threads[:, None]
-        by_others = (greatest != _NOBODY) & ((least != threads) | (greatest != threads))
-        ordered = self._read_by_block(cells, by)
-        ordered &= self._read_after[cells] < by.barriers[:, None]
-        return by_others & ~ordered
+    def of_many_blocks(self, cells: np.ndarray, by: Accessors) -> np.ndarray:
+        """Where threads of several blocks have accessed a byte."""
+        first, last = self._first[cells], self._last[cells]
+        return first // by.block_size != last // by.block_size
 
-    def _read_by_block(self, cells, by: Accessors) -> np.ndarray:
-        """Whether only threads of the accessor's own block have read a byte."""
+    def record(self, cells: np.ndarray, by: Accessors) -> None:
+        """Add accesses."""
+        stale = cells[self._ordered(cells, by)]
+        self._first[stale] = np.iinfo(np.int64).max
+        self._last[stale] = _NOBODY
+        threads, barriers = (
+            np.broadcast_to(x[:, None], cells.shape) for x in (by.threads, by.barriers)
+        )
+        np.minimum.at(self._first, cells, threads)
+        np.maximum.at(self._last, cells, threads)
+        np.maximum.at(self._barriers, cells, barriers)
+
+    def _ordered(self, cells: np.ndarray, by: Accessors) -> np.ndarray:
+        """Where all accesses are the block's own, and a barrier has followed them."""
         blocks = by.threads[:, None] // by.block_size
-        least, greatest = self._least_reader[cells], self._greatest_reader[cells]
-        return (least // by.block_size == blocks) & (greatest // by.block_size == blocks)
+        ordered = self._barriers[cells] < by.barriers[:, None]
+        ordered &= self._first[cells] // by.block_size == blocks
+        return ordered & (self._last[cells] // by.block_size == blocks)
+
+
+def _covered(size: int, ranges: list[tuple[int, int]]) -> np.ndarray:
+    covered = np.zeros(size, bool)
+    for start, count in ranges:
+        covered[start : start + count] = True
+    return covered
+
+
+def _cells(starts, size: int, allowed: np.ndarray, by: Accessors) -> np.ndarray:
+    """Numbers of the bytes, a row for each thread."""
+    cells = starts[:, None] + np.arange(size)
+    inside = (cells >= 0) & (cells < allowed.size)
+    inside[inside] = allowed[cells[inside]]
+    _forbid(~inside, OutOfBounds, "accesses what the kernel was not given", by)
+    return cells
 
 
 def _forbid(wrong: np.ndarray, fault: type, what: str, by: Accessors) -> None:
     if wrong.any():
         (numbers,) = np.nonzero(wrong.any(axis=1))
-        others = f", and {numbers.size - 1} others" if numbers.size > 1 else ""
-        raise fault(f"{by.name(numbers[0])}{others} {what}")
+        others = f" (and {numbers.size - 1} others)" if numbers.size > 1 else ""
+        raise fault(f"{by.name(numbers[0])} {what}{others}")
