@@ -1,0 +1,321 @@
+"""Steps compiled for an H200, executed from their PTX, give the reference's bits.
+
+The whole compiled program runs: the fused kernels, and XLA's own around them. Numbers
+are chosen so that products, roots and quotients are exact. Then nothing is left that the
+reference rounds and a kernel rounds differently: every bit of every result must agree.
+"""
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optimizers import assert_same_bits, random_grads, spec_of
+
+import lowbit_optax
+import pallas_kernels
+from lowbit_optax import block_quantized, cast, extra_bits, lowbit
+from pallas_kernels import Operand, Result, fused_update
+
+pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
+
+from tools.gpu_program.h200 import h200_mesh, lower_for
+from tools.gpu_program.ptx import Fault, compile_program
+from tools.gpu_program.steps import BF16, F32
+
+SHAPES = {"even": (128, 64), "ragged": (70, 65)}
+each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+
+MOMENTUM = optax.sgd(0.25, momentum=0.5)
+# Of gradients that are powers of two its first step is exact: their roots are.
+ADAMW = optax.adamw(2.0**-9, b1=0.5, b2=0.75, eps=0.0, weight_decay=2.0**-7)
+
+BFLOAT16 = cast(BF16)
+FAMILIES = {
+    "nearest": (lowbit_optax.nearest(), BFLOAT16),
+    "stochastic_rounding": (lowbit_optax.stochastic_rounding(), BFLOAT16),
+    "kahan": (lowbit_optax.kahan(), BFLOAT16),
+    "extra_bits 5": (extra_bits(5), BFLOAT16),
+    "extra_bits 8": (extra_bits(8), BFLOAT16),
+    "extra_bits 12": (extra_bits(12), "float32"),
+    "extra_bits 16": (extra_bits(16), "float32"),
+    "extra_bits 8 stochastic": (extra_bits(8, rounding="stochastic"), BFLOAT16),
+    "master_copy": (lowbit_optax.master_copy(), "float32"),
+    "float8 moments": (extra_bits(8), cast("float8_e4m3fn")),
+    "lowbit 8": (extra_bits(8), block_quantized(8)),
+    "lowbit 4": (extra_bits(8), block_quantized(4)),
+    "lowbit 4 in groups of 64": (extra_bits(8), block_quantized(4, block_size=64)),
+    "kahan and 8-bit moments": (lowbit_optax.kahan(), block_quantized(8)),
+}
+
+
+def transformation(inner, family, implementation=None):
+    weights, moments = FAMILIES[family]
+    return lowbit(
+        inner,
+        weights=weights,
+        moments=moments,
+        min_size=0,
+        implementation=implementation,
+    )
+
+
+def normal(shape, dtype=BF16, seed=0):
+    numbers = np.random.default_rng(seed).standard_normal(shape)
+    return jnp.asarray(numbers, F32).astype(dtype)
+
+
+def of_few_bits(params, seed=0):
+    """Gradients of which sums and squares are exact in float32."""
+
+    def draw(leaf):
+        numbers = np.random.default_rng(seed).integers(-128, 128, leaf.shape)
+        return jnp.asarray(numbers / 512, F32)
+
+    return jax.tree.map(draw, params)
+
+
+def powers_of_two(params, seed=0):
+    def draw(leaf):
+        random = np.random.default_rng(seed)
+        signs = random.choice([-1.0, 1.0], leaf.shape)
+        return jnp.asarray(signs * 2.0 ** random.integers(-12, 3, leaf.shape), F32)
+
+    return jax.tree.map(draw, params)
+
+
+def compiled(tx, *arguments):
+    """A step as users run it on a GPU: with donated parameters and state."""
+    step = functools.partial(lowbit_optax.step, tx)
+    return compile_program(lower_for(h200_mesh(), step, *arguments, donate=(0, 1)))
+
+
+@functools.cache
+def jitted(tx):
+    return jax.jit(functools.partial(lowbit_optax.step, tx))
+
+
+def second_step(make, params):
+    """Arguments of a step with a state that is no longer zero."""
+    tx = make("xla")
+    params, state = jitted(tx)(params, tx.init(params), of_few_bits(params))
+    return params, state, of_few_bits(params, seed=1)
+
+
+def assert_same_step(make, *arguments):
+    got = compiled(make(None), *arguments).run(*arguments)
+    assert_same_bits(got, jitted(make("xla"))(*arguments))
+
+
+@each_shape
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_with_momentum_has_the_same_bits(family, shape):
+    make = functools.partial(transformation, MOMENTUM, family)
+    assert_same_step(make, *second_step(make, {"kernel": normal(shape)}))
+
+
+@each_shape
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_first_step_of_adamw_has_the_same_bits(family, shape):
+    make = functools.partial(transformation, ADAMW, family)
+    params = {"kernel": normal(shape)}
+    state = make("xla").init(params)
+    assert_same_step(make, params, state, powers_of_two(params))
+
+
+@pytest.mark.parametrize("shape", [(3, 3, 5, 40), (1031,), (2, 1), (33, 300)], ids=str)
+@pytest.mark.parametrize("family", ["kahan", "extra_bits 8", "lowbit 8"])
+def test_leaves_of_every_rank_have_the_same_bits(family, shape):
+    make = functools.partial(transformation, MOMENTUM, family)
+    assert_same_step(make, *second_step(make, {"kernel": normal(shape)}))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn", "float8_e5m2"])
+def test_every_narrow_dtype_has_the_same_bits(dtype):
+    make = functools.partial(transformation, MOMENTUM, "extra_bits 8")
+    params = {"kernel": normal(SHAPES["ragged"], dtype)}
+    assert_same_step(make, *second_step(make, params))
+
+
+@pytest.mark.parametrize("family", ["kahan", "stochastic_rounding", "master_copy"])
+def test_small_leaves_in_one_kernel_have_the_same_bits(family):
+    make = functools.partial(transformation, MOMENTUM, family)
+    sizes = (1, 2, 40, 127, 512, 513, 1000)
+    params = {f"bias {n}": normal((n,), seed=n) for n in sizes}
+    params |= {"kernel": normal((70, 65)), "norm": normal((40,), F32)}
+    params |= {"scale": BF16(1.5)}
+    assert_same_step(make, *second_step(make, params))
+
+
+def with_scale(family, implementation):
+    inner = transformation(MOMENTUM, family, implementation)
+    scaling = lowbit_optax.backoff_scale(2.0**4)
+    return lowbit_optax.with_loss_scale(inner, scaling)
+
+
+@pytest.mark.parametrize("overflow", [False, True], ids=["taken", "skipped"])
+@pytest.mark.parametrize("family", ["kahan", "extra_bits 8", "lowbit 8"])
+def test_guarded_steps_have_the_same_bits(family, overflow):
+    make = functools.partial(with_scale, family)
+    params = {"kernel": normal(SHAPES["ragged"]), "bias": normal((40,))}
+    params, state, grads = second_step(make, params)
+    if overflow:
+        grads["bias"] = grads["bias"].at[3].set(jnp.inf)
+    assert_same_step(make, params, state, grads)
+
+
+# Where roots and quotients round, they may round differently, and so may what is
+# computed of them: within a few units of the larger of master and update.
+
+
+def test_masters_after_adamw_are_close():
+    params = {"kernel": normal(SHAPES["ragged"])}
+    inner = optax.adamw(0.01, weight_decay=0.1)
+    make = functools.partial(transformation, inner, "extra_bits 16")
+    arguments = second_step(make, params)
+    got = compiled(make(None), *arguments).run(*arguments)
+    want = jitted(make("xla"))(*arguments)
+    assert spec_of(jax.tree.map(jnp.asarray, got)) == spec_of(want)
+    own, others = (lowbit_optax.master_weights(*each)["kernel"] for each in (got, want))
+    np.testing.assert_allclose(own, others, rtol=2.0**-22, atol=2.0**-24)
+
+
+@pytest.mark.parametrize(
+    "family", ["stochastic_rounding", "kahan", "extra_bits 8", "lowbit 8", "lowbit 4"]
+)
+def test_a_step_of_adamw_differs_in_few_roundings(family):
+    params = {"kernel": normal(SHAPES["ragged"])}
+    make = functools.partial(transformation, optax.adamw(0.01), family)
+    params, state, _ = second_step(make, params)
+    arguments = params, state, random_grads(params, 1)
+    got = compiled(make(None), *arguments).run(*arguments)
+    want = jitted(make("xla"))(*arguments)
+    for own, other in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        assert np.mean(np.asarray(own) != np.asarray(other)) < 0.01
+
+
+# The kernels without an optimizer.
+
+
+def momentum_of_a_layer(values, scalars, index, multiply_add):
+    grad, param, trace, low = values
+    trace = multiply_add(jnp.full_like(trace, 0.5), trace, grad.astype(F32))
+    new = low ^ (index & jnp.uint32(255)) ^ scalars[1]
+    return [(param.astype(F32) - trace).astype(BF16), trace, new]
+
+
+@each_shape
+@pytest.mark.parametrize("layer", [0, 2])
+def test_one_layer_of_a_stack_is_updated_and_no_other(shape, layer):
+    layers = 3
+    fields = np.random.default_rng(0).integers(0, 256, (layers, *shape), np.uint32)
+    stacks = (
+        normal((layers, *shape)),
+        normal((layers, *shape), F32, seed=1),
+        jnp.stack([pallas_kernels.pack(jnp.asarray(x), 8) for x in fields]),
+    )
+
+    def update(stacks, grad, layer, scalars, implementation=None):
+        param, trace, low = stacks
+        return fused_update(
+            momentum_of_a_layer,
+            [Operand(grad), Operand(param), Operand(trace), Operand(low, 8)],
+            [Result(BF16, None, 1), Result(F32, None, 2), Result("uint32", 8, 3)],
+            shape=shape,
+            layer=layer,
+            scalars=scalars,
+            implementation=implementation,
+        )
+
+    arguments = stacks, normal(shape, seed=2), jnp.int32(layer), jnp.uint32([7, 9])
+    program = compile_program(lower_for(h200_mesh(), update, *arguments, donate=(0,)))
+    want = jax.jit(functools.partial(update, implementation="xla"))(*arguments)
+    assert_same_bits(program.run(*arguments), want)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES.values(), (5, 40, 24), (1000,)], ids=str)
+@pytest.mark.parametrize("bits", [1, 3, 5, 8, 11, 16, 32])
+def test_packing_has_the_same_bits(bits, shape):
+    drawn = np.random.default_rng(0).integers(0, 2**bits, shape, np.uint64)
+    fields = jnp.asarray(drawn.astype(np.uint32))
+    words = pallas_kernels.pack(fields, bits)
+    pack = functools.partial(pallas_kernels.pack, bits=bits)
+    unpack = functools.partial(pallas_kernels.unpack, bits=bits, shape=shape)
+    for function, given, want in ((pack, fields, words), (unpack, words, fields)):
+        program = compile_program(lower_for(h200_mesh(), function, given))
+        assert_same_bits(program.run(given), want)
+
+
+# The contract notices programs that are wrong.
+
+MUTATIONS = {
+    "a product in place of a sum": ("add.rn.f32", "mul.rn.f32", 0),
+    "a sum in place of a product": ("mul.rn.f32", "add.rn.f32", 0),
+    "another logic": (r"xor\.b32", "and.b32", 0),
+    "another shift": (r"shr\.u32", "shr.s32", 0),
+    "a store an element further": (
+        r"(st\.global\.\S+\s+\[ ?%\w+ )\+ 0( ?\])",
+        r"\1+ 2\2",
+        1,
+    ),
+    "a store of a vector further": (
+        r"(st\.global\.\S+\s+\[ ?%\w+ )\+ 0( ?\])",
+        r"\1+ 16\2",
+        1,
+    ),
+    "stores without masks": (r"@!?%\w+\s+(st\.global)", r"\1", 0),
+    "loads without masks": (r"@!?%\w+\s+(ld\.global)", r"\1", 0),
+    "a store too few": (r"(@!?%\w+\s+)?st\.global[^;]*;", "", 1),
+}
+
+
+@functools.cache
+def ragged_step():
+    make = functools.partial(transformation, MOMENTUM, "extra_bits 8")
+    arguments = second_step(make, {"kernel": normal(SHAPES["ragged"])})
+    want = jitted(make("xla"))(*arguments)
+    return compiled(make(None), *arguments), arguments, want
+
+
+def fused_kernel(program):
+    """``(name, source)`` of the only kernel that Pallas wrote."""
+    ((name, source),) = (x for x in program.sources.items() if "fused" in x[0][:5])
+    return name, source
+
+
+def assert_noticed(program, arguments, want):
+    try:
+        got = program.run(*arguments)
+    except Fault as fault:
+        print(fault)
+        return
+    with pytest.raises(AssertionError, match="elements differ"):
+        assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_mutated_program_is_noticed(mutation):
+    program, arguments, want = ragged_step()
+    pattern, replacement, count = MUTATIONS[mutation]
+    name, source = fused_kernel(program)
+    mutated, changed = re.subn(pattern, replacement, source, count=count)
+    assert changed
+    assert_noticed(program.with_source(name, mutated), arguments, want)
+
+
+def test_a_barrier_too_few_is_a_race():
+    shape, bits = SHAPES["even"], 8
+    size = math.prod(shape)
+    fields = jnp.arange(size, dtype=jnp.uint32).reshape(shape) % jnp.uint32(256)
+    words = pallas_kernels.pack(fields, bits)
+    unpack = functools.partial(pallas_kernels.unpack, bits=bits, shape=shape)
+    program = compile_program(lower_for(h200_mesh(), unpack, words))
+    name, source = fused_kernel(program)
+    assert_same_bits(program.run(words), fields)
+    assert "bar.sync" in source
+    mutated = re.sub(r"bar\.sync[^;]*;", "", source)
+    assert_noticed(program.with_source(name, mutated), (words,), fields)
