@@ -1,8 +1,8 @@
 """Steps compiled for an H200, executed from their PTX, give the reference's bits.
 
 The whole compiled program runs: the fused kernels, and XLA's own around them. Numbers
-are chosen so that products, roots and quotients are exact. Then nothing is left that the
-reference rounds and a kernel rounds differently: every bit of every result must agree.
+are chosen so that products, roots and quotients are exact. Then nothing is left that
+kernels may round differently from the reference: all bits of all results must agree.
 """
 
 import functools

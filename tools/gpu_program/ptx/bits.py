@@ -3,6 +3,8 @@
 import ml_dtypes
 import numpy as np
 
+from tools.gpu_program.ptx.faults import UnknownInstruction
+
 NAN = np.uint32(0x7FFFFFFF)
 """The NaN that arithmetic gives."""
 
@@ -30,8 +32,23 @@ def width(kind: str) -> int:
 
 
 def unsigned(bits: int) -> type:
-    """numpy's unsigned integers of so many bits."""
+    """The unsigned integers of numpy with so many bits.
+
+    Raises:
+      UnknownInstruction: if there are none.
+    """
+    if bits not in _UNSIGNED:
+        raise UnknownInstruction(f"the interpreter does not know types of {bits} bits")
     return _UNSIGNED[bits]
+
+
+def integers(kind: str) -> type:
+    """The integers of numpy that are an integer type.
+
+    >>> integers("s16")
+    <class 'numpy.int16'>
+    """
+    return (_SIGNED if kind[0] == "s" else _UNSIGNED)[width(kind)]
 
 
 def to_numbers(patterns: np.ndarray, kind: str) -> np.ndarray:
@@ -48,9 +65,7 @@ def to_numbers(patterns: np.ndarray, kind: str) -> np.ndarray:
         return patterns.view(NARROW[kind]).astype(np.float32)
     if kind == "f32":
         return patterns.view(np.float32)
-    if kind[0] == "s":
-        return patterns.view(_SIGNED[width(kind)])
-    return patterns
+    return patterns.view(integers(kind)) if kind[0] == "s" else patterns
 
 
 def to_patterns(numbers: np.ndarray, kind: str) -> np.ndarray:

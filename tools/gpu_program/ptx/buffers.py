@@ -28,6 +28,13 @@ class Buffers:
     parameters: dict[int, int]
     places: dict[str, dict[str, Place]]
 
+    def leaves(self, name: str) -> list[Place]:
+        """Where an instruction's result is; if it is a tuple, where its parts are."""
+        found = self.places.get(name, {})
+        # The place of a whole tuple holds nothing but pointers.
+        indices = sorted((index for index in found if index), key=_numbers)
+        return [found[index] for index in indices or found]
+
 
 def read_buffers(text: str) -> Buffers:
     """The assignment, from XLA's dump of it.
@@ -44,7 +51,8 @@ def read_buffers(text: str) -> Buffers:
     for line in text.splitlines():
         head = re.match(r"allocation (\d+): size (\d+)(?:, parameter (\d+))?", line)
         value = re.match(
-            r" value: <\d+ ([^\s{]+)(?:\{([\d,]*)\})? @\d+> \(size=(\d+),offset=(\d+)\)",
+            r" value: <\d+ ([^\s{]+)(?:\{([\d,]*)\})? @\d+>"
+            r" \(size=(\d+),offset=(\d+)\)",
             line,
         )
         if head:
@@ -55,7 +63,11 @@ def read_buffers(text: str) -> Buffers:
         elif value:
             place = Place(allocation, int(value[4]), int(value[3]))
             places[value[1]][value[2] or ""] = place
-        elif not line.startswith((" ", "BufferAssignment")):
+        elif line and not line.startswith((" ", "BufferAssignment")):
             # Statistics follow, and the values once more.
             break
     return Buffers(sizes, parameters, dict(places))
+
+
+def _numbers(index: str) -> list[int]:
+    return [int(number) for number in index.split(",")]

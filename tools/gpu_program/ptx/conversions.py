@@ -3,7 +3,7 @@
 import numpy as np
 
 from tools.gpu_program.ptx import floats
-from tools.gpu_program.ptx.bits import NARROW, to_numbers, to_patterns, unsigned, width
+from tools.gpu_program.ptx.bits import NARROW, integers, to_patterns, unsigned, width
 from tools.gpu_program.ptx.faults import UnknownInstruction
 from tools.gpu_program.ptx.parser import Instruction
 
@@ -39,7 +39,7 @@ def converted(instruction: Instruction, x, lower=None):
         if target == "f32" and "rn" in modifiers:
             return x.astype(np.float32)
         if target[0] in "us" and "sat" not in modifiers:
-            return x.astype(to_numbers(np.zeros(0, unsigned(width(target))), target).dtype)
+            return x.astype(integers(target))
     raise UnknownInstruction("the interpreter does not know this conversion")
 
 

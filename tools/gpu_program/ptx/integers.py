@@ -59,11 +59,12 @@ def extracted(instruction: Instruction, x, start, length):
     kind = instruction.types[-1]
     word = x.view(unsigned(width(kind)))
     start, length = start & np.uint32(255), length & np.uint32(255)
-    mask = _ones(word, length)
+    end = np.minimum(start + length, np.uint32(width(kind)))
+    mask = _ones(word, np.maximum(end, start) - start)
     field = shifted_right(word, start) & mask
     if kind[0] == "u":
         return field
-    top = np.minimum(start + length, width(kind)) - np.uint32(1)
+    top = np.maximum(end, 1) - np.uint32(1)
     negative = (length > 0) & (shifted_right(word, top) & word.dtype.type(1) == 1)
     return np.where(negative, field | ~mask, field).view(x.dtype)
 
@@ -112,5 +113,6 @@ def leading_zeros(x):
     bits = 8 * x.dtype.itemsize
     zeros = np.full(x.shape, bits, np.uint32)
     for place in range(bits):
-        zeros = np.where(shifted_right(x, np.uint32(place)) != 0, bits - 1 - place, zeros)
+        reaches = shifted_right(x, np.uint32(place)) != 0
+        zeros = np.where(reaches, bits - 1 - place, zeros)
     return zeros.astype(np.uint32)

@@ -11,6 +11,7 @@ import numpy as np
 from tools.gpu_program.dump import compile_with_dump
 from tools.gpu_program.machine_code.compilation import launches_of
 from tools.gpu_program.machine_code.kernel import Launch
+from tools.gpu_program.ptx.bits import integers
 from tools.gpu_program.ptx.buffers import Buffers, Place, read_buffers
 from tools.gpu_program.ptx.faults import Fault
 from tools.gpu_program.ptx.interpreter import execute
@@ -23,8 +24,8 @@ _GAP = 4096
 
 _DTYPES = {"pred": np.bool_, "bf16": ml_dtypes.bfloat16}
 _DTYPES |= {f"f{8 * size}": np.dtype(f"f{size}") for size in (2, 4, 8)}
-_DTYPES |= {f"{k}{8 * n}": np.dtype(f"{'iu'[k == 'u']}{n}") for k in "su" for n in (1, 2, 4, 8)}
-_DTYPES |= {"f8e4m3fn": ml_dtypes.float8_e4m3fn, "f8e5m2": ml_dtypes.float8_e5m2}
+_DTYPES |= {kind: integers(kind) for kind in ("s8", "s16", "s32", "s64")}
+_DTYPES |= {kind: integers(kind) for kind in ("u8", "u16", "u32", "u64")}
 
 
 class Unsupported(Exception):
@@ -59,10 +60,18 @@ class Program:
           The tree of its results, as numpy arrays.
 
         Raises:
+          ValueError: if the arguments have other sizes than the program's.
           Fault: if a kernel does what none may, or leaves a part of a result unwritten.
           Unsupported: for programs of more than kernels and copies.
         """
-        run = _Run(self, [np.asarray(x) for x in jax.tree.leaves(args)])
+        arguments = [np.asarray(x) for x in jax.tree.leaves(args)]
+        sizes = {
+            number: self.buffers.sizes[allocation]
+            for number, allocation in self.buffers.parameters.items()
+        }
+        if sizes != {number: x.nbytes for number, x in enumerate(arguments)}:
+            raise ValueError("these are not arrays as the program was lowered for")
+        run = _Run(self, arguments)
         for node in self.nodes:
             run.step(node)
         shapes, tree = jax.tree.flatten(self.outputs)
@@ -83,7 +92,8 @@ def compile_program(lowered: jax.stages.Lowered) -> Program:
     """
     dump = compile_with_dump(lowered)
     grids = launches_of(dump.thunks)
-    sources = {name: source for source in dump.ptx for name in parse(source)}
+    entry = re.compile(r"\.entry\s+([\w$]+)")
+    sources = {name: source for source in dump.ptx for name in entry.findall(source)}
     numbers = {
         int(number): name
         for number, name in re.findall(r"^(\d+): .*?(\S+) grid:", dump.thunks, re.M)
@@ -109,7 +119,6 @@ class _Run:
 
     def __init__(self, program: Program, arguments: list[np.ndarray]):
         self.program = program
-        self.arguments = arguments
         self.kernels: dict[str, Kernel] = {}
         self.values: dict[str, list[Place]] = {}
         self.starts, size = {}, _GAP
@@ -118,11 +127,12 @@ class _Run:
             # XLA aligns allocations to 256 bytes.
             size += -(-count // 256) * 256 + _GAP
         self.memory = Memory(size)
+        for number, allocation in program.buffers.parameters.items():
+            self.memory.fill(self.starts[allocation], arguments[number])
 
     def step(self, node: Node) -> None:
         """Run one instruction."""
-        operands = [] if node.op in ("parameter", "constant") else node.operands
-        given = [self.values[name] for name in operands if name]
+        given = [self.values[name] for name in node.operands]
         if node.op == "bitcast":
             (self.values[node.name],) = given
         elif node.op == "tuple":
@@ -130,12 +140,9 @@ class _Run:
         elif node.op == "get-tuple-element":
             self.values[node.name] = [given[0][node.index]]
         else:
-            places = self.program.buffers.places.get(node.name, {})
-            in_order = sorted(places, key=lambda index: [int(i or 0) for i in index.split(",")])
-            # The place of a whole tuple holds pointers only.
-            is_tuple = node.shape.startswith("(")
-            self.values[node.name] = [places[i] for i in in_order if i or not is_tuple]
-            self._execute(node, [place for places in given for place in places])
+            self.values[node.name] = self.program.buffers.leaves(node.name)
+            if node.op != "parameter":
+                self._execute(node, [place for places in given for place in places])
 
     def output(self, number: int, shape: tuple[int, ...], dtype) -> np.ndarray:
         """One of the program's results."""
@@ -148,10 +155,7 @@ class _Run:
 
     def _execute(self, node: Node, given: list[Place]) -> None:
         results = self.values[node.name]
-        if node.op == "parameter":
-            number = int(node.operands[0])
-            self.memory.fill(self._start(results[0]), self.arguments[number])
-        elif node.op == "constant":
+        if node.op == "constant":
             self.memory.fill(self._start(results[0]), _constant(node))
         elif node.op == "copy":
             source, target = self._start(given[0]), self._start(results[0])
@@ -186,9 +190,10 @@ class _Run:
 
 def _constant(node: Node) -> np.ndarray:
     kind = node.shape.partition("[")[0]
-    text = node.operands[0]
-    if "..." in text or kind not in _DTYPES:
+    if "..." in node.value or kind not in _DTYPES:
         raise Unsupported(f"{node.name}: its constant is not in the program's text")
-    words = re.findall(r"[^\s{},]+", text)
-    numbers = [w == "true" if kind == "pred" else float(w) if kind[0] in "fb" else int(w) for w in words]
-    return np.array(numbers).astype(_DTYPES[kind])
+    words = re.findall(r"[^\s{},]+", node.value)
+    if kind == "pred":
+        return np.array([word == "true" for word in words])
+    number = int if kind[0] in "su" else float
+    return np.array([number(word) for word in words]).astype(_DTYPES[kind])

@@ -75,7 +75,9 @@ class Registers:
         """
         if name == "_":
             return
-        own = self._kinds[name]
+        own = self._kinds.get(name)
+        if own is None:
+            raise UnknownInstruction(f"{name} is no register")
         if own != "pred":
             numbers = to_numbers(patterns, kind) if kind[0] == "s" else patterns
             patterns = numbers.astype(unsigned(width(own)))

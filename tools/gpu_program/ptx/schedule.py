@@ -12,7 +12,8 @@ class Node:
       name: of it.
       shape: of its result.
       op: such as ``fusion``.
-      operands: names; of parameters and constants the text between the parentheses.
+      operands: names.
+      value: of a constant, its text.
       index: of a ``get-tuple-element``.
       is_root: whether its result is the program's.
     """
@@ -21,6 +22,7 @@ class Node:
     shape: str
     op: str
     operands: tuple[str, ...]
+    value: str
     index: int
     is_root: bool
 
@@ -45,13 +47,13 @@ def read_entry(text: str) -> list[Node]:
         )
         if match:
             index = re.search(r"\bindex=(\d+)", line[match.end() :])
-            names = tuple(re.findall(r"%([\w.\-]+)", match[5]))
             nodes.append(
                 Node(
                     name=match[2],
                     shape=match[3],
                     op=match[4],
-                    operands=names or (match[5],),
+                    operands=tuple(re.findall(r"%([\w.\-]+)", match[5])),
+                    value=match[5] if match[4] == "constant" else "",
                     index=int(index[1]) if index else 0,
                     is_root=bool(match[1]),
                 )
