@@ -30,7 +30,7 @@ from tools.gpu_program.steps import BF16, F32
 # Compiled quickly rather than well: the reference, not what is tested.
 QUICK = {"xla_backend_optimization_level": "0"}
 
-SHAPES = {"even": (128, 64), "ragged": (70, 65)}
+SHAPES = {"even": (128, 256), "ragged": (70, 261)}
 each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 MOMENTUM = optax.sgd(0.25, momentum=0.5)
@@ -72,12 +72,13 @@ def normal(shape, dtype=BF16, seed=0):
     return jnp.asarray(numbers, F32).astype(dtype)
 
 
-def of_few_bits(params, seed=0):
-    """Gradients of which sums and squares are exact in float32."""
+def dyadic(params, seed=0, bits=16):
+    """Gradients of which sums are exact in float32, and inexact in narrower dtypes."""
+    largest = 2 ** (bits - 1)
 
     def draw(leaf):
-        numbers = np.random.default_rng(seed).integers(-128, 128, leaf.shape)
-        return jnp.asarray(numbers / 512, F32)
+        numbers = np.random.default_rng(seed).integers(-largest, largest, leaf.shape)
+        return jnp.asarray(numbers / (4 * largest), F32)
 
     return jax.tree.map(draw, params)
 
@@ -102,11 +103,11 @@ def jitted(tx):
     return jax.jit(functools.partial(lowbit_optax.step, tx), compiler_options=QUICK)
 
 
-def second_step(make, params):
+def second_step(make, params, bits=16):
     """Arguments of a step with a state that is no longer zero."""
     tx = make("xla")
-    params, state = jitted(tx)(params, tx.init(params), of_few_bits(params))
-    return params, state, of_few_bits(params, seed=1)
+    params, state = jitted(tx)(params, tx.init(params), dyadic(params, 0, bits))
+    return params, state, dyadic(params, 1, bits)
 
 
 def assert_same_step(make, *arguments):
@@ -128,6 +129,18 @@ def test_the_first_step_of_adamw_has_the_same_bits(family, shape):
     params = {"kernel": normal(shape)}
     state = make("xla").init(params)
     assert_same_step(make, params, state, powers_of_two(params))
+
+
+@each_shape
+@pytest.mark.parametrize("family", ["kahan", "lowbit 8", "lowbit 4"])
+def test_second_moments_have_the_same_bits(family, shape):
+    # Squares of 8 bits and their halves are exact; roots are not, nor what follows.
+    inner = optax.chain(optax.scale_by_rms(0.5, 2.0**-20), optax.scale(-(2.0**-6)))
+    make = functools.partial(transformation, inner, family)
+    arguments = second_step(make, {"kernel": normal(shape)}, bits=8)
+    _, got = compiled(make(None), *arguments).run(*arguments)
+    _, want = jitted(make("xla"))(*arguments)
+    assert_same_bits(got.inner_state, want.inner_state)
 
 
 @pytest.mark.parametrize("shape", [(3, 3, 5, 40), (1031,), (2, 1), (33, 300)], ids=str)
@@ -198,7 +211,7 @@ def test_a_step_of_adamw_differs_in_few_roundings(family):
     got = compiled(make(None), *arguments).run(*arguments)
     want = jitted(make("xla"))(*arguments)
     for own, other in zip(*map(jax.tree.leaves, (got, want)), strict=True):
-        assert np.mean(np.asarray(own) != np.asarray(other)) < 0.01
+        assert np.mean(np.asarray(own) != np.asarray(other)) < 0.003
 
 
 # The kernels without an optimizer.
