@@ -16,6 +16,7 @@ from tools.gpu_program.h200 import h200_mesh, lower_for
 from tools.gpu_program.machine_code import Launch
 from tools.gpu_program.ptx import (
     Divergence,
+    Endless,
     Misaligned,
     OutOfBounds,
     Race,
@@ -24,8 +25,8 @@ from tools.gpu_program.ptx import (
     Unsupported,
     compile_program,
     floats,
+    interpreter,
 )
-from tools.gpu_program.ptx.interpreter import execute
 from tools.gpu_program.ptx.memory import Memory
 from tools.gpu_program.ptx.parser import parse
 
@@ -59,7 +60,7 @@ def run(body, words, blocks=1, writable=True):
     span = [(0, words.nbytes)]
     memory.begin(span, span if writable else [])
     launch = Launch((blocks, 1, 1), (words.size // blocks, 1, 1), 4 * THREADS)
-    execute(kernel(body), launch, memory, [0])
+    interpreter.execute(kernel(body), launch, memory, [0])
     return memory.array(0, words.shape, np.uint32)
 
 
@@ -265,6 +266,7 @@ FAULTS = {
     "add.sat.s32 %r2, %r1, %r1;": (UnknownInstruction, "does not know"),
     "atom.global.add.u32 %r2, [%d1], 1;": (UnknownInstruction, "does not know"),
     "add.rn.bf16x2 %r2, %r1, %r1;": (UnknownInstruction, "does not know"),
+    "ld.b32 %r2, [%d1];": (UnknownInstruction, "does not know"),
     "mov.u32 %r2, %clock;": (UnknownInstruction, "%clock"),
 }
 
@@ -277,6 +279,12 @@ def test_what_no_kernel_may_do_is_an_error_that_names_the_instruction(code):
     named = str(error.value).split("`")[1]
     assert named in code
     assert named.split()[0] not in ("mov.b64", "setp.eq.b32")
+
+
+def test_a_loop_without_an_end_is_an_error(monkeypatch):
+    monkeypatch.setattr(interpreter, "_MOST_STEPS", 1000)
+    with pytest.raises(Endless, match="1000 steps"):
+        run("top: bra top;", np.arange(THREADS))
 
 
 def test_an_array_that_is_only_read_is_not_written():

@@ -18,6 +18,7 @@ races; payloads of NaNs; time.
 
 from tools.gpu_program.ptx.faults import (
     Divergence,
+    Endless,
     Fault,
     Misaligned,
     OutOfBounds,
@@ -29,6 +30,7 @@ from tools.gpu_program.ptx.program import Program, Unsupported, compile_program
 
 __all__ = [
     "Divergence",
+    "Endless",
     "Fault",
     "Misaligned",
     "OutOfBounds",

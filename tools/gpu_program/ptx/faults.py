@@ -25,5 +25,9 @@ class Divergence(Fault):
     """A barrier or an exchange of lanes that some of its threads do not reach."""
 
 
+class Endless(Fault):
+    """More steps than any kernel here takes."""
+
+
 class UnknownInstruction(Fault):
     """An instruction, or a form of one, that the interpreter does not know."""

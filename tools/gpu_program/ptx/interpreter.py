@@ -10,6 +10,7 @@ from tools.gpu_program.ptx import lanes
 from tools.gpu_program.ptx.bits import to_numbers, to_patterns, unsigned, width
 from tools.gpu_program.ptx.faults import (
     Divergence,
+    Endless,
     Fault,
     Misaligned,
     UnknownInstruction,
@@ -21,6 +22,9 @@ from tools.gpu_program.ptx.registers import Registers
 
 _MOST_THREADS = 8192
 """How many run at once: as many as keep numpy busy and fit in its caches."""
+
+_MOST_STEPS = 1_000_000
+"""Of blocks that run at once. Those of a fused kernel take some thousands."""
 
 _NOTHING = ("griddepcontrol", "membar", "fence")
 """Instructions that order one launch after another, which launches here always are."""
@@ -71,26 +75,28 @@ class _Blocks:
     def run(self) -> None:
         """Run all threads to their ends."""
         waiting = {0: np.ones(self.count, bool)}
-        while waiting:
+        for _ in range(_MOST_STEPS):
+            if not waiting:
+                return
             at = min(waiting)
             active = waiting.pop(at)
             instruction = self.kernel.instructions[at]
             try:
                 chosen = self._guarded(instruction, active)
-                leaving = chosen if instruction.name == "bra" else None
-                if instruction.name in ("ret", "exit"):
+                if instruction.name == "bra":
+                    target = self.kernel.labels[instruction.operands[0]]
+                    _join(waiting, target, chosen)
+                    active = active & ~chosen
+                elif instruction.name in ("ret", "exit"):
                     self.running &= ~chosen
                     active = active & ~chosen
-                elif leaving is None and chosen.any():
+                elif chosen.any():
                     self._step(instruction, chosen)
             except Fault as fault:
                 where = f"{self.kernel.name}, instruction {at}, `{instruction.text}`"
                 raise type(fault)(f"{where}: {fault}") from fault
-            if leaving is not None:
-                target = self.kernel.labels[instruction.operands[0]]
-                _join(waiting, target, leaving)
-                active = active & ~leaving
             _join(waiting, at + 1, active)
+        raise Endless(f"{self.kernel.name}: {_MOST_STEPS} steps, and no end")
 
     def _guarded(self, instruction: Instruction, active: np.ndarray) -> np.ndarray:
         if instruction.guard is None:
@@ -140,8 +146,8 @@ class _Blocks:
 
     def _load(self, instruction: Instruction, active: np.ndarray) -> None:
         result, address = instruction.operands
-        if instruction.modifiers[0] == "param":
-            pointer = self.arguments[address.strip("[] ")]
+        pointer = self.arguments.get(address.strip("[] "))
+        if instruction.modifiers == ("param",) and pointer is not None:
             value = np.full(self.count, pointer, np.uint64)
             return self.registers.write(result, value, "b64", active)
         space, names, kind = self._access(instruction, result)
@@ -168,7 +174,7 @@ class _Blocks:
 
     def _access(self, instruction: Instruction, registers: str):
         """``(space, names of the registers, type of each)`` of a load or store."""
-        space, *rest = instruction.modifiers
+        space, *rest = instruction.modifiers or ("generic",)
         known = {"nc", "v2", "v4", "relaxed", "weak"}
         hints = {"L1", "L2", "evict_first", "evict_last", "no_allocate", "cta", "gpu"}
         if space not in ("global", "shared") or not (known | hints).issuperset(rest):
@@ -205,10 +211,10 @@ class _Blocks:
         self.barriers += active
 
     def _exchange(self, instruction: Instruction, active: np.ndarray) -> None:
-        result, operand, lane, clamp, *_ = instruction.operands
+        result, operand, lane, clamp, members = instruction.operands
         _, mode = instruction.modifiers
-        if self.size % lanes.WARP:
-            raise UnknownInstruction("its blocks are not whole warps")
+        if self.size % lanes.WARP or members != "-1":
+            raise UnknownInstruction("it is not between the threads of whole warps")
         read = lambda name: self.registers.read(name, "b32", active)
         sources, inside = lanes.sources(mode, read(lane), read(clamp))
         lanes.require(active[sources] | ~active)

@@ -45,12 +45,16 @@ def operation_of(instruction: Instruction) -> Operation:
     """The table's entry for an instruction.
 
     Raises:
-      UnknownInstruction: if there is none, or none with its modifiers.
+      UnknownInstruction: if there is none, or none with its modifiers and operands.
     """
     kinds = instruction.types
     family = _family(kinds[-1]) if kinds else ""
     found = OPERATIONS.get((instruction.name, family))
-    if found is None or not found.accepts.issuperset(instruction.modifiers):
+    if (
+        found is None
+        or not found.accepts.issuperset(instruction.modifiers)
+        or len(instruction.operands) > 1 + len(found.reads)
+    ):
         raise UnknownInstruction("the interpreter does not know this instruction")
     return found
 
