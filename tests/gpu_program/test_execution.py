@@ -6,7 +6,6 @@ kernels may round differently from the reference: all bits of all results must a
 """
 
 import functools
-import math
 import re
 
 import jax
@@ -24,7 +23,7 @@ from pallas_kernels import Operand, Result, fused_update
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 
 from tools.gpu_program.h200 import h200_mesh, lower_for
-from tools.gpu_program.ptx import Fault, compile_program
+from tools.gpu_program.ptx import Fault, Race, Uninitialised, compile_program
 from tools.gpu_program.steps import BF16, F32
 
 # Compiled quickly rather than well: the reference, not what is tested.
@@ -303,7 +302,9 @@ def ragged_step():
 
 def fused_kernel(program):
     """``(name, source)`` of the only kernel that Pallas wrote."""
-    ((name, source),) = (x for x in program.sources.items() if "fused" in x[0][:5])
+    ((name, source),) = (
+        item for item in program.sources.items() if item[0].startswith("fused_update")
+    )
     return name, source
 
 
@@ -327,15 +328,22 @@ def test_a_mutated_program_is_noticed(mutation):
     assert_noticed(program.with_source(name, mutated), arguments, want)
 
 
-def test_a_barrier_too_few_is_a_race():
-    shape, bits = SHAPES["even"], 8
-    size = math.prod(shape)
-    fields = jnp.arange(size, dtype=jnp.uint32).reshape(shape) % jnp.uint32(256)
-    words = pallas_kernels.pack(fields, bits)
-    unpack = functools.partial(pallas_kernels.unpack, bits=bits, shape=shape)
-    program = compile_program(lower_for(h200_mesh(), unpack, words))
+def test_a_result_that_is_not_written_is_noticed():
+    fields = jnp.zeros(SHAPES["ragged"], jnp.uint32)
+    pack = functools.partial(pallas_kernels.pack, bits=8)
+    program = compile_program(lower_for(h200_mesh(), pack, fields))
     name, source = fused_kernel(program)
-    assert_same_bits(program.run(words), fields)
-    assert "bar.sync" in source
-    mutated = re.sub(r"bar\.sync[^;]*;", "", source)
-    assert_noticed(program.with_source(name, mutated), (words,), fields)
+    mutated = re.sub(r"(@!?%\w+\s+)?st\.global[^;]*;", "", source, count=1)
+    with pytest.raises(Uninitialised, match=r"result 0: .* not written"):
+        program.with_source(name, mutated).run(fields)
+
+
+def test_a_barrier_too_few_is_noticed():
+    rows = jnp.arange(8 * 4096, dtype=F32).reshape(8, 4096)
+    program = compile_program(lower_for(h200_mesh(), lambda x: jnp.sum(x, 1), rows))
+    np.testing.assert_allclose(program.run(rows), jnp.sum(rows, 1), rtol=1e-6)
+    ((name, source),) = program.sources.items()
+    mutated, changed = re.subn(r"bar\.sync[^;]*;", "", source)
+    assert changed
+    with pytest.raises(Race, match="reads what another thread writes"):
+        program.with_source(name, mutated).run(rows)

@@ -1,1 +1,1 @@
-"""Compiles training steps for GPUs on a machine without one, and reads the programs."""
+"""Compiles training steps for GPUs without one, and reads and runs the programs."""

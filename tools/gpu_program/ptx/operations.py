@@ -140,18 +140,18 @@ def _comparison(kind: str) -> Operation:
 _CONVERSIONS = frozenset({"rn", "rz", "ftz", "satfinite", *floats.INTEGER_ROUNDINGS})
 _CONVERSION = Operation(converted, ("own", "own"), "first", _CONVERSIONS)
 _PRODUCT = frozenset({"lo", "hi", "wide"})
-_REAL = ("own", "own")
+_TWO = ("own", "own")
 _BITS = "own", "u32", "u32"
 
 _OF_INTEGERS = {
-    "add": _plain(operator.add, *_REAL),
-    "sub": _plain(operator.sub, *_REAL),
-    "mul": Operation(integers.product, _REAL, "wide", _PRODUCT),
-    "mad": Operation(integers.product, (*_REAL, "wide"), "wide", _PRODUCT),
+    "add": _plain(operator.add, *_TWO),
+    "sub": _plain(operator.sub, *_TWO),
+    "mul": Operation(integers.product, _TWO, "wide", _PRODUCT),
+    "mad": Operation(integers.product, (*_TWO, "wide"), "wide", _PRODUCT),
     "neg": _plain(operator.neg, "own"),
     "abs": _plain(np.abs, "own"),
-    "min": _plain(np.minimum, *_REAL),
-    "max": Operation(_largest, _REAL, accepts=frozenset({"relu"})),
+    "min": _plain(np.minimum, *_TWO),
+    "max": Operation(_largest, _TWO, accepts=frozenset({"relu"})),
     "shl": _plain(integers.shifted_left, "own", "u32"),
     "shr": _plain(integers.shifted_right, "own", "u32"),
     "shf": Operation(
@@ -168,9 +168,9 @@ _OF_INTEGERS = {
 }
 
 _OF_BITS = {
-    "and": _plain(operator.and_, *_REAL),
-    "or": _plain(operator.or_, *_REAL),
-    "xor": _plain(operator.xor, *_REAL),
+    "and": _plain(operator.and_, *_TWO),
+    "or": _plain(operator.or_, *_TWO),
+    "xor": _plain(operator.xor, *_TWO),
     "not": _plain(operator.invert, "own"),
     "mov": _plain(lambda x: x, "own"),
 }
@@ -215,7 +215,7 @@ OPERATIONS = (
         for family in ("integer", "f32", "narrow")
         for name, operation in {
             "setp": _comparison("f32" if family != "integer" else family),
-            "selp": _plain(lambda x, y, p: np.where(p, x, y), *_REAL, "pred"),
+            "selp": _plain(lambda x, y, p: np.where(p, x, y), *_TWO, "pred"),
             "cvt": _CONVERSION,
         }.items()
     }
