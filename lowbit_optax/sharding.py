@@ -1,7 +1,9 @@
 """Where the optimizer state lies on a mesh: each array beside its parameter."""
 
+import functools
 import math
 import typing
+from collections.abc import Callable
 
 import jax
 import optax
@@ -12,6 +14,8 @@ from lowbit_optax._step.state_leaves import StateLeaf, state_leaves
 from lowbit_optax.formats import quantized_tensor
 
 Uneven = typing.Literal["error", "replicate"]
+
+_MOST_DOUBLINGS = 12
 
 
 def state_shardings(
@@ -77,8 +81,8 @@ def state_shardings(
         if len(part.leaf.shape) != len(shape):
             return replicated
         if part.is_residual or part.is_codes or part.is_scales:
-            owner = f"params{jax.tree_util.keystr(part.owner)}"
-            return _packed(part, owner, shape, sharding, uneven)
+            fits = functools.partial(_fitting_size, tx, params, part.owner)
+            return _packed(part, shape, sharding, uneven, fits)
         return _on_equal_axes(part.leaf.shape, shape, sharding)
 
     return jax.tree.unflatten(
@@ -160,10 +164,10 @@ def _mesh_or_ambient(mesh, name: str):
 
 def _packed(
     part: StateLeaf,
-    owner: str,
     shape: tuple[int, ...],
     sharding: NamedSharding,
     uneven: Uneven,
+    fits: Callable[[int, int], int | None],
 ) -> NamedSharding:
     """The parameter's own PartitionSpec, for an array that packs or summarises it."""
     entries = _entries(sharding, len(shape))
@@ -171,22 +175,50 @@ def _packed(
         if not part.leaf.shape[axis] % shards:
             continue
         if uneven == "error":
-            raise ValueError(_uneven(part, owner, shape, axis, shards, sharding.spec))
+            want = fits(axis, shards)
+            raise ValueError(_uneven(part, shape, axis, shards, sharding.spec, want))
         entries[axis] = None
     return _with_spec(sharding, entries)
 
 
-def _uneven(part: StateLeaf, owner: str, shape, axis: int, shards: int, spec) -> str:
-    per_row, rest = divmod(shape[axis], part.leaf.shape[axis])
-    size = "another size" if rest else f"a multiple of {per_row * shards} for its size"
+def _uneven(
+    part: StateLeaf, shape, axis: int, shards: int, spec, want: int | None
+) -> str:
+    size = f"a multiple of {want} for its size" if want else "another size"
+    owner = f"params{jax.tree_util.keystr(part.owner or ())}"
     return (
         f"state_shardings: axis {axis} of state{jax.tree_util.keystr(part.path)}, "
         f"{part.leaf.dtype}{list(part.leaf.shape)}, does not divide into the {shards} "
-        f"shards of {owner}, of shape {list(shape)} ({spec}). Give axis {axis} of the "
-        f"parameter {size}, or shard it over fewer devices or along another axis; or "
-        "call state_shardings with uneven='replicate', which keeps this array whole "
-        "along the axis"
+        f"shards of {owner}, of shape {list(shape)} ({spec}). Give axis {axis} "
+        f"of the parameter {size}, or shard it over fewer devices or along another "
+        "axis; or call state_shardings with uneven='replicate', which keeps this array "
+        "whole along the axis"
     )
+
+
+def _fitting_size(tx, params, owner, axis: int, shards: int) -> int | None:
+    """A number whose multiples shard well as a parameter's axis, by trying; or None."""
+    with_path, treedef = jax.tree_util.tree_flatten_with_path(
+        trees.abstract(params), is_leaf=quantized_tensor.is_quantized
+    )
+    leaves = dict(with_path)
+    old = leaves[owner]
+    if quantized_tensor.is_quantized(old):
+        return None
+    for size in (shards << doublings for doublings in range(_MOST_DOUBLINGS)):
+        # Odd, so that it helps no size; and large, as small leaves are not packed.
+        shape = (*old.shape[:axis], 1023 * size, *old.shape[axis + 1 :])
+        leaves[owner] = jax.ShapeDtypeStruct(shape, old.dtype)
+        tried = treedef.unflatten(leaves.values())
+        state = jax.eval_shape(tx.init, tried)
+        stored = [
+            part.leaf.shape[axis]
+            for part in state_leaves(tried, state)
+            if part.owner == owner and len(part.leaf.shape) == len(shape)
+        ]
+        if all(length % shards == 0 for length in stored):
+            return size
+    return None
 
 
 def _on_equal_axes(

@@ -158,9 +158,9 @@ def split_array(
       Lewandowski and Kosson 2023, section 3.1.
 
     >>> import jax.numpy as jnp, lowbit_optax
-    >>> split = split_array(jnp.full(64, 0.1), jnp.bfloat16, lowbit_optax.extra_bits(8))
+    >>> split = split_array(jnp.ones((64, 4)), jnp.bfloat16, lowbit_optax.extra_bits(8))
     >>> split.param.dtype, split.residual.shape
-    (dtype(bfloat16), (16,))
+    (dtype(bfloat16), (16, 4))
     """
     dtype = jnp.dtype(dtype)
     if not is_narrow(dtype):

@@ -1,8 +1,7 @@
 """Bit manipulation of packed low-precision state, as pure functions and GPU kernels."""
 
 from pallas_kernels.bitfields.api import pack, unpack
-from pallas_kernels.bitfields.fields import GROUP, get_field, period, put_fields
-from pallas_kernels.bitfields.xla import pack_axis, packed_shape
+from pallas_kernels.bitfields.fields import get_field, period, put_fields
 from pallas_kernels.fused_update import (
     Leaf,
     Operand,
@@ -10,17 +9,18 @@ from pallas_kernels.fused_update import (
     fused_update,
     fused_update_many,
 )
+from pallas_kernels.layout import Layout, layout_of, packed_shape
 
 __all__ = [
-    "GROUP",
+    "Layout",
     "Leaf",
     "Operand",
     "Result",
     "fused_update",
     "fused_update_many",
     "get_field",
+    "layout_of",
     "pack",
-    "pack_axis",
     "packed_shape",
     "period",
     "put_fields",

@@ -9,14 +9,24 @@ import numpy as np
 import pytest
 from test_packing import reference_pack
 
-from pallas_kernels import Operand, Result, fused_update, pack_axis
+from pallas_kernels import Operand, Result, fused_update, layout_of
 
 EACH = pytest.mark.parametrize("implementation", ["xla", "pallas"])
 
 # Compiled quickly rather than well.
 QUICK = {"xla_backend_optimization_level": "0"}
 
-SHAPES = [(64, 512), (70, 33), (3, 3, 3, 64), (1000,), (5, 40, 24), (1, 1), (33,)]
+SHAPES = [
+    (64, 512),
+    (70, 33),
+    (3, 3, 3, 64),
+    (1000,),
+    (5, 40, 24),
+    (1, 1),
+    (33,),
+    (24, 3, 8),
+    (9, 3, 5),
+]
 
 
 def fields_of(shape, bits, seed=0):
@@ -26,7 +36,7 @@ def fields_of(shape, bits, seed=0):
 
 def words_of(fields, bits):
     """Fields packed into words by Python's integers; the padding's fields are 0."""
-    return reference_pack(fields, bits, pack_axis(fields.shape))
+    return reference_pack(fields, bits, layout_of(fields.shape).axis)
 
 
 def index_of(shape, start=0):

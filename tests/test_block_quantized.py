@@ -20,7 +20,8 @@ from lowbit_optax._numerics.codes import RANDOM_BITS
 from lowbit_optax._numerics.random_bits import random_bits
 from lowbit_optax._numerics.streams import moment_draws
 from lowbit_optax.formats.block_quantized import QuantizedMoment
-from pallas_kernels.bitfields.xla import packed_shape, unpack
+from pallas_kernels import layout_of, packed_shape
+from pallas_kernels.bitfields.xla import unpack
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -265,14 +266,20 @@ def encode(format_, x, *, number=0, step=0):
     return run(jnp.asarray(x), jnp.uint32(step))
 
 
-SHAPES = [(64,), (70,), (5,), (64, 8), (3, 3, 40), (100, 7), (2, 33, 65)]
+SHAPES = [(64,), (270,), (5,), (64, 8), (3, 3, 40), (100, 7), (2, 33, 65), (9, 3, 5)]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(("bits", "group"), [(8, 32), (4, 32), (8, 64)])
-def test_shapes_and_errors_are_those_of_whole_blocks_everywhere(shape, bits, group):
+@pytest.mark.parametrize(("bits", "block_size"), [(8, 32), (4, 32), (8, 64)])
+def test_shapes_and_errors_are_those_of_whole_blocks_everywhere(
+    shape, bits, block_size
+):
     format_ = block_quantized(
-        bits, block_size=group, code="linear", rounding="nearest", scale="power_of_two"
+        bits,
+        block_size=block_size,
+        code="linear",
+        rounding="nearest",
+        scale="power_of_two",
     )
     x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     x += np.sign(x)  # padding would be the smallest of a block
@@ -291,34 +298,51 @@ def test_shapes_and_errors_are_those_of_whole_blocks_everywhere(shape, bits, gro
     assert_same_bits(again, stored)
 
 
-def test_a_tail_block_has_its_own_scale():
-    x = np.concatenate([np.full(32, 100.0), np.full(3, 1e-3)]).astype(np.float32)
+def test_the_blocks_of_the_rest_have_scales_of_their_own():
+    x = np.full((9, 5), 100.0, np.float32)
+    x[8], x[:, 4] = 1e-3, 1e-3
     for format_ in (block_quantized(8), block_quantized(4, code="linear")):
         stored = encode(format_, x)
-        assert stored.scales.shape == (2,)
+        assert stored.scales.shape == (2, 2)
         decoded = np.asarray(format_.decode(stored, x.shape))
         np.testing.assert_allclose(decoded, x, rtol=0.15)
 
 
-def test_blocks_run_down_the_pack_axis():
-    x = np.ones((64, 8), np.float32)
-    x[5, 3] = 1000.0
-    stored = encode(block_quantized(8, code="linear"), x)
+@pytest.mark.parametrize(
+    ("shape", "block_size", "scales", "place", "block"),
+    [
+        ((64, 8), 32, (8, 2), (13, 6), (1, 1)),
+        ((64, 16), 64, (8, 2), (13, 6), (1, 0)),
+        ((128, 64), 2048, (2, 2), (13, 40), (0, 1)),  # 64 x 32
+        ((16, 3, 8), 32, (2, 3, 2), (9, 1, 5), (1, 1, 1)),
+        ((512,), 32, (16,), (300,), (11,)),  # row 9, column 12 of rows of 32
+    ],
+)
+def test_a_block_is_a_rectangle_of_rows_and_columns(
+    shape, block_size, scales, place, block
+):
+    x = np.ones(shape, np.float32)
+    x[place] = 1000.0
+    stored = encode(block_quantized(8, code="linear", block_size=block_size), x)
+    assert stored.scales.shape == scales
     large = np.asarray(stored.scales).astype(np.float32) > 10
-    assert np.argwhere(large).tolist() == [[0, 3]]
+    assert np.argwhere(large).tolist() == [list(block)]
 
 
 def test_two_moments_and_two_steps_draw_independently():
     format_ = block_quantized(8, code="linear")
     x = np.full((4096,), 0.5 / 127, np.float32)
-    x[::32] = 1.0
+    first = np.arange(4096) % 256 < 32  # the first of the 8 rows of every block
+    x[first] = 1.0
     up = {}
     for number, step in itertools.product((0, 1, 2), (0, 1)):
         stored = encode(format_, x, number=number, step=step)
-        up[number, step] = np.asarray(unpack(stored.codes, 8, x.shape)) == 129
-    within = np.arange(4096) % 32 != 0
-    for first, second in itertools.combinations(up.values(), 2):
-        agreeing = np.mean((first == second)[within])
+        up[number, step] = (
+            np.asarray(unpack(stored.codes, 8, layout_of(x.shape))) == 129
+        )
+    within = ~first
+    for one, other in itertools.combinations(up.values(), 2):
+        agreeing = np.mean((one == other)[within])
         assert abs(agreeing - 0.5) <= 5 * np.sqrt(0.25 / 4096)
 
 
@@ -413,7 +437,7 @@ def test_map_params_finds_trees_of_codes_and_of_scales_like_the_parameters():
 def test_a_bare_array_has_bare_codes_and_scales():
     nu = TX.init(jnp.ones((128, 64))).inner_state[0].nu
     assert nu.codes.shape == (32, 64)
-    assert nu.scales.shape == (4, 64)
+    assert nu.scales.shape == (16, 16)
 
 
 def test_around_low_bit_accumulators_the_other_moments_are_stored():
@@ -528,7 +552,7 @@ def test_codes_without_their_scales_are_an_error_that_names_the_leaf():
     state = TX.init(leaves)
     adam, *rest = state.inner_state
     scales = {name: x for name, x in adam.nu.scales.items() if name != "w"}
-    adam = adam._replace(nu=adam.nu._replace(scales=scales))
+    adam = adam._replace(nu=adam.nu._replace(scales_v2=scales))
     state = state._replace(inner_state=(adam, *rest))
     with pytest.raises(ValueError, match=r"scales are missing at \['w'\]"):
         TX.update(leaves, state, leaves)
@@ -551,7 +575,7 @@ def test_a_second_moments_code_is_refused_for_a_first_moment():
         (
             {"block_size": 48},
             ValueError,
-            "block_size is 48, not a positive multiple of 32",
+            "block_size is 48; accepted are the powers of two from 32 to 2048",
         ),
         ({"block_size": 0}, ValueError, "block_size is 0"),
         ({"block_size": "32"}, TypeError, "block_size is '32'"),

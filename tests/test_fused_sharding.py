@@ -58,31 +58,41 @@ def assert_placed(arrays, sharding):
         assert local == {sharding.shard_shape(x.shape)}
 
 
-# Whole groups of 32 along the pack axis on every device; widths (), (8,) or (16, 4).
-WHOLE_GROUPS = {
+# Whole words on every device; widths (), (8,), (5,) or (16, 4).
+WHOLE_WORDS = {
     "rows": ((256, 6), (8,), P("x"), (8,)),
-    "rows, two widths": ((256, 6), (8,), P("x"), (16, 4)),
+    "8 rows": ((64, 6), (8,), P("x"), (8,)),
+    "rows, two widths": ((64, 6), (8,), P("x"), (16, 4)),
+    "rows, odd width": ((256, 6), (8,), P("x"), (5,)),
     "columns": ((64, 16), (8,), P(None, "x"), (8,)),
     "replicated": ((64, 6), (8,), P(), (8,)),
     "leading axis": ((8, 40, 6), (8,), P("x"), (8,)),
-    "vector": ((256,), (8,), P("x"), (8,)),
+    "vector": ((2048,), (8,), P("x"), (8,)),
     "both axes": ((128, 6), (4, 2), P("x", "y"), (8,)),
     "two mesh axes": ((256, 3), (4, 2), P(("x", "y")), (8,)),
     "three axes": ((4, 64, 5), (4, 2), P("x", "y"), (16,)),
-    "last axis": ((2, 3, 3, 256), (2, 4), P("x", None, None, "y"), (8,)),
+    "heads": ((16, 4, 5), (2, 4), P("x", "y"), (8,)),
+    "folded axis": ((2, 3, 1024), (2, 4), P("x", None, "y"), (8,)),
     "plain rows": ((16, 5), (8,), P("x"), ()),
     "plain columns": ((3, 16), (8,), P(None, "x"), ()),
     "plain middle": ((3, 8, 5), (4, 2), P(None, ("x", "y")), ()),
 }
-CASES = [(name, AxisType.Auto) for name in WHOLE_GROUPS] + [
+CASES = [(name, AxisType.Auto) for name in WHOLE_WORDS] + [
     (name, AxisType.Explicit)
-    for name in ("rows", "columns", "both axes", "two mesh axes", "plain columns")
+    for name in (
+        "rows",
+        "heads",
+        "columns",
+        "both axes",
+        "two mesh axes",
+        "plain columns",
+    )
 ]
 
 
 @pytest.mark.parametrize(("name", "axis_type"), CASES)
-def test_shards_of_whole_groups_need_no_communication(name, axis_type):
-    shape, sizes, spec, widths = WHOLE_GROUPS[name]
+def test_shards_of_whole_words_need_no_communication(name, axis_type):
+    shape, sizes, spec, widths = WHOLE_WORDS[name]
     mixture = Mixture(widths)
     arrays, held = mixture.arrays(shape)
     mesh = mesh_of(*sizes, axis_type=axis_type)
@@ -99,30 +109,32 @@ def test_shards_of_whole_groups_need_no_communication(name, axis_type):
     assert_equal(got, mixture.want(held, LAST, index_of(shape)))
 
 
-SPLIT_GROUPS = {
-    "half groups": ((128, 6), (8,), P("x"), (8,)),
-    "rest on the last": ((240, 6), (8,), P("x"), (8,)),
-    "half groups and columns": ((64, 8), (4, 2), P("x", "y"), (8,)),
+SPLIT_WORDS = {
+    "half words": ((16, 6), (8,), P("x"), (8,)),
+    "rest on the last": ((24, 6), (8,), P("x"), (8,)),
+    "odd width": ((64, 6), (8,), P("x"), (5,)),
+    "half words and columns": ((8, 8), (4, 2), P("x", "y"), (8,)),
 }
 
 
-SPLIT_CASES = [(name, AxisType.Auto) for name in SPLIT_GROUPS] + [
-    ("half groups", AxisType.Explicit),
-    ("half groups and columns", AxisType.Explicit),
+SPLIT_CASES = [(name, AxisType.Auto) for name in SPLIT_WORDS] + [
+    ("half words", AxisType.Explicit),
+    ("half words and columns", AxisType.Explicit),
 ]
 
 
 @pytest.mark.parametrize(("name", "axis_type"), SPLIT_CASES)
-def test_shards_that_split_groups_give_the_same_numbers(name, axis_type):
-    shape, sizes, spec, widths = SPLIT_GROUPS[name]
+def test_shards_that_split_words_give_the_same_numbers(name, axis_type):
+    shape, sizes, spec, widths = SPLIT_WORDS[name]
     mixture = Mixture(widths)
     arrays, held = mixture.arrays(shape)
     mesh = mesh_of(*sizes, axis_type=axis_type)
     sharding = NamedSharding(mesh, spec)
     with jax.set_mesh(mesh):
-        # The words of a group lie where they can: rows of words divide as well.
+        whole = NamedSharding(mesh, P())
+        # Words lie where they can: rows of words divide as well.
         placed = [
-            jax.device_put(x, sharding if x.shape[0] % sizes[0] == 0 else None)
+            jax.device_put(x, sharding if x.shape[0] % sizes[0] == 0 else whole)
             for x in arrays
         ]
         update = mixture.jitted(shape, "pallas")

@@ -392,12 +392,12 @@ REFUSED = {
             layer=jnp.int32(0),
         ),
         ValueError,
-        "stack leaves of two axes or more",
+        "words and blocks lie across layers",
     ),
     "packed scalar": (
         dict(operands=[Operand(jnp.uint32(0), 8)], shape=()),
         ValueError,
-        "a scalar has no groups",
+        "a scalar has no words",
     ),
     "implementation": (
         dict(operands=[Operand(X)], implementation="triton"),

@@ -324,12 +324,12 @@ def test_state_is_parallel_trees_with_the_parameters_structure():
     assert jax.tree.structure(state.residual.words) == like
     assert jax.tree.structure(state.inner_state[0].mu) == like
     shapes = {name: words.shape for name, words in state.residual.words.items()}
-    # 64 rows are 2 groups of 8 words; 40 values are padded to 2 groups; a scalar is
-    # its own float32 master.
+    # 4 rows share words; 40 values are 2 rows of 32, which one row of words holds; a
+    # scalar is its own float32 master.
     assert shapes == {
         "kernel": (16, 24),
         "stack": (2, 8, 8),
-        "bias": (16,),
+        "bias": (32,),
         "scale": (),
     }
     assert state.residual.words["scale"].dtype == jnp.float32

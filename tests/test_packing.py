@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 import pallas_kernels
 from pallas_kernels import (
-    GROUP,
     get_field,
+    layout_of,
     pack,
-    pack_axis,
     packed_shape,
     period,
     put_fields,
@@ -29,22 +28,36 @@ pack_ = jax.jit(pack, static_argnums=1, compiler_options=_QUICK)
 unpack_ = jax.jit(unpack, static_argnums=(1, 2), compiler_options=_QUICK)
 
 
+PERIODS = {
+    bits: next(r for r in range(1, 33) if r * bits % 32 == 0) for bits in range(1, 33)
+}
+
+
 def reference_pack(fields, bits, axis):
-    """Groups of 32 as one big integer each, cut into 32-bit digits.
+    """The fields of a period as one big integer each, cut into 32-bit digits.
 
     Python integers in object arrays, so no width, shift or mask can be wrong by
     overflow; and written from the layout's definition, not from the library.
+
+    Args:
+      axis: of the rows, counted from the end; -1 folds the last one into rows of 32.
     """
-    fields = np.moveaxis(np.asarray(fields), axis, 0).astype(object)
-    groups = math.ceil(len(fields) / 32)
+    fields = np.asarray(fields)
+    if axis == -1:
+        length = fields.shape[-1]
+        fields = np.pad(fields, [(0, 0)] * (fields.ndim - 1) + [(0, -length % 32)])
+        rows = fields.reshape(*fields.shape[:-1], -1, 32)
+        words = reference_pack(rows, bits, -2)
+        return words.reshape(*words.shape[:-2], -1)
+    fields = np.moveaxis(fields, axis, 0).astype(object)
+    period, count = PERIODS[bits], PERIODS[bits] * bits // 32
     words = []
-    for group in range(groups):
-        rows = fields[32 * group : 32 * (group + 1)]
+    for first in range(0, len(fields), period):
         total = np.zeros(fields.shape[1:], object)
-        for row, value in enumerate(rows):
+        for row, value in enumerate(fields[first : first + period]):
             total = total + value * 2 ** (row * bits)
-        words += [total // 2 ** (32 * word) % 2**32 for word in range(bits)]
-    shape = (groups * bits, *fields.shape[1:])
+        words += [total // 2 ** (32 * word) % 2**32 for word in range(count)]
+    shape = (len(words), *fields.shape[1:])
     words = np.array(words, object).reshape(shape).astype(np.uint32)
     return np.moveaxis(words, 0, axis)
 
@@ -59,7 +72,7 @@ def test_words_hold_their_fields_as_one_long_number(bits):
     fields = random_fields((37, 3), bits)
     fields[0] = 2**bits - 1  # all ones: a bit too many would spill into a neighbour
     words = pack_(jnp.asarray(fields), bits)
-    axis = pack_axis(fields.shape)
+    axis = layout_of(fields.shape).axis
     np.testing.assert_array_equal(words, reference_pack(fields, bits, axis))
     np.testing.assert_array_equal(unpack_(words, bits, fields.shape), fields)
 
@@ -77,17 +90,17 @@ def test_arrays_of_any_shape_come_back(bits, shape):
     assert words.dtype == jnp.uint32
     assert words.shape == packed_shape(shape, bits)
     np.testing.assert_array_equal(
-        words, reference_pack(fields, bits, pack_axis(shape)).reshape(words.shape)
+        words, reference_pack(fields, bits, layout_of(shape).axis)
     )
     np.testing.assert_array_equal(unpack_(words, bits, shape), fields)
 
 
 def hexadecimal(words):
-    return [f"{int(word):08x}" for word in words]
+    return [f"{int(word):08x}" for word in words.ravel()]
 
 
 def test_eight_bit_fields_lie_as_bytes_with_the_first_lowest():
-    words = pack_(jnp.arange(1, 33, dtype=jnp.uint32), 8)
+    words = pack_(jnp.arange(1, 33, dtype=jnp.uint32)[:, None], 8)
     assert hexadecimal(words) == [
         "04030201", "08070605", "0c0b0a09", "100f0e0d",
         "14131211", "18171615", "1c1b1a19", "201f1e1d",
@@ -101,21 +114,32 @@ def test_twelve_bit_fields_straddle_words_as_written_by_hand():
         .set(jnp.array([0xABC, 0xDEF, 0x123, 0x456], jnp.uint32))
     )
     # 0x...456|123|DEF|ABC: the third field's low byte ends the first word.
-    assert hexadecimal(pack_(fields, 12))[:3] == ["23defabc", "00004561", "00000000"]
+    assert hexadecimal(pack_(fields[:, None], 12))[:3] == [
+        "23defabc",
+        "00004561",
+        "00000000",
+    ]
 
 
 def test_a_field_at_the_end_of_a_word_goes_on_in_the_next():
     # 5-bit fields: field 6 takes bits 30 to 34, two in the first word.
     fields = jnp.zeros(32, jnp.uint32).at[6].set(jnp.uint32(0b10110))
-    assert hexadecimal(pack_(fields, 5)) == ["80000000", "00000005"] + ["00000000"] * 3
+    assert (
+        hexadecimal(pack_(fields[:, None], 5))
+        == ["80000000", "00000005"] + ["00000000"] * 3
+    )
     # 31-bit fields: the second takes one bit of the first word and 30 of the next.
     fields = jnp.zeros(32, jnp.uint32).at[1].set(jnp.uint32(0x7FFFFFFF))
-    assert hexadecimal(pack_(fields, 31))[:3] == ["80000000", "3fffffff", "00000000"]
+    assert hexadecimal(pack_(fields[:, None], 31))[:3] == [
+        "80000000",
+        "3fffffff",
+        "00000000",
+    ]
 
 
 def test_one_bit_fields_are_the_bits_of_a_word():
     fields = (jnp.arange(32) % 3 == 0).astype(jnp.uint32)
-    assert hexadecimal(pack_(fields, 1)) == [
+    assert hexadecimal(pack_(fields[:, None], 1)) == [
         f"{sum(1 << r for r in range(0, 32, 3)):08x}"
     ]
 
@@ -125,42 +149,55 @@ def test_whole_words_stay_as_they_are():
     np.testing.assert_array_equal(pack_(fields, 32), fields)
 
 
-def test_the_rest_of_the_last_group_is_zeros():
-    words = pack_(jnp.full(33, 0x7F, jnp.uint32), 7)
-    assert words.shape == (14,)
+def test_the_rest_of_the_last_period_is_zeros():
+    words = pack_(jnp.full((33, 1), 0x7F, jnp.uint32), 7)
+    assert words.shape == (14, 1)
     assert hexadecimal(words[7:]) == ["0000007f"] + ["00000000"] * 6
+    words = pack_(jnp.full((33, 1), 0x7F, jnp.uint32), 8)
+    assert hexadecimal(words[7:]) == ["7f7f7f7f", "0000007f"]
 
 
-def test_groups_run_down_the_rows_and_columns_do_not_mix():
+def test_a_vector_is_folded_into_rows_of_32():
+    fields = random_fields((300,), 8)
+    words = pack_(jnp.asarray(fields), 8)
+    rows = np.pad(fields, (0, 20)).reshape(-1, 32)  # 10 rows, 3 of words
+    np.testing.assert_array_equal(words.reshape(3, 32), reference_pack(rows, 8, -2))
+
+
+def test_words_run_down_the_rows_and_columns_do_not_mix():
     fields = random_fields((64, 6), 12)
     words = pack_(jnp.asarray(fields), 12)
     for column in range(6):
-        alone = pack_(jnp.asarray(fields[:, column]), 12)
-        np.testing.assert_array_equal(words[:, column], alone)
+        alone = pack_(jnp.asarray(fields[:, column : column + 1]), 12)
+        np.testing.assert_array_equal(words[:, column], alone[:, 0])
 
 
 @pytest.mark.parametrize(
     ("shape", "axis"),
     [
-        ((5,), 0),
-        ((0,), 0),
-        ((64, 3), 0),
-        ((32, 32), 0),
-        ((3, 64), 1),  # 3 rows would pad to 32
-        ((31, 1000), 0),  # 1 row in 31 is wasted: within a quarter
-        ((26, 1024), 0),  # 32 / 26 = 1.23
-        ((25, 1024), 1),  # 32 / 25 = 1.28
-        ((25, 3), 0),  # but the last axis would waste more
-        ((1, 1), 0),
-        ((7, 4096, 512), 1),
-        ((3, 3, 3, 64), 3),
-        ((3, 3, 128, 64), 2),
-        ((0, 64), 0),
-        ((64, 0), 0),
+        ((5,), -1),
+        ((0,), -1),
+        ((64, 3), -2),
+        ((8, 32), -2),
+        ((3, 64), -2),  # 3 rows pad to 8, but 64 columns would pad to 256
+        ((3, 256), -1),
+        ((31, 1000), -2),  # 1 row in 32 is wasted: within a quarter
+        ((13, 1024), -2),  # 16 / 13 = 1.23
+        ((12, 1024), -1),  # 16 / 12 = 1.33
+        ((1, 1), -2),
+        ((7, 4096, 512), -2),
+        ((768, 12, 64), -3),  # an attention kernel's heads are no rows
+        ((4096, 32, 128), -3),  # nor where they would divide
+        ((12, 64, 768), -2),
+        ((24, 32, 512), -2),
+        ((7, 7, 3, 64), -3),
+        ((3, 3, 128, 64), -2),
+        ((0, 64), -2),
+        ((64, 0), -2),
     ],
 )
-def test_the_pack_axis_is_the_second_to_last_unless_that_wastes(shape, axis):
-    assert pack_axis(shape) == axis
+def test_rows_are_the_last_axis_before_the_columns_that_wastes_little(shape, axis):
+    assert layout_of(shape).axis == axis
 
 
 @pytest.mark.parametrize(
@@ -168,15 +205,17 @@ def test_the_pack_axis_is_the_second_to_last_unless_that_wastes(shape, axis):
     [
         ((4096, 512), 8, (1024, 512)),
         ((4096, 512), 12, (1536, 512)),
-        ((33,), 7, (14,)),
-        ((3, 64), 16, (3, 32)),
+        ((20, 512), 8, (5, 512)),  # 4 rows to a word
+        ((20, 512), 12, (9, 512)),  # 8 rows to three words
+        ((20, 512), 5, (5, 512)),
+        ((7, 512), 8, (2, 512)),
+        ((1024,), 8, (256,)),
+        ((768, 12, 64), 8, (192, 12, 64)),
         ((2, 3, 0, 64), 5, (2, 3, 0, 64)),
         ((0,), 5, (0,)),
     ],
 )
-def test_the_packed_shape_has_k_words_for_each_32_values_of_that_axis(
-    shape, bits, packed
-):
+def test_the_packed_shape_has_the_words_of_whole_periods_of_rows(shape, bits, packed):
     assert packed_shape(shape, bits) == packed
     fields = jax.ShapeDtypeStruct(shape, jnp.uint32)
     words = jax.eval_shape(lambda f: pack(f, bits), fields)
@@ -186,7 +225,7 @@ def test_the_packed_shape_has_k_words_for_each_32_values_of_that_axis(
 
 
 @pytest.mark.parametrize(
-    ("shape", "bits"), [((5, 70, 9), 8), ((3, 6, 64), 12), ((2, 3, 33, 8), 10)]
+    ("shape", "bits"), [((5, 70, 9), 8), ((3, 6, 512), 12), ((2, 3, 33, 8), 10)]
 )
 def test_a_leading_axis_can_be_sliced_before_or_after_packing(shape, bits):
     fields = random_fields(shape, bits)
@@ -202,7 +241,7 @@ def test_a_leading_axis_can_be_sliced_before_or_after_packing(shape, bits):
 def test_packing_works_under_vmap_as_on_each_row():
     fields = random_fields((4, 40, 3), 6)
     mapped = jax.vmap(lambda f: pack_(f, 6))(jnp.asarray(fields))
-    each = [reference_pack(f, 6, 0) for f in fields]
+    each = [reference_pack(f, 6, -2) for f in fields]
     np.testing.assert_array_equal(mapped, each)
 
 
@@ -220,7 +259,7 @@ def test_other_dtypes_than_uint32_are_refused(dtype):
     with pytest.raises(ValueError, match=f"not {jnp.dtype(dtype).name}"):
         pack(jnp.zeros(32, dtype), 8)
     with pytest.raises(ValueError, match=f"not {jnp.dtype(dtype).name}"):
-        unpack(jnp.zeros(8, dtype), 8, (32,))
+        unpack(jnp.zeros(32, dtype), 8, (32,))
 
 
 def test_words_of_another_shape_are_refused_with_the_shape_they_should_have():
@@ -234,7 +273,7 @@ def test_words_of_another_shape_are_refused_with_the_shape_they_should_have():
 
 def test_a_scalar_is_refused():
     with pytest.raises(ValueError, match="scalar"):
-        pack_axis(())
+        layout_of(())
     with pytest.raises(ValueError, match="scalar"):
         packed_shape((), 8)
     with pytest.raises(ValueError, match="scalar"):
@@ -249,18 +288,18 @@ def test_a_period_is_the_fewest_rows_that_fill_whole_words(bits):
     rows, words = period(bits)
     assert rows * bits == words * 32
     assert not any(fewer * bits % 32 == 0 for fewer in range(1, rows))
-    assert GROUP % rows == 0
+    assert 32 % rows == 0
 
 
 @pytest.mark.parametrize("bits", range(1, 33))
 def test_rows_of_any_width_come_back_from_the_words_they_were_put_in(bits):
-    for count in (GROUP, period(bits)[0]):
+    for count in (32, period(bits)[0]):
         fields = random_fields((count, 16), bits, seed=bits)
         fields[:, 0] = 2**bits - 1  # all ones: a bit too many would spill over
         words = put_fields([jnp.asarray(row) for row in fields], bits)
-        padded = np.zeros((GROUP, 16), np.uint32)
+        padded = np.zeros((32, 16), np.uint32)
         padded[:count] = fields
-        expected = reference_pack(padded, bits, 0)[: count * bits // 32]
+        expected = reference_pack(padded, bits, -2)[: count * bits // 32]
         np.testing.assert_array_equal(jnp.stack(words), expected)
         back = jnp.stack([get_field(words, row, bits) for row in range(count)])
         np.testing.assert_array_equal(back, fields)

@@ -427,20 +427,27 @@ def test_cancelled_updates_of_plain_optax_on_low_precision_parameters():
 def test_cancelled_updates_of_quantised_weights_are_counted_as_in_numpy(bits):
     params, tx = _quantised(bits), lowbit_optax.lpmm_sgd(1.0, rounding="stochastic")
     random = np.random.default_rng(1)
-    steps = np.asarray(params["w"].scales).view(np.float32)
+
+    def of_elements(scales):
+        return np.repeat(np.repeat(scales, 64, axis=0), 32, axis=1)
+
+    scales = np.asarray(params["w"].scales).view(np.float32)
+    steps = of_elements(scales)
     u = (random.uniform(-2, 2, size=(2048, 64)) * steps).astype(np.float32)
     u[::3] = 0
-    # Half of the columns keep their largest weight, and with it their steps.
+    # Half of the blocks keep their largest weight, and with it their steps.
     p = np.asarray(params["w"].dequantize())
-    largest = np.abs(p).max(0)
-    u[:, ::2][(np.abs(p + u) > largest)[:, ::2] | (np.abs(p) == largest)[:, ::2]] = 0
+    largest = of_elements(np.abs(p).reshape(32, 64, 2, 32).max((1, 3)))
+    stay = (np.abs(p + u) > largest) | (np.abs(p) == largest)
+    stay[:, 32:] = False
+    u[stay] = 0
     grads = {"w": -jnp.asarray(u), "b": jnp.ones(64)}
     got = jax.jit(lambda *a: cancelled_updates(tx, *a))(grads, tx.init(params), params)
     assert float(got["b"]) == 0
-    # A column whose largest weight moves past its step has other steps, and no weight
-    # of it stays.
+    # A block whose largest weight moves past its step has other steps, and no weight of
+    # it stays.
     landed = lowbit_optax.quantize_params(jnp.asarray(p + u), bits=bits)
-    same = np.asarray(landed.scales).view(np.float32) == steps
+    same = of_elements(np.asarray(landed.scales).view(np.float32) == scales)
     assert same.mean() > 0.4
     codes = np.rint((p + u) / steps)
     cancelled = (u != 0) & (codes * steps == p)

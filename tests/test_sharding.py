@@ -44,7 +44,7 @@ FEW = {
 AXES = pytest.mark.parametrize(
     "axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"]
 )
-# 512 rows or columns on 8 devices are two whole groups of 32 on each.
+# 512 rows or columns on 8 devices are whole words and blocks on each.
 SPECS = {
     "rows": jax.P("x"),
     "columns": jax.P(None, "x"),
@@ -202,12 +202,12 @@ def test_other_ranks_and_meshes(placed, axis_type):
 
 
 @pytest.mark.parametrize("name", ["extra_bits_adamw_8", "sr_adamw"])
-def test_shards_that_are_no_whole_groups_give_the_same_numbers(name):
-    # 128 rows on 8 devices are half a group on each: communication, but not others.
+def test_shards_that_are_no_whole_words_give_the_same_numbers(name):
+    # 400 rows on 8 devices are 2 of 50 in a cut word: communication, but not others.
     tx = _MADE[name]
     mesh = _mesh(AxisType.Auto)
     sharding = jax.NamedSharding(mesh, jax.P("x"))
-    params, grads = _arrays(128, 16)
+    params, grads = _arrays(400, 16)
     step = jax.jit(functools.partial(lowbit_optax.step, tx))
     want = _two_steps(tx, params, jax.jit(tx.init)(params), grads, step)
     params, grads = jax.device_put((params, grads), sharding)

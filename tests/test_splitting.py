@@ -19,6 +19,7 @@ from jax import lax
 import lowbit_optax
 from lowbit_optax._numerics import float_layouts, splitting
 from lowbit_optax._numerics.random_bits import random_bits
+from pallas_kernels import packed_shape
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)
 ROUNDINGS = ("nearest", "toward_zero", "stochastic")
@@ -660,7 +661,7 @@ def test_a_format_joins_what_it_splits(dtype, rounding):
 
     param, residual = split_(x, jnp.uint32(0))
     assert param.dtype == dtype
-    assert residual.shape == (3 * format_.width, 33)
+    assert residual.shape == packed_shape((70, 33), format_.width)
     np.testing.assert_array_equal(jax.jit(format_.join)(param, residual), x)
 
 
@@ -693,7 +694,6 @@ def test_without_a_number_a_leaf_keeps_the_most_bits_that_its_dtype_holds(dtype,
     assert format_.check(dtype) is None
     assert format_.for_leaf((64, 64), dtype, 0) == lowbit_optax.extra_bits(most)
     assert format_.for_leaf((), dtype, 0) == lowbit_optax.master_copy()
-    assert format_.container is lowbit_optax.extra_bits(most).container
 
 
 def test_a_tree_of_two_dtypes_trains_with_the_most_bits_of_each():

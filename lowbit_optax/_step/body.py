@@ -40,7 +40,7 @@ class LeafBody:
     """The update of one leaf, on rows of its arrays.
 
     It is static and hashable, so that equal leaves share one kernel. If moments have
-    scales, it is a :class:`pallas_kernels.GroupedBody`.
+    scales, it is a :class:`pallas_kernels.BlockBody`.
 
     Args:
       program: from (gradient, master, moments) to (result, moments), in float32. The
@@ -71,12 +71,12 @@ class LeafBody:
         """How many maxima per block the kernel computes."""
         return len(self.scaled)
 
-    def before(self, group_values):
+    def before(self, block_values):
         """The stored scales, prepared for decoding."""
         codecs = (self.moment_format(i).codec for i in self.scaled)
         return tuple(
             codec.prepare(to_float32(scale))
-            for codec, scale in zip(codecs, group_values, strict=True)
+            for codec, scale in zip(codecs, block_values, strict=True)
         )
 
     def statistics(self, values, scalars, index, multiply_add, before):

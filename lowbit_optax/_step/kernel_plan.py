@@ -25,7 +25,8 @@ from lowbit_optax._step import trees
 from lowbit_optax._step.body import LeafBody, has_scales
 from lowbit_optax._step.moments import MomentStorage
 from lowbit_optax._step.prepared import PreparedStep
-from pallas_kernels.fused_update import MAX_ELEMENTS
+from lowbit_optax.formats.base import WeightFormat
+from pallas_kernels.fused_update import MAX_ELEMENTS, has_tiling
 
 MIN_PACKED_SIZE = 4096
 """Packed leaves with fewer elements are left to XLA."""
@@ -189,11 +190,13 @@ class _Planner:
         outputs = [result, *(nodes.new_state[s] for s in slots)]
         for node in outputs:
             _check_result(node, leaf.shape)
+        moments = self._moments(slots)
+        _check_fields(format_, moments)
         body = LeafBody(
             program=elementwise.program_of(outputs, inputs, self._scalars),
             format=format_ and format_.on_fields(),
             has_residual=prepared.residuals[i] is not None,
-            moments=self._moments(slots),
+            moments=moments,
             landing=self._landing,
             is_guarded=bool(prepared.guard.scalars),
         )
@@ -238,6 +241,21 @@ def _check_leaf(leaf, is_packed: bool) -> None:
         raise NotElementwise(f"it has more than {MAX_ELEMENTS} elements")
     if leaf.size < (MIN_PACKED_SIZE if is_packed else 1) or not leaf.shape:
         raise NotElementwise("")  # no reason: left to XLA without an error
+
+
+def _check_fields(format_: WeightFormat | None, moments) -> None:
+    """Raise unless a kernel can walk over words and blocks together."""
+    quantized = [how[0] for how in moments if has_scales(how)]
+    if not quantized:
+        return
+    packed = tuple(how.bits for how in quantized)
+    if format_ is not None and format_.width:
+        packed = (*packed, format_.width)
+    if not has_tiling(packed, quantized[0].block_size):
+        raise NotElementwise(
+            f"its fields of {list(packed)} bits and blocks of "
+            f"{quantized[0].block_size} do not fit together"
+        )
 
 
 def _check_result(node: Node, shape: tuple[int, ...]) -> None:

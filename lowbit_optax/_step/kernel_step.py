@@ -21,7 +21,6 @@ from lowbit_optax._step.body import PROCEED, LeafBody
 from lowbit_optax._step.kernel_plan import KernelPlan, LeafKernel
 from lowbit_optax._step.layer import Layer
 from lowbit_optax._step.prepared import PreparedStep
-from pallas_kernels.bitfields.fields import GROUP
 from pallas_kernels.fused_update import (
     MAX_ELEMENTS_OF_SMALL_LEAF,
     Leaf,
@@ -30,6 +29,7 @@ from pallas_kernels.fused_update import (
     fused_update,
     fused_update_many,
 )
+from pallas_kernels.layout import TILE_SIZE
 
 
 def run(
@@ -131,15 +131,15 @@ def _kernel_leaf(i: int, kernel: LeafKernel, prepared: PreparedStep, stored) -> 
         width = body.format.width if body.format else 0
         operands.append(Operand(residual, width or None))
     moments = [stored[s] for s in kernel.slots]
-    group = GROUP
+    block_size = TILE_SIZE
     for number, moment in enumerate(moments):
         if number in body.scaled:
             format_ = body.moment_format(number)
-            group = format_.block_size
+            block_size = format_.block_size
             operands.append(Operand(moment.codes, format_.bits))
         else:
             operands.append(Operand(moment))
-    operands += [Operand(moments[n].scales, per_group=True) for n in body.scaled]
+    operands += [Operand(moments[n].scales, per_block=True) for n in body.scaled]
     # Every operand but the gradient has a result that overwrites it. If updates are
     # returned, the old parameter is still needed, and its result gets its own array.
     overwrites_param = body.landing.is_direct
@@ -148,12 +148,12 @@ def _kernel_leaf(i: int, kernel: LeafKernel, prepared: PreparedStep, stored) -> 
             o.array.dtype,
             o.bits,
             None if n == 1 and not overwrites_param else n,
-            o.per_group,
+            o.per_block,
         )
         for n, o in enumerate(operands)
         if n > 0
     ]
-    return Leaf(tuple(operands), tuple(results), param.shape, group=group)
+    return Leaf(tuple(operands), tuple(results), param.shape, block_size=block_size)
 
 
 def _moments_of(body: LeafBody, written: list) -> list:
@@ -177,7 +177,7 @@ def _run_leaves(
     written, small = {}, {}
     for i, leaf in leaves.items():
         body = plan.kernels[i].body
-        alone = leaf.packed or leaf.grouped or leaf.stacked
+        alone = leaf.packed or leaf.has_blocks or leaf.stacked
         if not alone and math.prod(leaf.shape) <= MAX_ELEMENTS_OF_SMALL_LEAF:
             dtypes = tuple(x.dtype for x in leaf.arrays)
             small.setdefault((body, dtypes), []).append(i)
@@ -217,7 +217,7 @@ def _fused(arrays, table, row, layer, *, body: LeafBody, like: Leaf):
         leaf.operands,
         leaf.results,
         shape=leaf.shape,
-        group=leaf.group,
+        block_size=leaf.block_size,
         scalars=table,
         row=row,
         layer=layer,

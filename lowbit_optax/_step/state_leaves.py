@@ -1,7 +1,7 @@
 """Which parameter each leaf of an optimizer state belongs to, found by its path.
 
     params              ['dense']['kernel']
-    state    [0].mu.codes['dense']['kernel']
+    state    [0].mu.codes_v2['dense']['kernel']
              `--field---'`------owner------'
 
 Trees of moments, residuals and accumulators have the parameters' structure, whatever
@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import jax
 
 from lowbit_optax.formats import quantized_tensor
+from lowbit_optax.formats.block_quantized import QuantizedMoment
 
 KeyPath = tuple[typing.Any, ...]
 
@@ -47,9 +48,9 @@ class StateLeaf:
 
     @property
     def moment_field(self) -> str:
-        """The state's field, such as ``mu`` for ``[0].mu.codes``; "" if it has none."""
+        """The state's field: ``mu`` for ``[0].mu.codes_v2``; "" if it has none."""
         names = self.attributes
-        if names and names[-1] in ("codes", "scales"):
+        if names and names[-1] in QuantizedMoment._fields:
             names = names[:-1]
         return names[-1] if names else ""
 
@@ -61,12 +62,12 @@ class StateLeaf:
     @property
     def is_codes(self) -> bool:
         """Whether the leaf is in a tree of codes: packed codes or an uncoded moment."""
-        return self.attributes[-1:] == ["codes"]
+        return self.attributes[-1:] == ["codes_v2"]
 
     @property
     def is_scales(self) -> bool:
         """Whether the leaf is the scales of a quantised moment."""
-        return self.attributes[-1:] == ["scales"]
+        return self.attributes[-1:] == ["scales_v2"]
 
 
 def state_leaves(params, state) -> Iterator[StateLeaf]:

@@ -10,15 +10,20 @@ import typing
 from collections.abc import Set
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
 from lowbit_optax._numerics.code_kinds import code_of
 from lowbit_optax._numerics.codes import Code, multiply_add
 from lowbit_optax._numerics.rounding import to_float32
 from lowbit_optax.formats.base import BlockMomentFormat, MomentFormat
-from pallas_kernels.bitfields.fields import GROUP
-from pallas_kernels.bitfields.xla import pack, pack_axis, packed_shape, unpack
+from pallas_kernels.bitfields.xla import pack, unpack
+from pallas_kernels.layout import (
+    TILE_SIZE,
+    block_maxima,
+    check_block_size,
+    layout_of,
+    packed_shape,
+    repeat_blocks,
+)
 
 SECOND_MOMENTS = frozenset(
     {"nu", "nu_max", "v", "n", "sum_of_squares", "e_g", "e_x", "exp_avg_sq"}
@@ -35,15 +40,28 @@ _SCALES = ("bfloat16", "power_of_two")
 class QuantizedMoment(typing.NamedTuple):
     """Moments as :func:`block_quantized` stores them: two trees like the parameters.
 
+    The fields are named after the version of :mod:`pallas_kernels.layout`, so that a
+    checkpoint of another layout is not read as one of this.
+
     Args:
-      codes: for each moment, uint32 words of ``packed_shape(shape, bits)``; for a leaf
-        that is too small to be coded, its float32 moment.
-      scales: for each moment, bfloat16 of the moment's shape with its pack axis n ->
-        ceil(n / block_size); None for a leaf that is too small.
+      codes_v2: for each moment, uint32 words of ``packed_shape(shape, bits)``; for a
+        leaf that is too small to be coded, its float32 moment.
+      scales_v2: for each moment, bfloat16 of its layout's ``blocks_shape``; None for a
+        leaf that is too small.
     """
 
-    codes: typing.Any
-    scales: typing.Any
+    codes_v2: typing.Any
+    scales_v2: typing.Any
+
+    @property
+    def codes(self):
+        """The words."""
+        return self.codes_v2
+
+    @property
+    def scales(self):
+        """The scales."""
+        return self.scales_v2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +69,7 @@ class BlockQuantized(BlockMomentFormat):
     """See :func:`block_quantized`; ``signed`` is set by :meth:`for_field`."""
 
     bits: int = 8
-    block_size: int = GROUP
+    block_size: int = TILE_SIZE
     code: str | None = None
     rounding: typing.Literal["nearest", "stochastic"] = "stochastic"
     scale: typing.Literal["bfloat16", "power_of_two"] | None = None
@@ -87,9 +105,9 @@ class BlockQuantized(BlockMomentFormat):
 
     def encode(self, moment, draws, number):
         codec = self.codec
-        axis = pack_axis(moment.shape)
-        blocks = _in_blocks(codec.magnitude_key(moment), axis, self.block_size)
-        scales = codec.scale_of(codec.magnitude_of(jnp.max(blocks, axis=axis + 1)))
+        layout = layout_of(moment.shape)
+        keys = block_maxima(codec.magnitude_key(moment), layout, self.block_size)
+        scales = codec.scale_of(codec.magnitude_of(keys))
         prepared = self._prepared(scales, moment.shape)
         fields = self.encode_fields(moment, prepared, draws, number)
         return QuantizedMoment(pack(fields, self.bits), scales)
@@ -102,15 +120,13 @@ class BlockQuantized(BlockMomentFormat):
         return self.codec.encode_fields(moment, prepared, words, multiply_add)
 
     def decode(self, stored, shape):
-        fields = unpack(stored.codes, self.bits, shape)
+        fields = unpack(stored.codes, self.bits, layout_of(shape))
         prepared = self._prepared(stored.scales, shape)
         return self.codec.decode_fields(fields, prepared)
 
     def scales_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the scales of a moment of this shape."""
-        axis = pack_axis(shape)
-        blocks = math.ceil(shape[axis] / self.block_size)
-        return (*shape[:axis], blocks, *shape[axis + 1 :])
+        return layout_of(shape).blocks_shape(self.block_size)
 
     def codes_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the words of a moment of this shape."""
@@ -118,35 +134,19 @@ class BlockQuantized(BlockMomentFormat):
 
     def _prepared(self, scales: jax.Array, shape: tuple[int, ...]):
         """The prepared scales of the blocks, repeated for every element."""
-        axis = pack_axis(shape)
-
-        def repeat(x):
-            x = jnp.broadcast_to(
-                jnp.expand_dims(x, axis + 1),
-                (*x.shape[: axis + 1], self.block_size, *x.shape[axis + 1 :]),
-            )
-            x = x.reshape(*shape[:axis], -1, *shape[axis + 1 :])
-            return lax.slice_in_dim(x, 0, shape[axis], axis=axis)
-
         unit, inverse = self.codec.prepare(to_float32(scales))
-        return repeat(unit), repeat(inverse)
-
-
-def _in_blocks(x: jax.Array, axis: int, block_size: int) -> jax.Array:
-    """Split an axis n into (ceil(n / block_size), block_size), padded with 0."""
-    size = x.shape[axis]
-    if size % block_size:
-        widths = [(0, 0)] * x.ndim
-        widths[axis] = (0, -size % block_size)
-        x = jnp.pad(x, widths)
-    return x.reshape(*x.shape[:axis], -1, block_size, *x.shape[axis + 1 :])
+        layout = layout_of(shape)
+        return (
+            repeat_blocks(unit, layout, self.block_size),
+            repeat_blocks(inverse, layout, self.block_size),
+        )
 
 
 def block_quantized(
     bits: int = 8,
     *,
     code: typing.Literal["linear", "companded", "dynamic", "sqrt", "log"] | None = None,
-    block_size: int = GROUP,
+    block_size: int = TILE_SIZE,
     rounding: typing.Literal["nearest", "stochastic"] = "stochastic",
     scale: typing.Literal["bfloat16", "power_of_two"] | None = None,
 ) -> MomentFormat:
@@ -185,8 +185,8 @@ def block_quantized(
       bits: 8 or 4.
       code: one of the above, for all moments that this format stores; None chooses by
         the moment's field.
-      block_size: number of values that share a scale, a multiple of 32. They lie along
-        :func:`pallas_kernels.pack_axis`.
+      block_size: number of values that share a scale, a power of two from 32 to 2048.
+        :mod:`pallas_kernels.layout` says which: 8 rows by 4 columns if 32.
       rounding: ``"stochastic"`` or ``"nearest"``. Every step reads a moment, changes it
         a little and stores it again. Under nearest rounding a second moment does not
         even decay.
@@ -213,7 +213,7 @@ def block_quantized(
     >>> tx = lowbit_optax.lowbit(optax.adamw(1e-3), moments=block_quantized(8))
     >>> nu = tx.init(params).inner_state[0].nu
     >>> nu.codes["w"].shape, nu.scales["w"].shape
-    ((16, 64), (2, 64))
+    ((16, 64), (8, 16))
     """
     for name, value in (("bits", bits), ("block_size", block_size)):
         if isinstance(value, bool) or not isinstance(value, int):
@@ -227,11 +227,7 @@ def block_quantized(
         raise ValueError(
             f"block_quantized: code is {code!r}, not None or one of {', '.join(_CODES)}"
         )
-    if block_size <= 0 or block_size % GROUP:
-        raise ValueError(
-            f"block_quantized: block_size is {block_size}, not a positive multiple of "
-            f"{GROUP}"
-        )
+    check_block_size("block_quantized", block_size)
     if rounding not in _ROUNDINGS:
         raise ValueError(
             f"block_quantized: rounding is {rounding!r}, not 'nearest' or 'stochastic'"

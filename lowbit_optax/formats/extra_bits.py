@@ -7,71 +7,80 @@ has 2^24 - 2 NaNs. The 2^17 - 2 NaNs that have no pair become a neighbouring NaN
 Otherwise the parameter of a NaN master could be a number.
 """
 
+import collections
 import dataclasses
+import functools
 import math
 import typing
 
 import jax
 import jax.numpy as jnp
 
-import pallas_kernels
 from lowbit_optax._numerics import float_layouts, splitting
 from lowbit_optax._numerics.random_bits import RandomBits
 from lowbit_optax._numerics.streams import PARAM_STREAM, RESIDUAL_STREAM
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.plain import MasterCopyFormat, NoResidual
 from pallas_kernels.bitfields.xla import pack, unpack
+from pallas_kernels.layout import VERSION, layout_of
 
-
-# The fields have different names, so that a checkpoint of one is not read as another.
-class NearestBits(typing.NamedTuple):
-    """Packed two's complement residuals of ``extra_bits(rounding="nearest")``."""
-
-    words: typing.Any
-
-    @staticmethod
-    def format_of(param, residual) -> WeightFormat:
-        """A format that joins and splits leaves with such residuals."""
-        return _format_of(param, residual, "nearest")
-
-
-class TowardZeroBits(typing.NamedTuple):
-    """Packed unsigned residuals of ``extra_bits(rounding="toward_zero")``."""
-
-    unsigned_words: typing.Any
-
-    @staticmethod
-    def format_of(param, residual) -> WeightFormat:
-        """A format that joins and splits leaves with such residuals."""
-        return _format_of(param, residual, "toward_zero")
-
-
-class StochasticBits(typing.NamedTuple):
-    """Packed residuals, with un-round bit, of ``extra_bits(rounding="stochastic")``."""
-
-    unround_words: typing.Any
-
-    @staticmethod
-    def format_of(param, residual) -> WeightFormat:
-        """A format that joins and splits leaves with such residuals."""
-        return _format_of(param, residual, "stochastic")
-
-
-_CONTAINERS = {
-    "nearest": NearestBits,
-    "toward_zero": TowardZeroBits,
-    "stochastic": StochasticBits,
+_NAMES = {
+    "nearest": "NearestBits",
+    "toward_zero": "TowardZeroBits",
+    "stochastic": "StochasticBits",
 }
 
 
+@functools.cache
+def container_of(rounding: splitting.Rounding, bits: int | None) -> type:
+    """The type of the trees of packed residuals.
+
+    The names of types and fields differ, so that a checkpoint of other bits, of another
+    rounding or of another layout is not read as one of these.
+
+    Args:
+      rounding, bits: as in :func:`extra_bits`.
+
+    >>> container_of("nearest", 8)._fields
+    ('nearest_8_bits_v2',)
+    """
+    number = "" if bits is None else str(bits)
+    field = f"{rounding}_{number or 'most'}_bits_v{VERSION}"
+    name = _NAMES[rounding] + number
+    return type(
+        name,
+        (collections.namedtuple(name, [field]),),
+        {
+            "__slots__": (),
+            "__doc__": f"Packed residuals of {bits} bits, rounding {rounding!r}.",
+            # ``pickle`` finds the class by its name, which ``__getattr__`` knows.
+            "__module__": __name__,
+            "words": property(lambda self: self[0]),
+            "format_of": staticmethod(
+                functools.partial(_format_of, rounding=rounding, bits=bits)
+            ),
+        },
+    )
+
+
+def __getattr__(name: str) -> type:
+    for rounding, prefix in _NAMES.items():
+        number = name.removeprefix(prefix)
+        if number != name and (number.isdecimal() or not number):
+            return container_of(rounding, int(number) if number else None)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def _format_of(
-    param: jax.Array, residual: jax.Array, rounding: splitting.Rounding
+    param: jax.Array,
+    residual: jax.Array,
+    rounding: splitting.Rounding,
+    bits: int | None,
 ) -> WeightFormat:
+    """A format that joins and splits leaves with such residuals."""
     if residual.dtype == jnp.float32:
         return MasterCopyFormat()
-    axis = pallas_kernels.pack_axis(param.shape)
-    width = residual.shape[axis] // math.ceil(param.shape[axis] / pallas_kernels.GROUP)
-    return ExtraBits(width - 1 if rounding == "stochastic" else width, rounding)
+    return ExtraBits(bits, rounding).for_leaf(param.shape, param.dtype, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +99,7 @@ class ExtraBits(WeightFormat):
     # It is only read from instances, where a property serves as a class variable does.
     @property
     def container(self) -> type:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return NoResidual if self.bits == 0 else _CONTAINERS[self.rounding]
+        return NoResidual if self.bits == 0 else container_of(self.rounding, self.bits)
 
     @property
     def width(self) -> int:
@@ -136,7 +145,7 @@ class ExtraBits(WeightFormat):
 
     def join(self, param, residual):
         if self.width and self.packed:
-            residual = unpack(residual, self.width, param.shape)
+            residual = unpack(residual, self.width, layout_of(param.shape))
         return splitting.join(param, residual, self._bits, self.rounding)
 
     def round(self, master, dtype, random):
@@ -229,9 +238,9 @@ def extra_bits(
             f"extra_bits: bits is {bits}; bfloat16 takes 0 to 16, float16 0 to 13, "
             "float8_e4m3fn 0 to 20, float8_e5m2 0 to 21"
         )
-    if rounding not in _CONTAINERS:
+    if rounding not in _NAMES:
         raise ValueError(
-            f"extra_bits: rounding is {rounding!r}, not one of {sorted(_CONTAINERS)}"
+            f"extra_bits: rounding is {rounding!r}, not one of {sorted(_NAMES)}"
         )
     if residual_rounding not in ("nearest", "stochastic"):
         raise ValueError(

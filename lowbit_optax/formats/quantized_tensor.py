@@ -18,8 +18,8 @@ from lowbit_optax._numerics.random_bits import RandomBits
 from lowbit_optax._numerics.rounding import narrow_or_cast
 from lowbit_optax._numerics.streams import PARAM_STREAM
 from lowbit_optax.formats.quantized_leaf import QuantizedWeight
-from pallas_kernels.bitfields.fields import GROUP
-from pallas_kernels.bitfields.xla import pack, pack_axis, unpack
+from pallas_kernels.bitfields.xla import pack, unpack
+from pallas_kernels.layout import Layout, block_maxima, repeat_blocks
 
 Rounding = typing.Literal["nearest", "stochastic"]
 
@@ -33,24 +33,23 @@ class QuantizedTensor(QuantizedWeight):
     :func:`lowbit_optax.lpmm_sgd` can return differences modulo 2^32, with which
     ``optax.apply_updates`` lands exactly.
 
-    The static fields describe only the packed axis, counted from the end. So slices of
-    a stack (``lax.scan`` over layers, ``jax.vmap``) are QuantizedTensors of one layer.
+    The static fields describe only the axis of the rows, counted from the end. So
+    slices of a stack (``lax.scan`` over layers, ``jax.vmap``) are QuantizedTensors of
+    one layer.
 
     Args:
-      codes: uint32 words, of the array's shape with the packed axis ``n -> ceil(n/32)
-        bits``.
-      scales: uint32 patterns of float32 step sizes, of the array's shape with the
-        packed axis ``n -> ceil(n / block_size)``.
+      codes: uint32 words, of the ``words_shape`` of :class:`pallas_kernels.Layout`.
+      scales: uint32 patterns of float32 step sizes, of its ``blocks_shape``.
       bits: k, the bits of a code.
-      block_size: number of values that share a step size, a multiple of 32.
-      axis: the packed axis, -1 or -2.
-      length: n, the array's size along that axis.
+      block_size: number of values that share a step size, a power of two.
+      axis: the axis of the rows; -1 if the last axis is folded into rows.
+      length: the array's size along that axis.
 
     >>> import jax.numpy as jnp, lowbit_optax
     >>> x = jnp.linspace(-1, 1, 8192).reshape(2, 64, 64)
     >>> w = lowbit_optax.quantize_params(x, bits=12)
     >>> w.shape, w.codes.shape, w.scales.shape
-    ((2, 64, 64), (2, 24, 64), (2, 1, 64))
+    ((2, 64, 64), (2, 24, 64), (2, 1, 2))
     >>> w.dequantize(jnp.bfloat16).dtype
     dtype(bfloat16)
     """
@@ -71,6 +70,11 @@ class QuantizedTensor(QuantizedWeight):
         shape = list(self.codes.shape)
         shape[self.axis] = self.length
         return tuple(shape)
+
+    @property
+    def layout(self) -> Layout:
+        """Where codes and scales lie."""
+        return Layout(self.shape, self.axis)
 
     @property
     def ndim(self) -> int:
@@ -103,8 +107,10 @@ class QuantizedTensor(QuantizedWeight):
           ValueError: if the shapes of codes and scales do not fit the static fields.
         """
         check_parts(self)
-        fields = _unpack(self.codes, self.bits, self.shape, self.axis)
-        values = linear_code.decode(fields, _steps(self), self.bits)
+        fields = unpack(self.codes, self.bits, self.layout)
+        delta = lax.bitcast_convert_type(self.scales, jnp.float32)
+        steps = repeat_blocks(delta, self.layout, self.block_size)
+        values = linear_code.decode(fields, steps, self.bits)
         return narrow_or_cast(values, dtype)
 
 
@@ -120,22 +126,17 @@ def quantize(
     Args:
       x: float32, rank 1 or more.
       bits, block_size: as in :func:`quantize_params`.
-      axis: the axis to pack along: -1, or -2 if ``pack_axis`` chooses it.
+      axis: as in :class:`QuantizedTensor`.
       random: the leaf's random bits; None rounds to nearest.
     """
+    layout = Layout(x.shape, axis)
     size = jnp.abs(x)
     size = jnp.where(size < jnp.float32(jnp.inf), size, jnp.float32(0))
-    at = axis % x.ndim
-    widths = [(0, -x.shape[axis] % block_size if i == at else 0) for i in range(x.ndim)]
-    blocks = jnp.pad(size, widths).reshape(
-        *x.shape[:at], -1, block_size, *x.shape[at + 1 :]
-    )
-    delta = linear_code.delta_of(jnp.max(blocks, axis=at + 1), bits)
-    steps = _repeat(delta, block_size, axis, x.shape[axis])
+    delta = linear_code.delta_of(block_maxima(size, layout, block_size), bits)
+    steps = repeat_blocks(delta, layout, block_size)
     words = None if random is None else random.words(x.shape, PARAM_STREAM)
-    fields = linear_code.encode(x, steps, bits, words)
+    codes = pack(linear_code.encode(x, steps, bits, words), bits, layout)
     scales = lax.bitcast_convert_type(delta, jnp.uint32)
-    codes = _pack(fields, bits, axis)
     return QuantizedTensor(codes, scales, bits, block_size, axis, x.shape[axis])
 
 
@@ -191,11 +192,10 @@ def check_parts(tensor: QuantizedTensor) -> None:
     for name, part in (("codes", codes), ("scales", scales)):
         if part.dtype != jnp.uint32:
             raise ValueError(f"QuantizedTensor: {name} are {part.dtype}, not uint32")
-    want_codes, want_scales = list(codes.shape), list(codes.shape)
     if codes.ndim >= -tensor.axis:
-        want_codes[tensor.axis] = math.ceil(tensor.length / GROUP) * tensor.bits
-        want_scales[tensor.axis] = math.ceil(tensor.length / tensor.block_size)
-        if codes.shape == tuple(want_codes) and scales.shape == tuple(want_scales):
+        layout = tensor.layout
+        parts = layout.words_shape(tensor.bits), layout.blocks_shape(tensor.block_size)
+        if (codes.shape, scales.shape) == parts:
             return
     raise ValueError(
         f"QuantizedTensor: codes {list(codes.shape)} and scales {list(scales.shape)} "
@@ -203,39 +203,3 @@ def check_parts(tensor: QuantizedTensor) -> None:
         f"{tensor.length} with blocks of {tensor.block_size}. Was the packed axis "
         "sliced? See stacked= of quantize_params"
     )
-
-
-def _steps(tensor: QuantizedTensor) -> jax.Array:
-    delta = lax.bitcast_convert_type(tensor.scales, jnp.float32)
-    return _repeat(delta, tensor.block_size, tensor.axis, tensor.length)
-
-
-def _repeat(delta: jax.Array, block_size: int, axis: int, length: int) -> jax.Array:
-    """The step size of every element, from those of the blocks."""
-    at = axis % delta.ndim
-    shape = delta.shape
-    wide = jnp.broadcast_to(
-        jnp.expand_dims(delta, at + 1), (*shape[: at + 1], block_size, *shape[at + 1 :])
-    )
-    wide = wide.reshape(*shape[:at], -1, *shape[at + 1 :])
-    return lax.slice_in_dim(wide, 0, length, axis=at)
-
-
-def _view(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
-    """A shape of the same elements that ``pack`` packs along ``axis``."""
-    if pack_axis(shape) - len(shape) == axis:
-        return shape
-    return (*shape[:-1], 1, shape[-1])
-
-
-def _pack(fields: jax.Array, bits: int, axis: int) -> jax.Array:
-    shape = list(fields.shape)
-    shape[axis] = math.ceil(shape[axis] / GROUP) * bits
-    return pack(fields.reshape(_view(fields.shape, axis)), bits).reshape(shape)
-
-
-def _unpack(words: jax.Array, bits: int, shape: tuple[int, ...], axis: int):
-    view = _view(shape, axis)
-    if view != shape:
-        words = words.reshape(*words.shape[:-1], 1, words.shape[-1])
-    return unpack(words, bits, view).reshape(shape)

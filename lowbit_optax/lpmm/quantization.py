@@ -11,8 +11,7 @@ from lowbit_optax._numerics.rounding import to_float32
 from lowbit_optax._step import trees
 from lowbit_optax._step.arguments import check_static_int
 from lowbit_optax.formats.quantized_tensor import Rounding, is_quantized, quantize
-from pallas_kernels.bitfields.fields import GROUP
-from pallas_kernels.bitfields.xla import pack_axis
+from pallas_kernels.layout import check_block_size, layout_of
 
 PAPER_BLOCK_SIZE = 2048
 """The block size of the LPMM paper."""
@@ -38,16 +37,16 @@ def quantize_params(
       params: tree of arrays. Float leaves with fewer than ``min_size`` elements become
         float32. Leaves that are not real floating-point arrays stay as they are.
       bits: of a code, 4 to 16.
-      block_size: number of values that share a step size, a multiple of 32. They lie
-        along :func:`pallas_kernels.pack_axis`; the last block may be shorter.
+      block_size: number of values that share a step size, a power of two from 32 to
+        2048, which is 64 rows by 32 columns.
       min_size: leaves with fewer elements are not quantised.
       seed: of stochastic rounding.
       rounding: ``"nearest"``, which has the smallest error, or ``"stochastic"``. In
         training steps the optimizer's rounding is used.
       stacked: ``path -> bool``: whether the first axis of the leaf with this path (such
         as ``"['layers']['bias']"``) is a stack of layers. Such an axis is not packed,
-        so it can be sliced or scanned over. It is needed only for stacks of vectors: in
-        leaves of rank 3 or more the first axis is never packed.
+        so it can be sliced or scanned over. It is needed where the layers alone divide
+        badly into rows of 8, as vectors do; see :func:`pallas_kernels.layout_of`.
 
     Returns:
       The tree with a :class:`QuantizedTensor` in place of the larger float leaves,
@@ -93,7 +92,7 @@ def quantize_params(
         is_stack = stacked is not None and stacked(name)
         if x.ndim < 1 + is_stack or not x.size or x.size < min_size:
             return x
-        axis = -1 if is_stack and x.ndim == 2 else pack_axis(x.shape) - x.ndim
+        axis = layout_of(x.shape[1:] if is_stack else x.shape).axis
         words = random if rounding == "stochastic" else None
         return quantize(x, bits, block_size, axis, words)
 
@@ -137,11 +136,8 @@ def dequantize(
 def _check_choices(bits: int, block_size: int, rounding: str) -> None:
     """Raise unless weights can be stored with these choices."""
     check_static_int("quantize_params", "bits", bits, 4, 16)
-    check_static_int("quantize_params", "block_size", block_size, GROUP)
-    if block_size % GROUP:
-        raise ValueError(
-            f"quantize_params: block_size is {block_size}, not a multiple of 32"
-        )
+    check_static_int("quantize_params", "block_size", block_size, 1)
+    check_block_size("quantize_params", block_size)
     if rounding not in ("nearest", "stochastic"):
         raise ValueError(
             f"quantize_params: rounding is {rounding!r}, not 'nearest' or 'stochastic'"

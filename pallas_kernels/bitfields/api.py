@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from pallas_kernels.bitfields import xla
 from pallas_kernels.fused_update import Operand, Result, fused_update
 from pallas_kernels.fused_update.api import Implementation
+from pallas_kernels.layout import layout_of
 
 
 def pack(
@@ -13,8 +14,7 @@ def pack(
 ) -> jax.Array:
     """Pack an array of k-bit fields into uint32 words.
 
-    Value ``r`` of a group of 32 along the pack axis is bits ``[r*k, (r+1)*k)`` of the
-    group's k words.
+    :mod:`pallas_kernels.layout` says which field goes where.
 
     Args:
       fields: uint32, rank 1 or more, any size, each value below ``2**bits``.
@@ -30,12 +30,12 @@ def pack(
       ValueError: if ``bits`` is out of range, ``fields`` is a scalar, or not uint32.
 
     >>> import jax.numpy as jnp
-    >>> words = pack(jnp.arange(64, dtype=jnp.uint32), bits=8)
-    >>> words.shape, hex(int(words[0]))
-    ((16,), '0x3020100')
+    >>> words = pack(jnp.arange(64, dtype=jnp.uint32).reshape(32, 2), bits=8)
+    >>> words.shape, hex(int(words[0, 0]))
+    ((8, 2), '0x6040200')
     """
     xla.check(bits, fields.dtype)
-    xla.pack_axis(fields.shape)
+    layout_of(fields.shape)
     if implementation == "xla":
         return xla.pack(fields, bits)
     (words,) = fused_update(
@@ -73,9 +73,10 @@ def unpack(
     >>> bool((unpack(words, 7, (50,)) == jnp.arange(50)).all())
     True
     """
-    xla.check_words(words, bits, shape)
+    layout = layout_of(shape)
+    xla.check_words(words, bits, layout)
     if implementation == "xla":
-        return xla.unpack(words, bits, shape)
+        return xla.unpack(words, bits, layout)
     (fields,) = fused_update(
         _same,
         [Operand(words, bits)],

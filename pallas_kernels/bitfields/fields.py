@@ -1,13 +1,11 @@
 """k-bit fields in uint32 words, on rows: the primitives that every packed array uses.
 
-A group is 32 rows. Field ``r`` of a group is bits ``[r*k, (r+1)*k)`` of the group's
-``k`` words, counted from the least significant bit of the first word. Because the row
-number is static, so are word, shift and mask: a kernel unrolls these into shifts and
-masks on whole rows, without shuffles or shared memory. The rows themselves may have
-any shape (a register vector in a kernel, an array on the XLA path).
-
-The pattern repeats every ``32 / gcd(k, 32)`` rows, after ``k / gcd(k, 32)`` whole
-words. That is the smallest piece a loop can work on; see :func:`period`.
+Fields of ``32 / gcd(k, 32)`` consecutive rows fill ``k / gcd(k, 32)`` whole words, and
+then the pattern repeats; see :func:`period`. Field ``r`` of a period is bits
+``[r*k, (r+1)*k)`` of its words, counted from the least significant bit of the first
+word. Because the row number is static, so are word, shift and mask: a kernel unrolls
+these into shifts and masks on whole rows, without shuffles or shared memory. The rows
+themselves may have any shape (a register vector in a kernel, an array on the XLA path).
 """
 
 import math
@@ -16,7 +14,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-GROUP = 32
+_WORD = 32
 
 
 def period(bits: int) -> tuple[int, int]:
@@ -31,12 +29,12 @@ def period(bits: int) -> tuple[int, int]:
     >>> period(8), period(12), period(5)
     ((4, 1), (8, 3), (32, 5))
     """
-    common = math.gcd(bits, GROUP)
-    return GROUP // common, bits // common
+    common = math.gcd(bits, _WORD)
+    return _WORD // common, bits // common
 
 
 def get_field(words: Sequence[jax.Array], row: int, bits: int) -> jax.Array:
-    """Read field ``row`` (a static int) from the words of a group or period.
+    """Read field ``row`` (a static int) from the words of one or more periods.
 
     Args:
       words: uint32 arrays of one shape, at least ``ceil((row+1)*bits/32)`` of them.

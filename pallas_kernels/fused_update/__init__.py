@@ -2,17 +2,18 @@
 
 from pallas_kernels.fused_update.api import fused_update, fused_update_many
 from pallas_kernels.fused_update.small_leaves import MAX_ELEMENTS_OF_SMALL_LEAF
-from pallas_kernels.fused_update.spec import Body, GroupedBody, Leaf, Operand, Result
-from pallas_kernels.fused_update.tiling import MAX_ELEMENTS
+from pallas_kernels.fused_update.spec import BlockBody, Body, Leaf, Operand, Result
+from pallas_kernels.fused_update.tiling import MAX_ELEMENTS, has_tiling
 
 __all__ = [
     "MAX_ELEMENTS",
     "MAX_ELEMENTS_OF_SMALL_LEAF",
+    "BlockBody",
     "Body",
-    "GroupedBody",
     "Leaf",
     "Operand",
     "Result",
     "fused_update",
     "fused_update_many",
+    "has_tiling",
 ]

@@ -10,18 +10,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from pallas_kernels.bitfields.fields import GROUP
-from pallas_kernels.bitfields.xla import pack_axis
 from pallas_kernels.fused_update import sharded, small_leaves, triton, xla
-from pallas_kernels.fused_update.spec import Body, GroupedBody, Leaf, Operand, Result
-from pallas_kernels.fused_update.tiling import MAX_ELEMENTS
+from pallas_kernels.fused_update.spec import BlockBody, Body, Leaf, Operand, Result
+from pallas_kernels.fused_update.tiling import MAX_ELEMENTS, has_tiling
+from pallas_kernels.layout import TILE_SIZE, check_block_size, layout_of
 from pallas_kernels.platforms import is_elsewhere
 
 Implementation = typing.Literal["xla", "pallas"] | None
 
 
 def fused_update(
-    body: Body | GroupedBody,
+    body: Body | BlockBody,
     operands: Sequence[Operand],
     results: Sequence[Result],
     *,
@@ -29,7 +28,7 @@ def fused_update(
     scalars: jax.Array | None = None,
     row: jax.Array | int | None = None,
     layer: jax.Array | None = None,
-    group: int = GROUP,
+    block_size: int = TILE_SIZE,
     when: int | None = None,
     implementation: Implementation = None,
 ) -> list[jax.Array]:
@@ -37,11 +36,11 @@ def fused_update(
 
     On a GPU it is one kernel: it moves every byte once and needs no temporary memory.
     On a mesh it runs on every device's shards; nothing is communicated where shards
-    along the pack axis are whole groups of 32 (plain arrays: any).
+    are whole words and blocks (see :mod:`pallas_kernels.layout`; plain arrays: any).
 
     Args:
       body: what to compute, see :data:`pallas_kernels.fused_update.Body`, or
-        :class:`pallas_kernels.fused_update.GroupedBody` if an array is per group.
+        :class:`pallas_kernels.fused_update.BlockBody` if an array is per block.
       operands: arrays to read.
       results: arrays to write; what overwrites an operand takes its place in memory
         when that is donated.
@@ -50,7 +49,7 @@ def fused_update(
       row: which row of the table; uint32 of shape [1], or a number.
       layer: int32 scalar. The operands that are overwritten are then stacks of leaves,
         ``[layers, *shape]``, of which this one is updated; the others are one layer's.
-      group: elements of a group, a multiple of 32, for per-group arrays.
+      block_size: elements of a block, for per-block arrays.
       when: number of a scalar that switches the update off: where it is 0, operands
         that are overwritten keep their values, and other results are undefined.
       implementation: ``"xla"``, the reference; ``"pallas"``, the kernel on CUDA, and
@@ -81,7 +80,9 @@ def fused_update(
                 "fused_update: shape is needed for packed or stacked arrays"
             )
         shape = plain[0]
-    leaf = Leaf(tuple(operands), tuple(results), tuple(shape), layer is not None, group)
+    leaf = Leaf(
+        tuple(operands), tuple(results), tuple(shape), layer is not None, block_size
+    )
     _check(leaf)
     if scalars is None:
         scalars = jnp.zeros((1,), jnp.uint32)
@@ -144,7 +145,7 @@ def fused_update_many(
         for leaf in leaves
     }
     if len(kinds) > 1 or any(
-        leaf.packed or leaf.grouped or leaf.stacked for leaf in leaves
+        leaf.packed or leaf.has_blocks or leaf.stacked for leaf in leaves
     ):
         raise ValueError(
             "fused_update_many: leaves must have the same kinds of operands and "
@@ -191,13 +192,11 @@ def _choose(implementation: Implementation, kernel, reference, leaves, shared, s
             f"fused_update: implementation is {implementation!r}, not None, 'xla' or "
             "'pallas'"
         )
-    fits = 0 < size <= MAX_ELEMENTS
-    if implementation == "pallas" and not fits:
-        raise ValueError(
-            f"fused_update: kernels take 1 to {MAX_ELEMENTS} elements, not {size}"
-        )
+    refusal = _refusal(leaves, size)
+    if implementation == "pallas" and refusal:
+        raise ValueError(f"fused_update: {refusal}")
     arguments = [*shared, *(x for leaf in leaves for x in leaf.arrays)]
-    if implementation == "xla" or not fits:
+    if implementation == "xla" or refusal:
         return reference(*arguments)
 
     def by_kernel(interpret, *args):
@@ -213,6 +212,20 @@ def _choose(implementation: Implementation, kernel, reference, leaves, shared, s
     return lax.platform_dependent(
         *arguments, cuda=functools.partial(by_kernel, False), default=default
     )
+
+
+def _refusal(leaves: Sequence[Leaf], size: int) -> str | None:
+    """Why kernels cannot take these leaves, or None."""
+    if not 0 < size <= MAX_ELEMENTS:
+        return f"kernels take 1 to {MAX_ELEMENTS} elements, not {size}"
+    for leaf in leaves:
+        if leaf.has_blocks and not has_tiling(leaf.packed, leaf.block_size):
+            return (
+                f"kernels do not take fields of {list(leaf.packed)} bits with blocks "
+                f"of {leaf.block_size} elements; accepted are blocks of 32 or 64, or "
+                "multiples of 4 bits"
+            )
+    return None
 
 
 def _transformable(kernel: Callable, reference: Callable) -> Callable:
@@ -239,16 +252,18 @@ def _transformable(kernel: Callable, reference: Callable) -> Callable:
 
 def _check(leaf: Leaf) -> None:
     shape = leaf.shape
-    if (leaf.packed or leaf.grouped) and not shape:
-        raise ValueError("fused_update: a scalar has no groups")
-    if leaf.group < GROUP or leaf.group % GROUP:
-        raise ValueError(f"fused_update: group is {leaf.group}, no multiple of 32")
-    in_groups = leaf.packed or leaf.grouped
-    if leaf.stacked and in_groups and pack_axis((32, *shape)) != pack_axis(shape) + 1:
-        raise ValueError(
-            f"fused_update: layers of shape {list(shape)} may be packed along the axis "
-            "of layers; stack leaves of two axes or more"
-        )
+    in_words = leaf.packed or leaf.has_blocks
+    if in_words and not shape:
+        raise ValueError("fused_update: a scalar has no words and no blocks")
+    check_block_size("fused_update", leaf.block_size)
+    if leaf.stacked and in_words:
+        stack = (leaf.operands[min(leaf.overwritten)].array.shape[0], *shape)
+        if layout_of(stack).axis != leaf.layout.axis:
+            raise ValueError(
+                f"fused_update: in a stack of shape {list(stack)} words and blocks lie "
+                "across layers; accepted are layers of two axes or more, of which one "
+                "divides well into 64 rows or more"
+            )
     for number, operand in enumerate(leaf.operands):
         want, got = leaf.stored_shape(operand), operand.array.shape
         if leaf.stacked and number in leaf.overwritten:

@@ -1,7 +1,7 @@
 """Kernels on the local shards of arrays that are spread over a mesh.
 
 All arrays of a leaf keep its rank, so one PartitionSpec, the leaf's, places them all.
-Where shards hold whole groups, updating one needs nothing from other devices.
+Where shards hold whole words and blocks, updating one needs nothing from other devices.
 ``custom_partitioning`` tells XLA's partitioner so, on meshes of automatic axes. On
 explicit axes the specs are known while tracing, and ``jax.shard_map`` does it.
 """
@@ -18,8 +18,6 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.bitfields.fields import GROUP
-from pallas_kernels.bitfields.xla import pack_axis
 from pallas_kernels.fused_update.spec import Leaf
 
 
@@ -37,6 +35,9 @@ class Shard:
     shape: tuple[int, ...]
     base: jax.Array | None = None
 
+
+# Shards of an axis divide it, as far as there are as many devices as a power of two.
+_MOST_DEVICES = 256
 
 Run = Callable[[Sequence[Shard], list[jax.Array]], list[jax.Array]]
 """``run(shards, shared) -> results``, of all leaves one after the other. ``shared`` are
@@ -59,7 +60,7 @@ def over_shards(run: Run, leaves: Sequence[Leaf], shared: int, args) -> list:
     mesh = jax.typeof(_anchor(given[0])).sharding.mesh
     if any(kind == AxisType.Explicit for kind in mesh.axis_types):
         return _on_explicit_axes(run, leaves, shared, args, mesh)
-    return _on_automatic_axes(run, leaves, shared, args)
+    return _on_automatic_axes(run, leaves, shared, args, mesh)
 
 
 def _on_explicit_axes(
@@ -81,7 +82,7 @@ def _on_explicit_axes(
         check_vma=False,
     )(*_reshard(args, inside, mesh))
     # A caller expects results placed like the leaf, also where shards had to be of
-    # whole groups for the kernel.
+    # whole words and blocks for the kernel.
     _, outside = _all_specs(leaves, asked, shared)
     return _reshard(results, outside, mesh)
 
@@ -93,11 +94,13 @@ def _reshard(arrays, specs: Sequence[P], mesh) -> list[jax.Array]:
     ]
 
 
-def _on_automatic_axes(run: Run, leaves: Sequence[Leaf], shared: int, args) -> list:
+def _on_automatic_axes(
+    run: Run, leaves: Sequence[Leaf], shared: int, args, mesh
+) -> list:
     """``custom_partitioning``: without it XLA gathers what a kernel reads.
 
-    On these axes placements are not known while tracing. XLA's partitioner calls
-    ``partition`` with them later.
+    On these axes placements are not known while tracing, nor is the mesh, unless it is
+    set. XLA's partitioner calls ``partition`` with them later.
     """
 
     def whole(*args):
@@ -118,7 +121,8 @@ def _on_automatic_axes(run: Run, leaves: Sequence[Leaf], shared: int, args) -> l
         )
 
     call = custom_partitioning(whole)
-    rule, sizes = _sharding_rule(leaves, args[:shared])
+    devices = _MOST_DEVICES if mesh.empty else mesh.size
+    rule, sizes = _sharding_rule(leaves, args[:shared], devices)
     factor_sizes: dict[str, typing.Any] = {**sizes}
     call.def_partition(
         partition,
@@ -167,16 +171,16 @@ def _base(whole, shape, spec: P, mesh: Mesh) -> jax.Array | None:
 
 
 def _supported(leaf: Leaf, spec: P, mesh: Mesh) -> P:
-    """The spec, changed so that every shard holds whole groups.
+    """The spec, changed so that every shard holds whole words and whole blocks.
 
-    A group that is cut has parts of one word, or of one maximum, on two devices. Mesh
-    axes that cut groups shard another axis of the leaf instead, or none.
+    What is cut has parts of one word, or of one maximum, on two devices. Mesh axes that
+    cut shard another axis of the leaf instead, or none.
     """
 
     def fits(axis: int, names) -> bool:
-        grouped = leaf.packed or leaf.grouped
-        unit = leaf.group if grouped and axis == pack_axis(leaf.shape) else 1
-        return leaf.shape[axis] % (_count(mesh, names) * unit) == 0
+        shards = _count(mesh, names)
+        unit = leaf.unit(axis) if shards > 1 else 1
+        return leaf.shape[axis] % (shards * unit) == 0
 
     given = _padded(spec, leaf.shape)
     kept = [names if fits(axis, names) else () for axis, names in enumerate(given)]
@@ -213,7 +217,9 @@ def _all_specs(leaves, specs, shared: int) -> tuple[list[P], list[P]]:
     return inside, outside
 
 
-def _sharding_rule(leaves: Sequence[Leaf], shared) -> tuple[str, dict[str, int]]:
+def _sharding_rule(
+    leaves: Sequence[Leaf], shared, devices: int
+) -> tuple[str, dict[str, int]]:
     """The einsum-like rule by which XLA spreads placements, and its factors' sizes.
 
     XLA's partitioner (Shardy) reads it before it calls ``partition``. Axes of one name
@@ -228,10 +234,10 @@ def _sharding_rule(leaves: Sequence[Leaf], shared) -> tuple[str, dict[str, int]]
     outside, sizes = [], {}
 
     def add(to: list[str], name: str, leaf: Leaf, like, stacked: bool) -> None:
-        axes = [f"{name}a{axis}" for axis in range(len(leaf.shape))]
-        if leaf.packed or leaf.grouped:
-            axis = pack_axis(leaf.shape)
-            axes[axis] = _pack_factor(axes[axis], leaf, like, sizes)
+        axes = [
+            _factor(f"{name}a{axis}", axis, leaf, like, devices, sizes)
+            for axis in range(len(leaf.shape))
+        ]
         to.append(" ".join([f"{name}s", *axes] if stacked else axes))
 
     for number, leaf in enumerate(leaves):
@@ -248,22 +254,26 @@ def _sharding_rule(leaves: Sequence[Leaf], shared) -> tuple[str, dict[str, int]]
     return f"{', '.join(inside)} -> {', '.join(outside)}", sizes
 
 
-def _pack_factor(name: str, leaf: Leaf, like, sizes: dict[str, int]) -> str:
-    """The pack axis in the rule: groups times what an array has for each of them.
+def _factor(
+    name: str, axis: int, leaf: Leaf, like, devices: int, sizes: dict[str, int]
+) -> str:
+    """An axis in the rule: units, times what an array has for each of them.
 
-    So arrays of different lengths along that axis, such as elements, words and scales,
-    can be placed alike.
+    So arrays of different lengths along an axis, such as elements, words and scales,
+    are placed alike. Where units might not divide into shards, the partitioner would
+    spread them over a part of the mesh's axis, which JAX cannot express. There each
+    array stays where it is.
     """
-    length = leaf.shape[pack_axis(leaf.shape)]
-    if length % leaf.group:
-        kind = f"b{like.bits}" if like.bits else "g" if like.per_group else ""
-        return name + kind
-    if like.per_group:
+    length, stored = leaf.shape[axis], leaf.stored_shape(like)[axis]
+    units, rest = divmod(length, leaf.unit(axis))
+    if leaf.unit(axis) == 1:
         return name
-    count = leaf.group if like.bits is None else leaf.group // GROUP * like.bits
+    if rest or not units or units % devices or stored % units:
+        return name if stored == length else f"{name}n{stored}"
+    count = stored // units
     if count == 1:
         return name
-    sizes[name] = length // leaf.group
+    sizes[name] = units
     sizes[f"n{count}"] = count
     return f"({name} n{count})"
 

@@ -1,15 +1,14 @@
 """What a fused update reads and writes."""
 
 import dataclasses
-import math
+import functools
 import typing
 from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 
-from pallas_kernels.bitfields.fields import GROUP
-from pallas_kernels.bitfields.xla import pack_axis, packed_shape
+from pallas_kernels.layout import TILE_SIZE, Layout, layout_of
 
 MultiplyAdd = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -28,21 +27,21 @@ contract a product and a sum unless it is told to.
 """
 
 
-class GroupedBody(typing.Protocol):
-    """The body of an update with per-group operands or results, such as scales.
+class BlockBody(typing.Protocol):
+    """The body of an update with per-block operands or results, such as scales.
 
-    First maxima over each group are taken of what :meth:`statistics` returns, then the
-    elements are written. Values of groups have one element per group, or are repeated
-    for each element of the group; the body must not depend on which. Where a group's
-    new values stay in registers, what :meth:`statistics` and :meth:`__call__` both
-    compute from the same values is computed once.
+    First maxima over each block are taken of what :meth:`statistics` returns, then the
+    elements are written. Values of blocks have one element per block, or are repeated
+    for each element of the block; the body must not depend on which. What
+    :meth:`statistics` and :meth:`__call__` both compute from the same values, a kernel
+    computes once.
     """
 
     maxima: int
     """How many maxima :meth:`statistics` asks for."""
 
-    def before(self, group_values: Sequence[jax.Array]) -> tuple:
-        """What decoding needs of the per-group operands' values; any tuple."""
+    def before(self, block_values: Sequence[jax.Array]) -> tuple:
+        """What decoding needs of the per-block operands' values; any tuple."""
         ...
 
     def statistics(
@@ -52,7 +51,7 @@ class GroupedBody(typing.Protocol):
         ...
 
     def after(self, maxima: Sequence[jax.Array]) -> tuple[Sequence[jax.Array], tuple]:
-        """``(values of the per-group results, what encoding needs of the maxima)``."""
+        """``(values of the per-block results, what encoding needs of the maxima)``."""
         ...
 
     def __call__(
@@ -67,14 +66,14 @@ class Operand:
     """One array that is read.
 
     Args:
-      array: of the leaf's shape, or uint32 words of its ``packed_shape``.
+      array: of the leaf's shape, or uint32 words of its ``words_shape``.
       bits: width of the packed fields, None for a plain array.
-      per_group: whether it has one element per group along the pack axis.
+      per_block: whether it has one element per block.
     """
 
     array: jax.Array
     bits: int | None = None
-    per_group: bool = False
+    per_block: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,13 +85,13 @@ class Result:
       bits: width of the packed fields, None for a plain array.
       overwrites: number of the operand, of the same dtype and bits, in whose place it
         is written; None for a new array.
-      per_group: as of an operand.
+      per_block: as of an operand.
     """
 
     dtype: typing.Any
     bits: int | None = None
     overwrites: int | None = None
-    per_group: bool = False
+    per_block: bool = False
 
     def __post_init__(self):
         object.__setattr__(self, "dtype", np.dtype(self.dtype))
@@ -107,29 +106,39 @@ class Leaf:
       shape: of the whole leaf; of one layer, where results go into a stack.
       stacked: whether the operands that are overwritten have an axis of layers in
         front, of which one is updated.
-      group: elements of a group, a multiple of 32.
+      block_size: elements of a block.
     """
 
     operands: tuple[Operand, ...]
     results: tuple[Result, ...]
     shape: tuple[int, ...]
     stacked: bool = False
-    group: int = GROUP
+    block_size: int = TILE_SIZE
 
     @property
-    def grouped(self) -> bool:
-        """Whether anything in it is per group."""
-        return any(x.per_group for x in (*self.operands, *self.results))
+    def has_blocks(self) -> bool:
+        """Whether anything in it is per block."""
+        return any(x.per_block for x in (*self.operands, *self.results))
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        """The layout of its words and blocks; a scalar has none."""
+        return layout_of(self.shape)
 
     def stored_shape(self, like: Operand | Result) -> tuple[int, ...]:
         """The shape of an operand or result of the leaf, or of one layer of it."""
         if like.bits is not None:
-            return packed_shape(self.shape, like.bits)
-        if like.per_group:
-            axis = pack_axis(self.shape)
-            groups = math.ceil(self.shape[axis] / self.group)
-            return (*self.shape[:axis], groups, *self.shape[axis + 1 :])
+            return self.layout.words_shape(like.bits)
+        if like.per_block:
+            return self.layout.blocks_shape(self.block_size)
         return self.shape
+
+    def unit(self, axis: int) -> int:
+        """How many elements of an axis a shard must be a multiple of."""
+        if not self.packed and not self.has_blocks:
+            return 1
+        block_size = self.block_size if self.has_blocks else None
+        return self.layout.unit(axis, self.packed, block_size)
 
     @property
     def arrays(self) -> list[jax.Array]:

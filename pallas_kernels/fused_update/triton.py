@@ -14,9 +14,10 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from pallas_kernels.fused_update.lanes import lanes_of
 from pallas_kernels.fused_update.sharded import Shard
-from pallas_kernels.fused_update.spec import Body, GroupedBody, Operand, Result
-from pallas_kernels.fused_update.tiling import Tiling, lanes_of
+from pallas_kernels.fused_update.spec import BlockBody, Body, Operand, Result
+from pallas_kernels.fused_update.tiling import LANES, Tiling
 from pallas_kernels.fused_update.triton_program import (
     Program,
     read_scalars,
@@ -25,12 +26,13 @@ from pallas_kernels.fused_update.triton_program import (
 
 # Four elements per thread: 16 bytes of float32 or of words, which is what one
 # instruction moves.
-WIDTH = 512
-_WARPS = 4
+_FLAT_WIDTH = 512
+_FLAT_WARPS = 4
+_THREADS_OF_A_WARP = 32
 
 
 def update(
-    body: Body | GroupedBody,
+    body: Body | BlockBody,
     shard: Shard,
     table: jax.Array,
     row: jax.Array | None = None,
@@ -53,8 +55,8 @@ def update(
       One array per result.
     """
     leaf = shard.leaf
-    group = leaf.group if leaf.packed or leaf.grouped else None
-    tiling = Tiling(shard.shape, leaf.shape, leaf.packed, WIDTH, group, leaf.grouped)
+    block_size = leaf.block_size if leaf.has_blocks else None
+    tiling = Tiling(shard.shape, leaf.shape, leaf.packed, block_size, _FLAT_WIDTH)
     stacked = leaf.overwritten if leaf.stacked else frozenset[int]()
     arrays = [
         # A layer is indexed by itself: a stack may have more than 2^31 elements.
@@ -89,7 +91,8 @@ def update(
         },
         # Left out, they would choose another backend.
         compiler_params=triton.CompilerParams(
-            num_warps=tiling.parts if tiling.parts > 1 else _WARPS, num_stages=1
+            num_warps=_FLAT_WARPS if tiling.is_flat else LANES // _THREADS_OF_A_WARP,
+            num_stages=1,
         ),
         interpret=interpret,
         name="fused_update",
@@ -109,7 +112,7 @@ class _Statics:
       leaf_size: elements of the leaf, or of one layer, modulo 2^32.
     """
 
-    body: Body | GroupedBody
+    body: Body | BlockBody
     tiling: Tiling
     operands: tuple[Operand, ...]
     results: tuple[Result, ...]
@@ -147,13 +150,21 @@ def _kernel(statics: _Statics, *refs):
 
 
 def _result_shapes(shard: Shard) -> list[tuple[int, ...]]:
-    leaf = dataclasses.replace(shard.leaf, shape=shard.shape)
+    leaf = shard.leaf
     return [
-        leaf.stored_shape(r)
+        _share(leaf.stored_shape(r), shard)
         if r.overwrites is None
         else leaf.operands[r.overwrites].array.shape
         for r in leaf.results
     ]
+
+
+def _share(stored: tuple[int, ...], shard: Shard) -> tuple[int, ...]:
+    """The shard's share of an array's shape."""
+    return tuple(
+        n * part // whole if whole else n
+        for n, part, whole in zip(stored, shard.shape, shard.leaf.shape, strict=True)
+    )
 
 
 def _outputs(results, operands, arrays, shapes) -> list[jax.ShapeDtypeStruct]:

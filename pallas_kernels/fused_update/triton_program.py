@@ -18,9 +18,9 @@ from jax.experimental.pallas import triton
 
 from pallas_kernels.fused_update import xla
 from pallas_kernels.fused_update.instructions import multiply_add
+from pallas_kernels.fused_update.lanes import Lanes, TiledLanes, expand_blocks
 from pallas_kernels.fused_update.short_forms import Byte, with_short_forms
-from pallas_kernels.fused_update.spec import Body, GroupedBody, Operand, Result
-from pallas_kernels.fused_update.tiling import Lanes
+from pallas_kernels.fused_update.spec import BlockBody, Body, Operand, Result
 from pallas_kernels.fused_update.words import Reader, Writer
 
 
@@ -44,7 +44,7 @@ class Program:
 
     def update(
         self,
-        body: Body | GroupedBody,
+        body: Body | BlockBody,
         operands: Sequence[tuple[typing.Any, Operand]],
         results: Sequence[tuple[typing.Any, Result]],
     ) -> None:
@@ -56,52 +56,62 @@ class Program:
         """
         reads = [self._read(ref, x, i) for i, (ref, x) in enumerate(operands)]
         writes = [self._write(ref, result) for ref, result in results]
-        rows = _Rows(self.lanes, [x for x in reads if not _is_per_group(x)])
-        of_groups = [x for x in writes if _is_per_group(x)]
-        of_rows = [x for x in writes if not _is_per_group(x)]
+        of_rows = [x for x in writes if not _is_per_block(x)]
         bytes_ = [
             i for i, x in enumerate(of_rows) if isinstance(x, Writer) and x.by_bytes
         ]
         run = with_instructions(typing.cast(Callable, body), self.interpret, bytes_)
-        before = [x for x in reads if _is_per_group(x)]
-        if of_groups or before:
-            grouped = typing.cast(GroupedBody, body)
-            run = self._with_groups(grouped, run, rows, before, of_groups)
-        self._write_rows(run, rows, of_rows)
+        before = [x for x in reads if isinstance(x, _Plain) and x.per_block]
+        after = [x for x in writes if isinstance(x, _Plain) and x.per_block]
+        rows = _Rows(self.lanes, [x for x in reads if not _is_per_block(x)])
+        packed = [x for x in of_rows if isinstance(x, Writer)]
+
+        def visit(chunk, carry):
+            run_row, visited = run, rows.of(chunk)
+            if before or after:
+                visited = list(visited)
+                run_row = self._with_blocks(
+                    typing.cast(BlockBody, body), run, chunk, visited, before, after
+                )
+            for x, open_word in zip(packed, carry, strict=True):
+                x.start(chunk, open_word)
+            for row in visited:
+                self._write_row(
+                    row, run_row(row.values, self.scalars, row.index), of_rows
+                )
+            return [x.finish() for x in packed]
+
+        rows.for_each_chunk(
+            visit, [x.first_carry(self.lanes.tiling.lanes_shape) for x in packed]
+        )
+
+    @property
+    def _tiles(self) -> TiledLanes:
+        """The lanes of a leaf in which something is packed or per block."""
+        return typing.cast(TiledLanes, self.lanes)
 
     def _read(self, ref, operand: Operand, number: int) -> "_Plain | Reader":
         at = self.layer if number in self.stacked else jnp.int32(0)
         if operand.bits is None:
-            return _Plain(ref, at, operand.per_group)
-        words = _Words(ref, at, self.lanes, operand.bits)
+            return _Plain(ref, at, operand.per_block)
+        words = _Words(ref, at, self._tiles, operand.bits)
         by_bytes = operand.bits == 8 and not self.interpret
         return Reader(operand.bits, self.lanes.tiling.chunk_rows, words, by_bytes)
 
     def _write(self, ref, result: Result) -> "_Plain | Writer":
         at = self.layer if result.overwrites in self.stacked else jnp.int32(0)
         if result.bits is None:
-            return _Plain(ref, at, result.per_group)
-        words = _Words(ref, at, self.lanes, result.bits)
+            return _Plain(ref, at, result.per_block)
+        words = _Words(ref, at, self._tiles, result.bits)
         by_bytes = result.bits == 8 and not self.interpret
         return Writer(result.bits, self.lanes.tiling.chunk_rows, words, by_bytes)
 
-    def _write_rows(self, run: Callable, rows: "_Rows", writes: Sequence) -> None:
-        packed = [x for x in writes if isinstance(x, Writer)]
-
-        def visit(chunk, carry):
-            for x, open_word in zip(packed, carry, strict=True):
-                x.start(chunk, open_word)
-            for row in rows.of(chunk):
-                new = run(row.values, self.scalars, row.index)
-                for x, value in zip(writes, new, strict=True):
-                    if isinstance(x, _Plain):
-                        x.store(row.offset, value, row.exists)
-                    else:
-                        x.put(row.number, self._without_padding(value, row.exists))
-            return [x.finish() for x in packed]
-
-        first = [x.first_carry(self.lanes.tiling.lanes_shape) for x in packed]
-        rows.for_each_chunk(visit, first)
+    def _write_row(self, row: "_Row", new: Sequence, writes: Sequence) -> None:
+        for x, value in zip(writes, new, strict=True):
+            if isinstance(x, _Plain):
+                x.store(row.offset, value, row.exists)
+            else:
+                x.put(row.number, self._without_padding(value, row.exists))
 
     def _without_padding(self, fields, exists: jax.Array | None):
         """Fields that are 0 where there are no elements, as ``pack`` has them."""
@@ -110,53 +120,49 @@ class Program:
             return fields
         return jax.tree.map(lambda x: jnp.where(exists, x, jnp.uint32(0)), fields)
 
-    def _with_groups(
+    def _with_blocks(
         self,
-        body: GroupedBody,
+        body: BlockBody,
         run: Callable,
-        rows: "_Rows",
-        reads: Sequence,
-        writes: Sequence,
+        chunk: jax.Array,
+        rows: Sequence["_Row"],
+        reads: Sequence["_Plain"],
+        writes: Sequence["_Plain"],
     ) -> Callable:
-        """Take the maxima over groups, write what is per group, and go on with both.
+        """Take the maxima over blocks, and write what is per block.
 
         Returns:
-          ``run`` of rows, given what it needs of their groups.
+          ``run`` of rows, given what it needs of their blocks.
         """
-        lanes, tiling = self.lanes, self.lanes.tiling
+        tiling, places = self.lanes.tiling, self._tiles.blocks
+        expand = lambda x: expand_blocks(x, tiling)
         statistics = with_instructions(body.statistics, self.interpret)
         decode, encode = body.before, body.after
         if not self.interpret:
             decode, encode = with_short_forms(decode), with_short_forms(encode)
-        before = decode([x.load(lanes.lane, lanes.inside) for x in reads])
-
-        def measure(chunk, maxima):
-            for row in rows.of(chunk):
-                new = statistics(row.values, self.scalars, row.index, before)
-                if row.exists is not None:
-                    new = [jnp.where(row.exists, x, jnp.int32(0)) for x in new]
-                maxima = [jnp.maximum(*pair) for pair in zip(maxima, new, strict=True)]
-            return maxima
-
-        shape = tiling.lanes_shape
-        maxima = rows.for_each_chunk(
-            measure, [jnp.zeros(shape, jnp.int32)] * body.maxima
-        )
-        if tiling.parts > 1:
-            maxima = [jnp.max(x, axis=0, keepdims=True) for x in maxima]
-            maxima = [jnp.broadcast_to(x, shape) for x in maxima]
+        offset, exists = places.offset(chunk), places.exists(chunk)
+        before = jax.tree.map(expand, decode([x.load(offset, exists) for x in reads]))
+        maxima = [jnp.zeros(tiling.lanes_shape, jnp.int32)] * body.maxima
+        for row in rows:
+            new = statistics(row.values, self.scalars, row.index, before)
+            if row.exists is not None:
+                new = [jnp.where(row.exists, x, jnp.int32(0)) for x in new]
+            maxima = [jnp.maximum(*pair) for pair in zip(maxima, new, strict=True)]
+        for axis in range(len(tiling.lanes_shape) - 1, 0, -1):
+            maxima = [jnp.max(x, axis=axis) for x in maxima]
         stored, after = encode(maxima)
         for x, value in zip(writes, stored, strict=True):
-            x.store(lanes.lane, value, lanes.inside)
+            x.store(offset, value, exists)
+        after = jax.tree.map(expand, after)
         return lambda *args: run(*args, before, after)
 
 
 def with_instructions(function: Callable, interpret: bool, bytes_: Sequence[int] = ()):
     """A body's function with the GPU's own instructions, unless interpreted."""
 
-    def run(values, scalars, index, *of_groups):
+    def run(values, scalars, index, *of_blocks):
         chosen = xla.multiply_add if interpret else multiply_add
-        return function(values, scalars, index, chosen, *of_groups)
+        return function(values, scalars, index, chosen, *of_blocks)
 
     return run if interpret else with_short_forms(run, bytes_)
 
@@ -183,7 +189,7 @@ class _Row:
 
     Args:
       number: in its chunk.
-      values: of the operands that are not per group.
+      values: of the operands that are not per block.
       index, offset: of the elements in the leaf and in plain arrays.
       exists: which lanes have an element; None if all have.
     """
@@ -201,18 +207,9 @@ class _Rows:
 
     lanes: Lanes
     reads: list
-    held: list[_Row] = dataclasses.field(default_factory=list)
 
     def of(self, chunk: jax.Array) -> Iterable[_Row]:
         """The rows of a chunk, read as they are asked for."""
-        if self.lanes.tiling.parts == 1:
-            return self._read(chunk)
-        # There is only one chunk: what has been read once stays in registers.
-        if not self.held:
-            self.held.extend(self._read(chunk))
-        return self.held
-
-    def _read(self, chunk: jax.Array) -> Iterable[_Row]:
         lanes, chunk_rows = self.lanes, self.lanes.tiling.chunk_rows
         for x in self.reads:
             if isinstance(x, Reader):
@@ -229,7 +226,7 @@ class _Rows:
 
     def for_each_chunk(self, visit: Callable, carry):
         """The last of ``carry = visit(chunk, carry)`` over all chunks."""
-        count = self.lanes.tiling.rows // self.lanes.tiling.chunk_rows
+        count = self.lanes.tiling.lane_rows // self.lanes.tiling.chunk_rows
         if count == 1:
             return visit(jnp.int32(0), carry)
 
@@ -249,7 +246,7 @@ class _Plain:
 
     ref: typing.Any
     layer: jax.Array
-    per_group: bool = False
+    per_block: bool = False
 
     def load(self, offset: jax.Array | None, mask: jax.Array | None) -> jax.Array:
         return triton.load(self.ref.at[self.layer, offset], mask=mask)
@@ -258,17 +255,17 @@ class _Plain:
         triton.store(self.ref.at[self.layer, offset], value, mask=mask)
 
 
-def _is_per_group(x) -> bool:
-    return isinstance(x, _Plain) and x.per_group
+def _is_per_block(x) -> bool:
+    return isinstance(x, _Plain) and x.per_block
 
 
 @dataclasses.dataclass(frozen=True)
 class _Words:
-    """The words of the lanes' groups."""
+    """The words of the lanes."""
 
     ref: typing.Any
     layer: jax.Array
-    lanes: Lanes
+    lanes: TiledLanes
     bits: int
 
     def load(self, start: jax.Array, word: int = 0) -> jax.Array:

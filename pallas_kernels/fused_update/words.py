@@ -2,9 +2,9 @@
 
 Where the bit offsets of fields repeat after few rows, a loop's body unrolls that many
 and every offset is static. Other widths (the odd ones repeat after 32 rows) would
-unroll the whole group, which compiles slowly and spills. There the offsets are computed
-from the row: reading takes the two words that a field may straddle, and writing carries
-a word from row to row until it is full.
+unroll the whole period, which compiles slowly and spills. There the offsets are
+computed from the row: reading takes the two words that a field may straddle, and
+writing carries a word from row to row until it is full.
 """
 
 import dataclasses
@@ -15,9 +15,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.bitfields.fields import get_field, period, put_fields
 from pallas_kernels.fused_update.short_forms import Byte, put_bytes
-
-MAX_PERIOD = 8
-"""Widths whose offsets repeat after at most so many rows are unrolled."""
+from pallas_kernels.layout import TILE_ROWS
 
 
 def is_unrolled(bits: int) -> bool:
@@ -26,7 +24,7 @@ def is_unrolled(bits: int) -> bool:
     >>> [bits for bits in range(1, 33) if is_unrolled(bits)]
     [4, 8, 12, 16, 20, 24, 28, 32]
     """
-    return period(bits)[0] <= MAX_PERIOD
+    return period(bits)[0] <= TILE_ROWS
 
 
 @dataclasses.dataclass
@@ -37,7 +35,7 @@ class Reader:
       bits: width of a field.
       chunk_rows: rows that the loop's body unrolls.
       words: has ``load(start, word)`` of the word ``start + word`` (an int32 scalar and
-        an int, 0 if left out) of the lanes' groups.
+        an int, 0 if left out) of the lanes.
     """
 
     bits: int

@@ -7,18 +7,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.bitfields.xla import pack, pack_axis, unpack
+from pallas_kernels.bitfields.xla import pack, unpack
 from pallas_kernels.fused_update.spec import (
+    BlockBody,
     Body,
-    GroupedBody,
     Leaf,
     MultiplyAdd,
     Result,
 )
+from pallas_kernels.layout import block_maxima, repeat_blocks
 
 
 def update(
-    body: Body | GroupedBody,
+    body: Body | BlockBody,
     leaf: Leaf,
     table: jax.Array,
     row: jax.Array | None = None,
@@ -29,22 +30,20 @@ def update(
     if row is not None:
         table = lax.dynamic_index_in_dim(table, row[0], 0, keepdims=False)
     scalars = list(table)
-    values, group_values = [], []
+    values, block_values = [], []
     for number, operand in enumerate(leaf.operands):
         array = operand.array
         if layer is not None and number in leaf.overwritten:
             array = lax.dynamic_index_in_dim(array, layer[0], 0, keepdims=False)
         if operand.bits is not None:
-            array = unpack(array, operand.bits, leaf.shape)
-        (group_values if operand.per_group else values).append(array)
+            array = unpack(array, operand.bits, leaf.layout)
+        (block_values if operand.per_block else values).append(array)
     index = None
     if layer is not None:
         index = _row_major(leaf.shape, layer[0].astype(jnp.uint32))
     arguments = values, scalars, index, multiply_add
-    if leaf.grouped:
-        new = _with_groups(
-            typing.cast(GroupedBody, body), leaf, arguments, group_values
-        )
+    if leaf.has_blocks:
+        new = _with_blocks(typing.cast(BlockBody, body), leaf, arguments, block_values)
     else:
         new = typing.cast(Body, body)(*arguments)
     skip = None if when is None else scalars[when] == jnp.uint32(0)
@@ -54,20 +53,24 @@ def update(
     ]
 
 
-def _with_groups(
-    body: GroupedBody,
+def _with_blocks(
+    body: BlockBody,
     leaf: Leaf,
     arguments: tuple[list, list, jax.Array | None, MultiplyAdd],
-    group_values: list[jax.Array],
+    block_values: list[jax.Array],
 ) -> list[jax.Array]:
-    """The results of a body that takes maxima over groups."""
-    before = body.before([_repeat(x, leaf) for x in group_values])
-    maxima = [_maximum(x, leaf) for x in body.statistics(*arguments, before)]
-    of_groups, _ = body.after(maxima)
-    _, after = body.after([_repeat(x, leaf) for x in maxima])
+    """The results of a body that takes maxima over blocks."""
+    repeat = lambda x: repeat_blocks(x, leaf.layout, leaf.block_size)
+    before = body.before([repeat(x) for x in block_values])
+    maxima = [
+        block_maxima(x, leaf.layout, leaf.block_size)
+        for x in body.statistics(*arguments, before)
+    ]
+    of_blocks, _ = body.after(maxima)
+    _, after = body.after([repeat(x) for x in maxima])
     of_elements = iter(body(*arguments, before, after))
-    of_groups = iter(of_groups)
-    return [next(of_groups if r.per_group else of_elements) for r in leaf.results]
+    of_blocks = iter(of_blocks)
+    return [next(of_blocks if r.per_block else of_elements) for r in leaf.results]
 
 
 def _stored(
@@ -79,7 +82,7 @@ def _stored(
 ) -> jax.Array:
     """A result as it is stored, in its stack if it has one."""
     if result.bits is not None:
-        value = pack(value, result.bits)
+        value = pack(value, result.bits, leaf.layout)
     if result.overwrites is None:
         return value
     old = stack = leaf.operands[result.overwrites].array
@@ -90,23 +93,6 @@ def _stored(
     if layer is not None:
         value = lax.dynamic_update_index_in_dim(stack, value, layer[0], 0)
     return value
-
-
-def _repeat(x: jax.Array, leaf: Leaf) -> jax.Array:
-    """An array with one element per group, repeated to the leaf's shape."""
-    axis = pack_axis(leaf.shape)
-    x = jnp.repeat(x, leaf.group, axis, total_repeat_length=x.shape[axis] * leaf.group)
-    return lax.slice_in_dim(x, 0, leaf.shape[axis], axis=axis)
-
-
-def _maximum(x: jax.Array, leaf: Leaf) -> jax.Array:
-    """The maximum of each group of non-negative values."""
-    axis = pack_axis(leaf.shape)
-    size = leaf.shape[axis]
-    widths = [(0, -size % leaf.group if a == axis else 0) for a in range(x.ndim)]
-    x = jnp.pad(x, widths)
-    groups = (x.shape[axis] // leaf.group, leaf.group)
-    return x.reshape(*x.shape[:axis], *groups, *x.shape[axis + 1 :]).max(axis + 1)
 
 
 def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:

@@ -58,31 +58,31 @@ MOVED = {
     "sr": 2 + 4 + 0 + 8,
 }
 
-# What instructions ask for of that, in bfloat16 and in 32 bits. With 5 bits every row
-# asks for the two words that its field may be in, and to write one, if it is full.
+# What instructions ask for of that, in bfloat16 and in 32 bits. With 5 bits rows ask
+# for the two words that their field may be in, and to write one, if it is full.
 ACCESSED = {
     "extra_bits 8": (6, 18),
     "extra_bits 16": (6, 20),
     "extra_bits 12": (6, 19),
-    "extra_bits 5": (6, 16 + 3 * 4),
+    "extra_bits 5": (6, 16 + 8.5),
     "kahan": (18, 0),
     "sr": (14, 0),
 }
 
 MOST_REGISTERS = 72
-"""A multiprocessor then holds 7 blocks, 896 threads."""
+"""A multiprocessor then holds 14 blocks, 896 threads."""
 
 MOST_INSTRUCTIONS = {
     "extra_bits 8": 36,
-    "extra_bits 16": 28.3,
-    "extra_bits 12": 37.9,
-    "extra_bits 5": 46.2,
+    "extra_bits 16": 27.6,
+    "extra_bits 12": 38.2,
+    "extra_bits 5": 43,
     "kahan": 86,
     "sr": 61,
 }
 """Per parameter, of AdamW."""
 
-MOST_OF_LOWBIT = 73
+MOST_OF_LOWBIT = 70
 """Of ``lowbit_adamw``. Memory allows about 85."""
 
 INSTRUCTIONS_A_SECOND = 132 * 4 * 32 * 1.98e9
@@ -153,7 +153,7 @@ def test_a_thread_moves_four_elements_at_a_time(name):
 
 @each_optimizer
 def test_stores_of_whole_blocks_have_no_masks(name):
-    conditional = 4 if name == "extra_bits 5" else 0  # words, written when full
+    conditional = 5 if name == "extra_bits 5" else 0  # words, written when full
     assert step_of(name).fused.masked_stores == conditional
 
 
@@ -172,25 +172,22 @@ def test_lowbit_adamw_moves_twelve_bytes_in_place():
     assert by_update.temporary <= 2.01
     kernel = step.fused
     assert kernel.spill_stores == kernel.static_shared == 0
-    assert kernel.registers <= 128  # four blocks in a multiprocessor
+    assert kernel.registers <= 144  # seven blocks of 64 threads in a multiprocessor
     assert instructions_per_parameter(kernel, PARAMETERS) <= MOST_OF_LOWBIT
 
 
-@pytest.mark.parametrize("group", [32, 64, 128, 256])
-def test_groups_are_read_once_while_they_fit_in_registers(group):
+@pytest.mark.parametrize("block_size", [32, 64, 128, 2048])
+def test_blocks_of_any_size_are_read_once(block_size):
     inner = optax.adamw(1e-3)
-    moments = lowbit_optax.block_quantized(block_size=group)
+    moments = lowbit_optax.block_quantized(block_size=block_size)
     tx = lowbit_optax.lowbit(inner, weights=lowbit_optax.extra_bits(8), moments=moments)
     kernel = lower_step(tx, leaf(SIDE, SIDE)).fused
-    # Gradient, parameter and words; the gradient's and the moments' once more. Scales
-    # come on top. What a thread reads 32 bits of is the table of scalars.
-    once, again = 4 + 3, 2 + 2
+    # Gradient, parameter and words. Scales come on top. What a thread reads 32 bits of
+    # is the table of scalars.
     read = sum(bytes_of_accesses(kernel, bits, store=False) for bits in (64, 128))
-    want = once if group <= 128 else once + again
-    assert want <= read / PARAMETERS <= want + 0.5
+    assert 4 + 3 <= read / PARAMETERS <= 4 + 3 + 0.5
     assert kernel.stack == kernel.spill_stores == kernel.spill_loads == 0
-    most = {32: MOST_OF_LOWBIT, 64: 74, 128: 74, 256: 85}[group]
-    assert instructions_per_parameter(kernel, PARAMETERS) <= most
+    assert instructions_per_parameter(kernel, PARAMETERS) <= MOST_OF_LOWBIT
 
 
 @each_optimizer
@@ -230,9 +227,12 @@ def test_stores_of_a_ragged_shape_are_masked(name, shape):
     assert step.in_place
 
 
+@pytest.mark.parametrize(
+    "shape", [(3, 3, 512, 512), (4096, 32, 128), (50304, 768)], ids=str
+)
 @pytest.mark.parametrize("name", ["extra_bits 8", "kahan"])
-def test_a_convolution_is_like_a_matrix(name):
-    step = step_of(name, (3, 3, 512, 512))
+def test_kernels_of_convolutions_heads_and_vocabularies_are_like_matrices(name, shape):
+    step = step_of(name, shape)
     narrow, wide = ACCESSED[name]
     assert bytes_of_accesses(step.fused, 64) == narrow * step.parameters
     assert bytes_of_accesses(step.fused, 128) == wide * step.parameters

@@ -12,8 +12,14 @@ pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extr
 
 from tools.gpu_program.h200 import h200_mesh
 from tools.gpu_program.hlo import COLLECTIVES
-from tools.gpu_program.machine_code import missing_tools
-from tools.gpu_program.steps import gpt2, leaf, lower_step, resnet18
+from tools.gpu_program.machine_code import instructions_per_parameter, missing_tools
+from tools.gpu_program.steps import (
+    bytes_of_accesses,
+    gpt2,
+    leaf,
+    lower_step,
+    resnet18,
+)
 
 if missing_tools():
     pytest.skip(missing_tools(), allow_module_level=True)
@@ -102,3 +108,32 @@ def test_eight_h200s_each_update_their_eighth_of_gpt2():
     assert shared.moved == pytest.approx(alone.moved / 8, rel=0.01)
     assert arguments_of(shared) == pytest.approx(arguments_of(alone) / 8, rel=0.01)
     assert shared.temporary < 0.001
+
+
+@pytest.mark.parametrize(
+    ("shape", "devices", "spec"),
+    [
+        ((50304, 768), 8, P("d")),
+        ((151936, 896), 8, P("d")),
+        ((4096, 4096), 256, P("d")),
+        ((4096, 4096), 256, P(None, "d")),
+        ((4096, 32, 128), 8, P(None, "d")),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["extra bits", "lowbit"])
+def test_shards_of_whole_tiles_need_nothing_of_each_other(name, shape, devices, spec):
+    tx = {
+        "extra bits": lowbit_optax.extra_bits_adamw(1e-3, bits=8),
+        "lowbit": lowbit_optax.lowbit_adamw(1e-3),
+    }[name]
+    step = lower_step(tx, leaf(*shape), mesh=h200_mesh(devices), spec=spec)
+    moved, instructions = {"extra bits": (24, 36), "lowbit": (12.25, 70)}[name]
+    assert collectives_of(step) == []
+    assert step.fused_launches == 1
+    assert step.moved * devices <= moved + 0.1
+    assert step.temporary * devices < 0.02
+    own = step.parameters / devices
+    assert instructions_per_parameter(step.fused, own) <= instructions
+    wide = sum(bytes_of_accesses(step.fused, bits) for bits in (64, 128))
+    assert wide >= 0.97 * (moved - 0.25) * own

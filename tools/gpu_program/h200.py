@@ -38,12 +38,13 @@ device_description_str: "NVIDIA H200"
 
 
 def h200_mesh(count: int = 1, axis: AxisType = AxisType.Auto) -> Mesh:
-    """A mesh of ``count`` H200s, up to 8, with the one axis ``d`` of a type."""
+    """A mesh of ``count`` H200s, 8 per host, with the one axis ``d`` of a type."""
+    of_a_host = min(count, 8)
     topology = topologies.get_topology_desc(
         platform="cuda",
         topology_name="h200",
         target_config=H200,
-        topology=f"1 x 1 x {count}",
+        topology=f"1 x {count // of_a_host} x {of_a_host}",
     )
     return Mesh(np.array(topology.devices), ("d",), axis_types=(axis,))
 
