@@ -17,6 +17,7 @@ from lowbit_optax._step.kernel_plan import KernelPlan
 from lowbit_optax._step.layer import Layer
 from lowbit_optax._step.prepared import PreparedStep
 from lowbit_optax._step.stacks import stacks_to_write
+from pallas_kernels.fused_update.api import Implementation
 from pallas_kernels.platforms import is_elsewhere
 
 
@@ -63,10 +64,12 @@ def advance(
         return by_xla.run()
     by_kernels = ByKernels(prepared, landing, plan, stacks_to_write())
     if chosen == "pallas":
-        return by_kernels.out_of_stacks(by_kernels.run())
+        return by_kernels.out_of_stacks(by_kernels.run("pallas"))
     return by_kernels.out_of_stacks(
         jax.lax.platform_dependent(
-            cuda=by_kernels.run, default=lambda: by_kernels.into_stacks(by_xla.run())
+            # Any other choice would trace kernels for other platforms as well.
+            cuda=lambda: by_kernels.run("triton"),
+            default=lambda: by_kernels.into_stacks(by_xla.run()),
         )
     )
 
@@ -108,14 +111,14 @@ class ByKernels:
     plan: KernelPlan
     layer: Layer | None
 
-    def run(self) -> Advanced:
-        """Run the step.
+    def run(self, implementation: Implementation) -> Advanced:
+        """Run the step by this implementation of :func:`pallas_kernels.fused_update`.
 
         Where kernels write a layer into its stack, the result holds the whole stack.
         """
         prepared = self.prepared
         results, residuals, parts, written = kernel_step.run(
-            self.plan, prepared, self.landing, self.layer
+            self.plan, prepared, self.landing, self.layer, implementation
         )
         stored = prepared.stored_parts()
         encoded = prepared.moment_plan.encode_parts(

@@ -29,17 +29,23 @@ from pallas_kernels.fused_update import (
     fused_update,
     fused_update_many,
 )
+from pallas_kernels.fused_update.api import Implementation
 from pallas_kernels.layout import TILE_SIZE
 
 
 def run(
-    plan: KernelPlan, prepared: PreparedStep, landing: Landing, layer: Layer | None
+    plan: KernelPlan,
+    prepared: PreparedStep,
+    landing: Landing,
+    layer: Layer | None,
+    implementation: Implementation,
 ) -> tuple[list, list, list, frozenset[int]]:
     """Run one step according to a plan.
 
     Args:
       plan, prepared, landing: of the step.
       layer: the layer that the leaves are, if kernels can write into its stacks.
+      implementation: as in :func:`pallas_kernels.fused_update`.
 
     Returns:
       ``(results, residuals, parts, written)``: the result and residual of each leaf,
@@ -60,7 +66,7 @@ def run(
         if i not in kernels:
             results[i], residuals[i] = prepared.land(i, value(node), landing)
     leaves = _kernel_leaves(plan, prepared, layer)
-    for i, arrays in _run_leaves(plan, leaves, table, layer).items():
+    for i, arrays in _run_leaves(plan, leaves, table, layer, implementation).items():
         new, *rest = arrays
         body = kernels[i].body
         if body.has_residual:
@@ -166,7 +172,11 @@ def _moments_of(body: LeafBody, written: list) -> list:
 
 
 def _run_leaves(
-    plan: KernelPlan, leaves: dict[int, Leaf], table: jax.Array, layer: Layer | None
+    plan: KernelPlan,
+    leaves: dict[int, Leaf],
+    table: jax.Array,
+    layer: Layer | None,
+    implementation: Implementation,
 ) -> dict[int, list[jax.Array]]:
     """The results of each leaf.
 
@@ -190,6 +200,7 @@ def _run_leaves(
             index if leaf.stacked else None,
             body=body,
             like=_abstract(leaf),
+            implementation=implementation,
         )
     for (body, _), numbers in small.items():
         many = _fused_many(
@@ -198,6 +209,7 @@ def _run_leaves(
             np.array(numbers, np.uint32),
             body=body,
             like=tuple(_abstract(leaves[i]) for i in numbers),
+            implementation=implementation,
         )
         written |= zip(numbers, many, strict=True)
     return written
@@ -208,8 +220,8 @@ def _abstract(leaf: Leaf) -> Leaf:
     return leaf.with_arrays([None] * len(leaf.operands))
 
 
-@functools.partial(jax.jit, static_argnames=("body", "like"))
-def _fused(arrays, table, row, layer, *, body: LeafBody, like: Leaf):
+@functools.partial(jax.jit, static_argnames=("body", "like", "implementation"))
+def _fused(arrays, table, row, layer, *, body: LeafBody, like: Leaf, implementation):
     """Update one leaf; traced and lowered once for equal shapes and programs."""
     leaf = like.with_arrays(arrays)
     return fused_update(
@@ -222,12 +234,14 @@ def _fused(arrays, table, row, layer, *, body: LeafBody, like: Leaf):
         row=row,
         layer=layer,
         when=PROCEED if body.is_guarded else None,
-        implementation="pallas",
+        implementation=implementation,
     )
 
 
-@functools.partial(jax.jit, static_argnames=("body", "like"))
-def _fused_many(arrays, table, rows, *, body: LeafBody, like: tuple[Leaf, ...]):
+@functools.partial(jax.jit, static_argnames=("body", "like", "implementation"))
+def _fused_many(
+    arrays, table, rows, *, body: LeafBody, like: tuple[Leaf, ...], implementation
+):
     """Update several small leaves in one kernel."""
     leaves = [leaf.with_arrays(a) for leaf, a in zip(like, arrays, strict=True)]
     return fused_update_many(
@@ -236,7 +250,7 @@ def _fused_many(arrays, table, rows, *, body: LeafBody, like: tuple[Leaf, ...]):
         scalars=table,
         rows=rows,
         when=PROCEED if body.is_guarded else None,
-        implementation="pallas",
+        implementation=implementation,
     )
 
 

@@ -16,7 +16,7 @@ from pallas_kernels.fused_update.tiling import MAX_ELEMENTS, has_tiling
 from pallas_kernels.layout import TILE_SIZE, check_block_size, layout_of
 from pallas_kernels.platforms import is_elsewhere
 
-Implementation = typing.Literal["xla", "pallas"] | None
+Implementation = typing.Literal["xla", "pallas", "triton"] | None
 
 
 def fused_update(
@@ -53,8 +53,9 @@ def fused_update(
       when: number of a scalar that switches the update off: where it is 0, operands
         that are overwritten keep their values, and other results are undefined.
       implementation: ``"xla"``, the reference; ``"pallas"``, the kernel on CUDA, and
-        its operations run one by one (slowly) elsewhere; None, the kernel on CUDA and
-        the reference elsewhere.
+        its operations run one by one (slowly) elsewhere; ``"triton"``, the kernel, in
+        programs that are for CUDA only; None, the kernel on CUDA and the reference
+        elsewhere.
 
     Returns:
       One array per result: of the leaf's shape, its ``packed_shape``, or the stack's.
@@ -187,13 +188,13 @@ def fused_update_many(
 
 
 def _choose(implementation: Implementation, kernel, reference, leaves, shared, size):
-    if implementation not in (None, "xla", "pallas"):
+    if implementation not in (None, "xla", "pallas", "triton"):
         raise ValueError(
-            f"fused_update: implementation is {implementation!r}, not None, 'xla' or "
-            "'pallas'"
+            f"fused_update: implementation is {implementation!r}, not None, 'xla', "
+            "'pallas' or 'triton'"
         )
     refusal = _refusal(leaves, size)
-    if implementation == "pallas" and refusal:
+    if implementation in ("pallas", "triton") and refusal:
         raise ValueError(f"fused_update: {refusal}")
     arguments = [*shared, *(x for leaf in leaves for x in leaf.arrays)]
     if implementation == "xla" or refusal:
@@ -204,6 +205,8 @@ def _choose(implementation: Implementation, kernel, reference, leaves, shared, s
         call = lambda *args: sharded.over_shards(run, leaves, len(shared), args)
         return _transformable(call, reference)(*args)
 
+    if implementation == "triton":
+        return by_kernel(False, *arguments)
     default = reference
     if implementation == "pallas":
         default = functools.partial(by_kernel, True)

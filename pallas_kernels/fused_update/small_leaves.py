@@ -89,21 +89,8 @@ def update(
         for size, shard in zip(sizes, shards, strict=True)
         for result in leaf.results
     ]
-    aliases = {
-        len(shared) + n * statics.operands + result.overwrites: n * statics.results + i
-        for n in range(len(shards))
-        for i, result in enumerate(leaf.results)
-        if result.overwrites is not None
-    }
-    written = pl.pallas_call(
-        functools.partial(_kernel, statics),
-        grid=(len(shards) * statics.blocks,),
-        out_shape=outputs,
-        input_output_aliases=aliases,
-        compiler_params=backend.CompilerParams(num_warps=4, num_stages=1),
-        interpret=interpret,
-        name="fused_update_many",
-    )(*shared, *arrays)
+    overwrites = tuple(result.overwrites for result in leaf.results)
+    written = _call(statics, tuple(outputs), overwrites)(*shared, *arrays)
     shapes = [shard.shape for shard in shards for _ in leaf.results]
     return [x.reshape(shape) for x, shape in zip(written, shapes, strict=True)]
 
@@ -130,6 +117,25 @@ class _Statics:
     shared: int
     when: int | None
     interpret: bool
+
+
+@functools.lru_cache(maxsize=1024)
+def _call(statics: _Statics, outputs, overwrites: tuple[int | None, ...]):
+    """The kernel as a function of its arrays: one function, which JAX traces once."""
+    return pl.pallas_call(
+        functools.partial(_kernel, statics),
+        grid=(len(statics.sizes) * statics.blocks,),
+        out_shape=outputs,
+        input_output_aliases={
+            statics.shared + n * statics.operands + number: n * statics.results + i
+            for n in range(len(statics.sizes))
+            for i, number in enumerate(overwrites)
+            if number is not None
+        },
+        compiler_params=backend.CompilerParams(num_warps=4, num_stages=1),
+        interpret=statics.interpret,
+        name="fused_update_many",
+    )
 
 
 def _kernel(statics: _Statics, *refs):

@@ -80,23 +80,8 @@ def update(
     )
     place = [x for x in place if x is not None]
     shapes = _result_shapes(shard)
-    written = pl.pallas_call(
-        functools.partial(_kernel, statics),
-        grid=(tiling.programs,),
-        out_shape=_outputs(leaf.results, leaf.operands, arrays, shapes),
-        input_output_aliases={
-            len(place) + 1 + r.overwrites: i
-            for i, r in enumerate(leaf.results)
-            if r.overwrites is not None
-        },
-        # Left out, they would choose another backend.
-        compiler_params=triton.CompilerParams(
-            num_warps=_FLAT_WARPS if tiling.is_flat else LANES // _THREADS_OF_A_WARP,
-            num_stages=1,
-        ),
-        interpret=interpret,
-        name="fused_update",
-    )(*place, table.reshape(-1), *arrays)
+    outputs = _outputs(leaf.results, leaf.operands, arrays, shapes)
+    written = _call(statics, tuple(outputs))(*place, table.reshape(-1), *arrays)
     return [x.reshape(shape) for x, shape in zip(written, shapes, strict=True)]
 
 
@@ -122,6 +107,33 @@ class _Statics:
     leaf_size: int
     when: int | None
     interpret: bool
+
+
+@functools.lru_cache(maxsize=1024)
+def _call(statics: _Statics, outputs: tuple[jax.ShapeDtypeStruct, ...]):
+    """The kernel as a function of its arrays.
+
+    It is the same function for equal leaves, and when the same leaf is traced again, as
+    JAX's transformations do; JAX then does not trace the kernel again.
+    """
+    tiling, first = statics.tiling, 1 + sum(statics.given)
+    return pl.pallas_call(
+        functools.partial(_kernel, statics),
+        grid=(tiling.programs,),
+        out_shape=outputs,
+        input_output_aliases={
+            first + r.overwrites: i
+            for i, r in enumerate(statics.results)
+            if r.overwrites is not None
+        },
+        # Left out, they would choose another backend.
+        compiler_params=triton.CompilerParams(
+            num_warps=_FLAT_WARPS if tiling.is_flat else LANES // _THREADS_OF_A_WARP,
+            num_stages=1,
+        ),
+        interpret=statics.interpret,
+        name="fused_update",
+    )
 
 
 def _kernel(statics: _Statics, *refs):
