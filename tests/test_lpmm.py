@@ -290,6 +290,21 @@ def test_fifty_steps_by_apply_updates_and_by_step_have_the_same_bits(name):
     assert float(moved.mean()) > 0.01
 
 
+@pytest.mark.parametrize("bits", [4, 5, 6, 7, 8, 12, 16])
+def test_a_step_without_gradients_changes_nothing(bits):
+    # Blocks whose largest weights lie anywhere below the largest code of their step.
+    x = normal(1024, 64) * np.exp(normal(1024, 1, seed=1, scale=3.0))
+    params = quantize(x, bits, block_size=64, rounding="stochastic")
+    tx = lpmm_sgd(1.0)
+    state = tx.init(params)
+    step = jax.jit(functools.partial(lowbit_optax.step, tx))
+    for seed in range(8):
+        grads = 0.3 * normal(*x.shape, seed=seed) * params.dequantize()
+        params, state = step(params, state, grads)
+        still, _ = step(params, state, jnp.zeros(x.shape))
+        assert_same_bits(still, params)
+
+
 def test_what_lands_is_the_quantised_sum():
     params, tx = params_of(), lpmm_sgd(0.05, rounding="nearest")
     (grads,) = gradients(1)

@@ -14,9 +14,13 @@ reasons:
 - Every value ``c delta`` is exact in float32. So storing a value that was just read,
   with the same delta, changes nothing on any backend.
 - A delta with few significant bits seldom changes. When it changes, every weight of the
-  block falls between the new steps and is rounded, which is noise even without an
-  update.
+  block falls between the new steps and is rounded, which is noise.
+
+For the second reason a delta is also kept while it fits (:func:`kept_delta`). A step
+without an update changes nothing.
 """
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +85,32 @@ def delta_of(maximum: jax.Array, bits: int) -> jax.Array:
     delta = lax.bitcast_convert_type(pattern, jnp.float32)
     delta = jnp.maximum(delta, _SMALLEST_DELTA)
     return jnp.where(maximum > jnp.float32(0), delta, jnp.float32(0))
+
+
+def kept_delta(maximum: jax.Array, old: jax.Array, bits: int) -> jax.Array:
+    """The step size of each block that has one already.
+
+    The old one is kept while ``least delta <= maximum <= B delta``, where ``least`` is
+    a code that rounding cannot fall below: with a new delta the largest weight is at
+    least ``least`` of them, rounded down or up; and a largest weight of at least
+    ``least`` deltas is not rounded to less. So what was just stored keeps its delta.
+
+    Args:
+      maximum, bits: as for :func:`delta_of`.
+      old: float32 of maximum's shape, the step sizes that the values had.
+
+    Returns:
+      float32 of the same shape.
+
+    References:
+      LPMM, section 5.2, "Dynamic quantization", takes a new one at every step.
+    """
+    top = largest_code(bits)
+    # A new delta is larger than necessary by at most a unit of its last place.
+    coarsest = 1 + 2.0 ** (1 - significant_bits(bits))
+    least = math.floor(top / coarsest * (1 - 2.0**-20))
+    fits = (maximum >= old * np.float32(least)) & (maximum <= old * np.float32(top))
+    return jnp.where(fits, old, delta_of(maximum, bits))
 
 
 def encode(

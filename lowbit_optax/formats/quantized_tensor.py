@@ -120,6 +120,7 @@ def quantize(
     block_size: int,
     axis: int,
     random: RandomBits | None,
+    old: jax.Array | None = None,
 ) -> QuantizedTensor:
     """Store one float32 array as a :class:`QuantizedTensor`.
 
@@ -128,11 +129,17 @@ def quantize(
       bits, block_size: as in :func:`quantize_params`.
       axis: as in :class:`QuantizedTensor`.
       random: the leaf's random bits; None rounds to nearest.
+      old: the scales that the array had, which are kept where they fit.
     """
     layout = Layout(x.shape, axis)
     size = jnp.abs(x)
     size = jnp.where(size < jnp.float32(jnp.inf), size, jnp.float32(0))
-    delta = linear_code.delta_of(block_maxima(size, layout, block_size), bits)
+    maxima = block_maxima(size, layout, block_size)
+    if old is None:
+        delta = linear_code.delta_of(maxima, bits)
+    else:
+        old = lax.bitcast_convert_type(old, jnp.float32)
+        delta = linear_code.kept_delta(maxima, old, bits)
     steps = repeat_blocks(delta, layout, block_size)
     words = None if random is None else random.words(x.shape, PARAM_STREAM)
     codes = pack(linear_code.encode(x, steps, bits, words), bits, layout)
@@ -143,8 +150,8 @@ def quantize(
 def requantize(
     x: jax.Array, old: QuantizedTensor, random: RandomBits | None
 ) -> QuantizedTensor:
-    """A float32 array stored in the layout of ``old``, with its own step sizes."""
-    return quantize(x, old.bits, old.block_size, old.axis, random)
+    """A float32 array in the layout of ``old``, with its step sizes where they fit."""
+    return quantize(x, old.bits, old.block_size, old.axis, random, old.scales)
 
 
 def is_quantized(x) -> bool:
