@@ -1,0 +1,181 @@
+"""What steps of leaves and shards of all kinds compile to for H200s; no GPU is needed.
+
+    .venv/bin/python benchmarks/gpu_layouts.py
+
+One donated step of ``lowbit_adamw`` and of ``extra_bits_adamw(bits=8)`` with bfloat16
+parameters and gradients. First single leaves on 1, 8 and 256 devices: collectives,
+bytes moved and temporary memory per parameter, machine instructions, registers, and the
+share of the bytes in accesses of 64 or 128 bits. Then, for whole models, the share of
+the parameters in leaves where at least 95% of the bytes are in such accesses. These are
+facts of the compiled programs; nothing is timed on hardware. Needs the ``gpu-program``
+extra.
+"""
+
+import argparse
+import dataclasses
+import functools
+import math
+import pathlib
+import sys
+from collections.abc import Sequence
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+
+from jax.sharding import PartitionSpec as P
+
+import lowbit_optax
+from benchmarks import leaf_sets
+from tools.gpu_program.h200 import h200_mesh
+from tools.gpu_program.hlo import COLLECTIVES
+from tools.gpu_program.machine_code import instructions_per_parameter
+from tools.gpu_program.steps import bytes_of_accesses, leaf, lower_step
+
+OPTIMIZERS = {
+    "lowbit_adamw": lowbit_optax.lowbit_adamw(1e-3),
+    "extra_bits_adamw(bits=8)": lowbit_optax.extra_bits_adamw(1e-3, bits=8),
+}
+WIDE = 0.95
+SMALLEST = 4096
+"""Leaves with fewer elements are not packed."""
+
+ROWS, COLUMNS, MIDDLE = P("d"), P(None, "d"), P(None, "d", None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A leaf on devices.
+
+    Args:
+      shape: of the leaf.
+      devices: how many.
+      spec: how it is spread over them.
+    """
+
+    shape: tuple[int, ...]
+    devices: int = 1
+    spec: P = P()
+
+
+LEAVES = (
+    Place((4096, 4096)),
+    Place((50257, 768)),
+    Place((768, 768)),
+    Place((2048, 1000)),
+    Place((768, 12, 64)),
+    Place((7, 7, 3, 64)),
+    Place((3, 3, 512, 512)),
+    Place((65536,)),
+    Place((4001, 1001)),
+    Place((50304, 768), 8, ROWS),
+    Place((151936, 896), 8, ROWS),
+    Place((4096, 32, 128), 8, MIDDLE),
+    Place((4096, 4096), 8, COLUMNS),
+    Place((4096, 4096), 256, ROWS),
+    Place((4096, 4096), 256, COLUMNS),
+)
+
+
+def llama_7b() -> leaf_sets.LeafSet:
+    """Llama 7B: 291 leaves, 6,738,415,616 parameters."""
+    width, inner, words = 4096, 11008, 32000
+    attention = ((width, width),) * 4
+    block = (*attention, *((width, inner),) * 2, (inner, width), (width,), (width,))
+    return leaf_sets.LeafSet(
+        "llama-7b", ((words, width), *block * 32, (width,), (width, words))
+    )
+
+
+def resnet50() -> leaf_sets.LeafSet:
+    """ResNet-50 for ImageNet: 161 leaves, 25,557,032 parameters."""
+    shapes, into = [(7, 7, 3, 64), (64,), (64,)], 64
+    for stage, blocks in enumerate((3, 4, 6, 3)):
+        width = 64 << stage
+        for block in range(blocks):
+            convolutions = [(1, 1, into, width), (3, 3, width, width)]
+            convolutions += [(1, 1, width, 4 * width)]
+            convolutions += [(1, 1, into, 4 * width)] if block == 0 else []
+            for shape in convolutions:
+                shapes += [shape, shape[-1:], shape[-1:]]
+            into = 4 * width
+    return leaf_sets.LeafSet("resnet50", (*shapes, (2048, 1000), (1000,)))
+
+
+def of_whole_tiles(devices: int, shape: tuple[int, ...]) -> Place:
+    """The leaf spread along an axis on which each device has whole tiles."""
+    for axis, unit in ((0, 8), (1, 4)):
+        if axis < len(shape) and shape[axis] % (devices * unit) == 0:
+            return Place(shape, devices, P(*(None,) * axis, "d"))
+    return Place(shape)
+
+
+MODELS = {
+    "GPT-2": (leaf_sets.gpt2(), Place),
+    "ResNet-50": (resnet50(), Place),
+    "Llama 7B": (llama_7b(), Place),
+    "Llama 7B, columns over 8": (
+        llama_7b(),
+        lambda shape: Place(shape, 8, COLUMNS if len(shape) > 1 else ROWS),
+    ),
+    "Llama 7B, rows or columns over 256": (
+        llama_7b(),
+        functools.partial(of_whole_tiles, 256),
+    ),
+}
+
+
+@functools.cache
+def measured(name: str, place: Place) -> dict[str, float | str]:
+    """Facts of a leaf's compiled step, per parameter of a device."""
+    mesh = h200_mesh(place.devices)
+    spec = place.spec if place.devices > 1 else None
+    step = lower_step(OPTIMIZERS[name], leaf(*place.shape), mesh=mesh, spec=spec)
+    own = step.parameters / place.devices
+    text = step.compiled.as_text()
+    kernel = step.fused
+    moved = step.moved * place.devices
+    wide = sum(bytes_of_accesses(kernel, bits) for bits in (64, 128)) / own
+    return {
+        "collectives": ", ".join(x for x in COLLECTIVES if x in text) or "none",
+        "moved, B": moved,
+        "temporary, B": step.temporary * place.devices,
+        "instructions": instructions_per_parameter(kernel, own),
+        "registers": kernel.registers,
+        "64 and 128 bits": wide / moved,
+    }
+
+
+def wide_share(name: str, shapes: Sequence[tuple[int, ...]], place) -> float:
+    """The share of the parameters in leaves of wide accesses."""
+    large = [shape for shape in shapes if math.prod(shape) >= SMALLEST]
+    wide = [s for s in large if measured(name, place(s))["64 and 128 bits"] >= WIDE]
+    return sum(map(math.prod, wide)) / sum(map(math.prod, large))
+
+
+def main():
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--no-models", action="store_true", help="only single leaves")
+    flags = parser.parse_args()
+    for name in OPTIMIZERS:
+        heads = [name, "devices", *measured(name, LEAVES[0])]
+        print("| " + " | ".join(heads) + " |\n|" + "---|" * len(heads))
+        for place in LEAVES:
+            facts = measured(name, place)
+            cells = [str(place.shape), f"{place.devices} {place.spec or ''}".strip()]
+            cells += [x if isinstance(x, str) else f"{x:.4g}" for x in facts.values()]
+            print("| " + " | ".join(cells) + " |", flush=True)
+        print()
+    if flags.no_models:
+        return
+    print(
+        "| model | " + " | ".join(OPTIMIZERS) + " |\n|---|" + "---|" * len(OPTIMIZERS)
+    )
+    for model, (leaves, place) in MODELS.items():
+        shares = [wide_share(name, leaves.shapes, place) for name in OPTIMIZERS]
+        print(
+            f"| {model} | " + " | ".join(f"{x:.1%}" for x in shares) + " |", flush=True
+        )
+
+
+if __name__ == "__main__":
+    main()
