@@ -48,12 +48,12 @@ class Place:
     Args:
       shape: of the leaf.
       devices: how many.
-      spec: how it is spread over them.
+      spec: how it is spread over them, if there are several.
     """
 
     shape: tuple[int, ...]
     devices: int = 1
-    spec: P = P()
+    spec: P | None = None
 
 
 LEAVES = (
@@ -127,8 +127,7 @@ MODELS = {
 def measured(name: str, place: Place) -> dict[str, float | str]:
     """Facts of a leaf's compiled step, per parameter of a device."""
     mesh = h200_mesh(place.devices)
-    spec = place.spec if place.devices > 1 else None
-    step = lower_step(OPTIMIZERS[name], leaf(*place.shape), mesh=mesh, spec=spec)
+    step = lower_step(OPTIMIZERS[name], leaf(*place.shape), mesh=mesh, spec=place.spec)
     own = step.parameters / place.devices
     text = step.compiled.as_text()
     kernel = step.fused

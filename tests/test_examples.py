@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import pathlib
 import re
 import sys
@@ -145,18 +146,23 @@ def test_bytes_a_parameter_are_of_the_arrays_that_the_codes_stand_for():
         seed=0,
     )
     plain = training_loop._init_model(model, jax.random.key(0))["params"]
-    sizes = [leaf.size for leaf in jax.tree.leaves(plain)]
-    quantized = sum(size for size in sizes if size >= 4096)
+    leaves = jax.tree.leaves(plain)
+    sizes = [leaf.size for leaf in leaves]
+    large = [leaf.shape for leaf in leaves if leaf.size >= 4096]
+    quantized = sum(map(math.prod, large))
     assert quantized == QUANTIZED
-    # Codes of 12, 8 and 8 bits; scales of 32, 16 and 16 bits for each of the groups,
-    # which end with a leaf's packed axis, of 32 values; small leaves in float32.
+    # Codes of 12, 8 and 8 bits; scales of 32, 16 and 16 bits for each block of 64 rows
+    # by 32 columns, or as many as there are; small leaves in float32.
     codes = quantized * 28 / 8
-    groups = quantized / 32
+    blocks = sum(
+        math.prod(lead) * math.ceil(rows / 64) * math.ceil(columns / 32)
+        for *lead, rows, columns in large
+    )
     small = 3 * 4 * (sum(sizes) - quantized)
     counts = 4 * sum(
         leaf.size for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim == 0
     )
-    expected = codes + groups * 8 + small + counts
+    expected = codes + blocks * 8 + small + counts
     found = training_loop.bytes_per_parameter(state) * sum(sizes)
     assert found == pytest.approx(expected)
 

@@ -170,7 +170,7 @@ def test_update_and_apply_updates_need_no_communication_either(name, axis_type):
 PLACED = {
     "stack by layer": ((8, 64, 16), (8,), jax.P("x")),
     "stack by column": ((3, 32, 64), (8,), jax.P(None, None, "x")),
-    "vector": ((512,), (8,), jax.P("x")),
+    "vector": ((2048,), (8,), jax.P("x")),
     "convolution by channel": ((3, 3, 32, 256), (8,), jax.P(None, None, None, "x")),
     "two axes": ((128, 64), (4, 2), jax.P("x", "y")),
     "one axis of two": ((256, 64), (4, 2), jax.P(("x", "y"))),
