@@ -400,9 +400,9 @@ REFUSED = {
         "a scalar has no words",
     ),
     "implementation": (
-        dict(operands=[Operand(X)], implementation="triton"),
+        dict(operands=[Operand(X)], implementation="cuda"),
         ValueError,
-        "implementation is 'triton', not None, 'xla' or 'pallas'",
+        "implementation is 'cuda', not None, 'xla', 'pallas' or 'triton'",
     ),
 }
 
