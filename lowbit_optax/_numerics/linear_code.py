@@ -27,8 +27,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from lowbit_optax._numerics.codes import as_fields, bits_of, float_of, pattern_of
+
 RANDOM_BITS = 24
 """How many leading bits of a random word rounding reads."""
+
+_ONE_EXPONENT = 1 << 23  # of a float32's pattern
+_MIDDLE = 1.5 * 2.0**23
 
 # A quotient that should be exactly a delta may come out larger, because the division
 # rounds.
@@ -61,6 +66,23 @@ def significant_bits(bits: int) -> int:
       bits: k, the bits of a code.
     """
     return 24 - bits if bits <= 6 else 4
+
+
+def magnitude_key(x: jax.Array) -> jax.Array:
+    """Integers ordered as finite magnitudes are; negative where x is not finite.
+
+    Args:
+      x: float32.
+
+    Returns:
+      int32, of x's shape, of whose maximum :func:`magnitude_of` makes a magnitude.
+    """
+    return (bits_of(x) & jnp.int32(0x7FFFFFFF)) + jnp.int32(_ONE_EXPONENT)
+
+
+def magnitude_of(key: jax.Array) -> jax.Array:
+    """The float32 magnitude of a :func:`magnitude_key`; 0 for a negative key."""
+    return float_of(jnp.maximum(key - jnp.int32(_ONE_EXPONENT), jnp.int32(0)))
 
 
 def delta_of(maximum: jax.Array, bits: int) -> jax.Array:
@@ -113,14 +135,26 @@ def kept_delta(maximum: jax.Array, old: jax.Array, bits: int) -> jax.Array:
     return jnp.where(fits, old, delta_of(maximum, bits))
 
 
+def prepare(delta: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """``(delta, 1 / delta)``, which :func:`encode` and :func:`decode` take.
+
+    Args:
+      delta: float32, of any shape, from :func:`delta_of`.
+    """
+    return delta, jnp.float32(1) / jnp.maximum(delta, _SMALLEST_DELTA)
+
+
 def encode(
-    x: jax.Array, delta: jax.Array, bits: int, words: jax.Array | None
+    x: jax.Array,
+    prepared: tuple[jax.Array, jax.Array],
+    bits: int,
+    words: jax.Array | None,
 ) -> jax.Array:
     """The fields of values.
 
     Args:
       x: float32.
-      delta: float32, of x's shape, from :func:`delta_of`.
+      prepared: the step sizes from :func:`prepare`, of x's shape.
       bits: k, 4 to 16.
       words: uint32 of x's shape, whose leading 24 bits are random; None rounds to
         nearest, ties to even.
@@ -128,29 +162,34 @@ def encode(
     Returns:
       uint32 fields, less than 2^k.
     """
-    delta = jnp.maximum(delta, _SMALLEST_DELTA)
-    inverse = jnp.float32(1) / delta
+    delta, inverse = prepared
     is_finite = jnp.abs(x) < jnp.float32(jnp.inf)
     x = jnp.where(is_finite, x, jnp.float32(0))
-    code = lax.round(x * inverse, lax.RoundingMethod.TO_NEAREST_EVEN)
+    # The float32 numbers near 1.5 * 2^23 are integers, so the sum rounds to nearest,
+    # ties to even, and its pattern counts them.
+    code = bits_of(x * inverse + jnp.float32(_MIDDLE)) - jnp.int32(pattern_of(_MIDDLE))
     if words is not None:
         # The product and the difference are exact, whatever the error of the inverse.
         # So a value that is a multiple of delta has no remainder and does not change.
-        rest = x - code * delta
-        share = jnp.abs(rest) * inverse * jnp.float32(2.0**RANDOM_BITS)
+        rest = x - code.astype(jnp.float32) * delta
+        share = jnp.abs(rest) * (inverse * jnp.float32(2.0**RANDOM_BITS))
         drawn = words >> jnp.uint32(32 - RANDOM_BITS)
         moves = share > lax.bitcast_convert_type(drawn, jnp.int32).astype(jnp.float32)
-        code = jnp.where(moves, code + jnp.sign(rest), code)
-    top = jnp.float32(largest_code(bits))
-    code = jnp.clip(code, -top, top).astype(jnp.int32) + jnp.int32(2 ** (bits - 1))
-    return lax.bitcast_convert_type(
-        jnp.where(is_finite, code, jnp.int32(0)), jnp.uint32
-    )
+        direction = (bits_of(rest) >> jnp.int32(31)) | jnp.int32(1)
+        code = jnp.where(moves, code + direction, code)
+    top = largest_code(bits)
+    code = jnp.minimum(jnp.maximum(code, jnp.int32(-top)), jnp.int32(top))
+    code = code + jnp.int32(2 ** (bits - 1))
+    return as_fields(jnp.where(is_finite, code, jnp.int32(0)))
 
 
-def decode(fields: jax.Array, delta: jax.Array, bits: int) -> jax.Array:
-    """The float32 values of fields; ``delta`` as in :func:`encode`."""
-    code = lax.bitcast_convert_type(fields, jnp.int32) - jnp.int32(2 ** (bits - 1))
-    value = code.astype(jnp.float32) * delta
+def decode(
+    fields: jax.Array, prepared: tuple[jax.Array, jax.Array], bits: int
+) -> jax.Array:
+    """The float32 values of fields; ``prepared`` as in :func:`encode`."""
+    delta, _ = prepared
+    # The field becomes the mantissa of 2^23: the float 2^23 + field.
+    number = float_of(fields | jnp.uint32(0x4B000000))
+    value = (number - jnp.float32(2.0**23 + 2 ** (bits - 1))) * delta
     # A NaN constant would become an array that JAX moves out of a scan over layers.
     return jnp.where(fields == jnp.uint32(0), value * jnp.float32(jnp.nan), value)

@@ -5,6 +5,7 @@ schedule, count, global norm ----> scalars -------^
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +23,7 @@ from lowbit_optax.formats.base import (
     WeightFormat,
     residual_bits_read,
 )
+from lowbit_optax.formats.quantized_weights import QuantizedFields
 
 KEYS = 2
 """How many random keys a leaf's row of the table of scalars begins with."""
@@ -47,6 +49,7 @@ class LeafBody:
         result is the updated master. It is the update instead if the weight format adds
         updates by itself, or if a float32 leaf's update is asked for.
       format: the leaf's weight format, on unpacked residuals; None for a float32 leaf.
+      quantized: the functions of its fields, if the leaf is a QuantizedTensor.
       has_residual: whether a residual follows the parameter among the operands.
       moments: per moment, its format and number; None for a moment stored uncoded.
       landing: how the new parameter takes the old one's place.
@@ -56,6 +59,7 @@ class LeafBody:
 
     program: Program
     format: WeightFormat | None
+    quantized: QuantizedFields | None
     has_residual: bool
     moments: tuple[tuple[MomentFormat, int] | None, ...]
     landing: Landing
@@ -67,33 +71,53 @@ class LeafBody:
         return [i for i, how in enumerate(self.moments) if has_scales(how)]
 
     @property
-    def maxima(self) -> int:
-        """How many maxima per block the kernel computes."""
-        return len(self.scaled)
+    def packed(self) -> list[int]:
+        """The widths of the leaf's packed fields."""
+        of_weight = [] if self.quantized is None else [self.quantized.bits]
+        if self.format is not None and self.format.width:
+            of_weight.append(self.format.width)
+        return of_weight + [self.moment_format(i).bits for i in self.scaled]
+
+    @property
+    def maxima(self) -> list[int]:
+        """The block sizes of the scales: the weight's, if it has one, and moments'."""
+        of_weight = [] if self.quantized is None else [self.quantized.block_size]
+        return of_weight + [self.moment_format(i).block_size for i in self.scaled]
 
     def before(self, block_values):
         """The stored scales, prepared for decoding."""
+        of_weight, of_moments = self._split(block_values)
         codecs = (self.moment_format(i).codec for i in self.scaled)
         return tuple(
-            codec.prepare(to_float32(scale))
-            for codec, scale in zip(codecs, block_values, strict=True)
+            [fields.prepare(scale) for fields, scale in of_weight]
+            + [
+                codec.prepare(to_float32(scale))
+                for codec, scale in zip(codecs, of_moments, strict=True)
+            ]
         )
 
     def statistics(self, values, scalars, index, multiply_add, before):
         """The arrays whose maxima per block determine the new scales."""
         del index
-        program = self.program.only([i + 1 for i in self.scaled])
-        _, _, moments = self._run(program, values, scalars, multiply_add, before)
-        return [
+        of_weight = [] if self.quantized is None else [0]
+        program = self.program.only(of_weight + [i + 1 for i in self.scaled])
+        _, _, outputs = self._run(program, values, scalars, multiply_add, before)
+        weights, moments = self._split(outputs)
+        return [fields.magnitude_key(weight) for fields, weight in weights] + [
             self.moment_format(i).codec.magnitude_key(moment)
             for i, moment in zip(self.scaled, moments, strict=True)
         ]
 
-    def after(self, maxima):
+    def after(self, maxima, block_values):
         """``(new scales, the same prepared for encoding)``."""
-        codecs = [self.moment_format(i).codec for i in self.scaled]
-        largest = [c.magnitude_of(m) for c, m in zip(codecs, maxima, strict=True)]
-        scales = [c.scale_of(x) for c, x in zip(codecs, largest, strict=True)]
+        (of_weight, keys), (old, _) = self._split(maxima), self._split(block_values)
+        scales = [
+            fields.scale_of(key, scale)
+            for (fields, key), (_, scale) in zip(of_weight, old, strict=True)
+        ]
+        for i, key in zip(self.scaled, keys, strict=True):
+            codec = self.moment_format(i).codec
+            scales.append(codec.scale_of(codec.magnitude_of(key)))
         return scales, self.before(scales)
 
     def __call__(self, values, scalars, index, multiply_add, before=(), after=()):
@@ -102,7 +126,11 @@ class LeafBody:
             self.program, values, scalars, multiply_add, before
         )
         random = RandomBits(scalars[0], scalars[1], index)
-        if self.format is None:
+        of_weight, after = self._split(after)
+        if of_weight:
+            ((fields, prepared),) = of_weight
+            new = fields.encode(result, prepared, random)
+        elif self.format is None:
             new = result
         elif self.format.stores_sum:
             new, residual, _ = self.format.store(param, result, random, self.landing)
@@ -113,6 +141,15 @@ class LeafBody:
         draws = moment_draws(random, residual_bits_read(self.format, param))
         stored = self._stored(moments, after, draws, multiply_add)
         return [new, *([residual] if self.has_residual else []), *stored]
+
+    def _split(self, per_scale) -> tuple[list, Sequence]:
+        """What there is for each scale: ``[(fields, the weight's)]``, the moments'.
+
+        The list is empty if the leaf is not a QuantizedTensor.
+        """
+        if self.quantized is None:
+            return [], per_scale
+        return [(self.quantized, per_scale[0])], per_scale[1:]
 
     def _stored(self, moments, after, draws: Draws, multiply_add) -> list:
         """The new moments in their formats."""
@@ -141,6 +178,7 @@ class LeafBody:
         """
         grad, param, *rest = values
         residual = rest.pop(0) if self.has_residual else None
+        of_weight, before = self._split(before)
         prepared = dict(zip(self.scaled, before, strict=True))
         moments = []
         for i, (x, how) in enumerate(zip(rest, self.moments, strict=True)):
@@ -151,12 +189,16 @@ class LeafBody:
                 moments.append(codec.decode_fields(x, prepared[i], multiply_add))
             else:
                 moments.append(how[0].decode(x, x.shape))
-        if is_narrow(grad.dtype) or is_narrow(param.dtype):
+        if of_weight or is_narrow(grad.dtype) or is_narrow(param.dtype):
             grad = grad.astype(jnp.float32)
         if self.is_guarded:
             factor = elementwise.decode_scalar(scalars[KEYS], np.dtype(np.float32))
             grad = grad * factor
-        master = self.format.inner_weight(param, residual) if self.format else param
+        if of_weight:
+            ((fields, of_block),) = of_weight
+            master = fields.decode(param, of_block)
+        else:
+            master = self.format.inner_weight(param, residual) if self.format else param
         outputs = program.run(
             [grad, master, *moments],
             lambda ref: elementwise.decode_scalar(

@@ -22,11 +22,12 @@ from lowbit_optax._jaxprs.graph import Graph
 from lowbit_optax._jaxprs.nodes import Node
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._step import trees
-from lowbit_optax._step.body import LeafBody, has_scales
+from lowbit_optax._step.body import LeafBody
 from lowbit_optax._step.moments import MomentStorage
 from lowbit_optax._step.prepared import PreparedStep
-from lowbit_optax.formats.base import WeightFormat
+from lowbit_optax.formats.quantized_weights import QuantizedWeights
 from pallas_kernels.fused_update import MAX_ELEMENTS, has_tiling
+from pallas_kernels.layout import layout_of
 
 MIN_PACKED_SIZE = 4096
 """Packed leaves with fewer elements are left to XLA."""
@@ -176,7 +177,10 @@ class _Planner:
     def _leaf(self, i: int) -> LeafKernel:
         prepared, nodes = self._prepared, self._nodes
         leaf, format_ = prepared.params[i], prepared.formats[i]
-        _check_leaf(leaf, bool(format_ and format_.width))
+        quantized = None
+        if trees.is_quantized(leaf) and isinstance(format_, QuantizedWeights):
+            quantized = format_.fields_of(leaf)
+        _check_leaf(leaf, quantized is not None or bool(format_ and format_.width))
         grad, master, update = nodes.grads[i], nodes.masters[i], nodes.updates[i]
         slots = self._slots_of(i)
         inputs = [grad, master, *(nodes.state[s] for s in slots)]
@@ -191,27 +195,24 @@ class _Planner:
         for node in outputs:
             _check_result(node, leaf.shape)
         moments = self._moments(slots)
-        _check_fields(format_, moments)
         body = LeafBody(
             program=elementwise.program_of(outputs, inputs, self._scalars),
             format=format_ and format_.on_fields(),
+            quantized=quantized,
             has_residual=prepared.residuals[i] is not None,
             moments=moments,
             landing=self._landing,
             is_guarded=bool(prepared.guard.scalars),
         )
+        _check_fields(body)
         return LeafKernel(body, slots)
 
     def _moments(self, slots):
-        """Formats and numbers of a leaf's moments, whose blocks must have one size."""
-        found = tuple(
+        """The formats and numbers of a leaf's moments."""
+        return tuple(
             None if how is None else (how.format, how.number)
             for how in (self._storage[s] for s in slots)
         )
-        sizes = {how[0].block_size for how in found if how and has_scales(how)}
-        if len(sizes) > 1:
-            raise NotElementwise(f"its moments have blocks of {sorted(sizes)}")
-        return found
 
     def _slots_of(self, i: int) -> tuple[int, ...]:
         """The parts of the state that are moments of this leaf.
@@ -233,8 +234,8 @@ class _Planner:
 
 
 def _check_leaf(leaf, is_packed: bool) -> None:
-    if trees.is_quantized(leaf):
-        raise NotElementwise("it is a QuantizedTensor")
+    if trees.is_quantized(leaf) and leaf.layout != layout_of(leaf.shape):
+        raise NotElementwise("it is a QuantizedTensor whose rows are another axis")
     if not trees.is_float(leaf) or leaf.dtype.itemsize > 4:
         raise NotElementwise(f"it is a leaf of {leaf.dtype}")
     if leaf.size > MAX_ELEMENTS:
@@ -243,18 +244,12 @@ def _check_leaf(leaf, is_packed: bool) -> None:
         raise NotElementwise("")  # no reason: left to XLA without an error
 
 
-def _check_fields(format_: WeightFormat | None, moments) -> None:
+def _check_fields(body: LeafBody) -> None:
     """Raise unless a kernel can walk over words and blocks together."""
-    quantized = [how[0] for how in moments if has_scales(how)]
-    if not quantized:
-        return
-    packed = tuple(how.bits for how in quantized)
-    if format_ is not None and format_.width:
-        packed = (*packed, format_.width)
-    if not has_tiling(packed, quantized[0].block_size):
+    packed, sizes = body.packed, body.maxima
+    if not has_tiling(packed, sizes):
         raise NotElementwise(
-            f"its fields of {list(packed)} bits and blocks of "
-            f"{quantized[0].block_size} do not fit together"
+            f"its fields of {packed} bits and blocks of {sizes} do not fit together"
         )
 
 

@@ -21,6 +21,7 @@ from lowbit_optax._step.body import PROCEED, LeafBody
 from lowbit_optax._step.kernel_plan import KernelPlan, LeafKernel
 from lowbit_optax._step.layer import Layer
 from lowbit_optax._step.prepared import PreparedStep
+from lowbit_optax.formats.quantized_weights import result_of
 from pallas_kernels.fused_update import (
     MAX_ELEMENTS_OF_SMALL_LEAF,
     Leaf,
@@ -30,7 +31,6 @@ from pallas_kernels.fused_update import (
     fused_update_many,
 )
 from pallas_kernels.fused_update.api import Implementation
-from pallas_kernels.layout import TILE_SIZE
 
 
 def run(
@@ -67,13 +67,18 @@ def run(
             results[i], residuals[i] = prepared.land(i, value(node), landing)
     leaves = _kernel_leaves(plan, prepared, layer)
     for i, arrays in _run_leaves(plan, leaves, table, layer, implementation).items():
+        param, body = prepared.params[i], kernels[i].body
         new, *rest = arrays
-        body = kernels[i].body
         if body.has_residual:
             residuals[i] = rest.pop(0)
-        parts |= zip(kernels[i].slots, _moments_of(body, rest), strict=True)
-        is_float32 = body.format is None
-        results[i] = new if is_float32 else landing.result(prepared.params[i], new)
+        moments, scales = rest[: len(body.moments)], rest[len(body.moments) :]
+        if body.quantized is not None:
+            new = dataclasses.replace(param, codes=new, scales=scales.pop(0))
+            results[i] = result_of(param, new, landing)
+        else:
+            results[i] = landing.result(param, new) if body.format else new
+        stored = _moments_of(body, moments, scales)
+        parts |= zip(kernels[i].slots, stored, strict=True)
     return results, residuals, [parts[s] for s in range(len(parts))], written
 
 
@@ -132,40 +137,43 @@ def _stacked(leaf: Leaf, layer: Layer | None) -> Leaf:
 
 def _kernel_leaf(i: int, kernel: LeafKernel, prepared: PreparedStep, stored) -> Leaf:
     body, param, residual = kernel.body, prepared.params[i], prepared.residuals[i]
-    operands = [Operand(prepared.given_grads[i]), Operand(param)]
+    operands = [Operand(prepared.given_grads[i])]
+    quantized = body.quantized is not None
+    operands.append(Operand(param.codes, param.bits) if quantized else Operand(param))
     if residual is not None:
         width = body.format.width if body.format else 0
         operands.append(Operand(residual, width or None))
     moments = [stored[s] for s in kernel.slots]
-    block_size = TILE_SIZE
     for number, moment in enumerate(moments):
         if number in body.scaled:
             format_ = body.moment_format(number)
-            block_size = format_.block_size
             operands.append(Operand(moment.codes, format_.bits))
         else:
             operands.append(Operand(moment))
-    operands += [Operand(moments[n].scales, per_block=True) for n in body.scaled]
+    of_param = {1, len(operands)} if quantized else {1}
+    scales = [param.scales] if quantized else []
+    scales += [moments[n].scales for n in body.scaled]
+    operands += [
+        Operand(x, block_size=size) for x, size in zip(scales, body.maxima, strict=True)
+    ]
     # Every operand but the gradient has a result that overwrites it. If updates are
     # returned, the old parameter is still needed, and its result gets its own array.
-    overwrites_param = body.landing.is_direct
+    kept = frozenset() if body.landing.is_direct else of_param
     results = [
         Result(
             o.array.dtype,
             o.bits,
-            None if n == 1 and not overwrites_param else n,
-            o.per_block,
+            None if n in kept else n,
+            o.block_size,
         )
         for n, o in enumerate(operands)
         if n > 0
     ]
-    return Leaf(tuple(operands), tuple(results), param.shape, block_size=block_size)
+    return Leaf(tuple(operands), tuple(results), param.shape)
 
 
-def _moments_of(body: LeafBody, written: list) -> list:
-    """The stored moments, from the arrays of all moments followed by all scales."""
-    count = len(body.moments)
-    moments, scales = written[:count], written[count:]
+def _moments_of(body: LeafBody, moments: list, scales: list) -> list:
+    """The stored moments, from their arrays and scales."""
     for i, scale in zip(body.scaled, scales, strict=True):
         moments[i] = body.moment_format(i).container(moments[i], scale)
     return moments
@@ -187,7 +195,7 @@ def _run_leaves(
     written, small = {}, {}
     for i, leaf in leaves.items():
         body = plan.kernels[i].body
-        alone = leaf.packed or leaf.has_blocks or leaf.stacked
+        alone = leaf.has_words_or_blocks or leaf.stacked
         if not alone and math.prod(leaf.shape) <= MAX_ELEMENTS_OF_SMALL_LEAF:
             dtypes = tuple(x.dtype for x in leaf.arrays)
             small.setdefault((body, dtypes), []).append(i)
@@ -229,7 +237,6 @@ def _fused(arrays, table, row, layer, *, body: LeafBody, like: Leaf, implementat
         leaf.operands,
         leaf.results,
         shape=leaf.shape,
-        block_size=leaf.block_size,
         scalars=table,
         row=row,
         layer=layer,

@@ -109,8 +109,8 @@ class QuantizedTensor(QuantizedWeight):
         check_parts(self)
         fields = unpack(self.codes, self.bits, self.layout)
         delta = lax.bitcast_convert_type(self.scales, jnp.float32)
-        steps = repeat_blocks(delta, self.layout, self.block_size)
-        values = linear_code.decode(fields, steps, self.bits)
+        prepared = _repeated(delta, self.layout, self.block_size)
+        values = linear_code.decode(fields, prepared, self.bits)
         return narrow_or_cast(values, dtype)
 
 
@@ -132,19 +132,25 @@ def quantize(
       old: the scales that the array had, which are kept where they fit.
     """
     layout = Layout(x.shape, axis)
-    size = jnp.abs(x)
-    size = jnp.where(size < jnp.float32(jnp.inf), size, jnp.float32(0))
-    maxima = block_maxima(size, layout, block_size)
+    keys = block_maxima(linear_code.magnitude_key(x), layout, block_size)
+    maxima = linear_code.magnitude_of(keys)
     if old is None:
         delta = linear_code.delta_of(maxima, bits)
     else:
         old = lax.bitcast_convert_type(old, jnp.float32)
         delta = linear_code.kept_delta(maxima, old, bits)
-    steps = repeat_blocks(delta, layout, block_size)
+    prepared = _repeated(delta, layout, block_size)
     words = None if random is None else random.words(x.shape, PARAM_STREAM)
-    codes = pack(linear_code.encode(x, steps, bits, words), bits, layout)
+    codes = pack(linear_code.encode(x, prepared, bits, words), bits, layout)
     scales = lax.bitcast_convert_type(delta, jnp.uint32)
     return QuantizedTensor(codes, scales, bits, block_size, axis, x.shape[axis])
+
+
+def _repeated(delta: jax.Array, layout: Layout, block_size: int):
+    """The prepared step sizes of blocks, repeated for every value."""
+    delta, inverse = linear_code.prepare(delta)
+    repeat = lambda x: repeat_blocks(x, layout, block_size)
+    return repeat(delta), repeat(inverse)
 
 
 def requantize(

@@ -168,8 +168,6 @@ def _on_quantized_weights(inner, moments: Moments, rounding: Rounding, seed, min
         moments=moments,
         seed=seed,
         min_size=min_size,
-        # No kernel takes QuantizedTensors, so looking for one would only cost tracing.
-        implementation="xla",
     )
 
 

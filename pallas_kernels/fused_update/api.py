@@ -13,7 +13,7 @@ from jax.custom_batching import custom_vmap
 from pallas_kernels.fused_update import sharded, small_leaves, triton, xla
 from pallas_kernels.fused_update.spec import BlockBody, Body, Leaf, Operand, Result
 from pallas_kernels.fused_update.tiling import MAX_ELEMENTS, has_tiling
-from pallas_kernels.layout import TILE_SIZE, check_block_size, layout_of
+from pallas_kernels.layout import check_block_size, layout_of
 from pallas_kernels.platforms import is_elsewhere
 
 Implementation = typing.Literal["xla", "pallas", "triton"] | None
@@ -28,7 +28,6 @@ def fused_update(
     scalars: jax.Array | None = None,
     row: jax.Array | int | None = None,
     layer: jax.Array | None = None,
-    block_size: int = TILE_SIZE,
     when: int | None = None,
     implementation: Implementation = None,
 ) -> list[jax.Array]:
@@ -49,7 +48,6 @@ def fused_update(
       row: which row of the table; uint32 of shape [1], or a number.
       layer: int32 scalar. The operands that are overwritten are then stacks of leaves,
         ``[layers, *shape]``, of which this one is updated; the others are one layer's.
-      block_size: elements of a block, for per-block arrays.
       when: number of a scalar that switches the update off: where it is 0, operands
         that are overwritten keep their values, and other results are undefined.
       implementation: ``"xla"``, the reference; ``"pallas"``, the kernel on CUDA, and
@@ -81,9 +79,7 @@ def fused_update(
                 "fused_update: shape is needed for packed or stacked arrays"
             )
         shape = plain[0]
-    leaf = Leaf(
-        tuple(operands), tuple(results), tuple(shape), layer is not None, block_size
-    )
+    leaf = Leaf(tuple(operands), tuple(results), tuple(shape), layer is not None)
     _check(leaf)
     if scalars is None:
         scalars = jnp.zeros((1,), jnp.uint32)
@@ -145,9 +141,7 @@ def fused_update_many(
         (tuple((o.array.dtype, o.bits) for o in leaf.operands), leaf.results)
         for leaf in leaves
     }
-    if len(kinds) > 1 or any(
-        leaf.packed or leaf.has_blocks or leaf.stacked for leaf in leaves
-    ):
+    if len(kinds) > 1 or any(x.has_words_or_blocks or x.stacked for x in leaves):
         raise ValueError(
             "fused_update_many: leaves must have the same kinds of operands and "
             "results, and none of them packed or stacked"
@@ -222,11 +216,11 @@ def _refusal(leaves: Sequence[Leaf], size: int) -> str | None:
     if not 0 < size <= MAX_ELEMENTS:
         return f"kernels take 1 to {MAX_ELEMENTS} elements, not {size}"
     for leaf in leaves:
-        if leaf.has_blocks and not has_tiling(leaf.packed, leaf.block_size):
+        if not has_tiling(leaf.packed, leaf.block_sizes):
             return (
                 f"kernels do not take fields of {list(leaf.packed)} bits with blocks "
-                f"of {leaf.block_size} elements; accepted are blocks of 32 or 64, or "
-                "multiples of 4 bits"
+                f"of {list(leaf.block_sizes)} elements; accepted are blocks of 32 or "
+                "64, or multiples of 4 bits"
             )
     return None
 
@@ -255,11 +249,11 @@ def _transformable(kernel: Callable, reference: Callable) -> Callable:
 
 def _check(leaf: Leaf) -> None:
     shape = leaf.shape
-    in_words = leaf.packed or leaf.has_blocks
-    if in_words and not shape:
+    if leaf.has_words_or_blocks and not shape:
         raise ValueError("fused_update: a scalar has no words and no blocks")
-    check_block_size("fused_update", leaf.block_size)
-    if leaf.stacked and in_words:
+    for size in leaf.block_sizes:
+        check_block_size("fused_update", size)
+    if leaf.stacked and leaf.has_words_or_blocks:
         stack = (leaf.operands[min(leaf.overwritten)].array.shape[0], *shape)
         if layout_of(stack).axis != leaf.layout.axis:
             raise ValueError(

@@ -9,7 +9,14 @@ from jax import lax
 
 from pallas_kernels.bitfields.fields import period
 from pallas_kernels.fused_update.tiling import Tiling
-from pallas_kernels.layout import FOLD, TILE_COLUMNS, TILE_ROWS
+from pallas_kernels.layout import (
+    FOLD,
+    MAX_BLOCK_SIZE,
+    TILE_COLUMNS,
+    TILE_ROWS,
+    TILE_SIZE,
+    block_shape,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +66,7 @@ class TiledLanes:
       lead, row, column: int32, places of row 0: which matrix, which row of it, and
         where in the row.
       inside: bool, or None where every lane exists in row 0.
-      blocks: places of their blocks.
+      blocks: places of their largest blocks.
     """
 
     tiling: Tiling
@@ -69,7 +76,11 @@ class TiledLanes:
     row: jax.Array
     column: jax.Array
     inside: jax.Array | None
-    blocks: "BlockPlaces"
+    blocks: "_LargestBlocks"
+
+    def blocks_of(self, block_size: int) -> "BlockPlaces":
+        """The places of their blocks of a size."""
+        return self.blocks.parts(block_size)
 
     def offset(self, start: jax.Array, row: int) -> jax.Array:
         """Where the elements of the row ``start + row`` are."""
@@ -128,14 +139,19 @@ class TiledLanes:
 class BlockPlaces:
     """Where the blocks of a program's lanes are in arrays with one element per block.
 
+    Arrays are [largest blocks], or [largest blocks, parts] for smaller blocks, or
+    broadcast to that.
+
     Args:
       tiling: static description.
-      lead, row, place: int32 scalars or vectors of blocks: which matrix, which row of
-        blocks of it, and where among the blocks of a row.
-      inside: bool vector, or None where every block exists in row 0.
+      block_size: elements of a block.
+      lead, row, place: int32: which matrix, which row of blocks of it, and where among
+        the blocks of a row.
+      inside: bool, or None where every block exists in row 0.
     """
 
     tiling: Tiling
+    block_size: int
     lead: jax.Array
     row: jax.Array
     place: jax.Array
@@ -143,18 +159,77 @@ class BlockPlaces:
 
     def offset(self, chunk: jax.Array) -> jax.Array:
         """Where the blocks are that a chunk of rows crosses."""
-        tiling = self.tiling
-        row = self.lead * jnp.int32(tiling.block_rows) + (self.row + chunk)
-        return row * jnp.int32(tiling.pieces[0] * tiling.blocks) + self.place
+        tiling, size = self.tiling, self.block_size
+        row = self.lead * jnp.int32(tiling.block_rows(size)) + (self.row + chunk)
+        return row * jnp.int32(tiling.pieces[0] * tiling.blocks_of(size)) + self.place
 
     def exists(self, chunk: jax.Array) -> jax.Array | None:
         """Which blocks exist; None if all do."""
-        tiling = self.tiling
-        if tiling.steps * tiling.step_rows == tiling.block_rows * tiling.block_shape[0]:
+        tiling, rows = self.tiling, self.tiling.block_rows(self.block_size)
+        if tiling.steps * tiling.step_rows == rows * block_shape(self.block_size)[0]:
             return self.inside
-        there = self.row + chunk < jnp.int32(tiling.block_rows)
+        there = self.row + chunk < jnp.int32(rows)
         there = jnp.broadcast_to(there, self.place.shape)
         return there if self.inside is None else there & self.inside
+
+    def maxima(self, x: jax.Array) -> jax.Array:
+        """The maximum over each block of an array of the program's lanes."""
+        x, parts = jnp.max(x, axis=-1), self.tiling.block_size // self.block_size
+        if x.ndim == 1 or parts == self.tiling.tiles:
+            return x
+        if parts > 1:
+            x = x.reshape(x.shape[0], parts, -1)
+        return jnp.max(x, axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _LargestBlocks:
+    """The largest blocks of a program's lanes.
+
+    Args:
+      tiling: static description.
+      lead, step, piece, block: int32 scalars or vectors: which matrix, which step down
+        its rows, which piece of the row, and which block of the piece.
+      inside: bool vector, or None where all blocks exist.
+    """
+
+    tiling: Tiling
+    lead: jax.Array
+    step: jax.Array
+    piece: jax.Array
+    block: jax.Array
+    inside: jax.Array | None
+
+    def parts(self, block_size: int) -> BlockPlaces:
+        """The places of the blocks of a size, into which the largest are divided."""
+        tiling = self.tiling
+        height, width = block_shape(block_size)
+        blocks = jnp.int32(tiling.blocks_of(block_size))
+        row = self.step * jnp.int32(tiling.step_rows // height)
+        if block_size == tiling.block_size:
+            place = self.piece * blocks + self.block
+            return BlockPlaces(tiling, block_size, self.lead, row, place, self.inside)
+        count = tiling.block_size // block_size
+        part_row, part_column = _z_order(
+            lax.broadcasted_iota(jnp.int32, (1, count), 1), height == width
+        )
+        each = lambda x: x[:, None] if x.ndim else x
+        column = each(self.block) * jnp.int32(tiling.block_shape[1] // width)
+        column = column + part_column
+        there = None if self.inside is None else each(self.inside)
+        if tiling.blocks_of(block_size) * width != tiling.blocks * tiling.block_shape[1]:
+            exists = column < blocks
+            there = exists if there is None else exists & there
+        if there is not None:
+            there = jnp.broadcast_to(there, column.shape)
+        return BlockPlaces(
+            tiling,
+            block_size,
+            lead=each(self.lead),
+            row=each(row) + part_row,
+            place=each(self.piece) * blocks + column,
+            inside=there,
+        )
 
 
 Lanes = FlatLanes | TiledLanes
@@ -187,13 +262,6 @@ def lanes_of(tiling: Tiling, program: jax.Array, base: jax.Array) -> Lanes:
         inside = None if is_even else number < jnp.int32(tiling.all_blocks)
     piece, rest = _rem(rest, count), _div(rest, count)
     step, lead = _rem(rest, tiling.steps), _div(rest, tiling.steps)
-    places = BlockPlaces(
-        tiling,
-        lead,
-        row=step * jnp.int32(tiling.step_rows // tiling.block_shape[0]),
-        place=piece * jnp.int32(tiling.blocks) + block,
-        inside=inside,
-    )
     row, in_piece = _tiles(tiling, step, block)
     column = _expanded(piece * jnp.int32(columns), tiling) + in_piece
     there = None if inside is None else expand_blocks(inside, tiling)
@@ -209,13 +277,17 @@ def lanes_of(tiling: Tiling, program: jax.Array, base: jax.Array) -> Lanes:
         row=row,
         column=column,
         inside=there,
-        blocks=places,
+        blocks=_LargestBlocks(tiling, lead, step, piece, block, inside),
     )
 
 
 def expand_blocks(x: jax.Array, tiling: Tiling) -> jax.Array:
-    """A vector with one element per block of a program, for each of its lanes."""
-    return jnp.broadcast_to(_expanded(x, tiling), tiling.lanes_shape)
+    """An array [largest blocks] or [largest blocks, parts], for each of the lanes."""
+    shape = tiling.lanes_shape
+    if x.ndim == 2 and x.shape[1] not in (1, tiling.tiles):
+        runs = (*x.shape, tiling.tiles // x.shape[1], shape[-1])
+        return jnp.broadcast_to(x[:, :, None, None], runs).reshape(shape)
+    return jnp.broadcast_to(_expanded(x, tiling), shape)
 
 
 def _tiles(tiling: Tiling, step, block) -> tuple[jax.Array, jax.Array]:
@@ -227,11 +299,26 @@ def _tiles(tiling: Tiling, step, block) -> tuple[jax.Array, jax.Array]:
     first = _expanded(block * jnp.int32(width), tiling)
     if tiling.tiles > 1:
         tile = lax.broadcasted_iota(jnp.int32, (1, tiling.tiles, 1), 1)
-        across = width // TILE_COLUMNS
-        first = first + _rem(tile, across) * jnp.int32(TILE_COLUMNS)
+        tile_row, tile_column = _z_order(tile, False)
+        first = first + tile_column * jnp.int32(TILE_COLUMNS)
         if height > TILE_ROWS:
-            row = _expanded(row, tiling) + _div(tile, across) * jnp.int32(TILE_ROWS)
+            row = _expanded(row, tiling) + tile_row * jnp.int32(TILE_ROWS)
     return row, first + column
+
+
+def _z_order(number: jax.Array, row_first: bool) -> tuple[jax.Array, jax.Array]:
+    """Row and column of the parts of a block, in the order of their doubling.
+
+    The blocks of :mod:`pallas_kernels.layout` double in columns and in rows in turns. So
+    the bits of a number, from the lowest, are of the column and of the row in turns.
+    """
+    places = [jnp.zeros_like(number), jnp.zeros_like(number)]
+    for bit in range((MAX_BLOCK_SIZE // TILE_SIZE).bit_length()):
+        which = (bit + row_first) % 2
+        value = (number >> jnp.int32(bit)) & jnp.int32(1)
+        places[which] = places[which] | value << jnp.int32(bit // 2)
+    column, row = places
+    return row, column
 
 
 def _index(tiling: Tiling, lead, row, piece, column) -> jax.Array:
@@ -267,10 +354,10 @@ def _spread(tiling: Tiling, axes: range, number: jax.Array) -> jax.Array:
 
 
 def _expanded(x: jax.Array, tiling: Tiling) -> jax.Array:
-    """A vector with one element per block, so that it broadcasts to lanes."""
-    if x.ndim != 1:
+    """An array [largest blocks], so that it broadcasts to lanes."""
+    if x.ndim not in (1, 2):
         return x
-    return x.reshape(-1, *[1] * (len(tiling.lanes_shape) - 1))
+    return x.reshape(*x.shape, *[1] * (len(tiling.lanes_shape) - x.ndim))
 
 
 def _mask(inside: jax.Array | None, there: jax.Array, tiling: Tiling) -> jax.Array:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from pallas_kernels.layout import TILE_SIZE, Layout, layout_of
+from pallas_kernels.layout import Layout, layout_of
 
 MultiplyAdd = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -32,13 +32,14 @@ class BlockBody(typing.Protocol):
 
     First maxima over each block are taken of what :meth:`statistics` returns, then the
     elements are written. Values of blocks have one element per block, or are repeated
-    for each element of the block; the body must not depend on which. What
+    for each element of the block; the body must not depend on which. So it must not
+    mix values of blocks of different sizes, except in :meth:`__call__`. What
     :meth:`statistics` and :meth:`__call__` both compute from the same values, a kernel
     computes once.
     """
 
-    maxima: int
-    """How many maxima :meth:`statistics` asks for."""
+    maxima: Sequence[int]
+    """For each maximum that :meth:`statistics` asks for, the size of its blocks."""
 
     def before(self, block_values: Sequence[jax.Array]) -> tuple:
         """What decoding needs of the per-block operands' values; any tuple."""
@@ -50,7 +51,9 @@ class BlockBody(typing.Protocol):
         """For each maximum int32 values of the elements; below 0 they count as 0."""
         ...
 
-    def after(self, maxima: Sequence[jax.Array]) -> tuple[Sequence[jax.Array], tuple]:
+    def after(
+        self, maxima: Sequence[jax.Array], block_values: Sequence[jax.Array]
+    ) -> tuple[Sequence[jax.Array], tuple]:
         """``(values of the per-block results, what encoding needs of the maxima)``."""
         ...
 
@@ -68,12 +71,12 @@ class Operand:
     Args:
       array: of the leaf's shape, or uint32 words of its ``words_shape``.
       bits: width of the packed fields, None for a plain array.
-      per_block: whether it has one element per block.
+      block_size: elements of a block, for an array with one element per block.
     """
 
     array: jax.Array
     bits: int | None = None
-    per_block: bool = False
+    block_size: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,13 +88,13 @@ class Result:
       bits: width of the packed fields, None for a plain array.
       overwrites: number of the operand, of the same dtype and bits, in whose place it
         is written; None for a new array.
-      per_block: as of an operand.
+      block_size: as of an operand.
     """
 
     dtype: typing.Any
     bits: int | None = None
     overwrites: int | None = None
-    per_block: bool = False
+    block_size: int | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "dtype", np.dtype(self.dtype))
@@ -106,19 +109,23 @@ class Leaf:
       shape: of the whole leaf; of one layer, where results go into a stack.
       stacked: whether the operands that are overwritten have an axis of layers in
         front, of which one is updated.
-      block_size: elements of a block.
     """
 
     operands: tuple[Operand, ...]
     results: tuple[Result, ...]
     shape: tuple[int, ...]
     stacked: bool = False
-    block_size: int = TILE_SIZE
 
     @property
-    def has_blocks(self) -> bool:
-        """Whether anything in it is per block."""
-        return any(x.per_block for x in (*self.operands, *self.results))
+    def block_sizes(self) -> tuple[int, ...]:
+        """The sizes of the blocks of which anything in it has an element each."""
+        both = (*self.operands, *self.results)
+        return tuple(sorted({x.block_size for x in both if x.block_size is not None}))
+
+    @property
+    def has_words_or_blocks(self) -> bool:
+        """Whether anything in it is packed or per block."""
+        return bool(self.packed or self.block_sizes)
 
     @functools.cached_property
     def layout(self) -> Layout:
@@ -129,16 +136,15 @@ class Leaf:
         """The shape of an operand or result of the leaf, or of one layer of it."""
         if like.bits is not None:
             return self.layout.words_shape(like.bits)
-        if like.per_block:
-            return self.layout.blocks_shape(self.block_size)
+        if like.block_size is not None:
+            return self.layout.blocks_shape(like.block_size)
         return self.shape
 
     def unit(self, axis: int) -> int:
         """How many elements of an axis a shard must be a multiple of."""
-        if not self.packed and not self.has_blocks:
+        if not self.has_words_or_blocks:
             return 1
-        block_size = self.block_size if self.has_blocks else None
-        return self.layout.unit(axis, self.packed, block_size)
+        return self.layout.unit(axis, self.packed, max(self.block_sizes, default=None))
 
     @property
     def arrays(self) -> list[jax.Array]:

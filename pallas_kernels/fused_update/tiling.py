@@ -9,7 +9,8 @@ There are two tilings:
   static, and it has whole tiles of :mod:`pallas_kernels.layout`, whose maxima need no
   other thread. Its loads and stores are 4 elements wide where the number of columns is
   a multiple of 4. A program's lanes are an array [lanes, 4], or [blocks, tiles, 4]
-  where blocks have several tiles.
+  where the largest blocks have several tiles. The tiles of a block are in Z-order:
+  every smaller block is then a run of them, so leaves may have blocks of several sizes.
 
 Offsets into arrays are int32, so an array has fewer than 2^31 elements. The *index* of
 an element is its row-major place in the leaf, modulo 2^32. For a shard it is counted by
@@ -19,6 +20,7 @@ the leaf's strides from the index of the shard's first element.
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 
 from pallas_kernels.bitfields.fields import period
 from pallas_kernels.layout import (
@@ -43,15 +45,15 @@ have too few programs.
 _FLAT_ROWS = 4
 
 
-def has_tiling(packed: tuple[int, ...], block_size: int | None) -> bool:
+def has_tiling(packed: Sequence[int], block_sizes: Sequence[int]) -> bool:
     """Whether kernels can walk over leaves with such fields and blocks.
 
     A lane has the words of its fields. Where their period is longer than a tile, blocks
     must not be higher than one.
     """
     longest = max((period(bits)[0] for bits in packed), default=1)
-    is_low = block_size is None or block_shape(block_size)[0] == TILE_ROWS
-    return is_low or longest <= TILE_ROWS
+    highest = max((block_shape(size)[0] for size in block_sizes), default=TILE_ROWS)
+    return highest == TILE_ROWS or longest <= TILE_ROWS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,14 +64,14 @@ class Tiling:
       shape: of the array on this device.
       leaf_shape: shape of the leaf that it is a shard of.
       packed: widths of the packed fields, empty if nothing is packed.
-      block_size: elements of a block; None if nothing is per block.
+      block_sizes: of the blocks that arrays have an element each for.
       flat_width: lanes of a program of a flat tiling.
     """
 
     shape: tuple[int, ...]
     leaf_shape: tuple[int, ...]
     packed: tuple[int, ...]
-    block_size: int | None
+    block_sizes: tuple[int, ...]
     flat_width: int
 
     @functools.cached_property
@@ -77,7 +79,7 @@ class Tiling:
         """Whether a row may be any piece of memory: nothing is packed or per block, and
         the shard is consecutive in the leaf.
         """
-        is_plain = not self.packed and self.block_size is None
+        is_plain = not self.packed and not self.block_sizes
         return is_plain and self.shape[1:] == self.leaf_shape[1:]
 
     @functools.cached_property
@@ -128,19 +130,28 @@ class Tiling:
         return count, columns
 
     @property
+    def block_size(self) -> int:
+        """Elements of the largest blocks; of a tile if there are none."""
+        return max(self.block_sizes, default=TILE_SIZE)
+
+    @property
     def block_shape(self) -> tuple[int, int]:
-        """Rows and columns of a block."""
-        return block_shape(self.block_size or TILE_SIZE)
+        """Rows and columns of the largest blocks."""
+        return block_shape(self.block_size)
 
     @property
     def tiles(self) -> int:
-        """Tiles of a block."""
-        return (self.block_size or TILE_SIZE) // TILE_SIZE
+        """Tiles of the largest blocks."""
+        return self.block_size // TILE_SIZE
 
     @property
     def blocks(self) -> int:
-        """Blocks of one piece of a row."""
-        return math.ceil(self.pieces[1] / self.block_shape[1])
+        """Largest blocks of one piece of a row."""
+        return self.blocks_of(self.block_size)
+
+    def blocks_of(self, block_size: int) -> int:
+        """Blocks of a size of one piece of a row."""
+        return math.ceil(self.pieces[1] / block_shape(block_size)[1])
 
     @property
     def lanes_shape(self) -> tuple[int, ...]:
@@ -188,10 +199,9 @@ class Tiling:
         """Rows of words of one matrix."""
         return self._share(word_rows(self.layout.rows, bits))
 
-    @property
-    def block_rows(self) -> int:
-        """Rows of blocks of one matrix."""
-        return self._share(math.ceil(self.layout.rows / self.block_shape[0]))
+    def block_rows(self, block_size: int) -> int:
+        """Rows of blocks of a size of one matrix."""
+        return self._share(math.ceil(self.layout.rows / block_shape(block_size)[0]))
 
     def _share(self, of_leaf: int) -> int:
         axis = self.layout.row_axis

@@ -55,8 +55,7 @@ def update(
       One array per result.
     """
     leaf = shard.leaf
-    block_size = leaf.block_size if leaf.has_blocks else None
-    tiling = Tiling(shard.shape, leaf.shape, leaf.packed, block_size, _FLAT_WIDTH)
+    tiling = Tiling(shard.shape, leaf.shape, leaf.packed, leaf.block_sizes, _FLAT_WIDTH)
     stacked = leaf.overwritten if leaf.stacked else frozenset[int]()
     arrays = [
         # A layer is indexed by itself: a stack may have more than 2^31 elements.

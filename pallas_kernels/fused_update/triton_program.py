@@ -61,8 +61,8 @@ class Program:
             i for i, x in enumerate(of_rows) if isinstance(x, Writer) and x.by_bytes
         ]
         run = with_instructions(typing.cast(Callable, body), self.interpret, bytes_)
-        before = [x for x in reads if isinstance(x, _Plain) and x.per_block]
-        after = [x for x in writes if isinstance(x, _Plain) and x.per_block]
+        before = [x for x in reads if _is_per_block(x)]
+        after = [x for x in writes if _is_per_block(x)]
         rows = _Rows(self.lanes, [x for x in reads if not _is_per_block(x)])
         packed = [x for x in of_rows if isinstance(x, Writer)]
 
@@ -93,7 +93,7 @@ class Program:
     def _read(self, ref, operand: Operand, number: int) -> "_Plain | Reader":
         at = self.layer if number in self.stacked else jnp.int32(0)
         if operand.bits is None:
-            return _Plain(ref, at, operand.per_block)
+            return _Plain(ref, at, operand.block_size)
         words = _Words(ref, at, self._tiles, operand.bits)
         by_bytes = operand.bits == 8 and not self.interpret
         return Reader(operand.bits, self.lanes.tiling.chunk_rows, words, by_bytes)
@@ -101,7 +101,7 @@ class Program:
     def _write(self, ref, result: Result) -> "_Plain | Writer":
         at = self.layer if result.overwrites in self.stacked else jnp.int32(0)
         if result.bits is None:
-            return _Plain(ref, at, result.per_block)
+            return _Plain(ref, at, result.block_size)
         words = _Words(ref, at, self._tiles, result.bits)
         by_bytes = result.bits == 8 and not self.interpret
         return Writer(result.bits, self.lanes.tiling.chunk_rows, words, by_bytes)
@@ -134,25 +134,31 @@ class Program:
         Returns:
           ``run`` of rows, given what it needs of their blocks.
         """
-        tiling, places = self.lanes.tiling, self._tiles.blocks
+        tiling = self.lanes.tiling
+        places = {size: self._tiles.blocks_of(size) for size in tiling.block_sizes}
         expand = lambda x: expand_blocks(x, tiling)
         statistics = with_instructions(body.statistics, self.interpret)
         decode, encode = body.before, body.after
         if not self.interpret:
             decode, encode = with_short_forms(decode), with_short_forms(encode)
-        offset, exists = places.offset(chunk), places.exists(chunk)
-        before = jax.tree.map(expand, decode([x.load(offset, exists) for x in reads]))
-        maxima = [jnp.zeros(tiling.lanes_shape, jnp.int32)] * body.maxima
+        offset = {size: x.offset(chunk) for size, x in places.items()}
+        exists = {size: x.exists(chunk) for size, x in places.items()}
+        of_blocks = [
+            x.load(offset[x.block_size], exists[x.block_size]) for x in reads
+        ]
+        before = jax.tree.map(expand, decode(of_blocks))
+        maxima = [jnp.zeros(tiling.lanes_shape, jnp.int32)] * len(body.maxima)
         for row in rows:
             new = statistics(row.values, self.scalars, row.index, before)
             if row.exists is not None:
                 new = [jnp.where(row.exists, x, jnp.int32(0)) for x in new]
             maxima = [jnp.maximum(*pair) for pair in zip(maxima, new, strict=True)]
-        for axis in range(len(tiling.lanes_shape) - 1, 0, -1):
-            maxima = [jnp.max(x, axis=axis) for x in maxima]
-        stored, after = encode(maxima)
+        maxima = [
+            places[size].maxima(x) for size, x in zip(body.maxima, maxima, strict=True)
+        ]
+        stored, after = encode(maxima, of_blocks)
         for x, value in zip(writes, stored, strict=True):
-            x.store(offset, value, exists)
+            x.store(offset[x.block_size], value, exists[x.block_size])
         after = jax.tree.map(expand, after)
         return lambda *args: run(*args, before, after)
 
@@ -246,7 +252,7 @@ class _Plain:
 
     ref: typing.Any
     layer: jax.Array
-    per_block: bool = False
+    block_size: int | None = None
 
     def load(self, offset: jax.Array | None, mask: jax.Array | None) -> jax.Array:
         return triton.load(self.ref.at[self.layer, offset], mask=mask)
@@ -255,8 +261,8 @@ class _Plain:
         triton.store(self.ref.at[self.layer, offset], value, mask=mask)
 
 
-def _is_per_block(x) -> bool:
-    return isinstance(x, _Plain) and x.per_block
+def _is_per_block(x) -> typing.TypeGuard[_Plain]:
+    return isinstance(x, _Plain) and x.block_size is not None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import math
 import typing
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -37,12 +38,13 @@ def update(
             array = lax.dynamic_index_in_dim(array, layer[0], 0, keepdims=False)
         if operand.bits is not None:
             array = unpack(array, operand.bits, leaf.layout)
-        (block_values if operand.per_block else values).append(array)
+        is_plain = operand.block_size is None
+        (values if is_plain else block_values).append(array)
     index = None
     if layer is not None:
         index = _row_major(leaf.shape, layer[0].astype(jnp.uint32))
     arguments = values, scalars, index, multiply_add
-    if leaf.has_blocks:
+    if leaf.block_sizes:
         new = _with_blocks(typing.cast(BlockBody, body), leaf, arguments, block_values)
     else:
         new = typing.cast(Body, body)(*arguments)
@@ -60,17 +62,28 @@ def _with_blocks(
     block_values: list[jax.Array],
 ) -> list[jax.Array]:
     """The results of a body that takes maxima over blocks."""
-    repeat = lambda x: repeat_blocks(x, leaf.layout, leaf.block_size)
-    before = body.before([repeat(x) for x in block_values])
+
+    def repeated(arrays: Sequence, sizes: Sequence[int]) -> list[jax.Array]:
+        return [
+            repeat_blocks(x, leaf.layout, size)
+            for x, size in zip(arrays, sizes, strict=True)
+        ]
+
+    sizes = [o.block_size for o in leaf.operands if o.block_size is not None]
+    of_elements = repeated(block_values, sizes)
+    before = body.before(of_elements)
     maxima = [
-        block_maxima(x, leaf.layout, leaf.block_size)
-        for x in body.statistics(*arguments, before)
+        block_maxima(x, leaf.layout, size)
+        for x, size in zip(
+            body.statistics(*arguments, before), body.maxima, strict=True
+        )
     ]
-    of_blocks, _ = body.after(maxima)
-    _, after = body.after([repeat(x) for x in maxima])
-    of_elements = iter(body(*arguments, before, after))
-    of_blocks = iter(of_blocks)
-    return [next(of_blocks if r.per_block else of_elements) for r in leaf.results]
+    per_block, _ = body.after(maxima, block_values)
+    _, after = body.after(repeated(maxima, body.maxima), of_elements)
+    per_element, per_block = iter(body(*arguments, before, after)), iter(per_block)
+    return [
+        next(per_element if r.block_size is None else per_block) for r in leaf.results
+    ]
 
 
 def _stored(
