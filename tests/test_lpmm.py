@@ -65,10 +65,9 @@ def test_the_mean_over_all_random_words_is_the_value_itself(bits):
     wide, delta = np.broadcast_arrays(x, np.float32(2.0**-5))
     wide, delta = np.broadcast_to(wide, words.shape), np.float32(2.0**-5)
     delta = np.full(words.shape, delta)
-    fields = linear_code.encode(
-        jnp.asarray(wide), jnp.asarray(delta), bits, jnp.asarray(words)
-    )
-    values = linear_code.decode(fields, jnp.asarray(delta), bits)
+    prepared = linear_code.prepare(jnp.asarray(delta))
+    fields = linear_code.encode(jnp.asarray(wide), prepared, bits, jnp.asarray(words))
+    values = linear_code.decode(fields, prepared, bits)
     mean = np.asarray(values).astype(np.float64).mean(axis=1)
     np.testing.assert_array_equal(mean, x[:, 0].astype(np.float64))
 

@@ -10,6 +10,9 @@ from jax import lax
 from pallas_kernels.bitfields.fields import get_field, period, put_fields
 from pallas_kernels.layout import Layout, layout_of, word_rows
 
+_MOST_CHOICES = 4
+"""Words of a period among which each row chooses; 4 are at most 6 selections."""
+
 
 def pack(fields: jax.Array, bits: int, layout: Layout | None = None) -> jax.Array:
     """Pack an array of k-bit fields into uint32 words.
@@ -71,20 +74,43 @@ def unpack(words: jax.Array, bits: int, layout: Layout) -> jax.Array:
         words = words.reshape(*matrix[:axis], word_rows(layout.rows, bits), matrix[-1])
     height, count = period(bits)
     periods = _split(words, axis, count)
-    if count == 1:
-        # One shift of a broadcast word fuses where a concatenation of rows does not.
-        widths = [1] * periods.ndim
-        widths[axis + 1] = height
-        shifts = (lax.iota(jnp.uint32, height) * jnp.uint32(bits)).reshape(widths)
-        stacked = (periods >> shifts) & jnp.uint32((1 << bits) - 1)
+    taken = [lax.slice_in_dim(periods, w, w + 1, axis=axis + 1) for w in range(count)]
+    if count <= _MOST_CHOICES:
+        stacked = _chosen_fields(taken, axis + 1, height, bits)
     else:
-        taken = [lax.index_in_dim(periods, w, axis + 1, False) for w in range(count)]
-        taken = [get_field(taken, row, bits) for row in range(height)]
-        stacked = jnp.stack(taken, axis=axis + 1)
+        rows = [get_field(taken, row, bits) for row in range(height)]
+        stacked = lax.concatenate(rows, axis + 1)
     fields = _merge(stacked, axis)
     return layout.from_matrix(
         lax.slice_in_dim(fields, 0, matrix[axis], axis=axis).reshape(matrix)
     )
+
+
+def _chosen_fields(words: list[jax.Array], axis: int, height: int, bits: int):
+    """The fields of periods, computed alike for all rows.
+
+    XLA fuses this with what reads the fields, which it does not with a concatenation.
+
+    Args:
+      words: of the periods, each of size 1 along ``axis``.
+      axis: along which the fields come to lie.
+      height: fields of a period.
+      bits: width of a field.
+    """
+    shape = [1] * words[0].ndim
+    shape[axis] = height
+    first_bit = (lax.iota(jnp.uint32, height) * jnp.uint32(bits)).reshape(shape)
+    number, shift = first_bit >> jnp.uint32(5), first_bit & jnp.uint32(31)
+    low, high = words[0], words[min(1, len(words) - 1)]
+    for i, word in enumerate(words[1:], 1):
+        low = jnp.where(number == jnp.uint32(i), word, low)
+    for i, word in enumerate(words[2:], 2):
+        high = jnp.where(number == jnp.uint32(i - 1), word, high)
+    value = low >> shift
+    if len(words) > 1:
+        # Shifted by 32 bits it is 0; what does not belong to the field is cut off.
+        value = value | high << (jnp.uint32(32) - shift)
+    return value & jnp.uint32((1 << bits) - 1)
 
 
 def check_words(words: jax.Array, bits: int, layout: Layout) -> None:

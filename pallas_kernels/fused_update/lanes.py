@@ -217,7 +217,10 @@ class _LargestBlocks:
         column = each(self.block) * jnp.int32(tiling.block_shape[1] // width)
         column = column + part_column
         there = None if self.inside is None else each(self.inside)
-        if tiling.blocks_of(block_size) * width != tiling.blocks * tiling.block_shape[1]:
+        if (
+            tiling.blocks_of(block_size) * width
+            != tiling.blocks * tiling.block_shape[1]
+        ):
             exists = column < blocks
             there = exists if there is None else exists & there
         if there is not None:
@@ -284,7 +287,8 @@ def lanes_of(tiling: Tiling, program: jax.Array, base: jax.Array) -> Lanes:
 def expand_blocks(x: jax.Array, tiling: Tiling) -> jax.Array:
     """An array [largest blocks] or [largest blocks, parts], for each of the lanes."""
     shape = tiling.lanes_shape
-    if x.ndim == 2 and x.shape[1] not in (1, tiling.tiles):
+    has_parts = x.ndim == 2 < len(shape)
+    if has_parts and x.shape[1] not in (1, tiling.tiles):
         runs = (*x.shape, tiling.tiles // x.shape[1], shape[-1])
         return jnp.broadcast_to(x[:, :, None, None], runs).reshape(shape)
     return jnp.broadcast_to(_expanded(x, tiling), shape)
@@ -309,8 +313,8 @@ def _tiles(tiling: Tiling, step, block) -> tuple[jax.Array, jax.Array]:
 def _z_order(number: jax.Array, row_first: bool) -> tuple[jax.Array, jax.Array]:
     """Row and column of the parts of a block, in the order of their doubling.
 
-    The blocks of :mod:`pallas_kernels.layout` double in columns and in rows in turns. So
-    the bits of a number, from the lowest, are of the column and of the row in turns.
+    The blocks of :mod:`pallas_kernels.layout` double in columns and in rows in turns.
+    So the bits of a number, from the lowest, are of column and row in turns.
     """
     places = [jnp.zeros_like(number), jnp.zeros_like(number)]
     for bit in range((MAX_BLOCK_SIZE // TILE_SIZE).bit_length()):
@@ -355,7 +359,7 @@ def _spread(tiling: Tiling, axes: range, number: jax.Array) -> jax.Array:
 
 def _expanded(x: jax.Array, tiling: Tiling) -> jax.Array:
     """An array [largest blocks], so that it broadcasts to lanes."""
-    if x.ndim not in (1, 2):
+    if not x.ndim:
         return x
     return x.reshape(*x.shape, *[1] * (len(tiling.lanes_shape) - x.ndim))
 

@@ -143,9 +143,7 @@ class Program:
             decode, encode = with_short_forms(decode), with_short_forms(encode)
         offset = {size: x.offset(chunk) for size, x in places.items()}
         exists = {size: x.exists(chunk) for size, x in places.items()}
-        of_blocks = [
-            x.load(offset[x.block_size], exists[x.block_size]) for x in reads
-        ]
+        of_blocks = [x.load(offset[x.block_size], exists[x.block_size]) for x in reads]
         before = jax.tree.map(expand, decode(of_blocks))
         maxima = [jnp.zeros(tiling.lanes_shape, jnp.int32)] * len(body.maxima)
         for row in rows:
