@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from blocks import Maxima
 from kernels import (
     EACH,
     QUICK,
@@ -412,3 +413,25 @@ def test_arrays_that_do_not_fit_are_refused(given, error, match):
     given = {"results": [Result("float32")], **given}
     with pytest.raises(error, match=match):
         fused_update(lambda values, *_: values[:1], **given)
+
+
+# Blocks of several sizes.
+
+
+BLOCKS = [
+    ((128, 64), (32, 2048)),
+    ((100, 70), (64, 1024)),
+    ((70, 261), (32, 128, 2048)),
+    ((5, 72, 24), (512, 256)),
+    ((3, 3, 24, 40), (2048, 64)),
+    ((3000,), (32, 256)),
+    ((3, 2), (32, 2048)),
+]
+
+
+@EACH
+@pytest.mark.parametrize(("shape", "sizes"), BLOCKS)
+def test_maxima_are_those_of_blocks_of_each_size(shape, sizes, implementation):
+    body = Maxima(sizes)
+    arrays = body.arrays(shape)
+    assert_equal(body.jitted(implementation)(arrays), body.want(arrays))

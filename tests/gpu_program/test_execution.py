@@ -13,11 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from blocks import Maxima
 from optimizers import assert_same_bits, random_grads, spec_of
 
 import lowbit_optax
 import pallas_kernels
 from lowbit_optax import block_quantized, cast, extra_bits, lowbit
+from lowbit_optax._numerics import linear_code
 from pallas_kernels import Operand, Result, fused_update
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
@@ -213,6 +215,96 @@ def test_a_step_of_adamw_differs_in_few_roundings(family):
     want = jitted(make("xla"))(*arguments)
     for own, other in zip(*map(jax.tree.leaves, (got, want)), strict=True):
         assert np.mean(np.asarray(own) != np.asarray(other)) < 0.003
+
+
+# Quantised weights.
+
+LPMM = {
+    "12 bits": (12, 2048, 2048),
+    "12 bits, moments in tiles": (12, 2048, 32),
+    "8 bits in tiles": (8, 32, 256),
+    "16 bits": (16, 128, 128),
+    "5 bits": (5, 64, 32),
+}
+
+
+def quantised(shape, bits, block_size):
+    """Weights whose steps are powers of two, and stay so when they shrink a little."""
+    weights = np.array(normal(shape, F32)).clip(-1, 1) * 0.9
+    # A number per tile, so in every block, and in folded rows of 32.
+    weights.reshape(-1)[::32] = 1.0
+    weights.reshape(-1, shape[-1])[::8, ::4] = 1.0
+    weights *= linear_code.largest_code(bits) * 2.0**-bits
+    params = {"kernel": jnp.asarray(weights, F32)}
+    return lowbit_optax.quantize_params(
+        params, bits=bits, block_size=block_size, min_size=0
+    )
+
+
+def lpmm(family, implementation):
+    _, _, block_size = LPMM[family]
+    return lowbit(
+        MOMENTUM,
+        weights=lowbit_optax.quantized_weights(),
+        moments=block_quantized(8, block_size=block_size),
+        min_size=0,
+        implementation=implementation,
+    )
+
+
+def shrinking(params, seed):
+    """Dyadic gradients that take numbers nearer to 0."""
+    random = np.random.default_rng(seed)
+
+    def draw(weight):
+        size = random.integers(0, 2**10, weight.shape) * 2.0**-18
+        return jnp.asarray(np.sign(weight.dequantize()) * size, F32)
+
+    is_weight = lambda x: isinstance(x, lowbit_optax.QuantizedTensor)
+    return jax.tree.map(draw, params, is_leaf=is_weight)
+
+
+@pytest.mark.parametrize(
+    "shape", [(128, 256), (70, 261), (3, 40, 72), (4500,)], ids=str
+)
+@pytest.mark.parametrize("family", LPMM)
+def test_quantised_weights_have_the_same_bits(family, shape):
+    make = functools.partial(lpmm, family)
+    bits, block_size, _ = LPMM[family]
+    params = quantised(shape, bits, block_size)
+    tx = make("xla")
+    params, state = jitted(tx)(params, tx.init(params), shrinking(params, 0))
+    arguments = params, state, shrinking(params, 1)
+    program = compiled(make(None), *arguments)
+    assert "fused_update" in program.sources
+    assert_same_bits(program.run(*arguments), jitted(tx)(*arguments))
+
+
+@pytest.mark.parametrize("name", ["lpmm_sgd", "lpmm_adam"])
+def test_a_step_of_lpmm_differs_in_few_roundings(name):
+    params = {"kernel": normal(SHAPES["ragged"], F32)}
+    params = lowbit_optax.quantize_params(params)
+    options = {"momentum": 0.9} if name == "lpmm_sgd" else {}
+    tx = getattr(lowbit_optax, name)(0.01, **options)
+    grads = random_grads({"kernel": normal(SHAPES["ragged"])}, 0)
+    params, state = jitted(tx)(params, tx.init(params), grads)
+    arguments = params, state, random_grads({"kernel": normal(SHAPES["ragged"])}, 1)
+    got = compiled(tx, *arguments).run(*arguments)
+    want = jitted(tx)(*arguments)
+    for own, other in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        assert np.mean(np.asarray(own) != np.asarray(other)) < 0.003
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes"),
+    [((128, 256), (32, 2048)), ((70, 261), (64, 256, 2048)), ((3000,), (32, 256))],
+    ids=str,
+)
+def test_maxima_over_blocks_of_several_sizes_are_the_same(shape, sizes):
+    body = Maxima(sizes)
+    arrays = list(map(jnp.asarray, body.arrays(shape)))
+    program = compile_program(lower_for(h200_mesh(), body.update, arrays, donate=(0,)))
+    assert_same_bits(program.run(arrays), list(map(jnp.asarray, body.want(arrays))))
 
 
 # The kernels without an optimizer.

@@ -239,6 +239,29 @@ def test_exchanges_in_a_warp(mode, lane, want):
     assert got.tolist() == [want(x) for x in range(THREADS)]
 
 
+WARP_OF = lambda x: x // 32 * 32
+
+
+@pytest.mark.parametrize(
+    ("mode", "want"),
+    [
+        ("max.s32", lambda x: WARP_OF(x) + 31),
+        ("min.u32", WARP_OF),
+        ("add.u32", lambda x: 32 * WARP_OF(x) + 31 * 16),
+    ],
+)
+def test_reductions_in_a_warp(mode, want):
+    got = run(f"redux.sync.{mode} %r2, %r1, -1;" + STORE, np.arange(THREADS))
+    assert got.tolist() == [want(x) for x in range(THREADS)]
+
+
+def test_reductions_in_the_halves_of_a_warp():
+    masks = "and.b32 %r4, %r0, 16; shl.b32 %r3, 65535, %r4;"
+    code = f"{masks} redux.sync.max.s32 %r2, %r1, %r3;"
+    got = run(code + STORE, np.arange(THREADS))
+    assert got.tolist() == [x // 16 * 16 + 15 for x in range(THREADS)]
+
+
 FIRST = "setp.eq.b32 %p1, %r0, 0; mov.b32 %r2, %r1;"
 FAULTS = {
     "ld.global.b32 %r2, [%d1+4];": (OutOfBounds, "thread 63 of block 0"),

@@ -224,6 +224,21 @@ class _Blocks:
         if predicate:
             self.registers.write(predicate, inside, "pred", active)
 
+    def _reduction(self, instruction: Instruction, active: np.ndarray) -> None:
+        """``redux``: a number of all threads that a mask names in their warp."""
+        result, operand, members = instruction.operands
+        (kind,) = instruction.types
+        mode = instruction.modifiers[-1]
+        if self.size % lanes.WARP:
+            raise UnknownInstruction("it is not between the threads of whole warps")
+        mask = self.registers.read(members, "b32", active)
+        together = lanes.members(mask)
+        present = active.reshape(-1, 1, lanes.WARP) | ~together
+        lanes.require(present.reshape(self.count, -1)[active])
+        values = self.registers.read(operand, kind, active)
+        reduced = lanes.reduced(mode, to_numbers(values, kind), together)
+        self.registers.write(result, to_patterns(reduced, kind), kind, active)
+
     def _matrix(self, instruction: Instruction, active: np.ndarray) -> None:
         """``ldmatrix`` and ``stmatrix``: matrices of 8 rows of 16 bytes in a warp."""
         if not {"sync", "aligned", "m8n8", "x1", "x2", "x4", "shared"}.issuperset(
@@ -263,6 +278,7 @@ _SPECIAL = {
     "bar": _Blocks._barrier,
     "barrier": _Blocks._barrier,
     "shfl": _Blocks._exchange,
+    "redux": _Blocks._reduction,
     "ldmatrix": _Blocks._matrix,
     "stmatrix": _Blocks._matrix,
     "cvta": _Blocks._to_global,

@@ -38,6 +38,35 @@ def sources(mode: str, lanes: np.ndarray, clamps: np.ndarray):
     return threads - lane + np.where(inside, source, lane), inside
 
 
+_REDUCTIONS = {
+    "max": (np.maximum, lambda kind: np.iinfo(kind).min),
+    "min": (np.minimum, lambda kind: np.iinfo(kind).max),
+    "add": (np.add, lambda kind: 0),
+}
+
+
+def members(masks: np.ndarray) -> np.ndarray:
+    """Which threads of its warp each thread's mask names: [warps, threads, threads]."""
+    bits = masks.astype(np.int64)[:, None] >> np.arange(WARP) & 1
+    return (bits == 1).reshape(-1, WARP, WARP)
+
+
+def reduced(mode: str, values: np.ndarray, together: np.ndarray) -> np.ndarray:
+    """What each thread gets by ``redux``.
+
+    Args:
+      mode: ``max``, ``min`` or ``add``.
+      values: integers, one per thread.
+      together: from :func:`members`.
+    """
+    if mode not in _REDUCTIONS:
+        raise UnknownInstruction("the interpreter does not know this reduction")
+    reduction, neutral = _REDUCTIONS[mode]
+    of_warp = np.broadcast_to(values.reshape(-1, 1, WARP), together.shape)
+    chosen = np.where(together, of_warp, values.dtype.type(neutral(values.dtype)))
+    return reduction.reduce(chosen, axis=2, dtype=values.dtype).reshape(-1)
+
+
 def matrix_starts(rows: np.ndarray, number: int) -> np.ndarray:
     """Where each thread's two elements of a matrix of a warp are.
 
