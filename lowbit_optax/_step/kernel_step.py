@@ -73,7 +73,7 @@ def run(
             residuals[i] = rest.pop(0)
         moments, scales = rest[: len(body.moments)], rest[len(body.moments) :]
         if body.quantized is not None:
-            new = dataclasses.replace(param, codes=new, scales=scales.pop(0))
+            new = dataclasses.replace(param, codes_v2=new, scales_v2=scales.pop(0))
             results[i] = result_of(param, new, landing)
         else:
             results[i] = landing.result(param, new) if body.format else new

@@ -23,6 +23,8 @@ from pallas_kernels.layout import Layout, block_maxima, repeat_blocks
 
 Rounding = typing.Literal["nearest", "stochastic"]
 
+_ARRAYS = ("codes_v2", "scales_v2")
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +39,13 @@ class QuantizedTensor(QuantizedWeight):
     slices of a stack (``lax.scan`` over layers, ``jax.vmap``) are QuantizedTensors of
     one layer.
 
+    Two fields are named after the version of :mod:`pallas_kernels.layout`, so that a
+    checkpoint of another layout is not read as one of this. :attr:`codes` and
+    :attr:`scales` are shorter names for them.
+
     Args:
-      codes: uint32 words, of the ``words_shape`` of :class:`pallas_kernels.Layout`.
-      scales: uint32 patterns of float32 step sizes, of its ``blocks_shape``.
+      codes_v2: uint32 words, of the ``words_shape`` of :class:`pallas_kernels.Layout`.
+      scales_v2: uint32 patterns of float32 step sizes, of its ``blocks_shape``.
       bits: k, the bits of a code.
       block_size: number of values that share a step size, a power of two.
       axis: the axis of the rows; -1 if the last axis is folded into rows.
@@ -54,8 +60,8 @@ class QuantizedTensor(QuantizedWeight):
     dtype(bfloat16)
     """
 
-    codes: jax.Array
-    scales: jax.Array
+    codes_v2: jax.Array
+    scales_v2: jax.Array
     bits: int = dataclasses.field(metadata={"static": True})
     block_size: int = dataclasses.field(metadata={"static": True})
     axis: int = dataclasses.field(metadata={"static": True})
@@ -63,6 +69,16 @@ class QuantizedTensor(QuantizedWeight):
 
     def __post_init__(self):
         _register_with_flax()
+
+    @property
+    def codes(self) -> jax.Array:
+        """The packed codes."""
+        return self.codes_v2
+
+    @property
+    def scales(self) -> jax.Array:
+        """The patterns of the step sizes."""
+        return self.scales_v2
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -184,19 +200,20 @@ def _register_with_flax() -> None:
 
 
 def _to_state_dict(tensor: QuantizedTensor) -> dict:
-    return {"codes": tensor.codes, "scales": tensor.scales}
+    return {name: getattr(tensor, name) for name in _ARRAYS}
 
 
 def _from_state_dict(tensor: QuantizedTensor, state: dict) -> QuantizedTensor:
-    for name in ("codes", "scales"):
+    for name in _ARRAYS:
         want = getattr(tensor, name).shape
         if name not in state or state[name].shape != want:
             given = list(state[name].shape) if name in state else "missing"
             raise ValueError(
                 f"QuantizedTensor: {name} of the checkpoint are {given}, not "
-                f"{list(want)}: was it saved with other bits or another block_size?"
+                f"{list(want)}: was it saved with other bits, another block_size or "
+                "another version of the layout?"
             )
-    return dataclasses.replace(tensor, **{k: state[k] for k in ("codes", "scales")})
+    return dataclasses.replace(tensor, **{name: state[name] for name in _ARRAYS})
 
 
 def check_parts(tensor: QuantizedTensor) -> None:
@@ -213,6 +230,6 @@ def check_parts(tensor: QuantizedTensor) -> None:
     raise ValueError(
         f"QuantizedTensor: codes {list(codes.shape)} and scales {list(scales.shape)} "
         f"are not of {tensor.bits}-bit codes along axis {tensor.axis} of size "
-        f"{tensor.length} with blocks of {tensor.block_size}. Was the packed axis "
+        f"{tensor.length} with blocks of {tensor.block_size}. Was the axis of the rows "
         "sliced? See stacked= of quantize_params"
     )

@@ -5,6 +5,7 @@ import optax
 from lowbit_optax import formats
 from lowbit_optax._step.moment_slots import Moments
 from lowbit_optax.aliases.adamw import checked_adamw
+from lowbit_optax.aliases.common import Implementation
 from lowbit_optax.aliases.sgd import checked_sgd
 from lowbit_optax.formats import MomentFormat
 from lowbit_optax.formats.quantized_tensor import Rounding
@@ -24,6 +25,7 @@ def lpmm_sgd(
     rounding: Rounding | None = None,
     seed: int | None = None,
     min_size: int | None = None,
+    implementation: Implementation = None,
 ) -> optax.GradientTransformationExtraArgs:
     """SGD with momentum on quantised weights.
 
@@ -47,7 +49,7 @@ def lpmm_sgd(
         :func:`lowbit_optax.quantize_params`.
       rounding: of weights and momentum, ``"stochastic"`` or ``"nearest"``; stochastic
         if None.
-      seed, min_size: see :func:`lowbit_optax.lowbit`.
+      seed, min_size, implementation: see :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation for trees from :func:`lowbit_optax.quantize_params`.
@@ -79,7 +81,9 @@ def lpmm_sgd(
     rounding = "stochastic" if rounding is None else rounding
     trace = _dynamic(momentum_bits, block_size, rounding)
     moments = "float32" if momentum is None else {"trace": trace}
-    return _on_quantized_weights(inner, moments, rounding, seed, min_size)
+    return _on_quantized_weights(
+        inner, moments, rounding, seed, min_size, implementation
+    )
 
 
 def lpmm_adam(
@@ -96,6 +100,7 @@ def lpmm_adam(
     rounding: Rounding | None = None,
     seed: int | None = None,
     min_size: int | None = None,
+    implementation: Implementation = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Adam, or with weight decay AdamW, on quantised weights.
 
@@ -112,7 +117,7 @@ def lpmm_adam(
       weight_decay: d, decoupled, as in ``optax.adamw``; 0 if None.
       momentum_bits, block_size, rounding: of m, as in :func:`lpmm_sgd`. v is stored by
         ``block_quantized(8)``, in which no value becomes 0.
-      seed, min_size: see :func:`lowbit_optax.lowbit`.
+      seed, min_size, implementation: see :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation for trees from :func:`lowbit_optax.quantize_params`.
@@ -158,16 +163,21 @@ def lpmm_adam(
         # Always stochastic: rounded to nearest, a second moment would not decay.
         "nu": formats.block_quantized(8),
     }
-    return _on_quantized_weights(inner, moments, rounding, seed, min_size)
+    return _on_quantized_weights(
+        inner, moments, rounding, seed, min_size, implementation
+    )
 
 
-def _on_quantized_weights(inner, moments: Moments, rounding: Rounding, seed, min_size):
+def _on_quantized_weights(
+    inner, moments: Moments, rounding: Rounding, seed, min_size, implementation
+):
     return lowbit(
         inner,
         weights=quantized_weights(rounding=rounding),
         moments=moments,
         seed=seed,
         min_size=min_size,
+        implementation=implementation,
     )
 
 

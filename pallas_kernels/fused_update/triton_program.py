@@ -18,7 +18,12 @@ from jax.experimental.pallas import triton
 
 from pallas_kernels.fused_update import xla
 from pallas_kernels.fused_update.instructions import multiply_add
-from pallas_kernels.fused_update.lanes import Lanes, TiledLanes, expand_blocks
+from pallas_kernels.fused_update.lanes import (
+    BlockPlaces,
+    Lanes,
+    TiledLanes,
+    expand_blocks,
+)
 from pallas_kernels.fused_update.short_forms import Byte, with_short_forms
 from pallas_kernels.fused_update.spec import BlockBody, Body, Operand, Result
 from pallas_kernels.fused_update.words import Reader, Writer
@@ -56,14 +61,14 @@ class Program:
         """
         reads = [self._read(ref, x, i) for i, (ref, x) in enumerate(operands)]
         writes = [self._write(ref, result) for ref, result in results]
-        of_rows = [x for x in writes if not _is_per_block(x)]
+        of_rows = [x for x in writes if not isinstance(x, _PerBlock)]
         bytes_ = [
             i for i, x in enumerate(of_rows) if isinstance(x, Writer) and x.by_bytes
         ]
         run = with_instructions(typing.cast(Callable, body), self.interpret, bytes_)
-        before = [x for x in reads if _is_per_block(x)]
-        after = [x for x in writes if _is_per_block(x)]
-        rows = _Rows(self.lanes, [x for x in reads if not _is_per_block(x)])
+        before = [x for x in reads if isinstance(x, _PerBlock)]
+        after = [x for x in writes if isinstance(x, _PerBlock)]
+        rows = _Rows(self.lanes, [x for x in reads if not isinstance(x, _PerBlock)])
         packed = [x for x in of_rows if isinstance(x, Writer)]
 
         def visit(chunk, carry):
@@ -90,18 +95,24 @@ class Program:
         """The lanes of a leaf in which something is packed or per block."""
         return typing.cast(TiledLanes, self.lanes)
 
-    def _read(self, ref, operand: Operand, number: int) -> "_Plain | Reader":
+    def _read(
+        self, ref, operand: Operand, number: int
+    ) -> "_Plain | _PerBlock | Reader":
         at = self.layer if number in self.stacked else jnp.int32(0)
+        if operand.block_size is not None:
+            return _PerBlock(ref, at, self._tiles.blocks_of(operand.block_size))
         if operand.bits is None:
-            return _Plain(ref, at, operand.block_size)
+            return _Plain(ref, at)
         words = _Words(ref, at, self._tiles, operand.bits)
         by_bytes = operand.bits == 8 and not self.interpret
         return Reader(operand.bits, self.lanes.tiling.chunk_rows, words, by_bytes)
 
-    def _write(self, ref, result: Result) -> "_Plain | Writer":
+    def _write(self, ref, result: Result) -> "_Plain | _PerBlock | Writer":
         at = self.layer if result.overwrites in self.stacked else jnp.int32(0)
+        if result.block_size is not None:
+            return _PerBlock(ref, at, self._tiles.blocks_of(result.block_size))
         if result.bits is None:
-            return _Plain(ref, at, result.block_size)
+            return _Plain(ref, at)
         words = _Words(ref, at, self._tiles, result.bits)
         by_bytes = result.bits == 8 and not self.interpret
         return Writer(result.bits, self.lanes.tiling.chunk_rows, words, by_bytes)
@@ -126,24 +137,21 @@ class Program:
         run: Callable,
         chunk: jax.Array,
         rows: Sequence["_Row"],
-        reads: Sequence["_Plain"],
-        writes: Sequence["_Plain"],
+        reads: Sequence["_PerBlock"],
+        writes: Sequence["_PerBlock"],
     ) -> Callable:
         """Take the maxima over blocks, and write what is per block.
 
         Returns:
           ``run`` of rows, given what it needs of their blocks.
         """
-        tiling = self.lanes.tiling
-        places = {size: self._tiles.blocks_of(size) for size in tiling.block_sizes}
+        tiling, blocks_of = self.lanes.tiling, self._tiles.blocks_of
         expand = lambda x: expand_blocks(x, tiling)
         statistics = with_instructions(body.statistics, self.interpret)
         decode, encode = body.before, body.after
         if not self.interpret:
             decode, encode = with_short_forms(decode), with_short_forms(encode)
-        offset = {size: x.offset(chunk) for size, x in places.items()}
-        exists = {size: x.exists(chunk) for size, x in places.items()}
-        of_blocks = [x.load(offset[x.block_size], exists[x.block_size]) for x in reads]
+        of_blocks = [x.load(chunk) for x in reads]
         before = jax.tree.map(expand, decode(of_blocks))
         maxima = [jnp.zeros(tiling.lanes_shape, jnp.int32)] * len(body.maxima)
         for row in rows:
@@ -152,11 +160,12 @@ class Program:
                 new = [jnp.where(row.exists, x, jnp.int32(0)) for x in new]
             maxima = [jnp.maximum(*pair) for pair in zip(maxima, new, strict=True)]
         maxima = [
-            places[size].maxima(x) for size, x in zip(body.maxima, maxima, strict=True)
+            blocks_of(size).maxima(x)
+            for size, x in zip(body.maxima, maxima, strict=True)
         ]
         stored, after = encode(maxima, of_blocks)
         for x, value in zip(writes, stored, strict=True):
-            x.store(offset[x.block_size], value, exists[x.block_size])
+            x.store(chunk, value)
         after = jax.tree.map(expand, after)
         return lambda *args: run(*args, before, after)
 
@@ -250,7 +259,6 @@ class _Plain:
 
     ref: typing.Any
     layer: jax.Array
-    block_size: int | None = None
 
     def load(self, offset: jax.Array | None, mask: jax.Array | None) -> jax.Array:
         return triton.load(self.ref.at[self.layer, offset], mask=mask)
@@ -259,8 +267,23 @@ class _Plain:
         triton.store(self.ref.at[self.layer, offset], value, mask=mask)
 
 
-def _is_per_block(x) -> typing.TypeGuard[_Plain]:
-    return isinstance(x, _Plain) and x.block_size is not None
+@dataclasses.dataclass(frozen=True)
+class _PerBlock:
+    """An array with one element per block, or a layer of a stack of them."""
+
+    ref: typing.Any
+    layer: jax.Array
+    places: BlockPlaces
+
+    def load(self, chunk: jax.Array) -> jax.Array:
+        places = self.places
+        at = self.ref.at[self.layer, places.offset(chunk)]
+        return triton.load(at, mask=places.exists(chunk))
+
+    def store(self, chunk: jax.Array, value: jax.Array) -> None:
+        places = self.places
+        at = self.ref.at[self.layer, places.offset(chunk)]
+        triton.store(at, value, mask=places.exists(chunk))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,6 +29,7 @@ from tools.gpu_program.steps import (
     bytes_of_accesses,
     fast,
     leaf,
+    lower_lpmm_step,
     lower_step,
 )
 
@@ -188,6 +189,29 @@ def test_blocks_of_any_size_are_read_once(block_size):
     assert 4 + 3 <= read / PARAMETERS <= 4 + 3 + 0.5
     assert kernel.stack == kernel.spill_stores == kernel.spill_loads == 0
     assert instructions_per_parameter(kernel, PARAMETERS) <= MOST_OF_LOWBIT
+
+
+# Bits of the weights, bytes that a step moves, and instructions, per parameter.
+LPMM = {
+    "lpmm_adam": (lowbit_optax.lpmm_adam(1e-3), 12, 9.14, 160),
+    "lpmm_adam, 8 bits": (lowbit_optax.lpmm_adam(1e-3), 8, 8.14, 160),
+    "lpmm_sgd": (lowbit_optax.lpmm_sgd(1e-3, 0.9), 12, 7.01, 132),
+}
+
+
+@pytest.mark.parametrize("name", LPMM)
+def test_a_step_on_quantised_weights_is_one_pass_in_place(name):
+    tx, bits, moved, instructions = LPMM[name]
+    step = lower_lpmm_step(tx, leaf(SIDE, SIDE), bits)
+    assert step.large == step.fused_launches == 1
+    assert step.moved <= moved
+    assert step.temporary < 0.01
+    assert step.in_place
+    kernel = step.fused
+    assert kernel.stack == kernel.spill_stores == kernel.spill_loads == 0
+    assert instructions_per_parameter(kernel, PARAMETERS) <= instructions
+    wide = sum(bytes_of_accesses(kernel, size) for size in (64, 128))
+    assert wide / PARAMETERS > 0.97 * moved
 
 
 @each_optimizer

@@ -90,23 +90,42 @@ class OptimizerStep:
         return memory(self.compiled).alias_size_in_bytes == self.stored
 
 
-def lower_step(tx, params, make_step=fast, mesh=None, spec=None) -> OptimizerStep:
+def lower_step(
+    tx, params, make_step=fast, mesh=None, spec=None, grads=None
+) -> OptimizerStep:
     """A step of ``tx``.
 
     Args:
       tx: a transformation.
-      params: tree of ShapeDtypeStructs.
+      params: tree of ShapeDtypeStructs, or of QuantizedTensors of them.
+      grads: such a tree; ``params`` if None, without QuantizedTensors.
       make_step: :func:`fast` or :func:`applied`.
       mesh: one H200 if None.
       spec: as in ``h200.lower_for``.
     """
     state = jax.eval_shape(tx.init, params)
     mesh = h200_mesh() if mesh is None else mesh
-    arguments = params, state, params
+    grads = params if grads is None else grads
+    arguments = params, state, grads
     lowered = lower_for(mesh, make_step(tx), *arguments, spec=spec, donate=(0, 1))
     return OptimizerStep(
-        lowered, sum(x.size for x in jax.tree.leaves(params)), bytes_of(state, params)
+        lowered, sum(x.size for x in jax.tree.leaves(grads)), bytes_of(state, params)
     )
+
+
+def lower_lpmm_step(tx, like, bits=12, block_size=2048, **options) -> OptimizerStep:
+    """A step of ``tx`` on quantised weights.
+
+    Args:
+      tx: a transformation.
+      like: tree of ShapeDtypeStructs, the gradients.
+      bits, block_size: of the weights.
+      **options: as for :func:`lower_step`.
+    """
+    quantize = functools.partial(
+        lowbit_optax.quantize_params, bits=bits, block_size=block_size
+    )
+    return lower_step(tx, jax.eval_shape(quantize, like), grads=like, **options)
 
 
 def bytes_of(*trees) -> int:
