@@ -23,7 +23,14 @@ import optax
 
 import lowbit_optax as lo
 from tools.gpu_program.machine_code import instructions_per_parameter
-from tools.gpu_program.steps import applied, bytes_of, fast, gpt2, lower_step
+from tools.gpu_program.steps import (
+    applied,
+    bytes_of,
+    fast,
+    gpt2,
+    lower_lpmm_step,
+    lower_step,
+)
 
 LEAF = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
 
@@ -74,13 +81,16 @@ CASES = {
     ),
     "`sr_adamw`": (lo.sr_adamw(1e-3), fast, applied),
     "`lowbit_adamw`": (lo.lowbit_adamw(1e-3), fast, applied),
+    "`lpmm_adam`, 12 bits": (lo.lpmm_adam(1e-3), fast, applied),
 }
+QUANTISED = {"`lpmm_adam`, 12 bits"}
 
 
 def row(name, tx, step, update, model) -> list[str]:
     """One line of the table."""
+    lower = lower_lpmm_step if name in QUANTISED else lower_step
     start = time.perf_counter()
-    one = lower_step(tx, LEAF, step)
+    one = lower(tx, LEAF, make_step=step)
     one.compiled.memory_analysis()
     seconds = time.perf_counter() - start
     fused = [k for n, k in one.machine_code.items() if n.startswith("fused_update")]
@@ -88,7 +98,7 @@ def row(name, tx, step, update, model) -> list[str]:
     if update is None:
         cells.append("")
     else:
-        cells.append(f"{lower_step(tx, LEAF, update).moved:.1f}")
+        cells.append(f"{lower(tx, LEAF, make_step=update).moved:.1f}")
     cells.append(f"{one.temporary:.1f}")
     if fused:
         instructions = instructions_per_parameter(fused[0], one.parameters)
@@ -97,7 +107,7 @@ def row(name, tx, step, update, model) -> list[str]:
         cells += ["", ""]
     cells.append(f"{seconds:.1f}")
     if model is not None:
-        whole = lower_step(tx, model, step)
+        whole = lower(tx, model, make_step=step)
         cells += [
             str(len(whole.launches)),
             f"{whole.moved:.1f}",
