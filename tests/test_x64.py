@@ -111,7 +111,7 @@ def without_and_with(function):
 
 @pytest.mark.parametrize("name", [n for n in TRANSFORMATIONS if n not in EAGER])
 def test_jitted_steps_are_the_same(name):
-    run = jax.jit(two_steps(name), compiler_options=QUICK)
+    run = jax.jit(two_steps(name))
     assert_same_bits(*without_and_with(lambda: run(*problem(name))))
 
 
