@@ -208,19 +208,23 @@ def check_block_size(name: str, block_size: int) -> None:
 
 
 def block_maxima(x: jax.Array, layout: Layout, block_size: int) -> jax.Array:
-    """The maximum of each block of non-negative values.
+    """The maximum of each block; values below 0 count as 0, as padding does.
 
     Args:
-      x: of the layout's shape, any dtype whose zero is its least value here.
+      x: of the layout's shape.
       layout, block_size: of the blocks.
 
     Returns:
       An array of ``layout.blocks_shape(block_size)``.
+
+    >>> x = jnp.full((8, 8), -3).at[5, 6].set(7)
+    >>> block_maxima(x, layout_of(x.shape), 32)
+    Array([[0, 7]], dtype=int32)
     """
     height, width = block_shape(block_size)
     x, row = layout.to_matrix(x), layout.row_axis
-    x = _split(x, row, height).max(row + 1)
-    x = _split(x, x.ndim - 1, width).max(-1)
+    x = _split(x, row, height).max(row + 1, initial=0)
+    x = _split(x, x.ndim - 1, width).max(-1, initial=0)
     return x.reshape(layout.blocks_shape(block_size))
 
 

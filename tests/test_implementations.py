@@ -162,6 +162,18 @@ def test_quantized_moments_have_the_same_bits(moments, inner, weights):
     assert moments.codes["kernel"].dtype == jnp.uint32
 
 
+@pytest.mark.parametrize("value", [jnp.inf, jnp.nan])
+def test_blocks_without_a_finite_value_have_the_same_bits(value):
+    params = {"kernel": normal((64, 72))}
+    (grads,) = dyadic_series(params, 1, bits=8)
+    grads["kernel"] = grads["kernel"].at[8:16, 4:8].set(value)
+    options = dict(weights=kahan(), moments=block_quantized(8))
+    by_kernels, by_xla = both(params, [grads], **options)
+    assert_same_bits(by_kernels, by_xla)
+    scales = by_xla[1].inner_state[0].trace.scales["kernel"]
+    assert [(int(i), int(j)) for i, j in np.argwhere(scales == 0)] == [(1, 1)]
+
+
 def test_small_leaves_beside_quantized_ones_have_the_same_bits():
     params = model()
     series = dyadic_series(params, 2, bits=8)

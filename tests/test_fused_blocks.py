@@ -1,0 +1,225 @@
+"""``fused_update`` with values per block equals a numpy model, bit for bit.
+
+The model numbers the blocks of :mod:`pallas_kernels.layout` by its definition: it
+computes each element's block from the element's place.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from kernels import (
+    EACH,
+    QUICK,
+    assert_equal,
+    fields_of,
+    index_of,
+    row_major,
+    words_of,
+)
+
+from pallas_kernels import Operand, Result, fused_update, layout_of
+
+U32 = jnp.uint32
+BLOCKS = {32: (8, 4), 64: (8, 8), 128: (16, 8), 256: (16, 16), 2048: (64, 32)}
+
+
+def blocks_of(shape, block_size):
+    """The shape of an array with one element per block, and each element's place."""
+    height, width = BLOCKS[block_size]
+    axis = layout_of(shape).axis
+    places = list(np.indices(shape))
+    counts = list(shape)
+    if axis == -1:
+        rows, columns = divmod(places[-1], 32)
+        places[-1] = rows // height * (32 // width) + columns // width
+        counts[-1] = math.ceil(math.ceil(shape[-1] / 32) / height) * (32 // width)
+    else:
+        places[axis] = places[axis] // height
+        places[-1] = places[-1] // width
+        counts[axis] = math.ceil(counts[axis] / height)
+        counts[-1] = math.ceil(counts[-1] / width)
+    return tuple(counts), tuple(places)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockMixture:
+    """A body of integers: each result depends on the maxima over the element's block.
+
+    Operands are fields, a plain array, and one value per block. Results are their new
+    versions, in their places, and the index.
+    """
+
+    bits: int
+
+    maxima = 2
+
+    def before(self, block_values):
+        (old,) = block_values
+        return (old * U32(5),)
+
+    def statistics(self, values, scalars, index, multiply_add, before):
+        del multiply_add
+        field, plain = values
+        mixed = (field ^ plain ^ before[0] ^ scalars[0]) & U32(0xFFFF)
+        # The second is below 0 in half of the smallest blocks, and counts as 0 there.
+        return mixed.astype(jnp.int32), mixed.astype(jnp.int32) - 0xFA00
+
+    def after(self, maxima):
+        first, second = (x.astype(U32) for x in maxima)
+        return [first * U32(3) + second], (first, second)
+
+    def __call__(self, values, scalars, index, multiply_add, before, after):
+        del multiply_add
+        field, plain = values
+        first, second = after
+        index = row_major(index, plain)
+        new = (field * U32(3) + first + before[0]) & U32(2**self.bits - 1)
+        return [new, plain ^ (first + second * U32(7) + scalars[1]), index]
+
+    @property
+    def results(self):
+        return [
+            Result(U32, self.bits, 0),
+            Result(U32, None, 1),
+            Result(U32, None, 2, per_block=True),
+            Result(U32),
+        ]
+
+    def arrays(self, shape, block_size, seed=0):
+        """The operands, and the numbers that they hold."""
+        count, _ = blocks_of(shape, block_size)
+        held = [
+            fields_of(shape, self.bits, seed),
+            fields_of(shape, 32, seed),
+            fields_of(count, 32, seed + 1),
+        ]
+        words = words_of(held[0], self.bits)
+        return [jnp.asarray(x) for x in (words, *held[1:])], held
+
+    def want(self, held, shape, block_size, scalars, index):
+        """The results as they are stored, computed in numpy."""
+        field, plain, old = (x.astype(np.uint32) for x in held)
+        _, places = blocks_of(shape, block_size)
+        before = (old * np.uint32(5))[places]
+        mixed = ((field ^ plain ^ before ^ scalars[0]) & 0xFFFF).astype(np.int32)
+        first, second = np.zeros(old.shape, np.int32), np.zeros(old.shape, np.int32)
+        np.maximum.at(first, places, mixed)
+        np.maximum.at(second, places, mixed - 0xFA00)
+        first, second = first.astype(np.uint32), second.astype(np.uint32)
+        new = field * np.uint32(3) + first[places] + before
+        new = new & np.uint32(2**self.bits - 1)
+        mixed = first[places] + second[places] * np.uint32(7) + scalars[1]
+        of_blocks = first * np.uint32(3) + second
+        return [words_of(new, self.bits), plain ^ mixed, of_blocks, index]
+
+    def jitted(self, shape, block_size, implementation, **jit_options):
+        """The update as a jitted function of arrays and options."""
+
+        def run(arrays, options):
+            words, plain, old = arrays
+            return fused_update(
+                self,
+                [Operand(words, self.bits), Operand(plain), Operand(old, None, True)],
+                self.results,
+                shape=shape,
+                block_size=block_size,
+                implementation=implementation,
+                **options,
+            )
+
+        return jax.jit(run, compiler_options=QUICK, **jit_options)
+
+
+SCALARS = np.array([0x12345678, 0x9ABCDEF0], np.uint32)
+
+CASES = [
+    ((64, 512), 32, 8),
+    ((70, 33), 32, 8),
+    ((70, 33), 32, 5),
+    ((9, 5), 32, 12),
+    ((1, 1), 32, 8),
+    ((1000,), 32, 8),
+    ((33,), 32, 12),
+    ((5, 40, 24), 32, 16),
+    ((24, 3, 10), 32, 8),
+    ((3, 3, 3, 64), 32, 4),
+    ((2, 3, 16, 2, 9), 32, 8),
+    ((70, 33), 64, 5),
+    ((1000,), 64, 8),
+    ((70, 33), 128, 8),
+    ((20, 3, 40), 256, 12),
+    ((1000,), 256, 8),
+    ((130, 70), 2048, 8),
+    ((3000,), 2048, 8),
+    ((24, 3, 10), 2048, 4),
+    ((70, 2, 2, 2, 40), 2048, 8),
+]
+
+
+@EACH
+@pytest.mark.parametrize(("shape", "block_size", "bits"), CASES, ids=str)
+def test_results_are_those_of_the_model(shape, block_size, bits, implementation):
+    mixture = BlockMixture(bits)
+    arrays, held = mixture.arrays(shape, block_size)
+    update = mixture.jitted(shape, block_size, implementation)
+    got = update(arrays, dict(scalars=jnp.asarray(SCALARS)))
+    assert_equal(got, mixture.want(held, shape, block_size, SCALARS, index_of(shape)))
+
+
+# Units of 8 rows (32 at odd widths) by 4 columns, or more where blocks are larger.
+WHOLE_BLOCKS = {
+    "rows": ((64, 6), P("x"), 32, 8),
+    "rows, odd width": ((256, 6), P("x"), 32, 5),
+    "columns": ((10, 32), P(None, "x"), 32, 8),
+    "heads": ((64, 8, 10), P(None, "x"), 32, 12),
+    "leading axis": ((8, 40, 6), P("x"), 32, 8),
+    "rows before heads": ((64, 3, 10), P("x"), 32, 8),
+    "columns after heads": ((20, 3, 32), P(None, None, "x"), 32, 8),
+    "vector": ((2048,), P("x"), 32, 8),
+    "large blocks": ((128, 36), P("x"), 256, 8),
+    "columns of large blocks": ((70, 256), P(None, "x"), 2048, 8),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE_BLOCKS)
+def test_shards_of_whole_blocks_have_the_bits_of_the_whole(name):
+    shape, spec, block_size, bits = WHOLE_BLOCKS[name]
+    mixture = BlockMixture(bits)
+    arrays, held = mixture.arrays(shape, block_size)
+    mesh = jax.make_mesh((8,), ("x",))
+    sharding = NamedSharding(mesh, spec)
+    options = dict(scalars=jnp.asarray(SCALARS))
+    with jax.set_mesh(mesh):
+        arrays = jax.device_put(arrays, sharding)
+        update = mixture.jitted(shape, block_size, "pallas")
+        compiled = update.lower(arrays, options).compile()
+        assert not any(
+            name in compiled.as_text() for name in ("all-gather", "all-to-all")
+        )
+        got = compiled(arrays, options)
+    for x in got:
+        assert x.sharding.is_equivalent_to(sharding, x.ndim)
+    assert_equal(got, mixture.want(held, shape, block_size, SCALARS, index_of(shape)))
+
+
+@EACH
+def test_a_layer_of_a_stack_is_updated_in_its_place(implementation):
+    layers, shape, layer = 3, (20, 9), 1
+    mixture = BlockMixture(8)
+    each = [mixture.arrays(shape, 32, seed) for seed in range(layers)]
+    stacks = [jnp.stack(x) for x in zip(*(arrays for arrays, _ in each), strict=True)]
+    update = mixture.jitted(shape, 32, implementation)
+    options = dict(scalars=jnp.asarray(SCALARS), layer=jnp.int32(layer))
+    *got, index = update(stacks, options)
+    # The index is the one in the whole stack.
+    places = index_of((layers, *shape))[layer]
+    *want, places = mixture.want(each[layer][1], shape, 32, SCALARS, places)
+    for new, old, own in zip(got, stacks, want, strict=True):
+        np.testing.assert_array_equal(new, old.at[layer].set(own))
+    np.testing.assert_array_equal(index, places)
