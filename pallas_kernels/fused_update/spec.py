@@ -142,6 +142,7 @@ class Leaf:
 
     @property
     def arrays(self) -> list[jax.Array]:
+        """The operands' arrays."""
         return [operand.array for operand in self.operands]
 
     @property

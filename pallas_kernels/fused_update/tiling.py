@@ -87,6 +87,7 @@ class Tiling:
 
     @property
     def size(self) -> int:
+        """Elements of the array."""
         return math.prod(self.shape)
 
     @property
@@ -153,6 +154,7 @@ class Tiling:
 
     @property
     def programs(self) -> int:
+        """Programs of the kernel."""
         if self.is_flat:
             return math.ceil(self.size / (self.flat_width * _FLAT_ROWS))
         return math.ceil(self.all_blocks / self.lanes_shape[0])
