@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from kernels import (
     EACH,
@@ -147,6 +147,7 @@ CASES = [
     ((1000,), 32, 8),
     ((33,), 32, 12),
     ((5, 40, 24), 32, 16),
+    ((3, 40, 9), 32, 5),
     ((24, 3, 10), 32, 8),
     ((3, 3, 3, 64), 32, 4),
     ((2, 3, 16, 2, 9), 32, 8),
@@ -187,12 +188,16 @@ WHOLE_BLOCKS = {
 }
 
 
+AXES = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+
+
+@AXES
 @pytest.mark.parametrize("name", WHOLE_BLOCKS)
-def test_shards_of_whole_blocks_have_the_bits_of_the_whole(name):
+def test_shards_of_whole_blocks_have_the_bits_of_the_whole(name, axis_type):
     shape, spec, block_size, bits = WHOLE_BLOCKS[name]
     mixture = BlockMixture(bits)
     arrays, held = mixture.arrays(shape, block_size)
-    mesh = jax.make_mesh((8,), ("x",))
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
     sharding = NamedSharding(mesh, spec)
     options = dict(scalars=jnp.asarray(SCALARS))
     with jax.set_mesh(mesh):
@@ -205,6 +210,35 @@ def test_shards_of_whole_blocks_have_the_bits_of_the_whole(name):
         got = compiled(arrays, options)
     for x in got:
         assert x.sharding.is_equivalent_to(sharding, x.ndim)
+    assert_equal(got, mixture.want(held, shape, block_size, SCALARS, index_of(shape)))
+
+
+# Shards hold whole words, but not whole blocks.
+SPLIT_BLOCKS = {
+    "rows": ((32, 6), P("x"), 32, 8),
+    "columns": ((16, 16), P(None, "x"), 32, 8),
+    "rows of large blocks": ((64, 36), P("x"), 256, 8),
+    "vector": ((1024,), P("x"), 32, 8),
+}
+
+
+@AXES
+@pytest.mark.parametrize("name", SPLIT_BLOCKS)
+def test_shards_that_split_blocks_give_the_same_numbers(name, axis_type):
+    shape, spec, block_size, bits = SPLIT_BLOCKS[name]
+    mixture = BlockMixture(bits)
+    arrays, held = mixture.arrays(shape, block_size)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
+    whole, spread = (NamedSharding(mesh, each) for each in (P(), spec))
+    with jax.set_mesh(mesh):
+        words, plain, old = arrays
+        placed = [jax.device_put(x, spread) for x in (words, plain)]
+        placed.append(jax.device_put(old, whole))
+        update = mixture.jitted(shape, block_size, "pallas")
+        got = update(placed, dict(scalars=jnp.asarray(SCALARS)))
+    if axis_type == AxisType.Explicit:
+        for new, old in zip(got, placed, strict=False):
+            assert new.sharding.is_equivalent_to(old.sharding, old.ndim)
     assert_equal(got, mixture.want(held, shape, block_size, SCALARS, index_of(shape)))
 
 
@@ -223,3 +257,14 @@ def test_a_layer_of_a_stack_is_updated_in_its_place(implementation):
     for new, old, own in zip(got, stacks, want, strict=True):
         np.testing.assert_array_equal(new, old.at[layer].set(own))
     np.testing.assert_array_equal(index, places)
+
+
+def test_blocks_higher_than_a_tile_beside_odd_widths_are_left_to_the_reference():
+    shape, block_size = (70, 33), 128
+    mixture = BlockMixture(5)
+    arrays, held = mixture.arrays(shape, block_size)
+    options = dict(scalars=jnp.asarray(SCALARS))
+    got = mixture.jitted(shape, block_size, None)(arrays, options)
+    assert_equal(got, mixture.want(held, shape, block_size, SCALARS, index_of(shape)))
+    with pytest.raises(ValueError, match=r"fields of \[5\] bits with blocks of 128"):
+        mixture.jitted(shape, block_size, "pallas")(arrays, options)

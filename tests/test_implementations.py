@@ -300,6 +300,33 @@ def test_without_a_kernel_the_error_names_the_leaf_and_the_reason():
         assert "implementation=None uses XLA for such leaves" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("moments", "reason"),
+    [
+        (
+            block_quantized(8, block_size=128),
+            r"fields of \[8, 8, 5\] bits and blocks of 128 do not fit together",
+        ),
+        (
+            {"mu": block_quantized(8), "nu": block_quantized(8, block_size=64)},
+            r"moments have blocks of \[32, 64\]",
+        ),
+    ],
+    ids=["high blocks beside an odd width", "two sizes"],
+)
+def test_blocks_that_no_kernel_can_walk_over_are_refused_or_left_to_xla(
+    moments, reason
+):
+    params = {"kernel": model()["kernel"]}
+    (grads,) = dyadic_series(params, 1)
+    tx = functools.partial(
+        lowbit, optax.adamw(0.01), weights=extra_bits(5), moments=moments
+    )
+    with pytest.raises(ValueError, match=rf"update params\['kernel'\]: its .*{reason}"):
+        step_program(tx(implementation="pallas"), params, grads)
+    assert "platform_index" not in step_program(tx(), params, grads)
+
+
 def test_states_do_not_depend_on_the_implementation():
     # A checkpoint of one is a checkpoint of the other.
     options = dict(weights=extra_bits(8), moments=BFLOAT16_MOMENTS)
