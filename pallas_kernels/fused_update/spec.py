@@ -134,7 +134,7 @@ class Leaf:
         return self.shape
 
     def unit(self, axis: int) -> int:
-        """How many elements of an axis a shard must be a multiple of."""
+        """The number of which a shard's length along an axis must be a multiple."""
         if not self.packed and not self.has_blocks:
             return 1
         block_size = self.block_size if self.has_blocks else None
