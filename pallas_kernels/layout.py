@@ -230,8 +230,8 @@ def block_maxima(x: jax.Array, layout: Layout, block_size: int) -> jax.Array:
     """
     height, width = block_shape(block_size)
     x, row = layout.to_matrix(x), layout.row_axis
-    x = _split(x, row, height).max(row + 1, initial=0)
-    x = _split(x, x.ndim - 1, width).max(-1, initial=0)
+    x = split_axis(x, row, height).max(row + 1, initial=0)
+    x = split_axis(x, x.ndim - 1, width).max(-1, initial=0)
     return x.reshape(layout.blocks_shape(block_size))
 
 
@@ -245,19 +245,19 @@ def repeat_blocks(x: jax.Array, layout: Layout, block_size: int) -> jax.Array:
     return layout.from_matrix(_repeat(x, row, height, matrix[row]))
 
 
+def split_axis(x: jax.Array, axis: int, size: int) -> jax.Array:
+    """An axis n as (ceil(n / size), size), padded with zeros."""
+    x = _padded(x, axis, -x.shape[axis] % size)
+    shape = (*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
+    return x.reshape(shape)
+
+
 def _repeat(x: jax.Array, axis: int, count: int, size: int) -> jax.Array:
     """Each element along an axis repeated, and the axis cut off after ``size``."""
     wide = (*x.shape[: axis + 1], count, *x.shape[axis + 1 :])
     x = jnp.broadcast_to(jnp.expand_dims(x, axis + 1), wide)
     merged = (*wide[:axis], wide[axis] * count, *wide[axis + 2 :])
     return jax.lax.slice_in_dim(x.reshape(merged), 0, size, axis=axis)
-
-
-def _split(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """An axis n as (ceil(n / size), size), padded with zeros."""
-    x = _padded(x, axis, -x.shape[axis] % size)
-    shape = (*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
-    return x.reshape(shape)
 
 
 def _padded(x: jax.Array, axis: int, padding: int) -> jax.Array:

@@ -93,7 +93,7 @@ def test_every_weight_format_has_the_same_bits(weights, advance):
     assert_same_bits(*both(params, series, weights=weights, advance=advance))
 
 
-# An odd width takes longer to compile: its period is a whole group.
+# An odd width takes longer to compile: its period is 32 rows.
 @pytest.mark.parametrize("weights", [extra_bits(5), extra_bits(12)])
 def test_other_widths_have_the_same_bits(weights):
     params = {"kernel": model()["kernel"]}
@@ -136,7 +136,7 @@ QUANTIZED = {
     "eight_bits_linear": block_quantized(8, code="linear"),
     "eight_bits_nearest": block_quantized(8, rounding="nearest"),
     "four_bits": block_quantized(4),
-    "four_bits_in_groups_of_64": block_quantized(4, block_size=64),
+    "four_bits_in_blocks_of_64": block_quantized(4, block_size=64),
 }
 
 
