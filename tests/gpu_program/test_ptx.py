@@ -32,7 +32,7 @@ from tools.gpu_program.ptx.parser import parse
 
 THREADS = 64
 
-MODULES = ("bits", "buffers", "floats", "memory", "parser", "schedule")
+MODULES = ("bits", "buffers", "floats", "lanes", "memory", "parser", "schedule")
 
 
 def kernel(body):
@@ -241,6 +241,20 @@ def test_exchanges_in_a_warp(mode, lane, want):
     assert got.tolist() == [want(x) for x in range(THREADS)]
 
 
+@pytest.mark.parametrize(
+    ("code", "want"),
+    [
+        ("redux.sync.max.s32 %r2, %r1, -1;", lambda x: 25 if x < 32 else 57),
+        ("redux.sync.max.u32 %r2, %r1, -1;", lambda x: 2**32 - 1 if x < 32 else 57),
+        ("redux.sync.add.s32 %r2, %r1, -1;", lambda x: 304 if x < 32 else 1328),
+        ("mov.b32 %r3, -1; redux.sync.and.b32 %r2, %r0, %r3;", lambda x: x // 32 * 32),
+    ],
+)
+def test_reductions_over_a_warp(code, want):
+    words = (np.arange(THREADS) - 6).astype(np.uint32)
+    assert run(code + STORE, words).tolist() == [want(x) for x in range(THREADS)]
+
+
 FIRST = "setp.eq.b32 %p1, %r0, 0; mov.b32 %r2, %r1;"
 FAULTS = {
     "ld.global.b32 %r2, [%d1+4];": (OutOfBounds, "thread 63 of block 0"),
@@ -265,6 +279,11 @@ FAULTS = {
         Divergence,
         "a thread of the warp",
     ),
+    f"{FIRST} @%p1 bra done; redux.sync.max.s32 %r3, %r1, -1; done:": (
+        Divergence,
+        "a thread of the warp",
+    ),
+    "redux.sync.max.s32 %r2, %r1, 255;": (UnknownInstruction, "whole warps"),
     "sin.approx.f32 %r2, %r1;": (UnknownInstruction, "does not know"),
     "add.sat.s32 %r2, %r1, %r1;": (UnknownInstruction, "does not know"),
     "atom.global.add.u32 %r2, [%d1], 1;": (UnknownInstruction, "does not know"),

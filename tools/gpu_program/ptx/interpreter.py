@@ -224,6 +224,20 @@ class _Blocks:
         if predicate:
             self.registers.write(predicate, inside, "pred", active)
 
+    def _reduction(self, instruction: Instruction, active: np.ndarray) -> None:
+        """``redux``: one number of all threads of a warp."""
+        result, operand, members = instruction.operands
+        sync, mode = instruction.modifiers
+        (kind,) = instruction.types
+        named = self.registers.read(members, "b32", active)[active]
+        if self.size % lanes.WARP or sync != "sync" or (named != 2**32 - 1).any():
+            raise UnknownInstruction("it is not between the threads of whole warps")
+        by_warp = active.reshape(-1, lanes.WARP)
+        lanes.require(by_warp.all(1) | ~by_warp.any(1))
+        numbers = to_numbers(self.registers.read(operand, kind, active), kind)
+        written = to_patterns(lanes.reduced(mode, numbers), kind)
+        self.registers.write(result, written, kind, active)
+
     def _matrix(self, instruction: Instruction, active: np.ndarray) -> None:
         """``ldmatrix`` and ``stmatrix``: matrices of 8 rows of 16 bytes in a warp."""
         if not {"sync", "aligned", "m8n8", "x1", "x2", "x4", "shared"}.issuperset(
@@ -263,6 +277,7 @@ _SPECIAL = {
     "bar": _Blocks._barrier,
     "barrier": _Blocks._barrier,
     "shfl": _Blocks._exchange,
+    "redux": _Blocks._reduction,
     "ldmatrix": _Blocks._matrix,
     "stmatrix": _Blocks._matrix,
     "cvta": _Blocks._to_global,

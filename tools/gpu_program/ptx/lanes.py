@@ -6,6 +6,9 @@ from tools.gpu_program.ptx.faults import Divergence, UnknownInstruction
 
 WARP = 32
 
+_REDUCTIONS = {"add": np.add, "min": np.minimum, "max": np.maximum}
+_REDUCTIONS |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+
 
 def sources(mode: str, lanes: np.ndarray, clamps: np.ndarray):
     """Whose register each thread gets by ``shfl``.
@@ -36,6 +39,22 @@ def sources(mode: str, lanes: np.ndarray, clamps: np.ndarray):
     else:
         raise UnknownInstruction("the interpreter does not know this exchange")
     return threads - lane + np.where(inside, source, lane), inside
+
+
+def reduced(mode: str, numbers: np.ndarray) -> np.ndarray:
+    """What ``redux`` gives to each thread: one number for its whole warp.
+
+    Args:
+      mode: ``add``, ``min``, ``max``, ``and``, ``or`` or ``xor``.
+      numbers: one for each thread.
+
+    >>> reduced("max", np.arange(64))[[0, 31, 32]]
+    array([31, 31, 63])
+    """
+    if mode not in _REDUCTIONS:
+        raise UnknownInstruction("the interpreter does not know this reduction")
+    of_warps = _REDUCTIONS[mode].reduce(numbers.reshape(-1, WARP), axis=1)
+    return np.repeat(of_warps, WARP).astype(numbers.dtype)
 
 
 def matrix_starts(rows: np.ndarray, number: int) -> np.ndarray:
