@@ -204,9 +204,8 @@ def test_shards_of_whole_blocks_have_the_bits_of_the_whole(name, axis_type):
         arrays = jax.device_put(arrays, sharding)
         update = mixture.jitted(shape, block_size, "pallas")
         compiled = update.lower(arrays, options).compile()
-        assert not any(
-            name in compiled.as_text() for name in ("all-gather", "all-to-all")
-        )
+        text = compiled.as_text() or ""
+        assert not any(name in text for name in ("all-gather", "all-to-all"))
         got = compiled(arrays, options)
     for x in got:
         assert x.sharding.is_equivalent_to(sharding, x.ndim)

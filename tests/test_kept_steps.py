@@ -1,5 +1,6 @@
 """A block of quantised weights keeps its step size while its largest weight fits."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,17 +14,23 @@ LEAST = {4: 6, 8: 112, 12: 1819, 16: 29126}
 STEP = 2.0**-10
 
 
+def step_of(params):
+    """The step size of the first block of a quantised weight."""
+    _, scales = jax.tree.leaves(params)
+    return float(scales.view(jnp.float32)[0, 0])
+
+
 def step_after(bits, code):
     """A block's step size after its largest weight has moved to a multiple of it."""
     top = 2 ** (bits - 1) - 1
     weights = np.zeros((64, 64), np.float32)
     weights[3, 5] = -top * STEP
     params = lowbit_optax.quantize_params(jnp.asarray(weights), bits=bits)
-    assert params.scales.view(jnp.float32)[0, 0] == STEP
+    assert step_of(params) == STEP
     tx = lowbit_optax.lpmm_sgd(1.0, rounding="nearest")
     grads = jnp.zeros((64, 64)).at[3, 5].set((code - top) * STEP)
     params, _ = lowbit_optax.step(tx, params, tx.init(params), grads)
-    return float(params.scales.view(jnp.float32)[0, 0])
+    return step_of(params)
 
 
 @pytest.mark.parametrize("bits", LEAST)

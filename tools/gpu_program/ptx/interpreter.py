@@ -184,6 +184,8 @@ class _Blocks:
     def _start(self, operand: str, size: int, space: str, active) -> np.ndarray:
         """Where in their memory threads access ``size`` bytes at once."""
         match = re.fullmatch(r"\[\s*([^\s+\]]+)\s*(?:\+\s*(-?\w+))?\s*\]", operand)
+        if match is None:
+            raise UnknownInstruction("the interpreter does not know this address")
         base = self.registers.read(match[1], "b64", active)[active].astype(np.int64)
         addresses = base + int(match[2] or "0", 0)
         if (addresses % size).any():
@@ -232,8 +234,7 @@ class _Blocks:
         named = self.registers.read(members, "b32", active)[active]
         if self.size % lanes.WARP or sync != "sync" or (named != 2**32 - 1).any():
             raise UnknownInstruction("it is not between the threads of whole warps")
-        by_warp = active.reshape(-1, lanes.WARP)
-        lanes.require(by_warp.all(1) | ~by_warp.any(1))
+        lanes.require_whole_warps(active)
         numbers = to_numbers(self.registers.read(operand, kind, active), kind)
         written = to_patterns(lanes.reduced(mode, numbers), kind)
         self.registers.write(result, written, kind, active)
@@ -244,7 +245,7 @@ class _Blocks:
             instruction.modifiers
         ):
             raise UnknownInstruction("the interpreter does not know this exchange")
-        lanes.require(active.reshape(-1, 32).all(1) | ~active.reshape(-1, 32).any(1))
+        lanes.require_whole_warps(active)
         is_load = instruction.name == "ldmatrix"
         registers, address = instruction.operands[:: 1 if is_load else -1]
         rows = np.full(self.count, -1)

@@ -70,6 +70,12 @@ def matrix_starts(rows: np.ndarray, number: int) -> np.ndarray:
     return rows[threads - lane + 8 * number + lane // 4] + 4 * (lane % 4)
 
 
+def require_whole_warps(active: np.ndarray) -> None:
+    """Refuse an exchange that only a part of a warp takes part in."""
+    counts = active.reshape(-1, WARP).sum(axis=1)
+    require((counts == 0) | (counts == WARP))
+
+
 def require(present: np.ndarray) -> None:
     """Refuse an exchange with threads that are elsewhere."""
     if not present.all():
