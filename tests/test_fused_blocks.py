@@ -242,6 +242,19 @@ def test_shards_that_split_blocks_give_the_same_numbers(name, axis_type):
 
 
 @EACH
+def test_donated_arrays_are_overwritten(implementation):
+    shape, block_size = (64, 8), 32
+    mixture = BlockMixture(8)
+    arrays, held = mixture.arrays(shape, block_size)
+    update = mixture.jitted(shape, block_size, implementation, donate_argnums=0)
+    places = [x.unsafe_buffer_pointer() for x in arrays]
+    got = update(arrays, dict(scalars=jnp.asarray(SCALARS)))
+    assert all(x.is_deleted() for x in arrays)
+    assert [x.unsafe_buffer_pointer() for x in got[:3]] == places
+    assert_equal(got, mixture.want(held, shape, block_size, SCALARS, index_of(shape)))
+
+
+@EACH
 def test_a_layer_of_a_stack_is_updated_in_its_place(implementation):
     layers, shape, layer = 3, (20, 9), 1
     mixture = BlockMixture(8)

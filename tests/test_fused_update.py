@@ -210,6 +210,7 @@ def test_leaves_of_several_kinds_are_refused_together():
 
 PACKED = [(shape, bits) for shape in SHAPES for bits in (5, 12)]
 PACKED += [(SHAPES[(3 * bits + i) % 7], bits) for bits in range(1, 17) for i in (0, 1)]
+PACKED += [(SHAPES[3 * bits % 7], bits) for bits in range(17, 33)]
 
 
 @EACH
