@@ -13,6 +13,7 @@ class LeafSet:
 
     @property
     def parameters(self) -> int:
+        """The number of parameters in all leaves."""
         return sum(map(math.prod, self.shapes))
 
     def shrunk(self, scale: int) -> "LeafSet":

@@ -59,10 +59,12 @@ class LeafMemory:
 
     @property
     def size(self) -> int:
+        """The number of parameters."""
         return math.prod(self.shape)
 
     @property
     def total(self) -> int:
+        """The bytes of all parts."""
         return sum(getattr(self, part) for part in _PARTS)
 
     @property

@@ -9,18 +9,20 @@ The rows are the last axis before it that divides well (:func:`layout_of`):
 
 - *Words*: fields of one column in p consecutive rows share w uint32 words, where
   ``p k == 32 w`` is the smallest such period: 2 rows at 16 bits, 4 at 8, 8 at 4 and 12,
-  32 at odd widths. Field r of a period is bits ``[r k, (r+1) k)`` of its words.
+  16 at other even widths that 4 does not divide, 32 at odd ones. Field r of a period is
+  bits ``[r k, (r+1) k)`` of its words.
 - *Scales*: a block of 32 values is a tile of 8 rows by 4 columns. Larger blocks are
   twice as wide, then also twice as high, and so on: 2048 values are 64 x 32.
 
-Where there are no rows that divide well, as in a vector, the last axis is *folded* into
-rows of 32 columns, and its words and its blocks are in the order of these rows.
+Where no axis divides well, as in a vector, the last axis may be *folded* into rows of
+32 columns. Its words and its blocks are in the order of these rows.
 
 So all arrays keep the rank. A PartitionSpec of the parameter is one of its words and
-scales, if shards are whole periods and whole blocks: 8 rows (32 at odd widths) and 4
-columns, or 256 elements of a folded axis. A thread of a kernel that holds a tile moves
-4 neighbouring columns at once, and neighbouring threads are adjacent. On TPUs the words
-of 8-bit fields are those of an array of bytes.
+scales if shards are whole periods and whole blocks (:meth:`Layout.unit`): with 4, 8, 12
+or 16 bits and blocks of 32, multiples of 8 rows and of 4 columns, or of 256 elements of
+a folded axis. A thread of a kernel that holds a tile moves 4 neighbouring columns at
+once, and neighbouring threads are adjacent. On TPUs the words of 8-bit fields are those
+of an array of bytes.
 """
 
 import dataclasses
@@ -41,7 +43,7 @@ MAX_BLOCK_SIZE = 2048
 FOLD = 32
 """Columns of a row of a folded axis: those of the largest block."""
 
-# An axis may be the rows if padded to whole tiles it is at most so many times as long.
+# An axis may be the rows if padding to whole tiles makes it at most this much longer.
 _TOLERATED_PADDING = 1.25
 _MANY_ROWS = 64
 
@@ -94,12 +96,17 @@ class Layout:
         return (*blocks[:-1], math.ceil(blocks[-1] / width))
 
     def unit(self, axis: int, bits: tuple[int, ...], block_size: int | None) -> int:
-        """How many elements of an axis a shard must be a multiple of.
+        """The number of which a shard's length along an axis must be a multiple.
 
         Args:
           axis: counted from the start.
           bits: widths of all packed fields.
           block_size: of the blocks; None if nothing is per block.
+
+        >>> layout_of((4096, 512)).unit(0, (8, 16), None)
+        4
+        >>> [layout_of((4096, 512)).unit(axis, (8,), 2048) for axis in (0, 1)]
+        [64, 32]
         """
         rows = math.lcm(*(period(b)[0] for b in bits))
         columns = 1
@@ -181,7 +188,7 @@ def packed_shape(shape: tuple[int, ...], bits: int) -> tuple[int, ...]:
 
 
 def word_rows(rows: int, bits: int) -> int:
-    """Rows of words for so many rows of k-bit fields."""
+    """How many rows of words hold a number of rows of k-bit fields."""
     height, words = period(bits)
     return math.ceil(rows / height) * words
 
@@ -208,19 +215,23 @@ def check_block_size(name: str, block_size: int) -> None:
 
 
 def block_maxima(x: jax.Array, layout: Layout, block_size: int) -> jax.Array:
-    """The maximum of each block of non-negative values.
+    """The maximum of each block; values below 0 count as 0, as padding does.
 
     Args:
-      x: of the layout's shape, any dtype whose zero is its least value here.
+      x: of the layout's shape.
       layout, block_size: of the blocks.
 
     Returns:
       An array of ``layout.blocks_shape(block_size)``.
+
+    >>> x = jnp.full((8, 8), -3).at[5, 6].set(7)
+    >>> block_maxima(x, layout_of(x.shape), 32)
+    Array([[0, 7]], dtype=int32)
     """
     height, width = block_shape(block_size)
     x, row = layout.to_matrix(x), layout.row_axis
-    x = _split(x, row, height).max(row + 1)
-    x = _split(x, x.ndim - 1, width).max(-1)
+    x = split_axis(x, row, height).max(row + 1, initial=0)
+    x = split_axis(x, x.ndim - 1, width).max(-1, initial=0)
     return x.reshape(layout.blocks_shape(block_size))
 
 
@@ -234,19 +245,19 @@ def repeat_blocks(x: jax.Array, layout: Layout, block_size: int) -> jax.Array:
     return layout.from_matrix(_repeat(x, row, height, matrix[row]))
 
 
+def split_axis(x: jax.Array, axis: int, size: int) -> jax.Array:
+    """An axis n as (ceil(n / size), size), padded with zeros."""
+    x = _padded(x, axis, -x.shape[axis] % size)
+    shape = (*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
+    return x.reshape(shape)
+
+
 def _repeat(x: jax.Array, axis: int, count: int, size: int) -> jax.Array:
     """Each element along an axis repeated, and the axis cut off after ``size``."""
     wide = (*x.shape[: axis + 1], count, *x.shape[axis + 1 :])
     x = jnp.broadcast_to(jnp.expand_dims(x, axis + 1), wide)
     merged = (*wide[:axis], wide[axis] * count, *wide[axis + 2 :])
     return jax.lax.slice_in_dim(x.reshape(merged), 0, size, axis=axis)
-
-
-def _split(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """An axis n as (ceil(n / size), size), padded with zeros."""
-    x = _padded(x, axis, -x.shape[axis] % size)
-    shape = (*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
-    return x.reshape(shape)
 
 
 def _padded(x: jax.Array, axis: int, padding: int) -> jax.Array:

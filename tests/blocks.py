@@ -9,7 +9,34 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import Operand, Result, fused_update, layout_of
-from pallas_kernels.layout import block_shape
+
+BLOCKS = {
+    32: (8, 4),
+    64: (8, 8),
+    128: (16, 8),
+    256: (16, 16),
+    512: (32, 16),
+    1024: (32, 32),
+    2048: (64, 32),
+}
+
+
+def blocks_of(shape, block_size):
+    """The shape of an array with one element per block, and each element's place."""
+    height, width = BLOCKS[block_size]
+    axis = layout_of(shape).axis
+    places = list(np.indices(shape))
+    counts = list(shape)
+    if axis == -1:
+        rows, columns = divmod(places[-1], 32)
+        places[-1] = rows // height * (32 // width) + columns // width
+        counts[-1] = math.ceil(math.ceil(shape[-1] / 32) / height) * (32 // width)
+    else:
+        places[axis] = places[axis] // height
+        places[-1] = places[-1] // width
+        counts[axis] = math.ceil(counts[axis] / height)
+        counts[-1] = math.ceil(counts[-1] / width)
+    return tuple(counts), tuple(places)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,26 +98,10 @@ class Maxima:
         x, *numbers = arrays
         total, new = x.copy(), []
         for place, (size, old) in enumerate(zip(self.sizes, numbers, strict=True)):
-            block = block_numbers(x.shape, size)
-            largest = np.zeros(old.size, np.int32)
+            _, block = blocks_of(x.shape, size)
+            largest = np.zeros(old.shape, np.int32)
             np.maximum.at(largest, block, x)
             # The body adds a block's old number to its elements before the maximum.
-            added = largest + old.reshape(-1)
-            total += added[block] * 10**place
-            new.append(old + added.reshape(old.shape))
+            total += (largest + old)[block] * 10**place
+            new.append(largest + 2 * old)
         return [total, *new]
-
-
-def block_numbers(shape, size):
-    """The number of each element's block, counted in the order of the blocks' array."""
-    layout, (height, width) = layout_of(shape), block_shape(size)
-    blocks = layout.blocks_shape(size)
-    places = list(np.indices(shape))
-    if layout.is_folded:
-        row, column = np.divmod(places[-1], 32)
-        places[-1] = row // height * (32 // width) + column // width
-    else:
-        places[layout.row_axis] //= height
-        places[-1] //= width
-    assert math.prod(blocks) > max(x.max() for x in places)
-    return np.ravel_multi_index(places, blocks)

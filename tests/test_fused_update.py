@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from blocks import Maxima
 from kernels import (
     EACH,
     QUICK,
@@ -211,6 +210,7 @@ def test_leaves_of_several_kinds_are_refused_together():
 
 PACKED = [(shape, bits) for shape in SHAPES for bits in (5, 12)]
 PACKED += [(SHAPES[(3 * bits + i) % 7], bits) for bits in range(1, 17) for i in (0, 1)]
+PACKED += [(SHAPES[3 * bits % 7], bits) for bits in range(17, 33)]
 
 
 @EACH
@@ -413,25 +413,3 @@ def test_arrays_that_do_not_fit_are_refused(given, error, match):
     given = {"results": [Result("float32")], **given}
     with pytest.raises(error, match=match):
         fused_update(lambda values, *_: values[:1], **given)
-
-
-# Blocks of several sizes.
-
-
-BLOCKS = [
-    ((128, 64), (32, 2048)),
-    ((100, 70), (64, 1024)),
-    ((70, 261), (32, 128, 2048)),
-    ((5, 72, 24), (512, 256)),
-    ((3, 3, 24, 40), (2048, 64)),
-    ((3000,), (32, 256)),
-    ((3, 2), (32, 2048)),
-]
-
-
-@EACH
-@pytest.mark.parametrize(("shape", "sizes"), BLOCKS)
-def test_maxima_are_those_of_blocks_of_each_size(shape, sizes, implementation):
-    body = Maxima(sizes)
-    arrays = body.arrays(shape)
-    assert_equal(body.jitted(implementation)(arrays), body.want(arrays))

@@ -93,7 +93,7 @@ def test_every_weight_format_has_the_same_bits(weights, advance):
     assert_same_bits(*both(params, series, weights=weights, advance=advance))
 
 
-# An odd width takes longer to compile: its period is a whole group.
+# An odd width takes longer to compile: its period is 32 rows.
 @pytest.mark.parametrize("weights", [extra_bits(5), extra_bits(12)])
 def test_other_widths_have_the_same_bits(weights):
     params = {"kernel": model()["kernel"]}
@@ -136,7 +136,7 @@ QUANTIZED = {
     "eight_bits_linear": block_quantized(8, code="linear"),
     "eight_bits_nearest": block_quantized(8, rounding="nearest"),
     "four_bits": block_quantized(4),
-    "four_bits_in_groups_of_64": block_quantized(4, block_size=64),
+    "four_bits_in_blocks_of_64": block_quantized(4, block_size=64),
 }
 
 
@@ -160,6 +160,18 @@ def test_quantized_moments_have_the_same_bits(moments, inner, weights):
     parts = jax.tree.leaves(by_kernels[1].inner_state, is_leaf=is_stored)
     (moments,) = filter(is_stored, parts)
     assert moments.codes["kernel"].dtype == jnp.uint32
+
+
+@pytest.mark.parametrize("value", [jnp.inf, jnp.nan])
+def test_blocks_without_a_finite_value_have_the_same_bits(value):
+    params = {"kernel": normal((64, 72))}
+    (grads,) = dyadic_series(params, 1, bits=8)
+    grads["kernel"] = grads["kernel"].at[8:16, 4:8].set(value)
+    options = dict(weights=kahan(), moments=block_quantized(8))
+    by_kernels, by_xla = both(params, [grads], **options)
+    assert_same_bits(by_kernels, by_xla)
+    scales = by_xla[1].inner_state[0].trace.scales["kernel"]
+    assert [(int(i), int(j)) for i, j in np.argwhere(scales == 0)] == [(1, 1)]
 
 
 def test_small_leaves_beside_quantized_ones_have_the_same_bits():
@@ -286,6 +298,33 @@ def test_without_a_kernel_the_error_names_the_leaf_and_the_reason():
         ) as error:
             trained("pallas", params, series, inner=inner, weights=kahan())
         assert "implementation=None uses XLA for such leaves" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("moments", "reason"),
+    [
+        (
+            block_quantized(8, block_size=128),
+            r"fields of \[8, 8, 5\] bits and blocks of 128 do not fit together",
+        ),
+        (
+            {"mu": block_quantized(8), "nu": block_quantized(8, block_size=64)},
+            r"moments have blocks of \[32, 64\]",
+        ),
+    ],
+    ids=["high blocks beside an odd width", "two sizes"],
+)
+def test_blocks_that_no_kernel_can_walk_over_are_refused_or_left_to_xla(
+    moments, reason
+):
+    params = {"kernel": model()["kernel"]}
+    (grads,) = dyadic_series(params, 1)
+    tx = functools.partial(
+        lowbit, optax.adamw(0.01), weights=extra_bits(5), moments=moments
+    )
+    with pytest.raises(ValueError, match=rf"update params\['kernel'\]: its .*{reason}"):
+        step_program(tx(implementation="pallas"), params, grads)
+    assert "platform_index" not in step_program(tx(), params, grads)
 
 
 def test_states_do_not_depend_on_the_implementation():

@@ -206,7 +206,7 @@ COLLECTIVE = re.compile(
 )
 PLACES = {
     "columns": (jax.P(None, "x"), "columns"),
-    "whole groups": (jax.P("x"), "rows"),
+    "rows": (jax.P("x"), "rows"),
     "layers": (jax.P("x"), "stack"),
 }
 
@@ -214,12 +214,12 @@ PLACES = {
 @pytest.mark.parametrize(
     ("place", "tx"),
     [(place, lpmm_sgd(0.1, 0.9, block_size=64)) for place in PLACES]
-    + [("whole groups", lpmm_adam(1e-2, block_size=64))],
+    + [("rows", lpmm_adam(1e-2, block_size=64))],
     ids=[*PLACES, "adam"],
 )
 def test_eight_devices_have_the_bits_of_one_and_do_not_communicate(place, tx):
     spec, name = PLACES[place]
-    # Of the packed axis, the rows, each device has one or two whole groups of 64.
+    # Each device has whole blocks, which are 8 rows by 8 columns.
     shape = {"columns": (64, 128), "rows": (1024, 64), "stack": (8, 64, 64)}[name]
     random = np.random.default_rng(0)
     weight, *grads = random.normal(size=(3, *shape)).astype(np.float32)

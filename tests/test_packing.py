@@ -188,6 +188,8 @@ def test_words_run_down_the_rows_and_columns_do_not_mix():
         ((7, 4096, 512), -2),
         ((768, 12, 64), -3),  # an attention kernel's heads are no rows
         ((4096, 32, 128), -3),  # nor where they would divide
+        ((128, 64, 8, 16), -3),  # 64 are enough
+        ((128, 63, 8, 16), -4),
         ((12, 64, 768), -2),
         ((24, 32, 512), -2),
         ((7, 7, 3, 64), -3),

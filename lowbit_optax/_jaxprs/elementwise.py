@@ -146,6 +146,7 @@ class Scalars:
 
     @property
     def nodes(self) -> list[Node]:
+        """The scalars, in the order of their places in the table."""
         return list(self._numbers)
 
     def ref(self, node: Node) -> Ref:

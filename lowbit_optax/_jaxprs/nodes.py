@@ -50,6 +50,7 @@ class Node:
 
     @property
     def is_scalar(self) -> bool:
+        """Whether its rank is 0."""
         return self.aval.shape == ()
 
 

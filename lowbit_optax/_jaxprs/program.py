@@ -103,6 +103,7 @@ class Segment(typing.NamedTuple):
 
     @property
     def is_scan(self) -> bool:
+        """Whether it is one scan, and nothing else."""
         return len(self.calls) == 1 and isinstance(self.calls[0], ScanCall)
 
 
@@ -131,6 +132,7 @@ class LossProgram:
 
     @property
     def scans(self) -> list[ScanCall]:
+        """Those of the calls that are scans."""
         return [call for call in self.calls if isinstance(call, ScanCall)]
 
     def users(self, value: Node) -> list[str]:

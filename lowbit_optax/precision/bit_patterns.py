@@ -48,6 +48,7 @@ class PatternLayout(typing.NamedTuple):
 
     @property
     def mantissa_mask(self) -> int:
+        """A pattern in which the mantissa's bits are 1."""
         return self.hidden - 1
 
     @property

@@ -79,6 +79,7 @@ class Value:
 
     @property
     def can_be_tensor(self) -> bool:
+        """Whether it is a float array that depends on inputs and is made where read."""
         has_size = is_float(self.aval) and self.aval.ndim > 0
         return self.depends and has_size and not self.origins
 

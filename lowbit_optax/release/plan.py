@@ -35,6 +35,7 @@ class ReleasedScan:
 
     @property
     def scan(self) -> Scan:
+        """The scan over the layers."""
         assert self.step.scan is not None
         return self.step.scan
 

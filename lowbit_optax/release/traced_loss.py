@@ -36,6 +36,7 @@ class ParamLeaf:
 
     @property
     def arrays(self) -> list[jax.Array]:
+        """The arrays that it is stored in."""
         return jax.tree.leaves(self.value)
 
     @property
@@ -47,6 +48,7 @@ class ParamLeaf:
 
     @property
     def is_quantized(self) -> bool:
+        """Whether it must be dequantised to be read."""
         return tensors.is_quantized(self.value)
 
     def with_arrays(self, arrays: Sequence):

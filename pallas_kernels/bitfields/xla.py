@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.bitfields.fields import get_field, period, put_fields
-from pallas_kernels.layout import Layout, layout_of, word_rows
+from pallas_kernels.layout import Layout, layout_of, split_axis, word_rows
 
 _MOST_CHOICES = 4
 """Words of a period among which each row chooses; 4 are at most 6 selections."""
@@ -37,13 +37,8 @@ def pack(fields: jax.Array, bits: int, layout: Layout | None = None) -> jax.Arra
     layout = layout or layout_of(fields.shape)
     axis = layout.row_axis
     matrix = layout.to_matrix(fields)
-    height, count = period(bits)
-    padding = word_rows(layout.rows, bits) // count * height - layout.rows
-    if padding:
-        widths = [(0, 0)] * matrix.ndim
-        widths[axis] = (0, padding)
-        matrix = jnp.pad(matrix, widths)
-    periods = _split(matrix, axis, height)
+    height, _ = period(bits)
+    periods = split_axis(matrix, axis, height)
     rows = [lax.index_in_dim(periods, row, axis + 1, False) for row in range(height)]
     words = _merge(jnp.stack(put_fields(rows, bits), axis=axis + 1), axis)
     return words.reshape(layout.words_shape(bits))
@@ -73,7 +68,7 @@ def unpack(words: jax.Array, bits: int, layout: Layout) -> jax.Array:
     if layout.is_folded:
         words = words.reshape(*matrix[:axis], word_rows(layout.rows, bits), matrix[-1])
     height, count = period(bits)
-    periods = _split(words, axis, count)
+    periods = split_axis(words, axis, count)
     taken = [lax.slice_in_dim(periods, w, w + 1, axis=axis + 1) for w in range(count)]
     if count <= _MOST_CHOICES:
         stacked = _chosen_fields(taken, axis + 1, height, bits)
@@ -132,11 +127,7 @@ def check(bits: int, dtype: jnp.dtype) -> None:
         raise ValueError(f"packed words and their fields are uint32, not {dtype}")
 
 
-def _split(x: jax.Array, axis: int, size: int) -> jax.Array:
-    shape = (*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
-    return x.reshape(shape)
-
-
 def _merge(x: jax.Array, axis: int) -> jax.Array:
+    """The inverse of :func:`split_axis`, padding included."""
     shape = (*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
     return x.reshape(shape)

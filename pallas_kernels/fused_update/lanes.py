@@ -104,12 +104,12 @@ class TiledLanes:
         rows = tiling.word_rows(bits)
         if tiling.steps * tiling.step_rows * bits == rows * 32:
             return self.inside
-        there = self._word_row(bits) + word < jnp.int32(rows)
-        return _mask(self.inside, there, tiling)
+        exists = self._word_row(bits) + word < jnp.int32(rows)
+        return _both(self.inside, exists, tiling)
 
     def _word_row(self, bits: int) -> jax.Array:
         """Which row of words the lane's first is in."""
-        count, height = period(bits)[1], period(bits)[0]
+        height, count = period(bits)
         return lax.div(self.row, jnp.full_like(self.row, height)) * jnp.int32(count)
 
     def element(self, row: jax.Array) -> jax.Array:
@@ -123,16 +123,16 @@ class TiledLanes:
     def exists(self, start: jax.Array, row: int) -> jax.Array | None:
         """Which lanes have an element on the row ``start + row``; None if all have."""
         tiling = self.tiling
-        here = self.row + (start + jnp.int32(row))
+        row_of_matrix = self.row + (start + jnp.int32(row))
         if tiling.layout.is_folded:
             length = tiling.shape[-1]
             if length % (FOLD * tiling.step_rows) == 0:
                 return self.inside
-            place = _expanded(here * jnp.int32(FOLD), tiling) + self.column
-            return _mask(self.inside, place < jnp.int32(length), tiling)
+            place = _expanded(row_of_matrix * jnp.int32(FOLD), tiling) + self.column
+            return _both(self.inside, place < jnp.int32(length), tiling)
         if tiling.rows % tiling.step_rows == 0:
             return self.inside
-        return _mask(self.inside, here < jnp.int32(tiling.rows), tiling)
+        return _both(self.inside, row_of_matrix < jnp.int32(tiling.rows), tiling)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,9 +256,9 @@ def lanes_of(tiling: Tiling, program: jax.Array, base: jax.Array) -> Lanes:
     number = program * jnp.int32(shape[0]) + start
     if tiling.blocks % shape[0] == 0:
         # The program's blocks are in one row: most of its numbers are scalars.
-        parts = tiling.blocks // shape[0]
-        block = _rem(program, parts) * jnp.int32(shape[0]) + start
-        rest, inside = _div(program, parts), None
+        programs = tiling.blocks // shape[0]
+        block = _rem(program, programs) * jnp.int32(shape[0]) + start
+        rest, inside = _div(program, programs), None
     else:
         block, rest = _rem(number, tiling.blocks), _div(number, tiling.blocks)
         is_even = tiling.all_blocks % shape[0] == 0
@@ -267,9 +267,9 @@ def lanes_of(tiling: Tiling, program: jax.Array, base: jax.Array) -> Lanes:
     step, lead = _rem(rest, tiling.steps), _div(rest, tiling.steps)
     row, in_piece = _tiles(tiling, step, block)
     column = _expanded(piece * jnp.int32(columns), tiling) + in_piece
-    there = None if inside is None else expand_blocks(inside, tiling)
+    lanes_inside = None if inside is None else expand_blocks(inside, tiling)
     if tiling.blocks * tiling.block_shape[1] != columns:
-        there = _mask(there, in_piece < jnp.int32(columns), tiling)
+        lanes_inside = _both(lanes_inside, in_piece < jnp.int32(columns), tiling)
     first = _expanded(lead * jnp.int32(tiling.lead_stride), tiling)
     first = first + _expanded(row * jnp.int32(tiling.row_stride), tiling)
     return TiledLanes(
@@ -279,7 +279,7 @@ def lanes_of(tiling: Tiling, program: jax.Array, base: jax.Array) -> Lanes:
         lead=_expanded(lead, tiling),
         row=row,
         column=column,
-        inside=there,
+        inside=lanes_inside,
         blocks=_LargestBlocks(tiling, lead, step, piece, block, inside),
     )
 
@@ -364,10 +364,10 @@ def _expanded(x: jax.Array, tiling: Tiling) -> jax.Array:
     return x.reshape(*x.shape, *[1] * (len(tiling.lanes_shape) - x.ndim))
 
 
-def _mask(inside: jax.Array | None, there: jax.Array, tiling: Tiling) -> jax.Array:
-    """The lanes that exist and are there."""
-    there = expand_blocks(there, tiling)
-    return there if inside is None else there & inside
+def _both(inside: jax.Array | None, other: jax.Array, tiling: Tiling) -> jax.Array:
+    """The lanes of which both masks hold; None holds of all."""
+    other = expand_blocks(other, tiling)
+    return other if inside is None else other & inside
 
 
 def _bounded(offset: jax.Array, size: int) -> jax.Array:

@@ -36,7 +36,8 @@ class Shard:
     base: jax.Array | None = None
 
 
-# Shards of an axis divide it, as far as there are as many devices as a power of two.
+# A number of units that this divides also divides into shards on fewer devices, if
+# they are a power of two.
 _MOST_DEVICES = 256
 
 Run = Callable[[Sequence[Shard], list[jax.Array]], list[jax.Array]]
@@ -81,10 +82,30 @@ def _on_explicit_axes(
         # Pallas's interpreter loses how new results vary over the mesh.
         check_vma=False,
     )(*_reshard(args, inside, mesh))
-    # A caller expects results placed like the leaf, also where shards had to be of
-    # whole words and blocks for the kernel.
-    _, outside = _all_specs(leaves, asked, shared)
-    return _reshard(results, outside, mesh)
+    # Shards had to be of whole words and blocks only for the kernel.
+    places = zip(given, asked, specs, strict=True)
+    return _reshard(results, [p for each in places for p in _result_specs(*each)], mesh)
+
+
+def _result_specs(leaf: Leaf, asked: P, supported: P) -> list[P]:
+    """Where a caller expects the results of a leaf on explicit axes.
+
+    What is overwritten stays where it is. New arrays are placed like the leaf, or as
+    the kernel leaves them where they do not divide into so many shards.
+    """
+    places = []
+    for result in leaf.results:
+        if result.overwrites is not None:
+            places.append(jax.typeof(leaf.arrays[result.overwrites]).sharding.spec)
+            continue
+        stored, mesh = (
+            leaf.stored_shape(result),
+            jax.typeof(leaf.arrays[0]).sharding.mesh,
+        )
+        shards = [_count(mesh, names) for names in _padded(asked, stored)]
+        divides = not any(n % count for n, count in zip(stored, shards, strict=True))
+        places.append(asked if divides else supported)
+    return places
 
 
 def _reshard(arrays, specs: Sequence[P], mesh) -> list[jax.Array]:
@@ -173,8 +194,8 @@ def _base(whole, shape, spec: P, mesh: Mesh) -> jax.Array | None:
 def _supported(leaf: Leaf, spec: P, mesh: Mesh) -> P:
     """The spec, changed so that every shard holds whole words and whole blocks.
 
-    What is cut has parts of one word, or of one maximum, on two devices. Mesh axes that
-    cut shard another axis of the leaf instead, or none.
+    If a word or a block were cut, two devices would hold parts of it. A mesh axis that
+    would cut one shards another axis of the leaf instead, or none.
     """
 
     def fits(axis: int, names) -> bool:

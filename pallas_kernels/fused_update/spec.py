@@ -141,13 +141,14 @@ class Leaf:
         return self.shape
 
     def unit(self, axis: int) -> int:
-        """How many elements of an axis a shard must be a multiple of."""
+        """The number of which a shard's length along an axis must be a multiple."""
         if not self.has_words_or_blocks:
             return 1
         return self.layout.unit(axis, self.packed, max(self.block_sizes, default=None))
 
     @property
     def arrays(self) -> list[jax.Array]:
+        """The operands' arrays."""
         return [operand.array for operand in self.operands]
 
     @property

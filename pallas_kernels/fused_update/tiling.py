@@ -4,7 +4,7 @@ There are two tilings:
 
 - *Flat*, for leaves of which nothing is packed: a row is consecutive in memory, and
   each element of it is a lane.
-- *Tiled*: a lane is 4 neighbouring columns, and goes down 8 rows (32 where fields
+- *Tiled*: a lane is 4 neighbouring columns, and goes down 8 rows (16 or 32 where fields
   repeat only after so many). So a thread has all words of its fields, bit offsets are
   static, and it has whole tiles of :mod:`pallas_kernels.layout`, whose maxima need no
   other thread. Its loads and stores are 4 elements wide where the number of columns is
@@ -76,9 +76,7 @@ class Tiling:
 
     @functools.cached_property
     def is_flat(self) -> bool:
-        """Whether a row may be any piece of memory: nothing is packed or per block, and
-        the shard is consecutive in the leaf.
-        """
+        """Whether nothing is packed or per block, and the shard is one piece of it."""
         is_plain = not self.packed and not self.block_sizes
         return is_plain and self.shape[1:] == self.leaf_shape[1:]
 
@@ -89,6 +87,7 @@ class Tiling:
 
     @property
     def size(self) -> int:
+        """Elements of the array."""
         return math.prod(self.shape)
 
     @property
@@ -164,23 +163,24 @@ class Tiling:
 
     @property
     def programs(self) -> int:
+        """Programs of the kernel."""
         if self.is_flat:
             return math.ceil(self.size / (self.flat_width * _FLAT_ROWS))
         return math.ceil(self.all_blocks / self.lanes_shape[0])
 
     @property
     def all_blocks(self) -> int:
-        """Columns of blocks that lanes go down, of all rows and matrices."""
+        """The blocks at which lanes begin, of all pieces, steps and matrices."""
         return self.lead * self.steps * self.pieces[0] * self.blocks
 
     @property
     def step_rows(self) -> int:
-        """Rows of the lanes of a block."""
+        """Rows that a block's lanes go down: its own, or more if lanes are longer."""
         return max(self.lane_rows, self.block_shape[0])
 
     @property
     def steps(self) -> int:
-        """Lanes of blocks above each other in one matrix."""
+        """How many times one matrix has so many rows, the last time perhaps fewer."""
         return math.ceil(self.rows / self.step_rows)
 
     @functools.cached_property

@@ -52,8 +52,11 @@ FAMILIES = {
     "float8 moments": (extra_bits(8), cast("float8_e4m3fn")),
     "lowbit 8": (extra_bits(8), block_quantized(8)),
     "lowbit 4": (extra_bits(8), block_quantized(4)),
-    "lowbit 4 in groups of 64": (extra_bits(8), block_quantized(4, block_size=64)),
+    "lowbit 4 in blocks of 64": (extra_bits(8), block_quantized(4, block_size=64)),
     "kahan and 8-bit moments": (lowbit_optax.kahan(), block_quantized(8)),
+    "extra_bits 5 and 8-bit moments": (extra_bits(5), block_quantized(8)),
+    "lowbit 8 in blocks of 256": (extra_bits(8), block_quantized(8, block_size=256)),
+    "lowbit 4 in blocks of 2048": (extra_bits(8), block_quantized(4, block_size=2048)),
 }
 
 

@@ -32,7 +32,7 @@ from tools.gpu_program.ptx.parser import parse
 
 THREADS = 64
 
-MODULES = ("bits", "buffers", "floats", "memory", "parser", "schedule")
+MODULES = ("bits", "buffers", "floats", "lanes", "memory", "parser", "schedule")
 
 
 def kernel(body):
@@ -53,12 +53,14 @@ def kernel(body):
 
 
 def run(body, words, blocks=1, writable=True):
-    """The words after a run of a kernel, one thread for each."""
+    """The words after a run of a kernel, one thread for each.
+
+    The 64 bytes behind the words may be written, and not read.
+    """
     words = np.asarray(words, np.uint32)
     memory = Memory(words.nbytes + 64)
     memory.fill(0, words)
-    span = [(0, words.nbytes)]
-    memory.begin(span, span if writable else [])
+    memory.begin([(0, words.nbytes)], [(0, words.nbytes + 64)] if writable else [])
     launch = Launch((blocks, 1, 1), (words.size // blocks, 1, 1), 4 * THREADS)
     interpreter.execute(kernel(body), launch, memory, [0])
     return memory.array(0, words.shape, np.uint32)
@@ -239,27 +241,18 @@ def test_exchanges_in_a_warp(mode, lane, want):
     assert got.tolist() == [want(x) for x in range(THREADS)]
 
 
-WARP_OF = lambda x: x // 32 * 32
-
-
 @pytest.mark.parametrize(
-    ("mode", "want"),
+    ("code", "want"),
     [
-        ("max.s32", lambda x: WARP_OF(x) + 31),
-        ("min.u32", WARP_OF),
-        ("add.u32", lambda x: 32 * WARP_OF(x) + 31 * 16),
+        ("redux.sync.max.s32 %r2, %r1, -1;", lambda x: 25 if x < 32 else 57),
+        ("redux.sync.max.u32 %r2, %r1, -1;", lambda x: 2**32 - 1 if x < 32 else 57),
+        ("redux.sync.add.s32 %r2, %r1, -1;", lambda x: 304 if x < 32 else 1328),
+        ("mov.b32 %r3, -1; redux.sync.and.b32 %r2, %r0, %r3;", lambda x: x // 32 * 32),
     ],
 )
-def test_reductions_in_a_warp(mode, want):
-    got = run(f"redux.sync.{mode} %r2, %r1, -1;" + STORE, np.arange(THREADS))
-    assert got.tolist() == [want(x) for x in range(THREADS)]
-
-
-def test_reductions_in_the_halves_of_a_warp():
-    masks = "and.b32 %r4, %r0, 16; shl.b32 %r3, 65535, %r4;"
-    code = f"{masks} redux.sync.max.s32 %r2, %r1, %r3;"
-    got = run(code + STORE, np.arange(THREADS))
-    assert got.tolist() == [x // 16 * 16 + 15 for x in range(THREADS)]
+def test_reductions_over_a_warp(code, want):
+    words = (np.arange(THREADS) - 6).astype(np.uint32)
+    assert run(code + STORE, words).tolist() == [want(x) for x in range(THREADS)]
 
 
 FIRST = "setp.eq.b32 %p1, %r0, 0; mov.b32 %r2, %r1;"
@@ -280,11 +273,17 @@ FAULTS = {
         "nothing has written",
     ),
     "mov.b64 %d3, scratch; ld.shared.b32 %r2, [%d3+256];": (OutOfBounds, "not given"),
+    "st.global.b32 [%d1+68], %r0;": (OutOfBounds, "thread 63 of block 0"),
     f"{FIRST} @%p1 bra done; bar.sync 0; done:": (Divergence, "elsewhere"),
     f"{FIRST} @%p1 bra done; shfl.sync.bfly.b32 %r3, %r1, 1, 31, -1; done:": (
         Divergence,
         "a thread of the warp",
     ),
+    f"{FIRST} @%p1 bra done; redux.sync.max.s32 %r3, %r1, -1; done:": (
+        Divergence,
+        "a thread of the warp",
+    ),
+    "redux.sync.max.s32 %r2, %r1, 255;": (UnknownInstruction, "whole warps"),
     "sin.approx.f32 %r2, %r1;": (UnknownInstruction, "does not know"),
     "add.sat.s32 %r2, %r1, %r1;": (UnknownInstruction, "does not know"),
     "atom.global.add.u32 %r2, [%d1], 1;": (UnknownInstruction, "does not know"),
@@ -315,11 +314,41 @@ def test_an_array_that_is_only_read_is_not_written():
         run("mov.b32 %r2, 0;" + STORE, np.arange(THREADS), writable=False)
 
 
-def test_blocks_race_even_with_barriers_and_equal_values():
-    code = "bar.sync 0; st.global.b32 [%d0], 5;"
+@pytest.mark.parametrize(
+    "code",
+    [
+        "bar.sync 0; st.global.b32 [%d0], 5;",
+        f"bar.sync 0; st.global.b32 [%d0+{8 * THREADS}], 5;",
+        f"ld.global.b32 %r3, [%d0]; bar.sync 0; {FIRST} @%p1 st.global.b32 [%d0], 5;",
+    ],
+    ids=["what another reads", "at once", "what both read"],
+)
+def test_blocks_race_even_with_barriers_and_equal_values(code):
     with pytest.raises(Race):
         run(code, np.arange(2 * THREADS), blocks=2)
-    assert run(code, np.arange(THREADS))[0] == 5
+    alone = code.replace(f"+{8 * THREADS}", "")
+    assert run(alone, np.arange(THREADS))[0] == 5
+
+
+def test_two_writes_race_without_a_barrier_between():
+    code = """
+        mov.b64 %d3, scratch;
+        add.s64 %d4, %d3, %d2;
+        st.shared.b32 [%d4], %r0;
+        BARRIER
+        xor.b64 %d4, %d4, 4;
+        st.shared.b32 [%d4], %r0;
+        """
+    run(code.replace("BARRIER", "bar.sync 0;"), np.arange(THREADS))
+    with pytest.raises(Race, match="thread 0 of block 0 writes what another thread wr"):
+        run(code.replace("BARRIER", ""), np.arange(THREADS))
+
+
+def test_the_shared_memory_of_another_block_is_out_of_bounds():
+    code = "mov.b64 %d3, scratch; add.s64 %d3, %d3, %d2; st.shared.b32 [%d3+{}], %r0;"
+    run(code.format(0), np.arange(THREADS))
+    with pytest.raises(OutOfBounds, match="block 0 accesses what"):
+        run(code.format(4 * THREADS), np.arange(2 * THREADS), blocks=2)
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -41,6 +41,7 @@ def run_on_cpu(compiled, *args) -> list[np.ndarray]:
 
 def _without_gpu_operations(text: str) -> str:
     """The module with its fusions inlined, and bitcasts and copies as StableHLO."""
+    # A context of jaxlib's own knows no dialects; JAX's knows those of XLA's modules.
     from jax.interpreters import mlir
     from jaxlib.mlir import ir
 

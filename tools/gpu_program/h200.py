@@ -40,6 +40,8 @@ device_description_str: "NVIDIA H200"
 def h200_mesh(count: int = 1, axis: AxisType = AxisType.Auto) -> Mesh:
     """A mesh of ``count`` H200s, 8 per host, with the one axis ``d`` of a type."""
     of_a_host = min(count, 8)
+    if count % of_a_host:
+        raise ValueError(f"h200_mesh: count is {count}, not at most 8 or 8 per host")
     topology = topologies.get_topology_desc(
         platform="cuda",
         topology_name="h200",

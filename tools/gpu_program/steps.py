@@ -48,10 +48,12 @@ class OptimizerStep:
 
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
+        """The compiled program."""
         return self.lowered.compile()
 
     @functools.cached_property
     def machine_code(self) -> dict[str, Kernel]:
+        """The kernels of the program by name."""
         return program(self.lowered).kernels
 
     @property
@@ -62,6 +64,7 @@ class OptimizerStep:
 
     @property
     def launches(self) -> list[tuple[str, int]]:
+        """Names of its kernels, and the bytes that each reads and writes."""
         return kernels(self.compiled)
 
     @property

@@ -23,6 +23,7 @@ class Launch:
 
     @property
     def threads(self) -> int:
+        """The threads of all blocks."""
         return math.prod(self.grid) * math.prod(self.block)
 
 

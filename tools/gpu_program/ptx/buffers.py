@@ -48,6 +48,7 @@ def read_buffers(text: str) -> Buffers:
     """
     sizes, parameters = {}, {}
     places = collections.defaultdict(dict)
+    allocation = -1
     for line in text.splitlines():
         head = re.match(r"allocation (\d+): size (\d+)(?:, parameter (\d+))?", line)
         value = re.match(

@@ -184,6 +184,8 @@ class _Blocks:
     def _start(self, operand: str, size: int, space: str, active) -> np.ndarray:
         """Where in their memory threads access ``size`` bytes at once."""
         match = re.fullmatch(r"\[\s*([^\s+\]]+)\s*(?:\+\s*(-?\w+))?\s*\]", operand)
+        if match is None:
+            raise UnknownInstruction("the interpreter does not know this address")
         base = self.registers.read(match[1], "b64", active)[active].astype(np.int64)
         addresses = base + int(match[2] or "0", 0)
         if (addresses % size).any():
@@ -225,19 +227,17 @@ class _Blocks:
             self.registers.write(predicate, inside, "pred", active)
 
     def _reduction(self, instruction: Instruction, active: np.ndarray) -> None:
-        """``redux``: a number of all threads that a mask names in their warp."""
+        """``redux``: one number of all threads of a warp."""
         result, operand, members = instruction.operands
+        sync, mode = instruction.modifiers
         (kind,) = instruction.types
-        mode = instruction.modifiers[-1]
-        if self.size % lanes.WARP:
+        named = self.registers.read(members, "b32", active)[active]
+        if self.size % lanes.WARP or sync != "sync" or (named != 2**32 - 1).any():
             raise UnknownInstruction("it is not between the threads of whole warps")
-        mask = self.registers.read(members, "b32", active)
-        together = lanes.members(mask)
-        present = active.reshape(-1, 1, lanes.WARP) | ~together
-        lanes.require(present.reshape(self.count, -1)[active])
-        values = self.registers.read(operand, kind, active)
-        reduced = lanes.reduced(mode, to_numbers(values, kind), together)
-        self.registers.write(result, to_patterns(reduced, kind), kind, active)
+        lanes.require_whole_warps(active)
+        numbers = to_numbers(self.registers.read(operand, kind, active), kind)
+        written = to_patterns(lanes.reduced(mode, numbers), kind)
+        self.registers.write(result, written, kind, active)
 
     def _matrix(self, instruction: Instruction, active: np.ndarray) -> None:
         """``ldmatrix`` and ``stmatrix``: matrices of 8 rows of 16 bytes in a warp."""
@@ -245,7 +245,7 @@ class _Blocks:
             instruction.modifiers
         ):
             raise UnknownInstruction("the interpreter does not know this exchange")
-        lanes.require(active.reshape(-1, 32).all(1) | ~active.reshape(-1, 32).any(1))
+        lanes.require_whole_warps(active)
         is_load = instruction.name == "ldmatrix"
         registers, address = instruction.operands[:: 1 if is_load else -1]
         rows = np.full(self.count, -1)

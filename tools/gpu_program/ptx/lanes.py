@@ -6,6 +6,9 @@ from tools.gpu_program.ptx.faults import Divergence, UnknownInstruction
 
 WARP = 32
 
+_REDUCTIONS = {"add": np.add, "min": np.minimum, "max": np.maximum}
+_REDUCTIONS |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+
 
 def sources(mode: str, lanes: np.ndarray, clamps: np.ndarray):
     """Whose register each thread gets by ``shfl``.
@@ -38,33 +41,20 @@ def sources(mode: str, lanes: np.ndarray, clamps: np.ndarray):
     return threads - lane + np.where(inside, source, lane), inside
 
 
-_REDUCTIONS = {
-    "max": (np.maximum, lambda kind: np.iinfo(kind).min),
-    "min": (np.minimum, lambda kind: np.iinfo(kind).max),
-    "add": (np.add, lambda kind: 0),
-}
-
-
-def members(masks: np.ndarray) -> np.ndarray:
-    """Which threads of its warp each thread's mask names: [warps, threads, threads]."""
-    bits = masks.astype(np.int64)[:, None] >> np.arange(WARP) & 1
-    return (bits == 1).reshape(-1, WARP, WARP)
-
-
-def reduced(mode: str, values: np.ndarray, together: np.ndarray) -> np.ndarray:
-    """What each thread gets by ``redux``.
+def reduced(mode: str, numbers: np.ndarray) -> np.ndarray:
+    """What ``redux`` gives to each thread: one number for its whole warp.
 
     Args:
-      mode: ``max``, ``min`` or ``add``.
-      values: integers, one per thread.
-      together: from :func:`members`.
+      mode: ``add``, ``min``, ``max``, ``and``, ``or`` or ``xor``.
+      numbers: one for each thread.
+
+    >>> reduced("max", np.arange(64))[[0, 31, 32]]
+    array([31, 31, 63])
     """
     if mode not in _REDUCTIONS:
         raise UnknownInstruction("the interpreter does not know this reduction")
-    reduction, neutral = _REDUCTIONS[mode]
-    of_warp = np.broadcast_to(values.reshape(-1, 1, WARP), together.shape)
-    chosen = np.where(together, of_warp, values.dtype.type(neutral(values.dtype)))
-    return reduction.reduce(chosen, axis=2, dtype=values.dtype).reshape(-1)
+    of_warps = _REDUCTIONS[mode].reduce(numbers.reshape(-1, WARP), axis=1)
+    return np.repeat(of_warps, WARP).astype(numbers.dtype)
 
 
 def matrix_starts(rows: np.ndarray, number: int) -> np.ndarray:
@@ -78,6 +68,12 @@ def matrix_starts(rows: np.ndarray, number: int) -> np.ndarray:
     threads = np.arange(rows.size)
     lane = threads % WARP
     return rows[threads - lane + 8 * number + lane // 4] + 4 * (lane % 4)
+
+
+def require_whole_warps(active: np.ndarray) -> None:
+    """Refuse an exchange that only a part of a warp takes part in."""
+    counts = active.reshape(-1, WARP).sum(axis=1)
+    require((counts == 0) | (counts == WARP))
 
 
 def require(present: np.ndarray) -> None:
