@@ -8,6 +8,7 @@ have one.
 import dataclasses
 import functools
 import math
+import typing
 from collections.abc import Sequence
 
 import jax
@@ -31,6 +32,10 @@ from pallas_kernels.fused_update import (
 )
 from pallas_kernels.fused_update.api import Implementation
 from pallas_kernels.layout import TILE_SIZE
+
+MIN_ELEMENTS_ALONE = 2**22
+"""A leaf with as many elements has a kernel of its own: a launch costs little beside
+it, and a kernel over many leaves takes longer to compile."""
 
 
 def run(
@@ -178,41 +183,50 @@ def _run_leaves(
     layer: Layer | None,
     implementation: Implementation,
 ) -> dict[int, list[jax.Array]]:
-    """The results of each leaf.
-
-    Large leaves have a kernel call each; small leaves with equal bodies and dtypes
-    share one.
-    """
+    """The results of each leaf; leaves that can share a kernel are updated together."""
     index = None if layer is None else layer.index
-    written, small = {}, {}
+    groups: dict[typing.Any, list[int]] = {}
     for i, leaf in leaves.items():
-        body = plan.kernels[i].body
-        alone = leaf.packed or leaf.has_blocks or leaf.stacked
-        if not alone and math.prod(leaf.shape) <= MAX_ELEMENTS_OF_SMALL_LEAF:
-            dtypes = tuple(x.dtype for x in leaf.arrays)
-            small.setdefault((body, dtypes), []).append(i)
+        groups.setdefault(_group(i, leaf, plan.kernels[i].body), []).append(i)
+    written = {}
+    for numbers in groups.values():
+        first = numbers[0]
+        body = plan.kernels[first].body
+        # The rows' numbers are constants. A slice of the table would be one more kernel.
+        rows = np.array(numbers, np.uint32)
+        if len(numbers) == 1:
+            leaf = leaves[first]
+            written[first] = _fused(
+                leaf.arrays,
+                table,
+                rows,
+                index if leaf.stacked else None,
+                body=body,
+                like=_abstract(leaf),
+                implementation=implementation,
+            )
             continue
-        # The row's number is a constant. A slice of the table would be one more kernel.
-        written[i] = _fused(
-            leaf.arrays,
-            table,
-            np.array([i], np.uint32),
-            index if leaf.stacked else None,
-            body=body,
-            like=_abstract(leaf),
-            implementation=implementation,
-        )
-    for (body, _), numbers in small.items():
         many = _fused_many(
             [leaves[i].arrays for i in numbers],
             table,
-            np.array(numbers, np.uint32),
+            rows,
             body=body,
             like=tuple(_abstract(leaves[i]) for i in numbers),
             implementation=implementation,
         )
         written |= zip(numbers, many, strict=True)
     return written
+
+
+def _group(number: int, leaf: Leaf, body: LeafBody):
+    """What leaves that share a kernel have in common."""
+    size = math.prod(leaf.shape)
+    if leaf.stacked or size >= MIN_ELEMENTS_ALONE:
+        return number
+    dtypes = tuple(x.dtype for x in leaf.arrays)
+    is_plain = not leaf.packed and not leaf.has_blocks
+    is_small = is_plain and size <= MAX_ELEMENTS_OF_SMALL_LEAF
+    return body, dtypes, None if is_small else leaf.shape
 
 
 def _abstract(leaf: Leaf) -> Leaf:
@@ -242,7 +256,7 @@ def _fused(arrays, table, row, layer, *, body: LeafBody, like: Leaf, implementat
 def _fused_many(
     arrays, table, rows, *, body: LeafBody, like: tuple[Leaf, ...], implementation
 ):
-    """Update several small leaves in one kernel."""
+    """Update several leaves in few kernels."""
     leaves = [leaf.with_arrays(a) for leaf, a in zip(like, arrays, strict=True)]
     return fused_update_many(
         body,

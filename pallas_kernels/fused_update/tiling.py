@@ -40,8 +40,6 @@ Twice as many would fill a multiprocessor's registers less well, and small leave
 have too few programs.
 """
 
-_FLAT_ROWS = 4
-
 
 def has_tiling(packed: tuple[int, ...], block_size: int | None) -> bool:
     """Whether kernels can walk over leaves with such fields and blocks.
@@ -63,7 +61,7 @@ class Tiling:
       leaf_shape: shape of the leaf that it is a shard of.
       packed: widths of the packed fields, empty if nothing is packed.
       block_size: elements of a block; None if nothing is per block.
-      flat_width: lanes of a program of a flat tiling.
+      flat_width, flat_rows: lanes and rows of a program of a flat tiling.
     """
 
     shape: tuple[int, ...]
@@ -71,6 +69,7 @@ class Tiling:
     packed: tuple[int, ...]
     block_size: int | None
     flat_width: int
+    flat_rows: int
 
     @functools.cached_property
     def is_flat(self) -> bool:
@@ -154,7 +153,7 @@ class Tiling:
     @property
     def programs(self) -> int:
         if self.is_flat:
-            return math.ceil(self.size / (self.flat_width * _FLAT_ROWS))
+            return math.ceil(self.size / (self.flat_width * self.flat_rows))
         return math.ceil(self.all_blocks / self.lanes_shape[0])
 
     @property
@@ -176,7 +175,7 @@ class Tiling:
     def lane_rows(self) -> int:
         """Rows of a lane."""
         if self.is_flat:
-            return _FLAT_ROWS
+            return self.flat_rows
         return math.lcm(TILE_ROWS, *(period(bits)[0] for bits in self.packed))
 
     @property

@@ -1,27 +1,28 @@
 """What one program of a Triton kernel does: it reads rows, runs the body, and writes.
 
-Loads and stores have offsets and masks of their own: a BlockSpec's have no masks on
-this backend, and a ragged tail would be written out of bounds. What runs between them,
-the body, is elementwise and knows nothing of the backend, so that another launcher can
-take it over.
+Where it reads and writes is decided by :mod:`.lanes`, and in which leaf's arrays by
+:mod:`.memory`. What runs between, the body, is elementwise and knows nothing of the
+backend, so that another launcher can take it over.
 """
 
 import dataclasses
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
 from pallas_kernels.fused_update import xla
 from pallas_kernels.fused_update.instructions import multiply_add
 from pallas_kernels.fused_update.lanes import Lanes, TiledLanes, expand_blocks
+from pallas_kernels.fused_update.memory import Access, Memory
 from pallas_kernels.fused_update.short_forms import Byte, with_short_forms
 from pallas_kernels.fused_update.spec import BlockBody, Body, Operand, Result
 from pallas_kernels.fused_update.words import Reader, Writer
+
+Stores = list[tuple[Access, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Program:
 
     Args:
       lanes: its lanes.
+      memory: the arrays of its leaf.
       layer: int32 scalar, the layer of the stacks.
       stacked: numbers of the operands that are stacks.
       scalars: the body's.
@@ -37,6 +39,7 @@ class Program:
     """
 
     lanes: Lanes
+    memory: Memory
     layer: jax.Array
     stacked: frozenset[int]
     scalars: list[jax.Array]
@@ -45,116 +48,208 @@ class Program:
     def update(
         self,
         body: Body | BlockBody,
-        operands: Sequence[tuple[typing.Any, Operand]],
-        results: Sequence[tuple[typing.Any, Result]],
+        operands: Sequence[Operand],
+        results: Sequence[Result],
     ) -> None:
         """Update the lanes.
 
         Args:
           body: what to compute.
-          operands, results: each with the kernel's reference to its array.
+          operands, results: of the leaf, without arrays.
         """
-        reads = [self._read(ref, x, i) for i, (ref, x) in enumerate(operands)]
-        writes = [self._write(ref, result) for ref, result in results]
+        tiling = self.lanes.tiling
+        reads = [self._read(operand, i) for i, operand in enumerate(operands)]
+        writes = [self._write(result, i) for i, result in enumerate(results)]
+        writers = _packed(writes)
+        update = _ChunkUpdate(self, body, reads, writes)
+
+        def visit(chunk, carry):
+            for x, open_word in zip(writers, carry, strict=True):
+                x.start(chunk, open_word)
+            update(chunk)
+            return [x.open_word for x in writers]
+
+        carry = [x.first_carry(tiling.lanes_shape) for x in writers]
+        count = tiling.lane_rows // tiling.chunk_rows
+        if count == 1:
+            visit(jnp.int32(0), carry)
+            return
+
+        # A fori_loop of static length counts in int64 with 64-bit types on, which
+        # takes registers.
+        def step(counted, _):
+            chunk, carry = counted
+            return (chunk + jnp.int32(1), visit(chunk, carry)), None
+
+        lax.scan(step, (jnp.int32(0), carry), length=count)
+
+    def _read(self, operand: Operand, number: int) -> "_Plain | Reader":
+        at = self.layer if number in self.stacked else jnp.int32(0)
+        if operand.bits is None:
+            return _Plain(number, at, operand.per_block)
+        words = self._words(number, at, operand.bits)
+        by_bytes = operand.bits == 8 and not self.interpret
+        return Reader(operand.bits, self.lanes.tiling.chunk_rows, words, by_bytes)
+
+    def _write(self, result: Result, number: int) -> "_Plain | Writer":
+        at = self.layer if result.overwrites in self.stacked else jnp.int32(0)
+        if result.bits is None:
+            return _Plain(number, at, result.per_block)
+        words = self._words(number, at, result.bits)
+        by_bytes = result.bits == 8 and not self.interpret
+        return Writer(result.bits, self.lanes.tiling.chunk_rows, words, by_bytes)
+
+    def _words(self, number: int, layer: jax.Array, bits: int) -> "_Words":
+        tiles = typing.cast(TiledLanes, self.lanes)
+        return _Words(self.memory, number, layer, tiles, bits)
+
+
+class _ChunkUpdate:
+    """The update of the rows that a loop's body unrolls.
+
+    Args:
+      program: the program.
+      body: what to compute.
+      reads, writes: how operands and results are found, in their order.
+    """
+
+    def __init__(self, program: Program, body: Body | BlockBody, reads, writes):
+        self._program, self._body = program, body
+        self._reads: Sequence[_Plain | Reader] = reads
+        self._writes: Sequence[_Plain | Writer] = writes
         of_rows = [x for x in writes if not _is_per_block(x)]
         bytes_ = [
             i for i, x in enumerate(of_rows) if isinstance(x, Writer) and x.by_bytes
         ]
-        run = with_instructions(typing.cast(Callable, body), self.interpret, bytes_)
-        before = [x for x in reads if isinstance(x, _Plain) and x.per_block]
-        after = [x for x in writes if isinstance(x, _Plain) and x.per_block]
-        rows = _Rows(self.lanes, [x for x in reads if not _is_per_block(x)])
-        packed = [x for x in of_rows if isinstance(x, Writer)]
-
-        def visit(chunk, carry):
-            run_row, visited = run, rows.of(chunk)
-            if before or after:
-                visited = list(visited)
-                run_row = self._with_blocks(
-                    typing.cast(BlockBody, body), run, chunk, visited, before, after
-                )
-            for x, open_word in zip(packed, carry, strict=True):
-                x.start(chunk, open_word)
-            for row in visited:
-                self._write_row(
-                    row, run_row(row.values, self.scalars, row.index), of_rows
-                )
-            return [x.finish() for x in packed]
-
-        rows.for_each_chunk(
-            visit, [x.first_carry(self.lanes.tiling.lanes_shape) for x in packed]
+        self._run = with_instructions(
+            typing.cast(Callable, body), program.interpret, bytes_
         )
+        self._has_blocks = any(map(_is_per_block, (*reads, *writes)))
+        # Rows that are read and written one by one take fewer registers.
+        self._at_once = self._has_blocks or program.memory.has_branches
 
-    @property
-    def _tiles(self) -> TiledLanes:
-        """The lanes of a leaf in which something is packed or per block."""
-        return typing.cast(TiledLanes, self.lanes)
+    def __call__(self, chunk: jax.Array) -> None:
+        """Update a chunk, by its number."""
+        rows, memory = self._rows(chunk), self._program.memory
+        wanted = self._words_and_blocks(chunk)
+        loaded = self._load(wanted | (self._plain(rows) if self._at_once else {}))
+        for number, x in enumerate(self._reads):
+            if isinstance(x, Reader):
+                x.words = [loaded[key] for key in wanted if key[0] == number]
+        run, stores = self._run, []
+        if self._has_blocks:
+            run, stores = self._with_blocks(chunk, rows, loaded)
+        for row in rows:
+            if not self._at_once:
+                loaded |= self._load(self._plain([row]))
+            new = run(self._values(row, loaded), self._program.scalars, row.index)
+            stores += self._stores(row, new)
+            if not self._at_once:
+                memory.store(stores)
+                stores = []
+        memory.store([*stores, *(s for x in _packed(self._writes) for s in x.finish())])
 
-    def _read(self, ref, operand: Operand, number: int) -> "_Plain | Reader":
-        at = self.layer if number in self.stacked else jnp.int32(0)
-        if operand.bits is None:
-            return _Plain(ref, at, operand.per_block)
-        words = _Words(ref, at, self._tiles, operand.bits)
-        by_bytes = operand.bits == 8 and not self.interpret
-        return Reader(operand.bits, self.lanes.tiling.chunk_rows, words, by_bytes)
+    def _rows(self, chunk: jax.Array) -> list["_Row"]:
+        lanes = self._program.lanes
+        start = chunk * jnp.int32(lanes.tiling.chunk_rows)
+        return [
+            _Row(
+                number=r,
+                index=lanes.element(start + jnp.int32(r)),
+                offset=lanes.offset(start, r),
+                exists=lanes.exists(start, r),
+            )
+            for r in range(lanes.tiling.chunk_rows)
+        ]
 
-    def _write(self, ref, result: Result) -> "_Plain | Writer":
-        at = self.layer if result.overwrites in self.stacked else jnp.int32(0)
-        if result.bits is None:
-            return _Plain(ref, at, result.per_block)
-        words = _Words(ref, at, self._tiles, result.bits)
-        by_bytes = result.bits == 8 and not self.interpret
-        return Writer(result.bits, self.lanes.tiling.chunk_rows, words, by_bytes)
+    def _words_and_blocks(self, chunk: jax.Array) -> "_Accesses":
+        """What the chunk needs of packed operands and of those that are per block."""
+        wanted = {}
+        for number, x in enumerate(self._reads):
+            if isinstance(x, Reader):
+                words = x.start(chunk)
+                wanted |= {(number, j): access for j, access in enumerate(words)}
+            elif x.per_block:
+                wanted[number, 0] = x.access(*self._blocks(chunk))
+        return wanted
 
-    def _write_row(self, row: "_Row", new: Sequence, writes: Sequence) -> None:
-        for x, value in zip(writes, new, strict=True):
+    def _plain(self, rows: Sequence["_Row"]) -> "_Accesses":
+        """What these rows need of the other operands."""
+        return {
+            (number, row.number): x.access(row.offset, row.exists)
+            for row in rows
+            for number, x in enumerate(self._reads)
+            if isinstance(x, _Plain) and not x.per_block
+        }
+
+    def _load(self, wanted: "_Accesses") -> dict[tuple[int, int], jax.Array]:
+        values = self._program.memory.load(list(wanted.values()))
+        return dict(zip(wanted, values, strict=True))
+
+    def _values(self, row: "_Row", loaded) -> list[jax.Array | Byte]:
+        """The elements of a row, per operand that is not per block."""
+        return [
+            x.field(row.number) if isinstance(x, Reader) else loaded[number, row.number]
+            for number, x in enumerate(self._reads)
+            if not _is_per_block(x)
+        ]
+
+    def _stores(self, row: "_Row", new: Sequence) -> Stores:
+        """What a row's results write at once; fields wait until words are full."""
+        stores = []
+        of_rows = [x for x in self._writes if not _is_per_block(x)]
+        for x, value in zip(of_rows, new, strict=True):
             if isinstance(x, _Plain):
-                x.store(row.offset, value, row.exists)
+                stores.append((x.access(row.offset, row.exists), value))
             else:
                 x.put(row.number, self._without_padding(value, row.exists))
+        return stores
 
     def _without_padding(self, fields, exists: jax.Array | None):
         """Fields that are 0 where there are no elements, as ``pack`` has them."""
         # Lanes that do not exist write no words.
-        if exists is None or exists is self.lanes.inside:
+        if exists is None or exists is self._program.lanes.inside:
             return fields
         return jax.tree.map(lambda x: jnp.where(exists, x, jnp.uint32(0)), fields)
 
+    def _blocks(self, chunk: jax.Array):
+        """``(offset, exists)`` of the chunk's blocks."""
+        places = typing.cast(TiledLanes, self._program.lanes).blocks
+        return places.offset(chunk), places.exists(chunk)
+
     def _with_blocks(
-        self,
-        body: BlockBody,
-        run: Callable,
-        chunk: jax.Array,
-        rows: Sequence["_Row"],
-        reads: Sequence["_Plain"],
-        writes: Sequence["_Plain"],
-    ) -> Callable:
-        """Take the maxima over blocks, and write what is per block.
+        self, chunk: jax.Array, rows: Sequence["_Row"], loaded
+    ) -> tuple[Callable, Stores]:
+        """Take the maxima over blocks.
 
         Returns:
-          ``run`` of rows, given what it needs of their blocks.
+          ``run`` of rows, given what it needs of their blocks, and what is to be
+          written per block.
         """
-        tiling, places = self.lanes.tiling, self._tiles.blocks
+        program, body = self._program, typing.cast(BlockBody, self._body)
+        tiling = program.lanes.tiling
         expand = lambda x: expand_blocks(x, tiling)
-        statistics = with_instructions(body.statistics, self.interpret)
+        statistics = with_instructions(body.statistics, program.interpret)
         decode, encode = body.before, body.after
-        if not self.interpret:
+        if not program.interpret:
             decode, encode = with_short_forms(decode), with_short_forms(encode)
-        offset, exists = places.offset(chunk), places.exists(chunk)
-        before = jax.tree.map(expand, decode([x.load(offset, exists) for x in reads]))
+        reads = [n for n, x in enumerate(self._reads) if _is_per_block(x)]
+        before = jax.tree.map(expand, decode([loaded[n, 0] for n in reads]))
         maxima = [jnp.zeros(tiling.lanes_shape, jnp.int32)] * body.maxima
         for row in rows:
-            new = statistics(row.values, self.scalars, row.index, before)
+            values = self._values(row, loaded)
+            new = statistics(values, program.scalars, row.index, before)
             if row.exists is not None:
                 new = [jnp.where(row.exists, x, jnp.int32(0)) for x in new]
             maxima = [jnp.maximum(*pair) for pair in zip(maxima, new, strict=True)]
         for axis in range(len(tiling.lanes_shape) - 1, 0, -1):
             maxima = [jnp.max(x, axis=axis) for x in maxima]
         stored, after = encode(maxima)
-        for x, value in zip(writes, stored, strict=True):
-            x.store(offset, value, exists)
         after = jax.tree.map(expand, after)
-        return lambda *args: run(*args, before, after)
+        place = self._blocks(chunk)
+        writes = (x for x in self._writes if isinstance(x, _Plain) and x.per_block)
+        stores = [(x.access(*place), v) for x, v in zip(writes, stored, strict=True)]
+        return lambda *args: self._run(*args, before, after), stores
 
 
 def with_instructions(function: Callable, interpret: bool, bytes_: Sequence[int] = ()):
@@ -183,102 +278,76 @@ def unless_skipped(scalars: Sequence[jax.Array], when: int | None) -> Callable:
     return pl.when(scalars[when] != jnp.uint32(0))
 
 
+_Accesses = dict[tuple[int, int], Access]
+"""By the number of the operand, and of the row or word: what is to be loaded."""
+
+
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """One row of a program, as it has been read.
+    """One row of a chunk.
 
     Args:
       number: in its chunk.
-      values: of the operands that are not per block.
       index, offset: of the elements in the leaf and in plain arrays.
       exists: which lanes have an element; None if all have.
     """
 
     number: int
-    values: list[jax.Array | Byte]
     index: jax.Array
     offset: jax.Array
     exists: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True)
-class _Rows:
-    """The rows of a program, chunk by chunk."""
-
-    lanes: Lanes
-    reads: list
-
-    def of(self, chunk: jax.Array) -> Iterable[_Row]:
-        """The rows of a chunk, read as they are asked for."""
-        lanes, chunk_rows = self.lanes, self.lanes.tiling.chunk_rows
-        for x in self.reads:
-            if isinstance(x, Reader):
-                x.start(chunk)
-        for r in range(chunk_rows):
-            start = chunk * jnp.int32(chunk_rows)
-            offset, exists = lanes.offset(start, r), lanes.exists(start, r)
-            values = [
-                x.load(offset, exists) if isinstance(x, _Plain) else x.field(r)
-                for x in self.reads
-            ]
-            index = lanes.element(start + jnp.int32(r))
-            yield _Row(r, values, index, offset, exists)
-
-    def for_each_chunk(self, visit: Callable, carry):
-        """The last of ``carry = visit(chunk, carry)`` over all chunks."""
-        count = self.lanes.tiling.lane_rows // self.lanes.tiling.chunk_rows
-        if count == 1:
-            return visit(jnp.int32(0), carry)
-
-        # A fori_loop of static length counts in int64 with 64-bit types on, which
-        # takes registers.
-        def step(counted, _):
-            chunk, carry = counted
-            return (chunk + jnp.int32(1), visit(chunk, carry)), None
-
-        (_, carry), _ = lax.scan(step, (jnp.int32(0), carry), length=count)
-        return carry
-
-
-@dataclasses.dataclass(frozen=True)
 class _Plain:
-    """An array that is not packed, or a layer of a stack of them."""
+    """An array that is not packed, or a layer of a stack of them.
 
-    ref: typing.Any
+    Args:
+      number: of the operand or result.
+      layer: of the stack.
+      per_block: whether it has one element per block.
+    """
+
+    number: int
     layer: jax.Array
-    per_block: bool = False
+    per_block: bool
 
-    def load(self, offset: jax.Array | None, mask: jax.Array | None) -> jax.Array:
-        return triton.load(self.ref.at[self.layer, offset], mask=mask)
-
-    def store(self, offset: jax.Array | None, value: jax.Array, mask) -> None:
-        triton.store(self.ref.at[self.layer, offset], value, mask=mask)
+    def access(self, offset: jax.Array, exists: jax.Array | None) -> Access:
+        return Access(self.number, self.layer, offset, exists)
 
 
 def _is_per_block(x) -> bool:
     return isinstance(x, _Plain) and x.per_block
 
 
+def _packed(writes: Sequence) -> list[Writer]:
+    return [x for x in writes if isinstance(x, Writer)]
+
+
 @dataclasses.dataclass(frozen=True)
 class _Words:
-    """The words of the lanes."""
+    """The words of the lanes; see :class:`.words.Words`."""
 
-    ref: typing.Any
+    memory: Memory
+    number: int
     layer: jax.Array
     lanes: TiledLanes
     bits: int
 
-    def load(self, start: jax.Array, word: int = 0) -> jax.Array:
-        offset = self.lanes.word_offset(self.bits, start, word)
-        mask = self.lanes.has_word(self.bits, start + jnp.int32(word))
-        return triton.load(self.ref.at[self.layer, offset], mask=mask)
+    def load(self, start: jax.Array) -> jax.Array:
+        (word,) = self.memory.load([self.access(start, 0)])
+        return word
 
-    def store(
-        self, start: jax.Array, word: int, value: jax.Array, when: jax.Array | None
-    ) -> None:
-        mask = self.lanes.has_word(self.bits, start + jnp.int32(word))
-        if when is not None:
-            when = jnp.broadcast_to(when, value.shape)
-            mask = when if mask is None else mask & when
-        offset = self.lanes.word_offset(self.bits, start, word)
-        triton.store(self.ref.at[self.layer, offset], value, mask=mask)
+    def store(self, start: jax.Array, value: jax.Array, when: jax.Array) -> None:
+        access = self.access(start, 0)
+        when = jnp.broadcast_to(when, value.shape)
+        mask = when if access.mask is None else access.mask & when
+        self.memory.store([(dataclasses.replace(access, mask=mask), value)])
+
+    def access(self, start: jax.Array, word: int) -> Access:
+        return Access(
+            self.number,
+            self.layer,
+            self.lanes.word_offset(self.bits, start, word),
+            self.lanes.has_word(self.bits, start + jnp.int32(word)),
+        )

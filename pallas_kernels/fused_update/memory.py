@@ -1,0 +1,132 @@
+"""How a program of a kernel reads and writes the arrays of its leaf.
+
+A kernel may update many leaves, as a launch takes some microseconds, many times as long
+as the update of a small leaf. Each leaf gets the same number of the kernel's programs.
+A program loads and stores by a tree of branches, one for each leaf. What lies between,
+which is nearly all of it, is the same code for all leaves.
+
+Loads and stores have offsets and masks of their own: a BlockSpec's have no masks on
+Triton's backend, and a ragged tail would be written out of bounds.
+"""
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Callable, Sequence
+
+import jax
+from jax import lax
+from jax.experimental.pallas import triton
+
+
+@dataclasses.dataclass(frozen=True)
+class Access:
+    """Elements of one array of a leaf.
+
+    Args:
+      number: of the operand or the result.
+      layer: int32 scalar, the layer of a stack; 0 if it is none.
+      offset: int32, where the elements are in the layer.
+      mask: which of them exist; None if all do.
+    """
+
+    number: int
+    layer: jax.Array
+    offset: jax.Array
+    mask: jax.Array | None
+
+
+class Memory(typing.Protocol):
+    """The arrays of a program's leaf."""
+
+    has_branches: bool
+    """Whether each load and each store takes branches, so that it should do much."""
+
+    def load(self, accesses: Sequence[Access]) -> list[jax.Array]:
+        """Elements of operands."""
+        ...
+
+    def store(self, new: Sequence[tuple[Access, jax.Array]]) -> None:
+        """Write elements of results."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class OneLeaf:
+    """The arrays of the only leaf.
+
+    Args:
+      operands, results: the kernel's references to its arrays, ``[layers, size]``.
+    """
+
+    operands: Sequence
+    results: Sequence
+
+    has_branches: typing.ClassVar[bool] = False
+
+    def load(self, accesses: Sequence[Access]) -> list[jax.Array]:
+        """See :class:`Memory`."""
+        return [
+            triton.load(self.operands[a.number].at[a.layer, a.offset], mask=a.mask)
+            for a in accesses
+        ]
+
+    def store(self, new: Sequence[tuple[Access, jax.Array]]) -> None:
+        """See :class:`Memory`."""
+        for a, value in new:
+            place = self.results[a.number].at[a.layer, a.offset]
+            triton.store(place, value, mask=a.mask)
+
+
+@dataclasses.dataclass(frozen=True)
+class OneOfMany:
+    """The arrays of one of a kernel's leaves.
+
+    Args:
+      leaf: int32 scalar, which.
+      leaves: the arrays of each.
+    """
+
+    leaf: jax.Array
+    leaves: Sequence[OneLeaf]
+
+    has_branches: typing.ClassVar[bool] = True
+
+    def load(self, accesses: Sequence[Access]) -> list[jax.Array]:
+        """See :class:`Memory`."""
+        load = lambda leaf: tuple(leaf.load(accesses))
+        return list(by_branches(self.leaf, self.leaves, load))
+
+    def store(self, new: Sequence[tuple[Access, jax.Array]]) -> None:
+        """See :class:`Memory`."""
+        places = [access for access, _ in new]
+
+        def store(leaf, *values):
+            leaf.store(list(zip(places, values, strict=True)))
+
+        by_branches(self.leaf, self.leaves, store, *(value for _, value in new))
+
+
+def by_branches(
+    number: jax.Array, choices: Sequence, function: Callable, *args, first: int = 0
+):
+    """``function(choices[number], *args)`` by a tree of branches.
+
+    A ``lax.switch`` becomes a chain of branches on Triton's backend, which takes
+    several times as long to compile.
+
+    Args:
+      number: int32 scalar.
+      choices: static, one for each branch.
+      function: of one of them and of arrays.
+      *args: arrays.
+      first: the number of the first choice.
+    """
+    if len(choices) == 1:
+        return function(choices[0], *args)
+    half = len(choices) // 2
+    branch = lambda choices, first: functools.partial(
+        by_branches, number, choices, function, first=first
+    )
+    left, right = branch(choices[:half], first), branch(choices[half:], first + half)
+    return lax.cond(number < first + half, left, right, *args)
