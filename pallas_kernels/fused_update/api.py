@@ -161,7 +161,7 @@ def fused_update_many(
         return one_by_one(update, [[shard] for shard in shards], *shared)
 
     written = []
-    for part in _parts(len(leaves), len(leaves[0].operands) + results):
+    for part in _parts(len(leaves), triton.max_leaves(leaves)):
         some = leaves[part]
 
         def reference(table, part_rows, *arrays, some=some):
@@ -174,13 +174,12 @@ def fused_update_many(
     return [written[i : i + results] for i in range(0, len(written), results)]
 
 
-def _parts(leaves: int, arrays: int) -> list[slice]:
-    """Parts of many leaves that each fit into a kernel, as equal as can be.
+def _parts(leaves: int, most: int) -> list[slice]:
+    """Parts of at most so many leaves, as equal as can be.
 
     Kernels over equally many equal leaves are compiled once.
     """
-    count = math.ceil(leaves / triton.max_leaves(arrays))
-    size = math.ceil(leaves / count)
+    size = math.ceil(leaves / math.ceil(leaves / most))
     return [slice(start, start + size) for start in range(0, leaves, size)]
 
 

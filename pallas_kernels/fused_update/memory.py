@@ -18,6 +18,8 @@ import jax
 from jax import lax
 from jax.experimental.pallas import triton
 
+from pallas_kernels.fused_update.instructions import opaque
+
 
 @dataclasses.dataclass(frozen=True)
 class Access:
@@ -85,48 +87,58 @@ class OneOfMany:
     Args:
       leaf: int32 scalar, which.
       leaves: the arrays of each.
+      interpret: whether XLA runs the operations.
     """
 
     leaf: jax.Array
     leaves: Sequence[OneLeaf]
+    interpret: bool
 
     has_branches: typing.ClassVar[bool] = True
 
     def load(self, accesses: Sequence[Access]) -> list[jax.Array]:
         """See :class:`Memory`."""
-        load = lambda leaf: tuple(leaf.load(accesses))
-        return list(by_branches(self.leaf, self.leaves, load))
+
+        def load(number: int):
+            return self._marked(self.leaves[number].load(accesses), number)
+
+        return list(by_branches(self.leaf, range(len(self.leaves)), load))
 
     def store(self, new: Sequence[tuple[Access, jax.Array]]) -> None:
         """See :class:`Memory`."""
-        places = [access for access, _ in new]
+        accesses = [access for access, _ in new]
 
-        def store(leaf, *values):
-            leaf.store(list(zip(places, values, strict=True)))
+        def store(number: int, *values):
+            values = self._marked(values, number)
+            self.leaves[number].store(list(zip(accesses, values, strict=True)))
 
-        by_branches(self.leaf, self.leaves, store, *(value for _, value in new))
+        values = (value for _, value in new)
+        by_branches(self.leaf, range(len(self.leaves)), store, *values)
+
+    def _marked(self, values: Sequence[jax.Array], number: int) -> tuple:
+        """The values of a branch, one of them marked with its number.
+
+        Else LLVM would take the loads of all branches for one with another address,
+        and select each array's address from all leaves': 12 instructions per parameter
+        for 12 leaves of AdamW.
+        """
+        if self.interpret:
+            return tuple(values)
+        least = min(range(len(values)), key=lambda i: values[i].size)
+        return tuple(
+            opaque(x, number) if i == least else x for i, x in enumerate(values)
+        )
 
 
-def by_branches(
-    number: jax.Array, choices: Sequence, function: Callable, *args, first: int = 0
-):
-    """``function(choices[number], *args)`` by a tree of branches.
+def by_branches(number: jax.Array, choices: range, function: Callable, *args):
+    """``function(number, *args)`` with a static number, by a tree of branches.
 
     A ``lax.switch`` becomes a chain of branches on Triton's backend, which takes
     several times as long to compile.
-
-    Args:
-      number: int32 scalar.
-      choices: static, one for each branch.
-      function: of one of them and of arrays.
-      *args: arrays.
-      first: the number of the first choice.
     """
     if len(choices) == 1:
         return function(choices[0], *args)
     half = len(choices) // 2
-    branch = lambda choices, first: functools.partial(
-        by_branches, number, choices, function, first=first
-    )
-    left, right = branch(choices[:half], first), branch(choices[half:], first + half)
-    return lax.cond(number < first + half, left, right, *args)
+    left = functools.partial(by_branches, number, choices[:half], function)
+    right = functools.partial(by_branches, number, choices[half:], function)
+    return lax.cond(number < choices[half], left, right, *args)

@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton
 from pallas_kernels.fused_update.lanes import lanes_of
 from pallas_kernels.fused_update.memory import Memory, OneLeaf, OneOfMany
 from pallas_kernels.fused_update.sharded import Shard
-from pallas_kernels.fused_update.spec import BlockBody, Body, Operand, Result
+from pallas_kernels.fused_update.spec import BlockBody, Body, Leaf, Operand, Result
 from pallas_kernels.fused_update.tiling import LANES, Tiling
 from pallas_kernels.fused_update.triton_program import (
     Program,
@@ -33,8 +33,9 @@ MAX_ELEMENTS_OF_SMALL_LEAF = 4 * 4096
 Where leaves differ in size, each has as many programs as the largest.
 """
 
-# TO MEASURE
-_MAX_ARRAYS = 225
+# Loads and stores of a kernel. The time to compile grows as their square: one with 240
+# takes 4 seconds, and one with 480 takes 10.
+_MAX_ACCESSES = 250
 
 # Four elements per thread: 16 bytes of float32 or of words, which is what one
 # instruction moves.
@@ -45,9 +46,19 @@ _FLAT_WARPS = 4
 _THREADS_OF_A_WARP = 32
 
 
-def max_leaves(arrays: int) -> int:
-    """How many leaves fit into one kernel, by the operands and results of each."""
-    return max(1, _MAX_ARRAYS // arrays)
+def max_leaves(leaves: Sequence[Leaf]) -> int:
+    """How many of these leaves a kernel should update at most."""
+    (leaf, *others) = leaves
+    tiling = _tiling(Shard(leaf, leaf.shape))
+    rows = tiling.chunk_rows
+    if tiling.is_flat and any(other.shape != leaf.shape for other in others):
+        rows = 1
+    arrays = *leaf.operands, *leaf.results
+    accesses = sum(
+        1 if x.per_block else rows if x.bits is None else max(1, rows * x.bits // 32)
+        for x in arrays
+    )
+    return max(1, _MAX_ACCESSES // accesses)
 
 
 def can_share(shards: Sequence[Shard]) -> bool:
@@ -222,7 +233,9 @@ def _memory(statics: _Statics, leaf, refs: Sequence) -> Memory:
         OneLeaf(operands[n * reads :][:reads], results[n * writes :][:writes])
         for n in range(statics.leaves)
     ]
-    return leaves[0] if statics.leaves == 1 else OneOfMany(leaf, leaves)
+    if statics.leaves == 1:
+        return leaves[0]
+    return OneOfMany(leaf, leaves, statics.interpret)
 
 
 def _tiling(shard: Shard) -> Tiling:
