@@ -199,7 +199,7 @@ def test_leaves_of_several_kinds_are_refused_together():
     (leaf, *_), _ = many([(3,)])
     narrow = leaf.with_arrays([x.astype(jnp.int32) for x in leaf.arrays])
     packed = Leaf((Operand(jnp.zeros(8, U32), 8),), (Result(U32),), (32,))
-    for leaves in ([leaf, narrow], [packed]):
+    for leaves in ([leaf, narrow], [packed, packed_otherwise]):
         with pytest.raises(ValueError, match="same kinds of operands"):
             fused_update_many(
                 counted, leaves, scalars=jnp.asarray(TABLE), rows=jnp.zeros(2, U32)

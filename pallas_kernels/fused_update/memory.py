@@ -15,6 +15,7 @@ import typing
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton
 
@@ -27,15 +28,20 @@ class Access:
 
     Args:
       number: of the operand or the result.
-      layer: int32 scalar, the layer of a stack; 0 if it is none.
-      offset: int32, where the elements are in the layer.
+      layer: int32 scalar, the layer of a stack; None if it is none.
+      offset: int32, where the elements are in the array, or in its layer.
       mask: which of them exist; None if all do.
     """
 
     number: int
-    layer: jax.Array
+    layer: jax.Array | None
     offset: jax.Array
     mask: jax.Array | None
+
+    def of(self, arrays: Sequence):
+        """The elements, of the one among the references to a leaf's arrays."""
+        ref = arrays[self.number].at
+        return ref[self.offset] if self.layer is None else ref[self.layer, self.offset]
 
 
 class Memory(typing.Protocol):
@@ -58,7 +64,8 @@ class OneLeaf:
     """The arrays of the only leaf.
 
     Args:
-      operands, results: the kernel's references to its arrays, ``[layers, size]``.
+      operands, results: the kernel's references to its arrays, which are flat; those
+        of stacks are of shape ``[layers, size]``.
     """
 
     operands: Sequence
@@ -68,16 +75,12 @@ class OneLeaf:
 
     def load(self, accesses: Sequence[Access]) -> list[jax.Array]:
         """See :class:`Memory`."""
-        return [
-            triton.load(self.operands[a.number].at[a.layer, a.offset], mask=a.mask)
-            for a in accesses
-        ]
+        return [triton.load(a.of(self.operands), mask=a.mask) for a in accesses]
 
     def store(self, new: Sequence[tuple[Access, jax.Array]]) -> None:
         """See :class:`Memory`."""
         for a, value in new:
-            place = self.results[a.number].at[a.layer, a.offset]
-            triton.store(place, value, mask=a.mask)
+            triton.store(a.of(self.results), value, mask=a.mask)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,15 +133,31 @@ class OneOfMany:
         )
 
 
-def by_branches(number: jax.Array, choices: range, function: Callable, *args):
-    """``function(number, *args)`` with a static number, by a tree of branches.
+def by_branches(
+    number: jax.Array,
+    choices: range,
+    function: Callable,
+    *args,
+    starts: Sequence[int] | None = None,
+):
+    """``function(choice, *args)`` with a static choice, by a tree of branches.
 
     A ``lax.switch`` becomes a chain of branches on Triton's backend, which takes
     several times as long to compile.
+
+    Args:
+      number: int32 scalar, the choice.
+      choices: what it can be.
+      function: of a choice, an int, and of arrays.
+      *args: arrays.
+      starts: by choice, the least number for which it is taken; if None, its own.
     """
     if len(choices) == 1:
         return function(choices[0], *args)
     half = len(choices) // 2
-    left = functools.partial(by_branches, number, choices[:half], function)
-    right = functools.partial(by_branches, number, choices[half:], function)
-    return lax.cond(number < choices[half], left, right, *args)
+    branch = lambda part: functools.partial(
+        by_branches, number, part, function, starts=starts
+    )
+    first = starts[choices[half]] if starts else choices[half]
+    left, right = branch(choices[:half]), branch(choices[half:])
+    return lax.cond(number < jnp.int32(first), left, right, *args)

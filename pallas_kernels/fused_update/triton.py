@@ -40,23 +40,18 @@ _MAX_ACCESSES = 250
 # Four elements per thread: 16 bytes of float32 or of words, which is what one
 # instruction moves.
 _FLAT_WIDTH, _FLAT_ROWS = 512, 4
-# Leaves of different sizes: many are vectors of some hundred elements.
-_MIXED_WIDTH = 1024
+# Of small leaves many are vectors of some hundred elements.
+_SMALL_WIDTH = 1024
 _FLAT_WARPS = 4
 _THREADS_OF_A_WARP = 32
 
 
 def max_leaves(leaves: Sequence[Leaf]) -> int:
     """How many of these leaves a kernel should update at most."""
-    (leaf, *others) = leaves
-    tiling = _tiling(Shard(leaf, leaf.shape))
-    rows = tiling.chunk_rows
-    if tiling.is_flat and any(other.shape != leaf.shape for other in others):
-        rows = 1
-    arrays = *leaf.operands, *leaf.results
+    rows = _common_tiling([Shard(leaf, leaf.shape) for leaf in leaves]).chunk_rows
     accesses = sum(
         1 if x.per_block else rows if x.bits is None else max(1, rows * x.bits // 32)
-        for x in arrays
+        for x in (*leaves[0].operands, *leaves[0].results)
     )
     return max(1, _MAX_ACCESSES // accesses)
 
@@ -102,22 +97,17 @@ def update(
     stacked = leaf.overwritten if leaf.stacked else frozenset[int]()
     arrays = [
         # A layer is indexed by itself: a stack may have more than 2^31 elements.
-        x.reshape(x.shape[0] if i in stacked else 1, -1)
+        x.reshape(x.shape[0], -1) if i in stacked else x.reshape(-1)
         for shard in shards
         for i, x in enumerate(shard.leaf.arrays)
     ]
     # What is not given is not replaced by a constant: XLA would launch a kernel of its
     # own to write it.
     place = [rows, _bases(shards), layer]
-    tilings = [_tiling(shard) for shard in shards]
-    sizes = tuple(tiling.size for tiling in tilings)
-    tiling = tilings[0]
-    if any(each != tiling for each in tilings):
-        longest = (max(sizes),)
-        tiling = Tiling(longest, longest, (), None, _MIXED_WIDTH, 1)
+    sizes = tuple(math.prod(shard.shape) for shard in shards)
     statics = _Statics(
         body=body,
-        tiling=tiling,
+        tiling=_common_tiling(shards),
         sizes=None if len(set(sizes)) == 1 else sizes,
         leaves=len(shards),
         operands=tuple(dataclasses.replace(o, array=None) for o in leaf.operands),
@@ -246,6 +236,16 @@ def _tiling(shard: Shard) -> Tiling:
     )
 
 
+def _common_tiling(shards: Sequence[Shard]) -> Tiling:
+    """The tiling of leaves that share a kernel: of the longest, where sizes differ."""
+    tilings = [_tiling(shard) for shard in shards]
+    first, longest = tilings[0], max(tiling.size for tiling in tilings)
+    is_small = first.is_flat and longest <= MAX_ELEMENTS_OF_SMALL_LEAF
+    if all(each == first for each in tilings) and not (is_small and len(shards) > 1):
+        return first
+    return Tiling((longest,), (longest,), (), None, _SMALL_WIDTH, 1)
+
+
 def _bases(shards: Sequence[Shard]) -> jax.Array | None:
     """The indices of the shards' first elements; None if all are 0."""
     bases = [shard.base for shard in shards]
@@ -273,14 +273,14 @@ def _share(stored: tuple[int, ...], shard: Shard) -> tuple[int, ...]:
 
 
 def _outputs(shard: Shard) -> list[jax.ShapeDtypeStruct]:
-    """What the kernel writes: flat arrays, with an axis of layers in front."""
+    """What the kernel writes: flat arrays, or stacks of flat layers."""
     leaf = shard.leaf
     stacks = leaf.overwritten if leaf.stacked else ()
     return [
         jax.ShapeDtypeStruct(
             (shape[0], math.prod(shape[1:]))
             if r.overwrites in stacks
-            else (1, math.prod(shape)),
+            else (math.prod(shape),),
             r.dtype,
             manual_axis_type=_manual_axes(r, leaf.operands),
         )

@@ -84,7 +84,7 @@ class Program:
         lax.scan(step, (jnp.int32(0), carry), length=count)
 
     def _read(self, operand: Operand, number: int) -> "_Plain | Reader":
-        at = self.layer if number in self.stacked else jnp.int32(0)
+        at = self.layer if number in self.stacked else None
         if operand.bits is None:
             return _Plain(number, at, operand.per_block)
         words = self._words(number, at, operand.bits)
@@ -92,14 +92,14 @@ class Program:
         return Reader(operand.bits, self.lanes.tiling.chunk_rows, words, by_bytes)
 
     def _write(self, result: Result, number: int) -> "_Plain | Writer":
-        at = self.layer if result.overwrites in self.stacked else jnp.int32(0)
+        at = self.layer if result.overwrites in self.stacked else None
         if result.bits is None:
             return _Plain(number, at, result.per_block)
         words = self._words(number, at, result.bits)
         by_bytes = result.bits == 8 and not self.interpret
         return Writer(result.bits, self.lanes.tiling.chunk_rows, words, by_bytes)
 
-    def _words(self, number: int, layer: jax.Array, bits: int) -> "_Words":
+    def _words(self, number: int, layer: jax.Array | None, bits: int) -> "_Words":
         tiles = typing.cast(TiledLanes, self.lanes)
         return _Words(self.memory, number, layer, tiles, bits)
 
@@ -304,12 +304,12 @@ class _Plain:
 
     Args:
       number: of the operand or result.
-      layer: of the stack.
+      layer: of the stack; None if it is none.
       per_block: whether it has one element per block.
     """
 
     number: int
-    layer: jax.Array
+    layer: jax.Array | None
     per_block: bool
 
     def access(self, offset: jax.Array, exists: jax.Array | None) -> Access:
@@ -330,7 +330,7 @@ class _Words:
 
     memory: Memory
     number: int
-    layer: jax.Array
+    layer: jax.Array | None
     lanes: TiledLanes
     bits: int
 
