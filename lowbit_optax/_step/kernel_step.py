@@ -21,6 +21,7 @@ from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._step.body import PROCEED, LeafBody
 from lowbit_optax._step.kernel_plan import KernelPlan, LeafKernel
 from lowbit_optax._step.layer import Layer
+from lowbit_optax._step.norms import sums_of_gradients
 from lowbit_optax._step.prepared import PreparedStep
 from pallas_kernels.fused_update import (
     MAX_ELEMENTS_OF_SMALL_LEAF,
@@ -62,7 +63,7 @@ def run(
     written = frozenset(slot for x in kernels.values() for slot in x.slots)
     outside = [n for i, n in enumerate(nodes.updates) if i not in kernels]
     kept = {s: n for s, n in enumerate(nodes.new_state) if s not in written}
-    value = _evaluated(plan, prepared, [*outside, *kept.values()])
+    value = _evaluated(plan, prepared, [*outside, *kept.values()], implementation)
     table = _table([value(n) for n in plan.scalars.nodes], prepared.keys)
     parts = {s: value(node) for s, node in kept.items()}
     results: list = [None] * len(plan.leaves)
@@ -100,13 +101,19 @@ def overwritten(
     ]
 
 
-def _evaluated(plan: KernelPlan, prepared: PreparedStep, wanted: list):
-    """A function that gives the value of a wanted node, a scalar or an input."""
-    nodes = plan.nodes
-    known = dict(zip(nodes.grads, prepared.grads, strict=True))
+def _evaluated(
+    plan: KernelPlan,
+    prepared: PreparedStep,
+    others: list,
+    implementation: Implementation,
+):
+    """A function that gives the value of a scalar of the plan or of another node."""
+    nodes, wanted = plan.nodes, [*plan.scalars.nodes, *others]
+    known = sums_of_gradients(wanted, nodes.grads, prepared, implementation)
+    known |= zip(nodes.grads, prepared.grads, strict=True)
     known |= zip(nodes.masters, prepared.masters, strict=True)
     known |= zip(nodes.state, jax.tree.leaves(prepared.inner_state), strict=True)
-    evaluate([*plan.scalars.nodes, *wanted], known)
+    evaluate(wanted, known)
     return lambda node: known[node] if node in known else jnp.asarray(node.constant)
 
 

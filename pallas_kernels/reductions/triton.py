@@ -121,13 +121,14 @@ def _pieces(statics: _Statics, *refs):
 def _whole(statics: _Statics, starts, parts, results):
     kind, program = statics.kind, pl.program_id(0)
     first, end = starts[program], starts[program + jnp.int32(1)]
-    zeros = jnp.zeros(_PARTS, kind.dtype)
+    zero = jnp.zeros((), kind.dtype)
 
     def step(number, values):
         place = first + number * jnp.int32(_PARTS) + lax.iota(jnp.int32, _PARTS)
-        more = triton.load(parts.at[place], mask=place < end, other=zeros[0])
+        more = triton.load(parts.at[place], mask=place < end, other=zero)
         return kind.combine(values, more)
 
     count = lax.div(end - first + jnp.int32(_PARTS - 1), jnp.int32(_PARTS))
-    values = lax.fori_loop(jnp.int32(0), count, step, zeros)
+    values = jnp.full(_PARTS, zero)
+    values = lax.fori_loop(jnp.int32(0), count, step, values)
     triton.store(results.at[program], kind.reduce(values))
