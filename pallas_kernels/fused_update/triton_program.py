@@ -6,6 +6,7 @@ backend, so that another launcher can take it over.
 """
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Callable, Sequence
 
@@ -118,9 +119,9 @@ class _ChunkUpdate:
         self._reads: Sequence[_Plain | Reader] = reads
         self._writes: Sequence[_Plain | Writer] = writes
         of_rows = [x for x in writes if not _is_per_block(x)]
-        bytes_ = [
+        bytes_ = tuple(
             i for i, x in enumerate(of_rows) if isinstance(x, Writer) and x.by_bytes
-        ]
+        )
         self._run = with_instructions(
             typing.cast(Callable, body), program.interpret, bytes_
         )
@@ -252,14 +253,21 @@ class _ChunkUpdate:
         return lambda *args: self._run(*args, before, after), stores
 
 
-def with_instructions(function: Callable, interpret: bool, bytes_: Sequence[int] = ()):
-    """A body's function with the GPU's own instructions, unless interpreted."""
+@functools.lru_cache(maxsize=256)
+def with_instructions(
+    function: Callable, interpret: bool, bytes_: tuple[int, ...] = ()
+) -> Callable:
+    """A body's function with the GPU's own instructions, unless interpreted.
+
+    It is jitted, so that JAX traces it once for all rows, and for all kernels that have
+    the same body.
+    """
 
     def run(values, scalars, index, *of_blocks):
         chosen = xla.multiply_add if interpret else multiply_add
         return function(values, scalars, index, chosen, *of_blocks)
 
-    return run if interpret else with_short_forms(run, bytes_)
+    return jax.jit(run if interpret else with_short_forms(run, bytes_))
 
 
 def read_scalars(table, row: jax.Array, width: int) -> list[jax.Array]:
