@@ -122,9 +122,7 @@ class _ChunkUpdate:
         bytes_ = tuple(
             i for i, x in enumerate(of_rows) if isinstance(x, Writer) and x.by_bytes
         )
-        self._run = with_instructions(
-            typing.cast(Callable, body), program.interpret, bytes_
-        )
+        self._run = with_instructions(body, "__call__", program.interpret, bytes_)
         self._has_blocks = any(map(_is_per_block, (*reads, *writes)))
         # Rows that are read and written one by one take fewer registers.
         self._at_once = self._has_blocks or program.memory.has_branches
@@ -230,7 +228,7 @@ class _ChunkUpdate:
         program, body = self._program, typing.cast(BlockBody, self._body)
         tiling = program.lanes.tiling
         expand = lambda x: expand_blocks(x, tiling)
-        statistics = with_instructions(body.statistics, program.interpret)
+        statistics = with_instructions(body, "statistics", program.interpret)
         decode, encode = body.before, body.after
         if not program.interpret:
             decode, encode = with_short_forms(decode), with_short_forms(encode)
@@ -255,13 +253,17 @@ class _ChunkUpdate:
 
 @functools.lru_cache(maxsize=256)
 def with_instructions(
-    function: Callable, interpret: bool, bytes_: tuple[int, ...] = ()
+    body: Body | BlockBody,
+    method: typing.Literal["__call__", "statistics"],
+    interpret: bool,
+    bytes_: tuple[int, ...] = (),
 ) -> Callable:
-    """A body's function with the GPU's own instructions, unless interpreted.
+    """A body's method with the GPU's own instructions, unless interpreted.
 
-    It is jitted, so that JAX traces it once for all rows, and for all kernels that have
-    the same body.
+    It is jitted, so that JAX traces it once for all rows, and for all kernels whose
+    bodies are equal.
     """
+    function = getattr(body, method)
 
     def run(values, scalars, index, *of_blocks):
         chosen = xla.multiply_add if interpret else multiply_add
