@@ -199,7 +199,7 @@ def _run_leaves(
     for numbers in groups.values():
         first = numbers[0]
         body = plan.kernels[first].body
-        # The rows' numbers are constants. A slice of the table would be one more kernel.
+        # Rows have constant numbers: a slice of the table would be one more kernel.
         rows = np.array(numbers, np.uint32)
         if len(numbers) == 1:
             leaf = leaves[first]

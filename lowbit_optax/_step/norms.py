@@ -14,7 +14,7 @@ from jax.extend.core import primitives as p
 from lowbit_optax._jaxprs.nodes import Call, Node, is_constant_number
 from lowbit_optax._step.prepared import PreparedStep
 from pallas_kernels.fused_update.api import Implementation
-from pallas_kernels.reductions import sums_of_squares
+from pallas_kernels.reductions import MIN_ARRAYS, sums_of_squares
 
 
 def sums_of_gradients(
@@ -44,7 +44,7 @@ def sums_of_gradients(
         grad = _squared_and_summed(call)
         if grad in numbers:
             found[call.outputs[0]] = numbers[grad]
-    if len(found) < 2:
+    if len(found) < MIN_ARRAYS:
         return {}
     factor = next(iter(prepared.guard.scalars), None)
     arrays = [prepared.given_grads[i] for i in found.values()]

@@ -13,6 +13,9 @@ from pallas_kernels.platforms import is_elsewhere
 from pallas_kernels.reductions import sharded, triton
 from pallas_kernels.reductions.kinds import LARGEST, SQUARES, Kind
 
+MIN_ARRAYS = 8
+"""For fewer arrays XLA's own reductions are hardly more kernels."""
+
 Implementation = typing.Literal["xla", "pallas", "triton"] | None
 
 
@@ -88,6 +91,4 @@ def _reduced(kind: Kind, arrays, factor, implementation: Implementation) -> jax.
     default = kernel(True) if implementation == "pallas" else reference
     if is_elsewhere(arrays):
         return default(*given, *arrays)
-    return lax.platform_dependent(
-        *given, *arrays, cuda=kernel(False), default=default
-    )
+    return lax.platform_dependent(*given, *arrays, cuda=kernel(False), default=default)
