@@ -186,8 +186,11 @@ def test_equal_leaves_in_one_kernel_have_the_same_bits(family, shape):
 
 def test_equal_leaves_in_several_kernels_have_the_same_bits():
     make = functools.partial(transformation, MOMENTUM, "lowbit 8")
-    arguments = second_step(make, leaves_of((24, 40), 17))
-    assert_same_step(make, *arguments)
+    arguments = second_step(make, leaves_of((64, 72), 8))
+    program = compiled(make(None), *arguments)
+    assert_same_bits(program.run(*arguments), jitted(make("xla"))(*arguments))
+    # Equal kernels are compiled once.
+    assert sum(name.startswith("fused_update") for name in program.sources) == 1
 
 
 def integers(shape, dtype, seed):
@@ -198,8 +201,8 @@ def integers(shape, dtype, seed):
 @pytest.mark.parametrize("factor", [None, 0.25])
 def test_norms_of_many_leaves_are_exact_where_they_can_be(factor):
     shapes = [(128, 256), (70, 261), (1031,), (), (8192,), (3, 20000), (2,), (8193,)]
-    dtypes = [BF16, F32, jnp.float16, jnp.float8_e5m2]
-    arrays = [integers(s, dtypes[i % 4], i) for i, s in enumerate(shapes)]
+    dtypes = [BF16, F32, jnp.float16]
+    arrays = [integers(s, dtypes[i % 3], i) for i, s in enumerate(shapes)]
     factor = None if factor is None else jnp.float32(factor)
     program = compile_program(lower_for(h200_mesh(), sums_of_squares, arrays, factor))
     assert any(name.startswith("reduce_squares") for name in program.sources)

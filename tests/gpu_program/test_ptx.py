@@ -239,6 +239,17 @@ def test_exchanges_in_a_warp(mode, lane, want):
     assert got.tolist() == [want(x) for x in range(THREADS)]
 
 
+@pytest.mark.parametrize(
+    ("operation", "want"),
+    [("max.s32", np.max), ("min.s32", np.min), ("or.b32", np.bitwise_or.reduce)],
+)
+def test_reductions_of_a_warp(operation, want):
+    code = f"redux.sync.{operation} %r2, %r1, -1;"
+    values = np.random.default_rng(0).integers(0, 1000, THREADS)
+    got = run(code + STORE, values)
+    assert got.tolist() == [want(values[x // 32 * 32 :][:32]) for x in range(THREADS)]
+
+
 FIRST = "setp.eq.b32 %p1, %r0, 0; mov.b32 %r2, %r1;"
 FAULTS = {
     "ld.global.b32 %r2, [%d1+4];": (OutOfBounds, "thread 63 of block 0"),

@@ -224,6 +224,19 @@ class _Blocks:
         if predicate:
             self.registers.write(predicate, inside, "pred", active)
 
+    def _reduction(self, instruction: Instruction, active: np.ndarray) -> None:
+        """``redux``: one result for all threads of a warp."""
+        result, operand, members = instruction.operands
+        (_, operation), (type_,) = instruction.modifiers, instruction.types
+        everyone = self.registers.read(members, "s32", active)[active] == -1
+        if self.size % lanes.WARP or not everyone.all():
+            raise UnknownInstruction("it is not between the threads of whole warps")
+        warps = active.reshape(-1, lanes.WARP)
+        lanes.require(warps.all(1) | ~warps.any(1))
+        values = self.registers.read(operand, type_, active)
+        reduced = lanes.reduced(operation, values)
+        self.registers.write(result, reduced, type_, active)
+
     def _matrix(self, instruction: Instruction, active: np.ndarray) -> None:
         """``ldmatrix`` and ``stmatrix``: matrices of 8 rows of 16 bytes in a warp."""
         if not {"sync", "aligned", "m8n8", "x1", "x2", "x4", "shared"}.issuperset(
@@ -263,6 +276,7 @@ _SPECIAL = {
     "bar": _Blocks._barrier,
     "barrier": _Blocks._barrier,
     "shfl": _Blocks._exchange,
+    "redux": _Blocks._reduction,
     "ldmatrix": _Blocks._matrix,
     "stmatrix": _Blocks._matrix,
     "cvta": _Blocks._to_global,

@@ -38,6 +38,25 @@ def sources(mode: str, lanes: np.ndarray, clamps: np.ndarray):
     return threads - lane + np.where(inside, source, lane), inside
 
 
+def reduced(operation: str, values: np.ndarray) -> np.ndarray:
+    """Each thread's value, reduced over its warp by ``redux``.
+
+    Args:
+      operation: ``min``, ``max``, ``and``, ``or`` or ``xor``.
+      values: integers.
+    """
+    known = {
+        "min": np.minimum,
+        "max": np.maximum,
+        "and": np.bitwise_and,
+        "or": np.bitwise_or,
+        "xor": np.bitwise_xor,
+    }
+    if operation not in known:
+        raise UnknownInstruction("the interpreter does not know this reduction")
+    return np.repeat(known[operation].reduce(values.reshape(-1, WARP), axis=1), WARP)
+
+
 def matrix_starts(rows: np.ndarray, number: int) -> np.ndarray:
     """Where each thread's two elements of a matrix of a warp are.
 
