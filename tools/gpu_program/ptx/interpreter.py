@@ -228,8 +228,8 @@ class _Blocks:
         """``redux``: one result for all threads of a warp."""
         result, operand, members = instruction.operands
         (_, operation), (type_,) = instruction.modifiers, instruction.types
-        everyone = self.registers.read(members, "s32", active)[active] == -1
-        if self.size % lanes.WARP or not everyone.all():
+        given = self.registers.read(members, "b32", active)[active]
+        if self.size % lanes.WARP or np.any(given.astype(np.int64) + 1 & 0xFFFFFFFF):
             raise UnknownInstruction("it is not between the threads of whole warps")
         warps = active.reshape(-1, lanes.WARP)
         lanes.require(warps.all(1) | ~warps.any(1))
