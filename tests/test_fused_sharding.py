@@ -215,6 +215,38 @@ def test_many_leaves_stay_where_they_are(specs, axis_type):
         assert_equal(own, [x * TABLE[row, 0] + index, index])
 
 
+@AXES
+@pytest.mark.parametrize("specs", [[P("x")] * 3, [P("x"), P(None, "x"), P()]], ids=str)
+def test_many_packed_leaves_are_updated_where_they_are(specs, axis_type):
+    # Where shards differ, each has a kernel of its own.
+    shape, mixture = (256, 32), Mixture((8,))
+    mesh = mesh_of(8, axis_type=axis_type)
+    shardings = [NamedSharding(mesh, spec) for spec in specs]
+    arrays, held = zip(*(mixture.arrays(shape, seed) for seed in range(3)), strict=True)
+
+    @jax.jit
+    def run(arrays, table, rows):
+        leaves = [
+            Leaf(tuple(mixture.operands(each)), tuple(mixture.results), shape)
+            for each in arrays
+        ]
+        return fused_update_many(
+            mixture, leaves, scalars=table, rows=rows, implementation="pallas"
+        )
+
+    with jax.set_mesh(mesh):
+        arrays = [jax.device_put(x, s) for x, s in zip(arrays, shardings, strict=True)]
+        shared = jnp.asarray(TABLE), jnp.array([1, 0, 2], U32)
+        shared = jax.device_put(shared, NamedSharding(mesh, P()))
+        update = run.lower(arrays, *shared).compile(QUICK)
+        assert not collectives(update)
+        got = update(arrays, *shared)
+    for own, each, row, sharding in zip(got, held, (1, 0, 2), shardings, strict=True):
+        assert_placed(own, sharding)
+        scalars = [int(x) for x in TABLE[row]]
+        assert_equal(own, mixture.want(each, scalars, index_of(shape)))
+
+
 @pytest.mark.parametrize("check_vma", [False, pytest.param(True, marks=INTERPRETED)])
 @pytest.mark.parametrize("widths", [(), (8,)])
 def test_in_the_users_shard_map_a_shard_is_a_leaf_of_its_own(widths, check_vma):

@@ -195,11 +195,45 @@ def test_many_leaves_are_each_leaf_alone(count, implementation):
         assert_equal(own, [(new % 2**32).astype(np.uint32), index])
 
 
+MANY = [((70, 33), (8,)), ((64, 16), (12, 4)), ((24, 3, 8), (16,)), ((33, 5), (5,))]
+
+
+@EACH
+@pytest.mark.parametrize(("shape", "widths"), MANY)
+@pytest.mark.parametrize("count", [2, 5, 40])
+def test_many_packed_leaves_are_each_leaf_alone(shape, widths, count, implementation):
+    mixture = Mixture(widths)
+    arrays, held = zip(
+        *(mixture.arrays(shape, seed) for seed in range(count)), strict=True
+    )
+    table = np.random.default_rng(0).integers(0, 2**32, (count + 3, 2), np.uint64)
+    rows = np.arange(count)[::-1] + 3
+
+    def update(arrays, table, rows):
+        leaves = [
+            Leaf(tuple(mixture.operands(each)), tuple(mixture.results), shape)
+            for each in arrays
+        ]
+        return fused_update_many(
+            mixture, leaves, scalars=table, rows=rows, implementation=implementation
+        )
+
+    update = jax.jit(update, compiler_options=QUICK)
+    got = update(arrays, jnp.asarray(table, U32), jnp.asarray(rows, U32))
+    for own, each, row in zip(got, held, rows, strict=True):
+        scalars = [int(x) for x in table[row]]
+        assert_equal(own, mixture.want(each, scalars, index_of(shape)))
+
+
 def test_leaves_of_several_kinds_are_refused_together():
     (leaf, *_), _ = many([(3,)])
     narrow = leaf.with_arrays([x.astype(jnp.int32) for x in leaf.arrays])
-    packed = Leaf((Operand(jnp.zeros(8, U32), 8),), (Result(U32),), (32,))
-    for leaves in ([leaf, narrow], [packed]):
+    short, long = (
+        Leaf((Operand(jnp.zeros((rows, 4), U32), 8),), (Result(U32),), (4 * rows, 4))
+        for rows in (2, 4)
+    )
+    stack = Leaf(leaf.operands, leaf.results, (), stacked=True)
+    for leaves in ([leaf, narrow], [short, long], [stack, stack]):
         with pytest.raises(ValueError, match="same kinds of operands"):
             fused_update_many(
                 counted, leaves, scalars=jnp.asarray(TABLE), rows=jnp.zeros(2, U32)

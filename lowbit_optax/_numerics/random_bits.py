@@ -41,6 +41,7 @@ from jax import lax
 _START = 0x243F6A88, 0x85A308D3
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RandomBits:
     """The random bits of one leaf at one step, made by :func:`random_bits`.

@@ -42,11 +42,14 @@ _MOMENT_STREAM = 2
 _FIRST_WHOLE_WORD = 64  # counted from the first stream of the moments
 _ACCUMULATOR_STREAM = 1 << 16
 
+_STATIC = {"static": True}
+
 _SHARED_MOMENTS = 2
 _MOMENT_BITS = 12
 _RESIDUAL_BITS = 32 - _SHARED_MOMENTS * _MOMENT_BITS
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Draws:
     """The random numbers of one leaf's moments, or accumulators, at one step.
@@ -59,8 +62,8 @@ class Draws:
     """
 
     random: RandomBits
-    first: int = _MOMENT_STREAM
-    shares_words: bool = False
+    first: int = dataclasses.field(default=_MOMENT_STREAM, metadata=_STATIC)
+    shares_words: bool = dataclasses.field(default=False, metadata=_STATIC)
 
     def words(self, shape: tuple[int, ...], number: int) -> jax.Array:
         """32 random bits per element.

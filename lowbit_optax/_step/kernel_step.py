@@ -8,6 +8,7 @@ have one.
 import dataclasses
 import functools
 import math
+import typing
 from collections.abc import Sequence
 
 import jax
@@ -20,6 +21,7 @@ from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._step.body import PROCEED, LeafBody
 from lowbit_optax._step.kernel_plan import KernelPlan, LeafKernel
 from lowbit_optax._step.layer import Layer
+from lowbit_optax._step.norms import sums_of_gradients
 from lowbit_optax._step.prepared import PreparedStep
 from lowbit_optax.formats.quantized_weights import result_of
 from pallas_kernels.fused_update import (
@@ -31,6 +33,10 @@ from pallas_kernels.fused_update import (
     fused_update_many,
 )
 from pallas_kernels.fused_update.api import Implementation
+
+MIN_ELEMENTS_ALONE = 2**22
+"""A leaf with as many elements has a kernel of its own: a launch costs little beside
+it, and a kernel over many leaves takes longer to compile."""
 
 
 def run(
@@ -57,7 +63,7 @@ def run(
     written = frozenset(slot for x in kernels.values() for slot in x.slots)
     outside = [n for i, n in enumerate(nodes.updates) if i not in kernels]
     kept = {s: n for s, n in enumerate(nodes.new_state) if s not in written}
-    value = _evaluated(plan, prepared, [*outside, *kept.values()])
+    value = _evaluated(plan, prepared, [*outside, *kept.values()], implementation)
     table = _table([value(n) for n in plan.scalars.nodes], prepared.keys)
     parts = {s: value(node) for s, node in kept.items()}
     results: list = [None] * len(plan.leaves)
@@ -100,13 +106,19 @@ def overwritten(
     ]
 
 
-def _evaluated(plan: KernelPlan, prepared: PreparedStep, wanted: list):
-    """A function that gives the value of a wanted node, a scalar or an input."""
-    nodes = plan.nodes
-    known = dict(zip(nodes.grads, prepared.grads, strict=True))
+def _evaluated(
+    plan: KernelPlan,
+    prepared: PreparedStep,
+    others: list,
+    implementation: Implementation,
+):
+    """A function that gives the value of a scalar of the plan or of another node."""
+    nodes, wanted = plan.nodes, [*plan.scalars.nodes, *others]
+    known = sums_of_gradients(wanted, nodes.grads, prepared, implementation)
+    known |= zip(nodes.grads, prepared.grads, strict=True)
     known |= zip(nodes.masters, prepared.masters, strict=True)
     known |= zip(nodes.state, jax.tree.leaves(prepared.inner_state), strict=True)
-    evaluate([*plan.scalars.nodes, *wanted], known)
+    evaluate(wanted, known)
     return lambda node: known[node] if node in known else jnp.asarray(node.constant)
 
 
@@ -186,41 +198,50 @@ def _run_leaves(
     layer: Layer | None,
     implementation: Implementation,
 ) -> dict[int, list[jax.Array]]:
-    """The results of each leaf.
-
-    Large leaves have a kernel call each; small leaves with equal bodies and dtypes
-    share one.
-    """
+    """The results of each leaf; leaves that can share a kernel are updated together."""
     index = None if layer is None else layer.index
-    written, small = {}, {}
+    groups: dict[typing.Any, list[int]] = {}
     for i, leaf in leaves.items():
-        body = plan.kernels[i].body
-        alone = leaf.has_words_or_blocks or leaf.stacked
-        if not alone and math.prod(leaf.shape) <= MAX_ELEMENTS_OF_SMALL_LEAF:
-            dtypes = tuple(x.dtype for x in leaf.arrays)
-            small.setdefault((body, dtypes), []).append(i)
+        groups.setdefault(_group(i, leaf, plan.kernels[i].body), []).append(i)
+    written = {}
+    for numbers in groups.values():
+        first = numbers[0]
+        body = plan.kernels[first].body
+        # Rows have constant numbers: a slice of the table would be one more kernel.
+        rows = np.array(numbers, np.uint32)
+        if len(numbers) == 1:
+            leaf = leaves[first]
+            written[first] = _fused(
+                leaf.arrays,
+                table,
+                rows,
+                index if leaf.stacked else None,
+                body=body,
+                like=_abstract(leaf),
+                implementation=implementation,
+            )
             continue
-        # The row's number is a constant. A slice of the table would be one more kernel.
-        written[i] = _fused(
-            leaf.arrays,
-            table,
-            np.array([i], np.uint32),
-            index if leaf.stacked else None,
-            body=body,
-            like=_abstract(leaf),
-            implementation=implementation,
-        )
-    for (body, _), numbers in small.items():
         many = _fused_many(
             [leaves[i].arrays for i in numbers],
             table,
-            np.array(numbers, np.uint32),
+            rows,
             body=body,
             like=tuple(_abstract(leaves[i]) for i in numbers),
             implementation=implementation,
         )
         written |= zip(numbers, many, strict=True)
     return written
+
+
+def _group(number: int, leaf: Leaf, body: LeafBody):
+    """What leaves that share a kernel have in common."""
+    size = math.prod(leaf.shape)
+    if leaf.stacked or size >= MIN_ELEMENTS_ALONE:
+        return number
+    dtypes = tuple(x.dtype for x in leaf.arrays)
+    is_plain = not leaf.has_words_or_blocks
+    is_small = is_plain and size <= MAX_ELEMENTS_OF_SMALL_LEAF
+    return body, dtypes, None if is_small else leaf.shape
 
 
 def _abstract(leaf: Leaf) -> Leaf:
@@ -249,7 +270,7 @@ def _fused(arrays, table, row, layer, *, body: LeafBody, like: Leaf, implementat
 def _fused_many(
     arrays, table, rows, *, body: LeafBody, like: tuple[Leaf, ...], implementation
 ):
-    """Update several small leaves in one kernel."""
+    """Update several leaves in few kernels."""
     leaves = [leaf.with_arrays(a) for leaf, a in zip(like, arrays, strict=True)]
     return fused_update_many(
         body,

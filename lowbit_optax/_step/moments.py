@@ -25,7 +25,7 @@ from lowbit_optax._step.moment_trees import (
     unwrap_uncoded,
     wrap_uncoded,
 )
-from lowbit_optax._step.stacks import marked_layerwise
+from lowbit_optax._step.stacks import marked_layerwise, traced_once
 from lowbit_optax._step.trees import describe
 from lowbit_optax.formats.base import MomentFormat
 
@@ -176,7 +176,7 @@ class MomentPlan:
                 )
             if format_ is None:
                 return unwrap_uncoded(stored)
-            return marked_layerwise(lambda x: format_.decode(x, like.shape), stored)
+            return marked_layerwise(traced_once(_decode, format_, like.shape), stored)
 
         return self._map_slots(
             lambda slot, stored: self._map_moments(
@@ -241,7 +241,16 @@ class MomentPlan:
 
 
 def _encode(how: MomentStorage, moment: jax.Array, draws: Draws):
-    return marked_layerwise(lambda x: how.format.encode(x, draws, how.number), moment)
+    encode = traced_once(_encode_moment, how.format, how.number)
+    return marked_layerwise(lambda x: encode(x, draws), moment)
+
+
+def _encode_moment(format_: MomentFormat, number: int, moment, draws: Draws):
+    return format_.encode(moment, draws, number)
+
+
+def _decode(format_: MomentFormat, shape: tuple[int, ...], stored):
+    return format_.decode(stored, shape)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -22,7 +22,7 @@ from lowbit_optax._step import trees
 from lowbit_optax._step.choices import Choices
 from lowbit_optax._step.guard import Guard, Unguarded
 from lowbit_optax._step.moments import MomentPlan
-from lowbit_optax._step.stacks import bits_at_layers, marked_layerwise
+from lowbit_optax._step.stacks import bits_at_layers, marked_layerwise, traced_once
 from lowbit_optax._step.state import LowbitState
 from lowbit_optax.formats.base import WeightFormat, residual_bits_read
 
@@ -101,7 +101,9 @@ class PreparedStep:
 
             def advance(param, residual, update):
                 random = self.random[number]
-                return format_.advance(param, residual, update, random, landing)
+                return traced_once(_advance, format_, landing)(
+                    param, residual, update, random
+                )
 
             _, residual, result = marked_layerwise(
                 advance, param, self.residuals[number], update.astype(jnp.float32)
@@ -156,7 +158,7 @@ def prepare(
     masters = [
         leaf
         if format_ is None
-        else marked_layerwise(format_.inner_weight, leaf, residual)
+        else marked_layerwise(traced_once(format_.inner_weight), leaf, residual)
         for format_, leaf, residual in zip(formats, leaves, residuals, strict=True)
     ]
     wide_grads = [
@@ -183,6 +185,10 @@ def prepare(
         keys=random_keys(state.seed, state.count, _numbers(names)),
         guard=guard,
     )
+
+
+def _advance(format_: WeightFormat, landing: Landing, param, residual, update, random):
+    return format_.advance(param, residual, update, random, landing)
 
 
 def random_of_leaves(names, leaves, seed, count) -> list[RandomBits]:

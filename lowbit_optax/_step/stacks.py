@@ -16,6 +16,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.core
 
 from lowbit_optax._numerics.random_bits import RandomBits
 from lowbit_optax._step import context
@@ -44,6 +45,31 @@ def marked_layerwise(function: Callable, *args):
     call = functools.wraps(function, assigned=())(lambda *args: function(*args))
     call.__name__ = call.__qualname__ = LAYERWISE
     return jax.jit(call)(*args)
+
+
+def traced_once(function: Callable, *static) -> Callable:
+    """``function(*static, ...)`` as a function of arrays that JAX traces once.
+
+    Leaves of one shape and format then take little time to trace. Arrays at hand are
+    computed with as they come, operation by operation.
+
+    Args:
+      function: of hashable things and then of trees of arrays; a function of a module,
+        or a method of something hashable.
+      *static: the hashable things.
+    """
+
+    def call(*args):
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
+            return _jitted(function, static)(*args)
+        return function(*static, *args)
+
+    return call
+
+
+@functools.lru_cache(maxsize=4096)
+def _jitted(function: Callable, static: tuple) -> Callable:
+    return jax.jit(lambda *args: function(*static, *args))
 
 
 def stacks_to_write() -> Layer | None:

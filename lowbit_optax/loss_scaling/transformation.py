@@ -16,6 +16,8 @@ from lowbit_optax._step.guard import Guard
 from lowbit_optax._step.stepper import Stepper, stepper_of
 from lowbit_optax.loss_scaling.scales import Scaling
 from lowbit_optax.transformation import step
+from pallas_kernels.reductions import MIN_ARRAYS, largest_magnitudes
+from pallas_kernels.reductions.api import Implementation
 
 
 class LossScaleState(typing.NamedTuple):
@@ -188,10 +190,12 @@ class LossScaled(Stepper):
                 "LossScaleState; was it made by this transformation's init?"
             )
         factor = jnp.float32(1) / state.scale
-        finite, largest = _sizes(grads, factor)
-        guard = Guard(factor, finite)
         stepper = stepper_of(self.inner)
-        if isinstance(stepper, Lowbit):
+        is_lowbit = isinstance(stepper, Lowbit)
+        implementation = stepper.implementation if is_lowbit else None
+        finite, largest = _sizes(grads, factor, implementation)
+        guard = Guard(factor, finite)
+        if is_lowbit:
             results, inner_state = stepper.guarded(
                 params, state.inner_state, grads, guard, landing, **extra_args
             )
@@ -220,7 +224,9 @@ class LossScaled(Stepper):
         return new, guard.chosen(state, inner_state)
 
 
-def _sizes(grads, factor: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _sizes(
+    grads, factor: jax.Array, implementation: Implementation = None
+) -> tuple[jax.Array, jax.Array]:
     """Whether all gradients are finite, and the largest magnitude if they are.
 
     Both refer to gradients times the factor; it may make finite gradients infinite.
@@ -228,6 +234,11 @@ def _sizes(grads, factor: jax.Array) -> tuple[jax.Array, jax.Array]:
     arrays = [x for x in jax.tree.leaves(grads) if trees.is_float(x) and x.size]
     if not arrays:
         return jnp.bool_(True), jnp.float32(0)
+    is_narrow = all(x.dtype.itemsize <= 4 for x in arrays)
+    if is_narrow and len(arrays) >= MIN_ARRAYS and not context.current().is_analysed:
+        largest = largest_magnitudes(arrays, implementation)
+        scaled = largest * factor
+        return jnp.all(jnp.isfinite(jnp.stack([largest, scaled]))), jnp.max(scaled)
     largest = [jnp.max(jnp.abs(x)) for x in arrays]
     largest = Guard(factor, jnp.bool_(True)).times(largest)
     # Not derived from the maximum: on some backends it ignores elements that are NaN.

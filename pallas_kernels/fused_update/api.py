@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from pallas_kernels.fused_update import sharded, small_leaves, triton, xla
+from pallas_kernels.fused_update import sharded, triton, xla
 from pallas_kernels.fused_update.spec import BlockBody, Body, Leaf, Operand, Result
 from pallas_kernels.fused_update.tiling import MAX_ELEMENTS, has_tiling
 from pallas_kernels.layout import check_block_size, layout_of
@@ -102,7 +102,7 @@ def fused_update(
     def kernel(shards, shared, interpret):
         table, *rest = shared
         return triton.update(
-            body, shards[0], table, *place(rest), when=when, interpret=interpret
+            body, shards, table, *place(rest), when=when, interpret=interpret
         )
 
     return _choose(
@@ -116,7 +116,7 @@ def fused_update(
 
 
 def fused_update_many(
-    body: Body,
+    body: Body | BlockBody,
     leaves: Sequence[Leaf],
     *,
     scalars: jax.Array,
@@ -124,11 +124,12 @@ def fused_update_many(
     when: int | None = None,
     implementation: Implementation = None,
 ) -> list[list[jax.Array]]:
-    """:func:`fused_update` of many small leaves in few kernels.
+    """:func:`fused_update` of many leaves in few kernels.
 
     Args:
       body: the same for all.
-      leaves: with the same kinds of operands and results, none packed or stacked.
+      leaves: with the same kinds of operands and results, none of them stacked. If
+        anything is packed or per block, they are of one shape.
       scalars: uint32 table.
       rows: uint32 vector, each leaf's row of the table.
       when: as in :func:`fused_update`.
@@ -137,15 +138,7 @@ def fused_update_many(
     Returns:
       Each leaf's results.
     """
-    kinds = {
-        (tuple((o.array.dtype, o.bits) for o in leaf.operands), leaf.results)
-        for leaf in leaves
-    }
-    if len(kinds) > 1 or any(x.has_words_or_blocks or x.stacked for x in leaves):
-        raise ValueError(
-            "fused_update_many: leaves must have the same kinds of operands and "
-            "results, and none of them packed or stacked"
-        )
+    _check_together(leaves)
     for leaf in leaves:
         _check(leaf)
     results = len(leaves[0].results)
@@ -158,27 +151,49 @@ def fused_update_many(
         ]
 
     def kernel(shards, shared, interpret):
-        table, part_rows = shared
-        if all(shard.shape[1:] == shard.leaf.shape[1:] for shard in shards):
-            return small_leaves.update(
-                body, shards, table, part_rows, when=when, interpret=interpret
-            )
         update = functools.partial(triton.update, interpret=interpret)
-        return one_by_one(update, shards, table, part_rows)
+        if triton.can_share(shards):
+            return update(body, shards, *shared, when=when)
+        return one_by_one(update, [[shard] for shard in shards], *shared)
 
-    most = small_leaves.max_leaves(len(leaves[0].operands) + results)
     written = []
-    for start in range(0, len(leaves), most):
-        part = leaves[start : start + most]
+    for part in _parts(len(leaves), triton.max_leaves(leaves)):
+        some = leaves[part]
 
-        def reference(table, part_rows, *arrays, part=part):
-            given = sharded.regroup(part, arrays)
+        def reference(table, part_rows, *arrays, some=some):
+            given = sharded.regroup(some, arrays)
             return one_by_one(xla.update, given, table, part_rows)
 
-        shared = [scalars, rows[start : start + most]]
-        largest = max(math.prod(leaf.shape) for leaf in part)
-        written += _choose(implementation, kernel, reference, part, shared, largest)
+        largest = max(math.prod(leaf.shape) for leaf in some)
+        shared = [scalars, rows[part]]
+        written += _choose(implementation, kernel, reference, some, shared, largest)
     return [written[i : i + results] for i in range(0, len(written), results)]
+
+
+def _parts(leaves: int, most: int) -> list[slice]:
+    """Parts of at most so many leaves, as equal as can be.
+
+    Kernels over equally many equal leaves are compiled once.
+    """
+    size = math.ceil(leaves / math.ceil(leaves / most))
+    return [slice(start, start + size) for start in range(0, leaves, size)]
+
+
+def _check_together(leaves: Sequence[Leaf]) -> None:
+    kinds = {
+        (
+            tuple((o.array.dtype, o.bits, o.block_size) for o in leaf.operands),
+            leaf.results,
+            leaf.shape if leaf.has_words_or_blocks else None,
+        )
+        for leaf in leaves
+    }
+    if len(kinds) > 1 or any(leaf.stacked for leaf in leaves):
+        raise ValueError(
+            "fused_update_many: leaves must have the same kinds of operands and "
+            "results, and one shape if anything is packed or per block, and none of "
+            "them may be stacked"
+        )
 
 
 def _choose(implementation: Implementation, kernel, reference, leaves, shared, size):

@@ -27,11 +27,13 @@ class FlatLanes:
       tiling: static description.
       first: int32 vector, offsets of row 0.
       index: uint32 vector, indices of row 0.
+      size: int32 scalar, how many elements there are; None if the tiling has as many.
     """
 
     tiling: Tiling
     first: jax.Array
     index: jax.Array
+    size: jax.Array | None = None
 
     inside: typing.ClassVar[None] = None
 
@@ -47,10 +49,12 @@ class FlatLanes:
 
     def exists(self, start: jax.Array, row: int) -> jax.Array | None:
         """Which lanes have an element on the row ``start + row``; None if all have."""
-        tiling = self.tiling
-        if tiling.size % (tiling.flat_width * tiling.lane_rows) == 0:
-            return None
-        return self.offset(start, row) < jnp.int32(tiling.size)
+        tiling, size = self.tiling, self.size
+        if size is None:
+            if tiling.size % (tiling.flat_width * tiling.lane_rows) == 0:
+                return None
+            size = jnp.int32(tiling.size)
+        return self.offset(start, row) < size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,19 +242,22 @@ class _LargestBlocks:
 Lanes = FlatLanes | TiledLanes
 
 
-def lanes_of(tiling: Tiling, program: jax.Array, base: jax.Array) -> Lanes:
+def lanes_of(
+    tiling: Tiling, program: jax.Array, base: jax.Array, size: jax.Array | None = None
+) -> Lanes:
     """The lanes of one program.
 
     Args:
       tiling: of the array.
       program: int32 scalar, which program.
       base: uint32 scalar, index of the array's first element.
+      size: int32 scalar, the array's elements if they are fewer than a flat tiling's.
     """
     shape = tiling.lanes_shape
     if tiling.is_flat:
         first = program * jnp.int32(tiling.flat_width * tiling.lane_rows)
         first = first + lax.iota(jnp.int32, tiling.flat_width)
-        return FlatLanes(tiling, first, first.astype(jnp.uint32) + base)
+        return FlatLanes(tiling, first, first.astype(jnp.uint32) + base, size)
     count, columns = tiling.pieces
     start = lax.iota(jnp.int32, shape[0])
     number = program * jnp.int32(shape[0]) + start

@@ -55,16 +55,17 @@ def with_short_forms(function: Callable, bytes_: Sequence[int] = ()) -> Callable
       bytes_: numbers of the results that are fields of 8 bits. They are returned as
         :class:`Byte`.
     """
-    traced = None
+    traced = {}
 
     def run(*args):
-        nonlocal traced
         flat, structure = jax.tree.flatten(args, is_leaf=_is_byte)
-        if traced is None:  # all rows of a kernel are alike
-            traced = jax.make_jaxpr(
+        words = [x.word if _is_byte(x) else x for x in flat]
+        key = structure, tuple(map(jax.typeof, words))
+        if key not in traced:
+            traced[key] = jax.make_jaxpr(
                 lambda *flat: function(*structure.unflatten(flat)), return_shape=True
-            )(*(x.word if _is_byte(x) else x for x in flat))
-        closed, shapes = traced
+            )(*words)
+        closed, shapes = traced[key]
         evaluation = _Evaluation(closed, flat, [False] * len(flat))
         results = [
             evaluation.byte(atom) if i in bytes_ else evaluation.value(atom)

@@ -42,8 +42,6 @@ Twice as many would fill a multiprocessor's registers less well, and small leave
 have too few programs.
 """
 
-_FLAT_ROWS = 4
-
 
 def has_tiling(packed: Sequence[int], block_sizes: Sequence[int]) -> bool:
     """Whether kernels can walk over leaves with such fields and blocks.
@@ -65,7 +63,7 @@ class Tiling:
       leaf_shape: shape of the leaf that it is a shard of.
       packed: widths of the packed fields, empty if nothing is packed.
       block_sizes: of the blocks that arrays have an element each for.
-      flat_width: lanes of a program of a flat tiling.
+      flat_width, flat_rows: lanes and rows of a program of a flat tiling.
     """
 
     shape: tuple[int, ...]
@@ -73,6 +71,7 @@ class Tiling:
     packed: tuple[int, ...]
     block_sizes: tuple[int, ...]
     flat_width: int
+    flat_rows: int
 
     @functools.cached_property
     def is_flat(self) -> bool:
@@ -165,7 +164,7 @@ class Tiling:
     def programs(self) -> int:
         """Programs of the kernel."""
         if self.is_flat:
-            return math.ceil(self.size / (self.flat_width * _FLAT_ROWS))
+            return math.ceil(self.size / (self.flat_width * self.flat_rows))
         return math.ceil(self.all_blocks / self.lanes_shape[0])
 
     @property
@@ -187,7 +186,7 @@ class Tiling:
     def lane_rows(self) -> int:
         """Rows of a lane."""
         if self.is_flat:
-            return _FLAT_ROWS
+            return self.flat_rows
         return math.lcm(TILE_ROWS, *(period(bits)[0] for bits in self.packed))
 
     @property

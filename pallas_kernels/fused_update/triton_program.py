@@ -1,20 +1,19 @@
 """What one program of a Triton kernel does: it reads rows, runs the body, and writes.
 
-Loads and stores have offsets and masks of their own: a BlockSpec's have no masks on
-this backend, and a ragged tail would be written out of bounds. What runs between them,
-the body, is elementwise and knows nothing of the backend, so that another launcher can
-take it over.
+Where it reads and writes is decided by :mod:`.lanes`, and in which leaf's arrays by
+:mod:`.memory`. What runs between, the body, is elementwise and knows nothing of the
+backend, so that another launcher can take it over.
 """
 
 import dataclasses
+import functools
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
 from pallas_kernels.fused_update import xla
 from pallas_kernels.fused_update.instructions import multiply_add
@@ -24,9 +23,12 @@ from pallas_kernels.fused_update.lanes import (
     TiledLanes,
     expand_blocks,
 )
+from pallas_kernels.fused_update.memory import Access, Memory
 from pallas_kernels.fused_update.short_forms import Byte, with_short_forms
 from pallas_kernels.fused_update.spec import BlockBody, Body, Operand, Result
 from pallas_kernels.fused_update.words import Reader, Writer
+
+Stores = list[tuple[Access, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Program:
 
     Args:
       lanes: its lanes.
+      memory: the arrays of its leaf.
       layer: int32 scalar, the layer of the stacks.
       stacked: numbers of the operands that are stacks.
       scalars: the body's.
@@ -42,6 +45,7 @@ class Program:
     """
 
     lanes: Lanes
+    memory: Memory
     layer: jax.Array
     stacked: frozenset[int]
     scalars: list[jax.Array]
@@ -50,134 +54,232 @@ class Program:
     def update(
         self,
         body: Body | BlockBody,
-        operands: Sequence[tuple[typing.Any, Operand]],
-        results: Sequence[tuple[typing.Any, Result]],
+        operands: Sequence[Operand],
+        results: Sequence[Result],
     ) -> None:
         """Update the lanes.
 
         Args:
           body: what to compute.
-          operands, results: each with the kernel's reference to its array.
+          operands, results: of the leaf, without arrays.
         """
-        reads = [self._read(ref, x, i) for i, (ref, x) in enumerate(operands)]
-        writes = [self._write(ref, result) for ref, result in results]
-        of_rows = [x for x in writes if not isinstance(x, _PerBlock)]
-        bytes_ = [
-            i for i, x in enumerate(of_rows) if isinstance(x, Writer) and x.by_bytes
-        ]
-        run = with_instructions(typing.cast(Callable, body), self.interpret, bytes_)
-        before = [x for x in reads if isinstance(x, _PerBlock)]
-        after = [x for x in writes if isinstance(x, _PerBlock)]
-        rows = _Rows(self.lanes, [x for x in reads if not isinstance(x, _PerBlock)])
-        packed = [x for x in of_rows if isinstance(x, Writer)]
+        tiling = self.lanes.tiling
+        reads = [self._read(operand, i) for i, operand in enumerate(operands)]
+        writes = [self._write(result, i) for i, result in enumerate(results)]
+        writers = _packed(writes)
+        update = _ChunkUpdate(self, body, reads, writes)
 
         def visit(chunk, carry):
-            run_row, visited = run, rows.of(chunk)
-            if before or after:
-                visited = list(visited)
-                run_row = self._with_blocks(
-                    typing.cast(BlockBody, body), run, chunk, visited, before, after
-                )
-            for x, open_word in zip(packed, carry, strict=True):
+            for x, open_word in zip(writers, carry, strict=True):
                 x.start(chunk, open_word)
-            for row in visited:
-                self._write_row(
-                    row, run_row(row.values, self.scalars, row.index), of_rows
-                )
-            return [x.finish() for x in packed]
+            update(chunk)
+            return [x.open_word for x in writers]
 
-        rows.for_each_chunk(
-            visit, [x.first_carry(self.lanes.tiling.lanes_shape) for x in packed]
-        )
+        carry = [x.first_carry(tiling.lanes_shape) for x in writers]
+        count = tiling.lane_rows // tiling.chunk_rows
+        if count == 1:
+            visit(jnp.int32(0), carry)
+            return
+
+        # A fori_loop of static length counts in int64 with 64-bit types on, which
+        # takes registers.
+        def step(counted, _):
+            chunk, carry = counted
+            return (chunk + jnp.int32(1), visit(chunk, carry)), None
+
+        lax.scan(step, (jnp.int32(0), carry), length=count)
+
+    def _read(self, operand: Operand, number: int) -> "_Plain | _PerBlock | Reader":
+        at = self.layer if number in self.stacked else None
+        if operand.block_size is not None:
+            return _PerBlock(number, at, self._tiles.blocks_of(operand.block_size))
+        if operand.bits is None:
+            return _Plain(number, at)
+        words = self._words(number, at, operand.bits)
+        by_bytes = operand.bits == 8 and not self.interpret
+        return Reader(operand.bits, self.lanes.tiling.chunk_rows, words, by_bytes)
+
+    def _write(self, result: Result, number: int) -> "_Plain | _PerBlock | Writer":
+        at = self.layer if result.overwrites in self.stacked else None
+        if result.block_size is not None:
+            return _PerBlock(number, at, self._tiles.blocks_of(result.block_size))
+        if result.bits is None:
+            return _Plain(number, at)
+        words = self._words(number, at, result.bits)
+        by_bytes = result.bits == 8 and not self.interpret
+        return Writer(result.bits, self.lanes.tiling.chunk_rows, words, by_bytes)
+
+    def _words(self, number: int, layer: jax.Array | None, bits: int) -> "_Words":
+        return _Words(self.memory, number, layer, self._tiles, bits)
 
     @property
     def _tiles(self) -> TiledLanes:
         """The lanes of a leaf in which something is packed or per block."""
         return typing.cast(TiledLanes, self.lanes)
 
-    def _read(
-        self, ref, operand: Operand, number: int
-    ) -> "_Plain | _PerBlock | Reader":
-        at = self.layer if number in self.stacked else jnp.int32(0)
-        if operand.block_size is not None:
-            return _PerBlock(ref, at, self._tiles.blocks_of(operand.block_size))
-        if operand.bits is None:
-            return _Plain(ref, at)
-        words = _Words(ref, at, self._tiles, operand.bits)
-        by_bytes = operand.bits == 8 and not self.interpret
-        return Reader(operand.bits, self.lanes.tiling.chunk_rows, words, by_bytes)
 
-    def _write(self, ref, result: Result) -> "_Plain | _PerBlock | Writer":
-        at = self.layer if result.overwrites in self.stacked else jnp.int32(0)
-        if result.block_size is not None:
-            return _PerBlock(ref, at, self._tiles.blocks_of(result.block_size))
-        if result.bits is None:
-            return _Plain(ref, at)
-        words = _Words(ref, at, self._tiles, result.bits)
-        by_bytes = result.bits == 8 and not self.interpret
-        return Writer(result.bits, self.lanes.tiling.chunk_rows, words, by_bytes)
+class _ChunkUpdate:
+    """The update of the rows that a loop's body unrolls.
 
-    def _write_row(self, row: "_Row", new: Sequence, writes: Sequence) -> None:
-        for x, value in zip(writes, new, strict=True):
+    Args:
+      program: the program.
+      body: what to compute.
+      reads, writes: how operands and results are found, in their order.
+    """
+
+    def __init__(self, program: Program, body: Body | BlockBody, reads, writes):
+        self._program, self._body = program, body
+        self._reads: Sequence[_Plain | _PerBlock | Reader] = reads
+        self._writes: Sequence[_Plain | _PerBlock | Writer] = writes
+        of_rows = [x for x in writes if not isinstance(x, _PerBlock)]
+        bytes_ = tuple(
+            i for i, x in enumerate(of_rows) if isinstance(x, Writer) and x.by_bytes
+        )
+        self._run = with_instructions(body, "__call__", program.interpret, bytes_)
+        self._has_blocks = any(isinstance(x, _PerBlock) for x in (*reads, *writes))
+        # Rows that are read and written one by one take fewer registers.
+        self._at_once = self._has_blocks or program.memory.has_branches
+
+    def __call__(self, chunk: jax.Array) -> None:
+        """Update a chunk, by its number."""
+        rows, memory = self._rows(chunk), self._program.memory
+        wanted = self._words_and_blocks(chunk)
+        loaded = self._load(wanted | (self._plain(rows) if self._at_once else {}))
+        for number, x in enumerate(self._reads):
+            if isinstance(x, Reader):
+                x.words = [loaded[key] for key in wanted if key[0] == number]
+        run, stores = self._run, []
+        if self._has_blocks:
+            run, stores = self._with_blocks(chunk, rows, loaded)
+        for row in rows:
+            if not self._at_once:
+                loaded |= self._load(self._plain([row]))
+            new = run(self._values(row, loaded), self._program.scalars, row.index)
+            stores += self._stores(row, new)
+            if not self._at_once:
+                memory.store(stores)
+                stores = []
+        memory.store([*stores, *(s for x in _packed(self._writes) for s in x.finish())])
+
+    def _rows(self, chunk: jax.Array) -> list["_Row"]:
+        lanes = self._program.lanes
+        start = chunk * jnp.int32(lanes.tiling.chunk_rows)
+        return [
+            _Row(
+                number=r,
+                index=lanes.element(start + jnp.int32(r)),
+                offset=lanes.offset(start, r),
+                exists=lanes.exists(start, r),
+            )
+            for r in range(lanes.tiling.chunk_rows)
+        ]
+
+    def _words_and_blocks(self, chunk: jax.Array) -> "_Accesses":
+        """What the chunk needs of packed operands and of those that are per block."""
+        wanted = {}
+        for number, x in enumerate(self._reads):
+            if isinstance(x, Reader):
+                words = x.start(chunk)
+                wanted |= {(number, j): access for j, access in enumerate(words)}
+            elif isinstance(x, _PerBlock):
+                wanted[number, 0] = x.access(chunk)
+        return wanted
+
+    def _plain(self, rows: Sequence["_Row"]) -> "_Accesses":
+        """What these rows need of the other operands."""
+        return {
+            (number, row.number): x.access(row.offset, row.exists)
+            for row in rows
+            for number, x in enumerate(self._reads)
+            if isinstance(x, _Plain)
+        }
+
+    def _load(self, wanted: "_Accesses") -> dict[tuple[int, int], jax.Array]:
+        values = self._program.memory.load(list(wanted.values()))
+        return dict(zip(wanted, values, strict=True))
+
+    def _values(self, row: "_Row", loaded) -> list[jax.Array | Byte]:
+        """The elements of a row, per operand that is not per block."""
+        return [
+            x.field(row.number) if isinstance(x, Reader) else loaded[number, row.number]
+            for number, x in enumerate(self._reads)
+            if not isinstance(x, _PerBlock)
+        ]
+
+    def _stores(self, row: "_Row", new: Sequence) -> Stores:
+        """What a row's results write at once; fields wait until words are full."""
+        stores = []
+        of_rows = [x for x in self._writes if not isinstance(x, _PerBlock)]
+        for x, value in zip(of_rows, new, strict=True):
             if isinstance(x, _Plain):
-                x.store(row.offset, value, row.exists)
+                stores.append((x.access(row.offset, row.exists), value))
             else:
                 x.put(row.number, self._without_padding(value, row.exists))
+        return stores
 
     def _without_padding(self, fields, exists: jax.Array | None):
         """Fields that are 0 where there are no elements, as ``pack`` has them."""
         # Lanes that do not exist write no words.
-        if exists is None or exists is self.lanes.inside:
+        if exists is None or exists is self._program.lanes.inside:
             return fields
         return jax.tree.map(lambda x: jnp.where(exists, x, jnp.uint32(0)), fields)
 
     def _with_blocks(
-        self,
-        body: BlockBody,
-        run: Callable,
-        chunk: jax.Array,
-        rows: Sequence["_Row"],
-        reads: Sequence["_PerBlock"],
-        writes: Sequence["_PerBlock"],
-    ) -> Callable:
-        """Take the maxima over blocks, and write what is per block.
+        self, chunk: jax.Array, rows: Sequence["_Row"], loaded
+    ) -> tuple[Callable, Stores]:
+        """Take the maxima over blocks.
 
         Returns:
-          ``run`` of rows, given what it needs of their blocks.
+          ``run`` of rows, given what it needs of their blocks, and what is to be
+          written per block.
         """
-        tiling, blocks_of = self.lanes.tiling, self._tiles.blocks_of
-        expand = lambda x: expand_blocks(x, tiling)
-        statistics = with_instructions(body.statistics, self.interpret)
+        program, body = self._program, typing.cast(BlockBody, self._body)
+        lanes = typing.cast(TiledLanes, program.lanes)
+        expand = lambda x: expand_blocks(x, lanes.tiling)
+        statistics = with_instructions(body, "statistics", program.interpret)
         decode, encode = body.before, body.after
-        if not self.interpret:
+        if not program.interpret:
             decode, encode = with_short_forms(decode), with_short_forms(encode)
-        of_blocks = [x.load(chunk) for x in reads]
+        reads = [n for n, x in enumerate(self._reads) if isinstance(x, _PerBlock)]
+        of_blocks = [loaded[n, 0] for n in reads]
         before = jax.tree.map(expand, decode(of_blocks))
-        maxima = [jnp.zeros(tiling.lanes_shape, jnp.int32)] * len(body.maxima)
+        maxima = [jnp.zeros(lanes.tiling.lanes_shape, jnp.int32)] * len(body.maxima)
         for row in rows:
-            new = statistics(row.values, self.scalars, row.index, before)
+            values = self._values(row, loaded)
+            new = statistics(values, program.scalars, row.index, before)
             if row.exists is not None:
                 new = [jnp.where(row.exists, x, jnp.int32(0)) for x in new]
             maxima = [jnp.maximum(*pair) for pair in zip(maxima, new, strict=True)]
         maxima = [
-            blocks_of(size).maxima(x)
+            lanes.blocks_of(size).maxima(x)
             for size, x in zip(body.maxima, maxima, strict=True)
         ]
         stored, after = encode(maxima, of_blocks)
-        for x, value in zip(writes, stored, strict=True):
-            x.store(chunk, value)
         after = jax.tree.map(expand, after)
-        return lambda *args: run(*args, before, after)
+        writes = (x for x in self._writes if isinstance(x, _PerBlock))
+        stores = [(x.access(chunk), v) for x, v in zip(writes, stored, strict=True)]
+        return lambda *args: self._run(*args, before, after), stores
 
 
-def with_instructions(function: Callable, interpret: bool, bytes_: Sequence[int] = ()):
-    """A body's function with the GPU's own instructions, unless interpreted."""
+@functools.lru_cache(maxsize=256)
+def with_instructions(
+    body: Body | BlockBody,
+    method: typing.Literal["__call__", "statistics"],
+    interpret: bool,
+    bytes_: tuple[int, ...] = (),
+) -> Callable:
+    """A body's method with the GPU's own instructions, unless interpreted.
+
+    It is jitted, so that JAX traces it once for all rows, and for all kernels whose
+    bodies are equal.
+    """
+    function = getattr(body, method)
 
     def run(values, scalars, index, *of_blocks):
         chosen = xla.multiply_add if interpret else multiply_add
         return function(values, scalars, index, chosen, *of_blocks)
 
-    return run if interpret else with_short_forms(run, bytes_)
+    return jax.jit(run if interpret else with_short_forms(run, bytes_))
 
 
 def read_scalars(table, row: jax.Array, width: int) -> list[jax.Array]:
@@ -196,116 +298,90 @@ def unless_skipped(scalars: Sequence[jax.Array], when: int | None) -> Callable:
     return pl.when(scalars[when] != jnp.uint32(0))
 
 
+_Accesses = dict[tuple[int, int], Access]
+"""By the number of the operand, and of the row or word: what is to be loaded."""
+
+
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """One row of a program, as it has been read.
+    """One row of a chunk.
 
     Args:
       number: in its chunk.
-      values: of the operands that are not per block.
       index, offset: of the elements in the leaf and in plain arrays.
       exists: which lanes have an element; None if all have.
     """
 
     number: int
-    values: list[jax.Array | Byte]
     index: jax.Array
     offset: jax.Array
     exists: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True)
-class _Rows:
-    """The rows of a program, chunk by chunk."""
-
-    lanes: Lanes
-    reads: list
-
-    def of(self, chunk: jax.Array) -> Iterable[_Row]:
-        """The rows of a chunk, read as they are asked for."""
-        lanes, chunk_rows = self.lanes, self.lanes.tiling.chunk_rows
-        for x in self.reads:
-            if isinstance(x, Reader):
-                x.start(chunk)
-        for r in range(chunk_rows):
-            start = chunk * jnp.int32(chunk_rows)
-            offset, exists = lanes.offset(start, r), lanes.exists(start, r)
-            values = [
-                x.load(offset, exists) if isinstance(x, _Plain) else x.field(r)
-                for x in self.reads
-            ]
-            index = lanes.element(start + jnp.int32(r))
-            yield _Row(r, values, index, offset, exists)
-
-    def for_each_chunk(self, visit: Callable, carry):
-        """The last of ``carry = visit(chunk, carry)`` over all chunks."""
-        count = self.lanes.tiling.lane_rows // self.lanes.tiling.chunk_rows
-        if count == 1:
-            return visit(jnp.int32(0), carry)
-
-        # A fori_loop of static length counts in int64 with 64-bit types on, which
-        # takes registers.
-        def step(counted, _):
-            chunk, carry = counted
-            return (chunk + jnp.int32(1), visit(chunk, carry)), None
-
-        (_, carry), _ = lax.scan(step, (jnp.int32(0), carry), length=count)
-        return carry
-
-
-@dataclasses.dataclass(frozen=True)
 class _Plain:
-    """An array that is not packed, or a layer of a stack of them."""
+    """An array that is not packed, or a layer of a stack of them.
 
-    ref: typing.Any
-    layer: jax.Array
+    Args:
+      number: of the operand or result.
+      layer: of the stack; None if it is none.
+    """
 
-    def load(self, offset: jax.Array | None, mask: jax.Array | None) -> jax.Array:
-        return triton.load(self.ref.at[self.layer, offset], mask=mask)
+    number: int
+    layer: jax.Array | None
 
-    def store(self, offset: jax.Array | None, value: jax.Array, mask) -> None:
-        triton.store(self.ref.at[self.layer, offset], value, mask=mask)
+    def access(self, offset: jax.Array, exists: jax.Array | None) -> Access:
+        return Access(self.number, self.layer, offset, exists)
 
 
 @dataclasses.dataclass(frozen=True)
 class _PerBlock:
-    """An array with one element per block, or a layer of a stack of them."""
+    """An array with one element per block, or a layer of a stack of them.
 
-    ref: typing.Any
-    layer: jax.Array
+    Args:
+      number, layer: as of :class:`_Plain`.
+      places: of the blocks.
+    """
+
+    number: int
+    layer: jax.Array | None
     places: BlockPlaces
 
-    def load(self, chunk: jax.Array) -> jax.Array:
+    def access(self, chunk: jax.Array) -> Access:
         places = self.places
-        at = self.ref.at[self.layer, places.offset(chunk)]
-        return triton.load(at, mask=places.exists(chunk))
+        return Access(
+            self.number, self.layer, places.offset(chunk), places.exists(chunk)
+        )
 
-    def store(self, chunk: jax.Array, value: jax.Array) -> None:
-        places = self.places
-        at = self.ref.at[self.layer, places.offset(chunk)]
-        triton.store(at, value, mask=places.exists(chunk))
+
+def _packed(writes: Sequence) -> list[Writer]:
+    return [x for x in writes if isinstance(x, Writer)]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Words:
-    """The words of the lanes."""
+    """The words of the lanes; see :class:`.words.Words`."""
 
-    ref: typing.Any
-    layer: jax.Array
+    memory: Memory
+    number: int
+    layer: jax.Array | None
     lanes: TiledLanes
     bits: int
 
-    def load(self, start: jax.Array, word: int = 0) -> jax.Array:
-        offset = self.lanes.word_offset(self.bits, start, word)
-        mask = self.lanes.has_word(self.bits, start + jnp.int32(word))
-        return triton.load(self.ref.at[self.layer, offset], mask=mask)
+    def load(self, start: jax.Array) -> jax.Array:
+        (word,) = self.memory.load([self.access(start, 0)])
+        return word
 
-    def store(
-        self, start: jax.Array, word: int, value: jax.Array, when: jax.Array | None
-    ) -> None:
-        mask = self.lanes.has_word(self.bits, start + jnp.int32(word))
-        if when is not None:
-            when = jnp.broadcast_to(when, value.shape)
-            mask = when if mask is None else mask & when
-        offset = self.lanes.word_offset(self.bits, start, word)
-        triton.store(self.ref.at[self.layer, offset], value, mask=mask)
+    def store(self, start: jax.Array, value: jax.Array, when: jax.Array) -> None:
+        access = self.access(start, 0)
+        when = jnp.broadcast_to(when, value.shape)
+        mask = when if access.mask is None else access.mask & when
+        self.memory.store([(dataclasses.replace(access, mask=mask), value)])
+
+    def access(self, start: jax.Array, word: int) -> Access:
+        return Access(
+            self.number,
+            self.layer,
+            self.lanes.word_offset(self.bits, start, word),
+            self.lanes.has_word(self.bits, start + jnp.int32(word)),
+        )

@@ -9,11 +9,13 @@ writing carries a word from row to row until it is full.
 
 import dataclasses
 import typing
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.bitfields.fields import get_field, period, put_fields
+from pallas_kernels.fused_update.memory import Access
 from pallas_kernels.fused_update.short_forms import Byte, put_bytes
 from pallas_kernels.layout import TILE_ROWS
 
@@ -27,6 +29,25 @@ def is_unrolled(bits: int) -> bool:
     return period(bits)[0] <= TILE_ROWS
 
 
+class Words(typing.Protocol):
+    """The words of a program's lanes, by their numbers from the lanes' first.
+
+    Numbers are int32 scalars.
+    """
+
+    def access(self, start: jax.Array, word: int) -> Access:
+        """Where the words ``start + word`` are."""
+        ...
+
+    def load(self, start: jax.Array) -> jax.Array:
+        """Load words."""
+        ...
+
+    def store(self, start: jax.Array, value: jax.Array, when: jax.Array) -> None:
+        """Store words if ``when``, a bool scalar, is true."""
+        ...
+
+
 @dataclasses.dataclass
 class Reader:
     """Fields of one packed operand.
@@ -34,36 +55,39 @@ class Reader:
     Args:
       bits: width of a field.
       chunk_rows: rows that the loop's body unrolls.
-      words: has ``load(start, word)`` of the word ``start + word`` (an int32 scalar and
-        an int, 0 if left out) of the lanes.
+      places: where the words of the lanes are.
+      by_bytes: whether fields are given as :class:`Byte`; with 8 bits.
     """
 
     bits: int
     chunk_rows: int
-    words: typing.Any
+    places: Words
     by_bytes: bool = False
 
-    def start(self, chunk: jax.Array) -> None:
-        """Begin a chunk of rows, by its number."""
+    words: Sequence[jax.Array] = ()
+    """The words that :meth:`start` asks for, to be set before :meth:`field`."""
+
+    def start(self, chunk: jax.Array) -> list[Access]:
+        """Begin a chunk of rows, by its number; which words to load for it."""
         self._chunk = chunk
-        if is_unrolled(self.bits):
-            count = self.chunk_rows * self.bits // 32
-            self._words = [
-                self.words.load(chunk * jnp.int32(count), j) for j in range(count)
-            ]
+        if not is_unrolled(self.bits):
+            return []
+        count = self.chunk_rows * self.bits // 32
+        first = chunk * jnp.int32(count)
+        return [self.places.access(first, j) for j in range(count)]
 
     def field(self, row: int) -> jax.Array | Byte:
         """The fields of a row of the chunk."""
         if self.by_bytes:
-            return Byte(self._words[row // 4], row % 4)
+            return Byte(self.words[row // 4], row % 4)
         if is_unrolled(self.bits):
-            return get_field(self._words, row, self.bits)
+            return get_field(list(self.words), row, self.bits)
         word, shift = _place(self._chunk, self.chunk_rows, row, self.bits)
-        value = self.words.load(word) >> shift
+        value = self.places.load(word) >> shift
         # The field may go on in the next word. Where it does not, the same word is read
         # again, as there may be no next one, and the mask drops what it gives.
         ahead = (shift + jnp.uint32(self.bits) > jnp.uint32(32)).astype(jnp.int32)
-        following = self.words.load(word + ahead)
+        following = self.places.load(word + ahead)
         value = value | ((following << jnp.uint32(1)) << (jnp.uint32(31) - shift))
         return value & jnp.uint32((1 << self.bits) - 1)
 
@@ -75,14 +99,13 @@ class Writer:
     Args:
       bits: width of a field.
       chunk_rows: rows that the loop's body unrolls.
-      words: has ``store(start, word, value, when)`` of the word ``start + word``;
-        ``when`` is a bool scalar, or None for always.
+      places: where the words of the lanes are.
       by_bytes: whether fields are given as :class:`Byte`; with 8 bits.
     """
 
     bits: int
     chunk_rows: int
-    words: typing.Any
+    places: Words
     by_bytes: bool = False
 
     def first_carry(self, shape: tuple[int, ...]) -> jax.Array | None:
@@ -91,7 +114,7 @@ class Writer:
 
     def start(self, chunk: jax.Array, carry: jax.Array | None) -> None:
         """Begin a chunk of rows, by its number."""
-        self._chunk, self._fields, self._open = chunk, [], carry
+        self._chunk, self._fields, self.open_word = chunk, [], carry
 
     def put(self, row: int, field: jax.Array) -> None:
         """Add the fields of the chunk's next row."""
@@ -99,24 +122,23 @@ class Writer:
             self._fields.append(field)
             return
         word, shift = _place(self._chunk, self.chunk_rows, row, self.bits)
-        value = self._open | (field << shift)
+        value = self.open_word | (field << shift)
         full = shift + jnp.uint32(self.bits) >= jnp.uint32(32)
-        self.words.store(word, 0, value, full)
+        self.places.store(word, value, full)
         # A word that is full has bits of this field, so that shift is not 0.
         rest = field >> (jnp.uint32(32) - shift & jnp.uint32(31))
-        self._open = jnp.where(full, rest, value)
+        self.open_word = jnp.where(full, rest, value)
 
-    def finish(self) -> jax.Array | None:
-        """End the chunk: write whole words, and return what the loop carries."""
-        if is_unrolled(self.bits):
-            if self.by_bytes:
-                words = put_bytes(self._fields)
-            else:
-                words = put_fields(self._fields, self.bits)
-            first = self._chunk * jnp.int32(len(words))
-            for j, word in enumerate(words):
-                self.words.store(first, j, word, None)
-        return self._open
+    def finish(self) -> list[tuple[Access, jax.Array]]:
+        """End the chunk; which words to write."""
+        if not is_unrolled(self.bits):
+            return []
+        if self.by_bytes:
+            words = put_bytes(self._fields)
+        else:
+            words = put_fields(self._fields, self.bits)
+        first = self._chunk * jnp.int32(len(words))
+        return [(self.places.access(first, j), word) for j, word in enumerate(words)]
 
 
 def _place(chunk: jax.Array, chunk_rows: int, row: int, bits: int):

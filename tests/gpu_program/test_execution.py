@@ -21,6 +21,7 @@ import pallas_kernels
 from lowbit_optax import block_quantized, cast, extra_bits, lowbit
 from lowbit_optax._numerics import linear_code
 from pallas_kernels import Operand, Result, fused_update
+from pallas_kernels.reductions import largest_magnitudes, sums_of_squares
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 
@@ -171,6 +172,59 @@ def test_small_leaves_in_one_kernel_have_the_same_bits(family):
     params |= {"kernel": normal((70, 65)), "norm": normal((40,), F32)}
     params |= {"scale": BF16(1.5)}
     assert_same_step(make, *second_step(make, params))
+
+
+def leaves_of(shape, count):
+    return {f"kernel {i}": normal(shape, seed=i) for i in range(count)}
+
+
+@each_shape
+@pytest.mark.parametrize("family", ["kahan", "extra_bits 8", "lowbit 8", "lowbit 4"])
+def test_equal_leaves_in_one_kernel_have_the_same_bits(family, shape):
+    make = functools.partial(transformation, MOMENTUM, family)
+    arguments = second_step(make, leaves_of(shape, 3))
+    program = compiled(make(None), *arguments)
+    (name,) = (n for n in program.sources if n.startswith("fused_update"))
+    assert name.startswith("fused_update_many")
+    assert_same_bits(program.run(*arguments), jitted(make("xla"))(*arguments))
+
+
+def test_equal_leaves_in_several_kernels_have_the_same_bits():
+    make = functools.partial(transformation, MOMENTUM, "lowbit 8")
+    arguments = second_step(make, leaves_of((64, 72), 8))
+    program = compiled(make(None), *arguments)
+    assert_same_bits(program.run(*arguments), jitted(make("xla"))(*arguments))
+    # Equal kernels are compiled once.
+    assert sum(name.startswith("fused_update") for name in program.sources) == 1
+
+
+def integers(shape, dtype, seed):
+    drawn = np.random.default_rng(seed).integers(-9, 10, shape)
+    return jnp.asarray(drawn, F32).astype(dtype)
+
+
+@pytest.mark.parametrize("factor", [None, 0.25])
+def test_norms_of_many_leaves_are_exact_where_they_can_be(factor):
+    shapes = [(128, 256), (70, 261), (1031,), (), (8192,), (3, 20000), (2,), (8193,)]
+    dtypes = [BF16, F32, jnp.float16]
+    arrays = [integers(s, dtypes[i % 3], i) for i, s in enumerate(shapes)]
+    factor = None if factor is None else jnp.float32(factor)
+    program = compile_program(lower_for(h200_mesh(), sums_of_squares, arrays, factor))
+    assert any(name.startswith("reduce_squares") for name in program.sources)
+    want = [np.sum(np.asarray(x, np.float64) ** 2) for x in arrays]
+    if factor is not None:
+        want = [x * float(factor) ** 2 for x in want]
+    np.testing.assert_array_equal(program.run(arrays, factor), np.float32(want))
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_magnitudes_of_many_leaves_are_the_largest(bad):
+    arrays = [integers((70, 261), BF16, seed) for seed in range(9)]
+    arrays[4] = arrays[4].at[69, 260].set(bad)
+    program = compile_program(lower_for(h200_mesh(), largest_magnitudes, arrays))
+    assert any(name.startswith("reduce_largest") for name in program.sources)
+    want = [np.max(np.abs(np.asarray(x, np.float32))) for x in arrays]
+    np.testing.assert_array_equal(program.run(arrays), want)
 
 
 def with_scale(family, implementation):

@@ -1,0 +1,183 @@
+"""How a program of a kernel reads and writes the arrays of its leaf.
+
+A kernel may update many leaves, as a launch takes some microseconds, many times as long
+as the update of a small leaf. Each leaf gets the same number of the kernel's programs.
+A program loads and stores by a tree of branches, one for each leaf. What lies between,
+which is nearly all of it, is the same code for all leaves.
+
+Loads and stores have offsets and masks of their own: a BlockSpec's have no masks on
+Triton's backend, and a ragged tail would be written out of bounds.
+"""
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import triton
+
+from pallas_kernels.fused_update.instructions import opaque
+
+
+@dataclasses.dataclass(frozen=True)
+class Access:
+    """Elements of one array of a leaf.
+
+    Args:
+      number: of the operand or the result.
+      layer: int32 scalar, the layer of a stack; None if it is none.
+      offset: int32, where the elements are in the array, or in its layer.
+      mask: which of them exist; None if all do.
+    """
+
+    number: int
+    layer: jax.Array | None
+    offset: jax.Array
+    mask: jax.Array | None
+
+    def of(self, arrays: Sequence):
+        """The elements, of the one among the references to a leaf's arrays."""
+        ref = arrays[self.number].at
+        return ref[self.offset] if self.layer is None else ref[self.layer, self.offset]
+
+
+class Memory(typing.Protocol):
+    """The arrays of a program's leaf."""
+
+    has_branches: bool
+    """Whether each load and each store takes branches, so that it should do much."""
+
+    def load(self, accesses: Sequence[Access]) -> list[jax.Array]:
+        """Elements of operands."""
+        ...
+
+    def store(self, new: Sequence[tuple[Access, jax.Array]]) -> None:
+        """Write elements of results."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class OneLeaf:
+    """The arrays of the only leaf.
+
+    Args:
+      operands, results: the kernel's references to its arrays, which are flat; those
+        of stacks are of shape ``[layers, size]``.
+      interpret: whether XLA runs the operations.
+    """
+
+    operands: Sequence
+    results: Sequence
+    interpret: bool
+
+    has_branches: typing.ClassVar[bool] = False
+
+    def load(self, accesses: Sequence[Access]) -> list[jax.Array]:
+        """See :class:`Memory`."""
+        return [triton.load(a.of(self.operands), mask=a.mask) for a in accesses]
+
+    def store(self, new: Sequence[tuple[Access, jax.Array]]) -> None:
+        """See :class:`Memory`."""
+        for a, value in new:
+            if self.interpret:
+                a, value = _as_the_first(a, value)
+            triton.store(a.of(self.results), value, mask=a.mask)
+
+
+@dataclasses.dataclass(frozen=True)
+class OneOfMany:
+    """The arrays of one of a kernel's leaves.
+
+    Args:
+      leaf: int32 scalar, which.
+      leaves: the arrays of each.
+      interpret: whether XLA runs the operations.
+    """
+
+    leaf: jax.Array
+    leaves: Sequence[OneLeaf]
+    interpret: bool
+
+    has_branches: typing.ClassVar[bool] = True
+
+    def load(self, accesses: Sequence[Access]) -> list[jax.Array]:
+        """See :class:`Memory`."""
+
+        def load(number: int):
+            return self._marked(self.leaves[number].load(accesses), number)
+
+        return list(by_branches(self.leaf, range(len(self.leaves)), load))
+
+    def store(self, new: Sequence[tuple[Access, jax.Array]]) -> None:
+        """See :class:`Memory`."""
+        accesses = [access for access, _ in new]
+
+        def store(number: int, *values):
+            values = self._marked(values, number)
+            self.leaves[number].store(list(zip(accesses, values, strict=True)))
+
+        values = (value for _, value in new)
+        by_branches(self.leaf, range(len(self.leaves)), store, *values)
+
+    def _marked(self, values: Sequence[jax.Array], number: int) -> tuple:
+        """The values of a branch, one of them marked with its number.
+
+        Else LLVM would take the loads of all branches for one with another address,
+        and select each array's address from all leaves': 12 instructions per parameter
+        for 12 leaves of AdamW.
+        """
+        if self.interpret:
+            return tuple(values)
+        least = min(range(len(values)), key=lambda i: values[i].size)
+        return tuple(
+            opaque(x, number) if i == least else x for i, x in enumerate(values)
+        )
+
+
+def _as_the_first(access: Access, value: jax.Array) -> tuple[Access, jax.Array]:
+    """The same store, where elements that do not exist are the first one once more.
+
+    Interpreted, a store writes what it has read where the mask is off. There it would
+    undo what others write to the same place: elements beyond the end of a row have the
+    offsets of the next. The first element exists if any does.
+    """
+    if access.mask is None:
+        return access, value
+    mask = jnp.broadcast_to(access.mask, value.shape)
+    offset = jnp.broadcast_to(access.offset, value.shape)
+    first = lambda x: jnp.broadcast_to(x.reshape(-1)[0], x.shape)
+    value, offset = (jnp.where(mask, x, first(x)) for x in (value, offset))
+    return dataclasses.replace(access, offset=offset, mask=first(mask)), value
+
+
+def by_branches(
+    number: jax.Array,
+    choices: range,
+    function: Callable,
+    *args,
+    starts: Sequence[int] | None = None,
+):
+    """``function(choice, *args)`` with a static choice, by a tree of branches.
+
+    A ``lax.switch`` becomes a chain of branches on Triton's backend, which takes
+    several times as long to compile.
+
+    Args:
+      number: int32 scalar, the choice.
+      choices: what it can be.
+      function: of a choice, an int, and of arrays.
+      *args: arrays.
+      starts: by choice, the least number for which it is taken; if None, its own.
+    """
+    if len(choices) == 1:
+        return function(choices[0], *args)
+    half = len(choices) // 2
+    branch = lambda part: functools.partial(
+        by_branches, number, part, function, starts=starts
+    )
+    first = starts[choices[half]] if starts else choices[half]
+    left, right = branch(choices[:half]), branch(choices[half:])
+    return lax.cond(number < jnp.int32(first), left, right, *args)
