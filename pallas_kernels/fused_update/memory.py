@@ -47,7 +47,7 @@ class Access:
 class Memory(typing.Protocol):
     """The arrays of a program's leaf."""
 
-    has_branches: bool
+    has_branches: typing.ClassVar[bool]
     """Whether each load and each store takes branches, so that it should do much."""
 
     def load(self, accesses: Sequence[Access]) -> list[jax.Array]:

@@ -41,7 +41,7 @@ LOWBIT = {
     "clipped": (CLIPPED, 22, 14.28),
     "scaled": (
         lowbit_optax.with_loss_scale(CLIPPED, lowbit_optax.backoff_scale()),
-        26,
+        30,
         16.3,
     ),
 }
