@@ -32,7 +32,7 @@ SECOND_MOMENTS = frozenset(
 
 _FIRST_MOMENTS = frozenset({"mu", "m", "m1", "m2", "trace", "exp_avg", "g"})
 
-_CODES = ("linear", "companded", "dynamic", "sqrt", "log")
+_CODES = ("linear", "companded", "dynamic", "sqrt", "log", "float")
 _ROUNDINGS = ("nearest", "stochastic")
 _SCALES = ("bfloat16", "power_of_two")
 
@@ -80,7 +80,7 @@ class BlockQuantized(BlockMomentFormat):
     @property
     def codec(self) -> Code:
         """The code's elementwise functions."""
-        second = "log" if self.bits == 8 else "sqrt"
+        second = "float" if self.bits == 8 else "sqrt"
         name = self.code or ("companded" if self.signed else second)
         # Powers of two cost "log" no precision; division by them is exact.
         scale = self.scale or ("power_of_two" if name == "log" else "bfloat16")
@@ -89,7 +89,7 @@ class BlockQuantized(BlockMomentFormat):
     def for_field(self, name: str, fields: Set[str]) -> "BlockQuantized":
         # In Adan, v is a first moment of differences and n is the second moment.
         signed = name not in SECOND_MOMENTS or (name == "v" and "n" in fields)
-        if self.code in ("sqrt", "log"):
+        if self.code in ("sqrt", "log", "float"):
             if name in _FIRST_MOMENTS or (signed and name in SECOND_MOMENTS):
                 raise ValueError(
                     f"block_quantized: code {self.code!r} is for second moments and "

@@ -31,6 +31,9 @@ _OPERATIONS = {
     operations.PREFIX + "round_to_bfloat16": instructions.round_to_bfloat16,
     operations.PREFIX + "unless_rounded": instructions.unless_rounded,
     operations.PREFIX + "keep_nan": instructions.keep_nan,
+    operations.PREFIX + "pattern_with_one_nan": instructions.pattern_with_one_nan,
+    operations.PREFIX + "ordered_pattern": instructions.ordered_pattern,
+    operations.PREFIX + "reverse_bytes": instructions.reverse_bytes,
 }
 
 
@@ -167,6 +170,17 @@ class _Evaluation:
                 return [
                     instructions.signed_byte(byte.word, byte.number, 3 - place // 8)
                 ]
+        if eqn.primitive is p.shift_left_p and _is_byte(self._given(eqn.invars[0])):
+            byte, shift = self._given(eqn.invars[0]), self._constant(eqn.invars[1])
+            if shift is not None and 0 < shift < 24:
+                place, rest = divmod(int(shift), 8)
+                placed = instructions.placed_byte(byte.word, byte.number, place)
+                return [placed << jnp.uint32(rest) if rest else placed]
+        if eqn.primitive is p.shift_right_logical_p:
+            word = self._before_reversal(eqn.invars[0])
+            shift = self._constant(eqn.invars[1])
+            if word is not None and shift in (8, 16, 24):
+                return [instructions.reversed_and_shifted(word, int(shift) // 8)]
         if single and self._is_moderate(eqn, divisors):
             self._divisors.add(eqn.outvars[0])
         params = eqn.primitive.get_bind_params(eqn.params)
@@ -181,6 +195,15 @@ class _Evaluation:
         field = self._other_operand(converted.invars[0], p.shift_left_p, 24)
         given = None if field is None else self._given(field)
         return given if _is_byte(given) else None
+
+    def _before_reversal(self, atom):
+        """The words of which this has the bytes in opposite order, or None."""
+        eqn = self._call(atom)
+        if eqn is None or eqn.primitive is not p.jit_p:
+            return None
+        if eqn.params["name"] != operations.PREFIX + "reverse_bytes":
+            return None
+        return self.value(eqn.invars[0])
 
     def _is_moderate(self, eqn, divisors: list[bool]) -> bool:
         """Whether a sum or product is such that it may be divided by."""
