@@ -163,7 +163,8 @@ class Segments(Code):
             lower = jnp.full(fields.shape, lower)
             return multiply_add(float_of(pattern), lower, minus_one) * unit
         magnitude = fields & jnp.uint32(2 ** (self.bits - 1) - 1)
-        pattern = (magnitude << shift) | jnp.uint32(lowest << 23)
+        # A sum, though no bit is in both: it can share the shift's instruction.
+        pattern = (magnitude << shift) + jnp.uint32(lowest << 23)
         # The product is exact. So (2^j (1 + i 2^-m) - 1) unit is rounded only once,
         # with a fused multiply-add or without.
         value = multiply_add(float_of(pattern), lower * unit, -unit)

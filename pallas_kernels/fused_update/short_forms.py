@@ -170,10 +170,14 @@ class _Evaluation:
                 return [
                     instructions.signed_byte(byte.word, byte.number, 3 - place // 8)
                 ]
-        if eqn.primitive is p.shift_left_p and _is_byte(self._given(eqn.invars[0])):
-            byte, shift = self._given(eqn.invars[0]), self._constant(eqn.invars[1])
-            if shift is not None and 0 < shift < 24:
-                place, rest = divmod(int(shift), 8)
+        byte = self._given(eqn.invars[0])
+        number = self._constant(eqn.invars[1]) if len(eqn.invars) > 1 else None
+        if _is_byte(byte) and number is not None:
+            if eqn.primitive is p.and_p and number < 256:
+                # One mask for the four bytes of a word.
+                return [Byte(byte.word & jnp.uint32(number * 0x01010101), byte.number)]
+            if eqn.primitive is p.shift_left_p and 0 < number < 24:
+                place, rest = divmod(number, 8)
                 placed = instructions.placed_byte(byte.word, byte.number, place)
                 return [placed << jnp.uint32(rest) if rest else placed]
         if eqn.primitive is p.shift_right_logical_p:
