@@ -238,7 +238,8 @@ class Float(Code):
         base, infinity = prepared
         above = fields << jnp.uint32(self._dropped)
         pattern = lax.bitcast_convert_type(above, jnp.int32) + base
-        infinite = pattern == infinity
+        # For equality a compiler would compare the fields, which takes another shift.
+        infinite = pattern >= infinity
         return jnp.where(infinite, jnp.float32(jnp.inf), float_of(pattern))
 
 
