@@ -2,7 +2,7 @@
 
 A code consists of elementwise functions on arrays of one common shape, so that whole
 arrays on the XLA path and rows in a kernel run the same operations (sums, products,
-shifts, integer minima and maxima; only ``Sqrt`` takes a root and only ``Dynamic``
+shifts, comparisons, integer minima and maxima; only ``Sqrt`` takes a root and only ``Dynamic``
 divides)::
 
     magnitude_key(x) --> maximum over the block --> magnitude_of --> largest
@@ -11,7 +11,7 @@ divides)::
     encode_fields(x, prepared, words) --> fields
     decode_fields(fields, prepared) --> x'
 
-``unit`` is exactly ``scale * 2^-q``. Measured in units, the fields of a code stand for
+(``Float`` prepares patterns instead.) ``unit`` is exactly ``scale * 2^-q``. Measured in units, the fields of a code stand for
 fixed numbers (for ``Linear``, integers), the largest of which is ``largest_value``. The
 scale is the smallest bfloat16 (or power of two) for which ``largest_value * unit`` is
 at least the largest magnitude in the block.
@@ -22,7 +22,8 @@ less. So the mean is x to within 2^-12 of the step. With ``words`` None, the res
 the nearer neighbour.
 
 **Zero** has a field of its own, which decodes to exactly 0 and is never rounded at
-random. The unsigned codes are for second moments, by whose root an update is divided. A
+random. (In ``Float`` it becomes the smallest positive value, unless the whole block is
+0.) The unsigned codes are for second moments, by whose root an update is divided. A
 second moment that became 0 would let the update grow without bound, so a positive
 number never rounds to zero in these codes: it becomes the smallest positive value
 instead.
