@@ -93,9 +93,9 @@ def test_the_smallest_float_is_the_base_unless_the_whole_block_is_zero():
         code = code_of("float", bits, False, "bfloat16")
         fields, values = finite_values(code, largest=1.0)
         np.testing.assert_array_equal(fields, np.arange(2**bits - 1))
-        assert values[-1] == 1.0
+        assert values[-2] == 1.0
         # An octave is piecewise linear: between its ends a little more than a power.
-        assert 2.0**-octaves <= values[0] <= 1.07 * 2.0**-octaves
+        assert 1 <= values[0] / values[-1] * 2.0**octaves <= 1.07
         _, ready = prepared(code, 0.0)
         assert float(code.decode_fields(jnp.uint32(0), ready)) == 0.0
 
@@ -156,8 +156,46 @@ def test_the_scale_covers_the_block_and_does_not_creep(code):
     if isinstance(code, Float) and code.scale == "bfloat16":
         spare = {8: 9 / 8, 4: 3 / 2}[code.bits]  # a step
     assert np.all(reach <= largest * spare * (1 + 2.0**-18))
-    # What is decoded is covered by the scale that it was decoded with.
-    np.testing.assert_array_equal(code.scale_of(jnp.asarray(reach)), scale)
+    # What is decoded is covered by the scale that it was decoded with,
+    again = code.scale_of(jnp.asarray(reach))
+    if not isinstance(code, Float):
+        np.testing.assert_array_equal(again, scale)
+        return
+    # or by the next one, with which it is stored unchanged.
+    ready = code.prepare(again.astype(jnp.float32))
+    for draw in (0, 2**32 - 1):
+        fields = code.encode_fields(jnp.asarray(reach), ready, jnp.uint32(draw))
+        np.testing.assert_array_equal(code.decode_fields(fields, ready), reach)
+
+
+@pytest.mark.parametrize("scale", ["bfloat16", "power_of_two"])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_no_finite_float_is_rounded_to_infinity(bits, scale):
+    code = code_of("float", bits, False, scale)
+    patterns = np.random.default_rng(0).integers(2**23, 2035 << 20, 4096)
+    steps = np.arange(9, 2035) << 20  # and what is near the values of fields
+    near = (steps + np.arange(-20, 21)[:, None]).ravel()
+    patterns = np.concatenate([patterns, near])
+    largest = patterns.astype(np.int32).view(np.float32)
+    _, ready = prepared(code, largest)
+    for more in (0, 16):
+        x = (patterns + more).astype(np.int32).view(np.float32)
+        fields = code.encode_fields(jnp.asarray(x), ready, jnp.uint32(2**32 - 1))
+        decoded = np.asarray(code.decode_fields(fields, ready))
+        assert np.all(np.isfinite(decoded))
+        assert np.all(decoded >= x)
+        assert np.all(decoded <= x * np.float64({8: 9 / 8, 4: 3 / 2}[bits]))
+
+
+def test_rounding_to_floats_is_unbiased_on_both_sides_of_a_power_of_two():
+    code = code_of("float", 8, False, "bfloat16")
+    _, ready = prepared(code, 3.3)
+    power = 2.0 ** np.arange(-20, 1)[:, None]
+    x = (power * np.float64([1 - 1 / 64, 1 - 1 / 17, 1, 1 + 1 / 64, 1 + 1 / 8])).ravel()
+    words = (np.arange(2**12, dtype=np.uint32) << 20) + (1 << 19)
+    fields = code.encode_fields(jnp.asarray(x, jnp.float32), ready, words[:, None])
+    mean = np.asarray(code.decode_fields(fields, ready), np.float64).mean(0)
+    np.testing.assert_allclose(mean, x, rtol=2.0**-13 / 8)
 
 
 @each_code

@@ -15,7 +15,6 @@ from jax import lax
 from lowbit_optax._numerics.codes import (
     ONE_EXPONENT,
     RANDOM_BITS,
-    TOLERANCE,
     Code,
     Scale,
     as_fields,
@@ -172,6 +171,11 @@ class Segments(Code):
         return float_of(lax.bitcast_convert_type(value, jnp.uint32) | sign)
 
 
+# A compiler may compute a moment twice, for the scale and for the fields, and round it
+# differently. No number so close above the largest must be rounded up to infinity.
+_MARGIN = 16  # units in the last place
+
+
 @dataclasses.dataclass(frozen=True)
 class Float(Code):
     """Floats with m bits of mantissa, whose exponents count from that of the block.
@@ -185,7 +189,8 @@ class Float(Code):
     base, a number of m bits: the largest one with which the block is in range.
 
     The value of field 0 is the base, and not 0, unless the whole block is 0. With 8
-    bits the base is 2^-32 of the largest value.
+    bits the base is about 2^-32 of the largest value. Numbers of the last step before
+    float32's infinity may become infinity.
     """
 
     @property
@@ -207,7 +212,8 @@ class Float(Code):
         pattern = bits_of(maximum)
         # The largest field is a step below infinity at most.
         top = (pattern_of(math.inf) >> self._dropped) - 1 << self._dropped
-        largest = jnp.minimum(_rounded_up(pattern, self._dropped), jnp.int32(top))
+        largest = _rounded_up(pattern + jnp.int32(_MARGIN), self._dropped)
+        largest = jnp.minimum(largest, jnp.int32(top))
         first = largest - jnp.int32(self.largest_field << self._dropped)
         if self.scale == "power_of_two":
             first = _rounded_up(first, 23)
@@ -244,8 +250,8 @@ class Float(Code):
 
 
 def _rounded_up(pattern: jax.Array, dropped: int) -> jax.Array:
-    """int32 patterns without their low bits, rounded up but for the tolerance."""
-    pattern = pattern + jnp.int32((1 << dropped) - 1 - TOLERANCE)
+    """int32 patterns without their low bits, rounded up."""
+    pattern = pattern + jnp.int32((1 << dropped) - 1)
     return pattern >> jnp.int32(dropped) << jnp.int32(dropped)
 
 
