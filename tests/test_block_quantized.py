@@ -15,8 +15,9 @@ from optimizers import (
 
 import lowbit_optax
 from lowbit_optax import block_quantized
-from lowbit_optax._numerics.code_kinds import Float, Segments, code_of
+from lowbit_optax._numerics.code_kinds import Segments, code_of
 from lowbit_optax._numerics.codes import RANDOM_BITS
+from lowbit_optax._numerics.float_code import Float
 from lowbit_optax._numerics.random_bits import random_bits
 from lowbit_optax._numerics.streams import moment_draws
 from lowbit_optax.formats.block_quantized import QuantizedMoment

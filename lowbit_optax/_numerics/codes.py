@@ -2,8 +2,8 @@
 
 A code consists of elementwise functions on arrays of one common shape, so that whole
 arrays on the XLA path and rows in a kernel run the same operations (sums, products,
-shifts, comparisons, integer minima and maxima; only ``Sqrt`` takes a root and only ``Dynamic``
-divides)::
+shifts, comparisons, integer minima and maxima; only ``Sqrt`` takes a root and only
+``Dynamic`` divides)::
 
     magnitude_key(x) --> maximum over the block --> magnitude_of --> largest
     scale_of(largest) --> scale, stored as bfloat16
@@ -11,10 +11,11 @@ divides)::
     encode_fields(x, prepared, words) --> fields
     decode_fields(fields, prepared) --> x'
 
-(``Float`` prepares patterns instead.) ``unit`` is exactly ``scale * 2^-q``. Measured in units, the fields of a code stand for
+``unit`` is exactly ``scale * 2^-q``. Measured in units, the fields of a code stand for
 fixed numbers (for ``Linear``, integers), the largest of which is ``largest_value``. The
 scale is the smallest bfloat16 (or power of two) for which ``largest_value * unit`` is
-at least the largest magnitude in the block.
+at least the largest magnitude in the block. (``Float`` prepares patterns instead of
+units.)
 
 **Rounding.** Let ``a <= x <= b`` be the neighbours of x among the code's values. The
 result is b with probability ``(x - a) / (b - a)``, rounded to a multiple of 2^-12 or

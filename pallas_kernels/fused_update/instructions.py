@@ -88,10 +88,10 @@ def keep_nan(x: jax.Array) -> jax.Array:
 
 
 def pattern_with_one_nan(x: jax.Array) -> jax.Array:
-    """See :func:`.operations.pattern_with_one_nan`; of what arithmetic on the GPU gives.
+    """See :func:`.operations.pattern_with_one_nan`.
 
-    Its one NaN, 0x7FFFFFFF, is the largest signed integer. So one minimum replaces it
-    and nothing else.
+    The one NaN that the GPU's arithmetic gives, 0x7FFFFFFF, is the largest signed
+    integer. So one minimum replaces it and nothing else.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     bits = jnp.minimum(bits, jnp.int32(operations.NAN << 16))
@@ -99,9 +99,9 @@ def pattern_with_one_nan(x: jax.Array) -> jax.Array:
 
 
 def ordered_pattern(x: jax.Array) -> jax.Array:
-    """See :func:`.operations.ordered_pattern`; of what arithmetic on the GPU gives.
+    """See :func:`.operations.ordered_pattern`.
 
-    Its one NaN is 0x7FFFFFFF.
+    The one NaN that the GPU's arithmetic gives, 0x7FFFFFFF, is above infinity already.
     """
     return jax.lax.bitcast_convert_type(x, jnp.int32)
 
@@ -124,7 +124,7 @@ def placed_byte(word: jax.Array, number: int, place: int) -> jax.Array:
 
 
 def _permute(word: jax.Array, chosen: Sequence[int], dtype) -> jax.Array:
-    """Bytes of the word, from the lowest; 4 is a byte of zeros, 8 + i the signs of i."""
+    """Bytes of a word, the lowest first; 4 is a byte of zeros, 8 + i has i's sign."""
     selector = sum(choice << 4 * i for i, choice in enumerate(chosen))
     (permuted,) = assemble(f"prmt.b32 $0, $1, 0, {selector};", [word], jnp.int32)
     return jax.lax.bitcast_convert_type(permuted, dtype)

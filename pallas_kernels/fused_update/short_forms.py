@@ -8,7 +8,8 @@ less of a maximum with a constant that is not small. Results are as precise as T
 (2 units in the last place), but the root of a subnormal number is 0.
 
 **Bytes.** Four fields of 8 bits, each shifted and masked and then shifted to its place,
-are a word after three permutations of bytes, and one extends the sign of such a field.
+are a word after three permutations of bytes. One extends the sign of such a field, or
+moves it to another place. One mask serves all four.
 
 **Operations by name**, of :mod:`.operations`, and the widening of bfloat16.
 """
@@ -170,16 +171,10 @@ class _Evaluation:
                 return [
                     instructions.signed_byte(byte.word, byte.number, 3 - place // 8)
                 ]
-        byte = self._given(eqn.invars[0])
-        number = self._constant(eqn.invars[1]) if len(eqn.invars) > 1 else None
-        if _is_byte(byte) and number is not None:
-            if eqn.primitive is p.and_p and number < 256:
-                # One mask for the four bytes of a word.
-                return [Byte(byte.word & jnp.uint32(number * 0x01010101), byte.number)]
-            if eqn.primitive is p.shift_left_p and 0 < number < 24:
-                place, rest = divmod(number, 8)
-                placed = instructions.placed_byte(byte.word, byte.number, place)
-                return [placed << jnp.uint32(rest) if rest else placed]
+        if eqn.primitive in (p.and_p, p.shift_left_p):
+            moved = self._of_byte(eqn)
+            if moved is not None:
+                return [moved]
         if eqn.primitive is p.shift_right_logical_p:
             word = self._before_reversal(eqn.invars[0])
             shift = self._constant(eqn.invars[1])
@@ -190,6 +185,20 @@ class _Evaluation:
         params = eqn.primitive.get_bind_params(eqn.params)
         results = eqn.primitive.bind(*inputs, **params)
         return results if eqn.primitive.multiple_results else [results]
+
+    def _of_byte(self, eqn) -> Byte | jax.Array | None:
+        """A field of 8 bits masked or shifted by a constant, or None."""
+        byte, number = self._given(eqn.invars[0]), self._constant(eqn.invars[1])
+        if not isinstance(byte, Byte) or not isinstance(number, int):
+            return None
+        if eqn.primitive is p.and_p and number < 256:
+            # One mask for the four bytes of a word.
+            return Byte(byte.word & jnp.uint32(number * 0x01010101), byte.number)
+        if eqn.primitive is p.shift_left_p and 0 < number < 24:
+            place, rest = divmod(number, 8)
+            placed = instructions.placed_byte(byte.word, byte.number, place)
+            return placed << jnp.uint32(rest) if rest else placed
+        return None
 
     def _with_sign_on_top(self, atom) -> Byte | None:
         """The byte of which this int32 is the highest and all else 0, or None."""
