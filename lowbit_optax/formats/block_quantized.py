@@ -175,8 +175,8 @@ def block_quantized(
     With ``code=None``, second moments are stored as ``"float"`` (``"sqrt"`` with 4
     bits) and other moments as ``"companded"``. Second moments are recognised by their
     field in the state: ``nu``, ``nu_max``, ``v``, ``n``, ``sum_of_squares``, ``e_g``,
-    ``e_x`` or ``exp_avg_sq``. For these all codes are unsigned. A value that is not zero never
-    becomes zero, because the update is divided by its root.
+    ``e_x`` or ``exp_avg_sq``. For these all codes are unsigned. A value that is not
+    zero never becomes zero, because the update is divided by its root.
 
     8 bits follow float32's AdamW even where one value of a block is 1,000 times the
     others. 4 bits add noise of a third of the update, and lose values of ``mu`` that
