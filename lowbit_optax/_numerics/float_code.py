@@ -41,8 +41,8 @@ class Float(Code):
     base, a number of m bits: the largest one with which the block is in range.
 
     The value of field 0 is the base, and not 0, unless the whole block is 0. With 8
-    bits the base is about 2^-32 of the largest value. Numbers of the last step before
-    float32's infinity may become infinity.
+    bits the base is about 2^-32 of the largest value. Numbers of the last steps
+    before float32's infinity may become infinity.
     """
 
     @property
@@ -62,13 +62,13 @@ class Float(Code):
 
     def scale_of(self, maximum):
         pattern = bits_of(maximum)
-        # The largest field is a step below infinity at most.
-        top = (pattern_of(math.inf) >> self._dropped) - 1 << self._dropped
         largest = _rounded_up(pattern + jnp.int32(_MARGIN), self._dropped)
-        largest = jnp.minimum(largest, jnp.int32(top))
         first = largest - jnp.int32(self.largest_field << self._dropped)
-        if self.scale == "power_of_two":
-            first = _rounded_up(first, 23)
+        step = self._dropped if self.scale == "bfloat16" else 23
+        first = _rounded_up(first, step)
+        # No field but infinity's stands for float32's infinity or more.
+        last = pattern_of(math.inf) - (self.infinity_field << self._dropped)
+        first = jnp.minimum(first, jnp.int32(last >> step << step))
         # Field 0 of a block that is not zero stands for a normal number.
         first = jnp.maximum(first, jnp.int32(ONE_EXPONENT))
         first = jnp.where(pattern == jnp.int32(0), jnp.int32(0), first)
