@@ -81,10 +81,14 @@ def execute(asm, *inputs, results=1):
     return [registers[f"${i}"] for i in range(results)]
 
 
-def assembly(function, *dtypes):
+def assemblies(function, *dtypes):
     arguments = [jnp.zeros(8, dtype) for dtype in dtypes]
     eqns = jax.make_jaxpr(function)(*arguments).eqns
-    (asm,) = [eqn.params["asm"] for eqn in eqns if "asm" in eqn.params]
+    return [eqn.params["asm"] for eqn in eqns if "asm" in eqn.params]
+
+
+def assembly(function, *dtypes):
+    (asm,) = assemblies(function, *dtypes)
     return asm
 
 
@@ -138,6 +142,49 @@ def test_the_sign_of_a_byte_is_extended(number, drop):
     (got,) = execute(assembly(short, np.uint32), words)
     want = extend(jnp.asarray(words >> U32(8 * number) & U32(255)))
     np.testing.assert_array_equal(got, np.asarray(want).view(U32))
+
+
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("shift", [4, 8, 15, 20, 23])
+def test_a_byte_is_moved_to_its_place_at_once(number, shift):
+    short = lambda word: with_short_forms(lambda x: x << shift)(Byte(word, number))
+    words = masters()
+    (moved,) = execute(assembly(short, np.uint32), words)
+    moved = moved << U32(shift % 8)
+    want = (words >> U32(8 * number) & U32(255)) << U32(shift)
+    np.testing.assert_array_equal(moved, want)
+
+
+@pytest.mark.parametrize("shift", [0, 8, 16, 24])
+def test_bytes_are_reversed_and_shifted_at_once(shift):
+    def function(x):
+        reversed_ = operations.reverse_bytes(x)
+        return reversed_ >> shift if shift else reversed_
+
+    words = masters()
+    *_, asm = assemblies(with_short_forms(function), np.uint32)
+    (got,) = execute(asm, words)
+    np.testing.assert_array_equal(got, words.byteswap() >> U32(shift))
+    np.testing.assert_array_equal(function(jnp.asarray(words)), got)
+
+
+def test_one_mask_serves_the_bytes_of_a_word():
+    masked = with_short_forms(lambda x: x & 0x7F)(Byte(jnp.uint32([0xFF80A17F]), 1))
+    np.testing.assert_array_equal(masked, [0x21])
+
+
+def test_nans_have_one_pattern():
+    x = masters()
+    nan = np.isnan(x.view(np.float32))
+    for operation, instruction in (
+        (operations.pattern_with_one_nan, instructions.pattern_with_one_nan),
+        (operations.ordered_pattern, None),
+    ):
+        got = np.asarray(operation(jnp.asarray(x.view(np.float32)))).view(U32)
+        np.testing.assert_array_equal(got, np.where(nan, U32(0x7FC00000), x))
+        if instruction:  # arithmetic on a GPU gives this NaN and no other
+            known = jnp.asarray(np.where(nan, U32(0x7FFFFFFF), x).view(np.float32))
+            np.testing.assert_array_equal(instruction(known), got)
 
 
 def test_a_field_that_is_used_otherwise_is_taken_from_its_word():

@@ -129,9 +129,10 @@ def test_moments_take_what_the_residual_leaves_of_its_words():
     residual = np.asarray(random.words((100,), RESIDUAL_STREAM))
     leading = lambda words: np.asarray(words) >> 20
     shared, own = moment_draws(random, 8), moment_draws(random, 9)
-    first, second = (leading(shared.twelve((100,), i)) for i in (0, 1))
-    np.testing.assert_array_equal(first, residual >> 12 & 0xFFF)
-    np.testing.assert_array_equal(second, residual & 0xFFF)
+    first, second = (np.asarray(shared.twelve((100,), i)) for i in (0, 1))
+    # The leading 8 bits of each are nobody else's.
+    np.testing.assert_array_equal(first >> 8, residual & 0xFFFFFF)
+    np.testing.assert_array_equal(second, residual.byteswap())
     for number in (0, 1, 2):
         half = np.asarray(own.halves((100,), number))
         np.testing.assert_array_equal(leading(own.twelve((100,), number)), half >> 4)

@@ -25,6 +25,7 @@ from lowbit_optax._numerics.codes import (
     rounding_thresholds,
     shift_and_round,
 )
+from lowbit_optax._numerics.float_code import Float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +160,8 @@ class Segments(Code):
             lower = jnp.full(fields.shape, lower)
             return multiply_add(float_of(pattern), lower, minus_one) * unit
         magnitude = fields & jnp.uint32(2 ** (self.bits - 1) - 1)
-        pattern = (magnitude << shift) | jnp.uint32(lowest << 23)
+        # A sum, though no bit is in both: it can share the shift's instruction.
+        pattern = (magnitude << shift) + jnp.uint32(lowest << 23)
         # The product is exact. So (2^j (1 + i 2^-m) - 1) unit is rounded only once,
         # with a fused multiply-add or without.
         value = multiply_add(float_of(pattern), lower * unit, -unit)
@@ -330,6 +332,8 @@ def code_of(name: str, bits: int, signed: bool, scale: Scale) -> Code:
         return Dynamic(bits, signed, scale)
     if name == "sqrt":
         return Sqrt(bits, False, scale)
+    if name == "float":
+        return Float(bits, False, scale)
     if name == "log":
         return Segments(bits, False, scale, _LOG[bits])
     return Segments(bits, signed, scale, _COMPANDED[bits, signed])

@@ -2,8 +2,8 @@
 
 A code consists of elementwise functions on arrays of one common shape, so that whole
 arrays on the XLA path and rows in a kernel run the same operations (sums, products,
-shifts, integer minima and maxima; only ``Sqrt`` takes a root and only ``Dynamic``
-divides)::
+shifts, comparisons, integer minima and maxima; only ``Sqrt`` takes a root and only
+``Dynamic`` divides)::
 
     magnitude_key(x) --> maximum over the block --> magnitude_of --> largest
     scale_of(largest) --> scale, stored as bfloat16
@@ -14,15 +14,17 @@ divides)::
 ``unit`` is exactly ``scale * 2^-q``. Measured in units, the fields of a code stand for
 fixed numbers (for ``Linear``, integers), the largest of which is ``largest_value``. The
 scale is the smallest bfloat16 (or power of two) for which ``largest_value * unit`` is
-at least the largest magnitude in the block.
+at least the largest magnitude in the block. (``Float`` prepares patterns instead of
+units.)
 
 **Rounding.** Let ``a <= x <= b`` be the neighbours of x among the code's values. The
-result is b with probability ``(x - a) / (b - a)``, rounded to a multiple of 2^-12,
-wherever x lies between them. So the mean is x to within 2^-13 of the step. With
-``words`` None, the result is the nearer neighbour.
+result is b with probability ``(x - a) / (b - a)``, rounded to a multiple of 2^-12 or
+less. So the mean is x to within 2^-12 of the step. With ``words`` None, the result is
+the nearer neighbour.
 
 **Zero** has a field of its own, which decodes to exactly 0 and is never rounded at
-random. The unsigned codes are for second moments, by whose root an update is divided. A
+random. (In ``Float`` it becomes the smallest positive value, unless the whole block is
+0.) The unsigned codes are for second moments, by whose root an update is divided. A
 second moment that became 0 would let the update grow without bound, so a positive
 number never rounds to zero in these codes: it becomes the smallest positive value
 instead.
@@ -46,14 +48,14 @@ import numpy as np
 from jax import lax
 
 RANDOM_BITS = 12
-"""How many leading bits of a random word rounding reads."""
+"""How many leading bits of a random word every rounding reads; some read more."""
 
 # A quotient that should be exactly a scale may come out this much larger, because the
 # division rounds. If it were then rounded up to the next scale, the scale of a constant
 # moment would creep upwards.
-_TOLERANCE = 4  # units in the last place
+TOLERANCE = 4  # units in the last place
 _LARGEST_BFLOAT16 = 0x7F7F0000
-_ONE_EXPONENT = 1 << 23  # of a float32's pattern
+ONE_EXPONENT = 1 << 23  # of a float32's pattern
 
 Scale = typing.Literal["bfloat16", "power_of_two"]
 Prepared = tuple[jax.Array, jax.Array]
@@ -122,11 +124,11 @@ class Code:
         pattern = bits_of(x)
         if self.signed:
             pattern = pattern & jnp.int32(0x7FFFFFFF)
-        return pattern + jnp.int32(_ONE_EXPONENT)
+        return pattern + jnp.int32(ONE_EXPONENT)
 
     def magnitude_of(self, key: jax.Array) -> jax.Array:
         """The magnitude of a :meth:`magnitude_key`, float32; 0 for a negative key."""
-        return float_of(jnp.maximum(key - jnp.int32(_ONE_EXPONENT), jnp.int32(0)))
+        return float_of(jnp.maximum(key - jnp.int32(ONE_EXPONENT), jnp.int32(0)))
 
     def scale_of(self, maximum: jax.Array) -> jax.Array:
         """The scales of blocks.
@@ -140,7 +142,7 @@ class Code:
         factor = np.float32(2.0**self._exponent / self.largest_value)
         pattern = lax.bitcast_convert_type(maximum * factor, jnp.uint32)
         dropped = 16 if self.scale == "bfloat16" else 23
-        pattern = pattern + jnp.uint32((1 << dropped) - 1 - _TOLERANCE)
+        pattern = pattern + jnp.uint32((1 << dropped) - 1 - TOLERANCE)
         largest = _LARGEST_BFLOAT16 >> dropped << dropped
         pattern = pattern >> jnp.uint32(dropped) << jnp.uint32(dropped)
         pattern = jnp.minimum(pattern, jnp.uint32(largest))
@@ -181,8 +183,9 @@ class Code:
         Args:
           x: float32.
           prepared: from :meth:`prepare`, of x's shape or broadcasting to it.
-          words: uint32 of x's shape, whose leading :data:`RANDOM_BITS` bits are random;
-            the other bits are not read. None rounds to nearest.
+          words: uint32 of x's shape, uniformly random; at least the leading
+            :data:`RANDOM_BITS` bits must not be used for anything else. None rounds to
+            nearest.
           multiply_add: computes ``a * b + c`` of three arrays.
 
         Returns:
@@ -247,11 +250,7 @@ def rounding_offset(dropped: int, words: jax.Array | None) -> jax.Array:
     """
     if words is None:
         return jnp.int32(1 << (dropped - 1))
-    low = dropped - RANDOM_BITS
-    more = words >> jnp.uint32(32 - RANDOM_BITS) << jnp.uint32(low)
-    # The middle of the interval that the random bits leave open.
-    half = 1 << (low - 1) if low else 0
-    return lax.bitcast_convert_type(more | jnp.uint32(half), jnp.int32)
+    return lax.bitcast_convert_type(words >> jnp.uint32(32 - dropped), jnp.int32)
 
 
 def rounding_thresholds(words: jax.Array | None) -> jax.Array:

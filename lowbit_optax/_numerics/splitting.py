@@ -216,10 +216,9 @@ def split(
     if drop:
         if not extra and random_residual is not None:
             random_residual = _nearest_past_the_largest(master, layout, random_residual)
-        bits = lax.bitcast_convert_type(master, jnp.uint32)
         # NaNs are replaced before the sum. After it, a kernel with long blocks would
         # need more registers.
-        bits = jnp.where(jnp.isnan(master), jnp.uint32(layout.nan << most), bits)
+        bits = operations.pattern_with_one_nan(master)
         bits = float_layouts.rounded_before_shift(bits, drop, random_residual)
     elif rounding == "nearest":
         bits = operations.keep_nan(master)

@@ -23,9 +23,10 @@ stream                  used for              of
 and their leaves are the tensors of a program, or the number 0.
 
 There is one deliberate exception. A weight format that reads at most the leading 8 bits
-of the residual's words leaves 24 bits, and moments 0 and 1 take 12 of them each. It
-saves a word per moment, which would be most of the cost of rounding it. See
-:func:`moment_draws`.
+of the residual's words leaves 24 bits. Moment 0 reads them from the leading one on, and
+moment 1 from the last byte on. So the leading 8 bits of each are its own; on the 8 bits
+in the middle a rounding depends with probability 2^-8. It saves a word per moment,
+which would be most of the cost of rounding it. See :func:`moment_draws`.
 """
 
 import dataclasses
@@ -34,6 +35,7 @@ import jax
 import jax.numpy as jnp
 
 from lowbit_optax._numerics.random_bits import RandomBits
+from pallas_kernels.fused_update import operations
 
 PARAM_STREAM = 0
 RESIDUAL_STREAM = 1
@@ -45,8 +47,7 @@ _ACCUMULATOR_STREAM = 1 << 16
 _STATIC = {"static": True}
 
 _SHARED_MOMENTS = 2
-_MOMENT_BITS = 12
-_RESIDUAL_BITS = 32 - _SHARED_MOMENTS * _MOMENT_BITS
+_RESIDUAL_BITS = 8
 
 
 @jax.tree_util.register_dataclass
@@ -90,15 +91,17 @@ class Draws:
     def twelve(self, shape: tuple[int, ...], number: int) -> jax.Array:
         """12 random bits per element, the leading bits of a uint32.
 
-        The remaining bits are not zero and must not be used.
+        The bits below them are random too, or make the middle of what they could be.
 
         Args:
           shape, number: as for :meth:`words`.
         """
         if self.shares_words and number < _SHARED_MOMENTS:
             words = self.random.words(shape, RESIDUAL_STREAM)
-            return words << jnp.uint32(_RESIDUAL_BITS + _MOMENT_BITS * number)
-        return self.halves(shape, number) << jnp.uint32(16)
+            if number:
+                return operations.reverse_bytes(words)
+            return words << jnp.uint32(_RESIDUAL_BITS)
+        return self.halves(shape, number) << jnp.uint32(16) | jnp.uint32(1 << 15)
 
 
 def moment_draws(random: RandomBits, residual_random_bits: int = 32) -> Draws:

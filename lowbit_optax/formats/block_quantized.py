@@ -32,7 +32,8 @@ SECOND_MOMENTS = frozenset(
 
 _FIRST_MOMENTS = frozenset({"mu", "m", "m1", "m2", "trace", "exp_avg", "g"})
 
-_CODES = ("linear", "companded", "dynamic", "sqrt", "log")
+CodeName = typing.Literal["linear", "companded", "dynamic", "sqrt", "log", "float"]
+_CODES = typing.get_args(CodeName)
 _ROUNDINGS = ("nearest", "stochastic")
 _SCALES = ("bfloat16", "power_of_two")
 
@@ -70,7 +71,7 @@ class BlockQuantized(BlockMomentFormat):
 
     bits: int = 8
     block_size: int = TILE_SIZE
-    code: str | None = None
+    code: CodeName | None = None
     rounding: typing.Literal["nearest", "stochastic"] = "stochastic"
     scale: typing.Literal["bfloat16", "power_of_two"] | None = None
     signed: bool = True
@@ -80,16 +81,16 @@ class BlockQuantized(BlockMomentFormat):
     @property
     def codec(self) -> Code:
         """The code's elementwise functions."""
-        second = "log" if self.bits == 8 else "sqrt"
+        second = "float" if self.bits == 8 else "sqrt"
         name = self.code or ("companded" if self.signed else second)
-        # Powers of two cost "log" no precision; division by them is exact.
+        # Powers of two cost "log" no precision, and division by them is exact.
         scale = self.scale or ("power_of_two" if name == "log" else "bfloat16")
         return code_of(name, self.bits, self.signed, scale)
 
     def for_field(self, name: str, fields: Set[str]) -> "BlockQuantized":
         # In Adan, v is a first moment of differences and n is the second moment.
         signed = name not in SECOND_MOMENTS or (name == "v" and "n" in fields)
-        if self.code in ("sqrt", "log"):
+        if self.code in ("sqrt", "log", "float"):
             if name in _FIRST_MOMENTS or (signed and name in SECOND_MOMENTS):
                 raise ValueError(
                     f"block_quantized: code {self.code!r} is for second moments and "
@@ -145,7 +146,7 @@ class BlockQuantized(BlockMomentFormat):
 def block_quantized(
     bits: int = 8,
     *,
-    code: typing.Literal["linear", "companded", "dynamic", "sqrt", "log"] | None = None,
+    code: CodeName | None = None,
     block_size: int = TILE_SIZE,
     rounding: typing.Literal["nearest", "stochastic"] = "stochastic",
     scale: typing.Literal["bfloat16", "power_of_two"] | None = None,
@@ -161,16 +162,21 @@ def block_quantized(
     - ``"companded"``: segments of 8 equal steps, which are twice those of the segment
       below: ``(2^j (1 + i/8) - 1) / 61439`` with ``c = 8 j + i``, j = 0..15. A step is
       at most 1/8 of y + 1/61439.
-    - ``"log"``: the same with 32 segments and no negative values. A step is 1/16 to 1/8
-      of y, down to 2^-30. With 4 bits a segment has 2 steps.
+    - ``"float"``: no negative values; floats with 3 bits of mantissa,
+      ``2^(j - 31.75) (1 + i/8)`` with ``c = 8 j + i``, for a scale that is a power of
+      two. A step is 1/16 to 1/8 of y, down to 2^-31.75. Nothing below that is stored:
+      zero becomes this smallest value, unless its whole block is zero. With 4 bits the
+      mantissa has 1 bit, and the range is 2^-7. It takes the fewest instructions.
+    - ``"log"``: the steps of ``"float"`` down to 2^-30, less the smallest value:
+      ``(2^j (1 + i/8) - 1) / 2^30``. So zero is stored exactly.
     - ``"sqrt"``: no negative values, linear in the root, ``(c/254)^2``.
     - ``"dynamic"``: Dettmers' dynamic exponent map, without its value +1.
 
-    With ``code=None``, second moments are stored as ``"log"`` (``"sqrt"`` with 4 bits)
-    and other moments as ``"companded"``. Second moments are recognised by their field
-    in the state: ``nu``, ``nu_max``, ``v``, ``n``, ``sum_of_squares``, ``e_g``, ``e_x``
-    or ``exp_avg_sq``. For these all codes are unsigned. A value that is not zero never
-    becomes zero, because the update is divided by its root.
+    With ``code=None``, second moments are stored as ``"float"`` (``"sqrt"`` with 4
+    bits) and other moments as ``"companded"``. Second moments are recognised by their
+    field in the state: ``nu``, ``nu_max``, ``v``, ``n``, ``sum_of_squares``, ``e_g``,
+    ``e_x`` or ``exp_avg_sq``. For these all codes are unsigned. A value that is not
+    zero never becomes zero, because the update is divided by its root.
 
     8 bits follow float32's AdamW even where one value of a block is 1,000 times the
     others. 4 bits add noise of a third of the update, and lose values of ``mu`` that

@@ -28,9 +28,7 @@ def signed_byte(word: jax.Array, number: int, place: int) -> jax.Array:
     """
     # Of 8 bytes, the word's and four that are 0. Those with 8 more are their signs.
     chosen = [4] * place + [number] + [8 + number] * (3 - place)
-    selector = sum(choice << 4 * i for i, choice in enumerate(chosen))
-    (extended,) = assemble(f"prmt.b32 $0, $1, 0, {selector};", [word], jnp.int32)
-    return extended
+    return _permute(word, chosen, jnp.int32)
 
 
 def to_float32(x: jax.Array) -> jax.Array:
@@ -87,6 +85,49 @@ def keep_nan(x: jax.Array) -> jax.Array:
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     return jnp.where(jnp.isnan(x), jnp.uint32(operations.LAST_NAN), bits)
+
+
+def pattern_with_one_nan(x: jax.Array) -> jax.Array:
+    """See :func:`.operations.pattern_with_one_nan`.
+
+    The one NaN that the GPU's arithmetic gives, 0x7FFFFFFF, is the largest signed
+    integer. So one minimum replaces it and nothing else.
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    bits = jnp.minimum(bits, jnp.int32(operations.NAN << 16))
+    return jax.lax.bitcast_convert_type(bits, jnp.uint32)
+
+
+def ordered_pattern(x: jax.Array) -> jax.Array:
+    """See :func:`.operations.ordered_pattern`.
+
+    The one NaN that the GPU's arithmetic gives, 0x7FFFFFFF, is above infinity already.
+    """
+    return jax.lax.bitcast_convert_type(x, jnp.int32)
+
+
+def reverse_bytes(word: jax.Array) -> jax.Array:
+    """See :func:`.operations.reverse_bytes`."""
+    return reversed_and_shifted(word, 0)
+
+
+def reversed_and_shifted(word: jax.Array, bytes_: int) -> jax.Array:
+    """``reverse_bytes(word) >> 8 * bytes_``; the bytes from the top are 0."""
+    chosen = [3 - i for i in range(bytes_, 4)] + [4] * bytes_
+    return _permute(word, chosen, jnp.uint32)
+
+
+def placed_byte(word: jax.Array, number: int, place: int) -> jax.Array:
+    """uint32 with a byte of a word at this place, and 0 elsewhere."""
+    chosen = [4] * place + [number] + [4] * (3 - place)
+    return _permute(word, chosen, jnp.uint32)
+
+
+def _permute(word: jax.Array, chosen: Sequence[int], dtype) -> jax.Array:
+    """Bytes of a word, the lowest first; 4 is a byte of zeros, 8 + i has i's sign."""
+    selector = sum(choice << 4 * i for i, choice in enumerate(chosen))
+    (permuted,) = assemble(f"prmt.b32 $0, $1, 0, {selector};", [word], jnp.int32)
+    return jax.lax.bitcast_convert_type(permuted, dtype)
 
 
 def assemble(instructions: str, args: Sequence[jax.Array], dtype) -> list[jax.Array]:

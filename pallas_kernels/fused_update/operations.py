@@ -77,5 +77,39 @@ def keep_nan(x: jax.Array) -> jax.Array:
     return bits & jnp.uint32(~_MAGNITUDE & 0xFFFFFFFF) | magnitude
 
 
+@_operation
+def pattern_with_one_nan(x: jax.Array) -> jax.Array:
+    """The float32's pattern, as uint32; that of every NaN is 0x7FC00000.
+
+    >>> hex(pattern_with_one_nan(-jnp.float32(jnp.nan)))
+    '0x7fc00000'
+    """
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    return jnp.where(jnp.isnan(x), jnp.uint32(NAN << 16), bits)
+
+
+@_operation
+def ordered_pattern(x: jax.Array) -> jax.Array:
+    """The float32's pattern as int32; every NaN's is above infinity's.
+
+    >>> hex(ordered_pattern(-jnp.float32(jnp.nan)))
+    '0x7fc00000'
+    """
+    pattern = lax.bitcast_convert_type(x, jnp.int32)
+    return jnp.where(jnp.isnan(x), jnp.int32(NAN << 16), pattern)
+
+
+@_operation
+def reverse_bytes(words: jax.Array) -> jax.Array:
+    """The bytes of uint32 words in the opposite order.
+
+    >>> hex(reverse_bytes(jnp.uint32(0x12345678)))
+    '0x78563412'
+    """
+    low = jnp.uint32(0x00FF00FF)
+    words = (words & low) << jnp.uint32(8) | words >> jnp.uint32(8) & low
+    return words << jnp.uint32(16) | words >> jnp.uint32(16)
+
+
 def _bits(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)

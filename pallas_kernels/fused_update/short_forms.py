@@ -8,7 +8,8 @@ less of a maximum with a constant that is not small. Results are as precise as T
 (2 units in the last place), but the root of a subnormal number is 0.
 
 **Bytes.** Four fields of 8 bits, each shifted and masked and then shifted to its place,
-are a word after three permutations of bytes, and one extends the sign of such a field.
+are a word after three permutations of bytes. One extends the sign of such a field, or
+moves it to another place. One mask serves all four.
 
 **Operations by name**, of :mod:`.operations`, and the widening of bfloat16.
 """
@@ -31,6 +32,9 @@ _OPERATIONS = {
     operations.PREFIX + "round_to_bfloat16": instructions.round_to_bfloat16,
     operations.PREFIX + "unless_rounded": instructions.unless_rounded,
     operations.PREFIX + "keep_nan": instructions.keep_nan,
+    operations.PREFIX + "pattern_with_one_nan": instructions.pattern_with_one_nan,
+    operations.PREFIX + "ordered_pattern": instructions.ordered_pattern,
+    operations.PREFIX + "reverse_bytes": instructions.reverse_bytes,
 }
 
 
@@ -168,11 +172,34 @@ class _Evaluation:
                 return [
                     instructions.signed_byte(byte.word, byte.number, 3 - place // 8)
                 ]
+        if eqn.primitive in (p.and_p, p.shift_left_p):
+            moved = self._of_byte(eqn)
+            if moved is not None:
+                return [moved]
+        if eqn.primitive is p.shift_right_logical_p:
+            word = self._before_reversal(eqn.invars[0])
+            shift = self._constant(eqn.invars[1])
+            if word is not None and shift in (8, 16, 24):
+                return [instructions.reversed_and_shifted(word, int(shift) // 8)]
         if single and self._is_moderate(eqn, divisors):
             self._divisors.add(eqn.outvars[0])
         params = eqn.primitive.get_bind_params(eqn.params)
         results = eqn.primitive.bind(*inputs, **params)
         return results if eqn.primitive.multiple_results else [results]
+
+    def _of_byte(self, eqn) -> Byte | jax.Array | None:
+        """A field of 8 bits masked or shifted by a constant, or None."""
+        byte, number = self._given(eqn.invars[0]), self._constant(eqn.invars[1])
+        if not isinstance(byte, Byte) or not isinstance(number, int):
+            return None
+        if eqn.primitive is p.and_p and number < 256:
+            # One mask for the four bytes of a word.
+            return Byte(byte.word & jnp.uint32(number * 0x01010101), byte.number)
+        if eqn.primitive is p.shift_left_p and 0 < number < 24:
+            place, rest = divmod(number, 8)
+            placed = instructions.placed_byte(byte.word, byte.number, place)
+            return placed << jnp.uint32(rest) if rest else placed
+        return None
 
     def _with_sign_on_top(self, atom) -> Byte | None:
         """The byte of which this int32 is the highest and all else 0, or None."""
@@ -182,6 +209,15 @@ class _Evaluation:
         field = self._other_operand(converted.invars[0], p.shift_left_p, 24)
         given = None if field is None else self._given(field)
         return given if _is_byte(given) else None
+
+    def _before_reversal(self, atom):
+        """The words of which this has the bytes in opposite order, or None."""
+        eqn = self._call(atom)
+        if eqn is None or eqn.primitive is not p.jit_p:
+            return None
+        if eqn.params["name"] != operations.PREFIX + "reverse_bytes":
+            return None
+        return self.value(eqn.invars[0])
 
     def _is_moderate(self, eqn, divisors: list[bool]) -> bool:
         """Whether a sum or product is such that it may be divided by."""

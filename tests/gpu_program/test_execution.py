@@ -136,6 +136,21 @@ def test_the_first_step_of_adamw_has_the_same_bits(family, shape):
     assert_same_step(make, params, state, powers_of_two(params))
 
 
+def test_gradients_that_are_not_finite_have_the_same_bits_and_harm_nothing_else():
+    make = functools.partial(transformation, ADAMW, "lowbit 8")
+    params = {"kernel": normal(SHAPES["ragged"])}
+    grads = np.array(powers_of_two(params)["kernel"])
+    places = np.random.default_rng(1).choice(grads.size, 60, replace=False)
+    bad = np.float32([np.inf, -np.inf, np.nan, 2.0**100, -(2.0**63)])
+    grads.flat[places] = np.resize(bad, places.shape)
+    arguments = params, make("xla").init(params), {"kernel": jnp.asarray(grads)}
+    got = compiled(make(None), *arguments).run(*arguments)
+    assert_same_bits(got, jitted(make("xla"))(*arguments))
+    new = np.asarray(got[0]["kernel"]).astype(np.float32)
+    lost = np.setdiff1d(np.flatnonzero(~np.isfinite(new)), places)
+    assert lost.size == 0
+
+
 @each_shape
 @pytest.mark.parametrize("family", ["kahan", "lowbit 8", "lowbit 4"])
 def test_second_moments_have_the_same_bits(family, shape):

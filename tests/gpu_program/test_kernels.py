@@ -83,7 +83,7 @@ MOST_INSTRUCTIONS = {
 }
 """Per parameter, of AdamW."""
 
-MOST_OF_LOWBIT = 70
+MOST_OF_LOWBIT = 61
 """Of ``lowbit_adamw``. Memory allows about 85."""
 
 INSTRUCTIONS_A_SECOND = 132 * 4 * 32 * 1.98e9
@@ -173,7 +173,7 @@ def test_lowbit_adamw_moves_twelve_bytes_in_place():
     assert by_update.temporary <= 2.01
     kernel = step.fused
     assert kernel.spill_stores == kernel.static_shared == 0
-    assert kernel.registers <= 144  # seven blocks of 64 threads in a multiprocessor
+    assert kernel.registers <= 128  # eight blocks of 64 threads in a multiprocessor
     assert instructions_per_parameter(kernel, PARAMETERS) <= MOST_OF_LOWBIT
 
 
