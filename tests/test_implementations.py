@@ -305,11 +305,11 @@ def test_without_a_kernel_the_error_names_the_leaf_and_the_reason():
     [
         (
             block_quantized(8, block_size=128),
-            r"fields of \[8, 8, 5\] bits and blocks of 128 do not fit together",
+            r"fields of \[5, 8\] bits and blocks of \[128\] do not fit together",
         ),
         (
-            {"mu": block_quantized(8), "nu": block_quantized(8, block_size=64)},
-            r"moments have blocks of \[32, 64\]",
+            {"mu": block_quantized(8), "nu": block_quantized(8, block_size=128)},
+            r"fields of \[5, 8\] bits and blocks of \[32, 128\] do not fit",
         ),
     ],
     ids=["high blocks beside an odd width", "two sizes"],
@@ -344,6 +344,22 @@ def test_states_do_not_depend_on_the_implementation():
 def step_program(tx, params, grads):
     run = functools.partial(lowbit_optax.step, tx)
     return str(jax.make_jaxpr(run)(params, tx.init(params), grads))
+
+
+def test_blocks_of_two_sizes_share_a_kernel():
+    params = {"kernel": normal((128, 72))}
+    moments = {"mu": block_quantized(8), "nu": block_quantized(8, block_size=128)}
+    inner = optax.adamw(0.01, b1=0.5, b2=0.75, eps=0.0)
+    steps = [
+        lowbit(inner, moments=moments, implementation=implementation)
+        for implementation in ("xla", "pallas")
+    ]
+    (grads,) = dyadic_series(params, 1)
+    grads = jax.tree.map(lambda g: jnp.sign(g) * 0.25, grads)
+    got = [lowbit_optax.step(tx, params, tx.init(params), grads) for tx in steps]
+    assert_same_bits(*got)
+    # And a step can be printed: every operation of its kernel has its parameters.
+    assert "pallas_call" in step_program(steps[1], params, grads)
 
 
 def test_a_traced_step_leaves_the_choice_to_the_platform():

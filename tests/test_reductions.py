@@ -123,3 +123,28 @@ def test_clipping_by_the_norm_of_many_leaves(clip, scaled):
     got, want = new("pallas"), new("xla")
     jax.tree.map(np.testing.assert_array_equal, got, want)
     assert all(np.all(x < 0) for x in jax.tree.leaves(got))
+
+
+@EACH
+def test_reductions_are_batched_and_differentiated(implementation):
+    xs = [integers((3, 40), seed) for seed in range(2)]
+    reduce = functools.partial(sums_of_squares, implementation=implementation)
+    want = np.stack([np.sum(np.square(x), axis=1) for x in xs], axis=1)
+    np.testing.assert_array_equal(jax.vmap(reduce)(xs), want)
+    gradient = jax.grad(lambda xs: jnp.sum(reduce(xs)))(xs)
+    for got, x in zip(gradient, xs, strict=True):
+        np.testing.assert_array_equal(got, 2 * x)
+
+
+def test_steps_with_clipping_are_batched():
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.5))
+    tx = lowbit_optax.lowbit(inner)
+    params = {str(i): integers((2, 9, 5), i, jnp.bfloat16) for i in range(9)}
+    state = jax.vmap(tx.init)(params)
+    step = lambda *args: lowbit_optax.step(tx, *args)
+    got, _ = jax.jit(jax.vmap(step))(params, state, params)
+    for n in range(2):
+        one = jax.tree.map(lambda x, n=n: x[n], params)
+        want, _ = jax.jit(step)(one, tx.init(one), one)
+        for name in params:
+            np.testing.assert_array_equal(got[name][n], want[name])

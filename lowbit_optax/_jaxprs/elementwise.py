@@ -23,7 +23,7 @@ from jax import lax
 from jax.extend.core import primitives as p
 
 from lowbit_optax._jaxprs.graph import Graph
-from lowbit_optax._jaxprs.nodes import Call, Node, is_constant_number
+from lowbit_optax._jaxprs.nodes import Call, Node, is_constant_number, params_of
 
 _ELEMENTWISE = frozenset(
     {
@@ -268,7 +268,8 @@ class _ProgramBuilder:
             return self.ref(operands[0])
         if primitive is p.div_p and _is_float_scalar(operands[1]):
             inverse = self._scalars.inverse(operands[1])
-            return self._append(p.mul_p, {}, [self.ref(operands[0]), inverse])
+            factors = [self.ref(operands[0]), inverse]
+            return self._append(p.mul_p, params_of(lax.mul), factors)
         if primitive in (p.add_p, p.add_jaxvals_p) and any(map(_is_zero, operands)):
             return self.ref(operands[0] if _is_zero(operands[1]) else operands[1])
         if primitive is p.add_p:

@@ -7,6 +7,7 @@ choice, a function that is given to :func:`inline`.
 """
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -126,6 +127,17 @@ def bind(call: Call, operands: Sequence) -> Sequence:
     params = call.primitive.get_bind_params(call.params)
     results = call.primitive.bind(*operands, **params)
     return results if call.primitive.multiple_results else [results]
+
+
+@functools.cache
+def params_of(function: Callable) -> dict[str, typing.Any]:
+    """The parameters with which JAX binds the only primitive of ``function(x, y)``.
+
+    They differ between versions of JAX.
+    """
+    x = jax.ShapeDtypeStruct((), "float32")
+    (equation,) = jax.make_jaxpr(function)(x, x).jaxpr.eqns
+    return equation.params
 
 
 def as_closed_jaxpr(jaxpr) -> core.ClosedJaxpr:

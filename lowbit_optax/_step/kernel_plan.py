@@ -14,12 +14,13 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 from jax.extend.core.primitives import add_p
 
 from lowbit_optax._jaxprs import elementwise
 from lowbit_optax._jaxprs.elementwise import NotElementwise, Scalars
 from lowbit_optax._jaxprs.graph import Graph
-from lowbit_optax._jaxprs.nodes import Node
+from lowbit_optax._jaxprs.nodes import Node, params_of
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._step import trees
 from lowbit_optax._step.body import LeafBody
@@ -189,8 +190,8 @@ class _Planner:
         adds_update = self._landing.is_direct if format_ is None else format_.stores_sum
         result = update
         if adds_update:
-            sums = self._scalars.graph.call(add_p, {}, [master, update], [master.aval])
-            (result,) = sums
+            graph, terms = self._scalars.graph, [master, update]
+            (result,) = graph.call(add_p, params_of(lax.add), terms, [master.aval])
         outputs = [result, *(nodes.new_state[s] for s in slots)]
         for node in outputs:
             _check_result(node, leaf.shape)
@@ -246,7 +247,7 @@ def _check_leaf(leaf, is_packed: bool) -> None:
 
 def _check_fields(body: LeafBody) -> None:
     """Raise unless a kernel can walk over words and blocks together."""
-    packed, sizes = body.packed, body.maxima
+    packed, sizes = sorted(set(body.packed)), sorted(set(body.maxima))
     if not has_tiling(packed, sizes):
         raise NotElementwise(
             f"its fields of {packed} bits and blocks of {sizes} do not fit together"

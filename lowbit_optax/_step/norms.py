@@ -52,14 +52,14 @@ def sums_of_gradients(
     return dict(zip(found, sums, strict=True))
 
 
-def _calls(wanted: Sequence[Node]) -> set[Call]:
-    """What the wanted nodes are computed by."""
-    calls: set[Call] = set()
+def _calls(wanted: Sequence[Node]) -> dict[Call, None]:
+    """What the wanted nodes are computed by, always in the same order."""
+    calls: dict[Call, None] = {}
     waiting = list(wanted)
     while waiting:
         call = waiting.pop().call
         if call is not None and call not in calls:
-            calls.add(call)
+            calls[call] = None
             waiting.extend(call.inputs)
     return calls
 

@@ -3,18 +3,18 @@
 import functools
 import math
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_batching import custom_vmap
 
 from pallas_kernels.fused_update import sharded, triton, xla
 from pallas_kernels.fused_update.spec import BlockBody, Body, Leaf, Operand, Result
 from pallas_kernels.fused_update.tiling import MAX_ELEMENTS, has_tiling
 from pallas_kernels.layout import check_block_size, layout_of
 from pallas_kernels.platforms import is_elsewhere
+from pallas_kernels.transforms import transformable
 
 Implementation = typing.Literal["xla", "pallas", "triton"] | None
 
@@ -212,7 +212,7 @@ def _choose(implementation: Implementation, kernel, reference, leaves, shared, s
     def by_kernel(interpret, *args):
         run = lambda shards, shared: kernel(shards, shared, interpret)
         call = lambda *args: sharded.over_shards(run, leaves, len(shared), args)
-        return _transformable(call, reference)(*args)
+        return transformable(call, reference)(*args)
 
     if implementation == "triton":
         return by_kernel(False, *arguments)
@@ -238,28 +238,6 @@ def _refusal(leaves: Sequence[Leaf], size: int) -> str | None:
                 "64, or multiples of 4 bits"
             )
     return None
-
-
-def _transformable(kernel: Callable, reference: Callable) -> Callable:
-    """The kernel, with the reference's derivatives and batches."""
-
-    @custom_vmap
-    def run(*args):
-        return kernel(*args)
-
-    @run.def_vmap
-    def _(axis_size, batched, *args):
-        axes = [0 if each else None for each in batched]
-        out = jax.vmap(reference, in_axes=axes, axis_size=axis_size)(*args)
-        return out, [True] * len(out)
-
-    differentiable = jax.custom_jvp(lambda *args: run(*args))
-
-    @differentiable.defjvp
-    def _(primals, tangents):
-        return jax.jvp(lambda *args: reference(*args), primals, tangents)
-
-    return differentiable
 
 
 def _check(leaf: Leaf) -> None:

@@ -12,6 +12,7 @@ from pallas_kernels.fused_update.tiling import MAX_ELEMENTS
 from pallas_kernels.platforms import is_elsewhere
 from pallas_kernels.reductions import sharded, triton
 from pallas_kernels.reductions.kinds import LARGEST, SQUARES, Kind
+from pallas_kernels.transforms import transformable
 
 MIN_ARRAYS = 8
 """For fewer arrays XLA's own reductions are hardly more kernels."""
@@ -84,7 +85,7 @@ def _reduced(kind: Kind, arrays, factor, implementation: Implementation) -> jax.
     def kernel(interpret: bool) -> Callable:
         local = functools.partial(triton.reduce, kind, len(given), interpret=interpret)
         call = functools.partial(sharded.over_shards, local, kind, len(given))
-        return lambda *args: call(args)
+        return transformable(lambda *args: call(args), reference)
 
     if implementation == "triton":
         return kernel(False)(*given, *arrays)
