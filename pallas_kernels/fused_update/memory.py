@@ -83,7 +83,7 @@ class OneLeaf:
         """See :class:`Memory`."""
         for a, value in new:
             if self.interpret:
-                a, value = _as_the_first(a, value)
+                a, value = _existing(a, value)
             triton.store(a.of(self.results), value, mask=a.mask)
 
 
@@ -137,18 +137,19 @@ class OneOfMany:
         )
 
 
-def _as_the_first(access: Access, value: jax.Array) -> tuple[Access, jax.Array]:
-    """The same store, where elements that do not exist are the first one once more.
+def _existing(access: Access, value: jax.Array) -> tuple[Access, jax.Array]:
+    """The same store, where elements that do not exist are the first that does.
 
     Interpreted, a store writes what it has read where the mask is off. There it would
     undo what others write to the same place: elements beyond the end of a row have the
-    offsets of the next. The first element exists if any does.
+    offsets of the next.
     """
     if access.mask is None:
         return access, value
     mask = jnp.broadcast_to(access.mask, value.shape)
     offset = jnp.broadcast_to(access.offset, value.shape)
-    first = lambda x: jnp.broadcast_to(x.reshape(-1)[0], x.shape)
+    place = jnp.argmax(mask.reshape(-1))
+    first = lambda x: jnp.broadcast_to(x.reshape(-1)[place], x.shape)
     value, offset = (jnp.where(mask, x, first(x)) for x in (value, offset))
     return dataclasses.replace(access, offset=offset, mask=first(mask)), value
 

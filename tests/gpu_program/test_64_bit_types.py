@@ -17,6 +17,7 @@ if missing_tools():
 PARAMS = {
     "matrix": leaf(512, 512),
     "bias": leaf(512),
+    "another bias": leaf(256),
     "norm": leaf(768, dtype=jnp.float32),
 }
 
