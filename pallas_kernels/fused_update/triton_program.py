@@ -156,7 +156,7 @@ class _ChunkUpdate:
                 loaded |= self._load(self._plain([row]))
             new = run(self._values(row, loaded), self._program.scalars, row.index)
             stores += self._stores(row, new)
-            if not self._at_once:
+            if not memory.has_branches:
                 memory.store(stores)
                 stores = []
         memory.store([*stores, *(s for x in _packed(self._writes) for s in x.finish())])
