@@ -65,8 +65,11 @@ def can_share(shards: Sequence[Shard]) -> bool:
     (first, *_) = tilings
     if all(tiling.is_flat for tiling in tilings):
         return True
-    # Each step of a loop would load and store by branches.
-    return first.chunk_rows == first.lane_rows and all(t == first for t in tilings)
+    # Each step of a loop would load and store by branches. Of values that come out of
+    # branches Triton cannot compile layouts that blocks of two sizes need ("requires
+    # the same encoding for all operands and results").
+    is_simple = first.chunk_rows == first.lane_rows and len(first.block_sizes) < 2
+    return is_simple and all(tiling == first for tiling in tilings)
 
 
 def update(

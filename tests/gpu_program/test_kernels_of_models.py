@@ -19,6 +19,7 @@ from tools.gpu_program.steps import (
     bytes_of_accesses,
     gpt2,
     leaf,
+    lower_lpmm_step,
     lower_step,
     resnet18,
 )
@@ -113,6 +114,19 @@ def test_twelve_equal_leaves_run_the_instructions_of_one():
     assert set(accesses) <= {16, 32, 64, 128}
     # Besides scales, of 2 bytes each, and the table of scalars.
     assert accesses[64] + accesses[128] >= 6 * 32
+
+
+@pytest.mark.parametrize(("name", "kernels"), [("lpmm_adam", 3), ("lpmm_sgd", 1)])
+def test_equal_quantised_leaves_share_a_kernel_if_their_blocks_have_one_size(
+    name, kernels
+):
+    # Adam's second moments have small blocks, with which no kernel over many leaves
+    # would compile.
+    options = {"momentum": 0.9} if name == "lpmm_sgd" else {}
+    tx = getattr(lowbit_optax, name)(1e-3, **options)
+    step = lower_lpmm_step(tx, [leaf(96, 256)] * 3)
+    assert step.fused_launches == kernels
+    assert step.in_place
 
 
 @each_optimizer
