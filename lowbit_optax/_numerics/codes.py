@@ -209,7 +209,12 @@ def bits_of(x: jax.Array) -> jax.Array:
 
 
 def float_of(pattern: jax.Array) -> jax.Array:
-    """The float32 numbers of 32-bit patterns."""
+    """The float32 numbers that int32 or uint32 bit patterns stand for.
+
+    >>> import jax.numpy as jnp
+    >>> float(float_of(jnp.uint32(0x3F800000)))
+    1.0
+    """
     return lax.bitcast_convert_type(pattern, jnp.float32)
 
 
@@ -266,5 +271,10 @@ def rounding_thresholds(words: jax.Array | None) -> jax.Array:
 
 
 def as_fields(numbers: jax.Array) -> jax.Array:
-    """Non-negative int32 numbers as uint32."""
+    """Non-negative int32 numbers as uint32 fields, without a conversion.
+
+    >>> import jax.numpy as jnp
+    >>> as_fields(jnp.int32(7)).dtype
+    dtype('uint32')
+    """
     return lax.bitcast_convert_type(numbers, jnp.uint32)

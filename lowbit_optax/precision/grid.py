@@ -124,7 +124,12 @@ def round_to_grid(
 
 
 def bits_of(x: jax.Array) -> jax.Array:
-    """float32's pattern, uint32."""
+    """The bit patterns of float32 numbers, as uint32.
+
+    >>> import jax.numpy as jnp
+    >>> hex(bits_of(jnp.float32(1)))
+    '0x3f800000'
+    """
     return lax.bitcast_convert_type(x, jnp.uint32)
 
 

@@ -107,7 +107,7 @@ def ordered_pattern(x: jax.Array) -> jax.Array:
 
 
 def reverse_bytes(word: jax.Array) -> jax.Array:
-    """See :func:`.operations.reverse_bytes`."""
+    """See :func:`.operations.reverse_bytes`; one permutation of bytes (``prmt``)."""
     return reversed_and_shifted(word, 0)
 
 

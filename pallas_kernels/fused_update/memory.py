@@ -45,7 +45,11 @@ class Access:
 
 
 class Memory(typing.Protocol):
-    """The arrays of a program's leaf."""
+    """The arrays of the leaf that a program updates, as it loads and stores them.
+
+    :class:`OneLeaf` has the arrays themselves, :class:`OneOfMany` a choice among those
+    of many leaves. What runs between loads and stores does not depend on which.
+    """
 
     has_branches: typing.ClassVar[bool]
     """Whether each load and each store takes branches, so that it should do much."""
