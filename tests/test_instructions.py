@@ -11,10 +11,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.fused_update import instructions, operations
-from pallas_kernels.fused_update.short_forms import Byte, with_short_forms
+from pallas_kernels.fused_update import operations
+from pallas_kernels.fused_update.short_forms import Byte
+from pallas_kernels.fused_update.short_forms import with_short_forms as by_instructions
+from pallas_kernels.fused_update.triton_instructions import INSTRUCTIONS as instructions
 
 U32 = np.uint32
+
+
+def with_short_forms(function):
+    return by_instructions(function, instructions)
 
 
 def convert_pair(high, low):

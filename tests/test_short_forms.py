@@ -9,10 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.fused_update.short_forms import Byte, with_short_forms
+from pallas_kernels.fused_update.short_forms import Byte
+from pallas_kernels.fused_update.short_forms import with_short_forms as by_instructions
+from pallas_kernels.fused_update.triton_instructions import INSTRUCTIONS
 
 X = jnp.linspace(0.5, 2, 8)
 WORDS = jnp.uint32([0x12345678, 0xFEDCBA98])
+
+
+def with_short_forms(function, bytes_=()):
+    return by_instructions(function, INSTRUCTIONS, bytes_)
 
 
 def operations(function, *args):

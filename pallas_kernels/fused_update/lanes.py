@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.bitfields.fields import period
+from pallas_kernels.fused_update.arrangement import Arrangement
 from pallas_kernels.fused_update.tiling import Tiling
 from pallas_kernels.layout import (
     FOLD,
@@ -24,18 +25,23 @@ class FlatLanes:
     """One program's lanes of a flat tiling.
 
     Args:
-      tiling: static description.
+      arrangement: of the lanes in arrays.
       first: int32 vector, offsets of row 0.
       index: uint32 vector, indices of row 0.
       size: int32 scalar, how many elements there are; None if the tiling has as many.
     """
 
-    tiling: Tiling
+    arrangement: Arrangement
     first: jax.Array
     index: jax.Array
     size: jax.Array | None = None
 
     inside: typing.ClassVar[None] = None
+
+    @property
+    def tiling(self) -> Tiling:
+        """Static description."""
+        return self.arrangement.tiling
 
     def offset(self, start: jax.Array, row: int) -> jax.Array:
         """Where the elements of the row ``start + row`` are."""
@@ -61,10 +67,10 @@ class FlatLanes:
 class TiledLanes:
     """One program's lanes of a tiling by tiles.
 
-    Arrays are of ``tiling.lanes_shape``, or broadcast to it.
+    Arrays have an element per lane, or broadcast to that.
 
     Args:
-      tiling: static description.
+      arrangement: of the lanes in arrays.
       first: int32, offsets of row 0.
       index: uint32, indices of row 0.
       lead, row, column: int32, places of row 0: which matrix, which row of it, and
@@ -73,7 +79,7 @@ class TiledLanes:
       blocks: places of their largest blocks.
     """
 
-    tiling: Tiling
+    arrangement: Arrangement
     first: jax.Array
     index: jax.Array
     lead: jax.Array
@@ -81,6 +87,11 @@ class TiledLanes:
     column: jax.Array
     inside: jax.Array | None
     blocks: "_LargestBlocks"
+
+    @property
+    def tiling(self) -> Tiling:
+        """Static description."""
+        return self.arrangement.tiling
 
     def blocks_of(self, block_size: int) -> "BlockPlaces":
         """The places of their blocks of a size."""
@@ -96,7 +107,7 @@ class TiledLanes:
         """Where the lane's word ``start + word`` is, of fields of ``bits`` bits."""
         tiling = self.tiling
         rows = tiling.word_rows(bits)
-        row = _expanded(self._word_row(bits) + start, tiling)
+        row = self.arrangement.spread(self._word_row(bits) + start)
         row = self.lead * jnp.int32(rows) + row
         first = row * jnp.int32(tiling.row_stride) + self.column
         first = _bounded(first, tiling.lead * rows * tiling.row_stride)
@@ -109,7 +120,7 @@ class TiledLanes:
         if tiling.steps * tiling.step_rows * bits == rows * 32:
             return self.inside
         exists = self._word_row(bits) + word < jnp.int32(rows)
-        return _both(self.inside, exists, tiling)
+        return _both(self.inside, exists, self.arrangement)
 
     def _word_row(self, bits: int) -> jax.Array:
         """Which row of words the lane's first is in."""
@@ -132,34 +143,40 @@ class TiledLanes:
             length = tiling.shape[-1]
             if length % (FOLD * tiling.step_rows) == 0:
                 return self.inside
-            place = _expanded(row_of_matrix * jnp.int32(FOLD), tiling) + self.column
-            return _both(self.inside, place < jnp.int32(length), tiling)
+            first = self.arrangement.spread(row_of_matrix * jnp.int32(FOLD))
+            exists = first + self.column < jnp.int32(length)
+            return _both(self.inside, exists, self.arrangement)
         if tiling.rows % tiling.step_rows == 0:
             return self.inside
-        return _both(self.inside, row_of_matrix < jnp.int32(tiling.rows), tiling)
+        exists = row_of_matrix < jnp.int32(tiling.rows)
+        return _both(self.inside, exists, self.arrangement)
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockPlaces:
     """Where the blocks of a program's lanes are in arrays with one element per block.
 
-    Arrays are [largest blocks], or [largest blocks, parts] for smaller blocks, or
-    broadcast to that.
+    Arrays are of the largest blocks, or of their parts; or they broadcast to that.
 
     Args:
-      tiling: static description.
+      arrangement: of the lanes in arrays.
       block_size: elements of a block.
       lead, row, place: int32: which matrix, which row of blocks of it, and where among
         the blocks of a row.
       inside: bool, or None where every block exists in row 0.
     """
 
-    tiling: Tiling
+    arrangement: Arrangement
     block_size: int
     lead: jax.Array
     row: jax.Array
     place: jax.Array
     inside: jax.Array | None
+
+    @property
+    def tiling(self) -> Tiling:
+        """Static description."""
+        return self.arrangement.tiling
 
     def offset(self, chunk: jax.Array) -> jax.Array:
         """Where the blocks are that a chunk of rows crosses."""
@@ -178,12 +195,7 @@ class BlockPlaces:
 
     def maxima(self, x: jax.Array) -> jax.Array:
         """The maximum over each block of an array of the program's lanes."""
-        x, parts = jnp.max(x, axis=-1), self.tiling.block_size // self.block_size
-        if x.ndim == 1 or parts == self.tiling.tiles:
-            return x
-        if parts > 1:
-            x = x.reshape(x.shape[0], parts, -1)
-        return jnp.max(x, axis=-1)
+        return self.arrangement.maxima(x, self.tiling.block_size // self.block_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,13 +203,13 @@ class _LargestBlocks:
     """The largest blocks of a program's lanes.
 
     Args:
-      tiling: static description.
-      lead, step, piece, block: int32 scalars or vectors: which matrix, which step down
-        its rows, which piece of the row, and which block of the piece.
-      inside: bool vector, or None where all blocks exist.
+      arrangement: of the lanes in arrays.
+      lead, step, piece, block: int32 scalars or of blocks: which matrix, which step
+        down its rows, which piece of the row, and which block of the piece.
+      inside: bool of blocks, or None where all exist.
     """
 
-    tiling: Tiling
+    arrangement: Arrangement
     lead: jax.Array
     step: jax.Array
     piece: jax.Array
@@ -206,18 +218,17 @@ class _LargestBlocks:
 
     def parts(self, block_size: int) -> BlockPlaces:
         """The places of the blocks of a size, into which the largest are divided."""
-        tiling = self.tiling
+        arrangement, tiling = self.arrangement, self.arrangement.tiling
         height, width = block_shape(block_size)
         blocks = jnp.int32(tiling.blocks_of(block_size))
         row = self.step * jnp.int32(tiling.step_rows // height)
         if block_size == tiling.block_size:
             place = self.piece * blocks + self.block
-            return BlockPlaces(tiling, block_size, self.lead, row, place, self.inside)
+            lead, inside = self.lead, self.inside
+            return BlockPlaces(arrangement, block_size, lead, row, place, inside)
         count = tiling.block_size // block_size
-        part_row, part_column = _z_order(
-            lax.broadcasted_iota(jnp.int32, (1, count), 1), height == width
-        )
-        each = lambda x: x[:, None] if x.ndim else x
+        part_row, part_column = _z_order(arrangement.parts(count), height == width)
+        each = arrangement.over_parts
         column = each(self.block) * jnp.int32(tiling.block_shape[1] // width)
         column = column + part_column
         there = None if self.inside is None else each(self.inside)
@@ -230,7 +241,7 @@ class _LargestBlocks:
         if there is not None:
             there = jnp.broadcast_to(there, column.shape)
         return BlockPlaces(
-            tiling,
+            arrangement,
             block_size,
             lead=each(self.lead),
             row=each(row) + part_row,
@@ -243,78 +254,70 @@ Lanes = FlatLanes | TiledLanes
 
 
 def lanes_of(
-    tiling: Tiling, program: jax.Array, base: jax.Array, size: jax.Array | None = None
+    arrangement: Arrangement,
+    program: jax.Array,
+    base: jax.Array,
+    size: jax.Array | None = None,
 ) -> Lanes:
     """The lanes of one program.
 
     Args:
-      tiling: of the array.
+      arrangement: of the lanes in arrays.
       program: int32 scalar, which program.
       base: uint32 scalar, index of the array's first element.
       size: int32 scalar, the array's elements if they are fewer than a flat tiling's.
     """
-    shape = tiling.lanes_shape
+    tiling = arrangement.tiling
     if tiling.is_flat:
         first = program * jnp.int32(tiling.flat_width * tiling.lane_rows)
-        first = first + lax.iota(jnp.int32, tiling.flat_width)
-        return FlatLanes(tiling, first, first.astype(jnp.uint32) + base, size)
-    count, columns = tiling.pieces
-    start = lax.iota(jnp.int32, shape[0])
-    number = program * jnp.int32(shape[0]) + start
-    if tiling.blocks % shape[0] == 0:
+        first = first + arrangement.flat()
+        return FlatLanes(arrangement, first, first.astype(jnp.uint32) + base, size)
+    (count, columns), at_once = tiling.pieces, tiling.blocks_at_once
+    start = arrangement.blocks()
+    number = program * jnp.int32(at_once) + start
+    if tiling.blocks % at_once == 0:
         # The program's blocks are in one row: most of its numbers are scalars.
-        programs = tiling.blocks // shape[0]
-        block = _rem(program, programs) * jnp.int32(shape[0]) + start
+        programs = tiling.blocks // at_once
+        block = _rem(program, programs) * jnp.int32(at_once) + start
         rest, inside = _div(program, programs), None
     else:
         block, rest = _rem(number, tiling.blocks), _div(number, tiling.blocks)
-        is_even = tiling.all_blocks % shape[0] == 0
+        is_even = tiling.all_blocks % at_once == 0
         inside = None if is_even else number < jnp.int32(tiling.all_blocks)
     piece, rest = _rem(rest, count), _div(rest, count)
     step, lead = _rem(rest, tiling.steps), _div(rest, tiling.steps)
-    row, in_piece = _tiles(tiling, step, block)
-    column = _expanded(piece * jnp.int32(columns), tiling) + in_piece
-    lanes_inside = None if inside is None else expand_blocks(inside, tiling)
+    row, in_piece = _tiles(arrangement, step, block)
+    spread = arrangement.spread
+    column = spread(piece * jnp.int32(columns)) + in_piece
+    lanes_inside = None if inside is None else arrangement.expand(inside)
     if tiling.blocks * tiling.block_shape[1] != columns:
-        lanes_inside = _both(lanes_inside, in_piece < jnp.int32(columns), tiling)
-    first = _expanded(lead * jnp.int32(tiling.lead_stride), tiling)
-    first = first + _expanded(row * jnp.int32(tiling.row_stride), tiling)
+        lanes_inside = _both(lanes_inside, in_piece < jnp.int32(columns), arrangement)
+    first = spread(lead * jnp.int32(tiling.lead_stride))
+    first = first + spread(row * jnp.int32(tiling.row_stride))
     return TiledLanes(
-        tiling,
+        arrangement,
         first=first + column,
-        index=base + _index(tiling, lead, row, piece, in_piece),
-        lead=_expanded(lead, tiling),
+        index=base + _index(arrangement, lead, row, piece, in_piece),
+        lead=spread(lead),
         row=row,
         column=column,
         inside=lanes_inside,
-        blocks=_LargestBlocks(tiling, lead, step, piece, block, inside),
+        blocks=_LargestBlocks(arrangement, lead, step, piece, block, inside),
     )
 
 
-def expand_blocks(x: jax.Array, tiling: Tiling) -> jax.Array:
-    """An array [largest blocks] or [largest blocks, parts], for each of the lanes."""
-    shape = tiling.lanes_shape
-    has_parts = x.ndim == 2 < len(shape)
-    if has_parts and x.shape[1] not in (1, tiling.tiles):
-        runs = (*x.shape, tiling.tiles // x.shape[1], shape[-1])
-        return jnp.broadcast_to(x[:, :, None, None], runs).reshape(shape)
-    return jnp.broadcast_to(_expanded(x, tiling), shape)
-
-
-def _tiles(tiling: Tiling, step, block) -> tuple[jax.Array, jax.Array]:
+def _tiles(arrangement: Arrangement, step, block) -> tuple[jax.Array, jax.Array]:
     """The first rows of the lanes, and their columns within their piece of a row."""
-    shape = tiling.lanes_shape
+    tiling, spread = arrangement.tiling, arrangement.spread
     height, width = tiling.block_shape
     row = step * jnp.int32(tiling.step_rows)
-    column = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
-    first = _expanded(block * jnp.int32(width), tiling)
+    first = spread(block * jnp.int32(width))
     if tiling.tiles > 1:
-        tile = lax.broadcasted_iota(jnp.int32, (1, tiling.tiles, 1), 1)
-        tile_row, tile_column = _z_order(tile, False)
+        tile_row, tile_column = _z_order(arrangement.tiles(), False)
         first = first + tile_column * jnp.int32(TILE_COLUMNS)
         if height > TILE_ROWS:
-            row = _expanded(row, tiling) + tile_row * jnp.int32(TILE_ROWS)
-    return row, first + column
+            row = spread(row) + tile_row * jnp.int32(TILE_ROWS)
+    return row, first + arrangement.columns()
 
 
 def _z_order(number: jax.Array, row_first: bool) -> tuple[jax.Array, jax.Array]:
@@ -332,8 +335,9 @@ def _z_order(number: jax.Array, row_first: bool) -> tuple[jax.Array, jax.Array]:
     return row, column
 
 
-def _index(tiling: Tiling, lead, row, piece, column) -> jax.Array:
+def _index(arrangement: Arrangement, lead, row, piece, column) -> jax.Array:
     """The index in the leaf, from the shard's first element, of places in the shard."""
+    tiling = arrangement.tiling
 
     def part(axis, coordinate):
         return coordinate.astype(jnp.uint32) * jnp.uint32(tiling.index_stride(axis))
@@ -348,7 +352,7 @@ def _index(tiling: Tiling, lead, row, piece, column) -> jax.Array:
         total = total + _spread(
             tiling, range(row_axis + 1, len(tiling.shape) - 1), piece
         )
-    total = _expanded(total, tiling) + _expanded(in_rows, tiling)
+    total = arrangement.spread(total) + arrangement.spread(in_rows)
     return total + column.astype(jnp.uint32)
 
 
@@ -364,16 +368,11 @@ def _spread(tiling: Tiling, axes: range, number: jax.Array) -> jax.Array:
     return total
 
 
-def _expanded(x: jax.Array, tiling: Tiling) -> jax.Array:
-    """An array [largest blocks], so that it broadcasts to lanes."""
-    if not x.ndim:
-        return x
-    return x.reshape(*x.shape, *[1] * (len(tiling.lanes_shape) - x.ndim))
-
-
-def _both(inside: jax.Array | None, other: jax.Array, tiling: Tiling) -> jax.Array:
+def _both(
+    inside: jax.Array | None, other: jax.Array, arrangement: Arrangement
+) -> jax.Array:
     """The lanes of which both masks hold; None holds of all."""
-    other = expand_blocks(other, tiling)
+    other = arrangement.expand(other)
     return other if inside is None else other & inside
 
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton
 
-from pallas_kernels.fused_update.instructions import opaque
+from pallas_kernels.fused_update.triton_instructions import INSTRUCTIONS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +137,8 @@ class OneOfMany:
             return tuple(values)
         least = min(range(len(values)), key=lambda i: values[i].size)
         return tuple(
-            opaque(x, number) if i == least else x for i, x in enumerate(values)
+            INSTRUCTIONS.opaque(x, number) if i == least else x
+            for i, x in enumerate(values)
         )
 
 

@@ -1,4 +1,4 @@
-"""Shorter machine code for operations for which Triton takes several instructions.
+"""Shorter machine code for operations for which launchers take several instructions.
 
 **Roots, and quotients by them.** Triton's root of a float32 takes four instructions and
 its quotient eight, because both also work near the ends of float32's range. Three kinds
@@ -24,18 +24,19 @@ from jax.extend import core
 from jax.extend.core import primitives as p
 
 from pallas_kernels.bitfields.fields import get_field
-from pallas_kernels.fused_update import instructions, operations
+from pallas_kernels.fused_update import operations
+from pallas_kernels.fused_update.instructions import Instructions
 
 _ADDITIONS = (p.add_p, p.add_jaxvals_p)
 _SMALLEST = 2.0**-126  # float32's smallest normal number
-_OPERATIONS = {
-    operations.PREFIX + "round_to_bfloat16": instructions.round_to_bfloat16,
-    operations.PREFIX + "unless_rounded": instructions.unless_rounded,
-    operations.PREFIX + "keep_nan": instructions.keep_nan,
-    operations.PREFIX + "pattern_with_one_nan": instructions.pattern_with_one_nan,
-    operations.PREFIX + "ordered_pattern": instructions.ordered_pattern,
-    operations.PREFIX + "reverse_bytes": instructions.reverse_bytes,
-}
+_OPERATIONS = (
+    "round_to_bfloat16",
+    "unless_rounded",
+    "keep_nan",
+    "pattern_with_one_nan",
+    "ordered_pattern",
+    "reverse_bytes",
+)
 
 
 @jax.tree_util.register_dataclass
@@ -51,11 +52,14 @@ class Byte:
         return get_field([self.word], self.number, 8)
 
 
-def with_short_forms(function: Callable, bytes_: Sequence[int] = ()) -> Callable:
-    """An elementwise function with shorter operations, for a kernel of Triton's.
+def with_short_forms(
+    function: Callable, instructions: Instructions, bytes_: Sequence[int] = ()
+) -> Callable:
+    """An elementwise function with shorter operations.
 
     Args:
       function: from trees of arrays to one.
+      instructions: of the kernel's launcher.
       bytes_: numbers of the results that are fields of 8 bits. They are returned as
         :class:`Byte`.
     """
@@ -70,7 +74,8 @@ def with_short_forms(function: Callable, bytes_: Sequence[int] = ()) -> Callable
                 lambda *flat: function(*structure.unflatten(flat)), return_shape=True
             )(*words)
         closed, shapes = traced[key]
-        evaluation = _Evaluation(closed, flat, [False] * len(flat))
+        divisors = [False] * len(flat)
+        evaluation = _Evaluation(closed, flat, divisors, instructions)
         results = [
             evaluation.byte(atom) if i in bytes_ else evaluation.value(atom)
             for i, atom in enumerate(evaluation.outputs)
@@ -80,21 +85,13 @@ def with_short_forms(function: Callable, bytes_: Sequence[int] = ()) -> Callable
     return run
 
 
-def put_bytes(fields: Sequence[Byte]) -> list[jax.Array]:
+def put_bytes(fields: Sequence[Byte], instructions: Instructions) -> list[jax.Array]:
     """Fields of 8 bits as words, the lowest first."""
-    words = []
-    for i in range(0, len(fields), 4):
-        a, b, c, d = fields[i : i + 4]
-        (word,) = instructions.assemble(
-            "{ .reg .b32 low, high;"
-            f" prmt.b32 low, $1, $2, {a.number + 16 * (4 + b.number)};"
-            f" prmt.b32 high, $3, $4, {c.number + 16 * (4 + d.number)};"
-            " prmt.b32 $0, low, high, 0x5410; }",
-            [a.word, b.word, c.word, d.word],
-            jnp.int32,
-        )
-        words.append(jax.lax.bitcast_convert_type(word, jnp.uint32))
-    return words
+    fours = (fields[i : i + 4] for i in range(0, len(fields), 4))
+    return [
+        instructions.put_bytes([x.word for x in four], [x.number for x in four])
+        for four in fours
+    ]
 
 
 class _Evaluation:
@@ -104,10 +101,17 @@ class _Evaluation:
       closed: the jaxpr.
       args: its arguments.
       are_divisors: which of them may be divided by without scaling.
+      instructions: of the kernel's launcher.
     """
 
-    def __init__(self, closed: core.ClosedJaxpr, args: list, are_divisors: list[bool]):
-        jaxpr = closed.jaxpr
+    def __init__(
+        self,
+        closed: core.ClosedJaxpr,
+        args: list,
+        are_divisors: list[bool],
+        instructions: Instructions,
+    ):
+        jaxpr, self._instructions = closed.jaxpr, instructions
         self.outputs = jaxpr.outvars
         self._known = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         self._known |= zip(jaxpr.invars, args, strict=True)
@@ -140,38 +144,37 @@ class _Evaluation:
         return Byte(self.value(word), shift // 8)
 
     def _results(self, eqn) -> list:
-        inputs = [self.value(atom) for atom in eqn.invars]
+        inputs, instructions = [self.value(x) for x in eqn.invars], self._instructions
         divisors = [self.is_divisor(atom) for atom in eqn.invars]
         single = eqn.outvars[0].aval.shape and all(
             atom.aval.dtype == jnp.float32 for atom in eqn.invars
         )
         if eqn.primitive is p.jit_p:
-            short = _OPERATIONS.get(eqn.params["name"])
-            if short is not None and _shape(eqn.outvars[0]):
-                return [short(*inputs)]
-            inner = _Evaluation(eqn.params["jaxpr"], inputs, divisors)
+            name = eqn.params["name"].removeprefix(operations.PREFIX)
+            if name in _OPERATIONS and _shape(eqn.outvars[0]):
+                return [getattr(instructions, name)(*inputs)]
+            jaxpr = eqn.params["jaxpr"]
+            inner = _Evaluation(jaxpr, inputs, divisors, instructions)
             pairs = zip(eqn.outvars, inner.outputs, strict=True)
             self._divisors |= {var for var, atom in pairs if inner.is_divisor(atom)}
             return [inner.value(atom) for atom in inner.outputs]
         if eqn.primitive is p.sqrt_p and single:
             self._divisors.add(eqn.outvars[0])
-            return instructions.assemble(
-                "sqrt.approx.ftz.f32 $0, $1;", inputs, jnp.float32
-            )
+            root = "sqrt.approx.ftz.f32 $0, $1;"
+            return [instructions.assemble(root, inputs, jnp.float32)]
         if eqn.primitive is p.div_p and single and divisors[1]:
             inverse = instructions.assemble(
                 "rcp.approx.ftz.f32 $0, $1;", inputs[1:], jnp.float32
             )
-            return [inputs[0] * inverse[0]]
+            return [inputs[0] * inverse]
         if eqn.primitive is p.convert_element_type_p and _widens_bfloat16(eqn):
             return [instructions.to_float32(inputs[0])]
         if eqn.primitive is p.shift_right_arithmetic_p:
             byte = self._with_sign_on_top(eqn.invars[0])
             place = self._constant(eqn.invars[1])
             if byte is not None and place in (0, 8, 16, 24):
-                return [
-                    instructions.signed_byte(byte.word, byte.number, 3 - place // 8)
-                ]
+                place = 3 - int(place) // 8
+                return [instructions.signed_byte(byte.word, byte.number, place)]
         if eqn.primitive in (p.and_p, p.shift_left_p):
             moved = self._of_byte(eqn)
             if moved is not None:
@@ -197,7 +200,7 @@ class _Evaluation:
             return Byte(byte.word & jnp.uint32(number * 0x01010101), byte.number)
         if eqn.primitive is p.shift_left_p and 0 < number < 24:
             place, rest = divmod(number, 8)
-            placed = instructions.placed_byte(byte.word, byte.number, place)
+            placed = self._instructions.placed_byte(byte.word, byte.number, place)
             return placed << jnp.uint32(rest) if rest else placed
         return None
 

@@ -8,9 +8,8 @@ There are two tilings:
   repeat only after so many). So a thread has all words of its fields, bit offsets are
   static, and it has whole tiles of :mod:`pallas_kernels.layout`, whose maxima need no
   other thread. Its loads and stores are 4 elements wide where the number of columns is
-  a multiple of 4. A program's lanes are an array [lanes, 4], or [blocks, tiles, 4]
-  where the largest blocks have several tiles. The tiles of a block are in Z-order:
-  every smaller block is then a run of them, so leaves may have blocks of several sizes.
+  a multiple of 4. The tiles of a block are in Z-order: every smaller block is then a
+  run of them, so leaves may have blocks of several sizes.
 
 Offsets into arrays are int32, so an array has fewer than 2^31 elements. The *index* of
 an element is its row-major place in the leaf, modulo 2^32. For a shard it is counted by
@@ -25,7 +24,6 @@ from collections.abc import Sequence
 from pallas_kernels.bitfields.fields import period
 from pallas_kernels.layout import (
     FOLD,
-    TILE_COLUMNS,
     TILE_ROWS,
     TILE_SIZE,
     Layout,
@@ -35,12 +33,6 @@ from pallas_kernels.layout import (
 )
 
 MAX_ELEMENTS = 2**31 - 1
-LANES = 64
-"""Lanes of a program of a tiled kernel: one per thread of two warps.
-
-Twice as many would fill a multiprocessor's registers less well, and small leaves would
-have too few programs.
-"""
 
 
 def has_tiling(packed: Sequence[int], block_sizes: Sequence[int]) -> bool:
@@ -64,6 +56,7 @@ class Tiling:
       packed: widths of the packed fields, empty if nothing is packed.
       block_sizes: of the blocks that arrays have an element each for.
       flat_width, flat_rows: lanes and rows of a program of a flat tiling.
+      lanes: of a program of the other tiling, each of them 4 columns wide.
     """
 
     shape: tuple[int, ...]
@@ -72,6 +65,7 @@ class Tiling:
     block_sizes: tuple[int, ...]
     flat_width: int
     flat_rows: int
+    lanes: int
 
     @functools.cached_property
     def is_flat(self) -> bool:
@@ -152,20 +146,16 @@ class Tiling:
         return math.ceil(self.pieces[1] / block_shape(block_size)[1])
 
     @property
-    def lanes_shape(self) -> tuple[int, ...]:
-        """The shape of one row of a program."""
-        if self.is_flat:
-            return (self.flat_width,)
-        if self.tiles == 1:
-            return (LANES, TILE_COLUMNS)
-        return (LANES // self.tiles, self.tiles, TILE_COLUMNS)
+    def blocks_at_once(self) -> int:
+        """Largest blocks of a program."""
+        return self.lanes // self.tiles
 
     @property
     def programs(self) -> int:
         """Programs of the kernel."""
         if self.is_flat:
             return math.ceil(self.size / (self.flat_width * self.flat_rows))
-        return math.ceil(self.all_blocks / self.lanes_shape[0])
+        return math.ceil(self.all_blocks / self.blocks_at_once)
 
     @property
     def all_blocks(self) -> int:

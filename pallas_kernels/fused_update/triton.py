@@ -16,11 +16,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from pallas_kernels.fused_update.arrangement import ByBlocks
 from pallas_kernels.fused_update.lanes import lanes_of
 from pallas_kernels.fused_update.memory import Memory, OneLeaf, OneOfMany
 from pallas_kernels.fused_update.sharded import Shard
 from pallas_kernels.fused_update.spec import BlockBody, Body, Leaf, Operand, Result
-from pallas_kernels.fused_update.tiling import LANES, Tiling
+from pallas_kernels.fused_update.tiling import Tiling
+from pallas_kernels.fused_update.triton_instructions import INSTRUCTIONS
 from pallas_kernels.fused_update.triton_program import (
     Program,
     read_scalars,
@@ -43,7 +45,11 @@ _FLAT_WIDTH, _FLAT_ROWS = 512, 4
 # Of small leaves many are vectors of some hundred elements.
 _SMALL_WIDTH = 1024
 _FLAT_WARPS = 4
-_THREADS_OF_A_WARP = 32
+
+# Lanes of a program of a tiled kernel: one per thread of two warps. Twice as many would
+# fill a multiprocessor's registers less well, and small leaves would have too few
+# programs.
+_LANES, _WARPS = 64, 2
 
 
 def max_leaves(leaves: Sequence[Leaf]) -> int:
@@ -179,7 +185,7 @@ def _call(statics: _Statics, outputs: tuple[jax.ShapeDtypeStruct, ...]):
         },
         # Left out, they would choose another backend.
         compiler_params=triton.CompilerParams(
-            num_warps=_FLAT_WARPS if tiling.is_flat else LANES // _THREADS_OF_A_WARP,
+            num_warps=_FLAT_WARPS if tiling.is_flat else _WARPS,
             num_stages=1,
         ),
         interpret=statics.interpret,
@@ -205,12 +211,12 @@ def _kernel(statics: _Statics, *refs):
         for number, other in enumerate(statics.sizes[1:], 1):
             size = jnp.where(leaf == number, jnp.int32(other), size)
     work = Program(
-        lanes=lanes_of(statics.tiling, program, base, size),
+        lanes=lanes_of(ByBlocks(statics.tiling), program, base, size),
         memory=_memory(statics, leaf, refs),
         layer=layer,
         stacked=statics.stacked,
         scalars=scalars,
-        interpret=statics.interpret,
+        instructions=None if statics.interpret else INSTRUCTIONS,
     )
 
     @unless_skipped(scalars, statics.when)
@@ -238,7 +244,13 @@ def _memory(statics: _Statics, leaf, refs: Sequence) -> Memory:
 def _tiling(shard: Shard) -> Tiling:
     leaf = shard.leaf
     return Tiling(
-        shard.shape, leaf.shape, leaf.packed, leaf.block_sizes, _FLAT_WIDTH, _FLAT_ROWS
+        shard.shape,
+        leaf.shape,
+        leaf.packed,
+        leaf.block_sizes,
+        _FLAT_WIDTH,
+        _FLAT_ROWS,
+        _LANES,
     )
 
 
@@ -249,7 +261,7 @@ def _common_tiling(shards: Sequence[Shard]) -> Tiling:
     is_small = first.is_flat and longest <= MAX_ELEMENTS_OF_SMALL_LEAF
     if all(each == first for each in tilings) and not (is_small and len(shards) > 1):
         return first
-    return Tiling((longest,), (longest,), (), (), _SMALL_WIDTH, 1)
+    return Tiling((longest,), (longest,), (), (), _SMALL_WIDTH, 1, _LANES)
 
 
 def _bases(shards: Sequence[Shard]) -> jax.Array | None:

@@ -16,12 +16,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.fused_update import xla
-from pallas_kernels.fused_update.instructions import multiply_add
+from pallas_kernels.fused_update.instructions import Instructions
 from pallas_kernels.fused_update.lanes import (
     BlockPlaces,
     Lanes,
     TiledLanes,
-    expand_blocks,
 )
 from pallas_kernels.fused_update.memory import Access, Memory
 from pallas_kernels.fused_update.short_forms import Byte, with_short_forms
@@ -41,7 +40,7 @@ class Program:
       layer: int32 scalar, the layer of the stacks.
       stacked: numbers of the operands that are stacks.
       scalars: the body's.
-      interpret: whether XLA runs the operations.
+      instructions: of the launcher; None if XLA runs the operations.
     """
 
     lanes: Lanes
@@ -49,7 +48,7 @@ class Program:
     layer: jax.Array
     stacked: frozenset[int]
     scalars: list[jax.Array]
-    interpret: bool
+    instructions: Instructions | None
 
     def update(
         self,
@@ -75,7 +74,7 @@ class Program:
             update(chunk)
             return [x.open_word for x in writers]
 
-        carry = [x.first_carry(tiling.lanes_shape) for x in writers]
+        carry = [x.first_carry(self.lanes.arrangement) for x in writers]
         count = tiling.lane_rows // tiling.chunk_rows
         if count == 1:
             visit(jnp.int32(0), carry)
@@ -96,7 +95,7 @@ class Program:
         if operand.bits is None:
             return _Plain(number, at)
         words = self._words(number, at, operand.bits)
-        by_bytes = operand.bits == 8 and not self.interpret
+        by_bytes = operand.bits == 8 and self.instructions is not None
         return Reader(operand.bits, self.lanes.tiling.chunk_rows, words, by_bytes)
 
     def _write(self, result: Result, number: int) -> "_Plain | _PerBlock | Writer":
@@ -106,7 +105,7 @@ class Program:
         if result.bits is None:
             return _Plain(number, at)
         words = self._words(number, at, result.bits)
-        by_bytes = result.bits == 8 and not self.interpret
+        by_bytes = self.instructions if result.bits == 8 else None
         return Writer(result.bits, self.lanes.tiling.chunk_rows, words, by_bytes)
 
     def _words(self, number: int, layer: jax.Array | None, bits: int) -> "_Words":
@@ -135,7 +134,7 @@ class _ChunkUpdate:
         bytes_ = tuple(
             i for i, x in enumerate(of_rows) if isinstance(x, Writer) and x.by_bytes
         )
-        self._run = with_instructions(body, "__call__", program.interpret, bytes_)
+        self._run = with_instructions(body, "__call__", program.instructions, bytes_)
         self._has_blocks = any(isinstance(x, _PerBlock) for x in (*reads, *writes))
         # Rows that are read and written one by one take fewer registers.
         self._at_once = self._has_blocks or program.memory.has_branches
@@ -237,15 +236,17 @@ class _ChunkUpdate:
         """
         program, body = self._program, typing.cast(BlockBody, self._body)
         lanes = typing.cast(TiledLanes, program.lanes)
-        expand = lambda x: expand_blocks(x, lanes.tiling)
-        statistics = with_instructions(body, "statistics", program.interpret)
+        expand = lanes.arrangement.expand
+        instructions = program.instructions
+        statistics = with_instructions(body, "statistics", instructions)
         decode, encode = body.before, body.after
-        if not program.interpret:
-            decode, encode = with_short_forms(decode), with_short_forms(encode)
+        if instructions is not None:
+            decode = with_short_forms(decode, instructions)
+            encode = with_short_forms(encode, instructions)
         reads = [n for n, x in enumerate(self._reads) if isinstance(x, _PerBlock)]
         of_blocks = [loaded[n, 0] for n in reads]
         before = jax.tree.map(expand, decode(of_blocks))
-        maxima = [jnp.zeros(lanes.tiling.lanes_shape, jnp.int32)] * len(body.maxima)
+        maxima = [lanes.arrangement.zeros(jnp.int32)] * len(body.maxima)
         for row in rows:
             values = self._values(row, loaded)
             new = statistics(values, program.scalars, row.index, before)
@@ -267,10 +268,10 @@ class _ChunkUpdate:
 def with_instructions(
     body: Body | BlockBody,
     method: typing.Literal["__call__", "statistics"],
-    interpret: bool,
+    instructions: Instructions | None,
     bytes_: tuple[int, ...] = (),
 ) -> Callable:
-    """A body's method with the GPU's own instructions, unless interpreted.
+    """A body's method with a launcher's own instructions, unless XLA runs it.
 
     It is jitted, so that JAX traces it once for all rows, and for all kernels whose
     bodies are equal.
@@ -278,10 +279,12 @@ def with_instructions(
     function = getattr(body, method)
 
     def run(values, scalars, index, *of_blocks):
-        chosen = xla.multiply_add if interpret else multiply_add
+        chosen = (instructions or xla).multiply_add
         return function(values, scalars, index, chosen, *of_blocks)
 
-    return jax.jit(run if interpret else with_short_forms(run, bytes_))
+    if instructions is None:
+        return jax.jit(run)
+    return jax.jit(with_short_forms(run, instructions, bytes_))
 
 
 def read_scalars(table, row: jax.Array, width: int) -> list[jax.Array]:

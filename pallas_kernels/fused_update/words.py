@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.bitfields.fields import get_field, period, put_fields
+from pallas_kernels.fused_update.arrangement import Arrangement
+from pallas_kernels.fused_update.instructions import Instructions
 from pallas_kernels.fused_update.memory import Access
 from pallas_kernels.fused_update.short_forms import Byte, put_bytes
 from pallas_kernels.layout import TILE_ROWS
@@ -100,17 +102,18 @@ class Writer:
       bits: width of a field.
       chunk_rows: rows that the loop's body unrolls.
       places: where the words of the lanes are.
-      by_bytes: whether fields are given as :class:`Byte`; with 8 bits.
+      by_bytes: with 8 bits, the instructions by which fields are given as
+        :class:`Byte`; else None.
     """
 
     bits: int
     chunk_rows: int
     places: Words
-    by_bytes: bool = False
+    by_bytes: Instructions | None = None
 
-    def first_carry(self, shape: tuple[int, ...]) -> jax.Array | None:
+    def first_carry(self, arrangement: Arrangement) -> jax.Array | None:
         """What the loop over chunks carries at first."""
-        return None if is_unrolled(self.bits) else jnp.zeros(shape, jnp.uint32)
+        return None if is_unrolled(self.bits) else arrangement.zeros(jnp.uint32)
 
     def start(self, chunk: jax.Array, carry: jax.Array | None) -> None:
         """Begin a chunk of rows, by its number."""
@@ -134,7 +137,7 @@ class Writer:
         if not is_unrolled(self.bits):
             return []
         if self.by_bytes:
-            words = put_bytes(self._fields)
+            words = put_bytes(self._fields, self.by_bytes)
         else:
             words = put_fields(self._fields, self.bits)
         first = self._chunk * jnp.int32(len(words))

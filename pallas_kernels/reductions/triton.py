@@ -17,8 +17,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from pallas_kernels.fused_update.instructions import opaque
 from pallas_kernels.fused_update.memory import by_branches
+from pallas_kernels.fused_update.triton_instructions import INSTRUCTIONS
 from pallas_kernels.reductions.kinds import Kind
 
 # 32 elements per thread: four or eight loads of 16 bytes are under way at once.
@@ -112,7 +112,7 @@ def _pieces(statics: _Statics, *refs):
         zero = jnp.zeros((), ref.dtype)
         values = kind.read(triton.load(ref.at[place], mask=mask, other=zero), *factor)
         # Else LLVM would select addresses from all arrays' rather than branch.
-        return values if statics.interpret else opaque(values, number)
+        return values if statics.interpret else INSTRUCTIONS.opaque(values, number)
 
     values = by_branches(program, range(len(arrays)), read, starts=statics.starts)
     triton.store(parts.at[program], kind.reduce(values))
