@@ -13,13 +13,13 @@ from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.landing import apply_leaf
 from lowbit_optax._step import context
 from lowbit_optax._step.arguments import check_static_int
-from lowbit_optax._step.choices import Implementation
 from lowbit_optax._step.direct import new_params_by
 from lowbit_optax._step.engine import Lowbit
 from lowbit_optax._step.moment_slots import MomentChoice, Moments
 from lowbit_optax._step.stepper import stepper_of
 from lowbit_optax.formats import extra_bits
 from lowbit_optax.formats.base import WeightFormat
+from pallas_kernels.platforms import Implementation, check_implementation
 
 
 def lowbit(
@@ -29,7 +29,7 @@ def lowbit(
     moments: Moments = None,
     seed: int | None = None,
     min_size: int | None = None,
-    implementation: Implementation | None = None,
+    implementation: Implementation = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Run an optax transformation in float32 on parameters kept in fewer bits.
 
@@ -65,8 +65,10 @@ def lowbit(
       min_size: leaves with fewer elements keep a float32 master instead of packed bits,
         and float32 moments instead of quantised ones; 4096 if None.
       implementation: ``"xla"``; ``"pallas"``, one fused kernel per leaf, an error where
-        that cannot be, interpreted (slowly) on other platforms than CUDA; or None, the
-        kernels on CUDA for the leaves that can have one, and XLA elsewhere.
+        that cannot be, interpreted (slowly) on other platforms than CUDA; ``"triton"``
+        or ``"mosaic"``, the same by this backend of Pallas', in programs that are for
+        CUDA only; or None, the kernels on CUDA for the leaves that can have one, and
+        XLA elsewhere.
 
     Returns:
       A transformation whose ``update`` needs ``params`` and returns float32 updates
@@ -91,10 +93,7 @@ def lowbit(
             f"lowbit: weights is {weights!r}, not a weight format such as "
             "lowbit_optax.kahan() or lowbit_optax.extra_bits(8)"
         )
-    if implementation not in (None, "xla", "pallas"):
-        raise ValueError(
-            f"lowbit: implementation is {implementation!r}, not None, 'xla' or 'pallas'"
-        )
+    check_implementation("lowbit", implementation)
     seed = 0 if seed is None else seed
     min_size = 4096 if min_size is None else min_size
     check_static_int("lowbit", "seed", seed, 0, 2**32 - 1)

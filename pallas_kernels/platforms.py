@@ -1,9 +1,42 @@
-"""Where a computation will run, as far as that is known."""
+"""Where a computation will run, as far as that is known, and by what."""
 
+import typing
 from collections.abc import Iterable
 
 import jax
 import jax.core
+
+Implementation = typing.Literal["xla", "pallas", "triton", "mosaic"] | None
+"""By what a function of kernels runs.
+
+- ``"xla"``: by XLA's own operations, the reference.
+- ``"pallas"``: by kernels; elsewhere than on CUDA their operations run one by one.
+- ``"triton"``, ``"mosaic"``: by kernels of this backend of Pallas', in programs for
+  CUDA only.
+- None: by kernels on CUDA, and by XLA elsewhere.
+"""
+
+_NAMES = ("xla", "pallas", "triton", "mosaic")
+
+
+def check_implementation(where: str, implementation) -> None:
+    """Raise a ValueError if there is no such implementation.
+
+    Args:
+      where: the function that was called.
+      implementation: what it was given.
+
+    >>> check_implementation("lowbit", "cuda")
+    Traceback (most recent call last):
+    ValueError: lowbit: implementation is 'cuda', not None, 'xla', 'pallas', 'triton' or
+    'mosaic'
+    """
+    if implementation not in (None, *_NAMES):
+        *names, last = map(repr, _NAMES)
+        raise ValueError(
+            f"{where}: implementation is {implementation!r}, not None, "
+            f"{', '.join(names)} or {last}"
+        )
 
 
 def is_elsewhere(arrays: Iterable[jax.Array]) -> bool:

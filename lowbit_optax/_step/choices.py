@@ -1,7 +1,6 @@
 """The choices of one :func:`lowbit_optax.lowbit` call, and the formats of each leaf."""
 
 import dataclasses
-import typing
 
 import optax
 
@@ -11,8 +10,7 @@ from lowbit_optax._step.moment_slots import MomentChoice
 from lowbit_optax._step.moments import MomentPlan
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.quantized_weights import QuantizedWeights
-
-Implementation = typing.Literal["xla", "pallas"]
+from pallas_kernels.platforms import Implementation
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -25,7 +23,7 @@ class Choices:
       moments: which moments are stored in which format.
       seed: of stochastic rounding.
       min_size: leaves with fewer elements may be stored in a simpler format.
-      implementation: ``"xla"``, ``"pallas"``, or None to choose per platform and leaf.
+      implementation: see :data:`pallas_kernels.platforms.Implementation`.
     """
 
     inner: optax.GradientTransformation
@@ -33,7 +31,7 @@ class Choices:
     moments: MomentChoice
     seed: int
     min_size: int
-    implementation: Implementation | None = None
+    implementation: Implementation = None
 
     def is_held(self, leaf) -> bool:
         """Whether this leaf is stored in a weight format; other leaves pass through."""

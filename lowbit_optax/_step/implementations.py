@@ -17,8 +17,7 @@ from lowbit_optax._step.kernel_plan import KernelPlan
 from lowbit_optax._step.layer import Layer
 from lowbit_optax._step.prepared import PreparedStep
 from lowbit_optax._step.stacks import stacks_to_write
-from pallas_kernels.fused_update.api import Implementation
-from pallas_kernels.platforms import is_elsewhere
+from pallas_kernels.platforms import Implementation, is_elsewhere
 
 
 class Advanced(typing.NamedTuple):
@@ -58,13 +57,13 @@ def advance(
     if chosen == "xla" or elsewhere or context.current().is_analysed:
         return by_xla.run()
     plan = kernel_plan.plan(config.inner, prepared, landing, extra_args)
-    if chosen == "pallas":
+    if chosen is not None:
         plan.require(prepared.names)
     if plan.is_empty:
         return by_xla.run()
     by_kernels = ByKernels(prepared, landing, plan, stacks_to_write())
-    if chosen == "pallas":
-        return by_kernels.out_of_stacks(by_kernels.run("pallas"))
+    if chosen is not None:
+        return by_kernels.out_of_stacks(by_kernels.run(chosen))
     return by_kernels.out_of_stacks(
         jax.lax.platform_dependent(
             # Any other choice would trace kernels for other platforms as well.

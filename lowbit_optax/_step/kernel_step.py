@@ -32,7 +32,7 @@ from pallas_kernels.fused_update import (
     fused_update,
     fused_update_many,
 )
-from pallas_kernels.fused_update.api import Implementation
+from pallas_kernels.platforms import Implementation
 
 MIN_ELEMENTS_ALONE = 2**22
 """A leaf with as many elements has a kernel of its own: a launch costs little beside

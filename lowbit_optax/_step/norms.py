@@ -13,7 +13,7 @@ from jax.extend.core import primitives as p
 
 from lowbit_optax._jaxprs.nodes import Call, Node, is_constant_number
 from lowbit_optax._step.prepared import PreparedStep
-from pallas_kernels.fused_update.api import Implementation
+from pallas_kernels.platforms import Implementation
 from pallas_kernels.reductions import MIN_ARRAYS, sums_of_squares
 
 

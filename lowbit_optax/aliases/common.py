@@ -12,8 +12,8 @@ import optax
 from lowbit_optax import formats
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._step.moment_slots import Moments
+from pallas_kernels.platforms import Implementation as Implementation
 
-Implementation = typing.Literal["xla", "pallas"] | None
 Mask = typing.Any | Callable[[optax.Params], typing.Any] | None
 TwoRoundings = typing.Literal["nearest", "stochastic"] | None
 ThreeRoundings = typing.Literal["nearest", "toward_zero", "stochastic"] | None

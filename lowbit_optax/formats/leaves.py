@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from lowbit_optax._numerics.random_bits import RandomBits
 from lowbit_optax.formats.base import WeightFormat
 from pallas_kernels import Operand, Result, fused_update
-from pallas_kernels.fused_update.api import Implementation
+from pallas_kernels.platforms import Implementation
 
 
 def join_leaf(

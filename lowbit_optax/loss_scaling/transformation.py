@@ -16,8 +16,8 @@ from lowbit_optax._step.guard import Guard
 from lowbit_optax._step.stepper import Stepper, stepper_of
 from lowbit_optax.loss_scaling.scales import Scaling
 from lowbit_optax.transformation import step
+from pallas_kernels.platforms import Implementation
 from pallas_kernels.reductions import MIN_ARRAYS, largest_magnitudes
-from pallas_kernels.reductions.api import Implementation
 
 
 class LossScaleState(typing.NamedTuple):

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import typing
 from collections.abc import Sequence
 
 import jax
@@ -13,10 +12,8 @@ from pallas_kernels.fused_update import sharded, triton, xla
 from pallas_kernels.fused_update.spec import BlockBody, Body, Leaf, Operand, Result
 from pallas_kernels.fused_update.tiling import MAX_ELEMENTS, has_tiling
 from pallas_kernels.layout import check_block_size, layout_of
-from pallas_kernels.platforms import is_elsewhere
+from pallas_kernels.platforms import Implementation, check_implementation, is_elsewhere
 from pallas_kernels.transforms import transformable
-
-Implementation = typing.Literal["xla", "pallas", "triton"] | None
 
 
 def fused_update(
@@ -101,6 +98,10 @@ def fused_update(
 
     def kernel(shards, shared, interpret):
         table, *rest = shared
+        if implementation == "mosaic":
+            from pallas_kernels.fused_update import mosaic
+
+            return mosaic.update(body, shards, table, *place(rest), when=when)
         return triton.update(
             body, shards, table, *place(rest), when=when, interpret=interpret
         )
@@ -197,13 +198,9 @@ def _check_together(leaves: Sequence[Leaf]) -> None:
 
 
 def _choose(implementation: Implementation, kernel, reference, leaves, shared, size):
-    if implementation not in (None, "xla", "pallas", "triton"):
-        raise ValueError(
-            f"fused_update: implementation is {implementation!r}, not None, 'xla', "
-            "'pallas' or 'triton'"
-        )
+    check_implementation("fused_update", implementation)
     refusal = _refusal(leaves, size)
-    if implementation in ("pallas", "triton") and refusal:
+    if implementation not in (None, "xla") and refusal:
         raise ValueError(f"fused_update: {refusal}")
     arguments = [*shared, *(x for leaf in leaves for x in leaf.arrays)]
     if implementation == "xla" or refusal:
@@ -214,7 +211,7 @@ def _choose(implementation: Implementation, kernel, reference, leaves, shared, s
         call = lambda *args: sharded.over_shards(run, leaves, len(shared), args)
         return transformable(call, reference)(*args)
 
-    if implementation == "triton":
+    if implementation in ("triton", "mosaic"):
         return by_kernel(False, *arguments)
     default = reference
     if implementation == "pallas":

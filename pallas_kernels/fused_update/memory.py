@@ -4,9 +4,6 @@ A kernel may update many leaves, as a launch takes some microseconds, many times
 as the update of a small leaf. Each leaf gets the same number of the kernel's programs.
 A program loads and stores by a tree of branches, one for each leaf. What lies between,
 which is nearly all of it, is the same code for all leaves.
-
-Loads and stores have offsets and masks of their own: a BlockSpec's have no masks on
-Triton's backend, and a ragged tail would be written out of bounds.
 """
 
 import dataclasses
@@ -16,10 +13,8 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.experimental.pallas import triton
-
-from pallas_kernels.fused_update.triton_instructions import INSTRUCTIONS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,12 +26,17 @@ class Access:
       layer: int32 scalar, the layer of a stack; None if it is none.
       offset: int32, where the elements are in the array, or in its layer.
       mask: which of them exist; None if all do.
+      width: how many neighbouring lanes surely have neighbouring elements, the first
+        of them aligned to as many, of which all exist or none.
+      tiles: of the block that each element is of; None if lanes have their own.
     """
 
     number: int
     layer: jax.Array | None
     offset: jax.Array
     mask: jax.Array | None
+    width: int = 1
+    tiles: int | None = None
 
     def of(self, arrays: Sequence):
         """The elements, of the one among the references to a leaf's arrays."""
@@ -47,8 +47,8 @@ class Access:
 class Memory(typing.Protocol):
     """The arrays of the leaf that a program updates, as it loads and stores them.
 
-    :class:`OneLeaf` has the arrays themselves, :class:`OneOfMany` a choice among those
-    of many leaves. What runs between loads and stores does not depend on which.
+    A launcher's ``OneLeaf`` has the arrays themselves, :class:`OneOfMany` a choice
+    among those of many leaves. What runs between loads and stores is the same.
     """
 
     has_branches: typing.ClassVar[bool]
@@ -64,46 +64,19 @@ class Memory(typing.Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class OneLeaf:
-    """The arrays of the only leaf.
-
-    Args:
-      operands, results: the kernel's references to its arrays, which are flat; those
-        of stacks are of shape ``[layers, size]``.
-      interpret: whether XLA runs the operations.
-    """
-
-    operands: Sequence
-    results: Sequence
-    interpret: bool
-
-    has_branches: typing.ClassVar[bool] = False
-
-    def load(self, accesses: Sequence[Access]) -> list[jax.Array]:
-        """See :class:`Memory`."""
-        return [triton.load(a.of(self.operands), mask=a.mask) for a in accesses]
-
-    def store(self, new: Sequence[tuple[Access, jax.Array]]) -> None:
-        """See :class:`Memory`."""
-        for a, value in new:
-            if self.interpret:
-                a, value = _existing(a, value)
-            triton.store(a.of(self.results), value, mask=a.mask)
-
-
-@dataclasses.dataclass(frozen=True)
 class OneOfMany:
     """The arrays of one of a kernel's leaves.
 
     Args:
       leaf: int32 scalar, which.
       leaves: the arrays of each.
-      interpret: whether XLA runs the operations.
+      mark: of an array and a number, the same array by instructions that differ for
+        different numbers; None if LLVM does not compile the kernel.
     """
 
-    leaf: jax.Array
-    leaves: Sequence[OneLeaf]
-    interpret: bool
+    leaf: jax.Array | np.int32
+    leaves: Sequence[Memory]
+    mark: Callable[[jax.Array, int], jax.Array] | None
 
     has_branches: typing.ClassVar[bool] = True
 
@@ -133,34 +106,15 @@ class OneOfMany:
         and select each array's address from all leaves': 12 instructions per parameter
         for 12 leaves of AdamW.
         """
-        if self.interpret:
+        mark = self.mark
+        if mark is None:
             return tuple(values)
         least = min(range(len(values)), key=lambda i: values[i].size)
-        return tuple(
-            INSTRUCTIONS.opaque(x, number) if i == least else x
-            for i, x in enumerate(values)
-        )
-
-
-def _existing(access: Access, value: jax.Array) -> tuple[Access, jax.Array]:
-    """The same store, where elements that do not exist are the first that does.
-
-    Interpreted, a store writes what it has read where the mask is off. There it would
-    undo what others write to the same place: elements beyond the end of a row have the
-    offsets of the next.
-    """
-    if access.mask is None:
-        return access, value
-    mask = jnp.broadcast_to(access.mask, value.shape)
-    offset = jnp.broadcast_to(access.offset, value.shape)
-    place = jnp.argmax(mask.reshape(-1))
-    first = lambda x: jnp.broadcast_to(x.reshape(-1)[place], x.shape)
-    value, offset = (jnp.where(mask, x, first(x)) for x in (value, offset))
-    return dataclasses.replace(access, offset=offset, mask=first(mask)), value
+        return tuple(mark(x, number) if i == least else x for i, x in enumerate(values))
 
 
 def by_branches(
-    number: jax.Array,
+    number: jax.Array | np.int32,
     choices: range,
     function: Callable,
     *args,

@@ -186,6 +186,8 @@ class _Evaluation:
                 return [instructions.reversed_and_shifted(word, int(shift) // 8)]
         if single and self._is_moderate(eqn, divisors):
             self._divisors.add(eqn.outvars[0])
+        if eqn.primitive in instructions.replaced:
+            return [instructions.replaced[eqn.primitive](*inputs, **eqn.params)]
         params = eqn.primitive.get_bind_params(eqn.params)
         results = eqn.primitive.bind(*inputs, **params)
         return results if eqn.primitive.multiple_results else [results]

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from pallas_kernels.bitfields.fields import period
 from pallas_kernels.layout import (
     FOLD,
+    TILE_COLUMNS,
     TILE_ROWS,
     TILE_SIZE,
     Layout,
@@ -144,6 +145,24 @@ class Tiling:
     def blocks_of(self, block_size: int) -> int:
         """Blocks of a size of one piece of a row."""
         return math.ceil(self.pieces[1] / block_shape(block_size)[1])
+
+    @functools.cached_property
+    def width(self) -> int:
+        """How many neighbouring lanes have neighbouring elements, aligned to as many.
+
+        They exist together.
+        """
+        if self.is_flat:
+            return TILE_COLUMNS if self.size % TILE_COLUMNS == 0 else 1
+        if self.layout.is_folded and self.shape[-1] % TILE_COLUMNS:
+            return 1
+        return self.word_width
+
+    @property
+    def word_width(self) -> int:
+        """The same of words."""
+        lengths = self.row_stride, self.pieces[1]
+        return 1 if any(length % TILE_COLUMNS for length in lengths) else TILE_COLUMNS
 
     @property
     def blocks_at_once(self) -> int:

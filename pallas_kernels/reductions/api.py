@@ -1,7 +1,6 @@
 """``sums_of_squares`` and ``largest_magnitudes`` of many arrays at once."""
 
 import functools
-import typing
 from collections.abc import Callable, Sequence
 
 import jax
@@ -9,15 +8,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.fused_update.tiling import MAX_ELEMENTS
-from pallas_kernels.platforms import is_elsewhere
+from pallas_kernels.platforms import Implementation, check_implementation, is_elsewhere
 from pallas_kernels.reductions import sharded, triton
 from pallas_kernels.reductions.kinds import LARGEST, SQUARES, Kind
 from pallas_kernels.transforms import transformable
 
 MIN_ARRAYS = 8
 """For fewer arrays XLA's own reductions are hardly more kernels."""
-
-Implementation = typing.Literal["xla", "pallas", "triton"] | None
 
 
 def sums_of_squares(
@@ -67,11 +64,7 @@ def largest_magnitudes(
 
 
 def _reduced(kind: Kind, arrays, factor, implementation: Implementation) -> jax.Array:
-    if implementation not in (None, "xla", "pallas", "triton"):
-        raise ValueError(
-            f"reductions: implementation is {implementation!r}, not None, 'xla', "
-            "'pallas' or 'triton'"
-        )
+    check_implementation("reductions", implementation)
     arrays = list(arrays)
     given = [] if factor is None else [jnp.asarray(factor, jnp.float32).reshape(1)]
 
@@ -79,7 +72,8 @@ def _reduced(kind: Kind, arrays, factor, implementation: Implementation) -> jax.
         own = args[len(given) :]
         return jnp.stack([kind.reduce(kind.read(x, *args[: len(given)])) for x in own])
 
-    if implementation == "xla" or not all(0 < x.size <= MAX_ELEMENTS for x in arrays):
+    fits = all(0 < x.size <= MAX_ELEMENTS for x in arrays)
+    if implementation in ("xla", "mosaic") or not fits:
         return reference(*given, *arrays)
 
     def kernel(interpret: bool) -> Callable:

@@ -1,8 +1,8 @@
-"""What one program of a Triton kernel does: it reads rows, runs the body, and writes.
+"""What one program of a kernel does: it reads rows, runs the body, and writes.
 
 Where it reads and writes is decided by :mod:`.lanes`, and in which leaf's arrays by
-:mod:`.memory`. What runs between, the body, is elementwise and knows nothing of the
-backend, so that another launcher can take it over.
+:mod:`.memory`. What runs between, the body, is elementwise. None of it knows which
+launcher runs it.
 """
 
 import dataclasses
@@ -26,6 +26,7 @@ from pallas_kernels.fused_update.memory import Access, Memory
 from pallas_kernels.fused_update.short_forms import Byte, with_short_forms
 from pallas_kernels.fused_update.spec import BlockBody, Body, Operand, Result
 from pallas_kernels.fused_update.words import Reader, Writer
+from pallas_kernels.layout import TILE_SIZE
 
 Stores = list[tuple[Access, jax.Array]]
 
@@ -93,7 +94,7 @@ class Program:
         if operand.block_size is not None:
             return _PerBlock(number, at, self._tiles.blocks_of(operand.block_size))
         if operand.bits is None:
-            return _Plain(number, at)
+            return _Plain(number, at, self.lanes.tiling.width)
         words = self._words(number, at, operand.bits)
         by_bytes = operand.bits == 8 and self.instructions is not None
         return Reader(operand.bits, self.lanes.tiling.chunk_rows, words, by_bytes)
@@ -103,7 +104,7 @@ class Program:
         if result.block_size is not None:
             return _PerBlock(number, at, self._tiles.blocks_of(result.block_size))
         if result.bits is None:
-            return _Plain(number, at)
+            return _Plain(number, at, self.lanes.tiling.width)
         words = self._words(number, at, result.bits)
         by_bytes = self.instructions if result.bits == 8 else None
         return Writer(result.bits, self.lanes.tiling.chunk_rows, words, by_bytes)
@@ -287,12 +288,6 @@ def with_instructions(
     return jax.jit(with_short_forms(run, instructions, bytes_))
 
 
-def read_scalars(table, row: jax.Array, width: int) -> list[jax.Array]:
-    """A row of the table; before any store, which might alias it."""
-    first = row.astype(jnp.int32) * jnp.int32(width)
-    return [table[first + jnp.int32(i)] for i in range(width)]
-
-
 def unless_skipped(scalars: Sequence[jax.Array], when: int | None) -> Callable:
     """A decorator that runs a function at once, unless the scalar ``when`` is 0.
 
@@ -330,13 +325,15 @@ class _Plain:
     Args:
       number: of the operand or result.
       layer: of the stack; None if it is none.
+      width: of its accesses.
     """
 
     number: int
     layer: jax.Array | None
+    width: int
 
     def access(self, offset: jax.Array, exists: jax.Array | None) -> Access:
-        return Access(self.number, self.layer, offset, exists)
+        return Access(self.number, self.layer, offset, exists, self.width)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -355,7 +352,11 @@ class _PerBlock:
     def access(self, chunk: jax.Array) -> Access:
         places = self.places
         return Access(
-            self.number, self.layer, places.offset(chunk), places.exists(chunk)
+            self.number,
+            self.layer,
+            places.offset(chunk),
+            places.exists(chunk),
+            tiles=places.block_size // TILE_SIZE,
         )
 
 
@@ -389,4 +390,5 @@ class _Words:
             self.layer,
             self.lanes.word_offset(self.bits, start, word),
             self.lanes.has_word(self.bits, start + jnp.int32(word)),
+            self.lanes.tiling.word_width,
         )

@@ -1,0 +1,275 @@
+"""What launchers of a fused update have in common: a kernel's description and its work.
+
+A launcher is a module with ``update``, such as :mod:`.triton`. It says how large its
+programs are, calls the kernel, and gives each program its arrays. The rest is here and
+in :mod:`.program`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.fused_update.sharded import Shard
+from pallas_kernels.fused_update.spec import BlockBody, Body, Operand, Result
+from pallas_kernels.fused_update.tiling import Tiling
+
+MAX_ELEMENTS_OF_SMALL_LEAF = 4 * 4096
+"""A leaf without words and blocks that has more shares a kernel only with its equals.
+
+Where leaves differ in size, each has as many programs as the largest.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How large a launcher's programs are.
+
+    Args:
+      flat_width, flat_rows: lanes and rows of those of flat tilings.
+      small_width: lanes where leaves differ in size; there is one row.
+      lanes: of the others.
+    """
+
+    flat_width: int
+    flat_rows: int
+    small_width: int
+    lanes: int
+
+    def tiling(self, shard: Shard) -> Tiling:
+        """The tiling of a leaf's part."""
+        leaf = shard.leaf
+        return Tiling(
+            shard.shape,
+            leaf.shape,
+            leaf.packed,
+            leaf.block_sizes,
+            self.flat_width,
+            self.flat_rows,
+            self.lanes,
+        )
+
+    def common_tiling(self, shards: Sequence[Shard]) -> Tiling:
+        """The tiling of leaves that share a kernel; of the longest if sizes differ."""
+        tilings = [self.tiling(shard) for shard in shards]
+        first, longest = tilings[0], max(tiling.size for tiling in tilings)
+        is_small = first.is_flat and longest <= MAX_ELEMENTS_OF_SMALL_LEAF
+        if all(each == first for each in tilings) and not (
+            is_small and len(shards) > 1
+        ):
+            return first
+        whole = (longest,)
+        return Tiling(whole, whole, (), (), self.small_width, 1, self.lanes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What a kernel is compiled for.
+
+    Args:
+      body, operands, results, when, interpret: as they are named.
+      tiling: of every leaf; of the longest, where sizes are given.
+      sizes: elements of each leaf, where they differ.
+      leaves: how many there are.
+      stacked: numbers of the operands that are stacks of layers.
+      given: whether the kernel gets the table's rows, the shards' bases, and the layer.
+      table_width: scalars in a row of the table.
+      leaf_size: elements of the leaf, or of one layer, modulo 2^32.
+    """
+
+    body: Body | BlockBody
+    tiling: Tiling
+    sizes: tuple[int, ...] | None
+    leaves: int
+    operands: tuple[Operand, ...]
+    results: tuple[Result, ...]
+    stacked: frozenset[int]
+    given: tuple[bool, ...]
+    table_width: int
+    leaf_size: int
+    when: int | None
+    interpret: bool
+
+    @property
+    def first_array(self) -> int:
+        """How many arguments are before the leaves' arrays."""
+        return 1 + sum(self.given)
+
+    @property
+    def name(self) -> str:
+        """As profilers show it."""
+        return "fused_update" if self.leaves == 1 else "fused_update_many"
+
+
+def prepare(
+    sizes: Sizes,
+    body: Body | BlockBody,
+    shards: Sequence[Shard],
+    table: jax.Array,
+    rows: jax.Array | None = None,
+    layer: jax.Array | None = None,
+    *,
+    when: int | None = None,
+    interpret: bool = False,
+) -> tuple[Kernel, list[jax.Array]]:
+    """The kernel, and its arguments: of each leaf all arrays, after what all share.
+
+    Args:
+      sizes: of the launcher.
+      body: see :data:`pallas_kernels.fused_update.Body`.
+      shards: the arrays on this device, of leaves that can share a kernel.
+      table: uint32, rows of scalars; or one row, for one leaf.
+      rows: uint32 vector, each leaf's row of the table.
+      layer: int32 vector of one element, which layer; for one leaf.
+      when: as in :func:`pallas_kernels.fused_update`.
+      interpret: run the kernel's operations with XLA, on any platform.
+    """
+    leaf = shards[0].leaf
+    stacked = leaf.overwritten if leaf.stacked else frozenset[int]()
+    arrays = [
+        # A layer is indexed by itself: a stack may have more than 2^31 elements.
+        x.reshape(x.shape[0], -1) if i in stacked else x.reshape(-1)
+        for shard in shards
+        for i, x in enumerate(shard.leaf.arrays)
+    ]
+    # What is not given is not replaced by a constant: XLA would launch a kernel of its
+    # own to write it.
+    place = [rows, _bases(shards), layer]
+    elements = tuple(math.prod(shard.shape) for shard in shards)
+    kernel = Kernel(
+        body=body,
+        tiling=sizes.common_tiling(shards),
+        sizes=None if len(set(elements)) == 1 else elements,
+        leaves=len(shards),
+        operands=tuple(dataclasses.replace(o, array=None) for o in leaf.operands),
+        results=leaf.results,
+        stacked=stacked,
+        given=tuple(x is not None for x in place),
+        table_width=table.shape[-1],
+        leaf_size=math.prod(leaf.shape) % 2**32,
+        when=when,
+        interpret=interpret,
+    )
+    place = [x for x in place if x is not None]
+    return kernel, [*place, table.reshape(-1), *arrays]
+
+
+def outputs(shards: Sequence[Shard]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """What a kernel writes: flat arrays, or stacks of flat layers."""
+    return tuple(x for shard in shards for x in _outputs(shard))
+
+
+def shaped(written: Sequence[jax.Array], shards: Sequence[Shard]) -> list[jax.Array]:
+    """The same with the shapes that arrays of the leaves have."""
+    shapes = [shape for shard in shards for shape in _result_shapes(shard)]
+    return [x.reshape(shape) for x, shape in zip(written, shapes, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Which leaf a program updates, and where in it.
+
+    Args:
+      program: int32 scalar, its number among the leaf's programs.
+      leaf: int32 scalar, which of the kernel's.
+      base: uint32 scalar, the index of its first element.
+      size: int32 scalar, its elements; None if the tiling has as many.
+      layer: int32 scalar, of the stacks.
+      scalars: the body's.
+      refs: the references that are left, to arrays of the leaves.
+    """
+
+    program: jax.Array
+    leaf: jax.Array | np.int32
+    base: jax.Array
+    size: jax.Array | None
+    layer: jax.Array
+    scalars: list[jax.Array]
+    refs: list
+
+
+def place_of(kernel: Kernel, program: jax.Array, refs: Sequence) -> Place:
+    """Where a program is.
+
+    Args:
+      kernel: which it is of.
+      program: int32 scalar, its number among all programs.
+      refs: to the kernel's arguments, and its results.
+    """
+    refs, leaf = list(refs), np.int32(0)
+    if kernel.leaves > 1:
+        # Beside the program's number a Python int is an int64 with 64-bit types on.
+        programs = jnp.int32(kernel.tiling.programs)
+        leaf, program = lax.div(program, programs), lax.rem(program, programs)
+    row, base = (
+        refs.pop(0)[leaf] if given else jnp.uint32(0) for given in kernel.given[:2]
+    )
+    layer = refs.pop(0)[np.int32(0)] if kernel.given[2] else jnp.int32(0)
+    # Before any store, which might alias it.
+    scalars = _scalars(refs.pop(0), row, kernel.table_width)
+    base = base + layer.astype(jnp.uint32) * jnp.uint32(kernel.leaf_size)
+    size = None
+    if kernel.sizes is not None:
+        size = jnp.int32(kernel.sizes[0])
+        for number, other in enumerate(kernel.sizes[1:], 1):
+            size = jnp.where(leaf == number, jnp.int32(other), size)
+    return Place(program, leaf, base, size, layer, scalars, refs)
+
+
+def _scalars(table, row: jax.Array, width: int) -> list[jax.Array]:
+    """A row of the table."""
+    first = row.astype(jnp.int32) * jnp.int32(width)
+    return [table[first + jnp.int32(i)] for i in range(width)]
+
+
+def _bases(shards: Sequence[Shard]) -> jax.Array | None:
+    """The indices of the shards' first elements; None if all are 0."""
+    bases = [shard.base for shard in shards]
+    if all(base is None for base in bases):
+        return None
+    return jnp.stack([jnp.uint32(0) if base is None else base for base in bases])
+
+
+def _result_shapes(shard: Shard) -> list[tuple[int, ...]]:
+    leaf = shard.leaf
+    return [
+        _share(leaf.stored_shape(r), shard)
+        if r.overwrites is None
+        else leaf.operands[r.overwrites].array.shape
+        for r in leaf.results
+    ]
+
+
+def _share(stored: tuple[int, ...], shard: Shard) -> tuple[int, ...]:
+    """The shard's share of an array's shape."""
+    return tuple(
+        n * part // whole if whole else n
+        for n, part, whole in zip(stored, shard.shape, shard.leaf.shape, strict=True)
+    )
+
+
+def _outputs(shard: Shard) -> list[jax.ShapeDtypeStruct]:
+    leaf = shard.leaf
+    stacks = leaf.overwritten if leaf.stacked else ()
+    return [
+        jax.ShapeDtypeStruct(
+            (shape[0], math.prod(shape[1:]))
+            if r.overwrites in stacks
+            else (math.prod(shape),),
+            r.dtype,
+            manual_axis_type=_manual_axes(r, leaf.operands),
+        )
+        for r, shape in zip(leaf.results, _result_shapes(shard), strict=True)
+    ]
+
+
+def _manual_axes(result: Result, operands: Sequence[Operand]):
+    """How a result varies over the mesh of a ``jax.shard_map``: as what it replaces."""
+    if result.overwrites is not None:
+        return jax.typeof(operands[result.overwrites].array).manual_axis_type
+    types = [jax.typeof(o.array).manual_axis_type for o in operands]
+    return max(types, key=lambda each: len(each.varying))

@@ -1,0 +1,124 @@
+"""The fused update as a Pallas kernel on the Mosaic GPU backend.
+
+For Hopper and Blackwell. What each program of the kernel does is in :mod:`.program`,
+and how its lanes are spread over threads in :mod:`.mosaic_lanes`.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as pallas
+
+from pallas_kernels.fused_update import launch
+from pallas_kernels.fused_update.lanes import lanes_of
+from pallas_kernels.fused_update.memory import Memory, OneOfMany
+from pallas_kernels.fused_update.mosaic_instructions import INSTRUCTIONS
+from pallas_kernels.fused_update.mosaic_lanes import ByThreads
+from pallas_kernels.fused_update.mosaic_memory import OneLeaf
+from pallas_kernels.fused_update.program import Program, unless_skipped
+from pallas_kernels.fused_update.sharded import Shard
+from pallas_kernels.fused_update.spec import BlockBody, Body
+
+# Of a program, which is a warpgroup: 128 threads with four columns each.
+_SIZES = launch.Sizes(flat_width=512, flat_rows=4, small_width=512, lanes=128)
+
+# The compiler asks for one block of threads on a multiprocessor, and then gives each
+# thread as many registers as it likes: 217 where 128 do. Of 512 threads none can have
+# more than 128, and 16 warps share a multiprocessor.
+_WARPGROUPS = 4
+
+# Where there are not so many programs, each has a multiprocessor to itself.
+_FEW_PROGRAMS = 528
+
+
+def update(
+    body: Body | BlockBody,
+    shards: Sequence[Shard],
+    table: jax.Array,
+    rows: jax.Array | None = None,
+    layer: jax.Array | None = None,
+    *,
+    when: int | None = None,
+) -> list[jax.Array]:
+    """See :func:`.triton.update`."""
+    kernel, args = launch.prepare(_SIZES, body, shards, table, rows, layer, when=when)
+    return launch.shaped(_call(kernel, launch.outputs(shards), args), shards)
+
+
+def _call(kernel: launch.Kernel, outputs, args: Sequence[jax.Array]) -> list:
+    """The kernel's results; those that overwrite operands take their places."""
+    first = kernel.first_array
+    reads, writes = len(kernel.operands), len(kernel.results)
+    overwritten = {
+        leaf * writes + i: first + leaf * reads + r.overwrites
+        for leaf in range(kernel.leaves)
+        for i, r in enumerate(kernel.results)
+        if r.overwrites is not None
+    }
+    refs = {number: jax.new_ref(args[number]) for number in overwritten.values()}
+    new = [x for i, x in enumerate(outputs) if i not in overwritten]
+    programs = kernel.leaves * kernel.tiling.programs
+    warpgroups = 1 if programs < _FEW_PROGRAMS else _WARPGROUPS
+    made = pallas.kernel(
+        functools.partial(_program, kernel, programs, warpgroups),
+        out_type=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in new),
+        grid=(math.ceil(programs / warpgroups),),
+        grid_names=("block",),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        compiler_params=pallas.CompilerParams(
+            # No element is read by one thread and written by another.
+            unsafe_no_auto_barriers=True,
+            lowering_semantics=pallas.LoweringSemantics.Lane,
+        ),
+        kernel_name=kernel.name,
+    )(*(refs.get(i, x) for i, x in enumerate(args)))
+    rest = list(made)
+    return [
+        jax.freeze(refs[overwritten[i]]) if i in overwritten else rest.pop(0)
+        for i in range(len(outputs))
+    ]
+
+
+def _program(kernel: launch.Kernel, programs: int, warpgroups: int, *refs):
+    block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
+    program = block * jnp.int32(warpgroups) + warpgroup
+    place = launch.place_of(kernel, program, refs)
+    arrangement = ByThreads(kernel.tiling)
+
+    def work():
+        Program(
+            lanes=lanes_of(arrangement, place.program, place.base, place.size),
+            memory=_memory(kernel, place.leaf, place.refs, arrangement.shape),
+            layer=place.layer,
+            stacked=kernel.stacked,
+            scalars=place.scalars,
+            instructions=INSTRUCTIONS,
+        ).update(kernel.body, kernel.operands, kernel.results)
+
+    def unless_beyond():
+        if programs % warpgroups:
+            jax.lax.cond(program < jnp.int32(programs), work, lambda: None)
+        else:
+            work()
+
+    unless_skipped(place.scalars, kernel.when)(unless_beyond)
+
+
+def _memory(kernel: launch.Kernel, leaf, refs: Sequence, shape) -> Memory:
+    """The arrays of a program's leaf, among those of all leaves."""
+    reads = len(kernel.operands)
+    inputs, rest = refs[: kernel.leaves * reads], list(refs[kernel.leaves * reads :])
+    leaves = []
+    for number in range(kernel.leaves):
+        operands = inputs[number * reads :][:reads]
+        results = [
+            rest.pop(0) if r.overwrites is None else operands[r.overwrites]
+            for r in kernel.results
+        ]
+        leaves.append(OneLeaf(operands, results, shape, number))
+    return leaves[0] if kernel.leaves == 1 else OneOfMany(leaf, leaves, None)

@@ -1,0 +1,106 @@
+"""Inline assembly in kernels of Mosaic GPU, and what else they need of it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import primitives as p
+from jax.extend.mlir import ir
+
+from pallas_kernels.fused_update import mosaic_registers as registers
+from pallas_kernels.fused_update.instructions import Instructions
+
+
+class MosaicInstructions(Instructions):
+    """See :class:`.instructions.Instructions`."""
+
+    def __init__(self):
+        self.replaced = {
+            p.mul_p: self._multiply,
+            p.square_p: lambda x, **_: self._multiply(x, x),
+            p.integer_pow_p: self._power,
+            p.div_p: self._divide,
+            p.sqrt_p: self._root,
+            p.is_finite_p: _is_finite,
+            p.not_p: _not,
+        }
+
+    def elementwise(
+        self, instructions: str, constraints: str, args, dtype, pack: int = 1
+    ) -> jax.Array:
+        made = functools.partial(_assembled, instructions, constraints, dtype, pack)
+        return registers.per_thread(made, args, args[0].shape, dtype)
+
+    def _multiply(self, x: jax.Array, y: jax.Array, **_) -> jax.Array:
+        # LLVM would contract a product and a sum, which round once then. It leaves
+        # products alone that say how they round.
+        if x.dtype == jnp.float32 and x.shape:
+            return self.assemble("mul.rn.f32 $0, $1, $2;", [x, y], jnp.float32)
+        return x * y
+
+    def _power(self, x: jax.Array, y: int, **_) -> jax.Array:
+        # As XLA: of the squares of squares, those that are in the exponent.
+        made, square, rest = None, x, abs(y)
+        while rest:
+            if rest & 1:
+                made = square if made is None else self._multiply(made, square)
+            rest >>= 1
+            square = self._multiply(square, square) if rest else square
+        made = jnp.ones_like(x) if made is None else made
+        return made if y >= 0 else self._divide(jnp.ones_like(x), made)
+
+    def _divide(self, x: jax.Array, y: jax.Array, **params) -> jax.Array:
+        # Correctly rounded ones are a call.
+        if x.dtype == jnp.float32 and x.shape:
+            return self.assemble("div.full.f32 $0, $1, $2;", [x, y], jnp.float32)
+        return p.div_p.bind(x, y, **params)
+
+    def _root(self, x: jax.Array, **params) -> jax.Array:
+        if x.dtype == jnp.float32 and x.shape:
+            return self.assemble("sqrt.approx.f32 $0, $1;", [x], jnp.float32)
+        return p.sqrt_p.bind(x, **params)
+
+
+def _is_finite(x: jax.Array, **_) -> jax.Array:
+    return jnp.abs(x) < jnp.full_like(x, jnp.inf)
+
+
+def _not(x: jax.Array, **params) -> jax.Array:
+    if x.dtype == jnp.bool_:
+        return x ^ jnp.full_like(x, True)
+    return p.not_p.bind(x, **params)
+
+
+def _assembled(instructions: str, constraints: str, dtype, pack: int, *given):
+    """A register by assembly of ``pack`` elements of others at a time."""
+    kinds = [each.strip() for each in constraints.split(",")]
+    count = sum(kind.startswith("=") for kind in kinds)
+    element = registers.element_type(dtype)
+    columns = [_columns(x, pack) for x in given]
+    made = []
+    for i in range(registers.COLUMNS // pack):
+        args = [value for column in columns for value in column[i]]
+        types = [_type_of(kind, element, pack) for kind in kinds[:count]]
+        made += registers.assembly(instructions, types, args, constraints)
+    return registers.joined(made, element)
+
+
+def _columns(register, pack: int) -> list[list]:
+    """The arguments of each piece of assembly: of 16 bits, pairs in one register."""
+    values = registers.elements(register)
+    width = registers.bits_of(values[0])
+    if pack == 2 and width == 16:
+        return [[pair] for pair in registers.words(register)]
+    return [values[i : i + pack] for i in range(0, len(values), pack)]
+
+
+def _type_of(kind: str, element, pack: int):
+    """The type of a result with this constraint."""
+    letter = kind.removeprefix("=")
+    if letter == "f":
+        return ir.F32Type.get()
+    bits = 16 if letter == "h" else 32
+    return registers.bits_type(bits)
+
+
+INSTRUCTIONS = MosaicInstructions()

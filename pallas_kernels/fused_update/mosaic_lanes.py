@@ -1,0 +1,90 @@
+"""The lanes of a Mosaic GPU program: each thread has a tile's four columns.
+
+All arrays are of lanes: values per block are the same in all threads of the block.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.fused_update import mosaic_registers as registers
+from pallas_kernels.fused_update.tiling import Tiling
+from pallas_kernels.layout import TILE_COLUMNS
+
+
+@dataclasses.dataclass(frozen=True)
+class ByThreads:
+    """See :class:`.arrangement.Arrangement`."""
+
+    tiling: Tiling
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        tiling = self.tiling
+        if tiling.is_flat:
+            return (tiling.flat_width,)
+        return (tiling.lanes, TILE_COLUMNS)
+
+    def flat(self) -> jax.Array:
+        return self._threads() * jnp.int32(TILE_COLUMNS) + self.columns()
+
+    def blocks(self) -> jax.Array:
+        return self._threads() >> jnp.int32(self._bits(self.tiling.tiles))
+
+    def parts(self, count: int) -> jax.Array:
+        return self.tiles() >> jnp.int32(self._bits(self.tiling.tiles // count))
+
+    def tiles(self) -> jax.Array:
+        return self._threads() & jnp.int32(self.tiling.tiles - 1)
+
+    def columns(self) -> jax.Array:
+        return registers.per_thread(_columns, [], self.shape, jnp.int32)
+
+    def zeros(self, dtype) -> jax.Array:
+        return registers.as_array(jnp.zeros(self.shape, dtype))
+
+    def spread(self, x: jax.Array) -> jax.Array:
+        return x
+
+    def over_parts(self, x: jax.Array) -> jax.Array:
+        return x
+
+    def expand(self, x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(x, self.shape)
+
+    def maxima(self, x: jax.Array, parts: int) -> jax.Array:
+        threads = self.tiling.tiles // parts
+        if threads > registers.WARP:
+            raise NotImplementedError("blocks of more than 1024 elements")
+        make = functools.partial(_maximum, threads)
+        return registers.per_thread(make, [x], self.shape, jnp.int32)
+
+    def _threads(self) -> jax.Array:
+        return registers.per_thread(_thread, [], self.shape, jnp.int32)
+
+    @staticmethod
+    def _bits(count: int) -> int:
+        return count.bit_length() - 1
+
+
+def _thread():
+    return registers.register([registers.thread_number()] * registers.COLUMNS)
+
+
+def _columns():
+    kind = registers.bits_type(32)
+    return registers.register(
+        [registers.constant(i, kind) for i in range(registers.COLUMNS)]
+    )
+
+
+def _maximum(threads: int, held):
+    """The maximum of the elements of so many threads that are neighbours."""
+    value = functools.reduce(registers.largest, registers.elements(held))
+    distance = 1
+    while distance < threads:
+        value = registers.largest(value, registers.other_thread(value, distance))
+        distance *= 2
+    return registers.register([value] * registers.COLUMNS)

@@ -1,0 +1,143 @@
+"""How a program of a Mosaic GPU kernel reads and writes the arrays of its leaf.
+
+A thread's four elements are one access of 8 to 16 bytes where they are neighbours in
+memory, else four accesses. Pallas has neither masks nor offsets per thread for these.
+"""
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.fused_update import mosaic_registers as registers
+from pallas_kernels.fused_update.memory import Access
+
+
+@dataclasses.dataclass(frozen=True)
+class OneLeaf:
+    """The arrays of the only leaf.
+
+    Args:
+      operands, results: the kernel's references to its arrays, which are flat.
+      shape: of arrays of lanes.
+      number: of the leaf. LLVM would take loads of different leaves for one with
+        another address; their instructions are different texts.
+    """
+
+    operands: Sequence
+    results: Sequence
+    shape: tuple[int, ...]
+    number: int
+
+    has_branches: typing.ClassVar[bool] = False
+
+    def load(self, accesses: Sequence[Access]) -> list[jax.Array]:
+        """See :class:`.memory.Memory`."""
+        return [self._load(access) for access in accesses]
+
+    def store(self, new: Sequence[tuple[Access, jax.Array]]) -> None:
+        """See :class:`.memory.Memory`."""
+        for access, value in new:
+            ref = self.results[access.number]
+            make = functools.partial(_store, self._form(access, ref))
+            arrays = [value, *_place(access)]
+            registers.do_per_thread(make, arrays, self.shape, [ref])
+
+    def _load(self, access: Access) -> jax.Array:
+        ref = self.operands[access.number]
+        make = functools.partial(_load, self._form(access, ref))
+        return registers.per_thread(make, _place(access), self.shape, ref.dtype, [ref])
+
+    def _form(self, access: Access, ref) -> "_Form":
+        layer_size = None if access.layer is None else ref.shape[-1]
+        has_mask = access.mask is not None
+        itself = access.width, access.tiles, has_mask
+        return _Form(ref.dtype, *itself, layer_size, f"// leaf {self.number}")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """What an access compiles to.
+
+    Args:
+      dtype: of the elements.
+      width, tiles: see :class:`.memory.Access`.
+      has_mask: whether it has one.
+      layer_size: elements of the layers of a stack; None if it is none.
+      mark: a comment beside the instructions.
+    """
+
+    dtype: jnp.dtype
+    width: int
+    tiles: int | None
+    has_mask: bool
+    layer_size: int | None
+    mark: str
+
+    @property
+    def bits(self) -> int:
+        """Of an element."""
+        return 8 * self.dtype.itemsize
+
+    def places(self, pointer, offset, *rest) -> list[tuple[typing.Any, typing.Any]]:
+        """For each element of a register its address, and its mask or None.
+
+        Args:
+          pointer: to the array.
+          offset: register.
+          *rest: registers of the mask and the layer, if there are such.
+        """
+        rest = list(rest)
+        masks = [None] * registers.COLUMNS
+        if self.has_mask:
+            masks = registers.elements(rest.pop(0))
+        if self.layer_size is not None:
+            layer = registers.elements(rest.pop(0))[0]
+            start = registers.product(layer, self.layer_size)
+            pointer = registers.address(pointer, start, self.bits)
+        return [
+            (registers.address(pointer, registers.widened(x), self.bits), mask)
+            for x, mask in zip(registers.elements(offset), masks, strict=True)
+        ]
+
+
+def _place(access: Access) -> list[jax.Array]:
+    place = (access.offset, access.mask, access.layer)
+    return [x for x in place if x is not None]
+
+
+def _load(form: _Form, pointer, *place):
+    bits, places = form.bits, form.places(pointer, *place)
+    if form.tiles:
+        (value,) = registers.load(*places[0], bits, 1, form.mark)
+        values = [value] * registers.COLUMNS
+    elif form.width == registers.COLUMNS:
+        width = min(32, bits * registers.COLUMNS)
+        count = bits * registers.COLUMNS // width
+        values = registers.load(*places[0], width, count, form.mark)
+    else:
+        values = [
+            value
+            for place in places
+            for value in registers.load(*place, bits, 1, form.mark)
+        ]
+    return registers.joined(values, registers.element_type(form.dtype))
+
+
+def _store(form: _Form, pointer, value, *place):
+    bits, places = form.bits, form.places(pointer, *place)
+    if form.tiles:
+        ((address, mask), *_), (word, *_) = places, registers.words(value, bits)
+        if form.tiles > 1:
+            mask = registers.both(mask, registers.is_first_of(form.tiles))
+        registers.store(address, [word], mask, form.mark)
+    elif form.width == registers.COLUMNS:
+        words = registers.words(value, min(32, bits * registers.COLUMNS))
+        registers.store(places[0][0], words, places[0][1], form.mark)
+    else:
+        words = registers.words(value, bits)
+        for (address, mask), word in zip(places, words, strict=True):
+            registers.store(address, [word], mask, form.mark)

@@ -1,0 +1,283 @@
+"""Mosaic GPU's arrays as the registers of each thread.
+
+The only place that touches the compiler's intermediate representation: Pallas has no
+loads and stores with masks for Mosaic, no inline assembly, and no shuffles, and says to
+write them with ``inline_mgpu``. An array here has 4 elements per thread of a warpgroup,
+neighbours, which are one vector: *the register* of the array.
+"""
+
+import math
+import typing
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mosaic
+from jax.experimental.pallas import mosaic_gpu as pallas
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, vector
+
+# JAX itself writes inline assembly for Mosaic with this dialect, and exports no other.
+from jaxlib.mlir.dialects import gpu, llvm
+
+THREADS = 128
+"""Of a warpgroup, which is a program."""
+
+COLUMNS = 4
+"""Elements of a register."""
+
+WARP = 32
+"""Threads that can exchange values."""
+
+
+def layout(shape: tuple[int, ...]):
+    """The layout of an array of lanes."""
+    if math.prod(shape) != THREADS * COLUMNS:
+        raise ValueError(f"Mosaic kernels have arrays of 512 lanes, not {list(shape)}")
+    return pallas.Layout.WG_STRIDED(shape, vec_size=COLUMNS)
+
+
+def as_array(x: jax.Array) -> jax.Array:
+    """An array of lanes that is in registers, as what a loop carries must be."""
+    return pallas.layout_cast(x, layout(x.shape))
+
+
+def per_thread(
+    function: Callable, arrays: Sequence[jax.Array], shape, dtype, refs: Sequence = ()
+) -> jax.Array:
+    """An array whose registers are a function of other arrays' registers.
+
+    Args:
+      function: of the references' pointers and of registers, to a register.
+      arrays: of the shape, or scalars.
+      shape, dtype: of the result.
+      refs: references to flat arrays in global memory.
+    """
+    return typing.cast(jax.Array, _inline(function, arrays, shape, refs, dtype))
+
+
+def do_per_thread(
+    function: Callable, arrays: Sequence[jax.Array], shape, refs: Sequence = ()
+) -> None:
+    """The same of a function without a result."""
+    _inline(function, arrays, shape, refs, None)
+
+
+def _inline(function, arrays, shape, refs, dtype):
+    here = layout(shape)
+    arrays = [
+        pallas.layout_cast(jnp.broadcast_to(jnp.asarray(x), shape), here)
+        for x in arrays
+    ]
+    result = None
+    if dtype is not None:
+        result = pallas.ShapeDtypeStruct(shape, np.dtype(dtype), layout=here)
+    kinds = (*[pallas.RefType()] * len(refs), *[here] * len(arrays))
+
+    @pallas.inline_mgpu(arg_types=kinds, return_type=result)
+    def run(_, *args):
+        given, registers = args[: len(refs)], args[len(refs) :]
+        pointers = [mosaic.utils.memref_ptr(ref) for ref in given]
+        made = function(*pointers, *(x.registers.item() for x in registers))
+        if dtype is None:
+            return None
+        holder = np.empty((1,), object)
+        holder[0] = made
+        return mosaic.FragmentedArray(
+            _registers=holder,
+            _layout=here.to_mgpu(),
+            _is_signed=mosaic.utils.is_signed(dtype),
+        )
+
+    return run(*refs, *arrays)
+
+
+def elements(register) -> list:
+    """The elements of a register."""
+    (count,) = ir.VectorType(register.type).shape
+    return [_extract(register, i) for i in range(count)]
+
+
+def register(values: Sequence):
+    """The register of these elements."""
+    kind = ir.VectorType.get((len(values),), values[0].type)
+    made = llvm.mlir_undef(kind)
+    for i, value in enumerate(values):
+        at = ir.DenseI64ArrayAttr.get([i])
+        made = vector.insert(value, made, dynamic_position=[], static_position=at)
+    return made
+
+
+def bits_type(bits: int):
+    """The type of integers of a width."""
+    return ir.IntegerType.get_signless(bits)
+
+
+def constant(value: int, kind):
+    """A constant of a type of integers."""
+    return arith.constant(kind, ir.IntegerAttr.get(kind, value))
+
+
+def assembly(
+    instructions: str,
+    results: Sequence,
+    args: Sequence,
+    constraints: str,
+    *,
+    acts: bool = False,
+) -> list:
+    """Inline assembly of values.
+
+    Args:
+      instructions: PTX.
+      results: types of the results, in the order of ``$0``, ``$1``, ...
+      args: values.
+      constraints: LLVM's.
+      acts: whether it does something beside its results.
+    """
+    if not results:
+        kind = ir.Type.parse("!llvm.void")
+        llvm.inline_asm(kind, args, instructions, constraints, has_side_effects=True)
+        return []
+    if len(results) == 1:
+        (kind,) = results
+        return [
+            llvm.inline_asm(
+                kind, args, instructions, constraints, has_side_effects=acts
+            )
+        ]
+    kind = llvm.StructType.get_literal(list(results))
+    made = typing.cast(
+        ir.Value,
+        llvm.inline_asm(kind, args, instructions, constraints, has_side_effects=acts),
+    )
+    return [llvm.extractvalue(each, made, [i]) for i, each in enumerate(results)]
+
+
+def element_type(dtype):
+    """The compiler's type of a dtype."""
+    return mosaic.utils.dtype_to_ir_type(np.dtype(dtype))
+
+
+def bits_of(value) -> int:
+    """The width of a value."""
+    return mosaic.utils.bitwidth(value.type)
+
+
+def words(register, bits: int = 32) -> list:
+    """The register as integers of so many bits, the first elements lowest."""
+    (count,) = ir.VectorType(register.type).shape
+    width = mosaic.utils.bitwidth(ir.VectorType(register.type).element_type)
+    kind = ir.VectorType.get((count * width // bits,), bits_type(bits))
+    return elements(vector.bitcast(kind, register))
+
+
+def joined(values: Sequence, element):
+    """A register of elements of a type: of values of one, or of words of more bits."""
+    held = register(values)
+    kind = ir.VectorType.get((COLUMNS,), element)
+    return held if held.type == kind else vector.bitcast(kind, held)
+
+
+def _extract(value, i: int):
+    at = ir.DenseI64ArrayAttr.get([i])
+    return vector.extract(value, dynamic_position=[], static_position=at)
+
+
+def thread_number():
+    """The number of the thread in its warpgroup."""
+    number = gpu.thread_id(gpu.Dimension.x)
+    return arith.index_cast(bits_type(32), number)
+
+
+def is_first_of(threads: int):
+    """Whether the thread is the first of so many neighbours, a power of two."""
+    kind = bits_type(32)
+    rest = arith.andi(thread_number(), constant(threads - 1, kind))
+    return arith.cmpi(arith.CmpIPredicate.eq, rest, constant(0, kind))
+
+
+def largest(a, b):
+    """The larger of two signed integers."""
+    return arith.maxsi(a, b)
+
+
+def other_thread(value, distance: int):
+    """An int32 of the thread whose number differs in the bit of the distance."""
+    return mosaic.utils.shfl_bfly(value, distance)
+
+
+def both(a, b):
+    """Whether two conditions hold; None holds."""
+    return b if a is None else arith.andi(a, b)
+
+
+def widened(value):
+    """An integer that is not negative, with 64 bits."""
+    return arith.extui(bits_type(64), value)
+
+
+def product(value, factor: int):
+    """A non-negative int32 times a constant, with 64 bits."""
+    return arith.muli(widened(value), constant(factor, bits_type(64)))
+
+
+def address(pointer, place, bits: int):
+    """The address of an element of so many bits, by its number of 64 bits."""
+    return llvm.getelementptr(
+        pointer.type,
+        pointer,
+        [place],
+        [-(2**31)],
+        bits_type(bits),
+        llvm.GEPNoWrapFlags.none,
+    )
+
+
+def load(address, mask, bits: int, count: int, mark: str) -> list:
+    """``count`` words of so many bits from global memory, if the mask is on.
+
+    Args:
+      address: of the first.
+      mask: a condition, or None.
+      bits: 8, 16 or 32.
+      count: 1, 2 or 4.
+      mark: a comment beside the instruction.
+    """
+    guard = "" if mask is None else f"@${count + 1} "
+    letter, many = _form(bits, count)
+    places = _list(f"${i}" for i in range(count))
+    loaded = assembly(
+        f"{guard}ld.global{many}.b{bits} {places}, [${count}]; {mark}",
+        [bits_type(max(bits, 16))] * count,
+        [address] if mask is None else [address, mask],
+        ",".join([*[f"={letter}"] * count, *["l", "b"][: 1 + bool(guard)]]),
+        acts=True,
+    )
+    return [arith.trunci(bits_type(bits), x) for x in loaded] if bits < 16 else loaded
+
+
+def store(address, words: Sequence, mask, mark: str) -> None:
+    """Words to global memory, if the mask is on; see :func:`load`."""
+    bits, count = bits_of(words[0]), len(words)
+    if bits < 16:
+        words = [arith.extui(bits_type(16), x) for x in words]
+    guard = "" if mask is None else f"@${count + 1} "
+    letter, many = _form(bits, count)
+    places = _list(f"${i + 1}" for i in range(count))
+    assembly(
+        f"{guard}st.global{many}.b{bits} [$0], {places}; {mark}",
+        [],
+        [address, *words, *([] if mask is None else [mask])],
+        ",".join(["l", *[letter] * count, *(["b"] if guard else [])]),
+    )
+
+
+def _form(bits: int, count: int) -> tuple[str, str]:
+    return "r" if bits == 32 else "h", f".v{count}" if count > 1 else ""
+
+
+def _list(places) -> str:
+    places = list(places)
+    return places[0] if len(places) == 1 else "{" + ", ".join(places) + "}"
