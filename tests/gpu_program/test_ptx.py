@@ -12,7 +12,6 @@ import pytest
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 
-from tools.gpu_program.h200 import h200_mesh, lower_for
 from tools.gpu_program.machine_code import Launch
 from tools.gpu_program.ptx import (
     Divergence,
@@ -29,6 +28,7 @@ from tools.gpu_program.ptx import (
 )
 from tools.gpu_program.ptx.memory import Memory
 from tools.gpu_program.ptx.parser import parse
+from tools.gpu_program.targets import gpu_mesh, lower_for
 
 THREADS = 64
 
@@ -365,13 +365,13 @@ def test_xla_kernels_run():
 
     x = jnp.arange(37, dtype=jnp.int32)
     y = jnp.arange(700, dtype=jnp.float32).reshape(7, 100)
-    got = compile_program(lower_for(h200_mesh(), fn, x, y)).run(x, y)
+    got = compile_program(lower_for(gpu_mesh(), fn, x, y)).run(x, y)
     for own, want in zip(got, fn(x, y), strict=True):
         np.testing.assert_allclose(own, want, rtol=1e-6)
 
 
 def test_programs_with_loops_are_refused():
     fn = lambda x: jax.lax.fori_loop(0, 100, lambda i, v: jnp.sqrt(v[::-1]), x)
-    program = compile_program(lower_for(h200_mesh(), fn, jnp.ones(8)))
+    program = compile_program(lower_for(gpu_mesh(), fn, jnp.ones(8)))
     with pytest.raises(Unsupported, match="while"):
         program.run(jnp.ones(8))

@@ -32,13 +32,15 @@ def compile_with_dump(lowered: jax.stages.Lowered) -> Dump:
     """Compile a program for GPUs.
 
     Args:
-      lowered: from ``h200.lower_for``.
+      lowered: from ``targets.lower_for``.
 
     Raises:
       RuntimeError: if XLA wrote no PTX.
     """
     with tempfile.TemporaryDirectory() as folder:
-        compiled = lowered.compile(compiler_options={"xla_dump_to": folder})
+        # JAX 0.12 writes no PTX unless the second option asks for it.
+        options = {"xla_dump_to": folder, "xla_dump_emitter_re": "ptx"}
+        compiled = lowered.compile(compiler_options=options)
         files = sorted(pathlib.Path(folder).iterdir())
 
         def texts(ending: str) -> tuple[str, ...]:

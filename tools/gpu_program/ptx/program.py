@@ -88,7 +88,7 @@ def compile_program(lowered: jax.stages.Lowered) -> Program:
     """Compile a program so that it can be run.
 
     Args:
-      lowered: from ``h200.lower_for``, for one device.
+      lowered: from ``targets.lower_for``, for one device.
     """
     dump = compile_with_dump(lowered)
     grids = launches_of(dump.thunks)
