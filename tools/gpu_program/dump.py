@@ -6,6 +6,8 @@ import tempfile
 
 import jax
 
+from tools.gpu_program.mosaic import MosaicKernel, dumped_to, kernels_of
+
 
 @dataclasses.dataclass(frozen=True)
 class Dump:
@@ -13,7 +15,8 @@ class Dump:
 
     Args:
       compiled: the program.
-      ptx: the sources of its kernels.
+      ptx: the sources of its kernels, but for Mosaic's.
+      mosaic: Mosaic's kernels, by the names of the instructions that launch them.
       thunks: what it launches and copies, in order, with grids.
       annotations: which instructions these are.
       hlo: the scheduled instructions.
@@ -22,6 +25,7 @@ class Dump:
 
     compiled: jax.stages.Compiled
     ptx: tuple[str, ...]
+    mosaic: dict[str, MosaicKernel]
     thunks: str
     annotations: str
     hlo: str
@@ -40,7 +44,9 @@ def compile_with_dump(lowered: jax.stages.Lowered) -> Dump:
     with tempfile.TemporaryDirectory() as folder:
         # JAX 0.12 writes no PTX unless the second option asks for it.
         options = {"xla_dump_to": folder, "xla_dump_emitter_re": "ptx"}
-        compiled = lowered.compile(compiler_options=options)
+        with tempfile.TemporaryDirectory() as kernels, dumped_to(kernels):
+            compiled = lowered.compile(compiler_options=options)
+            mosaic = kernels_of(compiled.as_text() or "", kernels)
         files = sorted(pathlib.Path(folder).iterdir())
 
         def texts(ending: str) -> tuple[str, ...]:
@@ -50,6 +56,7 @@ def compile_with_dump(lowered: jax.stages.Lowered) -> Dump:
         dump = Dump(
             compiled,
             texts(".ptx"),
+            mosaic,
             *(
                 "\n".join(texts(ending))
                 for ending in (
@@ -60,6 +67,6 @@ def compile_with_dump(lowered: jax.stages.Lowered) -> Dump:
                 )
             ),
         )
-    if not dump.ptx:
+    if not dump.ptx and not dump.mosaic:
         raise RuntimeError("XLA wrote no PTX: was the program in a compilation cache?")
     return dump

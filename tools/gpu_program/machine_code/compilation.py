@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from tools.gpu_program.dump import compile_with_dump
-from tools.gpu_program.machine_code.kernel import Kernel, Launch
+from tools.gpu_program.launch import Launch
+from tools.gpu_program.machine_code.kernel import Kernel
 from tools.gpu_program.machine_code.trip_counts import kernel_facts
 
 Trips = Sequence[int | None]
@@ -47,9 +48,12 @@ def program(
         ``Kernel.loops``; None in place of a count for one to be found.
     """
     dump = compile_with_dump(lowered)
-    launches = launches_of(dump.thunks)
-    found = {}
-    for source in dump.ptx:
+    launches, found = launches_of(dump.thunks), {}
+    sources = {source: None for source in dump.ptx}
+    for kernel in dump.mosaic.values():
+        launches[kernel.name].append(kernel.launch)
+        sources[kernel.ptx] = None
+    for source in sources:
         found |= kernels_of_ptx(source, launches, trips)
     return Program(dump.compiled, found)
 

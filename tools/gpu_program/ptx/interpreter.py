@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 
-from tools.gpu_program.machine_code.kernel import Launch
+from tools.gpu_program.launch import Launch
 from tools.gpu_program.ptx import lanes
 from tools.gpu_program.ptx.bits import to_numbers, to_patterns, unsigned, width
 from tools.gpu_program.ptx.faults import (

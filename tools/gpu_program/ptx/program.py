@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy as np
 
 from tools.gpu_program.dump import compile_with_dump
+from tools.gpu_program.launch import Launch
 from tools.gpu_program.machine_code.compilation import launches_of
-from tools.gpu_program.machine_code.kernel import Launch
 from tools.gpu_program.ptx.bits import integers
 from tools.gpu_program.ptx.buffers import Buffers, Place, read_buffers
 from tools.gpu_program.ptx.faults import Fault
@@ -39,6 +39,8 @@ class Program:
     Args:
       sources: the PTX of its kernels, by their names.
       launches: the kernel and the grid of an instruction, by its name.
+      arguments: of an instruction by whose name they are here, which of its operands
+        and results the kernel's parameters are; of others they are all.
       nodes: its instructions in order.
       buffers: where their results are.
       outputs: tree of the results' shapes and dtypes.
@@ -46,6 +48,7 @@ class Program:
 
     sources: dict[str, str]
     launches: dict[str, tuple[str, Launch]]
+    arguments: dict[str, tuple[int, ...]]
     nodes: tuple[Node, ...]
     buffers: Buffers
     outputs: typing.Any
@@ -105,9 +108,13 @@ def compile_program(lowered: jax.stages.Lowered) -> Program:
         if node and number and int(number[1]) in numbers:
             kernel = numbers[int(number[1])]
             launches[node[1]] = kernel, grids[kernel][0]
+    for node, kernel in dump.mosaic.items():
+        launches[node] = kernel.name, kernel.launch
+        sources[kernel.name] = kernel.ptx
     return Program(
         sources,
         launches,
+        {node: kernel.arguments for node, kernel in dump.mosaic.items()},
         tuple(read_entry(dump.hlo)),
         read_buffers(dump.buffers),
         lowered.out_info,
@@ -171,6 +178,9 @@ class _Run:
             self.kernels |= parse(self.program.sources[name])
         kernel = self.kernels[name]
         arguments = [*given, *results]
+        chosen = self.program.arguments.get(node.name)
+        if chosen is not None:
+            arguments = [arguments[number] for number in chosen]
         if len(kernel.parameters) != len(arguments):
             # XLA's own kernels get what is in one place once.
             arguments = list(dict.fromkeys(arguments))

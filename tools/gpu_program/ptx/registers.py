@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 
-from tools.gpu_program.machine_code.kernel import Launch
+from tools.gpu_program.launch import Launch
 from tools.gpu_program.ptx.bits import to_numbers, unsigned, width
 from tools.gpu_program.ptx.faults import Uninitialised, UnknownInstruction
 from tools.gpu_program.ptx.parser import Kernel
