@@ -236,7 +236,7 @@ def address(pointer, place, bits: int):
 
 
 def load(address, mask, bits: int, count: int, mark: str) -> list:
-    """``count`` words of so many bits from global memory, if the mask is on.
+    """``count`` words of so many bits from global memory, or 0 if the mask is off.
 
     Args:
       address: of the first.
@@ -245,14 +245,17 @@ def load(address, mask, bits: int, count: int, mark: str) -> list:
       count: 1, 2 or 4.
       mark: a comment beside the instruction.
     """
-    guard = "" if mask is None else f"@${count + 1} "
     letter, many = _form(bits, count)
     places = _list(f"${i}" for i in range(count))
+    guard = ""
+    if mask is not None:
+        zeros = (f"mov.b{max(bits, 16)} ${i}, 0; " for i in range(count))
+        guard = "".join(zeros) + f"@${count + 1} "
     loaded = assembly(
         f"{guard}ld.global{many}.b{bits} {places}, [${count}]; {mark}",
         [bits_type(max(bits, 16))] * count,
         [address] if mask is None else [address, mask],
-        ",".join([*[f"={letter}"] * count, *["l", "b"][: 1 + bool(guard)]]),
+        ",".join([*[f"=&{letter}"] * count, *["l", "b"][: 1 + bool(guard)]]),
         acts=True,
     )
     return [arith.trunci(bits_type(bits), x) for x in loaded] if bits < 16 else loaded

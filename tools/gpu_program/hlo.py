@@ -49,8 +49,10 @@ def kernels(compiled: jax.stages.Compiled) -> list[tuple[str, int]]:
             continue
         name, type_text, op, operands = match.groups()
         sizes[name] = _bytes(type_text)
+        parts = re.findall(r"\w+\[[\d,]*\]", type_text)
+        sizes |= {f"{name}#{i}": _bytes(part) for i, part in enumerate(parts)}
         if op in ("fusion", "custom-call", "copy"):
-            read = sum(sizes.get(o, 0) for o in re.findall(r"%([\w.\-]+)", operands))
+            read = sum(sizes.get(o, 0) for o in re.findall(r"%([\w.\-#]+)", operands))
             found.append((name, sizes[name] + read))
     return found
 

@@ -239,6 +239,22 @@ class _Blocks:
         written = to_patterns(lanes.reduced(mode, numbers), kind)
         self.registers.write(result, written, kind, active)
 
+    def _election(self, instruction: Instruction, active: np.ndarray) -> None:
+        """``elect``: one thread of each warp, here the first."""
+        result, members = instruction.operands
+        if self.size % lanes.WARP or members != "-1":
+            raise UnknownInstruction("it is not between the threads of whole warps")
+        lanes.require_whole_warps(active)
+        number, _, predicate = result.partition("|")
+        chosen = np.arange(self.count) % lanes.WARP == 0
+        self.registers.write(number, np.zeros(self.count, np.uint32), "b32", active)
+        self.registers.write(predicate, chosen, "pred", active)
+
+    def _fence(self, instruction: Instruction, active: np.ndarray) -> None:
+        """``fence`` for what was set up of barriers in shared memory: nothing here."""
+        if "mbarrier_init" not in instruction.modifiers:
+            raise UnknownInstruction("the interpreter does not know this fence")
+
     def _matrix(self, instruction: Instruction, active: np.ndarray) -> None:
         """``ldmatrix`` and ``stmatrix``: matrices of 8 rows of 16 bytes in a warp."""
         if not {"sync", "aligned", "m8n8", "x1", "x2", "x4", "shared"}.issuperset(
@@ -279,6 +295,8 @@ _SPECIAL = {
     "barrier": _Blocks._barrier,
     "shfl": _Blocks._exchange,
     "redux": _Blocks._reduction,
+    "elect": _Blocks._election,
+    "fence": _Blocks._fence,
     "ldmatrix": _Blocks._matrix,
     "stmatrix": _Blocks._matrix,
     "cvta": _Blocks._to_global,

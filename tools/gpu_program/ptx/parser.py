@@ -80,7 +80,8 @@ def parse(source: str) -> dict[str, Kernel]:
     >>> kernel.parameters, kernel.instructions[0].operands
     (('out',), ('%rd1', '[out]'))
     """
-    source = _without_comments(source)
+    # PTX 9 says of which function a parameter is.
+    source = _without_comments(source).replace("ld.param::entry.", "ld.param.")
     shared, size = _shared_variables(source)
     found = {}
     for match in re.finditer(r"\.entry\s+([\w$]+)\s*\(([^)]*)\)[^{]*\{", source):

@@ -12,7 +12,7 @@ class Node:
       name: of it.
       shape: of its result.
       op: such as ``fusion``.
-      operands: names.
+      operands: names; with ``#`` and its number, a part of a tuple.
       value: of a constant, its text.
       index: of a ``get-tuple-element``.
       is_root: whether its result is the program's.
@@ -52,7 +52,7 @@ def read_entry(text: str) -> list[Node]:
                     name=match[2],
                     shape=match[3],
                     op=match[4],
-                    operands=tuple(re.findall(r"%([\w.\-]+)", match[5])),
+                    operands=tuple(re.findall(r"%([\w.\-]+(?:#\d+)?)", match[5])),
                     value=match[5] if match[4] == "constant" else "",
                     index=int(index[1]) if index else 0,
                     is_root=bool(match[1]),
