@@ -55,6 +55,10 @@ class Arrangement(typing.Protocol):
         """An array of lanes."""
         ...
 
+    def carried(self, x: jax.Array) -> jax.Array:
+        """An array of lanes, as a loop carries it."""
+        ...
+
     def spread(self, x: jax.Array) -> jax.Array:
         """A scalar, or an array of blocks, of parts or of lanes, to broadcast."""
         ...
@@ -109,6 +113,9 @@ class ByBlocks:
 
     def zeros(self, dtype) -> jax.Array:
         return jnp.zeros(self.shape, dtype)
+
+    def carried(self, x: jax.Array) -> jax.Array:
+        return x
 
     def spread(self, x: jax.Array) -> jax.Array:
         if not x.ndim:

@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as pallas
 
 from pallas_kernels.fused_update import launch
+from pallas_kernels.fused_update import mosaic_registers as registers
 from pallas_kernels.fused_update.lanes import lanes_of
 from pallas_kernels.fused_update.memory import Memory, OneOfMany
 from pallas_kernels.fused_update.mosaic_instructions import INSTRUCTIONS
@@ -29,7 +30,7 @@ _SIZES = launch.Sizes(flat_width=512, flat_rows=4, small_width=512, lanes=128)
 # The compiler asks for one block of threads on a multiprocessor, and then gives each
 # thread as many registers as it likes: 217 where 128 do. Of 512 threads none can have
 # more than 128, and 16 warps share a multiprocessor.
-_WARPGROUPS = 4
+_WARPGROUPS, _WARPS = 4, 4
 
 # Where there are not so many programs, each has a multiprocessor to itself.
 _FEW_PROGRAMS = 528
@@ -75,6 +76,9 @@ def _call(kernel: launch.Kernel, outputs, args: Sequence[jax.Array]) -> list:
             unsafe_no_auto_barriers=True,
             lowering_semantics=pallas.LoweringSemantics.Lane,
         ),
+        scratch_types=[pallas.SMEM((_WARPS * warpgroups,), jnp.int32)]
+        if kernel.tiling.tiles > registers.WARP
+        else [],
         kernel_name=kernel.name,
     )(*(refs.get(i, x) for i, x in enumerate(args)))
     rest = list(made)
@@ -87,8 +91,11 @@ def _call(kernel: launch.Kernel, outputs, args: Sequence[jax.Array]) -> list:
 def _program(kernel: launch.Kernel, programs: int, warpgroups: int, *refs):
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
     program = block * jnp.int32(warpgroups) + warpgroup
+    refs, exchange = list(refs), None
+    if kernel.tiling.tiles > registers.WARP:
+        exchange = refs.pop()
     place = launch.place_of(kernel, program, refs)
-    arrangement = ByThreads(kernel.tiling)
+    arrangement = ByThreads(kernel.tiling, exchange)
 
     def work():
         Program(

@@ -5,6 +5,7 @@ All arrays are of lanes: values per block are the same in all threads of the blo
 
 import dataclasses
 import functools
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,16 @@ from pallas_kernels.layout import TILE_COLUMNS
 
 @dataclasses.dataclass(frozen=True)
 class ByThreads:
-    """See :class:`.arrangement.Arrangement`."""
+    """See :class:`.arrangement.Arrangement`.
+
+    Args:
+      tiling: what the lanes walk over.
+      exchange: reference to shared memory of an int32 per warp, where blocks have more
+        tiles than a warp has threads.
+    """
 
     tiling: Tiling
+    exchange: typing.Any = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -43,7 +51,11 @@ class ByThreads:
         return registers.per_thread(_columns, [], self.shape, jnp.int32)
 
     def zeros(self, dtype) -> jax.Array:
-        return registers.as_array(jnp.zeros(self.shape, dtype))
+        return self.carried(jnp.zeros(self.shape, dtype))
+
+    def carried(self, x: jax.Array) -> jax.Array:
+        # Mosaic wants the same layout and sign of what comes in and goes out.
+        return registers.per_thread(lambda register: register, [x], self.shape, x.dtype)
 
     def spread(self, x: jax.Array) -> jax.Array:
         return x
@@ -56,10 +68,11 @@ class ByThreads:
 
     def maxima(self, x: jax.Array, parts: int) -> jax.Array:
         threads = self.tiling.tiles // parts
-        if threads > registers.WARP:
-            raise NotImplementedError("blocks of more than 1024 elements")
-        make = functools.partial(_maximum, threads)
-        return registers.per_thread(make, [x], self.shape, jnp.int32)
+        if threads <= registers.WARP:
+            make = functools.partial(_maximum, threads)
+            return registers.per_thread(make, [x], self.shape, jnp.int32)
+        make, refs = _maximum_of_two_warps, [self.exchange]
+        return registers.per_thread(make, [x], self.shape, jnp.int32, refs)
 
     def _threads(self) -> jax.Array:
         return registers.per_thread(_thread, [], self.shape, jnp.int32)
@@ -88,3 +101,10 @@ def _maximum(threads: int, held):
         value = registers.largest(value, registers.other_thread(value, distance))
         distance *= 2
     return registers.register([value] * registers.COLUMNS)
+
+
+def _maximum_of_two_warps(pointer, held):
+    """The same of the threads of two warps that are neighbours."""
+    (value, *_) = registers.elements(_maximum(registers.WARP, held))
+    other = registers.other_warp(pointer, value)
+    return registers.register([registers.largest(value, other)] * registers.COLUMNS)

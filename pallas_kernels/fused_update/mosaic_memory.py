@@ -112,7 +112,14 @@ def _place(access: Access) -> list[jax.Array]:
 def _load(form: _Form, pointer, *place):
     bits, places = form.bits, form.places(pointer, *place)
     if form.tiles:
-        (value,) = registers.load(*places[0], bits, 1, form.mark)
+        (address, mask), *_ = places
+        # Of a block only one thread reads what it writes.
+        together = min(form.tiles, registers.WARP)
+        if together > 1:
+            mask = registers.both(mask, registers.is_first_of(together))
+        (value,) = registers.load(address, mask, bits, 1, form.mark)
+        if together > 1:
+            value = registers.first_thread(value, together)
         values = [value] * registers.COLUMNS
     elif form.width == registers.COLUMNS:
         width = min(32, bits * registers.COLUMNS)

@@ -38,11 +38,6 @@ def layout(shape: tuple[int, ...]):
     return pallas.Layout.WG_STRIDED(shape, vec_size=COLUMNS)
 
 
-def as_array(x: jax.Array) -> jax.Array:
-    """An array of lanes that is in registers, as what a loop carries must be."""
-    return pallas.layout_cast(x, layout(x.shape))
-
-
 def per_thread(
     function: Callable, arrays: Sequence[jax.Array], shape, dtype, refs: Sequence = ()
 ) -> jax.Array:
@@ -201,6 +196,42 @@ def is_first_of(threads: int):
 def largest(a, b):
     """The larger of two signed integers."""
     return arith.maxsi(a, b)
+
+
+def first_thread(value, threads: int):
+    """An integer of at most 32 bits of the first of so many neighbours in a warp."""
+    kind, bits = bits_type(32), bits_of(value)
+    lane = arith.andi(thread_number(), constant(-threads % WARP, kind))
+    wide = value if bits == 32 else arith.extui(kind, value)
+    (found,) = assembly(
+        "shfl.sync.idx.b32 $0, $1, $2, 31, -1;", [kind], [wide, lane], "=r,r,r"
+    )
+    return found if bits == 32 else arith.trunci(value.type, found)
+
+
+def other_warp(pointer, value):
+    """An int32 of the neighbouring warp, the other of a pair; all threads have it.
+
+    Args:
+      pointer: to shared memory with an int32 per warp.
+      value: the same in all threads of a warp.
+    """
+    kind, bytes_ = bits_type(32), 4
+    warp = arith.shrui(thread_number(), constant(5, kind))
+    other = arith.xori(warp, constant(1, kind))
+    llvm.store(value, _shared(pointer, warp), alignment=bytes_)
+    mosaic.warpgroup_barrier()
+    found = llvm.load(kind, _shared(pointer, other), alignment=bytes_)
+    # Before the next exchange.
+    mosaic.warpgroup_barrier()
+    return found
+
+
+def _shared(pointer, number):
+    flags = llvm.GEPNoWrapFlags.none
+    return llvm.getelementptr(
+        pointer.type, pointer, [number], [-(2**31)], bits_type(32), flags
+    )
 
 
 def other_thread(value, distance: int):

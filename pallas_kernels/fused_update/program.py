@@ -85,7 +85,11 @@ class Program:
         # takes registers.
         def step(counted, _):
             chunk, carry = counted
-            return (chunk + jnp.int32(1), visit(chunk, carry)), None
+            carry = [
+                x if x is None else self.lanes.arrangement.carried(x)
+                for x in visit(chunk, carry)
+            ]
+            return (chunk + jnp.int32(1), carry), None
 
         lax.scan(step, (jnp.int32(0), carry), length=count)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from tools.gpu_program.launch import Launch
 
 _TARGET = 'custom_call_target="mosaic_gpu_v2"'
-_SUFFIX = "_mosaic_gpu_kernel"
+_ENTRY, _LOG = "_mosaic_gpu_kernel", ".mlir-passes.log"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ def kernels_of(hlo: str, folder: str) -> dict[str, MosaicKernel]:
     Raises:
       RuntimeError: if a kernel was compiled before, without being dumped.
     """
-    files = sorted(pathlib.Path(folder).glob("*.mlir-passes.log"), key=_number)
+    files = sorted(pathlib.Path(folder).glob("*" + _LOG), key=_number)
     of_name = {}
     for file in files:
         of_name.setdefault(_stem(file)[0], []).append(file)
@@ -89,12 +89,10 @@ def kernels_of(hlo: str, folder: str) -> dict[str, MosaicKernel]:
 
 def _read(name: str, log: pathlib.Path) -> MosaicKernel:
     count = sum(_plain(known.name) == name for known in _known.values())
-    unique = f"{name}.{count}" if count else name
-    source = log.with_name(log.name.removesuffix(".mlir-passes.log") + ".ptx")
-    entry = unique.replace(".", "$")
-    ptx = source.read_text().replace(name + _SUFFIX, entry)
-    grid, block, arguments = _host_code(log.read_text())
-    return MosaicKernel(entry, ptx, Launch(grid, block, 0), arguments)
+    entry = f"{name}${count}" if count else name
+    source = log.with_name(log.name.removesuffix(_LOG) + ".ptx")
+    ptx = source.read_text().replace(name + _ENTRY, entry)
+    return MosaicKernel(entry, ptx, *_host_code(log.read_text()))
 
 
 def _plain(entry: str) -> str:
@@ -102,7 +100,7 @@ def _plain(entry: str) -> str:
 
 
 def _stem(file: pathlib.Path) -> tuple[str, int]:
-    name, _, number = file.name.removesuffix(".mlir-passes.log").rpartition("_")
+    name, _, number = file.name.removesuffix(_LOG).rpartition("_")
     return name, int(number)
 
 
@@ -110,28 +108,23 @@ def _number(file: pathlib.Path) -> int:
     return _stem(file)[1]
 
 
-def _host_code(log: str):
-    """Grid, block, and the numbers of the arguments, from the code of the host."""
-    text = log.partition("IR Dump Before SCFToControlFlowPass")[2]
-    text = text[: text.index("gpu.launch_func") + 10000]
-    constants = {
-        name: int(value)
-        for name, value in re.findall(r"(%\w+) = arith.constant (\d+) : index", text)
-    }
-    places = {}
-    for name, base, index in re.findall(
-        r"(%\w+) = llvm.getelementptr (%\w+)\[(\d+)\]", text
-    ):
-        del base
-        places[name] = int(index)
-    loads = {
-        name: places.get(of, 0)
-        for name, of in re.findall(r"(%\w+) = llvm.load (%\w+) :", text)
-    }
-    (launch,) = re.findall(
-        r"gpu.launch_func .*? blocks in \((.*?)\) threads in \((.*?)\).*? args\((.*?)\)",
+def _host_code(log: str) -> tuple[Launch, tuple[int, ...]]:
+    """The launch, and the numbers of its arguments, from the code of the host."""
+    text = log.partition("IR Dump Before SCFToControlFlowPass")[2].partition("\n//")[0]
+    constants = _table(r"(%\w+) = arith.constant (\d+) : \w+", text)
+    numbers = _table(r"(%\w+) = llvm.getelementptr %\w+\[(\d+)\]", text)
+    loads = dict(re.findall(r"(%\w+) = llvm.load (%\w+) :", text))
+    (found,) = re.findall(
+        r"gpu.launch_func .*? blocks in \((.*?)\) threads in \((.*?)\)"
+        r" +dynamic_shared_memory_size (%\w+) args\((.*?)\)",
         text,
     )
-    numbers = lambda part: tuple(constants[x] for x in part.split(", "))
-    arguments = tuple(loads[x.split(" ")[0]] for x in launch[2].split(", "))
-    return numbers(launch[0]), numbers(launch[1]), arguments
+    grid, block = ([constants[x] for x in part.split(", ")] for part in found[:2])
+    arguments = (x.split(" ")[0] for x in found[3].split(", "))
+    # The first is loaded from where the others are counted from.
+    launch = Launch((*grid,), (*block,), constants[found[2]])
+    return launch, tuple(numbers.get(loads[x], 0) for x in arguments)
+
+
+def _table(pattern: str, text: str) -> dict[str, int]:
+    return {name: int(value) for name, value in re.findall(pattern, text)}

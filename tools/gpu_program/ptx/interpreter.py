@@ -203,7 +203,9 @@ class _Blocks:
         return Accessors(self.threads[active], self.barriers[active], self.size)
 
     def _barrier(self, instruction: Instruction, active: np.ndarray) -> None:
-        if instruction.parts[0] != "sync" or instruction.operands != ("0",):
+        # A barrier of fewer threads than a block's would have to be counted by itself.
+        _, *threads = instruction.operands
+        if instruction.parts[0] != "sync" or threads not in ([], [str(self.size)]):
             raise UnknownInstruction("the interpreter does not know this barrier")
         by_block = lambda mask: mask.reshape(-1, self.size)
         arrived = by_block(active).any(axis=1)

@@ -115,7 +115,9 @@ def _without_comments(source: str) -> str:
 def _shared_variables(source: str) -> tuple[dict[str, int], int]:
     """Offsets of variables in shared memory, and the bytes of all that have a size."""
     offsets, size = {}, 0
-    pattern = r"^\s*(?:\.extern\s+)?\.shared\s+\.align\s+(\d+)\s+\.b8\s+(\w+)\[(\d*)\];"
+    pattern = (
+        r"^\s*(?:\.extern\s+)?\.shared\s+\.align\s+(\d+)\s+\.b8\s+(\w+)(?:\[(\d*)\])?;"
+    )
     found = re.findall(pattern, source, flags=re.M)
     # What the launch gives the size of comes after all that has one.
     for align, name, count in sorted(found, key=lambda variable: not variable[2]):
