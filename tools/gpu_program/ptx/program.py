@@ -139,7 +139,7 @@ class _Run:
 
     def step(self, node: Node) -> None:
         """Run one instruction."""
-        given = [self._value(name) for name in node.operands]
+        given = [self._value(operand) for operand in node.operands]
         if node.op == "bitcast":
             (self.values[node.name],) = given
         elif node.op == "tuple":

@@ -12,7 +12,7 @@ class Node:
       name: of it.
       shape: of its result.
       op: such as ``fusion``.
-      operands: names; with ``#`` and its number, a part of a tuple.
+      operands: names; ``name#1`` is part 1 of a tuple.
       value: of a constant, its text.
       index: of a ``get-tuple-element``.
       is_root: whether its result is the program's.
@@ -36,6 +36,14 @@ def read_entry(text: str) -> list[Node]:
     ...   ROOT %y = f32[2]{0} fusion(%x), kind=kLoop
     ... }''')[1].operands
     ('x',)
+
+    From JAX 0.12 parts of tuples need no instruction of their own:
+
+    >>> read_entry('''
+    ... ENTRY %main (x: f32[2]) -> (f32[2]) {
+    ...   ROOT %z = (f32[2]{0}) tuple(%y#1)
+    ... }''')[0].operands
+    ('y#1',)
     """
     if "is_scheduled=true" not in text and "HloModule" in text:
         raise ValueError("the program is not scheduled")
