@@ -17,6 +17,7 @@ from lowbit_optax._step.kernel_plan import KernelPlan
 from lowbit_optax._step.layer import Layer
 from lowbit_optax._step.prepared import PreparedStep
 from lowbit_optax._step.stacks import stacks_to_write
+from pallas_kernels.fused_update import launchers
 from pallas_kernels.platforms import Implementation, is_elsewhere
 
 
@@ -67,7 +68,7 @@ def advance(
     return by_kernels.out_of_stacks(
         jax.lax.platform_dependent(
             # Any other choice would trace kernels for other platforms as well.
-            cuda=lambda: by_kernels.run("triton"),
+            cuda=lambda: by_kernels.run(launchers.DEFAULT),
             default=lambda: by_kernels.into_stacks(by_xla.run()),
         )
     )

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.fused_update import sharded, triton, xla
+from pallas_kernels.fused_update import sharded, xla
+from pallas_kernels.fused_update.launchers import launcher
 from pallas_kernels.fused_update.spec import BlockBody, Body, Leaf, Operand, Result
 from pallas_kernels.fused_update.tiling import MAX_ELEMENTS, has_tiling
 from pallas_kernels.layout import check_block_size, layout_of
@@ -48,9 +49,9 @@ def fused_update(
       when: number of a scalar that switches the update off: where it is 0, operands
         that are overwritten keep their values, and other results are undefined.
       implementation: ``"xla"``, the reference; ``"pallas"``, the kernel on CUDA, and
-        its operations run one by one (slowly) elsewhere; ``"triton"``, the kernel, in
-        programs that are for CUDA only; None, the kernel on CUDA and the reference
-        elsewhere.
+        its operations run one by one (slowly) elsewhere; ``"triton"`` or ``"mosaic"``,
+        the kernel by this backend of Pallas', in programs that are for CUDA only; None,
+        the kernel on CUDA and the reference elsewhere.
 
     Returns:
       One array per result: of the leaf's shape, its ``packed_shape``, or the stack's.
@@ -85,6 +86,7 @@ def fused_update(
     if layer is not None:
         layer = jnp.asarray(layer, jnp.int32).reshape(1)
 
+    launched = launcher(implementation)
     given = [x for x in (row, layer) if x is not None]
 
     def place(rest):
@@ -98,11 +100,7 @@ def fused_update(
 
     def kernel(shards, shared, interpret):
         table, *rest = shared
-        if implementation == "mosaic":
-            from pallas_kernels.fused_update import mosaic
-
-            return mosaic.update(body, shards, table, *place(rest), when=when)
-        return triton.update(
+        return launched.update(
             body, shards, table, *place(rest), when=when, interpret=interpret
         )
 
@@ -142,7 +140,7 @@ def fused_update_many(
     _check_together(leaves)
     for leaf in leaves:
         _check(leaf)
-    results = len(leaves[0].results)
+    results, launched = len(leaves[0].results), launcher(implementation)
 
     def one_by_one(update, parts, table, part_rows):
         return [
@@ -152,13 +150,13 @@ def fused_update_many(
         ]
 
     def kernel(shards, shared, interpret):
-        update = functools.partial(triton.update, interpret=interpret)
-        if triton.can_share(shards):
+        update = functools.partial(launched.update, interpret=interpret)
+        if launched.can_share(shards):
             return update(body, shards, *shared, when=when)
         return one_by_one(update, [[shard] for shard in shards], *shared)
 
     written = []
-    for part in _parts(len(leaves), triton.max_leaves(leaves)):
+    for part in _parts(len(leaves), launched.max_leaves(leaves)):
         some = leaves[part]
 
         def reference(table, part_rows, *arrays, some=some):

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.fused_update.sharded import Shard
-from pallas_kernels.fused_update.spec import BlockBody, Body, Operand, Result
+from pallas_kernels.fused_update.spec import BlockBody, Body, Leaf, Operand, Result
 from pallas_kernels.fused_update.tiling import Tiling
 
 MAX_ELEMENTS_OF_SMALL_LEAF = 4 * 4096
@@ -103,6 +103,16 @@ class Kernel:
     def name(self) -> str:
         """As profilers show it."""
         return "fused_update" if self.leaves == 1 else "fused_update_many"
+
+
+def max_leaves(sizes: Sizes, leaves: Sequence[Leaf], most: int) -> int:
+    """How many of these leaves a kernel updates, with so many loads and stores."""
+    rows = sizes.common_tiling([Shard(leaf, leaf.shape) for leaf in leaves]).chunk_rows
+    accesses = sum(
+        1 if x.block_size else rows if x.bits is None else max(1, rows * x.bits // 32)
+        for x in (*leaves[0].operands, *leaves[0].results)
+    )
+    return max(1, most // accesses)
 
 
 def prepare(

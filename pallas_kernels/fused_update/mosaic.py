@@ -22,7 +22,7 @@ from pallas_kernels.fused_update.mosaic_lanes import ByThreads
 from pallas_kernels.fused_update.mosaic_memory import OneLeaf
 from pallas_kernels.fused_update.program import Program, unless_skipped
 from pallas_kernels.fused_update.sharded import Shard
-from pallas_kernels.fused_update.spec import BlockBody, Body
+from pallas_kernels.fused_update.spec import BlockBody, Body, Leaf
 
 # Of a program, which is a warpgroup: 128 threads with four columns each.
 _SIZES = launch.Sizes(flat_width=512, flat_rows=4, small_width=512, lanes=128)
@@ -35,6 +35,28 @@ _WARPGROUPS, _WARPS = 4, 4
 # Where there are not so many programs, each has a multiprocessor to itself.
 _FEW_PROGRAMS = 528
 
+# Loads and stores of a kernel.
+_MAX_ACCESSES = 250
+
+
+def max_leaves(leaves: Sequence[Leaf]) -> int:
+    """See :func:`.triton.max_leaves`."""
+    return launch.max_leaves(_SIZES, leaves, _MAX_ACCESSES)
+
+
+def can_share(shards: Sequence[Shard]) -> bool:
+    """Whether these leaves, or shards of leaves, can share a kernel.
+
+    Their operands and results are of the same kinds.
+    """
+    tilings = [_SIZES.tiling(shard) for shard in shards]
+    (first, *_) = tilings
+    if all(tiling.is_flat for tiling in tilings):
+        return True
+    # Each step of a loop would load and store by branches.
+    is_simple = first.chunk_rows == first.lane_rows
+    return is_simple and all(tiling == first for tiling in tilings)
+
 
 def update(
     body: Body | BlockBody,
@@ -44,8 +66,11 @@ def update(
     layer: jax.Array | None = None,
     *,
     when: int | None = None,
+    interpret: bool = False,
 ) -> list[jax.Array]:
-    """See :func:`.triton.update`."""
+    """See :func:`.triton.update`; its operations cannot be interpreted."""
+    if interpret:
+        raise NotImplementedError("kernels of Mosaic GPU are for CUDA only")
     kernel, args = launch.prepare(_SIZES, body, shards, table, rows, layer, when=when)
     return launch.shaped(_call(kernel, launch.outputs(shards), args), shards)
 

@@ -41,13 +41,7 @@ _FLAT_WARPS, _WARPS = 4, 2
 
 def max_leaves(leaves: Sequence[Leaf]) -> int:
     """How many of these leaves a kernel should update at most."""
-    shards = [Shard(leaf, leaf.shape) for leaf in leaves]
-    rows = _SIZES.common_tiling(shards).chunk_rows
-    accesses = sum(
-        1 if x.block_size else rows if x.bits is None else max(1, rows * x.bits // 32)
-        for x in (*leaves[0].operands, *leaves[0].results)
-    )
-    return max(1, _MAX_ACCESSES // accesses)
+    return launch.max_leaves(_SIZES, leaves, _MAX_ACCESSES)
 
 
 def can_share(shards: Sequence[Shard]) -> bool:

@@ -1,5 +1,7 @@
 """Steps compiled for an H200, executed from their PTX, give the reference's bits.
 
+Of every launcher that this JAX has.
+
 The whole compiled program runs: the fused kernels, and XLA's own around them. Numbers
 are chosen so that products, roots and quotients are exact. Then nothing is left that
 kernels may round differently from the reference: all bits of all results must agree.
@@ -21,6 +23,7 @@ import pallas_kernels
 from lowbit_optax import block_quantized, cast, extra_bits, lowbit
 from lowbit_optax._numerics import linear_code
 from pallas_kernels import Operand, Result, fused_update
+from pallas_kernels.fused_update import launchers
 from pallas_kernels.reductions import largest_magnitudes, sums_of_squares
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
@@ -28,6 +31,15 @@ pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extr
 from tools.gpu_program.ptx import Fault, Race, Uninitialised, compile_program
 from tools.gpu_program.steps import BF16, F32
 from tools.gpu_program.targets import gpu_mesh, lower_for
+
+LAUNCHERS = ["triton", "mosaic"] if launchers.has_mosaic() else ["triton"]
+
+
+@pytest.fixture(autouse=True, params=LAUNCHERS)
+def launcher(request, monkeypatch):
+    monkeypatch.setattr(launchers, "DEFAULT", request.param)
+    return request.param
+
 
 # Compiled quickly rather than well: the reference, not what is tested.
 QUICK = {"xla_backend_optimization_level": "0"}
@@ -431,7 +443,10 @@ def test_packing_has_the_same_bits(bits, shape):
         assert_same_bits(program.run(given), want)
 
 
-# The contract notices programs that are wrong.
+# The contract notices programs that are wrong. They are Triton's, as the mutations are
+# of its texts.
+
+only_triton = pytest.mark.parametrize("launcher", ["triton"], indirect=True)
 
 MUTATIONS = {
     "an addend for a factor": (
@@ -484,6 +499,7 @@ def assert_noticed(program, arguments, want):
         assert_same_bits(got, want)
 
 
+@only_triton
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_mutated_program_is_noticed(mutation):
     program, arguments, want = ragged_step()
@@ -494,6 +510,7 @@ def test_a_mutated_program_is_noticed(mutation):
     assert_noticed(program.with_source(name, mutated), arguments, want)
 
 
+@only_triton
 def test_a_result_that_is_not_written_is_noticed():
     fields = jnp.zeros(SHAPES["ragged"], jnp.uint32)
     pack = functools.partial(pallas_kernels.pack, bits=8)
@@ -504,6 +521,7 @@ def test_a_result_that_is_not_written_is_noticed():
         program.with_source(name, mutated).run(fields)
 
 
+@only_triton
 def test_a_barrier_too_few_is_noticed():
     rows = jnp.arange(8 * 4096, dtype=F32).reshape(8, 4096)
     program = compile_program(lower_for(gpu_mesh(), lambda x: jnp.sum(x, 1), rows))

@@ -22,7 +22,7 @@ class MosaicKernel:
     """A kernel as a call launches it.
 
     Args:
-      name: of the kernel, different from those of others.
+      name: of the kernel, different from those of others in the program.
       ptx: its source.
       launch: its grid.
       arguments: for each parameter, which of the call's operands and results it is,
@@ -69,7 +69,7 @@ def kernels_of(hlo: str, folder: str) -> dict[str, MosaicKernel]:
     of_name = {}
     for file in files:
         of_name.setdefault(_stem(file)[0], []).append(file)
-    found = {}
+    found, entries = {}, {}
     for line in hlo.splitlines():
         if _TARGET not in line:
             continue
@@ -83,20 +83,18 @@ def kernels_of(hlo: str, folder: str) -> dict[str, MosaicKernel]:
                 )
             # They are compiled in the order in which they are called.
             _known[digest] = _read(name, of_name[name].pop(0))
-        found[instruction] = _known[digest]
+        known = _known[digest]
+        if digest not in entries:
+            count = sum(_known[other].name == name for other in entries)
+            entries[digest] = f"{name}${count}" if count else name
+        ptx = known.ptx.replace(name + _ENTRY, entries[digest])
+        found[instruction] = dataclasses.replace(known, name=entries[digest], ptx=ptx)
     return found
 
 
 def _read(name: str, log: pathlib.Path) -> MosaicKernel:
-    count = sum(_plain(known.name) == name for known in _known.values())
-    entry = f"{name}${count}" if count else name
     source = log.with_name(log.name.removesuffix(_LOG) + ".ptx")
-    ptx = source.read_text().replace(name + _ENTRY, entry)
-    return MosaicKernel(entry, ptx, *_host_code(log.read_text()))
-
-
-def _plain(entry: str) -> str:
-    return entry.partition("$")[0]
+    return MosaicKernel(name, source.read_text(), *_host_code(log.read_text()))
 
 
 def _stem(file: pathlib.Path) -> tuple[str, int]:
