@@ -140,7 +140,7 @@ class _Blocks:
             return
         joined = np.zeros(self.count, whole)
         for number, name in enumerate(parts):
-            piece = self.registers.read(name, part, active).astype(whole)
+            piece = self.registers.read_part(name, part, active).astype(whole)
             joined |= piece << whole(bits * number)
         self.registers.write(result, joined, kind, active)
 

@@ -9,6 +9,8 @@ from tools.gpu_program.ptx.bits import to_numbers, unsigned, width
 from tools.gpu_program.ptx.faults import Uninitialised, UnknownInstruction
 from tools.gpu_program.ptx.parser import Kernel
 
+_GARBAGE = np.uint64(0x7A5B3C6D9E4F2B17)
+
 
 class Registers:
     """One array of patterns for each register, with an element for each thread.
@@ -61,6 +63,16 @@ class Registers:
         if written is not None and (active & ~written).any():
             raise Uninitialised(f"{operand} is read where it is not written")
         return values if kind == "pred" else values.astype(unsigned(width(kind)))
+
+    def read_part(self, name: str, kind: str, active: np.ndarray) -> np.ndarray:
+        """The same of a part of a vector, which no thread need have written.
+
+        LLVM fills vectors with registers that nothing writes, where it knows that
+        nothing reads this part of them. Their pattern here would show in results.
+        """
+        if name in self._kinds and name not in self._values:
+            return np.full(self._count, _GARBAGE).astype(unsigned(width(kind)))
+        return self.read(name, kind, active)
 
     def write(
         self, name: str, patterns: np.ndarray, kind: str, active: np.ndarray
