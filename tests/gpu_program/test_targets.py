@@ -13,8 +13,8 @@ from tools.gpu_program.steps import leaf, lower_lpmm_step, lower_step
 from tools.gpu_program.targets import B200, H200, gpu_mesh
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
-if missing_tools():
-    pytest.skip(missing_tools(), allow_module_level=True)
+if missing := missing_tools():
+    pytest.skip(missing, allow_module_level=True)
 
 
 @pytest.mark.parametrize(
