@@ -18,7 +18,9 @@ if missing := missing_tools():
 
 
 @pytest.mark.parametrize(
-    ("target", "architecture"), [(H200, "sm_90a"), (B200, "sm_100a")]
+    ("target", "architecture"),
+    [(H200, "sm_90a"), (B200, "sm_100a")],
+    ids=["H200", "B200"],
 )
 def test_kernels_are_of_the_targets_architecture(target, architecture):
     tx = lowbit_optax.kahan_adamw(1e-3)
