@@ -359,6 +359,11 @@ def test_examples_in_docstrings(name):
     assert not results.failed
 
 
+def test_parameters_are_read_as_newer_ptx_spells_it():
+    code = "ld.param::entry.u64 %d3, [pointer]; cvt.u32.u64 %r2, %d3;"
+    assert not run(code + STORE, WORDS).any()
+
+
 def test_xla_kernels_run():
     def fn(x, y):
         return jnp.cumsum(x[::-1]) * 2, jnp.sum(y, axis=1), x.astype(jnp.float32) / 3

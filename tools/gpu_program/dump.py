@@ -43,7 +43,10 @@ def compile_with_dump(lowered: jax.stages.Lowered) -> Dump:
     """
     with tempfile.TemporaryDirectory() as folder:
         # JAX 0.12 writes no PTX unless the second option asks for it.
-        options = {"xla_dump_to": folder, "xla_dump_emitter_re": "ptx"}
+        options: dict[str, str | bool] = {
+            "xla_dump_to": folder,
+            "xla_dump_emitter_re": "ptx",
+        }
         with tempfile.TemporaryDirectory() as kernels, dumped_to(kernels):
             compiled = lowered.compile(compiler_options=options)
             mosaic = kernels_of(compiled.as_text() or "", kernels)

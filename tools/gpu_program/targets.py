@@ -6,6 +6,8 @@ XLA:GPU program: fusions, buffer assignment, collectives.
 """
 
 import dataclasses
+import typing
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -85,7 +87,13 @@ def gpu_mesh(
     return Mesh(np.array(topology.devices), ("d",), axis_types=(axis,))
 
 
-def lower_for(mesh: Mesh, fn, *args, spec=None, donate=()) -> jax.stages.Lowered:
+def lower_for(
+    mesh: Mesh,
+    fn,
+    *args,
+    spec: P | Callable[[typing.Any], P] | None = None,
+    donate: Sequence[int] = (),
+) -> jax.stages.Lowered:
     """Lower ``fn`` for a mesh.
 
     Args:
@@ -98,8 +106,10 @@ def lower_for(mesh: Mesh, fn, *args, spec=None, donate=()) -> jax.stages.Lowered
     """
 
     def place(x):
-        chosen = spec(x) if callable(spec) and x.ndim >= 2 else spec
-        sharding = NamedSharding(mesh, chosen if chosen and x.ndim >= 2 else P())
+        chosen = P()
+        if x.ndim >= 2 and spec is not None:
+            chosen = spec if isinstance(spec, P) else spec(x)
+        sharding = NamedSharding(mesh, chosen)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     placed = jax.tree.map(place, args)
