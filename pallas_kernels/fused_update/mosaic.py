@@ -23,17 +23,16 @@ from pallas_kernels.fused_update.mosaic_memory import OneLeaf
 from pallas_kernels.fused_update.program import Program, unless_skipped
 from pallas_kernels.fused_update.sharded import Shard
 from pallas_kernels.fused_update.spec import BlockBody, Body, Leaf
+from pallas_kernels.fused_update.tiling import Tiling
+from pallas_kernels.layout import TILE_COLUMNS
 
 # Of a program, which is a warpgroup: 128 threads with four columns each.
 _SIZES = launch.Sizes(flat_width=512, flat_rows=4, small_width=512, lanes=128)
 
-# The compiler asks for one block of threads on a multiprocessor, and then gives each
-# thread as many registers as it likes: 217 where 128 do. Of 512 threads none can have
-# more than 128, and 16 warps share a multiprocessor.
-_WARPGROUPS, _WARPS = 4, 4
-
-# Where there are not so many programs, each has a multiprocessor to itself.
+# Where there are fewer programs, each has a multiprocessor to itself.
 _FEW_PROGRAMS = 528
+
+_WARPS_OF_A_WARPGROUP = 4
 
 # Loads and stores of a kernel.
 _MAX_ACCESSES = 250
@@ -88,7 +87,7 @@ def _call(kernel: launch.Kernel, outputs, args: Sequence[jax.Array]) -> list:
     refs = {number: jax.new_ref(args[number]) for number in overwritten.values()}
     new = [x for i, x in enumerate(outputs) if i not in overwritten]
     programs = kernel.leaves * kernel.tiling.programs
-    warpgroups = 1 if programs < _FEW_PROGRAMS else _WARPGROUPS
+    warpgroups = 1 if programs < _FEW_PROGRAMS else _warpgroups(kernel.tiling)
     made = pallas.kernel(
         functools.partial(_program, kernel, programs, warpgroups),
         out_type=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in new),
@@ -101,7 +100,7 @@ def _call(kernel: launch.Kernel, outputs, args: Sequence[jax.Array]) -> list:
             unsafe_no_auto_barriers=True,
             lowering_semantics=pallas.LoweringSemantics.Lane,
         ),
-        scratch_types=[pallas.SMEM((_WARPS * warpgroups,), jnp.int32)]
+        scratch_types=[pallas.SMEM((_WARPS_OF_A_WARPGROUP * warpgroups,), jnp.int32)]
         if kernel.tiling.tiles > registers.WARP
         else [],
         kernel_name=kernel.name,
@@ -111,6 +110,20 @@ def _call(kernel: launch.Kernel, outputs, args: Sequence[jax.Array]) -> list:
         jax.freeze(refs[overwritten[i]]) if i in overwritten else rest.pop(0)
         for i in range(len(outputs))
     ]
+
+
+def _warpgroups(tiling: Tiling) -> int:
+    """How many programs are one block of threads.
+
+    The compiler wants only one block on a multiprocessor, and then gives each thread as
+    many registers as it likes: 217 for a kernel that 128 suffice for. Of 512 threads
+    none can have more than 128, and 16 warps share a multiprocessor. What needs more
+    registers has 256 threads.
+    """
+    is_light = (
+        set(tiling.packed) <= {8} and tiling.tiles == 1 and tiling.width == TILE_COLUMNS
+    )
+    return 4 if is_light or not tiling.block_sizes else 2
 
 
 def _program(kernel: launch.Kernel, programs: int, warpgroups: int, *refs):
