@@ -6,6 +6,8 @@ import tempfile
 
 import jax
 
+from tools.gpu_program.targets import compile_lowered
+
 
 @dataclasses.dataclass(frozen=True)
 class Dump:
@@ -43,7 +45,7 @@ def compile_with_dump(lowered: jax.stages.Lowered) -> Dump:
             "xla_dump_to": folder,
             "xla_dump_emitter_re": "ptx",
         }
-        compiled = lowered.compile(compiler_options=options)
+        compiled = compile_lowered(lowered, options)
         files = sorted(pathlib.Path(folder).iterdir())
 
         def texts(ending: str) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import lowbit_optax
 from tools.gpu_program.hlo import kernels, memory, text
 from tools.gpu_program.machine_code import Kernel, program
-from tools.gpu_program.targets import gpu_mesh, lower_for
+from tools.gpu_program.targets import compile_lowered, gpu_mesh, lower_for
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 
@@ -49,7 +49,7 @@ class OptimizerStep:
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
         """The compiled program."""
-        return self.lowered.compile()
+        return compile_lowered(self.lowered)
 
     @functools.cached_property
     def machine_code(self) -> dict[str, Kernel]:
