@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as pallas
 
 from pallas_kernels.fused_update import launch
@@ -84,11 +85,10 @@ def _call(kernel: launch.Kernel, outputs, args: Sequence[jax.Array]) -> list:
         for i, r in enumerate(kernel.results)
         if r.overwrites is not None
     }
-    refs = {number: jax.new_ref(args[number]) for number in overwritten.values()}
-    new = [x for i, x in enumerate(outputs) if i not in overwritten]
     programs = kernel.leaves * kernel.tiling.programs
     warpgroups = 1 if programs < _FEW_PROGRAMS else _warpgroups(kernel.tiling)
-    made = pallas.kernel(
+    new = [x for i, x in enumerate(outputs) if i not in overwritten]
+    call = pallas.kernel(
         functools.partial(_program, kernel, programs, warpgroups),
         out_type=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in new),
         grid=(math.ceil(programs / warpgroups),),
@@ -104,10 +104,22 @@ def _call(kernel: launch.Kernel, outputs, args: Sequence[jax.Array]) -> list:
         if kernel.tiling.tiles > registers.WARP
         else [],
         kernel_name=kernel.name,
-    )(*(refs.get(i, x) for i, x in enumerate(args)))
-    rest = list(made)
+    )
+    with_refs = lambda refs: call(*(refs.get(i, x) for i, x in enumerate(args)))
+    arrays = {number: args[number] for number in overwritten.values()}
+    if new:
+        refs = {number: jax.new_ref(x) for number, x in arrays.items()}
+        made = list(with_refs(refs))
+        written = {number: jax.freeze(ref) for number, ref in refs.items()}
+    else:
+
+        def in_place(refs) -> None:
+            with_refs(refs)
+
+        # What makes references itself cannot be partitioned over a mesh.
+        made, written = [], pl.run_state(in_place)(arrays)
     return [
-        jax.freeze(refs[overwritten[i]]) if i in overwritten else rest.pop(0)
+        written[overwritten[i]] if i in overwritten else made.pop(0)
         for i in range(len(outputs))
     ]
 

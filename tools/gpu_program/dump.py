@@ -7,6 +7,7 @@ import tempfile
 import jax
 
 from tools.gpu_program.mosaic import MosaicKernel, dumped_to, kernels_of
+from tools.gpu_program.targets import compile_lowered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,7 @@ def compile_with_dump(lowered: jax.stages.Lowered) -> Dump:
             "xla_dump_emitter_re": "ptx",
         }
         with tempfile.TemporaryDirectory() as kernels, dumped_to(kernels):
-            compiled = lowered.compile(compiler_options=options)
+            compiled = compile_lowered(lowered, options)
             mosaic = kernels_of(compiled.as_text() or "", kernels)
         files = sorted(pathlib.Path(folder).iterdir())
 

@@ -120,6 +120,18 @@ def lower_for(
         return jitted.lower(*placed)
 
 
+def compile_lowered(
+    lowered: jax.stages.Lowered, options: dict[str, str | bool] | None = None
+) -> jax.stages.Compiled:
+    """Compile a program from :func:`lower_for`.
+
+    Kernels on shards are lowered only now, so the mesh must be in force again.
+    """
+    mesh = jax.tree.leaves(lowered.out_info)[0].sharding.mesh
+    with jax.set_mesh(mesh):
+        return lowered.compile(compiler_options=options)
+
+
 def compile_for(mesh: Mesh, fn, *args, **options) -> jax.stages.Compiled:
     """Compile ``fn`` for a mesh; the arguments are those of :func:`lower_for`."""
-    return lower_for(mesh, fn, *args, **options).compile()
+    return compile_lowered(lower_for(mesh, fn, *args, **options))

@@ -43,7 +43,7 @@ def program(
     """Compile a program and read its kernels' machine code.
 
     Args:
-      lowered: from ``targets.lower_for``, or any other program lowered for a GPU.
+      lowered: from ``targets.lower_for``.
       trips: kernels' names to the trip counts of their loops, in the order of
         ``Kernel.loops``; None in place of a count for one to be found.
     """
