@@ -32,6 +32,7 @@ from lowbit_optax import (
     training,
 )
 from lowbit_optax.formats.block_quantized import QuantizedMoment
+from pallas_kernels.fused_update import launchers
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -482,3 +483,11 @@ def test_members_of_an_ensemble_are_each_alone():
         own = jax.tree.map(lambda p, i=i: p[i], pair)
         want = trained("xla", own, [grads], weights=extra_bits(8))
         assert_same_bits(jax.tree.map(lambda x, i=i: x[i], got), want)
+
+
+def test_an_old_jax_is_told_what_mosaic_needs(monkeypatch):
+    monkeypatch.setattr(launchers, "has_mosaic", lambda: False)
+    tx = lowbit_optax.kahan_adamw(1e-3, implementation="mosaic")
+    params = {"w": jnp.ones((64, 64), jnp.bfloat16)}
+    with pytest.raises(NotImplementedError, match=r"'mosaic' needs JAX 0\.11"):
+        lowbit_optax.step(tx, params, tx.init(params), params)

@@ -132,10 +132,9 @@ def _warpgroups(tiling: Tiling) -> int:
     none can have more than 128, and 16 warps share a multiprocessor. What needs more
     registers has 256 threads.
     """
-    is_light = (
-        set(tiling.packed) <= {8} and tiling.tiles == 1 and tiling.width == TILE_COLUMNS
-    )
-    return 4 if is_light or not tiling.block_sizes else 2
+    has_masks = tiling.width < TILE_COLUMNS or tiling.rows % tiling.step_rows
+    has_long_codes = tiling.tiles > 1 or not set(tiling.packed) <= {8}
+    return 2 if tiling.block_sizes and (has_masks or has_long_codes) else 4
 
 
 def _program(kernel: launch.Kernel, programs: int, warpgroups: int, *refs):

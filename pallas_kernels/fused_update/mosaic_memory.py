@@ -98,9 +98,12 @@ class _Form:
             layer = registers.elements(rest.pop(0))[0]
             start = registers.product(layer, self.layer_size)
             pointer = registers.address(pointer, start, self.bits)
+        # A thread's elements are neighbours, if not always aligned.
+        place = registers.widened(registers.elements(offset)[0])
+        first = registers.address(pointer, place, self.bits)
         return [
-            (registers.address(pointer, registers.widened(x), self.bits), mask)
-            for x, mask in zip(registers.elements(offset), masks, strict=True)
+            (registers.neighbour(first, number, self.bits), mask)
+            for number, mask in enumerate(masks)
         ]
 
 

@@ -266,6 +266,13 @@ def address(pointer, place, bits: int):
     )
 
 
+def neighbour(address, number: int, bits: int):
+    """The address of an element so many further."""
+    flags = llvm.GEPNoWrapFlags.none
+    kind = bits_type(bits)
+    return llvm.getelementptr(address.type, address, [], [number], kind, flags)
+
+
 def load(address, mask, bits: int, count: int, mark: str) -> list:
     """``count`` words of so many bits from global memory, or 0 if the mask is off.
 

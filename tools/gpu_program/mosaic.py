@@ -76,6 +76,9 @@ def kernels_of(hlo: str, folder: str) -> dict[str, MosaicKernel]:
         (instruction,) = re.findall(r"^\s*(?:ROOT )?%(\S+) =", line)
         (name,) = re.findall(r'op_name="[^"]*?([^/"]*)/[^/"]*"', line)
         (digest,) = re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', line)
+        if name not in of_name and len(of_name) == 1:
+            # Of a kernel on shards XLA knows only where it was called.
+            (name,) = of_name
         if digest not in _known:
             if not of_name.get(name):
                 raise RuntimeError(
@@ -83,7 +86,7 @@ def kernels_of(hlo: str, folder: str) -> dict[str, MosaicKernel]:
                 )
             # They are compiled in the order in which they are called.
             _known[digest] = _read(name, of_name[name].pop(0))
-        known = _known[digest]
+        known, name = _known[digest], _known[digest].name
         if digest not in entries:
             count = sum(_known[other].name == name for other in entries)
             entries[digest] = f"{name}${count}" if count else name

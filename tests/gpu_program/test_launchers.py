@@ -1,0 +1,114 @@
+"""Kernels by Mosaic GPU beside Triton's: programs compiled for H200s.
+
+In one process Mosaic compiles for one kind of GPU only.
+"""
+
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import lowbit_optax
+from pallas_kernels.fused_update import launchers
+
+pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
+if not launchers.has_mosaic():
+    pytest.skip("Mosaic GPU needs JAX 0.11 or newer", allow_module_level=True)
+
+from tools.gpu_program.hlo import COLLECTIVES, text
+from tools.gpu_program.machine_code import missing_tools
+from tools.gpu_program.steps import gpt2, leaf, lower_lpmm_step, lower_step
+from tools.gpu_program.targets import gpu_mesh
+
+needs_tools = pytest.mark.skipif(
+    missing_tools() is not None, reason=str(missing_tools())
+)
+
+LOWBIT = lowbit_optax.lowbit_adamw(1e-3)
+STEPS = {
+    "5 bits": lowbit_optax.extra_bits_adamw(1e-3, bits=5),
+    "8 bits": lowbit_optax.extra_bits_adamw(1e-3, bits=8),
+    "16 bits": lowbit_optax.extra_bits_adamw(1e-3, bits=16),
+    "kahan": lowbit_optax.kahan_adamw(1e-3),
+    "stochastic rounding": lowbit_optax.sr_adamw(1e-3),
+    "lowbit": LOWBIT,
+    "lowbit 4": lowbit_optax.lowbit(
+        optax.adamw(1e-3), moments=lowbit_optax.block_quantized(4)
+    ),
+    "lpmm_adam": lowbit_optax.lpmm_adam(1e-3),
+    "lpmm_sgd": lowbit_optax.lpmm_sgd(1e-3, momentum=0.9),
+}
+
+
+def step_by(launcher, monkeypatch, name, shape, **options):
+    monkeypatch.setattr(launchers, "DEFAULT", launcher)
+    if name.startswith("lpmm"):
+        return lower_lpmm_step(STEPS[name], leaf(*shape, dtype=jnp.float32), **options)
+    return lower_step(STEPS[name], leaf(*shape), **options)
+
+
+def instructions(step):
+    kernel = step.fused
+    threads = sum(launch.threads for launch in kernel.launches)
+    return kernel.executed() * threads / step.parameters
+
+
+def assert_as_good(mosaic, triton):
+    assert instructions(mosaic) <= 1.1 * instructions(triton)
+    assert mosaic.fused.stack == 0
+    assert mosaic.fused.spill_stores == mosaic.fused.spill_loads == 0
+    assert mosaic.moved <= triton.moved + 0.001
+    assert mosaic.temporary < 0.001
+    assert mosaic.in_place
+    assert mosaic.fused_launches == triton.fused_launches == 1
+
+
+@needs_tools
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_is_as_good_as_by_triton(name, monkeypatch):
+    mosaic, triton = (
+        step_by(launcher, monkeypatch, name, (4096, 4096))
+        for launcher in ("mosaic", "triton")
+    )
+    assert "mosaic_gpu" in text(mosaic.compiled)
+    assert "mosaic_gpu" not in text(triton.compiled)
+    assert_as_good(mosaic, triton)
+
+
+@needs_tools
+@pytest.mark.parametrize("name", ["8 bits", "kahan", "lowbit"])
+def test_ragged_leaves_are_as_good_as_by_triton(name, monkeypatch):
+    mosaic, triton = (
+        step_by(launcher, monkeypatch, name, (4001, 1001))
+        for launcher in ("mosaic", "triton")
+    )
+    assert_as_good(mosaic, triton)
+
+
+@pytest.mark.parametrize(
+    ("devices", "shape", "spec"),
+    [
+        (8, (50304, 768), P("d")),
+        (256, (4096, 4096), P("d")),
+        (256, (4096, 4096), P(None, "d")),
+    ],
+    ids=str,
+)
+def test_shards_exchange_nothing(devices, shape, spec, monkeypatch):
+    mesh = gpu_mesh(devices)
+    step = step_by("mosaic", monkeypatch, "lowbit", shape, mesh=mesh, spec=spec)
+    assert "mosaic_gpu" in text(step.compiled)
+    assert not [c for c in COLLECTIVES if c in text(step.compiled)]
+    assert step.temporary * devices < 0.02
+
+
+@needs_tools
+def test_a_model_takes_few_launches_and_spills_nothing(monkeypatch):
+    monkeypatch.setattr(launchers, "DEFAULT", "mosaic")
+    step = lower_step(LOWBIT, gpt2())
+    assert len(step.launches) <= 20
+    assert step.temporary < 0.001
+    assert step.in_place
+    kernels = [k for n, k in step.machine_code.items() if n.startswith("fused_update")]
+    assert kernels
+    assert all(k.spill_stores == k.spill_loads == k.stack == 0 for k in kernels)
