@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import optax
 
 import lowbit_optax as lo
+from pallas_kernels.fused_update import launchers
 from tools.gpu_program.machine_code import instructions_per_parameter
 from tools.gpu_program.steps import (
     applied,
@@ -140,7 +141,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--no-model", action="store_true", help="leave GPT-2 out")
     parser.add_argument("--gpu", choices=TARGETS, default="H200")
+    parser.add_argument("--launcher", choices=["triton", "mosaic"])
     flags = parser.parse_args()
+    launchers.DEFAULT = flags.launcher or launchers.DEFAULT
     mesh = gpu_mesh(target=TARGETS[flags.gpu])
     model = None if flags.no_model else gpt2()
     if model is not None:
