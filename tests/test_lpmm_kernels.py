@@ -23,7 +23,7 @@ QUICK = {"xla_backend_optimization_level": "0"}
 
 # Shape, bits of the weights, and their block size. The ragged leaf has columns that do
 # not divide into fours, and blocks that reach beyond its ends.
-LEAVES = {"even": ((64, 64), 12, 2048), "ragged": ((70, 37), 8, 256)}
+LEAVES = {"even": ((64, 64), 12, 2048), "ragged": ((70, 61), 8, 256)}
 each_leaf = pytest.mark.parametrize(
     ("shape", "bits", "block_size"), LEAVES.values(), ids=LEAVES
 )
@@ -31,9 +31,13 @@ each_leaf = pytest.mark.parametrize(
 
 def steps(make, implementation, params, series):
     """Parameters and state after each step."""
-    tx = make(min_size=0, implementation=implementation)
-    step = jax.jit(functools.partial(lowbit_optax.step, tx), compiler_options=QUICK)
+    tx = make(implementation=implementation)
     state = initial(tx, params)
+    step = jax.jit(functools.partial(lowbit_optax.step, tx))
+    traced = step.trace(params, state, series[0])
+    # Some small leaves are left to XLA, whatever the implementation.
+    assert ("pallas_call" in str(traced.jaxpr)) == (implementation == "pallas")
+    step = traced.lower().compile(compiler_options=QUICK)
     for grads in series:
         params, state = step(params, state, grads)
         yield params, state
@@ -48,12 +52,14 @@ def both(make, params, series):
 @each_leaf
 def test_steps_of_sgd_have_the_same_bits(shape, bits, block_size):
     params = quantised(shape, bits, block_size)
-    series = [shrinking(params, seed) for seed in range(3)]
-    make = functools.partial(lpmm_sgd, 0.25, 0.5)
-    for by_kernel, by_xla in both(make, params, series):
+    # The first is the largest; what it changed decides about the step sizes after it.
+    first, small = shrinking(params, 0), shrinking(params, 1)
+    small = jax.tree.map(lambda x: jnp.where(jnp.abs(x) < 2.0**-4, x, 0), small)
+    make = functools.partial(lpmm_sgd, 0.25, 0.25)
+    for by_kernel, by_xla in both(make, params, [first, small, small]):
         assert_same_bits(by_kernel, by_xla)
         assert (by_xla[0]["kernel"].codes != params["kernel"].codes).any()
-        params = by_xla[0]
+        assert_same_bits(by_xla[0]["kernel"].scales, params["kernel"].scales)
 
 
 def powers_of_two(shape):
