@@ -351,8 +351,11 @@ def test_blocks_of_two_sizes_share_a_kernel():
     params = {"kernel": normal((128, 72))}
     moments = {"mu": block_quantized(8), "nu": block_quantized(8, block_size=128)}
     inner = optax.adamw(0.01, b1=0.5, b2=0.75, eps=0.0)
+    # A power of two per tile, so that each block has a scale unlike its neighbours'.
+    row, column = np.indices((128, 72))
+    powers = 2.0 ** ((5 * (row // 8) + column // 4) % 13 - 10)
     (grads,) = dyadic_series(params, 1)
-    grads = jax.tree.map(lambda g: jnp.sign(g) * 0.25, grads)
+    grads = {"kernel": jnp.sign(grads["kernel"]) * jnp.float32(powers)}
     options = dict(inner=inner, weights=extra_bits(8), moments=moments)
     assert_same_bits(*both(params, [grads], **options))
     # And a step can be printed: every operation of its kernel has its parameters.
