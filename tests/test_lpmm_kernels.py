@@ -19,7 +19,7 @@ from lowbit_optax import lpmm_adam, lpmm_sgd
 pytestmark = pytest.mark.standard_promotion
 
 # Compiled quickly rather than well.
-QUICK = {"xla_backend_optimization_level": "0"}
+QUICK: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
 
 # Shape, bits of the weights, and their block size. The ragged leaf has columns that do
 # not divide into fours, and blocks that reach beyond its ends.
