@@ -26,10 +26,10 @@ from jax.sharding import PartitionSpec as P
 
 import lowbit_optax
 from benchmarks import leaf_sets
-from tools.gpu_program.h200 import h200_mesh
 from tools.gpu_program.hlo import COLLECTIVES
 from tools.gpu_program.machine_code import instructions_per_parameter
 from tools.gpu_program.steps import bytes_of_accesses, leaf, lower_step
+from tools.gpu_program.targets import gpu_mesh
 
 OPTIMIZERS = {
     "lowbit_adamw": lowbit_optax.lowbit_adamw(1e-3),
@@ -128,7 +128,7 @@ MODELS = {
 @functools.cache
 def measured(name: str, place: Place) -> dict[str, float | str]:
     """Facts of a leaf's compiled step, per parameter of a device."""
-    mesh = h200_mesh(place.devices)
+    mesh = gpu_mesh(place.devices)
     step = lower_step(OPTIMIZERS[name], leaf(*place.shape), mesh=mesh, spec=place.spec)
     own = step.parameters / place.devices
     text = step.compiled.as_text()

@@ -1,6 +1,6 @@
-"""What an optimizer step compiles to for an H200, as a table; no GPU is needed.
+"""What an optimizer step compiles to for an H200 or B200, as a table, without a GPU.
 
-    .venv/bin/python benchmarks/gpu_program.py
+    .venv/bin/python benchmarks/gpu_program.py --gpu H200
 
 One donated step with bfloat16 gradients: bytes that its kernels read and write, its
 temporary memory, machine instructions and registers of the fused kernel (from XLA's PTX
@@ -31,6 +31,7 @@ from tools.gpu_program.steps import (
     lower_lpmm_step,
     lower_step,
 )
+from tools.gpu_program.targets import TARGETS, gpu_mesh
 
 LEAF = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
 
@@ -86,9 +87,10 @@ CASES = {
 QUANTISED = {"`lpmm_adam`, 12 bits"}
 
 
-def row(name, tx, step, update, model) -> list[str]:
+def row(name, tx, step, update, model, mesh) -> list[str]:
     """One line of the table."""
     lower = lower_lpmm_step if name in QUANTISED else lower_step
+    lower = functools.partial(lower, mesh=mesh)
     start = time.perf_counter()
     one = lower(tx, LEAF, make_step=step)
     one.compiled.memory_analysis()
@@ -102,9 +104,10 @@ def row(name, tx, step, update, model) -> list[str]:
     cells.append(f"{one.temporary:.1f}")
     if fused:
         instructions = instructions_per_parameter(fused[0], one.parameters)
-        cells += [f"{instructions:.0f}", str(fused[0].registers)]
+        spills = fused[0].spill_stores + fused[0].spill_loads
+        cells += [f"{instructions:.1f}", str(fused[0].registers), str(spills)]
     else:
-        cells += ["", ""]
+        cells += ["", "", ""]
     cells.append(f"{seconds:.1f}")
     if model is not None:
         whole = lower(tx, model, make_step=step)
@@ -124,6 +127,7 @@ HEADS = [
     "temporary, B",
     "instructions",
     "registers",
+    "spills, B",
     "s to compile",
     "GPT-2: kernels",
     "moved, B",
@@ -135,15 +139,17 @@ def main():
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--no-model", action="store_true", help="leave GPT-2 out")
+    parser.add_argument("--gpu", choices=TARGETS, default="H200")
     flags = parser.parse_args()
+    mesh = gpu_mesh(target=TARGETS[flags.gpu])
     model = None if flags.no_model else gpt2()
     if model is not None:
         print(f"GPT-2: {bytes_of(model) // 2:,} parameters")
-    heads = HEADS[: 8 if flags.no_model else None]
+    heads = HEADS[: 9 if flags.no_model else None]
     print("| " + " | ".join(heads) + " |")
     print("|" + "---|" * len(heads))
     for name, (tx, step, update) in CASES.items():
-        cells = row(name, tx, step, update, model)
+        cells = row(name, tx, step, update, model, mesh)
         print("| " + " | ".join(cells) + " |", flush=True)
 
 

@@ -21,7 +21,7 @@ import optax
 from resnet import ResNet
 
 from lowbit_optax import precision
-from tools.gpu_program.h200 import compile_for, h200_mesh
+from tools.gpu_program.targets import compile_for, gpu_mesh
 
 MIB = 2**20
 
@@ -51,7 +51,7 @@ def main():
 
     def temporary(loss_fn) -> str:
         step = jax.value_and_grad(loss_fn, has_aux=True)
-        compiled = compile_for(h200_mesh(), step, *arguments)
+        compiled = compile_for(gpu_mesh(), step, *arguments)
         return f"{compiled.memory_analysis().temp_size_in_bytes / MIB:,.0f}"
 
     plan = precision.trace(loss_fn, *arguments, has_aux=True)

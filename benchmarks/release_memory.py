@@ -21,7 +21,6 @@ import optax
 
 import lowbit_optax
 from lowbit_optax import release
-from tools.gpu_program.h200 import compile_for, h200_mesh
 from tools.gpu_program.release_steps import (
     MIB,
     CompiledStep,
@@ -32,6 +31,7 @@ from tools.gpu_program.release_steps import (
     transformer,
     usual_mixed_precision,
 )
+from tools.gpu_program.targets import compile_for, gpu_mesh
 
 OPTIMIZERS = {
     "AdamW, float32 moments": lowbit_optax.lowbit(
@@ -80,7 +80,7 @@ def parts(model: Model, one: Model, programs: dict) -> None:
       one: the same with one layer, whose gradient's memory is a layer's working set.
       programs: from :func:`one_device`.
     """
-    program = compile_for(h200_mesh(), jax.grad(one.loss_fn), one.params, one.batch)
+    program = compile_for(gpu_mesh(), jax.grad(one.loss_fn), one.params, one.batch)
     found = program.memory_analysis()
     assert found is not None
     carries = model.layers * model.carry

@@ -13,9 +13,9 @@ import lowbit_optax
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 
-from tools.gpu_program.h200 import compile_for, h200_mesh
 from tools.gpu_program.hlo import kernels
 from tools.gpu_program.steps import leaf
+from tools.gpu_program.targets import compile_for, gpu_mesh
 
 PARAMS = leaf(4096, 4096)
 
@@ -36,7 +36,7 @@ def figures(step, tx, donate):
     }
     numbers = tuple(i for i, name in enumerate(donate) if name != "grads")
     arguments = [trees[name] for name in donate]
-    compiled = compile_for(h200_mesh(), step, *arguments, donate=numbers)
+    compiled = compile_for(gpu_mesh(), step, *arguments, donate=numbers)
     moved = sum(size for _, size in kernels(compiled))
     temporary = compiled.memory_analysis().temp_size_in_bytes
     return moved / PARAMS.size, temporary / PARAMS.size

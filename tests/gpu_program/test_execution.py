@@ -25,9 +25,9 @@ from pallas_kernels.reductions import largest_magnitudes, sums_of_squares
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 
-from tools.gpu_program.h200 import h200_mesh, lower_for
 from tools.gpu_program.ptx import Fault, Race, Uninitialised, compile_program
 from tools.gpu_program.steps import BF16, F32
+from tools.gpu_program.targets import gpu_mesh, lower_for
 
 # Compiled quickly rather than well: the reference, not what is tested.
 QUICK = {"xla_backend_optimization_level": "0"}
@@ -100,7 +100,7 @@ def powers_of_two(params, seed=0):
 def compiled(tx, *arguments):
     """A step as users run it on a GPU: with donated parameters and state."""
     step = functools.partial(lowbit_optax.step, tx)
-    return compile_program(lower_for(h200_mesh(), step, *arguments, donate=(0, 1)))
+    return compile_program(lower_for(gpu_mesh(), step, *arguments, donate=(0, 1)))
 
 
 @functools.cache
@@ -224,7 +224,7 @@ def test_norms_of_many_leaves_are_exact_where_they_can_be(factor):
     dtypes = [BF16, F32, jnp.float16]
     arrays = [integers(s, dtypes[i % 3], i) for i, s in enumerate(shapes)]
     factor = None if factor is None else jnp.float32(factor)
-    program = compile_program(lower_for(h200_mesh(), sums_of_squares, arrays, factor))
+    program = compile_program(lower_for(gpu_mesh(), sums_of_squares, arrays, factor))
     assert any(name.startswith("reduce_squares") for name in program.sources)
     want = [np.sum(np.asarray(x, np.float64) ** 2) for x in arrays]
     if factor is not None:
@@ -236,7 +236,7 @@ def test_norms_of_many_leaves_are_exact_where_they_can_be(factor):
 def test_magnitudes_of_many_leaves_are_the_largest(bad):
     arrays = [integers((70, 261), BF16, seed) for seed in range(9)]
     arrays[4] = arrays[4].at[69, 260].set(bad)
-    program = compile_program(lower_for(h200_mesh(), largest_magnitudes, arrays))
+    program = compile_program(lower_for(gpu_mesh(), largest_magnitudes, arrays))
     assert any(name.startswith("reduce_largest") for name in program.sources)
     want = [np.max(np.abs(np.asarray(x, np.float32))) for x in arrays]
     np.testing.assert_array_equal(program.run(arrays), want)
@@ -350,7 +350,7 @@ def test_a_step_of_lpmm_differs_in_few_roundings(name):
 def test_maxima_over_blocks_of_several_sizes_are_the_same(shape, sizes):
     body = Maxima(sizes)
     arrays = list(map(jnp.asarray, body.arrays(shape)))
-    program = compile_program(lower_for(h200_mesh(), body.update, arrays, donate=(0,)))
+    program = compile_program(lower_for(gpu_mesh(), body.update, arrays, donate=(0,)))
     assert_same_bits(program.run(arrays), list(map(jnp.asarray, body.want(arrays))))
 
 
@@ -388,7 +388,7 @@ def test_one_layer_of_a_stack_is_updated_and_no_other(shape, layer):
         )
 
     arguments = stacks, normal(shape, seed=2), jnp.int32(layer), jnp.uint32([7, 9])
-    program = compile_program(lower_for(h200_mesh(), update, *arguments, donate=(0,)))
+    program = compile_program(lower_for(gpu_mesh(), update, *arguments, donate=(0,)))
     want = jax.jit(functools.partial(update, implementation="xla"))(*arguments)
     assert_same_bits(program.run(*arguments), want)
 
@@ -402,7 +402,7 @@ def test_packing_has_the_same_bits(bits, shape):
     pack = functools.partial(pallas_kernels.pack, bits=bits)
     unpack = functools.partial(pallas_kernels.unpack, bits=bits, shape=shape)
     for function, given, want in ((pack, fields, words), (unpack, words, fields)):
-        program = compile_program(lower_for(h200_mesh(), function, given))
+        program = compile_program(lower_for(gpu_mesh(), function, given))
         assert_same_bits(program.run(given), want)
 
 
@@ -472,7 +472,7 @@ def test_a_mutated_program_is_noticed(mutation):
 def test_a_result_that_is_not_written_is_noticed():
     fields = jnp.zeros(SHAPES["ragged"], jnp.uint32)
     pack = functools.partial(pallas_kernels.pack, bits=8)
-    program = compile_program(lower_for(h200_mesh(), pack, fields))
+    program = compile_program(lower_for(gpu_mesh(), pack, fields))
     name, source = fused_kernel(program)
     mutated = re.sub(r"(@!?%\w+\s+)?st\.global[^;]*;", "", source, count=1)
     with pytest.raises(Uninitialised, match=r"result 0: .* not written"):
@@ -481,7 +481,7 @@ def test_a_result_that_is_not_written_is_noticed():
 
 def test_a_barrier_too_few_is_noticed():
     rows = jnp.arange(8 * 4096, dtype=F32).reshape(8, 4096)
-    program = compile_program(lower_for(h200_mesh(), lambda x: jnp.sum(x, 1), rows))
+    program = compile_program(lower_for(gpu_mesh(), lambda x: jnp.sum(x, 1), rows))
     np.testing.assert_allclose(program.run(rows), jnp.sum(rows, 1), rtol=1e-6)
     ((name, source),) = program.sources.items()
     mutated, changed = re.subn(r"bar\.sync[^;]*;", "", source)

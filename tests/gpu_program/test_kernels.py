@@ -14,7 +14,6 @@ from pallas_kernels import Operand, Result
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 
-from tools.gpu_program.h200 import h200_mesh, lower_for
 from tools.gpu_program.hlo import copies, kernels
 from tools.gpu_program.machine_code import (
     instructions_per_parameter,
@@ -32,6 +31,7 @@ from tools.gpu_program.steps import (
     lower_lpmm_step,
     lower_step,
 )
+from tools.gpu_program.targets import gpu_mesh, lower_for
 
 if missing_tools():
     pytest.skip(missing_tools(), allow_module_level=True)
@@ -354,7 +354,7 @@ def test_a_stack_is_updated_in_place_a_layer_at_a_time():
         leaf(LAYERS, *words, dtype=jnp.uint32),
     )
     arguments = *stacks, leaf(LAYERS, *shape)
-    lowered = lower_for(h200_mesh(), layer_by_layer, *arguments, donate=(0, 1, 2))
+    lowered = lower_for(gpu_mesh(), layer_by_layer, *arguments, donate=(0, 1, 2))
     compiled = lowered.compile()
     memory = compiled.memory_analysis()
     gradient = 2 * LAYER_SIDE**2
@@ -374,7 +374,7 @@ def test_packing_is_one_kernel(direction, bits):
     else:
         fn = functools.partial(pallas_kernels.unpack, bits=bits, shape=shape)
         argument = leaf(*pallas_kernels.packed_shape(shape, bits), dtype=jnp.uint32)
-    found = program(lower_for(h200_mesh(), fn, argument))
+    found = program(lower_for(gpu_mesh(), fn, argument))
     ((_, moved),) = kernels(found.compiled)
     (kernel,) = found.kernels.values()
     assert kernel.name == "fused_update"

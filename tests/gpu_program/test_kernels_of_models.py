@@ -12,7 +12,6 @@ import lowbit_optax
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 
-from tools.gpu_program.h200 import h200_mesh
 from tools.gpu_program.hlo import COLLECTIVES
 from tools.gpu_program.machine_code import instructions_per_parameter, missing_tools
 from tools.gpu_program.steps import (
@@ -23,6 +22,7 @@ from tools.gpu_program.steps import (
     lower_step,
     resnet18,
 )
+from tools.gpu_program.targets import gpu_mesh
 
 if missing_tools():
     pytest.skip(missing_tools(), allow_module_level=True)
@@ -56,13 +56,13 @@ def rows_or_columns(x):
 
 @functools.cache
 def gpt2_step(name, devices=1):
-    mesh = h200_mesh(devices)
+    mesh = gpu_mesh(devices)
     return lower_step(OPTIMIZERS[name], gpt2(), mesh=mesh, spec=rows_or_columns)
 
 
 @functools.cache
 def leaf_step(name, devices=1, spec=None, axis=AxisType.Auto):
-    mesh = h200_mesh(devices, axis)
+    mesh = gpu_mesh(devices, axis)
     return lower_step(OPTIMIZERS[name], leaf(SIDE, SIDE), mesh=mesh, spec=spec)
 
 
@@ -185,7 +185,7 @@ def test_shards_of_whole_tiles_need_nothing_of_each_other(name, shape, devices, 
         "extra bits": lowbit_optax.extra_bits_adamw(1e-3, bits=8),
         "lowbit": lowbit_optax.lowbit_adamw(1e-3),
     }[name]
-    step = lower_step(tx, leaf(*shape), mesh=h200_mesh(devices), spec=spec)
+    step = lower_step(tx, leaf(*shape), mesh=gpu_mesh(devices), spec=spec)
     moved, instructions = {"extra bits": (24, 36), "lowbit": (12.25, 61)}[name]
     assert collectives_of(step) == []
     assert step.fused_launches == 1

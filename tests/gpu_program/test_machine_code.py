@@ -11,7 +11,6 @@ from jax.experimental.pallas import triton
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 
-from tools.gpu_program.h200 import h200_mesh, lower_for
 from tools.gpu_program.machine_code import (
     Launch,
     UnknownTrips,
@@ -22,6 +21,7 @@ from tools.gpu_program.machine_code import (
     program,
     run_tool,
 )
+from tools.gpu_program.targets import gpu_mesh, lower_for
 
 if missing_tools():
     pytest.skip(missing_tools(), allow_module_level=True)
@@ -45,7 +45,7 @@ def pallas(kernel, n=SIDE * SIDE, block=512, warps=4, dtype=F32):
 
 
 def only_kernel(fn, *args, trips=None):
-    lowered = lower_for(h200_mesh(), fn, *args)
+    lowered = lower_for(gpu_mesh(), fn, *args)
     (kernel,) = program(lowered, trips and {"small": trips}).kernels.values()
     return kernel
 
@@ -129,7 +129,7 @@ def test_the_last_block_of_an_odd_size_is_masked():
 
 
 def test_a_reduction_declares_shared_memory():
-    kernels = program(lower_for(h200_mesh(), jnp.sum, vector())).kernels
+    kernels = program(lower_for(gpu_mesh(), jnp.sum, vector())).kernels
     assert any(k.static_shared for k in kernels.values())
     assert {len(k.launches) for k in kernels.values()} == {1}
     assert len({k.grid for k in kernels.values()}) == 2
@@ -405,7 +405,7 @@ def test_kernels_of_one_name():
         y[:] = jnp.sqrt(x[:])
 
     found = program(
-        lower_for(h200_mesh(), lambda x: pallas(root)(pallas(double)(x)), vector())
+        lower_for(gpu_mesh(), lambda x: pallas(root)(pallas(double)(x)), vector())
     ).kernels
     assert len(found) == 2
     assert {math.prod(k.grid) for k in found.values()} == {SIDE**2 // 512}

@@ -12,7 +12,6 @@ import pytest
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 
-from tools.gpu_program.h200 import h200_mesh, lower_for
 from tools.gpu_program.machine_code import Launch
 from tools.gpu_program.ptx import (
     Divergence,
@@ -29,6 +28,7 @@ from tools.gpu_program.ptx import (
 )
 from tools.gpu_program.ptx.memory import Memory
 from tools.gpu_program.ptx.parser import parse
+from tools.gpu_program.targets import gpu_mesh, lower_for
 
 THREADS = 64
 
@@ -359,19 +359,24 @@ def test_examples_in_docstrings(name):
     assert not results.failed
 
 
+def test_parameters_are_read_as_newer_ptx_spells_it():
+    code = "ld.param::entry.u64 %d3, [pointer]; cvt.u32.u64 %r2, %d3;"
+    assert not run(code + STORE, WORDS).any()
+
+
 def test_xla_kernels_run():
     def fn(x, y):
         return jnp.cumsum(x[::-1]) * 2, jnp.sum(y, axis=1), x.astype(jnp.float32) / 3
 
     x = jnp.arange(37, dtype=jnp.int32)
     y = jnp.arange(700, dtype=jnp.float32).reshape(7, 100)
-    got = compile_program(lower_for(h200_mesh(), fn, x, y)).run(x, y)
+    got = compile_program(lower_for(gpu_mesh(), fn, x, y)).run(x, y)
     for own, want in zip(got, fn(x, y), strict=True):
         np.testing.assert_allclose(own, want, rtol=1e-6)
 
 
 def test_programs_with_loops_are_refused():
     fn = lambda x: jax.lax.fori_loop(0, 100, lambda i, v: jnp.sqrt(v[::-1]), x)
-    program = compile_program(lower_for(h200_mesh(), fn, jnp.ones(8)))
+    program = compile_program(lower_for(gpu_mesh(), fn, jnp.ones(8)))
     with pytest.raises(Unsupported, match="while"):
         program.run(jnp.ones(8))

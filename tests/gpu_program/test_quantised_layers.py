@@ -12,10 +12,10 @@ from lowbit_optax.lpmm import value_and_grad
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 
-from tools.gpu_program.h200 import compile_for, h200_mesh
 from tools.gpu_program.hlo import kernels
 from tools.gpu_program.release_steps import MIB, Model, compile_step
 from tools.gpu_program.steps import bytes_of, leaf
+from tools.gpu_program.targets import compile_for, gpu_mesh
 
 BF16 = jnp.bfloat16
 LAYERS, SIDE, BATCH = 12, 2048, 32
@@ -36,7 +36,7 @@ def temporary(lazy):
     layers = leaf(LAYERS, SIDE, SIDE, dtype=jnp.float32)
     params = jax.eval_shape(lowbit_optax.quantize_params, layers)
     fn = value_and_grad(loss_fn, BF16, lazy=lazy)
-    compiled = compile_for(h200_mesh(), fn, params, leaf(BATCH, SIDE))
+    compiled = compile_for(gpu_mesh(), fn, params, leaf(BATCH, SIDE))
     memory = compiled.memory_analysis()
     # The gradients of a stack come out in one piece, and are no temporary memory.
     assert memory.output_size_in_bytes >= LAYERS * LAYER
@@ -55,7 +55,7 @@ def test_weights_are_dequantised_in_one_pass(bits):
     params = jax.eval_shape(
         functools.partial(lowbit_optax.quantize_params, bits=bits), weights
     )
-    program = compile_for(h200_mesh(), lambda x: x.dequantize(BF16), params)
+    program = compile_for(gpu_mesh(), lambda x: x.dequantize(BF16), params)
     moved = sum(size for _, size in kernels(program)) / SIDE**2
     assert moved < 2 + bits / 8 + 0.01
     assert program.memory_analysis().temp_size_in_bytes < 0.001 * SIDE**2

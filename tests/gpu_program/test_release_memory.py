@@ -14,7 +14,6 @@ from lowbit_optax import release
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 
-from tools.gpu_program.h200 import compile_for, h200_mesh
 from tools.gpu_program.release_steps import (
     MIB,
     CompiledStep,
@@ -25,6 +24,7 @@ from tools.gpu_program.release_steps import (
     usual_mixed_precision,
 )
 from tools.gpu_program.steps import bytes_of
+from tools.gpu_program.targets import compile_for, gpu_mesh
 
 MODELS = {"matrices": matrices, "transformer": transformer}
 OPTIMIZERS = {
@@ -49,7 +49,7 @@ unreleased = functools.partial(compiled, plain)
 def working_set(model: str) -> int:
     """Bytes of one layer's gradients and of all that lives while they are computed."""
     one = MODELS[model](layers=1)
-    program = compile_for(h200_mesh(), jax.grad(one.loss_fn), one.params, one.batch)
+    program = compile_for(gpu_mesh(), jax.grad(one.loss_fn), one.params, one.batch)
     found = program.memory_analysis()
     return found.temp_size_in_bytes + found.output_size_in_bytes
 

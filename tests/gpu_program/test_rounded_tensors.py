@@ -13,7 +13,7 @@ from lowbit_optax.precision import HFP8, FloatFormat
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 
 from tools.gpu_program.cpu_run import run_on_cpu
-from tools.gpu_program.h200 import compile_for, h200_mesh
+from tools.gpu_program.targets import compile_for, gpu_mesh
 
 FORMATS = [
     HFP8.low,
@@ -40,7 +40,7 @@ def test_a_gpu_program_rounds_as_the_cpu_does(fmt, dtype):
         return rounded, fmt.decode(fmt.encode(rounded))
 
     x = float32_values().astype(dtype)
-    compiled = compile_for(h200_mesh(), both, x)
+    compiled = compile_for(gpu_mesh(), both, x)
     for got, want in zip(run_on_cpu(compiled, x), both(x), strict=True):
         unsigned = np.dtype(f"uint{8 * want.dtype.itemsize}")
         np.testing.assert_array_equal(got.view(unsigned), want.view(unsigned))
@@ -59,7 +59,7 @@ def test_a_gpu_program_rounds_tensors_and_cotangents_as_the_cpu_does():
         return jax.grad(precision.apply(loss_fn, assignment), has_aux=True)(w, x)
 
     for assignment in precision.uniform(plan), precision.demote(plan, 0):
-        compiled = compile_for(h200_mesh(), gradient, w, x, assignment)
+        compiled = compile_for(gpu_mesh(), gradient, w, x, assignment)
         got = run_on_cpu(compiled, w, x, assignment)
         want = jax.tree.leaves(gradient(w, x, assignment))
         for one, other in zip(got, want, strict=True):
@@ -80,7 +80,7 @@ def test_stored_tensors_of_layers_take_the_bits_of_their_formats():
         x = jax.ShapeDtypeStruct((batch, width), jnp.float32)
         assignment = precision.uniform(precision.trace(loss_fn, w, x))
         rounded = precision.apply(loss_fn, assignment, **options)
-        compiled = compile_for(h200_mesh(), jax.grad(rounded, has_aux=True), w, x)
+        compiled = compile_for(gpu_mesh(), jax.grad(rounded, has_aux=True), w, x)
         return compiled.memory_analysis().temp_size_in_bytes / (batch * width)
 
     per_layer = lambda **options: (

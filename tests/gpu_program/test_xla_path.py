@@ -15,9 +15,9 @@ import lowbit_optax
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 
 from tools.gpu_program.cpu_run import run_on_cpu
-from tools.gpu_program.h200 import compile_for, h200_mesh
 from tools.gpu_program.hlo import COLLECTIVES, kernels
 from tools.gpu_program.steps import applied, fast
+from tools.gpu_program.targets import compile_for, gpu_mesh
 
 BF16 = jnp.bfloat16
 SIDE = 4096
@@ -59,7 +59,7 @@ def test_every_rounding_survives_xla_gpu(name, make_step):
     params, grads = normal((64, 64), 0), normal((64, 64), 1)
     state = tx.init(params)
     for _ in range(2):
-        compiled = compile_for(h200_mesh(), step, params, state, grads)
+        compiled = compile_for(gpu_mesh(), step, params, state, grads)
         on_gpu = run_on_cpu(compiled, params, state, grads)
         params, state = jax.jit(step)(params, state, grads)
         for want, got in zip(jax.tree.leaves((params, state)), on_gpu, strict=True):
@@ -74,7 +74,7 @@ def test_a_kahan_summation_written_with_casts_does_not_survive():
         return s, ((s.astype(jnp.float32) - w) - y).astype(BF16)
 
     args = jnp.ones((64, 64), BF16), jnp.zeros((64, 64), BF16), normal((64, 64), 1)
-    compiled = compile_for(h200_mesh(), naive, *args)
+    compiled = compile_for(gpu_mesh(), naive, *args)
     _, on_cpu = jax.jit(naive)(*args)
     _, on_gpu = run_on_cpu(compiled, *args)
     assert np.count_nonzero(np.asarray(on_cpu)) > 4000
@@ -96,7 +96,7 @@ def test_kahan_and_stochastic_steps_are_one_pass_in_place(tx, moved, make_step):
     params = jax.ShapeDtypeStruct((SIDE, SIDE), BF16)
     state = jax.eval_shape(tx.init, params)
     compiled = compile_for(
-        h200_mesh(), make_step(tx), params, state, params, donate=(0, 1)
+        gpu_mesh(), make_step(tx), params, state, params, donate=(0, 1)
     )
     large = [size for _, size in kernels(compiled) if size > PARAMETERS]
     memory = compiled.memory_analysis()
@@ -123,7 +123,7 @@ def test_eight_h200s_do_not_communicate_and_hold_an_eighth_each(tx, spec):
     arguments = params, state, params
 
     def held(devices):
-        compiled = compile_for(h200_mesh(devices), fast(tx), *arguments, spec=spec)
+        compiled = compile_for(gpu_mesh(devices), fast(tx), *arguments, spec=spec)
         found = re.findall("|".join(COLLECTIVES), compiled.as_text())
         return compiled.memory_analysis().argument_size_in_bytes, found
 

@@ -6,6 +6,8 @@ import tempfile
 
 import jax
 
+from tools.gpu_program.targets import compile_lowered
+
 
 @dataclasses.dataclass(frozen=True)
 class Dump:
@@ -32,13 +34,18 @@ def compile_with_dump(lowered: jax.stages.Lowered) -> Dump:
     """Compile a program for GPUs.
 
     Args:
-      lowered: from ``h200.lower_for``.
+      lowered: from ``targets.lower_for``.
 
     Raises:
       RuntimeError: if XLA wrote no PTX.
     """
     with tempfile.TemporaryDirectory() as folder:
-        compiled = lowered.compile(compiler_options={"xla_dump_to": folder})
+        # JAX 0.12 writes no PTX unless the second option asks for it.
+        options: dict[str, str | bool] = {
+            "xla_dump_to": folder,
+            "xla_dump_emitter_re": "ptx",
+        }
+        compiled = compile_lowered(lowered, options)
         files = sorted(pathlib.Path(folder).iterdir())
 
         def texts(ending: str) -> tuple[str, ...]:

@@ -48,9 +48,13 @@ def kernels(compiled: jax.stages.Compiled) -> list[tuple[str, int]]:
         if not match:
             continue
         name, type_text, op, operands = match.groups()
-        sizes[name] = _bytes(type_text)
+        parts = _parts(type_text)
+        # ``name#1`` is part 1 of a tuple.
+        sizes |= {f"{name}#{number}": size for number, size in enumerate(parts)}
+        sizes[name] = sum(parts)
         if op in ("fusion", "custom-call", "copy"):
-            read = sum(sizes.get(o, 0) for o in re.findall(r"%([\w.\-]+)", operands))
+            names = re.findall(r"%([\w.\-]+(?:#\d+)?)", operands)
+            read = sum(sizes.get(operand, 0) for operand in names)
             found.append((name, sizes[name] + read))
     return found
 
@@ -58,12 +62,12 @@ def kernels(compiled: jax.stages.Compiled) -> list[tuple[str, int]]:
 def copies(compiled: jax.stages.Compiled) -> list[int]:
     """Bytes of each copy's result, anywhere in the program, loops included."""
     found = re.findall(r"= (.*?) copy(?:-start)?\(", text(compiled))
-    return [_bytes(type_text) for type_text in found]
+    return [sum(_parts(type_text)) for type_text in found]
 
 
-def _bytes(type_text: str) -> int:
-    shapes = re.findall(r"(\w+)\[([\d,]*)\]", type_text)
-    return sum(
+def _parts(type_text: str) -> list[int]:
+    """Bytes of an array, or of each array of a tuple."""
+    return [
         _ELEMENT_BYTES.get(kind, 1) * math.prod(int(d) for d in dims.split(",") if d)
-        for kind, dims in shapes
-    )
+        for kind, dims in re.findall(r"(\w+)\[([\d,]*)\]", type_text)
+    ]

@@ -20,9 +20,9 @@ from jax.sharding import PartitionSpec as P
 
 import lowbit_optax
 from lowbit_optax import release
-from tools.gpu_program.h200 import compile_for, h200_mesh
 from tools.gpu_program.hlo import COLLECTIVES, memory, text
 from tools.gpu_program.steps import bytes_of
+from tools.gpu_program.targets import compile_for, gpu_mesh
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
 
@@ -163,7 +163,7 @@ def compile_step(
     state = jax.eval_shape(tx.init, params)
     step = make_step(model.loss_fn, tx)
     program = compile_for(
-        h200_mesh(devices),
+        gpu_mesh(devices),
         step,
         params,
         state,

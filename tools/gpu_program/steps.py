@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 import lowbit_optax
-from tools.gpu_program.h200 import h200_mesh, lower_for
 from tools.gpu_program.hlo import kernels, memory, text
 from tools.gpu_program.machine_code import Kernel, program
+from tools.gpu_program.targets import compile_lowered, gpu_mesh, lower_for
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 
@@ -49,7 +49,7 @@ class OptimizerStep:
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
         """The compiled program."""
-        return self.lowered.compile()
+        return compile_lowered(self.lowered)
 
     @functools.cached_property
     def machine_code(self) -> dict[str, Kernel]:
@@ -104,10 +104,10 @@ def lower_step(
       grads: such a tree; ``params`` if None, without QuantizedTensors.
       make_step: :func:`fast` or :func:`applied`.
       mesh: one H200 if None.
-      spec: as in ``h200.lower_for``.
+      spec: as in ``targets.lower_for``.
     """
     state = jax.eval_shape(tx.init, params)
-    mesh = h200_mesh() if mesh is None else mesh
+    mesh = gpu_mesh() if mesh is None else mesh
     grads = params if grads is None else grads
     arguments = params, state, grads
     lowered = lower_for(mesh, make_step(tx), *arguments, spec=spec, donate=(0, 1))

@@ -4,7 +4,7 @@ XLA writes the PTX of every kernel, Pallas kernels included, where ``xla_dump_to
 says. ptxas and nvdisasm, which need no GPU, turn it into machine code and back into
 text. Both come with the ``gpu-program`` extra.
 
-``program(lower_for(h200_mesh(), fn, *args)).kernels["name"]`` is one kernel.
+``program(lower_for(gpu_mesh(), fn, *args)).kernels["name"]`` is one kernel.
 """
 
 from tools.gpu_program.machine_code.compilation import (

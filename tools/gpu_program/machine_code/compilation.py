@@ -17,8 +17,6 @@ from tools.gpu_program.dump import compile_with_dump
 from tools.gpu_program.machine_code.kernel import Kernel, Launch
 from tools.gpu_program.machine_code.trip_counts import kernel_facts
 
-ARCHITECTURE = "sm_90a"
-
 Trips = Sequence[int | None]
 
 
@@ -44,7 +42,7 @@ def program(
     """Compile a program and read its kernels' machine code.
 
     Args:
-      lowered: from ``h200.lower_for``, or any other program lowered for the H200.
+      lowered: from ``targets.lower_for``.
       trips: kernels' names to the trip counts of their loops, in the order of
         ``Kernel.loops``; None in place of a count for one to be found.
     """
@@ -68,11 +66,12 @@ def kernels_of_ptx(
       launches: kernels' names to their launches, if known.
       trips: as in :func:`program`.
     """
+    architecture = re.findall(r"^\s*\.target (\w+)", source, re.M)[0]
     with tempfile.TemporaryDirectory() as folder:
         ptx = pathlib.Path(folder, "kernels.ptx")
         cubin = ptx.with_suffix(".cubin")
         ptx.write_text(source)
-        report = run_tool("ptxas", "-v", f"-arch={ARCHITECTURE}", ptx, "-o", cubin)
+        report = run_tool("ptxas", "-v", f"-arch={architecture}", ptx, "-o", cubin)
         listing = run_tool("nvdisasm", "-c", cubin)
     sections = re.split(r"^\s*\.section\s+\.text\.(\S+?),.*$", listing, flags=re.M)
     code = dict(zip(sections[1::2], sections[2::2], strict=True))
@@ -116,12 +115,19 @@ def launches_of(thunks: str) -> dict[str, list[Launch]]:
 @functools.cache
 def _find(tool: str) -> pathlib.Path | None:
     # The wheels' tools first: their versions are this project's choice, not the
-    # machine's.
+    # machine's. Of several the newest, which knows the PTX of every JAX.
     wheels = [f for p in sys.path for f in pathlib.Path(p).glob(f"nvidia/*/bin/{tool}")]
     if wheels:
-        return max(wheels)
+        return max(wheels, key=_release)
     found = shutil.which(tool)
     return pathlib.Path(found) if found else None
+
+
+def _release(tool: pathlib.Path) -> tuple[int, ...]:
+    """The release of CUDA that a tool is of."""
+    text = subprocess.run([tool, "--version"], capture_output=True, text=True).stdout
+    (version,) = re.findall(r"release ([\d.]+)", text)
+    return tuple(map(int, version.split(".")))
 
 
 def run_tool(tool: str, *arguments) -> str:

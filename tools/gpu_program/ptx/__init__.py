@@ -1,6 +1,6 @@
 """Runs compiled programs from the PTX of their kernels, on the CPU.
 
-``compile_program(lower_for(h200_mesh(), fn, *args)).run(*arrays)`` gives what ``fn``
+``compile_program(lower_for(gpu_mesh(), fn, *args)).run(*arrays)`` gives what ``fn``
 gives on a GPU: every kernel of the program, Pallas kernels and XLA's own, is executed
 instruction by instruction, all threads at once in numpy, in memory as XLA assigns it.
 

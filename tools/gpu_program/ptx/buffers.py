@@ -45,12 +45,19 @@ def read_buffers(text: str) -> Buffers:
     ... ''')
     >>> buffers.parameters, buffers.places["add.1"]["1"]
     ({2: 0}, Place(allocation=0, offset=4, size=4))
+
+    From JAX 0.12 an allocation has a page too:
+
+    >>> read_buffers("allocation 3: size 8, page 0, parameter 1, shape").parameters
+    {1: 3}
     """
     sizes, parameters = {}, {}
     places = collections.defaultdict(dict)
     allocation = -1
     for line in text.splitlines():
-        head = re.match(r"allocation (\d+): size (\d+)(?:, parameter (\d+))?", line)
+        head = re.match(
+            r"allocation (\d+): size (\d+)(?:, page \d+)?(?:, parameter (\d+))?", line
+        )
         value = re.match(
             r" value: <\d+ ([^\s{]+)(?:\{([\d,]*)\})? @\d+>"
             r" \(size=(\d+),offset=(\d+)\)",

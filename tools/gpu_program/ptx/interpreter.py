@@ -147,7 +147,9 @@ class _Blocks:
     def _load(self, instruction: Instruction, active: np.ndarray) -> None:
         result, address = instruction.operands
         pointer = self.arguments.get(address.strip("[] "))
-        if instruction.modifiers == ("param",) and pointer is not None:
+        # An ``entry`` says that it is a kernel's parameter: PTX 9 writes it out.
+        of_kernel = instruction.modifiers in {("param",), ("param", "entry")}
+        if of_kernel and pointer is not None:
             value = np.full(self.count, pointer, np.uint64)
             return self.registers.write(result, value, "b64", active)
         space, names, kind = self._access(instruction, result)

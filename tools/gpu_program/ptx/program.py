@@ -88,7 +88,7 @@ def compile_program(lowered: jax.stages.Lowered) -> Program:
     """Compile a program so that it can be run.
 
     Args:
-      lowered: from ``h200.lower_for``, for one device.
+      lowered: from ``targets.lower_for``, for one device.
     """
     dump = compile_with_dump(lowered)
     grids = launches_of(dump.thunks)
@@ -132,7 +132,7 @@ class _Run:
 
     def step(self, node: Node) -> None:
         """Run one instruction."""
-        given = [self.values[name] for name in node.operands]
+        given = [self._value(operand) for operand in node.operands]
         if node.op == "bitcast":
             (self.values[node.name],) = given
         elif node.op == "tuple":
@@ -143,6 +143,11 @@ class _Run:
             self.values[node.name] = self.program.buffers.leaves(node.name)
             if node.op != "parameter":
                 self._execute(node, [place for places in given for place in places])
+
+    def _value(self, operand: str) -> list[Place]:
+        name, _, part = operand.partition("#")
+        places = self.values[name]
+        return [places[int(part)]] if part else places
 
     def output(self, number: int, shape: tuple[int, ...], dtype) -> np.ndarray:
         """One of the program's results."""

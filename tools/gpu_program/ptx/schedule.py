@@ -12,7 +12,7 @@ class Node:
       name: of it.
       shape: of its result.
       op: such as ``fusion``.
-      operands: names.
+      operands: names; ``name#1`` is part 1 of a tuple.
       value: of a constant, its text.
       index: of a ``get-tuple-element``.
       is_root: whether its result is the program's.
@@ -36,6 +36,14 @@ def read_entry(text: str) -> list[Node]:
     ...   ROOT %y = f32[2]{0} fusion(%x), kind=kLoop
     ... }''')[1].operands
     ('x',)
+
+    From JAX 0.12 parts of tuples need no instruction of their own:
+
+    >>> read_entry('''
+    ... ENTRY %main (x: f32[2]) -> (f32[2]) {
+    ...   ROOT %z = (f32[2]{0}) tuple(%y#1)
+    ... }''')[0].operands
+    ('y#1',)
     """
     if "is_scheduled=true" not in text and "HloModule" in text:
         raise ValueError("the program is not scheduled")
@@ -52,7 +60,7 @@ def read_entry(text: str) -> list[Node]:
                     name=match[2],
                     shape=match[3],
                     op=match[4],
-                    operands=tuple(re.findall(r"%([\w.\-]+)", match[5])),
+                    operands=tuple(re.findall(r"%([\w.\-]+(?:#\d+)?)", match[5])),
                     value=match[5] if match[4] == "constant" else "",
                     index=int(index[1]) if index else 0,
                     is_root=bool(match[1]),

@@ -1,0 +1,39 @@
+"""The reader of HLO, on texts whose sizes are known."""
+
+from unittest import mock
+
+import jax
+import pytest
+
+from tools.gpu_program.hlo import copies, kernels
+
+PROGRAM = """HloModule step, is_scheduled=true
+
+ENTRY %main (x: f32[256]) -> f32[256] {{
+  %x = f32[256]{{0}} parameter(0)
+  %pair = (f32[256]{{0}}, bf16[256]{{0}}) fusion(%x), kind=kLoop
+  {part}
+  ROOT %twice = f32[256]{{0}} fusion({operand}), kind=kLoop
+  %again = f32[256]{{0}} copy(%twice)
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("part", "operand"),
+    [
+        ("%p = bf16[256]{0} get-tuple-element(%pair), index=1", "%p"),
+        # As JAX 0.12 writes it.
+        ("", "%pair#1"),
+    ],
+)
+def test_an_operand_that_is_part_of_a_tuple_counts_alone(part, operand):
+    program = mock.create_autospec(jax.stages.Compiled, instance=True)
+    program.as_text.return_value = PROGRAM.format(part=part, operand=operand)
+    expected = [
+        ("pair", 1024 + 1024 + 512),
+        ("twice", 1024 + 512),
+        ("again", 2 * 1024),
+    ]
+    assert kernels(program) == expected
+    assert copies(program) == [1024]

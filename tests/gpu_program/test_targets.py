@@ -1,0 +1,69 @@
+"""What is compiled for a GPU is that GPU's code, by the newest compiler at hand."""
+
+import pytest
+
+import lowbit_optax
+from tools.gpu_program.dump import compile_with_dump
+from tools.gpu_program.machine_code import (
+    compilation,
+    instructions_per_parameter,
+    missing_tools,
+)
+from tools.gpu_program.steps import leaf, lower_lpmm_step, lower_step
+from tools.gpu_program.targets import B200, H200, gpu_mesh
+
+pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
+if missing := missing_tools():
+    pytest.skip(missing, allow_module_level=True)
+
+
+@pytest.mark.parametrize(
+    ("target", "architecture"),
+    [(H200, "sm_90a"), (B200, "sm_100a")],
+    ids=["H200", "B200"],
+)
+def test_kernels_are_of_the_targets_architecture(target, architecture):
+    tx = lowbit_optax.kahan_adamw(1e-3)
+    step = lower_step(tx, leaf(256, 256), mesh=gpu_mesh(target=target))
+    (kernel,) = (p for p in compile_with_dump(step.lowered).ptx if "fused_update" in p)
+    assert f".target {architecture}\n" in kernel
+
+
+@pytest.mark.parametrize(
+    ("tx", "lower"),
+    [
+        (lowbit_optax.extra_bits_adamw(1e-3), lower_step),
+        (lowbit_optax.kahan_adamw(1e-3), lower_step),
+        (lowbit_optax.lowbit_adamw(1e-3), lower_step),
+        (lowbit_optax.lpmm_adam(1e-3), lower_lpmm_step),
+    ],
+    ids=["extra_bits", "kahan", "lowbit", "lpmm"],
+)
+def test_a_b200_gets_a_kernel_as_good_as_an_h200(tx, lower):
+    shape = leaf(1024, 2048)
+    old, new = (lower(tx, shape, mesh=gpu_mesh(target=t)) for t in (H200, B200))
+    (old_kernel,), (new_kernel,) = (
+        [k for name, k in step.machine_code.items() if name.startswith("fused_update")]
+        for step in (old, new)
+    )
+    assert new.in_place
+    assert new.temporary < 0.01
+    assert new.moved == old.moved
+    assert new_kernel.spill_stores == new_kernel.spill_loads == 0
+    assert new_kernel.registers <= old_kernel.registers + 8
+    assert instructions_per_parameter(new_kernel, new.parameters) <= (
+        1.05 * instructions_per_parameter(old_kernel, old.parameters)
+    )
+
+
+def test_the_newest_of_several_compilers_is_taken(tmp_path, monkeypatch):
+    # By the names of their folders the order would be another.
+    for folder, release in {"a": "9.9", "b": "13.10", "cuda_nvcc": "13.9"}.items():
+        tool = tmp_path / "nvidia" / folder / "bin" / "some_tool"
+        tool.parent.mkdir(parents=True)
+        tool.write_text(f"#!/bin/sh\necho Cuda, release {release}, V{release}.1\n")
+        tool.chmod(0o755)
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    found = compilation._find("some_tool")
+    assert found is not None
+    assert found.parent.parent.name == "b"
