@@ -214,6 +214,15 @@ def apply(tx, params, state, grads, **extra_args):
     return optax.apply_updates(params, updates), state
 
 
+def initial(tx, params):
+    """The transformation's state by a jitted ``init``.
+
+    Else each of its operations, some hundred, is compiled by itself. That the state is
+    the same is tested in ``test_lowbit.py``.
+    """
+    return jax.jit(tx.init)(params)
+
+
 @functools.cache
 def jitted(tx, advance):
     return jax.jit(functools.partial(advance, tx))

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from optimizers import assert_same_bits
+from optimizers import assert_same_bits, initial
 
 from lowbit_optax import release
 
@@ -49,7 +49,7 @@ def run(step, tx, params, batches, state=None, divides=False, optimised=False):
     if divides:
         options["xla_disable_hlo_passes"] = "algsimp"
     step = jax.jit(step, compiler_options=options)
-    state = tx.init(params) if state is None else state
+    state = initial(tx, params) if state is None else state
     values = []
     for batch in batches:
         value, params, state = step(params, state, *batch)

@@ -200,7 +200,8 @@ MANY = [((70, 33), (8,)), ((64, 16), (12, 4)), ((24, 3, 8), (16,)), ((33, 5), (5
 
 @EACH
 @pytest.mark.parametrize(("shape", "widths"), MANY)
-@pytest.mark.parametrize("count", [2, 5, 40])
+# The last are more than one kernel takes, in two of 5 and of 4.
+@pytest.mark.parametrize("count", [2, 5, 9])
 def test_many_packed_leaves_are_each_leaf_alone(shape, widths, count, implementation):
     mixture = Mixture(widths)
     arrays, held = zip(

@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax.training import train_state
 from jax import lax
-from optimizers import assert_same_bits
+from optimizers import assert_same_bits, initial
 
 import lowbit_optax
 from lowbit_optax import (
@@ -201,7 +201,8 @@ def test_kernels_write_nothing_when_a_step_is_skipped(alias, advance):
     tx = with_loss_scale(make(2.0**-7, implementation="pallas"), SCALINGS["backoff"])
     advance = jax.jit(functools.partial(advance, tx))
     params = parameters() | {"norm": jnp.ones(7)}
-    params, state = advance(params, tx.init(params), gradients(0, 2.0**10, params))
+    state = initial(tx, params)
+    params, state = advance(params, state, gradients(0, 2.0**10, params))
     bad = spoilt(gradients(1, 2.0**10, params))
     after, new = advance(params, state, bad)
     assert_same_bits((after, new.inner_state), (params, state.inner_state))

@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import serialization
 from flax.training.train_state import TrainState
-from optimizers import assert_same_bits
+from optimizers import assert_same_bits, initial
 
 import lowbit_optax
 from lowbit_optax import QuantizedTensor, dequantize, lpmm_adam, lpmm_sgd
@@ -36,6 +36,15 @@ def quantizer(bits, **options):
 
 def quantize(x, bits=12, **options):
     return quantizer(bits, **{"min_size": 0} | options)(x)
+
+
+# Jitted: else each operation on each shape is compiled by itself.
+values_of = jax.jit(dequantize, static_argnums=1)
+
+
+@functools.cache
+def stepper(tx):
+    return jax.jit(functools.partial(lowbit_optax.step, tx))
 
 
 def steps_of(tensor, shape):
@@ -78,7 +87,7 @@ def test_stochastic_rounding_is_unbiased_in_a_million_draws(bits):
     x = np.full((2048, 512), value)
     x[::64] = 1.0  # so that the value lies between two codes
     tensor = quantize(x, bits, rounding="stochastic")
-    got = np.asarray(tensor.dequantize())[x == value].astype(np.float64)
+    got = np.asarray(values_of(tensor))[x == value].astype(np.float64)
     delta = float(steps_of(tensor, x.shape)[0, 0])
     assert len(np.unique(got)) == 2
     assert np.ptp(got) == delta
@@ -92,7 +101,7 @@ def test_an_error_is_below_a_step_and_to_nearest_half_of_one(bits, rounding):
     x = normal(100, 33)
     tensor = quantize(x, bits, block_size=64, rounding=rounding)
     delta = steps_of(tensor, x.shape)
-    error = np.abs(np.asarray(tensor.dequantize()) - x)
+    error = np.abs(np.asarray(values_of(tensor)) - x)
     # Half of a unit of the float32 that the difference is read in.
     limit = delta * (0.5 if rounding == "nearest" else 1.0)
     assert np.all(error <= limit * (1 + 2.0**-9))
@@ -111,7 +120,7 @@ def test_what_is_on_the_grid_stays_where_it_is(bits, rounding):
     # The largest value of every block is on the largest code, so the step stays.
     x[::64] = linear_code.largest_code(bits) * np.float32(2.0**-9)
     first = quantize(x, bits, rounding="stochastic")
-    again = quantize(first.dequantize(), bits, rounding=rounding, seed=5)
+    again = quantize(values_of(first), bits, rounding=rounding, seed=5)
     assert_same_bits(again, first)
 
 
@@ -129,9 +138,9 @@ def test_updates_of_zero_mean_do_not_make_the_steps_grow(bits):
         return lowbit_optax.step(tx, carry[0], carry[1], grads), None
 
     run = jax.jit(lambda carry: jax.lax.scan(body, carry, jnp.arange(300)))
-    (after, _), _ = run((params, tx.init(params)))
+    (after, _), _ = run((params, initial(tx, params)))
     growth = steps_of(after, after.shape) / start
-    moved = (after.dequantize() - params.dequantize()) / start
+    moved = (values_of(after) - values_of(params)) / start
     assert float(growth.max()) < (6 if bits < 6 else 2)
     # The updates' own is 3; stochastic rounding adds 0.08 for each.
     assert float(moved.var()) < (100 if bits < 6 else 30)
@@ -144,7 +153,7 @@ def test_extremes_of_float32(bits):
     x[:2, 0] = largest, -largest
     x[:2, 32] = 1e-38, -1e-45
     x[:3, 64] = np.nan, np.inf, 7.0
-    got = quantize(x, bits, rounding="stochastic").dequantize()
+    got = values_of(quantize(x, bits, rounding="stochastic"))
     x, got = x[:, ::32], np.asarray(got)[:, ::32]
     np.testing.assert_allclose(got[:2, 0], x[:2, 0], rtol=0.15)
     assert np.all(np.abs(got[:, 1]) < 1e-29)
@@ -213,7 +222,7 @@ def test_small_and_integer_leaves_stay():
 def test_a_slice_of_a_stack_is_a_tensor_of_one_layer():
     params = {"w": normal(32, 48, 64), "b": normal(32, 200)}
     tensor = quantize(params, 10, stacked=lambda path: True)
-    whole = dequantize(tensor)
+    whole = values_of(tensor)
 
     def body(_, layer):
         assert layer["w"].shape == (48, 64)
@@ -222,9 +231,9 @@ def test_a_slice_of_a_stack_is_a_tensor_of_one_layer():
 
     _, by_scan = jax.lax.scan(body, None, tensor)
     assert_same_bits(by_scan, whole)
-    assert_same_bits(jax.vmap(dequantize)(tensor), whole)
+    assert_same_bits(jax.jit(jax.vmap(dequantize))(tensor), whole)
     first = jax.tree.map(lambda x: x[7], tensor)
-    assert_same_bits(dequantize(first), jax.tree.map(lambda x: x[7], whole))
+    assert_same_bits(values_of(first), jax.tree.map(lambda x: x[7], whole))
 
 
 # Landing.
@@ -279,13 +288,13 @@ def test_fifty_steps_by_apply_updates_and_by_step_have_the_same_bits(name):
         return lowbit_optax.step(tx, params, state, grads)
 
     one, other = params_of(), params_of()
-    states = tx.init(one), tx.init(other)
+    states = initial(tx, one), initial(tx, other)
     for grads in gradients(50):
         one, first = by_updates(grads, states[0], one)
         other, second = by_step(grads, states[1], other)
         states = first, second
     assert_same_bits((one, states[0]), (other, states[1]))
-    moved = jnp.abs(one["matrix"].dequantize() - params_of()["matrix"].dequantize())
+    moved = jnp.abs(values_of(one["matrix"]) - values_of(params_of()["matrix"]))
     assert float(moved.mean()) > 0.01
 
 
@@ -295,10 +304,9 @@ def test_a_step_without_gradients_changes_nothing(bits):
     x = normal(1024, 64) * np.exp(normal(1024, 1, seed=1, scale=3.0))
     params = quantize(x, bits, block_size=64, rounding="stochastic")
     tx = lpmm_sgd(1.0)
-    state = tx.init(params)
-    step = jax.jit(functools.partial(lowbit_optax.step, tx))
+    state, step = initial(tx, params), stepper(tx)
     for seed in range(8):
-        grads = 0.3 * normal(*x.shape, seed=seed) * params.dequantize()
+        grads = 0.3 * normal(*x.shape, seed=seed) * values_of(params)
         params, state = step(params, state, grads)
         still, _ = step(params, state, jnp.zeros(x.shape))
         assert_same_bits(still, params)
@@ -307,11 +315,11 @@ def test_a_step_without_gradients_changes_nothing(bits):
 def test_what_lands_is_the_quantised_sum():
     params, tx = params_of(), lpmm_sgd(0.05, rounding="nearest")
     (grads,) = gradients(1)
-    updates, _ = tx.update(grads, tx.init(params), params)
-    landed = dequantize(optax.apply_updates(params, updates))
+    updates, _ = jax.jit(tx.update)(grads, initial(tx, params), params)
+    landed = values_of(optax.apply_updates(params, updates))
     for name in ("stack", "matrix"):
-        expected = params[name].dequantize() - jnp.float32(0.05) * grads[name]
-        again = quantize(expected, 12).dequantize()
+        expected = values_of(params[name]) - jnp.float32(0.05) * grads[name]
+        again = values_of(quantize(expected, 12))
         np.testing.assert_array_equal(landed[name], again)
     np.testing.assert_allclose(
         landed["bias"], params["bias"] - jnp.float32(0.05) * grads["bias"], rtol=1e-6
@@ -323,11 +331,8 @@ def test_strict_promotion_and_bfloat16_gradients():
     (grads,) = gradients(1)
     narrow = jax.tree.map(lambda g: g.astype(jnp.bfloat16), grads)
     widened = jax.tree.map(lambda g: g.astype(jnp.float32), narrow)
-    state = tx.init(params)
-    assert_same_bits(
-        lowbit_optax.step(tx, params, state, narrow),
-        lowbit_optax.step(tx, params, state, widened),
-    )
+    state, step = initial(tx, params), stepper(tx)
+    assert_same_bits(step(params, state, narrow), step(params, state, widened))
 
 
 def test_leaves_that_stay_follow_the_inner_transformation():
@@ -347,9 +352,9 @@ def test_leaves_that_stay_follow_the_inner_transformation():
 def test_flax_train_state():
     tx = lpmm_sgd(0.05, 0.9)
     state = TrainState.create(apply_fn=None, params=params_of(), tx=tx)
-    ours, opt_state = params_of(), tx.init(params_of())
+    ours, opt_state = params_of(), initial(tx, params_of())
     run = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
-    step = jax.jit(functools.partial(lowbit_optax.step, tx))
+    step = stepper(tx)
     for grads in gradients(3):
         state = run(state, grads)
         ours, opt_state = step(ours, opt_state, grads)
@@ -361,9 +366,9 @@ def test_flax_train_state():
 @pytest.mark.standard_promotion
 def test_an_orbax_checkpoint_resumes_with_the_same_bits(name, tmp_path):
     tx = OPTIMIZERS[name]()
-    step = jax.jit(functools.partial(lowbit_optax.step, tx))
+    step = stepper(tx)
     params = params_of()
-    state = tx.init(params)
+    state = initial(tx, params)
     series = list(gradients(4))
     for grads in series[:2]:
         params, state = step(params, state, grads)
@@ -392,11 +397,11 @@ def test_flax_bytes_restore_the_tensor_and_refuse_other_bits():
 def test_eight_devices_have_the_bits_of_one():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     tx = lpmm_sgd(0.05, 0.9)
-    step = jax.jit(functools.partial(lowbit_optax.step, tx))
+    step = stepper(tx)
     weights = {"rows": normal(512, 64), "stack": normal(8, 64, 64)}
     grads = {"rows": normal(512, 64, seed=1), "stack": normal(8, 64, 64, seed=2)}
     params = quantize(weights, 12)
-    alone = params, tx.init(params)
+    alone = params, initial(tx, params)
 
     def place(x):
         spec = jax.P("x") if x.ndim and x.shape[0] % 8 == 0 else jax.P()
@@ -433,8 +438,8 @@ def distance_after(rounding, bits, steps, rate):
         return (params, state), params.dequantize()
 
     run = jax.jit(lambda c: jax.lax.scan(body, c, None, length=steps))
-    start = params.dequantize()
-    _, path = run((params, tx.init(params)))
+    start = values_of(params)
+    _, path = run((params, initial(tx, params)))
     late = path[steps // 2 :].mean(axis=0)
     before, after = (float(jnp.abs(x - target).mean()) for x in (start, late))
     return after / before
@@ -473,12 +478,13 @@ def trained(params, tx, steps, batch=64):
         return (params, state), None
 
     @jax.jit
-    def run(params, state):
-        (params, _), _ = jax.lax.scan(body, (params, state), jnp.arange(steps))
+    def run(params):
+        carry = params, tx.init(params)
+        (params, _), _ = jax.lax.scan(body, carry, jnp.arange(steps))
         params = dequantize(params)
         return params, loss_of(params, x, y)
 
-    return run(params, tx.init(params))
+    return run(params)
 
 
 def difference(p, q):
@@ -531,7 +537,7 @@ def test_a_loss_takes_arrays_and_its_gradients_have_their_shapes():
     (value, dtype), grads = value_and_grad(loss_fn, jnp.bfloat16, has_aux=True)(
         params, jnp.float32(0.5)
     )
-    arrays = dequantize(params, jnp.bfloat16)
+    arrays = values_of(params, jnp.bfloat16)
     assert dtype == jnp.bfloat16
     assert value == loss_fn(arrays, jnp.float32(0.5))[0]
     np.testing.assert_array_equal(grads["stack"], arrays["stack"])
@@ -647,7 +653,7 @@ def test_bad_gradients_name_their_leaf(grad, error, text):
     (grads,) = gradients(1)
     grads = grads | {"stack": grad(params)}
     for tx in (lpmm_sgd(0.1), lowbit_optax.accumulate_gradients(lpmm_sgd(0.1), 2)):
-        state = tx.init(params)
+        state = initial(tx, params)
         with pytest.raises(error, match=text) as raised:
             tx.update(grads, state, params)
         assert "['stack']" in str(raised.value)
@@ -656,7 +662,8 @@ def test_bad_gradients_name_their_leaf(grad, error, text):
 def test_bad_trees_and_states_are_errors():
     params, tx = params_of(), lpmm_sgd(0.1, 0.9)
     (grads,) = gradients(1)
-    state = tx.init(params)
+    state = initial(tx, params)
+    other = initial(lpmm_sgd(0.1, 0.9, block_size=32), params)
     with pytest.raises(ValueError, match="needs params"):
         tx.update(grads, state)
     with pytest.raises(ValueError, match=r"missing at \['stack'\]"):
@@ -664,7 +671,7 @@ def test_bad_trees_and_states_are_errors():
     with pytest.raises(TypeError, match="not a LowbitState"):
         tx.update(grads, state.inner_state, params)
     with pytest.raises(ValueError, match="other moments"):
-        tx.update(grads, lpmm_sgd(0.1, 0.9, block_size=32).init(params), params)
+        tx.update(grads, other, params)
     broken = params | {"stack": jax.tree.map(lambda x: x[:, :1], params["stack"])}
     for fails in (dequantize, tx.init):
         with pytest.raises(ValueError, match=r"params\['stack'\].*12-bit codes"):
@@ -675,7 +682,7 @@ def test_a_gradient_that_is_not_finite_shows_in_its_weight_alone():
     params, tx = params_of(), lpmm_sgd(0.1)
     (grads,) = gradients(1)
     grads["matrix"] = grads["matrix"].at[3, 4].set(jnp.inf)
-    after, _ = lowbit_optax.step(tx, params, tx.init(params), grads)
-    values = np.asarray(after["matrix"].dequantize())
+    after, _ = stepper(tx)(params, initial(tx, params), grads)
+    values = np.asarray(values_of(after["matrix"]))
     assert np.isnan(values[3, 4])
     assert np.isfinite(values).sum() == values.size - 1

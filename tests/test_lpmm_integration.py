@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import serialization
 from flax.training import train_state
-from optimizers import assert_same_bits
+from optimizers import assert_same_bits, initial, jitted
 
 import lowbit_optax
 from lowbit_optax import (
@@ -39,8 +39,18 @@ def arrays(seed=0, scale=1.0):
     }
 
 
-def params_of(bits=12, **options):
-    return lowbit_optax.quantize_params(arrays(), bits=bits, **options)
+@functools.cache
+def quantizer(bits, **options):
+    # Jitted: else each operation on each shape is compiled by itself.
+    quantize = functools.partial(lowbit_optax.quantize_params, bits=bits, **options)
+    return jax.jit(quantize)
+
+
+values_of = jax.jit(dequantize)
+
+
+def params_of(bits=12):
+    return quantizer(bits)(arrays())
 
 
 def series(count):
@@ -48,7 +58,7 @@ def series(count):
 
 
 def train(tx, params, state, grads, advance=lowbit_optax.step):
-    run = jax.jit(functools.partial(advance, tx))
+    run = jitted(tx, advance)
     for grad in grads:
         params, state = run(params, state, grad)
     return params, state
@@ -72,11 +82,13 @@ def test_partition_and_masked_train_each_weight_by_its_own(advance):
     is_plain = {name: not low for name, low in is_low.items()}
     masked = optax.chain(optax.masked(low, is_low), optax.masked(plain, is_plain))
     params, grads = params_of(), series(3)
-    got, _ = train(parted, params, parted.init(params), grads, advance)
-    other, _ = train(masked, params, masked.init(params), grads, advance)
+    got, _ = train(parted, params, initial(parted, params), grads, advance)
+    other, _ = train(masked, params, initial(masked, params), grads, advance)
 
     some = {k: params[k] for k in ("kernel", "other")}
-    want, _ = train(low, some, low.init(some), [{k: g[k] for k in some} for g in grads])
+    want, _ = train(
+        low, some, initial(low, some), [{k: g[k] for k in some} for g in grads]
+    )
     bias, _ = train(
         plain, params["bias"], plain.init(params["bias"]), [g["bias"] for g in grads]
     )
@@ -94,24 +106,24 @@ def test_of_partition_some_weights_stay_quantised_and_frozen():
     frozen_grads = [
         g | {"other": jax.tree.map(jnp.zeros_like, params["other"])} for g in series(2)
     ]
-    after, _ = train(tx, params, tx.init(params), frozen_grads, applied)
+    after, _ = train(tx, params, initial(tx, params), frozen_grads, applied)
     assert_same_bits(after["other"], params["other"])
-    moved = after["kernel"].dequantize() - params["kernel"].dequantize()
+    moved = values_of(after["kernel"]) - values_of(params["kernel"])
     assert float(jnp.abs(moved).mean()) > 1e-3
 
 
 def test_a_chain_clips_before_the_weights_move():
     params, (grads,) = params_of(), series(1)
-    clip = optax.clip_by_global_norm(0.1)
+    clip, plain = optax.clip_by_global_norm(0.1), lpmm_sgd(0.5)
+    clipped, _ = clip.update(grads, clip.init(None))
+    want, _ = train(plain, params, initial(plain, params), [clipped])
     for tx in (
-        optax.chain(clip, lpmm_sgd(0.5)),
+        optax.chain(clip, plain),
         lowbit_optax.lowbit(optax.chain(clip, optax.sgd(0.5))),
     ):
-        after, _ = train(tx, params, tx.init(params), [grads], applied)
-        clipped, _ = clip.update(grads, clip.init(None))
-        want, _ = train(lpmm_sgd(0.5), params, lpmm_sgd(0.5).init(params), [clipped])
+        after, _ = train(tx, params, initial(tx, params), [grads], applied)
         change = jax.tree.map(
-            lambda a, b: np.abs(a - b).max(), dequantize(after), dequantize(want)
+            lambda a, b: np.abs(a - b).max(), values_of(after), values_of(want)
         )
         # Two programs may round a clipped gradient differently, and a code with it.
         steps = np.asarray(params["kernel"].scales).view(np.float32).max()
@@ -127,26 +139,26 @@ def test_injected_hyperparameters_set_the_rate():
         hyperparam_dtype=jnp.float32,
     )
     tx, params, grads = inject(learning_rate=0.1, momentum=0.9), params_of(), series(4)
-    params, state = train(tx, params, tx.init(params), grads[:2], applied)
+    params, state = train(tx, params, initial(tx, params), grads[:2], applied)
     state.hyperparams["learning_rate"] = jnp.float32(0.0)
     after, _ = train(tx, params, state, grads[2:], applied)
     assert_same_bits(after["kernel"].codes, params["kernel"].codes)
 
     plain = lpmm_sgd(0.1, 0.9)
-    want, _ = train(plain, params_of(), plain.init(params_of()), grads[:2], applied)
-    change = jnp.abs(params["kernel"].dequantize() - want["kernel"].dequantize())
+    want, _ = train(plain, params_of(), initial(plain, params_of()), grads[:2], applied)
+    change = jnp.abs(values_of(params["kernel"]) - values_of(want["kernel"]))
     assert float(change.max()) <= 0.01
 
 
 def test_a_schedule_is_that_of_the_inner_transformation():
     schedule = optax.piecewise_constant_schedule(0.5, {2: 0.0})
     params, tx = params_of(), lpmm_sgd(schedule)
-    moved, state = train(tx, params, tx.init(params), series(2))
+    moved, state = train(tx, params, initial(tx, params), series(2))
     still, _ = train(tx, moved, state, series(2))
-    change = jnp.abs(moved["kernel"].dequantize() - params["kernel"].dequantize())
+    change = jnp.abs(values_of(moved["kernel"]) - values_of(params["kernel"]))
     assert float(change.mean()) > 0.01
     np.testing.assert_array_equal(
-        still["kernel"].dequantize(), moved["kernel"].dequantize()
+        values_of(still["kernel"]), values_of(moved["kernel"])
     )
 
 
@@ -157,10 +169,10 @@ def test_multi_steps_goes_inside_and_accumulate_gradients_outside():
         weights=lowbit_optax.quantized_weights(rounding="nearest"),
     )
     outside = accumulate_gradients(lpmm_sgd(0.1, rounding="nearest"), 2, min_size=10**9)
-    one, _ = train(inside, params, inside.init(params), grads, applied)
-    other, _ = train(outside, params, outside.init(params), grads, applied)
+    one, _ = train(inside, params, initial(inside, params), grads, applied)
+    other, _ = train(outside, params, initial(outside, params), grads, applied)
     steps = np.asarray(params["kernel"].scales).view(np.float32).max()
-    change = np.abs(one["kernel"].dequantize() - other["kernel"].dequantize())
+    change = np.abs(values_of(one["kernel"]) - values_of(other["kernel"]))
     assert np.all(change <= 1.3 * steps)
     assert (change > 0.5 * steps).mean() < 0.1
 
@@ -188,7 +200,7 @@ def test_one_trace_for_all_steps_and_old_buffers_are_given_up(tx, advance):
         return advance(tx, params, state, grads)
 
     params = params_of()
-    state = tx.init(params)
+    state = initial(tx, params)
     for grads in series(5):
         before = [x for x in jax.tree.leaves((params, state)) if x.ndim]
         params, state = run(grads, state, params)
@@ -223,8 +235,8 @@ def test_eight_devices_have_the_bits_of_one_and_do_not_communicate(place, tx):
     shape = {"columns": (64, 128), "rows": (1024, 64), "stack": (8, 64, 64)}[name]
     random = np.random.default_rng(0)
     weight, *grads = random.normal(size=(3, *shape)).astype(np.float32)
-    params = lowbit_optax.quantize_params(jnp.asarray(weight), bits=12, block_size=64)
-    alone = jax.tree.map(lambda x: x, (params, tx.init(params)))
+    params = quantizer(12, block_size=64)(jnp.asarray(weight))
+    alone = jax.tree.map(lambda x: x, (params, initial(tx, params)))
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def put(x):
@@ -250,14 +262,15 @@ def test_eight_devices_have_the_bits_of_one_and_do_not_communicate(place, tx):
 @pytest.mark.parametrize("kind", [train_state.TrainState, training.TrainState])
 def test_train_states_take_the_same_steps_and_serialize(kind):
     tx = lpmm_sgd(0.1, 0.9)
-    make = lambda bits=12: kind.create(apply_fn=None, params=params_of(bits), tx=tx)
+    create = jax.jit(functools.partial(kind.create, apply_fn=None, tx=tx))
+    make = lambda bits=12: create(params=params_of(bits))
     state, run = (
         make(),
         jax.jit(lambda state, grads: state.apply_gradients(grads=grads)),
     )
     for grads in series(3):
         state = run(state, grads)
-    want = train(tx, params_of(), tx.init(params_of()), series(3))
+    want = train(tx, params_of(), initial(tx, params_of()), series(3))
     assert_same_bits((state.params, state.opt_state), want)
     restored = serialization.from_bytes(make(), serialization.to_bytes(state))
     assert_same_bits(restored.params, state.params)
@@ -303,4 +316,4 @@ def test_without_a_flax_that_imports_weights_are_quantised_all_the_same():
 
 def test_masters_are_the_dequantised_weights():
     params, tx = params_of(), lpmm_adam(1e-2)
-    assert_same_bits(master_weights(params, tx.init(params)), dequantize(params))
+    assert_same_bits(master_weights(params, initial(tx, params)), dequantize(params))

@@ -349,7 +349,7 @@ def test_empty_tensors_have_no_overflow():
         (recurrent, jnp.zeros((0, 2, 3))),
     ):
         assignment = precision.uniform(precision.trace(loss_fn, w, x))
-        _, overflow = precision.apply(loss_fn, assignment)(w, x)
+        _, overflow = jax.jit(precision.apply(loss_fn, assignment))(w, x)
         np.testing.assert_array_equal(overflow, np.zeros(len(assignment.low)))
 
 
@@ -465,7 +465,7 @@ def test_stochastic_rounding_draws_anew_at_each_iteration_and_backward():
     made = np.array([t.kind == "value" for t in plan.tensors])
     assignment = precision.Assignment(plan, formats, made, made)
     f = precision.apply(loss_fn, assignment, has_aux=True, seed=3)
-    (_, (ys, _)), grads = jax.value_and_grad(f, has_aux=True)(w, xs)
+    (_, (ys, _)), grads = jax.jit(jax.value_and_grad(f, has_aux=True))(w, xs)
     np.testing.assert_array_equal(np.unique(ys), [0.25, 0.3125])
     for i, j in itertools.combinations(range(4), 2):
         assert np.any(ys[i] != ys[j])

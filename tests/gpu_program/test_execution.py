@@ -17,11 +17,11 @@ import optax
 import pytest
 from blocks import Maxima
 from optimizers import assert_same_bits, random_grads, spec_of
+from quantised import quantised, shrinking
 
 import lowbit_optax
 import pallas_kernels
 from lowbit_optax import block_quantized, cast, extra_bits, lowbit
-from lowbit_optax._numerics import linear_code
 from pallas_kernels import Operand, Result, fused_update
 from pallas_kernels.fused_update import launchers
 from pallas_kernels.reductions import largest_magnitudes, sums_of_squares
@@ -312,19 +312,6 @@ LPMM = {
 }
 
 
-def quantised(shape, bits, block_size):
-    """Weights whose steps are powers of two, and stay so when they shrink a little."""
-    weights = np.array(normal(shape, F32)).clip(-1, 1) * 0.9
-    # A number per tile, so in every block, and in folded rows of 32.
-    weights.reshape(-1)[::32] = 1.0
-    weights.reshape(-1, shape[-1])[::8, ::4] = 1.0
-    weights *= linear_code.largest_code(bits) * 2.0**-bits
-    params = {"kernel": jnp.asarray(weights, F32)}
-    return lowbit_optax.quantize_params(
-        params, bits=bits, block_size=block_size, min_size=0
-    )
-
-
 def lpmm(family, implementation):
     _, _, block_size = LPMM[family]
     return lowbit(
@@ -334,18 +321,6 @@ def lpmm(family, implementation):
         min_size=0,
         implementation=implementation,
     )
-
-
-def shrinking(params, seed):
-    """Dyadic gradients that take numbers nearer to 0."""
-    random = np.random.default_rng(seed)
-
-    def draw(weight):
-        size = random.integers(0, 2**10, weight.shape) * 2.0**-18
-        return jnp.asarray(np.sign(weight.dequantize()) * size, F32)
-
-    is_weight = lambda x: isinstance(x, lowbit_optax.QuantizedTensor)
-    return jax.tree.map(draw, params, is_leaf=is_weight)
 
 
 @pytest.mark.parametrize(

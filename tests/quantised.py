@@ -1,0 +1,42 @@
+"""Quantised weights and gradients of which every product in a step is exact."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import lowbit_optax
+from lowbit_optax._numerics import linear_code
+
+
+def quantised(shape, bits, block_size):
+    """Weights whose steps are powers of two, and stay so when they shrink a little."""
+    weights = np.random.default_rng(0).standard_normal(shape).clip(-1, 1) * 0.9
+    # A number per tile, so in every block, and in folded rows of 32.
+    weights.reshape(-1)[::32] = 1.0
+    weights.reshape(-1, shape[-1])[::8, ::4] = 1.0
+    weights *= linear_code.largest_code(bits) * 2.0**-bits
+    params = {"kernel": jnp.asarray(weights, jnp.float32)}
+    return lowbit_optax.quantize_params(
+        params, bits=bits, block_size=block_size, min_size=0
+    )
+
+
+def shrinking(params, seed):
+    """Dyadic gradients that take numbers nearer to 0.
+
+    The largest that :func:`quantised` makes lose a 16th at a rate of 0.25. Their step
+    size is then kept, although a new one would be smaller. (Weights of few bits lose
+    less: they would need a new one.)
+    """
+    random = np.random.default_rng(seed)
+
+    def draw(weight):
+        value = np.asarray(weight.dequantize())
+        size = random.integers(0, 2**10, weight.shape) * 2.0**-18
+        if weight.bits > 6:
+            largest = linear_code.largest_code(weight.bits) * 2.0**-weight.bits
+            size += np.where(np.abs(value) > 0.95 * largest, 2.0**-3, 0.0)
+        return jnp.asarray(np.sign(value) * size, jnp.float32)
+
+    is_weight = lambda x: isinstance(x, lowbit_optax.QuantizedTensor)
+    return jax.tree.map(draw, params, is_leaf=is_weight)

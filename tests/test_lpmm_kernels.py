@@ -1,0 +1,84 @@
+"""LPMM's steps give the same numbers by interpreted kernels and by XLA.
+
+The two may round sums with products differently; see ``test_implementations.py``. With
+powers of two as hyperparameters and as the weights' step sizes, products are exact.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from optimizers import assert_same_bits, initial, random_grads
+from quantised import quantised, shrinking
+
+import lowbit_optax
+from lowbit_optax import lpmm_adam, lpmm_sgd
+
+pytestmark = pytest.mark.standard_promotion
+
+# Compiled quickly rather than well.
+QUICK: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
+
+# Shape, bits of the weights, and their block size. The ragged leaf has columns that do
+# not divide into fours, and blocks that reach beyond its ends.
+LEAVES = {"even": ((64, 64), 12, 2048), "ragged": ((70, 61), 8, 256)}
+each_leaf = pytest.mark.parametrize(
+    ("shape", "bits", "block_size"), LEAVES.values(), ids=LEAVES
+)
+
+
+def steps(make, implementation, params, series):
+    """Parameters and state after each step."""
+    tx = make(implementation=implementation)
+    state = initial(tx, params)
+    step = jax.jit(functools.partial(lowbit_optax.step, tx))
+    traced = step.trace(params, state, series[0])
+    # Some small leaves are left to XLA, whatever the implementation.
+    assert ("pallas_call" in str(traced.jaxpr)) == (implementation == "pallas")
+    step = traced.lower().compile(compiler_options=QUICK)
+    for grads in series:
+        params, state = step(params, state, grads)
+        yield params, state
+
+
+def both(make, params, series):
+    """The same by kernels and by XLA."""
+    each = (steps(make, name, params, series) for name in ("pallas", "xla"))
+    return zip(*each, strict=True)
+
+
+@each_leaf
+def test_steps_of_sgd_have_the_same_bits(shape, bits, block_size):
+    params = quantised(shape, bits, block_size)
+    # The first is the largest; what it changed decides about the step sizes after it.
+    first, small = shrinking(params, 0), shrinking(params, 1)
+    small = jax.tree.map(lambda x: jnp.where(jnp.abs(x) < 2.0**-4, x, 0), small)
+    make = functools.partial(lpmm_sgd, 0.25, 0.25)
+    for by_kernel, by_xla in both(make, params, [first, small, small]):
+        assert_same_bits(by_kernel, by_xla)
+        assert (by_xla[0]["kernel"].codes != params["kernel"].codes).any()
+        assert_same_bits(by_xla[0]["kernel"].scales, params["kernel"].scales)
+
+
+def powers_of_two(shape):
+    random = np.random.default_rng(0)
+    signs = random.choice([-1.0, 1.0], shape)
+    return {"kernel": jnp.float32(signs * 2.0 ** random.integers(-12, 3, shape))}
+
+
+@each_leaf
+def test_steps_of_adam_have_the_same_bits_while_roots_are_exact(
+    shape, bits, block_size
+):
+    params = quantised(shape, bits, block_size)
+    like = {"kernel": jax.ShapeDtypeStruct(shape, jnp.float32)}
+    series = [powers_of_two(shape), *(random_grads(like, seed) for seed in range(2))]
+    make = functools.partial(lpmm_adam, 2.0**-9, b1=0.5, b2=0.75, eps=0.0)
+    first, *others = both(make, params, series)
+    assert_same_bits(*first)
+    # A root or a quotient that is rounded differently changes few of what is stored.
+    for each in others:
+        for own, other in zip(*map(jax.tree.leaves, each), strict=True):
+            assert np.mean(np.asarray(own) != np.asarray(other)) < 0.003
