@@ -187,9 +187,10 @@ def test_unknown_options(make, match):
         make()
 
 
-@pytest.mark.parametrize("implementation", ["triton", "cuda", 1])
+@pytest.mark.parametrize("implementation", ["gpu", "cuda", 1])
 def test_unknown_implementation(implementation):
-    with pytest.raises(ValueError, match=f"{implementation!r}, not None, 'xla' or 'pa"):
+    accepted = "not None, 'xla', 'pallas', 'triton' or 'mosaic'"
+    with pytest.raises(ValueError, match=f"{implementation!r}, {accepted}"):
         lowbit(
             optax.sgd(0.1),
             implementation=implementation,

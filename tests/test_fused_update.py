@@ -438,7 +438,7 @@ REFUSED = {
     "implementation": (
         dict(operands=[Operand(X)], implementation="cuda"),
         ValueError,
-        "implementation is 'cuda', not None, 'xla', 'pallas' or 'triton'",
+        "implementation is 'cuda', not None, 'xla', 'pallas', 'triton' or 'mosaic'",
     ),
 }
 

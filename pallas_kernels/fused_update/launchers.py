@@ -54,7 +54,8 @@ def launcher(implementation: str | None) -> Launcher:
     Raises:
       NotImplementedError: if this JAX lacks what the launcher needs.
     """
-    chosen = DEFAULT if implementation in (None, "pallas") else implementation
+    named = implementation in ("triton", "mosaic")
+    chosen = implementation if named else DEFAULT
     if chosen == "triton":
         return triton
     if not has_mosaic():
