@@ -11,6 +11,8 @@ import pytest
 
 COMPILED = Path(__file__).parent / "gpu_program"
 MANY_CASES = 4
+# What the quick run leaves out; see addopts in pyproject.toml.
+LONG = ("exhaustive", "compiled", "example", "default_level")
 # From 0.11 JAX says so whenever a kernel is lowered for Triton, and has no option to
 # lower without it. A test of what is free of the warning must make it an error again.
 TRITON_IS_DEPRECATED = (
@@ -23,6 +25,12 @@ def _set_xla_flag(name, value):
     flags = os.environ.get("XLA_FLAGS", "")
     if name not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --{name}={value}".strip()
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--rest", action="store_true", help="leave out what README's quick run runs"
+    )
 
 
 def pytest_configure(config):
@@ -48,10 +56,25 @@ def pytest_collection_modifyitems(config, items):
         Path(arg.split("::")[0]).exists() for arg in config.invocation_params.args
     )
     if is_whole_suite and "not compiled" in config.option.markexpr:
-        _keep_few_cases(config, items)
+        few = _few_cases(items)
+        _leave_out(config, items, [x for x in items if x.nodeid not in few])
+    if config.option.rest:
+        few = _few_cases(items)
+        quick = [x for x in items if x.nodeid in few and not _takes_long(x)]
+        _leave_out(config, items, quick)
 
 
-def _keep_few_cases(config, items):
+def _takes_long(item) -> bool:
+    return any(item.get_closest_marker(name) for name in LONG)
+
+
+def _leave_out(config, items, some):
+    config.hook.pytest_deselected(items=some)
+    left_out = {x.nodeid for x in some}
+    items[:] = [x for x in items if x.nodeid not in left_out]
+
+
+def _few_cases(items) -> set[str]:
     """In README's quick run two cases of a test with many, else one; CI runs them all.
 
     Where the first case lies depends on the test, so that all optimizers, formats and
@@ -68,8 +91,7 @@ def _keep_few_cases(config, items):
         kept |= {
             of_one_test[(first + i * size // count) % size].nodeid for i in range(count)
         }
-    config.hook.pytest_deselected(items=[x for x in items if x.nodeid not in kept])
-    items[:] = [x for x in items if x.nodeid in kept]
+    return kept
 
 
 @pytest.fixture(autouse=True)
