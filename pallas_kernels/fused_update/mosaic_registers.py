@@ -182,8 +182,12 @@ def _extract(value, i: int):
 
 def thread_number():
     """The number of the thread in its warpgroup."""
-    number = gpu.thread_id(gpu.Dimension.x)
-    return arith.index_cast(bits_type(32), number)
+    return arith.andi(_thread_of_block(), constant(THREADS - 1, bits_type(32)))
+
+
+def _thread_of_block():
+    """The number of the thread in its block, which may be of several warpgroups."""
+    return arith.index_cast(bits_type(32), gpu.thread_id(gpu.Dimension.x))
 
 
 def is_first_of(threads: int):
@@ -217,7 +221,7 @@ def other_warp(pointer, value):
       value: the same in all threads of a warp.
     """
     kind, bytes_ = bits_type(32), 4
-    warp = arith.shrui(thread_number(), constant(5, kind))
+    warp = arith.shrui(_thread_of_block(), constant(5, kind))
     other = arith.xori(warp, constant(1, kind))
     llvm.store(value, _shared(pointer, warp), alignment=bytes_)
     mosaic.warpgroup_barrier()

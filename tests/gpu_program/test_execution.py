@@ -8,6 +8,7 @@ kernels may round differently from the reference: all bits of all results must a
 """
 
 import functools
+import importlib
 import re
 
 import jax
@@ -223,6 +224,26 @@ def test_equal_leaves_in_several_kernels_have_the_same_bits():
     assert_same_bits(program.run(*arguments), jitted(make("xla"))(*arguments))
     # Equal kernels are compiled once.
     assert sum(name.startswith("fused_update") for name in program.sources) == 1
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS[1:], indirect=True)
+@each_shape
+@pytest.mark.parametrize(
+    "family",
+    ["kahan", "extra_bits 8", "lowbit 8", "lowbit 4", "lowbit 4 in blocks of 64"],
+)
+def test_several_programs_in_a_block_of_threads_have_the_same_bits(
+    family, shape, monkeypatch
+):
+    # As in large leaves, which would take too long to execute.
+    mosaic = importlib.import_module("pallas_kernels.fused_update.mosaic")
+    monkeypatch.setattr(mosaic, "_FEW_PROGRAMS", 0)
+    make = functools.partial(transformation, MOMENTUM, family)
+    arguments = second_step(make, {"kernel": normal(shape)})
+    program = compiled(make(None), *arguments)
+    (launch,) = (program.launches[node][1] for node in program.arguments)
+    assert launch.block[0] in (256, 512)
+    assert_same_bits(program.run(*arguments), jitted(make("xla"))(*arguments))
 
 
 def integers(shape, dtype, seed):
