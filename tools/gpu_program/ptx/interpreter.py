@@ -70,6 +70,7 @@ class _Blocks:
         self.arguments = dict(zip(kernel.parameters, arguments, strict=True))
         self.threads = np.arange(self.count) + blocks.start * self.size
         self.barriers = np.zeros(self.count, np.int64)
+        self.team_size = _team_size(kernel, self.size)
         self.running = np.ones(self.count, bool)
 
     def run(self) -> None:
@@ -202,18 +203,26 @@ class _Blocks:
         return self.memory if space == "global" else self.shared
 
     def _accessors(self, active: np.ndarray) -> Accessors:
-        return Accessors(self.threads[active], self.barriers[active], self.size)
+        threads, barriers = self.threads[active], self.barriers[active]
+        return Accessors(threads, barriers, self.size, self.team_size)
 
     def _barrier(self, instruction: Instruction, active: np.ndarray) -> None:
-        # A barrier of fewer threads than a block's would have to be counted by itself.
-        _, *threads = instruction.operands
-        if instruction.parts[0] != "sync" or threads not in ([], [str(self.size)]):
+        name, *threads = instruction.operands
+        if instruction.parts[0] != "sync" or (not threads and name != "0"):
             raise UnknownInstruction("the interpreter does not know this barrier")
-        by_block = lambda mask: mask.reshape(-1, self.size)
-        arrived = by_block(active).any(axis=1)
-        absent = by_block(self.running & ~active).any(axis=1)
+        size = int(threads[0]) if threads else self.size
+        by_team = lambda x: x.reshape(-1, size)
+        arrived = by_team(active).any(axis=1)
+        absent = by_team(self.running & ~active).any(axis=1)
         if (arrived & absent).any():
             raise Divergence("some threads of a block are elsewhere")
+        names = by_team(self.registers.read(name, "b32", active))[arrived]
+        blocks = np.flatnonzero(arrived) * size // self.size
+        teams = np.stack([blocks, names[:, 0]])
+        if (names != names[:, :1]).any() or np.unique(
+            teams, axis=1
+        ).shape < teams.shape:
+            raise Divergence("threads of different teams wait at one barrier")
         self.barriers += active
 
     def _exchange(self, instruction: Instruction, active: np.ndarray) -> None:
@@ -306,6 +315,18 @@ _SPECIAL = {
     "cvta": _Blocks._to_global,
 }
 """Instructions that need more than their own thread's registers."""
+
+
+def _team_size(kernel: Kernel, block_size: int) -> int:
+    """How many neighbouring threads the kernel's barriers are for, at the least."""
+    sizes = {
+        int(instruction.operands[1])
+        for instruction in kernel.instructions
+        if instruction.name in ("bar", "barrier") and len(instruction.operands) == 2
+    }
+    if len(sizes) > 1 or any(block_size % size for size in sizes):
+        raise UnknownInstruction(f"barriers of {sorted(sizes)} threads")
+    return min(sizes, default=block_size)
 
 
 def _join(waiting: dict[int, np.ndarray], at: int, threads: np.ndarray) -> None:

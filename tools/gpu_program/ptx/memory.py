@@ -18,11 +18,18 @@ class Accessors:
       threads: their numbers in the launch; those of a block follow each other.
       barriers: how many barriers each has passed.
       block_size: threads of a block.
+      team_size: neighbouring threads of a block for which its barriers are; 0 if they
+        are for all of it.
     """
 
     threads: np.ndarray
     barriers: np.ndarray
     block_size: int
+    team_size: int = 0
+
+    def teams(self, threads: np.ndarray) -> np.ndarray:
+        """The numbers of the teams that threads are of."""
+        return threads // (self.team_size or self.block_size)
 
     def name(self, number: int) -> str:
         """One of them, for messages."""
@@ -34,7 +41,7 @@ class Memory:
     """Bytes, and who has read and written each of them in a launch.
 
     Two accesses to one byte by different threads race if one of them writes, unless
-    both threads are of one block and a barrier lies between. Threads of one block may
+    both threads are of one team and a barrier lies between. Threads of one block may
     write one value at once: compilers let all threads do so that hold the value.
 
     Args:
@@ -168,11 +175,11 @@ class _Log:
         np.maximum.at(self._barriers, cells, barriers)
 
     def _ordered(self, cells: np.ndarray, by: Accessors) -> np.ndarray:
-        """Where all accesses are the block's own, and a barrier has followed them."""
-        blocks = by.threads[:, None] // by.block_size
+        """Where all accesses are the team's own, and a barrier has followed them."""
+        teams = by.teams(by.threads)[:, None]
         ordered = self._barriers[cells] < by.barriers[:, None]
-        ordered &= self._first[cells] // by.block_size == blocks
-        return ordered & (self._last[cells] // by.block_size == blocks)
+        ordered &= by.teams(self._first[cells]) == teams
+        return ordered & (by.teams(self._last[cells]) == teams)
 
 
 def _covered(size: int, ranges: list[tuple[int, int]]) -> np.ndarray:
