@@ -230,7 +230,13 @@ def test_equal_leaves_in_several_kernels_have_the_same_bits():
 @each_shape
 @pytest.mark.parametrize(
     "family",
-    ["kahan", "extra_bits 8", "lowbit 8", "lowbit 4", "lowbit 4 in blocks of 64"],
+    [
+        "kahan",
+        "extra_bits 8",
+        "lowbit 8",
+        "lowbit 4 in blocks of 64",
+        "lowbit 4 in blocks of 2048",
+    ],
 )
 def test_several_programs_in_a_block_of_threads_have_the_same_bits(
     family, shape, monkeypatch
