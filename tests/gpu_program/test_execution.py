@@ -42,6 +42,8 @@ def launcher(request, monkeypatch):
     return request.param
 
 
+only_triton = pytest.mark.parametrize("launcher", ["triton"], indirect=True)
+
 # Compiled quickly rather than well: the reference, not what is tested.
 QUICK = {"xla_backend_optimization_level": "0"}
 
@@ -113,7 +115,10 @@ def powers_of_two(params, seed=0):
 def compiled(tx, *arguments):
     """A step as users run it on a GPU: with donated parameters and state."""
     step = functools.partial(lowbit_optax.step, tx)
-    return compile_program(lower_for(gpu_mesh(), step, *arguments, donate=(0, 1)))
+    program = compile_program(lower_for(gpu_mesh(), step, *arguments, donate=(0, 1)))
+    # Only Mosaic's kernels are calls with arguments of their own.
+    assert bool(program.arguments) == (launchers.DEFAULT == "mosaic")
+    return program
 
 
 @functools.cache
@@ -257,6 +262,10 @@ def integers(shape, dtype, seed):
     return jnp.asarray(drawn, F32).astype(dtype)
 
 
+# Norms and magnitudes have kernels of Triton's only.
+
+
+@only_triton
 @pytest.mark.parametrize("factor", [None, 0.25])
 def test_norms_of_many_leaves_are_exact_where_they_can_be(factor):
     shapes = [(128, 256), (70, 261), (1031,), (), (8192,), (3, 20000), (2,), (8193,)]
@@ -271,6 +280,7 @@ def test_norms_of_many_leaves_are_exact_where_they_can_be(factor):
     np.testing.assert_array_equal(program.run(arrays, factor), np.float32(want))
 
 
+@only_triton
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_magnitudes_of_many_leaves_are_the_largest(bad):
     arrays = [integers((70, 261), BF16, seed) for seed in range(9)]
@@ -447,8 +457,6 @@ def test_packing_has_the_same_bits(bits, shape):
 
 # The contract notices programs that are wrong. They are Triton's, as the mutations are
 # of its texts.
-
-only_triton = pytest.mark.parametrize("launcher", ["triton"], indirect=True)
 
 MUTATIONS = {
     "an addend for a factor": (
