@@ -115,6 +115,20 @@ def max_leaves(sizes: Sizes, leaves: Sequence[Leaf], most: int) -> int:
     return max(1, most // accesses)
 
 
+def can_share(sizes: Sizes, shards: Sequence[Shard]) -> bool:
+    """Whether a kernel could find its leaf among these, or among shards of leaves.
+
+    Their operands and results are of the same kinds.
+    """
+    tilings = [sizes.tiling(shard) for shard in shards]
+    (first, *_) = tilings
+    if all(tiling.is_flat for tiling in tilings):
+        return True
+    # Each step of a loop would load and store by branches.
+    is_simple = first.chunk_rows == first.lane_rows
+    return is_simple and all(tiling == first for tiling in tilings)
+
+
 def prepare(
     sizes: Sizes,
     body: Body | BlockBody,

@@ -40,22 +40,13 @@ _MAX_ACCESSES = 250
 
 
 def max_leaves(leaves: Sequence[Leaf]) -> int:
-    """See :func:`.triton.max_leaves`."""
+    """How many of these leaves a kernel should update at most."""
     return launch.max_leaves(_SIZES, leaves, _MAX_ACCESSES)
 
 
 def can_share(shards: Sequence[Shard]) -> bool:
-    """Whether these leaves, or shards of leaves, can share a kernel.
-
-    Their operands and results are of the same kinds.
-    """
-    tilings = [_SIZES.tiling(shard) for shard in shards]
-    (first, *_) = tilings
-    if all(tiling.is_flat for tiling in tilings):
-        return True
-    # Each step of a loop would load and store by branches.
-    is_simple = first.chunk_rows == first.lane_rows
-    return is_simple and all(tiling == first for tiling in tilings)
+    """Whether these leaves, or shards of leaves, can share a kernel."""
+    return launch.can_share(_SIZES, shards)
 
 
 def update(

@@ -80,7 +80,7 @@ def _assembled(instructions: str, constraints: str, dtype, pack: int, *given):
     made = []
     for i in range(registers.COLUMNS // pack):
         args = [value for column in columns for value in column[i]]
-        types = [_type_of(kind, element, pack) for kind in kinds[:count]]
+        types = [_type_of(kind) for kind in kinds[:count]]
         made += registers.assembly(instructions, types, args, constraints)
     return registers.joined(made, element)
 
@@ -94,7 +94,7 @@ def _columns(register, pack: int) -> list[list]:
     return [values[i : i + pack] for i in range(0, len(values), pack)]
 
 
-def _type_of(kind: str, element, pack: int):
+def _type_of(kind: str):
     """The type of a result with this constraint."""
     letter = kind.removeprefix("=")
     if letter == "f":

@@ -45,19 +45,11 @@ def max_leaves(leaves: Sequence[Leaf]) -> int:
 
 
 def can_share(shards: Sequence[Shard]) -> bool:
-    """Whether these leaves, or shards of leaves, can share a kernel.
-
-    Their operands and results are of the same kinds.
-    """
-    tilings = [_SIZES.tiling(shard) for shard in shards]
-    (first, *_) = tilings
-    if all(tiling.is_flat for tiling in tilings):
-        return True
-    # Each step of a loop would load and store by branches. Of values that come out of
-    # branches Triton cannot compile layouts that blocks of two sizes need ("requires
-    # the same encoding for all operands and results").
-    is_simple = first.chunk_rows == first.lane_rows and len(first.block_sizes) < 2
-    return is_simple and all(tiling == first for tiling in tilings)
+    """Whether these leaves, or shards of leaves, can share a kernel."""
+    # Of values that come out of branches Triton cannot compile layouts that blocks of two
+    # sizes need ("requires the same encoding for all operands and results").
+    has_two_sizes = len(shards[0].leaf.block_sizes) > 1
+    return not has_two_sizes and launch.can_share(_SIZES, shards)
 
 
 def update(
