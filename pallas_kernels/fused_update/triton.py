@@ -46,8 +46,8 @@ def max_leaves(leaves: Sequence[Leaf]) -> int:
 
 def can_share(shards: Sequence[Shard]) -> bool:
     """Whether these leaves, or shards of leaves, can share a kernel."""
-    # Of values that come out of branches Triton cannot compile layouts that blocks of two
-    # sizes need ("requires the same encoding for all operands and results").
+    # Of values that come out of branches Triton cannot compile layouts that blocks of
+    # two sizes need ("requires the same encoding for all operands and results").
     has_two_sizes = len(shards[0].leaf.block_sizes) > 1
     return not has_two_sizes and launch.can_share(_SIZES, shards)
 
