@@ -231,6 +231,17 @@ def test_equal_leaves_in_several_kernels_have_the_same_bits():
     assert sum(name.startswith("fused_update") for name in program.sources) == 1
 
 
+@pytest.fixture
+def few_programs_are_many(monkeypatch):
+    """Blocks of threads as in large leaves, which would take too long to execute."""
+    mosaic = importlib.import_module("pallas_kernels.fused_update.mosaic")
+    monkeypatch.setattr(mosaic, "_FEW_PROGRAMS", 0)
+    # JAX knows kernels of the same leaves by what other tests traced.
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
 @pytest.mark.parametrize("launcher", LAUNCHERS[1:], indirect=True)
 @each_shape
 @pytest.mark.parametrize(
@@ -244,11 +255,8 @@ def test_equal_leaves_in_several_kernels_have_the_same_bits():
     ],
 )
 def test_several_programs_in_a_block_of_threads_have_the_same_bits(
-    family, shape, monkeypatch
+    family, shape, few_programs_are_many
 ):
-    # As in large leaves, which would take too long to execute.
-    mosaic = importlib.import_module("pallas_kernels.fused_update.mosaic")
-    monkeypatch.setattr(mosaic, "_FEW_PROGRAMS", 0)
     make = functools.partial(transformation, MOMENTUM, family)
     arguments = second_step(make, {"kernel": normal(shape)})
     program = compiled(make(None), *arguments)
