@@ -10,7 +10,7 @@ import jax
 import pytest
 
 COMPILED = Path(__file__).parent / "gpu_program"
-MANY_CASES = 4
+MANY_CASES = 16
 # What the quick run leaves out; see addopts in pyproject.toml.
 LONG = ("exhaustive", "compiled", "example", "default_level")
 # From 0.11 JAX says so whenever a kernel is lowered for Triton, and has no option to
