@@ -15,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.pallas import mosaic_gpu as pallas
+from jax.extend.core import primitives as p
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
+from jax.extend.mlir.dialects import math as functions
 
 # JAX itself writes inline assembly for Mosaic with this dialect, and exports no other.
 from jaxlib.mlir.dialects import gpu, llvm
@@ -29,6 +31,17 @@ COLUMNS = 4
 
 WARP = 32
 """Threads that can exchange values."""
+
+FUNCTIONS = {
+    p.cbrt_p: functions.cbrt,
+    p.ceil_p: functions.ceil,
+    p.expm1_p: functions.expm1,
+    p.floor_p: functions.floor,
+    p.log1p_p: functions.log1p,
+    p.pow_p: functions.powf,
+    p.tan_p: functions.tan,
+}
+"""Functions of float32 that Pallas does not lower, by primitive."""
 
 
 def layout(shape: tuple[int, ...]):
