@@ -9,14 +9,15 @@ import jax
 from pallas_kernels.fused_update import triton
 from pallas_kernels.fused_update.sharded import Shard
 from pallas_kernels.fused_update.spec import BlockBody, Body, Leaf
+from pallas_kernels.platforms import compute_capability
 
-DEFAULT: typing.Literal["triton", "mosaic"] = "triton"
-"""By which launcher kernels run where none is named.
+Name = typing.Literal["triton", "mosaic"]
 
-Triton's take fewer instructions, and run on older GPUs and with older JAX too.
-"""
+DEFAULT: Name | None = None
+"""By which launcher kernels run where none is named; if None, :func:`default_name`."""
 
 _MIN_JAX_OF_MOSAIC = (0, 11)
+_CAPABILITIES_OF_MOSAIC = (9, 10)
 
 
 class Launcher(typing.Protocol):
@@ -45,28 +46,58 @@ class Launcher(typing.Protocol):
         ...
 
 
-def launcher(implementation: str | None) -> Launcher:
+def launcher(implementation: str | None, *, interpret: bool = False) -> Launcher:
     """The launcher of an implementation.
 
     Args:
+      implementation: see :data:`pallas_kernels.platforms.Implementation`.
+      interpret: whether XLA runs its operations, on any platform.
+
+    Raises:
+      NotImplementedError: if this JAX lacks what the launcher needs.
+    """
+    # XLA can run operations of Triton's kernels only.
+    if interpret or name_of("fused_update", implementation) == "triton":
+        return triton
+    # Older versions of JAX cannot import it.
+    module = importlib.import_module("pallas_kernels.fused_update.mosaic")
+    return typing.cast(Launcher, module)
+
+
+def name_of(where: str, implementation: str | None) -> Name:
+    """The name of an implementation's launcher.
+
+    Args:
+      where: the function that was called.
       implementation: see :data:`pallas_kernels.platforms.Implementation`.
 
     Raises:
       NotImplementedError: if this JAX lacks what the launcher needs.
     """
-    named = implementation in ("triton", "mosaic")
-    chosen = implementation if named else DEFAULT
-    if chosen == "triton":
-        return triton
+    if implementation == "triton":
+        return "triton"
+    if implementation != "mosaic":
+        return default_name()
     if not has_mosaic():
         least = ".".join(map(str, _MIN_JAX_OF_MOSAIC))
         raise NotImplementedError(
-            f"fused_update: implementation 'mosaic' needs JAX {least} or newer, not "
+            f"{where}: implementation 'mosaic' needs JAX {least} or newer, not "
             f"{jax.__version__}"
         )
-    # Older versions of JAX cannot import it.
-    module = importlib.import_module("pallas_kernels.fused_update.mosaic")
-    return typing.cast(Launcher, module)
+    return "mosaic"
+
+
+def default_name() -> Name:
+    """Which launcher's kernels run where none is named.
+
+    Mosaic GPU's on Hopper and Blackwell, if this JAX has it. There JAX deprecates
+    Triton's, which run on older GPUs and with older JAX too.
+    """
+    if DEFAULT is not None:
+        return DEFAULT
+    if has_mosaic() and compute_capability() in _CAPABILITIES_OF_MOSAIC:
+        return "mosaic"
+    return "triton"
 
 
 def has_mosaic() -> bool:

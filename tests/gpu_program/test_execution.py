@@ -273,7 +273,6 @@ def integers(shape, dtype, seed):
 # Norms and magnitudes have kernels of Triton's only.
 
 
-@only_triton
 @pytest.mark.parametrize("factor", [None, 0.25])
 def test_norms_of_many_leaves_are_exact_where_they_can_be(factor):
     shapes = [(128, 256), (70, 261), (1031,), (), (8192,), (3, 20000), (2,), (8193,)]
@@ -288,7 +287,6 @@ def test_norms_of_many_leaves_are_exact_where_they_can_be(factor):
     np.testing.assert_array_equal(program.run(arrays, factor), np.float32(want))
 
 
-@only_triton
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_magnitudes_of_many_leaves_are_the_largest(bad):
     arrays = [integers((70, 261), BF16, seed) for seed in range(9)]

@@ -212,6 +212,9 @@ _OF_ALL_FLOATS = {
     "max": _extreme(floats.larger),
 }
 
+# Of two numbers in a register, the first bits of which are their signs.
+_MAGNITUDES = _plain(lambda pair: pair & np.uint32(0x7FFF7FFF), "own")
+
 OPERATIONS = (
     {(name, "integer"): operation for name, operation in _OF_INTEGERS.items()}
     | {(name, "f32"): operation for name, operation in _OF_FLOATS.items()}
@@ -226,6 +229,7 @@ OPERATIONS = (
         for name, operation in _OF_BITS.items()
     }
     | {("mov", "f32"): _plain(lambda x: x, "own")}
+    | {("abs", f"{half}x2"): _MAGNITUDES for half in ("bf16", "f16")}
     | {
         (name, family): operation
         for family in ("integer", "f32", "narrow")
