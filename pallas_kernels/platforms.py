@@ -23,15 +23,21 @@ _CAPABILITIES = {
     **dict.fromkeys(["B100", "B200", "B300", "GB200", "GB300"], 10),
 }
 
+_MIN_JAX_OF_MOSAIC = (0, 11)
+
 _NAMES = ("xla", "pallas", "triton", "mosaic")
 
 
 def check_implementation(where: str, implementation) -> None:
-    """Raise a ValueError if there is no such implementation.
+    """Raise an error if there is no such implementation.
 
     Args:
       where: the function that was called.
       implementation: what it was given.
+
+    Raises:
+      ValueError: if no implementation has this name.
+      NotImplementedError: if this JAX lacks what it needs.
 
     >>> check_implementation("lowbit", "cuda")
     Traceback (most recent call last):
@@ -44,6 +50,17 @@ def check_implementation(where: str, implementation) -> None:
             f"{where}: implementation is {implementation!r}, not None, "
             f"{', '.join(names)} or {last}"
         )
+    if implementation == "mosaic" and not has_mosaic():
+        least = ".".join(map(str, _MIN_JAX_OF_MOSAIC))
+        raise NotImplementedError(
+            f"{where}: implementation 'mosaic' needs JAX {least} or newer, not "
+            f"{jax.__version__}"
+        )
+
+
+def has_mosaic() -> bool:
+    """Whether this JAX has what kernels of the Mosaic GPU backend need."""
+    return jax.__version_info__[:2] >= _MIN_JAX_OF_MOSAIC
 
 
 def compute_capability() -> int | None:

@@ -9,14 +9,13 @@ import jax
 from pallas_kernels.fused_update import triton
 from pallas_kernels.fused_update.sharded import Shard
 from pallas_kernels.fused_update.spec import BlockBody, Body, Leaf
-from pallas_kernels.platforms import compute_capability
+from pallas_kernels.platforms import compute_capability, has_mosaic
 
 Name = typing.Literal["triton", "mosaic"]
 
 DEFAULT: Name | None = None
 """By which launcher kernels run where none is named; if None, :func:`default_name`."""
 
-_MIN_JAX_OF_MOSAIC = (0, 11)
 _CAPABILITIES_OF_MOSAIC = (9, 10)
 
 
@@ -52,39 +51,24 @@ def launcher(implementation: str | None, *, interpret: bool = False) -> Launcher
     Args:
       implementation: see :data:`pallas_kernels.platforms.Implementation`.
       interpret: whether XLA runs its operations, on any platform.
-
-    Raises:
-      NotImplementedError: if this JAX lacks what the launcher needs.
     """
     # XLA can run operations of Triton's kernels only.
-    if interpret or name_of("fused_update", implementation) == "triton":
+    if interpret or name_of(implementation) == "triton":
         return triton
     # Older versions of JAX cannot import it.
     module = importlib.import_module("pallas_kernels.fused_update.mosaic")
     return typing.cast(Launcher, module)
 
 
-def name_of(where: str, implementation: str | None) -> Name:
+def name_of(implementation: str | None) -> Name:
     """The name of an implementation's launcher.
 
     Args:
-      where: the function that was called.
       implementation: see :data:`pallas_kernels.platforms.Implementation`.
-
-    Raises:
-      NotImplementedError: if this JAX lacks what the launcher needs.
     """
-    if implementation == "triton":
-        return "triton"
-    if implementation != "mosaic":
-        return default_name()
-    if not has_mosaic():
-        least = ".".join(map(str, _MIN_JAX_OF_MOSAIC))
-        raise NotImplementedError(
-            f"{where}: implementation 'mosaic' needs JAX {least} or newer, not "
-            f"{jax.__version__}"
-        )
-    return "mosaic"
+    if implementation == "triton" or implementation == "mosaic":
+        return implementation
+    return default_name()
 
 
 def default_name() -> Name:
@@ -98,8 +82,3 @@ def default_name() -> Name:
     if has_mosaic() and compute_capability() in _CAPABILITIES_OF_MOSAIC:
         return "mosaic"
     return "triton"
-
-
-def has_mosaic() -> bool:
-    """Whether this JAX has what Mosaic GPU's launcher needs."""
-    return jax.__version_info__[:2] >= _MIN_JAX_OF_MOSAIC

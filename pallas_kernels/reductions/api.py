@@ -93,7 +93,7 @@ def _reduced(kind: Kind, arrays, factor, implementation: Implementation) -> jax.
 
 
 def _launcher(implementation: Implementation, interpret: bool):
-    if interpret or launchers.name_of("reductions", implementation) == "triton":
+    if interpret or launchers.name_of(implementation) == "triton":
         return triton
     # Older versions of JAX cannot import it.
     return importlib.import_module("pallas_kernels.reductions.mosaic")

@@ -23,7 +23,7 @@ from quantised import quantised, shrinking
 import lowbit_optax
 import pallas_kernels
 from lowbit_optax import block_quantized, cast, extra_bits, lowbit
-from pallas_kernels import Operand, Result, fused_update
+from pallas_kernels import Operand, Result, fused_update, platforms
 from pallas_kernels.fused_update import launchers
 from pallas_kernels.reductions import largest_magnitudes, sums_of_squares
 
@@ -33,7 +33,7 @@ from tools.gpu_program.ptx import Fault, Race, Uninitialised, compile_program
 from tools.gpu_program.steps import BF16, F32
 from tools.gpu_program.targets import gpu_mesh, lower_for
 
-LAUNCHERS = ["triton", "mosaic"] if launchers.has_mosaic() else ["triton"]
+LAUNCHERS = ["triton", "mosaic"] if platforms.has_mosaic() else ["triton"]
 
 
 @pytest.fixture(autouse=True, params=LAUNCHERS)

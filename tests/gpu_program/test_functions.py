@@ -15,6 +15,7 @@ from jax.extend.core import primitives as p
 
 import lowbit_optax
 from lowbit_optax._jaxprs.elementwise import ELEMENTWISE
+from pallas_kernels import platforms
 from pallas_kernels.fused_update import launchers
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
@@ -26,7 +27,7 @@ from tools.gpu_program.targets import gpu_mesh, lower_for
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 
 
-LAUNCHERS = ["triton", "mosaic"] if launchers.has_mosaic() else ["triton"]
+LAUNCHERS = ["triton", "mosaic"] if platforms.has_mosaic() else ["triton"]
 each_launcher = pytest.mark.parametrize("launcher", LAUNCHERS, indirect=True)
 
 
