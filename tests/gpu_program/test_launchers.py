@@ -7,11 +7,13 @@ import functools
 import warnings
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import optax
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from optimizers import assert_same_bits
 
 import lowbit_optax
 from pallas_kernels import platforms
@@ -23,6 +25,7 @@ if not platforms.has_mosaic():
 
 from tools.gpu_program.hlo import COLLECTIVES, text
 from tools.gpu_program.machine_code import missing_tools
+from tools.gpu_program.ptx import compile_program
 from tools.gpu_program.steps import gpt2, leaf, lower_lpmm_step, lower_step
 from tools.gpu_program.targets import compile_lowered, gpu_mesh, lower_for
 
@@ -141,3 +144,21 @@ def test_what_users_call_warns_of_nothing(method):
             compiled = text(compile_lowered(lowered))
         assert "mosaic_gpu" in compiled
         assert "__gpu$xla.gpu.triton" not in compiled
+
+
+def test_an_exported_step_has_the_same_bits():
+    def step(implementation):
+        inner = optax.sgd(0.25, momentum=0.5)
+        tx = lowbit_optax.lowbit(inner, min_size=0, implementation=implementation)
+        return tx, jax.jit(functools.partial(lowbit_optax.step, tx))
+
+    reference, want = step("xla")
+    numbers = jnp.arange(64 * 72, dtype=jnp.float32).reshape(64, 72) / 64
+    params = {"kernel": numbers.astype(jnp.bfloat16)}
+    arguments = params, reference.init(params), params
+    mesh = gpu_mesh()
+    with jax.set_mesh(mesh):
+        exported = jax.export.export(step("mosaic")[1], platforms=["cuda"])(*arguments)
+    program = compile_program(lower_for(mesh, exported.call, *arguments))
+    assert any(name.startswith("fused_update") for name in program.sources)
+    assert_same_bits(program.run(*arguments), want(*arguments))
