@@ -67,8 +67,9 @@ def lowbit(
       implementation: ``"xla"``; ``"pallas"``, one fused kernel per leaf, an error where
         that cannot be, interpreted (slowly) on other platforms than CUDA; ``"triton"``
         or ``"mosaic"``, the same by this backend of Pallas', in programs that are for
-        CUDA only; or None, the kernels on CUDA for the leaves that can have one, and
-        XLA elsewhere.
+        CUDA only (else Mosaic GPU on Hopper and Blackwell with JAX 0.11 or newer,
+        Triton elsewhere); or None, the kernels on CUDA for the leaves that can have
+        one, and XLA elsewhere.
 
     Returns:
       A transformation whose ``update`` needs ``params`` and returns float32 updates

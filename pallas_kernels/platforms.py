@@ -10,21 +10,34 @@ Implementation = typing.Literal["xla", "pallas", "triton", "mosaic"] | None
 """By what a function of kernels runs.
 
 - ``"xla"``: by XLA's own operations, the reference.
-- ``"pallas"``: by kernels; elsewhere than on CUDA their operations run one by one.
+- ``"pallas"``: by kernels of the backend that suits the GPU; elsewhere than on CUDA
+  their operations run one by one.
 - ``"triton"``, ``"mosaic"``: by kernels of this backend of Pallas', in programs for
   CUDA only.
 - None: by kernels on CUDA, and by XLA elsewhere.
 """
 
+# Of GPUs that are not at hand only the names are known.
+_CAPABILITIES = {
+    **dict.fromkeys(["H20", "H100", "H200", "H800", "GH200"], 9),
+    **dict.fromkeys(["B100", "B200", "B300", "GB200", "GB300"], 10),
+}
+
+_MIN_JAX_OF_MOSAIC = (0, 11)
+
 _NAMES = ("xla", "pallas", "triton", "mosaic")
 
 
 def check_implementation(where: str, implementation) -> None:
-    """Raise a ValueError if there is no such implementation.
+    """Raise an error if there is no such implementation.
 
     Args:
       where: the function that was called.
       implementation: what it was given.
+
+    Raises:
+      ValueError: if no implementation has this name.
+      NotImplementedError: if this JAX lacks what it needs.
 
     >>> check_implementation("lowbit", "cuda")
     Traceback (most recent call last):
@@ -37,6 +50,35 @@ def check_implementation(where: str, implementation) -> None:
             f"{where}: implementation is {implementation!r}, not None, "
             f"{', '.join(names)} or {last}"
         )
+    if implementation == "mosaic" and not has_mosaic():
+        least = ".".join(map(str, _MIN_JAX_OF_MOSAIC))
+        raise NotImplementedError(
+            f"{where}: implementation 'mosaic' needs JAX {least} or newer, not "
+            f"{jax.__version__}"
+        )
+
+
+def has_mosaic() -> bool:
+    """Whether this JAX has what kernels of the Mosaic GPU backend need."""
+    return jax.__version_info__[:2] >= _MIN_JAX_OF_MOSAIC
+
+
+def compute_capability() -> int | None:
+    """The major number of the compute capability of the GPUs that a program is for.
+
+    Those of the mesh in force, else the first of JAX's; None where neither is a GPU.
+
+    >>> compute_capability() is None or jax.default_backend() == "gpu"
+    True
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None:
+        names = device.device_kind.split()
+        return next((_CAPABILITIES[x] for x in names if x in _CAPABILITIES), None)
+    if jax.default_backend() != "gpu":
+        return None
+    capability = getattr(jax.devices()[0], "compute_capability", None)
+    return None if capability is None else int(str(capability).partition(".")[0])
 
 
 def is_elsewhere(arrays: Iterable[jax.Array]) -> bool:

@@ -33,6 +33,7 @@ from lowbit_optax import (
     training,
 )
 from lowbit_optax.formats.block_quantized import QuantizedMoment
+from pallas_kernels import platforms
 from pallas_kernels.fused_update import launchers
 
 pytestmark = pytest.mark.standard_promotion
@@ -487,8 +488,24 @@ def test_members_of_an_ensemble_are_each_alone():
 
 
 def test_an_old_jax_is_told_what_mosaic_needs(monkeypatch):
-    monkeypatch.setattr(launchers, "has_mosaic", lambda: False)
-    tx = lowbit_optax.kahan_adamw(1e-3, implementation="mosaic")
-    params = {"w": jnp.ones((64, 64), jnp.bfloat16)}
+    monkeypatch.setattr(platforms, "has_mosaic", lambda: False)
     with pytest.raises(NotImplementedError, match=r"'mosaic' needs JAX 0\.11"):
-        lowbit_optax.step(tx, params, tx.init(params), params)
+        lowbit_optax.kahan_adamw(1e-3, implementation="mosaic")
+
+
+@pytest.mark.parametrize(
+    ("capability", "has_mosaic", "name"),
+    [
+        (8, True, "triton"),
+        (9, True, "mosaic"),
+        (9, False, "triton"),
+        (10, True, "mosaic"),
+        (12, True, "triton"),
+        (None, True, "triton"),
+    ],
+)
+def test_kernels_run_by_what_suits_the_gpu(monkeypatch, capability, has_mosaic, name):
+    monkeypatch.setattr(launchers, "compute_capability", lambda: capability)
+    monkeypatch.setattr(launchers, "has_mosaic", lambda: has_mosaic)
+    assert launchers.name_of(None) == launchers.name_of("pallas") == name
+    assert launchers.name_of("triton") == "triton"

@@ -68,7 +68,7 @@ def advance(
     return by_kernels.out_of_stacks(
         jax.lax.platform_dependent(
             # Any other choice would trace kernels for other platforms as well.
-            cuda=lambda: by_kernels.run(launchers.DEFAULT),
+            cuda=lambda: by_kernels.run(launchers.default_name()),
             default=lambda: by_kernels.into_stacks(by_xla.run()),
         )
     )

@@ -86,7 +86,6 @@ def fused_update(
     if layer is not None:
         layer = jnp.asarray(layer, jnp.int32).reshape(1)
 
-    launched = launcher(implementation)
     given = [x for x in (row, layer) if x is not None]
 
     def place(rest):
@@ -100,6 +99,7 @@ def fused_update(
 
     def kernel(shards, shared, interpret):
         table, *rest = shared
+        launched = launcher(implementation, interpret=interpret)
         return launched.update(
             body, shards, table, *place(rest), when=when, interpret=interpret
         )
@@ -140,7 +140,7 @@ def fused_update_many(
     _check_together(leaves)
     for leaf in leaves:
         _check(leaf)
-    results, launched = len(leaves[0].results), launcher(implementation)
+    results = len(leaves[0].results)
 
     def one_by_one(update, parts, table, part_rows):
         return [
@@ -150,13 +150,14 @@ def fused_update_many(
         ]
 
     def kernel(shards, shared, interpret):
+        launched = launcher(implementation, interpret=interpret)
         update = functools.partial(launched.update, interpret=interpret)
         if launched.can_share(shards):
             return update(body, shards, *shared, when=when)
         return one_by_one(update, [[shard] for shard in shards], *shared)
 
     written = []
-    for part in _parts(len(leaves), launched.max_leaves(leaves)):
+    for part in _parts(len(leaves), launcher(implementation).max_leaves(leaves)):
         some = leaves[part]
 
         def reference(table, part_rows, *arrays, some=some):

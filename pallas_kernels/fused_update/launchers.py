@@ -9,14 +9,14 @@ import jax
 from pallas_kernels.fused_update import triton
 from pallas_kernels.fused_update.sharded import Shard
 from pallas_kernels.fused_update.spec import BlockBody, Body, Leaf
+from pallas_kernels.platforms import compute_capability, has_mosaic
 
-DEFAULT: typing.Literal["triton", "mosaic"] = "triton"
-"""By which launcher kernels run where none is named.
+Name = typing.Literal["triton", "mosaic"]
 
-Triton's take fewer instructions, and run on older GPUs and with older JAX too.
-"""
+DEFAULT: Name | None = None
+"""By which launcher kernels run where none is named; if None, :func:`default_name`."""
 
-_MIN_JAX_OF_MOSAIC = (0, 11)
+_CAPABILITIES_OF_MOSAIC = (9, 10)
 
 
 class Launcher(typing.Protocol):
@@ -45,30 +45,40 @@ class Launcher(typing.Protocol):
         ...
 
 
-def launcher(implementation: str | None) -> Launcher:
+def launcher(implementation: str | None, *, interpret: bool = False) -> Launcher:
     """The launcher of an implementation.
 
     Args:
       implementation: see :data:`pallas_kernels.platforms.Implementation`.
-
-    Raises:
-      NotImplementedError: if this JAX lacks what the launcher needs.
+      interpret: whether XLA runs its operations, on any platform.
     """
-    named = implementation in ("triton", "mosaic")
-    chosen = implementation if named else DEFAULT
-    if chosen == "triton":
+    # XLA can run operations of Triton's kernels only.
+    if interpret or name_of(implementation) == "triton":
         return triton
-    if not has_mosaic():
-        least = ".".join(map(str, _MIN_JAX_OF_MOSAIC))
-        raise NotImplementedError(
-            f"fused_update: implementation 'mosaic' needs JAX {least} or newer, not "
-            f"{jax.__version__}"
-        )
     # Older versions of JAX cannot import it.
     module = importlib.import_module("pallas_kernels.fused_update.mosaic")
     return typing.cast(Launcher, module)
 
 
-def has_mosaic() -> bool:
-    """Whether this JAX has what Mosaic GPU's launcher needs."""
-    return jax.__version_info__[:2] >= _MIN_JAX_OF_MOSAIC
+def name_of(implementation: str | None) -> Name:
+    """The name of an implementation's launcher.
+
+    Args:
+      implementation: see :data:`pallas_kernels.platforms.Implementation`.
+    """
+    if implementation == "triton" or implementation == "mosaic":
+        return implementation
+    return default_name()
+
+
+def default_name() -> Name:
+    """Which launcher's kernels run where none is named.
+
+    Mosaic GPU's on Hopper and Blackwell, if this JAX has it. There JAX deprecates
+    Triton's, which run on older GPUs and with older JAX too.
+    """
+    if DEFAULT is not None:
+        return DEFAULT
+    if has_mosaic() and compute_capability() in _CAPABILITIES_OF_MOSAIC:
+        return "mosaic"
+    return "triton"

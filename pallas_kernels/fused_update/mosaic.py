@@ -96,19 +96,19 @@ def _call(kernel: launch.Kernel, outputs, args: Sequence[jax.Array]) -> list:
         else [],
         kernel_name=kernel.name,
     )
-    with_refs = lambda refs: call(*(refs.get(i, x) for i, x in enumerate(args)))
     arrays = {number: args[number] for number in overwritten.values()}
-    if new:
-        refs = {number: jax.new_ref(x) for number, x in arrays.items()}
-        made = list(with_refs(refs))
-        written = {number: jax.freeze(ref) for number, ref in refs.items()}
-    else:
+    # Nothing reads these: they are what references to new results begin with.
+    blank = {i: jnp.zeros(x.shape, x.dtype) for i, x in enumerate(new)}
 
-        def in_place(refs) -> None:
-            with_refs(refs)
+    def in_place(refs) -> None:
+        given, results = refs
+        made = call(*(given.get(i, x) for i, x in enumerate(args)))
+        for i, x in enumerate(made):
+            results[i][...] = x
 
-        # What makes references itself cannot be partitioned over a mesh.
-        made, written = [], pl.run_state(in_place)(arrays)
+    # Unlike one with jax.new_ref, what makes references itself can be partitioned.
+    written, made = pl.run_state(in_place)((arrays, blank))
+    made = [made[i] for i in range(len(new))]
     return [
         written[overwritten[i]] if i in overwritten else made.pop(0)
         for i in range(len(outputs))

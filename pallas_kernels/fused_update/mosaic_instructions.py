@@ -23,6 +23,12 @@ class MosaicInstructions(Instructions):
             p.sqrt_p: self._root,
             p.is_finite_p: _is_finite,
             p.not_p: _not,
+            p.add_jaxvals_p: lambda x, y, **_: x + y,
+            p.convert_element_type_p: _convert,
+            **{
+                primitive: functools.partial(_called, primitive)
+                for primitive in registers.FUNCTIONS
+            },
         }
 
     def elementwise(
@@ -69,6 +75,27 @@ def _not(x: jax.Array, **params) -> jax.Array:
     if x.dtype == jnp.bool_:
         return x ^ jnp.full_like(x, True)
     return p.not_p.bind(x, **params)
+
+
+def _convert(x: jax.Array, new_dtype, **params) -> jax.Array:
+    if new_dtype == jnp.bool_ and x.dtype != jnp.bool_:
+        return x != jnp.zeros_like(x)
+    return p.convert_element_type_p.bind(x, new_dtype=new_dtype, **params)
+
+
+def _called(primitive, *args, **params) -> jax.Array:
+    """A function of floats that Pallas does not lower, and the compiler knows."""
+    dtype, shape = args[0].dtype, args[0].shape
+    if not jnp.issubdtype(dtype, jnp.floating) or not shape:
+        return primitive.bind(*args, **params)
+
+    def call(*held):
+        columns = zip(*map(registers.elements, held), strict=True)
+        function = registers.FUNCTIONS[primitive]
+        return registers.register([function(*column) for column in columns])
+
+    wide = [x.astype(jnp.float32) for x in args]
+    return registers.per_thread(call, wide, shape, jnp.float32).astype(dtype)
 
 
 def _assembled(instructions: str, constraints: str, dtype, pack: int, *given):

@@ -48,18 +48,18 @@ class OneLeaf:
 
     def _load(self, access: Access) -> jax.Array:
         ref = self.operands[access.number]
-        make = functools.partial(_load, self._form(access, ref))
+        make = functools.partial(load, self._form(access, ref))
         return registers.per_thread(make, _place(access), self.shape, ref.dtype, [ref])
 
-    def _form(self, access: Access, ref) -> "_Form":
+    def _form(self, access: Access, ref) -> "Form":
         layer_size = None if access.layer is None else ref.shape[-1]
         has_mask = access.mask is not None
         itself = access.width, access.tiles, has_mask
-        return _Form(ref.dtype, *itself, layer_size, f"// leaf {self.number}")
+        return Form(ref.dtype, *itself, layer_size, f"// leaf {self.number}")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Form:
+class Form:
     """What an access compiles to.
 
     Args:
@@ -112,7 +112,8 @@ def _place(access: Access) -> list[jax.Array]:
     return [x for x in place if x is not None]
 
 
-def _load(form: _Form, pointer, *place):
+def load(form: Form, pointer, *place):
+    """The register of the elements at a place, as of :meth:`Form.places`."""
     bits, places = form.bits, form.places(pointer, *place)
     if form.tiles:
         (address, mask), *_ = places
@@ -137,7 +138,7 @@ def _load(form: _Form, pointer, *place):
     return registers.joined(values, registers.element_type(form.dtype))
 
 
-def _store(form: _Form, pointer, value, *place):
+def _store(form: Form, pointer, value, *place):
     bits, places = form.bits, form.places(pointer, *place)
     if form.tiles:
         ((address, mask), *_), (word, *_) = places, registers.words(value, bits)

@@ -15,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.pallas import mosaic_gpu as pallas
+from jax.extend.core import primitives as p
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
+from jax.extend.mlir.dialects import math as functions
 
 # JAX itself writes inline assembly for Mosaic with this dialect, and exports no other.
 from jaxlib.mlir.dialects import gpu, llvm
@@ -29,6 +31,17 @@ COLUMNS = 4
 
 WARP = 32
 """Threads that can exchange values."""
+
+FUNCTIONS = {
+    p.cbrt_p: functions.cbrt,
+    p.ceil_p: functions.ceil,
+    p.expm1_p: functions.expm1,
+    p.floor_p: functions.floor,
+    p.log1p_p: functions.log1p,
+    p.pow_p: functions.powf,
+    p.tan_p: functions.tan,
+}
+"""Functions of float32 that Pallas does not lower, by primitive."""
 
 
 def layout(shape: tuple[int, ...]):
@@ -185,6 +198,13 @@ def thread_number():
     return arith.andi(_thread_of_block(), constant(THREADS - 1, bits_type(32)))
 
 
+def lane_numbers() -> list:
+    """The numbers of the thread's lanes in its warpgroup."""
+    kind = bits_type(32)
+    first = arith.muli(thread_number(), constant(COLUMNS, kind))
+    return [arith.addi(first, constant(i, kind)) for i in range(COLUMNS)]
+
+
 def _thread_of_block():
     """The number of the thread in its block, which may be of several warpgroups."""
     return arith.index_cast(bits_type(32), gpu.thread_id(gpu.Dimension.x))
@@ -202,6 +222,11 @@ def largest(a, b):
     return arith.maxsi(a, b)
 
 
+def total(a, b):
+    """The sum of two float32 numbers."""
+    return arith.addf(a, b)
+
+
 def first_thread(value, threads: int):
     """An integer of at most 32 bits of the first of so many neighbours in a warp."""
     kind, bits = bits_type(32), bits_of(value)
@@ -213,19 +238,20 @@ def first_thread(value, threads: int):
     return found if bits == 32 else arith.trunci(value.type, found)
 
 
-def other_warp(pointer, value):
-    """An int32 of the neighbouring warp, the other of a pair; all threads have it.
+def other_warp(pointer, value, distance: int = 1):
+    """A number of 32 bits of the warp whose number differs in the bit of the distance.
 
     Args:
       pointer: to shared memory with an int32 per warp.
       value: the same in all threads of a warp.
+      distance: 1 or 2.
     """
     kind, bytes_ = bits_type(32), 4
     warp = arith.shrui(_thread_of_block(), constant(5, kind))
-    other = arith.xori(warp, constant(1, kind))
+    other = arith.xori(warp, constant(distance, kind))
     llvm.store(value, _shared(pointer, warp), alignment=bytes_)
     mosaic.warpgroup_barrier()
-    found = llvm.load(kind, _shared(pointer, other), alignment=bytes_)
+    found = llvm.load(value.type, _shared(pointer, other), alignment=bytes_)
     # Before the next exchange.
     mosaic.warpgroup_barrier()
     return found
@@ -268,6 +294,22 @@ def address(pointer, place, bits: int):
         bits_type(bits),
         llvm.GEPNoWrapFlags.none,
     )
+
+
+def halves(pointer) -> tuple:
+    """The lower and the upper 32 bits of an address."""
+    wide = llvm.ptrtoint(bits_type(64), pointer)
+    upper = arith.shrui(wide, constant(32, bits_type(64)))
+    kind = bits_type(32)
+    return arith.trunci(kind, wide), arith.trunci(kind, upper)
+
+
+def pointer(low, high):
+    """The address with these halves."""
+    kind = bits_type(64)
+    upper = arith.shli(arith.extui(kind, high), constant(32, kind))
+    wide = arith.ori(upper, arith.extui(kind, low))
+    return llvm.inttoptr(ir.Type.parse("!llvm.ptr"), wide)
 
 
 def neighbour(address, number: int, bits: int):

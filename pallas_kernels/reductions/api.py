@@ -1,12 +1,14 @@
 """``sums_of_squares`` and ``largest_magnitudes`` of many arrays at once."""
 
 import functools
+import importlib
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.fused_update import launchers
 from pallas_kernels.fused_update.tiling import MAX_ELEMENTS
 from pallas_kernels.platforms import Implementation, check_implementation, is_elsewhere
 from pallas_kernels.reductions import sharded, triton
@@ -73,17 +75,25 @@ def _reduced(kind: Kind, arrays, factor, implementation: Implementation) -> jax.
         return jnp.stack([kind.reduce(kind.read(x, *args[: len(given)])) for x in own])
 
     fits = all(0 < x.size <= MAX_ELEMENTS for x in arrays)
-    if implementation in ("xla", "mosaic") or not fits:
+    if implementation == "xla" or not fits:
         return reference(*given, *arrays)
 
     def kernel(interpret: bool) -> Callable:
-        local = functools.partial(triton.reduce, kind, len(given), interpret=interpret)
+        reduce = _launcher(implementation, interpret).reduce
+        local = functools.partial(reduce, kind, len(given), interpret=interpret)
         call = functools.partial(sharded.over_shards, local, kind, len(given))
         return transformable(lambda *args: call(args), reference)
 
-    if implementation == "triton":
+    if implementation in ("triton", "mosaic"):
         return kernel(False)(*given, *arrays)
     default = kernel(True) if implementation == "pallas" else reference
     if is_elsewhere(arrays):
         return default(*given, *arrays)
     return lax.platform_dependent(*given, *arrays, cuda=kernel(False), default=default)
+
+
+def _launcher(implementation: Implementation, interpret: bool):
+    if interpret or launchers.name_of(implementation) == "triton":
+        return triton
+    # Older versions of JAX cannot import it.
+    return importlib.import_module("pallas_kernels.reductions.mosaic")

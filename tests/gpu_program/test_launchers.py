@@ -3,22 +3,31 @@
 In one process Mosaic compiles for one kind of GPU only.
 """
 
+import functools
+import warnings
+
+import jax
+import jax.export
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from optimizers import assert_same_bits
 
 import lowbit_optax
+from pallas_kernels import platforms
 from pallas_kernels.fused_update import launchers
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
-if not launchers.has_mosaic():
+if not platforms.has_mosaic():
     pytest.skip("Mosaic GPU needs JAX 0.11 or newer", allow_module_level=True)
 
 from tools.gpu_program.hlo import COLLECTIVES, text
 from tools.gpu_program.machine_code import missing_tools
+from tools.gpu_program.ptx import compile_program
 from tools.gpu_program.steps import gpt2, leaf, lower_lpmm_step, lower_step
-from tools.gpu_program.targets import gpu_mesh
+from tools.gpu_program.targets import compile_lowered, gpu_mesh, lower_for
 
 needs_tools = pytest.mark.skipif(
     missing_tools() is not None, reason=str(missing_tools())
@@ -112,3 +121,44 @@ def test_a_model_takes_few_launches_and_spills_nothing(monkeypatch):
     kernels = [k for n, k in step.machine_code.items() if n.startswith("fused_update")]
     assert kernels
     assert all(k.spill_stores == k.spill_loads == k.stack == 0 for k in kernels)
+
+
+@pytest.mark.parametrize("method", ["step", "update"])
+def test_what_users_call_warns_of_nothing(method):
+    tx = lowbit_optax.lowbit(
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    )
+    params = {str(i): jnp.zeros((64, 64 + 4 * i), jnp.bfloat16) for i in range(9)}
+    state = jax.eval_shape(tx.init, params)
+
+    def by_update(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    step = functools.partial(lowbit_optax.step, tx) if method == "step" else by_update
+    for axis in AxisType.Auto, AxisType.Explicit:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            mesh = gpu_mesh(8, axis)
+            lowered = lower_for(mesh, step, params, state, params, spec=P("d"))
+            compiled = text(compile_lowered(lowered))
+        assert "mosaic_gpu" in compiled
+        assert "__gpu$xla.gpu.triton" not in compiled
+
+
+def test_an_exported_step_has_the_same_bits():
+    def step(implementation):
+        inner = optax.sgd(0.25, momentum=0.5)
+        tx = lowbit_optax.lowbit(inner, min_size=0, implementation=implementation)
+        return tx, jax.jit(functools.partial(lowbit_optax.step, tx))
+
+    reference, want = step("xla")
+    numbers = jnp.arange(64 * 72, dtype=jnp.float32).reshape(64, 72) / 64
+    params = {"kernel": numbers.astype(jnp.bfloat16)}
+    arguments = params, reference.init(params), params
+    mesh = gpu_mesh()
+    with jax.set_mesh(mesh):
+        exported = jax.export.export(step("mosaic")[1], platforms=["cuda"])(*arguments)
+    program = compile_program(lower_for(mesh, exported.call, *arguments))
+    assert any(name.startswith("fused_update") for name in program.sources)
+    assert_same_bits(program.run(*arguments), want(*arguments))

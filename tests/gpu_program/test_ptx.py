@@ -166,16 +166,34 @@ def test_floats(code):
     np.testing.assert_array_equal(np.signbit(got), np.signbit(np.float32(want)))
 
 
-def test_fma_is_rounded_once():
+def products_and_addends():
     random = np.random.default_rng(0)
     mantissas = random.integers(2**23, 2**24, (3, 4000)).astype(np.float64)
     a, b = (mantissas[:2] * 2.0 ** random.integers(-60, -10, (2, 4000))).astype("f4")
     near = np.float64(a) * b * 2.0 ** random.integers(-30, 30, 4000)
     c = np.float32(near * random.choice([-1, -0.5, 1, 2], 4000))
     c[:500] = -np.float32(np.float64(a[:500]) * b[:500])
-    got = floats.fma(a, b, c)
-    for x, y, z, result in zip(a, b, c, got, strict=True):
-        exact = sum(map(fractions.Fraction, (float(x) * float(y), float(z))))
+    exact = [
+        fractions.Fraction(float(x) * float(y)) + fractions.Fraction(float(z))
+        for x, y, z in zip(a, b, c, strict=True)
+    ]
+    return a, b, c, exact
+
+
+@pytest.mark.parametrize("direction", ["rz", "rm"])
+def test_fma_is_rounded_in_a_direction(direction):
+    *given, numbers = products_and_addends()
+    for exact, result in zip(numbers, floats.fma(*given, direction), strict=True):
+        up = direction == "rz" and exact < 0
+        sign = -1 if up else 1
+        next_ = np.nextafter(result, np.float32(sign * np.inf))
+        held, beyond = (fractions.Fraction(float(x)) for x in (result, next_))
+        assert sign * held <= sign * exact < sign * beyond
+
+
+def test_fma_is_rounded_once():
+    a, b, c, numbers = products_and_addends()
+    for exact, result in zip(numbers, floats.fma(a, b, c), strict=True):
         distance = abs(fractions.Fraction(float(result)) - exact)
         for toward in (-np.inf, np.inf):
             other = np.nextafter(result, np.float32(toward))

@@ -30,6 +30,9 @@ def converted(instruction: Instruction, x, lower=None):
         if target in NARROW:
             return _to_float(x, target, modifiers)
         if target == "f32":
+            if "sat" in modifiers:
+                # To what is between 0 and 1; a NaN becomes 0.
+                return np.clip(np.nan_to_num(x, nan=0.0), 0, 1).astype(np.float32)
             rounding = modifiers & set(floats.INTEGER_ROUNDINGS)
             return floats.rounded_to_integers(x, rounding.pop()) if rounding else x
         if target[0] in "us" and width(target) <= 32:

@@ -8,9 +8,12 @@ from tools.gpu_program.ptx.bits import NAN, NARROW
 _ROUND_TO_INTEGER = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 INTEGER_ROUNDINGS = tuple(_ROUND_TO_INTEGER)
 
+DIRECTIONS = ("rn", "rz", "rm")
+"""Roundings of sums: to nearest, toward zero, down."""
 
-def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """``a * b + c``, rounded once.
+
+def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray, direction="rn") -> np.ndarray:
+    """``a * b + c``, rounded once, in one of :data:`DIRECTIONS`.
 
     A product of float32 numbers is exact in float64. Its sum with ``c`` is rounded
     there to odd: to the one of the two neighbours of the exact sum whose last bit is 1.
@@ -24,17 +27,45 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """
     with np.errstate(all="ignore"):
         product = a.astype(np.float64) * b.astype(np.float64)
-        addend = c.astype(np.float64)
-        total = product + addend
-        # Knuth's two-sum: what rounding the sum has cut off, exactly.
-        part = total - product
-        error = (product - (total - part)) + (addend - part)
-        pattern = total.view(np.int64)
-        inexact = np.isfinite(total) & (error != 0) & (pattern & 1 == 0)
-        away_from_zero = (error > 0) == (total > 0)
-        odd = pattern + np.where(away_from_zero, 1, -1)
-        rounded = np.where(inexact, odd, pattern).view(np.float64)
-        return with_one_nan(rounded.astype(np.float32))
+        return _rounded(_sum_to_odd(product, c), direction)
+
+
+def total(a: np.ndarray, b: np.ndarray, direction: str) -> np.ndarray:
+    """``a + b``, rounded in one of :data:`DIRECTIONS`.
+
+    >>> total(np.float32([1]), np.float32([2**-24 * 1.5]), "rz") == 1
+    array([ True])
+    """
+    with np.errstate(all="ignore"):
+        if direction == "rn":
+            return with_one_nan(a + b)
+        return _rounded(_sum_to_odd(a.astype(np.float64), b), direction)
+
+
+def _rounded(exact: np.ndarray, direction: str) -> np.ndarray:
+    """Numbers of :func:`_sum_to_odd` as float32."""
+    near = exact.astype(np.float32)
+    if direction != "rn":
+        target = np.float32(0 if direction == "rz" else -np.inf)
+        magnitude = np.abs if direction == "rz" else np.positive
+        beyond = magnitude(near.astype(np.float64)) > magnitude(exact)
+        beyond &= np.isfinite(exact)
+        near = np.where(beyond, np.nextafter(near, target), near)
+    return with_one_nan(near)
+
+
+def _sum_to_odd(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """A sum in float64, rounded to odd where it is not exact; see :func:`fma`."""
+    b = b.astype(np.float64)
+    rounded = a + b
+    # Knuth's two-sum: what rounding the sum has cut off, exactly.
+    part = rounded - a
+    error = (a - (rounded - part)) + (b - part)
+    pattern = rounded.view(np.int64)
+    inexact = np.isfinite(rounded) & (error != 0) & (pattern & 1 == 0)
+    away_from_zero = (error > 0) == (rounded > 0)
+    odd = pattern + np.where(away_from_zero, 1, -1)
+    return np.where(inexact, odd, pattern).view(np.float64)
 
 
 def with_one_nan(x: np.ndarray) -> np.ndarray:

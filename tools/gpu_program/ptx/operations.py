@@ -1,6 +1,7 @@
 """The table of instructions that compute a register from registers, by each thread."""
 
 import dataclasses
+import functools
 import operator
 import re
 from collections.abc import Callable
@@ -95,6 +96,18 @@ def _float(function, count: int, *accepts: str) -> Operation:
     return Operation(compute, ("own",) * count, accepts=frozenset({"ftz", *accepts}))
 
 
+def _directed(function, count: int) -> Operation:
+    """Arithmetic on float32 that is told in which direction to round."""
+
+    def compute(instruction, *inputs):
+        named = set(instruction.modifiers).intersection(floats.DIRECTIONS)
+        directed = functools.partial(function, direction=named.pop() if named else "rn")
+        return _float(directed, count).compute(instruction, *inputs)
+
+    accepts = frozenset({"ftz", *floats.DIRECTIONS})
+    return Operation(compute, ("own",) * count, accepts=accepts)
+
+
 def _approximate(function) -> Operation:
     return _float(lambda x: floats.by_float64(function, x), 1, "approx")
 
@@ -137,7 +150,9 @@ def _comparison(kind: str) -> Operation:
     return Operation(_compared, ("own", "own", "pred"), "pred", frozenset(accepts))
 
 
-_CONVERSIONS = frozenset({"rn", "rz", "ftz", "satfinite", *floats.INTEGER_ROUNDINGS})
+_CONVERSIONS = frozenset(
+    {"rn", "rz", "ftz", "sat", "satfinite", *floats.INTEGER_ROUNDINGS}
+)
 _CONVERSION = Operation(converted, ("own", "own"), "first", _CONVERSIONS)
 _PRODUCT = frozenset({"lo", "hi", "wide"})
 _TWO = ("own", "own")
@@ -176,14 +191,15 @@ _OF_BITS = {
 }
 
 _OF_FLOATS = {
-    "add": _float(operator.add, 2, "rn"),
+    "add": _directed(floats.total, 2),
     "sub": _float(operator.sub, 2, "rn"),
     "mul": _float(operator.mul, 2, "rn"),
-    "fma": _float(floats.fma, 3, "rn"),
+    "fma": _directed(floats.fma, 3),
     # Rounded to nearest where PTX asks for that, and where it allows less.
     "rcp": _float(lambda x: np.float32(1) / x, 1, "rn", "approx"),
     "div": _float(operator.truediv, 2, "rn", "approx", "full"),
     "sqrt": _float(np.sqrt, 1, "rn", "approx"),
+    "copysign": _plain(lambda sign, x: np.copysign(x, sign), *_TWO),
     "rsqrt": _approximate(lambda x: 1 / np.sqrt(x)),
     "ex2": _approximate(np.exp2),
     "lg2": _approximate(np.log2),
@@ -195,6 +211,9 @@ _OF_ALL_FLOATS = {
     "min": _extreme(floats.smaller),
     "max": _extreme(floats.larger),
 }
+
+# Of two numbers in a register, the first bits of which are their signs.
+_MAGNITUDES = _plain(lambda pair: pair & np.uint32(0x7FFF7FFF), "own")
 
 OPERATIONS = (
     {(name, "integer"): operation for name, operation in _OF_INTEGERS.items()}
@@ -210,6 +229,7 @@ OPERATIONS = (
         for name, operation in _OF_BITS.items()
     }
     | {("mov", "f32"): _plain(lambda x: x, "own")}
+    | {("abs", f"{half}x2"): _MAGNITUDES for half in ("bf16", "f16")}
     | {
         (name, family): operation
         for family in ("integer", "f32", "narrow")

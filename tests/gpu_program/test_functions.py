@@ -1,0 +1,144 @@
+"""What inner transformations may compute in a kernel, every launcher's kernels can.
+
+Executed from compiled programs and compared with XLA on the CPU.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.extend.core import primitives as p
+
+import lowbit_optax
+from lowbit_optax._jaxprs.elementwise import ELEMENTWISE
+from pallas_kernels import platforms
+from pallas_kernels.fused_update import launchers
+
+pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
+
+from tools.gpu_program.machine_code import program
+from tools.gpu_program.ptx import compile_program
+from tools.gpu_program.targets import gpu_mesh, lower_for
+
+BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
+
+
+LAUNCHERS = ["triton", "mosaic"] if platforms.has_mosaic() else ["triton"]
+each_launcher = pytest.mark.parametrize("launcher", LAUNCHERS, indirect=True)
+
+
+@pytest.fixture
+def launcher(request, monkeypatch):
+    monkeypatch.setattr(launchers, "DEFAULT", request.param)
+
+
+def of_integers(function):
+    """A function of numbers from -8000 to 8000."""
+    return lambda x: function((x * 1000).astype(I32)).astype(F32)
+
+
+def of_conditions(function):
+    return lambda x: jnp.where(function(x > -1, x < 1), x, F32(3))
+
+
+FUNCTIONS = {
+    p.abs_p: lax.abs,
+    p.add_p: lambda x: x + x,
+    p.add_jaxvals_p: jax.grad(lambda x: jnp.sum(x * x * x)),
+    p.and_p: of_conditions(lax.bitwise_and),
+    p.cbrt_p: lax.cbrt,
+    p.ceil_p: lax.ceil,
+    p.clamp_p: lambda x: lax.clamp(F32(-1), x, F32(1)),
+    p.convert_element_type_p: lambda x: x.astype(I32).astype(jnp.bool_).astype(F32),
+    p.cos_p: lax.cos,
+    p.div_p: lambda x: F32(1) / x,
+    p.eq_p: lambda x: (x == F32(1)).astype(F32),
+    p.exp_p: lax.exp,
+    p.exp2_p: lax.exp2,
+    p.expm1_p: lax.expm1,
+    p.floor_p: lax.floor,
+    p.ge_p: lambda x: (x >= F32(1)).astype(F32),
+    p.gt_p: lambda x: (x > F32(1)).astype(F32),
+    p.integer_pow_p: lambda x: lax.integer_pow(x, -3),
+    p.is_finite_p: lambda x: jnp.where(lax.is_finite(F32(1) / (x - F32(1))), x, F32(2)),
+    p.le_p: lambda x: (x <= F32(1)).astype(F32),
+    p.log_p: lambda x: lax.log(jnp.abs(x)),
+    p.log1p_p: lambda x: lax.log1p(jnp.abs(x)),
+    p.logistic_p: lax.logistic,
+    p.lt_p: lambda x: (x < F32(1)).astype(F32),
+    p.max_p: lambda x: lax.max(x, F32(0.1)),
+    p.min_p: of_integers(lambda x: lax.min(x, I32(17))),
+    p.mul_p: lambda x: x * F32(0.7),
+    p.ne_p: lambda x: (x != F32(1)).astype(F32),
+    p.neg_p: lax.neg,
+    p.not_p: of_conditions(lambda x, y: ~(x & y)),
+    p.or_p: of_conditions(lax.bitwise_or),
+    p.pow_p: lambda x: lax.pow(jnp.abs(x), F32(0.3)),
+    p.rsqrt_p: lambda x: lax.rsqrt(jnp.abs(x)),
+    p.select_n_p: lambda x: lax.select_n(x > F32(0), x, F32(2) * x),
+    p.shift_left_p: of_integers(lambda x: x << I32(3)),
+    p.shift_right_arithmetic_p: of_integers(lambda x: x >> I32(3)),
+    p.shift_right_logical_p: of_integers(lambda x: lax.shift_right_logical(x, I32(20))),
+    p.sign_p: lax.sign,
+    p.sin_p: lax.sin,
+    p.sqrt_p: lambda x: lax.sqrt(jnp.abs(x)),
+    p.square_p: lax.square,
+    p.sub_p: lambda x: x - F32(0.3),
+    p.tan_p: lax.tan,
+    p.tanh_p: lax.tanh,
+    p.xor_p: of_conditions(lax.bitwise_xor),
+}
+# For large arguments they use memory that the interpreter does not know.
+NOT_EXECUTED = (p.cos_p, p.sin_p, p.tan_p)
+
+# Of a program's text XLA leaves out constants of more than ten numbers.
+PROGRAMS = 5
+
+
+def test_every_primitive_that_kernels_take_is_tried():
+    assert set(FUNCTIONS) == ELEMENTWISE
+    for primitive, function in FUNCTIONS.items():
+        jaxpr = jax.make_jaxpr(function)(jnp.zeros(3, F32))
+        assert any(eqn.primitive is primitive for eqn in jaxpr.eqns), primitive
+
+
+@each_launcher
+@pytest.mark.parametrize("some", range(PROGRAMS))
+def test_kernels_compute_every_function(some, launcher):
+    executed = [each for each in FUNCTIONS if each not in NOT_EXECUTED]
+    lowered, arguments = lowered_step(executed[some::PROGRAMS])
+    masters = lowbit_optax.master_weights(*compile_program(lowered).run(*arguments))
+    for primitive in executed[some::PROGRAMS]:
+        name = primitive.name
+        got, want = masters[name], FUNCTIONS[primitive](arguments[2][name])
+        np.testing.assert_allclose(
+            np.asarray(got), np.asarray(want), rtol=3e-6, atol=1e-7, err_msg=name
+        )
+
+
+@each_launcher
+def test_trigonometric_functions_compile(launcher):
+    lowered, _ = lowered_step(NOT_EXECUTED)
+    kernels = program(lowered).kernels
+    assert any(name.startswith("fused_update") for name in kernels)
+
+
+def lowered_step(primitives):
+    """A step whose updates are these functions of gradients, and its arguments."""
+    names = {primitive.name: FUNCTIONS[primitive] for primitive in primitives}
+    apply = lambda updates, _: {name: f(updates[name]) for name, f in names.items()}
+    # Of weights that are 0, the float32 master is the update.
+    tx = lowbit_optax.lowbit(
+        optax.stateless(apply), weights=lowbit_optax.master_copy(), min_size=0
+    )
+    drawn = np.random.default_rng(0).uniform(-8, 8, (8, 64))
+    drawn.flat[:8] = [1, -1, 0.5, -2, 3, -4, 7.5, 1e-3]
+    params = dict.fromkeys(names, jnp.zeros(drawn.shape, BF16))
+    grads = dict.fromkeys(names, jnp.asarray(drawn, F32))
+    step = functools.partial(lowbit_optax.step, tx)
+    arguments = params, tx.init(params), grads
+    return lower_for(gpu_mesh(), step, *arguments, donate=(0, 1)), arguments
