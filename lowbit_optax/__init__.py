@@ -51,6 +51,7 @@ from lowbit_optax.lpmm import (
     quantize_params,
 )
 from lowbit_optax.masters import from_master, master_weights, param_dtypes
+from lowbit_optax.regularization import regularize
 from lowbit_optax.reports import MemoryReport, cancelled_updates, memory_report
 from lowbit_optax.sharding import state_shardings
 from lowbit_optax.split_array import SplitArray, join_array, split_array
@@ -113,6 +114,7 @@ __all__ = [
     "param_dtypes",
     "quantize_params",
     "quantized_weights",
+    "regularize",
     "scaled_value_and_grad",
     "split_array",
     "sr_adamw",

@@ -61,7 +61,8 @@ class Maxima:
     def statistics(self, values, scalars, index, multiply_add, before):
         return [values[0] + old for old in before]
 
-    def after(self, maxima, block_values):
+    def after(self, maxima, block_values, scalars):
+        del scalars
         new = [old + x for old, x in zip(block_values, maxima, strict=True)]
         return new, tuple(new)
 

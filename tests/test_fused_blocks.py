@@ -54,8 +54,8 @@ class BlockMixture:
         # The second is below 0 in half of the smallest blocks, and counts as 0 there.
         return mixed.astype(jnp.int32), mixed.astype(jnp.int32) - 0xFA00
 
-    def after(self, maxima, block_values):
-        del block_values
+    def after(self, maxima, block_values, scalars):
+        del block_values, scalars
         first, second = (x.astype(U32) for x in maxima)
         return [first * U32(3) + second], (first, second)
 

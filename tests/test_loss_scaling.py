@@ -80,10 +80,18 @@ def test_backoff_follows_its_rule_step_by_step():
 
 
 def log_normal_model(sizes, finite, initial=2.0**15, decay=0.99, limit=65504.0):
-    """The scales that follow from a series of max |g|, in float64."""
+    """The scales that follow from a series of max |g|, in float64.
+
+    Overflows here are few, so that halving never makes gradients subnormal.
+    """
     scale, mean, square, weight = initial, 0.0, 0.0, 0.0
+    usual = initial
     for size, is_finite in zip(sizes, finite, strict=True):
-        x = np.log2(size if is_finite else 2 * limit / scale)
+        if not is_finite:
+            scale = min(scale / 2, usual)
+            yield scale
+            continue
+        x = np.log2(size)
         mean += (1 - decay) * (x - mean)
         square += (1 - decay) * (x * x - square)
         weight += (1 - decay) * (1 - weight)
@@ -91,7 +99,8 @@ def log_normal_model(sizes, finite, initial=2.0**15, decay=0.99, limit=65504.0):
         deviation = np.sqrt(max(square / weight - m * m, 1.0))
         # 3.0902 is the 0.999 quantile of the normal distribution.
         exponent = np.floor(np.log2(limit) - m - 3.090232306 * deviation)
-        scale = 2.0 ** np.clip(exponent, -24, 24)
+        usual = 2.0 ** np.clip(exponent, -24, 24)
+        scale = min(usual, 2.0 ** np.floor(np.log2(limit) - x))
         yield scale
 
 
@@ -102,6 +111,7 @@ def test_log_normal_follows_a_model_in_numpy():
     scaling = log_normal_scale()
     scale, state = scaling.init()
     got = []
+    assert not finite.all()
     for size, is_finite in zip(sizes, finite, strict=True):
         largest = jnp.float32(size if is_finite else np.nan)
         scale, state = scaling.next(scale, state, largest, jnp.bool_(is_finite))
@@ -143,12 +153,104 @@ def test_a_run_of_overflows_is_no_permanent_stall(name):
     assert float(scale) >= 2.0**10
 
 
-def test_gradients_that_are_all_zero_leave_the_log_normal_scale():
+def quadratic(offset):
+    """A loss whose float16 gradients at the start are about 1e-3."""
+
+    def loss_fn(params):
+        error = params["w"].astype(jnp.float32) - jnp.float32(offset)
+        return jnp.float32(1e-3) * jnp.sum(error * error)
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("before", [0, 30])
+@pytest.mark.parametrize("overflows", [1, 20, 300])
+def test_parameters_move_again_after_nans(overflows, before):
+    tx = with_loss_scale(optax.sgd(10.0), log_normal_scale())
+    params = {"w": jnp.ones(8, jnp.float16)}
+    state = tx.init(params)
+
+    @jax.jit
+    def good(params, state):
+        _, grads = scaled_value_and_grad(quadratic(0.5))(params, state)
+        return lowbit_optax.step(tx, params, state, grads)
+
+    for _ in range(before):
+        _, state = good(params, state)
+    nan = {"w": jnp.full(8, jnp.nan, jnp.float16)}
+    for _ in range(overflows):
+        params, state = lowbit_optax.step(tx, params, state, nan)
+    steps = 4 if before else 40  # without statistics, zeros raise the scale first
+    for _ in range(steps):
+        params, state = good(params, state)
+    assert (params["w"] < 1).all()
+    assert int(state.skipped) == overflows
+
+
+def log_normal_run(sizes):
+    """Scales, and what becomes of each step's max |g| in float16 at its scale."""
+    scaling = log_normal_scale()
+    following = jax.jit(scaling.next)
+    scale, state = scaling.init()
+    scales, outcomes = [], []
+    for size in sizes:
+        with np.errstate(over="ignore"):
+            scaled = np.float32(np.float16(size * float(scale)))
+        finite = np.isfinite(scaled)
+        scales.append(float(scale))
+        outcomes.append("overflow" if not finite else "seen" if scaled else "zero")
+        largest = jnp.float32(scaled / scales[-1])
+        scale, state = following(scale, state, largest, jnp.bool_(finite))
+    return scales, outcomes
+
+
+@pytest.mark.parametrize("run", [20, 100, 500])
+def test_overflows_do_not_hide_gradients_of_the_usual_size(run):
+    sizes = [2.0**-9] * 50 + [np.nan] * run + [2.0**-9] * 3
+    scales, outcomes = log_normal_run(sizes)
+    assert min(scales) * 2.0**-9 >= 2.0**-24
+    assert outcomes[-3:] == ["seen"] * 3
+    # A size that was seen once sets the scale by the statistics again.
+    assert scales[-2:] == [scales[49]] * 2
+
+
+@pytest.mark.parametrize("growth", [2.0**8, 2.0**20, 2.0**34])
+def test_gradients_that_grow_are_followed(growth):
+    first = 2.0**-20
+    sizes = [first] * 50 + [first * growth] * 1000
+    _, outcomes = log_normal_run(sizes)
+    assert outcomes[-20:] == ["seen"] * 20
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e-9, 1e-12])
+def test_zeros_at_a_low_scale_raise_it(size):
+    scaling = log_normal_scale(2.0**-24)
+    following = jax.jit(scaling.next)
+    scale, state = scaling.init()
+    steps = 0
+    while np.float16(size * float(scale)) == 0:
+        scale, state = following(scale, state, jnp.float32(0), jnp.bool_(True))
+        steps += 1
+        assert steps < 2000
+    assert float(scale) <= scaling.largest
+
+
+def test_zeros_after_statistics_bring_back_their_scale():
+    scales, outcomes = log_normal_run([2.0**-9] * 50 + [np.nan] * 20 + [0] * 2)
+    assert outcomes[-1] == "zero"
+    assert scales[-1] == scales[49] > scales[69]
+
+
+def test_a_few_gradients_that_are_all_zero_leave_the_log_normal_scale():
     scaling = SCALINGS["log_normal"]
     scale, state = scaling.init()
-    after, kept = scaling.next(scale, state, jnp.float32(0), jnp.bool_(True))
-    assert float(after) == float(scale)
-    chex.assert_trees_all_equal(kept, state)
+    for _ in range(50):
+        after, state = scaling.next(scale, state, jnp.float32(0), jnp.bool_(True))
+        assert float(after) == float(scale)
+    after, state = scaling.next(scale, state, jnp.float32(2.0**-3), jnp.bool_(True))
+    kept = scaling.next(after, state, jnp.float32(0), jnp.bool_(True))
+    assert float(kept[0]) == float(after)
+    chex.assert_trees_all_equal(kept[1]._replace(zeros=state.zeros), state)
 
 
 @pytest.mark.parametrize("inner", INNERS)

@@ -639,6 +639,43 @@ def test_bad_choices_are_errors():
         lpmm_adam(0.1, seed=-1)
 
 
+@pytest.mark.parametrize("alias", [lpmm_sgd, lowbit_optax.lpmm_adam])
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (dict(momentum_bits=6), r"momentum_bits is 6; accepted are 4 and 8"),
+        (dict(momentum_bits=8.0), r"momentum_bits is 8\.0"),
+        (dict(block_size=48), "block_size is 48; accepted are the powers of two"),
+        (dict(rounding="up"), "rounding is 'up'"),
+    ],
+)
+def test_bad_options_are_errors_of_the_constructor_that_names_them(
+    alias, options, text
+):
+    with pytest.raises((TypeError, ValueError), match=f"{alias.__name__}: {text}"):
+        alias(0.1, **options)
+
+
+@pytest.mark.parametrize("code", ["sqrt", "float", "log"])
+def test_accumulators_of_codes_without_negative_values_are_errors(code):
+    format_ = lowbit_optax.block_quantized(8, code=code)
+    with pytest.raises(
+        ValueError, match=r"accumulate_gradients: .* no negative values"
+    ):
+        lowbit_optax.accumulate_gradients(lpmm_sgd(0.1), 2, format_)
+
+
+@pytest.mark.parametrize("inner", [3, lpmm_sgd])
+def test_accumulation_around_what_is_no_transformation_is_an_error(inner):
+    with pytest.raises(TypeError, match="accumulate_gradients: inner is"):
+        lowbit_optax.accumulate_gradients(inner, 2)
+
+
+def test_a_stacked_that_is_no_function_is_an_error():
+    with pytest.raises(TypeError, match="stacked is 'w'; accepted are None and"):
+        lowbit_optax.quantize_params({"w": jnp.ones((64, 64))}, stacked="w")
+
+
 @pytest.mark.parametrize(
     ("grad", "error", "text"),
     [

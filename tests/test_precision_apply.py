@@ -535,3 +535,52 @@ def test_another_loss_or_a_traced_assignment_is_refused():
         jax.jit(lambda a: precision.apply(residual, a, stored=True)(w, x))(assignment)
     with pytest.raises(TypeError, match="assignment is a str"):
         precision.apply(residual, "uniform")
+
+
+def mixed_sum(w, x):
+    return jnp.sum((x @ w["a"] + (x.astype(jnp.bfloat16) @ w["b"])) * w["d"])
+
+
+def mixed_chain(w, x):
+    h = x.astype(jnp.bfloat16)
+    for name in ("b", "b", "c"):
+        h = jnp.tanh(h @ w[name].astype(jnp.bfloat16))
+    return jnp.sum(h.astype(jnp.float32) @ w["a"])
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("loss_fn", [mixed_sum, mixed_chain])
+def test_all_high_with_weights_of_unlike_dtypes_is_the_loss_itself(loss_fn):
+    keys = jax.random.split(jax.random.key(0), 5)
+    draw = lambda key, dtype: jax.random.normal(key, (8, 8)).astype(dtype)
+    w = {
+        "a": draw(keys[0], jnp.float32),
+        "b": draw(keys[1], jnp.bfloat16),
+        "c": draw(keys[2], jnp.float16),
+        "d": draw(keys[3], jnp.bfloat16)[0],
+    }
+    x = draw(keys[4], jnp.float32)
+    exact = precision.Formats(
+        low=precision.FloatFormat(4, 3, 4), high=precision.FloatFormat(8, 23)
+    )
+    assignment = precision.demote(precision.trace(loss_fn, w, x), 0, formats=exact)
+    rounded = precision.apply(loss_fn, assignment)
+    # Under jit, XLA keeps products in float32 between operations in bfloat16.
+    want = jax.jit(jax.value_and_grad(loss_fn))(w, x)
+    (loss, overflow), grads = jax.jit(jax.value_and_grad(rounded, has_aux=True))(w, x)
+    jax.tree.map(np.testing.assert_array_equal, (loss, grads), want)
+    assert not overflow.any()
+
+
+def test_infinities_count_as_overflows_of_a_format_that_has_all_numbers():
+    loss_fn = lambda w, x: jnp.sum(x @ w)
+    w, x = jnp.ones((2, 2)), jnp.array([[jnp.inf, 1.0]])
+    exact = precision.Formats(
+        low=precision.FloatFormat(4, 3, 4), high=precision.FloatFormat(8, 23)
+    )
+    plan = precision.trace(loss_fn, w, x)
+    assignment = precision.demote(plan, 0, formats=exact)
+    closed = precision.apply(loss_fn, assignment)(w, x)[1]
+    traced = jax.jit(lambda a: precision.apply(loss_fn, a)(w, x)[1])(assignment)
+    np.testing.assert_array_equal(closed, traced)
+    assert closed.any()

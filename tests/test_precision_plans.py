@@ -426,6 +426,36 @@ def test_operators_read_low_but_for_the_first_and_the_last(plan):
     assert float(both.low_ratio) == pytest.approx((20 + 8 + 10 + 10 + 8) / 156)
 
 
+def test_products_that_a_scan_repeats_are_not_the_first_and_the_last():
+    def loss_fn(w, x):
+        layer = lambda h, w: (jnp.tanh(h @ w[0]) @ w[1], None)
+        return jnp.sum(lax.scan(layer, x, w)[0])
+
+    deep = precision.trace(loss_fn, [FLOAT((6, 4, 4))] * 2, FLOAT((2, 4)))
+    assert names(deep, precision.operator_based(deep).low) == {
+        "params[0]",
+        "params[1]",
+        "batch[0]",
+        "scan.0/tanh.0",
+        "scan.0/dot_general.1",
+    }
+    # A single iteration holds the first and the last product of the loss.
+    one = precision.trace(loss_fn, [FLOAT((1, 4, 4))] * 2, FLOAT((2, 4)))
+    assert not precision.operator_based(one).low.any()
+
+    def between(w, x):
+        return jnp.sum(jnp.tanh(loss_of(w, x @ w[2])) @ w[3])
+
+    def loss_of(w, x):
+        return lax.scan(lambda h, w: (h @ w, None), x, w[0])[0]
+
+    w = [FLOAT((6, 4, 4)), FLOAT((4,)), FLOAT((4, 4)), FLOAT((4, 4))]
+    plan = precision.trace(between, w, FLOAT((2, 4)))
+    low = names(plan, precision.operator_based(plan).low)
+    assert "params[0]" in low
+    assert not low & {"params[2]", "params[3]", "batch[0]"}
+
+
 def test_promotion_raises_forward_tensors_past_the_threshold(plan):
     assignment = precision.uniform(plan)
     overflow = jnp.array([0, 0.01, 0.02, 1, 0.011, 0, jnp.inf, 0.5, 0], jnp.float32)

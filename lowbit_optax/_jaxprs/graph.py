@@ -104,18 +104,29 @@ class Graph:
         avals = [var.aval for var in eqn.outvars]
         return self.call(eqn.primitive, eqn.params, operands, avals)
 
+    def branches_of(self, call: Call) -> list[list[Node]]:
+        """The results of each branch of a conditional."""
+        return self._branches(call.params, call.inputs[1:])
+
+    def is_positive(self, number: Node) -> Node:
+        """Whether a number is positive: a truth value."""
+        aval = number.aval.update(dtype=jnp.dtype(bool))
+        zero = Node(number.aval, constant=number.aval.dtype.type(0))
+        return self.call(primitives.gt_p, {}, [number, zero], [aval])[0]
+
+    def _branches(self, params, arguments: Sequence[Node]) -> list[list[Node]]:
+        return [
+            inline(branch, arguments, self._read_equation)
+            for branch in params["branches"]
+        ]
+
     def _select(self, eqn, operands: list[Node]) -> list[Node]:
         """A conditional as a selection among its branches' results."""
         which, *arguments = operands
-        branches = [
-            inline(branch, arguments, self._read_equation)
-            for branch in eqn.params["branches"]
-        ]
+        branches = self._branches(eqn.params, arguments)
         if len(branches) == 2:
             # select_n takes a truth value for two, and a conditional an integer.
-            aval = which.aval.update(dtype=jnp.dtype(bool))
-            zero = Node(which.aval, constant=which.aval.dtype.type(0))
-            (which,) = self.call(primitives.gt_p, {}, [which, zero], [aval])
+            which = self.is_positive(which)
         return [
             self.call(primitives.select_n_p, {}, [which, *cases], [cases[0].aval])[0]
             for cases in zip(*branches, strict=True)

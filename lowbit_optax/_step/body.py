@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowbit_optax._jaxprs import elementwise
-from lowbit_optax._jaxprs.elementwise import Program
+from lowbit_optax._jaxprs.elementwise import Program, Ref
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._numerics.random_bits import RandomBits
@@ -27,9 +27,6 @@ from lowbit_optax.formats.quantized_weights import QuantizedFields
 
 KEYS = 2
 """How many random keys a leaf's row of the table of scalars begins with."""
-
-PROCEED = KEYS + 1
-"""Column of the scalar that tells whether a guarded step happens."""
 
 
 def has_scales(how: tuple[MomentFormat, int] | None) -> bool:
@@ -53,8 +50,12 @@ class LeafBody:
       has_residual: whether a residual follows the parameter among the operands.
       moments: per moment, its format and number; None for a moment stored uncoded.
       landing: how the new parameter takes the old one's place.
-      is_guarded: whether the first two scalars after the keys are a guard's: the factor
-        of the gradients, and whether the step happens.
+      is_guarded: whether the first scalar after the keys is the factor of a guard, by
+        which the gradients are multiplied.
+      when: column of the scalar that tells whether the step happens; None if it does.
+      still: for the weight and for each moment, the truth value that tells whether this
+        step leaves it as it is stored; None where no condition does. Empty if none are
+        left alone, or all together: then ``when`` tells.
     """
 
     program: Program
@@ -64,6 +65,8 @@ class LeafBody:
     moments: tuple[tuple[MomentFormat, int] | None, ...]
     landing: Landing
     is_guarded: bool = False
+    when: int | None = None
+    still: tuple[Ref | None, ...] = ()
 
     @property
     def scaled(self) -> list[int]:
@@ -108,7 +111,7 @@ class LeafBody:
             for i, moment in zip(self.scaled, moments, strict=True)
         ]
 
-    def after(self, maxima, block_values):
+    def after(self, maxima, block_values, scalars):
         """``(new scales, the same prepared for encoding)``."""
         (of_weight, keys), (old, _) = self._split(maxima), self._split(block_values)
         scales = [
@@ -118,13 +121,20 @@ class LeafBody:
         for i, key in zip(self.scaled, keys, strict=True):
             codec = self.moment_format(i).codec
             scales.append(codec.scale_of(codec.magnitude_of(key)))
+        of_weight = [] if self.quantized is None else [0]
+        numbers = of_weight + [i + 1 for i in self.scaled]
+        scales = [
+            self._unless_still(number, new, old, scalars)
+            for number, new, old in zip(numbers, scales, block_values, strict=True)
+        ]
         return scales, self.before(scales)
 
     def __call__(self, values, scalars, index, multiply_add, before=(), after=()):
         """The new parameter, residual and moments."""
-        param, residual, (result, *moments) = self._run(
+        param, old_residual, (result, *moments) = self._run(
             self.program, values, scalars, multiply_add, before
         )
+        residual = old_residual
         random = RandomBits(scalars[0], scalars[1], index)
         of_weight, after = self._split(after)
         if of_weight:
@@ -140,7 +150,33 @@ class LeafBody:
             )
         draws = moment_draws(random, residual_bits_read(self.format, param))
         stored = self._stored(moments, after, draws, multiply_add)
+        unchanged = param
+        if not of_weight and self.format is None and not self.landing.is_direct:
+            unchanged = jnp.full(new.shape, -0.0, new.dtype)  # it is the update
+        new = self._unless_still(0, new, unchanged, scalars)
+        residual = self._unless_still(0, residual, old_residual, scalars)
+        old = values[len(values) - len(stored) :]
+        stored = [
+            self._unless_still(number, *pair, scalars)
+            for number, pair in enumerate(zip(stored, old, strict=True), start=1)
+        ]
         return [new, *([residual] if self.has_residual else []), *stored]
+
+    def _unless_still(self, number: int, new, old, scalars):
+        """What is new of the weight (number 0) or a moment, unless it stays."""
+        ref = self.still[number] if self.still else None
+        if ref is None or new is None:
+            return new
+        is_still = self._scalar(ref, scalars)
+        return jnp.where(jnp.broadcast_to(is_still, new.shape), old, new)
+
+    @staticmethod
+    def _scalar(ref: Ref, scalars):
+        """A scalar of the table, or a constant."""
+        dtype = np.dtype(ref.dtype)
+        if ref.kind == "constant":
+            return jnp.asarray(np.frombuffer(ref.value, dtype)[0])
+        return elementwise.decode_scalar(scalars[KEYS + ref.number], dtype)
 
     def _split(self, per_scale) -> tuple[list, Sequence]:
         """What there is for each scale: ``[(fields, the weight's)]``, the moments'.
@@ -201,9 +237,7 @@ class LeafBody:
             master = self.format.inner_weight(param, residual) if self.format else param
         outputs = program.run(
             [grad, master, *moments],
-            lambda ref: elementwise.decode_scalar(
-                scalars[KEYS + ref.number], np.dtype(ref.dtype)
-            ),
+            lambda ref: self._scalar(ref, scalars),
             multiply_add,
         )
         return param, residual, outputs

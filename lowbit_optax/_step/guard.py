@@ -104,6 +104,11 @@ class Guard(typing.NamedTuple):
         )
 
 
+def neutral_updates(like):
+    """A tree of updates that change no bit of a parameter."""
+    return jax.tree.map(_neutral_update, like)
+
+
 def _neutral_update(like) -> jax.Array:
     # x + -0 is x for every x, including -0. (-0 + 0 would be +0.)
     value = -0.0 if jnp.issubdtype(like.dtype, jnp.floating) else 0

@@ -17,8 +17,16 @@ from lowbit_optax._step.kernel_plan import KernelPlan
 from lowbit_optax._step.layer import Layer
 from lowbit_optax._step.prepared import PreparedStep
 from lowbit_optax._step.stacks import stacks_to_write
+from lowbit_optax._step.unchanged import unless_still
+from lowbit_optax._step.update_graph import UpdateGraph, trace_update
 from pallas_kernels.fused_update import launchers
 from pallas_kernels.platforms import Implementation, is_elsewhere
+
+_NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
 
 
 class Advanced(typing.NamedTuple):
@@ -52,12 +60,20 @@ def advance(
     Raises:
       ValueError: if kernels are asked for and cannot update a leaf, naming it.
     """
-    by_xla = ByXla(config, prepared, landing, extra_args)
     chosen = config.implementation
     elsewhere = chosen is None and is_elsewhere(jax.tree.leaves(prepared.params))
-    if chosen == "xla" or elsewhere or context.current().is_analysed:
+    only_xla = chosen == "xla" or elsewhere or context.current().is_analysed
+    try:
+        traced = trace_update(config.inner, prepared, extra_args)
+    except _NEEDS_VALUES:
+        # Not jitted, XLA can run a transformation that looks at values; no kernel can.
+        if not only_xla:
+            raise
+        traced = None
+    by_xla = ByXla(config, prepared, landing, extra_args, traced)
+    if only_xla or traced is None:
         return by_xla.run()
-    plan = kernel_plan.plan(config.inner, prepared, landing, extra_args)
+    plan = kernel_plan.plan(traced, prepared, landing)
     if chosen is not None:
         plan.require(prepared.names)
     if plan.is_empty:
@@ -76,24 +92,46 @@ def advance(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ByXla:
-    """Array operations on whole leaves: the reference that defines the results."""
+    """Array operations on whole leaves: the reference that defines the results.
+
+    Args:
+      config, prepared, landing, extra_args: the step.
+      traced: the inner update; None if it cannot be traced. Then what a skipped step
+        leaves alone is not known, and is encoded anew.
+    """
 
     config: Choices
     prepared: PreparedStep
     landing: Landing
     extra_args: dict
+    traced: UpdateGraph | None
 
     def run(self) -> Advanced:
         """Run the step."""
         prepared = self.prepared
         updates, inner_state = prepared.inner_update(self.config.inner, self.extra_args)
+        still_leaves, still_parts = [None] * len(updates), []
+        if self.traced is not None:
+            still_leaves, still_parts = self.traced.still_values(prepared)
         pairs = [
-            prepared.land(number, update, self.landing)
-            for number, update in enumerate(updates)
+            prepared.land(number, update, self.landing, still)
+            for number, (update, still) in enumerate(
+                zip(updates, still_leaves, strict=True)
+            )
         ]
         stored = prepared.moment_plan.encode(inner_state, prepared.moment_draws)
+        if any(x is not None for x in still_parts):
+            stored = self._unless_still(still_parts, stored)
         stored = prepared.guard.chosen(stored, prepared.stored_inner_state)
         return Advanced([x for x, _ in pairs], [x for _, x in pairs], stored)
+
+    def _unless_still(self, still_parts: list, stored):
+        """The stored inner state with the parts that stay as they were stored."""
+        prepared = self.prepared
+        plan, structure = prepared.moment_plan, jax.tree.structure(prepared.inner_state)
+        new = structure.flatten_up_to(plan.from_parallel_trees(stored))
+        kept = map(unless_still, still_parts, new, prepared.stored_parts())
+        return plan.to_parallel_trees(structure.unflatten(kept))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -117,19 +155,21 @@ class ByKernels:
         Where kernels write a layer into its stack, the result holds the whole stack.
         """
         prepared = self.prepared
-        results, residuals, parts, written = kernel_step.run(
+        results, residuals, parts, written, still = kernel_step.run(
             self.plan, prepared, self.landing, self.layer, implementation
         )
-        stored = prepared.stored_parts()
+        stored, traced = prepared.stored_parts(), self.plan.traced
         encoded = prepared.moment_plan.encode_parts(
             parts, prepared.moment_draws, written
         )
         encoded = [
-            new if i in written else prepared.guard.chosen(new, old)
+            new
+            if i in written
+            else prepared.guard.chosen(unless_still(still.get(i), new, old), old)
             for i, (new, old) in enumerate(zip(encoded, stored, strict=True))
         ]
         inner_state = prepared.moment_plan.to_parallel_trees(
-            self.plan.state_tree.unflatten(encoded)
+            traced.state_tree.unflatten(encoded)
         )
         return Advanced(results, residuals, inner_state)
 

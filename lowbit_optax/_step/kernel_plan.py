@@ -1,31 +1,29 @@
 """Which leaves a fused kernel can update, and what it computes for each.
 
-The inner transformation is traced once. From its graph each leaf gets a program
-(:mod:`lowbit_optax._jaxprs.elementwise`). The program and the leaf's formats make the
-body of its kernel (:mod:`lowbit_optax._step.body`).
+From the graph of the inner update (:mod:`lowbit_optax._step.update_graph`) each leaf
+gets a program (:mod:`lowbit_optax._jaxprs.elementwise`). The program and the leaf's
+formats make the body of its kernel (:mod:`lowbit_optax._step.body`).
 :mod:`lowbit_optax._step.kernel_step` runs the plan.
 """
 
 import collections
 import dataclasses
-import typing
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
-from jax.extend.core.primitives import add_p
+from jax.extend.core.primitives import add_p, and_p, not_p
 
 from lowbit_optax._jaxprs import elementwise
 from lowbit_optax._jaxprs.elementwise import NotElementwise, Scalars
-from lowbit_optax._jaxprs.graph import Graph
 from lowbit_optax._jaxprs.nodes import Node, params_of
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._step import trees
-from lowbit_optax._step.body import LeafBody
+from lowbit_optax._step.body import KEYS, LeafBody
 from lowbit_optax._step.moments import MomentStorage
 from lowbit_optax._step.prepared import PreparedStep
+from lowbit_optax._step.update_graph import UpdateGraph
 from lowbit_optax.formats.quantized_weights import QuantizedWeights
 from pallas_kernels.fused_update import MAX_ELEMENTS, has_tiling
 from pallas_kernels.layout import layout_of
@@ -52,17 +50,15 @@ class KernelPlan:
     """Which leaves of a step kernels update, and how.
 
     Args:
-      nodes: inputs and outputs of the inner update's graph.
+      traced: the inner update.
       leaves: per leaf, its kernel, or the reason why it has none. The reason is empty
         for leaves that kernels are not meant for, such as scalars.
       scalars: the table of scalars that the kernels read.
-      state_tree: structure of the new inner state.
     """
 
-    nodes: "UpdateNodes"
+    traced: UpdateGraph
     leaves: list[LeafKernel | str]
     scalars: Scalars
-    state_tree: trees.PyTreeDef
 
     @property
     def is_empty(self) -> bool:
@@ -88,64 +84,21 @@ class KernelPlan:
                 )
 
 
-class UpdateNodes(typing.NamedTuple):
-    """Nodes of an inner update's inputs and outputs, per leaf or per part of the state.
+def plan(traced: UpdateGraph, prepared: PreparedStep, landing: Landing) -> KernelPlan:
+    """Find which leaves of an inner update a kernel can update.
 
     Args:
-      grads, masters, updates: per leaf.
-      state, new_state: per part, which is a leaf of the inner state.
-    """
-
-    grads: list[Node]
-    masters: list[Node]
-    state: list[Node]
-    updates: list[Node]
-    new_state: list[Node]
-
-
-def plan(
-    inner: optax.GradientTransformation,
-    prepared: PreparedStep,
-    landing: Landing,
-    extra_args: dict,
-) -> KernelPlan:
-    """Trace an inner update and find which leaves a kernel can update.
-
-    Args:
-      inner: the inner transformation.
+      traced: the inner update.
       prepared, landing: the step.
-      extra_args: for ``inner.update``.
     """
-    inner = optax.with_extra_args_support(inner)
-    tree = prepared.tree
-    arguments = tree(prepared.grads), prepared.inner_state, tree(prepared.masters)
-    closed, shapes = jax.make_jaxpr(
-        lambda grads, state, masters: inner.update(grads, state, masters, **extra_args),
-        return_shape=True,
-    )(*arguments)
-    graph = Graph(closed)
-    grads, state, masters = jax.tree.unflatten(
-        jax.tree.structure(arguments), graph.inputs
-    )
-    updates, new_state = jax.tree.unflatten(jax.tree.structure(shapes), graph.outputs)
-    new_state, state_tree = jax.tree.flatten(new_state)
-    nodes = UpdateNodes(
-        prepared.treedef.flatten_up_to(grads),
-        prepared.treedef.flatten_up_to(masters),
-        jax.tree.leaves(state),
-        trees.parts_of(prepared.names, prepared.treedef, updates, "inner updates"),
-        new_state,
-    )
-    scalars = Scalars(graph)
-    for value in prepared.guard.scalars:
-        scalars.ref(Node(jax.typeof(value), constant=value))
-    # If the structure changes, parts before and after the update cannot be paired, and
-    # no part is treated as a moment.
-    keeps_structure = jax.tree.structure(state) == state_tree
-    planner = _Planner(prepared, landing, nodes, scalars, keeps_structure)
-    effects = closed.effects and f"it has side effects: {closed.effects}"
+    scalars = Scalars(traced.graph)
+    guard = [Node(jax.typeof(x), constant=x) for x in prepared.guard.scalars]
+    for node in guard:
+        scalars.ref(node)
+    planner = _Planner(prepared, landing, traced, scalars, guard[1:])
+    effects = traced.effects and f"it has side effects: {traced.effects}"
     leaves = [effects or planner.leaf(i) for i in range(len(prepared.params))]
-    return KernelPlan(nodes, _without_shared_slots(leaves), scalars, state_tree)
+    return KernelPlan(traced, _without_shared_slots(leaves), scalars)
 
 
 class _Planner:
@@ -153,20 +106,25 @@ class _Planner:
 
     Args:
       prepared, landing: the step.
-      nodes: of the inner update's graph.
+      traced: the inner update.
       scalars: the table to which the scalars of a leaf are added.
-      keeps_structure: whether the state has the same structure before and after.
+      proceeds: the scalar that tells whether a guarded step happens, if it is guarded.
     """
 
-    def __init__(self, prepared, landing, nodes: UpdateNodes, scalars, keeps_structure):
+    def __init__(
+        self,
+        prepared,
+        landing,
+        traced: UpdateGraph,
+        scalars: Scalars,
+        proceeds: list[Node],
+    ):
+        self._proceeds = proceeds
         self._prepared: PreparedStep = prepared
         self._landing: Landing = landing
-        self._nodes = nodes
-        self._scalars: Scalars = scalars
+        self._traced, self._nodes = traced, traced.nodes
+        self._scalars = scalars
         self._storage: list[MomentStorage | None] = prepared.described_moments()
-        self._state_pairs: list[tuple[Node, Node]] = []
-        if keeps_structure:
-            self._state_pairs += zip(nodes.state, nodes.new_state, strict=True)
 
     def leaf(self, i: int) -> LeafKernel | str:
         """A leaf's kernel, or the reason why it has none."""
@@ -196,6 +154,7 @@ class _Planner:
         for node in outputs:
             _check_result(node, leaf.shape)
         moments = self._moments(slots)
+        when, still = self._conditions(i, slots)
         body = LeafBody(
             program=elementwise.program_of(outputs, inputs, self._scalars),
             format=format_ and format_.on_fields(),
@@ -204,6 +163,8 @@ class _Planner:
             moments=moments,
             landing=self._landing,
             is_guarded=bool(prepared.guard.scalars),
+            when=when,
+            still=still,
         )
         _check_fields(body)
         return LeafKernel(body, slots)
@@ -215,6 +176,24 @@ class _Planner:
             for how in (self._storage[s] for s in slots)
         )
 
+    def _conditions(self, i: int, slots):
+        """``when`` and ``still`` of the body of a leaf."""
+        proceeds = self._proceeds
+        of_parts, graph = self._traced.still_parts, self._scalars.graph
+        still = [self._traced.still_leaves[i], *(of_parts[s] for s in slots)]
+        if still[0] is not None and len(set(still)) == 1:
+            # Then the kernel writes nothing, which costs no instructions.
+            aval = still[0].aval
+            proceeds = [*proceeds, *graph.call(not_p, {}, [still[0]], [aval])]
+            still = []
+        if len(proceeds) == 2:
+            proceeds = graph.call(and_p, {}, proceeds, [proceeds[0].aval])
+        when = [KEYS + self._scalars.ref(x).number for x in proceeds]
+        if not any(still):
+            still = []
+        refs = tuple(x and self._scalars.ref(x) for x in still)
+        return when[0] if when else None, refs
+
     def _slots_of(self, i: int) -> tuple[int, ...]:
         """The parts of the state that are moments of this leaf.
 
@@ -225,7 +204,7 @@ class _Planner:
         own = {nodes.grads[i], nodes.masters[i]}
         of_update = elementwise.inputs_of([nodes.updates[i]], shape)
         found = []
-        for number, (old, new) in enumerate(self._state_pairs):
+        for number, (old, new) in enumerate(self._traced.state_pairs):
             same = (old.aval.shape, old.aval.dtype) == (new.aval.shape, new.aval.dtype)
             if old.aval.shape != shape or not same:
                 continue

@@ -18,11 +18,13 @@ import numpy as np
 from lowbit_optax._jaxprs import elementwise
 from lowbit_optax._jaxprs.graph import evaluate
 from lowbit_optax._numerics.landing import Landing
-from lowbit_optax._step.body import PROCEED, LeafBody
+from lowbit_optax._step.body import LeafBody
+from lowbit_optax._step.guard import neutral_updates
 from lowbit_optax._step.kernel_plan import KernelPlan, LeafKernel
 from lowbit_optax._step.layer import Layer
 from lowbit_optax._step.norms import sums_of_gradients
 from lowbit_optax._step.prepared import PreparedStep
+from lowbit_optax._step.unchanged import unless_still
 from lowbit_optax.formats.quantized_weights import result_of
 from pallas_kernels.fused_update import (
     MAX_ELEMENTS_OF_SMALL_LEAF,
@@ -45,7 +47,7 @@ def run(
     landing: Landing,
     layer: Layer | None,
     implementation: Implementation,
-) -> tuple[list, list, list, frozenset[int]]:
+) -> tuple[list, list, list, frozenset[int], dict]:
     """Run one step according to a plan.
 
     Args:
@@ -54,23 +56,28 @@ def run(
       implementation: as in :func:`pallas_kernels.fused_update`.
 
     Returns:
-      ``(results, residuals, parts, written)``: the result and residual of each leaf,
-      the parts of the inner state, and the indices of the parts that kernels have
-      written, which are encoded already. The arrays that :func:`overwritten` names are
-      replaced by whole stacks.
+      ``(results, residuals, parts, written, still)``: the result and residual of each
+      leaf, the parts of the inner state, the indices of the parts that kernels have
+      written, which are encoded already, and by the indices of others whether they stay
+      as they are stored, where a condition says so. The arrays that :func:`overwritten`
+      names are replaced by whole stacks.
     """
-    kernels, nodes = plan.kernels, plan.nodes
+    kernels, nodes = plan.kernels, plan.traced.nodes
     written = frozenset(slot for x in kernels.values() for slot in x.slots)
     outside = [n for i, n in enumerate(nodes.updates) if i not in kernels]
     kept = {s: n for s, n in enumerate(nodes.new_state) if s not in written}
-    value = _evaluated(plan, prepared, [*outside, *kept.values()], implementation)
+    of_leaves, of_parts = plan.traced.still_leaves, plan.traced.still_parts
+    conditions = [x for x in (*of_leaves, *(of_parts[s] for s in kept)) if x]
+    others = [*outside, *kept.values(), *conditions]
+    value = _evaluated(plan, prepared, others, implementation)
+    still = [x and value(x) for x in of_leaves]
     table = _table([value(n) for n in plan.scalars.nodes], prepared.keys)
     parts = {s: value(node) for s, node in kept.items()}
     results: list = [None] * len(plan.leaves)
     residuals: list = [None] * len(plan.leaves)
     for i, node in enumerate(nodes.updates):
         if i not in kernels:
-            results[i], residuals[i] = prepared.land(i, value(node), landing)
+            results[i], residuals[i] = prepared.land(i, value(node), landing, still[i])
     leaves = _kernel_leaves(plan, prepared, layer)
     for i, arrays in _run_leaves(plan, leaves, table, layer, implementation).items():
         param, body = prepared.params[i], kernels[i].body
@@ -83,9 +90,14 @@ def run(
             results[i] = result_of(param, new, landing)
         else:
             results[i] = landing.result(param, new) if body.format else new
+        if not landing.is_direct:
+            unchanged = neutral_updates(results[i])
+            results[i] = unless_still(still[i], results[i], unchanged)
         stored = _moments_of(body, moments, scales)
         parts |= zip(kernels[i].slots, stored, strict=True)
-    return results, residuals, [parts[s] for s in range(len(parts))], written
+    parts = [parts[s] for s in range(len(parts))]
+    still_parts = {s: value(of_parts[s]) for s in kept if of_parts[s]}
+    return results, residuals, parts, written, still_parts
 
 
 def overwritten(
@@ -113,7 +125,7 @@ def _evaluated(
     implementation: Implementation,
 ):
     """A function that gives the value of a scalar of the plan or of another node."""
-    nodes, wanted = plan.nodes, [*plan.scalars.nodes, *others]
+    nodes, wanted = plan.traced.nodes, [*plan.scalars.nodes, *others]
     known = sums_of_gradients(wanted, nodes.grads, prepared, implementation)
     known |= zip(nodes.grads, prepared.grads, strict=True)
     known |= zip(nodes.masters, prepared.masters, strict=True)
@@ -261,7 +273,7 @@ def _fused(arrays, table, row, layer, *, body: LeafBody, like: Leaf, implementat
         scalars=table,
         row=row,
         layer=layer,
-        when=PROCEED if body.is_guarded else None,
+        when=body.when,
         implementation=implementation,
     )
 
@@ -277,7 +289,7 @@ def _fused_many(
         leaves,
         scalars=table,
         rows=rows,
-        when=PROCEED if body.is_guarded else None,
+        when=body.when,
         implementation=implementation,
     )
 

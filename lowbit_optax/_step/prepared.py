@@ -20,10 +20,11 @@ from lowbit_optax._numerics.random_bits import (
 from lowbit_optax._numerics.streams import Draws, moment_draws
 from lowbit_optax._step import trees
 from lowbit_optax._step.choices import Choices
-from lowbit_optax._step.guard import Guard, Unguarded
+from lowbit_optax._step.guard import Guard, Unguarded, neutral_updates
 from lowbit_optax._step.moments import MomentPlan
 from lowbit_optax._step.stacks import bits_at_layers, marked_layerwise, traced_once
 from lowbit_optax._step.state import LowbitState
+from lowbit_optax._step.unchanged import unless_still
 from lowbit_optax.formats.base import WeightFormat, residual_bits_read
 
 
@@ -81,13 +82,14 @@ class PreparedStep:
         updates = trees.parts_of(self.names, self.treedef, updates, "inner updates")
         return updates, inner_state
 
-    def land(self, number: int, update, landing: Landing):
+    def land(self, number: int, update, landing: Landing, still=None):
         """Add the inner update to the master of a leaf and store it.
 
         Args:
           number: index of the leaf.
           update: its inner update.
           landing: how the new parameter takes the old one's place.
+          still: whether the leaf stays as it is, a truth value; None if it does not.
 
         Returns:
           ``(result, new residual)``: the result is the new parameter, or the update.
@@ -108,6 +110,9 @@ class PreparedStep:
             _, residual, result = marked_layerwise(
                 advance, param, self.residuals[number], update.astype(jnp.float32)
             )
+        unchanged = param if landing.is_direct else neutral_updates(result)
+        result = unless_still(still, result, unchanged)
+        residual = unless_still(still, residual, self.residuals[number])
         if landing.is_direct:
             result = self.guard.chosen(result, param)
         return result, self.guard.chosen(residual, self.residuals[number])

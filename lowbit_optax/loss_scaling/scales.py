@@ -81,17 +81,21 @@ class Backoff(Scaling):
 
 
 class LogNormalState(typing.NamedTuple):
-    """State of :func:`log_normal_scale`, three float32 scalars.
+    """State of :func:`log_normal_scale`, float32 scalars.
 
     Args:
       mean, square: running means of x = log2 max|g| and of x^2, without bias
       correction.
       weight: the sum of the weights in these means, which tends to 1.
+      overflows, zeros: how many steps in a row, up to the last one, overflowed, or had
+      gradients that were all zero.
     """
 
     mean: jax.Array
     square: jax.Array
     weight: jax.Array
+    overflows: jax.Array
+    zeros: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,36 +112,72 @@ class LogNormal(Scaling):
 
     def init(self):
         zero = jnp.zeros([], jnp.float32)
-        return jnp.float32(self.initial), LogNormalState(zero, zero, zero)
+        return jnp.float32(self.initial), LogNormalState(zero, zero, zero, zero, zero)
 
     def next(self, scale, state, largest, finite):
-        # After an overflow, max|g| is only known to be more than limit / scale. It is
-        # taken to be twice that.
-        if_overflow = jnp.log2(jnp.float32(2 * self.limit) / scale)
-        x = jnp.where(finite, jnp.log2(largest), if_overflow)
-        is_known = jnp.isfinite(x)  # log2 is infinite if all gradients are zero
-        x = jnp.where(is_known, x, jnp.float32(0))
-        rate = jnp.where(is_known, jnp.float32(1 - self.decay), jnp.float32(0))
-        state = LogNormalState(
+        x = jnp.log2(largest)
+        # Only a finite gradient that is not zero says how large gradients are.
+        is_seen = finite & jnp.isfinite(x)
+        is_zero = finite & ~is_seen
+        state = self._learnt(state, x, is_seen, is_zero, finite)
+        usual = self._usual(state)
+        # The size of this step would not overflow in the next one.
+        fits = self._fitting(x)
+        after_overflow = jnp.where(scale > usual, usual, self._halved(scale, state))
+        # Zeros at a scale below 1 are no sign of gradients too large for 1.
+        least = jnp.where(state.weight > 0, jnp.float32(0), jnp.float32(1))
+        raised = jnp.maximum(usual, least) * _power_of_two(self._patience(state.zeros))
+        after = jnp.where(is_seen, jnp.minimum(usual, fits), after_overflow)
+        after = jnp.where(is_zero, jnp.maximum(raised, scale), after)
+        after = jnp.clip(after, jnp.float32(self.smallest), jnp.float32(self.largest))
+        return after, state
+
+    def _learnt(self, state: LogNormalState, x, is_seen, is_zero, finite):
+        """The state after a step; x counts if it was seen."""
+        x = jnp.where(is_seen, x, jnp.float32(0))
+        rate = jnp.where(is_seen, jnp.float32(1 - self.decay), jnp.float32(0))
+        one, none = jnp.float32(1), jnp.float32(0)
+        return LogNormalState(
             state.mean + rate * (x - state.mean),
             state.square + rate * (x * x - state.square),
-            state.weight + rate * (jnp.float32(1) - state.weight),
+            state.weight + rate * (one - state.weight),
+            jnp.where(finite, none, state.overflows + one),
+            jnp.where(is_zero, state.zeros + one, none),
         )
+
+    def _usual(self, state: LogNormalState) -> jax.Array:
+        """The scale by the statistics; the first scale while there are none."""
+        mean = self._mean(state)
         weight = jnp.maximum(state.weight, jnp.float32(1e-30))
-        mean = state.mean / weight
         variance = state.square / weight - mean * mean
         least_variance = jnp.float32(self.least_deviation**2)
         deviation = jnp.sqrt(jnp.maximum(variance, least_variance))
         quantile = jnp.float32(_quantile(1 - self.overflow_probability))
-        expected_largest = mean + quantile * deviation
-        # Rounded down to a power of two, by which gradients are scaled exactly.
-        exponent = jnp.floor(jnp.float32(math.log2(self.limit)) - expected_largest)
-        exponent = jnp.clip(
-            exponent,
-            jnp.float32(math.log2(self.smallest)),
-            jnp.float32(math.log2(self.largest)),
+        by_statistics = self._fitting(mean + quantile * deviation)
+        return jnp.where(state.weight > 0, by_statistics, jnp.float32(self.initial))
+
+    def _halved(self, scale, state: LogNormalState) -> jax.Array:
+        """Half the scale, unless gradients of the mean size would then be subnormal."""
+        # The smallest normal number is 4 / limit in float16, and near it in others.
+        exponent = jnp.float32(2 - math.log2(self.limit)) - self._mean(state)
+        least = _power_of_two(
+            _in_range(jnp.ceil(exponent) - self._patience(state.overflows))
         )
-        return jnp.where(is_known, _power_of_two(exponent), scale), state
+        least = jnp.where(state.weight > 0, jnp.minimum(least, scale), jnp.float32(0))
+        return jnp.maximum(scale * jnp.float32(0.5), least)
+
+    def _patience(self, steps: jax.Array) -> jax.Array:
+        """One octave for as many steps in a row as the running means remember."""
+        return _in_range(jnp.floor(steps * jnp.float32(1 - self.decay)))
+
+    def _mean(self, state: LogNormalState) -> jax.Array:
+        return state.mean / jnp.maximum(state.weight, jnp.float32(1e-30))
+
+    def _fitting(self, x: jax.Array) -> jax.Array:
+        """The largest power of two that times 2^x is at most the limit."""
+        # By a power of two, gradients are scaled exactly.
+        exponent = jnp.floor(jnp.float32(math.log2(self.limit)) - x)
+        return _power_of_two(_in_range(exponent))
 
 
 def static_scale(scale: float = 2.0**15) -> Scaling:
@@ -226,12 +266,28 @@ def log_normal_scale(
         scale = 2^floor(log2(limit) - mu - z sigma)
 
     where a standard normal variable exceeds z with probability
-    ``overflow_probability``.
+    ``overflow_probability``. Only finite gradients that are not all zero enter the
+    statistics, and after them the scale is at most 2^floor(log2(limit) - x). Otherwise:
+
+        after an overflow:       scale / 2, or the scale above if the last was larger
+        after all-zero gradients: the scale above, if the last was smaller
+
+    A NaN says nothing about magnitude. So overflows in a row halve the scale only as
+    long as gradients of the mean size stay normal numbers, from 4 / limit up; from
+    there it falls by one octave per 1 / (1 - decay) overflows. All-zero gradients, if
+    they go on, raise the scale above the formula's at the same rate, since they may
+    have vanished. While there are no statistics, ``initial`` replaces the formula (1
+    after zeros, if that is more), and overflows halve the scale down to ``smallest``.
+
+    OpenSeq2Seq's description has only the formula, and lets an overflow skip the
+    update. The scale would then stay where it overflows, if gradients have grown, or
+    where they vanish, if they have shrunk.
 
     Args:
       initial: the scale of the first step.
       overflow_probability: the probability that max|g| * scale exceeds the limit.
-      decay: factor per step of the running means, in [0, 1).
+      decay: factor per step of the running means, in [0, 1). They remember
+        1 / (1 - decay) steps.
       least_deviation: lower bound of sigma; like x, in powers of two.
       smallest, largest: bounds of the scale.
       limit: the largest gradient that does not overflow, by default float16's largest
@@ -279,6 +335,11 @@ def _power_of_two(exponent: jax.Array) -> jax.Array:
     """2^exponent, exactly; ``exp2`` is not exact on every backend."""
     pattern = (exponent.astype(jnp.int32) + jnp.int32(127)) << jnp.int32(23)
     return jax.lax.bitcast_convert_type(pattern, jnp.float32)
+
+
+def _in_range(exponent: jax.Array) -> jax.Array:
+    """The nearest exponent for which both a scale and its inverse are normal."""
+    return jnp.clip(exponent, jnp.float32(-126), jnp.float32(126))
 
 
 def _quantile(probability: float) -> float:

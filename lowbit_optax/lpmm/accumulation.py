@@ -104,6 +104,18 @@ def accumulate_gradients(
             f"accumulate_gradients: format is {format!r}, not a moment format such as "
             "lowbit_optax.block_quantized(8)"
         )
+    try:
+        format = format.for_field("trace", frozenset({"trace"}))
+    except ValueError as error:
+        raise ValueError(
+            f"accumulate_gradients: format is {format}, whose code holds no negative "
+            "values, but sums of gradients may be negative"
+        ) from error
+    if not callable(getattr(inner, "init", None)) or not hasattr(inner, "update"):
+        raise TypeError(
+            f"accumulate_gradients: inner is {inner!r}; accepted is an optax "
+            "transformation, such as lowbit_optax.lpmm_sgd(1e-3)"
+        )
     config = Accumulation(
         inner,
         stepper_of(inner) is not None,

@@ -1,8 +1,11 @@
 """SGD with momentum and Adam, with weights and moments stored in few bits."""
 
+import typing
+
 import optax
 
 from lowbit_optax import formats
+from lowbit_optax._step.arguments import check_static_int
 from lowbit_optax._step.moment_slots import Moments
 from lowbit_optax.aliases.adamw import checked_adamw
 from lowbit_optax.aliases.common import Implementation
@@ -12,6 +15,7 @@ from lowbit_optax.formats.quantized_tensor import Rounding
 from lowbit_optax.formats.quantized_weights import quantized_weights
 from lowbit_optax.lpmm.quantization import PAPER_BLOCK_SIZE
 from lowbit_optax.transformation import lowbit
+from pallas_kernels.layout import check_block_size
 
 
 def lpmm_sgd(
@@ -79,7 +83,7 @@ def lpmm_sgd(
         "lpmm_sgd", learning_rate, momentum, nesterov, None, weight_decay, None
     )
     rounding = "stochastic" if rounding is None else rounding
-    trace = _dynamic(momentum_bits, block_size, rounding)
+    trace = _dynamic("lpmm_sgd", momentum_bits, block_size, rounding)
     moments = "float32" if momentum is None else {"trace": trace}
     return _on_quantized_weights(
         inner, moments, rounding, seed, min_size, implementation
@@ -159,7 +163,7 @@ def lpmm_adam(
     )
     rounding = "stochastic" if rounding is None else rounding
     moments = {
-        "mu": _dynamic(momentum_bits, block_size, rounding),
+        "mu": _dynamic("lpmm_adam", momentum_bits, block_size, rounding),
         # Always stochastic: rounded to nearest, a second moment would not decay.
         "nu": formats.block_quantized(8),
     }
@@ -182,11 +186,20 @@ def _on_quantized_weights(
 
 
 def _dynamic(
-    bits: int | None, block_size: int | None, rounding: Rounding
+    alias: str, bits: int | None, block_size: int | None, rounding: Rounding
 ) -> MomentFormat:
+    """The format of a momentum; errors name the alias's own arguments."""
+    bits = 8 if bits is None else bits
+    block_size = PAPER_BLOCK_SIZE if block_size is None else block_size
+    check_static_int(alias, "momentum_bits", bits, 4, 8)
+    if bits not in (4, 8):
+        raise ValueError(f"{alias}: momentum_bits is {bits}; accepted are 4 and 8")
+    check_static_int(alias, "block_size", block_size, 1)
+    check_block_size(alias, block_size)
+    if rounding not in typing.get_args(Rounding):
+        raise ValueError(
+            f"{alias}: rounding is {rounding!r}, not 'nearest' or 'stochastic'"
+        )
     return formats.block_quantized(
-        8 if bits is None else bits,
-        code="dynamic",
-        block_size=PAPER_BLOCK_SIZE if block_size is None else block_size,
-        rounding=rounding,
+        bits, code="dynamic", block_size=block_size, rounding=rounding
     )

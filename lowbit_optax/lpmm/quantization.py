@@ -68,6 +68,11 @@ def quantize_params(
     _check_choices(bits, block_size, rounding)
     check_static_int("quantize_params", "min_size", min_size, 0)
     check_static_int("quantize_params", "seed", seed, 0, 2**32 - 1)
+    if stacked is not None and not callable(stacked):
+        raise TypeError(
+            f"quantize_params: stacked is {stacked!r}; accepted are None and a "
+            "function of a leaf's path"
+        )
     names, leaves, treedef = trees.named_leaves(params)
     draws = random_bits(
         jnp.uint32(seed), jnp.uint32(0), [leaf_number(name) for name in names]

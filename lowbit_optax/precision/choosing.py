@@ -158,7 +158,9 @@ def operator_based(
     """Low for everything that matrix products read, forward and backward.
 
     For each matrix product except the first and the last of the loss, its operands are
-    low, and so is the cotangent of its result, which the backward products read.
+    low, and so is the cotangent of its result, which the backward products read. A
+    product in the body of a scan is excepted only if it runs once: of several runs at
+    most one is the first or the last of the loss, and all have the same formats.
 
     Args:
       plan: from :func:`trace`.
@@ -180,7 +182,9 @@ def operator_based(
     >>> print([t.name for t, low in zip(plan.tensors, operator_based(plan).low) if low])
     ['params', 'dot_general.0']
     """
-    inner = range(1, plan.products - 1)
+    runs = {t.made_by: t.repeats for t in plan.tensors}
+    ends = {p for p in (0, plan.products - 1) if runs.get(p, 1) == 1}
+    inner = set(range(plan.products)) - ends
     is_read = np.array([any(p in inner for p in t.read_by) for t in plan.tensors], bool)
     is_made = np.array([t.made_by in inner for t in plan.tensors], bool)
     low = is_read | is_made if outputs else is_read

@@ -135,6 +135,24 @@ class FloatFormat:
                 return cls(*description)
         raise TypeError(f"no format for {dtype}; accepted: {', '.join(_DTYPES)}")
 
+    def has_all_of(self, dtype: jax.typing.DTypeLike) -> bool:
+        """Whether it has every number of a dtype, infinity and NaN included.
+
+        >>> FP32.has_all_of("float16"), FloatFormat.of("float16").has_all_of("bfloat16")
+        (True, False)
+        """
+        if self.specials != "ieee" or not self.subnormals:
+            return False
+        name = np.dtype(dtype).name
+        if name not in _DTYPES:
+            return False
+        other = FloatFormat.of(dtype)
+        return (
+            self.mantissa_bits >= other.mantissa_bits
+            and self.smallest <= other.smallest
+            and self.largest >= other.largest
+        )
+
     @property
     def dtype(self) -> np.dtype | None:
         """The dtype whose numbers these are, or None.

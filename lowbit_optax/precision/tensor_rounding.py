@@ -55,6 +55,9 @@ class TensorRounding:
           iteration: uint32 scalar, counts a scan's iterations, for random bits.
         """
         assignment, formats = self._assignment, self._assignment.formats
+        if not self.is_stored and self._leaves_alone(number, x.dtype):
+            is_past = jnp.isinf(lax.stop_gradient(x))
+            return x, mean(is_past.astype(jnp.float32))
         bits = None
         if self._seed is not None:
             name = leaf_number(assignment.plan.tensors[number].name)
@@ -72,6 +75,22 @@ class TensorRounding:
         keys = None if bits is None else (bits.key, bits.second)
         cotangent = _CotangentRounding(backward, keys)
         return _with_rounded_cotangent(x, y.astype(x.dtype), cotangent), share
+
+    def _leaves_alone(self, number: int, dtype) -> bool:
+        """Whether the formats are known to have all numbers of a tensor's dtype.
+
+        Then it is not touched, so that the compiler treats the loss as it would without
+        rounding: between two operations in bfloat16 it may keep float32.
+        """
+        assignment, formats = self._assignment, self._assignment.formats
+        levels = assignment.low[number], assignment.low_backward[number]
+        if any(isinstance(x, Tracer) for x in levels):
+            return False
+        forward = formats.low if levels[0] else formats.high
+        backward = formats.low_backward if levels[1] else formats.high_backward
+        return all(
+            fmt is not None and fmt.has_all_of(dtype) for fmt in (forward, backward)
+        )
 
 
 def replaced(x: jax.Array, y: jax.Array) -> jax.Array:

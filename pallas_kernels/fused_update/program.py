@@ -262,7 +262,7 @@ class _ChunkUpdate:
             lanes.blocks_of(size).maxima(x)
             for size, x in zip(body.maxima, maxima, strict=True)
         ]
-        stored, after = encode(maxima, of_blocks)
+        stored, after = encode(maxima, of_blocks, program.scalars)
         after = jax.tree.map(expand, after)
         writes = (x for x in self._writes if isinstance(x, _PerBlock))
         stores = [(x.access(chunk), v) for x, v in zip(writes, stored, strict=True)]

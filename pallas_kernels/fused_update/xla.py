@@ -78,8 +78,9 @@ def _with_blocks(
             body.statistics(*arguments, before), body.maxima, strict=True
         )
     ]
-    per_block, _ = body.after(maxima, block_values)
-    _, after = body.after(repeated(maxima, body.maxima), of_elements)
+    scalars = arguments[1]
+    per_block, _ = body.after(maxima, block_values, scalars)
+    _, after = body.after(repeated(maxima, body.maxima), of_elements, scalars)
     per_element, per_block = iter(body(*arguments, before, after)), iter(per_block)
     return [
         next(per_element if r.block_size is None else per_block) for r in leaf.results

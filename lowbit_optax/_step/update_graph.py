@@ -1,0 +1,130 @@
+"""The inner update as a graph, for kernels and for what a step leaves unchanged."""
+
+import dataclasses
+import functools
+import typing
+
+import jax
+import optax
+
+from lowbit_optax._jaxprs.graph import Graph, evaluate
+from lowbit_optax._jaxprs.nodes import Node
+from lowbit_optax._step import trees
+from lowbit_optax._step.prepared import PreparedStep
+from lowbit_optax._step.unchanged import unchanged_when, zero_when
+
+
+class UpdateNodes(typing.NamedTuple):
+    """Nodes of an inner update's inputs and outputs, per leaf or per part of the state.
+
+    Args:
+      grads, masters, updates: per leaf.
+      state, new_state: per part, which is a leaf of the inner state.
+    """
+
+    grads: list[Node]
+    masters: list[Node]
+    state: list[Node]
+    updates: list[Node]
+    new_state: list[Node]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class UpdateGraph:
+    """A traced inner update.
+
+    Args:
+      graph: its graph.
+      nodes: the graph's inputs and outputs.
+      state_tree: structure of the new inner state.
+      keeps_structure: whether the state has the same structure before and after. If it
+        has not, parts before and after the update cannot be paired.
+      encoded: per part of the old state, whether it is stored in a moment format.
+      effects: its side effects.
+    """
+
+    graph: Graph
+    nodes: UpdateNodes
+    state_tree: trees.PyTreeDef
+    keeps_structure: bool
+    encoded: list[bool]
+    effects: typing.Any
+
+    @property
+    def state_pairs(self) -> list[tuple[Node, Node]]:
+        """Per part of the state, the nodes before and after the update."""
+        if not self.keeps_structure:
+            return []
+        return list(zip(self.nodes.state, self.nodes.new_state, strict=True))
+
+    @functools.cached_property
+    def still_leaves(self) -> list[Node | None]:
+        """Per leaf, when its update is zero by a condition, such as a skipped step.
+
+        A node of a truth value; None if it is not known to be zero ever.
+        """
+        return [zero_when(node, self.graph) for node in self.nodes.updates]
+
+    @functools.cached_property
+    def still_parts(self) -> list[Node | None]:
+        """Per part of the new state, when it is the old part by a condition.
+
+        None for parts without a moment format, which are stored as they are.
+        """
+        if not self.keeps_structure:
+            return [None] * len(self.nodes.new_state)
+        return [
+            unchanged_when(new, old, self.graph) if encoded else None
+            for (old, new), encoded in zip(self.state_pairs, self.encoded, strict=True)
+        ]
+
+    def still_values(self, prepared: PreparedStep) -> tuple[list, list]:
+        """The values of :attr:`still_leaves` and :attr:`still_parts`, for XLA."""
+        nodes = self.nodes
+        known = dict(zip(nodes.grads, prepared.grads, strict=True))
+        known |= zip(nodes.masters, prepared.masters, strict=True)
+        known |= zip(nodes.state, jax.tree.leaves(prepared.inner_state), strict=True)
+        conditions = [*self.still_leaves, *self.still_parts]
+        values = iter(evaluate([x for x in conditions if x is not None], known))
+        of_all = [None if x is None else next(values) for x in conditions]
+        return of_all[: len(nodes.updates)], of_all[len(nodes.updates) :]
+
+
+def trace_update(
+    inner: optax.GradientTransformation, prepared: PreparedStep, extra_args: dict
+) -> UpdateGraph:
+    """Trace an inner update.
+
+    Args:
+      inner: the inner transformation.
+      prepared: the step.
+      extra_args: for ``inner.update``.
+    """
+    inner = optax.with_extra_args_support(inner)
+    tree = prepared.tree
+    arguments = tree(prepared.grads), prepared.inner_state, tree(prepared.masters)
+    closed, shapes = jax.make_jaxpr(
+        lambda grads, state, masters: inner.update(grads, state, masters, **extra_args),
+        return_shape=True,
+    )(*arguments)
+    graph = Graph(closed)
+    grads, state, masters = jax.tree.unflatten(
+        jax.tree.structure(arguments), graph.inputs
+    )
+    updates, new_state = jax.tree.unflatten(jax.tree.structure(shapes), graph.outputs)
+    new_state, state_tree = jax.tree.flatten(new_state)
+    nodes = UpdateNodes(
+        prepared.treedef.flatten_up_to(grads),
+        prepared.treedef.flatten_up_to(masters),
+        jax.tree.leaves(state),
+        trees.parts_of(prepared.names, prepared.treedef, updates, "inner updates"),
+        new_state,
+    )
+    return UpdateGraph(
+        graph=graph,
+        nodes=nodes,
+        state_tree=state_tree,
+        keeps_structure=jax.tree.structure(state) == state_tree,
+        encoded=[how is not None for how in prepared.described_moments()],
+        effects=closed.effects,
+    )

@@ -1,0 +1,102 @@
+"""``regularize``: a penalty on the weights that is differentiated in float32."""
+
+import typing
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from lowbit_optax._step import trees
+
+
+def regularize(
+    penalty: Callable[[typing.Any], jax.Array],
+) -> optax.GradientTransformationExtraArgs:
+    """Add the gradient of a penalty on the parameters to the gradients of the loss.
+
+        g_t = grads + d penalty(W_{t-1}) / dW
+
+    Inside ``lowbit``, W are the float32 masters, not the parameters that the model
+    sees, and gradients are float32: a penalty that float16 or bfloat16 would lose, in
+    the loss or between two updates, is kept. With QuantizedTensors W are their values.
+    Outside of ``lowbit``, W are the parameters as they are.
+
+    Put it first in the chain for a penalty of the loss, whose gradient goes through
+    clipping and moments; a loss scale goes around ``lowbit``, which unscales the
+    gradients before. Decoupled weight decay is ``optax.add_decayed_weights``. A penalty
+    that is a sum over elements costs no kernel: it is computed within the fused update.
+
+    Args:
+      penalty: ``params -> scalar``, of any tree of float32 masters; with a mask or a
+        choice of leaves of your own inside of it. Leaves that are not real
+        floating-point arrays are constants.
+
+    Returns:
+      An optax transformation without state, for ``optax.chain``.
+
+    Raises:
+      TypeError: if ``penalty`` is not callable or, in ``update``, returns no float
+        scalar.
+      ValueError: if ``update`` gets no params.
+
+    References:
+      OpenSeq2Seq, "Mixed Precision Training", mp_regularizer_wrapper.
+
+    >>> import jax.numpy as jnp, lowbit_optax
+    >>> l1 = lambda params: 2.0**-20 * jnp.sum(jnp.abs(params))
+    >>> inner = optax.chain(regularize(l1), optax.sgd(1.0))
+    >>> tx = lowbit_optax.lowbit(inner, weights=lowbit_optax.extra_bits())
+    >>> w = jnp.ones((64, 64), jnp.bfloat16)
+    >>> w, state = lowbit_optax.step(tx, w, tx.init(w), jnp.zeros_like(w))
+    >>> print(1 - lowbit_optax.master_weights(w, state)[0, 0] == 2.0**-20)
+    True
+    """
+    if not callable(penalty):
+        raise TypeError(
+            f"regularize: penalty is {penalty!r}; accepted is a function of the "
+            "parameters"
+        )
+
+    def update(updates, state, params=None, **extra_args):
+        del extra_args
+        if params is None:
+            raise ValueError(
+                "regularize: update needs params; call tx.update(grads, state, params)"
+            )
+        return _added(updates, _gradients(penalty, params)), state
+
+    return optax.GradientTransformationExtraArgs(
+        lambda params: optax.EmptyState(), update
+    )
+
+
+def _gradients(penalty: Callable, params):
+    """The penalty's gradients; None at the leaves that are constants."""
+    leaves, treedef = jax.tree.flatten(params)
+    variables = {i: x for i, x in enumerate(leaves) if trees.is_float(x)}
+
+    def of_variables(variables):
+        value = penalty(
+            treedef.unflatten(variables.get(i, x) for i, x in enumerate(leaves))
+        )
+        is_float = jnp.issubdtype(jnp.result_type(value), jnp.floating)
+        if jnp.shape(value) or not is_float:
+            raise TypeError(
+                f"regularize: the penalty is {jax.typeof(value)}; accepted is a float "
+                "scalar"
+            )
+        return value
+
+    gradients = jax.grad(of_variables)(variables)
+    return treedef.unflatten(gradients.get(i) for i in range(len(leaves)))
+
+
+def _added(updates, gradients):
+    """Updates plus gradients, in the updates' dtypes."""
+    return jax.tree.map(
+        lambda x, g: x if g is None else x + g.astype(x.dtype),
+        updates,
+        gradients,
+        is_leaf=lambda x: x is None,
+    )

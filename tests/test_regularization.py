@@ -1,0 +1,150 @@
+"""A penalty on the weights is differentiated at the float32 masters."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import lowbit_optax
+from lowbit_optax import extra_bits, lowbit, quantized_weights, regularize
+
+
+def elastic(params):
+    """Weight decay, and a pull to zero, on matrices."""
+    w = params["w"]
+    return jnp.float32(2.0**-13) * jnp.sum(w * w) + jnp.float32(2.0**-12) * jnp.sum(
+        jnp.abs(w)
+    )
+
+
+def orthogonal(params):
+    w = params["w"]
+    error = w.T @ w - jnp.eye(w.shape[1], dtype=w.dtype)
+    return jnp.float32(2.0**-12) * jnp.sum(error * error)
+
+
+def start(dtype):
+    random = np.random.default_rng(0)
+    return {
+        "w": jnp.asarray(random.standard_normal((64, 80)) / 8, dtype),
+        "step": jnp.int32(3),
+    }
+
+
+def gradients(seed):
+    random = np.random.default_rng(seed)
+    w = jnp.asarray(random.standard_normal((64, 80)), jnp.bfloat16)
+    return {"w": w, "step": jnp.int32(0)}
+
+
+def trained(tx, params, steps=8):
+    state = jax.jit(tx.init)(params)
+    step = jax.jit(functools.partial(lowbit_optax.step, tx))
+    for i in range(steps):
+        params, state = step(params, state, gradients(i))
+    return params, state
+
+
+def inner(*first):
+    sgd = optax.sgd(2.0**-6, momentum=0.5)
+    only_floats = {"w": True, "step": False}
+    return optax.chain(*first, optax.masked(sgd, only_floats))
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("penalty", [elastic, orthogonal])
+def test_it_trains_as_float32_with_the_penalty_in_the_loss(penalty):
+    weights = start(jnp.bfloat16)["w"].astype(jnp.float32)
+    momentum = jnp.zeros_like(weights)
+    for i in range(8):
+        grad = gradients(i)["w"].astype(jnp.float32)
+        grad = grad + jax.grad(lambda w: penalty({"w": w}))(weights)
+        momentum = grad + 0.5 * momentum
+        weights = weights - 2.0**-6 * momentum
+    tx = lowbit(inner(regularize(penalty)), weights=extra_bits(), moments="float32")
+    params, state = trained(tx, start(jnp.bfloat16))
+    masters = lowbit_optax.master_weights(params, state)
+    np.testing.assert_allclose(masters["w"], weights, rtol=1e-5, atol=1e-6)
+    without, state = trained(
+        lowbit(inner(), weights=extra_bits(), moments="float32"), start(jnp.bfloat16)
+    )
+    masters = lowbit_optax.master_weights(without, state)
+    assert not np.allclose(masters["w"], weights, rtol=1e-5, atol=1e-6)
+    assert int(params["step"]) == 3
+
+
+def test_it_sees_float32_masters_and_adds_before_the_moments():
+    seen = []
+
+    def penalty(params):
+        seen.append(params["w"])
+        return jnp.sum(params["w"])
+
+    tx = lowbit(optax.chain(regularize(penalty), optax.trace(0.5)), moments="float32")
+    params = {"w": jnp.ones((64, 64), jnp.float16)}
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    _, state = lowbit_optax.step(tx, params, tx.init(params), zeros)
+    assert {x.dtype for x in seen} == {jnp.dtype(jnp.float32)}
+    np.testing.assert_array_equal(state.inner_state[1].trace["w"], 1)
+
+
+def test_what_float16_would_lose_is_kept():
+    # The gradient 2e-8 is less than half of float16's smallest number.
+    penalty = lambda params: jnp.float32(0.5e-5) * jnp.sum(params["w"] * params["w"])
+    params = {"w": jnp.full((64, 64), 2e-3, jnp.float16)}
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    tx = lowbit(
+        optax.chain(regularize(penalty), optax.sgd(0.1)),
+        weights=extra_bits(),
+        moments="float32",
+    )
+    tx = lowbit_optax.with_loss_scale(tx, lowbit_optax.static_scale(2.0**10))
+    state = tx.init(params)
+    first = lowbit_optax.master_weights(params, state)["w"].mean()
+    step = jax.jit(functools.partial(lowbit_optax.step, tx))
+    for _ in range(1000):
+        params, state = step(params, state, zeros)
+    last = lowbit_optax.master_weights(params, state)["w"].mean()
+    assert np.isclose(last / first, (1 - 1e-6) ** 1000, rtol=1e-4)
+
+
+def test_a_sum_over_elements_is_part_of_the_fused_kernel():
+    def tx(implementation):
+        return lowbit(
+            optax.chain(regularize(elastic), optax.sgd(2.0**-6, momentum=0.5)),
+            implementation=implementation,
+            min_size=0,
+        )
+
+    params = {"w": start(jnp.bfloat16)["w"]}
+    grads = {"w": gradients(0)["w"]}
+    results = [
+        lowbit_optax.step(t, params, t.init(params), grads)[0]["w"]
+        for t in (tx("pallas"), tx("xla"))
+    ]
+    np.testing.assert_array_equal(*results)
+
+
+def test_quantised_weights_are_seen_by_their_values():
+    params = lowbit_optax.quantize_params({"w": jnp.ones((64, 64))}, bits=16)
+    penalty = lambda params: jnp.sum(params["w"] ** 2)
+    tx = lowbit(
+        optax.chain(regularize(penalty), optax.sgd(0.25)), weights=quantized_weights()
+    )
+    zeros = {"w": jnp.zeros((64, 64))}
+    params, _ = lowbit_optax.step(tx, params, tx.init(params), zeros)
+    np.testing.assert_allclose(params["w"].dequantize(), 0.5, rtol=1e-3)
+
+
+def test_bad_penalties_are_errors():
+    with pytest.raises(TypeError, match=r"penalty is 0\.1; accepted is a function"):
+        regularize(0.1)  # pyright: ignore[reportArgumentType]: the error is wanted
+    params = {"w": jnp.ones(4)}
+    tx = regularize(lambda params: params["w"])
+    with pytest.raises(TypeError, match=r"the penalty is float32\[4\]"):
+        tx.update(params, tx.init(params), params)
+    with pytest.raises(ValueError, match="update needs params"):
+        tx.update(params, tx.init(params))
