@@ -7,8 +7,10 @@ which platform it will run. Then both become branches of one program.
 import dataclasses
 import functools
 import typing
+from collections.abc import Callable
 
 import jax
+import optax
 
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._step import context, kernel_plan, kernel_step
@@ -52,12 +54,16 @@ def advance(
     Raises:
       ValueError: if kernels are asked for and cannot update a leaf, naming it.
     """
-    by_xla = ByXla(config, prepared, landing, extra_args)
+    inner = optax.with_extra_args_support(config.inner)
+    update = functools.partial(inner.update, **extra_args)
     chosen = config.implementation
     elsewhere = chosen is None and is_elsewhere(jax.tree.leaves(prepared.params))
     if chosen == "xla" or elsewhere or context.current().is_analysed:
-        return by_xla.run()
-    plan = kernel_plan.plan(config.inner, prepared, landing, extra_args)
+        return ByXla(prepared, landing, update).run()
+    # Under jit it is traced once, for the plan and for XLA.
+    update = jax.jit(update)
+    plan = kernel_plan.plan(update, prepared, landing)
+    by_xla = ByXla(prepared, landing, update)
     if chosen is not None:
         plan.require(prepared.names)
     if plan.is_empty:
@@ -76,17 +82,21 @@ def advance(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ByXla:
-    """Array operations on whole leaves: the reference that defines the results."""
+    """Array operations on whole leaves: the reference that defines the results.
 
-    config: Choices
+    Args:
+      prepared, landing: the step.
+      inner_update: from gradients, inner state and masters to updates and state.
+    """
+
     prepared: PreparedStep
     landing: Landing
-    extra_args: dict
+    inner_update: Callable
 
     def run(self) -> Advanced:
         """Run the step."""
         prepared = self.prepared
-        updates, inner_state = prepared.inner_update(self.config.inner, self.extra_args)
+        updates, inner_state = prepared.inner_update(self.inner_update)
         pairs = [
             prepared.land(number, update, self.landing)
             for number, update in enumerate(updates)

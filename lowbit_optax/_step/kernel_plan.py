@@ -9,11 +9,10 @@ body of its kernel (:mod:`lowbit_optax._step.body`).
 import collections
 import dataclasses
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 from jax.extend.core.primitives import add_p
 
@@ -104,25 +103,18 @@ class UpdateNodes(typing.NamedTuple):
 
 
 def plan(
-    inner: optax.GradientTransformation,
-    prepared: PreparedStep,
-    landing: Landing,
-    extra_args: dict,
+    inner_update: Callable, prepared: PreparedStep, landing: Landing
 ) -> KernelPlan:
     """Trace an inner update and find which leaves a kernel can update.
 
     Args:
-      inner: the inner transformation.
+      inner_update: from gradients, inner state and masters to updates and state.
       prepared, landing: the step.
-      extra_args: for ``inner.update``.
     """
-    inner = optax.with_extra_args_support(inner)
     tree = prepared.tree
     arguments = tree(prepared.grads), prepared.inner_state, tree(prepared.masters)
-    closed, shapes = jax.make_jaxpr(
-        lambda grads, state, masters: inner.update(grads, state, masters, **extra_args),
-        return_shape=True,
-    )(*arguments)
+    traced = jax.make_jaxpr(inner_update, return_shape=True)
+    closed, shapes = traced(*arguments)
     graph = Graph(closed)
     grads, state, masters = jax.tree.unflatten(
         jax.tree.structure(arguments), graph.inputs

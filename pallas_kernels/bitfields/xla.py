@@ -92,8 +92,8 @@ def unpack_with(
 
     >>> import jax.numpy as jnp
     >>> words = pack(jnp.arange(50, dtype=jnp.uint32), bits=7)
-    >>> int(unpack_with(lambda x, y: x - y, words, 7, layout_of((50,)), jnp.ones(50))[9])
-    8
+    >>> unpack_with(lambda x: x + 1, words, 7, layout_of((50,)))[9]
+    Array(10, dtype=uint32)
     """
     axis, (height, _) = layout.row_axis, period(bits)
     taken = _words_of_periods(words, bits, layout)

@@ -227,7 +227,7 @@ def place_of(kernel: Kernel, program: jax.Array, refs: Sequence) -> Place:
     refs, leaf = list(refs), np.int32(0)
     if kernel.leaves > 1:
         # Beside the program's number a Python int is an int64 with 64-bit types on.
-        programs = jnp.int32(kernel.tiling.programs)
+        programs = np.int32(kernel.tiling.programs)
         leaf, program = lax.div(program, programs), lax.rem(program, programs)
     row, base = (
         refs.pop(0)[leaf] if given else jnp.uint32(0) for given in kernel.given[:2]
@@ -235,7 +235,7 @@ def place_of(kernel: Kernel, program: jax.Array, refs: Sequence) -> Place:
     layer = refs.pop(0)[np.int32(0)] if kernel.given[2] else jnp.int32(0)
     # Before any store, which might alias it.
     scalars = _scalars(refs.pop(0), row, kernel.table_width)
-    base = base + layer.astype(jnp.uint32) * jnp.uint32(kernel.leaf_size)
+    base = base + layer.astype(jnp.uint32) * np.uint32(kernel.leaf_size)
     size = None
     if kernel.sizes is not None:
         size = jnp.int32(kernel.sizes[0])
@@ -246,8 +246,8 @@ def place_of(kernel: Kernel, program: jax.Array, refs: Sequence) -> Place:
 
 def _scalars(table, row: jax.Array, width: int) -> list[jax.Array]:
     """A row of the table."""
-    first = row.astype(jnp.int32) * jnp.int32(width)
-    return [table[first + jnp.int32(i)] for i in range(width)]
+    first = row.astype(jnp.int32) * np.int32(width)
+    return [table[first + np.int32(i)] for i in range(width)]
 
 
 def _bases(shards: Sequence[Shard]) -> jax.Array | None:

@@ -12,7 +12,6 @@ import typing
 from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -140,4 +139,4 @@ def by_branches(
     )
     first = starts[choices[half]] if starts else choices[half]
     left, right = branch(choices[:half]), branch(choices[half:])
-    return lax.cond(number < jnp.int32(first), left, right, *args)
+    return lax.cond(lax.lt(number, np.int32(first)), left, right, *args)
