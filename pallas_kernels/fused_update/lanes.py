@@ -44,11 +44,12 @@ class FlatLanes:
         """Static description."""
         return self.arrangement.tiling
 
-    def offset(self, start: jax.Array, row: int) -> jax.Array:
-        """Where the elements of the row ``start + row`` are."""
+    def offsets(self, start: jax.Array, count: int) -> list[jax.Array]:
+        """Where the elements of so many rows from ``start`` on are."""
         tiling = self.tiling
         first = self.first + start * np.int32(tiling.flat_width)
-        return _bounded(first, tiling.size) + np.int32(row * tiling.flat_width)
+        first = _bounded(first, tiling.size)
+        return [first + np.int32(n * tiling.flat_width) for n in range(count)]
 
     def element(self, row: jax.Array) -> jax.Array:
         """The index of a row's elements."""
@@ -61,7 +62,7 @@ class FlatLanes:
             if tiling.size % (tiling.flat_width * tiling.lane_rows) == 0:
                 return None
             size = np.int32(tiling.size)
-        return self.offset(start, row) < size
+        return self.offsets(start, row + 1)[row] < size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,21 +99,21 @@ class TiledLanes:
         """The places of their blocks of a size."""
         return self.blocks.parts(block_size)
 
-    def offset(self, start: jax.Array, row: int) -> jax.Array:
-        """Where the elements of the row ``start + row`` are."""
+    def offsets(self, start: jax.Array, count: int) -> list[jax.Array]:
+        """Where the elements of so many rows from ``start`` on are."""
         stride = self.tiling.row_stride
         first = _bounded(self.first + start * np.int32(stride), self.tiling.size)
-        return first + np.int32(row * stride)
+        return [first + np.int32(n * stride) for n in range(count)]
 
-    def word_offset(self, bits: int, start: jax.Array, word: int) -> jax.Array:
-        """Where the lane's word ``start + word`` is, of fields of ``bits`` bits."""
+    def word_offsets(self, bits: int, start: jax.Array, count: int) -> list[jax.Array]:
+        """Where the lane's words from ``start`` on are, of fields of ``bits`` bits."""
         tiling = self.tiling
         rows = tiling.word_rows(bits)
         row = self.arrangement.spread(self._word_row(bits) + start)
         row = self.lead * np.int32(rows) + row
         first = row * np.int32(tiling.row_stride) + self.column
         first = _bounded(first, tiling.lead * rows * tiling.row_stride)
-        return first + np.int32(word * tiling.row_stride)
+        return [first + np.int32(n * tiling.row_stride) for n in range(count)]
 
     def has_word(self, bits: int, word: jax.Array) -> jax.Array | None:
         """Which lanes have this word; None if all have."""

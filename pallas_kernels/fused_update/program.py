@@ -170,15 +170,16 @@ class _ChunkUpdate:
 
     def _rows(self, chunk: jax.Array) -> list["_Row"]:
         lanes = self._program.lanes
-        start = chunk * np.int32(lanes.tiling.chunk_rows)
+        count = lanes.tiling.chunk_rows
+        start = chunk * np.int32(count)
         return [
             _Row(
                 number=r,
                 index=lanes.element(start + np.int32(r)),
-                offset=lanes.offset(start, r),
+                offset=offset,
                 exists=lanes.exists(start, r),
             )
-            for r in range(lanes.tiling.chunk_rows)
+            for r, offset in enumerate(lanes.offsets(start, count))
         ]
 
     def _words_and_blocks(self, chunk: jax.Array) -> "_Accesses":
@@ -380,20 +381,25 @@ class _Words:
     bits: int
 
     def load(self, start: jax.Array) -> jax.Array:
-        (word,) = self.memory.load([self.access(start, 0)])
+        (word,) = self.memory.load(self.accesses(start, 1))
         return word
 
     def store(self, start: jax.Array, value: jax.Array, when: jax.Array) -> None:
-        access = self.access(start, 0)
+        (access,) = self.accesses(start, 1)
         when = jnp.broadcast_to(when, value.shape)
         mask = when if access.mask is None else access.mask & when
         self.memory.store([(dataclasses.replace(access, mask=mask), value)])
 
-    def access(self, start: jax.Array, word: int) -> Access:
-        return Access(
-            self.number,
-            self.layer,
-            self.lanes.word_offset(self.bits, start, word),
-            self.lanes.has_word(self.bits, start + np.int32(word)),
-            self.lanes.tiling.word_width,
-        )
+    def accesses(self, start: jax.Array, count: int) -> list[Access]:
+        return [
+            Access(
+                self.number,
+                self.layer,
+                offset,
+                self.lanes.has_word(self.bits, start + np.int32(word)),
+                self.lanes.tiling.word_width,
+            )
+            for word, offset in enumerate(
+                self.lanes.word_offsets(self.bits, start, count)
+            )
+        ]

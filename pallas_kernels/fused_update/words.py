@@ -38,8 +38,8 @@ class Words(typing.Protocol):
     Numbers are int32 scalars.
     """
 
-    def access(self, start: jax.Array, word: int) -> Access:
-        """Where the words ``start + word`` are."""
+    def accesses(self, start: jax.Array, count: int) -> list[Access]:
+        """Where so many words from ``start`` on are."""
         ...
 
     def load(self, start: jax.Array) -> jax.Array:
@@ -77,7 +77,7 @@ class Reader:
             return []
         count = self.chunk_rows * self.bits // 32
         first = chunk * np.int32(count)
-        return [self.places.access(first, j) for j in range(count)]
+        return self.places.accesses(first, count)
 
     def field(self, row: int) -> jax.Array | Byte:
         """The fields of a row of the chunk."""
@@ -142,7 +142,7 @@ class Writer:
         else:
             words = put_fields(self._fields, self.bits)
         first = self._chunk * np.int32(len(words))
-        return [(self.places.access(first, j), word) for j, word in enumerate(words)]
+        return list(zip(self.places.accesses(first, len(words)), words, strict=True))
 
 
 def _place(chunk: jax.Array, chunk_rows: int, row: int, bits: int):
