@@ -124,13 +124,13 @@ class QuantizedTensor(QuantizedWeight):
         """
         check_parts(self)
         delta = lax.bitcast_convert_type(self.scales, jnp.float32)
-        prepared = _repeated(delta, self.layout, self.block_size)
+        steps = _repeated(delta, self.layout, self.block_size)
 
-        def decode(fields: jax.Array, *prepared: jax.Array) -> jax.Array:
-            values = linear_code.decode(fields, prepared, self.bits)
+        def decode(fields: jax.Array, delta: jax.Array, inverse: jax.Array):
+            values = linear_code.decode(fields, (delta, inverse), self.bits)
             return narrow_or_cast(values, dtype)
 
-        return unpack_with(decode, self.codes, self.bits, self.layout, *prepared)
+        return unpack_with(decode, self.codes, self.bits, self.layout, *steps)
 
 
 def quantize(

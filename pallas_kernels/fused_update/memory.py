@@ -80,8 +80,25 @@ class OneOfMany:
     has_branches: typing.ClassVar[bool] = True
 
     def load(self, accesses: Sequence[Access]) -> list[jax.Array]:
-        """See :class:`Memory`."""
+        """See :class:`Memory`.
 
+        What is per block is loaded apart from the rest where blocks are of two sizes.
+        Triton cannot compile one conditional that gives both ("requires the same
+        encoding for all operands and results").
+        """
+        kinds = [access.tiles for access in accesses]
+        if len(set(kinds) - {None}) < 2:
+            return self._load(accesses)
+        loaded: list = [None] * len(accesses)
+        for kind in dict.fromkeys(kinds):
+            places = [i for i, each in enumerate(kinds) if each == kind]
+            for i, x in zip(
+                places, self._load([accesses[i] for i in places]), strict=True
+            ):
+                loaded[i] = x
+        return loaded
+
+    def _load(self, accesses: Sequence[Access]) -> list[jax.Array]:
         def load(number: int):
             return self._marked(self.leaves[number].load(accesses), number)
 
