@@ -82,12 +82,12 @@ class OneOfMany:
     def load(self, accesses: Sequence[Access]) -> list[jax.Array]:
         """See :class:`Memory`.
 
-        What is per block is loaded apart from the rest where blocks are of two sizes.
-        Triton cannot compile one conditional that gives both ("requires the same
-        encoding for all operands and results").
+        For LLVM, what is per block is loaded apart from the rest where blocks are of
+        two sizes. Triton cannot compile one conditional that gives both ("requires the
+        same encoding for all operands and results").
         """
         kinds = [access.tiles for access in accesses]
-        if len(set(kinds) - {None}) < 2:
+        if self.mark is None or len(set(kinds) - {None}) < 2:
             return self._load(accesses)
         loaded: list = [None] * len(accesses)
         for kind in dict.fromkeys(kinds):

@@ -15,7 +15,6 @@ from lowbit_optax import block_quantized, lowbit
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 
 from tools.gpu_program.ptx import compile_program
-from tools.gpu_program.steps import F32, leaf, lower_lpmm_step
 from tools.gpu_program.targets import gpu_mesh, lower_for
 
 LEAVES = 3
@@ -55,11 +54,3 @@ def test_equal_quantised_leaves_in_one_kernel_have_the_same_bits(shape, block_si
     (name,) = (n for n in program.sources if n.startswith("fused_update"))
     assert name.startswith("fused_update_many")
     assert_same_bits(program.run(*arguments), step(*arguments))
-
-
-def test_equal_leaves_of_lpmm_share_kernels():
-    like = [leaf(768, 768, dtype=F32) for _ in range(2 * LEAVES)]
-    step = lower_lpmm_step(lowbit_optax.lpmm_adam(1e-3), like)
-    assert step.fused_launches == 2
-    assert step.in_place
-    assert step.temporary < 0.001
