@@ -71,7 +71,7 @@ def test_layers_are_dequantised_out_of_their_stack(bits):
 
     layers = leaf(LAYERS, SIDE, SIDE, dtype=jnp.float32)
     stack = jax.eval_shape(
-        functools.partial(lowbit_optax.quantize_params, bits=bits, stacked=True), layers
+        functools.partial(lowbit_optax.quantize_params, bits=bits), layers
     )
     index = jax.ShapeDtypeStruct((), jnp.int32)
     program = compile_for(gpu_mesh(), last_layer, stack, index)
