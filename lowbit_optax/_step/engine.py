@@ -112,7 +112,8 @@ class Lowbit(Choices, Stepper):
     def inner_update(self, params, state, grads, **extra_args):
         """The inner transformation's updates, in float32 where a format is used."""
         prepared = prepare(self, params, state, grads, Unguarded())
-        return prepared.tree(prepared.inner_update(self.inner, extra_args)[0])
+        update = optax.with_extra_args_support(self.inner).update
+        return prepared.tree(prepared.inner_update(update, **extra_args)[0])
 
     def _in_container(self, tree):
         container = self.weights.container

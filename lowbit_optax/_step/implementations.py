@@ -7,8 +7,10 @@ which platform it will run. Then both become branches of one program.
 import dataclasses
 import functools
 import typing
+from collections.abc import Callable
 
 import jax
+import optax
 
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._step import context, kernel_plan, kernel_step
@@ -60,17 +62,22 @@ def advance(
     Raises:
       ValueError: if kernels are asked for and cannot update a leaf, naming it.
     """
+    inner = optax.with_extra_args_support(config.inner)
+    update = functools.partial(inner.update, **extra_args)
     chosen = config.implementation
     elsewhere = chosen is None and is_elsewhere(jax.tree.leaves(prepared.params))
     only_xla = chosen == "xla" or elsewhere or context.current().is_analysed
+    if not only_xla:
+        # Under jit it is traced once, for the plan and for XLA.
+        update = jax.jit(update)
     try:
-        traced = trace_update(config.inner, prepared, extra_args)
+        traced = trace_update(update, prepared)
     except _NEEDS_VALUES:
         # Not jitted, XLA can run a transformation that looks at values; no kernel can.
         if not only_xla:
             raise
         traced = None
-    by_xla = ByXla(config, prepared, landing, extra_args, traced)
+    by_xla = ByXla(prepared, landing, update, traced)
     if only_xla or traced is None:
         return by_xla.run()
     plan = kernel_plan.plan(traced, prepared, landing)
@@ -95,21 +102,21 @@ class ByXla:
     """Array operations on whole leaves: the reference that defines the results.
 
     Args:
-      config, prepared, landing, extra_args: the step.
+      prepared, landing: the step.
+      inner_update: from gradients, inner state and masters to updates and state.
       traced: the inner update; None if it cannot be traced. Then what a skipped step
         leaves alone is not known, and is encoded anew.
     """
 
-    config: Choices
     prepared: PreparedStep
     landing: Landing
-    extra_args: dict
+    inner_update: Callable
     traced: UpdateGraph | None
 
     def run(self) -> Advanced:
         """Run the step."""
         prepared = self.prepared
-        updates, inner_state = prepared.inner_update(self.config.inner, self.extra_args)
+        updates, inner_state = prepared.inner_update(self.inner_update)
         still_leaves, still_parts = [None] * len(updates), []
         if self.traced is not None:
             still_leaves, still_parts = self.traced.still_values(prepared)

@@ -8,6 +8,7 @@ formats make the body of its kernel (:mod:`lowbit_optax._step.body`).
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -203,14 +204,26 @@ class _Planner:
         nodes, shape = self._nodes, self._prepared.params[i].shape
         own = {nodes.grads[i], nodes.masters[i]}
         of_update = elementwise.inputs_of([nodes.updates[i]], shape)
-        found = []
+        return tuple(
+            number
+            for number, old, inputs in self._state_of_shape.get(shape, ())
+            if old in of_update or own & inputs
+        )
+
+    @functools.cached_property
+    def _state_of_shape(self) -> dict[tuple[int, ...], list]:
+        """By shape, the parts of the state that keep shape and dtype.
+
+        Of each its number, the part before the update, and what the part after it is
+        computed from.
+        """
+        found: dict[tuple[int, ...], list] = {}
         for number, (old, new) in enumerate(self._traced.state_pairs):
-            same = (old.aval.shape, old.aval.dtype) == (new.aval.shape, new.aval.dtype)
-            if old.aval.shape != shape or not same:
-                continue
-            if old in of_update or own & elementwise.inputs_of([new], shape):
-                found.append(number)
-        return tuple(found)
+            shape = old.aval.shape
+            if (shape, old.aval.dtype) == (new.aval.shape, new.aval.dtype):
+                inputs = elementwise.inputs_of([new], shape)
+                found.setdefault(shape, []).append((number, old, inputs))
+        return found
 
 
 def _check_leaf(leaf, is_packed: bool) -> None:

@@ -217,6 +217,7 @@ def _run_leaves(
         groups.setdefault(_group(i, leaf, plan.kernels[i].body), []).append(i)
     written = {}
     for numbers in groups.values():
+        numbers.sort(key=lambda i: math.prod(leaves[i].shape))
         first = numbers[0]
         body = plan.kernels[first].body
         # Rows have constant numbers: a slice of the table would be one more kernel.

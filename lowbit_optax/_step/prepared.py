@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -70,13 +70,18 @@ class PreparedStep:
         """A tree with the parameters' structure and these leaves."""
         return self.treedef.unflatten(leaves)
 
-    def inner_update(self, inner: optax.GradientTransformation, extra: dict):
+    def inner_update(self, update: Callable, **extra):
         """Call the inner transformation.
+
+        Args:
+          update: of the inner transformation, from float32 gradients, its state and the
+            masters.
+          **extra: for ``update``.
 
         Returns:
           ``(updates, new inner state)`` in float32, the updates as a list.
         """
-        updates, inner_state = optax.with_extra_args_support(inner).update(
+        updates, inner_state = update(
             self.tree(self.grads), self.inner_state, self.tree(self.masters), **extra
         )
         updates = trees.parts_of(self.names, self.treedef, updates, "inner updates")

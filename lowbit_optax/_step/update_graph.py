@@ -3,9 +3,9 @@
 import dataclasses
 import functools
 import typing
+from collections.abc import Callable
 
 import jax
-import optax
 
 from lowbit_optax._jaxprs.graph import Graph, evaluate
 from lowbit_optax._jaxprs.nodes import Node
@@ -90,23 +90,17 @@ class UpdateGraph:
         return of_all[: len(nodes.updates)], of_all[len(nodes.updates) :]
 
 
-def trace_update(
-    inner: optax.GradientTransformation, prepared: PreparedStep, extra_args: dict
-) -> UpdateGraph:
+def trace_update(inner_update: Callable, prepared: PreparedStep) -> UpdateGraph:
     """Trace an inner update.
 
     Args:
-      inner: the inner transformation.
+      inner_update: from gradients, inner state and masters to updates and state.
       prepared: the step.
-      extra_args: for ``inner.update``.
     """
-    inner = optax.with_extra_args_support(inner)
     tree = prepared.tree
     arguments = tree(prepared.grads), prepared.inner_state, tree(prepared.masters)
-    closed, shapes = jax.make_jaxpr(
-        lambda grads, state, masters: inner.update(grads, state, masters, **extra_args),
-        return_shape=True,
-    )(*arguments)
+    traced = jax.make_jaxpr(inner_update, return_shape=True)
+    closed, shapes = traced(*arguments)
     graph = Graph(closed)
     grads, state, masters = jax.tree.unflatten(
         jax.tree.structure(arguments), graph.inputs

@@ -18,7 +18,7 @@ from lowbit_optax._numerics.random_bits import RandomBits
 from lowbit_optax._numerics.rounding import narrow_or_cast
 from lowbit_optax._numerics.streams import PARAM_STREAM
 from lowbit_optax.formats.quantized_leaf import QuantizedWeight
-from pallas_kernels.bitfields.xla import pack, unpack
+from pallas_kernels.bitfields.xla import pack, unpack_with
 from pallas_kernels.layout import Layout, block_maxima, repeat_blocks
 
 Rounding = typing.Literal["nearest", "stochastic"]
@@ -123,11 +123,14 @@ class QuantizedTensor(QuantizedWeight):
           ValueError: if the shapes of codes and scales do not fit the static fields.
         """
         check_parts(self)
-        fields = unpack(self.codes, self.bits, self.layout)
         delta = lax.bitcast_convert_type(self.scales, jnp.float32)
-        prepared = _repeated(delta, self.layout, self.block_size)
-        values = linear_code.decode(fields, prepared, self.bits)
-        return narrow_or_cast(values, dtype)
+        steps = _repeated(delta, self.layout, self.block_size)
+
+        def decode(fields: jax.Array, delta: jax.Array, inverse: jax.Array):
+            values = linear_code.decode(fields, (delta, inverse), self.bits)
+            return narrow_or_cast(values, dtype)
+
+        return unpack_with(decode, self.codes, self.bits, self.layout, *steps)
 
 
 def quantize(

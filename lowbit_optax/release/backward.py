@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
+from lowbit_optax._jaxprs.checkpoints import without_barriers_on
 from lowbit_optax._jaxprs.program import Scan
 from lowbit_optax._step.identity import ByIdentity
 
@@ -171,7 +172,9 @@ class _Passes:
           derivative: an empty list, which gets the layers' derivative; None if the scan
             is not differentiated.
         """
-        body = core.jaxpr_as_fun(self.scan.body)
+        # The codes of a quantised layer are dequantised out of their stack.
+        codes = set(self.roles.released) - set(self.roles.gradients)
+        body = core.jaxpr_as_fun(without_barriers_on(self.scan.body, codes))
 
         def step(carry, xs):
             inputs = self._inputs(operands, carry, xs)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 _WORD = 32
 
@@ -45,10 +45,10 @@ def get_field(words: Sequence[jax.Array], row: int, bits: int) -> jax.Array:
       A uint32 array of the rows' shape, values below ``2**bits``.
     """
     word, shift = divmod(row * bits, 32)
-    value = words[word] >> jnp.uint32(shift) if shift else words[word]
+    value = words[word] >> np.uint32(shift) if shift else words[word]
     if shift + bits > 32:
-        value = value | (words[word + 1] << jnp.uint32(32 - shift))
-    return value & jnp.uint32((1 << bits) - 1)
+        value = value | (words[word + 1] << np.uint32(32 - shift))
+    return value & np.uint32((1 << bits) - 1)
 
 
 def put_fields(fields: Sequence[jax.Array], bits: int) -> list[jax.Array]:
@@ -75,7 +75,7 @@ def put_fields(fields: Sequence[jax.Array], bits: int) -> list[jax.Array]:
 
     for row, field in enumerate(fields):
         word, shift = divmod(row * bits, 32)
-        deposit(word, field << jnp.uint32(shift) if shift else field)
+        deposit(word, field << np.uint32(shift) if shift else field)
         if shift + bits > 32:
-            deposit(word + 1, field >> jnp.uint32(32 - shift))
+            deposit(word + 1, field >> np.uint32(32 - shift))
     return [words[number] for number in sorted(words)]

@@ -3,6 +3,8 @@
 :mod:`pallas_kernels.layout` says which field goes where.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -63,22 +65,64 @@ def unpack(words: jax.Array, bits: int, layout: Layout) -> jax.Array:
     >>> bool((unpack(words, 7, layout_of((50,))) == jnp.arange(50)).all())
     True
     """
+    if period(bits)[1] > _MOST_CHOICES:
+        return unpack_with(lambda fields: fields, words, bits, layout)
+    taken = _words_of_periods(words, bits, layout)
+    chosen = _chosen_fields(taken, layout.row_axis + 1, period(bits)[0], bits)
+    return _from_periods(chosen, layout)
+
+
+def unpack_with(
+    decode: Callable[..., jax.Array],
+    words: jax.Array,
+    bits: int,
+    layout: Layout,
+    *operands: jax.Array,
+) -> jax.Array:
+    """``decode(unpack(words, bits, layout), *operands)``, for an elementwise function.
+
+    It is computed for each row of a period by itself. So XLA reads each word once, and
+    fuses that even with slicing the words out of a stack, which it does not with
+    :func:`unpack`.
+
+    Args:
+      decode: elementwise, of fields and operands.
+      words, bits, layout: as for :func:`unpack`.
+      *operands: of the layout's shape.
+
+    >>> import jax.numpy as jnp
+    >>> words = pack(jnp.arange(50, dtype=jnp.uint32), bits=7)
+    >>> unpack_with(lambda x: x + 1, words, 7, layout_of((50,)))[9]
+    Array(10, dtype=uint32)
+    """
+    axis, (height, _) = layout.row_axis, period(bits)
+    taken = _words_of_periods(words, bits, layout)
+    parts = [split_axis(layout.to_matrix(x), axis, height) for x in operands]
+
+    def decoded(row: int) -> jax.Array:
+        given = [lax.slice_in_dim(x, row, row + 1, axis=axis + 1) for x in parts]
+        return decode(get_field(taken, row, bits), *given)
+
+    rows = [decoded(row) for row in range(height)]
+    return _from_periods(lax.concatenate(rows, axis + 1), layout)
+
+
+def _words_of_periods(words: jax.Array, bits: int, layout: Layout) -> list[jax.Array]:
+    """The first words of all periods, the second ones, and so on, with an axis of 1."""
     check_words(words, bits, layout)
     axis, matrix = layout.row_axis, layout.matrix_shape
     if layout.is_folded:
         words = words.reshape(*matrix[:axis], word_rows(layout.rows, bits), matrix[-1])
-    height, count = period(bits)
+    _, count = period(bits)
     periods = split_axis(words, axis, count)
-    taken = [lax.slice_in_dim(periods, w, w + 1, axis=axis + 1) for w in range(count)]
-    if count <= _MOST_CHOICES:
-        stacked = _chosen_fields(taken, axis + 1, height, bits)
-    else:
-        rows = [get_field(taken, row, bits) for row in range(height)]
-        stacked = lax.concatenate(rows, axis + 1)
-    fields = _merge(stacked, axis)
-    return layout.from_matrix(
-        lax.slice_in_dim(fields, 0, matrix[axis], axis=axis).reshape(matrix)
-    )
+    return [lax.slice_in_dim(periods, w, w + 1, axis=axis + 1) for w in range(count)]
+
+
+def _from_periods(x: jax.Array, layout: Layout) -> jax.Array:
+    """The array whose rows lie in periods, along the axis after that of the periods."""
+    axis, matrix = layout.row_axis, layout.matrix_shape
+    rows = lax.slice_in_dim(_merge(x, axis), 0, matrix[axis], axis=axis)
+    return layout.from_matrix(rows.reshape(matrix))
 
 
 def _chosen_fields(words: list[jax.Array], axis: int, height: int, bits: int):

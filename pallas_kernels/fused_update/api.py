@@ -128,7 +128,8 @@ def fused_update_many(
     Args:
       body: the same for all.
       leaves: with the same kinds of operands and results, none of them stacked. If
-        anything is packed or per block, they are of one shape.
+        anything is packed or per block, they are of one shape. In the order of their
+        sizes, more of the kernels are equal.
       scalars: uint32 table.
       rows: uint32 vector, each leaf's row of the table.
       when: as in :func:`fused_update`.
@@ -156,7 +157,7 @@ def fused_update_many(
             return update(body, shards, *shared, when=when)
         return one_by_one(update, [[shard] for shard in shards], *shared)
 
-    written = []
+    written: list = [None] * len(leaves)
     for part in _parts(len(leaves), launcher(implementation).max_leaves(leaves)):
         some = leaves[part]
 
@@ -166,17 +167,19 @@ def fused_update_many(
 
         largest = max(math.prod(leaf.shape) for leaf in some)
         shared = [scalars, rows[part]]
-        written += _choose(implementation, kernel, reference, some, shared, largest)
-    return [written[i : i + results] for i in range(0, len(written), results)]
+        new = _choose(implementation, kernel, reference, some, shared, largest)
+        written[part] = [new[i : i + results] for i in range(0, len(new), results)]
+    return written
 
 
 def _parts(leaves: int, most: int) -> list[slice]:
     """Parts of at most so many leaves, as equal as can be.
 
-    Kernels over equally many equal leaves are compiled once.
+    Kernels over equally many leaves of equal sizes are traced and compiled once. So of
+    leaves in the order of their sizes each part gets some of each.
     """
-    size = math.ceil(leaves / math.ceil(leaves / most))
-    return [slice(start, start + size) for start in range(0, leaves, size)]
+    count = math.ceil(leaves / most)
+    return [slice(start, leaves, count) for start in range(count)]
 
 
 def _check_together(leaves: Sequence[Leaf]) -> None:

@@ -5,6 +5,7 @@ import typing
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_kernels.bitfields.fields import period
@@ -43,15 +44,16 @@ class FlatLanes:
         """Static description."""
         return self.arrangement.tiling
 
-    def offset(self, start: jax.Array, row: int) -> jax.Array:
-        """Where the elements of the row ``start + row`` are."""
+    def offsets(self, start: jax.Array, count: int) -> list[jax.Array]:
+        """Where the elements of so many rows from ``start`` on are."""
         tiling = self.tiling
-        first = self.first + start * jnp.int32(tiling.flat_width)
-        return _bounded(first, tiling.size) + jnp.int32(row * tiling.flat_width)
+        first = self.first + start * np.int32(tiling.flat_width)
+        first = _bounded(first, tiling.size)
+        return [first + np.int32(n * tiling.flat_width) for n in range(count)]
 
     def element(self, row: jax.Array) -> jax.Array:
         """The index of a row's elements."""
-        return self.index + row.astype(jnp.uint32) * jnp.uint32(self.tiling.flat_width)
+        return self.index + row.astype(jnp.uint32) * np.uint32(self.tiling.flat_width)
 
     def exists(self, start: jax.Array, row: int) -> jax.Array | None:
         """Which lanes have an element on the row ``start + row``; None if all have."""
@@ -59,8 +61,8 @@ class FlatLanes:
         if size is None:
             if tiling.size % (tiling.flat_width * tiling.lane_rows) == 0:
                 return None
-            size = jnp.int32(tiling.size)
-        return self.offset(start, row) < size
+            size = np.int32(tiling.size)
+        return self.offsets(start, row + 1)[row] < size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,21 +99,21 @@ class TiledLanes:
         """The places of their blocks of a size."""
         return self.blocks.parts(block_size)
 
-    def offset(self, start: jax.Array, row: int) -> jax.Array:
-        """Where the elements of the row ``start + row`` are."""
+    def offsets(self, start: jax.Array, count: int) -> list[jax.Array]:
+        """Where the elements of so many rows from ``start`` on are."""
         stride = self.tiling.row_stride
-        first = _bounded(self.first + start * jnp.int32(stride), self.tiling.size)
-        return first + jnp.int32(row * stride)
+        first = _bounded(self.first + start * np.int32(stride), self.tiling.size)
+        return [first + np.int32(n * stride) for n in range(count)]
 
-    def word_offset(self, bits: int, start: jax.Array, word: int) -> jax.Array:
-        """Where the lane's word ``start + word`` is, of fields of ``bits`` bits."""
+    def word_offsets(self, bits: int, start: jax.Array, count: int) -> list[jax.Array]:
+        """Where the lane's words from ``start`` on are, of fields of ``bits`` bits."""
         tiling = self.tiling
         rows = tiling.word_rows(bits)
         row = self.arrangement.spread(self._word_row(bits) + start)
-        row = self.lead * jnp.int32(rows) + row
-        first = row * jnp.int32(tiling.row_stride) + self.column
+        row = self.lead * np.int32(rows) + row
+        first = row * np.int32(tiling.row_stride) + self.column
         first = _bounded(first, tiling.lead * rows * tiling.row_stride)
-        return first + jnp.int32(word * tiling.row_stride)
+        return [first + np.int32(n * tiling.row_stride) for n in range(count)]
 
     def has_word(self, bits: int, word: jax.Array) -> jax.Array | None:
         """Which lanes have this word; None if all have."""
@@ -119,13 +121,13 @@ class TiledLanes:
         rows = tiling.word_rows(bits)
         if tiling.steps * tiling.step_rows * bits == rows * 32:
             return self.inside
-        exists = self._word_row(bits) + word < jnp.int32(rows)
+        exists = self._word_row(bits) + word < np.int32(rows)
         return _both(self.inside, exists, self.arrangement)
 
     def _word_row(self, bits: int) -> jax.Array:
         """Which row of words the lane's first is in."""
         height, count = period(bits)
-        return lax.div(self.row, jnp.full_like(self.row, height)) * jnp.int32(count)
+        return lax.div(self.row, jnp.full_like(self.row, height)) * np.int32(count)
 
     def element(self, row: jax.Array) -> jax.Array:
         """The index of a row's elements."""
@@ -133,22 +135,22 @@ class TiledLanes:
         stride = FOLD
         if not tiling.layout.is_folded:
             stride = tiling.index_stride(tiling.layout.row_axis)
-        return self.index + row.astype(jnp.uint32) * jnp.uint32(stride)
+        return self.index + row.astype(jnp.uint32) * np.uint32(stride)
 
     def exists(self, start: jax.Array, row: int) -> jax.Array | None:
         """Which lanes have an element on the row ``start + row``; None if all have."""
         tiling = self.tiling
-        row_of_matrix = self.row + (start + jnp.int32(row))
+        row_of_matrix = self.row + (start + np.int32(row))
         if tiling.layout.is_folded:
             length = tiling.shape[-1]
             if length % (FOLD * tiling.step_rows) == 0:
                 return self.inside
-            first = self.arrangement.spread(row_of_matrix * jnp.int32(FOLD))
-            exists = first + self.column < jnp.int32(length)
+            first = self.arrangement.spread(row_of_matrix * np.int32(FOLD))
+            exists = first + self.column < np.int32(length)
             return _both(self.inside, exists, self.arrangement)
         if tiling.rows % tiling.step_rows == 0:
             return self.inside
-        exists = row_of_matrix < jnp.int32(tiling.rows)
+        exists = row_of_matrix < np.int32(tiling.rows)
         return _both(self.inside, exists, self.arrangement)
 
 
@@ -181,15 +183,15 @@ class BlockPlaces:
     def offset(self, chunk: jax.Array) -> jax.Array:
         """Where the blocks are that a chunk of rows crosses."""
         tiling, size = self.tiling, self.block_size
-        row = self.lead * jnp.int32(tiling.block_rows(size)) + (self.row + chunk)
-        return row * jnp.int32(tiling.pieces[0] * tiling.blocks_of(size)) + self.place
+        row = self.lead * np.int32(tiling.block_rows(size)) + (self.row + chunk)
+        return row * np.int32(tiling.pieces[0] * tiling.blocks_of(size)) + self.place
 
     def exists(self, chunk: jax.Array) -> jax.Array | None:
         """Which blocks exist; None if all do."""
         tiling, rows = self.tiling, self.tiling.block_rows(self.block_size)
         if tiling.steps * tiling.step_rows == rows * block_shape(self.block_size)[0]:
             return self.inside
-        there = self.row + chunk < jnp.int32(rows)
+        there = self.row + chunk < np.int32(rows)
         there = jnp.broadcast_to(there, self.place.shape)
         return there if self.inside is None else there & self.inside
 
@@ -220,8 +222,8 @@ class _LargestBlocks:
         """The places of the blocks of a size, into which the largest are divided."""
         arrangement, tiling = self.arrangement, self.arrangement.tiling
         height, width = block_shape(block_size)
-        blocks = jnp.int32(tiling.blocks_of(block_size))
-        row = self.step * jnp.int32(tiling.step_rows // height)
+        blocks = np.int32(tiling.blocks_of(block_size))
+        row = self.step * np.int32(tiling.step_rows // height)
         if block_size == tiling.block_size:
             place = self.piece * blocks + self.block
             lead, inside = self.lead, self.inside
@@ -229,7 +231,7 @@ class _LargestBlocks:
         count = tiling.block_size // block_size
         part_row, part_column = _z_order(arrangement.parts(count), height == width)
         each = arrangement.over_parts
-        column = each(self.block) * jnp.int32(tiling.block_shape[1] // width)
+        column = each(self.block) * np.int32(tiling.block_shape[1] // width)
         column = column + part_column
         there = None if self.inside is None else each(self.inside)
         if (
@@ -269,31 +271,31 @@ def lanes_of(
     """
     tiling = arrangement.tiling
     if tiling.is_flat:
-        first = program * jnp.int32(tiling.flat_width * tiling.lane_rows)
+        first = program * np.int32(tiling.flat_width * tiling.lane_rows)
         first = first + arrangement.flat()
         return FlatLanes(arrangement, first, first.astype(jnp.uint32) + base, size)
     (count, columns), at_once = tiling.pieces, tiling.blocks_at_once
     start = arrangement.blocks()
-    number = program * jnp.int32(at_once) + start
+    number = program * np.int32(at_once) + start
     if tiling.blocks % at_once == 0:
         # The program's blocks are in one row: most of its numbers are scalars.
         programs = tiling.blocks // at_once
-        block = _rem(program, programs) * jnp.int32(at_once) + start
+        block = _rem(program, programs) * np.int32(at_once) + start
         rest, inside = _div(program, programs), None
     else:
         block, rest = _rem(number, tiling.blocks), _div(number, tiling.blocks)
         is_even = tiling.all_blocks % at_once == 0
-        inside = None if is_even else number < jnp.int32(tiling.all_blocks)
+        inside = None if is_even else number < np.int32(tiling.all_blocks)
     piece, rest = _rem(rest, count), _div(rest, count)
     step, lead = _rem(rest, tiling.steps), _div(rest, tiling.steps)
     row, in_piece = _tiles(arrangement, step, block)
     spread = arrangement.spread
-    column = spread(piece * jnp.int32(columns)) + in_piece
+    column = spread(piece * np.int32(columns)) + in_piece
     lanes_inside = None if inside is None else arrangement.expand(inside)
     if tiling.blocks * tiling.block_shape[1] != columns:
-        lanes_inside = _both(lanes_inside, in_piece < jnp.int32(columns), arrangement)
-    first = spread(lead * jnp.int32(tiling.lead_stride))
-    first = first + spread(row * jnp.int32(tiling.row_stride))
+        lanes_inside = _both(lanes_inside, in_piece < np.int32(columns), arrangement)
+    first = spread(lead * np.int32(tiling.lead_stride))
+    first = first + spread(row * np.int32(tiling.row_stride))
     return TiledLanes(
         arrangement,
         first=first + column,
@@ -310,13 +312,13 @@ def _tiles(arrangement: Arrangement, step, block) -> tuple[jax.Array, jax.Array]
     """The first rows of the lanes, and their columns within their piece of a row."""
     tiling, spread = arrangement.tiling, arrangement.spread
     height, width = tiling.block_shape
-    row = step * jnp.int32(tiling.step_rows)
-    first = spread(block * jnp.int32(width))
+    row = step * np.int32(tiling.step_rows)
+    first = spread(block * np.int32(width))
     if tiling.tiles > 1:
         tile_row, tile_column = _z_order(arrangement.tiles(), False)
-        first = first + tile_column * jnp.int32(TILE_COLUMNS)
+        first = first + tile_column * np.int32(TILE_COLUMNS)
         if height > TILE_ROWS:
-            row = spread(row) + tile_row * jnp.int32(TILE_ROWS)
+            row = spread(row) + tile_row * np.int32(TILE_ROWS)
     return row, first + arrangement.columns()
 
 
@@ -329,8 +331,8 @@ def _z_order(number: jax.Array, row_first: bool) -> tuple[jax.Array, jax.Array]:
     places = [jnp.zeros_like(number), jnp.zeros_like(number)]
     for bit in range((MAX_BLOCK_SIZE // TILE_SIZE).bit_length()):
         which = (bit + row_first) % 2
-        value = (number >> jnp.int32(bit)) & jnp.int32(1)
-        places[which] = places[which] | value << jnp.int32(bit // 2)
+        value = (number >> np.int32(bit)) & np.int32(1)
+        places[which] = places[which] | value << np.int32(bit // 2)
     column, row = places
     return row, column
 
@@ -340,11 +342,11 @@ def _index(arrangement: Arrangement, lead, row, piece, column) -> jax.Array:
     tiling = arrangement.tiling
 
     def part(axis, coordinate):
-        return coordinate.astype(jnp.uint32) * jnp.uint32(tiling.index_stride(axis))
+        return coordinate.astype(jnp.uint32) * np.uint32(tiling.index_stride(axis))
 
     row_axis = tiling.layout.row_axis
     if tiling.layout.is_folded:
-        in_rows = row.astype(jnp.uint32) * jnp.uint32(FOLD)
+        in_rows = row.astype(jnp.uint32) * np.uint32(FOLD)
     else:
         in_rows = part(row_axis, row)
     total = _spread(tiling, range(row_axis), lead)
@@ -362,7 +364,7 @@ def _spread(tiling: Tiling, axes: range, number: jax.Array) -> jax.Array:
     for axis in reversed(axes):
         size = tiling.shape[axis]
         place = _rem(number, size) if axis > axes.start else number
-        stride = jnp.uint32(tiling.index_stride(axis))
+        stride = np.uint32(tiling.index_stride(axis))
         total = total + place.astype(jnp.uint32) * stride
         number = _div(number, size)
     return total

@@ -6,6 +6,7 @@ in :mod:`.program`.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -156,7 +157,7 @@ def prepare(
     stacked = leaf.overwritten if leaf.stacked else frozenset[int]()
     arrays = [
         # A layer is indexed by itself: a stack may have more than 2^31 elements.
-        x.reshape(x.shape[0], -1) if i in stacked else x.reshape(-1)
+        x.reshape(x.shape[0], -1) if i in stacked else _flat(x)
         for shard in shards
         for i, x in enumerate(shard.leaf.arrays)
     ]
@@ -190,7 +191,10 @@ def outputs(shards: Sequence[Shard]) -> tuple[jax.ShapeDtypeStruct, ...]:
 def shaped(written: Sequence[jax.Array], shards: Sequence[Shard]) -> list[jax.Array]:
     """The same with the shapes that arrays of the leaves have."""
     shapes = [shape for shard in shards for shape in _result_shapes(shard)]
-    return [x.reshape(shape) for x, shape in zip(written, shapes, strict=True)]
+    return [
+        x if x.shape == shape else x.reshape(shape)
+        for x, shape in zip(written, shapes, strict=True)
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,7 +231,7 @@ def place_of(kernel: Kernel, program: jax.Array, refs: Sequence) -> Place:
     refs, leaf = list(refs), np.int32(0)
     if kernel.leaves > 1:
         # Beside the program's number a Python int is an int64 with 64-bit types on.
-        programs = jnp.int32(kernel.tiling.programs)
+        programs = np.int32(kernel.tiling.programs)
         leaf, program = lax.div(program, programs), lax.rem(program, programs)
     row, base = (
         refs.pop(0)[leaf] if given else jnp.uint32(0) for given in kernel.given[:2]
@@ -235,19 +239,24 @@ def place_of(kernel: Kernel, program: jax.Array, refs: Sequence) -> Place:
     layer = refs.pop(0)[np.int32(0)] if kernel.given[2] else jnp.int32(0)
     # Before any store, which might alias it.
     scalars = _scalars(refs.pop(0), row, kernel.table_width)
-    base = base + layer.astype(jnp.uint32) * jnp.uint32(kernel.leaf_size)
+    base = base + layer.astype(jnp.uint32) * np.uint32(kernel.leaf_size)
     size = None
     if kernel.sizes is not None:
         size = jnp.int32(kernel.sizes[0])
-        for number, other in enumerate(kernel.sizes[1:], 1):
-            size = jnp.where(leaf == number, jnp.int32(other), size)
+        for number, (before, other) in enumerate(itertools.pairwise(kernel.sizes), 1):
+            if before != other:
+                size = jnp.where(leaf >= number, jnp.int32(other), size)
     return Place(program, leaf, base, size, layer, scalars, refs)
 
 
 def _scalars(table, row: jax.Array, width: int) -> list[jax.Array]:
     """A row of the table."""
-    first = row.astype(jnp.int32) * jnp.int32(width)
-    return [table[first + jnp.int32(i)] for i in range(width)]
+    first = row.astype(jnp.int32) * np.int32(width)
+    return [table[first + np.int32(i)] for i in range(width)]
+
+
+def _flat(x: jax.Array) -> jax.Array:
+    return x if x.ndim == 1 else x.reshape(-1)
 
 
 def _bases(shards: Sequence[Shard]) -> jax.Array | None:

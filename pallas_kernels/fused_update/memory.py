@@ -12,7 +12,6 @@ import typing
 from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -81,8 +80,25 @@ class OneOfMany:
     has_branches: typing.ClassVar[bool] = True
 
     def load(self, accesses: Sequence[Access]) -> list[jax.Array]:
-        """See :class:`Memory`."""
+        """See :class:`Memory`.
 
+        For LLVM, what is per block is loaded apart from the rest where blocks are of
+        two sizes. Triton cannot compile one conditional that gives both ("requires the
+        same encoding for all operands and results").
+        """
+        kinds = [access.tiles for access in accesses]
+        if self.mark is None or len(set(kinds) - {None}) < 2:
+            return self._load(accesses)
+        loaded: list = [None] * len(accesses)
+        for kind in dict.fromkeys(kinds):
+            places = [i for i, each in enumerate(kinds) if each == kind]
+            for i, x in zip(
+                places, self._load([accesses[i] for i in places]), strict=True
+            ):
+                loaded[i] = x
+        return loaded
+
+    def _load(self, accesses: Sequence[Access]) -> list[jax.Array]:
         def load(number: int):
             return self._marked(self.leaves[number].load(accesses), number)
 
@@ -140,4 +156,4 @@ def by_branches(
     )
     first = starts[choices[half]] if starts else choices[half]
     left, right = branch(choices[:half]), branch(choices[half:])
-    return lax.cond(number < jnp.int32(first), left, right, *args)
+    return lax.cond(lax.lt(number, np.int32(first)), left, right, *args)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -89,7 +90,7 @@ class Program:
                 x if x is None else self.lanes.arrangement.carried(x)
                 for x in visit(chunk, carry)
             ]
-            return (chunk + jnp.int32(1), carry), None
+            return (chunk + np.int32(1), carry), None
 
         lax.scan(step, (jnp.int32(0), carry), length=count)
 
@@ -169,15 +170,16 @@ class _ChunkUpdate:
 
     def _rows(self, chunk: jax.Array) -> list["_Row"]:
         lanes = self._program.lanes
-        start = chunk * jnp.int32(lanes.tiling.chunk_rows)
+        count = lanes.tiling.chunk_rows
+        start = chunk * np.int32(count)
         return [
             _Row(
                 number=r,
-                index=lanes.element(start + jnp.int32(r)),
-                offset=lanes.offset(start, r),
+                index=lanes.element(start + np.int32(r)),
+                offset=offset,
                 exists=lanes.exists(start, r),
             )
-            for r in range(lanes.tiling.chunk_rows)
+            for r, offset in enumerate(lanes.offsets(start, count))
         ]
 
     def _words_and_blocks(self, chunk: jax.Array) -> "_Accesses":
@@ -228,7 +230,7 @@ class _ChunkUpdate:
         # Lanes that do not exist write no words.
         if exists is None or exists is self._program.lanes.inside:
             return fields
-        return jax.tree.map(lambda x: jnp.where(exists, x, jnp.uint32(0)), fields)
+        return jax.tree.map(lambda x: jnp.where(exists, x, np.uint32(0)), fields)
 
     def _with_blocks(
         self, chunk: jax.Array, rows: Sequence["_Row"], loaded
@@ -256,7 +258,7 @@ class _ChunkUpdate:
             values = self._values(row, loaded)
             new = statistics(values, program.scalars, row.index, before)
             if row.exists is not None:
-                new = [jnp.where(row.exists, x, jnp.int32(0)) for x in new]
+                new = [jnp.where(row.exists, x, np.int32(0)) for x in new]
             maxima = [jnp.maximum(*pair) for pair in zip(maxima, new, strict=True)]
         maxima = [
             lanes.blocks_of(size).maxima(x)
@@ -299,7 +301,7 @@ def unless_skipped(scalars: Sequence[jax.Array], when: int | None) -> Callable:
     """
     if when is None:
         return lambda function: function()
-    return pl.when(scalars[when] != jnp.uint32(0))
+    return pl.when(scalars[when] != np.uint32(0))
 
 
 _Accesses = dict[tuple[int, int], Access]
@@ -379,20 +381,25 @@ class _Words:
     bits: int
 
     def load(self, start: jax.Array) -> jax.Array:
-        (word,) = self.memory.load([self.access(start, 0)])
+        (word,) = self.memory.load(self.accesses(start, 1))
         return word
 
     def store(self, start: jax.Array, value: jax.Array, when: jax.Array) -> None:
-        access = self.access(start, 0)
+        (access,) = self.accesses(start, 1)
         when = jnp.broadcast_to(when, value.shape)
         mask = when if access.mask is None else access.mask & when
         self.memory.store([(dataclasses.replace(access, mask=mask), value)])
 
-    def access(self, start: jax.Array, word: int) -> Access:
-        return Access(
-            self.number,
-            self.layer,
-            self.lanes.word_offset(self.bits, start, word),
-            self.lanes.has_word(self.bits, start + jnp.int32(word)),
-            self.lanes.tiling.word_width,
-        )
+    def accesses(self, start: jax.Array, count: int) -> list[Access]:
+        return [
+            Access(
+                self.number,
+                self.layer,
+                offset,
+                self.lanes.has_word(self.bits, start + np.int32(word)),
+                self.lanes.tiling.word_width,
+            )
+            for word, offset in enumerate(
+                self.lanes.word_offsets(self.bits, start, count)
+            )
+        ]

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.bitfields.fields import get_field, period, put_fields
 from pallas_kernels.fused_update.arrangement import Arrangement
@@ -37,8 +38,8 @@ class Words(typing.Protocol):
     Numbers are int32 scalars.
     """
 
-    def access(self, start: jax.Array, word: int) -> Access:
-        """Where the words ``start + word`` are."""
+    def accesses(self, start: jax.Array, count: int) -> list[Access]:
+        """Where so many words from ``start`` on are."""
         ...
 
     def load(self, start: jax.Array) -> jax.Array:
@@ -75,8 +76,8 @@ class Reader:
         if not is_unrolled(self.bits):
             return []
         count = self.chunk_rows * self.bits // 32
-        first = chunk * jnp.int32(count)
-        return [self.places.access(first, j) for j in range(count)]
+        first = chunk * np.int32(count)
+        return self.places.accesses(first, count)
 
     def field(self, row: int) -> jax.Array | Byte:
         """The fields of a row of the chunk."""
@@ -88,10 +89,10 @@ class Reader:
         value = self.places.load(word) >> shift
         # The field may go on in the next word. Where it does not, the same word is read
         # again, as there may be no next one, and the mask drops what it gives.
-        ahead = (shift + jnp.uint32(self.bits) > jnp.uint32(32)).astype(jnp.int32)
+        ahead = (shift + np.uint32(self.bits) > np.uint32(32)).astype(jnp.int32)
         following = self.places.load(word + ahead)
-        value = value | ((following << jnp.uint32(1)) << (jnp.uint32(31) - shift))
-        return value & jnp.uint32((1 << self.bits) - 1)
+        value = value | ((following << np.uint32(1)) << (np.uint32(31) - shift))
+        return value & np.uint32((1 << self.bits) - 1)
 
 
 @dataclasses.dataclass
@@ -126,10 +127,10 @@ class Writer:
             return
         word, shift = _place(self._chunk, self.chunk_rows, row, self.bits)
         value = self.open_word | (field << shift)
-        full = shift + jnp.uint32(self.bits) >= jnp.uint32(32)
+        full = shift + np.uint32(self.bits) >= np.uint32(32)
         self.places.store(word, value, full)
         # A word that is full has bits of this field, so that shift is not 0.
-        rest = field >> (jnp.uint32(32) - shift & jnp.uint32(31))
+        rest = field >> (np.uint32(32) - shift & np.uint32(31))
         self.open_word = jnp.where(full, rest, value)
 
     def finish(self) -> list[tuple[Access, jax.Array]]:
@@ -140,11 +141,11 @@ class Writer:
             words = put_bytes(self._fields, self.by_bytes)
         else:
             words = put_fields(self._fields, self.bits)
-        first = self._chunk * jnp.int32(len(words))
-        return [(self.places.access(first, j), word) for j, word in enumerate(words)]
+        first = self._chunk * np.int32(len(words))
+        return list(zip(self.places.accesses(first, len(words)), words, strict=True))
 
 
 def _place(chunk: jax.Array, chunk_rows: int, row: int, bits: int):
     """The word in which a row's fields begin, and at which bit."""
-    start = (chunk * jnp.int32(chunk_rows) + jnp.int32(row)) * jnp.int32(bits)
-    return start >> jnp.int32(5), (start & jnp.int32(31)).astype(jnp.uint32)
+    start = (chunk * np.int32(chunk_rows) + np.int32(row)) * np.int32(bits)
+    return start >> np.int32(5), (start & np.int32(31)).astype(jnp.uint32)

@@ -116,15 +116,13 @@ def test_twelve_equal_leaves_run_the_instructions_of_one():
     assert accesses[64] + accesses[128] >= 6 * 32
 
 
-@pytest.mark.parametrize(("name", "kernels"), [("lpmm_adam", 3), ("lpmm_sgd", 1)])
-def test_equal_quantised_leaves_share_a_kernel_if_their_blocks_have_one_size(
-    name, kernels
-):
-    # Adam's second moments have small blocks, with which no kernel over many leaves
-    # would compile.
+@pytest.mark.parametrize(("name", "kernels"), [("lpmm_adam", 2), ("lpmm_sgd", 1)])
+def test_equal_quantised_leaves_share_kernels(name, kernels):
+    # Adam's second moments have small blocks. With blocks of two sizes a kernel takes
+    # long to compile, and has fewer leaves.
     options = {"momentum": 0.9} if name == "lpmm_sgd" else {}
     tx = getattr(lowbit_optax, name)(1e-3, **options)
-    step = lower_lpmm_step(tx, [leaf(96, 256)] * 3)
+    step = lower_lpmm_step(tx, [leaf(96, 256)] * 6)
     assert step.fused_launches == kernels
     assert step.in_place
 

@@ -22,7 +22,7 @@ import lowbit_optax
 from lowbit_optax import release
 from tools.gpu_program.hlo import COLLECTIVES, memory, text
 from tools.gpu_program.steps import bytes_of
-from tools.gpu_program.targets import compile_for, gpu_mesh
+from tools.gpu_program.targets import compile_lowered, gpu_mesh, lower_for
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
 
@@ -31,6 +31,13 @@ from gpt_flags import to_bfloat16
 
 BF16 = jnp.bfloat16
 MIB = 2**20
+
+MEMORY_FIRST: dict[str, str | bool] = {"xla_gpu_enable_latency_hiding_scheduler": False}
+"""XLA schedules for little memory, as it does by default before JAX 0.12.
+
+The other scheduler hides communication. Until memory is nearly full it ignores what it
+keeps alive: the gradient of a layer is computed while its weights are still needed.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +169,7 @@ def compile_step(
     params = to_float32(model.params) if usual else model.params
     state = jax.eval_shape(tx.init, params)
     step = make_step(model.loss_fn, tx)
-    program = compile_for(
+    lowered = lower_for(
         gpu_mesh(devices),
         step,
         params,
@@ -171,4 +178,5 @@ def compile_step(
         spec=None if devices == 1 else by_rows,
         donate=(0, 1),
     )
+    program = compile_lowered(lowered, MEMORY_FIRST)
     return CompiledStep(program, bytes_of(params, state))
