@@ -12,7 +12,7 @@ from lowbit_optax.lpmm import value_and_grad
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 
-from tools.gpu_program.hlo import kernels
+from tools.gpu_program import hlo
 from tools.gpu_program.release_steps import MIB, Model, compile_step
 from tools.gpu_program.steps import bytes_of, leaf
 from tools.gpu_program.targets import compile_for, gpu_mesh
@@ -37,7 +37,7 @@ def temporary(lazy):
     params = jax.eval_shape(lowbit_optax.quantize_params, layers)
     fn = value_and_grad(loss_fn, BF16, lazy=lazy)
     compiled = compile_for(gpu_mesh(), fn, params, leaf(BATCH, SIDE))
-    memory = compiled.memory_analysis()
+    memory = hlo.memory(compiled)
     # The gradients of a stack come out in one piece, and are no temporary memory.
     assert memory.output_size_in_bytes >= LAYERS * LAYER
     return memory.temp_size_in_bytes / LAYER
@@ -56,9 +56,9 @@ def test_weights_are_dequantised_in_one_pass(bits):
         functools.partial(lowbit_optax.quantize_params, bits=bits), weights
     )
     program = compile_for(gpu_mesh(), lambda x: x.dequantize(BF16), params)
-    moved = sum(size for _, size in kernels(program)) / SIDE**2
+    moved = sum(size for _, size in hlo.kernels(program)) / SIDE**2
     assert moved < 2 + bits / 8 + 0.01
-    assert program.memory_analysis().temp_size_in_bytes < 0.001 * SIDE**2
+    assert hlo.memory(program).temp_size_in_bytes < 0.001 * SIDE**2
 
 
 @pytest.mark.parametrize("bits", [4, 8, 12])
@@ -75,7 +75,7 @@ def test_layers_are_dequantised_out_of_their_stack(bits):
     )
     index = jax.ShapeDtypeStruct((), jnp.int32)
     program = compile_for(gpu_mesh(), last_layer, stack, index)
-    assert program.memory_analysis().temp_size_in_bytes < 0.001 * SIDE**2
+    assert hlo.memory(program).temp_size_in_bytes < 0.001 * SIDE**2
 
 
 def test_released_quantised_layers_keep_one_gradient_beside_the_activations():
