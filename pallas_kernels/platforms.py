@@ -6,17 +6,22 @@ from collections.abc import Iterable
 import jax
 import jax.core
 
-Implementation = typing.Literal["xla", "pallas", "triton", "mosaic"] | None
+Implementation = typing.Literal["xla", "pallas", "triton", "mosaic", "tpu"] | None
 """By what a function of kernels runs.
 
 - ``"xla"``: by XLA's own operations, the reference.
-- ``"pallas"``: by kernels; elsewhere than on CUDA their operations run one by one.
+- ``"pallas"``: by kernels; elsewhere than on CUDA and TPUs their operations run one by
+  one.
 - ``"triton"``, ``"mosaic"``: by kernels of this backend of Pallas', in programs for
   CUDA only.
-- None: by kernels on CUDA, and by XLA elsewhere.
+- ``"tpu"``: by kernels of Pallas' TPU backend what these take, and by XLA the rest; in
+  programs for TPUs, and elsewhere by Pallas' model of a TPU (slowly).
+- None: by kernels on CUDA and on TPUs, and by XLA elsewhere.
+
+Whether a program is for TPUs is asked while it is traced: :func:`is_for_tpus`.
 """
 
-_NAMES = ("xla", "pallas", "triton", "mosaic")
+_NAMES = ("xla", "pallas", "triton", "mosaic", "tpu")
 
 
 def check_implementation(where: str, implementation) -> None:
@@ -28,8 +33,8 @@ def check_implementation(where: str, implementation) -> None:
 
     >>> check_implementation("lowbit", "cuda")
     Traceback (most recent call last):
-    ValueError: lowbit: implementation is 'cuda', not None, 'xla', 'pallas', 'triton' or
-    'mosaic'
+    ValueError: lowbit: implementation is 'cuda', not None, 'xla', 'pallas', 'triton',
+    'mosaic' or 'tpu'
     """
     if implementation not in (None, *_NAMES):
         *names, last = map(repr, _NAMES)
@@ -40,14 +45,29 @@ def check_implementation(where: str, implementation) -> None:
 
 
 def is_elsewhere(arrays: Iterable[jax.Array]) -> bool:
-    """Whether these are arrays at hand, not traced ones, and none is on a GPU.
+    """Whether these are arrays at hand, not traced ones, none on a GPU or a TPU.
 
     >>> import jax.numpy as jnp
-    >>> is_elsewhere([jnp.ones(3)]) or jax.default_backend() == "gpu"
+    >>> is_elsewhere([jnp.ones(3)]) or jax.default_backend() != "cpu"
     True
     """
     return all(
         not isinstance(x, jax.core.Tracer)
-        and all(d.platform != "gpu" for d in getattr(x, "devices", set)())
+        and all(d.platform not in ("gpu", "tpu") for d in getattr(x, "devices", set)())
         for x in arrays
     )
+
+
+def is_for_tpus() -> bool:
+    """Whether the program that is traced is for TPUs.
+
+    It is if the mesh in force (``jax.set_mesh``) is one of TPUs, or, where none is, if
+    TPUs are JAX's default backend. So kernels for TPUs are not traced where there are
+    none. A program that is compiled for TPUs on a machine without one needs the mesh.
+
+    >>> is_for_tpus() == (jax.default_backend() == "tpu")
+    True
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    platform = jax.default_backend() if device is None else device.platform
+    return platform == "tpu"

@@ -18,7 +18,7 @@ from lowbit_optax._step.layer import Layer
 from lowbit_optax._step.prepared import PreparedStep
 from lowbit_optax._step.stacks import stacks_to_write
 from pallas_kernels.fused_update import launchers
-from pallas_kernels.platforms import Implementation, is_elsewhere
+from pallas_kernels.platforms import Implementation, is_elsewhere, is_for_tpus
 
 
 class Advanced(typing.NamedTuple):
@@ -41,7 +41,8 @@ def advance(
     """Run a step with the implementation that the configuration asks for.
 
     If it asks for none: with kernels on CUDA and with XLA elsewhere, chosen when the
-    program is lowered for its platform.
+    program is lowered for its platform. On TPUs (:func:`.platforms.is_for_tpus`), with
+    kernels if they take any leaf.
 
     Args:
       config: of the transformation.
@@ -62,14 +63,18 @@ def advance(
         plan.require(prepared.names)
     if plan.is_empty:
         return by_xla.run()
+    on_tpus = chosen is None and is_for_tpus()
+    if on_tpus and not kernel_step.has_tpu_kernels(plan, prepared):
+        return by_xla.run()
     by_kernels = ByKernels(prepared, landing, plan, stacks_to_write())
     if chosen is not None:
         return by_kernels.out_of_stacks(by_kernels.run(chosen))
+    # Any other choice would trace kernels for other platforms as well.
+    name = "tpu" if on_tpus else launchers.DEFAULT
+    branch = {"tpu" if on_tpus else "cuda": lambda: by_kernels.run(name)}
     return by_kernels.out_of_stacks(
         jax.lax.platform_dependent(
-            # Any other choice would trace kernels for other platforms as well.
-            cuda=lambda: by_kernels.run(launchers.DEFAULT),
-            default=lambda: by_kernels.into_stacks(by_xla.run()),
+            default=lambda: by_kernels.into_stacks(by_xla.run()), **branch
         )
     )
 

@@ -1,4 +1,4 @@
-"""The launchers of kernels: Pallas' backends for GPUs."""
+"""The launchers of kernels: Pallas' backends for GPUs, and for TPUs."""
 
 import importlib
 import typing
@@ -54,6 +54,8 @@ def launcher(implementation: str | None) -> Launcher:
     Raises:
       NotImplementedError: if this JAX lacks what the launcher needs.
     """
+    if implementation == "tpu":
+        return typing.cast(Launcher, tpu_launcher())
     named = implementation in ("triton", "mosaic")
     chosen = implementation if named else DEFAULT
     if chosen == "triton":
@@ -67,6 +69,11 @@ def launcher(implementation: str | None) -> Launcher:
     # Older versions of JAX cannot import it.
     module = importlib.import_module("pallas_kernels.fused_update.mosaic")
     return typing.cast(Launcher, module)
+
+
+def tpu_launcher():
+    """The module of the launcher for TPUs, which is imported where it is needed."""
+    return importlib.import_module("pallas_kernels.fused_update.tpu")
 
 
 def has_mosaic() -> bool:

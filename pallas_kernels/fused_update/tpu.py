@@ -109,8 +109,17 @@ def update(
     if layer is None:
         layer = jnp.zeros((1,), jnp.int32)
     arrays = [_as_matrices(x) for x in leaf.arrays]
+    outputs = _outputs(shard)
+    if interpret:
+        arrays = [
+            kernel.padded(x, o) for x, o in zip(arrays, leaf.operands, strict=True)
+        ]
+        outputs = tuple(
+            jax.eval_shape(kernel.padded, x, r)
+            for x, r in zip(outputs, leaf.results, strict=True)
+        )
     # Jitted, so that equal leaves are traced and lowered once.
-    written = _call(kernel, _outputs(shard))(
+    written = _call(kernel, outputs)(
         layer.astype(jnp.int32), jnp.concatenate(place), table.reshape(-1), *arrays
     )
     return [
@@ -148,6 +157,22 @@ class _Kernel:
             return first + matrix, rows, lax.div(columns, jnp.int32(width))
 
         return pl.BlockSpec((None, self.tiling.stored_rows(like), LANES), block)
+
+    def padded(self, x: jax.Array, like: Operand | Result) -> jax.Array:
+        """Matrices with whole blocks, all bits set where there is nothing.
+
+        Pallas' model of a TPU does not write blocks that reach beyond an array in the
+        place of an operand.
+        """
+        width = 1 if like.block_size is None else block_shape(like.block_size)[1]
+        _, rows, columns = self.tiling.grid
+        rows = rows * self.tiling.stored_rows(like) - x.shape[-2]
+        columns = math.ceil(columns / width) * LANES - x.shape[-1]
+        unsigned = f"uint{8 * x.dtype.itemsize}"
+        bits = lax.bitcast_convert_type(x, unsigned)
+        ones = jnp.iinfo(unsigned).max
+        bits = jnp.pad(bits, [(0, 0), (0, rows), (0, columns)], constant_values=ones)
+        return lax.bitcast_convert_type(bits, x.dtype)
 
     @property
     def scratch(self) -> list:

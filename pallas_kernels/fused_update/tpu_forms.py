@@ -31,11 +31,11 @@ _PRIMITIVES = frozenset(
     (
         *_ADDITIONS, p.sub_p, p.mul_p, p.div_p, p.neg_p, p.abs_p, p.sign_p, p.square_p,
         p.max_p, p.min_p, p.clamp_p, p.sqrt_p, p.rsqrt_p, p.exp_p, p.log_p, p.tanh_p,
-        p.logistic_p, p.integer_pow_p, p.and_p, p.or_p, p.xor_p, p.not_p, p.shift_left_p,
-        p.shift_right_logical_p, p.shift_right_arithmetic_p, p.eq_p, p.ne_p, p.lt_p,
-        p.le_p, p.gt_p, p.ge_p, p.select_n_p, p.is_finite_p, p.bitcast_convert_type_p,
-        p.convert_element_type_p, p.broadcast_in_dim_p, p.jit_p, p.stop_gradient_p,
-        p.copy_p,
+        p.logistic_p, p.integer_pow_p, p.and_p, p.or_p, p.xor_p, p.not_p,
+        p.shift_left_p, p.shift_right_logical_p, p.shift_right_arithmetic_p,
+        p.eq_p, p.ne_p, p.lt_p, p.le_p, p.gt_p, p.ge_p, p.select_n_p, p.is_finite_p,
+        p.bitcast_convert_type_p, p.convert_element_type_p, p.broadcast_in_dim_p,
+        p.jit_p, p.stop_gradient_p, p.copy_p,
     )
 )  # fmt: skip
 

@@ -265,7 +265,9 @@ class BlockProgram:
           What decoding and encoding need of the blocks, for each element.
         """
         functions, arrays = self.functions, self.arrays
-        assert functions.before and functions.statistics and functions.after
+        assert functions.before is not None
+        assert functions.statistics is not None
+        assert functions.after is not None
         groups = pl.ds(pl.multiple_of(unit * SUBLANES, SUBLANES), SUBLANES)
         raw = [
             _as_value(ref[groups, :], operand.array.dtype)
