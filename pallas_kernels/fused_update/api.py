@@ -36,7 +36,8 @@ def fused_update(
 ) -> list[jax.Array]:
     """Read a leaf's arrays, compute elementwise, and write the results in place.
 
-    On a GPU or a TPU it is one kernel: it moves every byte once and needs no temporary memory.
+    On a GPU or a TPU it is one kernel: it moves every byte once and needs no temporary
+    memory.
     On a mesh it runs on every device's shards; nothing is communicated where shards
     are whole words and blocks (see :mod:`pallas_kernels.layout`; plain arrays: any).
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -115,16 +116,22 @@ def update(
             kernel.padded(x, o) for x, o in zip(arrays, leaf.operands, strict=True)
         ]
         outputs = tuple(
-            jax.eval_shape(kernel.padded, x, r)
+            jax.eval_shape(functools.partial(kernel.padded, like=r), x)
             for x, r in zip(outputs, leaf.results, strict=True)
         )
+    else:
+        # Else XLA copies parts of them to a TPU's vector memory beforehand.
+        in_memory = pltpu.MemorySpace.HBM
+        arrays = [pltpu.with_memory_space_constraint(x, in_memory) for x in arrays]
     # Jitted, so that equal leaves are traced and lowered once.
     written = _call(kernel, outputs)(
         layer.astype(jnp.int32), jnp.concatenate(place), table.reshape(-1), *arrays
     )
-    return [
-        x.reshape(shape) for x, shape in zip(written, result_shapes(shard), strict=True)
-    ]
+    shapes = result_shapes(shard)
+    if interpret:
+        pairs = zip(written, shapes, strict=True)
+        written = [x[:, : shape[-2], : shape[-1]] for x, shape in pairs]
+    return [x.reshape(shape) for x, shape in zip(written, shapes, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,8 +177,12 @@ class _Kernel:
         columns = math.ceil(columns / width) * LANES - x.shape[-1]
         unsigned = f"uint{8 * x.dtype.itemsize}"
         bits = lax.bitcast_convert_type(x, unsigned)
-        ones = jnp.iinfo(unsigned).max
-        bits = jnp.pad(bits, [(0, 0), (0, rows), (0, columns)], constant_values=ones)
+        ones = np.iinfo(unsigned).max
+        bits = jnp.pad(
+            bits,
+            [(0, 0), (0, rows), (0, columns)],
+            constant_values=bits.dtype.type(ones),
+        )
         return lax.bitcast_convert_type(bits, x.dtype)
 
     @property

@@ -79,7 +79,9 @@ def traced(
     )
     if not sizes:
         simple = typing.cast(Body, body)
-        return Functions(Function(lambda *a: simple(*a, xla.multiply_add), *arguments))
+        return Functions(
+            Function(lambda v, s, i: simple(v, s, i, xla.multiply_add), *arguments)
+        )
     body = typing.cast(BlockBody, body)
     of_blocks = [register(o.array.dtype) for o in operands if o.block_size is not None]
     before = Function(body.before, of_blocks)
@@ -309,7 +311,7 @@ class BlockProgram:
         for (operand, ref), spread in zip(
             self._per_block(), self.arrays.spread, strict=True
         ):
-            height, width = self._sublanes_and_lanes(operand.block_size)
+            height, width = self._sublanes_and_lanes(operand.block_size or 0)
             stored = ref[...].astype(jnp.float32)
             lane = lax.broadcasted_iota(jnp.int32, stored.shape, 1)
             first = lax.rem(self.place[1], jnp.int32(width)) * (LANES // width)
@@ -324,7 +326,7 @@ class BlockProgram:
         """Write the elements per block, of the programs' share of their lanes."""
         results = [(r, x) for r, x in self.arrays.results if r.block_size is not None]
         for (result, ref), gathered in zip(results, self.arrays.gathered, strict=True):
-            height, width = self._sublanes_and_lanes(result.block_size)
+            height, width = self._sublanes_and_lanes(result.block_size or 0)
             words = gathered[_every(0, height, ref.shape[0]), :]
             stored = lax.bitcast_convert_type(words, jnp.float32)
             lane = lax.broadcasted_iota(jnp.int32, stored.shape, 1)
@@ -341,7 +343,7 @@ class BlockProgram:
             ref[...] = jnp.where(here, chosen, kept).astype(ref.dtype)
 
 
-def _every(first: int, stride: int, size: int = SUBLANES) -> pl.Slice:
+def _every(first: int, stride: int, size: int = SUBLANES):
     return pl.ds(first, size, stride=stride) if stride > 1 else pl.ds(first, size)
 
 

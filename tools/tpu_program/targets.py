@@ -12,7 +12,6 @@ import math
 import os
 from collections.abc import Sequence
 
-import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
@@ -82,7 +81,7 @@ def tpu_mesh(
 
 
 @functools.cache
-def _devices(topology: str) -> Sequence[jax.Device]:
+def _devices(topology: str) -> Sequence:
     # libtpu asks the machine which TPU it has, and locks it, unless it is told.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
