@@ -1,9 +1,8 @@
 """The fused update as a Pallas kernel on the TPU backend.
 
 It takes the state as kernels on GPUs do. What each program of the kernel does is in
-:mod:`.tpu_program`. It updates leaves in which something is packed or per block, of two
-axes or more, whose rows are the axis before the last. XLA updates the others, of which
-it makes one pass already if they are plain.
+:mod:`.tpu_program`. It updates leaves of two axes or more whose last two are large, and
+are the rows and columns of what is packed. XLA updates the others.
 """
 
 import dataclasses
@@ -55,9 +54,9 @@ def accepts(body: Body | BlockBody, leaf: Leaf, scalars: int) -> bool:
       leaf: whole, its operands with arrays or their ShapeDtypeStructs.
       scalars: how many the body gets.
     """
-    if not leaf.has_words_or_blocks or len(leaf.shape) < 2:
+    if len(leaf.shape) < 2 or not has_groups(leaf):
         return False
-    if leaf.layout.axis != -2 or not has_groups(leaf):
+    if leaf.has_words_or_blocks and leaf.layout.axis != -2:
         return False
     rows, columns = leaf.shape[-2:]
     if columns < LANES or rows * columns < _LEAST_ELEMENTS:
