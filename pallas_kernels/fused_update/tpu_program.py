@@ -312,7 +312,7 @@ class BlockProgram:
             self._per_block(), self.arrays.spread, strict=True
         ):
             height, width = self._sublanes_and_lanes(operand.block_size or 0)
-            stored = ref[...].astype(jnp.float32)
+            stored = _as_integers(ref[...])
             lane = lax.broadcasted_iota(jnp.int32, stored.shape, 1)
             first = lax.rem(self.place[1], jnp.int32(width)) * (LANES // width)
             chosen = jnp.take_along_axis(
@@ -328,7 +328,7 @@ class BlockProgram:
         for (result, ref), gathered in zip(results, self.arrays.gathered, strict=True):
             height, width = self._sublanes_and_lanes(result.block_size or 0)
             words = gathered[_every(0, height, ref.shape[0]), :]
-            stored = lax.bitcast_convert_type(words, jnp.float32)
+            stored = lax.bitcast_convert_type(words, jnp.int32)
             lane = lax.broadcasted_iota(jnp.int32, stored.shape, 1)
             source = (lane * jnp.int32(width)) & jnp.int32(LANES - 1)
             chosen = jnp.take_along_axis(stored, source, 1, mode="promise_in_bounds")
@@ -339,8 +339,12 @@ class BlockProgram:
                 ref[...] = jnp.zeros(ref.shape, ref.dtype)
 
             here = lane // jnp.int32(LANES // width) == share
-            kept = ref[...].astype(jnp.float32)
-            ref[...] = jnp.where(here, chosen, kept).astype(ref.dtype)
+            new = jnp.where(here, chosen, _as_integers(ref[...]))
+            if ref.dtype.itemsize == 2:
+                wide = lax.bitcast_convert_type(new, jnp.float32)
+                ref[...] = wide.astype(ref.dtype)
+            else:
+                ref[...] = lax.bitcast_convert_type(new, ref.dtype)
 
 
 def _every(first: int, stride: int, size: int = SUBLANES):
@@ -368,6 +372,12 @@ def _as_word(value) -> jax.Array:
     if isinstance(value, Half):
         return value.alone()
     return lax.bitcast_convert_type(value, jnp.uint32)
+
+
+def _as_integers(x: jax.Array) -> jax.Array:
+    """int32 with the patterns of values of 32 bits, or of bfloat16s in upper halves."""
+    wide = x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
+    return lax.bitcast_convert_type(wide, jnp.int32)
 
 
 def _block_maximum(x: jax.Array, sublanes: int, lanes: int) -> jax.Array:

@@ -100,8 +100,10 @@ class Tiling:
 
 
 def group_of(leaf: Leaf) -> int:
-    """The rows of a group: whole words of every width."""
-    return math.lcm(_LEAST_GROUP, *(period(bits)[0] for bits in leaf.packed))
+    """The rows of a group: whole words of every width, and an 8th of every block."""
+    parts = (block_shape(size)[0] // SUBLANES for size in leaf.block_sizes)
+    words = (period(bits)[0] for bits in leaf.packed)
+    return math.lcm(_LEAST_GROUP, *words, *parts)
 
 
 def has_groups(leaf: Leaf) -> bool:
