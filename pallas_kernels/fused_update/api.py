@@ -226,8 +226,13 @@ def _choose(
         scalars = shared[0].shape[-1]
         accepts = tpu_launcher().accepts
         on_tpus = all(accepts(body, leaf, scalars) for leaf in leaves)
+    if implementation == "tpu" and on_tpus and not is_for_tpus():
+        # Pallas' model of a TPU has side effects, for which JAX has no partitioning.
+        given = sharded.regroup(leaves, arguments[len(shared) :])
+        shards = [sharded.Shard(leaf, leaf.shape) for leaf in given]
+        return kernel(tpu_launcher(), shards, shared, True)
     if implementation == "tpu" and on_tpus:
-        return by_kernel("tpu", not is_for_tpus())(*arguments)
+        return by_kernel("tpu", False)(*arguments)
     if implementation in ("xla", "tpu") or (refusal and not on_tpus):
         return reference(*arguments)
     default = by_kernel("pallas", True) if implementation == "pallas" else reference
