@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 import jax
 import jax.core
+from jax.sharding import AxisType
 
 Implementation = typing.Literal["xla", "pallas", "triton", "mosaic", "tpu"] | None
 """By what a function of kernels runs.
@@ -16,9 +17,8 @@ Implementation = typing.Literal["xla", "pallas", "triton", "mosaic", "tpu"] | No
   CUDA only.
 - ``"tpu"``: by kernels of Pallas' TPU backend what these take, and by XLA the rest; in
   programs for TPUs, and elsewhere by Pallas' model of a TPU (slowly).
-- None: by kernels on CUDA and on TPUs, and by XLA elsewhere.
-
-Whether a program is for TPUs is asked while it is traced: :func:`is_for_tpus`.
+- None: by kernels on CUDA; by those for TPUs where :func:`chooses_tpu_kernels` says so;
+  and by XLA elsewhere.
 """
 
 _NAMES = ("xla", "pallas", "triton", "mosaic", "tpu")
@@ -71,3 +71,24 @@ def is_for_tpus() -> bool:
     device = jax.sharding.get_abstract_mesh().abstract_device
     platform = jax.default_backend() if device is None else device.platform
     return platform == "tpu"
+
+
+def chooses_tpu_kernels() -> bool:
+    """Whether kernels for TPUs are chosen where no implementation is named.
+
+    They are in programs for TPUs that XLA need not partition: for one device, in
+    ``jax.shard_map``, and on meshes whose axes are explicit. XLA:TPU has no
+    ``custom_partitioning`` (https://github.com/jax-ml/jax/issues/38196), without which
+    it cannot partition a kernel. Where no mesh is in force, JAX must have one device
+    only.
+
+    >>> chooses_tpu_kernels() <= is_for_tpus()
+    True
+    """
+    if not is_for_tpus():
+        return False
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return jax.device_count() == 1
+    kinds = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
+    return not any(kind == AxisType.Auto and size > 1 for kind, size in kinds)

@@ -94,7 +94,6 @@ FORMATS = {
     "stochastic": {"weights": stochastic_rounding(), "moments": cast(jnp.bfloat16)},
     "eight bits": {"moments": block_quantized(8)},
     "eight bits linear": {"moments": block_quantized(8, code="linear")},
-    "eight bits dynamic": {"moments": block_quantized(8, code="dynamic")},
     "four bits": {"moments": block_quantized(4)},
     "blocks of 128": {"moments": block_quantized(8, block_size=128)},
 }

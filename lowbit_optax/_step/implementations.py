@@ -18,7 +18,7 @@ from lowbit_optax._step.layer import Layer
 from lowbit_optax._step.prepared import PreparedStep
 from lowbit_optax._step.stacks import stacks_to_write
 from pallas_kernels.fused_update import launchers
-from pallas_kernels.platforms import Implementation, is_elsewhere, is_for_tpus
+from pallas_kernels.platforms import Implementation, chooses_tpu_kernels, is_elsewhere
 
 
 class Advanced(typing.NamedTuple):
@@ -41,8 +41,8 @@ def advance(
     """Run a step with the implementation that the configuration asks for.
 
     If it asks for none: with kernels on CUDA and with XLA elsewhere, chosen when the
-    program is lowered for its platform. On TPUs (:func:`.platforms.is_for_tpus`), with
-    kernels if they take any leaf.
+    program is lowered for its platform. On TPUs with kernels
+    if :func:`.platforms.chooses_tpu_kernels` and they take any leaf.
 
     Args:
       config: of the transformation.
@@ -63,7 +63,7 @@ def advance(
         plan.require(prepared.names)
     if plan.is_empty:
         return by_xla.run()
-    on_tpus = chosen is None and is_for_tpus()
+    on_tpus = chosen is None and chooses_tpu_kernels()
     if on_tpus and not kernel_step.has_tpu_kernels(plan, prepared):
         return by_xla.run()
     by_kernels = ByKernels(prepared, landing, plan, stacks_to_write())

@@ -16,6 +16,7 @@ from pallas_kernels.layout import check_block_size, layout_of
 from pallas_kernels.platforms import (
     Implementation,
     check_implementation,
+    chooses_tpu_kernels,
     is_elsewhere,
     is_for_tpus,
 )
@@ -216,12 +217,15 @@ def _choose(
 
     def by_kernel(name, interpret):
         run = functools.partial(kernel, launcher(name), interpret=interpret)
-        call = lambda *args: sharded.over_shards(run, leaves, len(shared), args)
+        call = lambda *args: sharded.over_shards(
+            run, leaves, len(shared), args, can_partition=name != "tpu"
+        )
         return transformable(call, reference)
 
     if implementation in ("triton", "mosaic"):
         return by_kernel(implementation, False)(*arguments)
-    on_tpus = implementation == "tpu" or (implementation != "xla" and is_for_tpus())
+    is_chosen = implementation in (None, "pallas") and chooses_tpu_kernels()
+    on_tpus = implementation == "tpu" or is_chosen
     if on_tpus:
         scalars = shared[0].shape[-1]
         accepts = tpu_launcher().accepts
