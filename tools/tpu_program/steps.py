@@ -5,6 +5,8 @@ import functools
 import time
 
 import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from tools.gpu_program.steps import bytes_of, fast
 from tools.tpu_program import hlo
@@ -17,16 +19,14 @@ class TpuStep:
 
     Args:
       lowered: the step.
-      parameters: how many it updates, on all devices.
-      stored: bytes of these and of the state, on all devices.
-      devices: how many there are.
+      parameters: how many it updates on each device.
+      stored: bytes of these and of the state on each device.
       seconds_to_lower: what tracing and lowering took.
     """
 
     lowered: jax.stages.Lowered
     parameters: int
     stored: int
-    devices: int
     seconds_to_lower: float
 
     @functools.cached_property
@@ -52,8 +52,8 @@ class TpuStep:
 
     @property
     def large(self) -> list[hlo.Instruction]:
-        """Instructions that move more than a byte per parameter of their device."""
-        return [x for x in self.instructions if x.moved > self._share]
+        """Instructions that move more than a byte per parameter ."""
+        return [x for x in self.instructions if x.moved > self.parameters]
 
     @property
     def kernels(self) -> list[hlo.Instruction]:
@@ -68,27 +68,27 @@ class TpuStep:
     @property
     def moved(self) -> float:
         """Bytes that the kernels' operands and results have, per parameter."""
-        return sum(x.moved for x in self.kernels) / self._share
+        return sum(x.moved for x in self.kernels) / self.parameters
 
     @property
     def moved_by_all(self) -> float:
         """The same for every instruction of the entry computation."""
-        return sum(x.moved for x in self.instructions) / self._share
+        return sum(x.moved for x in self.instructions) / self.parameters
 
     @property
     def temporary(self) -> float:
         """Bytes of temporary memory per parameter."""
-        return hlo.memory(self.compiled).temp_size_in_bytes / self._share
+        return hlo.memory(self.compiled).temp_size_in_bytes / self.parameters
 
     @property
     def peak(self) -> float:
         """Bytes of memory in use at the peak, per parameter, arguments included."""
-        return hlo.memory(self.compiled).peak_memory_in_bytes / self._share
+        return hlo.memory(self.compiled).peak_memory_in_bytes / self.parameters
 
     @property
     def copied(self) -> float:
         """Bytes that ``copy`` operations write, per parameter."""
-        return sum(hlo.copies(self.compiled)) / self._share
+        return sum(hlo.copies(self.compiled)) / self.parameters
 
     @property
     def collectives(self) -> list[str]:
@@ -98,13 +98,7 @@ class TpuStep:
     @property
     def in_place(self) -> bool:
         """Whether parameters and state are all written where they were read."""
-        aliased = hlo.memory(self.compiled).alias_size_in_bytes
-        return aliased * self.devices >= self.stored
-
-    @property
-    def _share(self) -> float:
-        """Parameters of one device."""
-        return self.parameters / self.devices
+        return hlo.memory(self.compiled).alias_size_in_bytes >= self.stored
 
 
 def lower_step(tx, params, make_step=fast, mesh=None, spec=None) -> TpuStep:
@@ -122,10 +116,23 @@ def lower_step(tx, params, make_step=fast, mesh=None, spec=None) -> TpuStep:
     state = jax.eval_shape(tx.init, params)
     arguments = params, state, params
     lowered = lower_for(mesh, make_step(tx), *arguments, spec=spec, donate=(0, 1))
+    local = lambda tree: _on_each_device(tree, mesh, spec)
     return TpuStep(
         lowered,
-        sum(x.size for x in jax.tree.leaves(params)),
-        bytes_of(state, params),
-        mesh.size,
+        sum(x.size for x in jax.tree.leaves(local(params))),
+        bytes_of(local(state), local(params)),
         time.perf_counter() - start,
     )
+
+
+def _on_each_device(tree, mesh, spec):
+    """The arrays' shards, as ``targets.lower_for`` places them."""
+
+    def shard(x):
+        chosen = P()
+        if x.ndim >= 2 and spec is not None:
+            chosen = spec if isinstance(spec, P) else spec(x)
+        shape = NamedSharding(mesh, chosen).shard_shape(x.shape)
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+
+    return jax.tree.map(shard, tree)
