@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.fused_update import xla
 from pallas_kernels.fused_update.launch import manual_axes, result_shapes
 from pallas_kernels.fused_update.sharded import Shard
 from pallas_kernels.fused_update.spec import BlockBody, Body, Leaf, Operand, Result
@@ -29,7 +30,7 @@ from pallas_kernels.fused_update.tpu_tiling import (
     has_groups,
     tiling_of,
 )
-from pallas_kernels.layout import block_shape
+from pallas_kernels.layout import Layout, block_shape, layout_of
 
 _LEAST_ELEMENTS = 2**14
 _MEMORY_LIMIT = 64 * 2**20
@@ -58,8 +59,7 @@ def accepts(body: Body | BlockBody, leaf: Leaf, scalars: int) -> bool:
         return False
     if leaf.has_words_or_blocks and leaf.layout.axis != -2:
         return False
-    rows, columns = leaf.shape[-2:]
-    if columns < LANES or rows * columns < _LEAST_ELEMENTS:
+    if math.prod(leaf.shape[-2:]) < _LEAST_ELEMENTS or not _is_wide(leaf, leaf.shape):
         return False
     dtypes = {x.array.dtype for x in leaf.operands} | {x.dtype for x in leaf.results}
     if not dtypes <= DTYPES:
@@ -93,6 +93,10 @@ def update(
     """
     (shard,) = shards
     leaf, tiling = shard.leaf, tiling_of(shard)
+    if not _is_wide(leaf, shard.shape):
+        local = dataclasses.replace(leaf, shape=shard.shape)
+        within = shard.base, leaf.shape
+        return xla.update(body, local, table, rows, layer, when, within)
     zero = jnp.zeros((1,), jnp.uint32)
     base = zero if shard.base is None else shard.base.reshape(1)
     place = [zero if rows is None else rows, base]
@@ -131,6 +135,17 @@ def update(
         pairs = zip(written, shapes, strict=True)
         written = [x[:, : shape[-2], : shape[-1]] for x, shape in pairs]
     return [x.reshape(shape) for x, shape in zip(written, shapes, strict=True)]
+
+
+def _is_wide(leaf: Leaf, shape: tuple[int, ...]) -> bool:
+    """Whether a part of this shape is better updated by a kernel than by XLA.
+
+    XLA:TPU transposes arrays if that takes less padding, and back for a kernel. Of
+    plain arrays it makes one pass itself. A kernel takes 128 columns at a time.
+    """
+    if leaf.has_words_or_blocks:
+        return shape[-1] >= LANES or layout_of(shape) != Layout(shape, -2)
+    return shape[-1] % LANES == 0
 
 
 @dataclasses.dataclass(frozen=True)
