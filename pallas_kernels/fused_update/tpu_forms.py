@@ -63,13 +63,82 @@ class Half:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Upper:
-    """The uint32 that a word's upper half is: the word shifted right by 16."""
+class Field:
+    """The uint32 that some bits of a word are: ``word >> shift & (1 << width) - 1``.
+
+    It may have been shifted to the left since, by ``place``. So shifts that follow each
+    other are one, and bits that a later shift drops need no mask.
+    """
 
     word: jax.Array
+    shift: int
+    width: int
+    place: int = 0
 
     def value(self) -> jax.Array:
-        return self.word >> jnp.uint32(16)
+        """As an array."""
+        cut_below = self.shift > 0 and self.place > 0
+        top = self.place + self.width
+        cut_above = self.shift + self.width < 32 and top < 32
+        if not cut_below and not cut_above:
+            return self._moved(self.place - self.shift)
+        mask = ((1 << self.width) - 1) << self.place & 0xFFFFFFFF
+        return self._moved(self.place - self.shift) & jnp.uint32(mask)
+
+    def sign_extended(self, places: int) -> jax.Array | None:
+        """int32 of the value shifted right, its sign above; None if that needs a mask.
+
+        Args:
+          places: by how many.
+        """
+        if self.place + self.width < 32 or places < self.place:
+            return None
+        moved = self._moved(self.place - self.shift)
+        return lax.bitcast_convert_type(moved, jnp.int32) >> jnp.int32(places)
+
+    def _moved(self, left: int) -> jax.Array:
+        if left == 0:
+            return self.word
+        if left > 0:
+            return self.word << jnp.uint32(left)
+        return self.word >> jnp.uint32(-left)
+
+
+@dataclasses.dataclass(frozen=True)
+class _SignedField:
+    """The int32 of the same bits."""
+
+    field: Field
+
+    def value(self) -> jax.Array:
+        return lax.bitcast_convert_type(self.field.value(), jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """A sum of uint32: an array that does not change in a loop, and a scalar."""
+
+    array: jax.Array
+    scalar: jax.Array
+
+    def value(self) -> jax.Array:
+        """As an array."""
+        return self.array + self.scalar
+
+
+_Lazy = Field | _SignedField | Sum
+
+
+def whole(x):
+    """The array of what a :class:`Function` returned, unless it is a :class:`Half`."""
+    return x.value() if isinstance(x, _Lazy) else x
+
+
+def shifted_left(x, places: int) -> jax.Array:
+    """uint32 that a :class:`Function` returned, shifted to the left."""
+    if isinstance(x, Field) and not x.place:
+        return dataclasses.replace(x, place=places).value()
+    return whole(x) << jnp.uint32(places) if places else whole(x)
 
 
 class Function:
@@ -108,17 +177,17 @@ class Function:
         return found
 
     def __call__(self, *args, known: dict, hoisted: "Hoisted | None" = None):
-        """The function's results; values of 16 bits are each a :class:`Half`.
+        """The function's results: arrays, each :class:`Half`, or see :func:`whole`.
 
         Args:
           *args: its arguments.
           known: what other calls on the same values have computed; it is added to.
           hoisted: from :meth:`of_scalars`.
         """
-        flat = jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, Half))
+        flat = jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, Half | _Lazy))
         evaluation = _Evaluation(hoisted or {}, False, known)
         results = evaluation.run(self._closed, flat, ())
-        return jax.tree.unflatten(self._structure, map(_whole, results))
+        return jax.tree.unflatten(self._structure, results)
 
 
 class _Evaluation:
@@ -169,8 +238,9 @@ class _Evaluation:
 
 
 def _identity(x):
-    if isinstance(x, Half | _Upper):
-        return type(x), id(x.word), getattr(x, "dtype", None)
+    if isinstance(x, Half | _Lazy):
+        parts = dataclasses.fields(x)
+        return type(x), *(_identity(getattr(x, part.name)) for part in parts)
     if isinstance(x, np.generic | np.ndarray | int | float | bool):
         array = np.asarray(x)
         return str(array.dtype), array.shape, array.tobytes()
@@ -184,13 +254,9 @@ def _evaluated(eqn, inputs: list):
         result = rule(eqn, *inputs)
         if result is not NotImplemented:
             return result
-    inputs = [_whole(x) for x in inputs]
+    inputs = [whole(x) for x in inputs]
     params = eqn.primitive.get_bind_params(eqn.params)
     return eqn.primitive.bind(*inputs, **params)
-
-
-def _whole(x):
-    return x.value() if isinstance(x, _Upper) else x
 
 
 def _convert(eqn, x):
@@ -200,39 +266,81 @@ def _convert(eqn, x):
     if isinstance(x, Half):
         if old == jnp.bfloat16:
             return lax.bitcast_convert_type(x.alone(), jnp.float32)
-        if new == jnp.uint32:
-            return _Upper(x.word)
-        return lax.bitcast_convert_type(x.word >> jnp.uint32(16), jnp.int32)
+        bits = Field(x.word, 16, 16)
+        return bits if new == jnp.uint32 else _SignedField(bits)
     if new == jnp.uint16:
-        if isinstance(x, _Upper):
+        if isinstance(x, Field) and (x.shift, x.width, x.place) == (16, 16, 0):
             return Half(x.word, jnp.dtype(jnp.uint16))
+        array = whole(x)
         if old == jnp.int32:
-            x = lax.bitcast_convert_type(x, jnp.uint32)
-        return Half(x << jnp.uint32(16), jnp.dtype(jnp.uint16))
-    whole = _whole(x)
-    if {old, new} == {jnp.dtype(jnp.int32), jnp.dtype(jnp.uint32)} and whole.shape:
-        return lax.bitcast_convert_type(whole, new)
-    return NotImplemented
+            array = lax.bitcast_convert_type(array, jnp.uint32)
+        return Half(array << jnp.uint32(16), jnp.dtype(jnp.uint16))
+    return _reinterpreted(eqn, x, new)
+
+
+def _reinterpreted(eqn, x, new):
+    """An integer array as one of the other integers of 32 bits."""
+    old = eqn.invars[0].aval.dtype
+    if {old, new} != {jnp.dtype(jnp.int32), jnp.dtype(jnp.uint32)}:
+        return NotImplemented
+    if isinstance(x, Field):
+        return _SignedField(x)
+    if isinstance(x, _SignedField):
+        return x.field
+    if not eqn.outvars[0].aval.shape:
+        return NotImplemented
+    return lax.bitcast_convert_type(whole(x), new)
 
 
 def _bitcast(eqn, x):
     if isinstance(x, Half):
         return Half(x.word, jnp.dtype(eqn.params["new_dtype"]))
-    return NotImplemented
+    return _reinterpreted(eqn, x, eqn.params["new_dtype"])
 
 
 def _shift_left(eqn, x, places):
-    if isinstance(x, _Upper) and _number(places) == 16:
-        return x.word & jnp.uint32(_UPPER)
+    places = _number(places)
+    if isinstance(x, Field) and places is not None and x.place + places < 32:
+        return dataclasses.replace(x, place=x.place + places)
     return NotImplemented
 
 
 def _shift_right(eqn, x, places):
-    if not isinstance(x, _Upper) and eqn.outvars[0].aval.shape:
-        is_word = eqn.outvars[0].aval.dtype == jnp.uint32
-        if is_word and _number(places) == 16:
-            return _Upper(x)
+    places, aval = _number(places), eqn.outvars[0].aval
+    if not aval.shape or aval.dtype != jnp.uint32 or places is None:
+        return NotImplemented
+    if not isinstance(x, Field):
+        return Field(whole(x), places, 32 - places) if 0 < places < 32 else x
+    if x.place == 0 and places < x.width:
+        return Field(x.word, x.shift + places, x.width - places)
     return NotImplemented
+
+
+def _shift_right_signed(eqn, x, places):
+    places = _number(places)
+    if isinstance(x, _SignedField) and places is not None:
+        extended = x.field.sign_extended(places)
+        if extended is not None:
+            return extended
+    return NotImplemented
+
+
+def _and(eqn, x, mask):
+    mask, aval = _number(mask), eqn.outvars[0].aval
+    if not aval.shape or aval.dtype != jnp.uint32 or not mask or mask & (mask + 1):
+        return NotImplemented
+    width = mask.bit_length()
+    if not isinstance(x, Field):
+        return Field(whole(x), 0, width)
+    if x.place == 0:
+        return Field(x.word, x.shift, min(x.width, width))
+    return NotImplemented
+
+
+def _add(eqn, x, y):
+    if not isinstance(x, Sum) or isinstance(y, _Lazy) or jnp.shape(y):
+        return NotImplemented
+    return Sum(x.array, x.scalar + y)
 
 
 def _select(eqn, which, *cases):
@@ -242,23 +350,8 @@ def _select(eqn, which, *cases):
     return Half(lax.select_n(which, *words), cases[0].dtype)
 
 
-def _minimum(eqn, a, b):
-    """Of unsigned numbers: they have comparisons, but neither minimum nor maximum."""
-    if eqn.outvars[0].aval.dtype != jnp.uint32:
-        return NotImplemented
-    a, b = _whole(a), _whole(b)
-    return jnp.where(a < b, a, b)
-
-
-def _maximum(eqn, a, b):
-    if eqn.outvars[0].aval.dtype != jnp.uint32:
-        return NotImplemented
-    a, b = _whole(a), _whole(b)
-    return jnp.where(a < b, b, a)
-
-
 def _broadcast(eqn, x):
-    if isinstance(x, Half) or eqn.invars[0].aval.shape:
+    if isinstance(x, Half | _Lazy) or eqn.invars[0].aval.shape:
         return x
     return NotImplemented
 
@@ -268,9 +361,11 @@ _RULES = {
     p.bitcast_convert_type_p: _bitcast,
     p.shift_left_p: _shift_left,
     p.shift_right_logical_p: _shift_right,
+    p.shift_right_arithmetic_p: _shift_right_signed,
+    p.and_p: _and,
+    p.add_p: _add,
+    p.add_jaxvals_p: _add,
     p.select_n_p: _select,
-    p.min_p: _minimum,
-    p.max_p: _maximum,
     p.broadcast_in_dim_p: _broadcast,
     p.copy_p: lambda eqn, x: x,
     p.stop_gradient_p: lambda eqn, x: x,

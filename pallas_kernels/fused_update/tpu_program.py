@@ -22,7 +22,14 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.bitfields.fields import get_field, put_fields
 from pallas_kernels.fused_update import xla
 from pallas_kernels.fused_update.spec import BlockBody, Body, Operand, Result
-from pallas_kernels.fused_update.tpu_forms import Function, Half
+from pallas_kernels.fused_update.tpu_forms import (
+    Field,
+    Function,
+    Half,
+    Sum,
+    shifted_left,
+    whole,
+)
 from pallas_kernels.fused_update.tpu_tiling import LANES, SUBLANES, Tiling
 from pallas_kernels.layout import block_shape
 
@@ -190,10 +197,10 @@ class BlockProgram:
                 self._store(unit, number, ref, fields)
                 continue
             fields = [
-                x if here is None else jnp.where(here, x, jnp.uint32(0))
+                x if here is None else jnp.where(here, whole(x), jnp.uint32(0))
                 for x, here in zip(fields, exist, strict=True)
             ]
-            words = put_fields(fields, result.bits)
+            words = _put(fields, result.bits)
             part = self._part(ref, unit, SUBLANES * len(words))
             for w, word in enumerate(words):
                 part[_every(w, len(words)), :] = word
@@ -208,7 +215,7 @@ class BlockProgram:
                 part = self._part(ref, unit, SUBLANES * count)
                 words = [part[_every(w, count), :] for w in range(count)]
                 columns.append(
-                    [get_field(words, row, operand.bits) for row in range(group)]
+                    [_field(words, row, operand.bits) for row in range(group)]
                 )
             elif ref.dtype.itemsize == 2:
                 part = self._part(ref, unit, self.tiling.unit_rows)
@@ -226,7 +233,7 @@ class BlockProgram:
         part = self._part(ref, unit, self.tiling.unit_rows)
         if ref.dtype.itemsize != 2:
             for row, value in enumerate(rows):
-                part[_every(row, group), :] = value
+                part[_every(row, group), :] = whole(value)
             return
         pairs = self._pairs("result", number, unit)
         for row in range(0, group, 2):
@@ -242,13 +249,13 @@ class BlockProgram:
         """The rows of a unit."""
         return ref.at[pl.ds(pl.multiple_of(unit * rows, rows), rows), :]
 
-    def _index(self, unit: jax.Array, row: int) -> jax.Array:
+    def _index(self, unit: jax.Array, row: int) -> Sum:
         """The elements' indices in the whole leaf."""
         columns, group = self.tiling.whole[-1], self.tiling.group
         within = _iota(0) * jnp.int32(group * columns) + _iota(1)
         step = self.tiling.unit_rows * columns
         start = unit * jnp.int32(_signed(step)) + jnp.int32(_signed(row * columns))
-        return within.astype(jnp.uint32) + (self.first + start.astype(jnp.uint32))
+        return Sum(within.astype(jnp.uint32), self.first + start.astype(jnp.uint32))
 
     def _exists(self, unit: jax.Array, row: int) -> jax.Array | None:
         """Which elements there are; None if no word and no block is cut."""
@@ -286,6 +293,7 @@ class BlockProgram:
                 known=known,
                 hoisted=hoisted,
             )
+            new = [whole(x) for x in new]
             if here is not None:
                 new = [jnp.where(here, x, jnp.int32(0)) for x in new]
             maxima = [jnp.maximum(*pair) for pair in zip(maxima, new, strict=True)]
@@ -351,6 +359,27 @@ def _every(first: int, stride: int, size: int = SUBLANES):
     return pl.ds(first, size, stride=stride) if stride > 1 else pl.ds(first, size)
 
 
+def _field(words: Sequence[jax.Array], row: int, bits: int):
+    """Fields of a row of a group; those that lie in two words as an array."""
+    word, shift = divmod(row * bits, 32)
+    if shift + bits <= 32:
+        return Field(words[word], shift, bits)
+    return get_field(words, row, bits)
+
+
+def _put(fields: Sequence, bits: int) -> list[jax.Array]:
+    """The words of a group's fields."""
+    if 32 % bits:
+        return put_fields([whole(x) for x in fields], bits)
+    count, words = 32 // bits, []
+    for start in range(0, len(fields), count):
+        word = whole(fields[start])
+        for number, field in enumerate(fields[start + 1 : start + count], 1):
+            word = word | shifted_left(field, number * bits)
+        words.append(word)
+    return words
+
+
 def _halves(pairs, group: int, dtype) -> list[Half]:
     """The rows of the groups, of pairs of rows."""
     words = [pairs[_every(i, group // 2), :] for i in range(group // 2)]
@@ -371,7 +400,7 @@ def _as_value(word: jax.Array, dtype):
 def _as_word(value) -> jax.Array:
     if isinstance(value, Half):
         return value.alone()
-    return lax.bitcast_convert_type(value, jnp.uint32)
+    return lax.bitcast_convert_type(whole(value), jnp.uint32)
 
 
 def _as_integers(x: jax.Array) -> jax.Array:
