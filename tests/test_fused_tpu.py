@@ -152,6 +152,15 @@ def test_a_body_with_other_operations_is_left_to_the_reference():
     assert accepted(same, jnp.bfloat16)
 
 
+def test_64_bit_types_are_left_to_the_reference(only_kernels):
+    body, shape = Mixture((8,)), SHAPES["even"]
+    arrays, held = body.arrays(shape)
+    with jax.enable_x64(True):
+        got = body.update(arrays, shape, "tpu", scalars=jnp.asarray(TABLE), row=0)
+    assert_equal(got, body.want(held, [1, 2], index_of(shape)))
+    assert only_kernels == [False]
+
+
 @pytest.mark.parametrize("parts", [(2, 1), (1, 2), (4, 2), (1, 8)])
 def test_shards_have_the_bits_of_the_whole(parts):
     shape, body = (512, 512), Mixture((8,))

@@ -55,7 +55,9 @@ def accepts(body: Body | BlockBody, leaf: Leaf, scalars: int) -> bool:
       leaf: whole, its operands with arrays or their ShapeDtypeStructs.
       scalars: how many the body gets.
     """
-    if len(leaf.shape) < 2 or not has_groups(leaf):
+    # Pallas' TPU backend cannot lower kernels with 64-bit types on.
+    has_64_bits = jax.dtypes.canonicalize_dtype(np.int64) == np.int64
+    if has_64_bits or len(leaf.shape) < 2 or not has_groups(leaf):
         return False
     if leaf.has_words_or_blocks and leaf.layout.axis != -2:
         return False

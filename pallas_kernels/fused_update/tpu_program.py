@@ -157,9 +157,12 @@ class BlockProgram:
 
         def unit(number, _):
             self._unit(number, *hoisted)
+            return number + jnp.int32(1), None
 
         self._spread()
-        lax.fori_loop(0, self.tiling.units, unit, None, unroll=self.tiling.unroll)
+        # A fori_loop counts in int64 with 64-bit types on.
+        count, unroll = self.tiling.units, self.tiling.unroll
+        lax.scan(unit, jnp.int32(0), length=count, unroll=unroll)
         self._gather()
 
     def keep(self) -> None:
@@ -247,7 +250,8 @@ class BlockProgram:
 
     def _part(self, ref, unit: jax.Array, rows: int):
         """The rows of a unit."""
-        return ref.at[pl.ds(pl.multiple_of(unit * rows, rows), rows), :]
+        start = pl.multiple_of(unit * jnp.int32(rows), rows)
+        return ref.at[pl.ds(start, rows), :]
 
     def _index(self, unit: jax.Array, row: int) -> Sum:
         """The elements' indices in the whole leaf."""
@@ -263,9 +267,11 @@ class BlockProgram:
         if tiling.is_even:
             return None
         rows, columns = self.place
-        start = rows * tiling.block_rows + unit * tiling.unit_rows + row
-        below = _iota(0) * tiling.group + start < tiling.rows
-        return below & (_iota(1) + columns * LANES < tiling.columns)
+        start = rows * jnp.int32(tiling.block_rows) + jnp.int32(row)
+        start = start + unit * jnp.int32(tiling.unit_rows)
+        below = _iota(0) * jnp.int32(tiling.group) + start < jnp.int32(tiling.rows)
+        column = _iota(1) + columns * jnp.int32(LANES)
+        return below & (column < jnp.int32(tiling.columns))
 
     def _with_blocks(self, unit, values, index, exist, known, hoisted) -> list:
         """Take maxima over blocks and write what is per block.
@@ -277,7 +283,8 @@ class BlockProgram:
         assert functions.before is not None
         assert functions.statistics is not None
         assert functions.after is not None
-        groups = pl.ds(pl.multiple_of(unit * SUBLANES, SUBLANES), SUBLANES)
+        start = pl.multiple_of(unit * jnp.int32(SUBLANES), SUBLANES)
+        groups = pl.ds(start, SUBLANES)
         raw = [
             _as_value(ref[groups, :], operand.array.dtype)
             for ref, (operand, _) in zip(arrays.spread, self._per_block(), strict=True)
@@ -322,7 +329,7 @@ class BlockProgram:
             height, width = self._sublanes_and_lanes(operand.block_size or 0)
             stored = _as_integers(ref[...])
             lane = lax.broadcasted_iota(jnp.int32, stored.shape, 1)
-            first = lax.rem(self.place[1], jnp.int32(width)) * (LANES // width)
+            first = lax.rem(self.place[1], jnp.int32(width)) * jnp.int32(LANES // width)
             chosen = jnp.take_along_axis(
                 stored, lane // jnp.int32(width) + first, 1, mode="promise_in_bounds"
             )
@@ -342,7 +349,7 @@ class BlockProgram:
             chosen = jnp.take_along_axis(stored, source, 1, mode="promise_in_bounds")
             share = lax.rem(self.place[1], jnp.int32(width))
 
-            @pl.when(share == 0)
+            @pl.when(share == jnp.int32(0))
             def _(ref=ref):
                 ref[...] = jnp.zeros(ref.shape, ref.dtype)
 
