@@ -141,7 +141,7 @@ def test_a_body_with_other_operations_is_left_to_the_reference():
         return [jnp.sin(values[0])]
 
     def accepted(body, dtype):
-        operand = Operand(jax.ShapeDtypeStruct((256, 256), dtype))
+        operand = Operand(jnp.zeros((256, 256), dtype))
         leaf = Leaf((operand,), (Result(dtype, overwrites=0),), (256, 256))
         return tpu.accepts(body, leaf, 1)
 
