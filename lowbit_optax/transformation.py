@@ -65,11 +65,13 @@ def lowbit(
       min_size: leaves with fewer elements keep a float32 master instead of packed bits,
         and float32 moments instead of quantised ones; 4096 if None.
       implementation: ``"xla"``; ``"pallas"``, one fused kernel per leaf, an error where
-        that cannot be, interpreted (slowly) on other platforms than CUDA; ``"triton"``
-        or ``"mosaic"``, the same by this backend of Pallas', in programs that are for
-        CUDA only (else Mosaic GPU on Hopper and Blackwell with JAX 0.11 or newer,
-        Triton elsewhere); or None, the kernels on CUDA for the leaves that can have
-        one, and XLA elsewhere.
+        that cannot be, interpreted (slowly) on other platforms than CUDA and TPUs;
+        ``"triton"`` or ``"mosaic"``, the same by this backend of Pallas', in programs
+        that are for CUDA only (else Mosaic GPU on Hopper and Blackwell with JAX 0.11 or
+        newer, Triton elsewhere); ``"tpu"``, kernels for TPUs (elsewhere Pallas' model
+        of one runs them, slowly) and XLA for leaves that these do not take; or None,
+        the kernels on CUDA and TPUs for the leaves that can have one, and XLA
+        elsewhere.
 
     Returns:
       A transformation whose ``update`` needs ``params`` and returns float32 updates

@@ -5,16 +5,20 @@ from collections.abc import Iterable
 
 import jax
 import jax.core
+from jax.sharding import AxisType
 
-Implementation = typing.Literal["xla", "pallas", "triton", "mosaic"] | None
+Implementation = typing.Literal["xla", "pallas", "triton", "mosaic", "tpu"] | None
 """By what a function of kernels runs.
 
 - ``"xla"``: by XLA's own operations, the reference.
 - ``"pallas"``: by kernels of the backend that suits the GPU; elsewhere than on CUDA
-  their operations run one by one.
+  and TPUs their operations run one by one.
 - ``"triton"``, ``"mosaic"``: by kernels of this backend of Pallas', in programs for
   CUDA only.
-- None: by kernels on CUDA, and by XLA elsewhere.
+- ``"tpu"``: by kernels of Pallas' TPU backend what these take, and by XLA the rest; in
+  programs for TPUs, and elsewhere by Pallas' model of a TPU (slowly).
+- None: by kernels on CUDA; by those for TPUs where :func:`chooses_tpu_kernels` says so;
+  and by XLA elsewhere.
 """
 
 # Of GPUs that are not at hand only the names are known.
@@ -25,7 +29,7 @@ _CAPABILITIES = {
 
 _MIN_JAX_OF_MOSAIC = (0, 11)
 
-_NAMES = ("xla", "pallas", "triton", "mosaic")
+_NAMES = ("xla", "pallas", "triton", "mosaic", "tpu")
 
 
 def check_implementation(where: str, implementation) -> None:
@@ -41,8 +45,8 @@ def check_implementation(where: str, implementation) -> None:
 
     >>> check_implementation("lowbit", "cuda")
     Traceback (most recent call last):
-    ValueError: lowbit: implementation is 'cuda', not None, 'xla', 'pallas', 'triton' or
-    'mosaic'
+    ValueError: lowbit: implementation is 'cuda', not None, 'xla', 'pallas', 'triton',
+    'mosaic' or 'tpu'
     """
     if implementation not in (None, *_NAMES):
         *names, last = map(repr, _NAMES)
@@ -82,14 +86,50 @@ def compute_capability() -> int | None:
 
 
 def is_elsewhere(arrays: Iterable[jax.Array]) -> bool:
-    """Whether these are arrays at hand, not traced ones, and none is on a GPU.
+    """Whether these are arrays at hand, not traced ones, none on a GPU or a TPU.
 
     >>> import jax.numpy as jnp
-    >>> is_elsewhere([jnp.ones(3)]) or jax.default_backend() == "gpu"
+    >>> is_elsewhere([jnp.ones(3)]) or jax.default_backend() != "cpu"
     True
     """
     return all(
         not isinstance(x, jax.core.Tracer)
-        and all(d.platform != "gpu" for d in getattr(x, "devices", set)())
+        and all(d.platform not in ("gpu", "tpu") for d in getattr(x, "devices", set)())
         for x in arrays
     )
+
+
+def is_for_tpus() -> bool:
+    """Whether the program that is traced is for TPUs.
+
+    It is if the mesh in force (``jax.set_mesh``) is one of TPUs, or, where none is, if
+    TPUs are JAX's default backend. So kernels for TPUs are not traced where there are
+    none. A program that is compiled for TPUs on a machine without one needs the mesh.
+
+    >>> is_for_tpus() == (jax.default_backend() == "tpu")
+    True
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    platform = jax.default_backend() if device is None else device.platform
+    return platform == "tpu"
+
+
+def chooses_tpu_kernels() -> bool:
+    """Whether kernels for TPUs are chosen where no implementation is named.
+
+    They are in programs for TPUs that XLA need not partition: for one device, in
+    ``jax.shard_map``, and on meshes whose axes are explicit. XLA:TPU has no
+    ``custom_partitioning`` (https://github.com/jax-ml/jax/issues/38196), without which
+    it cannot partition a kernel. Where no mesh is in force, JAX must have one device
+    only.
+
+    >>> chooses_tpu_kernels() <= is_for_tpus()
+    True
+    """
+    if not is_for_tpus():
+        return False
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return jax.device_count() == 1
+    kinds = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
+    return not any(kind == AxisType.Auto and size > 1 for kind, size in kinds)

@@ -9,7 +9,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import pytest
 
-COMPILED = Path(__file__).parent / "gpu_program"
+COMPILED = {Path(__file__).parent / name for name in ("gpu_program", "tpu_program")}
 MANY_CASES = 16
 # What the quick run leaves out; see addopts in pyproject.toml.
 LONG = ("exhaustive", "compiled", "example", "default_level")
@@ -48,7 +48,7 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     for item in items:
-        if COMPILED in item.path.parents:
+        if COMPILED & set(item.path.parents):
             item.add_marker("compiled")
             item.add_marker("standard_promotion")
             item.add_marker(pytest.mark.filterwarnings(TRITON_IS_DEPRECATED))

@@ -189,7 +189,7 @@ def test_unknown_options(make, match):
 
 @pytest.mark.parametrize("implementation", ["gpu", "cuda", 1])
 def test_unknown_implementation(implementation):
-    accepted = "not None, 'xla', 'pallas', 'triton' or 'mosaic'"
+    accepted = "not None, 'xla', 'pallas', 'triton', 'mosaic' or 'tpu'"
     with pytest.raises(ValueError, match=f"{implementation!r}, {accepted}"):
         lowbit(
             optax.sgd(0.1),

@@ -438,7 +438,8 @@ REFUSED = {
     "implementation": (
         dict(operands=[Operand(X)], implementation="cuda"),
         ValueError,
-        "implementation is 'cuda', not None, 'xla', 'pallas', 'triton' or 'mosaic'",
+        "implementation is 'cuda', not None, 'xla', 'pallas', 'triton', 'mosaic' or "
+        "'tpu'",
     ),
 }
 

@@ -22,7 +22,7 @@ from lowbit_optax._step.stacks import stacks_to_write
 from lowbit_optax._step.unchanged import unless_still
 from lowbit_optax._step.update_graph import UpdateGraph, trace_update
 from pallas_kernels.fused_update import launchers
-from pallas_kernels.platforms import Implementation, is_elsewhere
+from pallas_kernels.platforms import Implementation, chooses_tpu_kernels, is_elsewhere
 
 _NEEDS_VALUES = (
     jax.errors.ConcretizationTypeError,
@@ -51,7 +51,8 @@ def advance(
     """Run a step with the implementation that the configuration asks for.
 
     If it asks for none: with kernels on CUDA and with XLA elsewhere, chosen when the
-    program is lowered for its platform.
+    program is lowered for its platform. On TPUs with kernels
+    if :func:`.platforms.chooses_tpu_kernels` and they take any leaf.
 
     Args:
       config: of the transformation.
@@ -85,14 +86,18 @@ def advance(
         plan.require(prepared.names)
     if plan.is_empty:
         return by_xla.run()
+    on_tpus = chosen is None and chooses_tpu_kernels()
+    if on_tpus and not kernel_step.has_tpu_kernels(plan, prepared):
+        return by_xla.run()
     by_kernels = ByKernels(prepared, landing, plan, stacks_to_write())
     if chosen is not None:
         return by_kernels.out_of_stacks(by_kernels.run(chosen))
+    # Any other choice would trace kernels for other platforms as well.
+    name = "tpu" if on_tpus else launchers.default_name()
+    branch = {"tpu" if on_tpus else "cuda": lambda: by_kernels.run(name)}
     return by_kernels.out_of_stacks(
         jax.lax.platform_dependent(
-            # Any other choice would trace kernels for other platforms as well.
-            cuda=lambda: by_kernels.run(launchers.default_name()),
-            default=lambda: by_kernels.into_stacks(by_xla.run()),
+            default=lambda: by_kernels.into_stacks(by_xla.run()), **branch
         )
     )
 

@@ -18,7 +18,7 @@ import numpy as np
 from lowbit_optax._jaxprs import elementwise
 from lowbit_optax._jaxprs.graph import evaluate
 from lowbit_optax._numerics.landing import Landing
-from lowbit_optax._step.body import LeafBody
+from lowbit_optax._step.body import KEYS, LeafBody
 from lowbit_optax._step.guard import neutral_updates
 from lowbit_optax._step.kernel_plan import KernelPlan, LeafKernel
 from lowbit_optax._step.layer import Layer
@@ -34,6 +34,7 @@ from pallas_kernels.fused_update import (
     fused_update,
     fused_update_many,
 )
+from pallas_kernels.fused_update.launchers import tpu_launcher
 from pallas_kernels.platforms import Implementation
 
 MIN_ELEMENTS_ALONE = 2**22
@@ -98,6 +99,16 @@ def run(
     parts = [parts[s] for s in range(len(parts))]
     still_parts = {s: value(of_parts[s]) for s in kept if of_parts[s]}
     return results, residuals, parts, written, still_parts
+
+
+def has_tpu_kernels(plan: KernelPlan, prepared: PreparedStep) -> bool:
+    """Whether a kernel for TPUs takes any of the leaves."""
+    leaves = _kernel_leaves(plan, prepared, None)
+    columns = KEYS + len(plan.scalars.nodes)
+    return any(
+        tpu_launcher().accepts(plan.kernels[i].body, leaf, columns)
+        for i, leaf in leaves.items()
+    )
 
 
 def overwritten(

@@ -9,11 +9,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.fused_update import sharded, xla
-from pallas_kernels.fused_update.launchers import launcher
+from pallas_kernels.fused_update.launchers import launcher, tpu_launcher
 from pallas_kernels.fused_update.spec import BlockBody, Body, Leaf, Operand, Result
 from pallas_kernels.fused_update.tiling import MAX_ELEMENTS, has_tiling
 from pallas_kernels.layout import check_block_size, layout_of
-from pallas_kernels.platforms import Implementation, check_implementation, is_elsewhere
+from pallas_kernels.platforms import (
+    Implementation,
+    check_implementation,
+    chooses_tpu_kernels,
+    is_elsewhere,
+    is_for_tpus,
+)
 from pallas_kernels.transforms import transformable
 
 
@@ -31,7 +37,8 @@ def fused_update(
 ) -> list[jax.Array]:
     """Read a leaf's arrays, compute elementwise, and write the results in place.
 
-    On a GPU it is one kernel: it moves every byte once and needs no temporary memory.
+    On a GPU or a TPU it is one kernel: it moves every byte once and needs no temporary
+    memory.
     On a mesh it runs on every device's shards; nothing is communicated where shards
     are whole words and blocks (see :mod:`pallas_kernels.layout`; plain arrays: any).
 
@@ -48,10 +55,9 @@ def fused_update(
         ``[layers, *shape]``, of which this one is updated; the others are one layer's.
       when: number of a scalar that switches the update off: where it is 0, operands
         that are overwritten keep their values, and other results are undefined.
-      implementation: ``"xla"``, the reference; ``"pallas"``, the kernel on CUDA, and
-        its operations run one by one (slowly) elsewhere; ``"triton"`` or ``"mosaic"``,
-        the kernel by this backend of Pallas', in programs that are for CUDA only; None,
-        the kernel on CUDA and the reference elsewhere.
+      implementation: see :data:`pallas_kernels.platforms.Implementation`. Kernels for
+        TPUs take a part of all leaves (:func:`.tpu.accepts`), and the reference takes
+        the others there.
 
     Returns:
       One array per result: of the leaf's shape, its ``packed_shape``, or the stack's.
@@ -97,21 +103,13 @@ def fused_update(
         whole = leaf.with_arrays(arrays)
         return xla.update(body, whole, table, *place(rest), when=when)
 
-    def kernel(shards, shared, interpret):
+    def kernel(launched, shards, shared, interpret):
         table, *rest = shared
-        launched = launcher(implementation, interpret=interpret)
         return launched.update(
             body, shards, table, *place(rest), when=when, interpret=interpret
         )
 
-    return _choose(
-        implementation,
-        kernel,
-        reference,
-        [leaf],
-        [scalars, *given],
-        math.prod(leaf.shape),
-    )
+    return _choose(implementation, kernel, reference, body, [leaf], [scalars, *given])
 
 
 def fused_update_many(
@@ -141,7 +139,7 @@ def fused_update_many(
     _check_together(leaves)
     for leaf in leaves:
         _check(leaf)
-    results = len(leaves[0].results)
+    results, most = len(leaves[0].results), launcher(implementation).max_leaves(leaves)
 
     def one_by_one(update, parts, table, part_rows):
         return [
@@ -150,24 +148,22 @@ def fused_update_many(
             for x in update(body, part, table, row[None], when=when)
         ]
 
-    def kernel(shards, shared, interpret):
-        launched = launcher(implementation, interpret=interpret)
+    def kernel(launched, shards, shared, interpret):
         update = functools.partial(launched.update, interpret=interpret)
         if launched.can_share(shards):
             return update(body, shards, *shared, when=when)
         return one_by_one(update, [[shard] for shard in shards], *shared)
 
     written: list = [None] * len(leaves)
-    for part in _parts(len(leaves), launcher(implementation).max_leaves(leaves)):
+    for part in _parts(len(leaves), most):
         some = leaves[part]
 
         def reference(table, part_rows, *arrays, some=some):
             given = sharded.regroup(some, arrays)
             return one_by_one(xla.update, given, table, part_rows)
 
-        largest = max(math.prod(leaf.shape) for leaf in some)
         shared = [scalars, rows[part]]
-        new = _choose(implementation, kernel, reference, some, shared, largest)
+        new = _choose(implementation, kernel, reference, body, some, shared)
         written[part] = [new[i : i + results] for i in range(0, len(new), results)]
     return written
 
@@ -199,34 +195,67 @@ def _check_together(leaves: Sequence[Leaf]) -> None:
         )
 
 
-def _choose(implementation: Implementation, kernel, reference, leaves, shared, size):
+def _choose(
+    implementation: Implementation,
+    kernel,
+    reference,
+    body: Body | BlockBody,
+    leaves: Sequence[Leaf],
+    shared: list[jax.Array],
+):
+    """Run the kernel of the platform, or the reference.
+
+    Args:
+      implementation: as in :func:`fused_update`.
+      kernel: of a launcher, shards, what they share, and whether it is interpreted.
+      reference: of all arrays.
+      body, leaves: of the update.
+      shared: the table of scalars, and other arrays that all leaves share.
+    """
     check_implementation("fused_update", implementation)
-    refusal = _refusal(leaves, size)
-    if implementation not in (None, "xla") and refusal:
+    refusal = _refusal(leaves)
+    if implementation in ("pallas", "triton", "mosaic") and refusal:
         raise ValueError(f"fused_update: {refusal}")
     arguments = [*shared, *(x for leaf in leaves for x in leaf.arrays)]
-    if implementation == "xla" or refusal:
-        return reference(*arguments)
 
-    def by_kernel(interpret, *args):
-        run = lambda shards, shared: kernel(shards, shared, interpret)
-        call = lambda *args: sharded.over_shards(run, leaves, len(shared), args)
-        return transformable(call, reference)(*args)
+    def by_kernel(name, interpret):
+        run = functools.partial(
+            kernel, launcher(name, interpret=interpret), interpret=interpret
+        )
+        call = lambda *args: sharded.over_shards(
+            run, leaves, len(shared), args, can_partition=name != "tpu"
+        )
+        return transformable(call, reference)
 
     if implementation in ("triton", "mosaic"):
-        return by_kernel(False, *arguments)
-    default = reference
-    if implementation == "pallas":
-        default = functools.partial(by_kernel, True)
+        return by_kernel(implementation, False)(*arguments)
+    is_chosen = implementation in (None, "pallas") and chooses_tpu_kernels()
+    on_tpus = implementation == "tpu" or is_chosen
+    if on_tpus:
+        scalars = shared[0].shape[-1]
+        accepts = tpu_launcher().accepts
+        on_tpus = all(accepts(body, leaf, scalars) for leaf in leaves)
+    if implementation == "tpu" and on_tpus and not is_for_tpus():
+        # Pallas' model of a TPU has side effects, for which JAX has no partitioning.
+        given = sharded.regroup(leaves, arguments[len(shared) :])
+        shards = [sharded.Shard(leaf, leaf.shape) for leaf in given]
+        return kernel(tpu_launcher(), shards, shared, True)
+    if implementation == "tpu" and on_tpus:
+        return by_kernel("tpu", False)(*arguments)
+    if implementation in ("xla", "tpu") or (refusal and not on_tpus):
+        return reference(*arguments)
+    default = by_kernel("pallas", True) if implementation == "pallas" else reference
     if is_elsewhere(arguments):
         return default(*arguments)
-    return lax.platform_dependent(
-        *arguments, cuda=functools.partial(by_kernel, False), default=default
-    )
+    branches = {} if refusal else {"cuda": by_kernel(implementation, False)}
+    if on_tpus:
+        branches["tpu"] = by_kernel("tpu", False)
+    return lax.platform_dependent(*arguments, default=default, **branches)
 
 
-def _refusal(leaves: Sequence[Leaf], size: int) -> str | None:
-    """Why kernels cannot take these leaves, or None."""
+def _refusal(leaves: Sequence[Leaf]) -> str | None:
+    """Why kernels for GPUs cannot take these leaves, or None."""
+    size = max(math.prod(leaf.shape) for leaf in leaves)
     if not 0 < size <= MAX_ELEMENTS:
         return f"kernels take 1 to {MAX_ELEMENTS} elements, not {size}"
     for leaf in leaves:

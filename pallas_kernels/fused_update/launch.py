@@ -190,7 +190,7 @@ def outputs(shards: Sequence[Shard]) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 def shaped(written: Sequence[jax.Array], shards: Sequence[Shard]) -> list[jax.Array]:
     """The same with the shapes that arrays of the leaves have."""
-    shapes = [shape for shard in shards for shape in _result_shapes(shard)]
+    shapes = [shape for shard in shards for shape in result_shapes(shard)]
     return [
         x if x.shape == shape else x.reshape(shape)
         for x, shape in zip(written, shapes, strict=True)
@@ -267,7 +267,8 @@ def _bases(shards: Sequence[Shard]) -> jax.Array | None:
     return jnp.stack([jnp.uint32(0) if base is None else base for base in bases])
 
 
-def _result_shapes(shard: Shard) -> list[tuple[int, ...]]:
+def result_shapes(shard: Shard) -> list[tuple[int, ...]]:
+    """The shapes of a shard's results."""
     leaf = shard.leaf
     return [
         _share(leaf.stored_shape(r), shard)
@@ -294,13 +295,13 @@ def _outputs(shard: Shard) -> list[jax.ShapeDtypeStruct]:
             if r.overwrites in stacks
             else (math.prod(shape),),
             r.dtype,
-            manual_axis_type=_manual_axes(r, leaf.operands),
+            manual_axis_type=manual_axes(r, leaf.operands),
         )
-        for r, shape in zip(leaf.results, _result_shapes(shard), strict=True)
+        for r, shape in zip(leaf.results, result_shapes(shard), strict=True)
     ]
 
 
-def _manual_axes(result: Result, operands: Sequence[Operand]):
+def manual_axes(result: Result, operands: Sequence[Operand]):
     """How a result varies over the mesh of a ``jax.shard_map``: as what it replaces."""
     if result.overwrites is not None:
         return jax.typeof(operands[result.overwrites].array).manual_axis_type

@@ -1,4 +1,4 @@
-"""The launchers of kernels: Pallas' backends for GPUs."""
+"""The launchers of kernels: Pallas' backends for GPUs, and for TPUs."""
 
 import importlib
 import typing
@@ -52,6 +52,8 @@ def launcher(implementation: str | None, *, interpret: bool = False) -> Launcher
       implementation: see :data:`pallas_kernels.platforms.Implementation`.
       interpret: whether XLA runs its operations, on any platform.
     """
+    if implementation == "tpu":
+        return typing.cast(Launcher, tpu_launcher())
     # XLA can run operations of Triton's kernels only.
     if interpret or name_of(implementation) == "triton":
         return triton
@@ -60,8 +62,13 @@ def launcher(implementation: str | None, *, interpret: bool = False) -> Launcher
     return typing.cast(Launcher, module)
 
 
+def tpu_launcher():
+    """The module of the launcher for TPUs, which is imported where it is needed."""
+    return importlib.import_module("pallas_kernels.fused_update.tpu")
+
+
 def name_of(implementation: str | None) -> Name:
-    """The name of an implementation's launcher.
+    """The name of an implementation's launcher for GPUs.
 
     Args:
       implementation: see :data:`pallas_kernels.platforms.Implementation`.
@@ -72,7 +79,7 @@ def name_of(implementation: str | None) -> Name:
 
 
 def default_name() -> Name:
-    """Which launcher's kernels run where none is named.
+    """Which launcher's kernels run on GPUs where none is named.
 
     Mosaic GPU's on Hopper and Blackwell, if this JAX has it. There JAX deprecates
     Triton's, which run on older GPUs and with older JAX too.

@@ -45,7 +45,9 @@ Run = Callable[[Sequence[Shard], list[jax.Array]], list[jax.Array]]
 the arrays that every device has whole."""
 
 
-def over_shards(run: Run, leaves: Sequence[Leaf], shared: int, args) -> list:
+def over_shards(
+    run: Run, leaves: Sequence[Leaf], shared: int, args, can_partition: bool = True
+) -> list:
     """``run`` on every device's parts of the leaves.
 
     Args:
@@ -53,6 +55,8 @@ def over_shards(run: Run, leaves: Sequence[Leaf], shared: int, args) -> list:
       leaves: whole ones; their arrays are in ``args``.
       shared: how many small arrays ``args`` begins with, that every device has.
       args: these, and then the leaves' arrays.
+      can_partition: whether XLA can partition kernels on axes that are automatic; if
+        not, the arrays must be whole ones there.
 
     Returns:
       What ``run`` returns, as whole arrays placed like their leaves.
@@ -61,6 +65,9 @@ def over_shards(run: Run, leaves: Sequence[Leaf], shared: int, args) -> list:
     mesh = jax.typeof(_anchor(given[0])).sharding.mesh
     if any(kind == AxisType.Explicit for kind in mesh.axis_types):
         return _on_explicit_axes(run, leaves, shared, args, mesh)
+    if not can_partition:
+        whole = [Shard(leaf, leaf.shape) for leaf in given]
+        return run(whole, list(args[:shared]))
     return _on_automatic_axes(run, leaves, shared, args, mesh)
 
 

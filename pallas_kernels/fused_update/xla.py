@@ -26,8 +26,15 @@ def update(
     row: jax.Array | None = None,
     layer: jax.Array | None = None,
     when: int | None = None,
+    within: tuple[jax.Array | None, tuple[int, ...]] | None = None,
 ) -> list[jax.Array]:
-    """See :func:`pallas_kernels.fused_update`."""
+    """See :func:`pallas_kernels.fused_update`.
+
+    Args:
+      body, leaf, table, row, layer, when: as there.
+      within: of a part, the index of its first element in the whole (None for 0), and
+        the whole's shape.
+    """
     if row is not None:
         table = lax.dynamic_index_in_dim(table, row[0], 0, keepdims=False)
     scalars = list(table)
@@ -41,8 +48,13 @@ def update(
         is_plain = operand.block_size is None
         (values if is_plain else block_values).append(array)
     index = None
-    if layer is not None:
-        index = _row_major(leaf.shape, layer[0].astype(jnp.uint32))
+    if layer is not None or within is not None:
+        first, whole = within or (None, leaf.shape)
+        first = jnp.uint32(0) if first is None else first
+        if layer is not None:
+            size = jnp.uint32(math.prod(whole) % 2**32)
+            first = first + layer[0].astype(jnp.uint32) * size
+        index = _row_major(leaf.shape, whole, first)
     arguments = values, scalars, index, multiply_add
     if leaf.block_sizes:
         new = _with_blocks(typing.cast(BlockBody, body), leaf, arguments, block_values)
@@ -114,9 +126,12 @@ def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
     return a * b + c
 
 
-def _row_major(shape: tuple[int, ...], layer: jax.Array) -> jax.Array:
-    index = jnp.full(shape, layer * jnp.uint32(math.prod(shape) % 2**32))
+def _row_major(
+    shape: tuple[int, ...], whole: tuple[int, ...], first: jax.Array
+) -> jax.Array:
+    """The indices in the whole of a part's elements, the first of which is given."""
+    index = jnp.full(shape, first)
     for axis in range(len(shape)):
-        stride = jnp.uint32(math.prod(shape[axis + 1 :]) % 2**32)
+        stride = jnp.uint32(math.prod(whole[axis + 1 :]) % 2**32)
         index = index + lax.broadcasted_iota(jnp.uint32, shape, axis) * stride
     return index

@@ -75,7 +75,7 @@ def _reduced(kind: Kind, arrays, factor, implementation: Implementation) -> jax.
         return jnp.stack([kind.reduce(kind.read(x, *args[: len(given)])) for x in own])
 
     fits = all(0 < x.size <= MAX_ELEMENTS for x in arrays)
-    if implementation == "xla" or not fits:
+    if implementation in ("xla", "tpu") or not fits:
         return reference(*given, *arrays)
 
     def kernel(interpret: bool) -> Callable:

@@ -1,0 +1,93 @@
+"""What an optimizer step compiles to for TPUs, as a table, without a TPU.
+
+    .venv/bin/python benchmarks/tpu_program.py --json tpu_program.json
+
+One donated step with bfloat16 gradients: bytes that the operands and results of its
+kernels have, bytes of every instruction of the entry computation, temporary and peak
+memory, bytes written by ``copy`` operations, kernels, and seconds to lower and compile.
+These are facts of the compiled program; nothing was run on a TPU. Needs the
+``tpu-program`` extra.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import sys
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+
+import jax
+import jax.numpy as jnp
+
+import lowbit_optax as lo
+from tools.gpu_program.steps import gpt2
+from tools.tpu_program.steps import lower_step
+from tools.tpu_program.targets import TARGETS, tpu_mesh
+
+STEPS = {
+    "lowbit_adamw": lambda **options: lo.lowbit_adamw(1e-3, **options),
+    "extra_bits_adamw(8)": lambda **options: lo.extra_bits_adamw(
+        1e-3, bits=8, **options
+    ),
+    "kahan_adamw": lambda **options: lo.kahan_adamw(1e-3, **options),
+    "sr_adamw": lambda **options: lo.sr_adamw(1e-3, **options),
+}
+MODELS = {
+    "4x4096": [jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)] * 4,
+    "4096": jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16),
+    "gpt2": gpt2(),
+}
+
+
+def row(name: str, target: str, model: str, implementation: str | None) -> dict:
+    """The facts of one step."""
+    tx = STEPS[name](implementation=implementation)
+    step = lower_step(tx, MODELS[model], mesh=tpu_mesh(TARGETS[target].topology))
+    # The work that memory sets a limit to: everything read and written once.
+    gradients = 2 * step.parameters
+    least = (2 * step.stored + gradients) / TARGETS[target].bandwidth
+    return {
+        "step": name,
+        "target": target,
+        "model": model,
+        "moved": round(step.moved, 2),
+        "moved by all": round(step.moved_by_all, 2),
+        "temporary": round(step.temporary, 3),
+        "peak": round(step.peak, 2),
+        "copied": round(step.copied, 3),
+        "kernels": len(step.kernels),
+        "large": len(step.large),
+        "by Pallas": step.fused_launches,
+        "in place": step.in_place,
+        "s to lower": round(step.seconds_to_lower, 1),
+        "s to compile": round(step.seconds_to_compile, 1),
+        "memory's ms": round(1e3 * least, 3),
+    }
+
+
+def main():
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS))
+    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
+    parser.add_argument("--model", choices=MODELS, default="4x4096")
+    parser.add_argument("--implementation", help="of the steps; by default theirs")
+    parser.add_argument("--json", help="also write the table to this file")
+    flags = parser.parse_args()
+    rows = []
+    for target in flags.targets:
+        for name in flags.steps:
+            rows.append(row(name, target, flags.model, flags.implementation))
+            if len(rows) == 1:
+                print("| " + " | ".join(rows[0]) + " |")
+                print("|" + "---|" * len(rows[0]))
+            print("| " + " | ".join(map(str, rows[-1].values())) + " |", flush=True)
+    if flags.json:
+        record = {"jax": jax.__version__, "rows": rows}
+        pathlib.Path(flags.json).write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,336 @@
+"""The fused update as a Pallas kernel on the TPU backend.
+
+It takes the state as kernels on GPUs do. What each program of the kernel does is in
+:mod:`.tpu_program`. It updates leaves of two axes or more whose last two are large, and
+are the rows and columns of what is packed. XLA updates the others.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.fused_update import xla
+from pallas_kernels.fused_update.launch import manual_axes, result_shapes
+from pallas_kernels.fused_update.sharded import Shard
+from pallas_kernels.fused_update.spec import BlockBody, Body, Leaf, Operand, Result
+from pallas_kernels.fused_update.tpu_forms import DTYPES
+from pallas_kernels.fused_update.tpu_program import Arrays, BlockProgram, traced
+from pallas_kernels.fused_update.tpu_tiling import (
+    LANES,
+    SUBLANES,
+    Tiling,
+    has_groups,
+    tiling_of,
+)
+from pallas_kernels.layout import Layout, block_shape, layout_of
+
+_LEAST_ELEMENTS = 2**14
+_MEMORY_LIMIT = 64 * 2**20
+
+
+def max_leaves(leaves: Sequence[Leaf]) -> int:
+    """One: each leaf has a kernel of its own, and equal ones are compiled once."""
+    del leaves
+    return 1
+
+
+def can_share(shards: Sequence[Shard]) -> bool:
+    """Whether these leaves, or shards of leaves, can share a kernel."""
+    return len(shards) == 1
+
+
+def accepts(body: Body | BlockBody, leaf: Leaf, scalars: int) -> bool:
+    """Whether the kernel takes a leaf; if not, it is left to XLA.
+
+    Args:
+      body: of the update.
+      leaf: whole, its operands with arrays or their ShapeDtypeStructs.
+      scalars: how many the body gets.
+    """
+    # Pallas' TPU backend cannot lower kernels with 64-bit types on.
+    has_64_bits = jax.dtypes.canonicalize_dtype(np.int64) == np.int64
+    if has_64_bits or len(leaf.shape) < 2 or not has_groups(leaf):
+        return False
+    if leaf.has_words_or_blocks and leaf.layout.axis != -2:
+        return False
+    if math.prod(leaf.shape[-2:]) < _LEAST_ELEMENTS or not _is_wide(leaf, leaf.shape):
+        return False
+    dtypes = {x.array.dtype for x in leaf.operands} | {x.dtype for x in leaf.results}
+    if not dtypes <= DTYPES:
+        return False
+    return _functions(body, _without_arrays(leaf.operands), scalars).are_supported
+
+
+def update(
+    body: Body | BlockBody,
+    shards: Sequence[Shard],
+    table: jax.Array,
+    rows: jax.Array | None = None,
+    layer: jax.Array | None = None,
+    *,
+    when: int | None = None,
+    interpret: bool = False,
+) -> list[jax.Array]:
+    """One kernel over a leaf, a shard of it, or one layer of a stack.
+
+    Args:
+      body: see :data:`pallas_kernels.fused_update.Body`.
+      shards: one, the arrays on this device of a leaf that the kernel :func:`accepts`.
+      table: uint32, rows of scalars; or one row.
+      rows: uint32 vector of one element, the leaf's row of the table.
+      layer: int32 vector of one element, which layer of the stacks.
+      when: as in :func:`pallas_kernels.fused_update`.
+      interpret: run it by Pallas' model of a TPU, on any platform.
+
+    Returns:
+      One array per result.
+    """
+    (shard,) = shards
+    leaf, tiling = shard.leaf, tiling_of(shard)
+    if not _is_wide(leaf, shard.shape):
+        local = dataclasses.replace(leaf, shape=shard.shape)
+        within = shard.base, leaf.shape
+        return xla.update(body, local, table, rows, layer, when, within)
+    zero = jnp.zeros((1,), jnp.uint32)
+    base = zero if shard.base is None else shard.base.reshape(1)
+    place = [zero if rows is None else rows, base]
+    kernel = _Kernel(
+        body,
+        tiling,
+        _without_arrays(leaf.operands),
+        leaf.results,
+        leaf.overwritten if leaf.stacked else frozenset[int](),
+        table.shape[-1],
+        when,
+        interpret,
+    )
+    if layer is None:
+        layer = jnp.zeros((1,), jnp.int32)
+    arrays = [_as_matrices(x) for x in leaf.arrays]
+    outputs = _outputs(shard)
+    if interpret:
+        arrays = [
+            kernel.padded(x, o) for x, o in zip(arrays, leaf.operands, strict=True)
+        ]
+        outputs = tuple(
+            jax.eval_shape(functools.partial(kernel.padded, like=r), x)
+            for x, r in zip(outputs, leaf.results, strict=True)
+        )
+    else:
+        # Else XLA copies parts of them to a TPU's vector memory beforehand.
+        in_memory = pltpu.MemorySpace.HBM
+        arrays = [pltpu.with_memory_space_constraint(x, in_memory) for x in arrays]
+    # Jitted, so that equal leaves are traced and lowered once.
+    written = _call(kernel, outputs)(
+        layer.astype(jnp.int32), jnp.concatenate(place), table.reshape(-1), *arrays
+    )
+    shapes = result_shapes(shard)
+    if interpret:
+        pairs = zip(written, shapes, strict=True)
+        written = [x[:, : shape[-2], : shape[-1]] for x, shape in pairs]
+    return [x.reshape(shape) for x, shape in zip(written, shapes, strict=True)]
+
+
+def _is_wide(leaf: Leaf, shape: tuple[int, ...]) -> bool:
+    """Whether a part of this shape is better updated by a kernel than by XLA.
+
+    XLA:TPU transposes arrays if that takes less padding, and back for a kernel. Of
+    plain arrays it makes one pass itself. A kernel takes 128 columns at a time.
+    """
+    if leaf.has_words_or_blocks:
+        return shape[-1] >= LANES or layout_of(shape) != Layout(shape, -2)
+    return shape[-1] % LANES == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernel:
+    """What a kernel is compiled for.
+
+    Args:
+      body, tiling, operands, results, when, interpret: as they are named.
+      stacked: numbers of the operands that are stacks of layers.
+      table_width: scalars in a row of the table.
+    """
+
+    body: Body | BlockBody
+    tiling: Tiling
+    operands: tuple[Operand, ...]
+    results: tuple[Result, ...]
+    stacked: frozenset[int]
+    table_width: int
+    when: int | None
+    interpret: bool
+
+    def spec(self, like: Operand | Result, stacked: bool) -> pl.BlockSpec:
+        """Which block of an array a program has."""
+        width = 1 if like.block_size is None else block_shape(like.block_size)[1]
+        matrices = self.tiling.matrices if stacked else 0
+
+        def block(matrix, rows, columns, layer):
+            # Divided as int32, as the program's numbers are.
+            first = layer[0] * jnp.int32(matrices) if matrices else jnp.int32(0)
+            return first + matrix, rows, lax.div(columns, jnp.int32(width))
+
+        return pl.BlockSpec((None, self.tiling.stored_rows(like), LANES), block)
+
+    def padded(self, x: jax.Array, like: Operand | Result) -> jax.Array:
+        """Matrices with whole blocks, all bits set where there is nothing.
+
+        Pallas' model of a TPU does not write blocks that reach beyond an array in the
+        place of an operand.
+        """
+        width = 1 if like.block_size is None else block_shape(like.block_size)[1]
+        _, rows, columns = self.tiling.grid
+        rows = rows * self.tiling.stored_rows(like) - x.shape[-2]
+        columns = math.ceil(columns / width) * LANES - x.shape[-1]
+        unsigned = f"uint{8 * x.dtype.itemsize}"
+        bits = lax.bitcast_convert_type(x, unsigned)
+        ones = np.iinfo(unsigned).max
+        bits = jnp.pad(
+            bits,
+            [(0, 0), (0, rows), (0, columns)],
+            constant_values=bits.dtype.type(ones),
+        )
+        return lax.bitcast_convert_type(bits, x.dtype)
+
+    @property
+    def scratch(self) -> list:
+        """The scratch memory of :class:`Arrays`, in its order."""
+        pairs, groups = self.tiling.block_rows // 2, self.tiling.units * SUBLANES
+        both = [*((o, o.array) for o in self.operands), *((r, r) for r in self.results)]
+        per_block = [x for x, _ in both if x.block_size is not None]
+        halves = [
+            dtyped
+            for x, dtyped in both
+            if x.block_size is None and x.bits is None and dtyped.dtype.itemsize == 2
+        ]
+        word = lambda rows: pltpu.VMEM((rows, LANES), jnp.uint32)
+        return [word(pairs) for _ in halves] + [word(groups) for _ in per_block]
+
+
+@functools.lru_cache(maxsize=1024)
+def _call(kernel: _Kernel, outputs: tuple[jax.ShapeDtypeStruct, ...]):
+    """The kernel as a jitted function of its arrays."""
+    in_shared_memory = pl.BlockSpec(memory_space=pltpu.SMEM)
+    specs = [kernel.spec(o, i in kernel.stacked) for i, o in enumerate(kernel.operands)]
+    return jax.jit(
+        pl.pallas_call(
+            functools.partial(_program, kernel),
+            out_shape=outputs,
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=1,
+                grid=kernel.tiling.grid,
+                in_specs=[in_shared_memory, in_shared_memory, *specs],
+                out_specs=[
+                    kernel.spec(r, r.overwrites in kernel.stacked)
+                    for r in kernel.results
+                ],
+                scratch_shapes=kernel.scratch,
+            ),
+            input_output_aliases={
+                3 + r.overwrites: i
+                for i, r in enumerate(kernel.results)
+                if r.overwrites is not None
+            },
+            compiler_params=pltpu.CompilerParams(
+                # Programs with neighbouring columns write the same row of scales.
+                dimension_semantics=("parallel", "parallel", "arbitrary"),
+                vmem_limit_bytes=_MEMORY_LIMIT,
+            ),
+            interpret=pltpu.InterpretParams() if kernel.interpret else False,
+            name="fused_update",
+        )
+    )
+
+
+def _program(kernel: _Kernel, layer, place, table, *refs):
+    tiling = kernel.tiling
+    matrix, rows, columns = (pl.program_id(axis) for axis in range(3))
+    row = place[0].astype(jnp.int32) * jnp.int32(kernel.table_width)
+    scalars = [table[row + jnp.int32(i)] for i in range(kernel.table_width)]
+    whole = tiling.whole
+    size = math.prod(whole) % 2**32
+    first = place[1] + layer[0].astype(jnp.uint32) * jnp.uint32(size)
+    for length, stride in reversed(tiling.strides()):
+        number = lax.rem(matrix, jnp.int32(length)).astype(jnp.uint32)
+        matrix = lax.div(matrix, jnp.int32(length))
+        first = first + number * jnp.uint32(stride)
+    rows_before = jnp.uint32(tiling.block_rows * whole[-1] % 2**32)
+    first = first + rows.astype(jnp.uint32) * rows_before
+    first = first + columns.astype(jnp.uint32) * jnp.uint32(LANES)
+    work = BlockProgram(
+        tiling=tiling,
+        functions=_functions(kernel.body, kernel.operands, kernel.table_width),
+        maxima=_maxima(kernel.body, kernel.operands),
+        scalars=scalars,
+        arrays=_arrays(kernel, refs),
+        first=first,
+        place=(rows, columns),
+    )
+    if kernel.when is None:
+        work.update()
+        return
+    proceeds = scalars[kernel.when] != jnp.uint32(0)
+    pl.when(proceeds)(work.update)
+    pl.when(jnp.logical_not(proceeds))(work.keep)
+
+
+def _arrays(kernel: _Kernel, refs: Sequence) -> Arrays:
+    """The references of a program."""
+    refs = list(refs)
+    take = lambda likes: [(x, refs.pop(0)) for x in likes]
+    operands, results = take(kernel.operands), take(kernel.results)
+    pairs = {}
+    for of, given in (("operand", operands), ("result", results)):
+        plain = [x for x in given if x[0].block_size is None]
+        for number, (like, ref) in enumerate(plain):
+            if like.bits is None and ref.dtype.itemsize == 2:
+                pairs[of, number] = refs.pop(0)
+    spread = [refs.pop(0) for o, _ in operands if o.block_size is not None]
+    return Arrays(operands, results, pairs, spread, refs)
+
+
+@functools.lru_cache(maxsize=1024)
+def _functions(body: Body | BlockBody, operands: tuple[Operand, ...], scalars: int):
+    """The body's functions, traced once for equal leaves."""
+    sizes = [o.block_size for o in operands if o.block_size is not None]
+    return traced(body, operands, sizes, scalars)
+
+
+def _maxima(body, operands: Sequence[Operand]) -> Sequence[int]:
+    has_blocks = any(o.block_size is not None for o in operands)
+    return tuple(body.maxima) if has_blocks else ()
+
+
+def _without_arrays(operands: Sequence[Operand]) -> tuple[Operand, ...]:
+    """The operands, with dtypes in place of arrays."""
+    return tuple(
+        dataclasses.replace(o, array=jax.ShapeDtypeStruct((), o.array.dtype))
+        for o in operands
+    )
+
+
+def _outputs(shard: Shard) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """What the kernel writes."""
+    results, operands = shard.leaf.results, shard.leaf.operands
+    return tuple(
+        jax.ShapeDtypeStruct(
+            (math.prod(shape[:-2]), *shape[-2:]),
+            r.dtype,
+            manual_axis_type=manual_axes(r, operands),
+        )
+        for r, shape in zip(results, result_shapes(shard), strict=True)
+    )
+
+
+def _as_matrices(x: jax.Array) -> jax.Array:
+    """An array of rank 2 or more as matrices: all axes before the rows are one."""
+    return x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])

@@ -1,0 +1,419 @@
+"""Bodies of updates in the operations that TPU kernels have: those of 32 bits.
+
+A TPU's vector registers hold 32-bit elements, and arithmetic on others is missing or
+slow. So a body's jaxpr is evaluated with its bfloat16 and uint16 values in the upper
+halves of 32-bit words, where they are the patterns of float32 already. Widening one is
+then free, and so are the shifts by 16 around it.
+
+What depends on scalars only, such as random keys, is computed once per program of the
+kernel. What two functions of the same values both compute is computed once for both.
+"""
+
+import dataclasses
+import typing
+from collections.abc import Callable, Iterable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+from jax.extend.core import primitives as p
+
+_UPPER = 0xFFFF0000
+_HALVES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.uint16))
+_PLAIN = (jnp.dtype(t) for t in (jnp.float32, jnp.int32, jnp.uint32, jnp.bool_))
+DTYPES = frozenset((*_PLAIN, *_HALVES))
+"""The dtypes of values that kernels take."""
+
+_ADDITIONS = (p.add_p, p.add_jaxvals_p)
+_PRIMITIVES = frozenset(
+    (
+        *_ADDITIONS, p.sub_p, p.mul_p, p.div_p, p.neg_p, p.abs_p, p.sign_p, p.square_p,
+        p.max_p, p.min_p, p.clamp_p, p.sqrt_p, p.rsqrt_p, p.exp_p, p.log_p, p.tanh_p,
+        p.logistic_p, p.integer_pow_p, p.and_p, p.or_p, p.xor_p, p.not_p,
+        p.shift_left_p, p.shift_right_logical_p, p.shift_right_arithmetic_p,
+        p.eq_p, p.ne_p, p.lt_p, p.le_p, p.gt_p, p.ge_p, p.select_n_p, p.is_finite_p,
+        p.bitcast_convert_type_p, p.convert_element_type_p, p.broadcast_in_dim_p,
+        p.jit_p, p.stop_gradient_p, p.copy_p,
+    )
+)  # fmt: skip
+
+
+Hoisted = dict[tuple[int, ...], list]
+"""Results of equations of scalars, by the equations' numbers."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Half:
+    """A value of 16 bits: the upper half of a word, with anything in the lower one."""
+
+    word: jax.Array
+    dtype: typing.Any = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the array."""
+        return self.word.shape
+
+    def alone(self) -> jax.Array:
+        """The word with zeros in its lower half."""
+        return self.word & jnp.uint32(_UPPER)
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """The uint32 that some bits of a word are: ``word >> shift & (1 << width) - 1``.
+
+    It may have been shifted to the left since, by ``place``. So shifts that follow each
+    other are one, and bits that a later shift drops need no mask.
+    """
+
+    word: jax.Array
+    shift: int
+    width: int
+    place: int = 0
+
+    def value(self) -> jax.Array:
+        """As an array."""
+        cut_below = self.shift > 0 and self.place > 0
+        top = self.place + self.width
+        cut_above = self.shift + self.width < 32 and top < 32
+        if not cut_below and not cut_above:
+            return self._moved(self.place - self.shift)
+        mask = ((1 << self.width) - 1) << self.place & 0xFFFFFFFF
+        return self._moved(self.place - self.shift) & jnp.uint32(mask)
+
+    def sign_extended(self, places: int) -> jax.Array | None:
+        """int32 of the value shifted right, its sign above; None if that needs a mask.
+
+        Args:
+          places: by how many.
+        """
+        if self.place + self.width < 32 or places < self.place:
+            return None
+        moved = self._moved(self.place - self.shift)
+        return lax.bitcast_convert_type(moved, jnp.int32) >> jnp.int32(places)
+
+    def _moved(self, left: int) -> jax.Array:
+        if left == 0:
+            return self.word
+        if left > 0:
+            return self.word << jnp.uint32(left)
+        return self.word >> jnp.uint32(-left)
+
+
+@dataclasses.dataclass(frozen=True)
+class _SignedField:
+    """The int32 of the same bits."""
+
+    field: Field
+
+    def value(self) -> jax.Array:
+        return lax.bitcast_convert_type(self.field.value(), jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """A sum of uint32: an array that does not change in a loop, and a scalar."""
+
+    array: jax.Array
+    scalar: jax.Array
+
+    def value(self) -> jax.Array:
+        """As an array."""
+        return self.array + self.scalar
+
+
+_Lazy = Field | _SignedField | Sum
+
+
+def whole(x):
+    """The array of what a :class:`Function` returned, unless it is a :class:`Half`."""
+    return x.value() if isinstance(x, _Lazy) else x
+
+
+def shifted_left(x, places: int) -> jax.Array:
+    """uint32 that a :class:`Function` returned, shifted to the left."""
+    if isinstance(x, Field) and not x.place:
+        return dataclasses.replace(x, place=places).value()
+    return whole(x) << jnp.uint32(places) if places else whole(x)
+
+
+class Function:
+    """A function of arrays, to be evaluated in operations of 32 bits.
+
+    Args:
+      function: from trees of arrays to one.
+      *like: its arguments' ShapeDtypeStructs.
+    """
+
+    def __init__(self, function: Callable, *like):
+        flat, structure = jax.tree.flatten(like)
+        self._closed, shapes = jax.make_jaxpr(
+            lambda *flat: function(*structure.unflatten(flat)), return_shape=True
+        )(*flat)
+        self._structure = jax.tree.structure(shapes)
+        self.shapes = shapes
+
+    @property
+    def is_supported(self) -> bool:
+        """Whether kernels have every operation of it, for its dtypes."""
+        return all(map(_is_supported, _equations(self._closed.jaxpr)))
+
+    def of_scalars(self, scalars: Sequence[jax.Array]) -> "Hoisted":
+        """What depends on scalars only.
+
+        Args:
+          scalars: all arguments that are scalars, in their order.
+        """
+        left = list(scalars)
+        args = [
+            None if x.aval.shape else left.pop(0) for x in self._closed.jaxpr.invars
+        ]
+        found: Hoisted = {}
+        _Evaluation(found, True, {}).run(self._closed, args, ())
+        return found
+
+    def __call__(self, *args, known: dict, hoisted: "Hoisted | None" = None):
+        """The function's results: arrays, each :class:`Half`, or see :func:`whole`.
+
+        Args:
+          *args: its arguments.
+          known: what other calls on the same values have computed; it is added to.
+          hoisted: from :meth:`of_scalars`.
+        """
+        flat = jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, Half | _Lazy))
+        evaluation = _Evaluation(hoisted or {}, False, known)
+        results = evaluation.run(self._closed, flat, ())
+        return jax.tree.unflatten(self._structure, results)
+
+
+class _Evaluation:
+    """The evaluation of a jaxpr and those that it calls.
+
+    Args:
+      hoisted: results of equations of scalars, by their numbers.
+      of_scalars: whether to find these; unknown arguments are then None.
+      known: results of equations, by what they compute.
+    """
+
+    def __init__(self, hoisted: dict, of_scalars: bool, known: dict):
+        self._hoisted, self._of_scalars, self._known = hoisted, of_scalars, known
+
+    def run(self, closed: core.ClosedJaxpr, args: Sequence, place: tuple) -> list:
+        jaxpr = closed.jaxpr
+        values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        values |= zip(jaxpr.invars, args, strict=True)
+
+        def read(atom):
+            return atom.val if isinstance(atom, core.Literal) else values[atom]
+
+        for number, eqn in enumerate(jaxpr.eqns):
+            inputs = [read(atom) for atom in eqn.invars]
+            results = self._results(eqn, inputs, (*place, number))
+            values |= zip(eqn.outvars, results, strict=True)
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _results(self, eqn, inputs: list, place: tuple[int, ...]) -> list:
+        if place in self._hoisted:
+            return self._hoisted[place]
+        if eqn.primitive is p.jit_p:
+            return self.run(eqn.params["jaxpr"], inputs, place)
+        if self._of_scalars:
+            if any(x is None for x in inputs) or eqn.outvars[0].aval.shape:
+                return [None] * len(eqn.outvars)
+            self._hoisted[place] = [_evaluated(eqn, inputs)]
+            return self._hoisted[place]
+        key = (
+            eqn.primitive,
+            tuple(sorted((name, str(value)) for name, value in eqn.params.items())),
+            tuple(_identity(x) for x in inputs),
+        )
+        if key not in self._known:
+            # The inputs are kept, so that no other array gets their identities.
+            self._known[key] = _evaluated(eqn, inputs), inputs
+        return [self._known[key][0]]
+
+
+def _identity(x):
+    if isinstance(x, Half | _Lazy):
+        parts = dataclasses.fields(x)
+        return type(x), *(_identity(getattr(x, part.name)) for part in parts)
+    if isinstance(x, np.generic | np.ndarray | int | float | bool):
+        array = np.asarray(x)
+        return str(array.dtype), array.shape, array.tobytes()
+    return id(x)
+
+
+def _evaluated(eqn, inputs: list):
+    """The result of an equation."""
+    rule = _RULES.get(eqn.primitive)
+    if rule is not None:
+        result = rule(eqn, *inputs)
+        if result is not NotImplemented:
+            return result
+    inputs = [whole(x) for x in inputs]
+    params = eqn.primitive.get_bind_params(eqn.params)
+    return eqn.primitive.bind(*inputs, **params)
+
+
+def _convert(eqn, x):
+    old, new = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
+    if old == new:
+        return x
+    if isinstance(x, Half):
+        if old == jnp.bfloat16:
+            return lax.bitcast_convert_type(x.alone(), jnp.float32)
+        bits = Field(x.word, 16, 16)
+        return bits if new == jnp.uint32 else _SignedField(bits)
+    if new == jnp.uint16:
+        if isinstance(x, Field) and (x.shift, x.width, x.place) == (16, 16, 0):
+            return Half(x.word, jnp.dtype(jnp.uint16))
+        array = whole(x)
+        if old == jnp.int32:
+            array = lax.bitcast_convert_type(array, jnp.uint32)
+        return Half(array << jnp.uint32(16), jnp.dtype(jnp.uint16))
+    return _reinterpreted(eqn, x, new)
+
+
+def _reinterpreted(eqn, x, new):
+    """An integer array as one of the other integers of 32 bits."""
+    old = eqn.invars[0].aval.dtype
+    if {old, new} != {jnp.dtype(jnp.int32), jnp.dtype(jnp.uint32)}:
+        return NotImplemented
+    if isinstance(x, Field):
+        return _SignedField(x)
+    if isinstance(x, _SignedField):
+        return x.field
+    if not eqn.outvars[0].aval.shape:
+        return NotImplemented
+    return lax.bitcast_convert_type(whole(x), new)
+
+
+def _bitcast(eqn, x):
+    if isinstance(x, Half):
+        return Half(x.word, jnp.dtype(eqn.params["new_dtype"]))
+    return _reinterpreted(eqn, x, eqn.params["new_dtype"])
+
+
+def _shift_left(eqn, x, places):
+    places = _number(places)
+    if isinstance(x, Field) and places is not None and x.place + places < 32:
+        return dataclasses.replace(x, place=x.place + places)
+    return NotImplemented
+
+
+def _shift_right(eqn, x, places):
+    places, aval = _number(places), eqn.outvars[0].aval
+    if not aval.shape or aval.dtype != jnp.uint32 or places is None:
+        return NotImplemented
+    if not isinstance(x, Field):
+        return Field(whole(x), places, 32 - places) if 0 < places < 32 else x
+    if x.place == 0 and places < x.width:
+        return Field(x.word, x.shift + places, x.width - places)
+    return NotImplemented
+
+
+def _shift_right_signed(eqn, x, places):
+    places = _number(places)
+    if isinstance(x, _SignedField) and places is not None:
+        extended = x.field.sign_extended(places)
+        if extended is not None:
+            return extended
+    return NotImplemented
+
+
+def _and(eqn, x, mask):
+    mask, aval = _number(mask), eqn.outvars[0].aval
+    if not aval.shape or aval.dtype != jnp.uint32 or not mask or mask & (mask + 1):
+        return NotImplemented
+    width = mask.bit_length()
+    if not isinstance(x, Field):
+        return Field(whole(x), 0, width)
+    if x.place == 0:
+        return Field(x.word, x.shift, min(x.width, width))
+    return NotImplemented
+
+
+def _add(eqn, x, y):
+    if not isinstance(x, Sum) or isinstance(y, _Lazy) or jnp.shape(y):
+        return NotImplemented
+    return Sum(x.array, x.scalar + y)
+
+
+def _select(eqn, which, *cases):
+    if not any(isinstance(x, Half) for x in cases):
+        return NotImplemented
+    words = [x.word for x in cases]
+    return Half(lax.select_n(which, *words), cases[0].dtype)
+
+
+def _broadcast(eqn, x):
+    if isinstance(x, Half | _Lazy) or eqn.invars[0].aval.shape:
+        return x
+    return NotImplemented
+
+
+_RULES = {
+    p.convert_element_type_p: _convert,
+    p.bitcast_convert_type_p: _bitcast,
+    p.shift_left_p: _shift_left,
+    p.shift_right_logical_p: _shift_right,
+    p.shift_right_arithmetic_p: _shift_right_signed,
+    p.and_p: _and,
+    p.add_p: _add,
+    p.add_jaxvals_p: _add,
+    p.select_n_p: _select,
+    p.broadcast_in_dim_p: _broadcast,
+    p.copy_p: lambda eqn, x: x,
+    p.stop_gradient_p: lambda eqn, x: x,
+}
+
+# What takes and gives values of 16 bits without arithmetic on them.
+_OF_HALVES = (p.convert_element_type_p, p.bitcast_convert_type_p, p.select_n_p)
+
+
+def _equations(jaxpr: core.Jaxpr) -> Iterable:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is p.jit_p:
+            yield from _equations(eqn.params["jaxpr"].jaxpr)
+        else:
+            yield eqn
+
+
+def _is_supported(eqn) -> bool:
+    atoms = (*eqn.invars, *eqn.outvars)
+    dtypes = {atom.aval.dtype for atom in atoms}
+    if eqn.primitive not in _PRIMITIVES or not dtypes <= DTYPES:
+        return False
+    halves = [x for x in atoms if x.aval.dtype in _HALVES]
+    if not halves:
+        return True
+    constants = (isinstance(x, core.Literal) or not x.aval.shape for x in halves)
+    if eqn.primitive not in _OF_HALVES or any(constants):
+        return False
+    if eqn.primitive is not p.convert_element_type_p:
+        return True
+    old, new = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
+    names = np.dtype(old).name, np.dtype(new).name
+    return old == new or names in _CONVERSIONS
+
+
+_CONVERSIONS = {
+    ("bfloat16", "float32"),
+    ("uint16", "uint32"),
+    ("uint16", "int32"),
+    ("uint32", "uint16"),
+    ("int32", "uint16"),
+}
+
+
+def _number(x) -> int | None:
+    """A constant's number; None for an array."""
+    if isinstance(x, np.generic | int) and not isinstance(x, bool):
+        return int(x)
+    if isinstance(x, np.ndarray) and not x.shape:
+        return int(x)
+    return None

@@ -1,0 +1,445 @@
+"""What each program of a TPU kernel does: it goes through its block, unit by unit.
+
+Blocks, groups and units are those of :mod:`.tpu_tiling`. A row of a group is loaded
+with a stride, so that neighbouring groups are in neighbouring sublanes; fields are then
+shifts of whole registers. Rows of 16 bits lie in pairs in 32-bit words, and are copied
+as such before.
+
+Scales of blocks are spread over the lanes of their blocks before the loop, and gathered
+after it. A row of 128 scales serves several programs with neighbouring columns.
+"""
+
+import dataclasses
+import typing
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.bitfields.fields import get_field, put_fields
+from pallas_kernels.fused_update import xla
+from pallas_kernels.fused_update.spec import BlockBody, Body, Operand, Result
+from pallas_kernels.fused_update.tpu_forms import (
+    Field,
+    Function,
+    Half,
+    Sum,
+    shifted_left,
+    whole,
+)
+from pallas_kernels.fused_update.tpu_tiling import LANES, SUBLANES, Tiling
+from pallas_kernels.layout import block_shape
+
+_REGISTER = (SUBLANES, LANES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Functions:
+    """A body's functions, traced for registers.
+
+    Args:
+      before, statistics, after: of a :class:`.BlockBody`; None of a body without.
+      run: the body itself.
+    """
+
+    run: Function
+    before: Function | None = None
+    statistics: Function | None = None
+    after: Function | None = None
+
+    @property
+    def are_supported(self) -> bool:
+        """Whether TPU kernels have all their operations."""
+        parts = (self.run, self.before, self.statistics, self.after)
+        return all(x is None or x.is_supported for x in parts)
+
+
+def traced(
+    body: Body | BlockBody,
+    operands: Sequence[Operand],
+    sizes: Sequence[int],
+    scalars: int,
+) -> Functions:
+    """A body's functions.
+
+    Args:
+      body: see :data:`pallas_kernels.fused_update.Body`.
+      operands: of the leaf, whose arrays have dtypes.
+      sizes: of the blocks that operands have.
+      scalars: how many the body gets.
+    """
+
+    def register(dtype=jnp.uint32):
+        return jax.ShapeDtypeStruct(_REGISTER, dtype)
+
+    arguments = (
+        [
+            register(jnp.uint32 if o.bits is not None else o.array.dtype)
+            for o in operands
+            if o.block_size is None
+        ],
+        [jax.ShapeDtypeStruct((), jnp.uint32)] * scalars,
+        register(),
+    )
+    if not sizes:
+        simple = typing.cast(Body, body)
+        return Functions(
+            Function(lambda v, s, i: simple(v, s, i, xla.multiply_add), *arguments)
+        )
+    body = typing.cast(BlockBody, body)
+    of_blocks = [register(o.array.dtype) for o in operands if o.block_size is not None]
+    before = Function(body.before, of_blocks)
+    after = Function(body.after, [register(jnp.int32) for _ in body.maxima], of_blocks)
+    return Functions(
+        Function(
+            lambda v, s, i, b, a: body(v, s, i, xla.multiply_add, b, a),
+            *arguments,
+            before.shapes,
+            after.shapes[1],
+        ),
+        before,
+        Function(
+            lambda v, s, i, b: body.statistics(v, s, i, xla.multiply_add, b),
+            *arguments,
+            before.shapes,
+        ),
+        after,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrays:
+    """A program's blocks of all arrays, and its scratch memory.
+
+    Args:
+      operands, results: references, with what they are.
+      pairs: of each operand, then each result, of 16 bits: its rows in pairs.
+      spread: of each operand per block, its elements per group.
+      gathered: of each result per block.
+    """
+
+    operands: list[tuple[Operand, typing.Any]]
+    results: list[tuple[Result, typing.Any]]
+    pairs: dict[tuple[str, int], typing.Any]
+    spread: list
+    gathered: list
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockProgram:
+    """One program of a kernel.
+
+    Args:
+      tiling: of the leaf.
+      functions: the body's.
+      maxima: sizes of the blocks of which the body wants maxima.
+      scalars: the body's.
+      arrays: the program's.
+      first: uint32 scalar, the index of its first element in the whole leaf.
+      place: int32 scalars, its number among blocks of rows, and of columns.
+    """
+
+    tiling: Tiling
+    functions: Functions
+    maxima: Sequence[int]
+    scalars: list[jax.Array]
+    arrays: Arrays
+    first: jax.Array
+    place: tuple[jax.Array, jax.Array]
+
+    def update(self) -> None:
+        """Update the block."""
+        run, statistics = self.functions.run, self.functions.statistics
+        hoisted = [x and x.of_scalars(self.scalars) for x in (run, statistics)]
+
+        def unit(number, _):
+            self._unit(number, *hoisted)
+            return number + jnp.int32(1), None
+
+        self._spread()
+        # A fori_loop counts in int64 with 64-bit types on.
+        count, unroll = self.tiling.units, self.tiling.unroll
+        lax.scan(unit, jnp.int32(0), length=count, unroll=unroll)
+        self._gather()
+
+    def keep(self) -> None:
+        """Write what is overwritten as it is."""
+        for result, ref in self.arrays.results:
+            if result.overwrites is not None:
+                ref[...] = self.arrays.operands[result.overwrites][1][...]
+
+    def _unit(self, unit: jax.Array, hoisted, of_statistics) -> None:
+        """Update one unit, by its number in the block, with what scalars give."""
+        rows, known = range(self.tiling.group), {}
+        values = self._loaded(unit)
+        exist = [self._exists(unit, row) for row in rows]
+        index = [self._index(unit, row) for row in rows]
+        of_blocks = []
+        if self.functions.before is not None:
+            of_blocks = self._with_blocks(
+                unit, values, index, exist, known, of_statistics
+            )
+        new = [
+            self.functions.run(
+                values[row],
+                self.scalars,
+                index[row],
+                *of_blocks,
+                known=known,
+                hoisted=hoisted,
+            )
+            for row in rows
+        ]
+        plain = ((r, ref) for r, ref in self.arrays.results if r.block_size is None)
+        for number, (result, ref) in enumerate(plain):
+            fields = [new[row][number] for row in rows]
+            if result.bits is None:
+                self._store(unit, number, ref, fields)
+                continue
+            fields = [
+                x if here is None else jnp.where(here, whole(x), jnp.uint32(0))
+                for x, here in zip(fields, exist, strict=True)
+            ]
+            words = _put(fields, result.bits)
+            part = self._part(ref, unit, SUBLANES * len(words))
+            for w, word in enumerate(words):
+                part[_every(w, len(words)), :] = word
+
+    def _loaded(self, unit: jax.Array) -> list[list]:
+        """The values of each row of the groups, per operand that is not per block."""
+        group, columns = self.tiling.group, []
+        plain = ((o, ref) for o, ref in self.arrays.operands if o.block_size is None)
+        for number, (operand, ref) in enumerate(plain):
+            if operand.bits is not None:
+                count = group * operand.bits // 32
+                part = self._part(ref, unit, SUBLANES * count)
+                words = [part[_every(w, count), :] for w in range(count)]
+                columns.append(
+                    [_field(words, row, operand.bits) for row in range(group)]
+                )
+            elif ref.dtype.itemsize == 2:
+                part = self._part(ref, unit, self.tiling.unit_rows)
+                pairs = self._pairs("operand", number, unit)
+                pairs[...] = pltpu.bitcast(part[...], jnp.uint32)
+                columns.append(_halves(pairs, group, ref.dtype))
+            else:
+                part = self._part(ref, unit, self.tiling.unit_rows)
+                columns.append([part[_every(row, group), :] for row in range(group)])
+        return [list(values) for values in zip(*columns, strict=True)]
+
+    def _store(self, unit: jax.Array, number: int, ref, rows: Sequence) -> None:
+        """Store the rows of the groups in a plain array."""
+        group = self.tiling.group
+        part = self._part(ref, unit, self.tiling.unit_rows)
+        if ref.dtype.itemsize != 2:
+            for row, value in enumerate(rows):
+                part[_every(row, group), :] = whole(value)
+            return
+        pairs = self._pairs("result", number, unit)
+        for row in range(0, group, 2):
+            low, high = rows[row].word >> jnp.uint32(16), rows[row + 1].alone()
+            pairs[_every(row // 2, group // 2), :] = low | high
+        part[...] = pltpu.bitcast(pairs[...], ref.dtype)
+
+    def _pairs(self, of: str, number: int, unit: jax.Array):
+        ref = self.arrays.pairs[of, number]
+        return self._part(ref, unit, self.tiling.unit_rows // 2)
+
+    def _part(self, ref, unit: jax.Array, rows: int):
+        """The rows of a unit."""
+        start = pl.multiple_of(unit * jnp.int32(rows), rows)
+        return ref.at[pl.ds(start, rows), :]
+
+    def _index(self, unit: jax.Array, row: int) -> Sum:
+        """The elements' indices in the whole leaf."""
+        columns, group = self.tiling.whole[-1], self.tiling.group
+        within = _iota(0) * jnp.int32(group * columns) + _iota(1)
+        step = self.tiling.unit_rows * columns
+        start = unit * jnp.int32(_signed(step)) + jnp.int32(_signed(row * columns))
+        return Sum(within.astype(jnp.uint32), self.first + start.astype(jnp.uint32))
+
+    def _exists(self, unit: jax.Array, row: int) -> jax.Array | None:
+        """Which elements there are; None if no word and no block is cut."""
+        tiling = self.tiling
+        if tiling.is_even:
+            return None
+        rows, columns = self.place
+        start = rows * jnp.int32(tiling.block_rows) + jnp.int32(row)
+        start = start + unit * jnp.int32(tiling.unit_rows)
+        below = _iota(0) * jnp.int32(tiling.group) + start < jnp.int32(tiling.rows)
+        column = _iota(1) + columns * jnp.int32(LANES)
+        return below & (column < jnp.int32(tiling.columns))
+
+    def _with_blocks(self, unit, values, index, exist, known, hoisted) -> list:
+        """Take maxima over blocks and write what is per block.
+
+        Returns:
+          What decoding and encoding need of the blocks, for each element.
+        """
+        functions, arrays = self.functions, self.arrays
+        assert functions.before is not None
+        assert functions.statistics is not None
+        assert functions.after is not None
+        start = pl.multiple_of(unit * jnp.int32(SUBLANES), SUBLANES)
+        groups = pl.ds(start, SUBLANES)
+        raw = [
+            _as_value(ref[groups, :], operand.array.dtype)
+            for ref, (operand, _) in zip(arrays.spread, self._per_block(), strict=True)
+        ]
+        before = functions.before(raw, known=known)
+        maxima = [jnp.zeros(_REGISTER, jnp.int32)] * len(self.maxima)
+        for row, here in enumerate(exist):
+            new = functions.statistics(
+                values[row],
+                self.scalars,
+                index[row],
+                before,
+                known=known,
+                hoisted=hoisted,
+            )
+            new = [whole(x) for x in new]
+            if here is not None:
+                new = [jnp.where(here, x, jnp.int32(0)) for x in new]
+            maxima = [jnp.maximum(*pair) for pair in zip(maxima, new, strict=True)]
+        maxima = [
+            _block_maximum(x, *self._sublanes_and_lanes(size))
+            for x, size in zip(maxima, self.maxima, strict=True)
+        ]
+        stored, after = functions.after(maxima, raw, known=known)
+        for ref, value in zip(arrays.gathered, stored, strict=True):
+            ref[groups, :] = _as_word(value)
+        return [before, after]
+
+    def _per_block(self) -> list:
+        return [(o, ref) for o, ref in self.arrays.operands if o.block_size is not None]
+
+    def _sublanes_and_lanes(self, size: int) -> tuple[int, int]:
+        """The height and width of a block in registers."""
+        height, width = block_shape(size)
+        return height // self.tiling.group, width
+
+    def _spread(self) -> None:
+        """Write each element per block to all groups and lanes of the block."""
+        for (operand, ref), spread in zip(
+            self._per_block(), self.arrays.spread, strict=True
+        ):
+            height, width = self._sublanes_and_lanes(operand.block_size or 0)
+            stored = _as_integers(ref[...])
+            lane = lax.broadcasted_iota(jnp.int32, stored.shape, 1)
+            first = lax.rem(self.place[1], jnp.int32(width)) * jnp.int32(LANES // width)
+            chosen = jnp.take_along_axis(
+                stored, lane // jnp.int32(width) + first, 1, mode="promise_in_bounds"
+            )
+            words = lax.bitcast_convert_type(chosen, jnp.uint32)
+            for groups in range(height):
+                spread[_every(groups, height, len(words)), :] = words
+
+    def _gather(self) -> None:
+        """Write the elements per block, of the programs' share of their lanes."""
+        results = [(r, x) for r, x in self.arrays.results if r.block_size is not None]
+        for (result, ref), gathered in zip(results, self.arrays.gathered, strict=True):
+            height, width = self._sublanes_and_lanes(result.block_size or 0)
+            words = gathered[_every(0, height, ref.shape[0]), :]
+            stored = lax.bitcast_convert_type(words, jnp.int32)
+            lane = lax.broadcasted_iota(jnp.int32, stored.shape, 1)
+            source = (lane * jnp.int32(width)) & jnp.int32(LANES - 1)
+            chosen = jnp.take_along_axis(stored, source, 1, mode="promise_in_bounds")
+            share = lax.rem(self.place[1], jnp.int32(width))
+
+            @pl.when(share == jnp.int32(0))
+            def _(ref=ref):
+                ref[...] = jnp.zeros(ref.shape, ref.dtype)
+
+            here = lane // jnp.int32(LANES // width) == share
+            new = jnp.where(here, chosen, _as_integers(ref[...]))
+            if ref.dtype.itemsize == 2:
+                wide = lax.bitcast_convert_type(new, jnp.float32)
+                ref[...] = wide.astype(ref.dtype)
+            else:
+                ref[...] = lax.bitcast_convert_type(new, ref.dtype)
+
+
+def _every(first: int, stride: int, size: int = SUBLANES):
+    return pl.ds(first, size, stride=stride) if stride > 1 else pl.ds(first, size)
+
+
+def _field(words: Sequence[jax.Array], row: int, bits: int):
+    """Fields of a row of a group; those that lie in two words as an array."""
+    word, shift = divmod(row * bits, 32)
+    if shift + bits <= 32:
+        return Field(words[word], shift, bits)
+    return get_field(words, row, bits)
+
+
+def _put(fields: Sequence, bits: int) -> list[jax.Array]:
+    """The words of a group's fields."""
+    if 32 % bits:
+        return put_fields([whole(x) for x in fields], bits)
+    count, words = 32 // bits, []
+    for start in range(0, len(fields), count):
+        word = whole(fields[start])
+        for number, field in enumerate(fields[start + 1 : start + count], 1):
+            word = word | shifted_left(field, number * bits)
+        words.append(word)
+    return words
+
+
+def _halves(pairs, group: int, dtype) -> list[Half]:
+    """The rows of the groups, of pairs of rows."""
+    words = [pairs[_every(i, group // 2), :] for i in range(group // 2)]
+    return [
+        Half(word if high else word << jnp.uint32(16), jnp.dtype(dtype))
+        for word in words
+        for high in (False, True)
+    ]
+
+
+def _as_value(word: jax.Array, dtype):
+    """A value of 16 or 32 bits from the word, or the upper half of it."""
+    if jnp.dtype(dtype).itemsize == 2:
+        return Half(word, jnp.dtype(dtype))
+    return lax.bitcast_convert_type(word, dtype)
+
+
+def _as_word(value) -> jax.Array:
+    if isinstance(value, Half):
+        return value.alone()
+    return lax.bitcast_convert_type(whole(value), jnp.uint32)
+
+
+def _as_integers(x: jax.Array) -> jax.Array:
+    """int32 with the patterns of values of 32 bits, or of bfloat16s in upper halves."""
+    wide = x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
+    return lax.bitcast_convert_type(wide, jnp.int32)
+
+
+def _block_maximum(x: jax.Array, sublanes: int, lanes: int) -> jax.Array:
+    """The maximum of neighbouring sublanes and lanes, in each of them."""
+    for axis, count in enumerate((sublanes, lanes)):
+        distance = 1
+        while distance < count:
+            x = jnp.maximum(x, _swapped(x, distance, axis))
+            distance *= 2
+    return x
+
+
+def _swapped(x: jax.Array, distance: int, axis: int) -> jax.Array:
+    """Neighbours at a distance that is a power of two, exchanged in pairs."""
+    size = x.shape[axis]
+    if 2 * distance == size:
+        return pltpu.roll(x, distance, axis)
+    is_second = (_iota(axis) & jnp.int32(distance)) != jnp.int32(0)
+    after = pltpu.roll(x, size - distance, axis)
+    return jnp.where(is_second, pltpu.roll(x, distance, axis), after)
+
+
+def _iota(axis: int) -> jax.Array:
+    return lax.broadcasted_iota(jnp.int32, _REGISTER, axis)
+
+
+def _signed(number: int) -> int:
+    """A number modulo 2^32 as int32 has it."""
+    return (number + 2**31) % 2**32 - 2**31

@@ -1,0 +1,183 @@
+"""Kernels for TPUs, run by Pallas' model of a TPU, give the reference's numbers."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from blocks import Maxima
+from kernels import TABLE, Mixture, assert_equal, index_of
+from optimizers import assert_same_bits
+from test_implementations import MOMENTUM, dyadic_series, normal, trained
+
+from lowbit_optax import block_quantized, cast, extra_bits, kahan, stochastic_rounding
+from pallas_kernels import Operand, Result
+from pallas_kernels.fused_update import Leaf, tpu
+from pallas_kernels.fused_update.sharded import Shard
+
+SHAPES = {
+    "even": (128, 256),
+    "ragged": (133, 131),
+    "long": (2200, 130),
+    "stacked": (2, 72, 257),
+}
+LAYERED = (2, 128, 129)
+
+
+@pytest.fixture(autouse=True)
+def only_kernels(monkeypatch):
+    """Fail where the reference would run in a kernel's place."""
+    taken = []
+    accepts = tpu.accepts
+
+    def noted(*args):
+        taken.append(accepts(*args))
+        return taken[-1]
+
+    monkeypatch.setattr(tpu, "accepts", noted)
+    return taken
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("widths", [(8,), (4, 8), (12,), (16,)])
+def test_results_are_those_of_the_model(shape, widths, only_kernels):
+    body = Mixture(widths)
+    arrays, held = body.arrays(shape)
+    got = body.update(arrays, shape, "tpu", scalars=jnp.asarray(TABLE), row=1)
+    assert_equal(got, body.want(held, [3, 4], index_of(shape)))
+    assert only_kernels == [True]
+
+
+def test_a_layer_of_a_stack_is_updated_in_its_place(only_kernels):
+    body, layers = Mixture((8,)), 3
+    held = [body.arrays(LAYERED, seed) for seed in range(layers)]
+    stacks = [jnp.stack(x) for x in zip(*(arrays for arrays, _ in held), strict=True)]
+    options = {"scalars": jnp.asarray(TABLE[0]), "layer": jnp.int32(1)}
+    got = body.update(stacks, LAYERED, "tpu", **options)
+    start = int(np.prod(LAYERED))
+    want = body.want(held[1][1], [1, 2], index_of(LAYERED, start))
+    for number, (new, expected) in enumerate(zip(got, want, strict=True)):
+        if number < 2:
+            expected = stacks[number].at[1].set(expected)
+        np.testing.assert_array_equal(new, expected)
+    assert only_kernels == [True]
+
+
+@pytest.mark.parametrize("proceeds", [False, True])
+def test_a_step_that_is_skipped_keeps_what_it_overwrites(proceeds):
+    body, shape = Mixture((8,)), SHAPES["ragged"]
+    arrays, held = body.arrays(shape)
+    scalars = [int(proceeds), 7]
+    options = {"scalars": jnp.asarray(scalars, jnp.uint32), "when": 0}
+    got = body.update(arrays, shape, "tpu", **options)
+    want = body.want(held, scalars, index_of(shape)) if proceeds else arrays
+    assert_equal(got[:2], want[:2])
+
+
+@pytest.mark.parametrize("shape", [(128, 256), (141, 150), (2, 200, 640)])
+@pytest.mark.parametrize("sizes", [(32,), (64, 32), (128,), (2048, 256)])
+def test_maxima_are_those_of_blocks_of_each_size(shape, sizes, only_kernels):
+    body = Maxima(sizes)
+    arrays = body.arrays(shape)
+    assert_equal(body.update([*map(jnp.asarray, arrays)], "tpu"), body.want(arrays))
+    assert only_kernels == [True]
+
+
+PLAIN = {
+    "kahan": {"weights": kahan(), "moments": cast(jnp.bfloat16)},
+    "kahan param": {"weights": kahan(arithmetic="param")},
+    "stochastic": {"weights": stochastic_rounding(), "moments": cast(jnp.bfloat16)},
+}
+FORMATS = {
+    "extra_bits 8": {"weights": extra_bits(8)},
+    "extra_bits 8 toward_zero": {"weights": extra_bits(8, rounding="toward_zero")},
+    "extra_bits 16": {"weights": extra_bits(16)},
+    "extra_bits 12": {"weights": extra_bits(12)},
+    **PLAIN,
+    "eight bits": {"moments": block_quantized(8)},
+    "eight bits linear": {"moments": block_quantized(8, code="linear")},
+    "four bits": {"moments": block_quantized(4)},
+    "blocks of 128": {"moments": block_quantized(8, block_size=128)},
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_has_the_same_bits(name, only_kernels):
+    # Plain leaves have kernels if their columns fill registers.
+    columns = 256 if name in PLAIN else 131
+    params = {"kernel": normal((133, columns)), "bias": normal((40,))}
+    series = dyadic_series(params, 2)
+    run = functools.partial(trained, params=params, series=series, **FORMATS[name])
+    assert_same_bits(run("tpu"), run("xla"))
+    assert True in only_kernels
+
+
+def test_several_equal_leaves_have_their_own_random_bits(only_kernels):
+    leaves = lambda: {name: normal((128, 128)) for name in "ab"}
+    grads = [{name: jnp.full((128, 128), 1e-3) for name in "ab"}]
+    options = {"weights": stochastic_rounding(), "inner": MOMENTUM}
+    params, state = trained("tpu", leaves(), grads, **options)
+    assert only_kernels == [True, True]
+    assert_same_bits((params, state), trained("xla", leaves(), grads, **options))
+    assert not jnp.array_equal(params["a"], params["b"])
+
+
+@pytest.mark.parametrize(
+    ("shape", "bits"),
+    [((40000,), 8), ((128, 64), 8), ((64, 3, 256), 8), ((256, 256), 5)],
+    ids=["vector", "narrow", "rows before heads", "odd width"],
+)
+def test_other_leaves_are_left_to_the_reference(shape, bits, only_kernels):
+    body = Mixture((bits,))
+    arrays, held = body.arrays(shape)
+    got = body.update(arrays, shape, "tpu", scalars=jnp.asarray(TABLE), row=0)
+    assert_equal(got, body.want(held, [1, 2], index_of(shape)))
+    assert only_kernels == [False]
+
+
+def test_a_body_with_other_operations_is_left_to_the_reference():
+    def body(values, scalars, index, multiply_add):
+        return [jnp.sin(values[0])]
+
+    def accepted(body, dtype):
+        operand = Operand(jnp.zeros((256, 256), dtype))
+        leaf = Leaf((operand,), (Result(dtype, overwrites=0),), (256, 256))
+        return tpu.accepts(body, leaf, 1)
+
+    same = lambda values, *_: values
+    assert not accepted(body, jnp.float32)
+    assert not accepted(same, jnp.float16)
+    assert accepted(same, jnp.float32)
+    assert accepted(same, jnp.bfloat16)
+
+
+def test_64_bit_types_are_left_to_the_reference(only_kernels):
+    body, shape = Mixture((8,)), SHAPES["even"]
+    arrays, held = body.arrays(shape)
+    with jax.enable_x64(True):
+        got = body.update(arrays, shape, "tpu", scalars=jnp.asarray(TABLE), row=0)
+    assert_equal(got, body.want(held, [1, 2], index_of(shape)))
+    assert only_kernels == [False]
+
+
+@pytest.mark.parametrize("parts", [(2, 1), (1, 2), (4, 2), (1, 8)])
+def test_shards_have_the_bits_of_the_whole(parts):
+    shape, body = (512, 512), Mixture((8,))
+    arrays, held = body.arrays(shape)
+    want = body.want(held, [3, 4], index_of(shape))
+    leaf = Leaf(tuple(body.operands(arrays)), tuple(body.results), shape)
+    local = tuple(n // count for n, count in zip(shape, parts, strict=True))
+
+    def part(x, place):
+        steps = [n // count for n, count in zip(x.shape, parts, strict=True)]
+        starts = [a * n for a, n in zip(place, steps, strict=True)]
+        return x[tuple(slice(a, a + n) for a, n in zip(starts, steps, strict=True))]
+
+    for place in np.ndindex(parts):
+        first = place[0] * local[0] * shape[1] + place[1] * local[1]
+        given = leaf.with_arrays([part(x, place) for x in arrays])
+        shard = Shard(given, local, jnp.uint32(first))
+        table, row = jnp.asarray(TABLE), jnp.uint32([1])
+        got = tpu.update(body, [shard], table, row, interpret=True)
+        assert_equal(got, [part(x, place) for x in want])

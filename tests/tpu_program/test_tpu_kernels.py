@@ -1,0 +1,130 @@
+"""Fused kernels compiled for TPUs: what they move, and that they work in place."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import lowbit_optax
+
+pytest.importorskip("libtpu", reason="needs the tpu-program extra")
+
+from tools.tpu_program.steps import lower_step
+from tools.tpu_program.targets import TARGETS, compile_for, tpu_mesh
+
+LEAF = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+STEPS = {
+    "lowbit_adamw": (lowbit_optax.lowbit_adamw, 12.26),
+    "extra_bits_adamw": (
+        functools.partial(lowbit_optax.extra_bits_adamw, bits=8),
+        24.01,
+    ),
+    "kahan_adamw": (lowbit_optax.kahan_adamw, 18.01),
+    "sr_adamw": (lowbit_optax.sr_adamw, 14.01),
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_of_equal_leaves_move_every_byte_once_in_place(name, target):
+    alias, moved = STEPS[name]
+    step = lower_step(alias(1e-3), [LEAF] * 4, mesh=tpu_mesh(TARGETS[target].topology))
+    assert step.fused_launches == 4
+    assert step.moved_by_all <= moved
+    assert step.copied < 0.001
+    assert step.temporary < 0.01
+    assert step.in_place
+    assert step.seconds_to_compile < 60
+
+
+SPECS = {
+    "rows": P(("a", "b"), None),
+    "columns": P(None, "b"),
+    "both": P("a", "b"),
+}
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("name", STEPS)
+def test_256_chips_need_no_collectives(name, spec):
+    alias, moved = STEPS[name]
+    mesh = tpu_mesh("v6e:16x16", (16, 16), ("a", "b"), AxisType.Explicit)
+    step = lower_step(alias(1e-3), LEAF, mesh=mesh, spec=spec)
+    assert step.fused_launches == 1
+    assert step.collectives == []
+    # A shard of 256 columns has 64 of scales, for which XLA chooses a layout of its
+    # own, and copies them.
+    assert step.moved <= moved + (0.51 if spec == SPECS["columns"] else 0)
+    assert step.in_place
+
+
+def test_narrow_shards_are_left_to_xla_on_their_devices():
+    mesh = tpu_mesh("v6e:16x16", (16, 16), ("a", "b"), AxisType.Explicit)
+    tx = lowbit_optax.kahan_adamw(1e-3)
+    step = lower_step(tx, LEAF, mesh=mesh, spec=P(None, ("a", "b")))
+    assert step.fused_launches == 0
+    assert step.collectives == []
+    # By a kernel they would take 82 bytes per parameter, as their layouts are padded.
+    assert step.temporary < 2
+
+
+def test_automatic_axes_are_left_to_xla():
+    # XLA:TPU cannot partition kernels.
+    mesh = tpu_mesh("v6e:2x2", (2, 2), ("a", "b"))
+    step = lower_step(lowbit_optax.lowbit_adamw(1e-3), LEAF, mesh=mesh, spec=P("a"))
+    assert step.fused_launches == 0
+    assert step.collectives == []
+
+
+def test_kernels_run_in_a_shard_map():
+    mesh, tx = tpu_mesh("v6e:2x2", (4,)), lowbit_optax.lowbit_adamw(1e-3)
+    state = jax.eval_shape(tx.init, LEAF)
+    specs = jax.tree.map(lambda x: P("d") if x.ndim else P(), (LEAF, state, LEAF))
+    step = jax.shard_map(
+        lambda params, state, grads: lowbit_optax.step(tx, params, state, grads),
+        mesh=mesh,
+        in_specs=specs,
+        out_specs=specs[:2],
+        check_vma=False,
+    )
+    compiled = compile_for(mesh, step, LEAF, state, LEAF, spec=P("d"), donate=(0, 1))
+    assert compiled.as_text().count('"tpu_custom_call"') == 1
+
+
+LEAVES = {
+    "ragged rows": (50257, 768),
+    "stacked": (12, 768, 3072),
+    "few rows": (72, 16384),
+}
+
+
+@pytest.mark.parametrize("shape", LEAVES.values(), ids=LEAVES)
+def test_other_shapes_have_a_kernel_in_place(shape):
+    leaf = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    step = lower_step(lowbit_optax.lowbit_adamw(1e-3), leaf)
+    assert step.fused_launches == 1
+    # Scales whose columns are no multiples of 128 may be copied.
+    assert step.moved <= 12.8
+    assert step.in_place
+
+
+@pytest.mark.parametrize("shape", [(4096,), (3, 3, 64, 64), (4096, 32, 128)])
+def test_leaves_without_kernels_compile_by_xla(shape):
+    leaf = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    tx = lowbit_optax.lowbit_adamw(1e-3, min_size=0)
+    step = lower_step(tx, {"one": leaf, "other": LEAF})
+    assert step.fused_launches == 1
+    assert step.in_place
+
+
+def test_a_skipped_step_is_skipped_in_the_kernel():
+    tx = lowbit_optax.with_loss_scale(
+        lowbit_optax.lowbit_adamw(1e-3), lowbit_optax.backoff_scale()
+    )
+    step = lower_step(tx, LEAF)
+    assert step.fused_launches == 1
+    assert step.in_place
+    assert step.temporary < 0.01

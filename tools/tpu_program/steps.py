@@ -1,0 +1,138 @@
+"""Optimizer steps compiled for TPUs, and the facts of their programs."""
+
+import dataclasses
+import functools
+import time
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tools.gpu_program.steps import bytes_of, fast
+from tools.tpu_program import hlo
+from tools.tpu_program.targets import compile_lowered, lower_for, tpu_mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class TpuStep:
+    """A lowered step, compiled when asked for.
+
+    Args:
+      lowered: the step.
+      parameters: how many it updates on each device.
+      stored: bytes of these and of the state on each device.
+      seconds_to_lower: what tracing and lowering took.
+    """
+
+    lowered: jax.stages.Lowered
+    parameters: int
+    stored: int
+    seconds_to_lower: float
+
+    @functools.cached_property
+    def _timed(self) -> tuple[jax.stages.Compiled, float]:
+        start = time.perf_counter()
+        compiled = compile_lowered(self.lowered)
+        return compiled, time.perf_counter() - start
+
+    @property
+    def compiled(self) -> jax.stages.Compiled:
+        """The compiled program."""
+        return self._timed[0]
+
+    @property
+    def seconds_to_compile(self) -> float:
+        """What XLA:TPU took."""
+        return self._timed[1]
+
+    @functools.cached_property
+    def instructions(self) -> list[hlo.Instruction]:
+        """The entry computation's."""
+        return hlo.entry(self.compiled)
+
+    @property
+    def large(self) -> list[hlo.Instruction]:
+        """Instructions that move more than a byte per parameter ."""
+        return [x for x in self.instructions if x.moved > self.parameters]
+
+    @property
+    def kernels(self) -> list[hlo.Instruction]:
+        """The instructions that run as kernels."""
+        return [x for x in self.instructions if x.op in hlo.KERNELS]
+
+    @property
+    def fused_launches(self) -> int:
+        """Kernels of Pallas."""
+        return (self.compiled.as_text() or "").count('"tpu_custom_call"')
+
+    @property
+    def moved(self) -> float:
+        """Bytes that the kernels' operands and results have, per parameter."""
+        return sum(x.moved for x in self.kernels) / self.parameters
+
+    @property
+    def moved_by_all(self) -> float:
+        """The same for every instruction of the entry computation."""
+        return sum(x.moved for x in self.instructions) / self.parameters
+
+    @property
+    def temporary(self) -> float:
+        """Bytes of temporary memory per parameter."""
+        return hlo.memory(self.compiled).temp_size_in_bytes / self.parameters
+
+    @property
+    def peak(self) -> float:
+        """Bytes of memory in use at the peak, per parameter, arguments included."""
+        return hlo.memory(self.compiled).peak_memory_in_bytes / self.parameters
+
+    @property
+    def copied(self) -> float:
+        """Bytes that ``copy`` operations write, per parameter."""
+        return sum(hlo.copies(self.compiled)) / self.parameters
+
+    @property
+    def collectives(self) -> list[str]:
+        """The operations by which devices exchange data."""
+        return hlo.collectives(self.compiled)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether parameters and state are all written where they were read."""
+        return hlo.memory(self.compiled).alias_size_in_bytes >= self.stored
+
+
+def lower_step(tx, params, make_step=fast, mesh=None, spec=None) -> TpuStep:
+    """A donated step of ``tx`` with gradients like the parameters.
+
+    Args:
+      tx: a transformation.
+      params: tree of ShapeDtypeStructs.
+      make_step: from ``tools.gpu_program.steps``.
+      mesh: one v6e if None.
+      spec: as in ``targets.lower_for``.
+    """
+    mesh = tpu_mesh() if mesh is None else mesh
+    start = time.perf_counter()
+    state = jax.eval_shape(tx.init, params)
+    arguments = params, state, params
+    lowered = lower_for(mesh, make_step(tx), *arguments, spec=spec, donate=(0, 1))
+    local = lambda tree: _on_each_device(tree, mesh, spec)
+    return TpuStep(
+        lowered,
+        sum(x.size for x in jax.tree.leaves(local(params))),
+        bytes_of(local(state), local(params)),
+        time.perf_counter() - start,
+    )
+
+
+def _on_each_device(tree, mesh, spec):
+    """The arrays' shards, as ``targets.lower_for`` places them."""
+
+    def shard(x):
+        chosen = P()
+        if x.ndim >= 2 and spec is not None:
+            chosen = spec if isinstance(spec, P) else spec(x)
+        shape = NamedSharding(mesh, chosen).shard_shape(x.shape)
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+
+    return jax.tree.map(shard, tree)
