@@ -22,7 +22,8 @@ from pallas_kernels.fused_update.launch import manual_axes, result_shapes
 from pallas_kernels.fused_update.sharded import Shard
 from pallas_kernels.fused_update.spec import BlockBody, Body, Leaf, Operand, Result
 from pallas_kernels.fused_update.tpu_forms import DTYPES
-from pallas_kernels.fused_update.tpu_program import Arrays, BlockProgram, traced
+from pallas_kernels.fused_update.tpu_functions import traced
+from pallas_kernels.fused_update.tpu_program import Arrays, BlockProgram
 from pallas_kernels.fused_update.tpu_tiling import (
     LANES,
     SUBLANES,

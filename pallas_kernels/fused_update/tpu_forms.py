@@ -10,7 +10,6 @@ kernel. What two functions of the same values both compute is computed once for 
 """
 
 import dataclasses
-import typing
 from collections.abc import Callable, Iterable, Sequence
 
 import jax
@@ -20,7 +19,15 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives as p
 
-_UPPER = 0xFFFF0000
+from pallas_kernels.fused_update.tpu_values import (
+    Field,
+    Half,
+    Lazy,
+    SignedField,
+    Sum,
+    whole,
+)
+
 _HALVES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.uint16))
 _PLAIN = (jnp.dtype(t) for t in (jnp.float32, jnp.int32, jnp.uint32, jnp.bool_))
 DTYPES = frozenset((*_PLAIN, *_HALVES))
@@ -42,103 +49,6 @@ _PRIMITIVES = frozenset(
 
 Hoisted = dict[tuple[int, ...], list]
 """Results of equations of scalars, by the equations' numbers."""
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Half:
-    """A value of 16 bits: the upper half of a word, with anything in the lower one."""
-
-    word: jax.Array
-    dtype: typing.Any = dataclasses.field(metadata={"static": True})
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the array."""
-        return self.word.shape
-
-    def alone(self) -> jax.Array:
-        """The word with zeros in its lower half."""
-        return self.word & jnp.uint32(_UPPER)
-
-
-@dataclasses.dataclass(frozen=True)
-class Field:
-    """The uint32 that some bits of a word are: ``word >> shift & (1 << width) - 1``.
-
-    It may have been shifted to the left since, by ``place``. So shifts that follow each
-    other are one, and bits that a later shift drops need no mask.
-    """
-
-    word: jax.Array
-    shift: int
-    width: int
-    place: int = 0
-
-    def value(self) -> jax.Array:
-        """As an array."""
-        cut_below = self.shift > 0 and self.place > 0
-        top = self.place + self.width
-        cut_above = self.shift + self.width < 32 and top < 32
-        if not cut_below and not cut_above:
-            return self._moved(self.place - self.shift)
-        mask = ((1 << self.width) - 1) << self.place & 0xFFFFFFFF
-        return self._moved(self.place - self.shift) & jnp.uint32(mask)
-
-    def sign_extended(self, places: int) -> jax.Array | None:
-        """int32 of the value shifted right, its sign above; None if that needs a mask.
-
-        Args:
-          places: by how many.
-        """
-        if self.place + self.width < 32 or places < self.place:
-            return None
-        moved = self._moved(self.place - self.shift)
-        return lax.bitcast_convert_type(moved, jnp.int32) >> jnp.int32(places)
-
-    def _moved(self, left: int) -> jax.Array:
-        if left == 0:
-            return self.word
-        if left > 0:
-            return self.word << jnp.uint32(left)
-        return self.word >> jnp.uint32(-left)
-
-
-@dataclasses.dataclass(frozen=True)
-class _SignedField:
-    """The int32 of the same bits."""
-
-    field: Field
-
-    def value(self) -> jax.Array:
-        return lax.bitcast_convert_type(self.field.value(), jnp.int32)
-
-
-@dataclasses.dataclass(frozen=True)
-class Sum:
-    """A sum of uint32: an array that does not change in a loop, and a scalar."""
-
-    array: jax.Array
-    scalar: jax.Array
-
-    def value(self) -> jax.Array:
-        """As an array."""
-        return self.array + self.scalar
-
-
-_Lazy = Field | _SignedField | Sum
-
-
-def whole(x):
-    """The array of what a :class:`Function` returned, unless it is a :class:`Half`."""
-    return x.value() if isinstance(x, _Lazy) else x
-
-
-def shifted_left(x, places: int) -> jax.Array:
-    """uint32 that a :class:`Function` returned, shifted to the left."""
-    if isinstance(x, Field) and not x.place:
-        return dataclasses.replace(x, place=places).value()
-    return whole(x) << jnp.uint32(places) if places else whole(x)
 
 
 class Function:
@@ -184,7 +94,7 @@ class Function:
           known: what other calls on the same values have computed; it is added to.
           hoisted: from :meth:`of_scalars`.
         """
-        flat = jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, Half | _Lazy))
+        flat = jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, Half | Lazy))
         evaluation = _Evaluation(hoisted or {}, False, known)
         results = evaluation.run(self._closed, flat, ())
         return jax.tree.unflatten(self._structure, results)
@@ -238,7 +148,7 @@ class _Evaluation:
 
 
 def _identity(x):
-    if isinstance(x, Half | _Lazy):
+    if isinstance(x, Half | Lazy):
         parts = dataclasses.fields(x)
         return type(x), *(_identity(getattr(x, part.name)) for part in parts)
     if isinstance(x, np.generic | np.ndarray | int | float | bool):
@@ -267,7 +177,7 @@ def _convert(eqn, x):
         if old == jnp.bfloat16:
             return lax.bitcast_convert_type(x.alone(), jnp.float32)
         bits = Field(x.word, 16, 16)
-        return bits if new == jnp.uint32 else _SignedField(bits)
+        return bits if new == jnp.uint32 else SignedField(bits)
     if new == jnp.uint16:
         if isinstance(x, Field) and (x.shift, x.width, x.place) == (16, 16, 0):
             return Half(x.word, jnp.dtype(jnp.uint16))
@@ -284,8 +194,8 @@ def _reinterpreted(eqn, x, new):
     if {old, new} != {jnp.dtype(jnp.int32), jnp.dtype(jnp.uint32)}:
         return NotImplemented
     if isinstance(x, Field):
-        return _SignedField(x)
-    if isinstance(x, _SignedField):
+        return SignedField(x)
+    if isinstance(x, SignedField):
         return x.field
     if not eqn.outvars[0].aval.shape:
         return NotImplemented
@@ -318,7 +228,7 @@ def _shift_right(eqn, x, places):
 
 def _shift_right_signed(eqn, x, places):
     places = _number(places)
-    if isinstance(x, _SignedField) and places is not None:
+    if isinstance(x, SignedField) and places is not None:
         extended = x.field.sign_extended(places)
         if extended is not None:
             return extended
@@ -338,7 +248,7 @@ def _and(eqn, x, mask):
 
 
 def _add(eqn, x, y):
-    if not isinstance(x, Sum) or isinstance(y, _Lazy) or jnp.shape(y):
+    if not isinstance(x, Sum) or isinstance(y, Lazy) or jnp.shape(y):
         return NotImplemented
     return Sum(x.array, x.scalar + y)
 
@@ -351,7 +261,7 @@ def _select(eqn, which, *cases):
 
 
 def _broadcast(eqn, x):
-    if isinstance(x, Half | _Lazy) or eqn.invars[0].aval.shape:
+    if isinstance(x, Half | Lazy) or eqn.invars[0].aval.shape:
         return x
     return NotImplemented
 

@@ -20,94 +20,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.bitfields.fields import get_field, put_fields
-from pallas_kernels.fused_update import xla
-from pallas_kernels.fused_update.spec import BlockBody, Body, Operand, Result
-from pallas_kernels.fused_update.tpu_forms import (
-    Field,
-    Function,
-    Half,
-    Sum,
-    shifted_left,
-    whole,
-)
+from pallas_kernels.fused_update.spec import Operand, Result
+from pallas_kernels.fused_update.tpu_functions import REGISTER, Functions
 from pallas_kernels.fused_update.tpu_tiling import LANES, SUBLANES, Tiling
+from pallas_kernels.fused_update.tpu_values import Field, Half, Sum, shifted_left, whole
 from pallas_kernels.layout import block_shape
-
-_REGISTER = (SUBLANES, LANES)
-
-
-@dataclasses.dataclass(frozen=True)
-class Functions:
-    """A body's functions, traced for registers.
-
-    Args:
-      before, statistics, after: of a :class:`.BlockBody`; None of a body without.
-      run: the body itself.
-    """
-
-    run: Function
-    before: Function | None = None
-    statistics: Function | None = None
-    after: Function | None = None
-
-    @property
-    def are_supported(self) -> bool:
-        """Whether TPU kernels have all their operations."""
-        parts = (self.run, self.before, self.statistics, self.after)
-        return all(x is None or x.is_supported for x in parts)
-
-
-def traced(
-    body: Body | BlockBody,
-    operands: Sequence[Operand],
-    sizes: Sequence[int],
-    scalars: int,
-) -> Functions:
-    """A body's functions.
-
-    Args:
-      body: see :data:`pallas_kernels.fused_update.Body`.
-      operands: of the leaf, whose arrays have dtypes.
-      sizes: of the blocks that operands have.
-      scalars: how many the body gets.
-    """
-
-    def register(dtype=jnp.uint32):
-        return jax.ShapeDtypeStruct(_REGISTER, dtype)
-
-    arguments = (
-        [
-            register(jnp.uint32 if o.bits is not None else o.array.dtype)
-            for o in operands
-            if o.block_size is None
-        ],
-        [jax.ShapeDtypeStruct((), jnp.uint32)] * scalars,
-        register(),
-    )
-    if not sizes:
-        simple = typing.cast(Body, body)
-        return Functions(
-            Function(lambda v, s, i: simple(v, s, i, xla.multiply_add), *arguments)
-        )
-    body = typing.cast(BlockBody, body)
-    of_blocks = [register(o.array.dtype) for o in operands if o.block_size is not None]
-    before = Function(body.before, of_blocks)
-    after = Function(body.after, [register(jnp.int32) for _ in body.maxima], of_blocks)
-    return Functions(
-        Function(
-            lambda v, s, i, b, a: body(v, s, i, xla.multiply_add, b, a),
-            *arguments,
-            before.shapes,
-            after.shapes[1],
-        ),
-        before,
-        Function(
-            lambda v, s, i, b: body.statistics(v, s, i, xla.multiply_add, b),
-            *arguments,
-            before.shapes,
-        ),
-        after,
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,7 +207,7 @@ class BlockProgram:
             for ref, (operand, _) in zip(arrays.spread, self._per_block(), strict=True)
         ]
         before = functions.before(raw, known=known)
-        maxima = [jnp.zeros(_REGISTER, jnp.int32)] * len(self.maxima)
+        maxima = [jnp.zeros(REGISTER, jnp.int32)] * len(self.maxima)
         for row, here in enumerate(exist):
             new = functions.statistics(
                 values[row],
@@ -437,7 +354,7 @@ def _swapped(x: jax.Array, distance: int, axis: int) -> jax.Array:
 
 
 def _iota(axis: int) -> jax.Array:
-    return lax.broadcasted_iota(jnp.int32, _REGISTER, axis)
+    return lax.broadcasted_iota(jnp.int32, REGISTER, axis)
 
 
 def _signed(number: int) -> int:

@@ -1,0 +1,90 @@
+"""A body's functions, traced for the registers of a TPU."""
+
+import dataclasses
+import typing
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.fused_update import xla
+from pallas_kernels.fused_update.spec import BlockBody, Body, Operand
+from pallas_kernels.fused_update.tpu_forms import Function
+from pallas_kernels.fused_update.tpu_tiling import LANES, SUBLANES
+
+REGISTER = (SUBLANES, LANES)
+"""The shape of a vector register of 32-bit values."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Functions:
+    """A body's functions, traced for registers.
+
+    Args:
+      before, statistics, after: of a :class:`.BlockBody`; None of a body without.
+      run: the body itself.
+    """
+
+    run: Function
+    before: Function | None = None
+    statistics: Function | None = None
+    after: Function | None = None
+
+    @property
+    def are_supported(self) -> bool:
+        """Whether TPU kernels have all their operations."""
+        parts = (self.run, self.before, self.statistics, self.after)
+        return all(x is None or x.is_supported for x in parts)
+
+
+def traced(
+    body: Body | BlockBody,
+    operands: Sequence[Operand],
+    sizes: Sequence[int],
+    scalars: int,
+) -> Functions:
+    """A body's functions.
+
+    Args:
+      body: see :data:`pallas_kernels.fused_update.Body`.
+      operands: of the leaf, whose arrays have dtypes.
+      sizes: of the blocks that operands have.
+      scalars: how many the body gets.
+    """
+
+    def register(dtype=jnp.uint32):
+        return jax.ShapeDtypeStruct(REGISTER, dtype)
+
+    arguments = (
+        [
+            register(jnp.uint32 if o.bits is not None else o.array.dtype)
+            for o in operands
+            if o.block_size is None
+        ],
+        [jax.ShapeDtypeStruct((), jnp.uint32)] * scalars,
+        register(),
+    )
+    if not sizes:
+        simple = typing.cast(Body, body)
+        return Functions(
+            Function(lambda v, s, i: simple(v, s, i, xla.multiply_add), *arguments)
+        )
+    body = typing.cast(BlockBody, body)
+    of_blocks = [register(o.array.dtype) for o in operands if o.block_size is not None]
+    before = Function(body.before, of_blocks)
+    after = Function(body.after, [register(jnp.int32) for _ in body.maxima], of_blocks)
+    return Functions(
+        Function(
+            lambda v, s, i, b, a: body(v, s, i, xla.multiply_add, b, a),
+            *arguments,
+            before.shapes,
+            after.shapes[1],
+        ),
+        before,
+        Function(
+            lambda v, s, i, b: body.statistics(v, s, i, xla.multiply_add, b),
+            *arguments,
+            before.shapes,
+        ),
+        after,
+    )

@@ -1,0 +1,109 @@
+"""Values in a TPU kernel that are no arrays of their own: parts of words, and sums."""
+
+import dataclasses
+import typing
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_UPPER = 0xFFFF0000
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Half:
+    """A value of 16 bits: the upper half of a word, with anything in the lower one."""
+
+    word: jax.Array
+    dtype: typing.Any = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the array."""
+        return self.word.shape
+
+    def alone(self) -> jax.Array:
+        """The word with zeros in its lower half."""
+        return self.word & jnp.uint32(_UPPER)
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """The uint32 that some bits of a word are: ``word >> shift & (1 << width) - 1``.
+
+    It may have been shifted to the left since, by ``place``. So shifts that follow each
+    other are one, and bits that a later shift drops need no mask.
+    """
+
+    word: jax.Array
+    shift: int
+    width: int
+    place: int = 0
+
+    def value(self) -> jax.Array:
+        """As an array."""
+        cut_below = self.shift > 0 and self.place > 0
+        top = self.place + self.width
+        cut_above = self.shift + self.width < 32 and top < 32
+        if not cut_below and not cut_above:
+            return self._moved(self.place - self.shift)
+        mask = ((1 << self.width) - 1) << self.place & 0xFFFFFFFF
+        return self._moved(self.place - self.shift) & jnp.uint32(mask)
+
+    def sign_extended(self, places: int) -> jax.Array | None:
+        """int32 of the value shifted right, its sign above; None if that needs a mask.
+
+        Args:
+          places: by how many.
+        """
+        if self.place + self.width < 32 or places < self.place:
+            return None
+        moved = self._moved(self.place - self.shift)
+        return lax.bitcast_convert_type(moved, jnp.int32) >> jnp.int32(places)
+
+    def _moved(self, left: int) -> jax.Array:
+        if left == 0:
+            return self.word
+        if left > 0:
+            return self.word << jnp.uint32(left)
+        return self.word >> jnp.uint32(-left)
+
+
+@dataclasses.dataclass(frozen=True)
+class SignedField:
+    """The int32 of the same bits."""
+
+    field: Field
+
+    def value(self) -> jax.Array:
+        """As an array."""
+        return lax.bitcast_convert_type(self.field.value(), jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """A sum of uint32: an array that does not change in a loop, and a scalar."""
+
+    array: jax.Array
+    scalar: jax.Array
+
+    def value(self) -> jax.Array:
+        """As an array."""
+        return self.array + self.scalar
+
+
+Lazy = Field | SignedField | Sum
+"""What has no array yet; see :func:`whole`."""
+
+
+def whole(x):
+    """The array of what a :class:`Function` returned, unless it is a :class:`Half`."""
+    return x.value() if isinstance(x, Lazy) else x
+
+
+def shifted_left(x, places: int) -> jax.Array:
+    """uint32 that a :class:`Function` returned, shifted to the left."""
+    if isinstance(x, Field) and not x.place:
+        return dataclasses.replace(x, place=places).value()
+    return whole(x) << jnp.uint32(places) if places else whole(x)
