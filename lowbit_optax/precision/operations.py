@@ -67,6 +67,17 @@ def is_conditional(call: Call) -> bool:
     return is_cond and not is_by_platform(call.primitive, call.params)
 
 
+def is_loop(call: Call) -> bool:
+    """Whether it is a while loop over arrays whose body can be looked into.
+
+    What decides whether it goes on is not rounded, so it must be no matrix product.
+    """
+    if call.primitive is not primitives.while_p or not hides_tensors(call):
+        return False
+    condition = {"jaxpr": call.params["cond_jaxpr"]}
+    return not holds(condition, _is_product)
+
+
 def hides_tensors(call: Call) -> bool:
     """Whether arrays inside of it escape assignments, unlike those of an operator."""
 

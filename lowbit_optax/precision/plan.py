@@ -17,7 +17,7 @@ class PrecisionPlan:
       tensors: all of them, in the order in which they are made.
       products: how many matrix products the loss has.
       opaque: names of operations whose results are tensors, but not what they compute
-        inside: a ``while_loop``, a ``shard_map``.
+        inside, such as a ``shard_map``.
     """
 
     tensors: tuple[Tensor, ...]
@@ -52,13 +52,16 @@ def trace(loss_fn: Callable, params, *batch, has_aux: bool = False) -> Precision
     """Find the tensors of a loss and group them between matrix products.
 
     Nothing is computed. Any loss that JAX can trace will do: functions under ``jit``,
-    ``jax.checkpoint``, ``lax.scan`` and the branches of ``lax.cond`` and ``lax.switch``
-    are looked into. Tensors are the parameters, the results of matrix products
-    (convolutions included), scan carries, results of branches and maximum pools, and
-    whatever else is needed after a later matrix product. A value can be made one, and
-    get a name, by ``jax.ad_checkpoint.checkpoint_name``. Scalars are not tensors, nor
-    is anything that the loss does not depend on. The tensors of all branches are
-    counted, though only one branch is computed.
+    ``jax.checkpoint``, ``lax.scan``, the branches of ``lax.cond`` and ``lax.switch``
+    and the body of ``lax.while_loop`` are looked into. Tensors are the parameters, the
+    results of matrix products (convolutions included), scan carries, results of
+    branches and maximum pools, and whatever else is needed after a later matrix
+    product. A value can be made one, and get a name, by
+    ``jax.ad_checkpoint.checkpoint_name``. Scalars are not tensors, nor is anything that
+    the loss does not depend on. The tensors of all branches are counted, though only
+    one branch is computed; those of a while loop are counted once, since it is not
+    known how often it runs, and have no cotangents. Rounding may change how often it
+    does.
 
     Args:
       loss_fn: called as ``loss_fn(params, *batch)``; returns a float scalar.
@@ -75,7 +78,8 @@ def trace(loss_fn: Callable, params, *batch, has_aux: bool = False) -> Precision
 
     Warns:
       UserWarning: if the loss has arrays in places that cannot be looked into, such as
-        ``lax.while_loop``, ``shard_map`` and ``lax.platform_dependent``. The plan's
+        ``shard_map``, ``lax.platform_dependent`` and a ``lax.while_loop`` whose
+        condition has a matrix product. The plan's
         ``opaque`` names these places. Their results are tensors; what is inside of them
         is neither rounded nor counted.
 
@@ -95,9 +99,8 @@ def trace(loss_fn: Callable, params, *batch, has_aux: bool = False) -> Precision
     if found.opaque:
         warnings.warn(
             f"precision.trace: arrays inside of {', '.join(found.opaque)} are neither "
-            "rounded nor counted, only its results are. lax.scan, lax.cond and "
-            "jax.checkpoint are looked into; so is lax.fori_loop with a number of "
-            "iterations that is known when tracing",
+            "rounded nor counted, only its results are. lax.scan, lax.cond, "
+            "lax.while_loop and jax.checkpoint are looked into",
             UserWarning,
             stacklevel=2,
         )

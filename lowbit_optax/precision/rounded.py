@@ -10,10 +10,11 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from lowbit_optax._jaxprs.nodes import Call, Node, run
+from lowbit_optax._jaxprs.nodes import Call, Node, as_closed_jaxpr, run
 from lowbit_optax._jaxprs.program import LossProgram, ScanCall
 from lowbit_optax.precision.assignment import Assignment
 from lowbit_optax.precision.float_format import FloatFormat
+from lowbit_optax.precision.operations import is_loop
 from lowbit_optax.precision.tensor_rounding import (
     TensorRounding,
     keeping_patterns,
@@ -61,8 +62,8 @@ def apply(
       ``(loss, (aux, overflow))`` with ``has_aux``, for ``jax.value_and_grad`` with
       ``has_aux=True``. ``overflow`` is float32[tensors], the share of each tensor's
       elements whose magnitude was past its format's largest number, for
-      :func:`promote`. In a scan it is the mean over the iterations that made the
-      tensor; a tensor of a branch that was never taken has none.
+      :func:`promote`. In a scan or loop it is the mean over the iterations that made
+      the tensor; a tensor of a branch that was never taken has none.
 
     Raises:
       ValueError: when called, if the loss is not the one that was traced; if ``stored``
@@ -110,6 +111,10 @@ def apply(
         return loss, (aux, overflow)
 
     return rounded
+
+
+_MAX_RUNS = 2**16
+"""Iterations of a loop whose random bits differ from those of other runs of it."""
 
 
 class _Share(typing.NamedTuple):
@@ -191,6 +196,8 @@ class _Evaluation:
             def results(given):
                 if isinstance(call, ScanCall):
                     outputs, more = self._scan(program, call, given, iteration)
+                elif is_loop(call):
+                    outputs, more = self._loop(call, given, iteration)
                 elif len(self._found.bodies[call]) > 1:
                     outputs, more = self._conditional(call, given, iteration)
                 else:
@@ -229,6 +236,37 @@ class _Evaluation:
             return evaluate
 
         return lax.switch(index, list(map(evaluator, branches)), iteration, *arguments)
+
+    def _loop(self, call: Call, given, iteration):
+        (body,), params = self._found.bodies[call], call.params
+        first, second = params["cond_nconsts"], params["body_nconsts"]
+        of_condition, constants = given[:first], given[first : first + second]
+        condition = LossProgram(as_closed_jaxpr(params["cond_jaxpr"]))
+        inner = _Evaluation(self._found, self._rounding.forward_only())
+        zero = jnp.float32(0), jnp.float32(0)
+        sums = {n: zero for n in self._found.made_in(body)}
+        start = iteration * jnp.uint32(_MAX_RUNS)
+
+        def goes_on(state):
+            return condition.evaluate([*of_condition, *state[2]], {})[0]
+
+        def run_once(state):
+            i, sums, carry = state
+            arguments = [*constants, *carry]
+            outputs, shares = inner.all_at_once(body, arguments, start + i)
+            carry = [
+                jnp.asarray(x, node.aval.dtype)
+                for x, node in zip(outputs, call.outputs, strict=True)
+            ]
+            return i + jnp.uint32(1), _added(sums, shares), carry
+
+        state = jnp.uint32(0), sums, list(given[first + second :])
+        _, sums, carry = lax.while_loop(goes_on, run_once, state)
+        one = jnp.float32(1)
+        return carry, {
+            n: _Share(total / jnp.maximum(times, one), times > 0)
+            for n, (total, times) in sums.items()
+        }
 
     def _scan(self, program: LossProgram, call: ScanCall, given, iteration):
         scan, (body,) = call.scan, self._found.bodies[call]
@@ -283,6 +321,16 @@ class _Evaluation:
                 if fmt == self._rounding.format(before):
                     found[i] = fmt
         return found
+
+
+def _added(sums: dict, shares: _Shares) -> dict:
+    """Sums of shares and of how often the tensors were made, one iteration later."""
+    added = {}
+    for n, (total, times) in sums.items():
+        value, was_made = _in_branch(shares.get(n))
+        made = jnp.asarray(was_made, jnp.float32)
+        added[n] = total + made * value, times + made
+    return added
 
 
 def _in_branch(share: _Share | None) -> _Share:

@@ -26,18 +26,28 @@ class TensorRounding:
       assignment: which format each tensor is in.
       seed: None rounds to nearest, else see ``apply``.
       is_stored: whether the backward pass keeps tensors as patterns of their formats.
+      has_cotangents: whether tensors have cotangents, which are then rounded too.
     """
 
     def __init__(
-        self, assignment: Assignment, seed: jax.Array | int | None, is_stored: bool
+        self,
+        assignment: Assignment,
+        seed: jax.Array | int | None,
+        is_stored: bool,
+        has_cotangents: bool = True,
     ):
         # Known levels as numpy: indexed under jit, a jax.Array would become a tracer.
         known = lambda x: x if isinstance(x, Tracer) else np.asarray(x)
         self._assignment = jax.tree.map(known, assignment)
         self.is_stored = is_stored
+        self._has_cotangents = has_cotangents
         if isinstance(seed, int):
             seed %= 2**32
         self._seed = None if seed is None else jnp.asarray(seed, jnp.uint32)
+
+    def forward_only(self) -> "TensorRounding":
+        """The same for tensors without cotangents, as in a while loop."""
+        return TensorRounding(self._assignment, self._seed, False, False)
 
     def format(self, number: int) -> FloatFormat:
         """The format of a forward tensor, where it is known when compiling."""
@@ -72,6 +82,8 @@ class TensorRounding:
             fmt = self.format(number)
             y = unpack(fmt, checkpoint_name(pack(fmt, y), _STORED))
         share = mean(overflows.astype(jnp.float32))
+        if not self._has_cotangents:
+            return _with_its_tangent(x, y.astype(x.dtype)), share
         keys = None if bits is None else (bits.key, bits.second)
         cotangent = _CotangentRounding(backward, keys)
         return _with_rounded_cotangent(x, y.astype(x.dtype), cotangent), share
@@ -158,6 +170,19 @@ def _backward(rounding: _CotangentRounding, cotangent: jax.Array):
 
 _with_rounded_cotangent = jax.custom_vjp(_second)
 _with_rounded_cotangent.defvjp(_forward, _backward)
+
+
+@jax.custom_jvp
+def _with_its_tangent(x, y):
+    """y, with the tangent of x; a while loop has no rule for the backward pass."""
+    del x
+    return y
+
+
+@_with_its_tangent.defjvp
+def _tangent(primals, tangents):
+    return primals[1], tangents[0]
+
 
 _UNROUNDED = _CotangentRounding(grid_of(FP32), None)
 

@@ -30,19 +30,21 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.extend.core import primitives
 
-from lowbit_optax._jaxprs.nodes import Call, Node, called_jaxpr
+from lowbit_optax._jaxprs.nodes import Call, Node, as_closed_jaxpr, called_jaxpr
 from lowbit_optax._jaxprs.program import LossProgram, ScanCall
 from lowbit_optax.precision.operations import (
     function_name,
     hides_tensors,
     is_conditional,
     is_float,
+    is_loop,
     is_move,
     is_product,
     is_stored,
 )
 
-Kind = typing.Literal["parameter", "input", "value"]
+Kind = typing.Literal["parameter", "input", "value", "iterated"]
+"""``"iterated"`` is a value in the body of a while loop."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -130,6 +132,7 @@ class TensorSearch:
         self.products = 0
         self.bodies: dict[Call, tuple[LossProgram, ...]] = {}
         self.opaque: list[str] = []
+        self._kind: Kind = "value"  # of the values that are read
         inputs = []
         for i, (name, node) in enumerate(zip(names, self.program.inputs, strict=True)):
             is_parameter = i < parameters
@@ -179,6 +182,8 @@ class TensorSearch:
                 results = self._read_scan(call, operands, needed, *place)
             elif is_conditional(call):
                 results = self._read_conditional(call, operands, needed, *place)
+            elif is_loop(call) and any(x.depends for x in operands):
+                results = self._read_loop(call, operands, needed, *place)
             else:
                 results = self._read_operator(call, operands, *place)
             known.update(zip(call.outputs, results, strict=True))
@@ -210,6 +215,7 @@ class TensorSearch:
                 stage=stage,
                 depends=depends,
                 is_stored=ends_stage,
+                kind=self._kind,
                 name=where if len(call.outputs) == 1 else f"{where}[{i}]",
                 repeats=repeats,
                 group=self.products,
@@ -284,6 +290,36 @@ class TensorSearch:
         results = zip(call.outputs, outputs, strict=True)
         return [_made_inside(node, (output,)) for node, output in results]
 
+    def _read_loop(self, call: Call, operands, needed, where, repeats):
+        """A while loop's body, read once: how often it runs is not known."""
+        first = call.params["cond_nconsts"]
+        constants, operands = call.params["body_nconsts"], operands[first:]
+        body = LossProgram(as_closed_jaxpr(call.params["body_jaxpr"]), inline_all=True)
+        self.bodies[call] = (body,)
+        # Which carries decide how often it runs is not followed: all do.
+        wanted = set(body.outputs) if needed.intersection(call.outputs) else set()
+        stage = max((x.stage for x in operands), default=0) + 1
+        depends = any(x.depends for x in operands)
+        inside = [
+            Value(
+                node.aval,
+                stage=stage,
+                depends=depends if i >= constants else operand.depends,
+                origins=(operand,),
+            )
+            for i, (operand, node) in enumerate(zip(operands, body.inputs, strict=True))
+        ]
+        kind, self._kind = self._kind, "iterated"
+        path = where + "/"
+        outputs = self._read_body(body, operands, inside, wanted, path, repeats)
+        self._kind = kind
+        for before, after in zip(inside[constants:], outputs, strict=True):
+            for product in before.read_by:
+                after.note_product(product)
+        # A loop that does not run at all returns its operands.
+        results = zip(call.outputs, outputs, operands[constants:], strict=True)
+        return [_made_inside(node, values) for node, *values in results]
+
     def _read_body(
         self,
         body: LossProgram,
@@ -319,13 +355,13 @@ class TensorSearch:
         return outputs
 
 
-def _made_inside(node: Node, origins: tuple[Value, ...]) -> Value:
+def _made_inside(node: Node, origins: Sequence[Value]) -> Value:
     """A call's result, which is one of these outputs of its bodies."""
     return Value(
         node.aval,
         stage=max(x.stage for x in origins),
         depends=any(x.depends for x in origins),
-        origins=origins,
+        origins=tuple(origins),
     )
 
 

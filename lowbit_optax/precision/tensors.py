@@ -20,9 +20,11 @@ class Tensor:
 
     Args:
       name: a parameter's or input's path, or the operation that makes it, numbered.
-      kind: ``"parameter"``, ``"input"`` (without a cotangent) or ``"value"``.
+      kind: ``"parameter"``, ``"input"``, ``"value"``, or ``"iterated"`` for a value in
+        the body of a while loop. Inputs have no cotangents, nor have iterated values.
       shape: of one of them.
-      repeats: how many there are: a scan's body has as many as it has iterations.
+      repeats: how many there are: a scan's body has as many as it has iterations. A
+        while loop is counted as one iteration, since theirs is not known.
       group: how many matrix products are before it in the program.
       made_by: number of the matrix product whose result it is, or None.
       read_by: numbers of the matrix products that read it.
@@ -43,8 +45,8 @@ class Tensor:
 
     @property
     def backward_size(self) -> int:
-        """Elements of the cotangent; an input has none."""
-        return 0 if self.kind == "input" else self.size
+        """Elements of the cotangent; 0 if it has none."""
+        return 0 if self.kind in ("input", "iterated") else self.size
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -53,8 +55,8 @@ class TracedTensors:
 
     Args:
       program: the loss's calls, functions under ``jit`` inlined.
-      bodies: by call, the programs of what it calls: of a scan or checkpoint one, of a
-        conditional one for each branch.
+      bodies: by call, the programs of what it calls: of a scan, loop or checkpoint one,
+        of a conditional one for each branch.
       tensors: in the order in which they are made.
       products: how many matrix products there are.
       opaque: names of the calls with arrays inside that cannot be looked into.
