@@ -72,7 +72,8 @@ def traced(
     body = typing.cast(BlockBody, body)
     of_blocks = [register(o.array.dtype) for o in operands if o.block_size is not None]
     before = Function(body.before, of_blocks)
-    after = Function(body.after, [register(jnp.int32) for _ in body.maxima], of_blocks)
+    maxima = [register(jnp.int32) for _ in body.maxima]
+    after = Function(body.after, maxima, of_blocks, arguments[1])
     return Functions(
         Function(
             lambda v, s, i, b, a: body(v, s, i, xla.multiply_add, b, a),

@@ -225,7 +225,7 @@ class BlockProgram:
             _block_maximum(x, *self._sublanes_and_lanes(size))
             for x, size in zip(maxima, self.maxima, strict=True)
         ]
-        stored, after = functions.after(maxima, raw, known=known)
+        stored, after = functions.after(maxima, raw, self.scalars, known=known)
         for ref, value in zip(arrays.gathered, stored, strict=True):
             ref[groups, :] = _as_word(value)
         return [before, after]

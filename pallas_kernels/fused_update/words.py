@@ -126,7 +126,7 @@ class Writer:
             self._fields.append(field)
             return
         word, shift = _place(self._chunk, self.chunk_rows, row, self.bits)
-        value = self.open_word | (field << shift)
+        value = typing.cast(jax.Array, self.open_word) | (field << shift)
         full = shift + np.uint32(self.bits) >= np.uint32(32)
         self.places.store(word, value, full)
         # A word that is full has bits of this field, so that shift is not 0.
