@@ -3,6 +3,7 @@
 import pytest
 
 import lowbit_optax
+from pallas_kernels.fused_update import launchers
 from tools.gpu_program.dump import compile_with_dump
 from tools.gpu_program.machine_code import (
     compilation,
@@ -15,6 +16,12 @@ from tools.gpu_program.targets import B200, H200, gpu_mesh
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 if missing := missing_tools():
     pytest.skip(missing, allow_module_level=True)
+
+
+@pytest.fixture(autouse=True)
+def triton(monkeypatch):
+    """In one process Mosaic compiles for one kind of GPU only."""
+    monkeypatch.setattr(launchers, "DEFAULT", "triton")
 
 
 @pytest.mark.parametrize(

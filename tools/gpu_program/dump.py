@@ -6,7 +6,7 @@ import tempfile
 
 import jax
 
-from tools.gpu_program.mosaic import MosaicKernel, dumped_to, kernels_of
+from tools.gpu_program.mosaic import MosaicKernel, kernels_of
 from tools.gpu_program.targets import compile_lowered
 
 
@@ -48,9 +48,8 @@ def compile_with_dump(lowered: jax.stages.Lowered) -> Dump:
             "xla_dump_to": folder,
             "xla_dump_emitter_re": "ptx",
         }
-        with tempfile.TemporaryDirectory() as kernels, dumped_to(kernels):
-            compiled = compile_lowered(lowered, options)
-            mosaic = kernels_of(compiled.as_text() or "", kernels)
+        compiled = compile_lowered(lowered, options)
+        mosaic = kernels_of(compiled.as_text() or "")
         files = sorted(pathlib.Path(folder).iterdir())
 
         def texts(ending: str) -> tuple[str, ...]:

@@ -55,37 +55,41 @@ def dumped_to(folder: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def kernels_of(hlo: str, folder: str) -> dict[str, MosaicKernel]:
-    """The kernels of a program's calls, by the names of the instructions.
+def remember(hlo: str, folder: str) -> None:
+    """Keep the kernels of a program that were compiled for it.
 
     Args:
       hlo: the compiled program.
       folder: where :func:`dumped_to` had them written.
-
-    Raises:
-      RuntimeError: if a kernel was compiled before, without being dumped.
     """
     files = sorted(pathlib.Path(folder).glob("*" + _LOG), key=_number)
     of_name = {}
     for file in files:
         of_name.setdefault(_stem(file)[0], []).append(file)
-    found, entries = {}, {}
-    for line in hlo.splitlines():
-        if _TARGET not in line:
-            continue
-        (instruction,) = re.findall(r"^\s*(?:ROOT )?%(\S+) =", line)
-        (name,) = re.findall(r'op_name="[^"]*?([^/"]*)/[^/"]*"', line)
-        (digest,) = re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', line)
+    for _, name, digest in _calls(hlo):
         if name not in of_name and len(of_name) == 1:
             # Of a kernel on shards XLA knows only where it was called.
             (name,) = of_name
-        if digest not in _known:
-            if not of_name.get(name):
-                raise RuntimeError(
-                    f"Mosaic wrote no PTX of {name}: was it compiled before?"
-                )
+        if digest not in _known and of_name.get(name):
             # They are compiled in the order in which they are called.
             _known[digest] = _read(name, of_name[name].pop(0))
+
+
+def kernels_of(hlo: str) -> dict[str, MosaicKernel]:
+    """The kernels of a program's calls, by the names of the instructions.
+
+    Args:
+      hlo: the compiled program.
+
+    Raises:
+      RuntimeError: if a kernel was compiled before, without being dumped.
+    """
+    found, entries = {}, {}
+    for instruction, name, digest in _calls(hlo):
+        if digest not in _known:
+            raise RuntimeError(
+                f"Mosaic wrote no PTX of {name}: was it compiled before?"
+            )
         known, name = _known[digest], _known[digest].name
         if digest not in entries:
             count = sum(_known[other].name == name for other in entries)
@@ -93,6 +97,16 @@ def kernels_of(hlo: str, folder: str) -> dict[str, MosaicKernel]:
         ptx = known.ptx.replace(name + _ENTRY, entries[digest])
         found[instruction] = dataclasses.replace(known, name=entries[digest], ptx=ptx)
     return found
+
+
+def _calls(hlo: str) -> Iterator[tuple[str, str, str]]:
+    """Of each call the instruction's name, the kernel's, and its module's hash."""
+    for line in hlo.splitlines():
+        if _TARGET in line:
+            (instruction,) = re.findall(r"^\s*(?:ROOT )?%(\S+) =", line)
+            (name,) = re.findall(r'op_name="[^"]*?([^/"]*)/[^/"]*"', line)
+            (digest,) = re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', line)
+            yield instruction, name, digest
 
 
 def _read(name: str, log: pathlib.Path) -> MosaicKernel:

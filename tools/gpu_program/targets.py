@@ -6,6 +6,7 @@ XLA:GPU program: fusions, buffer assignment, collectives.
 """
 
 import dataclasses
+import tempfile
 import typing
 from collections.abc import Callable, Sequence
 
@@ -14,6 +15,8 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from tools.gpu_program import mosaic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,8 +131,11 @@ def compile_lowered(
     Kernels on shards are lowered only now, so the mesh must be in force again.
     """
     mesh = jax.tree.leaves(lowered.out_info)[0].sharding.mesh
-    with jax.set_mesh(mesh):
-        return lowered.compile(compiler_options=options)
+    with tempfile.TemporaryDirectory() as folder, mosaic.dumped_to(folder):
+        with jax.set_mesh(mesh):
+            compiled = lowered.compile(compiler_options=options)
+        mosaic.remember(compiled.as_text() or "", folder)
+    return compiled
 
 
 def compile_for(mesh: Mesh, fn, *args, **options) -> jax.stages.Compiled:
