@@ -50,21 +50,15 @@ def marked_layerwise(function: Callable, *args):
 def traced_once(function: Callable, *static) -> Callable:
     """``function(*static, ...)`` as a function of arrays that JAX traces once.
 
-    Leaves of one shape and format then take little time to trace. Arrays at hand are
-    computed with as they come, operation by operation.
+    Leaves of one shape and format then take little time to trace, and outside of jit
+    little time to compile: one program each, not one per operation.
 
     Args:
       function: of hashable things and then of trees of arrays; a function of a module,
         or a method of something hashable.
       *static: the hashable things.
     """
-
-    def call(*args):
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
-            return _jitted(function, static)(*args)
-        return function(*static, *args)
-
-    return call
+    return _jitted(function, static)
 
 
 @functools.lru_cache(maxsize=4096)
