@@ -43,6 +43,8 @@ def as_markdown(text: str) -> str:
         elif is_inside and not line.strip():
             lines.append("```")
             is_inside = False
+        elif not is_inside and line.endswith("::"):
+            line = line[:-1]
         lines.append(line)
     if is_inside:
         lines.append("```")
