@@ -1,6 +1,7 @@
 """The documentation names everything public, and its links lead somewhere."""
 
 import importlib
+import json
 import pathlib
 import re
 
@@ -62,3 +63,11 @@ def test_every_command_names_a_file_that_is_there():
         text = page.read_text()
         for name in re.findall(r"\b((?:benchmarks|examples|tests)/\w+\.py)\b", text):
             assert (ROOT / name).exists(), f"{page}: {name}"
+
+
+def test_the_figures_of_the_picture_are_those_of_its_record():
+    record = json.loads((ROOT / "benchmarks" / "memory_and_loss.json").read_text())
+    table = (DOCS / "accuracy.md").read_text()
+    for name, run in record["runs"].items():
+        size = sum(record["memory"][name].values())
+        assert f"| {run['held_out']:.4f} | {size:.2f} |" in table, name
