@@ -2,17 +2,18 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
-from lowbit_optax._jaxprs.nodes import Call
-from lowbit_optax.release.backward import released_scan
-from lowbit_optax.release.consumers import LayerUpdates, SumOfSquares, sum_of_squares
+from lowbit_optax.release.consumers import sum_of_squares
 from lowbit_optax.release.optimizer import Optimizer
+from lowbit_optax.release.passes import SquaresPass, UpdatesPass
 from lowbit_optax.release.plan import ReleasePlan, plan_release
+from lowbit_optax.release.reverse import run_forward
 from lowbit_optax.release.traced_loss import TracedLoss, trace_loss
 
 
@@ -96,10 +97,7 @@ def value_and_update(
     def with_update(params, opt_state, *args, **kwargs):
         loss = trace_loss(loss_fn, has_aux, dtype, params, args, kwargs)
         plan = plan_release(loss, tx, opt_state)
-        transform_gradient = lambda grad: grad
-        if max_grad_norm is not None:
-            transform_gradient = _clipping(loss, plan, max_grad_norm)
-        return _update(loss, plan, tx, opt_state, transform_gradient)
+        return _update(loss, plan, tx, opt_state, max_grad_norm)
 
     return _named_after(loss_fn, with_update)
 
@@ -131,20 +129,16 @@ def explain(
     ...     body = lambda x, w: (x @ w, None)
     ...     return release.scan(body, x, params["layers"])[0] @ params["head"]
     >>> tx = optax.adam(1e-3)
-    >>> explain(loss_fn, tx)(params, tx.init(params), jnp.ones(64))
-    {"['head']": 'after it: no scan runs over it', "['layers']": 'in the loop'}
+    >>> when = explain(loss_fn, tx)(params, tx.init(params), jnp.ones(64))
+    >>> when["['layers']"], when["['head']"]
+    ('in the loop', 'after it: it has fewer than 4096 elements')
     """
     dtype = _checked_dtype(dtype)
 
     def with_shapes(params, opt_state, *args, **kwargs):
         loss = trace_loss(loss_fn, has_aux, dtype, params, args, kwargs)
         plan = plan_release(loss, tx, opt_state)
-        return {
-            leaf.name: "in the loop"
-            if leaf.name in plan.state_stacks
-            else f"after it: {plan.reasons[leaf.name]}"
-            for leaf in loss.leaves
-        }
+        return {leaf.name: plan.reports[leaf.name] for leaf in loss.leaves}
 
     return with_shapes
 
@@ -176,98 +170,42 @@ def _named_after(loss_fn: Callable, with_update: Callable) -> Callable:
     return with_update
 
 
-def _update(
-    loss: TracedLoss, plan: ReleasePlan, tx, opt_state, transform_gradient: Callable
-):
+def _update(loss: TracedLoss, plan: ReleasePlan, tx, opt_state, max_grad_norm):
     """The value, and the parameters and the state after the step."""
     state, treedef = jax.tree.flatten(opt_state)
+    computed = run_forward(loss.program, plan.stretches, plan.active, _arguments(loss))
+    value, *_ = computed.outputs
+    start, transform_gradient = jnp.ones_like(value), lambda grad: grad
+    if max_grad_norm is not None:
+        squares = SquaresPass()
+        rest = computed.go_back(start, squares)
+        norm = jnp.sqrt(squares.total + sum(map(sum_of_squares, rest.values())))
+        # Else XLA would see that both passes compute the same gradients, and keep them.
+        start, norm = lax.optimization_barrier((start, norm))
+        transform_gradient = functools.partial(_clipped, norm, max_grad_norm)
     optimizer = Optimizer(tx, state, treedef, plan.state_stacks, transform_gradient)
-    consumers = [LayerUpdates(loss, released, optimizer) for released in plan.scans]
-    results, handles, grads = _differentiate(loss, plan, consumers)
-    # For the released leaves this is a step with zero gradients, whose results are
-    # replaced below.
-    params, state = optimizer.step(loss, grads, {}, {})
-    for consumer, handle in zip(consumers, handles, strict=True):
-        new_params, new_state = optimizer.by_leaf(
-            consumer.released.leaves, consumer.stacks(handle)
-        )
-        params |= new_params
-        for number, stack in new_state.items():
-            state[number] = stack
+    updates = UpdatesPass(loss, optimizer, plan.parts)
+    left = computed.go_back(start, updates)
+    params, state = updates.finished(plan.last, left)
     return (
-        loss.result(results),
+        loss.result(computed.outputs),
         loss.tree_of(lambda leaf: params[leaf.name]),
         jax.tree.unflatten(treedef, state),
     )
 
 
-def _clipping(loss: TracedLoss, plan: ReleasePlan, max_norm: float) -> Callable:
+def _clipped(norm: jax.Array, max_norm: float, grad: jax.Array) -> jax.Array:
     """``optax.clip_by_global_norm`` of one gradient, by the norm of all of them."""
-    consumers = [SumOfSquares(released) for released in plan.scans]
-    _, sums, grads = _differentiate(loss, plan, consumers)
-    squares = [*sums, *map(sum_of_squares, grads.values())]
-    norm = jnp.sqrt(sum(squares, jnp.float32(0)))
-
-    def clip(grad):
-        clipped = grad.astype(jnp.float32) / norm * jnp.float32(max_norm)
-        return jnp.where(norm < jnp.float32(max_norm), grad, clipped.astype(grad.dtype))
-
-    return clip
+    clipped = grad.astype(jnp.float32) / norm * jnp.float32(max_norm)
+    return jnp.where(norm < jnp.float32(max_norm), grad, clipped.astype(grad.dtype))
 
 
-def _differentiate(
-    loss: TracedLoss,
-    plan: ReleasePlan,
-    consumers: Sequence[LayerUpdates] | Sequence[SumOfSquares],
-):
-    """One backward pass.
-
-    Args:
-      loss, plan: the loss, and how its parameters are updated.
-      consumers: one for each of the plan's scans.
-
-    Returns:
-      ``(results, handles, grads)``: the loss's results, flat; what the consumers
-      carried out of their loops; and by path the gradients of the other leaves.
-    """
-    program = loss.program
-    others = {
-        leaf.gradient_value: leaf
-        for leaf in loss.leaves
-        if leaf.gradient_value is not None and leaf.name not in plan.state_stacks
-    }
-    differentiated = program.depends_on(
-        list(others), [released.step for released in plan.scans]
-    )
-
-    def run(handles, values):
-        given = dict(zip(others, values, strict=True))
-        arguments = []
-        for leaf in loss.leaves:
-            arrays = dict(zip(leaf.array_values, leaf.arrays, strict=True))
-            # The value of a stand-in that is not differentiated is never read: None.
-            arguments += [given.get(n, arrays.get(n)) for n in leaf.input_values]
-        instead: dict[Call, Callable[[list], Sequence]] = {
-            released.step: functools.partial(
-                released_scan,
-                released.scan,
-                released.roles(program, differentiated),
-                consumer,
-                handle,
-            )
-            for released, consumer, handle in zip(
-                plan.scans, consumers, handles, strict=True
-            )
-        }
-        value, *aux = program.evaluate([*arguments, *loss.other_arguments], instead)
-        return value, aux
-
-    values = [
-        leaf.zero_gradient() if leaf.is_quantized else leaf.value
-        for leaf in others.values()
-    ]
-    (value, aux), (handles, grads) = jax.value_and_grad(
-        run, argnums=(0, 1), has_aux=True
-    )([consumer.handle() for consumer in consumers], values)
-    names = [leaf.name for leaf in others.values()]
-    return [value, *aux], handles, dict(zip(names, grads, strict=True))
+def _arguments(loss: TracedLoss) -> list:
+    """Of the loss's program."""
+    found = []
+    for leaf in loss.leaves:
+        arrays = dict(zip(leaf.array_values, leaf.arrays, strict=True))
+        if leaf.is_quantized:
+            arrays[leaf.gradient_value] = leaf.zero_gradient()
+        found += [arrays[value] for value in leaf.input_values]
+    return [*found, *loss.other_arguments]
