@@ -7,10 +7,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from lowbit_optax.release.consumers import sum_of_squares
 from lowbit_optax.release.optimizer import Optimizer
+from lowbit_optax.release.ordering import tied
 from lowbit_optax.release.passes import SquaresPass, UpdatesPass
 from lowbit_optax.release.plan import ReleasePlan, plan_release
 from lowbit_optax.release.reverse import run_forward
@@ -181,7 +181,7 @@ def _update(loss: TracedLoss, plan: ReleasePlan, tx, opt_state, max_grad_norm):
         rest = computed.go_back(start, squares)
         norm = jnp.sqrt(squares.total + sum(map(sum_of_squares, rest.values())))
         # Else XLA would see that both passes compute the same gradients, and keep them.
-        start, norm = lax.optimization_barrier((start, norm))
+        start, norm = tied((start, norm))
         transform_gradient = functools.partial(_clipped, norm, max_grad_norm)
     optimizer = Optimizer(tx, state, treedef, plan.state_stacks, transform_gradient)
     updates = UpdatesPass(loss, optimizer, plan.parts)

@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from lowbit_optax._jaxprs.nodes import Node, run, value_of
 from lowbit_optax._jaxprs.program import LossProgram
 from lowbit_optax.release.backward import GradientConsumer, released_scan
+from lowbit_optax.release.ordering import tied
+from lowbit_optax.release.residuals import differentiate
 from lowbit_optax.release.scans import ReleasedScan
 from lowbit_optax.release.stretches import Stretch, is_active
 
@@ -181,27 +182,33 @@ def _run_stretch(
     outputs = [x for x in (*primals, *made) if x in pulled_later]
     others = [x for x in made if x in read_later and x not in outputs]
 
-    def function(values):
-        local: dict[Node, typing.Any] = {x: known[x] for x in reads}
+    if not primals:
+        run(stretch.calls, known)
+        return lambda cotangents: None
+    constants = [x for x in reads if x not in primals]
+
+    def function(values, given):
+        local: dict[Node, typing.Any] = dict(zip(constants, given, strict=True))
         local.update(zip(primals, values, strict=True))
         run(stretch.calls, local)
         return [local[x] for x in outputs], [local[x] for x in others]
 
-    values = [known[x] for x in primals]
-    results, transposed, rest = jax.vjp(function, values, has_aux=True)
-    known.update(zip(others, rest, strict=True))
-    known.update((x, y) for x, y in zip(outputs, results, strict=True) if x in made)
-    zeros = [functools.partial(jnp.zeros_like, x) for x in results]
+    done = differentiate(
+        function,
+        [known[x] for x in primals],
+        [known[x] for x in constants],
+        [x.call is None for x in (*primals, *constants)],
+    )
+    known.update(zip(others, done.others, strict=True))
+    known.update(zip(outputs, done.results, strict=True))
+    zeros = [functools.partial(jnp.zeros_like, x) for x in done.results]
 
     def pull(cotangents: Cotangents) -> None:
-        if not primals:
-            return
         given = [
             cotangents.pop(node) if node in cotangents else zero()
             for node, zero in zip(outputs, zeros, strict=True)
         ]
-        (found,) = transposed(given)
-        cotangents.update(zip(primals, found, strict=True))
+        cotangents.update(zip(primals, done.transposed(given), strict=True))
 
     return pull
 
@@ -212,5 +219,5 @@ def _is_pulled(node: Node, stretch: Stretch, active: set[Node]) -> bool:
 
 def _barrier(arrays, cotangents: Cotangents) -> tuple[typing.Any, Cotangents]:
     nodes = list(cotangents)
-    arrays, values = lax.optimization_barrier((arrays, list(cotangents.values())))
+    arrays, values = tied((arrays, list(cotangents.values())))
     return arrays, dict(zip(nodes, values, strict=True))

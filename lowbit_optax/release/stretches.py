@@ -13,11 +13,21 @@ import math
 from collections.abc import Sequence
 
 import jax.numpy as jnp
+from jax.extend.core import primitives as p
 
 from lowbit_optax._jaxprs.nodes import Call, Node
 from lowbit_optax._jaxprs.program import LossProgram
 from lowbit_optax.release.scans import ReleasedScan
 from lowbit_optax.release.traced_loss import ParamLeaf, TracedLoss
+
+_HEAVY = frozenset(
+    {
+        p.conv_general_dilated_p, p.custom_vjp_call_p, p.dot_general_p, p.remat_p,
+        p.scan_p, p.while_p,
+    }
+)  # fmt: skip
+"""A stretch begins after one of these, where one array goes on and no intermediate
+results of a normalisation, from which little would have to be kept."""
 
 MAX_WAITING = 2**22
 """Elements of the gradients that wait for each other, to be used in fewer kernels."""
@@ -99,6 +109,7 @@ def divide(
     found: list[Stretch] = []
     calls: list[Call] = []
     waiting: list[ParamLeaf] = []
+    is_full = False
 
     def close():
         if calls:
@@ -109,12 +120,15 @@ def divide(
     for call in reversed(order):
         if call in released:
             close()
+            is_full = False
             found.append(Stretch([call], read_by.get(call, []), released[call]))
             continue
+        if is_full and call.primitive in _HEAVY:
+            close()
+            is_full = False
         calls.append(call)
         waiting += read_by.get(call, ())
-        if waiting and sum(map(_size, waiting)) >= most:
-            close()
+        is_full |= bool(waiting) and sum(map(_size, waiting)) >= most
     close()
     return found[::-1]
 
