@@ -17,7 +17,7 @@ from jax.extend.core import primitives as p
 
 from lowbit_optax._jaxprs import elementwise
 from lowbit_optax._jaxprs.kept_values import calls_between, smallest_kept
-from lowbit_optax._jaxprs.nodes import Call, Node, run, value_of
+from lowbit_optax._jaxprs.nodes import Call, Node, called_jaxpr, run, value_of
 from lowbit_optax._jaxprs.program import LossProgram
 from lowbit_optax.release.ordering import tied
 
@@ -88,8 +88,13 @@ def differentiate(
         zip((x for x in kept if x not in inputs), saved, strict=True)
     )
 
+    needed = dict.fromkeys([*residuals, *(x for call in again for x in call.inputs)])
+    read = [x for x in needed if x in values]
+
     def transposed(cotangents):
-        known = dict(values)
+        # Else XLA would see that the same was computed before, and keep that.
+        fresh, cotangents = tied(([values[x] for x in read], cotangents))
+        known = values | dict(zip(read, fresh, strict=True))
         run(again, known)
         leaves = [value_of(x, known) for x in residuals]
         (found,) = jax.tree.unflatten(structure, leaves)(cotangents)
@@ -100,7 +105,14 @@ def differentiate(
 
 
 def _is_cheap(call: Call) -> bool:
-    return elementwise.is_elementwise(call.primitive) or call.primitive in _MOVES
+    return _takes_little(call.primitive, call.params)
+
+
+def _takes_little(primitive, params) -> bool:
+    if primitive in (p.custom_jvp_call_p, p.jit_p):
+        equations = called_jaxpr(params).jaxpr.eqns
+        return all(_takes_little(x.primitive, x.params) for x in equations)
+    return elementwise.is_elementwise(primitive) or primitive in _MOVES
 
 
 def _item_size(node: Node) -> int:
