@@ -12,6 +12,7 @@ References:
 import collections
 import itertools
 import math
+import typing
 from collections.abc import Callable, Sequence
 
 from lowbit_optax._jaxprs.nodes import Call, Node
@@ -117,7 +118,8 @@ class _Flow:
         return found
 
     def _path(self) -> list | None:
-        before, waiting = {_SOURCE: None}, collections.deque([_SOURCE])
+        before: dict[typing.Any, typing.Any] = {_SOURCE: None}
+        waiting = collections.deque([_SOURCE])
         while waiting:
             vertex = waiting.popleft()
             for end, left in self._left[vertex].items():

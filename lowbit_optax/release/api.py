@@ -206,6 +206,7 @@ def _arguments(loss: TracedLoss) -> list:
     for leaf in loss.leaves:
         arrays = dict(zip(leaf.array_values, leaf.arrays, strict=True))
         if leaf.is_quantized:
+            assert leaf.gradient_value is not None
             arrays[leaf.gradient_value] = leaf.zero_gradient()
         found += [arrays[value] for value in leaf.input_values]
     return [*found, *loss.other_arguments]

@@ -87,6 +87,7 @@ class Reverse(typing.NamedTuple):
                 grads = {
                     leaf.name: cotangents.pop(leaf.gradient_value)
                     for leaf in stretch.leaves
+                    if leaf.gradient_value is not None
                 }
                 grads, cotangents = _barrier(grads, cotangents)
                 made = backward_pass.take(stretch, grads)

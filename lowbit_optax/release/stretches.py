@@ -99,7 +99,7 @@ def divide(
       active: from :func:`active_values`.
     """
     order = demand_order(loss.program, active)
-    released = {each.step: each for each in scans}
+    released: dict[Call, ReleasedScan] = {each.step: each for each in scans}
     read_by: dict[Call, list[ParamLeaf]] = {}
     readers = first_readers(order, leaves, active)
     for leaf in leaves:
