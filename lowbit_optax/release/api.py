@@ -32,28 +32,41 @@ def value_and_update(
         value, grads = jax.value_and_grad(loss_fn)(params, *args)
         params, opt_state = lowbit_optax.step(tx, params, opt_state, grads)
 
-    computed in one backward pass. The parameters that ``loss_fn`` scans over, by
-    :func:`lowbit_optax.release.scan`, ``lax.scan`` or flax's ``nn.scan``, are updated
-    in place, each layer as soon as its gradient is computed, and the gradient is then
-    forgotten. All other parameters are updated after the backward pass. Put the step
-    under ``jax.jit``, and donate parameters and state.
+    computed in one backward pass. Each parameter is updated in place as soon as its
+    whole gradient is there, and the gradient is then forgotten. Put the step under
+    ``jax.jit``, and donate parameters and state.
 
-    A stack of parameters is updated inside the loop if one scan runs over it and
-    nothing else reads it. Cast it in the scan's body, not before the scan. If
-    ``loss_fn`` uses a parameter in several places, its whole gradient is summed up
-    first. :func:`explain` tells where each parameter is updated, and why.
+    The gradient of a parameter is whole once the backward pass is past the first use of
+    it in ``loss_fn``. Barriers keep the compiler from going on before the update. Small
+    gradients wait for each other, and those with fewer than 4,096 elements for the end.
+    What the backward pass reads is kept in the least memory from which elementwise
+    operations give the rest; they are computed again.
+
+    The parameters that ``loss_fn`` scans over, by
+    :func:`lowbit_optax.release.scan`, ``lax.scan`` or flax's ``nn.scan``, are updated
+    layer by layer. So is a stack of parameters if one scan runs over it and nothing
+    else reads it. Cast it in the scan's body, not before the scan. What is under one
+    ``jax.checkpoint`` is updated together. :func:`explain` tells when each parameter is
+    updated, and why.
+
+    The results are equal to those above in every bit, but for what XLA rounds otherwise
+    in another program: sums of products may be contracted, and gradients in bfloat16
+    that are added up, of a parameter that is used several times, may stay in float32
+    (``xla_allow_excess_precision``). A function under ``jit`` that reads several
+    parameters is inlined, by which cotangents may be added in another order.
 
     Args:
       loss_fn: called as ``loss_fn(params, *args, **kwargs)``; returns a real scalar, or
         ``(loss, aux)``. To use a :class:`QuantizedTensor` it calls
         :func:`lowbit_optax.dequantize`, for stacked layers in the scan's body.
-      tx: an optax transformation. The update of one parameter must not need the
-        gradients of others. A stack that is updated as a whole, by its norm or by a
-        product of matrices, waits for its whole gradient.
+      tx: an optax transformation. The update of one layer in a loop must not need the
+        gradients of other parameters. A stack that is updated as a whole, by its norm
+        or by a product of matrices, waits for its whole gradient. Outside loops,
+        parameters whose updates need each other's gradients wait for the end.
       has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
       max_grad_norm: clip the gradients of all parameters to this global norm, as
-        ``optax.clip_by_global_norm`` would before ``tx``. It takes two backward passes,
-        the first one for the norm.
+        ``optax.clip_by_global_norm`` would before ``tx``. It takes two backward passes
+        after one forward pass, the first for the norm, which keeps no gradients.
       dtype: of the gradients of QuantizedTensors; any float dtype.
 
     Returns:
@@ -63,7 +76,8 @@ def value_and_update(
 
     Raises:
       ValueError: if ``max_grad_norm`` is not a positive number; when the step is
-        called, if ``tx`` needs the gradients of several parameters at once.
+        called, if ``tx`` needs the gradients of several parameters at once, one of
+        which would be updated in a loop.
       TypeError: if ``dtype`` is not a float dtype; when the step is called, if a
         parameter is not an array, if the loss is not a real scalar, or if ``loss_fn``
         computes with a QuantizedTensor that it has not dequantised.
@@ -109,15 +123,16 @@ def explain(
     has_aux: bool = False,
     dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> Callable:
-    """Where :func:`value_and_update` updates each parameter; nothing is run.
+    """When :func:`value_and_update` updates each parameter; nothing is run.
 
     Args:
       loss_fn, tx, has_aux, dtype: as for :func:`value_and_update`.
 
     Returns:
       A function of ``(params, opt_state, *args, **kwargs)``, arrays or
-      ShapeDtypeStructs. It returns a dictionary from the parameters' paths to ``"in the
-      loop"`` or ``"after it: "`` and the reason.
+      ShapeDtypeStructs. It returns a dictionary from the parameters' paths to
+      ``"in the loop"`` of a scan, ``"in the backward pass, update 1 of 3: "`` and what
+      the pass must be past, or ``"after it: "`` and the reason.
 
     Raises:
       ValueError, TypeError: as :func:`value_and_update` does.
