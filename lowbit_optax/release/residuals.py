@@ -28,6 +28,9 @@ _MOVES = frozenset(
     }
 )  # fmt: skip
 
+_BY_NAME = frozenset({"atan2", "erf", "one_minus_square", "rem", "round"})
+"""Elementwise primitives that kernels do not compute, or that not every JAX has."""
+
 
 class Differentiated(typing.NamedTuple):
     """A function that has been computed.
@@ -112,7 +115,8 @@ def _takes_little(primitive, params) -> bool:
     if primitive in (p.custom_jvp_call_p, p.jit_p):
         equations = called_jaxpr(params).jaxpr.eqns
         return all(_takes_little(x.primitive, x.params) for x in equations)
-    return elementwise.is_elementwise(primitive) or primitive in _MOVES
+    is_elementwise = elementwise.is_elementwise(primitive)
+    return is_elementwise or primitive in _MOVES or primitive.name in _BY_NAME
 
 
 def _item_size(node: Node) -> int:
