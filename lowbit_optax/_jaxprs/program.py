@@ -114,17 +114,27 @@ class LossProgram:
       closed: its jaxpr.
       inline_all: whether all functions under ``jit`` are inlined, also those without a
         scan.
+      parameters: how many of the inputs are parameters. Functions under ``jit`` that
+        read several of them are inlined.
 
     Attributes:
       inputs, outputs: lists of :class:`Node`, flat.
       calls: in order.
       uses: by value, how often a call or the outputs read it.
+      of_parameters: the parameters, and what is made of them alone.
     """
 
-    def __init__(self, closed: core.ClosedJaxpr, *, inline_all: bool = False):
+    def __init__(
+        self,
+        closed: core.ClosedJaxpr,
+        *,
+        inline_all: bool = False,
+        parameters: int = 0,
+    ):
         self._inline_all = inline_all
         self.calls: list[Call] = []
         self.inputs = [Node(var.aval) for var in closed.jaxpr.invars]
+        self.of_parameters = set(self.inputs[:parameters])
         self.outputs = inline(closed, self.inputs, self._read_equation)
         self.uses = collections.Counter(self.outputs)
         for call in self.calls:
@@ -198,20 +208,26 @@ class LossProgram:
         return found[::-1]
 
     def _read_equation(self, eqn, operands: list[Node]) -> list[Node]:
+        read = [node for node in operands if node.constant is None]
+        derived = [node for node in read if node in self.of_parameters]
         if eqn.primitive is primitives.jit_p and (
-            self._inline_all or _jits_a_scan(eqn)
+            self._inline_all or _jits_a_scan(eqn) or len(set(derived)) > 1
         ):
             return inline(called_jaxpr(eqn.params), operands, self._read_equation)
         made = eqn.primitive, eqn.params, tuple(operands), len(self.calls)
         call = ScanCall(*made, scan=Scan.of(eqn)) if _is_scan(eqn) else Call(*made)
         self.calls.append(call)
-        return with_outputs(call, [var.aval for var in eqn.outvars])
+        outputs = with_outputs(call, [var.aval for var in eqn.outvars])
+        if read and len(derived) == len(read):
+            self.of_parameters.update(outputs)
+        return outputs
 
 
-def trace_program(function: Callable, *args) -> tuple[LossProgram, typing.Any]:
-    """The program of a function, and the shapes of its result as a tree."""
-    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-    return LossProgram(closed), shapes
+def trace_program(function: Callable, params, *args) -> tuple[LossProgram, typing.Any]:
+    """The program of a function of parameters, and its result's shapes as a tree."""
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(params, *args)
+    count = len(jax.tree.leaves(params))
+    return LossProgram(closed, parameters=count), shapes
 
 
 def _is_scan(eqn) -> bool:

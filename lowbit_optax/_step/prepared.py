@@ -19,7 +19,7 @@ from lowbit_optax._numerics.random_bits import (
     random_keys,
 )
 from lowbit_optax._numerics.streams import Draws, moment_draws
-from lowbit_optax._step import trees
+from lowbit_optax._step import context, trees
 from lowbit_optax._step.choices import Choices
 from lowbit_optax._step.guard import Guard, Unguarded, neutral_updates
 from lowbit_optax._step.moments import MomentPlan
@@ -204,7 +204,13 @@ def _advance(format_: WeightFormat, landing: Landing, param, residual, update, r
 
 def random_of_leaves(names, leaves, seed, count) -> list[RandomBits]:
     """The random bits of each leaf at one step."""
-    return bits_at_layers(random_bits(seed, count, _numbers(names)), names, leaves)
+    numbers = _numbers(names)
+    if context.current().is_analysed:
+        # Those of one leaf must not look as if they depended on what others there are.
+        bits = [random_bits(seed, count, [number])[0] for number in numbers]
+    else:
+        bits = random_bits(seed, count, numbers)
+    return bits_at_layers(bits, names, leaves)
 
 
 def draws_of_moments(leaves, formats, random: list[RandomBits]) -> list[Draws]:

@@ -1,11 +1,18 @@
 """Gradient release: the optimizer's step inside the backward pass.
 
-    api ---------------> value_and_update: trace, plan, differentiate, update
-      traced_loss -----> the loss as a list of steps, and where each parameter is in it
-      plan ------------> which parameters are updated inside the loop of which scan
+    api ---------------> value_and_update: trace, plan, forward, backward
+      traced_loss -----> the loss as a list of calls, and where each parameter is in it
+      plan ------------> when each parameter is updated, and why
+        scans ---------> those over parameters
         layer_analysis -> whether an update treats layers alike, from two step_graphs
-      backward --------> a scan whose backward loop hands on each layer's gradients
-        consumers -----> who update that layer in place (or add up its squares)
+        stretches -----> the other calls, divided where parameters can be updated
+        parts ---------> leaves that the optimizer can update without the others
+      reverse ---------> the loss, gone back through stretch by stretch
+        residuals -----> what a stretch keeps from the forward pass (kept_values)
+        backward ------> a scan whose backward loop hands on each layer's gradients
+        ordering ------> the barrier that makes the compiler keep the order
+      passes ----------> what is done with gradients: updates, or a sum of squares
+        consumers -----> the same for one layer in a loop
 
 References:
   Lewandowski, Kosson 2023, section 3.2.

@@ -2,17 +2,18 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from lowbit_optax._jaxprs.nodes import Call
-from lowbit_optax.release.backward import released_scan
-from lowbit_optax.release.consumers import LayerUpdates, SumOfSquares, sum_of_squares
+from lowbit_optax.release.consumers import sum_of_squares
 from lowbit_optax.release.optimizer import Optimizer
+from lowbit_optax.release.ordering import tied
+from lowbit_optax.release.passes import SquaresPass, UpdatesPass
 from lowbit_optax.release.plan import ReleasePlan, plan_release
+from lowbit_optax.release.reverse import run_forward
 from lowbit_optax.release.traced_loss import TracedLoss, trace_loss
 
 
@@ -31,28 +32,41 @@ def value_and_update(
         value, grads = jax.value_and_grad(loss_fn)(params, *args)
         params, opt_state = lowbit_optax.step(tx, params, opt_state, grads)
 
-    computed in one backward pass. The parameters that ``loss_fn`` scans over, by
-    :func:`lowbit_optax.release.scan`, ``lax.scan`` or flax's ``nn.scan``, are updated
-    in place, each layer as soon as its gradient is computed, and the gradient is then
-    forgotten. All other parameters are updated after the backward pass. Put the step
-    under ``jax.jit``, and donate parameters and state.
+    computed in one backward pass. Each parameter is updated in place as soon as its
+    whole gradient is there, and the gradient is then forgotten. Put the step under
+    ``jax.jit``, and donate parameters and state.
 
-    A stack of parameters is updated inside the loop if one scan runs over it and
-    nothing else reads it. Cast it in the scan's body, not before the scan. If
-    ``loss_fn`` uses a parameter in several places, its whole gradient is summed up
-    first. :func:`explain` tells where each parameter is updated, and why.
+    The gradient of a parameter is whole once the backward pass is past the first use of
+    it in ``loss_fn``. Barriers keep the compiler from going on before the update. Small
+    gradients wait for each other, and those with fewer than 4,096 elements for the end.
+    What the backward pass reads is kept in the least memory from which elementwise
+    operations give the rest; they are computed again.
+
+    The parameters that ``loss_fn`` scans over, by
+    :func:`lowbit_optax.release.scan`, ``lax.scan`` or flax's ``nn.scan``, are updated
+    layer by layer. So is a stack of parameters if one scan runs over it and nothing
+    else reads it. Cast it in the scan's body, not before the scan. What is under one
+    ``jax.checkpoint`` is updated together. :func:`explain` tells when each parameter is
+    updated, and why.
+
+    The results are equal to those above in every bit, but for what XLA rounds otherwise
+    in another program: sums of products may be contracted, and gradients in bfloat16
+    that are added up, of a parameter that is used several times, may stay in float32
+    (``xla_allow_excess_precision``). A function under ``jit`` that reads several
+    parameters is inlined, by which cotangents may be added in another order.
 
     Args:
       loss_fn: called as ``loss_fn(params, *args, **kwargs)``; returns a real scalar, or
         ``(loss, aux)``. To use a :class:`QuantizedTensor` it calls
         :func:`lowbit_optax.dequantize`, for stacked layers in the scan's body.
-      tx: an optax transformation. The update of one parameter must not need the
-        gradients of others. A stack that is updated as a whole, by its norm or by a
-        product of matrices, waits for its whole gradient.
+      tx: an optax transformation. The update of one layer in a loop must not need the
+        gradients of other parameters. A stack that is updated as a whole, by its norm
+        or by a product of matrices, waits for its whole gradient. Outside loops,
+        parameters whose updates need each other's gradients wait for the end.
       has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
       max_grad_norm: clip the gradients of all parameters to this global norm, as
-        ``optax.clip_by_global_norm`` would before ``tx``. It takes two backward passes,
-        the first one for the norm.
+        ``optax.clip_by_global_norm`` would before ``tx``. It takes two backward passes
+        after one forward pass, the first for the norm, which keeps no gradients.
       dtype: of the gradients of QuantizedTensors; any float dtype.
 
     Returns:
@@ -62,7 +76,8 @@ def value_and_update(
 
     Raises:
       ValueError: if ``max_grad_norm`` is not a positive number; when the step is
-        called, if ``tx`` needs the gradients of several parameters at once.
+        called, if ``tx`` needs the gradients of several parameters at once, one of
+        which would be updated in a loop.
       TypeError: if ``dtype`` is not a float dtype; when the step is called, if a
         parameter is not an array, if the loss is not a real scalar, or if ``loss_fn``
         computes with a QuantizedTensor that it has not dequantised.
@@ -96,10 +111,7 @@ def value_and_update(
     def with_update(params, opt_state, *args, **kwargs):
         loss = trace_loss(loss_fn, has_aux, dtype, params, args, kwargs)
         plan = plan_release(loss, tx, opt_state)
-        transform_gradient = lambda grad: grad
-        if max_grad_norm is not None:
-            transform_gradient = _clipping(loss, plan, max_grad_norm)
-        return _update(loss, plan, tx, opt_state, transform_gradient)
+        return _update(loss, plan, tx, opt_state, max_grad_norm)
 
     return _named_after(loss_fn, with_update)
 
@@ -111,15 +123,16 @@ def explain(
     has_aux: bool = False,
     dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> Callable:
-    """Where :func:`value_and_update` updates each parameter; nothing is run.
+    """When :func:`value_and_update` updates each parameter; nothing is run.
 
     Args:
       loss_fn, tx, has_aux, dtype: as for :func:`value_and_update`.
 
     Returns:
       A function of ``(params, opt_state, *args, **kwargs)``, arrays or
-      ShapeDtypeStructs. It returns a dictionary from the parameters' paths to ``"in the
-      loop"`` or ``"after it: "`` and the reason.
+      ShapeDtypeStructs. It returns a dictionary from the parameters' paths to
+      ``"in the loop"`` of a scan, ``"in the backward pass, update 1 of 3: "`` and what
+      the pass must be past, or ``"after it: "`` and the reason.
 
     Raises:
       ValueError, TypeError: as :func:`value_and_update` does.
@@ -131,20 +144,16 @@ def explain(
     ...     body = lambda x, w: (x @ w, None)
     ...     return release.scan(body, x, params["layers"])[0] @ params["head"]
     >>> tx = optax.adam(1e-3)
-    >>> explain(loss_fn, tx)(params, tx.init(params), jnp.ones(64))
-    {"['head']": 'after it: no scan runs over it', "['layers']": 'in the loop'}
+    >>> when = explain(loss_fn, tx)(params, tx.init(params), jnp.ones(64))
+    >>> when["['layers']"], when["['head']"]
+    ('in the loop', 'after it: it has fewer than 4096 elements')
     """
     dtype = _checked_dtype(dtype)
 
     def with_shapes(params, opt_state, *args, **kwargs):
         loss = trace_loss(loss_fn, has_aux, dtype, params, args, kwargs)
         plan = plan_release(loss, tx, opt_state)
-        return {
-            leaf.name: "in the loop"
-            if leaf.name in plan.state_stacks
-            else f"after it: {plan.reasons[leaf.name]}"
-            for leaf in loss.leaves
-        }
+        return {leaf.name: plan.reports[leaf.name] for leaf in loss.leaves}
 
     return with_shapes
 
@@ -176,98 +185,43 @@ def _named_after(loss_fn: Callable, with_update: Callable) -> Callable:
     return with_update
 
 
-def _update(
-    loss: TracedLoss, plan: ReleasePlan, tx, opt_state, transform_gradient: Callable
-):
+def _update(loss: TracedLoss, plan: ReleasePlan, tx, opt_state, max_grad_norm):
     """The value, and the parameters and the state after the step."""
     state, treedef = jax.tree.flatten(opt_state)
+    computed = run_forward(loss.program, plan.stretches, plan.active, _arguments(loss))
+    value, *_ = computed.outputs
+    start, transform_gradient = jnp.ones_like(value), lambda grad: grad
+    if max_grad_norm is not None:
+        squares = SquaresPass()
+        rest = computed.go_back(start, squares)
+        norm = jnp.sqrt(squares.total + sum(map(sum_of_squares, rest.values())))
+        # Else XLA would see that both passes compute the same gradients, and keep them.
+        start, norm = tied((start, norm))
+        transform_gradient = functools.partial(_clipped, norm, max_grad_norm)
     optimizer = Optimizer(tx, state, treedef, plan.state_stacks, transform_gradient)
-    consumers = [LayerUpdates(loss, released, optimizer) for released in plan.scans]
-    results, handles, grads = _differentiate(loss, plan, consumers)
-    # For the released leaves this is a step with zero gradients, whose results are
-    # replaced below.
-    params, state = optimizer.step(loss, grads, {}, {})
-    for consumer, handle in zip(consumers, handles, strict=True):
-        new_params, new_state = optimizer.by_leaf(
-            consumer.released.leaves, consumer.stacks(handle)
-        )
-        params |= new_params
-        for number, stack in new_state.items():
-            state[number] = stack
+    updates = UpdatesPass(loss, optimizer, plan.parts)
+    left = computed.go_back(start, updates)
+    params, state = updates.finished(plan.last, left)
     return (
-        loss.result(results),
+        loss.result(computed.outputs),
         loss.tree_of(lambda leaf: params[leaf.name]),
         jax.tree.unflatten(treedef, state),
     )
 
 
-def _clipping(loss: TracedLoss, plan: ReleasePlan, max_norm: float) -> Callable:
+def _clipped(norm: jax.Array, max_norm: float, grad: jax.Array) -> jax.Array:
     """``optax.clip_by_global_norm`` of one gradient, by the norm of all of them."""
-    consumers = [SumOfSquares(released) for released in plan.scans]
-    _, sums, grads = _differentiate(loss, plan, consumers)
-    squares = [*sums, *map(sum_of_squares, grads.values())]
-    norm = jnp.sqrt(sum(squares, jnp.float32(0)))
-
-    def clip(grad):
-        clipped = grad.astype(jnp.float32) / norm * jnp.float32(max_norm)
-        return jnp.where(norm < jnp.float32(max_norm), grad, clipped.astype(grad.dtype))
-
-    return clip
+    clipped = grad.astype(jnp.float32) / norm * jnp.float32(max_norm)
+    return jnp.where(norm < jnp.float32(max_norm), grad, clipped.astype(grad.dtype))
 
 
-def _differentiate(
-    loss: TracedLoss,
-    plan: ReleasePlan,
-    consumers: Sequence[LayerUpdates] | Sequence[SumOfSquares],
-):
-    """One backward pass.
-
-    Args:
-      loss, plan: the loss, and how its parameters are updated.
-      consumers: one for each of the plan's scans.
-
-    Returns:
-      ``(results, handles, grads)``: the loss's results, flat; what the consumers
-      carried out of their loops; and by path the gradients of the other leaves.
-    """
-    program = loss.program
-    others = {
-        leaf.gradient_value: leaf
-        for leaf in loss.leaves
-        if leaf.gradient_value is not None and leaf.name not in plan.state_stacks
-    }
-    differentiated = program.depends_on(
-        list(others), [released.step for released in plan.scans]
-    )
-
-    def run(handles, values):
-        given = dict(zip(others, values, strict=True))
-        arguments = []
-        for leaf in loss.leaves:
-            arrays = dict(zip(leaf.array_values, leaf.arrays, strict=True))
-            # The value of a stand-in that is not differentiated is never read: None.
-            arguments += [given.get(n, arrays.get(n)) for n in leaf.input_values]
-        instead: dict[Call, Callable[[list], Sequence]] = {
-            released.step: functools.partial(
-                released_scan,
-                released.scan,
-                released.roles(program, differentiated),
-                consumer,
-                handle,
-            )
-            for released, consumer, handle in zip(
-                plan.scans, consumers, handles, strict=True
-            )
-        }
-        value, *aux = program.evaluate([*arguments, *loss.other_arguments], instead)
-        return value, aux
-
-    values = [
-        leaf.zero_gradient() if leaf.is_quantized else leaf.value
-        for leaf in others.values()
-    ]
-    (value, aux), (handles, grads) = jax.value_and_grad(
-        run, argnums=(0, 1), has_aux=True
-    )([consumer.handle() for consumer in consumers], values)
-    names = [leaf.name for leaf in others.values()]
-    return [value, *aux], handles, dict(zip(names, grads, strict=True))
+def _arguments(loss: TracedLoss) -> list:
+    """Of the loss's program."""
+    found = []
+    for leaf in loss.leaves:
+        arrays = dict(zip(leaf.array_values, leaf.arrays, strict=True))
+        if leaf.is_quantized:
+            assert leaf.gradient_value is not None
+            arrays[leaf.gradient_value] = leaf.zero_gradient()
+        found += [arrays[value] for value in leaf.input_values]
+    return [*found, *loss.other_arguments]

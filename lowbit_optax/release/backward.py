@@ -1,19 +1,18 @@
 """A scan whose backward loop hands each layer's gradients to a consumer.
 
+::
+
     forward:  as lax.scan, and keep what the derivative of each layer needs
     backward: for every layer, the last one first:
                   grads = the body's transposed derivative in this layer
                   carried = consumer.update(layer, carried, grads)
-              so only one layer's gradients exist at a time
 
-It is a ``custom_vjp``. What the consumer carries through the loop (stacks of parameters
-and of optimizer state, updated in place) comes out as the cotangent of the consumer's
-*handle*, an input that the forward pass does not read.
+So only one layer's gradients exist at a time.
 """
 
 import dataclasses
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +30,8 @@ class GradientConsumer(typing.Protocol):
     Dictionaries map numbers of the scan's operands to arrays of one layer.
     """
 
-    def begin(self, handle) -> typing.Any:
-        """What the backward loop carries at first, from the handle's arrays."""
+    def begin(self) -> typing.Any:
+        """What the backward loop carries at first."""
         ...
 
     def layer(self, index: jax.Array, carried) -> dict[int, jax.Array]:
@@ -47,10 +46,6 @@ class GradientConsumer(typing.Protocol):
         self, index: jax.Array, carried, grads: dict[int, jax.Array]
     ) -> typing.Any:
         """What is carried after the gradients of a layer."""
-        ...
-
-    def end(self, carried) -> typing.Any:
-        """The handle's cotangents, from what is carried at last."""
         ...
 
 
@@ -75,47 +70,42 @@ class OperandRoles:
     used_ys: tuple[int, ...]
 
 
-def released_scan(
-    scan: Scan,
-    roles: OperandRoles,
-    consumer: GradientConsumer,
-    handle,
-    operands: Sequence,
-) -> list[jax.Array]:
-    """A scan's results, differentiable in the handle and in ``roles.cotangents``.
+class ReleasedPass(typing.NamedTuple):
+    """A scan that has been run forward.
+
+    Args:
+      results: the last carry and the ys.
+      backward: from a consumer and the cotangents of some results, by number, to what
+        the consumer carried out of the loop, and the cotangents of the operands, by
+        number. It may be called several times.
+    """
+
+    results: list[jax.Array]
+    backward: Callable[[GradientConsumer, Mapping[int, jax.Array]], tuple]
+
+
+def released_scan(scan: Scan, roles: OperandRoles, operands: Sequence) -> ReleasedPass:
+    """Run a scan, and keep what its backward loop needs.
 
     Args:
       scan: its parts.
       roles: of its operands and results.
-      consumer: of the gradients.
-      handle: a tree of floating-point arrays, from the consumer.
       operands: constants, carry and xs.
-
-    Returns:
-      The last carry and the ys.
     """
     passes = _Passes(scan, roles)
     # The structure of a layer's derivative is known once the layer has been traced.
     derivative: list[_Derivative] = []
+    results, saved = passes.forward(operands, derivative)
+    kept = [None if n in roles.released else x for n, x in enumerate(operands)]
 
-    @jax.custom_vjp
-    def run(handle, operands):
-        del handle
-        return passes.forward(operands)[0]
+    def backward(consumer: GradientConsumer, cotangents: Mapping[int, jax.Array]):
+        given = {
+            n: cotangents[n] if n in cotangents else jnp.zeros_like(results[n])
+            for n in passes.outputs
+        }
+        return passes.backward(consumer, kept, saved, given, derivative[-1])
 
-    def forward(handle, operands):
-        results, saved = passes.forward(operands, derivative)
-        kept = [None if n in roles.released else x for n, x in enumerate(operands)]
-        return results, (handle, kept, saved)
-
-    def backward(residuals, cotangents):
-        handle, operands, saved = residuals
-        return passes.backward(
-            consumer, handle, operands, saved, cotangents, derivative[-1]
-        )
-
-    run.defvjp(forward, backward)
-    return run(handle, list(operands))
+    return ReleasedPass(results, backward)
 
 
 class _Derivative(typing.NamedTuple):
@@ -164,13 +154,12 @@ class _Passes:
         """Numbers of the operands in which they are differentiated."""
         return [*self.roles.cotangents, *self.roles.gradients]
 
-    def forward(self, operands, derivative: list | None = None):
+    def forward(self, operands, derivative: list):
         """The scan's results, and stacks of what the layers' derivatives need.
 
         Args:
           operands: of the scan.
-          derivative: an empty list, which gets the layers' derivative; None if the scan
-            is not differentiated.
+          derivative: an empty list, which gets the layers' derivative.
         """
         # The codes of a quantised layer are dequantised out of their stack.
         codes = set(self.roles.released) - set(self.roles.gradients)
@@ -178,10 +167,7 @@ class _Passes:
 
         def step(carry, xs):
             inputs = self._inputs(operands, carry, xs)
-            if derivative is None:
-                results, saved = body(*inputs), []
-            else:
-                results, saved = self._linearised(body, inputs, derivative)
+            results, saved = self._linearised(body, inputs, derivative)
             return results[: self.scan.carry], (results[self.scan.carry :], saved)
 
         carry, (ys, saved) = lax.scan(
@@ -224,13 +210,12 @@ class _Passes:
     def backward(
         self,
         consumer: GradientConsumer,
-        handle,
         operands,
         saved,
-        cotangents,
+        cotangents: Mapping[int, jax.Array],
         derivative: _Derivative,
     ):
-        """Cotangents of the handle and of the operands."""
+        """What the consumer carried out, and cotangents of operands by number."""
         scan, roles = self.scan, self.roles
         constants = [n for n in roles.cotangents if n < scan.constants]
         carry = [n for n in roles.cotangents if scan.constants <= n < self.first_x]
@@ -259,7 +244,7 @@ class _Passes:
             (
                 [cotangents[n] for n in self.inexact_carry],
                 zeros,
-                consumer.begin(handle),
+                consumer.begin(),
             ),
             (
                 jnp.arange(scan.length, dtype=jnp.int32),
@@ -274,7 +259,7 @@ class _Passes:
         found = dict(zip(constants, ct_constants, strict=True))
         found |= zip(carry, ct_carry, strict=True)
         found |= zip(scanned, ct_xs, strict=True)
-        return consumer.end(carried), [found.get(n) for n in range(len(operands))]
+        return carried, found
 
     def _stacks(self, operands) -> list:
         """What the loop runs over; None where nothing reads it."""

@@ -11,9 +11,8 @@ from jax import lax
 
 from lowbit_optax._step import context
 from lowbit_optax._step.layer import Layer
-from lowbit_optax.release.floats import as_float, from_float
 from lowbit_optax.release.optimizer import Optimizer
-from lowbit_optax.release.plan import ReleasedScan
+from lowbit_optax.release.scans import ReleasedScan
 from lowbit_optax.release.traced_loss import TracedLoss
 
 
@@ -28,20 +27,9 @@ class LayerUpdates:
     released: ReleasedScan
     optimizer: Optimizer
 
-    def handle(self) -> list[jax.Array]:
-        """The stacks as the backward pass takes and returns them."""
-        return list(map(as_float, self.optimizer.stacks(self.released.leaves)))
-
-    def stacks(self, handle) -> list[jax.Array]:
-        """The stacks from the handle or from its cotangents."""
-        like = self.optimizer.stacks(self.released.leaves)
-        return [from_float(x, y.dtype) for x, y in zip(handle, like, strict=True)]
-
-    def begin(self, handle):
-        return self.stacks(handle)
-
-    def end(self, carried):
-        return list(map(as_float, carried))
+    def begin(self) -> list[jax.Array]:
+        """The stacks before the step."""
+        return self.optimizer.stacks(self.released.leaves)
 
     def layer(self, index, carried) -> dict[int, jax.Array]:
         values = [n for leaf in self.released.leaves for n in leaf.array_values]
@@ -107,15 +95,9 @@ class SumOfSquares:
 
     released: ReleasedScan
 
-    def handle(self) -> jax.Array:
+    def begin(self) -> jax.Array:
         """The sum at the start."""
         return jnp.zeros([], jnp.float32)
-
-    def begin(self, handle):
-        return handle
-
-    def end(self, carried):
-        return carried
 
     def layer(self, index, carried) -> dict[int, jax.Array]:
         del carried

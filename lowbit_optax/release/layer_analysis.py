@@ -9,13 +9,12 @@ leaves are matrices, for example.
 """
 
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
 import optax
 
 from lowbit_optax._step import trees
-from lowbit_optax.release.floats import carrier
 from lowbit_optax.release.same_layers import SameLayers, WaitsForWholeGradient
 from lowbit_optax.release.step_graph import StateStacks, StepGraph
 
@@ -41,6 +40,7 @@ def analyse_layers(
     state: optax.OptState,
     params: optax.Params,
     stacked: Sequence[str],
+    whole_step: Callable[[], StepGraph],
 ) -> LayerAnalysis:
     """Find which of the stacked leaves can be updated layer by layer.
 
@@ -48,6 +48,7 @@ def analyse_layers(
       tx: the transformation.
       grads, state, params: shapes and dtypes of its arguments.
       stacked: paths of the leaves whose first axis is one of layers.
+      whole_step: gives the graph of a step on these arguments.
 
     Raises:
       ValueError: if the update of one leaf needs the gradients of another.
@@ -60,7 +61,7 @@ def analyse_layers(
             reasons[name] = str(reason)
     if not state_stacks:
         return LayerAnalysis(state_stacks, reasons)
-    of_stacks = StepGraph(tx, grads, state, params)
+    of_stacks = whole_step()
     waiting = _refuse_several_gradients(of_stacks, state_stacks)
     layers = _layers_of(params, state_stacks)
     of_layers = StepGraph(
@@ -103,8 +104,6 @@ def _state_stacks(tx, state, params, name: str) -> tuple[int, ...]:
             raise WaitsForWholeGradient(
                 f"its state {stack.dtype}{list(stack.shape)} is not a stack of layers"
             )
-        if carrier(stack.dtype) is None:
-            raise WaitsForWholeGradient(f"its state is {stack.dtype}")
         found.append(number)
     return tuple(found)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import jax
 import optax
 
+from lowbit_optax.release.parts import Part
 from lowbit_optax.release.traced_loss import ParamLeaf, TracedLoss
 from lowbit_optax.transformation import step
 
@@ -47,22 +48,44 @@ class Optimizer:
         Returns:
           ``(params, state_leaves)``: by path, and a list.
         """
-
-        def gradient(leaf: ParamLeaf):
-            if leaf.name not in grads:
-                return leaf.zero_gradient()
-            return self.transform_gradient(grads[leaf.name])
-
         state_leaves = [state.get(n, x) for n, x in enumerate(self.state_leaves)]
         new_params, new_state = step(
             self.tx,
             loss.tree_of(lambda leaf: params.get(leaf.name, leaf.value)),
             jax.tree.unflatten(self.state_treedef, state_leaves),
-            loss.tree_of(gradient),
+            loss.tree_of(lambda leaf: self._gradient(leaf, grads)),
         )
         names = [leaf.name for leaf in loss.leaves]
         new_leaves = loss.treedef.flatten_up_to(new_params)
         return dict(zip(names, new_leaves, strict=True)), jax.tree.leaves(new_state)
+
+    def step_on(
+        self, part: Part, loss: TracedLoss, grads: Mapping[str, jax.Array]
+    ) -> tuple[dict[str, typing.Any], dict[int, jax.Array]]:
+        """One step on some of the parameters.
+
+        Args:
+          part: the parameters.
+          loss: whose parameters they are.
+          grads: theirs, by path; zeros where there is none.
+
+        Returns:
+          ``(params, state_leaves)``: by path, and by number.
+        """
+        new_params, new_state = step(
+            self.tx,
+            part.tree(loss, lambda leaf: leaf.value),
+            part.structure.unflatten([self.state_leaves[n] for n in part.numbers]),
+            part.tree(loss, lambda leaf: self._gradient(leaf, grads)),
+        )
+        found = zip(loss.leaves, loss.treedef.flatten_up_to(new_params), strict=True)
+        params = {leaf.name: new for leaf, new in found if leaf.name in part.names}
+        return params, dict(zip(part.numbers, jax.tree.leaves(new_state), strict=True))
+
+    def _gradient(self, leaf: ParamLeaf, grads: Mapping[str, jax.Array]) -> jax.Array:
+        if leaf.name not in grads:
+            return leaf.zero_gradient()
+        return self.transform_gradient(grads[leaf.name])
 
     def stacks(self, leaves: Sequence[ParamLeaf]) -> list[jax.Array]:
         """The arrays of these leaves, and then the stacks of the state for them."""

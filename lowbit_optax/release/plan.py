@@ -1,81 +1,33 @@
-"""Which parameters are updated inside a backward loop, and why the others are not."""
+"""When each parameter is updated in the backward pass, and why not before."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 import optax
 
 from lowbit_optax._jaxprs.nodes import Node
-from lowbit_optax._jaxprs.program import LossProgram, Scan, ScanCall
+from lowbit_optax._jaxprs.program import ScanCall
 from lowbit_optax._step import trees
-from lowbit_optax.release.backward import OperandRoles
-from lowbit_optax.release.layer_analysis import WaitsForWholeGradient, analyse_layers
+from lowbit_optax.release.layer_analysis import analyse_layers
+from lowbit_optax.release.parts import Part, Parts
+from lowbit_optax.release.same_layers import WaitsForWholeGradient
+from lowbit_optax.release.scans import (
+    MIN_LAYER_SIZE,
+    ReleasedScan,
+    scan_over,
+    scans_over,
+)
+from lowbit_optax.release.step_graph import StepGraph
+from lowbit_optax.release.stretches import (
+    Stretch,
+    active_values,
+    divide,
+    first_readers,
+)
 from lowbit_optax.release.traced_loss import ParamLeaf, TracedLoss
-
-MIN_LAYER_SIZE = 4096
-"""Layers with fewer elements are updated after the loop, all at once."""
-
-MAX_STACK_SIZE = 2**32
-"""Larger stacks are updated after the loop: their random bits have longer indices."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class ReleasedScan:
-    """A scan in whose backward loop parameters are updated.
-
-    Args:
-      step: the scan, in the loss's program.
-      leaves: the parameters that are updated.
-    """
-
-    step: ScanCall
-    leaves: list[ParamLeaf]
-
-    @property
-    def scan(self) -> Scan:
-        """The scan over the layers."""
-        assert self.step.scan is not None
-        return self.step.scan
-
-    def operand(self, value: Node | None) -> int:
-        """The number among the scan's operands of a value of the program."""
-        assert value is not None, "a released leaf has a gradient"
-        return self.step.inputs.index(value)
-
-    def roles(self, program: LossProgram, differentiated: set[Node]) -> OperandRoles:
-        """What the scan's operands and results are in the backward pass.
-
-        Args:
-          program: the loss.
-          differentiated: the values that depend on parameters that are updated after
-            the loops.
-        """
-        scan, inputs, outputs = self.scan, self.step.inputs, self.step.outputs
-        arrays = {value for leaf in self.leaves for value in leaf.array_values}
-        gradient_values = [leaf.gradient_value for leaf in self.leaves]
-        first_x = scan.constants + scan.carry
-
-        def needs_cotangent(n: int, value: Node) -> bool:
-            if value in arrays or value in gradient_values:
-                return False
-            if not _is_inexact(value.aval):
-                return False
-            # From the second layer on, the carry depends on the released parameters.
-            return scan.constants <= n < first_x or value in differentiated
-
-        return OperandRoles(
-            released=tuple(n for n, v in enumerate(inputs) if v in arrays),
-            gradients=tuple(map(self.operand, gradient_values)),
-            unread=tuple(self.operand(v) for v in gradient_values if v not in arrays),
-            cotangents=tuple(n for n, v in enumerate(inputs) if needs_cotangent(n, v)),
-            used_ys=tuple(
-                n
-                for n, v in enumerate(outputs)
-                if n >= scan.carry and program.uses[v] and _is_inexact(v.aval)
-            ),
-        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,73 +35,152 @@ class ReleasePlan:
     """How the parameters of a traced loss are updated.
 
     Args:
-      scans: with the leaves that are updated in their loops.
-      state_stacks: by path of such a leaf, the numbers of the optimizer state's leaves
-        that are stacks of one layer for each of its layers.
-      reasons: by path of the other leaves, why they are updated after the loops.
+      stretches: of the loss, and the leaves that are updated after each.
+      parts: of each stretch that has such leaves, these as a part of the optimizer.
+      last: the leaves that are updated after the backward pass; None if a step on
+        these alone would be another one than that on all leaves.
+      active: the values of the loss that have cotangents.
+      state_stacks: by path of a leaf that is updated in a loop, the numbers of the
+        optimizer state's leaves that are stacks of one layer for each of its layers.
+      reports: by path, when a leaf is updated, and why.
     """
 
-    scans: list[ReleasedScan]
+    stretches: list[Stretch]
+    parts: Mapping[Stretch, Part]
+    last: Part | None
+    active: set[Node]
     state_stacks: Mapping[str, tuple[int, ...]]
-    reasons: Mapping[str, str]
+    reports: Mapping[str, str]
 
 
 def plan_release(
     loss: TracedLoss, tx: optax.GradientTransformation, opt_state
 ) -> ReleasePlan:
-    """Find the parameters that can be updated inside the backward pass.
+    """Find when each parameter can be updated.
 
     Raises:
       ValueError: if ``tx`` needs the gradients of several leaves at once, and one of
         them is scanned over.
     """
+    grads = loss.tree_of(lambda leaf: leaf.gradient)
+    state = trees.abstract(opt_state)
+    params = loss.tree_of(lambda leaf: trees.abstract(leaf.value))
+    whole_step = functools.cache(lambda: StepGraph(tx, grads, state, params))
+    over, reasons = _scans_over_leaves(loss)
+    layers = analyse_layers(tx, grads, state, params, list(over), whole_step)
+    reasons |= layers.reasons
+    scans = _released_scans(loss, over, layers.state_stacks)
+    active = active_values(loss)
+    others = [leaf for leaf in loss.leaves if leaf.name not in layers.state_stacks]
+    early, why_last = _early(others, active)
+    stretches = divide(loss, scans, early, active)
+    parts, last = {}, None
+    if any(stretch.leaves for stretch in stretches):
+        finder = _PartFinder(Parts(tx, opt_state, loss), whole_step())
+        stretches = [finder.checked(stretch) for stretch in stretches]
+        parts, why_last = finder.parts, why_last | finder.reasons
+        updated = {leaf.name for each in parts for leaf in each.leaves}
+        rest = [leaf.name for leaf in others if leaf.name not in updated]
+        last = finder.last(rest, layers.state_stacks)
+    reports = _reports(loss, stretches, layers.state_stacks, reasons, why_last, active)
+    return ReleasePlan(stretches, parts, last, active, layers.state_stacks, reports)
+
+
+class _PartFinder:
+    """Keeps of each stretch the leaves that can be updated after it.
+
+    Attributes:
+      parts: of the stretches whose leaves can.
+      reasons: by path of the others, why not.
+    """
+
+    def __init__(self, parts: Parts, whole: StepGraph):
+        self._all, self._whole = parts, whole
+        self.parts: dict[Stretch, Part] = {}
+        self.reasons: dict[str, str] = {}
+
+    def checked(self, stretch: Stretch) -> Stretch:
+        """The stretch without leaves that must wait."""
+        leaves = list(stretch.leaves)
+        try:
+            part = self._all.part([leaf.name for leaf in leaves])
+            self._all.check(part, self._whole)
+        except WaitsForWholeGradient as reason:
+            self.reasons |= {leaf.name: str(reason) for leaf in leaves}
+            return dataclasses.replace(stretch, leaves=[])
+        if leaves:
+            self.parts[stretch] = part
+        return stretch
+
+    def last(self, names: Sequence[str], state_stacks: Mapping) -> Part | None:
+        """The part of all leaves that are updated after the backward pass."""
+        try:
+            part = self._all.part(names)
+            self._all.check(part, self._whole, is_last=True)
+        except WaitsForWholeGradient:
+            return None
+        held = [n for each in self.parts.values() for n in each.own]
+        held += [n for numbers in state_stacks.values() for n in numbers]
+        is_all = len(held) + len(part.numbers) == len(self._whole.state)
+        return part if is_all else None
+
+
+def _scans_over_leaves(
+    loss: TracedLoss,
+) -> tuple[dict[str, ScanCall], dict[str, str]]:
+    """By path, the scan over a leaf, or the reason why its loop cannot update it."""
     scans, reasons = {}, {}
     for leaf in loss.leaves:
         try:
-            scans[leaf.name] = _scan_over(loss.program, leaf)
+            scans[leaf.name] = scan_over(loss.program, leaf)
         except WaitsForWholeGradient as reason:
             reasons[leaf.name] = str(reason)
-    found = analyse_layers(
-        tx,
-        loss.tree_of(lambda leaf: leaf.gradient),
-        trees.abstract(opt_state),
-        loss.tree_of(lambda leaf: trees.abstract(leaf.value)),
-        list(scans),
-    )
-    released = []
+    return scans, reasons
+
+
+def _released_scans(
+    loss: TracedLoss, over: Mapping[str, ScanCall], state_stacks: Mapping
+) -> list[ReleasedScan]:
+    found = []
     for step in loss.program.scans:
-        leaves = [x for x in loss.leaves if x.name in found.state_stacks]
-        leaves = [x for x in leaves if scans[x.name] is step]
+        leaves = [x for x in loss.leaves if x.name in state_stacks]
+        leaves = [x for x in leaves if over[x.name] is step]
         if leaves:
-            released.append(ReleasedScan(step, leaves))
-    return ReleasePlan(released, found.state_stacks, {**reasons, **found.reasons})
+            found.append(ReleasedScan(step, leaves))
+    return found
 
 
-def _scan_over(program: LossProgram, leaf: ParamLeaf) -> ScanCall:
-    """The scan over a leaf, if it is the only one and nothing else reads the leaf."""
-    is_real = jnp.issubdtype(leaf.gradient.dtype, jnp.floating)
-    if leaf.gradient_value is None or not is_real:
-        raise WaitsForWholeGradient(f"it is {leaf.value.dtype}")
-    values = {*leaf.array_values, leaf.gradient_value}
-    over = [step for step in program.scans if values & set(step.scanned)]
-    if not over:
-        raise WaitsForWholeGradient("no scan runs over it")
-    if len(over) > 1:
-        raise WaitsForWholeGradient("several scans run over it")
-    if any(program.uses[value] != 1 for value in values):
-        users = {user for value in values for user in program.users(value)}
-        others = ", ".join(sorted(users - {"scan"})) or "the scan, in another way"
-        raise WaitsForWholeGradient(f"besides a scan it is used by {others}")
-    if not values <= set(over[0].scanned):
-        raise WaitsForWholeGradient("only a part of it is scanned over")
-    if math.prod(leaf.value.shape[1:]) < MIN_LAYER_SIZE:
-        raise WaitsForWholeGradient(
-            f"its layers have fewer than {MIN_LAYER_SIZE} elements"
-        )
-    if math.prod(leaf.value.shape) > MAX_STACK_SIZE:
-        raise WaitsForWholeGradient("it has more than 2^32 elements")
-    return over[0]
+def _early(
+    leaves: Sequence[ParamLeaf], active: set[Node]
+) -> tuple[list[ParamLeaf], dict[str, str]]:
+    """Those that may be updated within the backward pass; why not, by path."""
+    found, reasons = [], {}
+    for leaf in leaves:
+        if not jnp.issubdtype(leaf.gradient.dtype, jnp.floating):
+            reasons[leaf.name] = f"it is {leaf.gradient.dtype}"
+        elif math.prod(leaf.gradient.shape) < MIN_LAYER_SIZE:
+            reasons[leaf.name] = f"it has fewer than {MIN_LAYER_SIZE} elements"
+        elif leaf.gradient_value in active:
+            found.append(leaf)
+    return found, reasons
 
 
-def _is_inexact(aval) -> bool:
-    return jnp.issubdtype(aval.dtype, jnp.inexact)
+def _reports(loss, stretches, state_stacks, not_in_loop, not_before, active):
+    """By path, when a leaf is updated and why."""
+    readers = first_readers(
+        [call for stretch in stretches for call in stretch.calls], loss.leaves, active
+    )
+    updates = [stretch for stretch in reversed(stretches) if stretch.leaves]
+    found = {name: "in the loop" for name in state_stacks}
+    for number, stretch in enumerate(updates, 1):
+        when = f"in the backward pass, update {number} of {len(updates)}"
+        for leaf in stretch.leaves:
+            reader = readers[leaf.name].primitive.name
+            found[leaf.name] = f"{when}: {reader} is the first to read it"
+    for leaf in loss.leaves:
+        name = leaf.name
+        if scans_over(loss.program, leaf) and name not in state_stacks:
+            found[name] = f"after it: {not_in_loop[name]}"
+        elif name not in found:
+            found[name] = f"after it: {not_before.get(name) or not_in_loop[name]}"
+    return found

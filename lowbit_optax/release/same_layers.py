@@ -63,14 +63,14 @@ class SameLayers:
         differs = "the update of a layer is not that of the stack"
         if is_shared and stack.aval.shape != layer.aval.shape:
             raise WaitsForWholeGradient(of_shape)
-        if _operation(stack) != _operation(layer):
+        if operation(stack) != operation(layer):
             raise WaitsForWholeGradient(differs)
         if stack.call is not None:
             return
         number = self._of_stack.input_numbers.get(stack)
         if number != self._of_layer.input_numbers.get(layer):
             raise WaitsForWholeGradient(differs)
-        if number is None and not _same_constant(stack.constant, layer.constant):
+        if number is None and not same_constant(stack.constant, layer.constant):
             raise WaitsForWholeGradient(of_shape)
         if not is_shared and stack.aval.shape and stack not in self._own_inputs:
             raise WaitsForWholeGradient(
@@ -89,14 +89,16 @@ class SameLayers:
         )
 
 
-def _operation(node: Node):
+def operation(node: Node):
+    """What makes a value, to be compared; None for an input or a constant."""
     if node.call is None:
         return None
     call = node.call
     return call.primitive, len(call.inputs), call.outputs.index(node)
 
 
-def _same_constant(a, b) -> bool:
+def same_constant(a, b) -> bool:
+    """Whether two constants are equal in every bit."""
     if a is b:
         return True
     if jax.typeof(a) != jax.typeof(b) or isinstance(a, Tracer):

@@ -25,6 +25,7 @@ class StepGraph:
 
     Attributes:
       gradients: by path, the leaves' gradients.
+      state, new_state: the state's leaves before and after the step.
       input_numbers: of the nodes that are inputs.
     """
 
@@ -42,11 +43,11 @@ class StepGraph:
             )(grads, state, params)
         graph = Graph(closed, opaque={LAYERWISE})
         names, leaves, _ = trees.named_leaves(params)
-        gradients, self._state, self._params = _split_like(
+        gradients, self.state, self._params = _split_like(
             graph.inputs, (grads, state, params)
         )
-        self._new_params, self._new_state = _split_like(graph.outputs, shapes)
-        if len(self._new_state) != len(self._state):
+        self._new_params, self.new_state = _split_like(graph.outputs, shapes)
+        if len(self.new_state) != len(self.state):
             raise ValueError(
                 "release: the optimizer's update returns a state of another structure"
             )
@@ -62,14 +63,21 @@ class StepGraph:
 
     def inputs_of(self, name: str, state_stacks: StateStacks) -> list[Node]:
         """A leaf's gradient, its arrays and its stacks of the state."""
-        arrays = [self._params[n] for n in self._arrays[name]]
-        stacks = [self._state[n] for n in state_stacks[name]]
-        return [self.gradients[name], *arrays, *stacks]
+        stacks = [self.state[n] for n in state_stacks[name]]
+        return [self.gradients[name], *self.params_of(name), *stacks]
+
+    def params_of(self, name: str) -> list[Node]:
+        """A leaf's arrays."""
+        return [self._params[n] for n in self._arrays[name]]
+
+    def new_params_of(self, name: str) -> list[Node]:
+        """A leaf's new arrays."""
+        return [self._new_params[n] for n in self._arrays[name]]
 
     def results_of(self, name: str, state_stacks: StateStacks) -> list[Node]:
         """A leaf's new arrays and new stacks of the state."""
-        arrays = [self._new_params[n] for n in self._arrays[name]]
-        return [*arrays, *(self._new_state[n] for n in state_stacks[name])]
+        stacks = [self.new_state[n] for n in state_stacks[name]]
+        return [*self.new_params_of(name), *stacks]
 
     def results(self, state_stacks: StateStacks) -> list[tuple[str | None, Node]]:
         """All results, each with the path of the leaf that it belongs to.
@@ -81,11 +89,11 @@ class StepGraph:
             for name in state_stacks
             for node in self.results_of(name, state_stacks)
         ]
-        for name, numbers in self._arrays.items():
+        for name in self._arrays:
             if name not in state_stacks:
-                found += [(name, self._new_params[n]) for n in numbers]
+                found += [(name, node) for node in self.new_params_of(name)]
         owned = {n for numbers in state_stacks.values() for n in numbers}
-        rest = (x for n, x in enumerate(self._new_state) if n not in owned)
+        rest = (x for n, x in enumerate(self.new_state) if n not in owned)
         return found + [(None, node) for node in rest]
 
     def depends_on(self, node: Node, inputs: Iterable[Node]) -> bool:

@@ -1,0 +1,57 @@
+"""Gradient release of models without a scan, compiled for H200s: memory."""
+
+import functools
+
+import jax
+import pytest
+
+import lowbit_optax
+from lowbit_optax import release
+
+pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
+
+from tools.gpu_program.release_steps import MIB, CompiledStep, compile_step, plain
+from tools.gpu_program.steps import bytes_of
+from tools.gpu_program.unrolled import resnet18, tied_transformer, unrolled_matrices
+
+ADAMW = lowbit_optax.lowbit_adamw(1e-3)
+CLIPPED = functools.partial(release.value_and_update, max_grad_norm=1.0)
+MODELS = {"transformer": tied_transformer, "resnet": resnet18}
+
+
+@functools.cache
+def compiled(make_step, make_model) -> CompiledStep:
+    return compile_step(make_step, make_model(), ADAMW)
+
+
+def largest(model) -> int:
+    return max(bytes_of(x) for x in jax.tree.leaves(model.params))
+
+
+@pytest.mark.parametrize(
+    "make_step", [release.value_and_update, CLIPPED], ids=["one_pass", "clipped"]
+)
+def test_beside_activations_two_gradients_of_unrolled_layers_are_alive(make_step):
+    model = unrolled_matrices()
+    activations = model.layers * model.carry
+    step = compiled(make_step, unrolled_matrices)
+    assert step.temporary <= activations + 2 * largest(model) + MIB / 8
+    assert compiled(plain, unrolled_matrices).temporary > 3 * step.temporary
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_all_gradients_but_two_are_saved(name):
+    if name == "resnet":
+        pytest.importorskip("flax")
+    model = MODELS[name]()
+    step, other = (
+        compiled(release.value_and_update, MODELS[name]),
+        compiled(plain, MODELS[name]),
+    )
+    saved = bytes_of(model.params) - 2 * largest(model)
+    assert step.temporary <= other.temporary - saved
+
+
+def test_unrolled_parameters_and_state_are_written_in_place():
+    step = compiled(release.value_and_update, unrolled_matrices)
+    assert step.program.memory_analysis().alias_size_in_bytes == step.stored

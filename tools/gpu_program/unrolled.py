@@ -1,0 +1,95 @@
+"""Models that are written layer by layer, without a scan, to compile for H200s."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from tools.gpu_program.release_steps import BF16, Model
+from tools.gpu_program.steps import bytes_of, leaf
+
+
+def unrolled_matrices(layers=12, width=2048, batch=256) -> Model:
+    """``tanh(h @ w)``, one layer after another."""
+
+    def loss_fn(params, h):
+        for w in params["layers"]:
+            h = jnp.tanh(h @ w)
+        return jnp.mean(h.astype(jnp.float32) ** 2)
+
+    rows = leaf(batch, width)
+    params = {"layers": [leaf(width, width)] * layers}
+    return Model(loss_fn, params, rows, bytes_of(rows), layers)
+
+
+def tied_transformer(
+    layers=4, width=512, heads=8, context=256, batch=4, words=8192
+) -> Model:
+    """A GPT-like transformer whose embedding is its last matrix, too."""
+
+    def layer():
+        return {
+            "norm_1": leaf(width, dtype=jnp.float32),
+            "qkv": leaf(width, 3 * width),
+            "out": leaf(width, width),
+            "norm_2": leaf(width, dtype=jnp.float32),
+            "up": leaf(width, 4 * width),
+            "down": leaf(4 * width, width),
+        }
+
+    def norm(x, scale):
+        y = x.astype(jnp.float32)
+        y *= jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6) * scale
+        return y.astype(x.dtype)
+
+    def block(x, p):
+        split = jnp.split(norm(x, p["norm_1"]) @ p["qkv"], 3, axis=-1)
+        heads_of = (y.reshape(*y.shape[:2], heads, -1) for y in split)
+        mixed = jax.nn.dot_product_attention(*heads_of, is_causal=True)
+        x += mixed.reshape(x.shape) @ p["out"]
+        return x + jax.nn.gelu(norm(x, p["norm_2"]) @ p["up"]) @ p["down"]
+
+    def loss_fn(params, tokens):
+        x = params["embedding"][tokens[:, :-1]]
+        for p in params["layers"]:
+            x = block(x, p)
+        logits = norm(x, params["norm"]) @ params["embedding"].T
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            logits.astype(jnp.float32), tokens[:, 1:]
+        )
+        return losses.mean()
+
+    params = {
+        "embedding": leaf(words, width),
+        "layers": [layer() for _ in range(layers)],
+        "norm": leaf(width, dtype=jnp.float32),
+    }
+    tokens = jax.ShapeDtypeStruct((batch, context + 1), jnp.int32)
+    return Model(loss_fn, params, tokens, 2 * batch * context * width, layers)
+
+
+def resnet18(batch=256) -> Model:
+    """The example's ResNet-18 on 32x32 images, with batch statistics."""
+    from resnet import ResNet, cast_weights
+
+    net = ResNet(dtype=BF16)
+    image = jax.ShapeDtypeStruct((1, 32, 32, 3), BF16)
+    variables = jax.eval_shape(lambda x: net.init(jax.random.key(0), x, False), image)
+    params = jax.eval_shape(lambda x: cast_weights(x, BF16), variables["params"])
+
+    def loss_fn(params, batch):
+        logits, _ = net.apply(
+            {"params": params, "batch_stats": batch["stats"]},
+            batch["images"],
+            True,
+            mutable=["batch_stats"],
+        )
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits, batch["labels"]
+        ).mean()
+
+    inputs = {
+        "stats": variables["batch_stats"],
+        "images": jax.ShapeDtypeStruct((batch, 32, 32, 3), BF16),
+        "labels": jax.ShapeDtypeStruct((batch,), jnp.int32),
+    }
+    return Model(loss_fn, params, inputs, 0, 1)
