@@ -194,26 +194,41 @@ class MomentFormat:
     """How float32 moments are stored.
 
     A format must define ``encode`` and ``decode``, and ``container`` if it stores a
-    moment as several arrays. It may define ``for_field`` and ``for_leaf``. A format
-    with scales is a :class:`BlockMomentFormat`.
+    moment as several arrays. It may define ``for_field``, ``for_leaf`` and
+    ``reference``. A format with scales is a :class:`BlockMomentFormat`.
     """
 
-    container: typing.ClassVar[type | None] = None
-    """The NamedTuple type of a stored moment; None if it is a single array.
+    @property
+    def container(self) -> type | None:
+        """The NamedTuple type of a stored moment; None if it is a single array.
 
-    ``encode`` returns one that holds arrays. For every field of the inner state that
-    has moments, the state keeps one that holds trees of arrays, with the structure of
-    the parameters.
-    """
+        ``encode`` returns one that holds arrays. For every field of the inner state
+        that has moments, the state keeps one that holds trees of arrays, with the
+        structure of the parameters.
+        """
+        return None
 
-    def for_field(self, name: str, fields: Set[str]) -> "MomentFormat":
+    @property
+    def reference(self) -> str | None:
+        """The field of the second moments by whose roots the moments are divided.
+
+        It is a field of the same state. Where there is one, ``encode`` gets, and
+        ``decode`` returns, quotients: see :mod:`lowbit_optax._numerics.relative`.
+        """
+        return None
+
+    def for_field(
+        self, name: str, fields: Set[str], bound: str | None = None
+    ) -> "MomentFormat":
         """The format of the moments in one field of the inner state.
 
         Args:
           name: the field, such as ``mu`` or ``nu``.
           fields: all fields of the inner state that hold moments.
+          bound: the field of the same state whose roots are known to bound these
+            moments, up to a constant; None if there is none.
         """
-        del name, fields
+        del name, fields, bound
         return self
 
     def for_leaf(self, shape: tuple[int, ...], min_size: int) -> "MomentFormat | None":
@@ -245,11 +260,13 @@ class BlockMomentFormat(MomentFormat):
     ``encode_fields``, and packs the fields itself.
     """
 
-    container: typing.ClassVar[type]
-    """A NamedTuple type with two fields: the packed codes and the scales."""
-
     bits: int
     block_size: int
+
+    @property
+    def container(self) -> type:
+        """A NamedTuple type with two fields: the packed codes and the scales."""
+        raise NotImplementedError
 
     @property
     def codec(self) -> Code:
