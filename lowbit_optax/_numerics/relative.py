@@ -17,31 +17,33 @@ _SMALLEST = 2.0**-126  # float32's smallest normal number
 _LARGEST_ROOT = 2.0**64
 
 
-def root(nu: jax.Array) -> jax.Array:
-    """The unit of the first moments that belong to stored second moments.
+def quotient(mu: jax.Array, nu: jax.Array) -> jax.Array:
+    """``mu / root(nu)``, and 0 where the second moment is infinite.
 
     Args:
-      nu: float32, not negative.
-
-    Returns:
-      ``sqrt(nu)``, kept within 2^-63 and 2^64: a mu whose nu vanished in float32 is
-      kept, and the mu of an infinite nu, which is stored as 0, is 0.
+      mu: float32.
+      nu: float32, not negative; what is stored of the second moment.
 
     >>> import jax.numpy as jnp
-    >>> root(jnp.float32([4.0, 0.0, jnp.inf])).tolist()
-    [2.0, 1.0842021724855044e-19, 1.8446744073709552e+19]
+    >>> quotient(jnp.float32([3.0, 0.0, jnp.inf]), jnp.float32([4.0, 0.0, jnp.inf]))
+    Array([1.5, 0. , 0. ], dtype=float32)
     """
-    return jnp.minimum(jnp.sqrt(_positive(nu)), jnp.float32(_LARGEST_ROOT))
+    inverse = lax.rsqrt(_positive(nu))
+    # Infinity times 0 is a NaN, whose sign depends on the machine.
+    return jnp.where(inverse > jnp.float32(0), mu * inverse, jnp.float32(0))
 
 
-def inverse_root(nu: jax.Array) -> jax.Array:
-    """One over :func:`root`, and 0 where the second moment is infinite.
+def product(r: jax.Array, nu: jax.Array) -> jax.Array:
+    """``r root(nu)``, the inverse of :func:`quotient` where that is not 0.
+
+    The root is kept within 2^-63 and 2^64: a mu whose nu vanished in float32 is kept,
+    and the mu of an infinite nu is 0.
 
     >>> import jax.numpy as jnp
-    >>> inverse_root(jnp.float32([4.0, 0.0, jnp.inf])).tolist()
-    [0.5, 9.223372036854776e+18, 0.0]
+    >>> product(jnp.float32([1.5, 1.0, 0.0]), jnp.float32([4.0, 0.0, jnp.inf])).tolist()
+    [3.0, 1.0842021724855044e-19, 0.0]
     """
-    return lax.rsqrt(_positive(nu))
+    return r * jnp.minimum(jnp.sqrt(_positive(nu)), jnp.float32(_LARGEST_ROOT))
 
 
 def _positive(nu: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ from lowbit_optax._jaxprs.elementwise import Program, Ref
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._numerics.random_bits import RandomBits
-from lowbit_optax._numerics.relative import inverse_root
+from lowbit_optax._numerics.relative import quotient
 from lowbit_optax._numerics.rounding import to_float32
 from lowbit_optax._numerics.streams import Draws, moment_draws
 from lowbit_optax._step.moment_coder import MomentCoder, MomentHow
@@ -144,13 +144,12 @@ class LeafBody:
         moments = dict(zip(numbers, moments, strict=True))
         random = RandomBits(scalars[0], scalars[1], index)
         encoding = self._encoding(param, random, after, multiply_add)
-        roots = {
-            i: inverse_root(encoding.decoded(i, encoding.encoded(i, moments[i])))
-            for i in seconds
+        stored = {
+            i: encoding.decoded(i, encoding.encoded(i, moments[i])) for i in seconds
         }
         return [
             self.moment_format(i).codec.magnitude_key(
-                moments[i] * roots[self.relative[i]]
+                quotient(moments[i], stored[self.relative[i]])
             )
             for i in of_moments
         ]

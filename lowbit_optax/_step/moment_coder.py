@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from lowbit_optax._numerics.codes import MultiplyAdd, Prepared
-from lowbit_optax._numerics.relative import inverse_root, root
+from lowbit_optax._numerics.relative import product, quotient
 from lowbit_optax._numerics.streams import Draws
 from lowbit_optax.formats.base import BlockMomentFormat, MomentFormat
 
@@ -37,7 +37,7 @@ class MomentCoder:
         """All moments in float32, from what is stored."""
         decoded = [self.decoded(i, x) for i, x in enumerate(stored)]
         return [
-            x * root(decoded[self.relative[i]]) if i in self.relative else x
+            product(x, decoded[self.relative[i]]) if i in self.relative else x
             for i, x in enumerate(decoded)
         ]
 
@@ -48,8 +48,9 @@ class MomentCoder:
             for i, x in enumerate(moments)
         ]
         for i, j in self.relative.items():
-            quotient = moments[i] * inverse_root(self.decoded(j, stored[j]))
-            stored[i] = self.encoded(i, quotient)
+            stored[i] = self.encoded(
+                i, quotient(moments[i], self.decoded(j, stored[j]))
+            )
         return stored
 
     def decoded(self, number: int, stored: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from lowbit_optax._numerics.random_bits import RandomBits
-from lowbit_optax._numerics.relative import inverse_root, root
+from lowbit_optax._numerics.relative import product, quotient
 from lowbit_optax._numerics.streams import Draws, moment_draws
 from lowbit_optax._step.moment_slots import MomentChoice, Slot, with_slots
 from lowbit_optax._step.moment_trees import (
@@ -229,10 +229,8 @@ class MomentPlan:
         moments = list(parts)
         for i, how in enumerate(self.describe(state)):
             if how is not None and how.reference is not None:
-                times_root = traced_once(_times_root)
-                moments[i] = marked_layerwise(
-                    times_root, parts[i], parts[how.reference]
-                )
+                second = parts[how.reference]
+                moments[i] = marked_layerwise(traced_once(product), parts[i], second)
         return treedef.unflatten(moments)
 
     def _check_float32(self, state):
@@ -316,12 +314,8 @@ def _encode(how: MomentStorage, moment: jax.Array, draws: Draws, *second: jax.Ar
 
 def _encode_moment(format_: MomentFormat, number: int, draws: Draws, moment, *second):
     if second:
-        moment = moment * inverse_root(*second)
+        moment = quotient(moment, *second)
     return format_.encode(moment, draws, number)
-
-
-def _times_root(quotient: jax.Array, second: jax.Array) -> jax.Array:
-    return quotient * root(second)
 
 
 def _decode_part(format_: MomentFormat, shape: tuple[int, ...], stored):
