@@ -28,6 +28,8 @@ from lowbit_optax._numerics.random_bits import RandomBits
 from lowbit_optax._numerics.rounding import to_float32
 from lowbit_optax._numerics.streams import Draws
 
+SumRounding = typing.Literal["nearest", "stochastic"]
+
 Residual = typing.Any
 """An array; None for a leaf that needs no residual."""
 
@@ -42,7 +44,7 @@ class WeightFormat:
 
     It may define ``split`` and ``store``, if computing the parameter and the residual
     together is cheaper than one after the other. It may define ``advance``, with
-    ``stores_sum = False``, if adding an update is more than storing the sum. It may
+    ``stores_sum`` false, if adding an update is more than storing the sum. It may
     define ``inner_weight``, ``check``, ``for_leaf`` and ``residual_random_bits``, whose
     defaults are correct for every format.
     """
@@ -54,8 +56,10 @@ class WeightFormat:
     recognises the format, and a checkpoint of another format is noticed.
     """
 
-    stores_sum: typing.ClassVar[bool] = True
-    """Whether ``advance`` is just ``store`` of the sum of master and update."""
+    @property
+    def stores_sum(self) -> bool:
+        """Whether ``advance`` is just ``store`` of the sum of master and update."""
+        return True
 
     def check(self, dtype: jnp.dtype) -> str | None:
         """Why this format cannot hold a leaf of a narrow dtype; None if it can."""
@@ -187,6 +191,15 @@ def residual_bits_read(format_: WeightFormat | None, param: jax.Array) -> int:
     Its format is None if the leaf passes through; such a leaf shares no words.
     """
     return 32 if format_ is None else format_.residual_random_bits(param.dtype)
+
+
+def check_sum_rounding(name: str, sum_rounding: str) -> None:
+    """Raise a ValueError, for the format of this name, unless it is one of the two."""
+    accepted = typing.get_args(SumRounding)
+    if sum_rounding not in accepted:
+        raise ValueError(
+            f"{name}: sum_rounding is {sum_rounding!r}, not one of {accepted}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

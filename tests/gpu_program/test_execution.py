@@ -64,6 +64,14 @@ FAMILIES = {
     "extra_bits 12": (extra_bits(12), "float32"),
     "extra_bits 16": (extra_bits(16), "float32"),
     "extra_bits 8 stochastic": (extra_bits(8, rounding="stochastic"), BFLOAT16),
+    "extra_bits 8, exact sums": (
+        extra_bits(8, sum_rounding="stochastic"),
+        block_quantized(8),
+    ),
+    "stochastic_rounding, exact sums": (
+        lowbit_optax.stochastic_rounding(sum_rounding="stochastic"),
+        BFLOAT16,
+    ),
     "master_copy": (lowbit_optax.master_copy(), "float32"),
     "float8 moments": (extra_bits(8), cast("float8_e4m3fn")),
     "lowbit 8": (extra_bits(8), block_quantized(8)),
