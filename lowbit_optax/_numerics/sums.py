@@ -17,12 +17,14 @@ References:
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from lowbit_optax._numerics.codes import bits_of, float_of
 
-_EXPONENT = 0x7F800000
+_EXPONENT = 0x7F800000  # that of infinity, too
 _MANTISSA_BITS = 23
 _RANDOM_BITS = 16
+_UNUSED = _MANTISSA_BITS - _RANDOM_BITS
 
 
 def stochastic_sum(w: jax.Array, u: jax.Array, words: jax.Array) -> jax.Array:
@@ -49,14 +51,15 @@ def stochastic_sum(w: jax.Array, u: jax.Array, words: jax.Array) -> jax.Array:
     pattern = bits_of(total)
     # -1 where the error points to zero, else 0.
     to_zero = (bits_of(error) ^ pattern) >> jnp.int32(31)
-    binade = float_of((pattern + to_zero) & jnp.int32(_EXPONENT))
-    unused = _MANTISSA_BITS - _RANDOM_BITS
-    drawn = (words & jnp.uint32(2**_RANDOM_BITS - 1)) << jnp.uint32(unused)
-    # The middles of 2^16 intervals, as mantissas of numbers from 1 to 2.
-    middle = 0x3F800000 | 1 << (unused - 1)
-    threshold = float_of(drawn | jnp.uint32(middle)) - jnp.float32(1)
-    size = jnp.abs(error) * jnp.float32(2.0**_MANTISSA_BITS)
+    towards = pattern + to_zero
+    binade = towards & jnp.int32(_EXPONENT)
+    # Error and random number as mantissas of that binade, whose last place is the step.
+    share = jnp.abs(error) * jnp.float32(2.0**_MANTISSA_BITS) + float_of(binade)
+    words = lax.bitcast_convert_type(words, jnp.int32) << jnp.int32(_UNUSED)
+    # The middles of 2^16 intervals.
+    drawn = (words & jnp.int32(2**_MANTISSA_BITS - 2**_UNUSED)) | binade
+    drawn = drawn | jnp.int32(2 ** (_UNUSED - 1))
     # A sum past float32's largest number has an error of infinity.
-    moves = (size > threshold * binade) & (size < jnp.float32(jnp.inf))
-    neighbour = pattern + (to_zero | jnp.int32(1))
+    moves = (bits_of(share) > drawn) & (bits_of(share) < jnp.int32(_EXPONENT))
+    neighbour = towards + to_zero + jnp.int32(1)
     return float_of(jnp.where(moves, neighbour, pattern))

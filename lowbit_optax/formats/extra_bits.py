@@ -230,8 +230,9 @@ def extra_bits(
         weight of 1.0, below 2^-17). With the largest number of bits nothing is rounded.
       sum_rounding: of the float32 sum of master and update, before any other rounding.
         ``"nearest"``, as in float32 training, loses updates below 2^-25 of the weight.
-        ``"stochastic"`` keeps the mean at any learning rate, with 12 more machine
-        instructions per parameter (see :mod:`lowbit_optax._numerics.sums`).
+        ``"stochastic"`` keeps the mean at any learning rate (see
+        :mod:`lowbit_optax._numerics.sums`), for 17 more machine instructions per
+        parameter in ``lowbit_adamw``'s kernel, compiled for an H200.
 
     Returns:
       A weight format. State: k/8 bytes per parameter. Scalars and leaves smaller than

@@ -6,7 +6,6 @@ launcher runs it.
 """
 
 import dataclasses
-import functools
 import typing
 from collections.abc import Callable, Sequence
 
@@ -16,7 +15,6 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.fused_update import xla
 from pallas_kernels.fused_update.instructions import Instructions
 from pallas_kernels.fused_update.lanes import (
     BlockPlaces,
@@ -24,7 +22,11 @@ from pallas_kernels.fused_update.lanes import (
     TiledLanes,
 )
 from pallas_kernels.fused_update.memory import Access, Memory
-from pallas_kernels.fused_update.short_forms import Byte, with_short_forms
+from pallas_kernels.fused_update.short_forms import (
+    Byte,
+    with_instructions,
+    with_short_forms,
+)
 from pallas_kernels.fused_update.spec import BlockBody, Body, Operand, Result
 from pallas_kernels.fused_update.words import Reader, Writer
 from pallas_kernels.layout import TILE_SIZE
@@ -278,38 +280,6 @@ class _ChunkUpdate:
             lanes.blocks_of(size).maxima(x)
             for size, x in zip(sizes, maxima, strict=True)
         ]
-
-
-@functools.lru_cache(maxsize=256)
-def with_instructions(
-    body: Body | BlockBody,
-    number: int | None,
-    instructions: Instructions | None,
-    bytes_: tuple[int, ...] = (),
-) -> Callable:
-    """A body with a launcher's own instructions, unless XLA runs it.
-
-    It is jitted, so that JAX traces it once for all rows, and for all kernels whose
-    bodies are equal.
-
-    Args:
-      body: the body.
-      number: of the round whose statistics are meant; None for the body itself.
-      instructions: of the launcher.
-      bytes_: numbers of the results that are fields of 8 bits.
-    """
-    function: Callable = body
-    if number is not None:
-        of_blocks = typing.cast(BlockBody, body)
-        function = functools.partial(of_blocks.statistics, number)
-
-    def run(values, scalars, index, *of_blocks):
-        chosen = (instructions or xla).multiply_add
-        return function(values, scalars, index, chosen, *of_blocks)
-
-    if instructions is None:
-        return jax.jit(run)
-    return jax.jit(with_short_forms(run, instructions, bytes_))
 
 
 def unless_skipped(scalars: Sequence[jax.Array], when: int | None) -> Callable:
