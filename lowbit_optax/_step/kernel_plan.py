@@ -179,19 +179,22 @@ class _Planner:
 
     def _references(self, i: int, slots: tuple[int, ...]) -> tuple[int | None, ...]:
         """By which other moment of the leaf each is divided; () if none is."""
-        own = [
-            (s, how.reference)
-            for s, how in enumerate(self._storage)
-            if how is not None
-            and how.leaf == self._prepared.names[i]
-            and how.reference is not None
-        ]
+        own = self._relative.get(self._prepared.names[i], [])
         if any((s in slots) != (second in slots) for s, second in own):
             raise NotElementwise(
                 "a moment is stored relative to one that its update does not read"
             )
         seconds = {s: slots.index(second) for s, second in own if s in slots}
         return tuple(seconds.get(s) for s in slots) if seconds else ()
+
+    @functools.cached_property
+    def _relative(self) -> dict[str, list[tuple[int, int]]]:
+        """By leaf, the moments that are divided by others' roots, and these."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        for number, how in enumerate(self._storage):
+            if how is not None and how.reference is not None:
+                found.setdefault(how.leaf, []).append((number, how.reference))
+        return found
 
     def _conditions(self, i: int, slots):
         """``when`` and ``still`` of the body of a leaf."""
