@@ -623,7 +623,7 @@ def test_a_state_of_another_format_is_an_error_that_names_the_leaf():
     grads = jax.tree.map(jnp.ones_like, params())
     state = adamw(block_quantized(8)).init(params())
     for other, what in (
-        (block_quantized(4), r"uint32\[32, 64\]"),
+        (block_quantized(4, relative_to=None), r"uint32\[32, 64\]"),
         ("float32", "QuantizedMoment"),
         (lowbit_optax.cast(jnp.bfloat16), r"QuantizedMoment.*, but Cast"),
     ):
