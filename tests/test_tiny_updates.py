@@ -118,7 +118,7 @@ def test_weights_of_one_move_as_asked(format_, rate, sign):
     # Five standard errors of 2^18 weights, and what the probabilities are rounded by.
     allowed = 5 * deviation / 2**9 / (16 * rate) + 2.0**-17 * 2.0**-23 / rate
     assert abs(ratio - 1) <= allowed
-    assert allowed < 0.5 or format_ == FORMATS["stochastic_rounding"]
+    assert allowed < 0.6 or format_ == FORMATS["stochastic_rounding"]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn"])
