@@ -306,14 +306,14 @@ def test_a_kernel_without_the_second_moment_is_refused():
         jax.eval_shape(tx.update, params, tx.init(params), params)
 
 
-def keeps_nu_of_zeros(inner):
-    """Adam that leaves nu alone, and not mu, where all gradients are zero."""
+def keeps_mu_of_zeros(inner):
+    """Adam that leaves mu alone, and not nu, where all gradients are zero."""
 
     def update(updates, state, params=None):
         new, (adam, *rest) = inner.update(updates, state, params)
         is_zero = jnp.all(updates == 0)
-        nu = jnp.where(is_zero, state[0].nu, adam.nu)
-        return new, (adam._replace(nu=nu), *rest)
+        mu = jnp.where(is_zero, state[0].mu, adam.mu)
+        return new, (adam._replace(mu=mu), *rest)
 
     return optax.GradientTransformation(inner.init, update)
 
@@ -331,15 +331,30 @@ def test_a_step_that_is_skipped_changes_no_bit():
 
 
 def test_if_only_one_of_the_two_is_left_alone_they_still_belong_together():
-    tx = transformation(FOUR, keeps_nu_of_zeros(optax.adam(RATE, b1=0.5)))
+    inner = keeps_mu_of_zeros(optax.adam(RATE, b2=0.5))
     params, grads = jnp.zeros(SHAPE), jnp.asarray(normal(1))[0]
-    step = jax.jit(tx.update)
-    first, state = step(grads, tx.init(params), params)
-    updates = [np.asarray(first)]
-    for _ in range(3):
-        new, state = step(jnp.zeros(SHAPE), state, params)
-        updates.append(np.asarray(new))
-    # By Adam's corrections with a nu that stays: mu halves each time.
-    corrections = [(1 - 0.999**t) ** 0.5 / (1 - 0.5**t) * 0.5**t for t in (1, 4)]
-    ratio = np.linalg.norm(updates[3]) / np.linalg.norm(updates[0])
-    assert abs(ratio * corrections[0] / corrections[1] - 1) <= 0.05
+    sizes = []
+    for moments in (FOUR, "float32"):
+        tx = transformation(moments, inner)
+        step = jax.jit(tx.update)
+        _, state = step(grads, tx.init(params), params)
+        for _ in range(4):
+            updates, state = step(jnp.zeros(SHAPE), state, params)
+        sizes.append(np.linalg.norm(updates))
+    assert abs(sizes[0] / sizes[1] - 1) <= 0.1
+
+
+def test_kernels_and_xla_differ_in_few_roundings():
+    params = {"w": jnp.asarray(normal(1)[0], jnp.bfloat16)}
+    results = []
+    for name in ("pallas", "xla"):
+        tx = lowbit_optax.lowbit(
+            optax.adamw(RATE), moments=dict(FOUR), min_size=0, implementation=name
+        )
+        run = jax.jit(functools.partial(lowbit_optax.step, tx))
+        new, state = params, tx.init(params)
+        for grads in normal(2):
+            new, state = run(new, state, {"w": jnp.asarray(grads)})
+        results.append(state.inner_state[0].mu)
+    for got, want in zip(*map(jax.tree.leaves, results), strict=True):
+        assert np.mean(np.asarray(got) != np.asarray(want)) < 0.003
