@@ -26,10 +26,10 @@ from jax.sharding import PartitionSpec as P
 
 import lowbit_optax
 from benchmarks import leaf_sets
-from tools.gpu_program.hlo import COLLECTIVES
 from tools.gpu_program.machine_code import instructions_per_parameter
 from tools.gpu_program.steps import bytes_of_accesses, leaf, lower_step
 from tools.gpu_program.targets import gpu_mesh
+from tools.hlo import COLLECTIVES
 
 OPTIMIZERS = {
     "lowbit_adamw": lowbit_optax.lowbit_adamw(1e-3),

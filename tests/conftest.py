@@ -11,8 +11,6 @@ import pytest
 
 COMPILED = {Path(__file__).parent / name for name in ("gpu_program", "tpu_program")}
 MANY_CASES = 16
-# What the quick run leaves out; see addopts in pyproject.toml.
-LONG = ("exhaustive", "compiled", "example", "default_level")
 # From 0.11 JAX says so whenever a kernel is lowered for Triton, and has no option to
 # lower without it. A test of what is free of the warning must make it an error again.
 TRITON_IS_DEPRECATED = (
@@ -29,7 +27,7 @@ def _set_xla_flag(name, value):
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--rest", action="store_true", help="leave out what README's quick run runs"
+        "--rest", action="store_true", help="the cases that README's run leaves out"
     )
 
 
@@ -56,17 +54,10 @@ def pytest_collection_modifyitems(config, items):
     is_whole_suite = not any(
         os.path.exists(arg.split("::")[0]) for arg in config.invocation_params.args
     )
-    if is_whole_suite and "not compiled" in config.option.markexpr:
-        few = _few_cases(items)
-        _leave_out(config, items, [x for x in items if x.nodeid not in few])
-    if config.option.rest:
-        few = _few_cases(items)
-        quick = [x for x in items if x.nodeid in few and not _takes_long(x)]
-        _leave_out(config, items, quick)
-
-
-def _takes_long(item) -> bool:
-    return any(item.get_closest_marker(name) for name in LONG)
+    is_quick = "not compiled" in config.option.markexpr
+    if is_whole_suite and is_quick:
+        few, rest = _few_cases(items), config.option.rest
+        _leave_out(config, items, [x for x in items if (x.nodeid in few) == rest])
 
 
 def _leave_out(config, items, some):

@@ -15,6 +15,7 @@ from test_implementations import MOMENTUM, dyadic_series, normal, trained
 from lowbit_optax import block_quantized, cast, extra_bits, kahan, stochastic_rounding
 from pallas_kernels import Operand, Result
 from pallas_kernels.fused_update import Leaf, tpu
+from pallas_kernels.fused_update.launch import Call
 from pallas_kernels.fused_update.sharded import Shard
 
 SHAPES = {
@@ -196,5 +197,5 @@ def test_shards_have_the_bits_of_the_whole(parts):
         given = leaf.with_arrays([part(x, place) for x in arrays])
         shard = Shard(given, local, jnp.uint32(first))
         table, row = jnp.asarray(TABLE), jnp.uint32([1])
-        got = tpu.update(body, [shard], table, row, interpret=True)
+        got = tpu.update(Call(body, [shard], table, row, interpret=True))
         assert_equal(got, [part(x, place) for x in want])

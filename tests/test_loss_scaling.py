@@ -163,6 +163,17 @@ def quadratic(offset):
     return loss_fn
 
 
+def test_outside_of_jit_only_the_first_steps_compile(caplog):
+    tx = with_loss_scale(optax.adam(0.1), log_normal_scale())
+    params = {"w": jnp.ones(8, jnp.float16)}
+    state, grads = tx.init(params), {"w": jnp.ones(8, jnp.float16)}
+    for _ in range(2):
+        params, state = lowbit_optax.step(tx, params, state, grads)
+    with jax.log_compiles():
+        lowbit_optax.step(tx, params, state, grads)
+    assert not [x for x in caplog.messages if x.startswith("Compiling")]
+
+
 @pytest.mark.parametrize("before", [0, 30])
 @pytest.mark.parametrize("overflows", [1, 20, 300])
 def test_parameters_move_again_after_nans(overflows, before):

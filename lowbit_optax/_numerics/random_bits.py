@@ -38,6 +38,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from lowbit_optax._jaxprs.traced_once import traced_once
+
 _START = 0x243F6A88, 0x85A308D3
 
 
@@ -128,9 +130,13 @@ def random_keys(
 ) -> tuple[jax.Array, jax.Array]:
     """The keys of :func:`random_bits`: two uint32 vectors with one number per leaf."""
     # For all leaves at once: a few vector operations instead of many scalar ones.
-    numbers = jnp.asarray(np.array(leaves, np.uint32))
+    return traced_once(_keys)(seed, step, np.array(leaves, np.uint32))
+
+
+def _keys(*numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The keys after taking in the numbers, one after the other."""
     keys, seconds = (jnp.uint32(start) for start in _START)
-    for number in (seed, step, numbers):
+    for number in numbers:
         keys, seconds = _take_in(keys, seconds, number)
     return keys, seconds
 

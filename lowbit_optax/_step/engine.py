@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.landing import ADD, REPLACE, Landing
 from lowbit_optax._numerics.random_bits import ToNearest
 from lowbit_optax._step import context, direct, trees
@@ -54,7 +55,7 @@ class Lowbit(Choices, Stepper):
                 masters.append(given[name])
                 residuals.append(format_.residual(given[name], leaf, ToNearest()))
             else:
-                masters.append(format_.widen(leaf))
+                masters.append(traced_once(format_.widen)(leaf))
                 residuals.append(format_.init(leaf))
         # Made here and not at import, so that they are placed like the parameters.
         count, seed = jnp.zeros([], jnp.uint32), jnp.asarray(self.seed, jnp.uint32)

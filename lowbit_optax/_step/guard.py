@@ -12,6 +12,7 @@ import typing
 import jax
 import jax.numpy as jnp
 
+from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._step import trees
 
@@ -61,20 +62,8 @@ class Guard(typing.NamedTuple):
         """
         leaves, treedef = jax.tree.flatten(grads)
         floats = {i: x for i, x in enumerate(leaves) if trees.is_float(x)}
-
-        def zeros(floats):
-            return jax.tree.map(jnp.zeros_like, jax.eval_shape(self.times, floats))
-
-        def branched(floats):
-            return jax.lax.cond(self.proceed, self.times, zeros, floats)
-
-        def selected(floats):
-            new = self.times(floats)
-            return jax.tree.map(
-                functools.partial(jnp.where, self.proceed), new, zeros(floats)
-            )
-
-        floats = jax.lax.platform_dependent(floats, cpu=branched, default=selected)
+        # Outside of jit, JAX compiles a conditional of new closures at every step.
+        floats = traced_once(_unscaled)(self.factor, self.proceed, floats)
         return treedef.unflatten(floats.get(i, x) for i, x in enumerate(leaves))
 
     def times(self, grads):
@@ -102,6 +91,23 @@ class Guard(typing.NamedTuple):
         return jax.tree.map(
             lambda x: jnp.where(self.proceed, x, _neutral_update(x)), new
         )
+
+
+def _unscaled(factor: jax.Array, proceed: jax.Array, floats):
+    """Float arrays times the factor, or zeros; see :meth:`Guard.unscaled`."""
+    times = Guard(factor, proceed).times
+
+    def zeros(floats):
+        return jax.tree.map(jnp.zeros_like, jax.eval_shape(times, floats))
+
+    def branched(floats):
+        return jax.lax.cond(proceed, times, zeros, floats)
+
+    def selected(floats):
+        new = times(floats)
+        return jax.tree.map(functools.partial(jnp.where, proceed), new, zeros(floats))
+
+    return jax.lax.platform_dependent(floats, cpu=branched, default=selected)
 
 
 def neutral_updates(like):

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.random_bits import RandomBits
 from lowbit_optax._numerics.relative import product, quotient
 from lowbit_optax._numerics.streams import Draws, moment_draws
@@ -26,7 +27,7 @@ from lowbit_optax._step.moment_trees import (
     unwrap_uncoded,
     wrap_uncoded,
 )
-from lowbit_optax._step.stacks import marked_layerwise, traced_once
+from lowbit_optax._step.stacks import marked_layerwise
 from lowbit_optax._step.trees import describe
 from lowbit_optax.formats.base import MomentFormat
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._numerics.random_bits import (
@@ -22,7 +23,7 @@ from lowbit_optax._step import trees
 from lowbit_optax._step.choices import Choices
 from lowbit_optax._step.guard import Guard, Unguarded, neutral_updates
 from lowbit_optax._step.moments import MomentPlan
-from lowbit_optax._step.stacks import bits_at_layers, marked_layerwise, traced_once
+from lowbit_optax._step.stacks import bits_at_layers, marked_layerwise
 from lowbit_optax._step.state import LowbitState
 from lowbit_optax._step.unchanged import unless_still
 from lowbit_optax.formats.base import WeightFormat, residual_bits_read

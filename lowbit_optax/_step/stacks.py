@@ -47,25 +47,6 @@ def marked_layerwise(function: Callable, *args):
     return jax.jit(call)(*args)
 
 
-def traced_once(function: Callable, *static) -> Callable:
-    """``function(*static, ...)`` as a function of arrays that JAX traces once.
-
-    Leaves of one shape and format then take little time to trace, and outside of jit
-    little time to compile: one program each, not one per operation.
-
-    Args:
-      function: of hashable things and then of trees of arrays; a function of a module,
-        or a method of something hashable.
-      *static: the hashable things.
-    """
-    return _jitted(function, static)
-
-
-@functools.lru_cache(maxsize=4096)
-def _jitted(function: Callable, static: tuple) -> Callable:
-    return jax.jit(lambda *args: function(*static, *args))
-
-
 def stacks_to_write() -> Layer | None:
     """The layer that the running update is called with, if its stacks can be written.
 

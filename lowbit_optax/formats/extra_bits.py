@@ -16,6 +16,7 @@ import typing
 import jax
 import jax.numpy as jnp
 
+from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics import float_layouts, splitting
 from lowbit_optax._numerics.landing import REPLACE
 from lowbit_optax._numerics.random_bits import RandomBits
@@ -160,7 +161,9 @@ class ExtraBits(WeightFormat):
     def init(self, param):
         if not self.width:
             return None
-        return self._stored(jnp.zeros_like(param, dtype=jnp.uint32))
+        # From an array that lies where the parameter does, and so then do the words.
+        zeros = jnp.zeros_like(param, dtype=jnp.uint32)
+        return traced_once(self._stored)(zeros)
 
     def join(self, param, residual):
         if self.width and self.packed:

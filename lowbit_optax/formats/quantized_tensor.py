@@ -134,19 +134,19 @@ class QuantizedTensor(QuantizedWeight):
 
 
 def quantize(
-    x: jax.Array,
     bits: int,
     block_size: int,
     axis: int,
+    x: jax.Array,
     random: RandomBits | None,
     old: jax.Array | None = None,
 ) -> QuantizedTensor:
     """Store one float32 array as a :class:`QuantizedTensor`.
 
     Args:
-      x: float32, rank 1 or more.
       bits, block_size: as in :func:`quantize_params`.
       axis: as in :class:`QuantizedTensor`.
+      x: float32, rank 1 or more.
       random: the leaf's random bits; None rounds to nearest.
       old: the scales that the array had, which are kept where they fit.
     """
@@ -176,7 +176,7 @@ def requantize(
     x: jax.Array, old: QuantizedTensor, random: RandomBits | None
 ) -> QuantizedTensor:
     """A float32 array in the layout of ``old``, with its step sizes where they fit."""
-    return quantize(x, old.bits, old.block_size, old.axis, random, old.scales)
+    return quantize(old.bits, old.block_size, old.axis, x, random, old.scales)
 
 
 def is_quantized(x) -> bool:

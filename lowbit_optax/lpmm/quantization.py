@@ -6,6 +6,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.random_bits import RandomBits, leaf_number, random_bits
 from lowbit_optax._numerics.rounding import to_float32
 from lowbit_optax._step import trees
@@ -99,7 +100,7 @@ def quantize_params(
             return x
         axis = layout_of(x.shape[1:] if is_stack else x.shape).axis
         words = random if rounding == "stochastic" else None
-        return quantize(x, bits, block_size, axis, words)
+        return traced_once(quantize, bits, block_size, axis)(x, words)
 
     return treedef.unflatten(map(convert, names, leaves, draws))
 

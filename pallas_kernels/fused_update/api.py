@@ -1,5 +1,6 @@
 """``fused_update``: the interface, its checks, and the choice of implementation."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.fused_update import sharded, xla
+from pallas_kernels.fused_update.launch import Call
 from pallas_kernels.fused_update.launchers import launcher, tpu_launcher
 from pallas_kernels.fused_update.spec import BlockBody, Body, Leaf, Operand, Result
 from pallas_kernels.fused_update.tiling import MAX_ELEMENTS, has_tiling
@@ -106,7 +108,7 @@ def fused_update(
     def kernel(launched, shards, shared, interpret):
         table, *rest = shared
         return launched.update(
-            body, shards, table, *place(rest), when=when, interpret=interpret
+            Call(body, shards, table, *place(rest), when=when, interpret=interpret)
         )
 
     return _choose(implementation, kernel, reference, body, [leaf], [scalars, *given])
@@ -141,26 +143,31 @@ def fused_update_many(
         _check(leaf)
     results, most = len(leaves[0].results), launcher(implementation).max_leaves(leaves)
 
-    def one_by_one(update, parts, table, part_rows):
+    def kernel(launched, shards, shared, interpret):
+        table, part_rows = shared
+        call = Call(body, shards, table, part_rows, when=when, interpret=interpret)
+        if launched.can_share(shards):
+            return launched.update(call)
         return [
             x
-            for part, row in zip(parts, part_rows, strict=True)
-            for x in update(body, part, table, row[None], when=when)
+            for shard, row in zip(shards, part_rows, strict=True)
+            for x in launched.update(
+                dataclasses.replace(call, shards=[shard], rows=row[None])
+            )
         ]
-
-    def kernel(launched, shards, shared, interpret):
-        update = functools.partial(launched.update, interpret=interpret)
-        if launched.can_share(shards):
-            return update(body, shards, *shared, when=when)
-        return one_by_one(update, [[shard] for shard in shards], *shared)
 
     written: list = [None] * len(leaves)
     for part in _parts(len(leaves), most):
         some = leaves[part]
 
         def reference(table, part_rows, *arrays, some=some):
-            given = sharded.regroup(some, arrays)
-            return one_by_one(xla.update, given, table, part_rows)
+            return [
+                x
+                for leaf, row in zip(
+                    sharded.regroup(some, arrays), part_rows, strict=True
+                )
+                for x in xla.update(body, leaf, table, row[None], when=when)
+            ]
 
         shared = [scalars, rows[part]]
         new = _choose(implementation, kernel, reference, body, some, shared)

@@ -27,6 +27,29 @@ Where leaves differ in size, each has as many programs as the largest.
 
 
 @dataclasses.dataclass(frozen=True)
+class Call:
+    """What one kernel is asked to update: a leaf, a shard, a layer, or many leaves.
+
+    Args:
+      body: see :data:`pallas_kernels.fused_update.Body`.
+      shards: the arrays on this device, of leaves that can share a kernel.
+      table: uint32, rows of scalars; or one row, for one leaf.
+      rows: uint32 vector, each leaf's row of the table.
+      layer: int32 vector of one element, which layer of the stacks; for one leaf.
+      when: as in :func:`pallas_kernels.fused_update`.
+      interpret: run the kernel's operations with XLA, on any platform.
+    """
+
+    body: Body | BlockBody
+    shards: Sequence[Shard]
+    table: jax.Array
+    rows: jax.Array | None = None
+    layer: jax.Array | None = None
+    when: int | None = None
+    interpret: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class Sizes:
     """How large a launcher's programs are.
 
@@ -130,30 +153,12 @@ def can_share(sizes: Sizes, shards: Sequence[Shard]) -> bool:
     return is_simple and all(tiling == first for tiling in tilings)
 
 
-def prepare(
-    sizes: Sizes,
-    body: Body | BlockBody,
-    shards: Sequence[Shard],
-    table: jax.Array,
-    rows: jax.Array | None = None,
-    layer: jax.Array | None = None,
-    *,
-    when: int | None = None,
-    interpret: bool = False,
-) -> tuple[Kernel, list[jax.Array]]:
-    """The kernel, and its arguments: of each leaf all arrays, after what all share.
+def prepare(sizes: Sizes, call: Call) -> tuple[Kernel, list[jax.Array]]:
+    """The kernel of a call, and its arguments.
 
-    Args:
-      sizes: of the launcher.
-      body: see :data:`pallas_kernels.fused_update.Body`.
-      shards: the arrays on this device, of leaves that can share a kernel.
-      table: uint32, rows of scalars; or one row, for one leaf.
-      rows: uint32 vector, each leaf's row of the table.
-      layer: int32 vector of one element, which layer; for one leaf.
-      when: as in :func:`pallas_kernels.fused_update`.
-      interpret: run the kernel's operations with XLA, on any platform.
+    They are all arrays of each leaf, after what all leaves share.
     """
-    leaf = shards[0].leaf
+    shards, leaf = call.shards, call.shards[0].leaf
     stacked = leaf.overwritten if leaf.stacked else frozenset[int]()
     arrays = [
         # A layer is indexed by itself: a stack may have more than 2^31 elements.
@@ -163,10 +168,10 @@ def prepare(
     ]
     # What is not given is not replaced by a constant: XLA would launch a kernel of its
     # own to write it.
-    place = [rows, _bases(shards), layer]
+    place = [call.rows, _bases(shards), call.layer]
     elements = tuple(math.prod(shard.shape) for shard in shards)
     kernel = Kernel(
-        body=body,
+        body=call.body,
         tiling=sizes.common_tiling(shards),
         sizes=None if len(set(elements)) == 1 else elements,
         leaves=len(shards),
@@ -174,13 +179,13 @@ def prepare(
         results=leaf.results,
         stacked=stacked,
         given=tuple(x is not None for x in place),
-        table_width=table.shape[-1],
+        table_width=call.table.shape[-1],
         leaf_size=math.prod(leaf.shape) % 2**32,
-        when=when,
-        interpret=interpret,
+        when=call.when,
+        interpret=call.interpret,
     )
     place = [x for x in place if x is not None]
-    return kernel, [*place, table.reshape(-1), *arrays]
+    return kernel, [*place, call.table.reshape(-1), *arrays]
 
 
 def outputs(shards: Sequence[Shard]) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -268,7 +273,7 @@ def _bases(shards: Sequence[Shard]) -> jax.Array | None:
 
 
 def result_shapes(shard: Shard) -> list[tuple[int, ...]]:
-    """The shapes of a shard's results."""
+    """The shapes of a shard's results, with which a launcher returns them."""
     leaf = shard.leaf
     return [
         _share(leaf.stored_shape(r), shard)

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import jax
 
 from pallas_kernels.fused_update import triton
+from pallas_kernels.fused_update.launch import Call
 from pallas_kernels.fused_update.sharded import Shard
-from pallas_kernels.fused_update.spec import BlockBody, Body, Leaf
+from pallas_kernels.fused_update.spec import Leaf
 from pallas_kernels.platforms import compute_capability, has_mosaic
 
 Name = typing.Literal["triton", "mosaic"]
@@ -20,7 +21,7 @@ _CAPABILITIES_OF_MOSAIC = (9, 10)
 
 
 class Launcher(typing.Protocol):
-    """What a launcher's module defines."""
+    """What a launcher's module defines, for one of Pallas' backends."""
 
     def max_leaves(self, leaves: Sequence[Leaf]) -> int:
         """How many of these leaves a kernel should update at most."""
@@ -30,18 +31,8 @@ class Launcher(typing.Protocol):
         """Whether these leaves, or shards of leaves, can share a kernel."""
         ...
 
-    def update(
-        self,
-        body: Body | BlockBody,
-        shards: Sequence[Shard],
-        table: jax.Array,
-        rows: jax.Array | None = None,
-        layer: jax.Array | None = None,
-        *,
-        when: int | None = None,
-        interpret: bool = False,
-    ) -> list[jax.Array]:
-        """One kernel over a leaf, a shard of it, a layer of a stack, or many leaves."""
+    def update(self, call: Call) -> list[jax.Array]:
+        """The results of a call's kernel, of one leaf after the other."""
         ...
 
 

@@ -23,7 +23,7 @@ from pallas_kernels.fused_update.mosaic_lanes import ByThreads
 from pallas_kernels.fused_update.mosaic_memory import OneLeaf
 from pallas_kernels.fused_update.program import Program, unless_skipped
 from pallas_kernels.fused_update.sharded import Shard
-from pallas_kernels.fused_update.spec import BlockBody, Body, Leaf
+from pallas_kernels.fused_update.spec import Leaf
 from pallas_kernels.fused_update.tiling import Tiling
 from pallas_kernels.layout import TILE_COLUMNS
 
@@ -49,21 +49,12 @@ def can_share(shards: Sequence[Shard]) -> bool:
     return launch.can_share(_SIZES, shards)
 
 
-def update(
-    body: Body | BlockBody,
-    shards: Sequence[Shard],
-    table: jax.Array,
-    rows: jax.Array | None = None,
-    layer: jax.Array | None = None,
-    *,
-    when: int | None = None,
-    interpret: bool = False,
-) -> list[jax.Array]:
+def update(call: launch.Call) -> list[jax.Array]:
     """See :func:`.triton.update`; its operations cannot be interpreted."""
-    if interpret:
+    if call.interpret:
         raise NotImplementedError("kernels of Mosaic GPU are for CUDA only")
-    kernel, args = launch.prepare(_SIZES, body, shards, table, rows, layer, when=when)
-    return launch.shaped(_call(kernel, launch.outputs(shards), args), shards)
+    kernel, args = launch.prepare(_SIZES, call)
+    return launch.shaped(_call(kernel, launch.outputs(call.shards), args), call.shards)
 
 
 def _call(kernel: launch.Kernel, outputs, args: Sequence[jax.Array]) -> list:

@@ -45,7 +45,7 @@ FUNCTIONS = {
 
 
 def layout(shape: tuple[int, ...]):
-    """The layout of an array of lanes."""
+    """The layout of an array of lanes: four neighbours to each thread."""
     if math.prod(shape) != THREADS * COLUMNS:
         raise ValueError(f"Mosaic kernels have arrays of 512 lanes, not {list(shape)}")
     return pallas.Layout.WG_STRIDED(shape, vec_size=COLUMNS)
@@ -102,13 +102,13 @@ def _inline(function, arrays, shape, refs, dtype):
 
 
 def elements(register) -> list:
-    """The elements of a register."""
+    """The elements of a register, one value each, in their order."""
     (count,) = ir.VectorType(register.type).shape
     return [_extract(register, i) for i in range(count)]
 
 
 def register(values: Sequence):
-    """The register of these elements."""
+    """The register of these elements, which are values of one type."""
     kind = ir.VectorType.get((len(values),), values[0].type)
     made = llvm.mlir_undef(kind)
     for i, value in enumerate(values):
@@ -118,12 +118,12 @@ def register(values: Sequence):
 
 
 def bits_type(bits: int):
-    """The type of integers of a width."""
+    """The compiler's type of integers of so many bits, signed or not."""
     return ir.IntegerType.get_signless(bits)
 
 
 def constant(value: int, kind):
-    """A constant of a type of integers."""
+    """A constant, which is of a type of integers, not of floats."""
     return arith.constant(kind, ir.IntegerAttr.get(kind, value))
 
 
@@ -164,12 +164,12 @@ def assembly(
 
 
 def element_type(dtype):
-    """The compiler's type of a dtype."""
+    """The compiler's type of the elements of a NumPy dtype."""
     return mosaic.utils.dtype_to_ir_type(np.dtype(dtype))
 
 
 def bits_of(value) -> int:
-    """The width of a value."""
+    """The number of bits of a value, which is no vector."""
     return mosaic.utils.bitwidth(value.type)
 
 
@@ -218,12 +218,12 @@ def is_first_of(threads: int):
 
 
 def largest(a, b):
-    """The larger of two signed integers."""
+    """The larger of two values that are signed integers."""
     return arith.maxsi(a, b)
 
 
 def total(a, b):
-    """The sum of two float32 numbers."""
+    """The sum of two values that are float32, rounded once."""
     return arith.addf(a, b)
 
 
@@ -305,7 +305,7 @@ def halves(pointer) -> tuple:
 
 
 def pointer(low, high):
-    """The address with these halves."""
+    """The address with these lower and upper 32 bits; see :func:`halves`."""
     kind = bits_type(64)
     upper = arith.shli(arith.extui(kind, high), constant(32, kind))
     wide = arith.ori(upper, arith.extui(kind, low))

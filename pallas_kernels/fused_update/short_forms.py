@@ -16,8 +16,6 @@ moves it to another place. One mask serves all four.
 """
 
 import dataclasses
-import functools
-import typing
 from collections.abc import Callable, Sequence
 
 import jax
@@ -27,9 +25,8 @@ from jax.extend import core
 from jax.extend.core import primitives as p
 
 from pallas_kernels.bitfields.fields import get_field
-from pallas_kernels.fused_update import operations, xla
+from pallas_kernels.fused_update import operations
 from pallas_kernels.fused_update.instructions import Instructions
-from pallas_kernels.fused_update.spec import BlockBody, Body
 
 _ADDITIONS = (p.add_p, p.add_jaxvals_p)
 _SMALLEST = 2.0**-126  # float32's smallest normal number
@@ -87,38 +84,6 @@ def with_short_forms(
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return run
-
-
-@functools.lru_cache(maxsize=256)
-def with_instructions(
-    body: Body | BlockBody,
-    number: int | None,
-    instructions: Instructions | None,
-    bytes_: tuple[int, ...] = (),
-) -> Callable:
-    """A body with a launcher's own instructions, unless XLA runs it.
-
-    It is jitted, so that JAX traces it once for all rows, and for all kernels whose
-    bodies are equal.
-
-    Args:
-      body: the body.
-      number: of the round whose statistics are meant; None for the body itself.
-      instructions: of the launcher.
-      bytes_: numbers of the results that are fields of 8 bits.
-    """
-    function: Callable = body
-    if number is not None:
-        of_blocks = typing.cast(BlockBody, body)
-        function = functools.partial(of_blocks.statistics, number)
-
-    def run(values, scalars, index, *of_blocks):
-        chosen = (instructions or xla).multiply_add
-        return function(values, scalars, index, chosen, *of_blocks)
-
-    if instructions is None:
-        return jax.jit(run)
-    return jax.jit(with_short_forms(run, instructions, bytes_))
 
 
 def put_bytes(fields: Sequence[Byte], instructions: Instructions) -> list[jax.Array]:

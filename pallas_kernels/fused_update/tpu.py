@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.fused_update import xla
-from pallas_kernels.fused_update.launch import manual_axes, result_shapes
+from pallas_kernels.fused_update.launch import Call, manual_axes, result_shapes
 from pallas_kernels.fused_update.sharded import Shard
 from pallas_kernels.fused_update.spec import BlockBody, Body, Leaf, Operand, Result
 from pallas_kernels.fused_update.tpu_forms import DTYPES
@@ -70,54 +70,36 @@ def accepts(body: Body | BlockBody, leaf: Leaf, scalars: int) -> bool:
     return _functions(body, _without_arrays(leaf.operands), scalars).are_supported
 
 
-def update(
-    body: Body | BlockBody,
-    shards: Sequence[Shard],
-    table: jax.Array,
-    rows: jax.Array | None = None,
-    layer: jax.Array | None = None,
-    *,
-    when: int | None = None,
-    interpret: bool = False,
-) -> list[jax.Array]:
-    """One kernel over a leaf, a shard of it, or one layer of a stack.
+def update(call: Call) -> list[jax.Array]:
+    """The results of a call's kernel, for one leaf that it :func:`accepts`.
 
-    Args:
-      body: see :data:`pallas_kernels.fused_update.Body`.
-      shards: one, the arrays on this device of a leaf that the kernel :func:`accepts`.
-      table: uint32, rows of scalars; or one row.
-      rows: uint32 vector of one element, the leaf's row of the table.
-      layer: int32 vector of one element, which layer of the stacks.
-      when: as in :func:`pallas_kernels.fused_update`.
-      interpret: run it by Pallas' model of a TPU, on any platform.
-
-    Returns:
-      One array per result.
+    Interpreted, it is run by Pallas' model of a TPU.
     """
-    (shard,) = shards
+    (shard,) = call.shards
+    table, rows, layer = call.table, call.rows, call.layer
     leaf, tiling = shard.leaf, tiling_of(shard)
     if not _is_wide(leaf, shard.shape):
         local = dataclasses.replace(leaf, shape=shard.shape)
         within = shard.base, leaf.shape
-        return xla.update(body, local, table, rows, layer, when, within)
+        return xla.update(call.body, local, table, rows, layer, call.when, within)
     zero = jnp.zeros((1,), jnp.uint32)
     base = zero if shard.base is None else shard.base.reshape(1)
     place = [zero if rows is None else rows, base]
     kernel = _Kernel(
-        body,
+        call.body,
         tiling,
         _without_arrays(leaf.operands),
         leaf.results,
         leaf.overwritten if leaf.stacked else frozenset[int](),
         table.shape[-1],
-        when,
-        interpret,
+        call.when,
+        call.interpret,
     )
     if layer is None:
         layer = jnp.zeros((1,), jnp.int32)
     arrays = [_as_matrices(x) for x in leaf.arrays]
     outputs = _outputs(shard)
-    if interpret:
+    if call.interpret:
         arrays = [
             kernel.padded(x, o) for x, o in zip(arrays, leaf.operands, strict=True)
         ]
@@ -134,7 +116,7 @@ def update(
         layer.astype(jnp.int32), jnp.concatenate(place), table.reshape(-1), *arrays
     )
     shapes = result_shapes(shard)
-    if interpret:
+    if call.interpret:
         pairs = zip(written, shapes, strict=True)
         written = [x[:, : shape[-2], : shape[-1]] for x, shape in pairs]
     return [x.reshape(shape) for x, shape in zip(written, shapes, strict=True)]

@@ -72,7 +72,7 @@ class Field:
 
 @dataclasses.dataclass(frozen=True)
 class SignedField:
-    """The int32 of the same bits."""
+    """A field of :class:`Field`, taken as the int32 of the same bits."""
 
     field: Field
 

@@ -17,7 +17,7 @@ from pallas_kernels.fused_update.lanes import lanes_of
 from pallas_kernels.fused_update.memory import Memory, OneOfMany
 from pallas_kernels.fused_update.program import Program, unless_skipped
 from pallas_kernels.fused_update.sharded import Shard
-from pallas_kernels.fused_update.spec import BlockBody, Body, Leaf
+from pallas_kernels.fused_update.spec import Leaf
 from pallas_kernels.fused_update.triton_instructions import INSTRUCTIONS
 from pallas_kernels.fused_update.triton_memory import OneLeaf
 
@@ -53,29 +53,11 @@ def can_share(shards: Sequence[Shard]) -> bool:
     return launch.can_share(_SIZES, shards)
 
 
-def update(
-    body: Body | BlockBody,
-    shards: Sequence[Shard],
-    table: jax.Array,
-    rows: jax.Array | None = None,
-    layer: jax.Array | None = None,
-    *,
-    when: int | None = None,
-    interpret: bool = False,
-) -> list[jax.Array]:
-    """One kernel over a leaf, a shard of it, one layer of a stack, or many leaves.
-
-    Args:
-      body, table, rows, layer, when, interpret: as in :func:`.launch.prepare`.
-      shards: the arrays on this device, of leaves that :func:`can_share` a kernel.
-
-    Returns:
-      One array per result, of one leaf after the other.
-    """
-    kernel, args = launch.prepare(
-        _SIZES, body, shards, table, rows, layer, when=when, interpret=interpret
-    )
-    return launch.shaped(_call(kernel, launch.outputs(shards))(*args), shards)
+def update(call: launch.Call) -> list[jax.Array]:
+    """The results of a call's kernel, of one leaf after the other."""
+    kernel, args = launch.prepare(_SIZES, call)
+    written = _call(kernel, launch.outputs(call.shards))(*args)
+    return launch.shaped(written, call.shards)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -26,7 +26,7 @@ _PARTS, _PARTS_WARPS = 1024, 4
 def reduce(
     kind: Kind, factors: int, args: Sequence[jax.Array], *, interpret: bool = False
 ) -> jax.Array:
-    """See :func:`.pieces.reduce_by`."""
+    """Reduce arrays by Triton's kernels; see :func:`.pieces.reduce_by`."""
     return reduce_by(_kernels, kind, factors, args, interpret=interpret)
 
 

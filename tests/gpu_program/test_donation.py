@@ -13,9 +13,9 @@ import lowbit_optax
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 
-from tools.gpu_program.hlo import kernels
 from tools.gpu_program.steps import leaf
 from tools.gpu_program.targets import compile_for, gpu_mesh
+from tools.hlo import kernels
 
 PARAMS = leaf(4096, 4096)
 

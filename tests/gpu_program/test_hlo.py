@@ -5,7 +5,7 @@ from unittest import mock
 import jax
 import pytest
 
-from tools.gpu_program.hlo import copies, kernels
+from tools.hlo import copies, kernels
 
 PROGRAM = """HloModule step, is_scheduled=true
 

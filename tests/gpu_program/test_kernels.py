@@ -14,7 +14,6 @@ from pallas_kernels import Operand, Result
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 
-from tools.gpu_program.hlo import copies, kernels
 from tools.gpu_program.machine_code import (
     instructions_per_parameter,
     missing_tools,
@@ -32,6 +31,7 @@ from tools.gpu_program.steps import (
     lower_step,
 )
 from tools.gpu_program.targets import gpu_mesh, lower_for
+from tools.hlo import copies, kernels
 
 if missing_tools():
     pytest.skip(missing_tools(), allow_module_level=True)

@@ -12,7 +12,6 @@ import lowbit_optax
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 
-from tools.gpu_program.hlo import COLLECTIVES
 from tools.gpu_program.machine_code import instructions_per_parameter, missing_tools
 from tools.gpu_program.steps import (
     bytes_of_accesses,
@@ -23,6 +22,7 @@ from tools.gpu_program.steps import (
     resnet18,
 )
 from tools.gpu_program.targets import gpu_mesh
+from tools.hlo import COLLECTIVES
 
 if missing_tools():
     pytest.skip(missing_tools(), allow_module_level=True)

@@ -23,11 +23,11 @@ pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extr
 if not platforms.has_mosaic():
     pytest.skip("Mosaic GPU needs JAX 0.11 or newer", allow_module_level=True)
 
-from tools.gpu_program.hlo import COLLECTIVES, text
 from tools.gpu_program.machine_code import missing_tools
 from tools.gpu_program.ptx import compile_program
 from tools.gpu_program.steps import gpt2, leaf, lower_lpmm_step, lower_step
 from tools.gpu_program.targets import compile_lowered, gpu_mesh, lower_for
+from tools.hlo import COLLECTIVES, text
 
 needs_tools = pytest.mark.skipif(
     missing_tools() is not None, reason=str(missing_tools())

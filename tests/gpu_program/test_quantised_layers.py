@@ -12,7 +12,7 @@ from lowbit_optax.lpmm import value_and_grad
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 
-from tools.gpu_program import hlo
+from tools import hlo
 from tools.gpu_program.release_steps import MIB, Model, compile_step
 from tools.gpu_program.steps import bytes_of, leaf
 from tools.gpu_program.targets import compile_for, gpu_mesh

@@ -15,9 +15,9 @@ import lowbit_optax
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 
 from tools.gpu_program.cpu_run import run_on_cpu
-from tools.gpu_program.hlo import COLLECTIVES, kernels
 from tools.gpu_program.steps import applied, fast
 from tools.gpu_program.targets import compile_for, gpu_mesh
+from tools.hlo import COLLECTIVES, kernels
 
 BF16 = jnp.bfloat16
 SIDE = 4096

@@ -4,7 +4,7 @@ from unittest import mock
 
 import jax
 
-from tools.tpu_program.hlo import Instruction, collectives, copies, entry
+from tools.hlo import Instruction, collectives, copies, entry
 
 PROGRAM = """HloModule step, is_scheduled=true
 

@@ -20,9 +20,9 @@ from jax.sharding import PartitionSpec as P
 
 import lowbit_optax
 from lowbit_optax import release
-from tools.gpu_program.hlo import COLLECTIVES, memory, text
 from tools.gpu_program.steps import bytes_of
 from tools.gpu_program.targets import compile_lowered, gpu_mesh, lower_for
+from tools.hlo import COLLECTIVES, memory, text
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
 

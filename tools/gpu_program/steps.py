@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 import lowbit_optax
 from tools.gpu_program.dump import compile_with_dump
-from tools.gpu_program.hlo import kernels, memory, text
 from tools.gpu_program.machine_code import Kernel, program
 from tools.gpu_program.targets import gpu_mesh, lower_for
+from tools.hlo import kernels, memory, text
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 

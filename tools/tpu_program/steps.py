@@ -8,8 +8,8 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tools import hlo
 from tools.gpu_program.steps import bytes_of, fast
-from tools.tpu_program import hlo
 from tools.tpu_program.targets import compile_lowered, lower_for, tpu_mesh
 
 

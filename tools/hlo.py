@@ -1,4 +1,4 @@
-"""What a compiled TPU program moves, copies and communicates, by its HLO text."""
+"""What a compiled program runs, moves, copies and communicates, by its HLO text."""
 
 import dataclasses
 import functools
@@ -7,15 +7,36 @@ import re
 
 import jax
 
-from tools.gpu_program.hlo import COLLECTIVES, copies, memory, text
-
-__all__ = ["Instruction", "collectives", "copies", "entry", "memory"]
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-permute",
+    "reduce-scatter",
+)
+"""Names of the instructions by which devices exchange data."""
 
 KERNELS = ("fusion", "custom-call", "copy")
-"""Instructions that run as kernels over arrays."""
+"""Names of the instructions that run as kernels over arrays."""
 
 _WITHOUT_WORK = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast")
 _ENDS = ("-done", "-update")
+
+
+def text(compiled: jax.stages.Compiled) -> str:
+    """The program as HLO."""
+    found = compiled.as_text()
+    if found is None:
+        raise ValueError("the compiler gives no text of this program")
+    return found
+
+
+def memory(compiled: jax.stages.Compiled):
+    """The bytes of the program's arguments, results and temporary memory."""
+    found = compiled.memory_analysis()
+    if found is None:
+        raise ValueError("the compiler does not analyse this program's memory")
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +75,7 @@ def entry(compiled: jax.stages.Compiled) -> list[Instruction]:
             continue
         name, type_text, op, operands = match.groups()
         parts = _array_bytes(type_text)
+        # ``name#1`` is part 1 of a tuple.
         sizes |= {f"{name}#{number}": size for number, size in enumerate(parts)}
         sizes[name] = sum(parts)
         if op in _WITHOUT_WORK or op.endswith(_ENDS):
@@ -64,10 +86,24 @@ def entry(compiled: jax.stages.Compiled) -> list[Instruction]:
     return found
 
 
+def kernels(compiled: jax.stages.Compiled) -> list[tuple[str, int]]:
+    """``(name, bytes read and written)`` of the entry computation's kernels.
+
+    An operand that a kernel reads in part counts in full; loops are not looked into.
+    """
+    return [(x.name, x.moved) for x in entry(compiled) if x.op in KERNELS]
+
+
 def collectives(compiled: jax.stages.Compiled) -> list[str]:
     """The operations by which devices exchange data, anywhere in the program."""
     names = "|".join(COLLECTIVES)
     return re.findall(rf" ({names})(?:-start)?\(", text(compiled))
+
+
+def copies(compiled: jax.stages.Compiled) -> list[int]:
+    """Bytes of each copy's result, anywhere in the program, loops included."""
+    found = re.findall(r"= (.*?) copy(?:-start)?\(", text(compiled))
+    return [sum(_array_bytes(type_text)) for type_text in found]
 
 
 def _array_bytes(type_text: str) -> list[int]:

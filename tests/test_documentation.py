@@ -1,0 +1,73 @@
+"""The documentation names everything public, and its links lead somewhere."""
+
+import importlib
+import json
+import pathlib
+import re
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+API = "\n".join(path.read_text() for path in (DOCS / "api").glob("*.md"))
+DOCUMENTED = set(re.findall(r"^::: (\S+)$", API, re.MULTILINE))
+MODULES = (
+    "lowbit_optax",
+    "lowbit_optax.loss_scaling",
+    "lowbit_optax.lpmm",
+    "lowbit_optax.precision",
+    "lowbit_optax.release",
+    "pallas_kernels",
+)
+
+
+def _object(name):
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute, None)
+
+
+def test_the_reference_has_every_public_name():
+    documented = {id(_object(name)) for name in DOCUMENTED}
+    for module in MODULES:
+        for name in importlib.import_module(module).__all__:
+            full = f"{module}.{name}"
+            assert id(_object(full)) in documented, full
+
+
+def test_the_reference_has_no_other_names():
+    for name in DOCUMENTED:
+        assert _object(name) is not None, name
+
+
+def _pages():
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")]
+
+
+def test_links_lead_to_files_that_are_there():
+    for page in _pages():
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+            if not target.startswith("https://"):
+                assert (page.parent / target).exists(), f"{page}: {target}"
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 125
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    for page in DOCS.rglob("*.md"):
+        assert page.relative_to(DOCS).as_posix() in navigation
+
+
+def test_every_command_names_a_file_that_is_there():
+    for page in _pages():
+        text = page.read_text()
+        for name in re.findall(r"\b((?:benchmarks|examples|tests)/\w+\.py)\b", text):
+            assert (ROOT / name).exists(), f"{page}: {name}"
+
+
+def test_the_figures_of_the_picture_are_those_of_its_record():
+    record = json.loads((ROOT / "benchmarks" / "memory_and_loss.json").read_text())
+    table = (DOCS / "accuracy.md").read_text()
+    for name, run in record["runs"].items():
+        size = sum(record["memory"][name].values())
+        assert f"| {run['held_out']:.4f} | {size:.2f} |" in table, name
