@@ -52,13 +52,13 @@ class Maxima:
     sizes: tuple[int, ...]
 
     @property
-    def maxima(self):
-        return self.sizes
+    def rounds(self):
+        return [self.sizes]
 
     def before(self, block_values):
         return tuple(block_values)
 
-    def statistics(self, values, scalars, index, multiply_add, before):
+    def statistics(self, number, values, scalars, index, multiply_add, before, after):
         return [values[0] + old for old in before]
 
     def after(self, maxima, block_values, scalars):

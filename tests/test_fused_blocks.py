@@ -40,14 +40,14 @@ class BlockMixture:
     block_size: int
 
     @property
-    def maxima(self):
-        return [self.block_size] * 2
+    def rounds(self):
+        return [[self.block_size] * 2]
 
     def before(self, block_values):
         (old,) = block_values
         return (old * U32(5),)
 
-    def statistics(self, values, scalars, index, multiply_add, before):
+    def statistics(self, number, values, scalars, index, multiply_add, before, after):
         del multiply_add
         field, plain = values
         mixed = (field ^ plain ^ before[0] ^ scalars[0]) & U32(0xFFFF)

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from blocks import Maxima
 from kernels import TABLE, Mixture, assert_equal, index_of
@@ -74,6 +75,22 @@ def test_a_step_that_is_skipped_keeps_what_it_overwrites(proceeds):
     got = body.update(arrays, shape, "tpu", **options)
     want = body.want(held, scalars, index_of(shape)) if proceeds else arrays
     assert_equal(got[:2], want[:2])
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("shape", [(128, 256), (133, 131)], ids=["even", "ragged"])
+def test_moments_relative_to_others_have_the_same_bits(shape, only_kernels):
+    inner = optax.adamw(2.0**-9, b1=0.5, b2=0.75, eps=0.0, weight_decay=2.0**-7)
+    moments = {"mu": block_quantized(4), "nu": block_quantized(8)}
+    params, random = {"kernel": normal(shape)}, np.random.default_rng(0)
+    exponents = random.integers(-12, 3, shape)
+    grads = {"kernel": jnp.asarray(2.0**exponents, jnp.float32)}
+    options = dict(inner=inner, weights=extra_bits(8), moments=moments, min_size=0)
+    by_kernels, by_xla = (
+        trained(name, params, [grads], **options) for name in ("tpu", "xla")
+    )
+    assert_same_bits(by_kernels, by_xla)
+    assert all(only_kernels)
 
 
 @pytest.mark.parametrize("shape", [(128, 256), (141, 150), (2, 200, 640)])

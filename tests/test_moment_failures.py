@@ -215,19 +215,10 @@ def test_four_bits_of_the_first_moment_do_among_values_of_one_size():
     assert np.corrcoef(got.ravel(), want.ravel())[0, 1] >= 0.9
 
 
-def test_four_bits_of_the_first_moment_do_not_beside_an_outlier():
-    # The steps of mu are a fifteenth of the outlier, and the roots of nu know better.
-    grads = lambda _, normal: jnp.where(OUTLIER, 1000 * normal, normal)
-    want, _, _ = run("float32", grads, 400)
-    got, _, _ = run(tuple(FOUR.items()), grads, 400)
-    others = np.broadcast_to(~OUTLIER, SHAPE)
-    assert norm_ratio(got[200:, others], want[200:, others]) > 5
-
-
 @pytest.mark.parametrize("code", ["linear", "companded", "dynamic"])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_of_every_code_the_mean_of_a_constant_gradient_is_kept(code, bits):
-    format_ = block_quantized(bits, code=code)
+    format_ = block_quantized(bits, code=code, relative_to=None)
     value = jnp.linspace(0.05, 1.0, SHAPE[0])[:, None]
     grads = lambda _, normal: jnp.broadcast_to(value, SHAPE)
     _, _, adam = run(format_, grads, 150)

@@ -30,7 +30,9 @@ number never rounds to zero in these codes: it becomes the smallest positive val
 instead.
 
 **Values that are not finite.** Infinities and NaNs do not enter the scale, so the other
-values of the block keep their precision. The unsigned codes have one field for them,
+values of the block keep their precision. Nor do magnitudes of 2^63 and more in a signed
+code: beside a first moment of that size the second is infinite, or so large that the
+parameter rests. The unsigned codes have one field for them,
 which decodes to infinity: as in float32, a second moment that has overflowed stays
 infinite, and its parameter no longer moves. The signed codes store the largest value of
 the block instead, from which the moment recovers. A negative number in an unsigned code
@@ -103,6 +105,11 @@ class Code:
         return self.largest_field + 1
 
     @property
+    def _above(self) -> int:
+        """How far the first pattern that does not enter the scale is below 2^31."""
+        return 2**31 - pattern_of(2.0**63 if self.signed else math.inf)
+
+    @property
     def _exponent(self) -> int:
         return math.ceil(math.log2(self.largest_value))
 
@@ -111,9 +118,10 @@ class Code:
 
         The maximum of the keys of a block gives its largest finite magnitude, by
         :meth:`magnitude_of`. Infinities and NaNs have negative keys, which are below
-        those of all finite magnitudes: adding one to the exponent overflows the
-        integer, which takes fewer instructions than testing for them. In an unsigned
-        code, negative numbers have keys below that of 0 as well.
+        those of all finite magnitudes: adding to the exponent overflows the integer,
+        which takes fewer instructions than testing for them. In a signed code so have
+        magnitudes of 2^63 and more. In an unsigned code, negative numbers have keys
+        below that of 0 as well.
 
         Args:
           x: float32.
@@ -124,11 +132,11 @@ class Code:
         pattern = bits_of(x)
         if self.signed:
             pattern = pattern & jnp.int32(0x7FFFFFFF)
-        return pattern + jnp.int32(ONE_EXPONENT)
+        return pattern + jnp.int32(self._above)
 
     def magnitude_of(self, key: jax.Array) -> jax.Array:
         """The magnitude of a :meth:`magnitude_key`, float32; 0 for a negative key."""
-        return float_of(jnp.maximum(key - jnp.int32(ONE_EXPONENT), jnp.int32(0)))
+        return float_of(jnp.maximum(key - jnp.int32(self._above), jnp.int32(0)))
 
     def scale_of(self, maximum: jax.Array) -> jax.Array:
         """The scales of blocks.

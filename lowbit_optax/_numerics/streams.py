@@ -26,7 +26,9 @@ There is one deliberate exception. A weight format that reads at most the leadin
 of the residual's words leaves 24 bits. Moment 0 reads them from the leading one on, and
 moment 1 from the last byte on. So the leading 8 bits of each are its own; on the 8 bits
 in the middle a rounding depends with probability 2^-8. It saves a word per moment,
-which would be most of the cost of rounding it. See :func:`moment_draws`.
+which would be most of the cost of rounding it. See :func:`moment_draws`. A sum that is
+rounded stochastically (:mod:`lowbit_optax._numerics.sums`) takes the last 16 bits of
+the same words, the leading ones of which are the last that the moments look at.
 """
 
 import dataclasses

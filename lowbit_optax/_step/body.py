@@ -15,11 +15,12 @@ from lowbit_optax._jaxprs.elementwise import Program, Ref
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._numerics.random_bits import RandomBits
+from lowbit_optax._numerics.relative import quotient
 from lowbit_optax._numerics.rounding import to_float32
 from lowbit_optax._numerics.streams import Draws, moment_draws
+from lowbit_optax._step.moment_coder import MomentCoder, MomentHow
 from lowbit_optax.formats.base import (
     BlockMomentFormat,
-    MomentFormat,
     WeightFormat,
     residual_bits_read,
 )
@@ -29,7 +30,7 @@ KEYS = 2
 """How many random keys a leaf's row of the table of scalars begins with."""
 
 
-def has_scales(how: tuple[MomentFormat, int] | None) -> bool:
+def has_scales(how: MomentHow) -> bool:
     """Whether a moment is stored with a scale per block."""
     return how is not None and isinstance(how[0], BlockMomentFormat)
 
@@ -56,22 +57,34 @@ class LeafBody:
       still: for the weight and for each moment, the truth value that tells whether this
         step leaves it as it is stored; None where no condition does. Empty if none are
         left alone, or all together: then ``when`` tells.
+      references: for each moment, the index of that by whose root it is divided; None
+        where it is not. Empty if none is.
     """
 
     program: Program
     format: WeightFormat | None
     quantized: QuantizedFields | None
     has_residual: bool
-    moments: tuple[tuple[MomentFormat, int] | None, ...]
+    moments: tuple[MomentHow, ...]
     landing: Landing
     is_guarded: bool = False
     when: int | None = None
     still: tuple[Ref | None, ...] = ()
+    references: tuple[int | None, ...] = ()
 
     @property
     def scaled(self) -> list[int]:
-        """The indices of the moments that have a scale per block."""
-        return [i for i, how in enumerate(self.moments) if has_scales(how)]
+        """The indices of the moments that have a scale per block.
+
+        Those that are relative to others come last.
+        """
+        scaled = [i for i, how in enumerate(self.moments) if has_scales(how)]
+        return sorted(scaled, key=lambda i: i in self.relative)
+
+    @property
+    def relative(self) -> dict[int, int]:
+        """By the indices of the moments that are relative to others, these."""
+        return {i: j for i, j in enumerate(self.references) if j is not None}
 
     @property
     def packed(self) -> list[int]:
@@ -84,8 +97,16 @@ class LeafBody:
     @property
     def maxima(self) -> list[int]:
         """The block sizes of the scales: the weight's, if it has one, and moments'."""
+        return [size for sizes in self.rounds for size in sizes]
+
+    @property
+    def rounds(self) -> list[list[int]]:
+        """The same in two rounds, the second for moments relative to others."""
         of_weight = [] if self.quantized is None else [self.quantized.block_size]
-        return of_weight + [self.moment_format(i).block_size for i in self.scaled]
+        size = lambda i: self.moment_format(i).block_size
+        first = of_weight + [size(i) for i in self.scaled if i not in self.relative]
+        second = [size(i) for i in self.scaled if i in self.relative]
+        return [sizes for sizes in (first, second) if sizes]
 
     def before(self, block_values):
         """The stored scales, prepared for decoding."""
@@ -95,20 +116,42 @@ class LeafBody:
             [fields.prepare(scale) for fields, scale in of_weight]
             + [
                 codec.prepare(to_float32(scale))
-                for codec, scale in zip(codecs, of_moments, strict=True)
+                for codec, scale in zip(codecs, of_moments, strict=False)
             ]
         )
 
-    def statistics(self, values, scalars, index, multiply_add, before):
-        """The arrays whose maxima per block determine the new scales."""
-        del index
+    def statistics(self, number, values, scalars, index, multiply_add, before, after):
+        """The arrays whose maxima per block determine the new scales of a round."""
+        if number == len(self.rounds) - 1 and self.relative:
+            return self._quotients(values, scalars, index, multiply_add, before, after)
         of_weight = [] if self.quantized is None else [0]
-        program = self.program.only(of_weight + [i + 1 for i in self.scaled])
+        of_moments = [i for i in self.scaled if i not in self.relative]
+        program = self.program.only(of_weight + [i + 1 for i in of_moments])
         _, _, outputs = self._run(program, values, scalars, multiply_add, before)
         weights, moments = self._split(outputs)
         return [fields.magnitude_key(weight) for fields, weight in weights] + [
             self.moment_format(i).codec.magnitude_key(moment)
-            for i, moment in zip(self.scaled, moments, strict=True)
+            for i, moment in zip(of_moments, moments, strict=True)
+        ]
+
+    def _quotients(self, values, scalars, index, multiply_add, before, after):
+        """The arrays of the moments that are relative to others."""
+        of_moments = [i for i in self.scaled if i in self.relative]
+        seconds = sorted({self.relative[i] for i in of_moments})
+        numbers = [*of_moments, *seconds]
+        program = self.program.only([i + 1 for i in numbers])
+        param, _, moments = self._run(program, values, scalars, multiply_add, before)
+        moments = dict(zip(numbers, moments, strict=True))
+        random = RandomBits(scalars[0], scalars[1], index)
+        encoding = self._encoding(param, random, after, multiply_add)
+        stored = {
+            i: encoding.decoded(i, encoding.encoded(i, moments[i])) for i in seconds
+        }
+        return [
+            self.moment_format(i).codec.magnitude_key(
+                quotient(moments[i], stored[self.relative[i]])
+            )
+            for i in of_moments
         ]
 
     def after(self, maxima, block_values, scalars):
@@ -118,14 +161,14 @@ class LeafBody:
             fields.scale_of(key, scale)
             for (fields, key), (_, scale) in zip(of_weight, old, strict=True)
         ]
-        for i, key in zip(self.scaled, keys, strict=True):
+        for i, key in zip(self.scaled, keys, strict=False):
             codec = self.moment_format(i).codec
             scales.append(codec.scale_of(codec.magnitude_of(key)))
         of_weight = [] if self.quantized is None else [0]
         numbers = of_weight + [i + 1 for i in self.scaled]
         scales = [
             self._unless_still(number, new, old, scalars)
-            for number, new, old in zip(numbers, scales, block_values, strict=True)
+            for number, new, old in zip(numbers, scales, block_values, strict=False)
         ]
         return scales, self.before(scales)
 
@@ -136,7 +179,7 @@ class LeafBody:
         )
         residual = old_residual
         random = RandomBits(scalars[0], scalars[1], index)
-        of_weight, after = self._split(after)
+        of_weight, _ = self._split(after)
         if of_weight:
             ((fields, prepared),) = of_weight
             new = fields.encode(result, prepared, random)
@@ -148,8 +191,7 @@ class LeafBody:
             new, residual, _ = self.format.advance(
                 param, residual, result, random, self.landing
             )
-        draws = moment_draws(random, residual_bits_read(self.format, param))
-        stored = self._stored(moments, after, draws, multiply_add)
+        stored = self._encoding(param, random, after, multiply_add).all_of(moments)
         unchanged = param
         if not of_weight and self.format is None and not self.landing.is_direct:
             unchanged = jnp.full(new.shape, -0.0, new.dtype)  # it is the update
@@ -187,24 +229,19 @@ class LeafBody:
             return [], per_scale
         return [(self.quantized, per_scale[0])], per_scale[1:]
 
-    def _stored(self, moments, after, draws: Draws, multiply_add) -> list:
-        """The new moments in their formats."""
-        prepared = dict(zip(self.scaled, after, strict=True))
-        stored = []
-        for i, (x, how) in enumerate(zip(moments, self.moments, strict=True)):
-            if how is None:
-                stored.append(x)
-                continue
-            format_, number = how
-            if i in prepared:
-                block_format = self.moment_format(i)
-                x = block_format.encode_fields(
-                    x, prepared[i], draws, number, multiply_add
-                )
-            else:
-                x = format_.encode(x, draws, number)
-            stored.append(x)
-        return stored
+    def _encoding(self, param, random: RandomBits, after, multiply_add) -> MomentCoder:
+        """How the new moments are stored, as far as their scales are known.
+
+        Args:
+          after: of the weight and the first of ``scaled``, from :meth:`after`.
+        """
+        draws = moment_draws(random, residual_bits_read(self.format, param))
+        return self._coder(after, multiply_add, draws)
+
+    def _coder(self, prepared, multiply_add, draws: Draws | None = None) -> MomentCoder:
+        of_weight = 0 if self.quantized is None else 1
+        prepared = dict(zip(self.scaled, prepared[of_weight:], strict=False))
+        return MomentCoder(self.moments, self.relative, prepared, multiply_add, draws)
 
     def _run(self, program: Program, values, scalars, multiply_add, before):
         """Decode the operands and run a program.
@@ -214,17 +251,8 @@ class LeafBody:
         """
         grad, param, *rest = values
         residual = rest.pop(0) if self.has_residual else None
-        of_weight, before = self._split(before)
-        prepared = dict(zip(self.scaled, before, strict=True))
-        moments = []
-        for i, (x, how) in enumerate(zip(rest, self.moments, strict=True)):
-            if how is None:
-                moments.append(x)
-            elif i in prepared:
-                codec = self.moment_format(i).codec
-                moments.append(codec.decode_fields(x, prepared[i], multiply_add))
-            else:
-                moments.append(how[0].decode(x, x.shape))
+        moments = self._coder(before, multiply_add).moments_of(rest)
+        of_weight, _ = self._split(before)
         if of_weight or is_narrow(grad.dtype) or is_narrow(param.dtype):
             grad = grad.astype(jnp.float32)
         if self.is_guarded:

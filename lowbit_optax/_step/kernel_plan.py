@@ -154,14 +154,14 @@ class _Planner:
         outputs = [result, *(nodes.new_state[s] for s in slots)]
         for node in outputs:
             _check_result(node, leaf.shape)
-        moments = self._moments(slots)
         when, still = self._conditions(i, slots)
         body = LeafBody(
             program=elementwise.program_of(outputs, inputs, self._scalars),
             format=format_ and format_.on_fields(),
             quantized=quantized,
             has_residual=prepared.residuals[i] is not None,
-            moments=moments,
+            moments=self._moments(slots),
+            references=self._references(i, slots),
             landing=self._landing,
             is_guarded=bool(prepared.guard.scalars),
             when=when,
@@ -176,6 +176,25 @@ class _Planner:
             None if how is None else (how.format, how.number)
             for how in (self._storage[s] for s in slots)
         )
+
+    def _references(self, i: int, slots: tuple[int, ...]) -> tuple[int | None, ...]:
+        """By which other moment of the leaf each is divided; () if none is."""
+        own = self._relative.get(self._prepared.names[i], [])
+        if any((s in slots) != (second in slots) for s, second in own):
+            raise NotElementwise(
+                "a moment is stored relative to one that its update does not read"
+            )
+        seconds = {s: slots.index(second) for s, second in own if s in slots}
+        return tuple(seconds.get(s) for s in slots) if seconds else ()
+
+    @functools.cached_property
+    def _relative(self) -> dict[str, list[tuple[int, int]]]:
+        """By leaf, the moments that are divided by others' roots, and these."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        for number, how in enumerate(self._storage):
+            if how is not None and how.reference is not None:
+                found.setdefault(how.leaf, []).append((number, how.reference))
+        return found
 
     def _conditions(self, i: int, slots):
         """``when`` and ``still`` of the body of a leaf."""

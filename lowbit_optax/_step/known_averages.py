@@ -34,6 +34,34 @@ _FIELDS = {
 }
 
 
+# Which second moments bound which averages: |mu| <= C sqrt(nu). That takes weights of
+# the same gradients that fall no faster in nu than their squares fall in mu, as Adam's
+# 0.999^k and 0.81^k. AdaBelief's nu is of other numbers than its mu, Novograd's of
+# layers, and AdEMAMix' slow average falls more slowly than its nu.
+_BOUNDS = {
+    "MomoAdamState": {"exp_avg": "exp_avg_sq"},
+    "ProdigyState": {"exp_avg": "exp_avg_sq"},
+    "ScaleByAdamState": {"mu": "nu"},
+    "ScaleByAdemamixState": {"m1": "nu"},
+    "ScaleByAmsgradState": {"mu": "nu"},
+    "ScaleByYogiState": {"mu": "nu"},
+}
+
+
+def bound_of(state_class: type | None, field: str) -> str | None:
+    """The field of second moments whose roots bound the averages in a field, or None.
+
+    >>> import optax
+    >>> bound_of(optax.ScaleByAdamState, "mu")
+    'nu'
+    >>> bound_of(optax.ScaleByBeliefState, "mu")
+    """
+    if not is_running_average(state_class, field):
+        return None
+    name = "" if state_class is None else state_class.__name__
+    return _BOUNDS.get(name, {}).get(field)
+
+
 def is_running_average(state_class: type | None, field: str) -> bool:
     """Whether a field of a state of this class is known to be a running average.
 

@@ -9,13 +9,13 @@ field is known to be a running average.
 
 import dataclasses
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import jax
 import optax
 
 from lowbit_optax._numerics.float_layouts import is_narrow
-from lowbit_optax._step.known_averages import is_running_average
+from lowbit_optax._step.known_averages import bound_of, is_running_average
 from lowbit_optax.formats.base import MomentFormat
 from lowbit_optax.formats.block_quantized import block_quantized
 
@@ -76,11 +76,13 @@ class Slot:
 
     Args:
       tree: ShapeDtypeStructs, with the parameters' structure.
+      state: path of the state that holds it.
       field: the state's field that holds it.
       format: how its moments are stored; None for float32.
     """
 
     tree: typing.Any
+    state: str = ""
     field: str = ""
     format: MomentFormat | None = None
 
@@ -112,7 +114,7 @@ def with_slots(
             f"{error}); accepted for it is moments='float32'"
         ) from error
     named = _SlotVisitor()
-    named.visit(state, None, "")
+    named.visit(state)
     unknown = sorted(set(choice.by_field) - named.fields)
     if unknown:
         raise ValueError(
@@ -120,50 +122,78 @@ def with_slots(
             f"these moments: {sorted(named.fields)}"
         )
 
-    def with_format(state_class, field, slot: Slot) -> Slot:
+    def with_format(place: _Place, slot: Slot) -> Slot:
+        state_class, state_path, field = place
         format_ = choice.format_of(state_class, field)
         if format_ is not None:
             _check_wide(slot, field, format_)
-            format_ = format_.for_field(field, named.fields)
-        return Slot(slot.tree, field, format_)
+            bound = bound_of(state_class, field)
+            format_ = format_.for_field(field, named.fields, bound)
+            _check_reference(format_, place, named.places)
+        return Slot(slot.tree, state_path, field, format_)
 
-    return _SlotVisitor(with_format).visit(state, None, "")
+    return _SlotVisitor(with_format).visit(state)
+
+
+class _Place(typing.NamedTuple):
+    """Where a slot is: the class and path of the state that has it, and the field."""
+
+    state_class: type | None
+    state: str
+    field: str
+
+
+_NOWHERE = _Place(None, "", "")
 
 
 @dataclasses.dataclass
 class _SlotVisitor:
-    """Visits the slots of a state, with the class and field that each belongs to.
+    """Visits the slots of a state.
 
     Args:
-      change: ``(state class, field, slot) -> replacement``; leaves slots alone if left
-        out.
-      fields: the names of the fields visited so far that hold slots.
+      change: ``(place, slot) -> replacement``; leaves slots alone if left out.
+      places: the slots visited so far.
     """
 
-    change: typing.Callable[[type | None, str, Slot], typing.Any] = (
-        lambda state_class, field, slot: slot
-    )
-    fields: set[str] = dataclasses.field(default_factory=set)
+    change: typing.Callable[[_Place, Slot], typing.Any] = lambda place, slot: slot
+    places: set[_Place] = dataclasses.field(default_factory=set)
 
-    def visit(self, node, state_class: type | None, field: str):
-        """A copy of the node with its slots changed."""
+    @property
+    def fields(self) -> set[str]:
+        """The names of the fields visited so far that hold slots."""
+        return {place.field for place in self.places}
+
+    def visit(self, node, place: _Place = _NOWHERE, path: str = ""):
+        """A copy of the node, which has this path, with its slots changed."""
         if isinstance(node, Slot):
-            self.fields.add(field)
-            return self.change(state_class, field, node)
+            self.places.add(place)
+            return self.change(place, node)
         is_child = lambda x: x is not node
         children, treedef = jax.tree_util.tree_flatten_with_path(node, is_child)
         if jax.tree_util.treedef_is_leaf(treedef):
             return node
         visited = []
-        for path, child in children:
-            owner = state_class, field
-            for key in path:
+        for keys, child in children:
+            owner = place
+            for key in keys:
                 if isinstance(key, jax.tree_util.GetAttrKey):
-                    owner = type(node), key.name
+                    owner = _Place(type(node), path, key.name)
                 elif isinstance(key, jax.tree_util.DictKey):
-                    owner = state_class, str(key.key)
-            visited.append(self.visit(child, *owner))
+                    owner = _Place(place.state_class, path, str(key.key))
+            visited.append(self.visit(child, owner, path + jax.tree_util.keystr(keys)))
         return treedef.unflatten(visited)
+
+
+def _check_reference(
+    format_: MomentFormat, place: _Place, places: Collection[_Place]
+) -> None:
+    beside = {x.field for x in places if x.state == place.state} - {place.field}
+    if format_.reference is not None and format_.reference not in beside:
+        raise ValueError(
+            f"lowbit: moment {place.field!r} is to be stored relative to "
+            f"{format_.reference!r}, but in the same state are {sorted(beside)}; "
+            "accepted is one of these, or relative_to=None"
+        )
 
 
 def _check_wide(slot: Slot, field: str, format_: MomentFormat) -> None:

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 
 from lowbit_optax._step import trees
 from lowbit_optax.formats.base import MomentFormat
-from lowbit_optax.formats.block_quantized import QuantizedMoment
+from lowbit_optax.formats.block_quantized import QuantizedMoment, RelativeMoment
+
+_CONTAINERS = (QuantizedMoment, RelativeMoment)
 
 
 def to_parallel_trees(format_: MomentFormat | None, treedef, parts: Sequence):
@@ -28,10 +30,10 @@ def to_parallel_trees(format_: MomentFormat | None, treedef, parts: Sequence):
       One tree; or, if the format stores a moment as several arrays, a container of
       trees, in which ``scales`` is None at the uncoded leaves.
     """
-    if not _has_container(format_):
+    if format_ is None or format_.container is None:
         return treedef.unflatten(parts)
     pairs = [x if is_quantized_moment(x) else wrap_uncoded(format_, x) for x in parts]
-    return QuantizedMoment(
+    return format_.container(
         treedef.unflatten(x.codes for x in pairs),
         treedef.unflatten(x.scales for x in pairs),
     )
@@ -47,12 +49,14 @@ def from_parallel_trees(slot):
         return slot
     names, codes, treedef = trees.named_leaves(slot.codes)
     scales = trees.parts_of(names, treedef, slot.scales, "scales")
-    return treedef.unflatten(map(QuantizedMoment, codes, scales))
+    return treedef.unflatten(map(type(slot), codes, scales))
 
 
 def wrap_uncoded(format_: MomentFormat | None, x):
     """An uncoded array in the container that the coded leaves of its slot have."""
-    return QuantizedMoment(x, None) if _has_container(format_) else x
+    if format_ is None or format_.container is None:
+        return x
+    return format_.container(x, None)
 
 
 def unwrap_uncoded(part):
@@ -62,8 +66,4 @@ def unwrap_uncoded(part):
 
 def is_quantized_moment(x) -> bool:
     """Whether ``x`` is a moment in several arrays, or a slot of such moments."""
-    return isinstance(x, QuantizedMoment)
-
-
-def _has_container(format_: MomentFormat | None) -> bool:
-    return format_ is not None and format_.container is not None
+    return isinstance(x, _CONTAINERS)

@@ -17,6 +17,7 @@ import optax
 
 from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.random_bits import RandomBits
+from lowbit_optax._numerics.relative import product, quotient
 from lowbit_optax._numerics.streams import Draws, moment_draws
 from lowbit_optax._step.moment_slots import MomentChoice, Slot, with_slots
 from lowbit_optax._step.moment_trees import (
@@ -39,11 +40,26 @@ class MomentStorage:
       leaf: path of the parameter that it belongs to.
       format: its moment format.
       number: counts the moments of one parameter from 0.
+      reference: index of the part by whose root it is divided, see
+        :attr:`MomentFormat.reference`; None if it is not.
     """
 
     leaf: str
     format: MomentFormat
     number: int
+    reference: int | None = None
+
+
+class _Moment(typing.NamedTuple):
+    """A moment of a state: the path and field of its state, and its parameter's path.
+
+    Its ``reference`` is not known yet to ``storage``, which is None without a format.
+    """
+
+    state: str
+    field: str
+    leaf: str
+    storage: MomentStorage | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,13 +111,27 @@ class MomentPlan:
         """
         by_name = dict(zip(self.names, draws, strict=True))
         treedef = jax.tree.structure(self.expected)
-        described = treedef.flatten_up_to(self.describe(treedef.unflatten(parts)))
-        return [
-            part
-            if how is None or i in encoded
-            else _encode(how, part, by_name[how.leaf])
-            for i, (part, how) in enumerate(zip(parts, described, strict=True))
+        described = self.describe(treedef.unflatten(parts))
+        left = [
+            (i, how)
+            for i, how in enumerate(described)
+            if how is not None and i not in encoded
         ]
+        stored = list(parts)
+        for i, how in left:
+            if how.reference is None:
+                stored[i] = _encode(how, parts[i], by_name[how.leaf])
+        for i, how in left:
+            if how.reference is not None:
+                # Only what is stored of it is there when the moment is decoded.
+                second = stored[how.reference]
+                format_of_second = described[how.reference]
+                if format_of_second is not None:
+                    second = _decode_part(
+                        format_of_second.format, parts[i].shape, second
+                    )
+                stored[i] = _encode(how, parts[i], by_name[how.leaf], second)
+        return stored
 
     def to_parallel_trees(self, state):
         """An inner state of encoded parts as it is stored, in parallel trees."""
@@ -131,29 +161,33 @@ class MomentPlan:
 
         return self._map_slots(from_trees, state)
 
-    def describe(self, state):
+    def describe(self, state) -> list[MomentStorage | None]:
         """How each part of a decoded inner state is stored.
 
         Returns:
-          A tree like ``state`` with a :class:`MomentStorage` for every moment that has
-          a format, and None elsewhere.
+          Per part, a :class:`MomentStorage`; None for parts that have no format.
         """
-        nothing = lambda _: None
+        treedef = jax.tree.structure(self.expected)
         if self.choice.is_float32:
-            return jax.tree.map(nothing, state)
+            return [None] * treedef.num_leaves
+        nothing = lambda _: None
         numbers: dict[str, int] = {}
 
-        def storage(name, format_, part, like):
-            if format_ is None:
-                return None
-            number = numbers[name] = numbers.get(name, -1) + 1
-            return MomentStorage(name, format_, number)
+        def moment(slot, name, format_, part, like):
+            storage = None
+            if format_ is not None:
+                number = numbers[name] = numbers.get(name, -1) + 1
+                storage = MomentStorage(name, format_, number)
+            return _Moment(slot.state, slot.field, name, storage)
 
-        return self._map_slots(
-            lambda slot, tree: self._map_moments(storage, slot, tree, nothing),
+        found = self._map_slots(
+            lambda slot, tree: self._map_moments(
+                functools.partial(moment, slot), slot, tree, nothing
+            ),
             state,
             nothing,
         )
+        return _with_references(treedef.flatten_up_to(found))
 
     def decode(self, state):
         """The inner state with its moments in float32.
@@ -177,9 +211,9 @@ class MomentPlan:
                 )
             if format_ is None:
                 return unwrap_uncoded(stored)
-            return marked_layerwise(traced_once(_decode, format_, like.shape), stored)
+            return _decode_part(format_, like.shape, stored)
 
-        return self._map_slots(
+        decoded = self._map_slots(
             lambda slot, stored: self._map_moments(
                 functools.partial(decode, slot),
                 slot,
@@ -188,6 +222,17 @@ class MomentPlan:
             ),
             state,
         )
+        return self._times_roots(decoded)
+
+    def _times_roots(self, state):
+        """A decoded state in which quotients by roots have become moments."""
+        parts, treedef = jax.tree.flatten(state)
+        moments = list(parts)
+        for i, how in enumerate(self.describe(state)):
+            if how is not None and how.reference is not None:
+                second = parts[how.reference]
+                moments[i] = marked_layerwise(traced_once(product), parts[i], second)
+        return treedef.unflatten(moments)
 
     def _check_float32(self, state):
         # Without formats the inner init need not accept optax's placeholders, so the
@@ -241,13 +286,41 @@ class MomentPlan:
         return with_slots(self.inner, self.choice, self.expected)
 
 
-def _encode(how: MomentStorage, moment: jax.Array, draws: Draws):
+def _with_references(moments: list[_Moment | None]) -> list[MomentStorage | None]:
+    """How each part is stored, with the indices of those that others refer to."""
+    numbers = {x[:-1]: i for i, x in enumerate(moments) if x is not None}
+
+    def storage(moment: _Moment | None) -> MomentStorage | None:
+        if moment is None or moment.storage is None:
+            return None
+        field = moment.storage.format.reference
+        if field is None:
+            return moment.storage
+        number = numbers.get((moment.state, field, moment.leaf))
+        if number is None:
+            raise ValueError(
+                f"lowbit: moment {moment.field!r} of params{moment.leaf} is to be "
+                f"stored relative to {field!r}, which is no float32 array of the "
+                "parameter's shape; accepted is relative_to=None"
+            )
+        return dataclasses.replace(moment.storage, reference=number)
+
+    return [storage(x) for x in moments]
+
+
+def _encode(how: MomentStorage, moment: jax.Array, draws: Draws, *second: jax.Array):
     encode = traced_once(_encode_moment, how.format, how.number)
-    return marked_layerwise(lambda x: encode(x, draws), moment)
+    return marked_layerwise(lambda *moments: encode(draws, *moments), moment, *second)
 
 
-def _encode_moment(format_: MomentFormat, number: int, moment, draws: Draws):
+def _encode_moment(format_: MomentFormat, number: int, draws: Draws, moment, *second):
+    if second:
+        moment = quotient(moment, *second)
     return format_.encode(moment, draws, number)
+
+
+def _decode_part(format_: MomentFormat, shape: tuple[int, ...], stored):
+    return marked_layerwise(traced_once(_decode, format_, shape), stored)
 
 
 def _decode(format_: MomentFormat, shape: tuple[int, ...], stored):

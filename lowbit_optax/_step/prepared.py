@@ -125,8 +125,7 @@ class PreparedStep:
 
     def described_moments(self) -> list:
         """Per part of the inner state, its MomentStorage; None if it is not encoded."""
-        structure = jax.tree.structure(self.inner_state)
-        return structure.flatten_up_to(self.moment_plan.describe(self.inner_state))
+        return self.moment_plan.describe(self.inner_state)
 
     def stored_parts(self) -> list:
         """Per part of the inner state, that part in its stored form."""

@@ -16,7 +16,9 @@ from collections.abc import Iterator
 import jax
 
 from lowbit_optax.formats import quantized_tensor
-from lowbit_optax.formats.block_quantized import QuantizedMoment
+from lowbit_optax.formats.block_quantized import QuantizedMoment, RelativeMoment
+
+_CODES, _SCALES = zip(QuantizedMoment._fields, RelativeMoment._fields, strict=True)
 
 KeyPath = tuple[typing.Any, ...]
 
@@ -50,7 +52,7 @@ class StateLeaf:
     def moment_field(self) -> str:
         """The state's field: ``mu`` for ``[0].mu.codes_v2``; "" if it has none."""
         names = self.attributes
-        if names and names[-1] in QuantizedMoment._fields:
+        if names and names[-1] in _CODES + _SCALES:
             names = names[:-1]
         return names[-1] if names else ""
 
@@ -62,12 +64,12 @@ class StateLeaf:
     @property
     def is_codes(self) -> bool:
         """Whether the leaf is in a tree of codes: packed codes or an uncoded moment."""
-        return self.attributes[-1:] == ["codes_v2"]
+        return any(name in _CODES for name in self.attributes[-1:])
 
     @property
     def is_scales(self) -> bool:
         """Whether the leaf is the scales of a quantised moment."""
-        return self.attributes[-1:] == ["scales_v2"]
+        return any(name in _SCALES for name in self.attributes[-1:])
 
 
 def state_leaves(params, state) -> Iterator[StateLeaf]:

@@ -6,10 +6,12 @@ import typing
 from collections.abc import Callable
 
 import jax
+from jax.extend.core.primitives import and_p
 
 from lowbit_optax._jaxprs.graph import Graph, evaluate
 from lowbit_optax._jaxprs.nodes import Node
 from lowbit_optax._step import trees
+from lowbit_optax._step.moments import MomentStorage
 from lowbit_optax._step.prepared import PreparedStep
 from lowbit_optax._step.unchanged import unchanged_when, zero_when
 
@@ -39,7 +41,7 @@ class UpdateGraph:
       state_tree: structure of the new inner state.
       keeps_structure: whether the state has the same structure before and after. If it
         has not, parts before and after the update cannot be paired.
-      encoded: per part of the old state, whether it is stored in a moment format.
+      storage: per part of the old state, how it is stored; None without a format.
       effects: its side effects.
     """
 
@@ -47,7 +49,7 @@ class UpdateGraph:
     nodes: UpdateNodes
     state_tree: trees.PyTreeDef
     keeps_structure: bool
-    encoded: list[bool]
+    storage: list[MomentStorage | None]
     effects: typing.Any
 
     @property
@@ -73,10 +75,34 @@ class UpdateGraph:
         """
         if not self.keeps_structure:
             return [None] * len(self.nodes.new_state)
-        return [
-            unchanged_when(new, old, self.graph) if encoded else None
-            for (old, new), encoded in zip(self.state_pairs, self.encoded, strict=True)
+        still = [
+            None if how is None else self._unchanged_when(i)
+            for i, how in enumerate(self.storage)
         ]
+        # What is stored of a moment and of what it is relative to belongs together.
+        together: dict[int, list[int]] = {}
+        for i, how in enumerate(self.storage):
+            if how is not None and how.reference is not None:
+                together.setdefault(how.reference, []).append(i)
+        for second, others in together.items():
+            of_all = self._unchanged_when(second)
+            for i in others:
+                of_all = self._both(of_all, still[i])
+            if self.storage[second] is not None:
+                others = [second, *others]
+            for i in others:
+                still[i] = of_all
+        return still
+
+    def _unchanged_when(self, number: int) -> Node | None:
+        old, new = self.state_pairs[number]
+        return unchanged_when(new, old, self.graph)
+
+    def _both(self, first: Node | None, second: Node | None) -> Node | None:
+        """When two truth values hold; None is one that never does."""
+        if first is None or second is None or first is second:
+            return first if first is second else None
+        return self.graph.call(and_p, {}, [first, second], [first.aval])[0]
 
     def still_values(self, prepared: PreparedStep) -> tuple[list, list]:
         """The values of :attr:`still_leaves` and :attr:`still_parts`, for XLA."""
@@ -119,6 +145,6 @@ def trace_update(inner_update: Callable, prepared: PreparedStep) -> UpdateGraph:
         nodes=nodes,
         state_tree=state_tree,
         keeps_structure=jax.tree.structure(state) == state_tree,
-        encoded=[how is not None for how in prepared.described_moments()],
+        storage=prepared.described_moments(),
         effects=closed.effects,
     )

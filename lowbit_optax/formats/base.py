@@ -28,6 +28,8 @@ from lowbit_optax._numerics.random_bits import RandomBits
 from lowbit_optax._numerics.rounding import to_float32
 from lowbit_optax._numerics.streams import Draws
 
+SumRounding = typing.Literal["nearest", "stochastic"]
+
 Residual = typing.Any
 """An array; None for a leaf that needs no residual."""
 
@@ -42,7 +44,7 @@ class WeightFormat:
 
     It may define ``split`` and ``store``, if computing the parameter and the residual
     together is cheaper than one after the other. It may define ``advance``, with
-    ``stores_sum = False``, if adding an update is more than storing the sum. It may
+    ``stores_sum`` false, if adding an update is more than storing the sum. It may
     define ``inner_weight``, ``check``, ``for_leaf`` and ``residual_random_bits``, whose
     defaults are correct for every format.
     """
@@ -54,8 +56,10 @@ class WeightFormat:
     recognises the format, and a checkpoint of another format is noticed.
     """
 
-    stores_sum: typing.ClassVar[bool] = True
-    """Whether ``advance`` is just ``store`` of the sum of master and update."""
+    @property
+    def stores_sum(self) -> bool:
+        """Whether ``advance`` is just ``store`` of the sum of master and update."""
+        return True
 
     def check(self, dtype: jnp.dtype) -> str | None:
         """Why this format cannot hold a leaf of a narrow dtype; None if it can."""
@@ -189,31 +193,55 @@ def residual_bits_read(format_: WeightFormat | None, param: jax.Array) -> int:
     return 32 if format_ is None else format_.residual_random_bits(param.dtype)
 
 
+def check_sum_rounding(name: str, sum_rounding: str) -> None:
+    """Raise a ValueError, for the format of this name, unless it is one of the two."""
+    accepted = typing.get_args(SumRounding)
+    if sum_rounding not in accepted:
+        raise ValueError(
+            f"{name}: sum_rounding is {sum_rounding!r}, not one of {accepted}"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class MomentFormat:
     """How float32 moments are stored.
 
     A format must define ``encode`` and ``decode``, and ``container`` if it stores a
-    moment as several arrays. It may define ``for_field`` and ``for_leaf``. A format
-    with scales is a :class:`BlockMomentFormat`.
+    moment as several arrays. It may define ``for_field``, ``for_leaf`` and
+    ``reference``. A format with scales is a :class:`BlockMomentFormat`.
     """
 
-    container: typing.ClassVar[type | None] = None
-    """The NamedTuple type of a stored moment; None if it is a single array.
+    @property
+    def container(self) -> type | None:
+        """The NamedTuple type of a stored moment; None if it is a single array.
 
-    ``encode`` returns one that holds arrays. For every field of the inner state that
-    has moments, the state keeps one that holds trees of arrays, with the structure of
-    the parameters.
-    """
+        ``encode`` returns one that holds arrays. For every field of the inner state
+        that has moments, the state keeps one that holds trees of arrays, with the
+        structure of the parameters.
+        """
+        return None
 
-    def for_field(self, name: str, fields: Set[str]) -> "MomentFormat":
+    @property
+    def reference(self) -> str | None:
+        """The field of the second moments by whose roots the moments are divided.
+
+        It is a field of the same state. Where there is one, ``encode`` gets, and
+        ``decode`` returns, quotients: see :mod:`lowbit_optax._numerics.relative`.
+        """
+        return None
+
+    def for_field(
+        self, name: str, fields: Set[str], bound: str | None = None
+    ) -> "MomentFormat":
         """The format of the moments in one field of the inner state.
 
         Args:
           name: the field, such as ``mu`` or ``nu``.
           fields: all fields of the inner state that hold moments.
+          bound: the field of the same state whose roots are known to bound these
+            moments, up to a constant; None if there is none.
         """
-        del name, fields
+        del name, fields, bound
         return self
 
     def for_leaf(self, shape: tuple[int, ...], min_size: int) -> "MomentFormat | None":
@@ -245,11 +273,13 @@ class BlockMomentFormat(MomentFormat):
     ``encode_fields``, and packs the fields itself.
     """
 
-    container: typing.ClassVar[type]
-    """A NamedTuple type with two fields: the packed codes and the scales."""
-
     bits: int
     block_size: int
+
+    @property
+    def container(self) -> type:
+        """A NamedTuple type with two fields: the packed codes and the scales."""
+        raise NotImplementedError
 
     @property
     def codec(self) -> Code:

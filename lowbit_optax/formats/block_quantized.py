@@ -37,6 +37,9 @@ _CODES = typing.get_args(CodeName)
 _ROUNDINGS = ("nearest", "stochastic")
 _SCALES = ("bfloat16", "power_of_two")
 
+AUTO: typing.Final = "auto"
+"""``relative_to`` of formats that choose by the moment's field and the bits."""
+
 
 class QuantizedMoment(typing.NamedTuple):
     """Moments as :func:`block_quantized` stores them: two trees like the parameters.
@@ -65,18 +68,50 @@ class QuantizedMoment(typing.NamedTuple):
         return self.scales_v2
 
 
+class RelativeMoment(typing.NamedTuple):
+    """Moments stored relative to the root of another: two trees like the parameters.
+
+    It has the arrays of :class:`QuantizedMoment` under other names, so that a
+    checkpoint of the one is not read as one of the other.
+    """
+
+    relative_codes_v2: typing.Any
+    relative_scales_v2: typing.Any
+
+    @property
+    def codes(self):
+        """The words."""
+        return self.relative_codes_v2
+
+    @property
+    def scales(self):
+        """The scales."""
+        return self.relative_scales_v2
+
+
 @dataclasses.dataclass(frozen=True)
 class BlockQuantized(BlockMomentFormat):
-    """See :func:`block_quantized`; ``signed`` is set by :meth:`for_field`."""
+    """See :func:`block_quantized`.
+
+    ``signed`` is set by :meth:`for_field`, and ``relative_to`` is no longer ``"auto"``
+    then.
+    """
 
     bits: int = 8
     block_size: int = TILE_SIZE
     code: CodeName | None = None
     rounding: typing.Literal["nearest", "stochastic"] = "stochastic"
     scale: typing.Literal["bfloat16", "power_of_two"] | None = None
+    relative_to: str | None = None
     signed: bool = True
 
-    container: typing.ClassVar[type] = QuantizedMoment
+    @property
+    def container(self):
+        return QuantizedMoment if self.reference is None else RelativeMoment
+
+    @property
+    def reference(self):
+        return None if self.relative_to == AUTO else self.relative_to
 
     @property
     def codec(self) -> Code:
@@ -87,7 +122,9 @@ class BlockQuantized(BlockMomentFormat):
         scale = self.scale or ("power_of_two" if name == "log" else "bfloat16")
         return code_of(name, self.bits, self.signed, scale)
 
-    def for_field(self, name: str, fields: Set[str]) -> "BlockQuantized":
+    def for_field(
+        self, name: str, fields: Set[str], bound: str | None = None
+    ) -> "BlockQuantized":
         # In Adan, v is a first moment of differences and n is the second moment.
         signed = name not in SECOND_MOMENTS or (name == "v" and "n" in fields)
         if self.code in ("sqrt", "log", "float"):
@@ -98,7 +135,10 @@ class BlockQuantized(BlockMomentFormat):
                     "code out, or give each moment its format by name"
                 )
             signed = False
-        return dataclasses.replace(self, signed=signed)
+        relative_to = self.relative_to if signed else None
+        if relative_to == AUTO:
+            relative_to = bound if self.bits == 4 else None
+        return dataclasses.replace(self, signed=signed, relative_to=relative_to)
 
     def for_leaf(self, shape: tuple[int, ...], min_size: int) -> MomentFormat | None:
         size = math.prod(shape)
@@ -111,7 +151,7 @@ class BlockQuantized(BlockMomentFormat):
         scales = codec.scale_of(codec.magnitude_of(keys))
         prepared = self._prepared(scales, moment.shape)
         fields = self.encode_fields(moment, prepared, draws, number)
-        return QuantizedMoment(pack(fields, self.bits), scales)
+        return self.container(pack(fields, self.bits), scales)
 
     def encode_fields(self, moment, prepared, draws, number, multiply_add=multiply_add):
         """The fields of a moment (rows of it in a kernel), from prepared scales."""
@@ -150,6 +190,7 @@ def block_quantized(
     block_size: int = TILE_SIZE,
     rounding: typing.Literal["nearest", "stochastic"] = "stochastic",
     scale: typing.Literal["bfloat16", "power_of_two"] | None = None,
+    relative_to: str | None = AUTO,
 ) -> MomentFormat:
     """Store moments in 8 or 4 bits, with a scale per block of 32 neighbours.
 
@@ -179,8 +220,16 @@ def block_quantized(
     zero never becomes zero, because the update is divided by its root.
 
     8 bits follow float32's AdamW even where one value of a block is 1,000 times the
-    others. 4 bits add noise of a third of the update, and lose values of ``mu`` that
-    are below about 1/30 of the largest in their block.
+    others. 4 bits of ``mu`` do too beside 8 bits of ``nu``, with noise of a quarter of
+    the update, because they are stored relative to its root:
+
+        mu = r sqrt(nu)
+
+    where nu is the stored second moment. Adam's ``|r|`` is at most 7.27 for b1 = 0.9
+    and b2 = 0.999, so that all r of a block are of one size, whatever its gradients
+    are. 4 bits of a moment without such a second moment, as SGD's and Lion's, lose
+    values that are below about 1/30 of the largest in their block, and 4 bits of ``nu``
+    make the updates beside large gradients too short.
 
     Values that are not finite do not enter the scale, so the other values of the block
     are kept. In second moments infinity and NaN become infinity, and the parameter
@@ -199,15 +248,22 @@ def block_quantized(
       scale: ``"bfloat16"``; or ``"power_of_two"``, which is stored as bfloat16 too and
         is up to twice as coarse, but by which division is exact; or None for powers of
         two with ``"log"`` and bfloat16 with other codes.
+      relative_to: the field of the second moment by whose root first moments are
+        divided before they are stored, which must be in the same state, such as
+        ``"nu"``; None for none. ``"auto"`` is that field with 4 bits, where it is known
+        to bound them (optax's Adam, AMSGrad, Yogi, AdEMAMix' fast average, Prodigy,
+        Momo), and none elsewhere. Second moments are never relative.
 
     Returns:
       A moment format. State: ``bits/8 + 2/block_size`` bytes per value of a moment.
       Scalars and leaves smaller than ``lowbit``'s ``min_size`` stay float32.
 
     Raises:
-      TypeError: if ``bits`` or ``block_size`` is not a static int.
+      TypeError: if ``bits`` or ``block_size`` is not a static int, or ``relative_to``
+        is not a name.
       ValueError: if an argument is not one of these; in ``init``, if a first moment is
-        given a code without negative values.
+        given a code without negative values, or the state has no moments in the field
+        ``relative_to``.
 
     References:
       Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization".
@@ -243,4 +299,9 @@ def block_quantized(
             f"block_quantized: scale is {scale!r}, not None, 'bfloat16' or "
             "'power_of_two'"
         )
-    return BlockQuantized(bits, block_size, code, rounding, scale)
+    if relative_to is not None and not isinstance(relative_to, str):
+        raise TypeError(
+            f"block_quantized: relative_to is {relative_to!r}, not 'auto', None or the "
+            "name of a field, such as 'nu'"
+        )
+    return BlockQuantized(bits, block_size, code, rounding, scale, relative_to)

@@ -48,7 +48,10 @@ class KahanFormat(WeightFormat):
     arithmetic: typing.Literal["float32", "param"] = "float32"
 
     container: typing.ClassVar[type] = Kahan
-    stores_sum: typing.ClassVar[bool] = False
+
+    @property
+    def stores_sum(self) -> bool:
+        return False
 
     def init(self, param):
         return jnp.zeros_like(param, dtype=self._residual_dtype(param.dtype))

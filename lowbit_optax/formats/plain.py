@@ -7,8 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from lowbit_optax._numerics import float_layouts, rounding
+from lowbit_optax._numerics.landing import REPLACE
 from lowbit_optax._numerics.random_bits import RandomBits
-from lowbit_optax.formats.base import WeightFormat
+from lowbit_optax._numerics.streams import PARAM_STREAM, RESIDUAL_STREAM
+from lowbit_optax._numerics.sums import stochastic_sum
+from lowbit_optax.formats.base import SumRounding, WeightFormat, check_sum_rounding
 from pallas_kernels.fused_update import operations
 
 
@@ -49,7 +52,24 @@ class Nearest(WeightFormat):
 class StochasticRounding(WeightFormat):
     """The parameter is the master rounded stochastically; nothing else is stored."""
 
+    sum_rounding: SumRounding = "nearest"
+
     container: typing.ClassVar[type] = NoResidual
+
+    @property
+    def stores_sum(self) -> bool:
+        return self.sum_rounding == "nearest"
+
+    def advance(self, param, residual, update, random, landing=REPLACE):
+        if self.stores_sum:
+            return super().advance(param, residual, update, random, landing)
+        master = self.join(param, residual)
+        # Rounding to bfloat16 leaves these bits of its words.
+        is_bfloat16 = float_layouts.layout_of(param.dtype).same_exponent
+        stream = PARAM_STREAM if is_bfloat16 else RESIDUAL_STREAM
+        words = random.words(master.shape, stream)
+        master = stochastic_sum(master, update, words)
+        return self.store(param, master, random, landing)
 
     def round(self, master: jax.Array, dtype: jnp.dtype, random: RandomBits):
         words = random.words(master.shape)
@@ -112,24 +132,30 @@ def nearest() -> WeightFormat:
     return Nearest()
 
 
-def stochastic_rounding() -> WeightFormat:
+def stochastic_rounding(*, sum_rounding: SumRounding = "nearest") -> WeightFormat:
     """No residual; the parameter is rounded stochastically, which keeps its mean.
 
         p' = SR(float32(p) + update)
 
-    An update smaller than 2^-25 of the parameter is lost in the float32 sum, as it is
-    in float32 training.
+    Args:
+      sum_rounding: of the float32 sum. ``"nearest"``, as in float32 training, loses
+        updates below 2^-25 of the parameter. ``"stochastic"`` keeps the mean at any
+        learning rate; see :func:`lowbit_optax.extra_bits`.
 
     Returns:
       A weight format. State: 0 bytes per parameter.
+
+    Raises:
+      ValueError: if the argument is not one of these.
 
     References:
       Zamirai et al. 2020, Algorithms 2 and 4 (the circled minus).
 
     >>> stochastic_rounding()
-    StochasticRounding()
+    StochasticRounding(sum_rounding='nearest')
     """
-    return StochasticRounding()
+    check_sum_rounding("stochastic_rounding", sum_rounding)
+    return StochasticRounding(sum_rounding)
 
 
 def master_copy() -> WeightFormat:

@@ -111,6 +111,11 @@ def accumulate_gradients(
             f"accumulate_gradients: format is {format}, whose code holds no negative "
             "values, but sums of gradients may be negative"
         ) from error
+    if format.reference is not None:
+        raise ValueError(
+            f"accumulate_gradients: format is {format}, but sums of gradients have no "
+            "second moment to be relative to; accepted is relative_to=None"
+        )
     if not callable(getattr(inner, "init", None)) or not hasattr(inner, "update"):
         raise TypeError(
             f"accumulate_gradients: inner is {inner!r}; accepted is an optax "

@@ -47,7 +47,7 @@ class ChunkUpdate:
         bytes_ = tuple(
             i for i, x in enumerate(of_rows) if isinstance(x, Writer) and x.by_bytes
         )
-        self._run = _with_instructions(body, "__call__", instructions, bytes_)
+        self._run = _with_instructions(body, None, instructions, bytes_)
         self._has_blocks = any(isinstance(x, PerBlock) for x in (*reads, *writes))
         # Rows that are read and written one by one take fewer registers.
         self._at_once = self._has_blocks or memory.has_branches
@@ -151,7 +151,6 @@ class ChunkUpdate:
         body = typing.cast(BlockBody, self._body)
         lanes = typing.cast(TiledLanes, self._lanes)
         expand, instructions = lanes.arrangement.expand, self._instructions
-        statistics = _with_instructions(body, "statistics", instructions)
         decode, encode = body.before, body.after
         if instructions is not None:
             decode = with_short_forms(decode, instructions)
@@ -159,37 +158,56 @@ class ChunkUpdate:
         reads = [n for n, x in enumerate(self._reads) if isinstance(x, PerBlock)]
         of_blocks = [loaded[n, 0] for n in reads]
         before = jax.tree.map(expand, decode(of_blocks))
-        maxima = [lanes.arrangement.zeros(jnp.int32)] * len(body.maxima)
-        for row in rows:
-            values = self._values(row, loaded)
-            new = statistics(values, self._scalars, row.index, before)
-            if row.exists is not None:
-                new = [jnp.where(row.exists, x, np.int32(0)) for x in new]
-            maxima = [jnp.maximum(*pair) for pair in zip(maxima, new, strict=True)]
-        maxima = [
-            lanes.blocks_of(size).maxima(x)
-            for size, x in zip(body.maxima, maxima, strict=True)
-        ]
-        stored, after = encode(maxima, of_blocks, self._scalars)
-        after = jax.tree.map(expand, after)
+        maxima, stored, after = [], [], ()
+        for number in range(len(body.rounds)):
+            maxima += self._maxima(number, rows, loaded, before, after)
+            stored, after = encode(maxima, of_blocks, self._scalars)
+            after = jax.tree.map(expand, after)
         writes = (x for x in self._writes if isinstance(x, PerBlock))
         stores = [(x.access(chunk), v) for x, v in zip(writes, stored, strict=True)]
         return lambda *args: self._run(*args, before, after), stores
+
+    def _maxima(self, number: int, rows: Sequence["_Row"], loaded, *of_blocks) -> list:
+        """The maxima of a round, over the blocks of the rows."""
+        body = typing.cast(BlockBody, self._body)
+        lanes = typing.cast(TiledLanes, self._lanes)
+        statistics = _with_instructions(body, number, self._instructions)
+        sizes = body.rounds[number]
+        maxima = [lanes.arrangement.zeros(jnp.int32)] * len(sizes)
+        for row in rows:
+            values = self._values(row, loaded)
+            new = statistics(values, self._scalars, row.index, *of_blocks)
+            if row.exists is not None:
+                new = [jnp.where(row.exists, x, np.int32(0)) for x in new]
+            maxima = [jnp.maximum(*pair) for pair in zip(maxima, new, strict=True)]
+        return [
+            lanes.blocks_of(size).maxima(x)
+            for size, x in zip(sizes, maxima, strict=True)
+        ]
 
 
 @functools.lru_cache(maxsize=256)
 def _with_instructions(
     body: Body | BlockBody,
-    method: typing.Literal["__call__", "statistics"],
+    number: int | None,
     instructions: Instructions | None,
     bytes_: tuple[int, ...] = (),
 ) -> Callable:
-    """A body's method with a launcher's own instructions, unless XLA runs it.
+    """A body with a launcher's own instructions, unless XLA runs it.
 
     It is jitted, so that JAX traces it once for all rows, and for all kernels whose
     bodies are equal.
+
+    Args:
+      body: the body.
+      number: of the round whose statistics are meant; None for the body itself.
+      instructions: of the launcher.
+      bytes_: numbers of the results that are fields of 8 bits.
     """
-    function = getattr(body, method)
+    function: Callable = body
+    if number is not None:
+        of_blocks = typing.cast(BlockBody, body)
+        function = functools.partial(of_blocks.statistics, number)
 
     def run(values, scalars, index, *of_blocks):
         chosen = (instructions or xla).multiply_add

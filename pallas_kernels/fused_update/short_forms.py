@@ -5,7 +5,8 @@ its quotient eight, because both also work near the ends of float32's range. Thr
 of divisors are known to be far from these ends, and need no scaling: the root of a
 normal number, which is between 2^-63 and 2^64; its sum with a number; and a quarter or
 less of a maximum with a constant that is not small. Results are as precise as Triton's
-(2 units in the last place), but the root of a subnormal number is 0.
+(2 units in the last place), but the root of a subnormal number is 0, and one over it
+infinite.
 
 **Bytes.** Four fields of 8 bits, each shifted and masked and then shifted to its place,
 are a word after three permutations of bytes. One extends the sign of such a field, or
@@ -162,6 +163,9 @@ class _Evaluation:
             self._divisors.add(eqn.outvars[0])
             root = "sqrt.approx.ftz.f32 $0, $1;"
             return [instructions.assemble(root, inputs, jnp.float32)]
+        if eqn.primitive is p.rsqrt_p and single:
+            inverse = "rsqrt.approx.ftz.f32 $0, $1;"
+            return [instructions.assemble(inverse, inputs, jnp.float32)]
         if eqn.primitive is p.div_p and single and divisors[1]:
             inverse = instructions.assemble(
                 "rcp.approx.ftz.f32 $0, $1;", inputs[1:], jnp.float32

@@ -30,25 +30,34 @@ contract a product and a sum unless it is told to.
 class BlockBody(typing.Protocol):
     """The body of an update with per-block operands or results, such as scales.
 
-    First maxima over each block are taken of what :meth:`statistics` returns, then the
-    elements are written. Values of blocks have one element per block, or are repeated
-    for each element of the block; the body must not depend on which. So it must not
-    mix values of blocks of different sizes, except in :meth:`__call__`. What
-    :meth:`statistics` and :meth:`__call__` both compute from the same values, a kernel
-    computes once.
+    First maxima over each block are taken of what :meth:`statistics` returns, in
+    :attr:`rounds`, then the elements are written. Values of blocks have one element per
+    block, or are repeated for each element of the block; the body must not depend on
+    which. So it must not mix values of blocks of different sizes, except in
+    :meth:`statistics` and :meth:`__call__`. What these both compute from the same
+    values, a kernel computes once.
     """
 
-    maxima: Sequence[int]
-    """For each maximum that :meth:`statistics` asks for, the size of its blocks."""
+    rounds: Sequence[Sequence[int]]
+    """For each round the sizes of the blocks of its maxima.
+
+    What a round takes maxima of may depend on the maxima of the rounds before it.
+    """
 
     def before(self, block_values: Sequence[jax.Array]) -> tuple:
         """What decoding needs of the per-block operands' values; any tuple."""
         ...
 
     def statistics(
-        self, values, scalars, index, multiply_add, before, /
+        self, number: int, values, scalars, index, multiply_add, before, after, /
     ) -> Sequence[jax.Array]:
-        """For each maximum int32 values of the elements; below 0 they count as 0."""
+        """For each maximum int32 values of the elements; below 0 they count as 0.
+
+        Args:
+          number: of the round, from 0; it is static.
+          after: what encoding needs of the maxima of the rounds before; () in the
+            first.
+        """
         ...
 
     def after(
@@ -57,7 +66,11 @@ class BlockBody(typing.Protocol):
         block_values: Sequence[jax.Array],
         scalars: Sequence[jax.Array],
     ) -> tuple[Sequence[jax.Array], tuple]:
-        """``(values of the per-block results, what encoding needs of the maxima)``."""
+        """``(values of the per-block results, what encoding needs of the maxima)``.
+
+        After a round that is not the last, ``maxima`` has those of the rounds so far,
+        and only the second part of the result is used.
+        """
         ...
 
     def __call__(

@@ -252,7 +252,7 @@ def _program(kernel: _Kernel, layer, place, table, *refs):
     work = BlockProgram(
         tiling=tiling,
         functions=_functions(kernel.body, kernel.operands, kernel.table_width),
-        maxima=_maxima(kernel.body, kernel.operands),
+        rounds=_rounds(kernel.body, kernel.operands),
         scalars=scalars,
         arrays=_arrays(kernel, refs),
         first=first,
@@ -288,9 +288,9 @@ def _functions(body: Body | BlockBody, operands: tuple[Operand, ...], scalars: i
     return traced(body, operands, sizes, scalars)
 
 
-def _maxima(body, operands: Sequence[Operand]) -> Sequence[int]:
+def _rounds(body, operands: Sequence[Operand]) -> Sequence[Sequence[int]]:
     has_blocks = any(o.block_size is not None for o in operands)
-    return tuple(body.maxima) if has_blocks else ()
+    return body.rounds if has_blocks else ()
 
 
 def _without_arrays(operands: Sequence[Operand]) -> tuple[Operand, ...]:

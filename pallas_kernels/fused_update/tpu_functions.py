@@ -21,19 +21,19 @@ class Functions:
     """A body's functions, traced for registers.
 
     Args:
-      before, statistics, after: of a :class:`.BlockBody`; None of a body without.
       run: the body itself.
+      before: of a :class:`.BlockBody`; None of a body without.
+      rounds: of each round of maxima, ``statistics`` and ``after``.
     """
 
     run: Function
     before: Function | None = None
-    statistics: Function | None = None
-    after: Function | None = None
+    rounds: tuple[tuple[Function, Function], ...] = ()
 
     @property
     def are_supported(self) -> bool:
         """Whether TPU kernels have all their operations."""
-        parts = (self.run, self.before, self.statistics, self.after)
+        parts = (self.run, self.before, *(x for pair in self.rounds for x in pair))
         return all(x is None or x.is_supported for x in parts)
 
 
@@ -41,7 +41,7 @@ def traced(
     body: Body | BlockBody,
     operands: Sequence[Operand],
     sizes: Sequence[int],
-    scalars: int,
+    count: int,
 ) -> Functions:
     """A body's functions.
 
@@ -49,19 +49,20 @@ def traced(
       body: see :data:`pallas_kernels.fused_update.Body`.
       operands: of the leaf, whose arrays have dtypes.
       sizes: of the blocks that operands have.
-      scalars: how many the body gets.
+      count: how many scalars the body gets.
     """
 
     def register(dtype=jnp.uint32):
         return jax.ShapeDtypeStruct(REGISTER, dtype)
 
+    scalars = [jax.ShapeDtypeStruct((), jnp.uint32)] * count
     arguments = (
         [
             register(jnp.uint32 if o.bits is not None else o.array.dtype)
             for o in operands
             if o.block_size is None
         ],
-        [jax.ShapeDtypeStruct((), jnp.uint32)] * scalars,
+        scalars,
         register(),
     )
     if not sizes:
@@ -72,20 +73,26 @@ def traced(
     body = typing.cast(BlockBody, body)
     of_blocks = [register(o.array.dtype) for o in operands if o.block_size is not None]
     before = Function(body.before, of_blocks)
-    maxima = [register(jnp.int32) for _ in body.maxima]
-    after = Function(body.after, maxima, of_blocks, arguments[1])
+    rounds, maxima, after = [], [], ()
+    for number, of_round in enumerate(body.rounds):
+        statistics = Function(
+            lambda v, s, i, b, a, number=number: body.statistics(
+                number, v, s, i, xla.multiply_add, b, a
+            ),
+            *arguments,
+            before.shapes,
+            after,
+        )
+        maxima = maxima + [register(jnp.int32) for _ in of_round]
+        rounds.append((statistics, Function(body.after, maxima, of_blocks, scalars)))
+        after = rounds[-1][1].shapes[1]
     return Functions(
         Function(
             lambda v, s, i, b, a: body(v, s, i, xla.multiply_add, b, a),
             *arguments,
             before.shapes,
-            after.shapes[1],
+            after,
         ),
         before,
-        Function(
-            lambda v, s, i, b: body.statistics(v, s, i, xla.multiply_add, b),
-            *arguments,
-            before.shapes,
-        ),
-        after,
+        tuple(rounds),
     )

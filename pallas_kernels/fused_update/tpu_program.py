@@ -52,7 +52,7 @@ class BlockProgram:
     Args:
       tiling: of the leaf.
       functions: the body's.
-      maxima: sizes of the blocks of which the body wants maxima.
+      rounds: for each round, sizes of the blocks of which the body wants maxima.
       scalars: the body's.
       arrays: the program's.
       first: uint32 scalar, the index of its first element in the whole leaf.
@@ -61,7 +61,7 @@ class BlockProgram:
 
     tiling: Tiling
     functions: Functions
-    maxima: Sequence[int]
+    rounds: Sequence[Sequence[int]]
     scalars: list[jax.Array]
     arrays: Arrays
     first: jax.Array
@@ -69,11 +69,11 @@ class BlockProgram:
 
     def update(self) -> None:
         """Update the block."""
-        run, statistics = self.functions.run, self.functions.statistics
-        hoisted = [x and x.of_scalars(self.scalars) for x in (run, statistics)]
+        run = self.functions.run.of_scalars(self.scalars)
+        rounds = [x.of_scalars(self.scalars) for x, _ in self.functions.rounds]
 
         def unit(number, _):
-            self._unit(number, *hoisted)
+            self._unit(number, run, rounds)
             return number + jnp.int32(1), None
 
         self._spread()
@@ -88,7 +88,7 @@ class BlockProgram:
             if result.overwrites is not None:
                 ref[...] = self.arrays.operands[result.overwrites][1][...]
 
-    def _unit(self, unit: jax.Array, hoisted, of_statistics) -> None:
+    def _unit(self, unit: jax.Array, hoisted, of_rounds: Sequence) -> None:
         """Update one unit, by its number in the block, with what scalars give."""
         rows, known = range(self.tiling.group), {}
         values = self._loaded(unit)
@@ -96,9 +96,7 @@ class BlockProgram:
         index = [self._index(unit, row) for row in rows]
         of_blocks = []
         if self.functions.before is not None:
-            of_blocks = self._with_blocks(
-                unit, values, index, exist, known, of_statistics
-            )
+            of_blocks = self._with_blocks(unit, values, index, exist, known, of_rounds)
         new = [
             self.functions.run(
                 values[row],
@@ -190,7 +188,7 @@ class BlockProgram:
         column = _iota(1) + columns * jnp.int32(LANES)
         return below & (column < jnp.int32(tiling.columns))
 
-    def _with_blocks(self, unit, values, index, exist, known, hoisted) -> list:
+    def _with_blocks(self, unit, values, index, exist, known, of_rounds) -> list:
         """Take maxima over blocks and write what is per block.
 
         Returns:
@@ -198,8 +196,6 @@ class BlockProgram:
         """
         functions, arrays = self.functions, self.arrays
         assert functions.before is not None
-        assert functions.statistics is not None
-        assert functions.after is not None
         start = pl.multiple_of(unit * jnp.int32(SUBLANES), SUBLANES)
         groups = pl.ds(start, SUBLANES)
         raw = [
@@ -207,28 +203,34 @@ class BlockProgram:
             for ref, (operand, _) in zip(arrays.spread, self._per_block(), strict=True)
         ]
         before = functions.before(raw, known=known)
-        maxima = [jnp.zeros(REGISTER, jnp.int32)] * len(self.maxima)
-        for row, here in enumerate(exist):
-            new = functions.statistics(
-                values[row],
-                self.scalars,
-                index[row],
-                before,
-                known=known,
-                hoisted=hoisted,
-            )
+        maxima, stored, after = [], [], ()
+        for number, (statistics, after_round) in enumerate(functions.rounds):
+            rows = [
+                statistics(
+                    *(values[row], self.scalars, index[row], before, after),
+                    known=known,
+                    hoisted=of_rounds[number],
+                )
+                for row in range(len(exist))
+            ]
+            maxima += self._maxima(rows, exist, self.rounds[number])
+            stored, after = after_round(maxima, raw, self.scalars, known=known)
+        for ref, value in zip(arrays.gathered, stored, strict=True):
+            ref[groups, :] = _as_word(value)
+        return [before, after]
+
+    def _maxima(self, rows: Sequence, exist, sizes: Sequence[int]) -> list:
+        """The maxima over blocks of the values of each row of the groups."""
+        maxima = [jnp.zeros(REGISTER, jnp.int32)] * len(sizes)
+        for new, here in zip(rows, exist, strict=True):
             new = [whole(x) for x in new]
             if here is not None:
                 new = [jnp.where(here, x, jnp.int32(0)) for x in new]
             maxima = [jnp.maximum(*pair) for pair in zip(maxima, new, strict=True)]
-        maxima = [
+        return [
             _block_maximum(x, *self._sublanes_and_lanes(size))
-            for x, size in zip(maxima, self.maxima, strict=True)
+            for x, size in zip(maxima, sizes, strict=True)
         ]
-        stored, after = functions.after(maxima, raw, self.scalars, known=known)
-        for ref, value in zip(arrays.gathered, stored, strict=True):
-            ref[groups, :] = _as_word(value)
-        return [before, after]
 
     def _per_block(self) -> list:
         return [(o, ref) for o, ref in self.arrays.operands if o.block_size is not None]

@@ -84,15 +84,17 @@ def _with_blocks(
     sizes = [o.block_size for o in leaf.operands if o.block_size is not None]
     of_elements = repeated(block_values, sizes)
     before = body.before(of_elements)
-    maxima = [
-        block_maxima(x, leaf.layout, size)
-        for x, size in zip(
-            body.statistics(*arguments, before), body.maxima, strict=True
-        )
-    ]
-    scalars = arguments[1]
+    maxima, of_maxima, after, scalars = [], [], (), arguments[1]
+    for number, sizes in enumerate(body.rounds):
+        new = body.statistics(number, *arguments, before, after)
+        new = [
+            block_maxima(x, leaf.layout, size)
+            for x, size in zip(new, sizes, strict=True)
+        ]
+        maxima += new
+        of_maxima += repeated(new, sizes)
+        _, after = body.after(of_maxima, of_elements, scalars)
     per_block, _ = body.after(maxima, block_values, scalars)
-    _, after = body.after(repeated(maxima, body.maxima), of_elements, scalars)
     per_element, per_block = iter(body(*arguments, before, after)), iter(per_block)
     return [
         next(per_element if r.block_size is None else per_block) for r in leaf.results

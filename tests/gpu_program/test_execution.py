@@ -64,6 +64,14 @@ FAMILIES = {
     "extra_bits 12": (extra_bits(12), "float32"),
     "extra_bits 16": (extra_bits(16), "float32"),
     "extra_bits 8 stochastic": (extra_bits(8, rounding="stochastic"), BFLOAT16),
+    "extra_bits 8, exact sums": (
+        extra_bits(8, sum_rounding="stochastic"),
+        block_quantized(8),
+    ),
+    "stochastic_rounding, exact sums": (
+        lowbit_optax.stochastic_rounding(sum_rounding="stochastic"),
+        BFLOAT16,
+    ),
     "master_copy": (lowbit_optax.master_copy(), "float32"),
     "float8 moments": (extra_bits(8), cast("float8_e4m3fn")),
     "lowbit 8": (extra_bits(8), block_quantized(8)),
@@ -74,10 +82,24 @@ FAMILIES = {
     "lowbit 8 in blocks of 256": (extra_bits(8), block_quantized(8, block_size=256)),
     "lowbit 4 in blocks of 2048": (extra_bits(8), block_quantized(4, block_size=2048)),
 }
+# Moments of which one is stored relative to another's root.
+EIGHT = block_quantized(8)
+OF_ADAM = FAMILIES | {
+    "4-bit mu": (extra_bits(8), {"mu": block_quantized(4), "nu": EIGHT}),
+    "4-bit mu in blocks of 256": (
+        extra_bits(8),
+        {"mu": block_quantized(4, block_size=256), "nu": EIGHT},
+    ),
+    "4-bit mu, bfloat16 nu": (
+        lowbit_optax.kahan(),
+        {"mu": block_quantized(4), "nu": BFLOAT16},
+    ),
+    "relative 8-bit mu": (extra_bits(5), block_quantized(8, relative_to="nu")),
+}
 
 
 def transformation(inner, family, implementation=None):
-    weights, moments = FAMILIES[family]
+    weights, moments = OF_ADAM[family]
     return lowbit(
         inner,
         weights=weights,
@@ -146,7 +168,7 @@ def test_a_step_with_momentum_has_the_same_bits(family, shape):
 
 
 @each_shape
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", OF_ADAM)
 def test_the_first_step_of_adamw_has_the_same_bits(family, shape):
     make = functools.partial(transformation, ADAMW, family)
     params = {"kernel": normal(shape)}
@@ -154,8 +176,9 @@ def test_the_first_step_of_adamw_has_the_same_bits(family, shape):
     assert_same_step(make, params, state, powers_of_two(params))
 
 
-def test_gradients_that_are_not_finite_have_the_same_bits_and_harm_nothing_else():
-    make = functools.partial(transformation, ADAMW, "lowbit 8")
+@pytest.mark.parametrize("family", ["lowbit 8", "4-bit mu"])
+def test_gradients_that_are_not_finite_have_the_same_bits_and_harm_nothing_else(family):
+    make = functools.partial(transformation, ADAMW, family)
     params = {"kernel": normal(SHAPES["ragged"])}
     grads = np.array(powers_of_two(params)["kernel"])
     places = np.random.default_rng(1).choice(grads.size, 60, replace=False)
@@ -331,7 +354,16 @@ def test_masters_after_adamw_are_close():
 
 
 @pytest.mark.parametrize(
-    "family", ["stochastic_rounding", "kahan", "extra_bits 8", "lowbit 8", "lowbit 4"]
+    "family",
+    [
+        "stochastic_rounding",
+        "kahan",
+        "extra_bits 8",
+        "lowbit 8",
+        "lowbit 4",
+        "4-bit mu",
+        "relative 8-bit mu",
+    ],
 )
 def test_a_step_of_adamw_differs_in_few_roundings(family):
     params = {"kernel": normal(SHAPES["ragged"])}

@@ -191,6 +191,38 @@ def test_blocks_of_any_size_are_read_once(block_size):
     assert instructions_per_parameter(kernel, PARAMETERS) <= MOST_OF_LOWBIT
 
 
+EIGHT = lowbit_optax.block_quantized(8)
+# What does more than lowbit_adamw: bytes that a step moves, and instructions.
+MORE = {
+    "4-bit mu": (
+        lowbit_optax.extra_bits(8),
+        {"mu": lowbit_optax.block_quantized(4), "nu": EIGHT},
+        11.3,
+        78,
+    ),
+    "sums of exact mean": (
+        lowbit_optax.extra_bits(8, sum_rounding="stochastic"),
+        EIGHT,
+        12.3,
+        78,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_what_does_more_is_one_pass_in_place_too(name):
+    weights, moments, moved, instructions = MORE[name]
+    tx = lowbit_optax.lowbit(optax.adamw(1e-3), weights=weights, moments=moments)
+    step = lower_step(tx, leaf(SIDE, SIDE))
+    assert step.large == step.fused_launches == 1
+    assert step.moved <= moved
+    assert step.temporary < 0.01
+    assert step.in_place
+    kernel = step.fused
+    assert kernel.stack == kernel.spill_stores == kernel.spill_loads == 0
+    assert instructions_per_parameter(kernel, PARAMETERS) <= instructions
+
+
 # Bits of the weights, bytes that a step moves, and instructions, per parameter.
 LPMM = {
     "lpmm_adam": (lowbit_optax.lpmm_adam(1e-3), 12, 9.14, 160),

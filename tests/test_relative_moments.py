@@ -1,0 +1,360 @@
+"""First moments relative to the root of the stored second follow float32's AdamW.
+
+Updates are compared with float32's element by element, at gradients by which moments
+with one scale per block fail: values of many sizes beside each other.
+"""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from optimizers import apply, assert_same_bits
+from sklearn.datasets import load_digits
+
+import lowbit_optax
+from lowbit_optax import block_quantized
+from lowbit_optax._numerics.relative import product
+from lowbit_optax.formats.block_quantized import QuantizedMoment, RelativeMoment
+
+pytestmark = pytest.mark.standard_promotion
+
+SHAPE = (64, 128)
+RATE = 1e-3
+EIGHT = block_quantized(8)
+FOUR = (("mu", block_quantized(4)), ("nu", EIGHT))
+ABSOLUTE = (("mu", block_quantized(4, relative_to=None)), ("nu", EIGHT))
+EIGHT_RELATIVE = (("mu", block_quantized(8, relative_to="nu")), ("nu", EIGHT))
+ROW = np.broadcast_to((np.arange(SHAPE[0]) % 32 == 5)[:, None], SHAPE)
+COLUMN = np.broadcast_to(np.arange(SHAPE[1]) % 32 == 5, SHAPE)
+NOWHERE = np.zeros(SHAPE, bool)
+
+
+def normal(steps=200):
+    return np.random.default_rng(0).standard_normal((steps, *SHAPE), np.float32)
+
+
+def many_sizes():
+    exponents = np.random.default_rng(7).uniform(-6, 0, SHAPE)
+    return normal() * (10.0**exponents).astype(np.float32)
+
+
+def rarely_touched():
+    """Rows with gradients once in 50 to 1,000 steps, as those of an embedding."""
+    grads, random = normal(500), np.random.default_rng(3)
+    every = np.exp(random.uniform(np.log(50), np.log(1000), SHAPE[0]))
+    touched = random.random((len(grads), SHAPE[0])) < 1 / every
+    return grads * touched[:, :, None]
+
+
+def spike():
+    grads = normal()
+    grads[100, ROW] = 1e6
+    return grads
+
+
+def of_digits():
+    """Gradients of the first weights of a network that learns to read digits."""
+    images, labels = load_digits(return_X_y=True)
+    images, labels = jnp.asarray(images / 16, jnp.float32), jnp.asarray(labels)
+    sizes, random = (64, 128, 64, 10), np.random.default_rng(1)
+    params = [
+        jnp.asarray(random.standard_normal((a, b)) / np.sqrt(a), jnp.float32)
+        for a, b in itertools.pairwise(sizes)
+    ]
+    tx = optax.adamw(optax.linear_schedule(3e-3, 3e-4, 200))
+
+    def loss(params, key):
+        chosen = jax.random.randint(key, (64,), 0, len(images))
+        h = images[chosen]
+        for w in params[:-1]:
+            h = jax.nn.relu(h @ w)
+        losses = optax.softmax_cross_entropy_with_integer_labels
+        return losses(h @ params[-1], labels[chosen]).mean()
+
+    def step(carry, key):
+        params, state = carry
+        grads = jax.grad(loss)(params, key)
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), grads[0]
+
+    keys = jax.random.split(jax.random.key(0), 200)
+    return jax.jit(lambda start: lax.scan(step, start, keys)[1])(
+        (params, tx.init(params))
+    )
+
+
+# Per case its gradients, and where they are outliers, whose neighbours are compared.
+CASES = {
+    "normal": (normal, NOWHERE),
+    "rows of 30": (lambda: normal() * np.where(ROW, 30, 1), ROW),
+    "rows of 100": (lambda: normal() * np.where(ROW, 100, 1), ROW),
+    "rows of 1,000": (lambda: normal() * np.where(ROW, 1000, 1), ROW),
+    "columns of 1,000": (lambda: normal() * np.where(COLUMN, 1000, 1), COLUMN),
+    "six decades": (many_sizes, NOWHERE),
+    "rarely touched rows": (rarely_touched, NOWHERE),
+    "spike": (spike, ROW),
+    "digits": (of_digits, NOWHERE),
+}
+each_case = pytest.mark.parametrize("case", CASES)
+
+
+@functools.cache
+def gradients(case):
+    return jnp.asarray(CASES[case][0](), jnp.float32)
+
+
+def transformation(moments, inner=None):
+    return lowbit_optax.lowbit(
+        inner or optax.adamw(RATE, weight_decay=0.0),
+        moments=dict(moments) if isinstance(moments, tuple) else moments,
+        implementation="xla",
+        min_size=0,
+    )
+
+
+@functools.cache
+def runner(moments):
+    tx = transformation(moments)
+
+    def one(carry, grads):
+        params, state = carry
+        updates, state = tx.update(grads, state, params)
+        return (params + updates, state), updates
+
+    start = jnp.zeros(SHAPE)
+    return jax.jit(lambda grads: lax.scan(one, (start, tx.init(start)), grads)[1])
+
+
+@functools.cache
+def updates(moments, case):
+    """Updates of every step where there are no outliers, in units of the rate."""
+    of_all = np.asarray(runner(moments)(gradients(case)), np.float64) / RATE
+    return of_all[:, ~CASES[case][1]]
+
+
+def compared(moments, case):
+    """Largest update, root mean square and cosine, next to float32's."""
+    got, want = updates(moments, case), updates("float32", case)
+    norms = np.linalg.norm(got), np.linalg.norm(want)
+    cosine = np.vdot(got, want) / (norms[0] * norms[1])
+    return np.abs(got).max() / np.abs(want).max(), norms[0] / norms[1], cosine
+
+
+@each_case
+def test_four_bits_follow_float32_beside_values_of_any_size(case):
+    largest, size, cosine = compared(FOUR, case)
+    assert largest <= 1.5
+    assert 0.9 <= size <= 1.1
+    assert cosine >= 0.93
+
+
+@pytest.mark.exhaustive
+@each_case
+def test_eight_bits_follow_it_more_closely(case):
+    for moments in (EIGHT, EIGHT_RELATIVE):
+        largest, size, cosine = compared(moments, case)
+        assert largest <= 1.4
+        assert 0.9 <= size <= 1.1
+        assert cosine >= 0.95
+
+
+@pytest.mark.parametrize("moments", [EIGHT, FOUR], ids=["8 bits", "4-bit mu"])
+def test_one_gradient_whose_square_overflows_does_not_stop_its_neighbours(moments):
+    # Steps before it, at it, and after; in float32 its own parameter rests for ever.
+    grads = normal(40)
+    grads[10, ROW] = 1e30
+    results = [runner(x)(jnp.asarray(grads)) for x in (moments, "float32")]
+    in_its_blocks = np.broadcast_to((np.arange(SHAPE[0]) % 32 < 8)[:, None], SHAPE)
+    got, want = (np.asarray(x)[:, in_its_blocks & ~ROW] for x in results)
+    largest = [np.abs(x[10:]).max() for x in (got, want)]
+    assert largest[0] <= 1.5 * largest[1]
+    assert abs(np.linalg.norm(got[10:]) / np.linalg.norm(want[10:]) - 1) <= 0.1
+
+
+@pytest.mark.exhaustive
+def test_without_the_root_four_bits_do_not():
+    assert compared(ABSOLUTE, "rows of 1,000")[0] > 100
+    assert compared(ABSOLUTE, "digits")[1] > 2
+
+
+def adam_state(moments, inner=None):
+    tx = transformation(moments, inner)
+    return jax.eval_shape(tx.init, jnp.zeros(SHAPE)).inner_state[0]
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [optax.adamw(RATE), optax.nadam(RATE), optax.amsgrad(RATE), optax.yogi(RATE)],
+)
+def test_four_bits_are_relative_where_a_second_moment_bounds_them(inner):
+    state = adam_state(block_quantized(4), inner)
+    assert isinstance(state.mu, RelativeMoment)
+    assert isinstance(state.nu, QuantizedMoment)
+    # Codes and scales are those of moments that are not.
+    plain = adam_state(block_quantized(4, relative_to=None), inner)
+    shapes = [[x.shape for x in state.mu] for state in (state, plain)]
+    assert shapes[0] == shapes[1]
+
+
+@pytest.mark.parametrize(
+    ("inner", "field"),
+    [
+        (optax.adabelief(RATE), "mu"),
+        (optax.lion(RATE), "mu"),
+        (optax.sgd(RATE, momentum=0.9), "trace"),
+        (optax.novograd(RATE), "mu"),
+    ],
+)
+def test_elsewhere_they_are_not(inner, field):
+    state = adam_state(block_quantized(4), inner)
+    assert isinstance(getattr(state, field), QuantizedMoment)
+
+
+def test_eight_bits_are_relative_where_that_is_asked_for():
+    assert isinstance(adam_state(EIGHT).mu, QuantizedMoment)
+    state = adam_state(block_quantized(8, relative_to="nu"))
+    assert isinstance(state.mu, RelativeMoment)
+    assert isinstance(state.nu, QuantizedMoment)
+
+
+@pytest.mark.parametrize("field", ["mu", "nu_max"])
+def test_a_moment_that_is_not_there_is_refused(field):
+    moments = {"mu": block_quantized(4, relative_to=field), "nu": EIGHT}
+    with pytest.raises(ValueError, match=rf"'mu'.* relative to '{field}'.*\['nu'\]"):
+        adam_state(moments)
+
+
+def test_a_relative_moment_and_another_are_not_taken_for_each_other():
+    params = jnp.zeros(SHAPE)
+    absolute, relative = transformation(ABSOLUTE), transformation(FOUR)
+    for tx, other in ((absolute, relative), (relative, absolute)):
+        with pytest.raises(ValueError, match=r"'mu'.* made by a transformation with"):
+            tx.update(params, other.init(params), params)
+
+
+NUS = {
+    "float32": "float32",
+    "bfloat16": lowbit_optax.cast(jnp.bfloat16),
+    "8 bits": EIGHT,
+    "8 bits in blocks of 256": block_quantized(8, block_size=256),
+    "4 bits": block_quantized(4),
+}
+
+
+@pytest.mark.parametrize("nu", NUS.values(), ids=NUS)
+def test_the_second_moment_may_have_any_format(nu):
+    moments = {"mu": block_quantized(4), "nu": nu}
+    tx = transformation(moments, optax.adam(RATE, b1=0.75))
+    params = jnp.zeros(SHAPE)
+    # Of unlike sizes in one block, so that a moment without its root would be lost; 4
+    # bits of nu take values that are small in their block for larger ones.
+    decades = 0.5 if nu == NUS["4 bits"] else 3
+    sizes = 10.0 ** np.random.default_rng(0).uniform(-decades, decades, SHAPE[1])
+    grads = jnp.broadcast_to(jnp.asarray(sizes, jnp.float32), SHAPE)
+    state = jax.jit(lambda: tx.update(grads, tx.init(params), params)[1])()
+    adam = state.inner_state[0]
+    second = adam.nu
+    if nu != "float32":
+        second = nu.for_field("nu", {"mu", "nu"}).decode(adam.nu, SHAPE)
+    first = block_quantized(4).for_field("mu", {"mu", "nu"}, "nu")
+    mu = np.asarray(product(first.decode(adam.mu, SHAPE), second))
+    # Of 64 values that are off by half a step of a seventh at most.
+    np.testing.assert_allclose(mu.mean(0), sizes / 4, rtol=0.1)
+
+
+@pytest.mark.parametrize("advance", [lowbit_optax.step, apply], ids=["step", "update"])
+@pytest.mark.parametrize("shape", [(64, 72), (70, 65)], ids=["even", "ragged"])
+def test_kernels_give_the_same_bits(shape, advance):
+    # With these, all roots and products are exact.
+    inner = optax.adamw(2.0**-9, b1=0.5, b2=0.75, eps=0.0, weight_decay=2.0**-7)
+    random = np.random.default_rng(0)
+    params = {"w": jnp.asarray(random.standard_normal(shape), jnp.bfloat16)}
+    signs, exponents = random.choice([-1.0, 1.0], shape), random.integers(-12, 3, shape)
+    grads = {"w": jnp.asarray(signs * 2.0**exponents, jnp.float32)}
+    results = []
+    for name in ("pallas", "xla"):
+        tx = lowbit_optax.lowbit(
+            inner, moments=dict(FOUR), min_size=0, implementation=name
+        )
+        run = jax.jit(functools.partial(advance, tx))
+        results.append(run(params, tx.init(params), grads))
+    assert_same_bits(*results)
+
+
+def test_a_kernel_without_the_second_moment_is_refused():
+    """A transformation whose nu is updated elsewhere than its parameter's leaf."""
+    inner = optax.chain(optax.scale_by_adam(), optax.scale(RATE))
+
+    def update(updates, state, params=None):
+        new, (adam, *rest) = inner.update(updates, state, params)
+        whole = jnp.sort(adam.nu, axis=0)
+        return new, (adam._replace(nu=whole), *rest)
+
+    tx = lowbit_optax.lowbit(
+        optax.GradientTransformation(inner.init, update),
+        moments=dict(FOUR),
+        min_size=0,
+        implementation="pallas",
+    )
+    params = jnp.zeros(SHAPE)
+    with pytest.raises(ValueError, match="no kernel can update"):
+        jax.eval_shape(tx.update, params, tx.init(params), params)
+
+
+def keeps_mu_of_zeros(inner):
+    """Adam that leaves mu alone, and not nu, where all gradients are zero."""
+
+    def update(updates, state, params=None):
+        new, (adam, *rest) = inner.update(updates, state, params)
+        is_zero = jnp.all(updates == 0)
+        mu = jnp.where(is_zero, state[0].mu, adam.mu)
+        return new, (adam._replace(mu=mu), *rest)
+
+    return optax.GradientTransformation(inner.init, update)
+
+
+def test_a_step_that_is_skipped_changes_no_bit():
+    tx = transformation(FOUR, optax.apply_if_finite(optax.adam(RATE), 5))
+    params, grads = jnp.zeros(SHAPE), jnp.asarray(normal(2))
+    step = jax.jit(tx.update)
+    _, state = step(grads[0], tx.init(params), params)
+    _, new = step(grads[1].at[3, 4].set(jnp.nan), state, params)
+    adam = lambda state: state.inner_state.inner_state[0]
+    assert_same_bits(adam(new), adam(state))
+    _, new = step(grads[1], state, params)
+    assert np.any(np.asarray(adam(new).mu.codes) != np.asarray(adam(state).mu.codes))
+
+
+def test_if_only_one_of_the_two_is_left_alone_they_still_belong_together():
+    inner = keeps_mu_of_zeros(optax.adam(RATE, b2=0.5))
+    params, grads = jnp.zeros(SHAPE), jnp.asarray(normal(1))[0]
+    sizes = []
+    for moments in (FOUR, "float32"):
+        tx = transformation(moments, inner)
+        step = jax.jit(tx.update)
+        _, state = step(grads, tx.init(params), params)
+        for _ in range(4):
+            updates, state = step(jnp.zeros(SHAPE), state, params)
+        sizes.append(np.linalg.norm(updates))
+    assert abs(sizes[0] / sizes[1] - 1) <= 0.1
+
+
+def test_kernels_and_xla_differ_in_few_roundings():
+    params = {"w": jnp.asarray(normal(1)[0], jnp.bfloat16)}
+    results = []
+    for name in ("pallas", "xla"):
+        tx = lowbit_optax.lowbit(
+            optax.adamw(RATE), moments=dict(FOUR), min_size=0, implementation=name
+        )
+        run = jax.jit(functools.partial(lowbit_optax.step, tx))
+        new, state = params, tx.init(params)
+        for grads in normal(2):
+            new, state = run(new, state, {"w": jnp.asarray(grads)})
+        results.append(state.inner_state[0].mu)
+    for got, want in zip(*map(jax.tree.leaves, results), strict=True):
+        assert np.mean(np.asarray(got) != np.asarray(want)) < 0.003

@@ -1,0 +1,159 @@
+"""Updates far below float32's resolution move weights as far as they ask, on average.
+
+A sum in float32 is rounded to nearest, and loses an update below 2^-25 of the weight.
+With ``sum_rounding="stochastic"`` its rounding error enters the stochastic rounding.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from optimizers import assert_same_bits
+
+import lowbit_optax
+from lowbit_optax import extra_bits, stochastic_rounding
+from lowbit_optax._numerics.sums import stochastic_sum
+
+pytestmark = pytest.mark.standard_promotion
+
+ALL_WORDS = jnp.arange(2**16, dtype=jnp.uint32)
+WEIGHTS = [1.0, -1.0, 2.0, 0.5, -0.25, 1.5, -0.7, 1.9999999, 0.010009765, 3e-5]
+FORMATS = {
+    "extra_bits(8)": extra_bits(8, sum_rounding="stochastic"),
+    "extra_bits(4)": extra_bits(4, sum_rounding="stochastic"),
+    "extra_bits(12)": extra_bits(12, sum_rounding="stochastic"),
+    "extra_bits()": extra_bits(sum_rounding="stochastic"),
+    "stochastic_rounding": stochastic_rounding(sum_rounding="stochastic"),
+}
+
+
+@jax.jit
+def sums(w, u):
+    return stochastic_sum(w, u, ALL_WORDS)
+
+
+def mean_movement(w, u):
+    """The mean over all random bits, exactly, over what was asked."""
+    w, u = np.float32(w), np.float32(u)
+    moved = np.asarray(sums(w, u), np.float64) - np.float64(w)
+    return moved.mean() / np.float64(u)
+
+
+@pytest.mark.parametrize("rate", [1e-6, 1e-7, 1e-8, 1e-9])
+def test_the_mean_of_a_sum_is_what_was_asked(rate):
+    for w in WEIGHTS:
+        for u in (rate * abs(w), -rate * abs(w)):
+            # Half an interval of the probability, of 2^-16 of a step of 2^-23.
+            bound = 2.0**-17 * 2.0**-23 / rate
+            assert abs(mean_movement(w, u) - 1) <= bound, (w, u)
+
+
+floats = st.floats(-(2.0**100), 2.0**100, width=32)
+
+
+@settings(max_examples=300, deadline=None)
+@given(floats, floats)
+def test_sums_of_any_numbers_are_neighbours_with_their_mean(w, u):
+    got = np.asarray(sums(np.float32(w), np.float32(u)))
+    nearest = np.float32(w) + np.float32(u)
+    if abs(nearest) < 2.0**-80:
+        return
+    exact = np.longdouble(w) + np.longdouble(u)
+    step = np.spacing(np.abs(nearest))
+    assert np.all(np.abs(np.longdouble(got) - exact) <= step)
+    assert len(np.unique(got)) <= 2
+    error = abs(float(np.mean(got - np.longdouble(nearest)) + (nearest - exact)))
+    # Where the update is the larger, its own last bit is the limit.
+    assert error <= max(step * 2.0**-16, abs(u) * 2.0**-24 * (abs(u) > abs(w)))
+
+
+@pytest.mark.parametrize(
+    ("w", "u", "want"),
+    [
+        (1.0, np.inf, np.inf),
+        (-np.inf, 1.0, -np.inf),
+        (3e38, 3e38, np.inf),
+        (-3e38, -3e38, -np.inf),
+        (np.inf, -np.inf, np.nan),
+        (np.nan, 1.0, np.nan),
+        (1.0, -1.0, 0.0),
+        (0.0, 1e-9, 1e-9),
+        (1.0, 0.0, 1.0),
+    ],
+)
+def test_sums_without_a_rounding_error_are_float32s(w, u, want):
+    got = np.asarray(sums(np.float32(w), np.float32(u)))
+    np.testing.assert_array_equal(got, np.full(got.shape, want, np.float32))
+
+
+@functools.cache
+def movement(format_, dtype, rate, sign, start=1.0, steps=16):
+    """The mean movement of many equal weights over what was asked."""
+    tx = lowbit_optax.lowbit(
+        optax.sgd(rate), weights=format_, implementation="xla", min_size=0
+    )
+    params = {"w": jnp.full((512, 512), start, dtype)}
+    grads = {"w": jnp.full((512, 512), -sign, jnp.float32)}
+
+    @jax.jit
+    def run(params, state):
+        step = lambda _, carry: lowbit_optax.step(tx, *carry, grads)
+        params, state = jax.lax.fori_loop(0, steps, step, (params, state))
+        return lowbit_optax.master_weights(params, state)["w"]
+
+    masters = np.asarray(run(params, tx.init(params)), np.float64)
+    return (masters - start).mean() / (sign * steps * rate), masters.std()
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0], ids=["up", "down"])
+@pytest.mark.parametrize("rate", [1e-6, 1e-8])
+@pytest.mark.parametrize("format_", FORMATS.values(), ids=FORMATS)
+def test_weights_of_one_move_as_asked(format_, rate, sign):
+    ratio, deviation = movement(format_, "bfloat16", rate, sign)
+    # Five standard errors of 2^18 weights, and what the probabilities are rounded by.
+    allowed = 5 * deviation / 2**9 / (16 * rate) + 2.0**-17 * 2.0**-23 / rate
+    assert abs(ratio - 1) <= allowed
+    assert allowed < 0.6 or format_ == FORMATS["stochastic_rounding"]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn"])
+def test_so_do_weights_of_other_dtypes(dtype):
+    ratio, deviation = movement(FORMATS["extra_bits(8)"], dtype, 1e-7, 1.0)
+    assert abs(ratio - 1) <= 5 * deviation / 2**9 / 16e-7 + 0.01
+
+
+@pytest.mark.parametrize("format_", [extra_bits(8), extra_bits()], ids=str)
+def test_without_it_they_do_not(format_):
+    assert movement(format_, "bfloat16", 1e-8, 1.0)[0] == 0
+
+
+@pytest.mark.parametrize("landing", ["step", "update"])
+@pytest.mark.parametrize("format_", FORMATS.values(), ids=FORMATS)
+def test_kernels_give_the_same_bits(format_, landing):
+    inner, shape = optax.sgd(2.0**-26, momentum=0.5), (70, 65)
+    random = np.random.default_rng(0)
+    params = {"w": jnp.asarray(random.standard_normal(shape), jnp.bfloat16)}
+    grads = {"w": jnp.asarray(random.integers(-128, 128, shape) / 64, jnp.float32)}
+    results = []
+    for name in ("pallas", "xla"):
+        tx = lowbit_optax.lowbit(
+            inner, weights=format_, min_size=0, implementation=name
+        )
+        state = tx.init(params)
+        if landing == "step":
+            run = functools.partial(lowbit_optax.step, tx)
+            results.append(jax.jit(run)(params, state, grads))
+        else:
+            results.append(jax.jit(tx.update)(grads, state, params))
+    assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("make", [extra_bits, stochastic_rounding])
+def test_any_other_rounding_of_sums_is_refused(make):
+    with pytest.raises(ValueError, match="sum_rounding is 'up', not one of"):
+        make(sum_rounding="up")
