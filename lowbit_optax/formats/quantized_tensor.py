@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics import linear_code
 from lowbit_optax._numerics.random_bits import RandomBits
 from lowbit_optax._numerics.rounding import narrow_or_cast
@@ -123,14 +124,19 @@ class QuantizedTensor(QuantizedWeight):
           ValueError: if the shapes of codes and scales do not fit the static fields.
         """
         check_parts(self)
-        delta = lax.bitcast_convert_type(self.scales, jnp.float32)
-        steps = _repeated(delta, self.layout, self.block_size)
+        return traced_once(_dequantized, jnp.dtype(dtype))(self)
 
-        def decode(fields: jax.Array, delta: jax.Array, inverse: jax.Array):
-            values = linear_code.decode(fields, (delta, inverse), self.bits)
-            return narrow_or_cast(values, dtype)
 
-        return unpack_with(decode, self.codes, self.bits, self.layout, *steps)
+def _dequantized(dtype: jnp.dtype, tensor: QuantizedTensor) -> jax.Array:
+    """See :meth:`QuantizedTensor.dequantize`."""
+    delta = lax.bitcast_convert_type(tensor.scales, jnp.float32)
+    steps = _repeated(delta, tensor.layout, tensor.block_size)
+
+    def decode(fields: jax.Array, delta: jax.Array, inverse: jax.Array):
+        values = linear_code.decode(fields, (delta, inverse), tensor.bits)
+        return narrow_or_cast(values, dtype)
+
+    return unpack_with(decode, tensor.codes, tensor.bits, tensor.layout, *steps)
 
 
 def quantize(

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics import float_layouts, rounding
 from lowbit_optax.precision.bit_patterns import (
     PatternLayout,
@@ -245,7 +246,7 @@ class FloatFormat:
           the largest; NaN, where the format has none, too. In an "ieee" format NaN
           keeps the leading bits of its payload.
         """
-        return encode(_widened(_checked(x)), self._layout, grid_of(self))
+        return traced_once(_encoded, self)(_checked(x))
 
     def decode(self, patterns: jax.Array) -> jax.Array:
         """The values of patterns, the inverse of :meth:`encode`.
@@ -266,7 +267,7 @@ class FloatFormat:
                 f"patterns must be unsigned integers, got {patterns.dtype} "
                 f"{patterns.shape}"
             )
-        return decode(patterns, self._layout, grid_of(self))
+        return traced_once(_decoded, self)(patterns)
 
     def __str__(self):
         numbers = [self.exponent_bits, self.mantissa_bits, self.bias or None]
@@ -350,6 +351,16 @@ _DESCRIPTIONS: dict[str, tuple[int, int, int, Specials]] = {
 }
 # Not every version of JAX has all of them.
 _DTYPES = {n: d for n, d in _DESCRIPTIONS.items() if hasattr(jnp, n)}
+
+
+def _encoded(fmt: FloatFormat, x: jax.Array) -> jax.Array:
+    """See :meth:`FloatFormat.encode`."""
+    return encode(_widened(x), fmt._layout, grid_of(fmt))
+
+
+def _decoded(fmt: FloatFormat, patterns: jax.Array) -> jax.Array:
+    """See :meth:`FloatFormat.decode`."""
+    return decode(patterns, fmt._layout, grid_of(fmt))
 
 
 def _checked(x: jax.Array) -> jax.Array:

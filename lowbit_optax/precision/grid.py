@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics import float_layouts
 
 MANTISSA = 23
@@ -91,6 +92,11 @@ def round_to_grid(
         raise ValueError(
             f"random must be uint32 {x.shape}, got {random.dtype} {random.shape}"
         )
+    return traced_once(_round_to_grid)(x, grid, random)
+
+
+def _round_to_grid(x: jax.Array, grid: Grid, random: jax.Array | None):
+    """See :func:`round_to_grid`."""
     bits = bits_of(x)
     magnitude = magnitude_of(x)
     exponent, significand = split(magnitude)
