@@ -27,6 +27,7 @@ from lowbit_optax._numerics.landing import REPLACE, Landing
 from lowbit_optax._numerics.random_bits import RandomBits
 from lowbit_optax._numerics.rounding import to_float32
 from lowbit_optax._numerics.streams import Draws
+from lowbit_optax._numerics.sums import stochastic_sum
 
 SumRounding = typing.Literal["nearest", "stochastic"]
 
@@ -169,6 +170,20 @@ class WeightFormat:
           the leaf: the new parameter, or the update that optax will add.
         """
         return self.store(param, self.join(param, residual) + update, random, landing)
+
+    def advance_stochastically(
+        self,
+        param: jax.Array,
+        residual: Residual,
+        update: jax.Array,
+        random: RandomBits,
+        landing: Landing,
+        stream: int,
+    ) -> tuple[jax.Array, Residual, jax.Array]:
+        """:meth:`advance`, with a sum that is rounded by a stream's random words."""
+        words = random.words(param.shape, stream)
+        master = stochastic_sum(self.join(param, residual), update, words)
+        return self.store(param, master, random, landing)
 
     def store(
         self,

@@ -21,7 +21,6 @@ from lowbit_optax._numerics import float_layouts, splitting
 from lowbit_optax._numerics.landing import REPLACE
 from lowbit_optax._numerics.random_bits import RandomBits
 from lowbit_optax._numerics.streams import PARAM_STREAM, RESIDUAL_STREAM
-from lowbit_optax._numerics.sums import stochastic_sum
 from lowbit_optax.formats.base import SumRounding, WeightFormat, check_sum_rounding
 from lowbit_optax.formats.plain import MasterCopyFormat, NoResidual
 from pallas_kernels.bitfields.xla import pack, unpack
@@ -146,14 +145,13 @@ class ExtraBits(WeightFormat):
     def advance(self, param, residual, update, random, landing=REPLACE):
         if self.stores_sum:
             return super().advance(param, residual, update, random, landing)
-        master = self.join(param, residual)
-        # The master's own rounding leaves these bits of its words, if it drops 16 bits
-        # at most.
+        # The master's own rounding leaves the sum's bits of its words, if it drops 16
+        # bits at most.
         is_bfloat16 = float_layouts.layout_of(param.dtype).same_exponent
         stream = RESIDUAL_STREAM if is_bfloat16 else PARAM_STREAM
-        words = random.words(master.shape, stream)
-        master = stochastic_sum(master, update, words)
-        return self.store(param, master, random, landing)
+        return self.advance_stochastically(
+            param, residual, update, random, landing, stream
+        )
 
     def on_fields(self):
         return dataclasses.replace(self, packed=False)

@@ -10,7 +10,6 @@ from lowbit_optax._numerics import float_layouts, rounding
 from lowbit_optax._numerics.landing import REPLACE
 from lowbit_optax._numerics.random_bits import RandomBits
 from lowbit_optax._numerics.streams import PARAM_STREAM, RESIDUAL_STREAM
-from lowbit_optax._numerics.sums import stochastic_sum
 from lowbit_optax.formats.base import SumRounding, WeightFormat, check_sum_rounding
 from pallas_kernels.fused_update import operations
 
@@ -63,13 +62,12 @@ class StochasticRounding(WeightFormat):
     def advance(self, param, residual, update, random, landing=REPLACE):
         if self.stores_sum:
             return super().advance(param, residual, update, random, landing)
-        master = self.join(param, residual)
-        # Rounding to bfloat16 leaves these bits of its words.
+        # Rounding to bfloat16 leaves the sum's bits of its words.
         is_bfloat16 = float_layouts.layout_of(param.dtype).same_exponent
         stream = PARAM_STREAM if is_bfloat16 else RESIDUAL_STREAM
-        words = random.words(master.shape, stream)
-        master = stochastic_sum(master, update, words)
-        return self.store(param, master, random, landing)
+        return self.advance_stochastically(
+            param, residual, update, random, landing, stream
+        )
 
     def round(self, master: jax.Array, dtype: jnp.dtype, random: RandomBits):
         words = random.words(master.shape)

@@ -63,7 +63,7 @@ def active_values(loss: TracedLoss) -> set[Node]:
 
 
 def is_active(call: Call, active: set[Node]) -> bool:
-    """Whether cotangents go through a call."""
+    """Whether cotangents go through a call, from its outputs to its inputs."""
     return not _stops(call) and not active.isdisjoint(call.outputs)
 
 
