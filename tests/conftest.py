@@ -35,13 +35,16 @@ def pytest_configure(config):
     """XLA reads its flags when the first array is made, which is after this."""
     _set_xla_flag("xla_force_host_platform_device_count", 8)
     # Compiling is most of the time. Level 1 takes a third of it, and contracts products
-    # and sums like level 3, so that tests of bits test the same. XLA's older way to
-    # fuse loops on CPUs, which JAX 0.11 drops, takes three quarters of what is
-    # left. Programs for GPUs are measured, and need the level that users have.
-    if "not compiled" in config.option.markexpr:
+    # and sums like level 3, so that tests of bits test the same. Programs for GPUs are
+    # measured, and need the level that users have.
+    if config.option.rest and not _is_quick(config):
+        raise pytest.UsageError("--rest is for tests that do not take long; without -m")
+    if _is_quick(config):
         _set_xla_flag("xla_backend_optimization_level", 1)
-        if jax.__version_info__ < (0, 11):
-            _set_xla_flag("xla_cpu_use_fusion_emitters", "false")
+    # XLA's older way to fuse loops on CPUs, which JAX 0.11 drops, takes three quarters
+    # of what is left. It contracts differently, and two cases among the rest see that.
+    if _is_readmes_run(config) and jax.__version_info__ < (0, 11):
+        _set_xla_flag("xla_cpu_use_fusion_emitters", "false")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -50,14 +53,22 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("compiled")
             item.add_marker("standard_promotion")
             item.add_marker(pytest.mark.filterwarnings(TRITON_IS_DEPRECATED))
-    # Unlike Path.exists, os.path.exists takes a -k longer than a file's name may be.
-    is_whole_suite = not any(
-        os.path.exists(arg.split("::")[0]) for arg in config.invocation_params.args
-    )
-    is_quick = "not compiled" in config.option.markexpr
-    if is_whole_suite and is_quick:
+    if _is_readmes_run(config) or config.option.rest:
         few, rest = _few_cases(items), config.option.rest
         _leave_out(config, items, [x for x in items if (x.nodeid in few) == rest])
+
+
+def _is_quick(config) -> bool:
+    return "not compiled" in config.option.markexpr
+
+
+def _is_readmes_run(config) -> bool:
+    """Whether some cases of all files are run quickly."""
+    # Unlike Path.exists, os.path.exists takes a -k longer than a file's name may be.
+    names_files = any(
+        os.path.exists(arg.split("::")[0]) for arg in config.invocation_params.args
+    )
+    return _is_quick(config) and not names_files and not config.option.rest
 
 
 def _leave_out(config, items, some):
