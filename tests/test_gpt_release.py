@@ -73,7 +73,7 @@ def test_the_end_says_where_parameters_are_updated_and_in_what_memory(capsys):
         assert f"{memory.peak / 2**20:.2f}" in printed
     assert result.updates["['layers']['up']"] == "in the loop"
     # The embedding is the head too.
-    assert result.updates["['embedding']"].startswith("after it")
+    assert result.updates["['embedding']"].startswith("in the backward pass")
     assert all(name in printed for name in result.updates)
 
 
