@@ -1,5 +1,6 @@
 """Eight CPU devices, quick compilation, markers by folder, strict dtype promotion."""
 
+import gc
 import os
 import zlib
 from pathlib import Path
@@ -29,6 +30,13 @@ def pytest_addoption(parser):
     parser.addoption(
         "--rest", action="store_true", help="the cases that README's run leaves out"
     )
+
+
+def pytest_collection_finish():
+    """What JAX and the tests made so far stays, and need not be looked at again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000)
 
 
 def pytest_configure(config):
