@@ -2,12 +2,10 @@
 
 from collections.abc import Collection
 
-from jax.extend import core
+from pallas_kernels.jaxprs import ClosedJaxpr
 
 
-def without_barriers_on(
-    closed: core.ClosedJaxpr, inputs: Collection[int]
-) -> core.ClosedJaxpr:
+def without_barriers_on(closed: ClosedJaxpr, inputs: Collection[int]) -> ClosedJaxpr:
     """The same function, whose checkpoints read some of its inputs where they are.
 
     What is under ``jax.checkpoint`` is computed again for its derivative. Its operands
@@ -34,4 +32,4 @@ def without_barriers_on(
         return equation.replace(params={**equation.params, "prevent_cse": each})
 
     equations = list(map(changed, closed.jaxpr.eqns))
-    return core.ClosedJaxpr(closed.jaxpr.replace(eqns=equations), closed.consts)
+    return ClosedJaxpr(closed.jaxpr.replace(eqns=equations), closed.consts)

@@ -10,7 +10,6 @@ from collections.abc import Collection, Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 from jax.extend.core import primitives
 
 from lowbit_optax._jaxprs.nodes import (
@@ -25,6 +24,7 @@ from lowbit_optax._jaxprs.nodes import (
     value_of,
     with_outputs,
 )
+from pallas_kernels.jaxprs import ClosedJaxpr
 
 _CALLS = frozenset(
     {
@@ -64,7 +64,7 @@ class Graph:
       inputs, outputs: lists of :class:`Node`, flat.
     """
 
-    def __init__(self, closed: core.ClosedJaxpr, opaque: Collection[str] = ()):
+    def __init__(self, closed: ClosedJaxpr, opaque: Collection[str] = ()):
         self._opaque = opaque
         self._count = 0
         self._scalars: dict[typing.Any, list[Node]] = {}

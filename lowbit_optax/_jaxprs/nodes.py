@@ -15,6 +15,8 @@ import jax
 from jax.extend import core
 from jax.extend.core import primitives
 
+from pallas_kernels.jaxprs import ClosedJaxpr
+
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Call:
@@ -62,7 +64,7 @@ def with_outputs(call: Call, avals: Iterable) -> list[Node]:
 
 
 def inline(
-    closed: core.ClosedJaxpr,
+    closed: ClosedJaxpr,
     inputs: Sequence[Node],
     read_equation: Callable[[typing.Any, list[Node]], Sequence[Node]],
 ) -> list[Node]:
@@ -140,13 +142,13 @@ def params_of(function: Callable) -> dict[str, typing.Any]:
     return equation.params
 
 
-def as_closed_jaxpr(jaxpr) -> core.ClosedJaxpr:
+def as_closed_jaxpr(jaxpr) -> ClosedJaxpr:
     """A jaxpr among an equation's parameters, with its constants if it has any."""
-    is_closed = isinstance(jaxpr, core.ClosedJaxpr)
-    return jaxpr if is_closed else core.ClosedJaxpr(jaxpr, ())
+    is_closed = isinstance(jaxpr, ClosedJaxpr)
+    return jaxpr if is_closed else ClosedJaxpr(jaxpr, ())
 
 
-def called_jaxpr(params: Mapping[str, typing.Any]) -> core.ClosedJaxpr:
+def called_jaxpr(params: Mapping[str, typing.Any]) -> ClosedJaxpr:
     """The function that an equation with these parameters calls once."""
     key = "jaxpr" if "jaxpr" in params else "call_jaxpr"
     return as_closed_jaxpr(params[key])

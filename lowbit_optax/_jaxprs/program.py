@@ -13,7 +13,6 @@ import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import jax
-from jax.extend import core
 from jax.extend.core import primitives
 
 from lowbit_optax._jaxprs.nodes import (
@@ -26,6 +25,7 @@ from lowbit_optax._jaxprs.nodes import (
     value_of,
     with_outputs,
 )
+from pallas_kernels.jaxprs import ClosedJaxpr
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,7 +38,7 @@ class Scan:
       constants, carry, xs: how many of each; ``ys`` likewise.
     """
 
-    body: core.ClosedJaxpr
+    body: ClosedJaxpr
     length: int
     reverse: bool
     unroll: int | bool
@@ -126,7 +126,7 @@ class LossProgram:
 
     def __init__(
         self,
-        closed: core.ClosedJaxpr,
+        closed: ClosedJaxpr,
         *,
         inline_all: bool = False,
         parameters: int = 0,

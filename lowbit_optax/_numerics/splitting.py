@@ -120,6 +120,7 @@ def round_param(
             tie = jnp.uint32((largest << extra) + (1 << (extra - 1)))
             magnitude = jnp.where(pattern == tie, jnp.uint32(largest), magnitude)
         if rounding == "stochastic":
+            assert random is not None, "stochastic rounding needs random bits"
             up = random >> jnp.uint32(32 - extra)
             drawn = (pattern + up) >> jnp.uint32(extra)
             # Past the largest finite value, a random draw could give infinity.

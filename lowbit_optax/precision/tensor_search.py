@@ -27,7 +27,6 @@ import typing
 from collections.abc import Collection, Sequence
 
 import jax.numpy as jnp
-from jax.extend import core
 from jax.extend.core import primitives
 
 from lowbit_optax._jaxprs.nodes import Call, Node, as_closed_jaxpr, called_jaxpr
@@ -42,6 +41,7 @@ from lowbit_optax.precision.operations import (
     is_product,
     is_stored,
 )
+from pallas_kernels.jaxprs import ClosedJaxpr
 
 Kind = typing.Literal["parameter", "input", "value", "iterated"]
 """``"iterated"`` is a value in the body of a while loop."""
@@ -126,7 +126,7 @@ class TensorSearch:
       opaque: names of the calls with arrays inside that cannot be looked into.
     """
 
-    def __init__(self, closed: core.ClosedJaxpr, names: Sequence[str], parameters: int):
+    def __init__(self, closed: ClosedJaxpr, names: Sequence[str], parameters: int):
         self.program = LossProgram(closed, inline_all=True)
         self.values: dict[Node, Value] = {}
         self.products = 0

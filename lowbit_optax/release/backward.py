@@ -270,7 +270,7 @@ class _Passes:
         """The body's inputs in one layer."""
         inputs = [*operands[: self.scan.constants], *carry, *xs]
         for n in self.roles.unread:
-            aval = self.scan.body.in_avals[n]
+            aval: typing.Any = self.scan.body.in_avals[n]
             inputs[n] = jnp.zeros(aval.shape, aval.dtype)
         return inputs
 

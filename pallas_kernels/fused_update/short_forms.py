@@ -27,6 +27,7 @@ from jax.extend.core import primitives as p
 from pallas_kernels.bitfields.fields import get_field
 from pallas_kernels.fused_update import operations
 from pallas_kernels.fused_update.instructions import Instructions
+from pallas_kernels.jaxprs import ClosedJaxpr
 
 _ADDITIONS = (p.add_p, p.add_jaxvals_p)
 _SMALLEST = 2.0**-126  # float32's smallest normal number
@@ -107,7 +108,7 @@ class _Evaluation:
 
     def __init__(
         self,
-        closed: core.ClosedJaxpr,
+        closed: ClosedJaxpr,
         args: list,
         are_divisors: list[bool],
         instructions: Instructions,

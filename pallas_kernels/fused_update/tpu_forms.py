@@ -10,6 +10,7 @@ kernel. What two functions of the same values both compute is computed once for 
 """
 
 import dataclasses
+import typing
 from collections.abc import Callable, Iterable, Sequence
 
 import jax
@@ -27,6 +28,7 @@ from pallas_kernels.fused_update.tpu_values import (
     Sum,
     whole,
 )
+from pallas_kernels.jaxprs import ClosedJaxpr
 
 _HALVES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.uint16))
 _PLAIN = (jnp.dtype(t) for t in (jnp.float32, jnp.int32, jnp.uint32, jnp.bool_))
@@ -79,9 +81,8 @@ class Function:
           scalars: all arguments that are scalars, in their order.
         """
         left = list(scalars)
-        args = [
-            None if x.aval.shape else left.pop(0) for x in self._closed.jaxpr.invars
-        ]
+        avals: list[typing.Any] = [x.aval for x in self._closed.jaxpr.invars]
+        args = [None if aval.shape else left.pop(0) for aval in avals]
         found: Hoisted = {}
         _Evaluation(found, True, {}).run(self._closed, args, ())
         return found
@@ -112,7 +113,7 @@ class _Evaluation:
     def __init__(self, hoisted: dict, of_scalars: bool, known: dict):
         self._hoisted, self._of_scalars, self._known = hoisted, of_scalars, known
 
-    def run(self, closed: core.ClosedJaxpr, args: Sequence, place: tuple) -> list:
+    def run(self, closed: ClosedJaxpr, args: Sequence, place: tuple) -> list:
         jaxpr = closed.jaxpr
         values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         values |= zip(jaxpr.invars, args, strict=True)
