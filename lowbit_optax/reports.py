@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.landing import apply_leaf
 from lowbit_optax._step import trees
@@ -327,18 +328,20 @@ def cancelled_updates(
         tx = optax.with_extra_args_support(tx)
         updates, _ = tx.update(grads, state, params, **extra_args)
 
-    def share(param, update):
-        if not trees.is_float(param):
-            return jnp.float32(0)
-        moved = update != 0
-        if quantized_tensor.is_quantized(param):
-            old = param.dequantize()
-            sums = old + update.astype(jnp.float32)
-            same = quantized_tensor.requantize(sums, param, None).dequantize() == old
-        else:
-            same = apply_leaf(param, update) == param
-        count = jnp.sum(moved, dtype=jnp.float32)
-        cancelled = jnp.sum(moved & same, dtype=jnp.float32)
-        return cancelled / jnp.maximum(count, jnp.float32(1))
-
+    share = traced_once(_cancelled_share)
     return jax.tree.map(share, params, updates, is_leaf=quantized_tensor.is_quantized)
+
+
+def _cancelled_share(param, update) -> jax.Array:
+    if not trees.is_float(param):
+        return jnp.float32(0)
+    moved = update != 0
+    if quantized_tensor.is_quantized(param):
+        old = param.dequantize()
+        sums = old + update.astype(jnp.float32)
+        same = quantized_tensor.requantize(sums, param, None).dequantize() == old
+    else:
+        same = apply_leaf(param, update) == param
+    count = jnp.sum(moved, dtype=jnp.float32)
+    cancelled = jnp.sum(moved & same, dtype=jnp.float32)
+    return cancelled / jnp.maximum(count, jnp.float32(1))

@@ -13,6 +13,7 @@ import typing
 import jax
 import jax.numpy as jnp
 
+from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.random_bits import RandomBits, random_bits
 from lowbit_optax._numerics.rounding import to_float32
@@ -106,6 +107,9 @@ class SplitArray:
         """The square root."""
         return self._split(jnp.sqrt(join_array(self)))
 
+    # Outside of jit, one program per operation on split numbers, not one per operation
+    # on their bits.
+    @jax.jit
     def _plus(self, update: jax.Array) -> "SplitArray":
         if jnp.broadcast_shapes(self.shape, update.shape) != self.shape:
             return self._split(join_array(self) + update)
@@ -117,6 +121,7 @@ class SplitArray:
             param, residual, self._next_random_state(), self.weight_format
         )
 
+    @jax.jit
     def _split(self, value: jax.Array) -> "SplitArray":
         # A result of another shape may be too small to be packed, or large enough.
         format_ = self.weight_format.for_leaf(value.shape, self.dtype, min_size=0)
@@ -168,9 +173,13 @@ def split_array(
     why = weight_format.check(dtype)
     if why:
         raise ValueError(f"split_array: {why}")
+    return traced_once(_first_split, dtype, weight_format)(x, jnp.uint32(seed))
+
+
+def _first_split(dtype, weight_format: WeightFormat, x, seed) -> SplitArray:
     x = _float32(x)
     format_ = weight_format.for_leaf(x.shape, dtype, min_size=0)
-    state = jnp.array([seed, 0], jnp.uint32)
+    state = jnp.stack([seed, jnp.uint32(0)])
     param, residual = split_leaf(format_, x, dtype, _random(state))
     return SplitArray(param, residual, state + jnp.array([0, 1], jnp.uint32), format_)
 
@@ -188,7 +197,7 @@ def join_array(split: SplitArray) -> jax.Array:
     >>> join_array(split_array(0.1, jnp.float16, lowbit_optax.extra_bits(13)))
     Array(0.1, dtype=float32)
     """
-    return join_leaf(split.weight_format, split.param, split.residual)
+    return traced_once(join_leaf, split.weight_format)(split.param, split.residual)
 
 
 def _random(state: jax.Array) -> RandomBits:

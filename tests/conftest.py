@@ -28,7 +28,10 @@ def _set_xla_flag(name, value):
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--rest", action="store_true", help="the cases that README's run leaves out"
+        "--cases",
+        choices=("few", "rest", "all"),
+        default="few",
+        help="of quick tests: README's run takes one or two of each",
     )
 
 
@@ -45,8 +48,8 @@ def pytest_configure(config):
     # Compiling is most of the time. Level 1 takes a third of it, and contracts products
     # and sums like level 3, so that tests of bits test the same. Programs for GPUs are
     # measured, and need the level that users have.
-    if config.option.rest and not _is_quick(config):
-        raise pytest.UsageError("--rest is for tests that do not take long; without -m")
+    if config.option.cases != "few" and not _is_quick(config):
+        raise pytest.UsageError("--cases is for quick tests; without -m")
     if _is_quick(config):
         _set_xla_flag("xla_backend_optimization_level", 1)
     # XLA's older way to fuse loops on CPUs, which JAX 0.11 drops, takes three quarters
@@ -61,8 +64,8 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("compiled")
             item.add_marker("standard_promotion")
             item.add_marker(pytest.mark.filterwarnings(TRITON_IS_DEPRECATED))
-    if _is_readmes_run(config) or config.option.rest:
-        few, rest = _few_cases(items), config.option.rest
+    if _is_readmes_run(config) or config.option.cases == "rest":
+        few, rest = _few_cases(items), config.option.cases == "rest"
         _leave_out(config, items, [x for x in items if (x.nodeid in few) == rest])
 
 
@@ -76,7 +79,7 @@ def _is_readmes_run(config) -> bool:
     names_files = any(
         os.path.exists(arg.split("::")[0]) for arg in config.invocation_params.args
     )
-    return _is_quick(config) and not names_files and not config.option.rest
+    return _is_quick(config) and not names_files and config.option.cases == "few"
 
 
 def _leave_out(config, items, some):

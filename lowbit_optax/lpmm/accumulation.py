@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from lowbit_optax import formats
+from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.random_bits import leaf_number, random_bits
 from lowbit_optax._numerics.streams import accumulator_draws
 from lowbit_optax._step import trees
@@ -250,19 +251,28 @@ class Accumulation:
         format_ = self._format(total.shape)
         if format_ is None:
             return total
-        return marked_layerwise(lambda x: format_.encode(x, random, 0), total)
+        encode = traced_once(_encoded, format_)
+        return marked_layerwise(lambda x: encode(x, random), total)
 
     def _decode(self, name, part, leaf):
         format_ = self._format(leaf.shape)
         if format_ is None:
             return unwrap_uncoded(part)
         try:
-            return marked_layerwise(lambda x: format_.decode(x, leaf.shape), part)
+            return marked_layerwise(traced_once(_decoded, format_, leaf.shape), part)
         except (AttributeError, ValueError) as error:
             raise ValueError(
                 f"accumulate_gradients: the accumulator of params{name} is not one of "
                 f"{format_}: was this state made with another format?"
             ) from error
+
+
+def _encoded(format_: MomentFormat, total, random):
+    return format_.encode(total, random, 0)
+
+
+def _decoded(format_: MomentFormat, shape: tuple[int, ...], stored):
+    return format_.decode(stored, shape)
 
 
 def _zeros(leaf) -> jax.Array:

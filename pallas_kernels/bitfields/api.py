@@ -1,5 +1,7 @@
 """``pack`` and ``unpack``: arrays of k-bit fields to words and back, on any device."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -36,15 +38,7 @@ def pack(
     """
     xla.check(bits, fields.dtype)
     layout_of(fields.shape)
-    if implementation == "xla":
-        return xla.pack(fields, bits)
-    (words,) = fused_update(
-        _same,
-        [Operand(fields)],
-        [Result(jnp.uint32, bits)],
-        implementation=implementation,
-    )
-    return words
+    return _pack(fields, bits, implementation)
 
 
 def unpack(
@@ -73,10 +67,30 @@ def unpack(
     >>> bool((unpack(words, 7, (50,)) == jnp.arange(50)).all())
     True
     """
-    layout = layout_of(shape)
-    xla.check_words(words, bits, layout)
+    xla.check_words(words, bits, layout_of(shape))
+    return _unpack(words, bits, tuple(shape), implementation)
+
+
+# Outside of jit one program each, not one per operation.
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _pack(fields: jax.Array, bits: int, implementation: Implementation) -> jax.Array:
     if implementation == "xla":
-        return xla.unpack(words, bits, layout)
+        return xla.pack(fields, bits)
+    (words,) = fused_update(
+        _same,
+        [Operand(fields)],
+        [Result(jnp.uint32, bits)],
+        implementation=implementation,
+    )
+    return words
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _unpack(
+    words: jax.Array, bits: int, shape: tuple[int, ...], implementation: Implementation
+) -> jax.Array:
+    if implementation == "xla":
+        return xla.unpack(words, bits, layout_of(shape))
     (fields,) = fused_update(
         _same,
         [Operand(words, bits)],
