@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.random_bits import ToNearest
 from lowbit_optax._numerics.rounding import round_nearest, to_float32
@@ -52,7 +53,9 @@ def master_weights(params: optax.Params, state: optax.OptState) -> optax.Params:
     held = _held(names, leaves, state)
     return treedef.unflatten(
         [
-            join_leaf(held[name][0], leaf, held[name][1]) if name in held else leaf
+            traced_once(join_leaf, held[name][0])(leaf, held[name][1])
+            if name in held
+            else leaf
             for name, leaf in zip(names, leaves, strict=True)
         ]
     )
@@ -92,15 +95,16 @@ def from_master(
         master,
         is_leaf=lambda x: x is None,
     )
-    params = jax.tree.map(_rounded, master, spread)
+    params = jax.tree.map(
+        lambda x, dtype: traced_once(_rounded, dtype)(x), master, spread
+    )
     names, leaves, treedef = trees.named_leaves(params)
     masters = dict(zip(names, treedef.flatten_up_to(master), strict=True))
     held = _held(names, leaves, jax.eval_shape(tx.init, params))
-    to_nearest = ToNearest()
     # Formats that store an unsigned residual need a parameter rounded toward zero.
     params = treedef.unflatten(
         [
-            held[name][0].round(to_float32(masters[name]), leaf.dtype, to_nearest)
+            traced_once(_narrowed, held[name][0], leaf.dtype)(masters[name])
             if name in held
             else leaf
             for name, leaf in zip(names, leaves, strict=True)
@@ -170,7 +174,11 @@ def param_dtypes(
     return jax.tree_util.tree_map_with_path(choose, params)
 
 
-def _rounded(x: jax.Array, dtype: np.dtype) -> jax.Array:
+def _narrowed(format_: WeightFormat, dtype: np.dtype, master: jax.Array) -> jax.Array:
+    return format_.round(to_float32(master), dtype, ToNearest())
+
+
+def _rounded(dtype: np.dtype, x: jax.Array) -> jax.Array:
     if not trees.is_float(x):
         return x
     return round_nearest(to_float32(x), dtype) if is_narrow(dtype) else x.astype(dtype)

@@ -9,13 +9,13 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType
-from optimizers import (
-    assert_same_bits,
-)
+from optimizers import assert_same_bits, initial, random_grads
 
 import lowbit_optax
 from lowbit_optax import block_quantized
-from lowbit_optax._numerics.code_kinds import Segments, code_of
+from lowbit_optax._jaxprs.traced_once import traced_once
+from lowbit_optax._numerics import code_kinds
+from lowbit_optax._numerics.code_kinds import Segments
 from lowbit_optax._numerics.codes import RANDOM_BITS
 from lowbit_optax._numerics.float_code import Float
 from lowbit_optax._numerics.random_bits import random_bits
@@ -25,6 +25,26 @@ from pallas_kernels import layout_of, packed_shape
 from pallas_kernels.bitfields.xla import unpack
 
 pytestmark = pytest.mark.standard_promotion
+
+
+class CodeByPrograms:
+    """A code whose functions of arrays are one program each, not many operations."""
+
+    def __init__(self, code):
+        self.code = code
+
+    @property
+    def __class__(self):
+        return type(self.code)
+
+    def __getattr__(self, name):
+        value = getattr(self.code, name)
+        return traced_once(value) if callable(value) else value
+
+
+def code_of(*args):
+    return CodeByPrograms(code_kinds.code_of(*args))
+
 
 SIGNED = ("linear", "companded", "dynamic")
 UNSIGNED = ("linear", "companded", "dynamic", "sqrt", "log", "float")
@@ -324,7 +344,7 @@ def test_the_dynamic_map_is_the_published_one(bits, signed):
 def test_segments_double_their_steps():
     # Eight segments of sixteen steps are the mu-law of ITU-T G.711, whose segments
     # start at 31, 95, 223, ... 4063 on a scale where its bias is 33 and its steps 2.
-    telephony = Segments(8, True, "power_of_two", 3)
+    telephony = CodeByPrograms(Segments(8, True, "power_of_two", 3))
     _, values = finite_values(telephony, largest=247.0)
     positive = values[values >= 0][1:]
     np.testing.assert_array_equal(positive[::16], 2.0 ** np.arange(8) - 1)
@@ -361,6 +381,10 @@ def encode(format_, x, *, number=0, step=0):
     return run(jnp.asarray(x), jnp.uint32(step))
 
 
+def decode(format_, stored, shape):
+    return jax.jit(lambda stored: format_.decode(stored, shape))(stored)
+
+
 SHAPES = [(64,), (270,), (5,), (64, 8), (3, 3, 40), (100, 7), (2, 33, 65), (9, 3, 5)]
 
 
@@ -383,7 +407,7 @@ def test_shapes_and_errors_are_those_of_whole_blocks_everywhere(
     assert stored.codes.shape == packed_shape(shape, bits)
     assert stored.scales.dtype == jnp.bfloat16
     assert stored.scales.shape == format_.scales_shape(shape)
-    decoded = np.asarray(format_.decode(stored, shape))
+    decoded = np.asarray(decode(format_, stored, shape))
     assert decoded.shape == shape
     # Half a step of the value's own block, whose largest value is the largest code.
     reach = 2 ** (bits - 1) - 1
@@ -399,7 +423,7 @@ def test_the_blocks_of_the_rest_have_scales_of_their_own():
     for format_ in (block_quantized(8), block_quantized(4, code="linear")):
         stored = encode(format_, x)
         assert stored.scales.shape == (2, 2)
-        decoded = np.asarray(format_.decode(stored, x.shape))
+        decoded = np.asarray(decode(format_, stored, x.shape))
         np.testing.assert_allclose(decoded, x, rtol=0.15)
 
 
@@ -466,10 +490,9 @@ def step_of(tx):
 
 def after_two_steps(tx):
     leaves = params()
-    state = tx.init(leaves)
+    state = initial(tx, leaves)
     for i in range(2):
-        draw = functools.partial(jax.random.normal, jax.random.key(i))
-        grads = jax.tree.map(lambda p, draw=draw: 0.1 * draw(p.shape), leaves)
+        grads = random_grads(leaves, i)
         leaves, state = step_of(tx)(leaves, state, grads)
     return leaves, state
 
@@ -507,10 +530,10 @@ def test_adans_v_is_no_second_moment():
 def test_what_a_field_is_not_told_is_chosen_by_it():
     format_ = block_quantized(8)
     of = lambda format_, name: format_.for_field(name, {"mu", "nu"}).codec
-    assert of(format_, "mu") == code_of("companded", 8, True, "bfloat16")
-    assert of(format_, "nu") == code_of("float", 8, False, "bfloat16")
+    assert of(format_, "mu") == code_kinds.code_of("companded", 8, True, "bfloat16")
+    assert of(format_, "nu") == code_kinds.code_of("float", 8, False, "bfloat16")
     four = block_quantized(4, scale="power_of_two")
-    assert of(four, "nu") == code_of("sqrt", 4, False, "power_of_two")
+    assert of(four, "nu") == code_kinds.code_of("sqrt", 4, False, "power_of_two")
     assert of(block_quantized(code="linear"), "nu").signed is False
 
 
@@ -541,7 +564,7 @@ def test_around_low_bit_accumulators_the_other_moments_are_stored():
         inner, moments=block_quantized(8), weights=lowbit_optax.extra_bits(16)
     )
     leaves = params()
-    state = tx.init(leaves)
+    state = initial(tx, leaves)
     for _ in range(2):
         grads = jax.tree.map(jnp.ones_like, leaves)
         leaves, state = step_of(tx)(leaves, state, grads)
