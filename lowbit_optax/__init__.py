@@ -21,6 +21,7 @@ from lowbit_optax.aliases import (
     sr_adamw,
     sr_sgd,
 )
+from lowbit_optax.conversion import convert
 from lowbit_optax.formats import (
     MomentFormat,
     WeightFormat,
@@ -90,6 +91,7 @@ __all__ = [
     "block_quantized",
     "cancelled_updates",
     "cast",
+    "convert",
     "current_loss_scale",
     "dequantize",
     "extra_bits",
