@@ -69,12 +69,12 @@ def convert(
 
     - Weights that the new format cannot hold. A compensation of ``kahan()`` below
       2^-25 of the weight is lost in a float32 master.
-    - Moments into ``cast`` and ``block_quantized``. By float32 and back, codes of
-      ``block_quantized`` differ by a step at most where their block's scale changes.
+    - Moments into ``cast`` and ``block_quantized``; the latter also where they come
+      back from float32, because their blocks may get other scales.
     - Sums that a wrapper keeps in the parameters' dtype, where that gets narrower.
 
-    It works under ``jax.jit`` and on sharded arrays, which it leaves where they are;
-    for a large model jit and donate it.
+    It works on sharded arrays, which it leaves where they are. Under ``jax.jit`` it is
+    faster, and does not keep the float32 arrays of all leaves at once.
 
     Args:
       params: tree of parameters.
