@@ -56,6 +56,7 @@ from lowbit_optax.regularization import regularize
 from lowbit_optax.reports import MemoryReport, cancelled_updates, memory_report
 from lowbit_optax.sharding import state_shardings
 from lowbit_optax.split_array import SplitArray, join_array, split_array
+from lowbit_optax.storage_formats import check_storage_formats, storage_formats
 from lowbit_optax.transformation import (
     apply_updates,
     lowbit,
@@ -91,6 +92,7 @@ __all__ = [
     "block_quantized",
     "cancelled_updates",
     "cast",
+    "check_storage_formats",
     "convert",
     "current_loss_scale",
     "dequantize",
@@ -125,6 +127,7 @@ __all__ = [
     "static_scale",
     "step",
     "stochastic_rounding",
+    "storage_formats",
     "with_loss_scale",
 ]
 
