@@ -52,6 +52,7 @@ from lowbit_optax.lpmm import (
     quantize_params,
 )
 from lowbit_optax.masters import from_master, master_weights, param_dtypes
+from lowbit_optax.planning import Plan, PlannedFormats, plan
 from lowbit_optax.regularization import regularize
 from lowbit_optax.reports import MemoryReport, cancelled_updates, memory_report
 from lowbit_optax.sharding import state_shardings
@@ -83,6 +84,8 @@ __all__ = [
     "LowbitState",
     "MemoryReport",
     "MomentFormat",
+    "Plan",
+    "PlannedFormats",
     "QuantizedTensor",
     "SplitArray",
     "WeightFormat",
@@ -116,6 +119,7 @@ __all__ = [
     "memory_report",
     "nearest",
     "param_dtypes",
+    "plan",
     "quantize_params",
     "quantized_weights",
     "regularize",
