@@ -4,6 +4,7 @@ import argparse
 import pathlib
 from collections.abc import Callable
 
+import command_line
 import jax
 import optimizer_choice
 
@@ -144,10 +145,12 @@ def _add_optimizer_flags(group) -> None:
     )
     group.add_argument(
         "--learning-rate",
-        type=float,
+        type=command_line.rate,
         help=f"the highest, after warmup (default: {LEARNING_RATE})",
     )
-    group.add_argument("--weight-decay", type=float, help=f"(default: {WEIGHT_DECAY})")
+    group.add_argument(
+        "--weight-decay", type=command_line.rate, help=f"(default: {WEIGHT_DECAY})"
+    )
     group.add_argument(
         "--loss-scale",
         type=_loss_scale,

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Callable
 from typing import NamedTuple
 
+import command_line
 import gpt
 import jax
 import jax.numpy as jnp
@@ -93,13 +94,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.add_argument(flag, type=_positive, default=default, help=text)
     parser.add_argument(
         "--learning-rate",
-        type=float,
+        type=command_line.rate,
         default=3e-3,
         help="the highest, after warmup; lowbit_lion takes a tenth of it",
     )
     parser.add_argument(
         "--max-grad-norm",
-        type=float,
+        type=command_line.rate,
         help="clip to this global norm; with --release it takes a second backward pass",
     )
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches")

@@ -14,6 +14,7 @@ import argparse
 import time
 from typing import Any, NamedTuple
 
+import command_line
 import gpt_flags
 import jax
 import numpy as np
@@ -142,7 +143,8 @@ def main(argv: list[str] | None = None) -> Result:
         f"GPT of {args.layers} layers, width {args.width}, context {args.context}, "
         f"{args.compute_dtype} computation on {jax.devices()[0].device_kind}"
     )
-    result = train(args, text)
+    with command_line.sentences("nothing of this run is kept"):
+        result = train(args, text)
     mode = "with" if args.release else "without"
     print(
         f"{args.optimizer} {mode} release: training loss "

@@ -35,6 +35,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import cifar_data
+import command_line
 import jax
 import mixed_training
 import numpy as np
@@ -277,9 +278,12 @@ def main(argv: list[str] | None = None) -> list[dict]:
             args.output_dir.mkdir(parents=True, exist_ok=True)
             reporting.write_document(path, {"settings": common, "runs": runs})
         else:
-            dataset = load_dataset(args)
-            common = settings(args, dataset)
-            runs = train_all(args, dataset, path)
+            hint = f"the same command goes on from the runs in {path}"
+            with command_line.sentences(hint):
+                command_line.make_writable(args.output_dir)
+                dataset = load_dataset(args)
+                common = settings(args, dataset)
+                runs = train_all(args, dataset, path)
     except (cifar_data.DataError, ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 

@@ -3,6 +3,8 @@
 import argparse
 import pathlib
 
+import command_line
+
 BASELINES = ("float32", "uniform", "operator_based", "operator_based_outputs")
 ORDERS = ("decreasing", "increasing", "random")
 RATIOS = tuple(tenths / 10 for tenths in range(11))
@@ -104,9 +106,14 @@ def _add_training_flags(group) -> None:
         "--batch-size", type=_positive, default=64, help="images per step"
     )
     group.add_argument(
-        "--learning-rate", type=float, default=0.1, help="at the start of its cosine"
+        "--learning-rate",
+        type=command_line.rate,
+        default=0.1,
+        help="at the start of its cosine",
     )
-    group.add_argument("--weight-decay", type=float, default=5e-4, help="of SGD")
+    group.add_argument(
+        "--weight-decay", type=command_line.rate, default=5e-4, help="of SGD"
+    )
     group.add_argument("--seed", type=int, default=0, help="the first seed")
     group.add_argument(
         "--seeds", type=_positive, default=1, help="so many seeds, from --seed up"

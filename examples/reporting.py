@@ -119,9 +119,14 @@ def write_json(path: pathlib.Path, settings: dict, results: Sequence[Result]) ->
 
 
 def write_document(path: pathlib.Path, document: dict) -> None:
-    """Writes JSON, numbers that are not finite as null."""
+    """Writes JSON, numbers that are not finite as null; all of it or nothing."""
     text = json.dumps(_finite(document), indent=1)
-    path.write_text(text + "\n", encoding="utf-8")
+    unfinished = path.with_suffix(".unfinished")
+    try:
+        unfinished.write_text(text + "\n", encoding="utf-8")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _smooth(values: np.ndarray, window: int) -> np.ndarray:

@@ -20,6 +20,7 @@ import argparse
 import sys
 
 import cifar_data
+import command_line
 import jax
 import jax.numpy as jnp
 import optimizer_choice
@@ -132,28 +133,33 @@ def load_dataset(args: argparse.Namespace) -> cifar_data.Dataset:
 def main(argv: list[str] | None = None) -> list[reporting.Result]:
     """Runs what the command line asks for; returns what it reports."""
     args = parse_args(argv)
+    hint = "with --checkpoint-dir FOLDER a run can be resumed"
+    if args.checkpoint_dir is not None:
+        hint = "the same command goes on from the last epoch's checkpoint"
     try:
-        dataset = load_dataset(args)
-        print(
-            f"{dataset.name}: {len(dataset.train.labels)} training and "
-            f"{len(dataset.test.labels)} test images; ResNet-18 of width {args.width}, "
-            f"{args.compute_dtype} computation on {jax.devices()[0].device_kind}"
-        )
-        optimizers = (
-            optimizer_choice.compared(args.optimizer)
-            if args.compare
-            else [args.optimizer]
-        )
-        results = [
-            train(args, dataset, optimizer, seed)
-            for seed in range(args.seed, args.seed + args.seeds)
-            for optimizer in optimizers
-        ]
+        with command_line.sentences(hint):
+            return _run(args)
     except (cifar_data.DataError, CheckpointError) as error:
         sys.exit(f"error: {error}")
 
+
+def _run(args: argparse.Namespace) -> list[reporting.Result]:
+    command_line.make_writable(args.output_dir)
+    dataset = load_dataset(args)
+    print(
+        f"{dataset.name}: {len(dataset.train.labels)} training and "
+        f"{len(dataset.test.labels)} test images; ResNet-18 of width {args.width}, "
+        f"{args.compute_dtype} computation on {jax.devices()[0].device_kind}"
+    )
+    optimizers = (
+        optimizer_choice.compared(args.optimizer) if args.compare else [args.optimizer]
+    )
+    results = [
+        train(args, dataset, optimizer, seed)
+        for seed in range(args.seed, args.seed + args.seeds)
+        for optimizer in optimizers
+    ]
     print(reporting.table(results))
-    args.output_dir.mkdir(parents=True, exist_ok=True)
     curves = args.output_dir / "curves.png"
     numbers = args.output_dir / "results.json"
     reporting.write_json(numbers, settings(args, dataset), results)

@@ -21,6 +21,7 @@ from lowbit_optax.aliases import (
     sr_adamw,
     sr_sgd,
 )
+from lowbit_optax.conversion import convert
 from lowbit_optax.formats import (
     MomentFormat,
     WeightFormat,
@@ -51,10 +52,12 @@ from lowbit_optax.lpmm import (
     quantize_params,
 )
 from lowbit_optax.masters import from_master, master_weights, param_dtypes
+from lowbit_optax.planning import Plan, PlannedFormats, plan
 from lowbit_optax.regularization import regularize
 from lowbit_optax.reports import MemoryReport, cancelled_updates, memory_report
 from lowbit_optax.sharding import state_shardings
 from lowbit_optax.split_array import SplitArray, join_array, split_array
+from lowbit_optax.storage_formats import check_storage_formats, storage_formats
 from lowbit_optax.transformation import (
     apply_updates,
     lowbit,
@@ -81,6 +84,8 @@ __all__ = [
     "LowbitState",
     "MemoryReport",
     "MomentFormat",
+    "Plan",
+    "PlannedFormats",
     "QuantizedTensor",
     "SplitArray",
     "WeightFormat",
@@ -90,6 +95,8 @@ __all__ = [
     "block_quantized",
     "cancelled_updates",
     "cast",
+    "check_storage_formats",
+    "convert",
     "current_loss_scale",
     "dequantize",
     "extra_bits",
@@ -112,6 +119,7 @@ __all__ = [
     "memory_report",
     "nearest",
     "param_dtypes",
+    "plan",
     "quantize_params",
     "quantized_weights",
     "regularize",
@@ -123,6 +131,7 @@ __all__ = [
     "static_scale",
     "step",
     "stochastic_rounding",
+    "storage_formats",
     "with_loss_scale",
 ]
 

@@ -1,6 +1,7 @@
 """Checkpoints: resuming is bit-exact; a checkpoint that does not fit is an error."""
 
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,15 @@ from optimizers import (
 )
 
 import lowbit_optax
-from lowbit_optax import cast, extra_bits, kahan, lowbit
+from lowbit_optax import (
+    block_quantized,
+    cast,
+    check_storage_formats,
+    extra_bits,
+    kahan,
+    lowbit,
+    storage_formats,
+)
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -117,6 +126,48 @@ def test_a_checkpoint_manager_restores_into_abstract_sharded_state(tmp_path):
     assert_same_bits(end, want)
 
 
+def _placed(tx, params, sharding):
+    """Shapes of parameters and state, with their shardings."""
+    shardings = lowbit_optax.state_shardings(tx, params, {"w": sharding})
+    state = jax.eval_shape(tx.init, params)
+    place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+    params = {"w": place(params["w"], sharding)}
+    return params, jax.tree.map(place, state, shardings)
+
+
+MESHES = {
+    "half of the devices": ((4,), ("data",), jax.P("data")),
+    "other axes": ((2, 4), ("model", "data"), jax.P("data", "model")),
+    "4 devices, 2 axes": ((2, 2), ("data", "model"), jax.P("model", "data")),
+    "one device": ((1,), ("data",), jax.P()),
+}
+
+
+@pytest.mark.parametrize(("shape", "axes", "spec"), MESHES.values(), ids=MESHES)
+def test_another_mesh_goes_on_with_the_same_bits(tmp_path, shape, axes, spec):
+    auto = jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(auto,))
+    devices = jax.devices()[: np.prod(shape)]
+    other = jax.make_mesh(shape, axes, (auto,) * len(axes), devices=devices)
+    rows, there = jax.NamedSharding(mesh, jax.P("data")), jax.NamedSharding(other, spec)
+    tx = lowbit_optax.lowbit_adamw(0.01, min_size=0)
+    params = {"w": model_params()["kernel"]}
+    series = gradient_series(params, 4)
+    halfway = train(tx, params, jax.jit(tx.init)(params), series[:2])
+    want = train(tx, *halfway, series[2:])
+
+    saved = jax.tree.map(
+        lambda x, like: jax.device_put(x, like.sharding),
+        halfway,
+        _placed(tx, params, rows),
+    )
+    target = _placed(tx, params, there)
+    restored = _orbax(tmp_path, saved, target)
+    placed = jax.tree.map(lambda x: x.sharding, restored)
+    assert placed == jax.tree.map(lambda x: x.sharding, target)
+    assert_same_bits(jax.device_get(train(tx, *restored, series[2:])), want)
+
+
 def _adamw(weights, moments="float32", **options):
     return lowbit(
         optax.adamw(0.01),
@@ -207,6 +258,66 @@ def test_orbax_converts_moments_to_the_dtype_it_is_asked_for(tmp_path):
         rtol=2.0**-8,
     )
     jitted(resumed, apply)(got, state, series[0])
+
+
+OTHER_FORMATS = {
+    "codes": (
+        _adamw(kahan(), block_quantized(8, code="linear")),
+        _adamw(kahan(), block_quantized(8, code="dynamic")),
+        r"state\.inner_state\[0\]\.mu\['kernel'\] is .*'linear'.* and .*'dynamic'",
+    ),
+    "float32 moments for bfloat16": (
+        _adamw(kahan()),
+        _adamw(kahan(), BFLOAT16_MOMENTS),
+        r"\.mu\['kernel'\] is float32\[64, 24\] there and .* in bfloat16 here",
+    ),
+    "blocks": (
+        _adamw(kahan(), {"nu": block_quantized(8)}),
+        _adamw(kahan(), {"nu": block_quantized(8, block_size=64)}),
+        "blocks of 32.* there and .*blocks of 64",
+    ),
+    "bits": (
+        _adamw(extra_bits(8)),
+        _adamw(extra_bits(16)),
+        r"params\['kernel'\] is .*NearestBits8 .* and .*NearestBits16",
+    ),
+    "plain optax": (
+        optax.adamw(0.01),
+        _adamw(extra_bits(8)),
+        r"params\['kernel'\] is bfloat16\[64, 24\] there and .* NearestBits8 .* here",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed", "message"), OTHER_FORMATS.values(), ids=OTHER_FORMATS
+)
+def test_the_formats_that_a_checkpoint_stores_are_checked_by_name(
+    saved, resumed, message
+):
+    # Arrays alone do not show codes: a checkpoint of others would be read as noise.
+    params = {"kernel": model_params()["kernel"]}
+    stored = json.loads(json.dumps(storage_formats(saved, params)))
+    check_storage_formats(stored, saved, params)
+    with pytest.raises(ValueError, match=message):
+        check_storage_formats(stored, resumed, params)
+
+
+def test_a_checkpoint_of_another_layout_is_refused():
+    params = {"kernel": model_params()["kernel"]}
+    tx = _adamw(extra_bits(8))
+    stored = storage_formats(tx, params) | {"layout": "1"}
+    with pytest.raises(ValueError, match="layout is 1 there and 2 here"):
+        check_storage_formats(stored, tx, params)
+
+
+def test_how_later_steps_round_is_no_other_format():
+    params = {"kernel": model_params()["kernel"]}
+    rounding = dict(residual_rounding="nearest", sum_rounding="stochastic")
+    moments = block_quantized(8, rounding="nearest")
+    stored = storage_formats(_adamw(extra_bits(8), block_quantized(8)), params)
+    other = _adamw(extra_bits(8, **rounding), moments, seed=5)
+    check_storage_formats(stored, other, params)
 
 
 @pytest.mark.parametrize("kept", [0.5, 0.99])

@@ -347,3 +347,16 @@ def test_the_masters_can_be_evaluated_and_training_go_on():
     on = train(tx, moved, state, series[2:], apply)
     want = train(tx, params, tx.init(params), series)
     chex.assert_trees_all_equal(on, want)
+
+
+def test_kahan_masters_are_exact_after_stochastic_steps_in_float16():
+    # Half of the compensations are larger than half a spacing.
+    tx = lowbit(optax.sgd(1e-4), weights=kahan(rounding="stochastic"))
+    params = {"kernel": model_params(jnp.float16)["kernel"]}
+    series = gradient_series(params, 5)
+    series = jax.tree.map(lambda x: 10 * x, series)
+    params, state = train(tx, params, tx.init(params), series)
+    want = params["kernel"].astype(jnp.float32) - state.residual.compensation[
+        "kernel"
+    ].astype(jnp.float32)
+    assert_same_bits(master_weights(params, state)["kernel"], want)

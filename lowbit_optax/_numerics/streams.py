@@ -106,6 +106,30 @@ class Draws:
         return self.halves(shape, number) << jnp.uint32(16) | jnp.uint32(1 << 15)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DrawsToNearest(Draws):
+    """Constant numbers, with which stochastic rounding becomes rounding to nearest."""
+
+    random: RandomBits = dataclasses.field(
+        default_factory=lambda: RandomBits(jnp.uint32(0), jnp.uint32(0))
+    )
+
+    def words(self, shape, number):
+        """The word 2^31 per element, which is half a unit."""
+        del number
+        return jnp.full(shape, 0x80000000, jnp.uint32)
+
+    def halves(self, shape, number):
+        """The half word 2^15 per element."""
+        del number
+        return jnp.full(shape, 0x8000, jnp.uint32)
+
+    def twelve(self, shape, number):
+        """The word 2^31 per element."""
+        return self.words(shape, number)
+
+
 def moment_draws(random: RandomBits, residual_random_bits: int = 32) -> Draws:
     """The random numbers for the moments of a leaf.
 

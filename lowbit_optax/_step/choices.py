@@ -50,6 +50,11 @@ class Choices:
             for name, leaf in zip(names, leaves, strict=True)
         ]
 
+    def in_container(self, residuals):
+        """A tree of residuals in the container type of the weight format."""
+        container = self.weights.container
+        return container(residuals) if container._fields else container()
+
     def moment_plan(self, names, leaves, inner_state) -> MomentPlan:
         """How the inner transformation's moments are stored."""
         expected = trees.abstract(inner_state)

@@ -8,6 +8,7 @@ context variable:
     masters.from_master ---> initial_masters ---+
     release, in its loop --> one_layer ---------+--> [wrappers] --> current()
     release, before it ----> analysis ----------+
+    convert, before it ----> recording ---------+
     step, around a wrapper > params_wanted -----+
 """
 
@@ -34,12 +35,15 @@ class StepContext:
       is_analysed: whether the step is traced only to read its jaxpr.
       wants_params: whether ``update`` should return new parameters instead of updates;
         see :mod:`lowbit_optax._step.direct`.
+      is_recorded: whether ``init`` should return what it was asked in place of a state;
+        see :mod:`lowbit_optax._step.recorded`.
     """
 
     masters: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
     layer: Layer | None = None
     is_analysed: bool = False
     wants_params: bool = False
+    is_recorded: bool = False
 
 
 _NOTHING = StepContext()
@@ -74,6 +78,11 @@ def analysis():
 def params_wanted(wanted: bool = True):
     """A context in which ``update`` returns new parameters, or updates again."""
     return _changed(wants_params=wanted)
+
+
+def recording():
+    """A context in which ``init`` of ``lowbit`` returns a ``Recorded``, no state."""
+    return _changed(is_recorded=True)
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from lowbit_optax._step.choices import Choices
 from lowbit_optax._step.guard import Guard, Unguarded
 from lowbit_optax._step.implementations import advance
 from lowbit_optax._step.prepared import draws_of_moments, prepare, random_of_leaves
+from lowbit_optax._step.recorded import Recorded
 from lowbit_optax._step.refusals import refuse_multi_steps
 from lowbit_optax._step.state import LowbitState
 from lowbit_optax._step.stepper import Stepper
@@ -34,16 +35,19 @@ from lowbit_optax._step.stepper import Stepper
 class Lowbit(Choices, Stepper):
     """The methods of a transformation that one call of :func:`lowbit` makes."""
 
-    def init(self, params: optax.Params) -> LowbitState:
+    def init(self, params: optax.Params) -> LowbitState | Recorded:
         """The initial state, with which every master equals its parameter.
 
         Within ``context.initial_masters``, the masters given there take their place.
+        Within ``context.recording`` no state is made.
         """
         if params is None:
             raise ValueError("lowbit: init needs params")
         names, leaves, treedef = trees.named_leaves(params)
         if any(map(trees.is_quantized, leaves)):
             refuse_multi_steps()
+        if context.current().is_recorded:
+            return Recorded(self, names, treedef)
         formats = self.formats_of(names, leaves)
         given = context.current().masters
         masters, residuals = [], []
@@ -65,7 +69,7 @@ class Lowbit(Choices, Stepper):
         random = random_of_leaves(names, leaves, seed, count)
         draws = draws_of_moments(leaves, formats, random)
         inner_state = plan.encode(inner_state, draws)
-        residual = self._in_container(treedef.unflatten(residuals))
+        residual = self.in_container(treedef.unflatten(residuals))
         return LowbitState(count, seed, residual, inner_state)
 
     def update(self, updates, state, params=None, **extra_args):
@@ -106,7 +110,7 @@ class Lowbit(Choices, Stepper):
             results = guard.updates(results)
         count = optax.safe_increment(state.count)
         count = jnp.asarray(guard.chosen(count, state.count))
-        residual = self._in_container(prepared.tree(residuals))
+        residual = self.in_container(prepared.tree(residuals))
         new_state = LowbitState(count, state.seed, residual, inner_state)
         return prepared.tree(results), new_state
 
@@ -115,10 +119,6 @@ class Lowbit(Choices, Stepper):
         prepared = prepare(self, params, state, grads, Unguarded())
         update = optax.with_extra_args_support(self.inner).update
         return prepared.tree(prepared.inner_update(update, **extra_args)[0])
-
-    def _in_container(self, tree):
-        container = self.weights.container
-        return container(tree) if container._fields else container()
 
     @staticmethod
     def _check_inner_state(inner_state) -> None:

@@ -25,6 +25,10 @@ Moment = MomentFormat | typing.Literal["float32"]
 Moments = Moment | Mapping[str, Moment] | None
 
 
+class NoSuchMomentError(ValueError):
+    """Moments are named that the inner transformation does not have."""
+
+
 @dataclasses.dataclass(frozen=True)
 class MomentChoice:
     """Which moments are stored in which format.
@@ -117,7 +121,7 @@ def with_slots(
     named.visit(state)
     unknown = sorted(set(choice.by_field) - named.fields)
     if unknown:
-        raise ValueError(
+        raise NoSuchMomentError(
             f"moments names {unknown[0]!r}, but the inner transformation's state has "
             f"these moments: {sorted(named.fields)}"
         )

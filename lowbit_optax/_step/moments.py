@@ -83,7 +83,7 @@ class MomentPlan:
     expected: typing.Any
     min_size: int = 4096
 
-    def encode(self, state, draws: list[Draws]):
+    def encode(self, state, draws: Sequence[Draws]):
         """The inner state as it is stored, with its moments in their formats.
 
         Args:
@@ -99,7 +99,7 @@ class MomentPlan:
     def encode_parts(
         self,
         parts: Sequence,
-        draws: list[Draws],
+        draws: Sequence[Draws],
         encoded: Set[int] = frozenset(),
     ) -> list:
         """The parts of an inner state, with each moment in the form ``encode`` gives.

@@ -164,7 +164,9 @@ def prepare(
     names, leaves, treedef = trees.named_leaves(params)
     formats = config.formats_of(names, leaves)
     given_grads = trees.parts_of(names, treedef, grads, "grads")
-    residuals = _residuals(config, names, leaves, treedef, formats, state.residual)
+    residuals = checked_residuals(
+        config, names, leaves, treedef, formats, state.residual
+    )
     masters = [
         leaf
         if format_ is None
@@ -252,7 +254,9 @@ def widened_gradient(name: str, grad, param):
     return grad if is_wide else grad.astype(jnp.float32)
 
 
-def _residuals(config: Choices, names, leaves, treedef, formats, residual) -> list:
+def checked_residuals(
+    config: Choices, names, leaves, treedef, formats, residual
+) -> list:
     """The residual of each leaf, after checking that it belongs to its parameter."""
     container = config.weights.container
     if type(residual) is not container:

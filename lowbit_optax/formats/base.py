@@ -222,9 +222,14 @@ class MomentFormat:
     """How float32 moments are stored.
 
     A format must define ``encode`` and ``decode``, and ``container`` if it stores a
-    moment as several arrays. It may define ``for_field``, ``for_leaf`` and
-    ``reference``. A format with scales is a :class:`BlockMomentFormat`.
+    moment as several arrays. It may define ``for_field``, ``for_leaf``, ``stored_as``
+    and ``reference``. A format with scales is a :class:`BlockMomentFormat`.
     """
+
+    @property
+    def stored_as(self) -> str:
+        """In words, all that ``decode`` must know: see ``storage_formats``."""
+        return repr(self)
 
     @property
     def container(self) -> type | None:

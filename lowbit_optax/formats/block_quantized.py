@@ -114,13 +114,25 @@ class BlockQuantized(BlockMomentFormat):
         return None if self.relative_to == AUTO else self.relative_to
 
     @property
+    def stored_as(self):
+        code, scale = self._code_and_scale
+        sign = "signed" if self.signed else "unsigned"
+        text = f"{self.bits}-bit {sign} {code!r} codes, blocks of {self.block_size}, "
+        text += f"{scale} scales"
+        return text + (f", over the root of {self.reference}" if self.reference else "")
+
+    @property
     def codec(self) -> Code:
         """The code's elementwise functions."""
+        code, scale = self._code_and_scale
+        return code_of(code, self.bits, self.signed, scale)
+
+    @property
+    def _code_and_scale(self):
         second = "float" if self.bits == 8 else "sqrt"
-        name = self.code or ("companded" if self.signed else second)
+        code = self.code or ("companded" if self.signed else second)
         # Powers of two cost "log" no precision, and division by them is exact.
-        scale = self.scale or ("power_of_two" if name == "log" else "bfloat16")
-        return code_of(name, self.bits, self.signed, scale)
+        return code, self.scale or ("power_of_two" if code == "log" else "bfloat16")
 
     def for_field(
         self, name: str, fields: Set[str], bound: str | None = None

@@ -22,6 +22,10 @@ class Cast(MomentFormat):
     dtype: np.dtype
     rounding: typing.Literal["nearest", "stochastic"] = "stochastic"
 
+    @property
+    def stored_as(self):
+        return self.dtype.name
+
     def encode(self, moment, draws, number):
         if self.rounding == "nearest":
             return rounding_.round_nearest(moment, self.dtype)

@@ -32,7 +32,11 @@ class Kahan(typing.NamedTuple):
     def format_of(param, residual) -> WeightFormat:
         """A format that joins and splits leaves with such residuals."""
         same = residual.dtype == param.dtype
-        return KahanFormat(arithmetic="param" if same else "float32")
+        # A state does not say how parameters were rounded. Stochastically, errors are
+        # up to twice those of rounding to nearest, and none of them may be dropped.
+        return KahanFormat(
+            rounding="stochastic", arithmetic="param" if same else "float32"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

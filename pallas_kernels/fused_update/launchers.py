@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import jax
 
-from pallas_kernels.fused_update import triton
 from pallas_kernels.fused_update.launch import Call
 from pallas_kernels.fused_update.sharded import Shard
 from pallas_kernels.fused_update.spec import Leaf
@@ -46,10 +45,10 @@ def launcher(implementation: str | None, *, interpret: bool = False) -> Launcher
     if implementation == "tpu":
         return typing.cast(Launcher, tpu_launcher())
     # XLA can run operations of Triton's kernels only.
-    if interpret or name_of(implementation) == "triton":
-        return triton
-    # Older versions of JAX cannot import it.
-    module = importlib.import_module("pallas_kernels.fused_update.mosaic")
+    name = "triton" if interpret else name_of(implementation)
+    # Imported where it is needed: older versions of JAX cannot import Mosaic's, and
+    # Pallas takes a tenth of the time of importing this package.
+    module = importlib.import_module(f"pallas_kernels.fused_update.{name}")
     return typing.cast(Launcher, module)
 
 

@@ -11,7 +11,7 @@ from jax import lax
 from pallas_kernels.fused_update import launchers
 from pallas_kernels.fused_update.tiling import MAX_ELEMENTS
 from pallas_kernels.platforms import Implementation, check_implementation, is_elsewhere
-from pallas_kernels.reductions import sharded, triton
+from pallas_kernels.reductions import sharded
 from pallas_kernels.reductions.kinds import LARGEST, SQUARES, Kind
 from pallas_kernels.transforms import transformable
 
@@ -93,7 +93,6 @@ def _reduced(kind: Kind, arrays, factor, implementation: Implementation) -> jax.
 
 
 def _launcher(implementation: Implementation, interpret: bool):
-    if interpret or launchers.name_of(implementation) == "triton":
-        return triton
-    # Older versions of JAX cannot import it.
-    return importlib.import_module("pallas_kernels.reductions.mosaic")
+    name = "triton" if interpret else launchers.name_of(implementation)
+    # Imported where it is needed, see pallas_kernels.fused_update.launchers.
+    return importlib.import_module(f"pallas_kernels.reductions.{name}")

@@ -1,0 +1,43 @@
+"""What the examples' command lines share: numbers in flags, and errors as sentences."""
+
+import argparse
+import contextlib
+import math
+import pathlib
+import sys
+import tempfile
+
+
+def rate(text: str) -> float:
+    """A flag's finite number that is not negative."""
+    value = float(text)
+    if not (math.isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number of 0 or more")
+    return value
+
+
+def make_writable(folder: pathlib.Path) -> None:
+    """Makes the folder, and writes in it before hours have gone into what it is for.
+
+    Raises:
+        OSError: it cannot be made, or nothing can be written there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(b" ")
+
+
+@contextlib.contextmanager
+def sentences(hint: str):
+    """Ends the program with a sentence on Ctrl-C and where a file cannot be used.
+
+    Args:
+        hint: what Ctrl-C leaves behind, and how to go on.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; {hint}", file=sys.stderr)
+        sys.exit(130)  # as shells have it
+    except OSError as error:
+        sys.exit(f"error: {error}")

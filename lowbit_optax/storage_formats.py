@@ -1,0 +1,131 @@
+"""How the arrays of a run are stored, in words that a checkpoint can keep."""
+
+import typing
+from collections.abc import Mapping
+
+import jax
+import optax
+
+from lowbit_optax._step import trees
+from lowbit_optax._step.decoded import formats_of_parts, plan_of
+from lowbit_optax._step.recorded import Recorded, is_recorded, recorded_state
+from pallas_kernels.layout import VERSION
+
+_SHOWN = 3
+
+
+def storage_formats(
+    tx: optax.GradientTransformation, params: optax.Params
+) -> dict[str, str]:
+    """How each array of parameters and state is stored, to be kept in a checkpoint.
+
+    Packed words do not say what they stand for: codes of two kinds may have one shape
+    and dtype, and Orbax casts what has another dtype. So save this beside the arrays,
+    as JSON for example, and call :func:`check_storage_formats` before they are read.
+
+    Args:
+      tx: an optax transformation; those of :func:`lowbit_optax.lowbit` may be anywhere
+        inside it.
+      params: tree of arrays or ShapeDtypeStructs.
+
+    Returns:
+      Paths and descriptions, and the version of the storage layout. What only decides
+      how later steps round (seeds, stochastic or nearest) is not in it.
+
+    Raises:
+      ValueError, TypeError: as ``tx.init``.
+
+    >>> import jax, jax.numpy as jnp, lowbit_optax
+    >>> params = {"w": jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)}
+    >>> found = storage_formats(lowbit_optax.lowbit_sgd(0.1, 0.9), params)
+    >>> found["params['w']"]
+    'bfloat16[64, 64], NearestBits8 uint32[16, 64]'
+    >>> found["state.inner_state[0].trace['w']"]
+    "float32[64, 64] in 8-bit signed 'companded' codes, blocks of 32, bfloat16 scales"
+    """
+    names, leaves, _ = trees.named_leaves(params)
+    found = {"layout": str(VERSION)}
+    found |= {f"params{n}": _parameter(x) for n, x in zip(names, leaves, strict=True)}
+    by_name = dict(zip(names, leaves, strict=True))
+    nodes, _ = jax.tree_util.tree_flatten_with_path(
+        recorded_state(tx, params), is_recorded
+    )
+    for path, node in nodes:
+        where = f"state{jax.tree_util.keystr(path)}"
+        if isinstance(node, Recorded):
+            _add_lowbit(found, where, node, by_name)
+        else:
+            found[where] = trees.describe(node)
+    return found
+
+
+def check_storage_formats(
+    stored: Mapping[str, str], tx: optax.GradientTransformation, params: optax.Params
+) -> None:
+    """Refuse a checkpoint that stores its arrays in another way than a run does.
+
+    Args:
+      stored: what :func:`storage_formats` returned when the checkpoint was saved.
+      tx, params: of the run that is to go on.
+
+    Raises:
+      ValueError: naming the first arrays that differ, and how.
+
+    >>> import jax.numpy as jnp, lowbit_optax
+    >>> params = {"w": jnp.ones((64, 64), jnp.bfloat16)}
+    >>> saved = storage_formats(lowbit_optax.kahan_sgd(0.1), params)
+    >>> check_storage_formats(saved, lowbit_optax.extra_bits_sgd(0.1), params)
+    Traceback (most recent call last):
+    ValueError: the checkpoint stores other formats: params['w'] is bfloat16[64, 64],
+    Kahan bfloat16[64, 64] there and bfloat16[64, 64], NearestBits uint32[32, 64] here.
+    ...
+    """
+    wanted = storage_formats(tx, params)
+    names = [*wanted, *(name for name in stored if name not in wanted)]
+    differ = [
+        f"{name} is {stored.get(name, 'nothing')} there and "
+        f"{wanted.get(name, 'nothing')} here"
+        for name in names
+        if stored.get(name) != wanted.get(name)
+    ]
+    if not differ:
+        return
+    more = len(differ) - _SHOWN
+    shown = "; ".join(differ[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+    raise ValueError(
+        f"the checkpoint stores other formats: {shown}. Restore it by the "
+        "transformation that it was saved with; lowbit_optax.convert then makes this "
+        "run's parameters and state of it"
+    )
+
+
+def _parameter(leaf) -> str:
+    text = trees.describe(leaf)
+    if trees.is_quantized(leaf):
+        text += f" in {leaf.bits}-bit codes, blocks of {leaf.block_size}"
+    return text
+
+
+def _add_lowbit(
+    found: dict[str, str],
+    where: str,
+    node: Recorded,
+    by_name: Mapping[str, typing.Any],
+) -> None:
+    """Add what one ``lowbit`` keeps: residuals to the parameters, and its moments."""
+    leaves = node.parameters("tx", by_name)
+    formats = node.config.formats_of(node.names, leaves)
+    container = node.config.weights.container.__name__
+    for name, leaf, format_ in zip(node.names, leaves, formats, strict=True):
+        if format_ is None or trees.is_quantized(leaf):
+            continue
+        residual = jax.eval_shape(format_.init, trees.abstract(leaf))
+        if residual is not None:
+            found[f"params{name}"] += f", {container} {trees.describe(residual)}"
+    plan = plan_of(node, leaves, formats)
+    parts = jax.tree_util.tree_flatten_with_path(plan.expected)[0]
+    for (path, part), (format_, _) in zip(parts, formats_of_parts(plan), strict=True):
+        text = trees.describe(part)
+        if format_ is not None:
+            text += f" in {format_.stored_as}"
+        found[f"{where}.inner_state{jax.tree_util.keystr(path)}"] = text

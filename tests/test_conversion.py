@@ -1,0 +1,476 @@
+"""``convert``: a run goes on in another format, and loses no more than it must."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optimizers import (
+    BFLOAT16_MOMENTS,
+    assert_same_bits,
+    gradient_series,
+    initial,
+    jitted,
+    model_params,
+    spec_of,
+)
+
+import lowbit_optax
+from lowbit_optax import (
+    block_quantized,
+    convert,
+    extra_bits,
+    kahan,
+    lowbit,
+    master_weights,
+    quantize_params,
+)
+
+pytestmark = pytest.mark.standard_promotion
+
+RATE = 0.003
+
+
+def _adamw(weights, moments="float32", **options):
+    options = {"min_size": 0, **options}
+    return lowbit(optax.adamw(RATE), weights=weights, moments=moments, **options)
+
+
+FLOAT32 = optax.adamw(RATE)
+MASTER_MODEL = {"kernel": model_params(jnp.float32)["kernel"]}
+CODES = jax.eval_shape(
+    functools.partial(quantize_params, bits=12, block_size=32, min_size=0),
+    MASTER_MODEL,
+)
+
+# A transformation, the dtypes of its parameters, and how far from a float32 master and
+# from a moment what it stores may be: relative to the value, and to the largest one.
+BF16, F16 = jnp.bfloat16, jnp.float16
+FORMATS = {
+    "float32": (FLOAT32, jnp.float32, (0, 0), (0, 0)),
+    "bits_8": (
+        _adamw(extra_bits(8), block_quantized(8)), BF16, (2**-16, 0), (0.07, 1e-4)
+    ),
+    "kahan": (_adamw(kahan(), BFLOAT16_MOMENTS), BF16, (2**-16, 0), (2**-8, 0)),
+    "float16": (
+        _adamw(extra_bits(), {"mu": block_quantized(4), "nu": block_quantized(8)}),
+        F16, (2**-24, 2**-24), (0.3, 0.5)
+    ),
+    "lpmm": (
+        lowbit_optax.lpmm_adam(RATE, weight_decay=1e-4, block_size=32, min_size=0),
+        CODES, (0, 2**-11), (0.07, 0.1),
+    ),
+}  # fmt: skip
+
+
+@functools.cache
+def _float32_run(steps):
+    """Parameters and state after some float32 steps."""
+    params = MASTER_MODEL
+    state = FLOAT32.init(params)
+    for grads in gradient_series(params, steps):
+        params, state = jitted(FLOAT32, lowbit_optax.step)(params, state, grads)
+    return params, state
+
+
+@functools.cache
+def _converted():
+    """The float32 run after 5 steps in every format."""
+
+    def to_all(params, state):
+        return {
+            name: convert(params, state, FLOAT32, tx, dtypes=dtypes)
+            for name, (tx, dtypes, *_) in FORMATS.items()
+        }
+
+    return jax.jit(to_all)(*_float32_run(5))
+
+
+def _to_float32(runs):
+    """All of the runs in float32, in one program."""
+
+    def to_float32(runs):
+        return {
+            key: convert(*run, FORMATS[key[-1]][0], FLOAT32)
+            for key, run in runs.items()
+        }
+
+    return jax.jit(to_float32)(runs)
+
+
+def _assert_near(got, want, bounds):
+    """|got - want| <= relative |want| + absolute max |want|, leaf by leaf."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        most = bounds[0] * np.abs(b) + bounds[1] * np.abs(b).max()
+        assert (np.abs(a - b) <= most).all(), np.max(np.abs(a - b) - most)
+
+
+def test_every_pair_of_formats_loses_what_the_two_cannot_hold_and_no_more():
+    def to_others(runs):
+        return {
+            (first, second): convert(
+                *runs[first], FORMATS[first][0], FORMATS[second][0],
+                dtypes=FORMATS[second][1],
+            )
+            for first in FORMATS
+            for second in FORMATS
+        }  # fmt: skip
+
+    want_params, want_state = _float32_run(5)
+    pairs = jax.jit(to_others)(_converted())
+    for (first, second), (params, state) in _to_float32(pairs).items():
+        weights = np.add(FORMATS[first][2], FORMATS[second][2])
+        _assert_near(params, want_params, weights)
+        assert jax.tree.structure(state) == jax.tree.structure(want_state)
+        moments = np.add(FORMATS[first][3], FORMATS[second][3])
+        for field in ("mu", "nu"):
+            got, want = getattr(state[0], field), getattr(want_state[0], field)
+            _assert_near(got, want, moments)
+        assert state[0].count == 5
+    for first, second in pairs:
+        assert_same_bits(pairs[second, second], _converted()[second])
+        assert spec_of(pairs[first, second]) == spec_of(pairs[second, second])
+
+
+def test_a_run_goes_on_in_the_new_format_near_the_float32_run():
+    series = gradient_series(MASTER_MODEL, 10)[5:]
+    series = jax.tree.map(lambda *x: jnp.stack(x), *series)
+
+    def go_on(runs):
+        ended = {}
+        for name, run in runs.items():
+            step = functools.partial(lowbit_optax.step, FORMATS[name][0])
+            one = lambda run, grads, step=step: (step(*run, grads), None)
+            ended[name,] = jax.lax.scan(one, run, series)[0]
+        return ended
+
+    runs = {name: run for name, run in _converted().items() if name != "float32"}
+    want, start = _float32_run(10)[0]["kernel"], _float32_run(5)[0]["kernel"]
+    for (name,), (params, _) in _to_float32(jax.jit(go_on)(runs)).items():
+        # 12 bits of weights this large step by more than half the learning rate.
+        most = 0.3 if name == "lpmm" else 0.15
+        apart = jnp.linalg.norm(params["kernel"] - want)
+        assert apart < most * jnp.linalg.norm(want - start), name
+
+
+def test_weights_come_back_from_float32_bit_for_bit():
+    few_bits = [name for name in FORMATS if name != "float32"]
+
+    def to_float32_and_back(runs):
+        back, masters = {}, {}
+        for name in few_bits:
+            tx, dtypes = FORMATS[name][:2]
+            wide = convert(*runs[name], tx, FLOAT32)
+            back[name] = convert(*wide, FLOAT32, tx, dtypes=dtypes)
+            masters[name] = wide[0], convert(*back[name], tx, FLOAT32)[0]
+        return back, masters
+
+    back, masters = jax.jit(to_float32_and_back)(_converted())
+    for name in few_bits:
+        (params, state), (want_params, want_state) = back[name], _converted()[name]
+        assert_same_bits(*masters[name])
+        if name == "kahan":  # half a spacing is a tie between two parameters
+            differ = params["kernel"] != want_params["kernel"]
+            assert differ.sum() <= 2
+            assert_same_bits(state.inner_state, want_state.inner_state)
+        else:
+            assert_same_bits(params, want_params)
+            assert_same_bits(state.residual, want_state.residual)
+
+
+def test_8_extra_bits_pass_through_kahan_and_back():
+    from_tx, to_tx = FORMATS["bits_8"][0], FORMATS["kahan"][0]
+
+    @jax.jit
+    def there_and_back(params, state):
+        there = convert(params, state, from_tx, to_tx)
+        return there, convert(*there, to_tx, from_tx)
+
+    held = _converted()["bits_8"]
+    there, back = there_and_back(*held)
+    assert_same_bits(master_weights(*there), master_weights(*held))
+    assert_same_bits(back[0], held[0])
+    assert_same_bits(back[1].residual, held[1].residual)
+
+
+def test_a_parameter_set_by_hand_is_the_weight_that_is_converted():
+    (_, state), from_tx = _converted()["bits_8"], FORMATS["bits_8"][0]
+    params = {"kernel": jnp.zeros((64, 24), BF16)}
+    assert not convert(params, state, from_tx, FLOAT32)[0]["kernel"].any()
+
+
+def test_the_count_of_random_steps_goes_on_and_the_seed_is_the_new_one():
+    params, state = _converted()["bits_8"]
+    assert state.count == 0, "plain optax has none"
+    state = state._replace(count=jnp.uint32(7))
+    to_tx = _adamw(kahan(), seed=3)
+    state = jax.jit(lambda *run: convert(*run, FORMATS["bits_8"][0], to_tx))(
+        params, state
+    )[1]
+    assert (state.count, state.seed) == (7, 3)
+
+
+def _is_bias(params):
+    return {name: name == "bias" for name in params}
+
+
+def _is_kernel(params):
+    return {name: name != "bias" for name in params}
+
+
+def _labels(params):
+    return {name: name for name in params}
+
+
+# ``wrap(first)`` and ``wrap(second)`` differ in the format alone.
+WRAPPERS = {
+    "chain": lambda make: optax.chain(optax.clip(1.0), make(RATE)),
+    "multi_steps": lambda make: optax.MultiSteps(make(RATE), 2),
+    "masked": lambda make: optax.chain(
+        optax.masked(make(RATE), _is_kernel), optax.masked(make(RATE), _is_bias)
+    ),
+    "partition": lambda make: optax.partition(
+        {"kernel": make(RATE), "bias": make(0.1)}, _labels
+    ),
+    "inject_hyperparams": lambda make: optax.inject_hyperparams(
+        make, hyperparam_dtype=jnp.float32
+    )(learning_rate=RATE),
+    "loss_scale": lambda make: lowbit_optax.with_loss_scale(
+        make(RATE), lowbit_optax.backoff_scale(8.0)
+    ),
+    "accumulation": lambda make: lowbit_optax.accumulate_gradients(
+        make(RATE), every=2, min_size=0
+    ),
+}
+
+
+def _plain_maker(learning_rate):
+    return optax.sgd(learning_rate, 0.9)
+
+
+def _lowbit_maker(learning_rate):
+    return lowbit(_plain_maker(learning_rate), min_size=0)
+
+
+def _kahan_maker(learning_rate):
+    return lowbit(_plain_maker(learning_rate), weights=kahan(), moments="float32")
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_wrappers_keep_their_state(wrap):
+    from_tx, to_tx = wrap(_lowbit_maker), wrap(_kahan_maker)
+    plain = wrap(_plain_maker)
+    params = model_params()
+
+    @jax.jit
+    def run(params):
+        state = from_tx.init(params)
+        params, state = lowbit_optax.step(
+            from_tx, params, state, gradient_series(params, 1)[0]
+        )
+        there = convert(params, state, from_tx, to_tx)
+        wide = convert(params, state, from_tx, plain)
+        back = convert(*wide, plain, from_tx, dtypes=BF16)
+        ahead = lowbit_optax.step(to_tx, *there, gradient_series(params, 1)[0])
+        return (params, state), there, wide, back, ahead
+
+    (params, state), there, wide, back, ahead = run(params)
+    like = jax.eval_shape(lambda x: (x, to_tx.init(x)), params)
+    assert spec_of(there) == spec_of(ahead)
+    assert spec_of(there)[0] == jax.tree.structure(like)
+    assert wide[0]["kernel"].dtype == jnp.float32
+    assert_same_bits(wide[0], master_weights(params, state))
+    assert_same_bits(back[0], params)
+    assert_same_bits(master_weights(*back), master_weights(params, state))
+    # Everything that is no moment, weight or residual: counts, rates, scales.
+    numbers = lambda tree: [
+        x for x in jax.tree.leaves(tree) if not x.ndim and x.dtype != jnp.uint32
+    ]
+    assert_same_bits(numbers(there[1]), numbers(state))
+    assert_same_bits(numbers(wide[1]), numbers(state))
+
+
+def test_hyperparameters_stay_as_they_are_now_in_every_alias():
+    def injected(alias):
+        make = optax.inject_hyperparams(alias, hyperparam_dtype=jnp.float32)
+        return make(learning_rate=RATE)
+
+    from_tx, to_tx = injected(lowbit_optax.lowbit_adamw), injected(optax.adamw)
+    params = model_params()
+    state = initial(from_tx, params)
+    state.hyperparams["learning_rate"] = 0.25
+    state = jax.jit(lambda *run: convert(*run, from_tx, to_tx))(params, state)[1]
+    assert state.hyperparams["learning_rate"] == 0.25
+    assert set(state.hyperparams) == set(initial(to_tx, params).hyperparams)
+
+
+def test_lowbit_may_stand_elsewhere_in_the_chain():
+    clip = optax.clip_by_global_norm(1.0)
+    outer = optax.chain(clip, lowbit(optax.sgd(0.1, 0.9), min_size=0))
+    inner = lowbit(optax.chain(clip, optax.sgd(0.1, 0.9)), min_size=0)
+    params = model_params()
+
+    @jax.jit
+    def there_and_back(params):
+        state = outer.init(params)
+        params, state = lowbit_optax.step(
+            outer, params, state, gradient_series(params, 1)[0]
+        )
+        there = convert(params, state, outer, inner)
+        return (params, state), there, convert(*there, inner, outer)
+
+    held, there, back = there_and_back(params)
+    assert isinstance(there[1], lowbit_optax.LowbitState)
+    assert_same_bits(back, held)
+
+
+def test_what_only_plain_optax_trains_becomes_float32():
+    def mixed(others):
+        return optax.partition({"kernel": _lowbit_maker(RATE), "bias": others}, _labels)
+
+    from_tx, to_tx = mixed(_lowbit_maker(0.1)), mixed(_plain_maker(0.1))
+    params = model_params()
+    params, _ = convert(params, jax.jit(from_tx.init)(params), from_tx, to_tx)
+    assert (params["kernel"].dtype, params["bias"].dtype) == (BF16, jnp.float32)
+
+
+def test_other_leaves_pass_and_small_ones_change_with_min_size():
+    params = model_params() | {"norm": jnp.ones(24), "steps": jnp.int32(3), "no": None}
+    small = lowbit(optax.sgd(0.1, 0.9), min_size=0)
+    large = lowbit(optax.sgd(0.1, 0.9), min_size=9999)
+
+    @jax.jit
+    def there_and_back(params):
+        state = small.init(params)
+        there = convert(params, state, small, large)
+        return state, there, convert(*there, large, small)
+
+    state, there, back = there_and_back(params)
+    assert there[1].residual.words["kernel"].dtype == jnp.float32
+    assert_same_bits(there[0], params)
+    assert_same_bits(back, (params, state))
+
+
+def test_shards_stay_where_they_are_and_have_the_same_bits():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.NamedSharding(mesh, jax.P("data"))
+    params = {"w": jax.random.normal(jax.random.key(0), (256, 64))}
+    from_tx = FLOAT32
+    to_tx = _adamw(extra_bits(8), block_quantized(8))
+    state = jax.jit(from_tx.init)(params)
+    state = jax.tree.map(
+        lambda x: x + jnp.asarray(0.5, x.dtype) if x.ndim else x, state
+    )
+    change = jax.jit(
+        functools.partial(convert, from_tx=from_tx, to_tx=to_tx, dtypes=BF16)
+    )
+    want = change(params, state)
+    at = lambda x: jax.device_put(
+        x, rows if x.ndim else jax.NamedSharding(mesh, jax.P())
+    )
+    got = change(jax.tree.map(at, params), jax.tree.map(at, state))
+    assert_same_bits(jax.device_get(got), jax.device_get(want))
+    for leaf in jax.tree.leaves(got):
+        if leaf.ndim:
+            assert leaf.sharding.is_equivalent_to(rows, leaf.ndim)
+
+
+def _state(tx, params=None):
+    return initial(tx, model_params() if params is None else params)
+
+
+def _sgd(rate=0.1):
+    return lowbit(optax.sgd(rate, 0.9), min_size=0)
+
+
+REFUSED = {
+    "another optimizer": (
+        lambda: convert(model_params(), _state(_sgd()), _sgd(), _adamw(kahan())),
+        r"where from_tx has state\[0\]\.trace\['bias'\], to_tx has state\[0\]\.count.*"
+        "Accepted are",
+    ),
+    "another wrapper": (
+        lambda: convert(
+            model_params(), _state(_sgd()), _sgd(), optax.chain(optax.clip(1.0), _sgd())
+        ),
+        "keep different states.*Accepted are",
+    ),
+    "a state of another transformation": (
+        lambda: convert(
+            model_params(), _state(optax.adamw(0.1)), _adamw(kahan()), FLOAT32
+        ),
+        "state.* but from_tx keeps a LowbitState",
+    ),
+    "a state of other weights": (
+        lambda: convert(
+            model_params(), _state(_adamw(kahan())), _adamw(extra_bits(8)), FLOAT32
+        ),
+        "residuals are Kahan, but .* keeps NearestBits8",
+    ),
+    "a state of other moments": (
+        lambda: convert(
+            model_params(),
+            _state(_adamw(kahan(), BFLOAT16_MOMENTS)),
+            _adamw(kahan()),
+            FLOAT32,
+        ),
+        r"\['bias'\].* is bfloat16\[40\], but without moment formats it is float32",
+    ),
+    "a state of other parameters": (
+        lambda: convert(
+            model_params(),
+            _state(FLOAT32, {"kernel": jnp.ones((8, 8)), "bias": jnp.ones(40)}),
+            FLOAT32,
+            FLOAT32,
+        ),
+        r"state\[0\]\.mu\['kernel'\] is float32\[8, 8\], but for these params from_tx "
+        r"keeps bfloat16\[64, 24\]",
+    ),
+    "too many bits for the dtype": (
+        lambda: convert(
+            model_params(),
+            _state(_adamw(kahan())),
+            _adamw(kahan()),
+            _adamw(extra_bits(16)),
+            dtypes=F16,
+        ),
+        r"params\['bias'\]: float16 takes 0 to 13 extra bits, not 16",
+    ),
+    "an integer dtype": (
+        lambda: convert(
+            model_params(), _state(FLOAT32), FLOAT32, FLOAT32, dtypes=jnp.int8
+        ),
+        r"dtypes has .*int8.* for params\['bias'\]; accepted are floating-point",
+    ),
+    "dtypes of other leaves": (
+        lambda: convert(
+            model_params(), _state(FLOAT32), FLOAT32, FLOAT32, dtypes={"kernel": BF16}
+        ),
+        "dtypes must have the structure of params",
+    ),
+    "shapes of other parameters": (
+        lambda: convert(
+            model_params(), _state(FLOAT32), FLOAT32, FLOAT32, dtypes=_OTHER
+        ),
+        r"params\['kernel'\] has shape \[64, 24\], but dtypes has \[8, 8\] there",
+    ),
+    "parameters that a wrapper makes": (
+        lambda: convert(
+            model_params(),
+            _state(optax.flatten(_adamw(kahan()))),
+            optax.flatten(_adamw(kahan())),
+            FLOAT32,
+        ),
+        "from_tx hands params to lowbit, which params do not have; accepted are",
+    ),
+}
+_OTHER = {"kernel": jnp.ones((8, 8)), "bias": jnp.ones(40)}
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_does_not_belong_together_is_refused(call, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        call()

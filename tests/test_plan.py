@@ -1,0 +1,187 @@
+"""``plan``: the least lossy formats that fit, by the transformations' own bytes."""
+
+import functools
+import math
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import lowbit_optax
+from lowbit_optax import memory_report, plan
+
+pytestmark = pytest.mark.standard_promotion
+
+ACCURACY = pathlib.Path(__file__).resolve().parent.parent / "docs" / "accuracy.md"
+SHAPES = {"layers": (4, 256, 512), "out": (512, 256), "bias": (256,)}
+SIZE = sum(map(math.prod, SHAPES.values()))
+ADAMW = (
+    "float32", "extra_bits", "kahan", "lowbit", "lowbit, 4-bit mu",
+    "lowbit, 4-bit mu, nu", "lpmm, 12 bits", "lpmm, 8 bits",
+)  # fmt: skip
+
+
+def _shapes(dtype=jnp.float32):
+    return {name: jax.ShapeDtypeStruct(x, dtype) for name, x in SHAPES.items()}
+
+
+@functools.cache
+def _planned(device_bytes=2**40, **options):
+    return plan(_shapes(), device_bytes, **options)
+
+
+ALIASES = {
+    "float32": optax.adamw,
+    "extra_bits": lowbit_optax.extra_bits_adamw,
+    "kahan": lowbit_optax.kahan_adamw,
+    "lowbit": lowbit_optax.lowbit_adamw,
+}
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_bytes_are_those_of_the_optimizers_by_name(name):
+    params = _shapes(jnp.float32 if name == "float32" else jnp.bfloat16)
+    params["bias"] = jax.ShapeDtypeStruct(SHAPES["bias"], jnp.float32)
+    want = memory_report(ALIASES[name](1e-3), params)
+    assert _planned()[name].report.total == want.total
+
+
+def test_rows_are_in_the_order_of_the_documentation():
+    assert tuple(row.name for row in _planned().rows) == ADAMW
+
+
+def test_figures_are_those_of_the_documentation():
+    documented = ACCURACY.read_text()
+    for row in _planned().rows[1:]:
+        for figure in re.findall(r"\d+\.\d+", row.measured):
+            assert figure in documented, row.measured
+
+
+def test_what_a_row_starts_and_steps_has_the_bytes_of_its_report():
+    masters = _shapes()
+    for row in _planned().rows:
+        tx = row.make(1e-3)
+
+        def start(weights, row=row, tx=tx):
+            return row.init(tx, weights)
+
+        def step(weights, tx=tx, start=start):
+            return lowbit_optax.step(tx, *start(weights), weights)
+
+        started = jax.eval_shape(start, masters)
+        assert jax.eval_shape(step, masters) == started
+        held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(started))
+        assert held == row.report.total.total, row.name
+
+
+def test_gradients_are_two_leaves_with_release_and_one_layer_of_a_stack():
+    sizes = {name: 2 * math.prod(x) for name, x in SHAPES.items()}
+    sizes["bias"] *= 2  # float32
+    row = _planned()["lowbit"]
+    assert row.gradients == sum(sizes.values())
+    assert row.released_gradients == sizes["layers"] + sizes["out"]
+    stacked = _planned(stacked=lambda path: path == "['layers']")["lowbit"]
+    assert stacked.released_gradients == sizes["layers"] / 4 + sizes["out"]
+    # The dequantised weights are counted as well.
+    lpmm = _planned()["lpmm, 12 bits"]
+    assert lpmm.gradients == 2 * (sizes["layers"] + sizes["out"]) + sizes["bias"]
+
+
+def test_the_less_room_the_more_is_given_up():
+    rows = _planned().rows
+    found = []
+    for release in (False, True):
+        for row in rows:
+            budget = row.bytes_per_device(release)
+            best = _planned(budget).best
+            assert best.fits(release=True)
+            assert best.needs_release or best.fits(release=False)
+            assert rows.index(row) >= ADAMW.index(best.name)
+            if budget > min(x.bytes_per_device(release=True) for x in rows):
+                found.append(best.name)
+    assert {"float32", "extra_bits", "kahan", "lowbit"} <= set(found)
+    least = min(row.bytes_per_device(release=True) for row in rows)
+    assert _planned(least - 1).best is None
+    assert f"none fits into {0:.2f} GiB" in str(_planned(least - 1))
+
+
+def test_activations_and_devices_count():
+    row = _planned()["lowbit"]
+    split = _planned(devices=4, other_bytes=1000)["lowbit"]
+    total = row.report.total.total + row.gradients
+    assert row.bytes_per_device(release=False) == total
+    assert split.bytes_per_device(release=False) == math.ceil(total / 4) + 1000
+
+
+def test_the_table_says_what_fits():
+    text = str(_planned(int(8.5 * SIZE)))
+    assert re.search(
+        r"^float32 +4\.00 +8\.0\d +4\.00 .* no +the reference$", text, re.M
+    )
+    assert re.search(r"^lowbit +3\.0\d +2\.1\d +2\.00 .* yes +GPT", text, re.M)
+    assert text.endswith("GiB: lowbit")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "lacks"),
+    [
+        (
+            lambda rate: optax.sgd(rate, 0.9),
+            {"lowbit, 4-bit mu", "lowbit, 4-bit mu, nu"},
+        ),
+        (optax.lion, {"lowbit, 4-bit mu", "lowbit, 4-bit mu, nu"}),
+        (optax.rmsprop, {"lowbit, 4-bit mu", "lowbit, 4-bit mu, nu"}),
+    ],
+    ids=["sgd", "lion", "rmsprop"],
+)
+def test_other_optimizers_have_the_rows_that_their_moments_allow(optimizer, lacks):
+    names = [row.name for row in _planned(optimizer=optimizer).rows]
+    assert names == [name for name in ADAMW if name not in lacks]
+
+
+def test_integers_and_chosen_leaves_are_counted_as_they_are():
+    params = _shapes() | {"table": jax.ShapeDtypeStruct((1000,), jnp.int32)}
+    keep = lambda path, leaf: path == "['out']"
+    row = plan(params, 2**30, optimizer=optax.sgd, keep_float32=keep)["extra_bits"]
+    dtypes = {leaf.name: leaf.dtype for leaf in row.report.leaves}
+    assert dtypes == {
+        "['bias']": "bfloat16",
+        "['layers']": "bfloat16",
+        "['out']": "float32",
+        "['table']": "int32",
+    }
+
+
+REFUSED = {
+    "a transformation": (
+        dict(optimizer=optax.adamw(0.1)),
+        "a function of the learning",
+    ),
+    "no transformation": (
+        dict(optimizer=lambda rate: rate),
+        "a function of the learning",
+    ),
+    "no devices": (dict(devices=0), "devices is 0; accepted is an int from 1"),
+    "negative activations": (dict(other_bytes=-1), "other_bytes is -1; accepted"),
+    "an integer dtype": (dict(dtype=jnp.int8), "int8; accepted are floating-point"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_planned_is_refused(options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        plan(_shapes(), 2**30, **options)
+
+
+def test_a_budget_or_leaf_that_is_none_is_refused():
+    with pytest.raises(
+        ValueError, match="device_bytes is '80GB'; accepted is a number"
+    ):
+        plan(_shapes(), "80GB")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"params\['w'\] is 3, not an array"):
+        plan({"w": 3}, 2**30)
+    with pytest.raises(KeyError, match="no formats 'adam'; there are float32, extra"):
+        _planned()["adam"]
