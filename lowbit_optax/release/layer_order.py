@@ -1,4 +1,4 @@
-"""In which order a layer's cotangents and gradients are computed.
+"""In which order a layer's last cotangent and its gradient are computed.
 
 Of ``z = x @ w`` the backward pass computes two products, in any order::
 
@@ -7,8 +7,9 @@ Of ``z = x @ w`` the backward pass computes two products, in any order::
 
 In a loop over layers, weights are copied out of their stack. With the cotangent first,
 the copy's memory is free for the gradient. A scheduler that hides latencies does not
-see to that. Here barriers do: a gradient's product begins when the cotangents made of
-the same ``ct_z`` are there, and what is made of these begins when the gradient is.
+see to that; a barrier does. It is only for layers whose gradients are all products of
+their last cotangents, such as those of one matrix. In others, where activations wait
+for a gradient, it would raise the memory of some and lower that of others.
 """
 
 import itertools
@@ -35,7 +36,7 @@ _PRODUCTS = frozenset({p.conv_general_dilated_p, p.dot_general_p})
 def cotangents_first(
     transposed: Callable, cotangents: Sequence, gradients: Collection[int]
 ) -> list:
-    """The results of a transposed derivative, with barriers between its products.
+    """The results of a transposed derivative, gradients after what goes on.
 
     Args:
       transposed: a tree that is called with the cotangents, and returns a sequence.
@@ -49,8 +50,11 @@ def cotangents_first(
     reader = _Reader()
     inputs = [Node(var.aval) for var in closed.jaxpr.invars]
     outputs = inline(closed, inputs, reader.read)
+    order = _Order(reader, inputs[len(leaves) :], outputs, gradients)
+    if not order.last:
+        return list(transposed(cotangents))
     known = dict(zip(inputs, (*leaves, *cotangents), strict=True))
-    _Order(reader, inputs[len(leaves) :], outputs, gradients).run(known)
+    order.run(known)
     return [value_of(x, known) for x in outputs]
 
 
@@ -98,13 +102,17 @@ class _Reader:
 
 
 class _Order:
-    """Runs calls in an order, with barriers.
+    """Runs calls for cotangents before those for gradients.
 
     Args:
       reader: of the calls.
       cotangents: what the derivative is called with.
       outputs: what the calls compute.
       gradients: numbers of the outputs that are gradients.
+
+    Attributes:
+      last: by cotangent that gradients are products of, what the layer's last products
+        make of it; none if gradients are products of others, too.
     """
 
     def __init__(
@@ -129,69 +137,31 @@ class _Order:
                 made.update(after for before, after in pairs if before in made)
             elif made.intersection(call.inputs):
                 made.update(call.outputs)
-        # By cotangent that gradients are products of, the products that go on from it.
-        self._products: dict[Node, list[Call]] = {}
+        self.last: dict[Node, list[Node]] = {}
         of_gradients = filter(_is_product, self._waiting)
         read = made & {x for call in of_gradients for x in call.inputs}
-        for call in filter(_is_product, self._first):
-            for value in read.intersection(call.inputs):
-                self._products.setdefault(value, []).append(call)
+        followed: set[Node] = set()
+        for call in reversed(self._first):
+            is_followed = not followed.isdisjoint(call.outputs)
+            if _is_product(call) and not is_followed:
+                for value in read.intersection(call.inputs):
+                    self.last.setdefault(value, []).extend(call.outputs)
+            if is_followed or _is_product(call):
+                followed.update(call.inputs)
+        if read != self.last.keys():
+            self.last = {}
 
     def run(self, known: dict[Node, typing.Any]) -> None:
         """Add the outputs of all calls to the values that are known."""
-        fenced: dict[Node, typing.Any] = {}
-        done: set[Call] = set()
-        last_reader = {x: call for call in self._first for x in call.inputs}
-        for call in self._first:
-            run([call], known, self._fences)
-            done.add(call)
-            for value in dict.fromkeys(call.inputs):
-                products = self._products.get(value, [])
-                if call in products and done.issuperset(products):
-                    made = [x for each in products for x in each.outputs]
-                    fenced[value] = tied((known[value], [known[x] for x in made]))[0]
-                    going_on = [x for x in made if x in last_reader]
-                    _tie(known, going_on, self._run_waiting(known, fenced))
+        run(self._first, known, self._fences)
+        fenced = {
+            value: tied((known[value], [known[x] for x in made]))[0]
+            for value, made in self.last.items()
+        }
         for call in self._waiting:
-            self._run(call, known, fenced)
-
-    def _run_waiting(self, known, fenced) -> list[Node]:
-        """Run what can be run for gradients; the results, if any is a product."""
-        found = []
-        for call in list(self._waiting):
-            is_ready = all(
-                x in fenced if x in self._products else x in known
-                for x in call.inputs
-                if x.constant is None
-            )
-            if is_ready:
-                self._run(call, known, fenced)
-                self._waiting.remove(call)
-                found.append(call)
-        if not any(map(_is_product, found)):
-            return []
-        read = {x for call in found for x in call.inputs}
-        return [x for call in found for x in call.outputs if x not in read]
-
-    def _run(self, call: Call, known, fenced) -> None:
-        local = {x: fenced.get(x, known.get(x)) for x in call.inputs if x in known}
-        run([call], local, self._fences)
-        known.update((x, local[x]) for x in call.outputs)
-
-
-def _tie(known: dict, going_on: list[Node], others: list[Node]) -> dict:
-    """Tie values; those that go on take the old ones' place, the others are returned.
-
-    Args:
-      known: values by node.
-      going_on: are read by what comes next.
-      others: are not, or not in this place.
-    """
-    if not others or not going_on:
-        return {}
-    arrays = tied(([known[x] for x in going_on], [known[x] for x in others]))
-    known.update(zip(going_on, arrays[0], strict=True))
-    return dict(zip(others, arrays[1], strict=True))
+            local = {x: fenced.get(x, known.get(x)) for x in call.inputs if x in known}
+            run([call], local, self._fences)
+            known.update((x, local[x]) for x in call.outputs)
 
 
 def _is_product(call: Call) -> bool:
