@@ -34,13 +34,14 @@ def scanned(params, x):
         return jnp.tanh(x @ w), jnp.sum(w[0] * push.astype(F16))
 
     push, x = split(x)
-    x, ys = release.scan(body, x.astype(F16), (params["layers"], push))
+    x, ys = release.scan(body, x.astype(F16), (params["layers"], push[:3]))
+    ys = jnp.append(ys, params["head"][0] * push[3].astype(F16))
     return head(params, x) + jnp.sum(ys.astype(jnp.float32))
 
 
 def split(x):
-    """Pushes, which can make the gradient of one layer overflow, and inputs."""
-    return (x[0, 0, :3], x[0, 1:]) if x.ndim == 3 else (jnp.zeros([3]), x)
+    """Pushes, which can make the gradient of one leaf overflow, and inputs."""
+    return (x[0, 0, :4], x[0, 1:]) if x.ndim == 3 else (jnp.zeros([4]), x)
 
 
 def unrolled(params, x):
@@ -165,7 +166,7 @@ def test_the_norm_and_the_overflows_take_one_more_pass_and_each_alone_too():
 
 
 def pushed(*layers):
-    """A batch that makes the gradients of these layers of the stack overflow."""
+    """A batch that makes the gradients of these layers, or of 3, the head, overflow."""
     push = np.zeros([1, 64], np.float32)
     push[0, list(layers)] = 2.0**8
     return jnp.concatenate([push, *released.batches(1)[0]])[None]
@@ -201,6 +202,15 @@ def test_layer_by_layer_only_layers_whose_gradients_overflow_are_skipped():
         assert_same_bits(got, moved)
     assert (float(state.scale), int(state.skipped)) == (2.0**8, 1)
     assert (float(want_state.scale), int(want_state.skipped)) == (2.0**9, 0)
+
+
+def test_the_step_is_counted_if_only_leaves_updated_at_the_end_are_skipped():
+    _, new, state, skipped = after("layer", pushed(3))
+    _, want, want_state = after("exact", pushed())
+    assert skipped["head"]
+    assert not np.any(skipped["layers"])
+    assert_same_bits(new, want | {"head": params()["head"]})
+    assert int(state.inner_state.count) == int(want_state.inner_state.count) == 1
 
 
 def test_layer_by_layer_without_overflows_is_the_exact_step():

@@ -57,25 +57,37 @@ def value_and_update(
       loss_fn: called as ``loss_fn(params, *args, **kwargs)``; returns a real scalar, or
         ``(loss, aux)``. To use a :class:`QuantizedTensor` it calls
         :func:`lowbit_optax.dequantize`, for stacked layers in the scan's body.
-      tx: an optax transformation. The update of one layer in a loop must not need the
-        gradients of other parameters. A stack that is updated as a whole, by its norm
-        or by a product of matrices, waits for its whole gradient. Outside loops,
-        parameters whose updates need each other's gradients wait for the end.
+      tx: an optax transformation, or :func:`lowbit_optax.with_loss_scale` around one;
+        the loss is then scaled here, and not in ``loss_fn``. The update of one layer in
+        a loop must not need the gradients of other parameters. A stack that is updated
+        as a whole, by its norm or by a product of matrices, waits for its whole
+        gradient. Outside loops, parameters whose updates need each other's gradients
+        wait for the end.
       has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
       max_grad_norm: clip the gradients of all parameters to this global norm, as
         ``optax.clip_by_global_norm`` would before ``tx``. It takes two backward passes
         after one forward pass, the first for the norm, which keeps no gradients.
+      overflow: what is done if gradients overflow under the loss scale of ``tx``.
+
+        - ``"exact"``: a first backward pass, that of the norm if there is one, looks at
+          all gradients. If any has overflowed, no bit but the scale's state changes.
+        - ``"layer"``: in one pass; a layer of a scan, or leaves updated together, are
+          skipped if their own gradients have overflowed. The scale falls likewise.
       dtype: of the gradients of QuantizedTensors; any float dtype.
 
     Returns:
       A function ``(params, opt_state, *args, **kwargs) -> (value, params, opt_state)``.
       The value is the loss or ``(loss, aux)`` before the step. ``opt_state`` is that of
       ``tx.init(params)``, as in the ordinary step, so training can change between both.
+      With ``overflow="layer"`` there is a fourth result, a tree like the parameters of
+      bools, whether a leaf was skipped, or bool[layers] where it was updated in a loop.
 
     Raises:
-      ValueError: if ``max_grad_norm`` is not a positive number; when the step is
-        called, if ``tx`` needs the gradients of several parameters at once, one of
-        which would be updated in a loop.
+      ValueError: if ``max_grad_norm`` is not a positive number; if ``overflow`` is not
+        as above, or ``"layer"`` without a loss scale or with ``max_grad_norm``; when
+        the step is called, if a loss scale is inside another transformation, or if
+        ``tx`` needs the gradients of several parameters at once, one of which would be
+        updated in a loop.
       TypeError: if ``dtype`` is not a float dtype; when the step is called, if a
         parameter is not an array, if the loss is not a real scalar, or if ``loss_fn``
         computes with a QuantizedTensor that it has not dequantised.
