@@ -10,14 +10,11 @@ import jax.numpy as jnp
 import optax
 
 from lowbit_optax._numerics.landing import ADD, REPLACE, Landing
-from lowbit_optax._step import context, direct, trees
-from lowbit_optax._step.engine import Lowbit
+from lowbit_optax._step import context, direct
 from lowbit_optax._step.guard import Guard
 from lowbit_optax._step.stepper import Stepper, stepper_of
+from lowbit_optax.loss_scaling.guarded import Sizes, guarded, implementation_of
 from lowbit_optax.loss_scaling.scales import Scaling
-from lowbit_optax.transformation import step
-from pallas_kernels.platforms import Implementation
-from pallas_kernels.reductions import MIN_ARRAYS, largest_magnitudes
 
 
 class LossScaleState(typing.NamedTuple):
@@ -183,66 +180,35 @@ class LossScaled(Stepper):
         inner = optax.with_extra_args_support(self.inner)
         return inner.update(grads, inner_state, params, **extra_args)[0]
 
-    def _guarded(self, params, state, grads, landing: Landing, extra_args: dict):
+    def after(self, state: LossScaleState, inner_state, sizes: Sizes) -> LossScaleState:
+        """The state after a step.
+
+        Args:
+          state: before it.
+          inner_state: the inner transformation's, after it.
+          sizes: of all gradients.
+        """
+        scale, scaling_state = self.scaling.next(
+            state.scale, state.scaling_state, sizes.largest, sizes.finite
+        )
+        skipped = state.skipped + (~sizes.finite).astype(jnp.int32)
+        return LossScaleState(scale, scaling_state, skipped, inner_state)
+
+    @staticmethod
+    def check_state(state) -> None:
+        """Raise unless a state is of a transformation such as this."""
         if not isinstance(state, LossScaleState):
             raise TypeError(
                 f"with_loss_scale: state is a {type(state).__name__}, not a "
                 "LossScaleState; was it made by this transformation's init?"
             )
+
+    def _guarded(self, params, state, grads, landing: Landing, extra_args: dict):
+        self.check_state(state)
         factor = jnp.float32(1) / state.scale
-        stepper = stepper_of(self.inner)
-        is_lowbit = isinstance(stepper, Lowbit)
-        implementation = stepper.implementation if is_lowbit else None
-        finite, largest = _sizes(grads, factor, implementation)
-        guard = Guard(factor, finite)
-        if is_lowbit:
-            results, inner_state = stepper.guarded(
-                params, state.inner_state, grads, guard, landing, **extra_args
-            )
-        else:
-            results, inner_state = self._guarded_by_choosing(
-                params, state.inner_state, grads, guard, landing, extra_args
-            )
-        scale, scaling_state = self.scaling.next(
-            state.scale, state.scaling_state, largest, finite
+        sizes = Sizes.of(grads, factor, implementation_of(self.inner))
+        guard = Guard(factor, sizes.finite)
+        results, inner_state = guarded(
+            self.inner, params, state.inner_state, grads, guard, landing, extra_args
         )
-        skipped = state.skipped + (~finite).astype(jnp.int32)
-        return results, LossScaleState(scale, scaling_state, skipped, inner_state)
-
-    def _guarded_by_choosing(
-        self, params, inner_state, grads, guard: Guard, landing: Landing, extra_args
-    ):
-        """The guarded step of any inner transformation, which runs even if skipped."""
-        grads = guard.unscaled(grads)
-        if landing.is_direct:
-            new, state = step(self.inner, params, inner_state, grads, **extra_args)
-            new = guard.chosen(new, params)
-        else:
-            inner = optax.with_extra_args_support(self.inner)
-            new, state = inner.update(grads, inner_state, params, **extra_args)
-            new = guard.updates(new)
-        return new, guard.chosen(state, inner_state)
-
-
-def _sizes(
-    grads, factor: jax.Array, implementation: Implementation = None
-) -> tuple[jax.Array, jax.Array]:
-    """Whether all gradients are finite, and the largest magnitude if they are.
-
-    Both refer to gradients times the factor; it may make finite gradients infinite.
-    """
-    arrays = [x for x in jax.tree.leaves(grads) if trees.is_float(x) and x.size]
-    if not arrays:
-        return jnp.bool_(True), jnp.float32(0)
-    is_narrow = all(x.dtype.itemsize <= 4 for x in arrays)
-    if is_narrow and len(arrays) >= MIN_ARRAYS and not context.current().is_analysed:
-        largest = largest_magnitudes(arrays, implementation)
-        scaled = largest * factor
-        return jnp.all(jnp.isfinite(jnp.stack([largest, scaled]))), jnp.max(scaled)
-    largest = [jnp.max(jnp.abs(x)) for x in arrays]
-    largest = Guard(factor, jnp.bool_(True)).times(largest)
-    # Not derived from the maximum: on some backends it ignores elements that are NaN.
-    finite = [jnp.all(jnp.isfinite(x)) for x in arrays]
-    finite += [jnp.isfinite(x) for x in largest]
-    sizes = jnp.stack([x.astype(jnp.float32) for x in largest])
-    return jnp.all(jnp.stack(finite)), jnp.max(sizes)
+        return results, self.after(state, inner_state, sizes)

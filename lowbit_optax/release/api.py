@@ -8,13 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lowbit_optax.release.consumers import sum_of_squares
-from lowbit_optax.release.optimizer import Optimizer
-from lowbit_optax.release.ordering import tied
-from lowbit_optax.release.passes import SquaresPass, UpdatesPass
-from lowbit_optax.release.plan import ReleasePlan, plan_release
-from lowbit_optax.release.reverse import run_forward
-from lowbit_optax.release.traced_loss import TracedLoss, trace_loss
+from lowbit_optax.release.gates import OVERFLOWS, loss_scaled, without_scale
+from lowbit_optax.release.plan import plan_release
+from lowbit_optax.release.released_step import released_step
+from lowbit_optax.release.traced_loss import trace_loss
 
 
 def value_and_update(
@@ -23,6 +20,7 @@ def value_and_update(
     *,
     has_aux: bool = False,
     max_grad_norm: float | None = None,
+    overflow: str = "exact",
     dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> Callable:
     """A training step that never holds the gradients of all parameters at once.
@@ -59,25 +57,37 @@ def value_and_update(
       loss_fn: called as ``loss_fn(params, *args, **kwargs)``; returns a real scalar, or
         ``(loss, aux)``. To use a :class:`QuantizedTensor` it calls
         :func:`lowbit_optax.dequantize`, for stacked layers in the scan's body.
-      tx: an optax transformation. The update of one layer in a loop must not need the
-        gradients of other parameters. A stack that is updated as a whole, by its norm
-        or by a product of matrices, waits for its whole gradient. Outside loops,
-        parameters whose updates need each other's gradients wait for the end.
+      tx: an optax transformation, or :func:`lowbit_optax.with_loss_scale` around one;
+        the loss is then scaled here, and not in ``loss_fn``. The update of one layer in
+        a loop must not need the gradients of other parameters. A stack that is updated
+        as a whole, by its norm or by a product of matrices, waits for its whole
+        gradient. Outside loops, parameters whose updates need each other's gradients
+        wait for the end.
       has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
       max_grad_norm: clip the gradients of all parameters to this global norm, as
         ``optax.clip_by_global_norm`` would before ``tx``. It takes two backward passes
         after one forward pass, the first for the norm, which keeps no gradients.
+      overflow: what is done if gradients overflow under the loss scale of ``tx``.
+
+        - ``"exact"``: a first backward pass, that of the norm if there is one, looks at
+          all gradients. If any has overflowed, no bit but the scale's state changes.
+        - ``"layer"``: in one pass; a layer of a scan, or leaves updated together, are
+          skipped if their own gradients have overflowed. The scale falls likewise.
       dtype: of the gradients of QuantizedTensors; any float dtype.
 
     Returns:
       A function ``(params, opt_state, *args, **kwargs) -> (value, params, opt_state)``.
       The value is the loss or ``(loss, aux)`` before the step. ``opt_state`` is that of
       ``tx.init(params)``, as in the ordinary step, so training can change between both.
+      With ``overflow="layer"`` there is a fourth result, a tree like the parameters of
+      bools, whether a leaf was skipped, or bool[layers] where it was updated in a loop.
 
     Raises:
-      ValueError: if ``max_grad_norm`` is not a positive number; when the step is
-        called, if ``tx`` needs the gradients of several parameters at once, one of
-        which would be updated in a loop.
+      ValueError: if ``max_grad_norm`` is not a positive number; if ``overflow`` is not
+        as above, or ``"layer"`` without a loss scale or with ``max_grad_norm``; when
+        the step is called, if a loss scale is inside another transformation, or if
+        ``tx`` needs the gradients of several parameters at once, one of which would be
+        updated in a loop.
       TypeError: if ``dtype`` is not a float dtype; when the step is called, if a
         parameter is not an array, if the loss is not a real scalar, or if ``loss_fn``
         computes with a QuantizedTensor that it has not dequantised.
@@ -108,10 +118,12 @@ def value_and_update(
             "numbers, and None for no clipping"
         )
 
+    _check_overflow(overflow, tx, max_grad_norm)
+
     def with_update(params, opt_state, *args, **kwargs):
         loss = trace_loss(loss_fn, has_aux, dtype, params, args, kwargs)
-        plan = plan_release(loss, tx, opt_state)
-        return _update(loss, plan, tx, opt_state, max_grad_norm)
+        plan = plan_release(loss, *without_scale(tx, opt_state))
+        return released_step(loss, plan, tx, opt_state, max_grad_norm, overflow)
 
     return _named_after(loss_fn, with_update)
 
@@ -121,18 +133,20 @@ def explain(
     tx: optax.GradientTransformation,
     *,
     has_aux: bool = False,
+    overflow: str = "exact",
     dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> Callable:
     """When :func:`value_and_update` updates each parameter; nothing is run.
 
     Args:
-      loss_fn, tx, has_aux, dtype: as for :func:`value_and_update`.
+      loss_fn, tx, has_aux, overflow, dtype: as for :func:`value_and_update`.
 
     Returns:
       A function of ``(params, opt_state, *args, **kwargs)``, arrays or
       ShapeDtypeStructs. It returns a dictionary from the parameters' paths to
       ``"in the loop"`` of a scan, ``"in the backward pass, update 1 of 3: "`` and what
-      the pass must be past, or ``"after it: "`` and the reason.
+      the pass must be past, or ``"after it: "`` and the reason. With a loss scale
+      each says, too, which overflows leave the parameter as it is.
 
     Raises:
       ValueError, TypeError: as :func:`value_and_update` does.
@@ -149,11 +163,14 @@ def explain(
     ('in the loop', 'after it: it has fewer than 4096 elements')
     """
     dtype = _checked_dtype(dtype)
+    _check_overflow(overflow, tx, None)
 
     def with_shapes(params, opt_state, *args, **kwargs):
         loss = trace_loss(loss_fn, has_aux, dtype, params, args, kwargs)
-        plan = plan_release(loss, tx, opt_state)
-        return {leaf.name: plan.reports[leaf.name] for leaf in loss.leaves}
+        plan = plan_release(loss, *without_scale(tx, opt_state))
+        unless = _unless(overflow) if loss_scaled(tx) else lambda report: ""
+        reports = {leaf.name: plan.reports[leaf.name] for leaf in loss.leaves}
+        return {name: report + unless(report) for name, report in reports.items()}
 
     return with_shapes
 
@@ -162,6 +179,38 @@ def _checked_dtype(dtype) -> jnp.dtype:
     if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
         raise TypeError(f"release: dtype is {jnp.dtype(dtype)}, not a float dtype")
     return jnp.dtype(dtype)
+
+
+def _check_overflow(overflow: str, tx, max_grad_norm) -> None:
+    if overflow not in OVERFLOWS:
+        raise ValueError(
+            f"release: overflow is {overflow!r}; accepted are 'exact' and 'layer'"
+        )
+    if overflow == "exact":
+        return
+    if loss_scaled(tx) is None:
+        raise ValueError(
+            "release: overflow='layer' is for an optimizer with a loss scale; accepted "
+            "is with_loss_scale(tx, scaling)"
+        )
+    if max_grad_norm is not None:
+        raise ValueError(
+            "release: overflow='layer' takes one backward pass, and max_grad_norm "
+            f"{max_grad_norm!r} a second; overflow='exact' with it takes no third"
+        )
+
+
+def _unless(overflow: str) -> Callable[[str], str]:
+    """What is added to a report of a leaf's update about the loss scale."""
+
+    def unless(report: str) -> str:
+        if overflow == "exact":
+            return "; not if any gradient overflows, which a pass before finds out"
+        if report == "in the loop":
+            return "; not a layer whose gradients overflow"
+        return "; not if a gradient of this update overflows"
+
+    return unless
 
 
 def _is_positive(number) -> bool:
@@ -183,45 +232,3 @@ def _named_after(loss_fn: Callable, with_update: Callable) -> Callable:
     del attributes["__wrapped__"]
     attributes["__signature__"] = signature
     return with_update
-
-
-def _update(loss: TracedLoss, plan: ReleasePlan, tx, opt_state, max_grad_norm):
-    """The value, and the parameters and the state after the step."""
-    state, treedef = jax.tree.flatten(opt_state)
-    computed = run_forward(loss.program, plan.stretches, plan.active, _arguments(loss))
-    value, *_ = computed.outputs
-    start, transform_gradient = jnp.ones_like(value), lambda grad: grad
-    if max_grad_norm is not None:
-        squares = SquaresPass()
-        rest = computed.go_back(start, squares)
-        norm = jnp.sqrt(squares.total + sum(map(sum_of_squares, rest.values())))
-        # Else XLA would see that both passes compute the same gradients, and keep them.
-        start, norm = tied((start, norm))
-        transform_gradient = functools.partial(_clipped, norm, max_grad_norm)
-    optimizer = Optimizer(tx, state, treedef, plan.state_stacks, transform_gradient)
-    updates = UpdatesPass(loss, optimizer, plan.parts)
-    left = computed.go_back(start, updates)
-    params, state = updates.finished(plan.last, left)
-    return (
-        loss.result(computed.outputs),
-        loss.tree_of(lambda leaf: params[leaf.name]),
-        jax.tree.unflatten(treedef, state),
-    )
-
-
-def _clipped(norm: jax.Array, max_norm: float, grad: jax.Array) -> jax.Array:
-    """``optax.clip_by_global_norm`` of one gradient, by the norm of all of them."""
-    clipped = grad.astype(jnp.float32) / norm * jnp.float32(max_norm)
-    return jnp.where(norm < jnp.float32(max_norm), grad, clipped.astype(grad.dtype))
-
-
-def _arguments(loss: TracedLoss) -> list:
-    """Of the loss's program."""
-    found = []
-    for leaf in loss.leaves:
-        arrays = dict(zip(leaf.array_values, leaf.arrays, strict=True))
-        if leaf.is_quantized:
-            assert leaf.gradient_value is not None
-            arrays[leaf.gradient_value] = leaf.zero_gradient()
-        found += [arrays[value] for value in leaf.input_values]
-    return [*found, *loss.other_arguments]

@@ -22,6 +22,7 @@ from jax.extend import core
 from lowbit_optax._jaxprs.checkpoints import without_barriers_on
 from lowbit_optax._jaxprs.program import Scan
 from lowbit_optax._step.identity import ByIdentity
+from lowbit_optax.release.layer_order import cotangents_first
 
 
 class GradientConsumer(typing.Protocol):
@@ -227,7 +228,11 @@ class _Passes:
             inputs = self._inputs(operands, [None] * scan.carry, xs)
             for n, x in consumer.layer(index, carried).items():
                 inputs[n] = x
-            found = derivative.in_layer(inputs, saved)([*ct_carry, *ct_ys])
+            found = cotangents_first(
+                derivative.in_layer(inputs, saved),
+                [*ct_carry, *ct_ys],
+                range(len(roles.cotangents), len(self.primals)),
+            )
             found = dict(zip(self.primals, found, strict=True))
             ct_constants = [
                 total + found[n]

@@ -1,16 +1,21 @@
-"""What is done with the gradients of a layer in a backward loop: a step, or a sum.
+"""What is done with the gradients of a layer in a backward loop: a step, or measures.
 
 Each class is a :class:`lowbit_optax.release.backward.GradientConsumer`.
 """
 
 import dataclasses
+import functools
+import typing
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from lowbit_optax._step import context
+from lowbit_optax._step.guard import Guard, Unguarded
 from lowbit_optax._step.layer import Layer
+from lowbit_optax.release.gates import Gate
+from lowbit_optax.release.measures import Measure, Measured
 from lowbit_optax.release.optimizer import Optimizer
 from lowbit_optax.release.scans import ReleasedScan
 from lowbit_optax.release.traced_loss import TracedLoss
@@ -20,46 +25,59 @@ from lowbit_optax.release.traced_loss import TracedLoss
 class LayerUpdates:
     """Updates each layer in its stacks as soon as its gradients are there.
 
-    What it carries are the stacks of ``optimizer.stacks(released.leaves)``.
+    What it carries are the stacks of ``optimizer.stacks(released.leaves)``, and what
+    the gate has found in the gradients of each layer.
     """
 
     loss: TracedLoss
     released: ReleasedScan
     optimizer: Optimizer
+    gate: Gate
 
-    def begin(self) -> list[jax.Array]:
-        """The stacks before the step."""
-        return self.optimizer.stacks(self.released.leaves)
+    def begin(self) -> tuple[list[jax.Array], typing.Any]:
+        """The stacks before the step, and room for what will be found."""
+        leaves = self.released.leaves
+        length = self.released.scan.length
+        found = jax.eval_shape(lambda: self.gate.check([])[1])
+        found = jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), found)
+        return self.optimizer.stacks(leaves), found
 
     def layer(self, index, carried) -> dict[int, jax.Array]:
         values = [n for leaf in self.released.leaves for n in leaf.array_values]
         # The state's stacks come after those of the parameters.
-        stacks = carried[: len(values)]
+        stacks = carried[0][: len(values)]
         return {
             self.released.operand(value): _layer_of(stack, index)
             for value, stack in zip(values, stacks, strict=True)
         }
 
     def update(self, index, carried, grads):
+        stacks, found = carried
         by_name = {
             leaf.name: grads[self.released.operand(leaf.gradient_value)]
             for leaf in self.released.leaves
         }
-        return lax.platform_dependent(
+        guard, new = self.gate.check(by_name)
+        put_back = functools.partial(self._update_and_put_back, guard)
+        in_stacks = functools.partial(self._update_in_stacks, guard)
+        can_write = self.optimizer.writes_into_stacks(guard)
+        stacks = lax.platform_dependent(
             index,
-            carried,
+            stacks,
             by_name,
-            cuda=self._update_in_stacks,
-            default=self._update_and_put_back,
+            cuda=in_stacks if can_write else put_back,
+            default=put_back,
         )
+        put = lambda stack, x: lax.dynamic_update_index_in_dim(stack, x, index, 0)
+        return stacks, jax.tree.map(put, found, new)
 
-    def _update_in_stacks(self, index, carried, grads):
+    def _update_in_stacks(self, guard, index, stacks, grads):
         """By kernels, which write into the stacks."""
         layer = self._layer(index)
-        new = self._step(layer, [layer.of(stack) for stack in carried], grads)
-        return [layer.put(a, b) for a, b in zip(carried, new, strict=True)]
+        new = self._step(layer, [layer.of(stack) for stack in stacks], grads, guard)
+        return [layer.put(a, b) for a, b in zip(stacks, new, strict=True)]
 
-    def _update_and_put_back(self, index, carried, grads):
+    def _update_and_put_back(self, guard, index, stacks, grads):
         """The layer is taken out, updated, and put back.
 
         If XLA fused the update with the reads and writes around it, the update of one
@@ -68,36 +86,41 @@ class LayerUpdates:
         with what is outside. (An optimization barrier does not prevent the fusion.)
         """
         layer = self._layer(index)
-        old = [layer.of(stack) for stack in carried]
+        old = [layer.of(stack) for stack in stacks]
         new = lax.cond(
             index >= jnp.int32(0),
-            lambda: self._step(layer, old, grads),
+            lambda: self._step(layer, old, grads, guard),
             lambda: old,
         )
-        return [layer.put(a, b) for a, b in zip(carried, new, strict=True)]
+        return [layer.put(a, b) for a, b in zip(stacks, new, strict=True)]
 
     def _layer(self, index) -> Layer:
         return Layer(index, frozenset(leaf.name for leaf in self.released.leaves))
 
-    def _step(self, layer: Layer, old: list, grads: dict) -> list:
+    def _step(
+        self, layer: Layer, old: list, grads: dict, guard: Guard | Unguarded
+    ) -> list:
         """New layers for old ones, in the order of the stacks."""
         leaves, optimizer = self.released.leaves, self.optimizer
         params, state = optimizer.by_leaf(leaves, old)
         with context.one_layer(layer):
-            new_params, new_state = optimizer.step(self.loss, grads, params, state)
+            new_params, new_state = optimizer.step(
+                self.loss, grads, params, state, guard
+            )
         arrays = [x for leaf in leaves for x in jax.tree.leaves(new_params[leaf.name])]
         return arrays + [new_state[n] for n in optimizer.stack_numbers(leaves)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class SumOfSquares:
-    """Adds up the squares of the layers' gradients, and updates nothing."""
+class MeasuredLayers:
+    """Measures the layers' gradients, and updates nothing."""
 
     released: ReleasedScan
+    measure: Measure
 
-    def begin(self) -> jax.Array:
-        """The sum at the start."""
-        return jnp.zeros([], jnp.float32)
+    def begin(self) -> Measured:
+        """What is known of no gradients."""
+        return self.measure.of_none()
 
     def layer(self, index, carried) -> dict[int, jax.Array]:
         del carried
@@ -109,12 +132,7 @@ class SumOfSquares:
 
     def update(self, index, carried, grads):
         del index
-        return carried + sum(map(sum_of_squares, grads.values()))
-
-
-def sum_of_squares(grad: jax.Array) -> jax.Array:
-    """The sum of the squares of a gradient, in float32."""
-    return jnp.sum(jnp.square(grad.astype(jnp.float32)))
+        return self.measure.added(carried, grads.values())
 
 
 def _layer_of(stack: jax.Array, index: jax.Array) -> jax.Array:

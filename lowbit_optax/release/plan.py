@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax.numpy as jnp
 import optax
@@ -43,6 +43,7 @@ class ReleasePlan:
       state_stacks: by path of a leaf that is updated in a loop, the numbers of the
         optimizer state's leaves that are stacks of one layer for each of its layers.
       reports: by path, when a leaf is updated, and why.
+      whole_step: gives the graph of a step on all leaves.
     """
 
     stretches: list[Stretch]
@@ -51,6 +52,15 @@ class ReleasePlan:
     active: set[Node]
     state_stacks: Mapping[str, tuple[int, ...]]
     reports: Mapping[str, str]
+    whole_step: Callable[[], StepGraph]
+
+    def of_no_gradient(self) -> frozenset[int]:
+        """Numbers of the state's leaves whose new values need no gradient: a count."""
+        step = self.whole_step()
+        gradients = list(step.gradients.values())
+        return frozenset(
+            n for n, x in enumerate(step.new_state) if not step.depends_on(x, gradients)
+        )
 
 
 def plan_release(
@@ -83,7 +93,9 @@ def plan_release(
         rest = [leaf.name for leaf in others if leaf.name not in updated]
         last = finder.last(rest, layers.state_stacks)
     reports = _reports(loss, stretches, layers.state_stacks, reasons, why_last, active)
-    return ReleasePlan(stretches, parts, last, active, layers.state_stacks, reports)
+    return ReleasePlan(
+        stretches, parts, last, active, layers.state_stacks, reports, whole_step
+    )
 
 
 class _PartFinder:

@@ -11,7 +11,7 @@ import pathlib
 import re
 import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -98,6 +98,28 @@ def plain(loss_fn: Callable, tx: optax.GradientTransformation) -> Callable:
     return train_step
 
 
+def plain_scaled(loss_fn: Callable, tx: optax.GradientTransformation) -> Callable:
+    """All gradients of a scaled loss, then the step of ``with_loss_scale``."""
+
+    def train_step(params, opt_state, batch):
+        differentiate = lowbit_optax.scaled_value_and_grad(loss_fn)
+        loss, grads = differentiate(params, opt_state, batch)
+        return loss, *lowbit_optax.step(tx, params, opt_state, grads)
+
+    return train_step
+
+
+def in_float16(model: Model) -> Model:
+    """The model with float16 in place of bfloat16."""
+
+    def cast(x):
+        dtype = jnp.float16 if x.dtype == BF16 else x.dtype
+        return jax.ShapeDtypeStruct(x.shape, dtype)
+
+    params, batch = jax.tree.map(cast, (model.params, model.batch))
+    return dataclasses.replace(model, params=params, batch=batch)
+
+
 def usual_mixed_precision(
     loss_fn: Callable, tx: optax.GradientTransformation
 ) -> Callable:
@@ -154,7 +176,11 @@ class CompiledStep:
 
 
 def compile_step(
-    make_step: Callable, model: Model, tx, devices: int = 1
+    make_step: Callable,
+    model: Model,
+    tx,
+    devices: int = 1,
+    options: Mapping[str, str | bool] = MEMORY_FIRST,
 ) -> CompiledStep:
     """A step with donated parameters and state, for so many H200s.
 
@@ -164,6 +190,7 @@ def compile_step(
       model: what to train; for several devices its layers are sharded by rows.
       tx: the optimizer.
       devices: up to 8.
+      options: of XLA.
     """
     usual = make_step is usual_mixed_precision
     params = to_float32(model.params) if usual else model.params
@@ -178,5 +205,5 @@ def compile_step(
         spec=None if devices == 1 else by_rows,
         donate=(0, 1),
     )
-    program = compile_lowered(lowered, MEMORY_FIRST)
+    program = compile_lowered(lowered, dict(options))
     return CompiledStep(program, bytes_of(params, state))

@@ -1,0 +1,112 @@
+"""The parts of a loss-scaled step: how large gradients are, and a step under a guard.
+
+``with_loss_scale`` puts them together for all gradients at once, and
+:mod:`lowbit_optax.release` for a few at a time.
+"""
+
+import typing
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from lowbit_optax._numerics.landing import Landing
+from lowbit_optax._step import context, trees
+from lowbit_optax._step.engine import Lowbit
+from lowbit_optax._step.guard import Guard
+from lowbit_optax._step.stepper import stepper_of
+from lowbit_optax.transformation import step
+from pallas_kernels.platforms import Implementation
+from pallas_kernels.reductions import MIN_ARRAYS, largest_magnitudes
+
+
+class Sizes(typing.NamedTuple):
+    """How large some gradients are, divided by the loss scale.
+
+    Args:
+      finite: bool scalar, whether all of them are finite.
+      largest: float32 scalar, max |g|, if they are.
+    """
+
+    finite: jax.Array
+    largest: jax.Array
+
+    @classmethod
+    def of(
+        cls, grads, factor: jax.Array, implementation: Implementation = None
+    ) -> "Sizes":
+        """The sizes of gradients times the factor, which may make them infinite."""
+        arrays = [x for x in jax.tree.leaves(grads) if trees.is_float(x) and x.size]
+        if not arrays:
+            return cls(jnp.bool_(True), jnp.float32(0))
+        is_narrow = all(x.dtype.itemsize <= 4 for x in arrays)
+        if (
+            is_narrow
+            and len(arrays) >= MIN_ARRAYS
+            and not context.current().is_analysed
+        ):
+            largest = largest_magnitudes(arrays, implementation)
+            scaled = largest * factor
+            finite = jnp.all(jnp.isfinite(jnp.stack([largest, scaled])))
+            return cls(finite, jnp.max(scaled))
+        largest = [jnp.max(jnp.abs(x)) for x in arrays]
+        largest = Guard(factor, jnp.bool_(True)).times(largest)
+        # Not derived from the maximum: on some backends it ignores elements that are
+        # NaN.
+        finite = [jnp.all(jnp.isfinite(x)) for x in arrays]
+        finite += [jnp.isfinite(x) for x in largest]
+        sizes = jnp.stack([x.astype(jnp.float32) for x in largest])
+        return cls(jnp.all(jnp.stack(finite)), jnp.max(sizes))
+
+    @classmethod
+    def of_all(cls, parts: Iterable["Sizes"]) -> "Sizes":
+        """The sizes of gradients in several parts, each one's scalars or arrays."""
+        finite, largest = jnp.bool_(True), jnp.float32(0)
+        for part in parts:
+            finite = finite & jnp.all(part.finite)
+            largest = jnp.maximum(largest, jnp.max(part.largest))
+        return cls(finite, largest)
+
+
+def implementation_of(tx: optax.GradientTransformation) -> Implementation:
+    """By what a transformation of this package is computed; None for others."""
+    stepper = stepper_of(tx)
+    return stepper.implementation if isinstance(stepper, Lowbit) else None
+
+
+def guarded(
+    tx: optax.GradientTransformation,
+    params,
+    state,
+    grads,
+    guard: Guard,
+    landing: Landing,
+    extra_args: dict,
+):
+    """A step, of any transformation, that happens only if the guard allows it.
+
+    Args:
+      tx: the transformation.
+      params, state: as in optax.
+      grads: scaled.
+      guard: unscales the gradients, and decides on the device.
+      landing: ``REPLACE`` for new parameters, ``ADD`` for updates.
+      extra_args: for the transformation.
+
+    Returns:
+      ``(new params or updates, new state)``.
+    """
+    stepper = stepper_of(tx)
+    if isinstance(stepper, Lowbit):
+        return stepper.guarded(params, state, grads, guard, landing, **extra_args)
+    # Any other runs even if skipped, and its results are not chosen.
+    grads = guard.unscaled(grads)
+    if landing.is_direct:
+        new, new_state = step(tx, params, state, grads, **extra_args)
+        new = guard.chosen(new, params)
+    else:
+        tx = optax.with_extra_args_support(tx)
+        new, new_state = tx.update(grads, state, params, **extra_args)
+        new = guard.updates(new)
+    return new, guard.chosen(new_state, state)

@@ -1,0 +1,288 @@
+"""Released steps with a loss scale are those without release; layers can be skipped."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import released
+from optimizers import assert_same_bits
+from released import RATE, SGD, normal, weights
+
+import lowbit_optax
+from lowbit_optax import backoff_scale, log_normal_scale, release, with_loss_scale
+
+pytestmark = pytest.mark.standard_promotion
+
+F16 = jnp.float16
+LOWBIT = lowbit_optax.lowbit_sgd(RATE, 0.5)
+
+
+def params():
+    return {
+        "layers": weights(3, dtype=F16),
+        "more": [weights(dtype=F16, seed=n) for n in (1, 2)],
+        "head": normal(64, dtype=F16),
+    }
+
+
+def scanned(params, x):
+    def body(x, layer):
+        w, push = layer
+        return jnp.tanh(x @ w), jnp.sum(w[0] * push.astype(F16))
+
+    push, x = split(x)
+    x, ys = release.scan(body, x.astype(F16), (params["layers"], push[:3]))
+    ys = jnp.append(ys, params["head"][0] * push[3].astype(F16))
+    return head(params, x) + jnp.sum(ys.astype(jnp.float32))
+
+
+def split(x):
+    """Pushes, which can make the gradient of one leaf overflow, and inputs."""
+    return (x[0, 0, :4], x[0, 1:]) if x.ndim == 3 else (jnp.zeros([4]), x)
+
+
+def unrolled(params, x):
+    x = split(x)[1].astype(F16)
+    for w in params["more"]:
+        x = jnp.tanh(x @ w)
+    return head(params, x)
+
+
+def mixed(params, x):
+    return unrolled(params, x) + scanned(params, x)
+
+
+def head(params, x):
+    return jnp.mean((x @ params["head"]).astype(jnp.float32) ** 2)
+
+
+def exactly_summed(params, x):
+    """All its gradients at :func:`permutations` are small integers."""
+    x = jnp.sign(jnp.round(x)).astype(F16)
+    for w in params["more"]:
+        x = x @ w
+    x, _ = release.scan(lambda x, w: (x @ w, None), x, params["layers"])
+    target = jnp.arange(64) % 3 - 1
+    return jnp.sum((x * target.astype(F16)).astype(jnp.float32)) + head(params, 0 * x)
+
+
+def permutations():
+    """The parameters' weights as permutations of 64 numbers."""
+    orders = [np.random.default_rng(n).permutation(64) for n in range(5)]
+    matrices = [jnp.asarray(np.eye(64)[order], F16) for order in orders]
+    rest = {"more": matrices[3:], "head": normal(64, dtype=F16)}
+    return {"layers": jnp.stack(matrices[:3]), **rest}
+
+
+def plain(loss_fn, tx):
+    """The step as users write it without release."""
+
+    def step(params, state, *args):
+        differentiate = lowbit_optax.scaled_value_and_grad(loss_fn)
+        value, grads = differentiate(params, state, *args)
+        return value, *lowbit_optax.step(tx, params, state, grads)
+
+    return step
+
+
+def assert_equal_steps(
+    loss_fn, tx, of_release=None, start=None, count=8, divides=False, **options
+):
+    """Of steps some of which overflow; returns the last state."""
+    start, of_release = start or params(), of_release or tx
+    run = functools.partial(
+        released.run, params=start, batches=released.batches(count), divides=divides
+    )
+    want = run(plain(loss_fn, tx), tx)
+    step = release.value_and_update(loss_fn, of_release, **options)
+    values, new, state = run(step, of_release)
+    assert 0 < int(state.skipped) < count
+    assert_same_bits((values, new), want[:2])
+    assert_same_bits(jax.tree.leaves(state), jax.tree.leaves(want[2]))
+    return state
+
+
+CASES = {
+    "scanned": (scanned, LOWBIT),
+    "unrolled": (unrolled, LOWBIT),
+    "mixed": (mixed, LOWBIT),
+    "mixed_optax": (mixed, SGD),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_exact_steps_are_those_of_with_loss_scale_overflows_included(name):
+    loss_fn, tx = CASES[name]
+    # The scale falls and rises: some of the steps overflow.
+    scaling = backoff_scale(2.0**12, period=2)
+    assert_equal_steps(loss_fn, with_loss_scale(tx, scaling))
+
+
+def test_the_scales_own_statistics_are_those_of_the_ordinary_step():
+    scaling = log_normal_scale(2.0**17, decay=0.5)
+    state = assert_equal_steps(scanned, with_loss_scale(SGD, scaling))
+    assert float(state.scaling_state.weight) > 0
+
+
+def test_without_need_clipping_changes_nothing():
+    scaling, most = backoff_scale(2.0**12, period=2), 2.0**20
+    clipped = optax.chain(optax.clip_by_global_norm(most), SGD)
+    txs = [with_loss_scale(tx, scaling) for tx in (clipped, SGD)]
+    assert_equal_steps(scanned, *txs, max_grad_norm=most)
+
+
+def test_clipping_is_by_the_norm_of_unscaled_gradients():
+    scaling, most = backoff_scale(2.0**15), 2.0**-4
+    inner = optax.chain(optax.clip_by_global_norm(most), optax.sgd(RATE, momentum=0.5))
+    # After the one step that does not overflow, sums would depend on their order.
+    assert_equal_steps(
+        exactly_summed,
+        with_loss_scale(lowbit_optax.lowbit(inner), scaling),
+        with_loss_scale(LOWBIT, scaling),
+        start=permutations(),
+        count=3,
+        divides=True,
+        max_grad_norm=most,
+    )
+
+
+def test_the_norm_and_the_overflows_take_one_more_pass_and_each_alone_too():
+    tx = with_loss_scale(SGD, backoff_scale())
+
+    def products(tx=tx, **options):
+        step = release.value_and_update(unrolled, tx, **options)
+        start = params()
+        made = jax.make_jaxpr(step)(start, tx.init(start), *released.batches(1)[0])
+        return str(made).count("dot_general")
+
+    once = products(SGD)
+    assert products(overflow="layer") == once
+    # Backwards there are two products for each layer; forwards one.
+    assert products() == products(max_grad_norm=1.0) == once + 5
+    assert products(SGD, max_grad_norm=1.0) == once + 5
+
+
+def pushed(*layers):
+    """A batch that makes the gradients of these layers, or of 3, the head, overflow."""
+    push = np.zeros([1, 64], np.float32)
+    push[0, list(layers)] = 2.0**8
+    return jnp.concatenate([push, *released.batches(1)[0]])[None]
+
+
+@functools.cache
+def layerwise(overflow):
+    tx = with_loss_scale(LOWBIT, backoff_scale(2.0**9))
+    return tx, jax.jit(release.value_and_update(mixed, tx, overflow=overflow))
+
+
+def after(overflow, batch, scale=2.0**9):
+    tx, step = layerwise(overflow)
+    state = tx.init(params())._replace(scale=jnp.float32(scale))
+    return step(params(), state, batch)
+
+
+def test_layer_by_layer_only_layers_whose_gradients_overflow_are_skipped():
+    _, new, state, skipped = after("layer", pushed(1))
+    _, want, want_state = after("exact", pushed())
+    assert skipped["layers"].tolist() == [False, True, False]
+    others = [skipped["head"], *skipped["more"]]
+    assert not any(map(bool, others))
+    expected = want["layers"].at[1].set(params()["layers"][1])
+    assert_same_bits(new, want | {"layers": expected})
+    before = layerwise("layer")[0].init(params())
+    for got, old, moved in zip(
+        *map(jax.tree.leaves, (s.inner_state for s in (state, before, want_state))),
+        strict=True,
+    ):
+        if got.ndim > 1 and got.shape[0] == 3:
+            moved = moved.at[1].set(old[1])
+        assert_same_bits(got, moved)
+    assert (float(state.scale), int(state.skipped)) == (2.0**8, 1)
+    assert (float(want_state.scale), int(want_state.skipped)) == (2.0**9, 0)
+
+
+def test_the_step_is_counted_if_only_leaves_updated_at_the_end_are_skipped():
+    _, new, state, skipped = after("layer", pushed(3))
+    _, want, want_state = after("exact", pushed())
+    assert skipped["head"]
+    assert not np.any(skipped["layers"])
+    assert_same_bits(new, want | {"head": params()["head"]})
+    assert int(state.inner_state.count) == int(want_state.inner_state.count) == 1
+
+
+def test_layer_by_layer_without_overflows_is_the_exact_step():
+    *got, skipped = after("layer", pushed())
+    assert_same_bits(got, list(after("exact", pushed())))
+    assert not any(np.any(x) for x in jax.tree.leaves(skipped))
+
+
+@pytest.mark.parametrize("where", [1, 3], ids=["in_a_loop", "at_the_end"])
+def test_exactly_one_overflow_is_enough_to_skip_the_step(where):
+    _, new, state = after("exact", pushed(where))
+    assert_same_bits(new, params())
+    before = layerwise("exact")[0].init(params())
+    assert_same_bits(state.inner_state, before.inner_state)
+    assert (float(state.scale), int(state.skipped)) == (2.0**8, 1)
+
+
+@pytest.mark.parametrize("overflow", ["exact", "layer"])
+def test_where_everything_overflows_only_the_scale_moves(overflow):
+    _, new, state, *skipped = after(overflow, pushed(), 2.0**24)
+    assert_same_bits(new, params())
+    before = layerwise(overflow)[0].init(params())
+    assert_same_bits(state.inner_state, before.inner_state)
+    assert (float(state.scale), int(state.skipped)) == (2.0**23, 1)
+    assert all(np.all(x) for x in jax.tree.leaves(skipped))
+
+
+def test_reports_tell_what_the_scale_does():
+    tx = with_loss_scale(LOWBIT, backoff_scale())
+    batch = released.batches(1)[0]
+    exact = released.explained(mixed, tx, params(), *batch)
+    assert exact["['layers']"] == (
+        "in the loop; not if any gradient overflows, which a pass before finds out"
+    )
+    layer = released.explained(mixed, tx, params(), *batch, overflow="layer")
+    assert layer["['layers']"] == "in the loop; not a layer whose gradients overflow"
+    assert layer["['head']"] == (
+        "after it: it has fewer than 4096 elements; not if a gradient of this update "
+        "overflows"
+    )
+
+
+SCALED = with_loss_scale(LOWBIT, backoff_scale())
+REFUSED = {
+    "no_such_rule": (SCALED, {"overflow": "skip"}, "'skip'; accepted are 'exact' and"),
+    "no_scale": (LOWBIT, {"overflow": "layer"}, "accepted is with_loss_scale"),
+    "two_passes": (
+        SCALED,
+        {"overflow": "layer", "max_grad_norm": 1.0},
+        "takes one backward pass, and max_grad_norm 1.0 a second",
+    ),
+    "inside": (
+        optax.chain(SCALED),
+        {},
+        r"inside another transformation, at state\[0\]",
+    ),
+}
+
+
+def step_once(tx, state_of=None, **options):
+    state = (state_of or tx).init(params())
+    step = release.value_and_update(mixed, tx, **options)
+    return step(params(), state, *released.batches(1)[0])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_loss_scale_cannot_do_is_refused(name):
+    tx, options, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        step_once(tx, **options)
+
+
+def test_the_state_of_another_transformation_is_refused():
+    with pytest.raises(TypeError, match="state is a LowbitState, not a LossScaleState"):
+        step_once(SCALED, state_of=LOWBIT)
