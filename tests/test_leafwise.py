@@ -267,7 +267,7 @@ def test_a_program_is_independent_of_its_leafs_shape():
 
 
 def corrected(mean, square, weight, first, second):
-    quotient = (mean / first) / (jnp.sqrt(square / second) + 1e-8)
+    quotient = (mean / first) / (jnp.sqrt(square / second) + 0.5)
     return weight - 0.1 * (quotient + 0.01 * weight)
 
 
@@ -297,6 +297,34 @@ def test_other_quotients_are_left_as_they_are():
     # What others read has to be computed anyway.
     program, _, _ = program_from(with_its_root, ROW, ROW, *scalars)
     assert names(program) == ["mul", "sqrt", "mul", "div"]
+
+
+def test_a_constant_factor_of_an_input_can_be_taken_out():
+    program, _, _ = program_from(lambda a, b: [(a * 0.5) / b, 0.5 * a], ROW, ROW)
+    found = program.without_factor(0)
+    assert found is not None
+    rest, factor = found
+    assert (names(rest), factor) == (["div"], 0.5)
+    got = rest.run([ROW * factor, ROW + 1], lambda ref: ref, lambda a, b, c: a * b + c)
+    np.testing.assert_array_equal(got[0], ROW * 0.5 / (ROW + 1))
+    np.testing.assert_array_equal(got[1], ROW * 0.5)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a, b: a * -0.5 / b,
+        lambda a, b: a * 2.0 / b,
+        lambda a, b: a * 0.5 / (b * a),
+        lambda a, b: [a * 0.5 / b, a * 0.25],
+        lambda a, b: [a * 0.5 / b, a],
+        lambda a, b: b,
+    ],
+    ids=["negative", "large", "read twice", "two factors", "returned", "not read"],
+)
+def test_other_factors_of_an_input_stay(function):
+    program, _, _ = program_from(function, ROW, ROW)
+    assert program.without_factor(0) is None
 
 
 def test_a_product_in_a_sum_is_one_operation_if_nothing_else_uses_it():
