@@ -83,7 +83,7 @@ MOST_INSTRUCTIONS = {
 }
 """Per parameter, of AdamW."""
 
-MOST_OF_LOWBIT = 61
+MOST_OF_LOWBIT = 58
 """Of ``lowbit_adamw``. Memory allows about 85."""
 
 INSTRUCTIONS_A_SECOND = 132 * 4 * 32 * 1.98e9
