@@ -77,7 +77,8 @@ class LeafBody:
 
     def with_factors(self) -> "LeafBody":
         """The same, with constant factors of moments moved into their units."""
-        program, factors = self.program, [None] * len(self.moments)
+        program = self.program
+        factors: list[float | None] = [None] * len(self.moments)
         first = program.inputs - len(self.moments)
         for i in self.scaled:
             is_alone = i not in self.relative and i not in self.relative.values()
