@@ -11,7 +11,7 @@ import pytest
 from jax.extend.core import primitives as p
 from optimizers import assert_same_bits
 
-from lowbit_optax._jaxprs import elementwise
+from lowbit_optax._jaxprs import elementwise, scalar_words
 from lowbit_optax._jaxprs.elementwise import (
     NotElementwise,
     Program,
@@ -96,11 +96,13 @@ class Traced:
         program = self.program(name)
         inputs, _, want = self.nodes(name)
         known = self.known
-        table = elementwise.encode_scalars(evaluate(self.scalars.nodes, known) or [0])
+        table = scalar_words.encode_scalars(evaluate(self.scalars.nodes, known) or [0])
 
         @jax.jit
         def run(rows, table):
-            scalar = lambda ref: elementwise.decode_scalar(table[ref.number], ref.dtype)
+            scalar = lambda ref: scalar_words.decode_scalar(
+                table[ref.number], ref.dtype
+            )
             return program.run(rows, scalar, lambda a, b, c: a * b + c)
 
         return run([known[node] for node in inputs], table), want
@@ -241,8 +243,8 @@ def run_small(function, *arrays):
     """The results of a function's program, its scalars through the table."""
     program, scalars, graph = program_from(function, *arrays)
     known = dict(zip(graph.inputs, arrays, strict=True))
-    table = elementwise.encode_scalars(evaluate(scalars.nodes, known) or [0])
-    scalar = lambda ref: elementwise.decode_scalar(table[ref.number], ref.dtype)
+    table = scalar_words.encode_scalars(evaluate(scalars.nodes, known) or [0])
+    scalar = lambda ref: scalar_words.decode_scalar(table[ref.number], ref.dtype)
     rows = [x for x in arrays if x.ndim]
     return program.run(rows, scalar, lambda a, b, c: a * b + c)
 
@@ -262,6 +264,67 @@ def test_a_program_is_independent_of_its_leafs_shape():
     large, _, _ = program_from(update, jnp.ones((5, 6, 7)), 0.5)
     assert small == large
     assert hash(small) == hash(large)
+
+
+def corrected(mean, square, weight, first, second):
+    quotient = (mean / first) / (jnp.sqrt(square / second) + 0.5)
+    return weight - 0.1 * (quotient + 0.01 * weight)
+
+
+def test_corrections_of_averages_become_one_scalar_factor():
+    arrays = (ROW, ROW + 1, ROW - 5, jnp.float32(0.3), jnp.float32(0.2))
+    program, _, _ = program_from(corrected, *arrays)
+    added = ["sqrt", "add", "div", "multiply_add", "mul", "sub"]
+    assert names(program) == added
+    (got,) = run_small(corrected, *arrays)
+    np.testing.assert_allclose(got, corrected(*arrays), rtol=1e-6)
+
+
+def of_factors(mean, square, weight, first, second):
+    return mean * first / jnp.sqrt(square * second) + 0.5 * weight
+
+
+def with_its_root(mean, square, first, second):
+    root = jnp.sqrt(square / second)
+    return [mean / first / root, root]
+
+
+def test_other_quotients_are_left_as_they_are():
+    scalars = jnp.float32(0.3), jnp.float32(0.2)
+    # A factor may be 0, by which the weight's share could not be divided.
+    program, _, _ = program_from(of_factors, ROW, ROW, ROW, *scalars)
+    assert names(program) == ["mul", "mul", "sqrt", "div", "multiply_add"]
+    # What others read has to be computed anyway.
+    program, _, _ = program_from(with_its_root, ROW, ROW, *scalars)
+    assert names(program) == ["mul", "sqrt", "mul", "div"]
+
+
+def test_a_constant_factor_of_an_input_can_be_taken_out():
+    program, _, _ = program_from(lambda a, b: [(a * 0.5) / b, 0.5 * a], ROW, ROW)
+    found = program.without_factor(0)
+    assert found is not None
+    rest, factor = found
+    assert (names(rest), factor) == (["div"], 0.5)
+    got = rest.run([ROW * factor, ROW + 1], lambda ref: ref, lambda a, b, c: a * b + c)
+    np.testing.assert_array_equal(got[0], ROW * 0.5 / (ROW + 1))
+    np.testing.assert_array_equal(got[1], ROW * 0.5)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a, b: a * -0.5 / b,
+        lambda a, b: a * 2.0 / b,
+        lambda a, b: a * 0.5 / (b * a),
+        lambda a, b: [a * 0.5 / b, a * 0.25],
+        lambda a, b: [a * 0.5 / b, a],
+        lambda a, b: b,
+    ],
+    ids=["negative", "large", "read twice", "two factors", "returned", "not read"],
+)
+def test_other_factors_of_an_input_stay(function):
+    program, _, _ = program_from(function, ROW, ROW)
+    assert program.without_factor(0) is None
 
 
 def test_a_product_in_a_sum_is_one_operation_if_nothing_else_uses_it():
@@ -351,10 +414,10 @@ def test_scalars_come_back_from_their_words(jit):
 
     @jit
     def there_and_back(scalars):
-        words = elementwise.encode_scalars(scalars)
+        words = scalar_words.encode_scalars(scalars)
         assert (words.dtype, words.shape) == (jnp.uint32, (len(scalars),))
         back = zip(words, scalars, strict=True)
-        return [elementwise.decode_scalar(word, x.dtype) for word, x in back]
+        return [scalar_words.decode_scalar(word, x.dtype) for word, x in back]
 
     assert_same_bits(there_and_back(scalars), scalars)
 

@@ -12,8 +12,6 @@ reason.
 """
 
 import collections
-import dataclasses
-import typing
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -22,8 +20,22 @@ import numpy as np
 from jax import lax
 from jax.extend.core import primitives as p
 
+from lowbit_optax._jaxprs.corrected_averages import corrected_quotient, times_scalar
 from lowbit_optax._jaxprs.graph import Graph
-from lowbit_optax._jaxprs.nodes import Call, Node, is_constant_number, params_of
+from lowbit_optax._jaxprs.leaf_program import (
+    MULTIPLY_ADD,
+    Operation,
+    Program,
+    Ref,
+    without_dead_operations,
+)
+from lowbit_optax._jaxprs.nodes import (
+    Call,
+    Node,
+    is_constant_number,
+    is_zero,
+    params_of,
+)
 
 ELEMENTWISE = frozenset(
     {
@@ -53,94 +65,6 @@ class NotElementwise(Exception):
     """Why a leaf's update cannot run in a kernel."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Ref:
-    """A value of a program: a row, a scalar of the table, or a constant.
-
-    Args:
-      kind: ``"row"``, ``"scalar"`` or ``"constant"``.
-      number: of the row or scalar.
-      dtype: of a scalar or constant.
-      value: a constant's bytes.
-    """
-
-    kind: typing.Literal["row", "scalar", "constant"]
-    number: int = 0
-    dtype: np.dtype | None = None
-    value: bytes = b""
-
-
-@dataclasses.dataclass(frozen=True)
-class Operation:
-    """One elementwise operation, which makes one row.
-
-    Args:
-      primitive: the primitive, or :data:`MULTIPLY_ADD`.
-      params: the primitive's.
-      inputs: its operands.
-    """
-
-    primitive: typing.Any
-    params: tuple[tuple[str, typing.Any], ...]
-    inputs: tuple[Ref, ...]
-
-
-MULTIPLY_ADD = "multiply_add"
-"""``a * b + c``, which a GPU computes in one instruction that rounds once."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """What a leaf's update computes from its rows, one more row per operation.
-
-    Args:
-      inputs: how many rows are given.
-      operations: in order.
-      outputs: the results.
-    """
-
-    inputs: int
-    operations: tuple[Operation, ...]
-    outputs: tuple[Ref, ...]
-
-    def run(
-        self,
-        rows: Sequence[jax.Array],
-        scalar: Callable[[Ref], jax.Array],
-        multiply_add: Callable,
-    ) -> list[jax.Array]:
-        """The outputs, for rows of any one shape.
-
-        Args:
-          rows: the inputs.
-          scalar: gives a rank-0 array for a scalar of the table.
-          multiply_add: of three arrays.
-        """
-        rows = list(rows)
-        shape = rows[0].shape
-
-        def value(ref: Ref) -> jax.Array:
-            if ref.kind == "row":
-                return rows[ref.number]
-            if ref.kind == "scalar":
-                return jnp.broadcast_to(scalar(ref), shape)
-            return jnp.full(shape, np.frombuffer(ref.value, ref.dtype)[0])
-
-        for operation in self.operations:
-            inputs = [value(ref) for ref in operation.inputs]
-            if operation.primitive == MULTIPLY_ADD:
-                rows.append(multiply_add(*inputs))
-            else:
-                params = dict(operation.params)
-                rows.append(operation.primitive.bind(*inputs, **params))
-        return [value(ref) for ref in self.outputs]
-
-    def only(self, numbers: Sequence[int]) -> "Program":
-        """The program of some of the outputs."""
-        outputs = tuple(self.outputs[i] for i in numbers)
-        return _without_dead_operations(dataclasses.replace(self, outputs=outputs))
-
-
 class Scalars:
     """The table of scalars that programs read, in the order of their first use."""
 
@@ -166,35 +90,17 @@ class Scalars:
         number = self._numbers.setdefault(node, len(self._numbers))
         return Ref("scalar", number, dtype)
 
-    def inverse(self, node: Node) -> Ref:
+    def inverse(self, node: Node) -> Node:
         """One over a float scalar: one division per leaf, not one per element."""
         if node not in self._inverses:
             one = Node(node.aval, constant=node.aval.dtype.type(1))
-            call = self.graph.call(p.div_p, {}, [one, node], [node.aval])
-            self._inverses[node] = call[0]
-        return self.ref(self._inverses[node])
+            self._inverses[node] = self.computed(p.div_p, lax.div, one, node)
+        return self._inverses[node]
 
-
-def encode_scalars(values: Sequence[jax.Array]) -> jax.Array:
-    """Scalars of up to 32 bits as one uint32 vector."""
-    return jnp.stack([_to_word(jnp.asarray(x)) for x in values])
-
-
-def decode_scalar(word: jax.Array, dtype: np.dtype) -> jax.Array:
-    """A scalar back from its word, the inverse of :func:`encode_scalars`."""
-    if dtype == jnp.bool_:
-        return word != jnp.uint32(0)
-    if dtype.itemsize == 4:
-        return lax.bitcast_convert_type(word, dtype)
-    unsigned = np.dtype(f"uint{8 * dtype.itemsize}")
-    return lax.bitcast_convert_type(word.astype(unsigned), dtype)
-
-
-def _to_word(x: jax.Array) -> jax.Array:
-    if x.dtype == bool:
-        return x.astype(jnp.uint32)
-    unsigned = np.dtype(f"uint{8 * x.dtype.itemsize}")
-    return lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
+    def computed(self, primitive, function: Callable, *inputs: Node) -> Node:
+        """A float scalar made of others by a primitive, as ``function(x, y)`` does."""
+        aval = inputs[-1].aval
+        return self.graph.call(primitive, params_of(function), inputs, [aval])[0]
 
 
 def inputs_of(outputs: Sequence[Node], shape: tuple[int, ...]) -> set[Node]:
@@ -235,11 +141,9 @@ def program_of(
     builder = _ProgramBuilder(inputs, collections.Counter(reads), scalars)
     for node, call in between:
         builder.add(node, call)
-    return _without_dead_operations(
-        Program(
-            len(inputs), tuple(builder.operations), tuple(map(builder.ref, outputs))
-        )
-    )
+    results = tuple(map(builder.ref, outputs))  # which may append operations
+    program = Program(len(inputs), tuple(builder.operations), results)
+    return without_dead_operations(program)
 
 
 class _ProgramBuilder:
@@ -258,25 +162,73 @@ class _ProgramBuilder:
         self._given = len(inputs)
         self._uses, self._scalars = uses, scalars
         self._rows = {node: Ref("row", i) for i, node in enumerate(inputs)}
+        # By node, a row and the scalar that it is to be multiplied by.
+        self._scaled: dict[Node, tuple[Ref, Node]] = {}
 
     def ref(self, node: Node) -> Ref:
         """Where the program finds a value: a row, or a scalar of the table."""
-        return self._scalars.ref(node) if node.is_scalar else self._rows[node]
+        if node.is_scalar:
+            return self._scalars.ref(node)
+        if node not in self._rows:
+            self._rows[node] = self._times(*self._scaled[node])
+        return self._rows[node]
 
     def add(self, node: Node, call: Call) -> None:
         """Append what computes a node, in the form that costs least."""
-        self._rows[node] = self._row_of(call)
+        scaled = self._quotient(call) or self._scaled_sum(call)
+        if scaled is None:
+            self._rows[node] = self._row_of(call)
+        else:
+            self._scaled[node] = scaled
+
+    def _quotient(self, call: Call) -> tuple[Ref, Node] | None:
+        """A quotient of corrected averages, as a row and its scalar factor."""
+        found = corrected_quotient(call, self._uses)
+        if found is None:
+            return None
+        computed = self._scalars.computed
+        factor = root = computed(p.sqrt_p, _sqrt, found.square_divisor)
+        divisor = self._append(p.sqrt_p, params_of(_sqrt), [self.ref(found.square)])
+        if found.eps is not None and not is_zero(found.eps):
+            eps = self.ref(computed(p.mul_p, lax.mul, found.eps, root))
+            divisor = self._append(p.add_p, params_of(lax.add), [divisor, eps])
+        if found.mean_divisor is not None:
+            factor = computed(p.div_p, lax.div, root, found.mean_divisor)
+        operands = [self.ref(found.mean), divisor]
+        return self._append(p.div_p, params_of(lax.div), operands), factor
+
+    def _scaled_sum(self, call: Call) -> tuple[Ref, Node] | None:
+        """``f q + d w`` with scalars f and d, as the row ``q + (d / f) w`` and f."""
+        if call.primitive is not p.add_p:
+            return None
+        for node, other in (call.inputs, call.inputs[::-1]):
+            product = times_scalar(other)
+            if node in self._scaled and product is not None and self._uses[other] == 1:
+                row, factor = self._scaled[node]
+                share = self._scalars.computed(p.div_p, lax.div, product[1], factor)
+                operands = [self.ref(product[0]), self.ref(share), row]
+                return self._append(MULTIPLY_ADD, {}, operands), factor
+        return None
+
+    def _times(self, row: Ref, scalar: Node) -> Ref:
+        operands = [row, self.ref(scalar)]
+        return self._append(p.mul_p, params_of(lax.mul), operands)
 
     def _row_of(self, call: Call) -> Ref:
         primitive, operands = call.primitive, call.inputs
         if primitive in _ONE_TO_ONE or primitive is p.broadcast_in_dim_p:
             return self.ref(operands[0])
         if primitive is p.div_p and _is_float_scalar(operands[1]):
-            inverse = self._scalars.inverse(operands[1])
-            factors = [self.ref(operands[0]), inverse]
-            return self._append(p.mul_p, params_of(lax.mul), factors)
-        if primitive in (p.add_p, p.add_jaxvals_p) and any(map(_is_zero, operands)):
-            return self.ref(operands[0] if _is_zero(operands[1]) else operands[1])
+            return self._times(
+                self.ref(operands[0]), self._scalars.inverse(operands[1])
+            )
+        product = times_scalar(call.outputs[0])
+        if product is not None and product[0] in self._scaled:
+            row, factor = self._scaled[product[0]]
+            computed = self._scalars.computed
+            return self._times(row, computed(p.mul_p, lax.mul, factor, product[1]))
+        if primitive in (p.add_p, p.add_jaxvals_p) and any(map(is_zero, operands)):
+            return self.ref(operands[0] if is_zero(operands[1]) else operands[1])
         if primitive is p.add_p:
             for node, other in (operands, operands[::-1]):
                 product = self._product(node)
@@ -298,7 +250,7 @@ class _ProgramBuilder:
         """The operation of a float32 product that only one sum uses, to be fused."""
         if node.is_scalar or self._uses[node] > 1 or node.call is None:
             return None
-        number = self._rows[node].number - self._given
+        number = self.ref(node).number - self._given
         if number < 0 or np.dtype(node.aval.dtype) != np.float32:
             return None
         operation = self.operations[number]
@@ -346,38 +298,6 @@ def _is_float_scalar(node: Node) -> bool:
     return node.is_scalar and jnp.issubdtype(node.aval.dtype, jnp.floating)
 
 
-def _is_zero(node: Node) -> bool:
-    """Whether it is the constant 0: adding it changes nothing but a negative zero."""
-    if node.call is not None and node.call.primitive is p.broadcast_in_dim_p:
-        (node,) = node.call.inputs
-    if not (is_constant_number(node) and node.is_scalar):
-        return False
-    return bool(np.asarray(node.constant) == 0)
-
-
-def _without_dead_operations(program: Program) -> Program:
-    """The program without operations that nothing reads, its rows renumbered."""
-    alive: set[int] = set()
-    waiting = list(program.outputs)
-    while waiting:
-        ref = waiting.pop()
-        if ref.kind == "row" and ref.number not in alive:
-            alive.add(ref.number)
-            if ref.number >= program.inputs:
-                made_by = program.operations[ref.number - program.inputs]
-                waiting.extend(made_by.inputs)
-    numbers = {i: i for i in range(program.inputs)}
-    operations: list[Operation] = []
-
-    def renumber(ref: Ref) -> Ref:
-        if ref.kind != "row":
-            return ref
-        return dataclasses.replace(ref, number=numbers[ref.number])
-
-    for i, operation in enumerate(program.operations, program.inputs):
-        if i in alive:
-            inputs = tuple(renumber(ref) for ref in operation.inputs)
-            operations.append(dataclasses.replace(operation, inputs=inputs))
-            numbers[i] = program.inputs + len(operations) - 1
-    outputs = tuple(renumber(ref) for ref in program.outputs)
-    return Program(program.inputs, tuple(operations), outputs)
+def _sqrt(x: jax.Array, y: jax.Array) -> jax.Array:
+    del y
+    return lax.sqrt(x)

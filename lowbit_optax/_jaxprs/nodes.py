@@ -12,6 +12,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
+import numpy as np
 from jax.extend import core
 from jax.extend.core import primitives
 
@@ -175,3 +176,12 @@ def is_by_platform(primitive: core.Primitive, params: Mapping) -> bool:
 def is_constant_number(node: Node) -> bool:
     """Whether it is a constant whose value is known while tracing."""
     return node.constant is not None and not isinstance(node.constant, jax.Array)
+
+
+def is_zero(node: Node) -> bool:
+    """Whether it is the constant 0: adding it changes nothing but a negative zero."""
+    if node.call is not None and node.call.primitive is primitives.broadcast_in_dim_p:
+        (node,) = node.call.inputs
+    if not (is_constant_number(node) and node.is_scalar):
+        return False
+    return bool(np.asarray(node.constant) == 0)

@@ -179,6 +179,16 @@ class Code:
             return unit, lax.bitcast_convert_type(inverse, jnp.float32)
         return unit, jnp.float32(1) / unit
 
+    @property
+    def is_linear_in_units(self) -> bool:
+        """Whether values are numbers times the unit, so that :meth:`times` is there."""
+        return True
+
+    def times(self, prepared: Prepared, factor: float) -> Prepared:
+        """With this, :meth:`decode_fields` gives values times a positive factor."""
+        unit, inverse = prepared
+        return unit * jnp.float32(factor), inverse
+
     def encode_fields(
         self,
         x: jax.Array,

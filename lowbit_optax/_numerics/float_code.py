@@ -76,6 +76,10 @@ class Float(Code):
             (first >> jnp.int32(16)).astype(jnp.uint16), jnp.bfloat16
         )
 
+    @property
+    def is_linear_in_units(self):
+        return False
+
     def prepare(self, scale):
         """The base's pattern, int32, and the same as for infinity's field."""
         base = bits_of(scale)

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from lowbit_optax._jaxprs import elementwise
-from lowbit_optax._jaxprs.elementwise import Program, Ref
+from lowbit_optax._jaxprs import scalar_words
+from lowbit_optax._jaxprs.leaf_program import Program, Ref
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._numerics.random_bits import RandomBits
@@ -59,6 +59,8 @@ class LeafBody:
         left alone, or all together: then ``when`` tells.
       references: for each moment, the index of that by whose root it is divided; None
         where it is not. Empty if none is.
+      factors: for each moment, the constant by which the program expects it to be
+        multiplied, which costs nothing in its unit; None for none. Empty if none is.
     """
 
     program: Program
@@ -71,6 +73,20 @@ class LeafBody:
     when: int | None = None
     still: tuple[Ref | None, ...] = ()
     references: tuple[int | None, ...] = ()
+    factors: tuple[float | None, ...] = ()
+
+    def with_factors(self) -> "LeafBody":
+        """The same, with constant factors of moments moved into their units."""
+        program = self.program
+        factors: list[float | None] = [None] * len(self.moments)
+        first = program.inputs - len(self.moments)
+        for i in self.scaled:
+            is_alone = i not in self.relative and i not in self.relative.values()
+            if is_alone and self.moment_format(i).codec.is_linear_in_units:
+                found = program.without_factor(first + i)
+                if found is not None:
+                    program, factors[i] = found
+        return dataclasses.replace(self, program=program, factors=tuple(factors))
 
     @property
     def scaled(self) -> list[int]:
@@ -218,7 +234,7 @@ class LeafBody:
         dtype = np.dtype(ref.dtype)
         if ref.kind == "constant":
             return jnp.asarray(np.frombuffer(ref.value, dtype)[0])
-        return elementwise.decode_scalar(scalars[KEYS + ref.number], dtype)
+        return scalar_words.decode_scalar(scalars[KEYS + ref.number], dtype)
 
     def _split(self, per_scale) -> tuple[list, Sequence]:
         """What there is for each scale: ``[(fields, the weight's)]``, the moments'.
@@ -251,12 +267,16 @@ class LeafBody:
         """
         grad, param, *rest = values
         residual = rest.pop(0) if self.has_residual else None
-        moments = self._coder(before, multiply_add).moments_of(rest)
+        coder = self._coder(before, multiply_add)
+        for i, factor in enumerate(self.factors):
+            if factor is not None:
+                coder = coder.times(i, factor)
+        moments = coder.moments_of(rest)
         of_weight, _ = self._split(before)
         if of_weight or is_narrow(grad.dtype) or is_narrow(param.dtype):
             grad = grad.astype(jnp.float32)
         if self.is_guarded:
-            factor = elementwise.decode_scalar(scalars[KEYS], np.dtype(np.float32))
+            factor = scalar_words.decode_scalar(scalars[KEYS], np.dtype(np.float32))
             grad = grad * factor
         if of_weight:
             ((fields, of_block),) = of_weight

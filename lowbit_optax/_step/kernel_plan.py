@@ -168,7 +168,7 @@ class _Planner:
             still=still,
         )
         _check_fields(body)
-        return LeafKernel(body, slots)
+        return LeafKernel(body.with_factors(), slots)
 
     def _moments(self, slots):
         """The formats and numbers of a leaf's moments."""

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowbit_optax._jaxprs import elementwise
+from lowbit_optax._jaxprs import scalar_words
 from lowbit_optax._jaxprs.graph import evaluate
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._step.body import KEYS, LeafBody
@@ -313,6 +313,6 @@ def _table(
     count = keys[0].shape[0]
     words = [*(k[:, None] for k in keys)]
     if scalars:
-        shared = elementwise.encode_scalars(scalars)
+        shared = scalar_words.encode_scalars(scalars)
         words.append(jnp.broadcast_to(shared, (count, shared.size)))
     return jnp.concatenate(words, axis=1)

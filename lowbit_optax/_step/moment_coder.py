@@ -33,6 +33,12 @@ class MomentCoder:
     multiply_add: MultiplyAdd
     draws: Draws | None = None
 
+    def times(self, number: int, factor: float) -> "MomentCoder":
+        """The same, by which a moment with scales is decoded times a factor."""
+        how = typing.cast(tuple[BlockMomentFormat, int], self.moments[number])
+        prepared = how[0].codec.times(self.prepared[number], factor)
+        return dataclasses.replace(self, prepared={**self.prepared, number: prepared})
+
     def moments_of(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
         """All moments in float32, from what is stored."""
         decoded = [self.decoded(i, x) for i, x in enumerate(stored)]

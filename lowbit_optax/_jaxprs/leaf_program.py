@@ -1,0 +1,173 @@
+"""Programs of elementwise operations on the rows of a leaf: static and hashable.
+
+:mod:`lowbit_optax._jaxprs.elementwise` makes them; kernels run them.
+"""
+
+import dataclasses
+import typing
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import primitives as p
+
+
+@dataclasses.dataclass(frozen=True)
+class Ref:
+    """A value of a program: a row, a scalar of the table, or a constant.
+
+    Args:
+      kind: ``"row"``, ``"scalar"`` or ``"constant"``.
+      number: of the row or scalar.
+      dtype: of a scalar or constant.
+      value: a constant's bytes.
+    """
+
+    kind: typing.Literal["row", "scalar", "constant"]
+    number: int = 0
+    dtype: np.dtype | None = None
+    value: bytes = b""
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """One elementwise operation, which makes one row.
+
+    Args:
+      primitive: the primitive, or :data:`MULTIPLY_ADD`.
+      params: the primitive's.
+      inputs: its operands.
+    """
+
+    primitive: typing.Any
+    params: tuple[tuple[str, typing.Any], ...]
+    inputs: tuple[Ref, ...]
+
+
+MULTIPLY_ADD = "multiply_add"
+"""``a * b + c``, which a GPU computes in one instruction that rounds once."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What a leaf's update computes from its rows, one more row per operation.
+
+    Args:
+      inputs: how many rows are given.
+      operations: in order.
+      outputs: the results.
+    """
+
+    inputs: int
+    operations: tuple[Operation, ...]
+    outputs: tuple[Ref, ...]
+
+    def run(
+        self,
+        rows: Sequence[jax.Array],
+        scalar: Callable[[Ref], jax.Array],
+        multiply_add: Callable,
+    ) -> list[jax.Array]:
+        """The outputs, for rows of any one shape.
+
+        Args:
+          rows: the inputs.
+          scalar: gives a rank-0 array for a scalar of the table.
+          multiply_add: of three arrays.
+        """
+        rows = list(rows)
+        shape = rows[0].shape
+
+        def value(ref: Ref) -> jax.Array:
+            if ref.kind == "row":
+                return rows[ref.number]
+            if ref.kind == "scalar":
+                return jnp.broadcast_to(scalar(ref), shape)
+            return jnp.full(shape, np.frombuffer(ref.value, ref.dtype)[0])
+
+        for operation in self.operations:
+            inputs = [value(ref) for ref in operation.inputs]
+            if operation.primitive == MULTIPLY_ADD:
+                rows.append(multiply_add(*inputs))
+            else:
+                params = dict(operation.params)
+                rows.append(operation.primitive.bind(*inputs, **params))
+        return [value(ref) for ref in self.outputs]
+
+    def only(self, numbers: Sequence[int]) -> "Program":
+        """The program of some of the outputs."""
+        outputs = tuple(self.outputs[i] for i in numbers)
+        return without_dead_operations(dataclasses.replace(self, outputs=outputs))
+
+    def without_factor(self, row: int) -> "tuple[Program, float] | None":
+        """The program for an input that is multiplied by a constant before it is given.
+
+        Args:
+          row: the number of the input.
+
+        Returns:
+          The program without the products, and the constant, in (0, 1]. None if not all
+          that reads the input is a product with the same such constant.
+        """
+        read = Ref("row", row)
+        products = {
+            self.inputs + i: operation
+            for i, operation in enumerate(self.operations)
+            if read in operation.inputs
+        }
+        factors = {_constant_factor(x, read) for x in products.values()}
+        if len(factors) != 1 or None in factors or read in self.outputs:
+            return None
+        instead = {Ref("row", number): read for number in products}
+        operations = (
+            dataclasses.replace(
+                x, inputs=tuple(instead.get(ref, ref) for ref in x.inputs)
+            )
+            for x in self.operations
+        )
+        program = dataclasses.replace(
+            self,
+            operations=tuple(operations),
+            outputs=tuple(instead.get(ref, ref) for ref in self.outputs),
+        )
+        (factor,) = factors
+        return without_dead_operations(program), typing.cast(float, factor)
+
+
+def _constant_factor(operation: Operation, read: Ref) -> float | None:
+    if operation.primitive is not p.mul_p:
+        return None
+    for one, other in (operation.inputs, operation.inputs[::-1]):
+        if one == read and other.kind == "constant" and other.dtype == np.float32:
+            factor = np.frombuffer(other.value, np.float32)[0].item()
+            return factor if 0 < factor <= 1 else None
+    return None
+
+
+def without_dead_operations(program: Program) -> Program:
+    """The program without operations that nothing reads, its rows renumbered."""
+    alive: set[int] = set()
+    waiting = list(program.outputs)
+    while waiting:
+        ref = waiting.pop()
+        if ref.kind == "row" and ref.number not in alive:
+            alive.add(ref.number)
+            if ref.number >= program.inputs:
+                made_by = program.operations[ref.number - program.inputs]
+                waiting.extend(made_by.inputs)
+    numbers = {i: i for i in range(program.inputs)}
+    operations: list[Operation] = []
+
+    def renumber(ref: Ref) -> Ref:
+        if ref.kind != "row":
+            return ref
+        return dataclasses.replace(ref, number=numbers[ref.number])
+
+    for i, operation in enumerate(program.operations, program.inputs):
+        if i in alive:
+            inputs = tuple(renumber(ref) for ref in operation.inputs)
+            operations.append(dataclasses.replace(operation, inputs=inputs))
+            numbers[i] = program.inputs + len(operations) - 1
+    outputs = tuple(renumber(ref) for ref in program.outputs)
+    return Program(program.inputs, tuple(operations), outputs)
