@@ -112,7 +112,7 @@ def test_signed_codes_are_symmetric_and_zero_is_a_code(code):
     assert 0.0 in values
     if code.signed:
         # The most negative integer of a linear code is not used.
-        used = values[fields != 0] if type(code).__name__ == "Linear" else values
+        used = values[fields != 0] if code.__class__.__name__ == "Linear" else values
         np.testing.assert_array_equal(used, -used[::-1])
     else:
         assert values.min() == 0.0
@@ -160,7 +160,7 @@ def test_a_second_moment_near_overflow_leaves_its_block_as_it_is(largest, scale)
 @each_code
 def test_nothing_changes_when_stored_values_are_stored_again(code):
     fields, values = finite_values(code)
-    kept = (np.abs(values) > 0) & (fields > (type(code).__name__ == "Linear"))
+    kept = (np.abs(values) > 0) & (fields > (code.__class__.__name__ == "Linear"))
     fields, values = fields[kept], values[kept].astype(np.float32)
     _, ready = prepared(code, 3.3)
     rng = np.random.default_rng(0)
@@ -178,7 +178,7 @@ def test_the_scale_covers_the_block_and_does_not_creep(code):
     largest = np.exp(rng.uniform(-60, 60, 4096)).astype(np.float32)
     scale, ready = prepared(code, largest)
     top = code.largest_field + (
-        2 ** (code.bits - 1) if type(code).__name__ == "Linear" else 0
+        2 ** (code.bits - 1) if code.__class__.__name__ == "Linear" else 0
     )
     field = jnp.full(
         largest.shape, top if code.signed else code.largest_field, jnp.uint32
