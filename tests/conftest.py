@@ -92,10 +92,13 @@ def _few_cases(items) -> set[str]:
     """In README's quick run two cases of a test with many, else one; CI runs them all.
 
     Where the first case lies depends on the test, so that all optimizers, formats and
-    shapes have their turn.
+    shapes have their turn. Tests marked as slow to compile have none: what they hold,
+    another test holds by a smaller program.
     """
     cases = {}
     for item in items:
+        if item.get_closest_marker("slow_to_compile"):
+            continue
         cases.setdefault(item.nodeid.split("[")[0], []).append(item)
     kept = set()
     for name, of_one_test in cases.items():

@@ -215,6 +215,7 @@ def test_many_leaves_stay_where_they_are(specs, axis_type):
         assert_equal(own, [x * TABLE[row, 0] + index, index])
 
 
+@pytest.mark.slow_to_compile
 @AXES
 @pytest.mark.parametrize("specs", [[P("x")] * 3, [P("x"), P(None, "x"), P()]], ids=str)
 def test_many_packed_leaves_are_updated_where_they_are(specs, axis_type):

@@ -77,6 +77,7 @@ def test_a_step_that_is_skipped_keeps_what_it_overwrites(proceeds):
     assert_equal(got[:2], want[:2])
 
 
+@pytest.mark.slow_to_compile
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("shape", [(128, 256), (133, 131)], ids=["even", "ragged"])
 def test_moments_relative_to_others_have_the_same_bits(shape, only_kernels):
@@ -93,6 +94,7 @@ def test_moments_relative_to_others_have_the_same_bits(shape, only_kernels):
     assert all(only_kernels)
 
 
+@pytest.mark.slow_to_compile
 @pytest.mark.parametrize("shape", [(128, 256), (141, 150), (2, 200, 640)])
 @pytest.mark.parametrize("sizes", [(32,), (64, 32), (128,), (2048, 256)])
 def test_maxima_are_those_of_blocks_of_each_size(shape, sizes, only_kernels):

@@ -201,6 +201,7 @@ MANY = [((70, 33), (8,)), ((64, 16), (12, 4)), ((24, 3, 8), (16,)), ((33, 5), (5
 @EACH
 @pytest.mark.parametrize(("shape", "widths"), MANY)
 # The last are more than one kernel takes, in two of 5 and of 4.
+@pytest.mark.slow_to_compile
 @pytest.mark.parametrize("count", [2, 5, 9])
 def test_many_packed_leaves_are_each_leaf_alone(shape, widths, count, implementation):
     mixture = Mixture(widths)

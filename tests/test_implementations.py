@@ -165,6 +165,7 @@ def test_quantized_moments_have_the_same_bits(moments, inner, weights):
     assert moments.codes["kernel"].dtype == jnp.uint32
 
 
+@pytest.mark.slow_to_compile
 @pytest.mark.parametrize("value", [jnp.inf, jnp.nan])
 def test_blocks_without_a_finite_value_have_the_same_bits(value):
     params = {"kernel": normal((64, 72))}
@@ -177,6 +178,7 @@ def test_blocks_without_a_finite_value_have_the_same_bits(value):
     assert [(int(i), int(j)) for i, j in np.argwhere(scales == 0)] == [(1, 1)]
 
 
+@pytest.mark.slow_to_compile
 def test_small_leaves_beside_quantized_ones_have_the_same_bits():
     params = model()
     series = dyadic_series(params, 2, bits=8)
@@ -208,6 +210,7 @@ def lowbit_apply(tx, params, state, grads):
     return lowbit_optax.apply_updates(params, updates), state
 
 
+@pytest.mark.slow_to_compile
 @pytest.mark.parametrize(
     ("weights", "advance"),
     [(extra_bits(8), lowbit_optax.step), (kahan(), lowbit_apply)],
@@ -263,6 +266,7 @@ CLOSE = {
 }
 
 
+@pytest.mark.slow_to_compile
 @pytest.mark.parametrize("inner", CLOSE.values(), ids=CLOSE)
 def test_five_steps_of_transformations_that_round_agree_closely(inner):
     params = {"kernel": model()["kernel"], "norm": normal((40,), jnp.float32)}
@@ -349,6 +353,7 @@ def step_program(tx, params, grads):
     return str(jax.make_jaxpr(run)(params, tx.init(params), grads))
 
 
+@pytest.mark.slow_to_compile
 def test_blocks_of_two_sizes_share_a_kernel():
     params = {"kernel": normal((128, 72))}
     moments = {"mu": block_quantized(8), "nu": block_quantized(8, block_size=128)}
@@ -431,6 +436,7 @@ def test_donated_buffers_are_all_reused():
     assert_same_bits(got, want)
 
 
+@pytest.mark.slow_to_compile
 def test_steps_may_be_scanned():
     params = model()
     series = dyadic_series(params, 5)

@@ -273,6 +273,7 @@ OPTIMIZERS = {
 EACH = pytest.mark.parametrize("name", OPTIMIZERS)
 
 
+@pytest.mark.slow_to_compile
 @EACH
 @pytest.mark.standard_promotion
 def test_fifty_steps_by_apply_updates_and_by_step_have_the_same_bits(name):
@@ -507,6 +508,7 @@ def test_more_bits_are_nearer_to_float32_after_100_steps_of_sgd():
     assert abs(float(losses[12]) - float(best)) < 0.02 * float(best)
 
 
+@pytest.mark.slow_to_compile
 @pytest.mark.standard_promotion
 def test_microbatches_bring_8_bit_weights_nearer_to_float32():
     # 1024 gradients, 1 or 16 of them an update, learning rates to match.

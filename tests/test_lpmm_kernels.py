@@ -68,6 +68,7 @@ def powers_of_two(shape):
     return {"kernel": jnp.float32(signs * 2.0 ** random.integers(-12, 3, shape))}
 
 
+@pytest.mark.slow_to_compile
 @each_leaf
 def test_steps_of_adam_have_the_same_bits_while_roots_are_exact(
     shape, bits, block_size

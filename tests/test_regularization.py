@@ -111,6 +111,7 @@ def test_what_float16_would_lose_is_kept():
     assert np.isclose(last / first, (1 - 1e-6) ** 1000, rtol=1e-4)
 
 
+@pytest.mark.slow_to_compile
 def test_a_sum_over_elements_is_part_of_the_fused_kernel():
     def tx(implementation):
         return lowbit(

@@ -344,6 +344,7 @@ def test_if_only_one_of_the_two_is_left_alone_they_still_belong_together():
     assert abs(sizes[0] / sizes[1] - 1) <= 0.1
 
 
+@pytest.mark.slow_to_compile
 def test_kernels_and_xla_differ_in_few_roundings():
     params = {"w": jnp.asarray(normal(1)[0], jnp.bfloat16)}
     results = []

@@ -106,6 +106,7 @@ def test_no_way_to_step_changes_a_bit_of_a_skipped_one(advance, implementation):
     assert_skips(tx, advance, lambda state: state.inner_state)
 
 
+@pytest.mark.slow_to_compile
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
 def test_two_conditions_may_both_skip(implementation):
     inner = lowbit(
@@ -199,6 +200,7 @@ def test_multi_steps_inside_changes_only_its_sum_between_updates(implementation)
     assert (after["w"] != params["w"]).any()
 
 
+@pytest.mark.slow_to_compile
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
 def test_good_steps_are_those_without_the_condition(implementation):
     make = functools.partial(

@@ -132,6 +132,7 @@ def test_without_it_they_do_not(format_):
     assert movement(format_, "bfloat16", 1e-8, 1.0)[0] == 0
 
 
+@pytest.mark.slow_to_compile
 @pytest.mark.parametrize("landing", ["step", "update"])
 @pytest.mark.parametrize("format_", FORMATS.values(), ids=FORMATS)
 def test_kernels_give_the_same_bits(format_, landing):
