@@ -46,7 +46,8 @@ def test_kernels_are_the_same_with_64_bit_types(alias):
     narrow = facts(tx)
     with jax.enable_x64(True):
         wide = facts(tx)
-    assert {name.rstrip("_0123456789") for name in narrow} == {
+    # XLA numbers kernels of one name, in different ways.
+    assert {name.rstrip("_$0123456789") for name in narrow} == {
         "fused_update",
         "fused_update_many",
     }
