@@ -67,5 +67,5 @@ def recorded_state(tx: optax.GradientTransformation, params) -> typing.Any:
 
 
 def is_recorded(x) -> bool:
-    """Whether ``x`` is a :class:`Recorded`."""
+    """Whether ``x`` is a :class:`Recorded`; for ``is_leaf`` of JAX's tree functions."""
     return isinstance(x, Recorded)

@@ -23,7 +23,7 @@ OVERFLOWS = ("exact", "layer")
 
 
 class Gate(typing.Protocol):
-    """Decides whether an update happens."""
+    """Decides, in the backward pass, whether the update of some leaves happens."""
 
     def check(self, grads) -> tuple[Guard | Unguarded, typing.Any]:
         """The guard of an update with these gradients, and what was found in them.
@@ -35,7 +35,7 @@ class Gate(typing.Protocol):
 
 
 class Open:
-    """Lets every update happen."""
+    """Lets every update happen: there is no loss scale, or nothing can overflow."""
 
     def check(self, grads) -> tuple[Unguarded, tuple[()]]:
         """No guard."""
@@ -45,7 +45,11 @@ class Open:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AllOrNothing:
-    """Lets all updates happen, or none."""
+    """Lets all updates happen, or none.
+
+    Args:
+      guard: by what the pass before has found in all gradients.
+    """
 
     guard: Guard
 
