@@ -36,6 +36,8 @@ from tools.hlo import copies, kernels
 if missing_tools():
     pytest.skip(missing_tools(), allow_module_level=True)
 
+pytestmark = pytest.mark.usefixtures("by_triton")
+
 SIDE = 4096
 PARAMETERS = SIDE * SIDE
 

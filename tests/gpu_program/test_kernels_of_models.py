@@ -27,6 +27,8 @@ from tools.hlo import COLLECTIVES
 if missing_tools():
     pytest.skip(missing_tools(), allow_module_level=True)
 
+pytestmark = pytest.mark.usefixtures("by_triton")
+
 SIDE = 4096
 
 OPTIMIZERS = {

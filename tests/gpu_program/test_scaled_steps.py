@@ -13,6 +13,8 @@ pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extr
 from tools.gpu_program.machine_code import missing_tools, program
 from tools.gpu_program.steps import leaf, lower_step
 
+pytestmark = pytest.mark.usefixtures("by_triton")
+
 PARAMS = {"a": leaf(2048, 2048, dtype=jnp.float16), "b": leaf(8192, dtype=jnp.float16)}
 OPTIMIZERS = {
     "optax_adamw": optax.adamw(1e-3),
