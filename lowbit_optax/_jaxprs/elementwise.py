@@ -124,7 +124,11 @@ def inputs_of(outputs: Sequence[Node], shape: tuple[int, ...]) -> set[Node]:
 
 
 def program_of(
-    outputs: Sequence[Node], inputs: Sequence[Node], scalars: Scalars
+    outputs: Sequence[Node],
+    inputs: Sequence[Node],
+    scalars: Scalars,
+    *,
+    takes_factors_out: bool = True,
 ) -> Program:
     """The program that computes a leaf's results from its own rows.
 
@@ -132,13 +136,16 @@ def program_of(
       outputs: results of the leaf's shape.
       inputs: the leaf's gradient, master and moments, all of its shape.
       scalars: the table to enter scalars in.
+      takes_factors_out: whether scalar factors are; see
+        :mod:`lowbit_optax._jaxprs.corrected_averages`.
 
     Raises:
       NotElementwise: if they need more than these rows and scalars.
     """
     between = _between(outputs, inputs, inputs[0].aval.shape)
     reads = [*outputs, *(x for _, call in between for x in call.inputs)]
-    builder = _ProgramBuilder(inputs, collections.Counter(reads), scalars)
+    uses = collections.Counter(reads)
+    builder = _ProgramBuilder(inputs, uses, scalars, takes_factors_out)
     for node, call in between:
         builder.add(node, call)
     results = tuple(map(builder.ref, outputs))  # which may append operations
@@ -153,14 +160,20 @@ class _ProgramBuilder:
       inputs: the nodes that are the given rows.
       uses: by node, how often the program reads it.
       scalars: the table to enter scalars in.
+      takes_factors_out: as for :func:`program_of`.
     """
 
     def __init__(
-        self, inputs: Sequence[Node], uses: Mapping[Node, int], scalars: Scalars
+        self,
+        inputs: Sequence[Node],
+        uses: Mapping[Node, int],
+        scalars: Scalars,
+        takes_factors_out: bool,
     ):
         self.operations: list[Operation] = []
         self._given = len(inputs)
         self._uses, self._scalars = uses, scalars
+        self._takes_factors_out = takes_factors_out
         self._rows = {node: Ref("row", i) for i, node in enumerate(inputs)}
         # By node, a row and the scalar that it is to be multiplied by.
         self._scaled: dict[Node, tuple[Ref, Node]] = {}
@@ -184,7 +197,7 @@ class _ProgramBuilder:
     def _quotient(self, call: Call) -> tuple[Ref, Node] | None:
         """A quotient of corrected averages, as a row and its scalar factor."""
         found = corrected_quotient(call, self._uses)
-        if found is None:
+        if found is None or not self._takes_factors_out:
             return None
         computed = self._scalars.computed
         factor = root = computed(p.sqrt_p, _sqrt, found.square_divisor)

@@ -155,8 +155,16 @@ class _Planner:
         for node in outputs:
             _check_result(node, leaf.shape)
         when, still = self._conditions(i, slots)
+        program = elementwise.program_of(
+            outputs,
+            inputs,
+            self._scalars,
+            # It would save 2% of the instructions of float16 leaves, whose kernels are
+            # twice as long, and take 18% more registers.
+            takes_factors_out=leaf.dtype != jnp.float16,
+        )
         body = LeafBody(
-            program=elementwise.program_of(outputs, inputs, self._scalars),
+            program=program,
             format=format_ and format_.on_fields(),
             quantized=quantized,
             has_residual=prepared.residuals[i] is not None,
