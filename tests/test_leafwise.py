@@ -252,6 +252,14 @@ def run_small(function, *arrays):
 ROW = jnp.arange(1.0, 9.0)
 
 
+def test_scalars_that_nothing_reads_in_the_end_take_no_place_in_the_table():
+    def corrected(mean, square, c1, c2):
+        return mean / c1 / (jnp.sqrt(square / c2) + 1e-8)
+
+    _, scalars, _ = program_from(corrected, ROW, ROW, jnp.float32(0.1), 0.2)
+    assert len(scalars.nodes) == 2  # eps sqrt(c2) and sqrt(c2) / c1, not 1/c1 and 1/c2
+
+
 def names(program):
     return [str(operation.primitive) for operation in program.operations]
 

@@ -70,7 +70,6 @@ class Scalars:
 
     def __init__(self, graph: Graph):
         self.graph = graph
-        self._inverses: dict[Node, Node] = {}
         self._numbers: dict[Node, int] = {}
 
     @property
@@ -92,10 +91,8 @@ class Scalars:
 
     def inverse(self, node: Node) -> Node:
         """One over a float scalar: one division per leaf, not one per element."""
-        if node not in self._inverses:
-            one = Node(node.aval, constant=node.aval.dtype.type(1))
-            self._inverses[node] = self.computed(p.div_p, lax.div, one, node)
-        return self._inverses[node]
+        one = Node(node.aval, constant=node.aval.dtype.type(1))
+        return self.computed(p.div_p, lax.div, one, node)
 
     def computed(self, primitive, function: Callable, *inputs: Node) -> Node:
         """A float scalar made of others by a primitive, as ``function(x, y)`` does."""
@@ -145,12 +142,18 @@ def program_of(
     between = _between(outputs, inputs, inputs[0].aval.shape)
     reads = [*outputs, *(x for _, call in between for x in call.inputs)]
     uses = collections.Counter(reads)
-    builder = _ProgramBuilder(inputs, uses, scalars, takes_factors_out)
+    candidates = Scalars(scalars.graph)
+    builder = _ProgramBuilder(inputs, uses, candidates, takes_factors_out)
     for node, call in between:
         builder.add(node, call)
     results = tuple(map(builder.ref, outputs))  # which may append operations
-    program = Program(len(inputs), tuple(builder.operations), results)
-    return without_dead_operations(program)
+    program = without_dead_operations(
+        Program(len(inputs), tuple(builder.operations), results)
+    )
+    # Divisors that a factor replaced are read by dead operations only. They take no
+    # place in the table: a TPU gives each 16 KiB.
+    nodes = candidates.nodes
+    return program.with_scalars(lambda ref: scalars.ref(nodes[ref.number]))
 
 
 class _ProgramBuilder:

@@ -100,6 +100,18 @@ class Program:
         outputs = tuple(self.outputs[i] for i in numbers)
         return without_dead_operations(dataclasses.replace(self, outputs=outputs))
 
+    def with_scalars(self, renamed: Callable[[Ref], Ref]) -> "Program":
+        """The program that reads other scalars in place of its own."""
+
+        def instead(refs: tuple[Ref, ...]) -> tuple[Ref, ...]:
+            return tuple(renamed(x) if x.kind == "scalar" else x for x in refs)
+
+        operations = (
+            dataclasses.replace(x, inputs=instead(x.inputs)) for x in self.operations
+        )
+        outputs = instead(self.outputs)
+        return dataclasses.replace(self, operations=tuple(operations), outputs=outputs)
+
     def without_factor(self, row: int) -> "tuple[Program, float] | None":
         """The program for an input that is multiplied by a constant before it is given.
 

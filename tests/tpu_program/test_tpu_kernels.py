@@ -68,7 +68,8 @@ def test_narrow_shards_are_left_to_xla_on_their_devices():
     assert step.fused_launches == 0
     assert step.collectives == []
     # By a kernel they would take 82 bytes per parameter, as their layouts are padded.
-    assert step.temporary < 2
+    # Each of the three scalars takes 16 KiB, which is 0.25 of these bytes.
+    assert step.temporary <= 2
 
 
 def test_automatic_axes_are_left_to_xla():
