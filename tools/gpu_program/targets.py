@@ -117,7 +117,7 @@ def lower_for(
 
     placed = jax.tree.map(place, args)
     out = NamedSharding(mesh, P())
-    if spec is not None:  # else the results' shapes, for which fn is traced, do not matter
+    if spec is not None:  # then their shapes matter, for which fn is traced
         out = jax.tree.map(lambda x: place(x).sharding, jax.eval_shape(fn, *args))
     jitted = jax.jit(fn, donate_argnums=donate, out_shardings=out, keep_unused=True)
     # From JAX 0.11 Pallas reads the GPU that it lowers for from the mesh in force.
