@@ -4,9 +4,9 @@
     python examples/fsdp.py --optimizer adamw --steps 500
 
 Every device holds a share of each matrix, of its extra bits and of its moments, and has
-a share of the batch. A layer's weights are gathered where they are used. The step of the
-optimizer needs nothing of another device. On a CPU the mesh has eight virtual devices;
-where there are GPUs or TPUs, it has all of them.
+a share of the batch. Weights of a layer are gathered where they are used. The step of
+the optimizer needs nothing of another device. On a CPU the mesh has eight virtual
+devices; where there are GPUs or TPUs, it has all of them.
 
 Besides lowbit_optax it needs tqdm.
 """
