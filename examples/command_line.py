@@ -16,6 +16,14 @@ def rate(text: str) -> float:
     return value
 
 
+def positive(text: str) -> int:
+    """A flag's integer of 1 or more."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
+
+
 def make_writable(folder: pathlib.Path) -> None:
     """Makes the folder, and writes in it before hours have gone into what it is for.
 

@@ -91,7 +91,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "but the products with weights (dots)",
     )
     for flag, default, text in SIZES:
-        parser.add_argument(flag, type=_positive, default=default, help=text)
+        parser.add_argument(
+            flag, type=command_line.positive, default=default, help=text
+        )
     parser.add_argument(
         "--learning-rate",
         type=command_line.rate,
@@ -118,10 +120,3 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         on_cpu = jax.default_backend() == "cpu"
         args.compute_dtype = "float32" if on_cpu else "bfloat16"
     return args
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is less than 1")
-    return value

@@ -16,9 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.random_bits import ToNearest
-from lowbit_optax._numerics.rounding import round_nearest, to_float32
+from lowbit_optax._numerics.rounding import narrow_or_cast
 from lowbit_optax._numerics.streams import DrawsToNearest
 from lowbit_optax._step import trees
 from lowbit_optax._step.decoded import (
@@ -211,7 +210,7 @@ def _pair(source: DecodedRun, name: str, like, format_: WeightFormat | None):
         return param, residual
     master = source.master(name)
     if format_ is None:
-        return _cast(master, like.dtype), None
+        return narrow_or_cast(master, like.dtype), None
     param = format_.round(master, like.dtype, ToNearest())
     return param, format_.residual(master, param, ToNearest())
 
@@ -232,18 +231,12 @@ def _carried(where: str, part: Part, want) -> typing.Any:
         if value.dtype == want.dtype:
             return value
         if trees.is_float(value) and trees.is_float(want):
-            return _cast(value, want.dtype)
+            return narrow_or_cast(value, want.dtype)
     raise ValueError(
         f"convert: state{where} is {trees.describe(want)} in to_tx, but "
         f"{trees.describe(value)} in from_tx; accepted are transformations that keep "
         "the same arrays"
     )
-
-
-def _cast(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    if not trees.is_float(x) or x.dtype == dtype:
-        return x
-    return round_nearest(to_float32(x), dtype) if is_narrow(dtype) else x.astype(dtype)
 
 
 def _check_alike(given, wanted) -> None:

@@ -11,7 +11,7 @@ import optax
 from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.random_bits import ToNearest
-from lowbit_optax._numerics.rounding import round_nearest, to_float32
+from lowbit_optax._numerics.rounding import narrow_or_cast, to_float32
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.state import LowbitState
 from lowbit_optax.formats.base import WeightFormat
@@ -179,9 +179,7 @@ def _narrowed(format_: WeightFormat, dtype: np.dtype, master: jax.Array) -> jax.
 
 
 def _rounded(dtype: np.dtype, x: jax.Array) -> jax.Array:
-    if not trees.is_float(x):
-        return x
-    return round_nearest(to_float32(x), dtype) if is_narrow(dtype) else x.astype(dtype)
+    return narrow_or_cast(x, dtype) if trees.is_float(x) else x
 
 
 def _held(names, leaves, state) -> dict[str, tuple[WeightFormat, jax.Array | None]]:

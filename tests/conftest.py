@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import zlib
 from pathlib import Path
 
@@ -12,6 +13,10 @@ import pytest
 
 COMPILED = {Path(__file__).parent / name for name in ("gpu_program", "tpu_program")}
 MANY_CASES = 16
+KEEP_ALL_PROGRAMS = {
+    "jax_persistent_cache_min_compile_time_secs": 0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}
 # From 0.11 JAX says so whenever a kernel is lowered for Triton, and has no option to
 # lower without it. A test of what is free of the warning must make it an error again.
 TRITON_IS_DEPRECATED = (
@@ -52,10 +57,28 @@ def pytest_configure(config):
         raise pytest.UsageError("--cases is for quick tests; without -m")
     if _is_quick(config):
         _set_xla_flag("xla_backend_optimization_level", 1)
+        _keep_programs(config)
     # XLA's older way to fuse loops on CPUs, which JAX 0.11 drops, takes three quarters
     # of what is left. It contracts differently, and two cases among the rest see that.
     if _is_readmes_run(config) and jax.__version_info__ < (0, 11):
         _set_xla_flag("xla_cpu_use_fusion_emitters", "false")
+
+
+def _keep_programs(config):
+    """Keep what is compiled in pytest's cache, for the other worker and the next run.
+
+    Not where programs are measured: from the cache they come without what XLA dumps.
+    """
+    if not hasattr(config, "cache") or "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
+    folder = config.cache.mkdir("compiled")
+    if sum(x.stat().st_size for x in folder.iterdir()) > 2**30:
+        shutil.rmtree(folder)
+    for name, value in KEEP_ALL_PROGRAMS.items():
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)  # for the processes that tests start
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
 
 
 def pytest_collection_modifyitems(config, items):

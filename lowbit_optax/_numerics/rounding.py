@@ -120,5 +120,5 @@ def narrow_or_cast(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
       dtype: any float dtype; narrow ones are rounded on integer patterns.
     """
     if float_layouts.is_narrow(dtype):
-        return round_nearest(x.astype(jnp.float32), dtype)
+        return round_nearest(to_float32(x), dtype)
     return lax.convert_element_type(x, np.dtype(dtype))

@@ -116,7 +116,9 @@ def lower_for(
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     placed = jax.tree.map(place, args)
-    out = jax.tree.map(lambda x: place(x).sharding, jax.eval_shape(fn, *args))
+    out = NamedSharding(mesh, P())
+    if spec is not None:  # then their shapes matter, for which fn is traced
+        out = jax.tree.map(lambda x: place(x).sharding, jax.eval_shape(fn, *args))
     jitted = jax.jit(fn, donate_argnums=donate, out_shardings=out, keep_unused=True)
     # From JAX 0.11 Pallas reads the GPU that it lowers for from the mesh in force.
     with jax.set_mesh(mesh):
