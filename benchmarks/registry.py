@@ -107,6 +107,14 @@ BENCHMARKS = {
         ("matplotlib",),
         True,
     ),
+    "float8_weights": Benchmark(
+        "papers",
+        "Lewandowski, table 3: weights in float8 with 0, 4 and 8 extra bits",
+        3,
+        ("docs/evidence.md", "docs/evidence/float8_weights.png"),
+        ("matplotlib",),
+        True,
+    ),
     "least_squares": Benchmark(
         "papers",
         "Zamirai, figure 2: what each rounding of weights saturates at",

@@ -33,6 +33,12 @@ def _forward_error(errors):
     yield f"{eight:.1f}e-6 against {none:.1f}e-3"
 
 
+def _float8_weights(found):
+    for name in ("float32", "float16, +8", "float8, +8", "float8, +4", "float8"):
+        yield shown(found[name])
+    yield shown(found["float8, +4, stochastic"])
+
+
 def _least_squares(final):
     yield f"float32 {shown(final['float32'])}"
     yield f"all but weights rounded {shown(final['nearest: all but weights'])}"
@@ -73,6 +79,7 @@ FIGURES = {
     "memory_profile": ("cases", _memory_profile),
     "operator_bytes": ("rows", _operator_bytes),
     "forward_error": ("errors", _forward_error),
+    "float8_weights": ("held_out", _float8_weights),
     "least_squares": ("final", _least_squares),
     "kahan_parts": ("gaps_to_stochastic", _kahan_parts),
     "cancelled_updates": ("gaps_to_float32", _cancelled_updates),
