@@ -21,6 +21,7 @@ from lowbit_optax.aliases import (
     sr_adamw,
     sr_sgd,
 )
+from lowbit_optax.averaging import ema_of_params
 from lowbit_optax.conversion import convert
 from lowbit_optax.formats import (
     MomentFormat,
@@ -99,6 +100,7 @@ __all__ = [
     "convert",
     "current_loss_scale",
     "dequantize",
+    "ema_of_params",
     "extra_bits",
     "extra_bits_adamw",
     "extra_bits_sgd",
