@@ -111,7 +111,7 @@ def _towards_gradients(decay: float, debias: bool) -> optax.GradientTransformati
     def update(updates, state, params=None):
         if params is None:
             raise ValueError("ema_of_params: update needs params, the averages so far")
-        count = optax.safe_increment(state.count)
+        count = jnp.asarray(optax.safe_increment(state.count))
         r = jnp.float32(rate)
         if debias:
             r = r / -jnp.expm1(count.astype(jnp.float32) * jnp.float32(log_decay))
