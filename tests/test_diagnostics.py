@@ -122,6 +122,7 @@ def test_tiny_updates_and_tiny_moments_are_measured_too():
     run = jax.jit(functools.partial(step_report, tx))
     report = run(params, tx.init(params), grads)["w"]
     assert abs(report.moved - 1) < 0.05
+    assert 0 < report.noise < 1
     assert 1e-3 < report.moment_errors["nu"] < 0.05
 
 
