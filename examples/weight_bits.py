@@ -1,6 +1,6 @@
 """Training loss by the bits of weights, on scikit-learn's digits, on this machine.
 
-    .venv/bin/python benchmarks/weight_bits.py --steps 3000
+    .venv/bin/python examples/weight_bits.py --steps 3000
 
 Weights are stored in bfloat16 and rounded to ``FloatFormat(8, m)``, as in figure 10 of
 Zamirai et al. 2020. Momentum and arithmetic are float32. Three seeds each.
