@@ -21,7 +21,9 @@ from lowbit_optax.aliases import (
     sr_adamw,
     sr_sgd,
 )
+from lowbit_optax.averaging import ema_of_params
 from lowbit_optax.conversion import convert
+from lowbit_optax.diagnostics import LeafReport, step_report
 from lowbit_optax.formats import (
     MomentFormat,
     WeightFormat,
@@ -80,6 +82,7 @@ except _metadata.PackageNotFoundError:  # a checkout on the path, not installed
     __version__ = "0+unknown"
 
 __all__ = [
+    "LeafReport",
     "LossScaleState",
     "LowbitState",
     "MemoryReport",
@@ -99,6 +102,7 @@ __all__ = [
     "convert",
     "current_loss_scale",
     "dequantize",
+    "ema_of_params",
     "extra_bits",
     "extra_bits_adamw",
     "extra_bits_sgd",
@@ -130,6 +134,7 @@ __all__ = [
     "state_shardings",
     "static_scale",
     "step",
+    "step_report",
     "stochastic_rounding",
     "storage_formats",
     "with_loss_scale",

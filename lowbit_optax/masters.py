@@ -13,6 +13,7 @@ from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.random_bits import ToNearest
 from lowbit_optax._numerics.rounding import narrow_or_cast, to_float32
 from lowbit_optax._step import context, trees
+from lowbit_optax._step.recorded import is_recorded, recorded_state
 from lowbit_optax._step.state import LowbitState
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.leaves import join_leaf
@@ -101,10 +102,12 @@ def from_master(
     names, leaves, treedef = trees.named_leaves(params)
     masters = dict(zip(names, treedef.flatten_up_to(master), strict=True))
     held = _held(names, leaves, jax.eval_shape(tx.init, params))
+    formats = {name: format_ for name, (format_, _) in held.items()}
+    formats |= _chosen_formats(tx, params, dict(zip(names, leaves, strict=True)))
     # Formats that store an unsigned residual need a parameter rounded toward zero.
     params = treedef.unflatten(
         [
-            traced_once(_narrowed, held[name][0], leaf.dtype)(masters[name])
+            traced_once(_narrowed, formats[name], leaf.dtype)(masters[name])
             if name in held
             else leaf
             for name, leaf in zip(names, leaves, strict=True)
@@ -172,6 +175,19 @@ def param_dtypes(
         return np.dtype(leaf.dtype) if kept else narrow
 
     return jax.tree_util.tree_map_with_path(choose, params)
+
+
+def _chosen_formats(tx, params, by_name) -> dict[str, WeightFormat]:
+    """The formats of leaves as ``lowbit`` has them: a state does not tell all."""
+    found: dict[str, WeightFormat] = {}
+    recorded = recorded_state(tx, params)
+    for node in jax.tree.leaves(recorded, is_leaf=is_recorded):
+        if is_recorded(node) and all(name in by_name for name in node.names):
+            leaves = [by_name[name] for name in node.names]
+            formats = node.config.formats_of(node.names, leaves)
+            pairs = zip(node.names, formats, strict=True)
+            found |= {name: format_ for name, format_ in pairs if format_ is not None}
+    return found
 
 
 def _narrowed(format_: WeightFormat, dtype: np.dtype, master: jax.Array) -> jax.Array:

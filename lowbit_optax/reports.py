@@ -9,9 +9,8 @@ import optax
 
 from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.float_layouts import is_narrow
-from lowbit_optax._numerics.landing import apply_leaf
-from lowbit_optax._step import trees
 from lowbit_optax._step.direct import is_direct
+from lowbit_optax._step.measured import cancelled_share
 from lowbit_optax._step.state import LowbitState
 from lowbit_optax._step.state_leaves import KeyPath, StateLeaf, state_leaves
 from lowbit_optax._step.stepper import stepper_of
@@ -328,20 +327,5 @@ def cancelled_updates(
         tx = optax.with_extra_args_support(tx)
         updates, _ = tx.update(grads, state, params, **extra_args)
 
-    share = traced_once(_cancelled_share)
+    share = traced_once(cancelled_share)
     return jax.tree.map(share, params, updates, is_leaf=quantized_tensor.is_quantized)
-
-
-def _cancelled_share(param, update) -> jax.Array:
-    if not trees.is_float(param):
-        return jnp.float32(0)
-    moved = update != 0
-    if quantized_tensor.is_quantized(param):
-        old = param.dequantize()
-        sums = old + update.astype(jnp.float32)
-        same = quantized_tensor.requantize(sums, param, None).dequantize() == old
-    else:
-        same = apply_leaf(param, update) == param
-    count = jnp.sum(moved, dtype=jnp.float32)
-    cancelled = jnp.sum(moved & same, dtype=jnp.float32)
-    return cancelled / jnp.maximum(count, jnp.float32(1))

@@ -102,6 +102,44 @@ def round_stochastic(
     return splitting.split(x, layout, 0, "nearest", random_residual=random)[0]
 
 
+def round_significand(
+    x: jax.Array,
+    mantissa_bits: int,
+    random: jax.Array | None = None,
+    saturates: bool = False,
+) -> jax.Array:
+    """Round float32 to bfloat16 numbers of fewer mantissa bits.
+
+    Args:
+      x: float32 array.
+      mantissa_bits: 1 to 7.
+      random: uint32 array of x's shape, whose leading ``23 - mantissa_bits`` bits are
+        used to round stochastically; None rounds to nearest even.
+      saturates: whether finite values past the largest number become it; infinity
+        otherwise.
+
+    Returns:
+      bfloat16 array.
+
+    >>> import jax.numpy as jnp
+    >>> round_significand(jnp.float32([1.1, 1.2, -1.2]), 2)
+    Array([1, 1.25, -1.25], dtype=bfloat16)
+    """
+    drop = 23 - mantissa_bits
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    magnitude = bits & jnp.uint32(0x7FFFFFFF)
+    infinity = 0x7F800000
+    kept = jnp.uint32(0xFFFFFFFF >> drop << drop)
+    rounded = float_layouts.rounded_before_shift(magnitude, drop, random) & kept
+    past = infinity - (1 << drop) if saturates else infinity
+    rounded = jnp.where(rounded < jnp.uint32(infinity), rounded, jnp.uint32(past))
+    is_nan = magnitude > jnp.uint32(infinity)
+    special = jnp.where(is_nan, jnp.uint32(0x7FC00000), magnitude)
+    rounded = jnp.where(magnitude < jnp.uint32(infinity), rounded, special)
+    pattern = rounded | (bits & jnp.uint32(0x80000000))
+    return float_layouts.from_bits(pattern >> jnp.uint32(16), jnp.bfloat16)
+
+
 def round_to_precision(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Round float32 to the nearest value of a narrow dtype, kept as float32.
 

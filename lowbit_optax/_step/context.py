@@ -9,12 +9,14 @@ context variable:
     release, in its loop --> one_layer ---------+--> [wrappers] --> current()
     release, before it ----> analysis ----------+
     convert, before it ----> recording ---------+
+    step_report -----------> reporting ---------+
     step, around a wrapper > params_wanted -----+
 """
 
 import contextlib
 import contextvars
 import dataclasses
+import typing
 from collections.abc import Iterator, Mapping
 
 import jax
@@ -37,6 +39,8 @@ class StepContext:
         see :mod:`lowbit_optax._step.direct`.
       is_recorded: whether ``init`` should return what it was asked in place of a state;
         see :mod:`lowbit_optax._step.recorded`.
+      reports: to which steps add what they do to each leaf, by path, in place of doing
+        it; None if they are to be made. See :mod:`lowbit_optax._step.measured`.
     """
 
     masters: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
@@ -44,6 +48,7 @@ class StepContext:
     is_analysed: bool = False
     wants_params: bool = False
     is_recorded: bool = False
+    reports: dict[str, typing.Any] | None = None
 
 
 _NOTHING = StepContext()
@@ -83,6 +88,14 @@ def params_wanted(wanted: bool = True):
 def recording():
     """A context in which ``init`` of ``lowbit`` returns a ``Recorded``, no state."""
     return _changed(is_recorded=True)
+
+
+@contextlib.contextmanager
+def reporting() -> Iterator[dict[str, typing.Any]]:
+    """A context in which steps of ``lowbit`` only add reports to this mapping."""
+    reports: dict[str, typing.Any] = {}
+    with _changed(reports=reports):
+        yield reports
 
 
 @contextlib.contextmanager

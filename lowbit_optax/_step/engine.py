@@ -12,6 +12,7 @@ The inner transformation sees whole trees; formats work leaf by leaf.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from lowbit_optax._step import context, direct, trees
 from lowbit_optax._step.choices import Choices
 from lowbit_optax._step.guard import Guard, Unguarded
 from lowbit_optax._step.implementations import advance
+from lowbit_optax._step.measured import measure
 from lowbit_optax._step.prepared import draws_of_moments, prepare, random_of_leaves
 from lowbit_optax._step.recorded import Recorded
 from lowbit_optax._step.refusals import refuse_multi_steps
@@ -105,6 +107,12 @@ class Lowbit(Choices, Stepper):
           ``(new params or updates, new state)``.
         """
         prepared = prepare(self, params, state, grads, guard)
+        reports = context.current().reports
+        if reports is not None:
+            update = optax.with_extra_args_support(self.inner).update
+            reports |= measure(prepared, functools.partial(update, **extra_args))
+            masters = prepared.tree(prepared.masters)
+            return jax.tree.map(jnp.zeros_like, masters), state
         results, residuals, inner_state = advance(self, prepared, landing, extra_args)
         if not landing.is_direct:
             results = guard.updates(results)

@@ -9,7 +9,9 @@ In float32, ``s - w`` is exact, and ``w + y`` is exact except for float32's own
 rounding. So the only further loss is in rounding the compensation c itself to 16 bits.
 """
 
+import collections
 import dataclasses
+import functools
 import typing
 
 import jax
@@ -21,6 +23,12 @@ from lowbit_optax._numerics.landing import REPLACE, Landing
 from lowbit_optax._numerics.random_bits import RandomBits
 from lowbit_optax._numerics.streams import PARAM_STREAM, RESIDUAL_STREAM
 from lowbit_optax.formats.base import WeightFormat
+from lowbit_optax.formats.significand import Significand, significand_of, why_not
+
+if typing.TYPE_CHECKING:
+    from lowbit_optax.precision import FloatFormat
+
+_NAME = "KahanOf"
 
 
 class Kahan(typing.NamedTuple):
@@ -39,19 +47,73 @@ class Kahan(typing.NamedTuple):
         )
 
 
+@functools.cache
+def container_of(significand: Significand | None) -> type:
+    """The type of the trees of compensations.
+
+    Weights of fewer bits have larger compensations, and a type of their own by which
+    :func:`lowbit_optax.master_weights` knows so.
+
+    >>> from lowbit_optax.precision import FloatFormat
+    >>> kahan(float_format=FloatFormat(8, 5)).container._fields
+    ('compensation_of_14_bits',)
+    """
+    if significand is None:
+        return Kahan
+    width = 9 + significand.bits
+    name = f"{_NAME}{width}"
+    return type(
+        name,
+        (collections.namedtuple(name, [f"compensation_of_{width}_bits"]),),
+        {
+            "__slots__": (),
+            "__doc__": f"Compensations of weights of {width} bits.",
+            # ``pickle`` finds the class by its name, which ``__getattr__`` knows.
+            "__module__": __name__,
+            "format_of": staticmethod(
+                functools.partial(_format_of, significand=significand)
+            ),
+        },
+    )
+
+
+def __getattr__(name: str) -> type:
+    width = name.removeprefix(_NAME)
+    if width != name and width.isdecimal():
+        return container_of(Significand(int(width) - 9, saturates=False))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _format_of(param, residual, significand: Significand) -> WeightFormat:
+    """See :meth:`Kahan.format_of`; a significand's overflow joins nothing."""
+    del param, residual
+    return KahanFormat(rounding="stochastic", significand=significand)
+
+
 @dataclasses.dataclass(frozen=True)
 class KahanFormat(WeightFormat):
     """Masters stored as a parameter w and a compensation c; the master is ``w - c``.
 
     Args:
       rounding, residual_rounding, arithmetic: see :func:`kahan`.
+      significand: of ``float_format``; None for all numbers of the dtypes.
     """
 
     rounding: typing.Literal["nearest", "stochastic"] = "nearest"
     residual_rounding: typing.Literal["nearest", "stochastic"] = "stochastic"
     arithmetic: typing.Literal["float32", "param"] = "float32"
 
-    container: typing.ClassVar[type] = Kahan
+    significand: Significand | None = None
+
+    # It is only read from instances, where a property serves as a class variable does.
+    @property
+    def container(self) -> type:  # pyright: ignore[reportIncompatibleVariableOverride]
+        saturates = False  # it is one container, whatever becomes of overflows
+        own = self.significand
+        return container_of(own and dataclasses.replace(own, saturates=saturates))
+
+    def check(self, dtype):
+        return why_not(self.significand, dtype)
 
     @property
     def stores_sum(self) -> bool:
@@ -72,9 +134,8 @@ class KahanFormat(WeightFormat):
 
     def round(self, master, dtype, random):
         if self.rounding == "nearest":
-            return rounding_.round_nearest(master, dtype)
-        words = random.words(master.shape, PARAM_STREAM)
-        return rounding_.round_stochastic(master, dtype, words)
+            return self._rounded(master, dtype)
+        return self._rounded(master, dtype, random.words(master.shape, PARAM_STREAM))
 
     def residual(self, master, param, random):
         dtype = self._residual_dtype(param.dtype)
@@ -83,7 +144,7 @@ class KahanFormat(WeightFormat):
     def advance(self, param, residual, update, random, landing: Landing = REPLACE):
         dtype = param.dtype
         is_wide = self.arithmetic == "float32"
-        keep = lambda x: x if is_wide else rounding_.round_to_precision(x, dtype)
+        keep = lambda x: x if is_wide else rounding_.to_float32(self._rounded(x, dtype))
         w = rounding_.to_float32(param)
         c = self._error_of(w, residual, dtype)
         y = keep(keep(update) - c)
@@ -108,16 +169,22 @@ class KahanFormat(WeightFormat):
         the weight since.
         """
         layout = float_layouts.layout_of(dtype)
-        spacing = 2.0**-layout.mantissa_bits  # of a power of two, relative to it
+        bits = self.significand.bits if self.significand else layout.mantissa_bits
+        spacing = 2.0**-bits  # of a power of two, relative to it
         smallest = 2.0 ** (1 - layout.bias - layout.mantissa_bits)
         if self.rounding == "nearest" and self.arithmetic == "float32":
             # Half a spacing, and what rounding in float32 and of the compensation adds.
-            spacing, smallest = spacing * (0.5 + 2.0**-8), smallest / 2
+            of_error = self.significand.bits if self.significand else 7
+            spacing, smallest = spacing * (0.5 + 0.5 * 2.0**-of_error), smallest / 2
         most = jnp.abs(weight) * jnp.float32(spacing)
         if not layout.same_exponent:
             most = jnp.maximum(most, jnp.float32(smallest))
         error = rounding_.to_float32(residual)
-        return jnp.where(jnp.abs(error) <= most, error, jnp.float32(0))
+        belongs = jnp.abs(error) <= most
+        if self.significand is not None:
+            # A largest number that has saturated may be far from what it stands for.
+            belongs = belongs & jnp.isfinite(weight - error)
+        return jnp.where(belongs, error, jnp.float32(0))
 
     def _residual_dtype(self, dtype):
         # The paper's 16-bit unit has one format. In float32 arithmetic the compensation
@@ -131,9 +198,16 @@ class KahanFormat(WeightFormat):
         # If the parameter overflows, nothing is left to be compensated.
         error = jnp.where(jnp.isfinite(error), error, jnp.float32(0))
         if self.residual_rounding == "nearest":
-            return rounding_.round_nearest(error, dtype)
-        words = random.words(error.shape, RESIDUAL_STREAM)
-        return rounding_.round_stochastic(error, dtype, words)
+            return self._rounded(error, dtype)
+        return self._rounded(error, dtype, random.words(error.shape, RESIDUAL_STREAM))
+
+    def _rounded(self, x: jax.Array, dtype: jnp.dtype, words: jax.Array | None = None):
+        """Rounded to nearest, or stochastically by words."""
+        if self.significand is not None:
+            return self.significand.round(x, dtype, words)
+        if words is None:
+            return rounding_.round_nearest(x, dtype)
+        return rounding_.round_stochastic(x, dtype, words)
 
 
 def kahan(
@@ -141,6 +215,7 @@ def kahan(
     rounding: typing.Literal["nearest", "stochastic"] = "nearest",
     residual_rounding: typing.Literal["nearest", "stochastic"] | None = None,
     arithmetic: typing.Literal["float32", "param"] = "float32",
+    float_format: "FloatFormat | None" = None,
 ) -> WeightFormat:
     """Kahan summation: a 16-bit compensation collects what rounding loses.
 
@@ -157,15 +232,17 @@ def kahan(
       arithmetic: ``"float32"`` rounds only what is stored. ``"param"`` rounds after
         every operation of the summation, as a unit that computes in the parameter's
         format would, and keeps the compensation in that format.
+      float_format: as for :func:`lowbit_optax.nearest`, of parameters and
+        compensations.
 
     Returns:
       A weight format. State: 2 bytes per parameter, bfloat16.
 
     Raises:
-      ValueError: if an argument is not one of these.
+      TypeError, ValueError: if an argument is not one of these.
 
     References:
-      Zamirai et al. 2020, Algorithms 1, 3 and 5.
+      Zamirai et al. 2020, Algorithms 1, 3 and 5; figure 10 (14, 12 and 10 bits).
 
     >>> kahan().residual_rounding
     'stochastic'
@@ -185,4 +262,5 @@ def kahan(
             f"kahan: residual_rounding is {residual_rounding!r}, not 'nearest' or "
             "'stochastic'"
         )
-    return KahanFormat(rounding, residual_rounding, arithmetic)
+    significand = significand_of("kahan", float_format)
+    return KahanFormat(rounding, residual_rounding, arithmetic, significand)

@@ -11,7 +11,11 @@ from lowbit_optax._numerics.landing import REPLACE
 from lowbit_optax._numerics.random_bits import RandomBits
 from lowbit_optax._numerics.streams import PARAM_STREAM, RESIDUAL_STREAM
 from lowbit_optax.formats.base import SumRounding, WeightFormat, check_sum_rounding
+from lowbit_optax.formats.significand import Significand, significand_of, why_not
 from pallas_kernels.fused_update import operations
+
+if typing.TYPE_CHECKING:
+    from lowbit_optax.precision import FloatFormat
 
 
 class NoResidual(typing.NamedTuple):
@@ -40,10 +44,17 @@ class MasterCopy(typing.NamedTuple):
 class Nearest(WeightFormat):
     """The parameter is the master rounded to nearest; nothing else is stored."""
 
+    significand: Significand | None = None
+
     container: typing.ClassVar[type] = NoResidual
+
+    def check(self, dtype):
+        return why_not(self.significand, dtype)
 
     def round(self, master, dtype, random):
         del random
+        if self.significand is not None:
+            return self.significand.round(master, dtype)
         return rounding.round_nearest(master, dtype)
 
 
@@ -52,6 +63,7 @@ class StochasticRounding(WeightFormat):
     """The parameter is the master rounded stochastically; nothing else is stored."""
 
     sum_rounding: SumRounding = "nearest"
+    significand: Significand | None = None
 
     container: typing.ClassVar[type] = NoResidual
 
@@ -59,18 +71,24 @@ class StochasticRounding(WeightFormat):
     def stores_sum(self) -> bool:
         return self.sum_rounding == "nearest"
 
+    def check(self, dtype):
+        return why_not(self.significand, dtype)
+
     def advance(self, param, residual, update, random, landing=REPLACE):
         if self.stores_sum:
             return super().advance(param, residual, update, random, landing)
         # Rounding to bfloat16 leaves the sum's bits of its words.
         is_bfloat16 = float_layouts.layout_of(param.dtype).same_exponent
-        stream = PARAM_STREAM if is_bfloat16 else RESIDUAL_STREAM
+        shares = is_bfloat16 and self.significand is None
+        stream = PARAM_STREAM if shares else RESIDUAL_STREAM
         return self.advance_stochastically(
             param, residual, update, random, landing, stream
         )
 
     def round(self, master: jax.Array, dtype: jnp.dtype, random: RandomBits):
         words = random.words(master.shape)
+        if self.significand is not None:
+            return self.significand.round(master, dtype, words)
         return rounding.round_stochastic(master, dtype, words)
 
 
@@ -110,7 +128,7 @@ def _same(a: jax.Array, b: jax.Array) -> jax.Array:
     return (a == b) | (((a | b) & jnp.uint32(layout.largest)) == 0)
 
 
-def nearest() -> WeightFormat:
+def nearest(*, float_format: "FloatFormat | None" = None) -> WeightFormat:
     """No residual, round to nearest even: plain 16-bit training.
 
         p' = round(float32(p) + update)
@@ -118,19 +136,32 @@ def nearest() -> WeightFormat:
     This is the baseline, which loses updates: one that is smaller than half the spacing
     at the parameter is always lost.
 
+    Args:
+      float_format: ``FloatFormat(8, m)`` of :mod:`lowbit_optax.precision`, with m from
+        1 to 7, to round bfloat16 parameters to its numbers: weights of 9 + m bits.
+        They are still stored in bfloat16, so no memory is saved. None takes all numbers
+        of the parameter's dtype.
+
     Returns:
       A weight format. State: 0 bytes per parameter.
 
+    Raises:
+      TypeError, ValueError: if ``float_format`` is none that fits in bfloat16.
+
     References:
-      Zamirai et al. 2020, theorem 1.
+      Zamirai et al. 2020, theorem 1; figure 10 (fewer than 16 bits).
 
     >>> nearest()
-    Nearest()
+    Nearest(significand=None)
     """
-    return Nearest()
+    return Nearest(significand_of("nearest", float_format))
 
 
-def stochastic_rounding(*, sum_rounding: SumRounding = "nearest") -> WeightFormat:
+def stochastic_rounding(
+    *,
+    sum_rounding: SumRounding = "nearest",
+    float_format: "FloatFormat | None" = None,
+) -> WeightFormat:
     """No residual; the parameter is rounded stochastically, which keeps its mean.
 
         p' = SR(float32(p) + update)
@@ -139,21 +170,23 @@ def stochastic_rounding(*, sum_rounding: SumRounding = "nearest") -> WeightForma
       sum_rounding: of the float32 sum. ``"nearest"``, as in float32 training, loses
         updates below 2^-25 of the parameter. ``"stochastic"`` keeps the mean at any
         learning rate; see :func:`lowbit_optax.extra_bits`.
+      float_format: as for :func:`lowbit_optax.nearest`.
 
     Returns:
       A weight format. State: 0 bytes per parameter.
 
     Raises:
-      ValueError: if the argument is not one of these.
+      TypeError, ValueError: if an argument is not one of these.
 
     References:
-      Zamirai et al. 2020, Algorithms 2 and 4 (the circled minus).
+      Zamirai et al. 2020, Algorithms 2 and 4 (the circled minus); figure 10.
 
     >>> stochastic_rounding()
-    StochasticRounding(sum_rounding='nearest')
+    StochasticRounding(sum_rounding='nearest', significand=None)
     """
     check_sum_rounding("stochastic_rounding", sum_rounding)
-    return StochasticRounding(sum_rounding)
+    significand = significand_of("stochastic_rounding", float_format)
+    return StochasticRounding(sum_rounding, significand)
 
 
 def master_copy() -> WeightFormat:

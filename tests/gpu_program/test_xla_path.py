@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import lowbit_optax
+from lowbit_optax.precision import FloatFormat
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 
@@ -22,6 +23,7 @@ from tools.hlo import COLLECTIVES, kernels
 BF16 = jnp.bfloat16
 SIDE = 4096
 PARAMETERS = SIDE * SIDE
+TWELVE_BITS = FloatFormat(8, 3)
 
 FORMATS = {
     "nearest": lowbit_optax.nearest(),
@@ -36,6 +38,8 @@ FORMATS = {
     "extra_bits 8 toward_zero": lowbit_optax.extra_bits(8, rounding="toward_zero"),
     "extra_bits 11 stochastic": lowbit_optax.extra_bits(11, rounding="stochastic"),
     "master_copy": lowbit_optax.master_copy(),
+    "12 bits, stochastic": lowbit_optax.stochastic_rounding(float_format=TWELVE_BITS),
+    "12 bits, kahan": lowbit_optax.kahan(float_format=TWELVE_BITS),
 }
 
 

@@ -1,0 +1,198 @@
+"""What a step does to each leaf, in a few float32 scalars.
+
+    update --+--> new master - master --> moved, noise
+             +--> round(param + update) == param --> lost
+    moments --> encode, decode --> their errors
+
+It is computed beside a step and not by it: a step that is not asked has nothing of it.
+"""
+
+import typing
+
+import jax
+import jax.numpy as jnp
+
+from lowbit_optax._jaxprs.traced_once import traced_once
+from lowbit_optax._numerics.landing import REPLACE, apply_leaf
+from lowbit_optax._numerics.rounding import to_float32
+from lowbit_optax._step import trees
+from lowbit_optax._step.prepared import PreparedStep
+from lowbit_optax._step.state_leaves import state_leaves
+from lowbit_optax.formats import quantized_tensor
+from lowbit_optax.formats.base import WeightFormat
+from pallas_kernels.bitfields.xla import unpack
+from pallas_kernels.layout import layout_of
+
+
+class LeafReport(typing.NamedTuple):
+    """What one step does to one leaf, in float32 scalars; see :func:`step_report`.
+
+    With u the update of the inner transformation, in float32, and d the change of the
+    stored master, over the elements where both are finite:
+
+    Args:
+      lost: ``#{u != 0 and round(p + u) == p} / #{u != 0}``, the share of updates that
+        rounding the parameter to nearest would cancel.
+      moved: ``<d, u> / <u, u>``, how far the master goes over how far it should.
+      noise: ``|d - u| / |u|``, the error of that movement.
+      overflows: how many new weights are not finite, though master and update are.
+      nonfinite_grads: how many elements of the gradient are not finite.
+      moment_errors: ``|m' - m| / |m|`` by field, such as ``mu`` and ``nu``, of new
+        moments m and what is stored of them; of those that are stored in a format.
+    """
+
+    lost: jax.Array
+    moved: jax.Array
+    noise: jax.Array
+    overflows: jax.Array
+    nonfinite_grads: jax.Array
+    moment_errors: dict[str, jax.Array]
+
+
+def measure(prepared: PreparedStep, update) -> dict[str, LeafReport]:
+    """The reports of a prepared step's leaves, by path.
+
+    Args:
+      prepared: the step.
+      update: of the inner transformation.
+    """
+    updates, inner_state = prepared.inner_update(update)
+    errors = _moment_errors(prepared, inner_state)
+    return {
+        name: _leaf_report(prepared, number, updates[number], errors[name])
+        for number, name in enumerate(prepared.names)
+    }
+
+
+def measure_plain(params, grads, updates) -> list[LeafReport]:
+    """The reports of leaves to which updates are added, and rounded, as optax does."""
+    reports = []
+    for param, grad, update in zip(params, grads, updates, strict=True):
+        if not trees.is_float(param):
+            reports.append(_nothing({}))
+            continue
+        old = _widened(param)
+        new = apply_leaf(param, update)
+        reports.append(_report(param, update, old, _widened(new), grad, {}))
+    return reports
+
+
+def cancelled_share(param, update) -> jax.Array:
+    """The share of non-zero updates that rounding to nearest would cancel."""
+    if not trees.is_float(param):
+        return jnp.float32(0)
+    moved = update != 0
+    if quantized_tensor.is_quantized(param):
+        old = param.dequantize()
+        sums = old + update.astype(jnp.float32)
+        same = quantized_tensor.requantize(sums, param, None).dequantize() == old
+    else:
+        same = apply_leaf(param, update) == param
+    count = jnp.sum(moved, dtype=jnp.float32)
+    cancelled = jnp.sum(moved & same, dtype=jnp.float32)
+    return cancelled / jnp.maximum(count, jnp.float32(1))
+
+
+def nonfinite(x) -> jax.Array:
+    """How many elements are not finite, a float32 scalar."""
+    if not trees.is_float(x):
+        return jnp.float32(0)
+    return jnp.sum(~jnp.isfinite(x), dtype=jnp.float32)
+
+
+def _movement(old: jax.Array, new: jax.Array, update: jax.Array):
+    """``(moved, noise, overflows)`` of a :class:`LeafReport`."""
+    intended = jnp.isfinite(old) & jnp.isfinite(update)
+    overflows = jnp.sum(intended & ~jnp.isfinite(new), dtype=jnp.float32)
+    counted = intended & jnp.isfinite(new)
+    only = lambda x: jnp.where(counted, x, jnp.float32(0))
+    u, d = only(update), only(new - old)
+    # So that no square underflows.
+    unit = jnp.max(jnp.abs(u), initial=jnp.float32(0))
+    unit = jnp.where(unit > 0, unit, jnp.float32(1))
+    u, d = u / unit, d / unit
+    square = jnp.sum(u * u)
+    is_still = square == 0
+    square = jnp.where(is_still, jnp.float32(1), square)
+    error = d - u
+    moved = jnp.where(is_still, jnp.float32(1), jnp.sum(d * u) / square)
+    return moved, jnp.sqrt(jnp.sum(error * error) / square), overflows
+
+
+def _leaf_report(prepared: PreparedStep, number: int, update, errors) -> LeafReport:
+    param, format_ = prepared.params[number], prepared.formats[number]
+    residual, guard = prepared.residuals[number], prepared.guard
+    if not trees.is_float(param):
+        return _nothing(errors)
+    if format_ is None:
+        join = _widened
+        new, after = prepared.land(number, update, REPLACE)
+    else:
+        if residual is not None and format_.width:
+            # Without packing, all of it is elementwise.
+            residual = unpack(residual, format_.width, layout_of(param.shape))
+            format_ = format_.on_fields()
+        join = traced_once(format_.join)
+        new, after, _ = traced_once(_advance, format_)(
+            param, residual, update.astype(jnp.float32), prepared.random[number]
+        )
+        new, after = guard.chosen(new, param), guard.chosen(after, residual)
+    old, grad = join(param, residual), prepared.given_grads[number]
+    return _report(param, update, old, join(new, after), grad, errors)
+
+
+def _report(param, update, old, new, grad, moment_errors) -> LeafReport:
+    """The report of a leaf whose master goes from ``old`` to ``new``."""
+    lost = traced_once(cancelled_share)(param, update)
+    movement = traced_once(_movement)(old, new, update.astype(jnp.float32))
+    moved, noise, overflows = movement
+    wrong = nonfinite(grad)
+    return LeafReport(lost, moved, noise, overflows, wrong, moment_errors)
+
+
+def _advance(format_: WeightFormat, param, residual, update, random):
+    return format_.advance(param, residual, update, random, REPLACE)
+
+
+def _moment_errors(prepared: PreparedStep, inner_state):
+    """Per leaf, the relative errors of its stored moments by field."""
+    plan, treedef = prepared.moment_plan, jax.tree.structure(inner_state)
+    stored = plan.decode(plan.encode(inner_state, prepared.moment_draws))
+    errors: dict[str, dict[str, jax.Array]] = {name: {} for name in prepared.names}
+    for how, part, new, old in zip(
+        plan.describe(inner_state),
+        state_leaves(prepared.tree(prepared.params), inner_state),
+        treedef.flatten_up_to(inner_state),
+        treedef.flatten_up_to(stored),
+        strict=True,
+    ):
+        if how is None:
+            continue
+        of_leaf, field = errors[how.leaf], part.moment_field
+        if not field or field in of_leaf:
+            field = jax.tree_util.keystr(part.field)
+        of_leaf[field] = traced_once(_relative_error)(new, old)
+    return errors
+
+
+def _relative_error(value: jax.Array, stored: jax.Array) -> jax.Array:
+    finite = jnp.isfinite(value) & jnp.isfinite(stored)
+    only = lambda x: jnp.where(finite, x, jnp.float32(0))
+    value, stored = only(value), only(stored)
+    unit = jnp.max(jnp.abs(value), initial=jnp.float32(0))
+    unit = jnp.where(unit > 0, unit, jnp.float32(1))
+    value, error = value / unit, (stored - value) / unit
+    square = jnp.sum(value * value)
+    square = jnp.where(square == 0, jnp.float32(1), square)
+    return jnp.sqrt(jnp.sum(error * error) / square)
+
+
+def _nothing(moment_errors) -> LeafReport:
+    """The report of a leaf that is not real floating-point."""
+    zero = jnp.float32(0)
+    return LeafReport(zero, jnp.float32(1), zero, zero, zero, moment_errors)
+
+
+def _widened(param: typing.Any, residual=None) -> jax.Array:
+    del residual
+    return to_float32(param)

@@ -1,0 +1,175 @@
+"""An average of the weights in few bits follows the one in float32."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import lowbit_optax
+from lowbit_optax import ema_of_params, extra_bits, kahan, master_weights
+
+SHAPE = (64, 64)
+STEPS = 12_000
+
+FORMATS = {
+    "nearest": lowbit_optax.nearest(),
+    "stochastic_rounding": lowbit_optax.stochastic_rounding(),
+    "kahan": kahan(),
+    "extra_bits 8": None,
+    "extra_bits 16": extra_bits(),
+    "float32": lowbit_optax.master_copy(),
+}
+
+
+def normal(seed, shape=SHAPE):
+    random = np.random.default_rng(seed)
+    return jnp.asarray(random.standard_normal(shape) / 16, jnp.float32)
+
+
+def averages(txs, weight, steps, first):
+    """The float32 averages of ``weight(i)`` by several transformations."""
+
+    @jax.jit
+    def run(first):
+        def body(averages, i):
+            w = weight(i.astype(jnp.float32))
+            return {
+                name: lowbit_optax.step(tx, *averages[name], w)
+                for name, tx in txs.items()
+            }, None
+
+        start = {name: (first, tx.init(first)) for name, tx in txs.items()}
+        found, _ = jax.lax.scan(body, start, jnp.arange(steps))
+        return {name: master_weights(*found[name]) for name in txs}
+
+    return {k: np.asarray(v, np.float64) for k, v in run(first).items()}
+
+
+def test_at_a_decay_of_0_9999_it_follows_float32_where_bfloat16_stands_still():
+    start, drift = normal(0), normal(1)
+    first = start.astype(jnp.bfloat16)
+    txs = {
+        name: ema_of_params(0.9999, debias=False, weights=weights, min_size=0)
+        for name, weights in FORMATS.items()
+    }
+    per_step = jnp.float32(1 / STEPS)
+    got = averages(txs, lambda i: start + i * per_step * drift, STEPS, first)
+    # In float64, of weights a + i b for i = 0, 1, ...: the average of i after t steps.
+    kept = 0.9999**STEPS
+    lag = (STEPS - 1) - (STEPS - 1) * kept - 0.9999 * (1 - 0.9999 ** (STEPS - 1)) / 1e-4
+    lag += (STEPS - 1) * kept
+    a, b = np.asarray(start, np.float64), np.asarray(drift, np.float64) / STEPS
+    old = np.asarray(first, np.float64)
+    want = kept * old + (1 - kept) * a + lag * b
+    rms = lambda x: np.sqrt(np.mean(x**2))
+    error = {name: rms(x - want) / rms(want - old) for name, x in got.items()}
+    print({name: f"{x:.1e}" for name, x in error.items()})
+    assert error["nearest"] > 0.9
+    assert error["stochastic_rounding"] < 0.1
+    assert error["kahan"] < 2e-3
+    assert error["extra_bits 8"] < 5e-3
+    assert error["extra_bits 16"] < 1e-4
+    assert error["float32"] < 1e-4
+
+
+def test_it_moves_where_a_float32_average_loses_every_step():
+    # A step is 1e-5 of 1e-3, which is below 2^-25 of the average.
+    first = jnp.ones(SHAPE, jnp.bfloat16)
+    txs = {
+        name: ema_of_params(0.99999, debias=False, weights=FORMATS[name], min_size=0)
+        for name in FORMATS
+    }
+    weights = jnp.full(SHAPE, 1.001, jnp.float32)
+    got = averages(txs, lambda i: weights, 2000, first)
+    for name in ("float32", "extra_bits 16", "stochastic_rounding", "nearest"):
+        assert np.all(got[name] == 1), name
+    asked = (1 - 0.99999**2000) * 1e-3
+    for name in ("extra_bits 8", "kahan"):
+        assert np.mean(got[name] - 1) == pytest.approx(asked, rel=0.1), name
+
+
+@pytest.mark.standard_promotion
+def test_without_bias_it_is_the_average_that_optax_returns():
+    series = jnp.stack([normal(seed) for seed in range(6)])
+    optax_ema = optax.ema(0.9, debias=True)
+    ema = ema_of_params(0.9, weights=extra_bits(), min_size=0)
+    first = jnp.full(SHAPE, 100, jnp.bfloat16)  # which must be forgotten
+
+    @jax.jit
+    def run(series):
+        average, state, other = first, ema.init(first), optax_ema.init(series[0])
+        for weights in series:
+            want, other = optax_ema.update(weights, other)
+            average, state = lowbit_optax.step(ema, average, state, weights)
+        return master_weights(average, state), want
+
+    got, want = run(series)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["kahan", "extra_bits 8", "stochastic_rounding"])
+def test_kernels_give_the_same_bits(name):
+    def run(implementation):
+        ema = ema_of_params(
+            1 - 2.0**-6,  # of which every product is exact
+            debias=False,
+            weights=FORMATS[name],
+            min_size=0,
+            implementation=implementation,
+        )
+        average = normal(0).astype(jnp.bfloat16)
+        step = jax.jit(functools.partial(lowbit_optax.step, ema))
+        return step(average, ema.init(average), normal(1))
+
+    for want, got in zip(
+        jax.tree.leaves(run("xla")), jax.tree.leaves(run("pallas")), strict=True
+    ):
+        np.testing.assert_array_equal(want, got)
+
+
+def mixed(seed):
+    return {
+        "w": normal(seed, (128, 64)).astype(jnp.bfloat16),
+        "bias": normal(seed, (64,)),
+        "step": jnp.int32(seed),
+    }
+
+
+def test_shards_give_the_same_averages_and_lie_beside_them():
+    ema = ema_of_params(0.99, min_size=0)
+    average, weights = mixed(0), mixed(1)
+    mesh = jax.make_mesh((8,), ("d",))
+    specs = {"w": jax.P("d"), "bias": jax.P("d"), "step": jax.P()}
+    placed = {k: jax.NamedSharding(mesh, spec) for k, spec in specs.items()}
+    state = ema.init(average)
+    states = lowbit_optax.state_shardings(ema, average, placed)
+    assert states.residual.words["w"].spec == jax.P("d")
+    step = functools.partial(lowbit_optax.step, ema)
+    want = jax.jit(step)(average, state, weights)
+    got = jax.jit(step, out_shardings=(placed, states))(
+        jax.device_put(average, placed),
+        jax.device_put(state, states),
+        jax.device_put(weights, placed),
+    )
+    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_allclose(got[0]["bias"], weights["bias"], rtol=1e-6, atol=1e-6)
+    assert got[0]["step"] == 0  # it is no float, and stays
+
+
+def test_a_checkpoint_of_another_format_is_refused_by_name():
+    average = {"w": jnp.ones((64, 64), jnp.bfloat16)}
+    ema, other = (ema_of_params(0.99, weights=w) for w in (extra_bits(8), kahan()))
+    stored = lowbit_optax.storage_formats(ema, average)
+    lowbit_optax.check_storage_formats(stored, ema, average)
+    with pytest.raises(ValueError, match=r"\['w'\]"):
+        lowbit_optax.check_storage_formats(stored, other, average)
+
+
+@pytest.mark.parametrize("decay", [1.0, -0.1, float("nan"), "0.9", None, True])
+def test_a_decay_that_is_none_is_refused(decay):
+    with pytest.raises((TypeError, ValueError), match=r"decay is .* from 0 to below 1"):
+        ema_of_params(decay)

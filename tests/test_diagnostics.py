@@ -1,0 +1,216 @@
+"""A step's report says what the step does; a step that is not asked has none of it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import lowbit_optax
+from lowbit_optax import block_quantized, extra_bits, kahan, lowbit, step_report
+
+pytestmark = pytest.mark.standard_promotion
+
+BF16 = jnp.bfloat16
+RATE = 2.0**-10
+
+FORMATS = {
+    "nearest": lowbit_optax.nearest(),
+    "stochastic_rounding": lowbit_optax.stochastic_rounding(),
+    "kahan, stochastic": kahan(rounding="stochastic"),
+    "extra_bits 8": extra_bits(8),
+    "extra_bits 16": extra_bits(),
+}
+
+
+def normal(seed, shape=(64, 64), dtype=jnp.float32):
+    random = np.random.default_rng(seed)
+    return jnp.asarray(random.standard_normal(shape), dtype)
+
+
+def float64(x):
+    return np.asarray(x, np.float64)
+
+
+def sgd(weights=None, rate=RATE, **options):
+    return lowbit(optax.sgd(rate), weights=weights, min_size=0, **options)
+
+
+def test_it_says_what_the_next_step_does_in_every_weight_format():
+    master, grads = normal(0), normal(1)
+    quantized = lowbit_optax.quantize_params({"w": master}, bits=8)
+    txs = {name: sgd(weights) for name, weights in FORMATS.items()}
+
+    @jax.jit
+    def run():
+        found = {}
+        for name, tx in txs.items():
+            params, state = lowbit_optax.from_master(tx, {"w": master}, BF16)
+            found[name] = stepped(tx, params, state)
+        found["8 bits"] = stepped(sgd(), quantized, sgd().init(quantized))
+        return found
+
+    def stepped(tx, params, state):
+        report = step_report(tx, params, state, {"w": grads})["w"]
+        old = lowbit_optax.master_weights(params, state)["w"]
+        new = lowbit_optax.step(tx, params, state, {"w": grads})
+        return report, old, lowbit_optax.master_weights(*new)["w"]
+
+    found = run()
+    u = -RATE * float64(grads)
+    for name, (report, old, new) in found.items():
+        d = float64(new) - float64(old)
+        moved, noise = np.sum(d * u) / np.sum(u * u), np.linalg.norm(d - u)
+        np.testing.assert_allclose(report.moved, moved, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(
+            report.noise, noise / np.linalg.norm(u), rtol=1e-3, atol=1e-5, err_msg=name
+        )
+    rounded = master.astype(BF16)
+    same = (rounded + jnp.asarray(u, jnp.float32)).astype(BF16) == rounded
+    share = float(jnp.mean(same))
+    for name in txs:
+        assert float(found[name][0].lost) == pytest.approx(share, abs=1e-6), name
+    reports = {name: report for name, (report, _, _) in found.items()}
+    assert reports["extra_bits 16"].noise < 1e-4 < reports["extra_bits 8"].noise
+    assert reports["extra_bits 8"].noise < reports["stochastic_rounding"].noise
+    assert abs(reports["extra_bits 8"].moved - 1) < 0.01
+
+
+def test_it_tells_moments_of_few_bits_from_those_of_many():
+    grads = {"w": normal(1)}
+    params = {"w": normal(0, dtype=BF16)}
+    moments = {
+        "cast": lowbit_optax.cast(BF16, rounding="nearest"),
+        "8": block_quantized(8),
+        "4": {"mu": block_quantized(4), "nu": block_quantized(8)},
+        "float32": "float32",
+    }
+    txs = {
+        name: lowbit(optax.adam(1e-3), moments=format_, min_size=0)
+        for name, format_ in moments.items()
+    }
+    errors = jax.jit(
+        lambda: {
+            name: step_report(tx, params, tx.init(params), grads)["w"].moment_errors
+            for name, tx in txs.items()
+        }
+    )()
+    # The first moment after one step is a tenth of the gradient.
+    mu = 0.1 * grads["w"]
+    want = np.linalg.norm(float64(mu.astype(BF16)) - float64(mu)) / np.linalg.norm(mu)
+    assert errors["cast"]["mu"] == pytest.approx(want, rel=1e-2)
+    assert errors["float32"] == {}
+    assert all(1e-3 < errors["8"][field] < 0.05 for field in ("mu", "nu"))
+    assert 0.05 < errors["4"]["mu"] < 0.5
+
+
+def test_overflows_are_counted():
+    tx = sgd(kahan(), rate=1.0)
+    params = jnp.full((8, 8), 6e4, jnp.float16)
+    grads = jnp.zeros((8, 8)).at[0, 0].set(-1e5).at[1, 1].set(jnp.nan)
+    report = jax.jit(functools.partial(step_report, tx))(params, tx.init(params), grads)
+    assert (report.overflows, report.nonfinite_grads) == (1, 1)
+    assert report.moved == 1  # of the others, none of which should move
+
+
+def test_tiny_updates_and_tiny_moments_are_measured_too():
+    tx = lowbit(optax.adam(1e-23, eps=1e-20), min_size=0)
+    params = {"w": normal(0, dtype=BF16) * BF16(1e-20)}
+    grads = {"w": normal(1) * 1e-12}
+    run = jax.jit(functools.partial(step_report, tx))
+    report = run(params, tx.init(params), grads)["w"]
+    assert abs(report.moved - 1) < 0.05
+    assert 0 < report.noise < 1
+    assert 1e-3 < report.moment_errors["nu"] < 0.05
+
+
+WRAPPERS = {
+    "chain": lambda tx: optax.chain(optax.identity(), tx),
+    "masked": lambda tx: optax.masked(tx, {"w": True, "frozen": False}),
+    "partition": lambda tx: optax.partition(
+        {"on": tx, "off": optax.set_to_zero()}, {"w": "on", "frozen": "off"}
+    ),
+    "with_loss_scale": lambda tx: lowbit_optax.with_loss_scale(
+        tx, lowbit_optax.static_scale(1.0)
+    ),
+    "chain in with_loss_scale": lambda tx: lowbit_optax.with_loss_scale(
+        optax.chain(tx), lowbit_optax.static_scale(1.0)
+    ),
+    "inject_hyperparams": lambda tx: optax.inject_hyperparams(
+        lambda rate: sgd(rate=rate), hyperparam_dtype=jnp.float32
+    )(RATE),
+}
+
+
+def test_wrappers_report_the_same():
+    params = {"w": normal(0, dtype=BF16), "frozen": normal(2, (8, 64), BF16)}
+    grads = {"w": normal(1), "frozen": normal(3, (8, 64))}
+    txs = {"bare": sgd()} | {name: make(sgd()) for name, make in WRAPPERS.items()}
+    reports = jax.jit(
+        lambda: {
+            name: step_report(tx, params, tx.init(params), grads)
+            for name, tx in txs.items()
+        }
+    )()
+    want = reports.pop("bare")
+    for name, report in reports.items():
+        np.testing.assert_array_equal(
+            jax.tree.leaves(want["w"]), jax.tree.leaves(report["w"]), err_msg=name
+        )
+        is_masked = name in ("masked", "partition")
+        assert (report["frozen"] is None) == is_masked
+
+
+def test_plain_optax_is_reported_as_it_rounds():
+    params, grads = jnp.ones(64, BF16), jnp.full(64, 2.0**-4)
+    tx = optax.sgd(RATE)
+    report = jax.jit(functools.partial(step_report, tx))(params, tx.init(params), grads)
+    assert (report.lost, report.moved, report.noise) == (1, 0, 1)
+
+
+def test_a_step_in_a_conditional_is_refused():
+    tx = optax.MultiSteps(sgd(), 2).gradient_transformation()
+    params = {"w": normal(0, dtype=BF16)}
+    with pytest.raises(ValueError, match="conditional"):
+        step_report(tx, params, tx.init(params), params)
+
+
+def test_a_step_that_is_not_recorded_is_the_same_program():
+    tx = sgd(implementation="xla")
+    params = {"w": normal(0, dtype=BF16)}
+    arguments = params, tx.init(params), {"w": normal(1)}
+    step = functools.partial(lowbit_optax.step, tx)
+
+    def recorded(params, state, grads):
+        report = step_report(tx, params, state, grads)
+        return *step(params, state, grads), report
+
+    def dropped(*arguments):
+        return recorded(*arguments)[:2]
+
+    cost = lambda f: jax.jit(f).lower(*arguments).compile().cost_analysis()
+    before = str(jax.make_jaxpr(step)(*arguments))
+    alone, unread = cost(step), cost(dropped)
+    for key in ("flops", "bytes accessed"):
+        assert alone[key] == unread[key]
+    assert cost(recorded)["flops"] > alone["flops"]
+    assert str(jax.make_jaxpr(lambda *x: step(*x))(*arguments)) == before
+
+
+def test_every_hundredth_step_can_be_recorded_in_one_program():
+    tx = sgd()
+    params = {"w": normal(0, dtype=BF16)}
+
+    @jax.jit
+    def train_step(params, state, grads):
+        record = functools.partial(step_report, tx, params, state, grads)
+        nothing = lambda: jax.tree.map(jnp.zeros_like, jax.eval_shape(record))
+        report = jax.lax.cond(state.count % 2 == 1, record, nothing)
+        return *lowbit_optax.step(tx, params, state, grads), report
+
+    params, state, report = train_step(params, tx.init(params), {"w": normal(1)})
+    assert report["w"].moved == 0
+    params, state, report = train_step(params, state, {"w": normal(1)})
+    assert abs(report["w"].moved - 1) < 0.01

@@ -1,0 +1,214 @@
+"""Weights of 10 to 15 bits: bfloat16 numbers with fewer bits of mantissa."""
+
+import functools
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import lowbit_optax
+from lowbit_optax import kahan, lowbit, nearest, stochastic_rounding
+from lowbit_optax._numerics.rounding import round_significand
+from lowbit_optax.precision import FloatFormat
+
+BITS = {10: FloatFormat(8, 1), 12: FloatFormat(8, 3), 14: FloatFormat(8, 5)}
+BF16 = jnp.bfloat16
+
+
+def formats(bits, **overflow):
+    fmt = FloatFormat(8, bits - 9, **overflow)
+    return {
+        "nearest": nearest(float_format=fmt),
+        "stochastic_rounding": stochastic_rounding(float_format=fmt),
+        "stochastic sum": stochastic_rounding(
+            sum_rounding="stochastic", float_format=fmt
+        ),
+        "kahan": kahan(float_format=fmt),
+        "kahan, stochastic": kahan(rounding="stochastic", float_format=fmt),
+        "kahan param": kahan(arithmetic="param", float_format=fmt),
+    }
+
+
+def normal(seed, shape=(64, 64), dtype=jnp.float32):
+    random = np.random.default_rng(seed)
+    return jnp.asarray(random.standard_normal(shape), dtype)
+
+
+def all_kinds_of_numbers():
+    """Random patterns, and those around what is special."""
+    random = np.random.default_rng(0)
+    special = [0, 1, 0x7FFFFF, 0x800000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FFFFFFF]
+    edges = [0x3F800000 + (1 << i) + d for i in range(23) for d in (-1, 0, 1)]
+    huge = [0x7F7FFFFF - (1 << i) for i in range(23)]
+    patterns = np.array([*special, *edges, *huge], np.uint32)
+    patterns = np.concatenate([patterns, patterns | np.uint32(1 << 31)])
+    more = random.integers(0, 2**32, 4096, np.uint32)
+    return np.concatenate([patterns, more]).view(np.float32)
+
+
+def test_rounding_is_that_of_the_float_format():
+    x = all_kinds_of_numbers()
+    words = np.random.default_rng(1).integers(0, 2**32, x.shape, np.uint32)
+
+    @jax.jit
+    def both(x, words):
+        found = []
+        for m in range(1, 8):
+            for overflow in ("saturate", "infinity"):
+                for random in (None, words):
+                    fmt = FloatFormat(8, m, overflow=overflow)
+                    own = round_significand(x, m, random, overflow == "saturate")
+                    found.append((fmt.round(x, random), own.astype(jnp.float32)))
+        return found
+
+    for want, got in both(x, words):
+        np.testing.assert_array_equal(want, got)
+        number = ~np.isnan(want)
+        np.testing.assert_array_equal(np.signbit(want[number]), np.signbit(got[number]))
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_weights_and_compensations_are_of_the_format_from_the_start(bits):
+    fmt = BITS[bits]
+    txs = {
+        name: lowbit(optax.sgd(2.0**-6), weights=weights)
+        for name, weights in formats(bits).items()
+    }
+
+    @jax.jit
+    def run(master, grads):
+        found = {}
+        for name, tx in txs.items():
+            start = lowbit_optax.from_master(tx, {"w": master}, BF16)
+            stepped = lowbit_optax.step(tx, *start, {"w": grads})
+            masters = lowbit_optax.master_weights(*stepped)["w"]
+            found[name] = start, stepped, masters
+        return found
+
+    for name, (start, stepped, master) in run(normal(0), normal(1)).items():
+        for params, state in (start, stepped):
+            residual = jax.tree.leaves(state.residual)
+            assert len(residual) == name.startswith("kahan")
+            for x in (params["w"], *residual):
+                assert x.dtype == BF16
+                np.testing.assert_array_equal(x, fmt.round(x))
+        params, state = stepped
+        assert np.any(np.asarray(params["w"] != start[0]["w"]))
+        w = params["w"].astype(jnp.float32)
+        for c in jax.tree.leaves(state.residual):
+            # Compensations of fewer bits are larger, and none may be dropped.
+            np.testing.assert_array_equal(master, w - c.astype(jnp.float32))
+
+
+def test_a_weight_that_saturates_stays_finite():
+    tx = lowbit(optax.sgd(1.0), weights=formats(12)["kahan"])
+    params = jnp.full((64, 64), 3e38, BF16)
+
+    @jax.jit
+    def run(params, grads):
+        params, state = lowbit_optax.step(tx, params, tx.init(params), grads)
+        return params, lowbit_optax.master_weights(params, state)
+
+    to_largest = params.astype(jnp.float32) - jnp.float32(3.4025e38)
+    for x in run(params, to_largest):
+        assert np.all(np.isfinite(x))
+
+
+@pytest.mark.parametrize("bits", [12, 14])
+def test_kahan_and_stochastic_weights_move_where_nearest_ones_stay(bits):
+    steps, rate = 400, 2.0**-12
+    txs = {
+        name: lowbit(optax.sgd(rate), weights=weights)
+        for name, weights in formats(bits).items()
+        if name in ("nearest", "stochastic_rounding", "kahan")
+    }
+
+    @jax.jit
+    def run(params, grads):
+        def body(carry, _):
+            return {
+                name: lowbit_optax.step(tx, *carry[name], grads)
+                for name, tx in txs.items()
+            }, None
+
+        start = {name: (params, tx.init(params)) for name, tx in txs.items()}
+        end, _ = jax.lax.scan(body, start, None, steps)
+        return {name: lowbit_optax.master_weights(*x) for name, x in end.items()}
+
+    moved = run(jnp.ones((64, 64), BF16), -jnp.ones((64, 64)))
+    moved = {name: np.mean(np.asarray(x, np.float64)) - 1 for name, x in moved.items()}
+    assert moved["nearest"] == 0
+    assert moved["stochastic_rounding"] == pytest.approx(steps * rate, rel=0.05)
+    assert moved["kahan"] == pytest.approx(steps * rate, rel=0.05)
+
+
+@pytest.mark.parametrize("name", list(formats(12)))
+def test_kernels_give_the_same_bits(name):
+    grads = normal(1)
+
+    def run(implementation):
+        tx = lowbit(
+            optax.sgd(2.0**-6),
+            weights=formats(12)[name],
+            implementation=implementation,
+        )
+        step = jax.jit(functools.partial(lowbit_optax.step, tx))
+        params = normal(0, dtype=BF16)
+        return step(params, tx.init(params), grads)
+
+    for want, got in zip(
+        jax.tree.leaves(run("xla")), jax.tree.leaves(run("pallas")), strict=True
+    ):
+        np.testing.assert_array_equal(want, got)
+
+
+def test_a_state_tells_of_how_many_bits_its_compensations_are():
+    params = {"w": jnp.ones((8, 8), BF16)}
+    states = {
+        name: lowbit(optax.sgd(0.1), weights=weights).init(params)
+        for name, weights in {
+            "12": kahan(float_format=BITS[12]),
+            "12, other overflow": kahan(
+                float_format=FloatFormat(8, 3, overflow="infinity")
+            ),
+            "14": kahan(float_format=BITS[14]),
+            "16": kahan(),
+        }.items()
+    }
+    kinds = {name: type(state.residual) for name, state in states.items()}
+    assert kinds["12"] is kinds["12, other overflow"]
+    assert len(set(kinds.values())) == 3
+    copied = pickle.loads(pickle.dumps(states["12"]))
+    assert type(copied.residual) is kinds["12"]
+    other = lowbit(optax.sgd(0.1), weights=kahan(float_format=BITS[14]))
+    with pytest.raises(ValueError, match="other weights"):
+        other.update(params, states["12"], params)
+
+
+@pytest.mark.parametrize("make", [nearest, stochastic_rounding, kahan])
+@pytest.mark.parametrize(
+    "fmt",
+    [
+        FloatFormat(5, 10),
+        FloatFormat(8, 8),
+        FloatFormat(8, 0),
+        FloatFormat(8, 3, subnormals=False),
+        "bfloat16",
+    ],
+    ids=str,
+)
+def test_a_format_that_does_not_fit_is_refused(make, fmt):
+    with pytest.raises(
+        (TypeError, ValueError), match=r"accepted is FloatFormat\(8, m\)"
+    ):
+        make(float_format=fmt)
+
+
+@pytest.mark.parametrize("make", [nearest, stochastic_rounding, kahan])
+def test_leaves_of_other_dtypes_are_refused_by_name(make):
+    tx = lowbit(optax.sgd(0.1), weights=make(float_format=BITS[12]))
+    with pytest.raises(ValueError, match=r"\['w'\].*not float16"):
+        tx.init({"w": jnp.ones(4, jnp.float16)})
