@@ -5,6 +5,8 @@ import json
 import pathlib
 import re
 
+from benchmarks.registry import BENCHMARKS
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 API = "\n".join(path.read_text() for path in (DOCS / "api").glob("*.md"))
@@ -38,7 +40,8 @@ def test_the_reference_has_no_other_names():
 
 
 def _pages():
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")]
+    top = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]
+    return [*top, ROOT / "benchmarks" / "README.md", *DOCS.rglob("*.md")]
 
 
 def test_links_lead_to_files_that_are_there():
@@ -61,12 +64,16 @@ def test_every_page_is_in_the_navigation():
 def test_every_command_names_a_file_that_is_there():
     for page in _pages():
         text = page.read_text()
-        for name in re.findall(r"\b((?:benchmarks|examples|tests)/\w+\.py)\b", text):
+        for name in re.findall(r"\b((?:benchmarks|examples|tests)/[\w/]+\.py)\b", text):
             assert (ROOT / name).exists(), f"{page}: {name}"
+        for name in re.findall(r"-m benchmarks (\w+)", text):
+            assert name in {*BENCHMARKS, "all"}, f"{page}: {name}"
 
 
 def test_the_figures_of_the_picture_are_those_of_its_record():
-    record = json.loads((ROOT / "benchmarks" / "memory_and_loss.json").read_text())
+    record = json.loads(
+        (ROOT / "benchmarks" / "training" / "memory_and_loss.json").read_text()
+    )
     table = (DOCS / "accuracy.md").read_text()
     for name, run in record["runs"].items():
         size = sum(record["memory"][name].values())

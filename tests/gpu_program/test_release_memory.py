@@ -1,6 +1,6 @@
 """Training steps with gradient release, compiled for H200s: memory, collectives.
 
-Numbers are MiB per device. ``benchmarks/release_memory.py`` prints the table.
+Numbers are MiB per device. ``python -m benchmarks release_memory`` prints the table.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """Memory of whole training steps compiled for H200s, as tables; no GPU is needed.
 
-    .venv/bin/python benchmarks/release_memory.py
+    .venv/bin/python -m benchmarks release_memory
 
 Model A is 12 layers tanh(h @ w) of 4096 x 4096 with a batch of 512; model B a GPT of 12
 layers of width 2048, 16 heads, context 1024 and a batch of 4 (the example's), of which
@@ -11,10 +11,6 @@ bfloat16 gradients at a copy that each step makes. Nothing is run. Needs the
 """
 
 import argparse
-import pathlib
-import sys
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
 import jax
 import optax
@@ -111,11 +107,11 @@ def eight_devices(model: Model) -> None:
             print_row(name, mode, mib(step.temporary), mib(step.peak), kinds)
 
 
-def main():
+def main(argv: list[str] | None = None) -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description="Memory of training steps on H200s.")
     parser.add_argument("--no-transformer", action="store_true", help="only model A")
-    flags = parser.parse_args()
+    flags = parser.parse_args(argv)
     print("Model A, layers computed again, one H200, MiB\n")
     one_device(matrices())
     print("\nModel A, all activations kept, one H200, MiB\n")
@@ -130,7 +126,3 @@ def main():
     parts(transformer(), transformer(layers=1), programs)
     print("\nModel B, all activations kept, one H200, MiB\n")
     one_device(transformer(remat=False))
-
-
-if __name__ == "__main__":
-    main()

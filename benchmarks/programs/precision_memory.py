@@ -1,6 +1,6 @@
 """Memory of a gradient under precision assignments, compiled for an H200.
 
-    .venv/bin/python benchmarks/precision_memory.py
+    .venv/bin/python -m benchmarks precision_memory
 
 ResNet-18 for CIFAR-10, float32 parameters, HFP8 formats. "Emulated" keeps float32
 arrays with rounded values; "stored" keeps patterns of 8 and 16 bits for the backward
@@ -9,11 +9,6 @@ the ``gpu-program`` and ``flax`` extras are.
 """
 
 import argparse
-import pathlib
-import sys
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
 
 import jax
 import jax.numpy as jnp
@@ -26,13 +21,13 @@ from tools.gpu_program.targets import compile_for, gpu_mesh
 MIB = 2**20
 
 
-def main():
+def main(argv: list[str] | None = None) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.0, 0.5, 1.0])
-    flags = parser.parse_args()
+    flags = parser.parse_args(argv)
 
     model = ResNet(flags.width)
     images = jax.ShapeDtypeStruct((flags.batch_size, 32, 32, 3), jnp.float32)
@@ -68,7 +63,3 @@ def main():
         ]
         low_ratio = float(assignment.low_ratio)
         print(f"| r = {ratio:g} | {low_ratio:.2f} | {' | '.join(cells)} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()

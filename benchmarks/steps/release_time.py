@@ -1,6 +1,6 @@
 """Time of a training step with gradient release against one without, on this machine.
 
-    .venv/bin/python benchmarks/release_time.py --rounds 11
+    .venv/bin/python -m benchmarks release_time --rounds 11
 
 The model is a scan over layers ``tanh(h @ w)``. Both steps are jitted with donated
 parameters and state, and take turns; what is printed are medians of process time (all
@@ -67,7 +67,7 @@ def medians(tx, dtype, args: argparse.Namespace) -> list[float]:
     return [statistics.median(each[2:]) for each in times]
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Steps with and without release.")
     for name, default in {
         "rounds": 11,
@@ -76,7 +76,7 @@ def main() -> None:
         "batch-size": 2048,
     }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     print(
         f"{args.layers} layers of {args.width} x {args.width}, batch "
         f"{args.batch_size}, {jax.devices()[0].device_kind}, jax {jax.__version__}"
@@ -90,7 +90,3 @@ def main() -> None:
             f"| {with_release / without:.2f} |",
             flush=True,
         )
-
-
-if __name__ == "__main__":
-    main()

@@ -4,11 +4,10 @@ import dataclasses
 import functools
 import statistics
 
-import gpu_cases
-import gpu_timing
-from gpu_cases import BASELINE, Entry, Live
-from gpu_timing import Budget, Compiled
-from leaf_sets import LeafSet
+from benchmarks.leaf_sets import LeafSet
+from benchmarks.steps import gpu_cases, gpu_timing
+from benchmarks.steps.gpu_cases import BASELINE, Entry, Live
+from benchmarks.steps.gpu_timing import Budget, Compiled
 
 MANY_LEAVES = 16
 """Sets of more leaves have loops of ``step`` only: compiling takes the time."""

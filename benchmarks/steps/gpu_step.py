@@ -1,6 +1,6 @@
 """Checks and times the AdamW steps on this machine's accelerator, in one command.
 
-    PYTHONPATH=. python benchmarks/gpu_step.py --output gpu_step.json
+    python -m benchmarks gpu_step --output gpu_step.json
 
 It needs jax, optax and numpy. First it checks that kernels and XLA path agree, then it
 measures what a copy reaches, then it times every step on several sets of leaves; what
@@ -10,19 +10,15 @@ no time is left for is named as skipped. README.md beside this file says how to 
 import argparse
 import importlib.util
 import json
-import pathlib
 import subprocess
 import sys
 
-import gpu_cases
-import gpu_contract
-import gpu_report
-import gpu_runs
-import gpu_timing
 import jax
-from gpu_cases import BASELINE
-from gpu_timing import Budget
-from leaf_sets import SETS, LeafSet
+
+from benchmarks.leaf_sets import SETS, LeafSet
+from benchmarks.steps import gpu_cases, gpu_contract, gpu_report, gpu_runs, gpu_timing
+from benchmarks.steps.gpu_cases import BASELINE
+from benchmarks.steps.gpu_timing import Budget
 
 
 def torch_rows(sets: list[LeafSet], args, copy: float, budget: Budget, rows: list):
@@ -40,7 +36,7 @@ def torch_rows(sets: list[LeafSet], args, copy: float, budget: Budget, rows: lis
     }
     try:
         done = subprocess.run(
-            [sys.executable, str(pathlib.Path(__file__).with_name("torch_peer.py"))],
+            [sys.executable, "-m", "benchmarks.peers.torch_peer"],
             input=json.dumps(task),
             env=gpu_contract.child_environment(),
             capture_output=True,
@@ -96,7 +92,7 @@ def comma_separated(known):
     return parse
 
 
-def parse_arguments():
+def parse_arguments(argv):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names, formats = list(gpu_cases.optimizers()), list(gpu_contract.FORMATS)
     add = parser.add_argument
@@ -110,7 +106,7 @@ def parse_arguments():
     add("--seconds", type=float, default=420.0, help="what then remains is skipped")
     add("--output", default="runs/gpu_step.json")
     add("--no-tests", action="store_true", help="leave out pytest in a subprocess")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     args.optimizers = args.optimizers or [*names, "torch"]
     return args
 
@@ -159,8 +155,8 @@ def measure(record: dict, args, budget: Budget) -> None:
         record["skipped"] += skipped
 
 
-def main() -> int:
-    args = parse_arguments()
+def main(argv: list[str] | None = None) -> int:
+    args = parse_arguments(argv)
     budget = Budget(args.seconds)
     record = {**gpu_report.describe(args), "rows": [], "skipped": []}
     print(f"jax {record['jax']} on {record['device']}, driver {record['driver']}")
@@ -174,7 +170,3 @@ def main() -> int:
     print(f"{budget.spent:.0f} s; wrote {args.output}")
     failed = record["tests"]["status"] == "failed" or not record["contract"]["ok"]
     return int(failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

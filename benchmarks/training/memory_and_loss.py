@@ -1,7 +1,7 @@
 """The picture of README: memory of GPT-2 by optimizer, beside losses of a small GPT.
 
-    .venv/bin/python benchmarks/memory_and_loss.py            # draws the JSON beside it
-    .venv/bin/python benchmarks/memory_and_loss.py --train    # trains, and writes it
+    .venv/bin/python -m benchmarks memory_and_loss            # draws the JSON beside it
+    .venv/bin/python -m benchmarks memory_and_loss --train    # trains, and writes it
 
 Memory is that of ``memory_report`` for the shapes of GPT-2 124M; nothing is allocated.
 The losses are those of the example's GPT on the sources of Python's standard library,
@@ -12,26 +12,23 @@ import argparse
 import functools
 import json
 import pathlib
-import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import leaf_sets
 import numpy as np
 import optax
+import stdlib_text
+from gpt import GPT
 
 import lowbit_optax
+from benchmarks import leaf_sets
 from lowbit_optax import lpmm
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "examples"))
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
-import stdlib_text  # noqa: E402
-from gpt import GPT  # noqa: E402
-
-RECORD = ROOT / "benchmarks" / "memory_and_loss.json"
+RECORD = ROOT / "benchmarks" / "training" / "memory_and_loss.json"
 PICTURE = ROOT / "docs" / "memory_and_loss.png"
 PARTS = {
     "params": "parameters",
@@ -180,7 +177,3 @@ def main(argv: list[str] | None = None) -> None:
         held_out = record["runs"][name]["held_out"]
         print(f"{name:24} {sum(parts.values()):6.3f} bytes, held-out loss {held_out}")
     draw(record)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """What steps of many leaves and shards compile to for H200s; no GPU is needed.
 
-    .venv/bin/python benchmarks/gpu_layouts.py
+    .venv/bin/python -m benchmarks gpu_layouts
 
 One donated step of ``lowbit_adamw`` and of ``extra_bits_adamw(bits=8)`` with bfloat16
 parameters and gradients. First single leaves on 1, 8 and 256 devices: collectives,
@@ -16,11 +16,7 @@ import argparse
 import dataclasses
 import functools
 import math
-import pathlib
-import sys
 from collections.abc import Sequence
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
 from jax.sharding import PartitionSpec as P
 
@@ -152,11 +148,11 @@ def wide_share(name: str, shapes: Sequence[tuple[int, ...]], place) -> float:
     return sum(map(math.prod, wide)) / sum(map(math.prod, large))
 
 
-def main():
+def main(argv: list[str] | None = None) -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--no-models", action="store_true", help="only single leaves")
-    flags = parser.parse_args()
+    flags = parser.parse_args(argv)
     for name in OPTIMIZERS:
         heads = [name, "devices", *measured(name, LEAVES[0])]
         print("| " + " | ".join(heads) + " |\n|" + "---|" * len(heads))
@@ -176,7 +172,3 @@ def main():
         print(
             f"| {model} | " + " | ".join(f"{x:.1%}" for x in shares) + " |", flush=True
         )
-
-
-if __name__ == "__main__":
-    main()

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from gpu_timing import Budget, run_all
 
 import lowbit_optax
+from benchmarks.steps.gpu_timing import Budget, run_all
 
-REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 TESTS = ("tests/test_fused_update.py", "tests/test_implementations.py")
 STEPS = 3
 

@@ -1,6 +1,6 @@
 """What an optimizer step compiles to for TPUs, as a table, without a TPU.
 
-    .venv/bin/python benchmarks/tpu_program.py --json tpu_program.json
+    .venv/bin/python -m benchmarks tpu_program --json tpu_program.json
 
 One donated step with bfloat16 gradients: bytes that the operands and results of its
 kernels have, bytes of every instruction of the entry computation, temporary and peak
@@ -13,10 +13,8 @@ import argparse
 import json
 import os
 import pathlib
-import sys
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +65,7 @@ def row(name: str, target: str, model: str, implementation: str | None) -> dict:
     }
 
 
-def main():
+def main(argv: list[str] | None = None) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS))
@@ -75,7 +73,7 @@ def main():
     parser.add_argument("--model", choices=MODELS, default="4x4096")
     parser.add_argument("--implementation", help="of the steps; by default theirs")
     parser.add_argument("--json", help="also write the table to this file")
-    flags = parser.parse_args()
+    flags = parser.parse_args(argv)
     rows = []
     for target in flags.targets:
         for name in flags.steps:
@@ -87,7 +85,3 @@ def main():
     if flags.json:
         record = {"jax": jax.__version__, "rows": rows}
         pathlib.Path(flags.json).write_text(json.dumps(record, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()

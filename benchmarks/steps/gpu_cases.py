@@ -11,9 +11,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import optax
-from leaf_sets import LeafSet
 
 import lowbit_optax
+from benchmarks.leaf_sets import LeafSet
 
 RATE, DECAY = 1e-3, 1e-4
 BASELINE = "optax_adamw_float32"

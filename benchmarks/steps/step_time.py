@@ -1,6 +1,6 @@
 """Times a jitted, donated optimizer step of every alias against optax, on this host.
 
-    python benchmarks/step_time.py --parameters 16777216 --json step_time.json
+    .venv/bin/python -m benchmarks step_time --parameters 16777216 --json step_time.json
 
 All variants run in turn, round after round, so that a noisy machine disturbs them
 alike; the table gives the median time and the median over the rounds of the ratio to
@@ -139,18 +139,18 @@ class Running:
         self.seconds.append(time.perf_counter() - start)
 
 
-def parse_arguments():
+def parse_arguments(argv):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parameters", type=int, default=1 << 24)
     parser.add_argument("--leaves", type=int, default=1, help="equal square leaves")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--family", choices=("adamw", "sgd", "both"), default="both")
     parser.add_argument("--json", help="also write the table to this file")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
-def main():
-    args = parse_arguments()
+def main(argv: list[str] | None = None) -> None:
+    args = parse_arguments(argv)
     side = round(math.sqrt(args.parameters / args.leaves))
     chosen = [v for v in variants() if args.family in (v.family, "both")]
     running = [(v, Running(v, args.leaves, (side, side))) for v in chosen]
@@ -191,7 +191,3 @@ def main():
         with open(args.json, "w") as file:
             json.dump(record, file, indent=1)
             file.write("\n")
-
-
-if __name__ == "__main__":
-    main()

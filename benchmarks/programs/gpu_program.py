@@ -1,6 +1,6 @@
 """What an optimizer step compiles to for an H200 or B200, as a table, without a GPU.
 
-    .venv/bin/python benchmarks/gpu_program.py --gpu H200
+    .venv/bin/python -m benchmarks gpu_program --gpu H200
 
 One donated step with bfloat16 gradients: bytes that its kernels read and write, its
 temporary memory, machine instructions and registers of the fused kernel (from XLA's PTX
@@ -11,11 +11,7 @@ extra.
 
 import argparse
 import functools
-import pathlib
-import sys
 import time
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
 import jax
 import jax.numpy as jnp
@@ -136,13 +132,13 @@ HEADS = [
 ]
 
 
-def main():
+def main(argv: list[str] | None = None) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--no-model", action="store_true", help="leave GPT-2 out")
     parser.add_argument("--gpu", choices=TARGETS, default="H200")
     parser.add_argument("--launcher", choices=["triton", "mosaic"])
-    flags = parser.parse_args()
+    flags = parser.parse_args(argv)
     launchers.DEFAULT = flags.launcher or launchers.DEFAULT
     mesh = gpu_mesh(target=TARGETS[flags.gpu])
     model = None if flags.no_model else gpt2()
@@ -154,7 +150,3 @@ def main():
     for name, (tx, step, update) in CASES.items():
         cells = row(name, tx, step, update, model, mesh)
         print("| " + " | ".join(cells) + " |", flush=True)
-
-
-if __name__ == "__main__":
-    main()

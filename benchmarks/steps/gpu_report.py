@@ -6,11 +6,11 @@ import importlib.metadata
 import json
 import pathlib
 import platform
-import shlex
 import subprocess
-import sys
 
 import jax
+
+from benchmarks import records
 
 
 def driver() -> str | None:
@@ -36,7 +36,7 @@ def describe(args: argparse.Namespace) -> dict:
         "jax": jax.__version__,
         "versions": {n: version(n) for n in ("jaxlib", "optax", "numpy", "torch")},
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": records.command(),
         "options": vars(args),
     }
 

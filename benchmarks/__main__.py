@@ -1,0 +1,80 @@
+"""Lists the benchmarks, or runs them.
+
+    .venv/bin/python -m benchmarks                   # what there is
+    .venv/bin/python -m benchmarks NAME --help       # one, with its options
+    .venv/bin/python -m benchmarks NAME [--full] ...
+    .venv/bin/python -m benchmarks all [--full]      # each in a process of its own
+
+Minutes are of two CPU cores, without options.
+"""
+
+import importlib
+import importlib.util
+import subprocess
+import sys
+import time
+
+from benchmarks import ROOT
+from benchmarks.registry import BENCHMARKS, Benchmark
+
+
+def table() -> str:
+    """The list of benchmarks, group by group."""
+    lines = []
+    for group in dict.fromkeys(each.group for each in BENCHMARKS.values()):
+        lines.append(f"\n{group}")
+        for name, each in BENCHMARKS.items():
+            if each.group == group:
+                lines.append(f"  {name:24} {each.minutes:5g} min  {each.summary}")
+                lines.append(f"  {'':24} {'':9}  -> {', '.join(each.feeds)}")
+    return "\n".join(lines)
+
+
+def run(name: str, arguments: list[str]) -> int:
+    """Runs one benchmark in this process; its exit status."""
+    # Read by argparse for the usage, and by `records` for the command.
+    sys.argv = [f"python -m benchmarks {name}", *arguments]
+    module = importlib.import_module(BENCHMARKS[name].module(name))
+    return module.main(arguments) or 0
+
+
+def missing(benchmark: Benchmark) -> list[str]:
+    """The modules that a benchmark needs and that cannot be found."""
+    return [x for x in benchmark.needs if importlib.util.find_spec(x) is None]
+
+
+def run_all(full: bool) -> int:
+    """Runs each benchmark in a process of its own; the number of those that failed."""
+    failed = []
+    for name, each in BENCHMARKS.items():
+        if absent := missing(each):
+            print(f"+ {name}: skipped, no {', '.join(absent)}", flush=True)
+            continue
+        options = ["--full"] if full and each.has_full else []
+        command = [sys.executable, "-m", "benchmarks", name, *options]
+        print(f"+ {name}: about {each.minutes:g} minutes", flush=True)
+        start = time.perf_counter()
+        if subprocess.run(command, cwd=ROOT).returncode:
+            failed.append(name)
+        print(f"+ {name}: {time.perf_counter() - start:.0f} s", flush=True)
+    if failed:
+        print(f"failed: {', '.join(failed)}")
+    return len(failed)
+
+
+def main(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "list"):
+        print((__doc__ or "").rstrip())
+        print(table())
+        return 0
+    name, *arguments = argv
+    if name == "all":
+        return run_all("--full" in arguments)
+    if name not in BENCHMARKS:
+        print(f"{name}: no such benchmark; there are {', '.join(BENCHMARKS)}, and all")
+        return 2
+    return run(name, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

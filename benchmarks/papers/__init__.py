@@ -1,0 +1,1 @@
+"""Headlines of the papers behind this package, in small."""

@@ -1,0 +1,1 @@
+"""Facts of programs compiled for GPUs and TPUs; nothing is run."""

@@ -1,0 +1,93 @@
+"""What there is to run: a line for each benchmark."""
+
+from typing import NamedTuple
+
+
+class Benchmark(NamedTuple):
+    """A module ``benchmarks.GROUP.NAME`` with a function ``main(argv)``.
+
+    Attributes:
+      group: the folder.
+      summary: what it measures, in one line.
+      minutes: of two CPU cores, without options.
+      feeds: the pages, pictures and records that show its figures.
+      needs: modules, beside the package's own requirements, that it cannot do without.
+      has_full: whether ``--full`` asks for the paper's size, for a GPU.
+    """
+
+    group: str
+    summary: str
+    minutes: float
+    feeds: tuple[str, ...]
+    needs: tuple[str, ...] = ()
+    has_full: bool = False
+
+    def module(self, name: str) -> str:
+        """The module's full name."""
+        return f"benchmarks.{self.group}.{name}"
+
+
+GPU_COMPILER = ("jax_plugins.xla_cuda12",)
+
+BENCHMARKS = {
+    "gpu_program": Benchmark(
+        "programs",
+        "AdamW steps compiled for GPUs: bytes, kernels, instructions, registers",
+        6,
+        ("docs/compiled_programs.md",),
+        GPU_COMPILER,
+    ),
+    "gpu_layouts": Benchmark(
+        "programs",
+        "the same of many leaves and shards, on 1, 8 and 256 devices",
+        8,
+        ("docs/compiled_programs.md",),
+        GPU_COMPILER,
+    ),
+    "tpu_program": Benchmark(
+        "programs",
+        "AdamW steps compiled for TPUs: bytes, memory, copies, kernels",
+        5,
+        ("docs/compiled_programs.md",),
+        ("libtpu",),
+    ),
+    "release_memory": Benchmark(
+        "programs",
+        "memory of steps with and without gradient release, compiled for H200s",
+        5,
+        ("docs/ideas/release.md",),
+        GPU_COMPILER,
+    ),
+    "precision_memory": Benchmark(
+        "programs",
+        "memory of gradients by precision, compiled for an H200",
+        2,
+        ("docs/ideas/precision.md",),
+        (*GPU_COMPILER, "flax"),
+    ),
+    "step_time": Benchmark(
+        "steps",
+        "donated steps of every alias against optax; temporary memory",
+        2,
+        ("docs/benchmarks.md",),
+    ),
+    "release_time": Benchmark(
+        "steps",
+        "steps with and without gradient release",
+        1,
+        ("docs/ideas/release.md",),
+    ),
+    "gpu_step": Benchmark(
+        "steps",
+        "whether kernels and XLA agree; AdamW steps against a copy; for a GPU",
+        7,
+        ("docs/benchmarks.md",),
+    ),
+    "memory_and_loss": Benchmark(
+        "training",
+        "README's picture: memory by optimizer, losses of a small GPT (--train)",
+        0.2,
+        ("docs/memory_and_loss.png", "docs/accuracy.md"),
+        ("matplotlib",),
+    ),
+}

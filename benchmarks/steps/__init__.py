@@ -1,0 +1,1 @@
+"""Time of optimizer and training steps on this machine."""

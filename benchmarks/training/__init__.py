@@ -1,0 +1,1 @@
+"""Training runs of this package's own."""

@@ -1,0 +1,52 @@
+"""``python -m benchmarks`` names what is there, and nothing else."""
+
+import importlib
+import pathlib
+import sys
+
+import pytest
+
+from benchmarks.__main__ import main, missing
+from benchmarks.registry import BENCHMARKS
+
+FOLDER = pathlib.Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+def test_every_benchmark_says_what_it_does(capsys, monkeypatch):
+    """Under ``--help``, without a run."""
+    monkeypatch.setattr(sys, "argv", [])
+    tried = [name for name, each in BENCHMARKS.items() if not missing(each)]
+    assert {"step_time", "release_time"} < set(tried)
+    for name in tried:
+        with pytest.raises(SystemExit) as status:
+            main([name, "--help"])
+        assert status.value.code == 0
+        shown = capsys.readouterr().out
+        assert f"python -m benchmarks {name}" in shown
+        assert ("--full" in shown) == BENCHMARKS[name].has_full
+
+
+def test_every_script_is_named():
+    """A module of a group that has a ``main`` is a benchmark."""
+    for group in {each.group for each in BENCHMARKS.values()}:
+        for path in (FOLDER / group).glob("*.py"):
+            has_main = "\ndef main(argv" in path.read_text()
+            assert has_main == (path.stem in BENCHMARKS), path
+
+
+def test_what_shows_the_figures_is_there():
+    for name, each in BENCHMARKS.items():
+        assert importlib.util.find_spec(each.module(name)), name
+        for page in each.feeds:
+            assert (FOLDER.parent / page).exists(), f"{name}: {page}"
+
+
+def test_the_list_names_all(capsys):
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {name} " in shown for name in BENCHMARKS)
+
+
+def test_an_unknown_name_is_refused(capsys):
+    assert main(["nothing"]) == 2
+    assert "there are gpu_program" in capsys.readouterr().out
