@@ -1,9 +1,129 @@
-"""Records: JSON files of figures with where they come from."""
+"""Records: JSON files of figures with where they come from, and their options."""
 
+import argparse
+import datetime
+import importlib.metadata
+import json
+import pathlib
+import platform
+import re
 import shlex
 import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks import ROOT
+
+START = time.perf_counter()
 
 
 def command() -> str:
     """The command that runs now, as a user types it."""
     return " ".join(filter(None, [sys.argv[0], shlex.join(sys.argv[1:])]))
+
+
+def parser(doc: str | None, seeds: int | None = None) -> argparse.ArgumentParser:
+    """Options that benchmarks with a record share.
+
+    Args:
+      doc: a module's docstring; its first line is the description.
+      seeds: how many by default, for those that have them.
+    """
+    made = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
+    add = made.add_argument
+    add("--draw", action="store_true", help="only draw the record that is there")
+    add("--full", action="store_true", help="a larger size, for a GPU; into runs/")
+    if seeds:
+        add("--seeds", type=int, default=seeds, help=f"how many, {seeds} by default")
+    return made
+
+
+def path_of(module: str, full: bool = False) -> pathlib.Path:
+    """Where a record is kept, by the benchmark's module; of ``--full``, apart."""
+    _, group, name = module.split(".")
+    folder = ROOT / "runs" if full else ROOT / "benchmarks" / group
+    return folder / f"{name}.json"
+
+
+def ran_here() -> str:
+    """Where the figures of this process come from."""
+    device = jax.devices()[0]
+    where = "CPU" if device.platform == "cpu" else device.device_kind
+    return f"{where} ({platform.machine()})"
+
+
+def save(
+    path: pathlib.Path, args: argparse.Namespace, ran: str, **figures: Any
+) -> dict:
+    """Writes a record and returns it.
+
+    Args:
+      path: from :func:`path_of`.
+      args: the options.
+      ran: where; :func:`ran_here`, or "compiled for an H200; not run".
+      **figures: what was found.
+    """
+    versions = {}
+    for name in ("jax", "jaxlib", "optax", "numpy"):
+        versions[name] = importlib.metadata.version(name)
+    record = {
+        "command": command(),
+        "ran": ran,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "python": platform.python_version(),
+        "versions": versions,
+        "seconds": round(time.perf_counter() - START),
+        "options": {k: v for k, v in vars(args).items() if k not in ("draw", "full")},
+        **figures,
+    }
+    path.parent.mkdir(exist_ok=True)
+    text = json.dumps(_short(record), indent=1)
+    # Lists of numbers in one line.
+    lists = lambda found: " ".join(found.group().split())
+    path.write_text(re.sub(r"\[[^\[\]{}\"]*\]", lists, text) + "\n")
+    return load(path)
+
+
+def load(path: pathlib.Path) -> dict:
+    return json.loads(path.read_text())
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """Mean, standard deviation (of a sample) and the values, one for each seed."""
+    array = np.asarray(values, np.float64)
+    deviation = array.std(ddof=1) if len(array) > 1 else 0.0
+    return {"mean": array.mean(), "std": deviation, "values": array}
+
+
+def gaps(found: dict[str, Sequence[float]], base: str) -> dict[str, dict]:
+    """How far each run is from that of the same seed named ``base``, as a spread."""
+    values = {name: np.asarray(each) for name, each in found.items()}
+    return {n: spread(v - values[base]) for n, v in values.items() if n != base}
+
+
+def shown(found: dict[str, Any], digits: int = 3) -> str:
+    """``mean ± std`` of what :func:`spread` returned."""
+    return f"{found['mean']:.{digits}f} ± {found['std']:.{digits}f}"
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A table in Markdown."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def _short(x):
+    """Lists and floats of five digits in place of arrays."""
+    if isinstance(x, dict):
+        return {key: _short(value) for key, value in x.items()}
+    if isinstance(x, np.ndarray | jax.Array):
+        x = np.asarray(x).tolist()
+    if isinstance(x, list | tuple):
+        return [_short(each) for each in x]
+    if isinstance(x, float | np.floating):
+        return float(f"{x:.5g}")
+    return x.item() if isinstance(x, np.generic) else x

@@ -1,6 +1,7 @@
 """``python -m benchmarks`` names what is there, and nothing else."""
 
 import importlib
+import json
 import pathlib
 import sys
 
@@ -39,6 +40,29 @@ def test_what_shows_the_figures_is_there():
         assert importlib.util.find_spec(each.module(name)), name
         for page in each.feeds:
             assert (FOLDER.parent / page).exists(), f"{name}: {page}"
+
+
+def test_every_record_says_where_it_comes_from():
+    for path in FOLDER.glob("*/*.json"):
+        record = json.loads(path.read_text())
+        program, name = record["command"].split()[:3], record["command"].split()[3]
+        assert program == ["python", "-m", "benchmarks"], path
+        assert (
+            BENCHMARKS[name].module(name)
+            == f"benchmarks.{path.parent.name}.{path.stem}"
+        )
+        assert record["ran"].startswith(("CPU", "compiled for", "NVIDIA")), path
+        assert record["versions"]["jax"], path
+        assert path.stat().st_size < 200_000
+
+
+def test_every_paper_has_a_record_and_a_picture_in_the_evidence():
+    page = (FOLDER.parent / "docs" / "evidence.md").read_text()
+    for name, each in BENCHMARKS.items():
+        if each.group == "papers":
+            assert (FOLDER / "papers" / f"{name}.json").exists(), name
+            assert f"`python -m benchmarks {name}`" in page
+            assert f"](evidence/{name}.png)" in page
 
 
 def test_the_list_names_all(capsys):

@@ -10,8 +10,6 @@ with the same start and batches for all. It needs the ``examples`` extra.
 
 import argparse
 import functools
-import json
-import pathlib
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -23,12 +21,10 @@ import stdlib_text
 from gpt import GPT
 
 import lowbit_optax
-from benchmarks import leaf_sets
+from benchmarks import ROOT, leaf_sets, pictures, records
 from lowbit_optax import lpmm
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-
-RECORD = ROOT / "benchmarks" / "training" / "memory_and_loss.json"
+RECORD = records.path_of(__name__)
 PICTURE = ROOT / "docs" / "memory_and_loss.png"
 PARTS = {
     "params": "parameters",
@@ -52,14 +48,19 @@ def _in_format(weights, moments):
 
 
 ROWS = {
-    "float32 master": Row("black", _in_format(lowbit_optax.master_copy(), "float32")),
+    "float32 master": Row(
+        pictures.COLORS["float32"],
+        _in_format(lowbit_optax.master_copy(), "float32"),
+    ),
     "bfloat16, nearest": Row(
-        "tab:red",
+        pictures.COLORS["nearest"],
         _in_format(lowbit_optax.nearest(), lowbit_optax.cast(jnp.bfloat16)),
     ),
-    "lowbit_adamw": Row("tab:blue", lowbit_optax.lowbit_adamw),
+    "lowbit_adamw": Row(pictures.COLORS["lowbit"], lowbit_optax.lowbit_adamw),
     "lpmm_adam, 12 bits": Row(
-        "tab:green", functools.partial(lowbit_optax.lpmm_adam, weight_decay=1e-4), True
+        pictures.COLORS["LPMM"],
+        functools.partial(lowbit_optax.lpmm_adam, weight_decay=1e-4),
+        True,
     ),
 }
 
@@ -113,39 +114,38 @@ def train(row: Row, args: argparse.Namespace, text: stdlib_text.Text) -> dict:
 
 def draw(record: dict) -> None:
     """Bars of memory beside curves of the loss, into a PNG."""
-    import matplotlib
+    with pictures.drawn(PICTURE, 3.1, (5, 4)) as (bars, curves):
+        _draw_memory(bars, record["memory"])
+        _draw_losses(curves, record["runs"])
 
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
 
-    figure, (bars, curves) = plt.subplots(1, 2, figsize=(10, 3.2), width_ratios=(5, 4))
-    names = list(record["memory"])
+def _draw_memory(bars, memory: dict) -> None:
+    names = list(memory)
     left = np.zeros(len(names))
-    for part, color in zip(PARTS, ("#4c72b0", "#dd8452", "#aaaaaa"), strict=True):
-        sizes = np.array([record["memory"][name][part] for name in names])
-        bars.barh(names, sizes, left=left, color=color, label=PARTS[part])
+    for (part, label), color in zip(PARTS.items(), pictures.PARTS, strict=False):
+        sizes = np.array([memory[name][part] for name in names])
+        bars.barh(names, sizes, left=left, color=color, label=label)
         left += sizes
     for name, total in zip(names, left, strict=True):
         bars.text(total + 0.15, name, f"{total:.2f}", va="center")
     bars.invert_yaxis()
+    bars.grid(False)
     bars.set(xlim=(0, 16), xlabel="bytes per parameter, GPT-2 124M, AdamW")
-    bars.legend(frameon=False, loc="lower right")
-    for name, run in record["runs"].items():
+    bars.legend(loc="lower right")
+
+
+def _draw_losses(curves, runs: dict) -> None:
+    for name, run in runs.items():
         steps = 10 * np.arange(1, len(run["losses"]) + 1)
         recent = np.convolve(run["losses"], np.ones(5) / 5, "valid")
         label = f"{name}: {run['held_out']:.3f}"
         curves.plot(steps[4:], recent, color=ROWS[name].color, label=label, lw=1.2)
     # From a third of the training on, where the curves part.
-    runs = record["runs"].values()
-    length = max(len(run["losses"]) for run in runs)
-    highest = max(run["losses"][length // 3] for run in runs)
+    length = max(len(run["losses"]) for run in runs.values())
+    highest = max(run["losses"][length // 3] for run in runs.values())
     curves.set(xlim=(10 * (length // 3), None), ylim=(None, highest))
     curves.set(xlabel="step of a small GPT, on a CPU", ylabel="training loss")
-    curves.legend(frameon=False, title="loss on held-out text", fontsize=8)
-    for axes in (bars, curves):
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(PICTURE, dpi=110)
+    curves.legend(title="loss on held-out text", fontsize=8)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -164,15 +164,9 @@ def main(argv: list[str] | None = None) -> None:
     if args.train:
         text = stdlib_text.load()
         runs = {name: train(row, args, text) for name, row in ROWS.items()}
-        record = {
-            "device": jax.devices()[0].device_kind,
-            "jax": jax.__version__,
-            "options": {k: v for k, v in vars(args).items() if k != "train"},
-            "memory": {name: memory(row) for name, row in ROWS.items()},
-            "runs": runs,
-        }
-        RECORD.write_text(json.dumps(record, indent=1) + "\n")
-    record = json.loads(RECORD.read_text())
+        sizes = {name: memory(row) for name, row in ROWS.items()}
+        records.save(RECORD, args, records.ran_here(), memory=sizes, runs=runs)
+    record = records.load(RECORD)
     for name, parts in record["memory"].items():
         held_out = record["runs"][name]["held_out"]
         print(f"{name:24} {sum(parts.values()):6.3f} bytes, held-out loss {held_out}")

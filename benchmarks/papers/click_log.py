@@ -1,0 +1,142 @@
+"""A click log out of a random model, and a small DLRM that learns it.
+
+Each example has a few categorical features, whose values are distributed by Zipf's law,
+and a few dense ones; a click has the probability that a fixed random factorisation
+machine gives. The model is DLRM's in small: an embedding for each category, a network
+for the dense features, their inner products, and a network on top.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import lowbit_optax
+
+TABLES, ROWS, WIDTH, DENSE = 6, 500, 16, 8
+BATCH = 128
+
+
+class Log(NamedTuple):
+    """Categories int32 [n, TABLES], dense float32 [n, DENSE], clicks float32 [n]."""
+
+    categories: np.ndarray
+    dense: np.ndarray
+    clicks: np.ndarray
+
+
+def generate(seed: int, count: int) -> Log:
+    """A log of ``count`` examples; the teacher is the same for all seeds."""
+    teacher = np.random.default_rng(7)
+    factors = teacher.standard_normal((TABLES, ROWS, 4)) * 0.5
+    biases = teacher.standard_normal((TABLES, ROWS)) * 0.8
+    from_dense = teacher.standard_normal((DENSE, 4)) * 0.3
+    random = np.random.default_rng(seed)
+    chances = 1 / np.arange(3, ROWS + 3)
+    chances /= chances.sum()
+    categories = random.choice(ROWS, (count, TABLES), p=chances)
+    dense = random.standard_normal((count, DENSE))
+    tables = np.arange(TABLES)
+    vectors = np.concatenate(
+        [factors[tables, categories], (dense @ from_dense)[:, None]], 1
+    )
+    pairs = (vectors.sum(1) ** 2 - (vectors**2).sum(1)).sum(1) / 2
+    logits = 0.5 * pairs + biases[tables, categories].sum(1) - 1
+    clicks = random.random(count) < 1 / (1 + np.exp(-logits))
+    return Log(
+        categories.astype(np.int32), dense.astype(np.float32), clicks.astype(np.float32)
+    )
+
+
+def init(key) -> dict:
+    """float32 parameters: ``embeddings`` and ``linear`` layers."""
+    pairs = (TABLES + 1) * TABLES // 2 + WIDTH
+    sizes = {
+        "bottom": (DENSE, 64),
+        "out": (64, WIDTH),
+        "top": (pairs, 64),
+        "last": (64, 1),
+    }
+    keys = jax.random.split(key, len(sizes) + 1)
+    linear = {
+        name: {
+            "w": jax.random.normal(k, size) * size[0] ** -0.5,
+            "b": jnp.zeros(size[1]),
+        }
+        for k, (name, size) in zip(keys[1:], sizes.items(), strict=True)
+    }
+    tables = jax.random.uniform(keys[0], (TABLES, ROWS, WIDTH), minval=-1.0)
+    return {"embeddings": tables * WIDTH**-0.5, "linear": linear}
+
+
+def logits_of(params: dict, categories, dense):
+    """By the parameters' dtype, which all activations take."""
+    tables, layers = params["embeddings"], params["linear"]
+    layer = lambda name, h: h @ layers[name]["w"] + layers[name]["b"]
+    looked_up = tables[jnp.arange(TABLES), categories]
+    h = jax.nn.relu(layer("bottom", dense.astype(tables.dtype)))
+    h = layer("out", h)
+    vectors = jnp.concatenate([looked_up, h[:, None]], 1)
+    products = jnp.einsum("bij,bkj->bik", vectors, vectors)
+    upper = np.triu_indices(TABLES + 1, 1)
+    h = jnp.concatenate([products[:, upper[0], upper[1]], h], 1)
+    return layer("last", jax.nn.relu(layer("top", h)))[:, 0].astype(jnp.float32)
+
+
+def loss_fn(params: dict, categories, dense, clicks):
+    logits = logits_of(params, categories, dense)
+    return optax.sigmoid_binary_cross_entropy(logits, clicks).mean()
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 5))
+def train(tx, dtype, params, log: Log, order, count_every: int = 0):
+    """One run over batches of ``log``.
+
+    Args:
+      tx: an optimizer of parameters in ``dtype``.
+      dtype: of the parameters and activations.
+      params: float32, from :func:`init`.
+      log: the examples.
+      order: int32 [steps, BATCH] of examples.
+      count_every: steps from one count of cancelled updates to the next; 0 for none.
+
+    Returns:
+      Parameters and, at each count, the share of cancelled updates per leaf.
+    """
+    params = jax.tree.map(lambda x: x.astype(dtype), params)
+
+    def step(carry, index):
+        params, state = carry
+        grads = jax.grad(loss_fn)(params, *(part[index] for part in log))
+        if dtype == jnp.float32:
+            updates, state = tx.update(grads, state, params)
+            return (optax.apply_updates(params, updates), state), None
+        return lowbit_optax.step(tx, params, state, grads), None
+
+    def part(carry, indices):
+        grads = jax.grad(loss_fn)(carry[0], *(each[indices[0]] for each in log))
+        share = lowbit_optax.cancelled_updates(tx, grads, carry[1], carry[0])
+        return jax.lax.scan(step, carry, indices)[0], share
+
+    carry = params, tx.init(params)
+    if not count_every:
+        carry, _ = jax.lax.scan(step, carry, order)
+        return carry[0], None
+    order = order.reshape(-1, count_every, BATCH)
+    carry, shares = jax.lax.scan(part, carry, order)
+    return carry[0], shares
+
+
+def area_under_curve(params: dict, log: Log) -> float:
+    """Of the receiver operating characteristic, from ranks."""
+    scores = np.asarray(jax.jit(logits_of)(params, log.categories, log.dense))
+    # Equal scores share their ranks, of which 16-bit models have many.
+    _, inverse, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
+    positive = log.clicks > 0
+    n = positive.sum()
+    area = ranks[positive].sum() - n * (n + 1) / 2
+    return float(area / (n * (len(scores) - n)))

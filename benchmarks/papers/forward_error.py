@@ -1,0 +1,129 @@
+"""Forward error of arithmetic on split float16 numbers, by number of extra bits.
+
+    .venv/bin/python -m benchmarks forward_error
+
+Lewandowski and Kosson 2023, figure 6: after one addition 16-bit numbers whose extra
+bits are cut off are somewhat worse than plain float16; after many additions those with
+extra bits are far better. Here normal random numbers are added to normal random
+numbers, by ``SplitArray``, and compared with sums in float64.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import lowbit_optax
+from benchmarks import pictures, records
+
+STEPS = (1, 3, 10, 30, 100, 300, 1000)
+BITS = (2, 4, 6, 8, 10, 13)
+
+FORMATS = {
+    "float16": lowbit_optax.nearest(),
+    "float16, stochastic": lowbit_optax.stochastic_rounding(),
+    **{
+        f"+{bits}, toward zero": lowbit_optax.extra_bits(
+            bits, rounding="toward_zero", residual_rounding="nearest"
+        )
+        for bits in BITS
+    },
+    "+8, nearest": lowbit_optax.extra_bits(8, residual_rounding="nearest"),
+    "+8, stochastic": lowbit_optax.extra_bits(8, rounding="stochastic"),
+}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def sums(format_, steps: int, start, terms, seed):
+    """Running sums of a split array, as stored and as its 16-bit part."""
+    split = lowbit_optax.split_array(start, jnp.float16, format_, seed=seed)
+
+    def body(split, term):
+        split = split + term
+        return split, (split.param, lowbit_optax.join_array(split))
+
+    _, (params, joined) = jax.lax.scan(body, split, terms[:steps])
+    kept = np.array([step - 1 for step in STEPS if step <= steps])
+    return params[kept], joined[kept]
+
+
+def errors(name: str, size: int, seed: int) -> dict[str, list[float]]:
+    """Relative errors, by norm, after each number of additions in ``STEPS``."""
+    random = np.random.default_rng(seed)
+    # Terms of float16, so that only the sums are rounded.
+    start, terms = (
+        random.standard_normal(shape).astype(np.float16).astype(np.float32)
+        for shape in (size, (STEPS[-1], size))
+    )
+    found = sums(FORMATS[name], STEPS[-1], start, terms, seed)
+    exact = start + np.cumsum(terms, 0, dtype=np.float64)
+    exact = exact[np.array(STEPS) - 1]
+    norm = lambda x: np.linalg.norm(x, axis=1)
+    param, joined = (
+        norm(np.asarray(x, np.float64) - exact) / norm(exact) for x in found
+    )
+    return {"16-bit part": list(param), "joined": list(joined)}
+
+
+def condition(size: int) -> list[float]:
+    """Sum of magnitudes over magnitude of the sum, as a median."""
+    terms = np.random.default_rng(0).standard_normal((STEPS[-1] + 1, size))
+    whole, parts = (np.cumsum(x, 0) for x in (terms, np.abs(terms)))
+    return [float(np.median(parts[s] / np.abs(whole[s]))) for s in STEPS]
+
+
+def draw(record: dict, full: bool) -> None:
+    errors = record["errors"]
+    with pictures.drawn(pictures.picture_of("forward_error", full)) as (one, many):
+        names = ["float16", "+8, nearest", "+8, stochastic", "+8, toward zero"]
+        values = [errors[name]["16-bit part"][0]["mean"] for name in names]
+        colors = [
+            pictures.COLORS[c] for c in ("nearest", "Kahan", "stochastic", "LPMM")
+        ]
+        one.barh(names, values, color=colors)
+        one.invert_yaxis()
+        one.set(title="the 16-bit part after one addition", xlabel="relative error")
+        one.ticklabel_format(axis="x", style="sci", scilimits=(0, 0))
+        lines = {f"+{bits}, toward zero": str(0.8 - bits / 20) for bits in BITS}
+        lines["float16"] = pictures.COLORS["nearest"]
+        lines["float16, stochastic"] = pictures.COLORS["stochastic"]
+        for name, color in lines.items():
+            means = [each["mean"] for each in errors[name]["joined"]]
+            # Sums of few float16 numbers can be exact.
+            many.loglog(STEPS, np.maximum(means, 1e-9), color=color)
+            label = name.removeprefix("float16, ").removesuffix(", toward zero")
+            above = 1.6 if name.endswith("stochastic") else 0.85
+            many.text(STEPS[-1] * 1.15, means[-1] * above, label, fontsize=8.5)
+        many.set(title="all bits, after many additions", xlabel="additions")
+        many.set(ylabel="relative error", xlim=(0.9, 6000), xticks=(1, 10, 100, 1000))
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = records.parser(__doc__, seeds=5)
+    parser.add_argument("--size", type=int, help="numbers, 4096 by default")
+    args = parser.parse_args(argv)
+    args.size = args.size or (1 << 20 if args.full else 4096)
+    path = records.path_of(__name__, args.full)
+    if not args.draw:
+        found = {}
+        for name in FORMATS:
+            runs = [errors(name, args.size, seed) for seed in range(args.seeds)]
+            found[name] = {
+                part: [
+                    records.spread(each)
+                    for each in zip(*(r[part] for r in runs), strict=True)
+                ]
+                for part in runs[0]
+            }
+            last = found[name]["joined"][-1]["mean"]
+            print(f"{name:22} {found[name]['16-bit part'][0]['mean']:.2e} {last:.2e}")
+        records.save(
+            path,
+            args,
+            records.ran_here(),
+            additions=STEPS,
+            condition=condition(args.size),
+            errors=found,
+        )
+    draw(records.load(path), args.full)

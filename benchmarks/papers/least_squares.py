@@ -1,0 +1,120 @@
+"""Least squares by SGD with bfloat16 weights: what each rounding saturates at.
+
+    .venv/bin/python -m benchmarks least_squares
+
+Zamirai et al. 2020, figure 2: with weights rounded to nearest the loss saturates
+magnitudes above that of float32, and with only activations and gradients rounded close
+to it. The problem is the paper's: 10 dimensions, inputs of unit variance, weights from
+[0, 100), labels with noise of deviation 0.5, learning rate 0.01, one example per step.
+Beside it are the two remedies, stochastic rounding and Kahan summation.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import lowbit_optax
+from benchmarks import pictures, records
+
+DIMENSIONS, EXAMPLES, NOISE, RATE = 10, 1000, 0.5, 0.01
+POINTS = 100
+
+# Weights, and whether activations and gradients are rounded too.
+RUNS = {
+    "float32": (None, False),
+    "nearest: all but weights": (None, True),
+    "nearest: only weights": (lowbit_optax.nearest(), False),
+    "nearest: all": (lowbit_optax.nearest(), True),
+    "weights stochastic": (lowbit_optax.stochastic_rounding(), True),
+    "weights by Kahan": (lowbit_optax.kahan(), True),
+}
+LINES = {
+    "float32": (pictures.COLORS["float32"], "-"),
+    "nearest: all but weights": ("gray", "--"),
+    "nearest: only weights": (pictures.COLORS["nearest"], "--"),
+    "nearest: all": (pictures.COLORS["nearest"], "-"),
+    "weights stochastic": (pictures.COLORS["stochastic"], "-"),
+    "weights by Kahan": (pictures.COLORS["Kahan"], "-"),
+}
+
+
+def problem(key):
+    """Inputs, labels."""
+    inputs, weights, noise = jax.random.split(key, 3)
+    x = jax.random.normal(inputs, (EXAMPLES, DIMENSIONS))
+    w = jax.random.uniform(weights, (DIMENSIONS,), maxval=100.0)
+    return x, x @ w + NOISE * jax.random.normal(noise, (EXAMPLES,))
+
+
+def gradient(w, x, y, rounded: bool):
+    """Of half the squared error of an example; each result rounded, or none."""
+    q = lambda a: a.astype(jnp.bfloat16).astype(jnp.float32) if rounded else a
+    return q(q(x @ w - y) * x)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def train(name: str, steps: int, seed):
+    """The mean loss over the data, at ``POINTS`` steps at equal distances."""
+    weights, rounded = RUNS[name]
+    key, order = jax.random.split(jax.random.key(seed))
+    x, y = problem(key)
+    tx = optax.sgd(RATE)
+    params = jnp.zeros(DIMENSIONS)
+    if weights is not None:
+        tx = lowbit_optax.lowbit(tx, weights=weights)
+        params = params.astype(jnp.bfloat16)
+
+    def body(carry, index):
+        params, state = carry
+        grads = gradient(params.astype(jnp.float32), x[index], y[index], rounded)
+        if weights is None:
+            updates, state = tx.update(grads, state, params)
+            return (optax.apply_updates(params, updates), state), None
+        return lowbit_optax.step(tx, params, state, grads), None
+
+    def part(carry, indices):
+        carry, _ = jax.lax.scan(body, carry, indices)
+        error = x @ carry[0].astype(jnp.float32) - y
+        return carry, jnp.mean(error**2) / 2
+
+    indices = jax.random.randint(order, (POINTS, steps // POINTS), 0, EXAMPLES)
+    return jax.lax.scan(part, (params, tx.init(params)), indices)[1]
+
+
+def draw(record: dict, full: bool) -> None:
+    path = pictures.picture_of("least_squares", full)
+    steps = record["options"]["steps"]
+    with pictures.drawn(path, 3.4, (3, 2)) as (curves, bars):
+        x = np.arange(1, POINTS + 1) * steps // POINTS
+        for name, (color, line) in LINES.items():
+            runs = np.array(record["curves"][name])
+            curves.semilogy(x, np.median(runs, 0), line, color=color)
+            final = record["final"][name]
+            bars.barh(name, final["mean"], xerr=final["std"], color=color)
+        curves.set(xlabel="step", ylabel="loss, median of the seeds")
+        curves.set_xticks(np.linspace(0, steps, 5))
+        bars.set(xscale="log", xlim=(0.05, 10), xlabel="loss at the end, mean ± std")
+        bars.invert_yaxis()
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = records.parser(__doc__, seeds=10)
+    parser.add_argument("--steps", type=int, help="20000 by default")
+    args = parser.parse_args(argv)
+    args.steps = args.steps or (1_000_000 if args.full else 20_000)
+    path = records.path_of(__name__, args.full)
+    if not args.draw:
+        curves, final = {}, {}
+        for name in RUNS:
+            runs = jax.vmap(lambda s, n=name: train(n, args.steps, s))(
+                jnp.arange(args.seeds)
+            )
+            curves[name] = runs
+            # The last fifth: one example per step leaves noise.
+            final[name] = records.spread(runs[:, -POINTS // 5 :].mean(1))
+            print(f"{name:26} {records.shown(final[name], 4)}", flush=True)
+        records.save(path, args, records.ran_here(), final=final, curves=curves)
+    draw(records.load(path), args.full)

@@ -1,0 +1,127 @@
+"""float16 training that needs a loss scale: overflows by the rule that sets the scale.
+
+    .venv/bin/python -m benchmarks loss_scales
+
+OpenSeq2Seq's automatic loss scaling: Backoff finds its scale by overflows, one at each
+end of a period; LogNormal keeps their probability under 0.001 by statistics of the
+gradients. A network learns the next byte of a text with weights, activations and
+gradients in float16, and a float32 master. Its loss is divided by 8192, as if its 128
+examples were one device's part of a mean over a million; so without a scale gradients
+vanish or keep a bit or two. Adam's eps is 1e-16 in all runs, for so small gradients.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import lowbit_optax
+from benchmarks import pictures, records
+from benchmarks.papers import next_byte
+
+DEVICES, RATE, WIDTH, POINTS = 8192, 3e-3, 64, 60
+BOUNDS = {"initial": 2.0**30, "largest": 2.0**40}
+RULES = {
+    "no scale": lowbit_optax.static_scale(1.0),
+    "Backoff, period 100": lowbit_optax.backoff_scale(**BOUNDS, period=100),
+    "LogNormal": lowbit_optax.log_normal_scale(**BOUNDS),
+}
+COLORS = dict(zip(RULES, ("gray", "#c44e52", "#4c72b0"), strict=True))
+LINES = dict(zip(RULES, ("-", "--", ":"), strict=True))
+
+
+def loss_fn(params, windows):
+    """The part of one of ``DEVICES`` in the mean loss."""
+    return next_byte.loss_fn(params, windows) / DEVICES
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def train(name: str, params, batches):
+    """Loss, scale and whether it was skipped, of each step; "float32" has no scale."""
+    schedule = optax.cosine_decay_schedule(RATE, len(batches))
+    inner = optax.adamw(schedule, eps=1e-16)
+    if name != "float32":
+        params = jax.tree.map(lambda x: x.astype(jnp.float16), params)
+        master = lowbit_optax.master_copy()
+        inner = lowbit_optax.lowbit(inner, weights=master, moments="float32")
+    tx = lowbit_optax.with_loss_scale(inner, RULES.get(name, RULES["no scale"]))
+
+    def body(carry, windows):
+        params, state = carry
+        differentiate = lowbit_optax.scaled_value_and_grad(loss_fn)
+        loss, grads = differentiate(params, state, windows)
+        vanished = jnp.mean(grads["hidden"] == 0, dtype=jnp.float32)
+        scale, before = lowbit_optax.current_loss_scale(state), state.skipped
+        params, state = lowbit_optax.step(tx, params, state, grads)
+        return (params, state), (
+            loss * DEVICES,
+            scale,
+            state.skipped > before,
+            vanished,
+        )
+
+    return jax.lax.scan(body, (params, tx.init(params)), batches)[1]
+
+
+def summary(runs: list, settled: int) -> dict:
+    """The figures of a rule, from the steps of each seed."""
+    loss, scale, skipped, vanished = (
+        np.stack(parts) for parts in zip(*runs, strict=True)
+    )
+    parts = lambda x: x.reshape(len(runs), POINTS, -1)
+    return {
+        "overflows_first": records.spread(skipped[:, :settled].sum(1)),
+        "overflow_rate_after": records.spread(skipped[:, settled:].mean(1)),
+        "vanished": records.spread(vanished.mean(1)),
+        "final_loss": records.spread(loss[:, -loss.shape[1] // 10 :].mean(1)),
+        "loss": parts(loss).mean((0, 2)),
+        "log2_scale": parts(np.log2(scale)).mean(2)[0],
+    }
+
+
+def draw(record: dict, full: bool) -> None:
+    path = pictures.picture_of("loss_scales", full)
+    with pictures.drawn(path, 3.2, (1, 1)) as (losses, scales):
+        x = (np.arange(POINTS) + 0.5) * record["options"]["steps"] / POINTS
+        for name, found in record["rules"].items():
+            color = COLORS.get(name, "black")
+            width, line = (3, "-") if name == "float32" else (1.5, LINES[name])
+            losses.plot(x, found["loss"], line, color=color, label=name, lw=width)
+            if name in COLORS and name != "no scale":
+                rate = 100 * found["overflow_rate_after"]["mean"]
+                label = f"{name}: {rate:.2f}% overflow"
+                scales.plot(x, found["log2_scale"], color=color, label=label)
+        losses.set(xlabel="step", ylabel="training loss", ylim=(2, 5))
+        losses.legend()
+        scales.set(xlabel="step", ylabel="log2 of the scale, one seed")
+        scales.legend()
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = records.parser(__doc__, seeds=3)
+    parser.add_argument("--steps", type=int, help="a multiple of 60, 1200 by default")
+    parser.add_argument(
+        "--settled", type=int, default=200, help="steps that do not count"
+    )
+    args = parser.parse_args(argv)
+    args.steps = args.steps or (60_000 if args.full else 1200)
+    path = records.path_of(__name__, args.full)
+    if not args.draw:
+        runs: dict[str, list] = {name: [] for name in ("float32", *RULES)}
+        for seed in range(args.seeds):
+            batches = next_byte.batches(seed, args.steps)
+            for name, kept in runs.items():
+                steps = train(name, next_byte.init(seed, WIDTH), batches)
+                kept.append(jax.device_get(steps))
+                loss, _, skipped, _ = kept[-1]
+                end = loss[-args.steps // 10 :].mean()
+                print(f"seed {seed} {name:22} {skipped.sum():4} {end:.4f}", flush=True)
+        rules = {name: summary(kept, args.settled) for name, kept in runs.items()}
+        records.save(path, args, records.ran_here(), rules=rules)
+    record = records.load(path)
+    for name, found in record["rules"].items():
+        after = records.shown(found["overflow_rate_after"], 5)
+        print(f"{name:22} {after}  loss {records.shown(found['final_loss'])}")
+    draw(record, args.full)

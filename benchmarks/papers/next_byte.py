@@ -1,0 +1,53 @@
+"""A small task on real data: the next byte of Python's standard library.
+
+A network of one hidden layer sees embeddings of the 16 bytes before. It trains in
+seconds, with updates that become small as the learning rate falls.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import stdlib_text
+
+CONTEXT, EMBEDDING, WIDTH, BATCH = 16, 16, 128, 128
+
+
+@functools.cache
+def text() -> stdlib_text.Text:
+    """The bytes to train on, and those held out."""
+    return stdlib_text.load()
+
+
+def batches(seed: int, steps: int) -> jax.Array:
+    """int32 [steps, BATCH, CONTEXT + 1]."""
+    windows = stdlib_text.random_windows(
+        text().train, (seed,), steps * BATCH, CONTEXT + 1
+    )
+    return jnp.asarray(windows).reshape(steps, BATCH, -1)
+
+
+def held_out() -> jax.Array:
+    """int32 [8192, CONTEXT + 1]."""
+    return jnp.asarray(stdlib_text.even_windows(text().held_out, 8192, CONTEXT + 1))
+
+
+def init(seed: int, width: int = WIDTH) -> dict:
+    """float32 parameters."""
+    keys = jax.random.split(jax.random.key(seed), 3)
+    inside = CONTEXT * EMBEDDING
+    return {
+        "embedding": jax.random.normal(keys[0], (256, EMBEDDING)),
+        "hidden": jax.random.normal(keys[1], (inside, width)) * inside**-0.5,
+        "out": jax.random.normal(keys[2], (width, 256)) * width**-0.5,
+    }
+
+
+def loss_fn(params: dict, windows: jax.Array) -> jax.Array:
+    """The mean loss in nats per byte."""
+    h = params["embedding"][windows[:, :-1]].reshape(len(windows), -1)
+    h = jax.nn.relu(h @ params["hidden"])
+    logits = (h @ params["out"]).astype(jnp.float32)
+    labels = windows[:, -1]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()

@@ -1,0 +1,93 @@
+"""Bytes that an addition to a split tensor moves, by extra bits, compiled for an H200.
+
+    .venv/bin/python -m benchmarks operator_bytes
+
+Lewandowski and Kosson 2023, figure 3: operators on 16-bit tensors with extra bits reach
+about the share of the GPU's bandwidth that torch's do, and less for sizes that take
+more work in shared memory. A time needs a GPU. Here is what bounds it: bytes that the
+kernels of a donated addition read and write, beside those that they cannot do without:
+their ratio is the share of a copy's bandwidth that a program bound by memory reaches.
+Once by ``SplitArray``, which XLA compiles, and once as a step of ``optax.sgd(1.0)`` in
+``lowbit``, which is one fused kernel.
+"""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import lowbit_optax
+from benchmarks import pictures, records
+
+BITS = (0, 1, 2, 4, 6, 8, 10, 12, 16)
+
+
+def measure(bits: int, shape: tuple[int, int]) -> dict:
+    """Bytes per element of ``split + array`` in bfloat16 with so many extra bits."""
+    from tools.gpu_program.steps import leaf, lower_step
+    from tools.gpu_program.targets import compile_lowered, gpu_mesh, lower_for
+    from tools.hlo import kernels, memory
+
+    format_ = lowbit_optax.extra_bits(bits, residual_rounding="nearest")
+    step = lower_step(
+        lowbit_optax.lowbit(optax.sgd(1.0), weights=format_), leaf(*shape)
+    )
+    start = jax.ShapeDtypeStruct(shape, jnp.float32)
+    split = jax.eval_shape(
+        lambda x: lowbit_optax.split_array(x, jnp.bfloat16, format_), start
+    )
+    other = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    add = lambda split, other: split + other
+    program = compile_lowered(lower_for(gpu_mesh(), add, split, other, donate=(0,)))
+    size = shape[0] * shape[1]
+    launches = [moved / size for _, moved in kernels(program) if moved > size / 100]
+    return {
+        "least": 6 + 2 * bits / 8,
+        "moved": sum(launches),
+        "launches": len(launches),
+        "temporary": memory(program).temp_size_in_bytes / size,
+        "fused_moved": step.moved,
+        "fused_launches": len([s for _, s in step.launches if s > size / 100]),
+    }
+
+
+def draw(record: dict, full: bool) -> None:
+    path = pictures.picture_of("operator_bytes", full)
+    with pictures.drawn(path, 3, (1,)) as (axes,):
+        rows = record["rows"]
+        series = {
+            "cannot do without": ("least", None, pictures.PARTS[2]),
+            "step, one fused kernel": (
+                "fused_moved",
+                "fused_launches",
+                pictures.PARTS[0],
+            ),
+            "SplitArray, by XLA": ("moved", "launches", pictures.PARTS[1]),
+        }
+        for i, (label, (key, launches, color)) in enumerate(series.items()):
+            places = [j + 0.27 * (i - 1) for j in range(len(rows))]
+            heights = [row[key] for row in rows.values()]
+            axes.bar(places, heights, 0.25, color=color, label=label)
+            for x, row in zip(places, rows.values(), strict=True):
+                if launches:
+                    text = f"{row['least'] / row[key]:.0%}"
+                    axes.text(x, row[key] + 0.2, text, ha="center", fontsize=6.5)
+        axes.axhline(10, color="black", lw=1, ls="--", label="float32 + bfloat16")
+        axes.set_xticks(range(len(rows)), [f"+{bits}" for bits in rows])
+        axes.set(xlabel="extra bits beside bfloat16", ylabel="bytes moved per element")
+        axes.set_title("H200, compiled: bytes, and the share of a copy's bandwidth")
+        axes.legend(loc="upper left")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = records.parser(__doc__)
+    parser.add_argument("--rows", type=int, default=4096)
+    args = parser.parse_args(argv)
+    path = records.path_of(__name__, args.full)
+    if not args.draw:
+        shape = args.rows * (4 if args.full else 1), 4096
+        rows = {}
+        for bits in BITS:
+            found = rows[str(bits)] = measure(bits, shape)
+            print(f"+{bits:<3} " + "  ".join(f"{k} {v:.3f}" for k, v in found.items()))
+        records.save(path, args, "compiled for an H200; not run", rows=rows)
+    draw(records.load(path), args.full)

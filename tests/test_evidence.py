@@ -1,0 +1,89 @@
+"""The figures of ``docs/evidence.md`` are those of the records."""
+
+import json
+import pathlib
+
+from benchmarks.records import shown
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def _memory_profile(cases):
+    master = cases["float32 master"]["peak"]
+    share = lambda name: f"{cases[name]['peak'] / master - 1:+.0%}"
+    yield f"by gradient release: {share('16 extra bits, release')}"
+    low, released = share("lowbit_sgd"), share("lowbit_sgd, release")
+    yield f"`lowbit_sgd` {low}, by release {released}"
+
+
+def _operator_bytes(rows):
+    assert all(row["fused_moved"] == row["least"] for row in rows.values())
+    split = [row for bits, row in rows.items() if bits != "0"]
+    shares = [row["least"] / row["moved"] for row in split]
+    launches = [row["launches"] for row in split]
+    yield f"{min(launches)} to {max(launches)} kernels"
+    yield f"{min(shares):.0%} to {max(shares):.0%}"
+
+
+def _forward_error(errors):
+    first = lambda name: 1e4 * errors[name]["16-bit part"][0]["mean"]
+    last = lambda name: errors[name]["joined"][-1]["mean"]
+    yield f"{first('+8, toward zero'):.2f}e-4 against {first('float16'):.2f}e-4"
+    eight, none = 1e6 * last("+8, toward zero"), 1e3 * last("float16")
+    yield f"{eight:.1f}e-6 against {none:.1f}e-3"
+
+
+def _least_squares(final):
+    yield f"float32 {shown(final['float32'])}"
+    yield f"all but weights rounded {shown(final['nearest: all but weights'])}"
+    yield f"only weights {shown(final['nearest: only weights'], 2)}"
+    yield f"Stochastic {shown(final['weights stochastic'], 2)}"
+    yield f"Kahan {shown(final['weights by Kahan'], 2)}"
+
+
+def _kahan_parts(gaps):
+    for name in ("nearest", "Kahan: output", "Kahan: output, hidden", "Kahan: all"):
+        yield shown(gaps[name], 4)
+
+
+def _cancelled_updates(gaps):
+    for name in ("nearest", "stochastic", "Kahan"):
+        mean, std = (100 * gaps[name][key] for key in ("mean", "std"))
+        yield f"{name} {mean:.2f}% ± {std:.2f}%"
+
+
+def _bin_changes(found):
+    yield f"float32 {shown(found['float32'])}"
+    for rounding in ("nearest", "stochastic"):
+        means = [found[f"{bits} bits, {rounding}"] for bits in (12, 10, 8)]
+        yield ", ".join(f"{x['mean']:.3f}" for x in means[:2]) + f", {shown(means[2])}"
+
+
+def _loss_scales(rules):
+    loss = {name: found["final_loss"] for name, found in rules.items()}
+    yield f"float32 {shown(loss['float32'])}, no scale {shown(loss['no scale'], 1)}"
+    yield f"Backoff {shown(loss['Backoff, period 100'])}"
+    yield f"LogNormal {shown(loss['LogNormal'])}"
+    rate = rules["Backoff, period 100"]["overflow_rate_after"]["mean"]
+    yield f"a period of 100 {rate:.2%}"
+    assert rules["LogNormal"]["overflow_rate_after"]["mean"] == 0
+
+
+FIGURES = {
+    "memory_profile": ("cases", _memory_profile),
+    "operator_bytes": ("rows", _operator_bytes),
+    "forward_error": ("errors", _forward_error),
+    "least_squares": ("final", _least_squares),
+    "kahan_parts": ("gaps_to_stochastic", _kahan_parts),
+    "cancelled_updates": ("gaps_to_float32", _cancelled_updates),
+    "bin_changes": ("held_out", _bin_changes),
+    "loss_scales": ("rules", _loss_scales),
+}
+
+
+def test_the_figures_of_the_page_are_those_of_the_records():
+    page = (ROOT / "docs" / "evidence.md").read_text()
+    for name, (part, figures) in FIGURES.items():
+        path = ROOT / "benchmarks" / "papers" / f"{name}.json"
+        for figure in figures(json.loads(path.read_text())[part]):
+            assert figure in page, f"{name}: {figure}"
