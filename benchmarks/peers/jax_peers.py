@@ -76,9 +76,8 @@ def _master() -> Peer:
 
 
 def _ours(alias, **options) -> Peer:
-    # Packed however small: this is about the formats.
     def make(rate):
-        return alias(rate, **ADAMW, **options, min_size=0)
+        return alias(rate, **ADAMW, **options)
 
     def step(rate, params, state, grads):
         return lowbit_optax.step(make(rate), params, state, grads)
@@ -154,7 +153,7 @@ def _same_bits(a, b) -> bool:
     return np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-def failures(peer: Peer) -> tuple[dict[str, float], str]:
+def failures(peer: Peer) -> tuple[dict[str, float | None], str]:
     """Errors of each case, and whether a saved run goes on in the same bits."""
     run = jax.jit(peer.run)
     found, resume = {}, ""

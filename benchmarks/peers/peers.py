@@ -10,12 +10,10 @@ run here is a row that says why.
 """
 
 import argparse
-import datetime
 import functools
 import importlib.metadata
 import importlib.util
 import json
-import platform
 import subprocess
 import sys
 import time
@@ -27,35 +25,26 @@ from benchmarks import ROOT, records
 from benchmarks.peers import jax_peers, tasks
 
 TORCH_BASELINE = "torch AdamW, float32"
-RECORD = ROOT / "benchmarks" / "peers" / "peers.json"
-PACKAGES = ("jax", "jaxlib", "optax", "flashoptim-jax", "numpy")
+RECORD = records.path_of("benchmarks.peers.peers")
 
 
 def compiled_facts(peer: jax_peers.Peer) -> dict:
-    """What the step on a leaf of 4096 x 4096, and on GPT-2's leaves, compiles to."""
+    """What the step on a leaf of 4096 x 4096 compiles to."""
     from tools.gpu_program import steps
     from tools.gpu_program.machine_code import instructions_per_parameter
     from tools.gpu_program.targets import gpu_mesh, lower_for
 
-    def lowered(model):
-        params = jax.tree.map(lambda x: steps.leaf(*x.shape, dtype=peer.dtype), model)
-        state = jax.eval_shape(functools.partial(peer.init, 1e-3), params)
-        step = functools.partial(peer.step, 1e-3)
-        low = lower_for(gpu_mesh(), step, params, state, model, donate=(0, 1))
-        size = sum(x.size for x in jax.tree.leaves(model))
-        return steps.OptimizerStep(low, size, steps.bytes_of(params, state))
-
-    one, whole = lowered(steps.leaf(4096, 4096)), lowered(steps.gpt2())
-    found = [
-        instructions_per_parameter(kernel, one.parameters)
-        for kernel in one.machine_code.values()
-    ]
+    grads = steps.leaf(4096, 4096)
+    params = steps.leaf(4096, 4096, dtype=peer.dtype)
+    state = jax.eval_shape(functools.partial(peer.init, 1e-3), params)
+    step = functools.partial(peer.step, 1e-3)
+    lowered = lower_for(gpu_mesh(), step, params, state, grads, donate=(0, 1))
+    one = steps.OptimizerStep(lowered, grads.size, steps.bytes_of(params, state))
+    kernels = one.machine_code.values()
     return {
         "moved": one.moved,
         "temporary": one.temporary,
-        "instructions": sum(found),
-        "gpt2_launches": len(whole.launches),
-        "gpt2_temporary": whole.temporary,
+        "instructions": sum(instructions_per_parameter(x, grads.size) for x in kernels),
     }
 
 
@@ -106,26 +95,21 @@ def number(row: dict, key: str, form: str = ".1f") -> str:
     return format(row[key], form) if key in row else "-"
 
 
-def table(heads, rows) -> str:
-    """A table in Markdown."""
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
-
-
-def short(x):
-    """Floats of five digits."""
-    if isinstance(x, dict):
-        return {key: short(value) for key, value in x.items()}
-    if isinstance(x, list):
-        return [short(each) for each in x]
-    return float(f"{x:.5g}") if isinstance(x, float) else x
+def add_differences(rows: dict[str, dict]) -> None:
+    """To each row its losses minus float32's of the same framework, in thousandths."""
+    baseline = np.zeros(0)
+    for name, row in rows.items():
+        if name in (jax_peers.BASELINE, TORCH_BASELINE):
+            baseline = np.asarray(row["losses"])
+        if "losses" in row:
+            row["more"] = (1e3 * (np.asarray(row["losses"]) - baseline)).tolist()
 
 
 def sizes(rows: dict[str, dict]) -> str:
     """Bytes, programs and times."""
     heads = [
         *("AdamW", "stored, B", "moved, B", "temporary, B", "instructions"),
-        *("GPT-2: kernels", "s to trace", "CPU step"),
+        *("s to trace", "CPU step"),
     ]
     lines = []
     for name, row in rows.items():
@@ -134,27 +118,25 @@ def sizes(rows: dict[str, dict]) -> str:
             continue
         cells = [number(row, "stored", ".2f")]
         cells += [number(row, key) for key in ("moved", "temporary", "instructions")]
-        cells += [number(row, "gpt2_launches", "d"), number(row, "trace_seconds")]
+        cells.append(number(row, "trace_seconds"))
         ratio = number(row, "time_ratio", ".2f")
         lines.append([name, *cells, ratio])
-    return table(heads, lines)
+    return records.table(heads, lines)
 
 
 def accuracies(rows: dict[str, dict]) -> str:
     """Loss and failures."""
     names = list(tasks.cases())
-    lines, baseline = [], None
+    lines = []
     for name, row in rows.items():
         if "not_run" in row:
             continue
-        # Each side's first row is float32's.
-        if name in (jax_peers.BASELINE, TORCH_BASELINE):
-            baseline = np.asarray(row["losses"])
-        more = 1e3 * (np.asarray(row["losses"]) - baseline)
+        more = np.asarray(row["more"])
         cells = [f"{more.mean():+.2f} ± {more.std(ddof=1):.2f}"]
-        cells += [f"{row['failures'][case]:.2g}" for case in names]
+        errors = [row["failures"][case] for case in names]
+        cells += ["not finite" if x is None else f"{x:.2g}" for x in errors]
         lines.append([name, *cells, row["resume"]])
-    return table(["AdamW", "loss, 1e-3", *names, "resumed"], lines)
+    return records.table(["AdamW", "loss, 1e-3", *names, "resumed"], lines)
 
 
 def draw(record: dict) -> None:
@@ -169,21 +151,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--draw", action="store_true", help="only print what is there")
     args = parser.parse_args(argv)
     if args.draw:
-        draw(json.loads(RECORD.read_text()))
+        draw(records.load(RECORD))
         return 0
-    start = time.perf_counter()
     theirs = torch_rows(args.torch, args.seeds)
     rows = jax_rows(args.seeds) | theirs["rows"]
-    record = {
-        "command": records.command(),
-        "ran": f"CPU ({platform.machine()}); programs are compiled for an H200",
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "seconds": round(time.perf_counter() - start),
-        "versions": {x: version_of(x) for x in PACKAGES} | theirs["versions"],
-        "rows": rows,
-    }
-    RECORD.write_text(json.dumps(short(record), indent=1) + "\n")
-    draw(record)
+    add_differences(rows)
+    peers = theirs["versions"] | {"flashoptim-jax": version_of("flashoptim-jax")}
+    ran = f"{records.ran_here()}; programs are compiled for an H200"
+    draw(records.save(RECORD, args, ran, peers=peers, rows=rows))
     return 0
 
 

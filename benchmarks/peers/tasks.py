@@ -74,8 +74,10 @@ def adamw(case: Case) -> tuple[np.ndarray, np.ndarray]:
     return half, w
 
 
-def error(case: Case, half: np.ndarray, end: np.ndarray) -> float:
+def error(case: Case, half: np.ndarray, end: np.ndarray) -> float | None:
     """Error of the way gone, to the length of float64's: 0 is exact, 1 if none is gone.
+
+    None if a weight is not finite.
 
     Args:
       case: which one.
@@ -86,7 +88,8 @@ def error(case: Case, half: np.ndarray, end: np.ndarray) -> float:
     counted = np.ones(SHAPE, bool) if case.counted is None else case.counted
     gone = (np.asarray(end, np.float64) - before[0])[counted]
     wanted = (want - before[1])[counted]
-    return float(np.linalg.norm(gone - wanted) / np.linalg.norm(wanted))
+    found = float(np.linalg.norm(gone - wanted) / np.linalg.norm(wanted))
+    return found if np.isfinite(found) else None
 
 
 # One small task: a student of three matrices learns the classes of a teacher.
