@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import optax
 import optaxs_tests
 import pytest
-from optaxs_tests import ADAMW, ALIASES, UNWRAPPED, alias, keeping_params
+from optaxs_tests import ALIASES, UNWRAPPED, alias, keeping_params
 
 import lowbit_optax
 
-pytestmark = pytest.mark.standard_promotion
+# Not in README's run: optax's tests import much, and compile for each alias.
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.slow_to_compile]
 
 FLOAT32_UPDATES = "updates are float32, so that they land exactly"
 SHARED_SCALE = "Lion takes signs, and 8 bits lose one average beside a larger one"
@@ -53,7 +54,6 @@ def test_it_finds_the_minimum(request, name, target):
     optaxs_tests.run(*_common_test, "test_optimizers", **arguments)
 
 
-@pytest.mark.slow_to_compile
 @pytest.mark.parametrize("name", [x for x in ALIASES if x != "lowbit_lion"])
 def test_it_finds_the_minimum_of_complex_numbers_too(name):
     """Lion does not, nor does optax's."""
@@ -62,28 +62,24 @@ def test_it_finds_the_minimum_of_complex_numbers_too(name):
     optaxs_tests.run(*_alias_test, "test_optimization", **arguments)
 
 
-@pytest.mark.slow_to_compile
 @each_alias
 def test_it_takes_extra_arguments_and_compiles_once(name):
     test = "test_optimizers_accept_extra_args"
     optaxs_tests.run(*_common_test, test, **of(name), **UNWRAPPED, wrap=False)
 
 
-@pytest.mark.slow_to_compile
 @each_alias
 def test_injected_hyperparameters_give_the_same_updates_and_state(name):
     test = "test_optimizers_can_be_wrapped_in_inject_hyperparams"
     optaxs_tests.run(*_alias_test, test, **of(name))
 
 
-@pytest.mark.slow_to_compile
 @each_alias
 def test_it_takes_schedules(name):
     test = "test_optimizers_accept_learning_rate_schedule_if_type_annotated_as_such"
     optaxs_tests.run(*_common_test, test, **of(name), **UNWRAPPED)
 
 
-@pytest.mark.slow_to_compile
 @each_alias
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_updates_have_the_dtype_of_gradients(request, name, dtype):
@@ -95,14 +91,12 @@ def test_updates_have_the_dtype_of_gradients(request, name, dtype):
 STABILITY = "test_state_shape_dtype_shard_stability"
 
 
-@pytest.mark.slow_to_compile
 @each_alias
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
 def test_a_conditional_takes_the_old_state_or_the_new_one(name, dtype):
     optaxs_tests.run(*_alias_test, STABILITY, **of(name), dtype=dtype)
 
 
-@pytest.mark.slow_to_compile
 @each_alias
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_so_it_does_of_16_bits_if_updates_are_cast(monkeypatch, name, dtype):
@@ -119,13 +113,11 @@ def test_so_it_does_of_16_bits_if_updates_are_cast(monkeypatch, name, dtype):
     optaxs_tests.run(*_alias_test, STABILITY, **of(name), dtype=dtype)
 
 
-@pytest.mark.slow_to_compile
 def test_without_that_cast_the_branches_differ(request):
     expected_to_fail(request, FLOAT32_UPDATES, TypeError)
     optaxs_tests.run(*_alias_test, STABILITY, **of("kahan_sgd"), dtype=jnp.bfloat16)
 
 
-@pytest.mark.slow_to_compile
 @each_alias
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_multi_steps_gives_zeros_between_two_steps(name, dtype):
@@ -133,7 +125,6 @@ def test_multi_steps_gives_zeros_between_two_steps(name, dtype):
     optaxs_tests.run(*_alias_test, test, **of(name), dtype=dtype)
 
 
-@pytest.mark.slow_to_compile
 @each_alias
 @pytest.mark.parametrize(
     "test",
@@ -158,7 +149,6 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.slow_to_compile
 @pytest.mark.parametrize("name", [x for x in ALIASES if x != "lowbit_lion"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_wrapped_it_finds_the_minimum(name, wrapper):
@@ -226,7 +216,6 @@ BY_SGD = {
 CASES = [(*of, test) for of, tests in BY_SGD.items() for test in tests]
 
 
-@pytest.mark.slow_to_compile
 @pytest.mark.parametrize("name", SGD_ALIASES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[1]}.{case[2]}")
 def test_optaxs_wrappers_hold_around_it(name, case):
@@ -239,7 +228,6 @@ def tx_of_adam(learning_rate, b1=0.9, b2=0.999):
     return made(learning_rate, b1, b2, weight_decay=0.0)
 
 
-@pytest.mark.slow_to_compile
 @pytest.mark.parametrize(
     ("test", "reason"),
     [
@@ -254,37 +242,3 @@ def test_what_is_not_meant_to_pass(request, test, reason):
     expected_to_fail(request, reason, pytest.fail.Exception)
     masking = ("transforms._masking_test", "MaskedTest")
     optaxs_tests.run_with({"sgd": alias("kahan_sgd")}, *masking, test)
-
-
-# Where optax has tests of one optimizer: its own state, found by name.
-
-
-@pytest.mark.parametrize("name", [name for name in ALIASES if ALIASES[name] is ADAMW])
-def test_arrays_of_the_state_are_found_by_name(name):
-    params = {"w": jnp.ones((4, 32), jnp.bfloat16), "b": jnp.ones(8), "none": None}
-    state = jax.eval_shape(alias(name)(**ADAMW).init, params)
-    for field in ("mu", "nu"):
-        assert len(optax.tree.get_all_with_path(state, field)) == 1
-    # Two counts: the steps, by which roundings draw their bits, and Adam's.
-    with pytest.raises(KeyError, match="multiple"):
-        optax.tree.get(state, "count")
-    assert optax.tree.get(state.inner_state, "count").shape == ()
-
-
-@pytest.mark.parametrize("name", ALIASES)
-def test_map_params_takes_trees_like_the_parameters(name):
-    """As in optax's `test_adam` of its state utilities, and for leaves of two kinds."""
-    params = {"w": jnp.ones((4, 32), jnp.bfloat16), "b": jnp.ones(8)}
-    tx = alias(name)(**ALIASES[name])
-    state = jax.eval_shape(tx.init, params)
-    specs = {"w": "rows", "b": "whole"}
-    named = optax.tree.map_params(
-        tx,
-        lambda x, spec: None if x is None else spec,
-        state,
-        specs,
-        is_leaf=lambda x: x is None,
-    )
-    found = {x for x in jax.tree.leaves(named) if isinstance(x, str)}
-    assert found <= {"rows", "whole"}
-    assert jax.tree.structure(named) == jax.tree.structure(state)
