@@ -162,4 +162,11 @@ BENCHMARKS = {
         ("docs/memory_and_loss.png", "docs/accuracy.md"),
         ("matplotlib",),
     ),
+    "peers": Benchmark(
+        "peers",
+        "AdamW of other libraries: bytes, programs, time, loss, failures",
+        15,
+        ("docs/peers.md", "benchmarks/peers/peers.json"),
+        GPU_COMPILER,
+    ),
 }

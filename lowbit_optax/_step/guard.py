@@ -118,4 +118,5 @@ def neutral_updates(like):
 def _neutral_update(like) -> jax.Array:
     # x + -0 is x for every x, including -0. (-0 + 0 would be +0.)
     value = -0.0 if jnp.issubdtype(like.dtype, jnp.floating) else 0
-    return jnp.asarray(value, like.dtype)
+    # numpy's float64 is float32 to JAX, which says so unless it is asked first.
+    return jnp.asarray(value, jax.dtypes.canonicalize_dtype(like.dtype))

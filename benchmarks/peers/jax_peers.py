@@ -1,0 +1,250 @@
+"""JAX's side of ``peers``: optax, flashoptim-jax and this library, measured alike."""
+
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import lowbit_optax
+from benchmarks.peers import tasks
+
+ADAMW = {"b1": tasks.B1, "b2": tasks.B2, "eps": tasks.EPS, "weight_decay": tasks.DECAY}
+BASELINE = "optax.adamw, float32"
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """An optimizer as a pair of functions.
+
+    Attributes:
+      dtype: of the parameters.
+      init: a learning rate and parameters to a state.
+      step: a learning rate, parameters, state and gradients to parameters and state.
+      masters: parameters and state to the weights that it goes on from.
+    """
+
+    dtype: Any
+    init: Callable
+    step: Callable
+    masters: Callable = lambda params, state: params
+
+    def run(self, rates, params, state, grads):
+        """Steps over leading axes of rates and gradients."""
+
+        def one(carry, now):
+            return self.step(now[0], *carry, now[1]), None
+
+        return jax.lax.scan(one, (params, state), (rates, grads))[0]
+
+
+def _optax(rate):
+    return optax.adamw(rate, **ADAMW)
+
+
+def _plain(make, dtype) -> Peer:
+    def step(rate, params, state, grads):
+        updates, state = make(rate).update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return Peer(dtype, lambda rate, params: make(rate).init(params), step)
+
+
+def _master() -> Peer:
+    """The usual mixed precision: float32 weights and moments, and a bfloat16 copy."""
+
+    def init(rate, params):
+        masters = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+        return masters, _optax(rate).init(masters)
+
+    def step(rate, params, state, grads):
+        masters, inner = state
+        grads = jax.tree.map(lambda x: x.astype(jnp.float32), grads)
+        updates, inner = _optax(rate).update(grads, inner, masters)
+        masters = optax.apply_updates(masters, updates)
+        copies = jax.tree.map(lambda m, p: m.astype(p.dtype), masters, params)
+        return copies, (masters, inner)
+
+    return Peer(jnp.bfloat16, init, step, lambda params, state: state[0])
+
+
+def _ours(alias, **options) -> Peer:
+    def make(rate):
+        return alias(rate, **ADAMW, **options)
+
+    def step(rate, params, state, grads):
+        return lowbit_optax.step(make(rate), params, state, grads)
+
+    return Peer(
+        jnp.bfloat16,
+        lambda rate, params: make(rate).init(params),
+        step,
+        lowbit_optax.master_weights,
+    )
+
+
+def _flash(fused: bool) -> Peer:
+    def make(rate):
+        flash = importlib.import_module("flashoptim_jax")
+        # It takes a schedule where the rate is an array.
+        rate = rate if isinstance(rate, float) else (lambda _, rate=rate: rate)
+        return flash.flash_adamw(rate, master_weight_bits=24, fused=fused, **ADAMW)
+
+    def masters(params, state):
+        flash = importlib.import_module("flashoptim_jax")
+        return flash.reconstruct_weights(params, state.ecc)
+
+    return Peer(
+        jnp.bfloat16,
+        lambda rate, params: make(rate).init(params),
+        lambda rate, params, state, grads: make(rate).step(params, state, grads),
+        masters,
+    )
+
+
+FLASH = "flashoptim-jax flash_adamw"
+
+
+def peers(fused_flash: bool = False) -> dict[str, Peer]:
+    """All that can be had here.
+
+    Args:
+      fused_flash: flashoptim-jax by its kernels, which are for GPUs; else by XLA.
+    """
+    found = {
+        BASELINE: _plain(_optax, jnp.float32),
+        "optax.adamw, float32 master": _master(),
+        "optax.adamw, bfloat16": _plain(_optax, jnp.bfloat16),
+        "kahan_adamw": _ours(lowbit_optax.kahan_adamw),
+        "sr_adamw": _ours(lowbit_optax.sr_adamw),
+        "extra_bits_adamw": _ours(lowbit_optax.extra_bits_adamw),
+        "extra_bits_adamw(bits=8)": _ours(lowbit_optax.extra_bits_adamw, bits=8),
+        "lowbit_adamw": _ours(lowbit_optax.lowbit_adamw),
+    }
+    if importlib.util.find_spec("flashoptim_jax"):
+        found[FLASH] = _flash(fused_flash)
+    return found
+
+
+# Numbers.
+
+
+def stored(peer: Peer) -> float:
+    """Bytes per parameter of live parameters and state."""
+    params = {"w": jnp.zeros(tasks.STORED, peer.dtype)}
+    state = peer.init(1e-3, params)
+    size = params["w"].size
+    return sum(x.nbytes for x in jax.tree.leaves((params, state))) / size
+
+
+def _float32(tree) -> np.ndarray:
+    (only,) = jax.tree.leaves(tree)
+    return np.asarray(only, np.float32)
+
+
+def _same_bits(a, b) -> bool:
+    return np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def failures(peer: Peer) -> tuple[dict[str, float | None], str]:
+    """Errors of each case, and whether a saved run goes on in the same bits."""
+    run = jax.jit(peer.run)
+    found, resume = {}, ""
+    for name, case in tasks.cases().items():
+        rates = jnp.full(tasks.HALF, case.rate, jnp.float32)
+        halves = jnp.asarray(case.gradients, peer.dtype).reshape(
+            2, tasks.HALF, *tasks.SHAPE
+        )
+        params = jnp.asarray(tasks.start(), peer.dtype)
+        carry = params, jax.jit(peer.init)(rates[0], params)
+        carry = run(rates, *carry, halves[0])
+        half = _float32(peer.masters(*carry))
+        saved = jax.tree.map(np.array, carry)
+        carry = run(rates, *carry, halves[1])
+        found[name] = tasks.error(case, half, _float32(peer.masters(*carry)))
+        again = run(rates, *jax.tree.map(jnp.asarray, saved), halves[1])
+        same = jax.tree.map(_same_bits, carry, again)
+        resume = (
+            "same bits" if jax.tree.all(same) and resume != "differs" else "differs"
+        )
+    return found, resume
+
+
+def losses(peer: Peer, seeds: int) -> list[float]:
+    """The test loss at the end, of each seed."""
+    rates = jnp.asarray([tasks.rate_at(i) for i in range(tasks.STEPS)], jnp.float32)
+
+    def loss_of(params, inputs, classes):
+        x = inputs
+        for param in params[:-1]:
+            x = jnp.tanh(x @ param.astype(jnp.float32))
+        logits = x @ params[-1].astype(jnp.float32)
+        losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, classes)
+        return losses.mean()
+
+    def one(carry, now):
+        rate, *batch = now
+        params, state = carry
+        grads = jax.grad(loss_of)(params, *batch)
+        return peer.step(rate, params, state, grads), None
+
+    @jax.jit
+    def trained(weights, inputs, classes, *test):
+        params = [w.astype(peer.dtype) for w in weights]
+        carry = params, peer.init(rates[0], params)
+        params, _ = jax.lax.scan(one, carry, (rates, inputs, classes))[0]
+        return loss_of(params, *test)
+
+    def of_seed(seed):
+        task = tasks.training(seed)
+        return float(
+            trained(
+                task.weights,
+                task.inputs,
+                task.classes,
+                task.test_inputs,
+                task.test_classes,
+            )
+        )
+
+    return [of_seed(seed) for seed in range(seeds)]
+
+
+def time_ratios(some: dict[str, Peer]) -> dict[str, float]:
+    """Times of donated steps to the baseline's: medians over rounds.
+
+    In a round all take turns. Gradients are bfloat16 for all.
+    """
+    grads = jnp.full(tasks.TIMED, 0.01, jnp.bfloat16)
+    carries, steps, times = {}, {}, {name: [] for name in some}
+    for name, peer in some.items():
+        params = jnp.ones(tasks.TIMED, peer.dtype)
+        carries[name] = params, peer.init(1e-3, params)
+        step = functools.partial(peer.step, 1e-3)
+        steps[name] = jax.jit(step, donate_argnums=(0, 1))
+        carries[name] = steps[name](*carries[name], grads)
+    for _ in range(tasks.ROUNDS):
+        for name in some:
+            jax.block_until_ready(carries[name])
+            start = time.perf_counter()
+            carries[name] = jax.block_until_ready(steps[name](*carries[name], grads))
+            times[name].append(time.perf_counter() - start)
+    baseline = np.asarray(times[BASELINE])
+    return {name: float(np.median(times[name] / baseline)) for name in some}
+
+
+def seconds_to_trace(peer: Peer, model) -> float:
+    """Of a donated step on all of a model's leaves, to StableHLO for a CPU."""
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, peer.dtype), model)
+    state = jax.eval_shape(functools.partial(peer.init, 1e-3), params)
+    step = jax.jit(functools.partial(peer.step, 1e-3), donate_argnums=(0, 1))
+    start = time.perf_counter()
+    step.lower(params, state, model)
+    return time.perf_counter() - start

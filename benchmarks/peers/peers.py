@@ -1,0 +1,166 @@
+"""AdamW of other libraries beside this one's: bytes, programs, time, loss, failures.
+
+    .venv/bin/python -m benchmarks peers --torch .venv-torch/bin/python
+
+flashoptim-jax takes part if it is installed. PyTorch's side runs in a process of its
+own, by a Python that has torch and what it finds of torch-optimi, torchao, bitsandbytes
+and flashoptim. Compiled facts are those of a donated step with bfloat16 gradients for
+an H200, and need the ``gpu-program`` extra; all else runs on this host. What does not
+run here is a row that says why.
+"""
+
+import argparse
+import functools
+import importlib.metadata
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+
+from benchmarks import ROOT, records
+from benchmarks.peers import jax_peers, tasks
+
+TORCH_BASELINE = "torch AdamW, float32"
+RECORD = records.path_of("benchmarks.peers.peers")
+
+
+def compiled_facts(peer: jax_peers.Peer) -> dict:
+    """What the step on a leaf of 4096 x 4096 compiles to."""
+    from tools.gpu_program import steps
+    from tools.gpu_program.machine_code import instructions_per_parameter
+    from tools.gpu_program.targets import gpu_mesh, lower_for
+
+    grads = steps.leaf(4096, 4096)
+    params = steps.leaf(4096, 4096, dtype=peer.dtype)
+    state = jax.eval_shape(functools.partial(peer.init, 1e-3), params)
+    step = functools.partial(peer.step, 1e-3)
+    lowered = lower_for(gpu_mesh(), step, params, state, grads, donate=(0, 1))
+    one = steps.OptimizerStep(lowered, grads.size, steps.bytes_of(params, state))
+    kernels = one.machine_code.values()
+    return {
+        "moved": one.moved,
+        "temporary": one.temporary,
+        "instructions": sum(instructions_per_parameter(x, grads.size) for x in kernels),
+    }
+
+
+def jax_rows(seeds: int) -> dict[str, dict]:
+    from tools.gpu_program.steps import gpt2
+
+    here, fused = jax_peers.peers(), jax_peers.peers(fused_flash=True)
+    has_compiler = importlib.util.find_spec("jax_plugins.xla_cuda12")
+    rows = {}
+    for name, peer in here.items():
+        start = time.perf_counter()
+        row = {"stored": jax_peers.stored(peer)}
+        row["failures"], row["resume"] = jax_peers.failures(peer)
+        row["losses"] = jax_peers.losses(peer, seeds)
+        row["trace_seconds"] = jax_peers.seconds_to_trace(peer, gpt2())
+        if has_compiler:
+            row |= compiled_facts(fused[name])
+        rows[name] = row
+        print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
+    for name, ratio in jax_peers.time_ratios(here).items():
+        rows[name]["time_ratio"] = ratio
+    if jax_peers.FLASH not in rows:
+        rows[jax_peers.FLASH] = {"not_run": "flashoptim-jax is not installed"}
+    return rows
+
+
+def torch_rows(python: str | None, seeds: int) -> dict:
+    """The rows of PyTorch's side, and its versions."""
+    if python is None:
+        return {"versions": {}, "rows": {"PyTorch": {"not_run": "no --torch given"}}}
+    script = ROOT / "benchmarks" / "peers" / "torch_peers.py"
+    command = [python, str(script), str(seeds)]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        reason = f"{script.name} ended with {done.returncode}"
+        return {"versions": {}, "rows": {"PyTorch": {"not_run": reason}}}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def number(row: dict, key: str, form: str = ".1f") -> str:
+    return format(row[key], form) if key in row else "-"
+
+
+def add_differences(rows: dict[str, dict]) -> None:
+    """To each row its losses minus float32's of the same framework, in thousandths."""
+    baseline = np.zeros(0)
+    for name, row in rows.items():
+        if name in (jax_peers.BASELINE, TORCH_BASELINE):
+            baseline = np.asarray(row["losses"])
+        if "losses" in row:
+            row["more"] = (1e3 * (np.asarray(row["losses"]) - baseline)).tolist()
+
+
+def sizes(rows: dict[str, dict]) -> str:
+    """Bytes, programs and times."""
+    heads = [
+        *("AdamW", "stored, B", "moved, B", "temporary, B", "instructions"),
+        *("s to trace", "CPU step"),
+    ]
+    lines = []
+    for name, row in rows.items():
+        if "not_run" in row:
+            lines.append([name, f"not run: {row['not_run']}", *[""] * (len(heads) - 2)])
+            continue
+        cells = [number(row, "stored", ".2f")]
+        cells += [number(row, key) for key in ("moved", "temporary", "instructions")]
+        cells.append(number(row, "trace_seconds"))
+        ratio = number(row, "time_ratio", ".2f")
+        lines.append([name, *cells, ratio])
+    return records.table(heads, lines)
+
+
+def accuracies(rows: dict[str, dict]) -> str:
+    """Loss and failures."""
+    names = list(tasks.cases())
+    lines = []
+    for name, row in rows.items():
+        if "not_run" in row:
+            continue
+        more = np.asarray(row["more"])
+        cells = [f"{more.mean():+.2f} ± {more.std(ddof=1):.2f}"]
+        errors = [row["failures"][case] for case in names]
+        cells += ["not finite" if x is None else f"{x:.2g}" for x in errors]
+        lines.append([name, *cells, row["resume"]])
+    return records.table(["AdamW", "loss, 1e-3", *names, "resumed"], lines)
+
+
+def draw(record: dict) -> None:
+    print(sizes(record["rows"]), accuracies(record["rows"]), sep="\n\n")
+
+
+def main(argv: list[str]) -> int:
+    """Measures, prints both tables and writes the record."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--seeds", type=int, default=5, help="5 by default")
+    parser.add_argument("--torch", metavar="PYTHON", help="a Python that has torch")
+    parser.add_argument("--draw", action="store_true", help="only print what is there")
+    args = parser.parse_args(argv)
+    if args.draw:
+        draw(records.load(RECORD))
+        return 0
+    theirs = torch_rows(args.torch, args.seeds)
+    rows = jax_rows(args.seeds) | theirs["rows"]
+    add_differences(rows)
+    peers = theirs["versions"] | {"flashoptim-jax": version_of("flashoptim-jax")}
+    ran = f"{records.ran_here()}; programs are compiled for an H200"
+    draw(records.save(RECORD, args, ran, peers=peers, rows=rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

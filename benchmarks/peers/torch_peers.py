@@ -1,0 +1,241 @@
+"""PyTorch's side of ``peers``, in a process of its own: one line of JSON.
+
+It needs torch and whatever it finds of optimi, torchao, bitsandbytes and flashoptim.
+What does not run here is a row that says why.
+"""
+
+import importlib.metadata
+import io
+import json
+import os
+import pathlib
+import sys
+import time
+import warnings
+
+warnings.simplefilter("ignore")
+# torchao compiles each shape, for minutes on a CPU. Its numbers do not depend on it.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+from benchmarks.peers import tasks  # noqa: E402
+
+# Several threads make steps of so few parameters slower.
+torch.set_num_threads(1)
+
+BETAS = (tasks.B1, tasks.B2)
+SHARED = {"betas": BETAS, "eps": tasks.EPS, "weight_decay": tasks.DECAY}
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+def _torch(params, lr):
+    return torch.optim.AdamW(params, lr=lr, **SHARED)
+
+
+def _optimi(params, lr):
+    import optimi
+
+    return optimi.AdamW(params, lr=lr, kahan_sum=True, **SHARED)
+
+
+def _torchao(name):
+    def make(params, lr):
+        from torchao import optim
+
+        options = {"bf16_stochastic_round": params[0].dtype == BF16}
+        return getattr(optim, name)(params, lr=lr, **options, **SHARED)
+
+    return make
+
+
+def _bitsandbytes(params, lr):
+    import bitsandbytes
+
+    return bitsandbytes.optim.AdamW8bit(params, lr=lr, **SHARED)
+
+
+def _flash(params, lr):
+    import flashoptim
+
+    return flashoptim.FlashAdamW(params, lr=lr, master_weight_bits=24, **SHARED)
+
+
+ROWS = {
+    "torch AdamW, float32": (_torch, F32),
+    "torch AdamW, bfloat16": (_torch, BF16),
+    "optimi AdamW, Kahan": (_optimi, BF16),
+    "torchao AdamW8bit, stochastic": (_torchao("AdamW8bit"), BF16),
+    "torchao AdamW4bit, stochastic": (_torchao("AdamW4bit"), BF16),
+    "torchao AdamWFp8, stochastic": (_torchao("AdamWFp8"), BF16),
+    "bitsandbytes AdamW8bit, float32": (_bitsandbytes, F32),
+    "bitsandbytes AdamW8bit, bfloat16": (_bitsandbytes, BF16),
+    "FlashOptim AdamW": (_flash, BF16),
+}
+BASELINE = "torch AdamW, float32"
+
+
+def parameter(values, dtype):
+    return torch.nn.Parameter(torch.tensor(values).to(dtype))
+
+
+def set_rate(optimizer, rate):
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def arrays(x):
+    """The plain tensors of one of a state's values."""
+    if not isinstance(x, torch.Tensor):
+        return []
+    if hasattr(x, "__tensor_flatten__") and type(x) is not torch.Tensor:
+        names, _ = x.__tensor_flatten__()
+        return [y for name in names for y in arrays(getattr(x, name))]
+    return [x]
+
+
+def stored(make, dtype) -> float:
+    """Bytes per parameter of parameters and state."""
+    param = parameter(np.zeros(tasks.STORED, np.float32), dtype)
+    param.grad = torch.ones_like(param)
+    optimizer = make([param], 1e-3)
+    optimizer.step()
+    kept = [param]
+    for state in optimizer.state.values():
+        kept += [each for x in state.values() for each in arrays(x)]
+    return sum(x.numel() * x.element_size() for x in kept) / param.numel()
+
+
+def masters(optimizer, param) -> np.ndarray:
+    """The weights that the optimizer goes on from."""
+    kept = optimizer.state.get(param, {}).get("kahan_comp")
+    whole = param.detach().float()
+    return (whole if kept is None else whole + kept.float()).numpy().copy()
+
+
+def advance(optimizer, param, gradients):
+    for gradient in gradients:
+        param.grad = torch.tensor(gradient).to(param.dtype)
+        optimizer.step()
+
+
+def failures(make, dtype) -> dict:
+    found = {}
+    for name, case in tasks.cases().items():
+        torch.manual_seed(0)
+        param = parameter(tasks.start(), dtype)
+        optimizer = make([param], case.rate)
+        advance(optimizer, param, case.gradients[: tasks.HALF])
+        half = masters(optimizer, param)
+        advance(optimizer, param, case.gradients[tasks.HALF :])
+        found[name] = tasks.error(case, half, masters(optimizer, param))
+    return found
+
+
+def resumes(make, dtype) -> str:
+    """Whether a run that was saved and loaded ends in the same bits."""
+    gradients = tasks.cases()["rate 1e-6"].gradients[:20]
+
+    def run(interrupted: bool):
+        torch.manual_seed(0)
+        param = parameter(tasks.start(), dtype)
+        optimizer = make([param], 1e-3)
+        advance(optimizer, param, gradients[:10])
+        if interrupted:
+            file = io.BytesIO()
+            torch.save((param.detach(), optimizer.state_dict()), file)
+            file.seek(0)
+            saved, state = torch.load(file, weights_only=False)
+            param = torch.nn.Parameter(saved)
+            optimizer = make([param], 1e-3)
+            optimizer.load_state_dict(state)
+        torch.manual_seed(1)
+        advance(optimizer, param, gradients[10:])
+        return param.detach().float()
+
+    return "same bits" if torch.equal(run(False), run(True)) else "differs"
+
+
+def trained(make, dtype, seed: int) -> float:
+    """The test loss at the end."""
+    torch.manual_seed(seed)
+    task = tasks.training(seed)
+    params = [parameter(w, dtype) for w in task.weights]
+    optimizer = make(params, tasks.RATE)
+
+    def loss_of(inputs, classes):
+        x = torch.tensor(inputs)
+        for param in params[:-1]:
+            x = torch.tanh(x @ param.float())
+        logits = x @ params[-1].float()
+        return torch.nn.functional.cross_entropy(logits, torch.tensor(classes).long())
+
+    for step in range(tasks.STEPS):
+        set_rate(optimizer, tasks.rate_at(step))
+        optimizer.zero_grad()
+        loss_of(task.inputs[step], task.classes[step]).backward()
+        optimizer.step()
+    with torch.no_grad():
+        return float(loss_of(task.test_inputs, task.test_classes))
+
+
+def step_times(names) -> dict[str, list[float]]:
+    """Seconds of a step of each, which take turns."""
+    ready = {}
+    for name in names:
+        make, dtype = ROWS[name]
+        param = parameter(np.ones(tasks.TIMED, np.float32), dtype)
+        param.grad = torch.randn(tasks.TIMED).to(dtype)
+        ready[name] = make([param], 1e-3)
+        ready[name].step()
+    times = {name: [] for name in names}
+    for _ in range(tasks.ROUNDS):
+        for name, optimizer in ready.items():
+            start = time.perf_counter()
+            optimizer.step()
+            times[name].append(time.perf_counter() - start)
+    return times
+
+
+def measured(name: str, seeds: int) -> dict:
+    make, dtype = ROWS[name]
+    try:
+        return {
+            "stored": stored(make, dtype),
+            "failures": failures(make, dtype),
+            "resume": resumes(make, dtype),
+            "losses": [trained(make, dtype, seed) for seed in range(seeds)],
+        }
+    except Exception as problem:
+        return {"not_run": f"{type(problem).__name__}: {problem}".splitlines()[0]}
+
+
+def main():
+    seeds = int(sys.argv[1])
+    rows = {}
+    for name in ROWS:
+        start = time.perf_counter()
+        rows[name] = measured(name, seeds)
+        print(f"{name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    # Of what is made to be compiled, a time without that would say nothing.
+    timed = [x for x in rows if "not_run" not in rows[x] and "torchao" not in x]
+    times = step_times(timed)
+    for name in timed:
+        ratios = np.divide(times[name], times[BASELINE])
+        rows[name]["time_ratio"] = float(np.median(ratios))
+    versions = {}
+    for name in ("torch", "torch-optimi", "torchao", "bitsandbytes", "flashoptim"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    print(json.dumps({"versions": versions, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

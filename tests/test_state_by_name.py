@@ -1,0 +1,38 @@
+"""Arrays of a state by their names, and beside trees like the parameters."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from optaxs_tests import ADAMW, ALIASES, alias
+
+
+@pytest.mark.parametrize("name", [name for name in ALIASES if ALIASES[name] is ADAMW])
+def test_arrays_of_the_state_are_found_by_name(name):
+    params = {"w": jnp.ones((4, 32), jnp.bfloat16), "b": jnp.ones(8), "none": None}
+    state = jax.eval_shape(alias(name)(**ADAMW).init, params)
+    for field in ("mu", "nu"):
+        assert len(optax.tree.get_all_with_path(state, field)) == 1
+    # Two counts: the steps, by which roundings draw their bits, and Adam's.
+    with pytest.raises(KeyError, match="multiple"):
+        optax.tree.get(state, "count")
+    assert optax.tree.get(state.inner_state, "count").shape == ()
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_map_params_takes_trees_like_the_parameters(name):
+    """As in optax's `test_adam` of its state utilities, and for leaves of two kinds."""
+    params = {"w": jnp.ones((4, 32), jnp.bfloat16), "b": jnp.ones(8)}
+    tx = alias(name)(**ALIASES[name])
+    state = jax.eval_shape(tx.init, params)
+    specs = {"w": "rows", "b": "whole"}
+    named = optax.tree.map_params(
+        tx,
+        lambda x, spec: None if x is None else spec,
+        state,
+        specs,
+        is_leaf=lambda x: x is None,
+    )
+    found = {x for x in jax.tree.leaves(named) if isinstance(x, str)}
+    assert found == {"rows", "whole"}
+    assert jax.tree.structure(named) == jax.tree.structure(state)
