@@ -94,6 +94,14 @@ def _stacked(series):
     return jax.tree.map(lambda *g: jnp.stack(g), *series)
 
 
+def test_init_under_jit_encodes_when_it_runs_and_not_when_it_compiles():
+    # Of zeros that XLA knows it would compute the codes itself, in seconds per matrix.
+    tx = lowbit_optax.lowbit_adamw(1e-3)
+    params = {"w": jnp.zeros((64, 128), jnp.bfloat16)}
+    program = jax.jit(tx.init).lower(params).compile().as_text()
+    assert " reduce(" in program  # the maxima of blocks
+
+
 @each(EVERY)
 def test_cond_and_scan_take_the_state_as_it_comes_out(optimizer):
     # Tracing is what would fail: their branches must agree in every shape and dtype.

@@ -67,6 +67,7 @@ class Lowbit(Choices, Stepper):
         count, seed = jnp.zeros([], jnp.uint32), jnp.asarray(self.seed, jnp.uint32)
         inner_state = self.inner.init(treedef.unflatten(masters))
         self._check_inner_state(inner_state)
+        inner_state = jax.tree.map(_not_folded, inner_state)
         plan = self.moment_plan(names, leaves, inner_state)
         random = random_of_leaves(names, leaves, seed, count)
         draws = draws_of_moments(leaves, formats, random)
@@ -137,3 +138,15 @@ class Lowbit(Choices, Stepper):
                 "already, such as kahan_adamw; give lowbit the optax transformation, "
                 "such as optax.adamw, or use the alias alone"
             )
+
+
+def _not_folded(x):
+    """A traced float array that XLA takes for unknown, at no cost in memory.
+
+    It would compute the codes of zeros while it compiles, an element at a time: nine
+    seconds for a matrix of 1024 x 1024, and a warning.
+    """
+    if not (isinstance(x, jax.core.Tracer) and trees.is_float(x)):
+        return x
+    is_taken = jax.lax.optimization_barrier(jnp.asarray(True))
+    return jnp.where(is_taken, x, jnp.ones_like(x))
