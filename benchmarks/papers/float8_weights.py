@@ -89,14 +89,9 @@ def main(argv: list[str] | None = None) -> None:
     args.steps = args.steps or (50_000 if args.full else 1500)
     path = records.path_of(__name__, args.full)
     if not args.draw:
-        found: dict[str, list] = {name: [] for name in RUNS}
-        windows = next_byte.held_out()
-        for seed in range(args.seeds):
-            batches = next_byte.batches(seed, args.steps)
-            for name, losses in found.items():
-                params = train(name, args.learning_rate, next_byte.init(seed), batches)
-                losses.append(float(jax.jit(next_byte.loss_fn)(params, windows)))
-                print(f"seed {seed} {name:24} {losses[-1]:.4f}", flush=True)
+        found = next_byte.held_out_losses(
+            RUNS, train, args.seeds, args.steps, args.learning_rate
+        )
         held_out = {name: records.spread(values) for name, values in found.items()}
         records.save(path, args, records.ran_here(), held_out=held_out)
     record = records.load(path)

@@ -5,6 +5,7 @@ seconds, with updates that become small as the learning rate falls.
 """
 
 import functools
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
@@ -51,3 +52,24 @@ def loss_fn(params: dict, windows: jax.Array) -> jax.Array:
     logits = (h @ params["out"]).astype(jnp.float32)
     labels = windows[:, -1]
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def held_out_losses(
+    names: Iterable[str], train: Callable, seeds: int, steps: int, learning_rate: float
+) -> dict[str, list[float]]:
+    """Losses on text held out, of each name and seed, shown as they come.
+
+    Args:
+      names: of the ways to train.
+      train: ``(name, learning_rate, parameters, batches) -> parameters``.
+      seeds, steps, learning_rate: how many, how long, and the first.
+    """
+    found: dict[str, list[float]] = {name: [] for name in names}
+    windows = held_out()
+    for seed in range(seeds):
+        given = batches(seed, steps)
+        for name, losses in found.items():
+            params = train(name, learning_rate, init(seed), given)
+            losses.append(float(jax.jit(loss_fn)(params, windows)))
+            print(f"seed {seed} {name:24} {losses[-1]:.4f}", flush=True)
+    return found
