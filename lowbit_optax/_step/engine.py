@@ -17,6 +17,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
 from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.landing import ADD, REPLACE, Landing
@@ -146,7 +147,7 @@ def _not_folded(x):
     It would compute the codes of zeros while it compiles, an element at a time: nine
     seconds for a matrix of 1024 x 1024, and a warning.
     """
-    if not (isinstance(x, jax.core.Tracer) and trees.is_float(x)):
+    if not (isinstance(x, Tracer) and trees.is_float(x)):
         return x
     is_taken = jax.lax.optimization_barrier(jnp.asarray(True))
     return jnp.where(is_taken, x, jnp.ones_like(x))
