@@ -8,9 +8,6 @@ import jax.numpy as jnp
 
 from lowbit_optax._numerics import rounding
 
-if typing.TYPE_CHECKING:
-    pass
-
 _BFLOAT16_BITS = 7
 
 
