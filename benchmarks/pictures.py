@@ -2,7 +2,7 @@
 
 import contextlib
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from benchmarks import ROOT
 
@@ -34,9 +34,9 @@ STYLE = {
 }
 
 
-def picture_of(name: str, full: bool = False) -> pathlib.Path:
-    """Where the picture of a benchmark is kept; that of a try elsewhere."""
-    return ROOT / ("runs" if full else "docs/evidence") / f"{name}.png"
+def picture_of(name: str, is_apart: bool = False) -> pathlib.Path:
+    """Where the picture of a benchmark is kept; that of a try, in ``runs``."""
+    return ROOT / ("runs" if is_apart else "docs/evidence") / f"{name}.png"
 
 
 @contextlib.contextmanager
@@ -66,3 +66,24 @@ def drawn(
         path.parent.mkdir(exist_ok=True)
         figure.savefig(path, dpi=150)
         plt.close(figure)
+
+
+def each_seed(
+    axes, found: Mapping[str, Mapping], color: Callable[[str], str], text: Callable
+) -> None:
+    """A line for each run: a dot per seed, a mark at the mean, a text at the right.
+
+    Args:
+      axes: of :func:`drawn`.
+      found: by name, from ``records.spread``.
+      color, text: of a name.
+    """
+    for name, each in found.items():
+        values = each["values"]
+        axes.plot(values, [name] * len(values), ".", color=color(name), alpha=0.5)
+        axes.plot(each["mean"], name, "|", color=color(name), ms=16, mew=2.5)
+        place = axes.get_yaxis_transform()
+        axes.text(1.01, name, text(name), va="center", transform=place)
+    axes.invert_yaxis()
+    axes.margins(y=0.12)
+    axes.set(xlabel="loss on held-out text, each seed and the mean")

@@ -19,6 +19,7 @@ import numpy as np
 from benchmarks import ROOT
 
 START = time.perf_counter()
+_NOT_OPTIONS = ("draw", "full", "is_apart")
 
 
 def command() -> str:
@@ -33,7 +34,7 @@ def parser(doc: str | None, seeds: int | None = None) -> argparse.ArgumentParser
       doc: a module's docstring; its first line is the description.
       seeds: how many by default, for those that have them.
     """
-    made = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
+    made = _Parser(description=(doc or "").split("\n")[0])
     add = made.add_argument
     add("--draw", action="store_true", help="only draw the record that is there")
     add("--full", action="store_true", help="a larger size, for a GPU; into runs/")
@@ -42,10 +43,20 @@ def parser(doc: str | None, seeds: int | None = None) -> argparse.ArgumentParser
     return made
 
 
-def path_of(module: str, full: bool = False) -> pathlib.Path:
-    """Where a record is kept, by the benchmark's module; of ``--full``, apart."""
+class _Parser(argparse.ArgumentParser):
+    """Adds ``is_apart``: whether options are not those of the record that is kept."""
+
+    def parse_args(self, *args, **options):
+        found = super().parse_args(*args, **options)
+        given = {k: v for k, v in vars(found).items() if k != "draw"}
+        found.is_apart = any(v != self.get_default(k) for k, v in given.items())
+        return found
+
+
+def path_of(module: str, is_apart: bool = False) -> pathlib.Path:
+    """Where a record is kept, by the benchmark's module; that of a try, in ``runs``."""
     _, group, name = module.split(".")
-    folder = ROOT / "runs" if full else ROOT / "benchmarks" / group
+    folder = ROOT / "runs" if is_apart else ROOT / "benchmarks" / group
     return folder / f"{name}.json"
 
 
@@ -77,7 +88,7 @@ def save(
         "python": platform.python_version(),
         "versions": versions,
         "seconds": round(time.perf_counter() - START),
-        "options": {k: v for k, v in vars(args).items() if k not in ("draw", "full")},
+        "options": {k: v for k, v in vars(args).items() if k not in _NOT_OPTIONS},
         **figures,
     }
     path.parent.mkdir(exist_ok=True)

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from benchmarks import records
 from benchmarks.__main__ import main, missing
 from benchmarks.registry import BENCHMARKS
 
@@ -54,6 +55,19 @@ def test_every_record_says_where_it_comes_from():
         assert record["ran"].startswith(("CPU", "compiled for", "NVIDIA")), path
         assert record["versions"]["jax"], path
         assert path.stat().st_size < 200_000
+
+
+def test_a_try_with_other_options_leaves_the_record_that_is_kept():
+    parser = records.parser("A benchmark.", seeds=3)
+    for options, is_apart in (
+        ([], False),
+        (["--draw"], False),
+        (["--seeds", "1"], True),
+    ):
+        args = parser.parse_args(options)
+        path = records.path_of("benchmarks.papers.kahan_parts", args.is_apart)
+        assert (FOLDER in path.parents) != is_apart
+    assert parser.parse_args(["--full"]).is_apart
 
 
 def test_every_paper_has_a_record_and_a_picture_in_the_evidence():

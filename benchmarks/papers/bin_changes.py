@@ -54,8 +54,8 @@ def train(bits: int | None, rounding: str, rate: float, params, batches):
     return lowbit_optax.dequantize(params), moved.reshape(POINTS, -1).mean(1)
 
 
-def draw(record: dict, full: bool) -> None:
-    path = pictures.picture_of("bin_changes", full)
+def draw(record: dict, is_apart: bool) -> None:
+    path = pictures.picture_of("bin_changes", is_apart)
     lines = dict(zip(BITS, ("-", "--", ":"), strict=True))
     with pictures.drawn(path, 3.2, (3, 2)) as (curves, losses):
         steps = record["options"]["steps"]
@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--learning-rate", type=float, default=0.1, help="the first")
     args = parser.parse_args(argv)
     args.steps = args.steps or (50_000 if args.full else 1500)
-    path = records.path_of(__name__, args.full)
+    path = records.path_of(__name__, args.is_apart)
     if not args.draw:
         cases = {f"{b} bits, {r}": (b, r) for b in BITS for r in ROUNDINGS}
         cases = {"float32": (None, ""), **cases}
@@ -122,4 +122,4 @@ def main(argv: list[str] | None = None) -> None:
     record = records.load(path)
     for name, found in record["held_out"].items():
         print(f"{name:20} {records.shown(found)}")
-    draw(record, args.full)
+    draw(record, args.is_apart)

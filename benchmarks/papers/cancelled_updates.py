@@ -40,8 +40,8 @@ def by_layer(shares: dict) -> dict[str, np.ndarray]:
     }
 
 
-def draw(record: dict, full: bool) -> None:
-    path = pictures.picture_of("cancelled_updates", full)
+def draw(record: dict, is_apart: bool) -> None:
+    path = pictures.picture_of("cancelled_updates", is_apart)
     with pictures.drawn(path, 3.2, (3, 2)) as (curves, bars):
         x = np.arange(COUNTS) * record["options"]["steps"] / COUNTS
         for (name, runs), line in zip(record["cancelled"].items(), "-:", strict=True):
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--learning-rate", type=float, default=1.0, help="the first")
     args = parser.parse_args(argv)
     args.steps = args.steps or (200_000 if args.full else 5000)
-    path = records.path_of(__name__, args.full)
+    path = records.path_of(__name__, args.is_apart)
     if not args.draw:
         log = click_log.generate(1, 100_000)
         held_out = click_log.generate(2, 50_000)
@@ -102,4 +102,4 @@ def main(argv: list[str] | None = None) -> None:
         gap = record["gaps_to_float32"].get(name)
         gap = f"  to float32 {records.shown(gap, 4)}" if gap else ""
         print(f"{name:12} AUC {records.shown(found, 4)}{gap}")
-    draw(record, args.full)
+    draw(record, args.is_apart)

@@ -62,23 +62,17 @@ def train(name: str, rate: float, params, batches):
     return widen(params)
 
 
-def draw(record: dict, full: bool) -> None:
-    with pictures.drawn(pictures.picture_of("float8_weights", full), 3, (1,)) as (
-        axes,
-    ):
-        for name, found in record["held_out"].items():
-            kind = "stochastic" if name.endswith("stochastic") else "nearest"
-            kind = "float32" if name == "float32" else kind
-            color, values = pictures.COLORS[kind], found["values"]
-            axes.plot(values, [name] * len(values), ".", color=color, alpha=0.5)
-            axes.plot(found["mean"], name, "|", color=color, ms=15, mew=2.5)
-            text = f"{found['mean']:.3f}"
-            axes.text(
-                1.01, name, text, va="center", transform=axes.get_yaxis_transform()
-            )
-        axes.invert_yaxis()
-        axes.margins(y=0.1)
-        axes.set(xlabel="loss on held-out text, each seed and the mean")
+def draw(record: dict, is_apart: bool) -> None:
+    def color(name: str) -> str:
+        kind = "stochastic" if name.endswith("stochastic") else "nearest"
+        return pictures.COLORS["float32" if name == "float32" else kind]
+
+    found = record["held_out"]
+    path = pictures.picture_of("float8_weights", is_apart)
+    with pictures.drawn(path, 3, (1,)) as (axes,):
+        pictures.each_seed(
+            axes, found, color, lambda name: f"{found[name]['mean']:.3f}"
+        )
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -87,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--learning-rate", type=float, default=0.1, help="the first")
     args = parser.parse_args(argv)
     args.steps = args.steps or (50_000 if args.full else 1500)
-    path = records.path_of(__name__, args.full)
+    path = records.path_of(__name__, args.is_apart)
     if not args.draw:
         found = next_byte.held_out_losses(
             RUNS, train, args.seeds, args.steps, args.learning_rate
@@ -97,4 +91,4 @@ def main(argv: list[str] | None = None) -> None:
     record = records.load(path)
     for name, each in record["held_out"].items():
         print(f"{name:24} {records.shown(each)}")
-    draw(record, args.full)
+    draw(record, args.is_apart)

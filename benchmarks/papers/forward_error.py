@@ -73,9 +73,9 @@ def condition(size: int) -> list[float]:
     return [float(np.median(parts[s] / np.abs(whole[s]))) for s in STEPS]
 
 
-def draw(record: dict, full: bool) -> None:
+def draw(record: dict, is_apart: bool) -> None:
     errors = record["errors"]
-    with pictures.drawn(pictures.picture_of("forward_error", full)) as (one, many):
+    with pictures.drawn(pictures.picture_of("forward_error", is_apart)) as (one, many):
         names = ["float16", "+8, nearest", "+8, stochastic", "+8, toward zero"]
         values = [errors[name]["16-bit part"][0]["mean"] for name in names]
         colors = [
@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--size", type=int, help="numbers, 4096 by default")
     args = parser.parse_args(argv)
     args.size = args.size or (1 << 20 if args.full else 4096)
-    path = records.path_of(__name__, args.full)
+    path = records.path_of(__name__, args.is_apart)
     if not args.draw:
         found = {}
         for name in FORMATS:
@@ -126,4 +126,4 @@ def main(argv: list[str] | None = None) -> None:
             condition=condition(args.size),
             errors=found,
         )
-    draw(records.load(path), args.full)
+    draw(records.load(path), args.is_apart)

@@ -74,21 +74,12 @@ def weight_bytes(name: str) -> float:
     return 2 + 2 * sum(sizes[path] for path in RUNS[name]) / total
 
 
-def draw(record: dict, full: bool) -> None:
-    path = pictures.picture_of("kahan_parts", full)
+def draw(record: dict, is_apart: bool) -> None:
+    color = lambda name: pictures.COLORS[name.partition(":")[0]]
+    text = lambda name: f"{record['weight_bytes'][name]:.2f} bytes"
+    path = pictures.picture_of("kahan_parts", is_apart)
     with pictures.drawn(path, 3, (1,)) as (axes,):
-        for name, found in record["held_out"].items():
-            base = pictures.COLORS[name.partition(":")[0]]
-            values = found["values"]
-            axes.plot(values, [name] * len(values), ".", color=base, alpha=0.5)
-            axes.plot(found["mean"], name, "|", color=base, ms=18, mew=2.5)
-            text = f"{record['weight_bytes'][name]:.2f} bytes"
-            axes.text(
-                1.01, name, text, va="center", transform=axes.get_yaxis_transform()
-            )
-        axes.invert_yaxis()
-        axes.margins(y=0.15)
-        axes.set(xlabel="loss on held-out text, each seed and the mean")
+        pictures.each_seed(axes, record["held_out"], color, text)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -97,7 +88,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--learning-rate", type=float, default=0.1, help="the first")
     args = parser.parse_args(argv)
     args.steps = args.steps or (50_000 if args.full else 1500)
-    path = records.path_of(__name__, args.full)
+    path = records.path_of(__name__, args.is_apart)
     if not args.draw:
         found = next_byte.held_out_losses(
             RUNS, train, args.seeds, args.steps, args.learning_rate
@@ -115,4 +106,4 @@ def main(argv: list[str] | None = None) -> None:
         gap = record["gaps_to_stochastic"].get(name)
         gap = f"  to stochastic {records.shown(gap, 4)}" if gap else ""
         print(f"{name:24} {records.shown(each, 4)}{gap}")
-    draw(record, args.full)
+    draw(record, args.is_apart)

@@ -84,8 +84,8 @@ def train(name: str, steps: int, seed):
     return jax.lax.scan(part, (params, tx.init(params)), indices)[1]
 
 
-def draw(record: dict, full: bool) -> None:
-    path = pictures.picture_of("least_squares", full)
+def draw(record: dict, is_apart: bool) -> None:
+    path = pictures.picture_of("least_squares", is_apart)
     steps = record["options"]["steps"]
     with pictures.drawn(path, 3.4, (3, 2)) as (curves, bars):
         x = np.arange(1, POINTS + 1) * steps // POINTS
@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, help="20000 by default")
     args = parser.parse_args(argv)
     args.steps = args.steps or (1_000_000 if args.full else 20_000)
-    path = records.path_of(__name__, args.full)
+    path = records.path_of(__name__, args.is_apart)
     if not args.draw:
         curves, final = {}, {}
         for name in RUNS:
@@ -117,4 +117,4 @@ def main(argv: list[str] | None = None) -> None:
             final[name] = records.spread(runs[:, -POINTS // 5 :].mean(1))
             print(f"{name:26} {records.shown(final[name], 4)}", flush=True)
         records.save(path, args, records.ran_here(), final=final, curves=curves)
-    draw(records.load(path), args.full)
+    draw(records.load(path), args.is_apart)

@@ -81,8 +81,8 @@ def summary(runs: list, settled: int) -> dict:
     }
 
 
-def draw(record: dict, full: bool) -> None:
-    path = pictures.picture_of("loss_scales", full)
+def draw(record: dict, is_apart: bool) -> None:
+    path = pictures.picture_of("loss_scales", is_apart)
     with pictures.drawn(path, 3.2, (1, 1)) as (losses, scales):
         x = (np.arange(POINTS) + 0.5) * record["options"]["steps"] / POINTS
         for name, found in record["rules"].items():
@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
     args.steps = args.steps or (60_000 if args.full else 1200)
-    path = records.path_of(__name__, args.full)
+    path = records.path_of(__name__, args.is_apart)
     if not args.draw:
         runs: dict[str, list] = {name: [] for name in ("float32", *RULES)}
         for seed in range(args.seeds):
@@ -124,4 +124,4 @@ def main(argv: list[str] | None = None) -> None:
     for name, found in record["rules"].items():
         after = records.shown(found["overflow_rate_after"], 5)
         print(f"{name:22} {after}  loss {records.shown(found['final_loss'])}")
-    draw(record, args.full)
+    draw(record, args.is_apart)

@@ -62,9 +62,9 @@ def measure(layers: int, width: int, batch: int) -> dict[str, dict]:
     return found
 
 
-def draw(record: dict, full: bool) -> None:
+def draw(record: dict, is_apart: bool) -> None:
     cases = record["cases"]
-    with pictures.drawn(pictures.picture_of("memory_profile", full), 3, (1,)) as (
+    with pictures.drawn(pictures.picture_of("memory_profile", is_apart), 3, (1,)) as (
         bars,
     ):
         left = dict.fromkeys(cases, 0.0)
@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--batch-size", type=int, default=2048, help="rows")
     args = parser.parse_args(argv)
     args.layers = args.layers or (120 if args.full else 30)
-    path = records.path_of(__name__, args.full)
+    path = records.path_of(__name__, args.is_apart)
     if not args.draw:
         found = measure(args.layers, args.width, args.batch_size)
         records.save(
@@ -104,4 +104,4 @@ def main(argv: list[str] | None = None) -> None:
             paper=PAPER,
             cases=found,
         )
-    draw(records.load(path), args.full)
+    draw(records.load(path), args.is_apart)

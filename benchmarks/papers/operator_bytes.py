@@ -50,8 +50,8 @@ def measure(bits: int, shape: tuple[int, int]) -> dict:
     }
 
 
-def draw(record: dict, full: bool) -> None:
-    path = pictures.picture_of("operator_bytes", full)
+def draw(record: dict, is_apart: bool) -> None:
+    path = pictures.picture_of("operator_bytes", is_apart)
     with pictures.drawn(path, 3, (1,)) as (axes,):
         rows = record["rows"]
         series = {
@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = records.parser(__doc__)
     parser.add_argument("--rows", type=int, default=4096)
     args = parser.parse_args(argv)
-    path = records.path_of(__name__, args.full)
+    path = records.path_of(__name__, args.is_apart)
     if not args.draw:
         shape = args.rows * (4 if args.full else 1), 4096
         rows = {}
@@ -90,4 +90,4 @@ def main(argv: list[str] | None = None) -> None:
             found = rows[str(bits)] = measure(bits, shape)
             print(f"+{bits:<3} " + "  ".join(f"{k} {v:.3f}" for k, v in found.items()))
         records.save(path, args, "compiled for an H200; not run", rows=rows)
-    draw(records.load(path), args.full)
+    draw(records.load(path), args.is_apart)
