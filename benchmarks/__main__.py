@@ -35,7 +35,8 @@ def run(name: str, arguments: list[str]) -> int:
     # Read by argparse for the usage, and by `records` for the command.
     sys.argv = [f"python -m benchmarks {name}", *arguments]
     module = importlib.import_module(BENCHMARKS[name].module(name))
-    return module.main(arguments) or 0
+    found = module.main(arguments)
+    return found if isinstance(found, int) else 0
 
 
 def missing(benchmark: Benchmark) -> list[str]:
@@ -47,6 +48,9 @@ def run_all(full: bool) -> int:
     """Runs each benchmark in a process of its own; the number of those that failed."""
     failed = []
     for name, each in BENCHMARKS.items():
+        if not each.in_all:
+            print(f"+ {name}: skipped, it takes hours; run it by itself", flush=True)
+            continue
         if absent := missing(each):
             print(f"+ {name}: skipped, no {', '.join(absent)}", flush=True)
             continue

@@ -13,6 +13,7 @@ class Benchmark(NamedTuple):
       feeds: the pages, pictures and records that show its figures.
       needs: modules, beside the package's own requirements, that it cannot do without.
       has_full: whether ``--full`` asks for the paper's size, for a GPU.
+      in_all: False where it takes hours without options; ``all`` leaves it out.
     """
 
     group: str
@@ -21,6 +22,7 @@ class Benchmark(NamedTuple):
     feeds: tuple[str, ...]
     needs: tuple[str, ...] = ()
     has_full: bool = False
+    in_all: bool = True
 
     def module(self, name: str) -> str:
         """The module's full name."""
@@ -28,6 +30,7 @@ class Benchmark(NamedTuple):
 
 
 GPU_COMPILER = ("jax_plugins.xla_cuda12",)
+TRAINING = ("flax", "matplotlib", "orbax", "sklearn", "tqdm")
 
 BENCHMARKS = {
     "gpu_program": Benchmark(
@@ -57,6 +60,13 @@ BENCHMARKS = {
         5,
         ("docs/ideas/release.md",),
         GPU_COMPILER,
+    ),
+    "host_memory": Benchmark(
+        "programs",
+        "memory of released steps with the state in host memory, compiled for a TPU",
+        6,
+        ("docs/ideas/release.md",),
+        ("libtpu",),
     ),
     "precision_memory": Benchmark(
         "programs",
@@ -155,12 +165,56 @@ BENCHMARKS = {
         ("matplotlib",),
         True,
     ),
+    "low_moments": Benchmark(
+        "training",
+        "a network on digits by moments of 8, 6 and 4 bits, beside float32",
+        3,
+        ("docs/accuracy.md",),
+        ("sklearn",),
+    ),
     "memory_and_loss": Benchmark(
         "training",
         "README's picture: memory by optimizer, losses of a small GPT (--train)",
         0.2,
         ("docs/memory_and_loss.png", "docs/accuracy.md"),
         ("matplotlib",),
+    ),
+    "cifar_optimizers": Benchmark(
+        "training",
+        "ResNet-18 on CIFAR-10 with any optimizer, or several side by side",
+        3000,
+        ("docs/accuracy.md", "docs/cifar10_sgd.png", "docs/ideas/loss_scaling.md"),
+        TRAINING,
+        in_all=False,
+    ),
+    "accuracy_tables": Benchmark(
+        "training",
+        "the same of LPMM and moments of few bits, by seeds, as tables",
+        3000,
+        ("docs/accuracy.md",),
+        TRAINING,
+        in_all=False,
+    ),
+    "precision_assignment": Benchmark(
+        "training",
+        "Lee, figure 4: accuracy by the ratio of low precision, of small networks",
+        20,
+        ("docs/ideas/precision.md", "docs/precision_tradeoff.png"),
+        TRAINING,
+    ),
+    "weight_bits": Benchmark(
+        "training",
+        "Zamirai, figure 10: weights of 10 to 16 bits by rounding, on digits",
+        2,
+        ("docs/ideas/kahan.md",),
+        ("sklearn",),
+    ),
+    "gpt_release": Benchmark(
+        "training",
+        "a small GPT with and without gradient release: loss and memory",
+        2,
+        ("docs/ideas/release.md",),
+        ("tqdm",),
     ),
     "peers": Benchmark(
         "peers",

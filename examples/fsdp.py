@@ -1,57 +1,73 @@
 """Trains a small GPT whose weights and optimizer state are sharded over a mesh (FSDP).
 
     python examples/fsdp.py
-    python examples/fsdp.py --optimizer adamw --steps 500
 
 Every device holds a share of each matrix, of its extra bits and of its moments, and has
 a share of the batch. Weights of a layer are gathered where they are used. The step of
 the optimizer needs nothing of another device. On a CPU the mesh has eight virtual
 devices; where there are GPUs or TPUs, it has all of them.
-
-Besides lowbit_optax it needs tqdm.
 """
 
 import argparse
-import functools
+import pathlib
+import sys
+import sysconfig
 
-import command_line
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import stdlib_text
-from gpt import GPT
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 import lowbit_optax
 
-
-class ShardedGPT(GPT):
-    """The model, with one layer's weights at a time whole on every device."""
-
-    def _weights(self, tree):
-        # Without it XLA spreads a layer's activations as its weights are spread.
-        return jax.lax.with_sharding_constraint(super()._weights(tree), P())
+LAYERS, WIDTH, HEADS, CONTEXT, BATCH_SIZE = 4, 128, 4, 64, 16
+OPTIMIZERS = {"adamw": optax.adamw, "lowbit_adamw": lowbit_optax.lowbit_adamw}
 
 
-MODEL = ShardedGPT(layers=4, width=128, heads=4, context=64)
-BATCH_SIZE = 16
-OPTIMIZERS = {
-    "adamw": optax.adamw,  # float32 weights
-    "lowbit_adamw": lowbit_optax.lowbit_adamw,
-    "extra_bits_adamw": lowbit_optax.extra_bits_adamw,
-    "kahan_adamw": lowbit_optax.kahan_adamw,
-    "sr_adamw": lowbit_optax.sr_adamw,
-}
+def init_params(key):
+    """float32 parameters; those of the layers have a leading axis of layers."""
+    shapes = {
+        "bytes": (256, WIDTH),
+        "positions": (CONTEXT, WIDTH),
+        "qkv": (LAYERS, WIDTH, 3 * WIDTH),
+        "out": (LAYERS, WIDTH, WIDTH),
+        "up": (LAYERS, WIDTH, 4 * WIDTH),
+        "down": (LAYERS, 4 * WIDTH, WIDTH),
+    }
+    keys = jax.random.split(key, len(shapes))
+    draw = lambda key, shape: 0.05 * jax.random.normal(key, shape)
+    matrices = dict(zip(shapes, map(draw, keys, shapes.values()), strict=True))
+    return matrices | {"norms": jnp.ones((LAYERS, 2, WIDTH)), "norm": jnp.ones(WIDTH)}
 
 
-def spec_of(leaf, devices: int) -> P:
-    """Rows of a matrix over the devices, or its columns; anything else on all of them.
+def loss_fn(params, tokens):
+    """The mean loss, in nats a byte, of int32 tokens [batch, CONTEXT + 1]."""
+    # Whole on every device: else XLA spreads activations as the weights are spread.
+    whole = lambda w: jax.lax.with_sharding_constraint(w.astype(jnp.float32), P())
+    norm = lambda x, scale: jax.nn.standardize(x, epsilon=1e-5) * scale
 
-    A shard of whole blocks, which are 8 rows by 4 columns, is updated by itself.
-    """
+    def block(x, layer):
+        layer = jax.tree.map(whole, layer)
+        heads = norm(x, layer["norms"][0]) @ layer["qkv"]
+        q, k, v = jnp.split(heads.reshape(*x.shape[:2], HEADS, -1), 3, axis=-1)
+        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        x = x + mixed.reshape(x.shape) @ layer["out"]
+        hidden = jax.nn.gelu(norm(x, layer["norms"][1]) @ layer["up"])
+        return x + hidden @ layer["down"], None
+
+    embedding = whole(params["bytes"])
+    x = embedding[tokens[:, :-1]] + whole(params["positions"])
+    layers = {name: params[name] for name in ("norms", "qkv", "out", "up", "down")}
+    x, _ = jax.lax.scan(block, x, layers)
+    logits = norm(x, whole(params["norm"])) @ embedding.T
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def spec_of(leaf, devices):
+    """Rows or columns over the devices, in whole blocks of 8 by 4; vectors on all."""
     if leaf.ndim < 2:
         return P()
     rows, columns = leaf.shape[-2:]
@@ -61,80 +77,72 @@ def spec_of(leaf, devices: int) -> P:
     return P(*leading, None, "data") if columns % (4 * devices) == 0 else P()
 
 
-def init_sharded(tx: optax.GradientTransformation, mesh: jax.sharding.Mesh, dtype):
+def init_sharded(tx, mesh, dtype):
     """Parameters and optimizer state, made on the devices that keep them."""
 
     def init(key):
-        master = MODEL.init(key)
+        master = init_params(key)
         if dtype == jnp.float32:
             return master, tx.init(master)
-        # Biases and scales of norms stay float32.
-        dtypes = lowbit_optax.param_dtypes(master, dtype)
+        is_norm = lambda path, leaf: "norm" in path  # they stay float32
+        dtypes = lowbit_optax.param_dtypes(master, dtype, is_norm)
         return lowbit_optax.from_master(tx, master, dtypes)
 
     key = jax.random.key(0)
     params, _ = jax.eval_shape(init, key)
-    place = lambda leaf: NamedSharding(mesh, spec_of(leaf, mesh.size))
-    placed = jax.tree.map(place, params)
+    placed = jax.tree.map(lambda x: NamedSharding(mesh, spec_of(x, mesh.size)), params)
     shardings = placed, lowbit_optax.state_shardings(tx, params, placed)
     return jax.jit(init, out_shardings=shardings)(key)
 
 
-def train(optimizer: str, learning_rate: float, steps: int) -> list[float]:
-    """Trains with one optimizer, over the mesh in force; returns the losses."""
-    mesh = jax.sharding.get_mesh()
-    tx = OPTIMIZERS[optimizer](
-        optax.warmup_cosine_decay_schedule(0.0, learning_rate, steps // 10, steps)
-    )
+def train(optimizer, learning_rate, steps, mesh):
+    """Trains with one optimizer; returns the losses."""
+    tx = OPTIMIZERS[optimizer](optax.cosine_decay_schedule(learning_rate, steps))
     dtype = jnp.float32 if optimizer == "adamw" else jnp.bfloat16
     params, state = init_sharded(tx, mesh, dtype)
-    arrays = jax.tree.leaves((params, state))
+    arrays = jax.tree.leaves((params, state))  # weights and optimizer state
     held = sum(x.addressable_shards[0].data.nbytes for x in arrays) / 2**20
     whole = sum(x.nbytes for x in arrays) / 2**20
-    print(
-        f"each of {mesh.size} devices holds {held:.2f} of {whole:.2f} MiB "
-        "of weights and optimizer state"
-    )
+    print(f"each of {mesh.size} devices holds {held:.2f} of {whole:.2f} MiB")
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    @jax.jit(donate_argnums=(0, 1))
     def train_step(params, state, tokens):
-        loss, grads = jax.value_and_grad(MODEL.loss)(params, tokens)
+        loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
         params, state = lowbit_optax.step(tx, params, state, grads)
         return params, state, loss
 
-    text, losses = stdlib_text.load().train, []
-    with tqdm(range(steps), optimizer, unit="step") as progress:
-        for step in progress:
-            rows = stdlib_text.random_windows(
-                text, (0, step), BATCH_SIZE, MODEL.context + 1
-            )
-            tokens = jax.device_put(rows, NamedSharding(mesh, P("data")))
-            params, state, loss = train_step(params, state, tokens)
-            losses.append(float(loss))
-            progress.set_postfix_str(f"loss {np.mean(losses[-20:]):.3f}")
+    files = sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = np.frombuffer(b"".join(file.read_bytes() for file in files), np.uint8)
+    losses = []
+    for step in tqdm(range(steps), optimizer, leave=False, disable=None):
+        random = np.random.default_rng(step)
+        starts = random.integers(len(text) - CONTEXT, size=(BATCH_SIZE, 1))
+        tokens = text[starts + np.arange(CONTEXT + 1)].astype(np.int32)
+        tokens = jax.device_put(tokens, NamedSharding(mesh, P("data")))
+        params, state, loss = train_step(params, state, tokens)
+        losses.append(float(loss))
     print(f"{optimizer}: loss {np.mean(losses[-20:]):.3f} nats a byte")
     return losses
 
 
-def main(argv: list[str] | None = None) -> list[float]:
-    """Runs what the command line asks for."""
-    parser = argparse.ArgumentParser(
-        description="A small GPT, sharded.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="lowbit_adamw")
-    parser.add_argument("--learning-rate", type=command_line.rate, default=3e-3)
-    parser.add_argument("--steps", type=command_line.positive, default=200)
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--steps", type=int, default=200)
     args = parser.parse_args(argv)
-    if BATCH_SIZE % len(jax.devices()):
-        parser.error(
-            f"{BATCH_SIZE} examples do not divide into {len(jax.devices())} devices"
-        )
-    mesh = jax.make_mesh(
-        (len(jax.devices()),), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
-    )
-    with command_line.sentences("nothing of this run is kept"), jax.set_mesh(mesh):
-        return train(args.optimizer, args.learning_rate, args.steps)
+    if not (0 < args.learning_rate < np.inf and args.steps > 0):
+        parser.error("--learning-rate and --steps take positive numbers")
+    devices = len(jax.devices())
+    if BATCH_SIZE % devices:
+        parser.error(f"{BATCH_SIZE} examples do not divide into {devices} devices")
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((devices,), ("data",), axis_types=auto)
+    try:
+        with jax.set_mesh(mesh):
+            return train(args.optimizer, args.learning_rate, args.steps, mesh)
+    except KeyboardInterrupt:
+        sys.exit("\ninterrupted; nothing of this run is kept")
 
 
 if __name__ == "__main__":

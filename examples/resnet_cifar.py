@@ -1,171 +1,182 @@
-"""Trains a ResNet-18 on CIFAR-10 with weights of 16 bits or fewer.
+"""Trains a ResNet-18 on CIFAR-10 with weights of 16 bits.
 
-    python examples/resnet_cifar.py --optimizer kahan_sgd
-    python examples/resnet_cifar.py --optimizer extra_bits_adamw --bits 8 --width 16
-    python examples/resnet_cifar.py --optimizer lpmm_sgd --bits 12 --microbatches 4
-    python examples/resnet_cifar.py --optimizer master_copy_sgd --dtype float16 \
-        --loss-scale backoff
-    python examples/resnet_cifar.py --compare --optimizer sgd --seeds 3
+    python examples/resnet_cifar.py --width 16 --release --checkpoint-dir kept
+    python examples/resnet_cifar.py --width 8 --compare
 
-`--compare` trains the same network from the same start on the same batches with
-float32, nearest, stochastic, Kahan and extra-bits weights, and with 8-bit moments, and
-shows them side by side. `accuracy_tables.py` does so for LPMM, whose weights are codes
-of 4 to 16 bits, with and without stochastic rounding and microbatches.
-
-Besides lowbit_optax it needs flax, orbax-checkpoint, matplotlib and tqdm, and
-scikit-learn where CIFAR-10 cannot be had.
+CIFAR-10 is read from --data-dir, or downloaded; else scikit-learn's digits are taken.
 """
 
 import argparse
+import pathlib
+import pickle
+import shutil
 import sys
+import urllib.request
 
-import cifar_data
-import command_line
+import flax
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import optimizer_choice
-import reporting
-import training_loop
-from checkpoints import CheckpointError, Checkpoints
-from flags import parse_args
-from resnet import ResNet
+import numpy as np
+import optax
+from sklearn.datasets import load_digits
+from tqdm import tqdm
+
+from lowbit_optax import cast, extra_bits, kahan, lowbit, nearest, stochastic_rounding
+from lowbit_optax.release import value_and_update
+from lowbit_optax.training import TrainState
+
+FORMATS = {  # of weights and moments: what lowbit is given
+    "float32": None,
+    "nearest": {"weights": nearest(), "moments": cast(jnp.bfloat16)},
+    "sr": {"weights": stochastic_rounding(), "moments": cast(jnp.bfloat16)},
+    "kahan": {"weights": kahan(), "moments": cast(jnp.bfloat16)},
+    "extra_bits": {"weights": extra_bits(16), "moments": "float32"},
+    "lowbit": {},  # 8 extra bits, 8-bit moments
+}
+NUMBERS = {"epochs": 10, "width": 64, "train-size": 50_000, "learning-rate": 1e-3}
+CIFAR = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
+CACHE = pathlib.Path.home() / ".cache" / "lowbit_optax"
 
 
-def train(
-    args: argparse.Namespace, dataset: cifar_data.Dataset, optimizer: str, seed: int
-) -> reporting.Result:
-    """Trains a network with one optimizer, from one seed."""
-    dtype = "float32" if optimizer_choice.is_float32(optimizer) else args.dtype
-    run = training_loop.Run(
-        seed=seed,
-        epochs=args.epochs,
-        stop_after=args.steps,
-        batch_size=args.batch_size,
-    )
-    steps_per_epoch = run.steps_per_epoch(len(dataset.train.labels))
-    updates = args.epochs * steps_per_epoch // args.microbatches
-    options = optimizer_choice.Options(
-        learning_rate=optimizer_choice.cosine_schedule(args.learning_rate, updates),
-        weight_decay=args.weight_decay,
-        bits=args.bits,
-        seed=seed,
-        rounding=args.rounding,
-        microbatches=args.microbatches,
-        loss_scale=args.loss_scale,
-    )
-    model = ResNet(args.width, dtype=jnp.dtype(args.compute_dtype))
-    state = training_loop.init_state(
-        model,
-        optimizer_choice.build(optimizer, options),
-        optimizer_choice.weight_storage(optimizer, dtype, args.bits),
-        seed,
-    )
-
-    checkpoints = None
-    if args.checkpoint_dir is not None:
-        identity = {"optimizer": optimizer, "seed": seed, "dtype": dtype}
-        checkpoints = Checkpoints(
-            args.checkpoint_dir / f"{optimizer}-seed{seed}",
-            settings(args, dataset) | identity,
-        )
-    label = optimizer_choice.label(optimizer, dtype, options)
-    description = f"{label}, seed {seed}" if args.seeds > 1 else label
+def load_images(folder):
+    """Images, uint8 [n, 32, 32, 3], labels, and how many of the last are for tests."""
     try:
-        state, metrics = training_loop.fit(
-            model, state, dataset, run, description, checkpoints
-        )
-    finally:
-        if checkpoints:
-            checkpoints.close()
-    return reporting.Result(
-        label=label,
-        optimizer=optimizer,
-        seed=seed,
-        bytes_per_parameter=training_loop.bytes_per_parameter(state),
-        steps_per_epoch=steps_per_epoch,
-        metrics=metrics,
-    )
+        if folder == CACHE and not folder.exists():
+            archive, _ = urllib.request.urlretrieve(CIFAR)
+            partial = folder.with_suffix(".partial")  # until it is complete
+            shutil.unpack_archive(archive, partial, "gztar", filter="data")
+            partial.rename(folder)
+    except OSError as error:
+        print(f"CIFAR-10 cannot be had ({error}): taking scikit-learn's digits")
+        images, labels = load_digits(return_X_y=True)
+        images = np.kron(images.reshape(-1, 8, 8, 1), np.full((1, 4, 4, 3), 255 / 16))
+        return images.astype(np.uint8), labels, 300
+    names = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
+    files = [folder / "cifar-10-batches-py" / name for name in names]
+    parts = [pickle.loads(file.read_bytes(), encoding="bytes") for file in files]
+    images = np.concatenate([part[b"data"] for part in parts]).reshape(-1, 3, 32, 32)
+    labels = np.concatenate([part[b"labels"] for part in parts])
+    return images.transpose(0, 2, 3, 1), labels, 10_000
 
 
-def settings(args: argparse.Namespace, dataset: cifar_data.Dataset) -> dict:
-    """What all runs have in common and their numbers follow from, for JSON."""
-    names = (
-        "epochs",
-        "batch_size",
-        "learning_rate",
-        "weight_decay",
-        "width",
-        "bits",
-        "rounding",
-        "microbatches",
-        "dtype",
-        "compute_dtype",
-        "loss_scale",
-    )
-    return {
-        "dataset": dataset.name,
-        "train_size": len(dataset.train.labels),
-        "test_size": len(dataset.test.labels),
-    } | {name: getattr(args, name) for name in names}
+class ResNet18(nn.Module):
+    """With GroupNorm, in float32 on CPUs, whose bfloat16 convolutions are slow."""
+
+    width: int
+
+    @nn.compact
+    def __call__(self, images):
+        dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+
+        def conv(x, channels, size=3, stride=1):
+            x = nn.Conv(channels, (size, size), stride, dtype=dtype)(x)
+            return nn.GroupNorm(int(np.gcd(self.width, 4)), dtype=dtype)(x)
+
+        x = nn.relu(conv(images.astype(dtype) / 64 - 2, self.width))
+        for block in range(8):
+            channels, stride = self.width << block // 2, 1 + (block in (2, 4, 6))
+            y = conv(nn.relu(conv(x, channels, 3, stride)), channels)
+            x = nn.relu(y + (x if stride == 1 else conv(x, channels, 1, stride)))
+        return nn.Dense(10, dtype=dtype)(x.mean((1, 2))).astype(jnp.float32)
 
 
-def load_dataset(args: argparse.Namespace) -> cifar_data.Dataset:
-    """The dataset that the flags ask for, or as much of it."""
-    dataset = cifar_data.load(args.dataset, args.data_dir)
-    dataset = dataset._replace(
-        train=dataset.train.first(args.train_size, "train"),
-        test=dataset.test.first(args.test_size, "test"),
-    )
-    steps = args.epochs * (len(dataset.train.labels) // args.batch_size)
-    if 0 < steps < args.microbatches:
-        raise cifar_data.DataError(
-            f"--microbatches {args.microbatches} is more than the {steps} steps of "
-            f"--epochs {args.epochs}: no update would be made"
-        )
-    if args.batch_size > len(dataset.train.labels):
-        raise cifar_data.DataError(
-            f"--batch-size {args.batch_size} is more than the "
-            f"{len(dataset.train.labels)} training images"
-        )
-    return dataset
+@jax.jit(donate_argnums=0, static_argnums=3)
+def train_step(state, images, labels, release):
+    """The optimizer steps after the backward pass, or inside it (release)."""
+
+    def loss_fn(params):
+        logits = state.apply_fn({"params": params}, images)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    if release:
+        step = value_and_update(loss_fn, state.tx)
+        loss, params, opt = step(state.params, state.opt_state)
+        return state.replace(step=state.step + 1, params=params, opt_state=opt), loss
+    loss, grads = jax.value_and_grad(loss_fn)(state.params)
+    return state.apply_gradients(grads=grads), loss
 
 
-def main(argv: list[str] | None = None) -> list[reporting.Result]:
-    """Runs what the command line asks for; returns what it reports."""
-    args = parse_args(argv)
-    hint = "with --checkpoint-dir FOLDER a run can be resumed"
-    if args.checkpoint_dir is not None:
-        hint = "the same command goes on from the last epoch's checkpoint"
+def train(name, args, images, labels, count, tests):
+    """Trains in one format; returns its name, test loss, accuracy, bytes a weight."""
+    size = min(128, count)  # images of a batch
+    steps = count // size
+    rate = optax.cosine_decay_schedule(args.learning_rate, args.epochs * steps)
+    tx = optax.sgd(rate, 0.9) if args.optimizer == "sgd" else optax.adamw(rate)
+    tx = tx if name == "float32" else lowbit(tx, **FORMATS[name])
+    dtype = None if name == "float32" else jnp.bfloat16  # but vectors stay float32
+    model = ResNet18(args.width)
+    params = jax.jit(model.init)(jax.random.key(0), images[:1])["params"]
+    new = {"apply_fn": model.apply, "tx": tx, "param_dtype": dtype}
+    state = jax.jit(lambda params: TrainState.create(params=params, **new))(params)
+    state = state.replace(step=jnp.int32(0))
+    for release in (False, True) if args.release else (False,):
+        step = train_step.lower(state, images[:size], labels[:size], release).compile()
+        memory = step.memory_analysis().temp_size_in_bytes / 2**20
+        print(f"{name}, {release=}: gradients and activations take {memory:.1f} MiB")
+    held = sum(x.nbytes for x in jax.tree.leaves((state.params, state.opt_state)))
+    kept = f"{name}-{args.optimizer}-{args.width}-{args.learning_rate}-{count}.msgpack"
+    kept = (args.checkpoint_dir or CACHE) / f"{args.epochs}-{kept}"
+    if args.checkpoint_dir and kept.exists():
+        state = flax.serialization.from_bytes(state, kept.read_bytes())
+        print(f"{name} resumes after epoch {int(state.step) // steps}")
+    for epoch in range(int(state.step) // steps, args.epochs):
+        order = np.random.default_rng(epoch).permutation(count)[: steps * size]
+        losses = []
+        for rows in tqdm(order.reshape(steps, size), leave=False, disable=None):
+            state, loss = step(state, images[rows], labels[rows])
+            losses.append(loss)
+        print(f"{name} epoch {epoch + 1} of {args.epochs}: loss {np.mean(losses):.4f}")
+        if args.checkpoint_dir:
+            save(kept, state)
+    predict = jax.jit(lambda images: model.apply({"params": state.params}, images))
+    logits = np.concatenate([predict(x) for x in np.split(images[-tests:], 10)])
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels[-tests:])
+    accuracy = (logits.argmax(-1) == labels[-tests:]).mean()
+    weights = sum(x.size for x in jax.tree.leaves(state.params))
+    return name, loss.mean(), accuracy, held / weights
+
+
+def save(path, state):
+    """The file is the last one or this one, whole, whenever the run is killed."""
+    partial = path.with_suffix(".partial")
     try:
-        with command_line.sentences(hint):
-            return _run(args)
-    except (cifar_data.DataError, CheckpointError) as error:
+        partial.write_bytes(flax.serialization.to_bytes(state))
+        partial.replace(path)
+    except OSError:  # such as a full disk
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--format", choices=FORMATS, default="lowbit")
+    parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
+    parser.add_argument("--compare", action="store_true", help="train in all formats")
+    parser.add_argument("--release", action="store_true", help="see train_step")
+    parser.add_argument("--data-dir", type=pathlib.Path, default=CACHE)
+    parser.add_argument("--checkpoint-dir", type=pathlib.Path)
+    for name, default in NUMBERS.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
+    args = parser.parse_args()
+    for name in NUMBERS:
+        if not 0 < getattr(args, name.replace("-", "_")) < np.inf:
+            parser.error(f"argument --{name}: not a positive number")
+    try:
+        if args.checkpoint_dir:  # before hours have gone into what it is for
+            args.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+        images, labels, tests = load_images(args.data_dir)
+        count = min(args.train_size, len(labels) - tests)
+        print(f"{count:,} images to train on, {tests:,} to test on")
+        names = FORMATS if args.compare else [args.format]
+        rows = [train(name, args, images, labels, count, tests) for name in names]
+    except KeyboardInterrupt:
+        sys.exit("\ninterrupted; with --checkpoint-dir FOLDER a run can be resumed")
+    except (OSError, EOFError, pickle.UnpicklingError) as error:
         sys.exit(f"error: {error}")
-
-
-def _run(args: argparse.Namespace) -> list[reporting.Result]:
-    command_line.make_writable(args.output_dir)
-    dataset = load_dataset(args)
-    print(
-        f"{dataset.name}: {len(dataset.train.labels)} training and "
-        f"{len(dataset.test.labels)} test images; ResNet-18 of width {args.width}, "
-        f"{args.compute_dtype} computation on {jax.devices()[0].device_kind}"
-    )
-    optimizers = (
-        optimizer_choice.compared(args.optimizer) if args.compare else [args.optimizer]
-    )
-    results = [
-        train(args, dataset, optimizer, seed)
-        for seed in range(args.seed, args.seed + args.seeds)
-        for optimizer in optimizers
-    ]
-    print(reporting.table(results))
-    curves = args.output_dir / "curves.png"
-    numbers = args.output_dir / "results.json"
-    reporting.write_json(numbers, settings(args, dataset), results)
-    reporting.plot(curves, f"ResNet-18, width {args.width}, on {dataset.name}", results)
-    print(f"curves in {curves}, numbers in {numbers}")
-    return results
+    print(f"{'format':12}{'test loss':>10}{'accuracy':>10}{'bytes/weight':>14}")
+    for row in rows:
+        print("{:12}{:10.4f}{:10.2%}{:14.2f}".format(*row))
 
 
 if __name__ == "__main__":

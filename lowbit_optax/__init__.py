@@ -21,9 +21,6 @@ from lowbit_optax.aliases import (
     sr_adamw,
     sr_sgd,
 )
-from lowbit_optax.averaging import ema_of_params
-from lowbit_optax.conversion import convert
-from lowbit_optax.diagnostics import LeafReport, step_report
 from lowbit_optax.formats import (
     MomentFormat,
     WeightFormat,
@@ -53,18 +50,22 @@ from lowbit_optax.lpmm import (
     lpmm_sgd,
     quantize_params,
 )
-from lowbit_optax.masters import from_master, master_weights, param_dtypes
-from lowbit_optax.planning import Plan, PlannedFormats, plan
-from lowbit_optax.regularization import regularize
-from lowbit_optax.reports import MemoryReport, cancelled_updates, memory_report
-from lowbit_optax.sharding import state_shardings
+from lowbit_optax.reports.diagnostics import LeafReport, cancelled_updates, step_report
+from lowbit_optax.reports.memory import MemoryReport, memory_report
+from lowbit_optax.reports.planning import Plan, PlannedFormats, plan
+from lowbit_optax.reports.step_memory import StepMemory, step_memory
 from lowbit_optax.split_array import SplitArray, join_array, split_array
-from lowbit_optax.storage_formats import check_storage_formats, storage_formats
-from lowbit_optax.transformation import (
+from lowbit_optax.states.conversion import convert
+from lowbit_optax.states.masters import from_master, master_weights, param_dtypes
+from lowbit_optax.states.sharding import state_shardings
+from lowbit_optax.states.storage_formats import check_storage_formats, storage_formats
+from lowbit_optax.transformations.averaging import ema_of_params
+from lowbit_optax.transformations.lowbit import (
     apply_updates,
     lowbit,
     step,
 )
+from lowbit_optax.transformations.regularization import regularize
 
 if _typing.TYPE_CHECKING:
     from lowbit_optax import emulation as emulation
@@ -91,6 +92,7 @@ __all__ = [
     "PlannedFormats",
     "QuantizedTensor",
     "SplitArray",
+    "StepMemory",
     "WeightFormat",
     "accumulate_gradients",
     "apply_updates",
@@ -134,6 +136,7 @@ __all__ = [
     "state_shardings",
     "static_scale",
     "step",
+    "step_memory",
     "step_report",
     "stochastic_rounding",
     "storage_formats",

@@ -21,7 +21,7 @@ from lowbit_optax import formats
 from lowbit_optax._numerics.rounding import round_to_precision
 from lowbit_optax.aliases import common
 from lowbit_optax.formats import WeightFormat
-from lowbit_optax.transformation import lowbit
+from lowbit_optax.transformations.lowbit import lowbit
 
 WeightRounding = typing.Literal["kahan", "stochastic", "nearest"]
 

@@ -17,13 +17,13 @@ except ModuleNotFoundError as error:
         "pip install 'lowbit-optax[flax]'"
     ) from error
 
-from lowbit_optax.masters import (
+from lowbit_optax.states.masters import (
     KeepFloat32,
     from_master,
     is_scalar_or_vector,
     param_dtypes,
 )
-from lowbit_optax.transformation import step
+from lowbit_optax.transformations.lowbit import step
 
 
 class TrainState(train_state.TrainState):

@@ -696,7 +696,7 @@ def test_a_second_moments_code_is_refused_for_a_first_moment():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"bits": 2}, ValueError, "bits is 2, not 4 or 8"),
+        ({"bits": 2}, ValueError, "bits is 2, not 4, 6 or 8"),
         ({"bits": 8.0}, TypeError, "bits is 8.0"),
         ({"bits": True}, TypeError, "bits is True"),
         ({"code": "log2"}, ValueError, "code is 'log2', not None or one of linear"),

@@ -12,6 +12,7 @@ import pytest
 from flax import serialization
 from optimizers import (
     ALIASES,
+    ALL_FORMATS,
     BFLOAT16_MOMENTS,
     VARIANTS,
     apply,
@@ -20,6 +21,7 @@ from optimizers import (
     gradient_series,
     jitted,
     model_params,
+    random_grads,
     train,
 )
 
@@ -131,7 +133,7 @@ def _placed(tx, params, sharding):
     shardings = lowbit_optax.state_shardings(tx, params, {"w": sharding})
     state = jax.eval_shape(tx.init, params)
     place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
-    params = {"w": place(params["w"], sharding)}
+    params = jax.tree.map(lambda x: place(x, sharding), params)
     return params, jax.tree.map(place, state, shardings)
 
 
@@ -143,16 +145,13 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize(("shape", "axes", "spec"), MESHES.values(), ids=MESHES)
-def test_another_mesh_goes_on_with_the_same_bits(tmp_path, shape, axes, spec):
+def _goes_on(folder, tx, params, series, shape, axes, spec):
+    """Save on eight devices, resume on a mesh, and compare with one device's run."""
     auto = jax.sharding.AxisType.Auto
     mesh = jax.make_mesh((8,), ("data",), axis_types=(auto,))
     devices = jax.devices()[: np.prod(shape)]
     other = jax.make_mesh(shape, axes, (auto,) * len(axes), devices=devices)
     rows, there = jax.NamedSharding(mesh, jax.P("data")), jax.NamedSharding(other, spec)
-    tx = lowbit_optax.lowbit_adamw(0.01, min_size=0)
-    params = {"w": model_params()["kernel"]}
-    series = gradient_series(params, 4)
     halfway = train(tx, params, jax.jit(tx.init)(params), series[:2])
     want = train(tx, *halfway, series[2:])
 
@@ -162,10 +161,40 @@ def test_another_mesh_goes_on_with_the_same_bits(tmp_path, shape, axes, spec):
         _placed(tx, params, rows),
     )
     target = _placed(tx, params, there)
-    restored = _orbax(tmp_path, saved, target)
+    restored = _orbax(folder, saved, target)
     placed = jax.tree.map(lambda x: x.sharding, restored)
     assert placed == jax.tree.map(lambda x: x.sharding, target)
     assert_same_bits(jax.device_get(train(tx, *restored, series[2:])), want)
+
+
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+def test_another_mesh_goes_on_with_the_same_bits(tmp_path, mesh):
+    tx = lowbit_optax.lowbit_adamw(0.01, min_size=0)
+    params = {"w": model_params()["kernel"]}
+    _goes_on(tmp_path, tx, params, gradient_series(params, 4), *mesh)
+
+
+def _every_format():
+    """Each weight format, in turn with moments of every kind; and LPMM's."""
+    moments = ("float32", BFLOAT16_MOMENTS, block_quantized(8), block_quantized(4))
+    formats = ALL_FORMATS | {"extra_bits_5": extra_bits(5)}
+    for number, (name, weights) in enumerate(formats.items()):
+        yield name, _adamw(weights, moments[number % len(moments)])
+    yield "lpmm", lowbit_optax.lpmm_adam(0.01)
+
+
+@pytest.mark.slow_to_compile  # a format of any kind does, in the test above
+@pytest.mark.parametrize("mesh", ["half of the devices", "other axes"])
+@pytest.mark.parametrize("name", [*ALL_FORMATS, "extra_bits_5", "lpmm"])
+def test_every_format_goes_on_on_another_mesh(tmp_path, name, mesh):
+    tx = dict(_every_format())[name]
+    params = {"w": random_grads({"w": jnp.ones((512, 128))}, 0)["w"]}
+    series = gradient_series(params, 4)
+    if name == "lpmm":
+        params = lowbit_optax.quantize_params(params, bits=12)
+    else:
+        params = {"w": params["w"].astype(jnp.bfloat16)}
+    _goes_on(tmp_path, tx, params, series, *MESHES[mesh])
 
 
 def _adamw(weights, moments="float32", **options):

@@ -108,6 +108,7 @@ def _assert_near(got, want, bounds):
         assert (np.abs(a - b) <= most).all(), np.max(np.abs(a - b) - most)
 
 
+@pytest.mark.slow_to_compile
 def test_every_pair_of_formats_loses_what_the_two_cannot_hold_and_no_more():
     def to_others(runs):
         return {
@@ -135,6 +136,7 @@ def test_every_pair_of_formats_loses_what_the_two_cannot_hold_and_no_more():
         assert spec_of(pairs[first, second]) == spec_of(pairs[second, second])
 
 
+@pytest.mark.slow_to_compile
 def test_a_run_goes_on_in_the_new_format_near_the_float32_run():
     series = gradient_series(MASTER_MODEL, 10)[5:]
     series = jax.tree.map(lambda *x: jnp.stack(x), *series)

@@ -245,6 +245,7 @@ def _nnx_loss(model):
     return jnp.mean(jnp.square(model(inputs).astype(jnp.float32) - outputs))
 
 
+@pytest.mark.slow_to_compile
 @pytest.mark.parametrize(
     ("optimizer", "norm_dtype"),
     [(FEW["kahan_adamw"], jnp.bfloat16), *((tx, jnp.float32) for tx in FEW.values())],

@@ -210,6 +210,7 @@ SPLIT_BLOCKS = {
 }
 
 
+@pytest.mark.slow_to_compile
 @AXES
 @pytest.mark.parametrize("name", SPLIT_BLOCKS)
 def test_shards_that_split_blocks_give_the_same_numbers(name, axis_type):

@@ -142,6 +142,7 @@ def test_shards_that_split_words_give_the_same_numbers(name, axis_type):
     assert_equal(got, mixture.want(held, LAST, index_of(shape)))
 
 
+@pytest.mark.slow_to_compile
 @AXES
 @pytest.mark.parametrize(
     ("stack", "spec", "widths"),

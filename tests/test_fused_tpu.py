@@ -51,6 +51,7 @@ def test_results_are_those_of_the_model(shape, widths, only_kernels):
     assert only_kernels == [True]
 
 
+@pytest.mark.slow_to_compile
 def test_a_layer_of_a_stack_is_updated_in_its_place(only_kernels):
     body, layers = Mixture((8,)), 3
     held = [body.arrays(LAYERED, seed) for seed in range(layers)]

@@ -1,20 +1,15 @@
-"""The GPT example trains the same with and without release; and what it prints."""
+"""The GPT trains the same with and without release; and what it prints."""
 
 import argparse
 import pathlib
-import sys
 
 import chex
 import jax
 import numpy as np
 import pytest
 
-EXAMPLES = pathlib.Path(__file__).resolve().parent.parent / "examples"
-sys.path.insert(0, str(EXAMPLES))
-
-import gpt_flags  # noqa: E402
-import gpt_release  # noqa: E402
-import stdlib_text  # noqa: E402
+from benchmarks.training import gpt_release
+from benchmarks.training.text import gpt_flags, stdlib_text
 
 pytestmark = [pytest.mark.example, pytest.mark.standard_promotion]
 

@@ -349,6 +349,7 @@ def test_leaves_that_stay_follow_the_inner_transformation():
     )
 
 
+@pytest.mark.slow_to_compile
 @pytest.mark.standard_promotion
 def test_flax_train_state():
     tx = lpmm_sgd(0.05, 0.9)
@@ -363,6 +364,7 @@ def test_flax_train_state():
     assert int(state.step) == 3
 
 
+@pytest.mark.slow_to_compile
 @pytest.mark.parametrize("name", ["momentum", "accumulated"])
 @pytest.mark.standard_promotion
 def test_an_orbax_checkpoint_resumes_with_the_same_bits(name, tmp_path):
@@ -394,6 +396,7 @@ def test_flax_bytes_restore_the_tensor_and_refuse_other_bits():
         serialization.from_bytes(params, serialization.to_bytes(params_of(bits=8)))
 
 
+@pytest.mark.slow_to_compile
 @pytest.mark.standard_promotion
 def test_eight_devices_have_the_bits_of_one():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -493,6 +496,7 @@ def difference(p, q):
     return np.sqrt(total / sum(p[k].size for k in p))
 
 
+@pytest.mark.slow_to_compile
 def test_more_bits_are_nearer_to_float32_after_100_steps_of_sgd():
     params, *_ = regression()
     reference, best = trained(params, optax.sgd(0.2, 0.9), 100)

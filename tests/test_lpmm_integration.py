@@ -73,6 +73,7 @@ def applied(tx, params, state, grads):
 # Wrappers.
 
 
+@pytest.mark.slow_to_compile
 @pytest.mark.parametrize("advance", [applied, lowbit_optax.step])
 def test_partition_and_masked_train_each_weight_by_its_own(advance):
     labels = {"kernel": "low", "other": "low", "bias": "plain"}

@@ -126,7 +126,7 @@ def test_none_and_empty_and_scalar_leaves_stay_what_they_are(optimizer):
     assert masters["empty rows"].shape == (0, 4)
     assert isinstance(masters["masked"], optax.MaskedNode)
     lowbit_optax.memory_report(tx, params)
-    lowbit_optax.cancelled_updates(tx, series[0], end, moved)
+    lowbit_optax.cancelled_updates(tx, moved, end, series[0])
 
 
 def test_an_empty_tree_is_no_error():

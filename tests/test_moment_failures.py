@@ -196,6 +196,7 @@ def update_error(moments):
     return norm_ratio(got - want, want)
 
 
+@pytest.mark.slow_to_compile
 def test_fewer_bits_are_further_from_float32():
     sixteen = update_error(lowbit_optax.cast(jnp.bfloat16))
     eight, four = update_error(EIGHT), update_error(block_quantized(4))

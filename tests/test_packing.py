@@ -77,7 +77,7 @@ def test_words_hold_their_fields_as_one_long_number(bits):
     np.testing.assert_array_equal(unpack_(words, bits, fields.shape), fields)
 
 
-@settings(deterministic, max_examples=15)  # each compiles anew
+@settings(deterministic, max_examples=8)  # each compiles anew
 @given(
     bits=st.integers(1, 32),
     shape=st.lists(st.integers(0, 40), min_size=1, max_size=4)

@@ -230,6 +230,7 @@ def test_with_weights_rounded_to_nearest_it_is_the_same_up_to_the_last_line():
     assert_is_sgd(run_library(tx, grads, jit=True), reference, is_kahan=False)
 
 
+@pytest.mark.slow_to_compile
 def test_the_unit_may_be_a_float16_one():
     grads = gradients(100, np.float16)
     sgd = sixteen_bit_sgd(0.01, **SGD, dtype=jnp.float16)

@@ -514,6 +514,7 @@ def test_promotion_recovers_training_that_overflows_forward():
     assert compiled == [False, True]
 
 
+@pytest.mark.slow_to_compile
 def test_a_sharded_batch_gives_the_same_loss():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     w, x = weights(), dyadic(0, 16, 3)

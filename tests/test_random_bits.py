@@ -324,6 +324,7 @@ def row_major(shape, position):
     return index
 
 
+@pytest.mark.slow_to_compile
 @pytest.mark.parametrize(
     "shape",
     [

@@ -102,6 +102,7 @@ CLIPPED = {
 }
 
 
+@pytest.mark.slow_to_compile
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("clip", CLIPPED)
 def test_clipping_by_the_norm_of_many_leaves(clip, scaled):

@@ -75,6 +75,7 @@ def test_twenty_released_steps_are_twenty_ordinary_ones(name):
     )
 
 
+@pytest.mark.slow_to_compile
 @pytest.mark.parametrize("name", ["kahan_sgd", "extra_bits_sgd_8_nearest"])
 def test_bfloat16_float16_and_float32_leaves_are_updated_beside_each_other(name):
     released.assert_equal_steps(

@@ -121,6 +121,7 @@ def test_exact_steps_are_those_of_with_loss_scale_overflows_included(name):
     assert_equal_steps(loss_fn, with_loss_scale(tx, scaling))
 
 
+@pytest.mark.slow_to_compile
 def test_the_scales_own_statistics_are_those_of_the_ordinary_step():
     scaling = log_normal_scale(2.0**17, decay=0.5)
     state = assert_equal_steps(scanned, with_loss_scale(SGD, scaling))
@@ -134,6 +135,7 @@ def test_without_need_clipping_changes_nothing():
     assert_equal_steps(scanned, *txs, max_grad_norm=most)
 
 
+@pytest.mark.slow_to_compile
 def test_clipping_is_by_the_norm_of_unscaled_gradients():
     scaling, most = backoff_scale(2.0**15), 2.0**-4
     inner = optax.chain(optax.clip_by_global_norm(most), optax.sgd(RATE, momentum=0.5))
@@ -248,8 +250,8 @@ def test_reports_tell_what_the_scale_does():
     layer = released.explained(mixed, tx, params(), *batch, overflow="layer")
     assert layer["['layers']"] == "in the loop; not a layer whose gradients overflow"
     assert layer["['head']"] == (
-        "after it: it has fewer than 4096 elements; not if a gradient of this update "
-        "overflows"
+        "after the backward pass: it has fewer than 4096 elements; not if a gradient "
+        "of this update overflows"
     )
 
 

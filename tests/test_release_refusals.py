@@ -240,9 +240,9 @@ def test_explain_says_that_a_stack_is_in_the_loop():
     assert _reason() == "in the loop"
 
 
-def test_explain_says_that_no_scan_runs_over_a_leaf():
+def test_explain_says_that_the_loss_does_not_depend_on_a_leaf():
     reason = _reason(lambda params, x: released.head_loss(params, x))
-    assert reason == "after it: no scan runs over it"
+    assert reason == "after the backward pass: the loss does not depend on it"
 
 
 def test_explain_says_what_else_reads_a_stack():
@@ -250,7 +250,7 @@ def test_explain_says_what_else_reads_a_stack():
         return simple_loss(params, x) + jnp.sum(jnp.sin(params["layers"]))
 
     reason = _reason(loss_fn)
-    assert reason.startswith("after it: besides a scan it is used by ")
+    assert reason.startswith("after the backward pass: besides a scan it is used by ")
     assert reason.endswith("sin")
 
 
@@ -263,7 +263,7 @@ def test_explain_says_that_several_scans_run_over_a_stack():
 
 def test_explain_says_that_a_stack_was_changed_before():
     for change in (lambda w: w.astype(jnp.bfloat16), lambda w: w[::-1]):
-        assert _reason(_scan_of(change)).startswith("after it: ")
+        assert _reason(_scan_of(change)).startswith("after the backward pass: ")
 
 
 def test_explain_says_that_layers_are_small():
@@ -289,8 +289,8 @@ def test_explain_says_that_layers_are_small():
 )
 def test_explain_gives_a_reason_for_an_update_of_whole_leaves(tx):
     reason = _reason(tx=tx)
-    assert reason.startswith("after it: ")
-    assert len(reason) > len("after it: ") + 10
+    assert reason.startswith("after the backward pass: ")
+    assert len(reason) > len("after the backward pass: ") + 10
 
 
 def test_explain_is_of_one_leaf_where_one_waits():

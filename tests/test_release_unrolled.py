@@ -62,7 +62,10 @@ def test_each_layer_is_updated_on_its_own_the_last_one_first(loss_fn):
     for number in range(3):
         report = reports[f"['layers'][{number}]"]
         assert report.startswith(f"in the backward pass, update {3 - number} of 3: ")
-    assert reports["['head']"] == "after it: it has fewer than 4096 elements"
+    assert (
+        reports["['head']"]
+        == "after the backward pass: it has fewer than 4096 elements"
+    )
 
 
 @pytest.mark.parametrize("loss_fn", MODELS, ids=lambda f: f.__name__)
@@ -79,6 +82,6 @@ def test_where_all_gradients_are_needed_leaves_wait_and_say_so():
     start, batches = params(dtype=jnp.float32), released.batches(2)
     reports = released.explained(one_after_another, tx, start, *batches[0])
     assert reports["['layers'][0]"] == (
-        "after it: its update needs the gradients of other leaves"
+        "after the backward pass: its update needs the gradients of other leaves"
     )
     released.assert_equal_steps(one_after_another, tx, start, batches)

@@ -215,6 +215,36 @@ def test_shards_that_are_no_whole_words_give_the_same_numbers(name):
     assert_same_bits(got, want)
 
 
+CUT = {
+    "one row each": ((8, 1024), jax.P("x"), "shards of 1 along axis 0.*multiples of 4"),
+    "a row of a word too many": ((40, 512), jax.P("x"), "shards of 5.*multiples of 4"),
+    "half a block": ((32, 512), jax.P("x"), "shards of 4 along axis 0.*multiples of 8"),
+    "two columns": ((64, 16), jax.P(None, "x"), "of 2 along axis 1.*multiples of 4"),
+    "half a vector": ((1024,), jax.P("x"), "of 128 along axis 0.*multiples of 256"),
+}
+
+
+@pytest.mark.parametrize(("shape", "spec", "message"), CUT.values(), ids=CUT)
+def test_cut_words_and_blocks_on_explicit_axes_are_an_error_that_names_the_leaf(
+    shape, spec, message
+):
+    tx = lowbit_optax.lowbit_adamw(0.01, min_size=0)
+    mesh = _mesh(AxisType.Explicit)
+    params, grads = _arrays(*shape)
+    state = jax.jit(tx.init)({"a": params})
+    with jax.set_mesh(mesh):
+        params = jax.device_put(params, jax.NamedSharding(mesh, spec))
+        with pytest.raises(ValueError, match=rf"params\['a'\], \w+\[.*{message}"):
+            tx.init({"a": params})
+        with pytest.raises(ValueError, match=r"params\['a'\], .*explicit axes"):
+            jax.eval_shape(
+                functools.partial(lowbit_optax.step, tx),
+                {"a": params},
+                state,
+                {"a": grads[0]},
+            )
+
+
 def test_without_a_mesh_in_context_shardings_carry_over_too():
     tx = _MADE["extra_bits_adamw_8"]
     sharding = jax.NamedSharding(_mesh(AxisType.Auto), jax.P("x"))
@@ -246,7 +276,7 @@ def test_master_weights_and_reports_of_sharded_training(axis_type):
         _assert_placed(masters, sharding)
         assert_same_bits(masters, want)
         share = jax.jit(functools.partial(lowbit_optax.cancelled_updates, tx))
-        share = share(grads[0], got[1], got[0])
+        share = share(*got, grads[0])
         assert 0 <= float(share) <= 1
 
 

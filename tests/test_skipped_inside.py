@@ -120,6 +120,7 @@ def test_two_conditions_may_both_skip(implementation):
     assert all((moved[name] != params[name]).any() for name in params)
 
 
+@pytest.mark.slow_to_compile
 def test_a_loss_scale_inside_changes_no_moment():
     scaled = lowbit_optax.with_loss_scale(
         optax.adamw(0.01), lowbit_optax.static_scale(2.0)

@@ -1,21 +1,16 @@
-"""The figures that the precision example draws, and the networks that it trains."""
+"""The figures that `precision_assignment` draws, and the networks that it trains."""
 
 import json
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-sys.path.insert(0, str(EXAMPLES))
-
-import tradeoff  # noqa: E402
-from resnet import ResNet  # noqa: E402
-from shufflenet import ShuffleNet, shuffle_channels  # noqa: E402
-from squeezenet import SqueezeNet  # noqa: E402
+from benchmarks.training.images import tradeoff
+from tools.models.resnet import ResNet
+from tools.models.shufflenet import ShuffleNet, shuffle_channels
+from tools.models.squeezenet import SqueezeNet
 
 pytestmark = pytest.mark.example
 

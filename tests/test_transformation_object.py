@@ -114,7 +114,7 @@ def test_a_copys_reports_and_masters_are_the_originals(copied):
     reports = [lowbit_optax.memory_report(x, params) for x in (other, tx)]
     assert reports[0] == reports[1]
     shares = [
-        lowbit_optax.cancelled_updates(x, grads, x.init(params), params)
+        lowbit_optax.cancelled_updates(x, params, x.init(params), grads)
         for x in (other, tx)
     ]
     assert_same_bits(*shares)

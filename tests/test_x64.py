@@ -165,6 +165,7 @@ def test_release_is_the_same():
     assert_same_bits(*without_and_with(run))
 
 
+@pytest.mark.slow_to_compile
 @pytest.mark.parametrize("widths", [(), (5,), (8, 12)])
 def test_interpreted_kernels_are_the_model(widths):
     shape = (70, 33)

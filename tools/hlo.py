@@ -100,6 +100,18 @@ def collectives(compiled: jax.stages.Compiled) -> list[str]:
     return re.findall(rf" ({names})(?:-start)?\(", text(compiled))
 
 
+def exchanged(compiled: jax.stages.Compiled) -> dict[str, int]:
+    """By kind of collective, the bytes of all their results; those of a loop once."""
+    names = "|".join(COLLECTIVES)
+    # Several arrays can be exchanged at once. Of an asynchronous pair the end counts.
+    found: dict[str, int] = {}
+    for type_text, name in re.findall(
+        rf"= (.*?) ({names})(?:-done)?\(", text(compiled)
+    ):
+        found[name] = found.get(name, 0) + sum(_array_bytes(type_text))
+    return found
+
+
 def copies(compiled: jax.stages.Compiled) -> list[int]:
     """Bytes of each copy's result, anywhere in the program, loops included."""
     found = re.findall(r"= (.*?) copy(?:-start)?\(", text(compiled))

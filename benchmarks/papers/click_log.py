@@ -118,7 +118,7 @@ def train(tx, dtype, params, log: Log, order, count_every: int = 0):
 
     def part(carry, indices):
         grads = jax.grad(loss_fn)(carry[0], *(each[indices[0]] for each in log))
-        share = lowbit_optax.cancelled_updates(tx, grads, carry[1], carry[0])
+        share = lowbit_optax.cancelled_updates(tx, *carry, grads)
         return jax.lax.scan(step, carry, indices)[0], share
 
     carry = params, tx.init(params)

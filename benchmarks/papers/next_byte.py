@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable
 import jax
 import jax.numpy as jnp
 import optax
-import stdlib_text
+
+from benchmarks.training.text import stdlib_text
 
 CONTEXT, EMBEDDING, WIDTH, BATCH = 16, 16, 128, 128
 

@@ -13,10 +13,10 @@ import argparse
 import jax
 import jax.numpy as jnp
 import optax
-from resnet import ResNet
 
 from lowbit_optax import precision
 from tools.gpu_program.targets import compile_for, gpu_mesh
+from tools.models.resnet import ResNet
 
 MIB = 2**20
 

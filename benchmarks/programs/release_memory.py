@@ -3,14 +3,16 @@
     .venv/bin/python -m benchmarks release_memory
 
 Model A is 12 layers tanh(h @ w) of 4096 x 4096 with a batch of 512; model B a GPT of 12
-layers of width 2048, 16 heads, context 1024 and a batch of 4 (the example's), of which
-each layer is computed again for its gradient. Parameters and state are donated. The
+layers of width 2048, 16 heads, context 1024 and a batch of 4, of which each layer is
+computed again for its gradient. Parameters and state are donated. The
 "float32 master" is the usual mixed precision: optax.adamw on float32 parameters, by
 bfloat16 gradients at a copy that each step makes. Nothing is run. Needs the
 ``gpu-program`` extra.
 """
 
 import argparse
+import dataclasses
+import functools
 
 import jax
 import optax
@@ -18,6 +20,7 @@ import optax
 import lowbit_optax
 from lowbit_optax import release
 from tools.gpu_program.release_steps import (
+    BF16,
     MIB,
     CompiledStep,
     Model,
@@ -52,8 +55,26 @@ def mib(size: float) -> str:
     return f"{size / MIB:,.0f}"
 
 
-def one_device(model: Model) -> dict[tuple[str, str], CompiledStep]:
-    """Prints a model's table for one H200; returns its programs."""
+def quantized(model: Model) -> CompiledStep:
+    """``lpmm_adam`` on weights of 12 bits, with release; the loss dequantises them."""
+    to_12_bits = functools.partial(lowbit_optax.quantize_params, bits=12)
+    params = jax.eval_shape(to_12_bits, model.params)
+    return compile_step(
+        functools.partial(release.value_and_update, dtype=BF16),
+        dataclasses.replace(model, params=params),
+        lowbit_optax.lpmm_adam(1e-3),
+    )
+
+
+def one_device(
+    model: Model, dequantizes: bool = False
+) -> dict[tuple[str, str], CompiledStep]:
+    """Prints a model's table for one H200; returns its programs.
+
+    Args:
+      model: what to train.
+      dequantizes: whether its loss takes quantised weights, too.
+    """
     print_heads(
         "step", "release", "params + state", "temporary", "peak", "master's peak / peak"
     )
@@ -62,6 +83,8 @@ def one_device(model: Model) -> dict[tuple[str, str], CompiledStep]:
     for name, tx in OPTIMIZERS.items():
         for mode, make_step in MODES.items():
             programs[name, mode] = compile_step(make_step, model, tx)
+    if dequantizes:
+        programs["`lpmm_adam`, 12-bit weights", "with"] = quantized(model)
     for (name, mode), step in programs.items():
         sizes = map(mib, (step.stored, step.temporary, step.peak))
         print_row(name, mode, *sizes, f"{master.peak / step.peak:.2f}")
@@ -121,7 +144,7 @@ def main(argv: list[str] | None = None) -> None:
     if flags.no_transformer:
         return
     print("\nModel B, layers computed again, one H200, MiB\n")
-    programs = one_device(transformer())
+    programs = one_device(transformer(), dequantizes=True)
     print("\nModel B: what the peak is made of, MiB\n")
     parts(transformer(), transformer(layers=1), programs)
     print("\nModel B, all activations kept, one H200, MiB\n")

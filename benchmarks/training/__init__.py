@@ -1,1 +1,1 @@
-"""Training runs of this package's own."""
+"""Training runs: formats, optimizers and precision assignments compared."""

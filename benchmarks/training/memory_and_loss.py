@@ -4,7 +4,7 @@
     .venv/bin/python -m benchmarks memory_and_loss --train    # trains, and writes it
 
 Memory is that of ``memory_report`` for the shapes of GPT-2 124M; nothing is allocated.
-The losses are those of the example's GPT on the sources of Python's standard library,
+The losses are those of a small GPT on the sources of Python's standard library,
 with the same start and batches for all. It needs the ``examples`` extra.
 """
 
@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import stdlib_text
-from gpt import GPT
 
 import lowbit_optax
 from benchmarks import ROOT, leaf_sets, pictures, records
+from benchmarks.training.text import stdlib_text
 from lowbit_optax import lpmm
+from tools.models.gpt import GPT
 
 RECORD = records.path_of(__name__)
 PICTURE = ROOT / "docs" / "memory_and_loss.png"

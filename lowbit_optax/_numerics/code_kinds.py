@@ -26,6 +26,7 @@ from lowbit_optax._numerics.codes import (
     shift_and_round,
 )
 from lowbit_optax._numerics.float_code import Float
+from lowbit_optax._numerics.nested_code import Nested
 
 
 @dataclasses.dataclass(frozen=True)
@@ -334,6 +335,8 @@ def code_of(name: str, bits: int, signed: bool, scale: Scale) -> Code:
         return Sqrt(bits, False, scale)
     if name == "float":
         return Float(bits, False, scale)
+    if name == "nested":
+        return Nested(bits, False)
     if name == "log":
         return Segments(bits, False, scale, _LOG[bits])
     return Segments(bits, signed, scale, _COMPANDED[bits, signed])

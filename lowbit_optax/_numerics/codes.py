@@ -42,7 +42,7 @@ becomes the smallest positive value.
 import dataclasses
 import math
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +83,9 @@ class Code:
     bits: int
     signed: bool
     scale: Scale = "bfloat16"
+
+    maxima: typing.ClassVar[int] = 1
+    """Of how many keys per element a block's scale needs the maxima."""
 
     @property
     def largest_value(self) -> float:
@@ -137,6 +140,22 @@ class Code:
     def magnitude_of(self, key: jax.Array) -> jax.Array:
         """The magnitude of a :meth:`magnitude_key`, float32; 0 for a negative key."""
         return float_of(jnp.maximum(key - jnp.int32(self._above), jnp.int32(0)))
+
+    def keys(self, x: jax.Array) -> tuple[jax.Array, ...]:
+        """The keys whose maxima over a block determine its scale, ``maxima`` of them.
+
+        Args:
+          x: float32.
+
+        Returns:
+          int32 arrays of x's shape; below 0 they count as 0.
+        """
+        return (self.magnitude_key(x),)
+
+    def scale_of_keys(self, keys: Sequence[jax.Array]) -> jax.Array:
+        """The scales of blocks, bfloat16, from the maxima of their :meth:`keys`."""
+        (key,) = keys
+        return self.scale_of(self.magnitude_of(key))
 
     def scale_of(self, maximum: jax.Array) -> jax.Array:
         """The scales of blocks.

@@ -37,6 +37,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from lowbit_optax._jaxprs.traced_once import traced_once
 
@@ -121,7 +122,10 @@ def random_bits(
       One :class:`RandomBits` per leaf.
     """
     keys, seconds = random_keys(seed, step, leaves)
-    pick = lambda x, i: lax.index_in_dim(x, i, keepdims=False)
+    # Outside of jit, an index that is static would be a program of its own.
+    is_traced = isinstance(keys, Tracer)
+    index = lax.index_in_dim if is_traced else lax.dynamic_index_in_dim
+    pick = lambda x, i: index(x, i, keepdims=False)
     return [RandomBits(pick(keys, i), pick(seconds, i)) for i in range(len(leaves))]
 
 

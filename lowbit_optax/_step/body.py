@@ -111,17 +111,20 @@ class LeafBody:
         return of_weight + [self.moment_format(i).bits for i in self.scaled]
 
     @property
-    def maxima(self) -> list[int]:
+    def block_sizes(self) -> list[int]:
         """The block sizes of the scales: the weight's, if it has one, and moments'."""
-        return [size for sizes in self.rounds for size in sizes]
+        of_weight = [] if self.quantized is None else [self.quantized.block_size]
+        return of_weight + [self.moment_format(i).block_size for i in self.scaled]
 
     @property
     def rounds(self) -> list[list[int]]:
-        """The same in two rounds, the second for moments relative to others."""
-        of_weight = [] if self.quantized is None else [self.quantized.block_size]
-        size = lambda i: self.moment_format(i).block_size
-        first = of_weight + [size(i) for i in self.scaled if i not in self.relative]
-        second = [size(i) for i in self.scaled if i in self.relative]
+        """Of every maximum, the block size. A second round has relative moments'."""
+        first = [] if self.quantized is None else [self.quantized.block_size]
+        second = []
+        for i in self.scaled:
+            format_ = self.moment_format(i)
+            sizes = second if i in self.relative else first
+            sizes += [format_.block_size] * format_.codec.maxima
         return [sizes for sizes in (first, second) if sizes]
 
     def before(self, block_values):
@@ -146,8 +149,9 @@ class LeafBody:
         _, _, outputs = self._run(program, values, scalars, multiply_add, before)
         weights, moments = self._split(outputs)
         return [fields.magnitude_key(weight) for fields, weight in weights] + [
-            self.moment_format(i).codec.magnitude_key(moment)
+            key
             for i, moment in zip(of_moments, moments, strict=True)
+            for key in self.moment_format(i).codec.keys(moment)
         ]
 
     def _quotients(self, values, scalars, index, multiply_add, before, after):
@@ -164,10 +168,11 @@ class LeafBody:
             i: encoding.decoded(i, encoding.encoded(i, moments[i])) for i in seconds
         }
         return [
-            self.moment_format(i).codec.magnitude_key(
+            key
+            for i in of_moments
+            for key in self.moment_format(i).codec.keys(
                 quotient(moments[i], stored[self.relative[i]])
             )
-            for i in of_moments
         ]
 
     def after(self, maxima, block_values, scalars):
@@ -177,9 +182,12 @@ class LeafBody:
             fields.scale_of(key, scale)
             for (fields, key), (_, scale) in zip(of_weight, old, strict=True)
         ]
-        for i, key in zip(self.scaled, keys, strict=False):
+        keys = list(keys)
+        for i in self.scaled:
             codec = self.moment_format(i).codec
-            scales.append(codec.scale_of(codec.magnitude_of(key)))
+            own, keys = keys[: codec.maxima], keys[codec.maxima :]
+            if own:  # those of relative moments come in the second round
+                scales.append(codec.scale_of_keys(own))
         of_weight = [] if self.quantized is None else [0]
         numbers = of_weight + [i + 1 for i in self.scaled]
         scales = [

@@ -8,6 +8,7 @@ from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._step import trees
 from lowbit_optax._step.moment_slots import MomentChoice
 from lowbit_optax._step.moments import MomentPlan
+from lowbit_optax._step.shards import check_shards
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.quantized_weights import QuantizedWeights
 from pallas_kernels.platforms import Implementation
@@ -75,4 +76,7 @@ class Choices:
         why_not = self.weights.check(leaf.dtype)
         if why_not:
             raise ValueError(f"lowbit: params{name}: {why_not}")
-        return self.weights.for_leaf(leaf.shape, leaf.dtype, self.min_size)
+        format_ = self.weights.for_leaf(leaf.shape, leaf.dtype, self.min_size)
+        if format_.width:
+            check_shards(name, leaf, format_.width)
+        return format_

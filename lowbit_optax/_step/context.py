@@ -9,7 +9,7 @@ context variable:
     release, in its loop --> one_layer ---------+--> [wrappers] --> current()
     release, before it ----> analysis ----------+
     convert, before it ----> recording ---------+
-    step_report -----------> reporting ---------+
+    diagnostics -----------> reporting ---------+
     step, around a wrapper > params_wanted -----+
 """
 
@@ -17,11 +17,44 @@ import contextlib
 import contextvars
 import dataclasses
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
+from jax.extend.core import get_opaque_trace_state
 
 from lowbit_optax._step.layer import Layer
+
+
+@dataclasses.dataclass(frozen=True)
+class Reports:
+    """What steps of ``lowbit`` do to each leaf, as one asks for it.
+
+    Args:
+      what: the function that asks, for errors.
+      measure: ``(prepared step, inner update) -> values by path``; see
+        :mod:`lowbit_optax._step.measured`.
+      trace: the one in which it asks.
+      found: the values.
+    """
+
+    what: str
+    measure: Callable[..., Mapping[str, typing.Any]]
+    trace: typing.Any
+    found: dict[str, typing.Any] = dataclasses.field(default_factory=dict)
+
+    def add(self, prepared, update: Callable) -> None:
+        """Add the values of a step.
+
+        Raises:
+          ValueError: if the step is traced within another function, such as a branch
+            of a conditional, out of which its values cannot come.
+        """
+        if get_opaque_trace_state() != self.trace:
+            raise ValueError(
+                f"{self.what}: a wrapper around lowbit steps inside a conditional, as "
+                "optax.MultiSteps does; give the transformation that lowbit returned"
+            )
+        self.found.update(self.measure(prepared, update))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +72,8 @@ class StepContext:
         see :mod:`lowbit_optax._step.direct`.
       is_recorded: whether ``init`` should return what it was asked in place of a state;
         see :mod:`lowbit_optax._step.recorded`.
-      reports: to which steps add what they do to each leaf, by path, in place of doing
-        it; None if they are to be made. See :mod:`lowbit_optax._step.measured`.
+      reports: to which steps add what they do to each leaf, in place of doing it; None
+        if they are to be made.
     """
 
     masters: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
@@ -48,7 +81,7 @@ class StepContext:
     is_analysed: bool = False
     wants_params: bool = False
     is_recorded: bool = False
-    reports: dict[str, typing.Any] | None = None
+    reports: Reports | None = None
 
 
 _NOTHING = StepContext()
@@ -91,11 +124,11 @@ def recording():
 
 
 @contextlib.contextmanager
-def reporting() -> Iterator[dict[str, typing.Any]]:
-    """A context in which steps of ``lowbit`` only add reports to this mapping."""
-    reports: dict[str, typing.Any] = {}
+def reporting(what: str, measure: Callable) -> Iterator[dict[str, typing.Any]]:
+    """A context in which steps of ``lowbit`` only add to this mapping, by path."""
+    reports = Reports(what, measure, get_opaque_trace_state())
     with _changed(reports=reports):
-        yield reports
+        yield reports.found
 
 
 @contextlib.contextmanager

@@ -17,8 +17,8 @@ import functools
 import jax
 import jax.numpy as jnp
 import optax
-from jax.core import Tracer
 
+from lowbit_optax._jaxprs.not_folded import not_folded
 from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.landing import ADD, REPLACE, Landing
 from lowbit_optax._numerics.random_bits import ToNearest
@@ -26,7 +26,6 @@ from lowbit_optax._step import context, direct, trees
 from lowbit_optax._step.choices import Choices
 from lowbit_optax._step.guard import Guard, Unguarded
 from lowbit_optax._step.implementations import advance
-from lowbit_optax._step.measured import measure
 from lowbit_optax._step.prepared import draws_of_moments, prepare, random_of_leaves
 from lowbit_optax._step.recorded import Recorded
 from lowbit_optax._step.refusals import refuse_multi_steps
@@ -60,7 +59,7 @@ class Lowbit(Choices, Stepper):
                 residuals.append(None)
             elif name in given:
                 masters.append(given[name])
-                residuals.append(format_.residual(given[name], leaf, ToNearest()))
+                residuals.append(traced_once(_residual, format_)(given[name], leaf))
             else:
                 masters.append(traced_once(format_.widen)(leaf))
                 residuals.append(format_.init(leaf))
@@ -68,7 +67,7 @@ class Lowbit(Choices, Stepper):
         count, seed = jnp.zeros([], jnp.uint32), jnp.asarray(self.seed, jnp.uint32)
         inner_state = self.inner.init(treedef.unflatten(masters))
         self._check_inner_state(inner_state)
-        inner_state = jax.tree.map(_not_folded, inner_state)
+        inner_state = jax.tree.map(not_folded, inner_state)
         plan = self.moment_plan(names, leaves, inner_state)
         random = random_of_leaves(names, leaves, seed, count)
         draws = draws_of_moments(leaves, formats, random)
@@ -112,7 +111,7 @@ class Lowbit(Choices, Stepper):
         reports = context.current().reports
         if reports is not None:
             update = optax.with_extra_args_support(self.inner).update
-            reports |= measure(prepared, functools.partial(update, **extra_args))
+            reports.add(prepared, functools.partial(update, **extra_args))
             masters = prepared.tree(prepared.masters)
             return jax.tree.map(jnp.zeros_like, masters), state
         results, residuals, inner_state = advance(self, prepared, landing, extra_args)
@@ -123,12 +122,6 @@ class Lowbit(Choices, Stepper):
         residual = self.in_container(prepared.tree(residuals))
         new_state = LowbitState(count, state.seed, residual, inner_state)
         return prepared.tree(results), new_state
-
-    def inner_update(self, params, state, grads, **extra_args):
-        """The inner transformation's updates, in float32 where a format is used."""
-        prepared = prepare(self, params, state, grads, Unguarded())
-        update = optax.with_extra_args_support(self.inner).update
-        return prepared.tree(prepared.inner_update(update, **extra_args)[0])
 
     @staticmethod
     def _check_inner_state(inner_state) -> None:
@@ -141,13 +134,5 @@ class Lowbit(Choices, Stepper):
             )
 
 
-def _not_folded(x):
-    """A traced float array that XLA takes for unknown, at no cost in memory.
-
-    It would compute the codes of zeros while it compiles, an element at a time: nine
-    seconds for a matrix of 1024 x 1024, and a warning.
-    """
-    if not (isinstance(x, Tracer) and trees.is_float(x)):
-        return x
-    is_taken = jax.lax.optimization_barrier(jnp.asarray(True))
-    return jnp.where(is_taken, x, jnp.ones_like(x))
+def _residual(format_, master, param):
+    return format_.residual(master, param, ToNearest())

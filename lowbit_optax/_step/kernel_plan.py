@@ -266,7 +266,7 @@ def _check_leaf(leaf, is_packed: bool) -> None:
 
 def _check_fields(body: LeafBody) -> None:
     """Raise unless a kernel can walk over words and blocks together."""
-    packed, sizes = sorted(set(body.packed)), sorted(set(body.maxima))
+    packed, sizes = sorted(set(body.packed)), sorted(set(body.block_sizes))
     if not has_tiling(packed, sizes):
         raise NotElementwise(
             f"its fields of {packed} bits and blocks of {sizes} do not fit together"

@@ -189,7 +189,8 @@ def _kernel_leaf(i: int, kernel: LeafKernel, prepared: PreparedStep, stored) -> 
     scales = [param.scales] if quantized else []
     scales += [moments[n].scales for n in body.scaled]
     operands += [
-        Operand(x, block_size=size) for x, size in zip(scales, body.maxima, strict=True)
+        Operand(x, block_size=size)
+        for x, size in zip(scales, body.block_sizes, strict=True)
     ]
     # Every operand but the gradient has a result that overwrites it. If updates are
     # returned, the old parameter is still needed, and its result gets its own array.

@@ -64,6 +64,26 @@ def measure(prepared: PreparedStep, update) -> dict[str, LeafReport]:
     }
 
 
+def measure_lost(prepared: PreparedStep, update) -> dict[str, jax.Array]:
+    """The shares of updates that rounding to nearest would cancel, by path."""
+    updates, _ = prepared.inner_update(update)
+    return dict(zip(prepared.names, lost_shares(prepared.params, updates), strict=True))
+
+
+def lost_shares(params, updates) -> list[jax.Array]:
+    """The shares of updates that rounding to nearest would cancel, of each leaf.
+
+    Args:
+      params: leaves, arrays or QuantizedTensors.
+      updates: one array per leaf, of its shape.
+
+    Returns:
+      float32 scalars, from 0 to 1.
+    """
+    share = traced_once(cancelled_share)
+    return [share(p, u) for p, u in zip(params, updates, strict=True)]
+
+
 def measure_plain(params, grads, updates) -> list[LeafReport]:
     """The reports of leaves to which updates are added, and rounded, as optax does."""
     reports = []

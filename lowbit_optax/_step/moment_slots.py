@@ -18,10 +18,12 @@ from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._step.known_averages import bound_of, is_running_average
 from lowbit_optax.formats.base import MomentFormat
 from lowbit_optax.formats.block_quantized import block_quantized
+from lowbit_optax.formats.low_moments import LowMoments
 
 FLOAT32: typing.Final = "float32"
+LOW: typing.Final = "low"
 
-Moment = MomentFormat | typing.Literal["float32"]
+Moment = MomentFormat | typing.Literal["float32", "low"]
 Moments = Moment | Mapping[str, Moment] | None
 
 
@@ -216,10 +218,12 @@ def _check_wide(slot: Slot, field: str, format_: MomentFormat) -> None:
 def _format(moment) -> MomentFormat | None:
     if isinstance(moment, str) and moment == FLOAT32:
         return None
+    if isinstance(moment, str) and moment == LOW:
+        return LowMoments()
     if not isinstance(moment, MomentFormat):
         raise TypeError(
             f"lowbit: moments has {moment!r}, not a moment format such as "
             "lowbit_optax.block_quantized(8) or lowbit_optax.cast(jnp.bfloat16), and "
-            "not 'float32'"
+            "not 'low' or 'float32'"
         )
     return moment

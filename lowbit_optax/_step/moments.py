@@ -27,9 +27,10 @@ from lowbit_optax._step.moment_trees import (
     unwrap_uncoded,
     wrap_uncoded,
 )
+from lowbit_optax._step.shards import check_shards
 from lowbit_optax._step.stacks import marked_layerwise
 from lowbit_optax._step.trees import describe
-from lowbit_optax.formats.base import MomentFormat
+from lowbit_optax.formats.base import BlockMomentFormat, MomentFormat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,15 +269,17 @@ class MomentPlan:
 
         ``other(part)`` is for the parts of the slot that are not moments.
         """
-        shapes = {
-            name: leaf.shape for name, leaf in zip(self.names, self.params, strict=True)
-        }
+        params = dict(zip(self.names, self.params, strict=True))
 
         def leaf(path, like, part):
             name = jax.tree_util.keystr(path)
-            if like.dtype != jnp.float32 or shapes.get(name) != like.shape:
+            param = params.get(name)
+            is_like = param is not None and param.shape == like.shape
+            if like.dtype != jnp.float32 or not is_like:
                 return other(part)
             format_ = slot.format and slot.format.for_leaf(like.shape, self.min_size)
+            if isinstance(format_, BlockMomentFormat):
+                check_shards(name, param, format_.bits, format_.block_size)
             return fn(name, format_, part, like)
 
         return jax.tree_util.tree_map_with_path(leaf, slot.tree, tree)

@@ -30,12 +30,6 @@ class Stepper(abc.ABC):
     ) -> tuple[optax.Params, typing.Any]:
         """``(new params, new state)``, without forming differences of parameters."""
 
-    @abc.abstractmethod
-    def inner_update(
-        self, params: optax.Params, state, grads: optax.Updates, **extra
-    ) -> optax.Updates:
-        """The updates of the inner transformation, before anything is rounded."""
-
     @property
     def transformation(self) -> optax.GradientTransformationExtraArgs:
         """The optax transformation of this configuration."""

@@ -12,7 +12,7 @@ import optax
 from lowbit_optax import formats
 from lowbit_optax._step.moment_slots import Moments
 from lowbit_optax.aliases import adamw, common, sgd
-from lowbit_optax.transformation import lowbit
+from lowbit_optax.transformations.lowbit import lowbit
 
 
 def lowbit_sgd(

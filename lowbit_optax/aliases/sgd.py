@@ -9,7 +9,7 @@ import optax
 from lowbit_optax import formats
 from lowbit_optax._step.moment_slots import Moments
 from lowbit_optax.aliases import common
-from lowbit_optax.transformation import lowbit
+from lowbit_optax.transformations.lowbit import lowbit
 
 
 def kahan_sgd(

@@ -1,4 +1,4 @@
-"""Moments as codes of 4 or 8 bits, with a scale per block of neighbours.
+"""Moments as codes of 4, 6 or 8 bits, with a scale per block of neighbours.
 
 :mod:`lowbit_optax._numerics.codes` turns a value and a scale into a code. Here it is
 decided what is stored where, and which code a moment gets.
@@ -32,8 +32,11 @@ SECOND_MOMENTS = frozenset(
 
 _FIRST_MOMENTS = frozenset({"mu", "m", "m1", "m2", "trace", "exp_avg", "g"})
 
-CodeName = typing.Literal["linear", "companded", "dynamic", "sqrt", "log", "float"]
+CodeName = typing.Literal[
+    "linear", "companded", "dynamic", "sqrt", "log", "float", "nested"
+]
 _CODES = typing.get_args(CodeName)
+_BITS_OF_NESTED = (6, 8)
 _ROUNDINGS = ("nearest", "stochastic")
 _SCALES = ("bfloat16", "power_of_two")
 
@@ -129,7 +132,7 @@ class BlockQuantized(BlockMomentFormat):
 
     @property
     def _code_and_scale(self):
-        second = "float" if self.bits == 8 else "sqrt"
+        second = {8: "float", 4: "sqrt"}.get(self.bits, "nested")
         code = self.code or ("companded" if self.signed else second)
         # Powers of two cost "log" no precision, and division by them is exact.
         return code, self.scale or ("power_of_two" if code == "log" else "bfloat16")
@@ -139,12 +142,14 @@ class BlockQuantized(BlockMomentFormat):
     ) -> "BlockQuantized":
         # In Adan, v is a first moment of differences and n is the second moment.
         signed = name not in SECOND_MOMENTS or (name == "v" and "n" in fields)
-        if self.code in ("sqrt", "log", "float"):
+        code = self.code or ("nested" if self.bits == 6 else None)
+        if code in ("sqrt", "log", "float", "nested"):
             if name in _FIRST_MOMENTS or (signed and name in SECOND_MOMENTS):
+                instead = "take 4 or 8 bits" if self.bits == 6 else "leave code out"
                 raise ValueError(
-                    f"block_quantized: code {self.code!r} is for second moments and "
-                    f"holds no negative values, but {name!r} may be negative; leave "
-                    "code out, or give each moment its format by name"
+                    f"block_quantized: code {code!r} is for second moments and "
+                    f"holds no negative values, but {name!r} may be negative; "
+                    f"{instead}, or give each moment its format by name"
                 )
             signed = False
         relative_to = self.relative_to if signed else None
@@ -159,8 +164,8 @@ class BlockQuantized(BlockMomentFormat):
     def encode(self, moment, draws, number):
         codec = self.codec
         layout = layout_of(moment.shape)
-        keys = block_maxima(codec.magnitude_key(moment), layout, self.block_size)
-        scales = codec.scale_of(codec.magnitude_of(keys))
+        keys = [block_maxima(x, layout, self.block_size) for x in codec.keys(moment)]
+        scales = codec.scale_of_keys(keys)
         prepared = self._prepared(scales, moment.shape)
         fields = self.encode_fields(moment, prepared, draws, number)
         return self.container(pack(fields, self.bits), scales)
@@ -204,7 +209,7 @@ def block_quantized(
     scale: typing.Literal["bfloat16", "power_of_two"] | None = None,
     relative_to: str | None = AUTO,
 ) -> MomentFormat:
-    """Store moments in 8 or 4 bits, with a scale per block of 32 neighbours.
+    """Store moments in 8, 6 or 4 bits, with a scale per block of 32 neighbours.
 
     A value x of a block with scale s is stored as a field that stands for y, where
     ``x ~ s y`` and s is the smallest scale with which every value of the block is in
@@ -223,12 +228,19 @@ def block_quantized(
     - ``"log"``: the steps of ``"float"`` down to 2^-30, less the smallest value:
       ``(2^j (1 + i/8) - 1) / 2^30``. So zero is stored exactly.
     - ``"sqrt"``: no negative values, linear in the root, ``(c/254)^2``.
+    - ``"nested"``: no negative values; numbers a step apart in the logarithm, 1/16,
+      1/8, ... or 8 octaves: the smallest step with which 254 numbers (62 with 6 bits)
+      cover all positive values of the block. Zero is stored exactly. It is rounded so
+      that the mean of the logarithm is kept, and not that of x: then updates are
+      neither too long nor too short on average. It is the only code of 6 bits, and not
+      one of 4.
     - ``"dynamic"``: Dettmers' dynamic exponent map, without its value +1.
 
-    With ``code=None``, second moments are stored as ``"float"`` (``"sqrt"`` with 4
-    bits) and other moments as ``"companded"``. Second moments are recognised by their
-    field in the state: ``nu``, ``nu_max``, ``v``, ``n``, ``sum_of_squares``, ``e_g``,
-    ``e_x`` or ``exp_avg_sq``. For these all codes are unsigned. A value that is not
+    With ``code=None``, second moments are stored as ``"float"`` (``"nested"`` with 6
+    bits, ``"sqrt"`` with 4) and other moments as ``"companded"``. Second moments are
+    recognised by their field in the state: ``nu``, ``nu_max``, ``v``, ``n``,
+    ``sum_of_squares``, ``e_g``, ``e_x`` or ``exp_avg_sq``. For these all codes are
+    unsigned. A value that is not
     zero never becomes zero, because the update is divided by its root.
 
     8 bits follow float32's AdamW even where one value of a block is 1,000 times the
@@ -241,7 +253,8 @@ def block_quantized(
     and b2 = 0.999, so that all r of a block are of one size, whatever its gradients
     are. 4 bits of a moment without such a second moment, as SGD's and Lion's, lose
     values that are below about 1/30 of the largest in their block, and 4 bits of ``nu``
-    make the updates beside large gradients too short.
+    make the updates beside large gradients too short; 6 bits do not.
+    ``lowbit(..., moments="low")`` chooses 6 and 4 bits where they follow float32.
 
     Values that are not finite do not enter the scale, so the other values of the block
     are kept. In second moments infinity and NaN become infinity, and the parameter
@@ -249,7 +262,7 @@ def block_quantized(
     the block.
 
     Args:
-      bits: 8 or 4.
+      bits: 8, 4, or, for second moments alone, 6.
       code: one of the above, for all moments that this format stores; None chooses by
         the moment's field.
       block_size: number of values that share a scale, a power of two from 32 to 2048.
@@ -259,7 +272,7 @@ def block_quantized(
         even decay.
       scale: ``"bfloat16"``; or ``"power_of_two"``, which is stored as bfloat16 too and
         is up to twice as coarse, but by which division is exact; or None for powers of
-        two with ``"log"`` and bfloat16 with other codes.
+        two with ``"log"`` and bfloat16 with other codes. ``"nested"`` takes only None.
       relative_to: the field of the second moment by whose root first moments are
         divided before they are stored, which must be in the same state, such as
         ``"nu"``; None for none. ``"auto"`` is that field with 4 bits, where it is known
@@ -274,8 +287,8 @@ def block_quantized(
       TypeError: if ``bits`` or ``block_size`` is not a static int, or ``relative_to``
         is not a name.
       ValueError: if an argument is not one of these; in ``init``, if a first moment is
-        given a code without negative values, or the state has no moments in the field
-        ``relative_to``.
+        given a code without negative values or 6 bits, or the state has no moments in
+        the field ``relative_to``.
 
     References:
       Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization".
@@ -295,12 +308,13 @@ def block_quantized(
                 f"block_quantized: {name} is {value!r}, and must be a static int; "
                 "under optax.inject_hyperparams name it in static_args"
             )
-    if bits not in (4, 8):
-        raise ValueError(f"block_quantized: bits is {bits}, not 4 or 8")
+    if bits not in (4, 6, 8):
+        raise ValueError(f"block_quantized: bits is {bits}, not 4, 6 or 8")
     if code is not None and code not in _CODES:
         raise ValueError(
             f"block_quantized: code is {code!r}, not None or one of {', '.join(_CODES)}"
         )
+    _check_nested(bits, code, scale)
     check_block_size("block_quantized", block_size)
     if rounding not in _ROUNDINGS:
         raise ValueError(
@@ -317,3 +331,21 @@ def block_quantized(
             "name of a field, such as 'nu'"
         )
     return BlockQuantized(bits, block_size, code, rounding, scale, relative_to)
+
+
+def _check_nested(bits: int, code: CodeName | None, scale: str | None) -> None:
+    if bits == 6 and code not in (None, "nested"):
+        raise ValueError(
+            f"block_quantized: bits is 6 and code {code!r}; accepted with 6 bits are "
+            "None and 'nested'"
+        )
+    if code == "nested" and bits not in _BITS_OF_NESTED:
+        raise ValueError(
+            f"block_quantized: code is 'nested' and bits is {bits}, not "
+            f"{' or '.join(map(str, _BITS_OF_NESTED))}"
+        )
+    if (bits == 6 or code == "nested") and scale is not None:
+        raise ValueError(
+            f"block_quantized: scale is {scale!r}, but code 'nested' has its own; "
+            "accepted is None"
+        )

@@ -16,7 +16,7 @@ from lowbit_optax._step import context, trees
 from lowbit_optax._step.engine import Lowbit
 from lowbit_optax._step.guard import Guard
 from lowbit_optax._step.stepper import stepper_of
-from lowbit_optax.transformation import step
+from lowbit_optax.transformations.lowbit import step
 from pallas_kernels.platforms import Implementation
 from pallas_kernels.reductions import MIN_ARRAYS, largest_magnitudes
 

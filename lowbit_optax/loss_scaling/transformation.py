@@ -12,7 +12,7 @@ import optax
 from lowbit_optax._numerics.landing import ADD, REPLACE, Landing
 from lowbit_optax._step import context, direct
 from lowbit_optax._step.guard import Guard
-from lowbit_optax._step.stepper import Stepper, stepper_of
+from lowbit_optax._step.stepper import Stepper
 from lowbit_optax.loss_scaling.guarded import Sizes, guarded, implementation_of
 from lowbit_optax.loss_scaling.scales import Scaling
 
@@ -169,16 +169,6 @@ class LossScaled(Stepper):
     def step(self, params, state, grads, **extra_args):
         """``(new params, new state)``, without forming differences."""
         return self._guarded(params, state, grads, REPLACE, extra_args)
-
-    def inner_update(self, params, state, grads, **extra_args):
-        """The updates that the inner transformation makes of unscaled gradients."""
-        guard = Guard(jnp.float32(1) / state.scale, jnp.bool_(True))
-        grads, inner_state = guard.times(grads), state.inner_state
-        stepper = stepper_of(self.inner)
-        if stepper is not None:
-            return stepper.inner_update(params, inner_state, grads, **extra_args)
-        inner = optax.with_extra_args_support(self.inner)
-        return inner.update(grads, inner_state, params, **extra_args)[0]
 
     def after(self, state: LossScaleState, inner_state, sizes: Sizes) -> LossScaleState:
         """The state after a step.

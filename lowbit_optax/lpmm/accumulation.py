@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from lowbit_optax import formats
+from lowbit_optax._jaxprs.not_folded import not_folded
 from lowbit_optax._jaxprs.traced_once import traced_once
-from lowbit_optax._numerics.random_bits import leaf_number, random_bits
 from lowbit_optax._numerics.streams import accumulator_draws
 from lowbit_optax._step import trees
 from lowbit_optax._step.arguments import check_static_int
@@ -19,8 +19,8 @@ from lowbit_optax._step.moment_trees import (
     to_parallel_trees,
     unwrap_uncoded,
 )
-from lowbit_optax._step.prepared import widened_gradient
-from lowbit_optax._step.stacks import bits_at_layers, marked_layerwise
+from lowbit_optax._step.prepared import random_of_leaves, widened_gradient
+from lowbit_optax._step.stacks import marked_layerwise
 from lowbit_optax._step.stepper import stepper_of
 from lowbit_optax.formats import MomentFormat
 from lowbit_optax.lpmm.quantization import PAPER_BLOCK_SIZE
@@ -199,23 +199,32 @@ class Accumulation:
         held = from_parallel_trees(state.accumulators)
         held = trees.parts_of(names, treedef, held, "accumulators")
         random = _random(names, leaves, state.seed, state.count)
-        sums = [
-            widened_gradient(name, grad, leaf) + self._decode(name, part, leaf)
-            if trees.is_float(leaf)
-            else grad
-            for name, grad, leaf, part in zip(names, given, leaves, held, strict=True)
-        ]
-        means = treedef.unflatten(
-            self._mean(total, grad, leaf)
-            for total, grad, leaf in zip(sums, given, leaves, strict=True)
-        )
+
+        # In the branches sums and means fuse with what reads them. Outside they would
+        # be float32 copies of all gradients.
+        def summed() -> tuple[list, typing.Any]:
+            sums = [
+                widened_gradient(name, grad, leaf) + self._decode(name, part, leaf)
+                if trees.is_float(leaf)
+                else grad
+                for name, grad, leaf, part in zip(
+                    names, given, leaves, held, strict=True
+                )
+            ]
+            means = treedef.unflatten(
+                self._mean(total, grad, leaf)
+                for total, grad, leaf in zip(sums, given, leaves, strict=True)
+            )
+            return sums, means
 
         def update():
+            sums, means = summed()
             result, inner_state = last(means, state.inner_state)
-            emptied = [jnp.zeros_like(x) for x in sums]
+            emptied = [not_folded(jnp.zeros_like(x)) for x in sums]
             return result, self._stored(leaves, emptied, random), inner_state
 
         def wait():
+            sums, means = summed()
             result = between(means, state.inner_state)
             return result, self._stored(leaves, sums, random), state.inner_state
 
@@ -282,5 +291,5 @@ def _zeros(leaf) -> jax.Array:
 
 
 def _random(names, leaves, seed, count):
-    random = random_bits(seed, count, [leaf_number(name) for name in names])
-    return [accumulator_draws(bits) for bits in bits_at_layers(random, names, leaves)]
+    random = random_of_leaves(names, leaves, seed, count)
+    return [accumulator_draws(bits) for bits in random]

@@ -14,7 +14,7 @@ from lowbit_optax.formats import MomentFormat
 from lowbit_optax.formats.quantized_tensor import Rounding
 from lowbit_optax.formats.quantized_weights import quantized_weights
 from lowbit_optax.lpmm.quantization import PAPER_BLOCK_SIZE
-from lowbit_optax.transformation import lowbit
+from lowbit_optax.transformations.lowbit import lowbit
 from pallas_kernels.layout import check_block_size
 
 

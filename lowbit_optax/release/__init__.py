@@ -16,6 +16,8 @@
       passes ----------> what is done with gradients: updates, or measures
         gates ---------> which updates happen under a loss scale
         measures ------> norms and overflows
+      host_memory ---> copies of a layer's state to the device and back
+    placement -------> host_shardings: the state in host memory before the first step
         consumers -----> the same for one layer in a loop
 
 References:
@@ -23,6 +25,7 @@ References:
 """
 
 from lowbit_optax.release.api import explain, value_and_update
+from lowbit_optax.release.placement import host_shardings
 from lowbit_optax.release.scan import scan
 
-__all__ = ["explain", "scan", "value_and_update"]
+__all__ = ["explain", "host_shardings", "scan", "value_and_update"]

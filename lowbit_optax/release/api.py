@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from lowbit_optax.release.gates import OVERFLOWS, loss_scaled, without_scale
+from lowbit_optax.release.host_memory import check_state_memory
 from lowbit_optax.release.plan import plan_release
 from lowbit_optax.release.released_step import released_step
 from lowbit_optax.release.traced_loss import trace_loss
@@ -21,6 +22,7 @@ def value_and_update(
     has_aux: bool = False,
     max_grad_norm: float | None = None,
     overflow: str = "exact",
+    state_memory: str = "device",
     dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> Callable:
     """A training step that never holds the gradients of all parameters at once.
@@ -50,8 +52,9 @@ def value_and_update(
     The results are equal to those above in every bit, but for what XLA rounds otherwise
     in another program: sums of products may be contracted, and gradients in bfloat16
     that are added up, of a parameter that is used several times, may stay in float32
-    (``xla_allow_excess_precision``). A function under ``jit`` that reads several
-    parameters is inlined, by which cotangents may be added in another order.
+    (``xla_allow_excess_precision``); a gradient that is scattered may be added to the
+    momentum of ``optax.sgd`` in another order. A function under ``jit`` that reads
+    several parameters is inlined, by which cotangents may be added in another order.
 
     Args:
       loss_fn: called as ``loss_fn(params, *args, **kwargs)``; returns a real scalar, or
@@ -73,6 +76,11 @@ def value_and_update(
           all gradients. If any has overflowed, no bit but the scale's state changes.
         - ``"layer"``: in one pass; a layer of a scan, or leaves updated together, are
           skipped if their own gradients have overflowed. The scale falls likewise.
+      state_memory: where the state of stacks is kept that are updated in a loop:
+        ``"device"``, or ``"pinned_host"``, host memory. There a layer's slice is copied
+        to the device while the layer's gradients are computed, and back after the
+        update. All other state is on the device. A state that lies elsewhere is moved;
+        :func:`host_shardings` places it before. The numbers are the same.
       dtype: of the gradients of QuantizedTensors; any float dtype.
 
     Returns:
@@ -84,10 +92,11 @@ def value_and_update(
 
     Raises:
       ValueError: if ``max_grad_norm`` is not a positive number; if ``overflow`` is not
-        as above, or ``"layer"`` without a loss scale or with ``max_grad_norm``; when
-        the step is called, if a loss scale is inside another transformation, or if
-        ``tx`` needs the gradients of several parameters at once, one of which would be
-        updated in a loop.
+        as above, or ``"layer"`` without a loss scale or with ``max_grad_norm``; if
+        ``state_memory`` is not as above, or the device has no such memory; when the
+        step is called, if a loss scale is inside another transformation, or if ``tx``
+        needs the gradients of several parameters at once, one of which would be updated
+        in a loop.
       TypeError: if ``dtype`` is not a float dtype; when the step is called, if a
         parameter is not an array, if the loss is not a real scalar, or if ``loss_fn``
         computes with a QuantizedTensor that it has not dequantised.
@@ -119,11 +128,14 @@ def value_and_update(
         )
 
     _check_overflow(overflow, tx, max_grad_norm)
+    check_state_memory(state_memory)
 
     def with_update(params, opt_state, *args, **kwargs):
         loss = trace_loss(loss_fn, has_aux, dtype, params, args, kwargs)
         plan = plan_release(loss, *without_scale(tx, opt_state))
-        return released_step(loss, plan, tx, opt_state, max_grad_norm, overflow)
+        return released_step(
+            loss, plan, tx, opt_state, max_grad_norm, overflow, state_memory
+        )
 
     return _named_after(loss_fn, with_update)
 
@@ -134,19 +146,23 @@ def explain(
     *,
     has_aux: bool = False,
     overflow: str = "exact",
+    state_memory: str = "device",
     dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> Callable:
     """When :func:`value_and_update` updates each parameter; nothing is run.
 
     Args:
-      loss_fn, tx, has_aux, overflow, dtype: as for :func:`value_and_update`.
+      loss_fn, tx, has_aux, overflow, state_memory, dtype: as for
+        :func:`value_and_update`.
 
     Returns:
       A function of ``(params, opt_state, *args, **kwargs)``, arrays or
       ShapeDtypeStructs. It returns a dictionary from the parameters' paths to
-      ``"in the loop"`` of a scan, ``"in the backward pass, update 1 of 3: "`` and what
-      the pass must be past, or ``"after it: "`` and the reason. With a loss scale
-      each says, too, which overflows leave the parameter as it is.
+      ``"in the loop"`` of a scan, ``"in the backward pass, update 1 of 3"``, with how
+      many others and what the pass must be behind, or ``"after the backward pass: "``
+      and the reason. With a loss scale
+      each says, too, which overflows leave the parameter as it is; with
+      ``state_memory="pinned_host"`` where its state is.
 
     Raises:
       ValueError, TypeError: as :func:`value_and_update` does.
@@ -160,17 +176,25 @@ def explain(
     >>> tx = optax.adam(1e-3)
     >>> when = explain(loss_fn, tx)(params, tx.init(params), jnp.ones(64))
     >>> when["['layers']"], when["['head']"]
-    ('in the loop', 'after it: it has fewer than 4096 elements')
+    ('in the loop', 'after the backward pass: it has fewer than 4096 elements')
     """
     dtype = _checked_dtype(dtype)
     _check_overflow(overflow, tx, None)
+    check_state_memory(state_memory)
 
     def with_shapes(params, opt_state, *args, **kwargs):
         loss = trace_loss(loss_fn, has_aux, dtype, params, args, kwargs)
         plan = plan_release(loss, *without_scale(tx, opt_state))
         unless = _unless(overflow) if loss_scaled(tx) else lambda report: ""
         reports = {leaf.name: plan.reports[leaf.name] for leaf in loss.leaves}
-        return {name: report + unless(report) for name, report in reports.items()}
+        found = {name: report + unless(report) for name, report in reports.items()}
+        if state_memory == "pinned_host":
+            on_host = lambda name: "" if name in plan.state_stacks else "not "
+            found = {
+                name: f"{report}; its state is {on_host(name)}in host memory"
+                for name, report in found.items()
+            }
+        return found
 
     return with_shapes
 

@@ -15,6 +15,7 @@ from lowbit_optax._step import context
 from lowbit_optax._step.guard import Guard, Unguarded
 from lowbit_optax._step.layer import Layer
 from lowbit_optax.release.gates import Gate
+from lowbit_optax.release.host_memory import beside, is_on_host, on_device
 from lowbit_optax.release.measures import Measure, Measured
 from lowbit_optax.release.optimizer import Optimizer
 from lowbit_optax.release.scans import ReleasedScan
@@ -60,14 +61,14 @@ class LayerUpdates:
         guard, new = self.gate.check(by_name)
         put_back = functools.partial(self._update_and_put_back, guard)
         in_stacks = functools.partial(self._update_in_stacks, guard)
+        # Kernels have no access to host memory.
         can_write = self.optimizer.writes_into_stacks(guard)
-        stacks = lax.platform_dependent(
-            index,
-            stacks,
-            by_name,
-            cuda=in_stacks if can_write else put_back,
-            default=put_back,
-        )
+        if can_write and not any(map(is_on_host, stacks)):
+            stacks = lax.platform_dependent(
+                index, stacks, by_name, cuda=in_stacks, default=put_back
+            )
+        else:
+            stacks = put_back(index, stacks, by_name)
         put = lambda stack, x: lax.dynamic_update_index_in_dim(stack, x, index, 0)
         return stacks, jax.tree.map(put, found, new)
 
@@ -86,13 +87,13 @@ class LayerUpdates:
         with what is outside. (An optimization barrier does not prevent the fusion.)
         """
         layer = self._layer(index)
-        old = [layer.of(stack) for stack in stacks]
+        old = [on_device(layer.of(stack)) for stack in stacks]
         new = lax.cond(
             index >= jnp.int32(0),
             lambda: self._step(layer, old, grads, guard),
             lambda: old,
         )
-        return [layer.put(a, b) for a, b in zip(stacks, new, strict=True)]
+        return [layer.put(a, beside(b, a)) for a, b in zip(stacks, new, strict=True)]
 
     def _layer(self, index) -> Layer:
         return Layer(index, frozenset(leaf.name for leaf in self.released.leaves))

@@ -12,9 +12,10 @@ from lowbit_optax._step.engine import Lowbit
 from lowbit_optax._step.guard import Guard, Unguarded
 from lowbit_optax._step.stepper import stepper_of
 from lowbit_optax.loss_scaling.guarded import guarded
+from lowbit_optax.release.host_memory import on_device
 from lowbit_optax.release.parts import Part
 from lowbit_optax.release.traced_loss import ParamLeaf, TracedLoss
-from lowbit_optax.transformation import step
+from lowbit_optax.transformations.lowbit import step
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,7 +56,10 @@ class Optimizer:
         Returns:
           ``(params, state_leaves)``: by path, and a list.
         """
-        state_leaves = [state.get(n, x) for n, x in enumerate(self.state_leaves)]
+        state_leaves = [
+            state[n] if n in state else on_device(x)
+            for n, x in enumerate(self.state_leaves)
+        ]
         new_params, new_state = self._step(
             loss.tree_of(lambda leaf: params.get(leaf.name, leaf.value)),
             jax.tree.unflatten(self.state_treedef, state_leaves),

@@ -169,9 +169,13 @@ def _check_same(pairs: list[tuple[Node, Node]], inputs: Mapping[Node, Node]) -> 
         if is_input and inputs.get(a) is b:
             continue
         if is_input or operation(a) != operation(b) or a.aval.shape != b.aval.shape:
-            raise WaitsForWholeGradient("the update of it alone is another one")
+            raise WaitsForWholeGradient(
+                "the optimizer updates it otherwise when it is alone"
+            )
         if a.call is None or b.call is None:
             if not same_constant(a.constant, b.constant):
-                raise WaitsForWholeGradient("the update of it alone has other numbers")
+                raise WaitsForWholeGradient(
+                    "the optimizer updates it by other numbers when it is alone"
+                )
             continue
         waiting += zip(a.call.inputs, b.call.inputs, strict=True)

@@ -29,6 +29,16 @@ from lowbit_optax.release.stretches import (
 )
 from lowbit_optax.release.traced_loss import ParamLeaf, TracedLoss
 
+AFTER = "after the backward pass"
+
+_IN_WORDS = {
+    "conv_general_dilated": "convolution",
+    "convert_element_type": "cast",
+    "dot_general": "matrix product",
+    "remat": "jax.checkpoint",
+}
+"""What users call primitives."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ReleasePlan:
@@ -53,6 +63,11 @@ class ReleasePlan:
     state_stacks: Mapping[str, tuple[int, ...]]
     reports: Mapping[str, str]
     whole_step: Callable[[], StepGraph]
+
+    @property
+    def stack_numbers(self) -> frozenset[int]:
+        """Numbers of the state's leaves that are updated in loops."""
+        return frozenset(n for some in self.state_stacks.values() for n in some)
 
     def of_no_gradient(self) -> frozenset[int]:
         """Numbers of the state's leaves whose new values need no gradient: a count."""
@@ -174,6 +189,8 @@ def _early(
             reasons[leaf.name] = f"it has fewer than {MIN_LAYER_SIZE} elements"
         elif leaf.gradient_value in active:
             found.append(leaf)
+        else:
+            reasons[leaf.name] = "the loss does not depend on it"
     return found, reasons
 
 
@@ -186,13 +203,20 @@ def _reports(loss, stretches, state_stacks, not_in_loop, not_before, active):
     found = {name: "in the loop" for name in state_stacks}
     for number, stretch in enumerate(updates, 1):
         when = f"in the backward pass, update {number} of {len(updates)}"
+        others = len(stretch.leaves) - 1
+        if others:
+            when += f", with {others} other{'s' * (others > 1)}"
         for leaf in stretch.leaves:
             reader = readers[leaf.name].primitive.name
-            found[leaf.name] = f"{when}: {reader} is the first to read it"
+            reader = _IN_WORDS.get(reader, reader)
+            found[leaf.name] = (
+                f"{when}: its gradient is whole once the pass is behind the {reader} "
+                "that reads it first"
+            )
     for leaf in loss.leaves:
         name = leaf.name
         if scans_over(loss.program, leaf) and name not in state_stacks:
-            found[name] = f"after it: {not_in_loop[name]}"
+            found[name] = f"{AFTER}: {not_in_loop[name]}"
         elif name not in found:
-            found[name] = f"after it: {not_before.get(name) or not_in_loop[name]}"
+            found[name] = f"{AFTER}: {not_before.get(name) or not_in_loop[name]}"
     return found

@@ -17,6 +17,7 @@ from lowbit_optax.release.gates import (
     loss_scaled,
     without_scale,
 )
+from lowbit_optax.release.host_memory import placed
 from lowbit_optax.release.measures import Measure, Measured
 from lowbit_optax.release.optimizer import Optimizer
 from lowbit_optax.release.ordering import tied
@@ -33,12 +34,13 @@ def released_step(
     opt_state,
     max_grad_norm: float | None,
     overflow: str,
+    state_memory: str,
 ) -> tuple:
     """The value, the parameters and the state after a step.
 
     Args:
       loss, plan: of the optimizer without its loss scale.
-      tx, opt_state, max_grad_norm, overflow: of
+      tx, opt_state, max_grad_norm, overflow, state_memory: of
         :func:`lowbit_optax.release.value_and_update`.
 
     Returns:
@@ -46,6 +48,8 @@ def released_step(
     """
     scaled, (inner, inner_state) = loss_scaled(tx), without_scale(tx, opt_state)
     state, treedef = jax.tree.flatten(inner_state)
+    on_host = state_memory == "pinned_host"
+    state = placed(state, plan.stack_numbers if on_host else ())
     computed = run_forward(loss.program, plan.stretches, plan.active, _arguments(loss))
     value, *_ = computed.outputs
     factor, start = None, jnp.ones_like(value)

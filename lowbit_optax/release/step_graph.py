@@ -9,7 +9,7 @@ from lowbit_optax._jaxprs.graph import Graph
 from lowbit_optax._jaxprs.nodes import Node
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.stacks import LAYERWISE
-from lowbit_optax.transformation import step
+from lowbit_optax.transformations.lowbit import step
 
 StateStacks = Mapping[str, Sequence[int]]
 """By path of a stacked parameter, the numbers of the state's leaves that are stacks of

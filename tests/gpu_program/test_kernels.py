@@ -202,6 +202,7 @@ MORE = {
         11.3,
         76,
     ),
+    "low moments": (lowbit_optax.extra_bits(8), "low", 10.8, 165),
     "sums of exact mean": (
         lowbit_optax.extra_bits(8, sum_rounding="stochastic"),
         EIGHT,

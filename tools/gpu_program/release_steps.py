@@ -7,9 +7,7 @@ the parameters for every step.
 
 import dataclasses
 import functools
-import pathlib
 import re
-import sys
 import typing
 from collections.abc import Callable, Mapping
 
@@ -23,11 +21,7 @@ from lowbit_optax import release
 from tools.gpu_program.steps import bytes_of
 from tools.gpu_program.targets import compile_lowered, gpu_mesh, lower_for
 from tools.hlo import COLLECTIVES, memory, text
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
-
-from gpt import GPT
-from gpt_flags import to_bfloat16
+from tools.models.gpt import GPT, to_bfloat16
 
 BF16 = jnp.bfloat16
 MIB = 2**20
@@ -81,7 +75,7 @@ def matrices(layers=12, width=4096, batch=512, remat=True) -> Model:
 def transformer(
     layers=12, width=2048, heads=16, context=1024, batch=4, remat=True
 ) -> Model:
-    """The example's GPT."""
+    """The GPT of `tools/models`."""
     gpt = GPT(layers, width, heads, context, "full" if remat else "none", BF16)
     params = jax.eval_shape(lambda: to_bfloat16(gpt.init(jax.random.key(0))))
     tokens = jax.ShapeDtypeStruct((batch, context + 1), jnp.int32)

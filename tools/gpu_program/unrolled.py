@@ -68,8 +68,8 @@ def tied_transformer(
 
 
 def resnet18(batch=256) -> Model:
-    """The example's ResNet-18 on 32x32 images, with batch statistics."""
-    from resnet import ResNet, cast_weights
+    """ResNet-18 on 32x32 images, with batch statistics."""
+    from tools.models.resnet import ResNet, cast_weights
 
     net = ResNet(dtype=BF16)
     image = jax.ShapeDtypeStruct((1, 32, 32, 3), BF16)

@@ -1,0 +1,1 @@
+"""Image classifiers: data, optimizers by name, training and its results."""

@@ -1,0 +1,148 @@
+"""Training steps under a precision assignment: one compilation for all of a model.
+
+The assignment is part of the state, as the weights are, so that a step may promote
+tensors and another run may start from other levels without compiling again.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import lowbit_optax
+from benchmarks.training.images import training_loop
+from benchmarks.training.images.augmentation import crop_and_flip, normalise
+from lowbit_optax import precision
+
+INITIAL_SCALE = 2.0**16
+THRESHOLD = 0.01  # of the overflow ratio, past which a tensor is promoted
+
+
+class MixedState(training_loop.TrainState):
+    """A TrainState with a precision assignment.
+
+    Attributes:
+        assignment: the assignment of the next step; None is float32.
+        promotes: bool scalar, whether tensors that overflow are promoted.
+        ratio_sum: float32 scalar, the low-precision ratios of all steps together.
+    """
+
+    assignment: Any
+    promotes: jax.Array
+    ratio_sum: jax.Array
+
+
+class Hyperparameters(NamedTuple):
+    """SGD with momentum 0.9; the learning rate falls to 0 by a cosine."""
+
+    learning_rate: float
+    weight_decay: float
+    steps: int
+    steps_per_epoch: int
+
+
+def make_loss_fn(model: nn.Module) -> Callable:
+    """`(params, batch_stats, images, labels) -> (loss, (logits, batch_stats))`."""
+
+    def loss_fn(params, batch_stats, images, labels):
+        logits, updates = model.apply(
+            {"params": params, "batch_stats": batch_stats},
+            images,
+            train=True,
+            mutable=["batch_stats"],
+        )
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return losses.mean(), (logits, updates["batch_stats"])
+
+    return loss_fn
+
+
+def make_plan(model: nn.Module, batch_size: int) -> precision.PrecisionPlan:
+    """The tensors of the model's loss and their groups, for batches of this size."""
+    variables = jax.eval_shape(
+        lambda: model.init(jax.random.key(0), jnp.zeros((1, 32, 32, 3)), train=False)
+    )
+    images = jax.ShapeDtypeStruct((batch_size, 32, 32, 3), jnp.float32)
+    labels = jax.ShapeDtypeStruct((batch_size,), jnp.int32)
+    batch = (variables["batch_stats"], images, labels)
+    return precision.trace(
+        make_loss_fn(model), variables["params"], *batch, has_aux=True
+    )
+
+
+def make_optimizer(
+    numbers: Hyperparameters, is_float32: bool
+) -> optax.GradientTransformation:
+    """SGD on float32 weights, inside a loss scale unless the loss is float32 too."""
+    schedule = optax.cosine_decay_schedule(numbers.learning_rate, numbers.steps)
+    sgd = optax.chain(
+        optax.add_decayed_weights(numbers.weight_decay),
+        optax.sgd(schedule, momentum=0.9),
+    )
+    if is_float32:
+        return sgd
+    scaling = lowbit_optax.backoff_scale(INITIAL_SCALE, period=numbers.steps_per_epoch)
+    return lowbit_optax.with_loss_scale(sgd, scaling)
+
+
+def init_state(
+    model: nn.Module, tx: optax.GradientTransformation, seed: int
+) -> MixedState:
+    """A state without an assignment, on the host: :func:`start` makes others of it."""
+    state = training_loop.init_state(model, tx, lambda params: params, seed)
+    mixed = MixedState(
+        **vars(state),
+        assignment=None,
+        promotes=np.bool_(False),
+        ratio_sum=np.float32(0),
+    )
+    return jax.device_get(mixed)
+
+
+def start(state: MixedState, assignment: Any, promotes: bool) -> MixedState:
+    """A copy of `state` with an assignment; the training step may donate the copy."""
+    state = state.replace(assignment=assignment, promotes=np.bool_(promotes))
+    return jax.tree.map(lambda x: jnp.array(x, copy=True), state)
+
+
+def make_train_step(model: nn.Module, flip: bool) -> Callable:
+    """The jitted `(state, key, images, labels) -> (state, (loss, accuracy))`.
+
+    As `training_loop.make_train_step`, with the loss and its gradient rounded as
+    `state.assignment` says. All assignments of one model share a compilation.
+    """
+    loss_fn = make_loss_fn(model)
+
+    def gradient(state, *batch):
+        if state.assignment is None:
+            gradient = jax.value_and_grad(loss_fn, has_aux=True)
+            value, grads = gradient(state.params, *batch)
+            return value, grads, state
+        mixed = precision.apply(loss_fn, state.assignment, has_aux=True)
+        gradient = lowbit_optax.scaled_value_and_grad(mixed, has_aux=True)
+        (loss, (aux, overflow)), grads = gradient(state.params, state.opt_state, *batch)
+        promoted = precision.promote(state.assignment, overflow, threshold=THRESHOLD)
+        assignment = jax.tree.map(
+            lambda new, old: jnp.where(state.promotes, new, old),
+            promoted,
+            state.assignment,
+        )
+        ratio_sum = state.ratio_sum + state.assignment.low_ratio
+        state = state.replace(assignment=assignment, ratio_sum=ratio_sum)
+        return (loss, aux), grads, state
+
+    def train_step(state, key, images, labels):
+        images = crop_and_flip(jax.random.fold_in(key, state.step), images, flip)
+        inputs = normalise(images, jnp.float32)
+        (loss, (logits, batch_stats)), grads, state = gradient(
+            state, state.batch_stats, inputs, labels
+        )
+        accuracy = (logits.argmax(-1) == labels).mean()
+        state = state.apply_gradients(grads=grads, batch_stats=batch_stats)
+        return state, (loss, accuracy)
+
+    return jax.jit(train_step, donate_argnums=0)

@@ -1,0 +1,205 @@
+"""The optimizers that `cifar_optimizers` can train with: one table, one line each."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import optax
+
+import lowbit_optax
+from tools.models.resnet import cast_weights
+
+
+class Options(NamedTuple):
+    """What every optimizer below is built from; `rounding` is LPMM's alone."""
+
+    learning_rate: optax.ScalarOrSchedule
+    weight_decay: float
+    bits: int
+    seed: int
+    rounding: str = "stochastic"
+    microbatches: int = 1
+    loss_scale: str | float | None = None
+    momentum: float = 0.9
+
+
+class Choice(NamedTuple):
+    """A row of the table: a name for tables and plots, and how to build it."""
+
+    label: str
+    build: Callable[[Options], optax.GradientTransformation]
+
+
+def _sgd(o: Options) -> optax.GradientTransformation:
+    return optax.chain(
+        optax.add_decayed_weights(o.weight_decay),
+        optax.sgd(o.learning_rate, o.momentum),
+    )
+
+
+def _adamw(o: Options) -> optax.GradientTransformation:
+    return optax.adamw(o.learning_rate, weight_decay=o.weight_decay)
+
+
+def _nearest(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Everything in 16 bits, updates rounded to the nearest weight: the baseline."""
+    return lowbit_optax.lowbit(
+        inner,
+        weights=lowbit_optax.nearest(),
+        moments=lowbit_optax.cast(jnp.bfloat16),
+    )
+
+
+def _master_copy(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The usual mixed precision: float32 masters and moments next to the weights."""
+    return lowbit_optax.lowbit(
+        inner, weights=lowbit_optax.master_copy(), moments="float32"
+    )
+
+
+def _with_moments(o: Options, mu: int, nu: int) -> optax.GradientTransformation:
+    """`lowbit_adamw` with moments of other numbers of bits."""
+    return lowbit_optax.lowbit(
+        _adamw(o),
+        weights=lowbit_optax.extra_bits(8),
+        moments={
+            "mu": lowbit_optax.block_quantized(mu),
+            "nu": lowbit_optax.block_quantized(nu),
+        },
+        seed=o.seed,
+    )
+
+
+# Names are `<method>_<family>`, LPMM's Adam excepted; `sgd` and `adamw` alone are optax
+# in float32. The lambdas look up `lowbit_optax` names when called, and keep one choice
+# to one row.
+# fmt: off
+OPTIMIZERS = {
+    "sgd": Choice("float32", _sgd),
+    "adamw": Choice("float32", _adamw),
+    "nearest_sgd": Choice("nearest", lambda o: _nearest(_sgd(o))),
+    "nearest_adamw": Choice("nearest", lambda o: _nearest(_adamw(o))),
+    "master_copy_sgd": Choice("master copy", lambda o: _master_copy(_sgd(o))),
+    "master_copy_adamw": Choice("master copy", lambda o: _master_copy(_adamw(o))),
+    "sr_sgd": Choice("stochastic", lambda o: lowbit_optax.sr_sgd(
+        o.learning_rate, o.momentum, weight_decay=o.weight_decay, seed=o.seed)),
+    "sr_adamw": Choice("stochastic", lambda o: lowbit_optax.sr_adamw(
+        o.learning_rate, weight_decay=o.weight_decay, seed=o.seed)),
+    "kahan_sgd": Choice("Kahan", lambda o: lowbit_optax.kahan_sgd(
+        o.learning_rate, o.momentum, weight_decay=o.weight_decay, seed=o.seed)),
+    "kahan_adamw": Choice("Kahan", lambda o: lowbit_optax.kahan_adamw(
+        o.learning_rate, weight_decay=o.weight_decay, seed=o.seed)),
+    "extra_bits_sgd": Choice("extra bits", lambda o: lowbit_optax.extra_bits_sgd(
+        o.learning_rate, o.momentum,
+        weight_decay=o.weight_decay, bits=o.bits, seed=o.seed)),
+    "extra_bits_adamw": Choice("extra bits", lambda o: lowbit_optax.extra_bits_adamw(
+        o.learning_rate, weight_decay=o.weight_decay, bits=o.bits, seed=o.seed)),
+    "lowbit_sgd": Choice("8-bit moments", lambda o: lowbit_optax.lowbit_sgd(
+        o.learning_rate, o.momentum, weight_decay=o.weight_decay, seed=o.seed)),
+    "lowbit_adamw": Choice("8-bit moments", lambda o: lowbit_optax.lowbit_adamw(
+        o.learning_rate, weight_decay=o.weight_decay, seed=o.seed)),
+    "lowbit4_adamw": Choice("4-bit first moments", lambda o: _with_moments(o, 4, 8)),
+    "lowbit44_adamw": Choice("4-bit moments", lambda o: _with_moments(o, 4, 4)),
+    "lpmm_sgd": Choice("LPMM", lambda o: lowbit_optax.lpmm_sgd(
+        o.learning_rate, o.momentum,
+        weight_decay=o.weight_decay, rounding=o.rounding, seed=o.seed)),
+    "lpmm_adam": Choice("LPMM", lambda o: lowbit_optax.lpmm_adam(
+        o.learning_rate,
+        weight_decay=o.weight_decay, rounding=o.rounding, seed=o.seed)),
+}
+# fmt: on
+
+LOSS_SCALES = {
+    "backoff": lowbit_optax.backoff_scale,
+    "lognormal": lowbit_optax.log_normal_scale,
+}
+
+COMPARED = ("", "nearest_", "sr_", "kahan_", "extra_bits_", "lowbit_")
+
+
+def build(name: str, options: Options) -> optax.GradientTransformation:
+    """The optimizer `name`, on means of `options.microbatches` gradients.
+
+    Their sums are float32 for plain optax (`optax.MultiSteps`), for all others 8-bit.
+    A loss scale is outermost: sums are of unscaled gradients, and a microbatch that has
+    overflowed is left out of them, the next one taking its place.
+    """
+    tx = _accumulated(name, OPTIMIZERS[name].build(options), options)
+    if options.loss_scale is None:
+        return tx
+    return lowbit_optax.with_loss_scale(tx, loss_scaling(options.loss_scale))
+
+
+def loss_scaling(choice: str | float) -> lowbit_optax.loss_scaling.Scaling:
+    """The scaling of a name in `LOSS_SCALES`, or the static one of a number."""
+    if choice in LOSS_SCALES:
+        return LOSS_SCALES[choice]()
+    return lowbit_optax.static_scale(choice)
+
+
+def _accumulated(
+    name: str, tx: optax.GradientTransformation, options: Options
+) -> optax.GradientTransformation:
+    if options.microbatches == 1:
+        return tx
+    if is_float32(name):
+        return optax.MultiSteps(tx, options.microbatches).gradient_transformation()
+    sums = lowbit_optax.block_quantized(
+        8, code="linear", block_size=2048, rounding=options.rounding
+    )
+    return lowbit_optax.accumulate_gradients(
+        tx, options.microbatches, sums, seed=options.seed
+    )
+
+
+def weight_storage(name: str, dtype: str | None, bits: int) -> Callable[[Any], Any]:
+    """What makes of float32 parameters those that the optimizer `name` trains."""
+    if is_lpmm(name):
+        return functools.partial(lowbit_optax.quantize_params, bits=bits)
+    return functools.partial(cast_weights, dtype=jnp.dtype(dtype))
+
+
+def family(name: str) -> str:
+    """`"sgd"` or `"adamw"`: the family, whose defaults the optimizer takes."""
+    return "sgd" if name.endswith("sgd") else "adamw"
+
+
+def compared(name: str) -> list[str]:
+    """The optimizers that `--compare` runs side by side, float32 first."""
+    return [prefix + family(name) for prefix in COMPARED]
+
+
+def is_float32(name: str) -> bool:
+    """Whether `name` is plain optax, which keeps its weights in float32."""
+    return name == family(name)
+
+
+def is_lpmm(name: str) -> bool:
+    """Whether `name` trains QuantizedTensors, which have bits and no dtype."""
+    return name.startswith("lpmm_")
+
+
+def label(name: str, dtype: str | None, options: Options) -> str:
+    """What tables and plots call the optimizer, such as `"Kahan bfloat16"`."""
+    text = OPTIMIZERS[name].label
+    if is_lpmm(name):
+        text = f"{text} {options.bits} bits"
+        text += ", nearest" if options.rounding == "nearest" else ""
+    elif not is_float32(name):
+        text = f"{text} {dtype}"
+        text += f"+{options.bits}" if name.startswith("extra_bits") else ""
+    if options.microbatches > 1:
+        text = f"{text}, N = {options.microbatches}"
+    if options.loss_scale is None:
+        return text
+    named = options.loss_scale in LOSS_SCALES
+    scale = options.loss_scale if named else f"{options.loss_scale:g}"
+    return f"{text}, loss scale {scale}"
+
+
+def cosine_schedule(peak: float, steps: int) -> optax.Schedule:
+    """Linear warmup over the first twentieth of `steps`, then a cosine to zero."""
+    return optax.warmup_cosine_decay_schedule(
+        init_value=0.0, peak_value=peak, warmup_steps=steps // 20, decay_steps=steps
+    )

@@ -1,0 +1,116 @@
+"""Training by moments of 8, 6 and 4 bits, beside float32.
+
+    .venv/bin/python -m benchmarks low_moments
+
+A network of two hidden layers learns scikit-learn's digits by AdamW: the same starts
+and batches for all rows, over several seeds. Weights of all rows but the first are
+bfloat16 with 8 extra bits, so that the rows differ in their moments alone.
+"""
+
+import argparse
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from sklearn.datasets import load_digits
+
+import lowbit_optax
+from benchmarks import records
+from lowbit_optax import block_quantized
+
+SIZES = (64, 256, 256, 10)
+TRAINING = 1400
+MEANS = 20
+"""Of how many steps a point of the curves is the mean loss."""
+
+FOUR = block_quantized(4)
+MOMENTS = {
+    "float32": "float32",
+    "8 bits, the default": None,
+    "low: 4-bit mu, 6-bit nu": "low",
+    "4 bits for both": {"mu": FOUR, "nu": FOUR},
+}
+
+
+def start(tx, seed: int):
+    random = np.random.default_rng(seed)
+    master = [
+        (random.standard_normal(shape) * np.sqrt(2 / shape[0])).astype(np.float32)
+        for shape in itertools.pairwise(SIZES)
+    ]
+    return lowbit_optax.from_master(tx, list(map(jnp.asarray, master)), jnp.bfloat16)
+
+
+def loss(params, images, labels):
+    h = images
+    for w in params[:-1]:
+        h = jax.nn.relu(h @ w.astype(jnp.float32))
+    logits = h @ params[-1].astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def run(tx, params, state, images, labels, chosen):
+    """Losses of all steps, the last of all training images, and that of the others."""
+
+    def step(carry, batch):
+        params, state = carry
+        value, grads = jax.value_and_grad(loss)(params, images[batch], labels[batch])
+        return lowbit_optax.step(tx, params, state, grads), value
+
+    (params, _), losses = lax.scan(step, (params, state), chosen)
+    end = loss(params, images[:TRAINING], labels[:TRAINING])
+    return losses, end, loss(params, images[TRAINING:], labels[TRAINING:])
+
+
+def train(name: str, args) -> dict:
+    rate = optax.cosine_decay_schedule(args.learning_rate, args.steps)
+    tx = lowbit_optax.lowbit(
+        optax.adamw(rate),
+        weights=lowbit_optax.master_copy() if name == "float32" else None,
+        moments=MOMENTS[name],
+    )
+    images, labels = load_digits(return_X_y=True)
+    images, labels = jnp.asarray(images / 16, jnp.float32), jnp.asarray(labels)
+    found = []
+    for seed in range(args.seeds):
+        random = np.random.default_rng(seed)
+        chosen = random.integers(0, TRAINING, (args.steps, 64))
+        found.append(run(tx, *start(tx, seed), images, labels, jnp.asarray(chosen)))
+    losses, ends, others = (np.asarray(x) for x in zip(*found, strict=True))
+    params = [jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)]
+    return {
+        "bytes_per_parameter": lowbit_optax.memory_report(tx, params).bytes_per_param,
+        "curve": losses.mean(0).reshape(-1, MEANS).mean(1),
+        "training": records.spread(ends),
+        "held_out": records.spread(others),
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--draw", action="store_true", help="only show the record")
+    parser.add_argument("--seeds", type=int, default=8, help="how many")
+    parser.add_argument("--steps", type=int, default=600, help="a multiple of 20")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="the first")
+    args = parser.parse_args(argv)
+    path = records.path_of(__name__)
+    if not args.draw:
+        runs = {name: train(name, args) for name in MOMENTS}
+        records.save(path, args, records.ran_here(), runs=runs)
+    found = records.load(path)["runs"]
+    ends = {name: each["training"]["values"] for name, each in found.items()}
+    gaps = records.gaps(ends, "float32")
+    heads = ("moments", "bytes", "training loss", "minus float32's", "held-out loss")
+    rows = []
+    for name, each in found.items():
+        gap = records.shown(gaps[name], 5) if name in gaps else ""
+        size = f"{each['bytes_per_parameter']:.2f}"
+        losses = (records.shown(each[part], 5) for part in ("training", "held_out"))
+        end, other = losses
+        rows.append((name, size, end, gap, other))
+    print(records.table(heads, rows))

@@ -1,0 +1,1 @@
+"""A GPT on the sources of Python: text, flags, memory of its steps."""

@@ -1,0 +1,98 @@
+"""Training loss by the bits of weights, on scikit-learn's digits, on this machine.
+
+    python -m benchmarks weight_bits --steps 3000
+
+Weights are stored in bfloat16 and rounded to ``FloatFormat(8, m)``, as in figure 10 of
+Zamirai et al. 2020. Momentum and arithmetic are float32. Three seeds each.
+"""
+
+import argparse
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from sklearn.datasets import load_digits
+
+import lowbit_optax
+from lowbit_optax.precision import FloatFormat
+
+LAYERS = ((64, 128), (128, 128), (128, 10))
+TRAINED, BATCH, SEEDS = 1400, 64, 3
+
+
+def formats(bits):
+    """The weight formats of this many bits."""
+    fmt = FloatFormat(8, bits - 9)
+    return {
+        "nearest": lowbit_optax.nearest(float_format=fmt),
+        "stochastic_rounding": lowbit_optax.stochastic_rounding(float_format=fmt),
+        "kahan": lowbit_optax.kahan(float_format=fmt),
+        "kahan, compensation to nearest": lowbit_optax.kahan(
+            float_format=fmt, residual_rounding="nearest"
+        ),
+    }
+
+
+def digits():
+    """``(images, labels)`` of training, then of the test."""
+    data = load_digits()
+    order = np.random.default_rng(0).permutation(len(data.target))
+    x = jnp.asarray(data.data[order] / 16, jnp.float32)
+    y = jnp.asarray(data.target[order])
+    return (x[:TRAINED], y[:TRAINED]), (x[TRAINED:], y[TRAINED:])
+
+
+def loss_and_accuracy(params, x, y):
+    """Of the network; both are scalars."""
+    for i in range(len(LAYERS)):
+        x = (jax.nn.relu(x) if i else x) @ params[f"w{i}"].astype(jnp.float32)
+    losses = optax.softmax_cross_entropy_with_integer_labels(x, y)
+    return losses.mean(), (x.argmax(-1) == y).mean()
+
+
+def trained(weights, steps, train, test, key):
+    """Training loss and test accuracy; float32 weights if ``weights`` is None."""
+    inner = optax.sgd(optax.cosine_decay_schedule(0.1, steps), momentum=0.9)
+    keys = jax.random.split(key, len(LAYERS))
+    params = {
+        f"w{i}": jax.random.normal(keys[i], shape) * np.sqrt(2 / shape[0])
+        for i, shape in enumerate(LAYERS)
+    }
+    tx, state = inner, inner.init(params)
+    if weights is not None:
+        tx = lowbit_optax.lowbit(inner, weights=weights, moments="float32", min_size=0)
+        params, state = lowbit_optax.from_master(tx, params, jnp.bfloat16)
+    x, y = train
+
+    def body(carry, key):
+        params, state = carry
+        chosen = jax.random.randint(key, (BATCH,), 0, TRAINED)
+        loss_fn = lambda params: loss_and_accuracy(params, x[chosen], y[chosen])[0]
+        grads = jax.grad(loss_fn)(params)
+        return lowbit_optax.step(tx, params, state, grads), None
+
+    end, _ = jax.lax.scan(body, (params, state), jax.random.split(key, steps))
+    return loss_and_accuracy(end[0], x, y)[0], loss_and_accuracy(end[0], *test)[1]
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print a line per format."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--steps", type=int, default=3000)
+    steps = parser.parse_args(argv).steps
+    train, test = digits()
+    keys = jax.random.split(jax.random.key(0), SEEDS)
+    rows = {"float32": None}
+    for bits in (16, 14, 12, 10):
+        rows |= {f"{bits} bits, {name}": x for name, x in formats(bits).items()}
+    print(f"{'weights':42}  training loss  test accuracy, %")
+    for name, weights in rows.items():
+        run = functools.partial(trained, weights, steps, train, test)
+        loss, accuracy = map(np.asarray, jax.jit(jax.vmap(run))(keys))
+        print(f"{name:42}  {loss.mean():13.4f}  {100 * accuracy.mean():16.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Which shards a packed leaf may have on a mesh of explicit axes."""
+
+import math
+
+import jax
+
+from lowbit_optax._step import trees
+from pallas_kernels.layout import layout_of
+
+
+def check_shards(name: str, leaf, bits: int, block_size: int | None = None) -> None:
+    """Raise unless a leaf's shards on explicit axes are whole words and blocks.
+
+    On automatic axes XLA moves what is cut; on explicit ones JAX raises an error of a
+    reshape deep inside, which names no leaf.
+
+    Args:
+      name: path of the parameter.
+      leaf: the parameter; anything but an array of JAX passes.
+      bits: of its fields.
+      block_size: of its blocks; None if nothing is per block.
+    """
+    if not isinstance(leaf, jax.Array):
+        return
+    sharding = jax.typeof(leaf).sharding
+    layout = layout_of(leaf.shape)
+    packed = f"{bits}-bit fields"
+    if block_size is not None:
+        packed += f" in blocks of {block_size}"
+    for axis, entry in enumerate(sharding.spec):
+        names = entry if isinstance(entry, tuple) else (entry,)
+        shards = math.prod(sharding.mesh.shape.get(name, 1) for name in names)
+        unit = layout.unit(axis, (bits,), block_size)
+        length = leaf.shape[axis] // shards
+        if shards > 1 and length % unit:
+            raise ValueError(
+                f"params{name}, {trees.describe(leaf)} on explicit axes as "
+                f"{sharding.spec}, has shards of {length} along axis {axis}; accepted "
+                f"are multiples of {unit}, for {packed}. "
+                "Shard it along another axis or over fewer devices, make the mesh's "
+                "axes automatic, or give lowbit a larger min_size"
+            )

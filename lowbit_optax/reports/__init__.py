@@ -1,0 +1,1 @@
+"""What training takes and loses: memory, planned and compiled, and rounding errors."""

@@ -1,0 +1,379 @@
+"""``plan``: the formats that fit into a device's memory, and what each may lose."""
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from lowbit_optax._step.moment_slots import Moments, NoSuchMomentError
+from lowbit_optax.formats import (
+    block_quantized,
+    cast,
+    extra_bits,
+    kahan,
+    quantized_weights,
+)
+from lowbit_optax.formats.base import WeightFormat
+from lowbit_optax.lpmm import quantize_params
+from lowbit_optax.reports.memory import MemoryReport, memory_report
+from lowbit_optax.reports.step_memory import StepMemory, step_memory
+from lowbit_optax.states.masters import (
+    KeepFloat32,
+    from_master,
+    is_scalar_or_vector,
+    param_dtypes,
+)
+from lowbit_optax.transformations.lowbit import lowbit
+
+_ANY_RATE = 1e-3  # the memory does not depend on it
+
+
+@dataclasses.dataclass(frozen=True)
+class _Formats:
+    """A choice of formats, whose moments are the first that the optimizer has."""
+
+    name: str
+    measured: str
+    weights: WeightFormat | None
+    moments: tuple[Moments, ...] = ("float32",)
+    bits: int | None = None
+
+
+_DYNAMIC = block_quantized(8, code="dynamic", block_size=2048)
+_LPMM = (
+    {"mu": _DYNAMIC, "nu": block_quantized(8)},
+    {"trace": _DYNAMIC},
+    block_quantized(8),
+)
+
+# In the order of what they can lose: bits of weights, then of moments. The figures are
+# those of docs/accuracy.md, where each is within the spread of float32's seeds.
+_CHOICES = (
+    _Formats("float32", "the reference", None),
+    _Formats("extra_bits", "CIFAR-10 60.93 % (float32 61.21)", extra_bits()),
+    _Formats(
+        "kahan", "CIFAR-10 60.93 % (float32 61.21)", kahan(), (cast(jnp.bfloat16),)
+    ),
+    _Formats(
+        "lowbit",
+        "GPT 1.7041 nats (float32 1.7034)",
+        extra_bits(8),
+        (block_quantized(8),),
+    ),
+    _Formats(
+        "lowbit, 4-bit mu",
+        "CIFAR-10 43.97 % (float32 44.14)",
+        extra_bits(8),
+        ({"mu": block_quantized(4), "nu": block_quantized(8)},),
+    ),
+    _Formats(
+        "lowbit, low",
+        "digits 0.01157 nats (float32 0.01160)",
+        extra_bits(8),
+        ({"mu": block_quantized(4), "nu": block_quantized(6)},),
+    ),
+    _Formats(
+        "lowbit, 4-bit mu, nu",
+        "CIFAR-10 44.25 % (float32 44.14)",
+        extra_bits(8),
+        ({"mu": block_quantized(4), "nu": block_quantized(4)},),
+    ),
+    _Formats(
+        "lpmm, 12 bits",
+        "GPT 1.7041 nats (float32 1.7034)",
+        quantized_weights(),
+        _LPMM,
+        bits=12,
+    ),
+    _Formats(
+        "lpmm, 8 bits",
+        "CIFAR-10 50.03 % (float32 49.79)",
+        quantized_weights(),
+        _LPMM,
+        bits=8,
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedFormats:
+    """One row of a :class:`Plan`: formats, their memory, and how to train with them.
+
+    Args:
+      name: of the formats.
+      measured: what docs/accuracy.md has measured with them, and float32 beside it.
+      report: of parameters, optimizer state and gradients.
+      params: shapes and dtypes of the parameters in these formats.
+      dtype: of quantised weights' gradients.
+      devices, other_bytes, device_bytes: as for :func:`plan`.
+      make: ``learning_rate -> transformation``.
+      init: ``(transformation, float32 weights) -> (params, state)``.
+    """
+
+    name: str
+    measured: str
+    report: MemoryReport
+    params: optax.Params
+    dtype: np.dtype
+    devices: int
+    other_bytes: int
+    device_bytes: int
+    make: Callable[[typing.Any], optax.GradientTransformationExtraArgs]
+    init: Callable[
+        [optax.GradientTransformation, optax.Params], tuple[optax.Params, typing.Any]
+    ]
+
+    def bytes_per_device(self, release: bool) -> int:
+        """Parameters, state, gradients and ``other_bytes`` on each device."""
+        total = self.report.step_peak(release)
+        return -(-total // self.devices) + self.other_bytes
+
+    def fits(self, release: bool) -> bool:
+        """Whether that is within the budget."""
+        return self.bytes_per_device(release) <= self.device_bytes
+
+    @property
+    def needs_release(self) -> bool:
+        """Whether it fits with the step in the backward pass, and only so."""
+        return self.fits(release=True) and not self.fits(release=False)
+
+    def compiled(self, loss_fn: Callable, *batch, **options) -> StepMemory:
+        """Compile a step in these formats, to confirm the prediction.
+
+        Args:
+          loss_fn, *batch, **options: as for :func:`step_memory`.
+        """
+        tx = self.make(_ANY_RATE)
+        options.setdefault("dtype", self.dtype)
+        return step_memory(tx, self.params, loss_fn, *batch, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The table that :func:`plan` makes; ``str`` prints it.
+
+    Args:
+      rows: all choices for this optimizer, the least lossy first.
+    """
+
+    rows: tuple[PlannedFormats, ...]
+
+    @property
+    def best(self) -> PlannedFormats | None:
+        """The least lossy row that fits; None if no row does."""
+        return next((row for row in self.rows if row.fits(release=True)), None)
+
+    def __getitem__(self, name: str) -> PlannedFormats:
+        """The row of this name.
+
+        Raises:
+          KeyError: if there is none, with the names that there are.
+        """
+        names = [row.name for row in self.rows]
+        if name not in names:
+            raise KeyError(f"plan: no formats {name!r}; there are {', '.join(names)}")
+        return self.rows[names.index(name)]
+
+    def __str__(self) -> str:
+        head = ("formats", "weights", "state", "gradients", "released", "GiB", "with")
+        table = [(*head, "fits", "measured"), *map(_cells, self.rows)]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ["bytes per parameter, and GiB per device without and with release"]
+        for row in table:
+            cells = [
+                cell.ljust(width) if i in (0, len(row) - 1) else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ]
+            lines.append("  ".join(cells).rstrip())
+        return "\n".join([*lines, self._verdict()])
+
+    def _verdict(self) -> str:
+        budget = _gib(self.rows[0].device_bytes)
+        best = self.best
+        if best is None:
+            least = min(row.bytes_per_device(release=True) for row in self.rows)
+            return f"none fits into {budget} GiB: the smallest takes {_gib(least)} GiB"
+        how = " with release" if best.needs_release else ""
+        return f"the least lossy that fits into {budget} GiB: {best.name}{how}"
+
+
+def plan(
+    params: optax.Params,
+    device_bytes: float,
+    *,
+    optimizer: Callable[[typing.Any], optax.GradientTransformation] = optax.adamw,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    keep_float32: KeepFloat32 = is_scalar_or_vector,
+    other_bytes: float = 0,
+    devices: int = 1,
+    stacked: Callable[[str], bool] | None = None,
+) -> Plan:
+    """Which formats fit into a device's memory, and the least lossy of them.
+
+        (params + state + gradients) / devices + other_bytes <= device_bytes
+
+    Parameters and state are those of :func:`memory_report` for each choice's own
+    transformation. Gradients have the parameters' dtypes, and ``dtype`` for quantised
+    weights, which are also dequantised. With :mod:`lowbit_optax.release` two leaves'
+    gradients are counted, of the largest ones; it changes no number of the training.
+
+    Rows are in the order of what they can lose, bits of weights before bits of moments.
+    ``measured`` has figures of docs/accuracy.md, in which all are within the spread of
+    float32's seeds; docs/choosing.md says when each fails. Choices whose moments the
+    optimizer does not have, as ``mu`` and ``nu``, are left out.
+
+    Args:
+      params: tree of arrays or ShapeDtypeStructs, such as ``jax.eval_shape`` of a
+        model's ``init``.
+      device_bytes: the budget of one device.
+      optimizer: ``learning_rate -> optax transformation``.
+      dtype: of the parameters that are narrowed.
+      keep_float32: which are not; see :func:`param_dtypes`. Quantised weights follow
+        :func:`quantize_params` instead.
+      other_bytes: what a device holds besides: activations, batches, the program.
+      devices: over how many parameters, state and gradients are sharded evenly.
+      stacked: ``path -> bool``: whether the leaf's first axis is a stack of layers that
+        ``release.scan`` goes through, so that the gradient of one layer counts.
+
+    Returns:
+      A :class:`Plan`. ``print`` it; train with ``plan.best``, or ``plan[name]``.
+
+    Raises:
+      TypeError: if ``optimizer`` is not a function that makes transformations, or a
+        leaf is not an array.
+      ValueError: if a number is out of range.
+
+    >>> import jax, jax.numpy as jnp, lowbit_optax
+    >>> shapes = {"w": jax.ShapeDtypeStruct((32768, 32768), jnp.float32)}
+    >>> planned = plan(shapes, device_bytes=8 * 2**30)
+    >>> planned.best.name, planned.best.needs_release
+    ('lowbit', False)
+    >>> round(planned.best.report.bytes_per_param, 3)
+    5.125
+    >>> tx = planned.best.make(3e-4)
+    >>> weights = {"w": jnp.ones((64, 64))}
+    >>> params, state = planned.best.init(tx, weights)
+    >>> params["w"].dtype
+    dtype(bfloat16)
+    """
+    _check_numbers(device_bytes, other_bytes, devices)
+    _check_optimizer(optimizer)
+    # Narrowed here for its checks, whose errors name the leaf.
+    narrow = _shapes(params, param_dtypes(params, dtype, keep_float32))
+    wide = _shapes(params, param_dtypes(params, jnp.float32, keep_float32))
+    rows = []
+    for choice in _CHOICES:
+        shapes = wide if choice.weights is None else narrow
+        if choice.bits is not None:
+            shapes = jax.eval_shape(
+                functools.partial(quantize_params, bits=choice.bits), wide
+            )
+        report = functools.partial(
+            memory_report, params=shapes, dtype=dtype, stacked=stacked
+        )
+        found = _first_that_fits_the_optimizer(choice, optimizer, report)
+        if found is None:
+            continue
+        make, report = found
+        rows.append(
+            PlannedFormats(
+                choice.name,
+                choice.measured,
+                report,
+                params=shapes,
+                dtype=np.dtype(dtype),
+                devices=devices,
+                other_bytes=int(other_bytes),
+                device_bytes=int(device_bytes),
+                make=make,
+                init=_init_of(choice, dtype, keep_float32),
+            )
+        )
+    return Plan(tuple(rows))
+
+
+def _first_that_fits_the_optimizer(choice: _Formats, optimizer, report):
+    """The maker and report with the first moments that the optimizer has; or None."""
+    for moments in choice.moments:
+        make = _maker(optimizer, choice.weights, moments)
+        try:
+            return make, report(make(_ANY_RATE))
+        except NoSuchMomentError:
+            continue
+    return None
+
+
+def _maker(optimizer, weights: WeightFormat | None, moments: Moments):
+    def make(learning_rate):
+        inner = optimizer(learning_rate)
+        if weights is None:
+            return optax.with_extra_args_support(inner)
+        return lowbit(inner, weights=weights, moments=moments)
+
+    return make
+
+
+def _init_of(choice: _Formats, dtype, keep_float32: KeepFloat32):
+    def init(tx: optax.GradientTransformation, weights: optax.Params):
+        if choice.bits is not None:
+            params = quantize_params(weights, bits=choice.bits)
+        elif choice.weights is None:
+            params = weights
+        else:
+            return from_master(tx, weights, param_dtypes(weights, dtype, keep_float32))
+        return params, tx.init(params)
+
+    return init
+
+
+def _shapes(params, dtypes):
+    return jax.tree.map(
+        lambda leaf, dtype: jax.ShapeDtypeStruct(leaf.shape, dtype), params, dtypes
+    )
+
+
+def _cells(row: PlannedFormats) -> tuple[str, ...]:
+    total = row.report.total
+    size = max(total.size, 1)
+    weights = total.params + total.residual
+    gradients = row.report.gradients, row.report.released_gradients
+    per = (weights, total.total - weights, *gradients)
+    fits = "yes" if row.fits(release=False) else "no"
+    return (
+        row.name,
+        *(f"{part / size:.2f}" for part in per),
+        _gib(row.bytes_per_device(release=False)),
+        _gib(row.bytes_per_device(release=True)),
+        "released" if row.needs_release else fits,
+        row.measured,
+    )
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f}"
+
+
+def _check_numbers(device_bytes, other_bytes, devices) -> None:
+    for name, value in (("device_bytes", device_bytes), ("other_bytes", other_bytes)):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 <= value < float("inf"):
+            raise ValueError(
+                f"plan: {name} is {value!r}; accepted is a number of bytes, 0 or more"
+            )
+    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+        raise ValueError(f"plan: devices is {devices!r}; accepted is an int from 1 on")
+
+
+def _check_optimizer(optimizer) -> None:
+    made = optimizer(_ANY_RATE) if callable(optimizer) else None
+    if not hasattr(made, "init") or not hasattr(made, "update"):
+        raise TypeError(
+            f"plan: optimizer is {optimizer!r}; accepted is a function of the learning "
+            "rate that makes an optax transformation, such as optax.adamw or "
+            "lambda rate: optax.sgd(rate, 0.9)"
+        )

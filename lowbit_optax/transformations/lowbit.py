@@ -1,0 +1,208 @@
+"""``lowbit``: any optax transformation on low-precision parameters.
+
+How a step works is in :mod:`lowbit_optax._step.engine`.
+"""
+
+import typing
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from lowbit_optax._numerics.float_layouts import is_narrow
+from lowbit_optax._numerics.landing import apply_leaf
+from lowbit_optax._step import context
+from lowbit_optax._step.arguments import check_static_int
+from lowbit_optax._step.direct import new_params_by
+from lowbit_optax._step.engine import Lowbit
+from lowbit_optax._step.moment_slots import MomentChoice, Moments
+from lowbit_optax._step.stepper import stepper_of
+from lowbit_optax.formats import extra_bits
+from lowbit_optax.formats.base import WeightFormat
+from pallas_kernels.platforms import Implementation, check_implementation
+
+
+def lowbit(
+    inner: optax.GradientTransformation,
+    *,
+    weights: WeightFormat | None = None,
+    moments: Moments = None,
+    seed: int | None = None,
+    min_size: int | None = None,
+    implementation: Implementation = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Run an optax transformation in float32 on parameters kept in fewer bits.
+
+    The inner transformation sees float32 masters and float32 gradients, so weight
+    decay and schedules work as in float32 training. Leaves in bfloat16, float16 and
+    float8 are held by ``weights``; float32 and other leaves pass through. Plain
+    ``lowbit(inner)`` is the recommended preset: 8 extra bits, 8-bit moments.
+
+    Put other transformations inside (``lowbit(optax.chain(clip, adamw))``): what comes
+    after ``lowbit`` in a chain would change the updates that land exactly. Wrappers
+    that demand updates in the gradients' dtype, such as ``optax.apply_if_finite``, go
+    inside as well. Non-finite gradients do what they do in the inner transformation.
+
+    What is in ``params`` is the truth: where a stored master does not round to the
+    parameter, because the parameter was set by hand, the parameter wins.
+
+    Args:
+      inner: any optax transformation.
+      weights: format of the parameters; ``extra_bits(8)`` if None.
+      moments: format of the moments.
+
+        - A moment format, for the fields of the inner state that are known to be
+          running averages (Adam's ``mu`` and ``nu``, momentum's ``trace``, Lion's
+          ``mu``, ...). Others stay float32: weights that schedule-free and Prodigy
+          keep, sums, maxima, moments of a custom transformation.
+        - A mapping from state field (``mu``, ``nu``, ``trace``) to format, for these
+          fields, whatever they are; fields left out stay float32.
+        - ``"low"``, the fewest bits that follow float32's updates: 6 for second
+          moments, 4 for first moments that a second one bounds (Adam's and its like), 8
+          for others. Also in a mapping.
+        - ``"float32"``, also in a mapping.
+        - None: ``block_quantized(8)``.
+
+        :func:`lowbit_optax.memory_report` shows what each takes.
+      seed: of stochastic rounding, 0 if None.
+      min_size: leaves with fewer elements keep a float32 master instead of packed bits,
+        and float32 moments instead of quantised ones; 4096 if None.
+      implementation: ``"xla"``; ``"pallas"``, one fused kernel per leaf, an error where
+        that cannot be, interpreted (slowly) on other platforms than CUDA and TPUs
+        (scalars, and packed or quantised leaves of fewer than 4096 elements, are left
+        to XLA without an error);
+        ``"triton"`` or ``"mosaic"``, the same by this backend of Pallas', in programs
+        that are for CUDA only (else Mosaic GPU on Hopper and Blackwell with JAX 0.11 or
+        newer, Triton elsewhere); ``"tpu"``, kernels for TPUs (elsewhere Pallas' model
+        of one runs them, slowly) and XLA for leaves that these do not take; or None,
+        the kernels on CUDA and TPUs for the leaves that can have one, and XLA
+        elsewhere.
+
+    Returns:
+      A transformation whose ``update`` needs ``params`` and returns float32 updates
+      for the held leaves, and uint32 differences for QuantizedTensors.
+
+    Raises:
+      TypeError, ValueError: for arguments that are not as above.
+
+    >>> import jax.numpy as jnp, optax, lowbit_optax
+    >>> params = {"w": jnp.ones((64, 64), jnp.bfloat16)}
+    >>> tx = lowbit(optax.adamw(1e-3))
+    >>> state = tx.init(params)
+    >>> grads = {"w": jnp.full((64, 64), 0.1, jnp.bfloat16)}
+    >>> updates, state = tx.update(grads, state, params)
+    >>> optax.apply_updates(params, updates)["w"].dtype
+    dtype(bfloat16)
+    """
+    _check_inner(inner)
+    weights = extra_bits(8) if weights is None else weights
+    if not isinstance(weights, WeightFormat):
+        raise TypeError(
+            f"lowbit: weights is {weights!r}, not a weight format such as "
+            "lowbit_optax.kahan() or lowbit_optax.extra_bits(8)"
+        )
+    check_implementation("lowbit", implementation)
+    seed = 0 if seed is None else seed
+    min_size = 4096 if min_size is None else min_size
+    check_static_int("lowbit", "seed", seed, 0, 2**32 - 1)
+    check_static_int("lowbit", "min_size", min_size, 0)
+    config = Lowbit(
+        inner,
+        weights,
+        MomentChoice.of(moments),
+        seed,
+        min_size,
+        implementation,
+    )
+    return config.transformation
+
+
+def step(
+    tx: optax.GradientTransformation,
+    params: optax.Params,
+    state: optax.OptState,
+    grads: optax.Updates,
+    **extra_args,
+) -> tuple[optax.Params, optax.OptState]:
+    """One optimizer step, params to params: the fast path past ``apply_updates``.
+
+    For a transformation made by :func:`lowbit` (the aliases included) no difference of
+    parameters is formed, also inside of optax's wrappers that hand on updates as they
+    are (``chain`` with ``lowbit`` last, ``masked``, ``partition``,
+    ``inject_hyperparams``) and of ``with_loss_scale``. With any other transformation or
+    wrapper (``MultiSteps``) it is ``update`` and ``apply_updates``.
+
+    Under ``jax.jit`` donate what it takes and returns, in this order::
+
+        jax.jit(functools.partial(lowbit_optax.step, tx), donate_argnums=(0, 1))
+
+    XLA pairs donated buffers with results of the same shape and dtype in order, so a
+    training step should return what it donates in the order in which it takes it.
+
+    Args:
+      tx: an optax transformation.
+      params: tree of parameters.
+      state: ``tx``'s state.
+      grads: tree of gradients, any float dtype.
+      **extra_args: for ``tx.update``.
+
+    Returns:
+      ``(params, state)``.
+
+    >>> import jax.numpy as jnp, lowbit_optax
+    >>> params = jnp.ones(4, jnp.bfloat16)
+    >>> tx = lowbit_optax.kahan_sgd(0.5)
+    >>> params, state = step(tx, params, tx.init(params), jnp.ones(4))
+    >>> params
+    Array([0.5, 0.5, 0.5, 0.5], dtype=bfloat16)
+    """
+    with context.params_wanted(False):
+        stepper = stepper_of(tx)
+        if stepper is not None:
+            return stepper.step(params, state, grads, **extra_args)
+        tx = optax.with_extra_args_support(tx)
+        direct = new_params_by(tx, params, state, grads, extra_args, apply_updates)
+        if direct is not None:
+            return direct
+        updates, state = tx.update(grads, state, params, **extra_args)
+        return apply_updates(params, updates), state
+
+
+def apply_updates(params: optax.Params | None, updates: optax.Updates) -> optax.Params:
+    """``optax.apply_updates`` that also takes float8 and strict dtype promotion.
+
+    Args:
+      params: tree of parameters; None leaves stay None.
+      updates: tree of the same structure.
+
+    Returns:
+      ``params + updates``, rounded to nearest in each parameter's dtype.
+
+    >>> import jax.numpy as jnp
+    >>> apply_updates(jnp.float8_e4m3fn(1.0), jnp.float32(0.3))
+    Array(1.25, dtype=float8_e4m3fn)
+    """
+
+    def apply(param: typing.Any, update):
+        if param is None:
+            return None
+        if not is_narrow(jnp.asarray(param).dtype):
+            return optax.apply_updates(param, update)
+        return apply_leaf(param, update)
+
+    return jax.tree.map(apply, params, updates, is_leaf=lambda x: x is None)
+
+
+def _check_inner(inner) -> None:
+    """Raise unless ``inner`` is a transformation that this package has not wrapped."""
+    if not hasattr(inner, "init") or not hasattr(inner, "update"):
+        hint = "; call it first, such as optax.adamw(1e-3)" if callable(inner) else ""
+        raise TypeError(
+            f"lowbit: inner is {inner!r}, not an optax transformation{hint}"
+        )
+    if isinstance(stepper_of(inner), Lowbit):
+        raise TypeError(
+            "lowbit: inner is a transformation of this package already, such as "
+            "kahan_adamw; give lowbit the optax transformation, such as optax.adamw, "
+            "or use it alone"
+        )

@@ -1,0 +1,32 @@
+"""A step's peak as predicted from shapes is near that of the step as compiled."""
+
+import jax
+import pytest
+
+import lowbit_optax
+from lowbit_optax import step_memory
+
+pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
+
+from tools.gpu_program.release_steps import matrices
+from tools.gpu_program.targets import gpu_mesh
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_a_step_on_an_h200_is_planned_within_one_layers_working_set(release):
+    # No activations to speak of: what is computed again is one layer's.
+    model = matrices(layers=6, width=2048, batch=128)
+    found = step_memory(
+        lowbit_optax.lowbit_adamw(1e-3),
+        model.params,
+        model.loss_fn,
+        model.batch,
+        release=release,
+        shardings=jax.NamedSharding(gpu_mesh(), jax.P()),
+        stacked=lambda path: path == "['layers']",
+    )
+    assert found.platform in ("cuda", "gpu")
+    assert found.compiled.arguments == found.predicted.arguments
+    assert found.compiled.in_place == found.predicted.in_place
+    beyond = found.compiled.temporary - found.predicted.temporary
+    assert 0 <= beyond < 2 * model.one_layer + (model.layers + 8) * model.carry

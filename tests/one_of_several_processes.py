@@ -1,0 +1,129 @@
+"""A process of the runs of ``test_several_processes.py``: it trains, saves, resumes.
+
+    python tests/one_of_several_processes.py RANK COUNT PORT FOLDER save|resume
+
+The eight devices of a run are divided among its COUNT processes.
+"""
+
+import functools
+import json
+import os
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    RANK, COUNT, PORT = map(int, sys.argv[1:4])
+    devices = f"--xla_force_host_platform_device_count={8 // COUNT}"
+    # The last one counts, and the others stay: the tests' level of optimisation.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {devices}"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import lowbit_optax
+
+MADE = {
+    "lowbit": lowbit_optax.lowbit(optax.adamw(1e-2)),
+    "kahan": lowbit_optax.kahan_adamw(1e-2),
+}
+PLAIN = optax.adamw(1e-2)
+STEPS = 3
+
+
+def weights(seed: int = 0):
+    """Float32 weights, as numpy has them: the same in every process."""
+    random = np.random.default_rng(seed)
+    shapes = {"kernel": (512, 32), "norm": (32,)}
+    return {
+        name: random.standard_normal(x).astype(np.float32) for name, x in shapes.items()
+    }
+
+
+def start(tx, master):
+    """Parameters and state of float32 weights."""
+    dtypes = lowbit_optax.param_dtypes(master, jnp.bfloat16)
+    return lowbit_optax.from_master(tx, master, dtypes)
+
+
+def step(tx, params, state, target):
+    """A step on a loss whose gradients need no sums, whose order would round."""
+
+    def loss(params):
+        distances = jax.tree.map(lambda p, t: p.astype(t.dtype) - t, params, target)
+        return sum(0.5 * jnp.sum(x**2) for x in jax.tree.leaves(distances))
+
+    return lowbit_optax.step(tx, params, state, jax.grad(loss)(params))
+
+
+def views(tx, params, state, target):
+    """What else is made of a run: float32 weights, plain optax's run, a report."""
+    converted = lowbit_optax.convert(params, state, tx, PLAIN)
+    report = lowbit_optax.step_report(tx, params, state, target)
+    lost = {name: leaf.lost for name, leaf in report.items() if leaf is not None}
+    return lowbit_optax.master_weights(params, state), converted, lost
+
+
+def train(tx, params, state, target):
+    """Half of the run."""
+    advance = jax.jit(functools.partial(step, tx))
+    for _ in range(STEPS):
+        params, state = advance(params, state, target)
+    return params, state
+
+
+def _targets(tx, mesh):
+    """Shapes of parameters and state, with the shardings that they have on the mesh."""
+    params, state = jax.eval_shape(functools.partial(start, tx), weights())
+    specs = {"kernel": P("data"), "norm": P()}
+    placed = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    shardings = placed, lowbit_optax.state_shardings(tx, params, placed)
+    place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+    return jax.tree.map(place, (params, state), shardings)
+
+
+def _global(tree, shardings):
+    """Arrays over all processes; each gives the shards of its own devices."""
+    return jax.tree.map(
+        lambda x, s: jax.make_array_from_callback(x.shape, s, lambda index: x[index]),
+        tree,
+        shardings,
+    )
+
+
+def _run(folder: Path, action: str) -> None:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    with ocp.StandardCheckpointer() as checkpointer:
+        for name, tx in MADE.items():
+            targets = _targets(tx, mesh)
+            places = jax.tree.map(lambda x: x.sharding, targets)
+            target = _global(weights(1), places[0])
+            formats = folder / f"{name}.json"
+            if action == "save":
+                begin = jax.jit(functools.partial(start, tx), out_shardings=places)
+                run = train(tx, *begin(_global(weights(), places[0])), target)
+                if jax.process_index() == 0:
+                    found = lowbit_optax.storage_formats(tx, run[0])
+                    formats.write_text(json.dumps(found))
+                checkpointer.save(folder / name, run)
+                continue
+            stored = json.loads(formats.read_text())
+            lowbit_optax.check_storage_formats(stored, tx, targets[0])
+            run = checkpointer.restore(folder / name, targets)
+            assert jax.tree.map(lambda x: x.sharding, run) == places
+            run = train(tx, *run, target)
+            seen = jax.jit(functools.partial(views, tx))(*run, target)
+            checkpointer.save(folder / f"{name}_end", (run, seen))
+
+
+if __name__ == "__main__":
+    if COUNT > 1:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(f"localhost:{PORT}", COUNT, RANK)
+    assert len(jax.devices()) == 8
+    assert len(jax.local_devices()) == 8 // COUNT
+    _run(Path(sys.argv[4]), sys.argv[5])

@@ -1,0 +1,282 @@
+"""Optimizers and flags of the runs on CIFAR-10, and what its steps store and count."""
+
+import functools
+import json
+import math
+import pathlib
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import lowbit_optax
+from benchmarks.training import accuracy_tables, cifar_optimizers
+from benchmarks.training.images import flags, optimizer_choice, training_loop
+from tools.models.resnet import ResNet
+
+pytestmark = [pytest.mark.example, pytest.mark.standard_promotion]
+
+# One block a stage keeps compilation short. The large leaves have 9216 parameters.
+WIDTH, BLOCKS = 16, (1, 1)
+QUANTIZED = 16 * 32 * 9 + 32 * 32 * 9
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--optimizer lpmm_sgd --dtype bfloat16", "have no dtype"),
+        ("--optimizer lpmm_adam --dtype float32", "have no dtype"),
+        ("--optimizer lpmm_sgd --bits 3", "4 to 16 bits"),
+        ("--optimizer lpmm_adam --bits 17", "4 to 16 bits"),
+        ("--optimizer extra_bits_sgd --bits 17", "0 to 16 extra bits"),
+        ("--optimizer kahan_sgd --rounding nearest", "nearest_sgd"),
+        ("--optimizer lpmm_sgd --microbatches 0", "less than 1"),
+        ("--optimizer lpmm_sgd --loss-scale backoff", "are float32 and need none"),
+        ("--optimizer kahan_sgd --loss-scale dynamic", "not backoff, lognormal or a"),
+        ("--optimizer kahan_sgd --loss-scale 0", "not backoff, lognormal or a number"),
+        (
+            "--optimizer kahan_sgd --loss-scale nan",
+            "not backoff, lognormal or a number",
+        ),
+    ],
+)
+def test_flags_that_contradict_each_other_are_errors(argv, message, capsys):
+    with pytest.raises(SystemExit):
+        flags.parse_args(argv.split())
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "bits", "dtype", "rate"),
+    [
+        ("--optimizer lpmm_sgd", 12, None, 0.1),
+        ("--optimizer lpmm_adam --bits 8", 8, None, 1e-3),
+        ("--optimizer lpmm_adam --compare", 16, "bfloat16", 1e-3),
+        ("--optimizer extra_bits_sgd", 16, "bfloat16", 0.1),
+        ("--optimizer extra_bits_sgd --dtype float16", 13, "float16", 0.1),
+        ("--optimizer sgd", 16, "float32", 0.1),
+    ],
+)
+def test_defaults_follow_the_optimizer(argv, bits, dtype, rate):
+    args = flags.parse_args(argv.split())
+    assert (args.bits, args.dtype, args.learning_rate) == (bits, dtype, rate)
+
+
+@pytest.mark.parametrize(
+    ("argv", "compute"),
+    [
+        ("--dtype float16 --loss-scale backoff", "float16"),
+        ("--dtype float16 --loss-scale 1024 --compute-dtype float32", "float32"),
+        ("--dtype float16", "float32"),
+        ("--loss-scale lognormal", "float32"),
+    ],
+)
+def test_float16_weights_with_a_loss_scale_are_computed_with_in_float16(argv, compute):
+    argv = ["--optimizer", "master_copy_sgd", *argv.split()]
+    on_cpu = flags.parse_args(argv).compute_dtype
+    if compute == "float32" and jax.default_backend() != "cpu":
+        compute = on_cpu
+    assert on_cpu == compute
+
+
+def test_every_row_of_the_tables_is_a_command_line():
+    for row, argv in accuracy_tables.ROWS.items():
+        args = flags.parse_args(argv.split())
+        assert row.startswith(args.optimizer)
+        if args.optimizer.endswith("sgd"):
+            assert args.learning_rate == pytest.approx(0.025 * args.microbatches)
+
+
+def _options(rate=0.1, **others):
+    return optimizer_choice.Options(rate, 5e-4, 12, seed=0, **others)
+
+
+def _trained(name, steps, options):
+    """The state after the steps, and the dequantised parameters after each of them."""
+    model = ResNet(WIDTH, BLOCKS)
+    tx = optimizer_choice.build(name, options)
+    store = optimizer_choice.weight_storage(name, "float32", options.bits)
+    state = training_loop.init_state(model, tx, store, seed=0)
+    step = training_loop.make_train_step(model, flip=False)
+    images = np.random.default_rng(0).integers(0, 256, (4, 32, 32, 3), np.uint8)
+    labels = np.arange(4, dtype=np.int32)
+    params = [jax.device_get(lowbit_optax.dequantize(state.params))]
+    for _ in range(steps):
+        state, _ = step(state, jax.random.key(1), images, labels)
+        params.append(jax.device_get(lowbit_optax.dequantize(state.params)))
+    return state, params
+
+
+@pytest.mark.parametrize("name", ["sgd", "lpmm_sgd"])
+def test_microbatches_update_the_weights_every_nth_step(name):
+    rates = []
+
+    def rate(count):
+        jax.debug.callback(lambda c: rates.append(int(c)), count)
+        return 0.1
+
+    _, params = _trained(name, 4, _options(rate, microbatches=2))
+    chex.assert_trees_all_equal(params[0], params[1])
+    chex.assert_trees_all_equal(params[2], params[3])
+    for before, after in ((0, 2), (2, 4)):
+        with pytest.raises(AssertionError):
+            chex.assert_trees_all_equal(params[before], params[after])
+    jax.effects_barrier()
+    assert max(rates) == 1, "the schedule counts updates"
+
+
+def test_bytes_a_parameter_are_of_the_arrays_that_the_codes_stand_for():
+    model = ResNet(WIDTH, BLOCKS)
+    options = _options(microbatches=2)
+    state = training_loop.init_state(
+        model,
+        optimizer_choice.build("lpmm_sgd", options),
+        optimizer_choice.weight_storage("lpmm_sgd", None, 12),
+        seed=0,
+    )
+    plain = training_loop._init_model(model, jax.random.key(0))["params"]
+    leaves = jax.tree.leaves(plain)
+    sizes = [leaf.size for leaf in leaves]
+    large = [leaf.shape for leaf in leaves if leaf.size >= 4096]
+    quantized = sum(map(math.prod, large))
+    assert quantized == QUANTIZED
+    # Codes of 12, 8 and 8 bits; scales of 32, 16 and 16 bits for each block of 64 rows
+    # by 32 columns, or as many as there are; small leaves in float32.
+    codes = quantized * 28 / 8
+    blocks = sum(
+        math.prod(lead) * math.ceil(rows / 64) * math.ceil(columns / 32)
+        for *lead, rows, columns in large
+    )
+    small = 3 * 4 * (sum(sizes) - quantized)
+    counts = 4 * sum(
+        leaf.size for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim == 0
+    )
+    expected = codes + blocks * 8 + small + counts
+    found = training_loop.bytes_per_parameter(state) * sum(sizes)
+    assert found == pytest.approx(expected)
+
+
+@pytest.fixture
+def small_network(monkeypatch):
+    small = functools.partial(ResNet, blocks=BLOCKS)
+    monkeypatch.setattr(cifar_optimizers, "ResNet", small)
+
+
+FEW = ["--dataset", "digits", "--train-size", "64", "--test-size", "32"]
+FEW += ["--width", str(WIDTH), "--batch-size", "16"]
+
+
+@pytest.mark.usefixtures("small_network")
+def test_partial_tables_merge_to_mean_and_spread_over_seeds(tmp_path, capsys):
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    rows = ["--rows", "lpmm_sgd-8-near*", "--epochs", "1"]
+    (run,) = accuracy_tables.main([*rows, "--output", str(first), *FEW])
+    assert run["settings"]["rounding"] == "nearest"
+    assert capsys.readouterr().out.count("| LPMM 8 bits, nearest |") == 1
+
+    other = run | {"seed": 1, "test_accuracy": run["test_accuracy"] + 0.25}
+    second.write_text(json.dumps({"runs": [other]}))
+    runs = accuracy_tables.main(["--merge", str(first), str(second)])
+    assert runs == [run, other]
+    percent = [100 * found["test_accuracy"] for found in runs]
+    cell = f"{np.mean(percent):.2f} ± {np.std(percent, ddof=1):.2f}"
+    printed = capsys.readouterr().out
+    assert f"| `lpmm_sgd-8-nearest` | LPMM 8 bits, nearest | {cell} |" in printed
+    assert f"| nearest |  |  | {cell} |  |" in printed
+
+
+def test_tables_do_not_mix_runs_that_differ(tmp_path):
+    path, same, other = (str(tmp_path / f"{name}.json") for name in "abc")
+    run = {"row": "sgd", "seed": 0, "settings": {"epochs": 5}}
+    for name, found in (
+        (path, run),
+        (same, run),
+        (other, run | {"seed": 1, "settings": {"epochs": 7}}),
+    ):
+        pathlib.Path(name).write_text(json.dumps({"runs": [found]}))
+    with pytest.raises(SystemExit, match=r"row sgd, seed 0 is in .*a\.json too"):
+        accuracy_tables.main(["--merge", path, same])
+    with pytest.raises(SystemExit, match="other settings"):
+        accuracy_tables.main(["--merge", path, other])
+
+
+@pytest.mark.usefixtures("small_network")
+def test_a_run_goes_on_from_its_checkpoint_with_the_same_bits(tmp_path):
+    argv = ["--epochs", "1", "--optimizer", "lpmm_sgd", "--microbatches", "2"]
+
+    def run(name, *more):
+        paths = ["--checkpoint-dir", tmp_path / name, "--output-dir", tmp_path / "out"]
+        (result,) = cifar_optimizers.main([*argv, *map(str, paths), *FEW, *more])
+        return result.metrics["loss"], result.test_accuracy
+
+    whole = run("whole")
+    run("parts", "--steps", "1")  # between two updates
+    assert run("parts") == whole
+    assert np.isfinite(whole[0]).all()
+
+
+def _scaled_network(name, loss_scale, **others):
+    model = ResNet(8, BLOCKS, dtype=jnp.float16)
+    tx = optimizer_choice.build(name, _options(loss_scale=loss_scale, **others))
+    store = optimizer_choice.weight_storage(name, "float16", 13)
+    state = training_loop.init_state(model, tx, store, seed=0)
+    images = np.random.default_rng(0).integers(0, 256, (4, 32, 32, 3), np.uint8)
+    step = training_loop.make_train_step(model, flip=False)
+    return state, lambda state: step(
+        state, jax.random.key(1), images, np.arange(4, dtype=np.int32)
+    )
+
+
+@pytest.mark.parametrize(("name", "microbatches"), [("master_copy_sgd", 1), ("sgd", 2)])
+def test_a_step_that_overflows_leaves_the_network_as_it_was(name, microbatches):
+    # The scale is past float16's largest number, and comes down by halves.
+    state, step = _scaled_network(name, "backoff", microbatches=microbatches)
+    large = state.opt_state._replace(scale=jnp.float32(2.0**24))
+    state = state.replace(opt_state=large)
+    before = jax.device_get(state)
+    state, (loss, _) = step(state)
+    after = jax.device_get(state)
+    assert np.isfinite(loss)
+    assert after.opt_state.skipped == 1
+    assert after.opt_state.scale == 2.0**23
+    for part in ("params", "batch_stats"):
+        chex.assert_trees_all_equal(getattr(after, part), getattr(before, part))
+    chex.assert_trees_all_equal(
+        after.opt_state.inner_state, before.opt_state.inner_state
+    )
+    for _ in range(20):
+        state, _ = step(state)
+    assert 1 < state.opt_state.skipped < 15
+    with pytest.raises(AssertionError):
+        chex.assert_trees_all_equal(jax.device_get(state.params), before.params)
+
+
+def test_gradients_of_float16_training_are_float16():
+    state, step = _scaled_network("master_copy_sgd", 1024.0)
+    text = str(jax.make_jaxpr(step)(state))
+    convolutions = re.findall(r":(\w+)\[[\d,]*\] = conv_general_dilated", text)
+    assert len(convolutions) > 15
+    assert set(convolutions) == {"f16"}
+
+
+@pytest.mark.usefixtures("small_network")
+def test_a_loss_scaled_run_goes_on_from_its_checkpoint_with_the_same_bits(
+    tmp_path, capsys
+):
+    argv = ["--epochs", "1", "--optimizer", "master_copy_sgd", "--dtype", "float16"]
+    argv += ["--loss-scale", "lognormal"]
+
+    def run(name, *more):
+        paths = ["--checkpoint-dir", tmp_path / name, "--output-dir", tmp_path / "out"]
+        (result,) = cifar_optimizers.main([*argv, *map(str, paths), *FEW, *more])
+        keys = ("loss", "loss_scale", "skipped")
+        return [result.metrics[key] for key in keys], result.test_accuracy
+
+    whole = run("whole")
+    run("parts", "--steps", "2")
+    assert run("parts") == whole
+    assert np.isfinite(whole[0][0]).all()
+    assert "skipped" in capsys.readouterr().out

@@ -1,0 +1,66 @@
+"""Restoring a sharded run does not hold it twice: arrays, and what Orbax is reading."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import restore_and_measure as program
+
+pytestmark = [
+    pytest.mark.slow_to_compile,  # processes that each import JAX
+    pytest.mark.standard_promotion,
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+]
+
+# Of Orbax's and the allocator's own, whatever the run.
+_OVERHEAD = 30 * 2**20
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run of 86 MB and a small one, saved from eight devices."""
+    folder = tmp_path_factory.mktemp("run")
+    random = np.random.default_rng(0)
+
+    def noise(like):
+        # Small numbers, which are finite in all formats, and which zstd cannot shrink.
+        x = random.integers(0, 2**8, like.shape, dtype=np.uint32).astype(like.dtype)
+        return jax.device_put(x, like.sharding)
+
+    for name, size in (("large", program.LARGE), ("small", program.SMALL)):
+        shapes = program.shapes(*size, program.SPECS["rows"])
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(folder / name, jax.tree.map(noise, shapes))
+    return folder
+
+
+def _measure(*arguments) -> tuple[int, int]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, program.__file__, *map(str, arguments)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    held, grown = map(int, done.stdout.split()[-2:])
+    return held, grown
+
+
+@pytest.mark.parametrize("spec", program.SPECS)
+def test_a_restored_run_is_not_held_twice(saved, spec):
+    held, grown = _measure(saved, spec)
+    assert held > 80e6
+    assert grown < 2 * held
+
+
+@pytest.mark.parametrize("spec", program.SPECS)
+def test_a_limit_of_concurrent_bytes_bounds_what_comes_on_top(saved, spec):
+    held, grown = _measure(saved, spec, 0.01)
+    assert grown < held + 10e6 + _OVERHEAD

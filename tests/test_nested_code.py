@@ -1,0 +1,217 @@
+"""The nested logarithmic grid of second moments: its values, its step, its rounding."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import lowbit_optax
+from lowbit_optax import block_quantized
+from lowbit_optax._numerics.nested_code import Nested
+
+pytestmark = pytest.mark.standard_promotion
+
+SIX = Nested(6, False)
+LARGEST = float(np.finfo(np.float32).max)
+ALL_WORDS = np.arange(4096, dtype=np.uint32) << 20 | 1 << 19
+ENDS = (0, 2**32 - 1)
+"""Words of which one rounds everything down, and the other up."""
+
+SPANS = np.array([0.02, 0.9, 3, 7, 14, 28, 58, 115, 220])[:, None]  # octaves
+STEPS = np.array([1 / 16, 1 / 16, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4])
+"""The finest steps of which 62 values cover a block of so many octaves."""
+
+
+def blocks():
+    """A block of 32 values in each row, from end to end of its octaves."""
+    places = np.random.default_rng(0).uniform(-0.49, 0.49, (len(SPANS), 32))
+    places[:, :2] = 0.49, -0.49
+    return (1.3 * 2.0 ** (places * SPANS)).astype(np.float32)
+
+
+BLOCKS = blocks()
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def prepared(code, x):
+    """Of blocks, which are rows."""
+    keys = [jnp.max(jnp.maximum(key, 0), 1, keepdims=True) for key in code.keys(x)]
+    return code.prepare(code.scale_of_keys(keys).astype(jnp.float32))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def stored(code, ready, x, words):
+    """Fields of values, and what they stand for."""
+    words = None if words is None else jnp.broadcast_to(words, x.shape)
+    fields = code.encode_fields(x, ready, words)
+    return fields, code.decode_fields(fields, ready)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def all_values(code, ready):
+    """What every field but those of 0 and infinity stands for."""
+    fields = jnp.arange(1, 2**code.bits - 1, dtype=jnp.uint32)
+    shape = ready[0].shape[0], fields.size
+    return code.decode_fields(jnp.broadcast_to(fields, shape), ready)
+
+
+def octaves_apart(x, y):
+    return np.abs(np.log2(np.asarray(x) / np.asarray(y)))
+
+
+def test_the_step_is_the_finest_that_covers_the_block():
+    ready = prepared(SIX, BLOCKS)
+    np.testing.assert_array_equal(2.0 ** (np.ravel(ready[1]) - 23.0), STEPS)
+    values = np.asarray(all_values(SIX, ready))
+    for row, block in zip(values, BLOCKS, strict=True):
+        assert np.all(np.diff(row[row < LARGEST]) > 0)
+        assert row[0] <= block.min()
+        assert row[-1] >= block.max()
+    # The first step of an octave, of 1 + 2^-m, is a little longer.
+    for word in ENDS:
+        _, got = stored(SIX, ready, BLOCKS, jnp.uint32(word))
+        assert np.all(octaves_apart(got, BLOCKS) <= 1.45 * STEPS[:, None])
+
+
+def test_one_number_too_many_takes_the_next_step():
+    """62 and 63 numbers from end to end, at steps of 1/16."""
+    rows = np.ones_like(BLOCKS)
+    for row, number in zip(rows, (62, 63), strict=False):
+        pattern = np.float32(1).view(np.int32) + ((number - 1) << 19)
+        row[0] = np.int32(pattern).view(np.float32)
+    ready = prepared(SIX, rows)
+    assert (np.ravel(ready[1])[:2] - 19).tolist() == [0, 1]
+    _, values = stored(SIX, ready, rows, jnp.uint32(ENDS[1]))
+    assert np.all(np.asarray(values)[:, 0] >= rows[:, 0])
+
+
+def test_a_coarser_grid_is_part_of_a_finer_one():
+    ready = prepared(SIX, BLOCKS)
+    values = np.asarray(all_values(SIX, ready))
+    coarse, fine = values[1:], tuple(x[:-1] for x in ready)
+    _, again = stored(SIX, fine, coarse, jnp.uint32(ENDS[1]))
+    within = (coarse >= values[:-1, :1]) & (coarse <= values[:-1, -1:])
+    assert np.all(within.sum(1) > 10)
+    np.testing.assert_array_equal(np.asarray(again)[within], coarse[within])
+
+
+@pytest.mark.parametrize("bits", [6, 8])
+def test_nothing_changes_when_stored_values_are_stored_again(bits):
+    code = Nested(bits, False)
+    words = np.random.default_rng(1).integers(0, 2**32, BLOCKS.shape, np.uint32)
+    ready = prepared(code, BLOCKS)
+    fields, values = stored(code, ready, BLOCKS, words)
+    for word in ENDS:
+        again, _ = stored(code, ready, values, jnp.uint32(word))
+        np.testing.assert_array_equal(again, fields)
+        # With the scale of what is stored, which may be a finer one.
+        _, new = stored(code, prepared(code, values), values, jnp.uint32(word))
+        np.testing.assert_array_equal(new, values)
+
+
+def test_rounding_keeps_the_mean_of_the_logarithm():
+    ready = prepared(SIX, BLOCKS)
+    _, values = stored(
+        SIX, ready, np.repeat(BLOCKS[None], 4096, 0), ALL_WORDS[:, None, None]
+    )
+    logs = np.log2(np.asarray(values, np.float64)).mean(0)
+    # Of an octave, and the random numbers have 12 bits. Rounded in the mean of x, it
+    # is up to 0.086 of an octave, or of a step that is longer.
+    error = np.abs(logs - np.log2(BLOCKS))
+    assert np.all(error <= 0.01 + STEPS[:, None] * 2.0**-12)
+
+
+def test_the_nearest_value_is_nearest_in_the_logarithm():
+    _, values = stored(SIX, prepared(SIX, BLOCKS), BLOCKS, None)
+    nearest = np.where(STEPS < 1, 1.45, 1.02) * STEPS / 2
+    assert np.all(octaves_apart(values, BLOCKS) <= nearest[:, None])
+
+
+def test_zero_and_what_is_not_finite_have_their_own_fields():
+    block = np.float32([1.0, 2.0, 0.0, np.inf, np.nan, -np.nan, -1.0, 1e-45])
+    rows = np.stack([block, np.zeros(8, np.float32)])
+    ready = prepared(SIX, rows)
+    assert np.ravel(ready[0])[1] == 0
+    for words in (None, *map(np.uint32, ENDS)):
+        fields, values = map(np.asarray, stored(SIX, ready, rows, words))
+        assert fields[0].tolist()[2:6] == [0, 63, 63, 63]
+        # 1e-45 enters the scale as the smallest normal number.
+        assert values[0].tolist()[6:] == [2.0**-126] * 2
+        np.testing.assert_array_equal(values[1], 0.0)
+
+
+def test_numbers_near_overflow_stay_finite():
+    rows = np.float32([[LARGEST, x, 3.3e38] for x in (3e38, 1e30, 1.0, 1e-37)])
+    ready = prepared(SIX, rows)
+    for word in ENDS:
+        _, values = stored(SIX, ready, rows, jnp.uint32(word))
+        assert np.all(np.isfinite(values))
+        steps = 2.0 ** (np.asarray(ready[1]) - 23.0)
+        assert np.all(octaves_apart(values, rows) <= 1.45 * steps)
+
+
+# What is chosen.
+
+
+def state_of(inner, moments="low"):
+    params = jax.ShapeDtypeStruct((64, 128), jnp.bfloat16)
+    tx = lowbit_optax.lowbit(inner, moments=moments)
+    return lowbit_optax.storage_formats(tx, params)
+
+
+@pytest.mark.parametrize(
+    ("inner", "want"),
+    [
+        (optax.adamw(1e-3), {"mu": "4-bit signed", "nu": "6-bit unsigned 'nested'"}),
+        (optax.adabelief(1e-3), {"mu": "8-bit signed", "nu": "6-bit unsigned"}),
+        (optax.rmsprop(1e-3), {"nu": "6-bit unsigned"}),
+        (optax.lion(1e-3), {"mu": "8-bit signed"}),
+        (optax.sgd(0.1, momentum=0.9), {"trace": "8-bit signed"}),
+    ],
+    ids=["adamw", "adabelief", "rmsprop", "lion", "sgd"],
+)
+def test_low_takes_the_fewest_bits_that_hold_for_a_field(inner, want):
+    text = str(state_of(inner))
+    for stored_as in want.values():
+        assert stored_as in text
+    assert ("over the root of nu" in text) == ("4-bit signed" in text)
+    assert text.count("-bit ") == len(want)
+
+
+def test_low_is_for_fields_by_name_as_well():
+    text = str(state_of(optax.adamw(1e-3), {"nu": "low"}))
+    assert "6-bit" in text
+    assert "4-bit" not in text
+
+
+def test_adamw_takes_four_and_three_eighths_bytes():
+    params = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    for tx in (
+        lowbit_optax.lowbit(optax.adamw(1e-3), moments="low"),
+        lowbit_optax.lowbit_adamw(1e-3, moments="low"),
+    ):
+        assert round(lowbit_optax.memory_report(tx, params).bytes_per_param, 3) == 4.375
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"bits": 5}, "bits is 5, not 4, 6 or 8"),
+        ({"bits": 6, "code": "linear"}, "bits is 6 and code 'linear'; accepted"),
+        ({"bits": 4, "code": "nested"}, "'nested' and bits is 4, not 6 or 8"),
+        ({"bits": 6, "scale": "bfloat16"}, "scale is 'bfloat16', but code 'nested'"),
+    ],
+)
+def test_what_the_grid_is_not_for_is_refused(options, match):
+    with pytest.raises(ValueError, match=match):
+        block_quantized(**options)
+
+
+def test_six_bits_of_a_first_moment_are_refused():
+    with pytest.raises(ValueError, match="'mu' may be negative; take 4 or 8 bits"):
+        state_of(optax.adamw(1e-3), block_quantized(6))
+    with pytest.raises(TypeError, match=r"has 'lower'.* not 'low' or 'float32'"):
+        lowbit_optax.lowbit(optax.adamw(1e-3), moments="lower")

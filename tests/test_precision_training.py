@@ -1,0 +1,147 @@
+"""`precision_assignment` makes each run that its flags ask for exactly once."""
+
+import json
+from typing import Any
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.training import precision_assignment
+from benchmarks.training.images import mixed_training, training_loop
+from benchmarks.training.images.precision_flags import BASELINES
+
+pytestmark = [pytest.mark.example, pytest.mark.standard_promotion]
+
+
+class Network(nn.Module):
+    """With BatchNorm, as those it stands for, but compiled in a second or two."""
+
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, images, train):
+        x = nn.Conv(4, (4, 4), (4, 4))(images)
+        x = nn.relu(nn.BatchNorm(not train)(x))
+        return nn.Dense(10)(x.mean((1, 2)))
+
+
+@pytest.fixture(autouse=True)
+def small_network(monkeypatch):
+    monkeypatch.setitem(precision_assignment.MODELS, "resnet", lambda width: Network())
+
+
+FEW = ["--dataset", "digits", "--train-size", "64", "--test-size", "32"]
+FEW += ["--batch-size", "16", "--epochs", "1", "--steps", "2", "--models", "resnet"]
+
+
+def test_all_assignments_of_a_model_train_with_two_compilations(
+    tmp_path, monkeypatch, capsys
+):
+    traced, trained = [], []
+    augment, train = mixed_training.crop_and_flip, precision_assignment.train
+
+    def counted(*args):
+        traced.append("step")
+        return augment(*args)
+
+    def recorded(trainer, job, *rest):
+        trained.append(job)
+        return train(trainer, job, *rest)
+
+    monkeypatch.setattr(mixed_training, "crop_and_flip", counted)
+    monkeypatch.setattr(precision_assignment, "train", recorded)
+    argv = ["--ratios", "0", "1", "--output-dir", str(tmp_path), *FEW]
+    runs = precision_assignment.main(argv)
+
+    names = [run["assignment"] for run in runs]
+    assert names == ["demote"] * 4 + list(BASELINES)
+    assert all(np.isfinite(run["train_loss"]) for run in runs)
+    ratios = {
+        (run["assignment"], run["ratio"], run["promotion"]): run["low_ratio"]
+        for run in runs
+    }
+    assert ratios["demote", 0, True] == ratios["demote", 0, False] == 0
+    assert ratios["demote", 1, False] > 0.9
+    assert ratios["float32", None, False] is None
+    assert len(traced) == 2, "one step in float32, one for all assignments"
+    assert len(trained) == len(set(trained)) < len(runs), "r = 0 twice is one run"
+    printed = capsys.readouterr().out
+    assert "decreasing, no promotion" in printed
+
+    before = len(trained)
+    again = precision_assignment.main(argv)
+    written = json.loads((tmp_path / "results.json").read_text())["runs"]
+    assert again == runs == written
+    assert len(trained) == before, "results.json had them all"
+
+    parts = [tmp_path / "results.json"]
+    merged = precision_assignment.main(
+        ["--merge", *map(str, parts), "--output-dir", str(tmp_path / "merged")]
+    )
+    assert merged == runs
+    assert (tmp_path / "merged" / "tradeoff.png").exists()
+    with pytest.raises(SystemExit, match="epochs 1, not 2"):
+        precision_assignment.main([*argv, "--epochs", "2"])
+
+
+def test_a_run_without_promotion_is_no_stand_in_for_one_with_it():
+    on = precision_assignment.Job("resnet", "demote", "decreasing", 0.5, True, 0)
+    off = on._replace(promotion=False)
+
+    def run(job, promoted):
+        return job._asdict() | {"fingerprint": "f", "promoted": promoted}
+
+    repeated = precision_assignment.repeated
+    assert repeated(off, "f", [run(on, promoted=False)])["promotion"] is False
+    assert repeated(off, "f", [run(on, promoted=True)]) is None
+    assert repeated(on, "f", [run(off, promoted=False)]) is None
+    assert repeated(off, "other", [run(off, promoted=False)]) is None
+    assert repeated(off._replace(seed=1), "f", [run(off, promoted=False)]) is None
+
+
+def test_all_high_precision_trains_like_float32_nearly():
+    """fp(6, 9) has 10 significant bits; loss scaling and rounding change the rest."""
+    model = Network()
+    numbers = mixed_training.Hyperparameters(0.1, 5e-4, 8, 4)
+    trainer = precision_assignment.make_trainer(model, numbers, 16, flip=False)
+    job = precision_assignment.Job("resnet", "demote", "decreasing", 0, True, 0)
+    images = np.random.default_rng(0).integers(0, 256, (16, 32, 32, 3), np.uint8)
+    labels = np.arange(16, dtype=np.int32) % 10
+
+    def losses(assignment, tx):
+        state = mixed_training.init_state(model, tx, seed=0)
+        state = mixed_training.start(state, assignment, promotes=True)
+        found = []
+        for _ in range(4):
+            state, (loss, _) = trainer.step(state, jax.random.key(1), images, labels)
+            found.append(float(loss))
+        return found
+
+    high = precision_assignment.assign(trainer.plan, job)
+    low = precision_assignment.assign(trainer.plan, job._replace(ratio=1.0))
+    exact = losses(None, trainer.float32)
+    assert losses(high, trainer.mixed) == pytest.approx(exact, rel=0.01)
+    assert losses(low, trainer.mixed) != losses(high, trainer.mixed)
+
+
+def test_a_started_state_leaves_what_it_was_made_from():
+    """The training step donates its state: the initial one makes the next run too."""
+    model = Network()
+    tx = mixed_training.make_optimizer(
+        mixed_training.Hyperparameters(0.1, 5e-4, 8, 4), is_float32=True
+    )
+    step = mixed_training.make_train_step(model, flip=False)
+    state = mixed_training.init_state(model, tx, seed=0)
+    images, labels = np.zeros((4, 32, 32, 3), np.uint8), np.zeros(4, np.int32)
+    results = [
+        step(
+            mixed_training.start(state, None, False), jax.random.key(0), images, labels
+        )
+        for _ in range(2)
+    ]
+    chex.assert_trees_all_equal(*results)
+    assert isinstance(state, training_loop.TrainState)

@@ -1,0 +1,80 @@
+"""A run of one process goes on in two, and the other way round, bit for bit."""
+
+import functools
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import one_of_several_processes as program
+import orbax.checkpoint as ocp
+import pytest
+from optimizers import assert_same_bits
+
+import lowbit_optax
+
+# Six processes that each import JAX: among the rest of the cases.
+pytestmark = [pytest.mark.slow_to_compile, pytest.mark.standard_promotion]
+
+_SECONDS = 400
+
+
+def _run(count: int, folder: Path, action: str) -> None:
+    """The program by ``count`` processes on this machine, with eight devices."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    started = [
+        subprocess.Popen(
+            [sys.executable, program.__file__]
+            + [str(x) for x in (rank, count, port, folder, action)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+    try:
+        for process in started:
+            output, _ = process.communicate(timeout=_SECONDS)
+            assert process.returncode == 0, output[-4000:]
+    finally:
+        for process in started:
+            process.kill()
+
+
+@functools.cache
+def _uninterrupted(name):
+    """The run by this process, on one device: parameters and state, and views."""
+    tx = program.MADE[name]
+    run = jax.jit(functools.partial(program.start, tx))(program.weights())
+    target = program.weights(1)
+    for _ in range(2):
+        run = program.train(tx, *run, target)
+    return run, jax.jit(functools.partial(program.views, tx))(*run, target)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_a_run_goes_on_in_another_number_of_processes(tmp_path, before, after):
+    _run(before, tmp_path, "save")
+    _run(after, tmp_path, "resume")
+    for name in program.MADE:
+        want = _uninterrupted(name)
+        like = jax.tree.map(ocp.utils.to_shape_dtype_struct, want)
+        with ocp.StandardCheckpointer() as checkpointer:
+            run, seen = checkpointer.restore(tmp_path / f"{name}_end", like)
+        assert_same_bits(run, want[0])
+        assert_same_bits(seen[:2], want[1][:2])
+        jax.tree.map(np.testing.assert_allclose, seen[2], want[1][2])
+
+
+def test_the_program_trains():
+    # Else equal bits would say little.
+    (params, state), _ = _uninterrupted("lowbit")
+    moved = lowbit_optax.master_weights(params, state)["kernel"]
+    assert np.all(moved != program.weights()["kernel"])

@@ -1,0 +1,57 @@
+"""The state of scanned layers in host memory, in steps compiled for a TPU."""
+
+import functools
+
+import jax
+import optax
+import pytest
+
+import lowbit_optax
+from lowbit_optax import release
+
+pytest.importorskip("libtpu", reason="needs the tpu-program extra")
+
+from tools.gpu_program.release_steps import matrices
+from tools.gpu_program.steps import bytes_of
+from tools.tpu_program.release_steps import HostStep, compile_step, streamed
+
+LAYERS, WIDTH = 6, 2048
+STEPS = {
+    "float32": lowbit_optax.lowbit(
+        optax.adamw(1e-3), weights=lowbit_optax.nearest(), moments="float32"
+    ),
+    "extra_bits": lowbit_optax.extra_bits_adamw(1e-3, bits=8),
+    "lowbit": lowbit_optax.lowbit_adamw(1e-3, implementation="pallas"),
+}
+
+
+@functools.cache
+def compiled(make_step, name) -> HostStep:
+    return compile_step(make_step, matrices(LAYERS, WIDTH, 256), STEPS[name])
+
+
+def bytes_of_state(name) -> int:
+    params = matrices(LAYERS, WIDTH, 256).params
+    state = jax.eval_shape(STEPS[name].init, params)
+    return sum(bytes_of(x) for x in jax.tree.leaves(state) if x.ndim == 3)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_device_holds_no_more_than_two_layers_of_the_state(name):
+    on_host, on_device = (
+        compiled(streamed, name),
+        compiled(release.value_and_update, name),
+    )
+    state = bytes_of_state(name)
+    # Rows of scales are padded in the compiler's figures.
+    assert state <= on_host.host <= 1.05 * state
+    assert on_host.arguments <= on_device.arguments - state
+    assert on_host.temporary <= on_device.temporary + 2 * state / LAYERS
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_layers_are_copied_by_themselves_and_written_in_place(name):
+    step = compiled(streamed, name)
+    stacks = {"float32": 2, "extra_bits": 3, "lowbit": 5}[name]
+    assert step.copied_slices == 2 * stacks
+    assert step.is_in_place

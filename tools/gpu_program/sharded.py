@@ -1,0 +1,131 @@
+"""Transformer blocks on meshes of H200s, and their training steps, to compile.
+
+FSDP shards the batch and the rows of each parameter over the axis ``data``; a parameter
+is gathered where it is used. Tensor parallelism shards the heads and the hidden units
+of each block over the axis ``model``.
+"""
+
+import typing
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import lowbit_optax
+from tools.gpu_program.release_steps import MEMORY_FIRST, CompiledStep, Model
+from tools.gpu_program.steps import bytes_of, leaf
+from tools.gpu_program.targets import compile_lowered, gpu_mesh
+
+FSDP = {"in": P("data"), "out": P("data")}
+TENSOR_PARALLEL = {"in": P(None, "model"), "out": P("model")}
+BOTH = {"in": P("data", "model"), "out": P("model", "data")}
+"""PartitionSpecs of the matrices that a block's hidden units come from and go to."""
+
+_ONE_BY_ONE: dict[str, str | bool] = {
+    "xla_gpu_all_gather_combine_threshold_bytes": "0",
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": "0",
+    "xla_gpu_all_reduce_combine_threshold_bytes": "0",
+}
+"""Collectives are not combined. XLA combines those of up to 30 MB, which here would be
+the gathers of all layers, and of a large model's are none."""
+
+_MATRICES = {"qkv": "in", "mixed": "out", "up": "in", "down": "out"}
+
+
+def mesh_of(data: int, model: int) -> Mesh:
+    """A mesh of H200s with the axes ``data`` and ``model``."""
+    devices = gpu_mesh(data * model).devices.reshape(data, model)
+    return Mesh(devices, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+def blocks(
+    batch: int, is_scanned: bool, remat=True, layers=4, width=512, heads=8, context=64
+) -> Model:
+    """Transformer blocks without biases, under a scan or one after another.
+
+    Args:
+      batch: of all devices together.
+      is_scanned: whether the blocks are stacked, under ``lax.scan``.
+      remat: whether a block is computed again for its gradient.
+      layers, width, heads, context: sizes.
+    """
+
+    def norm(x):
+        y = x.astype(jnp.float32)
+        y *= jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6)
+        return y.astype(x.dtype)
+
+    def block(x, p):
+        split = (norm(x) @ p["qkv"]).reshape(*x.shape[:2], heads, -1)
+        parts = jnp.split(split, 3, axis=-1)
+        mixed = jax.nn.dot_product_attention(*parts, is_causal=True)
+        x += mixed.reshape(x.shape) @ p["mixed"]
+        x += jax.nn.gelu(norm(x) @ p["up"]) @ p["down"]
+        return jax.lax.with_sharding_constraint(x, P("data"))
+
+    block = jax.checkpoint(block) if remat else block
+
+    def loss_fn(params, x):
+        if is_scanned:
+            x, _ = jax.lax.scan(lambda x, p: (block(x, p), None), x, params["layers"])
+        else:
+            for p in params["layers"]:
+                x = block(x, p)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    shapes = {
+        "qkv": (width, 3 * width),
+        "mixed": (width, width),
+        "up": (width, 4 * width),
+        "down": (4 * width, width),
+    }
+    stacked = {name: leaf(layers, *shape) for name, shape in shapes.items()}
+    single = {name: leaf(*shape) for name, shape in shapes.items()}
+    params = {"layers": stacked if is_scanned else [single] * layers}
+    x = leaf(batch, context, width)
+    return Model(loss_fn, params, x, bytes_of(x), layers)
+
+
+def compile_sharded(
+    make_step: Callable, model: Model, tx, mesh: Mesh, specs: dict[str, P]
+) -> CompiledStep:
+    """A step on :func:`blocks` with donated parameters and state.
+
+    Args:
+      make_step: ``release_steps.plain`` or ``release.value_and_update``.
+      model: what to train.
+      tx: the optimizer.
+      mesh: from :func:`mesh_of`.
+      specs: :data:`FSDP`, :data:`TENSOR_PARALLEL` or :data:`BOTH`.
+    """
+
+    def sharding(path, x) -> NamedSharding:
+        spec = specs[_MATRICES[path[-1].key]]
+        return NamedSharding(mesh, P(*(None,) * (x.ndim - 2), *spec))
+
+    of_params = jax.tree_util.tree_map_with_path(sharding, model.params)
+    of_state = lowbit_optax.state_shardings(tx, model.params, of_params)
+    state = jax.eval_shape(tx.init, model.params)
+    arguments = (
+        _placed(model.params, of_params),
+        _placed(state, of_state),
+        _placed(model.batch, NamedSharding(mesh, P("data"))),
+    )
+    step = jax.jit(
+        make_step(model.loss_fn, tx),
+        donate_argnums=(0, 1),
+        out_shardings=(NamedSharding(mesh, P()), of_params, of_state),
+    )
+    with jax.set_mesh(mesh):
+        lowered = step.lower(*arguments)
+    program = compile_lowered(lowered, {**MEMORY_FIRST, **_ONE_BY_ONE})
+    return CompiledStep(program, bytes_of(model.params, state))
+
+
+def _placed(tree, shardings) -> typing.Any:
+    def place(x, sharding):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map(place, tree, shardings)

@@ -1,0 +1,103 @@
+"""Steps on stacked layers compiled for TPUs, with their state in host memory."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from lowbit_optax import release
+from tools.gpu_program.release_steps import Model, plain
+from tools.hlo import memory, text
+from tools.tpu_program.targets import tpu_mesh
+
+Space = jax.memory.Space
+
+
+def moved_whole(loss_fn: Callable, tx) -> Callable:
+    """The step without release on a state that it takes out of host memory and back."""
+    step = plain(loss_fn, tx)
+
+    def train_step(params, opt_state, batch):
+        is_moved = [x.ndim == 3 for x in jax.tree.leaves(opt_state)]
+        loss, params, opt_state = step(
+            params, jax.device_put(opt_state, Space.Device), batch
+        )
+        leaves, structure = jax.tree.flatten(opt_state)
+        leaves = [
+            jax.device_put(x, Space.Host) if yes else x
+            for x, yes in zip(leaves, is_moved, strict=True)
+        ]
+        return loss, params, structure.unflatten(leaves)
+
+    return train_step
+
+
+streamed = functools.partial(release.value_and_update, state_memory="pinned_host")
+"""The step with release, and the state in host memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HostStep:
+    """A compiled step, and the bytes of its memory on the device and on the host."""
+
+    program: jax.stages.Compiled
+
+    @property
+    def arguments(self) -> int:
+        """Of the device: parameters, state, batch."""
+        return memory(self.program).argument_size_in_bytes
+
+    @property
+    def temporary(self) -> int:
+        """Of the device."""
+        return memory(self.program).temp_size_in_bytes
+
+    @property
+    def host(self) -> int:
+        """Of the host: arguments and temporary memory."""
+        found = memory(self.program)
+        return found.host_argument_size_in_bytes + found.host_temp_size_in_bytes
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether all of the state in host memory is written where it was read."""
+        found = memory(self.program)
+        return found.host_alias_size_in_bytes == found.host_argument_size_in_bytes
+
+    @functools.cached_property
+    def copied_slices(self) -> int:
+        """Asynchronous copies of slices out of host memory, and back."""
+        lines = text(self.program).splitlines()
+        starts = ("dynamic-slice-start(", "dynamic-update-slice-start(")
+        return sum("S(5)" in x and any(s in x for s in starts) for x in lines)
+
+
+def compile_step(
+    make_step: Callable, model: Model, tx, mesh: Mesh | None = None
+) -> HostStep:
+    """A step with donated parameters and state, for one TPU; a v5e if not given.
+
+    Args:
+      make_step: :func:`moved_whole` or :func:`streamed`, whose stacks of the state are
+        in host memory, or a step whose state is on the device.
+      model: what to train.
+      tx: the optimizer.
+      mesh: of one device.
+    """
+    mesh = tpu_mesh("v5e:2x2") if mesh is None else mesh
+    on_device = NamedSharding(mesh, P())
+    on_host = on_device.with_memory_kind("pinned_host")
+    has_host = make_step in (moved_whole, streamed)
+
+    def place(x, may_move=False):
+        where = on_host if may_move and has_host and x.ndim == 3 else on_device
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+    state = jax.eval_shape(tx.init, model.params)
+    state = jax.tree.map(functools.partial(place, may_move=True), state)
+    params, batch = jax.tree.map(place, (model.params, model.batch))
+    step = jax.jit(make_step(model.loss_fn, tx), donate_argnums=(0, 1))
+    return HostStep(step.lower(params, state, batch).compile())
