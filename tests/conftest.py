@@ -38,6 +38,22 @@ def pytest_addoption(parser):
         default="few",
         help="of quick tests: README's run takes one or two of each",
     )
+    parser.addoption(
+        "--part",
+        type=_part,
+        default=(1, 1),
+        metavar="K/N",
+        help="of --cases=rest: the K-th of N parts of about the same size",
+    )
+
+
+def _part(text) -> tuple[int, int]:
+    """``2/3`` as numbers."""
+    number, _, count = text.partition("/")
+    part = int(number), int(count or 1)
+    if not 1 <= part[0] <= part[1]:
+        raise ValueError(text)
+    return part
 
 
 def pytest_collection_finish():
@@ -55,6 +71,8 @@ def pytest_configure(config):
     # measured, and need the level that users have.
     if config.option.cases != "few" and not _is_quick(config):
         raise pytest.UsageError("--cases is for quick tests; without -m")
+    if config.option.part != (1, 1) and config.option.cases != "rest":
+        raise pytest.UsageError("--part is for --cases=rest")
     if _is_quick(config):
         _set_xla_flag("xla_backend_optimization_level", 1)
         _keep_programs(config)
@@ -90,6 +108,9 @@ def pytest_collection_modifyitems(config, items):
     if _is_readmes_run(config) or config.option.cases == "rest":
         few, rest = _few_cases(items), config.option.cases == "rest"
         _leave_out(config, items, [x for x in items if (x.nodeid in few) == rest])
+    number, count = config.option.part
+    others = [x for x in items if zlib.crc32(x.nodeid.encode()) % count != number - 1]
+    _leave_out(config, items, others)
 
 
 def _is_quick(config) -> bool:
