@@ -68,6 +68,19 @@ def put_fields(fields: Sequence[jax.Array], bits: int) -> list[jax.Array]:
             f"{len(fields)} fields of {bits} bits do not fill whole words; "
             f"give a multiple of {rows}"
         )
+    return join_fields(fields, bits)
+
+
+def join_fields(fields: Sequence[jax.Array], bits: int) -> list[jax.Array]:
+    """Like :func:`put_fields`, of any number of fields: the last word may have room.
+
+    Args:
+      fields: uint32 arrays of one shape, each below ``2**bits``.
+      bits: width k of a field, 1 to 32.
+
+    Returns:
+      ``ceil(len(fields) * bits / 32)`` uint32 arrays, zero where no field is.
+    """
     words: dict[int, jax.Array] = {}
 
     def deposit(number: int, value: jax.Array) -> None:

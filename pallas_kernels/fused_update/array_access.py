@@ -63,15 +63,11 @@ class WordsInMemory:
     lanes: TiledLanes
     bits: int
 
-    def load(self, start: jax.Array) -> jax.Array:
-        (word,) = self.memory.load(self.accesses(start, 1))
-        return word
-
-    def store(self, start: jax.Array, value: jax.Array, when: jax.Array) -> None:
+    def access_if(self, start: jax.Array, when: jax.Array, like: jax.Array) -> Access:
         (access,) = self.accesses(start, 1)
-        when = jnp.broadcast_to(when, value.shape)
+        when = jnp.broadcast_to(when, like.shape)
         mask = when if access.mask is None else access.mask & when
-        self.memory.store([(dataclasses.replace(access, mask=mask), value)])
+        return dataclasses.replace(access, mask=mask)
 
     def accesses(self, start: jax.Array, count: int) -> list[Access]:
         return [

@@ -59,7 +59,7 @@ class ChunkUpdate:
         loaded = self._load(wanted | (self._plain(rows) if self._at_once else {}))
         for number, x in enumerate(self._reads):
             if isinstance(x, Reader):
-                x.words = [loaded[key] for key in wanted if key[0] == number]
+                x.take([loaded[key] for key in wanted if key[0] == number])
         run, stores = self._run, []
         if self._has_blocks:
             run, stores = self._with_blocks(chunk, rows, loaded)
@@ -129,7 +129,7 @@ class ChunkUpdate:
             if isinstance(x, Plain):
                 stores.append((x.access(row.offset, row.exists), value))
             else:
-                x.put(row.number, self._without_padding(value, row.exists))
+                x.put(self._without_padding(value, row.exists))
         return stores
 
     def _without_padding(self, fields, exists: jax.Array | None):

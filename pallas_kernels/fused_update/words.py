@@ -2,9 +2,9 @@
 
 Where the bit offsets of fields repeat after few rows, a loop's body unrolls that many
 and every offset is static. Other widths (the odd ones repeat after 32 rows) would
-unroll the whole period, which compiles slowly and spills. There the offsets are
-computed from the row: reading takes the two words that a field may straddle, and
-writing carries a word from row to row until it is full.
+unroll the whole period, which compiles slowly and spills. There a chunk's fields begin
+anywhere in a word: its words are shifted as one number, by which the offsets within the
+chunk are static again, and a word that a chunk does not fill is carried to the next.
 """
 
 import dataclasses
@@ -15,7 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.bitfields.fields import get_field, period, put_fields
+from pallas_kernels.bitfields.fields import (
+    get_field,
+    join_fields,
+    period,
+    put_fields,
+)
 from pallas_kernels.fused_update.arrangement import Arrangement
 from pallas_kernels.fused_update.instructions import Instructions
 from pallas_kernels.fused_update.memory import Access
@@ -42,12 +47,8 @@ class Words(typing.Protocol):
         """Where so many words from ``start`` on are."""
         ...
 
-    def load(self, start: jax.Array) -> jax.Array:
-        """Load words."""
-        ...
-
-    def store(self, start: jax.Array, value: jax.Array, when: jax.Array) -> None:
-        """Store words if ``when``, a bool scalar, is true."""
+    def access_if(self, start: jax.Array, when: jax.Array, like: jax.Array) -> Access:
+        """Where a word like ``like`` is, if ``when``, a bool scalar, is true."""
         ...
 
 
@@ -67,32 +68,33 @@ class Reader:
     places: Words
     by_bytes: bool = False
 
-    words: Sequence[jax.Array] = ()
-    """The words that :meth:`start` asks for, to be set before :meth:`field`."""
-
     def start(self, chunk: jax.Array) -> list[Access]:
         """Begin a chunk of rows, by its number; which words to load for it."""
-        self._chunk = chunk
-        if not is_unrolled(self.bits):
-            return []
-        count = self.chunk_rows * self.bits // 32
-        first = chunk * np.int32(count)
-        return self.places.accesses(first, count)
+        if is_unrolled(self.bits):
+            count = self.chunk_rows * self.bits // 32
+            return self.places.accesses(chunk * np.int32(count), count)
+        first, self._shift = _place(chunk, self.chunk_rows, self.bits)
+        # No word after the chunk's last is read, as there may be none. The last is read
+        # again, and what it gives is beyond the chunk's fields.
+        size = np.int32(self.chunk_rows * self.bits)
+        last = (chunk * size + (size - np.int32(1))) >> np.int32(5)
+        return [
+            self.places.accesses(jnp.minimum(first + np.int32(i), last), 1)[0]
+            for i in range(_most_words(self.chunk_rows, self.bits))
+        ]
+
+    def take(self, words: Sequence[jax.Array]) -> None:
+        """Begin to read the chunk's fields from the words that :meth:`start` wants."""
+        if is_unrolled(self.bits):
+            self._words = list(words)
+        else:
+            self._words = _shifted_right(words, self._shift)
 
     def field(self, row: int) -> jax.Array | Byte:
         """The fields of a row of the chunk."""
         if self.by_bytes:
-            return Byte(self.words[row // 4], row % 4)
-        if is_unrolled(self.bits):
-            return get_field(list(self.words), row, self.bits)
-        word, shift = _place(self._chunk, self.chunk_rows, row, self.bits)
-        value = self.places.load(word) >> shift
-        # The field may go on in the next word. Where it does not, the same word is read
-        # again, as there may be no next one, and the mask drops what it gives.
-        ahead = (shift + np.uint32(self.bits) > np.uint32(32)).astype(jnp.int32)
-        following = self.places.load(word + ahead)
-        value = value | ((following << np.uint32(1)) << (np.uint32(31) - shift))
-        return value & np.uint32((1 << self.bits) - 1)
+            return Byte(self._words[row // 4], row % 4)
+        return get_field(self._words, row, self.bits)
 
 
 @dataclasses.dataclass
@@ -120,23 +122,14 @@ class Writer:
         """Begin a chunk of rows, by its number."""
         self._chunk, self._fields, self.open_word = chunk, [], carry
 
-    def put(self, row: int, field: jax.Array) -> None:
+    def put(self, field: jax.Array) -> None:
         """Add the fields of the chunk's next row."""
-        if is_unrolled(self.bits):
-            self._fields.append(field)
-            return
-        word, shift = _place(self._chunk, self.chunk_rows, row, self.bits)
-        value = typing.cast(jax.Array, self.open_word) | (field << shift)
-        full = shift + np.uint32(self.bits) >= np.uint32(32)
-        self.places.store(word, value, full)
-        # A word that is full has bits of this field, so that shift is not 0.
-        rest = field >> (np.uint32(32) - shift & np.uint32(31))
-        self.open_word = jnp.where(full, rest, value)
+        self._fields.append(field)
 
     def finish(self) -> list[tuple[Access, jax.Array]]:
         """End the chunk; which words to write."""
         if not is_unrolled(self.bits):
-            return []
+            return self._full_words()
         if self.by_bytes:
             words = put_bytes(self._fields, self.by_bytes)
         else:
@@ -144,8 +137,56 @@ class Writer:
         first = self._chunk * np.int32(len(words))
         return list(zip(self.places.accesses(first, len(words)), words, strict=True))
 
+    def _full_words(self) -> list[tuple[Access, jax.Array]]:
+        """The words that the chunk fills; the one after them becomes the open one."""
+        first, shift = _place(self._chunk, self.chunk_rows, self.bits)
+        words = _shifted_left(join_fields(self._fields, self.bits), shift)
+        words[0] = words[0] | typing.cast(jax.Array, self.open_word)
+        size = self.chunk_rows * self.bits
+        surely, most = size // 32, (size + 31) // 32
+        stores = [
+            (self.places.accesses(first + np.int32(i), 1)[0], words[i])
+            for i in range(surely)
+        ]
+        if most == surely:
+            self.open_word = words[surely]
+            return stores
+        is_full = shift + np.uint32(size % 32) >= np.uint32(32)
+        self.open_word = jnp.where(is_full, words[most], words[surely])
+        access = self.places.access_if(first + np.int32(surely), is_full, words[surely])
+        return [*stores, (access, words[surely])]
 
-def _place(chunk: jax.Array, chunk_rows: int, row: int, bits: int):
-    """The word in which a row's fields begin, and at which bit."""
-    start = (chunk * np.int32(chunk_rows) + np.int32(row)) * np.int32(bits)
+
+def _place(chunk: jax.Array, chunk_rows: int, bits: int) -> tuple[jax.Array, jax.Array]:
+    """The word in which a chunk's fields begin, and at which bit."""
+    start = chunk * np.int32(chunk_rows * bits)
     return start >> np.int32(5), (start & np.int32(31)).astype(jnp.uint32)
+
+
+def _most_words(chunk_rows: int, bits: int) -> int:
+    """How many words the fields of a chunk may lie in.
+
+    >>> _most_words(8, 5), _most_words(8, 6), _most_words(8, 7)
+    (2, 2, 3)
+    """
+    size, (rows, _) = chunk_rows * bits, period(bits)
+    return max((size * i % 32 + size + 31) // 32 for i in range(rows // chunk_rows))
+
+
+def _shifted_right(words: Sequence[jax.Array], shift: jax.Array) -> list[jax.Array]:
+    """The words as one number, shifted by less than a word."""
+    # In two shifts, as one by 32 is not defined.
+    above = [(x << np.uint32(1)) << (np.uint32(31) - shift) for x in words[1:]]
+    below = [x >> shift for x in words]
+    return [x | y for x, y in zip(below, above, strict=False)] + below[-1:]
+
+
+def _shifted_left(words: Sequence[jax.Array], shift: jax.Array) -> list[jax.Array]:
+    """The same the other way, with one word more."""
+    above = [(x >> np.uint32(1)) >> (np.uint32(31) - shift) for x in words]
+    below = [x << shift for x in words]
+    return [
+        below[0],
+        *(x | y for x, y in zip(below[1:], above, strict=False)),
+        above[-1],
+    ]

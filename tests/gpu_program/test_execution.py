@@ -95,6 +95,7 @@ OF_ADAM = FAMILIES | {
         {"mu": block_quantized(4), "nu": BFLOAT16},
     ),
     "relative 8-bit mu": (extra_bits(5), block_quantized(8, relative_to="nu")),
+    "low moments": (extra_bits(8), "low"),
 }
 
 

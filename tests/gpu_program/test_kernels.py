@@ -3,6 +3,7 @@
 import functools
 import time
 
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -61,31 +62,33 @@ MOVED = {
     "sr": 2 + 4 + 0 + 8,
 }
 
-# What instructions ask for of that, in bfloat16 and in 32 bits. With 5 bits rows ask
-# for the two words that their field may be in, and to write one, if it is full.
+# What instructions ask for of that, in bfloat16 and in 32 bits. With 5 bits 8 rows ask
+# for the two words that their fields may be in, and to write as many, if they are full.
 ACCESSED = {
     "extra_bits 8": (6, 18),
     "extra_bits 16": (6, 20),
     "extra_bits 12": (6, 19),
-    "extra_bits 5": (6, 16 + 8.5),
+    "extra_bits 5": (6, 16 + 2),
     "kahan": (18, 0),
     "sr": (14, 0),
 }
 
-MOST_REGISTERS = 72
-"""A multiprocessor then holds 14 blocks, 896 threads."""
+OLDER_JAX = jax.__version_info__ < (0, 11)
+
+MOST_REGISTERS = 72 if OLDER_JAX else 80
+"""A multiprocessor then holds 14 blocks of 64 threads, or 12."""
 
 MOST_INSTRUCTIONS = {
     "extra_bits 8": 33,
     "extra_bits 16": 26,
     "extra_bits 12": 36,
-    "extra_bits 5": 41,
+    "extra_bits 5": 38,
     "kahan": 83,
     "sr": 59,
 }
 """Per parameter, of AdamW."""
 
-MOST_OF_LOWBIT = 58
+MOST_OF_LOWBIT = 58 if OLDER_JAX else 58.5
 """Of ``lowbit_adamw``. Memory allows about 85."""
 
 INSTRUCTIONS_A_SECOND = 132 * 4 * 32 * 1.98e9
@@ -156,7 +159,7 @@ def test_a_thread_moves_four_elements_at_a_time(name):
 
 @each_optimizer
 def test_stores_of_whole_blocks_have_no_masks(name):
-    conditional = 5 if name == "extra_bits 5" else 0  # words, written when full
+    conditional = 1 if name == "extra_bits 5" else 0  # a word, written when full
     assert step_of(name).fused.masked_stores == conditional
 
 
@@ -202,7 +205,7 @@ MORE = {
         11.3,
         76,
     ),
-    "low moments": (lowbit_optax.extra_bits(8), "low", 10.8, 165),
+    "low moments": (lowbit_optax.extra_bits(8), "low", 10.8, 116),
     "sums of exact mean": (
         lowbit_optax.extra_bits(8, sum_rounding="stochastic"),
         EIGHT,
