@@ -81,7 +81,21 @@ CASES = {
     "`lowbit_adamw`": (lo.lowbit_adamw(1e-3), fast, applied),
     "`lpmm_adam`, 12 bits": (lo.lpmm_adam(1e-3), fast, applied),
 }
-QUANTISED = {"`lpmm_adam`, 12 bits"}
+MORE = {
+    "`extra_bits_adamw(bits=5)`": (lo.extra_bits_adamw(1e-3, bits=5), fast, applied),
+    "`lowbit`, moments of 4 bits": (
+        lo.lowbit(optax.adamw(1e-3), moments=lo.block_quantized(4)),
+        fast,
+        applied,
+    ),
+    '`lowbit_adamw(moments="low")`': (
+        lo.lowbit_adamw(1e-3, moments="low"),
+        fast,
+        applied,
+    ),
+    "`lpmm_sgd`, 12 bits": (lo.lpmm_sgd(1e-3, momentum=0.9), fast, applied),
+}
+QUANTISED = {"`lpmm_adam`, 12 bits", "`lpmm_sgd`, 12 bits"}
 
 
 def row(name, tx, step, update, model, mesh) -> list[str]:
@@ -135,7 +149,9 @@ HEADS = [
 def main(argv: list[str] | None = None) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--no-model", action="store_true", help="leave GPT-2 out")
+    parser.add_argument(
+        "--no-model", action="store_true", help="one leaf, and more steps"
+    )
     parser.add_argument("--gpu", choices=TARGETS, default="H200")
     parser.add_argument("--launcher", choices=["triton", "mosaic"])
     flags = parser.parse_args(argv)
@@ -147,6 +163,7 @@ def main(argv: list[str] | None = None) -> None:
     heads = HEADS[: 9 if flags.no_model else None]
     print("| " + " | ".join(heads) + " |")
     print("|" + "---|" * len(heads))
-    for name, (tx, step, update) in CASES.items():
+    cases = CASES | MORE if flags.no_model else CASES
+    for name, (tx, step, update) in cases.items():
         cells = row(name, tx, step, update, model, mesh)
         print("| " + " | ".join(cells) + " |", flush=True)
