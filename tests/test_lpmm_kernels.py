@@ -36,16 +36,16 @@ def steps(make, implementation, params, series):
     step = jax.jit(functools.partial(lowbit_optax.step, tx))
     traced = step.trace(params, state, series[0])
     # Some small leaves are left to XLA, whatever the implementation.
-    assert ("pallas_call" in str(traced.jaxpr)) == (implementation == "pallas")
+    assert ("pallas_call" in str(traced.jaxpr)) == (implementation != "xla")
     step = traced.lower().compile(compiler_options=QUICK)
     for grads in series:
         params, state = step(params, state, grads)
         yield params, state
 
 
-def both(make, params, series):
+def both(make, params, series, by="pallas"):
     """The same by kernels and by XLA."""
-    each = (steps(make, name, params, series) for name in ("pallas", "xla"))
+    each = (steps(make, name, params, series) for name in (by, "xla"))
     return zip(*each, strict=True)
 
 
@@ -62,6 +62,21 @@ def test_steps_of_sgd_have_the_same_bits(shape, bits, block_size):
         assert_same_bits(by_xla[0]["kernel"].scales, params["kernel"].scales)
 
 
+# Large enough for a TPU's kernel.
+@pytest.mark.parametrize(
+    ("shape", "bits", "block_size"),
+    [((128, 256), 12, 2048), ((133, 131), 12, 2048), ((2, 72, 257), 8, 256)],
+    ids=["even", "ragged", "stacked"],
+)
+def test_steps_of_sgd_on_tpus_have_the_same_bits(shape, bits, block_size):
+    params = quantised(shape, bits, block_size)
+    series = [shrinking(params, seed) for seed in range(2)]
+    make = functools.partial(lpmm_sgd, 0.25, 0.25, block_size=block_size)
+    for by_kernel, by_xla in both(make, params, series, "tpu"):
+        assert_same_bits(by_kernel, by_xla)
+    assert (by_xla[0]["kernel"].codes != params["kernel"].codes).any()
+
+
 def powers_of_two(shape):
     random = np.random.default_rng(0)
     signs = random.choice([-1.0, 1.0], shape)
@@ -69,15 +84,23 @@ def powers_of_two(shape):
 
 
 @pytest.mark.slow_to_compile
-@each_leaf
+@pytest.mark.parametrize(
+    ("shape", "bits", "block_size", "by"),
+    [
+        *((*leaf, "pallas") for leaf in LEAVES.values()),
+        ((128, 256), 12, 2048, "tpu"),
+        ((133, 131), 12, 2048, "tpu"),
+    ],
+    ids=[*LEAVES, "tpu even", "tpu ragged"],
+)
 def test_steps_of_adam_have_the_same_bits_while_roots_are_exact(
-    shape, bits, block_size
+    shape, bits, block_size, by
 ):
     params = quantised(shape, bits, block_size)
     like = {"kernel": jax.ShapeDtypeStruct(shape, jnp.float32)}
     series = [powers_of_two(shape), *(random_grads(like, seed) for seed in range(2))]
     make = functools.partial(lpmm_adam, 2.0**-9, b1=0.5, b2=0.75, eps=0.0)
-    first, *others = both(make, params, series)
+    first, *others = both(make, params, series, by)
     assert_same_bits(*first)
     # A root or a quotient that is rounded differently changes few of what is stored.
     for each in others:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 import lowbit_optax as lo
 from tools.gpu_program.steps import gpt2
-from tools.tpu_program.steps import lower_step
+from tools.tpu_program.steps import lower_lpmm_step, lower_step
 from tools.tpu_program.targets import TARGETS, tpu_mesh
 
 STEPS = {
@@ -31,7 +31,9 @@ STEPS = {
     ),
     "kahan_adamw": lambda **options: lo.kahan_adamw(1e-3, **options),
     "sr_adamw": lambda **options: lo.sr_adamw(1e-3, **options),
+    "lpmm_adam, 12 bits": lambda **options: lo.lpmm_adam(1e-3, **options),
 }
+QUANTISED = {"lpmm_adam, 12 bits"}
 MODELS = {
     "4x4096": [jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)] * 4,
     "4096": jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16),
@@ -42,7 +44,8 @@ MODELS = {
 def row(name: str, target: str, model: str, implementation: str | None) -> dict:
     """The facts of one step."""
     tx = STEPS[name](implementation=implementation)
-    step = lower_step(tx, MODELS[model], mesh=tpu_mesh(TARGETS[target].topology))
+    lower = lower_lpmm_step if name in QUANTISED else lower_step
+    step = lower(tx, MODELS[model], mesh=tpu_mesh(TARGETS[target].topology))
     # The work that memory sets a limit to: everything read and written once.
     gradients = 2 * step.parameters
     least = (2 * step.stored + gradients) / TARGETS[target].bandwidth

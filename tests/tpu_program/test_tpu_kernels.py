@@ -12,7 +12,7 @@ import lowbit_optax
 
 pytest.importorskip("libtpu", reason="needs the tpu-program extra")
 
-from tools.tpu_program.steps import lower_step
+from tools.tpu_program.steps import lower_lpmm_step, lower_step
 from tools.tpu_program.targets import TARGETS, compile_for, tpu_mesh
 
 LEAF = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
@@ -38,6 +38,16 @@ def test_steps_of_equal_leaves_move_every_byte_once_in_place(name, target):
     assert step.temporary < 0.01
     assert step.in_place
     assert step.seconds_to_compile < 60
+
+
+@pytest.mark.parametrize("target", ["v5e", "v6e"])
+def test_steps_on_quantised_weights_move_every_byte_once_in_place(target):
+    mesh = tpu_mesh(TARGETS[target].topology)
+    step = lower_lpmm_step(lowbit_optax.lpmm_adam(1e-3), LEAF, mesh=mesh)
+    assert step.fused_launches == 1
+    assert step.moved_by_all <= 9.14
+    assert step.temporary < 0.01
+    assert step.in_place
 
 
 SPECS = {

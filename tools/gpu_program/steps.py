@@ -128,10 +128,16 @@ def lower_lpmm_step(tx, like, bits=12, block_size=2048, **options) -> OptimizerS
       bits, block_size: of the weights.
       **options: as for :func:`lower_step`.
     """
+    params = quantized_like(like, bits, block_size)
+    return lower_step(tx, params, grads=like, **options)
+
+
+def quantized_like(like, bits=12, block_size=2048):
+    """A tree of ShapeDtypeStructs as QuantizedTensors of them."""
     quantize = functools.partial(
         lowbit_optax.quantize_params, bits=bits, block_size=block_size
     )
-    return lower_step(tx, jax.eval_shape(quantize, like), grads=like, **options)
+    return jax.eval_shape(quantize, like)
 
 
 def bytes_of(*trees) -> int:

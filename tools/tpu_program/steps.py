@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tools import hlo
-from tools.gpu_program.steps import bytes_of, fast
+from tools.gpu_program.steps import bytes_of, fast, quantized_like
 from tools.tpu_program.targets import compile_lowered, lower_for, tpu_mesh
 
 
@@ -101,28 +101,43 @@ class TpuStep:
         return hlo.memory(self.compiled).alias_size_in_bytes >= self.stored
 
 
-def lower_step(tx, params, make_step=fast, mesh=None, spec=None) -> TpuStep:
-    """A donated step of ``tx`` with gradients like the parameters.
+def lower_step(tx, params, make_step=fast, mesh=None, spec=None, grads=None) -> TpuStep:
+    """A donated step of ``tx``.
 
     Args:
       tx: a transformation.
-      params: tree of ShapeDtypeStructs.
+      params: tree of ShapeDtypeStructs, or of QuantizedTensors of them.
       make_step: from ``tools.gpu_program.steps``.
       mesh: one v6e if None.
       spec: as in ``targets.lower_for``.
+      grads: such a tree; ``params`` if None, without QuantizedTensors.
     """
     mesh = tpu_mesh() if mesh is None else mesh
     start = time.perf_counter()
     state = jax.eval_shape(tx.init, params)
-    arguments = params, state, params
+    grads = params if grads is None else grads
+    arguments = params, state, grads
     lowered = lower_for(mesh, make_step(tx), *arguments, spec=spec, donate=(0, 1))
     local = lambda tree: _on_each_device(tree, mesh, spec)
     return TpuStep(
         lowered,
-        sum(x.size for x in jax.tree.leaves(local(params))),
+        sum(x.size for x in jax.tree.leaves(local(grads))),
         bytes_of(local(state), local(params)),
         time.perf_counter() - start,
     )
+
+
+def lower_lpmm_step(tx, like, bits=12, block_size=2048, **options) -> TpuStep:
+    """A step of ``tx`` on quantised weights.
+
+    Args:
+      tx: a transformation.
+      like: tree of ShapeDtypeStructs, the gradients.
+      bits, block_size: of the weights.
+      **options: as for :func:`lower_step`.
+    """
+    params = quantized_like(like, bits, block_size)
+    return lower_step(tx, params, grads=like, **options)
 
 
 def _on_each_device(tree, mesh, spec):

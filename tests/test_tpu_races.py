@@ -1,0 +1,98 @@
+"""Kernels for TPUs have no races, and read nothing that was not written.
+
+Pallas' model of a TPU gives two cores the programs that may run at the same time, and
+orders what each reads and writes. Memory that nobody wrote has all bits set, and an
+access beyond an array is an error.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax.numpy as jnp
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from kernels import TABLE, Mixture, assert_equal, index_of
+from optimizers import assert_same_bits
+from quantised import quantised, shrinking
+from test_implementations import dyadic_series, normal, trained
+
+from lowbit_optax import block_quantized, extra_bits, kahan
+from lowbit_optax.formats import quantized_weights
+from pallas_kernels.fused_update import tpu
+
+CAN_RAISE = "on_race" in {x.name for x in dataclasses.fields(pltpu.InterpretParams)}
+
+pytestmark = [
+    pytest.mark.skipif(not CAN_RAISE, reason="needs a JAX that raises on races"),
+    pytest.mark.standard_promotion,
+]
+
+# A program for each matrix, which may run at the same time, and three for the columns
+# of each, whose scales are in the same row.
+SHAPE = (2, 72, 257)
+FORMATS = {
+    "words": {"weights": extra_bits(8)},
+    "halves": {"weights": kahan()},
+    "blocks": {"moments": block_quantized(8)},
+    "lpmm": {
+        "weights": quantized_weights(),
+        "moments": block_quantized(8, code="dynamic", block_size=2048),
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def races_are_errors(monkeypatch):
+    """In kernels, which every leaf must have."""
+    accepts = tpu.accepts
+
+    def noted(*args):
+        taken.append(accepts(*args))
+        return taken[-1]
+
+    taken = []
+    monkeypatch.setattr(tpu, "accepts", noted)
+    params = pltpu.InterpretParams(
+        detect_races=True, num_cores_or_threads=2, uninitialized_memory="nan"
+    )
+    with pltpu.force_tpu_interpret_mode(params):
+        yield
+    pltpu.reset_tpu_interpret_mode_state()
+    assert taken
+    assert all(taken)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_kind_of_array_is_free_of_races(name):
+    # A plain leaf has a kernel if its columns fill registers.
+    params = {"kernel": normal((2, 72, 256) if name == "halves" else SHAPE)}
+    series = dyadic_series(params, 1)
+    if name == "lpmm":
+        params = quantised(SHAPE, 12, 2048)
+        series = [shrinking(params, 0)]
+    run = functools.partial(trained, params=params, series=series, **FORMATS[name])
+    assert_same_bits(run("tpu"), run("xla"))
+
+
+@pytest.mark.parametrize("proceeds", [False, True])
+def test_a_step_that_may_be_skipped_is_free_of_races(proceeds):
+    body = Mixture((8,))
+    arrays, held = body.arrays(SHAPE)
+    scalars = [int(proceeds), 7]
+    options = {"scalars": jnp.asarray(scalars, jnp.uint32), "when": 0}
+    got = body.update(arrays, SHAPE, "tpu", **options)
+    want = body.want(held, scalars, index_of(SHAPE)) if proceeds else arrays
+    assert_equal(got[:2], want[:2])
+
+
+def test_a_layer_of_a_stack_is_free_of_races():
+    body = Mixture((8,))
+    held = [body.arrays(SHAPE, seed) for seed in range(3)]
+    stacks = [jnp.stack(x) for x in zip(*(arrays for arrays, _ in held), strict=True)]
+    options = {"scalars": jnp.asarray(TABLE[0]), "layer": jnp.int32(1)}
+    got = body.update(stacks, SHAPE, "tpu", **options)
+    start = math.prod(SHAPE)
+    want = body.want(held[1][1], [1, 2], index_of(SHAPE, start))
+    want[:2] = [x.at[1].set(y) for x, y in zip(stacks, want[:2], strict=True)]
+    assert_equal(got, want)
