@@ -29,6 +29,7 @@ from pallas_kernels.fused_update.tpu_tiling import (
     SUBLANES,
     Tiling,
     has_groups,
+    lies_transposed,
     tiling_of,
 )
 from pallas_kernels.layout import Layout, block_shape, layout_of
@@ -82,6 +83,7 @@ def update(call: Call) -> list[jax.Array]:
         local = dataclasses.replace(leaf, shape=shard.shape)
         within = shard.base, leaf.shape
         return xla.update(call.body, local, table, rows, layer, call.when, within)
+    shapes = result_shapes(shard)
     zero = jnp.zeros((1,), jnp.uint32)
     base = zero if shard.base is None else shard.base.reshape(1)
     place = [zero if rows is None else rows, base]
@@ -91,12 +93,20 @@ def update(call: Call) -> list[jax.Array]:
         _without_arrays(leaf.operands),
         leaf.results,
         leaf.overwritten if leaf.stacked else frozenset[int](),
+        tuple(
+            _is_transposed(tiling, like, shape)
+            for like, shape in (
+                *((o, o.array.shape) for o in leaf.operands),
+                *zip(leaf.results, shapes, strict=True),
+            )
+        ),
         table.shape[-1],
         call.when,
         call.interpret,
     )
     if layer is None:
         layer = jnp.zeros((1,), jnp.int32)
+    of_operands, of_results = kernel.transposed_by_kind
     arrays = [_as_matrices(x) for x in leaf.arrays]
     outputs = _outputs(shard)
     if call.interpret:
@@ -107,7 +117,12 @@ def update(call: Call) -> list[jax.Array]:
             jax.eval_shape(functools.partial(kernel.padded, like=r), x)
             for x, r in zip(outputs, leaf.results, strict=True)
         )
-    else:
+    arrays = [_swapped(*each) for each in zip(arrays, of_operands, strict=True)]
+    outputs = tuple(
+        jax.eval_shape(functools.partial(_swapped, yes=yes), x)
+        for x, yes in zip(outputs, of_results, strict=True)
+    )
+    if not call.interpret:
         # Else XLA copies parts of them to a TPU's vector memory beforehand.
         in_memory = pltpu.MemorySpace.HBM
         arrays = [pltpu.with_memory_space_constraint(x, in_memory) for x in arrays]
@@ -115,7 +130,7 @@ def update(call: Call) -> list[jax.Array]:
     written = _call(kernel, outputs)(
         layer.astype(jnp.int32), jnp.concatenate(place), table.reshape(-1), *arrays
     )
-    shapes = result_shapes(shard)
+    written = [_swapped(*each) for each in zip(written, of_results, strict=True)]
     if call.interpret:
         pairs = zip(written, shapes, strict=True)
         written = [x[:, : shape[-2], : shape[-1]] for x, shape in pairs]
@@ -133,6 +148,17 @@ def _is_wide(leaf: Leaf, shape: tuple[int, ...]) -> bool:
     return shape[-1] % LANES == 0
 
 
+def _is_transposed(tiling: Tiling, like: Operand | Result, shape) -> bool:
+    """Whether a kernel reads and writes an array as XLA transposes it.
+
+    Its blocks must then be of whole tiles, or the array itself. Otherwise XLA copies
+    the array, which is small.
+    """
+    rows = tiling.stored_rows(like)
+    fits = rows % LANES == 0 or (tiling.grid[1] == 1 and rows == shape[-2])
+    return fits and lies_transposed(shape)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Kernel:
     """What a kernel is compiled for.
@@ -140,6 +166,7 @@ class _Kernel:
     Args:
       body, tiling, operands, results, when, interpret: as they are named.
       stacked: numbers of the operands that are stacks of layers.
+      transposed: of the operands and then of the results, which are transposed.
       table_width: scalars in a row of the table.
     """
 
@@ -148,11 +175,20 @@ class _Kernel:
     operands: tuple[Operand, ...]
     results: tuple[Result, ...]
     stacked: frozenset[int]
+    transposed: tuple[bool, ...]
     table_width: int
     when: int | None
     interpret: bool
 
-    def spec(self, like: Operand | Result, stacked: bool) -> pl.BlockSpec:
+    @property
+    def transposed_by_kind(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+        """The operands' part of ``transposed``, and the results'."""
+        count = len(self.operands)
+        return self.transposed[:count], self.transposed[count:]
+
+    def spec(
+        self, like: Operand | Result, stacked: bool, transposed: bool
+    ) -> pl.BlockSpec:
         """Which block of an array a program has."""
         width = 1 if like.block_size is None else block_shape(like.block_size)[1]
         matrices = self.tiling.matrices if stacked else 0
@@ -160,9 +196,12 @@ class _Kernel:
         def block(matrix, rows, columns, layer):
             # Divided as int32, as the program's numbers are.
             first = layer[0] * jnp.int32(matrices) if matrices else jnp.int32(0)
-            return first + matrix, rows, lax.div(columns, jnp.int32(width))
+            columns = lax.div(columns, jnp.int32(width))
+            place = (columns, rows) if transposed else (rows, columns)
+            return first + matrix, *place
 
-        return pl.BlockSpec((None, self.tiling.stored_rows(like), LANES), block)
+        shape = self.tiling.stored_rows(like), LANES
+        return pl.BlockSpec((None, *(shape[::-1] if transposed else shape)), block)
 
     def padded(self, x: jax.Array, like: Operand | Result) -> jax.Array:
         """Matrices with whole blocks, all bits set where there is nothing.
@@ -186,7 +225,7 @@ class _Kernel:
 
     @property
     def scratch(self) -> list:
-        """The scratch memory of :class:`Arrays`, in its order."""
+        """Blocks that are transposed, and the scratch memory of :class:`Arrays`."""
         pairs, groups = self.tiling.block_rows // 2, self.tiling.units * SUBLANES
         both = [*((o, o.array) for o in self.operands), *((r, r) for r in self.results)]
         per_block = [x for x, _ in both if x.block_size is not None]
@@ -195,15 +234,26 @@ class _Kernel:
             for x, dtyped in both
             if x.block_size is None and x.bits is None and dtyped.dtype.itemsize == 2
         ]
+        rows_of = self.tiling.stored_rows
+        turned = [
+            pltpu.VMEM((rows_of(x), LANES), dtyped.dtype)
+            for (x, dtyped), yes in zip(both, self.transposed, strict=True)
+            if yes
+        ]
         word = lambda rows: pltpu.VMEM((rows, LANES), jnp.uint32)
-        return [word(pairs) for _ in halves] + [word(groups) for _ in per_block]
+        words = [word(pairs) for _ in halves] + [word(groups) for _ in per_block]
+        return [*turned, *words]
 
 
 @functools.lru_cache(maxsize=1024)
 def _call(kernel: _Kernel, outputs: tuple[jax.ShapeDtypeStruct, ...]):
     """The kernel as a jitted function of its arrays."""
     in_shared_memory = pl.BlockSpec(memory_space=pltpu.SMEM)
-    specs = [kernel.spec(o, i in kernel.stacked) for i, o in enumerate(kernel.operands)]
+    of_operands, of_results = kernel.transposed_by_kind
+    specs = [
+        kernel.spec(o, i in kernel.stacked, of_operands[i])
+        for i, o in enumerate(kernel.operands)
+    ]
     return jax.jit(
         pl.pallas_call(
             functools.partial(_program, kernel),
@@ -213,8 +263,8 @@ def _call(kernel: _Kernel, outputs: tuple[jax.ShapeDtypeStruct, ...]):
                 grid=kernel.tiling.grid,
                 in_specs=[in_shared_memory, in_shared_memory, *specs],
                 out_specs=[
-                    kernel.spec(r, r.overwrites in kernel.stacked)
-                    for r in kernel.results
+                    kernel.spec(r, r.overwrites in kernel.stacked, yes)
+                    for r, yes in zip(kernel.results, of_results, strict=True)
                 ],
                 scratch_shapes=kernel.scratch,
             ),
@@ -249,28 +299,47 @@ def _program(kernel: _Kernel, layer, place, table, *refs):
     rows_before = jnp.uint32(tiling.block_rows * whole[-1] % 2**32)
     first = first + rows.astype(jnp.uint32) * rows_before
     first = first + columns.astype(jnp.uint32) * jnp.uint32(LANES)
+    arrays, turned = _arrays(kernel, refs)
+    for like, ref, block in turned:
+        if isinstance(like, Operand):
+            block[...] = ref[...].T
     work = BlockProgram(
         tiling=tiling,
         functions=_functions(kernel.body, kernel.operands, kernel.table_width),
         rounds=_rounds(kernel.body, kernel.operands),
         scalars=scalars,
-        arrays=_arrays(kernel, refs),
+        arrays=arrays,
         first=first,
         place=(rows, columns),
     )
     if kernel.when is None:
         work.update()
-        return
-    proceeds = scalars[kernel.when] != jnp.uint32(0)
-    pl.when(proceeds)(work.update)
-    pl.when(jnp.logical_not(proceeds))(work.keep)
+    else:
+        proceeds = scalars[kernel.when] != jnp.uint32(0)
+        pl.when(proceeds)(work.update)
+        pl.when(jnp.logical_not(proceeds))(work.keep)
+    for like, ref, block in turned:
+        if isinstance(like, Result):
+            ref[...] = block[...].T
 
 
-def _arrays(kernel: _Kernel, refs: Sequence) -> Arrays:
-    """The references of a program."""
+def _arrays(kernel: _Kernel, refs: Sequence) -> tuple[Arrays, list]:
+    """The references of a program.
+
+    Returns:
+      ``(arrays, turned)``: of each array that is transposed, ``turned`` has what it is,
+      its block, and the scratch memory that stands for it in ``arrays``.
+    """
     refs = list(refs)
-    take = lambda likes: [(x, refs.pop(0)) for x in likes]
-    operands, results = take(kernel.operands), take(kernel.results)
+    likes = [*kernel.operands, *kernel.results]
+    both = [(x, refs.pop(0)) for x in likes]
+    turned = []
+    for number, (like, ref) in enumerate(both):
+        if kernel.transposed[number]:
+            turned.append((like, ref, refs.pop(0)))
+            both[number] = like, turned[-1][-1]
+    count = len(kernel.operands)
+    operands, results = both[:count], both[count:]
     pairs = {}
     for of, given in (("operand", operands), ("result", results)):
         plain = [x for x in given if x[0].block_size is None]
@@ -278,7 +347,7 @@ def _arrays(kernel: _Kernel, refs: Sequence) -> Arrays:
             if like.bits is None and ref.dtype.itemsize == 2:
                 pairs[of, number] = refs.pop(0)
     spread = [refs.pop(0) for o, _ in operands if o.block_size is not None]
-    return Arrays(operands, results, pairs, spread, refs)
+    return Arrays(operands, results, pairs, spread, refs), turned
 
 
 @functools.lru_cache(maxsize=1024)
@@ -312,6 +381,11 @@ def _outputs(shard: Shard) -> tuple[jax.ShapeDtypeStruct, ...]:
         )
         for r, shape in zip(results, result_shapes(shard), strict=True)
     )
+
+
+def _swapped(x: jax.Array, yes: bool) -> jax.Array:
+    """An array with rows and columns swapped, if they are."""
+    return jnp.swapaxes(x, -1, -2) if yes else x
 
 
 def _as_matrices(x: jax.Array) -> jax.Array:
