@@ -17,6 +17,7 @@ from pallas_kernels import Operand, Result
 from pallas_kernels.fused_update import Leaf, tpu
 from pallas_kernels.fused_update.launch import Call
 from pallas_kernels.fused_update.sharded import Shard
+from pallas_kernels.fused_update.tpu_tiling import lies_transposed
 
 SHAPES = {
     "even": (128, 256),
@@ -24,7 +25,8 @@ SHAPES = {
     "long": (2200, 130),
     "stacked": (2, 72, 257),
 }
-LAYERED = (2, 128, 129)
+LAYERED = {"plain": (2, 128, 129), "transposed": (1024, 40)}
+TRANSPOSED = {"ragged": (1024, 136), "narrow": (1024, 16)}
 
 
 @pytest.fixture(autouse=True)
@@ -52,14 +54,15 @@ def test_results_are_those_of_the_model(shape, widths, only_kernels):
 
 
 @pytest.mark.slow_to_compile
-def test_a_layer_of_a_stack_is_updated_in_its_place(only_kernels):
+@pytest.mark.parametrize("shape", LAYERED.values(), ids=LAYERED)
+def test_a_layer_of_a_stack_is_updated_in_its_place(shape, only_kernels):
     body, layers = Mixture((8,)), 3
-    held = [body.arrays(LAYERED, seed) for seed in range(layers)]
+    held = [body.arrays(shape, seed) for seed in range(layers)]
     stacks = [jnp.stack(x) for x in zip(*(arrays for arrays, _ in held), strict=True)]
     options = {"scalars": jnp.asarray(TABLE[0]), "layer": jnp.int32(1)}
-    got = body.update(stacks, LAYERED, "tpu", **options)
-    start = int(np.prod(LAYERED))
-    want = body.want(held[1][1], [1, 2], index_of(LAYERED, start))
+    got = body.update(stacks, shape, "tpu", **options)
+    start = int(np.prod(shape))
+    want = body.want(held[1][1], [1, 2], index_of(shape, start))
     for number, (new, expected) in enumerate(zip(got, want, strict=True)):
         if number < 2:
             expected = stacks[number].at[1].set(expected)
@@ -68,8 +71,9 @@ def test_a_layer_of_a_stack_is_updated_in_its_place(only_kernels):
 
 
 @pytest.mark.parametrize("proceeds", [False, True])
-def test_a_step_that_is_skipped_keeps_what_it_overwrites(proceeds):
-    body, shape = Mixture((8,)), SHAPES["ragged"]
+@pytest.mark.parametrize("shape", [SHAPES["ragged"], (1024, 40)])
+def test_a_step_that_is_skipped_keeps_what_it_overwrites(shape, proceeds):
+    body = Mixture((8,))
     arrays, held = body.arrays(shape)
     scalars = [int(proceeds), 7]
     options = {"scalars": jnp.asarray(scalars, jnp.uint32), "when": 0}
@@ -132,6 +136,17 @@ def test_every_format_has_the_same_bits(name, only_kernels):
     run = functools.partial(trained, params=params, series=series, **FORMATS[name])
     assert_same_bits(run("tpu"), run("xla"))
     assert True in only_kernels
+
+
+@pytest.mark.parametrize("shape", TRANSPOSED.values(), ids=TRANSPOSED)
+@pytest.mark.parametrize("name", ["extra_bits 8", "eight bits"])
+def test_arrays_that_xla_transposes_have_the_same_bits(shape, name, only_kernels):
+    assert lies_transposed(shape)
+    params = {"kernel": normal(shape)}
+    series = dyadic_series(params, 2)
+    run = functools.partial(trained, params=params, series=series, **FORMATS[name])
+    assert_same_bits(run("tpu"), run("xla"))
+    assert all(only_kernels)
 
 
 def test_several_equal_leaves_have_their_own_random_bits(only_kernels):

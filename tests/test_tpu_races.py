@@ -31,10 +31,13 @@ pytestmark = [
 # A program for each matrix, which may run at the same time, and three for the columns
 # of each, whose scales are in the same row.
 SHAPE = (2, 72, 257)
+# Plain arrays have kernels if their columns fill registers.
+SHAPES = {"halves": (2, 72, 256), "transposed blocks": (2, 1024, 136)}
 FORMATS = {
     "words": {"weights": extra_bits(8)},
     "halves": {"weights": kahan()},
     "blocks": {"moments": block_quantized(8)},
+    "transposed blocks": {"moments": block_quantized(8)},
     "lpmm": {
         "weights": quantized_weights(),
         "moments": block_quantized(8, code="dynamic", block_size=2048),
@@ -65,8 +68,7 @@ def races_are_errors(monkeypatch):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_kind_of_array_is_free_of_races(name):
-    # A plain leaf has a kernel if its columns fill registers.
-    params = {"kernel": normal((2, 72, 256) if name == "halves" else SHAPE)}
+    params = {"kernel": normal(SHAPES.get(name, SHAPE))}
     series = dyadic_series(params, 1)
     if name == "lpmm":
         params = quantised(SHAPE, 12, 2048)

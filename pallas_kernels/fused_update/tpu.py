@@ -35,6 +35,8 @@ from pallas_kernels.fused_update.tpu_tiling import (
 from pallas_kernels.layout import Layout, block_shape, layout_of
 
 _LEAST_ELEMENTS = 2**14
+_LEAST_COLUMNS = 16
+"""With fewer, the lanes that a kernel has no use for cost more than XLA's passes."""
 _MEMORY_LIMIT = 64 * 2**20
 
 
@@ -140,11 +142,11 @@ def update(call: Call) -> list[jax.Array]:
 def _is_wide(leaf: Leaf, shape: tuple[int, ...]) -> bool:
     """Whether a part of this shape is better updated by a kernel than by XLA.
 
-    XLA:TPU transposes arrays if that takes less padding, and back for a kernel. Of
-    plain arrays it makes one pass itself. A kernel takes 128 columns at a time.
+    A kernel takes 128 columns at a time, whether or not there are so many. Of plain
+    arrays XLA makes one pass itself.
     """
     if leaf.has_words_or_blocks:
-        return shape[-1] >= LANES or layout_of(shape) != Layout(shape, -2)
+        return shape[-1] >= _LEAST_COLUMNS or layout_of(shape) != Layout(shape, -2)
     return shape[-1] % LANES == 0
 
 
