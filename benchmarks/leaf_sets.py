@@ -55,6 +55,29 @@ def resnet18(width: int = 64, classes: int = 1000) -> LeafSet:
     return LeafSet("resnet18", (*shapes, (into, classes), (classes,)))
 
 
+def llama_7b() -> LeafSet:
+    """Llama 7B: 291 leaves, 6,738,415,616 parameters."""
+    width, inner, words = 4096, 11008, 32000
+    attention = ((width, width),) * 4
+    block = (*attention, *((width, inner),) * 2, (inner, width), (width,), (width,))
+    return LeafSet("llama-7b", ((words, width), *block * 32, (width,), (width, words)))
+
+
+def resnet50() -> LeafSet:
+    """ResNet-50 for ImageNet: 161 leaves, 25,557,032 parameters."""
+    shapes, into = [(7, 7, 3, 64), (64,), (64,)], 64
+    for stage, blocks in enumerate((3, 4, 6, 3)):
+        width = 64 << stage
+        for block in range(blocks):
+            convolutions = [(1, 1, into, width), (3, 3, width, width)]
+            convolutions += [(1, 1, width, 4 * width)]
+            convolutions += [(1, 1, into, 4 * width)] if block == 0 else []
+            for shape in convolutions:
+                shapes += [shape, shape[-1:], shape[-1:]]
+            into = 4 * width
+    return LeafSet("resnet50", (*shapes, (2048, 1000), (1000,)))
+
+
 SETS = {
     each.name: each
     for each in (

@@ -54,6 +54,13 @@ BENCHMARKS = {
         ("docs/compiled_programs.md",),
         ("libtpu",),
     ),
+    "tpu_layouts": Benchmark(
+        "programs",
+        "which leaves of whole models, on 1, 8 and 256 TPUs, have kernels",
+        3,
+        ("docs/compiled_programs.md",),
+        ("libtpu",),
+    ),
     "release_memory": Benchmark(
         "programs",
         "memory of steps with and without gradient release, compiled for H200s",

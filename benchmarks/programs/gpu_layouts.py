@@ -13,7 +13,6 @@ one core, and needs the ``gpu-program`` extra.
 """
 
 import argparse
-import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from collections.abc import Sequence
 from jax.sharding import PartitionSpec as P
 
 import lowbit_optax
-from benchmarks import leaf_sets
+from benchmarks.programs.placed_models import COLUMNS, MODELS, ROWS, Place
 from tools.gpu_program.machine_code import instructions_per_parameter
 from tools.gpu_program.steps import bytes_of_accesses, leaf, lower_step
 from tools.gpu_program.targets import gpu_mesh
@@ -36,22 +35,7 @@ WIDE = 0.95
 SMALLEST = 4096
 """Leaves with fewer elements are not packed."""
 
-ROWS, COLUMNS, MIDDLE = P("d"), P(None, "d"), P(None, "d", None)
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """A leaf on devices.
-
-    Args:
-      shape: of the leaf.
-      devices: how many.
-      spec: how it is spread over them, if there are several.
-    """
-
-    shape: tuple[int, ...]
-    devices: int = 1
-    spec: P | None = None
+MIDDLE = P(None, "d", None)
 
 
 LEAVES = (
@@ -71,54 +55,6 @@ LEAVES = (
     Place((4096, 4096), 256, ROWS),
     Place((4096, 4096), 256, COLUMNS),
 )
-
-
-def llama_7b() -> leaf_sets.LeafSet:
-    """Llama 7B: 291 leaves, 6,738,415,616 parameters."""
-    width, inner, words = 4096, 11008, 32000
-    attention = ((width, width),) * 4
-    block = (*attention, *((width, inner),) * 2, (inner, width), (width,), (width,))
-    return leaf_sets.LeafSet(
-        "llama-7b", ((words, width), *block * 32, (width,), (width, words))
-    )
-
-
-def resnet50() -> leaf_sets.LeafSet:
-    """ResNet-50 for ImageNet: 161 leaves, 25,557,032 parameters."""
-    shapes, into = [(7, 7, 3, 64), (64,), (64,)], 64
-    for stage, blocks in enumerate((3, 4, 6, 3)):
-        width = 64 << stage
-        for block in range(blocks):
-            convolutions = [(1, 1, into, width), (3, 3, width, width)]
-            convolutions += [(1, 1, width, 4 * width)]
-            convolutions += [(1, 1, into, 4 * width)] if block == 0 else []
-            for shape in convolutions:
-                shapes += [shape, shape[-1:], shape[-1:]]
-            into = 4 * width
-    return leaf_sets.LeafSet("resnet50", (*shapes, (2048, 1000), (1000,)))
-
-
-def of_whole_tiles(devices: int, shape: tuple[int, ...]) -> Place:
-    """The leaf spread along an axis on which each device has whole tiles."""
-    for axis, unit in ((0, 8), (1, 4)):
-        if axis < len(shape) and shape[axis] % (devices * unit) == 0:
-            return Place(shape, devices, P(*(None,) * axis, "d"))
-    return Place(shape)
-
-
-MODELS = {
-    "GPT-2": (leaf_sets.gpt2(), Place),
-    "ResNet-50": (resnet50(), Place),
-    "Llama 7B": (llama_7b(), Place),
-    "Llama 7B, columns over 8": (
-        llama_7b(),
-        lambda shape: Place(shape, 8, COLUMNS if len(shape) > 1 else ROWS),
-    ),
-    "Llama 7B, rows or columns over 256": (
-        llama_7b(),
-        functools.partial(of_whole_tiles, 256),
-    ),
-}
 
 
 @functools.cache
