@@ -79,7 +79,7 @@ class Maxima:
         layout = layout_of(shape)
         return [draw(shape), *(draw(layout.blocks_shape(size)) for size in self.sizes)]
 
-    def update(self, arrays, implementation=None):
+    def update(self, arrays, implementation=None, **options):
         operands = [Operand(arrays[0])]
         operands += [
             Operand(x, block_size=size)
@@ -89,7 +89,8 @@ class Maxima:
             Result("int32", overwrites=n, block_size=operand.block_size)
             for n, operand in enumerate(operands)
         ]
-        return fused_update(self, operands, results, implementation=implementation)
+        options |= {"implementation": implementation}
+        return fused_update(self, operands, results, **options)
 
     def jitted(self, implementation):
         return jax.jit(functools.partial(self.update, implementation=implementation))

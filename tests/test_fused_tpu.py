@@ -13,7 +13,7 @@ from optimizers import assert_same_bits
 from test_implementations import MOMENTUM, dyadic_series, normal, trained
 
 from lowbit_optax import block_quantized, cast, extra_bits, kahan, stochastic_rounding
-from pallas_kernels import Operand, Result
+from pallas_kernels import Operand, Result, layout_of
 from pallas_kernels.fused_update import Leaf, tpu
 from pallas_kernels.fused_update.launch import Call
 from pallas_kernels.fused_update.sharded import Shard
@@ -147,6 +147,36 @@ def test_arrays_that_xla_transposes_have_the_same_bits(shape, name, only_kernels
     run = functools.partial(trained, params=params, series=series, **FORMATS[name])
     assert_same_bits(run("tpu"), run("xla"))
     assert all(only_kernels)
+
+
+@pytest.mark.parametrize("shape", [(72, 5, 64), (2, 256, 3, 32)])
+def test_rows_before_heads_have_the_same_bits_in_blocks(shape, only_kernels):
+    assert layout_of(shape).axis == -3
+    params = {"kernel": normal(shape)}
+    series = dyadic_series(params, 2)
+    options = FORMATS["eight bits"]
+    run = functools.partial(trained, params=params, series=series, **options)
+    assert_same_bits(run("tpu"), run("xla"))
+    assert all(only_kernels)
+
+
+def test_blocks_of_which_heads_have_parts_are_left_to_the_reference(only_kernels):
+    body = Maxima((32,))
+    arrays = body.arrays((72, 5, 66))
+    assert_equal(body.update([*map(jnp.asarray, arrays)], "tpu"), body.want(arrays))
+    assert only_kernels == [False]
+
+
+@pytest.mark.slow_to_compile
+def test_a_layer_of_rows_before_heads_is_updated_in_its_place(only_kernels):
+    body, shape = Maxima((32,)), (72, 5, 64)
+    layers = [body.arrays(shape, seed) for seed in range(3)]
+    stacks = [jnp.stack(x) for x in zip(*layers, strict=True)]
+    got = body.update(stacks, "tpu", shape=shape, layer=jnp.int32(1))
+    want = body.want(layers[1])
+    pairs = zip(stacks, want, strict=True)
+    assert_equal(got, [x.at[1].set(new) for x, new in pairs])
+    assert only_kernels == [True]
 
 
 def test_several_equal_leaves_have_their_own_random_bits(only_kernels):

@@ -4,11 +4,11 @@
 
 For each shape among a model's leaves one donated step with bfloat16 parameters and
 gradients is compiled for a v6e, or for 8 or 256 of them on an explicit axis. The table
-has the share of the parameters whose leaf has a kernel; bytes that are moved, written by
-``copy`` operations, and of temporary memory, per parameter of the whole model, as means
-over the leaves' own steps; and the shape that moves most per parameter among those of a
-hundredth of the parameters or more. These are facts of the compiled programs; nothing
-was run on a TPU. Needs the ``tpu-program`` extra.
+has the share of the parameters whose leaf has a kernel; bytes that are moved, written
+by ``copy`` operations, and of temporary memory, per parameter of the whole model, as
+means over the leaves' own steps; and the shape that moves most per parameter among
+those of a hundredth of the parameters or more. These are facts of the compiled
+programs; nothing was run on a TPU. Needs the ``tpu-program`` extra.
 """
 
 import argparse
