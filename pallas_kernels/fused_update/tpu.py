@@ -2,7 +2,11 @@
 
 It takes the state as kernels on GPUs do. What each program of the kernel does is in
 :mod:`.tpu_program`. It updates leaves of two axes or more whose last two are large, and
-are the rows and columns of what is packed. XLA updates the others.
+are the rows and columns of what is packed, or become so by a copy. XLA updates the
+others.
+
+XLA:TPU stores some arrays transposed. A kernel takes them as they lie and transposes
+each block in its own memory, since a copy of the array would move it twice more.
 """
 
 import dataclasses
