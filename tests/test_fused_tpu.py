@@ -17,7 +17,7 @@ from pallas_kernels import Operand, Result, layout_of
 from pallas_kernels.fused_update import Leaf, tpu
 from pallas_kernels.fused_update.launch import Call
 from pallas_kernels.fused_update.sharded import Shard
-from pallas_kernels.fused_update.tpu_tiling import lies_transposed
+from pallas_kernels.fused_update.tpu_arrays import lies_transposed
 
 SHAPES = {
     "even": (128, 256),
@@ -158,6 +158,25 @@ def test_rows_before_heads_have_the_same_bits_in_blocks(shape, only_kernels):
     run = functools.partial(trained, params=params, series=series, **options)
     assert_same_bits(run("tpu"), run("xla"))
     assert all(only_kernels)
+
+
+def test_a_shard_of_few_columns_before_heads_has_the_bits_of_the_whole():
+    body, shape = Maxima((32,)), (256, 8, 8)
+    arrays = body.arrays(shape)
+    x, numbers = body.want(arrays)
+    operands = (Operand(arrays[0]), Operand(arrays[1], block_size=32))
+    results = (
+        Result("int32", overwrites=0),
+        Result("int32", overwrites=1, block_size=32),
+    )
+    leaf = Leaf(operands, results, shape)
+    table = jnp.zeros((1, 1), jnp.uint32)
+    for heads in (slice(2, 3), slice(4, 8)):
+        given = leaf.with_arrays([jnp.asarray(a[:, heads]) for a in arrays])
+        local = 256, heads.stop - heads.start, 8
+        shard = Shard(given, local, jnp.uint32(8 * heads.start))
+        got = tpu.update(Call(body, [shard], table, interpret=True))
+        assert_equal(got, [x[:, heads], numbers[:, heads]])
 
 
 def test_blocks_of_which_heads_have_parts_are_left_to_the_reference(only_kernels):

@@ -4,9 +4,6 @@ It takes the state as kernels on GPUs do. What each program of the kernel does i
 :mod:`.tpu_program`. It updates leaves of two axes or more whose last two are large, and
 are the rows and columns of what is packed, or become so by a copy. XLA updates the
 others.
-
-XLA:TPU stores some arrays transposed. A kernel takes them as they lie and transposes
-each block in its own memory, since a copy of the array would move it twice more.
 """
 
 import dataclasses
@@ -25,6 +22,12 @@ from pallas_kernels.fused_update import xla
 from pallas_kernels.fused_update.launch import Call, manual_axes, result_shapes
 from pallas_kernels.fused_update.sharded import Shard
 from pallas_kernels.fused_update.spec import BlockBody, Body, Leaf, Operand, Result
+from pallas_kernels.fused_update.tpu_arrays import (
+    as_matrices,
+    is_transposed,
+    merged_axes,
+    swapped,
+)
 from pallas_kernels.fused_update.tpu_forms import DTYPES
 from pallas_kernels.fused_update.tpu_functions import traced
 from pallas_kernels.fused_update.tpu_program import Arrays, BlockProgram
@@ -33,7 +36,6 @@ from pallas_kernels.fused_update.tpu_tiling import (
     SUBLANES,
     Tiling,
     has_groups,
-    lies_transposed,
     tiling_of,
 )
 from pallas_kernels.layout import Layout, block_shape, layout_of
@@ -70,7 +72,7 @@ def accepts(body: Body | BlockBody, leaf: Leaf, scalars: int) -> bool:
     leaf = leaf.with_arrays(
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaf.arrays]
     )
-    leaf = _merged(Shard(leaf, leaf.shape)).leaf
+    leaf = merged_axes(Shard(leaf, leaf.shape)).leaf
     if leaf.has_words_or_blocks and leaf.layout.axis != -2:
         return False
     if math.prod(leaf.shape[-2:]) < _LEAST_ELEMENTS or not _is_wide(leaf, leaf.shape):
@@ -87,13 +89,14 @@ def update(call: Call) -> list[jax.Array]:
     Interpreted, it is run by Pallas' model of a TPU.
     """
     (given,) = call.shards
-    shard = _merged(given)
+    shard = merged_axes(given)
     table, rows, layer = call.table, call.rows, call.layer
     leaf, tiling = shard.leaf, tiling_of(shard)
     if not _is_wide(leaf, shard.shape):
         local = dataclasses.replace(leaf, shape=shard.shape)
         within = shard.base, leaf.shape
-        return xla.update(call.body, local, table, rows, layer, call.when, within)
+        written = xla.update(call.body, local, table, rows, layer, call.when, within)
+        return _as_given(written, given)
     shapes = result_shapes(shard)
     zero = jnp.zeros((1,), jnp.uint32)
     base = zero if shard.base is None else shard.base.reshape(1)
@@ -105,7 +108,7 @@ def update(call: Call) -> list[jax.Array]:
         leaf.results,
         leaf.overwritten if leaf.stacked else frozenset[int](),
         tuple(
-            _is_transposed(tiling, like, shape)
+            is_transposed(tiling, like, shape)
             for like, shape in (
                 *((o, o.array.shape) for o in leaf.operands),
                 *zip(leaf.results, shapes, strict=True),
@@ -118,7 +121,7 @@ def update(call: Call) -> list[jax.Array]:
     if layer is None:
         layer = jnp.zeros((1,), jnp.int32)
     of_operands, of_results = kernel.transposed_by_kind
-    arrays = [_as_matrices(x) for x in leaf.arrays]
+    arrays = [as_matrices(x) for x in leaf.arrays]
     outputs = _outputs(shard)
     if call.interpret:
         arrays = [
@@ -128,9 +131,9 @@ def update(call: Call) -> list[jax.Array]:
             jax.eval_shape(functools.partial(kernel.padded, like=r), x)
             for x, r in zip(outputs, leaf.results, strict=True)
         )
-    arrays = [_swapped(*each) for each in zip(arrays, of_operands, strict=True)]
+    arrays = [swapped(*each) for each in zip(arrays, of_operands, strict=True)]
     outputs = tuple(
-        jax.eval_shape(functools.partial(_swapped, yes=yes), x)
+        jax.eval_shape(functools.partial(swapped, yes=yes), x)
         for x, yes in zip(outputs, of_results, strict=True)
     )
     if not call.interpret:
@@ -141,38 +144,17 @@ def update(call: Call) -> list[jax.Array]:
     written = _call(kernel, outputs)(
         layer.astype(jnp.int32), jnp.concatenate(place), table.reshape(-1), *arrays
     )
-    written = [_swapped(*each) for each in zip(written, of_results, strict=True)]
+    written = [swapped(*each) for each in zip(written, of_results, strict=True)]
     if call.interpret:
         pairs = zip(written, shapes, strict=True)
         written = [x[:, : shape[-2], : shape[-1]] for x, shape in pairs]
-    outside = result_shapes(given)
-    return [x.reshape(shape) for x, shape in zip(written, outside, strict=True)]
+    return _as_given(written, given)
 
 
-def _merged(shard: Shard) -> Shard:
-    """A part whose rows are not next to the columns, with all axes after them as one.
-
-    That keeps the order of elements, words and blocks, if no block is cut. XLA:TPU
-    copies the arrays, which is less than what it does with blocks itself, but more than
-    what it does with words alone.
-    """
-    leaf = shard.leaf
-    widths = [block_shape(size)[1] for size in leaf.block_sizes]
-    if not widths or leaf.layout.axis > -3 or shard.shape[-1] % max(widths):
-        return shard
-    after = -leaf.layout.axis - 1
-
-    def one(shape):
-        return (*shape[:-after], math.prod(shape[-after:]))
-
-    def merged(x):
-        if isinstance(x, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(one(x.shape), x.dtype)
-        return x.reshape(one(x.shape))
-
-    leaf = leaf.with_arrays([merged(x) for x in leaf.arrays])
-    leaf = dataclasses.replace(leaf, shape=one(leaf.shape))
-    return Shard(leaf, one(shard.shape), shard.base)
+def _as_given(written: Sequence[jax.Array], given: Shard) -> list[jax.Array]:
+    """The results in the shapes of the part before its axes were merged."""
+    shapes = result_shapes(given)
+    return [x.reshape(shape) for x, shape in zip(written, shapes, strict=True)]
 
 
 def _is_wide(leaf: Leaf, shape: tuple[int, ...]) -> bool:
@@ -184,17 +166,6 @@ def _is_wide(leaf: Leaf, shape: tuple[int, ...]) -> bool:
     if leaf.has_words_or_blocks:
         return shape[-1] >= _LEAST_COLUMNS or layout_of(shape) != Layout(shape, -2)
     return shape[-1] % LANES == 0
-
-
-def _is_transposed(tiling: Tiling, like: Operand | Result, shape) -> bool:
-    """Whether a kernel reads and writes an array as XLA transposes it.
-
-    Its blocks must then be of whole tiles, or the array itself. Otherwise XLA copies
-    the array, which is small.
-    """
-    rows = tiling.stored_rows(like)
-    fits = rows % LANES == 0 or (tiling.grid[1] == 1 and rows == shape[-2])
-    return fits and lies_transposed(shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -419,13 +390,3 @@ def _outputs(shard: Shard) -> tuple[jax.ShapeDtypeStruct, ...]:
         )
         for r, shape in zip(results, result_shapes(shard), strict=True)
     )
-
-
-def _swapped(x: jax.Array, yes: bool) -> jax.Array:
-    """An array with rows and columns swapped, if they are."""
-    return jnp.swapaxes(x, -1, -2) if yes else x
-
-
-def _as_matrices(x: jax.Array) -> jax.Array:
-    """An array of rank 2 or more as matrices: all axes before the rows are one."""
-    return x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])

@@ -99,24 +99,6 @@ class Tiling:
         ]
 
 
-def lies_transposed(shape: tuple[int, ...]) -> bool:
-    """Whether XLA:TPU stores rows, and not columns, next to each other.
-
-    Arrays are stored in tiles of 8 x 128. Of the two ways to lay out the last two axes
-    it takes the one with less padding.
-
-    >>> [lies_transposed(shape) for shape in ((4096, 4096), (4096, 1376), (1000, 2048))]
-    [False, True, False]
-    """
-    rows, columns = shape[-2:]
-    size = lambda rows, columns: _tiles(rows, SUBLANES) * _tiles(columns, LANES)
-    return size(columns, rows) < size(rows, columns)
-
-
-def _tiles(length: int, size: int) -> int:
-    return math.ceil(length / size)
-
-
 def group_of(leaf: Leaf) -> int:
     """The rows of a group: whole words of every width, and an 8th of every block."""
     parts = (block_shape(size)[0] // SUBLANES for size in leaf.block_sizes)

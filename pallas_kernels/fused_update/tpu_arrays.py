@@ -1,0 +1,81 @@
+"""How arrays are handed to a TPU kernel: as matrices, some of them transposed.
+
+XLA:TPU stores some arrays transposed. A kernel takes them as they lie and transposes
+each block in its own memory, since a copy of the array would move it twice more.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.fused_update.sharded import Shard
+from pallas_kernels.fused_update.spec import Operand, Result
+from pallas_kernels.fused_update.tpu_tiling import LANES, SUBLANES, Tiling
+from pallas_kernels.layout import block_shape
+
+
+def merged_axes(shard: Shard) -> Shard:
+    """A part whose rows are not next to the columns, with all axes after them as one.
+
+    That keeps the order of elements, words and blocks, if no block is cut. XLA:TPU
+    copies the arrays, which is less than what it does with blocks itself, but more than
+    what it does with words alone.
+    """
+    leaf = shard.leaf
+    widths = [block_shape(size)[1] for size in leaf.block_sizes]
+    if not widths or leaf.layout.axis > -3 or shard.shape[-1] % max(widths):
+        return shard
+    after = -leaf.layout.axis - 1
+
+    def one(shape):
+        return (*shape[:-after], math.prod(shape[-after:]))
+
+    def merged(x):
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(one(x.shape), x.dtype)
+        return x.reshape(one(x.shape))
+
+    leaf = leaf.with_arrays([merged(x) for x in leaf.arrays])
+    leaf = dataclasses.replace(leaf, shape=one(leaf.shape))
+    return Shard(leaf, one(shard.shape), shard.base)
+
+
+def as_matrices(x: jax.Array) -> jax.Array:
+    """An array of rank 2 or more as matrices: all axes before the rows are one."""
+    return x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
+
+
+def is_transposed(tiling: Tiling, like: Operand | Result, shape) -> bool:
+    """Whether a kernel reads and writes an array as XLA transposes it.
+
+    Its blocks must then be of whole tiles, or the array itself. Otherwise XLA copies
+    the array, which is small.
+    """
+    rows = tiling.stored_rows(like)
+    fits = rows % LANES == 0 or (tiling.grid[1] == 1 and rows == shape[-2])
+    return fits and lies_transposed(shape)
+
+
+def lies_transposed(shape: tuple[int, ...]) -> bool:
+    """Whether XLA:TPU stores rows, and not columns, next to each other.
+
+    Arrays are stored in tiles of 8 x 128. Of the two ways to lay out the last two axes
+    it takes the one with less padding.
+
+    >>> [lies_transposed(shape) for shape in ((4096, 4096), (4096, 1376), (1000, 2048))]
+    [False, True, False]
+    """
+    rows, columns = shape[-2:]
+    size = lambda rows, columns: _tiles(rows, SUBLANES) * _tiles(columns, LANES)
+    return size(columns, rows) < size(rows, columns)
+
+
+def _tiles(length: int, size: int) -> int:
+    return math.ceil(length / size)
+
+
+def swapped(x: jax.Array, yes: bool) -> jax.Array:
+    """An array with rows and columns swapped, if they are."""
+    return jnp.swapaxes(x, -1, -2) if yes else x
