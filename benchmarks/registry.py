@@ -156,12 +156,28 @@ BENCHMARKS = {
         ("matplotlib",),
         True,
     ),
+    "demotion_orders": Benchmark(
+        "papers",
+        "Lee, figures 4 to 6: where 8 bits diverge, by order of demotion, promotion",
+        5,
+        ("docs/evidence.md", "docs/evidence/demotion_orders.png"),
+        ("matplotlib", "sklearn"),
+        True,
+    ),
     "bin_changes": Benchmark(
         "papers",
         "LPMM, figure 2: nearest against stochastic rounding by bits",
         4,
         ("docs/evidence.md", "docs/evidence/bin_changes.png"),
         ("matplotlib",),
+        True,
+    ),
+    "microbatches": Benchmark(
+        "papers",
+        "LPMM, figure 3, tables 2 and 3: N microbatches per update, by bits",
+        8,
+        ("docs/evidence.md", "docs/evidence/microbatches.png"),
+        ("matplotlib", "sklearn"),
         True,
     ),
     "loss_scales": Benchmark(

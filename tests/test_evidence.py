@@ -3,7 +3,8 @@
 import json
 import pathlib
 
-from benchmarks.records import shown
+from benchmarks.papers.microbatches import SMALL
+from benchmarks.records import gaps, shown
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -65,6 +66,54 @@ def _bin_changes(found):
         yield ", ".join(f"{x['mean']:.3f}" for x in means[:2]) + f", {shown(means[2])}"
 
 
+def _demotion_orders(found):
+    accuracy = lambda name: shown(found[name]["accuracy"], 1)
+    low = lambda name: found[name]["low_ratio"]["mean"]
+    runs = len(found["float32"]["accuracy"]["values"])
+    yield f"float32 {accuracy('float32')}%"
+    yield f"0.64 of all elements: {accuracy('decreasing, 0.6')}%"
+    assert f"{low('decreasing, 0.6'):.2f}" == "0.64"
+    yield f"increasing, at {low('increasing, 0.15'):.2f}: "
+    yield accuracy("increasing, 0.15")
+    assert found["increasing, 0.15"]["diverged"] == runs
+    lost = found["random, 0.15"]["diverged"]
+    yield f"random, at {low('random, 0.15'):.2f}: {lost} of {runs} seeds diverge"
+    yield f"uniform ({low('uniform'):.2f}) {accuracy('uniform')}%"
+    name = "operator-based, outputs"
+    yield f"too ({low(name):.2f}) {accuracy(name)}%"
+    yield f"operator-based ({low('operator-based'):.2f}) {accuracy('operator-based')}%"
+    name = "uniform, promotion"
+    yield f"uniform {accuracy(name)}% at {low(name):.2f}"
+    promoted = [each for name, each in found.items() if name.endswith("promotion")]
+    assert not any(each["diverged"] for each in promoted)
+    least = min(each["accuracy"]["mean"] for each in promoted)
+    yield f"at least {least:.1f}%"
+    alone = [found[f"only group {i}"]["diverged"] for i in range(8)]
+    assert alone == [0, 0, 0, 0, 0, 1, runs, 0]
+    yield f"last hidden layer ({low('only group 6'):.0%} of the elements)"
+
+
+def _microbatches(found):
+    yield f"float32 {shown(found['float32, N=1'])}; nearest, 12, 10 and 8 bits"
+    for kind in ("nearest", "N=1"):
+        yield ", ".join(shown(found[f"{bits} bits, {kind}"]) for bits in (12, 10, 8))
+    values = {name: each["values"] for name, each in found.items()}
+    gained = gaps(values, "8 bits, N=1")
+    yield f"N = 4 {shown(gained['8 bits, N=4'])}"
+    yield f"N = 16 {shown(gained['8 bits, N=16'])}"
+    for bits in (12, 10):
+        for n in (4, 16):
+            gap = gaps(values, f"{bits} bits, N=1")[f"{bits} bits, N={n}"]
+            assert abs(gap["mean"]) < gap["std"]
+
+
+def _update_sizes(shares):
+    eighth = SMALL.index(1 / 8)
+    small = [shares[f"8 bits, N={n}"][eighth] for n in (1, 16)]
+    yield f"{small[0]:.0%} of them are below an eighth of a step, with N = 16"
+    yield f"N = 16 {small[1]:.0%}"
+
+
 def _loss_scales(rules):
     loss = {name: found["final_loss"] for name, found in rules.items()}
     yield f"float32 {shown(loss['float32'])}, no scale {shown(loss['no scale'], 1)}"
@@ -85,7 +134,16 @@ FIGURES = {
     "cancelled_updates": ("gaps_to_float32", _cancelled_updates),
     "bin_changes": ("held_out", _bin_changes),
     "loss_scales": ("rules", _loss_scales),
+    "demotion_orders": ("assignments", _demotion_orders),
+    "microbatches": ("held_out", _microbatches),
 }
+
+
+def test_the_sizes_of_updates_are_those_of_the_record():
+    page = (ROOT / "docs" / "evidence.md").read_text()
+    record = json.loads((ROOT / "benchmarks/papers/microbatches.json").read_text())
+    for figure in _update_sizes(record["shares_below"]):
+        assert figure in page, figure
 
 
 def test_the_figures_of_the_page_are_those_of_the_records():

@@ -1,0 +1,131 @@
+"""A network whose layers grow narrow, and training it under a precision assignment.
+
+Its groups of tensors differ in size by a factor of 100. Each layer has a batch
+normalisation, so that the loss does not depend on the size of its weights: a high
+learning rate makes them grow, and with them what comes before the normalisation, until
+a format of few bits overflows.
+"""
+
+import functools
+import itertools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+import lowbit_optax
+from benchmarks.papers import noisy_digits
+from lowbit_optax import precision
+
+SIZES = (noisy_digits.PIXELS, 128, 128, 64, 64, 32, 32, noisy_digits.CLASSES)
+NOISE = 0.5
+
+
+class Steps(NamedTuple):
+    """Of each step: the loss, the largest overflow of a tensor, the low ratio."""
+
+    loss: jax.Array
+    overflow: jax.Array
+    low_ratio: jax.Array
+
+
+def init(key: jax.Array) -> list[dict]:
+    """float32 parameters, a dictionary for each layer."""
+    keys = jax.random.split(key, len(SIZES))
+    return [
+        {
+            "w": jax.random.normal(each, (a, b)) * (2 / a) ** 0.5,
+            "scale": jnp.ones(b),
+            "shift": jnp.zeros(b),
+        }
+        for each, (a, b) in zip(keys, itertools.pairwise(SIZES), strict=False)
+    ]
+
+
+def loss_fn(params: list[dict], images: jax.Array, labels: jax.Array):
+    """The mean loss in nats, and the share of right answers."""
+    *inner, last = params
+    x = images
+    for layer in inner:
+        x = jax.nn.relu(_normalised(x @ layer["w"], layer["scale"], layer["shift"]))
+    logits = x @ last["w"]
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    right = (logits.argmax(-1) == labels).mean(dtype=jnp.float32)
+    return losses.mean(), right
+
+
+def _normalised(x: jax.Array, scale: jax.Array, shift: jax.Array) -> jax.Array:
+    """By mean and variance of the batch."""
+    mean = x.mean(0)
+    variance = jnp.square(x - mean).mean(0)
+    return (x - mean) * lax.rsqrt(variance + 1e-5) * scale + shift
+
+
+def plan_of(batch: int) -> precision.PrecisionPlan:
+    """The tensors of the loss of so many images."""
+    params = jax.eval_shape(init, jax.random.key(0))
+    images = jax.ShapeDtypeStruct((batch, SIZES[0]), jnp.float32)
+    labels = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    return precision.trace(loss_fn, params, images, labels, has_aux=True)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def train(
+    rate: float,
+    steps: int,
+    batch: int,
+    given: noisy_digits.Data,
+    seed: jax.Array,
+    assignment: Any,
+    promotes: jax.Array,
+) -> tuple[jax.Array, Steps]:
+    """Accuracy on digits held out, in the formats that it was trained in; the steps.
+
+    Args:
+      rate, steps, batch: the first learning rate, which falls to 0 by a cosine.
+      given: from ``noisy_digits.data(NOISE)``.
+      seed: of the start, the images and their noise.
+      assignment: of the formats; None is float32.
+      promotes: whether tensors that overflow are promoted.
+    """
+    tx = optax.sgd(optax.cosine_decay_schedule(rate, steps), 0.9)
+    if assignment is not None:
+        scaling = lowbit_optax.backoff_scale(2.0**10, period=100)
+        tx = lowbit_optax.with_loss_scale(tx, scaling)
+    key = jax.random.key(seed)
+    params = init(key)
+
+    def gradients(params, state, assignment, images, labels):
+        if assignment is None:
+            (loss, _), grads = jax.value_and_grad(loss_fn, has_aux=True)(
+                params, images, labels
+            )
+            return grads, None, Steps(loss, jnp.float32(0), jnp.float32(0))
+        rounded = precision.apply(loss_fn, assignment, has_aux=True)
+        scaled = lowbit_optax.scaled_value_and_grad(rounded, has_aux=True)
+        (loss, (_, overflow)), grads = scaled(params, state, images, labels)
+        found = Steps(loss, overflow.max(), assignment.low_ratio)
+        promoted = precision.promote(assignment, overflow)
+        choose = lambda new, old: jnp.where(promotes, new, old)
+        return grads, jax.tree.map(choose, promoted, assignment), found
+
+    def body(carry, i):
+        params, state, assignment = carry
+        which, noise = jax.random.split(jax.random.fold_in(key, i))
+        chosen = jax.random.randint(which, (batch,), 0, len(given.labels))
+        images = noisy_digits.with_noise(noise, given.images[chosen], NOISE)
+        grads, assignment, found = gradients(
+            params, state, assignment, images, given.labels[chosen]
+        )
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state, assignment), found
+
+    start = params, tx.init(params), assignment
+    (params, _, assignment), found = lax.scan(body, start, jnp.arange(steps))
+    held_out = given.held_out_images, given.held_out_labels
+    if assignment is None:
+        return loss_fn(params, *held_out)[1], found
+    rounded = precision.apply(loss_fn, assignment, has_aux=True)
+    return rounded(params, *held_out)[1][0], found
