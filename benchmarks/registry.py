@@ -180,6 +180,14 @@ BENCHMARKS = {
         ("matplotlib", "sklearn"),
         True,
     ),
+    "lpmm_states": Benchmark(
+        "papers",
+        "LPMM, section 5.1, tables 4 and 5: codes of the momentum, Adam, live bits",
+        5,
+        ("docs/evidence.md", "docs/evidence/lpmm_states.png"),
+        ("matplotlib", "sklearn"),
+        True,
+    ),
     "loss_scales": Benchmark(
         "papers",
         "OpenSeq2Seq: overflows of LogNormal and Backoff scales in float16",

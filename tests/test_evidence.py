@@ -3,6 +3,9 @@
 import json
 import pathlib
 
+import pytest
+
+from benchmarks.papers.lpmm_states import CODES
 from benchmarks.papers.microbatches import SMALL
 from benchmarks.records import gaps, shown
 
@@ -107,7 +110,23 @@ def _microbatches(found):
             assert abs(gap["mean"]) < gap["std"]
 
 
-def _update_sizes(shares):
+def _lpmm_states(found):
+    gap = lambda name: shown(found["gaps_to_float32"][name], 4)
+    codes = {f"{c} {b}": gap(f"SGD, 12 bits, {c} {b}") for c, b in CODES}
+    yield f"in 8 bits {codes['dynamic 8']}, linear {codes['linear 8']}"
+    yield f"in 4 bits {codes['dynamic 4']} and {codes['linear 4']}"
+    yield f"12 bits {gap('Adam, 12 bits')}, 8 bits {gap('Adam, 8 bits')}"
+    bits = {name: f"{each:.2f}" for name, each in found["bits"].items()}
+    sgd = [bits[f"LPMM-SGD, {b} bits"] for b in (12, 8)]
+    yield f"SGD {sgd[0]} bits with 12-bit weights, {sgd[1]} with 8"
+    adam = [bits[f"LPMM-Adam, {b} bits"] for b in (12, 8)]
+    yield f"Adam {adam[0]} and {adam[1]}, float32 {bits['Adam, float32']}"
+    share = found["bits"]["LPMM-Adam, 8 bits"] / found["bits"]["Adam, float32"] - 1
+    yield f"so {share:+.0%} with 8"
+
+
+def _update_sizes(record):
+    shares = record["shares_below"]
     eighth = SMALL.index(1 / 8)
     small = [shares[f"8 bits, N={n}"][eighth] for n in (1, 16)]
     yield f"{small[0]:.0%} of them are below an eighth of a step, with N = 16"
@@ -139,10 +158,14 @@ FIGURES = {
 }
 
 
-def test_the_sizes_of_updates_are_those_of_the_record():
+@pytest.mark.parametrize(
+    ("name", "figures"),
+    [("lpmm_states", _lpmm_states), ("microbatches", _update_sizes)],
+)
+def test_figures_of_several_parts_are_those_of_the_record(name, figures):
     page = (ROOT / "docs" / "evidence.md").read_text()
-    record = json.loads((ROOT / "benchmarks/papers/microbatches.json").read_text())
-    for figure in _update_sizes(record["shares_below"]):
+    record = json.loads((ROOT / f"benchmarks/papers/{name}.json").read_text())
+    for figure in figures(record):
         assert figure in page, figure
 
 

@@ -1,0 +1,128 @@
+"""What each part of a model's memory may be stored in: codes of the momentum, and Adam.
+
+    .venv/bin/python -m benchmarks lpmm_states
+
+LPMM, section 5.1, tables 4 and 5: a non-linear map for the momentum, quantised Adam as
+good as Adam in float32, and the bits of weights, accumulators and moments. Networks
+learn digits under noise, one image per step, all with the same images; bits are those
+of live arrays, of two matrices of 1024 x 1024.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import lowbit_optax
+from benchmarks import pictures, records
+from benchmarks.papers import noisy_digits
+
+RATES = {"SGD": 0.004, "Adam": 0.001}
+CODES = (("dynamic", 8), ("linear", 8), ("dynamic", 4), ("linear", 4))
+
+
+def cases(scale: float, steps: int) -> dict:
+    """Optimizer and bits of the weights, by name; rates are ``scale`` of ``RATES``."""
+    sgd, adam = (
+        noisy_digits.rate_of(scale * rate, 1, steps) for rate in RATES.values()
+    )
+    found: dict = {"SGD, float32": (optax.sgd(sgd, 0.9), None)}
+    weights = lowbit_optax.quantized_weights()
+    for code, bits in CODES:
+        format_ = lowbit_optax.block_quantized(bits, code=code, block_size=2048)
+        inner, moments = optax.sgd(sgd, 0.9), {"trace": format_}
+        found[f"SGD, 12 bits, {code} {bits}"] = (
+            lowbit_optax.lowbit(inner, weights=weights, moments=moments, min_size=0),
+            12,
+        )
+    found["Adam, float32"] = optax.adam(adam), None
+    for bits in (12, 8):
+        found[f"Adam, {bits} bits"] = lowbit_optax.lpmm_adam(adam, min_size=0), bits
+    return found
+
+
+def live_bits() -> dict[str, float]:
+    """Bits per parameter of weights, accumulators and state after two steps."""
+    arrays = {"a": jnp.ones((1024, 1024)), "b": jnp.ones((1024, 1024))}
+    found = {}
+    for name, tx, bits in (
+        ("SGD, float32", optax.MultiSteps(optax.sgd(0.1, 0.9), 2), None),
+        ("LPMM-SGD, 12 bits", lowbit_optax.lpmm_sgd(0.1, 0.9), 12),
+        ("LPMM-SGD, 8 bits", lowbit_optax.lpmm_sgd(0.1, 0.9), 8),
+        ("Adam, float32", optax.MultiSteps(optax.adam(0.1), 2), None),
+        ("LPMM-Adam, 12 bits", lowbit_optax.lpmm_adam(0.1), 12),
+        ("LPMM-Adam, 8 bits", lowbit_optax.lpmm_adam(0.1), 8),
+    ):
+        params = arrays
+        if bits is not None:
+            params = lowbit_optax.quantize_params(arrays, bits=bits)
+            tx = lowbit_optax.accumulate_gradients(tx, 2)
+        state = tx.init(params)
+        step = jax.jit(lambda params, state, tx=tx: tx.update(arrays, state, params))
+        for _ in range(2):
+            updates, state = step(params, state)
+            params = optax.apply_updates(params, updates)
+        size = sum(x.nbytes for x in jax.tree.leaves((params, state)))
+        found[name] = 8 * size / sum(x.size for x in arrays.values())
+        print(f"{name:22} {found[name]:.2f} bits", flush=True)
+    return found
+
+
+def draw(record: dict, is_apart: bool) -> None:
+    path = pictures.picture_of("lpmm_states", is_apart)
+    with pictures.drawn(path, 3.2, (1, 1)) as (losses, sizes):
+        for i, (name, found) in enumerate(record["held_out"].items()):
+            color = "black" if "float32" in name else pictures.COLORS["LPMM"]
+            style = {"color": color, "fmt": "o", "capsize": 3}
+            losses.errorbar(found["mean"], i, xerr=found["std"], **style)
+        losses.set_yticks(range(len(record["held_out"])), list(record["held_out"]))
+        losses.invert_yaxis()
+        losses.set(xlabel="loss on held-out digits, mean ± std")
+        names, bits = list(record["bits"]), list(record["bits"].values())
+        bars = sizes.barh(
+            np.arange(len(names)),
+            bits,
+            color=[
+                "gray" if "float32" in n else pictures.COLORS["LPMM"] for n in names
+            ],
+        )
+        sizes.bar_label(bars, fmt=" %.1f", fontsize=9)
+        sizes.set_yticks(range(len(names)), names)
+        sizes.invert_yaxis()
+        sizes.set(xlabel="bits per parameter, accumulators too", xlim=(0, 150))
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = records.parser(__doc__, seeds=5)
+    parser.add_argument("--steps", type=int, help="images, 6000 by default")
+    parser.add_argument("--width", type=int, help="of the hidden layer, 64 by default")
+    parser.add_argument("--rate", type=float, default=1.0, help="a factor of the rates")
+    args = parser.parse_args(argv)
+    args.steps = args.steps or (400_000 if args.full else 6000)
+    args.width = args.width or (1024 if args.full else noisy_digits.WIDTH)
+    path = records.path_of(__name__, args.is_apart)
+    if not args.draw:
+        loss, seeds = {}, jnp.arange(args.seeds)
+        for name, (tx, bits) in cases(args.rate, args.steps).items():
+            run = tx, bits, args.steps, args.width, seeds, noisy_digits.data()
+            loss[name] = noisy_digits.train(*run).loss
+            end = records.shown(records.spread(loss[name]), 4)
+            print(f"{name:24} loss {end}", flush=True)
+        gaps = {}
+        for kind in RATES:
+            of_kind = {name: each for name, each in loss.items() if kind in name}
+            gaps |= records.gaps(of_kind, f"{kind}, float32")
+        records.save(
+            path,
+            args,
+            records.ran_here(),
+            held_out={name: records.spread(each) for name, each in loss.items()},
+            gaps_to_float32=gaps,
+            bits=live_bits(),
+        )
+    record = records.load(path)
+    for name, found in record["held_out"].items():
+        gap = record["gaps_to_float32"].get(name)
+        against = records.shown(gap, 4) if gap else ""
+        print(f"{name:24} {records.shown(found)}  {against}")
+    draw(record, args.is_apart)
