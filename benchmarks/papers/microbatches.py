@@ -100,7 +100,7 @@ def draw(record: dict, is_apart: bool) -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = records.parser(__doc__, seeds=5)
     parser.add_argument("--steps", type=int, help="images, 12000 by default")
-    parser.add_argument("--width", type=int, help="of the hidden layer, 64 by default")
+    parser.add_argument("--width", type=int, help="units, a multiple of 32; 64")
     parser.add_argument("--learning-rate", type=float, default=0.004, help="the first")
     args = parser.parse_args(argv)
     args.steps = args.steps or (400_000 if args.full else 12_000)
