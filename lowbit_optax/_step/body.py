@@ -5,8 +5,10 @@ schedule, count, global norm ----> scalars -------^
 """
 
 import dataclasses
+import typing
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -18,6 +20,7 @@ from lowbit_optax._numerics.random_bits import RandomBits
 from lowbit_optax._numerics.relative import quotient
 from lowbit_optax._numerics.rounding import to_float32
 from lowbit_optax._numerics.streams import Draws, moment_draws
+from lowbit_optax._step.error_feedback import fed
 from lowbit_optax._step.moment_coder import MomentCoder, MomentHow
 from lowbit_optax.formats.base import (
     BlockMomentFormat,
@@ -61,6 +64,9 @@ class LeafBody:
         where it is not. Empty if none is.
       factors: for each moment, the constant by which the program expects it to be
         multiplied, which costs nothing in its unit; None for none. Empty if none is.
+      takes_error: the index of the moment that takes what storing the weight has lost.
+        The program's result is then the update, and its last outputs are ``rate`` and
+        ``growth`` of :class:`lowbit_optax._step.error_feedback.Feedback`.
     """
 
     program: Program
@@ -74,6 +80,7 @@ class LeafBody:
     still: tuple[Ref | None, ...] = ()
     references: tuple[int | None, ...] = ()
     factors: tuple[float | None, ...] = ()
+    takes_error: int | None = None
 
     def with_factors(self) -> "LeafBody":
         """The same, with constant factors of moments moved into their units."""
@@ -145,8 +152,10 @@ class LeafBody:
             return self._quotients(values, scalars, index, multiply_add, before, after)
         of_weight = [] if self.quantized is None else [0]
         of_moments = [i for i in self.scaled if i not in self.relative]
-        program = self.program.only(of_weight + [i + 1 for i in of_moments])
-        _, _, outputs = self._run(program, values, scalars, multiply_add, before)
+        random = RandomBits(scalars[0], scalars[1], index)
+        outputs = self._new(
+            of_weight, of_moments, values, scalars, random, multiply_add, before
+        )
         weights, moments = self._split(outputs)
         return [fields.magnitude_key(weight) for fields, weight in weights] + [
             key
@@ -159,11 +168,10 @@ class LeafBody:
         of_moments = [i for i in self.scaled if i in self.relative]
         seconds = sorted({self.relative[i] for i in of_moments})
         numbers = [*of_moments, *seconds]
-        program = self.program.only([i + 1 for i in numbers])
-        param, _, moments = self._run(program, values, scalars, multiply_add, before)
-        moments = dict(zip(numbers, moments, strict=True))
         random = RandomBits(scalars[0], scalars[1], index)
-        encoding = self._encoding(param, random, after, multiply_add)
+        moments = self._new([], numbers, values, scalars, random, multiply_add, before)
+        moments = dict(zip(numbers, moments, strict=True))
+        encoding = self._encoding(values[1], random, after, multiply_add)
         stored = {
             i: encoding.decoded(i, encoding.encoded(i, moments[i])) for i in seconds
         }
@@ -174,6 +182,35 @@ class LeafBody:
                 quotient(moments[i], stored[self.relative[i]])
             )
         ]
+
+    def _new(
+        self, of_weight, of_moments, values, scalars, random, multiply_add, before
+    ) -> list[jax.Array]:
+        """The program's results of these numbers, and new moments of those numbers."""
+        of_error = [0, -2, -1] if self.takes_error in of_moments else []
+        program = self.program.only(
+            [*of_weight, *(i + 1 for i in of_moments), *of_error]
+        )
+        param, residual, outputs = self._run(
+            program, values, scalars, multiply_add, before
+        )
+        if not of_error:
+            return outputs
+        *outputs, update, rate, growth = outputs
+        number = len(of_weight) + of_moments.index(self.takes_error)
+        stored = self._advance(param, residual, update, random)
+        error = self._error(param, residual, update, *stored)
+        outputs[number] = fed(outputs[number], error, rate, growth)
+        return outputs
+
+    def _advance(self, param, residual, update, random) -> tuple:
+        """The new parameter and residual."""
+        format_ = typing.cast(WeightFormat, self.format)
+        return format_.advance(param, residual, update, random, self.landing)[:2]
+
+    def _error(self, param, residual, update, new, new_residual) -> jax.Array:
+        format_ = typing.cast(WeightFormat, self.format)
+        return format_.error(param, residual, update, new, new_residual)
 
     def after(self, maxima, block_values, scalars):
         """``(new scales, the same prepared for encoding)``."""
@@ -201,7 +238,7 @@ class LeafBody:
         param, old_residual, (result, *moments) = self._run(
             self.program, values, scalars, multiply_add, before
         )
-        residual = old_residual
+        residual, update = old_residual, result
         random = RandomBits(scalars[0], scalars[1], index)
         of_weight, _ = self._split(after)
         if of_weight:
@@ -212,9 +249,12 @@ class LeafBody:
         elif self.format.stores_sum:
             new, residual, _ = self.format.store(param, result, random, self.landing)
         else:
-            new, residual, _ = self.format.advance(
-                param, residual, result, random, self.landing
-            )
+            new, residual = self._advance(param, residual, result, random)
+        if self.takes_error is not None:
+            *moments, rate, growth = moments
+            error = self._error(param, old_residual, update, new, residual)
+            taker = self.takes_error
+            moments[taker] = fed(moments[taker], error, rate, growth)
         stored = self._encoding(param, random, after, multiply_add).all_of(moments)
         unchanged = param
         if not of_weight and self.format is None and not self.landing.is_direct:

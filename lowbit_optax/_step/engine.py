@@ -26,7 +26,12 @@ from lowbit_optax._step import context, direct, trees
 from lowbit_optax._step.choices import Choices
 from lowbit_optax._step.guard import Guard, Unguarded
 from lowbit_optax._step.implementations import advance
-from lowbit_optax._step.prepared import draws_of_moments, prepare, random_of_leaves
+from lowbit_optax._step.prepared import (
+    draws_of_moments,
+    error_parts,
+    prepare,
+    random_of_leaves,
+)
 from lowbit_optax._step.recorded import Recorded
 from lowbit_optax._step.refusals import refuse_multi_steps
 from lowbit_optax._step.state import LowbitState
@@ -69,6 +74,7 @@ class Lowbit(Choices, Stepper):
         self._check_inner_state(inner_state)
         inner_state = jax.tree.map(not_folded, inner_state)
         plan = self.moment_plan(names, leaves, inner_state)
+        error_parts(names, leaves, formats, plan)  # raises for leaves without one
         random = random_of_leaves(names, leaves, seed, count)
         draws = draws_of_moments(leaves, formats, random)
         inner_state = plan.encode(inner_state, draws)

@@ -7,7 +7,7 @@ which platform it will run. Then both become branches of one program.
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import optax
@@ -15,9 +15,10 @@ import optax
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._step import context, kernel_plan, kernel_step
 from lowbit_optax._step.choices import Choices
+from lowbit_optax._step.error_feedback import Feedback, fed
 from lowbit_optax._step.kernel_plan import KernelPlan
 from lowbit_optax._step.layer import Layer
-from lowbit_optax._step.prepared import PreparedStep
+from lowbit_optax._step.prepared import Landed, PreparedStep
 from lowbit_optax._step.stacks import stacks_to_write
 from lowbit_optax._step.unchanged import unless_still
 from lowbit_optax._step.update_graph import UpdateGraph, trace_update
@@ -75,7 +76,7 @@ def advance(
         traced = trace_update(update, prepared)
     except _NEEDS_VALUES:
         # Not jitted, XLA can run a transformation that looks at values; no kernel can.
-        if not only_xla:
+        if not only_xla or any(part is not None for part in prepared.error_parts()):
             raise
         traced = None
     by_xla = ByXla(prepared, landing, update, traced)
@@ -102,6 +103,24 @@ def advance(
     )
 
 
+def with_errors(
+    inner_state, landed: Sequence[Landed], feedback: Sequence[Feedback | None]
+):
+    """The new inner state, with what storing the leaves has lost.
+
+    Args:
+      inner_state: with float32 moments.
+      landed, feedback: per leaf.
+    """
+    if all(x is None for x in feedback):
+        return inner_state
+    parts, treedef = jax.tree.flatten(inner_state)
+    for leaf, of in zip(landed, feedback, strict=True):
+        if of is not None:
+            parts[of.part] = fed(parts[of.part], leaf.error, of.rate, of.growth)
+    return treedef.unflatten(parts)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class ByXla:
     """Array operations on whole leaves: the reference that defines the results.
@@ -125,17 +144,22 @@ class ByXla:
         still_leaves, still_parts = [None] * len(updates), []
         if self.traced is not None:
             still_leaves, still_parts = self.traced.still_values(prepared)
-        pairs = [
+        landed = [
             prepared.land(number, update, self.landing, still)
             for number, (update, still) in enumerate(
                 zip(updates, still_leaves, strict=True)
             )
         ]
+        if self.traced is not None:
+            feedback = self.traced.feedback_values(prepared)
+            inner_state = with_errors(inner_state, landed, feedback)
         stored = prepared.moment_plan.encode(inner_state, prepared.moment_draws)
         if any(x is not None for x in still_parts):
             stored = self._unless_still(still_parts, stored)
         stored = prepared.guard.chosen(stored, prepared.stored_inner_state)
-        return Advanced([x for x, _ in pairs], [x for _, x in pairs], stored)
+        return Advanced(
+            [x.result for x in landed], [x.residual for x in landed], stored
+        )
 
     def _unless_still(self, still_parts: list, stored):
         """The stored inner state with the parts that stay as they were stored."""

@@ -154,6 +154,11 @@ class _Planner:
         outputs = [result, *(nodes.new_state[s] for s in slots)]
         for node in outputs:
             _check_result(node, leaf.shape)
+        feedback = self._traced.feedback[i]
+        if feedback is not None:
+            if feedback.part not in slots:
+                raise NotElementwise("its moment for rounding errors is not its own")
+            outputs += [feedback.rate, feedback.growth]
         when, still = self._conditions(i, slots)
         program = elementwise.program_of(
             outputs,
@@ -174,6 +179,7 @@ class _Planner:
             is_guarded=bool(prepared.guard.scalars),
             when=when,
             still=still,
+            takes_error=None if feedback is None else slots.index(feedback.part),
         )
         _check_fields(body)
         return LeafKernel(body.with_factors(), slots)

@@ -19,6 +19,7 @@ from lowbit_optax._jaxprs import scalar_words
 from lowbit_optax._jaxprs.graph import evaluate
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._step.body import KEYS, LeafBody
+from lowbit_optax._step.error_feedback import fed
 from lowbit_optax._step.guard import neutral_updates
 from lowbit_optax._step.kernel_plan import KernelPlan, LeafKernel
 from lowbit_optax._step.layer import Layer
@@ -69,6 +70,13 @@ def run(
     kept = {s: n for s, n in enumerate(nodes.new_state) if s not in written}
     of_leaves, of_parts = plan.traced.still_leaves, plan.traced.still_parts
     conditions = [x for x in (*of_leaves, *(of_parts[s] for s in kept)) if x]
+    feedback = {
+        i: x
+        for i, x in enumerate(plan.traced.feedback)
+        if x is not None and i not in kernels
+    }
+    for of_errors in feedback.values():
+        outside += [of_errors.rate, of_errors.growth]
     others = [*outside, *kept.values(), *conditions]
     value = _evaluated(plan, prepared, others, implementation)
     still = [x and value(x) for x in of_leaves]
@@ -78,7 +86,11 @@ def run(
     residuals: list = [None] * len(plan.leaves)
     for i, node in enumerate(nodes.updates):
         if i not in kernels:
-            results[i], residuals[i] = prepared.land(i, value(node), landing, still[i])
+            landed = prepared.land(i, value(node), landing, still[i])
+            results[i], residuals[i], error = landed
+            if i in feedback:
+                part, *rates = feedback[i]
+                parts[part] = fed(parts[part], error, *map(value, rates))
     leaves = _kernel_leaves(plan, prepared, layer)
     for i, arrays in _run_leaves(plan, leaves, table, layer, implementation).items():
         param, body = prepared.params[i], kernels[i].body

@@ -146,7 +146,7 @@ def _leaf_report(prepared: PreparedStep, number: int, update, errors) -> LeafRep
         return _nothing(errors)
     if format_ is None:
         join = _widened
-        new, after = prepared.land(number, update, REPLACE)
+        new, after, _ = prepared.land(number, update, REPLACE)
     else:
         if residual is not None and format_.width:
             # Without packing, all of it is elementwise.

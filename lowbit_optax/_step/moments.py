@@ -190,6 +190,32 @@ class MomentPlan:
         )
         return _with_references(treedef.flatten_up_to(found))
 
+    def parts_in(self, field: str) -> dict[str, int]:
+        """The parts that are moments of a field, by the paths of their leaves.
+
+        Raises:
+          ValueError: if a leaf has several.
+        """
+        treedef = jax.tree.structure(self.expected)
+        found: dict[str, int] = {}
+
+        def note(name, format_, part, like):
+            del format_, like
+            if name in found:
+                raise ValueError(
+                    f"lowbit: error_into is {field!r}, and params{name} has several "
+                    "moments of this name"
+                )
+            found[name] = part
+
+        def of_slot(slot, tree):
+            if slot.field == field:
+                self._map_moments(note, slot, tree, lambda part: None)
+
+        numbers = treedef.unflatten(range(treedef.num_leaves))
+        self._map_slots(of_slot, numbers, lambda part: None)
+        return found
+
     def decode(self, state):
         """The inner state with its moments in float32.
 

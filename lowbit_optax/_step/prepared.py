@@ -88,7 +88,11 @@ class PreparedStep:
         updates = trees.parts_of(self.names, self.treedef, updates, "inner updates")
         return updates, inner_state
 
-    def land(self, number: int, update, landing: Landing, still=None):
+    def error_parts(self) -> list[int | None]:
+        """Per leaf, the part of the inner state that takes its rounding errors."""
+        return error_parts(self.names, self.params, self.formats, self.moment_plan)
+
+    def land(self, number: int, update, landing: Landing, still=None) -> "Landed":
         """Add the inner update to the master of a leaf and store it.
 
         Args:
@@ -98,9 +102,10 @@ class PreparedStep:
           still: whether the leaf stays as it is, a truth value; None if it does not.
 
         Returns:
-          ``(result, new residual)``: the result is the new parameter, or the update.
+          The :class:`Landed` leaf.
         """
         format_, param = self.formats[number], self.params[number]
+        error = None
         if format_ is None:
             result, residual = update, None
             if landing.is_direct:
@@ -113,7 +118,7 @@ class PreparedStep:
                     param, residual, update, random
                 )
 
-            _, residual, result = marked_layerwise(
+            residual, result, error = marked_layerwise(
                 advance, param, self.residuals[number], update.astype(jnp.float32)
             )
         unchanged = param if landing.is_direct else neutral_updates(result)
@@ -121,7 +126,8 @@ class PreparedStep:
         residual = unless_still(still, residual, self.residuals[number])
         if landing.is_direct:
             result = self.guard.chosen(result, param)
-        return result, self.guard.chosen(residual, self.residuals[number])
+        residual = self.guard.chosen(residual, self.residuals[number])
+        return Landed(result, residual, error)
 
     def described_moments(self) -> list:
         """Per part of the inner state, its MomentStorage; None if it is not encoded."""
@@ -133,6 +139,51 @@ class PreparedStep:
         return structure.flatten_up_to(
             self.moment_plan.from_parallel_trees(self.stored_inner_state)
         )
+
+
+class Landed(typing.NamedTuple):
+    """A leaf to whose master the inner update is added.
+
+    Args:
+      result: the new parameter, or the update.
+      residual: the new residual.
+      error: what storing the master has lost; None if its format does not ask for it.
+    """
+
+    result: typing.Any
+    residual: typing.Any
+    error: typing.Any
+
+
+def error_parts(names, leaves, formats, plan: MomentPlan) -> list[int | None]:
+    """Per leaf, the part of the inner state that takes its rounding errors, if any.
+
+    Args:
+      names, leaves, formats: of the parameters.
+      plan: of their moments.
+
+    Raises:
+      ValueError: if no leaf has such a moment. One that is frozen needs none.
+    """
+    fields = {x.error_into for x in formats if x is not None} - {None}
+    parts = {field: plan.parts_in(field) for field in fields}
+    found: list[int | None] = []
+    for name, leaf, format_ in zip(names, leaves, formats, strict=True):
+        field = None if format_ is None else format_.error_into
+        if field is not None and not parts[field] and leaf.shape:
+            raise no_moment_for_errors(name, field)
+        found.append(None if field is None else parts[field].get(name))
+    return found
+
+
+def no_moment_for_errors(name: str, field: str) -> ValueError:
+    """The error of a leaf that has no moment to take its rounding errors."""
+    return ValueError(
+        f"lowbit: error_into is {field!r}, but the inner transformation has no float32 "
+        f"moment of that name for params{name}; accepted is the field of its momentum, "
+        "such as 'mu' of optax.adamw or 'trace' of optax.sgd(..., momentum=0.9), or "
+        "error_into=None"
+    )
 
 
 def prepare(
@@ -200,7 +251,11 @@ def prepare(
 
 
 def _advance(format_: WeightFormat, landing: Landing, param, residual, update, random):
-    return format_.advance(param, residual, update, random, landing)
+    """The residual, result and error of a leaf."""
+    new, after, result = format_.advance(param, residual, update, random, landing)
+    if format_.error_into is None:
+        return after, result, None
+    return after, result, format_.error(param, residual, update, new, after)
 
 
 def random_of_leaves(names, leaves, seed, count) -> list[RandomBits]:

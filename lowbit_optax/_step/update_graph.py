@@ -9,10 +9,11 @@ import jax
 from jax.extend.core.primitives import and_p
 
 from lowbit_optax._jaxprs.graph import Graph, evaluate
-from lowbit_optax._jaxprs.nodes import Node
+from lowbit_optax._jaxprs.nodes import Node, is_zero
 from lowbit_optax._step import trees
+from lowbit_optax._step.error_feedback import Feedback, Moves, feedback_of
 from lowbit_optax._step.moments import MomentStorage
-from lowbit_optax._step.prepared import PreparedStep
+from lowbit_optax._step.prepared import PreparedStep, no_moment_for_errors
 from lowbit_optax._step.unchanged import unchanged_when, zero_when
 
 
@@ -22,6 +23,7 @@ class UpdateNodes(typing.NamedTuple):
     Args:
       grads, masters, updates: per leaf.
       state, new_state: per part, which is a leaf of the inner state.
+      next_updates: per leaf, of a second update by the same gradients, if it is traced.
     """
 
     grads: list[Node]
@@ -29,6 +31,7 @@ class UpdateNodes(typing.NamedTuple):
     state: list[Node]
     updates: list[Node]
     new_state: list[Node]
+    next_updates: list[Node]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,6 +45,7 @@ class UpdateGraph:
       keeps_structure: whether the state has the same structure before and after. If it
         has not, parts before and after the update cannot be paired.
       storage: per part of the old state, how it is stored; None without a format.
+      feedback: per leaf, where its rounding errors go; None if they are lost.
       effects: its side effects.
     """
 
@@ -50,6 +54,7 @@ class UpdateGraph:
     state_tree: trees.PyTreeDef
     keeps_structure: bool
     storage: list[MomentStorage | None]
+    feedback: list[Feedback | None]
     effects: typing.Any
 
     @property
@@ -106,14 +111,27 @@ class UpdateGraph:
 
     def still_values(self, prepared: PreparedStep) -> tuple[list, list]:
         """The values of :attr:`still_leaves` and :attr:`still_parts`, for XLA."""
+        of_all = self._values(prepared, [*self.still_leaves, *self.still_parts])
+        count = len(self.nodes.updates)
+        return of_all[:count], of_all[count:]
+
+    def feedback_values(self, prepared: PreparedStep) -> list[Feedback | None]:
+        """:attr:`feedback` with its values, for XLA."""
+        nodes = [x for of in self.feedback if of is not None for x in of[1:]]
+        values = iter(self._values(prepared, nodes))
+        return [
+            None if of is None else Feedback(of.part, next(values), next(values))
+            for of in self.feedback
+        ]
+
+    def _values(self, prepared: PreparedStep, wanted: list[Node | None]) -> list:
+        """The values of nodes; None for None."""
         nodes = self.nodes
         known = dict(zip(nodes.grads, prepared.grads, strict=True))
         known |= zip(nodes.masters, prepared.masters, strict=True)
         known |= zip(nodes.state, jax.tree.leaves(prepared.inner_state), strict=True)
-        conditions = [*self.still_leaves, *self.still_parts]
-        values = iter(evaluate([x for x in conditions if x is not None], known))
-        of_all = [None if x is None else next(values) for x in conditions]
-        return of_all[: len(nodes.updates)], of_all[len(nodes.updates) :]
+        values = iter(evaluate([x for x in wanted if x is not None], known))
+        return [None if x is None else next(values) for x in wanted]
 
 
 def trace_update(inner_update: Callable, prepared: PreparedStep) -> UpdateGraph:
@@ -124,21 +142,36 @@ def trace_update(inner_update: Callable, prepared: PreparedStep) -> UpdateGraph:
       prepared: the step.
     """
     tree = prepared.tree
+    error_parts = prepared.error_parts()
+    takes_errors = any(part is not None for part in error_parts)
+
+    def twice(grads, state, masters):
+        updates, new_state = inner_update(grads, state, masters)
+        if not takes_errors:
+            return updates, new_state, ()
+        return updates, new_state, inner_update(grads, new_state, masters)[0]
+
     arguments = tree(prepared.grads), prepared.inner_state, tree(prepared.masters)
-    traced = jax.make_jaxpr(inner_update, return_shape=True)
+    traced = jax.make_jaxpr(twice, return_shape=True)
     closed, shapes = traced(*arguments)
     graph = Graph(closed)
     grads, state, masters = jax.tree.unflatten(
         jax.tree.structure(arguments), graph.inputs
     )
-    updates, new_state = jax.tree.unflatten(jax.tree.structure(shapes), graph.outputs)
+    updates, new_state, next_updates = jax.tree.unflatten(
+        jax.tree.structure(shapes), graph.outputs
+    )
     new_state, state_tree = jax.tree.flatten(new_state)
+    parts_of = lambda tree: trees.parts_of(
+        prepared.names, prepared.treedef, tree, "inner updates"
+    )
     nodes = UpdateNodes(
         prepared.treedef.flatten_up_to(grads),
         prepared.treedef.flatten_up_to(masters),
         jax.tree.leaves(state),
-        trees.parts_of(prepared.names, prepared.treedef, updates, "inner updates"),
+        parts_of(updates),
         new_state,
+        parts_of(next_updates) if takes_errors else [],
     )
     return UpdateGraph(
         graph=graph,
@@ -146,5 +179,31 @@ def trace_update(inner_update: Callable, prepared: PreparedStep) -> UpdateGraph:
         state_tree=state_tree,
         keeps_structure=jax.tree.structure(state) == state_tree,
         storage=prepared.described_moments(),
+        feedback=[
+            _feedback(prepared, number, part, nodes, graph)
+            for number, part in enumerate(error_parts)
+        ],
         effects=closed.effects,
     )
+
+
+def _feedback(
+    prepared: PreparedStep, number: int, part: int | None, nodes: UpdateNodes, graph
+) -> Feedback | None:
+    """The feedback of the leaf of this number into this part, if there is one."""
+    name, format_ = prepared.names[number], prepared.formats[number]
+    update = nodes.updates[number]
+    if format_ is None or format_.error_into is None:
+        return None
+    if update.is_scalar or is_zero(update):
+        return None
+    if part is None:
+        raise no_moment_for_errors(name, format_.error_into)
+    moves = Moves(
+        nodes.masters[number],
+        nodes.updates[number],
+        nodes.state[part],
+        nodes.new_state[part],
+        nodes.next_updates[number],
+    )
+    return feedback_of(name, part, moves, graph)

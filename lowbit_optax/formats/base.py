@@ -46,8 +46,8 @@ class WeightFormat:
     It may define ``split`` and ``store``, if computing the parameter and the residual
     together is cheaper than one after the other. It may define ``advance``, with
     ``stores_sum`` false, if adding an update is more than storing the sum. It may
-    define ``inner_weight``, ``check``, ``for_leaf`` and ``residual_random_bits``, whose
-    defaults are correct for every format.
+    define ``inner_weight``, ``check``, ``for_leaf``, ``residual_random_bits`` and
+    ``error_into``, whose defaults are correct for every format.
     """
 
     container: typing.ClassVar[type]
@@ -61,6 +61,15 @@ class WeightFormat:
     def stores_sum(self) -> bool:
         """Whether ``advance`` is just ``store`` of the sum of master and update."""
         return True
+
+    @property
+    def error_into(self) -> str | None:
+        """The field of the moments that take what storing a master has lost.
+
+        None for formats whose errors are lost. Where there is a field, ``stores_sum``
+        must be false: see :mod:`lowbit_optax._step.error_feedback`.
+        """
+        return None
 
     def check(self, dtype: jnp.dtype) -> str | None:
         """Why this format cannot hold a leaf of a narrow dtype; None if it can."""
@@ -170,6 +179,18 @@ class WeightFormat:
           the leaf: the new parameter, or the update that optax will add.
         """
         return self.store(param, self.join(param, residual) + update, random, landing)
+
+    def error(
+        self,
+        param: jax.Array,
+        residual: Residual,
+        update: jax.Array,
+        new: jax.Array,
+        new_residual: Residual,
+    ) -> jax.Array:
+        """What :meth:`advance` has lost: the update less the master's movement."""
+        moved = self.join(new, new_residual) - self.join(param, residual)
+        return update - moved
 
     def advance_stochastically(
         self,

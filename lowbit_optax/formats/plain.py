@@ -64,18 +64,20 @@ class StochasticRounding(WeightFormat):
 
     sum_rounding: SumRounding = "nearest"
     significand: Significand | None = None
+    # It is only read, where a field serves as a property does.
+    error_into: str | None = None  # pyright: ignore[reportIncompatibleMethodOverride]
 
     container: typing.ClassVar[type] = NoResidual
 
     @property
     def stores_sum(self) -> bool:
-        return self.sum_rounding == "nearest"
+        return self.sum_rounding == "nearest" and self.error_into is None
 
     def check(self, dtype):
         return why_not(self.significand, dtype)
 
     def advance(self, param, residual, update, random, landing=REPLACE):
-        if self.stores_sum:
+        if self.sum_rounding == "nearest":
             return super().advance(param, residual, update, random, landing)
         # Rounding to bfloat16 leaves the sum's bits of its words.
         is_bfloat16 = float_layouts.layout_of(param.dtype).same_exponent
@@ -161,32 +163,55 @@ def stochastic_rounding(
     *,
     sum_rounding: SumRounding = "nearest",
     float_format: "FloatFormat | None" = None,
+    error_into: str | None = None,
 ) -> WeightFormat:
     """No residual; the parameter is rounded stochastically, which keeps its mean.
 
         p' = SR(float32(p) + update)
+
+    With ``error_into="mu"`` what rounding has lost is not noise that stays, because the
+    first moment takes it and gives it back over the next steps:
+
+        e = p + update - p';    mu' = mu - e (a - b1) / (eta b1),    a = 1 - eta lambda
+
+    with eta the step that a unit of mu makes and lambda the weight decay. They are read
+    off the inner update; for any that is linear in the moment it is like that.
 
     Args:
       sum_rounding: of the float32 sum. ``"nearest"``, as in float32 training, loses
         updates below 2^-25 of the parameter. ``"stochastic"`` keeps the mean at any
         learning rate; see :func:`lowbit_optax.extra_bits`.
       float_format: as for :func:`lowbit_optax.nearest`.
+      error_into: the field of the moments in the inner state that takes the rounding
+        error: ``"mu"`` of Adam and its like, ``"trace"`` of SGD with momentum. Updates
+        below float32's resolution add up there as well. A learning rate may fall as it
+        likes. Where a schedule more than doubles it in one step, from 0 as well, the
+        moment is shortened in proportion, at this one step. If you set it by hand,
+        between two steps, do not double it. Leaves of rank 0 are rounded as without it.
 
     Returns:
       A weight format. State: 0 bytes per parameter.
 
     Raises:
-      TypeError, ValueError: if an argument is not one of these.
+      TypeError, ValueError: if an argument is not one of these. ``init`` raises a
+        ValueError for leaves that have no such moment, and the first step for updates
+        that are not linear in it, element by element, as Muon's and Lion's.
 
     References:
-      Zamirai et al. 2020, Algorithms 2 and 4 (the circled minus); figure 10.
+      Zamirai et al. 2020, Algorithms 2 and 4 (the circled minus); figure 10. ECO, 2026
+      (arXiv 2601.22101), for errors in the momentum.
 
     >>> stochastic_rounding()
-    StochasticRounding(sum_rounding='nearest', significand=None)
+    StochasticRounding(sum_rounding='nearest', significand=None, error_into=None)
     """
     check_sum_rounding("stochastic_rounding", sum_rounding)
+    if error_into is not None and not isinstance(error_into, str):
+        raise TypeError(
+            f"stochastic_rounding: error_into is {error_into!r}, and must be None or "
+            "the name of a moment, such as 'mu'"
+        )
     significand = significand_of("stochastic_rounding", float_format)
-    return StochasticRounding(sum_rounding, significand)
+    return StochasticRounding(sum_rounding, significand, error_into)
 
 
 def master_copy() -> WeightFormat:

@@ -1,0 +1,152 @@
+"""By how much a result of a leaf's shape moves with one of its inputs, as a node.
+
+    u = s * m + d * w   -->   du/dm = s,   du/dw = d
+
+Each element of the result must be a linear function of the input's element in its
+place; the factors may be scalars or arrays, and are nodes of the graph. Scalars count
+as constants, even if they are made of the input, as a norm is.
+"""
+
+import functools
+import typing
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import primitives as p
+
+from lowbit_optax._jaxprs.graph import Graph
+from lowbit_optax._jaxprs.nodes import Call, Node, params_of
+
+_SUMS = frozenset({p.add_p, p.add_jaxvals_p})
+
+
+class NotLinear(Exception):
+    """Why a result is not a linear function of an input, element by element."""
+
+
+def linear_factor(
+    result: Node, of: Node, graph: Graph, *, strict: bool = True
+) -> Node | None:
+    """The derivative of a result with respect to an input, element by element.
+
+    Args:
+      result: a node of rank 1 or more.
+      of: the input, a node of the same shape.
+      graph: their graph, to which the factor is added.
+      strict: whether terms that are not linear are an error; else they count as 0.
+
+    Returns:
+      A node of rank 0 or of the result's shape; None for 0.
+
+    Raises:
+      NotLinear: with the reason.
+    """
+    return _Derivative(of, graph, strict).of_node(result)
+
+
+class _Derivative:
+    """The derivatives of nodes with respect to one of them."""
+
+    def __init__(self, of: Node, graph: Graph, strict: bool):
+        self._graph, self._strict = graph, strict
+        self._known: dict[Node, Node | None] = {of: number(1)}
+
+    def of_node(self, node: Node) -> Node | None:
+        """The derivative of a node; None for 0."""
+        if node.is_scalar or node.call is None:
+            return self._known.get(node)
+        if node not in self._known:
+            self._known[node] = self._of_call(node, node.call)
+        return self._known[node]
+
+    def _of_call(self, node: Node, call: Call) -> Node | None:
+        factors = [self.of_node(x) for x in call.inputs]
+        if all(x is None for x in factors):
+            return None
+        found = self._linear(node, call, factors)
+        if found is None and self._strict:
+            raise NotLinear(f"{call.primitive} is not linear in each element of it")
+        return found
+
+    def _linear(
+        self, node: Node, call: Call, factors: Sequence[Node | None]
+    ) -> Node | None:
+        """The derivative of a call's result; None if it is not linear."""
+        primitive, operands = call.primitive, call.inputs
+        shapes = {x.aval.shape for x in operands if not x.is_scalar}
+        if shapes != {node.aval.shape} or node.aval.dtype != np.float32:
+            return None
+        if primitive in _SUMS:
+            return self._sum(factors)
+        if primitive is p.sub_p:
+            return self._sum([factors[0], self._negative(factors[1])])
+        if primitive is p.neg_p:
+            return self._negative(factors[0])
+        if primitive is p.mul_p and None in factors:
+            i = 0 if factors[1] is None else 1
+            return self._product(_given(factors[i]), operands[1 - i])
+        if primitive is p.div_p and factors[1] is None:
+            factor = _given(factors[0])
+            return binary(self._graph, p.div_p, lax.div, factor, operands[1])
+        if primitive is p.select_n_p and factors[0] is None:
+            return self._selected(node, operands[0], factors[1:])
+        if primitive in (p.convert_element_type_p, p.broadcast_in_dim_p, p.copy_p):
+            return factors[0]
+        return None
+
+    def _sum(self, factors: Sequence[Node | None]) -> Node | None:
+        given = [x for x in factors if x is not None]
+        if len(given) < 2:
+            return given[0]
+        return binary(self._graph, p.add_p, lax.add, *given)
+
+    def _negative(self, factor: Node | None) -> Node | None:
+        if factor is None:
+            return None
+        return self._graph.call(p.neg_p, {}, [factor], [factor.aval])[0]
+
+    def _product(self, factor: Node, other: Node) -> Node:
+        if factor.call is None and factor.constant == 1:
+            return other
+        return binary(self._graph, p.mul_p, lax.mul, factor, other)
+
+    def _selected(
+        self, node: Node, which: Node, factors: Sequence[Node | None]
+    ) -> Node:
+        cases = [number(0) if x is None else x for x in factors]
+        aval = cases[0].aval
+        if not (which.is_scalar and all(x.is_scalar for x in cases)):
+            # Unlike other primitives, a selection takes no scalars beside arrays.
+            cases, aval = [self._repeated(x, node) for x in cases], node.aval
+        return self._graph.call(p.select_n_p, {}, [which, *cases], [aval])[0]
+
+    def _repeated(self, factor: Node, like: Node) -> Node:
+        if not factor.is_scalar:
+            return factor
+        params = _broadcast_params(like.aval.shape)
+        return self._graph.call(p.broadcast_in_dim_p, params, [factor], [like.aval])[0]
+
+
+def binary(graph: Graph, primitive, function: Callable, x: Node, y: Node) -> Node:
+    """``function(x, y)``, which is one primitive; either operand may be a scalar."""
+    aval = y.aval if x.is_scalar else x.aval
+    return graph.call(primitive, params_of(function), [x, y], [aval])[0]
+
+
+def number(value: float) -> Node:
+    """A float32 constant of rank 0."""
+    return Node(jax.typeof(np.float32(0)), constant=np.float32(value))
+
+
+@functools.lru_cache(maxsize=4096)
+def _broadcast_params(shape: tuple[int, ...]) -> dict:
+    scalar = jax.ShapeDtypeStruct((), np.float32)
+    repeat = lambda x: lax.broadcast_in_dim(x, shape, ())
+    (equation,) = jax.make_jaxpr(repeat)(scalar).jaxpr.eqns
+    return equation.params
+
+
+def _given(factor: Node | None) -> Node:
+    return typing.cast(Node, factor)

@@ -1,0 +1,118 @@
+"""What rounding a weight loses goes into its momentum, from where it comes back.
+
+With w the weight, m its momentum, and what the inner update is in both of them,
+
+    w' = a w + c m + ...        m' = b m + ...
+
+``w + c m / (a - b)`` is what the two become in the end. It stays the same if an error
+``e = w' - round(w')`` leaves the weight and ``e (a - b) / c`` enters the momentum. For
+Adam c is ``-eta b1 / ((1 - b1^t) (sqrt(v / (1 - b2^t)) + eps))``, b is b1, and a is
+``1 - eta lambda``. Here a, b and c are read off the graph of the inner update.
+
+What is in the momentum is in units of the learning rate. If that is more than doubled,
+the momentum would move the weight by several times what was lost. The next c of a
+schedule is known: it is that of a second inner update, by the same gradient.
+"""
+
+import functools
+import typing
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import primitives as p
+
+from lowbit_optax._jaxprs.graph import Graph
+from lowbit_optax._jaxprs.linear_part import NotLinear, binary, linear_factor, number
+from lowbit_optax._jaxprs.nodes import Node
+
+MOST_GROWTH = 2.0
+"""By which factor the learning rate may grow in a step before momentum is shortened."""
+
+
+class Feedback(typing.NamedTuple):
+    """Where a leaf's rounding errors go; nodes, or their values.
+
+    Args:
+      part: which part of the inner state takes them.
+      rate: by how much the part must change for a unit of error, ``(a - b) / c``.
+      growth: ``c / c_next``, infinite or NaN if the next update needs no momentum.
+    """
+
+    part: int
+    rate: typing.Any
+    growth: typing.Any
+
+
+class Moves(typing.NamedTuple):
+    """The nodes of one leaf that its feedback is found from.
+
+    Args:
+      master, update: of the inner update.
+      moment, new_moment: the momentum before and after it.
+      next_update: of a second inner update by the same gradient.
+    """
+
+    master: Node
+    update: Node
+    moment: Node
+    new_moment: Node
+    next_update: Node
+
+
+def feedback_of(name: str, part: int, moves: Moves, graph: Graph) -> Feedback:
+    """The feedback of a leaf, as nodes that are added to the graph.
+
+    Args:
+      name: the leaf's path.
+      part: which part of the inner state is its momentum.
+      moves: of the leaf.
+      graph: of the inner updates.
+
+    Raises:
+      ValueError: if the update is not linear in the momentum.
+    """
+    try:
+        c = linear_factor(moves.update, moves.moment, graph)
+        if c is None:
+            raise NotLinear("it does not depend on it")
+        b = linear_factor(moves.new_moment, moves.moment, graph)
+        c_next = linear_factor(moves.next_update, moves.new_moment, graph)
+    except NotLinear as reason:
+        raise ValueError(
+            f"lowbit: error_into: the update of params{name} is not linear in each "
+            f"element of its moment: {reason}. Accepted are moments such as Adam's mu "
+            "and SGD's trace; not Muon's, Lion's and AdaBelief's, and no update that "
+            "is clipped by element after its moment"
+        ) from None
+    call = functools.partial(binary, graph)
+    a = linear_factor(moves.update, moves.master, graph, strict=False)
+    slow = number(1) if a is None else call(p.add_p, lax.add, a, number(1))
+    slow = slow if b is None else call(p.sub_p, lax.sub, slow, b)
+    growth = number(1) if c_next is None else call(p.div_p, lax.div, c, c_next)
+    return Feedback(part, call(p.div_p, lax.div, slow, c), growth)
+
+
+def fed(
+    moment: jax.Array, error: jax.Array, rate: jax.Array, growth: jax.Array
+) -> jax.Array:
+    """A new momentum with what rounding its weight has lost.
+
+    Args:
+      moment: float32, as the inner update gives it.
+      error: what was lost, float32.
+      rate, growth: see :class:`Feedback`; of the moment's shape or scalars.
+
+    >>> import jax.numpy as jnp
+    >>> one = jnp.float32(1)
+    >>> fed(one, jnp.float32(0.5), -4 * one, one)  # an error of 1/2, in steps of -1/4
+    Array(-1., dtype=float32)
+    >>> fed(one, jnp.float32(0.0), -4 * one, one / 10)  # ten times as large a step next
+    Array(0.2, dtype=float32)
+    """
+    change = error * rate
+    # A learning rate of 0 has no units in which the momentum could take it.
+    is_known = jnp.abs(change) < jnp.float32(jnp.inf)
+    moment = moment + jnp.where(is_known, change, jnp.float32(0))
+    kept = jnp.abs(growth) * jnp.float32(MOST_GROWTH)
+    return moment * jnp.where(kept < jnp.float32(1), kept, jnp.float32(1))

@@ -1,0 +1,297 @@
+"""With ``error_into`` a moment takes what rounding a weight has lost.
+
+With ``w' = a w + c m + ...`` and ``m' = b m + ...``, the sum ``w + c m / (a - b)`` of
+weight and moment after a step is what it is without rounding.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optimizers import apply, assert_same_bits, gradient_series, initial
+from released import assert_equal_steps
+
+import lowbit_optax
+from lowbit_optax import block_quantized, cast, lowbit, stochastic_rounding
+from lowbit_optax._step import error_feedback
+
+pytestmark = pytest.mark.standard_promotion
+
+SHAPE = (64, 64)
+ADAMW = functools.partial(optax.adamw, weight_decay=0.1)
+
+
+def feeding(inner, field="mu", **options):
+    options = {"moments": "float32"} | options
+    return lowbit(inner, weights=stochastic_rounding(error_into=field), **options)
+
+
+def start(dtype=jnp.bfloat16):
+    return {"w": jnp.asarray(np.random.default_rng(0).normal(size=SHAPE), dtype)}
+
+
+def trained(tx, params, series):
+    state = initial(tx, params)
+    step = jax.jit(functools.partial(lowbit_optax.step, tx))
+    for grads in series:
+        params, state = step(params, state, grads)
+    return params, state
+
+
+def moment_of(state, field):
+    (found,) = optax.tree.get_all_with_path(state, field)
+    return found[1]
+
+
+INNER = {
+    "adamw": (ADAMW(1e-3), "mu"),
+    "nadamw": (ADAMW(1e-3, nesterov=True), "mu"),
+    "schedule": (ADAMW(optax.cosine_decay_schedule(1e-3, 8)), "mu"),
+    "clipped gradients": (
+        optax.chain(optax.clip_by_global_norm(1.0), ADAMW(1e-3)),
+        "mu",
+    ),
+    "injected": (optax.inject_hyperparams(ADAMW)(learning_rate=1e-3), "mu"),
+    "lamb": (optax.lamb(1e-3), "mu"),
+    "sgd": (optax.sgd(1e-2, momentum=0.9), "trace"),
+    "nesterov": (optax.sgd(1e-2, momentum=0.9, nesterov=True), "trace"),
+}
+
+
+@pytest.mark.parametrize(("inner", "field"), INNER.values(), ids=INNER)
+def test_weight_and_moment_add_up_to_what_they_are_without_rounding(inner, field):
+    tx, params = feeding(inner, field), start()
+    params, state = trained(tx, params, gradient_series(params, 2))
+    (grads,) = gradient_series(params, 1)
+    # Two steps without rounding, one with a moment that is larger by 1.
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    before = state.inner_state
+    larger = optax.tree.set(
+        before, **{field: jax.tree.map(lambda x: x + 1, moment_of(before, field))}
+    )
+    updates, after = inner.update(grads, before, wide)
+    more, _ = inner.update(grads, larger, wide)
+    c = more["w"] - updates["w"]
+    decay = 1 - 1e-3 * 0.1 if field == "mu" else 1.0
+    if "lamb" in str(type(inner)):
+        decay = 1.0
+    weight = c / (decay - 0.9)
+    want = wide["w"] + updates["w"] + weight * moment_of(after, field)["w"]
+    new, state = lowbit_optax.step(tx, params, state, grads)
+    assert np.mean(new["w"] != params["w"]) > 0.01
+    got = new["w"].astype(jnp.float32) + weight * moment_of(state, field)["w"]
+    np.testing.assert_allclose(got, want, rtol=0, atol=3e-5)
+    lost = wide["w"] + updates["w"] - new["w"].astype(jnp.float32)
+    assert np.max(np.abs(lost)) > 1e-3  # of which nothing is seen above
+
+
+@pytest.mark.parametrize("rate", [1e-4, 1e-6, 1e-7, 1e-8, 1e-9])
+def test_tiny_learning_rates_move_as_far_as_they_ask(rate):
+    params, steps = jnp.ones((256, 256), jnp.bfloat16), 30
+    tx = feeding(optax.sgd(rate, momentum=0.5), "trace")
+
+    def body(carry, _):
+        return lowbit_optax.step(tx, *carry, jnp.ones_like(carry[0])), None
+
+    run = jax.jit(lambda carry: jax.lax.scan(body, carry, length=steps)[0])
+    params, state = run((params, initial(tx, params)))
+    # What is lost is in the trace, and is given back at once if all comes to its end.
+    held = rate * np.asarray(moment_of(state, "trace"), np.float64)
+    moved = 1 - (np.asarray(params, np.float64) - held).mean()
+    np.testing.assert_allclose(moved, 2 * rate * steps, rtol=1e-3)
+
+
+def distances(weights, moments, dtype, rate=1e-3, steps=400):
+    """Mean squares of weights' distance from the best, at the end of training."""
+    random = np.random.default_rng(0)
+    best = jnp.asarray(random.normal(size=SHAPE), jnp.float32)
+    noise = jnp.asarray(random.normal(size=(steps, *SHAPE)), jnp.float32)
+    tx = lowbit(optax.adam(rate), weights=weights, moments=moments)
+    params, state = lowbit_optax.from_master(tx, best, dtype)
+
+    def body(carry, noise):
+        params, state = carry
+        wide = params.astype(jnp.float32)
+        new = lowbit_optax.step(tx, params, state, 8 * (wide - best) + noise)
+        return new, jnp.mean((wide - best) ** 2)
+
+    squares = jax.jit(lambda *x: jax.lax.scan(body, *x)[1])((params, state), noise)
+    return float(squares[-100:].mean())
+
+
+@pytest.mark.parametrize("moments", ["float32", block_quantized(8)], ids=str)
+def test_most_of_the_noise_of_stochastic_rounding_is_gone(moments):
+    exact = distances(lowbit_optax.master_copy(), moments, jnp.float32)
+    plain = distances(stochastic_rounding(), moments, jnp.bfloat16)
+    fed = distances(stochastic_rounding(error_into="mu"), moments, jnp.bfloat16)
+    assert plain > 1.05 * exact
+    assert fed - exact < 0.5 * (plain - exact)
+
+
+def jumping(rates):
+    return lambda count: jnp.asarray(rates, jnp.float32)[count]
+
+
+@pytest.mark.parametrize("low", [0.0, 1e-5])
+def test_a_learning_rate_that_jumps_does_not_throw_weights_about(low, monkeypatch):
+    inner = optax.adam(jumping([1e-5] * 20 + [low] * 2 + [1e-3] * 30))
+    params = start()
+    series = 3 * gradient_series(params, 18)[:18]
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+
+    def farthest():
+        got, _ = trained(feeding(inner), params, series[:52])
+        want, _ = trained(lowbit(inner, moments="float32"), wide, series[:52])
+        spacing = jnp.maximum(jnp.abs(want["w"]), 2.0**-6) * 2.0**-7
+        return np.max(np.abs(got["w"].astype(jnp.float32) - want["w"]) / spacing)
+
+    assert farthest() < 8
+    monkeypatch.setattr(error_feedback, "MOST_GROWTH", jnp.inf)
+    jax.clear_caches()
+    assert farthest() > 20
+    jax.clear_caches()
+
+
+REFUSED = {
+    "muon": (optax.contrib.muon(1e-3), "'w'.*not linear"),
+    "lion": (optax.lion(1e-3), "sign is not linear"),
+    "adabelief": (optax.adabelief(1e-3), "not linear"),
+    "clipped": (optax.chain(optax.adam(1e-3), optax.clip(1.0)), "not linear"),
+    "sgd": (optax.sgd(1e-3, momentum=0.9), r"no float32 moment.*params\['w'\]"),
+    "narrow": (optax.adam(1e-3, mu_dtype=jnp.bfloat16), "no float32 moment"),
+    "masked": (optax.masked(optax.adam(1e-3), {"w": False}), "no float32 moment"),
+    "two": (optax.chain(optax.adam(1e-3), optax.adam(1e-3)), "several"),
+}
+
+
+@pytest.mark.parametrize(("inner", "message"), REFUSED.values(), ids=REFUSED)
+def test_updates_that_are_not_linear_in_a_moment_are_refused(inner, message):
+    params = start()
+    tx = feeding(inner)
+    with pytest.raises(ValueError, match=f"error_into.*{message}"):
+        tx.update(params, tx.init(params), params)
+
+
+def test_updates_that_look_at_values_are_refused():
+    adam = optax.adam(1e-3)
+
+    def update(grads, state, params=None):
+        if float(grads["w"][0, 0]) > 0:
+            return adam.update(grads, state, params)
+        return grads, state
+
+    params = start()
+    tx = feeding(optax.GradientTransformation(adam.init, update), implementation="xla")
+    with pytest.raises(jax.errors.ConcretizationTypeError):
+        tx.update(params, tx.init(params), params)
+
+
+def test_a_name_that_is_no_string_is_refused():
+    with pytest.raises(TypeError, match="error_into is 1"):
+        stochastic_rounding(error_into=1)
+
+
+def test_frozen_leaves_and_scalars_need_no_moment():
+    params = start() | {"frozen": jnp.ones(SHAPE, jnp.bfloat16), "s": jnp.bfloat16(1)}
+    labels = {"w": "train", "s": "train", "frozen": "freeze"}
+    transforms = {"train": optax.adam(0.1), "freeze": optax.set_to_zero()}
+    tx = feeding(optax.partition(transforms, labels))
+    new, _ = trained(tx, params, gradient_series(params, 1))
+    assert_same_bits(new["frozen"], params["frozen"])
+    assert new["s"] != 1
+    assert (new["w"] != params["w"]).mean() > 0.9
+
+
+@pytest.mark.parametrize(
+    ("inner", "bad"),
+    [
+        (optax.apply_if_finite(ADAMW(1e-3), 5), np.nan),
+        (optax.MultiSteps(ADAMW(1e-3), 3).gradient_transformation(), 1.0),
+    ],
+    ids=["apply_if_finite", "MultiSteps"],
+)
+def test_a_step_that_is_skipped_changes_nothing(inner, bad):
+    tx, params = feeding(inner, moments=block_quantized(8)), start()
+    params, state = trained(tx, params, gradient_series(params, 3))
+    for _ in range(2):
+        grads = jax.tree.map(lambda x: jnp.full_like(x, bad), params)
+        new, after = jax.jit(functools.partial(lowbit_optax.step, tx))(
+            params, state, grads
+        )
+        assert_same_bits(new, params)
+        assert_same_bits(moment_of(after, "mu"), moment_of(state, "mu"))
+        params, state = new, after
+
+
+def test_a_step_under_a_loss_scale_that_overflows_changes_nothing():
+    tx = lowbit_optax.with_loss_scale(
+        feeding(ADAMW(1e-3)), lowbit_optax.static_scale(2.0)
+    )
+    params = start()
+    params, state = trained(tx, params, gradient_series(params, 1))
+    grads = jax.tree.map(lambda x: jnp.full_like(x, jnp.inf), params)
+    new, after = lowbit_optax.step(tx, params, state, grads)
+    assert_same_bits(new, params)
+    assert_same_bits(moment_of(after, "mu"), moment_of(state, "mu"))
+
+
+# Powers of two, by which nothing is rounded.
+DYADIC = {
+    "sgd": (optax.sgd(2.0**-8, momentum=0.5), "trace", block_quantized(8)),
+    "sgd, bfloat16": (optax.sgd(2.0**-8, momentum=0.5), "trace", cast(jnp.bfloat16)),
+}
+
+
+def dyadic(params):
+    numbers = np.random.default_rng(1).integers(-1024, 1024, (2, *SHAPE)) / 4096
+    return [{"w": jnp.asarray(x, jnp.float32)} for x in numbers]
+
+
+@pytest.mark.parametrize("advance", [lowbit_optax.step, apply], ids=["step", "update"])
+@pytest.mark.parametrize("implementation", ["pallas", "tpu"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
+@pytest.mark.parametrize(("inner", "field", "moments"), DYADIC.values(), ids=DYADIC)
+def test_kernels_have_the_same_bits(
+    inner, field, moments, dtype, implementation, advance
+):
+    found = []
+    for name in ("xla", implementation):
+        tx = feeding(inner, field, moments=moments, implementation=name)
+        params = start(dtype)
+        state, step = initial(tx, params), jax.jit(functools.partial(advance, tx))
+        for grads in dyadic(params):
+            params, state = step(params, state, grads)
+        found.append((params, state))
+    assert_same_bits(*found)
+
+
+@pytest.mark.parametrize("moments", ["float32", "low"])
+def test_kernels_of_adam_agree(moments):
+    """Quotients may round differently, so not every bit is the same."""
+    found = []
+    for name in ("xla", "pallas"):
+        tx = feeding(ADAMW(1e-3), moments=moments, implementation=name)
+        params = start()
+        found.append(trained(tx, params, gradient_series(params, 3)))
+    (params, state), (others, other_state) = found
+    assert np.mean(np.asarray(params["w"] != others["w"])) < 1e-3
+    get = lambda state: lowbit_optax.convert(
+        params, state, feeding(ADAMW(1e-3), moments=moments), ADAMW(1e-3)
+    )[1]
+    mu, other = (np.asarray(moment_of(get(x), "mu")["w"]) for x in (state, other_state))
+    assert np.mean(np.abs(mu - other) > 1e-3 * np.abs(mu).max()) < 1e-3
+
+
+def test_released_steps_are_the_same():
+    def loss_fn(params, x):
+        body = lambda x, w: (jnp.tanh(x @ w.astype(jnp.float32)), None)
+        return jnp.mean(jax.lax.scan(body, x, params["w"])[0] ** 2)
+
+    weights = jnp.asarray(np.random.default_rng(0).normal(size=(3, 64, 64)) / 8)
+    params = {"w": weights.astype(jnp.bfloat16)}
+    tx = feeding(optax.sgd(2.0**-4, momentum=0.5), "trace", moments=block_quantized(8))
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(4, 64)), jnp.float32)
+    assert_equal_steps(loss_fn, tx, params, [(x,), (-x,)], in_loop=["['w']"])
