@@ -33,6 +33,12 @@ QUANTIZED = 16 * 32 * 9 + 32 * 32 * 9
         ("--optimizer lpmm_adam --bits 17", "4 to 16 bits"),
         ("--optimizer extra_bits_sgd --bits 17", "0 to 16 extra bits"),
         ("--optimizer kahan_sgd --rounding nearest", "nearest_sgd"),
+        ("--optimizer kahan_sgd --rounding stochastic", "sr_sgd"),
+        ("--optimizer lpmm_sgd --rounding toward_zero", "toward_zero is for extra"),
+        (
+            "--optimizer extra_bits_sgd --bits 0 --rounding toward_zero",
+            "--bits of 1 or more",
+        ),
         ("--optimizer lpmm_sgd --microbatches 0", "less than 1"),
         ("--optimizer lpmm_sgd --loss-scale backoff", "are float32 and need none"),
         ("--optimizer kahan_sgd --loss-scale dynamic", "not backoff, lognormal or a"),
@@ -63,6 +69,20 @@ def test_flags_that_contradict_each_other_are_errors(argv, message, capsys):
 def test_defaults_follow_the_optimizer(argv, bits, dtype, rate):
     args = flags.parse_args(argv.split())
     assert (args.bits, args.dtype, args.learning_rate) == (bits, dtype, rate)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "toward_zero", "stochastic"])
+def test_extra_bits_take_every_rounding(rounding):
+    argv = f"--optimizer extra_bits_adamw --bits 8 --rounding {rounding}"
+    args = flags.parse_args(argv.split())
+    options = optimizer_choice.Options(1e-3, 0.0, args.bits, 0, args.rounding, 2)
+    tx = optimizer_choice.build(args.optimizer, options)
+    params = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+    stored = lowbit_optax.storage_formats(tx, params)["params"]
+    kind = {"nearest": "Nearest", "toward_zero": "TowardZero"}
+    assert f"{kind.get(rounding, 'Stochastic')}Bits8" in stored
+    label = optimizer_choice.label(args.optimizer, args.dtype, options)
+    assert ("+8, " + rounding.replace("_", " ") in label) == (rounding != "nearest")
 
 
 @pytest.mark.parametrize(

@@ -36,12 +36,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             f"choose another, such as nearest_{args.optimizer}"
         )
     only_lpmm = optimizer_choice.is_lpmm(args.optimizer) and not args.compare
+    has_extra = args.compare or args.optimizer.startswith("extra_bits")
     if only_lpmm:
         _check_lpmm(parser, args)
-    elif args.rounding is not None:
+    elif args.rounding is not None and not has_extra:
         parser.error(
-            "--rounding is for --optimizer lpmm_sgd and lpmm_adam; for weights rounded "
-            f"to nearest choose nearest_{family}"
+            "--rounding is for --optimizer extra_bits_*, lpmm_sgd and lpmm_adam; for "
+            f"weights rounded to nearest choose nearest_{family}, stochastically "
+            f"sr_{family}"
         )
     elif not only_float32 and args.dtype == "float32":
         parser.error(f"--dtype float32 goes with --optimizer {family} alone")
@@ -53,11 +55,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         extra = 13 if args.dtype == "float16" else 16
         args.bits = 12 if only_lpmm else extra
     most = MOST_EXTRA_BITS.get(args.dtype, args.bits)
-    has_extra = args.compare or args.optimizer.startswith("extra_bits")
     if has_extra and args.bits > most:
         parser.error(f"--bits {args.bits}: {args.dtype} takes 0 to {most} extra bits")
     if args.rounding is None:
-        args.rounding = "stochastic"
+        args.rounding = "nearest" if has_extra else "stochastic"
+    if has_extra and not args.bits and args.rounding != "nearest":
+        parser.error(
+            f"--rounding {args.rounding} is how weights and extra bits are parted: it "
+            "needs --bits of 1 or more"
+        )
     if args.learning_rate is None:
         args.learning_rate = LEARNING_RATE[family]
     if args.weight_decay is None:
@@ -80,6 +86,11 @@ def _check_lpmm(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
         parser.error(
             f"--loss-scale {args.loss_scale}: gradients of {args.optimizer} are "
             "float32 and need none; leave out --loss-scale"
+        )
+    if args.rounding == "toward_zero":
+        parser.error(
+            f"--rounding toward_zero: weights of {args.optimizer} are rounded to "
+            "nearest or stochastically; toward_zero is for extra_bits_*"
         )
     if args.bits is not None and args.bits not in LPMM_BITS:
         parser.error(
@@ -140,9 +151,11 @@ def _add_optimizer_flags(group) -> None:
     )
     group.add_argument(
         "--rounding",
-        choices=("stochastic", "nearest"),
-        help="of lpmm_*'s weights, (first) moment and gradient sums (default: "
-        "stochastic)",
+        choices=("stochastic", "nearest", "toward_zero"),
+        help="of extra_bits_*'s weights when their extra bits are split off: nearest "
+        "(default), toward_zero, as in the paper, or stochastic, which keeps one bit "
+        "more to undo it; of lpmm_*'s weights, (first) moment and gradient sums: "
+        "stochastic (default) or nearest",
     )
     group.add_argument(
         "--learning-rate",

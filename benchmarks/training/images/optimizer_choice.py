@@ -12,13 +12,16 @@ from tools.models.resnet import cast_weights
 
 
 class Options(NamedTuple):
-    """What every optimizer below is built from; `rounding` is LPMM's alone."""
+    """What every optimizer below is built from; `rounding` is LPMM's and extra bits'.
+
+    None is each one's default.
+    """
 
     learning_rate: optax.ScalarOrSchedule
     weight_decay: float
     bits: int
     seed: int
-    rounding: str = "stochastic"
+    rounding: str | None = None
     microbatches: int = 1
     loss_scale: str | float | None = None
     momentum: float = 0.9
@@ -92,9 +95,10 @@ OPTIMIZERS = {
         o.learning_rate, weight_decay=o.weight_decay, seed=o.seed)),
     "extra_bits_sgd": Choice("extra bits", lambda o: lowbit_optax.extra_bits_sgd(
         o.learning_rate, o.momentum,
-        weight_decay=o.weight_decay, bits=o.bits, seed=o.seed)),
+        weight_decay=o.weight_decay, bits=o.bits, rounding=o.rounding, seed=o.seed)),
     "extra_bits_adamw": Choice("extra bits", lambda o: lowbit_optax.extra_bits_adamw(
-        o.learning_rate, weight_decay=o.weight_decay, bits=o.bits, seed=o.seed)),
+        o.learning_rate,
+        weight_decay=o.weight_decay, bits=o.bits, rounding=o.rounding, seed=o.seed)),
     "lowbit_sgd": Choice("8-bit moments", lambda o: lowbit_optax.lowbit_sgd(
         o.learning_rate, o.momentum, weight_decay=o.weight_decay, seed=o.seed)),
     "lowbit_adamw": Choice("8-bit moments", lambda o: lowbit_optax.lowbit_adamw(
@@ -113,6 +117,13 @@ OPTIMIZERS = {
 LOSS_SCALES = {
     "backoff": lowbit_optax.backoff_scale,
     "lognormal": lowbit_optax.log_normal_scale,
+}
+
+_ROUNDED = {
+    None: "",
+    "nearest": "",
+    "toward_zero": ", toward zero",
+    "stochastic": ", stochastic",
 }
 
 COMPARED = ("", "nearest_", "sr_", "kahan_", "extra_bits_", "lowbit_")
@@ -145,8 +156,9 @@ def _accumulated(
         return tx
     if is_float32(name):
         return optax.MultiSteps(tx, options.microbatches).gradient_transformation()
+    rounding = (is_lpmm(name) and options.rounding) or "stochastic"
     sums = lowbit_optax.block_quantized(
-        8, code="linear", block_size=2048, rounding=options.rounding
+        8, code="linear", block_size=2048, rounding=rounding
     )
     return lowbit_optax.accumulate_gradients(
         tx, options.microbatches, sums, seed=options.seed
@@ -188,7 +200,8 @@ def label(name: str, dtype: str | None, options: Options) -> str:
         text += ", nearest" if options.rounding == "nearest" else ""
     elif not is_float32(name):
         text = f"{text} {dtype}"
-        text += f"+{options.bits}" if name.startswith("extra_bits") else ""
+        if name.startswith("extra_bits"):
+            text += f"+{options.bits}{_ROUNDED[options.rounding]}"
     if options.microbatches > 1:
         text = f"{text}, N = {options.microbatches}"
     if options.loss_scale is None:
