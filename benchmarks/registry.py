@@ -203,6 +203,13 @@ BENCHMARKS = {
         ("docs/accuracy.md",),
         ("sklearn",),
     ),
+    "rounding_errors": Benchmark(
+        "training",
+        "the same by weights whose rounding errors are lost, kept or in the momentum",
+        4,
+        ("docs/accuracy.md",),
+        ("sklearn",),
+    ),
     "memory_and_loss": Benchmark(
         "training",
         "README's picture: memory by optimizer, losses of a small GPT (--train)",

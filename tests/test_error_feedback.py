@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizers import apply, assert_same_bits, gradient_series, initial
+from optimizers import assert_same_bits, gradient_series, initial
 from released import assert_equal_steps
 
 import lowbit_optax
@@ -21,7 +21,8 @@ from lowbit_optax._step import error_feedback
 pytestmark = pytest.mark.standard_promotion
 
 SHAPE = (64, 64)
-ADAMW = functools.partial(optax.adamw, weight_decay=0.1)
+# So large that it is seen.
+ADAMW = functools.partial(optax.adamw, weight_decay=10.0)
 
 
 def feeding(inner, field="mu", **options):
@@ -55,7 +56,6 @@ INNER = {
         "mu",
     ),
     "injected": (optax.inject_hyperparams(ADAMW)(learning_rate=1e-3), "mu"),
-    "lamb": (optax.lamb(1e-3), "mu"),
     "sgd": (optax.sgd(1e-2, momentum=0.9), "trace"),
     "nesterov": (optax.sgd(1e-2, momentum=0.9, nesterov=True), "trace"),
 }
@@ -66,7 +66,7 @@ def test_weight_and_moment_add_up_to_what_they_are_without_rounding(inner, field
     tx, params = feeding(inner, field), start()
     params, state = trained(tx, params, gradient_series(params, 2))
     (grads,) = gradient_series(params, 1)
-    # Two steps without rounding, one with a moment that is larger by 1.
+    # Steps without rounding, one of a moment and one of weights that are larger by 1.
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
     before = state.inner_state
     larger = optax.tree.set(
@@ -75,10 +75,8 @@ def test_weight_and_moment_add_up_to_what_they_are_without_rounding(inner, field
     updates, after = inner.update(grads, before, wide)
     more, _ = inner.update(grads, larger, wide)
     c = more["w"] - updates["w"]
-    decay = 1 - 1e-3 * 0.1 if field == "mu" else 1.0
-    if "lamb" in str(type(inner)):
-        decay = 1.0
-    weight = c / (decay - 0.9)
+    shifted, _ = inner.update(grads, before, jax.tree.map(lambda x: x + 1, wide))
+    weight = c / (1 + shifted["w"] - updates["w"] - 0.9)
     want = wide["w"] + updates["w"] + weight * moment_of(after, field)["w"]
     new, state = lowbit_optax.step(tx, params, state, grads)
     assert np.mean(new["w"] != params["w"]) > 0.01
@@ -138,21 +136,20 @@ def jumping(rates):
 @pytest.mark.parametrize("low", [0.0, 1e-5])
 def test_a_learning_rate_that_jumps_does_not_throw_weights_about(low, monkeypatch):
     inner = optax.adam(jumping([1e-5] * 20 + [low] * 2 + [1e-3] * 30))
-    params = start()
-    series = 3 * gradient_series(params, 18)[:18]
+    between = np.random.default_rng(0).uniform(1, 2, SHAPE)
+    params = {"w": jnp.asarray(between, jnp.bfloat16)}
+    series = 3 * gradient_series(params, 18)
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
 
     def farthest():
+        """The largest distance from float32's weights, in spacings."""
         got, _ = trained(feeding(inner), params, series[:52])
         want, _ = trained(lowbit(inner, moments="float32"), wide, series[:52])
-        spacing = jnp.maximum(jnp.abs(want["w"]), 2.0**-6) * 2.0**-7
-        return np.max(np.abs(got["w"].astype(jnp.float32) - want["w"]) / spacing)
+        return np.max(np.abs(got["w"].astype(jnp.float32) - want["w"])) * 2.0**7
 
-    assert farthest() < 8
+    assert farthest() < 4
     monkeypatch.setattr(error_feedback, "MOST_GROWTH", jnp.inf)
-    jax.clear_caches()
     assert farthest() > 20
-    jax.clear_caches()
 
 
 REFUSED = {
@@ -205,6 +202,17 @@ def test_frozen_leaves_and_scalars_need_no_moment():
     assert (new["w"] != params["w"]).mean() > 0.9
 
 
+def test_where_there_were_no_gradients_the_moment_stays_zero():
+    """Its unit is 1 / eps there, which no code of few bits could hold."""
+    tx, params = feeding(ADAMW(1e-3)), start()
+    series = [{"w": x["w"].at[:8].set(0)} for x in gradient_series(params, 3)]
+    new, state = trained(tx, params, series)
+    mu = moment_of(state, "mu")["w"]
+    assert not np.any(mu[:8])
+    assert np.all(mu[8:] != 0)
+    assert np.mean(new["w"][:8] != params["w"][:8]) > 0.9  # by weight decay
+
+
 @pytest.mark.parametrize(
     ("inner", "bad"),
     [
@@ -238,37 +246,43 @@ def test_a_step_under_a_loss_scale_that_overflows_changes_nothing():
     assert_same_bits(moment_of(after, "mu"), moment_of(state, "mu"))
 
 
-# Powers of two, by which nothing is rounded.
-DYADIC = {
-    "sgd": (optax.sgd(2.0**-8, momentum=0.5), "trace", block_quantized(8)),
-    "sgd, bfloat16": (optax.sgd(2.0**-8, momentum=0.5), "trace", cast(jnp.bfloat16)),
-}
-
-
-def dyadic(params):
+def dyadic():
+    """Gradients of few bits: with powers of two by them nothing is rounded."""
     numbers = np.random.default_rng(1).integers(-1024, 1024, (2, *SHAPE)) / 4096
     return [{"w": jnp.asarray(x, jnp.float32)} for x in numbers]
 
 
-@pytest.mark.parametrize("advance", [lowbit_optax.step, apply], ids=["step", "update"])
-@pytest.mark.parametrize("implementation", ["pallas", "tpu"])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
-@pytest.mark.parametrize(("inner", "field", "moments"), DYADIC.values(), ids=DYADIC)
-def test_kernels_have_the_same_bits(
-    inner, field, moments, dtype, implementation, advance
-):
+def update(tx, params, state, grads):
+    updates, state = tx.update(grads, state, params)
+    return lowbit_optax.apply_updates(params, updates), state
+
+
+@pytest.mark.parametrize(
+    ("moments", "dtype", "implementation", "advance"),
+    [
+        (block_quantized(8), jnp.bfloat16, "pallas", lowbit_optax.step),
+        (block_quantized(8), jnp.float8_e4m3fn, "tpu", lowbit_optax.step),
+        (cast(jnp.bfloat16), jnp.float8_e4m3fn, "pallas", update),
+        (cast(jnp.bfloat16), jnp.bfloat16, "tpu", update),
+    ],
+)
+def test_kernels_have_the_same_bits(moments, dtype, implementation, advance):
     found = []
+    inner = optax.sgd(2.0**-8, momentum=0.5)
     for name in ("xla", implementation):
-        tx = feeding(inner, field, moments=moments, implementation=name)
+        tx = feeding(inner, "trace", moments=moments, implementation=name)
         params = start(dtype)
         state, step = initial(tx, params), jax.jit(functools.partial(advance, tx))
-        for grads in dyadic(params):
+        for grads in dyadic():
             params, state = step(params, state, grads)
         found.append((params, state))
     assert_same_bits(*found)
 
 
-@pytest.mark.parametrize("moments", ["float32", "low"])
+@pytest.mark.parametrize(
+    "moments",
+    ["float32", pytest.param("low", marks=pytest.mark.slow_to_compile)],
+)
 def test_kernels_of_adam_agree(moments):
     """Quotients may round differently, so not every bit is the same."""
     found = []

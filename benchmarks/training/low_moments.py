@@ -36,13 +36,13 @@ MOMENTS = {
 }
 
 
-def start(tx, seed: int):
+def start(tx, seed: int, dtype=jnp.bfloat16):
     random = np.random.default_rng(seed)
     master = [
         (random.standard_normal(shape) * np.sqrt(2 / shape[0])).astype(np.float32)
         for shape in itertools.pairwise(SIZES)
     ]
-    return lowbit_optax.from_master(tx, list(map(jnp.asarray, master)), jnp.bfloat16)
+    return lowbit_optax.from_master(tx, list(map(jnp.asarray, master)), dtype)
 
 
 def loss(params, images, labels):
@@ -74,15 +74,27 @@ def train(name: str, args) -> dict:
         weights=lowbit_optax.master_copy() if name == "float32" else None,
         moments=MOMENTS[name],
     )
+    return figures(tx, args)
+
+
+def figures(tx, args, dtype=jnp.bfloat16) -> dict:
+    """What several seeds of training give.
+
+    Args:
+      tx: the optimizer.
+      args: options; ``seeds`` and ``steps`` are read.
+      dtype: of the weights.
+    """
     images, labels = load_digits(return_X_y=True)
     images, labels = jnp.asarray(images / 16, jnp.float32), jnp.asarray(labels)
     found = []
     for seed in range(args.seeds):
         random = np.random.default_rng(seed)
         chosen = random.integers(0, TRAINING, (args.steps, 64))
-        found.append(run(tx, *start(tx, seed), images, labels, jnp.asarray(chosen)))
+        begun = start(tx, seed, dtype)
+        found.append(run(tx, *begun, images, labels, jnp.asarray(chosen)))
     losses, ends, others = (np.asarray(x) for x in zip(*found, strict=True))
-    params = [jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)]
+    params = [jax.ShapeDtypeStruct((4096, 4096), dtype)]
     return {
         "bytes_per_parameter": lowbit_optax.memory_report(tx, params).bytes_per_param,
         "curve": losses.mean(0).reshape(-1, MEANS).mean(1),
@@ -102,10 +114,14 @@ def main(argv: list[str] | None = None) -> None:
     if not args.draw:
         runs = {name: train(name, args) for name in MOMENTS}
         records.save(path, args, records.ran_here(), runs=runs)
-    found = records.load(path)["runs"]
+    print(table(records.load(path)["runs"], "moments"))
+
+
+def table(found: dict, what: str) -> str:
+    """The figures of several runs, those of the first column's head ``what``."""
     ends = {name: each["training"]["values"] for name, each in found.items()}
     gaps = records.gaps(ends, "float32")
-    heads = ("moments", "bytes", "training loss", "minus float32's", "held-out loss")
+    heads = (what, "bytes", "training loss", "minus float32's", "held-out loss")
     rows = []
     for name, each in found.items():
         gap = records.shown(gaps[name], 5) if name in gaps else ""
@@ -113,4 +129,4 @@ def main(argv: list[str] | None = None) -> None:
         losses = (records.shown(each[part], 5) for part in ("training", "held_out"))
         end, other = losses
         rows.append((name, size, end, gap, other))
-    print(records.table(heads, rows))
+    return records.table(heads, rows)

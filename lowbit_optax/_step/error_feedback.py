@@ -111,8 +111,10 @@ def fed(
     Array(0.2, dtype=float32)
     """
     change = error * rate
-    # A learning rate of 0 has no units in which the momentum could take it.
-    is_known = jnp.abs(change) < jnp.float32(jnp.inf)
+    # A learning rate of 0 has no unit in which the momentum could take it. Where there
+    # was no gradient, as in rows of an embedding, Adam's unit is 1 / eps: what codes of
+    # few bits make of it would move the weight by far more than was lost.
+    is_known = (jnp.abs(change) < jnp.float32(jnp.inf)) & (moment != jnp.float32(0))
     moment = moment + jnp.where(is_known, change, jnp.float32(0))
     kept = jnp.abs(growth) * jnp.float32(MOST_GROWTH)
     return moment * jnp.where(kept < jnp.float32(1), kept, jnp.float32(1))

@@ -1,0 +1,120 @@
+"""Training with weights whose rounding errors are lost, kept or put into the momentum.
+
+    .venv/bin/python -m benchmarks rounding_errors
+
+A network of two hidden layers learns scikit-learn's digits by AdamW, as in
+``low_moments``: the same starts and batches for all rows, over several seeds. Moments
+have 8 bits in all rows but the first.
+
+Its loss hardly sees the noise of bfloat16. So the same weights also learn a linear
+function of 64 inputs with 64 outputs by noisy targets, at a constant learning rate: how
+far the loss stays above its least, over how far it does with float32 weights.
+"""
+
+import argparse
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import lowbit_optax
+from benchmarks import records
+from benchmarks.training import low_moments
+from lowbit_optax import extra_bits, stochastic_rounding
+
+FED = stochastic_rounding(error_into="mu")
+BFLOAT16, FLOAT8 = jnp.bfloat16, jnp.float8_e4m3fn
+RATES = (1e-3, 1e-4, 1e-5)
+ROWS = {
+    "float32": (lowbit_optax.master_copy(), BFLOAT16, "float32"),
+    "bfloat16, stochastic": (stochastic_rounding(), BFLOAT16, None),
+    "bfloat16, error into mu": (FED, BFLOAT16, None),
+    "bfloat16, 4-bit mu, stochastic": (stochastic_rounding(), BFLOAT16, "low"),
+    "bfloat16, 4-bit mu, error into mu": (FED, BFLOAT16, "low"),
+    "bfloat16, 8 extra bits": (extra_bits(8), BFLOAT16, None),
+    "float8, stochastic": (stochastic_rounding(), FLOAT8, None),
+    "float8, error into mu": (FED, FLOAT8, None),
+    "float8, 8 extra bits": (extra_bits(8), FLOAT8, None),
+}
+
+
+def train(name: str, args) -> dict:
+    weights, dtype, moments = ROWS[name]
+    rate = optax.cosine_decay_schedule(args.learning_rate, args.steps, args.last)
+    tx = lowbit_optax.lowbit(optax.adamw(rate), weights=weights, moments=moments)
+    return low_moments.figures(tx, args, dtype)
+
+
+@functools.cache
+def adam(name: str, rate: float):
+    """Of a row; the same object for all seeds, which then share a program."""
+    weights, _, moments = ROWS[name]
+    return lowbit_optax.lowbit(optax.adam(rate), weights=weights, moments=moments)
+
+
+def excess(name: str, rate: float, seed: int, steps: int) -> float:
+    """The mean loss above the least, over the last 30 steps on the linear function."""
+    dtype = jnp.float32 if name == "float32" else ROWS[name][1]
+    tx = adam(name, rate)
+    random = np.random.default_rng(seed)
+    normal = lambda *shape: random.standard_normal(shape).astype(np.float32)
+    x, w = normal(1024, 64), normal(64, 64)
+    y = x @ w + normal(1024, 64)
+    first = jnp.asarray(w + 0.3 * rate * steps * normal(64, 64))
+    best = np.linalg.lstsq(x, y, rcond=None)[0]
+    chosen = random.integers(0, 1024, (steps, 128))
+    begun = lowbit_optax.from_master(tx, first, dtype)
+    return float(_excess(tx, begun, *map(jnp.asarray, (x, y, best, chosen))))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _excess(tx, begun, x, y, best, chosen):
+    def step(carry, rows):
+        params, state = carry
+        wide = params.astype(jnp.float32)
+        grads = x[rows].T @ (x[rows] @ wide - y[rows]) / len(rows)
+        above = jnp.mean((x @ (wide - best)) ** 2)
+        return lowbit_optax.step(tx, params, state, grads), above
+
+    return jax.lax.scan(step, begun, chosen)[1][-30:].mean()
+
+
+def linear(args) -> dict:
+    """By row and learning rate, the spread of excess losses over float32's."""
+    found = {
+        rate: {
+            name: [excess(name, rate, seed, args.steps) for seed in range(args.seeds)]
+            for name in ROWS
+        }
+        for rate in RATES
+    }
+    return {
+        name: {
+            str(rate): records.spread(np.divide(each[name], each["float32"]))
+            for rate, each in found.items()
+        }
+        for name in ROWS
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--draw", action="store_true", help="only show the record")
+    parser.add_argument("--seeds", type=int, default=8, help="how many")
+    parser.add_argument("--steps", type=int, default=600, help="a multiple of 20")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="the first")
+    parser.add_argument("--last", type=float, default=0.1, help="its share at the end")
+    args = parser.parse_args(argv)
+    path = records.path_of(__name__)
+    if not args.draw:
+        runs = {name: train(name, args) for name in ROWS}
+        records.save(path, args, records.ran_here(), runs=runs, linear=linear(args))
+    record = records.load(path)
+    print(low_moments.table(record["runs"], "weights"))
+    rows = [
+        (name, *(records.shown(each[str(rate)], 2) for rate in RATES))
+        for name, each in record["linear"].items()
+    ]
+    print(records.table(("excess loss over float32's", *map(str, RATES)), rows))
