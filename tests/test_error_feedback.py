@@ -217,7 +217,10 @@ def test_where_there_were_no_gradients_the_moment_stays_zero():
     ("inner", "bad"),
     [
         (optax.apply_if_finite(ADAMW(1e-3), 5), np.nan),
-        (optax.MultiSteps(ADAMW(1e-3), 3).gradient_transformation(), 1.0),
+        pytest.param(
+            *(optax.MultiSteps(ADAMW(1e-3), 3).gradient_transformation(), 1.0),
+            marks=pytest.mark.slow_to_compile,
+        ),
     ],
     ids=["apply_if_finite", "MultiSteps"],
 )
@@ -262,7 +265,10 @@ def update(tx, params, state, grads):
     [
         (block_quantized(8), jnp.bfloat16, "pallas", lowbit_optax.step),
         (block_quantized(8), jnp.float8_e4m3fn, "tpu", lowbit_optax.step),
-        (cast(jnp.bfloat16), jnp.float8_e4m3fn, "pallas", update),
+        pytest.param(
+            *(cast(jnp.bfloat16), jnp.float8_e4m3fn, "pallas", update),
+            marks=pytest.mark.slow_to_compile,
+        ),
         (cast(jnp.bfloat16), jnp.bfloat16, "tpu", update),
     ],
 )
