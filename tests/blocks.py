@@ -55,6 +55,8 @@ class Maxima:
     def rounds(self):
         return [self.sizes]
 
+    kept = 1
+
     def before(self, block_values):
         return tuple(block_values)
 

@@ -43,6 +43,8 @@ class BlockMixture:
     def rounds(self):
         return [[self.block_size] * 2]
 
+    kept = 2
+
     def before(self, block_values):
         (old,) = block_values
         return (old * U32(5),)

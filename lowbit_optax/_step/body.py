@@ -134,6 +134,15 @@ class LeafBody:
             sizes += [format_.block_size] * format_.codec.maxima
         return [sizes for sizes in (first, second) if sizes]
 
+    @property
+    def kept(self) -> int:
+        """How many numbers of an element wait for the maxima over its block.
+
+        A moment that is relative to another waits twice: for both maxima.
+        """
+        has_weight = self.quantized is not None or self.takes_error is not None
+        return len(self.scaled) + len(self.relative) + has_weight
+
     def before(self, block_values):
         """The stored scales, prepared for decoding."""
         of_weight, of_moments = self._split(block_values)

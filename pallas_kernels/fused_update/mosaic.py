@@ -6,6 +6,7 @@ and how its lanes are spread over threads in :mod:`.mosaic_lanes`.
 
 import functools
 import math
+import typing
 from collections.abc import Sequence
 
 import jax
@@ -23,8 +24,7 @@ from pallas_kernels.fused_update.mosaic_lanes import ByThreads
 from pallas_kernels.fused_update.mosaic_memory import OneLeaf
 from pallas_kernels.fused_update.program import Program, unless_skipped
 from pallas_kernels.fused_update.sharded import Shard
-from pallas_kernels.fused_update.spec import Leaf
-from pallas_kernels.fused_update.tiling import Tiling
+from pallas_kernels.fused_update.spec import BlockBody, Leaf
 from pallas_kernels.layout import TILE_COLUMNS
 
 # Of a program, which is a warpgroup: 128 threads with four columns each.
@@ -32,6 +32,9 @@ _SIZES = launch.Sizes(flat_width=512, flat_rows=4, small_width=512, lanes=128)
 
 # Where there are fewer programs, each has a multiprocessor to itself.
 _FEW_PROGRAMS = 528
+
+# For so many numbers of an element that wait for maxima 128 registers suffice.
+_MOST_KEPT = 2
 
 _WARPS_OF_A_WARPGROUP = 4
 
@@ -68,7 +71,7 @@ def _call(kernel: launch.Kernel, outputs, args: Sequence[jax.Array]) -> list:
         if r.overwrites is not None
     }
     programs = kernel.leaves * kernel.tiling.programs
-    warpgroups = 1 if programs < _FEW_PROGRAMS else _warpgroups(kernel.tiling)
+    warpgroups = 1 if programs < _FEW_PROGRAMS else _warpgroups(kernel)
     new = [x for i, x in enumerate(outputs) if i not in overwritten]
     call = pallas.kernel(
         functools.partial(_program, kernel, programs, warpgroups),
@@ -106,7 +109,7 @@ def _call(kernel: launch.Kernel, outputs, args: Sequence[jax.Array]) -> list:
     ]
 
 
-def _warpgroups(tiling: Tiling) -> int:
+def _warpgroups(kernel: launch.Kernel) -> int:
     """How many programs are one block of threads.
 
     The compiler wants only one block on a multiprocessor, and then gives each thread as
@@ -114,9 +117,13 @@ def _warpgroups(tiling: Tiling) -> int:
     none can have more than 128, and 16 warps share a multiprocessor. What needs more
     registers has 256 threads.
     """
+    tiling = kernel.tiling
+    if not tiling.block_sizes:
+        return 4
     has_masks = tiling.width < TILE_COLUMNS or tiling.rows % tiling.step_rows
     has_long_codes = tiling.tiles > 1 or not set(tiling.packed) <= {8}
-    return 2 if tiling.block_sizes and (has_masks or has_long_codes) else 4
+    keeps_many = typing.cast(BlockBody, kernel.body).kept > _MOST_KEPT
+    return 2 if has_masks or has_long_codes or keeps_many else 4
 
 
 def _program(kernel: launch.Kernel, programs: int, warpgroups: int, *refs):

@@ -44,6 +44,14 @@ class BlockBody(typing.Protocol):
     What a round takes maxima of may depend on the maxima of the rounds before it.
     """
 
+    @property
+    def kept(self) -> int:
+        """How many numbers of an element wait for the maxima, to be written then.
+
+        By it a launcher chooses how many registers a thread may have.
+        """
+        ...
+
     def before(self, block_values: Sequence[jax.Array]) -> tuple:
         """What decoding needs of the per-block operands' values; any tuple."""
         ...
