@@ -205,8 +205,9 @@ def test_second_moments_have_the_same_bits(family, shape):
     assert_same_bits(got.inner_state, want.inner_state)
 
 
+# Of fewer than 4096 elements XLA would update packed leaves.
 @pytest.mark.parametrize(
-    "shape", [(3, 3, 5, 40), (1031,), (24, 3, 40), (33, 300)], ids=str
+    "shape", [(3, 3, 15, 40), (4103,), (40, 3, 40), (33, 300)], ids=str
 )
 @pytest.mark.parametrize("family", ["kahan", "extra_bits 8", "lowbit 8"])
 def test_leaves_of_every_rank_have_the_same_bits(family, shape):

@@ -186,7 +186,7 @@ def test_shards_of_whole_tiles_need_nothing_of_each_other(name, shape, devices, 
         "lowbit": lowbit_optax.lowbit_adamw(1e-3),
     }[name]
     step = lower_step(tx, leaf(*shape), mesh=gpu_mesh(devices), spec=spec)
-    moved, instructions = {"extra bits": (24, 33), "lowbit": (12.25, 58)}[name]
+    moved, instructions = {"extra bits": (24, 33.1), "lowbit": (12.25, 58)}[name]
     assert collectives_of(step) == []
     assert step.fused_launches == 1
     assert step.moved * devices <= moved + 0.1

@@ -29,4 +29,6 @@ def test_a_step_on_an_h200_is_planned_within_one_layers_working_set(release):
     assert found.compiled.arguments == found.predicted.arguments
     assert found.compiled.in_place == found.predicted.in_place
     beyond = found.compiled.temporary - found.predicted.temporary
-    assert 0 <= beyond < 2 * model.one_layer + (model.layers + 8) * model.carry
+    # From JAX 0.12 on XLA hides latencies, and begins a layer before another one ends.
+    layers = 2 if jax.__version_info__ < (0, 12) else 3
+    assert 0 <= beyond < layers * model.one_layer + (model.layers + 8) * model.carry
