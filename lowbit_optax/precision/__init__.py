@@ -3,31 +3,36 @@
     trace ---> the tensors of a loss, in groups between matrix products
     demote, uniform, operator_based ---> an assignment: a format for each tensor
     apply ---> the loss with tensors and cotangents rounded; how much overflowed
+    products ---> in which dtypes its matrix products can multiply
     promote ---> the assignment with what overflowed in the high format
 
 References:
   Lee, Sharma, Aiken 2023, "Training with Mixed-Precision Floating-Point Assignments".
 """
 
-from lowbit_optax.precision.assignment import HFP8, Assignment, Formats, load
+from lowbit_optax.precision.assignment import FLOAT8, HFP8, Assignment, Formats, load
 from lowbit_optax.precision.choosing import demote, operator_based, promote, uniform
 from lowbit_optax.precision.float_format import FP32, FloatFormat
 from lowbit_optax.precision.plan import PrecisionPlan, trace
+from lowbit_optax.precision.products import Product, products
 from lowbit_optax.precision.rounded import apply
 from lowbit_optax.precision.tensors import Tensor
 
 __all__ = [
+    "FLOAT8",
     "FP32",
     "HFP8",
     "Assignment",
     "FloatFormat",
     "Formats",
     "PrecisionPlan",
+    "Product",
     "Tensor",
     "apply",
     "demote",
     "load",
     "operator_based",
+    "products",
     "promote",
     "trace",
     "uniform",

@@ -63,6 +63,16 @@ Cotangents that overflow become infinite, so that loss scaling notices them and 
 the step.
 """
 
+FLOAT8 = Formats(
+    low=FloatFormat.of("float8_e4m3fn"),
+    low_backward=FloatFormat(5, 2, specials="ieee", overflow="infinity"),
+    high=FloatFormat.of("bfloat16"),
+)
+"""Micikevicius et al. 2022: the float8 dtypes that GPUs multiply, and bfloat16.
+
+Forward tensors past 448 become 448; cotangents that overflow become infinite.
+"""
+
 
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -2,7 +2,7 @@
 
 import functools
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,13 @@ from lowbit_optax._jaxprs.nodes import Call, Node, as_closed_jaxpr, run
 from lowbit_optax._jaxprs.program import LossProgram, ScanCall
 from lowbit_optax.precision.assignment import Assignment
 from lowbit_optax.precision.float_format import FloatFormat
+from lowbit_optax.precision.native_products import (
+    ProductFormats,
+    has_native,
+    native_product,
+)
 from lowbit_optax.precision.operations import is_loop
+from lowbit_optax.precision.products import product_formats
 from lowbit_optax.precision.tensor_rounding import (
     TensorRounding,
     keeping_patterns,
@@ -25,6 +31,8 @@ from lowbit_optax.precision.tensor_rounding import (
 )
 from lowbit_optax.precision.tensors import TracedTensors, find_tensors
 
+Products = typing.Literal["emulated", "native"]
+
 
 def apply(
     loss_fn: Callable,
@@ -33,6 +41,7 @@ def apply(
     has_aux: bool = False,
     seed: jax.Array | int | None = None,
     stored: bool = False,
+    products: Products = "emulated",
 ) -> Callable:
     """The loss with each tensor and each cotangent rounded to its format.
 
@@ -56,6 +65,14 @@ def apply(
         in arrays of 8, 16 or 32 bits, and computes everything between tensors again.
         The assignment must then be known when compiling, not an argument. A NaN or
         infinity that a format has no pattern for makes the whole tensor NaN.
+      products: "native": a ``dot_general`` of two tensors multiplies in float8_e4m3fn
+        and float8_e5m2, with sums in float32, where their formats are these, whatever
+        their bias, and in bfloat16 where that has all numbers of both. So do its
+        backward products. All others remain as they were traced: of wider formats, in
+        while loops and in what has its own derivative rule, convolutions, and
+        constants; :func:`products` tells which. A native product has the precision that
+        is said here, not the one that the loss asks for. The assignment must be known
+        when compiling.
 
     Returns:
       A function ``(params, *batch) -> (loss, overflow)``, or
@@ -67,7 +84,7 @@ def apply(
 
     Raises:
       ValueError: when called, if the loss is not the one that was traced; if ``stored``
-        and the assignment is traced.
+        or native products are asked for and the assignment is traced.
 
     References:
       Lee et al. 2023, equation (1); section 4.2.
@@ -88,9 +105,15 @@ def apply(
             f"apply: assignment is a {type(assignment).__name__}; accepted is what "
             "demote, uniform or operator_based returns"
         )
-    if stored and isinstance(assignment.low, Tracer):
+    if products not in typing.get_args(Products):
         raise ValueError(
-            "apply: stored=True chooses dtypes, so the assignment must be known when "
+            f'apply: products is {products!r}; accepted are "emulated" and "native"'
+        )
+    is_native = products == "native"
+    if (stored or is_native) and isinstance(assignment.low, Tracer):
+        option = "stored=True" if stored else 'products="native"'
+        raise ValueError(
+            f"apply: {option} chooses dtypes, so the assignment must be known when "
             "compiling; it is traced. Close over it instead of passing it to jit"
         )
 
@@ -99,7 +122,11 @@ def apply(
         found, shapes = find_tensors(loss_fn, has_aux, params, batch)
         _check_same(assignment, found)
         arguments = jax.tree.leaves((params, batch))
-        evaluation = _Evaluation(found, TensorRounding(assignment, seed, stored))
+        formats = product_formats(found, assignment) if is_native else {}
+        native = {call: fs for call, fs in formats.items() if has_native(fs)}
+        evaluation = _Evaluation(
+            found, TensorRounding(assignment, seed, stored), native
+        )
         evaluate = evaluation.in_segments if stored else evaluation.all_at_once
         outputs, shares = evaluate(found.program, arguments, jnp.uint32(0))
         result = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
@@ -136,8 +163,13 @@ _Shares = dict[int, _Share]
 class _Evaluation:
     """Evaluates a traced loss with its tensors rounded."""
 
-    def __init__(self, found: TracedTensors, rounding: TensorRounding):
-        self._found, self._rounding = found, rounding
+    def __init__(
+        self,
+        found: TracedTensors,
+        rounding: TensorRounding,
+        native: Mapping[Call, ProductFormats],
+    ):
+        self._found, self._rounding, self._native = found, rounding, native
 
     def all_at_once(
         self, program: LossProgram, arguments: Sequence, iteration: jax.Array
@@ -207,8 +239,13 @@ class _Evaluation:
 
             return results
 
-        with_bodies = [call for call in program.calls if call in self._found.bodies]
-        return {call: evaluate_bodies(call) for call in with_bodies}, changed, shares
+        instead: dict[Call, Callable] = {}
+        for call in program.calls:
+            if call in self._found.bodies:
+                instead[call] = evaluate_bodies(call)
+            elif call in self._native:
+                instead[call] = native_product(call, self._native[call])
+        return instead, changed, shares
 
     def _checkpoint(self, call: Call, given, iteration):
         (body,) = self._found.bodies[call]
@@ -242,7 +279,7 @@ class _Evaluation:
         first, second = params["cond_nconsts"], params["body_nconsts"]
         of_condition, constants = given[:first], given[first : first + second]
         condition = LossProgram(as_closed_jaxpr(params["cond_jaxpr"]))
-        inner = _Evaluation(self._found, self._rounding.forward_only())
+        inner = _Evaluation(self._found, self._rounding.forward_only(), {})
         zero = jnp.float32(0), jnp.float32(0)
         sums = {n: zero for n in self._found.made_in(body)}
         start = iteration * jnp.uint32(_MAX_RUNS)

@@ -74,6 +74,7 @@ class Value:
     made_by: int | None = None
     read_by: list[int] = dataclasses.field(default_factory=list)
     origins: tuple["Value", ...] = ()
+    carried: "Value | None" = None
 
     def __post_init__(self):
         # Integers and masks have no precision to lose, whatever they are made of.
@@ -124,6 +125,7 @@ class TensorSearch:
       bodies: by call, the programs of what it calls: of a scan or checkpoint one, of a
         conditional one for each branch.
       opaque: names of the calls with arrays inside that cannot be looked into.
+      operands: by ``dot_general`` that has a backward pass, what it reads.
     """
 
     def __init__(self, closed: ClosedJaxpr, names: Sequence[str], parameters: int):
@@ -132,6 +134,7 @@ class TensorSearch:
         self.products = 0
         self.bodies: dict[Call, tuple[LossProgram, ...]] = {}
         self.opaque: list[str] = []
+        self.operands: dict[Call, tuple[Value, ...]] = {}
         self._kind: Kind = "value"  # of the values that are read
         inputs = []
         for i, (name, node) in enumerate(zip(names, self.program.inputs, strict=True)):
@@ -209,6 +212,8 @@ class TensorSearch:
         for operand in operands:
             self._note_use(operand, stage, product)
         self.products += makes_product
+        if call.primitive is primitives.dot_general_p and self._kind == "value":
+            self.operands[call] = tuple(operands)
         for i, node in enumerate(call.outputs):
             self.values[node] = Value(
                 node.aval,
@@ -285,6 +290,7 @@ class TensorSearch:
         # The next iteration reads a carry in the place of this one's.
         carried = inside[scan.constants : scan.constants + scan.carry]
         for before, after in zip(carried, outputs[: scan.carry], strict=True):
+            before.carried = after
             for product in before.read_by:
                 after.note_product(product)
         results = zip(call.outputs, outputs, strict=True)

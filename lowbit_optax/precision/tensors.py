@@ -61,6 +61,8 @@ class TracedTensors:
       products: how many matrix products there are.
       opaque: names of the calls with arrays inside that cannot be looked into.
       numbers: of the tensors, by the node at which the tensor is made.
+      operands: by ``dot_general`` outside of while loops, for each operand the numbers
+        of the tensors that it may be; none if it may be no tensor, as a constant is.
     """
 
     program: LossProgram
@@ -69,6 +71,7 @@ class TracedTensors:
     products: int
     opaque: tuple[str, ...]
     numbers: Mapping[Node, int]
+    operands: Mapping[Call, tuple[tuple[int, ...], ...]]
 
     def made_in(self, program: LossProgram) -> list[int]:
         """Numbers of the tensors that a program makes, itself or in its bodies."""
@@ -105,15 +108,37 @@ def find_tensors(
         names += _paths(argument, f"batch[{i}]")
     search = TensorSearch(closed, names, parameters)
     found = [(node, x) for node, x in search.values.items() if x.is_tensor]
+    numbers = {value: number for number, (_, value) in enumerate(found)}
     tensors = TracedTensors(
         search.program,
         search.bodies,
         tuple(_records([value for _, value in found])),
         search.products,
         tuple(search.opaque),
-        {node: number for number, (node, _) in enumerate(found)},
+        {node: numbers[value] for node, value in found},
+        {
+            call: tuple(_numbers_of(value, numbers) for value in operands)
+            for call, operands in search.operands.items()
+        },
     )
     return tensors, shapes
+
+
+def _numbers_of(value: Value, numbers: Mapping[Value, int]) -> tuple[int, ...]:
+    """Of the tensors that a value may be; none if it may be something else."""
+    found, seen, left = set(), set(), [value]
+    while left:
+        value = left.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        if value in numbers:
+            found.add(numbers[value])
+        elif value.origins:
+            left += [*value.origins, *([value.carried] if value.carried else [])]
+        else:
+            return ()
+    return tuple(sorted(found))
 
 
 def _paths(tree, root: str) -> list[str]:
