@@ -82,6 +82,13 @@ BENCHMARKS = {
         ("docs/ideas/precision.md",),
         (*GPU_COMPILER, "flax"),
     ),
+    "native_products": Benchmark(
+        "programs",
+        "which units multiply under precision assignments, compiled for an H200",
+        10,
+        ("docs/ideas/precision.md",),
+        GPU_COMPILER,
+    ),
     "step_time": Benchmark(
         "steps",
         "donated steps of every alias against optax; temporary memory",

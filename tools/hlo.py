@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import re
+import typing
 
 import jax
 
@@ -92,6 +93,45 @@ def kernels(compiled: jax.stages.Compiled) -> list[tuple[str, int]]:
     An operand that a kernel reads in part counts in full; loops are not looked into.
     """
     return [(x.name, x.moved) for x in entry(compiled) if x.op in KERNELS]
+
+
+class MatrixProduct(typing.NamedTuple):
+    """A matrix product of a compiled program.
+
+    Args:
+      target: the library's function, or ``dot`` in a fusion.
+      dtypes: of both operands, as HLO names them.
+      precision: of each operand, as ``jax.lax.Precision`` names them; empty in a dot.
+    """
+
+    target: str
+    dtypes: tuple[str, str]
+    precision: tuple[str, ...]
+
+
+def products(compiled: jax.stages.Compiled) -> list[MatrixProduct]:
+    """The matrix products by cuBLAS or as a dot, anywhere; those of a loop once."""
+    lines = text(compiled).splitlines()
+    types = {}
+    found = []
+    for line in lines:
+        match = re.match(r"\s*(?:ROOT )?%([\w.\-]+) = (\(?)(\w+)\[", line)
+        if match and not match[2]:
+            types[match[1]] = match[3]
+    for line in lines:
+        match = re.search(r" (dot|custom-call)\(%([\w.\-]+), %([\w.\-]+)", line)
+        target = re.search(r'custom_call_target="(__cublas[^"]*)"', line)
+        if not match or (match[1] == "custom-call" and not target):
+            continue
+        precision = re.search(r'"operand_precision":\[([^\]]*)\]', line)
+        found.append(
+            MatrixProduct(
+                target[1] if target else "dot",
+                (types[match[2]], types[match[3]]),
+                tuple(re.findall(r"\w+", precision[1])) if precision else (),
+            )
+        )
+    return found
 
 
 def collectives(compiled: jax.stages.Compiled) -> list[str]:

@@ -2,8 +2,10 @@
 
 import dataclasses
 import math
+import typing
 from collections.abc import Callable, Collection
 
+import jax.numpy as jnp
 import numpy as np
 
 from lowbit_optax._jaxprs.nodes import Call
@@ -11,6 +13,8 @@ from lowbit_optax.precision.assignment import Assignment
 from lowbit_optax.precision.float_format import FloatFormat
 from lowbit_optax.precision.native_products import ProductFormats, product_dtypes
 from lowbit_optax.precision.tensors import TracedTensors, find_tensors
+
+Gives = typing.Literal["result", "lhs", "rhs"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,15 +29,21 @@ class Product:
       is_native: whether these are the dtypes of the operands' formats, as
         ``apply(..., products="native")`` makes them.
       flop: multiplications and additions, of all its runs in scans.
-      operand_bytes: of both operands in these dtypes, likewise.
+      sizes: elements of the operands, likewise.
     """
 
     name: str
-    gives: str
+    gives: Gives
     dtypes: tuple[str, str]
     is_native: bool
     flop: int
-    operand_bytes: int
+    sizes: tuple[int, int]
+
+    @property
+    def operand_bytes(self) -> int:
+        """Of both operands in their dtypes."""
+        sizes = zip(self.dtypes, self.sizes, strict=True)
+        return sum(jnp.dtype(dtype).itemsize * size for dtype, size in sizes)
 
 
 def products(
@@ -70,37 +80,10 @@ def products(
     found, _ = find_tensors(loss_fn, has_aux, params, batch)
     listed = []
     for call, formats in product_formats(found, assignment).items():
-        of_result = found.numbers.get(call.outputs[0])
-        name = "" if of_result is None else found.tensors[of_result].name
-        repeats = 1 if of_result is None else found.tensors[of_result].repeats
-        lhs, rhs, result = *call.inputs, call.outputs[0]
-        for gives, pair, nodes in zip(
-            ("result", "lhs", "rhs"),
-            formats.pairs,
-            ((lhs, rhs), (result, rhs), (result, lhs)),
-            strict=True,
-        ):
-            position = ("lhs", "rhs", "result").index(gives)
-            if gives != "result" and not _has_cotangent(
-                found, found.operands[call][position]
-            ):
-                continue
-            native = product_dtypes(*pair)
-            dtypes = native or tuple(np.dtype(node.aval.dtype) for node in nodes)
-            sizes = [math.prod(node.aval.shape) for node in nodes]
-            moved = sum(
-                size * dtype.itemsize for size, dtype in zip(sizes, dtypes, strict=True)
-            )
-            listed.append(
-                Product(
-                    name,
-                    gives,
-                    (dtypes[0].name, dtypes[1].name),
-                    native is not None,
-                    _flop(call) * repeats,
-                    moved * repeats,
-                )
-            )
+        lhs, rhs = (_has_cotangent(found, of) for of in found.operands[call])
+        for gives, is_computed in (("result", True), ("lhs", lhs), ("rhs", rhs)):
+            if is_computed:
+                listed.append(_product(found, call, formats, gives))
     return listed
 
 
@@ -131,6 +114,30 @@ def product_formats(
         call: ProductFormats(*map(of_operand, operands), of_cotangent(call))
         for call, operands in found.operands.items()
     }
+
+
+def _product(
+    found: TracedTensors, call: Call, formats: ProductFormats, gives: Gives
+) -> Product:
+    position = typing.get_args(Gives).index(gives)
+    (lhs, rhs), (result,) = call.inputs, call.outputs
+    read = [(lhs, rhs), (result, rhs), (result, lhs)][position]
+    native = product_dtypes(*formats.pairs[position])
+    dtypes = native or tuple(np.dtype(node.aval.dtype) for node in read)
+    number = found.numbers.get(result)
+    tensor = None if number is None else found.tensors[number]
+    repeats = 1 if tensor is None else tensor.repeats
+    return Product(
+        "" if tensor is None else tensor.name,
+        gives,
+        (dtypes[0].name, dtypes[1].name),
+        native is not None,
+        _flop(call) * repeats,
+        (
+            math.prod(read[0].aval.shape) * repeats,
+            math.prod(read[1].aval.shape) * repeats,
+        ),
+    )
 
 
 def _has_cotangent(found: TracedTensors, numbers: Collection[int]) -> bool:

@@ -107,7 +107,7 @@ def apply(
         )
     if products not in typing.get_args(Products):
         raise ValueError(
-            f'apply: products is {products!r}; accepted are "emulated" and "native"'
+            f'apply: products is "{products}"; accepted are "emulated" and "native"'
         )
     is_native = products == "native"
     if (stored or is_native) and isinstance(assignment.low, Tracer):

@@ -1,0 +1,97 @@
+"""Which units multiply under precision assignments, compiled for an H200.
+
+    .venv/bin/python -m benchmarks native_products
+
+The gradient of a GPT with ``precision.apply(..., products="native")``. FLOP and bytes
+of operands are of all matrix products of a step, by ``precision.products``; "float32"
+are those that stay emulated. Calls are those of the compiled program, in which a scan
+over layers counts once. Nothing is run and no GPU is needed, but the ``gpu-program``
+extra is. On a GPU XLA measures whether cuBLASLt or Triton is faster for each product;
+here, where none is, cuBLASLt is chosen for all.
+"""
+
+import argparse
+import collections
+
+import jax
+import jax.numpy as jnp
+
+from lowbit_optax import precision
+from tools import hlo
+from tools.gpu_program.targets import compile_lowered, gpu_mesh, lower_for
+from tools.models.gpt import GPT
+
+MIB = 2**20
+UNITS = ("float8", "bfloat16", "float32")
+CUBLAS: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--batch-size", type=int, default=8)
+    flags = parser.parse_args(argv)
+
+    model = GPT(flags.layers, flags.width, flags.heads, flags.context)
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    tokens = jax.ShapeDtypeStruct((flags.batch_size, flags.context + 1), jnp.int32)
+    plan = precision.trace(model.loss, params, tokens)
+    float8 = precision.FLOAT8
+    rows = {
+        "all low, `FLOAT8`": precision.uniform(plan, formats=float8),
+        "`demote`, r = 0.5, `FLOAT8`": precision.demote(plan, 0.5, formats=float8),
+    }
+    print(
+        f"{flags.layers} layers of width {flags.width}, "
+        f"{flags.batch_size} x {flags.context} tokens\n"
+    )
+    print(
+        "| assignment | low ratio | % of FLOP in float8 / bfloat16 / float32 "
+        "| operands, MiB: float32, native | calls in float8 / bfloat16 / float32 "
+        "| temporary MiB: emulated, native |"
+    )
+    print("|---|---|---|---|---|---|")
+    for name, assignment in rows.items():
+        products = precision.products(model.loss, assignment, params, tokens)
+        flop = collections.Counter()
+        for product in products:
+            flop[_unit(product.dtypes)] += product.flop
+        emulated, native = (
+            _compiled(model, assignment, params, tokens, products=products)
+            for products in ("emulated", "native")
+        )
+        calls = collections.Counter(_unit(p.dtypes) for p in hlo.products(native))
+        wide = sum(_float32_bytes(product) for product in products)
+        narrow = sum(product.operand_bytes for product in products)
+        memory = (hlo.memory(c).temp_size_in_bytes for c in (emulated, native))
+        cells = [
+            name,
+            f"{float(assignment.low_ratio):.2f}",
+            " / ".join(f"{flop[u] / flop.total():.1%}"[:-1] for u in UNITS),
+            f"{wide / MIB:,.0f}, {narrow / MIB:,.0f}",
+            " / ".join(str(calls[u]) for u in UNITS),
+            ", ".join(f"{size / MIB:,.0f}" for size in memory),
+        ]
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def _compiled(model: GPT, assignment, params, tokens, **options):
+    rounded = precision.apply(model.loss, assignment, **options)
+    gradient = jax.value_and_grad(rounded, has_aux=True)
+    return compile_lowered(lower_for(gpu_mesh(), gradient, params, tokens), CUBLAS)
+
+
+def _unit(dtypes: tuple[str, ...]) -> str:
+    """What multiplies operands of these dtypes, by JAX's names or HLO's."""
+    if all(dtype.startswith(("float8", "f8")) for dtype in dtypes):
+        return "float8"
+    return "bfloat16" if set(dtypes) <= {"bfloat16", "bf16"} else "float32"
+
+
+def _float32_bytes(product: precision.Product) -> int:
+    """Of the operands, had they 4 bytes an element."""
+    return 4 * sum(product.sizes)

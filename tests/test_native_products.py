@@ -1,0 +1,333 @@
+"""Products in the dtypes of their formats, against the emulated ones."""
+
+import collections
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend import core
+
+from lowbit_optax import precision
+from lowbit_optax.precision import FLOAT8, FP32, HFP8, FloatFormat, Formats
+
+E4M3, E5M2, BFLOAT16 = "float8_e4m3fn", "float8_e5m2", "bfloat16"
+SHIFTED = Formats(
+    low=FloatFormat(4, 3, 5, specials="nan"),
+    low_backward=FloatFormat(5, 2, -7, specials="ieee"),
+    high=FP32,
+)
+
+
+def dyadic(seed, *shape):
+    """Quarters up to 1 in magnitude: sums of their products are exact."""
+    return jnp.asarray(
+        np.random.default_rng(seed).integers(-4, 5, shape) / 4, "float32"
+    )
+
+
+def mlp(w, x):
+    h = jax.nn.relu(x @ w["in"])
+    h = jax.nn.relu(h @ w["mid"])
+    return jnp.sum(jnp.square(h @ w["out"]))
+
+
+def scanned(w, x):
+    def cell(h, layer):
+        return jax.nn.relu(h @ layer) / 4, h @ layer
+
+    h, ys = lax.scan(cell, x @ w["in"], jnp.stack([w["mid"], w["mid"].T]))
+    return jnp.sum(jnp.square(h @ w["out"])) + jnp.sum(ys)
+
+
+def branching(w, x):
+    h = jax.checkpoint(lambda h: jax.nn.relu(h @ w["in"]))(x)
+    deep = lambda h: jax.nn.relu(h @ w["mid"])
+    h = lax.cond(x[0, 0] > 2, lambda h: h / 2, deep, h)
+    return jnp.sum(jnp.square(h @ w["out"]))
+
+
+def attention(w, x):
+    """Products of several axes, in every order, summed over and in batches."""
+    q = jnp.einsum("td,dhe->hte", x, w["in"].reshape(8, 2, 4))
+    k = jnp.einsum("td,hed->teh", x, w["mid"].reshape(2, 4, 8))
+    scores = jax.nn.relu(jnp.einsum("hte,seh->ths", q, k)) / 16
+    return jnp.sum(jnp.square(jnp.einsum("ths,hsd->dt", scores, w["out"])))
+
+
+WEIGHTS = {"in": dyadic(0, 8, 8), "mid": dyadic(1, 8, 8), "out": dyadic(2, 8, 4)}
+X = dyadic(3, 6, 8)
+CASES = {
+    "mlp": (mlp, WEIGHTS),
+    "scanned": (scanned, WEIGHTS),
+    "branching": (branching, WEIGHTS),
+    "attention": (attention, WEIGHTS | {"out": dyadic(4, 2, 6, 3)}),
+}
+
+
+def gradient(loss_fn, assignment, **options):
+    rounded = precision.apply(loss_fn, assignment, **options)
+    return jax.value_and_grad(rounded, has_aux=True)
+
+
+def multiplied(fn, *args):
+    """How often a traced function multiplies operands of which dtypes, with what FLOP.
+
+    Runs of scans are counted; of a conditional every branch is.
+    """
+    found = collections.Counter()
+
+    def read(jaxpr, times):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "dot_general":
+                (summed, _), _ = eqn.params["dimension_numbers"]
+                terms = np.prod([eqn.invars[0].aval.shape[axis] for axis in summed])
+                dtypes = tuple(var.aval.dtype.name for var in eqn.invars)
+                flop = 2 * int(terms) * eqn.outvars[0].aval.size
+                found[(dtypes, flop)] += times
+            for inner in core.jaxprs_in_params(eqn.params):
+                read(inner, times * eqn.params.get("length", 1))
+
+    closed = jax.make_jaxpr(fn)(*args)
+    read(closed.jaxpr, 1)
+    return found
+
+
+def dtypes_of(products):
+    return [(product.gives, *product.dtypes) for product in products]
+
+
+def assert_equal(got, want):
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("case", "formats"),
+    [
+        ("mlp", HFP8),
+        # XLA:CPU takes long to compile float8.
+        pytest.param("mlp", SHIFTED, marks=pytest.mark.slow_to_compile),
+        pytest.param("attention", FLOAT8, marks=pytest.mark.slow_to_compile),
+        pytest.param("scanned", FLOAT8, marks=pytest.mark.slow_to_compile),
+        pytest.param("branching", SHIFTED, marks=pytest.mark.slow_to_compile),
+    ],
+    ids=str,
+)
+def test_products_whose_sums_are_exact_equal_the_emulated_ones(case, formats):
+    loss_fn, w = CASES[case]
+    plan = precision.trace(loss_fn, w, X)
+    assignment = precision.uniform(plan, formats=formats)
+    want = jax.jit(gradient(loss_fn, assignment))(w, X)
+    got = jax.jit(gradient(loss_fn, assignment, products="native"))(w, X)
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(want[1]))
+    assert_equal(got, want)
+
+
+@pytest.mark.parametrize("options", [{"stored": True}, {"seed": 7}], ids=str)
+def test_native_products_go_with_the_other_options(options):
+    assignment = precision.uniform(precision.trace(mlp, WEIGHTS, X), formats=FLOAT8)
+    want = jax.jit(gradient(mlp, assignment, **options))(WEIGHTS, X)
+    native = gradient(mlp, assignment, products="native", **options)
+    assert_equal(jax.jit(native)(WEIGHTS, X), want)
+
+
+def test_products_of_bfloat16_parameters_are_bfloat16_sums_rounded_once():
+    w, x = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (WEIGHTS, X))
+    assignment = precision.uniform(precision.trace(mlp, w, x), formats=FLOAT8)
+    want = jax.jit(gradient(mlp, assignment))(w, x)
+    native = gradient(mlp, assignment, products="native")
+    assert_equal(jax.jit(native)(w, x), want)
+    assert {dtypes for dtypes, _ in multiplied(native, w, x)} == {
+        (E4M3, E4M3),
+        (E5M2, E4M3),
+    }
+
+
+def test_other_numbers_are_close_to_the_emulated_ones():
+    normal = np.random.default_rng(5).normal
+    w = {
+        name: jnp.asarray(normal(size=a.shape), "float32")
+        for name, a in WEIGHTS.items()
+    }
+    x = jnp.asarray(normal(size=X.shape), "float32")
+    # Not rounded between products, a sum's last bits move nothing to another number.
+    loss_fn = lambda w, x: jnp.sum(jnp.tanh(x @ w["in"]))
+    plan = precision.trace(loss_fn, w, x)
+    formats = Formats(low=FLOAT8.low, high=FP32)
+    low = np.array([tensor.made_by is None for tensor in plan.tensors])
+    assignment = precision.Assignment(plan, formats, low, np.zeros_like(low))
+    want, _ = gradient(loss_fn, assignment)(w, x)
+    got, _ = gradient(loss_fn, assignment, products="native")(w, x)
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("chosen", ["uniform", "demote", "operator_based"])
+def test_products_says_what_is_multiplied_and_what_is_native(case, chosen):
+    loss_fn, w = CASES[case]
+    plan = precision.trace(loss_fn, w, X)
+    choose = {
+        "uniform": lambda formats: precision.uniform(plan, formats=formats),
+        "demote": lambda formats: precision.demote(plan, 0.5, formats=formats),
+        "operator_based": lambda formats: precision.operator_based(
+            plan, formats=formats
+        ),
+    }[chosen]
+    for formats in (FLOAT8, dataclasses.replace(FLOAT8, high=FP32, high_backward=FP32)):
+        assignment = choose(formats)
+        listed = precision.products(loss_fn, assignment, w, X)
+        claimed = {(tuple(p.dtypes), p.is_native) for p in listed}
+        assert all(is_native == ("float32" not in d) for d, is_native in claimed)
+        native = gradient(loss_fn, assignment, products="native")
+        program = multiplied(lambda w, x, native=native: native(w, x)[1], w, X)
+        # Jaxprs hold cotangents of inputs, which XLA removes, and recomputations.
+        assert claimed
+        assert {d for d, _ in claimed} <= {d for d, _ in program}
+        assert sum(p.flop for p in listed) <= sum(
+            f * n for (_, f), n in program.items()
+        )
+
+
+def test_products_counts_runs_operands_and_gradients():
+    plan = precision.trace(scanned, WEIGHTS, X)
+    assignment = precision.uniform(plan, formats=FLOAT8)
+    listed = precision.products(scanned, assignment, WEIGHTS, X)
+    cell = 2 * 2 * 6 * 8 * 8
+    once = 2 * 6 * 8 * 8
+    assert [(p.name, p.gives, p.flop) for p in listed] == [
+        ("dot_general.0", "result", once),
+        ("dot_general.0", "rhs", once),
+        ("scan.0/dot_general.0", "result", cell),
+        ("scan.0/dot_general.0", "lhs", cell),
+        ("scan.0/dot_general.0", "rhs", cell),
+        ("scan.0/dot_general.1", "result", cell),
+        ("scan.0/dot_general.1", "lhs", cell),
+        ("scan.0/dot_general.1", "rhs", cell),
+        ("dot_general.1", "result", once // 2),
+        ("dot_general.1", "lhs", once // 2),
+        ("dot_general.1", "rhs", once // 2),
+    ]
+    assert listed[2].operand_bytes == 2 * (6 * 8 + 8 * 8)
+
+
+@pytest.mark.parametrize(
+    ("formats", "forward", "backward"),
+    [
+        (FLOAT8, (E4M3, E4M3), (E5M2, E4M3)),
+        (SHIFTED, (E4M3, E4M3), (E5M2, E4M3)),
+        (HFP8, (BFLOAT16, BFLOAT16), (BFLOAT16, BFLOAT16)),
+        # GPUs have no product of two float8_e5m2.
+        (Formats(FloatFormat.of(E5M2), FP32), (BFLOAT16,) * 2, (BFLOAT16,) * 2),
+        (Formats(FloatFormat.of(BFLOAT16), FP32), (BFLOAT16,) * 2, (BFLOAT16,) * 2),
+        (
+            dataclasses.replace(FLOAT8, low_backward=FP32),
+            (E4M3, E4M3),
+            ("float32", "float32"),
+        ),
+        (
+            dataclasses.replace(FLOAT8, low=FloatFormat(6, 9)),
+            ("float32", "float32"),
+            ("float32", "float32"),
+        ),
+    ],
+    ids=str,
+)
+def test_products_take_the_dtypes_of_both_formats(formats, forward, backward):
+    plan = precision.trace(mlp, WEIGHTS, X)
+    assignment = precision.uniform(plan, formats=formats)
+    native = gradient(mlp, assignment, products="native")
+    program = multiplied(native, WEIGHTS, X)
+    assert {dtypes for dtypes, _ in program} == {forward, backward}
+    for dtypes, _ in program:
+        is_native = "float32" not in dtypes
+        listed = precision.products(mlp, assignment, WEIGHTS, X)
+        assert any(p.dtypes == dtypes and p.is_native == is_native for p in listed)
+
+
+def test_a_high_operand_of_wider_format_leaves_its_products_as_they_were():
+    plan = precision.trace(mlp, WEIGHTS, X)
+    formats = dataclasses.replace(FLOAT8, high=FP32, high_backward=FP32)
+    assignment = precision.uniform(plan, formats=formats)
+    names = [tensor.name for tensor in plan.tensors]
+    assignment.low[names.index("params['mid']")] = False
+    listed = precision.products(mlp, assignment, WEIGHTS, X)
+    middle = [p for p in listed if p.name == "dot_general.1"]
+    assert [(p.gives, p.is_native) for p in middle] == [
+        ("result", False),
+        ("lhs", False),
+        ("rhs", True),  # the cotangent by the low activation
+    ]
+    assert sum(p.is_native for p in listed) == len(listed) - 2
+    want = jax.jit(gradient(mlp, assignment))(WEIGHTS, X)
+    native = jax.jit(gradient(mlp, assignment, products="native"))
+    assert_equal(native(WEIGHTS, X), want)
+
+
+def test_products_of_constants_and_in_while_loops_stay_as_they_were():
+    constant = np.eye(8, dtype=np.float32)
+
+    def loss_fn(w, x):
+        body = lambda carry: (carry[0] + 1, jnp.tanh(carry[1] @ x[:6, :6]))
+        _, y = lax.while_loop(lambda c: c[0] < 3, body, (0, x @ w["in"][:, :6]))
+        return jnp.sum(lax.stop_gradient(y)) + jnp.sum(
+            jnp.square(x @ w["mid"] @ constant)
+        )
+
+    assignment = precision.uniform(precision.trace(loss_fn, WEIGHTS, X), formats=FLOAT8)
+    native = gradient(loss_fn, assignment, products="native")
+    want = jax.jit(gradient(loss_fn, assignment))(WEIGHTS, X)
+    np.testing.assert_allclose(jax.jit(native)(WEIGHTS, X)[0][0], want[0][0], rtol=1e-6)
+    listed = precision.products(loss_fn, assignment, WEIGHTS, X)
+    assert ("float32", "float32") in {p.dtypes for p in listed if not p.is_native}
+    assert not any("while" in p.name for p in listed)
+
+
+def test_the_backward_pass_keeps_operands_in_8_bits():
+    loss_fn = lambda w, x: jnp.sum(x @ w["in"])
+    assignment = precision.uniform(precision.trace(loss_fn, WEIGHTS, X), formats=FLOAT8)
+
+    def kept(products):
+        rounded = precision.apply(loss_fn, assignment, products=products)
+        _, pull, _ = jax.vjp(rounded, WEIGHTS, X, has_aux=True)
+        return {x.dtype.name for x in jax.tree.leaves(pull) if jnp.ndim(x) == 2}
+
+    assert kept("emulated") == {"float32"}
+    assert kept("native") == {E4M3}
+
+
+@pytest.mark.slow_to_compile
+def test_what_overflows_to_infinity_does_not_become_finite():
+    for low in (
+        FloatFormat(4, 3, specials="nan", overflow="infinity"),
+        FloatFormat(4, 3, 3, specials="nan", overflow="infinity"),
+    ):
+        formats = dataclasses.replace(FLOAT8, low=low)
+        plan = precision.trace(mlp, WEIGHTS, X)
+        assignment = precision.uniform(plan, formats=formats)
+        native = gradient(mlp, assignment, products="native")
+        (loss, overflow), _ = native(WEIGHTS, X.at[0, 0].set(1e4))
+        assert overflow[[t.kind for t in plan.tensors].index("input")] > 0
+        assert not np.isfinite(loss)
+    # A cotangent past float8_e5m2's largest number, as a large loss scale makes it.
+    assignment = precision.uniform(precision.trace(mlp, WEIGHTS, X), formats=FLOAT8)
+    scaled = lambda w, x: mlp(w, x) * 2.0**20
+    native = gradient(scaled, assignment, products="native")
+    _, grads = native(WEIGHTS, X)
+    assert not any(np.all(np.isfinite(g)) for g in jax.tree.leaves(grads))
+
+
+def test_native_products_need_an_assignment_that_is_known():
+    plan = precision.trace(mlp, WEIGHTS, X)
+
+    @jax.jit
+    def loss(assignment):
+        return precision.apply(mlp, assignment, products="native")(WEIGHTS, X)
+
+    with pytest.raises(ValueError, match='products="native" chooses dtypes'):
+        loss(precision.uniform(plan))
+    with pytest.raises(ValueError, match='products is "fp8"; accepted are "emulated"'):
+        precision.apply(mlp, precision.uniform(plan), products="fp8")  # pyright: ignore
