@@ -65,12 +65,12 @@ def product_dtypes(
     >>> print(product_dtypes(e4m3, HFP8.high))
     None
     """
-    dtypes = _narrow_dtype(x), _narrow_dtype(y)
-    if dtypes[0] is None or dtypes[1] is None:
+    first, second = _narrow_dtype(x), _narrow_dtype(y)
+    if first is None or second is None:
         return None
-    if _BFLOAT16 in dtypes or dtypes == (_E5M2, _E5M2):
+    if _BFLOAT16 in (first, second) or first == second == _E5M2:
         return _BFLOAT16, _BFLOAT16
-    return dtypes
+    return first, second
 
 
 def has_native(formats: ProductFormats) -> bool:
@@ -210,8 +210,9 @@ def _narrowed(x: jax.Array, fmt: FloatFormat | None) -> jax.Array:
 
 
 def _shift(fmt: FloatFormat | None) -> int:
-    is_scaled = fmt is not None and _narrow_dtype(fmt) in (_E4M3, _E5M2)
-    return fmt.bias if is_scaled else 0
+    if fmt is None or _narrow_dtype(fmt) not in (_E4M3, _E5M2):
+        return 0
+    return fmt.bias
 
 
 def _shifted(x: jax.Array, digits: int) -> jax.Array:

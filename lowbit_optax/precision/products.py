@@ -80,8 +80,8 @@ def products(
     found, _ = find_tensors(loss_fn, has_aux, params, batch)
     listed = []
     for call, formats in product_formats(found, assignment).items():
-        lhs, rhs = (_has_cotangent(found, of) for of in found.operands[call])
-        for gives, is_computed in (("result", True), ("lhs", lhs), ("rhs", rhs)):
+        computed = True, *(_has_cotangent(found, of) for of in found.operands[call])
+        for gives, is_computed in zip(typing.get_args(Gives), computed, strict=True):
             if is_computed:
                 listed.append(_product(found, call, formats, gives))
     return listed
@@ -111,8 +111,8 @@ def product_formats(
         return formats.low_backward if is_low else formats.high_backward
 
     return {
-        call: ProductFormats(*map(of_operand, operands), of_cotangent(call))
-        for call, operands in found.operands.items()
+        call: ProductFormats(of_operand(lhs), of_operand(rhs), of_cotangent(call))
+        for call, (lhs, rhs) in found.operands.items()
     }
 
 

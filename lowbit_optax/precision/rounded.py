@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.core import Tracer
 
@@ -21,6 +20,7 @@ from lowbit_optax.precision.native_products import (
 )
 from lowbit_optax.precision.operations import is_loop
 from lowbit_optax.precision.products import product_formats
+from lowbit_optax.precision.same_loss import check_same
 from lowbit_optax.precision.tensor_rounding import (
     TensorRounding,
     keeping_patterns,
@@ -120,7 +120,7 @@ def apply(
     @functools.wraps(loss_fn)
     def rounded(params, *batch):
         found, shapes = find_tensors(loss_fn, has_aux, params, batch)
-        _check_same(assignment, found)
+        check_same(assignment, found)
         arguments = jax.tree.leaves((params, batch))
         formats = product_formats(found, assignment) if is_native else {}
         native = {call: fs for call, fs in formats.items() if has_native(fs)}
@@ -387,29 +387,3 @@ def _over_iterations(shares: _Share) -> _Share:
     times = jnp.sum(was_made, dtype=jnp.float32)
     total = jnp.sum(jnp.where(was_made, value, jnp.float32(0)))
     return _Share(total / jnp.maximum(times, jnp.float32(1)), jnp.any(was_made))
-
-
-def _check_same(assignment: Assignment, found: TracedTensors) -> None:
-    planned = assignment.plan.tensors
-    for i in range(max(len(planned), len(found.tensors))):
-        now, then = (ts[i] if i < len(ts) else None for ts in (found.tensors, planned))
-        if now is None or then is None or _identity(now) != _identity(then):
-            raise ValueError(
-                f"apply: the loss is not the one that was traced: tensor {i} is "
-                f"{_describe(now)}, in the assignment {_describe(then)}"
-            )
-    if len(np.shape(assignment.low)) != 1 or len(assignment.low) != len(planned):
-        raise ValueError(
-            f"apply: the assignment's levels have shape {np.shape(assignment.low)} for "
-            f"{len(planned)} tensors"
-        )
-
-
-def _identity(tensor):
-    return tensor.name, tensor.kind, tensor.group, len(tensor.shape)
-
-
-def _describe(tensor) -> str:
-    if tensor is None:
-        return "none"
-    return f"{tensor.name} of shape {list(tensor.shape)} in group {tensor.group}"
