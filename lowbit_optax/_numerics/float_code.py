@@ -87,9 +87,8 @@ class Float(Code):
 
     def encode_fields(self, x, prepared, words, multiply_add=multiply_add):
         base, _ = prepared
-        pattern = operations.ordered_pattern(x)
-        above = jnp.maximum(pattern, base) - base
-        above = jnp.minimum(above, jnp.int32(self.infinity_field << self._dropped))
+        most = jnp.int32(self.infinity_field << self._dropped)
+        above = operations.pattern_above(x, base, most)
         # The field becomes the leading bits of a word.
         free = 32 - self.bits
         above = as_fields(above) << jnp.uint32(free - self._dropped)

@@ -100,6 +100,25 @@ def ordered_pattern(x: jax.Array) -> jax.Array:
 
 
 @_operation
+def pattern_above(x: jax.Array, base: jax.Array, most: jax.Array) -> jax.Array:
+    """How far the float32's pattern is above another, from 0 to ``most``, as int32.
+
+    NaN's is ``most``.
+
+    Args:
+      x: float32.
+      base: int32, the pattern of 0 or of a normal number.
+      most: int32; no more above the base than infinity's pattern is.
+
+    >>> one = jnp.int32(0x3F800000)
+    >>> pattern_above(jnp.float32([0.5, 1, jnp.nan]), one, jnp.int32(9))
+    Array([0, 0, 9], dtype=int32)
+    """
+    above = jnp.maximum(ordered_pattern(x), base) - base
+    return jnp.minimum(above, most)
+
+
+@_operation
 def reverse_bytes(words: jax.Array) -> jax.Array:
     """The bytes of uint32 words in the opposite order.
 

@@ -10,6 +10,7 @@ kernel. What two functions of the same values both compute is computed once for 
 """
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Callable, Iterable, Sequence
 
@@ -20,10 +21,12 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives as p
 
+from pallas_kernels.fused_update import operations
 from pallas_kernels.fused_update.tpu_values import (
     Field,
     Half,
     Lazy,
+    ReversedBytes,
     SignedField,
     Sum,
     whole,
@@ -131,6 +134,9 @@ class _Evaluation:
         if place in self._hoisted:
             return self._hoisted[place]
         if eqn.primitive is p.jit_p:
+            shorter = _OPERATIONS.get(eqn.params["name"])
+            if shorter is not None and not self._of_scalars:
+                return [shorter(*inputs)]
             return self.run(eqn.params["jaxpr"], inputs, place)
         if self._of_scalars:
             if any(x is None for x in inputs) or eqn.outvars[0].aval.shape:
@@ -213,17 +219,26 @@ def _shift_left(eqn, x, places):
     places = _number(places)
     if isinstance(x, Field) and places is not None and x.place + places < 32:
         return dataclasses.replace(x, place=x.place + places)
-    return NotImplemented
+    aval = eqn.outvars[0].aval
+    if isinstance(x, Lazy) or not aval.shape or aval.dtype != jnp.uint32:
+        return NotImplemented
+    if places is None or not 0 < places < 32:
+        return NotImplemented
+    return Field(x, 0, 32 - places, places)
 
 
 def _shift_right(eqn, x, places):
     places, aval = _number(places), eqn.outvars[0].aval
     if not aval.shape or aval.dtype != jnp.uint32 or places is None:
         return NotImplemented
+    if isinstance(x, ReversedBytes) and places == 8:
+        return x.leading()
     if not isinstance(x, Field):
         return Field(whole(x), places, 32 - places) if 0 < places < 32 else x
     if x.place == 0 and places < x.width:
         return Field(x.word, x.shift + places, x.width - places)
+    if 0 < places <= x.place and x.place + x.width == 32:
+        return dataclasses.replace(x, place=x.place - places)
     return NotImplemented
 
 
@@ -251,7 +266,15 @@ def _and(eqn, x, mask):
 def _add(eqn, x, y):
     if not isinstance(x, Sum) or isinstance(y, Lazy) or jnp.shape(y):
         return NotImplemented
-    return Sum(x.array, x.scalar + y)
+    return dataclasses.replace(x, scalar=x.scalar + y)
+
+
+def _sub(eqn, x, y):
+    """The difference of two constants, by which a shift may be one."""
+    x, y = _number(x), _number(y)
+    if x is None or y is None or eqn.outvars[0].aval.dtype != jnp.uint32:
+        return NotImplemented
+    return np.uint32((x - y) % 2**32)
 
 
 def _select(eqn, which, *cases):
@@ -275,11 +298,31 @@ _RULES = {
     p.shift_right_arithmetic_p: _shift_right_signed,
     p.and_p: _and,
     p.add_p: _add,
+    p.sub_p: _sub,
     p.add_jaxvals_p: _add,
     p.select_n_p: _select,
     p.broadcast_in_dim_p: _broadcast,
     p.copy_p: lambda eqn, x: x,
     p.stop_gradient_p: lambda eqn, x: x,
+}
+
+
+def _pattern_above(x, base, most) -> jax.Array:
+    """See :func:`.operations.pattern_above`.
+
+    Only floats have a maximum in one instruction. The comparison is false of NaN, and a
+    negative zero that the maximum may leave has no bit but the sign, as ``base`` is 0.
+    """
+    base = whole(base)
+    as_float = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.float32)
+    last = as_float(base + most)
+    x = jnp.maximum(jnp.where(x < last, x, last), as_float(base))
+    return lax.bitcast_convert_type(x, jnp.int32) - base
+
+
+_OPERATIONS = {
+    operations.PREFIX + "reverse_bytes": lambda x: ReversedBytes(whole(x)),
+    operations.PREFIX + "pattern_above": _pattern_above,
 }
 
 # What takes and gives values of 16 bits without arithmetic on them.

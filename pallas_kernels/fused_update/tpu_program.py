@@ -72,14 +72,16 @@ class BlockProgram:
         run = self.functions.run.of_scalars(self.scalars)
         rounds = [x.of_scalars(self.scalars) for x, _ in self.functions.rounds]
 
-        def unit(number, _):
-            self._unit(number, run, rounds)
-            return number + jnp.int32(1), None
+        count, unroll = self.tiling.units, self.tiling.unroll
+
+        def units(first, _):
+            for offset in range(unroll):
+                self._unit(first, offset, run, rounds)
+            return first + jnp.int32(unroll), None
 
         self._spread()
         # A fori_loop counts in int64 with 64-bit types on.
-        count, unroll = self.tiling.units, self.tiling.unroll
-        lax.scan(unit, jnp.int32(0), length=count, unroll=unroll)
+        lax.scan(units, jnp.int32(0), length=count // unroll)
         self._gather()
 
     def keep(self) -> None:
@@ -88,12 +90,18 @@ class BlockProgram:
             if result.overwrites is not None:
                 ref[...] = self.arrays.operands[result.overwrites][1][...]
 
-    def _unit(self, unit: jax.Array, hoisted, of_rounds: Sequence) -> None:
-        """Update one unit, by its number in the block, with what scalars give."""
-        rows, known = range(self.tiling.group), {}
+    def _unit(self, first: jax.Array, offset: int, hoisted, of_rounds: Sequence):
+        """Update one unit.
+
+        Args:
+          first: int32 scalar, the number in the block of the loop body's first unit.
+          offset: of the unit from this one.
+          hoisted, of_rounds: what the body's functions compute of scalars.
+        """
+        rows, known, unit = range(self.tiling.group), {}, first + jnp.int32(offset)
         values = self._loaded(unit)
         exist = [self._exists(unit, row) for row in rows]
-        index = [self._index(unit, row) for row in rows]
+        index = [self._index(first, offset, row) for row in rows]
         of_blocks = []
         if self.functions.before is not None:
             of_blocks = self._with_blocks(unit, values, index, exist, known, of_rounds)
@@ -168,13 +176,15 @@ class BlockProgram:
         start = pl.multiple_of(unit * jnp.int32(rows), rows)
         return ref.at[pl.ds(start, rows), :]
 
-    def _index(self, unit: jax.Array, row: int) -> Sum:
+    def _index(self, first: jax.Array, offset: int, row: int) -> Sum:
         """The elements' indices in the whole leaf."""
         columns, group = self.tiling.whole[-1], self.tiling.group
         within = _iota(0) * jnp.int32(group * columns) + _iota(1)
         step = self.tiling.unit_rows * columns
-        start = unit * jnp.int32(_signed(step)) + jnp.int32(_signed(row * columns))
-        return Sum(within.astype(jnp.uint32), self.first + start.astype(jnp.uint32))
+        start = first * jnp.int32(_signed(step))
+        constant = (offset * step + row * columns) % 2**32
+        scalar = self.first + start.astype(jnp.uint32)
+        return Sum(within.astype(jnp.uint32), scalar, constant)
 
     def _exists(self, unit: jax.Array, row: int) -> jax.Array | None:
         """Which elements there are; None if no word and no block is cut."""
@@ -347,12 +357,11 @@ def _block_maximum(x: jax.Array, sublanes: int, lanes: int) -> jax.Array:
 
 def _swapped(x: jax.Array, distance: int, axis: int) -> jax.Array:
     """Neighbours at a distance that is a power of two, exchanged in pairs."""
-    size = x.shape[axis]
-    if 2 * distance == size:
+    if 2 * distance == x.shape[axis]:
         return pltpu.roll(x, distance, axis)
-    is_second = (_iota(axis) & jnp.int32(distance)) != jnp.int32(0)
-    after = pltpu.roll(x, size - distance, axis)
-    return jnp.where(is_second, pltpu.roll(x, distance, axis), after)
+    # One permutation, where two rotations and a selection would be vector arithmetic.
+    source = _iota(axis) ^ jnp.int32(distance)
+    return jnp.take_along_axis(x, source, axis, mode="promise_in_bounds")
 
 
 def _iota(axis: int) -> jax.Array:

@@ -82,18 +82,41 @@ class SignedField:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sum:
-    """A sum of uint32: an array that does not change in a loop, and a scalar."""
+class ReversedBytes:
+    """A uint32 word whose bytes are in the opposite order."""
 
-    array: jax.Array
-    scalar: jax.Array
+    word: jax.Array
 
     def value(self) -> jax.Array:
         """As an array."""
-        return self.array + self.scalar
+        last = self.word >> jnp.uint32(24)
+        return self.leading() << jnp.uint32(8) | last
+
+    def leading(self) -> jax.Array:
+        """The value shifted right by a byte: two bytes change places, one stays."""
+        swapped = self.word << jnp.uint32(16) | self.word >> jnp.uint32(16)
+        return swapped & jnp.uint32(0x00FF00FF) | self.word & jnp.uint32(0xFF00)
 
 
-Lazy = Field | SignedField | Sum
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """A sum of uint32: an array that does not change in a loop, scalars, a constant.
+
+    Sums that differ in the constant alone have the rest in common, and a constant needs
+    no register.
+    """
+
+    array: jax.Array
+    scalar: jax.Array
+    constant: int = 0
+
+    def value(self) -> jax.Array:
+        """As an array."""
+        total = self.array + self.scalar
+        return total + jnp.uint32(self.constant) if self.constant else total
+
+
+Lazy = Field | SignedField | ReversedBytes | Sum
 """What has no array yet; see :func:`whole`."""
 
 
