@@ -54,6 +54,13 @@ BENCHMARKS = {
         ("docs/compiled_programs.md",),
         ("libtpu",),
     ),
+    "tpu_cycles": Benchmark(
+        "programs",
+        "scheduled cycles and vector operations of TPU kernels",
+        1,
+        ("docs/compiled_programs.md",),
+        ("libtpu",),
+    ),
     "tpu_layouts": Benchmark(
         "programs",
         "which leaves of whole models, on 1, 8 and 256 TPUs, have kernels",

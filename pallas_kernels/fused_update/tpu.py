@@ -31,6 +31,7 @@ from pallas_kernels.fused_update.tpu_arrays import (
 from pallas_kernels.fused_update.tpu_forms import DTYPES
 from pallas_kernels.fused_update.tpu_functions import traced
 from pallas_kernels.fused_update.tpu_program import Arrays, BlockProgram
+from pallas_kernels.fused_update.tpu_quotients import generation_of_target
 from pallas_kernels.fused_update.tpu_tiling import (
     LANES,
     SUBLANES,
@@ -117,6 +118,7 @@ def update(call: Call) -> list[jax.Array]:
         table.shape[-1],
         call.when,
         call.interpret,
+        None if call.interpret else generation_of_target(),
     )
     if layer is None:
         layer = jnp.zeros((1,), jnp.int32)
@@ -177,6 +179,7 @@ class _Kernel:
       stacked: numbers of the operands that are stacks of layers.
       transposed: of the operands and then of the results, which are transposed.
       table_width: scalars in a row of the table.
+      generation: of the TPU; None if it is not known, or interpreted.
     """
 
     body: Body | BlockBody
@@ -188,6 +191,7 @@ class _Kernel:
     table_width: int
     when: int | None
     interpret: bool
+    generation: int | None
 
     @property
     def transposed_by_kind(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
@@ -320,6 +324,7 @@ def _program(kernel: _Kernel, layer, place, table, *refs):
         arrays=arrays,
         first=first,
         place=(rows, columns),
+        generation=kernel.generation,
     )
     if kernel.when is None:
         work.update()

@@ -12,7 +12,7 @@ kernel. What two functions of the same values both compute is computed once for 
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jax.extend import core
 from jax.extend.core import primitives as p
 
 from pallas_kernels.fused_update import operations
+from pallas_kernels.fused_update.tpu_quotients import rules_of
 from pallas_kernels.fused_update.tpu_values import (
     Field,
     Half,
@@ -90,16 +91,23 @@ class Function:
         _Evaluation(found, True, {}).run(self._closed, args, ())
         return found
 
-    def __call__(self, *args, known: dict, hoisted: "Hoisted | None" = None):
+    def __call__(
+        self,
+        *args,
+        known: dict,
+        hoisted: "Hoisted | None" = None,
+        generation: int | None = None,
+    ):
         """The function's results: arrays, each :class:`Half`, or see :func:`whole`.
 
         Args:
           *args: its arguments.
           known: what other calls on the same values have computed; it is added to.
           hoisted: from :meth:`of_scalars`.
+          generation: of the TPU, for its roots and quotients; None for JAX's.
         """
         flat = jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, Half | Lazy))
-        evaluation = _Evaluation(hoisted or {}, False, known)
+        evaluation = _Evaluation(hoisted or {}, False, known, rules_of(generation))
         results = evaluation.run(self._closed, flat, ())
         return jax.tree.unflatten(self._structure, results)
 
@@ -111,10 +119,14 @@ class _Evaluation:
       hoisted: results of equations of scalars, by their numbers.
       of_scalars: whether to find these; unknown arguments are then None.
       known: results of equations, by what they compute.
+      rules: of a generation of TPUs, from :func:`rules_of`.
     """
 
-    def __init__(self, hoisted: dict, of_scalars: bool, known: dict):
+    def __init__(
+        self, hoisted: dict, of_scalars: bool, known: dict, rules: Mapping | None = None
+    ):
         self._hoisted, self._of_scalars, self._known = hoisted, of_scalars, known
+        self._rules = {**_RULES, **(rules or {})}
 
     def run(self, closed: ClosedJaxpr, args: Sequence, place: tuple) -> list:
         jaxpr = closed.jaxpr
@@ -141,7 +153,7 @@ class _Evaluation:
         if self._of_scalars:
             if any(x is None for x in inputs) or eqn.outvars[0].aval.shape:
                 return [None] * len(eqn.outvars)
-            self._hoisted[place] = [_evaluated(eqn, inputs)]
+            self._hoisted[place] = [self._evaluated(eqn, inputs)]
             return self._hoisted[place]
         key = (
             eqn.primitive,
@@ -150,8 +162,19 @@ class _Evaluation:
         )
         if key not in self._known:
             # The inputs are kept, so that no other array gets their identities.
-            self._known[key] = _evaluated(eqn, inputs), inputs
+            self._known[key] = self._evaluated(eqn, inputs), inputs
         return [self._known[key][0]]
+
+    def _evaluated(self, eqn, inputs: list):
+        """The result of an equation."""
+        rule = self._rules.get(eqn.primitive)
+        if rule is not None:
+            result = rule(eqn, *inputs)
+            if result is not NotImplemented:
+                return result
+        inputs = [whole(x) for x in inputs]
+        params = eqn.primitive.get_bind_params(eqn.params)
+        return eqn.primitive.bind(*inputs, **params)
 
 
 def _identity(x):
@@ -162,18 +185,6 @@ def _identity(x):
         array = np.asarray(x)
         return str(array.dtype), array.shape, array.tobytes()
     return id(x)
-
-
-def _evaluated(eqn, inputs: list):
-    """The result of an equation."""
-    rule = _RULES.get(eqn.primitive)
-    if rule is not None:
-        result = rule(eqn, *inputs)
-        if result is not NotImplemented:
-            return result
-    inputs = [whole(x) for x in inputs]
-    params = eqn.primitive.get_bind_params(eqn.params)
-    return eqn.primitive.bind(*inputs, **params)
 
 
 def _convert(eqn, x):

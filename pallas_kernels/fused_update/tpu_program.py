@@ -57,6 +57,7 @@ class BlockProgram:
       arrays: the program's.
       first: uint32 scalar, the index of its first element in the whole leaf.
       place: int32 scalars, its number among blocks of rows, and of columns.
+      generation: of the TPU; None when interpreted.
     """
 
     tiling: Tiling
@@ -66,6 +67,7 @@ class BlockProgram:
     arrays: Arrays
     first: jax.Array
     place: tuple[jax.Array, jax.Array]
+    generation: int | None = None
 
     def update(self) -> None:
         """Update the block."""
@@ -113,6 +115,7 @@ class BlockProgram:
                 *of_blocks,
                 known=known,
                 hoisted=hoisted,
+                generation=self.generation,
             )
             for row in rows
         ]
@@ -205,6 +208,7 @@ class BlockProgram:
           What decoding and encoding need of the blocks, for each element.
         """
         functions, arrays = self.functions, self.arrays
+        how = {"known": known, "generation": self.generation}
         assert functions.before is not None
         start = pl.multiple_of(unit * jnp.int32(SUBLANES), SUBLANES)
         groups = pl.ds(start, SUBLANES)
@@ -212,19 +216,19 @@ class BlockProgram:
             _as_value(ref[groups, :], operand.array.dtype)
             for ref, (operand, _) in zip(arrays.spread, self._per_block(), strict=True)
         ]
-        before = functions.before(raw, known=known)
+        before = functions.before(raw, **how)
         maxima, stored, after = [], [], ()
         for number, (statistics, after_round) in enumerate(functions.rounds):
             rows = [
                 statistics(
                     *(values[row], self.scalars, index[row], before, after),
-                    known=known,
                     hoisted=of_rounds[number],
+                    **how,
                 )
                 for row in range(len(exist))
             ]
             maxima += self._maxima(rows, exist, self.rounds[number])
-            stored, after = after_round(maxima, raw, self.scalars, known=known)
+            stored, after = after_round(maxima, raw, self.scalars, **how)
         for ref, value in zip(arrays.gathered, stored, strict=True):
             ref[groups, :] = _as_word(value)
         return [before, after]

@@ -1,0 +1,84 @@
+"""Scheduled cycles and vector operations of the TPU kernels, without a TPU.
+
+    .venv/bin/python -m benchmarks tpu_cycles
+
+One leaf of 4096 x 4096. Cycles are bundles of the compiler's static schedule per 1,024
+parameters, those of a program outside of its loop included, next to those in which
+memory moves the bytes. Nothing was run on a TPU. Needs the ``tpu-program`` extra.
+"""
+
+import argparse
+import pathlib
+from unittest import mock
+
+import jax
+
+from benchmarks.programs.tpu_program import MODELS, STEPS
+from pallas_kernels.fused_update import tpu
+from tools.tpu_program.schedule import parts_of, request_schedules
+from tools.tpu_program.steps import lower_step
+from tools.tpu_program.targets import TARGETS, tpu_mesh
+
+CLOCKS = {"v5e": 1.5e9, "v6e": 1.75e9}
+"""Cycles per second, by which memory's bandwidth is one of bytes per cycle."""
+REGISTER = 1024
+"""Elements of a vector register."""
+
+
+def row(name: str, target: str, folder: pathlib.Path) -> tuple[dict, dict]:
+    """The facts of a step's kernel, and its operations by name, per 1,024."""
+    tilings, tiling_of = [], tpu.tiling_of
+
+    def noted(shard):
+        tilings.append(tiling_of(shard))
+        return tilings[-1]
+
+    mesh = tpu_mesh(TARGETS[target].topology)
+    with mock.patch.object(tpu, "tiling_of", noted):
+        step = lower_step(STEPS[name](implementation=None), MODELS["4096"], mesh=mesh)
+    moved = step.moved  # compiles it
+    parts, tiling = parts_of(folder), tilings[-1]
+    block = tiling.block_rows * 128 / REGISTER
+    turns = tiling.units / tiling.unroll
+    per = lambda x: (parts[1].units[x] + turns * parts[2].units[x]) / block
+    memory = moved * REGISTER * CLOCKS[target] / TARGETS[target].bandwidth
+    cycles = (parts[1].bundles + turns * parts[2].bundles) / block
+    facts = {
+        "step": name,
+        "target": target,
+        "cycles": round(cycles, 1),
+        "memory's": round(memory, 1),
+        "ratio": round(cycles / memory, 2),
+        "of the loop": round(turns * parts[2].bundles / block, 1),
+        "vector operations": round(per("VALU"), 1),
+        "loads": round(per("VLOAD"), 1),
+        "stores": round(per("VSTORE"), 1),
+    }
+    in_loop = parts[2].operations.most_common()
+    return facts, {x: round(turns * n / block, 2) for x, n in in_loop}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    steps = [name for name in STEPS if not name.startswith("lpmm")]
+    parser.add_argument("--steps", nargs="+", choices=steps, default=steps)
+    parser.add_argument("--targets", nargs="+", choices=CLOCKS, default=list(CLOCKS))
+    parser.add_argument("--operations", action="store_true", help="also by name")
+    flags = parser.parse_args(argv)
+    folder = request_schedules()
+    print("jax", jax.__version__)
+    for number, (name, target) in enumerate(
+        (name, target) for target in flags.targets for name in flags.steps
+    ):
+        facts, operations = row(name, target, folder)
+        if not number:
+            print("| " + " | ".join(facts) + " |")
+            print("|" + "---|" * len(facts))
+        print("| " + " | ".join(map(str, facts.values())) + " |", flush=True)
+        if flags.operations:
+            print(operations, flush=True)
+
+
+if __name__ == "__main__":
+    main()
