@@ -1,9 +1,8 @@
 """Roots and quotients in fewer instructions, which depend on the generation of TPUs.
 
-Mosaic's roots and quotients handle zeros, infinities and NaNs case by case. These give
-the same numbers, with two exceptions at the ends of float32's range: a quotient by
-2^126 is zero, as it is by all that is larger; and so is a root's rounding, where it is
-computed from one over the root, the root of a subnormal number zero or subnormal.
+Mosaic's handle zeros, infinities and NaNs case by case. These give the same numbers but
+for two: a quotient by 2^126 is zero, as it is by all that is larger; and the root of a
+subnormal number is zero or subnormal.
 """
 
 from collections.abc import Mapping
@@ -11,8 +10,12 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.extend.core import primitives as p
+
+# Of Pallas itself with JAX 0.10.
+_reciprocal = getattr(pltpu, "reciprocal", None) or pl.reciprocal
 
 # Of one over the root of a positive float32 that is normal, and beyond.
 _LEAST_INVERSE, _MOST_INVERSE = 2.0**-65, 2.0**64
@@ -38,13 +41,17 @@ def rules_of(generation: int | None) -> Mapping:
     return {p.div_p: _div} if generation <= 5 else {p.sqrt_p: _sqrt}
 
 
-def quotient(x: jax.Array, y: jax.Array) -> jax.Array:
+def quotient(x: jax.Array, y: jax.Array, inverse: jax.Array) -> jax.Array:
     """``x / y`` by one step of Newton's for ``1 / y``, as Mosaic has it for a v5e.
 
-    >>> float(quotient(jnp.float32(1), jnp.float32(jnp.inf)))
-    0.0
+    Args:
+      x, y: float32.
+      inverse: of ``y``, approximately.
+
+    >>> numbers = jnp.float32([3, 0, jnp.inf]), jnp.float32([0.333, jnp.inf, 0])
+    >>> quotient(jnp.float32(3), *numbers).round(3).tolist()
+    [1.0, inf, 0.0]
     """
-    inverse = _approximate_inverse(y)
     unity = y * inverse
     better = inverse + inverse * (jnp.float32(1) - unity)
     # NaN where one of the two is zero and the other infinite: there is nothing better.
@@ -62,12 +69,10 @@ def root(x: jax.Array) -> jax.Array:
     return x * jnp.maximum(inverse, jnp.float32(_LEAST_INVERSE))
 
 
-def _approximate_inverse(y: jax.Array) -> jax.Array:
-    return pltpu.reciprocal(y, approx=True)
-
-
 def _div(eqn, x, y):
-    return quotient(x, y) if _is_array(eqn) else NotImplemented
+    if not _is_array(eqn):
+        return NotImplemented
+    return quotient(x, y, _reciprocal(jnp.broadcast_to(y, x.shape), approx=True))
 
 
 def _sqrt(eqn, x):

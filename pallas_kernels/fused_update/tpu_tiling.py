@@ -18,7 +18,7 @@ from pallas_kernels.layout import TILE_ROWS, block_shape
 LANES, SUBLANES = 128, 8
 _LEAST_GROUP, _MOST_GROUP = 4, TILE_ROWS
 # A block and what is computed of it, twice, because the next one is loaded meanwhile.
-_MOST_BYTES = 7 * 2**20
+_MOST_BYTES = 14 * 2**20
 _MOST_ROWS, _LEAST_ROWS = 2048, 128
 _MOST_UNROLLED = 8
 
