@@ -72,7 +72,8 @@ def root(x: jax.Array) -> jax.Array:
 def _div(eqn, x, y):
     if not _is_array(eqn):
         return NotImplemented
-    return quotient(x, y, _reciprocal(jnp.broadcast_to(y, x.shape), approx=True))
+    y = jnp.broadcast_to(y, eqn.outvars[0].aval.shape)
+    return quotient(x, y, _reciprocal(y, approx=True))
 
 
 def _sqrt(eqn, x):
