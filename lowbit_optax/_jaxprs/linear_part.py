@@ -136,7 +136,7 @@ def binary(graph: Graph, primitive, function: Callable, x: Node, y: Node) -> Nod
 
 
 def number(value: float) -> Node:
-    """A float32 constant of rank 0."""
+    """A float32 constant of rank 0, as a node that nothing computes."""
     return Node(jax.typeof(np.float32(0)), constant=np.float32(value))
 
 
