@@ -210,6 +210,14 @@ BENCHMARKS = {
         ("matplotlib",),
         True,
     ),
+    "regularizers": Benchmark(
+        "papers",
+        "OpenSeq2Seq: a penalty on the weights in float16 and at the master",
+        3,
+        ("docs/evidence.md", "docs/evidence/regularizers.png"),
+        ("matplotlib", "sklearn"),
+        True,
+    ),
     "low_moments": Benchmark(
         "training",
         "a network on digits by moments of 8, 6 and 4 bits, beside float32",

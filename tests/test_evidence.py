@@ -143,6 +143,20 @@ def _loss_scales(rules):
     assert rules["LogNormal"]["overflow_rate_after"]["mean"] == 0
 
 
+def _regularizers(found):
+    left = lambda strength, kind: found[strength][kind]["off"]
+    in_loss = "in the loss"
+    for strength in ("1e-05", "0.0001"):
+        mean, std = (100 * left(strength, in_loss)[key] for key in ("mean", "std"))
+        yield f"{mean:.1f}% ± {std:.1f}%"
+        assert left(strength, "master")["mean"] < 0.001
+        assert left(strength, "float32")["mean"] < 0.001
+    yield f"{found['1e-05'][in_loss]['lost']['mean']:.0%} of its gradients"
+    yield f"float32 {shown(found['1e-05'][in_loss]['gap_to_float32'], 4)}"
+    scaled = left("1e-05", "in the loss, scaled")["mean"]
+    yield f"1024 {scaled:.1%} of the norm is left"
+
+
 FIGURES = {
     "memory_profile": ("cases", _memory_profile),
     "operator_bytes": ("rows", _operator_bytes),
@@ -153,6 +167,7 @@ FIGURES = {
     "cancelled_updates": ("gaps_to_float32", _cancelled_updates),
     "bin_changes": ("held_out", _bin_changes),
     "loss_scales": ("rules", _loss_scales),
+    "regularizers": ("strengths", _regularizers),
     "demotion_orders": ("assignments", _demotion_orders),
     "microbatches": ("held_out", _microbatches),
 }

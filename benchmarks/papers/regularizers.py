@@ -1,0 +1,166 @@
+"""A penalty on the weights in float16, in the loss, or at the float32 master.
+
+    .venv/bin/python -m benchmarks regularizers
+
+OpenSeq2Seq: the gradient of weight decay, 2 lambda w with lambda from 1e-5 to 1e-3,
+underflows in float16, so that regularisers belong to the float32 master. A network
+learns digits under noise, one per step, with float16 weights and gradients. Half of
+its inputs are always off, so that nothing but the penalty moves their weights, which
+begin small. With the penalty in the loss its gradient is rounded to float16, added to
+that of the loss, and the sum is rounded again; ``scaled`` is the same under a loss
+scale.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import lowbit_optax
+from benchmarks import pictures, records
+from benchmarks.papers import noisy_digits
+from lowbit_optax import precision
+
+RATE, SMALL, SCALE = 1e-3, 1e-3, 2.0**10
+STRENGTHS = (1e-5, 1e-4, 1e-3)
+KINDS = ("no penalty", "float32", "master", "in the loss", "in the loss, scaled")
+COLORS = dict(
+    zip(KINDS, ("gray", "black", "#4c72b0", "#c44e52", "#dd8452"), strict=True)
+)
+PARTS = ("loss", "off", "lost")
+HALF = precision.FloatFormat.of(jnp.float16)
+
+
+def penalty(strength: float, params) -> jax.Array:
+    return strength * sum(jnp.sum(w * w) for w in jax.tree.leaves(params))
+
+
+def optimizer(kind: str, strength: float, steps: int) -> optax.GradientTransformation:
+    adam = optax.adam(optax.cosine_decay_schedule(RATE, steps))
+    regularizer = lowbit_optax.regularize(functools.partial(penalty, strength))
+    inner = optax.chain(regularizer, adam) if kind in ("float32", "master") else adam
+    if kind in ("no penalty", "float32"):
+        return inner
+    master = lowbit_optax.master_copy()
+    return lowbit_optax.lowbit(inner, weights=master, moments="float32", min_size=0)
+
+
+def in_float16(grads, params, strength: float, scale: float):
+    """Gradients of the loss and a penalty in it, and the share of the latter's lost.
+
+    An element of the penalty's is lost if the sum is the gradient without it.
+    """
+    # XLA for CPUs may leave out roundings between float16 operations.
+    first = jax.tree.map(lambda g: HALF.round(scale * g), grads)
+    wide = jax.tree.map(lambda w: w.astype(jnp.float32), params)
+    second = jax.grad(functools.partial(penalty, scale * strength))(wide)
+    both = jax.tree.map(lambda a, b: HALF.round(a + HALF.round(b)), first, second)
+    lost = jnp.mean(both["off"] == first["off"], dtype=jnp.float32)
+    return jax.tree.map(lambda g: g / scale, both), lost
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def train(kind: str, strength: float, steps: int, width: int, seeds, given):
+    """``PARTS`` of each seed.
+
+    ``off`` is the norm at the end of the weights of inputs that are off, by that at the
+    start; ``lost`` the share of the penalty's gradients that their first step loses.
+    """
+    tx = optimizer(kind, strength, steps)
+    is_float16 = kind not in ("no penalty", "float32")
+    scale = SCALE if kind == "in the loss, scaled" else 1.0
+
+    def loss_fn(params, images, labels):
+        wide = jax.tree.map(lambda w: w.astype(jnp.float32), params)
+        # Zeros times ``off``: the gradient is there, and 0.
+        hidden = jax.nn.relu(images @ wide["hidden"] + 0 * wide["off"].sum(0))
+        logits = (hidden @ wide["out"])[:, : noisy_digits.CLASSES]
+        labels = jax.nn.one_hot(labels, noisy_digits.CLASSES)
+        return optax.softmax_cross_entropy(logits, labels).mean()
+
+    def run(seed):
+        key = jax.random.key(seed)
+        off = SMALL * jax.random.normal(
+            jax.random.fold_in(key, 2**31), (noisy_digits.PIXELS, width)
+        )
+        params = {**noisy_digits.init(key, width), "off": off}
+        if is_float16:
+            params = jax.tree.map(lambda w: w.astype(jnp.float16), params)
+
+        def body(carry, i):
+            params, state = carry
+            which, noise = jax.random.split(jax.random.fold_in(key, i))
+            chosen = jax.random.randint(which, (1,), 0, noisy_digits.TRAINING)
+            images = noisy_digits.with_noise(noise, given.images[chosen])
+            grads = jax.grad(loss_fn)(params, images, given.labels[chosen])
+            lost = jnp.float32(0)
+            if kind.startswith("in the loss"):
+                grads, lost = in_float16(grads, params, strength, scale)
+            return lowbit_optax.step(tx, params, state, grads), lost
+
+        start = params, tx.init(params)
+        (params, _), lost = jax.lax.scan(body, start, jnp.arange(steps))
+        left = jnp.linalg.norm(params["off"].astype(jnp.float32))
+        loss = loss_fn(params, given.held_out_images, given.held_out_labels)
+        return loss, left / jnp.linalg.norm(off), lost[0]
+
+    return jax.vmap(run)(seeds)
+
+
+def draw(record: dict, is_apart: bool) -> None:
+    path = pictures.picture_of("regularizers", is_apart)
+    labels = [f"{strength:g}" for strength in STRENGTHS]
+    with pictures.drawn(path, 3.2, (1, 1)) as (norms, losses):
+        for i, kind in enumerate(KINDS):
+            runs = [record["strengths"][label][kind] for label in labels]
+            style = {"color": COLORS[kind], "capsize": 3, "fmt": "o", "label": kind}
+            x = [place + 0.12 * (i - 2) for place in range(len(labels))]
+            parts = ((norms, "off", 100), (losses, "gap_to_float32", 1))
+            for axes, part, factor in parts[: 1 if kind == "float32" else 2]:
+                means = [factor * each[part]["mean"] for each in runs]
+                bars = [factor * each[part]["std"] for each in runs]
+                axes.errorbar(x, means, bars, **style)
+        for axes in (norms, losses):
+            axes.set_xticks(range(len(labels)), labels)
+            axes.set(xlabel="lambda")
+        norms.set(ylabel="norm left of weights without data, %", ylim=(-5, 150))
+        norms.legend(loc="upper right", fontsize=8, ncols=2)
+        losses.set(ylabel="held-out loss, minus float32's")
+        losses.axhline(0, color="black", lw=1)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = records.parser(__doc__, seeds=5)
+    parser.add_argument("--steps", type=int, help="images, 4000 by default")
+    parser.add_argument("--width", type=int, help="units, a multiple of 32; 64")
+    args = parser.parse_args(argv)
+    args.steps = args.steps or (400_000 if args.full else 4000)
+    args.width = args.width or (1024 if args.full else noisy_digits.WIDTH)
+    path = records.path_of(__name__, args.is_apart)
+    if not args.draw:
+        given, seeds = noisy_digits.data(), jnp.arange(args.seeds)
+        found: dict[str, dict] = {}
+        for strength in STRENGTHS:
+            runs = {}
+            for kind in KINDS:
+                end = train(kind, strength, args.steps, args.width, seeds, given)
+                runs[kind] = dict(zip(PARTS, jax.device_get(end), strict=True))
+                loss, off = (records.spread(runs[kind][part]) for part in PARTS[:2])
+                text = f"{records.shown(loss)}, left {records.shown(off)}"
+                print(f"lambda {strength:g} {kind:20} loss {text}", flush=True)
+            gaps = records.gaps({k: each["loss"] for k, each in runs.items()}, KINDS[1])
+            found[f"{strength:g}"] = {
+                kind: {part: records.spread(each[part]) for part in PARTS}
+                | ({"gap_to_float32": gaps[kind]} if kind in gaps else {})
+                for kind, each in runs.items()
+            }
+        records.save(path, args, records.ran_here(), strengths=found)
+    record = records.load(path)
+    for strength, runs in record["strengths"].items():
+        for kind, each in runs.items():
+            gap = each.get("gap_to_float32")
+            against = f"gap {records.shown(gap, 4)}" if gap else ""
+            lost, off = each["lost"]["mean"], records.shown(each["off"])
+            print(f"{strength:6} {kind:20} lost {lost:.1%}  left {off}  {against}")
+    draw(record, args.is_apart)
