@@ -146,6 +146,14 @@ BENCHMARKS = {
         ("matplotlib",),
         True,
     ),
+    "float16_clicks": Benchmark(
+        "papers",
+        "Lewandowski, figure 4: a small DLRM in float16 with 8 extra bits",
+        3,
+        ("docs/evidence.md", "docs/evidence/float16_clicks.png"),
+        ("matplotlib",),
+        True,
+    ),
     "least_squares": Benchmark(
         "papers",
         "Zamirai, figure 2: what each rounding of weights saturates at",

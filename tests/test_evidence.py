@@ -43,6 +43,12 @@ def _float8_weights(found):
     yield shown(found["float8, +4, stochastic"])
 
 
+def _float16_clicks(gaps):
+    for name, words in (("float16", "float16"), ("float16, +8", "with 8 extra bits")):
+        mean, std = (100 * gaps["auc"][name][key] for key in ("mean", "std"))
+        yield f"{words} {mean:.3f}% ± {std:.3f}%"
+
+
 def _least_squares(final):
     yield f"float32 {shown(final['float32'])}"
     yield f"all but weights rounded {shown(final['nearest: all but weights'])}"
@@ -162,6 +168,7 @@ FIGURES = {
     "operator_bytes": ("rows", _operator_bytes),
     "forward_error": ("errors", _forward_error),
     "float8_weights": ("held_out", _float8_weights),
+    "float16_clicks": ("gaps_to_float32", _float16_clicks),
     "least_squares": ("final", _least_squares),
     "kahan_parts": ("gaps_to_stochastic", _kahan_parts),
     "cancelled_updates": ("gaps_to_float32", _cancelled_updates),
