@@ -178,6 +178,14 @@ BENCHMARKS = {
         ("matplotlib",),
         True,
     ),
+    "text_roundings": Benchmark(
+        "papers",
+        "Zamirai, table 4: an encoder and a GRU by rounding of the weights",
+        5,
+        ("docs/evidence.md", "docs/evidence/text_roundings.png"),
+        ("matplotlib",),
+        True,
+    ),
     "demotion_orders": Benchmark(
         "papers",
         "Lee, figures 4 to 6: where 8 bits diverge, by order of demotion, promotion",

@@ -68,6 +68,14 @@ def _cancelled_updates(gaps):
         yield f"{name} {mean:.2f}% ± {std:.2f}%"
 
 
+def _text_roundings(gaps):
+    for name in ("nearest", "stochastic", "Kahan"):
+        found = gaps["encoder"]["accuracy"][name]
+        mean, std = (100 * found[key] for key in ("mean", "std"))
+        yield f"{name} {mean:.2f}% ± {std:.2f}%"
+        yield f"{name} {shown(gaps['GRU']['loss'][name], 4)}"
+
+
 def _bin_changes(found):
     yield f"float32 {shown(found['float32'])}"
     for rounding in ("nearest", "stochastic"):
@@ -172,6 +180,7 @@ FIGURES = {
     "least_squares": ("final", _least_squares),
     "kahan_parts": ("gaps_to_stochastic", _kahan_parts),
     "cancelled_updates": ("gaps_to_float32", _cancelled_updates),
+    "text_roundings": ("gaps_to_float32", _text_roundings),
     "bin_changes": ("held_out", _bin_changes),
     "loss_scales": ("rules", _loss_scales),
     "regularizers": ("strengths", _regularizers),
