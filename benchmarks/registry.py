@@ -154,6 +154,14 @@ BENCHMARKS = {
         ("matplotlib",),
         True,
     ),
+    "digit_gan": Benchmark(
+        "papers",
+        "Lewandowski, figure 5: a small DCGAN in bfloat16 with 8 extra bits",
+        5,
+        ("docs/evidence.md", "docs/evidence/digit_gan.png"),
+        ("matplotlib", "sklearn"),
+        True,
+    ),
     "least_squares": Benchmark(
         "papers",
         "Zamirai, figure 2: what each rounding of weights saturates at",

@@ -49,6 +49,14 @@ def _float16_clicks(gaps):
         yield f"{words} {mean:.3f}% ± {std:.3f}%"
 
 
+def _digit_gan(found):
+    gaps = found["gaps_to_float32"]
+    yield f"float32 ({shown(found['distance']['float32'], 1)})"
+    yield f"to nearest {shown(gaps['bfloat16'], 1)}"
+    yield f"8 extra bits {shown(gaps['bfloat16, +8'], 1)}"
+    yield f"is {found['distance_of_halves']:.1f}."
+
+
 def _least_squares(final):
     yield f"float32 {shown(final['float32'])}"
     yield f"all but weights rounded {shown(final['nearest: all but weights'])}"
@@ -191,7 +199,11 @@ FIGURES = {
 
 @pytest.mark.parametrize(
     ("name", "figures"),
-    [("lpmm_states", _lpmm_states), ("microbatches", _update_sizes)],
+    [
+        ("digit_gan", _digit_gan),
+        ("lpmm_states", _lpmm_states),
+        ("microbatches", _update_sizes),
+    ],
 )
 def test_figures_of_several_parts_are_those_of_the_record(name, figures):
     page = (ROOT / "docs" / "evidence.md").read_text()
