@@ -226,6 +226,14 @@ BENCHMARKS = {
         ("matplotlib", "sklearn"),
         True,
     ),
+    "lpmm_text": Benchmark(
+        "papers",
+        "LPMM, table 4: Adam on a small encoder of text, by bits of the weights",
+        4,
+        ("docs/evidence.md", "docs/evidence/lpmm_text.png"),
+        ("matplotlib",),
+        True,
+    ),
     "loss_scales": Benchmark(
         "papers",
         "OpenSeq2Seq: overflows of LogNormal and Backoff scales in float16",

@@ -147,6 +147,12 @@ def _lpmm_states(found):
     yield f"so {share:+.0%} with 8"
 
 
+def _lpmm_text(gaps):
+    for rounding in ("stochastic", "nearest"):
+        names = [f"{bits} bits, {rounding}" for bits in (12, 10, 8)]
+        yield ", ".join(shown(gaps["loss"][name], 4) for name in names)
+
+
 def _update_sizes(record):
     shares = record["shares_below"]
     eighth = SMALL.index(1 / 8)
@@ -193,6 +199,7 @@ FIGURES = {
     "loss_scales": ("rules", _loss_scales),
     "regularizers": ("strengths", _regularizers),
     "demotion_orders": ("assignments", _demotion_orders),
+    "lpmm_text": ("gaps_to_float32", _lpmm_text),
     "microbatches": ("held_out", _microbatches),
 }
 
