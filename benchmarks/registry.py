@@ -264,6 +264,14 @@ BENCHMARKS = {
         ("docs/accuracy.md",),
         ("sklearn",),
     ),
+    "pareto": Benchmark(
+        "training",
+        "bits per parameter against the loss, by weights and moments; resumable",
+        8,
+        ("docs/evidence.md", "docs/evidence/pareto.png"),
+        ("matplotlib", "sklearn"),
+        True,
+    ),
     "memory_and_loss": Benchmark(
         "training",
         "README's picture: memory by optimizer, losses of a small GPT (--train)",

@@ -8,6 +8,7 @@ import pytest
 from benchmarks.papers.lpmm_states import CODES
 from benchmarks.papers.microbatches import SMALL
 from benchmarks.records import gaps, shown
+from benchmarks.training import pareto
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -183,6 +184,41 @@ def _regularizers(found):
     yield f"float32 {shown(found['1e-05'][in_loss]['gap_to_float32'], 4)}"
     scaled = left("1e-05", "in the loss, scaled")["mean"]
     yield f"1024 {scaled:.1%} of the norm is left"
+
+
+def test_the_figures_of_bits_against_loss_are_those_of_the_record():
+    page = (ROOT / "docs" / "evidence.md").read_text()
+    runs = json.loads((ROOT / "benchmarks/training/pareto.json").read_text())["runs"]
+    found = {task: pareto.excess(runs, task) for task in pareto.LOSSES}
+    text = lambda x: f"{x['mean']:.0f}% ± {x['std']:.0f}%"
+    for weights in ("nearest", "stochastic", "error into mu", "+4", "+8"):
+        assert f"{weights} {text(found['linear'][f'{weights}, 8'])}" in page
+    lpmm = [text(found["linear"][f"LPMM {bits}, 8"]) for bits in (12, 10, 8)]
+    assert f"LPMM with 12, 10 and 8 bits {', '.join(lpmm)}" in page
+    assert f"to nearest: {text(found['digits']['nearest, 8'])}" in page
+    assert f"at 19 bits: {text(found['digits']['LPMM 8, low'])}" in page
+    above = [n for n, x in found["digits"].items() if x["mean"] > x["std"] > 0]
+    assert above == ["nearest, 32", "nearest, 8"]
+    assert f"extra bits {text(found['linear']['+16, 32'])} are left" in page
+    bits = {name: each["bits"] for name, each in runs.items()}
+    means = {name: each["mean"] for name, each in found["linear"].items()}
+    best = pareto.front(bits, means)[:10]
+    assert best == [
+        "LPMM 8, low",
+        "LPMM 10, low",
+        "LPMM 12, low",
+        "error into mu, low",
+        "+2, low",
+        "+4, low",
+        "error into mu, 8",
+        "+8, low",
+        "+4, 8",
+        "+8, 8",
+    ]
+    assert [round(bits[name]) for name in best] == [
+        *(19, 21, 23, 27, 29),
+        *(31, 33, 35, 37, 41),
+    ]
 
 
 FIGURES = {

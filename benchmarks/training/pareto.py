@@ -1,0 +1,292 @@
+"""Bits per parameter against the loss at the end: which formats no other beats.
+
+    .venv/bin/python -m benchmarks pareto
+
+Adam by weight formats and moment formats trains two small models with a
+learning rate that falls by a thousandth in a cosine, where formats of few bits fall
+behind: a network of two hidden layers on scikit-learn's digits, and a linear function
+of 64 inputs with noisy targets, whose loss shows noise of the weights alone. The same
+starts and batches for all, over several seeds; each is compared with itself in float32.
+
+Results are written after each format, and a run goes on where the last one with the
+same options stopped; ``--afresh`` starts again. Bits are weights, what is kept of their
+masters, and moments, by ``memory_report`` of 4096 x 4096 parameters.
+"""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import lowbit_optax
+from benchmarks import pictures, records
+from lowbit_optax import block_quantized, extra_bits, lpmm
+
+SIZES = (64, 64, 64, 10)
+TRAINING, BATCH = 1400, 64
+FOUR = block_quantized(4)
+WEIGHTS = {
+    "nearest": lowbit_optax.nearest(),
+    "stochastic": lowbit_optax.stochastic_rounding(),
+    "error into mu": lowbit_optax.stochastic_rounding(error_into="mu"),
+    **{f"+{bits}": extra_bits(bits) for bits in (2, 4, 8, 16)},
+    "Kahan": lowbit_optax.kahan(),
+    **{f"LPMM {bits}": None for bits in (12, 10, 8)},
+}
+MOMENTS = {
+    "32": "float32",
+    "8": None,
+    "low": "low",
+    "4": {"mu": FOUR, "nu": FOUR},
+}
+COLORS = {
+    "nearest": pictures.COLORS["nearest"],
+    "stochastic": pictures.COLORS["stochastic"],
+    "error into mu": "#8172b3",
+    "+": pictures.COLORS["extra bits"],
+    "Kahan": pictures.COLORS["Kahan"],
+    "LPMM": "#937860",
+}
+MARKS = dict(zip(MOMENTS, "os^v", strict=True))
+FLOAT32 = "float32"
+
+
+def names() -> list[str]:
+    """Of the runs: ``float32``, then weights and moments."""
+    return [FLOAT32, *(f"{w}, {m}" for w in WEIGHTS for m in moments_of(w))]
+
+
+def moments_of(weights: str) -> tuple[str, ...]:
+    """Those that are worth a run: of a few formats all."""
+    if weights in ("stochastic", "error into mu", "+8"):
+        return tuple(MOMENTS)
+    few = {"nearest": ("32", "8"), "+16": ("32", "8", "low"), "Kahan": ("32", "8")}
+    return few.get(weights, ("8", "low"))
+
+
+def optimizer(name: str, rate) -> optax.GradientTransformation:
+    if name == FLOAT32:
+        return optax.adam(rate)
+    weights, moments = name.split(", ")
+    format_ = WEIGHTS[weights] or lowbit_optax.quantized_weights()
+    chosen = MOMENTS[moments]
+    return lowbit_optax.lowbit(
+        optax.adam(rate), weights=format_, moments=chosen, min_size=0
+    )
+
+
+def start(name: str, tx, master):
+    """Parameters and state from float32 weights."""
+    if name.startswith("LPMM"):
+        bits = int(name.split(", ")[0].split()[1])
+        params = lowbit_optax.quantize_params(master, bits=bits, min_size=0)
+        return params, tx.init(params)
+    if name == FLOAT32:
+        return master, tx.init(master)
+    return lowbit_optax.from_master(tx, master, jnp.bfloat16)
+
+
+def bits_of(name: str) -> float:
+    """Per parameter."""
+    tx = optimizer(name, 1e-3)
+    master = [jax.ShapeDtypeStruct((4096, 4096), jnp.float32)]
+    params, _ = jax.eval_shape(functools.partial(start, name, tx), master)
+    return 8 * lowbit_optax.memory_report(tx, params).bytes_per_param
+
+
+def _wide(params) -> list:
+    return [x.astype(jnp.float32) for x in lowbit_optax.dequantize(params)]
+
+
+def _digits_loss(params, images, labels):
+    *hidden, out = _wide(params)
+    for w in hidden:
+        images = jax.nn.relu(images @ w)
+    logits = images @ out
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def _linear_loss(params, x, y):
+    return jnp.mean((x @ _wide(params)[0] - y) ** 2) / 2
+
+
+LOSSES = {"digits": _digits_loss, "linear": _linear_loss}
+RATES = {"digits": 2e-3, "linear": 1e-2}
+
+
+def given(task: str, seed: int) -> tuple[list, jax.Array, jax.Array, float]:
+    """Start, inputs, targets and the least loss."""
+    random = np.random.default_rng(seed)
+    normal = lambda *shape: random.standard_normal(shape).astype(np.float32)
+    if task == "digits":
+        from sklearn.datasets import load_digits
+
+        images, labels = load_digits(return_X_y=True)
+        images = jnp.asarray(images[:TRAINING] / 16, jnp.float32)
+        shapes = itertools.pairwise(SIZES)
+        master = [normal(*shape) * np.sqrt(2 / shape[0]) for shape in shapes]
+        labels = jnp.asarray(labels[:TRAINING], jnp.int32)
+        return [jnp.asarray(w, jnp.float32) for w in master], images, labels, 0.0
+    x, w = normal(TRAINING, 64), normal(64, 64)
+    y = x @ w + normal(TRAINING, 64)
+    best = np.linalg.lstsq(x, y, rcond=None)[0]
+    least = float(np.mean((x @ best - y) ** 2) / 2)
+    return (
+        [jnp.asarray(w + 0.1 * normal(64, 64))],
+        jnp.asarray(x),
+        jnp.asarray(y),
+        least,
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def train(task: str, name: str, steps: int, master, inputs, targets, chosen):
+    """The loss of all examples, the mean over ten points of the last hundredth."""
+    rate = optax.cosine_decay_schedule(RATES[task], steps, 1e-3)
+    tx, loss_fn = optimizer(name, rate), LOSSES[task]
+    differentiate = lpmm.value_and_grad(loss_fn)
+
+    def body(carry, rows):
+        params, state = carry
+        _, grads = differentiate(params, inputs[rows], targets[rows])
+        return lowbit_optax.step(tx, params, state, grads), None
+
+    def part(carry, rows):
+        carry, _ = jax.lax.scan(body, carry, rows)
+        return carry, loss_fn(carry[0], inputs, targets)
+
+    last = max(10, steps // 100 // 10 * 10)
+    carry = start(name, tx, master)
+    carry, _ = jax.lax.scan(body, carry, chosen[:-last])
+    parts = chosen[-last:].reshape(10, -1, chosen.shape[1])
+    return jax.lax.scan(part, carry, parts)[1].mean()
+
+
+def losses(task: str, name: str, steps: int, seeds: int) -> np.ndarray:
+    """Above the least, of each seed."""
+    found = []
+    for seed in range(seeds):
+        master, inputs, targets, least = given(task, seed)
+        random = np.random.default_rng((seed, 1))
+        chosen = jnp.asarray(random.integers(0, TRAINING, (steps, BATCH)))
+        end = train(task, name, steps, master, inputs, targets, chosen)
+        found.append(float(end) - least)
+    return np.array(found)
+
+
+def front(bits: dict[str, float], loss: dict[str, float]) -> list[str]:
+    """The runs that none of fewer or as many bits beats, by rising bits."""
+    found: list[str] = []
+    for name in sorted(bits, key=lambda name: (bits[name], loss[name])):
+        if not found or loss[name] < loss[found[-1]]:
+            found.append(name)
+    return found
+
+
+def excess(runs: dict, task: str) -> dict[str, dict]:
+    """Losses minus float32's of the same seed, in percent of float32's mean."""
+    values = {name: each[task]["values"] for name, each in runs.items()}
+    mean = np.mean(values[FLOAT32])
+    gaps = {name: (100 * np.array(v) / mean) for name, v in values.items()}
+    return {FLOAT32: records.spread(0 * gaps[FLOAT32])} | records.gaps(gaps, FLOAT32)
+
+
+def _color(name: str) -> str:
+    return next((c for kind, c in COLORS.items() if name.startswith(kind)), "black")
+
+
+def draw(record: dict, is_apart: bool) -> None:
+    path = pictures.picture_of("pareto", is_apart)
+    runs = record["runs"]
+    bits = {name: each["bits"] for name, each in runs.items()}
+    with pictures.drawn(path, 4.6, (2, 3)) as both:
+        for axes, task in zip(both, LOSSES, strict=True):
+            # On digits the runs differ by less than their seeds: no front.
+            _scatter(axes, bits, excess(runs, task), has_front=task == "linear")
+            axes.set(xlabel="bits per parameter", title=task)
+        both[0].set(ylabel="final loss, % above float32's of the same seed")
+        for kind, color in COLORS.items():
+            label = "extra bits" if kind == "+" else kind
+            both[0].plot([], [], "o", color=color, label=label)
+        for moments, mark in MARKS.items():
+            label = f"moments: {moments}"
+            both[0].plot([], [], mark, color="gray", label=label)
+        both[0].legend(fontsize=7.5, ncols=2, loc="upper center")
+        both[0].set_ylim(top=2e5)
+        both[0].set_yticks([-10, 0, 10, 100], ["-10", "0", "10", "100"])
+        both[1].set_yticks([0, 10, 100, 1000], ["0", "10", "100", "1000"])
+        best = front(bits, _means(excess(runs, "linear")))
+        lines = [f"{i}  {name} ({bits[name]:.0f})" for i, name in enumerate(best, 1)]
+        text = "\n".join(lines)
+        place = {"transform": both[1].transAxes, "fontsize": 7.5, "va": "bottom"}
+        both[1].text(0.02, 0.02, text, **place)
+        both[1].set_ylim(bottom=-30)
+
+
+def _means(found: dict[str, dict]) -> dict[str, float]:
+    return {name: each["mean"] for name, each in found.items()}
+
+
+def _scatter(axes, bits: dict, found: dict, has_front: bool) -> None:
+    """A point for each run, and a line of numbered ones through the front."""
+    for name, each in found.items():
+        mark = MARKS.get(name.split(", ")[-1], "*")
+        style = {"fmt": mark, "ms": 4, "color": _color(name), "capsize": 2}
+        axes.errorbar(bits[name], each["mean"], each["std"], **style, lw=0.8)
+    if has_front:
+        points = [
+            (bits[name], found[name]["mean"]) for name in front(bits, _means(found))
+        ]
+        axes.plot(*zip(*points, strict=True), color="gray", lw=1, zorder=0)
+        for i, point in enumerate(points, 1):
+            place = {"xytext": (-5, -10), "textcoords": "offset points"}
+            axes.annotate(str(i), point, **place, fontsize=7.5)
+    axes.set_yscale("symlog", linthresh=10)
+    axes.set_xscale("log")
+    axes.set_xticks([20, 24, 32, 48, 64, 96], ["20", "24", "32", "48", "64", "96"])
+    axes.minorticks_off()
+
+
+def kept(path, args) -> dict:
+    """What an earlier run with the same options has left."""
+    if args.afresh or not path.exists():
+        return {}
+    record = records.load(path)
+    same = ("steps", "seeds")
+    is_same = all(record["options"][key] == getattr(args, key) for key in same)
+    return record["runs"] if is_same else {}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = records.parser(__doc__, seeds=3)
+    parser.add_argument("--steps", type=int, help="1000 by default")
+    parser.add_argument("--afresh", action="store_true", help="go on from nothing")
+    args = parser.parse_args(argv)
+    args.steps = args.steps or (50_000 if args.full else 1000)
+    path = records.path_of(__name__, args.is_apart)
+    if not args.draw:
+        runs = kept(path, args)
+        left = [name for name in names() if name not in runs]
+        for i, name in enumerate(left):
+            found = {
+                task: records.spread(losses(task, name, args.steps, args.seeds))
+                for task in LOSSES
+            }
+            runs[name] = {"bits": bits_of(name), **found}
+            text = ", ".join(f"{t} {records.shown(x, 5)}" for t, x in found.items())
+            text = f"{runs[name]['bits']:5.1f} bits  {text}"
+            print(f"{i + 1}/{len(left)} {name:20} {text}", flush=True)
+            runs = {x: runs[x] for x in names() if x in runs}
+            records.save(path, args, records.ran_here(), runs=runs)
+    record = records.load(path)
+    found = {task: excess(record["runs"], task) for task in LOSSES}
+    bits = {name: each["bits"] for name, each in record["runs"].items()}
+    for name in sorted(bits, key=bits.get):
+        each = (f"{records.shown(found[task][name], 1):>14} %" for task in LOSSES)
+        print(f"{name:20} {bits[name]:5.1f} bits ", *each)
+    best = front(bits, _means(found["linear"]))
+    print(f"front, linear: {'; '.join(best)}")
+    draw(record, args.is_apart)

@@ -1,0 +1,45 @@
+"""``python -m benchmarks pareto``: its front, and how it goes on after a stop."""
+
+import argparse
+import json
+
+from benchmarks.training import pareto
+
+
+def test_the_front_has_what_nothing_of_as_few_bits_beats():
+    bits = {"a": 16, "b": 16, "c": 24, "d": 32, "e": 96}
+    loss = {"a": 3.0, "b": 2.0, "c": 2.0, "d": 1.0, "e": 1.5}
+    assert pareto.front(bits, loss) == ["b", "d"]
+
+
+def test_each_run_is_compared_with_float32_of_its_seed():
+    runs = {
+        "float32": {"digits": {"values": [1.0, 3.0]}},
+        "nearest, 8": {"digits": {"values": [1.2, 3.2]}},
+    }
+    found = pareto.excess(runs, "digits")
+    assert found["float32"]["mean"] == 0
+    assert abs(found["nearest, 8"]["mean"] - 10) < 1e-9  # 0.2 of 2
+    assert found["nearest, 8"]["std"] < 1e-9
+
+
+def test_it_goes_on_with_runs_of_the_same_options(tmp_path):
+    path = tmp_path / "pareto.json"
+    options = {"steps": 10, "seeds": 2, "afresh": False}
+    assert pareto.kept(path, argparse.Namespace(**options)) == {}
+    path.write_text(json.dumps({"options": options, "runs": {"float32": {}}}))
+    for change, kept in (({}, True), ({"steps": 20}, False), ({"afresh": True}, False)):
+        args = argparse.Namespace(**(options | change))
+        assert bool(pareto.kept(path, args)) == kept
+
+
+def test_bits_are_of_weights_residuals_and_moments():
+    """Scales of blocks come on top."""
+    for name, least in (
+        ("float32", 96),
+        ("nearest, 32", 80),
+        ("Kahan, 8", 48),
+        ("+8, low", 34),
+        ("LPMM 10, 8", 26),
+    ):
+        assert least <= pareto.bits_of(name) < least + 1.5, name
