@@ -122,6 +122,14 @@ BENCHMARKS = {
         (*GPU_COMPILER, "matplotlib"),
         True,
     ),
+    "t5_release": Benchmark(
+        "papers",
+        "Lewandowski, table 2: T5's architecture with gradient release, compiled",
+        6,
+        ("docs/evidence.md", "docs/evidence/t5_release.png"),
+        (*GPU_COMPILER, "matplotlib"),
+        True,
+    ),
     "operator_bytes": Benchmark(
         "papers",
         "Lewandowski, figure 3: bytes of an addition by extra bits, compiled",

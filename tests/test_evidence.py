@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.papers.lpmm_states import CODES
 from benchmarks.papers.microbatches import SMALL
+from benchmarks.papers.t5_release import MODES as T5_MODES
 from benchmarks.records import gaps, shown
 from benchmarks.training import pareto
 
@@ -56,6 +57,15 @@ def _digit_gan(found):
     yield f"to nearest {shown(gaps['bfloat16'], 1)}"
     yield f"8 extra bits {shown(gaps['bfloat16, +8'], 1)}"
     yield f"is {found['distance_of_halves']:.1f}."
+
+
+def _t5_release(found):
+    for batch, become in (("8", "GiB become"), ("32", "become")):
+        without, released = (found["memory"][batch][m]["peak"] for m in T5_MODES)
+        sizes = f"{without / 2**30:.2f} {become} {released / 2**30:.2f}"
+        yield f"{sizes} ({released / without - 1:+.0%})"
+    yield f"a small one {shown(found['loss']['with'])}"
+    yield f"without {shown(found['gap'], 5)}"
 
 
 def _least_squares(final):
@@ -246,6 +256,7 @@ FIGURES = {
         ("digit_gan", _digit_gan),
         ("lpmm_states", _lpmm_states),
         ("microbatches", _update_sizes),
+        ("t5_release", _t5_release),
     ],
 )
 def test_figures_of_several_parts_are_those_of_the_record(name, figures):
