@@ -66,26 +66,26 @@ def init(key) -> tuple[dict, dict]:
 def generate(params: dict, latent: jax.Array) -> jax.Array:
     """float32 [n, 8, 8, 1] of float32 [n, LATENT]."""
     x = _normed(latent @ params["in"]).reshape(-1, 2, 2, 4 * CHANNELS)
-    x = _normed(_to_space(x @ params["up_1"]))
-    return jnp.tanh(_to_space(x @ params["up_2"]))
+    x = _normed(to_space(x @ params["up_1"]))
+    return jnp.tanh(to_space(x @ params["up_2"]))
 
 
 def discriminate(params: dict, images: jax.Array) -> jax.Array:
     """Logits [n] of being real."""
-    x = jax.nn.leaky_relu(_to_depth(images) @ params["down_1"], 0.2)
-    x = jax.nn.leaky_relu(_to_depth(x) @ params["down_2"], 0.2)
+    x = jax.nn.leaky_relu(to_depth(images) @ params["down_1"], 0.2)
+    x = jax.nn.leaky_relu(to_depth(x) @ params["down_2"], 0.2)
     return (x.reshape(len(x), -1) @ params["out"])[:, 0]
 
 
-def _to_depth(x: jax.Array) -> jax.Array:
+def to_depth(x: jax.Array) -> jax.Array:
     """Squares of 2 x 2 as channels: with a matrix a convolution of stride 2."""
     n, height, width, channels = x.shape
     x = x.reshape(n, height // 2, 2, width // 2, 2, channels)
     return x.swapaxes(2, 3).reshape(n, height // 2, width // 2, 4 * channels)
 
 
-def _to_space(x: jax.Array) -> jax.Array:
-    """The inverse of :func:`_to_depth`: after a matrix, a transposed convolution."""
+def to_space(x: jax.Array) -> jax.Array:
+    """The inverse of :func:`to_depth`: after a matrix, a transposed convolution."""
     n, height, width, channels = x.shape
     x = x.reshape(n, height, width, 2, 2, channels // 4)
     return x.swapaxes(2, 3).reshape(n, 2 * height, 2 * width, channels // 4)
