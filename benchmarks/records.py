@@ -19,7 +19,8 @@ import numpy as np
 from benchmarks import ROOT
 
 START = time.perf_counter()
-_NOT_OPTIONS = ("draw", "full", "is_apart")
+_NOT_OPTIONS = ("draw", "full", "is_apart", "afresh")
+_OF_THE_SAME_RECORD = ("draw", "afresh")
 
 
 def command() -> str:
@@ -48,8 +49,11 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_args(self, *args, **options):
         found = super().parse_args(*args, **options)
-        given = {k: v for k, v in vars(found).items() if k != "draw"}
-        found.is_apart = any(v != self.get_default(k) for k, v in given.items())
+        found.is_apart = any(
+            value != self.get_default(name)
+            for name, value in vars(found).items()
+            if name not in _OF_THE_SAME_RECORD
+        )
         return found
 
 

@@ -59,9 +59,11 @@ def test_every_record_says_where_it_comes_from():
 
 def test_a_try_with_other_options_leaves_the_record_that_is_kept():
     parser = records.parser("A benchmark.", seeds=3)
+    parser.add_argument("--afresh", action="store_true")
     for options, is_apart in (
         ([], False),
         (["--draw"], False),
+        (["--afresh"], False),
         (["--seeds", "1"], True),
     ):
         args = parser.parse_args(options)
