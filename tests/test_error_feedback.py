@@ -23,6 +23,7 @@ pytestmark = pytest.mark.standard_promotion
 SHAPE = (64, 64)
 # So large that it is seen.
 ADAMW = functools.partial(optax.adamw, weight_decay=10.0)
+SGD = functools.partial(optax.sgd, momentum=0.9)
 
 
 def feeding(inner, field="mu", **options):
@@ -187,8 +188,58 @@ def test_updates_that_look_at_values_are_refused():
 
 
 def test_a_name_that_is_no_string_is_refused():
-    with pytest.raises(TypeError, match="error_into is 1"):
-        stochastic_rounding(error_into=1)
+    for take in (stochastic_rounding, functools.partial(lowbit_optax.sr_adamw, 0.1)):
+        with pytest.raises(TypeError, match="error_into is 1"):
+            take(error_into=1)
+
+
+@pytest.mark.parametrize(
+    ("alias", "inner", "field"),
+    [
+        (lowbit_optax.sr_adamw, optax.adamw, "mu"),
+        (functools.partial(lowbit_optax.sr_sgd, momentum=0.9), SGD, "trace"),
+    ],
+    ids=["sr_adamw", "sr_sgd"],
+)
+def test_an_alias_takes_the_field_in_one_line(alias, inner, field):
+    params = start()
+    series = gradient_series(params, 3)
+    got = trained(alias(1e-3, error_into=field), params, series)
+    want = feeding(inner(1e-3), field, moments=cast(jnp.bfloat16))
+    assert_same_bits(got, trained(want, params, series))
+    plain, _ = trained(alias(1e-3), params, series)
+    assert np.mean(got[0]["w"] != plain["w"]) > 0.01
+
+
+def test_an_alias_takes_it_under_injected_hyperparameters():
+    params = start()
+    series = gradient_series(params, 2)
+    inject = functools.partial(optax.inject_hyperparams, hyperparam_dtype=jnp.float32)
+    tx = inject(lowbit_optax.sr_adamw)(1e-3, error_into="mu")
+    new, _ = trained(tx, params, series)
+    want, _ = trained(lowbit_optax.sr_adamw(1e-3, error_into="mu"), params, series)
+    assert np.mean(new["w"] != want["w"]) < 1e-3  # b2 is an array there
+
+
+def test_sgd_without_momentum_has_nothing_that_takes_it():
+    tx, params = lowbit_optax.sr_sgd(1e-3, error_into="trace"), start()
+    with pytest.raises(ValueError, match=r"no float32 moment.*params\['w'\]"):
+        tx.init(params)
+
+
+@pytest.mark.parametrize(
+    "alias",
+    [
+        lowbit_optax.kahan_adamw,
+        lowbit_optax.kahan_sgd,
+        lowbit_optax.extra_bits_adamw,
+        lowbit_optax.extra_bits_sgd,
+    ],
+    ids=lambda alias: alias.__name__,
+)
+def test_formats_that_keep_the_error_themselves_do_not_take_it(alias):
+    with pytest.raises(TypeError, match="error_into"):
+        alias(1e-3, error_into="mu")
 
 
 def test_frozen_leaves_and_scalars_need_no_moment():

@@ -93,6 +93,16 @@ MORE = {
         fast,
         applied,
     ),
+    '`sr_adamw(error_into="mu")`': (
+        lo.sr_adamw(1e-3, error_into="mu"),
+        fast,
+        applied,
+    ),
+    "the same, moments of 8 bits": (
+        lo.sr_adamw(1e-3, error_into="mu", moments=lo.block_quantized(8)),
+        fast,
+        applied,
+    ),
     "`lpmm_sgd`, 12 bits": (lo.lpmm_sgd(1e-3, momentum=0.9), fast, applied),
 }
 QUANTISED = {"`lpmm_adam`, 12 bits", "`lpmm_sgd`, 12 bits"}

@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend.core import primitives as p
 
 from lowbit_optax._jaxprs.graph import Graph
-from lowbit_optax._jaxprs.nodes import Call, Node, params_of
+from lowbit_optax._jaxprs.nodes import Call, Node, is_constant_number, params_of
 
 _SUMS = frozenset({p.add_p, p.add_jaxvals_p})
 
@@ -108,7 +108,8 @@ class _Derivative:
         return self._graph.call(p.neg_p, {}, [factor], [factor.aval])[0]
 
     def _product(self, factor: Node, other: Node) -> Node:
-        if factor.call is None and factor.constant == 1:
+        # A constant may be traced, as injected hyperparameters are.
+        if is_constant_number(factor) and factor.constant == 1:
             return other
         return binary(self._graph, p.mul_p, lax.mul, factor, other)
 

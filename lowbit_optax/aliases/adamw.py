@@ -107,6 +107,7 @@ def sr_adamw(
     mask: common.Mask = None,
     *,
     nesterov: bool = False,
+    error_into: str | None = None,
     moments: Moments = None,
     seed: int | None = None,
     min_size: int | None = None,
@@ -120,12 +121,14 @@ def sr_adamw(
         w   = SR(w - eta_t (a + d w))
 
     SR rounds to one of the two nearest numbers, so that the mean is right. Parameters
-    and state take 6 bytes per bfloat16 parameter.
+    and state take 6 bytes per bfloat16 parameter. With ``error_into="mu"`` m takes what
+    SR has lost, and gives it back, in no byte more.
 
     Args:
       learning_rate: eta, a number or a schedule.
       b1, b2, eps, eps_root, mu_dtype, mask, nesterov: as in ``optax.adamw``.
       weight_decay: d, decoupled.
+      error_into: None, or ``"mu"``; see :func:`lowbit_optax.stochastic_rounding`.
       moments: formats of m (``mu``) and v (``nu``); ``cast(jnp.bfloat16)``, rounded
         stochastically, if None.
       seed, min_size, implementation: see :func:`lowbit_optax.lowbit`.
@@ -137,7 +140,8 @@ def sr_adamw(
       TypeError, ValueError: for arguments that are not as above.
 
     References:
-      Zamirai et al. 2020, Algorithm 4; Loshchilov and Hutter 2019.
+      Zamirai et al. 2020, Algorithm 4; Loshchilov and Hutter 2019. ECO, 2026 (arXiv
+      2601.22101), for errors in the momentum.
 
     >>> import jax, jax.numpy as jnp, lowbit_optax
     >>> tx = sr_adamw(1e-3)
@@ -167,7 +171,7 @@ def sr_adamw(
             nesterov,
             moments,
         ),
-        weights=formats.stochastic_rounding(),
+        weights=formats.stochastic_rounding(error_into=error_into),
         moments=moments,
         seed=seed,
         min_size=min_size,

@@ -100,6 +100,7 @@ def sr_sgd(
     accumulator_dtype: typing.Any = None,
     *,
     weight_decay: float | None = None,
+    error_into: str | None = None,
     moments: Moments = None,
     seed: int | None = None,
     min_size: int | None = None,
@@ -113,13 +114,16 @@ def sr_sgd(
 
     SR rounds to one of the two nearest numbers, so that the mean is right. Without
     momentum m_t is g_t. Parameters and state take 4 bytes per bfloat16 parameter, 2
-    without momentum.
+    without momentum. With ``error_into="trace"`` m takes what SR has lost, and gives it
+    back, in no byte more.
 
     Args:
       learning_rate: eta, a number or a schedule.
       momentum: beta, or None for no momentum.
       nesterov, accumulator_dtype: as in ``optax.sgd``.
       weight_decay: d, added to the gradient (not decoupled); 0 if None.
+      error_into: None, or ``"trace"``, which needs a momentum; see
+        :func:`lowbit_optax.stochastic_rounding`.
       moments: format of the momentum; ``cast(jnp.bfloat16)``, rounded stochastically,
         if None.
       seed, min_size, implementation: see :func:`lowbit_optax.lowbit`.
@@ -131,7 +135,8 @@ def sr_sgd(
       TypeError, ValueError: for arguments that are not as above.
 
     References:
-      Zamirai et al. 2020, Algorithm 2.
+      Zamirai et al. 2020, Algorithm 2. ECO, 2026 (arXiv 2601.22101), for errors in the
+      momentum.
 
     >>> import jax, jax.numpy as jnp, lowbit_optax
     >>> tx = sr_sgd(1e-3, 0.9, seed=1)
@@ -157,7 +162,7 @@ def sr_sgd(
             weight_decay,
             moments,
         ),
-        weights=formats.stochastic_rounding(),
+        weights=formats.stochastic_rounding(error_into=error_into),
         moments=moments,
         seed=seed,
         min_size=min_size,
