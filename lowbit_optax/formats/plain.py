@@ -141,8 +141,9 @@ def nearest(*, float_format: "FloatFormat | None" = None) -> WeightFormat:
     Args:
       float_format: ``FloatFormat(8, m)`` of :mod:`lowbit_optax.precision`, with m from
         1 to 7, to round bfloat16 parameters to its numbers: weights of 9 + m bits.
-        They are still stored in bfloat16, so no memory is saved. None takes all numbers
-        of the parameter's dtype.
+        They are still stored in bfloat16, so no memory is saved in a step;
+        :func:`lowbit_optax.precision.pack` stores them in 9 + m bits at rest. None
+        takes all numbers of the parameter's dtype.
 
     Returns:
       A weight format. State: 0 bytes per parameter.

@@ -5,6 +5,7 @@
     apply ---> the loss with tensors and cotangents rounded; how much overflowed
     products ---> in which dtypes its matrix products can multiply
     promote ---> the assignment with what overflowed in the high format
+    pack, unpack ---> arrays as packed patterns of a float format, and back
 
 References:
   Lee, Sharma, Aiken 2023, "Training with Mixed-Precision Floating-Point Assignments".
@@ -13,6 +14,7 @@ References:
 from lowbit_optax.precision.assignment import FLOAT8, HFP8, Assignment, Formats, load
 from lowbit_optax.precision.choosing import demote, operator_based, promote, uniform
 from lowbit_optax.precision.float_format import FP32, FloatFormat
+from lowbit_optax.precision.packed import PackedFloats, pack, unpack
 from lowbit_optax.precision.plan import PrecisionPlan, trace
 from lowbit_optax.precision.products import Product, products
 from lowbit_optax.precision.rounded import apply
@@ -25,6 +27,7 @@ __all__ = [
     "Assignment",
     "FloatFormat",
     "Formats",
+    "PackedFloats",
     "PrecisionPlan",
     "Product",
     "Tensor",
@@ -32,8 +35,10 @@ __all__ = [
     "demote",
     "load",
     "operator_based",
+    "pack",
     "products",
     "promote",
     "trace",
     "uniform",
+    "unpack",
 ]
