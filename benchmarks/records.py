@@ -28,17 +28,21 @@ def command() -> str:
     return " ".join(filter(None, [sys.argv[0], shlex.join(sys.argv[1:])]))
 
 
-def parser(doc: str | None, seeds: int | None = None) -> argparse.ArgumentParser:
+def parser(
+    doc: str | None, seeds: int | None = None, has_full: bool = True
+) -> argparse.ArgumentParser:
     """Options that benchmarks with a record share.
 
     Args:
       doc: a module's docstring; its first line is the description.
       seeds: how many by default, for those that have them.
+      has_full: whether there is a larger size.
     """
     made = _Parser(description=(doc or "").split("\n")[0])
     add = made.add_argument
-    add("--draw", action="store_true", help="only draw the record that is there")
-    add("--full", action="store_true", help="a larger size, for a GPU; into runs/")
+    add("--draw", action="store_true", help="only show the record that is there")
+    if has_full:
+        add("--full", action="store_true", help="a larger size, for a GPU; into runs/")
     if seeds:
         add("--seeds", type=int, default=seeds, help=f"how many, {seeds} by default")
     return made

@@ -72,6 +72,19 @@ def test_a_try_with_other_options_leaves_the_record_that_is_kept():
     assert parser.parse_args(["--full"]).is_apart
 
 
+@pytest.mark.parametrize("name", ["low_moments", "rounding_errors"])
+def test_a_try_of_training_is_saved_apart(name, monkeypatch, tmp_path):
+    module = pytest.importorskip(f"benchmarks.training.{name}", exc_type=ImportError)
+    monkeypatch.setattr(records, "ROOT", tmp_path)
+    monkeypatch.setattr(module, "train", lambda *args: {})
+    monkeypatch.setattr(module, "linear", lambda *args: {}, raising=False)
+    monkeypatch.setattr(records, "load", lambda path: sys.exit(str(path)))
+    for options, folder in (["--steps", "20"], "runs"), ([], "benchmarks/training"):
+        (tmp_path / folder).mkdir(parents=True)
+        with pytest.raises(SystemExit, match=f"{folder}/{name}.json"):
+            module.main(options)
+
+
 def test_every_paper_has_a_record_and_a_picture_in_the_evidence():
     page = (FOLDER.parent / "docs" / "evidence.md").read_text()
     for name, each in BENCHMARKS.items():

@@ -7,7 +7,6 @@ and batches for all rows, over several seeds. Weights of all rows but the first 
 bfloat16 with 8 extra bits, so that the rows differ in their moments alone.
 """
 
-import argparse
 import functools
 import itertools
 
@@ -104,13 +103,11 @@ def figures(tx, args, dtype=jnp.bfloat16) -> dict:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--draw", action="store_true", help="only show the record")
-    parser.add_argument("--seeds", type=int, default=8, help="how many")
+    parser = records.parser(__doc__, seeds=8, has_full=False)
     parser.add_argument("--steps", type=int, default=600, help="a multiple of 20")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="the first")
     args = parser.parse_args(argv)
-    path = records.path_of(__name__)
+    path = records.path_of(__name__, args.is_apart)
     if not args.draw:
         runs = {name: train(name, args) for name in MOMENTS}
         records.save(path, args, records.ran_here(), runs=runs)

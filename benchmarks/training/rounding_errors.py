@@ -11,7 +11,6 @@ function of 64 inputs with 64 outputs by noisy targets, at a constant learning r
 far the loss stays above its least, over how far it does with float32 weights.
 """
 
-import argparse
 import functools
 
 import jax
@@ -100,14 +99,12 @@ def linear(args) -> dict:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--draw", action="store_true", help="only show the record")
-    parser.add_argument("--seeds", type=int, default=8, help="how many")
+    parser = records.parser(__doc__, seeds=8, has_full=False)
     parser.add_argument("--steps", type=int, default=600, help="a multiple of 20")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="the first")
     parser.add_argument("--last", type=float, default=0.1, help="its share at the end")
     args = parser.parse_args(argv)
-    path = records.path_of(__name__)
+    path = records.path_of(__name__, args.is_apart)
     if not args.draw:
         runs = {name: train(name, args) for name in ROWS}
         records.save(path, args, records.ran_here(), runs=runs, linear=linear(args))
