@@ -280,6 +280,13 @@ BENCHMARKS = {
         ("matplotlib", "sklearn"),
         True,
     ),
+    "gpt_formats": Benchmark(
+        "training",
+        "a small GPT by formats of weights and moments, beside float32: curves",
+        10,
+        ("docs/accuracy.md", "docs/evidence/gpt_formats.png"),
+        ("matplotlib",),
+    ),
     "memory_and_loss": Benchmark(
         "training",
         "README's picture: memory by optimizer, losses of a small GPT (--train)",

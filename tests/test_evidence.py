@@ -272,3 +272,14 @@ def test_the_figures_of_the_page_are_those_of_the_records():
         path = ROOT / "benchmarks" / "papers" / f"{name}.json"
         for figure in figures(json.loads(path.read_text())[part]):
             assert figure in page, f"{name}: {figure}"
+
+
+def test_the_figures_of_formats_beside_float32_are_those_of_the_record():
+    page = (ROOT / "docs" / "accuracy.md").read_text()
+    path = ROOT / "benchmarks" / "training" / "gpt_formats.json"
+    for name, run in json.loads(path.read_text())["runs"].items():
+        size, loss = run["bytes_per_parameter"], shown(run["held-out loss"], 4)
+        assert f"| {size:.2f} | {loss} |" in page, name
+        for end in {"held-out loss", "of the average"} & set(run["gaps"]):
+            gap = run["gaps"][end]
+            assert not gap["std"] or f"| {shown(gap, 4)} |" in page, name
