@@ -148,8 +148,8 @@ BENCHMARKS = {
     ),
     "float8_weights": Benchmark(
         "papers",
-        "Lewandowski, table 3: weights in float8 with 0, 4 and 8 extra bits",
-        3,
+        "Lewandowski, table 3: float8 weights by extra bits and rounding",
+        6,
         ("docs/evidence.md", "docs/evidence/float8_weights.png"),
         ("matplotlib",),
         True,

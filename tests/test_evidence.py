@@ -5,6 +5,7 @@ import pathlib
 
 import pytest
 
+from benchmarks.papers.float8_weights import ROUNDINGS, SIZES
 from benchmarks.papers.lpmm_states import CODES
 from benchmarks.papers.microbatches import SMALL
 from benchmarks.papers.t5_release import MODES as T5_MODES
@@ -40,9 +41,13 @@ def _forward_error(errors):
 
 
 def _float8_weights(found):
-    for name in ("float32", "float16, +8", "float8, +8", "float8, +4", "float8"):
-        yield shown(found[name])
-    yield shown(found["float8, +4, stochastic"])
+    of = lambda name: shown(found[name]) if name in found else ""
+    yield f"float32 {of('float32')}; float16 with 8 bits"
+    kinds = (*ROUNDINGS.values(), "default")
+    for size in SIZES:
+        losses = " | ".join(of(f"{size}: {kind}") for kind in kinds)
+        yield f"| {size} | {losses} |"
+    yield f"| float8 |  | {of('float8: nearest')} | {of('float8: stochastic')} |"
 
 
 def _float16_clicks(gaps):
