@@ -55,14 +55,14 @@ class Row(NamedTuple):
         return lowbit_optax.memory_report(tx, params).bytes_per_param
 
 
-def adamw(fed: str = "mu") -> dict[str, Row]:
-    """Rows of AdamW; ``fed`` is the moment that takes the rounding errors."""
+def adamw() -> dict[str, Row]:
+    """Rows of AdamW."""
 
     def row(weights, moments, color: str, style: str = "-", dtype=jnp.bfloat16):
         color = pictures.COLORS[color]
         return Row("float32", optax.adamw, weights, moments, dtype, color, style)
 
-    into = stochastic_rounding(error_into=fed)
+    into = stochastic_rounding(error_into="mu")
     return {
         "float32": Row("float32", optax.adamw, dtype=jnp.float32),
         "bfloat16, nearest": row(
