@@ -35,6 +35,7 @@ SHAPE = (2, 72, 257)
 SHAPES = {"halves": (2, 72, 256), "transposed blocks": (2, 1024, 136)}
 FORMATS = {
     "words": {"weights": extra_bits(8)},
+    "odd words": {"weights": extra_bits(5)},
     "halves": {"weights": kahan()},
     "blocks": {"moments": block_quantized(8)},
     "transposed blocks": {"moments": block_quantized(8)},

@@ -82,12 +82,12 @@ def advance(
     by_xla = ByXla(prepared, landing, update, traced)
     if only_xla or traced is None:
         return by_xla.run()
-    plan = kernel_plan.plan(traced, prepared, landing)
+    on_tpus = chosen is None and chooses_tpu_kernels()
+    plan = kernel_plan.plan(traced, prepared, landing, on_tpus or chosen == "tpu")
     if chosen is not None:
         plan.require(prepared.names)
     if plan.is_empty:
         return by_xla.run()
-    on_tpus = chosen is None and chooses_tpu_kernels()
     if on_tpus and not kernel_step.has_tpu_kernels(plan, prepared):
         return by_xla.run()
     by_kernels = ByKernels(prepared, landing, plan, stacks_to_write())

@@ -85,18 +85,25 @@ class KernelPlan:
                 )
 
 
-def plan(traced: UpdateGraph, prepared: PreparedStep, landing: Landing) -> KernelPlan:
+def plan(
+    traced: UpdateGraph,
+    prepared: PreparedStep,
+    landing: Landing,
+    for_tpus: bool = False,
+) -> KernelPlan:
     """Find which leaves of an inner update a kernel can update.
 
     Args:
       traced: the inner update.
       prepared, landing: the step.
+      for_tpus: whether kernels for TPUs alone will run, which take any fields with any
+        blocks.
     """
     scalars = Scalars(traced.graph)
     guard = [Node(jax.typeof(x), constant=x) for x in prepared.guard.scalars]
     for node in guard:
         scalars.ref(node)
-    planner = _Planner(prepared, landing, traced, scalars, guard[1:])
+    planner = _Planner(prepared, landing, traced, scalars, guard[1:], for_tpus)
     effects = traced.effects and f"it has side effects: {traced.effects}"
     leaves = [effects or planner.leaf(i) for i in range(len(prepared.params))]
     return KernelPlan(traced, _without_shared_slots(leaves), scalars)
@@ -110,6 +117,7 @@ class _Planner:
       traced: the inner update.
       scalars: the table to which the scalars of a leaf are added.
       proceeds: the scalar that tells whether a guarded step happens, if it is guarded.
+      for_tpus: as in :func:`plan`.
     """
 
     def __init__(
@@ -119,8 +127,9 @@ class _Planner:
         traced: UpdateGraph,
         scalars: Scalars,
         proceeds: list[Node],
+        for_tpus: bool,
     ):
-        self._proceeds = proceeds
+        self._proceeds, self._for_tpus = proceeds, for_tpus
         self._prepared: PreparedStep = prepared
         self._landing: Landing = landing
         self._traced, self._nodes = traced, traced.nodes
@@ -181,7 +190,8 @@ class _Planner:
             still=still,
             takes_error=None if feedback is None else slots.index(feedback.part),
         )
-        _check_fields(body)
+        if not self._for_tpus:
+            _check_fields(body)
         return LeafKernel(body.with_factors(), slots)
 
     def _moments(self, slots):
@@ -271,7 +281,7 @@ def _check_leaf(leaf, is_packed: bool) -> None:
 
 
 def _check_fields(body: LeafBody) -> None:
-    """Raise unless a kernel can walk over words and blocks together."""
+    """Raise unless a GPU's kernel can walk over words and blocks together."""
     packed, sizes = sorted(set(body.packed)), sorted(set(body.block_sizes))
     if not has_tiling(packed, sizes):
         raise NotElementwise(

@@ -36,9 +36,9 @@ from pallas_kernels.fused_update.tpu_tiling import (
     LANES,
     SUBLANES,
     Tiling,
-    has_groups,
     tiling_of,
 )
+from pallas_kernels.fused_update.words import is_unrolled
 from pallas_kernels.layout import Layout, block_shape, layout_of
 
 _LEAST_ELEMENTS = 2**14
@@ -68,7 +68,7 @@ def accepts(body: Body | BlockBody, leaf: Leaf, scalars: int) -> bool:
     """
     # Pallas' TPU backend cannot lower kernels with 64-bit types on.
     has_64_bits = jax.dtypes.canonicalize_dtype(np.int64) == np.int64
-    if has_64_bits or len(leaf.shape) < 2 or not has_groups(leaf):
+    if has_64_bits or len(leaf.shape) < 2:
         return False
     leaf = leaf.with_arrays(
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaf.arrays]
@@ -253,9 +253,11 @@ class _Kernel:
             for (x, dtyped), yes in zip(both, self.transposed, strict=True)
             if yes
         ]
+        fields = [x for x, _ in both if _has_fields(x)]
         word = lambda rows: pltpu.VMEM((rows, LANES), jnp.uint32)
-        words = [word(pairs) for _ in halves] + [word(groups) for _ in per_block]
-        return [*turned, *words]
+        words = [word(pairs) for _ in halves]
+        words += [word(self.tiling.block_rows) for _ in fields]
+        return [*turned, *words, *(word(groups) for _ in per_block)]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -354,14 +356,24 @@ def _arrays(kernel: _Kernel, refs: Sequence) -> tuple[Arrays, list]:
             both[number] = like, turned[-1][-1]
     count = len(kernel.operands)
     operands, results = both[:count], both[count:]
-    pairs = {}
+    pairs, fields = {}, {}
     for of, given in (("operand", operands), ("result", results)):
         plain = [x for x in given if x[0].block_size is None]
         for number, (like, ref) in enumerate(plain):
             if like.bits is None and ref.dtype.itemsize == 2:
                 pairs[of, number] = refs.pop(0)
+    for of, given in (("operand", operands), ("result", results)):
+        plain = [x for x in given if x[0].block_size is None]
+        for number, (like, _) in enumerate(plain):
+            if _has_fields(like):
+                fields[of, number] = refs.pop(0)
     spread = [refs.pop(0) for o, _ in operands if o.block_size is not None]
-    return Arrays(operands, results, pairs, spread, refs), turned
+    return Arrays(operands, results, pairs, fields, spread, refs), turned
+
+
+def _has_fields(like: Operand | Result) -> bool:
+    """Whether packed fields of it are unpacked before a program's loop."""
+    return like.bits is not None and not is_unrolled(like.bits)
 
 
 @functools.lru_cache(maxsize=1024)

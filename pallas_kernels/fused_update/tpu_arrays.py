@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.fused_update.sharded import Shard
 from pallas_kernels.fused_update.spec import Operand, Result
-from pallas_kernels.fused_update.tpu_tiling import LANES, SUBLANES, Tiling
+from pallas_kernels.fused_update.tpu_tiling import LANES, Tiling, lies_transposed
 from pallas_kernels.layout import block_shape
 
 
@@ -56,24 +56,6 @@ def is_transposed(tiling: Tiling, like: Operand | Result, shape) -> bool:
     rows = tiling.stored_rows(like)
     fits = rows % LANES == 0 or (tiling.grid[1] == 1 and rows == shape[-2])
     return fits and lies_transposed(shape)
-
-
-def lies_transposed(shape: tuple[int, ...]) -> bool:
-    """Whether XLA:TPU stores rows, and not columns, next to each other.
-
-    Arrays are stored in tiles of 8 x 128. Of the two ways to lay out the last two axes
-    it takes the one with less padding.
-
-    >>> [lies_transposed(shape) for shape in ((4096, 4096), (4096, 1376), (1000, 2048))]
-    [False, True, False]
-    """
-    rows, columns = shape[-2:]
-    size = lambda rows, columns: _tiles(rows, SUBLANES) * _tiles(columns, LANES)
-    return size(columns, rows) < size(rows, columns)
-
-
-def _tiles(length: int, size: int) -> int:
-    return math.ceil(length / size)
 
 
 def swapped(x: jax.Array, yes: bool) -> jax.Array:

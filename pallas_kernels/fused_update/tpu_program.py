@@ -19,11 +19,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.bitfields.fields import get_field, put_fields
 from pallas_kernels.fused_update.spec import Operand, Result
 from pallas_kernels.fused_update.tpu_functions import REGISTER, Functions
 from pallas_kernels.fused_update.tpu_tiling import LANES, SUBLANES, Tiling
-from pallas_kernels.fused_update.tpu_values import Field, Half, Sum, shifted_left, whole
+from pallas_kernels.fused_update.tpu_values import Half, Sum, whole
+from pallas_kernels.fused_update.tpu_words import (
+    every,
+    field,
+    joined,
+    pack,
+    part,
+    unpack,
+)
+from pallas_kernels.fused_update.words import is_unrolled
 from pallas_kernels.layout import block_shape
 
 
@@ -34,6 +42,7 @@ class Arrays:
     Args:
       operands, results: references, with what they are.
       pairs: of each operand, then each result, of 16 bits: its rows in pairs.
+      fields: of each packed one whose offsets do not repeat within a group: its fields.
       spread: of each operand per block, its elements per group.
       gathered: of each result per block.
     """
@@ -41,6 +50,7 @@ class Arrays:
     operands: list[tuple[Operand, typing.Any]]
     results: list[tuple[Result, typing.Any]]
     pairs: dict[tuple[str, int], typing.Any]
+    fields: dict[tuple[str, int], typing.Any]
     spread: list
     gathered: list
 
@@ -82,8 +92,10 @@ class BlockProgram:
             return first + jnp.int32(unroll), None
 
         self._spread()
+        self._unpack()
         # A fori_loop counts in int64 with 64-bit types on.
         lax.scan(units, jnp.int32(0), length=count // unroll)
+        self._pack()
         self._gather()
 
     def keep(self) -> None:
@@ -129,55 +141,56 @@ class BlockProgram:
                 x if here is None else jnp.where(here, whole(x), jnp.uint32(0))
                 for x, here in zip(fields, exist, strict=True)
             ]
-            words = _put(fields, result.bits)
-            part = self._part(ref, unit, SUBLANES * len(words))
-            for w, word in enumerate(words):
-                part[_every(w, len(words)), :] = word
+            if is_unrolled(result.bits):
+                fields = joined(fields, result.bits)
+            else:
+                ref = self.arrays.fields["result", number]
+            here = part(ref, unit, SUBLANES * len(fields))
+            for row, value in enumerate(fields):
+                here[every(row, len(fields)), :] = whole(value)
 
     def _loaded(self, unit: jax.Array) -> list[list]:
         """The values of each row of the groups, per operand that is not per block."""
         group, columns = self.tiling.group, []
         plain = ((o, ref) for o, ref in self.arrays.operands if o.block_size is None)
         for number, (operand, ref) in enumerate(plain):
-            if operand.bits is not None:
+            if operand.bits is not None and is_unrolled(operand.bits):
                 count = group * operand.bits // 32
-                part = self._part(ref, unit, SUBLANES * count)
-                words = [part[_every(w, count), :] for w in range(count)]
+                here = part(ref, unit, SUBLANES * count)
+                words = [here[every(w, count), :] for w in range(count)]
                 columns.append(
-                    [_field(words, row, operand.bits) for row in range(group)]
+                    [field(words, row, operand.bits) for row in range(group)]
                 )
-            elif ref.dtype.itemsize == 2:
-                part = self._part(ref, unit, self.tiling.unit_rows)
+                continue
+            if operand.bits is not None:
+                ref = self.arrays.fields["operand", number]
+            if ref.dtype.itemsize == 2:
+                here = part(ref, unit, self.tiling.unit_rows)
                 pairs = self._pairs("operand", number, unit)
-                pairs[...] = pltpu.bitcast(part[...], jnp.uint32)
+                pairs[...] = pltpu.bitcast(here[...], jnp.uint32)
                 columns.append(_halves(pairs, group, ref.dtype))
             else:
-                part = self._part(ref, unit, self.tiling.unit_rows)
-                columns.append([part[_every(row, group), :] for row in range(group)])
+                here = part(ref, unit, self.tiling.unit_rows)
+                columns.append([here[every(row, group), :] for row in range(group)])
         return [list(values) for values in zip(*columns, strict=True)]
 
     def _store(self, unit: jax.Array, number: int, ref, rows: Sequence) -> None:
         """Store the rows of the groups in a plain array."""
         group = self.tiling.group
-        part = self._part(ref, unit, self.tiling.unit_rows)
+        here = part(ref, unit, self.tiling.unit_rows)
         if ref.dtype.itemsize != 2:
             for row, value in enumerate(rows):
-                part[_every(row, group), :] = whole(value)
+                here[every(row, group), :] = whole(value)
             return
         pairs = self._pairs("result", number, unit)
         for row in range(0, group, 2):
             low, high = rows[row].word >> jnp.uint32(16), rows[row + 1].alone()
-            pairs[_every(row // 2, group // 2), :] = low | high
-        part[...] = pltpu.bitcast(pairs[...], ref.dtype)
+            pairs[every(row // 2, group // 2), :] = low | high
+        here[...] = pltpu.bitcast(pairs[...], ref.dtype)
 
     def _pairs(self, of: str, number: int, unit: jax.Array):
         ref = self.arrays.pairs[of, number]
-        return self._part(ref, unit, self.tiling.unit_rows // 2)
-
-    def _part(self, ref, unit: jax.Array, rows: int):
-        """The rows of a unit."""
-        start = pl.multiple_of(unit * jnp.int32(rows), rows)
-        return ref.at[pl.ds(start, rows), :]
+        return part(ref, unit, self.tiling.unit_rows // 2)
 
     def _index(self, first: jax.Array, offset: int, row: int) -> Sum:
         """The elements' indices in the whole leaf."""
@@ -254,6 +267,22 @@ class BlockProgram:
         height, width = block_shape(size)
         return height // self.tiling.group, width
 
+    def _unpack(self) -> None:
+        """Write fields to their own memory."""
+        plain = ((o, ref) for o, ref in self.arrays.operands if o.block_size is None)
+        for number, (operand, ref) in enumerate(plain):
+            rows = self.arrays.fields.get(("operand", number))
+            if rows is not None:
+                unpack(ref, rows, operand.bits or 0)
+
+    def _pack(self) -> None:
+        """Write words of the fields in their own memory."""
+        plain = ((r, ref) for r, ref in self.arrays.results if r.block_size is None)
+        for number, (result, ref) in enumerate(plain):
+            rows = self.arrays.fields.get(("result", number))
+            if rows is not None:
+                pack(rows, ref, result.bits or 0)
+
     def _spread(self) -> None:
         """Write each element per block to all groups and lanes of the block."""
         for (operand, ref), spread in zip(
@@ -268,14 +297,14 @@ class BlockProgram:
             )
             words = lax.bitcast_convert_type(chosen, jnp.uint32)
             for groups in range(height):
-                spread[_every(groups, height, len(words)), :] = words
+                spread[every(groups, height, len(words)), :] = words
 
     def _gather(self) -> None:
         """Write the elements per block, of the programs' share of their lanes."""
         results = [(r, x) for r, x in self.arrays.results if r.block_size is not None]
         for (result, ref), gathered in zip(results, self.arrays.gathered, strict=True):
             height, width = self._sublanes_and_lanes(result.block_size or 0)
-            words = gathered[_every(0, height, ref.shape[0]), :]
+            words = gathered[every(0, height, ref.shape[0]), :]
             stored = lax.bitcast_convert_type(words, jnp.int32)
             lane = lax.broadcasted_iota(jnp.int32, stored.shape, 1)
             source = (lane * jnp.int32(width)) & jnp.int32(LANES - 1)
@@ -295,34 +324,9 @@ class BlockProgram:
                 ref[...] = lax.bitcast_convert_type(new, ref.dtype)
 
 
-def _every(first: int, stride: int, size: int = SUBLANES):
-    return pl.ds(first, size, stride=stride) if stride > 1 else pl.ds(first, size)
-
-
-def _field(words: Sequence[jax.Array], row: int, bits: int):
-    """Fields of a row of a group; those that lie in two words as an array."""
-    word, shift = divmod(row * bits, 32)
-    if shift + bits <= 32:
-        return Field(words[word], shift, bits)
-    return get_field(words, row, bits)
-
-
-def _put(fields: Sequence, bits: int) -> list[jax.Array]:
-    """The words of a group's fields."""
-    if 32 % bits:
-        return put_fields([whole(x) for x in fields], bits)
-    count, words = 32 // bits, []
-    for start in range(0, len(fields), count):
-        word = whole(fields[start])
-        for number, field in enumerate(fields[start + 1 : start + count], 1):
-            word = word | shifted_left(field, number * bits)
-        words.append(word)
-    return words
-
-
 def _halves(pairs, group: int, dtype) -> list[Half]:
     """The rows of the groups, of pairs of rows."""
-    words = [pairs[_every(i, group // 2), :] for i in range(group // 2)]
+    words = [pairs[every(i, group // 2), :] for i in range(group // 2)]
     return [
         Half(word if high else word << jnp.uint32(16), jnp.dtype(dtype))
         for word in words

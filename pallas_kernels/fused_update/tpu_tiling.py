@@ -2,7 +2,7 @@
 
 A leaf is seen as matrices of rows and columns, one for each index of the axes before
 the rows. A program updates a block of rows by 128 columns. It goes through the block in
-units of registers: a *group* is the rows after which packed fields repeat, and a
+units of registers: a *group* is the rows after which most packed fields repeat, and a
 register of 8 sublanes holds one row of each of 8 neighbouring groups. So the fields of
 one word are in as many registers, at the same sublane and lane as the word in its own.
 """
@@ -13,12 +13,13 @@ import math
 from pallas_kernels.bitfields.fields import period
 from pallas_kernels.fused_update.sharded import Shard
 from pallas_kernels.fused_update.spec import Leaf, Operand, Result
-from pallas_kernels.layout import TILE_ROWS, block_shape
+from pallas_kernels.fused_update.words import is_unrolled
+from pallas_kernels.layout import block_shape
 
 LANES, SUBLANES = 128, 8
-_LEAST_GROUP, _MOST_GROUP = 4, TILE_ROWS
+_LEAST_GROUP = 4
 # A block and what is computed of it, twice, because the next one is loaded meanwhile.
-_MOST_BYTES = 14 * 2**20
+_MOST_BYTES, _MOST_TURNED_BYTES = 14 * 2**20, 32 * 2**20
 _MOST_ROWS, _LEAST_ROWS = 2048, 128
 _MOST_UNROLLED = 8
 
@@ -100,42 +101,64 @@ class Tiling:
 
 
 def group_of(leaf: Leaf) -> int:
-    """The rows of a group: whole words of every width, and an 8th of every block."""
+    """The rows of a group: whole words of most widths, and an 8th of every block.
+
+    Fields of other widths are in words of their own, see :mod:`.tpu_words`.
+    """
     parts = (block_shape(size)[0] // SUBLANES for size in leaf.block_sizes)
-    words = (period(bits)[0] for bits in leaf.packed)
+    words = (period(bits)[0] for bits in leaf.packed if is_unrolled(bits))
     return math.lcm(_LEAST_GROUP, *words, *parts)
 
 
-def has_groups(leaf: Leaf) -> bool:
-    """Whether a block of 8 rows, the lowest, has whole groups."""
-    return group_of(leaf) <= _MOST_GROUP
-
-
 def tiling_of(shard: Shard) -> Tiling:
-    """The tiling of a leaf's part; the leaf :func:`has_groups`."""
+    """The tiling of a leaf's part."""
     leaf = shard.leaf
     heights, widths = zip((1, 1), *map(block_shape, leaf.block_sizes), strict=True)
     group = group_of(leaf)
-    # A register holds 8 groups of each block, or more blocks.
-    unit = max(_LEAST_ROWS, SUBLANES * max(heights))
+    periods = [period(bits)[0] for bits in leaf.packed]
+    # A register holds 8 groups of each block, or more blocks, and 8 periods of words.
+    unit = max(_LEAST_ROWS, *(SUBLANES * rows for rows in (*heights, *periods)))
     bytes_per_row = 2 * LANES * sum(map(_bytes_of, (*leaf.operands, *leaf.results)))
-    rows = _MOST_ROWS
-    while rows > unit and rows * bytes_per_row > _MOST_BYTES:
+    rows, most = _MOST_ROWS, _MOST_BYTES
+    # Words that lie transposed are in whole tiles, if there is memory for as many.
+    of_tiles = LANES * max(periods, default=1)
+    if lies_transposed(shard.shape) and of_tiles * bytes_per_row <= _MOST_TURNED_BYTES:
+        rows, most = max(rows, of_tiles), max(most, of_tiles * bytes_per_row)
+    while rows > unit and rows * bytes_per_row > most:
         rows //= 2
     return Tiling(
         shard.shape,
         leaf.shape,
         group,
-        math.lcm(*heights, *(period(bits)[0] for bits in leaf.packed)),
+        math.lcm(*heights, *periods),
         max(widths),
         min(rows, math.ceil(shard.shape[-2] / unit) * unit),
     )
 
 
+def lies_transposed(shape: tuple[int, ...]) -> bool:
+    """Whether XLA:TPU stores rows, and not columns, next to each other.
+
+    Arrays are stored in tiles of 8 x 128. Of the two ways to lay out the last two axes
+    it takes the one with less padding.
+
+    >>> [lies_transposed(shape) for shape in ((4096, 4096), (4096, 1376), (1000, 2048))]
+    [False, True, False]
+    """
+    rows, columns = shape[-2:]
+    size = lambda rows, columns: _tiles(rows, SUBLANES) * _tiles(columns, LANES)
+    return size(columns, rows) < size(rows, columns)
+
+
+def _tiles(length: int, size: int) -> int:
+    return math.ceil(length / size)
+
+
 def _bytes_of(like: Operand | Result) -> float:
     """Bytes per element, with those of scratch memory."""
     if like.bits is not None:
-        return like.bits / 8
+        # Scratch memory is there once.
+        return like.bits / 8 + (0 if is_unrolled(like.bits) else 2)
     if like.block_size is not None:
         return 1.0
     array = like.array if isinstance(like, Operand) else like
