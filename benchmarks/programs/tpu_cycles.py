@@ -14,8 +14,11 @@ from unittest import mock
 import jax
 
 from benchmarks.programs.tpu_program import MODELS, STEPS
-from pallas_kernels.fused_update import tpu
-from tools.tpu_program.schedule import parts_of, request_schedules
+from pallas_kernels.bitfields.fields import period
+from pallas_kernels.fused_update import Leaf, tpu
+from pallas_kernels.fused_update.tpu_tiling import SUBLANES, Tiling
+from pallas_kernels.fused_update.words import is_unrolled
+from tools.tpu_program.schedule import loops_of, parts_of, request_schedules
 from tools.tpu_program.steps import lower_step
 from tools.tpu_program.targets import TARGETS, tpu_mesh
 
@@ -27,9 +30,10 @@ REGISTER = 1024
 
 def row(name: str, target: str, folder: pathlib.Path) -> tuple[dict, dict]:
     """The facts of a step's kernel, and its operations by name, per 1,024."""
-    tilings, tiling_of = [], tpu.tiling_of
+    shards, tilings, tiling_of = [], [], tpu.tiling_of
 
     def noted(shard):
+        shards.append(shard)
         tilings.append(tiling_of(shard))
         return tilings[-1]
 
@@ -37,25 +41,40 @@ def row(name: str, target: str, folder: pathlib.Path) -> tuple[dict, dict]:
     with mock.patch.object(tpu, "tiling_of", noted):
         step = lower_step(STEPS[name](implementation=None), MODELS["4096"], mesh=mesh)
     moved = step.moved  # compiles it
-    parts, tiling = parts_of(folder), tilings[-1]
+    outside, loops, tiling = parts_of(folder)[1], loops_of(folder), tilings[-1]
     block = tiling.block_rows * 128 / REGISTER
-    turns = tiling.units / tiling.unroll
-    per = lambda x: (parts[1].units[x] + turns * parts[2].units[x]) / block
+    turns = _turns(shards[-1].leaf, tiling)
+    parts = [(1.0, outside), *zip(turns, loops, strict=True)]
+    per = lambda x: sum(count * part.units[x] for count, part in parts) / block
     memory = moved * REGISTER * CLOCKS[target] / TARGETS[target].bandwidth
-    cycles = (parts[1].bundles + turns * parts[2].bundles) / block
+    cycles = sum(count * part.bundles for count, part in parts) / block
+    largest = max(parts[1:], key=lambda part: part[0] * part[1].bundles)
     facts = {
         "step": name,
         "target": target,
         "cycles": round(cycles, 1),
         "memory's": round(memory, 1),
         "ratio": round(cycles / memory, 2),
-        "of the loop": round(turns * parts[2].bundles / block, 1),
+        "of the loop": round(largest[0] * largest[1].bundles / block, 1),
         "vector operations": round(per("VALU"), 1),
         "loads": round(per("VLOAD"), 1),
         "stores": round(per("VSTORE"), 1),
     }
-    in_loop = parts[2].operations.most_common()
-    return facts, {x: round(turns * n / block, 2) for x, n in in_loop}
+    in_loop = largest[1].operations.most_common()
+    return facts, {x: round(largest[0] * n / block, 2) for x, n in in_loop}
+
+
+def _turns(leaf: Leaf, tiling: Tiling) -> list[float]:
+    """How often each loop of a program runs: unpacking, updating, packing."""
+    unpacked, packed = (
+        [
+            tiling.block_rows / (SUBLANES * period(x.bits)[0])
+            for x in arrays
+            if x.bits is not None and not is_unrolled(x.bits)
+        ]
+        for arrays in (leaf.operands, leaf.results)
+    )
+    return [*unpacked, tiling.units / tiling.unroll, *packed]
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -29,6 +29,12 @@ STEPS = {
     "extra_bits_adamw(8)": lambda **options: lo.extra_bits_adamw(
         1e-3, bits=8, **options
     ),
+    "extra_bits_adamw(5)": lambda **options: lo.extra_bits_adamw(
+        1e-3, bits=5, **options
+    ),
+    'lowbit_adamw(moments="low")': lambda **options: lo.lowbit_adamw(
+        1e-3, moments="low", **options
+    ),
     "kahan_adamw": lambda **options: lo.kahan_adamw(1e-3, **options),
     "sr_adamw": lambda **options: lo.sr_adamw(1e-3, **options),
     "lpmm_adam, 12 bits": lambda **options: lo.lpmm_adam(1e-3, **options),

@@ -12,7 +12,9 @@ import pathlib
 import re
 import tempfile
 
-_BUNDLE = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*:\s*([> ]*)\{")
+_BUNDLE = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+([A-Z]{2})?\s*:\s*([> ]*)\{")
+_LOOP = "LB"
+"""The label of a loop's first bundle."""
 _OPERATION = re.compile(r"(?:= |; )\s*(v[a-z0-9_]+(?:\.[a-z0-9]+)*)")
 
 
@@ -30,6 +32,16 @@ class Part:
     units: collections.Counter
     operations: collections.Counter
 
+    def __add__(self, other: "Part") -> "Part":
+        return Part(
+            self.bundles + other.bundles,
+            self.units + other.units,
+            self.operations + other.operations,
+        )
+
+
+_NOTHING = Part(0, collections.Counter(), collections.Counter())
+
 
 def request_schedules() -> pathlib.Path:
     """The new folder in which libtpu will write schedules; before it is loaded."""
@@ -43,10 +55,28 @@ def request_schedules() -> pathlib.Path:
 def parts_of(folder: pathlib.Path, kernel: str = "fused_update") -> dict[int, Part]:
     """By depth, the bundles of the kernel that was compiled last.
 
-    Depth 0 runs once, 1 once per program, and 2 is the loop of each program.
+    Depth 0 runs once, 1 once per program, and 2 has the loops of each program, see
+    :func:`loops_of`.
 
     Raises:
       FileNotFoundError: if no such kernel was compiled since :func:`request_schedules`.
+    """
+    parts: dict[int, Part] = {}
+    for depth, _, part in _runs(folder, kernel):
+        parts[depth] = parts.get(depth, _NOTHING) + part
+    return parts
+
+
+def loops_of(folder: pathlib.Path, kernel: str = "fused_update") -> list[Part]:
+    """The loops of each program of that kernel, in their order."""
+    runs = _runs(folder, kernel)
+    return [part for depth, label, part in runs if depth == 2 and label == _LOOP]
+
+
+def _runs(folder: pathlib.Path, kernel: str) -> list[tuple[int, str | None, Part]]:
+    """Bundles of one depth, or one loop, that follow each other.
+
+    Of each the depth, the label of the first bundle, and the bundles.
     """
     schedule = _last(folder, f"*{kernel}*final_bundles.txt", "schedule-analysis")
     used = _last(folder, f"*{kernel}*final_hlo-static-per-bundle-utilization.txt")
@@ -54,22 +84,26 @@ def parts_of(folder: pathlib.Path, kernel: str = "fused_update") -> dict[int, Pa
     start = lines.index("== UTILIZATION:")
     units = [name.strip() for name in lines[start - 2].split(",")]
     counts = [list(map(int, line.split())) for line in lines[start + 1 :] if line]
-    bundles: list[tuple[int, str]] = []
+    bundles: list[tuple[int, str | None, str]] = []
     for line in schedule.read_text().splitlines():
         found = _BUNDLE.match(line)
         if found:
-            bundles.append((found[1].count(">"), line))
+            bundles.append((found[2].count(">"), found[1], line))
         elif bundles:
-            bundles[-1] = bundles[-1][0], bundles[-1][1] + line
-    parts: dict[int, Part] = {}
-    for (depth, text), row in zip(bundles, counts, strict=True):
-        old = parts.get(depth, Part(0, collections.Counter(), collections.Counter()))
-        parts[depth] = Part(
-            old.bundles + 1,
-            old.units + collections.Counter(dict(zip(units, row, strict=True))),
-            old.operations + collections.Counter(_OPERATION.findall(text)),
+            *place, text = bundles[-1]
+            bundles[-1] = *place, text + line
+    runs: list[tuple[int, str | None, Part]] = []
+    for (depth, label, text), row in zip(bundles, counts, strict=True):
+        part = Part(
+            1,
+            collections.Counter(dict(zip(units, row, strict=True))),
+            collections.Counter(_OPERATION.findall(text)),
         )
-    return parts
+        if runs and runs[-1][0] == depth and label != _LOOP:
+            _, label, before = runs.pop()
+            part = before + part
+        runs.append((depth, label, part))
+    return runs
 
 
 def _last(folder: pathlib.Path, pattern: str, but: str = "\n") -> pathlib.Path:
