@@ -142,7 +142,6 @@ FORMATS = {
     "eight bits": {"moments": block_quantized(8)},
     "eight bits linear": {"moments": block_quantized(8, code="linear")},
     "four bits": {"moments": block_quantized(4)},
-    "six bits": {"moments": block_quantized(6)},
     "blocks of 128": {"moments": block_quantized(8, block_size=128)},
     "odd widths and high blocks": {
         "weights": extra_bits(5),
@@ -160,6 +159,53 @@ def test_every_format_has_the_same_bits(name, only_kernels):
     run = functools.partial(trained, params=params, series=series, **FORMATS[name])
     assert_same_bits(run("tpu"), run("xla"))
     assert True in only_kernels
+
+
+NARROW = {
+    "e4m3fn": (jnp.float8_e4m3fn, {"weights": extra_bits(8)}),
+    "e5m2": (jnp.float8_e5m2, {"weights": stochastic_rounding()}),
+    "e5m2 kahan": (jnp.float8_e5m2, {"weights": kahan()}),
+    "e4m3fn eight bits": (jnp.float8_e4m3fn, {"moments": block_quantized(8)}),
+    "float16": (jnp.float16, {"weights": extra_bits(12)}),
+    "float16 odd": (jnp.float16, {"weights": extra_bits(5, rounding="toward_zero")}),
+    "moments of e5m2": (jnp.bfloat16, {"moments": cast(jnp.float8_e5m2)}),
+    "moments of float16": (jnp.bfloat16, {"moments": cast(jnp.float16)}),
+}
+
+
+@pytest.mark.slow_to_compile
+@pytest.mark.parametrize(("dtype", "options"), NARROW.values(), ids=NARROW)
+def test_every_narrow_dtype_has_the_same_bits(dtype, options, only_kernels):
+    params = {"kernel": normal((133, 256), dtype)}
+    series = dyadic_series(params, 2)
+    run = functools.partial(trained, params=params, series=series, **options)
+    assert_same_bits(run("tpu"), run("xla"))
+    assert only_kernels
+    assert all(only_kernels)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_gradients_of_every_dtype_have_the_same_bits(dtype, only_kernels):
+    params = {"kernel": normal((133, 131))}
+    # Every pattern: subnormals, infinities and NaNs, whose bits are not promised.
+    width = 8 * jnp.dtype(dtype).itemsize
+    bits = np.random.default_rng(0).integers(0, 2**width, (133, 131))
+    every = jnp.asarray(bits.astype(f"uint{width}").view(dtype))
+    run = functools.partial(trained, params=params, weights=extra_bits(8))
+    grads = {"kernel": jnp.where(jnp.isnan(every), 0, every)}
+    assert_same_bits(run("tpu", series=[grads]), run("xla", series=[grads]))
+    new, _ = run("tpu", series=[{"kernel": every}])
+    np.testing.assert_array_equal(jnp.isnan(new["kernel"]), jnp.isnan(every))
+    assert all(only_kernels)
+
+
+def test_plain_float16_is_left_to_the_reference(only_kernels):
+    params = {"kernel": normal((133, 256), jnp.float16)}
+    series = dyadic_series(params, 2)
+    run = functools.partial(trained, params=params, series=series, weights=kahan())
+    assert_same_bits(run("tpu"), run("xla"))
+    assert only_kernels
+    assert not any(only_kernels)
 
 
 @pytest.mark.parametrize("shape", TRANSPOSED.values(), ids=TRANSPOSED)
@@ -259,15 +305,27 @@ def test_a_body_with_other_operations_is_left_to_the_reference():
     assert not accepted(same, jnp.float16)
     assert accepted(same, jnp.float32)
     assert accepted(same, jnp.bfloat16)
+    assert accepted(same, jnp.float8_e4m3fn)
 
 
-def test_64_bit_types_are_left_to_the_reference(only_kernels):
-    body, shape = Mixture((8,)), SHAPES["even"]
+@pytest.mark.parametrize("widths", [(8,), (5,)])
+def test_64_bit_types_change_nothing(widths, only_kernels):
+    body, shape = Mixture(widths), SHAPES["even"]
     arrays, held = body.arrays(shape)
     with jax.enable_x64(True):
         got = body.update(arrays, shape, "tpu", scalars=jnp.asarray(TABLE), row=0)
     assert_equal(got, body.want(held, [1, 2], index_of(shape)))
-    assert only_kernels == [False]
+    assert only_kernels == [True]
+
+
+@pytest.mark.parametrize("name", ["eight bits", "stochastic"])
+def test_formats_have_the_same_bits_with_64_bit_types(name, only_kernels):
+    params = {"kernel": normal((133, 256))}
+    series = dyadic_series(params, 1)
+    run = functools.partial(trained, params=params, series=series, **FORMATS[name])
+    with jax.enable_x64(True):
+        assert_same_bits(run("tpu"), run("xla"))
+    assert only_kernels == [True]
 
 
 @pytest.mark.parametrize("parts", [(2, 1), (1, 2), (4, 2), (1, 8)])

@@ -65,8 +65,13 @@ def test_steps_of_sgd_have_the_same_bits(shape, bits, block_size):
 # Large enough for a TPU's kernel.
 @pytest.mark.parametrize(
     ("shape", "bits", "block_size"),
-    [((128, 256), 12, 2048), ((133, 131), 12, 2048), ((2, 72, 257), 8, 256)],
-    ids=["even", "ragged", "stacked"],
+    [
+        ((128, 256), 12, 2048),
+        ((133, 131), 12, 2048),
+        ((2, 72, 257), 8, 256),
+        ((133, 131), 10, 2048),
+    ],
+    ids=["even", "ragged", "stacked", "ten bits"],
 )
 def test_steps_of_sgd_on_tpus_have_the_same_bits(shape, bits, block_size):
     params = quantised(shape, bits, block_size)

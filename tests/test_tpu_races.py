@@ -17,7 +17,7 @@ from optimizers import assert_same_bits
 from quantised import quantised, shrinking
 from test_implementations import dyadic_series, normal, trained
 
-from lowbit_optax import block_quantized, extra_bits, kahan
+from lowbit_optax import block_quantized, extra_bits, kahan, stochastic_rounding
 from lowbit_optax.formats import quantized_weights
 from pallas_kernels.fused_update import tpu
 
@@ -32,12 +32,17 @@ pytestmark = [
 # of each, whose scales are in the same row.
 SHAPE = (2, 72, 257)
 # Plain arrays have kernels if their columns fill registers.
-SHAPES = {"halves": (2, 72, 256), "transposed blocks": (2, 1024, 136)}
+SHAPES = {
+    "halves": (2, 72, 256),
+    "bytes": (2, 72, 256),
+    "transposed blocks": (2, 1024, 136),
+}
 FORMATS = {
     "words": {"weights": extra_bits(8)},
     "odd words": {"weights": extra_bits(5)},
     "halves": {"weights": kahan()},
     "blocks": {"moments": block_quantized(8)},
+    "bytes": {"weights": stochastic_rounding()},
     "transposed blocks": {"moments": block_quantized(8)},
     "lpmm": {
         "weights": quantized_weights(),
@@ -69,7 +74,8 @@ def races_are_errors(monkeypatch):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_kind_of_array_is_free_of_races(name):
-    params = {"kernel": normal(SHAPES.get(name, SHAPE))}
+    dtype = jnp.float8_e5m2 if name == "bytes" else jnp.bfloat16
+    params = {"kernel": normal(SHAPES.get(name, SHAPE), dtype)}
     series = dyadic_series(params, 1)
     if name == "lpmm":
         params = quantised(SHAPE, 12, 2048)

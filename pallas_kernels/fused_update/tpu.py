@@ -23,28 +23,34 @@ from pallas_kernels.fused_update.launch import Call, manual_axes, result_shapes
 from pallas_kernels.fused_update.sharded import Shard
 from pallas_kernels.fused_update.spec import BlockBody, Body, Leaf, Operand, Result
 from pallas_kernels.fused_update.tpu_arrays import (
+    as_given,
+    as_held,
     as_matrices,
+    held_as,
     is_transposed,
     merged_axes,
     swapped,
 )
 from pallas_kernels.fused_update.tpu_forms import DTYPES
 from pallas_kernels.fused_update.tpu_functions import traced
-from pallas_kernels.fused_update.tpu_program import Arrays, BlockProgram
+from pallas_kernels.fused_update.tpu_program import BlockProgram
 from pallas_kernels.fused_update.tpu_quotients import generation_of_target
+from pallas_kernels.fused_update.tpu_scratch import arrays_of, scratch_of
 from pallas_kernels.fused_update.tpu_tiling import (
     LANES,
-    SUBLANES,
     Tiling,
     tiling_of,
 )
-from pallas_kernels.fused_update.words import is_unrolled
 from pallas_kernels.layout import Layout, block_shape, layout_of
 
 _LEAST_ELEMENTS = 2**14
 _LEAST_COLUMNS = 16
 """With fewer, the lanes that a kernel has no use for cost more than XLA's passes."""
 _MEMORY_LIMIT = 64 * 2**20
+_OF_BLOCKS = frozenset(
+    jnp.dtype(t) for t in (jnp.float32, jnp.int32, jnp.uint32, jnp.bfloat16)
+)
+"""The dtypes of what is stored per block."""
 
 
 def max_leaves(leaves: Sequence[Leaf]) -> int:
@@ -66,9 +72,7 @@ def accepts(body: Body | BlockBody, leaf: Leaf, scalars: int) -> bool:
       leaf: whole, its operands with arrays or their ShapeDtypeStructs.
       scalars: how many the body gets.
     """
-    # Pallas' TPU backend cannot lower kernels with 64-bit types on.
-    has_64_bits = jax.dtypes.canonicalize_dtype(np.int64) == np.int64
-    if has_64_bits or len(leaf.shape) < 2:
+    if len(leaf.shape) < 2:
         return False
     leaf = leaf.with_arrays(
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaf.arrays]
@@ -78,10 +82,19 @@ def accepts(body: Body | BlockBody, leaf: Leaf, scalars: int) -> bool:
         return False
     if math.prod(leaf.shape[-2:]) < _LEAST_ELEMENTS or not _is_wide(leaf, leaf.shape):
         return False
-    dtypes = {x.array.dtype for x in leaf.operands} | {x.dtype for x in leaf.results}
-    if not dtypes <= DTYPES:
+    both = [*((o, o.array.dtype) for o in leaf.operands)]
+    both += [(r, r.dtype) for r in leaf.results]
+    if not all(dtype in _dtypes(like, leaf) for like, dtype in both):
         return False
     return _functions(body, _without_arrays(leaf.operands), scalars).are_supported
+
+
+def _dtypes(like: Operand | Result, leaf: Leaf) -> frozenset:
+    """The dtypes that an operand or result may have."""
+    if like.block_size is not None:
+        return _OF_BLOCKS
+    # Of plain arrays XLA makes one pass, which is less than to copy float16.
+    return DTYPES if leaf.has_words_or_blocks else DTYPES - {jnp.dtype(jnp.float16)}
 
 
 def update(call: Call) -> list[jax.Array]:
@@ -123,7 +136,7 @@ def update(call: Call) -> list[jax.Array]:
     if layer is None:
         layer = jnp.zeros((1,), jnp.int32)
     of_operands, of_results = kernel.transposed_by_kind
-    arrays = [as_matrices(x) for x in leaf.arrays]
+    arrays = [as_held(as_matrices(x)) for x in leaf.arrays]
     outputs = _outputs(shard)
     if call.interpret:
         arrays = [
@@ -150,6 +163,7 @@ def update(call: Call) -> list[jax.Array]:
     if call.interpret:
         pairs = zip(written, shapes, strict=True)
         written = [x[:, : shape[-2], : shape[-1]] for x, shape in pairs]
+    written = [as_given(x, r.dtype) for x, r in zip(written, leaf.results, strict=True)]
     return _as_given(written, given)
 
 
@@ -206,7 +220,7 @@ class _Kernel:
         width = 1 if like.block_size is None else block_shape(like.block_size)[1]
         matrices = self.tiling.matrices if stacked else 0
 
-        def block(matrix, rows, columns, layer):
+        def block(matrix, rows, columns, layer, *_):
             # Divided as int32, as the program's numbers are.
             first = layer[0] * jnp.int32(matrices) if matrices else jnp.int32(0)
             columns = lax.div(columns, jnp.int32(width))
@@ -236,34 +250,10 @@ class _Kernel:
         )
         return lax.bitcast_convert_type(bits, x.dtype)
 
-    @property
-    def scratch(self) -> list:
-        """Blocks that are transposed, and the scratch memory of :class:`Arrays`."""
-        pairs, groups = self.tiling.block_rows // 2, self.tiling.units * SUBLANES
-        both = [*((o, o.array) for o in self.operands), *((r, r) for r in self.results)]
-        per_block = [x for x, _ in both if x.block_size is not None]
-        halves = [
-            dtyped
-            for x, dtyped in both
-            if x.block_size is None and x.bits is None and dtyped.dtype.itemsize == 2
-        ]
-        rows_of = self.tiling.stored_rows
-        turned = [
-            pltpu.VMEM((rows_of(x), LANES), dtyped.dtype)
-            for (x, dtyped), yes in zip(both, self.transposed, strict=True)
-            if yes
-        ]
-        fields = [x for x, _ in both if _has_fields(x)]
-        word = lambda rows: pltpu.VMEM((rows, LANES), jnp.uint32)
-        words = [word(pairs) for _ in halves]
-        words += [word(self.tiling.block_rows) for _ in fields]
-        return [*turned, *words, *(word(groups) for _ in per_block)]
-
 
 @functools.lru_cache(maxsize=1024)
 def _call(kernel: _Kernel, outputs: tuple[jax.ShapeDtypeStruct, ...]):
     """The kernel as a jitted function of its arrays."""
-    in_shared_memory = pl.BlockSpec(memory_space=pltpu.SMEM)
     of_operands, of_results = kernel.transposed_by_kind
     specs = [
         kernel.spec(o, i in kernel.stacked, of_operands[i])
@@ -274,14 +264,18 @@ def _call(kernel: _Kernel, outputs: tuple[jax.ShapeDtypeStruct, ...]):
             functools.partial(_program, kernel),
             out_shape=outputs,
             grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=1,
+                # All scalars: the index map that Pallas gives to others counts in
+                # int64 with 64-bit types on, which a TPU does not.
+                num_scalar_prefetch=3,
                 grid=kernel.tiling.grid,
-                in_specs=[in_shared_memory, in_shared_memory, *specs],
+                in_specs=specs,
                 out_specs=[
                     kernel.spec(r, r.overwrites in kernel.stacked, yes)
                     for r, yes in zip(kernel.results, of_results, strict=True)
                 ],
-                scratch_shapes=kernel.scratch,
+                scratch_shapes=scratch_of(
+                    kernel.tiling, kernel.operands, kernel.results, kernel.transposed
+                ),
             ),
             input_output_aliases={
                 3 + r.overwrites: i
@@ -314,7 +308,7 @@ def _program(kernel: _Kernel, layer, place, table, *refs):
     rows_before = jnp.uint32(tiling.block_rows * whole[-1] % 2**32)
     first = first + rows.astype(jnp.uint32) * rows_before
     first = first + columns.astype(jnp.uint32) * jnp.uint32(LANES)
-    arrays, turned = _arrays(kernel, refs)
+    arrays, turned = arrays_of(kernel.operands, kernel.results, kernel.transposed, refs)
     for like, ref, block in turned:
         if isinstance(like, Operand):
             block[...] = ref[...].T
@@ -339,46 +333,16 @@ def _program(kernel: _Kernel, layer, place, table, *refs):
             ref[...] = block[...].T
 
 
-def _arrays(kernel: _Kernel, refs: Sequence) -> tuple[Arrays, list]:
-    """The references of a program.
-
-    Returns:
-      ``(arrays, turned)``: of each array that is transposed, ``turned`` has what it is,
-      its block, and the scratch memory that stands for it in ``arrays``.
-    """
-    refs = list(refs)
-    likes = [*kernel.operands, *kernel.results]
-    both = [(x, refs.pop(0)) for x in likes]
-    turned = []
-    for number, (like, ref) in enumerate(both):
-        if kernel.transposed[number]:
-            turned.append((like, ref, refs.pop(0)))
-            both[number] = like, turned[-1][-1]
-    count = len(kernel.operands)
-    operands, results = both[:count], both[count:]
-    pairs, fields = {}, {}
-    for of, given in (("operand", operands), ("result", results)):
-        plain = [x for x in given if x[0].block_size is None]
-        for number, (like, ref) in enumerate(plain):
-            if like.bits is None and ref.dtype.itemsize == 2:
-                pairs[of, number] = refs.pop(0)
-    for of, given in (("operand", operands), ("result", results)):
-        plain = [x for x in given if x[0].block_size is None]
-        for number, (like, _) in enumerate(plain):
-            if _has_fields(like):
-                fields[of, number] = refs.pop(0)
-    spread = [refs.pop(0) for o, _ in operands if o.block_size is not None]
-    return Arrays(operands, results, pairs, fields, spread, refs), turned
-
-
-def _has_fields(like: Operand | Result) -> bool:
-    """Whether packed fields of it are unpacked before a program's loop."""
-    return like.bits is not None and not is_unrolled(like.bits)
+def _functions(body: Body | BlockBody, operands: tuple[Operand, ...], scalars: int):
+    """The body's functions, traced once for equal leaves."""
+    integers = jax.dtypes.canonicalize_dtype(np.int64)
+    return _traced(body, operands, scalars, integers)
 
 
 @functools.lru_cache(maxsize=1024)
-def _functions(body: Body | BlockBody, operands: tuple[Operand, ...], scalars: int):
-    """The body's functions, traced once for equal leaves."""
+def _traced(body, operands: tuple[Operand, ...], scalars: int, integers: np.dtype):
+    """With the dtype of integers, by which 64-bit types are on or off."""
+    del integers
     sizes = [o.block_size for o in operands if o.block_size is not None]
     return traced(body, operands, sizes, scalars)
 
@@ -402,7 +366,7 @@ def _outputs(shard: Shard) -> tuple[jax.ShapeDtypeStruct, ...]:
     return tuple(
         jax.ShapeDtypeStruct(
             (math.prod(shape[:-2]), *shape[-2:]),
-            r.dtype,
+            held_as(r.dtype),
             manual_axis_type=manual_axes(r, operands),
         )
         for r, shape in zip(results, result_shapes(shard), strict=True)

@@ -9,6 +9,8 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from pallas_kernels.fused_update.sharded import Shard
 from pallas_kernels.fused_update.spec import Operand, Result
@@ -61,3 +63,19 @@ def is_transposed(tiling: Tiling, like: Operand | Result, shape) -> bool:
 def swapped(x: jax.Array, yes: bool) -> jax.Array:
     """An array with rows and columns swapped, if they are."""
     return jnp.swapaxes(x, -1, -2) if yes else x
+
+
+def held_as(dtype) -> np.dtype:
+    """The dtype that an array has in a kernel: Mosaic loads no float16."""
+    return np.dtype(np.uint16 if dtype == np.float16 else dtype)
+
+
+def as_held(x: jax.Array) -> jax.Array:
+    """An array in the dtype that it has in a kernel. XLA copies float16."""
+    held = held_as(x.dtype)
+    return x if held == x.dtype else lax.bitcast_convert_type(x, held)
+
+
+def as_given(x: jax.Array, dtype) -> jax.Array:
+    """The inverse of :func:`as_held`."""
+    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)

@@ -1,8 +1,8 @@
 """Bodies of updates in the operations that TPU kernels have: those of 32 bits.
 
 A TPU's vector registers hold 32-bit elements, and arithmetic on others is missing or
-slow. So a body's jaxpr is evaluated with its bfloat16 and uint16 values in the upper
-halves of 32-bit words, where they are the patterns of float32 already. Widening one is
+slow. So a body's jaxpr is evaluated with its values of 8 and 16 bits in the upper bits
+of 32-bit words, where bfloat16s are the patterns of float32 already. Widening one is
 then free, and so are the shifts by 16 around it.
 
 What depends on scalars only, such as random keys, is computed once per program of the
@@ -25,8 +25,8 @@ from pallas_kernels.fused_update import operations
 from pallas_kernels.fused_update.tpu_quotients import rules_of
 from pallas_kernels.fused_update.tpu_values import (
     Field,
-    Half,
     Lazy,
+    Narrow,
     ReversedBytes,
     SignedField,
     Sum,
@@ -34,9 +34,14 @@ from pallas_kernels.fused_update.tpu_values import (
 )
 from pallas_kernels.jaxprs import ClosedJaxpr
 
-_HALVES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.uint16))
+_UNSIGNED = (jnp.dtype(jnp.uint8), jnp.dtype(jnp.uint16))
+_FLOATS = tuple(
+    jnp.dtype(t)
+    for t in (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)
+)
+_NARROW = (*_FLOATS, *_UNSIGNED)
 _PLAIN = (jnp.dtype(t) for t in (jnp.float32, jnp.int32, jnp.uint32, jnp.bool_))
-DTYPES = frozenset((*_PLAIN, *_HALVES))
+DTYPES = frozenset((*_PLAIN, *_NARROW))
 """The dtypes of values that kernels take."""
 
 _ADDITIONS = (p.add_p, p.add_jaxvals_p)
@@ -98,7 +103,7 @@ class Function:
         hoisted: "Hoisted | None" = None,
         generation: int | None = None,
     ):
-        """The function's results: arrays, each :class:`Half`, or see :func:`whole`.
+        """The function's results: arrays, each :class:`Narrow`, or see :func:`whole`.
 
         Args:
           *args: its arguments.
@@ -106,7 +111,7 @@ class Function:
           hoisted: from :meth:`of_scalars`.
           generation: of the TPU, for its roots and quotients; None for JAX's.
         """
-        flat = jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, Half | Lazy))
+        flat = jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, Narrow | Lazy))
         evaluation = _Evaluation(hoisted or {}, False, known, rules_of(generation))
         results = evaluation.run(self._closed, flat, ())
         return jax.tree.unflatten(self._structure, results)
@@ -178,7 +183,7 @@ class _Evaluation:
 
 
 def _identity(x):
-    if isinstance(x, Half | Lazy):
+    if isinstance(x, Narrow | Lazy):
         parts = dataclasses.fields(x)
         return type(x), *(_identity(getattr(x, part.name)) for part in parts)
     if isinstance(x, np.generic | np.ndarray | int | float | bool):
@@ -191,18 +196,18 @@ def _convert(eqn, x):
     old, new = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
     if old == new:
         return x
-    if isinstance(x, Half):
-        if old == jnp.bfloat16:
-            return lax.bitcast_convert_type(x.alone(), jnp.float32)
-        bits = Field(x.word, 16, 16)
-        return bits if new == jnp.uint32 else SignedField(bits)
-    if new == jnp.uint16:
-        if isinstance(x, Field) and (x.shift, x.width, x.place) == (16, 16, 0):
-            return Half(x.word, jnp.dtype(jnp.uint16))
+    if isinstance(x, Narrow):
+        if old in _FLOATS:
+            return x.as_float32()
+        return x.lowest() if new == jnp.uint32 else SignedField(x.lowest())
+    if new in _UNSIGNED:
+        width = 8 * new.itemsize
+        if isinstance(x, Field) and x.is_upper(width):
+            return Narrow(x.word, jnp.dtype(new))
         array = whole(x)
         if old == jnp.int32:
             array = lax.bitcast_convert_type(array, jnp.uint32)
-        return Half(array << jnp.uint32(16), jnp.dtype(jnp.uint16))
+        return Narrow(array << jnp.uint32(32 - width), jnp.dtype(new))
     return _reinterpreted(eqn, x, new)
 
 
@@ -221,8 +226,8 @@ def _reinterpreted(eqn, x, new):
 
 
 def _bitcast(eqn, x):
-    if isinstance(x, Half):
-        return Half(x.word, jnp.dtype(eqn.params["new_dtype"]))
+    if isinstance(x, Narrow):
+        return Narrow(x.word, jnp.dtype(eqn.params["new_dtype"]))
     return _reinterpreted(eqn, x, eqn.params["new_dtype"])
 
 
@@ -289,14 +294,14 @@ def _sub(eqn, x, y):
 
 
 def _select(eqn, which, *cases):
-    if not any(isinstance(x, Half) for x in cases):
+    if not any(isinstance(x, Narrow) for x in cases):
         return NotImplemented
     words = [x.word for x in cases]
-    return Half(lax.select_n(which, *words), cases[0].dtype)
+    return Narrow(lax.select_n(which, *words), cases[0].dtype)
 
 
 def _broadcast(eqn, x):
-    if isinstance(x, Half | Lazy) or eqn.invars[0].aval.shape:
+    if isinstance(x, Narrow | Lazy) or eqn.invars[0].aval.shape:
         return x
     return NotImplemented
 
@@ -336,8 +341,8 @@ _OPERATIONS = {
     operations.PREFIX + "pattern_above": _pattern_above,
 }
 
-# What takes and gives values of 16 bits without arithmetic on them.
-_OF_HALVES = (p.convert_element_type_p, p.bitcast_convert_type_p, p.select_n_p)
+# What takes and gives values of 8 and 16 bits without arithmetic on them.
+_OF_NARROW = (p.convert_element_type_p, p.bitcast_convert_type_p, p.select_n_p)
 
 
 def _equations(jaxpr: core.Jaxpr) -> Iterable:
@@ -353,11 +358,11 @@ def _is_supported(eqn) -> bool:
     dtypes = {atom.aval.dtype for atom in atoms}
     if eqn.primitive not in _PRIMITIVES or not dtypes <= DTYPES:
         return False
-    halves = [x for x in atoms if x.aval.dtype in _HALVES]
-    if not halves:
+    narrow = [x for x in atoms if x.aval.dtype in _NARROW]
+    if not narrow:
         return True
-    constants = (isinstance(x, core.Literal) or not x.aval.shape for x in halves)
-    if eqn.primitive not in _OF_HALVES or any(constants):
+    constants = (isinstance(x, core.Literal) or not x.aval.shape for x in narrow)
+    if eqn.primitive not in _OF_NARROW or any(constants):
         return False
     if eqn.primitive is not p.convert_element_type_p:
         return True
@@ -366,12 +371,11 @@ def _is_supported(eqn) -> bool:
     return old == new or names in _CONVERSIONS
 
 
+_INTEGERS = ("uint32", "int32")
 _CONVERSIONS = {
-    ("bfloat16", "float32"),
-    ("uint16", "uint32"),
-    ("uint16", "int32"),
-    ("uint32", "uint16"),
-    ("int32", "uint16"),
+    *((x.name, "float32") for x in _FLOATS),
+    *((x.name, y) for x in _UNSIGNED for y in _INTEGERS),
+    *((x, y.name) for x in _INTEGERS for y in _UNSIGNED),
 }
 
 

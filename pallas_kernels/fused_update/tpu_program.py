@@ -2,8 +2,8 @@
 
 Blocks, groups and units are those of :mod:`.tpu_tiling`. A row of a group is loaded
 with a stride, so that neighbouring groups are in neighbouring sublanes; fields are then
-shifts of whole registers. Rows of 16 bits lie in pairs in 32-bit words, and are copied
-as such before.
+shifts of whole registers. Rows of 16 bits lie in pairs in 32-bit words, those of 8 bits
+in fours, and are copied as such before.
 
 Scales of blocks are spread over the lanes of their blocks before the loop, and gathered
 after it. A row of 128 scales serves several programs with neighbouring columns.
@@ -22,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.fused_update.spec import Operand, Result
 from pallas_kernels.fused_update.tpu_functions import REGISTER, Functions
 from pallas_kernels.fused_update.tpu_tiling import LANES, SUBLANES, Tiling
-from pallas_kernels.fused_update.tpu_values import Half, Sum, whole
+from pallas_kernels.fused_update.tpu_values import Narrow, Sum, whole
 from pallas_kernels.fused_update.tpu_words import (
     every,
     field,
@@ -41,7 +41,7 @@ class Arrays:
 
     Args:
       operands, results: references, with what they are.
-      pairs: of each operand, then each result, of 16 bits: its rows in pairs.
+      words: of each operand, then each result, of 8 or 16 bits: its words.
       fields: of each packed one whose offsets do not repeat within a group: its fields.
       spread: of each operand per block, its elements per group.
       gathered: of each result per block.
@@ -49,7 +49,7 @@ class Arrays:
 
     operands: list[tuple[Operand, typing.Any]]
     results: list[tuple[Result, typing.Any]]
-    pairs: dict[tuple[str, int], typing.Any]
+    words: dict[tuple[str, int], typing.Any]
     fields: dict[tuple[str, int], typing.Any]
     spread: list
     gathered: list
@@ -164,11 +164,11 @@ class BlockProgram:
                 continue
             if operand.bits is not None:
                 ref = self.arrays.fields["operand", number]
-            if ref.dtype.itemsize == 2:
+            if ref.dtype.itemsize < 4:
                 here = part(ref, unit, self.tiling.unit_rows)
-                pairs = self._pairs("operand", number, unit)
-                pairs[...] = pltpu.bitcast(here[...], jnp.uint32)
-                columns.append(_halves(pairs, group, ref.dtype))
+                words = self._words("operand", number, unit, ref)
+                words[...] = pltpu.bitcast(here[...], jnp.uint32)
+                columns.append(_narrow(words, group, operand.array.dtype))
             else:
                 here = part(ref, unit, self.tiling.unit_rows)
                 columns.append([here[every(row, group), :] for row in range(group)])
@@ -178,19 +178,20 @@ class BlockProgram:
         """Store the rows of the groups in a plain array."""
         group = self.tiling.group
         here = part(ref, unit, self.tiling.unit_rows)
-        if ref.dtype.itemsize != 2:
+        if ref.dtype.itemsize == 4:
             for row, value in enumerate(rows):
                 here[every(row, group), :] = whole(value)
             return
-        pairs = self._pairs("result", number, unit)
-        for row in range(0, group, 2):
-            low, high = rows[row].word >> jnp.uint32(16), rows[row + 1].alone()
-            pairs[every(row // 2, group // 2), :] = low | high
-        here[...] = pltpu.bitcast(pairs[...], ref.dtype)
+        words = self._words("result", number, unit, ref)
+        count = 4 // ref.dtype.itemsize
+        for row in range(0, group, count):
+            together = _together(rows[row : row + count])
+            words[every(row // count, group // count), :] = together
+        here[...] = pltpu.bitcast(words[...], ref.dtype)
 
-    def _pairs(self, of: str, number: int, unit: jax.Array):
-        ref = self.arrays.pairs[of, number]
-        return part(ref, unit, self.tiling.unit_rows // 2)
+    def _words(self, of: str, number: int, unit: jax.Array, ref):
+        rows = self.tiling.unit_rows * ref.dtype.itemsize // 4
+        return part(self.arrays.words[of, number], unit, rows)
 
     def _index(self, first: jax.Array, offset: int, row: int) -> Sum:
         """The elements' indices in the whole leaf."""
@@ -324,25 +325,38 @@ class BlockProgram:
                 ref[...] = lax.bitcast_convert_type(new, ref.dtype)
 
 
-def _halves(pairs, group: int, dtype) -> list[Half]:
-    """The rows of the groups, of pairs of rows."""
-    words = [pairs[every(i, group // 2), :] for i in range(group // 2)]
+def _narrow(words, group: int, dtype) -> list[Narrow]:
+    """The rows of the groups, of words that have several rows each."""
+    dtype = jnp.dtype(dtype)
+    count = 4 // dtype.itemsize
+    held = [words[every(i, group // count), :] for i in range(group // count)]
     return [
-        Half(word if high else word << jnp.uint32(16), jnp.dtype(dtype))
-        for word in words
-        for high in (False, True)
+        Narrow(word << jnp.uint32(32 - place) if place < 32 else word, dtype)
+        for word in held
+        for place in range(32 // count, 33, 32 // count)
     ]
+
+
+def _together(rows: Sequence[Narrow]) -> jax.Array:
+    """The words of as many rows as fit into one."""
+    width, word = rows[0].width, rows[-1].alone()
+    for number, row in enumerate(rows[:-1]):
+        place = number * width
+        mask = jnp.uint32(((1 << width) - 1) << place)
+        moved = row.word >> jnp.uint32(32 - width - place)
+        word = word | (moved & mask if place else moved)
+    return word
 
 
 def _as_value(word: jax.Array, dtype):
     """A value of 16 or 32 bits from the word, or the upper half of it."""
     if jnp.dtype(dtype).itemsize == 2:
-        return Half(word, jnp.dtype(dtype))
+        return Narrow(word, jnp.dtype(dtype))
     return lax.bitcast_convert_type(word, dtype)
 
 
 def _as_word(value) -> jax.Array:
-    if isinstance(value, Half):
+    if isinstance(value, Narrow):
         return value.alone()
     return lax.bitcast_convert_type(whole(value), jnp.uint32)
 
@@ -366,7 +380,7 @@ def _block_maximum(x: jax.Array, sublanes: int, lanes: int) -> jax.Array:
 def _swapped(x: jax.Array, distance: int, axis: int) -> jax.Array:
     """Neighbours at a distance that is a power of two, exchanged in pairs."""
     if 2 * distance == x.shape[axis]:
-        return pltpu.roll(x, distance, axis)
+        return pltpu.roll(x, jnp.int32(distance), axis)
     # One permutation, where two rotations and a selection would be vector arithmetic.
     source = _iota(axis) ^ jnp.int32(distance)
     return jnp.take_along_axis(x, source, axis, mode="promise_in_bounds")

@@ -21,7 +21,8 @@ _LEAST_GROUP = 4
 # A block and what is computed of it, twice, because the next one is loaded meanwhile.
 _MOST_BYTES, _MOST_TURNED_BYTES = 14 * 2**20, 32 * 2**20
 _MOST_ROWS, _LEAST_ROWS = 2048, 128
-_MOST_UNROLLED = 8
+_MOST_UNROLLED = 32
+"""Registers of an array in the body of the loop: more take longer to compile."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Tiling:
     @property
     def unroll(self) -> int:
         """Units that the loop's body has."""
-        return math.gcd(self.units, _MOST_UNROLLED)
+        return math.gcd(self.units, _MOST_UNROLLED // self.group)
 
     @property
     def is_even(self) -> bool:
@@ -162,4 +163,5 @@ def _bytes_of(like: Operand | Result) -> float:
     if like.block_size is not None:
         return 1.0
     array = like.array if isinstance(like, Operand) else like
-    return 3 if array.dtype.itemsize == 2 else 4
+    # Rows of fewer bits are in scratch memory too.
+    return {1: 1.5, 2: 3}.get(array.dtype.itemsize, 4)

@@ -7,13 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-_UPPER = 0xFFFF0000
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Half:
-    """A value of 16 bits: the upper half of a word, with anything in the lower one."""
+class Narrow:
+    """A value of 8 or 16 bits: the upper ones of a word, with anything below."""
 
     word: jax.Array
     dtype: typing.Any = dataclasses.field(metadata={"static": True})
@@ -23,9 +21,52 @@ class Half:
         """Of the array."""
         return self.word.shape
 
+    @property
+    def width(self) -> int:
+        """Bits of the value."""
+        return 8 * self.dtype.itemsize
+
     def alone(self) -> jax.Array:
-        """The word with zeros in its lower half."""
-        return self.word & jnp.uint32(_UPPER)
+        """The word with zeros in its lower bits."""
+        return self.word & jnp.uint32(0xFFFFFFFF << (32 - self.width) & 0xFFFFFFFF)
+
+    def lowest(self) -> "Field":
+        """The value in the lower bits of a word."""
+        return Field(self.word, 32 - self.width, self.width)
+
+    def as_float32(self) -> jax.Array:
+        """The float32 that a narrow float is."""
+        exponent, mantissa, bias, has_infinity = _FLOATS[self.dtype.name]
+        bits = self.alone()
+        if exponent == 8:
+            return lax.bitcast_convert_type(bits, jnp.float32)
+        magnitude = (bits & jnp.uint32(0x7FFFFFFF)) >> jnp.uint32(8 - exponent)
+        rise = 127 - bias << 23
+        # Of exponent 0 are multiples of the least number, which no float32 this small
+        # may be on its way, as a TPU takes it for zero.
+        least = (128 - bias) << 23
+        base = lax.bitcast_convert_type(jnp.uint32(least), jnp.float32)
+        small = lax.bitcast_convert_type(magnitude + jnp.uint32(least), jnp.float32)
+        small = lax.bitcast_convert_type(small - base, jnp.uint32)
+        wide = magnitude + jnp.uint32(rise)
+        special = ((1 << exponent) - 1 << 23) + (
+            0 if has_infinity else ((1 << mantissa) - 1) << (23 - mantissa)
+        )
+        wide = jnp.where(magnitude < jnp.uint32(1 << 23), small, wide)
+        wide = jnp.where(
+            magnitude >= jnp.uint32(special), magnitude | jnp.uint32(0x7F800000), wide
+        )
+        sign = bits & jnp.uint32(0x80000000)
+        return lax.bitcast_convert_type(wide | sign, jnp.float32)
+
+
+_FLOATS = {
+    "bfloat16": (8, 7, 127, True),
+    "float16": (5, 10, 15, True),
+    "float8_e5m2": (5, 2, 15, True),
+    "float8_e4m3fn": (4, 3, 7, False),
+}
+"""Bits of the exponent and of the mantissa, the bias, and whether there is infinity."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +91,10 @@ class Field:
             return self._moved(self.place - self.shift)
         mask = ((1 << self.width) - 1) << self.place & 0xFFFFFFFF
         return self._moved(self.place - self.shift) & jnp.uint32(mask)
+
+    def is_upper(self, width: int) -> bool:
+        """Whether it is so many upper bits of the word."""
+        return (self.shift, self.width, self.place) == (32 - width, width, 0)
 
     def sign_extended(self, places: int) -> jax.Array | None:
         """int32 of the value shifted right, its sign above; None if that needs a mask.
@@ -121,7 +166,7 @@ Lazy = Field | SignedField | ReversedBytes | Sum
 
 
 def whole(x):
-    """The array of what a :class:`Function` returned, unless it is a :class:`Half`."""
+    """The array of what a :class:`Function` returned; a :class:`Narrow` stays one."""
     return x.value() if isinstance(x, Lazy) else x
 
 

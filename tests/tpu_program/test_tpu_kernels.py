@@ -59,6 +59,40 @@ def test_steps_on_quantised_weights_move_every_byte_once_in_place(target, bits, 
     assert step.in_place
 
 
+@pytest.mark.parametrize("shape", [(4096, 4096), (4096, 1376)])
+@pytest.mark.parametrize("name", ["lowbit_adamw", "extra_bits_adamw"])
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_float8_moves_every_byte_once_in_place(dtype, name, shape):
+    alias, moved = STEPS[name]
+    leaf = jax.ShapeDtypeStruct(shape, dtype)
+    step = lower_step(alias(1e-3), leaf)
+    assert step.fused_launches == 1
+    assert step.moved_by_all <= moved - 3  # a byte each of gradients and weights, twice
+    assert step.copied < 0.001
+    assert step.temporary < 0.01
+    assert step.in_place
+
+
+def test_float16_is_copied_for_a_kernel():
+    # Mosaic loads no float16. By XLA it would be 51 bytes, and 8 of temporary memory.
+    leaf = jax.ShapeDtypeStruct((4096, 4096), jnp.float16)
+    step = lower_step(lowbit_optax.extra_bits_adamw(1e-3, bits=8), leaf)
+    assert step.fused_launches == 1
+    assert step.moved <= 36.01
+    assert step.temporary <= 4.01
+    assert step.in_place
+
+
+@pytest.mark.parametrize("name", ["lowbit_adamw", "5 extra bits", "sr_adamw"])
+def test_64_bit_types_change_nothing(name):
+    alias, moved = STEPS[name]
+    with jax.enable_x64(True):
+        step = lower_step(alias(1e-3), LEAF)
+        assert step.fused_launches == 1
+        assert step.moved_by_all <= moved
+        assert step.in_place
+
+
 SPECS = {
     "rows": P(("a", "b"), None),
     "columns": P(None, "b"),
@@ -137,7 +171,7 @@ def test_words_of_odd_widths_have_a_kernel_in_place(shape):
     leaf = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     step = lower_step(lowbit_optax.extra_bits_adamw(1e-3, bits=5), leaf)
     assert step.fused_launches == 1
-    assert step.moved_by_all <= 23.27
+    assert step.moved_by_all <= 23.67  # 72 rows are padded to 96
     assert step.copied < 0.001
     assert step.temporary < 0.01
     assert step.in_place
