@@ -244,6 +244,28 @@ def test_eight_devices_step_as_one_with_the_plain_steps_collectives(
     assert kinds[0] <= kinds[1]
 
 
+def test_a_part_of_the_loss_may_leave_explicit_axes():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+
+    def loss_fn(params, rows):
+        # Inside of JAX, a lookup whose result is placed is one on automatic axes.
+        x = params["table"].at[rows].get(out_sharding=jax.P("x"))
+        return simple_loss(params, x)
+
+    params = simple_params(dtype=jnp.float32)
+    params["table"] = released.normal(32, 64)
+    rows = jnp.arange(16) % 7
+    with jax.set_mesh(mesh):
+        place = lambda tree, spec: jax.device_put(tree, jax.NamedSharding(mesh, spec))
+        params, rows = place(params, jax.P()), place(rows, jax.P("x"))
+        state = SGD.init(params)
+        results = [
+            jax.jit(make(loss_fn, SGD))(params, state, rows)
+            for make in (release.value_and_update, released.ordinary)
+        ]
+    chex.assert_trees_all_close(*results, rtol=1e-5, atol=1e-6)
+
+
 def test_data_parallel_gradients_are_reduced_inside_shard_map():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     params, state = _start()

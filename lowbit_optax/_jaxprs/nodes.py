@@ -6,6 +6,7 @@ values are then nodes like all others. What becomes of an equation is the reader
 choice, a function that is given to :func:`inline`.
 """
 
+import contextlib
 import dataclasses
 import functools
 import typing
@@ -29,6 +30,8 @@ class Call:
       inputs: its operands.
       number: counts calls in a valid order.
       outputs: its results.
+      context: the equation's, if it has one: the mesh that was in force, and what else
+        holds for it only (``jax.sharding.auto_axes`` changes it within a program).
     """
 
     primitive: core.Primitive
@@ -36,6 +39,7 @@ class Call:
     inputs: tuple["Node", ...]
     number: int
     outputs: tuple["Node", ...] = ()
+    context: typing.Any = None
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -128,7 +132,9 @@ def run(
 def bind(call: Call, operands: Sequence) -> Sequence:
     """The results of a call for these operands."""
     params = call.primitive.get_bind_params(call.params)
-    results = call.primitive.bind(*operands, **params)
+    context = call.context.manager if call.context else contextlib.nullcontext()
+    with context:
+        results = call.primitive.bind(*operands, **params)
     return results if call.primitive.multiple_results else [results]
 
 

@@ -216,6 +216,7 @@ class LossProgram:
             return inline(called_jaxpr(eqn.params), operands, self._read_equation)
         made = eqn.primitive, eqn.params, tuple(operands), len(self.calls)
         call = ScanCall(*made, scan=Scan.of(eqn)) if _is_scan(eqn) else Call(*made)
+        call.context = eqn.ctx
         self.calls.append(call)
         outputs = with_outputs(call, [var.aval for var in eqn.outvars])
         if read and len(derived) == len(read):

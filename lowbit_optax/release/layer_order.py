@@ -77,7 +77,9 @@ class _Reader:
         if eqn.primitive is p.remat_p:
             operands = self._fenced(eqn.params["prevent_cse"], operands)
             return inline(called_jaxpr(eqn.params), operands, self.read)
-        return self._add(eqn.primitive, eqn.params, operands, eqn.outvars)
+        made = self._add(eqn.primitive, eqn.params, operands, eqn.outvars)
+        self.calls[-1].context = eqn.ctx
+        return made
 
     def _add(self, primitive, params, operands, like) -> list[Node]:
         call = Call(primitive, params, tuple(operands), len(self.calls))
