@@ -304,19 +304,6 @@ def at(x, position):
     return lax.slice(x, position, tuple(p + 1 for p in position)).reshape(())
 
 
-def indices_at(shape, positions):
-    """The indices of elements, assembled from the library's low and high words."""
-
-    @jax.jit
-    def all_at():
-        low, high = library._global_index(shape)
-        assert (high is not None) == (math.prod(shape) > 2**32)
-        high = jnp.zeros(shape, jnp.uint32) if high is None else high
-        return [[at(part, position) for part in (high, low)] for position in positions]
-
-    return [int(high) << 32 | int(low) for high, low in all_at()]
-
-
 def row_major(shape, position):
     index = 0
     for size, place in zip(shape, position, strict=True):
@@ -324,33 +311,31 @@ def row_major(shape, position):
     return index
 
 
+def place_on_first_axes(shape, position):
+    """The number that the keys of an element take in; none in arrays up to 2^32."""
+    first = next(n for n in range(len(shape)) if math.prod(shape[n:]) <= 2**32)
+    return [row_major(shape[:first], position[:first])] if first else []
+
+
+HUGE = [
+    (2**16, 2**16),
+    (1, 2**16, 2**16),
+    (2**16, 1, 2**16 + 1),
+    (100, 8192, 8192),
+    (3, 2**15, 2**17),
+    (5, 2**30, 1),
+    (3, 2**31 - 1, 5),
+    (2**20, 2**13, 3),
+    (2, 3, 2**32 - 1, 7),
+]
+
+
 @pytest.mark.slow_to_compile
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (2**16, 2**16),
-        (2**32,),
-        (1, 2**16, 2**16),
-        (2**16, 1, 2**16 + 1),
-        (100, 8192, 8192),
-        (3, 2**15, 2**17),
-        (2**17, 2**16),
-        (5, 2**30, 1),
-        (9, 2**29),
-        (3, 2**31, 5),
-        (3, 2**31 - 1, 5),
-        (2**20, 2**13, 3),
-        (2, 3, 2**32 - 1, 7),
-        (2**29, 2**31 - 1),
-        (3 * 2**32 + 5,),
-        (2, 2**33 + 1, 3),
-    ],
-    ids=str,
-)
-def test_an_index_is_row_major_however_large_the_array(shape):
+@pytest.mark.parametrize("shape", HUGE, ids=str)
+def test_words_of_a_huge_array_are_the_documented_hash(shape):
     ends = [sorted({0, min(5, size - 1), size // 2, size - 1}) for size in shape]
     positions = list(itertools.product(*ends))
-    # Where the index's words end: either side of some of their multiples.
+    # Where the index starts again from 0: either side of it.
     for index in {2**31, 2**32, 2**33, 5 * 2**32} | {math.prod(shape) // 2**32 << 32}:
         for near in (index - 1, index):
             if near < math.prod(shape):
@@ -359,23 +344,41 @@ def test_an_index_is_row_major_however_large_the_array(shape):
                     near, place = divmod(near, size)
                     places.append(place)
                 positions.append(tuple(reversed(places)))
-    expected = [row_major(shape, position) for position in positions]
-    assert indices_at(shape, positions) == expected
-
-
-@pytest.mark.parametrize("shape", [(3, 2**31, 5), (2**20, 2**13, 3), (2**33 + 1,)])
-def test_words_of_a_huge_array_take_in_the_high_word_of_the_index(shape):
-    corners = itertools.product(*[(0, size // 2, size - 1) for size in shape])
-    positions = list(corners)
 
     @jax.jit
     def drawn(seed):
         (random,) = random_bits(seed, jnp.uint32(2), [3])
-        return [at(random.words(shape, 4), position) for position in positions]
+        words = random.words(shape, 4)
+        return [at(words, position) for position in positions]
 
-    indices = [row_major(shape, position) for position in positions]
-    expected = [reference(i & MASK, 1, 2, 3, 4, i >> 32) for i in indices]
+    expected = [
+        reference(
+            row_major(shape, p) & MASK, 1, 2, 3, *place_on_first_axes(shape, p), 4
+        )
+        for p in positions
+    ]
     assert [int(x) for x in drawn(jnp.uint32(1))] == expected
+
+
+@pytest.mark.parametrize("layers", [3, 2**20], ids=["small", "huge"])
+def test_a_layer_has_the_words_of_its_place_in_the_stack(layers):
+    shape, layer = (2**10, 2**6), layers - 2
+
+    @jax.jit
+    def both(seed):
+        (random,) = random_bits(seed, jnp.uint32(2), [3])
+        stacked = random.words((layers, *shape), 4)
+        alone = random.at_layer(jnp.int32(layer), layers, shape).words(shape, 4)
+        return lax.slice_in_dim(stacked, layer, layer + 1)[0], alone
+
+    of_stack, alone = both(jnp.uint32(1))
+    np.testing.assert_array_equal(of_stack, alone)
+
+
+def test_a_layer_of_more_elements_than_counters_is_refused():
+    (random,) = random_bits(jnp.uint32(0), jnp.uint32(0), [0])
+    with pytest.raises(ValueError, match=r"shape \[65537, 65536\]; accepted .* 2\^32"):
+        random.at_layer(jnp.int32(0), 2, (2**16 + 1, 2**16))
 
 
 def test_words_of_a_huge_array_differ_between_its_far_parts():

@@ -199,6 +199,17 @@ def test_what_differs_between_layers_by_their_place_is_equal(name):
     )
 
 
+@pytest.mark.parametrize("implementation", ["pallas", "xla"])
+def test_a_layer_is_rounded_by_the_random_bits_of_its_place(implementation):
+    tx = lowbit_optax.sr_sgd(RATE, implementation=implementation)
+    params, batches = simple_params(dtype=jnp.bfloat16), released.batches(1)
+    step = release.value_and_update(simple_loss, tx)
+    _, got, _ = released.run(step, tx, params, batches)
+    step = released.ordinary(simple_loss, tx)
+    _, expected, _ = released.run(step, tx, params, batches)
+    assert_same_bits(got, expected)
+
+
 def test_a_mask_by_rank_is_that_of_the_stack():
     params = {"layers": released.weights(3).reshape(3, -1), "head": normal(64)}
 

@@ -13,8 +13,12 @@ with a key added before and another between its two rounds. With both keys 0 it 
     k0 = mix(k0 + n * 0x9e3779b9);  k1 = mix(k1 ^ k0)
 
 in this order: seed, step, leaf, stream. They start as ``k0 = 0x243f6a88``, ``k1 =
-0x85a308d3`` (the first digits of pi). In a leaf of more than 2^32 elements, ``i`` is
-the low 32 bits of the index, and the keys take in its high 32 bits last.
+0x85a308d3`` (the first digits of pi).
+
+In a leaf of more than 2^32 elements ``i`` is the index modulo 2^32, and the keys take
+in one number more, before the stream: where along its first axes an element is. These
+are as few axes as leave at most 2^32 elements behind each place on them. So in a stack
+of layers it is the layer's number, and the same for all of a layer's elements.
 
 The generator is not a cryptographic one. ``tests/test_random_bits.py`` tests what
 rounding needs: unbiased bits, and no correlation between neighbours, steps, leaves and
@@ -40,6 +44,9 @@ from jax import lax
 from jax.core import Tracer
 
 from lowbit_optax._jaxprs.traced_once import traced_once
+
+COUNTERS = 2**32
+"""The most elements that can have a counter of their own."""
 
 _START = 0x243F6A88, 0x85A308D3
 
@@ -77,24 +84,29 @@ class RandomBits:
         Raises:
           ValueError: if the index has another shape or is not uint32.
         """
-        key, second = _take_in(self.key, self.second, jnp.uint32(stream))
-        if self.index is None:
-            low, high = _global_index(shape)
-        else:
-            low, high = _checked(self.index, shape), None
-        if high is not None:
-            key, second = _take_in(key, second, high)
-        return hash_words(low, key, second)
+        key, second, index = self.key, self.second, self.index
+        if index is None:
+            index, place = _row_major(shape), _place_on_first_axes(shape)
+            if place is not None:
+                key, second = _take_in(key, second, place)
+        key, second = _take_in(key, second, jnp.uint32(stream))
+        return hash_words(_checked(index, shape), key, second)
 
-    def at_layer(self, layer: jax.Array, shape: tuple[int, ...]) -> "RandomBits":
+    def at_layer(
+        self, layer: jax.Array, layers: int, shape: tuple[int, ...]
+    ) -> "RandomBits":
         """The random bits of one layer of a stacked leaf, which are the stack's there.
 
         Args:
           layer: int32 scalar, the number of the layer.
-          shape: shape of one layer. The stack has at most 2^32 elements.
+          layers: how many there are.
+          shape: shape of one layer, of at most 2^32 elements.
         """
+        key, second = keys_at_layer(self.key, self.second, layer, layers, shape)
         first = layer.astype(jnp.uint32) * jnp.uint32(math.prod(shape) % 2**32)
-        return dataclasses.replace(self, index=_global_index(shape)[0] + first)
+        return dataclasses.replace(
+            self, key=key, second=second, index=_row_major(shape) + first
+        )
 
 
 class ToNearest(RandomBits):
@@ -135,6 +147,34 @@ def random_keys(
     """The keys of :func:`random_bits`: two uint32 vectors with one number per leaf."""
     # For all leaves at once: a few vector operations instead of many scalar ones.
     return traced_once(_keys)(seed, step, np.array(leaves, np.uint32))
+
+
+def keys_at_layer(
+    key: jax.Array,
+    second: jax.Array,
+    layer: jax.Array,
+    layers: int,
+    shape: tuple[int, ...],
+) -> tuple[jax.Array, jax.Array]:
+    """The keys of one layer of a stacked leaf; they differ only in a large one.
+
+    Args:
+      key, second: the stack's.
+      layer, layers, shape: as for :meth:`RandomBits.at_layer`.
+    """
+    if math.prod(shape) > COUNTERS:
+        raise ValueError(
+            f"keys_at_layer: a layer has shape {list(shape)}; accepted are at most "
+            "2^32 elements"
+        )
+    if not layers_have_keys(layers, shape):
+        return key, second
+    return _take_in(key, second, layer.astype(jnp.uint32))
+
+
+def layers_have_keys(layers: int, shape: tuple[int, ...]) -> bool:
+    """Whether layers of this shape have keys of their own, as those of large leaves."""
+    return layers * math.prod(shape) > COUNTERS
 
 
 def _keys(*numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -202,54 +242,21 @@ def _take_in(
     return key, _mix(second ^ key)
 
 
-def _global_index(shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array | None]:
-    """Row-major index of every element, as low and high 32-bit words.
-
-    The high words are None if 32 bits are enough for the whole shape.
-    """
-    low = jnp.zeros(shape, jnp.uint32)
-    high = None
-    stride = 1
-    for axis in reversed(range(len(shape))):
-        if stride * shape[axis] <= 2**32:
-            # An axis of size 1 may have a stride of 2^32, which has no effect.
-            position = lax.broadcasted_iota(jnp.uint32, shape, axis)
-            low = low + position * jnp.uint32(stride % 2**32)
-        else:
-            for position, weight in _positions(shape, axis):
-                more, above = _product(position, weight * stride)
-                low = low + more
-                carry = (low < more).astype(jnp.uint32)
-                high = above + carry if high is None else high + above + carry
-        stride *= shape[axis]
-    return low, high
+def _row_major(shape: tuple[int, ...]) -> jax.Array:
+    """Row-major index of every element, modulo 2^32."""
+    index = jnp.zeros(shape, jnp.uint32)
+    for axis in range(len(shape)):
+        stride = jnp.uint32(math.prod(shape[axis + 1 :]) % 2**32)
+        index = index + lax.broadcasted_iota(jnp.uint32, shape, axis) * stride
+    return index
 
 
-def _positions(shape: tuple[int, ...], axis: int) -> list[tuple[jax.Array, int]]:
-    """The positions along an axis: uint32 arrays, and the weights to sum them with."""
-    size = shape[axis]
-    if size <= 2**32:
-        return [(lax.broadcasted_iota(jnp.uint32, shape, axis), 1)]
-    unit = 2**16
-    before, after = shape[:axis], shape[axis + 1 :]
-    rows = math.ceil(size / unit)
-
-    def part(at: int) -> jax.Array:
-        position = lax.broadcasted_iota(jnp.uint32, (*before, rows, unit, *after), at)
-        position = position.reshape(*before, rows * unit, *after)
-        return lax.slice_in_dim(position, 0, size, axis=axis)
-
-    return [(part(axis), unit), (part(axis + 1), 1)]
-
-
-def _product(x: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
-    """The low and high word of uint32 ``x`` times a static factor, modulo 2^64."""
-    shift, mask = jnp.uint32(16), jnp.uint32(0xFFFF)
-    f0, f1 = jnp.uint32(factor % 2**16), jnp.uint32(factor // 2**16 % 2**16)
-    top = jnp.uint32(factor // 2**32 % 2**32)
-    x0, x1 = x & mask, x >> shift
-    # Schoolbook multiplication by 16-bit digits; no sum here exceeds 32 bits.
-    middle = x1 * f0 + (x0 * f0 >> shift)
-    cross = x0 * f1 + (middle & mask)
-    high = x1 * f1 + (middle >> shift) + (cross >> shift)
-    return x * jnp.uint32(factor % 2**32), high + x * top
+def _place_on_first_axes(shape: tuple[int, ...]) -> jax.Array | None:
+    """What the keys take in of a leaf of more than 2^32 elements; None of others."""
+    first = 0
+    while math.prod(shape[first:]) > COUNTERS:
+        first += 1
+    if not first:
+        return None
+    place = _row_major(shape[:first])
+    return place.reshape(place.shape + (1,) * (len(shape) - first))

@@ -22,6 +22,7 @@ from lowbit_optax._jaxprs.nodes import Node, params_of
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._step import trees
 from lowbit_optax._step.body import KEYS, LeafBody
+from lowbit_optax._step.layer_loops import has_layers, needs_loop
 from lowbit_optax._step.moments import MomentStorage
 from lowbit_optax._step.prepared import PreparedStep
 from lowbit_optax._step.update_graph import UpdateGraph
@@ -274,8 +275,11 @@ def _check_leaf(leaf, is_packed: bool) -> None:
         raise NotElementwise("it is a QuantizedTensor whose rows are another axis")
     if not trees.is_float(leaf) or leaf.dtype.itemsize > 4:
         raise NotElementwise(f"it is a leaf of {leaf.dtype}")
-    if leaf.size > MAX_ELEMENTS:
-        raise NotElementwise(f"it has more than {MAX_ELEMENTS} elements")
+    if needs_loop(leaf.shape) and not has_layers(leaf):
+        raise NotElementwise(
+            f"it has more than {MAX_ELEMENTS} elements, and no layers along its first "
+            "axis to update one by one"
+        )
     if leaf.size < (MIN_PACKED_SIZE if is_packed else 1) or not leaf.shape:
         raise NotElementwise("")  # no reason: left to XLA without an error
 

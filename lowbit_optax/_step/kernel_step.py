@@ -6,14 +6,10 @@ have one.
 """
 
 import dataclasses
-import functools
-import math
-import typing
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from lowbit_optax._jaxprs import scalar_words
 from lowbit_optax._jaxprs.graph import evaluate
@@ -21,26 +17,17 @@ from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._step.body import KEYS, LeafBody
 from lowbit_optax._step.error_feedback import fed
 from lowbit_optax._step.guard import neutral_updates
+from lowbit_optax._step.kernel_launches import Launches
 from lowbit_optax._step.kernel_plan import KernelPlan, LeafKernel
 from lowbit_optax._step.layer import Layer
 from lowbit_optax._step.norms import sums_of_gradients
 from lowbit_optax._step.prepared import PreparedStep
+from lowbit_optax._step.stacks import first_elements
 from lowbit_optax._step.unchanged import unless_still
 from lowbit_optax.formats.quantized_weights import result_of
-from pallas_kernels.fused_update import (
-    MAX_ELEMENTS_OF_SMALL_LEAF,
-    Leaf,
-    Operand,
-    Result,
-    fused_update,
-    fused_update_many,
-)
+from pallas_kernels.fused_update import Leaf, Operand, Result
 from pallas_kernels.fused_update.launchers import tpu_launcher
 from pallas_kernels.platforms import Implementation
-
-MIN_ELEMENTS_ALONE = 2**22
-"""A leaf with as many elements has a kernel of its own: a launch costs little beside
-it, and a kernel over many leaves takes longer to compile."""
 
 
 def run(
@@ -92,7 +79,10 @@ def run(
                 part, *rates = feedback[i]
                 parts[part] = fed(parts[part], error, *map(value, rates))
     leaves = _kernel_leaves(plan, prepared, layer)
-    for i, arrays in _run_leaves(plan, leaves, table, layer, implementation).items():
+    bodies = {i: kernel.body for i, kernel in kernels.items()}
+    firsts = first_elements(prepared.names, prepared.params)
+    launches = Launches(bodies, table, firsts, layer, implementation)
+    for i, arrays in launches.results(leaves).items():
         param, body = prepared.params[i], kernels[i].body
         new, *rest = arrays
         if body.has_residual:
@@ -225,98 +215,6 @@ def _moments_of(body: LeafBody, moments: list, scales: list) -> list:
     for i, scale in zip(body.scaled, scales, strict=True):
         moments[i] = body.moment_format(i).container(moments[i], scale)
     return moments
-
-
-def _run_leaves(
-    plan: KernelPlan,
-    leaves: dict[int, Leaf],
-    table: jax.Array,
-    layer: Layer | None,
-    implementation: Implementation,
-) -> dict[int, list[jax.Array]]:
-    """The results of each leaf; leaves that can share a kernel are updated together."""
-    index = None if layer is None else layer.index
-    groups: dict[typing.Any, list[int]] = {}
-    for i, leaf in leaves.items():
-        groups.setdefault(_group(i, leaf, plan.kernels[i].body), []).append(i)
-    written = {}
-    for numbers in groups.values():
-        numbers.sort(key=lambda i: math.prod(leaves[i].shape))
-        first = numbers[0]
-        body = plan.kernels[first].body
-        # Rows have constant numbers: a slice of the table would be one more kernel.
-        rows = np.array(numbers, np.uint32)
-        if len(numbers) == 1:
-            leaf = leaves[first]
-            written[first] = _fused(
-                leaf.arrays,
-                table,
-                rows,
-                index if leaf.stacked else None,
-                body=body,
-                like=_abstract(leaf),
-                implementation=implementation,
-            )
-            continue
-        many = _fused_many(
-            [leaves[i].arrays for i in numbers],
-            table,
-            rows,
-            body=body,
-            like=tuple(_abstract(leaves[i]) for i in numbers),
-            implementation=implementation,
-        )
-        written |= zip(numbers, many, strict=True)
-    return written
-
-
-def _group(number: int, leaf: Leaf, body: LeafBody):
-    """What leaves that share a kernel have in common."""
-    size = math.prod(leaf.shape)
-    if leaf.stacked or size >= MIN_ELEMENTS_ALONE:
-        return number
-    dtypes = tuple(x.dtype for x in leaf.arrays)
-    is_plain = not leaf.has_words_or_blocks
-    is_small = is_plain and size <= MAX_ELEMENTS_OF_SMALL_LEAF
-    return body, dtypes, None if is_small else leaf.shape
-
-
-def _abstract(leaf: Leaf) -> Leaf:
-    """The leaf without its arrays, which makes it static and hashable."""
-    return leaf.with_arrays([None] * len(leaf.operands))
-
-
-@functools.partial(jax.jit, static_argnames=("body", "like", "implementation"))
-def _fused(arrays, table, row, layer, *, body: LeafBody, like: Leaf, implementation):
-    """Update one leaf; traced and lowered once for equal shapes and programs."""
-    leaf = like.with_arrays(arrays)
-    return fused_update(
-        body,
-        leaf.operands,
-        leaf.results,
-        shape=leaf.shape,
-        scalars=table,
-        row=row,
-        layer=layer,
-        when=body.when,
-        implementation=implementation,
-    )
-
-
-@functools.partial(jax.jit, static_argnames=("body", "like", "implementation"))
-def _fused_many(
-    arrays, table, rows, *, body: LeafBody, like: tuple[Leaf, ...], implementation
-):
-    """Update several leaves in few kernels."""
-    leaves = [leaf.with_arrays(a) for leaf, a in zip(like, arrays, strict=True)]
-    return fused_update_many(
-        body,
-        leaves,
-        scalars=table,
-        rows=rows,
-        when=body.when,
-        implementation=implementation,
-    )
 
 
 def _table(

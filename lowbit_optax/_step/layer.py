@@ -21,10 +21,12 @@ class Layer:
 
     Args:
       index: int32 scalar, the layer's number.
+      count: how many layers there are.
       names: paths of the stacked parameters.
     """
 
     index: jax.Array
+    count: int
     names: frozenset[str]
     _stacks: ByIdentity[jax.Array] = dataclasses.field(
         default_factory=ByIdentity, init=False, repr=False

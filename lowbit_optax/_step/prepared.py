@@ -23,7 +23,11 @@ from lowbit_optax._step import context, trees
 from lowbit_optax._step.choices import Choices
 from lowbit_optax._step.guard import Guard, Unguarded, neutral_updates
 from lowbit_optax._step.moments import MomentPlan
-from lowbit_optax._step.stacks import bits_at_layers, marked_layerwise
+from lowbit_optax._step.stacks import (
+    bits_at_layers,
+    keys_at_layers,
+    marked_layerwise,
+)
 from lowbit_optax._step.state import LowbitState
 from lowbit_optax._step.unchanged import unless_still
 from lowbit_optax.formats.base import WeightFormat, residual_bits_read
@@ -245,7 +249,9 @@ def prepare(
         stored_inner_state=state.inner_state,
         random=random,
         moment_draws=draws_of_moments(leaves, formats, random),
-        keys=random_keys(state.seed, state.count, _numbers(names)),
+        keys=keys_at_layers(
+            random_keys(state.seed, state.count, _numbers(names)), names, leaves
+        ),
         guard=guard,
     )
 

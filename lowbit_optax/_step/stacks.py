@@ -13,12 +13,18 @@ all layers alike.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.core
+import jax.numpy as jnp
 
-from lowbit_optax._numerics.random_bits import RandomBits
+from lowbit_optax._numerics.random_bits import (
+    RandomBits,
+    keys_at_layer,
+    layers_have_keys,
+)
 from lowbit_optax._step import context
 from lowbit_optax._step.layer import Layer
 
@@ -66,8 +72,47 @@ def bits_at_layers(
     """
     layer = context.current().layer
     return [
-        bits.at_layer(layer.index, leaf.shape)
+        bits.at_layer(layer.index, layer.count, leaf.shape)
         if layer is not None and name in layer.names
         else bits
         for bits, name, leaf in zip(random, names, leaves, strict=True)
     ]
+
+
+def first_elements(names: Sequence[str], leaves: Sequence) -> list[jax.Array | None]:
+    """The index of each layer's first element in its stack, modulo 2^32.
+
+    None for leaves that are no layers.
+    """
+    layer = context.current().layer
+    if layer is None:
+        return [None] * len(names)
+    index = layer.index.astype(jnp.uint32)
+    return [
+        index * jnp.uint32(math.prod(leaf.shape) % 2**32)
+        if name in layer.names
+        else None
+        for name, leaf in zip(names, leaves, strict=True)
+    ]
+
+
+def keys_at_layers(
+    keys: tuple[jax.Array, jax.Array], names: Sequence[str], leaves: Sequence
+) -> tuple[jax.Array, jax.Array]:
+    """The keys of each leaf, in the form that kernels take.
+
+    Those of a layer are its own if the stack is a large one.
+
+    Args:
+      keys: two vectors, of whole leaves.
+      names, leaves: of the parameters.
+    """
+    layer = context.current().layer
+    if layer is None:
+        return keys
+    key, second = keys
+    for i, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
+        if name in layer.names and layers_have_keys(layer.count, leaf.shape):
+            own = keys_at_layer(key[i], second[i], layer.index, layer.count, leaf.shape)
+            key, second = key.at[i].set(own[0]), second.at[i].set(own[1])
+    return key, second

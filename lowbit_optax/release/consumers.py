@@ -96,7 +96,8 @@ class LayerUpdates:
         return [layer.put(a, beside(b, a)) for a, b in zip(stacks, new, strict=True)]
 
     def _layer(self, index) -> Layer:
-        return Layer(index, frozenset(leaf.name for leaf in self.released.leaves))
+        names = frozenset(leaf.name for leaf in self.released.leaves)
+        return Layer(index, self.released.scan.length, names)
 
     def _step(
         self, layer: Layer, old: list, grads: dict, guard: Guard | Unguarded

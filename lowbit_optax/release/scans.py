@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from lowbit_optax._jaxprs.nodes import Node
 from lowbit_optax._jaxprs.program import LossProgram, Scan, ScanCall
+from lowbit_optax._numerics.random_bits import COUNTERS
 from lowbit_optax.release.backward import OperandRoles
 from lowbit_optax.release.same_layers import WaitsForWholeGradient
 from lowbit_optax.release.traced_loss import ParamLeaf
@@ -14,9 +15,6 @@ from lowbit_optax.release.traced_loss import ParamLeaf
 MIN_LAYER_SIZE = 4096
 """Layers and leaves with fewer elements are updated after the backward pass, all at
 once."""
-
-MAX_STACK_SIZE = 2**32
-"""Larger stacks are updated after the loop: their random bits have longer indices."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -102,8 +100,8 @@ def scan_over(program: LossProgram, leaf: ParamLeaf) -> ScanCall:
         raise WaitsForWholeGradient(
             f"its layers have fewer than {MIN_LAYER_SIZE} elements"
         )
-    if math.prod(leaf.value.shape) > MAX_STACK_SIZE:
-        raise WaitsForWholeGradient("it has more than 2^32 elements")
+    if math.prod(leaf.value.shape[1:]) > COUNTERS:
+        raise WaitsForWholeGradient("its layers have more than 2^32 elements")
     return over[0]
 
 

@@ -34,6 +34,7 @@ def fused_update(
     scalars: jax.Array | None = None,
     row: jax.Array | int | None = None,
     layer: jax.Array | None = None,
+    first: jax.Array | None = None,
     when: int | None = None,
     implementation: Implementation = None,
 ) -> list[jax.Array]:
@@ -55,6 +56,8 @@ def fused_update(
       row: which row of the table; uint32 of shape [1], or a number.
       layer: int32 scalar. The operands that are overwritten are then stacks of leaves,
         ``[layers, *shape]``, of which this one is updated; the others are one layer's.
+      first: uint32 scalar, the index of the leaf's first element, if it is a part of
+        another leaf; 0 if None. Without ``layer``, which says where it is.
       when: number of a scalar that switches the update off: where it is 0, operands
         that are overwritten keep their values, and other results are undefined.
       implementation: see :data:`pallas_kernels.platforms.Implementation`. Kernels for
@@ -93,22 +96,28 @@ def fused_update(
         row = jnp.asarray(row, jnp.uint32).reshape(1)
     if layer is not None:
         layer = jnp.asarray(layer, jnp.int32).reshape(1)
-
-    given = [x for x in (row, layer) if x is not None]
+    if first is not None:
+        first = jnp.asarray(first, jnp.uint32).reshape(1)
+    places = row, layer, first
+    given = [x for x in places if x is not None]
 
     def place(rest):
         rest = list(rest)
-        return tuple(rest.pop(0) if x is not None else None for x in (row, layer))
+        return tuple(rest.pop(0) if x is not None else None for x in places)
 
     def reference(table, *args):
-        rest, arrays = args[: len(given)], args[len(given) :]
-        whole = leaf.with_arrays(arrays)
-        return xla.update(body, whole, table, *place(rest), when=when)
+        row, layer, first = place(args[: len(given)])
+        whole = leaf.with_arrays(args[len(given) :])
+        within = None if first is None else (first[0], leaf.shape)
+        return xla.update(body, whole, table, row, layer, when, within)
 
     def kernel(launched, shards, shared, interpret):
         table, *rest = shared
+        row, layer, first = place(rest)
+        if first is not None:
+            shards = [shard.after(first[0]) for shard in shards]
         return launched.update(
-            Call(body, shards, table, *place(rest), when=when, interpret=interpret)
+            Call(body, shards, table, row, layer, when=when, interpret=interpret)
         )
 
     return _choose(implementation, kernel, reference, body, [leaf], [scalars, *given])

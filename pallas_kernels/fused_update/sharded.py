@@ -35,6 +35,11 @@ class Shard:
     shape: tuple[int, ...]
     base: jax.Array | None = None
 
+    def after(self, first: jax.Array) -> "Shard":
+        """The same of a leaf whose first element has this index."""
+        base = first if self.base is None else self.base + first
+        return dataclasses.replace(self, base=base)
+
 
 # A number of units that this divides also divides into shards on fewer devices, if
 # they are a power of two.

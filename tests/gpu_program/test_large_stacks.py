@@ -1,0 +1,52 @@
+"""Stacks of more elements than a kernel counts, compiled for H200s."""
+
+import jax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import lowbit_optax
+
+pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
+
+from tools.gpu_program.steps import applied, fast, leaf, lower_step
+from tools.gpu_program.targets import gpu_mesh
+from tools.hlo import COLLECTIVES, text
+
+LLAMA_70B = leaf(80, 8192, 28672)
+"""The gates of all layers of Llama 70B: 18.8 billion elements."""
+
+
+@pytest.mark.parametrize("axis", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("make_step", [fast, applied], ids=["step", "update"])
+def test_kernels_update_a_large_stack_in_place(make_step, axis):
+    tx = lowbit_optax.lowbit_adamw(1e-3)
+    step = lower_step(
+        tx, LLAMA_70B, make_step, mesh=gpu_mesh(8, axis), spec=P(None, "d")
+    )
+    # `update` returns updates, which are float32, and reads the old parameters.
+    extra = 0 if make_step is fast else 4
+    assert step.fused_launches == 1
+    assert not any(kind in text(step.compiled) for kind in COLLECTIVES)
+    assert step.temporary * 8 < extra + 0.01
+
+
+def test_a_large_stack_that_is_sharded_over_its_layers_has_no_loop():
+    tx = lowbit_optax.extra_bits_sgd(1e-3, bits=8)
+    mesh = gpu_mesh(8, AxisType.Explicit)
+    step = lower_step(tx, LLAMA_70B, mesh=mesh, spec=P("d"))
+    assert not any(kind in text(step.compiled) for kind in COLLECTIVES)
+    assert step.fused_launches == 0
+
+
+def test_layers_of_a_large_stack_are_released():
+    from lowbit_optax import release
+
+    def loss_fn(params, x):
+        body = lambda x, w: (x @ w @ w.T, None)
+        return release.scan(body, x, params)[0].sum(dtype="float32")
+
+    tx = lowbit_optax.lowbit_adamw(1e-3)
+    state = jax.eval_shape(tx.init, LLAMA_70B)
+    places = release.explain(loss_fn, tx)(LLAMA_70B, state, leaf(8, 8192))
+    assert places == {"": "in the loop"}

@@ -1,0 +1,123 @@
+"""Leaves of more elements than a kernel, or the random counter, counts.
+
+The limits are lowered here, so that small stacks of layers are too large.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optimizers import apply, assert_same_bits, initial
+from released import ordinary, run
+
+import lowbit_optax
+from lowbit_optax import cast, extra_bits, kahan, lowbit, release, stochastic_rounding
+from lowbit_optax._numerics import random_bits
+from lowbit_optax._step import layer_loops
+
+# Compiled quickly rather than well.
+QUICK = {"xla_backend_optimization_level": "0"}
+
+pytestmark = pytest.mark.standard_promotion
+
+LAYERS, ROWS, COLUMNS = 3, 64, 68
+MOMENTUM = optax.sgd(2.0**-7, momentum=0.5)
+FORMATS = {
+    "extra bits": dict(weights=extra_bits(8)),
+    "lowbit": dict(),
+    "kahan": dict(weights=kahan(), moments=cast(jnp.bfloat16)),
+    "stochastic": dict(weights=stochastic_rounding()),
+}
+slow = pytest.mark.slow_to_compile
+ADVANCES = {"step": lowbit_optax.step, "update": apply}
+
+
+@pytest.fixture(autouse=True)
+def low_limits(monkeypatch):
+    monkeypatch.setattr(layer_loops, "MAX_ELEMENTS", ROWS * COLUMNS)
+    monkeypatch.setattr(layer_loops, "_LEAST_OF_LAYER", ROWS * COLUMNS)
+    monkeypatch.setattr(random_bits, "COUNTERS", ROWS * COLUMNS)
+
+
+def numbers(seed, shape=(LAYERS, ROWS, COLUMNS)):
+    values = np.random.default_rng(seed).integers(-(2**15), 2**15, shape)
+    return jnp.asarray(values / 2**17, jnp.float32)
+
+
+each_format = pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(x, id=name, marks=() if name == "lowbit" else slow)
+        for name, x in FORMATS.items()
+    ],
+)
+each_advance = pytest.mark.parametrize("advance", ADVANCES.values(), ids=ADVANCES)
+
+
+def trained(tx, params, advance=lowbit_optax.step, steps=2):
+    state = initial(tx, params)
+    step = jax.jit(functools.partial(advance, tx), compiler_options=QUICK)
+    for seed in range(steps):
+        grads = {"w": numbers(seed + 1)}
+        params, state = step(params, state, grads)
+    return params, state
+
+
+@each_advance
+@each_format
+def test_kernels_and_xla_give_a_large_stack_the_same_bits(options, advance):
+    params = {"w": numbers(0).astype(jnp.bfloat16)}
+    by_kernels, by_xla = (
+        trained(lowbit(MOMENTUM, implementation=name, **options), params, advance)
+        for name in ("pallas", "xla")
+    )
+    assert_same_bits(by_kernels, by_xla)
+
+
+@slow
+@each_advance
+def test_kernels_and_xla_give_large_quantised_weights_the_same_bits(advance):
+    params = lowbit_optax.quantize_params({"w": numbers(0)}, bits=12)
+    by_kernels, by_xla = (
+        trained(
+            lowbit_optax.lpmm_sgd(2.0**-7, 0.5, implementation=name), params, advance
+        )
+        for name in ("pallas", "xla")
+    )
+    assert_same_bits(by_kernels, by_xla)
+
+
+@pytest.mark.parametrize("implementation", ["pallas", "xla"])
+def test_release_rounds_a_large_stack_as_the_step_does(implementation):
+    def loss_fn(params, x):
+        body = lambda x, w: (x @ w @ w.T, None)
+        return jnp.sum(release.scan(body, x, params["w"])[0])
+
+    tx = lowbit_optax.sr_sgd(2.0**-7, implementation=implementation)
+    params = {"w": numbers(0).astype(jnp.bfloat16)}
+    batches = [(numbers(seed, (4, ROWS)),) for seed in (1, 2)]
+    places = release.explain(loss_fn, tx)(params, initial(tx, params), *batches[0])
+    assert places == {"['w']": "in the loop"}
+    _, released, _ = run(release.value_and_update(loss_fn, tx), tx, params, batches)
+    _, expected, _ = run(ordinary(loss_fn, tx), tx, params, batches)
+    assert_same_bits(released, expected)
+
+
+def test_layers_of_a_large_stack_round_differently():
+    tx = lowbit_optax.sr_sgd(1.0)
+    params = {"w": jnp.ones((LAYERS, ROWS, COLUMNS), jnp.bfloat16)}
+    grads = {"w": jnp.full((LAYERS, ROWS, COLUMNS), 2.0**-9)}
+    new, _ = lowbit_optax.step(tx, params, tx.init(params), grads)
+    rounded = np.asarray(new["w"] == 1)
+    agree = [(rounded[0] == rounded[i]).mean() for i in range(1, LAYERS)]
+    np.testing.assert_allclose(agree, 0.5, atol=0.05)
+
+
+def test_a_large_leaf_without_layers_is_left_to_xla():
+    params = {"w": jnp.ones((LAYERS * ROWS, COLUMNS), jnp.bfloat16)}
+    tx = lowbit(MOMENTUM, implementation="pallas")
+    with pytest.raises(ValueError, match=r"\['w'\].* no layers along its first axis"):
+        lowbit_optax.step(tx, params, initial(tx, params), params)
