@@ -75,6 +75,14 @@ BENCHMARKS = {
         ("docs/ideas/release.md",),
         GPU_COMPILER,
     ),
+    "large_models": Benchmark(
+        "programs",
+        "memory of Llama 3.1 8B's step, and the largest models that fit, compiled",
+        40,
+        ("docs/evidence.md",),
+        (*GPU_COMPILER, "libtpu", "matplotlib"),
+        in_all=False,
+    ),
     "host_memory": Benchmark(
         "programs",
         "memory of released steps with the state in host memory, compiled for a TPU",

@@ -1,0 +1,141 @@
+"""Memory of a step of Llama 3.1 8B, and the largest models that fit, compiled.
+
+    .venv/bin/python -m benchmarks large_models
+
+Each device has one sequence of 4,096 tokens. Layers are computed again for their
+gradients, and parameters and state are spread over the devices by rows. The "float32
+master" is optax.adamw on float32 parameters, by bfloat16 gradients at a copy that each
+step makes. The largest model has as many layers as fit: those of Llama 3.1 8B, on eight
+devices those of 70B. Programs are compiled for H200s and TPUs v6e; nothing is run. What
+has been compiled is kept, and an interrupted run goes on from there.
+"""
+
+import optax
+
+import lowbit_optax
+from benchmarks import pictures, records
+from lowbit_optax import release
+from tools import large_steps
+from tools.gpu_program.release_steps import plain, usual_mixed_precision
+from tools.large_steps import GIB, Case
+from tools.models.llama import Llama
+
+LLAMA_8B = Llama()
+LLAMA_70B = Llama(layers=80, width=8192, inner=28672, heads=64)
+
+CASES = {
+    "float32 master": Case(usual_mixed_precision, optax.adamw(1e-4)),
+    "lowbit_adamw": Case(plain, lowbit_optax.lowbit_adamw(1e-4)),
+    "lowbit_adamw, release": Case(
+        release.value_and_update, lowbit_optax.lowbit_adamw(1e-4)
+    ),
+    "lpmm_adam, release": Case(
+        release.value_and_update, lowbit_optax.lpmm_adam(1e-4), bits=12
+    ),
+}
+"""Of quantised weights on several devices no step was compiled here."""
+
+PLACES = ("8 H200s", "8 v6e's")
+LARGEST = {"1 H200": LLAMA_8B, "1 v6e": LLAMA_8B, "8 H200s": LLAMA_70B}
+PARTS = {
+    "parameters": "parameters",
+    "state": "optimizer state, extra bits",
+    "carries": "activations kept",
+    "temporary": "gradients, copies, one layer",
+}
+
+
+class Compiled:
+    """Bytes of steps, compiled once and kept in a record."""
+
+    def __init__(self, path, args):
+        self.path, self.args = path, args
+        self.found = records.load(path)["steps"] if path.exists() else {}
+
+    def bytes_of(self, case: str, model: Llama, where: str) -> dict[str, int]:
+        key = f"{case} | {where} | {model.layers} layers of {model.width}"
+        if key not in self.found:
+            self.found[key] = large_steps.device_bytes(CASES[case], model, where)
+            print(f"{key}: {self.found[key]['peak'] / GIB:.2f} GiB", flush=True)
+            self.save()
+        return self.found[key]
+
+    def save(self, **figures) -> None:
+        ran = "compiled for H200s and TPUs v6e; not run"
+        records.save(self.path, self.args, ran, steps=self.found, **figures)
+
+
+def most_layers(compiled: Compiled, case: str, model: Llama, where: str) -> dict:
+    """The largest model of so many equal layers whose step fits, and its bytes.
+
+    Memory grows by the same for each layer. From two depths follows how many fit; that
+    depth is compiled too, and its bytes are compared with the memory.
+    """
+    room = large_steps.MEMORY[where.split()[1].rstrip("s'")]
+    of = lambda layers: compiled.bytes_of(case, model._replace(layers=layers), where)
+    few, more = of(4)["peak"], of(8)["peak"]
+    layer = (more - few) / 4
+    layers = int(4 + (room - few) // layer)
+    while of(layers)["peak"] > room:
+        layers -= 1
+    return {
+        "layers": layers,
+        "parameters": large_steps.parameters(model._replace(layers=layers)),
+        "peak": of(layers)["peak"],
+        "next": of(layers)["peak"] + layer,
+        "room": room,
+    }
+
+
+def draw(record: dict, is_apart: bool) -> None:
+    path = pictures.picture_of("large_models", is_apart)
+    with pictures.drawn(path, 4, (1.3, 1)) as (bars, sizes):
+        _draw_parts(bars, record["llama_8b"])
+        bars.set(xlabel="GiB of each device", title="A step of Llama 3.1 8B")
+        for row, (name, found) in enumerate(record["largest"].items()):
+            billions = found["parameters"] / 1e9
+            kind = {"f": "float32", "l": "lowbit"}[name[0]]
+            color = pictures.COLORS["LPMM" if "lpmm" in name else kind]
+            sizes.barh(row, billions, color=color)
+            sizes.text(billions, row, f" {billions:.1f}", va="center")
+        sizes.set_yticks(range(len(record["largest"])), record["largest"])
+        sizes.invert_yaxis()
+        sizes.set(xlabel="billions of parameters", title="The largest that fits")
+        sizes.set(xscale="log", xlim=(0.5, 500))
+
+
+def _draw_parts(bars, steps: dict[str, dict]) -> None:
+    left = dict.fromkeys(steps, 0.0)
+    for (part, label), color in zip(PARTS.items(), pictures.PARTS, strict=False):
+        sizes = [found[part] / GIB for found in steps.values()]
+        bars.barh(
+            list(steps), sizes, left=list(left.values()), color=color, label=label
+        )
+        left = {n: x + s for (n, x), s in zip(left.items(), sizes, strict=True)}
+    for name, end in left.items():
+        bars.text(end, name, f" {steps[name]['peak'] / GIB:.1f}", va="center")
+    bars.invert_yaxis()
+    bars.set(xlim=(0, 1.15 * max(left.values())))
+    bars.legend(loc="lower right")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = records.parser(__doc__)
+    args = parser.parse_args(argv)
+    path = records.path_of(__name__, args.is_apart)
+    if not args.draw:
+        compiled = Compiled(path, args)
+        llama = {
+            f"{name}, {where}": compiled.bytes_of(name, LLAMA_8B, where)
+            for where in PLACES
+            for name in CASES
+            if CASES[name].bits is None
+        }
+        largest = {
+            f"{name}, {where}": most_layers(compiled, name, model, where)
+            for where, model in LARGEST.items()
+            for name in CASES
+            if name != "lowbit_adamw" and (CASES[name].bits is None or "1 " in where)
+        }
+        compiled.save(llama_8b=llama, largest=largest)
+    draw(records.load(path), args.is_apart)

@@ -1,0 +1,163 @@
+"""Llama: a decoder whose layers are stacked, for memory at sizes that people train.
+
+Attention and the loss go over the sequence in pieces that are computed again for their
+gradients, so no array has the size of a sequence squared, or of a sequence by the
+vocabulary. On a mesh parameters are gathered where they are used (FSDP).
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec as P
+
+import lowbit_optax
+from lowbit_optax import release
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+
+
+class Llama(NamedTuple):
+    """The sizes of a model; those of Llama 3.1 8B by default.
+
+    Attributes:
+        layers, width, inner, heads, vocabulary: of the model.
+        shared_heads: of keys and values, each for several heads of queries.
+        piece: positions that attention and the loss compute at a time.
+    """
+
+    layers: int = 32
+    width: int = 4096
+    inner: int = 14336
+    heads: int = 32
+    shared_heads: int = 8
+    vocabulary: int = 128256
+    piece: int = 512
+
+    def shapes(self, dtype: Any = BF16) -> dict:
+        """ShapeDtypeStructs: matrices in `dtype`, scales of norms in float32."""
+        depth, width, inner = self.layers, self.width, self.inner
+        keys = width // self.heads * self.shared_heads
+        matrix = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
+        scales = lambda *shape: jax.ShapeDtypeStruct(shape, F32)
+        return {
+            "embedding": matrix(self.vocabulary, width),
+            "layers": {
+                "norm_1": scales(depth, width),
+                "q": matrix(depth, width, width),
+                "k": matrix(depth, width, keys),
+                "v": matrix(depth, width, keys),
+                "out": matrix(depth, width, width),
+                "norm_2": scales(depth, width),
+                "gate": matrix(depth, width, inner),
+                "up": matrix(depth, width, inner),
+                "down": matrix(depth, inner, width),
+            },
+            "norm": scales(width),
+            "head": matrix(self.vocabulary, width),
+        }
+
+    def loss(self, params: dict, tokens: jax.Array) -> jax.Array:
+        """The mean loss in nats per token of predicting each from those before it.
+
+        Args:
+            params: as `shapes` says.
+            tokens: int32 [batch, length + 1]; `piece` divides the length.
+        """
+        params = params | _arrays({n: params[n] for n in ("embedding", "head")})
+        x = whole(params["embedding"]).at[tokens[:, :-1]].get(out_sharding=_rows())
+
+        @jax.checkpoint
+        def body(x, layer):
+            return self._block(x, jax.tree.map(whole, _arrays(layer))), None
+
+        x, _ = release.scan(body, x, params["layers"])
+        x, head = _norm(x, whole(params["norm"])), whole(params["head"])
+
+        @jax.checkpoint
+        def piece(total, inputs):
+            x, labels = inputs
+            logits = jnp.einsum("bld,vd->blv", x, head, preferred_element_type=F32)
+            each = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+            return total + each.sum(), None
+
+        pieces = self._pieces(x), self._pieces(tokens[:, 1:])
+        return jax.lax.scan(piece, 0.0, pieces)[0] / tokens[:, 1:].size
+
+    def _pieces(self, x: jax.Array) -> jax.Array:
+        batch, length, *rest = x.shape
+        count = length // self.piece
+        return jnp.moveaxis(x.reshape(batch, count, self.piece, *rest), 1, 0)
+
+    def _block(self, x: jax.Array, layer: dict) -> jax.Array:
+        x = x + self._attention(_norm(x, layer["norm_1"]), layer)
+        y = _norm(x, layer["norm_2"])
+        return x + (jax.nn.silu(y @ layer["gate"]) * (y @ layer["up"])) @ layer["down"]
+
+    def _attention(self, x: jax.Array, layer: dict) -> jax.Array:
+        batch, length, width = x.shape
+        size, shared = width // self.heads, self.shared_heads
+        q = _turned((x @ layer["q"]).reshape(batch, length, self.heads, size))
+        k = _turned((x @ layer["k"]).reshape(batch, length, shared, size))
+        v = (x @ layer["v"]).reshape(batch, length, shared, size)
+        q = q.reshape(batch, length, shared, self.heads // shared, size)
+        places = jnp.arange(length)
+
+        @jax.checkpoint
+        def piece(_, inputs):
+            q, place = inputs
+            scores = jnp.einsum("bqhgd,bkhd->bhgqk", q, k, preferred_element_type=F32)
+            seen = places <= place[:, None]
+            scores = jnp.where(seen, scores * size**-0.5, -jnp.inf)
+            weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
+            return None, jnp.einsum("bhgqk,bkhd->bqhgd", weights, v)
+
+        pieces = self._pieces(q), places.reshape(-1, self.piece)
+        _, mixed = jax.lax.scan(piece, None, pieces)
+        # On explicit axes a reshape merges dimensions of one place only.
+        mixed = jnp.moveaxis(mixed, 0, 1).reshape(batch, -1, self.piece, width)
+        return mixed.reshape(x.shape) @ layer["out"]
+
+
+def by_rows(path, x) -> P:
+    """How a parameter is spread over the axis `d`: its rows; scales are whole."""
+    if "norm" in path[-1].key:
+        return P()
+    return P(None, "d") if x.ndim == 3 else P("d")
+
+
+def whole(x: jax.Array) -> jax.Array:
+    """A parameter gathered from the devices, on a mesh of explicit axes."""
+    return x if _mesh().empty else jax.sharding.reshard(x, P())
+
+
+def _arrays(tree: dict) -> dict:
+    """Quantised matrices as arrays, all others as they are."""
+    return lowbit_optax.dequantize(tree, BF16)
+
+
+def _mesh() -> jax.sharding.AbstractMesh:
+    return jax.sharding.get_abstract_mesh()
+
+
+def _rows() -> P | None:
+    return None if _mesh().empty else P("d")
+
+
+def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """RMSNorm, computed in float32."""
+    wide = x.astype(F32)
+    mean = jnp.mean(wide * wide, -1, keepdims=True)
+    return (wide * jax.lax.rsqrt(mean + 1e-5) * scale).astype(x.dtype)
+
+
+def _turned(x: jax.Array) -> jax.Array:
+    """Rotary positions: halves of each head turned by the position."""
+    length, half = x.shape[1], x.shape[-1] // 2
+    rates = 500000.0 ** (-jnp.arange(half) / half)
+    angles = jnp.arange(length)[:, None, None] * rates
+    first, second = jnp.split(x.astype(F32), 2, axis=-1)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    turned = first * cos - second * sin, second * cos + first * sin
+    return jnp.concatenate(turned, -1).astype(x.dtype)
