@@ -180,7 +180,15 @@ def test_released_steps_are_ordinary_ones(name):
     )
 
 
-@pytest.mark.parametrize("make", [flax_model, nnx_model], ids=["linen", "nnx"])
+# JAX 0.10's older way to fuse loops, which README's run takes there, contracts linen's
+# variances differently.
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(flax_model, marks=pytest.mark.slow_to_compile, id="linen"),
+        pytest.param(nnx_model, id="nnx"),
+    ],
+)
 def test_released_steps_of_flax_are_ordinary_ones(make):
     loss_fn, params = make()
     released.assert_equal_steps(loss_fn, SGD, params, released.batches(2), has_aux=True)
