@@ -75,6 +75,11 @@ def _master() -> Peer:
     return Peer(jnp.bfloat16, init, step, lambda params, state: state[0])
 
 
+def _lowbit_adamw(rate, *, b1, b2, eps, weight_decay, **formats):
+    inner = optax.adamw(rate, b1, b2, eps, weight_decay=weight_decay)
+    return lowbit_optax.lowbit(inner, **formats)
+
+
 def _ours(alias, **options) -> Peer:
     def make(rate):
         return alias(rate, **ADAMW, **options)
@@ -118,6 +123,7 @@ def peers(fused_flash: bool = False) -> dict[str, Peer]:
     Args:
       fused_flash: flashoptim-jax by its kernels, which are for GPUs; else by XLA.
     """
+    into_mu = lowbit_optax.stochastic_rounding(error_into="mu")
     found = {
         BASELINE: _plain(_optax, jnp.float32),
         "optax.adamw, float32 master": _master(),
@@ -127,6 +133,8 @@ def peers(fused_flash: bool = False) -> dict[str, Peer]:
         "extra_bits_adamw": _ours(lowbit_optax.extra_bits_adamw),
         "extra_bits_adamw(bits=8)": _ours(lowbit_optax.extra_bits_adamw, bits=8),
         "lowbit_adamw": _ours(lowbit_optax.lowbit_adamw),
+        'lowbit, moments="low"': _ours(_lowbit_adamw, moments="low"),
+        "lowbit, error into mu": _ours(_lowbit_adamw, weights=into_mu),
     }
     if importlib.util.find_spec("flashoptim_jax"):
         found[FLASH] = _flash(fused_flash)

@@ -44,6 +44,7 @@ def compiled_facts(peer: jax_peers.Peer) -> dict:
     return {
         "moved": one.moved,
         "temporary": one.temporary,
+        "launches": sum(size > 4096 for _, size in one.launches),
         "instructions": sum(instructions_per_parameter(x, grads.size) for x in kernels),
     }
 
@@ -108,8 +109,8 @@ def add_differences(rows: dict[str, dict]) -> None:
 def sizes(rows: dict[str, dict]) -> str:
     """Bytes, programs and times."""
     heads = [
-        *("AdamW", "stored, B", "moved, B", "temporary, B", "instructions"),
-        *("s to trace", "CPU step"),
+        *("AdamW", "stored, B", "moved, B", "temporary, B", "launches"),
+        *("instructions", "s to trace", "CPU step"),
     ]
     lines = []
     for name, row in rows.items():
@@ -117,8 +118,9 @@ def sizes(rows: dict[str, dict]) -> str:
             lines.append([name, f"not run: {row['not_run']}", *[""] * (len(heads) - 2)])
             continue
         cells = [number(row, "stored", ".2f")]
-        cells += [number(row, key) for key in ("moved", "temporary", "instructions")]
-        cells.append(number(row, "trace_seconds"))
+        cells += [number(row, key) for key in ("moved", "temporary")]
+        cells.append(number(row, "launches", "d"))
+        cells += [number(row, key) for key in ("instructions", "trace_seconds")]
         ratio = number(row, "time_ratio", ".2f")
         lines.append([name, *cells, ratio])
     return records.table(heads, lines)
