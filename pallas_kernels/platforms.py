@@ -133,3 +133,17 @@ def chooses_tpu_kernels() -> bool:
         return jax.device_count() == 1
     kinds = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
     return not any(kind == AxisType.Auto and size > 1 for kind, size in kinds)
+
+
+def is_for_one_device() -> bool:
+    """Whether the program that is traced is known to run on one device.
+
+    It is on a mesh in force of one device, or, where none is, if JAX has one only.
+
+    >>> mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
+    >>> with jax.set_mesh(mesh):
+    ...     is_for_one_device()
+    True
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.device_count() == 1 if mesh.empty else mesh.size == 1

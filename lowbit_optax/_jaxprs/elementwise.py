@@ -126,6 +126,7 @@ def program_of(
     scalars: Scalars,
     *,
     takes_factors_out: bool = True,
+    is_exact: bool = False,
 ) -> Program:
     """The program that computes a leaf's results from its own rows.
 
@@ -135,6 +136,8 @@ def program_of(
       scalars: the table to enter scalars in.
       takes_factors_out: whether scalar factors are; see
         :mod:`lowbit_optax._jaxprs.corrected_averages`.
+      is_exact: whether every operation is taken as it is, so that the results are those
+        of the graph bit for bit.
 
     Raises:
       NotElementwise: if they need more than these rows and scalars.
@@ -145,7 +148,7 @@ def program_of(
     candidates = Scalars(scalars.graph)
     builder = _ProgramBuilder(inputs, uses, candidates, takes_factors_out)
     for node, call in between:
-        builder.add(node, call)
+        (builder.add_exactly if is_exact else builder.add)(node, call)
     results = tuple(map(builder.ref, outputs))  # which may append operations
     program = without_dead_operations(
         Program(len(inputs), tuple(builder.operations), results)
@@ -197,6 +200,10 @@ class _ProgramBuilder:
         else:
             self._scaled[node] = scaled
 
+    def add_exactly(self, node: Node, call: Call) -> None:
+        """Append the operation that computes a node."""
+        self._rows[node] = self._copied(call) or self._as_it_is(call)
+
     def _quotient(self, call: Call) -> tuple[Ref, Node] | None:
         """A quotient of corrected averages, as a row and its scalar factor."""
         found = corrected_quotient(call, self._uses)
@@ -232,8 +239,9 @@ class _ProgramBuilder:
 
     def _row_of(self, call: Call) -> Ref:
         primitive, operands = call.primitive, call.inputs
-        if primitive in _ONE_TO_ONE or primitive is p.broadcast_in_dim_p:
-            return self.ref(operands[0])
+        copied = self._copied(call)
+        if copied is not None:
+            return copied
         if primitive is p.div_p and _is_float_scalar(operands[1]):
             return self._times(
                 self.ref(operands[0]), self._scalars.inverse(operands[1])
@@ -251,7 +259,18 @@ class _ProgramBuilder:
                 if product is not None:
                     factors = [*product.inputs, self.ref(other)]
                     return self._append(MULTIPLY_ADD, {}, factors)
-        return self._append(primitive, call.params, [self.ref(x) for x in operands])
+        return self._as_it_is(call)
+
+    def _copied(self, call: Call) -> Ref | None:
+        """The operand of a call that changes none of its elements."""
+        is_copy = call.primitive in _ONE_TO_ONE
+        if is_copy or call.primitive is p.broadcast_in_dim_p:
+            return self.ref(call.inputs[0])
+        return None
+
+    def _as_it_is(self, call: Call) -> Ref:
+        operands = [self.ref(x) for x in call.inputs]
+        return self._append(call.primitive, call.params, operands)
 
     def _append(self, primitive, params: Mapping, operands: Sequence[Ref]) -> Ref:
         items = tuple(sorted(params.items()))

@@ -23,7 +23,12 @@ from lowbit_optax._step.stacks import stacks_to_write
 from lowbit_optax._step.unchanged import unless_still
 from lowbit_optax._step.update_graph import UpdateGraph, trace_update
 from pallas_kernels.fused_update import launchers
-from pallas_kernels.platforms import Implementation, chooses_tpu_kernels, is_elsewhere
+from pallas_kernels.platforms import (
+    Implementation,
+    chooses_tpu_kernels,
+    is_elsewhere,
+    is_for_one_device,
+)
 
 _NEEDS_VALUES = (
     jax.errors.ConcretizationTypeError,
@@ -96,11 +101,29 @@ def advance(
     # Any other choice would trace kernels for other platforms as well.
     name = "tpu" if on_tpus else launchers.default_name()
     branch = {"tpu" if on_tpus else "cuda": lambda: by_kernels.run(name)}
+    by_blocks = _by_blocks(traced, prepared, landing)
+    if by_blocks is not None:
+        branch["cpu"] = by_blocks.run_by_blocks
     return by_kernels.out_of_stacks(
         jax.lax.platform_dependent(
             default=lambda: by_kernels.into_stacks(by_xla.run()), **branch
         )
     )
+
+
+def _by_blocks(
+    traced: UpdateGraph, prepared: PreparedStep, landing: Landing
+) -> "ByKernels | None":
+    """How CPUs update large leaves; None where they do as :class:`ByXla`.
+
+    In a program for many devices XLA may have to partition it, and would communicate
+    for every block. A layer goes into its stack as a whole.
+    """
+    if context.current().layer is not None or not is_for_one_device():
+        return None
+    exact = kernel_plan.plan(traced, prepared, landing, is_exact=True)
+    large = kernel_step.by_blocks_on_cpus(exact, prepared)
+    return large and ByKernels(prepared, landing, large, None)
 
 
 def with_errors(
@@ -190,9 +213,23 @@ class ByKernels:
 
         Where kernels write a layer into its stack, the result holds the whole stack.
         """
+        return self._run(implementation)
+
+    def run_by_blocks(self) -> Advanced:
+        """Run the step by XLA, the planned leaves block by block."""
+        return self._run("xla", by_blocks=True)
+
+    def _run(
+        self, implementation: Implementation, *, by_blocks: bool = False
+    ) -> Advanced:
         prepared = self.prepared
         results, residuals, parts, written, still = kernel_step.run(
-            self.plan, prepared, self.landing, self.layer, implementation
+            self.plan,
+            prepared,
+            self.landing,
+            self.layer,
+            implementation,
+            by_blocks=by_blocks,
         )
         stored, traced = prepared.stored_parts(), self.plan.traced
         encoded = prepared.moment_plan.encode_parts(

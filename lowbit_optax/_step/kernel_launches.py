@@ -17,6 +17,7 @@ from lowbit_optax._step.layer_loops import needs_loop, over_layers
 from pallas_kernels.fused_update import (
     MAX_ELEMENTS_OF_SMALL_LEAF,
     Leaf,
+    blocked,
     fused_update,
     fused_update_many,
 )
@@ -111,6 +112,27 @@ class Launches:
         )
 
 
+def block_by_block(
+    bodies: Mapping[int, LeafBody], leaves: Mapping[int, Leaf], table: jax.Array
+) -> dict[int, list[jax.Array]]:
+    """The results of each leaf by :mod:`pallas_kernels.fused_update.blocked`.
+
+    Args:
+      bodies, table: as for :class:`Launches`.
+      leaves: by their indices.
+    """
+    return {
+        i: _blocked(
+            leaf.arrays,
+            table,
+            np.array([i], np.uint32),
+            body=bodies[i],
+            like=_abstract(leaf),
+        )
+        for i, leaf in leaves.items()
+    }
+
+
 def _tables_of_layers(row: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """A leaf's row of the table for each of its layers, which may have their own keys.
 
@@ -148,6 +170,12 @@ def _fused(
         when=body.when,
         implementation=implementation,
     )
+
+
+@functools.partial(jax.jit, static_argnames=("body", "like"))
+def _blocked(arrays, table, row, *, body: LeafBody, like: Leaf):
+    """Update one leaf block by block; traced once for equal shapes and programs."""
+    return blocked.update(body, like.with_arrays(arrays), table, row, when=body.when)
 
 
 @functools.partial(jax.jit, static_argnames=("body", "like", "implementation"))

@@ -90,6 +90,8 @@ def plan(
     traced: UpdateGraph,
     prepared: PreparedStep,
     landing: Landing,
+    *,
+    is_exact: bool = False,
     for_tpus: bool = False,
 ) -> KernelPlan:
     """Find which leaves of an inner update a kernel can update.
@@ -97,6 +99,8 @@ def plan(
     Args:
       traced: the inner update.
       prepared, landing: the step.
+      is_exact: whether bodies compute what :class:`.implementations.ByXla` does bit for
+        bit. Else they take scalar factors out.
       for_tpus: whether kernels for TPUs alone will run, which take any fields with any
         blocks.
     """
@@ -104,7 +108,9 @@ def plan(
     guard = [Node(jax.typeof(x), constant=x) for x in prepared.guard.scalars]
     for node in guard:
         scalars.ref(node)
-    planner = _Planner(prepared, landing, traced, scalars, guard[1:], for_tpus)
+    planner = _Planner(
+        prepared, landing, traced, scalars, guard[1:], is_exact, for_tpus
+    )
     effects = traced.effects and f"it has side effects: {traced.effects}"
     leaves = [effects or planner.leaf(i) for i in range(len(prepared.params))]
     return KernelPlan(traced, _without_shared_slots(leaves), scalars)
@@ -118,7 +124,7 @@ class _Planner:
       traced: the inner update.
       scalars: the table to which the scalars of a leaf are added.
       proceeds: the scalar that tells whether a guarded step happens, if it is guarded.
-      for_tpus: as in :func:`plan`.
+      is_exact, for_tpus: as for :func:`plan`.
     """
 
     def __init__(
@@ -128,9 +134,11 @@ class _Planner:
         traced: UpdateGraph,
         scalars: Scalars,
         proceeds: list[Node],
+        is_exact: bool,
         for_tpus: bool,
     ):
-        self._proceeds, self._for_tpus = proceeds, for_tpus
+        self._proceeds = proceeds
+        self._is_exact, self._for_tpus = is_exact, for_tpus
         self._prepared: PreparedStep = prepared
         self._landing: Landing = landing
         self._traced, self._nodes = traced, traced.nodes
@@ -177,6 +185,7 @@ class _Planner:
             # It would save 2% of the instructions of float16 leaves, whose kernels are
             # twice as long, and take 18% more registers.
             takes_factors_out=leaf.dtype != jnp.float16,
+            is_exact=self._is_exact,
         )
         body = LeafBody(
             program=program,
@@ -193,7 +202,7 @@ class _Planner:
         )
         if not self._for_tpus:
             _check_fields(body)
-        return LeafKernel(body.with_factors(), slots)
+        return LeafKernel(body if self._is_exact else body.with_factors(), slots)
 
     def _moments(self, slots):
         """The formats and numbers of a leaf's moments."""

@@ -17,7 +17,7 @@ from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._step.body import KEYS, LeafBody
 from lowbit_optax._step.error_feedback import fed
 from lowbit_optax._step.guard import neutral_updates
-from lowbit_optax._step.kernel_launches import Launches
+from lowbit_optax._step.kernel_launches import Launches, block_by_block
 from lowbit_optax._step.kernel_plan import KernelPlan, LeafKernel
 from lowbit_optax._step.layer import Layer
 from lowbit_optax._step.norms import sums_of_gradients
@@ -36,6 +36,8 @@ def run(
     landing: Landing,
     layer: Layer | None,
     implementation: Implementation,
+    *,
+    by_blocks: bool = False,
 ) -> tuple[list, list, list, frozenset[int], dict]:
     """Run one step according to a plan.
 
@@ -43,6 +45,7 @@ def run(
       plan, prepared, landing: of the step.
       layer: the layer that the leaves are, if kernels can write into its stacks.
       implementation: as in :func:`pallas_kernels.fused_update`.
+      by_blocks: whether XLA updates the leaves block by block, in place of kernels.
 
     Returns:
       ``(results, residuals, parts, written, still)``: the result and residual of each
@@ -80,9 +83,13 @@ def run(
                 parts[part] = fed(parts[part], error, *map(value, rates))
     leaves = _kernel_leaves(plan, prepared, layer)
     bodies = {i: kernel.body for i, kernel in kernels.items()}
-    firsts = first_elements(prepared.names, prepared.params)
-    launches = Launches(bodies, table, firsts, layer, implementation)
-    for i, arrays in launches.results(leaves).items():
+    if by_blocks:
+        launched = block_by_block(bodies, leaves, table)
+    else:
+        firsts = first_elements(prepared.names, prepared.params)
+        launches = Launches(bodies, table, firsts, layer, implementation)
+        launched = launches.results(leaves)
+    for i, arrays in launched.items():
         param, body = prepared.params[i], kernels[i].body
         new, *rest = arrays
         if body.has_residual:
@@ -101,6 +108,23 @@ def run(
     parts = [parts[s] for s in range(len(parts))]
     still_parts = {s: value(of_parts[s]) for s in kept if of_parts[s]}
     return results, residuals, parts, written, still_parts
+
+
+def by_blocks_on_cpus(plan: KernelPlan, prepared: PreparedStep) -> KernelPlan | None:
+    """The part of a plan that is for leaves which XLA updates block by block on CPUs.
+
+    None if there are none, and where the order of operations matters that
+    :meth:`.Guard.unscaled` keeps on CPUs.
+    """
+    if prepared.guard.scalars:
+        return None
+    large = [
+        i
+        for i, leaf in _kernel_leaves(plan, prepared, None).items()
+        if blocked.accepts(leaf)
+    ]
+    leaves = [x if i in large else "" for i, x in enumerate(plan.leaves)]
+    return dataclasses.replace(plan, leaves=leaves) if large else None
 
 
 def has_tpu_kernels(plan: KernelPlan, prepared: PreparedStep) -> bool:

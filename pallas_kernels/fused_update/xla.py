@@ -2,7 +2,7 @@
 
 import math
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ def update(
     layer: jax.Array | None = None,
     when: int | None = None,
     within: tuple[jax.Array | None, tuple[int, ...]] | None = None,
+    together: Callable[[Sequence[jax.Array]], Sequence[jax.Array]] = list,
 ) -> list[jax.Array]:
     """See :func:`pallas_kernels.fused_update`.
 
@@ -34,6 +35,8 @@ def update(
       body, leaf, table, row, layer, when: as there.
       within: of a part, the index of its first element in the whole (None for 0), and
         the whole's shape.
+      together: given maxima, and new values before they are packed; what it returns is
+        used in their place.
     """
     if row is not None:
         table = lax.dynamic_index_in_dim(table, row[0], 0, keepdims=False)
@@ -57,13 +60,14 @@ def update(
         index = _row_major(leaf.shape, whole, first)
     arguments = values, scalars, index, multiply_add
     if leaf.block_sizes:
-        new = _with_blocks(typing.cast(BlockBody, body), leaf, arguments, block_values)
+        blocks = typing.cast(BlockBody, body)
+        new = _with_blocks(blocks, leaf, arguments, block_values, together)
     else:
         new = typing.cast(Body, body)(*arguments)
     skip = None if when is None else scalars[when] == jnp.uint32(0)
     return [
         _stored(value, result, leaf, layer, skip)
-        for result, value in zip(leaf.results, new, strict=True)
+        for result, value in zip(leaf.results, together(new), strict=True)
     ]
 
 
@@ -72,6 +76,7 @@ def _with_blocks(
     leaf: Leaf,
     arguments: tuple[list, list, jax.Array | None, MultiplyAdd],
     block_values: list[jax.Array],
+    together: Callable[[Sequence[jax.Array]], Sequence[jax.Array]],
 ) -> list[jax.Array]:
     """The results of a body that takes maxima over blocks."""
 
@@ -91,6 +96,7 @@ def _with_blocks(
             block_maxima(x, leaf.layout, size)
             for x, size in zip(new, sizes, strict=True)
         ]
+        new = together(new)
         maxima += new
         of_maxima += repeated(new, sizes)
         _, after = body.after(of_maxima, of_elements, scalars)

@@ -1,0 +1,206 @@
+"""The fused update on CPUs: array operations on one block of a leaf after the other.
+
+XLA's CPU compiler gives each result of a step a loop of its own, and cannot overwrite
+an array that another loop still reads. On whole leaves it so writes every result to new
+memory, whose pages the system must clear, and copies it into its place afterwards. Here
+a loop goes over blocks of :data:`BLOCK` elements: results wait in a few MiB, which are
+the same in every turn, until all of a block's are there.
+
+The numbers are those of :mod:`pallas_kernels.fused_update.xla`, which computes a block.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.fused_update import xla
+from pallas_kernels.fused_update.spec import BlockBody, Body, Leaf
+from pallas_kernels.layout import layout_of
+from pallas_kernels.transforms import transformable
+
+BLOCK = 2**17
+"""Elements of a block, about: the caches of a core hold what is read and written."""
+
+MIN_ELEMENTS = 2**20
+"""Leaves with fewer are updated at once: there is little to be won."""
+
+
+def accepts(leaf: Leaf) -> bool:
+    """Whether a leaf is large and has equal parts, one after the other in memory."""
+    return not leaf.stacked and _parts(leaf) is not None
+
+
+def update(
+    body: Body | BlockBody,
+    leaf: Leaf,
+    table: jax.Array,
+    row: jax.Array,
+    when: int | None = None,
+) -> list[jax.Array]:
+    """See :func:`pallas_kernels.fused_update.xla.update`, for what is accepted.
+
+    Args:
+      body, leaf, table, row, when: as there.
+    """
+
+    def blocks(table, row, *arrays):
+        return _update(body, leaf.with_arrays(arrays), table, row, when)
+
+    def whole(table, row, *arrays):
+        return xla.update(body, leaf.with_arrays(arrays), table, row, when=when)
+
+    return transformable(blocks, whole)(table, row, *leaf.arrays)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """How the first axis of a leaf is divided.
+
+    Args:
+      shape: of the leaf, or of a view of it.
+      length: of a part along the first axis.
+      last: the length of the last part where the others do not divide the axis; else 0.
+    """
+
+    shape: tuple[int, ...]
+    length: int
+    last: int
+
+    @property
+    def count(self) -> int:
+        """How many parts there are but the last."""
+        return (self.shape[0] - self.last) // self.length
+
+
+def _parts(leaf: Leaf) -> _Parts | None:
+    """The parts of a leaf; None if it is not worth it, or they would lie otherwise."""
+    size = math.prod(leaf.shape)
+    if size < MIN_ELEMENTS:
+        return None
+    shape, is_plain = leaf.shape, not leaf.has_words_or_blocks
+    if is_plain:
+        columns = shape[-1]
+        shape = (size // columns, columns) if columns <= BLOCK else (size,)
+    unit, inner = leaf.unit(0), size // shape[0]
+    length = max(BLOCK // (unit * inner), 1) * unit
+    if shape[0] < 2 * length:
+        return None
+    # What does not divide lengthens the last part: few rows may be laid out otherwise.
+    rest = shape[0] % length
+    last = length + rest if rest else 0
+    axes = {layout_of((n, *shape[1:])).axis for n in (shape[0], length, last) if n}
+    return _Parts(shape, length, last) if is_plain or len(axes) == 1 else None
+
+
+def _update(
+    body: Body | BlockBody, leaf: Leaf, table: jax.Array, row: jax.Array, when
+) -> list[jax.Array]:
+    parts = _parts(leaf)
+    assert parts is not None, "only leaves that blocked.py accepts"
+    table = lax.dynamic_index_in_dim(table, row[0], 0, keepdims=False)
+    is_view = parts.shape != leaf.shape
+    given = [x.reshape(parts.shape) if is_view else x for x in leaf.arrays]
+    seen = dataclasses.replace(leaf, shape=parts.shape).with_arrays(given)
+    places = _places(seen)
+    written = {
+        place: given[place]
+        if place < len(given)
+        else jnp.zeros(seen.stored_shape(result), result.dtype)
+        for place, result in zip(places, leaf.results, strict=True)
+    }
+    step = functools.partial(_part, body, seen, table, parts)
+
+    def advance(number, written):
+        return step(_not_hoisted(number, parts.count), parts.length, written)
+
+    def finish(_, written):
+        return step(parts.count, parts.last, written)
+
+    if when is None:
+        written = lax.fori_loop(0, parts.count, advance, written)
+        written = finish(0, written) if parts.last else written
+    else:
+        turns = (table[when] != jnp.uint32(0)).astype(jnp.int32)
+        written = lax.fori_loop(0, turns * parts.count, advance, written)
+        if parts.last:
+            written = lax.fori_loop(0, turns, finish, written)
+    # A view that XLA fuses with writing into it would be written to new memory.
+    results = _together([written[place] for place in places])
+    return [
+        x.reshape(leaf.stored_shape(result))
+        for x, result in zip(results, leaf.results, strict=True)
+    ]
+
+
+def _places(leaf: Leaf) -> list[int]:
+    """Per result, the operand that it overwrites, or a number past all of them."""
+    return [
+        len(leaf.operands) + number if result.overwrites is None else result.overwrites
+        for number, result in enumerate(leaf.results)
+    ]
+
+
+def _part(
+    body: Body | BlockBody,
+    leaf: Leaf,
+    table: jax.Array,
+    parts: _Parts,
+    number: jax.Array | int,
+    length: int,
+    written: dict[int, jax.Array],
+) -> dict[int, jax.Array]:
+    """``written`` with the results of one part of the leaf.
+
+    Args:
+      number: of the part.
+      length: along the first axis.
+    """
+    part = dataclasses.replace(leaf, shape=(length, *parts.shape[1:]))
+    whole = dataclasses.replace(leaf, shape=(parts.length, *parts.shape[1:]))
+    arrays = [
+        lax.dynamic_slice_in_dim(
+            written.get(place, array),
+            number * whole.stored_shape(operand)[0],
+            part.stored_shape(operand)[0],
+        )
+        for place, (array, operand) in enumerate(
+            zip(leaf.arrays, leaf.operands, strict=True)
+        )
+    ]
+    first = jnp.uint32(number) * jnp.uint32(math.prod(whole.shape))
+    new = xla.update(
+        body,
+        part.with_arrays(arrays),
+        table,
+        within=(first, parts.shape),
+        together=_together,
+    )
+    places = zip(_places(leaf), new, leaf.results, strict=True)
+    return {
+        place: lax.dynamic_update_slice_in_dim(
+            written[place], value, number * whole.stored_shape(result)[0], 0
+        )
+        for place, value, result in places
+    }
+
+
+def _together(values: Sequence[jax.Array]) -> list[jax.Array]:
+    """The values, none of which is used before all are computed.
+
+    So nothing of a block is overwritten while it is read, and XLA need not copy it.
+    """
+    return list(lax.optimization_barrier(tuple(values)))
+
+
+def _not_hoisted(number: jax.Array, count: int) -> jax.Array:
+    """The number, less than the count, by way of an operation that XLA sorts by.
+
+    XLA:CPU of JAX 0.12 compiles a loop into a single function, which runs in one
+    thread, unless there is something in it that such a function cannot call.
+    """
+    return lax.sort(jnp.stack([number, jnp.asarray(count, number.dtype)]))[0]
