@@ -1,0 +1,165 @@
+"""On CPUs large leaves are updated block by block, with the numbers of whole leaves.
+
+A product and a sum may be contracted otherwise. With powers of two as hyperparameters
+that changes nothing, so that every bit can be compared.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from optimizers import (
+    ALL_FORMATS,
+    BFLOAT16_MOMENTS,
+    apply,
+    assert_same_bits,
+    bits,
+    initial,
+)
+
+import lowbit_optax
+from lowbit_optax import block_quantized, extra_bits, kahan, lowbit
+from pallas_kernels.fused_update import blocked
+
+pytestmark = pytest.mark.standard_promotion
+
+MOMENTUM = optax.sgd(0.25, momentum=0.5)
+ONE_DEVICE = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
+SHAPES = {
+    "ragged": (131, 40),
+    "odd": (333, 7),
+    "divides": (128, 64),
+    "stack": (5, 64, 24),
+    "vector": (5000,),
+    "wide": (3, 3000),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(request, monkeypatch):
+    """Blocks of some rows, so that small leaves have many."""
+    if "real_blocks" not in request.fixturenames:
+        monkeypatch.setattr(blocked, "BLOCK", 512)
+        monkeypatch.setattr(blocked, "MIN_ELEMENTS", 1024)
+
+
+@pytest.fixture
+def real_blocks():
+    """Blocks as they are."""
+
+
+def numbers(shape, seed, dtype):
+    """Numbers of few bits, whose sums in float32 are exact."""
+    drawn = np.random.default_rng(seed).integers(-(2**7), 2**7, shape)
+    return jnp.asarray(drawn / 2**8, jnp.float32).astype(dtype)
+
+
+def stepped(implementation, shape, advance=lowbit_optax.step, steps=2, **options):
+    """Parameters and state after jitted steps on one device."""
+    chosen = {"weights": extra_bits(16), "moments": "float32", "min_size": 0}
+    options = {"inner": MOMENTUM, **chosen, **options}
+    tx = lowbit(implementation=implementation, **options)
+    params = {"w": numbers(shape, 0, jnp.bfloat16), "b": numbers((9,), 1, jnp.bfloat16)}
+    with jax.set_mesh(ONE_DEVICE):
+        state = initial(tx, params)
+        run = jax.jit(functools.partial(advance, tx))
+        for seed in range(steps):
+            grads = {k: numbers(x.shape, seed, jnp.float32) for k, x in params.items()}
+            params, state = run(params, state, grads)
+    return params, state
+
+
+def both(*args, **options):
+    return [stepped(name, *args, **options) for name in (None, "xla")]
+
+
+def program(tx, params):
+    """The jaxpr of a step, as CPUs run it on the mesh in force."""
+    state = jax.eval_shape(tx.init, params)
+    return str(jax.jit(functools.partial(lowbit_optax.step, tx)).lower(
+        params, state, params
+    ).as_text())  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("weights", [extra_bits(16), kahan()], ids=["words", "plain"])
+def test_any_shape_has_the_bits_of_the_whole_leaf(shape, weights):
+    assert_same_bits(*both(shape, weights=weights))
+
+
+@pytest.mark.parametrize("weights", ALL_FORMATS.values(), ids=ALL_FORMATS)
+def test_any_weight_format_has_the_bits_of_the_whole_leaf(weights):
+    assert_same_bits(*both((131, 40), weights=weights, moments=BFLOAT16_MOMENTS))
+
+
+@pytest.mark.parametrize("bits_", [4, 8])
+@pytest.mark.parametrize("shape", [(136, 40), (5, 64, 24), (5000,)])
+def test_scales_of_blocks_are_the_same(shape, bits_):
+    assert_same_bits(*both(shape, moments=block_quantized(bits_)))
+
+
+def test_updates_are_the_same():
+    assert_same_bits(*both((131, 40), advance=apply))
+
+
+def test_a_skipped_step_writes_nothing():
+    inner = optax.apply_if_finite(MOMENTUM, max_consecutive_errors=3)
+
+    def advance(tx, params, state, grads):
+        bad = jax.tree.map(lambda x: x.at[0].set(jnp.nan), grads)
+        after = lowbit_optax.step(tx, params, state, bad)
+        return lowbit_optax.step(tx, *after, grads)
+
+    params, state = stepped(None, (131, 40), advance, inner=inner)
+    assert_same_bits((params, state), stepped("xla", (131, 40), advance, inner=inner))
+    assert bool(jnp.isfinite(params["w"]).all())
+
+
+def test_64_bit_numbers_change_nothing():
+    want = stepped(None, (131, 40))
+    with jax.enable_x64(True):
+        got = stepped(None, (131, 40))
+    assert bits(got[0]["w"]).tolist() == bits(want[0]["w"]).tolist()
+
+
+def test_batches_of_steps_are_the_same():
+    def advance(tx, params, state, grads):
+        stack = lambda tree: jax.tree.map(lambda x: jnp.stack([x, x]), tree)
+        step = functools.partial(lowbit_optax.step, tx)
+        new = jax.vmap(step)(stack(params), stack(state), stack(grads))
+        return jax.tree.map(lambda x: x[1], new)
+
+    assert_same_bits(*both((131, 40), advance))
+
+
+def test_where_there_are_several_devices_nothing_is_cut_into_blocks():
+    # XLA may have to partition such a program.
+    tx = lowbit_optax.sr_adamw(0.1)
+    params = {"w": jax.ShapeDtypeStruct((131, 40), jnp.bfloat16)}
+    with jax.set_mesh(ONE_DEVICE):
+        assert "stablehlo.while" in program(tx, params)
+    assert "stablehlo.while" not in program(tx, params)
+    with jax.set_mesh(jax.make_mesh((8,), ("x",))):
+        assert "stablehlo.while" not in program(tx, params)
+
+
+def test_small_leaves_are_not_cut_into_blocks(real_blocks):
+    params = {"w": jax.ShapeDtypeStruct((131, 40), jnp.bfloat16)}
+    with jax.set_mesh(ONE_DEVICE):
+        assert "stablehlo.while" not in program(lowbit_optax.sr_adamw(0.1), params)
+
+
+@pytest.mark.parametrize("rows", [4096, 4099])
+def test_a_compiled_step_takes_little_memory(real_blocks, rows):
+    tx = lowbit_optax.sr_adamw(0.1)
+    params = jax.ShapeDtypeStruct((rows, 1024), jnp.bfloat16)
+    with jax.set_mesh(ONE_DEVICE):
+        state = jax.eval_shape(tx.init, params)
+        step = jax.jit(functools.partial(lowbit_optax.step, tx), donate_argnums=(0, 1))
+        memory = step.lower(params, state, params).compile().memory_analysis()
+    # A whole bfloat16 array would be 2 bytes per parameter.
+    assert memory.temp_size_in_bytes < 0.5 * rows * 1024
