@@ -18,7 +18,7 @@ Implementation = typing.Literal["xla", "pallas", "triton", "mosaic", "tpu"] | No
 - ``"tpu"``: by kernels of Pallas' TPU backend what these take, and by XLA the rest; in
   programs for TPUs, and elsewhere by Pallas' model of a TPU (slowly).
 - None: by kernels on CUDA; by those for TPUs where :func:`chooses_tpu_kernels` says so;
-  and by XLA elsewhere.
+  and by XLA elsewhere. ``lowbit`` updates large leaves block by block on a CPU.
 """
 
 # Of GPUs that are not at hand only the names are known.

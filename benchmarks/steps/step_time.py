@@ -3,9 +3,9 @@
     .venv/bin/python -m benchmarks step_time --parameters 16777216 --json step_time.json
 
 All variants run in turn, round after round, so that a noisy machine disturbs them
-alike; the table gives the median time and the median over the rounds of the ratio to
-optax's float32 step. Gradients are in the parameters' dtype, and every step donates
-parameters and state, the baselines' too.
+alike; the table gives the median time, and the medians over the rounds of the ratios to
+optax's float32 step, in time and in the processor time of all threads. Gradients are in
+the parameters' dtype, and every step donates parameters and state, the baselines' too.
 """
 
 import argparse
@@ -67,47 +67,49 @@ def float32_master(tx):
     return optax.GradientTransformation(init, None), step
 
 
-def variants():
+def variants(implementation: str | None = None):
     bf16 = jnp.bfloat16
+    ours = {"weight_decay": DECAY, "implementation": implementation}
     adamw = optax.adamw(RATE, weight_decay=DECAY)
     sgd = optax.chain(optax.add_decayed_weights(DECAY), optax.sgd(RATE, MOMENTUM))
     families = {
         "adamw": (
             adamw,
             {
-                "kahan_adamw": lowbit_optax.kahan_adamw(RATE, weight_decay=DECAY),
-                "sr_adamw": lowbit_optax.sr_adamw(RATE, weight_decay=DECAY),
+                "kahan_adamw": lowbit_optax.kahan_adamw(RATE, **ours),
+                "sr_adamw": lowbit_optax.sr_adamw(RATE, **ours),
                 "extra_bits_adamw(bits=16)": lowbit_optax.extra_bits_adamw(
-                    RATE, weight_decay=DECAY
+                    RATE, **ours
                 ),
                 "extra_bits_adamw(bits=8)": lowbit_optax.extra_bits_adamw(
-                    RATE, weight_decay=DECAY, bits=8
+                    RATE, **ours, bits=8
                 ),
+                "lowbit_adamw": lowbit_optax.lowbit_adamw(RATE, **ours),
             },
         ),
         "sgd": (
             sgd,
             {
-                "kahan_sgd": lowbit_optax.kahan_sgd(RATE, MOMENTUM, weight_decay=DECAY),
-                "sr_sgd": lowbit_optax.sr_sgd(RATE, MOMENTUM, weight_decay=DECAY),
+                "kahan_sgd": lowbit_optax.kahan_sgd(RATE, MOMENTUM, **ours),
+                "sr_sgd": lowbit_optax.sr_sgd(RATE, MOMENTUM, **ours),
                 "extra_bits_sgd(bits=16)": lowbit_optax.extra_bits_sgd(
-                    RATE, MOMENTUM, weight_decay=DECAY
+                    RATE, MOMENTUM, **ours
                 ),
                 "extra_bits_sgd(bits=8)": lowbit_optax.extra_bits_sgd(
-                    RATE, MOMENTUM, weight_decay=DECAY, bits=8
+                    RATE, MOMENTUM, **ours, bits=8
                 ),
             },
         ),
     }
-    for family, (tx, ours) in families.items():
+    for family, (tx, low_bit) in families.items():
         yield Variant(f"optax {family} float32", family, jnp.float32, tx, applied(tx))
         holder, step = float32_master(tx)
         yield Variant(f"optax {family} float32 master", family, bf16, holder, step)
         yield Variant(f"optax {family} bfloat16", family, bf16, tx, applied(tx))
-        for name, low in ours.items():
+        for name, low in low_bit.items():
             yield Variant(f"{name}, step", family, bf16, low, fast(low))
         name = f"kahan_{family}"
-        low = ours[name]
+        low = low_bit[name]
         yield Variant(f"{name}, update", family, bf16, low, applied(low))
 
 
@@ -126,17 +128,20 @@ class Running:
         live = sum(x.nbytes for x in jax.tree.leaves((self.params, self.state)))
         self.bytes_per_param = live / (leaves * math.prod(shape))
         self.seconds: list[float] = []
+        self.cpu_seconds: list[float] = []
         lowered = self.step.lower(self.params, self.state, self.grads)
         memory = lowered.compile().memory_analysis()
         self.temp_per_param = memory.temp_size_in_bytes / (leaves * math.prod(shape))
         self()
         self.seconds.clear()
+        self.cpu_seconds.clear()
 
     def __call__(self) -> None:
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         self.params, self.state = self.step(self.params, self.state, self.grads)
         jax.block_until_ready((self.params, self.state))
         self.seconds.append(time.perf_counter() - start)
+        self.cpu_seconds.append(time.process_time() - cpu_start)
 
 
 def parse_arguments(argv):
@@ -144,6 +149,8 @@ def parse_arguments(argv):
     parser.add_argument("--parameters", type=int, default=1 << 24)
     parser.add_argument("--leaves", type=int, default=1, help="equal square leaves")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--implementation", help="'xla': of whole leaves")
+    parser.add_argument("--only", help="with float32: names that contain this")
     parser.add_argument("--family", choices=("adamw", "sgd", "both"), default="both")
     parser.add_argument("--json", help="also write the table to this file")
     return parser.parse_args(argv)
@@ -152,7 +159,11 @@ def parse_arguments(argv):
 def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
     side = round(math.sqrt(args.parameters / args.leaves))
-    chosen = [v for v in variants() if args.family in (v.family, "both")]
+    every = variants(args.implementation)
+    chosen = [v for v in every if args.family in (v.family, "both")]
+    if args.only:
+        is_base = lambda v: v.name == f"optax {v.family} float32"
+        chosen = [v for v in chosen if is_base(v) or args.only in v.name]
     running = [(v, Running(v, args.leaves, (side, side))) for v in chosen]
     for _ in range(args.rounds):
         for _, run in running:
@@ -162,21 +173,27 @@ def main(argv: list[str] | None = None) -> None:
         f"{args.leaves} x {side} x {side} parameters, {args.rounds} rounds, "
         f"jax {jax.__version__} on {device.device_kind} ({platform.machine()})"
     )
-    print(f"{'step':38}{'ms':>8}{'ratio':>8}{'B/param':>9}{'temp B/param':>14}")
+    print(
+        f"{'step':38}{'ms':>8}{'ratio':>8}{'cpu ratio':>11}{'B/param':>9}"
+        f"{'temp B/param':>14}"
+    )
     rows = []
     for variant, run in running:
         base = next(r for v, r in running if v.family == variant.family)
         pairs = zip(run.seconds, base.seconds, strict=True)
+        cpu_pairs = zip(run.cpu_seconds, base.cpu_seconds, strict=True)
         row = {
             "step": variant.name,
             "median_ms": 1e3 * statistics.median(run.seconds),
             "ratio_to_float32": statistics.median(a / b for a, b in pairs),
+            "cpu_ratio_to_float32": statistics.median(a / b for a, b in cpu_pairs),
             "bytes_per_param": run.bytes_per_param,
             "temp_bytes_per_param": run.temp_per_param,
         }
         rows.append(row)
         print(
             f"{row['step']:38}{row['median_ms']:8.1f}{row['ratio_to_float32']:8.2f}"
+            f"{row['cpu_ratio_to_float32']:11.2f}"
             f"{row['bytes_per_param']:9.2f}{row['temp_bytes_per_param']:14.2f}"
         )
     if args.json:
