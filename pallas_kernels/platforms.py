@@ -135,15 +135,15 @@ def chooses_tpu_kernels() -> bool:
     return not any(kind == AxisType.Auto and size > 1 for kind, size in kinds)
 
 
-def is_for_one_device() -> bool:
-    """Whether the program that is traced is known to run on one device.
+def is_for_one_cpu() -> bool:
+    """Whether the program that is traced is known to run on one device, a CPU.
 
-    It is on a mesh in force of one device, or, where none is, if JAX has one only.
+    It does on a mesh in force of one, or, where none is, if JAX has no other device.
 
-    >>> mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
-    >>> with jax.set_mesh(mesh):
-    ...     is_for_one_device()
+    >>> is_for_one_cpu() <= (jax.default_backend() == "cpu")
     True
     """
     mesh = jax.sharding.get_abstract_mesh()
-    return jax.device_count() == 1 if mesh.empty else mesh.size == 1
+    device = mesh.abstract_device
+    platform = jax.default_backend() if device is None else device.platform
+    return platform == "cpu" and (jax.device_count() if mesh.empty else mesh.size) == 1

@@ -27,7 +27,7 @@ from pallas_kernels.platforms import (
     Implementation,
     chooses_tpu_kernels,
     is_elsewhere,
-    is_for_one_device,
+    is_for_one_cpu,
 )
 
 _NEEDS_VALUES = (
@@ -119,7 +119,7 @@ def _by_blocks(
     In a program for many devices XLA may have to partition it, and would communicate
     for every block. A layer goes into its stack as a whole.
     """
-    if context.current().layer is not None or not is_for_one_device():
+    if context.current().layer is not None or not is_for_one_cpu():
         return None
     exact = kernel_plan.plan(traced, prepared, landing, is_exact=True)
     large = kernel_step.by_blocks_on_cpus(exact, prepared)
