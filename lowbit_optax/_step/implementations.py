@@ -88,7 +88,8 @@ def advance(
     if only_xla or traced is None:
         return by_xla.run()
     on_tpus = chosen is None and chooses_tpu_kernels()
-    plan = kernel_plan.plan(traced, prepared, landing, on_tpus or chosen == "tpu")
+    for_tpus = on_tpus or chosen == "tpu"
+    plan = kernel_plan.plan(traced, prepared, landing, for_tpus=for_tpus)
     if chosen is not None:
         plan.require(prepared.names)
     if plan.is_empty:

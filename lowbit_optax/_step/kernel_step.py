@@ -20,12 +20,13 @@ from lowbit_optax._step.guard import neutral_updates
 from lowbit_optax._step.kernel_launches import Launches, block_by_block
 from lowbit_optax._step.kernel_plan import KernelPlan, LeafKernel
 from lowbit_optax._step.layer import Layer
+from lowbit_optax._step.layer_loops import needs_loop
 from lowbit_optax._step.norms import sums_of_gradients
 from lowbit_optax._step.prepared import PreparedStep
 from lowbit_optax._step.stacks import first_elements
 from lowbit_optax._step.unchanged import unless_still
 from lowbit_optax.formats.quantized_weights import result_of
-from pallas_kernels.fused_update import Leaf, Operand, Result
+from pallas_kernels.fused_update import Leaf, Operand, Result, blocked
 from pallas_kernels.fused_update.launchers import tpu_launcher
 from pallas_kernels.platforms import Implementation
 
@@ -121,7 +122,7 @@ def by_blocks_on_cpus(plan: KernelPlan, prepared: PreparedStep) -> KernelPlan | 
     large = [
         i
         for i, leaf in _kernel_leaves(plan, prepared, None).items()
-        if blocked.accepts(leaf)
+        if blocked.accepts(leaf) and not needs_loop(leaf.shape)
     ]
     leaves = [x if i in large else "" for i, x in enumerate(plan.leaves)]
     return dataclasses.replace(plan, leaves=leaves) if large else None
