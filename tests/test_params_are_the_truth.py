@@ -21,6 +21,8 @@ from lowbit_optax.formats.extra_bits import ExtraBits
 from lowbit_optax.formats.plain import MasterCopyFormat
 
 DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+FLUSHED = float(np.finfo(np.float32).smallest_normal)
+
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 FORMATS = {
@@ -149,7 +151,9 @@ def test_a_stored_master_stays_only_if_it_rounds_to_the_parameter(dtype):
 def test_a_compensation_is_the_parameters_own_or_nothing(dtype, rounding):
     format_ = lowbit_optax.kahan(rounding=rounding)
     param = patterns(dtype)
-    param = param[np.isfinite(param.astype(np.float32))]
+    size = np.abs(param.astype(np.float32))
+    # XLA's code for CPUs may take float32's subnormals for zero, with some processors.
+    param = param[np.isfinite(size) & ((size == 0) | (size >= FLUSHED))]
     sizes = 2.0 ** np.arange(-40, 8)
     residual = np.concatenate([sizes, -sizes, 1.9 * sizes]).astype(ml_dtypes.bfloat16)
     join = jax.jit(jax.vmap(format_.join, (None, 0)))

@@ -120,7 +120,7 @@ def _draw_parts(bars, steps: dict[str, dict]) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = records.parser(__doc__)
+    parser = records.parser(__doc__, has_full=False)
     args = parser.parse_args(argv)
     path = records.path_of(__name__, args.is_apart)
     if not args.draw:

@@ -72,7 +72,7 @@ def show(record: dict) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Print the table."""
-    parser = records.parser(__doc__)
+    parser = records.parser(__doc__, has_full=False)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.0, 0.5, 1.0])
