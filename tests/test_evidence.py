@@ -279,6 +279,20 @@ def test_the_figures_of_the_page_are_those_of_the_records():
             assert figure in page, f"{name}: {figure}"
 
 
+def test_the_memory_of_precision_assignments_is_that_of_the_record():
+    path = ROOT / "benchmarks" / "programs" / "precision_memory.json"
+    record = json.loads(path.read_text())
+    page = (ROOT / "docs" / "ideas" / "precision.md").read_text()
+    assert f"| float32, without `apply` | | {record['float32']:,.0f} | |" in page
+    for found in record["ratios"].values():
+        both = f"{found['emulated']:,.0f} | {found['stored']:,.0f}"
+        assert f"| {found['low_ratio']:.2f} | {both} |" in page
+    half = record["ratios"]["0.5"]["stored"]
+    evidence = (ROOT / "docs" / "evidence.md").read_text()
+    sizes = f"{record['float32']:,.0f} MiB of temporary memory become {half:,.0f}"
+    assert sizes in evidence
+
+
 def test_the_figures_of_formats_beside_float32_are_those_of_the_record():
     page = (ROOT / "docs" / "accuracy.md").read_text()
     path = ROOT / "benchmarks" / "training" / "gpt_formats.json"
