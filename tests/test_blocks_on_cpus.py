@@ -136,6 +136,29 @@ def test_batches_of_steps_are_the_same():
     assert_same_bits(*both((131, 40), advance))
 
 
+def test_derivatives_are_the_same():
+    # By the learning rate, a scalar of the update, and by the gradients.
+    def loss(rate, factor, name):
+        tx = lowbit(
+            optax.sgd(rate, momentum=0.5),
+            weights=None,
+            moments="float32",
+            implementation=name,
+        )
+        params = {"w": numbers((131, 40), 0, jnp.float32)}
+        state = tx.init(params)
+        for _ in range(2):
+            grads = jax.tree.map(lambda x: factor * x, params)
+            params, state = lowbit_optax.step(tx, params, state, grads)
+        return jnp.sum(params["w"] ** 2)
+
+    with jax.set_mesh(ONE_DEVICE):
+        of = jax.jit(jax.grad(loss, (0, 1)), static_argnums=2)
+        got, want = (of(0.25, 1.0, name) for name in (None, "xla"))
+    assert all(want)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
 def test_where_there_are_several_devices_nothing_is_cut_into_blocks():
     # XLA may have to partition such a program.
     tx = lowbit_optax.sr_adamw(0.1)

@@ -13,8 +13,18 @@ def encode_scalars(values: Sequence[jax.Array]) -> jax.Array:
     return jnp.stack([_to_word(jnp.asarray(x)) for x in values])
 
 
+def plain_scalars(values: Sequence[jax.Array]) -> list[jax.Array]:
+    """Scalars as they are, which have derivatives, as words do not; bools as words."""
+    return [_to_word(x) if x.dtype == bool else x for x in map(jnp.asarray, values)]
+
+
 def decode_scalar(word: jax.Array, dtype: np.dtype) -> jax.Array:
-    """A scalar back from its word, the inverse of :func:`encode_scalars`."""
+    """A scalar back from its word, the inverse of :func:`encode_scalars`.
+
+    What :func:`plain_scalars` left as it is stays so.
+    """
+    if word.dtype == dtype:
+        return word
     if dtype == jnp.bool_:
         return word != jnp.uint32(0)
     if dtype.itemsize == 4:

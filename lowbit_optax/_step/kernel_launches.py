@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from lowbit_optax._numerics.random_bits import keys_at_layer
 from lowbit_optax._step.body import KEYS, LeafBody
@@ -113,19 +114,25 @@ class Launches:
 
 
 def block_by_block(
-    bodies: Mapping[int, LeafBody], leaves: Mapping[int, Leaf], table: jax.Array
+    bodies: Mapping[int, LeafBody],
+    leaves: Mapping[int, Leaf],
+    keys: tuple[jax.Array, jax.Array],
+    scalars: Sequence[jax.Array],
 ) -> dict[int, list[jax.Array]]:
     """The results of each leaf by :mod:`pallas_kernels.fused_update.blocked`.
 
     Args:
-      bodies, table: as for :class:`Launches`.
+      bodies: as for :class:`Launches`.
       leaves: by their indices.
+      keys: two vectors, with a number per leaf.
+      scalars: that all leaves share, as :func:`.scalar_words.plain_scalars` has them.
     """
     return {
         i: _blocked(
             leaf.arrays,
-            table,
-            np.array([i], np.uint32),
+            keys,
+            np.uint32(i),
+            scalars,
             body=bodies[i],
             like=_abstract(leaf),
         )
@@ -173,9 +180,11 @@ def _fused(
 
 
 @functools.partial(jax.jit, static_argnames=("body", "like"))
-def _blocked(arrays, table, row, *, body: LeafBody, like: Leaf):
+def _blocked(arrays, keys, number, scalars, *, body: LeafBody, like: Leaf):
     """Update one leaf block by block; traced once for equal shapes and programs."""
-    return blocked.update(body, like.with_arrays(arrays), table, row, when=body.when)
+    own = [lax.dynamic_index_in_dim(key, number, keepdims=False) for key in keys]
+    leaf = like.with_arrays(arrays)
+    return blocked.update(body, leaf, [*own, *scalars], when=body.when)
 
 
 @functools.partial(jax.jit, static_argnames=("body", "like", "implementation"))

@@ -71,7 +71,7 @@ def run(
     others = [*outside, *kept.values(), *conditions]
     value = _evaluated(plan, prepared, others, implementation)
     still = [x and value(x) for x in of_leaves]
-    table = _table([value(n) for n in plan.scalars.nodes], prepared.keys)
+    scalars = [value(n) for n in plan.scalars.nodes]
     parts = {s: value(node) for s, node in kept.items()}
     results: list = [None] * len(plan.leaves)
     residuals: list = [None] * len(plan.leaves)
@@ -85,9 +85,11 @@ def run(
     leaves = _kernel_leaves(plan, prepared, layer)
     bodies = {i: kernel.body for i, kernel in kernels.items()}
     if by_blocks:
-        launched = block_by_block(bodies, leaves, table)
+        plain = scalar_words.plain_scalars(scalars)
+        launched = block_by_block(bodies, leaves, prepared.keys, plain)
     else:
         firsts = first_elements(prepared.names, prepared.params)
+        table = _table(scalars, prepared.keys)
         launches = Launches(bodies, table, firsts, layer, implementation)
         launched = launches.results(leaves)
     for i, arrays in launched.items():

@@ -38,23 +38,26 @@ def accepts(leaf: Leaf) -> bool:
 def update(
     body: Body | BlockBody,
     leaf: Leaf,
-    table: jax.Array,
-    row: jax.Array,
+    scalars: Sequence[jax.Array],
     when: int | None = None,
 ) -> list[jax.Array]:
     """See :func:`pallas_kernels.fused_update.xla.update`, for what is accepted.
 
     Args:
-      body, leaf, table, row, when: as there.
+      body, leaf, when: as there.
+      scalars: what the body takes as such. They may have any dtypes that it takes, so
+        that the results have derivatives with respect to them.
     """
+    count = len(scalars)
 
-    def blocks(table, row, *arrays):
-        return _update(body, leaf.with_arrays(arrays), table, row, when)
+    def blocks(*args):
+        return _update(body, leaf.with_arrays(args[count:]), args[:count], when)
 
-    def whole(table, row, *arrays):
-        return xla.update(body, leaf.with_arrays(arrays), table, row, when=when)
+    def whole(*args):
+        scalars, arrays = args[:count], args[count:]
+        return xla.update(body, leaf.with_arrays(arrays), scalars, when=when)
 
-    return transformable(blocks, whole)(table, row, *leaf.arrays)
+    return transformable(blocks, whole)(*scalars, *leaf.arrays)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,11 +101,10 @@ def _parts(leaf: Leaf) -> _Parts | None:
 
 
 def _update(
-    body: Body | BlockBody, leaf: Leaf, table: jax.Array, row: jax.Array, when
+    body: Body | BlockBody, leaf: Leaf, scalars: Sequence[jax.Array], when: int | None
 ) -> list[jax.Array]:
     parts = _parts(leaf)
     assert parts is not None, "only leaves that blocked.py accepts"
-    table = lax.dynamic_index_in_dim(table, row[0], 0, keepdims=False)
     is_view = parts.shape != leaf.shape
     given = [x.reshape(parts.shape) if is_view else x for x in leaf.arrays]
     seen = dataclasses.replace(leaf, shape=parts.shape).with_arrays(given)
@@ -113,7 +115,7 @@ def _update(
         else jnp.zeros(seen.stored_shape(result), result.dtype)
         for place, result in zip(places, leaf.results, strict=True)
     }
-    step = functools.partial(_part, body, seen, table, parts)
+    step = functools.partial(_part, body, seen, scalars, parts)
 
     def advance(number, written):
         return step(_not_hoisted(number, parts.count), parts.length, written)
@@ -125,7 +127,7 @@ def _update(
         written = lax.fori_loop(0, parts.count, advance, written)
         written = finish(0, written) if parts.last else written
     else:
-        turns = (table[when] != jnp.uint32(0)).astype(jnp.int32)
+        turns = (scalars[when] != jnp.uint32(0)).astype(jnp.int32)
         written = lax.fori_loop(0, turns * parts.count, advance, written)
         if parts.last:
             written = lax.fori_loop(0, turns, finish, written)
@@ -148,7 +150,7 @@ def _places(leaf: Leaf) -> list[int]:
 def _part(
     body: Body | BlockBody,
     leaf: Leaf,
-    table: jax.Array,
+    scalars: Sequence[jax.Array],
     parts: _Parts,
     number: jax.Array | int,
     length: int,
@@ -176,7 +178,7 @@ def _part(
     new = xla.update(
         body,
         part.with_arrays(arrays),
-        table,
+        scalars,
         within=(first, parts.shape),
         together=_together,
     )
