@@ -44,6 +44,13 @@ ROWS = format_rows.adamw() | {
     "Muon, 8 extra bits": Row(
         "Muon, float32", _muon, color=pictures.PARTS[3], style="-."
     ),
+    "Muon, 8 extra bits, bfloat16 momentum": Row(
+        "Muon, float32",
+        _muon,
+        moments=lowbit_optax.cast(jnp.bfloat16),
+        color=pictures.PARTS[4],
+        style="-.",
+    ),
 }
 
 
@@ -89,6 +96,14 @@ def train(name: str, args, text: stdlib_text.Text) -> list[Run]:
     return runs
 
 
+def measure(args) -> dict:
+    """Of all rows, what :func:`format_rows.figures` makes of their runs."""
+    text = stdlib_text.load()
+    found = {name: train(name, args, text) for name in ROWS}
+    large = jax.eval_shape(GPT(12, 768, 12, 1024).init, jax.random.key(0))
+    return format_rows.figures(found, ROWS, 40, large)
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = records.parser(__doc__, seeds=3, has_full=False)
     add = functools.partial(parser.add_argument, type=int)
@@ -101,11 +116,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     path = records.path_of(__name__, args.is_apart)
     if not args.draw:
-        text = stdlib_text.load()
-        found = {name: train(name, args, text) for name in ROWS}
-        large = jax.eval_shape(GPT(12, 768, 12, 1024).init, jax.random.key(0))
-        runs = format_rows.figures(found, ROWS, 40, large)
-        records.save(path, args, records.ran_here(), runs=runs)
+        records.save(path, args, records.ran_here(), runs=measure(args))
     record = records.load(path)
     ends = {"held-out loss": 4, "of the average": 4}
     print(format_rows.table(record["runs"], ROWS, ends))
