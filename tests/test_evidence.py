@@ -293,6 +293,21 @@ def test_the_memory_of_precision_assignments_is_that_of_the_record():
     assert sizes in evidence
 
 
+def test_the_memory_of_large_models_is_that_of_the_record():
+    path = ROOT / "benchmarks" / "programs" / "large_models.json"
+    record = json.loads(path.read_text())
+    page = (ROOT / "docs" / "evidence.md").read_text()
+    parts = ("parameters", "state", "carries", "temporary", "peak")
+    for name, found in record["llama_8b"].items():
+        cells = " | ".join(f"{found[part] / 2**30:.2f}" for part in parts)
+        assert f" | {cells} |" in page, name
+    for case in ("float32 master", "lowbit_adamw, release"):
+        sizes = [
+            record["largest"][f"{case}, {x}"]["parameters"] for x in ("1 H200", "1 v6e")
+        ]
+        assert " | ".join(f"{size / 1e9:.1f}" for size in sizes) in page
+
+
 def test_the_figures_of_formats_beside_float32_are_those_of_the_record():
     page = (ROOT / "docs" / "accuracy.md").read_text()
     path = ROOT / "benchmarks" / "training" / "gpt_formats.json"

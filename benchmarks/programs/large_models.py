@@ -5,11 +5,12 @@
 Each device has one sequence of 4,096 tokens. Layers are computed again for their
 gradients, and parameters and state are spread over the devices by rows. The "float32
 master" is optax.adamw on float32 parameters, by bfloat16 gradients at a copy that each
-step makes. The largest model has as many layers as fit: those of Llama 3.1 8B, on eight
-devices those of 70B. Programs are compiled for H200s and TPUs v6e; nothing is run. What
-has been compiled is kept, and an interrupted run goes on from there.
+step makes. The largest model for one device has as many of these layers as fit.
+Programs are compiled for H200s and TPUs v6e; nothing is run. What has been compiled is
+kept, and an interrupted run goes on from there.
 """
 
+import jax
 import optax
 
 import lowbit_optax
@@ -21,7 +22,6 @@ from tools.large_steps import GIB, Case
 from tools.models.llama import Llama
 
 LLAMA_8B = Llama()
-LLAMA_70B = Llama(layers=80, width=8192, inner=28672, heads=64)
 
 CASES = {
     "float32 master": Case(usual_mixed_precision, optax.adamw(1e-4)),
@@ -29,14 +29,14 @@ CASES = {
     "lowbit_adamw, release": Case(
         release.value_and_update, lowbit_optax.lowbit_adamw(1e-4)
     ),
-    "lpmm_adam, release": Case(
-        release.value_and_update, lowbit_optax.lpmm_adam(1e-4), bits=12
-    ),
 }
-"""Of quantised weights on several devices no step was compiled here."""
 
 PLACES = ("8 H200s", "8 v6e's")
-LARGEST = {"1 H200": LLAMA_8B, "1 v6e": LLAMA_8B, "8 H200s": LLAMA_70B}
+LARGEST = {
+    "1 H200": (4, 8),
+    "1 v6e": (2, 4),
+}
+"""Where models of as many layers as fit are looked for; two depths that always fit."""
 PARTS = {
     "parameters": "parameters",
     "state": "optimizer state, extra bits",
@@ -65,26 +65,38 @@ class Compiled:
         records.save(self.path, self.args, ran, steps=self.found, **figures)
 
 
-def most_layers(compiled: Compiled, case: str, model: Llama, where: str) -> dict:
+def most_layers(
+    compiled: Compiled, case: str, depths: tuple[int, int], where: str
+) -> dict:
     """The largest model of so many equal layers whose step fits, and its bytes.
 
     Memory grows by the same for each layer. From two depths follows how many fit; that
     depth is compiled too, and its bytes are compared with the memory.
     """
     room = large_steps.MEMORY[where.split()[1].rstrip("s'")]
-    of = lambda layers: compiled.bytes_of(case, model._replace(layers=layers), where)
-    few, more = of(4)["peak"], of(8)["peak"]
-    layer = (more - few) / 4
-    layers = int(4 + (room - few) // layer)
-    while of(layers)["peak"] > room:
+    of = lambda n: compiled.bytes_of(case, LLAMA_8B._replace(layers=n), where)
+    few, more = (of(depth)["peak"] for depth in depths)
+    layer = (more - few) / (depths[1] - depths[0])
+    layers = int(depths[0] + (room - few) // layer)
+    while not _fits(of, layers, room):
         layers -= 1
     return {
         "layers": layers,
-        "parameters": large_steps.parameters(model._replace(layers=layers)),
+        "parameters": large_steps.parameters(LLAMA_8B._replace(layers=layers)),
         "peak": of(layers)["peak"],
         "next": of(layers)["peak"] + layer,
         "room": room,
     }
+
+
+def _fits(of, layers: int, room: float) -> bool:
+    try:
+        return of(layers)["peak"] <= room
+    except jax.errors.JaxRuntimeError as error:
+        # XLA:TPU refuses what does not fit.
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return False
 
 
 def draw(record: dict, is_apart: bool) -> None:
@@ -101,7 +113,7 @@ def draw(record: dict, is_apart: bool) -> None:
         sizes.set_yticks(range(len(record["largest"])), record["largest"])
         sizes.invert_yaxis()
         sizes.set(xlabel="billions of parameters", title="The largest that fits")
-        sizes.set(xscale="log", xlim=(0.5, 500))
+        sizes.set(xlim=(0, 35))
 
 
 def _draw_parts(bars, steps: dict[str, dict]) -> None:
@@ -116,7 +128,7 @@ def _draw_parts(bars, steps: dict[str, dict]) -> None:
         bars.text(end, name, f" {steps[name]['peak'] / GIB:.1f}", va="center")
     bars.invert_yaxis()
     bars.set(xlim=(0, 1.15 * max(left.values())))
-    bars.legend(loc="lower right")
+    bars.legend(loc="upper center", bbox_to_anchor=(0.3, -0.16), ncols=2)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -129,13 +141,12 @@ def main(argv: list[str] | None = None) -> None:
             f"{name}, {where}": compiled.bytes_of(name, LLAMA_8B, where)
             for where in PLACES
             for name in CASES
-            if CASES[name].bits is None
         }
         largest = {
-            f"{name}, {where}": most_layers(compiled, name, model, where)
-            for where, model in LARGEST.items()
+            f"{name}, {where}": most_layers(compiled, name, depths, where)
+            for where, depths in LARGEST.items()
             for name in CASES
-            if name != "lowbit_adamw" and (CASES[name].bits is None or "1 " in where)
+            if name != "lowbit_adamw"
         }
         compiled.save(llama_8b=llama, largest=largest)
     draw(records.load(path), args.is_apart)

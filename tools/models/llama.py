@@ -65,7 +65,8 @@ class Llama(NamedTuple):
             params: as `shapes` says.
             tokens: int32 [batch, length + 1]; `piece` divides the length.
         """
-        params = params | _arrays({n: params[n] for n in ("embedding", "head")})
+        outside = {n: x for n, x in params.items() if n != "layers"}
+        params = params | _arrays(outside)
         x = whole(params["embedding"]).at[tokens[:, :-1]].get(out_sharding=_rows())
 
         @jax.checkpoint
