@@ -28,7 +28,9 @@ def test_kernels_update_a_large_stack_in_place(make_step, axis):
     extra = 0 if make_step is fast else 4
     assert step.fused_launches == 1
     assert not any(kind in text(step.compiled) for kind in COLLECTIVES)
-    assert step.temporary * 8 < extra + 0.01
+    # JAX 0.10 copies the layer's gradient, from 0.12 on the kernel reads it in its stack.
+    of_layer = 2 / LLAMA_70B.shape[0] if jax.__version_info__ < (0, 12) else 0
+    assert step.temporary * 8 < extra + of_layer + 0.01
 
 
 def test_a_large_stack_that_is_sharded_over_its_layers_has_no_loop():
