@@ -28,7 +28,7 @@ def test_kernels_update_a_large_stack_in_place(make_step, axis):
     extra = 0 if make_step is fast else 4
     assert step.fused_launches == 1
     assert not any(kind in text(step.compiled) for kind in COLLECTIVES)
-    # JAX 0.10 copies the layer's gradient, from 0.12 on the kernel reads it in its stack.
+    # JAX 0.10 copies a layer's gradient; with 0.12 kernels read it in its stack.
     of_layer = 2 / LLAMA_70B.shape[0] if jax.__version_info__ < (0, 12) else 0
     assert step.temporary * 8 < extra + of_layer + 0.01
 
