@@ -77,5 +77,10 @@ def as_held(x: jax.Array) -> jax.Array:
 
 
 def as_given(x: jax.Array, dtype) -> jax.Array:
-    """The inverse of :func:`as_held`."""
+    """The inverse of :func:`as_held`: the array with the dtype that its owner gave it.
+
+    Args:
+      x: what a kernel has written.
+      dtype: of the leaf's array, as wide as that of ``x``.
+    """
     return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)

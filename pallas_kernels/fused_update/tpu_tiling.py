@@ -112,7 +112,14 @@ def group_of(leaf: Leaf) -> int:
 
 
 def tiling_of(shard: Shard) -> Tiling:
-    """The tiling of a leaf's part."""
+    """The tiling of a leaf's part.
+
+    A program takes as many rows as its arrays have memory for, and whole periods of
+    words and whole blocks of scales; where words lie transposed, whole tiles of them.
+
+    Args:
+      shard: with merged axes, so that the rows are the last axis but one.
+    """
     leaf = shard.leaf
     heights, widths = zip((1, 1), *map(block_shape, leaf.block_sizes), strict=True)
     group = group_of(leaf)

@@ -40,7 +40,13 @@ def unpack(words, rows, bits: int) -> None:
 
 
 def pack(rows, words, bits: int) -> None:
-    """The inverse of :func:`unpack`."""
+    """Pack the fields of a block into words; the inverse of :func:`unpack`.
+
+    Args:
+      rows: a reference to a row of fields for each of the block's rows, which is read.
+      words: a reference to the words, which is written.
+      bits: the fields' width.
+    """
     height, count = period(bits)
 
     def some(number, _):
@@ -63,7 +69,12 @@ def field(words: Sequence[jax.Array], row: int, bits: int):
 
 
 def joined(fields: Sequence, bits: int) -> list[jax.Array]:
-    """The words of a group's fields."""
+    """The words of a group's fields.
+
+    Args:
+      fields: one array for each row of a group, lower ones in lower bits.
+      bits: their width.
+    """
     if 32 % bits:
         return put_fields([whole(x) for x in fields], bits)
     count, words = 32 // bits, []
