@@ -87,3 +87,31 @@ def each_seed(
     axes.invert_yaxis()
     axes.margins(y=0.12)
     axes.set(xlabel="loss on held-out text, each seed and the mean")
+
+
+def stacked(
+    axes,
+    found: Mapping[str, Mapping[str, float]],
+    parts: Mapping[str, str],
+    unit: float,
+    texts: Mapping[str, str],
+) -> None:
+    """A bar for each name, of its parts, and a text at the end.
+
+    Args:
+      axes: of :func:`drawn`.
+      found: by name, the size of each part.
+      parts: by part, its label, in the order of :data:`PARTS`.
+      unit: of the axis, in that of the sizes.
+      texts: by name.
+    """
+    ends = dict.fromkeys(found, 0.0)
+    for (part, label), color in zip(parts.items(), PARTS, strict=False):
+        sizes = [each[part] / unit for each in found.values()]
+        left = list(ends.values())
+        axes.barh(list(found), sizes, left=left, color=color, label=label)
+        ends = {n: x + s for (n, x), s in zip(ends.items(), sizes, strict=True)}
+    for name, end in ends.items():
+        axes.text(end, name, f"  {texts[name]}", va="center")
+    axes.invert_yaxis()
+    axes.set(xlim=(0, 1.2 * max(ends.values())))

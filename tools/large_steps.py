@@ -45,22 +45,15 @@ class Case:
       make_step: ``release_steps.plain``, ``usual_mixed_precision``, or
         ``release.value_and_update``.
       tx: the optimizer.
-      bits: of quantised weights, if they are.
     """
 
     make_step: Callable
     tx: typing.Any
-    bits: int | None = None
 
     def params(self, model: Llama):
         """The parameters, as ShapeDtypeStructs."""
         shapes = model.shapes()
-        if self.make_step is usual_mixed_precision:
-            return to_float32(shapes)
-        if self.bits is None:
-            return shapes
-        quantize = lambda x: lowbit_optax.quantize_params(x, bits=self.bits)
-        return jax.eval_shape(quantize, shapes)
+        return to_float32(shapes) if self.make_step is usual_mixed_precision else shapes
 
 
 def device_bytes(case: Case, model: Llama, where: str) -> dict[str, int]:

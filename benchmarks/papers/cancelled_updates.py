@@ -71,8 +71,7 @@ def main(argv: list[str] | None = None) -> None:
     args.steps = args.steps or (200_000 if args.full else 5000)
     path = records.path_of(__name__, args.is_apart)
     if not args.draw:
-        log = click_log.generate(1, 100_000)
-        held_out = click_log.generate(2, 50_000)
+        log, held_out = click_log.both()
         auc: dict[str, list] = {name: [] for name in RUNS}
         cancelled: dict[str, list] = {"embeddings": [], "linear": []}
         for seed in range(args.seeds):

@@ -28,6 +28,11 @@ class Log(NamedTuple):
     clicks: np.ndarray
 
 
+def both() -> tuple[Log, Log]:
+    """What all benchmarks train on, and what is held out."""
+    return generate(1, 100_000), generate(2, 50_000)
+
+
 def generate(seed: int, count: int) -> Log:
     """A log of ``count`` examples; the teacher is the same for all seeds."""
     teacher = np.random.default_rng(7)

@@ -63,8 +63,7 @@ def main(argv: list[str] | None = None) -> None:
     args.steps = args.steps or (200_000 if args.full else 5000)
     path = records.path_of(__name__, args.is_apart)
     if not args.draw:
-        log = click_log.generate(1, 100_000)
-        held_out = click_log.generate(2, 50_000)
+        log, held_out = click_log.both()
         found: dict = {part: {name: [] for name in RUNS} for part in PARTS}
         runs = optimizers(args.learning_rate)
         for seed in range(args.seeds):

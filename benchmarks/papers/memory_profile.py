@@ -64,25 +64,18 @@ def measure(layers: int, width: int, batch: int) -> dict[str, dict]:
 
 def draw(record: dict, is_apart: bool) -> None:
     cases = record["cases"]
+    master = cases["float32 master"]["peak"]
+
+    def text(peak: int) -> str:
+        share = f", {peak / master - 1:+.0%}" if peak != master else ""
+        return f"{peak / GIB:.1f} GiB{share}"
+
+    texts = {name: text(found["peak"]) for name, found in cases.items()}
     with pictures.drawn(pictures.picture_of("memory_profile", is_apart), 3, (1,)) as (
         bars,
     ):
-        left = dict.fromkeys(cases, 0.0)
-        for (part, label), color in zip(PARTS.items(), pictures.PARTS, strict=False):
-            sizes = [case[part] / GIB for case in cases.values()]
-            bars.barh(
-                list(cases), sizes, left=list(left.values()), color=color, label=label
-            )
-            left = {n: x + s for (n, x), s in zip(left.items(), sizes, strict=True)}
-        master = cases["float32 master"]["peak"]
-        for name, end in left.items():
-            share = cases[name]["peak"] / master - 1
-            text = f"{cases[name]['peak'] / GIB:.1f} GiB"
-            text += f", {share:+.0%}" if share else ""
-            bars.text(end + 0.3, name, text, va="center")
-        bars.invert_yaxis()
+        pictures.stacked(bars, cases, PARTS, GIB, texts)
         bars.set(xlabel="GiB of one H200, from the compiled program; nothing was run")
-        bars.set(xlim=(0, 1.2 * max(left.values())))
         bars.legend(loc="lower right")
 
 

@@ -70,65 +70,58 @@ def most_layers(
 ) -> dict:
     """The largest model of so many equal layers whose step fits, and its bytes.
 
-    Memory grows by the same for each layer. From two depths follows how many fit; that
-    depth is compiled too, and its bytes are compared with the memory.
+    From the last two depths that fit follows, by what a layer adds, how many more would.
+    That depth is compiled too, until the one that follows is known not to fit.
     """
-    room = large_steps.MEMORY[where.split()[1].rstrip("s'")]
-    of = lambda n: compiled.bytes_of(case, LLAMA_8B._replace(layers=n), where)
-    few, more = (of(depth)["peak"] for depth in depths)
-    layer = (more - few) / (depths[1] - depths[0])
-    layers = int(depths[0] + (room - few) // layer)
-    while not _fits(of, layers, room):
-        layers -= 1
+    room = large_steps.MEMORY[where.split()[1]]
+    (before, layers), too_many = depths, None
+
+    def peak(depth: int) -> int | None:
+        model = LLAMA_8B._replace(layers=depth)
+        try:
+            return compiled.bytes_of(case, model, where)["peak"]
+        except jax.errors.JaxRuntimeError as error:
+            # XLA:TPU refuses what does not fit.
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            return None
+
+    while True:
+        last = peak(layers)
+        added = (last - peak(before)) / (layers - before)
+        more = layers + max(1, int((room - last) // added))
+        more = more if too_many is None else min(more, too_many - 1)
+        if more == layers:
+            break
+        size = peak(more)
+        if size is None or size > room:
+            too_many = more
+        else:
+            before, layers = layers, more
     return {
         "layers": layers,
         "parameters": large_steps.parameters(LLAMA_8B._replace(layers=layers)),
-        "peak": of(layers)["peak"],
-        "next": of(layers)["peak"] + layer,
+        "peak": last,
         "room": room,
     }
-
-
-def _fits(of, layers: int, room: float) -> bool:
-    try:
-        return of(layers)["peak"] <= room
-    except jax.errors.JaxRuntimeError as error:
-        # XLA:TPU refuses what does not fit.
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return False
 
 
 def draw(record: dict, is_apart: bool) -> None:
     path = pictures.picture_of("large_models", is_apart)
     with pictures.drawn(path, 4, (1.3, 1)) as (bars, sizes):
-        _draw_parts(bars, record["llama_8b"])
+        steps = record["llama_8b"]
+        texts = {name: f"{found['peak'] / GIB:.1f}" for name, found in steps.items()}
+        pictures.stacked(bars, steps, PARTS, GIB, texts)
         bars.set(xlabel="GiB of each device", title="A step of Llama 3.1 8B")
-        for row, (name, found) in enumerate(record["largest"].items()):
+        bars.legend(loc="upper center", bbox_to_anchor=(0.3, -0.16), ncols=2)
+        for name, found in record["largest"].items():
             billions = found["parameters"] / 1e9
-            kind = {"f": "float32", "l": "lowbit"}[name[0]]
-            color = pictures.COLORS["LPMM" if "lpmm" in name else kind]
-            sizes.barh(row, billions, color=color)
-            sizes.text(billions, row, f" {billions:.1f}", va="center")
-        sizes.set_yticks(range(len(record["largest"])), record["largest"])
+            color = pictures.COLORS["float32" if "float32" in name else "lowbit"]
+            sizes.barh(name, billions, color=color)
+            sizes.text(billions, name, f" {billions:.1f}", va="center")
         sizes.invert_yaxis()
         sizes.set(xlabel="billions of parameters", title="The largest that fits")
-        sizes.set(xlim=(0, 35))
-
-
-def _draw_parts(bars, steps: dict[str, dict]) -> None:
-    left = dict.fromkeys(steps, 0.0)
-    for (part, label), color in zip(PARTS.items(), pictures.PARTS, strict=False):
-        sizes = [found[part] / GIB for found in steps.values()]
-        bars.barh(
-            list(steps), sizes, left=list(left.values()), color=color, label=label
-        )
-        left = {n: x + s for (n, x), s in zip(left.items(), sizes, strict=True)}
-    for name, end in left.items():
-        bars.text(end, name, f" {steps[name]['peak'] / GIB:.1f}", va="center")
-    bars.invert_yaxis()
-    bars.set(xlim=(0, 1.15 * max(left.values())))
-    bars.legend(loc="upper center", bbox_to_anchor=(0.3, -0.16), ncols=2)
+        sizes.margins(x=0.2)
 
 
 def main(argv: list[str] | None = None) -> None:

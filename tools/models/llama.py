@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-import lowbit_optax
 from lowbit_optax import release
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -65,13 +64,11 @@ class Llama(NamedTuple):
             params: as `shapes` says.
             tokens: int32 [batch, length + 1]; `piece` divides the length.
         """
-        outside = {n: x for n, x in params.items() if n != "layers"}
-        params = params | _arrays(outside)
         x = whole(params["embedding"]).at[tokens[:, :-1]].get(out_sharding=_rows())
 
         @jax.checkpoint
         def body(x, layer):
-            return self._block(x, jax.tree.map(whole, _arrays(layer))), None
+            return self._block(x, jax.tree.map(whole, layer)), None
 
         x, _ = release.scan(body, x, params["layers"])
         x, head = _norm(x, whole(params["norm"])), whole(params["head"])
@@ -131,11 +128,6 @@ def by_rows(path, x) -> P:
 def whole(x: jax.Array) -> jax.Array:
     """A parameter gathered from the devices, on a mesh of explicit axes."""
     return x if _mesh().empty else jax.sharding.reshard(x, P())
-
-
-def _arrays(tree: dict) -> dict:
-    """Quantised matrices as arrays, all others as they are."""
-    return lowbit_optax.dequantize(tree, BF16)
 
 
 def _mesh() -> jax.sharding.AbstractMesh:
