@@ -70,8 +70,8 @@ def most_layers(
 ) -> dict:
     """The largest model of so many equal layers whose step fits, and its bytes.
 
-    From the last two depths that fit follows, by what a layer adds, how many more would.
-    That depth is compiled too, until the one that follows is known not to fit.
+    The last two depths that fit tell what a layer adds, and so how many more would fit.
+    That depth is compiled too, until the next one is known not to fit.
     """
     room = large_steps.MEMORY[where.split()[1]]
     (before, layers), too_many = depths, None
