@@ -1,10 +1,9 @@
 """The step with gradient release and the ordinary one, side by side.
 
-Both compute the same operations in the same order. On CPUs, XLA makes two changes that
-depend on the loop around an operation. It contracts a product and a sum into one
-operation; the hyperparameters here are powers of two, by which products are exact. And
-its simplifier turns a division by a scalar, as in Adam's bias correction, into a
-product; ``divides`` is for such optimizers. Everything else must be equal in every bit.
+Both compute the same operations in the same order. They are compiled one operation at a
+time, so that equal operations are equal machine code. Fused, they need not be: XLA
+contracts a product and a sum in one loop and not in another, and turns a division by a
+scalar into a product in one program only, which also depends on the processor.
 """
 
 import functools
@@ -18,6 +17,10 @@ from optimizers import assert_same_bits, initial
 from lowbit_optax import release
 
 RATE = 2.0**-7
+OPERATION_BY_OPERATION = {
+    "xla_backend_optimization_level": 0,
+    "xla_disable_hlo_passes": "fusion,algsimp",
+}
 SGD = optax.sgd(RATE, momentum=0.5)
 WIDTH = 64
 """Layers of 64 x 64 are the smallest that are updated in the loop."""
@@ -35,20 +38,9 @@ def ordinary(loss_fn, tx, has_aux=False):
     return step
 
 
-def run(step, tx, params, batches, state=None, divides=False, optimised=False):
-    """The losses, the parameters and the state after jitted steps.
-
-    Args:
-      divides: compile without XLA's simplifier. It is not the rule, because XLA fails
-        without it on some other programs.
-      optimised: compile as usual, not only quickly.
-    """
-    options: dict[str, int | str] = (
-        {} if optimised else {"xla_backend_optimization_level": 0}
-    )
-    if divides:
-        options["xla_disable_hlo_passes"] = "algsimp"
-    step = jax.jit(step, compiler_options=options)
+def run(step, tx, params, batches, state=None):
+    """The losses, the parameters and the state after jitted steps."""
+    step = jax.jit(step, compiler_options=OPERATION_BY_OPERATION)
     state = initial(tx, params) if state is None else state
     values = []
     for batch in batches:
@@ -57,22 +49,19 @@ def run(step, tx, params, batches, state=None, divides=False, optimised=False):
     return values, params, state
 
 
-def assert_equal_steps(
-    loss_fn, tx, params, batches, *, in_loop=None, has_aux=False, **compiled
-):
+def assert_equal_steps(loss_fn, tx, params, batches, *, in_loop=None, has_aux=False):
     """Losses, parameters and state are bit for bit those of the ordinary step.
 
     Args:
       in_loop: the paths that must have been updated in the loop; None does not check
       them.
-      **compiled: for :func:`run`.
     """
     if in_loop is not None:
         found = updated_in_loop(loss_fn, tx, params, *batches[0], has_aux=has_aux)
         assert found == set(in_loop)
-    want = run(ordinary(loss_fn, tx, has_aux), tx, params, batches, **compiled)
+    want = run(ordinary(loss_fn, tx, has_aux), tx, params, batches)
     released = release.value_and_update(loss_fn, tx, has_aux=has_aux)
-    got = run(released, tx, params, batches, **compiled)
+    got = run(released, tx, params, batches)
     losses = [value[0] if has_aux else value for value in want[0]]
     assert np.isfinite(losses).all()
     assert_same_bits(got, want)

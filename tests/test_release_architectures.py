@@ -15,17 +15,11 @@ pytestmark = pytest.mark.standard_promotion
 MODELS = {}
 
 
-def model(params, has_aux=False, **compiled):
-    """Registers a loss of parameters and rows, and what makes its parameters.
-
-    Args:
-      **compiled: for :func:`released.run`. Where gradients are scattered, ``divides``:
-        in the ordinary step XLA's simplifier makes one scatter of such a gradient and
-        of the momentum that it is added to, which sums in another order.
-    """
+def model(params, has_aux=False):
+    """Registers a loss of parameters and rows, and what makes its parameters."""
 
     def register(loss_fn):
-        MODELS[loss_fn.__name__] = loss_fn, params, has_aux, compiled
+        MODELS[loss_fn.__name__] = loss_fn, params, has_aux
         return loss_fn
 
     return register
@@ -42,10 +36,7 @@ def one_by_one(params, x):
     return x
 
 
-@model(
-    lambda: layers(experts=weights(4, seed=7), router=normal(WIDTH, 4, seed=8)),
-    divides=True,
-)
+@model(lambda: layers(experts=weights(4, seed=7), router=normal(WIDTH, 4, seed=8)))
 def experts_by_gather_and_scatter(params, x):
     x = one_by_one(params, x)
     gates = jax.nn.softmax(x @ params["router"])
@@ -58,7 +49,7 @@ def experts_by_gather_and_scatter(params, x):
     return head_loss(params, x + scattered)
 
 
-@model(lambda: layers(words=normal(128, WIDTH, seed=7)), divides=True)
+@model(lambda: layers(words=normal(128, WIDTH, seed=7)))
 def embedding_gathered_and_tied(params, x):
     tokens = jnp.argsort(x, axis=1)[:, :8]
     h = one_by_one(params, jnp.sum(params["words"][tokens], axis=1))
@@ -100,8 +91,7 @@ def dropout_by_a_key_for_each_layer(params, x):
     return head_loss(params, x)
 
 
-# Compiled quickly by JAX 0.12, the losses differ in the last bit.
-@model(lambda: layers(scale=normal(2, WIDTH, seed=7)), has_aux=True, optimised=True)
+@model(lambda: layers(scale=normal(2, WIDTH, seed=7)), has_aux=True)
 def batch_statistics_as_auxiliary_results(params, x):
     statistics = []
     for w, scale in zip(params["layers"], params["scale"], strict=True):
@@ -169,26 +159,13 @@ def nnx_model():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_released_steps_are_ordinary_ones(name):
-    loss_fn, params, has_aux, compiled = MODELS[name]
+    loss_fn, params, has_aux = MODELS[name]
     released.assert_equal_steps(
-        loss_fn,
-        SGD,
-        params(),
-        released.batches(2),
-        has_aux=has_aux,
-        **compiled,
+        loss_fn, SGD, params(), released.batches(2), has_aux=has_aux
     )
 
 
-# JAX 0.10's older way to fuse loops, which README's run takes there, contracts linen's
-# variances differently.
-@pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(flax_model, marks=pytest.mark.slow_to_compile, id="linen"),
-        pytest.param(nnx_model, id="nnx"),
-    ],
-)
+@pytest.mark.parametrize("make", [flax_model, nnx_model])
 def test_released_steps_of_flax_are_ordinary_ones(make):
     loss_fn, params = make()
     released.assert_equal_steps(loss_fn, SGD, params, released.batches(2), has_aux=True)
@@ -215,6 +192,4 @@ def test_unrolled_layers_are_updated_by_every_optimizer_as_without(name):
     for number in range(2):
         report = reports[f"['layers'][{number}]"]
         assert report.startswith(f"in the backward pass, update {2 - number} of 2: ")
-    released.assert_equal_steps(
-        unrolled, OPTIMIZERS[name], params, released.batches(3), divides=name == "muon"
-    )
+    released.assert_equal_steps(unrolled, OPTIMIZERS[name], params, released.batches(3))

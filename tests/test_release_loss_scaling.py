@@ -88,14 +88,11 @@ def plain(loss_fn, tx):
     return step
 
 
-def assert_equal_steps(
-    loss_fn, tx, of_release=None, start=None, count=8, divides=False, **options
-):
+def assert_equal_steps(loss_fn, tx, of_release=None, start=None, count=8, **options):
     """Of steps some of which overflow; returns the last state."""
     start, of_release = start or params(), of_release or tx
-    run = functools.partial(
-        released.run, params=start, batches=released.batches(count), divides=divides
-    )
+    batches = released.batches(count)
+    run = functools.partial(released.run, params=start, batches=batches)
     want = run(plain(loss_fn, tx), tx)
     step = release.value_and_update(loss_fn, of_release, **options)
     values, new, state = run(step, of_release)
@@ -146,7 +143,6 @@ def test_clipping_is_by_the_norm_of_unscaled_gradients():
         with_loss_scale(LOWBIT, scaling),
         start=permutations(),
         count=3,
-        divides=True,
         max_grad_norm=most,
     )
 

@@ -1,5 +1,6 @@
 """A released step under jit, scan, vmap, donation and on eight devices."""
 
+import functools
 import re
 
 import chex
@@ -137,7 +138,7 @@ def test_steps_under_scan_are_steps_in_a_loop():
     step = release.value_and_update(simple_loss, KAHAN)
     params, state = _start(KAHAN, jnp.bfloat16)
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=released.OPERATION_BY_OPERATION)
     def train(params, state, inputs):
         def body(carry, x):
             value, *carry = step(*carry, x)
@@ -147,9 +148,7 @@ def test_steps_under_scan_are_steps_in_a_loop():
 
     inputs = jnp.stack([x for (x,) in batches])
     (got, got_state), values = train(params, state, inputs)
-    want_values, want, want_state = released.run(
-        step, KAHAN, params, batches, state, optimised=True
-    )
+    want_values, want, want_state = released.run(step, KAHAN, params, batches, state)
     chex.assert_trees_all_equal(values, jnp.stack(want_values))
     assert_same_bits((got, got_state), (want, want_state))
 

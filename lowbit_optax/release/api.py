@@ -49,12 +49,14 @@ def value_and_update(
     ``jax.checkpoint`` is updated together. :func:`explain` tells when each parameter is
     updated, and why.
 
-    The results are equal to those above in every bit, but for what XLA rounds otherwise
-    in another program: sums of products may be contracted, and gradients in bfloat16
-    that are added up, of a parameter that is used several times, may stay in float32
+    The operations are those above, on the same numbers and in the same order: compiled
+    one at a time, they give the same bits. As XLA compiles by default, last bits may
+    differ: sums of products may be contracted; gradients in bfloat16 that are added up,
+    of a parameter that is used several times, may stay in float32
     (``xla_allow_excess_precision``); a gradient that is scattered may be added to the
     momentum of ``optax.sgd`` in another order. A function under ``jit`` that reads
-    several parameters is inlined, by which cotangents may be added in another order.
+    several parameters is inlined, which may change the order in which cotangents are
+    added.
 
     Args:
       loss_fn: called as ``loss_fn(params, *args, **kwargs)``; returns a real scalar, or
