@@ -4,7 +4,7 @@ import dataclasses
 
 import optax
 
-from lowbit_optax._numerics.float_layouts import is_narrow
+from lowbit_optax._numerics.float_layouts import NARROW_DTYPES, is_narrow
 from lowbit_optax._step import trees
 from lowbit_optax._step.moment_slots import MomentChoice
 from lowbit_optax._step.moments import MomentPlan
@@ -67,6 +67,12 @@ class Choices:
         if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
             raise TypeError(f"lowbit: params{name} is {leaf!r}, not an array")
         if not self.is_held(leaf):
+            if trees.is_float(leaf) and leaf.dtype.itemsize < 4:
+                raise ValueError(
+                    f"lowbit: params{name} is {leaf.dtype}, which no weight format "
+                    f"holds; accepted are {', '.join(map(str, NARROW_DTYPES))}, and "
+                    "float32"
+                )
             return None
         if trees.is_quantized(leaf):
             with trees.naming(name):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._step.moment_slots import Moments, NoSuchMomentError
 from lowbit_optax.formats import (
     block_quantized,
@@ -245,7 +246,7 @@ def plan(
 
     Raises:
       TypeError: if ``optimizer`` is not a function that makes transformations, or a
-        leaf is not an array.
+        leaf is not an array, or ``dtype`` is not a floating-point dtype.
       ValueError: if a number is out of range.
 
     >>> import jax, jax.numpy as jnp, lowbit_optax
@@ -263,6 +264,7 @@ def plan(
     """
     _check_numbers(device_bytes, other_bytes, devices)
     _check_optimizer(optimizer)
+    dtype = float_dtype("plan: dtype", dtype)
     # Narrowed here for its checks, whose errors name the leaf.
     narrow = _shapes(params, param_dtypes(params, dtype, keep_float32))
     wide = _shapes(params, param_dtypes(params, jnp.float32, keep_float32))
@@ -286,7 +288,7 @@ def plan(
                 choice.measured,
                 report,
                 params=shapes,
-                dtype=np.dtype(dtype),
+                dtype=dtype,
                 devices=devices,
                 other_bytes=int(other_bytes),
                 device_bytes=int(device_bytes),

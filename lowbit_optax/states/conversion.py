@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._numerics.random_bits import ToNearest
 from lowbit_optax._numerics.rounding import narrow_or_cast
 from lowbit_optax._numerics.streams import DrawsToNearest
@@ -32,6 +33,7 @@ from lowbit_optax._step.recorded import Recorded, is_recorded, recorded_state
 from lowbit_optax._step.state import LowbitState
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.quantized_tensor import quantize
+from lowbit_optax.states.dtypes import of_leaves
 
 
 def convert(
@@ -278,7 +280,7 @@ def _new_shapes(source: DecodedRun, params, to_tx, dtypes):
             for name, leaf in zip(names, leaves, strict=True)
         ]
     else:
-        kinds = treedef.flatten_up_to(_spread(dtypes, params))
+        kinds = of_leaves("convert", dtypes, "params", params)
     return treedef.unflatten(
         _shape(name, leaf, kind)
         for name, leaf, kind in zip(names, leaves, kinds, strict=True)
@@ -288,22 +290,6 @@ def _new_shapes(source: DecodedRun, params, to_tx, dtypes):
 def _names_held_by(tx, params) -> set[str]:
     nodes = jax.tree.leaves(recorded_state(tx, params), is_leaf=is_recorded)
     return {name for x in nodes if isinstance(x, Recorded) for name in x.names}
-
-
-def _spread(dtypes, params):
-    """Something for every leaf, from a tree that may be a prefix."""
-
-    def below(kind, part):
-        return jax.tree.map(lambda _: kind, part, is_leaf=trees.is_quantized)
-
-    is_leaf = lambda x: x is None or trees.is_quantized(x)
-    try:
-        return jax.tree.map(below, dtypes, params, is_leaf=is_leaf)
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            "convert: dtypes must have the structure of params, or of a prefix of it: "
-            f"{error}"
-        ) from error
 
 
 def _shape(name: str, leaf, kind):
@@ -321,12 +307,10 @@ def _shape(name: str, leaf, kind):
             trees.check_quantized(kind)
         return trees.abstract(kind)
     try:
-        dtype = np.dtype(getattr(kind, "dtype", None) if is_array else kind)
-    except TypeError:
-        dtype = None
-    if kind is None or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        dtype = float_dtype("convert: dtypes", kind.dtype if is_array else kind)
+    except TypeError as error:
         raise TypeError(
             f"convert: dtypes has {kind!r} for params{name}; accepted are "
             "floating-point dtypes such as bfloat16, arrays, and QuantizedTensors"
-        )
+        ) from error
     return jax.ShapeDtypeStruct(leaf.shape, dtype)
