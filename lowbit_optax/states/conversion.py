@@ -133,7 +133,7 @@ def convert(
     new = [
         targets[i].state(jax.tree_util.keystr(path), part, pairs, source)
         if i in targets
-        else _carried(jax.tree_util.keystr(path), part, node)
+        else _carried(jax.tree_util.keystr(path), path, part, node, source)
         for i, ((path, node), part) in enumerate(zip(nodes, parts, strict=True))
     ]
     return treedef.unflatten(pairs[name][0] for name in names), around.unflatten(new)
@@ -181,7 +181,7 @@ class _Target:
             )
         ):
             inner = f"{where}.inner_state{jax.tree_util.keystr(path)}"
-            value = _carried(inner, part, want)
+            value = _carried(inner, path, part, want, source)
             if formats[0] is not None and formats == part.formats:
                 value = part.stored
                 kept.add(i)
@@ -224,13 +224,14 @@ def _static(leaf):
     return leaf.shape, leaf.bits, leaf.block_size, leaf.axis
 
 
-def _carried(where: str, part: Part, want) -> typing.Any:
+def _carried(where: str, path, part: Part, want, source: DecodedRun) -> typing.Any:
     """An array of the state in the dtype that the new transformation keeps."""
     value = part.value
     if isinstance(value, int | float):  # a hyperparameter set by hand
         return jnp.asarray(value, want.dtype)
     if value.shape == want.shape:
-        if value.dtype == want.dtype:
+        # The first step makes floats of what optax keeps of integers and booleans.
+        if value.dtype == want.dtype or _is_of_no_float(path, source.params):
             return value
         if trees.is_float(value) and trees.is_float(want):
             return narrow_or_cast(value, want.dtype)
@@ -239,6 +240,13 @@ def _carried(where: str, part: Part, want) -> typing.Any:
         f"{trees.describe(value)} in from_tx; accepted are transformations that keep "
         "the same arrays"
     )
+
+
+def _is_of_no_float(path, params: dict[str, typing.Any]) -> bool:
+    """Whether a path in a state ends with that of a parameter that is no float."""
+    tails = (jax.tree_util.keystr(path[start:]) for start in range(len(path) + 1))
+    owner = next((name for name in tails if name in params), None)
+    return owner is not None and not trees.is_float(params[owner])
 
 
 def _check_alike(given, wanted) -> None:
