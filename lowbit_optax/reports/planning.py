@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 from lowbit_optax._numerics.dtypes import float_dtype
+from lowbit_optax._step.choices import InexactWeightsError
 from lowbit_optax._step.moment_slots import Moments, NoSuchMomentError
 from lowbit_optax.formats import (
     block_quantized,
@@ -226,7 +227,8 @@ def plan(
     Rows are in the order of what they can lose, bits of weights before bits of moments.
     ``measured`` has figures of docs/accuracy.md, in which all are within the spread of
     float32's seeds; docs/choosing.md says when each fails. Choices whose moments the
-    optimizer does not have, as ``mu`` and ``nu``, are left out.
+    optimizer does not have, as ``mu`` and ``nu``, are left out, and those whose weights
+    it does not take, as of Prodigy.
 
     Args:
       params: tree of arrays or ShapeDtypeStructs, such as ``jax.eval_shape`` of a
@@ -305,7 +307,7 @@ def _first_that_fits_the_optimizer(choice: _Formats, optimizer, report):
         make = _maker(optimizer, choice.weights, moments)
         try:
             return make, report(make(_ANY_RATE))
-        except NoSuchMomentError:
+        except (NoSuchMomentError, InexactWeightsError):
             continue
     return None
 

@@ -158,6 +158,7 @@ class _Target:
         leaves = recorded.parameters("to_tx", by_name)
         formats = recorded.config.formats_of(recorded.names, leaves)
         plan = plan_of(recorded, leaves, formats)
+        recorded.config.check_start(recorded.names, leaves, formats, plan.expected)
         return _Target(recorded, dict(zip(recorded.names, formats, strict=True)), plan)
 
     def state(self, where: str, inner_state, pairs, source: DecodedRun) -> LowbitState:
