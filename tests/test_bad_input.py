@@ -374,6 +374,25 @@ def test_parameters_that_became_float32(weights, advance):
         _fail(tx, advance, _grads(), changed)
 
 
+@ADVANCES
+@pytest.mark.parametrize(
+    "weights",
+    [kahan(), extra_bits(8), extra_bits(), lowbit_optax.master_copy()],
+    ids=["kahan", "8 bits", "all bits", "master_copy"],
+)
+@pytest.mark.parametrize("around", [lambda tx: tx, optax.chain], ids=["alone", "chain"])
+def test_parameters_that_were_cast_after_init(around, weights, advance):
+    tx = around(lowbit(optax.sgd(0.1), weights=weights, min_size=0))
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), _params())
+    with pytest.raises(
+        ValueError, match=rf"{BIAS} is bfloat16.*cast after tx\.init.*from_master\(tx, "
+    ):  # fmt: skip
+        _fail(tx, advance, _grads(), state=tx.init(wide))
+    # It does what the error asks for.
+    params, state = lowbit_optax.from_master(tx, wide, "bfloat16")
+    _fail(tx, advance, _grads(), params, state)
+
+
 @pytest.mark.parametrize("bad", ["text", object(), 1.0], ids=["str", "object", "float"])
 def test_leaves_that_are_no_arrays(bad):
     with pytest.raises((TypeError, ValueError), match=r"params\['w'\]"):
