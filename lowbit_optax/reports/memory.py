@@ -100,7 +100,9 @@ class MemoryReport:
         """Bytes of parameters, state and gradients, which a step holds at once.
 
         Activations and batches come on top; :func:`step_memory` compiles a step with
-        them. With release two leaves' gradients are counted, of the largest ones.
+        them. So do 2 bytes per parameter of the largest leaf where parameters are
+        updated by ``update`` and ``apply_updates`` in place of ``step``. With release
+        two leaves' gradients are counted, of the largest ones.
         """
         gradients = self.released_gradients if release else self.gradients
         return self.total.total + gradients

@@ -48,7 +48,10 @@ def state_shardings(
       mesh: of the PartitionSpecs; if None, that of ``jax.set_mesh``.
       uneven: what to do where an array of the state does not divide into its
         parameter's shards, as the scales of a few rows may not: raise an
-        ``"error"``, or ``"replicate"`` it along that axis.
+        ``"error"``, or ``"replicate"`` it along that axis. That is for small leaves:
+        every device then stores all of it, and each step gathers it, which compiled for
+        eight H200s moved 40 to 109 bytes per parameter of a shard in place of 12, with
+        7 to 18 temporary bytes and 6 to 10 collectives.
 
     Returns:
       A tree of NamedShardings like ``tx.init(params)``.
@@ -184,9 +187,9 @@ def _packed(
                 f"state_shardings: axis {axis} of state"
                 f"{jax.tree_util.keystr(part.path)}, {trees.describe(part.leaf)}, does "
                 f"not divide into the {shards} shards of {_name(part.owner)}, of shape "
-                f"{list(shape)} ({sharding.spec}). {advice(axis, shards)}; or call "
-                "state_shardings with uneven='replicate', which keeps this array whole "
-                "along the axis"
+                f"{list(shape)} ({sharding.spec}). {advice(axis, shards)}; or, for "
+                "a small leaf, call state_shardings with uneven='replicate', which "
+                "keeps this array whole along the axis and gathers it in each step"
             )
         entries[axis] = None
     return _with_spec(sharding, entries)
