@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 from lowbit_optax import formats
+from lowbit_optax._numerics.dtypes import dtype_of
 from lowbit_optax._numerics.rounding import round_to_precision
 from lowbit_optax.aliases import common
 from lowbit_optax.formats import WeightFormat
@@ -314,7 +315,7 @@ def _weight_format(alias: str, rounding: WeightRounding | WeightFormat) -> Weigh
 
 
 def _unit_dtype(alias: str, dtype: jax.typing.DTypeLike) -> np.dtype:
-    dtype = np.dtype(dtype)
+    dtype = dtype_of(f"{alias}: dtype", dtype)
     if dtype not in (jnp.bfloat16, jnp.float16):
         raise ValueError(f"{alias}: dtype is {dtype}, not bfloat16 or float16")
     return dtype

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from lowbit_optax._jaxprs.traced_once import traced_once
-from lowbit_optax._numerics.float_layouts import is_narrow
+from lowbit_optax._numerics.dtypes import dtype_of
+from lowbit_optax._numerics.float_layouts import NARROW_DTYPES, is_narrow
 from lowbit_optax._numerics.random_bits import RandomBits, random_bits
 from lowbit_optax._numerics.rounding import to_float32
 from lowbit_optax.formats.base import WeightFormat
@@ -158,6 +159,7 @@ def split_array(
 
     Raises:
       ValueError: if ``dtype`` is not one of these, or the format cannot hold it.
+      TypeError: if ``dtype`` is no dtype, or ``x`` is complex.
 
     References:
       Lewandowski and Kosson 2023, section 3.1.
@@ -167,9 +169,12 @@ def split_array(
     >>> split.param.dtype, split.residual.shape
     (dtype(bfloat16), (16, 4))
     """
-    dtype = jnp.dtype(dtype)
+    dtype = dtype_of("split_array: dtype", dtype)
     if not is_narrow(dtype):
-        raise ValueError(f"split_array: dtype is {dtype}, which needs no residual")
+        raise ValueError(
+            f"split_array: dtype is {dtype}; accepted are "
+            f"{', '.join(map(str, NARROW_DTYPES))}"
+        )
     why = weight_format.check(dtype)
     if why:
         raise ValueError(f"split_array: {why}")
@@ -205,4 +210,11 @@ def _random(state: jax.Array) -> RandomBits:
 
 
 def _float32(x: Operand) -> jax.Array:
-    return join_array(x) if isinstance(x, SplitArray) else to_float32(jnp.asarray(x))
+    if isinstance(x, SplitArray):
+        return join_array(x)
+    x = jnp.asarray(x)
+    if jnp.iscomplexobj(x):
+        raise TypeError(
+            f"SplitArray: given {x.dtype}{list(x.shape)}; accepted are real numbers"
+        )
+    return to_float32(x)

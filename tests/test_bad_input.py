@@ -45,6 +45,10 @@ def _fail(tx, advance, grads, params=None, state=None):
     advance(tx, params, state, grads)
 
 
+def _split_ones(dtype):
+    return lowbit_optax.split_array(jnp.ones(3), dtype, kahan())
+
+
 KERNEL = r"\['dense'\]\['kernel'\]"
 BIAS = r"\['dense'\]\['bias'\]"
 
@@ -370,6 +374,22 @@ def test_parameters_that_became_float32(weights, advance):
         _fail(tx, advance, _grads(), changed)
 
 
+@ADVANCES
+@pytest.mark.parametrize(
+    "weights",
+    [kahan(), extra_bits(8), extra_bits(), lowbit_optax.master_copy()],
+    ids=["kahan", "8 bits", "all bits", "master_copy"],
+)
+@pytest.mark.parametrize("around", [lambda tx: tx, optax.chain], ids=["alone", "chain"])
+def test_parameters_that_were_cast_after_init(around, weights, advance):
+    tx = around(lowbit(optax.sgd(0.1), weights=weights, min_size=0))
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), _params())
+    with pytest.raises(
+        ValueError, match=rf"{BIAS} is bfloat16.*cast after tx\.init.*from_master\(tx, "
+    ):  # fmt: skip
+        _fail(tx, advance, _grads(), state=tx.init(wide))
+
+
 @pytest.mark.parametrize("bad", ["text", object(), 1.0], ids=["str", "object", "float"])
 def test_leaves_that_are_no_arrays(bad):
     with pytest.raises((TypeError, ValueError), match=r"params\['w'\]"):
@@ -406,6 +426,72 @@ def test_errors_leave_arguments_alone():
 def test_split_arrays_of_wrong_dtypes(make, match):
     with pytest.raises(ValueError, match=match):
         make()
+
+
+def _takes_a_dtype():
+    """Functions of a dtype, each on the smallest arguments that it takes."""
+    weights = {"w": jnp.ones((64, 64))}
+    quantized = lowbit_optax.quantize_params(weights, bits=8)
+    tx = lowbit_optax.lpmm_sgd(0.1)
+    loss_fn = lambda params: jnp.sum(lowbit_optax.dequantize(params["w"]))
+    return {
+        "param_dtypes": lambda dtype: lowbit_optax.param_dtypes(weights, dtype),
+        "plan": lambda dtype: lowbit_optax.plan(weights, 1e9, dtype=dtype),
+        "memory_report": lambda dtype: lowbit_optax.memory_report(
+            tx, quantized, dtype=dtype
+        ),
+        "step_memory": lambda dtype: lowbit_optax.step_memory(
+            tx, quantized, loss_fn, dtype=dtype
+        ),
+        "dequantize": lambda dtype: lowbit_optax.dequantize(quantized, dtype),
+        "one weight's dequantize": lambda dtype: quantized["w"].dequantize(dtype),
+        "value_and_grad": lambda dtype: lowbit_optax.lpmm.value_and_grad(
+            loss_fn, dtype
+        ),
+        "release": lambda dtype: lowbit_optax.release.value_and_update(
+            loss_fn, tx, dtype=dtype
+        ),
+    }
+
+
+@pytest.mark.parametrize("function", _takes_a_dtype())
+@pytest.mark.parametrize(
+    ("bad", "given"),
+    [
+        (jnp.int8, "int8"),
+        (bool, "bool"),
+        (jnp.complex64, "complex64"),
+        (None, "None"),
+        ("bfloat17", "'bfloat17'"),
+        (jnp.zeros_like, "<function"),
+        ({"w": jnp.bfloat16}, r"\{'w'"),
+    ],
+    ids=["int8", "bool", "complex64", "None", "a name", "a function", "a tree"],
+)
+def test_dtypes_that_are_no_floats(function, bad, given):
+    with pytest.raises(TypeError, match=f"dtype is {given}.*; accepted are floating"):
+        _takes_a_dtype()[function](bad)
+
+
+@pytest.mark.parametrize("make", [cast, _split_ones])
+def test_dtypes_that_are_none(make):
+    for bad in (None, "bfloat17", jnp.zeros_like):
+        with pytest.raises(TypeError, match=r"dtype is .*accepted are floating"):
+            make(bad)
+
+
+def test_split_arrays_of_complex_numbers():
+    with pytest.raises(TypeError, match=r"complex64\[3\]; accepted are real"):
+        lowbit_optax.split_array(jnp.ones(3, jnp.complex64), jnp.bfloat16, kahan())
+    split = _split_ones(jnp.bfloat16)
+    with pytest.raises(TypeError, match="complex64"):
+        split + jnp.complex64(1j)
+
+
+def test_floats_that_no_format_holds():
+    params = {"w": jnp.ones((8, 8), jnp.float8_e4m3b11fnuz)}
+    with pytest.raises(ValueError, match=r"\['w'\] is float8_e4m3b11fnuz.*accepted"):
+        lowbit_optax.kahan_sgd(0.1).init(params)
 
 
 def test_messages_say_what_is_accepted():

@@ -69,7 +69,8 @@ def custom_momentum():
 @pytest.mark.parametrize("name", FLOAT32_FIELDS)
 def test_what_is_not_known_to_be_a_running_average_stays_float32(name, moments):
     inner, fields = FLOAT32_FIELDS[name]
-    report = memory_report(lowbit(inner(), moments=moments), parameters())
+    tx = lowbit(inner(), weights=lowbit_optax.extra_bits(), moments=moments)
+    report = memory_report(tx, parameters())
     kept = next(leaf for leaf in report.leaves if leaf.name == "['w']").float32_moments
     assert fields <= set(kept)
     for field in fields:
@@ -96,16 +97,16 @@ def loss_of(params):
 
 
 @pytest.mark.parametrize(
-    "inner",
+    ("inner", "bits"),
     [
-        lambda: optax.contrib.prodigy(1.0),
-        lambda: optax.contrib.dog(1.0),
-        lambda: optax.contrib.dowg(1.0),
-        lambda: optax.contrib.schedule_free_sgd(1.0),
+        (lambda: optax.contrib.prodigy(1.0), None),
+        (lambda: optax.contrib.dog(1.0), None),
+        (lambda: optax.contrib.dowg(1.0), None),
+        (lambda: optax.contrib.schedule_free_sgd(1.0), 8),
     ],
     ids=["prodigy", "dog", "dowg", "schedule_free"],
 )
-def test_optimizers_that_keep_weights_reach_float32s_loss(inner):
+def test_optimizers_that_keep_weights_reach_float32s_loss(inner, bits):
     def trained(tx, params, steps=60):
         @jax.jit
         def run(params, state):
@@ -119,7 +120,7 @@ def test_optimizers_that_keep_weights_reach_float32s_loss(inner):
 
     start = {"w": parameters()["w"]}
     want = trained(inner(), jax.tree.map(lambda x: x.astype(jnp.float32), start))
-    got = trained(lowbit(inner()), start)
+    got = trained(lowbit(inner(), weights=lowbit_optax.extra_bits(bits)), start)
     assert got <= 1.1 * want + 1e-5
 
 

@@ -1,6 +1,7 @@
 """``convert``: a run goes on in another format, and loses no more than it must."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -354,6 +355,44 @@ def test_other_leaves_pass_and_small_ones_change_with_min_size():
     assert there[1].residual.words["kernel"].dtype == jnp.float32
     assert_same_bits(there[0], params)
     assert_same_bits(back, (params, state))
+
+
+def _of_no_floats(run):
+    """What parameters and state have for the leaves that are no floats."""
+    return [
+        leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(run)
+        if jax.tree_util.keystr(path[-1:]) in ("['n']", "['flag']")
+    ]
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [optax.adamw, optax.lion, functools.partial(optax.sgd, momentum=0.9)],
+    ids=["adamw", "lion", "sgd"],
+)
+def test_a_run_with_integers_and_booleans_goes_on_after_a_step(optimizer):
+    # optax keeps zeros in their dtypes, and makes floats of most at the first step.
+    plain, low = optimizer(0.1), lowbit(optimizer(0.1), min_size=0)
+    kahans = lowbit(optimizer(0.1), weights=kahan(), moments=BFLOAT16_MOMENTS)
+    w = jnp.full((64, 8), 0.5, BF16)
+    params = {"w": w, "n": jnp.arange(3), "flag": jnp.ones(2, bool)}
+    grads = jax.tree.map(lambda x: jnp.full(x.shape, 0.25), params)
+
+    @jax.jit
+    def there_and_back(params):
+        step = lambda run, tx: lowbit_optax.step(tx, *run, grads)
+        runs = [step((params, low.init(params)), low)]
+        for from_tx, to_tx in itertools.pairwise([low, kahans, plain, low]):
+            run = convert(*runs[-1], from_tx, to_tx, dtypes=BF16)
+            step(run, to_tx)  # its state is one that a step takes
+            runs.append(run)
+        return runs
+
+    first, *others = there_and_back(params)
+    assert jax.tree.leaves(_of_no_floats(first))
+    for run in others:
+        assert_same_bits(_of_no_floats(run), _of_no_floats(first))
 
 
 def test_shards_stay_where_they_are_and_have_the_same_bits():

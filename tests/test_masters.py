@@ -338,6 +338,48 @@ def test_a_format_that_cannot_hold_the_dtype_is_an_error():
         from_master(_sgd(extra_bits(16)), _master(), jnp.float16)
 
 
+@pytest.mark.parametrize(
+    "dtype", ["int8", "int32", "bool", "complex64", "float4_e2m1fn", "int4"]
+)
+def test_a_dtype_that_holds_no_weights_is_an_error_that_names_the_leaf(dtype):
+    dtype = jnp.dtype(dtype)
+    master = _master() | {"count": jnp.arange(3)}
+    message = rf"{dtype} for master\['bias'\], which is float32\[40\]; accepted are bf"
+    with pytest.raises(ValueError, match=message):
+        from_master(_sgd(extra_bits(8)), master, dtype)
+    dtypes = dict.fromkeys(master, jnp.bfloat16) | {"bias": dtype, "count": dtype}
+    with pytest.raises(ValueError, match=message):
+        from_master(_sgd(extra_bits(8)), master, dtypes)
+
+
+def test_integers_keep_their_dtype():
+    master = _master() | {"count": jnp.arange(3), "flag": jnp.ones(2, bool)}
+    params, _ = from_master(_sgd(extra_bits(8)), master, jnp.bfloat16)
+    assert_same_bits(
+        (params["count"], params["flag"]), (master["count"], master["flag"])
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "error", "match"),
+    [
+        (None, TypeError, r"master\['bias'\] is None; accepted are floating-point"),
+        ("bfloat17", TypeError, r"master\['bias'\] is 'bfloat17'"),
+        (lambda x: jnp.bfloat16, TypeError, r"master\['bias'\] is <function"),
+        ({"bias": jnp.bfloat16}, ValueError, "dtypes must have the structure of mas"),
+    ],
+    ids=["None", "a name of none", "a function", "a part of the tree"],
+)
+def test_dtypes_that_name_none_are_an_error(dtypes, error, match):
+    with pytest.raises(error, match=match):
+        from_master(_sgd(extra_bits(8)), _master(), dtypes)
+
+
+def test_masters_that_are_no_arrays_are_an_error():
+    with pytest.raises(TypeError, match=r"master\['w'\]\[0\] is 1\.0, not an array"):
+        from_master(_sgd(extra_bits(8)), {"w": [1.0]}, jnp.bfloat16)
+
+
 def test_the_masters_can_be_evaluated_and_training_go_on():
     tx = ALIASES["extra_bits_adamw_8"]()
     params = model_params()

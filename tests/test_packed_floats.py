@@ -99,6 +99,13 @@ def test_what_is_no_format_is_refused():
         precision.pack(jnp.ones(3, jnp.bfloat16), 12)
 
 
+def test_random_keys_and_integers_stay():
+    tree = {"key": jax.random.key(0), "count": jnp.arange(64)}
+    packed = precision.pack(tree, FloatFormat(8, 5))
+    assert packed["key"] is tree["key"]
+    assert packed["count"] is tree["count"]
+
+
 def test_words_of_another_axis_are_refused():
     packed = precision.pack(jnp.ones((64, 5), jnp.bfloat16), FloatFormat(8, 5))
     with pytest.raises(ValueError, match="do not hold 14-bit fields"):

@@ -243,6 +243,56 @@ def test_shards_that_do_not_divide_name_the_leaf_and_the_remedy():
     state_shardings(_adamw(), larger, jax.P("x"), mesh=_mesh())
 
 
+def _quantized(shape):
+    weights = {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}
+    return jax.eval_shape(lowbit_optax.quantize_params, weights)
+
+
+def _bfloat16(shape):
+    return {"w": jax.ShapeDtypeStruct(shape, jnp.bfloat16)}
+
+
+@pytest.mark.parametrize(
+    ("make", "params_of", "shape", "axis", "shards", "multiple", "near"),
+    [
+        (lowbit_optax.lowbit_adamw, _bfloat16, (264, 256), 0, 2, 16, (256, 272)),
+        (lowbit_optax.lowbit_adamw, _bfloat16, (256, 260), 1, 2, 8, (256, 264)),
+        (lowbit_optax.lowbit_adamw, _bfloat16, (40, 512), 0, 8, 64, (64,)),
+        (lowbit_optax.lowbit_adamw, _bfloat16, (1001, 64), 0, 8, 64, (960, 1024)),
+        (
+            functools.partial(lowbit_optax.extra_bits_adamw, bits=7),
+            _bfloat16, (264, 256), 0, 2, 64, (256, 320),
+        ),
+        (lowbit_optax.lpmm_adam, _quantized, (264, 256), 0, 2, 128, (256, 384)),
+        (lowbit_optax.lpmm_adam, _quantized, (264, 256), 1, 16, 512, (512,)),
+        (optax.adamw, _bfloat16, (1001, 64), 0, 8, 8, (1000, 1008)),
+    ],
+)  # fmt: skip
+def test_the_sizes_that_an_error_names_work(
+    make, params_of, shape, axis, shards, multiple, near
+):
+    tx, spec = make(1e-3), jax.P(*[None] * axis, "x")
+    mesh = jax.sharding.AbstractMesh((shards,), ("x",))
+
+    def fits(length):
+        longer = (*shape[:axis], length, *shape[axis + 1 :])
+        try:
+            state_shardings(tx, params_of(longer), spec, mesh=mesh)
+        except ValueError:
+            return False
+        return True
+
+    named = " or ".join(map(str, near))
+    with pytest.raises(
+        ValueError, match=f"axis {axis} of the parameter a multiple of {multiple} for "
+        f"its size, such as {named}; or "
+    ):  # fmt: skip
+        state_shardings(tx, params_of(shape), spec, mesh=mesh)
+    assert all(map(fits, near))
+    assert fits(4096 + multiple)
+    assert not fits(4096 + multiple // 2)
+
+
 def test_uneven_arrays_are_replicated_if_asked_for():
     params = {"w": jnp.ones((32, 128), jnp.bfloat16)}  # 4 rows each, half a block
     tx = _adamw()

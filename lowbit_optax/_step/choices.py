@@ -2,16 +2,22 @@
 
 import dataclasses
 
+import jax
 import optax
 
-from lowbit_optax._numerics.float_layouts import is_narrow
+from lowbit_optax._numerics.float_layouts import NARROW_DTYPES, is_narrow
 from lowbit_optax._step import trees
+from lowbit_optax._step.known_averages import start_of
 from lowbit_optax._step.moment_slots import MomentChoice
 from lowbit_optax._step.moments import MomentPlan
 from lowbit_optax._step.shards import check_shards
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.quantized_weights import QuantizedWeights
 from pallas_kernels.platforms import Implementation
+
+
+class InexactWeightsError(ValueError):
+    """The weight format rounds what the inner transformation needs exact."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,6 +62,35 @@ class Choices:
         container = self.weights.container
         return container(residuals) if container._fields else container()
 
+    def check_start(self, names, leaves, formats, inner_state) -> None:
+        """Raise where the inner state would measure distances in rounding noise.
+
+        Args:
+          names, leaves, formats: of the parameters.
+          inner_state: of the inner transformation, before encoding.
+
+        Raises:
+          InexactWeightsError: naming the leaf and the state's field.
+        """
+        has_start = lambda x: start_of(type(x)) is not None
+        starts = {}
+        for state in jax.tree.leaves(inner_state, is_leaf=has_start):
+            if has_start(state):
+                field = start_of(type(state))
+                kept = trees.named_leaves(getattr(state, field))[0]
+                starts |= dict.fromkeys(kept, f"{type(state).__name__}.{field}")
+        for name, leaf, format_ in zip(names, leaves, formats, strict=True):
+            if format_ is None or format_.is_exact(leaf.dtype) or name not in starts:
+                continue
+            raise InexactWeightsError(
+                "lowbit: the inner transformation learns its step size from how far "
+                f"weights are from where they started ({starts[name]}), and would take "
+                f"the rounding of params{name}, {trees.describe(leaf)}, by "
+                f"{self.weights} for distance; accepted are "
+                "weights=lowbit_optax.extra_bits(), which keeps all bits of float32, "
+                "and master_copy()"
+            )
+
     def moment_plan(self, names, leaves, inner_state) -> MomentPlan:
         """How the inner transformation's moments are stored."""
         expected = trees.abstract(inner_state)
@@ -67,6 +102,12 @@ class Choices:
         if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
             raise TypeError(f"lowbit: params{name} is {leaf!r}, not an array")
         if not self.is_held(leaf):
+            if trees.is_float(leaf) and leaf.dtype.itemsize < 4:
+                raise ValueError(
+                    f"lowbit: params{name} is {leaf.dtype}, which no weight format "
+                    f"holds; accepted are {', '.join(map(str, NARROW_DTYPES))}, and "
+                    "float32"
+                )
             return None
         if trees.is_quantized(leaf):
             with trees.naming(name):

@@ -72,6 +72,7 @@ class Lowbit(Choices, Stepper):
         count, seed = jnp.zeros([], jnp.uint32), jnp.asarray(self.seed, jnp.uint32)
         inner_state = self.inner.init(treedef.unflatten(masters))
         self._check_inner_state(inner_state)
+        self.check_start(names, leaves, formats, inner_state)
         inner_state = jax.tree.map(not_folded, inner_state)
         plan = self.moment_plan(names, leaves, inner_state)
         error_parts(names, leaves, formats, plan)  # raises for leaves without one

@@ -1,5 +1,5 @@
-"""Which fields of optax's states are running averages, and so can be stored in few
-bits.
+"""What is known of the fields of optax's states: which are running averages, and so can
+be stored in few bits, and which are weights from which a distance is measured.
 
 Every step changes a running average a little, so the rounding noise of few bits
 averages out in it. It does not average out in other arrays of a parameter's shape:
@@ -48,6 +48,27 @@ _BOUNDS = {
 }
 
 
+# Weights that training started from, of optimizers that learn their step size from how
+# far it has come. The first steps are so short that rounding looks far beside them.
+# COCOB and MADGRAD keep their start too, but count on it only.
+_STARTS = {
+    "DoGState": "init_params",
+    "DoWGState": "init_params",
+    "MechanicState": "x0",
+    "ProdigyState": "params0",
+}
+
+
+def start_of(state_class: type) -> str | None:
+    """The field of weights from which an optimizer measures how far it has come.
+
+    >>> import optax
+    >>> start_of(optax.contrib.ProdigyState), start_of(optax.ScaleByAdamState)
+    ('params0', None)
+    """
+    return _STARTS.get(state_class.__name__) if _is_optaxs(state_class) else None
+
+
 def bound_of(state_class: type | None, field: str) -> str | None:
     """The field of second moments whose roots bound the averages in a field, or None.
 
@@ -71,6 +92,10 @@ def is_running_average(state_class: type | None, field: str) -> bool:
     >>> is_running_average(optax.contrib.ScheduleFreeState, "z")
     False
     """
-    if state_class is None or state_class.__module__.split(".")[0] != "optax":
+    if state_class is None or not _is_optaxs(state_class):
         return False
     return field in _FIELDS.get(state_class.__name__, ())
+
+
+def _is_optaxs(state_class: type) -> bool:
+    return state_class.__module__.split(".")[0] == "optax"

@@ -340,6 +340,14 @@ def checked_residuals(
                 "or step by lowbit_optax.step"
             )
         want = _expected_residual(format_, leaf)
+        if part is None and want is not None:
+            raise ValueError(
+                f"lowbit: params{name} is {leaf.dtype}, but the state has no residual "
+                "of it, as of a float32 parameter: was it cast after tx.init? Start "
+                "from the float32 parameters by "
+                f"lowbit_optax.from_master(tx, params, {leaf.dtype.name!r}), which "
+                "casts them and keeps their low bits in the state"
+            )
         if trees.describe(part) != trees.describe(want):
             raise ValueError(
                 f"lowbit: residual of params{name} is {trees.describe(part)}, but "

@@ -46,8 +46,9 @@ class WeightFormat:
     It may define ``split`` and ``store``, if computing the parameter and the residual
     together is cheaper than one after the other. It may define ``advance``, with
     ``stores_sum`` false, if adding an update is more than storing the sum. It may
-    define ``inner_weight``, ``check``, ``for_leaf``, ``residual_random_bits`` and
-    ``error_into``, whose defaults are correct for every format.
+    define ``inner_weight``, ``check``, ``is_exact``, ``for_leaf``,
+    ``residual_random_bits`` and ``error_into``, whose defaults are correct for every
+    format.
     """
 
     container: typing.ClassVar[type]
@@ -75,6 +76,11 @@ class WeightFormat:
         """Why this format cannot hold a leaf of a narrow dtype; None if it can."""
         del dtype
         return None
+
+    def is_exact(self, dtype: jnp.dtype) -> bool:
+        """Whether a leaf's masters are stored with all the bits of float32."""
+        del dtype
+        return False
 
     def for_leaf(
         self, shape: tuple[int, ...], dtype: jnp.dtype, min_size: int

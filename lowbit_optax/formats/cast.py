@@ -8,6 +8,7 @@ import numpy as np
 
 from lowbit_optax._numerics import float_layouts
 from lowbit_optax._numerics import rounding as rounding_
+from lowbit_optax._numerics.dtypes import dtype_of
 from lowbit_optax.formats.base import MomentFormat
 
 
@@ -61,13 +62,13 @@ def cast(
       A moment format. State: the bytes of the dtype per value of a moment.
 
     Raises:
-      ValueError: if an argument is not one of these.
+      TypeError, ValueError: if an argument is not one of these.
 
     >>> import jax.numpy as jnp
     >>> cast(jnp.bfloat16)
     Cast(dtype=dtype(bfloat16), rounding='stochastic')
     """
-    dtype = np.dtype(dtype)
+    dtype = dtype_of("cast: dtype", dtype)
     if not float_layouts.is_narrow(dtype):
         names = ", ".join(d.name for d in float_layouts.NARROW_DTYPES)
         raise ValueError(

@@ -129,6 +129,9 @@ class ExtraBits(WeightFormat):
             return f"{dtype} takes 0 to {most} extra bits, not {self.bits}"
         return None
 
+    def is_exact(self, dtype):
+        return self._bits == float_layouts.layout_of(dtype).max_extra_bits
+
     def for_leaf(self, shape, dtype, min_size):
         size = math.prod(shape)
         if self.bits != 0 and (not shape or not size or size < min_size):

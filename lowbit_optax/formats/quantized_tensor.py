@@ -15,6 +15,7 @@ from jax import lax
 
 from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics import linear_code
+from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._numerics.random_bits import RandomBits
 from lowbit_optax._numerics.rounding import narrow_or_cast
 from lowbit_optax._numerics.streams import PARAM_STREAM
@@ -121,10 +122,11 @@ class QuantizedTensor(QuantizedWeight):
             nearest in other dtypes.
 
         Raises:
+          TypeError: if ``dtype`` is not a float dtype.
           ValueError: if the shapes of codes and scales do not fit the static fields.
         """
         check_parts(self)
-        return traced_once(_dequantized, jnp.dtype(dtype))(self)
+        return traced_once(_dequantized, float_dtype("dequantize: dtype", dtype))(self)
 
 
 def _dequantized(dtype: jnp.dtype, tensor: QuantizedTensor) -> jax.Array:

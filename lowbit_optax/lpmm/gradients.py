@@ -7,6 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._step import trees
 from lowbit_optax.formats import quantized_tensor as tensors
 from lowbit_optax.formats.quantized_leaf import QuantizedWeight
@@ -55,10 +56,7 @@ def value_and_grad(
     >>> grads.shape, grads.dtype
     ((3, 64, 64), dtype(bfloat16))
     """
-    if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
-        raise TypeError(
-            f"value_and_grad: dtype is {jnp.dtype(dtype)}, not a float dtype"
-        )
+    dtype = float_dtype("value_and_grad: dtype", dtype)
     differentiate = functools.partial(
         jax.value_and_grad, has_aux=has_aux, allow_int=True
     )
@@ -129,7 +127,10 @@ class _DifferentiableTensor(QuantizedWeight):
 
     def dequantize(self, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
         return _dequantized(
-            jnp.dtype(dtype), self.stand_in.dtype, self.tensor, self.stand_in
+            float_dtype("dequantize: dtype", dtype),
+            self.stand_in.dtype,
+            self.tensor,
+            self.stand_in,
         )
 
 

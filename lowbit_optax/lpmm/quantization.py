@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from lowbit_optax._jaxprs.traced_once import traced_once
+from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._numerics.random_bits import RandomBits, leaf_number, random_bits
 from lowbit_optax._numerics.rounding import to_float32
 from lowbit_optax._step import trees
@@ -128,8 +129,7 @@ def dequantize(
     >>> dequantize(params, jnp.bfloat16)["w"].dtype
     dtype(bfloat16)
     """
-    if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
-        raise TypeError(f"dequantize: dtype is {jnp.dtype(dtype)}, not a float dtype")
+    dtype = float_dtype("dequantize: dtype", dtype)
     names, leaves, treedef = trees.named_leaves(tree)
 
     def convert(name, leaf):

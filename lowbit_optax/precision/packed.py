@@ -95,7 +95,7 @@ def pack(tree: typing.Any, float_format: FloatFormat) -> typing.Any:
         raise TypeError(f"pack: float_format is {float_format!r}, not a FloatFormat")
 
     def convert(x):
-        dtype = np.dtype(getattr(x, "dtype", bool))
+        dtype = getattr(x, "dtype", np.dtype(bool))
         is_wider = is_narrow(dtype) and 8 * dtype.itemsize > float_format.bits
         if not is_wider or not x.ndim or not x.size:
             return x

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax.release.gates import OVERFLOWS, loss_scaled, without_scale
 from lowbit_optax.release.host_memory import check_state_memory
 from lowbit_optax.release.plan import plan_release
@@ -122,7 +123,7 @@ def value_and_update(
     >>> params["layers"].shape
     (3, 64, 64)
     """
-    dtype = _checked_dtype(dtype)
+    dtype = float_dtype("release: dtype", dtype)
     if max_grad_norm is not None and not _is_positive(max_grad_norm):
         raise ValueError(
             f"release: max_grad_norm is {max_grad_norm!r}; accepted are positive "
@@ -180,7 +181,7 @@ def explain(
     >>> when["['layers']"], when["['head']"]
     ('in the loop', 'after the backward pass: it has fewer than 4096 elements')
     """
-    dtype = _checked_dtype(dtype)
+    dtype = float_dtype("release: dtype", dtype)
     _check_overflow(overflow, tx, None)
     check_state_memory(state_memory)
 
@@ -199,12 +200,6 @@ def explain(
         return found
 
     return with_shapes
-
-
-def _checked_dtype(dtype) -> jnp.dtype:
-    if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
-        raise TypeError(f"release: dtype is {jnp.dtype(dtype)}, not a float dtype")
-    return jnp.dtype(dtype)
 
 
 def _check_overflow(overflow: str, tx, max_grad_norm) -> None:

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
+from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._step import trees
 from lowbit_optax._step.direct import is_direct
@@ -98,7 +100,9 @@ class MemoryReport:
         """Bytes of parameters, state and gradients, which a step holds at once.
 
         Activations and batches come on top; :func:`step_memory` compiles a step with
-        them. With release two leaves' gradients are counted, of the largest ones.
+        them. So do 2 bytes per parameter of the largest leaf where parameters are
+        updated by ``update`` and ``apply_updates`` in place of ``step``. With release
+        two leaves' gradients are counted, of the largest ones.
         """
         gradients = self.released_gradients if release else self.gradients
         return self.total.total + gradients
@@ -221,6 +225,9 @@ def memory_report(
       whether float32 parameters, which pass through, make the saving small, and whether
       a wrapper around ``lowbit`` keeps :func:`lowbit_optax.step` from its fast path.
 
+    Raises:
+      TypeError: if ``dtype`` is not a floating-point dtype.
+
     >>> import jax, jax.numpy as jnp, lowbit_optax
     >>> params = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)}
     >>> report = memory_report(lowbit_optax.extra_bits_adamw(1e-3, bits=8), params)
@@ -229,6 +236,7 @@ def memory_report(
     >>> round(report.step_peak() / report.total.size, 2)
     13.0
     """
+    dtype = float_dtype("memory_report: dtype", dtype)
     with_path, _ = jax.tree_util.tree_flatten_with_path(
         params, is_leaf=quantized_tensor.is_quantized
     )
@@ -266,7 +274,7 @@ def memory_report(
 
 def gradient_bytes(
     params: optax.Params,
-    dtype: jax.typing.DTypeLike,
+    dtype: np.dtype,
     stacked: Callable[[str], bool] | None,
 ) -> list[tuple[int, int]]:
     """Per leaf, the bytes of its whole gradient and of what release has at a time."""
@@ -277,7 +285,7 @@ def gradient_bytes(
             found.append((0, 0))
             continue
         if trees.is_quantized(leaf):
-            whole = 2 * leaf.size * jnp.dtype(dtype).itemsize  # and dequantised
+            whole = 2 * leaf.size * dtype.itemsize  # and dequantised
         else:
             whole = _nbytes(leaf)
         layers = 1

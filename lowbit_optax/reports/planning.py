@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from lowbit_optax._numerics.dtypes import float_dtype
+from lowbit_optax._step.choices import InexactWeightsError
 from lowbit_optax._step.moment_slots import Moments, NoSuchMomentError
 from lowbit_optax.formats import (
     block_quantized,
@@ -225,7 +227,8 @@ def plan(
     Rows are in the order of what they can lose, bits of weights before bits of moments.
     ``measured`` has figures of docs/accuracy.md, in which all are within the spread of
     float32's seeds; docs/choosing.md says when each fails. Choices whose moments the
-    optimizer does not have, as ``mu`` and ``nu``, are left out.
+    optimizer does not have, as ``mu`` and ``nu``, are left out, and those whose weights
+    it does not take, as of Prodigy.
 
     Args:
       params: tree of arrays or ShapeDtypeStructs, such as ``jax.eval_shape`` of a
@@ -245,7 +248,7 @@ def plan(
 
     Raises:
       TypeError: if ``optimizer`` is not a function that makes transformations, or a
-        leaf is not an array.
+        leaf is not an array, or ``dtype`` is not a floating-point dtype.
       ValueError: if a number is out of range.
 
     >>> import jax, jax.numpy as jnp, lowbit_optax
@@ -263,6 +266,7 @@ def plan(
     """
     _check_numbers(device_bytes, other_bytes, devices)
     _check_optimizer(optimizer)
+    dtype = float_dtype("plan: dtype", dtype)
     # Narrowed here for its checks, whose errors name the leaf.
     narrow = _shapes(params, param_dtypes(params, dtype, keep_float32))
     wide = _shapes(params, param_dtypes(params, jnp.float32, keep_float32))
@@ -286,7 +290,7 @@ def plan(
                 choice.measured,
                 report,
                 params=shapes,
-                dtype=np.dtype(dtype),
+                dtype=dtype,
                 devices=devices,
                 other_bytes=int(other_bytes),
                 device_bytes=int(device_bytes),
@@ -303,7 +307,7 @@ def _first_that_fits_the_optimizer(choice: _Formats, optimizer, report):
         make = _maker(optimizer, choice.weights, moments)
         try:
             return make, report(make(_ANY_RATE))
-        except NoSuchMomentError:
+        except (NoSuchMomentError, InexactWeightsError):
             continue
     return None
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._step import trees
 from lowbit_optax.lpmm.gradients import value_and_grad
 from lowbit_optax.reports.memory import gradient_bytes, released
@@ -99,7 +100,8 @@ def step_memory(
       A :class:`StepMemory`; ``print`` it.
 
     Raises:
-      TypeError: if a sharding is no NamedSharding.
+      TypeError: if a sharding is no NamedSharding, or ``dtype`` is not a floating-point
+        dtype.
       ValueError: if ``shardings`` do not fit; the error names the leaf. If the compiler
         does not analyse memory.
 
@@ -111,6 +113,7 @@ def step_memory(
     >>> found.compiled.arguments == found.predicted.arguments
     True
     """
+    dtype = float_dtype("step_memory: dtype", dtype)
     params, batch = trees.abstract(params), jax.tree.map(_abstract, batch)
     state = jax.eval_shape(tx.init, params)
     placed, mesh = (params, state, *batch), None

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._numerics.random_bits import ToNearest
 from lowbit_optax._numerics.rounding import narrow_or_cast
 from lowbit_optax._numerics.streams import DrawsToNearest
@@ -32,6 +33,7 @@ from lowbit_optax._step.recorded import Recorded, is_recorded, recorded_state
 from lowbit_optax._step.state import LowbitState
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.quantized_tensor import quantize
+from lowbit_optax.states.dtypes import of_leaves
 
 
 def convert(
@@ -131,7 +133,7 @@ def convert(
     new = [
         targets[i].state(jax.tree_util.keystr(path), part, pairs, source)
         if i in targets
-        else _carried(jax.tree_util.keystr(path), part, node)
+        else _carried(jax.tree_util.keystr(path), path, part, node, source)
         for i, ((path, node), part) in enumerate(zip(nodes, parts, strict=True))
     ]
     return treedef.unflatten(pairs[name][0] for name in names), around.unflatten(new)
@@ -156,6 +158,7 @@ class _Target:
         leaves = recorded.parameters("to_tx", by_name)
         formats = recorded.config.formats_of(recorded.names, leaves)
         plan = plan_of(recorded, leaves, formats)
+        recorded.config.check_start(recorded.names, leaves, formats, plan.expected)
         return _Target(recorded, dict(zip(recorded.names, formats, strict=True)), plan)
 
     def state(self, where: str, inner_state, pairs, source: DecodedRun) -> LowbitState:
@@ -179,7 +182,7 @@ class _Target:
             )
         ):
             inner = f"{where}.inner_state{jax.tree_util.keystr(path)}"
-            value = _carried(inner, part, want)
+            value = _carried(inner, path, part, want, source)
             if formats[0] is not None and formats == part.formats:
                 value = part.stored
                 kept.add(i)
@@ -222,13 +225,14 @@ def _static(leaf):
     return leaf.shape, leaf.bits, leaf.block_size, leaf.axis
 
 
-def _carried(where: str, part: Part, want) -> typing.Any:
+def _carried(where: str, path, part: Part, want, source: DecodedRun) -> typing.Any:
     """An array of the state in the dtype that the new transformation keeps."""
     value = part.value
     if isinstance(value, int | float):  # a hyperparameter set by hand
         return jnp.asarray(value, want.dtype)
     if value.shape == want.shape:
-        if value.dtype == want.dtype:
+        # The first step makes floats of what optax keeps of integers and booleans.
+        if value.dtype == want.dtype or _is_of_no_float(path, source.params):
             return value
         if trees.is_float(value) and trees.is_float(want):
             return narrow_or_cast(value, want.dtype)
@@ -237,6 +241,13 @@ def _carried(where: str, part: Part, want) -> typing.Any:
         f"{trees.describe(value)} in from_tx; accepted are transformations that keep "
         "the same arrays"
     )
+
+
+def _is_of_no_float(path, params: dict[str, typing.Any]) -> bool:
+    """Whether a path in a state ends with that of a parameter that is no float."""
+    tails = (jax.tree_util.keystr(path[start:]) for start in range(len(path) + 1))
+    owner = next((name for name in tails if name in params), None)
+    return owner is not None and not trees.is_float(params[owner])
 
 
 def _check_alike(given, wanted) -> None:
@@ -278,7 +289,7 @@ def _new_shapes(source: DecodedRun, params, to_tx, dtypes):
             for name, leaf in zip(names, leaves, strict=True)
         ]
     else:
-        kinds = treedef.flatten_up_to(_spread(dtypes, params))
+        kinds = of_leaves("convert", dtypes, "params", params)
     return treedef.unflatten(
         _shape(name, leaf, kind)
         for name, leaf, kind in zip(names, leaves, kinds, strict=True)
@@ -288,22 +299,6 @@ def _new_shapes(source: DecodedRun, params, to_tx, dtypes):
 def _names_held_by(tx, params) -> set[str]:
     nodes = jax.tree.leaves(recorded_state(tx, params), is_leaf=is_recorded)
     return {name for x in nodes if isinstance(x, Recorded) for name in x.names}
-
-
-def _spread(dtypes, params):
-    """Something for every leaf, from a tree that may be a prefix."""
-
-    def below(kind, part):
-        return jax.tree.map(lambda _: kind, part, is_leaf=trees.is_quantized)
-
-    is_leaf = lambda x: x is None or trees.is_quantized(x)
-    try:
-        return jax.tree.map(below, dtypes, params, is_leaf=is_leaf)
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            "convert: dtypes must have the structure of params, or of a prefix of it: "
-            f"{error}"
-        ) from error
 
 
 def _shape(name: str, leaf, kind):
@@ -321,12 +316,10 @@ def _shape(name: str, leaf, kind):
             trees.check_quantized(kind)
         return trees.abstract(kind)
     try:
-        dtype = np.dtype(getattr(kind, "dtype", None) if is_array else kind)
-    except TypeError:
-        dtype = None
-    if kind is None or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        dtype = float_dtype("convert: dtypes", kind.dtype if is_array else kind)
+    except TypeError as error:
         raise TypeError(
             f"convert: dtypes has {kind!r} for params{name}; accepted are "
             "floating-point dtypes such as bfloat16, arrays, and QuantizedTensors"
-        )
+        ) from error
     return jax.ShapeDtypeStruct(leaf.shape, dtype)

@@ -4,12 +4,12 @@ import typing
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
 from lowbit_optax._jaxprs.traced_once import traced_once
-from lowbit_optax._numerics.float_layouts import is_narrow
+from lowbit_optax._numerics.dtypes import dtype_of, float_dtype
+from lowbit_optax._numerics.float_layouts import NARROW_DTYPES, is_narrow
 from lowbit_optax._numerics.random_bits import ToNearest
 from lowbit_optax._numerics.rounding import narrow_or_cast, to_float32
 from lowbit_optax._step import context, trees
@@ -19,6 +19,7 @@ from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.leaves import join_leaf
 from lowbit_optax.formats.plain import NoResidual
 from lowbit_optax.lpmm import dequantize
+from lowbit_optax.states.dtypes import of_leaves
 
 KeepFloat32 = Callable[[str, typing.Any], bool]
 """``keep_float32(path, leaf)``: whether a parameter stays in float32."""
@@ -81,8 +82,9 @@ def from_master(
       ``(params, state)``: ``tx.init``'s state, with the residuals of ``master``.
 
     Raises:
-      ValueError: if ``tx`` keeps no lowbit state, or its weight format cannot hold a
-        leaf's dtype; the error names the leaf.
+      ValueError: if ``tx`` keeps no lowbit state, or if a leaf's dtype is one that its
+        weight format cannot hold, or not of floats; the error names the leaf.
+      TypeError: if a leaf is not an array, or ``dtypes`` has something else in it.
 
     >>> import jax.numpy as jnp, lowbit_optax
     >>> tx = lowbit_optax.extra_bits_sgd(0.1)
@@ -90,17 +92,11 @@ def from_master(
     >>> params["w"], master_weights(params, state)["w"]
     (Array(0.100098, dtype=bfloat16), Array(0.1, dtype=float32))
     """
-    spread = jax.tree.map(
-        lambda dtype, part: jax.tree.map(lambda _: np.dtype(dtype), part),
-        dtypes,
-        master,
-        is_leaf=lambda x: x is None,
-    )
-    params = jax.tree.map(
-        lambda x, dtype: traced_once(_rounded, dtype)(x), master, spread
-    )
-    names, leaves, treedef = trees.named_leaves(params)
-    masters = dict(zip(names, treedef.flatten_up_to(master), strict=True))
+    names, given, treedef = trees.named_leaves(master)
+    kinds = of_leaves("from_master", dtypes, "master", master)
+    leaves = list(map(_rounded, names, given, kinds))
+    params = treedef.unflatten(leaves)
+    masters = dict(zip(names, given, strict=True))
     held = _held(names, leaves, jax.eval_shape(tx.init, params))
     formats = {name: format_ for name, (format_, _) in held.items()}
     formats |= _chosen_formats(tx, params, dict(zip(names, leaves, strict=True)))
@@ -160,12 +156,7 @@ def param_dtypes(
     >>> param_dtypes(params, jnp.bfloat16)
     {'bias': dtype('float32'), 'kernel': dtype(bfloat16)}
     """
-    narrow = np.dtype(dtype)
-    if not jnp.issubdtype(narrow, jnp.floating):
-        raise TypeError(
-            f"param_dtypes: dtype is {narrow}; accepted are floating-point dtypes such "
-            "as bfloat16"
-        )
+    narrow = float_dtype("param_dtypes: dtype", dtype)
 
     def choose(path, leaf) -> np.dtype:
         name = jax.tree_util.keystr(path)
@@ -194,8 +185,24 @@ def _narrowed(format_: WeightFormat, dtype: np.dtype, master: jax.Array) -> jax.
     return format_.round(to_float32(master), dtype, ToNearest())
 
 
-def _rounded(dtype: np.dtype, x: jax.Array) -> jax.Array:
-    return narrow_or_cast(x, dtype) if trees.is_float(x) else x
+def _rounded(name: str, x, kind) -> jax.Array:
+    """A leaf in the dtype that ``dtypes`` has for it; what is no float stays."""
+    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+        raise TypeError(f"from_master: master{name} is {x!r}, not an array")
+    if trees.is_quantized(x) or not trees.is_float(x):
+        return x
+    dtype = dtype_of(f"from_master: the dtype of master{name}", kind)
+    if not is_narrow(dtype) and dtype not in (np.float32, np.float64):
+        raise ValueError(
+            f"from_master: dtypes has {dtype} for master{name}, which is "
+            f"{trees.describe(x)}; accepted are {', '.join(map(str, NARROW_DTYPES))}, "
+            "and float32"
+        )
+    return traced_once(_cast, dtype)(x)
+
+
+def _cast(dtype: np.dtype, x: jax.Array) -> jax.Array:
+    return narrow_or_cast(x, dtype)
 
 
 def _held(names, leaves, state) -> dict[str, tuple[WeightFormat, jax.Array | None]]:

@@ -83,7 +83,9 @@ def lowbit(
       for the held leaves, and uint32 differences for QuantizedTensors.
 
     Raises:
-      TypeError, ValueError: for arguments that are not as above.
+      TypeError, ValueError: for arguments that are not as above. From ``init``,
+        ValueError for optax's DoG, DoWG, Prodigy and Mechanize with weights that are
+        not stored exactly: they take rounding for distance from the start.
 
     >>> import jax.numpy as jnp, optax, lowbit_optax
     >>> params = {"w": jnp.ones((64, 64), jnp.bfloat16)}

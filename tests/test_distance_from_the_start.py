@@ -1,0 +1,159 @@
+"""Optimizers that learn their step size from the distance to the start see no noise."""
+
+import functools
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax import contrib
+
+import lowbit_optax
+from lowbit_optax import extra_bits, from_master, kahan, lowbit, master_copy
+
+pytestmark = pytest.mark.standard_promotion
+
+MEASURING = {
+    "dog": (lambda: contrib.dog(1.0), "DoGState.init_params"),
+    "dowg": (lambda: contrib.dowg(1.0), "DoWGState.init_params"),
+    "prodigy": (lambda: contrib.prodigy(1.0), "ProdigyState.params0"),
+    "mechanize": (lambda: contrib.mechanize(optax.sgd(1.0)), "MechanicState.x0"),
+    "within a chain": (
+        lambda: optax.chain(optax.clip(1.0), contrib.dog(1.0)), "DoGState.init_params"
+    ),
+}  # fmt: skip
+measuring = pytest.mark.parametrize(
+    ("inner", "field"), MEASURING.values(), ids=MEASURING
+)
+
+SHAPE = (64, 64)
+TARGET = np.random.default_rng(1).standard_normal(SHAPE).astype(np.float32)
+
+
+def _weights():
+    return jnp.asarray(np.random.default_rng(0).standard_normal(SHAPE), jnp.float32)
+
+
+def _loss(params):
+    # Far from its minimum, so that the first steps of all of these are tiny.
+    return jnp.mean(jnp.abs(params["w"].astype(jnp.float32) - 1e3 * TARGET))
+
+
+def _states(tx, params, state, steps=12):
+    """The states after each step, stacked."""
+
+    def body(carry, _):
+        carry = lowbit_optax.step(tx, *carry, jax.grad(_loss)(carry[0]))
+        return carry, carry[1]
+
+    return jax.jit(lambda *run: jax.lax.scan(body, run, length=steps)[1])(params, state)
+
+
+def _estimates(state) -> jax.Array:
+    """What a state has learned of step sizes or distances, step by step."""
+    names = ("max_dist", "estim_sq_dist", "estim_lr", "s")
+    return next(
+        leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+        if path and getattr(path[-1], "name", None) in names
+    )
+
+
+@measuring
+def test_weights_that_are_rounded_are_an_error_that_says_what_to_do(inner, field):
+    params = {"w": _weights().astype(jnp.bfloat16)}
+    for weights in (None, extra_bits(15)):
+        tx = lowbit(inner(), weights=weights)
+        with pytest.raises(
+            ValueError, match=rf"\({field}\).*rounding of params\['w'\]"
+        ):
+            jax.eval_shape(tx.init, params)
+    for weights in (kahan(), lowbit_optax.stochastic_rounding()):
+        with pytest.raises(ValueError, match=r"accepted are weights=.*extra_bits\(\)"):
+            jax.eval_shape(lowbit(inner(), weights=weights).init, params)
+
+
+@measuring
+def test_exact_weights_are_taken(inner, field):
+    del field
+    params = {"w": _weights().astype(jnp.bfloat16)}
+    for weights in (extra_bits(), extra_bits(16), master_copy()):
+        jax.eval_shape(lowbit(inner(), weights=weights).init, params)
+
+
+@pytest.mark.parametrize("name", ["dog", "prodigy", "mechanize"])
+def test_exact_weights_give_float32s_estimates(name):
+    inner, master = MEASURING[name][0], {"w": _weights()}
+    want = _estimates(_states(inner(), master, inner().init(master)))
+    tx = lowbit(inner(), weights=extra_bits(), moments="float32", min_size=0)
+    got = _estimates(_states(tx, *from_master(tx, master, jnp.bfloat16)))
+    np.testing.assert_allclose(got, want, rtol=1e-3)
+
+
+class Moved(typing.NamedTuple):
+    start: typing.Any
+    max_dist: jax.Array
+
+
+def _dog_of_another_library():
+    """DoG, whose state nothing is known of."""
+
+    def init(params):
+        return Moved(params, 1e-6 * (1 + optax.tree.norm(params)))
+
+    def update(updates, state, params):
+        moved = optax.tree.norm(optax.tree.sub(params, state.start))
+        most = jnp.maximum(state.max_dist, moved)
+        rate = most / optax.tree.norm(updates)
+        return optax.tree.scale(-rate, updates), Moved(state.start, most)
+
+    return optax.GradientTransformation(init, update)
+
+
+def test_the_noise_that_is_refused_looks_far():
+    inner, master = _dog_of_another_library(), {"w": _weights()}
+    want = _states(inner, master, inner.init(master)).max_dist
+    ratios = []
+    for weights in (extra_bits(8), extra_bits()):
+        tx = lowbit(inner, weights=weights, moments="float32", min_size=0)
+        run = from_master(tx, master, jnp.bfloat16)
+        ratios.append(np.asarray(_states(tx, *run).inner_state.max_dist / want))
+    assert ratios[0].max() > 5
+    np.testing.assert_allclose(ratios[1], 1, rtol=1e-3)
+
+
+def test_leaves_that_are_float32_or_small_or_of_another_optimizer_are_no_error():
+    bfloat16 = lambda *shape: jnp.ones(shape, jnp.bfloat16)
+    init = lambda inner, params: jax.eval_shape(lowbit(inner).init, params)
+    init(contrib.dog(1.0), {"w": _weights(), "small": bfloat16(8)})
+    parted = optax.partition(
+        {"dog": contrib.dog(1.0), "adamw": optax.adamw(1e-3)},
+        {"w": "dog", "wide": "adamw"},
+    )
+    init(parted, {"w": _weights(), "wide": bfloat16(*SHAPE)})
+
+
+def test_d_adaptation_reads_no_distance():
+    inner = contrib.dadapt_adamw(1.0)
+    master = {"w": _weights()}
+    want = _estimates(_states(inner, master, inner.init(master)))
+    tx = lowbit(inner, min_size=0)
+    got = _estimates(_states(tx, *from_master(tx, master, jnp.bfloat16)))
+    np.testing.assert_allclose(got, want, rtol=0.05)
+
+
+def test_a_run_can_leave_but_not_enter_rounded_weights():
+    exact = lowbit(contrib.dog(1.0), weights=extra_bits())
+    run = from_master(exact, {"w": _weights()}, jnp.bfloat16)
+    convert = functools.partial(lowbit_optax.convert, *run, exact)
+    assert convert(contrib.dog(1.0))[0]["w"].dtype == jnp.float32
+    with pytest.raises(ValueError, match=r"rounding of params\['w'\]"):
+        convert(lowbit(contrib.dog(1.0)))
+
+
+def test_plans_have_the_formats_that_are_exact():
+    shapes = {"w": jax.ShapeDtypeStruct((512, 512), jnp.float32)}
+    planned = lowbit_optax.plan(shapes, 1e9, optimizer=contrib.prodigy)
+    assert [row.name for row in planned.rows] == ["float32", "extra_bits"]
