@@ -20,6 +20,7 @@ from pallas_kernels.platforms import (
     check_implementation,
     chooses_tpu_kernels,
     is_elsewhere,
+    refused_gpu,
     is_for_tpus,
 )
 from pallas_kernels.transforms import transformable
@@ -270,7 +271,10 @@ def _choose(
 
 
 def _refusal(leaves: Sequence[Leaf]) -> str | None:
-    """Why kernels for GPUs cannot take these leaves, or None."""
+    """Why no kernel for GPUs updates these leaves, or None."""
+    refusal = refused_gpu()
+    if refusal is not None:
+        return refusal
     size = max(math.prod(leaf.shape) for leaf in leaves)
     if not 0 < size <= MAX_ELEMENTS:
         return f"kernels take 1 to {MAX_ELEMENTS} elements, not {size}"
