@@ -18,8 +18,9 @@ Implementation = typing.Literal["xla", "pallas", "triton", "mosaic", "tpu"] | No
   CUDA only.
 - ``"tpu"``: by kernels of Pallas' TPU backend what these take, and by XLA the rest; in
   programs for TPUs, and elsewhere by Pallas' model of a TPU (slowly).
-- None: by kernels on CUDA, unless :func:`refused_gpu` says why not; by those for TPUs where :func:`chooses_tpu_kernels` says so;
-  and by XLA elsewhere. ``lowbit`` updates large leaves block by block on a CPU.
+- None: by kernels on CUDA, unless :func:`refused_gpu` says why not; by those for TPUs
+  where :func:`chooses_tpu_kernels` says so; and by XLA elsewhere. ``lowbit`` updates
+  large leaves block by block on a CPU.
 """
 
 # Of GPUs that are not at hand only the names are known.

@@ -20,8 +20,8 @@ from pallas_kernels.platforms import (
     check_implementation,
     chooses_tpu_kernels,
     is_elsewhere,
-    refused_gpu,
     is_for_tpus,
+    refused_gpu,
 )
 from pallas_kernels.transforms import transformable
 
