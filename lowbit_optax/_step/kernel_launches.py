@@ -36,6 +36,8 @@ class Launches:
     Args:
       bodies: of the leaves, by their indices.
       table: uint32, a row of scalars for each leaf; keys first.
+      values: the scalars after the keys, as :func:`.scalar_words.plain_scalars` has
+        them.
       firsts: of each leaf, the index of its first element in a stack that it is a layer
         of; None if it is none.
       layer: which of their stacks kernels write the leaves into.
@@ -44,6 +46,7 @@ class Launches:
 
     bodies: Mapping[int, LeafBody]
     table: jax.Array
+    values: Sequence[jax.Array]
     firsts: Sequence[jax.Array | None]
     layer: Layer | None
     implementation: Implementation
@@ -94,6 +97,7 @@ class Launches:
         return _fused(
             leaf.arrays,
             table,
+            self.values,
             row,
             layer,
             first,
@@ -106,6 +110,7 @@ class Launches:
         return _fused_many(
             [leaf.arrays for leaf in leaves],
             self.table,
+            self.values,
             np.array(numbers, np.uint32),
             body=self.bodies[numbers[0]],
             like=tuple(map(_abstract, leaves)),
@@ -161,7 +166,16 @@ def _abstract(leaf: Leaf) -> Leaf:
 
 @functools.partial(jax.jit, static_argnames=("body", "like", "implementation"))
 def _fused(
-    arrays, table, row, layer, first, *, body: LeafBody, like: Leaf, implementation
+    arrays,
+    table,
+    values,
+    row,
+    layer,
+    first,
+    *,
+    body: LeafBody,
+    like: Leaf,
+    implementation,
 ):
     """Update one leaf; traced and lowered once for equal shapes and programs."""
     leaf = like.with_arrays(arrays)
@@ -171,6 +185,7 @@ def _fused(
         leaf.results,
         shape=leaf.shape,
         scalars=table,
+        values=values,
         row=row,
         layer=layer,
         first=first,
@@ -189,7 +204,14 @@ def _blocked(arrays, keys, number, scalars, *, body: LeafBody, like: Leaf):
 
 @functools.partial(jax.jit, static_argnames=("body", "like", "implementation"))
 def _fused_many(
-    arrays, table, rows, *, body: LeafBody, like: tuple[Leaf, ...], implementation
+    arrays,
+    table,
+    values,
+    rows,
+    *,
+    body: LeafBody,
+    like: tuple[Leaf, ...],
+    implementation,
 ):
     """Update several leaves in few kernels."""
     leaves = [leaf.with_arrays(a) for leaf, a in zip(like, arrays, strict=True)]
@@ -197,6 +219,7 @@ def _fused_many(
         body,
         leaves,
         scalars=table,
+        values=values,
         rows=rows,
         when=body.when,
         implementation=implementation,

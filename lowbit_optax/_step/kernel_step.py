@@ -84,13 +84,13 @@ def run(
                 parts[part] = fed(parts[part], error, *map(value, rates))
     leaves = _kernel_leaves(plan, prepared, layer)
     bodies = {i: kernel.body for i, kernel in kernels.items()}
+    plain = scalar_words.plain_scalars(scalars)
     if by_blocks:
-        plain = scalar_words.plain_scalars(scalars)
         launched = block_by_block(bodies, leaves, prepared.keys, plain)
     else:
         firsts = first_elements(prepared.names, prepared.params)
         table = _table(scalars, prepared.keys)
-        launches = Launches(bodies, table, firsts, layer, implementation)
+        launches = Launches(bodies, table, plain, firsts, layer, implementation)
         launched = launches.results(leaves)
     for i, arrays in launched.items():
         param, body = prepared.params[i], kernels[i].body
