@@ -1,5 +1,6 @@
 """Where a computation will run, as far as that is known, and by what."""
 
+import re
 import typing
 from collections.abc import Iterable
 
@@ -17,15 +18,21 @@ Implementation = typing.Literal["xla", "pallas", "triton", "mosaic", "tpu"] | No
   CUDA only.
 - ``"tpu"``: by kernels of Pallas' TPU backend what these take, and by XLA the rest; in
   programs for TPUs, and elsewhere by Pallas' model of a TPU (slowly).
-- None: by kernels on CUDA; by those for TPUs where :func:`chooses_tpu_kernels` says so;
-  and by XLA elsewhere. ``lowbit`` updates large leaves block by block on a CPU.
+- None: by kernels on CUDA, unless :func:`refused_gpu` says why not; by those for TPUs
+  where :func:`chooses_tpu_kernels` says so; and by XLA elsewhere. ``lowbit`` updates
+  large leaves block by block on a CPU.
 """
 
 # Of GPUs that are not at hand only the names are known.
 _CAPABILITIES = {
-    **dict.fromkeys(["H20", "H100", "H200", "H800", "GH200"], 9),
-    **dict.fromkeys(["B100", "B200", "B300", "GB200", "GB300"], 10),
+    **dict.fromkeys(["P100"], "6.0"),
+    **dict.fromkeys(["V100"], "7.0"),
+    **dict.fromkeys(["T4"], "7.5"),
+    **dict.fromkeys(["H20", "H100", "H200", "H800", "GH200"], "9.0"),
+    **dict.fromkeys(["B100", "B200", "B300", "GB200", "GB300"], "10.0"),
 }
+
+_MIN_CAPABILITY_OF_KERNELS = 8
 
 _MIN_JAX_OF_MOSAIC = (0, 11)
 
@@ -67,22 +74,67 @@ def has_mosaic() -> bool:
     return jax.__version_info__[:2] >= _MIN_JAX_OF_MOSAIC
 
 
-def compute_capability() -> int | None:
-    """The major number of the compute capability of the GPUs that a program is for.
+class Gpu(typing.NamedTuple):
+    """A GPU of NVIDIA's.
 
-    Those of the mesh in force, else the first of JAX's; None where neither is a GPU.
+    Args:
+      name: as JAX calls it.
+      capability: its compute capability, such as ``"8.9"``.
+    """
 
-    >>> compute_capability() is None or jax.default_backend() == "gpu"
+    name: str
+    capability: str
+
+    @property
+    def major(self) -> int:
+        """The major number of its compute capability."""
+        return int(self.capability.partition(".")[0])
+
+
+def target_gpu() -> Gpu | None:
+    """The GPU that the program that is traced is for.
+
+    That of the mesh in force, which may be one that is described and not at hand. Where
+    no mesh is, JAX's default device; without one, of JAX's GPUs that of the least
+    compute capability, since any of them may get the program. None where these are no
+    GPUs, or nothing is known of them.
+
+    >>> target_gpu() is None or jax.default_backend() == "gpu"
     True
     """
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None:
-        names = device.device_kind.split()
-        return next((_CAPABILITIES[x] for x in names if x in _CAPABILITIES), None)
-    if jax.default_backend() != "gpu":
+    wanted = jax.sharding.get_abstract_mesh().abstract_device
+    devices = jax.devices() if jax.default_backend() == "gpu" else []
+    default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    if wanted is not None:
+        devices = [d for d in devices if d.device_kind == wanted.device_kind]
+    elif isinstance(default, jax.Device):
+        devices = [default] if default.platform == "gpu" else []
+    found = {
+        Gpu(d.device_kind, str(getattr(d, "compute_capability", ""))) for d in devices
+    }
+    if wanted is not None and not found:
+        words = re.split(r"[\s-]", wanted.device_kind)
+        known = (_CAPABILITIES[word] for word in words if word in _CAPABILITIES)
+        found = {Gpu(wanted.device_kind, capability) for capability in known}
+    # AMD's have names, such as "gfx942", in place of numbers.
+    numbered = [gpu for gpu in found if gpu.capability[:1].isdigit()]
+    return min(sorted(numbered), key=lambda gpu: gpu.major, default=None)
+
+
+def refused_gpu() -> str | None:
+    """Why the GPU that the program is for has no kernels; None if it has, or no GPU is.
+
+    >>> refused_gpu() is None or jax.default_backend() == "gpu"
+    True
+    """
+    gpu = target_gpu()
+    if gpu is None or gpu.major >= _MIN_CAPABILITY_OF_KERNELS:
         return None
-    capability = getattr(jax.devices()[0], "compute_capability", None)
-    return None if capability is None else int(str(capability).partition(".")[0])
+    return (
+        "Pallas compiles kernels for GPUs of compute capability "
+        f"{_MIN_CAPABILITY_OF_KERNELS}.0 (Ampere) and newer, not for {gpu.name}, which "
+        f"has {gpu.capability}"
+    )
 
 
 def is_elsewhere(arrays: Iterable[jax.Array]) -> bool:

@@ -10,7 +10,7 @@ def transformable(kernel: Callable, reference: Callable) -> Callable:
     """The kernel, with the reference's derivatives and batches.
 
     Args:
-      kernel: from arrays to a tree of arrays.
+      kernel: from trees of arrays to a tree of arrays.
       reference: a function of array operations that computes the same.
     """
 
@@ -20,7 +20,7 @@ def transformable(kernel: Callable, reference: Callable) -> Callable:
 
     @run.def_vmap
     def _(axis_size, batched, *args):
-        axes = [0 if each else None for each in batched]
+        axes = jax.tree.map(lambda each: 0 if each else None, batched)
         out = jax.vmap(reference, in_axes=axes, axis_size=axis_size)(*args)
         return out, jax.tree.map(lambda _: True, out)
 

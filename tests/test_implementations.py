@@ -511,7 +511,8 @@ def test_an_old_jax_is_told_what_mosaic_needs(monkeypatch):
     ],
 )
 def test_kernels_run_by_what_suits_the_gpu(monkeypatch, capability, has_mosaic, name):
-    monkeypatch.setattr(launchers, "compute_capability", lambda: capability)
+    gpu = capability and platforms.Gpu("NVIDIA GPU", f"{capability}.0")
+    monkeypatch.setattr(launchers, "target_gpu", lambda: gpu)
     monkeypatch.setattr(launchers, "has_mosaic", lambda: has_mosaic)
     assert launchers.name_of(None) == launchers.name_of("pallas") == name
     assert launchers.name_of("triton") == "triton"

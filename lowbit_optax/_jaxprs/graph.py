@@ -99,6 +99,9 @@ class Graph:
             return inline(called_jaxpr(eqn.params), operands, self._read_equation)
         if eqn.primitive is primitives.copy_p:
             return operands
+        if eqn.primitive.name == "pvary" and operands[0].is_scalar:
+            # A scalar is the same for all leaves, whether these vary or not.
+            return operands
         if eqn.primitive is primitives.cond_p and _is_cheap(eqn):
             return self._select(eqn, operands)
         avals = [var.aval for var in eqn.outvars]

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import primitives as p
 
+from lowbit_optax._jaxprs.nodes import varying_alike
+
 
 @dataclasses.dataclass(frozen=True)
 class Ref:
@@ -87,7 +89,7 @@ class Program:
             return jnp.full(shape, np.frombuffer(ref.value, ref.dtype)[0])
 
         for operation in self.operations:
-            inputs = [value(ref) for ref in operation.inputs]
+            inputs = varying_alike([value(ref) for ref in operation.inputs])
             if operation.primitive == MULTIPLY_ADD:
                 rows.append(multiply_add(*inputs))
             else:

@@ -133,9 +133,26 @@ def bind(call: Call, operands: Sequence) -> Sequence:
     """The results of a call for these operands."""
     params = call.primitive.get_bind_params(call.params)
     context = call.context.manager if call.context else contextlib.nullcontext()
+    if not any(core.jaxprs_in_params(params)):
+        operands = varying_alike(operands)
     with context:
         results = call.primitive.bind(*operands, **params)
     return results if call.primitive.multiple_results else [results]
+
+
+def varying_alike(operands: Sequence) -> Sequence:
+    """Operands that vary over the same axes of a ``jax.shard_map``, as primitives ask.
+
+    :class:`.Graph` leaves out what JAX inserts to make scalars vary.
+    """
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return operands
+    axes = [jax.typeof(x).manual_axis_type.varying for x in operands]
+    union = frozenset().union(*axes)
+    return [
+        jax.lax.pcast(x, tuple(sorted(union - own)), to="varying") if own < union else x
+        for x, own in zip(operands, axes, strict=True)
+    ]
 
 
 @functools.cache

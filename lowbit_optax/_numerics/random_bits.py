@@ -20,6 +20,13 @@ in one number more, before the stream: where along its first axes an element is.
 are as few axes as leave at most 2^32 elements behind each place on them. So in a stack
 of layers it is the layer's number, and the same for all of a layer's elements.
 
+Inside the user's ``jax.shard_map`` an array is one shard, and its place in the whole is
+not known. There ``i`` is the index in the shard, and the keys take in the shard's
+number, before anything that depends on the shape. It counts along the mesh axes over
+which the leaf varies by its type, so shards that are replicas of each other draw the
+same bits, and others do not. Without these types (``check_vma=False``) replicas cannot
+be told from shards, and all draw the same bits.
+
 The generator is not a cryptographic one. ``tests/test_random_bits.py`` tests what
 rounding needs: unbiased bits, and no correlation between neighbours, steps, leaves and
 streams. Two rounds of mixing leave two small defects. With some keys, the bits of
@@ -91,6 +98,11 @@ class RandomBits:
                 key, second = _take_in(key, second, place)
         key, second = _take_in(key, second, jnp.uint32(stream))
         return hash_words(_checked(index, shape), key, second)
+
+    def on_shard(self, number: jax.Array) -> "RandomBits":
+        """The random bits of a shard: other ones for every number, a uint32 scalar."""
+        key, second = keys_on_shard(self.key, self.second, number)
+        return dataclasses.replace(self, key=key, second=second)
 
     def at_layer(
         self, layer: jax.Array, layers: int, shape: tuple[int, ...]
@@ -170,6 +182,13 @@ def keys_at_layer(
     if not layers_have_keys(layers, shape):
         return key, second
     return _take_in(key, second, layer.astype(jnp.uint32))
+
+
+def keys_on_shard(
+    key: jax.Array, second: jax.Array, number: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The keys of a leaf's shard, or of several leaves', by its uint32 number."""
+    return _take_in(key, second, number)
 
 
 def layers_have_keys(layers: int, shape: tuple[int, ...]) -> bool:

@@ -7,6 +7,7 @@ which platform it will run. Then both become branches of one program.
 import dataclasses
 import functools
 import typing
+import warnings
 from collections.abc import Callable, Sequence
 
 import jax
@@ -28,6 +29,7 @@ from pallas_kernels.platforms import (
     chooses_tpu_kernels,
     is_elsewhere,
     is_for_one_cpu,
+    refused_gpu,
 )
 
 _NEEDS_VALUES = (
@@ -57,7 +59,8 @@ def advance(
     """Run a step with the implementation that the configuration asks for.
 
     If it asks for none: with kernels on CUDA and with XLA elsewhere, chosen when the
-    program is lowered for its platform. On TPUs with kernels
+    program is lowered for its platform. For GPUs that have no kernels
+    (:func:`.platforms.refused_gpu`) with XLA, which is said once. On TPUs with kernels
     if :func:`.platforms.chooses_tpu_kernels` and they take any leaf.
 
     Args:
@@ -87,6 +90,10 @@ def advance(
     by_xla = ByXla(prepared, landing, update, traced)
     if only_xla or traced is None:
         return by_xla.run()
+    refusal = refused_gpu() if chosen is None else None
+    if refusal is not None:
+        _warn_once(refusal)
+        return by_xla.run()
     on_tpus = chosen is None and chooses_tpu_kernels()
     for_tpus = on_tpus or chosen == "tpu"
     plan = kernel_plan.plan(traced, prepared, landing, for_tpus=for_tpus)
@@ -109,6 +116,14 @@ def advance(
         jax.lax.platform_dependent(
             default=lambda: by_kernels.into_stacks(by_xla.run()), **branch
         )
+    )
+
+
+@functools.cache
+def _warn_once(refusal: str) -> None:
+    warnings.warn(
+        f"lowbit: XLA runs the steps, which takes more time and memory: {refusal}",
+        stacklevel=2,
     )
 
 

@@ -35,7 +35,10 @@ class Launches:
 
     Args:
       bodies: of the leaves, by their indices.
-      table: uint32, a row of scalars for each leaf; keys first.
+      axes: of the user's ``jax.shard_map`` over which the leaves' shards differ.
+      tables: for such axes a uint32 table, a row of scalars for each leaf; keys first.
+      values: the scalars after the keys, as :func:`.scalar_words.plain_scalars` has
+        them.
       firsts: of each leaf, the index of its first element in a stack that it is a layer
         of; None if it is none.
       layer: which of their stacks kernels write the leaves into.
@@ -43,7 +46,9 @@ class Launches:
     """
 
     bodies: Mapping[int, LeafBody]
-    table: jax.Array
+    axes: Mapping[int, tuple[str, ...]]
+    tables: Mapping[tuple[str, ...], jax.Array]
+    values: Sequence[jax.Array]
     firsts: Sequence[jax.Array | None]
     layer: Layer | None
     implementation: Implementation
@@ -72,7 +77,8 @@ class Launches:
         dtypes = tuple(x.dtype for x in leaf.arrays)
         is_plain = not leaf.has_words_or_blocks
         is_small = is_plain and size <= MAX_ELEMENTS_OF_SMALL_LEAF
-        return self.bodies[number], dtypes, None if is_small else leaf.shape
+        shape = None if is_small else leaf.shape
+        return self.bodies[number], dtypes, shape, self.axes[number]
 
     def _alone(self, number: int, leaf: Leaf) -> list[jax.Array]:
         # Rows have constant numbers: a slice of the table would be one more kernel.
@@ -82,11 +88,14 @@ class Launches:
             layer, first = self.layer.index, None
         elif needs_loop(leaf.shape) and first is None:
             return self._layer_by_layer(number, leaf)
-        return self._fused(number, leaf, self.table, rows, layer, first)
+        return self._fused(number, leaf, self._table(number), rows, layer, first)
+
+    def _table(self, number: int) -> jax.Array:
+        return self.tables[self.axes[number]]
 
     def _layer_by_layer(self, number: int, leaf: Leaf) -> list[jax.Array]:
         """The results of a leaf that has too many elements for one kernel."""
-        tables = _tables_of_layers(self.table[number], leaf.shape)
+        tables = _tables_of_layers(self._table(number)[number], leaf.shape)
         update = lambda one, i: self._fused(number, one, tables, i[None], i, None)
         return over_layers(leaf, update)
 
@@ -94,6 +103,7 @@ class Launches:
         return _fused(
             leaf.arrays,
             table,
+            self.values,
             row,
             layer,
             first,
@@ -105,7 +115,8 @@ class Launches:
     def _together(self, numbers: list[int], leaves: Sequence[Leaf]):
         return _fused_many(
             [leaf.arrays for leaf in leaves],
-            self.table,
+            self._table(numbers[0]),
+            self.values,
             np.array(numbers, np.uint32),
             body=self.bodies[numbers[0]],
             like=tuple(map(_abstract, leaves)),
@@ -161,7 +172,16 @@ def _abstract(leaf: Leaf) -> Leaf:
 
 @functools.partial(jax.jit, static_argnames=("body", "like", "implementation"))
 def _fused(
-    arrays, table, row, layer, first, *, body: LeafBody, like: Leaf, implementation
+    arrays,
+    table,
+    values,
+    row,
+    layer,
+    first,
+    *,
+    body: LeafBody,
+    like: Leaf,
+    implementation,
 ):
     """Update one leaf; traced and lowered once for equal shapes and programs."""
     leaf = like.with_arrays(arrays)
@@ -171,6 +191,7 @@ def _fused(
         leaf.results,
         shape=leaf.shape,
         scalars=table,
+        values=values,
         row=row,
         layer=layer,
         first=first,
@@ -189,7 +210,14 @@ def _blocked(arrays, keys, number, scalars, *, body: LeafBody, like: Leaf):
 
 @functools.partial(jax.jit, static_argnames=("body", "like", "implementation"))
 def _fused_many(
-    arrays, table, rows, *, body: LeafBody, like: tuple[Leaf, ...], implementation
+    arrays,
+    table,
+    values,
+    rows,
+    *,
+    body: LeafBody,
+    like: tuple[Leaf, ...],
+    implementation,
 ):
     """Update several leaves in few kernels."""
     leaves = [leaf.with_arrays(a) for leaf, a in zip(like, arrays, strict=True)]
@@ -197,6 +225,7 @@ def _fused_many(
         body,
         leaves,
         scalars=table,
+        values=values,
         rows=rows,
         when=body.when,
         implementation=implementation,

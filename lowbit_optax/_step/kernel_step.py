@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from lowbit_optax._jaxprs import scalar_words
 from lowbit_optax._jaxprs.graph import evaluate
 from lowbit_optax._numerics.landing import Landing
+from lowbit_optax._numerics.random_bits import keys_on_shard
 from lowbit_optax._step.body import KEYS, LeafBody
 from lowbit_optax._step.error_feedback import fed
 from lowbit_optax._step.guard import neutral_updates
@@ -23,6 +24,7 @@ from lowbit_optax._step.layer import Layer
 from lowbit_optax._step.layer_loops import needs_loop
 from lowbit_optax._step.norms import sums_of_gradients
 from lowbit_optax._step.prepared import PreparedStep
+from lowbit_optax._step.shards import axes_of_shards, number_of_shard
 from lowbit_optax._step.stacks import first_elements
 from lowbit_optax._step.unchanged import unless_still
 from lowbit_optax.formats.quantized_weights import result_of
@@ -84,13 +86,14 @@ def run(
                 parts[part] = fed(parts[part], error, *map(value, rates))
     leaves = _kernel_leaves(plan, prepared, layer)
     bodies = {i: kernel.body for i, kernel in kernels.items()}
+    plain = scalar_words.plain_scalars(scalars)
     if by_blocks:
-        plain = scalar_words.plain_scalars(scalars)
         launched = block_by_block(bodies, leaves, prepared.keys, plain)
     else:
         firsts = first_elements(prepared.names, prepared.params)
-        table = _table(scalars, prepared.keys)
-        launches = Launches(bodies, table, firsts, layer, implementation)
+        axes = {i: axes_of_shards(prepared.params[i]) for i in kernels}
+        tables = {x: _table(scalars, prepared.keys, x) for x in {*axes.values()}}
+        launches = Launches(bodies, axes, tables, plain, firsts, layer, implementation)
         launched = launches.results(leaves)
     for i, arrays in launched.items():
         param, body = prepared.params[i], kernels[i].body
@@ -245,9 +248,19 @@ def _moments_of(body: LeafBody, moments: list, scales: list) -> list:
 
 
 def _table(
-    scalars: Sequence[jax.Array], keys: tuple[jax.Array, jax.Array]
+    scalars: Sequence[jax.Array],
+    keys: tuple[jax.Array, jax.Array],
+    axes: tuple[str, ...],
 ) -> jax.Array:
-    """A uint32 table with a row per leaf: its keys, and the scalars that all share."""
+    """A uint32 table with a row per leaf: its keys, and the scalars that all share.
+
+    Args:
+      scalars: that all share.
+      keys: of whole leaves.
+      axes: of the user's ``jax.shard_map`` over which the shards differ.
+    """
+    if axes:
+        keys = keys_on_shard(*keys, number_of_shard(axes))
     count = keys[0].shape[0]
     words = [*(k[:, None] for k in keys)]
     if scalars:

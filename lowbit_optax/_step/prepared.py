@@ -23,6 +23,7 @@ from lowbit_optax._step import context, trees
 from lowbit_optax._step.choices import Choices
 from lowbit_optax._step.guard import Guard, Unguarded, neutral_updates
 from lowbit_optax._step.moments import MomentPlan
+from lowbit_optax._step.shards import axes_of_shards, number_of_shard
 from lowbit_optax._step.stacks import (
     bits_at_layers,
     keys_at_layers,
@@ -51,7 +52,7 @@ class PreparedStep:
       stored_inner_state: the same state in its stored form.
       random: random bits for the parameters.
       moment_draws: random numbers for the moments.
-      keys: the keys of ``random``, in the form that kernels take.
+      keys: the keys of ``random``, in the form that kernels take, of whole leaves.
       guard: decides whether the step happens.
     """
 
@@ -272,7 +273,14 @@ def random_of_leaves(names, leaves, seed, count) -> list[RandomBits]:
         bits = [random_bits(seed, count, [number])[0] for number in numbers]
     else:
         bits = random_bits(seed, count, numbers)
-    return bits_at_layers(bits, names, leaves)
+    return [
+        x.on_shard(number_of_shard(axes)) if axes else x
+        for x, axes in zip(
+            bits_at_layers(bits, names, leaves),
+            map(axes_of_shards, leaves),
+            strict=True,
+        )
+    ]
 
 
 def draws_of_moments(leaves, formats, random: list[RandomBits]) -> list[Draws]:

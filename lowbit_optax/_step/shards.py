@@ -1,8 +1,10 @@
-"""Which shards a packed leaf may have on a mesh of explicit axes."""
+"""Shards of leaves: on meshes of explicit axes, and in ``jax.shard_map``."""
 
 import math
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from lowbit_optax._step import trees
 from pallas_kernels.layout import layout_of
@@ -40,3 +42,19 @@ def check_shards(name: str, leaf, bits: int, block_size: int | None = None) -> N
                 "Shard it along another axis or over fewer devices, make the mesh's "
                 "axes automatic, or give lowbit a larger min_size"
             )
+
+
+def axes_of_shards(leaf) -> tuple[str, ...]:
+    """The mesh axes of the user's ``jax.shard_map`` over which a leaf's shards differ.
+
+    By the types of its arrays; none with ``check_vma=False``, which has no such types.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    arrays = [x for x in jax.tree.leaves(leaf) if isinstance(x, jax.Array)]
+    varying = {name for x in arrays for name in jax.typeof(x).manual_axis_type.varying}
+    return tuple(n for n in mesh.manual_axes if n in varying and mesh.shape[n] > 1)
+
+
+def number_of_shard(axes: tuple[str, ...]) -> jax.Array:
+    """Which of the shards along these axes this is, as a uint32 scalar."""
+    return lax.axis_index(axes).astype(jnp.uint32)

@@ -16,6 +16,7 @@ from lowbit_optax.release.host_memory import on_device
 from lowbit_optax.release.parts import Part
 from lowbit_optax.release.traced_loss import ParamLeaf, TracedLoss
 from lowbit_optax.transformations.lowbit import step
+from pallas_kernels.platforms import refused_gpu
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -104,7 +105,8 @@ class Optimizer:
         Where results are chosen after a step, the stacks must not have been changed.
         """
         is_lowbit = isinstance(stepper_of(self.tx), Lowbit)
-        return is_lowbit or isinstance(guard, Unguarded)
+        can_skip = is_lowbit or isinstance(guard, Unguarded)
+        return can_skip and refused_gpu() is None
 
     def _step(self, params, state, grads, guard: Guard | Unguarded):
         if isinstance(guard, Unguarded):

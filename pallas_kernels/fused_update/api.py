@@ -21,6 +21,7 @@ from pallas_kernels.platforms import (
     chooses_tpu_kernels,
     is_elsewhere,
     is_for_tpus,
+    refused_gpu,
 )
 from pallas_kernels.transforms import transformable
 
@@ -32,6 +33,7 @@ def fused_update(
     *,
     shape: tuple[int, ...] | None = None,
     scalars: jax.Array | None = None,
+    values: Sequence[jax.Array] = (),
     row: jax.Array | int | None = None,
     layer: jax.Array | None = None,
     first: jax.Array | None = None,
@@ -53,6 +55,8 @@ def fused_update(
         when that is donated.
       shape: of the leaf, or of one layer; that of the first plain operand if None.
       scalars: uint32 vector for the body, or a table with one in each row.
+      values: what the last scalars of every row are, in any dtypes that the body takes
+        as well. Kernels read the words; derivatives are taken by the values.
       row: which row of the table; uint32 of shape [1], or a number.
       layer: int32 scalar. The operands that are overwritten are then stacks of leaves,
         ``[layers, *shape]``, of which this one is updated; the others are one layer's.
@@ -105,11 +109,12 @@ def fused_update(
         rest = list(rest)
         return tuple(rest.pop(0) if x is not None else None for x in places)
 
-    def reference(table, *args):
+    def reference(values, table, *args):
         row, layer, first = place(args[: len(given)])
         whole = leaf.with_arrays(args[len(given) :])
         within = None if first is None else (first[0], leaf.shape)
-        return xla.update(body, whole, table, row, layer, when, within)
+        own = _row(table, row, values)
+        return xla.update(body, whole, own, layer, when, within)
 
     def kernel(launched, shards, shared, interpret):
         table, *rest = shared
@@ -120,7 +125,8 @@ def fused_update(
             Call(body, shards, table, row, layer, when=when, interpret=interpret)
         )
 
-    return _choose(implementation, kernel, reference, body, [leaf], [scalars, *given])
+    shared = [scalars, *given]
+    return _choose(implementation, kernel, reference, body, [leaf], values, shared)
 
 
 def fused_update_many(
@@ -129,6 +135,7 @@ def fused_update_many(
     *,
     scalars: jax.Array,
     rows: jax.Array,
+    values: Sequence[jax.Array] = (),
     when: int | None = None,
     implementation: Implementation = None,
 ) -> list[list[jax.Array]]:
@@ -141,7 +148,7 @@ def fused_update_many(
         sizes, more of the kernels are equal.
       scalars: uint32 table.
       rows: uint32 vector, each leaf's row of the table.
-      when: as in :func:`fused_update`.
+      values, when: as in :func:`fused_update`.
       implementation: as in :func:`fused_update`.
 
     Returns:
@@ -169,19 +176,28 @@ def fused_update_many(
     for part in _parts(len(leaves), most):
         some = leaves[part]
 
-        def reference(table, part_rows, *arrays, some=some):
+        def reference(values, table, part_rows, *arrays, some=some):
+            own = [_row(table, row[None], values) for row in part_rows]
             return [
                 x
-                for leaf, row in zip(
-                    sharded.regroup(some, arrays), part_rows, strict=True
-                )
-                for x in xla.update(body, leaf, table, row[None], when=when)
+                for leaf, row in zip(sharded.regroup(some, arrays), own, strict=True)
+                for x in xla.update(body, leaf, row, when=when)
             ]
 
         shared = [scalars, rows[part]]
-        new = _choose(implementation, kernel, reference, body, some, shared)
+        new = _choose(implementation, kernel, reference, body, some, values, shared)
         written[part] = [new[i : i + results] for i in range(0, len(new), results)]
     return written
+
+
+def _row(
+    table: jax.Array, row: jax.Array | None, values: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """The scalars of a row, or of the only one, with the last of them as values."""
+    if row is not None:
+        table = lax.dynamic_index_in_dim(jnp.asarray(table), row[0], keepdims=False)
+    words = list(table)
+    return [*words[: len(words) - len(values)], *values]
 
 
 def _parts(leaves: int, most: int) -> list[slice]:
@@ -217,6 +233,7 @@ def _choose(
     reference,
     body: Body | BlockBody,
     leaves: Sequence[Leaf],
+    values: Sequence[jax.Array],
     shared: list[jax.Array],
 ):
     """Run the kernel of the platform, or the reference.
@@ -224,21 +241,22 @@ def _choose(
     Args:
       implementation: as in :func:`fused_update`.
       kernel: of a launcher, shards, what they share, and whether it is interpreted.
-      reference: of all arrays.
-      body, leaves: of the update.
+      reference: of the values, and all arrays.
+      body, leaves, values: of the update.
       shared: the table of scalars, and other arrays that all leaves share.
     """
     check_implementation("fused_update", implementation)
     refusal = _refusal(leaves)
     if implementation in ("pallas", "triton", "mosaic") and refusal:
         raise ValueError(f"fused_update: {refusal}")
-    arguments = [*shared, *(x for leaf in leaves for x in leaf.arrays)]
+    arrays = [*shared, *(x for leaf in leaves for x in leaf.arrays)]
+    arguments = [list(values), *arrays]
 
     def by_kernel(name, interpret):
         run = functools.partial(
             kernel, launcher(name, interpret=interpret), interpret=interpret
         )
-        call = lambda *args: sharded.over_shards(
+        call = lambda _, *args: sharded.over_shards(
             run, leaves, len(shared), args, can_partition=name != "tpu"
         )
         return transformable(call, reference)
@@ -253,15 +271,18 @@ def _choose(
         on_tpus = all(accepts(body, leaf, scalars) for leaf in leaves)
     if implementation == "tpu" and on_tpus and not is_for_tpus():
         # Pallas' model of a TPU has side effects, for which JAX has no partitioning.
-        given = sharded.regroup(leaves, arguments[len(shared) :])
-        shards = [sharded.Shard(leaf, leaf.shape) for leaf in given]
-        return kernel(tpu_launcher(), shards, shared, True)
+        def modelled(_, *args):
+            given = sharded.regroup(leaves, args[len(shared) :])
+            shards = [sharded.Shard(leaf, leaf.shape) for leaf in given]
+            return kernel(tpu_launcher(), shards, list(args[: len(shared)]), True)
+
+        return transformable(modelled, reference)(*arguments)
     if implementation == "tpu" and on_tpus:
         return by_kernel("tpu", False)(*arguments)
     if implementation in ("xla", "tpu") or (refusal and not on_tpus):
         return reference(*arguments)
     default = by_kernel("pallas", True) if implementation == "pallas" else reference
-    if is_elsewhere(arguments):
+    if is_elsewhere(arrays):
         return default(*arguments)
     branches = {} if refusal else {"cuda": by_kernel(implementation, False)}
     if on_tpus:
@@ -270,7 +291,10 @@ def _choose(
 
 
 def _refusal(leaves: Sequence[Leaf]) -> str | None:
-    """Why kernels for GPUs cannot take these leaves, or None."""
+    """Why no kernel for GPUs updates these leaves, or None."""
+    refusal = refused_gpu()
+    if refusal is not None:
+        return refusal
     size = max(math.prod(leaf.shape) for leaf in leaves)
     if not 0 < size <= MAX_ELEMENTS:
         return f"kernels take 1 to {MAX_ELEMENTS} elements, not {size}"

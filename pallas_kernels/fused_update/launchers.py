@@ -9,7 +9,7 @@ import jax
 from pallas_kernels.fused_update.launch import Call
 from pallas_kernels.fused_update.sharded import Shard
 from pallas_kernels.fused_update.spec import Leaf
-from pallas_kernels.platforms import compute_capability, has_mosaic
+from pallas_kernels.platforms import has_mosaic, target_gpu
 
 Name = typing.Literal["triton", "mosaic"]
 
@@ -76,6 +76,7 @@ def default_name() -> Name:
     """
     if DEFAULT is not None:
         return DEFAULT
-    if has_mosaic() and compute_capability() in _CAPABILITIES_OF_MOSAIC:
+    gpu = target_gpu()
+    if has_mosaic() and gpu is not None and gpu.major in _CAPABILITIES_OF_MOSAIC:
         return "mosaic"
     return "triton"

@@ -306,9 +306,11 @@ def _factor(
     count = stored // units
     if count == 1:
         return name
+    # Named after the axis too: an array must not have one factor in two axes.
+    within = f"a{axis}n{count}"
     sizes[name] = units
-    sizes[f"n{count}"] = count
-    return f"({name} n{count})"
+    sizes[within] = count
+    return f"({name} {within})"
 
 
 def _padded(spec: P, shape) -> list[tuple[str, ...]]:

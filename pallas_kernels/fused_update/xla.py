@@ -22,8 +22,7 @@ from pallas_kernels.layout import block_maxima, repeat_blocks
 def update(
     body: Body | BlockBody,
     leaf: Leaf,
-    table: jax.Array | Sequence[jax.Array],
-    row: jax.Array | None = None,
+    scalars: Sequence[jax.Array],
     layer: jax.Array | None = None,
     when: int | None = None,
     within: tuple[jax.Array | None, tuple[int, ...]] | None = None,
@@ -32,16 +31,14 @@ def update(
     """See :func:`pallas_kernels.fused_update`.
 
     Args:
-      body, leaf, table, row, layer, when: as there. Without a row the table is a list
-        of scalars.
+      body, leaf, layer, when: as there.
+      scalars: the body's.
       within: of a part, the index of its first element in the whole (None for 0), and
         the whole's shape.
       together: given maxima, and new values before they are packed; what it returns is
         used in their place.
     """
-    if row is not None:
-        table = lax.dynamic_index_in_dim(jnp.asarray(table), row[0], keepdims=False)
-    scalars = list(table)
+    scalars = list(scalars)
     values, block_values = [], []
     for number, operand in enumerate(leaf.operands):
         array = operand.array

@@ -10,7 +10,12 @@ from jax import lax
 
 from pallas_kernels.fused_update import launchers
 from pallas_kernels.fused_update.tiling import MAX_ELEMENTS
-from pallas_kernels.platforms import Implementation, check_implementation, is_elsewhere
+from pallas_kernels.platforms import (
+    Implementation,
+    check_implementation,
+    is_elsewhere,
+    refused_gpu,
+)
 from pallas_kernels.reductions import sharded
 from pallas_kernels.reductions.kinds import LARGEST, SQUARES, Kind
 from pallas_kernels.transforms import transformable
@@ -74,7 +79,7 @@ def _reduced(kind: Kind, arrays, factor, implementation: Implementation) -> jax.
         own = args[len(given) :]
         return jnp.stack([kind.reduce(kind.read(x, *args[: len(given)])) for x in own])
 
-    fits = all(0 < x.size <= MAX_ELEMENTS for x in arrays)
+    fits = all(0 < x.size <= MAX_ELEMENTS for x in arrays) and refused_gpu() is None
     if implementation in ("xla", "tpu") or not fits:
         return reference(*given, *arrays)
 

@@ -1,8 +1,11 @@
 """What is compiled for a GPU is that GPU's code, by the newest compiler at hand."""
 
+import functools
+
 import pytest
 
 import lowbit_optax
+from pallas_kernels import platforms
 from pallas_kernels.fused_update import launchers
 from tools.gpu_program.dump import compile_with_dump
 from tools.gpu_program.machine_code import (
@@ -11,7 +14,20 @@ from tools.gpu_program.machine_code import (
     missing_tools,
 )
 from tools.gpu_program.steps import leaf, lower_lpmm_step, lower_step
-from tools.gpu_program.targets import B200, H200, gpu_mesh
+from tools.gpu_program.targets import (
+    A100,
+    B200,
+    H100,
+    H200,
+    L4,
+    RTX_4090,
+    RTX_5090,
+    RTX_PRO_6000,
+    T4,
+    Target,
+    gpu_mesh,
+)
+from tools.hlo import memory
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 if missing := missing_tools():
@@ -24,16 +40,53 @@ def triton(monkeypatch):
     monkeypatch.setattr(launchers, "DEFAULT", "triton")
 
 
+# From JAX 0.11 Pallas compiles for described GPUs of names that it knows.
+unknown_to_pallas = pytest.mark.skipif(
+    platforms.has_mosaic(), reason="Pallas knows an RTX 5090 only where one is at hand"
+)
+
+
 @pytest.mark.parametrize(
     ("target", "architecture"),
-    [(H200, "sm_90a"), (B200, "sm_100a")],
-    ids=["H200", "B200"],
+    [
+        (A100, "sm_80"),
+        (L4, "sm_89"),
+        (RTX_4090, "sm_89"),
+        pytest.param(RTX_5090, "sm_120", marks=unknown_to_pallas),
+        (RTX_PRO_6000, "sm_120"),
+        (H100, "sm_90a"),
+        (H200, "sm_90a"),
+        (B200, "sm_100a"),
+    ],
+    ids=lambda x: x.name if isinstance(x, Target) else x,
 )
 def test_kernels_are_of_the_targets_architecture(target, architecture):
-    tx = lowbit_optax.kahan_adamw(1e-3)
+    tx = lowbit_optax.lowbit_adamw(1e-3)
     step = lower_step(tx, leaf(256, 256), mesh=gpu_mesh(target=target))
-    (kernel,) = (p for p in compile_with_dump(step.lowered).ptx if "fused_update" in p)
+    dump = compile_with_dump(step.lowered)
+    (kernel,) = (p for p in dump.ptx if "fused_update" in p)
     assert f".target {architecture}\n" in kernel
+    assert memory(dump.compiled).alias_size_in_bytes == step.stored
+    assert step.fused.spill_stores == step.fused.spill_loads == step.fused.stack == 0
+
+
+OLDER = {
+    "extra_bits": (lowbit_optax.extra_bits_adamw, lower_step),
+    "kahan": (lowbit_optax.kahan_adamw, lower_step),
+    "stochastic rounding": (lowbit_optax.sr_adamw, lower_step),
+    "lowbit": (lowbit_optax.lowbit_adamw, lower_step),
+    "low": (functools.partial(lowbit_optax.lowbit_adamw, moments="low"), lower_step),
+    "lpmm": (lowbit_optax.lpmm_adam, lower_lpmm_step),
+}
+
+
+@pytest.mark.parametrize("name", OLDER)
+@pytest.mark.filterwarnings("ignore:lowbit. XLA runs the steps:UserWarning")
+def test_a_t4_gets_a_program_without_kernels(name):
+    make, lower = OLDER[name]
+    step = lower(make(1e-3), leaf(256, 256), mesh=gpu_mesh(target=T4))
+    assert step.fused_launches == 0
+    assert step.in_place
 
 
 @pytest.mark.parametrize(

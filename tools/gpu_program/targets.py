@@ -1,4 +1,4 @@
-"""Lowers and compiles programs for H200s and B200s on a machine without a GPU.
+"""Lowers and compiles programs for GPUs on a machine without one.
 
 XLA's CUDA compiler runs without a device when it is given the target's description. It
 needs the ``gpu-program`` extra and nothing else of CUDA. What it returns is the real
@@ -20,12 +20,44 @@ from tools.gpu_program import mosaic
 
 
 @dataclasses.dataclass(frozen=True)
+class Architecture:
+    """What GPUs of one compute capability have in common.
+
+    Args:
+      capability: the compute capability, as CUDA writes it.
+      fpus: float32 lanes of a streaming multiprocessor.
+      threads: that it holds at most.
+      shared_memory: bytes of it.
+      of_a_block: bytes that one block can have of these.
+    """
+
+    capability: str
+    fpus: int
+    threads: int
+    shared_memory: int
+    of_a_block: int
+
+
+# https://docs.nvidia.com/cuda/cuda-programming-guide/05-appendices/compute-capabilities.html
+# has the threads and the memory, and its table of arithmetic throughput the lanes.
+_KIB = 1024
+_VOLTA = Architecture("7.0", 64, 2048, 96 * _KIB, 96 * _KIB)
+_TURING = Architecture("7.5", 64, 1024, 64 * _KIB, 64 * _KIB)
+_AMPERE = Architecture("8.0", 64, 2048, 164 * _KIB, 163 * _KIB)
+_ADA = Architecture("8.9", 128, 1536, 100 * _KIB, 99 * _KIB)
+_HOPPER = Architecture("9.0", 128, 2048, 228 * _KIB, 227 * _KIB)
+_BLACKWELL = Architecture("10.0", 128, 2048, 228 * _KIB, 227 * _KIB)
+_BLACKWELL_RTX = Architecture("12.0", 128, 1536, 100 * _KIB, 99 * _KIB)
+
+
+@dataclasses.dataclass(frozen=True)
 class Target:
     """A GPU to compile for.
 
     Args:
       name: of the product.
-      capability: major number of its compute capability.
+      kind: what JAX calls it.
+      architecture: what it is one of.
       cores: streaming multiprocessors.
       bandwidth: of its memory, bytes per second.
       memory: bytes.
@@ -34,7 +66,8 @@ class Target:
     """
 
     name: str
-    capability: int
+    kind: str
+    architecture: Architecture
     cores: int
     bandwidth: int
     memory: int
@@ -44,34 +77,82 @@ class Target:
     @property
     def description(self) -> str:
         """The GPU as XLA's compiler wants it described."""
+        of_all = self.architecture
+        major, minor = of_all.capability.split(".")
         return f"""
 gpu_device_info {{
   threads_per_block_limit: 1024  threads_per_warp: 32
-  shared_memory_per_block: 49152  shared_memory_per_core: 233472
-  shared_memory_per_block_optin: 232448
-  threads_per_core_limit: 2048  core_count: {self.cores}  fpus_per_core: 128
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {of_all.shared_memory}
+  shared_memory_per_block_optin: {of_all.of_a_block}
+  threads_per_core_limit: {of_all.threads}
+  core_count: {self.cores}  fpus_per_core: {of_all.fpus}
   block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
   thread_dim_limit_x: 1024  thread_dim_limit_y: 1024  thread_dim_limit_z: 64
   memory_bandwidth: {self.bandwidth}  l2_cache_size: {self.l2_cache}
   clock_rate_ghz: {self.clock_ghz}  device_memory_size: {self.memory}
-  cuda_compute_capability {{ major: {self.capability} }}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
   registers_per_core_limit: 65536  registers_per_block_limit: 65536
   device_address_bits: 64  ecc_enabled: true
   device_vendor: "NVIDIA Corporation"
-  platform_version: "Compute Capability {self.capability}.0a"
+  platform_version: "Compute Capability {of_all.capability}"
   driver_version: "13.0.0" runtime_version: "12.8.0"
   compile_time_toolkit_version: "12.8.0"
-  name: "NVIDIA {self.name}"
+  name: "{self.kind}"
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
-device_description_str: "NVIDIA {self.name}"
+device_description_str: "{self.kind}"
 """
 
 
-H200 = Target("H200", 9, 132, 4_800_000_000_000, 151397597184, 52428800, 1.98)
-B200 = Target("B200", 10, 148, 7_672_320_000_000, 191514411008, 132644864, 1.965)
+# V100, A100, H100, H200, B200 and RTX PRO 6000: XLA's own descriptions,
+# https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs.
+# T4, L4, RTX 4090 and RTX 5090: NVIDIA's data sheets and architecture white papers
+# (Turing, Ada, RTX Blackwell), with nominal memory and the boost clock.
+_GIB, _MIB = 2**30, 2**20
+V100 = Target(
+    *("V100", "Tesla V100-SXM2-16GB", _VOLTA),
+    *(80, 898_048_000_000, 16935682048, 6 * _MIB, 1.53),
+)
+T4 = Target(
+    *("T4", "Tesla T4", _TURING),
+    *(40, 320_000_000_000, 16 * _GIB, 4 * _MIB, 1.59),
+)
+A100 = Target(
+    *("A100", "NVIDIA A100-SXM4-80GB", _AMPERE),
+    *(108, 2_039_040_000_000, 85100068864, 40 * _MIB, 1.41),
+)
+L4 = Target(
+    *("L4", "NVIDIA L4", _ADA),
+    *(58, 300_000_000_000, 24 * _GIB, 48 * _MIB, 2.04),
+)
+RTX_4090 = Target(
+    *("RTX 4090", "NVIDIA GeForce RTX 4090", _ADA),
+    *(128, 1_008_000_000_000, 24 * _GIB, 72 * _MIB, 2.52),
+)
+RTX_5090 = Target(
+    *("RTX 5090", "NVIDIA GeForce RTX 5090", _BLACKWELL_RTX),
+    *(170, 1_792_000_000_000, 32 * _GIB, 96 * _MIB, 2.41),
+)
+RTX_PRO_6000 = Target(
+    *("RTX PRO 6000", "NVIDIA RTX PRO 6000 Blackwell", _BLACKWELL_RTX),
+    *(188, 1_792_000_000_000, 96 * _GIB, 128 * _MIB, 2.6),
+)
+H100 = Target(
+    *("H100", "NVIDIA H100 80GB HBM3", _HOPPER),
+    *(132, 3_352_320_000_000, 84942979072, 50 * _MIB, 1.98),
+)
+H200 = Target(
+    *("H200", "NVIDIA H200", _HOPPER),
+    *(132, 4_800_000_000_000, 151397597184, 50 * _MIB, 1.98),
+)
+B200 = Target(
+    *("B200", "NVIDIA B200", _BLACKWELL),
+    *(148, 7_672_320_000_000, 191514411008, 132644864, 1.965),
+)
 TARGETS = {target.name: target for target in (H200, B200)}
+"""Those of the benchmarks."""
 
 
 def gpu_mesh(
@@ -83,7 +164,7 @@ def gpu_mesh(
         raise ValueError(f"gpu_mesh: count is {count}, not at most 8 or 8 per host")
     topology = topologies.get_topology_desc(
         platform="cuda",
-        topology_name=target.name.lower(),
+        topology_name=target.name.lower().replace(" ", "_"),
         target_config=target.description,
         topology=f"1 x {count // of_a_host} x {of_a_host}",
     )
