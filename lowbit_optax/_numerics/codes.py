@@ -108,6 +108,11 @@ class Code:
         return self.largest_field + 1
 
     @property
+    def spare_field(self) -> int:
+        """A field of a signed code that no number needs: that of negative zero."""
+        return 2 ** (self.bits - 1)
+
+    @property
     def _above(self) -> int:
         """How far the first pattern that does not enter the scale is below 2^31."""
         return 2**31 - pattern_of(2.0**63 if self.signed else math.inf)
