@@ -25,18 +25,17 @@ EIGHT = block_quantized(8)
 
 
 @functools.cache
-def transformation(moments, b2=0.99, eps=1e-8):
+def transformation(moments, b1=0.9, b2=0.99, eps=1e-8):
     return lowbit_optax.lowbit(
-        optax.adamw(RATE, b2=b2, eps=eps, weight_decay=0.0),
+        optax.adamw(RATE, b1=b1, b2=b2, eps=eps, weight_decay=0.0),
         moments=dict(moments) if isinstance(moments, tuple) else moments,
         implementation="xla",
         weights=lowbit_optax.extra_bits(16),
     )
 
 
-def run(moments, grad_of, steps, **options):
-    """Updates of every step in units of the rate, the last parameters, the state."""
-    tx = transformation(moments, **options)
+def scanned(tx, start, grad_of, steps):
+    """Parameters and state after some steps, and the updates of every step."""
 
     def one(carry, step):
         params, state = carry
@@ -44,11 +43,15 @@ def run(moments, grad_of, steps, **options):
         updates, state = tx.update(grads, state, params)
         return (params + updates, state), updates
 
-    params = jnp.zeros(SHAPE)
-    start = params, tx.init(params)
+    return lax.scan(one, start, jnp.arange(steps))
+
+
+def run(moments, grad_of, steps, **options):
+    """Updates of every step in units of the rate, the last parameters, the state."""
+    tx, params = transformation(moments, **options), jnp.zeros(SHAPE)
     (params, state), updates = jax.jit(
-        lambda start: lax.scan(one, start, jnp.arange(steps))
-    )(start)
+        lambda start: scanned(tx, start, grad_of, steps)
+    )((params, tx.init(params)))
     return np.asarray(updates) / RATE, np.asarray(params), state.inner_state[0]
 
 
@@ -121,6 +124,28 @@ def test_a_gradient_that_is_not_finite_harms_its_own_parameter_alone(bad):
         assert abs(norm_ratio(got[:, others], want[:, others]) - 1) <= 0.05
     moments = decoded(EIGHT, adam)
     assert all(np.all(np.isfinite(moment[others])) for moment in moments)
+
+
+@functools.cache
+def beside_a_spike(moments, b1):
+    """From the size of one gradient to the updates beside it, from then on."""
+    tx, params = transformation(moments, b1=b1, b2=0.999), jnp.zeros(SHAPE)
+
+    def updates(size):
+        grads = lambda step, normal: jnp.where(OUTLIER & (step == 20), size, normal)
+        _, updates = scanned(tx, (params, tx.init(params)), grads, 300)
+        return jnp.where(OUTLIER, 0.0, updates[20:])
+
+    return jax.jit(updates)
+
+
+@pytest.mark.parametrize("b1", [0.9, 0.99])
+@pytest.mark.parametrize("size", [1e6, 1e18, 1.85e19, 2e19, 9e19, 9e20, 3.4e38])
+def test_beside_a_gradient_of_any_size_no_update_is_too_long(size, b1):
+    got, want = (beside_a_spike(moments, b1)(size) for moments in (EIGHT, "float32"))
+    assert np.abs(got).max() <= 1.3 * np.abs(want).max()
+    if size > 2.0**64:  # whose square is infinite
+        assert abs(norm_ratio(got, want) - 1) <= 0.05
 
 
 def test_neighbours_of_a_value_a_thousand_times_larger_are_not_scaled():

@@ -15,7 +15,7 @@ from lowbit_optax._numerics.codes import Code, multiply_add
 class Sum(Code):
     """A code for values of which none may be replaced by another.
 
-    A moment recovers from a value that is not finite, and from one of 2^63, when it is
+    A moment recovers from a value that is not finite, and from one of 2^50, when it is
     stored as less. A sum of gradients must not: whatever reads it has to see that it is
     not finite, or that large. Here all finite values enter the scale, and others are
     NaN, in the field that the code itself does not need.
