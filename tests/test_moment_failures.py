@@ -254,3 +254,46 @@ def test_of_every_code_the_mean_of_a_constant_gradient_is_kept(code, bits):
     step = 1 / (2 ** (bits - 1) - 1)
     deviation = 5 * 3 * step / np.sqrt(want.size)
     assert abs(mu.mean() - want.mean()) <= deviation
+
+
+SIXTEEN = lowbit_optax.cast(jnp.bfloat16)
+
+
+def later_updates(inner, moments, steps):
+    tx = lowbit_optax.lowbit(
+        inner,
+        moments=dict(moments) if isinstance(moments, tuple) else moments,
+        implementation="xla",
+    )
+    params = jnp.zeros((64, 64))
+
+    def one(state, step):
+        grads = jax.random.normal(jax.random.key(step), params.shape)
+        return tx.update(grads, state, params)[::-1]
+
+    run = jax.jit(lambda start: lax.scan(one, start, jnp.arange(steps))[1])
+    return np.asarray(run(tx.init(params)))[steps // 2 :]
+
+
+def cosine(inner, moments, steps):
+    """How similar the later updates are to those with float32 moments."""
+    got, want = (later_updates(inner, x, steps) for x in (moments, "float32"))
+    return np.vdot(got, want) / np.linalg.norm(got) / np.linalg.norm(want)
+
+
+SIMPLIFIED = optax.contrib.simplified_ademamix(1.0)
+ADEMAMIX = optax.contrib.ademamix(1.0, b3=0.999, alpha=100.0)
+
+
+@pytest.mark.parametrize("inner", [SIMPLIFIED, ADEMAMIX], ids=["simplified", "whole"])
+def test_the_slow_averages_of_ademamix_follow_float32(inner):
+    assert cosine(inner, EIGHT, 400) >= 0.985
+
+
+@pytest.mark.exhaustive
+def test_slow_averages_of_eight_bits_do_not_follow_it_and_of_sixteen_do():
+    for b1, least, most in ((0.9, 0.997, 1), (0.99, 0.965, 0.98), (0.999, 0.75, 0.85)):
+        inner = optax.adam(1.0, b1=b1)
+        assert least <= cosine(inner, (("mu", EIGHT),), 2000) <= most
+        assert cosine(inner, (("mu", SIXTEEN), ("nu", EIGHT)), 2000) >= 0.985
+        assert cosine(inner, (("mu", SIXTEEN),), 2000) >= 0.998
