@@ -148,6 +148,44 @@ def test_beside_a_gradient_of_any_size_no_update_is_too_long(size, b1):
         assert abs(norm_ratio(got, want) - 1) <= 0.05
 
 
+WIDER = {
+    "float32": (),
+    "bfloat16": (("nu", lowbit_optax.cast(jnp.bfloat16)),),
+    "nested": (("nu", block_quantized(8, code="nested")),),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("nu", WIDER.values(), ids=WIDER)
+@pytest.mark.parametrize("relative_to", [None, "nu"])
+def test_a_second_moment_of_wider_range_needs_relative_first_moments(nu, relative_to):
+    moments = (("mu", block_quantized(8, relative_to=relative_to)), *nu)
+    got, want = (beside_a_spike(x, 0.9)(1e9) for x in (moments, "float32"))
+    largest = np.abs(got).max() / np.abs(want).max()
+    assert largest <= 1.3 if relative_to else 100 < largest < 200
+
+
+IN_ITS_BLOCK = np.broadcast_to((np.arange(SHAPE[0]) % 32 < 8)[:, None], SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("moments", "size", "least", "most"),
+    [
+        (EIGHT, 1e5, 0.95, 1.05),
+        (EIGHT, 1e6, 0.55, 0.7),
+        (EIGHT, 1e9, 0.0, 0.01),
+        ("low", 1e6, 1.0, 1.1),
+        ("low", 1e18, 1.0, 1.1),
+    ],
+)
+def test_beside_a_large_gradient_the_updates_of_its_block(moments, size, least, most):
+    got, want = (
+        np.asarray(beside_a_spike(x, 0.9)(size))[1:, IN_ITS_BLOCK & ~OUTLIER]
+        for x in (moments, "float32")
+    )
+    assert least <= norm_ratio(got, want) <= most
+
+
 def test_neighbours_of_a_value_a_thousand_times_larger_are_not_scaled():
     grads = lambda _, normal: jnp.where(OUTLIER, 1000 * normal, normal)
     want, _, _ = run("float32", grads, 600)
