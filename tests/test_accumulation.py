@@ -1,6 +1,7 @@
 """Gradients summed in few bits: means like MultiSteps', one update every N calls."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from optimizers import assert_same_bits
 
 import lowbit_optax
 from lowbit_optax import accumulate_gradients, block_quantized, lpmm_sgd
+from lowbit_optax.lpmm.accumulation import PAPER_ACCUMULATORS
 
 SHAPE = (128, 64)
 
@@ -117,6 +119,59 @@ def test_around_bfloat16_weights_it_trains_as_float32():
     error = params.astype(jnp.float32) - expected
     # Half a unit of bfloat16 above 1, and what 8 bits make of small gradients.
     assert float(jnp.abs(error).mean()) < 2**-8
+
+
+FORMATS = {
+    "the paper's": PAPER_ACCUMULATORS,
+    "companded": block_quantized(8),
+    "dynamic": block_quantized(8, code="dynamic", rounding="nearest"),
+    "4 bits": block_quantized(4, code="linear"),
+    "bfloat16": lowbit_optax.cast(jnp.bfloat16),
+    "float32": block_quantized(8),
+}
+
+
+@functools.cache
+def summed(format_, inner):
+    """From three gradients to the last call's updates and state."""
+    min_size = 10**9 if format_ == "float32" else None
+    tx = accumulate_gradients(inner, 3, FORMATS[format_], min_size=min_size)
+
+    def run(grads):
+        state = tx.init(jnp.ones(SHAPE))
+        for grad in grads:
+            updates, state = tx.update(grad, state)
+        return updates, state
+
+    return jax.jit(run)
+
+
+MEAN = optax.identity()
+GUARDED = optax.apply_if_finite(optax.sgd(0.1), 3)
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_what_is_not_finite_reaches_the_inner_transformation(format_):
+    grads = np.array(grads_of(3))
+    grads[:, :, 9] = 0.0
+    for when, bad in itertools.product(range(3), (np.nan, np.inf, -np.inf)):
+        spoilt = grads.copy()
+        spoilt[when, 3, 4] = bad
+        mean, _ = summed(format_, MEAN)(spoilt)
+        # As with MultiSteps: there, and nowhere else.
+        np.testing.assert_array_equal(np.isfinite(mean), np.isfinite(spoilt.mean(0)))
+    updates, state = summed(format_, GUARDED)(spoilt)
+    assert not updates.any()
+    assert int(state.inner_state.total_notfinite) == 1
+
+
+@pytest.mark.parametrize("size", [2.0**63, 5e37])
+@pytest.mark.parametrize("format_", FORMATS)
+def test_a_sum_of_any_finite_size_reaches_it_too(format_, size):
+    grads = np.array(grads_of(3))
+    grads[0, 3, 4] = size
+    mean, _ = summed(format_, MEAN)(grads)
+    np.testing.assert_allclose(mean[3, 4], size / 3, rtol=0.01)
 
 
 def test_no_gradient_is_kept_in_full_precision():

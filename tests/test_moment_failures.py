@@ -25,18 +25,17 @@ EIGHT = block_quantized(8)
 
 
 @functools.cache
-def transformation(moments, b2=0.99, eps=1e-8):
+def transformation(moments, b1=0.9, b2=0.99, eps=1e-8):
     return lowbit_optax.lowbit(
-        optax.adamw(RATE, b2=b2, eps=eps, weight_decay=0.0),
+        optax.adamw(RATE, b1=b1, b2=b2, eps=eps, weight_decay=0.0),
         moments=dict(moments) if isinstance(moments, tuple) else moments,
         implementation="xla",
         weights=lowbit_optax.extra_bits(16),
     )
 
 
-def run(moments, grad_of, steps, **options):
-    """Updates of every step in units of the rate, the last parameters, the state."""
-    tx = transformation(moments, **options)
+def scanned(tx, start, grad_of, steps):
+    """Parameters and state after some steps, and the updates of every step."""
 
     def one(carry, step):
         params, state = carry
@@ -44,11 +43,15 @@ def run(moments, grad_of, steps, **options):
         updates, state = tx.update(grads, state, params)
         return (params + updates, state), updates
 
-    params = jnp.zeros(SHAPE)
-    start = params, tx.init(params)
+    return lax.scan(one, start, jnp.arange(steps))
+
+
+def run(moments, grad_of, steps, **options):
+    """Updates of every step in units of the rate, the last parameters, the state."""
+    tx, params = transformation(moments, **options), jnp.zeros(SHAPE)
     (params, state), updates = jax.jit(
-        lambda start: lax.scan(one, start, jnp.arange(steps))
-    )(start)
+        lambda start: scanned(tx, start, grad_of, steps)
+    )((params, tx.init(params)))
     return np.asarray(updates) / RATE, np.asarray(params), state.inner_state[0]
 
 
@@ -121,6 +124,66 @@ def test_a_gradient_that_is_not_finite_harms_its_own_parameter_alone(bad):
         assert abs(norm_ratio(got[:, others], want[:, others]) - 1) <= 0.05
     moments = decoded(EIGHT, adam)
     assert all(np.all(np.isfinite(moment[others])) for moment in moments)
+
+
+@functools.cache
+def beside_a_spike(moments, b1):
+    """From the size of one gradient to the updates beside it, from then on."""
+    tx, params = transformation(moments, b1=b1, b2=0.999), jnp.zeros(SHAPE)
+
+    def updates(size):
+        grads = lambda step, normal: jnp.where(OUTLIER & (step == 20), size, normal)
+        _, updates = scanned(tx, (params, tx.init(params)), grads, 300)
+        return jnp.where(OUTLIER, 0.0, updates[20:])
+
+    return jax.jit(updates)
+
+
+@pytest.mark.parametrize("b1", [0.9, 0.99])
+@pytest.mark.parametrize("size", [1e6, 1e18, 1.85e19, 2e19, 9e19, 9e20, 3.4e38])
+def test_beside_a_gradient_of_any_size_no_update_is_too_long(size, b1):
+    got, want = (beside_a_spike(moments, b1)(size) for moments in (EIGHT, "float32"))
+    assert np.abs(got).max() <= 1.3 * np.abs(want).max()
+    if size > 2.0**64:  # whose square is infinite
+        assert abs(norm_ratio(got, want) - 1) <= 0.05
+
+
+WIDER = {
+    "float32": (),
+    "bfloat16": (("nu", lowbit_optax.cast(jnp.bfloat16)),),
+    "nested": (("nu", block_quantized(8, code="nested")),),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("nu", WIDER.values(), ids=WIDER)
+@pytest.mark.parametrize("relative_to", [None, "nu"])
+def test_a_second_moment_of_wider_range_needs_relative_first_moments(nu, relative_to):
+    moments = (("mu", block_quantized(8, relative_to=relative_to)), *nu)
+    got, want = (beside_a_spike(x, 0.9)(1e9) for x in (moments, "float32"))
+    largest = np.abs(got).max() / np.abs(want).max()
+    assert largest <= 1.3 if relative_to else 200 < largest < 300
+
+
+IN_ITS_BLOCK = np.broadcast_to((np.arange(SHAPE[0]) % 32 < 8)[:, None], SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("moments", "size", "least", "most"),
+    [
+        (EIGHT, 1e5, 0.95, 1.05),
+        (EIGHT, 1e6, 0.55, 0.7),
+        (EIGHT, 1e9, 0.0, 0.01),
+        ("low", 1e6, 1.0, 1.1),
+        ("low", 1e18, 1.0, 1.1),
+    ],
+)
+def test_beside_a_large_gradient_the_updates_of_its_block(moments, size, least, most):
+    got, want = (
+        np.asarray(beside_a_spike(x, 0.9)(size))[1:, IN_ITS_BLOCK & ~OUTLIER]
+        for x in (moments, "float32")
+    )
+    assert least <= norm_ratio(got, want) <= most
 
 
 def test_neighbours_of_a_value_a_thousand_times_larger_are_not_scaled():
@@ -229,3 +292,46 @@ def test_of_every_code_the_mean_of_a_constant_gradient_is_kept(code, bits):
     step = 1 / (2 ** (bits - 1) - 1)
     deviation = 5 * 3 * step / np.sqrt(want.size)
     assert abs(mu.mean() - want.mean()) <= deviation
+
+
+SIXTEEN = lowbit_optax.cast(jnp.bfloat16)
+
+
+def later_updates(inner, moments, steps):
+    tx = lowbit_optax.lowbit(
+        inner,
+        moments=dict(moments) if isinstance(moments, tuple) else moments,
+        implementation="xla",
+    )
+    params = jnp.zeros((64, 64))
+
+    def one(state, step):
+        grads = jax.random.normal(jax.random.key(step), params.shape)
+        return tx.update(grads, state, params)[::-1]
+
+    run = jax.jit(lambda start: lax.scan(one, start, jnp.arange(steps))[1])
+    return np.asarray(run(tx.init(params)))[steps // 2 :]
+
+
+def cosine(inner, moments, steps):
+    """How similar the later updates are to those with float32 moments."""
+    got, want = (later_updates(inner, x, steps) for x in (moments, "float32"))
+    return np.vdot(got, want) / np.linalg.norm(got) / np.linalg.norm(want)
+
+
+SIMPLIFIED = optax.contrib.simplified_ademamix(1.0)
+ADEMAMIX = optax.contrib.ademamix(1.0, b3=0.999, alpha=100.0)
+
+
+@pytest.mark.parametrize("inner", [SIMPLIFIED, ADEMAMIX], ids=["simplified", "whole"])
+def test_the_slow_averages_of_ademamix_follow_float32(inner):
+    assert cosine(inner, EIGHT, 400) >= 0.985
+
+
+@pytest.mark.exhaustive
+def test_slow_averages_of_eight_bits_do_not_follow_it_and_of_sixteen_do():
+    for b1, least, most in ((0.9, 0.997, 1), (0.99, 0.965, 0.98), (0.999, 0.75, 0.85)):
+        inner = optax.adam(1.0, b1=b1)
+        assert least <= cosine(inner, (("mu", EIGHT),), 2000) <= most
+        assert cosine(inner, (("mu", SIXTEEN), ("nu", EIGHT)), 2000) >= 0.985
+        assert cosine(inner, (("mu", SIXTEEN),), 2000) >= 0.998

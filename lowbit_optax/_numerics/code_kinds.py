@@ -42,6 +42,10 @@ class Linear(Code):
         return float(self.largest_field)
 
     @property
+    def spare_field(self):
+        return 0
+
+    @property
     def _zero(self) -> int:
         """The field of 0."""
         return 2 ** (self.bits - 1) if self.signed else 0

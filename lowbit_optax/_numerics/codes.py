@@ -30,9 +30,11 @@ number never rounds to zero in these codes: it becomes the smallest positive val
 instead.
 
 **Values that are not finite.** Infinities and NaNs do not enter the scale, so the other
-values of the block keep their precision. Nor do magnitudes of 2^63 and more in a signed
-code: beside a first moment of that size the second is infinite, or so large that the
-parameter rests. The unsigned codes have one field for them,
+values of the block keep their precision. Nor do magnitudes of 2^50 and more in a signed
+code. An overflow of the second moment takes a gradient g of 2^64 or more, which leaves
+``(1 - b1) g`` in the first: 2^57 with b1 = 0.99. There it would set the scale alone,
+and all smaller moments of the block would be lost beside second moments that are not.
+The unsigned codes have one field for them,
 which decodes to infinity: as in float32, a second moment that has overflowed stays
 infinite, and its parameter no longer moves. The signed codes store the largest value of
 the block instead, from which the moment recovers. A negative number in an unsigned code
@@ -58,6 +60,7 @@ RANDOM_BITS = 12
 TOLERANCE = 4  # units in the last place
 _LARGEST_BFLOAT16 = 0x7F7F0000
 ONE_EXPONENT = 1 << 23  # of a float32's pattern
+_LARGEST_SCALED = 2.0**50  # of a signed code
 
 Scale = typing.Literal["bfloat16", "power_of_two"]
 Prepared = tuple[jax.Array, jax.Array]
@@ -108,9 +111,14 @@ class Code:
         return self.largest_field + 1
 
     @property
+    def spare_field(self) -> int:
+        """A field of a signed code that no number needs: that of negative zero."""
+        return 2 ** (self.bits - 1)
+
+    @property
     def _above(self) -> int:
         """How far the first pattern that does not enter the scale is below 2^31."""
-        return 2**31 - pattern_of(2.0**63 if self.signed else math.inf)
+        return 2**31 - pattern_of(_LARGEST_SCALED if self.signed else math.inf)
 
     @property
     def _exponent(self) -> int:
@@ -123,7 +131,7 @@ class Code:
         :meth:`magnitude_of`. Infinities and NaNs have negative keys, which are below
         those of all finite magnitudes: adding to the exponent overflows the integer,
         which takes fewer instructions than testing for them. In a signed code so have
-        magnitudes of 2^63 and more. In an unsigned code, negative numbers have keys
+        magnitudes of 2^50 and more. In an unsigned code, negative numbers have keys
         below that of 0 as well.
 
         Args:

@@ -6,6 +6,10 @@ averages out in it. It does not average out in other arrays of a parameter's sha
 weights (``z`` of schedule-free, the initial weights of ``prodigy``, ``dog`` and
 ``dowg``), sums that only grow (Adagrad), maxima (AMSGrad), the last gradient (Adan),
 and the two averages of centered RMSProp, which takes the root of a difference of them.
+
+Nor does it in averages that are slow by design: ``m`` of simplified AdEMAMix, and
+``m2`` of AdEMAMix. Of n steps, the noise is root(n / 2) times that of one rounding,
+which is 2 or 3 percent with 8 bits.
 """
 
 # By name, because optax does not export all of these classes.
@@ -19,14 +23,14 @@ _FIELDS = {
     "ScaleByAdaDeltaState": ("e_g", "e_x"),
     "ScaleByAdamState": ("mu", "nu"),
     "ScaleByAdanState": ("m", "v", "n"),
-    "ScaleByAdemamixState": ("m1", "m2", "nu"),
+    "ScaleByAdemamixState": ("m1", "nu"),
     "ScaleByAmsgradState": ("mu", "nu"),
     "ScaleByBeliefState": ("mu", "nu"),
     "ScaleByLionState": ("mu",),
     "ScaleByNovogradState": ("mu",),
     "ScaleByRmsState": ("nu",),
     "ScaleByRmsWithCountState": ("nu",),
-    "ScaleBySimplifiedAdEMAMixState": ("m", "n"),
+    "ScaleBySimplifiedAdEMAMixState": ("n",),
     "ScaleByYogiState": ("mu", "nu"),
     # Its second moment estimates a Hessian, which may be negative.
     "SophiaState": ("mu",),

@@ -291,6 +291,14 @@ class MomentFormat:
         del name, fields, bound
         return self
 
+    def for_sums(self) -> "MomentFormat":
+        """The format of sums of gradients, which must keep what is not finite.
+
+        Raises:
+          ValueError: if the format holds no negative values.
+        """
+        return self.for_field("trace", frozenset({"trace"}))
+
     def for_leaf(self, shape: tuple[int, ...], min_size: int) -> "MomentFormat | None":
         """The format of a leaf of this shape: itself, or None to keep it float32."""
         del shape, min_size

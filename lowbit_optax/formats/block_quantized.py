@@ -14,6 +14,7 @@ import jax
 from lowbit_optax._numerics.code_kinds import code_of
 from lowbit_optax._numerics.codes import Code, multiply_add
 from lowbit_optax._numerics.rounding import to_float32
+from lowbit_optax._numerics.sum_code import Sum
 from lowbit_optax.formats.base import BlockMomentFormat, MomentFormat
 from pallas_kernels.bitfields.xla import pack, unpack
 from pallas_kernels.layout import (
@@ -97,7 +98,7 @@ class BlockQuantized(BlockMomentFormat):
     """See :func:`block_quantized`.
 
     ``signed`` is set by :meth:`for_field`, and ``relative_to`` is no longer ``"auto"``
-    then.
+    then; ``is_sum`` is set by :meth:`for_sums`.
     """
 
     bits: int = 8
@@ -107,6 +108,7 @@ class BlockQuantized(BlockMomentFormat):
     scale: typing.Literal["bfloat16", "power_of_two"] | None = None
     relative_to: str | None = None
     signed: bool = True
+    is_sum: bool = False
 
     @property
     def container(self):
@@ -127,8 +129,9 @@ class BlockQuantized(BlockMomentFormat):
     @property
     def codec(self) -> Code:
         """The code's elementwise functions."""
-        code, scale = self._code_and_scale
-        return code_of(code, self.bits, self.signed, scale)
+        name, scale = self._code_and_scale
+        code = code_of(name, self.bits, self.signed, scale)
+        return Sum(self.bits, self.signed, scale, code=code) if self.is_sum else code
 
     @property
     def _code_and_scale(self):
@@ -156,6 +159,9 @@ class BlockQuantized(BlockMomentFormat):
         if relative_to == AUTO:
             relative_to = bound if self.bits == 4 else None
         return dataclasses.replace(self, signed=signed, relative_to=relative_to)
+
+    def for_sums(self) -> MomentFormat:
+        return dataclasses.replace(super().for_sums(), is_sum=True)
 
     def for_leaf(self, shape: tuple[int, ...], min_size: int) -> MomentFormat | None:
         size = math.prod(shape)

@@ -11,12 +11,8 @@ References:
   Kuchaiev et al. 2018, "OpenSeq2Seq", automatic loss scaling.
 """
 
-from lowbit_optax.loss_scaling.scales import (
-    Scaling,
-    backoff_scale,
-    log_normal_scale,
-    static_scale,
-)
+from lowbit_optax.loss_scaling.log_normal import log_normal_scale
+from lowbit_optax.loss_scaling.scales import Scaling, backoff_scale, static_scale
 from lowbit_optax.loss_scaling.transformation import (
     LossScaleState,
     current_loss_scale,

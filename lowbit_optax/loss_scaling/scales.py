@@ -6,8 +6,6 @@ no tree operation can lose the bounds.
 """
 
 import dataclasses
-import math
-import statistics
 import typing
 
 import jax
@@ -80,106 +78,6 @@ class Backoff(Scaling):
         return after, jnp.where(finite & ~grows, good, jnp.int32(0))
 
 
-class LogNormalState(typing.NamedTuple):
-    """State of :func:`log_normal_scale`, float32 scalars.
-
-    Args:
-      mean, square: running means of x = log2 max|g| and of x^2, without bias
-      correction.
-      weight: the sum of the weights in these means, which tends to 1.
-      overflows, zeros: how many steps in a row, up to the last one, overflowed, or had
-      gradients that were all zero.
-    """
-
-    mean: jax.Array
-    square: jax.Array
-    weight: jax.Array
-    overflows: jax.Array
-    zeros: jax.Array
-
-
-@dataclasses.dataclass(frozen=True)
-class LogNormal(Scaling):
-    """See :func:`log_normal_scale`; its state is a :class:`LogNormalState`."""
-
-    initial: float
-    overflow_probability: float
-    decay: float
-    least_deviation: float
-    smallest: float
-    largest: float
-    limit: float
-
-    def init(self):
-        zero = jnp.zeros([], jnp.float32)
-        return jnp.float32(self.initial), LogNormalState(zero, zero, zero, zero, zero)
-
-    def next(self, scale, state, largest, finite):
-        x = jnp.log2(largest)
-        # Only a finite gradient that is not zero says how large gradients are.
-        is_seen = finite & jnp.isfinite(x)
-        is_zero = finite & ~is_seen
-        state = self._learnt(state, x, is_seen, is_zero, finite)
-        usual = self._usual(state)
-        # The size of this step would not overflow in the next one.
-        fits = self._fitting(x)
-        after_overflow = jnp.where(scale > usual, usual, self._halved(scale, state))
-        # Zeros at a scale below 1 are no sign of gradients too large for 1.
-        least = jnp.where(state.weight > 0, jnp.float32(0), jnp.float32(1))
-        raised = jnp.maximum(usual, least) * _power_of_two(self._patience(state.zeros))
-        after = jnp.where(is_seen, jnp.minimum(usual, fits), after_overflow)
-        after = jnp.where(is_zero, jnp.maximum(raised, scale), after)
-        after = jnp.clip(after, jnp.float32(self.smallest), jnp.float32(self.largest))
-        return after, state
-
-    def _learnt(self, state: LogNormalState, x, is_seen, is_zero, finite):
-        """The state after a step; x counts if it was seen."""
-        x = jnp.where(is_seen, x, jnp.float32(0))
-        rate = jnp.where(is_seen, jnp.float32(1 - self.decay), jnp.float32(0))
-        one, none = jnp.float32(1), jnp.float32(0)
-        return LogNormalState(
-            state.mean + rate * (x - state.mean),
-            state.square + rate * (x * x - state.square),
-            state.weight + rate * (one - state.weight),
-            jnp.where(finite, none, state.overflows + one),
-            jnp.where(is_zero, state.zeros + one, none),
-        )
-
-    def _usual(self, state: LogNormalState) -> jax.Array:
-        """The scale by the statistics; the first scale while there are none."""
-        mean = self._mean(state)
-        weight = jnp.maximum(state.weight, jnp.float32(1e-30))
-        variance = state.square / weight - mean * mean
-        least_variance = jnp.float32(self.least_deviation**2)
-        deviation = jnp.sqrt(jnp.maximum(variance, least_variance))
-        quantile = jnp.float32(_quantile(1 - self.overflow_probability))
-        by_statistics = self._fitting(mean + quantile * deviation)
-        return jnp.where(state.weight > 0, by_statistics, jnp.float32(self.initial))
-
-    def _halved(self, scale, state: LogNormalState) -> jax.Array:
-        """Half the scale, unless gradients of the mean size would then be subnormal."""
-        # The smallest normal number is 4 / limit in float16, and near it in others.
-        exponent = jnp.float32(2 - math.log2(self.limit)) - self._mean(state)
-        least = _power_of_two(
-            _in_range(jnp.ceil(exponent) - self._patience(state.overflows))
-        )
-        least = jnp.where(state.weight > 0, jnp.minimum(least, scale), jnp.float32(0))
-        return jnp.maximum(scale * jnp.float32(0.5), least)
-
-    def _patience(self, steps: jax.Array) -> jax.Array:
-        """One octave for as many steps in a row as the running means remember."""
-        return _in_range(jnp.floor(steps * jnp.float32(1 - self.decay)))
-
-    def _mean(self, state: LogNormalState) -> jax.Array:
-        return state.mean / jnp.maximum(state.weight, jnp.float32(1e-30))
-
-    def _fitting(self, x: jax.Array) -> jax.Array:
-        """The largest power of two that times 2^x is at most the limit."""
-        # By a power of two, gradients are scaled exactly.
-        exponent = jnp.floor(jnp.float32(math.log2(self.limit)) - x)
-        return _power_of_two(_in_range(exponent))
-
-
 def static_scale(scale: float = 2.0**15) -> Scaling:
     """A constant loss scale.
 
@@ -201,7 +99,7 @@ def static_scale(scale: float = 2.0**15) -> Scaling:
     >>> static_scale(1024.0).init()[0]
     Array(1024., dtype=float32)
     """
-    return Static(_positive("scale", scale))
+    return Static(positive("scale", scale))
 
 
 def backoff_scale(
@@ -241,123 +139,27 @@ def backoff_scale(
     """
     if isinstance(period, bool) or not isinstance(period, int) or period < 1:
         raise ValueError(f"backoff_scale: period is {period!r}, not a positive int")
-    if _positive("factor", factor) <= 1:
+    if positive("factor", factor) <= 1:
         raise ValueError(f"backoff_scale: factor is {factor!r}, not more than 1")
-    _check_bounds(initial, smallest, largest)
+    check_bounds(initial, smallest, largest)
     return Backoff(
         float(initial), float(factor), period, float(smallest), float(largest)
     )
 
 
-def log_normal_scale(
-    initial: float = 2.0**15,
-    *,
-    overflow_probability: float = 0.001,
-    decay: float = 0.99,
-    least_deviation: float = 1.0,
-    smallest: float = 2.0**-24,
-    largest: float = 2.0**24,
-    limit: float = 65504.0,
-) -> Scaling:
-    """A scale with which the largest gradient seldom overflows, judged by its
-    statistics.
-
-        x = log2 max|g| ~ N(mu, sigma^2), with running means for mu and sigma
-        scale = 2^floor(log2(limit) - mu - z sigma)
-
-    where a standard normal variable exceeds z with probability
-    ``overflow_probability``. Only finite gradients that are not all zero enter the
-    statistics, and after them the scale is at most 2^floor(log2(limit) - x). Otherwise:
-
-        after an overflow:       scale / 2, or the scale above if the last was larger
-        after all-zero gradients: the scale above, if the last was smaller
-
-    A NaN says nothing about magnitude. So overflows in a row halve the scale only as
-    long as gradients of the mean size stay normal numbers, from 4 / limit up; from
-    there it falls by one octave per 1 / (1 - decay) overflows. All-zero gradients, if
-    they go on, raise the scale above the formula's at the same rate, since they may
-    have vanished. While there are no statistics, ``initial`` replaces the formula (1
-    after zeros, if that is more), and overflows halve the scale down to ``smallest``.
-
-    OpenSeq2Seq's description has only the formula, and lets an overflow skip the
-    update. The scale would then stay where it overflows, if gradients have grown, or
-    where they vanish, if they have shrunk.
-
-    Args:
-      initial: the scale of the first step.
-      overflow_probability: the probability that max|g| * scale exceeds the limit.
-      decay: factor per step of the running means, in [0, 1). They remember
-        1 / (1 - decay) steps.
-      least_deviation: lower bound of sigma; like x, in powers of two.
-      smallest, largest: bounds of the scale.
-      limit: the largest gradient that does not overflow, by default float16's largest
-        number.
-
-    Returns:
-      A scaling for :func:`with_loss_scale`.
-
-    Raises:
-      ValueError: if an argument is not as above.
-
-    References:
-      OpenSeq2Seq, "Automatic Loss Scaling", LogNormal.
-
-    >>> import jax.numpy as jnp
-    >>> scaling = log_normal_scale()
-    >>> scale, state = scaling.init()
-    >>> scaling.next(scale, state, jnp.float32(1.0), jnp.bool_(True))[0]
-    Array(4096., dtype=float32)
-    """
-    if not 0 < overflow_probability < 1:
-        raise ValueError(
-            "log_normal_scale: overflow_probability is "
-            f"{overflow_probability!r}, not in (0, 1)"
-        )
-    if not 0 <= decay < 1:
-        raise ValueError(f"log_normal_scale: decay is {decay!r}, not in [0, 1)")
-    if least_deviation < 0:
-        raise ValueError(
-            f"log_normal_scale: least_deviation is {least_deviation!r}, not 0 or more"
-        )
-    _check_bounds(initial, smallest, largest)
-    return LogNormal(
-        float(initial),
-        float(overflow_probability),
-        float(decay),
-        float(least_deviation),
-        float(smallest),
-        float(largest),
-        _positive("limit", limit),
-    )
-
-
-def _power_of_two(exponent: jax.Array) -> jax.Array:
-    """2^exponent, exactly; ``exp2`` is not exact on every backend."""
-    pattern = (exponent.astype(jnp.int32) + jnp.int32(127)) << jnp.int32(23)
-    return jax.lax.bitcast_convert_type(pattern, jnp.float32)
-
-
-def _in_range(exponent: jax.Array) -> jax.Array:
-    """The nearest exponent for which both a scale and its inverse are normal."""
-    return jnp.clip(exponent, jnp.float32(-126), jnp.float32(126))
-
-
-def _quantile(probability: float) -> float:
-    """The quantile of the standard normal distribution."""
-    return statistics.NormalDist().inv_cdf(probability)
-
-
-def _check_bounds(initial, smallest, largest) -> None:
+def check_bounds(initial, smallest, largest) -> None:
+    """Raise a ValueError unless they are scales, and the first lies between them."""
     for name, value in (("smallest", smallest), ("largest", largest)):
-        _positive(name, value)
-    if not smallest <= _positive("initial", initial) <= largest:
+        positive(name, value)
+    if not smallest <= positive("initial", initial) <= largest:
         raise ValueError(
             f"loss scale: initial is {initial!r}, not between {smallest!r} and "
             f"{largest!r}"
         )
 
 
-def _positive(name: str, value) -> float:
+def positive(name: str, value) -> float:
+    """The value as a float, or a ValueError that names it, unless it is a scale."""
     is_number = isinstance(value, int | float | np.floating)
     is_number = is_number and not isinstance(value, bool)
     if not is_number or not 1 / LARGEST_SCALE <= value <= LARGEST_SCALE:

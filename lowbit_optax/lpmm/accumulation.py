@@ -66,6 +66,10 @@ def accumulate_gradients(
     It replaces ``optax.MultiSteps``, which keeps a gradient in full precision. Each
     call is one microbatch; only every N-th call changes the parameters.
 
+    Where a gradient of any microbatch is infinite or NaN, the mean is not finite
+    either, so that ``optax.apply_if_finite`` inside sees it. Codes have no infinity: an
+    infinity of any microbatch but the last becomes NaN.
+
     Args:
       inner: any optax transformation, those of this package included.
       every: N, 1 or more.
@@ -106,7 +110,7 @@ def accumulate_gradients(
             "lowbit_optax.block_quantized(8)"
         )
     try:
-        format = format.for_field("trace", frozenset({"trace"}))
+        format = format.for_sums()
     except ValueError as error:
         raise ValueError(
             f"accumulate_gradients: format is {format}, whose code holds no negative "

@@ -1,0 +1,55 @@
+"""Sums of gradients in a signed code, one field of which stands for NaN.
+
+:mod:`lowbit_optax._numerics.codes` explains what a code is and how all codes round.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from lowbit_optax._numerics import linear_code
+from lowbit_optax._numerics.codes import Code, multiply_add
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum(Code):
+    """A code for values of which none may be replaced by another.
+
+    A moment recovers from a value that is not finite, and from one of 2^50, when it is
+    stored as less. A sum of gradients must not: whatever reads it has to see that it is
+    not finite, or that large. Here all finite values enter the scale, and others are
+    NaN, in the field that the code itself does not need.
+
+    Args:
+      bits, signed, scale: those of the code.
+      code: how the finite values are stored.
+    """
+
+    code: Code = dataclasses.field(kw_only=True)
+
+    def magnitude_key(self, x):
+        return linear_code.magnitude_key(x)
+
+    def magnitude_of(self, key):
+        return linear_code.magnitude_of(key)
+
+    def scale_of(self, maximum):
+        return self.code.scale_of(maximum)
+
+    def prepare(self, scale):
+        return self.code.prepare(scale)
+
+    def encode_fields(self, x, prepared, words, multiply_add=multiply_add):
+        finite = jnp.isfinite(x)
+        nan = jnp.uint32(self.code.spare_field)
+        x = jnp.where(finite, x, jnp.float32(0))
+        fields = self.code.encode_fields(x, prepared, words, multiply_add)
+        # Only a negative zero can have it.
+        fields = jnp.where(fields == nan, jnp.uint32(0), fields)
+        return jnp.where(finite, fields, nan)
+
+    def decode_fields(self, fields, prepared, multiply_add=multiply_add):
+        value = self.code.decode_fields(fields, prepared, multiply_add)
+        nan = fields == jnp.uint32(self.code.spare_field)
+        # A NaN constant would become an array that JAX moves out of a scan over layers.
+        return jnp.where(nan, value * jnp.float32(jnp.nan), value)
