@@ -116,11 +116,12 @@ BENCHMARKS = {
         1,
         ("docs/ideas/release.md",),
     ),
-    "gpu_step": Benchmark(
-        "steps",
-        "whether kernels and XLA agree; AdamW steps against a copy; for a GPU",
-        7,
-        ("docs/benchmarks.md",),
+    "first_device": Benchmark(
+        "device",
+        "on a GPU: bits of kernels, times of steps, GPT-2 124M, first compiles",
+        8,
+        ("docs/first_device.md",),
+        in_all=False,
     ),
     "memory_profile": Benchmark(
         "papers",
