@@ -1,8 +1,8 @@
 """All that the first minutes on a GPU should answer, in eight of them.
 
-    python -m benchmarks first_device                     # on a GPU
-    python -m benchmarks first_device --rehearse H200     # compiles its programs, runs none
-    python -m benchmarks first_device --size small        # runs it all on any machine
+    python -m benchmarks first_device                  # on a GPU
+    python -m benchmarks first_device --rehearse H200  # compiles its programs only
+    python -m benchmarks first_device --size small     # runs it all on any machine
 
 In this order: whether kernels have the reference's bits, how long steps are beside a
 copy of the same bytes, how a GPT-2 124M trains, and how long the first compile is. It
@@ -31,7 +31,7 @@ import jax
 from benchmarks import records
 from benchmarks.device import bits, first_compile, optimizers, training
 from benchmarks.device import first_device_page as page
-from benchmarks.device.supervisor import DONE, NOT_RUN, Supervisor, entry_of
+from benchmarks.device.supervisor import DONE, Supervisor, entry_of
 from tools.gpu_program.targets import TARGETS
 
 SECTIONS = {

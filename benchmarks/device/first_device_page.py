@@ -136,9 +136,9 @@ def bits_table(record: dict) -> str:
         for launcher in launchers
     ]
     return (
-        "Numbers and words that differ from XLA's on the CPU after two steps. In brackets\n"
-        "where roots and quotients may be rounded differently, with the largest distance of\n"
-        "a parameter, in the leaf's largest.\n\n"
+        "Numbers and words that differ from XLA's on the CPU after two steps. In\n"
+        "brackets where roots and quotients may be rounded differently, with the\n"
+        "largest distance of a parameter, in the leaf's largest.\n\n"
     ) + records.table(["family", "by", *kinds], rows)
 
 
@@ -162,9 +162,9 @@ def times_table(record: dict) -> str:
                 ]
             )
     return (
-        "Picoseconds per parameter: of a step, and of a copy that reads and writes as many\n"
-        "bytes. Medians of seven measurements of 0.1 s; `gpt2` in loops of 20 steps on the\n"
-        "device, `16x4096` called from Python without waiting.\n\n"
+        "Picoseconds per parameter: of a step, and of a copy that reads and writes as\n"
+        "many bytes. Medians of seven measurements of 0.1 s; `gpt2` in loops of 20\n"
+        "steps on the device, `16x4096` called from Python without waiting.\n\n"
     ) + records.table(
         ["AdamW", "leaves", "stored B", "moved B", "step", "copy", "GB/s"], rows
     )

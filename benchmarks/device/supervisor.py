@@ -59,6 +59,9 @@ class Process:
     def end(self) -> str:
         """Why it ended."""
         code = self.child.wait()
+        for pipe in (self.child.stdin, self.child.stdout):
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()  # type: ignore[union-attr]
         self.errors.seek(max(0, self.errors.seek(0, os.SEEK_END) - TAIL))
         said = self.errors.read().decode(errors="replace").strip()
         self.errors.close()
@@ -79,6 +82,7 @@ class Supervisor:
       end: when all must be over, by ``time.monotonic``.
       silence: seconds without an answer after which a process is given up.
       changed: called when the record has changed, with a line to print or None.
+      command: of a process, which is told what to do.
     """
 
     entries: list[dict]
@@ -89,6 +93,7 @@ class Supervisor:
     end: float
     silence: float
     changed: Callable[[str | None], None]
+    command: tuple[str, ...] = (sys.executable, "-m", "benchmarks.device.job")
     running: list[Process] = dataclasses.field(default_factory=list)
     answers: queue.Queue = dataclasses.field(default_factory=queue.Queue)
 
@@ -108,9 +113,9 @@ class Supervisor:
 
     def _start(self, entry: dict) -> None:
         entry["status"] = RUNNING
-        errors = tempfile.TemporaryFile()
+        errors = tempfile.TemporaryFile()  # noqa: SIM115
         child = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.device.job"],
+            self.command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -194,10 +199,15 @@ class Supervisor:
         """End what still runs, and say of all what became of it."""
         for process in self.running:
             process.kill("no time left")
-            at = (
-                f"no time left, at {process.trial}" if process.trial else "no time left"
-            )
-            process.entry.update(status=CUT, reason=at)
+        while self.running:
+            process, line = self.answers.get()
+            if line is not None:
+                self._answered(process, json.loads(line))
+                continue
+            self.running.remove(process)
+            process.end()
+            at = f", at {process.trial}" if process.trial else ""
+            process.entry.update(status=CUT, reason=f"no time left{at}")
         for entry in self.entries:
             if entry["status"] == NOT_RUN:
                 cut = CUT if entry["trials"] else NOT_RUN

@@ -2,7 +2,8 @@
 
 XLA's CUDA compiler runs without a device when it is given the target's description. It
 needs the ``gpu-program`` extra, or jax's plugin for CUDA 13 and ptxas, and nothing else
-of CUDA. What it returns is the real XLA:GPU program: fusions, buffer assignment, collectives.
+of CUDA. What it returns is the real XLA:GPU program: fusions, buffer assignment,
+collectives.
 """
 
 import dataclasses

@@ -38,7 +38,7 @@ class GPT(NamedTuple):
         context: the most bytes that are seen at once.
         remat: a key of `REMAT`.
         dtype: of the computation. Weights are cast to it where they are used.
-        vocabulary: the rows of the embedding; more than there are bytes only for its size.
+        vocabulary: rows of the embedding; larger models have more than bytes need.
     """
 
     layers: int
