@@ -13,7 +13,8 @@ class Benchmark(NamedTuple):
       feeds: the pages, pictures and records that show its figures.
       needs: modules, beside the package's own requirements, that it cannot do without.
       has_full: whether ``--full`` asks for the paper's size, for a GPU.
-      in_all: False where it takes hours without options; ``all`` leaves it out.
+      in_all: False where it takes hours without options, or a GPU; ``all`` leaves it
+        out.
     """
 
     group: str
