@@ -114,6 +114,8 @@ def environment(args: argparse.Namespace, root: str | None) -> dict[str, str]:
     if root:
         made["CUDA_ROOT"] = root
         made["PATH"] = os.pathsep.join([f"{root}/bin", made.get("PATH", "")])
+    paths = [str(records.ROOT), made.get("PYTHONPATH", "")]
+    made["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return made
 
 
@@ -168,6 +170,8 @@ def supervised(args, entries, env, workers, start, changed) -> None:
         start + 60 * minutes - 2,
         SILENCE * (10 if args.rehearse else 1),
         changed,
+        # Mosaic looks for libdevice here, and in no toolkit that it is told of.
+        folder=env.get("CUDA_ROOT"),
     ).run()
 
 

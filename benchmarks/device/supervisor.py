@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -19,10 +20,10 @@ import time
 import typing
 from collections.abc import Callable, Mapping
 
-from benchmarks import ROOT
-
 NOT_RUN, RUNNING, DONE, FAILED, CUT = "not run", "running", "done", "failed", "cut off"
 """What becomes of a job: each is in the record from the start, as not run."""
+
+_FRAME = re.compile(r"\s+@ |\*\*\* ")
 
 TAIL = 3000
 """Characters that are kept of what a process wrote before it ended."""
@@ -62,11 +63,14 @@ class Process:
         for pipe in (self.child.stdin, self.child.stdout):
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()  # type: ignore[union-attr]
-        self.errors.seek(max(0, self.errors.seek(0, os.SEEK_END) - TAIL))
-        said = self.errors.read().decode(errors="replace").strip()
+        self.errors.seek(0)
+        lines = self.errors.read().decode(errors="replace").split("\n")
         self.errors.close()
+        # Without the stack of what ended it, which says less than the line before.
+        said = [x for x in lines if x.strip() and not _FRAME.match(x)] or ["nothing"]
         how = f"signal {-code}" if code < 0 else f"exit status {code}"
-        return f"{self.killed or 'the process ended'} ({how}): {said}"
+        whole = "\n".join(said)[-TAIL:]
+        return f"{self.killed or 'the process ended'} ({how}): {said[-1]}\n{whole}"
 
 
 @dataclasses.dataclass
@@ -83,6 +87,7 @@ class Supervisor:
       silence: seconds without an answer after which a process is given up.
       changed: called when the record has changed, with a line to print or None.
       command: of a process, which is told what to do.
+      folder: in which it runs.
     """
 
     entries: list[dict]
@@ -93,7 +98,8 @@ class Supervisor:
     end: float
     silence: float
     changed: Callable[[str | None], None]
-    command: tuple[str, ...] = (sys.executable, "-m", "benchmarks.device.job")
+    command: tuple[str, ...] = (sys.executable, "-P", "-m", "benchmarks.device.job")
+    folder: str | None = None
     running: list[Process] = dataclasses.field(default_factory=list)
     answers: queue.Queue = dataclasses.field(default_factory=queue.Queue)
 
@@ -119,7 +125,7 @@ class Supervisor:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
-            cwd=ROOT,
+            cwd=self.folder,
             env=dict(self.environment),
             text=True,
             start_new_session=True,

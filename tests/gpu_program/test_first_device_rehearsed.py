@@ -23,7 +23,15 @@ SMALL = ("bits/kahan", "training/lowbit_adamw, released")
 def test_the_smallest_rehearsal_compiles(gpu, tmp_path):
     options = ["--rehearse", gpu, "--size", "small", "--out", str(tmp_path)]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "first_device", *options, "--only", *SMALL],
+        [
+            sys.executable,
+            "-m",
+            "benchmarks",
+            "first_device",
+            *options,
+            "--only",
+            *SMALL,
+        ],
         cwd=ROOT,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
