@@ -17,7 +17,8 @@ from benchmarks.device.supervisor import Supervisor, entry_of
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 # What a job's process says, without JAX. Each trial of its name's letters: a works, b
-# fails, c ends the process, d falls silent, e has the device for a while.
+# fails, c ends the process, d falls silent, e has the device for a while, f says where
+# it is, g takes a while.
 STAND_IN = """
 import json, os, sys, time
 say = lambda **x: print(json.dumps(x), flush=True)
@@ -40,11 +41,16 @@ for trial in request["name"]:
         start = time.monotonic()
         time.sleep(0.2)
         found["figures"] = {"from": start, "to": time.monotonic()}
+    if trial == "g":
+        time.sleep(0.7)
+        found["figures"]["to"] = time.monotonic()
+    if trial == "f":
+        found["figures"]["folder"] = os.getcwd()
     say(trial=trial, **found)
 """
 
 
-def supervised(*jobs, seconds=20.0, silence=10.0, workers=2, changed=None):
+def supervised(*jobs, seconds=20.0, silence=10.0, workers=2, changed=None, folder=None):
     """The record's jobs after stand-ins ran, named by section and trials."""
     entries = [entry_of(*job.split("/")) for job in jobs]
     changed = changed or (lambda line: None)
@@ -58,6 +64,7 @@ def supervised(*jobs, seconds=20.0, silence=10.0, workers=2, changed=None):
         silence,
         changed,
         (sys.executable, "-c", STAND_IN),
+        folder,
     ).run()
     return entries
 
@@ -97,11 +104,12 @@ def test_what_no_time_is_left_for_is_said_to_be_not_run():
     assert seen[0] == "one/ad: a: {}"
 
 
-def test_one_job_has_the_device_at_a_time_in_order_and_after_shared_ones():
-    jobs = supervised("shared/a", "times/e", "times/ee", "times/e", workers=4)
-    spans = [each["figures"] for job in jobs[1:] for each in job["trials"].values()]
+def test_one_job_has_the_device_at_a_time_and_after_shared_ones():
+    shared, *jobs = supervised("shared/g", "times/e", "times/e", "times/e", workers=4)
+    spans = [each["figures"] for job in jobs for each in job["trials"].values()]
     assert len(spans) == 3
-    for before, after in itertools.pairwise(spans):
+    spans.sort(key=lambda span: span["from"])
+    for before, after in itertools.pairwise([shared["trials"]["g"]["figures"], *spans]):
         assert before["to"] <= after["from"]
 
 
@@ -127,6 +135,12 @@ def test_a_toolkit_without_wheels_is_found(tmp_path, monkeypatch):
     for name in ("CUDA_ROOT", "CUDA_HOME"):
         monkeypatch.delenv(name, raising=False)
     assert first_device.cuda_toolkit() == str(tmp_path)
+
+
+def test_processes_run_where_mosaic_finds_a_toolkit(tmp_path):
+    """It looks in the working directory, whatever else says where one is."""
+    (job,) = supervised("shared/f", folder=tmp_path)
+    assert job["trials"]["f"]["figures"]["folder"] == str(tmp_path)
 
 
 def run(*options, **environment):
