@@ -49,7 +49,10 @@ def run_all(full: bool) -> int:
     failed = []
     for name, each in BENCHMARKS.items():
         if not each.in_all:
-            print(f"+ {name}: skipped, it takes hours; run it by itself", flush=True)
+            print(
+                f"+ {name}: skipped, it takes hours or a GPU; run it by itself",
+                flush=True,
+            )
             continue
         if absent := missing(each):
             print(f"+ {name}: skipped, no {', '.join(absent)}", flush=True)

@@ -100,11 +100,18 @@ def save(
         **figures,
     }
     path.parent.mkdir(exist_ok=True)
+    write(path, record)
+    return load(path)
+
+
+def write(path: pathlib.Path, record: dict) -> None:
+    """Writes a record whole: whoever reads meanwhile finds the one before."""
     text = json.dumps(_short(record), indent=1)
     # Lists of numbers in one line.
     lists = lambda found: " ".join(found.group().split())
-    path.write_text(re.sub(r"\[[^\[\]{}\"]*\]", lists, text) + "\n")
-    return load(path)
+    beside = path.with_name(f".{path.name}")
+    beside.write_text(re.sub(r"\[[^\[\]{}\"]*\]", lists, text) + "\n")
+    beside.replace(path)
 
 
 def load(path: pathlib.Path) -> dict:

@@ -13,7 +13,8 @@ class Benchmark(NamedTuple):
       feeds: the pages, pictures and records that show its figures.
       needs: modules, beside the package's own requirements, that it cannot do without.
       has_full: whether ``--full`` asks for the paper's size, for a GPU.
-      in_all: False where it takes hours without options; ``all`` leaves it out.
+      in_all: False where it takes hours without options, or a GPU; ``all`` leaves it
+        out.
     """
 
     group: str
@@ -116,11 +117,12 @@ BENCHMARKS = {
         1,
         ("docs/ideas/release.md",),
     ),
-    "gpu_step": Benchmark(
-        "steps",
-        "whether kernels and XLA agree; AdamW steps against a copy; for a GPU",
-        7,
-        ("docs/benchmarks.md",),
+    "first_device": Benchmark(
+        "device",
+        "on a GPU: bits of kernels, times of steps, GPT-2 124M, first compiles",
+        8,
+        ("docs/first_device.md",),
+        in_all=False,
     ),
     "memory_profile": Benchmark(
         "papers",

@@ -1,8 +1,9 @@
 """Lowers and compiles programs for GPUs on a machine without one.
 
 XLA's CUDA compiler runs without a device when it is given the target's description. It
-needs the ``gpu-program`` extra and nothing else of CUDA. What it returns is the real
-XLA:GPU program: fusions, buffer assignment, collectives.
+needs the ``gpu-program`` extra, or jax's plugin for CUDA 13 and ptxas, and nothing else
+of CUDA. What it returns is the real XLA:GPU program: fusions, buffer assignment,
+collectives.
 """
 
 import dataclasses
@@ -151,7 +152,7 @@ B200 = Target(
     *("B200", "NVIDIA B200", _BLACKWELL),
     *(148, 7_672_320_000_000, 191514411008, 132644864, 1.965),
 )
-TARGETS = {target.name: target for target in (H200, B200)}
+TARGETS = {target.name: target for target in (H100, H200, B200)}
 """Those of the benchmarks."""
 
 
@@ -171,14 +172,16 @@ def gpu_mesh(
     return Mesh(np.array(topology.devices), ("d",), axis_types=(axis,))
 
 
-def lower_for(
+def trace_for(
     mesh: Mesh,
     fn,
     *args,
     spec: P | Callable[[typing.Any], P] | None = None,
     donate: Sequence[int] = (),
-) -> jax.stages.Lowered:
-    """Lower ``fn`` for a mesh.
+) -> jax.stages.Traced:
+    """Trace ``fn`` for a mesh, which must be in force (``jax.set_mesh``).
+
+    From JAX 0.11 Pallas reads the GPU that it lowers for from the mesh in force.
 
     Args:
       mesh: from :func:`gpu_mesh`.
@@ -201,9 +204,13 @@ def lower_for(
     if spec is not None:  # then their shapes matter, for which fn is traced
         out = jax.tree.map(lambda x: place(x).sharding, jax.eval_shape(fn, *args))
     jitted = jax.jit(fn, donate_argnums=donate, out_shardings=out, keep_unused=True)
-    # From JAX 0.11 Pallas reads the GPU that it lowers for from the mesh in force.
+    return jitted.trace(*placed)
+
+
+def lower_for(mesh: Mesh, fn, *args, **options) -> jax.stages.Lowered:
+    """Lower ``fn`` for a mesh; the arguments are those of :func:`trace_for`."""
     with jax.set_mesh(mesh):
-        return jitted.lower(*placed)
+        return trace_for(mesh, fn, *args, **options).lower()
 
 
 def compile_lowered(

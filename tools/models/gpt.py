@@ -16,7 +16,7 @@ import optax
 import lowbit_optax
 from lowbit_optax import release
 
-BYTES = 256  # the vocabulary
+BYTES = 256
 
 REMAT = {
     "none": lambda body: body,
@@ -38,6 +38,7 @@ class GPT(NamedTuple):
         context: the most bytes that are seen at once.
         remat: a key of `REMAT`.
         dtype: of the computation. Weights are cast to it where they are used.
+        vocabulary: rows of the embedding; larger models have more than bytes need.
     """
 
     layers: int
@@ -46,6 +47,7 @@ class GPT(NamedTuple):
     context: int
     remat: str = "none"
     dtype: Any = jnp.float32
+    vocabulary: int = BYTES
 
     def init(self, key: jax.Array, dtype: Any = jnp.float32) -> dict:
         """Parameters: matrices in `dtype`, scales of norms in float32."""
@@ -60,7 +62,7 @@ class GPT(NamedTuple):
 
         shrunk = 1 / math.sqrt(2 * depth)  # of what is added to the residual stream
         return {
-            "embedding": normal(BYTES, width),
+            "embedding": normal(self.vocabulary, width),
             "positions": normal(self.context, width),
             "layers": {
                 "norm_1": jnp.ones((depth, width)),
@@ -74,7 +76,7 @@ class GPT(NamedTuple):
         }
 
     def logits(self, params: dict, tokens: jax.Array) -> jax.Array:
-        """float32 [batch, length, 256] of int32 [batch, length]."""
+        """float32 [batch, length, vocabulary] of int32 [batch, length]."""
 
         @REMAT[self.remat]
         def body(x, layer):

@@ -1,0 +1,191 @@
+"""Do kernels give the reference's bits?
+
+Each family of formats takes two steps on several kinds of leaves: by the kernels of
+Mosaic and Triton, and by XLA on the device. The reference is XLA on the CPU. Where
+hyperparameters are powers of two, products are exact and no bit may differ; of the
+presets with their own hyperparameters it is counted how many do.
+"""
+
+import functools
+import typing
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import lowbit_optax as lo
+from benchmarks.device.job import Job
+from lowbit_optax import release
+from pallas_kernels.fused_update import launchers
+
+MOMENTUM = optax.sgd(2.0**-10, momentum=0.5)
+SQUARES = optax.chain(
+    optax.scale_by_rms(decay=0.5, eps=2.0**-20), optax.scale(-(2.0**-6))
+)
+BFLOAT16 = lo.cast(jnp.bfloat16)
+
+
+class Family(typing.NamedTuple):
+    """A format that kernels were written for.
+
+    Attributes:
+      make: of an implementation.
+      exact: whether every bit must be the reference's.
+      quantised: whether parameters are QuantizedTensors.
+    """
+
+    make: Callable
+    exact: bool = True
+    quantised: bool = False
+
+
+def _exact(inner, weights, moments) -> Family:
+    return Family(functools.partial(lo.lowbit, inner, weights=weights, moments=moments))
+
+
+def _preset(alias: Callable, quantised=False, **options) -> Family:
+    make = functools.partial(alias, 2.0**-10, **options)
+    return Family(make, exact=False, quantised=quantised)
+
+
+EIGHT = lo.block_quantized(8)
+FAMILIES = {
+    "extra_bits(8), 8-bit momentum": _exact(MOMENTUM, lo.extra_bits(8), EIGHT),
+    "extra_bits(8), 8-bit squares": _exact(SQUARES, lo.extra_bits(8), EIGHT),
+    "kahan": _exact(MOMENTUM, lo.kahan(), BFLOAT16),
+    "stochastic_rounding": _exact(MOMENTUM, lo.stochastic_rounding(), BFLOAT16),
+    "stochastic_rounding, error into momentum": _exact(
+        MOMENTUM, lo.stochastic_rounding(error_into="trace"), EIGHT
+    ),
+    "extra_bits(16)": _exact(MOMENTUM, lo.extra_bits(16), "float32"),
+    "extra_bits(8)": _exact(MOMENTUM, lo.extra_bits(8), "float32"),
+    "lowbit_adamw": _preset(lo.lowbit_adamw),
+    'lowbit_adamw(moments="low")': _preset(lo.lowbit_adamw, moments="low"),
+    "lpmm_adam": _preset(lo.lpmm_adam, quantised=True),
+}
+"""The default first."""
+
+LARGE = {
+    "even": ((1024, 1024),),
+    "ragged": ((1000, 257), (7, 5, 643), (4097,)),
+    "many": ((256, 128),) * 24 + ((40,),) * 24,
+    "stacked": ((4, 256, 256),),
+}
+SMALL = {
+    "even": ((64, 64),),
+    "ragged": ((70, 61),),
+    "many": ((64, 64),) * 3 + ((40,),) * 3,
+    "stacked": ((2, 64, 64),),
+}
+STEPS = 2
+
+
+def implementations(job: Job) -> list[str]:
+    """What is compared with the reference, the default first."""
+    if not job.for_gpus:
+        return ["pallas"]
+    with job.in_force():
+        has_mosaic = launchers.default_name() == "mosaic"
+    return [*(["mosaic"] if has_mosaic else []), "triton", "xla"]
+
+
+def step_of(tx, stacked: bool) -> Callable:
+    """A step; of a stack, layer by layer in the backward loop."""
+    if not stacked:
+        return lambda params, state, grads: lo.step(tx, params, state, grads)
+
+    def loss_fn(params, grads):
+        # Linear in the weights, so that gradients are these in every program.
+        def body(total, layer):
+            weights, grad = layer
+            products = lo.dequantize(weights, jnp.float32) * grad.astype(jnp.float32)
+            return total + products.sum(), None
+
+        total, _ = release.scan(body, jnp.float32(0), (params[0], grads[0]))
+        return total
+
+    released = release.value_and_update(loss_fn, tx)
+
+    def step(params, state, grads):
+        _, params, state = released(params, state, grads)
+        return params, state
+
+    return step
+
+
+def start(shapes) -> tuple[list, list]:
+    """Parameters, and gradients of 8 bits, whose squares and sums are exact."""
+    rng = np.random.default_rng(0)
+    draw = lambda shape: rng.standard_normal(shape, np.float32)
+    bfloat16 = lambda x: jnp.asarray(x).astype(jnp.bfloat16)
+    params = [bfloat16(draw(shape)) for shape in shapes]
+    grads = [bfloat16(rng.integers(-128, 128, s) / 512.0) for s in shapes]
+    return params, grads
+
+
+def differing(got, want) -> int:
+    """How many elements of two trees differ in any bit."""
+    count = 0
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = np.atleast_1d(np.asarray(a)), np.atleast_1d(np.asarray(b))
+        unsigned = f"u{a.dtype.itemsize}"
+        count += int(np.count_nonzero(a.view(unsigned) != b.view(unsigned)))
+    return count
+
+
+def furthest(got, want) -> float:
+    """The largest distance of two parameters, in the largest weight."""
+    wide = functools.partial(lo.dequantize, dtype=jnp.float32)
+    with jax.default_device(jax.devices("cpu")[0]):
+        a, b = (jax.tree.leaves(wide(jax.tree.map(np.asarray, x))) for x in (got, want))
+    pairs = [(np.float32(x), np.float32(y)) for x, y in zip(a, b, strict=True)]
+    return float(max(abs(x - y).max() / abs(y).max() for x, y in pairs))
+
+
+def trained(step, params, state, grads):
+    """Parameters and state after some steps, on the host."""
+    for _ in range(STEPS):
+        params, state = step(params, state, grads)
+    return jax.tree.map(np.asarray, (params, state))
+
+
+def compare(job: Job, family: Family, kind: str, implementation: str, reference):
+    """Compiles, and if it runs here: what differs from the reference, as figures."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        params, grads = start((SMALL if job.small else LARGE)[kind])
+        if family.quantised:
+            params = lo.quantize_params(params)
+        state = family.make(implementation="xla").init(params)
+    tx = family.make(implementation=implementation)
+    step = step_of(tx, kind == "stacked")
+    name = f"{kind}, {implementation}"
+    compiled = job.compile(name, step, params, state, grads)
+    if not job.runs:
+        return {}
+    if kind not in reference:
+        by_xla = step_of(family.make(implementation="xla"), kind == "stacked")
+        with jax.default_device(jax.devices("cpu")[0]):
+            reference[kind] = trained(jax.jit(by_xla), params, state, grads)
+    device = jax.devices()[0]
+    on_device = jax.device_put((params, state, grads), device)
+    got, want = trained(compiled, *on_device), reference[kind]
+    return {
+        "exact": family.exact,
+        "parameters": differing(got[0], want[0]),
+        "state": differing(got[1], want[1]),
+        "furthest": furthest(got[0], want[0]),
+        "elements": sum(x.size for x in grads),
+    }
+
+
+def run(job: Job, name: str) -> None:
+    """All comparisons of a family."""
+    reference: dict = {}
+    for implementation in implementations(job):
+        for kind in LARGE:
+            measure = functools.partial(
+                compare, job, FAMILIES[name], kind, implementation, reference
+            )
+            job.attempt(f"{kind}, {implementation}", measure)

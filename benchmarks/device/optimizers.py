@@ -1,0 +1,113 @@
+"""The AdamW steps that are timed and trained with."""
+
+import functools
+import importlib
+import importlib.util
+import typing
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import lowbit_optax as lo
+
+RATE, DECAY = 1e-3, 1e-4
+
+
+class Optimizer(typing.NamedTuple):
+    """An optimizer in one form for all.
+
+    Attributes:
+      init: of bfloat16 parameters; the parameters as it stores them, and its state.
+      step: of these and gradients; both new.
+      tx: the transformation, if there is one.
+      reads_params: False where new parameters come of the state alone.
+    """
+
+    init: Callable
+    step: Callable
+    tx: typing.Any = None
+    reads_params: bool = True
+
+
+def _wide(tree):
+    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+
+def _float32(rate) -> Optimizer:
+    """Optax, with parameters and moments in float32."""
+    tx = optax.adamw(rate, weight_decay=DECAY)
+
+    def step(params, state, grads):
+        updates, state = tx.update(_wide(grads), state, params)
+        return optax.apply_updates(params, updates), state
+
+    return Optimizer(lambda params: (_wide(params), tx.init(_wide(params))), step)
+
+
+def _master(rate) -> Optimizer:
+    """Optax with a float32 master, and bfloat16 parameters for the model."""
+    inside = _float32(rate)
+
+    def step(params, state, grads):
+        master, inner = inside.step(*state, grads)
+        copies = jax.tree.map(lambda m, p: m.astype(p.dtype), master, params)
+        return copies, (master, inner)
+
+    init = lambda params: (params, inside.init(params))
+    return Optimizer(init, step, reads_params=False)
+
+
+def _ours(alias: Callable, rate, quantised=False, **options) -> Optimizer:
+    tx = alias(rate, weight_decay=DECAY, **options)
+
+    def init(params):
+        params = lo.quantize_params(params, bits=12) if quantised else params
+        return params, tx.init(params)
+
+    step = lambda params, state, grads: lo.step(tx, params, state, grads)
+    return Optimizer(init, step, tx)
+
+
+def _flash(rate) -> Optimizer:
+    """FlashOptim's AdamW, with 24-bit weights and 8-bit moments."""
+    tx = importlib.import_module("flashoptim_jax").flash_adamw(
+        learning_rate=rate, weight_decay=DECAY, master_weight_bits=24
+    )
+    step = lambda params, state, grads: tx.step(params, state, grads)
+    return Optimizer(lambda params: (params, tx.init(params)), step)
+
+
+def _bind(alias: Callable, **options) -> Callable:
+    return functools.partial(_ours, alias, **options)
+
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "lowbit_adamw": _bind(lo.lowbit_adamw),
+    "optax, float32 master": _master,
+    "kahan_adamw": _bind(lo.kahan_adamw),
+    "sr_adamw": _bind(lo.sr_adamw),
+    "extra_bits_adamw(bits=8)": _bind(lo.extra_bits_adamw, bits=8),
+    'lowbit_adamw(moments="low")': _bind(lo.lowbit_adamw, moments="low"),
+    "sr_adamw, error into 8-bit mu": _bind(
+        lo.sr_adamw, error_into="mu", moments=lo.block_quantized(8)
+    ),
+    "lpmm_adam, 12 bits": _bind(lo.lpmm_adam, quantised=True),
+    "optax, float32": _float32,
+    "flashoptim_jax": _flash,
+}
+"""By name, the most wanted first; each takes a learning rate."""
+
+PEER = "flashoptim_jax"
+
+
+def timed_here() -> list[str]:
+    """The names of those that can be imported here."""
+    has_peer = importlib.util.find_spec(PEER) is not None
+    return [name for name in OPTIMIZERS if has_peer or name != PEER]
+
+
+def nbytes(tree) -> int:
+    """Bytes of all arrays."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))

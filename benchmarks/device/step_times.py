@@ -1,0 +1,144 @@
+"""How long is a step, beside a copy of the same bytes?
+
+Steps of 16 matrices of 4096 x 4096 are called from Python one after the other, which
+the device falls behind of; those of GPT-2's 148 leaves are in a loop on the device, 20
+to a call, because Python would fall behind. A measurement is many calls and one wait,
+of about 0.1 s, and the figure is the median of seven. The copy scales an array in
+place, of as many bytes as the step reads and writes at least, by the same clock.
+"""
+
+import functools
+import math
+import statistics
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.device.job import Job, seconds_of
+from benchmarks.device.optimizers import OPTIMIZERS, RATE, Optimizer, nbytes
+from benchmarks.leaf_sets import SETS, LeafSet
+
+LOOPED = {"16x4096": 1, "gpt2": 20}
+"""Sets of leaves, with how many steps a program has."""
+ROUNDS, MEASURE = 7, 0.1
+
+
+def steps_in_one(step: Callable, count: int) -> Callable:
+    """``count`` steps, so that one dispatch serves them all."""
+    if count == 1:
+        return step
+
+    def body(_, carry):
+        # Without the barrier XLA could move work on the gradients out of the loop.
+        params, state, grads = jax.lax.optimization_barrier(carry)
+        return *step(params, state, grads), grads
+
+    def steps(params, state, grads):
+        carry = params, state, grads
+        params, state, _ = jax.lax.fori_loop(0, count, body, carry)
+        return params, state
+
+    return steps
+
+
+def leaf_set_of(name: str, small: bool) -> LeafSet:
+    """A set, or some of its leaves at a 64th of their widths."""
+    if not small:
+        return SETS[name]
+    return LeafSet(name, SETS[name].shrunk(64).shapes[:14])
+
+
+def structs_of(leaf_set: LeafSet) -> list[jax.ShapeDtypeStruct]:
+    """Its leaves as bfloat16 shapes."""
+    return [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in leaf_set.shapes]
+
+
+def leaves_of(shapes, seed: int) -> list[np.ndarray]:
+    """bfloat16 numbers on the host: a million normal ones, again and again."""
+    rng = np.random.default_rng(seed)
+    pattern = rng.standard_normal(2**20, np.float32).astype(jnp.bfloat16)
+    return [np.resize(pattern, shape) for shape in shapes]
+
+
+def timed(advance: Callable[[int], None]) -> list[float]:
+    """Seconds a call, of each round."""
+    advance(1)
+    once = max(seconds_of(advance, 2), 1e-7)
+    calls = max(1, min(2000, math.ceil(MEASURE / once)))
+    return [seconds_of(advance, calls) for _ in range(ROUNDS)]
+
+
+def time_donated(compiled: Callable, kept: tuple, *rest) -> list[float]:
+    """Seconds a call of a program that takes ``kept`` and gives it back."""
+
+    def advance(calls: int) -> None:
+        nonlocal kept
+        for _ in range(calls):
+            kept = compiled(*kept, *rest)
+        jax.block_until_ready(kept)
+
+    return timed(advance)
+
+
+def copied(array, factor):
+    """What reads and writes an array; a factor that is known would be left out."""
+    return (array * factor,)
+
+
+def measure(job: Job, optimizer: Optimizer, leaf_set: LeafSet, count: int) -> dict:
+    """Time of a step on a set of leaves, and of a copy."""
+    grads = structs_of(leaf_set)
+    params, state = jax.eval_shape(optimizer.init, grads)
+    moved = (1 + optimizer.reads_params) * nbytes(params)
+    moved += 2 * nbytes(state) + nbytes(grads)
+    name, stored = leaf_set.name, nbytes((params, state))
+    init = job.compile(f"{name}: init", optimizer.init, grads)
+    several = steps_in_one(optimizer.step, count)
+    donate = (0, 1)
+    step = job.compile(f"{name}: step", several, params, state, grads, donate=donate)
+    array = jax.ShapeDtypeStruct((moved // 4,), jnp.bfloat16)
+    factor = jax.ShapeDtypeStruct((), jnp.bfloat16)
+    copy = job.compile(f"{name}: copy", copied, array, factor, donate=(0,))
+    figures = {
+        "leaves": len(grads),
+        "parameters": leaf_set.parameters,
+        "stored_bytes": stored,
+        "moved_bytes": moved,
+        "steps_in_one_call": count,
+    }
+    if not job.runs:
+        return figures
+    job.take_device()
+    one = jnp.ones((), jnp.bfloat16)
+    copies = time_donated(copy, (jnp.ones(array.shape, array.dtype),), one)
+    live = jax.device_put(leaves_of(leaf_set.shapes, 0))
+    # What init hands on unchanged is its argument, and no two may share a buffer.
+    kept = jax.tree.map(jnp.copy, init(live))
+    del live
+    steps = time_donated(step, kept, jax.device_put(leaves_of(leaf_set.shapes, 1)))
+    return figures | _compared([x / count for x in steps], copies, leaf_set, moved)
+
+
+def _compared(steps, copies, leaf_set: LeafSet, moved: int) -> dict:
+    """Times of steps, beside those of copies of as many bytes."""
+    step, copy = statistics.median(steps), statistics.median(copies)
+    return {
+        "ms": 1e3 * step,
+        "ms_low": 1e3 * min(steps),
+        "ms_high": 1e3 * max(steps),
+        "copy_ms": 1e3 * copy,
+        "ps_per_parameter": 1e12 * step / leaf_set.parameters,
+        "copy_ps_per_parameter": 1e12 * copy / leaf_set.parameters,
+        "gb_per_s": 1e-9 * moved / step,
+        "copy_gb_per_s": 1e-9 * moved / copy,
+    }
+
+
+def run(job: Job, name: str) -> None:
+    """Both sets of leaves by one optimizer."""
+    for each, count in LOOPED.items():
+        leaf_set = leaf_set_of(each, job.small)
+        optimizer = OPTIMIZERS[name](RATE)
+        job.attempt(each, functools.partial(measure, job, optimizer, leaf_set, count))

@@ -1,0 +1,50 @@
+"""Programs of ``python -m benchmarks first_device`` compile for the GPUs it is for."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from pallas_kernels.platforms import has_mosaic
+
+PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
+if not any(map(importlib.util.find_spec, PLUGINS)):
+    pytest.skip("needs the gpu-program extra", allow_module_level=True)
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SMALL = ("bits/kahan", "training/lowbit_adamw, released")
+
+
+@pytest.mark.parametrize("gpu", ["H100", "H200"])
+def test_the_smallest_rehearsal_compiles(gpu, tmp_path):
+    options = ["--rehearse", gpu, "--size", "small", "--out", str(tmp_path)]
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "benchmarks",
+            "first_device",
+            *options,
+            "--only",
+            *SMALL,
+        ],
+        cwd=ROOT,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    name = f"first_device_rehearsal_{gpu.lower()}_small.json"
+    record = json.loads((tmp_path / name).read_text())
+    assert record["ran"] == f"compiled for an {gpu}; not run"
+    launchers = ["mosaic"] * has_mosaic() + ["triton", "xla"]
+    kinds = ["even", "ragged", "many", "stacked"]
+    bits, training = record["jobs"]
+    assert [*bits["trials"]] == [f"{k}, {by}" for by in launchers for k in kinds]
+    assert [p["program"] for p in training["programs"]] == ["init", "step"]
+    for program in (*bits["programs"], *training["programs"]):
+        assert set(program["seconds"]) == {"trace", "lower", "compile"}

@@ -1,0 +1,251 @@
+"""``python -m benchmarks first_device`` keeps what it found, whatever happens after."""
+
+import itertools
+import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import pytest
+
+from benchmarks.device import first_device, first_device_page, optimizers
+from benchmarks.device.supervisor import Supervisor, entry_of
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+# What a job's process says, without JAX. Each trial of its name's letters: a works, b
+# fails, c ends the process, d falls silent, e has the device for a while, f says where
+# it is, g takes a while.
+STAND_IN = """
+import json, os, sys, time
+say = lambda **x: print(json.dumps(x), flush=True)
+request = json.loads(sys.stdin.readline())
+for trial in request["name"]:
+    if trial in request["skip"]:
+        continue
+    say(begin=trial)
+    if trial == "c":
+        print("the last words", file=sys.stderr, flush=True)
+        os.abort()
+    if trial == "d":
+        time.sleep(60)
+    found = {"figures": {}}
+    if trial == "b":
+        found = {"error": "ValueError: no"}
+    if trial == "e":
+        say(wants_device=True)
+        sys.stdin.readline()
+        start = time.monotonic()
+        time.sleep(0.2)
+        found["figures"] = {"from": start, "to": time.monotonic()}
+    if trial == "g":
+        time.sleep(0.7)
+        found["figures"]["to"] = time.monotonic()
+    if trial == "f":
+        found["figures"]["folder"] = os.getcwd()
+    say(trial=trial, **found)
+"""
+
+
+def supervised(*jobs, seconds=20.0, silence=10.0, workers=2, changed=None, folder=None):
+    """The record's jobs after stand-ins ran, named by section and trials."""
+    entries = [entry_of(*job.split("/")) for job in jobs]
+    changed = changed or (lambda line: None)
+    Supervisor(
+        entries,
+        {},
+        os.environ,
+        workers,
+        ("shared",),
+        time.monotonic() + seconds,
+        silence,
+        changed,
+        (sys.executable, "-c", STAND_IN),
+        folder,
+    ).run()
+    return entries
+
+
+def test_what_fails_does_not_stop_the_rest():
+    (job,) = supervised("shared/ab")
+    assert job["status"] == "failed"
+    assert job["trials"] == {
+        "a": {"figures": {}},
+        "b": {"error": "ValueError: no"},
+    }
+
+
+def test_a_process_that_ends_loses_the_trial_that_it_was_at_alone():
+    first, second = supervised("times/ace", "shared/a")
+    assert [*first["trials"]] == ["a", "c", "e"]
+    assert "signal 6" in first["trials"]["c"]["error"]
+    assert "the last words" in first["trials"]["c"]["error"]
+    assert "figures" in first["trials"]["e"]
+    assert (first["status"], second["status"]) == ("failed", "done")
+
+
+def test_a_process_that_falls_silent_is_given_up():
+    (job,) = supervised("shared/da", silence=1.0)
+    assert "no answer for 1 s" in job["trials"]["d"]["error"]
+    assert job["trials"]["a"] == {"figures": {}}
+
+
+def test_what_no_time_is_left_for_is_said_to_be_not_run():
+    seen = []
+    entries = supervised("one/ad", "two/a", "three/a", seconds=1.0, workers=1,
+                         changed=seen.append)  # fmt: skip
+    assert [job["status"] for job in entries] == ["cut off", "not run", "not run"]
+    assert entries[0]["trials"] == {"a": {"figures": {}}}
+    assert entries[0]["reason"] == "no time left, at d"
+    assert entries[1]["reason"] == "no time left"
+    assert seen[0] == "one/ad: a: {}"
+
+
+def test_one_job_has_the_device_at_a_time_and_after_shared_ones():
+    shared, *jobs = supervised("shared/g", "times/e", "times/e", "times/e", workers=4)
+    spans = [each["figures"] for job in jobs for each in job["trials"].values()]
+    assert len(spans) == 3
+    spans.sort(key=lambda span: span["from"])
+    for before, after in itertools.pairwise([shared["trials"]["g"]["figures"], *spans]):
+        assert before["to"] <= after["from"]
+
+
+def test_a_record_that_cannot_be_written_leaves_the_one_before(tmp_path):
+    path = tmp_path / "record.json"
+    first_device.records.write(path, {"a": 1})
+    with pytest.raises(TypeError):
+        first_device.records.write(path, {"a": object()})
+    assert json.loads(path.read_text()) == {"a": 1}
+
+
+def test_the_page_is_that_of_the_records():
+    assert first_device_page.PAGE.read_text() == first_device_page.drawn()
+
+
+def test_a_toolkit_without_wheels_is_found(tmp_path, monkeypatch):
+    for name in ("bin/nvcc", "bin/ptxas", "nvvm/libdevice/libdevice.10.bc"):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch(0o755)
+    monkeypatch.setattr(first_device.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    for name in ("CUDA_ROOT", "CUDA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert first_device.cuda_toolkit() == str(tmp_path)
+
+
+def test_processes_run_where_mosaic_finds_a_toolkit(tmp_path):
+    """It looks in the working directory, whatever else says where one is."""
+    (job,) = supervised("shared/f", folder=tmp_path)
+    assert job["trials"]["f"]["figures"]["folder"] == str(tmp_path)
+
+
+def run(*options, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks", "first_device", *options],
+        cwd=ROOT,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.example
+def test_without_a_gpu_it_says_what_to_do(tmp_path):
+    done = run("--out", str(tmp_path))
+    assert done.returncode == 2
+    assert done.stdout.startswith("JAX finds no GPU here, but cpu.")
+    assert "--rehearse H200" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.mark.example
+def test_bad_input_is_refused_in_a_sentence(tmp_path):
+    (tmp_path / "file").touch()
+    done = run("--out", str(tmp_path / "file"))
+    assert done.returncode == 2
+    assert "nothing can be written there" in done.stdout
+    done = run("--only", "bit/*")
+    assert done.returncode == 2
+    assert "no job is named bit/*" in done.stdout
+    assert "bits/kahan" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+SMALL = (
+    "bits/kahan",
+    "bits/lpmm_adam",
+    "step_times/lowbit_adamw",
+    "step_times/optax, float32 master",
+    "training/lowbit_adamw, released",
+    "training/optax, float32",
+    "first_compile/optax, float32 master",
+)
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory):
+    """All sections at a small size."""
+    folder = tmp_path_factory.mktemp("first_device")
+    flags = "--xla_backend_optimization_level=0"
+    done = run(
+        "--size", "small", "--out", str(folder), "--only", *SMALL, XLA_FLAGS=flags
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "| kahan | pallas | 0 | 0 | 0 | 0 |" in done.stdout
+    assert "Not run, or not to the end: nothing." in done.stdout
+    return json.loads((folder / "first_device_cpu_small.json").read_text())
+
+
+def trials_of(record, section):
+    return {
+        job["name"]: {t: found["figures"] for t, found in job["trials"].items()}
+        for job in record["jobs"]
+        if job["section"] == section
+    }
+
+
+@pytest.mark.example
+def test_every_section_runs_at_a_small_size(record):
+    assert [f"{job['section']}/{job['name']}" for job in record["jobs"]] == [*SMALL]
+    assert {job["status"] for job in record["jobs"]} == {"done"}
+    assert record["ran"].startswith("CPU")
+    assert first_device_page.is_good(record)
+    for found in trials_of(record, "bits")["kahan"].values():
+        assert found["exact"]
+        assert found["parameters"] == found["state"] == 0
+        assert found["elements"] >= 4096
+
+
+@pytest.mark.example
+def test_bytes_of_steps_are_those_counted_by_hand(record):
+    found = trials_of(record, "step_times")["optax, float32 master"]["16x4096"]
+    # bfloat16 parameters, which are written only; float32 master, mu and nu, read and
+    # written; bfloat16 gradients; and a count.
+    parameters = 14 * 64 * 64
+    assert found["parameters"] == parameters
+    assert found["stored_bytes"] == 14 * parameters + 4
+    assert found["moved_bytes"] == (2 + 24 + 2) * parameters + 8
+    assert found["ps_per_parameter"] == pytest.approx(
+        1e9 * found["ms"] / parameters, rel=1e-3
+    )
+    for trials in trials_of(record, "step_times").values():
+        assert set(trials) == {"16x4096", "gpt2"}
+        for figures in trials.values():
+            assert all(math.isfinite(x) and x > 0 for x in figures.values())
+
+
+@pytest.mark.example
+def test_training_lowers_the_loss(record):
+    for trials in trials_of(record, "training").values():
+        (found,) = trials.values()
+        assert found["finite"]
+        assert found["last_loss"] < found["first_loss"] - 0.1
+        assert found["tokens_per_second"] > 0
+
+
+def test_all_optimizers_of_the_table_are_timed():
+    assert set(optimizers.OPTIMIZERS) - {optimizers.PEER} <= {*optimizers.timed_here()}
