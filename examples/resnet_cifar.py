@@ -203,8 +203,11 @@ def run(args):
     """Trains in one format, or in all; prints a table and draws the losses."""
     if args.checkpoint_dir:  # before hours have gone into what it is for
         args.checkpoint_dir.mkdir(parents=True, exist_ok=True)
-    if args.compare:  # the picture as well
-        draw(args.plot, "", {})
+    try:
+        if args.compare:  # the picture as well
+            draw(args.plot, "", {})
+    except (OSError, ValueError) as error:  # such as a suffix that is of no format
+        sys.exit(f"error: --plot {args.plot}: {error}")
     data = name, images, labels, tests = load_images(args.data_dir)
     count = min(args.train_size, len(labels) - tests)
     print(f"{name}: {count:,} images to train on, {tests:,} to test on")

@@ -19,6 +19,7 @@ from benchmarks.leaf_sets import SETS, LeafSet
 from benchmarks.steps import gpu_cases, gpu_contract, gpu_report, gpu_runs, gpu_timing
 from benchmarks.steps.gpu_cases import BASELINE
 from benchmarks.steps.gpu_timing import Budget
+from benchmarks.training import command_line
 
 
 def torch_rows(sets: list[LeafSet], args, copy: float, budget: Budget, rows: list):
@@ -104,7 +105,7 @@ def parse_arguments(argv):
     add("--loop-steps", type=int, default=20, help="steps in one jitted fori_loop")
     add("--scale", type=int, default=1, help="divides every axis, for a quick try")
     add("--seconds", type=float, default=420.0, help="what then remains is skipped")
-    add("--output", default="runs/gpu_step.json")
+    add("--output", default="runs/gpu_step.json", type=command_line.output_file)
     add("--no-tests", action="store_true", help="leave out pytest in a subprocess")
     args = parser.parse_args(argv)
     args.optimizers = args.optimizers or [*names, "torch"]
