@@ -13,6 +13,9 @@ import pathlib
 import sys
 import sysconfig
 
+if sys.version_info < (3, 11):  # noqa: UP036
+    sys.exit("error: Python 3.11 or newer is needed, not " + sys.version.split()[0])
+
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 import lowbit_optax as lo
+from benchmarks.training import command_line
 from tools.gpu_program.steps import gpt2
 from tools.tpu_program.steps import lower_lpmm_step, lower_step
 from tools.tpu_program.targets import TARGETS, tpu_mesh
@@ -81,7 +82,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--model", choices=MODELS, default="4x4096")
     parser.add_argument("--implementation", help="of the steps; by default theirs")
-    parser.add_argument("--json", help="also write the table to this file")
+    file, text = command_line.output_file, "also write the table to this file"
+    parser.add_argument("--json", type=file, help=text)
     flags = parser.parse_args(argv)
     rows = []
     for target in flags.targets:

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import optax
 
 import lowbit_optax
+from benchmarks.training import command_line
 
 RATE, DECAY, MOMENTUM = 1e-3, 1e-4, 0.9
 
@@ -152,7 +153,8 @@ def parse_arguments(argv):
     parser.add_argument("--implementation", help="'xla': of whole leaves")
     parser.add_argument("--only", help="with float32: names that contain this")
     parser.add_argument("--family", choices=("adamw", "sgd", "both"), default="both")
-    parser.add_argument("--json", help="also write the table to this file")
+    file, text = command_line.output_file, "also write the table to this file"
+    parser.add_argument("--json", type=file, help=text)
     return parser.parse_args(argv)
 
 

@@ -24,7 +24,7 @@ import pathlib
 import sys
 
 from benchmarks import records
-from benchmarks.training import cifar_optimizers
+from benchmarks.training import cifar_optimizers, command_line
 from benchmarks.training.images import cifar_data, flags, reporting
 
 SGD = "--batch-size 32 --learning-rate {rate} --weight-decay 5e-4"
@@ -94,7 +94,6 @@ def train(rows: list[str], rest: list[str], output: pathlib.Path) -> list[dict]:
                     "test": result.metrics["test"],
                 }
             )
-            output.parent.mkdir(parents=True, exist_ok=True)
             document = {"command": records.command(), "runs": runs}
             reporting.write_document(output, document)
     return runs
@@ -190,8 +189,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
     )
     parser.add_argument(
         "--output",
-        type=pathlib.Path,
-        default=pathlib.Path("runs/accuracy_tables.json"),
+        type=command_line.output_file,
+        default="runs/accuracy_tables.json",
         help="file of the runs (default: %(default)s)",
     )
     args, rest = parser.parse_known_args(argv)
@@ -203,7 +202,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         else:
             default = [row for row in ROWS if not row.endswith("-n16")]
             rows = _selected(args.rows, parser) if args.rows else default
-            runs = train(rows, rest, args.output)
+            runs = train(rows, rest, pathlib.Path(args.output))
     except (
         cifar_data.DataError,
         cifar_optimizers.CheckpointError,

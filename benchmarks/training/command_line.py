@@ -1,4 +1,4 @@
-"""What the examples' command lines share: numbers in flags, and errors as sentences."""
+"""What command lines share: numbers in flags, and errors as sentences."""
 
 import argparse
 import contextlib
@@ -33,6 +33,18 @@ def make_writable(folder: pathlib.Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(b" ")
+
+
+def output_file(text: str) -> str:
+    """A flag's file, whose folder is made, and written in, as by `make_writable`."""
+    path = pathlib.Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder, not a file")
+    try:
+        make_writable(path.parent)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 @contextlib.contextmanager
