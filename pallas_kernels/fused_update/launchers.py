@@ -5,6 +5,7 @@ import typing
 from collections.abc import Sequence
 
 import jax
+from jax import lax
 
 from pallas_kernels.fused_update.launch import Call
 from pallas_kernels.fused_update.sharded import Shard
@@ -72,11 +73,22 @@ def default_name() -> Name:
     """Which launcher's kernels run on GPUs where none is named.
 
     Mosaic GPU's on Hopper and Blackwell, if this JAX has it. There JAX deprecates
-    Triton's, which run on older GPUs and with older JAX too.
+    Triton's, which run on older GPUs, with older JAX, and in a ``jax.shard_map`` that
+    checks how arrays vary (``check_vma``).
     """
     if DEFAULT is not None:
         return DEFAULT
     gpu = target_gpu()
-    if has_mosaic() and gpu is not None and gpu.major in _CAPABILITIES_OF_MOSAIC:
+    is_for_mosaic = gpu is not None and gpu.major in _CAPABILITIES_OF_MOSAIC
+    if has_mosaic() and is_for_mosaic and not _is_typed():
         return "mosaic"
     return "triton"
+
+
+def _is_typed() -> bool:
+    """Whether this is in a ``jax.shard_map`` whose arrays' types say how they vary.
+
+    Mosaic GPU takes no references of such types.
+    """
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    return bool(axes and jax.typeof(lax.axis_index(axes)).manual_axis_type.varying)

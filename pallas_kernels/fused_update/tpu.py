@@ -9,7 +9,7 @@ others.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -143,12 +143,12 @@ def update(call: Call) -> list[jax.Array]:
             kernel.padded(x, o) for x, o in zip(arrays, leaf.operands, strict=True)
         ]
         outputs = tuple(
-            jax.eval_shape(functools.partial(kernel.padded, like=r), x)
+            _shape_after(functools.partial(kernel.padded, like=r), x)
             for x, r in zip(outputs, leaf.results, strict=True)
         )
     arrays = [swapped(*each) for each in zip(arrays, of_operands, strict=True)]
     outputs = tuple(
-        jax.eval_shape(functools.partial(swapped, yes=yes), x)
+        _shape_after(functools.partial(swapped, yes=yes), x)
         for x, yes in zip(outputs, of_results, strict=True)
     )
     if not call.interpret:
@@ -165,6 +165,16 @@ def update(call: Call) -> list[jax.Array]:
         written = [x[:, : shape[-2], : shape[-1]] for x, shape in pairs]
     written = [as_given(x, r.dtype) for x, r in zip(written, leaf.results, strict=True)]
     return _as_given(written, given)
+
+
+def _shape_after(
+    change: Callable[[jax.Array], jax.Array], x: jax.ShapeDtypeStruct
+) -> jax.ShapeDtypeStruct:
+    """``jax.eval_shape``, which takes no shapes that vary in a ``jax.shard_map``."""
+    new = jax.eval_shape(change, jax.ShapeDtypeStruct(x.shape, x.dtype))
+    return jax.ShapeDtypeStruct(
+        new.shape, new.dtype, manual_axis_type=x.manual_axis_type
+    )
 
 
 def _as_given(written: Sequence[jax.Array], given: Shard) -> list[jax.Array]:

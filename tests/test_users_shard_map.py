@@ -1,0 +1,98 @@
+"""Random bits of steps inside the user's own ``jax.shard_map``."""
+
+import functools
+from math import prod
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from optimizers import assert_same_bits
+
+import lowbit_optax
+from lowbit_optax import cast, lowbit, stochastic_rounding
+
+pytestmark = pytest.mark.standard_promotion
+
+SPECS = {"rows": P("a"), "both": P("a", "b"), "whole": P()}
+SHAPE = 16, 128  # of every shard
+
+
+def steps(params, implementation=None):
+    """Two steps in which all shards are alike but for their random bits."""
+    tx = lowbit(
+        optax.adamw(0.01),
+        weights=stochastic_rounding(),
+        moments=cast(jnp.bfloat16),
+        implementation=implementation,
+    )
+    state = tx.init(params)
+    grads = jax.tree.map(lambda x: jnp.full_like(x, 0.1), params)
+    for _ in range(2):
+        params, state = lowbit_optax.step(tx, params, state, grads)
+    return params, optax.tree.get(state, "mu")
+
+
+@functools.cache
+def sharded(implementation, check_vma=True, devices=(4, 2), shape=SHAPE):
+    """Parameters after steps inside a ``shard_map``, and then per leaf its shards."""
+    automatic = (AxisType.Auto,) * 2
+    mesh = jax.make_mesh(
+        devices,
+        ("a", "b"),
+        axis_types=automatic,
+        devices=jax.devices()[: prod(devices)],
+    )
+    shards = {"rows": (devices[0], 1), "both": devices, "whole": (1, 1)}
+    ones = {k: jnp.ones(np.multiply(shape, n), jnp.bfloat16) for k, n in shards.items()}
+    run = jax.shard_map(
+        lambda params: steps(params, implementation)[0],
+        mesh=mesh,
+        in_specs=(SPECS,),
+        out_specs=SPECS,
+        check_vma=check_vma,
+    )
+    params = jax.jit(run)(ones)
+    return params, {
+        name: [np.asarray(x.data) for x in leaf.addressable_shards]
+        for name, leaf in params.items()
+    }
+
+
+def different(shards):
+    return len({x.tobytes() for x in shards})
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_shards_draw_different_bits_and_replicas_the_same(implementation):
+    _, shards = sharded(implementation)
+    counts = {name: different(each) for name, each in shards.items()}
+    assert counts == {"rows": 4, "both": 8, "whole": 1}
+    # About half of the roundings of two shards agree by chance.
+    first, second, *_ = shards["both"]
+    assert 0.2 < np.mean(first != second) < 0.8
+
+
+def test_the_choice_by_platform_draws_the_same_bits():
+    assert_same_bits(sharded(None)[0], sharded("xla")[0])
+
+
+def test_kernels_for_tpus_draw_the_same_bits():
+    # Smaller leaves have no kernel.
+    of = functools.partial(sharded, devices=(2, 1), shape=(256, 256))
+    got, shards = of("tpu")
+    assert different(shards["rows"]) == 2
+    assert_same_bits(got, of("xla")[0])
+
+
+def test_a_replicated_leaf_has_the_bits_of_one_device():
+    alone, _ = jax.jit(steps)({"whole": jnp.ones(SHAPE, jnp.bfloat16)})
+    assert_same_bits(alone["whole"], sharded("xla")[0]["whole"])
+
+
+def test_untyped_shards_draw_the_same_bits_as_they_may_be_replicas():
+    _, shards = sharded("xla", check_vma=False)
+    assert all(different(x) == 1 for x in shards.values())
