@@ -75,8 +75,8 @@ class Choices:
         has_start = lambda x: start_of(type(x)) is not None
         starts = {}
         for state in jax.tree.leaves(inner_state, is_leaf=has_start):
-            if has_start(state):
-                field = start_of(type(state))
+            field = start_of(type(state))
+            if field is not None:
                 kept = trees.named_leaves(getattr(state, field))[0]
                 starts |= dict.fromkeys(kept, f"{type(state).__name__}.{field}")
         for name, leaf, format_ in zip(names, leaves, formats, strict=True):

@@ -316,7 +316,8 @@ def _shape(name: str, leaf, kind):
             trees.check_quantized(kind)
         return trees.abstract(kind)
     try:
-        dtype = float_dtype("convert: dtypes", kind.dtype if is_array else kind)
+        given = getattr(kind, "dtype", None) if is_array else kind
+        dtype = float_dtype("convert: dtypes", given)
     except TypeError as error:
         raise TypeError(
             f"convert: dtypes has {kind!r} for params{name}; accepted are "
