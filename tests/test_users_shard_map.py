@@ -80,6 +80,7 @@ def test_the_choice_by_platform_draws_the_same_bits():
     assert_same_bits(sharded(None)[0], sharded("xla")[0])
 
 
+@pytest.mark.slow_to_compile
 def test_kernels_for_tpus_draw_the_same_bits():
     # Smaller leaves have no kernel.
     of = functools.partial(sharded, devices=(2, 1), shape=(256, 256))

@@ -1,9 +1,10 @@
 """Every format's step compiles for meshes, and its shards exchange nothing."""
 
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lowbit_optax
@@ -11,7 +12,7 @@ import lowbit_optax
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 
 from tools.gpu_program.steps import leaf, lower_lpmm_step, lower_step
-from tools.gpu_program.targets import gpu_mesh
+from tools.gpu_program.targets import compile_lowered, gpu_mesh
 from tools.hlo import COLLECTIVES, text
 
 STEPS = {
@@ -59,3 +60,28 @@ def test_shards_by_rows_and_columns_and_whole_leaves_exchange_nothing(name, axis
     step = lower(STEPS[name], leaves, mesh=gpu_mesh(8, axis), spec=place)
     assert step.fused_launches == len(leaves)
     assert not [c for c in COLLECTIVES if c in text(step.compiled)]
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_kernels_run_in_the_users_shard_map(check_vma):
+    # Where types tell shards from whole leaves, their kernels draw different bits.
+    tx, mesh = STEPS["lowbit"], gpu_mesh(8)
+    params = {"rows": leaf(512, 64), "whole": leaf(64, 64)}
+    arguments = params, jax.eval_shape(tx.init, params), params
+    spec = lambda path, _: P("d") if "rows" in jax.tree_util.keystr(path) else P()
+    specs = jax.tree_util.tree_map_with_path(spec, arguments)
+    placed = jax.tree.map(lambda x: NamedSharding(mesh, x), specs)
+    step = jax.shard_map(
+        lambda params, state, grads: lowbit_optax.step(tx, params, state, grads),
+        mesh=mesh,
+        in_specs=specs,
+        out_specs=specs[:2],
+        check_vma=check_vma,
+    )
+    with jax.set_mesh(mesh):
+        jitted = jax.jit(step, in_shardings=placed, out_shardings=placed[:2])
+        lowered = jitted.lower(*arguments)
+    compiled = text(compile_lowered(lowered))
+    kernels = sum(map(compiled.count, ("__gpu$xla.gpu.triton", "mosaic_gpu_v2")))
+    assert kernels == (2 if check_vma else 1)
+    assert not [c for c in COLLECTIVES if c in compiled]
