@@ -71,7 +71,7 @@ def test_each_is_one_short_file_that_imports_what_is_installed():
     for path in EXAMPLES:
         if path.suffix != ".py":
             continue
-        assert len(path.read_text().splitlines()) <= 250, path
+        assert len(path.read_text().splitlines()) <= 260, path
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 assert others.isdisjoint(name.name for name in node.names), path
