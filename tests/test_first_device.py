@@ -176,8 +176,8 @@ def test_bad_input_is_refused_in_a_sentence(tmp_path):
 
 
 SMALL = (
-    "bits/kahan",
     "bits/lpmm_adam",
+    "bits/kahan",
     "step_times/lowbit_adamw",
     "step_times/optax, float32 master",
     "training/lowbit_adamw, released",
