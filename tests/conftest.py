@@ -43,7 +43,7 @@ def pytest_addoption(parser):
         type=_part,
         default=(1, 1),
         metavar="K/N",
-        help="of --cases=rest: the K-th of N parts of about the same size",
+        help="the K-th of N parts of about the same size",
     )
 
 
@@ -71,8 +71,6 @@ def pytest_configure(config):
     # measured, and need the level that users have.
     if config.option.cases != "few" and not _is_quick(config):
         raise pytest.UsageError("--cases is for quick tests; without -m")
-    if config.option.part != (1, 1) and config.option.cases != "rest":
-        raise pytest.UsageError("--part is for --cases=rest")
     if _is_quick(config):
         _set_xla_flag("xla_backend_optimization_level", 1)
         _keep_programs(config)

@@ -10,7 +10,9 @@ import dataclasses
 import importlib
 import json
 import os
+import queue
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -77,8 +79,7 @@ class Job:
         if self.has_device or not self.runs:
             return
         self.say(wants_device=True)
-        if not sys.stdin.readline():
-            sys.exit("the supervisor is gone")
+        _told.get()
         self.has_device = True
 
     def in_force(self) -> contextlib.AbstractContextManager:
@@ -162,10 +163,22 @@ def run_job(request: dict) -> None:
     section.run(job, request["name"])
 
 
+def listen() -> None:
+    """Pass on what the supervisor says, and end with it."""
+    # Python cannot end while a thread waits in a buffered file.
+    with open(0, "rb", buffering=0) as lines:
+        for line in lines:
+            _told.put(line)
+    os._exit(1)
+
+
+_told: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
 if __name__ == "__main__":
     # What libraries print is not an answer.
     _answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    run_job(json.loads(sys.stdin.readline()))
+    threading.Thread(target=listen, daemon=True).start()
+    run_job(json.loads(_told.get()))
 else:
     _answers = sys.stdout

@@ -118,7 +118,7 @@ class Supervisor:
             self._stop()
 
     def _start(self, entry: dict) -> None:
-        entry["status"] = RUNNING
+        entry.update(status=RUNNING, reason="not ended")
         errors = tempfile.TemporaryFile()  # noqa: SIM115
         child = subprocess.Popen(
             self.command,
@@ -134,6 +134,7 @@ class Supervisor:
         self.running.append(process)
         named = {key: entry[key] for key in ("section", "name")}
         tell(process, json.dumps(self.request | named | {"skip": [*entry["trials"]]}))
+        self.changed(None)
         threading.Thread(target=self._read, args=(process,), daemon=True).start()
 
     def _read(self, process: Process) -> None:
@@ -174,6 +175,7 @@ class Supervisor:
             process.device = "wanted"
         elif "program" in answer:
             entry["programs"].append(answer)
+            self.changed(None)
         elif "trial" in answer:
             self._note(process, answer.pop("trial"), answer)
         else:
@@ -198,7 +200,7 @@ class Supervisor:
             entry["status"] = NOT_RUN  # the rest of it, in a new process
         else:
             failed = any("error" in found for found in entry["trials"].values())
-            entry["status"] = FAILED if failed else DONE
+            entry.update(status=FAILED if failed else DONE, reason="")
         self.changed(None)
 
     def _stop(self) -> None:
