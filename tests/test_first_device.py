@@ -121,6 +121,14 @@ def test_a_record_that_cannot_be_written_leaves_the_one_before(tmp_path):
     assert json.loads(path.read_text()) == {"a": 1}
 
 
+@pytest.mark.parametrize(("exact", "differ"), [(True, 0), (True, 1), (False, 1)])
+def test_a_bit_that_differs_where_none_may_is_a_failure(exact, differ):
+    job = entry_of("bits", "kahan") | {"status": "done"}
+    figures = {"exact": exact, "parameters": 0, "state": differ, "furthest": 1e-7}
+    job["trials"] = {"even, mosaic": {"figures": figures}}
+    assert first_device_page.is_good({"jobs": [job]}) == (not (exact and differ))
+
+
 def test_the_page_is_that_of_the_records():
     assert first_device_page.PAGE.read_text() == first_device_page.drawn()
 

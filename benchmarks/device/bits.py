@@ -115,14 +115,34 @@ def step_of(tx, stacked: bool) -> Callable:
     return step
 
 
-def start(shapes) -> tuple[list, list]:
-    """Parameters, and gradients of 8 bits, whose squares and sums are exact."""
+@functools.cache
+def start(family: Family, kind: str, small: bool) -> tuple:
+    """Parameters and state on the CPU, and gradients of 8 bits.
+
+    Squares and sums of such gradients are exact.
+    """
+    shapes = (SMALL if small else LARGE)[kind]
     rng = np.random.default_rng(0)
-    draw = lambda shape: rng.standard_normal(shape, np.float32)
     bfloat16 = lambda x: jnp.asarray(x).astype(jnp.bfloat16)
-    params = [bfloat16(draw(shape)) for shape in shapes]
-    grads = [bfloat16(rng.integers(-128, 128, s) / 512.0) for s in shapes]
-    return params, grads
+    with on_cpu():
+        params = [bfloat16(rng.standard_normal(s, np.float32)) for s in shapes]
+        grads = [bfloat16(rng.integers(-128, 128, s) / 512.0) for s in shapes]
+        if family.quantised:
+            params = lo.quantize_params(params)
+        return params, family.make(implementation="xla").init(params), grads
+
+
+@functools.cache
+def reference(family: Family, kind: str, small: bool) -> tuple:
+    """Parameters and state after steps by XLA on the CPU."""
+    step = step_of(family.make(implementation="xla"), kind == "stacked")
+    with on_cpu():
+        return trained(jax.jit(step), *start(family, kind, small))
+
+
+def on_cpu():
+    """Whatever there is beside it."""
+    return jax.default_device(jax.devices("cpu")[0])
 
 
 def differing(got, want) -> int:
@@ -138,7 +158,7 @@ def differing(got, want) -> int:
 def furthest(got, want) -> float:
     """The largest distance of two parameters, in the largest weight."""
     wide = functools.partial(lo.dequantize, dtype=jnp.float32)
-    with jax.default_device(jax.devices("cpu")[0]):
+    with on_cpu():
         a, b = (jax.tree.leaves(wide(jax.tree.map(np.asarray, x))) for x in (got, want))
     pairs = [(np.float32(x), np.float32(y)) for x, y in zip(a, b, strict=True)]
     return float(max(abs(x - y).max() / abs(y).max() for x, y in pairs))
@@ -151,26 +171,17 @@ def trained(step, params, state, grads):
     return jax.tree.map(np.asarray, (params, state))
 
 
-def compare(job: Job, family: Family, kind: str, implementation: str, reference):
+def compare(job: Job, family: Family, kind: str, implementation: str) -> dict:
     """Compiles, and if it runs here: what differs from the reference, as figures."""
-    with jax.default_device(jax.devices("cpu")[0]):
-        params, grads = start((SMALL if job.small else LARGE)[kind])
-        if family.quantised:
-            params = lo.quantize_params(params)
-        state = family.make(implementation="xla").init(params)
+    params, state, grads = start(family, kind, job.small)
     tx = family.make(implementation=implementation)
     step = step_of(tx, kind == "stacked")
-    name = f"{kind}, {implementation}"
-    compiled = job.compile(name, step, params, state, grads)
+    compiled = job.compile(f"{kind}, {implementation}", step, params, state, grads)
     if not job.runs:
         return {}
-    if kind not in reference:
-        by_xla = step_of(family.make(implementation="xla"), kind == "stacked")
-        with jax.default_device(jax.devices("cpu")[0]):
-            reference[kind] = trained(jax.jit(by_xla), params, state, grads)
-    device = jax.devices()[0]
-    on_device = jax.device_put((params, state, grads), device)
-    got, want = trained(compiled, *on_device), reference[kind]
+    want = reference(family, kind, job.small)
+    on_device = jax.device_put((params, state, grads), jax.devices()[0])
+    got = trained(compiled, *on_device)
     return {
         "exact": family.exact,
         "parameters": differing(got[0], want[0]),
@@ -182,10 +193,9 @@ def compare(job: Job, family: Family, kind: str, implementation: str, reference)
 
 def run(job: Job, name: str) -> None:
     """All comparisons of a family."""
-    reference: dict = {}
     for implementation in implementations(job):
         for kind in LARGE:
             measure = functools.partial(
-                compare, job, FAMILIES[name], kind, implementation, reference
+                compare, job, FAMILIES[name], kind, implementation
             )
             job.attempt(f"{kind}, {implementation}", measure)

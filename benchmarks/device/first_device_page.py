@@ -92,7 +92,7 @@ def _failures(job: dict) -> Iterator[str]:
             continue
         figures = found["figures"]
         if figures.get("exact") and figures["parameters"] + figures["state"]:
-            yield f"{where}: {figures['parameters']} parameters differ"
+            yield f"{where}: {figures['parameters'] + figures['state']} numbers differ"
         if figures.get("finite") is False:
             yield f"{where}: a loss is not finite"
         elif figures.get("last_loss", 0) > figures.get("first_loss", 0):
