@@ -113,7 +113,7 @@ def fused_update(
         row, layer, first = place(args[: len(given)])
         whole = leaf.with_arrays(args[len(given) :])
         within = None if first is None else (first[0], leaf.shape)
-        own = _row(table, row, values)
+        own = xla.row_of(table, row, values)
         return xla.update(body, whole, own, layer, when, within)
 
     def kernel(launched, shards, shared, interpret):
@@ -177,7 +177,7 @@ def fused_update_many(
         some = leaves[part]
 
         def reference(values, table, part_rows, *arrays, some=some):
-            own = [_row(table, row[None], values) for row in part_rows]
+            own = [xla.row_of(table, row[None], values) for row in part_rows]
             return [
                 x
                 for leaf, row in zip(sharded.regroup(some, arrays), own, strict=True)
@@ -188,16 +188,6 @@ def fused_update_many(
         new = _choose(implementation, kernel, reference, body, some, values, shared)
         written[part] = [new[i : i + results] for i in range(0, len(new), results)]
     return written
-
-
-def _row(
-    table: jax.Array, row: jax.Array | None, values: Sequence[jax.Array]
-) -> list[jax.Array]:
-    """The scalars of a row, or of the only one, with the last of them as values."""
-    if row is not None:
-        table = lax.dynamic_index_in_dim(jnp.asarray(table), row[0], keepdims=False)
-    words = list(table)
-    return [*words[: len(words) - len(values)], *values]
 
 
 def _parts(leaves: int, most: int) -> list[slice]:

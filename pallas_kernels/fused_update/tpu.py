@@ -109,7 +109,8 @@ def update(call: Call) -> list[jax.Array]:
     if not _is_wide(leaf, shard.shape):
         local = dataclasses.replace(leaf, shape=shard.shape)
         within = shard.base, leaf.shape
-        written = xla.update(call.body, local, table, rows, layer, call.when, within)
+        scalars = xla.row_of(table, rows)
+        written = xla.update(call.body, local, scalars, layer, call.when, within)
         return _as_given(written, given)
     shapes = result_shapes(shard)
     zero = jnp.zeros((1,), jnp.uint32)

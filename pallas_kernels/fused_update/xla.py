@@ -19,6 +19,16 @@ from pallas_kernels.fused_update.spec import (
 from pallas_kernels.layout import block_maxima, repeat_blocks
 
 
+def row_of(
+    table: jax.Array, row: jax.Array | None, values: Sequence[jax.Array] = ()
+) -> list[jax.Array]:
+    """The scalars of a row, or of the only one, with the last of them as values."""
+    if row is not None:
+        table = lax.dynamic_index_in_dim(jnp.asarray(table), row[0], keepdims=False)
+    words = list(table)
+    return [*words[: len(words) - len(values)], *values]
+
+
 def update(
     body: Body | BlockBody,
     leaf: Leaf,
