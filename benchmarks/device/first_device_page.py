@@ -1,5 +1,6 @@
 """The records of ``first_device`` as tables, and as a page of the documentation."""
 
+import textwrap
 from collections.abc import Callable, Iterator
 
 from benchmarks import ROOT, records
@@ -20,7 +21,10 @@ def drawn() -> str:
     """The page: what a person wrote, and the records, devices first."""
     kept = [records.load(path) for path in sorted(RECORDS.glob("first_device_*.json"))]
     kept.sort(key=is_rehearsal)
-    parts = [f"## {record['ran']}\n\n{rendered(record)}\n" for record in kept]
+    parts = [
+        f"## {record['ran'][0].upper()}{record['ran'][1:]}\n\n{rendered(record)}\n"
+        for record in kept
+    ]
     return PAGE.read_text().partition(MARK)[0] + MARK + "\n" + "\n".join(parts)
 
 
@@ -64,7 +68,8 @@ def _origin(record: dict) -> str:
     said += [f"{n} {record[n]}" for n in ("driver", "ptxas") if record.get(n)]
     said += [f"{record['processors']} processors"]
     took = f"{record['elapsed_seconds'] / 60:.1f} minutes"
-    return f"`{record['command']}`, {took}.\n{'; '.join(said)}."
+    lines = textwrap.wrap("; ".join(said) + ".", 98, break_on_hyphens=False)
+    return "\n".join([f"`{record['command']}`, {took}.", *lines])
 
 
 def _list(title: str, items: list[str]) -> str:
@@ -218,7 +223,7 @@ def compiled_table(record: dict) -> str:
         )
         rows.append(
             [
-                _name(job).replace("_", "\\_"),
+                f"`{_name(job)}`",
                 job["status"],
                 len(spent),
                 f"{sum(spent):.1f}",
