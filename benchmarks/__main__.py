@@ -9,13 +9,13 @@ Minutes are of two CPU cores, without options.
 """
 
 import importlib
-import importlib.util
 import subprocess
 import sys
 import time
 
 from benchmarks import ROOT
 from benchmarks.registry import BENCHMARKS, Benchmark
+from tools import is_installed
 
 
 def table() -> str:
@@ -41,7 +41,7 @@ def run(name: str, arguments: list[str]) -> int:
 
 def missing(benchmark: Benchmark) -> list[str]:
     """The modules that a benchmark needs and that cannot be found."""
-    return [x for x in benchmark.needs if importlib.util.find_spec(x) is None]
+    return [x for x in benchmark.needs if not is_installed(x)]
 
 
 def run_all(full: bool) -> int:
@@ -79,6 +79,11 @@ def main(argv: list[str]) -> int:
         return run_all("--full" in arguments)
     if name not in BENCHMARKS:
         print(f"{name}: no such benchmark; there are {', '.join(BENCHMARKS)}, and all")
+        return 2
+    if absent := missing(BENCHMARKS[name]):
+        print(
+            f"{name} needs {', '.join(absent)}; CONTRIBUTING.md has how to install it"
+        )
         return 2
     return run(name, arguments)
 

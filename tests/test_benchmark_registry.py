@@ -28,6 +28,15 @@ def test_every_benchmark_says_what_it_does(capsys, monkeypatch):
         assert ("--full" in shown) == BENCHMARKS[name].has_full
 
 
+def test_what_a_benchmark_needs_and_is_not_installed_is_named(capsys, monkeypatch):
+    needs = ("json", "not_there.inside")
+    monkeypatch.setitem(
+        BENCHMARKS, "step_time", BENCHMARKS["step_time"]._replace(needs=needs)
+    )
+    assert main(["step_time"]) == 2
+    assert "step_time needs not_there.inside;" in capsys.readouterr().out
+
+
 def test_every_script_is_named():
     """A module of a group that has a ``main`` is a benchmark."""
     for group in {each.group for each in BENCHMARKS.values()}:

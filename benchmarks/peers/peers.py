@@ -12,7 +12,6 @@ run here is a row that says why.
 import argparse
 import functools
 import importlib.metadata
-import importlib.util
 import json
 import subprocess
 import sys
@@ -23,6 +22,7 @@ import numpy as np
 
 from benchmarks import ROOT, records
 from benchmarks.peers import jax_peers, tasks
+from tools import is_installed
 
 TORCH_BASELINE = "torch AdamW, float32"
 RECORD = records.path_of("benchmarks.peers.peers")
@@ -53,7 +53,7 @@ def jax_rows(seeds: int) -> dict[str, dict]:
     from tools.gpu_program.steps import gpt2
 
     here, fused = jax_peers.peers(), jax_peers.peers(fused_flash=True)
-    has_compiler = importlib.util.find_spec("jax_plugins.xla_cuda12")
+    has_compiler = is_installed("jax_plugins.xla_cuda12")
     rows = {}
     for name, peer in here.items():
         start = time.perf_counter()

@@ -1,6 +1,5 @@
 """Programs of ``python -m benchmarks first_device`` compile for the GPUs it is for."""
 
-import importlib.util
 import json
 import os
 import pathlib
@@ -10,9 +9,10 @@ import sys
 import pytest
 
 from pallas_kernels.platforms import has_mosaic
+from tools import is_installed
 
 PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
-if not any(map(importlib.util.find_spec, PLUGINS)):
+if not any(map(is_installed, PLUGINS)):
     pytest.skip("needs the gpu-program extra", allow_module_level=True)
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

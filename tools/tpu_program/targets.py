@@ -7,7 +7,6 @@ collectives, and the kernels of Pallas' TPU backend.
 
 import dataclasses
 import functools
-import importlib.util
 import math
 import os
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 # The same for GPUs and TPUs: they take a mesh.
+from tools import is_installed
 from tools.gpu_program.targets import compile_for, compile_lowered, lower_for
 
 __all__ = ["TARGETS", "Target", "compile_for", "compile_lowered", "has_libtpu"]
@@ -52,7 +52,7 @@ TARGETS = {
 
 def has_libtpu() -> bool:
     """Whether the ``tpu-program`` extra is installed."""
-    return importlib.util.find_spec("libtpu") is not None
+    return is_installed("libtpu")
 
 
 def tpu_mesh(
