@@ -179,9 +179,7 @@ def trace_for(
     spec: P | Callable[[typing.Any], P] | None = None,
     donate: Sequence[int] = (),
 ) -> jax.stages.Traced:
-    """Trace ``fn`` for a mesh, which must be in force (``jax.set_mesh``).
-
-    From JAX 0.11 Pallas reads the GPU that it lowers for from the mesh in force.
+    """Trace ``fn`` for a mesh. What is returned must be lowered under ``jax.set_mesh``.
 
     Args:
       mesh: from :func:`gpu_mesh`.
@@ -204,13 +202,16 @@ def trace_for(
     if spec is not None:  # then their shapes matter, for which fn is traced
         out = jax.tree.map(lambda x: place(x).sharding, jax.eval_shape(fn, *args))
     jitted = jax.jit(fn, donate_argnums=donate, out_shardings=out, keep_unused=True)
-    return jitted.trace(*placed)
+    with jax.set_mesh(mesh):
+        return jitted.trace(*placed)
 
 
 def lower_for(mesh: Mesh, fn, *args, **options) -> jax.stages.Lowered:
     """Lower ``fn`` for a mesh; the arguments are those of :func:`trace_for`."""
+    traced = trace_for(mesh, fn, *args, **options)
+    # From JAX 0.11 Pallas reads the GPU that it lowers for from the mesh in force.
     with jax.set_mesh(mesh):
-        return trace_for(mesh, fn, *args, **options).lower()
+        return traced.lower()
 
 
 def compile_lowered(
