@@ -178,11 +178,16 @@ def test_small_leaves_are_not_cut_into_blocks(real_blocks):
 
 @pytest.mark.parametrize("rows", [4096, 4099])
 @pytest.mark.parametrize(
-    "make",
-    [lowbit_optax.sr_adamw, functools.partial(lowbit_optax.extra_bits_adamw, bits=8)],
+    ("make", "bytes_per_parameter"),
+    [
+        (lowbit_optax.sr_adamw, 0.5),
+        (functools.partial(lowbit_optax.extra_bits_adamw, bits=8), 0.75),
+    ],
     ids=["sr", "extra_bits"],
 )
-def test_a_compiled_step_takes_little_memory(real_blocks, make, rows):
+def test_a_compiled_step_takes_little_memory(
+    real_blocks, make, bytes_per_parameter, rows
+):
     tx = make(0.1)
     params = jax.ShapeDtypeStruct((rows, 1024), jnp.bfloat16)
     with jax.set_mesh(ONE_DEVICE):
@@ -190,4 +195,4 @@ def test_a_compiled_step_takes_little_memory(real_blocks, make, rows):
         step = jax.jit(functools.partial(lowbit_optax.step, tx), donate_argnums=(0, 1))
         memory = step.lower(params, state, params).compile().memory_analysis()
     # A whole bfloat16 array would be 2 bytes per parameter.
-    assert memory.temp_size_in_bytes < 0.75 * rows * 1024
+    assert memory.temp_size_in_bytes < bytes_per_parameter * rows * 1024
