@@ -33,6 +33,7 @@ from lowbit_optax.formats import (
     quantized_weights,
     stochastic_rounding,
 )
+from lowbit_optax.formats.moment_fields import declare_moments
 from lowbit_optax.loss_scaling import (
     LossScaleState,
     backoff_scale,
@@ -103,6 +104,7 @@ __all__ = [
     "check_storage_formats",
     "convert",
     "current_loss_scale",
+    "declare_moments",
     "dequantize",
     "ema_of_params",
     "extra_bits",

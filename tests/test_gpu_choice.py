@@ -10,7 +10,7 @@ import pytest
 
 import lowbit_optax
 from lowbit_optax import release
-from lowbit_optax._step import implementations
+from lowbit_optax._step import backends
 from pallas_kernels import platforms, reductions
 
 pytestmark = pytest.mark.standard_promotion
@@ -48,7 +48,7 @@ def traced(**options):
 
 @pytest.fixture(autouse=True)
 def unsaid():
-    implementations._warn_once.cache_clear()
+    backends._warn_once.cache_clear()
 
 
 @pytest.mark.parametrize("name", WITHOUT)

@@ -16,7 +16,7 @@ from released import ordinary, run
 import lowbit_optax
 from lowbit_optax import cast, extra_bits, kahan, lowbit, release, stochastic_rounding
 from lowbit_optax._numerics import random_bits
-from lowbit_optax._step import layer_loops
+from lowbit_optax._step.kernels import launches
 
 # Compiled quickly rather than well.
 QUICK = {"xla_backend_optimization_level": "0"}
@@ -37,8 +37,8 @@ ADVANCES = {"step": lowbit_optax.step, "update": apply}
 
 @pytest.fixture(autouse=True)
 def low_limits(monkeypatch):
-    monkeypatch.setattr(layer_loops, "MAX_ELEMENTS", ROWS * COLUMNS)
-    monkeypatch.setattr(layer_loops, "_LEAST_OF_LAYER", ROWS * COLUMNS)
+    monkeypatch.setattr(launches, "MAX_ELEMENTS", ROWS * COLUMNS)
+    monkeypatch.setattr(launches, "_LEAST_OF_LAYER", ROWS * COLUMNS)
     monkeypatch.setattr(random_bits, "COUNTERS", ROWS * COLUMNS)
 
 

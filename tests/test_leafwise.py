@@ -11,7 +11,7 @@ import pytest
 from jax.extend.core import primitives as p
 from optimizers import assert_same_bits
 
-from lowbit_optax._jaxprs import elementwise, scalar_words
+from lowbit_optax._jaxprs import elementwise, leaf_program
 from lowbit_optax._jaxprs.elementwise import (
     NotElementwise,
     Program,
@@ -96,14 +96,11 @@ class Traced:
         program = self.program(name)
         inputs, _, want = self.nodes(name)
         known = self.known
-        table = scalar_words.encode_scalars(evaluate(self.scalars.nodes, known) or [0])
+        table = leaf_program.encode_scalars(evaluate(self.scalars.nodes, known) or [0])
 
         @jax.jit
         def run(rows, table):
-            scalar = lambda ref: scalar_words.decode_scalar(
-                table[ref.number], ref.dtype
-            )
-            return program.run(rows, scalar, lambda a, b, c: a * b + c)
+            return program.run(rows, table, lambda a, b, c: a * b + c)
 
         return run([known[node] for node in inputs], table), want
 
@@ -243,10 +240,9 @@ def run_small(function, *arrays):
     """The results of a function's program, its scalars through the table."""
     program, scalars, graph = program_from(function, *arrays)
     known = dict(zip(graph.inputs, arrays, strict=True))
-    table = scalar_words.encode_scalars(evaluate(scalars.nodes, known) or [0])
-    scalar = lambda ref: scalar_words.decode_scalar(table[ref.number], ref.dtype)
+    table = leaf_program.encode_scalars(evaluate(scalars.nodes, known) or [0])
     rows = [x for x in arrays if x.ndim]
-    return program.run(rows, scalar, lambda a, b, c: a * b + c)
+    return program.run(rows, table, lambda a, b, c: a * b + c)
 
 
 ROW = jnp.arange(1.0, 9.0)
@@ -313,7 +309,7 @@ def test_a_constant_factor_of_an_input_can_be_taken_out():
     assert found is not None
     rest, factor = found
     assert (names(rest), factor) == (["div"], 0.5)
-    got = rest.run([ROW * factor, ROW + 1], lambda ref: ref, lambda a, b, c: a * b + c)
+    got = rest.run([ROW * factor, ROW + 1], [], lambda a, b, c: a * b + c)
     np.testing.assert_array_equal(got[0], ROW * 0.5 / (ROW + 1))
     np.testing.assert_array_equal(got[1], ROW * 0.5)
 
@@ -422,10 +418,10 @@ def test_scalars_come_back_from_their_words(jit):
 
     @jit
     def there_and_back(scalars):
-        words = scalar_words.encode_scalars(scalars)
+        words = leaf_program.encode_scalars(scalars)
         assert (words.dtype, words.shape) == (jnp.uint32, (len(scalars),))
         back = zip(words, scalars, strict=True)
-        return [scalar_words.decode_scalar(word, x.dtype) for word, x in back]
+        return [leaf_program.decode_scalar(word, x.dtype) for word, x in back]
 
     assert_same_bits(there_and_back(scalars), scalars)
 

@@ -57,10 +57,9 @@ def run(moments, grad_of, steps, **options):
 
 def decoded(format_, adam):
     """mu and nu in float32."""
-    fields = {"mu", "nu"}
     return tuple(
         np.asarray(
-            format_.for_field(name, fields).decode(getattr(adam, name), SHAPE)
+            format_.for_field(name, name == "nu").decode(getattr(adam, name), SHAPE)
             if format_ != "float32"
             else getattr(adam, name)
         )

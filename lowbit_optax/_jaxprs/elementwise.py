@@ -156,7 +156,9 @@ def program_of(
     # Divisors that a factor replaced are read by dead operations only. They take no
     # place in the table: a TPU gives each 16 KiB.
     nodes = candidates.nodes
-    return program.with_scalars(lambda ref: scalars.ref(nodes[ref.number]))
+    return program.with_scalars(
+        {x: scalars.ref(nodes[x.number]) for x in program.scalars}
+    )
 
 
 class _ProgramBuilder:

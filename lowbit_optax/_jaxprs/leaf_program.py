@@ -5,11 +5,12 @@
 
 import dataclasses
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import primitives as p
 
 from lowbit_optax._jaxprs.nodes import varying_alike
@@ -68,14 +69,14 @@ class Program:
     def run(
         self,
         rows: Sequence[jax.Array],
-        scalar: Callable[[Ref], jax.Array],
+        scalars: Sequence[jax.Array],
         multiply_add: Callable,
     ) -> list[jax.Array]:
         """The outputs, for rows of any one shape.
 
         Args:
           rows: the inputs.
-          scalar: gives a rank-0 array for a scalar of the table.
+          scalars: the table's, from :func:`encode_scalars` or :func:`plain_scalars`.
           multiply_add: of three arrays.
         """
         rows = list(rows)
@@ -84,9 +85,9 @@ class Program:
         def value(ref: Ref) -> jax.Array:
             if ref.kind == "row":
                 return rows[ref.number]
-            if ref.kind == "scalar":
-                return jnp.broadcast_to(scalar(ref), shape)
-            return jnp.full(shape, np.frombuffer(ref.value, ref.dtype)[0])
+            if ref.kind == "constant":
+                return jnp.full(shape, np.frombuffer(ref.value, ref.dtype)[0])
+            return jnp.broadcast_to(scalar_value(ref, scalars), shape)
 
         for operation in self.operations:
             inputs = varying_alike([value(ref) for ref in operation.inputs])
@@ -102,11 +103,17 @@ class Program:
         outputs = tuple(self.outputs[i] for i in numbers)
         return without_dead_operations(dataclasses.replace(self, outputs=outputs))
 
-    def with_scalars(self, renamed: Callable[[Ref], Ref]) -> "Program":
+    @property
+    def scalars(self) -> list[Ref]:
+        """The scalars of the table that the program reads."""
+        refs = [*(ref for x in self.operations for ref in x.inputs), *self.outputs]
+        return list(dict.fromkeys(ref for ref in refs if ref.kind == "scalar"))
+
+    def with_scalars(self, renamed: Mapping[Ref, Ref]) -> "Program":
         """The program that reads other scalars in place of its own."""
 
         def instead(refs: tuple[Ref, ...]) -> tuple[Ref, ...]:
-            return tuple(renamed(x) if x.kind == "scalar" else x for x in refs)
+            return tuple(renamed.get(ref, ref) for ref in refs)
 
         operations = (
             dataclasses.replace(x, inputs=instead(x.inputs)) for x in self.operations
@@ -185,3 +192,48 @@ def without_dead_operations(program: Program) -> Program:
             numbers[i] = program.inputs + len(operations) - 1
     outputs = tuple(renumber(ref) for ref in program.outputs)
     return Program(program.inputs, tuple(operations), outputs)
+
+
+def encode_scalars(values: Sequence[jax.Array]) -> jax.Array:
+    """Scalars of up to 32 bits as one uint32 vector."""
+    return jnp.stack([_to_word(jnp.asarray(x)) for x in values])
+
+
+def plain_scalars(values: Sequence[jax.Array]) -> list[jax.Array]:
+    """Scalars as they are, which have derivatives, as words do not; bools as words."""
+    return [_to_word(x) if x.dtype == bool else x for x in map(jnp.asarray, values)]
+
+
+def decode_scalar(word: jax.Array, dtype: np.dtype) -> jax.Array:
+    """A scalar back from its word, the inverse of :func:`encode_scalars`.
+
+    What :func:`plain_scalars` left as it is stays so.
+    """
+    if word.dtype == dtype:
+        return word
+    if dtype == jnp.bool_:
+        return word != jnp.uint32(0)
+    if dtype.itemsize == 4:
+        return lax.bitcast_convert_type(word, dtype)
+    unsigned = np.dtype(f"uint{8 * dtype.itemsize}")
+    return lax.bitcast_convert_type(word.astype(unsigned), dtype)
+
+
+def scalar_value(ref: Ref, scalars: Sequence[jax.Array]) -> jax.Array:
+    """A scalar of the table, or a constant.
+
+    Args:
+      ref: of either kind.
+      scalars: the table's, from :func:`encode_scalars` or :func:`plain_scalars`.
+    """
+    dtype = np.dtype(ref.dtype)
+    if ref.kind == "constant":
+        return jnp.asarray(np.frombuffer(ref.value, dtype)[0])
+    return decode_scalar(scalars[ref.number], dtype)
+
+
+def _to_word(x: jax.Array) -> jax.Array:
+    if x.dtype == bool:
+        return x.astype(jnp.uint32)
+    unsigned = np.dtype(f"uint{8 * x.dtype.itemsize}")
+    return lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)

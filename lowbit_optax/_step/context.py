@@ -8,7 +8,7 @@ context variable:
     masters.from_master ---> initial_masters ---+
     release, in its loop --> one_layer ---------+--> [wrappers] --> current()
     release, before it ----> analysis ----------+
-    convert, before it ----> recording ---------+
+    convert, before it ----> asking ------------+
     diagnostics -----------> reporting ---------+
     step, around a wrapper > params_wanted -----+
 """
@@ -16,13 +16,14 @@ context variable:
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import typing
 from collections.abc import Callable, Iterator, Mapping
 
 import jax
 from jax.extend.core import get_opaque_trace_state
 
-from lowbit_optax._step.layer import Layer
+from lowbit_optax._step.layers import Layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Reports:
     Args:
       what: the function that asks, for errors.
       measure: ``(prepared step, inner update) -> values by path``; see
-        :mod:`lowbit_optax._step.measured`.
+        :mod:`lowbit_optax.reports.leaf_reports`.
       trace: the one in which it asks.
       found: the values.
     """
@@ -70,8 +71,9 @@ class StepContext:
       is_analysed: whether the step is traced only to read its jaxpr.
       wants_params: whether ``update`` should return new parameters instead of updates;
         see :mod:`lowbit_optax._step.direct`.
-      is_recorded: whether ``init`` should return what it was asked in place of a state;
-        see :mod:`lowbit_optax._step.recorded`.
+      answer: what ``init`` returns in place of a state, a function of the
+        configuration, and of the names and the structure of the parameters; None for
+        the state. See :mod:`lowbit_optax.states.recorded`.
       reports: to which steps add what they do to each leaf, in place of doing it; None
         if they are to be made.
     """
@@ -80,7 +82,7 @@ class StepContext:
     layer: Layer | None = None
     is_analysed: bool = False
     wants_params: bool = False
-    is_recorded: bool = False
+    answer: Callable[..., typing.Any] | None = None
     reports: Reports | None = None
 
 
@@ -108,9 +110,28 @@ def one_layer(layer: Layer):
 def analysis():
     """A context in which steps run on XLA and are marked for analysis.
 
-    Their jaxprs show the calls of :func:`lowbit_optax._step.stacks.marked_layerwise`.
+    Their jaxprs show the calls of functions that :func:`layerwise` marks.
     """
     return _changed(is_analysed=True)
+
+
+LAYERWISE = "lowbit_layerwise"
+"""The name of the calls that :func:`layerwise` marks."""
+
+
+def layerwise(function: Callable) -> Callable:
+    """Mark a function that treats the layers of stacked arguments alike.
+
+    That is, ``function(x)[i]`` must be ``function(x[i])`` for every layer ``i``. Its
+    arguments are arrays, either all stacked along their first axis or all of one layer;
+    or None. While a step is analysed, its call appears in the jaxpr under the name
+    ``LAYERWISE``: the packing of bits is hard to follow there.
+    """
+    if not current().is_analysed:
+        return function
+    call = functools.wraps(function, assigned=())(lambda *args: function(*args))
+    call.__name__ = call.__qualname__ = LAYERWISE
+    return jax.jit(call)
 
 
 def params_wanted(wanted: bool = True):
@@ -118,9 +139,13 @@ def params_wanted(wanted: bool = True):
     return _changed(wants_params=wanted)
 
 
-def recording():
-    """A context in which ``init`` of ``lowbit`` returns a ``Recorded``, no state."""
-    return _changed(is_recorded=True)
+def asking(answer: Callable[..., typing.Any]):
+    """A context in which ``init`` of ``lowbit`` returns this answer, and no state.
+
+    Args:
+      answer: see :class:`StepContext`.
+    """
+    return _changed(answer=answer)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,8 @@
-"""Direct steps through optax's wrappers: new parameters in place of updates.
+"""Direct steps, params to params, alone and through optax's wrappers.
+
+A transformation is a plain ``optax.GradientTransformationExtraArgs``. So it can be
+mapped over, copied, changed by ``_replace`` and kept in modules like any other. Its
+``update`` is a bound method of a :class:`Stepper`, which survives all of these.
 
 ``optax.chain``, ``masked``, ``partition`` and ``inject_hyperparams`` pass on the
 updates of the transformation inside them unchanged. So :func:`lowbit_optax.step` can
@@ -8,15 +12,71 @@ object that no wrapper can compute with. If a wrapper tries to, or keeps one in 
 state, the attempt fails, and the step is made with differences instead.
 """
 
+import abc
+import inspect
+import typing
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from lowbit_optax._numerics.landing import ADD, REPLACE, Landing
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.state import LowbitState
-from lowbit_optax._step.stepper import stepper_of
+
+
+class Stepper(abc.ABC):
+    """The configuration behind a transformation that can step parameters directly."""
+
+    @abc.abstractmethod
+    def init(self, params: optax.Params) -> typing.Any:
+        """As in optax."""
+
+    @abc.abstractmethod
+    def run(
+        self, params, state, grads: optax.Updates, landing: Landing, extra_args: dict
+    ) -> tuple[typing.Any, typing.Any]:
+        """``(new params or updates, new state)``.
+
+        Args:
+          params, state, grads: as in optax.
+          landing: ``REPLACE`` for new parameters, ``ADD`` for updates.
+          extra_args: for the inner transformation.
+        """
+
+    def update(
+        self, updates: optax.Updates, state, params: optax.Params | None = None, **extra
+    ) -> tuple[optax.Updates, typing.Any]:
+        """As in optax."""
+        if not context.current().wants_params:
+            return self.run(params, state, updates, ADD, extra)
+        with context.params_wanted(False):
+            new, state = self.run(params, state, updates, REPLACE, extra)
+        _, leaves, treedef = trees.named_leaves(new)
+        return treedef.unflatten(map(NewParam, leaves)), state
+
+    def step(
+        self, params: optax.Params, state, grads: optax.Updates, **extra
+    ) -> tuple[optax.Params, typing.Any]:
+        """``(new params, new state)``, without forming differences of parameters."""
+        return self.run(params, state, grads, REPLACE, extra)
+
+    @property
+    def transformation(self) -> optax.GradientTransformationExtraArgs:
+        """The optax transformation of this configuration."""
+        return optax.GradientTransformationExtraArgs(self.init, self.update)
+
+
+def stepper_of(tx) -> Stepper | None:
+    """The :class:`Stepper` behind a transformation; None if it has none.
+
+    >>> import optax
+    >>> stepper_of(optax.sgd(0.1)) is None
+    True
+    """
+    owner = getattr(getattr(tx, "update", None), "__self__", None)
+    return owner if isinstance(owner, Stepper) else None
 
 
 class NewParam:
@@ -24,12 +84,6 @@ class NewParam:
 
     def __init__(self, value):
         self.value = value
-
-
-def as_new_params(params: optax.Params) -> optax.Params:
-    """A tree with a :class:`NewParam` at every leaf."""
-    _, leaves, treedef = trees.named_leaves(params)
-    return treedef.unflatten(map(NewParam, leaves))
 
 
 def new_params_by(
@@ -57,9 +111,9 @@ def new_params_by(
         with context.params_wanted():
             updates, state = tx.update(grads, state, params, **extra_args)
         found = trees.parts_of(names, treedef, updates, "updates")
-    except Exception:
-        # An error in the arguments occurs again, and is reported, in the step with
-        # differences.
+    except (TypeError, ValueError, AttributeError):
+        # What computing with a NewParam raises. An error in the arguments occurs again,
+        # and is reported, in the step with differences.
         return None
     if not any(map(_is_new, found)) or any(map(_is_new, jax.tree.leaves(state))):
         return None
@@ -101,3 +155,22 @@ def is_direct(tx, params: optax.Params, state: optax.OptState) -> bool | None:
 
 def _is_new(x) -> bool:
     return isinstance(x, NewParam)
+
+
+def refuse_multi_steps() -> None:
+    """Raise if ``optax.MultiSteps`` is initialising a transformation of this package.
+
+    MultiSteps makes accumulators like the parameters, which for quantised weights are
+    uint32 words, in which gradients cannot be summed. It would fail at the first
+    update. It passes nothing on that tells a transformation who calls it, so this
+    function looks at the calling frames.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), optax.MultiSteps):
+            raise TypeError(
+                "optax.MultiSteps cannot sum gradients of QuantizedTensors, because "
+                "its accumulators are like the parameters; use "
+                "lowbit_optax.accumulate_gradients, or put MultiSteps inside lowbit"
+            )
+        frame = frame.f_back

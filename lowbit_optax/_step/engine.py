@@ -8,91 +8,98 @@
 
 The inner transformation sees whole trees; formats work leaf by leaf.
 
-    prepare (prepared.py) --> advance (implementations.py) --> next state (here)
+    open_step (step.py) --> run (backends.py) --> next state (here)
 """
 
 import dataclasses
 import functools
+import typing
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from lowbit_optax._jaxprs.not_folded import not_folded
-from lowbit_optax._jaxprs.traced_once import traced_once
-from lowbit_optax._numerics.landing import ADD, REPLACE, Landing
+from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._numerics.random_bits import ToNearest
-from lowbit_optax._step import context, direct, trees
-from lowbit_optax._step.choices import Choices
+from lowbit_optax._step import backends, context, trees
+from lowbit_optax._step.direct import Stepper, refuse_multi_steps
 from lowbit_optax._step.guard import Guard, Unguarded
-from lowbit_optax._step.implementations import advance
-from lowbit_optax._step.prepared import (
+from lowbit_optax._step.leaf import StoredLeaf, format_of
+from lowbit_optax._step.moment_slots import MomentChoice
+from lowbit_optax._step.state import LowbitState
+from lowbit_optax._step.step import (
     draws_of_moments,
     error_parts,
-    prepare,
+    moment_plan,
+    open_step,
     random_of_leaves,
 )
-from lowbit_optax._step.recorded import Recorded
-from lowbit_optax._step.refusals import refuse_multi_steps
-from lowbit_optax._step.state import LowbitState
-from lowbit_optax._step.stepper import Stepper
+from lowbit_optax.formats.base import WeightFormat
+from lowbit_optax.formats.moment_fields import fields_of
+from pallas_kernels.platforms import Implementation
+
+
+class InexactWeightsError(ValueError):
+    """The weight format rounds what the inner transformation needs exact."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Lowbit(Choices, Stepper):
-    """The methods of a transformation that one call of :func:`lowbit` makes."""
+class Lowbit(Stepper):
+    """The transformation that one call of :func:`lowbit_optax.lowbit` makes.
 
-    def init(self, params: optax.Params) -> LowbitState | Recorded:
+    Args:
+      inner: the wrapped optax transformation.
+      weights: format of the parameters that are narrow floats.
+      moments: which moments are stored in which format.
+      seed: of stochastic rounding.
+      min_size: leaves with fewer elements may be stored in a simpler format.
+      implementation: see :data:`pallas_kernels.platforms.Implementation`.
+    """
+
+    inner: optax.GradientTransformation
+    weights: WeightFormat
+    moments: MomentChoice
+    seed: int
+    min_size: int
+    implementation: Implementation = None
+
+    def init(self, params: optax.Params):
         """The initial state, with which every master equals its parameter.
 
         Within ``context.initial_masters``, the masters given there take their place.
-        Within ``context.recording`` no state is made.
+        Within ``context.asking`` no state is made.
         """
         if params is None:
             raise ValueError("lowbit: init needs params")
-        names, leaves, treedef = trees.named_leaves(params)
-        if any(map(trees.is_quantized, leaves)):
+        names, given, treedef = trees.named_leaves(params)
+        if any(map(trees.is_quantized, given)):
             refuse_multi_steps()
-        if context.current().is_recorded:
-            return Recorded(self, names, treedef)
-        formats = self.formats_of(names, leaves)
-        given = context.current().masters
-        masters, residuals = [], []
-        for name, leaf, format_ in zip(names, leaves, formats, strict=True):
-            if format_ is None:
-                masters.append(leaf)
-                residuals.append(None)
-            elif name in given:
-                masters.append(given[name])
-                residuals.append(traced_once(_residual, format_)(given[name], leaf))
-            else:
-                masters.append(traced_once(format_.widen)(leaf))
-                residuals.append(format_.init(leaf))
+        answer, masters = context.current().answer, context.current().masters
+        if answer is not None:
+            return answer(self, names, treedef)
+        leaves = [
+            StoredLeaf(name, leaf, format_of(self.weights, self.min_size, name, leaf))
+            for name, leaf in zip(names, given, strict=True)
+        ]
+        split = [_split(leaf, masters.get(leaf.name)) for leaf in leaves]
         # Made here and not at import, so that they are placed like the parameters.
         count, seed = jnp.zeros([], jnp.uint32), jnp.asarray(self.seed, jnp.uint32)
-        inner_state = self.inner.init(treedef.unflatten(masters))
-        self._check_inner_state(inner_state)
-        self.check_start(names, leaves, formats, inner_state)
-        inner_state = jax.tree.map(not_folded, inner_state)
-        plan = self.moment_plan(names, leaves, inner_state)
-        error_parts(names, leaves, formats, plan)  # raises for leaves without one
-        random = random_of_leaves(names, leaves, seed, count)
-        draws = draws_of_moments(leaves, formats, random)
-        inner_state = plan.encode(inner_state, draws)
-        residual = self.in_container(treedef.unflatten(residuals))
+        inner_state = self.inner.init(treedef.unflatten(x for x, _ in split))
+        _check_inner_state(inner_state)
+        self.check_start(leaves, inner_state)
+        plan = moment_plan(self, leaves, inner_state)
+        error_parts(leaves, plan)  # raises for leaves without one
+        draws = draws_of_moments(leaves, random_of_leaves(names, given, seed, count))
+        parts, structure = jax.tree.flatten(jax.tree.map(not_folded, inner_state))
+        inner_state = plan.tree(structure, plan.encode(parts, draws))
+        residual = self.in_container(treedef.unflatten(x for _, x in split))
         return LowbitState(count, seed, residual, inner_state)
 
-    def update(self, updates, state, params=None, **extra_args):
-        """As in optax: ``(updates that land exactly, new state)``."""
-        if context.current().wants_params:
-            with context.params_wanted(False):
-                params, state = self.step(params, state, updates, **extra_args)
-            return direct.as_new_params(params), state
-        return self.guarded(params, state, updates, Unguarded(), ADD, **extra_args)
-
-    def step(self, params, state, grads, **extra_args):
-        """``(new params, new state)``, without forming differences."""
-        return self.guarded(params, state, grads, Unguarded(), REPLACE, **extra_args)
+    def run(self, params, state, grads, landing: Landing, extra_args: dict):
+        """A step that happens in any case; see :class:`Stepper`."""
+        return self.guarded(params, state, grads, Unguarded(), landing, extra_args)
 
     def guarded(
         self,
@@ -101,7 +108,7 @@ class Lowbit(Choices, Stepper):
         grads: optax.Updates,
         guard: Guard | Unguarded,
         landing: Landing,
-        **extra_args,
+        extra_args: dict,
     ):
         """A step that happens only if the guard allows it.
 
@@ -109,37 +116,88 @@ class Lowbit(Choices, Stepper):
           params, state, grads: as in optax.
           guard: decides on the device whether the step happens.
           landing: ``REPLACE`` for new parameters, ``ADD`` for updates.
-          **extra_args: for the inner transformation.
+          extra_args: for the inner transformation.
 
         Returns:
           ``(new params or updates, new state)``.
         """
-        prepared = prepare(self, params, state, grads, guard)
+        step = open_step(self, params, state, grads, guard, landing)
         reports = context.current().reports
         if reports is not None:
             update = optax.with_extra_args_support(self.inner).update
-            reports.add(prepared, functools.partial(update, **extra_args))
-            masters = prepared.tree(prepared.masters)
-            return jax.tree.map(jnp.zeros_like, masters), state
-        results, residuals, inner_state = advance(self, prepared, landing, extra_args)
+            reports.add(step, functools.partial(update, **extra_args))
+            return jax.tree.map(jnp.zeros_like, step.tree(step.masters)), state
+        results, residuals, inner_state = backends.run(
+            step, self.inner, self.implementation, extra_args
+        )
         if not landing.is_direct:
             results = guard.updates(results)
-        count = optax.safe_increment(state.count)
-        count = jnp.asarray(guard.chosen(count, state.count))
-        residual = self.in_container(prepared.tree(residuals))
+        count = jnp.asarray(optax.safe_increment(state.count))
+        count = guard.chosen(count, state.count)
+        residual = self.in_container(step.tree(residuals))
         new_state = LowbitState(count, state.seed, residual, inner_state)
-        return prepared.tree(results), new_state
+        return step.tree(results), new_state
 
-    @staticmethod
-    def _check_inner_state(inner_state) -> None:
-        is_lowbit = lambda x: isinstance(x, LowbitState)
-        if any(map(is_lowbit, jax.tree.leaves(inner_state, is_leaf=is_lowbit))):
-            raise ValueError(
-                "lowbit: the inner transformation is, or holds, one of this package "
-                "already, such as kahan_adamw; give lowbit the optax transformation, "
-                "such as optax.adamw, or use the alias alone"
+    def in_container(self, residuals):
+        """A tree of residuals in the container type of the weight format."""
+        container = self.weights.container
+        return container(residuals) if container._fields else container()
+
+    def check_start(self, leaves: Sequence[StoredLeaf], inner_state) -> None:
+        """Raise where the inner state would measure distances in rounding noise.
+
+        Args:
+          leaves: of the parameters.
+          inner_state: of the inner transformation, before encoding.
+
+        Raises:
+          InexactWeightsError: naming the leaf and the state's field.
+        """
+        has_start = lambda x: fields_of(type(x)).start is not None
+        starts = {}
+        for state in jax.tree.leaves(inner_state, is_leaf=has_start):
+            field = fields_of(type(state)).start
+            if field is not None:
+                names = trees.named_leaves(getattr(state, field))[0]
+                starts |= dict.fromkeys(names, f"{type(state).__name__}.{field}")
+        for leaf in leaves:
+            is_exact = leaf.format is None or leaf.format.is_exact(leaf.param.dtype)
+            if is_exact or leaf.name not in starts:
+                continue
+            raise InexactWeightsError(
+                "lowbit: the inner transformation learns its step size from how far "
+                f"weights are from where they started ({starts[leaf.name]}), and would "
+                f"take the rounding of params{leaf.name}, "
+                f"{trees.describe(leaf.param)}, by {self.weights} for distance; "
+                "accepted are weights=lowbit_optax.extra_bits(), which keeps all bits "
+                "of float32, and master_copy()"
             )
 
 
-def _residual(format_, master, param):
+def _split(leaf: StoredLeaf, master) -> tuple[typing.Any, typing.Any]:
+    """The master and the residual at the start; the parameter is the one if None."""
+    if leaf.format is None:
+        return leaf.param, None
+    if master is not None:
+        return master, _residual(leaf.format, master, leaf.param)
+    return _widen(leaf.format, leaf.param), leaf.format.init(leaf.param)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _widen(format_: WeightFormat, param):
+    return format_.widen(param)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _residual(format_: WeightFormat, master, param):
     return format_.residual(master, param, ToNearest())
+
+
+def _check_inner_state(inner_state) -> None:
+    is_lowbit = lambda x: isinstance(x, LowbitState)
+    if any(map(is_lowbit, jax.tree.leaves(inner_state, is_leaf=is_lowbit))):
+        raise ValueError(
+            "lowbit: the inner transformation is, or holds, one of this package "
+            "already, such as kahan_adamw; give lowbit the optax transformation, "
+            "such as optax.adamw, or use the alias alone"
+        )

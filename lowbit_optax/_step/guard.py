@@ -120,3 +120,15 @@ def _neutral_update(like) -> jax.Array:
     value = -0.0 if jnp.issubdtype(like.dtype, jnp.floating) else 0
     # numpy's float64 is float32 to JAX, which says so unless it is asked first.
     return jnp.asarray(value, jax.dtypes.canonicalize_dtype(like.dtype))
+
+
+def unless_still(still, new, old):
+    """A new tree, or the old one where a condition says that it stays.
+
+    Args:
+      still: the condition's value, of rank 0; None for never.
+      new, old: trees of arrays of the same shapes and dtypes.
+    """
+    if still is None:
+        return new
+    return jax.tree.map(functools.partial(jnp.where, still), old, new)

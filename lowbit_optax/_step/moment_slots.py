@@ -9,16 +9,17 @@ field is known to be a running average.
 
 import dataclasses
 import typing
-from collections.abc import Collection, Mapping
+import warnings
+from collections.abc import Callable, Collection, Mapping
 
 import jax
 import optax
 
 from lowbit_optax._numerics.float_layouts import is_narrow
-from lowbit_optax._step.known_averages import bound_of, is_running_average
 from lowbit_optax.formats.base import MomentFormat
 from lowbit_optax.formats.block_quantized import block_quantized
 from lowbit_optax.formats.low_moments import LowMoments
+from lowbit_optax.formats.moment_fields import fields_of
 
 FLOAT32: typing.Final = "float32"
 LOW: typing.Final = "low"
@@ -71,7 +72,7 @@ class MomentChoice:
         """The moment format of one field of a state; None for float32."""
         if field in self.by_field:
             return self.by_field[field]
-        return self.averages if is_running_average(state_class, field) else None
+        return self.averages if field in fields_of(state_class).averages else None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -110,8 +111,8 @@ def with_slots(
     try:
         state = optax.tree.map_params(inner, Slot, expected, is_leaf=lambda _: True)
     except Exception as error:
-        # map_params calls the inner init with placeholders instead of parameters, which
-        # not every init accepts.
+        # map_params calls the inner init with placeholders instead of parameters, and
+        # what an init that does not accept them raises may be anything.
         if choice.is_default:
             return expected
         raise ValueError(
@@ -119,84 +120,83 @@ def with_slots(
             f"because optax.tree.map_params fails on it ({type(error).__name__}: "
             f"{error}); accepted for it is moments='float32'"
         ) from error
-    named = _SlotVisitor()
-    named.visit(state)
-    unknown = sorted(set(choice.by_field) - named.fields)
+    owners: list[_Owner] = []
+    _visit(state, lambda owner, slot: owners.append(owner) or slot)
+    fields = sorted({owner.field for owner in owners})
+    unknown = sorted(set(choice.by_field) - set(fields))
     if unknown:
         raise NoSuchMomentError(
             f"moments names {unknown[0]!r}, but the inner transformation's state has "
-            f"these moments: {sorted(named.fields)}"
+            f"these moments: {fields}"
         )
 
-    def with_format(place: _Place, slot: Slot) -> Slot:
-        state_class, state_path, field = place
-        format_ = choice.format_of(state_class, field)
+    def with_format(owner: _Owner, slot: Slot) -> Slot:
+        format_ = choice.format_of(owner.state_class, owner.field)
         if format_ is not None:
-            _check_wide(slot, field, format_)
-            bound = bound_of(state_class, field)
-            format_ = format_.for_field(field, named.fields, bound)
-            _check_reference(format_, place, named.places)
-        return Slot(slot.tree, state_path, field, format_)
+            _check_wide(slot, owner.field, format_)
+            known = fields_of(owner.state_class)
+            is_second = known.is_second_moment(owner.field)
+            bound = known.bounds.get(owner.field)
+            format_ = format_.for_field(owner.field, is_second, bound)
+            if is_second is None and owner.field not in known.averages:
+                _warn_of_sign(owner, format_)
+            _check_reference(format_, owner, owners)
+        return Slot(slot.tree, owner.state, owner.field, format_)
 
-    return _SlotVisitor(with_format).visit(state)
+    return _visit(state, with_format)
 
 
-class _Place(typing.NamedTuple):
-    """Where a slot is: the class and path of the state that has it, and the field."""
+class _Owner(typing.NamedTuple):
+    """What holds a slot: the class and path of the state, and its field."""
 
     state_class: type | None
     state: str
     field: str
 
 
-_NOWHERE = _Place(None, "", "")
+_NOBODY = _Owner(None, "", "")
 
 
-@dataclasses.dataclass
-class _SlotVisitor:
-    """Visits the slots of a state.
+def _visit(node, change: Callable, owner: _Owner = _NOBODY, path: str = ""):
+    """A copy of a node, which has this path, with ``change(owner, slot)`` for slots."""
+    if isinstance(node, Slot):
+        return change(owner, node)
+    is_child = lambda x: x is not node
+    children, treedef = jax.tree_util.tree_flatten_with_path(node, is_child)
+    if jax.tree_util.treedef_is_leaf(treedef):
+        return node
+    visited = []
+    for keys, child in children:
+        own = owner
+        for key in keys:
+            if isinstance(key, jax.tree_util.GetAttrKey):
+                own = _Owner(type(node), path, key.name)
+            elif isinstance(key, jax.tree_util.DictKey):
+                own = _Owner(owner.state_class, path, str(key.key))
+        visited.append(_visit(child, change, own, path + jax.tree_util.keystr(keys)))
+    return treedef.unflatten(visited)
 
-    Args:
-      change: ``(place, slot) -> replacement``; leaves slots alone if left out.
-      places: the slots visited so far.
-    """
 
-    change: typing.Callable[[_Place, Slot], typing.Any] = lambda place, slot: slot
-    places: set[_Place] = dataclasses.field(default_factory=set)
-
-    @property
-    def fields(self) -> set[str]:
-        """The names of the fields visited so far that hold slots."""
-        return {place.field for place in self.places}
-
-    def visit(self, node, place: _Place = _NOWHERE, path: str = ""):
-        """A copy of the node, which has this path, with its slots changed."""
-        if isinstance(node, Slot):
-            self.places.add(place)
-            return self.change(place, node)
-        is_child = lambda x: x is not node
-        children, treedef = jax.tree_util.tree_flatten_with_path(node, is_child)
-        if jax.tree_util.treedef_is_leaf(treedef):
-            return node
-        visited = []
-        for keys, child in children:
-            owner = place
-            for key in keys:
-                if isinstance(key, jax.tree_util.GetAttrKey):
-                    owner = _Place(type(node), path, key.name)
-                elif isinstance(key, jax.tree_util.DictKey):
-                    owner = _Place(place.state_class, path, str(key.key))
-            visited.append(self.visit(child, owner, path + jax.tree_util.keystr(keys)))
-        return treedef.unflatten(visited)
+def _warn_of_sign(owner: _Owner, format_: MomentFormat) -> None:
+    """Say that a moment of which nothing is known is stored with a sign."""
+    if not getattr(format_, "signed", False):
+        return
+    name = "the state" if owner.state_class is None else owner.state_class.__name__
+    warnings.warn(
+        f"lowbit: moment {owner.field!r} of {name} is stored with a sign, because "
+        "nothing is known of it; if it is a second moment, whose root divides the "
+        "update, say so by lowbit_optax.declare_moments",
+        stacklevel=2,
+    )
 
 
 def _check_reference(
-    format_: MomentFormat, place: _Place, places: Collection[_Place]
+    format_: MomentFormat, owner: _Owner, owners: Collection[_Owner]
 ) -> None:
-    beside = {x.field for x in places if x.state == place.state} - {place.field}
+    beside = {x.field for x in owners if x.state == owner.state} - {owner.field}
     if format_.reference is not None and format_.reference not in beside:
         raise ValueError(
-            f"lowbit: moment {place.field!r} is to be stored relative to "
+            f"lowbit: moment {owner.field!r} is to be stored relative to "
             f"{format_.reference!r}, but in the same state are {sorted(beside)}; "
             "accepted is one of these, or relative_to=None"
         )

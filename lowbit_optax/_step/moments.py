@@ -1,36 +1,37 @@
-"""Encoding and decoding the moments in an inner transformation's state.
+"""How an inner transformation's state is stored: its moments in their formats.
 
-:mod:`lowbit_optax._step.moment_slots` finds which parts of a state are moments, and in
-which format each is stored. Formats work leaf by leaf;
-:mod:`lowbit_optax._step.moment_trees` turns their results into the trees that the state
-keeps.
+A *part* is a leaf of the inner state as the inner transformation knows it; states are
+lists of parts here. :mod:`lowbit_optax._step.moment_slots` finds which parts are
+moments. Formats work part by part; the state keeps parallel trees, each with the
+parameters' structure, which is what ``optax.tree.map_params``, shardings and
+checkpoints can handle:
+
+    parts:         nu = {"w": (codes, scales), "b": float32}
+    in the state:  nu = ({"w": codes, "b": float32}, {"w": scales, "b": None})
 """
 
+import collections
 import dataclasses
 import functools
+import itertools
 import typing
-from collections.abc import Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.random_bits import RandomBits
 from lowbit_optax._numerics.relative import product, quotient
 from lowbit_optax._numerics.streams import Draws, moment_draws
+from lowbit_optax._step import trees
+from lowbit_optax._step.context import layerwise
+from lowbit_optax._step.leaf import check_shards
 from lowbit_optax._step.moment_slots import MomentChoice, Slot, with_slots
-from lowbit_optax._step.moment_trees import (
-    from_parallel_trees,
-    is_quantized_moment,
-    to_parallel_trees,
-    unwrap_uncoded,
-    wrap_uncoded,
-)
-from lowbit_optax._step.shards import check_shards
-from lowbit_optax._step.stacks import marked_layerwise
-from lowbit_optax._step.trees import describe
 from lowbit_optax.formats.base import BlockMomentFormat, MomentFormat
+from lowbit_optax.formats.block_quantized import QuantizedMoment, RelativeMoment
+
+_CONTAINERS = (QuantizedMoment, RelativeMoment)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,35 +40,27 @@ class MomentStorage:
 
     Args:
       leaf: path of the parameter that it belongs to.
-      format: its moment format.
-      number: counts the moments of one parameter from 0.
-      reference: index of the part by whose root it is divided, see
+      field: of the inner state.
+      state: path of the state that has the field.
+      format: its moment format; None for a float32 one.
+      container: in which the state keeps it, of those that store several arrays.
+      number: counts the moments of one parameter that have formats, from 0.
+      reference: the part by whose root it is divided, see
         :attr:`MomentFormat.reference`; None if it is not.
     """
 
     leaf: str
-    format: MomentFormat
-    number: int
-    reference: int | None = None
-
-
-class _Moment(typing.NamedTuple):
-    """A moment of a state: the path and field of its state, and its parameter's path.
-
-    Its ``reference`` is not known yet to ``storage``, which is None without a format.
-    """
-
-    state: str
     field: str
-    leaf: str
-    storage: MomentStorage | None
+    state: str
+    format: MomentFormat | None
+    container: type | None = None
+    number: int = 0
+    reference: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class MomentPlan:
     """Which parts of an inner state are stored in which format.
-
-    A *part* is a leaf of the inner state as the inner transformation knows it.
 
     Args:
       inner: the wrapped transformation.
@@ -84,111 +77,14 @@ class MomentPlan:
     expected: typing.Any
     min_size: int = 4096
 
-    def encode(self, state, draws: Sequence[Draws]):
-        """The inner state as it is stored, with its moments in their formats.
-
-        Args:
-          state: the inner state with moments in float32.
-          draws: per leaf, the random numbers for its moments.
-        """
+    @functools.cached_property
+    def storage(self) -> list[MomentStorage | None]:
+        """How each part is stored; None for parts that have no moment format."""
         if self.choice.is_float32:
-            return state
-        treedef = jax.tree.structure(self.expected)
-        parts = self.encode_parts(treedef.flatten_up_to(state), draws)
-        return self.to_parallel_trees(treedef.unflatten(parts))
-
-    def encode_parts(
-        self,
-        parts: Sequence,
-        draws: Sequence[Draws],
-        encoded: Set[int] = frozenset(),
-    ) -> list:
-        """The parts of an inner state, with each moment in the form ``encode`` gives.
-
-        Args:
-          parts: the parts with moments in float32.
-          draws: per leaf, the random numbers for its moments.
-          encoded: indices of the parts that are encoded already.
-        """
-        by_name = dict(zip(self.names, draws, strict=True))
-        treedef = jax.tree.structure(self.expected)
-        described = self.describe(treedef.unflatten(parts))
-        left = [
-            (i, how)
-            for i, how in enumerate(described)
-            if how is not None and i not in encoded
-        ]
-        stored = list(parts)
-        for i, how in left:
-            if how.reference is None:
-                stored[i] = _encode(how, parts[i], by_name[how.leaf])
-        for i, how in left:
-            if how.reference is not None:
-                # Only what is stored of it is there when the moment is decoded.
-                second = stored[how.reference]
-                format_of_second = described[how.reference]
-                if format_of_second is not None:
-                    second = _decode_part(
-                        format_of_second.format, parts[i].shape, second
-                    )
-                stored[i] = _encode(how, parts[i], by_name[how.leaf], second)
-        return stored
-
-    def to_parallel_trees(self, state):
-        """An inner state of encoded parts as it is stored, in parallel trees."""
-        if self.choice.is_float32:
-            return state
-
-        def to_trees(slot, tree):
-            structure = jax.tree.structure(slot.tree)
-            return to_parallel_trees(
-                slot.format, structure, structure.flatten_up_to(tree)
-            )
-
-        return self._map_slots(to_trees, state)
-
-    def from_parallel_trees(self, state):
-        """The stored inner state with each moment's arrays together at its leaf.
-
-        The inverse of :meth:`to_parallel_trees`.
-        """
-        if self.choice.is_float32:
-            return state
-
-        def from_trees(slot, stored):
-            del slot
-            parts = from_parallel_trees(stored)
-            return jax.tree.map(unwrap_uncoded, parts, is_leaf=is_quantized_moment)
-
-        return self._map_slots(from_trees, state)
-
-    def describe(self, state) -> list[MomentStorage | None]:
-        """How each part of a decoded inner state is stored.
-
-        Returns:
-          Per part, a :class:`MomentStorage`; None for parts that have no format.
-        """
-        treedef = jax.tree.structure(self.expected)
-        if self.choice.is_float32:
-            return [None] * treedef.num_leaves
-        nothing = lambda _: None
-        numbers: dict[str, int] = {}
-
-        def moment(slot, name, format_, part, like):
-            storage = None
-            if format_ is not None:
-                number = numbers[name] = numbers.get(name, -1) + 1
-                storage = MomentStorage(name, format_, number)
-            return _Moment(slot.state, slot.field, name, storage)
-
-        found = self._map_slots(
-            lambda slot, tree: self._map_moments(
-                functools.partial(moment, slot), slot, tree, nothing
-            ),
-            state,
-            nothing,
-        )
-        return _with_references(treedef.flatten_up_to(found))
+            return [None] * len(self._shapes)
+        numbers = {(x.state, x.field, x.leaf): i for i, x in self._moments.items()}
+        parts = range(len(self._shapes))
+        return [_with_reference(self._moments.get(i), numbers) for i in parts]
 
     def parts_in(self, field: str) -> dict[str, int]:
         """The parts that are moments of a field, by the paths of their leaves.
@@ -196,168 +92,285 @@ class MomentPlan:
         Raises:
           ValueError: if a leaf has several.
         """
-        treedef = jax.tree.structure(self.expected)
         found: dict[str, int] = {}
-
-        def note(name, format_, part, like):
-            del format_, like
-            if name in found:
+        for i, moment in self._moments.items():
+            if moment.field != field:
+                continue
+            if moment.leaf in found:
                 raise ValueError(
-                    f"lowbit: error_into is {field!r}, and params{name} has several "
-                    "moments of this name"
+                    f"lowbit: error_into is {field!r}, and params{moment.leaf} has "
+                    "several moments of this name"
                 )
-            found[name] = part
-
-        def of_slot(slot, tree):
-            if slot.field == field:
-                self._map_moments(note, slot, tree, lambda part: None)
-
-        numbers = treedef.unflatten(range(treedef.num_leaves))
-        self._map_slots(of_slot, numbers, lambda part: None)
+            found[moment.leaf] = i
         return found
 
-    def decode(self, state):
-        """The inner state with its moments in float32.
+    def encode(
+        self,
+        parts: Sequence,
+        draws: Mapping[str, Draws],
+        stored: Collection[int] = (),
+    ) -> list:
+        """The parts as they are stored.
+
+        Args:
+          parts: with moments in float32.
+          draws: by the paths of leaves, the random numbers for their moments.
+          stored: which parts are given as they are stored.
+        """
+        result = list(parts)
+        # Only what is stored of a second moment is there when quotients are decoded.
+        for i, how in self._in_order():
+            if i in stored:
+                continue
+            seconds = []
+            if how.reference is not None:
+                seconds = [self._decoded(how.reference, result[how.reference])]
+            result[i] = _encode(how, parts[i], draws[how.leaf], *seconds)
+        return result
+
+    def decode(self, parts: Sequence, wanted: Collection[int] | None = None) -> list:
+        """The parts with moments in float32.
+
+        Args:
+          parts: as they are stored.
+          wanted: which are decoded; all if None.
+        """
+        result = list(parts)
+        for i, how in self._in_order():
+            if wanted is not None and i not in wanted:
+                continue
+            result[i] = self._decoded(i, parts[i])
+            if how.reference is not None:
+                second = self._decoded(how.reference, parts[how.reference])
+                result[i] = layerwise(_product)(result[i], second)
+        return result
+
+    def structure(self, state) -> trees.PyTreeDef:
+        """The structure of the parts of an inner state, which may be a stored one."""
+        # A state whose moments are not looked for may change its structure.
+        return jax.tree.structure(state if self.choice.is_float32 else self.expected)
+
+    def tree(self, structure: trees.PyTreeDef, parts: Sequence) -> typing.Any:
+        """The inner state of stored parts, in parallel trees.
+
+        Args:
+          structure: of the inner state, from :meth:`structure`.
+          parts: as they are stored.
+        """
+        state = structure.unflatten(parts)
+        if self.choice.is_float32:
+            return state
+        rest = iter(jax.tree.structure(self.expected).flatten_up_to(state))
+        return self._outer.unflatten(
+            _in_parallel_trees(x, rest) if isinstance(x, Slot) else next(rest)
+            for x in self._slots
+        )
+
+    def parts(self, state) -> list:
+        """The stored parts of an inner state, the inverse of :meth:`tree`.
 
         Raises:
           ValueError: if the state was stored in another format.
         """
         if self.choice.is_float32:
             self._check_float32(state)
-            return state
-
-        def decode(slot, name, format_, stored, like):
-            want = wrap_uncoded(slot.format, like)
-            if format_ is not None:
-                want = _expected_encoding(format_, like.shape)
-            if describe(stored) != describe(want):
+            return jax.tree.leaves(state)
+        parts: list = []
+        stored = self._outer.flatten_up_to(state)
+        for slot, part in zip(self._slots, stored, strict=True):
+            if isinstance(slot, Slot):
+                names, _, treedef = trees.named_leaves(slot.tree)
+                parts += leaf_by_leaf(names, treedef, part, slot.field)
+            else:
+                parts.append(part)
+        for i, moment in self._moments.items():
+            want = self._shapes[i]
+            if moment.format is not None:
+                want = _encoded_shape(moment.format, want.shape)
+            elif moment.container is not None:
+                want = moment.container(want, None)
+            if trees.describe(parts[i]) != trees.describe(want):
                 raise ValueError(
-                    f"moment {slot.field!r} of params{name} is {describe(stored)}, but "
-                    f"{slot.format or 'no format'} stores {describe(want)}: was this "
-                    "state made by a transformation with other moments?"
+                    f"moment {moment.field!r} of params{moment.leaf} is "
+                    f"{trees.describe(parts[i])}, but {moment.format or 'no format'} "
+                    f"stores {trees.describe(want)}: was this state made by a "
+                    "transformation with other moments?"
                 )
-            if format_ is None:
-                return unwrap_uncoded(stored)
-            return _decode_part(format_, like.shape, stored)
+        is_uncoded = lambda x: isinstance(x, _CONTAINERS) and x.scales is None
+        return [x.codes if is_uncoded(x) else x for x in parts]
 
-        decoded = self._map_slots(
-            lambda slot, stored: self._map_moments(
-                functools.partial(decode, slot),
-                slot,
-                from_parallel_trees(stored),
-                unwrap_uncoded,
-            ),
-            state,
-        )
-        return self._times_roots(decoded)
-
-    def _times_roots(self, state):
-        """A decoded state in which quotients by roots have become moments."""
-        parts, treedef = jax.tree.flatten(state)
-        moments = list(parts)
-        for i, how in enumerate(self.describe(state)):
-            if how is not None and how.reference is not None:
-                second = parts[how.reference]
-                moments[i] = marked_layerwise(traced_once(product), parts[i], second)
-        return treedef.unflatten(moments)
-
-    def _check_float32(self, state):
+    def _check_float32(self, state) -> None:
         # Without formats the inner init need not accept optax's placeholders, so the
         # moments are recognised by their dtype alone.
+        is_container = lambda x: isinstance(x, _CONTAINERS)
+
         def flatten(tree):
-            tree = jax.tree.map(from_parallel_trees, tree, is_leaf=is_quantized_moment)
-            return jax.tree_util.tree_flatten_with_path(tree, is_quantized_moment)
+            tree = jax.tree.map(
+                lambda x: (
+                    jax.tree.map(type(x), x.codes, x.scales) if is_container(x) else x
+                ),
+                tree,
+                is_leaf=is_container,
+            )
+            return jax.tree_util.tree_flatten_with_path(tree, is_container)
 
         stored, structure = flatten(state)
         wanted, expected = flatten(self.expected)
         if structure != expected:
             return  # the inner transformation reports it, if it minds
         for (path, part), (_, want) in zip(stored, wanted, strict=True):
-            if getattr(want, "dtype", None) != jnp.float32:
-                continue
-            if describe(part) != describe(want):
+            is_float32 = getattr(want, "dtype", None) == jnp.float32
+            if is_float32 and trees.describe(part) != trees.describe(want):
                 raise ValueError(
-                    f"moment {jax.tree_util.keystr(path)} is {describe(part)}, but "
-                    f"without moment formats it is {describe(want)}: was this state "
-                    "made by a transformation with other moments?"
+                    f"moment {jax.tree_util.keystr(path)} is {trees.describe(part)}, "
+                    f"but without moment formats it is {trees.describe(want)}: was "
+                    "this state made by a transformation with other moments?"
                 )
 
-    def _map_slots(self, fn, state, other=lambda part: part):
-        """Map ``fn(slot, part)`` over the slots, and ``other(part)`` elsewhere."""
-
-        def visit(slot, part):
-            return fn(slot, part) if isinstance(slot, Slot) else other(part)
-
-        return jax.tree.map(visit, self._slots, state)
-
-    def _map_moments(self, fn, slot: Slot, tree, other):
-        """Map ``fn(name, format, part, expected leaf)`` over the moments of a slot.
-
-        ``other(part)`` is for the parts of the slot that are not moments.
-        """
-        params = dict(zip(self.names, self.params, strict=True))
-
-        def leaf(path, like, part):
-            name = jax.tree_util.keystr(path)
-            param = params.get(name)
-            is_like = param is not None and param.shape == like.shape
-            if like.dtype != jnp.float32 or not is_like:
-                return other(part)
-            format_ = slot.format and slot.format.for_leaf(like.shape, self.min_size)
-            if isinstance(format_, BlockMomentFormat):
-                check_shards(name, param, format_.bits, format_.block_size)
-            return fn(name, format_, part, like)
-
-        return jax.tree_util.tree_map_with_path(leaf, slot.tree, tree)
+    def _decoded(self, number: int, part):
+        """A moment, or its quotient by a root, in float32."""
+        how = self.storage[number]
+        if how is None:
+            return part
+        decode = functools.partial(_decode, how.format, self._shapes[number].shape)
+        return layerwise(decode)(part)
 
     @functools.cached_property
-    def _slots(self):
-        return with_slots(self.inner, self.choice, self.expected)
+    def _shapes(self) -> list[jax.ShapeDtypeStruct]:
+        return jax.tree.leaves(self.expected)
+
+    def _in_order(self) -> list[tuple[int, MomentStorage]]:
+        """The moments that have formats, those relative to others last."""
+        found = [(i, x) for i, x in enumerate(self.storage) if x is not None]
+        return sorted(found, key=lambda x: x[1].reference is not None)
+
+    @functools.cached_property
+    def _moments(self) -> dict[int, MomentStorage]:
+        """The moments by their parts' numbers, without their references."""
+        params = dict(zip(self.names, self.params, strict=True))
+        numbers: collections.Counter = collections.Counter()
+        found, part = {}, 0
+        for slot in self._slots:
+            tree = slot.tree if isinstance(slot, Slot) else slot
+            for path, like in jax.tree_util.tree_flatten_with_path(tree)[0]:
+                name = jax.tree_util.keystr(path)
+                param = params.get(name)
+                is_moment = isinstance(slot, Slot) and like.dtype == jnp.float32
+                if is_moment and param is not None and param.shape == like.shape:
+                    format_ = slot.format and slot.format.for_leaf(
+                        like.shape, self.min_size
+                    )
+                    if isinstance(format_, BlockMomentFormat):
+                        check_shards(name, param, format_.bits, format_.block_size)
+                    container = slot.format and slot.format.container
+                    found[part] = MomentStorage(
+                        name, slot.field, slot.state, format_, container, numbers[name]
+                    )
+                    numbers[name] += format_ is not None
+                part += 1
+        return found
+
+    @functools.cached_property
+    def _outer_and_slots(self) -> tuple[trees.PyTreeDef, list]:
+        state = with_slots(self.inner, self.choice, self.expected)
+        slots, outer = jax.tree.flatten(state)
+        return outer, slots
+
+    @property
+    def _outer(self) -> trees.PyTreeDef:
+        return self._outer_and_slots[0]
+
+    @property
+    def _slots(self) -> list:
+        """The leaves of the state in which a Slot is in place of a tree of moments."""
+        return self._outer_and_slots[1]
 
 
-def _with_references(moments: list[_Moment | None]) -> list[MomentStorage | None]:
-    """How each part is stored, with the indices of those that others refer to."""
-    numbers = {x[:-1]: i for i, x in enumerate(moments) if x is not None}
+def _with_reference(
+    moment: MomentStorage | None, numbers: Mapping[tuple[str, str, str], int]
+) -> MomentStorage | None:
+    """How a part is stored, with the number of that which it is relative to."""
+    if moment is None or moment.format is None:
+        return None
+    field = moment.format.reference
+    if field is None:
+        return moment
+    number = numbers.get((moment.state, field, moment.leaf))
+    if number is None:
+        raise ValueError(
+            f"lowbit: moment {moment.field!r} of params{moment.leaf} is to be "
+            f"stored relative to {field!r}, which is no float32 array of the "
+            "parameter's shape; accepted is relative_to=None"
+        )
+    return dataclasses.replace(moment, reference=number)
 
-    def storage(moment: _Moment | None) -> MomentStorage | None:
-        if moment is None or moment.storage is None:
-            return None
-        field = moment.storage.format.reference
-        if field is None:
-            return moment.storage
-        number = numbers.get((moment.state, field, moment.leaf))
-        if number is None:
-            raise ValueError(
-                f"lowbit: moment {moment.field!r} of params{moment.leaf} is to be "
-                f"stored relative to {field!r}, which is no float32 array of the "
-                "parameter's shape; accepted is relative_to=None"
-            )
-        return dataclasses.replace(moment.storage, reference=number)
 
-    return [storage(x) for x in moments]
+def in_parallel_trees(format_: MomentFormat | None, treedef, parts: Sequence):
+    """The moments of one field as the state keeps them.
+
+    Args:
+      format_: their moment format; None for float32.
+      treedef: the structure of the field's tree.
+      parts: per leaf, the result of the format's ``encode``, or the uncoded array of a
+        leaf that the format leaves alone.
+
+    Returns:
+      One tree; or, if the format stores a moment as several arrays, a container of
+      trees, in which ``scales`` is None at the uncoded leaves.
+    """
+    if format_ is None or format_.container is None:
+        return treedef.unflatten(parts)
+    container = format_.container
+    pairs = [x if isinstance(x, _CONTAINERS) else container(x, None) for x in parts]
+    return container(
+        treedef.unflatten(x.codes for x in pairs),
+        treedef.unflatten(x.scales for x in pairs),
+    )
+
+
+def leaf_by_leaf(names: Sequence[str], treedef, stored, what: str) -> list:
+    """The inverse of :func:`in_parallel_trees`, with uncoded arrays in containers.
+
+    Args:
+      names, treedef: of the leaves of the field's tree.
+      stored: as the state keeps it.
+      what: the field, for errors.
+    """
+    if not isinstance(stored, _CONTAINERS):
+        return trees.parts_of(names, treedef, stored, what)
+    codes = trees.parts_of(names, treedef, stored.codes, "codes")
+    scales = trees.parts_of(names, treedef, stored.scales, "scales")
+    return list(map(type(stored), codes, scales))
+
+
+def _in_parallel_trees(slot: Slot, parts: Iterator):
+    treedef = jax.tree.structure(slot.tree)
+    own = list(itertools.islice(parts, treedef.num_leaves))
+    return in_parallel_trees(slot.format, treedef, own)
 
 
 def _encode(how: MomentStorage, moment: jax.Array, draws: Draws, *second: jax.Array):
-    encode = traced_once(_encode_moment, how.format, how.number)
-    return marked_layerwise(lambda *moments: encode(draws, *moments), moment, *second)
+    encode = functools.partial(_encode_moment, how.format, how.number, draws)
+    return layerwise(encode)(moment, *second)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _encode_moment(format_: MomentFormat, number: int, draws: Draws, moment, *second):
     if second:
         moment = quotient(moment, *second)
     return format_.encode(moment, draws, number)
 
 
-def _decode_part(format_: MomentFormat, shape: tuple[int, ...], stored):
-    return marked_layerwise(traced_once(_decode, format_, shape), stored)
-
-
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _decode(format_: MomentFormat, shape: tuple[int, ...], stored):
     return format_.decode(stored, shape)
 
 
+_product = jax.jit(product)
+
+
 @functools.lru_cache(maxsize=4096)
-def _expected_encoding(format_: MomentFormat, shape: tuple[int, ...]):
+def _encoded_shape(format_: MomentFormat, shape: tuple[int, ...]):
     def encode(moment, seed):
         return format_.encode(moment, moment_draws(RandomBits(seed, seed)), 0)
 

@@ -17,7 +17,6 @@ wherever rounding the stored master could not have given it.
 
 import dataclasses
 import typing
-from collections.abc import Set
 
 import jax
 import jax.numpy as jnp
@@ -278,17 +277,18 @@ class MomentFormat:
         return None
 
     def for_field(
-        self, name: str, fields: Set[str], bound: str | None = None
+        self, name: str, is_second: bool | None, bound: str | None = None
     ) -> "MomentFormat":
         """The format of the moments in one field of the inner state.
 
         Args:
           name: the field, such as ``mu`` or ``nu``.
-          fields: all fields of the inner state that hold moments.
+          is_second: whether they are second moments, which are never negative; None if
+            that is not known.
           bound: the field of the same state whose roots are known to bound these
             moments, up to a constant; None if there is none.
         """
-        del name, fields, bound
+        del name, is_second, bound
         return self
 
     def for_sums(self) -> "MomentFormat":
@@ -297,7 +297,7 @@ class MomentFormat:
         Raises:
           ValueError: if the format holds no negative values.
         """
-        return self.for_field("trace", frozenset({"trace"}))
+        return self.for_field("trace", is_second=False)
 
     def for_leaf(self, shape: tuple[int, ...], min_size: int) -> "MomentFormat | None":
         """The format of a leaf of this shape: itself, or None to keep it float32."""

@@ -7,7 +7,6 @@ decided what is stored where, and which code a moment gets.
 import dataclasses
 import math
 import typing
-from collections.abc import Set
 
 import jax
 
@@ -26,17 +25,11 @@ from pallas_kernels.layout import (
     repeat_blocks,
 )
 
-SECOND_MOMENTS = frozenset(
-    {"nu", "nu_max", "v", "n", "sum_of_squares", "e_g", "e_x", "exp_avg_sq"}
-)
-"""State fields of optax whose moments are never negative (``v``: see for_field)."""
-
-_FIRST_MOMENTS = frozenset({"mu", "m", "m1", "m2", "trace", "exp_avg", "g"})
-
 CodeName = typing.Literal[
     "linear", "companded", "dynamic", "sqrt", "log", "float", "nested"
 ]
 _CODES = typing.get_args(CodeName)
+_UNSIGNED = ("sqrt", "log", "float", "nested")
 _BITS_OF_NESTED = (6, 8)
 _ROUNDINGS = ("nearest", "stochastic")
 _SCALES = ("bfloat16", "power_of_two")
@@ -141,13 +134,14 @@ class BlockQuantized(BlockMomentFormat):
         return code, self.scale or ("power_of_two" if code == "log" else "bfloat16")
 
     def for_field(
-        self, name: str, fields: Set[str], bound: str | None = None
+        self, name: str, is_second: bool | None, bound: str | None = None
     ) -> "BlockQuantized":
-        # In Adan, v is a first moment of differences and n is the second moment.
-        signed = name not in SECOND_MOMENTS or (name == "v" and "n" in fields)
-        code = self.code or ("nested" if self.bits == 6 else None)
-        if code in ("sqrt", "log", "float", "nested"):
-            if name in _FIRST_MOMENTS or (signed and name in SECOND_MOMENTS):
+        signed, code = (
+            not is_second,
+            self.code or ("nested" if self.bits == 6 else None),
+        )
+        if code in _UNSIGNED:
+            if is_second is False:
                 instead = "take 4 or 8 bits" if self.bits == 6 else "leave code out"
                 raise ValueError(
                     f"block_quantized: code {code!r} is for second moments and "
@@ -244,9 +238,9 @@ def block_quantized(
 
     With ``code=None``, second moments are stored as ``"float"`` (``"nested"`` with 6
     bits, ``"sqrt"`` with 4) and other moments as ``"companded"``. Second moments are
-    recognised by their field in the state: ``nu``, ``nu_max``, ``v``, ``n``,
-    ``sum_of_squares``, ``e_g``, ``e_x`` or ``exp_avg_sq``. For these all codes are
-    unsigned. A value that is not
+    those of optax's states and of :func:`lowbit_optax.declare_moments`; in states that
+    are neither, fields of optax's names, such as ``nu``, ``v`` and ``exp_avg_sq``. For
+    these all codes are unsigned. A value that is not
     zero never becomes zero, because the update is divided by its root.
 
     8 bits follow float32's AdamW even where one value of a block is 1,000 times the

@@ -1,7 +1,6 @@
 """The fewest bits with which each moment follows float32's, chosen by its field."""
 
 import dataclasses
-from collections.abc import Set
 
 from lowbit_optax.formats.base import MomentFormat
 from lowbit_optax.formats.block_quantized import BlockQuantized
@@ -15,9 +14,9 @@ class LowMoments(MomentFormat):
     state bounds them, to whose root they are relative, and 8 elsewhere.
     """
 
-    def for_field(self, name: str, fields: Set[str], bound: str | None = None):
+    def for_field(self, name: str, is_second: bool | None, bound: str | None = None):
         first = BlockQuantized(4 if bound else 8, relative_to=bound)
-        chosen = first.for_field(name, fields, bound)
+        chosen = first.for_field(name, is_second, bound)
         if chosen.signed:
             return chosen
-        return BlockQuantized(6).for_field(name, fields, bound)
+        return BlockQuantized(6).for_field(name, is_second, bound)

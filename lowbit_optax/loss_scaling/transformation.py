@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lowbit_optax._numerics.landing import ADD, REPLACE, Landing
-from lowbit_optax._step import context, direct
+from lowbit_optax._numerics.landing import Landing
+from lowbit_optax._step.direct import Stepper
 from lowbit_optax._step.guard import Guard
-from lowbit_optax._step.stepper import Stepper
 from lowbit_optax.loss_scaling.guarded import Sizes, guarded, implementation_of
 from lowbit_optax.loss_scaling.scales import Scaling
 
@@ -158,18 +157,6 @@ class LossScaled(Stepper):
         skipped = jnp.zeros([], jnp.int32)
         return LossScaleState(scale, scaling_state, skipped, self.inner.init(params))
 
-    def update(self, updates, state, params=None, **extra_args):
-        """As in optax; the updates of a skipped step are -0, which changes nothing."""
-        if context.current().wants_params:
-            with context.params_wanted(False):
-                params, state = self.step(params, state, updates, **extra_args)
-            return direct.as_new_params(params), state
-        return self._guarded(params, state, updates, ADD, extra_args)
-
-    def step(self, params, state, grads, **extra_args):
-        """``(new params, new state)``, without forming differences."""
-        return self._guarded(params, state, grads, REPLACE, extra_args)
-
     def after(self, state: LossScaleState, inner_state, sizes: Sizes) -> LossScaleState:
         """The state after a step.
 
@@ -193,7 +180,8 @@ class LossScaled(Stepper):
                 "LossScaleState; was it made by this transformation's init?"
             )
 
-    def _guarded(self, params, state, grads, landing: Landing, extra_args: dict):
+    def run(self, params, state, grads, landing: Landing, extra_args: dict):
+        """A step; the updates of one that is skipped are -0, which changes nothing."""
         self.check_state(state)
         factor = jnp.float32(1) / state.scale
         sizes = Sizes.of(grads, factor, implementation_of(self.inner))

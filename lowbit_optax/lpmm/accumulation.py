@@ -9,19 +9,16 @@ import jax.numpy as jnp
 import optax
 
 from lowbit_optax import formats
+from lowbit_optax._arguments import check_static_int
 from lowbit_optax._jaxprs.not_folded import not_folded
 from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.streams import accumulator_draws
 from lowbit_optax._step import trees
-from lowbit_optax._step.arguments import check_static_int
-from lowbit_optax._step.moment_trees import (
-    from_parallel_trees,
-    to_parallel_trees,
-    unwrap_uncoded,
-)
-from lowbit_optax._step.prepared import random_of_leaves, widened_gradient
-from lowbit_optax._step.stacks import marked_layerwise
-from lowbit_optax._step.stepper import stepper_of
+from lowbit_optax._step.context import layerwise
+from lowbit_optax._step.direct import stepper_of
+from lowbit_optax._step.leaf import StoredLeaf, check_grad
+from lowbit_optax._step.moments import in_parallel_trees, leaf_by_leaf
+from lowbit_optax._step.step import random_of_leaves
 from lowbit_optax.formats import MomentFormat
 from lowbit_optax.lpmm.quantization import PAPER_BLOCK_SIZE
 
@@ -167,7 +164,7 @@ class Accumulation:
             count,
             seed,
             jnp.zeros([], jnp.int32),
-            to_parallel_trees(self.format, treedef, sums),
+            in_parallel_trees(self.format, treedef, sums),
             self.inner.init(params),
         )
 
@@ -200,15 +197,14 @@ class Accumulation:
         """
         names, leaves, treedef = trees.named_leaves(like)
         given = trees.parts_of(names, treedef, grads, "grads")
-        held = from_parallel_trees(state.accumulators)
-        held = trees.parts_of(names, treedef, held, "accumulators")
+        held = leaf_by_leaf(names, treedef, state.accumulators, "accumulators")
         random = _random(names, leaves, state.seed, state.count)
 
         # In the branches sums and means fuse with what reads them. Outside they would
         # be float32 copies of all gradients.
         def summed() -> tuple[list, typing.Any]:
             sums = [
-                widened_gradient(name, grad, leaf) + self._decode(name, part, leaf)
+                _widened(name, grad, leaf) + self._decode(name, part, leaf)
                 if trees.is_float(leaf)
                 else grad
                 for name, grad, leaf, part in zip(
@@ -239,7 +235,7 @@ class Accumulation:
             jnp.asarray(optax.safe_increment(state.count)),
             state.seed,
             (state.mini_step + jnp.int32(1)) % jnp.int32(self.every),
-            to_parallel_trees(self.format, treedef, parts),
+            in_parallel_trees(self.format, treedef, parts),
             inner_state,
         )
 
@@ -265,14 +261,14 @@ class Accumulation:
         if format_ is None:
             return total
         encode = traced_once(_encoded, format_)
-        return marked_layerwise(lambda x: encode(x, random), total)
+        return layerwise(lambda x: encode(x, random))(total)
 
     def _decode(self, name, part, leaf):
         format_ = self._format(leaf.shape)
         if format_ is None:
-            return unwrap_uncoded(part)
+            return part if self.format.container is None else part.codes
         try:
-            return marked_layerwise(traced_once(_decoded, format_, leaf.shape), part)
+            return layerwise(traced_once(_decoded, format_, leaf.shape))(part)
         except (AttributeError, ValueError) as error:
             raise ValueError(
                 f"accumulate_gradients: the accumulator of params{name} is not one of "
@@ -286,6 +282,11 @@ def _encoded(format_: MomentFormat, total, random):
 
 def _decoded(format_: MomentFormat, shape: tuple[int, ...], stored):
     return format_.decode(stored, shape)
+
+
+def _widened(name: str, grad, param):
+    check_grad(name, grad, param)
+    return StoredLeaf(name, param, None, grad=grad).wide_grad()
 
 
 def _zeros(leaf) -> jax.Array:

@@ -5,7 +5,7 @@ import typing
 import optax
 
 from lowbit_optax import formats
-from lowbit_optax._step.arguments import check_static_int
+from lowbit_optax._arguments import check_static_int
 from lowbit_optax._step.moment_slots import Moments
 from lowbit_optax.aliases.adamw import checked_adamw
 from lowbit_optax.aliases.common import Implementation

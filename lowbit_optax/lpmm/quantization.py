@@ -6,12 +6,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from lowbit_optax._arguments import check_static_int
 from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._numerics.random_bits import RandomBits, leaf_number, random_bits
 from lowbit_optax._numerics.rounding import to_float32
 from lowbit_optax._step import trees
-from lowbit_optax._step.arguments import check_static_int
 from lowbit_optax.formats.quantized_tensor import Rounding, is_quantized, quantize
 from pallas_kernels.layout import check_block_size, layout_of
 

@@ -21,7 +21,7 @@ from jax.extend import core
 
 from lowbit_optax._jaxprs.checkpoints import without_barriers_on
 from lowbit_optax._jaxprs.program import Scan
-from lowbit_optax._step.identity import ByIdentity
+from lowbit_optax._step.layers import ByIdentity
 from lowbit_optax.release.layer_order import cotangents_first
 
 

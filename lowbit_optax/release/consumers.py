@@ -13,7 +13,7 @@ from jax import lax
 
 from lowbit_optax._step import context
 from lowbit_optax._step.guard import Guard, Unguarded
-from lowbit_optax._step.layer import Layer
+from lowbit_optax._step.layers import Layer
 from lowbit_optax.release.gates import Gate
 from lowbit_optax.release.host_memory import beside, is_on_host, on_device
 from lowbit_optax.release.measures import Measure, Measured

@@ -8,7 +8,7 @@ import optax
 from lowbit_optax._jaxprs.graph import Graph
 from lowbit_optax._jaxprs.nodes import Node
 from lowbit_optax._step import context, trees
-from lowbit_optax._step.stacks import LAYERWISE
+from lowbit_optax._step.context import LAYERWISE
 from lowbit_optax.transformations.lowbit import step
 
 StateStacks = Mapping[str, Sequence[int]]

@@ -3,8 +3,8 @@
 import optax
 
 from lowbit_optax._step import context, trees
-from lowbit_optax._step.measured import LeafReport as LeafReport
-from lowbit_optax._step.measured import (
+from lowbit_optax.reports.leaf_reports import LeafReport as LeafReport
+from lowbit_optax.reports.leaf_reports import (
     lost_shares,
     measure,
     measure_lost,

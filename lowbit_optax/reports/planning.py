@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from lowbit_optax._numerics.dtypes import float_dtype
-from lowbit_optax._step.choices import InexactWeightsError
+from lowbit_optax._step.engine import InexactWeightsError
 from lowbit_optax._step.moment_slots import Moments, NoSuchMomentError
 from lowbit_optax.formats import (
     block_quantized,

@@ -1,6 +1,6 @@
 """``convert``: go on with a run in other formats, or with plain optax.
 
-    params, state --- read (_step/decoded.py) ---> masters, moments, all in float32
+    params, state --- read (decoded.py) ---> masters, moments, all in float32
                                                         |
     params, state <-- store, by to_tx's formats --------+
 
@@ -21,19 +21,18 @@ from lowbit_optax._numerics.random_bits import ToNearest
 from lowbit_optax._numerics.rounding import narrow_or_cast
 from lowbit_optax._numerics.streams import DrawsToNearest
 from lowbit_optax._step import trees
-from lowbit_optax._step.decoded import (
+from lowbit_optax._step.moments import MomentPlan
+from lowbit_optax._step.state import LowbitState
+from lowbit_optax.formats.base import WeightFormat
+from lowbit_optax.formats.quantized_tensor import quantize
+from lowbit_optax.states.decoded import (
     DecodedRun,
     Part,
     decoded_run,
     formats_of_parts,
-    plan_of,
 )
-from lowbit_optax._step.moments import MomentPlan
-from lowbit_optax._step.recorded import Recorded, is_recorded, recorded_state
-from lowbit_optax._step.state import LowbitState
-from lowbit_optax.formats.base import WeightFormat
-from lowbit_optax.formats.quantized_tensor import quantize
 from lowbit_optax.states.dtypes import of_leaves
+from lowbit_optax.states.recorded import Recorded, is_recorded, recorded_state
 
 
 def convert(
@@ -155,11 +154,10 @@ class _Target:
 
     @staticmethod
     def of(recorded: Recorded, by_name: dict[str, typing.Any]) -> "_Target":
-        leaves = recorded.parameters("to_tx", by_name)
-        formats = recorded.config.formats_of(recorded.names, leaves)
-        plan = plan_of(recorded, leaves, formats)
-        recorded.config.check_start(recorded.names, leaves, formats, plan.expected)
-        return _Target(recorded, dict(zip(recorded.names, formats, strict=True)), plan)
+        leaves = recorded.leaves("to_tx", by_name)
+        plan = recorded.plan(leaves)
+        recorded.config.check_start(leaves, plan.expected)
+        return _Target(recorded, {x.name: x.format for x in leaves}, plan)
 
     def state(self, where: str, inner_state, pairs, source: DecodedRun) -> LowbitState:
         """Its state.
@@ -187,15 +185,14 @@ class _Target:
                 value = part.stored
                 kept.add(i)
             parts.append(value)
-        draws = [DrawsToNearest()] * len(names)
-        encoded = self.plan.encode_parts(parts, draws, kept)
+        encoded = self.plan.encode(parts, dict.fromkeys(names, DrawsToNearest()), kept)
         residuals = [pairs[name][1] for name in names]
         counts = [source.held[name].count for name in names if name in source.held]
         return LowbitState(
             counts[0] if counts else jnp.zeros([], jnp.uint32),
             jnp.asarray(config.seed, jnp.uint32),
             config.in_container(self.recorded.treedef.unflatten(residuals)),
-            self.plan.to_parallel_trees(treedef.unflatten(encoded)),
+            self.plan.tree(treedef, encoded),
         )
 
 

@@ -13,13 +13,13 @@ from lowbit_optax._numerics.float_layouts import NARROW_DTYPES, is_narrow
 from lowbit_optax._numerics.random_bits import ToNearest
 from lowbit_optax._numerics.rounding import narrow_or_cast, to_float32
 from lowbit_optax._step import context, trees
-from lowbit_optax._step.recorded import is_recorded, recorded_state
 from lowbit_optax._step.state import LowbitState
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.leaves import join_leaf
 from lowbit_optax.formats.plain import NoResidual
 from lowbit_optax.lpmm import dequantize
 from lowbit_optax.states.dtypes import of_leaves
+from lowbit_optax.states.recorded import is_recorded, recorded_state
 
 KeepFloat32 = Callable[[str, typing.Any], bool]
 """``keep_float32(path, leaf)``: whether a parameter stays in float32."""
@@ -174,10 +174,8 @@ def _chosen_formats(tx, params, by_name) -> dict[str, WeightFormat]:
     recorded = recorded_state(tx, params)
     for node in jax.tree.leaves(recorded, is_leaf=is_recorded):
         if is_recorded(node) and all(name in by_name for name in node.names):
-            leaves = [by_name[name] for name in node.names]
-            formats = node.config.formats_of(node.names, leaves)
-            pairs = zip(node.names, formats, strict=True)
-            found |= {name: format_ for name, format_ in pairs if format_ is not None}
+            leaves = node.leaves("tx", by_name)
+            found |= {x.name: x.format for x in leaves if x.format is not None}
     return found
 
 

@@ -10,8 +10,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lowbit_optax._step import trees
-from lowbit_optax._step.state_leaves import KeyPath, StateLeaf, state_leaves
 from lowbit_optax.formats import quantized_tensor
+from lowbit_optax.states.state_leaves import KeyPath, StateLeaf, state_leaves
 
 Uneven = typing.Literal["error", "replicate"]
 

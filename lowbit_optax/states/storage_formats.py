@@ -7,8 +7,8 @@ import jax
 import optax
 
 from lowbit_optax._step import trees
-from lowbit_optax._step.decoded import formats_of_parts, plan_of
-from lowbit_optax._step.recorded import Recorded, is_recorded, recorded_state
+from lowbit_optax.states.decoded import formats_of_parts
+from lowbit_optax.states.recorded import Recorded, is_recorded, recorded_state
 from pallas_kernels.layout import VERSION
 
 _SHOWN = 3
@@ -113,16 +113,15 @@ def _add_lowbit(
     by_name: Mapping[str, typing.Any],
 ) -> None:
     """Add what one ``lowbit`` keeps: residuals to the parameters, and its moments."""
-    leaves = node.parameters("tx", by_name)
-    formats = node.config.formats_of(node.names, leaves)
+    leaves = node.leaves("tx", by_name)
     container = node.config.weights.container.__name__
-    for name, leaf, format_ in zip(node.names, leaves, formats, strict=True):
-        if format_ is None or trees.is_quantized(leaf):
+    for leaf in leaves:
+        if leaf.format is None or trees.is_quantized(leaf.param):
             continue
-        residual = jax.eval_shape(format_.init, trees.abstract(leaf))
+        residual = jax.eval_shape(leaf.format.init, trees.abstract(leaf.param))
         if residual is not None:
-            found[f"params{name}"] += f", {container} {trees.describe(residual)}"
-    plan = plan_of(node, leaves, formats)
+            found[f"params{leaf.name}"] += f", {container} {trees.describe(residual)}"
+    plan = node.plan(leaves)
     parts = jax.tree_util.tree_flatten_with_path(plan.expected)[0]
     for (path, part), (format_, _) in zip(parts, formats_of_parts(plan), strict=True):
         text = trees.describe(part)

@@ -9,14 +9,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from lowbit_optax._arguments import check_static_int
 from lowbit_optax._numerics.float_layouts import is_narrow
-from lowbit_optax._numerics.landing import apply_leaf
+from lowbit_optax._numerics.landing import REPLACE, apply_leaf
 from lowbit_optax._step import context
-from lowbit_optax._step.arguments import check_static_int
-from lowbit_optax._step.direct import new_params_by
+from lowbit_optax._step.direct import new_params_by, stepper_of
 from lowbit_optax._step.engine import Lowbit
 from lowbit_optax._step.moment_slots import MomentChoice, Moments
-from lowbit_optax._step.stepper import stepper_of
 from lowbit_optax.formats import extra_bits
 from lowbit_optax.formats.base import WeightFormat
 from pallas_kernels.platforms import Implementation, check_implementation
@@ -158,10 +157,10 @@ def step(
     >>> params
     Array([0.5, 0.5, 0.5, 0.5], dtype=bfloat16)
     """
+    stepper = stepper_of(tx)
+    if stepper is not None:
+        return stepper.run(params, state, grads, REPLACE, extra_args)
     with context.params_wanted(False):
-        stepper = stepper_of(tx)
-        if stepper is not None:
-            return stepper.step(params, state, grads, **extra_args)
         tx = optax.with_extra_args_support(tx)
         direct = new_params_by(tx, params, state, grads, extra_args, apply_updates)
         if direct is not None:

@@ -7,6 +7,7 @@
 It is computed beside a step and not by it: a step that is not asked has nothing of it.
 """
 
+import dataclasses
 import typing
 
 import jax
@@ -16,10 +17,10 @@ from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.landing import REPLACE, apply_leaf
 from lowbit_optax._numerics.rounding import to_float32
 from lowbit_optax._step import trees
-from lowbit_optax._step.prepared import PreparedStep
-from lowbit_optax._step.state_leaves import state_leaves
+from lowbit_optax._step.step import Step
 from lowbit_optax.formats import quantized_tensor
 from lowbit_optax.formats.base import WeightFormat
+from lowbit_optax.states.state_leaves import state_leaves
 from pallas_kernels.bitfields.xla import unpack
 from pallas_kernels.layout import layout_of
 
@@ -49,25 +50,26 @@ class LeafReport(typing.NamedTuple):
     moment_errors: dict[str, jax.Array]
 
 
-def measure(prepared: PreparedStep, update) -> dict[str, LeafReport]:
-    """The reports of a prepared step's leaves, by path.
+def measure(step: Step, update) -> dict[str, LeafReport]:
+    """The reports of a step's leaves, by path.
 
     Args:
-      prepared: the step.
+      step: the step.
       update: of the inner transformation.
     """
-    updates, inner_state = prepared.inner_update(update)
-    errors = _moment_errors(prepared, inner_state)
+    step = dataclasses.replace(step, landing=REPLACE)
+    updates, inner_state = step.inner_update(update)
+    errors = _moment_errors(step, inner_state)
     return {
-        name: _leaf_report(prepared, number, updates[number], errors[name])
-        for number, name in enumerate(prepared.names)
+        name: _leaf_report(step, number, updates[number], errors[name])
+        for number, name in enumerate(step.names)
     }
 
 
-def measure_lost(prepared: PreparedStep, update) -> dict[str, jax.Array]:
+def measure_lost(step: Step, update) -> dict[str, jax.Array]:
     """The shares of updates that rounding to nearest would cancel, by path."""
-    updates, _ = prepared.inner_update(update)
-    return dict(zip(prepared.names, lost_shares(prepared.params, updates), strict=True))
+    updates, _ = step.inner_update(update)
+    return dict(zip(step.names, lost_shares(step.params, updates), strict=True))
 
 
 def lost_shares(params, updates) -> list[jax.Array]:
@@ -139,14 +141,14 @@ def _movement(old: jax.Array, new: jax.Array, update: jax.Array):
     return moved, jnp.sqrt(jnp.sum(error * error) / square), overflows
 
 
-def _leaf_report(prepared: PreparedStep, number: int, update, errors) -> LeafReport:
-    param, format_ = prepared.params[number], prepared.formats[number]
-    residual, guard = prepared.residuals[number], prepared.guard
+def _leaf_report(step: Step, number: int, update, errors) -> LeafReport:
+    leaf, guard = step.leaves[number], step.guard
+    param, residual, format_ = leaf.param, leaf.residual, leaf.format
     if not trees.is_float(param):
         return _nothing(errors)
     if format_ is None:
         join = _widened
-        new, after, _ = prepared.land(number, update, REPLACE)
+        new, after, _ = step.landed(number, update)
     else:
         if residual is not None and format_.width:
             # Without packing, all of it is elementwise.
@@ -154,11 +156,12 @@ def _leaf_report(prepared: PreparedStep, number: int, update, errors) -> LeafRep
             format_ = format_.on_fields()
         join = traced_once(format_.join)
         new, after, _ = traced_once(_advance, format_)(
-            param, residual, update.astype(jnp.float32), prepared.random[number]
+            param, residual, update.astype(jnp.float32), step.random[number]
         )
         new, after = guard.chosen(new, param), guard.chosen(after, residual)
-    old, grad = join(param, residual), prepared.given_grads[number]
-    return _report(param, update, old, join(new, after), grad, errors)
+    return _report(
+        param, update, join(param, residual), join(new, after), leaf.grad, errors
+    )
 
 
 def _report(param, update, old, new, grad, moment_errors) -> LeafReport:
@@ -174,24 +177,19 @@ def _advance(format_: WeightFormat, param, residual, update, random):
     return format_.advance(param, residual, update, random, REPLACE)
 
 
-def _moment_errors(prepared: PreparedStep, inner_state):
+def _moment_errors(step: Step, inner_state):
     """Per leaf, the relative errors of its stored moments by field."""
-    plan, treedef = prepared.moment_plan, jax.tree.structure(inner_state)
-    stored = plan.decode(plan.encode(inner_state, prepared.moment_draws))
-    errors: dict[str, dict[str, jax.Array]] = {name: {} for name in prepared.names}
-    for how, part, new, old in zip(
-        plan.describe(inner_state),
-        state_leaves(prepared.tree(prepared.params), inner_state),
-        treedef.flatten_up_to(inner_state),
-        treedef.flatten_up_to(stored),
-        strict=True,
-    ):
-        if how is None:
+    plan, new = step.plan, jax.tree.leaves(inner_state)
+    stored = plan.decode(plan.encode(new, step.draws))
+    errors: dict[str, dict[str, jax.Array]] = {name: {} for name in step.names}
+    for i, part in enumerate(state_leaves(step.tree(step.params), inner_state)):
+        moment = plan.storage[i]
+        if moment is None:
             continue
-        of_leaf, field = errors[how.leaf], part.moment_field
-        if not field or field in of_leaf:
+        field = part.moment_field
+        if not field or field in errors[moment.leaf]:
             field = jax.tree_util.keystr(part.field)
-        of_leaf[field] = traced_once(_relative_error)(new, old)
+        errors[moment.leaf][field] = traced_once(_relative_error)(new[i], stored[i])
     return errors
 
 

@@ -14,7 +14,10 @@ import jax
 import optax
 
 from lowbit_optax._step import context, trees
-from lowbit_optax._step.choices import Choices
+from lowbit_optax._step.engine import Lowbit
+from lowbit_optax._step.leaf import StoredLeaf, format_of
+from lowbit_optax._step.moments import MomentPlan
+from lowbit_optax._step.step import plan_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -26,19 +29,20 @@ class Recorded:
       names, treedef: of the parameters that its wrappers hand to it.
     """
 
-    config: Choices
+    config: Lowbit
     names: list[str]
     treedef: trees.PyTreeDef
 
-    def parameters(self, what: str, by_name: Mapping[str, typing.Any]) -> list:
-        """The parameters that were handed to ``lowbit``, by their paths.
+    def leaves(self, what: str, by_name: Mapping[str, typing.Any]) -> list[StoredLeaf]:
+        """The leaves that were handed to ``lowbit``, without residuals.
 
         Args:
           what: the transformation's name, for the error.
           by_name: all parameters.
 
         Raises:
-          ValueError: if a wrapper hands on others, as ``optax.flatten`` does.
+          ValueError: if a wrapper hands on others, as ``optax.flatten`` does, or if
+            the weight format cannot hold one.
         """
         unknown = [name for name in self.names if name not in by_name]
         if unknown:
@@ -46,7 +50,17 @@ class Recorded:
                 f"{what} hands params{unknown[0]} to lowbit, which params do not have; "
                 "accepted are wrappers that keep the structure of params"
             )
-        return [by_name[name] for name in self.names]
+        config, params = self.config, [by_name[name] for name in self.names]
+        return [
+            StoredLeaf(
+                name, param, format_of(config.weights, config.min_size, name, param)
+            )
+            for name, param in zip(self.names, params, strict=True)
+        ]
+
+    def plan(self, leaves: list[StoredLeaf]) -> MomentPlan:
+        """How the state of the inner transformation is stored."""
+        return plan_of(self.config, leaves, self.treedef)
 
 
 jax.tree_util.register_pytree_node(
@@ -61,7 +75,7 @@ def recorded_state(tx: optax.GradientTransformation, params) -> typing.Any:
       tx: any optax transformation.
       params: tree of arrays or ShapeDtypeStructs.
     """
-    with context.recording():
+    with context.asking(Recorded):
         # Not tx.init itself, whose result JAX may know from outside of this context.
         return jax.eval_shape(lambda params: tx.init(params), trees.abstract(params))
 

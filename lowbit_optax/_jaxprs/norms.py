@@ -5,51 +5,32 @@ per leaf. Here these sums are found in the update's graph, to be computed togeth
 What is not found is left to XLA.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import primitives as p
 
 from lowbit_optax._jaxprs.nodes import Call, Node, is_constant_number
-from lowbit_optax._step.prepared import PreparedStep
-from pallas_kernels.platforms import Implementation
-from pallas_kernels.reductions import MIN_ARRAYS, sums_of_squares
 
 
-def sums_of_gradients(
-    wanted: Sequence[Node],
-    grads: Sequence[Node],
-    prepared: PreparedStep,
-    implementation: Implementation,
-) -> dict:
-    """The sums of squares of single gradients that an update's results need.
+def sums_of_squares_of(
+    arrays: Collection[Node], wanted: Sequence[Node]
+) -> dict[Node, Node]:
+    """The sums of squares of single arrays that some results need.
 
     Args:
+      arrays: nodes, such as gradients.
       wanted: the results.
-      grads: per leaf, the gradient.
-      prepared: the step.
-      implementation: as in :func:`pallas_kernels.fused_update`.
 
     Returns:
-      The values of the nodes that are such sums.
+      By such a sum, the array.
     """
-    numbers = {
-        node: i
-        for i, (node, grad) in enumerate(zip(grads, prepared.given_grads, strict=True))
-        if node.aval.dtype == jnp.float32 and grad.dtype.itemsize <= 4
-    }
     found = {}
     for call in _calls(wanted):
-        grad = _squared_and_summed(call)
-        if grad in numbers:
-            found[call.outputs[0]] = numbers[grad]
-    if len(found) < MIN_ARRAYS:
-        return {}
-    factor = next(iter(prepared.guard.scalars), None)
-    arrays = [prepared.given_grads[i] for i in found.values()]
-    sums = sums_of_squares(arrays, factor, implementation)
-    return dict(zip(found, sums, strict=True))
+        array = _squared_and_summed(call)
+        if array in arrays:
+            found[call.outputs[0]] = array
+    return found
 
 
 def _calls(wanted: Sequence[Node]) -> dict[Call, None]:

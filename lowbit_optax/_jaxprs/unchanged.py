@@ -7,7 +7,6 @@ decoded is a new rounding. So the scalar that decides is found here, and where i
 so, what is stored is kept.
 """
 
-import functools
 import typing
 from collections.abc import Callable
 
@@ -33,18 +32,6 @@ def unchanged_when(new: Node, old: Node, graph: Graph) -> Node | None:
 def zero_when(update: Node, graph: Graph) -> Node | None:
     """When an update is zero by a condition: a node of rank 0, or None for never."""
     return _as_node(_when(update, graph, _is_zero, through_products=True))
-
-
-def unless_still(still, new, old):
-    """A new tree, or the old one where a condition says that it stays.
-
-    Args:
-      still: the condition's value, of rank 0; None for never.
-      new, old: trees of arrays of the same shapes and dtypes.
-    """
-    if still is None:
-        return new
-    return jax.tree.map(functools.partial(jnp.where, still), old, new)
 
 
 def _when(

@@ -10,18 +10,17 @@ import dataclasses
 import typing
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.rounding import to_float32
 from lowbit_optax._step import trees
 from lowbit_optax._step.moments import MomentPlan
-from lowbit_optax._step.prepared import checked_residuals
-from lowbit_optax._step.recorded import Recorded, is_recorded, recorded_state
 from lowbit_optax._step.state import LowbitState
+from lowbit_optax._step.step import stored_leaves
 from lowbit_optax.formats.base import MomentFormat, WeightFormat
 from lowbit_optax.formats.leaves import join_leaf
+from lowbit_optax.states.recorded import Recorded, is_recorded, recorded_state
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -116,35 +115,14 @@ def decoded_run(
     return DecodedRun(by_name, held, treedef.unflatten(read))
 
 
-def plan_of(
-    recorded: Recorded, leaves: list, formats: list[WeightFormat | None]
-) -> MomentPlan:
-    """How a ``lowbit`` stores the state of its inner transformation.
-
-    Args:
-      recorded: the ``lowbit``.
-      leaves, formats: its parameters, arrays or shapes, and their weight formats.
-    """
-    masters = [
-        trees.abstract(leaf)
-        if format_ is None
-        else jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
-        for leaf, format_ in zip(leaves, formats, strict=True)
-    ]
-    config = recorded.config
-    expected = jax.eval_shape(config.inner.init, recorded.treedef.unflatten(masters))
-    return config.moment_plan(recorded.names, leaves, expected)
-
-
 def formats_of_parts(
     plan: MomentPlan,
 ) -> list[tuple[MomentFormat | None, MomentFormat | None]]:
     """Per part of an inner state, the formats as in :class:`Part`."""
-    stored = plan.describe(plan.expected)
-    formats = [None if how is None else how.format for how in stored]
+    formats = [None if x is None else x.format for x in plan.storage]
     seconds = [
-        None if how is None or how.reference is None else formats[how.reference]
-        for how in stored
+        None if x is None or x.reference is None else formats[x.reference]
+        for x in plan.storage
     ]
     return list(zip(formats, seconds, strict=True))
 
@@ -156,26 +134,22 @@ def _decoded(node: Recorded, where: str, state, by_name):
             f"state{where} is {trees.describe(state)}, but from_tx keeps a LowbitState "
             "there: was it made by another transformation?"
         )
-    leaves = node.parameters("from_tx", by_name)
-    formats = node.config.formats_of(node.names, leaves)
-    residuals = checked_residuals(
-        node.config, node.names, leaves, node.treedef, formats, state.residual
+    params = [leaf.param for leaf in node.leaves("from_tx", by_name)]
+    leaves = stored_leaves(
+        node.config, node.names, params, node.treedef, state.residual
     )
-    plan = plan_of(node, leaves, formats)
+    plan = node.plan(leaves)
     expected, treedef = jax.tree_util.tree_flatten_with_path(plan.expected)
-    stored = treedef.flatten_up_to(plan.from_parallel_trees(state.inner_state))
-    values = treedef.flatten_up_to(plan.decode(state.inner_state))
+    stored = plan.parts(state.inner_state)
+    formats = formats_of_parts(plan)
     parts = []
     for (path, want), *part in zip(
-        expected, values, stored, formats_of_parts(plan), strict=True
+        expected, plan.decode(stored), stored, formats, strict=True
     ):
         inner = f"{where}.inner_state{jax.tree_util.keystr(path)}"
         _check_shape(inner, part[0], want)
         parts.append(Part(*part))
-    held = {
-        name: Held(format_, residual, state.count)
-        for name, format_, residual in zip(node.names, formats, residuals, strict=True)
-    }
+    held = {x.name: Held(x.format, x.residual, state.count) for x in leaves}
     return treedef.unflatten(parts), held
 
 

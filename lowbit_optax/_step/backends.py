@@ -1,0 +1,150 @@
+"""Which backend updates the leaves of a step, and the reference that defines results.
+
+Each leaf is given to a backend before anything of it is joined or decoded:
+
+    kernels    leaves that have a program of elementwise operations, on GPUs and TPUs
+    blocks     the same, large, on one CPU: the reference on a block after the other
+    reference  all other leaves: array operations of XLA, which define the results
+
+While a step is traced it may be unknown on which platform it will run. Then several
+become branches of one program.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable
+
+import jax
+import optax
+
+from lowbit_optax._step import context
+from lowbit_optax._step.error_feedback import Feedback, fed
+from lowbit_optax._step.guard import unless_still
+from lowbit_optax._step.inner_update import InnerUpdate, trace_update
+from lowbit_optax._step.kernels.plan import plan_kernels
+from lowbit_optax._step.kernels.run import Kernels
+from lowbit_optax._step.step import Step, Stepped
+from pallas_kernels.fused_update import launchers
+from pallas_kernels.platforms import (
+    Implementation,
+    chooses_tpu_kernels,
+    is_elsewhere,
+    is_for_one_cpu,
+    refused_gpu,
+)
+
+_NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
+def run(
+    step: Step,
+    inner: optax.GradientTransformation,
+    implementation: Implementation,
+    extra_args: dict,
+) -> Stepped:
+    """Run a step with the implementation that is asked for.
+
+    If none is: with kernels on CUDA and with XLA elsewhere, chosen when the program is
+    lowered for its platform. For GPUs that have no kernels (:func:`.refused_gpu`) with
+    XLA, which is said once. On TPUs with kernels if :func:`.chooses_tpu_kernels` and
+    they take any leaf.
+
+    Args:
+      step: the step.
+      inner: the inner transformation.
+      implementation: see :data:`pallas_kernels.platforms.Implementation`.
+      extra_args: for the inner transformation.
+
+    Raises:
+      ValueError: if kernels are asked for and cannot update a leaf, naming it.
+    """
+    update = optax.with_extra_args_support(inner).update
+    update = functools.partial(update, **extra_args)
+    chosen, is_eager = implementation, is_elsewhere(jax.tree.leaves(step.params))
+    elsewhere = chosen is None and is_eager
+    only_xla = chosen == "xla" or elsewhere or context.current().is_analysed
+    try:
+        traced = trace_update(update, step)
+    except _NEEDS_VALUES:
+        # XLA can run a transformation that looks at values; no kernel can.
+        if not only_xla or any(part is not None for part in step.error_parts()):
+            raise
+        return reference(step, lambda step: step.inner_update(update), None)
+    refusal = None if only_xla or chosen is not None else refused_gpu()
+    if refusal is not None:
+        _warn_once(refusal)
+    call = traced.run
+    if traced.takes_errors or (only_xla and is_eager):
+        # The next updates are not computed, and Python code within sees values.
+        call = lambda step: step.inner_update(update)
+    by_xla = functools.partial(reference, call=call, traced=traced)
+    if only_xla or refusal is not None:
+        return by_xla(step)
+    on_tpus = chosen is None and chooses_tpu_kernels()
+    plan = plan_kernels(traced, for_tpus=on_tpus or chosen == "tpu")
+    if chosen is not None:
+        plan.require()
+    if not plan.kernels or (on_tpus and not plan.has_tpu_kernels):
+        return by_xla(step)
+    layer = step.layer if step.layer and step.layer.is_of_this_trace else None
+    kernels = Kernels(plan, layer)
+    if chosen is not None:
+        return kernels.out_of_stacks(step, kernels.run(step, chosen))
+    # Any other choice would trace kernels for other platforms as well.
+    name = "tpu" if on_tpus else launchers.default_name()
+    branches = {"tpu" if on_tpus else "cuda": lambda: kernels.run(step.again(), name)}
+    # In a program for many devices XLA may have to partition blocks, and would
+    # communicate for every one. A layer goes into its stack as a whole.
+    if step.layer is None and is_for_one_cpu():
+        large = plan_kernels(traced, is_exact=True).only_blocks()
+        if large.kernels:
+            branches["cpu"] = lambda: Kernels(large).run(step.again(), "blocks")
+    return kernels.out_of_stacks(
+        step,
+        jax.lax.platform_dependent(
+            default=lambda: kernels.into_stacks(step, by_xla(step.again())), **branches
+        ),
+    )
+
+
+def reference(step: Step, call: Callable, traced: InnerUpdate | None) -> Stepped:
+    """Run a step by array operations of XLA on whole leaves.
+
+    Args:
+      step: the step.
+      call: from a step to the updates of the leaves and the new inner state.
+      traced: the inner update; None if it looks at values. Then what a skipped step
+        leaves alone is not known, and is encoded anew.
+    """
+    updates, inner_state = call(step)
+    structure = step.plan.structure(inner_state)
+    parts = structure.flatten_up_to(inner_state)
+    leaf_stays, part_stays = [None] * len(updates), [None] * len(parts)
+    feedback: list[Feedback | None] = [None] * len(updates)
+    if traced is not None and (traced.takes_errors or traced.may_leave_unchanged):
+        leaf_stays, part_stays, feedback = traced.conditions(step)
+    landed = list(map(step.landed, range(len(updates)), updates, leaf_stays))
+    for leaf, into in zip(landed, feedback, strict=True):
+        if into is not None:
+            parts[into.part] = fed(parts[into.part], leaf.error, *into[1:])
+    stored = step.plan.encode(parts, step.draws)
+    if any(x is not None for x in part_stays):
+        stored = list(map(unless_still, part_stays, stored, step.parts))
+    stored = step.plan.tree(structure, stored)
+    return Stepped(
+        [x.result for x in landed],
+        [x.residual for x in landed],
+        step.guard.chosen(stored, step.state.inner_state),
+    )
+
+
+@functools.cache
+def _warn_once(refusal: str) -> None:
+    warnings.warn(
+        f"lowbit: XLA runs the steps, which takes more time and memory: {refusal}",
+        stacklevel=2,
+    )

@@ -1,0 +1,316 @@
+"""Which leaves a fused kernel can update, and what it computes for each.
+
+The graph of the inner update (:mod:`lowbit_optax._step.inner_update`) gives each leaf a
+program (:mod:`lowbit_optax._jaxprs.elementwise`), or the reason why it has none. The
+program and the leaf's formats make the body of its kernel
+(:mod:`lowbit_optax._step.kernels.body`).
+"""
+
+import collections
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core.primitives import add_p, and_p, not_p
+
+from lowbit_optax._jaxprs import elementwise
+from lowbit_optax._jaxprs.elementwise import NotElementwise, Scalars
+from lowbit_optax._jaxprs.leaf_program import Ref
+from lowbit_optax._jaxprs.nodes import Node, params_of
+from lowbit_optax._step import trees
+from lowbit_optax._step.inner_update import InnerUpdate
+from lowbit_optax._step.kernels.body import KEYS, LeafBody
+from lowbit_optax._step.kernels.launches import has_layers, needs_loop
+from lowbit_optax._step.kernels.rows import MomentRows, WeightRows
+from lowbit_optax._step.step import Step
+from pallas_kernels.fused_update import MAX_ELEMENTS, Leaf, blocked, has_tiling
+from pallas_kernels.fused_update.launchers import tpu_launcher
+from pallas_kernels.layout import layout_of
+
+MIN_PACKED_SIZE = 4096
+"""Packed leaves with fewer elements are left to XLA."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafKernel:
+    """The kernel that updates one leaf.
+
+    Args:
+      body: what the kernel computes.
+      parts: numbers of the inner state's parts that are the leaf's moments.
+    """
+
+    body: LeafBody
+    parts: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelPlan:
+    """Which leaves of a step kernels update, and how.
+
+    Args:
+      traced: the inner update.
+      kernels: by the numbers of their leaves.
+      reasons: by the numbers of the other leaves, why they have none. The reason is
+        empty for leaves that kernels are not meant for, such as scalars.
+      scalars: the table of scalars that the kernels read.
+    """
+
+    traced: InnerUpdate
+    kernels: dict[int, LeafKernel]
+    reasons: dict[int, str]
+    scalars: Scalars
+
+    def require(self) -> None:
+        """Raise a ValueError for the first leaf that no kernel can update.
+
+        Leaves whose reason is empty are left to XLA without an error.
+        """
+        for number, reason in self.reasons.items():
+            if reason:
+                name = self.traced.step.leaves[number].name
+                raise ValueError(
+                    f"lowbit: implementation is 'pallas', but no kernel can update "
+                    f"params{name}: {reason}. implementation=None uses XLA for such "
+                    "leaves"
+                )
+
+    def arrays(self, step: Step) -> dict[int, Leaf]:
+        """What the kernels read and write, by the numbers of the leaves."""
+        return {
+            i: x.body.arrays(step.leaves[i], [step.parts[part] for part in x.parts])
+            for i, x in self.kernels.items()
+        }
+
+    def only_blocks(self) -> "KernelPlan":
+        """The plan of the leaves that XLA updates block by block on a CPU.
+
+        There are none where the order of operations matters that
+        :meth:`.Guard.unscaled` keeps on CPUs.
+        """
+        large = {}
+        if not self.traced.step.guard.scalars:
+            leaves = self.arrays(self.traced.step)
+            is_large = lambda x: blocked.accepts(x) and not needs_loop(x.shape)
+            large = {i: self.kernels[i] for i, x in leaves.items() if is_large(x)}
+        return dataclasses.replace(self, kernels=large)
+
+    @property
+    def has_tpu_kernels(self) -> bool:
+        """Whether a kernel for TPUs takes any of the leaves."""
+        columns = KEYS + len(self.scalars.nodes)
+        return any(
+            tpu_launcher().accepts(self.kernels[i].body, leaf, columns)
+            for i, leaf in self.arrays(self.traced.step).items()
+        )
+
+
+def plan_kernels(
+    traced: InnerUpdate, *, is_exact: bool = False, for_tpus: bool = False
+) -> KernelPlan:
+    """Find which leaves of an inner update a kernel can update.
+
+    Args:
+      traced: the inner update.
+      is_exact: whether bodies compute what the reference does bit for bit. Else they
+        take scalar factors out.
+      for_tpus: whether kernels for TPUs alone will run, which take any fields with any
+        blocks.
+    """
+    scalars = Scalars(traced.graph)
+    guard = [Node(jax.typeof(x), constant=x) for x in traced.step.guard.scalars]
+    for node in guard:
+        scalars.ref(node)
+    planner = _Planner(traced, scalars, guard[1:], is_exact, for_tpus)
+    effects = traced.closed.effects
+    kernels: dict[int, LeafKernel] = {}
+    reasons: dict[int, str] = {}
+    for i in range(len(traced.step.leaves)):
+        try:
+            if effects:
+                raise NotElementwise(f"it has side effects: {effects}")
+            kernels[i] = planner.leaf(i)
+        except NotElementwise as reason:
+            reasons[i] = str(reason)
+    uses = collections.Counter(part for x in kernels.values() for part in x.parts)
+    for i, kernel in list(kernels.items()):
+        if any(uses[part] > 1 for part in kernel.parts):
+            del kernels[i]
+            reasons[i] = "it shares a moment with another leaf"
+    return KernelPlan(traced, kernels, dict(sorted(reasons.items())), scalars)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Planner:
+    """Plans leaves one by one.
+
+    Args:
+      traced: the inner update.
+      scalars: the table to which the scalars of a leaf are added.
+      proceeds: the scalar that tells whether a guarded step happens, if it is guarded.
+      is_exact, for_tpus: as for :func:`plan_kernels`.
+    """
+
+    traced: InnerUpdate
+    scalars: Scalars
+    proceeds: list[Node]
+    is_exact: bool
+    for_tpus: bool
+
+    def leaf(self, i: int) -> LeafKernel:
+        """A leaf's kernel.
+
+        Raises:
+          NotElementwise: with the reason why it has none.
+        """
+        step, nodes, graph = self.traced.step, self.traced.nodes, self.traced.graph
+        leaf, update = step.leaves[i], nodes.updates[i]
+        weight = WeightRows.of(leaf)
+        _check_leaf(leaf.param, weight)
+        parts = self._parts_of(i)
+        inputs = [nodes.grads[i], nodes.masters[i], *(nodes.state[s] for s in parts)]
+        if update.aval.dtype != jnp.float32:
+            raise NotElementwise(f"its update is {update.aval.dtype}")
+        result, is_direct = update, step.landing.is_direct
+        if is_direct if leaf.format is None else leaf.format.stores_sum:
+            terms = [nodes.masters[i], update]
+            aval = nodes.masters[i].aval
+            (result,) = graph.call(add_p, params_of(lax.add), terms, [aval])
+        outputs = [result, *(nodes.new_state[s] for s in parts)]
+        for node in outputs:
+            _check_result(node, leaf.param.shape)
+        feedback = self.traced.feedback[i]
+        if feedback is not None:
+            if feedback.part not in parts:
+                raise NotElementwise("its moment for rounding errors is not its own")
+            outputs += [feedback.rate, feedback.growth]
+        when, stays = self._conditions(i, parts)
+        program = elementwise.program_of(
+            outputs,
+            inputs,
+            self.scalars,
+            # It would save 2% of the instructions of float16 leaves, whose kernels are
+            # twice as long, and take 18% more registers.
+            takes_factors_out=leaf.param.dtype != jnp.float16,
+            is_exact=self.is_exact,
+        )
+        body = LeafBody(
+            program=program,
+            weight=weight,
+            moments=self._moments(i, parts, stays[1:]),
+            landing=step.landing,
+            is_guarded=bool(step.guard.scalars),
+            when=when,
+            unchanged_if=stays[0],
+            takes_error=None if feedback is None else parts.index(feedback.part),
+        )
+        if not self.for_tpus:
+            _check_fields(body.arrays(leaf, [step.parts[s] for s in parts]))
+        return LeafKernel(body if self.is_exact else body.with_factors(), parts)
+
+    def _moments(self, i: int, parts: tuple[int, ...], stays: list[Ref | None]):
+        """The moments of a leaf's body."""
+        storage = self.traced.step.plan.storage
+        own = self._relative.get(self.traced.step.leaves[i].name, [])
+        if any((s in parts) != (second in parts) for s, second in own):
+            raise NotElementwise(
+                "a moment is stored relative to one that its update does not read"
+            )
+        seconds = {s: parts.index(second) for s, second in own if s in parts}
+        return tuple(
+            MomentRows(
+                None if how is None else how.format,
+                0 if how is None else how.number,
+                seconds.get(part),
+                condition,
+            )
+            for part, how, condition in zip(
+                parts, [storage[part] for part in parts], stays, strict=True
+            )
+        )
+
+    @functools.cached_property
+    def _relative(self) -> dict[str, list[tuple[int, int]]]:
+        """By leaf, the moments that are divided by others' roots, and these."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        for number, how in enumerate(self.traced.step.plan.storage):
+            if how is not None and how.reference is not None:
+                found.setdefault(how.leaf, []).append((number, how.reference))
+        return found
+
+    def _conditions(self, i: int, parts) -> tuple[int | None, list[Ref | None]]:
+        """``when`` of a leaf's body, and when its weight and moments stay."""
+        proceeds, graph = self.proceeds, self.scalars.graph
+        of_parts = self.traced.part_unchanged_if
+        nodes = [self.traced.leaf_unchanged_if[i], *(of_parts[s] for s in parts)]
+        if nodes[0] is not None and len(set(nodes)) == 1:
+            # Then the kernel writes nothing, which costs no instructions.
+            aval = nodes[0].aval
+            proceeds = [*proceeds, *graph.call(not_p, {}, [nodes[0]], [aval])]
+            nodes = [None] * len(nodes)
+        if len(proceeds) == 2:
+            proceeds = graph.call(and_p, {}, proceeds, [proceeds[0].aval])
+        when = [KEYS + self.scalars.ref(x).number for x in proceeds]
+        return when[0] if when else None, [x and self.scalars.ref(x) for x in nodes]
+
+    def _parts_of(self, i: int) -> tuple[int, ...]:
+        """The parts of the state that are moments of this leaf.
+
+        These have the leaf's shape before and after the update, and either the leaf's
+        update reads them or they are computed from its gradient or master.
+        """
+        nodes, shape = self.traced.nodes, self.traced.step.leaves[i].param.shape
+        own = {nodes.grads[i], nodes.masters[i]}
+        of_update = elementwise.inputs_of([nodes.updates[i]], shape)
+        return tuple(
+            number
+            for number, old, inputs in self._state_of_shape.get(shape, ())
+            if old in of_update or own & inputs
+        )
+
+    @functools.cached_property
+    def _state_of_shape(self) -> dict[tuple[int, ...], list]:
+        """By shape, the parts of the state that keep shape and dtype.
+
+        Each comes with its number, the part before the update, and what the part after
+        it is computed from.
+        """
+        found: dict[tuple[int, ...], list] = {}
+        for number, (old, new) in enumerate(self.traced.state_pairs):
+            shape = old.aval.shape
+            if (shape, old.aval.dtype) == (new.aval.shape, new.aval.dtype):
+                inputs = elementwise.inputs_of([new], shape)
+                found.setdefault(shape, []).append((number, old, inputs))
+        return found
+
+
+def _check_leaf(leaf, weight: WeightRows) -> None:
+    if trees.is_quantized(leaf) and leaf.layout != layout_of(leaf.shape):
+        raise NotElementwise("it is a QuantizedTensor whose rows are another axis")
+    if not trees.is_float(leaf) or leaf.dtype.itemsize > 4:
+        raise NotElementwise(f"it is a leaf of {leaf.dtype}")
+    if needs_loop(leaf.shape) and not has_layers(leaf):
+        raise NotElementwise(
+            f"it has more than {MAX_ELEMENTS} elements, and no layers along its first "
+            "axis to update one by one"
+        )
+    if leaf.size < (MIN_PACKED_SIZE if weight.is_packed else 1) or not leaf.shape:
+        raise NotElementwise("")  # no reason: left to XLA without an error
+
+
+def _check_fields(arrays: Leaf) -> None:
+    """Raise unless a GPU's kernel can walk over words and blocks together."""
+    packed, sizes = list(arrays.packed), list(arrays.block_sizes)
+    if not has_tiling(packed, sizes):
+        raise NotElementwise(
+            f"its fields of {packed} bits and blocks of {sizes} do not fit together"
+        )
+
+
+def _check_result(node: Node, shape: tuple[int, ...]) -> None:
+    if node.aval.shape != shape:
+        raise NotElementwise(f"a result has shape {list(node.aval.shape)}")
+    if node.aval.dtype == jnp.bool_ or node.aval.dtype.itemsize > 4:
+        raise NotElementwise(f"a moment is {node.aval.dtype}")

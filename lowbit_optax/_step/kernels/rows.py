@@ -1,0 +1,145 @@
+"""A leaf's weight and moments on the rows of a kernel: between float32 and storage."""
+
+import dataclasses
+import typing
+
+import jax
+
+from lowbit_optax._jaxprs.leaf_program import Ref
+from lowbit_optax._numerics.codes import Code, MultiplyAdd
+from lowbit_optax._numerics.landing import Landing
+from lowbit_optax._numerics.random_bits import RandomBits
+from lowbit_optax._numerics.streams import Draws
+from lowbit_optax._step.leaf import StoredLeaf
+from lowbit_optax.formats.base import BlockMomentFormat, MomentFormat, WeightFormat
+from lowbit_optax.formats.quantized_weights import QuantizedFields, QuantizedWeights
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightRows:
+    """How a leaf's weight is stored.
+
+    Args:
+      format: on unpacked residuals; None for a leaf that passes through, and for a
+        QuantizedTensor.
+      quantized: the functions of its fields, if the leaf is a QuantizedTensor.
+      has_residual: whether a residual follows the parameter among the operands.
+    """
+
+    format: WeightFormat | None
+    quantized: QuantizedFields | None
+    has_residual: bool
+
+    @classmethod
+    def of(cls, leaf: StoredLeaf) -> "WeightRows":
+        """How this leaf's is."""
+        if isinstance(leaf.format, QuantizedWeights):
+            return cls(None, leaf.format.fields_of(leaf.param), False)
+        format_ = leaf.format and leaf.format.on_fields()
+        return cls(format_, None, leaf.residual is not None)
+
+    @property
+    def passes_through(self) -> bool:
+        """Whether the parameter is the master."""
+        return self.format is None and self.quantized is None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the parameter or the residual is packed."""
+        return self.quantized is not None or bool(self.format and self.format.width)
+
+    def master(self, param: jax.Array, residual, prepared) -> jax.Array:
+        """The float32 weight that the inner transformation sees.
+
+        Args:
+          param, residual: as they are stored.
+          prepared: the scales of a QuantizedTensor, from its ``prepare``.
+        """
+        if self.quantized is not None:
+            return self.quantized.decode(param, prepared)
+        return self.format.inner_weight(param, residual) if self.format else param
+
+    def stored(
+        self, param, residual, result, prepared, random: RandomBits, landing: Landing
+    ) -> tuple[jax.Array, typing.Any]:
+        """The new parameter and residual.
+
+        Args:
+          param, residual: the old ones.
+          result: of the program of the leaf.
+          prepared: the new scales of a QuantizedTensor.
+          random, landing: of the step.
+        """
+        if self.quantized is not None:
+            return self.quantized.encode(result, prepared, random), None
+        if self.format is None:
+            return result, residual
+        store = self.format.store
+        if self.format.stores_sum:
+            return store(param, result, random, landing)[:2]
+        return self.format.advance(param, residual, result, random, landing)[:2]
+
+
+@dataclasses.dataclass(frozen=True)
+class MomentRows:
+    """How a leaf's moment is stored.
+
+    Args:
+      format: its format; None for one that is stored as it is.
+      number: counts the moments of the leaf that have formats.
+      relative_to: the index of the moment by whose root it is divided; None if it is
+        not.
+      unchanged_if: the truth value that tells whether this step leaves it as it is
+        stored; None where no condition does.
+      factor: the constant by which the program expects it to be multiplied, which costs
+        nothing in its scale's unit; None for none.
+    """
+
+    format: MomentFormat | None
+    number: int = 0
+    relative_to: int | None = None
+    unchanged_if: Ref | None = None
+    factor: float | None = None
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether it is stored with a scale per block."""
+        return isinstance(self.format, BlockMomentFormat)
+
+    @property
+    def blocks(self) -> BlockMomentFormat:
+        """The format of a moment that has scales."""
+        return typing.cast(BlockMomentFormat, self.format)
+
+    @property
+    def codec(self) -> Code:
+        """The code of a moment that has scales."""
+        return self.blocks.codec
+
+    def decoded(
+        self, stored: jax.Array, prepared, multiply_add: MultiplyAdd
+    ) -> jax.Array:
+        """The moment, or its quotient by a root, from what is stored.
+
+        Args:
+          stored: its fields, or the array.
+          prepared: its scales, from :meth:`Code.prepare`; None without scales.
+          multiply_add: computes ``a * b + c`` of three arrays.
+        """
+        if self.format is None:
+            return stored
+        if self.has_scales:
+            return self.codec.decode_fields(stored, prepared, multiply_add)
+        return self.format.decode(stored, stored.shape)
+
+    def encoded(
+        self, moment: jax.Array, prepared, draws: Draws, multiply_add: MultiplyAdd
+    ) -> jax.Array:
+        """The fields of a moment, or of its quotient."""
+        if self.format is None:
+            return moment
+        if self.has_scales:
+            return self.blocks.encode_fields(
+                moment, prepared, draws, self.number, multiply_add
+            )
+        return self.format.encode(moment, draws, self.number)

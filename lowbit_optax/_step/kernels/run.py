@@ -1,0 +1,164 @@
+"""One step by fused kernels: one pass over each leaf that has a kernel.
+
+Everything else is computed outside the kernels, by XLA: scalars, counters, and leaves
+without a kernel. :mod:`lowbit_optax._step.kernels.plan` decides which leaves have one.
+"""
+
+import dataclasses
+import typing
+
+import jax
+import jax.numpy as jnp
+
+from lowbit_optax._jaxprs.nodes import Node
+from lowbit_optax._jaxprs.norms import sums_of_squares_of
+from lowbit_optax._step.error_feedback import fed
+from lowbit_optax._step.guard import neutral_updates, unless_still
+from lowbit_optax._step.kernels.launches import Launches, block_by_block
+from lowbit_optax._step.kernels.plan import KernelPlan
+from lowbit_optax._step.layers import Layer
+from lowbit_optax._step.step import Step, Stepped
+from pallas_kernels.fused_update import Leaf
+from pallas_kernels.platforms import Implementation
+from pallas_kernels.reductions import MIN_ARRAYS, sums_of_squares
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kernels:
+    """The backend of leaves that have programs; it gives the others to XLA.
+
+    Args:
+      plan: which leaves kernels update, and how.
+      layer: the layer that the leaves are, if kernels can write into its stacks.
+    """
+
+    plan: KernelPlan
+    layer: Layer | None = None
+
+    def run(
+        self, step: Step, implementation: Implementation | typing.Literal["blocks"]
+    ) -> Stepped:
+        """Run the step.
+
+        Where kernels write a layer into its stack, the result holds the whole stack.
+
+        Args:
+          step: the one that was planned, or the same in another branch.
+          implementation: as in :func:`pallas_kernels.fused_update`; ``"blocks"`` for
+            XLA that goes over the leaves of the plan block by block.
+        """
+        plan, traced = self.plan, self.plan.traced
+        kernels, nodes = plan.kernels, traced.nodes
+        written = {part for x in kernels.values() for part in x.parts}
+        others = {i: x for i, x in enumerate(nodes.updates) if i not in kernels}
+        rest = {i: x for i, x in enumerate(nodes.new_state) if i not in written}
+        leaf_if, part_if = traced.leaf_unchanged_if, traced.part_unchanged_if
+        feedback = {
+            i: x for i, x in enumerate(traced.feedback) if x is not None and i in others
+        }
+        wanted = [*plan.scalars.nodes, *others.values(), *rest.values()]
+        wanted += [x for x in (*leaf_if, *(part_if[i] for i in rest)) if x is not None]
+        wanted += [x for into in feedback.values() for x in into[1:]]
+        known = self._sums_of_squares(step, wanted, implementation)
+        values = traced.values(step, wanted, known)
+        parts = {i: values[x] for i, x in rest.items()}
+        results: list = [None] * len(step.leaves)
+        residuals: list = [None] * len(step.leaves)
+        for i, node in others.items():
+            update, condition = values[node], values.get(leaf_if[i])
+            results[i], residuals[i], error = step.landed(i, update, condition)
+            if i in feedback:
+                part, *rates = feedback[i]
+                parts[part] = fed(parts[part], error, *(values[x] for x in rates))
+        scalars = [values[x] for x in plan.scalars.nodes]
+        for i, arrays in self._launched(step, scalars, implementation).items():
+            leaf = step.leaves[i]
+            new, residuals[i], moments = kernels[i].body.stored(leaf, arrays)
+            if not step.landing.is_direct:
+                condition = values.get(leaf_if[i])
+                new = unless_still(condition, new, neutral_updates(new))
+            results[i] = new
+            parts |= zip(kernels[i].parts, moments, strict=True)
+        draws = step.draws if any(step.plan.storage[i] for i in rest) else {}
+        stored = [parts[i] for i in range(len(parts))]
+        stored = step.plan.encode(stored, draws, written)
+        for i in rest:
+            condition = values.get(part_if[i])
+            if traced.keeps_structure:
+                stored[i] = unless_still(condition, stored[i], step.parts[i])
+                stored[i] = step.guard.chosen(stored[i], step.parts[i])
+        inner_state = step.plan.tree(traced.state_structure, stored)
+        return Stepped(results, residuals, inner_state)
+
+    def into_stacks(self, step: Step, stepped: Stepped) -> Stepped:
+        """The result of the reference, with whole stacks where :meth:`run` has them."""
+        if self.layer is None:
+            return stepped
+        return self.layer.into_stacks(self._overwritten(step), _old(step), stepped)
+
+    def out_of_stacks(self, step: Step, stepped: Stepped) -> Stepped:
+        """The result of :meth:`run`, with single layers in place of whole stacks."""
+        if self.layer is None:
+            return stepped
+        return self.layer.out_of_stacks(self._overwritten(step), _old(step), stepped)
+
+    def _launched(
+        self, step: Step, scalars: list[jax.Array], implementation
+    ) -> dict[int, list[jax.Array]]:
+        """The arrays that kernels write, by the numbers of the leaves."""
+        bodies = {i: x.body for i, x in self.plan.kernels.items()}
+        leaves = self.plan.arrays(step)
+        if implementation == "blocks":
+            return block_by_block(bodies, leaves, step.keys, scalars)
+        leaves = {i: self._in_stacks(leaf) for i, leaf in leaves.items()}
+        return Launches(bodies, step, scalars, self.layer, implementation).run(leaves)
+
+    def _in_stacks(self, leaf: Leaf) -> Leaf:
+        """The leaf as a layer in its stacks, if they can be written."""
+        if self.layer is None:
+            return leaf
+        arrays = leaf.arrays
+        stacks = {n: self.layer.stack_of(arrays[n]) for n in leaf.overwritten}
+        if not stacks or any(x is None for x in stacks.values()):
+            return leaf
+        arrays = [stacks.get(n, x) for n, x in enumerate(arrays)]
+        return dataclasses.replace(leaf.with_arrays(arrays), stacked=True)
+
+    def _overwritten(self, step: Step) -> list[jax.Array]:
+        """The layers that kernels overwrite in their stacks, compared by identity."""
+        return [
+            leaf.arrays[n]
+            for leaf in self.plan.arrays(step).values()
+            if self._in_stacks(leaf).stacked
+            for n in leaf.overwritten
+        ]
+
+    def _sums_of_squares(
+        self, step: Step, wanted: list[Node], implementation
+    ) -> dict[Node, jax.Array]:
+        """The norms that an inner update takes of many gradients, such as for clipping.
+
+        XLA would launch one or two kernels for each; here two take them all.
+        """
+        if len(step.leaves) < MIN_ARRAYS or implementation == "blocks":
+            return {}
+        grads = {
+            node: leaf.grad
+            for node, leaf in zip(
+                self.plan.traced.nodes.grads, step.leaves, strict=True
+            )
+            if node.aval.dtype == jnp.float32 and leaf.grad.dtype.itemsize <= 4
+        }
+        found = sums_of_squares_of(grads, wanted)
+        if len(found) < MIN_ARRAYS:
+            return {}
+        factor = next(iter(step.guard.scalars), None)
+        arrays = [grads[x] for x in found.values()]
+        return dict(
+            zip(found, sums_of_squares(arrays, factor, implementation), strict=True)
+        )
+
+
+def _old(step: Step) -> Stepped:
+    residuals = [leaf.residual for leaf in step.leaves]
+    return Stepped(step.params, residuals, step.state.inner_state)

@@ -1,0 +1,162 @@
+"""What is known of the fields of optimizer states, in one table.
+
+Every step changes a running average a little, so the rounding noise of few bits
+averages out in it. It does not average out in other arrays of a parameter's shape:
+weights (``z`` of schedule-free, the initial weights of ``prodigy``, ``dog`` and
+``dowg``), sums that only grow (Adagrad), maxima (AMSGrad), the last gradient (Adan),
+and the two averages of centered RMSProp, which takes the root of a difference of them.
+
+Nor does it in averages that are slow by design: ``m`` of simplified AdEMAMix, and
+``m2`` of AdEMAMix. Of n steps, the noise is root(n / 2) times that of one rounding,
+which is 2 or 3 percent with 8 bits.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+
+@dataclasses.dataclass(frozen=True)
+class MomentFields:
+    """What is known of the fields of one class of states.
+
+    Args:
+      averages: fields that are running averages, so that few bits can store them.
+      second_moments: fields that are never negative, and whose root divides the update.
+      bounds: by the name of an average the second moment whose root bounds it,
+        ``|mu| <= C sqrt(nu)``. That takes weights of the same gradients that fall no
+        faster in nu than their squares fall in mu, as Adam's 0.999^k and 0.81^k.
+      start: the field of the weights that training started from, of optimizers that
+        learn their step size from how far it has come. The first steps are so short
+        that rounding looks far beside them.
+    """
+
+    averages: tuple[str, ...] = ()
+    second_moments: tuple[str, ...] = ()
+    bounds: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    start: str | None = None
+
+    def is_second_moment(self, field: str) -> bool | None:
+        """Whether a field is never negative; None if that is not known."""
+        if field in self.second_moments:
+            return True
+        if field in self.averages or field in _FIRST_MOMENTS:
+            return False
+        return True if self is _UNKNOWN and field in _SECOND_MOMENTS else None
+
+
+# In states that the table does not have, names tell as much as they do in optax.
+_FIRST_MOMENTS = frozenset({"mu", "m", "m1", "m2", "trace", "exp_avg", "g"})
+_SECOND_MOMENTS = frozenset(
+    {"nu", "nu_max", "v", "n", "sum_of_squares", "e_g", "e_x", "exp_avg_sq"}
+)
+
+_UNKNOWN = MomentFields()
+_ADAM = MomentFields(("mu", "nu"), ("nu",), {"mu": "nu"})
+_EXP_AVG = ("exp_avg", "exp_avg_sq")
+
+# By name, because optax does not export all of these classes. AdaBelief's nu is of
+# other numbers than its mu, Novograd's of layers, and AdEMAMix' slow average falls more
+# slowly than its nu: no bounds. COCOB and MADGRAD keep their start too, but count on it
+# only.
+_OPTAX = {
+    "DAdaptAdamWState": MomentFields(_EXP_AVG, ("exp_avg_sq",)),
+    "DoGState": MomentFields(start="init_params"),
+    "DoWGState": MomentFields(start="init_params"),
+    "EmaState": MomentFields(("ema",)),
+    "MechanicState": MomentFields(start="x0"),
+    "MomoAdamState": MomentFields(_EXP_AVG, ("exp_avg_sq",), {"exp_avg": "exp_avg_sq"}),
+    "MomoState": MomentFields(("exp_avg",)),
+    "MuonState": MomentFields(("mu",)),
+    "ProdigyState": MomentFields(
+        _EXP_AVG, ("exp_avg_sq",), {"exp_avg": "exp_avg_sq"}, start="params0"
+    ),
+    "FactoredState": MomentFields(second_moments=("v_row", "v_col", "v")),
+    "ScaleByAdaDeltaState": MomentFields(("e_g", "e_x"), ("e_g", "e_x")),
+    "ScaleByAdamState": _ADAM,
+    "ScaleByAdanState": MomentFields(("m", "v", "n"), ("n",)),
+    "ScaleByAdemamixState": MomentFields(("m1", "nu"), ("nu",), {"m1": "nu"}),
+    "ScaleByAmsgradState": MomentFields(("mu", "nu"), ("nu", "nu_max"), {"mu": "nu"}),
+    "ScaleByBeliefState": MomentFields(("mu", "nu"), ("nu",)),
+    "ScaleByLionState": MomentFields(("mu",)),
+    "ScaleByNovogradState": MomentFields(("mu",), ("nu",)),
+    "ScaleByRmsState": MomentFields(("nu",), ("nu",)),
+    "ScaleByRmsWithCountState": MomentFields(("nu",), ("nu",)),
+    "ScaleByRssState": MomentFields(second_moments=("sum_of_squares",)),
+    "ScaleByRStdDevState": MomentFields(second_moments=("nu",)),
+    "ScaleByRStdDevWithCountState": MomentFields(second_moments=("nu",)),
+    "ScaleBySimplifiedAdEMAMixState": MomentFields(("n",), ("n",)),
+    "ScaleByYogiState": _ADAM,
+    # Its second moment estimates a Hessian, which may be negative.
+    "SophiaState": MomentFields(("mu",)),
+    "TraceState": MomentFields(("trace",)),
+}
+_DECLARED: dict[type, MomentFields] = {}
+
+
+def declare_moments(
+    state_class: type,
+    *,
+    averages: Iterable[str] = (),
+    second_moments: Iterable[str] = (),
+    bounds: Mapping[str, str] | None = None,
+) -> None:
+    """Declare the moments in the state of a transformation that optax does not have.
+
+    ``lowbit`` then stores them as it stores optax's own, without their names in
+    ``moments``: the running averages in few bits, those that are second moments without
+    a sign and never as zero.
+
+    Args:
+      state_class: the class of the state, a NamedTuple or a dataclass.
+      averages: names of its fields that are running averages of gradients or of their
+        squares, trees of float32 arrays like the parameters.
+      second_moments: names of those that are never negative.
+      bounds: by the name of an average the second moment whose root bounds it up to a
+        constant, as ``{"mu": "nu"}`` in Adam. Then 4 bits suffice for it.
+
+    Raises:
+      TypeError: if ``state_class`` is not a class with fields.
+      ValueError: if it has no field of a name.
+
+    >>> import typing
+    >>> class MyState(typing.NamedTuple):
+    ...     fast: typing.Any
+    ...     squares: typing.Any
+    >>> declare_moments(
+    ...     MyState, averages=("fast", "squares"), second_moments=("squares",)
+    ... )
+    """
+    fields = getattr(state_class, "_fields", None)
+    if fields is None and dataclasses.is_dataclass(state_class):
+        fields = tuple(x.name for x in dataclasses.fields(state_class))
+    if not isinstance(state_class, type) or fields is None:
+        raise TypeError(
+            f"declare_moments: state_class is {state_class!r}; accepted is a "
+            "NamedTuple class or a dataclass, such as optax.ScaleByAdamState"
+        )
+    bounds = dict(bounds or {})
+    found = MomentFields(tuple(averages), tuple(second_moments), bounds)
+    for name in (*found.averages, *found.second_moments, *bounds, *bounds.values()):
+        if name not in fields:
+            raise ValueError(
+                f"declare_moments: {state_class.__name__} has no field {name!r}; it "
+                f"has {', '.join(fields)}"
+            )
+    _DECLARED[state_class] = found
+
+
+def fields_of(state_class: type | None) -> MomentFields:
+    """What is known of the fields of a class of states.
+
+    >>> import optax
+    >>> fields_of(optax.ScaleByAdamState).bounds
+    {'mu': 'nu'}
+    >>> fields_of(optax.contrib.ScheduleFreeState).averages
+    ()
+    """
+    if state_class is None:
+        return _UNKNOWN
+    if state_class in _DECLARED:
+        return _DECLARED[state_class]
+    is_optaxs = state_class.__module__.split(".")[0] == "optax"
+    return _OPTAX.get(state_class.__name__, _UNKNOWN) if is_optaxs else _UNKNOWN
