@@ -15,7 +15,7 @@ from test_implementations import MOMENTUM, dyadic_series, normal, trained
 from lowbit_optax import block_quantized, cast, extra_bits, kahan, stochastic_rounding
 from pallas_kernels import Operand, Result, layout_of
 from pallas_kernels.fused_update import Leaf, tpu
-from pallas_kernels.fused_update.launch import Call
+from pallas_kernels.fused_update.launchers import Call
 from pallas_kernels.fused_update.sharded import Shard
 from pallas_kernels.fused_update.tpu_tiling import lies_transposed
 

@@ -11,10 +11,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.fused_update import operations
-from pallas_kernels.fused_update.short_forms import Byte
-from pallas_kernels.fused_update.short_forms import with_short_forms as by_instructions
-from pallas_kernels.fused_update.triton_instructions import INSTRUCTIONS as instructions
+from pallas_kernels import operations
+from pallas_kernels.fused_update.gpu.peephole import Byte
+from pallas_kernels.fused_update.gpu.peephole import with_short_forms as by_instructions
+from pallas_kernels.gpu.triton import INSTRUCTIONS as instructions
 
 U32 = np.uint32
 

@@ -23,7 +23,7 @@ from lowbit_optax._step.prepared import Landed, PreparedStep
 from lowbit_optax._step.stacks import stacks_to_write
 from lowbit_optax._step.unchanged import unless_still
 from lowbit_optax._step.update_graph import UpdateGraph, trace_update
-from pallas_kernels.fused_update import launchers
+from pallas_kernels import platforms
 from pallas_kernels.platforms import (
     Implementation,
     chooses_tpu_kernels,
@@ -107,7 +107,7 @@ def advance(
     if chosen is not None:
         return by_kernels.out_of_stacks(by_kernels.run(chosen))
     # Any other choice would trace kernels for other platforms as well.
-    name = "tpu" if on_tpus else launchers.default_name()
+    name = "tpu" if on_tpus else platforms.default_launcher()
     branch = {"tpu" if on_tpus else "cuda": lambda: by_kernels.run(name)}
     by_blocks = _by_blocks(traced, prepared, landing)
     if by_blocks is not None:

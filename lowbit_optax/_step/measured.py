@@ -20,7 +20,7 @@ from lowbit_optax._step.prepared import PreparedStep
 from lowbit_optax._step.state_leaves import state_leaves
 from lowbit_optax.formats import quantized_tensor
 from lowbit_optax.formats.base import WeightFormat
-from pallas_kernels.bitfields.xla import unpack
+from pallas_kernels.bitfields import unpack
 from pallas_kernels.layout import layout_of
 
 

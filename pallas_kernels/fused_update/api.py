@@ -10,11 +10,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.fused_update import sharded, xla
-from pallas_kernels.fused_update.launch import Call
-from pallas_kernels.fused_update.launchers import launcher, tpu_launcher
-from pallas_kernels.fused_update.spec import BlockBody, Body, Leaf, Operand, Result
-from pallas_kernels.fused_update.tiling import MAX_ELEMENTS, has_tiling
-from pallas_kernels.layout import check_block_size, layout_of
+from pallas_kernels.fused_update.launchers import Call, launcher, tpu_launcher
+from pallas_kernels.fused_update.spec import (
+    BlockBody,
+    Body,
+    Leaf,
+    Operand,
+    Result,
+    has_tiling,
+)
+from pallas_kernels.layout import MAX_ELEMENTS, check_block_size, layout_of
 from pallas_kernels.platforms import (
     Implementation,
     check_implementation,

@@ -1,23 +1,41 @@
-"""The launchers of kernels: Pallas' backends for GPUs, and for TPUs."""
+"""The launchers of kernels, for GPUs and for TPUs, and what one is asked to do.
 
+They are found by their names when they are needed: none is imported here.
+"""
+
+import dataclasses
 import importlib
 import typing
 from collections.abc import Sequence
 
 import jax
-from jax import lax
 
-from pallas_kernels.fused_update.launch import Call
 from pallas_kernels.fused_update.sharded import Shard
-from pallas_kernels.fused_update.spec import Leaf
-from pallas_kernels.platforms import has_mosaic, target_gpu
+from pallas_kernels.fused_update.spec import BlockBody, Body, Leaf, Operand, Result
+from pallas_kernels.platforms import launcher_name
 
-Name = typing.Literal["triton", "mosaic"]
 
-DEFAULT: Name | None = None
-"""By which launcher kernels run where none is named; if None, :func:`default_name`."""
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What one kernel is asked to update: a leaf, a shard, a layer, or many leaves.
 
-_CAPABILITIES_OF_MOSAIC = (9, 10)
+    Args:
+      body: see :data:`pallas_kernels.fused_update.Body`.
+      shards: the arrays on this device, of leaves that can share a kernel.
+      table: uint32, rows of scalars; or one row, for one leaf.
+      rows: uint32 vector, each leaf's row of the table.
+      layer: int32 vector of one element, which layer of the stacks; for one leaf.
+      when: as in :func:`pallas_kernels.fused_update`.
+      interpret: run the kernel's operations with XLA, on any platform.
+    """
+
+    body: Body | BlockBody
+    shards: Sequence[Shard]
+    table: jax.Array
+    rows: jax.Array | None = None
+    layer: jax.Array | None = None
+    when: int | None = None
+    interpret: bool = False
 
 
 class Launcher(typing.Protocol):
@@ -46,10 +64,10 @@ def launcher(implementation: str | None, *, interpret: bool = False) -> Launcher
     if implementation == "tpu":
         return typing.cast(Launcher, tpu_launcher())
     # XLA can run operations of Triton's kernels only.
-    name = "triton" if interpret else name_of(implementation)
+    name = "triton" if interpret else launcher_name(implementation)
     # Imported where it is needed: older versions of JAX cannot import Mosaic's, and
     # Pallas takes a tenth of the time of importing this package.
-    module = importlib.import_module(f"pallas_kernels.fused_update.{name}")
+    module = importlib.import_module(f"pallas_kernels.fused_update.gpu.{name}")
     return typing.cast(Launcher, module)
 
 
@@ -58,37 +76,28 @@ def tpu_launcher():
     return importlib.import_module("pallas_kernels.fused_update.tpu")
 
 
-def name_of(implementation: str | None) -> Name:
-    """The name of an implementation's launcher for GPUs.
-
-    Args:
-      implementation: see :data:`pallas_kernels.platforms.Implementation`.
-    """
-    if implementation == "triton" or implementation == "mosaic":
-        return implementation
-    return default_name()
-
-
-def default_name() -> Name:
-    """Which launcher's kernels run on GPUs where none is named.
-
-    Mosaic GPU's on Hopper and Blackwell, if this JAX has it. There JAX deprecates
-    Triton's, which run on older GPUs, with older JAX, and in a ``jax.shard_map`` that
-    checks how arrays vary (``check_vma``).
-    """
-    if DEFAULT is not None:
-        return DEFAULT
-    gpu = target_gpu()
-    is_for_mosaic = gpu is not None and gpu.major in _CAPABILITIES_OF_MOSAIC
-    if has_mosaic() and is_for_mosaic and not _is_typed():
-        return "mosaic"
-    return "triton"
+def result_shapes(shard: Shard) -> list[tuple[int, ...]]:
+    """The shapes of a shard's results, with which a launcher returns them."""
+    leaf = shard.leaf
+    return [
+        _share(leaf.stored_shape(r), shard)
+        if r.overwrites is None
+        else leaf.operands[r.overwrites].array.shape
+        for r in leaf.results
+    ]
 
 
-def _is_typed() -> bool:
-    """Whether this is in a ``jax.shard_map`` whose arrays' types say how they vary.
+def _share(stored: tuple[int, ...], shard: Shard) -> tuple[int, ...]:
+    """The shard's share of an array's shape."""
+    return tuple(
+        n * part // whole if whole else n
+        for n, part, whole in zip(stored, shard.shape, shard.leaf.shape, strict=True)
+    )
 
-    Mosaic GPU takes no references of such types.
-    """
-    axes = jax.sharding.get_abstract_mesh().manual_axes
-    return bool(axes and jax.typeof(lax.axis_index(axes)).manual_axis_type.varying)
+
+def manual_axes(result: Result, operands: Sequence[Operand]):
+    """How a result varies over the mesh of a ``jax.shard_map``: as what it replaces."""
+    if result.overwrites is not None:
+        return jax.typeof(operands[result.overwrites].array).manual_axis_type
+    types = [jax.typeof(o.array).manual_axis_type for o in operands]
+    return max(types, key=lambda each: len(each.varying))

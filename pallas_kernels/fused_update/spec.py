@@ -8,7 +8,13 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from pallas_kernels.layout import Layout, layout_of
+from pallas_kernels.layout import TILE_ROWS, Layout, block_shape, layout_of, period
+
+MAX_ELEMENTS_OF_SMALL_LEAF = 4 * 4096
+"""A leaf without words and blocks that has more shares a kernel only with its equals.
+
+Where leaves differ in size, each has as many programs as the largest.
+"""
 
 MultiplyAdd = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -194,3 +200,14 @@ class Leaf:
             for operand, array in zip(self.operands, arrays, strict=True)
         )
         return dataclasses.replace(self, operands=operands)
+
+
+def has_tiling(packed: Sequence[int], block_sizes: Sequence[int]) -> bool:
+    """Whether kernels can walk over leaves with such fields and blocks.
+
+    A lane has the words of its fields. Where their period is longer than a tile, blocks
+    must not be higher than one.
+    """
+    longest = max((period(bits)[0] for bits in packed), default=1)
+    highest = max((block_shape(size)[0] for size in block_sizes), default=TILE_ROWS)
+    return highest == TILE_ROWS or longest <= TILE_ROWS

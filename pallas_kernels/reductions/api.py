@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.fused_update import launchers
-from pallas_kernels.fused_update.tiling import MAX_ELEMENTS
+from pallas_kernels.layout import MAX_ELEMENTS
 from pallas_kernels.platforms import (
     Implementation,
     check_implementation,
     is_elsewhere,
+    launcher_name,
     refused_gpu,
 )
 from pallas_kernels.reductions import sharded
@@ -98,6 +98,6 @@ def _reduced(kind: Kind, arrays, factor, implementation: Implementation) -> jax.
 
 
 def _launcher(implementation: Implementation, interpret: bool):
-    name = "triton" if interpret else launchers.name_of(implementation)
+    name = "triton" if interpret else launcher_name(implementation)
     # Imported where it is needed, see pallas_kernels.fused_update.launchers.
     return importlib.import_module(f"pallas_kernels.reductions.{name}")

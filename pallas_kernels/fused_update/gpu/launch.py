@@ -1,4 +1,4 @@
-"""What launchers of a fused update have in common: a kernel's description and its work.
+"""What launchers for GPUs have in common: a kernel's description and its work.
 
 A launcher is a module with ``update``, such as :mod:`.triton`. It says how large its
 programs are, calls the kernel, and gives each program its arrays. The rest is here and
@@ -15,38 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.fused_update.gpu.tiling import Tiling
+from pallas_kernels.fused_update.launchers import Call, manual_axes, result_shapes
 from pallas_kernels.fused_update.sharded import Shard
-from pallas_kernels.fused_update.spec import BlockBody, Body, Leaf, Operand, Result
-from pallas_kernels.fused_update.tiling import Tiling
-
-MAX_ELEMENTS_OF_SMALL_LEAF = 4 * 4096
-"""A leaf without words and blocks that has more shares a kernel only with its equals.
-
-Where leaves differ in size, each has as many programs as the largest.
-"""
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """What one kernel is asked to update: a leaf, a shard, a layer, or many leaves.
-
-    Args:
-      body: see :data:`pallas_kernels.fused_update.Body`.
-      shards: the arrays on this device, of leaves that can share a kernel.
-      table: uint32, rows of scalars; or one row, for one leaf.
-      rows: uint32 vector, each leaf's row of the table.
-      layer: int32 vector of one element, which layer of the stacks; for one leaf.
-      when: as in :func:`pallas_kernels.fused_update`.
-      interpret: run the kernel's operations with XLA, on any platform.
-    """
-
-    body: Body | BlockBody
-    shards: Sequence[Shard]
-    table: jax.Array
-    rows: jax.Array | None = None
-    layer: jax.Array | None = None
-    when: int | None = None
-    interpret: bool = False
+from pallas_kernels.fused_update.spec import (
+    MAX_ELEMENTS_OF_SMALL_LEAF,
+    BlockBody,
+    Body,
+    Leaf,
+    Operand,
+    Result,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,25 +251,6 @@ def _bases(shards: Sequence[Shard]) -> jax.Array | None:
     return jnp.stack([jnp.uint32(0) if base is None else base for base in bases])
 
 
-def result_shapes(shard: Shard) -> list[tuple[int, ...]]:
-    """The shapes of a shard's results, with which a launcher returns them."""
-    leaf = shard.leaf
-    return [
-        _share(leaf.stored_shape(r), shard)
-        if r.overwrites is None
-        else leaf.operands[r.overwrites].array.shape
-        for r in leaf.results
-    ]
-
-
-def _share(stored: tuple[int, ...], shard: Shard) -> tuple[int, ...]:
-    """The shard's share of an array's shape."""
-    return tuple(
-        n * part // whole if whole else n
-        for n, part, whole in zip(stored, shard.shape, shard.leaf.shape, strict=True)
-    )
-
-
 def _outputs(shard: Shard) -> list[jax.ShapeDtypeStruct]:
     leaf = shard.leaf
     stacks = leaf.overwritten if leaf.stacked else ()
@@ -304,11 +264,3 @@ def _outputs(shard: Shard) -> list[jax.ShapeDtypeStruct]:
         )
         for r, shape in zip(leaf.results, result_shapes(shard), strict=True)
     ]
-
-
-def manual_axes(result: Result, operands: Sequence[Operand]):
-    """How a result varies over the mesh of a ``jax.shard_map``: as what it replaces."""
-    if result.overwrites is not None:
-        return jax.typeof(operands[result.overwrites].array).manual_axis_type
-    types = [jax.typeof(o.array).manual_axis_type for o in operands]
-    return max(types, key=lambda each: len(each.varying))

@@ -15,26 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.bitfields.fields import (
-    get_field,
-    join_fields,
-    period,
-    put_fields,
-)
-from pallas_kernels.fused_update.arrangement import Arrangement
-from pallas_kernels.fused_update.instructions import Instructions
-from pallas_kernels.fused_update.memory import Access
-from pallas_kernels.fused_update.short_forms import Byte, put_bytes
-from pallas_kernels.layout import TILE_ROWS
-
-
-def is_unrolled(bits: int) -> bool:
-    """Whether fields of this width have static offsets.
-
-    >>> [bits for bits in range(1, 33) if is_unrolled(bits)]
-    [4, 8, 12, 16, 20, 24, 28, 32]
-    """
-    return period(bits)[0] <= TILE_ROWS
+from pallas_kernels.bitfields import get_field, join_fields, put_fields
+from pallas_kernels.fused_update.gpu.arrangement import Arrangement
+from pallas_kernels.fused_update.gpu.memory import Access
+from pallas_kernels.fused_update.gpu.peephole import Byte, put_bytes
+from pallas_kernels.gpu.instructions import Instructions
+from pallas_kernels.layout import is_unrolled, period
 
 
 class Words(typing.Protocol):

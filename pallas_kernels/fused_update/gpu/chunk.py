@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.fused_update import xla
-from pallas_kernels.fused_update.array_access import PerBlock, Plain
-from pallas_kernels.fused_update.instructions import Instructions
-from pallas_kernels.fused_update.lanes import Lanes, TiledLanes
-from pallas_kernels.fused_update.memory import Access, Memory
-from pallas_kernels.fused_update.short_forms import Byte, with_short_forms
+from pallas_kernels.fused_update.gpu.array_access import PerBlock, Plain
+from pallas_kernels.fused_update.gpu.lanes import Lanes, TiledLanes
+from pallas_kernels.fused_update.gpu.memory import Access, Memory
+from pallas_kernels.fused_update.gpu.peephole import Byte, with_short_forms
+from pallas_kernels.fused_update.gpu.words import Reader, Writer
 from pallas_kernels.fused_update.spec import BlockBody, Body
-from pallas_kernels.fused_update.words import Reader, Writer
+from pallas_kernels.gpu.instructions import Instructions
 
 Stores = list[tuple[Access, jax.Array]]
 

@@ -19,9 +19,8 @@ the leaf's strides from the index of the shard's first element.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 
-from pallas_kernels.bitfields.fields import period
+from pallas_kernels.bitfields import period
 from pallas_kernels.layout import (
     FOLD,
     TILE_COLUMNS,
@@ -32,19 +31,6 @@ from pallas_kernels.layout import (
     layout_of,
     word_rows,
 )
-
-MAX_ELEMENTS = 2**31 - 1
-
-
-def has_tiling(packed: Sequence[int], block_sizes: Sequence[int]) -> bool:
-    """Whether kernels can walk over leaves with such fields and blocks.
-
-    A lane has the words of its fields. Where their period is longer than a tile, blocks
-    must not be higher than one.
-    """
-    longest = max((period(bits)[0] for bits in packed), default=1)
-    highest = max((block_shape(size)[0] for size in block_sizes), default=TILE_ROWS)
-    return highest == TILE_ROWS or longest <= TILE_ROWS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,9 +24,9 @@ import numpy as np
 from jax.extend import core
 from jax.extend.core import primitives as p
 
-from pallas_kernels.bitfields.fields import get_field
-from pallas_kernels.fused_update import operations
-from pallas_kernels.fused_update.instructions import Instructions
+from pallas_kernels import operations
+from pallas_kernels.bitfields import get_field
+from pallas_kernels.gpu.instructions import Instructions
 from pallas_kernels.jaxprs import ClosedJaxpr
 
 _ADDITIONS = (p.add_p, p.add_jaxvals_p)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from pallas_kernels.fused_update import operations
+from pallas_kernels import operations
 
 
 class Instructions(abc.ABC):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.fused_update.tiling import Tiling
+from pallas_kernels.fused_update.gpu.tiling import Tiling
 from pallas_kernels.layout import TILE_COLUMNS
 
 

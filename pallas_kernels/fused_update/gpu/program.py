@@ -15,16 +15,16 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.fused_update.array_access import PerBlock, Plain, WordsInMemory
-from pallas_kernels.fused_update.chunk import ChunkUpdate, packed
-from pallas_kernels.fused_update.instructions import Instructions
-from pallas_kernels.fused_update.lanes import (
+from pallas_kernels.fused_update.gpu.array_access import PerBlock, Plain, WordsInMemory
+from pallas_kernels.fused_update.gpu.chunk import ChunkUpdate, packed
+from pallas_kernels.fused_update.gpu.lanes import (
     Lanes,
     TiledLanes,
 )
-from pallas_kernels.fused_update.memory import Memory
+from pallas_kernels.fused_update.gpu.memory import Memory
+from pallas_kernels.fused_update.gpu.words import Reader, Writer
 from pallas_kernels.fused_update.spec import BlockBody, Body, Operand, Result
-from pallas_kernels.fused_update.words import Reader, Writer
+from pallas_kernels.gpu.instructions import Instructions
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,16 +15,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as pallas
 
-from pallas_kernels.fused_update import launch
-from pallas_kernels.fused_update import mosaic_registers as registers
-from pallas_kernels.fused_update.lanes import lanes_of
-from pallas_kernels.fused_update.memory import Memory, OneOfMany
-from pallas_kernels.fused_update.mosaic_instructions import INSTRUCTIONS
-from pallas_kernels.fused_update.mosaic_lanes import ByThreads
-from pallas_kernels.fused_update.mosaic_memory import OneLeaf
-from pallas_kernels.fused_update.program import Program, unless_skipped
+from pallas_kernels.fused_update.gpu import launch
+from pallas_kernels.fused_update.gpu.lanes import lanes_of
+from pallas_kernels.fused_update.gpu.memory import Memory, OneOfMany
+from pallas_kernels.fused_update.gpu.mosaic_lanes import ByThreads
+from pallas_kernels.fused_update.gpu.mosaic_memory import OneLeaf
+from pallas_kernels.fused_update.gpu.program import Program, unless_skipped
 from pallas_kernels.fused_update.sharded import Shard
 from pallas_kernels.fused_update.spec import BlockBody, Leaf
+from pallas_kernels.gpu import mosaic_registers as registers
+from pallas_kernels.gpu.mosaic import INSTRUCTIONS
 from pallas_kernels.layout import TILE_COLUMNS
 
 # Of a program, which is a warpgroup: 128 threads with four columns each.

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton
 
-from pallas_kernels.fused_update.memory import Access
+from pallas_kernels.fused_update.gpu.memory import Access
 
 
 @dataclasses.dataclass(frozen=True)

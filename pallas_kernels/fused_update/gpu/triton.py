@@ -11,15 +11,15 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from pallas_kernels.fused_update import launch
-from pallas_kernels.fused_update.arrangement import ByBlocks
-from pallas_kernels.fused_update.lanes import lanes_of
-from pallas_kernels.fused_update.memory import Memory, OneOfMany
-from pallas_kernels.fused_update.program import Program, unless_skipped
+from pallas_kernels.fused_update.gpu import launch
+from pallas_kernels.fused_update.gpu.arrangement import ByBlocks
+from pallas_kernels.fused_update.gpu.lanes import lanes_of
+from pallas_kernels.fused_update.gpu.memory import Memory, OneOfMany
+from pallas_kernels.fused_update.gpu.program import Program, unless_skipped
+from pallas_kernels.fused_update.gpu.triton_memory import OneLeaf
 from pallas_kernels.fused_update.sharded import Shard
 from pallas_kernels.fused_update.spec import Leaf
-from pallas_kernels.fused_update.triton_instructions import INSTRUCTIONS
-from pallas_kernels.fused_update.triton_memory import OneLeaf
+from pallas_kernels.gpu.triton import INSTRUCTIONS
 
 # Loads and stores of a kernel. The time to compile grows as their square: one with 240
 # takes 4 seconds, and one with 480 takes 10.

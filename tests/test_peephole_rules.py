@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.fused_update.short_forms import Byte
-from pallas_kernels.fused_update.short_forms import with_short_forms as by_instructions
-from pallas_kernels.fused_update.triton_instructions import INSTRUCTIONS
+from pallas_kernels.fused_update.gpu.peephole import Byte
+from pallas_kernels.fused_update.gpu.peephole import with_short_forms as by_instructions
+from pallas_kernels.gpu.triton import INSTRUCTIONS
 
 X = jnp.linspace(0.5, 2, 8)
 WORDS = jnp.uint32([0x12345678, 0xFEDCBA98])

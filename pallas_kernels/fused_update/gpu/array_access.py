@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.fused_update.lanes import BlockPlaces, TiledLanes
-from pallas_kernels.fused_update.memory import Access, Memory
+from pallas_kernels.fused_update.gpu.lanes import BlockPlaces, TiledLanes
+from pallas_kernels.fused_update.gpu.memory import Access, Memory
 from pallas_kernels.layout import TILE_SIZE
 
 

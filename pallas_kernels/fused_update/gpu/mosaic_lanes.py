@@ -10,8 +10,8 @@ import typing
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.fused_update import mosaic_registers as registers
-from pallas_kernels.fused_update.tiling import Tiling
+from pallas_kernels.fused_update.gpu.tiling import Tiling
+from pallas_kernels.gpu import mosaic_registers as registers
 from pallas_kernels.layout import TILE_COLUMNS
 
 

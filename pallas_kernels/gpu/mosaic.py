@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax.extend.core import primitives as p
 from jax.extend.mlir import ir
 
-from pallas_kernels.fused_update import mosaic_registers as registers
-from pallas_kernels.fused_update.instructions import Instructions
+from pallas_kernels.gpu import mosaic_registers as registers
+from pallas_kernels.gpu.instructions import Instructions
 
 
 class MosaicInstructions(Instructions):

@@ -1,7 +1,7 @@
 """Elementwise operations for which kernels have shorter instructions.
 
-Here they are integer arithmetic, for XLA. Each is jitted under a name by which
-:mod:`.short_forms` knows it, and puts those of :mod:`.instructions` in its place. They
+Here they are integer arithmetic, for XLA. Each is jitted under a name by which kernels
+know it, and put instructions of their own in its place. They
 give the same numbers, bit for bit but for the payloads of NaNs.
 """
 

@@ -3,7 +3,7 @@
 import jax
 from jax.experimental.pallas import triton
 
-from pallas_kernels.fused_update.instructions import Instructions
+from pallas_kernels.gpu.instructions import Instructions
 
 
 class TritonInstructions(Instructions):
