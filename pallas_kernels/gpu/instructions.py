@@ -1,10 +1,9 @@
 """The GPU's own instructions as functions of arrays, for kernels.
 
-Where Triton or Mosaic takes several instructions for one operation. They work on
+They are for operations that take Triton or Mosaic several instructions. They work on
 registers: of a dtype of 16 bits, one register holds two neighbours.
 """
 
-import abc
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -12,18 +11,37 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from pallas_kernels import operations
+from pallas_kernels.operations import Operation
+
+Rules = Mapping[Operation | core.Primitive, Callable | None]
+"""Functions of arrays that replace operations, or primitives with their parameters.
+
+None stands for what an operation is defined to be.
+"""
 
 
-class Instructions(abc.ABC):
-    """What a launcher's kernels compute by instructions of their own choice."""
+class Instructions:
+    """What a launcher's kernels compute by instructions of their own choice.
 
-    replaced: Mapping[core.Primitive, Callable] = {}
-    """Functions of arrays for primitives that the launcher lacks or lowers badly.
-
-    They are called with the primitive's operands and parameters.
+    Args:
+      assembler: writes inline assembly, elementwise; called as
+        ``jax.experimental.pallas.triton.elementwise_inline_asm``.
+      rules: for primitives that the launcher lacks or lowers badly.
     """
 
-    @abc.abstractmethod
+    def __init__(self, assembler: Callable, rules: Rules | None = None):
+        self._assembler = assembler
+        self.rules: Rules = {
+            operations.round_to_bfloat16: self.round_to_bfloat16,
+            operations.unless_rounded: self.unless_rounded,
+            operations.keep_nan: self.keep_nan,
+            operations.pattern_with_one_nan: self.pattern_with_one_nan,
+            operations.ordered_pattern: self.ordered_pattern,
+            operations.pattern_above: None,
+            operations.reverse_bytes: self.reverse_bytes,
+            **(rules or {}),
+        }
+
     def elementwise(
         self, instructions: str, constraints: str, args, dtype, pack: int = 1
     ) -> jax.Array:
@@ -36,7 +54,14 @@ class Instructions(abc.ABC):
           dtype: of the result.
           pack: how many elements.
         """
-        ...
+        (result,) = self._assembler(
+            instructions,
+            args=args,
+            constraints=constraints,
+            pack=pack,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, dtype)],
+        )
+        return result
 
     def multiply_add(self, a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
         """``a * b + c`` in one instruction, which rounds once."""

@@ -13,7 +13,7 @@ from pallas_kernels.fused_update import xla
 from pallas_kernels.fused_update.gpu.array_access import PerBlock, Plain
 from pallas_kernels.fused_update.gpu.lanes import Lanes, TiledLanes
 from pallas_kernels.fused_update.gpu.memory import Access, Memory
-from pallas_kernels.fused_update.gpu.peephole import Byte, with_short_forms
+from pallas_kernels.fused_update.gpu.peephole import Byte, with_peephole_rules
 from pallas_kernels.fused_update.gpu.words import Reader, Writer
 from pallas_kernels.fused_update.spec import BlockBody, Body
 from pallas_kernels.gpu.instructions import Instructions
@@ -153,8 +153,8 @@ class ChunkUpdate:
         expand, instructions = lanes.arrangement.expand, self._instructions
         decode, encode = body.before, body.after
         if instructions is not None:
-            decode = with_short_forms(decode, instructions)
-            encode = with_short_forms(encode, instructions)
+            decode = with_peephole_rules(decode, instructions)
+            encode = with_peephole_rules(encode, instructions)
         reads = [n for n, x in enumerate(self._reads) if isinstance(x, PerBlock)]
         of_blocks = [loaded[n, 0] for n in reads]
         before = jax.tree.map(expand, decode(of_blocks))
@@ -215,7 +215,7 @@ def _with_instructions(
 
     if instructions is None:
         return jax.jit(run)
-    return jax.jit(with_short_forms(run, instructions, bytes_))
+    return jax.jit(with_peephole_rules(run, instructions, bytes_))
 
 
 _Accesses = dict[tuple[int, int], Access]

@@ -1,4 +1,4 @@
-"""Shorter machine code for operations for which launchers take several instructions.
+"""Peephole rules: shorter machine code for groups of operations in a kernel's body.
 
 **Roots, and quotients by them.** Triton's root of a float32 takes four instructions and
 its quotient eight, because both also work near the ends of float32's range. Three kinds
@@ -12,11 +12,13 @@ infinite.
 are a word after three permutations of bytes. One extends the sign of such a field, or
 moves it to another place. One mask serves all four.
 
-**Operations by name**, of :mod:`.operations`, and the widening of bfloat16.
+What no peephole rule takes is replaced by the rule that the launcher's
+:class:`pallas_kernels.gpu.instructions.Instructions` have for it, if there is one.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import typing
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -28,17 +30,9 @@ from pallas_kernels import operations
 from pallas_kernels.bitfields import get_field
 from pallas_kernels.gpu.instructions import Instructions
 from pallas_kernels.jaxprs import ClosedJaxpr
+from pallas_kernels.operations import operation_of
 
-_ADDITIONS = (p.add_p, p.add_jaxvals_p)
 _SMALLEST = 2.0**-126  # float32's smallest normal number
-_OPERATIONS = (
-    "round_to_bfloat16",
-    "unless_rounded",
-    "keep_nan",
-    "pattern_with_one_nan",
-    "ordered_pattern",
-    "reverse_bytes",
-)
 
 
 @jax.tree_util.register_dataclass
@@ -54,10 +48,10 @@ class Byte:
         return get_field([self.word], self.number, 8)
 
 
-def with_short_forms(
+def with_peephole_rules(
     function: Callable, instructions: Instructions, bytes_: Sequence[int] = ()
 ) -> Callable:
-    """An elementwise function with shorter operations.
+    """An elementwise function, by the rules of this module and of a launcher.
 
     Args:
       function: from trees of arrays to one.
@@ -97,7 +91,7 @@ def put_bytes(fields: Sequence[Byte], instructions: Instructions) -> list[jax.Ar
 
 
 class _Evaluation:
-    """The evaluation of a jaxpr.
+    """The evaluation of a jaxpr, from the results of equations to their uses.
 
     Args:
       closed: the jaxpr.
@@ -109,8 +103,8 @@ class _Evaluation:
     def __init__(
         self,
         closed: ClosedJaxpr,
-        args: list,
-        are_divisors: list[bool],
+        args: Sequence,
+        are_divisors: Sequence[bool],
         instructions: Instructions,
     ):
         jaxpr, self._instructions = closed.jaxpr, instructions
@@ -125,8 +119,8 @@ class _Evaluation:
             self._known |= zip(eqn.outvars, self._results(eqn), strict=True)
 
     def value(self, atom):
-        value = atom.val if isinstance(atom, core.Literal) else self._known[atom]
-        return value.value() if _is_byte(value) else value
+        value = self._given(atom)
+        return value.value() if isinstance(value, Byte) else value
 
     def is_divisor(self, atom) -> bool:
         return not isinstance(atom, core.Literal) and atom in self._divisors
@@ -136,8 +130,9 @@ class _Evaluation:
         shift, word = 0, atom
         masked = self._other_operand(word, p.and_p, 255)
         word = word if masked is None else masked
-        if masked is None and _is_byte(self._given(atom)):
-            return self._known[atom]
+        given = self._given(atom)
+        if masked is None and isinstance(given, Byte):
+            return given
         for number in (8, 16, 24):
             shifted = self._other_operand(word, p.shift_right_logical_p, number)
             if shifted is not None and (masked is not None or number == 24):
@@ -146,108 +141,116 @@ class _Evaluation:
         return Byte(self.value(word), shift // 8)
 
     def _results(self, eqn) -> list:
-        inputs, instructions = [self.value(x) for x in eqn.invars], self._instructions
-        divisors = [self.is_divisor(atom) for atom in eqn.invars]
-        single = eqn.outvars[0].aval.shape and all(
-            atom.aval.dtype == jnp.float32 for atom in eqn.invars
-        )
+        inputs, operation = [self.value(x) for x in eqn.invars], operation_of(eqn)
+        peephole = _RULES.get(operation)
+        found = None if peephole is None else peephole(self, eqn, *inputs)
+        if found is not None:
+            return [found]
+        rule = self._instructions.rules.get(operation)
+        if isinstance(operation, operations.Operation):
+            if rule is not None and eqn.outvars[0].aval.shape:
+                return [rule(*inputs)]
+        elif rule is not None:
+            return [rule(*inputs, **eqn.params)]
         if eqn.primitive is p.jit_p:
-            name = eqn.params["name"].removeprefix(operations.PREFIX)
-            if name in _OPERATIONS and _shape(eqn.outvars[0]):
-                return [getattr(instructions, name)(*inputs)]
-            jaxpr = eqn.params["jaxpr"]
-            inner = _Evaluation(jaxpr, inputs, divisors, instructions)
-            pairs = zip(eqn.outvars, inner.outputs, strict=True)
-            self._divisors |= {var for var, atom in pairs if inner.is_divisor(atom)}
-            return [inner.value(atom) for atom in inner.outputs]
-        if eqn.primitive is p.sqrt_p and single:
-            self._divisors.add(eqn.outvars[0])
-            root = "sqrt.approx.ftz.f32 $0, $1;"
-            return [instructions.assemble(root, inputs, jnp.float32)]
-        if eqn.primitive is p.rsqrt_p and single:
-            inverse = "rsqrt.approx.ftz.f32 $0, $1;"
-            return [instructions.assemble(inverse, inputs, jnp.float32)]
-        if eqn.primitive is p.div_p and single and divisors[1]:
-            inverse = instructions.assemble(
-                "rcp.approx.ftz.f32 $0, $1;", inputs[1:], jnp.float32
-            )
-            return [inputs[0] * inverse]
-        if eqn.primitive is p.convert_element_type_p and _widens_bfloat16(eqn):
-            return [instructions.to_float32(inputs[0])]
-        if eqn.primitive is p.shift_right_arithmetic_p:
-            byte = self._with_sign_on_top(eqn.invars[0])
-            place = self._constant(eqn.invars[1])
-            if byte is not None and place in (0, 8, 16, 24):
-                place = 3 - int(place) // 8
-                return [instructions.signed_byte(byte.word, byte.number, place)]
-        if eqn.primitive in (p.and_p, p.shift_left_p):
-            moved = self._of_byte(eqn)
-            if moved is not None:
-                return [moved]
-        if eqn.primitive is p.shift_right_logical_p:
-            word = self._before_reversal(eqn.invars[0])
-            shift = self._constant(eqn.invars[1])
-            if word is not None and shift in (8, 16, 24):
-                return [instructions.reversed_and_shifted(word, int(shift) // 8)]
-        if single and self._is_moderate(eqn, divisors):
-            self._divisors.add(eqn.outvars[0])
-        if eqn.primitive in instructions.replaced:
-            return [instructions.replaced[eqn.primitive](*inputs, **eqn.params)]
+            return self._called(eqn, inputs)
         params = eqn.primitive.get_bind_params(eqn.params)
         results = eqn.primitive.bind(*inputs, **params)
         return results if eqn.primitive.multiple_results else [results]
 
-    def _of_byte(self, eqn) -> Byte | jax.Array | None:
-        """A field of 8 bits masked or shifted by a constant, or None."""
-        byte, number = self._given(eqn.invars[0]), self._constant(eqn.invars[1])
-        if not isinstance(byte, Byte) or not isinstance(number, int):
+    def _called(self, eqn, inputs: list) -> list:
+        divisors = [self.is_divisor(atom) for atom in eqn.invars]
+        jaxpr, instructions = eqn.params["jaxpr"], self._instructions
+        inner = _Evaluation(jaxpr, inputs, divisors, instructions)
+        pairs = zip(eqn.outvars, inner.outputs, strict=True)
+        self._divisors |= {var for var, atom in pairs if inner.is_divisor(atom)}
+        return [inner.value(atom) for atom in inner.outputs]
+
+    def _approximate(self, function: str, x: jax.Array) -> jax.Array:
+        instruction = f"{function}.approx.ftz.f32 $0, $1;"
+        return self._instructions.assemble(instruction, [x], jnp.float32)
+
+    def _root(self, eqn, x):
+        if not _is_single(eqn):
             return None
-        if eqn.primitive is p.and_p and number < 256:
-            # One mask for the four bytes of a word.
-            return Byte(byte.word & jnp.uint32(number * 0x01010101), byte.number)
-        if eqn.primitive is p.shift_left_p and 0 < number < 24:
-            place, rest = divmod(number, 8)
-            placed = self._instructions.placed_byte(byte.word, byte.number, place)
-            return placed << jnp.uint32(rest) if rest else placed
+        self._divisors.add(eqn.outvars[0])
+        return self._approximate("sqrt", x)
+
+    def _inverse_root(self, eqn, x):
+        return self._approximate("rsqrt", x) if _is_single(eqn) else None
+
+    def _quotient(self, eqn, x, y):
+        if not _is_single(eqn) or not self.is_divisor(eqn.invars[1]):
+            return None
+        return x * self._approximate("rcp", y)
+
+    def _sum(self, eqn, *_):
+        """Only notes that a root's sum with a number, or a root, is a divisor too."""
+        divisors = [self.is_divisor(atom) for atom in eqn.invars]
+        numbers = [not self._before_broadcast(x).aval.shape for x in eqn.invars]
+        is_moderate = all(map(any, zip(divisors, numbers, strict=True)))
+        if _is_single(eqn) and any(divisors) and is_moderate:
+            self._divisors.add(eqn.outvars[0])
+
+    def _product(self, eqn, *_):
+        """Only notes that a part of a maximum with a constant is a divisor too."""
+        maximum, factor = self._call(eqn.invars[0]), self._constant(eqn.invars[1])
+        if maximum is None or maximum.primitive is not p.max_p or factor is None:
+            return
+        least = self._constant(maximum.invars[1])
+        if least is None or factor > 0.25 or least * factor < _SMALLEST:
+            return
+        if _is_single(eqn):
+            self._divisors.add(eqn.outvars[0])
+
+    def _widened(self, eqn, x):
+        dtypes = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
+        if dtypes == (jnp.bfloat16, jnp.float32) and eqn.outvars[0].aval.shape:
+            return self._instructions.to_float32(x)
         return None
 
-    def _with_sign_on_top(self, atom) -> Byte | None:
-        """The byte of which this int32 is the highest and all else 0, or None."""
-        converted = self._call(atom)
+    def _sign_extended(self, eqn, *_):
+        """Of an int32 whose highest byte is one of a word, and all else 0."""
+        converted, place = self._call(eqn.invars[0]), self._constant(eqn.invars[1])
         if converted is None or converted.primitive is not p.convert_element_type_p:
             return None
         field = self._other_operand(converted.invars[0], p.shift_left_p, 24)
-        given = None if field is None else self._given(field)
-        return given if _is_byte(given) else None
-
-    def _before_reversal(self, atom):
-        """The words of which this has the bytes in opposite order, or None."""
-        eqn = self._call(atom)
-        if eqn is None or eqn.primitive is not p.jit_p:
+        byte = None if field is None else self._given(field)
+        if not isinstance(byte, Byte) or place not in (0, 8, 16, 24):
             return None
-        if eqn.params["name"] != operations.PREFIX + "reverse_bytes":
-            return None
-        return self.value(eqn.invars[0])
+        return self._instructions.signed_byte(
+            byte.word, byte.number, 3 - int(place) // 8
+        )
 
-    def _is_moderate(self, eqn, divisors: list[bool]) -> bool:
-        """Whether a sum or product is such that it may be divided by."""
-        if eqn.primitive in _ADDITIONS:
-            numbers = [
-                self._before_broadcast(atom).aval.shape == () for atom in eqn.invars
-            ]
-            return any(divisors) and all(map(any, zip(divisors, numbers, strict=True)))
-        if eqn.primitive is p.mul_p:
-            large, factor = eqn.invars
-            of_maximum = self._call(large)
-            if of_maximum is not None and of_maximum.primitive is p.max_p:
-                least = self._constant(of_maximum.invars[1])
-                factor = self._constant(factor)
-                if least is not None and factor is not None:
-                    return factor <= 0.25 and least * factor >= _SMALLEST
-        return False
+    def _masked(self, eqn, *_):
+        byte, mask = self._given(eqn.invars[0]), self._constant(eqn.invars[1])
+        if not isinstance(byte, Byte) or not isinstance(mask, int) or mask > 255:
+            return None
+        # One mask for the four bytes of a word.
+        return Byte(byte.word & jnp.uint32(mask * 0x01010101), byte.number)
+
+    def _moved(self, eqn, *_):
+        byte, shift = self._given(eqn.invars[0]), self._constant(eqn.invars[1])
+        if not isinstance(byte, Byte) or not isinstance(shift, int):
+            return None
+        if not 0 < shift < 24:
+            return None
+        place, rest = divmod(shift, 8)
+        placed = self._instructions.placed_byte(byte.word, byte.number, place)
+        return placed << jnp.uint32(rest) if rest else placed
+
+    def _after_reversal(self, eqn, *_):
+        """Of words whose bytes were reversed and are shifted down."""
+        reversal, shift = self._call(eqn.invars[0]), self._constant(eqn.invars[1])
+        if reversal is None or operation_of(reversal) is not operations.reverse_bytes:
+            return None
+        if shift not in (8, 16, 24):
+            return None
+        word = self.value(reversal.invars[0])
+        return self._instructions.reversed_and_shifted(word, int(shift) // 8)
 
     def _given(self, atom):
-        return None if isinstance(atom, core.Literal) else self._known[atom]
+        return atom.val if isinstance(atom, core.Literal) else self._known[atom]
 
     def _call(self, atom):
         return None if isinstance(atom, core.Literal) else self._calls.get(atom)
@@ -259,7 +262,7 @@ class _Evaluation:
             return None
         return eqn.invars[0] if self._constant(eqn.invars[1]) == constant else None
 
-    def _before_broadcast(self, atom):
+    def _before_broadcast(self, atom) -> typing.Any:
         """What is broadcast to an array, or the atom itself."""
         eqn = self._call(atom)
         if eqn is not None and eqn.primitive is p.broadcast_in_dim_p:
@@ -268,19 +271,31 @@ class _Evaluation:
 
     def _constant(self, atom) -> int | float | None:
         atom = self._before_broadcast(atom)
-        if not isinstance(atom, core.Literal) or _shape(atom):
+        if not isinstance(atom, core.Literal) or np.shape(atom.val):
             return None
         return np.asarray(atom.val).item()
 
 
-def _shape(atom) -> tuple[int, ...]:
-    return atom.aval.shape
+_RULES: Mapping[operations.Operation | core.Primitive, Callable] = {
+    p.sqrt_p: _Evaluation._root,
+    p.rsqrt_p: _Evaluation._inverse_root,
+    p.div_p: _Evaluation._quotient,
+    p.add_p: _Evaluation._sum,
+    p.add_jaxvals_p: _Evaluation._sum,
+    p.mul_p: _Evaluation._product,
+    p.convert_element_type_p: _Evaluation._widened,
+    p.shift_right_arithmetic_p: _Evaluation._sign_extended,
+    p.and_p: _Evaluation._masked,
+    p.shift_left_p: _Evaluation._moved,
+    p.shift_right_logical_p: _Evaluation._after_reversal,
+}
+
+
+def _is_single(eqn) -> bool:
+    """Whether an equation is of arrays of float32."""
+    is_float32 = all(atom.aval.dtype == jnp.float32 for atom in eqn.invars)
+    return bool(eqn.outvars[0].aval.shape) and is_float32
 
 
 def _is_byte(x) -> bool:
     return isinstance(x, Byte)
-
-
-def _widens_bfloat16(eqn) -> bool:
-    dtypes = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
-    return dtypes == (jnp.bfloat16, jnp.float32) and bool(_shape(eqn.invars[0]))

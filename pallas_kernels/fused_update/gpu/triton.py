@@ -19,7 +19,7 @@ from pallas_kernels.fused_update.gpu.program import Program, unless_skipped
 from pallas_kernels.fused_update.gpu.triton_memory import OneLeaf
 from pallas_kernels.fused_update.sharded import Shard
 from pallas_kernels.fused_update.spec import Leaf
-from pallas_kernels.gpu.triton import INSTRUCTIONS
+from pallas_kernels.gpu.instructions import Instructions
 
 # Loads and stores of a kernel. The time to compile grows as their square: one with 240
 # takes 4 seconds, and one with 480 takes 10.
@@ -37,6 +37,8 @@ _SIZES = launch.Sizes(
     lanes=64,
 )
 _FLAT_WARPS, _WARPS = 4, 2
+
+INSTRUCTIONS = Instructions(triton.elementwise_inline_asm)
 
 
 def max_leaves(leaves: Sequence[Leaf]) -> int:
