@@ -5,6 +5,7 @@ from pallas_kernels.fused_update import (
     Leaf,
     Operand,
     Result,
+    Scalars,
     fused_update,
     fused_update_many,
 )
@@ -16,6 +17,7 @@ __all__ = [
     "Leaf",
     "Operand",
     "Result",
+    "Scalars",
     "fused_update",
     "fused_update_many",
     "get_field",

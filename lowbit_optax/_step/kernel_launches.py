@@ -18,6 +18,7 @@ from lowbit_optax._step.layer_loops import needs_loop, over_layers
 from pallas_kernels.fused_update import (
     MAX_ELEMENTS_OF_SMALL_LEAF,
     Leaf,
+    Scalars,
     blocked,
     fused_update,
     fused_update_many,
@@ -190,12 +191,9 @@ def _fused(
         leaf.operands,
         leaf.results,
         shape=leaf.shape,
-        scalars=table,
-        values=values,
-        row=row,
+        scalars=Scalars(table, row, values, body.when),
         layer=layer,
         first=first,
-        when=body.when,
         implementation=implementation,
     )
 
@@ -224,9 +222,6 @@ def _fused_many(
     return fused_update_many(
         body,
         leaves,
-        scalars=table,
-        values=values,
-        rows=rows,
-        when=body.when,
+        scalars=Scalars(table, rows, values, body.when),
         implementation=implementation,
     )

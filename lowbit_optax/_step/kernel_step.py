@@ -29,7 +29,7 @@ from lowbit_optax._step.stacks import first_elements
 from lowbit_optax._step.unchanged import unless_still
 from lowbit_optax.formats.quantized_weights import result_of
 from pallas_kernels.fused_update import Leaf, Operand, Result, blocked
-from pallas_kernels.fused_update.launchers import tpu_launcher
+from pallas_kernels.fused_update.api import tpu_launcher
 from pallas_kernels.platforms import Implementation
 
 

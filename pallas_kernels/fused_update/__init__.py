@@ -8,6 +8,7 @@ from pallas_kernels.fused_update.spec import (
     Leaf,
     Operand,
     Result,
+    Scalars,
     has_tiling,
 )
 from pallas_kernels.layout import MAX_ELEMENTS
@@ -20,6 +21,7 @@ __all__ = [
     "Leaf",
     "Operand",
     "Result",
+    "Scalars",
     "fused_update",
     "fused_update_many",
     "has_tiling",

@@ -11,8 +11,7 @@ import dataclasses
 import math
 
 from pallas_kernels.bitfields import period
-from pallas_kernels.fused_update.sharded import Shard
-from pallas_kernels.fused_update.spec import Leaf, Operand, Result
+from pallas_kernels.fused_update.spec import Leaf, Operand, Result, Shard
 from pallas_kernels.layout import block_shape, is_unrolled
 
 LANES, SUBLANES = 128, 8

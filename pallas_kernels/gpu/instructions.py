@@ -1,13 +1,16 @@
-"""The GPU's own instructions as functions of arrays, for kernels.
+"""The GPU's own instructions as functions of arrays, and branches, for kernels.
 
 They are for operations that take Triton or Mosaic several instructions. They work on
 registers: of a dtype of 16 bits, one register holds two neighbours.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.extend import core
 
 from pallas_kernels import operations
@@ -81,8 +84,8 @@ class Instructions:
 
     def to_float32(self, x: jax.Array) -> jax.Array:
         """bfloat16 as float32: a shift; Triton's conversion permutes bytes too."""
-        bits = jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
-        return jax.lax.bitcast_convert_type(bits << jnp.uint32(16), jnp.float32)
+        bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
+        return lax.bitcast_convert_type(bits << jnp.uint32(16), jnp.float32)
 
     def round_to_bfloat16(self, x: jax.Array) -> jax.Array:
         """See :func:`.operations.round_to_bfloat16`; five instructions for a pair."""
@@ -128,7 +131,7 @@ class Instructions:
 
         It knows one NaN, 0x7FFFFFFF.
         """
-        bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+        bits = lax.bitcast_convert_type(x, jnp.uint32)
         return jnp.where(jnp.isnan(x), jnp.uint32(operations.LAST_NAN), bits)
 
     def pattern_with_one_nan(self, x: jax.Array) -> jax.Array:
@@ -137,16 +140,16 @@ class Instructions:
         The one NaN that the GPU's arithmetic gives, 0x7FFFFFFF, is the largest signed
         integer. So one minimum replaces it and nothing else.
         """
-        bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+        bits = lax.bitcast_convert_type(x, jnp.int32)
         bits = jnp.minimum(bits, jnp.int32(operations.NAN << 16))
-        return jax.lax.bitcast_convert_type(bits, jnp.uint32)
+        return lax.bitcast_convert_type(bits, jnp.uint32)
 
     def ordered_pattern(self, x: jax.Array) -> jax.Array:
         """See :func:`.operations.ordered_pattern`.
 
         The one NaN that the GPU's arithmetic gives, 0x7FFFFFFF, is above infinity.
         """
-        return jax.lax.bitcast_convert_type(x, jnp.int32)
+        return lax.bitcast_convert_type(x, jnp.int32)
 
     def reverse_bytes(self, word: jax.Array) -> jax.Array:
         """See :func:`.operations.reverse_bytes`; one ``prmt``."""
@@ -166,7 +169,7 @@ class Instructions:
         """Bytes of a word, from the lowest; 4 is one of zeros, 8 + i has i's sign."""
         selector = sum(choice << 4 * i for i, choice in enumerate(chosen))
         permuted = self.assemble(f"prmt.b32 $0, $1, 0, {selector};", [word], jnp.int32)
-        return jax.lax.bitcast_convert_type(permuted, dtype)
+        return lax.bitcast_convert_type(permuted, dtype)
 
     def opaque(self, x: jax.Array, mark: int) -> jax.Array:
         """The same array, by instructions that differ for different marks.
@@ -174,7 +177,7 @@ class Instructions:
         LLVM cannot merge the branches that they are in.
         """
         bits = 8 * x.dtype.itemsize
-        pattern = jax.lax.bitcast_convert_type(x, f"int{bits}")
+        pattern = lax.bitcast_convert_type(x, f"int{bits}")
         letter = "h" if bits == 16 else "r"
         same = self.elementwise(
             f"mov.b{bits} $0, $1; // {mark}",
@@ -182,7 +185,7 @@ class Instructions:
             [pattern],
             pattern.dtype,
         )
-        return jax.lax.bitcast_convert_type(same, x.dtype)
+        return lax.bitcast_convert_type(same, x.dtype)
 
     def assemble(
         self, instructions: str, args: Sequence[jax.Array], dtype
@@ -205,4 +208,34 @@ class Instructions:
             words,
             jnp.int32,
         )
-        return jax.lax.bitcast_convert_type(word, jnp.uint32)
+        return lax.bitcast_convert_type(word, jnp.uint32)
+
+
+def by_branches(
+    number: jax.Array | np.int32,
+    choices: range,
+    function: Callable,
+    *args,
+    starts: Sequence[int] | None = None,
+):
+    """``function(choice, *args)`` with a static choice, by a tree of branches.
+
+    A ``lax.switch`` becomes a chain of branches on Triton's backend, which takes
+    several times as long to compile.
+
+    Args:
+      number: int32 scalar, the choice.
+      choices: what it can be.
+      function: of a choice, an int, and of arrays.
+      *args: arrays.
+      starts: by choice, the least number for which it is taken; if None, its own.
+    """
+    if len(choices) == 1:
+        return function(choices[0], *args)
+    half = len(choices) // 2
+    branch = lambda part: functools.partial(
+        by_branches, number, part, function, starts=starts
+    )
+    first = starts[choices[half]] if starts else choices[half]
+    left, right = branch(choices[:half]), branch(choices[half:])
+    return lax.cond(lax.lt(number, np.int32(first)), left, right, *args)

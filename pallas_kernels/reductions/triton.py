@@ -13,8 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from pallas_kernels.gpu.branches import by_branches
-from pallas_kernels.gpu.instructions import Instructions
+from pallas_kernels.gpu.instructions import Instructions, by_branches
 from pallas_kernels.reductions.kinds import Kind
 from pallas_kernels.reductions.pieces import PIECE, Pieces, reduce_by
 

@@ -1,47 +1,52 @@
-"""What launchers for GPUs have in common: a kernel's description and its work.
+"""A kernel for GPUs: what it is compiled for, its arguments, and its results.
 
 A launcher is a module with ``update``, such as :mod:`.triton`. It says how large its
-programs are, calls the kernel, and gives each program its arrays. The rest is here and
-in :mod:`.program`.
+programs are, and calls the kernel. What a program does is in :mod:`.program`.
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 
 from pallas_kernels.fused_update.gpu.tiling import Tiling
-from pallas_kernels.fused_update.launchers import Call, manual_axes, result_shapes
-from pallas_kernels.fused_update.sharded import Shard
 from pallas_kernels.fused_update.spec import (
     MAX_ELEMENTS_OF_SMALL_LEAF,
     BlockBody,
     Body,
+    Call,
     Leaf,
     Operand,
     Result,
+    Shard,
+    manual_axes,
+    result_shapes,
 )
+
+# Loads and stores of a kernel. The time to compile grows as their square: one of
+# Triton's with 240 takes 4 seconds, and one with 480 takes 10.
+_MAX_ACCESSES = 250
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class ProgramSize:
     """How large a launcher's programs are.
 
     Args:
       flat_width, flat_rows: lanes and rows of those of flat tilings.
       small_width: lanes where leaves differ in size; there is one row.
       lanes: of the others.
+      cost_of_two: how many times as long a load or a store takes to compile where
+        blocks are of two sizes.
     """
 
     flat_width: int
     flat_rows: int
     small_width: int
     lanes: int
+    cost_of_two: int = 1
 
     def tiling(self, shard: Shard) -> Tiling:
         """The tiling of a leaf's part."""
@@ -67,6 +72,35 @@ class Sizes:
             return first
         whole = (longest,)
         return Tiling(whole, whole, (), (), self.small_width, 1, self.lanes)
+
+    def max_leaves(self, leaves: Sequence[Leaf]) -> int:
+        """How many of these leaves a kernel should update at most."""
+        shards = [Shard(leaf, leaf.shape) for leaf in leaves]
+        rows = self.common_tiling(shards).chunk_rows
+        accesses = sum(
+            1
+            if x.block_size
+            else rows
+            if x.bits is None
+            else max(1, rows * x.bits // 32)
+            for x in (*leaves[0].operands, *leaves[0].results)
+        )
+        has_two_sizes = len(leaves[0].block_sizes) > 1
+        cost = self.cost_of_two if has_two_sizes else 1
+        return max(1, _MAX_ACCESSES // (cost * accesses))
+
+    def can_share(self, shards: Sequence[Shard]) -> bool:
+        """Whether these leaves, or shards of leaves, can share a kernel.
+
+        Their operands and results are of the same kinds.
+        """
+        tilings = [self.tiling(shard) for shard in shards]
+        (first, *_) = tilings
+        if len(shards) == 1 or all(tiling.is_flat for tiling in tilings):
+            return True
+        # Each step of a loop would load and store by branches.
+        is_simple = first.chunk_rows == first.lane_rows
+        return is_simple and all(tiling == first for tiling in tilings)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,32 +141,19 @@ class Kernel:
         """As profilers show it."""
         return "fused_update" if self.leaves == 1 else "fused_update_many"
 
-
-def max_leaves(sizes: Sizes, leaves: Sequence[Leaf], most: int) -> int:
-    """How many of these leaves a kernel updates, with so many loads and stores."""
-    rows = sizes.common_tiling([Shard(leaf, leaf.shape) for leaf in leaves]).chunk_rows
-    accesses = sum(
-        1 if x.block_size else rows if x.bits is None else max(1, rows * x.bits // 32)
-        for x in (*leaves[0].operands, *leaves[0].results)
-    )
-    return max(1, most // accesses)
-
-
-def can_share(sizes: Sizes, shards: Sequence[Shard]) -> bool:
-    """Whether a kernel could find its leaf among these, or among shards of leaves.
-
-    Their operands and results are of the same kinds.
-    """
-    tilings = [sizes.tiling(shard) for shard in shards]
-    (first, *_) = tilings
-    if all(tiling.is_flat for tiling in tilings):
-        return True
-    # Each step of a loop would load and store by branches.
-    is_simple = first.chunk_rows == first.lane_rows
-    return is_simple and all(tiling == first for tiling in tilings)
+    @property
+    def aliases(self) -> dict[int, int]:
+        """Which argument each result overwrites, by their numbers."""
+        reads, writes = len(self.operands), len(self.results)
+        return {
+            leaf * writes + i: self.first_array + leaf * reads + r.overwrites
+            for leaf in range(self.leaves)
+            for i, r in enumerate(self.results)
+            if r.overwrites is not None
+        }
 
 
-def prepare(sizes: Sizes, call: Call) -> tuple[Kernel, list[jax.Array]]:
+def prepare(size: ProgramSize, call: Call) -> tuple[Kernel, list[jax.Array]]:
     """The kernel of a call, and its arguments.
 
     They are all arrays of each leaf, after what all leaves share.
@@ -147,29 +168,39 @@ def prepare(sizes: Sizes, call: Call) -> tuple[Kernel, list[jax.Array]]:
     ]
     # What is not given is not replaced by a constant: XLA would launch a kernel of its
     # own to write it.
-    place = [call.rows, _bases(shards), call.layer]
+    given = [call.rows, _bases(shards), call.layer]
     elements = tuple(math.prod(shard.shape) for shard in shards)
     kernel = Kernel(
         body=call.body,
-        tiling=sizes.common_tiling(shards),
+        tiling=size.common_tiling(shards),
         sizes=None if len(set(elements)) == 1 else elements,
         leaves=len(shards),
         operands=tuple(dataclasses.replace(o, array=None) for o in leaf.operands),
         results=leaf.results,
         stacked=stacked,
-        given=tuple(x is not None for x in place),
+        given=tuple(x is not None for x in given),
         table_width=call.table.shape[-1],
         leaf_size=math.prod(leaf.shape) % 2**32,
         when=call.when,
         interpret=call.interpret,
     )
-    place = [x for x in place if x is not None]
-    return kernel, [*place, call.table.reshape(-1), *arrays]
+    given = [x for x in given if x is not None]
+    return kernel, [*given, call.table.reshape(-1), *arrays]
 
 
 def outputs(shards: Sequence[Shard]) -> tuple[jax.ShapeDtypeStruct, ...]:
     """What a kernel writes: flat arrays, or stacks of flat layers."""
-    return tuple(x for shard in shards for x in _outputs(shard))
+    return tuple(
+        jax.ShapeDtypeStruct(
+            (shape[0], math.prod(shape[1:]))
+            if shard.leaf.stacked and r.overwrites is not None
+            else (math.prod(shape),),
+            r.dtype,
+            manual_axis_type=manual_axes(r, shard.leaf.operands),
+        )
+        for shard in shards
+        for r, shape in zip(shard.leaf.results, result_shapes(shard), strict=True)
+    )
 
 
 def shaped(written: Sequence[jax.Array], shards: Sequence[Shard]) -> list[jax.Array]:
@@ -179,64 +210,6 @@ def shaped(written: Sequence[jax.Array], shards: Sequence[Shard]) -> list[jax.Ar
         x if x.shape == shape else x.reshape(shape)
         for x, shape in zip(written, shapes, strict=True)
     ]
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Which leaf a program updates, and where in it.
-
-    Args:
-      program: int32 scalar, its number among the leaf's programs.
-      leaf: int32 scalar, which of the kernel's.
-      base: uint32 scalar, the index of its first element.
-      size: int32 scalar, its elements; None if the tiling has as many.
-      layer: int32 scalar, of the stacks.
-      scalars: the body's.
-      refs: the references that are left, to arrays of the leaves.
-    """
-
-    program: jax.Array
-    leaf: jax.Array | np.int32
-    base: jax.Array
-    size: jax.Array | None
-    layer: jax.Array
-    scalars: list[jax.Array]
-    refs: list
-
-
-def place_of(kernel: Kernel, program: jax.Array, refs: Sequence) -> Place:
-    """Where a program is.
-
-    Args:
-      kernel: which it is of.
-      program: int32 scalar, its number among all programs.
-      refs: to the kernel's arguments, and its results.
-    """
-    refs, leaf = list(refs), np.int32(0)
-    if kernel.leaves > 1:
-        # Beside the program's number a Python int is an int64 with 64-bit types on.
-        programs = np.int32(kernel.tiling.programs)
-        leaf, program = lax.div(program, programs), lax.rem(program, programs)
-    row, base = (
-        refs.pop(0)[leaf] if given else jnp.uint32(0) for given in kernel.given[:2]
-    )
-    layer = refs.pop(0)[np.int32(0)] if kernel.given[2] else jnp.int32(0)
-    # Before any store, which might alias it.
-    scalars = _scalars(refs.pop(0), row, kernel.table_width)
-    base = base + layer.astype(jnp.uint32) * np.uint32(kernel.leaf_size)
-    size = None
-    if kernel.sizes is not None:
-        size = jnp.int32(kernel.sizes[0])
-        for number, (before, other) in enumerate(itertools.pairwise(kernel.sizes), 1):
-            if before != other:
-                size = jnp.where(leaf >= number, jnp.int32(other), size)
-    return Place(program, leaf, base, size, layer, scalars, refs)
-
-
-def _scalars(table, row: jax.Array, width: int) -> list[jax.Array]:
-    """A row of the table."""
-    first = row.astype(jnp.int32) * np.int32(width)
-    return [table[first + np.int32(i)] for i in range(width)]
 
 
 def _flat(x: jax.Array) -> jax.Array:
@@ -249,18 +222,3 @@ def _bases(shards: Sequence[Shard]) -> jax.Array | None:
     if all(base is None for base in bases):
         return None
     return jnp.stack([jnp.uint32(0) if base is None else base for base in bases])
-
-
-def _outputs(shard: Shard) -> list[jax.ShapeDtypeStruct]:
-    leaf = shard.leaf
-    stacks = leaf.overwritten if leaf.stacked else ()
-    return [
-        jax.ShapeDtypeStruct(
-            (shape[0], math.prod(shape[1:]))
-            if r.overwrites in stacks
-            else (math.prod(shape),),
-            r.dtype,
-            manual_axis_type=manual_axes(r, leaf.operands),
-        )
-        for r, shape in zip(leaf.results, result_shapes(shard), strict=True)
-    ]
