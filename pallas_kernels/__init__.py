@@ -1,21 +1,23 @@
 """Bit manipulation of packed low-precision state, as pure functions and GPU kernels."""
 
-from pallas_kernels.bitfields.api import pack, unpack
-from pallas_kernels.bitfields.fields import get_field, period, put_fields
+from pallas_kernels.bitfields import get_field, put_fields
 from pallas_kernels.fused_update import (
     Leaf,
     Operand,
     Result,
+    Scalars,
     fused_update,
     fused_update_many,
 )
-from pallas_kernels.layout import Layout, layout_of, packed_shape
+from pallas_kernels.fused_update.packing import pack, unpack
+from pallas_kernels.layout import Layout, layout_of, packed_shape, period
 
 __all__ = [
     "Layout",
     "Leaf",
     "Operand",
     "Result",
+    "Scalars",
     "fused_update",
     "fused_update_many",
     "get_field",

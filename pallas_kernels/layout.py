@@ -31,8 +31,6 @@ import math
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.bitfields.fields import period
-
 VERSION = 2
 """The number of this layout; names of state fields end with it."""
 
@@ -40,6 +38,13 @@ TILE_ROWS = 8
 TILE_COLUMNS = 4
 TILE_SIZE = TILE_ROWS * TILE_COLUMNS
 MAX_BLOCK_SIZE = 2048
+
+MAX_ELEMENTS = 2**31 - 1
+"""Of an array whose offsets are int32, as they are in kernels for GPUs."""
+
+WORD = 32
+"""Bits of a word."""
+
 FOLD = 32
 """Columns of a row of a folded axis: those of the largest block."""
 
@@ -185,6 +190,31 @@ def packed_shape(shape: tuple[int, ...], bits: int) -> tuple[int, ...]:
     ((1024, 512), (3, 3, 24, 64))
     """
     return layout_of(shape).words_shape(bits)
+
+
+def period(bits: int) -> tuple[int, int]:
+    """Rows and words after which the bit offsets of k-bit fields repeat.
+
+    Args:
+      bits: width k of a field, 1 to 32.
+
+    Returns:
+      ``(rows, words)`` with ``rows * k == words * 32``.
+
+    >>> period(8), period(12), period(5)
+    ((4, 1), (8, 3), (32, 5))
+    """
+    common = math.gcd(bits, WORD)
+    return WORD // common, bits // common
+
+
+def is_unrolled(bits: int) -> bool:
+    """Whether the bit offsets of fields repeat within the rows of a tile.
+
+    >>> [bits for bits in range(1, 33) if is_unrolled(bits)]
+    [4, 8, 12, 16, 20, 24, 28, 32]
+    """
+    return period(bits)[0] <= TILE_ROWS
 
 
 def word_rows(rows: int, bits: int) -> int:

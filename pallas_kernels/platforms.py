@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import jax
 import jax.core
+from jax import lax
 from jax.sharding import AxisType
 
 Implementation = typing.Literal["xla", "pallas", "triton", "mosaic", "tpu"] | None
@@ -22,6 +23,13 @@ Implementation = typing.Literal["xla", "pallas", "triton", "mosaic", "tpu"] | No
   where :func:`chooses_tpu_kernels` says so; and by XLA elsewhere. ``lowbit`` updates
   large leaves block by block on a CPU.
 """
+
+LauncherName = typing.Literal["triton", "mosaic"]
+
+DEFAULT_LAUNCHER: LauncherName | None = None
+"""The launcher of kernels where none is named; if None, :func:`default_launcher`."""
+
+_CAPABILITIES_OF_MOSAIC = (9, 10)
 
 # Of GPUs that are not at hand only the names are known.
 _CAPABILITIES = {
@@ -199,3 +207,39 @@ def is_for_one_cpu() -> bool:
     device = mesh.abstract_device
     platform = jax.default_backend() if device is None else device.platform
     return platform == "cpu" and (jax.device_count() if mesh.empty else mesh.size) == 1
+
+
+def launcher_name(implementation: str | None) -> LauncherName:
+    """The name of an implementation's launcher for GPUs.
+
+    Args:
+      implementation: see :data:`pallas_kernels.platforms.Implementation`.
+    """
+    if implementation == "triton" or implementation == "mosaic":
+        return implementation
+    return default_launcher()
+
+
+def default_launcher() -> LauncherName:
+    """Which launcher's kernels run on GPUs where none is named.
+
+    Mosaic GPU's on Hopper and Blackwell, if this JAX has it. There JAX deprecates
+    Triton's, which run on older GPUs, with older JAX, and in a ``jax.shard_map`` that
+    checks how arrays vary (``check_vma``).
+    """
+    if DEFAULT_LAUNCHER is not None:
+        return DEFAULT_LAUNCHER
+    gpu = target_gpu()
+    is_for_mosaic = gpu is not None and gpu.major in _CAPABILITIES_OF_MOSAIC
+    if has_mosaic() and is_for_mosaic and not _is_typed():
+        return "mosaic"
+    return "triton"
+
+
+def _is_typed() -> bool:
+    """Whether this is in a ``jax.shard_map`` whose arrays' types say how they vary.
+
+    Mosaic GPU takes no references of such types.
+    """
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    return bool(axes and jax.typeof(lax.axis_index(axes)).manual_axis_type.varying)

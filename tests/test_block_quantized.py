@@ -23,7 +23,7 @@ from lowbit_optax._numerics.streams import moment_draws
 from lowbit_optax.formats.block_quantized import QuantizedMoment
 from lowbit_optax.formats.moment_fields import fields_of
 from pallas_kernels import layout_of, packed_shape
-from pallas_kernels.bitfields.xla import unpack
+from pallas_kernels.bitfields import unpack
 
 pytestmark = pytest.mark.standard_promotion
 

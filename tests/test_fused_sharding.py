@@ -14,6 +14,7 @@ from pallas_kernels import (
     Leaf,
     Operand,
     Result,
+    Scalars,
     fused_update,
     fused_update_many,
     pack,
@@ -97,7 +98,7 @@ def test_shards_of_whole_words_need_no_communication(name, axis_type):
     arrays, held = mixture.arrays(shape)
     mesh = mesh_of(*sizes, axis_type=axis_type)
     sharding = NamedSharding(mesh, spec)
-    options = dict(scalars=jnp.asarray(TABLE), row=jnp.array([2], U32))
+    options = dict(scalars=Scalars(jnp.asarray(TABLE), jnp.array([2], U32)))
     with jax.set_mesh(mesh):
         arrays = jax.device_put(arrays, sharding)
         options = jax.device_put(options, NamedSharding(mesh, P()))
@@ -200,7 +201,7 @@ def test_many_leaves_stay_where_they_are(specs, axis_type):
     def run(arrays, table, rows):
         leaves = [Leaf((Operand(x),), results, x.shape) for x in arrays]
         return fused_update_many(
-            marked, leaves, scalars=table, rows=rows, implementation="pallas"
+            marked, leaves, scalars=Scalars(table, rows), implementation="pallas"
         )
 
     with jax.set_mesh(mesh):
@@ -233,7 +234,7 @@ def test_many_packed_leaves_are_updated_where_they_are(specs, axis_type):
             for each in arrays
         ]
         return fused_update_many(
-            mixture, leaves, scalars=table, rows=rows, implementation="pallas"
+            mixture, leaves, scalars=Scalars(table, rows), implementation="pallas"
         )
 
     with jax.set_mesh(mesh):
@@ -283,8 +284,7 @@ def test_many_leaves_in_the_users_shard_map():
         return fused_update_many(
             marked,
             leaves,
-            scalars=jnp.asarray(TABLE),
-            rows=jnp.zeros(2, U32),
+            scalars=Scalars(jnp.asarray(TABLE), jnp.zeros(2, U32)),
             implementation="pallas",
         )
 

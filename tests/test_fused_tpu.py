@@ -13,10 +13,9 @@ from optimizers import assert_same_bits
 from test_implementations import MOMENTUM, dyadic_series, normal, trained
 
 from lowbit_optax import block_quantized, cast, extra_bits, kahan, stochastic_rounding
-from pallas_kernels import Operand, Result, layout_of
+from pallas_kernels import Operand, Result, Scalars, layout_of
 from pallas_kernels.fused_update import Leaf, tpu
-from pallas_kernels.fused_update.launch import Call
-from pallas_kernels.fused_update.sharded import Shard
+from pallas_kernels.fused_update.spec import Call, Shard
 from pallas_kernels.fused_update.tpu_tiling import lies_transposed
 
 SHAPES = {
@@ -48,7 +47,7 @@ def only_kernels(monkeypatch):
 def test_results_are_those_of_the_model(shape, widths, only_kernels):
     body = Mixture(widths)
     arrays, held = body.arrays(shape)
-    got = body.update(arrays, shape, "tpu", scalars=jnp.asarray(TABLE), row=1)
+    got = body.update(arrays, shape, "tpu", scalars=Scalars(jnp.asarray(TABLE), 1))
     assert_equal(got, body.want(held, [3, 4], index_of(shape)))
     assert only_kernels == [True]
 
@@ -286,7 +285,7 @@ def test_several_equal_leaves_have_their_own_random_bits(only_kernels):
 def test_other_leaves_are_left_to_the_reference(shape, only_kernels):
     body = Mixture((8,))
     arrays, held = body.arrays(shape)
-    got = body.update(arrays, shape, "tpu", scalars=jnp.asarray(TABLE), row=0)
+    got = body.update(arrays, shape, "tpu", scalars=Scalars(jnp.asarray(TABLE), 0))
     assert_equal(got, body.want(held, [1, 2], index_of(shape)))
     assert only_kernels == [False]
 
@@ -313,7 +312,7 @@ def test_64_bit_types_change_nothing(widths, only_kernels):
     body, shape = Mixture(widths), SHAPES["even"]
     arrays, held = body.arrays(shape)
     with jax.enable_x64(True):
-        got = body.update(arrays, shape, "tpu", scalars=jnp.asarray(TABLE), row=0)
+        got = body.update(arrays, shape, "tpu", scalars=Scalars(jnp.asarray(TABLE), 0))
     assert_equal(got, body.want(held, [1, 2], index_of(shape)))
     assert only_kernels == [True]
 

@@ -25,6 +25,7 @@ from pallas_kernels import (
     Leaf,
     Operand,
     Result,
+    Scalars,
     fused_update,
     fused_update_many,
     pack,
@@ -53,7 +54,7 @@ def test_results_are_those_of_the_model(shape, widths, implementation):
     mixture = Mixture(widths)
     arrays, held = mixture.arrays(shape)
     update = mixture.jitted(shape, implementation)
-    got = update(arrays, dict(scalars=jnp.asarray(TABLE), row=jnp.array([2], U32)))
+    got = update(arrays, dict(scalars=Scalars(jnp.asarray(TABLE), jnp.array([2], U32))))
     assert_equal(got, mixture.want(held, LAST, index_of(shape)))
 
 
@@ -65,7 +66,7 @@ def test_scalars_may_be_one_row_or_a_table(widths, implementation):
     want = mixture.want(held, LAST, index_of((40, 3)))
     update = functools.partial(mixture.update, arrays, (40, 3), implementation)
     assert_equal(update(scalars=jnp.asarray(TABLE[2])), want)
-    assert_equal(update(scalars=jnp.asarray(TABLE), row=2), want)
+    assert_equal(update(scalars=Scalars(jnp.asarray(TABLE), 2)), want)
 
 
 STACKS = [((3, 40, 3), (8,)), ((4, 64, 2), (12,)), ((2, 5, 40, 24), ()), ((3, 7), ())]
@@ -183,8 +184,7 @@ def test_many_leaves_are_each_leaf_alone(count, implementation):
     got = fused_update_many(
         counted,
         leaves,
-        scalars=jnp.asarray(table, U32),
-        rows=jnp.asarray(rows, U32),
+        scalars=Scalars(jnp.asarray(table, U32), jnp.asarray(rows, U32)),
         implementation=implementation,
     )
     assert len(got) == count
@@ -217,7 +217,7 @@ def test_many_packed_leaves_are_each_leaf_alone(shape, widths, count, implementa
             for each in arrays
         ]
         return fused_update_many(
-            mixture, leaves, scalars=table, rows=rows, implementation=implementation
+            mixture, leaves, scalars=Scalars(table, rows), implementation=implementation
         )
 
     update = jax.jit(update, compiler_options=QUICK)
@@ -238,7 +238,7 @@ def test_leaves_of_several_kinds_are_refused_together():
     for leaves in ([leaf, narrow], [short, long], [stack, stack]):
         with pytest.raises(ValueError, match="same kinds of operands"):
             fused_update_many(
-                counted, leaves, scalars=jnp.asarray(TABLE), rows=jnp.zeros(2, U32)
+                counted, leaves, scalars=Scalars(jnp.asarray(TABLE), jnp.zeros(2, U32))
             )
 
 

@@ -34,7 +34,6 @@ from lowbit_optax import (
 )
 from lowbit_optax.formats.block_quantized import QuantizedMoment
 from pallas_kernels import platforms
-from pallas_kernels.fused_update import launchers
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -512,7 +511,7 @@ def test_an_old_jax_is_told_what_mosaic_needs(monkeypatch):
 )
 def test_kernels_run_by_what_suits_the_gpu(monkeypatch, capability, has_mosaic, name):
     gpu = capability and platforms.Gpu("NVIDIA GPU", f"{capability}.0")
-    monkeypatch.setattr(launchers, "target_gpu", lambda: gpu)
-    monkeypatch.setattr(launchers, "has_mosaic", lambda: has_mosaic)
-    assert launchers.name_of(None) == launchers.name_of("pallas") == name
-    assert launchers.name_of("triton") == "triton"
+    monkeypatch.setattr(platforms, "target_gpu", lambda: gpu)
+    monkeypatch.setattr(platforms, "has_mosaic", lambda: has_mosaic)
+    assert platforms.launcher_name(None) == platforms.launcher_name("pallas") == name
+    assert platforms.launcher_name("triton") == "triton"

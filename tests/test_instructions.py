@@ -11,15 +11,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.fused_update import operations
-from pallas_kernels.fused_update.short_forms import Byte
-from pallas_kernels.fused_update.short_forms import with_short_forms as by_instructions
-from pallas_kernels.fused_update.triton_instructions import INSTRUCTIONS as instructions
+from pallas_kernels import operations
+from pallas_kernels.fused_update.gpu.peephole import Byte
+from pallas_kernels.fused_update.gpu.peephole import (
+    with_peephole_rules as by_instructions,
+)
+from pallas_kernels.fused_update.gpu.triton import INSTRUCTIONS as instructions
 
 U32 = np.uint32
 
 
-def with_short_forms(function):
+def with_peephole_rules(function):
     return by_instructions(function, instructions)
 
 
@@ -144,7 +146,7 @@ def test_the_sign_of_a_byte_is_extended(number, drop):
         return signed >> jnp.int32(24 - drop)
 
     words = masters()
-    short = lambda word: with_short_forms(extend)(Byte(word, number))
+    short = lambda word: with_peephole_rules(extend)(Byte(word, number))
     (got,) = execute(assembly(short, np.uint32), words)
     want = extend(jnp.asarray(words >> U32(8 * number) & U32(255)))
     np.testing.assert_array_equal(got, np.asarray(want).view(U32))
@@ -153,7 +155,7 @@ def test_the_sign_of_a_byte_is_extended(number, drop):
 @pytest.mark.parametrize("number", range(4))
 @pytest.mark.parametrize("shift", [4, 8, 15, 20, 23])
 def test_a_byte_is_moved_to_its_place_at_once(number, shift):
-    short = lambda word: with_short_forms(lambda x: x << shift)(Byte(word, number))
+    short = lambda word: with_peephole_rules(lambda x: x << shift)(Byte(word, number))
     words = masters()
     (moved,) = execute(assembly(short, np.uint32), words)
     moved = moved << U32(shift % 8)
@@ -168,14 +170,14 @@ def test_bytes_are_reversed_and_shifted_at_once(shift):
         return reversed_ >> shift if shift else reversed_
 
     words = masters()
-    *_, asm = assemblies(with_short_forms(function), np.uint32)
+    *_, asm = assemblies(with_peephole_rules(function), np.uint32)
     (got,) = execute(asm, words)
     np.testing.assert_array_equal(got, words.byteswap() >> U32(shift))
     np.testing.assert_array_equal(function(jnp.asarray(words)), got)
 
 
 def test_one_mask_serves_the_bytes_of_a_word():
-    masked = with_short_forms(lambda x: x & 0x7F)(Byte(jnp.uint32([0xFF80A17F]), 1))
+    masked = with_peephole_rules(lambda x: x & 0x7F)(Byte(jnp.uint32([0xFF80A17F]), 1))
     np.testing.assert_array_equal(masked, [0x21])
 
 
@@ -194,7 +196,9 @@ def test_nans_have_one_pattern():
 
 
 def test_a_field_that_is_used_otherwise_is_taken_from_its_word():
-    field = with_short_forms(lambda x: x + jnp.uint32(1))(Byte(jnp.uint32([0x1234]), 1))
+    field = with_peephole_rules(lambda x: x + jnp.uint32(1))(
+        Byte(jnp.uint32([0x1234]), 1)
+    )
     np.testing.assert_array_equal(field, [0x13])
 
 
@@ -214,8 +218,21 @@ def test_a_nan_stays_one_after_rounding_its_pattern():
 
 def test_bfloat16_is_widened_by_a_shift():
     x = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16)
-    short = with_short_forms(lambda x: x.astype(jnp.float32))
+    short = with_peephole_rules(lambda x: x.astype(jnp.float32))
     names = [e.primitive.name for e in jax.make_jaxpr(short)(jnp.asarray(x)).eqns]
     assert "shift_left" in names
     got = np.asarray(short(jnp.asarray(x))).view(U32)
     np.testing.assert_array_equal(got, x.view(np.uint16).astype(U32) << U32(16))
+
+
+def test_every_operation_has_a_rule_or_is_said_to_have_none():
+    table = set(operations.OPERATIONS.values())
+    of_table = {x for x in instructions.rules if isinstance(x, operations.Operation)}
+    assert of_table == table
+
+
+def test_a_call_of_an_operation_is_recognised():
+    (eqn,) = jax.make_jaxpr(operations.reverse_bytes)(jnp.uint32(1)).eqns
+    assert operations.operation_of(eqn) is operations.reverse_bytes
+    (other,) = jax.make_jaxpr(jax.jit(lambda x: x))(jnp.uint32(1)).eqns
+    assert operations.operation_of(other) is other.primitive

@@ -32,7 +32,7 @@ def test_without_a_generation_there_are_only_jaxs():
 
 
 def test_bytes_in_reverse_lose_those_that_are_shifted_out():
-    from pallas_kernels.fused_update.operations import pattern_above, reverse_bytes
+    from pallas_kernels.operations import pattern_above, reverse_bytes
 
     words = jnp.broadcast_to(jnp.uint32(0x12345678), (8, 128))
     for places, want in ((0, 0x78563412), (8, 0x785634), (12, 0x78563)):

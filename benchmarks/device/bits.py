@@ -18,7 +18,7 @@ import optax
 import lowbit_optax as lo
 from benchmarks.device.job import Job
 from lowbit_optax import release
-from pallas_kernels.fused_update import launchers
+from pallas_kernels import platforms
 
 MOMENTUM = optax.sgd(2.0**-10, momentum=0.5)
 SQUARES = optax.chain(
@@ -87,7 +87,7 @@ def implementations(job: Job) -> list[str]:
     if not job.for_gpus:
         return ["pallas"]
     with job.in_force():
-        has_mosaic = launchers.default_name() == "mosaic"
+        has_mosaic = platforms.default_launcher() == "mosaic"
     return [*(["mosaic"] if has_mosaic else []), "triton", "xla"]
 
 

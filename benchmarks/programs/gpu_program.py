@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 
 import lowbit_optax as lo
-from pallas_kernels.fused_update import launchers
+from pallas_kernels import platforms
 from tools.gpu_program.machine_code import instructions_per_parameter
 from tools.gpu_program.steps import (
     applied,
@@ -165,7 +165,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--gpu", choices=TARGETS, default="H200")
     parser.add_argument("--launcher", choices=["triton", "mosaic"])
     flags = parser.parse_args(argv)
-    launchers.DEFAULT = flags.launcher or launchers.DEFAULT
+    platforms.DEFAULT_LAUNCHER = flags.launcher or platforms.DEFAULT_LAUNCHER
     mesh = gpu_mesh(target=TARGETS[flags.gpu])
     model = None if flags.no_model else gpt2()
     if model is not None:

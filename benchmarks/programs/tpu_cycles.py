@@ -14,10 +14,10 @@ from unittest import mock
 import jax
 
 from benchmarks.programs.tpu_program import MODELS, STEPS
-from pallas_kernels.bitfields.fields import period
+from pallas_kernels.bitfields import period
 from pallas_kernels.fused_update import Leaf, tpu
 from pallas_kernels.fused_update.tpu_tiling import SUBLANES, Tiling
-from pallas_kernels.fused_update.words import is_unrolled
+from pallas_kernels.layout import is_unrolled
 from tools.tpu_program.schedule import loops_of, parts_of, request_schedules
 from tools.tpu_program.steps import lower_step
 from tools.tpu_program.targets import TARGETS, tpu_mesh

@@ -21,7 +21,7 @@ from lowbit_optax._numerics.codes import (
     pattern_of,
     rounding_offset,
 )
-from pallas_kernels.fused_update import operations
+from pallas_kernels import operations
 
 # A compiler may compute a moment twice, for the scale and for the fields, and round it
 # differently. No number so close above the largest must be rounded up to infinity.

@@ -19,7 +19,7 @@ from lowbit_optax._numerics.codes import (
     one_unless_zero,
     pattern_of,
 )
-from pallas_kernels.fused_update import operations
+from pallas_kernels import operations
 
 # Steps are 2^19 to 2^26 in a float32's pattern: 1/16, 1/8, ... 8 octaves. A base on any
 # of these grids has three zeros in its bfloat16, which say which step it is.

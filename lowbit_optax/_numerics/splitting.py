@@ -28,7 +28,7 @@ from jax import lax
 
 from lowbit_optax._numerics import float_layouts
 from lowbit_optax._numerics.float_layouts import FloatLayout
-from pallas_kernels.fused_update import operations
+from pallas_kernels import operations
 
 Rounding = typing.Literal["nearest", "toward_zero", "stochastic"]
 

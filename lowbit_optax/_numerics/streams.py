@@ -37,7 +37,7 @@ import jax
 import jax.numpy as jnp
 
 from lowbit_optax._numerics.random_bits import RandomBits
-from pallas_kernels.fused_update import operations
+from pallas_kernels import operations
 
 PARAM_STREAM = 0
 RESIDUAL_STREAM = 1

@@ -24,10 +24,10 @@ from lowbit_optax._step.inner_update import InnerUpdate, trace_update
 from lowbit_optax._step.kernels.plan import plan_kernels
 from lowbit_optax._step.kernels.run import Kernels
 from lowbit_optax._step.step import Step, Stepped
-from pallas_kernels.fused_update import launchers
 from pallas_kernels.platforms import (
     Implementation,
     chooses_tpu_kernels,
+    default_launcher,
     is_elsewhere,
     is_for_one_cpu,
     refused_gpu,
@@ -95,7 +95,7 @@ def run(
     if chosen is not None:
         return kernels.out_of_stacks(step, kernels.run(step, chosen))
     # Any other choice would trace kernels for other platforms as well.
-    name = "tpu" if on_tpus else launchers.default_name()
+    name = "tpu" if on_tpus else default_launcher()
     branches = {"tpu" if on_tpus else "cuda": lambda: kernels.run(step.again(), name)}
     # In a program for many devices XLA may have to partition blocks, and would
     # communicate for every one. A layer goes into its stack as a whole.

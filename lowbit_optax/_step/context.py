@@ -5,10 +5,10 @@ the code that knows these things and the functions that need them. They pass on
 ``grads``, ``state`` and ``params``, and nothing else. So the rest travels in one
 context variable:
 
-    masters.from_master ---> initial_masters ---+
+    masters.from_master ---> starting ----------+
     release, in its loop --> one_layer ---------+--> [wrappers] --> current()
     release, before it ----> analysis ----------+
-    convert, before it ----> asking ------------+
+    convert, before it ----> starting ----------+
     diagnostics -----------> reporting ---------+
     step, around a wrapper > params_wanted -----+
 """
@@ -63,26 +63,21 @@ class StepContext:
     """The surroundings of an ``init`` or a step.
 
     Args:
-      masters: float32 weights, by parameter path, from which ``init`` makes the
-        residuals of these parameters. For all other parameters, the parameter itself is
-        the first master.
+      start: what ``init`` of ``lowbit`` returns, a function of its configuration and
+        of the parameters; None for the state in which every master is its parameter.
       layer: the layer of stacked parameters that is updated; None if the arguments are
         whole parameters.
       is_analysed: whether the step is traced only to read its jaxpr.
       wants_params: whether ``update`` should return new parameters instead of updates;
-        see :mod:`lowbit_optax._step.direct`.
-      answer: what ``init`` returns in place of a state, a function of the
-        configuration, and of the names and the structure of the parameters; None for
-        the state. See :mod:`lowbit_optax.states.recorded`.
+        see :mod:`lowbit_optax.transformations.direct`.
       reports: to which steps add what they do to each leaf, in place of doing it; None
         if they are to be made.
     """
 
-    masters: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
+    start: Callable[..., typing.Any] | None = None
     layer: Layer | None = None
     is_analysed: bool = False
     wants_params: bool = False
-    answer: Callable[..., typing.Any] | None = None
     reports: Reports | None = None
 
 
@@ -97,9 +92,13 @@ def current() -> StepContext:
     return _CURRENT.get()
 
 
-def initial_masters(masters: Mapping[str, jax.Array]):
-    """A context in which ``init`` starts from these masters, given by path."""
-    return _changed(masters=masters)
+def starting(start: Callable[..., typing.Any]):
+    """A context in which ``init`` of ``lowbit`` returns something else than a state.
+
+    Args:
+      start: see :class:`StepContext`.
+    """
+    return _changed(start=start)
 
 
 def one_layer(layer: Layer):
@@ -137,15 +136,6 @@ def layerwise(function: Callable) -> Callable:
 def params_wanted(wanted: bool = True):
     """A context in which ``update`` returns new parameters, or updates again."""
     return _changed(wants_params=wanted)
-
-
-def asking(answer: Callable[..., typing.Any]):
-    """A context in which ``init`` of ``lowbit`` returns this answer, and no state.
-
-    Args:
-      answer: see :class:`StepContext`.
-    """
-    return _changed(answer=answer)
 
 
 @contextlib.contextmanager

@@ -14,17 +14,17 @@ The inner transformation sees whole trees; formats work leaf by leaf.
 import dataclasses
 import functools
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from lowbit_optax._arguments import refuse_multi_steps
 from lowbit_optax._jaxprs.not_folded import not_folded
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._numerics.random_bits import ToNearest
 from lowbit_optax._step import backends, context, trees
-from lowbit_optax._step.direct import Stepper, refuse_multi_steps
 from lowbit_optax._step.guard import Guard, Unguarded
 from lowbit_optax._step.leaf import StoredLeaf, format_of
 from lowbit_optax._step.moment_slots import MomentChoice
@@ -36,6 +36,7 @@ from lowbit_optax._step.step import (
     open_step,
     random_of_leaves,
 )
+from lowbit_optax._step.stepper import Stepper
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.moment_fields import fields_of
 from pallas_kernels.platforms import Implementation
@@ -66,19 +67,22 @@ class Lowbit(Stepper):
     implementation: Implementation = None
 
     def init(self, params: optax.Params):
-        """The initial state, with which every master equals its parameter.
-
-        Within ``context.initial_masters``, the masters given there take their place.
-        Within ``context.asking`` no state is made.
-        """
+        """The initial state, with which every master equals its parameter."""
         if params is None:
             raise ValueError("lowbit: init needs params")
-        names, given, treedef = trees.named_leaves(params)
-        if any(map(trees.is_quantized, given)):
+        if any(map(trees.is_quantized, trees.named_leaves(params)[1])):
             refuse_multi_steps()
-        answer, masters = context.current().answer, context.current().masters
-        if answer is not None:
-            return answer(self, names, treedef)
+        start = context.current().start
+        return self.start(params, {}) if start is None else start(self, params)
+
+    def start(self, params, masters: Mapping[str, jax.Array]) -> LowbitState:
+        """The initial state.
+
+        Args:
+          params: as in optax.
+          masters: float32 weights by path, in place of the parameters themselves.
+        """
+        names, given, treedef = trees.named_leaves(params)
         leaves = [
             StoredLeaf(name, leaf, format_of(self.weights, self.min_size, name, leaf))
             for name, leaf in zip(names, given, strict=True)

@@ -15,7 +15,7 @@ from lowbit_optax._numerics.codes import Code, multiply_add
 from lowbit_optax._numerics.rounding import to_float32
 from lowbit_optax._numerics.sum_code import Sum
 from lowbit_optax.formats.base import BlockMomentFormat, MomentFormat
-from pallas_kernels.bitfields.xla import pack, unpack
+from pallas_kernels.bitfields import pack, unpack
 from pallas_kernels.layout import (
     TILE_SIZE,
     block_maxima,

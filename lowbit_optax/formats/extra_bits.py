@@ -23,7 +23,7 @@ from lowbit_optax._numerics.random_bits import RandomBits
 from lowbit_optax._numerics.streams import PARAM_STREAM, RESIDUAL_STREAM
 from lowbit_optax.formats.base import SumRounding, WeightFormat, check_sum_rounding
 from lowbit_optax.formats.plain import MasterCopyFormat, NoResidual
-from pallas_kernels.bitfields.xla import pack, unpack
+from pallas_kernels.bitfields import pack, unpack
 from pallas_kernels.layout import VERSION, layout_of
 
 _NAMES = {

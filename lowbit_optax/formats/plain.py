@@ -12,7 +12,7 @@ from lowbit_optax._numerics.random_bits import RandomBits
 from lowbit_optax._numerics.streams import PARAM_STREAM, RESIDUAL_STREAM
 from lowbit_optax.formats.base import SumRounding, WeightFormat, check_sum_rounding
 from lowbit_optax.formats.significand import Significand, significand_of, why_not
-from pallas_kernels.fused_update import operations
+from pallas_kernels import operations
 
 if typing.TYPE_CHECKING:
     from lowbit_optax.precision import FloatFormat

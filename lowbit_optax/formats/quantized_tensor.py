@@ -1,7 +1,7 @@
 """Weights of 4 to 16 bits as a pytree node, which :func:`quantize_params` makes.
 
 :mod:`lowbit_optax._numerics.linear_code` turns values into codes, and
-:mod:`pallas_kernels.bitfields.xla` packs the codes.
+:mod:`pallas_kernels.bitfields` packs the codes.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from lowbit_optax._numerics.random_bits import RandomBits
 from lowbit_optax._numerics.rounding import narrow_or_cast
 from lowbit_optax._numerics.streams import PARAM_STREAM
 from lowbit_optax.formats.quantized_leaf import QuantizedWeight
-from pallas_kernels.bitfields.xla import pack, unpack_with
+from pallas_kernels.bitfields import pack, unpack_with
 from pallas_kernels.layout import Layout, block_maxima, repeat_blocks
 
 Rounding = typing.Literal["nearest", "stochastic"]

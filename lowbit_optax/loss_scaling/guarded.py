@@ -13,9 +13,9 @@ import optax
 
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._step import context, trees
-from lowbit_optax._step.direct import stepper_of
 from lowbit_optax._step.engine import Lowbit
 from lowbit_optax._step.guard import Guard
+from lowbit_optax._step.stepper import stepper_of
 from lowbit_optax.transformations.lowbit import step
 from pallas_kernels.platforms import Implementation
 from pallas_kernels.reductions import MIN_ARRAYS, largest_magnitudes

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import optax
 
 from lowbit_optax._numerics.landing import Landing
-from lowbit_optax._step.direct import Stepper
 from lowbit_optax._step.guard import Guard
+from lowbit_optax._step.stepper import Stepper
 from lowbit_optax.loss_scaling.guarded import Sizes, guarded, implementation_of
 from lowbit_optax.loss_scaling.scales import Scaling
 

@@ -15,10 +15,10 @@ from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.streams import accumulator_draws
 from lowbit_optax._step import trees
 from lowbit_optax._step.context import layerwise
-from lowbit_optax._step.direct import stepper_of
 from lowbit_optax._step.leaf import StoredLeaf, check_grad
 from lowbit_optax._step.moments import in_parallel_trees, leaf_by_leaf
 from lowbit_optax._step.step import random_of_leaves
+from lowbit_optax._step.stepper import stepper_of
 from lowbit_optax.formats import MomentFormat
 from lowbit_optax.lpmm.quantization import PAPER_BLOCK_SIZE
 

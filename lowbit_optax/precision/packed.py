@@ -1,7 +1,7 @@
 """Arrays of 16 bits at rest in fewer: the patterns of a float format, packed.
 
 :class:`FloatFormat` turns numbers into patterns, and
-:mod:`pallas_kernels.bitfields.xla` packs those.
+:mod:`pallas_kernels.bitfields` packs those.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.rounding import narrow_or_cast, to_float32
 from lowbit_optax.precision.float_format import FloatFormat
-from pallas_kernels.bitfields import xla
+from pallas_kernels import bitfields
 from pallas_kernels.layout import Layout, layout_of
 
 
@@ -124,7 +124,7 @@ def _is_packed(x) -> bool:
 def _packed(float_format: FloatFormat, x: jax.Array) -> PackedFloats:
     patterns = float_format.encode(float_format.round(to_float32(x)))
     layout = layout_of(x.shape)
-    words = xla.pack(patterns.astype(jnp.uint32), float_format.bits, layout)
+    words = bitfields.pack(patterns.astype(jnp.uint32), float_format.bits, layout)
     axis = layout.axis
     return PackedFloats(words, float_format, x.dtype, axis, x.shape[axis])
 
@@ -134,4 +134,4 @@ def _unpacked(packed: PackedFloats) -> jax.Array:
         return narrow_or_cast(packed.float_format.decode(fields), packed.dtype)
 
     layout = Layout(packed.shape, packed.axis)
-    return xla.unpack_with(decode, packed.words, packed.float_format.bits, layout)
+    return bitfields.unpack_with(decode, packed.words, packed.float_format.bits, layout)

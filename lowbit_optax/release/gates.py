@@ -13,8 +13,8 @@ import typing
 import jax
 import optax
 
-from lowbit_optax._step.direct import stepper_of
 from lowbit_optax._step.guard import Guard, Unguarded
+from lowbit_optax._step.stepper import stepper_of
 from lowbit_optax.loss_scaling.guarded import Sizes, implementation_of
 from lowbit_optax.loss_scaling.transformation import LossScaled, LossScaleState
 

@@ -8,9 +8,9 @@ import jax
 import optax
 
 from lowbit_optax._numerics.landing import REPLACE
-from lowbit_optax._step.direct import stepper_of
 from lowbit_optax._step.engine import Lowbit
 from lowbit_optax._step.guard import Guard, Unguarded
+from lowbit_optax._step.stepper import stepper_of
 from lowbit_optax.loss_scaling.guarded import guarded
 from lowbit_optax.release.host_memory import on_device
 from lowbit_optax.release.parts import Part

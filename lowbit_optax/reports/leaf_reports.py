@@ -21,7 +21,7 @@ from lowbit_optax._step.step import Step
 from lowbit_optax.formats import quantized_tensor
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.states.state_leaves import state_leaves
-from pallas_kernels.bitfields.xla import unpack
+from pallas_kernels.bitfields import unpack
 from pallas_kernels.layout import layout_of
 
 

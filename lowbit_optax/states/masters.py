@@ -109,7 +109,8 @@ def from_master(
             for name, leaf in zip(names, leaves, strict=True)
         ]
     )
-    with context.initial_masters({name: to_float32(masters[name]) for name in held}):
+    wide = {name: to_float32(masters[name]) for name in held}
+    with context.starting(lambda config, params: config.start(params, wide)):
         return params, tx.init(params)
 
 

@@ -33,6 +33,12 @@ class Recorded:
     names: list[str]
     treedef: trees.PyTreeDef
 
+    @classmethod
+    def of(cls, config: Lowbit, params) -> "Recorded":
+        """What ``init`` is asked."""
+        names, _, treedef = trees.named_leaves(params)
+        return cls(config, names, treedef)
+
     def leaves(self, what: str, by_name: Mapping[str, typing.Any]) -> list[StoredLeaf]:
         """The leaves that were handed to ``lowbit``, without residuals.
 
@@ -75,7 +81,7 @@ def recorded_state(tx: optax.GradientTransformation, params) -> typing.Any:
       tx: any optax transformation.
       params: tree of arrays or ShapeDtypeStructs.
     """
-    with context.asking(Recorded):
+    with context.starting(Recorded.of):
         # Not tx.init itself, whose result JAX may know from outside of this context.
         return jax.eval_shape(lambda params: tx.init(params), trees.abstract(params))
 

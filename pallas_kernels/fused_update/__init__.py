@@ -1,9 +1,17 @@
 """One pass over a leaf: read everything, compute elementwise, write in place."""
 
 from pallas_kernels.fused_update.api import fused_update, fused_update_many
-from pallas_kernels.fused_update.launch import MAX_ELEMENTS_OF_SMALL_LEAF
-from pallas_kernels.fused_update.spec import BlockBody, Body, Leaf, Operand, Result
-from pallas_kernels.fused_update.tiling import MAX_ELEMENTS, has_tiling
+from pallas_kernels.fused_update.spec import (
+    MAX_ELEMENTS_OF_SMALL_LEAF,
+    BlockBody,
+    Body,
+    Leaf,
+    Operand,
+    Result,
+    Scalars,
+    has_tiling,
+)
+from pallas_kernels.layout import MAX_ELEMENTS
 
 __all__ = [
     "MAX_ELEMENTS",
@@ -13,6 +21,7 @@ __all__ = [
     "Leaf",
     "Operand",
     "Result",
+    "Scalars",
     "fused_update",
     "fused_update_many",
     "has_tiling",

@@ -2,28 +2,36 @@
 
 import dataclasses
 import functools
+import importlib
 import math
-from collections.abc import Sequence
+import typing
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
+from pallas_kernels.dispatch import by_platform, launcher_module, transformable
 from pallas_kernels.fused_update import sharded, xla
-from pallas_kernels.fused_update.launch import Call
-from pallas_kernels.fused_update.launchers import launcher, tpu_launcher
-from pallas_kernels.fused_update.spec import BlockBody, Body, Leaf, Operand, Result
-from pallas_kernels.fused_update.tiling import MAX_ELEMENTS, has_tiling
-from pallas_kernels.layout import check_block_size, layout_of
+from pallas_kernels.fused_update.spec import (
+    BlockBody,
+    Body,
+    Call,
+    Launcher,
+    Leaf,
+    Operand,
+    Result,
+    Scalars,
+    Shard,
+    has_tiling,
+)
+from pallas_kernels.layout import MAX_ELEMENTS, check_block_size, layout_of
 from pallas_kernels.platforms import (
     Implementation,
     check_implementation,
     chooses_tpu_kernels,
-    is_elsewhere,
     is_for_tpus,
     refused_gpu,
 )
-from pallas_kernels.transforms import transformable
 
 
 def fused_update(
@@ -32,12 +40,9 @@ def fused_update(
     results: Sequence[Result],
     *,
     shape: tuple[int, ...] | None = None,
-    scalars: jax.Array | None = None,
-    values: Sequence[jax.Array] = (),
-    row: jax.Array | int | None = None,
+    scalars: jax.Array | Scalars | None = None,
     layer: jax.Array | None = None,
     first: jax.Array | None = None,
-    when: int | None = None,
     implementation: Implementation = None,
 ) -> list[jax.Array]:
     """Read a leaf's arrays, compute elementwise, and write the results in place.
@@ -54,16 +59,11 @@ def fused_update(
       results: arrays to write; what overwrites an operand takes its place in memory
         when that is donated.
       shape: of the leaf, or of one layer; that of the first plain operand if None.
-      scalars: uint32 vector for the body, or a table with one in each row.
-      values: what the last scalars of every row are, in any dtypes that the body takes
-        as well. Kernels read the words; derivatives are taken by the values.
-      row: which row of the table; uint32 of shape [1], or a number.
+      scalars: uint32 vector for the body, or :class:`Scalars`.
       layer: int32 scalar. The operands that are overwritten are then stacks of leaves,
         ``[layers, *shape]``, of which this one is updated; the others are one layer's.
       first: uint32 scalar, the index of the leaf's first element, if it is a part of
         another leaf; 0 if None. Without ``layer``, which says where it is.
-      when: number of a scalar that switches the update off: where it is 0, operands
-        that are overwritten keep their values, and other results are undefined.
       implementation: see :data:`pallas_kernels.platforms.Implementation`. Kernels for
         TPUs take a part of all leaves (:func:`.tpu.accepts`), and the reference takes
         the others there.
@@ -94,49 +94,24 @@ def fused_update(
         shape = plain[0]
     leaf = Leaf(tuple(operands), tuple(results), tuple(shape), layer is not None)
     _check(leaf)
-    if scalars is None:
-        scalars = jnp.zeros((1,), jnp.uint32)
-    if row is not None:
-        row = jnp.asarray(row, jnp.uint32).reshape(1)
+    if not isinstance(scalars, Scalars):
+        scalars = Scalars(jnp.zeros((1,), jnp.uint32) if scalars is None else scalars)
+    rows = scalars.rows
+    if rows is not None:
+        rows = jnp.asarray(rows, jnp.uint32).reshape(1)
     if layer is not None:
         layer = jnp.asarray(layer, jnp.int32).reshape(1)
     if first is not None:
         first = jnp.asarray(first, jnp.uint32).reshape(1)
-    places = row, layer, first
-    given = [x for x in places if x is not None]
-
-    def place(rest):
-        rest = list(rest)
-        return tuple(rest.pop(0) if x is not None else None for x in places)
-
-    def reference(values, table, *args):
-        row, layer, first = place(args[: len(given)])
-        whole = leaf.with_arrays(args[len(given) :])
-        within = None if first is None else (first[0], leaf.shape)
-        own = xla.row_of(table, row, values)
-        return xla.update(body, whole, own, layer, when, within)
-
-    def kernel(launched, shards, shared, interpret):
-        table, *rest = shared
-        row, layer, first = place(rest)
-        if first is not None:
-            shards = [shard.after(first[0]) for shard in shards]
-        return launched.update(
-            Call(body, shards, table, row, layer, when=when, interpret=interpret)
-        )
-
-    shared = [scalars, *given]
-    return _choose(implementation, kernel, reference, body, [leaf], values, shared)
+    given = {"rows": rows, "layer": layer, "first": first}
+    return _update(body, [leaf], scalars, given, implementation)
 
 
 def fused_update_many(
     body: Body | BlockBody,
     leaves: Sequence[Leaf],
     *,
-    scalars: jax.Array,
-    rows: jax.Array,
-    values: Sequence[jax.Array] = (),
-    when: int | None = None,
+    scalars: Scalars,
     implementation: Implementation = None,
 ) -> list[list[jax.Array]]:
     """:func:`fused_update` of many leaves in few kernels.
@@ -146,9 +121,7 @@ def fused_update_many(
       leaves: with the same kinds of operands and results, none of them stacked. If
         anything is packed or per block, they are of one shape. In the order of their
         sizes, more of the kernels are equal.
-      scalars: uint32 table.
-      rows: uint32 vector, each leaf's row of the table.
-      values, when: as in :func:`fused_update`.
+      scalars: with each leaf's row.
       implementation: as in :func:`fused_update`.
 
     Returns:
@@ -157,35 +130,12 @@ def fused_update_many(
     _check_together(leaves)
     for leaf in leaves:
         _check(leaf)
-    results, most = len(leaves[0].results), launcher(implementation).max_leaves(leaves)
-
-    def kernel(launched, shards, shared, interpret):
-        table, part_rows = shared
-        call = Call(body, shards, table, part_rows, when=when, interpret=interpret)
-        if launched.can_share(shards):
-            return launched.update(call)
-        return [
-            x
-            for shard, row in zip(shards, part_rows, strict=True)
-            for x in launched.update(
-                dataclasses.replace(call, shards=[shard], rows=row[None])
-            )
-        ]
-
+    rows = typing.cast(jax.Array, scalars.rows)
+    results, most = len(leaves[0].results), _launcher(implementation).max_leaves(leaves)
     written: list = [None] * len(leaves)
     for part in _parts(len(leaves), most):
-        some = leaves[part]
-
-        def reference(values, table, part_rows, *arrays, some=some):
-            own = [xla.row_of(table, row[None], values) for row in part_rows]
-            return [
-                x
-                for leaf, row in zip(sharded.regroup(some, arrays), own, strict=True)
-                for x in xla.update(body, leaf, row, when=when)
-            ]
-
-        shared = [scalars, rows[part]]
-        new = _choose(implementation, kernel, reference, body, some, values, shared)
+        given = {"rows": rows[part]}
+        new = _update(body, leaves[part], scalars, given, implementation)
         written[part] = [new[i : i + results] for i in range(0, len(new), results)]
     return written
 
@@ -217,67 +167,144 @@ def _check_together(leaves: Sequence[Leaf]) -> None:
         )
 
 
-def _choose(
-    implementation: Implementation,
-    kernel,
-    reference,
+def tpu_launcher():
+    """The module of the launcher for TPUs, which is imported where it is needed."""
+    return importlib.import_module("pallas_kernels.fused_update.tpu")
+
+
+def _launcher(implementation: str | None, interpret: bool = False) -> Launcher:
+    if implementation == "tpu":
+        return typing.cast(Launcher, tpu_launcher())
+    module = launcher_module(_FOR_GPUS, implementation, interpret)
+    return typing.cast(Launcher, module)
+
+
+_FOR_GPUS = "pallas_kernels.fused_update.gpu"
+
+
+def _update(
     body: Body | BlockBody,
     leaves: Sequence[Leaf],
-    values: Sequence[jax.Array],
-    shared: list[jax.Array],
-):
-    """Run the kernel of the platform, or the reference.
+    scalars: Scalars,
+    given: Mapping[str, jax.Array | None],
+    implementation: Implementation,
+) -> list[jax.Array]:
+    """The results of the leaves, one after the other, by a kernel or the reference.
 
     Args:
-      implementation: as in :func:`fused_update`.
-      kernel: of a launcher, shards, what they share, and whether it is interpreted.
-      reference: of the values, and all arrays.
-      body, leaves, values: of the update.
-      shared: the table of scalars, and other arrays that all leaves share.
+      body, leaves, scalars, implementation: as in :func:`fused_update_many`.
+      given: rows, layer and first by name, as far as they are given.
     """
     check_implementation("fused_update", implementation)
     refusal = _refusal(leaves)
     if implementation in ("pallas", "triton", "mosaic") and refusal:
         raise ValueError(f"fused_update: {refusal}")
-    arrays = [*shared, *(x for leaf in leaves for x in leaf.arrays)]
-    arguments = [list(values), *arrays]
-
-    def by_kernel(name, interpret):
-        run = functools.partial(
-            kernel, launcher(name, interpret=interpret), interpret=interpret
-        )
-        call = lambda _, *args: sharded.over_shards(
-            run, leaves, len(shared), args, can_partition=name != "tpu"
-        )
-        return transformable(call, reference)
-
-    if implementation in ("triton", "mosaic"):
-        return by_kernel(implementation, False)(*arguments)
+    given = {name: x for name, x in given.items() if x is not None}
+    arrays = [x for leaf in leaves for x in leaf.arrays]
+    arguments = [list(scalars.values), scalars.table, *given.values(), *arrays]
+    update = _Update(body, leaves, scalars.when, tuple(given))
     is_chosen = implementation in (None, "pallas") and chooses_tpu_kernels()
     on_tpus = implementation == "tpu" or is_chosen
     if on_tpus:
-        scalars = shared[0].shape[-1]
-        accepts = tpu_launcher().accepts
-        on_tpus = all(accepts(body, leaf, scalars) for leaf in leaves)
-    if implementation == "tpu" and on_tpus and not is_for_tpus():
-        # Pallas' model of a TPU has side effects, for which JAX has no partitioning.
-        def modelled(_, *args):
-            given = sharded.regroup(leaves, args[len(shared) :])
-            shards = [sharded.Shard(leaf, leaf.shape) for leaf in given]
-            return kernel(tpu_launcher(), shards, list(args[: len(shared)]), True)
-
-        return transformable(modelled, reference)(*arguments)
+        accepts, columns = tpu_launcher().accepts, scalars.table.shape[-1]
+        on_tpus = all(accepts(body, leaf, columns) for leaf in leaves)
     if implementation == "tpu" and on_tpus:
-        return by_kernel("tpu", False)(*arguments)
-    if implementation in ("xla", "tpu") or (refusal and not on_tpus):
-        return reference(*arguments)
-    default = by_kernel("pallas", True) if implementation == "pallas" else reference
-    if is_elsewhere(arrays):
-        return default(*arguments)
-    branches = {} if refusal else {"cuda": by_kernel(implementation, False)}
-    if on_tpus:
-        branches["tpu"] = by_kernel("tpu", False)
-    return lax.platform_dependent(*arguments, default=default, **branches)
+        kernel = update.by_kernel("tpu") if is_for_tpus() else update.modelled()
+        return kernel(*arguments)
+    return by_platform(
+        implementation,
+        update.reference,
+        arguments,
+        interpreted=update.by_kernel("pallas", interpret=True),
+        cuda=None if refusal else update.by_kernel(implementation),
+        tpu=update.by_kernel("tpu") if on_tpus else None,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Update:
+    """An update as functions of arrays.
+
+    They take the values of scalars, the table, what is given, and the leaves' arrays.
+
+    Args:
+      body: what to compute.
+      leaves: whole ones.
+      when: as of :class:`Scalars`.
+      given: names of what is given beside the table.
+    """
+
+    body: Body | BlockBody
+    leaves: Sequence[Leaf]
+    when: int | None
+    given: tuple[str, ...]
+
+    def reference(self, values, table, *args) -> list[jax.Array]:
+        """By array operations."""
+        given = dict(zip(self.given, args, strict=False))
+        leaves = sharded.regroup(self.leaves, args[len(given) :])
+        rows = [given.get("rows")]
+        if len(leaves) > 1:
+            rows = [row[None] for row in given["rows"]]
+        own = [xla.row_of(table, row, values) for row in rows]
+        layer, within = given.get("layer"), None
+        if "first" in given:
+            within = given["first"][0], leaves[0].shape
+        return [
+            x
+            for leaf, row in zip(leaves, own, strict=True)
+            for x in xla.update(self.body, leaf, row, layer, self.when, within)
+        ]
+
+    def by_kernel(
+        self, implementation: str | None, *, interpret: bool = False
+    ) -> Callable:
+        """By a launcher's kernel on every device's shards."""
+
+        def call(_, *args):
+            launched = _launcher(implementation, interpret)
+            return sharded.over_shards(
+                functools.partial(self._launch, launched, interpret),
+                self.leaves,
+                1 + len(self.given),
+                args,
+                can_partition=implementation != "tpu",
+            )
+
+        return transformable(call, self.reference)
+
+    def modelled(self) -> Callable:
+        """By Pallas' model of a TPU.
+
+        It has side effects, for which JAX has no partitioning.
+        """
+
+        def call(_, *args):
+            shared = 1 + len(self.given)
+            leaves = sharded.regroup(self.leaves, args[shared:])
+            shards = [Shard(leaf, leaf.shape) for leaf in leaves]
+            return self._launch(_launcher("tpu"), True, shards, args[:shared])
+
+        return transformable(call, self.reference)
+
+    def _launch(
+        self, launched: Launcher, interpret: bool, shards: Sequence[Shard], shared
+    ) -> list[jax.Array]:
+        table, *rest = shared
+        given = dict(zip(self.given, rest, strict=True))
+        rows, layer, first = (given.get(x) for x in ("rows", "layer", "first"))
+        if first is not None:
+            shards = [shard.after(first[0]) for shard in shards]
+        call = Call(self.body, shards, table, rows, layer, self.when, interpret)
+        if launched.can_share(shards):
+            return launched.update(call)
+        return [
+            x
+            for shard, row in zip(shards, typing.cast(jax.Array, rows), strict=True)
+            for x in launched.update(
+                dataclasses.replace(call, shards=[shard], rows=row[None])
+            )
+        ]
 
 
 def _refusal(leaves: Sequence[Leaf]) -> str | None:

@@ -6,7 +6,6 @@ Where shards hold whole words and blocks, updating one needs nothing from other 
 explicit axes the specs are known while tracing, and ``jax.shard_map`` does it.
 """
 
-import dataclasses
 import math
 import typing
 from collections.abc import Callable, Sequence
@@ -18,28 +17,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.fused_update.spec import Leaf
-
-
-@dataclasses.dataclass(frozen=True)
-class Shard:
-    """A leaf's part on one device.
-
-    Args:
-      leaf: with the arrays at hand; its ``shape`` is still the whole one.
-      shape: of the part.
-      base: uint32 scalar, index of its first element in the whole; None for 0.
-    """
-
-    leaf: Leaf
-    shape: tuple[int, ...]
-    base: jax.Array | None = None
-
-    def after(self, first: jax.Array) -> "Shard":
-        """The same of a leaf whose first element has this index."""
-        base = first if self.base is None else self.base + first
-        return dataclasses.replace(self, base=base)
-
+from pallas_kernels.fused_update.spec import Leaf, Shard
 
 # A number of units that this divides also divides into shards on fewer devices, if
 # they are a power of two.

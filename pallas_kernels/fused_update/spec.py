@@ -1,4 +1,4 @@
-"""What a fused update reads and writes."""
+"""What a fused update reads and writes, and what a launcher is asked for."""
 
 import dataclasses
 import functools
@@ -8,7 +8,13 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from pallas_kernels.layout import Layout, layout_of
+from pallas_kernels.layout import TILE_ROWS, Layout, block_shape, layout_of, period
+
+MAX_ELEMENTS_OF_SMALL_LEAF = 4 * 4096
+"""A leaf without words and blocks that has more shares a kernel only with its equals.
+
+Where leaves differ in size, each has as many programs as the largest.
+"""
 
 MultiplyAdd = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -124,6 +130,27 @@ class Result:
         object.__setattr__(self, "dtype", np.dtype(self.dtype))
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scalars:
+    """The scalars of one update, or of many.
+
+    Args:
+      table: uint32 vector for the body, or a table with one in each row.
+      rows: which row of the table each leaf has; uint32 vector, or a number for the
+        only leaf. None where the table is a vector.
+      values: what the last scalars of every row are, in any dtypes that the body takes
+        as well. Kernels read the words; derivatives are taken by the values.
+      when: number of a scalar that switches the update off: where it is 0, operands
+        that are overwritten keep their values, and other results are undefined.
+    """
+
+    table: jax.Array
+    rows: typing.Any = None
+    values: Sequence[jax.Array] = ()
+    when: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+
 @dataclasses.dataclass(frozen=True)
 class Leaf:
     """A leaf, or a layer of a stack of leaves, and what its update reads and writes.
@@ -194,3 +221,100 @@ class Leaf:
             for operand, array in zip(self.operands, arrays, strict=True)
         )
         return dataclasses.replace(self, operands=operands)
+
+
+def has_tiling(packed: Sequence[int], block_sizes: Sequence[int]) -> bool:
+    """Whether kernels can walk over leaves with such fields and blocks.
+
+    A lane has the words of its fields. Where their period is longer than a tile, blocks
+    must not be higher than one.
+    """
+    longest = max((period(bits)[0] for bits in packed), default=1)
+    highest = max((block_shape(size)[0] for size in block_sizes), default=TILE_ROWS)
+    return highest == TILE_ROWS or longest <= TILE_ROWS
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """A leaf's part on one device.
+
+    Args:
+      leaf: with the arrays at hand; its ``shape`` is still the whole one.
+      shape: of the part.
+      base: uint32 scalar, index of its first element in the whole; None for 0.
+    """
+
+    leaf: Leaf
+    shape: tuple[int, ...]
+    base: jax.Array | None = None
+
+    def after(self, first: jax.Array) -> "Shard":
+        """The same of a leaf whose first element has this index."""
+        base = first if self.base is None else self.base + first
+        return dataclasses.replace(self, base=base)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What one kernel is asked to update: a leaf, a shard, a layer, or many leaves.
+
+    Args:
+      body: see :data:`Body`.
+      shards: the arrays on this device, of leaves that can share a kernel.
+      table: uint32, rows of scalars; or one row, for one leaf.
+      rows: uint32 vector, each leaf's row of the table.
+      layer: int32 vector of one element, which layer of the stacks; for one leaf.
+      when: as of :class:`Scalars`.
+      interpret: run the kernel's operations with XLA, on any platform.
+    """
+
+    body: Body | BlockBody
+    shards: Sequence[Shard]
+    table: jax.Array
+    rows: jax.Array | None = None
+    layer: jax.Array | None = None
+    when: int | None = None
+    interpret: bool = False
+
+
+class Launcher(typing.Protocol):
+    """What a launcher's module defines, for one of Pallas' backends."""
+
+    def max_leaves(self, leaves: Sequence[Leaf]) -> int:
+        """How many of these leaves a kernel should update at most."""
+        ...
+
+    def can_share(self, shards: Sequence[Shard]) -> bool:
+        """Whether these leaves, or shards of leaves, can share a kernel."""
+        ...
+
+    def update(self, call: Call) -> list[jax.Array]:
+        """The results of a call's kernel, of one leaf after the other."""
+        ...
+
+
+def result_shapes(shard: Shard) -> list[tuple[int, ...]]:
+    """The shapes of a shard's results, with which a launcher returns them."""
+    leaf = shard.leaf
+    return [
+        _share(leaf.stored_shape(r), shard)
+        if r.overwrites is None
+        else leaf.operands[r.overwrites].array.shape
+        for r in leaf.results
+    ]
+
+
+def _share(stored: tuple[int, ...], shard: Shard) -> tuple[int, ...]:
+    """The shard's share of an array's shape."""
+    return tuple(
+        n * part // whole if whole else n
+        for n, part, whole in zip(stored, shard.shape, shard.leaf.shape, strict=True)
+    )
+
+
+def manual_axes(result: Result, operands: Sequence[Operand]):
+    """How a result varies over the mesh of a ``jax.shard_map``: as what it replaces."""
+    if result.overwrites is not None:
+        return jax.typeof(operands[result.overwrites].array).manual_axis_type
+    types = [jax.typeof(o.array).manual_axis_type for o in operands]
+    return max(types, key=lambda each: len(each.varying))

@@ -19,9 +19,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.fused_update import xla
-from pallas_kernels.fused_update.launch import Call, manual_axes, result_shapes
-from pallas_kernels.fused_update.sharded import Shard
-from pallas_kernels.fused_update.spec import BlockBody, Body, Leaf, Operand, Result
+from pallas_kernels.fused_update.spec import (
+    BlockBody,
+    Body,
+    Call,
+    Leaf,
+    Operand,
+    Result,
+    Shard,
+    manual_axes,
+    result_shapes,
+)
 from pallas_kernels.fused_update.tpu_arrays import (
     as_given,
     as_held,

@@ -21,7 +21,7 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives as p
 
-from pallas_kernels.fused_update import operations
+from pallas_kernels import operations
 from pallas_kernels.fused_update.tpu_quotients import rules_of
 from pallas_kernels.fused_update.tpu_values import (
     Field,

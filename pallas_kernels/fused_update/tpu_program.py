@@ -31,8 +31,7 @@ from pallas_kernels.fused_update.tpu_words import (
     part,
     unpack,
 )
-from pallas_kernels.fused_update.words import is_unrolled
-from pallas_kernels.layout import block_shape
+from pallas_kernels.layout import block_shape, is_unrolled
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pallas_kernels.fused_update.spec import Operand, Result
 from pallas_kernels.fused_update.tpu_arrays import held_as
 from pallas_kernels.fused_update.tpu_program import Arrays
 from pallas_kernels.fused_update.tpu_tiling import LANES, SUBLANES, Tiling
-from pallas_kernels.fused_update.words import is_unrolled
+from pallas_kernels.layout import is_unrolled
 
 
 def scratch_of(

@@ -10,11 +10,9 @@ one word are in as many registers, at the same sublane and lane as the word in i
 import dataclasses
 import math
 
-from pallas_kernels.bitfields.fields import period
-from pallas_kernels.fused_update.sharded import Shard
-from pallas_kernels.fused_update.spec import Leaf, Operand, Result
-from pallas_kernels.fused_update.words import is_unrolled
-from pallas_kernels.layout import block_shape
+from pallas_kernels.bitfields import period
+from pallas_kernels.fused_update.spec import Leaf, Operand, Result, Shard
+from pallas_kernels.layout import block_shape, is_unrolled
 
 LANES, SUBLANES = 128, 8
 _LEAST_GROUP = 4

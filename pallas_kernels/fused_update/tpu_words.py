@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.bitfields.fields import get_field, period, put_fields
+from pallas_kernels.bitfields import get_field, period, put_fields
 from pallas_kernels.fused_update.tpu_tiling import SUBLANES
 from pallas_kernels.fused_update.tpu_values import Field, shifted_left, whole
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.bitfields.xla import pack, unpack
+from pallas_kernels.bitfields import pack, unpack
 from pallas_kernels.fused_update.spec import (
     BlockBody,
     Body,

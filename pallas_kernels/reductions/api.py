@@ -1,24 +1,23 @@
 """``sums_of_squares`` and ``largest_magnitudes`` of many arrays at once."""
 
 import functools
-import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.fused_update import launchers
-from pallas_kernels.fused_update.tiling import MAX_ELEMENTS
+from pallas_kernels.dispatch import by_platform, launcher_module, transformable
+from pallas_kernels.layout import MAX_ELEMENTS
 from pallas_kernels.platforms import (
     Implementation,
     check_implementation,
-    is_elsewhere,
     refused_gpu,
 )
 from pallas_kernels.reductions import sharded
 from pallas_kernels.reductions.kinds import LARGEST, SQUARES, Kind
-from pallas_kernels.transforms import transformable
+
+_PACKAGE = "pallas_kernels.reductions"
 
 MIN_ARRAYS = 8
 """For fewer arrays XLA's own reductions are hardly more kernels."""
@@ -80,24 +79,16 @@ def _reduced(kind: Kind, arrays, factor, implementation: Implementation) -> jax.
         return jnp.stack([kind.reduce(kind.read(x, *args[: len(given)])) for x in own])
 
     fits = all(0 < x.size <= MAX_ELEMENTS for x in arrays) and refused_gpu() is None
-    if implementation in ("xla", "tpu") or not fits:
-        return reference(*given, *arrays)
 
-    def kernel(interpret: bool) -> Callable:
-        reduce = _launcher(implementation, interpret).reduce
+    def kernel(*args, interpret: bool = False) -> jax.Array:
+        reduce = launcher_module(_PACKAGE, implementation, interpret).reduce
         local = functools.partial(reduce, kind, len(given), interpret=interpret)
-        call = functools.partial(sharded.over_shards, local, kind, len(given))
-        return transformable(lambda *args: call(args), reference)
+        return sharded.over_shards(local, kind, len(given), args)
 
-    if implementation in ("triton", "mosaic"):
-        return kernel(False)(*given, *arrays)
-    default = kernel(True) if implementation == "pallas" else reference
-    if is_elsewhere(arrays):
-        return default(*given, *arrays)
-    return lax.platform_dependent(*given, *arrays, cuda=kernel(False), default=default)
-
-
-def _launcher(implementation: Implementation, interpret: bool):
-    name = "triton" if interpret else launchers.name_of(implementation)
-    # Imported where it is needed, see pallas_kernels.fused_update.launchers.
-    return importlib.import_module(f"pallas_kernels.reductions.{name}")
+    return by_platform(
+        implementation,
+        reference,
+        [*given, *arrays],
+        interpreted=transformable(functools.partial(kernel, interpret=True), reference),
+        cuda=transformable(kernel, reference) if fits else None,
+    )

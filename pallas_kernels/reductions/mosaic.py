@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as pallas
 
-from pallas_kernels.fused_update import mosaic_registers as registers
-from pallas_kernels.fused_update.memory import by_branches
-from pallas_kernels.fused_update.mosaic_memory import Form, load
+from pallas_kernels.gpu import mosaic_registers as registers
+from pallas_kernels.gpu.instructions import by_branches
+from pallas_kernels.gpu.mosaic_access import Form, load
 from pallas_kernels.reductions.kinds import Kind
 from pallas_kernels.reductions.pieces import PIECE, Pieces, reduce_by
 

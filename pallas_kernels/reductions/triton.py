@@ -13,14 +13,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from pallas_kernels.fused_update.memory import by_branches
-from pallas_kernels.fused_update.triton_instructions import INSTRUCTIONS
+from pallas_kernels.gpu.instructions import Instructions, by_branches
 from pallas_kernels.reductions.kinds import Kind
 from pallas_kernels.reductions.pieces import PIECE, Pieces, reduce_by
 
 # 32 elements per thread: four or eight loads of 16 bytes are under way at once.
 _WARPS = 8
 _PARTS, _PARTS_WARPS = 1024, 4
+
+_INSTRUCTIONS = Instructions(triton.elementwise_inline_asm)
 
 
 def reduce(
@@ -67,7 +68,7 @@ def _pieces(pieces: Pieces, *refs):
         zero = jnp.zeros((), ref.dtype)
         values = kind.read(triton.load(ref.at[place], mask=mask, other=zero), *factor)
         # Else LLVM would select addresses from all arrays' rather than branch.
-        return values if pieces.interpret else INSTRUCTIONS.opaque(values, number)
+        return values if pieces.interpret else _INSTRUCTIONS.opaque(values, number)
 
     values = by_branches(program, range(len(arrays)), read, starts=pieces.starts)
     triton.store(parts.at[program], kind.reduce(values))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pallas_kernels.fused_update import launchers
+from pallas_kernels import platforms
 
 
 @pytest.fixture
@@ -11,4 +11,4 @@ def by_triton(monkeypatch):
 
     ``test_launchers.py`` compares Mosaic's kernels with Triton's.
     """
-    monkeypatch.setattr(launchers, "DEFAULT", "triton")
+    monkeypatch.setattr(platforms, "DEFAULT_LAUNCHER", "triton")

@@ -24,7 +24,6 @@ import lowbit_optax
 import pallas_kernels
 from lowbit_optax import block_quantized, cast, extra_bits, lowbit
 from pallas_kernels import Operand, Result, fused_update, platforms
-from pallas_kernels.fused_update import launchers
 from pallas_kernels.reductions import largest_magnitudes, sums_of_squares
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
@@ -38,7 +37,7 @@ LAUNCHERS = ["triton", "mosaic"] if platforms.has_mosaic() else ["triton"]
 
 @pytest.fixture(autouse=True, params=LAUNCHERS)
 def launcher(request, monkeypatch):
-    monkeypatch.setattr(launchers, "DEFAULT", request.param)
+    monkeypatch.setattr(platforms, "DEFAULT_LAUNCHER", request.param)
     return request.param
 
 
@@ -140,7 +139,7 @@ def compiled(tx, *arguments):
     step = functools.partial(lowbit_optax.step, tx)
     program = compile_program(lower_for(gpu_mesh(), step, *arguments, donate=(0, 1)))
     # Only Mosaic's kernels are calls with arguments of their own.
-    assert bool(program.arguments) == (launchers.DEFAULT == "mosaic")
+    assert bool(program.arguments) == (platforms.DEFAULT_LAUNCHER == "mosaic")
     return program
 
 
@@ -259,7 +258,7 @@ def test_equal_leaves_in_several_kernels_have_the_same_bits():
 @pytest.fixture
 def few_programs_are_many(monkeypatch):
     """Blocks of threads as in large leaves, which would take too long to execute."""
-    mosaic = importlib.import_module("pallas_kernels.fused_update.mosaic")
+    mosaic = importlib.import_module("pallas_kernels.fused_update.gpu.mosaic")
     monkeypatch.setattr(mosaic, "_FEW_PROGRAMS", 0)
     # JAX knows kernels of the same leaves by what other tests traced.
     jax.clear_caches()

@@ -16,7 +16,6 @@ from jax.extend.core import primitives as p
 import lowbit_optax
 from lowbit_optax._jaxprs.elementwise import ELEMENTWISE
 from pallas_kernels import platforms
-from pallas_kernels.fused_update import launchers
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 
@@ -33,7 +32,7 @@ each_launcher = pytest.mark.parametrize("launcher", LAUNCHERS, indirect=True)
 
 @pytest.fixture
 def launcher(request, monkeypatch):
-    monkeypatch.setattr(launchers, "DEFAULT", request.param)
+    monkeypatch.setattr(platforms, "DEFAULT_LAUNCHER", request.param)
 
 
 def of_integers(function):

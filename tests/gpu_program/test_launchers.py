@@ -17,7 +17,6 @@ from optimizers import assert_same_bits
 
 import lowbit_optax
 from pallas_kernels import platforms
-from pallas_kernels.fused_update import launchers
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 if not platforms.has_mosaic():
@@ -60,7 +59,7 @@ STEPS = {
 
 
 def step_by(launcher, monkeypatch, name, shape, **options):
-    monkeypatch.setattr(launchers, "DEFAULT", launcher)
+    monkeypatch.setattr(platforms, "DEFAULT_LAUNCHER", launcher)
     if name.startswith("lpmm"):
         return lower_lpmm_step(STEPS[name], leaf(*shape, dtype=jnp.float32), **options)
     return lower_step(STEPS[name], leaf(*shape), **options)
@@ -123,7 +122,7 @@ def test_shards_exchange_nothing(devices, shape, spec, monkeypatch):
 
 @needs_tools
 def test_a_model_takes_few_launches_and_spills_nothing(monkeypatch):
-    monkeypatch.setattr(launchers, "DEFAULT", "mosaic")
+    monkeypatch.setattr(platforms, "DEFAULT_LAUNCHER", "mosaic")
     step = lower_step(LOWBIT, gpt2())
     assert len(step.launches) <= 20
     assert step.temporary < 0.001

@@ -6,7 +6,6 @@ import pytest
 
 import lowbit_optax
 from pallas_kernels import platforms
-from pallas_kernels.fused_update import launchers
 from tools.gpu_program.dump import compile_with_dump
 from tools.gpu_program.machine_code import (
     compilation,
@@ -37,7 +36,7 @@ if missing := missing_tools():
 @pytest.fixture(autouse=True)
 def triton(monkeypatch):
     """In one process Mosaic compiles for one kind of GPU only."""
-    monkeypatch.setattr(launchers, "DEFAULT", "triton")
+    monkeypatch.setattr(platforms, "DEFAULT_LAUNCHER", "triton")
 
 
 # From JAX 0.11 Pallas compiles for described GPUs of names that it knows.

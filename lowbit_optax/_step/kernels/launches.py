@@ -27,6 +27,7 @@ from pallas_kernels.fused_update import (
     MAX_ELEMENTS,
     MAX_ELEMENTS_OF_SMALL_LEAF,
     Leaf,
+    Scalars,
     blocked,
     fused_update,
     fused_update_many,
@@ -105,7 +106,7 @@ class Launches:
     def _fused(self, number: int, leaf: Leaf, table, row, layer=None, first=None):
         return _fused(
             leaf.arrays,
-            _Table(table, self._plain_scalars, row),
+            Scalars(table, row, self._plain_scalars, self.bodies[number].when),
             layer,
             first,
             body=self.bodies[number],
@@ -114,11 +115,12 @@ class Launches:
         )
 
     def _shared(self, numbers: list[int], leaves: Sequence[Leaf]):
-        rows = np.array(numbers, np.uint32)
+        rows, body = np.array(numbers, np.uint32), self.bodies[numbers[0]]
+        table = self._table(numbers[0])
         return _fused_many(
             [leaf.arrays for leaf in leaves],
-            _Table(self._table(numbers[0]), self._plain_scalars, rows),
-            body=self.bodies[numbers[0]],
+            Scalars(table, rows, self._plain_scalars, body.when),
+            body=body,
             like=tuple(map(_abstract, leaves)),
             implementation=self.implementation,
         )
@@ -161,20 +163,6 @@ class Launches:
     @functools.cached_property
     def _plain_scalars(self) -> list[jax.Array]:
         return plain_scalars(self.scalars)
-
-
-class _Table(typing.NamedTuple):
-    """Where kernels find their scalars.
-
-    Args:
-      words: uint32, a row per leaf; keys first.
-      values: the scalars after the keys, as :func:`.plain_scalars` has them.
-      rows: the numbers of the leaves.
-    """
-
-    words: jax.Array
-    values: Sequence[jax.Array]
-    rows: typing.Any
 
 
 def block_by_block(
@@ -282,7 +270,14 @@ def _abstract(leaf: Leaf) -> Leaf:
 
 @functools.partial(jax.jit, static_argnames=("body", "like", "implementation"))
 def _fused(
-    arrays, table: _Table, layer, first, *, body: LeafBody, like: Leaf, implementation
+    arrays,
+    scalars: Scalars,
+    layer,
+    first,
+    *,
+    body: LeafBody,
+    like: Leaf,
+    implementation,
 ):
     """Update one leaf; traced and lowered once for equal shapes and programs."""
     leaf = like.with_arrays(arrays)
@@ -291,12 +286,9 @@ def _fused(
         leaf.operands,
         leaf.results,
         shape=leaf.shape,
-        scalars=table.words,
-        values=table.values,
-        row=table.rows,
+        scalars=scalars,
         layer=layer,
         first=first,
-        when=body.when,
         implementation=implementation,
     )
 
@@ -311,16 +303,13 @@ def _blocked(arrays, keys, number, scalars, *, body: LeafBody, like: Leaf):
 
 @functools.partial(jax.jit, static_argnames=("body", "like", "implementation"))
 def _fused_many(
-    arrays, table: _Table, *, body: LeafBody, like: tuple[Leaf, ...], implementation
+    arrays, scalars: Scalars, *, body: LeafBody, like: tuple[Leaf, ...], implementation
 ):
     """Update several leaves in few kernels."""
     leaves = [leaf.with_arrays(a) for leaf, a in zip(like, arrays, strict=True)]
     return fused_update_many(
         body,
         leaves,
-        scalars=table.words,
-        values=table.values,
-        rows=table.rows,
-        when=body.when,
+        scalars=scalars,
         implementation=implementation,
     )

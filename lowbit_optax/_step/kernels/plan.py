@@ -26,7 +26,7 @@ from lowbit_optax._step.kernels.launches import has_layers, needs_loop
 from lowbit_optax._step.kernels.rows import MomentRows, WeightRows
 from lowbit_optax._step.step import Step
 from pallas_kernels.fused_update import MAX_ELEMENTS, Leaf, blocked, has_tiling
-from pallas_kernels.fused_update.launchers import tpu_launcher
+from pallas_kernels.fused_update.api import tpu_launcher
 from pallas_kernels.layout import layout_of
 
 MIN_PACKED_SIZE = 4096

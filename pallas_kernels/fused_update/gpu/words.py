@@ -15,58 +15,45 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.bitfields.fields import (
-    get_field,
-    join_fields,
-    period,
-    put_fields,
-)
-from pallas_kernels.fused_update.arrangement import Arrangement
-from pallas_kernels.fused_update.instructions import Instructions
-from pallas_kernels.fused_update.memory import Access
-from pallas_kernels.fused_update.short_forms import Byte, put_bytes
-from pallas_kernels.layout import TILE_ROWS
-
-
-def is_unrolled(bits: int) -> bool:
-    """Whether fields of this width have static offsets.
-
-    >>> [bits for bits in range(1, 33) if is_unrolled(bits)]
-    [4, 8, 12, 16, 20, 24, 28, 32]
-    """
-    return period(bits)[0] <= TILE_ROWS
-
-
-class Words(typing.Protocol):
-    """The words of a program's lanes, by their numbers from the lanes' first.
-
-    Numbers are int32 scalars.
-    """
-
-    def accesses(self, start: jax.Array, count: int) -> list[Access]:
-        """Where so many words from ``start`` on are."""
-        ...
-
-    def access_if(self, start: jax.Array, when: jax.Array, like: jax.Array) -> Access:
-        """Where a word like ``like`` is, if ``when``, a bool scalar, is true."""
-        ...
+from pallas_kernels.bitfields import get_field, join_fields, put_fields
+from pallas_kernels.fused_update.gpu.access import Access, Words
+from pallas_kernels.fused_update.gpu.peephole import Byte, put_bytes
+from pallas_kernels.gpu.instructions import Instructions
+from pallas_kernels.layout import is_unrolled, period
 
 
 @dataclasses.dataclass
-class Reader:
-    """Fields of one packed operand.
+class _Packed:
+    """A packed operand or result.
 
     Args:
-      bits: width of a field.
-      chunk_rows: rows that the loop's body unrolls.
       places: where the words of the lanes are.
-      by_bytes: whether fields are given as :class:`Byte`; with 8 bits.
+      instructions: of the launcher, by which fields of 8 bits are given as
+        :class:`Byte`; None if XLA runs the operations.
     """
 
-    bits: int
-    chunk_rows: int
     places: Words
-    by_bytes: bool = False
+    instructions: Instructions | None
+
+    @property
+    def bits(self) -> int:
+        """Width of a field."""
+        return self.places.bits
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows that the loop's body unrolls."""
+        return self.places.lanes.tiling.chunk_rows
+
+    @property
+    def by_bytes(self) -> bool:
+        """Whether fields are given as :class:`Byte`."""
+        return self.bits == 8 and self.instructions is not None
+
+
+@dataclasses.dataclass
+class Reader(_Packed):
+    """Fields of one packed operand."""
 
     def start(self, chunk: jax.Array) -> list[Access]:
         """Begin a chunk of rows, by its number; which words to load for it."""
@@ -98,25 +85,14 @@ class Reader:
 
 
 @dataclasses.dataclass
-class Writer:
-    """Words of one packed result.
+class Writer(_Packed):
+    """Words of one packed result."""
 
-    Args:
-      bits: width of a field.
-      chunk_rows: rows that the loop's body unrolls.
-      places: where the words of the lanes are.
-      by_bytes: with 8 bits, the instructions by which fields are given as
-        :class:`Byte`; else None.
-    """
-
-    bits: int
-    chunk_rows: int
-    places: Words
-    by_bytes: Instructions | None = None
-
-    def first_carry(self, arrangement: Arrangement) -> jax.Array | None:
+    def first_carry(self) -> jax.Array | None:
         """What the loop over chunks carries at first."""
-        return None if is_unrolled(self.bits) else arrangement.zeros(jnp.uint32)
+        if is_unrolled(self.bits):
+            return None
+        return self.places.lanes.arrangement.zeros(jnp.uint32)
 
     def start(self, chunk: jax.Array, carry: jax.Array | None) -> None:
         """Begin a chunk of rows, by its number."""
@@ -131,7 +107,8 @@ class Writer:
         if not is_unrolled(self.bits):
             return self._full_words()
         if self.by_bytes:
-            words = put_bytes(self._fields, self.by_bytes)
+            instructions = typing.cast(Instructions, self.instructions)
+            words = put_bytes(self._fields, instructions)
         else:
             words = put_fields(self._fields, self.bits)
         first = self._chunk * np.int32(len(words))

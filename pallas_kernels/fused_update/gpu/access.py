@@ -1,4 +1,4 @@
-"""How a program of a kernel reads and writes the arrays of its leaf.
+"""How a program of a kernel finds, reads and writes the arrays of its leaf.
 
 A kernel may update many leaves, as a launch takes some microseconds, many times as long
 as the update of a small leaf. Each leaf gets the same number of the kernel's programs.
@@ -7,13 +7,16 @@ which is nearly all of it, is the same code for all leaves.
 """
 
 import dataclasses
-import functools
 import typing
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax import lax
+
+from pallas_kernels.fused_update.gpu.lanes import BlockPlaces, TiledLanes
+from pallas_kernels.gpu.instructions import by_branches
+from pallas_kernels.layout import TILE_SIZE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +44,80 @@ class Access:
         """The elements, of the one among the references to a leaf's arrays."""
         ref = arrays[self.number].at
         return ref[self.offset] if self.layer is None else ref[self.layer, self.offset]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain:
+    """An array that is not packed, or a layer of a stack of them.
+
+    Args:
+      number: of the operand or result.
+      layer: of the stack; None if it is none.
+      width: of its accesses.
+    """
+
+    number: int
+    layer: jax.Array | None
+    width: int
+
+    def access(self, offset: jax.Array, exists: jax.Array | None) -> Access:
+        """The elements of a row of lanes."""
+        return Access(self.number, self.layer, offset, exists, self.width)
+
+
+@dataclasses.dataclass(frozen=True)
+class PerBlock:
+    """An array with one element per block, or a layer of a stack of them.
+
+    Args:
+      number, layer: as of :class:`Plain`.
+      places: of the blocks.
+    """
+
+    number: int
+    layer: jax.Array | None
+    places: BlockPlaces
+
+    def access(self, chunk: jax.Array) -> Access:
+        """The blocks that a chunk of rows crosses."""
+        places = self.places
+        return Access(
+            self.number,
+            self.layer,
+            places.offset(chunk),
+            places.exists(chunk),
+            tiles=places.block_size // TILE_SIZE,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Words:
+    """The words of a packed array, by their numbers from the lanes' first.
+
+    Args:
+      number, layer: as of :class:`Plain`.
+      lanes: of the program.
+      bits: width of the packed fields.
+    """
+
+    number: int
+    layer: jax.Array | None
+    lanes: TiledLanes
+    bits: int
+
+    def accesses(self, start: jax.Array, count: int) -> list[Access]:
+        """Where so many words from ``start``, an int32 scalar, on are."""
+        lanes, bits, width = self.lanes, self.bits, self.lanes.tiling.word_width
+        masks = (lanes.has_word(bits, start + np.int32(i)) for i in range(count))
+        places = zip(lanes.word_offsets(bits, start, count), masks, strict=True)
+        return [Access(self.number, self.layer, *each, width) for each in places]
+
+    def access_if(self, start: jax.Array, when: jax.Array, like: jax.Array) -> Access:
+        """Where a word like ``like`` is, if ``when``, a bool scalar, is true."""
+        (access,) = self.accesses(start, 1)
+        when = jnp.broadcast_to(when, like.shape)
+        mask = when if access.mask is None else access.mask & when
+        return dataclasses.replace(access, mask=mask)
 
 
 class Memory(typing.Protocol):
@@ -127,33 +204,3 @@ class OneOfMany:
             return tuple(values)
         least = min(range(len(values)), key=lambda i: values[i].size)
         return tuple(mark(x, number) if i == least else x for i, x in enumerate(values))
-
-
-def by_branches(
-    number: jax.Array | np.int32,
-    choices: range,
-    function: Callable,
-    *args,
-    starts: Sequence[int] | None = None,
-):
-    """``function(choice, *args)`` with a static choice, by a tree of branches.
-
-    A ``lax.switch`` becomes a chain of branches on Triton's backend, which takes
-    several times as long to compile.
-
-    Args:
-      number: int32 scalar, the choice.
-      choices: what it can be.
-      function: of a choice, an int, and of arrays.
-      *args: arrays.
-      starts: by choice, the least number for which it is taken; if None, its own.
-    """
-    if len(choices) == 1:
-        return function(choices[0], *args)
-    half = len(choices) // 2
-    branch = lambda part: functools.partial(
-        by_branches, number, part, function, starts=starts
-    )
-    first = starts[choices[half]] if starts else choices[half]
-    left, right = branch(choices[:half]), branch(choices[half:])
-    return lax.cond(lax.lt(number, np.int32(first)), left, right, *args)

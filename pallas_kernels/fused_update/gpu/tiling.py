@@ -19,9 +19,11 @@ the leaf's strides from the index of the shard's first element.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+import typing
 
-from pallas_kernels.bitfields.fields import period
+import jax
+
+from pallas_kernels.bitfields import period
 from pallas_kernels.layout import (
     FOLD,
     TILE_COLUMNS,
@@ -32,19 +34,6 @@ from pallas_kernels.layout import (
     layout_of,
     word_rows,
 )
-
-MAX_ELEMENTS = 2**31 - 1
-
-
-def has_tiling(packed: Sequence[int], block_sizes: Sequence[int]) -> bool:
-    """Whether kernels can walk over leaves with such fields and blocks.
-
-    A lane has the words of its fields. Where their period is longer than a tile, blocks
-    must not be higher than one.
-    """
-    longest = max((period(bits)[0] for bits in packed), default=1)
-    highest = max((block_shape(size)[0] for size in block_sizes), default=TILE_ROWS)
-    return highest == TILE_ROWS or longest <= TILE_ROWS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,3 +207,67 @@ class Tiling:
     def index_stride(self, axis: int) -> int:
         """The row-major stride of an axis in the leaf, modulo 2^32."""
         return math.prod(self.leaf_shape[axis + 1 :]) % 2**32
+
+
+class Arrangement(typing.Protocol):
+    """How the lanes of a program are arranged in arrays, in which launchers differ.
+
+    Where a block has several tiles, they are neighbours, in the order of their numbers.
+
+    *Arrays of lanes* have :attr:`shape`. *Arrays of blocks*, such as :meth:`blocks`,
+    *of parts* and *of tiles* may be smaller: :meth:`spread` makes them broadcast.
+    """
+
+    @property
+    def tiling(self) -> Tiling:
+        """What the lanes walk over."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of an array with one element per lane."""
+        ...
+
+    def flat(self) -> jax.Array:
+        """int32, the numbers of the lanes of a flat tiling."""
+        ...
+
+    def blocks(self) -> jax.Array:
+        """int32 of blocks: the numbers of the program's largest blocks."""
+        ...
+
+    def parts(self, count: int) -> jax.Array:
+        """int32 of parts: the numbers of the parts into which these are divided."""
+        ...
+
+    def tiles(self) -> jax.Array:
+        """int32 of tiles: their numbers in the largest blocks."""
+        ...
+
+    def columns(self) -> jax.Array:
+        """int32 of lanes: the numbers of the columns in their tiles."""
+        ...
+
+    def zeros(self, dtype) -> jax.Array:
+        """An array of lanes."""
+        ...
+
+    def carried(self, x: jax.Array) -> jax.Array:
+        """An array of lanes, as a loop carries it."""
+        ...
+
+    def spread(self, x: jax.Array) -> jax.Array:
+        """A scalar, or an array of blocks, of parts or of lanes, to broadcast."""
+        ...
+
+    def over_parts(self, x: jax.Array) -> jax.Array:
+        """A scalar, or an array of blocks, to broadcast to one of parts."""
+        ...
+
+    def expand(self, x: jax.Array) -> jax.Array:
+        """The same as an array of lanes."""
+        ...
+
+    def maxima(self, x: jax.Array, parts: int) -> jax.Array:
+        """An array of parts: the maxima of an array of lanes."""
+        ...

@@ -9,21 +9,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.fused_update.short_forms import Byte
-from pallas_kernels.fused_update.short_forms import with_short_forms as by_instructions
-from pallas_kernels.fused_update.triton_instructions import INSTRUCTIONS
+from pallas_kernels.fused_update.gpu.peephole import Byte
+from pallas_kernels.fused_update.gpu.peephole import (
+    with_peephole_rules as by_instructions,
+)
+from pallas_kernels.fused_update.gpu.triton import INSTRUCTIONS
 
 X = jnp.linspace(0.5, 2, 8)
 WORDS = jnp.uint32([0x12345678, 0xFEDCBA98])
 
 
-def with_short_forms(function, bytes_=()):
+def with_peephole_rules(function, bytes_=()):
     return by_instructions(function, INSTRUCTIONS, bytes_)
 
 
 def operations(function, *args):
     """Names of the operations of a function with short forms, in order."""
-    short = jax.make_jaxpr(with_short_forms(function))(*args)
+    short = jax.make_jaxpr(with_peephole_rules(function))(*args)
     return [eqn.params.get("asm", eqn.primitive.name).split()[0] for eqn in short.eqns]
 
 
@@ -75,7 +77,7 @@ def test_what_is_neither_root_nor_byte_is_computed_as_it_was():
         return {"a": [jnp.where(tree["x"] > 1, number, tree["x"]), tree["y"] ^ 3]}
 
     arguments = {"x": X, "y": jnp.arange(3)}, jnp.float32(7)
-    got, want = with_short_forms(function)(*arguments), function(*arguments)
+    got, want = with_peephole_rules(function)(*arguments), function(*arguments)
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -92,7 +94,7 @@ def test_what_is_neither_root_nor_byte_is_computed_as_it_was():
     ],
 )
 def test_a_byte_of_a_word_is_told_from_how_it_is_taken(field, number):
-    (byte,) = with_short_forms(lambda x: [field(x)], [0])(WORDS)
+    (byte,) = with_peephole_rules(lambda x: [field(x)], [0])(WORDS)
     assert byte.number == number
     np.testing.assert_array_equal(byte.word, WORDS)
 
@@ -108,12 +110,12 @@ def test_a_byte_of_a_word_is_told_from_how_it_is_taken(field, number):
     ],
 )
 def test_other_fields_are_the_lowest_byte(field):
-    (byte,) = with_short_forms(lambda x: [field(x)], [0])(WORDS)
+    (byte,) = with_peephole_rules(lambda x: [field(x)], [0])(WORDS)
     assert byte.number == 0
     np.testing.assert_array_equal(np.asarray(byte.word) & 0xFF, field(WORDS))
 
 
 def test_only_the_results_asked_for_are_bytes():
-    byte, field = with_short_forms(lambda x: [x >> 24, x >> 24], [0])(WORDS)
+    byte, field = with_peephole_rules(lambda x: [x >> 24, x >> 24], [0])(WORDS)
     assert isinstance(byte, Byte)
     np.testing.assert_array_equal(field, WORDS >> 24)

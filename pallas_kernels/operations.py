@@ -1,8 +1,8 @@
 """Elementwise operations for which kernels have shorter instructions.
 
-Here they are integer arithmetic, for XLA. Each is jitted under a name by which
-:mod:`.short_forms` knows it, and puts those of :mod:`.instructions` in its place. They
-give the same numbers, bit for bit but for the payloads of NaNs.
+Here they are integer arithmetic, for XLA. Each is an entry of :data:`OPERATIONS`, for
+which a backend can have a rule, as it can for a primitive: instructions of its own,
+which give the same numbers, bit for bit but for the payloads of NaNs.
 """
 
 import functools
@@ -11,6 +11,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend import core
+from jax.extend.core import primitives as p
 
 PREFIX = "pallas_kernels_"
 """How the names of these operations begin."""
@@ -26,14 +28,36 @@ _INFINITY = 0x7F800000
 _MAGNITUDE = 0x7FFFFFFF
 
 
-def _operation(function: Callable) -> Callable:
-    name = PREFIX + function.__name__
-    named = functools.wraps(function)(lambda *args: function(*args))
-    named.__name__ = named.__qualname__ = name
-    return jax.jit(named)
+class Operation:
+    """A jitted function that backends may have rules for.
+
+    Args:
+      function: of arrays, elementwise.
+    """
+
+    def __init__(self, function: Callable):
+        functools.update_wrapper(self, function)
+        named = functools.wraps(function)(lambda *args: function(*args))
+        named.__name__ = named.__qualname__ = PREFIX + function.__name__
+        self._jitted = jax.jit(named)
+        OPERATIONS[named.__name__] = self
+
+    def __call__(self, *args: jax.Array) -> jax.Array:
+        return self._jitted(*args)
 
 
-@_operation
+OPERATIONS: dict[str, Operation] = {}
+"""All operations, by the names that their calls have in jaxprs."""
+
+
+def operation_of(eqn) -> Operation | core.Primitive:
+    """What an equation of a jaxpr applies: an operation, or else its primitive."""
+    if eqn.primitive is p.jit_p:
+        return OPERATIONS.get(eqn.params["name"], p.jit_p)
+    return eqn.primitive
+
+
+@Operation
 def round_to_bfloat16(x: jax.Array) -> jax.Array:
     """float32 rounded to bfloat16, to nearest even; every NaN becomes one.
 
@@ -48,7 +72,7 @@ def round_to_bfloat16(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
 
 
-@_operation
+@Operation
 def unless_rounded(x: jax.Array, rounded: jax.Array) -> jax.Array:
     """float32 ``x`` where it rounds to this bfloat16, elsewhere the latter.
 
@@ -60,7 +84,7 @@ def unless_rounded(x: jax.Array, rounded: jax.Array) -> jax.Array:
     return jnp.where(same, x, wide)
 
 
-@_operation
+@Operation
 def keep_nan(x: jax.Array) -> jax.Array:
     """The float32's pattern; a NaN's is moved to where adding 0x8000 leaves it a NaN.
 
@@ -77,7 +101,7 @@ def keep_nan(x: jax.Array) -> jax.Array:
     return bits & jnp.uint32(~_MAGNITUDE & 0xFFFFFFFF) | magnitude
 
 
-@_operation
+@Operation
 def pattern_with_one_nan(x: jax.Array) -> jax.Array:
     """The float32's pattern, as uint32; that of every NaN is 0x7FC00000.
 
@@ -88,7 +112,7 @@ def pattern_with_one_nan(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.isnan(x), jnp.uint32(NAN << 16), bits)
 
 
-@_operation
+@Operation
 def ordered_pattern(x: jax.Array) -> jax.Array:
     """The float32's pattern as int32; every NaN's is above infinity's.
 
@@ -99,7 +123,7 @@ def ordered_pattern(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.isnan(x), jnp.int32(NAN << 16), pattern)
 
 
-@_operation
+@Operation
 def pattern_above(x: jax.Array, base: jax.Array, most: jax.Array) -> jax.Array:
     """How far the float32's pattern is above another, from 0 to ``most``, as int32.
 
@@ -118,7 +142,7 @@ def pattern_above(x: jax.Array, base: jax.Array, most: jax.Array) -> jax.Array:
     return jnp.minimum(above, most)
 
 
-@_operation
+@Operation
 def reverse_bytes(words: jax.Array) -> jax.Array:
     """The bytes of uint32 words in the opposite order.
 

@@ -1,29 +1,50 @@
-"""The GPU's own instructions as functions of arrays, for kernels.
+"""The GPU's own instructions as functions of arrays, and branches, for kernels.
 
-Where Triton or Mosaic takes several instructions for one operation. They work on
+They are for operations that take Triton or Mosaic several instructions. They work on
 registers: of a dtype of 16 bits, one register holds two neighbours.
 """
 
-import abc
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.extend import core
 
-from pallas_kernels.fused_update import operations
+from pallas_kernels import operations
+from pallas_kernels.operations import Operation
+
+Rules = Mapping[Operation | core.Primitive, Callable | None]
+"""Functions of arrays that replace operations, or primitives with their parameters.
+
+None stands for what an operation is defined to be.
+"""
 
 
-class Instructions(abc.ABC):
-    """What a launcher's kernels compute by instructions of their own choice."""
+class Instructions:
+    """What a launcher's kernels compute by instructions of their own choice.
 
-    replaced: Mapping[core.Primitive, Callable] = {}
-    """Functions of arrays for primitives that the launcher lacks or lowers badly.
-
-    They are called with the primitive's operands and parameters.
+    Args:
+      assembler: writes inline assembly, elementwise; called as
+        ``jax.experimental.pallas.triton.elementwise_inline_asm``.
+      rules: for primitives that the launcher lacks or lowers badly.
     """
 
-    @abc.abstractmethod
+    def __init__(self, assembler: Callable, rules: Rules | None = None):
+        self._assembler = assembler
+        self.rules: Rules = {
+            operations.round_to_bfloat16: self.round_to_bfloat16,
+            operations.unless_rounded: self.unless_rounded,
+            operations.keep_nan: self.keep_nan,
+            operations.pattern_with_one_nan: self.pattern_with_one_nan,
+            operations.ordered_pattern: self.ordered_pattern,
+            operations.pattern_above: None,
+            operations.reverse_bytes: self.reverse_bytes,
+            **(rules or {}),
+        }
+
     def elementwise(
         self, instructions: str, constraints: str, args, dtype, pack: int = 1
     ) -> jax.Array:
@@ -36,7 +57,14 @@ class Instructions(abc.ABC):
           dtype: of the result.
           pack: how many elements.
         """
-        ...
+        (result,) = self._assembler(
+            instructions,
+            args=args,
+            constraints=constraints,
+            pack=pack,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, dtype)],
+        )
+        return result
 
     def multiply_add(self, a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
         """``a * b + c`` in one instruction, which rounds once."""
@@ -56,8 +84,8 @@ class Instructions(abc.ABC):
 
     def to_float32(self, x: jax.Array) -> jax.Array:
         """bfloat16 as float32: a shift; Triton's conversion permutes bytes too."""
-        bits = jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
-        return jax.lax.bitcast_convert_type(bits << jnp.uint32(16), jnp.float32)
+        bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
+        return lax.bitcast_convert_type(bits << jnp.uint32(16), jnp.float32)
 
     def round_to_bfloat16(self, x: jax.Array) -> jax.Array:
         """See :func:`.operations.round_to_bfloat16`; five instructions for a pair."""
@@ -103,7 +131,7 @@ class Instructions(abc.ABC):
 
         It knows one NaN, 0x7FFFFFFF.
         """
-        bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+        bits = lax.bitcast_convert_type(x, jnp.uint32)
         return jnp.where(jnp.isnan(x), jnp.uint32(operations.LAST_NAN), bits)
 
     def pattern_with_one_nan(self, x: jax.Array) -> jax.Array:
@@ -112,16 +140,16 @@ class Instructions(abc.ABC):
         The one NaN that the GPU's arithmetic gives, 0x7FFFFFFF, is the largest signed
         integer. So one minimum replaces it and nothing else.
         """
-        bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+        bits = lax.bitcast_convert_type(x, jnp.int32)
         bits = jnp.minimum(bits, jnp.int32(operations.NAN << 16))
-        return jax.lax.bitcast_convert_type(bits, jnp.uint32)
+        return lax.bitcast_convert_type(bits, jnp.uint32)
 
     def ordered_pattern(self, x: jax.Array) -> jax.Array:
         """See :func:`.operations.ordered_pattern`.
 
         The one NaN that the GPU's arithmetic gives, 0x7FFFFFFF, is above infinity.
         """
-        return jax.lax.bitcast_convert_type(x, jnp.int32)
+        return lax.bitcast_convert_type(x, jnp.int32)
 
     def reverse_bytes(self, word: jax.Array) -> jax.Array:
         """See :func:`.operations.reverse_bytes`; one ``prmt``."""
@@ -141,7 +169,7 @@ class Instructions(abc.ABC):
         """Bytes of a word, from the lowest; 4 is one of zeros, 8 + i has i's sign."""
         selector = sum(choice << 4 * i for i, choice in enumerate(chosen))
         permuted = self.assemble(f"prmt.b32 $0, $1, 0, {selector};", [word], jnp.int32)
-        return jax.lax.bitcast_convert_type(permuted, dtype)
+        return lax.bitcast_convert_type(permuted, dtype)
 
     def opaque(self, x: jax.Array, mark: int) -> jax.Array:
         """The same array, by instructions that differ for different marks.
@@ -149,7 +177,7 @@ class Instructions(abc.ABC):
         LLVM cannot merge the branches that they are in.
         """
         bits = 8 * x.dtype.itemsize
-        pattern = jax.lax.bitcast_convert_type(x, f"int{bits}")
+        pattern = lax.bitcast_convert_type(x, f"int{bits}")
         letter = "h" if bits == 16 else "r"
         same = self.elementwise(
             f"mov.b{bits} $0, $1; // {mark}",
@@ -157,7 +185,7 @@ class Instructions(abc.ABC):
             [pattern],
             pattern.dtype,
         )
-        return jax.lax.bitcast_convert_type(same, x.dtype)
+        return lax.bitcast_convert_type(same, x.dtype)
 
     def assemble(
         self, instructions: str, args: Sequence[jax.Array], dtype
@@ -180,4 +208,34 @@ class Instructions(abc.ABC):
             words,
             jnp.int32,
         )
-        return jax.lax.bitcast_convert_type(word, jnp.uint32)
+        return lax.bitcast_convert_type(word, jnp.uint32)
+
+
+def by_branches(
+    number: jax.Array | np.int32,
+    choices: range,
+    function: Callable,
+    *args,
+    starts: Sequence[int] | None = None,
+):
+    """``function(choice, *args)`` with a static choice, by a tree of branches.
+
+    A ``lax.switch`` becomes a chain of branches on Triton's backend, which takes
+    several times as long to compile.
+
+    Args:
+      number: int32 scalar, the choice.
+      choices: what it can be.
+      function: of a choice, an int, and of arrays.
+      *args: arrays.
+      starts: by choice, the least number for which it is taken; if None, its own.
+    """
+    if len(choices) == 1:
+        return function(choices[0], *args)
+    half = len(choices) // 2
+    branch = lambda part: functools.partial(
+        by_branches, number, part, function, starts=starts
+    )
+    first = starts[choices[half]] if starts else choices[half]
+    left, right = branch(choices[:half]), branch(choices[half:])
+    return lax.cond(lax.lt(number, np.int32(first)), left, right, *args)

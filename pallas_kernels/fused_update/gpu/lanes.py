@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.bitfields.fields import period
-from pallas_kernels.fused_update.arrangement import Arrangement
-from pallas_kernels.fused_update.tiling import Tiling
+from pallas_kernels.bitfields import period
+from pallas_kernels.fused_update.gpu.tiling import Arrangement, Tiling
 from pallas_kernels.layout import (
     FOLD,
     MAX_BLOCK_SIZE,

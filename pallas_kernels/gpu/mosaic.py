@@ -7,64 +7,50 @@ import jax.numpy as jnp
 from jax.extend.core import primitives as p
 from jax.extend.mlir import ir
 
-from pallas_kernels.fused_update import mosaic_registers as registers
-from pallas_kernels.fused_update.instructions import Instructions
+from pallas_kernels.gpu import mosaic_registers as registers
+from pallas_kernels.gpu.instructions import Instructions
 
 
-class MosaicInstructions(Instructions):
-    """See :class:`.instructions.Instructions`."""
+def assembler(
+    instructions: str, *, args, constraints: str, pack: int, result_shape_dtypes
+) -> list[jax.Array]:
+    """See :class:`.instructions.Instructions`; there is one result."""
+    (like,) = result_shape_dtypes
+    made = functools.partial(_assembled, instructions, constraints, like.dtype, pack)
+    return [registers.per_thread(made, args, like.shape, like.dtype)]
 
-    def __init__(self):
-        self.replaced = {
-            p.mul_p: self._multiply,
-            p.square_p: lambda x, **_: self._multiply(x, x),
-            p.integer_pow_p: self._power,
-            p.div_p: self._divide,
-            p.sqrt_p: self._root,
-            p.is_finite_p: _is_finite,
-            p.not_p: _not,
-            p.add_jaxvals_p: lambda x, y, **_: x + y,
-            p.convert_element_type_p: _convert,
-            **{
-                primitive: functools.partial(_called, primitive)
-                for primitive in registers.FUNCTIONS
-            },
-        }
 
-    def elementwise(
-        self, instructions: str, constraints: str, args, dtype, pack: int = 1
-    ) -> jax.Array:
-        made = functools.partial(_assembled, instructions, constraints, dtype, pack)
-        return registers.per_thread(made, args, args[0].shape, dtype)
+def _multiply(x: jax.Array, y: jax.Array, **_) -> jax.Array:
+    # LLVM would contract a product and a sum, which round once then. It leaves
+    # products alone that say how they round.
+    if x.dtype == jnp.float32 and x.shape:
+        return INSTRUCTIONS.assemble("mul.rn.f32 $0, $1, $2;", [x, y], jnp.float32)
+    return x * y
 
-    def _multiply(self, x: jax.Array, y: jax.Array, **_) -> jax.Array:
-        # LLVM would contract a product and a sum, which round once then. It leaves
-        # products alone that say how they round.
-        if x.dtype == jnp.float32 and x.shape:
-            return self.assemble("mul.rn.f32 $0, $1, $2;", [x, y], jnp.float32)
-        return x * y
 
-    def _power(self, x: jax.Array, y: int, **_) -> jax.Array:
-        # As XLA: of the squares of squares, those that are in the exponent.
-        made, square, rest = None, x, abs(y)
-        while rest:
-            if rest & 1:
-                made = square if made is None else self._multiply(made, square)
-            rest >>= 1
-            square = self._multiply(square, square) if rest else square
-        made = jnp.ones_like(x) if made is None else made
-        return made if y >= 0 else self._divide(jnp.ones_like(x), made)
+def _power(x: jax.Array, y: int, **_) -> jax.Array:
+    # As XLA: of the squares of squares, those that are in the exponent.
+    made, square, rest = None, x, abs(y)
+    while rest:
+        if rest & 1:
+            made = square if made is None else _multiply(made, square)
+        rest >>= 1
+        square = _multiply(square, square) if rest else square
+    made = jnp.ones_like(x) if made is None else made
+    return made if y >= 0 else _divide(jnp.ones_like(x), made)
 
-    def _divide(self, x: jax.Array, y: jax.Array, **params) -> jax.Array:
-        # Correctly rounded ones are a call.
-        if x.dtype == jnp.float32 and x.shape:
-            return self.assemble("div.full.f32 $0, $1, $2;", [x, y], jnp.float32)
-        return p.div_p.bind(x, y, **params)
 
-    def _root(self, x: jax.Array, **params) -> jax.Array:
-        if x.dtype == jnp.float32 and x.shape:
-            return self.assemble("sqrt.approx.f32 $0, $1;", [x], jnp.float32)
-        return p.sqrt_p.bind(x, **params)
+def _divide(x: jax.Array, y: jax.Array, **params) -> jax.Array:
+    # Correctly rounded ones are a call.
+    if x.dtype == jnp.float32 and x.shape:
+        return INSTRUCTIONS.assemble("div.full.f32 $0, $1, $2;", [x, y], jnp.float32)
+    return p.div_p.bind(x, y, **params)
+
+
+def _root(x: jax.Array, **params) -> jax.Array:
+    if x.dtype == jnp.float32 and x.shape:
+        return INSTRUCTIONS.assemble("sqrt.approx.f32 $0, $1;", [x], jnp.float32)
+    return p.sqrt_p.bind(x, **params)
 
 
 def _is_finite(x: jax.Array, **_) -> jax.Array:
@@ -130,4 +116,18 @@ def _type_of(kind: str):
     return registers.bits_type(bits)
 
 
-INSTRUCTIONS = MosaicInstructions()
+INSTRUCTIONS = Instructions(
+    assembler,
+    {
+        p.mul_p: _multiply,
+        p.square_p: lambda x, **_: _multiply(x, x),
+        p.integer_pow_p: _power,
+        p.div_p: _divide,
+        p.sqrt_p: _root,
+        p.is_finite_p: _is_finite,
+        p.not_p: _not,
+        p.add_jaxvals_p: lambda x, y, **_: x + y,
+        p.convert_element_type_p: _convert,
+        **{f: functools.partial(_called, f) for f in registers.FUNCTIONS},
+    },
+)

@@ -5,10 +5,11 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.bitfields import xla
-from pallas_kernels.fused_update import Operand, Result, fused_update
-from pallas_kernels.fused_update.api import Implementation
+from pallas_kernels import bitfields
+from pallas_kernels.fused_update.api import fused_update
+from pallas_kernels.fused_update.spec import Operand, Result
 from pallas_kernels.layout import layout_of
+from pallas_kernels.platforms import Implementation
 
 
 def pack(
@@ -36,7 +37,7 @@ def pack(
     >>> words.shape, hex(int(words[0, 0]))
     ((8, 2), '0x6040200')
     """
-    xla.check(bits, fields.dtype)
+    bitfields.check(bits, fields.dtype)
     layout_of(fields.shape)
     return _pack(fields, bits, implementation)
 
@@ -67,7 +68,7 @@ def unpack(
     >>> bool((unpack(words, 7, (50,)) == jnp.arange(50)).all())
     True
     """
-    xla.check_words(words, bits, layout_of(shape))
+    bitfields.check_words(words, bits, layout_of(shape))
     return _unpack(words, bits, tuple(shape), implementation)
 
 
@@ -75,7 +76,7 @@ def unpack(
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _pack(fields: jax.Array, bits: int, implementation: Implementation) -> jax.Array:
     if implementation == "xla":
-        return xla.pack(fields, bits)
+        return bitfields.pack(fields, bits)
     (words,) = fused_update(
         _same,
         [Operand(fields)],
@@ -90,7 +91,7 @@ def _unpack(
     words: jax.Array, bits: int, shape: tuple[int, ...], implementation: Implementation
 ) -> jax.Array:
     if implementation == "xla":
-        return xla.unpack(words, bits, layout_of(shape))
+        return bitfields.unpack(words, bits, layout_of(shape))
     (fields,) = fused_update(
         _same,
         [Operand(words, bits)],

@@ -1,1 +1,0 @@
-"""Fields of k bits packed into uint32 words."""

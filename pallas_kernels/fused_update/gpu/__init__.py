@@ -1,0 +1,1 @@
+"""Fused updates as kernels for GPUs, by Pallas' backends Triton and Mosaic GPU."""

@@ -1,0 +1,289 @@
+"""The fused update as a Pallas kernel on the Mosaic GPU backend.
+
+For Hopper and Blackwell. What each program of the kernel does is in :mod:`.program`.
+"""
+
+import dataclasses
+import functools
+import math
+import typing
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as pallas
+
+from pallas_kernels.fused_update.gpu.access import Access
+from pallas_kernels.fused_update.gpu.kernel import (
+    Kernel,
+    ProgramSize,
+    outputs,
+    prepare,
+    shaped,
+)
+from pallas_kernels.fused_update.gpu.program import run_program
+from pallas_kernels.fused_update.gpu.tiling import Tiling
+from pallas_kernels.fused_update.spec import BlockBody, Call
+from pallas_kernels.gpu import mosaic_registers as registers
+from pallas_kernels.gpu.mosaic import INSTRUCTIONS
+from pallas_kernels.gpu.mosaic_access import Form, load, store
+from pallas_kernels.layout import TILE_COLUMNS
+
+# Of a program, which is a warpgroup: 128 threads with four columns each.
+_SIZE = ProgramSize(flat_width=512, flat_rows=4, small_width=512, lanes=128)
+
+# Where there are fewer programs, each has a multiprocessor to itself.
+_FEW_PROGRAMS = 528
+
+# For so many numbers of an element that wait for maxima 128 registers suffice.
+_MOST_KEPT = 2
+
+_WARPS_OF_A_WARPGROUP = 4
+
+max_leaves, can_share = _SIZE.max_leaves, _SIZE.can_share
+
+
+def update(call: Call) -> list[jax.Array]:
+    """See :func:`.triton.update`; its operations cannot be interpreted."""
+    if call.interpret:
+        raise NotImplementedError("kernels of Mosaic GPU are for CUDA only")
+    kernel, args = prepare(_SIZE, call)
+    return shaped(_call(kernel, outputs(call.shards), args), call.shards)
+
+
+def _call(kernel: Kernel, written, args: Sequence[jax.Array]) -> list:
+    """The kernel's results; those that overwrite operands take their places."""
+    overwritten = kernel.aliases
+    programs = kernel.leaves * kernel.tiling.programs
+    warpgroups = 1 if programs < _FEW_PROGRAMS else _warpgroups(kernel)
+    new = [x for i, x in enumerate(written) if i not in overwritten]
+    call = pallas.kernel(
+        functools.partial(_program, kernel, programs, warpgroups),
+        out_type=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in new),
+        grid=(math.ceil(programs / warpgroups),),
+        grid_names=("block",),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        compiler_params=pallas.CompilerParams(
+            # No element is read by one thread and written by another.
+            unsafe_no_auto_barriers=True,
+            lowering_semantics=pallas.LoweringSemantics.Lane,
+        ),
+        scratch_types=[pallas.SMEM((_WARPS_OF_A_WARPGROUP * warpgroups,), jnp.int32)]
+        if kernel.tiling.tiles > registers.WARP
+        else [],
+        kernel_name=kernel.name,
+    )
+    arrays = {number: args[number] for number in overwritten.values()}
+    # Nothing reads these: they are what references to new results begin with.
+    blank = {i: jnp.zeros(x.shape, x.dtype) for i, x in enumerate(new)}
+
+    def in_place(refs) -> None:
+        given, results = refs
+        made = call(*(given.get(i, x) for i, x in enumerate(args)))
+        for i, x in enumerate(made):
+            results[i][...] = x
+
+    # Unlike one with jax.new_ref, what makes references itself can be partitioned.
+    arrays, made = pl.run_state(in_place)((arrays, blank))
+    made = [made[i] for i in range(len(new))]
+    return [
+        arrays[overwritten[i]] if i in overwritten else made.pop(0)
+        for i in range(len(written))
+    ]
+
+
+def _warpgroups(kernel: Kernel) -> int:
+    """How many programs are one block of threads.
+
+    The compiler wants only one block on a multiprocessor, and then gives each thread as
+    many registers as it likes: 217 for a kernel that 128 suffice for. Of 512 threads
+    none can have more than 128, and 16 warps share a multiprocessor. What needs more
+    registers has 256 threads.
+    """
+    tiling = kernel.tiling
+    if not tiling.block_sizes:
+        return 4
+    has_masks = tiling.width < TILE_COLUMNS or tiling.rows % tiling.step_rows
+    has_long_codes = tiling.tiles > 1 or not set(tiling.packed) <= {8}
+    keeps_many = typing.cast(BlockBody, kernel.body).kept > _MOST_KEPT
+    return 2 if has_masks or has_long_codes or keeps_many else 4
+
+
+def _program(kernel: Kernel, programs: int, warpgroups: int, *refs):
+    block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
+    program = block * jnp.int32(warpgroups) + warpgroup
+    refs, exchange = list(refs), None
+    if kernel.tiling.tiles > registers.WARP:
+        exchange = refs.pop()
+    reads = kernel.leaves * len(kernel.operands)
+    first = kernel.first_array
+    rest = refs[first + reads :]
+    results = [
+        refs[kernel.aliases[i]] if i in kernel.aliases else rest.pop(0)
+        for i in range(kernel.leaves * len(kernel.results))
+    ]
+    arrangement = ByThreads(kernel.tiling, exchange)
+
+    def unless_beyond(work):
+        if programs % warpgroups:
+            jax.lax.cond(program < jnp.int32(programs), work, lambda: None)
+        else:
+            work()
+
+    run_program(
+        kernel,
+        program,
+        [*refs[: first + reads], *results],
+        arrangement,
+        functools.partial(OneLeaf, arrangement.shape),
+        INSTRUCTIONS,
+        guard=unless_beyond,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ByThreads:
+    """The lanes of a program: each thread has a tile's four columns.
+
+    All arrays are of lanes: values per block are the same in all threads of the block.
+    See :class:`.tiling.Arrangement`.
+
+    Args:
+      tiling: what the lanes walk over.
+      exchange: reference to shared memory of an int32 per warp, where blocks have more
+        tiles than a warp has threads.
+    """
+
+    tiling: Tiling
+    exchange: typing.Any = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        tiling = self.tiling
+        if tiling.is_flat:
+            return (tiling.flat_width,)
+        return (tiling.lanes, TILE_COLUMNS)
+
+    def flat(self) -> jax.Array:
+        return self._threads() * jnp.int32(TILE_COLUMNS) + self.columns()
+
+    def blocks(self) -> jax.Array:
+        return self._threads() >> jnp.int32(self._bits(self.tiling.tiles))
+
+    def parts(self, count: int) -> jax.Array:
+        return self.tiles() >> jnp.int32(self._bits(self.tiling.tiles // count))
+
+    def tiles(self) -> jax.Array:
+        return self._threads() & jnp.int32(self.tiling.tiles - 1)
+
+    def columns(self) -> jax.Array:
+        return registers.per_thread(_columns, [], self.shape, jnp.int32)
+
+    def zeros(self, dtype) -> jax.Array:
+        return self.carried(jnp.zeros(self.shape, dtype))
+
+    def carried(self, x: jax.Array) -> jax.Array:
+        # Mosaic wants the same layout and sign of what comes in and goes out.
+        return registers.per_thread(lambda register: register, [x], self.shape, x.dtype)
+
+    def spread(self, x: jax.Array) -> jax.Array:
+        return x
+
+    def over_parts(self, x: jax.Array) -> jax.Array:
+        return x
+
+    def expand(self, x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(x, self.shape)
+
+    def maxima(self, x: jax.Array, parts: int) -> jax.Array:
+        threads = self.tiling.tiles // parts
+        if threads <= registers.WARP:
+            make = functools.partial(_maximum, threads)
+            return registers.per_thread(make, [x], self.shape, jnp.int32)
+        make, refs = _maximum_of_two_warps, [self.exchange]
+        return registers.per_thread(make, [x], self.shape, jnp.int32, refs)
+
+    def _threads(self) -> jax.Array:
+        return registers.per_thread(_thread, [], self.shape, jnp.int32)
+
+    @staticmethod
+    def _bits(count: int) -> int:
+        return count.bit_length() - 1
+
+
+def _thread():
+    return registers.register([registers.thread_number()] * registers.COLUMNS)
+
+
+def _columns():
+    kind = registers.bits_type(32)
+    return registers.register(
+        [registers.constant(i, kind) for i in range(registers.COLUMNS)]
+    )
+
+
+def _maximum(threads: int, held):
+    """The maximum of the elements of so many threads that are neighbours."""
+    value = functools.reduce(registers.largest, registers.elements(held))
+    distance = 1
+    while distance < threads:
+        value = registers.largest(value, registers.other_thread(value, distance))
+        distance *= 2
+    return registers.register([value] * registers.COLUMNS)
+
+
+def _maximum_of_two_warps(pointer, held):
+    """The same of the threads of two warps that are neighbours."""
+    (value, *_) = registers.elements(_maximum(registers.WARP, held))
+    other = registers.other_warp(pointer, value)
+    return registers.register([registers.largest(value, other)] * registers.COLUMNS)
+
+
+@dataclasses.dataclass(frozen=True)
+class OneLeaf:
+    """The arrays of the only leaf.
+
+    Args:
+      shape: of arrays of lanes.
+      operands, results: the kernel's references to its arrays, which are flat.
+      number: of the leaf. LLVM would take loads of different leaves for one with
+        another address; their instructions are different texts.
+    """
+
+    shape: tuple[int, ...]
+    operands: Sequence
+    results: Sequence
+    number: int
+
+    has_branches: typing.ClassVar[bool] = False
+
+    def load(self, accesses: Sequence[Access]) -> list[jax.Array]:
+        """See :class:`.access.Memory`."""
+        return [self._load(access) for access in accesses]
+
+    def store(self, new: Sequence[tuple[Access, jax.Array]]) -> None:
+        """See :class:`.access.Memory`."""
+        for access, value in new:
+            ref = self.results[access.number]
+            make = functools.partial(store, self._form(access, ref))
+            arrays = [value, *_place(access)]
+            registers.do_per_thread(make, arrays, self.shape, [ref])
+
+    def _load(self, access: Access) -> jax.Array:
+        ref = self.operands[access.number]
+        make = functools.partial(load, self._form(access, ref))
+        return registers.per_thread(make, _place(access), self.shape, ref.dtype, [ref])
+
+    def _form(self, access: Access, ref) -> Form:
+        layer_size = None if access.layer is None else ref.shape[-1]
+        has_mask = access.mask is not None
+        itself = access.width, access.tiles, has_mask
+        return Form(ref.dtype, *itself, layer_size, f"// leaf {self.number}")
+
+
+def _place(access: Access) -> list[jax.Array]:
+    place = (access.offset, access.mask, access.layer)
+    return [x for x in place if x is not None]

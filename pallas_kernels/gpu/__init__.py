@@ -1,0 +1,1 @@
+"""What kernels for GPUs share: instructions, branches, and Mosaic's registers."""
