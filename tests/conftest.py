@@ -12,6 +12,7 @@ import jax
 import pytest
 
 COMPILED = {Path(__file__).parent / name for name in ("gpu_program", "tpu_program")}
+LONG = {"exhaustive", "compiled", "example"}
 MANY_CASES = 16
 KEEP_ALL_PROGRAMS = {
     "jax_persistent_cache_min_compile_time_secs": 0,
@@ -35,25 +36,16 @@ def pytest_addoption(parser):
     parser.addoption(
         "--cases",
         choices=("few", "rest", "all"),
-        default="few",
-        help="of quick tests: README's run takes one or two of each",
+        help="few: one or two of each quick test; rest: their others; all: of every "
+        "test. The default is few, and all where a path, -k or -m is given",
     )
     parser.addoption(
         "--part",
-        type=_part,
+        type=lambda text: tuple(map(int, text.split("/"))),
         default=(1, 1),
         metavar="K/N",
         help="the K-th of N parts of about the same size",
     )
-
-
-def _part(text) -> tuple[int, int]:
-    """``2/3`` as numbers."""
-    number, _, count = text.partition("/")
-    part = int(number), int(count or 1)
-    if not 1 <= part[0] <= part[1]:
-        raise ValueError(text)
-    return part
 
 
 def pytest_collection_finish():
@@ -65,19 +57,31 @@ def pytest_collection_finish():
 
 def pytest_configure(config):
     """XLA reads its flags when the first array is made, which is after this."""
+    options = config.option
+    if options.cases is None:  # xdist's workers have the options of their parent
+        given = config.args_source is config.ArgsSource.ARGS
+        options.cases = "all" if given or options.keyword or options.markexpr else "few"
     _set_xla_flag("xla_force_host_platform_device_count", 8)
     # Compiling is most of the time. Level 1 takes a third of it, and contracts products
     # and sums like level 3, so that tests of bits test the same. Programs for GPUs are
     # measured, and need the level that users have.
-    if config.option.cases != "few" and not _is_quick(config):
-        raise pytest.UsageError("--cases is for quick tests; without -m")
-    if _is_quick(config):
+    if options.cases != "all" or not _may_be_measured(config.args):
         _set_xla_flag("xla_backend_optimization_level", 1)
         _keep_programs(config)
     # XLA's older way to fuse loops on CPUs, which JAX 0.11 drops, takes three quarters
     # of what is left. It contracts differently, and two cases among the rest see that.
-    if _is_readmes_run(config) and jax.__version_info__ < (0, 11):
+    if options.cases == "few" and jax.__version_info__ < (0, 11):
         _set_xla_flag("xla_cpu_use_fusion_emitters", "false")
+
+
+def _may_be_measured(args) -> bool:
+    """Whether tests of compiled programs are in these paths."""
+    paths = [Path(arg.split("::")[0]).resolve() for arg in args]
+    return any(
+        path.is_relative_to(folder) or folder.is_relative_to(path)
+        for path in paths
+        for folder in COMPILED
+    )
 
 
 def _keep_programs(config):
@@ -103,31 +107,19 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("compiled")
             item.add_marker("standard_promotion")
             item.add_marker(pytest.mark.filterwarnings(TRITON_IS_DEPRECATED))
-    if _is_readmes_run(config) or config.option.cases == "rest":
-        few, rest = _few_cases(items), config.option.cases == "rest"
-        _leave_out(config, items, [x for x in items if (x.nodeid in few) == rest])
-    number, count = config.option.part
-    others = [x for x in items if zlib.crc32(x.nodeid.encode()) % count != number - 1]
-    _leave_out(config, items, others)
+    if config.option.cases != "all":
+        items[:] = _chosen(config, items, lambda x: not LONG & {*x.keywords})
+        few, wants_few = _few_cases(items), config.option.cases == "few"
+        items[:] = _chosen(config, items, lambda x: (x.nodeid in few) == wants_few)
+    part, count = config.option.part
+    in_part = lambda x: zlib.crc32(x.nodeid.encode()) % count == part - 1
+    items[:] = _chosen(config, items, in_part)
 
 
-def _is_quick(config) -> bool:
-    return "not compiled" in config.option.markexpr
-
-
-def _is_readmes_run(config) -> bool:
-    """Whether some cases of all files are run quickly."""
-    # Unlike Path.exists, os.path.exists takes a -k longer than a file's name may be.
-    names_files = any(
-        os.path.exists(arg.split("::")[0]) for arg in config.invocation_params.args
-    )
-    return _is_quick(config) and not names_files and config.option.cases == "few"
-
-
-def _leave_out(config, items, some):
-    config.hook.pytest_deselected(items=some)
-    left_out = {x.nodeid for x in some}
-    items[:] = [x for x in items if x.nodeid not in left_out]
+def _chosen(config, items, is_chosen) -> list:
+    """These items; pytest counts the others as deselected."""
+    config.hook.pytest_deselected(items=[x for x in items if not is_chosen(x)])
+    return [x for x in items if is_chosen(x)]
 
 
 def _few_cases(items) -> set[str]:

@@ -27,7 +27,7 @@ which the leaf varies by its type, so shards that are replicas of each other dra
 same bits, and others do not. Without these types (``check_vma=False``) replicas cannot
 be told from shards, and all draw the same bits.
 
-The generator is not a cryptographic one. ``tests/test_random_bits.py`` tests what
+The generator is not a cryptographic one. ``test_random_bits.py`` tests what
 rounding needs: unbiased bits, and no correlation between neighbours, steps, leaves and
 streams. Two rounds of mixing leave two small defects. With some keys, the bits of
 neighbouring rows correlate by up to 1% (the leading 8 bits not measurably). And all

@@ -15,7 +15,7 @@ from lowbit_optax import memory_report, plan
 
 pytestmark = pytest.mark.standard_promotion
 
-ACCURACY = pathlib.Path(__file__).resolve().parent.parent / "docs" / "accuracy.md"
+ACCURACY = pathlib.Path(__file__).resolve().parents[3] / "docs" / "accuracy.md"
 SHAPES = {"layers": (4, 256, 512), "out": (512, 256), "bias": (256,)}
 SIZE = sum(map(math.prod, SHAPES.values()))
 ADAMW = (

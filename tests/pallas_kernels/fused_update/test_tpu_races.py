@@ -11,11 +11,11 @@ import math
 
 import jax.numpy as jnp
 import pytest
+from exact_steps import dyadic_series, normal, trained
 from jax.experimental.pallas import tpu as pltpu
 from kernels import TABLE, Mixture, assert_equal, index_of
 from optimizers import assert_same_bits
 from quantised import quantised, shrinking
-from test_implementations import dyadic_series, normal, trained
 
 from lowbit_optax import block_quantized, extra_bits, kahan, stochastic_rounding
 from lowbit_optax.formats import quantized_weights

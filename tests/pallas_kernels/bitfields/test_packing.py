@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packing import reference_pack
 
 import pallas_kernels
 from pallas_kernels import (
@@ -26,40 +27,6 @@ deterministic = settings(deadline=None, derandomize=True)
 _QUICK = {"xla_backend_optimization_level": "0"}
 pack_ = jax.jit(pack, static_argnums=1, compiler_options=_QUICK)
 unpack_ = jax.jit(unpack, static_argnums=(1, 2), compiler_options=_QUICK)
-
-
-PERIODS = {
-    bits: next(r for r in range(1, 33) if r * bits % 32 == 0) for bits in range(1, 33)
-}
-
-
-def reference_pack(fields, bits, axis):
-    """The fields of a period as one big integer each, cut into 32-bit digits.
-
-    Python integers in object arrays, so no width, shift or mask can be wrong by
-    overflow; and written from the layout's definition, not from the library.
-
-    Args:
-      axis: of the rows, counted from the end; -1 folds the last one into rows of 32.
-    """
-    fields = np.asarray(fields)
-    if axis == -1:
-        length = fields.shape[-1]
-        fields = np.pad(fields, [(0, 0)] * (fields.ndim - 1) + [(0, -length % 32)])
-        rows = fields.reshape(*fields.shape[:-1], -1, 32)
-        words = reference_pack(rows, bits, -2)
-        return words.reshape(*words.shape[:-2], -1)
-    fields = np.moveaxis(fields, axis, 0).astype(object)
-    period, count = PERIODS[bits], PERIODS[bits] * bits // 32
-    words = []
-    for first in range(0, len(fields), period):
-        total = np.zeros(fields.shape[1:], object)
-        for row, value in enumerate(fields[first : first + period]):
-            total = total + value * 2 ** (row * bits)
-        words += [total // 2 ** (32 * word) % 2**32 for word in range(count)]
-    shape = (len(words), *fields.shape[1:])
-    words = np.array(words, object).reshape(shape).astype(np.uint32)
-    return np.moveaxis(words, 0, axis)
 
 
 def random_fields(shape, bits, seed=0):

@@ -12,7 +12,7 @@ from benchmarks.papers.t5_release import MODES as T5_MODES
 from benchmarks.records import gaps, shown
 from benchmarks.training import pareto
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def _memory_profile(cases):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_packing import reference_pack
+from packing import reference_pack
 
 from pallas_kernels import Operand, Result, fused_update, layout_of
 

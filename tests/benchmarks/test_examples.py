@@ -12,7 +12,7 @@ import sys
 import pytest
 from matplotlib.image import imread
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").iterdir())
 NAMES = ["fsdp.py", "gpt.py", "resnet_cifar.py"]
 TINY = {

@@ -7,7 +7,7 @@ import re
 
 from benchmarks.registry import BENCHMARKS
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 API = "\n".join(path.read_text() for path in (DOCS / "api").glob("*.md"))
 DOCUMENTED = set(re.findall(r"^::: (\S+)$", API, re.MULTILINE))

@@ -1,6 +1,6 @@
 """A process of the runs of ``test_several_processes.py``: it trains, saves, resumes.
 
-    python tests/one_of_several_processes.py RANK COUNT PORT FOLDER save|resume
+    python tests/helpers/one_of_several_processes.py RANK COUNT PORT FOLDER save|resume
 
 The eight devices of a run are divided among its COUNT processes.
 """

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from exact_steps import MOMENTUM, QUICK, dyadic_series, normal, trained
 from optimizers import (
     ALL_FORMATS,
     BFLOAT16_MOMENTS,
     apply,
     assert_same_bits,
     gradient_series,
-    initial,
     spec_of,
 )
 
@@ -37,50 +37,13 @@ from pallas_kernels import platforms
 
 pytestmark = pytest.mark.standard_promotion
 
-# Compiled quickly rather than well.
-QUICK = {"xla_backend_optimization_level": "0"}
-
-MOMENTUM = optax.sgd(0.25, momentum=0.5)
 MUON = optax.contrib.muon(0.01)
 ADVANCES = {"step": lowbit_optax.step, "update": apply}
-
-
-def normal(shape, dtype=jnp.bfloat16):
-    numbers = np.random.default_rng(0).standard_normal(shape)
-    return jnp.asarray(numbers, jnp.float32).astype(dtype)
 
 
 def model(dtype=jnp.bfloat16):
     """A leaf that is packed with padding, and one that is too small to be packed."""
     return {"kernel": normal((70, 65), dtype), "bias": normal((40,), dtype)}
-
-
-def dyadic_series(params, steps, bits=16):
-    """Gradients of few bits: float32 sums of these are exact, narrow ones are not."""
-    largest = 2 ** (bits - 1)
-
-    def draw(leaf, seed):
-        numbers = np.random.default_rng(seed).integers(-largest, largest, leaf.shape)
-        return jnp.asarray(numbers / (4 * largest), jnp.float32)
-
-    return [
-        jax.tree.map(lambda leaf, seed=seed: draw(leaf, seed), params)
-        for seed in range(steps)
-    ]
-
-
-def trained(implementation, params, series, advance=lowbit_optax.step, **options):
-    """Parameters and state after jitted steps."""
-    float32 = {"inner": MOMENTUM, "weights": extra_bits(16), "moments": "float32"}
-    tx = lowbit(implementation=implementation, **(float32 | options))
-    state = initial(tx, params)
-    run = jax.jit(
-        lambda grads, state, params: advance(tx, params, state, grads),
-        compiler_options=QUICK,
-    )
-    for grads in series:
-        params, state = run(grads, state, params)
-    return params, state
 
 
 def both(params, series, **options):

@@ -11,7 +11,7 @@ from benchmarks import records
 from benchmarks.__main__ import main, missing
 from benchmarks.registry import BENCHMARKS
 
-FOLDER = pathlib.Path(__file__).resolve().parent.parent / "benchmarks"
+FOLDER = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 def test_every_benchmark_says_what_it_does(capsys, monkeypatch):

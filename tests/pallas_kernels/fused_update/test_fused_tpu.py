@@ -8,9 +8,9 @@ import numpy as np
 import optax
 import pytest
 from blocks import Maxima
+from exact_steps import MOMENTUM, dyadic_series, normal, trained
 from kernels import TABLE, Mixture, assert_equal, index_of
 from optimizers import assert_same_bits
-from test_implementations import MOMENTUM, dyadic_series, normal, trained
 
 from lowbit_optax import block_quantized, cast, extra_bits, kahan, stochastic_rounding
 from pallas_kernels import Operand, Result, Scalars, layout_of

@@ -1,6 +1,6 @@
 """The process of ``test_memory_of_restore.py``: restores, and prints how much it took.
 
-    python tests/restore_and_measure.py FOLDER SPEC [GIGABYTES]
+    python tests/helpers/restore_and_measure.py FOLDER SPEC [GIGABYTES]
 
 It prints the bytes of what it restored, and by how many bytes the process grew at most.
 """

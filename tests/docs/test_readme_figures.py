@@ -3,7 +3,7 @@
 import pathlib
 import re
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 FIGURE = re.compile(r"-?\d+(?:\.\d+)?(?: ± \d+(?:\.\d+)?)?%?")
 
 

@@ -1,0 +1,48 @@
+"""Steps in which float32 rounds nothing: every implementation has their bits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from optimizers import initial
+
+import lowbit_optax
+from lowbit_optax import extra_bits, lowbit
+
+# Compiled quickly rather than well.
+QUICK = {"xla_backend_optimization_level": "0"}
+
+MOMENTUM = optax.sgd(0.25, momentum=0.5)
+
+
+def normal(shape, dtype=jnp.bfloat16):
+    numbers = np.random.default_rng(0).standard_normal(shape)
+    return jnp.asarray(numbers, jnp.float32).astype(dtype)
+
+
+def dyadic_series(params, steps, bits=16):
+    """Gradients of few bits: float32 sums of these are exact, narrow ones are not."""
+    largest = 2 ** (bits - 1)
+
+    def draw(leaf, seed):
+        numbers = np.random.default_rng(seed).integers(-largest, largest, leaf.shape)
+        return jnp.asarray(numbers / (4 * largest), jnp.float32)
+
+    return [
+        jax.tree.map(lambda leaf, seed=seed: draw(leaf, seed), params)
+        for seed in range(steps)
+    ]
+
+
+def trained(implementation, params, series, advance=lowbit_optax.step, **options):
+    """Parameters and state after jitted steps."""
+    float32 = {"inner": MOMENTUM, "weights": extra_bits(16), "moments": "float32"}
+    tx = lowbit(implementation=implementation, **(float32 | options))
+    state = initial(tx, params)
+    run = jax.jit(
+        lambda grads, state, params: advance(tx, params, state, grads),
+        compiler_options=QUICK,
+    )
+    for grads in series:
+        params, state = run(grads, state, params)
+    return params, state
