@@ -17,8 +17,7 @@ from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics import code_kinds
 from lowbit_optax._numerics.code_kinds import Segments
 from lowbit_optax._numerics.codes import RANDOM_BITS, Float
-from lowbit_optax._numerics.random_bits import random_bits
-from lowbit_optax._numerics.streams import moment_draws
+from lowbit_optax._numerics.random_bits import moment_draws, random_bits
 from lowbit_optax.formats.block_quantized import QuantizedMoment
 from pallas_kernels import layout_of, packed_shape
 from pallas_kernels.bitfields.xla import unpack

@@ -16,10 +16,9 @@ from lowbit_optax._jaxprs import scalar_words
 from lowbit_optax._jaxprs.leaf_program import Program, Ref
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.landing import Landing
-from lowbit_optax._numerics.random_bits import RandomBits
+from lowbit_optax._numerics.random_bits import Draws, RandomBits, moment_draws
 from lowbit_optax._numerics.relative import quotient
 from lowbit_optax._numerics.rounding import to_float32
-from lowbit_optax._numerics.streams import Draws, moment_draws
 from lowbit_optax._step.error_feedback import fed
 from lowbit_optax._step.moment_coder import MomentCoder, MomentHow
 from lowbit_optax.formats.base import (

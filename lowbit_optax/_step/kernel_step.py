@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from lowbit_optax._jaxprs import scalar_words
 from lowbit_optax._jaxprs.graph import evaluate
 from lowbit_optax._numerics.landing import Landing
-from lowbit_optax._numerics.random_bits import keys_on_shard
+from lowbit_optax._numerics.random_bits import take_in
 from lowbit_optax._step.body import KEYS, LeafBody
 from lowbit_optax._step.error_feedback import fed
 from lowbit_optax._step.guard import neutral_updates
@@ -260,7 +260,7 @@ def _table(
       axes: of the user's ``jax.shard_map`` over which the shards differ.
     """
     if axes:
-        keys = keys_on_shard(*keys, number_of_shard(axes))
+        keys = take_in(*keys, number_of_shard(axes))
     count = keys[0].shape[0]
     words = [*(k[:, None] for k in keys)]
     if scalars:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from lowbit_optax._numerics.codes import MultiplyAdd, Prepared
+from lowbit_optax._numerics.random_bits import Draws
 from lowbit_optax._numerics.relative import product, quotient
-from lowbit_optax._numerics.streams import Draws
 from lowbit_optax.formats.base import BlockMomentFormat, MomentFormat
 
 MomentHow = tuple[MomentFormat, int] | None

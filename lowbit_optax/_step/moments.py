@@ -16,9 +16,8 @@ import jax.numpy as jnp
 import optax
 
 from lowbit_optax._jaxprs.traced_once import traced_once
-from lowbit_optax._numerics.random_bits import RandomBits
+from lowbit_optax._numerics.random_bits import Draws, RandomBits, moment_draws
 from lowbit_optax._numerics.relative import product, quotient
-from lowbit_optax._numerics.streams import Draws, moment_draws
 from lowbit_optax._step.moment_slots import MomentChoice, Slot, with_slots
 from lowbit_optax._step.moment_trees import (
     from_parallel_trees,

@@ -13,12 +13,13 @@ from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._numerics.random_bits import (
+    Draws,
     RandomBits,
     leaf_number,
+    moment_draws,
     random_bits,
     random_keys,
 )
-from lowbit_optax._numerics.streams import Draws, moment_draws
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.choices import Choices
 from lowbit_optax._step.guard import Guard, Unguarded, neutral_updates

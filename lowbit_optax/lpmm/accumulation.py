@@ -11,7 +11,7 @@ import optax
 from lowbit_optax import formats
 from lowbit_optax._jaxprs.not_folded import not_folded
 from lowbit_optax._jaxprs.traced_once import traced_once
-from lowbit_optax._numerics.streams import accumulator_draws
+from lowbit_optax._numerics.random_bits import accumulator_draws
 from lowbit_optax._step import trees
 from lowbit_optax._step.arguments import check_static_int
 from lowbit_optax._step.moment_trees import (
