@@ -1,19 +1,28 @@
-"""The codes that :func:`lowbit_optax.block_quantized` offers.
+"""The codes whose values are fixed numbers times a unit.
+
+``unit`` is exactly ``scale * 2^-q``. Measured in units, the fields of a code stand for
+fixed numbers (for ``Linear``, integers), the largest of which is ``largest_value``. The
+scale is the smallest bfloat16 (or power of two) for which ``largest_value * unit`` is
+at least the largest magnitude in the block. What is prepared is ``(unit, 1 / unit)``.
 
 :mod:`lowbit_optax._numerics.codes` explains what a code is and how all codes round.
 """
 
 import dataclasses
 import functools
+import math
+import typing
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from lowbit_optax._numerics import float_layouts
 from lowbit_optax._numerics.codes import (
     RANDOM_BITS,
     Code,
+    Float,
     Scale,
     as_fields,
     bits_of,
@@ -25,21 +34,74 @@ from lowbit_optax._numerics.codes import (
     rounding_thresholds,
     shift_and_round,
 )
-from lowbit_optax._numerics.float_code import Float
 from lowbit_optax._numerics.nested_code import Nested
+
+# A quotient that should be exactly a scale may come out this much larger, because the
+# division rounds. If it were then rounded up to the next scale, the scale of a constant
+# moment would creep upwards.
+_TOLERANCE = 4  # units in the last place
+_LARGEST_BFLOAT16 = 0x7F7F0000
 
 
 @dataclasses.dataclass(frozen=True)
-class Linear(Code):
+class InUnits(Code):
+    """A code whose values are numbers times the unit of a block."""
+
+    is_linear_in_units: typing.ClassVar[bool] = True
+
+    @property
+    def largest_value(self) -> float:
+        """The largest number that a field stands for, in units."""
+        return float(self.largest_field)
+
+    @property
+    def smallest_value(self) -> float:
+        """The smallest positive number that a field stands for, in units."""
+        return 1.0
+
+    @property
+    def _exponent(self) -> int:
+        """The number q of the module's docstring."""
+        return math.ceil(math.log2(self.largest_value))
+
+    def scale_of_keys(self, keys):
+        factor = np.float32(2.0**self._exponent / self.largest_value)
+        pattern = as_fields(self.magnitude_of(*keys) * factor)
+        dropped = 16 if self.scale == "bfloat16" else 23
+        pattern = pattern + jnp.uint32((1 << dropped) - 1 - _TOLERANCE)
+        largest = _LARGEST_BFLOAT16 >> dropped << dropped
+        pattern = pattern >> jnp.uint32(dropped) << jnp.uint32(dropped)
+        pattern = jnp.minimum(pattern, jnp.uint32(largest))
+        return float_layouts.from_bits(pattern >> jnp.uint32(16), jnp.bfloat16)
+
+    def prepare(self, scale):
+        # With a smaller scale the smallest value would be subnormal, and XLA may treat
+        # subnormal numbers as 0.
+        least = 2.0 ** (-126 + self._exponent) / min(self.smallest_value, 1.0)
+        scale = jnp.maximum(scale, jnp.float32(least))
+        unit = scale * jnp.float32(2.0**-self._exponent)
+        if self.scale == "power_of_two":
+            # 2^-e has exponent field 127 - e: exact, and no division.
+            return unit, float_of(jnp.uint32(0x7F000000) - as_fields(unit))
+        return unit, jnp.float32(1) / unit
+
+    def times(self, prepared, factor):
+        unit, inverse = prepared
+        return unit * jnp.float32(factor), inverse
+
+    def _infinite(self, fields: jax.Array, number: jax.Array) -> jax.Array:
+        """The numbers, and infinity where an unsigned field stands for it."""
+        is_infinite = fields == jnp.uint32(self.infinity_field)
+        return jnp.where(is_infinite, jnp.float32(jnp.inf), number)
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear(InUnits):
     """Integers: with 8 bits, -127 to 127 or 0 to 254. Symmetric, without a zero point.
 
     A float32 near 2^11 has 12 fractional bits. So adding 2^11 to a number turns its
     pattern into a fixed-point number, which an integer sum and a shift can round.
     """
-
-    @property
-    def largest_value(self):
-        return float(self.largest_field)
 
     @property
     def spare_field(self):
@@ -71,15 +133,11 @@ class Linear(Code):
         number = float_of(fields | jnp.uint32(0x4B000000)) - jnp.float32(
             2.0**23 + self._zero
         )
-        if not self.signed:
-            number = jnp.where(
-                fields == jnp.uint32(self.infinity_field), jnp.float32(jnp.inf), number
-            )
-        return number * unit
+        return (number if self.signed else self._infinite(fields, number)) * unit
 
 
 @dataclasses.dataclass(frozen=True)
-class Segments(Code):
+class Segments(InUnits):
     """Segments of equal steps; the steps of each are twice those of the one before it.
 
     The magnitude field ``j 2^m + i``, with ``i < 2^m``, stands in units for
@@ -149,7 +207,7 @@ class Segments(Code):
         free = 32 - self.bits
         pattern = pattern << jnp.int32(free - self._dropped)
         pattern = as_fields(pattern + rounding_offset(free, words))
-        sign = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(1 << 31)
+        sign = as_fields(x) & jnp.uint32(1 << 31)
         return (pattern | sign) >> jnp.uint32(free)
 
     def decode_fields(self, fields, prepared, multiply_add=multiply_add):
@@ -171,11 +229,11 @@ class Segments(Code):
         # with a fused multiply-add or without.
         value = multiply_add(float_of(pattern), lower * unit, -unit)
         sign = (fields >> jnp.uint32(self.bits - 1)) << jnp.uint32(31)
-        return float_of(lax.bitcast_convert_type(value, jnp.uint32) | sign)
+        return float_of(as_fields(value) | sign)
 
 
 @dataclasses.dataclass(frozen=True)
-class Sqrt(Code):
+class Sqrt(InUnits):
     """Squares of integers, 0 to 254^2 with 8 bits: linear in the root of x."""
 
     @property
@@ -200,18 +258,16 @@ class Sqrt(Code):
     def decode_fields(self, fields, prepared, multiply_add=multiply_add):
         unit, _ = prepared
         number = float_of(fields | jnp.uint32(0x4B000000)) - jnp.float32(2.0**23)
-        infinite = fields == jnp.uint32(self.infinity_field)
-        number = jnp.where(infinite, jnp.float32(jnp.inf), number)
+        number = self._infinite(fields, number)
         return number * number * unit
 
 
 @dataclasses.dataclass(frozen=True)
-class Dynamic(Code):
+class Dynamic(InUnits):
     """Dettmers' dynamic exponent map, computed by arithmetic instead of a table.
 
     The position i of the leading one bit of a magnitude k selects a decade, and the
-    bits
-    below it divide the decade linearly:
+    bits below it divide the decade linearly:
 
         10^(i - I) (0.1 + 0.9 (k + 1/2 - 2^i) / 2^i)
 
@@ -240,8 +296,7 @@ class Dynamic(Code):
 
     def _values(self, k: jax.Array) -> jax.Array:
         """The values of magnitudes k, which are integers stored as float32."""
-        pattern = lax.bitcast_convert_type(k, jnp.uint32)
-        i = (pattern >> jnp.uint32(23)) - jnp.uint32(127)
+        i = (as_fields(k) >> jnp.uint32(23)) - jnp.uint32(127)
         two_to_minus_i = float_of((jnp.uint32(127) - i) << jnp.uint32(23))
         share = (k + jnp.float32(0.5)) * two_to_minus_i - jnp.float32(1)
         value = jnp.float32(0.1) + jnp.float32(0.9) * share
@@ -302,7 +357,7 @@ class Dynamic(Code):
             k = jnp.maximum(k, one_unless_zero(x))
             above = (x < jnp.float32(jnp.inf)) | (x < jnp.float32(0))
             return as_fields(jnp.where(above, k, jnp.int32(self.infinity_field)))
-        sign = lax.bitcast_convert_type(x, jnp.uint32) >> jnp.uint32(31)
+        sign = as_fields(x) >> jnp.uint32(31)
         return as_fields(k) | sign << jnp.uint32(self.bits - 1)
 
     def decode_fields(self, fields, prepared, multiply_add=multiply_add):
@@ -313,11 +368,9 @@ class Dynamic(Code):
         k = lax.bitcast_convert_type(magnitude, jnp.int32).astype(jnp.float32)
         value = self._values(k)
         if not self.signed:
-            infinite = fields == jnp.uint32(self.infinity_field)
-            value = jnp.where(infinite, jnp.float32(jnp.inf), value)
-            return value * unit
+            return self._infinite(fields, value) * unit
         sign = (fields >> jnp.uint32(self.bits - 1)) << jnp.uint32(31)
-        return float_of(lax.bitcast_convert_type(value * unit, jnp.uint32) | sign)
+        return float_of(as_fields(value * unit) | sign)
 
 
 # e of each code, by the bits of a field and whether one of them is the sign. With

@@ -5,17 +5,13 @@ arrays on the XLA path and rows in a kernel run the same operations (sums, produ
 shifts, comparisons, integer minima and maxima; only ``Sqrt`` takes a root and only
 ``Dynamic`` divides)::
 
-    magnitude_key(x) --> maximum over the block --> magnitude_of --> largest
-    scale_of(largest) --> scale, stored as bfloat16
-    prepare(scale) --> (unit, 1 / unit), once per block
+    keys(x) --> maximum over the block --> scale_of_keys --> scale, stored as bfloat16
+    prepare(scale) --> once per block, what the next two take
     encode_fields(x, prepared, words) --> fields
     decode_fields(fields, prepared) --> x'
 
-``unit`` is exactly ``scale * 2^-q``. Measured in units, the fields of a code stand for
-fixed numbers (for ``Linear``, integers), the largest of which is ``largest_value``. The
-scale is the smallest bfloat16 (or power of two) for which ``largest_value * unit`` is
-at least the largest magnitude in the block. (``Float`` prepares patterns instead of
-units.)
+Here is what all codes share, and ``Float``, whose fields are differences of patterns.
+:mod:`lowbit_optax._numerics.code_kinds` has the codes that count in units.
 
 **Rounding.** Let ``a <= x <= b`` be the neighbours of x among the code's values. The
 result is b with probability ``(x - a) / (b - a)``, rounded to a multiple of 2^-12 or
@@ -51,14 +47,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from lowbit_optax._numerics import float_layouts
+from pallas_kernels import operations
+
 RANDOM_BITS = 12
 """How many leading bits of a random word every rounding reads; some read more."""
 
-# A quotient that should be exactly a scale may come out this much larger, because the
-# division rounds. If it were then rounded up to the next scale, the scale of a constant
-# moment would creep upwards.
-TOLERANCE = 4  # units in the last place
-_LARGEST_BFLOAT16 = 0x7F7F0000
 ONE_EXPONENT = 1 << 23  # of a float32's pattern
 _LARGEST_SCALED = 2.0**50  # of a signed code
 
@@ -76,29 +70,28 @@ def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
 class Code:
     """What all codes share. Subclasses define the values that fields stand for.
 
+    A block's scale comes from the largest of its :meth:`magnitude_key`, unless a code
+    needs other ``keys``.
+
     Args:
       bits: k, the bits of a field.
       signed: whether negative values have fields.
       scale: which scales there are: ``"bfloat16"``, any bfloat16, or
         ``"power_of_two"``.
+      limit: numbers of this magnitude and more do not enter the scale; None takes 2^50
+        in signed codes and infinity in others.
     """
 
     bits: int
     signed: bool
     scale: Scale = "bfloat16"
+    limit: float | None = dataclasses.field(default=None, kw_only=True)
 
     maxima: typing.ClassVar[int] = 1
     """Of how many keys per element a block's scale needs the maxima."""
 
-    @property
-    def largest_value(self) -> float:
-        """The largest number that a field stands for, in units."""
-        raise NotImplementedError
-
-    @property
-    def smallest_value(self) -> float:
-        """The smallest positive number that a field stands for, in units."""
-        return 1.0
+    is_linear_in_units: typing.ClassVar[bool] = False
+    """Whether values are numbers times the unit, so that ``times`` is there."""
 
     @property
     def largest_field(self) -> int:
@@ -118,11 +111,8 @@ class Code:
     @property
     def _above(self) -> int:
         """How far the first pattern that does not enter the scale is below 2^31."""
-        return 2**31 - pattern_of(_LARGEST_SCALED if self.signed else math.inf)
-
-    @property
-    def _exponent(self) -> int:
-        return math.ceil(math.log2(self.largest_value))
+        limit = _LARGEST_SCALED if self.signed else math.inf
+        return 2**31 - pattern_of(limit if self.limit is None else self.limit)
 
     def magnitude_key(self, x: jax.Array) -> jax.Array:
         """Integers that are ordered as the finite magnitudes are.
@@ -161,60 +151,23 @@ class Code:
         return (self.magnitude_key(x),)
 
     def scale_of_keys(self, keys: Sequence[jax.Array]) -> jax.Array:
-        """The scales of blocks, bfloat16, from the maxima of their :meth:`keys`."""
-        (key,) = keys
-        return self.scale_of(self.magnitude_of(key))
+        """The scales of blocks, bfloat16, from the maxima of their :meth:`keys`.
 
-    def scale_of(self, maximum: jax.Array) -> jax.Array:
-        """The scales of blocks.
-
-        Args:
-          maximum: float32, the largest finite magnitude of each block.
-
-        Returns:
-          bfloat16 of the same shape, rounded up; 0 for blocks of zeros.
+        They are rounded up, and 0 for blocks of zeros.
         """
-        factor = np.float32(2.0**self._exponent / self.largest_value)
-        pattern = lax.bitcast_convert_type(maximum * factor, jnp.uint32)
-        dropped = 16 if self.scale == "bfloat16" else 23
-        pattern = pattern + jnp.uint32((1 << dropped) - 1 - TOLERANCE)
-        largest = _LARGEST_BFLOAT16 >> dropped << dropped
-        pattern = pattern >> jnp.uint32(dropped) << jnp.uint32(dropped)
-        pattern = jnp.minimum(pattern, jnp.uint32(largest))
-        return lax.bitcast_convert_type(
-            (pattern >> jnp.uint32(16)).astype(jnp.uint16), jnp.bfloat16
-        )
+        raise NotImplementedError
 
     def prepare(self, scale: jax.Array) -> Prepared:
         """What :meth:`encode_fields` and :meth:`decode_fields` take for the scale.
 
         Args:
           scale: float32, of any shape.
-
-        Returns:
-          ``(unit, 1 / unit)``.
         """
-        # With a smaller scale the smallest value would be subnormal, and XLA may treat
-        # subnormal numbers as 0.
-        least = 2.0 ** (-126 + self._exponent) / min(self.smallest_value, 1.0)
-        scale = jnp.maximum(scale, jnp.float32(least))
-        unit = scale * jnp.float32(2.0**-self._exponent)
-        if self.scale == "power_of_two":
-            # 2^-e has exponent field 127 - e: exact, and no division.
-            pattern = lax.bitcast_convert_type(unit, jnp.uint32)
-            inverse = jnp.uint32(0x7F000000) - pattern
-            return unit, lax.bitcast_convert_type(inverse, jnp.float32)
-        return unit, jnp.float32(1) / unit
-
-    @property
-    def is_linear_in_units(self) -> bool:
-        """Whether values are numbers times the unit, so that :meth:`times` is there."""
-        return True
+        raise NotImplementedError
 
     def times(self, prepared: Prepared, factor: float) -> Prepared:
         """With this, :meth:`decode_fields` gives values times a positive factor."""
-        unit, inverse = prepared
-        return unit * jnp.float32(factor), inverse
+        raise NotImplementedError
 
     def encode_fields(
         self,
@@ -323,3 +276,78 @@ def as_fields(numbers: jax.Array) -> jax.Array:
     dtype('uint32')
     """
     return lax.bitcast_convert_type(numbers, jnp.uint32)
+
+
+# A compiler may compute a moment twice, for the scale and for the fields, and round it
+# differently. No number so close above the largest must be rounded up to infinity.
+_MARGIN = 16  # units in the last place
+
+
+@dataclasses.dataclass(frozen=True)
+class Float(Code):
+    """Floats with m bits of mantissa, whose exponents count from that of the block.
+
+    Without negative numbers, the patterns of float32 are integers in the order of the
+    values, and the pattern is linear in x between numbers of m bits. A field is
+
+        (pattern of x - pattern of the base) / 2^(23 - m)
+
+    rounded, so that encoding and decoding are integer sums and shifts. The scale is the
+    base, a number of m bits: the largest one with which the block is in range.
+
+    The value of field 0 is the base, and not 0, unless the whole block is 0. With 8
+    bits the base is about 2^-32 of the largest value. Numbers of the last steps
+    before float32's infinity may become infinity.
+    """
+
+    @property
+    def _mantissa(self) -> int:
+        """The number m of the class's formula."""
+        return {8: 3, 4: 1}[self.bits]
+
+    @property
+    def _dropped(self) -> int:
+        return 23 - self._mantissa
+
+    def scale_of_keys(self, keys):
+        pattern = bits_of(self.magnitude_of(*keys))
+        largest = _rounded_up(pattern + jnp.int32(_MARGIN), self._dropped)
+        first = largest - jnp.int32(self.largest_field << self._dropped)
+        step = self._dropped if self.scale == "bfloat16" else 23
+        first = _rounded_up(first, step)
+        # No field but infinity's stands for float32's infinity or more.
+        last = pattern_of(math.inf) - (self.infinity_field << self._dropped)
+        first = jnp.minimum(first, jnp.int32(last >> step << step))
+        # Field 0 of a block that is not zero stands for a normal number.
+        first = jnp.maximum(first, jnp.int32(ONE_EXPONENT))
+        first = jnp.where(pattern == jnp.int32(0), jnp.int32(0), first)
+        return float_layouts.from_bits(first >> jnp.int32(16), jnp.bfloat16)
+
+    def prepare(self, scale):
+        """The base's pattern, int32, and the same as for infinity's field."""
+        base = bits_of(scale)
+        return base, base + jnp.int32(self.infinity_field << self._dropped)
+
+    def encode_fields(self, x, prepared, words, multiply_add=multiply_add):
+        base, _ = prepared
+        most = jnp.int32(self.infinity_field << self._dropped)
+        above = operations.pattern_above(x, base, most)
+        # The field becomes the leading bits of a word.
+        free = 32 - self.bits
+        above = as_fields(above) << jnp.uint32(free - self._dropped)
+        offset = lax.bitcast_convert_type(rounding_offset(free, words), jnp.uint32)
+        return (above + offset) >> jnp.uint32(free)
+
+    def decode_fields(self, fields, prepared, multiply_add=multiply_add):
+        base, infinity = prepared
+        above = fields << jnp.uint32(self._dropped)
+        pattern = lax.bitcast_convert_type(above, jnp.int32) + base
+        # For equality a compiler would compare the fields, which takes another shift.
+        infinite = pattern >= infinity
+        return jnp.where(infinite, jnp.float32(jnp.inf), float_of(pattern))
+
+
+def _rounded_up(pattern: jax.Array, dropped: int) -> jax.Array:
+    """int32 patterns without their low bits, rounded up."""
+    pattern = pattern + jnp.int32((1 << dropped) - 1)
+    return pattern >> jnp.int32(dropped) << jnp.int32(dropped)

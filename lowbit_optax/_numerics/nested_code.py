@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lowbit_optax._numerics import float_layouts
 from lowbit_optax._numerics.codes import (
     ONE_EXPONENT,
     Code,
@@ -57,14 +58,6 @@ class Nested(Code):
 
     maxima = 2
 
-    @property
-    def largest_value(self):
-        raise NotImplementedError("it depends on the block")
-
-    @property
-    def is_linear_in_units(self):
-        return False
-
     def keys(self, x):
         """Two keys: of the largest finite and of the smallest positive number."""
         pattern = bits_of(x)
@@ -94,9 +87,7 @@ class Nested(Code):
             number = choose(jnp.full_like(high, (dropped - _FINEST) << _PLACE), number)
         pattern = first + number + jnp.int32(ONE_EXPONENT)
         pattern = jnp.where(largest > jnp.int32(0), pattern, jnp.int32(0))
-        return lax.bitcast_convert_type(
-            (pattern >> jnp.int32(16)).astype(jnp.uint16), jnp.bfloat16
-        )
+        return float_layouts.from_bits(pattern >> jnp.int32(16), jnp.bfloat16)
 
     def prepare(self, scale):
         """The pattern of the base, int32, and the logarithm of the step's."""

@@ -1,15 +1,304 @@
-"""Rounding float32 to narrow formats, in forms that XLA keeps on every backend.
+"""Rounding float32 to a narrow dtype, and keeping the next k bits as a residual.
 
-``x.astype(bfloat16).astype(float32)`` is not such a form: XLA:GPU drops the round trip.
-These functions work on the integer patterns instead.
+``x.astype(bfloat16).astype(float32)`` rounds nothing on a GPU: XLA drops the round
+trip. These functions work on the integer patterns instead, element by element.
+
+Let ``w`` be a float32 master's pattern, without its sign, in the parameter's format
+extended by k mantissa bits (:mod:`lowbit_optax._numerics.float_layouts`). Then
+
+    nearest       p = (w + 2^(k-1)) >> k      e = w - (p << k) in [-2^(k-1), 2^(k-1))
+    toward_zero   p = w >> k                  e = w - (p << k) in [0, 2^k)
+    stochastic    p = (w + r) >> k            e = w - (p << k) in [-2^k, 2^k)
+
+with r uniform on the integers of [0, 2^k). ``e`` is stored in two's complement
+(unsigned for ``toward_zero``). Its sign tells whether the parameter was rounded up, so
+no separate flag is needed to undo that. ``stochastic`` needs k + 1 stored bits; the
+additional one is the paper's un-round bit.
+
+``w`` itself is the master rounded to k extra bits, to nearest even or stochastically;
+for k = 0 it is the parameter.
+
+References:
+  Lewandowski and Kosson, "Memory Efficient Mixed Precision Optimizers", 2023,
+  section 3.1: extra bits, rounding toward zero and stochastic with un-round bit.
 """
+
+import typing
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from lowbit_optax._numerics import float_layouts, splitting
+from lowbit_optax._numerics import float_layouts
+from lowbit_optax._numerics.float_layouts import FloatLayout
+from pallas_kernels import operations
+
+Rounding = typing.Literal["nearest", "toward_zero", "stochastic"]
+
+
+def stored_bits(extra: int, rounding: Rounding) -> int:
+    """How many bits a residual takes in storage, given k and the rounding.
+
+    >>> stored_bits(8, "nearest"), stored_bits(8, "stochastic")
+    (8, 9)
+    """
+    return extra + 1 if extra and rounding == "stochastic" else extra
+
+
+def pattern_of(
+    master: jax.Array,
+    layout: FloatLayout,
+    extra: int,
+    rounding: Rounding,
+    random: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """``(sign, w)`` of a master.
+
+    Args:
+      master: float32.
+      layout: of the parameter's dtype.
+      extra: k.
+      rounding: how the parameter is rounded, which decides about the patterns of NaNs.
+      random: uint32 random bits to round the master to k extra bits stochastically;
+        None rounds to nearest even.
+
+    Returns:
+      uint32 arrays: the sign bit where float32 has it, and the pattern w.
+    """
+    # The NaN patterns whose parameter, under this rounding, is a NaN too.
+    first, last = layout.special + 1 << extra, layout.largest << extra
+    if rounding == "nearest" and extra:
+        first, last = first - (1 << (extra - 1)), last + (1 << (extra - 1)) - 1
+    elif rounding == "toward_zero":
+        last += (1 << extra) - 1
+    if extra == 0 and random is not None:
+        random = _nearest_past_the_largest(master, layout, random)
+    return float_layouts.to_pattern(master, layout, extra, random, (first, last))
+
+
+def _nearest_past_the_largest(
+    master: jax.Array, layout: FloatLayout, random: jax.Array
+) -> jax.Array:
+    """The random bits, replaced wherever they might round a number to infinity.
+
+    For numbers past the largest finite value they become one half. That rounds to
+    nearest, and a tie to the even neighbour, as a cast does.
+    """
+    half = jnp.uint32(0x80000000 if layout.has_infinity else 0x7FFFFFFF)
+    largest = np.float32(jnp.finfo(layout.dtype).max).view(np.uint32)
+    magnitude = lax.bitcast_convert_type(master, jnp.uint32) & jnp.uint32(0x7FFFFFFF)
+    return jnp.where(magnitude <= jnp.uint32(largest), random, half)
+
+
+def round_param(
+    sign: jax.Array,
+    pattern: jax.Array,
+    layout: FloatLayout,
+    extra: int,
+    rounding: Rounding,
+    random: jax.Array | None = None,
+) -> jax.Array:
+    """The parameter of a pattern, in the layout's dtype.
+
+    Args:
+      sign, pattern: from :func:`pattern_of`.
+      layout: of the parameter's dtype.
+      extra: k.
+      rounding: how the k extra bits are rounded off.
+      random: uint32 random bits for ``"stochastic"``, whose leading k bits are used.
+
+    Returns:
+      An array of ``layout.dtype``.
+    """
+    if extra == 0:
+        magnitude = pattern
+    elif rounding == "toward_zero":
+        magnitude = pattern >> jnp.uint32(extra)
+    else:
+        half = jnp.uint32(1 << (extra - 1))
+        magnitude = (pattern + half) >> jnp.uint32(extra)
+        if not layout.has_infinity:
+            # A tie between the largest finite value and NaN goes down, as in a cast.
+            largest = layout.special - 1
+            tie = jnp.uint32((largest << extra) + (1 << (extra - 1)))
+            magnitude = jnp.where(pattern == tie, jnp.uint32(largest), magnitude)
+        if rounding == "stochastic":
+            assert random is not None, "stochastic rounding needs random bits"
+            up = random >> jnp.uint32(32 - extra)
+            drawn = (pattern + up) >> jnp.uint32(extra)
+            # Past the largest finite value, a random draw could give infinity.
+            inside = pattern <= jnp.uint32((layout.special - 1) << extra)
+            magnitude = jnp.where(inside, drawn, magnitude)
+    shift = jnp.uint32(32 - layout.width)
+    return float_layouts.from_bits((sign >> shift) | magnitude, layout.dtype)
+
+
+def residual_of(
+    sign: jax.Array,
+    pattern: jax.Array,
+    param: jax.Array,
+    extra: int,
+    rounding: Rounding,
+) -> jax.Array:
+    """The residual with which ``param`` comes nearest to the pattern.
+
+    For the parameter that :func:`round_param` gives, the residual is exact, with one
+    exception: 464 in float8_e4m3fn, the tie between the largest finite value and NaN.
+    Under ``"nearest"`` its residual is one unit short. For any other parameter (see
+    :mod:`lowbit_optax._numerics.landing`) the residual saturates.
+
+    Args:
+      sign, pattern: from :func:`pattern_of`.
+      param: of the layout's dtype.
+      extra: k, 1 or more.
+      rounding: decides the range of residuals.
+
+    Returns:
+      uint32 fields of ``stored_bits(extra, rounding)`` bits.
+    """
+    layout = float_layouts.layout_of(param.dtype)
+    bits = float_layouts.to_bits(param)
+    magnitude = bits & jnp.uint32(layout.largest)
+    # Measured in the direction of the parameter, a master of the other sign is behind
+    # zero. In bfloat16 the residual stops at zero: masters behind it are smaller than
+    # float32's normal numbers, and join would need extra operations to recognise them.
+    # (Besides, two patterns of 31 bits, one of them behind zero, can be too far apart
+    # for an int32.)
+    same_sign = (bits >> jnp.uint32(layout.width - 1)) == (sign >> jnp.uint32(31))
+    ahead = pattern.astype(jnp.int32)
+    behind = jnp.int32(0) if layout.same_exponent else -ahead
+    ahead = jnp.where(same_sign, ahead, behind)
+    error = ahead - (magnitude << jnp.uint32(extra)).astype(jnp.int32)
+    width = stored_bits(extra, rounding)
+    if rounding == "toward_zero":
+        low, high = 0, (1 << width) - 1
+    else:
+        low, high = -(1 << (width - 1)), (1 << (width - 1)) - 1
+    error = jnp.clip(error, jnp.int32(low), jnp.int32(high))
+    return error.astype(jnp.uint32) & jnp.uint32((1 << width) - 1)
+
+
+def split(
+    master: jax.Array,
+    layout: FloatLayout,
+    extra: int,
+    rounding: Rounding,
+    random_param: jax.Array | None = None,
+    random_residual: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Split a master into a parameter and its residual.
+
+    The result is that of :func:`pattern_of`, :func:`round_param` and
+    :func:`residual_of`, in that order. bfloat16 takes fewer operations: the parameter
+    is a rounding of the pattern itself, so the residual modulo 2^k is the low k bits of
+    the pattern.
+
+    Args:
+      master: float32.
+      layout, extra, rounding: as for these functions.
+      random_param: uint32 random bits for the parameter under ``"stochastic"``.
+      random_residual: uint32 random bits to round the master to k extra bits
+        stochastically; None rounds to nearest even.
+
+    Returns:
+      ``(param, fields)``: the parameter in ``layout.dtype``, and uint32 fields of
+      ``stored_bits(extra, rounding)`` bits, or None without extra bits.
+    """
+    simple = layout.same_exponent and (rounding != "stochastic" or not extra)
+    if not simple:
+        sign, pattern = pattern_of(master, layout, extra, rounding, random_residual)
+        param = round_param(sign, pattern, layout, extra, rounding, random_param)
+        if not extra:
+            return param, None
+        return param, residual_of(sign, pattern, param, extra, rounding)
+    if not extra and random_residual is None:
+        return operations.round_to_bfloat16(master), None
+    # bfloat16's pattern is the leading bits of float32's. The sign bit may stay above
+    # it, because no rounding of a number or of infinity carries into the sign.
+    most = layout.max_extra_bits
+    drop = most - extra
+    if drop:
+        if not extra and random_residual is not None:
+            random_residual = _nearest_past_the_largest(master, layout, random_residual)
+        # NaNs are replaced before the sum. After it, a kernel with long blocks would
+        # need more registers.
+        bits = operations.pattern_with_one_nan(master)
+        bits = float_layouts.rounded_before_shift(bits, drop, random_residual)
+    elif rounding == "nearest":
+        bits = operations.keep_nan(master)
+    else:
+        sign, pattern = pattern_of(master, layout, extra, rounding)
+        bits = sign | pattern
+    half = 1 << (most - 1) if extra and rounding == "nearest" else 0
+    param = float_layouts.from_bits(
+        (bits + jnp.uint32(half)) >> jnp.uint32(most), layout.dtype
+    )
+    if not extra:
+        return param, None
+    return param, (bits >> jnp.uint32(drop)) & jnp.uint32((1 << extra) - 1)
+
+
+def join(
+    param: jax.Array, fields: jax.Array | None, extra: int, rounding: Rounding
+) -> jax.Array:
+    """The float32 master of a parameter and its residual; exact.
+
+    Some residuals cannot result from any split with this parameter: in bfloat16, a
+    negative residual at 0 or a positive one at infinity, which would make the master a
+    NaN. Such a residual belongs to another parameter, and the master is the parameter
+    itself. Everywhere else all residuals are possible: they stay within half a unit of
+    the parameter, or within one unit with stochastic rounding.
+
+    Args:
+      param: array of a narrow float dtype.
+      fields: uint32, from :func:`residual_of`; None without extra bits.
+      extra: k.
+      rounding: as in the split.
+
+    Returns:
+      float32 array.
+    """
+    layout = float_layouts.layout_of(param.dtype)
+    bits = float_layouts.to_bits(param)
+    if layout.same_exponent:
+        # The pattern is float32's own; its sign bit is above both parts and stays.
+        drop = layout.max_extra_bits - extra
+        high = bits << jnp.uint32(layout.max_extra_bits)
+        param = lax.bitcast_convert_type(high, jnp.float32)
+        if not extra:
+            return param
+        low = _error_of(fields, extra, rounding, drop)
+        master = lax.bitcast_convert_type(high + low, jnp.float32)
+        # Past zero, where the sum carries into the sign, and past infinity, the sum is
+        # the pattern of a NaN. No split makes such a pair: the user set the parameter.
+        leaves = jnp.isnan(master)
+        if not drop or rounding == "stochastic":
+            # Here a NaN parameter may legitimately join to a NaN with all of its bits,
+            # or to infinity.
+            leaves = leaves ^ jnp.isnan(param)
+        return jnp.where(leaves, param, master)
+    error = _error_of(fields, extra, rounding) if extra else jnp.uint32(0)
+    sign = (bits >> jnp.uint32(layout.width - 1)) << jnp.uint32(31)
+    magnitude = ((bits & jnp.uint32(layout.largest)) << jnp.uint32(extra)) + error
+    # A negative residual of a zero means that the master has the other sign.
+    behind = magnitude >> jnp.uint32(31)
+    sign = sign ^ (behind << jnp.uint32(31))
+    magnitude = jnp.where(behind > 0, jnp.uint32(0) - magnitude, magnitude)
+    return float_layouts.from_pattern(sign, magnitude, layout, extra)
+
+
+def _error_of(
+    fields: jax.Array | None, extra: int, rounding: Rounding, rise: int = 0
+) -> jax.Array:
+    """``e 2^rise``, in two's complement, from the fields of residuals."""
+    assert fields is not None
+    if rounding == "toward_zero":
+        return fields << jnp.uint32(rise)
+    # Shift the field's sign up to bit 31 and back down, which extends the sign.
+    unused = 32 - stored_bits(extra, rounding)
+    signed = (fields << jnp.uint32(unused)).astype(jnp.int32)
+    return (signed >> jnp.int32(unused - rise)).astype(jnp.uint32)
 
 
 def to_float32(x: jax.Array) -> jax.Array:
@@ -27,7 +316,7 @@ def to_float32(x: jax.Array) -> jax.Array:
     """
     if not float_layouts.is_narrow(x.dtype):
         return x.astype(jnp.float32)
-    return splitting.join(x, None, 0, "nearest")
+    return join(x, None, 0, "nearest")
 
 
 def round_nearest(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -46,31 +335,7 @@ def round_nearest(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     Array(1, dtype=bfloat16)
     """
     layout = float_layouts.layout_of(dtype)
-    return splitting.split(x, layout, 0, "nearest")[0]
-
-
-def round_toward_zero(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Round float32 to a narrow dtype by dropping the bits that do not fit.
-
-    Args:
-      x: float32 array.
-      dtype: bfloat16, float16, float8_e4m3fn or float8_e5m2.
-
-    Returns:
-      Array of ``dtype``, nowhere larger in magnitude than ``x``: finite values past the
-      largest one become that one.
-
-    >>> import jax.numpy as jnp
-    >>> round_toward_zero(jnp.float32(-0.999), jnp.bfloat16)
-    Array(-0.996094, dtype=bfloat16)
-    """
-    layout = float_layouts.layout_of(dtype)
-    # Stochastic rounding that always draws 0 drops the bits.
-    never_up = jnp.zeros(x.shape, jnp.uint32)
-    sign, pattern = splitting.pattern_of(x, layout, 0, "nearest", never_up)
-    largest = jnp.minimum(pattern, jnp.uint32(layout.special - 1))
-    pattern = jnp.where(jnp.isfinite(x), largest, pattern)
-    return splitting.round_param(sign, pattern, layout, 0, "nearest")
+    return split(x, layout, 0, "nearest")[0]
 
 
 def round_stochastic(
@@ -99,45 +364,7 @@ def round_stochastic(
     Array(1, dtype=bfloat16)
     """
     layout = float_layouts.layout_of(dtype)
-    return splitting.split(x, layout, 0, "nearest", random_residual=random)[0]
-
-
-def round_significand(
-    x: jax.Array,
-    mantissa_bits: int,
-    random: jax.Array | None = None,
-    saturates: bool = False,
-) -> jax.Array:
-    """Round float32 to bfloat16 numbers of fewer mantissa bits.
-
-    Args:
-      x: float32 array.
-      mantissa_bits: 1 to 7.
-      random: uint32 array of x's shape, whose leading ``23 - mantissa_bits`` bits are
-        used to round stochastically; None rounds to nearest even.
-      saturates: whether finite values past the largest number become it; infinity
-        otherwise.
-
-    Returns:
-      bfloat16 array.
-
-    >>> import jax.numpy as jnp
-    >>> round_significand(jnp.float32([1.1, 1.2, -1.2]), 2)
-    Array([1, 1.25, -1.25], dtype=bfloat16)
-    """
-    drop = 23 - mantissa_bits
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    magnitude = bits & jnp.uint32(0x7FFFFFFF)
-    infinity = 0x7F800000
-    kept = jnp.uint32(0xFFFFFFFF >> drop << drop)
-    rounded = float_layouts.rounded_before_shift(magnitude, drop, random) & kept
-    past = infinity - (1 << drop) if saturates else infinity
-    rounded = jnp.where(rounded < jnp.uint32(infinity), rounded, jnp.uint32(past))
-    is_nan = magnitude > jnp.uint32(infinity)
-    special = jnp.where(is_nan, jnp.uint32(0x7FC00000), magnitude)
-    rounded = jnp.where(magnitude < jnp.uint32(infinity), rounded, special)
-    pattern = rounded | (bits & jnp.uint32(0x80000000))
-    return float_layouts.from_bits(pattern >> jnp.uint32(16), jnp.bfloat16)
+    return split(x, layout, 0, "nearest", random_residual=random)[0]
 
 
 def round_to_precision(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:

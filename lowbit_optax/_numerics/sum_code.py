@@ -7,7 +7,6 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from lowbit_optax._numerics import linear_code
 from lowbit_optax._numerics.codes import Code, multiply_add
 
 
@@ -22,19 +21,16 @@ class Sum(Code):
 
     Args:
       bits, signed, scale: those of the code.
-      code: how the finite values are stored.
+      code: how the finite values are stored; its ``limit`` is infinity.
     """
 
     code: Code = dataclasses.field(kw_only=True)
 
-    def magnitude_key(self, x):
-        return linear_code.magnitude_key(x)
+    def keys(self, x):
+        return self.code.keys(x)
 
-    def magnitude_of(self, key):
-        return linear_code.magnitude_of(key)
-
-    def scale_of(self, maximum):
-        return self.code.scale_of(maximum)
+    def scale_of_keys(self, keys):
+        return self.code.scale_of_keys(keys)
 
     def prepare(self, scale):
         return self.code.prepare(scale)

@@ -21,9 +21,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lowbit_optax._numerics.random_bits import RandomBits
+from lowbit_optax._numerics.random_bits import Draws, RandomBits, moment_draws
 from lowbit_optax._numerics.relative import product, quotient
-from lowbit_optax._numerics.streams import Draws, moment_draws
 from lowbit_optax._step import trees
 from lowbit_optax._step.context import layerwise
 from lowbit_optax._step.leaf import check_shards

@@ -14,12 +14,13 @@ import jax.numpy as jnp
 import optax
 
 from lowbit_optax._numerics.random_bits import (
+    Draws,
     RandomBits,
     leaf_number,
+    moment_draws,
     random_bits,
     random_keys,
 )
-from lowbit_optax._numerics.streams import Draws, moment_draws
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.guard import Guard, Unguarded, neutral_updates, unless_still
 from lowbit_optax._step.layers import Layer

@@ -23,9 +23,8 @@ import jax.numpy as jnp
 
 from lowbit_optax._numerics.codes import Code, MultiplyAdd, Prepared, multiply_add
 from lowbit_optax._numerics.landing import REPLACE, Landing
-from lowbit_optax._numerics.random_bits import RandomBits
+from lowbit_optax._numerics.random_bits import Draws, RandomBits
 from lowbit_optax._numerics.rounding import to_float32
-from lowbit_optax._numerics.streams import Draws
 from lowbit_optax._numerics.sums import stochastic_sum
 
 SumRounding = typing.Literal["nearest", "stochastic"]
@@ -97,7 +96,7 @@ class WeightFormat:
         """How many leading bits of the words of the residual's stream are read at most.
 
         The leaf's moments may use the other bits, see
-        :func:`lowbit_optax._numerics.streams.moment_draws`.
+        :func:`lowbit_optax._numerics.random_bits.moment_draws`.
         """
         del dtype
         return 32

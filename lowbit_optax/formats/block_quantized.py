@@ -124,7 +124,10 @@ class BlockQuantized(BlockMomentFormat):
         """The code's elementwise functions."""
         name, scale = self._code_and_scale
         code = code_of(name, self.bits, self.signed, scale)
-        return Sum(self.bits, self.signed, scale, code=code) if self.is_sum else code
+        if not self.is_sum:
+            return code
+        code = dataclasses.replace(code, limit=math.inf)
+        return Sum(self.bits, self.signed, scale, code=code)
 
     @property
     def _code_and_scale(self):

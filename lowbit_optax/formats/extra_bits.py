@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 
 from lowbit_optax._jaxprs.traced_once import traced_once
-from lowbit_optax._numerics import float_layouts, splitting
+from lowbit_optax._numerics import float_layouts
+from lowbit_optax._numerics import rounding as rounding_
 from lowbit_optax._numerics.landing import REPLACE
-from lowbit_optax._numerics.random_bits import RandomBits
-from lowbit_optax._numerics.streams import PARAM_STREAM, RESIDUAL_STREAM
+from lowbit_optax._numerics.random_bits import PARAM_STREAM, RESIDUAL_STREAM, RandomBits
 from lowbit_optax.formats.base import SumRounding, WeightFormat, check_sum_rounding
 from lowbit_optax.formats.plain import MasterCopyFormat, NoResidual
 from pallas_kernels.bitfields import pack, unpack
@@ -34,7 +34,7 @@ _NAMES = {
 
 
 @functools.cache
-def container_of(rounding: splitting.Rounding, bits: int | None) -> type:
+def container_of(rounding: rounding_.Rounding, bits: int | None) -> type:
     """The type of the trees of packed residuals.
 
     The names of types and fields differ, so that a checkpoint of other bits, of another
@@ -76,7 +76,7 @@ def __getattr__(name: str) -> type:
 def _format_of(
     param: jax.Array,
     residual: jax.Array,
-    rounding: splitting.Rounding,
+    rounding: rounding_.Rounding,
     bits: int | None,
 ) -> WeightFormat:
     """A format that joins and splits leaves with such residuals."""
@@ -94,7 +94,7 @@ class ExtraBits(WeightFormat):
     """
 
     bits: int | None = None
-    rounding: splitting.Rounding = "nearest"
+    rounding: rounding_.Rounding = "nearest"
     residual_rounding: typing.Literal["nearest", "stochastic"] = "stochastic"
     sum_rounding: SumRounding = "nearest"
     packed: bool = True
@@ -107,7 +107,7 @@ class ExtraBits(WeightFormat):
     @property
     def width(self) -> int:
         """Stored bits per parameter."""
-        return splitting.stored_bits(self._bits, self.rounding)
+        return rounding_.stored_bits(self._bits, self.rounding)
 
     @property
     def _bits(self) -> int:
@@ -169,7 +169,7 @@ class ExtraBits(WeightFormat):
     def join(self, param, residual):
         if self.width and self.packed:
             residual = unpack(residual, self.width, layout_of(param.shape))
-        return splitting.join(param, residual, self._bits, self.rounding)
+        return rounding_.join(param, residual, self._bits, self.rounding)
 
     def round(self, master, dtype, random):
         return self.split(master, dtype, random)[0]
@@ -177,21 +177,21 @@ class ExtraBits(WeightFormat):
     def residual(self, master, param, random):
         if not self.width:
             return None
-        sign, pattern = splitting.pattern_of(
+        sign, pattern = rounding_.pattern_of(
             master,
             float_layouts.layout_of(param.dtype),
             self._bits,
             self.rounding,
             self._residual_words(master, random),
         )
-        fields = splitting.residual_of(sign, pattern, param, self._bits, self.rounding)
+        fields = rounding_.residual_of(sign, pattern, param, self._bits, self.rounding)
         return self._stored(fields)
 
     def split(self, master, dtype, random):
         words = None
         if self.rounding == "stochastic" and self._bits:
             words = random.words(master.shape, PARAM_STREAM)
-        param, fields = splitting.split(
+        param, fields = rounding_.split(
             master,
             float_layouts.layout_of(dtype),
             self._bits,
@@ -213,7 +213,7 @@ class ExtraBits(WeightFormat):
 def extra_bits(
     bits: int | None = None,
     *,
-    rounding: splitting.Rounding = "nearest",
+    rounding: rounding_.Rounding = "nearest",
     residual_rounding: typing.Literal["nearest", "stochastic"] = "stochastic",
     sum_rounding: SumRounding = "nearest",
 ) -> WeightFormat:
@@ -221,7 +221,7 @@ def extra_bits(
 
     The master is first rounded to the parameter's format with k more mantissa bits
     (``residual_rounding``), then split into parameter and k-bit residual
-    (``rounding``); see :mod:`lowbit_optax._numerics.splitting` for the formulas.
+    (``rounding``); see :mod:`lowbit_optax._numerics.rounding` for the formulas.
 
     Args:
       bits: k, from 0 to 16 for bfloat16, 13 for float16, 20 for float8_e4m3fn or 21 for

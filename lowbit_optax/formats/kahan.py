@@ -20,10 +20,9 @@ import jax.numpy as jnp
 from lowbit_optax._numerics import float_layouts
 from lowbit_optax._numerics import rounding as rounding_
 from lowbit_optax._numerics.landing import REPLACE, Landing
-from lowbit_optax._numerics.random_bits import RandomBits
-from lowbit_optax._numerics.streams import PARAM_STREAM, RESIDUAL_STREAM
+from lowbit_optax._numerics.random_bits import PARAM_STREAM, RESIDUAL_STREAM, RandomBits
 from lowbit_optax.formats.base import WeightFormat
-from lowbit_optax.formats.significand import Significand, significand_of, why_not
+from lowbit_optax.formats.plain import Significand, rounded, significand_of, why_not
 
 if typing.TYPE_CHECKING:
     from lowbit_optax.precision import FloatFormat
@@ -135,7 +134,9 @@ class KahanFormat(WeightFormat):
     def round(self, master, dtype, random):
         if self.rounding == "nearest":
             return self._rounded(master, dtype)
-        return self._rounded(master, dtype, random.words(master.shape, PARAM_STREAM))
+        return rounded(
+            self.significand, master, dtype, random.words(master.shape, PARAM_STREAM)
+        )
 
     def residual(self, master, param, random):
         dtype = self._residual_dtype(param.dtype)
@@ -199,15 +200,12 @@ class KahanFormat(WeightFormat):
         error = jnp.where(jnp.isfinite(error), error, jnp.float32(0))
         if self.residual_rounding == "nearest":
             return self._rounded(error, dtype)
-        return self._rounded(error, dtype, random.words(error.shape, RESIDUAL_STREAM))
+        return rounded(
+            self.significand, error, dtype, random.words(error.shape, RESIDUAL_STREAM)
+        )
 
     def _rounded(self, x: jax.Array, dtype: jnp.dtype, words: jax.Array | None = None):
-        """Rounded to nearest, or stochastically by words."""
-        if self.significand is not None:
-            return self.significand.round(x, dtype, words)
-        if words is None:
-            return rounding_.round_nearest(x, dtype)
-        return rounding_.round_stochastic(x, dtype, words)
+        return rounded(self.significand, x, dtype, words)
 
 
 def kahan(

@@ -5,17 +5,119 @@ import typing
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from lowbit_optax._numerics import float_layouts, rounding
 from lowbit_optax._numerics.landing import REPLACE
-from lowbit_optax._numerics.random_bits import RandomBits
-from lowbit_optax._numerics.streams import PARAM_STREAM, RESIDUAL_STREAM
+from lowbit_optax._numerics.random_bits import PARAM_STREAM, RESIDUAL_STREAM, RandomBits
 from lowbit_optax.formats.base import SumRounding, WeightFormat, check_sum_rounding
-from lowbit_optax.formats.significand import Significand, significand_of, why_not
 from pallas_kernels import operations
 
 if typing.TYPE_CHECKING:
     from lowbit_optax.precision import FloatFormat
+
+
+_BFLOAT16_BITS = 7
+
+
+@dataclasses.dataclass(frozen=True)
+class Significand:
+    """Rounding to the numbers of ``FloatFormat(8, m)``, kept in bfloat16.
+
+    Args:
+      bits: m, of the mantissa.
+      saturates: whether values past the largest number become it, and not infinity.
+    """
+
+    bits: int
+    saturates: bool
+
+    def round(self, x: jax.Array, words: jax.Array | None = None) -> jax.Array:
+        """Round float32 to a bfloat16 number.
+
+        Args:
+          x: float32.
+          words: uint32 of x's shape, whose leading ``23 - bits`` bits are used to round
+            stochastically; None rounds to nearest even.
+
+        >>> Significand(2, saturates=False).round(jnp.float32([1.1, 1.2, -1.2]))
+        Array([1, 1.25, -1.25], dtype=bfloat16)
+        """
+        drop = 23 - self.bits
+        bits = lax.bitcast_convert_type(x, jnp.uint32)
+        magnitude = bits & jnp.uint32(0x7FFFFFFF)
+        infinity = 0x7F800000
+        kept = jnp.uint32(0xFFFFFFFF >> drop << drop)
+        rounded = float_layouts.rounded_before_shift(magnitude, drop, words) & kept
+        past = infinity - (1 << drop) if self.saturates else infinity
+        rounded = jnp.where(rounded < jnp.uint32(infinity), rounded, jnp.uint32(past))
+        is_nan = magnitude > jnp.uint32(infinity)
+        special = jnp.where(is_nan, jnp.uint32(0x7FC00000), magnitude)
+        rounded = jnp.where(magnitude < jnp.uint32(infinity), rounded, special)
+        pattern = rounded | (bits & jnp.uint32(0x80000000))
+        return float_layouts.from_bits(pattern >> jnp.uint32(16), jnp.bfloat16)
+
+
+def rounded(
+    significand: Significand | None,
+    x: jax.Array,
+    dtype: jnp.dtype,
+    words: jax.Array | None = None,
+) -> jax.Array:
+    """Round float32 to a significand's numbers, or with None to all of a dtype.
+
+    Args:
+      significand: for bfloat16 alone, as checked by :func:`why_not`.
+      x: float32.
+      dtype: narrow.
+      words: random words to round stochastically; None rounds to nearest even.
+    """
+    if significand is not None:
+        return significand.round(x, words)
+    if words is None:
+        return rounding.round_nearest(x, dtype)
+    return rounding.round_stochastic(x, dtype, words)
+
+
+def significand_of(name: str, float_format: typing.Any) -> Significand | None:
+    """The significand of a format that fits in bfloat16; None for bfloat16 itself.
+
+    Args:
+      name: of the weight format, for the error.
+      float_format: a :class:`lowbit_optax.precision.FloatFormat`, or None.
+
+    Raises:
+      TypeError, ValueError: if it is none that fits.
+    """
+    if float_format is None:
+        return None
+    # Here, so that ``precision`` is imported only by those who use it.
+    from lowbit_optax.precision.float_format import FloatFormat
+
+    accepted = (
+        f"accepted is FloatFormat(8, m) with m from 1 to {_BFLOAT16_BITS}, of any "
+        "overflow"
+    )
+    if not isinstance(float_format, FloatFormat):
+        raise TypeError(f"{name}: float_format is {float_format!r}; {accepted}")
+    bits, overflow = float_format.mantissa_bits, float_format.overflow
+    fits = 1 <= bits <= _BFLOAT16_BITS
+    if not fits or float_format != FloatFormat(8, bits, overflow=overflow):
+        raise ValueError(
+            f"{name}: float_format is {float_format}, which does not fit in bfloat16 "
+            f"with all its exponents; {accepted}"
+        )
+    return Significand(bits, overflow == "saturate")
+
+
+def why_not(significand: Significand | None, dtype: jnp.dtype) -> str | None:
+    """Why leaves of a dtype cannot hold such numbers; None if they can."""
+    if significand is None or dtype == jnp.bfloat16:
+        return None
+    return (
+        f"float_format=FloatFormat(8, {significand.bits}) is for bfloat16 parameters, "
+        f"not {jnp.dtype(dtype).name}"
+    )
 
 
 class NoResidual(typing.NamedTuple):
@@ -53,9 +155,7 @@ class Nearest(WeightFormat):
 
     def round(self, master, dtype, random):
         del random
-        if self.significand is not None:
-            return self.significand.round(master, dtype)
-        return rounding.round_nearest(master, dtype)
+        return rounded(self.significand, master, dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,10 +188,7 @@ class StochasticRounding(WeightFormat):
         )
 
     def round(self, master: jax.Array, dtype: jnp.dtype, random: RandomBits):
-        words = random.words(master.shape)
-        if self.significand is not None:
-            return self.significand.round(master, dtype, words)
-        return rounding.round_stochastic(master, dtype, words)
+        return rounded(self.significand, master, dtype, random.words(master.shape))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,8 +209,8 @@ class MasterCopyFormat(WeightFormat):
         # the parameter is used.
         if param.dtype == jnp.bfloat16:
             return operations.unless_rounded(residual, param)
-        rounded = rounding.round_nearest(residual, param.dtype)
-        return jnp.where(_same(rounded, param), residual, rounding.to_float32(param))
+        is_own = _same(rounding.round_nearest(residual, param.dtype), param)
+        return jnp.where(is_own, residual, rounding.to_float32(param))
 
     def round(self, master, dtype, random):
         del random

@@ -16,9 +16,8 @@ from jax import lax
 from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics import linear_code
 from lowbit_optax._numerics.dtypes import float_dtype
-from lowbit_optax._numerics.random_bits import RandomBits
+from lowbit_optax._numerics.random_bits import PARAM_STREAM, RandomBits
 from lowbit_optax._numerics.rounding import narrow_or_cast
-from lowbit_optax._numerics.streams import PARAM_STREAM
 from lowbit_optax.formats.quantized_leaf import QuantizedWeight
 from pallas_kernels.bitfields import pack, unpack_with
 from pallas_kernels.layout import Layout, block_maxima, repeat_blocks

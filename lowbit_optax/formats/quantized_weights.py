@@ -16,8 +16,7 @@ from jax import lax
 from lowbit_optax._numerics import linear_code
 from lowbit_optax._numerics.codes import float_of
 from lowbit_optax._numerics.landing import REPLACE, Landing
-from lowbit_optax._numerics.random_bits import RandomBits
-from lowbit_optax._numerics.streams import PARAM_STREAM
+from lowbit_optax._numerics.random_bits import PARAM_STREAM, RandomBits
 from lowbit_optax.formats import quantized_tensor as tensors
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.plain import Nearest, NoResidual

@@ -12,7 +12,7 @@ from lowbit_optax import formats
 from lowbit_optax._arguments import check_static_int
 from lowbit_optax._jaxprs.not_folded import not_folded
 from lowbit_optax._jaxprs.traced_once import traced_once
-from lowbit_optax._numerics.streams import accumulator_draws
+from lowbit_optax._numerics.random_bits import accumulator_draws
 from lowbit_optax._step import trees
 from lowbit_optax._step.context import layerwise
 from lowbit_optax._step.leaf import StoredLeaf, check_grad

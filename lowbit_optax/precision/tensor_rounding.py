@@ -10,8 +10,13 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
-from lowbit_optax._numerics.random_bits import RandomBits, leaf_number, random_bits
-from lowbit_optax._numerics.streams import BACKWARD_STREAM, FORWARD_STREAM
+from lowbit_optax._numerics.random_bits import (
+    BACKWARD_STREAM,
+    FORWARD_STREAM,
+    RandomBits,
+    leaf_number,
+    random_bits,
+)
 from lowbit_optax.precision.assignment import Assignment
 from lowbit_optax.precision.float_format import FP32, FloatFormat, grid_of
 from lowbit_optax.precision.grid import Grid, round_to_grid

@@ -17,9 +17,8 @@ import numpy as np
 import optax
 
 from lowbit_optax._numerics.dtypes import float_dtype
-from lowbit_optax._numerics.random_bits import ToNearest
+from lowbit_optax._numerics.random_bits import DrawsToNearest, ToNearest
 from lowbit_optax._numerics.rounding import narrow_or_cast
-from lowbit_optax._numerics.streams import DrawsToNearest
 from lowbit_optax._step import trees
 from lowbit_optax._step.moments import MomentPlan
 from lowbit_optax._step.state import LowbitState

@@ -15,10 +15,9 @@ import numpy as np
 from lowbit_optax._jaxprs.leaf_program import Program, Ref, decode_scalar, scalar_value
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.landing import Landing
-from lowbit_optax._numerics.random_bits import RandomBits
+from lowbit_optax._numerics.random_bits import Draws, RandomBits, moment_draws
 from lowbit_optax._numerics.relative import product, quotient
 from lowbit_optax._numerics.rounding import to_float32
-from lowbit_optax._numerics.streams import Draws, moment_draws
 from lowbit_optax._step.error_feedback import fed
 from lowbit_optax._step.kernels.rows import MomentRows, WeightRows
 from lowbit_optax._step.leaf import StoredLeaf

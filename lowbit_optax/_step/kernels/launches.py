@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from lowbit_optax._jaxprs.leaf_program import encode_scalars, plain_scalars
-from lowbit_optax._numerics.random_bits import keys_at_layer, keys_on_shard
+from lowbit_optax._numerics.random_bits import keys_at_layer, take_in
 from lowbit_optax._step.kernels.body import KEYS, LeafBody
 from lowbit_optax._step.layers import Layer
 from lowbit_optax._step.leaf import axes_of_shards, number_of_shard
@@ -152,7 +152,7 @@ class Launches:
         for axes in dict.fromkeys(map(self._axes, self.bodies)):
             keys = self.step.keys
             if axes:
-                keys = keys_on_shard(*keys, number_of_shard(axes))
+                keys = take_in(*keys, number_of_shard(axes))
             columns = [k[:, None] for k in keys]
             if words is not None:
                 shape = len(self.step.leaves), words.size

@@ -8,8 +8,7 @@ import jax
 from lowbit_optax._jaxprs.leaf_program import Ref
 from lowbit_optax._numerics.codes import Code, MultiplyAdd
 from lowbit_optax._numerics.landing import Landing
-from lowbit_optax._numerics.random_bits import RandomBits
-from lowbit_optax._numerics.streams import Draws
+from lowbit_optax._numerics.random_bits import Draws, RandomBits
 from lowbit_optax._step.leaf import StoredLeaf
 from lowbit_optax.formats.base import BlockMomentFormat, MomentFormat, WeightFormat
 from lowbit_optax.formats.quantized_weights import QuantizedFields, QuantizedWeights

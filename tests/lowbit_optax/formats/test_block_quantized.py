@@ -16,10 +16,8 @@ from lowbit_optax import block_quantized
 from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics import code_kinds
 from lowbit_optax._numerics.code_kinds import Segments
-from lowbit_optax._numerics.codes import RANDOM_BITS
-from lowbit_optax._numerics.float_code import Float
-from lowbit_optax._numerics.random_bits import random_bits
-from lowbit_optax._numerics.streams import moment_draws
+from lowbit_optax._numerics.codes import RANDOM_BITS, Float
+from lowbit_optax._numerics.random_bits import moment_draws, random_bits
 from lowbit_optax.formats.block_quantized import QuantizedMoment
 from lowbit_optax.formats.moment_fields import fields_of
 from pallas_kernels import layout_of, packed_shape
@@ -67,7 +65,7 @@ each_unsigned_code = pytest.mark.parametrize(
 
 def prepared(code, largest):
     """The scale for blocks with these largest values, and the prepared scale."""
-    scale = code.scale_of(jnp.float32(largest))
+    scale = code.scale_of_keys(code.keys(jnp.float32(largest)))
     return scale, code.prepare(scale.astype(jnp.float32))
 
 
@@ -192,7 +190,7 @@ def test_the_scale_covers_the_block_and_does_not_creep(code):
         spare = {8: 9 / 8, 4: 3 / 2}[code.bits]  # a step
     assert np.all(reach <= largest * spare * (1 + 2.0**-18))
     # What is decoded is covered by the scale that it was decoded with,
-    again = code.scale_of(jnp.asarray(reach))
+    again = code.scale_of_keys(code.keys(jnp.asarray(reach)))
     if not isinstance(code, Float):
         np.testing.assert_array_equal(again, scale)
         return

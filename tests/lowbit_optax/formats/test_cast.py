@@ -13,8 +13,7 @@ from jax import lax
 
 import lowbit_optax
 from lowbit_optax import cast
-from lowbit_optax._numerics.random_bits import random_bits
-from lowbit_optax._numerics.streams import moment_draws
+from lowbit_optax._numerics.random_bits import moment_draws, random_bits
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.__name__)

@@ -11,7 +11,7 @@ import pytest
 
 import lowbit_optax
 from lowbit_optax import kahan, lowbit, nearest, stochastic_rounding
-from lowbit_optax._numerics.rounding import round_significand
+from lowbit_optax.formats.plain import Significand
 from lowbit_optax.precision import FloatFormat
 
 BITS = {10: FloatFormat(8, 1), 12: FloatFormat(8, 3), 14: FloatFormat(8, 5)}
@@ -60,7 +60,7 @@ def test_rounding_is_that_of_the_float_format():
             for overflow in ("saturate", "infinity"):
                 for random in (None, words):
                     fmt = FloatFormat(8, m, overflow=overflow)
-                    own = round_significand(x, m, random, overflow == "saturate")
+                    own = Significand(m, overflow == "saturate").round(x, random)
                     found.append((fmt.round(x, random), own.astype(jnp.float32)))
         return found
 

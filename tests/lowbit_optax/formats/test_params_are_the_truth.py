@@ -15,7 +15,7 @@ import optax
 import pytest
 
 import lowbit_optax
-from lowbit_optax._numerics import splitting
+from lowbit_optax._numerics import rounding as splitting
 from lowbit_optax._numerics.random_bits import random_bits
 from lowbit_optax.formats.extra_bits import ExtraBits
 from lowbit_optax.formats.plain import MasterCopyFormat

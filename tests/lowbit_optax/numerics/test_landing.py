@@ -16,7 +16,8 @@ import optax
 import pytest
 
 import lowbit_optax
-from lowbit_optax._numerics import float_layouts, splitting
+from lowbit_optax._numerics import float_layouts
+from lowbit_optax._numerics import rounding as splitting
 from lowbit_optax._numerics.landing import ADD, apply_leaf
 from lowbit_optax._numerics.random_bits import random_bits
 from lowbit_optax.precision import FloatFormat

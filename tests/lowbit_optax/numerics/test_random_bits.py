@@ -19,12 +19,14 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import lowbit_optax
 from lowbit_optax._numerics import random_bits as library
-from lowbit_optax._numerics.random_bits import hash_words, leaf_number, random_bits
-from lowbit_optax._numerics.streams import (
+from lowbit_optax._numerics.random_bits import (
     PARAM_STREAM,
     RESIDUAL_STREAM,
     accumulator_draws,
+    hash_words,
+    leaf_number,
     moment_draws,
+    random_bits,
 )
 
 N = 2**18

@@ -27,7 +27,6 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.__name__)
 deterministic = settings(deadline=None, derandomize=True, max_examples=100)
 
 nearest = jax.jit(rounding.round_nearest, static_argnums=1)
-toward_zero = jax.jit(rounding.round_toward_zero, static_argnums=1)
 stochastic = jax.jit(rounding.round_stochastic, static_argnums=1)
 
 
@@ -200,7 +199,6 @@ def test_no_nan_becomes_a_number():
     x = jnp.asarray(np.concatenate([nans, nans | 0x80000000]).view(np.float32))
     for dtype in DTYPES:
         assert is_nan(np.asarray(nearest(x, dtype))).all()
-        assert is_nan(np.asarray(toward_zero(x, dtype))).all()
         for word in (0, 0xFFFFFFFF):
             words = jnp.full(x.shape, word, jnp.uint32)
             assert is_nan(np.asarray(stochastic(x, dtype, words))).all()
@@ -212,7 +210,6 @@ def test_infinities_and_signed_zeros_keep_their_sign(dtype):
     words = jnp.full(x.shape, 0xFFFFFFFF, jnp.uint32)
     expected = cast(x, dtype)  # float8_e4m3fn has no infinity: NaN
     assert_same(nearest(jnp.asarray(x), dtype), expected)
-    assert_same(toward_zero(jnp.asarray(x), dtype), expected)
     assert_same(stochastic(jnp.asarray(x), dtype, words), expected)
     # Too small for the format, and still negative.
     tiny = nearest(jnp.array([-1e-30], jnp.float32), jnp.float16)
@@ -234,18 +231,6 @@ def test_overflow_is_infinity_or_nan_from_half_a_step_past_the_largest():
 
 def as_float32(patterns):
     return jnp.asarray(np.array(patterns, np.uint32).view(np.float32))
-
-
-@each_dtype
-def test_toward_zero_is_the_next_value_no_larger_in_magnitude(dtype):
-    values = magnitudes(dtype)
-    x = np.concatenate([boundaries(dtype), float32_samples()[::7]])
-    x = x[~is_nan(x) & ~np.isinf(x)]
-    got = np.asarray(toward_zero(jnp.asarray(x), dtype))
-    size = np.abs(x.astype(np.float64))
-    expected = values[np.searchsorted(values, size, side="right") - 1]
-    np.testing.assert_array_equal(np.abs(got.astype(np.float64)), expected)
-    np.testing.assert_array_equal(np.signbit(got), np.signbit(x))
 
 
 def neighbours(x, dtype):
@@ -469,7 +454,6 @@ def test_rounding_contains_no_cast_that_xla_could_drop(dtype):
     x, words = jnp.ones(4), jnp.zeros(4, jnp.uint32)
     for round_ in (
         lambda x: rounding.round_to_precision(x, dtype),
-        lambda x: rounding.to_float32(rounding.round_toward_zero(x, dtype)),
         lambda x: rounding.to_float32(rounding.round_stochastic(x, dtype, words)),
     ):
         assert float_casts(jax.make_jaxpr(round_)(x)) == []
@@ -503,7 +487,6 @@ def test_every_rounding_is_the_negative_of_the_negatives(x, words):
         flip = 1 << (layout_of(dtype).width - 1)
         for round_ in (
             lambda v, d=dtype: nearest(v, d),
-            lambda v, d=dtype: toward_zero(v, d),
             lambda v, d=dtype: stochastic(v, d, words),
         ):
             there, back = patterns_of(round_(x)), patterns_of(round_(minus))

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from jax import lax
 
 import lowbit_optax
-from lowbit_optax._numerics import float_layouts, splitting
+from lowbit_optax._numerics import float_layouts
+from lowbit_optax._numerics import rounding as splitting
 from lowbit_optax._numerics.random_bits import random_bits
 from pallas_kernels import packed_shape
 
