@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.bitfields import period
-from pallas_kernels.fused_update.gpu.tiling import Arrangement, Tiling
+from pallas_kernels.fused_update.gpu.arrays import Arrangement, Tiling
 from pallas_kernels.layout import (
     FOLD,
     MAX_BLOCK_SIZE,
