@@ -1,4 +1,4 @@
-"""How the lanes of a Mosaic GPU program lie in arrays, and how it loads and stores them.
+"""How the lanes of a Mosaic GPU program lie in arrays, and are loaded and stored.
 
 Each thread has a tile's four columns.
 """
