@@ -2,22 +2,20 @@
 
 All arrays of a leaf keep its rank, so one PartitionSpec, the leaf's, places them all.
 Where shards hold whole words and blocks, updating one needs nothing from other devices.
-``custom_partitioning`` tells XLA's partitioner so, on meshes of automatic axes. On
-explicit axes the specs are known while tracing, and ``jax.shard_map`` does it.
 """
 
 import math
-import typing
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels import shards
 from pallas_kernels.fused_update.spec import Leaf, Shard
+from pallas_kernels.shards import axes_of, count_of
 
 # A number of units that this divides also divides into shards on fewer devices, if
 # they are a power of two.
@@ -46,102 +44,48 @@ def over_shards(
     """
     given = regroup(leaves, args[shared:])
     mesh = jax.typeof(_anchor(given[0])).sharding.mesh
-    if any(kind == AxisType.Explicit for kind in mesh.axis_types):
-        return _on_explicit_axes(run, leaves, shared, args, mesh)
+
+    def whole(*args):
+        leaves = regroup(given, args[shared:])
+        return run([Shard(leaf, leaf.shape) for leaf in leaves], list(args[:shared]))
+
+    def local_of(arguments, mesh, describe=lambda x: x) -> shards.Local:
+        own = regroup(leaves, arguments[shared:])
+        specs = [_supported(leaf, _spec_of(leaf, describe), mesh) for leaf in own]
+        inside, outside = _all_specs(leaves, specs, shared)
+        return _local(run, leaves, specs, mesh, shared), inside, outside
+
+    if shards.has_explicit_axes(mesh):
+        local = local_of(args, mesh, jax.typeof)
+        results = shards.over_explicit_axes(local, args, mesh)
+        # Shards had to be of whole words and blocks only for the kernel.
+        return shards.reshard(results, _result_specs(given, mesh), mesh)
     if not can_partition:
-        whole = [Shard(leaf, leaf.shape) for leaf in given]
-        return run(whole, list(args[:shared]))
-    return _on_automatic_axes(run, leaves, shared, args, mesh)
+        return whole(*args)
+    devices = _MOST_DEVICES if mesh.empty else mesh.size
+    rule, sizes = _sharding_rule(leaves, args[:shared], devices)
+    return shards.over_automatic_axes(whole, local_of, args, rule, **sizes)
 
 
-def _on_explicit_axes(
-    run: Run, leaves: Sequence[Leaf], shared: int, args, mesh
-) -> list:
-    """``jax.shard_map``, as a kernel call under a mesh of explicit axes is an error."""
-    given = regroup(leaves, args[shared:])
-    asked = [_spec_of(leaf, jax.typeof) for leaf in given]
-    specs = [
-        _supported(leaf, spec, mesh) for leaf, spec in zip(given, asked, strict=True)
-    ]
-    inside, outside = _all_specs(leaves, specs, shared)
-    results = jax.shard_map(
-        _local(run, leaves, specs, mesh, shared),
-        mesh=mesh,
-        in_specs=tuple(inside),
-        out_specs=outside,
-        # Pallas's interpreter loses how new results vary over the mesh.
-        check_vma=False,
-    )(*_reshard(args, inside, mesh))
-    # Shards had to be of whole words and blocks only for the kernel.
-    places = zip(given, asked, specs, strict=True)
-    return _reshard(results, [p for each in places for p in _result_specs(*each)], mesh)
-
-
-def _result_specs(leaf: Leaf, asked: P, supported: P) -> list[P]:
-    """Where a caller expects the results of a leaf on explicit axes.
+def _result_specs(leaves: Sequence[Leaf], mesh) -> list[P]:
+    """Where a caller expects the results of leaves on explicit axes.
 
     What is overwritten stays where it is. New arrays are placed like the leaf, or as
     the kernel leaves them where they do not divide into so many shards.
     """
     places = []
-    for result in leaf.results:
-        if result.overwrites is not None:
-            places.append(jax.typeof(leaf.arrays[result.overwrites]).sharding.spec)
-            continue
-        stored, mesh = (
-            leaf.stored_shape(result),
-            jax.typeof(leaf.arrays[0]).sharding.mesh,
-        )
-        shards = [_count(mesh, names) for names in _padded(asked, stored)]
-        divides = not any(n % count for n, count in zip(stored, shards, strict=True))
-        places.append(asked if divides else supported)
+    for leaf in leaves:
+        asked = _spec_of(leaf, jax.typeof)
+        for result in leaf.results:
+            if result.overwrites is not None:
+                given = jax.typeof(leaf.arrays[result.overwrites])
+                places.append(given.sharding.spec)
+                continue
+            stored = leaf.stored_shape(result)
+            counts = [count_of(mesh, names) for names in axes_of(asked, len(stored))]
+            divides = not any(n % c for n, c in zip(stored, counts, strict=True))
+            places.append(asked if divides else _supported(leaf, asked, mesh))
     return places
-
-
-def _reshard(arrays, specs: Sequence[P], mesh) -> list[jax.Array]:
-    return [
-        jax.sharding.reshard(x, NamedSharding(mesh, spec))
-        for x, spec in zip(arrays, specs, strict=True)
-    ]
-
-
-def _on_automatic_axes(
-    run: Run, leaves: Sequence[Leaf], shared: int, args, mesh
-) -> list:
-    """``custom_partitioning``: without it XLA gathers what a kernel reads.
-
-    On these axes placements are not known while tracing, nor is the mesh, unless it is
-    set. XLA's partitioner calls ``partition`` with them later.
-    """
-
-    def whole(*args):
-        shards = [Shard(leaf, leaf.shape) for leaf in regroup(leaves, args[shared:])]
-        return run(shards, list(args[:shared]))
-
-    def partition(mesh, arguments, results):
-        del results
-        given = regroup(leaves, arguments[shared:])
-        specs = [_supported(leaf, _spec_of(leaf, lambda x: x), mesh) for leaf in given]
-        inside, outside = _all_specs(leaves, specs, shared)
-        place = lambda spec: NamedSharding(mesh, spec)
-        return (
-            mesh,
-            _local(run, leaves, specs, mesh, shared),
-            [place(spec) for spec in outside],
-            tuple(place(spec) for spec in inside),
-        )
-
-    call = custom_partitioning(whole)
-    devices = _MOST_DEVICES if mesh.empty else mesh.size
-    rule, sizes = _sharding_rule(leaves, args[:shared], devices)
-    factor_sizes: dict[str, typing.Any] = {**sizes}
-    call.def_partition(
-        partition,
-        infer_sharding_from_operands=lambda *args: partition(*args)[2],
-        sharding_rule=rule,
-        **factor_sizes,
-    )
-    return call(*args)
 
 
 def regroup(leaves: Sequence[Leaf], arrays: Sequence) -> list[Leaf]:
@@ -159,12 +103,12 @@ def _local(run: Run, leaves, specs, mesh: Mesh, shared: int) -> Callable:
     """``run`` as a function of local arrays, within the mesh's axes."""
 
     def call(*args):
-        shards = []
+        local = []
         for leaf, spec in zip(regroup(leaves, args[shared:]), specs, strict=True):
-            counts = [_count(mesh, names) for names in _padded(spec, leaf.shape)]
+            counts = [count_of(mesh, names) for names in axes_of(spec, len(leaf.shape))]
             shape = tuple(n // c for n, c in zip(leaf.shape, counts, strict=True))
-            shards.append(Shard(leaf, shape, _base(leaf.shape, shape, spec, mesh)))
-        return run(shards, list(args[:shared]))
+            local.append(Shard(leaf, shape, _base(leaf.shape, shape, spec, mesh)))
+        return run(local, list(args[:shared]))
 
     return call
 
@@ -172,8 +116,8 @@ def _local(run: Run, leaves, specs, mesh: Mesh, shared: int) -> Callable:
 def _base(whole, shape, spec: P, mesh: Mesh) -> jax.Array | None:
     """The index in the whole of a shard's first element, modulo 2^32."""
     total = None
-    for axis, names in enumerate(_padded(spec, whole)):
-        if _count(mesh, names) == 1:
+    for axis, names in enumerate(axes_of(spec, len(whole))):
+        if count_of(mesh, names) == 1:
             continue
         step = shape[axis] * math.prod(whole[axis + 1 :]) % 2**32
         part = lax.axis_index(names).astype(jnp.uint32) * jnp.uint32(step)
@@ -189,11 +133,11 @@ def _supported(leaf: Leaf, spec: P, mesh: Mesh) -> P:
     """
 
     def fits(axis: int, names) -> bool:
-        shards = _count(mesh, names)
-        unit = leaf.unit(axis) if shards > 1 else 1
-        return leaf.shape[axis] % (shards * unit) == 0
+        count = count_of(mesh, names)
+        unit = leaf.unit(axis) if count > 1 else 1
+        return leaf.shape[axis] % (count * unit) == 0
 
-    given = _padded(spec, leaf.shape)
+    given = axes_of(spec, len(leaf.shape))
     kept = [names if fits(axis, names) else () for axis, names in enumerate(given)]
     for names, stayed in zip(given, list(kept), strict=True):
         free = (a for a in range(len(kept)) if not kept[a] and fits(a, names))
@@ -289,15 +233,3 @@ def _factor(
     sizes[name] = units
     sizes[within] = count
     return f"({name} {within})"
-
-
-def _padded(spec: P, shape) -> list[tuple[str, ...]]:
-    """The names of the mesh axes that each axis is spread over."""
-    entries = [*spec, *[None] * (len(shape) - len(spec))]
-    return [
-        () if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries
-    ]
-
-
-def _count(mesh: Mesh, names: Sequence[str]) -> int:
-    return math.prod(mesh.shape[name] for name in names)

@@ -56,7 +56,7 @@ class Form:
         place = registers.widened(registers.elements(offset)[0])
         first = registers.address(pointer, place, self.bits)
         return [
-            (registers.neighbour(first, number, self.bits), mask)
+            (registers.address(first, number, self.bits), mask)
             for number, mask in enumerate(masks)
         ]
 

@@ -144,23 +144,19 @@ def assembly(
       constraints: LLVM's.
       acts: whether it does something beside its results.
     """
-    if not results:
-        kind = ir.Type.parse("!llvm.void")
-        llvm.inline_asm(kind, args, instructions, constraints, has_side_effects=True)
-        return []
-    if len(results) == 1:
-        (kind,) = results
-        return [
-            llvm.inline_asm(
-                kind, args, instructions, constraints, has_side_effects=acts
-            )
-        ]
-    kind = llvm.StructType.get_literal(list(results))
+    if len(results) > 1:
+        kind = llvm.StructType.get_literal(list(results))
+    else:
+        kind = results[0] if results else ir.Type.parse("!llvm.void")
     made = typing.cast(
         ir.Value,
-        llvm.inline_asm(kind, args, instructions, constraints, has_side_effects=acts),
+        llvm.inline_asm(
+            kind, args, instructions, constraints, has_side_effects=acts or not results
+        ),
     )
-    return [llvm.extractvalue(each, made, [i]) for i, each in enumerate(results)]
+    if len(results) > 1:
+        return [llvm.extractvalue(each, made, [i]) for i, each in enumerate(results)]
+    return [made] if results else []
 
 
 def element_type(dtype):
@@ -249,19 +245,12 @@ def other_warp(pointer, value, distance: int = 1):
     kind, bytes_ = bits_type(32), 4
     warp = arith.shrui(_thread_of_block(), constant(5, kind))
     other = arith.xori(warp, constant(distance, kind))
-    llvm.store(value, _shared(pointer, warp), alignment=bytes_)
+    llvm.store(value, address(pointer, warp, 32), alignment=bytes_)
     mosaic.warpgroup_barrier()
-    found = llvm.load(value.type, _shared(pointer, other), alignment=bytes_)
+    found = llvm.load(value.type, address(pointer, other, 32), alignment=bytes_)
     # Before the next exchange.
     mosaic.warpgroup_barrier()
     return found
-
-
-def _shared(pointer, number):
-    flags = llvm.GEPNoWrapFlags.none
-    return llvm.getelementptr(
-        pointer.type, pointer, [number], [-(2**31)], bits_type(32), flags
-    )
 
 
 def other_thread(value, distance: int):
@@ -285,15 +274,18 @@ def product(value, factor: int):
 
 
 def address(pointer, place, bits: int):
-    """The address of an element of so many bits, by its number of 64 bits."""
-    return llvm.getelementptr(
-        pointer.type,
-        pointer,
-        [place],
-        [-(2**31)],
-        bits_type(bits),
-        llvm.GEPNoWrapFlags.none,
+    """The address of an element of so many bits.
+
+    Args:
+      pointer: to the array.
+      place: the element's number, of 64 or 32 bits; or how much further it is, an int.
+      bits: of an element.
+    """
+    flags, kind = llvm.GEPNoWrapFlags.none, bits_type(bits)
+    places, constants = (
+        ([], [place]) if isinstance(place, int) else ([place], [-(2**31)])
     )
+    return llvm.getelementptr(pointer.type, pointer, places, constants, kind, flags)
 
 
 def halves(pointer) -> tuple:
@@ -310,13 +302,6 @@ def pointer(low, high):
     upper = arith.shli(arith.extui(kind, high), constant(32, kind))
     wide = arith.ori(upper, arith.extui(kind, low))
     return llvm.inttoptr(ir.Type.parse("!llvm.ptr"), wide)
-
-
-def neighbour(address, number: int, bits: int):
-    """The address of an element so many further."""
-    flags = llvm.GEPNoWrapFlags.none
-    kind = bits_type(bits)
-    return llvm.getelementptr(address.type, address, [], [number], kind, flags)
 
 
 def load(address, mask, bits: int, count: int, mark: str) -> list:

@@ -4,16 +4,17 @@ Every device reduces its shards. Then the results of arrays that lie on the same
 axes are combined over these in one collective.
 """
 
-import typing
+import itertools
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels import shards
 from pallas_kernels.reductions.kinds import Kind
+from pallas_kernels.shards import axes_of, count_of
 
 Run = Callable[[Sequence[jax.Array]], jax.Array]
 """From small arrays that every device has, and the arrays, to a vector."""
@@ -31,50 +32,22 @@ def over_shards(run: Run, kind: Kind, shared: int, args: Sequence) -> jax.Array:
     Returns:
       The results, the same on all devices.
     """
+
+    def local_of(arguments, mesh, describe=lambda x: x) -> shards.Local:
+        divided = [
+            _divided(x, describe(x).sharding.spec, mesh) for x in arguments[shared:]
+        ]
+        return _local(run, kind, divided), [P()] * shared + divided, P()
+
     mesh = jax.typeof(args[-1]).sharding.mesh
-    if any(each == AxisType.Explicit for each in mesh.axis_types):
-        specs = [P()] * shared + [
-            _divided(x, jax.typeof(x).sharding.spec, mesh) for x in args[shared:]
-        ]
-        placed = [
-            jax.sharding.reshard(x, NamedSharding(mesh, spec))
-            for x, spec in zip(args, specs, strict=True)
-        ]
-        return jax.shard_map(
-            _local(run, kind, specs[shared:]),
-            mesh=mesh,
-            in_specs=tuple(specs),
-            out_specs=P(),
-            # Pallas's interpreter loses how new results vary over the mesh.
-            check_vma=False,
-        )(*placed)
-    return _on_automatic_axes(run, kind, shared, args)
-
-
-def _on_automatic_axes(run: Run, kind: Kind, shared: int, args) -> jax.Array:
-    def partition(mesh, arguments, results):
-        del results
-        specs = [P()] * shared + [
-            _divided(x, x.sharding.spec, mesh) for x in arguments[shared:]
-        ]
-        return (
-            mesh,
-            _local(run, kind, specs[shared:]),
-            NamedSharding(mesh, P()),
-            tuple(NamedSharding(mesh, spec) for spec in specs),
-        )
-
-    call = custom_partitioning(lambda *args: run(args))
+    if shards.has_explicit_axes(mesh):
+        return shards.over_explicit_axes(local_of(args, mesh, jax.typeof), args, mesh)
     inside = [
         " ".join(f"x{number}a{axis}" for axis in range(x.ndim))
         for number, x in enumerate(args)
     ]
-    call.def_partition(
-        partition,
-        infer_sharding_from_operands=lambda *args: partition(*args)[2],
-        sharding_rule=f"{', '.join(inside)} -> results",
-    )
-    return call(*args)
+    rule = f"{', '.join(inside)} -> results"
+    return shards.over_automatic_axes(lambda *args: run(args), local_of, args, rule)
 
 
 def _local(run: Run, kind: Kind, specs: Sequence[P]) -> Callable:
@@ -92,19 +65,11 @@ def _local(run: Run, kind: Kind, specs: Sequence[P]) -> Callable:
 
 
 def _axes(spec: P) -> tuple[str, ...]:
-    names = []
-    for entry in spec:
-        names += [entry] if isinstance(entry, str) else entry or ()
-    return tuple(sorted(names))
+    return tuple(sorted(itertools.chain(*axes_of(spec, len(spec)))))
 
 
 def _divided(x, spec: P, mesh: Mesh) -> P:
     """The spec without mesh axes that do not divide their axis of the array."""
-
-    def fits(axis: int, entry: typing.Any) -> bool:
-        count = 1
-        for name in _axes(P(entry)):
-            count *= mesh.shape[name]
-        return x.shape[axis] % count == 0
-
-    return P(*(e if fits(axis, e) else None for axis, e in enumerate(spec)))
+    places = zip(x.shape, axes_of(spec, x.ndim), strict=True)
+    fitting = [names if n % count_of(mesh, names) == 0 else () for n, names in places]
+    return P(*(names or None for names in fitting))

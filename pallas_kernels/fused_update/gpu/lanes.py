@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.bitfields import period
-from pallas_kernels.fused_update.gpu.tiling import Arrangement, Tiling
+from pallas_kernels.fused_update.gpu.arrays import Arrangement, Tiling
 from pallas_kernels.layout import (
     FOLD,
     MAX_BLOCK_SIZE,
@@ -77,7 +77,10 @@ class TiledLanes:
       lead, row, column: int32, places of row 0: which matrix, which row of it, and
         where in the row.
       inside: bool, or None where every lane exists in row 0.
-      blocks: places of their largest blocks.
+      largest: lead, step, piece and block, int32 scalars or of blocks: of their largest
+        blocks, which matrix, which step down its rows, which piece of the row, and
+        which block of the piece.
+      exist: which of these do, bool of blocks; None if all do.
     """
 
     arrangement: Arrangement
@@ -87,7 +90,8 @@ class TiledLanes:
     row: jax.Array
     column: jax.Array
     inside: jax.Array | None
-    blocks: "_LargestBlocks"
+    largest: tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+    exist: jax.Array | None
 
     @property
     def tiling(self) -> Tiling:
@@ -95,8 +99,27 @@ class TiledLanes:
         return self.arrangement.tiling
 
     def blocks_of(self, block_size: int) -> "BlockPlaces":
-        """The places of their blocks of a size."""
-        return self.blocks.parts(block_size)
+        """The places of their blocks of a size, into which the largest are divided."""
+        arrangement, tiling = self.arrangement, self.tiling
+        height, width = block_shape(block_size)
+        (lead, step, piece, block), exist = self.largest, self.exist
+        blocks = np.int32(tiling.blocks_of(block_size))
+        row = step * np.int32(tiling.step_rows // height)
+        if block_size == tiling.block_size:
+            place = piece * blocks + block
+            return BlockPlaces(arrangement, block_size, lead, row, place, exist)
+        count = tiling.block_size // block_size
+        part_row, part_column = _z_order(arrangement.parts(count), height == width)
+        each = arrangement.over_parts
+        column = each(block) * np.int32(tiling.block_shape[1] // width) + part_column
+        exist = None if exist is None else each(exist)
+        whole = tiling.blocks * tiling.block_shape[1]
+        if tiling.blocks_of(block_size) * width != whole:
+            exist = column < blocks if exist is None else (column < blocks) & exist
+        if exist is not None:
+            exist = jnp.broadcast_to(exist, column.shape)
+        row, place = each(row) + part_row, each(piece) * blocks + column
+        return BlockPlaces(arrangement, block_size, each(lead), row, place, exist)
 
     def offsets(self, start: jax.Array, count: int) -> list[jax.Array]:
         """Where the elements of so many rows from ``start`` on are."""
@@ -199,58 +222,6 @@ class BlockPlaces:
         return self.arrangement.maxima(x, self.tiling.block_size // self.block_size)
 
 
-@dataclasses.dataclass(frozen=True)
-class _LargestBlocks:
-    """The largest blocks of a program's lanes.
-
-    Args:
-      arrangement: of the lanes in arrays.
-      lead, step, piece, block: int32 scalars or of blocks: which matrix, which step
-        down its rows, which piece of the row, and which block of the piece.
-      inside: bool of blocks, or None where all exist.
-    """
-
-    arrangement: Arrangement
-    lead: jax.Array
-    step: jax.Array
-    piece: jax.Array
-    block: jax.Array
-    inside: jax.Array | None
-
-    def parts(self, block_size: int) -> BlockPlaces:
-        """The places of the blocks of a size, into which the largest are divided."""
-        arrangement, tiling = self.arrangement, self.arrangement.tiling
-        height, width = block_shape(block_size)
-        blocks = np.int32(tiling.blocks_of(block_size))
-        row = self.step * np.int32(tiling.step_rows // height)
-        if block_size == tiling.block_size:
-            place = self.piece * blocks + self.block
-            lead, inside = self.lead, self.inside
-            return BlockPlaces(arrangement, block_size, lead, row, place, inside)
-        count = tiling.block_size // block_size
-        part_row, part_column = _z_order(arrangement.parts(count), height == width)
-        each = arrangement.over_parts
-        column = each(self.block) * np.int32(tiling.block_shape[1] // width)
-        column = column + part_column
-        there = None if self.inside is None else each(self.inside)
-        if (
-            tiling.blocks_of(block_size) * width
-            != tiling.blocks * tiling.block_shape[1]
-        ):
-            exists = column < blocks
-            there = exists if there is None else exists & there
-        if there is not None:
-            there = jnp.broadcast_to(there, column.shape)
-        return BlockPlaces(
-            arrangement,
-            block_size,
-            lead=each(self.lead),
-            row=each(row) + part_row,
-            place=each(self.piece) * blocks + column,
-            inside=there,
-        )
-
-
 Lanes = FlatLanes | TiledLanes
 
 
@@ -303,7 +274,8 @@ def lanes_of(
         row=row,
         column=column,
         inside=lanes_inside,
-        blocks=_LargestBlocks(arrangement, lead, step, piece, block, inside),
+        largest=(lead, step, piece, block),
+        exist=inside,
     )
 
 

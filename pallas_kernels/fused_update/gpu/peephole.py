@@ -17,6 +17,7 @@ What no peephole rule takes is replaced by the rule that the launcher's
 """
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Callable, Mapping, Sequence
 
@@ -28,6 +29,8 @@ from jax.extend.core import primitives as p
 
 from pallas_kernels import operations
 from pallas_kernels.bitfields import get_field
+from pallas_kernels.fused_update import xla
+from pallas_kernels.fused_update.spec import BlockBody, Body
 from pallas_kernels.gpu.instructions import Instructions
 from pallas_kernels.jaxprs import ClosedJaxpr
 from pallas_kernels.operations import operation_of
@@ -79,6 +82,39 @@ def with_peephole_rules(
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return run
+
+
+@functools.lru_cache(maxsize=256)
+def with_instructions(
+    body: Body | BlockBody,
+    number: int | None,
+    instructions: Instructions | None,
+    bytes_: tuple[int, ...] = (),
+) -> Callable:
+    """The body of an update, by :func:`with_peephole_rules` unless XLA runs it.
+
+    It is jitted, so that JAX traces it once for all rows, and for all kernels whose
+    bodies are equal.
+
+    Args:
+      body: the body.
+      number: of the round whose statistics are meant; None for the body itself.
+      instructions: of the launcher.
+      bytes_: numbers of the results that are fields of 8 bits.
+    """
+    function: Callable = body
+    if number is not None:
+        of_blocks = typing.cast(BlockBody, body)
+        function = functools.partial(of_blocks.statistics, number)
+
+    multiply_add = (instructions or xla).multiply_add
+
+    def run(values, scalars, index, *of_blocks):
+        return function(values, scalars, index, multiply_add, *of_blocks)
+
+    if instructions is None:
+        return jax.jit(run)
+    return jax.jit(with_peephole_rules(run, instructions, bytes_))
 
 
 def put_bytes(fields: Sequence[Byte], instructions: Instructions) -> list[jax.Array]:

@@ -1,12 +1,11 @@
 """What a program of a kernel does: it finds its leaf, reads, runs the body, writes.
 
 Where it reads and writes is decided by :mod:`.lanes`, and in which leaf's arrays by
-:mod:`.access`. What runs between, the body, is elementwise. None of it knows which
+:mod:`.arrays`. What runs between, the body, is elementwise. None of it knows which
 launcher runs it.
 """
 
 import dataclasses
-import functools
 import itertools
 import typing
 from collections.abc import Callable, Iterable, Sequence
@@ -17,21 +16,21 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.fused_update import xla
-from pallas_kernels.fused_update.gpu.access import (
+from pallas_kernels.fused_update.gpu.arrays import (
     Access,
+    Arrangement,
     Memory,
     OneOfMany,
-    PerBlock,
-    Plain,
-    Words,
 )
 from pallas_kernels.fused_update.gpu.kernel import Kernel
 from pallas_kernels.fused_update.gpu.lanes import Lanes, TiledLanes, lanes_of
-from pallas_kernels.fused_update.gpu.peephole import Byte, with_peephole_rules
-from pallas_kernels.fused_update.gpu.tiling import Arrangement
-from pallas_kernels.fused_update.gpu.words import Reader, Writer
-from pallas_kernels.fused_update.spec import BlockBody, Body, Operand, Result
+from pallas_kernels.fused_update.gpu.operands import PerBlock, Plain, Reader, Writer
+from pallas_kernels.fused_update.gpu.peephole import (
+    Byte,
+    with_instructions,
+    with_peephole_rules,
+)
+from pallas_kernels.fused_update.spec import BlockBody, Operand, Result
 from pallas_kernels.gpu.instructions import Instructions
 
 OneLeaf = Callable[[Sequence, Sequence, int], Memory]
@@ -58,7 +57,7 @@ def run_program(
       arrangement: of its lanes in arrays.
       one_leaf: makes a leaf's memory.
       instructions: of the launcher; None if XLA runs the operations.
-      mark: see :class:`.access.OneOfMany`.
+      mark: see :class:`.arrays.OneOfMany`.
       guard: runs the update that it is given, or not.
     """
     refs, leaf = list(refs), np.int32(0)
@@ -144,7 +143,7 @@ class _Program:
             for i, x in enumerate(self._of_rows)
             if isinstance(x, Writer) and x.by_bytes
         )
-        self._run = _with_instructions(self._body, None, instructions, bytes_)
+        self._run = with_instructions(self._body, None, instructions, bytes_)
         every = (*self._reads, *self._writes)
         self._has_blocks = any(isinstance(x, PerBlock) for x in every)
         # Rows that are read and written one by one take fewer registers.
@@ -164,7 +163,7 @@ class _Program:
         if like.block_size is not None:
             return PerBlock(number, layer, lanes.blocks_of(like.block_size))
         if like.bits is not None:
-            return packed(Words(number, layer, lanes, like.bits), self._instructions)
+            return packed(number, layer, lanes, like.bits, self._instructions)
         return Plain(number, layer, lanes.tiling.width)
 
     def update(self) -> None:
@@ -311,7 +310,7 @@ class _Program:
         """The maxima of a round, over the blocks of the rows."""
         body = typing.cast(BlockBody, self._body)
         lanes = typing.cast(TiledLanes, self._lanes)
-        statistics = _with_instructions(body, number, self._instructions)
+        statistics = with_instructions(body, number, self._instructions)
         sizes = body.rounds[number]
         maxima = [lanes.arrangement.zeros(jnp.int32)] * len(sizes)
         for row in rows:
@@ -324,38 +323,6 @@ class _Program:
             lanes.blocks_of(size).maxima(x)
             for size, x in zip(sizes, maxima, strict=True)
         ]
-
-
-@functools.lru_cache(maxsize=256)
-def _with_instructions(
-    body: Body | BlockBody,
-    number: int | None,
-    instructions: Instructions | None,
-    bytes_: tuple[int, ...] = (),
-) -> Callable:
-    """A body with a launcher's own instructions, unless XLA runs it.
-
-    It is jitted, so that JAX traces it once for all rows, and for all kernels whose
-    bodies are equal.
-
-    Args:
-      body: the body.
-      number: of the round whose statistics are meant; None for the body itself.
-      instructions: of the launcher.
-      bytes_: numbers of the results that are fields of 8 bits.
-    """
-    function: Callable = body
-    if number is not None:
-        of_blocks = typing.cast(BlockBody, body)
-        function = functools.partial(of_blocks.statistics, number)
-
-    def run(values, scalars, index, *of_blocks):
-        chosen = (instructions or xla).multiply_add
-        return function(values, scalars, index, chosen, *of_blocks)
-
-    if instructions is None:
-        return jax.jit(run)
-    return jax.jit(with_peephole_rules(run, instructions, bytes_))
 
 
 Stores = list[tuple[Access, jax.Array]]

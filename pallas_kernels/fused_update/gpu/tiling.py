@@ -19,9 +19,6 @@ the leaf's strides from the index of the shard's first element.
 import dataclasses
 import functools
 import math
-import typing
-
-import jax
 
 from pallas_kernels.bitfields import period
 from pallas_kernels.layout import (
@@ -207,67 +204,3 @@ class Tiling:
     def index_stride(self, axis: int) -> int:
         """The row-major stride of an axis in the leaf, modulo 2^32."""
         return math.prod(self.leaf_shape[axis + 1 :]) % 2**32
-
-
-class Arrangement(typing.Protocol):
-    """How the lanes of a program are arranged in arrays, in which launchers differ.
-
-    Where a block has several tiles, they are neighbours, in the order of their numbers.
-
-    *Arrays of lanes* have :attr:`shape`. *Arrays of blocks*, such as :meth:`blocks`,
-    *of parts* and *of tiles* may be smaller: :meth:`spread` makes them broadcast.
-    """
-
-    @property
-    def tiling(self) -> Tiling:
-        """What the lanes walk over."""
-        ...
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of an array with one element per lane."""
-        ...
-
-    def flat(self) -> jax.Array:
-        """int32, the numbers of the lanes of a flat tiling."""
-        ...
-
-    def blocks(self) -> jax.Array:
-        """int32 of blocks: the numbers of the program's largest blocks."""
-        ...
-
-    def parts(self, count: int) -> jax.Array:
-        """int32 of parts: the numbers of the parts into which these are divided."""
-        ...
-
-    def tiles(self) -> jax.Array:
-        """int32 of tiles: their numbers in the largest blocks."""
-        ...
-
-    def columns(self) -> jax.Array:
-        """int32 of lanes: the numbers of the columns in their tiles."""
-        ...
-
-    def zeros(self, dtype) -> jax.Array:
-        """An array of lanes."""
-        ...
-
-    def carried(self, x: jax.Array) -> jax.Array:
-        """An array of lanes, as a loop carries it."""
-        ...
-
-    def spread(self, x: jax.Array) -> jax.Array:
-        """A scalar, or an array of blocks, of parts or of lanes, to broadcast."""
-        ...
-
-    def over_parts(self, x: jax.Array) -> jax.Array:
-        """A scalar, or an array of blocks, to broadcast to one of parts."""
-        ...
-
-    def expand(self, x: jax.Array) -> jax.Array:
-        """The same as an array of lanes."""
-        ...
-
-    def maxima(self, x: jax.Array, parts: int) -> jax.Array:
-        """An array of parts: the maxima of an array of lanes."""
-        ...

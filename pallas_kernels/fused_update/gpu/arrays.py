@@ -1,4 +1,4 @@
-"""How a program of a kernel finds, reads and writes the arrays of its leaf.
+"""The arrays of a program, in registers and in memory, in which launchers differ.
 
 A kernel may update many leaves, as a launch takes some microseconds, many times as long
 as the update of a small leaf. Each leaf gets the same number of the kernel's programs.
@@ -11,12 +11,74 @@ import typing
 from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.fused_update.gpu.lanes import BlockPlaces, TiledLanes
+from pallas_kernels.fused_update.gpu.tiling import Tiling
 from pallas_kernels.gpu.instructions import by_branches
-from pallas_kernels.layout import TILE_SIZE
+
+
+class Arrangement(typing.Protocol):
+    """How the lanes of a program are arranged in arrays, in which launchers differ.
+
+    Where a block has several tiles, they are neighbours, in the order of their numbers.
+
+    *Arrays of lanes* have :attr:`shape`. *Arrays of blocks*, such as :meth:`blocks`,
+    *of parts* and *of tiles* may be smaller: :meth:`spread` makes them broadcast.
+    """
+
+    @property
+    def tiling(self) -> Tiling:
+        """What the lanes walk over."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of an array with one element per lane."""
+        ...
+
+    def flat(self) -> jax.Array:
+        """int32, the numbers of the lanes of a flat tiling."""
+        ...
+
+    def blocks(self) -> jax.Array:
+        """int32 of blocks: the numbers of the program's largest blocks."""
+        ...
+
+    def parts(self, count: int) -> jax.Array:
+        """int32 of parts: the numbers of the parts into which these are divided."""
+        ...
+
+    def tiles(self) -> jax.Array:
+        """int32 of tiles: their numbers in the largest blocks."""
+        ...
+
+    def columns(self) -> jax.Array:
+        """int32 of lanes: the numbers of the columns in their tiles."""
+        ...
+
+    def zeros(self, dtype) -> jax.Array:
+        """An array of lanes."""
+        ...
+
+    def carried(self, x: jax.Array) -> jax.Array:
+        """An array of lanes, as a loop carries it."""
+        ...
+
+    def spread(self, x: jax.Array) -> jax.Array:
+        """A scalar, or an array of blocks, of parts or of lanes, to broadcast."""
+        ...
+
+    def over_parts(self, x: jax.Array) -> jax.Array:
+        """A scalar, or an array of blocks, to broadcast to one of parts."""
+        ...
+
+    def expand(self, x: jax.Array) -> jax.Array:
+        """The same as an array of lanes."""
+        ...
+
+    def maxima(self, x: jax.Array, parts: int) -> jax.Array:
+        """An array of parts: the maxima of an array of lanes."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,80 +106,6 @@ class Access:
         """The elements, of the one among the references to a leaf's arrays."""
         ref = arrays[self.number].at
         return ref[self.offset] if self.layer is None else ref[self.layer, self.offset]
-
-
-@dataclasses.dataclass(frozen=True)
-class Plain:
-    """An array that is not packed, or a layer of a stack of them.
-
-    Args:
-      number: of the operand or result.
-      layer: of the stack; None if it is none.
-      width: of its accesses.
-    """
-
-    number: int
-    layer: jax.Array | None
-    width: int
-
-    def access(self, offset: jax.Array, exists: jax.Array | None) -> Access:
-        """The elements of a row of lanes."""
-        return Access(self.number, self.layer, offset, exists, self.width)
-
-
-@dataclasses.dataclass(frozen=True)
-class PerBlock:
-    """An array with one element per block, or a layer of a stack of them.
-
-    Args:
-      number, layer: as of :class:`Plain`.
-      places: of the blocks.
-    """
-
-    number: int
-    layer: jax.Array | None
-    places: BlockPlaces
-
-    def access(self, chunk: jax.Array) -> Access:
-        """The blocks that a chunk of rows crosses."""
-        places = self.places
-        return Access(
-            self.number,
-            self.layer,
-            places.offset(chunk),
-            places.exists(chunk),
-            tiles=places.block_size // TILE_SIZE,
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Words:
-    """The words of a packed array, by their numbers from the lanes' first.
-
-    Args:
-      number, layer: as of :class:`Plain`.
-      lanes: of the program.
-      bits: width of the packed fields.
-    """
-
-    number: int
-    layer: jax.Array | None
-    lanes: TiledLanes
-    bits: int
-
-    def accesses(self, start: jax.Array, count: int) -> list[Access]:
-        """Where so many words from ``start``, an int32 scalar, on are."""
-        lanes, bits, width = self.lanes, self.bits, self.lanes.tiling.word_width
-        masks = (lanes.has_word(bits, start + np.int32(i)) for i in range(count))
-        places = zip(lanes.word_offsets(bits, start, count), masks, strict=True)
-        return [Access(self.number, self.layer, *each, width) for each in places]
-
-    def access_if(self, start: jax.Array, when: jax.Array, like: jax.Array) -> Access:
-        """Where a word like ``like`` is, if ``when``, a bool scalar, is true."""
-        (access,) = self.accesses(start, 1)
-        when = jnp.broadcast_to(when, like.shape)
-        mask = when if access.mask is None else access.mask & when
-        return dataclasses.replace(access, mask=mask)
 
 
 class Memory(typing.Protocol):

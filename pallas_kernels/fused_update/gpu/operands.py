@@ -1,4 +1,4 @@
-"""Packed fields in a kernel: rows read from words, and words written from rows.
+"""How a program finds what it reads and writes: elements, blocks, and packed fields.
 
 Where the bit offsets of fields repeat after few rows, a loop's body unrolls that many
 and every offset is static. Other widths (the odd ones repeat after 32 rows) would
@@ -16,10 +16,55 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.bitfields import get_field, join_fields, put_fields
-from pallas_kernels.fused_update.gpu.access import Access, Words
+from pallas_kernels.fused_update.gpu.arrays import Access
+from pallas_kernels.fused_update.gpu.lanes import BlockPlaces, TiledLanes
 from pallas_kernels.fused_update.gpu.peephole import Byte, put_bytes
 from pallas_kernels.gpu.instructions import Instructions
-from pallas_kernels.layout import is_unrolled, period
+from pallas_kernels.layout import TILE_SIZE, is_unrolled, period
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain:
+    """An array that is not packed, or a layer of a stack of them.
+
+    Args:
+      number: of the operand or result.
+      layer: of the stack; None if it is none.
+      width: of its accesses.
+    """
+
+    number: int
+    layer: jax.Array | None
+    width: int
+
+    def access(self, offset: jax.Array, exists: jax.Array | None) -> Access:
+        """The elements of a row of lanes."""
+        return Access(self.number, self.layer, offset, exists, self.width)
+
+
+@dataclasses.dataclass(frozen=True)
+class PerBlock:
+    """An array with one element per block, or a layer of a stack of them.
+
+    Args:
+      number, layer: as of :class:`Plain`.
+      places: of the blocks.
+    """
+
+    number: int
+    layer: jax.Array | None
+    places: BlockPlaces
+
+    def access(self, chunk: jax.Array) -> Access:
+        """The blocks that a chunk of rows crosses."""
+        places = self.places
+        return Access(
+            self.number,
+            self.layer,
+            places.offset(chunk),
+            places.exists(chunk),
+            tiles=places.block_size // TILE_SIZE,
+        )
 
 
 @dataclasses.dataclass
@@ -27,28 +72,35 @@ class _Packed:
     """A packed operand or result.
 
     Args:
-      places: where the words of the lanes are.
+      number, layer: as of :class:`Plain`.
+      lanes: of the program.
+      bits: width of a field.
       instructions: of the launcher, by which fields of 8 bits are given as
         :class:`Byte`; None if XLA runs the operations.
     """
 
-    places: Words
+    number: int
+    layer: jax.Array | None
+    lanes: TiledLanes
+    bits: int
     instructions: Instructions | None
-
-    @property
-    def bits(self) -> int:
-        """Width of a field."""
-        return self.places.bits
 
     @property
     def chunk_rows(self) -> int:
         """Rows that the loop's body unrolls."""
-        return self.places.lanes.tiling.chunk_rows
+        return self.lanes.tiling.chunk_rows
 
     @property
     def by_bytes(self) -> bool:
         """Whether fields are given as :class:`Byte`."""
         return self.bits == 8 and self.instructions is not None
+
+    def accesses(self, start: jax.Array, count: int) -> list[Access]:
+        """So many words from ``start``, an int32 scalar, on from the lanes' first."""
+        lanes, bits, width = self.lanes, self.bits, self.lanes.tiling.word_width
+        masks = (lanes.has_word(bits, start + np.int32(i)) for i in range(count))
+        places = zip(lanes.word_offsets(bits, start, count), masks, strict=True)
+        return [Access(self.number, self.layer, *each, width) for each in places]
 
 
 @dataclasses.dataclass
@@ -59,14 +111,14 @@ class Reader(_Packed):
         """Begin a chunk of rows, by its number; which words to load for it."""
         if is_unrolled(self.bits):
             count = self.chunk_rows * self.bits // 32
-            return self.places.accesses(chunk * np.int32(count), count)
+            return self.accesses(chunk * np.int32(count), count)
         first, self._shift = _place(chunk, self.chunk_rows, self.bits)
         # No word after the chunk's last is read, as there may be none. The last is read
         # again, and what it gives is beyond the chunk's fields.
         size = np.int32(self.chunk_rows * self.bits)
         last = (chunk * size + (size - np.int32(1))) >> np.int32(5)
         return [
-            self.places.accesses(jnp.minimum(first + np.int32(i), last), 1)[0]
+            self.accesses(jnp.minimum(first + np.int32(i), last), 1)[0]
             for i in range(_most_words(self.chunk_rows, self.bits))
         ]
 
@@ -92,7 +144,7 @@ class Writer(_Packed):
         """What the loop over chunks carries at first."""
         if is_unrolled(self.bits):
             return None
-        return self.places.lanes.arrangement.zeros(jnp.uint32)
+        return self.lanes.arrangement.zeros(jnp.uint32)
 
     def start(self, chunk: jax.Array, carry: jax.Array | None) -> None:
         """Begin a chunk of rows, by its number."""
@@ -112,7 +164,7 @@ class Writer(_Packed):
         else:
             words = put_fields(self._fields, self.bits)
         first = self._chunk * np.int32(len(words))
-        return list(zip(self.places.accesses(first, len(words)), words, strict=True))
+        return list(zip(self.accesses(first, len(words)), words, strict=True))
 
     def _full_words(self) -> list[tuple[Access, jax.Array]]:
         """The words that the chunk fills; the one after them becomes the open one."""
@@ -122,16 +174,17 @@ class Writer(_Packed):
         size = self.chunk_rows * self.bits
         surely, most = size // 32, (size + 31) // 32
         stores = [
-            (self.places.accesses(first + np.int32(i), 1)[0], words[i])
-            for i in range(surely)
+            (self.accesses(first + np.int32(i), 1)[0], words[i]) for i in range(surely)
         ]
         if most == surely:
             self.open_word = words[surely]
             return stores
         is_full = shift + np.uint32(size % 32) >= np.uint32(32)
         self.open_word = jnp.where(is_full, words[most], words[surely])
-        access = self.places.access_if(first + np.int32(surely), is_full, words[surely])
-        return [*stores, (access, words[surely])]
+        (last,) = self.accesses(first + np.int32(surely), 1)
+        when = jnp.broadcast_to(is_full, words[surely].shape)
+        mask = when if last.mask is None else last.mask & when
+        return [*stores, (dataclasses.replace(last, mask=mask), words[surely])]
 
 
 def _place(chunk: jax.Array, chunk_rows: int, bits: int) -> tuple[jax.Array, jax.Array]:

@@ -1,0 +1,99 @@
+"""Functions of the local shards of arrays that are spread over a mesh.
+
+``custom_partitioning`` has XLA's partitioner run them, on meshes of automatic axes. On
+explicit axes placements are known while tracing, and ``jax.shard_map`` does it.
+"""
+
+import math
+import typing
+from collections.abc import Callable, Sequence
+
+import jax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+Local = tuple[Callable, Sequence[P], typing.Any]
+"""A function of local arrays, within the mesh's axes, and where its arguments and its
+results are."""
+
+
+def has_explicit_axes(mesh) -> bool:
+    """Whether placements of arrays on some axes of the mesh are known while tracing."""
+    return any(kind == AxisType.Explicit for kind in mesh.axis_types)
+
+
+def over_explicit_axes(local: Local, args: Sequence[jax.Array], mesh):
+    """The results of a local function, since a kernel under such a mesh is an error."""
+    run, inside, outside = local
+    return jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=tuple(inside),
+        out_specs=outside,
+        # Pallas's interpreter loses how new results vary over the mesh.
+        check_vma=False,
+    )(*reshard(args, inside, mesh))
+
+
+def over_automatic_axes(
+    whole: Callable,
+    local_of: Callable[[Sequence, Mesh], Local],
+    args: Sequence[jax.Array],
+    rule: str,
+    **sizes: typing.Any,
+):
+    """The results of a local function: without it XLA gathers what a kernel reads.
+
+    On these axes placements are not known while tracing, nor is the mesh, unless it is
+    set. XLA's partitioner asks for them later.
+
+    Args:
+      whole: the same function, of whole arrays.
+      local_of: of arrays' shapes and shardings, and the mesh.
+      args: the arrays.
+      rule, **sizes: by which XLA spreads placements, and its factors' sizes; see
+        ``custom_partitioning``.
+    """
+
+    def partition(mesh, arguments, results):
+        del results
+        local, inside, outside = local_of(arguments, mesh)
+        placed = lambda specs: jax.tree.map(
+            lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_spec
+        )
+        return mesh, local, placed(outside), placed(tuple(inside))
+
+    call = custom_partitioning(whole)
+    call.def_partition(
+        partition,
+        infer_sharding_from_operands=lambda *args: partition(*args)[2],
+        sharding_rule=rule,
+        **sizes,
+    )
+    return call(*args)
+
+
+def reshard(arrays: Sequence, specs: Sequence[P], mesh) -> list[jax.Array]:
+    """The arrays at these places."""
+    return [
+        jax.sharding.reshard(x, NamedSharding(mesh, spec))
+        for x, spec in zip(arrays, specs, strict=True)
+    ]
+
+
+def axes_of(spec: P, rank: int) -> list[tuple[str, ...]]:
+    """The names of the mesh axes that each axis of an array is spread over."""
+    entries = [*spec, *[None] * (rank - len(spec))]
+    return [
+        () if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries
+    ]
+
+
+def count_of(mesh: Mesh, names: Sequence[str]) -> int:
+    """How many shards these mesh axes make."""
+    return math.prod(mesh.shape[name] for name in names)
+
+
+def _is_spec(x) -> bool:
+    return isinstance(x, P)
