@@ -87,7 +87,7 @@ def test_a_step_that_is_skipped_keeps_what_it_overwrites(shape, proceeds):
     body = Mixture((8, 5))
     arrays, held = body.arrays(shape)
     scalars = [int(proceeds), 7]
-    options = {"scalars": jnp.asarray(scalars, jnp.uint32), "when": 0}
+    options = {"scalars": Scalars(jnp.asarray(scalars, jnp.uint32), when=0)}
     got = body.update(arrays, shape, "tpu", **options)
     want = body.want(held, scalars, index_of(shape)) if proceeds else arrays
     assert_equal(got[:3], want[:3])
