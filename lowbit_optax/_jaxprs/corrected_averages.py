@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import primitives as p
 
-from lowbit_optax._jaxprs.nodes import Call, Node, is_zero
+from lowbit_optax._jaxprs.graph import Call, Node, is_zero
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,20 +21,20 @@ from jax import lax
 from jax.extend.core import primitives as p
 
 from lowbit_optax._jaxprs.corrected_averages import corrected_quotient, times_scalar
-from lowbit_optax._jaxprs.graph import Graph
+from lowbit_optax._jaxprs.graph import (
+    Call,
+    Graph,
+    Node,
+    is_constant_number,
+    is_zero,
+    params_of,
+)
 from lowbit_optax._jaxprs.leaf_program import (
     MULTIPLY_ADD,
     Operation,
     Program,
     Ref,
     without_dead_operations,
-)
-from lowbit_optax._jaxprs.nodes import (
-    Call,
-    Node,
-    is_constant_number,
-    is_zero,
-    params_of,
 )
 
 ELEMENTWISE = frozenset(

@@ -1,29 +1,24 @@
-"""The graph of a traced function, with the functions that it calls inlined.
+"""The graph of a traced function: its values as nodes, and the calls that compute them.
 
-:mod:`lowbit_optax._jaxprs.elementwise` asks such a graph what an inner transformation's
-results are made of; :func:`evaluate` computes any of its values, and only what they
-need.
+A jaxpr names its values by variables that are known inside of it only. A :class:`Node`
+is a value of the whole program: a function that is called can be inlined, and its
+values are then nodes like all others. What becomes of an equation is the reader's
+choice, a function that is given to :func:`inline`. :class:`Graph` makes one graph of a
+whole function; :func:`evaluate` computes any of its values, and only what they need.
 """
 
+import contextlib
+import dataclasses
+import functools
 import typing
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 from jax.extend.core import primitives
 
-from lowbit_optax._jaxprs.nodes import (
-    Call,
-    Node,
-    called_jaxpr,
-    holds,
-    inline,
-    is_by_platform,
-    is_constant_number,
-    run,
-    value_of,
-    with_outputs,
-)
 from pallas_kernels.jaxprs import ClosedJaxpr
 
 _CALLS = frozenset(
@@ -50,6 +45,196 @@ _EXPENSIVE = frozenset(
         primitives.while_p,
     }
 )
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Call:
+    """One application of a primitive. Two calls are equal only if they are the same.
+
+    Args:
+      primitive: what is applied.
+      params: the primitive's parameters, as in a jaxpr's equation.
+      inputs: its operands.
+      number: counts calls in a valid order.
+      outputs: its results.
+      context: the equation's, if it has one: the mesh that was in force, and what else
+        holds for it only (``jax.sharding.auto_axes`` changes it within a program).
+    """
+
+    primitive: core.Primitive
+    params: dict[str, typing.Any]
+    inputs: tuple["Node", ...]
+    number: int
+    outputs: tuple["Node", ...] = ()
+    context: typing.Any = None
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Node:
+    """One value. Two nodes are equal only if they are the same.
+
+    Args:
+      aval: its shape and dtype.
+      call: what computes it; None for an input or a constant.
+      constant: a constant's value, a number or an array.
+    """
+
+    aval: typing.Any
+    call: Call | None = None
+    constant: typing.Any = None
+
+    @property
+    def is_scalar(self) -> bool:
+        """Whether its rank is 0."""
+        return self.aval.shape == ()
+
+
+def with_outputs(call: Call, avals: Iterable) -> list[Node]:
+    """Give a call results of these shapes and dtypes, and return them."""
+    call.outputs = tuple(Node(aval, call) for aval in avals)
+    return list(call.outputs)
+
+
+def inline(
+    closed: ClosedJaxpr,
+    inputs: Sequence[Node],
+    read_equation: Callable[[typing.Any, list[Node]], Sequence[Node]],
+) -> list[Node]:
+    """The results of a jaxpr for given inputs, as nodes.
+
+    Args:
+      closed: the jaxpr.
+      inputs: nodes that take the place of its inputs.
+      read_equation: makes the results of an equation from its operands. To inline what
+        the equation calls, it calls this function again.
+    """
+    jaxpr = closed.jaxpr
+    known = dict(zip(jaxpr.invars, inputs, strict=True))
+    for var, constant in zip(jaxpr.constvars, closed.consts, strict=True):
+        known[var] = Node(var.aval, constant=constant)
+
+    def read(atom) -> Node:
+        if isinstance(atom, core.Literal):
+            return Node(atom.aval, constant=atom.val)
+        return known[atom]
+
+    for eqn in jaxpr.eqns:
+        results = read_equation(eqn, [read(atom) for atom in eqn.invars])
+        known.update(zip(eqn.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def value_of(node: Node, known: Mapping[Node, typing.Any]):
+    """A node's value: a known one, or the node's constant."""
+    if node in known:
+        return known[node]
+    if node.constant is None:
+        raise KeyError("an input of the graph has no value")
+    return node.constant
+
+
+def run(
+    calls: Iterable[Call],
+    known: dict[Node, typing.Any],
+    instead: Mapping[Call, Callable[[list], Sequence]] | None = None,
+    changed: Callable[[Node, typing.Any], typing.Any] = lambda _, value: value,
+) -> None:
+    """Compute calls in order from the values known so far, and add their outputs.
+
+    Args:
+      calls: in a valid order.
+      known: values by node; those of the calls' outputs are added.
+      instead: for some calls, what computes their outputs from their operands.
+      changed: gives the value that later calls read, from a node and its value.
+    """
+    instead = instead or {}
+    for call in calls:
+        operands = [value_of(node, known) for node in call.inputs]
+        apply = instead.get(call)
+        results = bind(call, operands) if apply is None else apply(operands)
+        for node, result in zip(call.outputs, results, strict=True):
+            known[node] = changed(node, result)
+
+
+def bind(call: Call, operands: Sequence) -> Sequence:
+    """The results of a call for these operands."""
+    params = call.primitive.get_bind_params(call.params)
+    context = call.context.manager if call.context else contextlib.nullcontext()
+    if not any(core.jaxprs_in_params(params)):
+        operands = varying_alike(operands)
+    with context:
+        results = call.primitive.bind(*operands, **params)
+    return results if call.primitive.multiple_results else [results]
+
+
+def varying_alike(operands: Sequence) -> Sequence:
+    """Operands that vary over the same axes of a ``jax.shard_map``, as primitives ask.
+
+    :class:`.Graph` leaves out what JAX inserts to make scalars vary.
+    """
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return operands
+    axes = [jax.typeof(x).manual_axis_type.varying for x in operands]
+    union = frozenset().union(*axes)
+    return [
+        jax.lax.pcast(x, tuple(sorted(union - own)), to="varying") if own < union else x
+        for x, own in zip(operands, axes, strict=True)
+    ]
+
+
+@functools.cache
+def params_of(function: Callable) -> dict[str, typing.Any]:
+    """The parameters with which JAX binds the only primitive of ``function(x, y)``.
+
+    They differ between versions of JAX.
+    """
+    x = jax.ShapeDtypeStruct((), "float32")
+    (equation,) = jax.make_jaxpr(function)(x, x).jaxpr.eqns
+    return equation.params
+
+
+def as_closed_jaxpr(jaxpr) -> ClosedJaxpr:
+    """A jaxpr among an equation's parameters, with its constants if it has any."""
+    is_closed = isinstance(jaxpr, ClosedJaxpr)
+    return jaxpr if is_closed else ClosedJaxpr(jaxpr, ())
+
+
+def called_jaxpr(params: Mapping[str, typing.Any]) -> ClosedJaxpr:
+    """The function that an equation with these parameters calls once."""
+    key = "jaxpr" if "jaxpr" in params else "call_jaxpr"
+    return as_closed_jaxpr(params[key])
+
+
+def holds(params: Mapping[str, typing.Any], wanted: Callable[..., bool]) -> bool:
+    """Whether a function among an equation's parameters has a wanted equation."""
+    return any(
+        wanted(inner) or holds(inner.params, wanted)
+        for jaxpr in core.jaxprs_in_params(dict(params))
+        for inner in jaxpr.eqns
+    )
+
+
+def is_by_platform(primitive: core.Primitive, params: Mapping) -> bool:
+    """Whether it is a conditional of ``lax.platform_dependent``.
+
+    Its branches may be such as only one platform can compile, so that they can be
+    neither all computed nor moved into another conditional.
+    """
+    return primitive is primitives.cond_p and bool(params.get("branches_platforms"))
+
+
+def is_constant_number(node: Node) -> bool:
+    """Whether it is a constant whose value is known while tracing."""
+    return node.constant is not None and not isinstance(node.constant, jax.Array)
+
+
+def is_zero(node: Node) -> bool:
+    """Whether it is the constant 0: adding it changes nothing but a negative zero."""
+    if node.call is not None and node.call.primitive is primitives.broadcast_in_dim_p:
+        (node,) = node.call.inputs
+    if not (is_constant_number(node) and node.is_scalar):
+        return False
+    return bool(np.asarray(node.constant) == 0)
 
 
 class Graph:

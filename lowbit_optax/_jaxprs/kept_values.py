@@ -15,7 +15,7 @@ import math
 import typing
 from collections.abc import Callable, Sequence
 
-from lowbit_optax._jaxprs.nodes import Call, Node
+from lowbit_optax._jaxprs.graph import Call, Node
 
 _SOURCE, _SINK = "source", "sink"
 

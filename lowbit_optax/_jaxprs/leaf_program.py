@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import primitives as p
 
-from lowbit_optax._jaxprs.nodes import varying_alike
+from lowbit_optax._jaxprs.graph import varying_alike
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,8 +16,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import primitives as p
 
-from lowbit_optax._jaxprs.graph import Graph
-from lowbit_optax._jaxprs.nodes import Call, Node, is_constant_number, params_of
+from lowbit_optax._jaxprs.graph import Call, Graph, Node, is_constant_number, params_of
 
 _SUMS = frozenset({p.add_p, p.add_jaxvals_p})
 

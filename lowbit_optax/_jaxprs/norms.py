@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from jax.extend.core import primitives as p
 
-from lowbit_optax._jaxprs.nodes import Call, Node, is_constant_number
+from lowbit_optax._jaxprs.graph import Call, Node, is_constant_number
 
 
 def sums_of_squares_of(

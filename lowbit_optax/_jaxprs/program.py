@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import jax
 from jax.extend.core import primitives
 
-from lowbit_optax._jaxprs.nodes import (
+from lowbit_optax._jaxprs.graph import (
     Call,
     Node,
     as_closed_jaxpr,
@@ -170,7 +170,7 @@ class LossProgram:
 
         Args:
           arguments: of the inputs.
-          instead, changed: as in :func:`lowbit_optax._jaxprs.nodes.run`; inputs are
+          instead, changed: as in :func:`lowbit_optax._jaxprs.graph.run`; inputs are
             changed too.
         """
         known = {

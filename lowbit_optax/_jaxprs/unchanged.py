@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import primitives as p
 
-from lowbit_optax._jaxprs.graph import Graph
-from lowbit_optax._jaxprs.nodes import Node, is_by_platform, is_constant_number
+from lowbit_optax._jaxprs.graph import Graph, Node, is_by_platform, is_constant_number
 
 Condition = Node | bool
 """A truth value: of rank 0, or known while tracing."""

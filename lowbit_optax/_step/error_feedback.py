@@ -22,9 +22,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import primitives as p
 
-from lowbit_optax._jaxprs.graph import Graph
+from lowbit_optax._jaxprs.graph import Graph, Node
 from lowbit_optax._jaxprs.linear_part import NotLinear, binary, linear_factor, number
-from lowbit_optax._jaxprs.nodes import Node
 
 MOST_GROWTH = 2.0
 """By which factor the learning rate may grow in a step before momentum is shortened."""

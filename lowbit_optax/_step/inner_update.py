@@ -19,8 +19,7 @@ from jax.extend.core.primitives import (
     select_n_p,
 )
 
-from lowbit_optax._jaxprs.graph import Graph, evaluate
-from lowbit_optax._jaxprs.nodes import Node, is_zero
+from lowbit_optax._jaxprs.graph import Graph, Node, evaluate, is_zero
 from lowbit_optax._jaxprs.unchanged import unchanged_when, zero_when
 from lowbit_optax._step import trees
 from lowbit_optax._step.error_feedback import Feedback, Moves, feedback_of

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from lowbit_optax._jaxprs.nodes import Call, bind
+from lowbit_optax._jaxprs.graph import Call, bind
 from lowbit_optax._jaxprs.program import LossProgram
 from lowbit_optax._numerics import rounding
 from lowbit_optax.precision.float_format import FloatFormat

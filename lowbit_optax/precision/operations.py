@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.extend.core import primitives
 
-from lowbit_optax._jaxprs.nodes import Call, as_closed_jaxpr, holds, is_by_platform
+from lowbit_optax._jaxprs.graph import Call, as_closed_jaxpr, holds, is_by_platform
 
 _PRODUCTS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"})
 _STORED = frozenset(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 import jax.numpy as jnp
 import numpy as np
 
-from lowbit_optax._jaxprs.nodes import Call
+from lowbit_optax._jaxprs.graph import Call
 from lowbit_optax.precision.assignment import Assignment
 from lowbit_optax.precision.float_format import FloatFormat
 from lowbit_optax.precision.native_products import ProductFormats, product_dtypes

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from lowbit_optax._jaxprs.nodes import Call, Node, as_closed_jaxpr, run
+from lowbit_optax._jaxprs.graph import Call, Node, as_closed_jaxpr, run
 from lowbit_optax._jaxprs.program import LossProgram, ScanCall
 from lowbit_optax.precision.assignment import Assignment
 from lowbit_optax.precision.float_format import FloatFormat

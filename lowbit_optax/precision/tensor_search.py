@@ -29,7 +29,7 @@ from collections.abc import Collection, Sequence
 import jax.numpy as jnp
 from jax.extend.core import primitives
 
-from lowbit_optax._jaxprs.nodes import Call, Node, as_closed_jaxpr, called_jaxpr
+from lowbit_optax._jaxprs.graph import Call, Node, as_closed_jaxpr, called_jaxpr
 from lowbit_optax._jaxprs.program import LossProgram, ScanCall
 from lowbit_optax.precision.operations import (
     function_name,

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
-from lowbit_optax._jaxprs.nodes import Call, Node
+from lowbit_optax._jaxprs.graph import Call, Node
 from lowbit_optax._jaxprs.program import LossProgram
 from lowbit_optax.precision.tensor_search import Kind, TensorSearch, Value
 

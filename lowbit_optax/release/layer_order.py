@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 import jax
 from jax.extend.core import primitives as p
 
-from lowbit_optax._jaxprs.nodes import (
+from lowbit_optax._jaxprs.graph import (
     Call,
     Node,
     called_jaxpr,

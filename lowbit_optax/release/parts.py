@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 import jax
 import optax
 
-from lowbit_optax._jaxprs.nodes import Node
+from lowbit_optax._jaxprs.graph import Node
 from lowbit_optax._step import trees
 from lowbit_optax.release.same_layers import (
     WaitsForWholeGradient,

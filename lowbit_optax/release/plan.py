@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax.numpy as jnp
 import optax
 
-from lowbit_optax._jaxprs.nodes import Node
+from lowbit_optax._jaxprs.graph import Node
 from lowbit_optax._jaxprs.program import ScanCall
 from lowbit_optax._step import trees
 from lowbit_optax.release.layer_analysis import analyse_layers

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from lowbit_optax._jaxprs.nodes import Node, run, value_of
+from lowbit_optax._jaxprs.graph import Node, run, value_of
 from lowbit_optax._jaxprs.program import LossProgram
 from lowbit_optax.release.backward import GradientConsumer, released_scan
 from lowbit_optax.release.ordering import tied

@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jax.extend.core import primitives as p
 
 from lowbit_optax._jaxprs import elementwise
-from lowbit_optax._jaxprs.nodes import Call, Node
+from lowbit_optax._jaxprs.graph import Call, Node
 from lowbit_optax._step.context import LAYERWISE
 from lowbit_optax.release.step_graph import StepGraph
 

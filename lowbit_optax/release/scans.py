@@ -5,7 +5,7 @@ import math
 
 import jax.numpy as jnp
 
-from lowbit_optax._jaxprs.nodes import Node
+from lowbit_optax._jaxprs.graph import Node
 from lowbit_optax._jaxprs.program import LossProgram, Scan, ScanCall
 from lowbit_optax._numerics.random_bits import COUNTERS
 from lowbit_optax.release.backward import OperandRoles

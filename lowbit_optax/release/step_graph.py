@@ -5,8 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import jax
 import optax
 
-from lowbit_optax._jaxprs.graph import Graph
-from lowbit_optax._jaxprs.nodes import Node
+from lowbit_optax._jaxprs.graph import Graph, Node
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.context import LAYERWISE
 from lowbit_optax.transformations.lowbit import step

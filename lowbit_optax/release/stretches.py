@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jax.extend.core import primitives as p
 
-from lowbit_optax._jaxprs.nodes import Call, Node
+from lowbit_optax._jaxprs.graph import Call, Node
 from lowbit_optax._jaxprs.program import LossProgram
 from lowbit_optax.release.scans import ReleasedScan
 from lowbit_optax.release.traced_loss import ParamLeaf, TracedLoss

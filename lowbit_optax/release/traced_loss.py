@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from lowbit_optax._jaxprs.nodes import Node
+from lowbit_optax._jaxprs.graph import Node
 from lowbit_optax._jaxprs.program import LossProgram, trace_program
 from lowbit_optax._step import trees
 from lowbit_optax.formats import quantized_tensor as tensors

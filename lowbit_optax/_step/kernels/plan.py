@@ -17,8 +17,8 @@ from jax.extend.core.primitives import add_p, and_p, not_p
 
 from lowbit_optax._jaxprs import elementwise
 from lowbit_optax._jaxprs.elementwise import NotElementwise, Scalars
+from lowbit_optax._jaxprs.graph import Node, params_of
 from lowbit_optax._jaxprs.leaf_program import Ref
-from lowbit_optax._jaxprs.nodes import Node, params_of
 from lowbit_optax._step import trees
 from lowbit_optax._step.inner_update import InnerUpdate
 from lowbit_optax._step.kernels.body import KEYS, LeafBody

@@ -10,7 +10,7 @@ import typing
 import jax
 import jax.numpy as jnp
 
-from lowbit_optax._jaxprs.nodes import Node
+from lowbit_optax._jaxprs.graph import Node
 from lowbit_optax._jaxprs.norms import sums_of_squares_of
 from lowbit_optax._step.error_feedback import fed
 from lowbit_optax._step.guard import neutral_updates, unless_still
