@@ -169,7 +169,7 @@ def _check_together(leaves: Sequence[Leaf]) -> None:
 
 def tpu_launcher():
     """The module of the launcher for TPUs, which is imported where it is needed."""
-    return importlib.import_module("pallas_kernels.fused_update.tpu")
+    return importlib.import_module("pallas_kernels.fused_update.tpu.kernel")
 
 
 def _launcher(implementation: str | None, interpret: bool = False) -> Launcher:

@@ -16,7 +16,7 @@ from lowbit_optax import block_quantized, cast, extra_bits, kahan, stochastic_ro
 from pallas_kernels import Operand, Result, Scalars, layout_of
 from pallas_kernels.fused_update import Leaf, tpu
 from pallas_kernels.fused_update.spec import Call, Shard
-from pallas_kernels.fused_update.tpu_tiling import lies_transposed
+from pallas_kernels.fused_update.tpu.tiling import lies_transposed
 
 SHAPES = {
     "even": (128, 256),

@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.fused_update.tpu_forms import Function
-from pallas_kernels.fused_update.tpu_quotients import quotient, root, rules_of
+from pallas_kernels.fused_update.tpu.quotients import quotient, root, rules_of
+from pallas_kernels.fused_update.tpu.rules import Function
 
 SPECIAL = np.float32([0, -0.0, np.inf, -np.inf, np.nan, 1, -3, 1e-30, 2.5e30])
 

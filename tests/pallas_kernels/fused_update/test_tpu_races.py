@@ -19,7 +19,7 @@ from quantised import quantised, shrinking
 
 from lowbit_optax import block_quantized, extra_bits, kahan, stochastic_rounding
 from lowbit_optax.formats import quantized_weights
-from pallas_kernels.fused_update import tpu
+from pallas_kernels.fused_update.tpu import kernel as tpu
 
 CAN_RAISE = "on_race" in {x.name for x in dataclasses.fields(pltpu.InterpretParams)}
 

@@ -30,7 +30,7 @@ from pallas_kernels.fused_update.spec import (
     manual_axes,
     result_shapes,
 )
-from pallas_kernels.fused_update.tpu_arrays import (
+from pallas_kernels.fused_update.tpu.arrays import (
     as_given,
     as_held,
     as_matrices,
@@ -39,12 +39,12 @@ from pallas_kernels.fused_update.tpu_arrays import (
     merged_axes,
     swapped,
 )
-from pallas_kernels.fused_update.tpu_forms import DTYPES
-from pallas_kernels.fused_update.tpu_functions import traced
-from pallas_kernels.fused_update.tpu_program import BlockProgram
-from pallas_kernels.fused_update.tpu_quotients import generation_of_target
-from pallas_kernels.fused_update.tpu_scratch import arrays_of, scratch_of
-from pallas_kernels.fused_update.tpu_tiling import (
+from pallas_kernels.fused_update.tpu.functions import traced
+from pallas_kernels.fused_update.tpu.program import BlockProgram
+from pallas_kernels.fused_update.tpu.quotients import generation_of_target
+from pallas_kernels.fused_update.tpu.rules import DTYPES
+from pallas_kernels.fused_update.tpu.scratch import arrays_of, scratch_of
+from pallas_kernels.fused_update.tpu.tiling import (
     LANES,
     Tiling,
     tiling_of,

@@ -1,6 +1,6 @@
 """What each program of a TPU kernel does: it goes through its block, unit by unit.
 
-Blocks, groups and units are those of :mod:`.tpu_tiling`. A row of a group is loaded
+Blocks, groups and units are those of :mod:`.tiling`. A row of a group is loaded
 with a stride, so that neighbouring groups are in neighbouring sublanes; fields are then
 shifts of whole registers. Rows of 16 bits lie in pairs in 32-bit words, those of 8 bits
 in fours, and are copied as such before.
@@ -20,10 +20,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.fused_update.spec import Operand, Result
-from pallas_kernels.fused_update.tpu_functions import REGISTER, Functions
-from pallas_kernels.fused_update.tpu_tiling import LANES, SUBLANES, Tiling
-from pallas_kernels.fused_update.tpu_values import Narrow, Sum, whole
-from pallas_kernels.fused_update.tpu_words import (
+from pallas_kernels.fused_update.tpu.functions import REGISTER, Functions
+from pallas_kernels.fused_update.tpu.tiling import LANES, SUBLANES, Tiling
+from pallas_kernels.fused_update.tpu.values import Narrow, Sum, whole
+from pallas_kernels.fused_update.tpu.words import (
     every,
     field,
     joined,

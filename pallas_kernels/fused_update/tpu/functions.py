@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.fused_update import xla
 from pallas_kernels.fused_update.spec import BlockBody, Body, Operand
-from pallas_kernels.fused_update.tpu_forms import Function
-from pallas_kernels.fused_update.tpu_tiling import LANES, SUBLANES
+from pallas_kernels.fused_update.tpu.rules import Function
+from pallas_kernels.fused_update.tpu.tiling import LANES, SUBLANES
 
 REGISTER = (SUBLANES, LANES)
 """The shape of a vector register of 32-bit values."""

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.fused_update.spec import Operand, Result, Shard
-from pallas_kernels.fused_update.tpu_tiling import LANES, Tiling, lies_transposed
+from pallas_kernels.fused_update.tpu.tiling import LANES, Tiling, lies_transposed
 from pallas_kernels.layout import block_shape
 
 

@@ -102,7 +102,7 @@ class Tiling:
 def group_of(leaf: Leaf) -> int:
     """The rows of a group: whole words of most widths, and an 8th of every block.
 
-    Fields of other widths are in words of their own, see :mod:`.tpu_words`.
+    Fields of other widths are in words of their own, see :mod:`.words`.
     """
     parts = (block_shape(size)[0] // SUBLANES for size in leaf.block_sizes)
     words = (period(bits)[0] for bits in leaf.packed if is_unrolled(bits))

@@ -22,8 +22,8 @@ from jax.extend import core
 from jax.extend.core import primitives as p
 
 from pallas_kernels import operations
-from pallas_kernels.fused_update.tpu_quotients import rules_of
-from pallas_kernels.fused_update.tpu_values import (
+from pallas_kernels.fused_update.tpu.quotients import rules_of
+from pallas_kernels.fused_update.tpu.values import (
     Field,
     Lazy,
     Narrow,

@@ -14,8 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.bitfields import get_field, period, put_fields
-from pallas_kernels.fused_update.tpu_tiling import SUBLANES
-from pallas_kernels.fused_update.tpu_values import Field, shifted_left, whole
+from pallas_kernels.fused_update.tpu.tiling import SUBLANES
+from pallas_kernels.fused_update.tpu.values import Field, shifted_left, whole
 
 
 def unpack(words, rows, bits: int) -> None:

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.fused_update.spec import Operand, Result
-from pallas_kernels.fused_update.tpu_arrays import held_as
-from pallas_kernels.fused_update.tpu_program import Arrays
-from pallas_kernels.fused_update.tpu_tiling import LANES, SUBLANES, Tiling
+from pallas_kernels.fused_update.tpu.arrays import held_as
+from pallas_kernels.fused_update.tpu.program import Arrays
+from pallas_kernels.fused_update.tpu.tiling import LANES, SUBLANES, Tiling
 from pallas_kernels.layout import is_unrolled
 
 

@@ -1,0 +1,1 @@
+"""Fused updates as kernels for TPUs."""
