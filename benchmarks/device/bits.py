@@ -103,7 +103,7 @@ def step_of(tx, stacked: bool) -> Callable:
             products = lo.dequantize(weights, jnp.float32) * grad.astype(jnp.float32)
             return total + products.sum(), None
 
-        total, _ = release.scan(body, jnp.float32(0), (params[0], grads[0]))
+        total, _ = jax.lax.scan(body, jnp.float32(0), (params[0], grads[0]))
         return total
 
     released = release.value_and_update(loss_fn, tx)

@@ -11,8 +11,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lowbit_optax import release
-
 
 class EncoderDecoder(NamedTuple):
     """The sizes of a model.
@@ -76,9 +74,9 @@ class EncoderDecoder(NamedTuple):
         embed = lambda tokens: (
             params["embedding"][tokens] + params["positions"]
         ).astype(self.dtype)
-        source, _ = release.scan(encoder, embed(tokens[:, 0, :-1]), params["encoder"])
+        source, _ = jax.lax.scan(encoder, embed(tokens[:, 0, :-1]), params["encoder"])
         source = _norm(source)
-        x, _ = release.scan(decoder, embed(tokens[:, 1, :-1]), params["decoder"])
+        x, _ = jax.lax.scan(decoder, embed(tokens[:, 1, :-1]), params["decoder"])
         logits = (_norm(x) @ params["head"].astype(self.dtype)).astype(jnp.float32)
         labels = tokens[:, 1, 1:]
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)

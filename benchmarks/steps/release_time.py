@@ -34,7 +34,7 @@ def loss_fn(params, h):
     def body(h, w):
         return jnp.tanh(h @ w.astype(h.dtype)), None
 
-    h, _ = release.scan(body, h, params["w"])
+    h, _ = jax.lax.scan(body, h, params["w"])
     return jnp.mean(h**2)
 
 

@@ -5,7 +5,7 @@
 
 The text is the sources of Python's standard library. With and without `--release` the
 batches and the numbers are the same; the memory is not, and at the end a table shows it
-for both. `release.scan` in `tools/models/gpt.py` and `make_step` here are all that
+for both. `jax.lax.scan` in `tools/models/gpt.py` and `make_step` here are all that
 a release takes.
 
 Besides lowbit_optax it needs tqdm.

@@ -26,6 +26,5 @@ References:
 
 from lowbit_optax.release.api import explain, value_and_update
 from lowbit_optax.release.placement import host_shardings
-from lowbit_optax.release.scan import scan
 
-__all__ = ["explain", "host_shardings", "scan", "value_and_update"]
+__all__ = ["explain", "host_shardings", "value_and_update"]

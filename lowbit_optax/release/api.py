@@ -43,9 +43,8 @@ def value_and_update(
     What the backward pass reads is kept in the least memory from which elementwise
     operations give the rest; they are computed again.
 
-    The parameters that ``loss_fn`` scans over, by
-    :func:`lowbit_optax.release.scan`, ``lax.scan`` or flax's ``nn.scan``, are updated
-    layer by layer. So is a stack of parameters if one scan runs over it and nothing
+    The parameters that ``loss_fn`` scans over, by ``jax.lax.scan`` or flax's
+    ``nn.scan``, are updated layer by layer. So is a stack of parameters if one scan runs over it and nothing
     else reads it. Cast it in the scan's body, not before the scan. What is under one
     ``jax.checkpoint`` is updated together. :func:`explain` tells when each parameter is
     updated, and why.
@@ -112,7 +111,7 @@ def value_and_update(
     >>> params = {"layers": jnp.full((3, 64, 64), 0.01, jnp.bfloat16)}
     >>> def loss_fn(params, x):
     ...     body = lambda x, w: (jnp.tanh(x @ w), None)
-    ...     x, _ = release.scan(body, x, params["layers"])
+    ...     x, _ = jax.lax.scan(body, x, params["layers"])
     ...     return jnp.mean(x.astype(jnp.float32) ** 2)
     >>> tx = lowbit_optax.lowbit_adamw(1e-3)
     >>> train_step = jax.jit(
@@ -175,7 +174,7 @@ def explain(
     >>> params = {"layers": jnp.ones((3, 64, 64)), "head": jnp.ones(64)}
     >>> def loss_fn(params, x):
     ...     body = lambda x, w: (x @ w, None)
-    ...     return release.scan(body, x, params["layers"])[0] @ params["head"]
+    ...     return jax.lax.scan(body, x, params["layers"])[0] @ params["head"]
     >>> tx = optax.adam(1e-3)
     >>> when = explain(loss_fn, tx)(params, tx.init(params), jnp.ones(64))
     >>> when["['layers']"], when["['head']"]

@@ -43,7 +43,7 @@ def host_shardings(
     >>> params = {"layers": jnp.ones((3, 64, 64)), "head": jnp.ones(64)}
     >>> def loss_fn(params, x):
     ...     body = lambda x, w: (x @ w, None)
-    ...     return release.scan(body, x, params["layers"])[0] @ params["head"]
+    ...     return jax.lax.scan(body, x, params["layers"])[0] @ params["head"]
     >>> tx = optax.sgd(1e-3, momentum=0.9)
     >>> state, x = jax.eval_shape(tx.init, params), jnp.ones(64)
     >>> shardings = host_shardings(loss_fn, tx)(params, state, x)

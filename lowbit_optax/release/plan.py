@@ -100,7 +100,7 @@ def plan_release(
     early, why_last = _early(others, active)
     stretches = divide(loss, scans, early, active)
     parts, last = {}, None
-    if any(stretch.leaves for stretch in stretches):
+    if layers.state_stacks or any(stretch.leaves for stretch in stretches):
         finder = _PartFinder(Parts(tx, opt_state, loss), whole_step())
         stretches = [finder.checked(stretch) for stretch in stretches]
         parts, why_last = finder.parts, why_last | finder.reasons

@@ -215,7 +215,7 @@ def memory_report(
       dtype: of quantised weights' gradients and dequantised copies. Other gradients
         have their parameter's dtype.
       stacked: ``path -> bool``: whether the leaf's first axis is a stack of layers that
-        ``release.scan`` goes through, so that the gradient of one layer counts.
+        a scan goes through, so that the gradient of one layer counts.
 
     Returns:
       A :class:`MemoryReport`; ``print`` it, or ``plot`` it. "f32 master" is the usual

@@ -241,7 +241,7 @@ def plan(
       other_bytes: what a device holds besides: activations, batches, the program.
       devices: over how many parameters, state and gradients are sharded evenly.
       stacked: ``path -> bool``: whether the leaf's first axis is a stack of layers that
-        ``release.scan`` goes through, so that the gradient of one layer counts.
+        a scan goes through, so that the gradient of one layer counts.
 
     Returns:
       A :class:`Plan`. ``print`` it; train with ``plan.best``, or ``plan[name]``.

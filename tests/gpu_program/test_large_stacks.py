@@ -46,7 +46,7 @@ def test_layers_of_a_large_stack_are_released():
 
     def loss_fn(params, x):
         body = lambda x, w: (x @ w @ w.T, None)
-        return release.scan(body, x, params)[0].sum(dtype="float32")
+        return jax.lax.scan(body, x, params)[0].sum(dtype="float32")
 
     tx = lowbit_optax.lowbit_adamw(1e-3)
     state = jax.eval_shape(tx.init, LLAMA_70B)

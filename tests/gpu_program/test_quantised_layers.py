@@ -86,7 +86,7 @@ def test_released_quantised_layers_keep_one_gradient_beside_the_activations():
         def body(x, layer):
             return jnp.tanh(x @ lowbit_optax.dequantize(layer, BF16)), None
 
-        x, _ = release.scan(body, x, params["layers"])
+        x, _ = jax.lax.scan(body, x, params["layers"])
         return jnp.mean(x.astype(jnp.float32) ** 2)
 
     stack = leaf(LAYERS, width, width, dtype=jnp.float32)

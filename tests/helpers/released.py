@@ -117,7 +117,7 @@ def simple_params(layers=3, dtype=jnp.float32):
 
 def simple_loss(params, x):
     """A scan, and a function that reduces its result to a scalar."""
-    x, _ = release.scan(simple_body, x, params["layers"])
+    x, _ = jax.lax.scan(simple_body, x, params["layers"])
     return head_loss(params, x)
 
 
@@ -152,5 +152,5 @@ def mixed_loss(params, x):
         x = dense(x, layer["wide"]) + layer["bias"]
         return dense(dense(x, layer["brain"]), layer["half"]), None
 
-    x, _ = release.scan(body, x, params["layers"])
+    x, _ = jax.lax.scan(body, x, params["layers"])
     return head_loss(params, x)

@@ -1,6 +1,6 @@
 """A decoder-only transformer over bytes, its layers stacked and scanned over.
 
-Every leaf of `params["layers"]` has a leading axis of layers. `release.scan` runs over
+Every leaf of `params["layers"]` has a leading axis of layers. `jax.lax.scan` runs over
 it: inside `release.value_and_update` its backward loop updates one layer at a time, and
 outside it is `jax.lax.scan`.
 """
@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import optax
 
 import lowbit_optax
-from lowbit_optax import release
 
 BYTES = 256
 
@@ -87,7 +86,7 @@ class GPT(NamedTuple):
         embedding = self._weights(params["embedding"])
         positions = self._weights(params["positions"])
         x = embedding[tokens] + positions[: tokens.shape[1]]
-        x, _ = release.scan(body, x, params["layers"])
+        x, _ = jax.lax.scan(body, x, params["layers"])
         x = _norm(x, self._weights(params["norm"]))
         # The head is the embedding: it is updated once, with the sum of both gradients.
         return (x @ embedding.T).astype(jnp.float32)

@@ -12,8 +12,6 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from lowbit_optax import release
-
 BF16, F32 = jnp.bfloat16, jnp.float32
 
 
@@ -70,7 +68,7 @@ class Llama(NamedTuple):
         def body(x, layer):
             return self._block(x, jax.tree.map(whole, layer)), None
 
-        x, _ = release.scan(body, x, params["layers"])
+        x, _ = jax.lax.scan(body, x, params["layers"])
         x, head = _norm(x, whole(params["norm"])), whole(params["head"])
 
         @jax.checkpoint

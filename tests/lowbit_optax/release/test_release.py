@@ -229,7 +229,7 @@ def test_a_mask_by_rank_is_that_of_the_stack():
 
     def scanned(params, x):
         body = lambda x, w: (released.dense(x, w.reshape(64, 64)), None)
-        x, _ = release.scan(body, x, params["layers"])
+        x, _ = jax.lax.scan(body, x, params["layers"])
         return released.head_loss(params, x)
 
     matrices = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
@@ -243,7 +243,7 @@ def test_the_gradient_of_one_layer_may_be_nan():
 
     def loss_fn(params, x):
         body = lambda x, w: (x, jnp.sum(jnp.sqrt(1 + w.astype(jnp.float32)) * x[0]))
-        _, ys = release.scan(body, x, params["layers"])
+        _, ys = jax.lax.scan(body, x, params["layers"])
         return jnp.sum(ys) + released.head_loss(params, x)
 
     params["layers"] = params["layers"].at[1, 5, 7].set(-2.0)
@@ -376,7 +376,7 @@ def _quantized_loss(params, x):
     def body(x, w):
         return jnp.tanh(x @ lowbit_optax.dequantize(w, jnp.float32)), None
 
-    x, _ = release.scan(body, x, params["layers"])
+    x, _ = jax.lax.scan(body, x, params["layers"])
     return released.head_loss(params, x)
 
 

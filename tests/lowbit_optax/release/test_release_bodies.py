@@ -30,14 +30,14 @@ def model(*in_loop):
 @model(LAYERS)
 def checkpointed_body(params, x):
     body = jax.checkpoint(simple_body)
-    return head_loss(params, release.scan(body, x, params["layers"])[0])
+    return head_loss(params, jax.lax.scan(body, x, params["layers"])[0])
 
 
 @model(LAYERS)
 def checkpointed_body_with_a_policy(params, x):
     policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     body = jax.checkpoint(simple_body, policy=policy, prevent_cse=False)
-    return head_loss(params, release.scan(body, x, params["layers"])[0])
+    return head_loss(params, jax.lax.scan(body, x, params["layers"])[0])
 
 
 @model(LAYERS)
@@ -47,7 +47,7 @@ def named_residuals(params, x):
 
     policy = jax.checkpoint_policies.save_only_these_names("product")
     body = jax.checkpoint(named, policy=policy)
-    return head_loss(params, release.scan(body, x, params["layers"])[0])
+    return head_loss(params, jax.lax.scan(body, x, params["layers"])[0])
 
 
 @jax.custom_vjp
@@ -63,7 +63,7 @@ def custom_derivatives_in_the_body(params, x):
     def body(x, w):
         return jax.nn.relu(doubled_backwards(x @ doubled_backwards(w))), None
 
-    return head_loss(params, release.scan(body, x, params["layers"])[0])
+    return head_loss(params, jax.lax.scan(body, x, params["layers"])[0])
 
 
 @model(LAYERS)
@@ -72,7 +72,7 @@ def a_layer_whose_gradient_is_stopped(params, x):
         return dense(x, lax.stop_gradient(w)), None
 
     return head_loss(
-        params, release.scan(body, x * params["head"], params["layers"])[0]
+        params, jax.lax.scan(body, x * params["head"], params["layers"])[0]
     )
 
 
@@ -84,7 +84,7 @@ def a_stack_that_nothing_reads(params, x):
 @model(LAYERS)
 def a_body_that_ignores_its_layer(params, x):
     body = lambda x, w: (x * 2, None)
-    return head_loss(params, release.scan(body, x, params["layers"])[0])
+    return head_loss(params, jax.lax.scan(body, x, params["layers"])[0])
 
 
 @model(LAYERS)
@@ -93,7 +93,7 @@ def complex_numbers_in_the_carry(params, x):
         y = dense(z.real + z.imag, w)
         return lax.complex(y, y * 0.5), None
 
-    z, _ = release.scan(body, lax.complex(x, x), params["layers"])
+    z, _ = jax.lax.scan(body, lax.complex(x, x), params["layers"])
     return head_loss(params, z.real)
 
 
@@ -104,7 +104,7 @@ def complex_numbers_closed_over(params, x):
     def body(x, w):
         return dense(x, w) + (rotation * (1 + 2j)).imag, None
 
-    return jnp.mean(release.scan(body, x, params["layers"])[0] ** 2)
+    return jnp.mean(jax.lax.scan(body, x, params["layers"])[0] ** 2)
 
 
 @model(LAYERS)
@@ -113,7 +113,7 @@ def complex_numbers_out_of_the_scan(params, x):
         x = dense(x, w)
         return x, lax.complex(x, 2 * x)
 
-    _, ys = release.scan(body, x * params["head"], params["layers"])
+    _, ys = jax.lax.scan(body, x * params["head"], params["layers"])
     return jnp.sum(ys.real * ys.imag)
 
 
@@ -133,7 +133,7 @@ def test_effects_in_the_body_happen_once_a_layer():
             jax.debug.callback(lambda v: seen.append(float(v)), jnp.sum(w))
             return dense(x, w), None
 
-        return head_loss(params, release.scan(body, x, params["layers"])[0])
+        return head_loss(params, jax.lax.scan(body, x, params["layers"])[0])
 
     params, (x,) = simple_params(), released.batches(1)[0]
     step = jax.jit(release.value_and_update(loss_fn, SGD))

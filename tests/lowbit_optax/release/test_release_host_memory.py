@@ -72,7 +72,7 @@ def test_quantised_layers_have_their_state_in_host_memory_too():
     def loss_fn(params, x):
         head = lowbit_optax.dequantize(params["head"], jnp.float32)
         body = lambda x, w: simple_body(x, lowbit_optax.dequantize(w, jnp.float32))
-        x, _ = release.scan(body, x, params["layers"])
+        x, _ = jax.lax.scan(body, x, params["layers"])
         return head_loss({"head": head}, x)
 
     state = tx.init(params)
@@ -153,7 +153,7 @@ def test_explain_says_whose_state_is_in_host_memory():
     tx = SGD
 
     def loss_fn(params, x):
-        x, _ = release.scan(simple_body, x, params["layers"])
+        x, _ = jax.lax.scan(simple_body, x, params["layers"])
         return head_loss(params, x @ params["out"])
 
     when = release.explain(loss_fn, tx, state_memory=HOST)

@@ -34,7 +34,7 @@ def scanned(params, x):
         return jnp.tanh(x @ w), jnp.sum(w[0] * push.astype(F16))
 
     push, x = split(x)
-    x, ys = release.scan(body, x.astype(F16), (params["layers"], push[:3]))
+    x, ys = jax.lax.scan(body, x.astype(F16), (params["layers"], push[:3]))
     ys = jnp.append(ys, params["head"][0] * push[3].astype(F16))
     return head(params, x) + jnp.sum(ys.astype(jnp.float32))
 
@@ -64,7 +64,7 @@ def exactly_summed(params, x):
     x = jnp.sign(jnp.round(x)).astype(F16)
     for w in params["more"]:
         x = x @ w
-    x, _ = release.scan(lambda x, w: (x @ w, None), x, params["layers"])
+    x, _ = jax.lax.scan(lambda x, w: (x @ w, None), x, params["layers"])
     target = jnp.arange(64) % 3 - 1
     return jnp.sum((x * target.astype(F16)).astype(jnp.float32)) + head(params, 0 * x)
 

@@ -47,8 +47,8 @@ def one_scan(params, x):
 
 @model("['a']", "['b']", params=lambda: simple_params() | _two())
 def two_scans(params, x):
-    x, _ = release.scan(simple_body, x, params["a"])
-    x, _ = release.scan(simple_body, x * params["head"], params["b"])
+    x, _ = jax.lax.scan(simple_body, x, params["a"])
+    x, _ = jax.lax.scan(simple_body, x * params["head"], params["b"])
     return head_loss(params, x)
 
 
@@ -60,14 +60,14 @@ def _two():
 def scan_under_jit(params, x):
     @jax.jit
     def inner(x, layers):
-        return jax.jit(lambda: release.scan(simple_body, x, layers)[0] * 0.5)()
+        return jax.jit(lambda: jax.lax.scan(simple_body, x, layers)[0] * 0.5)()
 
     return head_loss(params, inner(x, params["layers"]))
 
 
 @model("['a']", "['b']", params=lambda: simple_params() | _two())
 def one_jitted_function_called_twice(params, x):
-    inner = jax.jit(lambda x, layers: release.scan(simple_body, x, layers)[0])
+    inner = jax.jit(lambda x, layers: jax.lax.scan(simple_body, x, layers)[0])
     return head_loss(params, inner(inner(x, params["a"]), params["b"]))
 
 
@@ -80,24 +80,24 @@ def keys_and_data_beside_the_layers(params, x):
 
     keys = jax.random.split(jax.random.key(3), 3)
     xs = params["layers"], keys, jnp.asarray([0.5, 1.0, 2.0])
-    return head_loss(params, release.scan(body, x, xs)[0])
+    return head_loss(params, jax.lax.scan(body, x, xs)[0])
 
 
 @model(LAYERS)
 def in_reverse(params, x):
-    x, _ = release.scan(simple_body, x, params["layers"], reverse=True)
+    x, _ = jax.lax.scan(simple_body, x, params["layers"], reverse=True)
     return head_loss(params, x)
 
 
 @model(LAYERS)
 def unrolled_by_two(params, x):
-    x, _ = release.scan(simple_body, x, params["layers"], length=3, unroll=2)
+    x, _ = jax.lax.scan(simple_body, x, params["layers"], length=3, unroll=2)
     return head_loss(params, x)
 
 
 @model(LAYERS)
 def unrolled(params, x):
-    x, _ = release.scan(simple_body, x, params["layers"], unroll=True)
+    x, _ = jax.lax.scan(simple_body, x, params["layers"], unroll=True)
     return head_loss(params, x)
 
 
@@ -107,7 +107,7 @@ def outputs_in_the_loss(params, x):
         x = dense(x, w)
         return x, (jnp.sum(x, axis=0), jnp.int32(1), jnp.sum(x * x))
 
-    x, (sums, ones, unread) = release.scan(body, x, params["layers"])
+    x, (sums, ones, unread) = jax.lax.scan(body, x, params["layers"])
     del unread
     return head_loss(params, x) + jnp.sum(sums[1] * sums[2]) * jnp.sum(ones)
 
@@ -117,7 +117,7 @@ def outputs_alone_in_the_loss(params, x):
     def body(x, w):
         return dense(x, w), jnp.sum(x**2)
 
-    _, ys = release.scan(body, x * params["head"], params["layers"])
+    _, ys = jax.lax.scan(body, x * params["head"], params["layers"])
     return jnp.sum(ys)
 
 
@@ -137,7 +137,7 @@ def integers_and_several_dtypes_in_the_carry(params, x):
         jax.random.key(1),
         jnp.bool_(True),
     )
-    (x, low, *_), _ = release.scan(body, init, params["layers"])
+    (x, low, *_), _ = jax.lax.scan(body, init, params["layers"])
     return head_loss(params, x) + jnp.sum(low.astype(jnp.float32))
 
 
@@ -146,12 +146,12 @@ def parameters_shared_by_the_layers(params, x):
     def body(x, w):
         return dense(dense(x, w), params["shared"]) * params["head"], None
 
-    return head_loss(params, release.scan(body, x, params["layers"])[0])
+    return head_loss(params, jax.lax.scan(body, x, params["layers"])[0])
 
 
 @model(LAYERS)
 def parameters_as_the_first_carry(params, x):
-    x, _ = release.scan(simple_body, x * 0 + params["head"], params["layers"])
+    x, _ = jax.lax.scan(simple_body, x * 0 + params["head"], params["layers"])
     return jnp.sum(x**2)
 
 
@@ -175,31 +175,31 @@ def nested_containers_and_none(params, x):
         assert nothing is None
         return dense(dense(x, block.up), block.down["x"][0]), None
 
-    return head_loss(params, release.scan(body, x, params["blocks"])[0])
+    return head_loss(params, jax.lax.scan(body, x, params["blocks"])[0])
 
 
 @model(LAYERS, params=lambda: simple_params() | {"embed": weights(seed=7)})
 def tied_embedding(params, x):
-    x, _ = release.scan(simple_body, x @ params["embed"], params["layers"])
+    x, _ = jax.lax.scan(simple_body, x @ params["embed"], params["layers"])
     return jnp.mean((x @ params["embed"].T) ** 2) + head_loss(params, x)
 
 
 @model()
 def stack_used_outside_too(params, x):
-    x, _ = release.scan(simple_body, x, params["layers"])
+    x, _ = jax.lax.scan(simple_body, x, params["layers"])
     return head_loss(params, x) + jnp.sum(params["layers"][0] ** 2)
 
 
 @model()
 def stack_cast_before(params, x):
     layers = params["layers"].astype(jnp.bfloat16)
-    return head_loss(params, release.scan(simple_body, x, layers)[0])
+    return head_loss(params, jax.lax.scan(simple_body, x, layers)[0])
 
 
 @model()
 def stack_scanned_twice(params, x):
-    x, _ = release.scan(simple_body, x, params["layers"])
-    x, _ = release.scan(simple_body, x, params["layers"], reverse=True)
+    x, _ = jax.lax.scan(simple_body, x, params["layers"])
+    x, _ = jax.lax.scan(simple_body, x, params["layers"], reverse=True)
     return head_loss(params, x)
 
 
@@ -209,7 +209,7 @@ def stack_twice_in_one_scan(params, x):
         return dense(dense(x, pair[0]), pair[1]), None
 
     pair = params["layers"], params["layers"]
-    return head_loss(params, release.scan(body, x, pair)[0])
+    return head_loss(params, jax.lax.scan(body, x, pair)[0])
 
 
 @model()
@@ -217,34 +217,34 @@ def stack_scanned_and_closed_over(params, x):
     def body(x, w):
         return dense(x, w + params["layers"][1]), None
 
-    return head_loss(params, release.scan(body, x, params["layers"])[0])
+    return head_loss(params, jax.lax.scan(body, x, params["layers"])[0])
 
 
 @model()
 def stack_reshaped_before(params, x):
     layers = params["layers"].reshape(3, 1, WIDTH, WIDTH)
     body = lambda x, w: (dense(x, w[0]), None)
-    return head_loss(params, release.scan(body, x, layers)[0])
+    return head_loss(params, jax.lax.scan(body, x, layers)[0])
 
 
 @model()
 def scan_in_a_conditional(params, x):
-    scanned = lambda: release.scan(simple_body, x, params["layers"])[0]
+    scanned = lambda: jax.lax.scan(simple_body, x, params["layers"])[0]
     return head_loss(params, lax.cond(x[0, 0] > -100, scanned, lambda: x))
 
 
 @model()
 def scan_under_checkpoint(params, x):
-    whole = jax.checkpoint(lambda x, w: release.scan(simple_body, x, w)[0])
+    whole = jax.checkpoint(lambda x, w: jax.lax.scan(simple_body, x, w)[0])
     return head_loss(params, whole(x, params["layers"]))
 
 
 @model("['groups']", params=lambda: simple_params() | _groups())
 def scan_in_a_scan(params, x):
     def outer(x, group):
-        return release.scan(simple_body, x, group)[0], None
+        return jax.lax.scan(simple_body, x, group)[0], None
 
-    return head_loss(params, release.scan(outer, x, params["groups"])[0])
+    return head_loss(params, jax.lax.scan(outer, x, params["groups"])[0])
 
 
 def _groups():
@@ -256,7 +256,7 @@ def matrices_over_a_batch(params, x):
     def body(x, group):
         return jax.vmap(dense, (None, 0))(x, group).sum(0), None
 
-    return head_loss(params, release.scan(body, x, params["groups"])[0])
+    return head_loss(params, jax.lax.scan(body, x, params["groups"])[0])
 
 
 @model(LAYERS, params=lambda: simple_params(layers=1))
@@ -275,7 +275,7 @@ def auxiliary_results(params, x):
         x = dense(x, w)
         return x, jnp.max(x)
 
-    x, tops = release.scan(body, x, params["layers"])
+    x, tops = jax.lax.scan(body, x, params["layers"])
     return head_loss(params, x), {"tops": tops, "rows": x.shape[0], "none": None}
 
 
@@ -287,7 +287,7 @@ def the_stack_itself_as_auxiliary_result(params, x):
 @model(LAYERS, has_aux=True)
 def layers_as_auxiliary_outputs(params, x):
     body = lambda x, w: (dense(x, w), w * 2)
-    x, doubled = release.scan(body, x, params["layers"])
+    x, doubled = jax.lax.scan(body, x, params["layers"])
     return head_loss(params, x), doubled
 
 
@@ -343,7 +343,7 @@ def test_a_whole_gradient_is_never_updated_from_a_part_of_it():
     # The gradient of a sum is one everywhere: of each use of the stack, another one.
     def loss_fn(params):
         body = lambda total, w: (total + jnp.sum(w), None)
-        total, _ = release.scan(body, jnp.float32(0), params)
+        total, _ = jax.lax.scan(body, jnp.float32(0), params)
         return total + jnp.sum(params)
 
     params = jnp.zeros((2, WIDTH, WIDTH))
@@ -357,7 +357,7 @@ def test_the_loss_sees_python_values_as_such():
     def loss_fn(params, x, scale, name, *, train, rows=None):
         assert name == "mean"
         assert rows is None
-        x, _ = release.scan(simple_body, x, params["layers"])
+        x, _ = jax.lax.scan(simple_body, x, params["layers"])
         return head_loss(params, x * scale if train else x)
 
     params, (x,) = simple_params(), released.batches(1)[0]

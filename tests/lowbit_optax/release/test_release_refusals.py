@@ -173,7 +173,7 @@ def test_a_body_that_computes_with_a_quantised_layer_is_told_to_dequantise_it(na
 
     def loss_fn(params, x):
         body = lambda x, w: (AS_AN_ARRAY[name](x, w), None)
-        return released.head_loss(params, release.scan(body, x, params["layers"])[0])
+        return released.head_loss(params, jax.lax.scan(body, x, params["layers"])[0])
 
     (x,) = released.batches(1)[0]
     with pytest.raises(TypeError, match=r"lowbit_optax\.dequantize"):
@@ -230,7 +230,7 @@ def _reason(loss_fn=simple_loss, tx=SGD, params=None):
 def _scan_of(change):
     def loss_fn(params, x):
         layers = change(params["layers"])
-        x, _ = release.scan(released.simple_body, x, layers)
+        x, _ = jax.lax.scan(released.simple_body, x, layers)
         return released.head_loss(params, x)
 
     return loss_fn
@@ -271,7 +271,7 @@ def test_explain_says_that_layers_are_small():
 
     def loss_fn(params, x):
         body = lambda x, b: (x + b, None)
-        x, _ = release.scan(body, x, params["layers"])
+        x, _ = jax.lax.scan(body, x, params["layers"])
         return released.head_loss(params, x)
 
     assert "fewer than 4096" in _reason(loss_fn, params=params)
@@ -302,7 +302,7 @@ def test_explain_is_of_one_leaf_where_one_waits():
 
     def loss_fn(params, x):
         body = lambda x, w: (released.dense(released.dense(x, w[0]), w[1]), None)
-        x, _ = release.scan(body, x, (params["a"], params["b"]))
+        x, _ = jax.lax.scan(body, x, (params["a"], params["b"]))
         return released.head_loss(params, x)
 
     found = released.updated_in_loop(loss_fn, tx, params, *released.batches(1)[0])

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import lowbit_optax
-from lowbit_optax import memory_report, plan, release, step_memory
+from lowbit_optax import memory_report, plan, step_memory
 from lowbit_optax.reports import bars as memory_bars
 
 pytestmark = pytest.mark.standard_promotion
@@ -31,7 +31,7 @@ def _loss(params, x):
         w = lowbit_optax.dequantize(w, jnp.bfloat16).astype(h.dtype)
         return jnp.tanh(h @ w), None
 
-    h, _ = release.scan(body, x * params["norm"].astype(x.dtype), params["layers"])
+    h, _ = jax.lax.scan(body, x * params["norm"].astype(x.dtype), params["layers"])
     return jnp.mean(h.astype(jnp.float32) ** 2)
 
 

@@ -94,7 +94,7 @@ def test_kernels_and_xla_give_large_quantised_weights_the_same_bits(advance):
 def test_release_rounds_a_large_stack_as_the_step_does(implementation):
     def loss_fn(params, x):
         body = lambda x, w: (x @ w @ w.T, None)
-        return jnp.sum(release.scan(body, x, params["w"])[0])
+        return jnp.sum(jax.lax.scan(body, x, params["w"])[0])
 
     tx = lowbit_optax.sr_sgd(2.0**-7, implementation=implementation)
     params = {"w": numbers(0).astype(jnp.bfloat16)}

@@ -153,7 +153,7 @@ def test_release_is_the_same():
 
     def loss_fn(params, h):
         body = lambda h, w: (jnp.tanh(h @ w), None)
-        h, _ = release.scan(body, h, params["layers"])
+        h, _ = jax.lax.scan(body, h, params["layers"])
         return jnp.mean((h * params["out"]).astype(jnp.float32) ** 2)
 
     step = jax.jit(release.value_and_update(loss_fn, tx), compiler_options=QUICK)
