@@ -193,6 +193,19 @@ def params_of(function: Callable) -> dict[str, typing.Any]:
     return equation.params
 
 
+def without_dead_equations(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """A jaxpr without the equations at its top that nothing needs.
+
+    optax computes what a tree's leaves share even for a tree that has none.
+    """
+    needed, equations = set(map(id, closed.jaxpr.outvars)), []
+    for eqn in reversed(closed.jaxpr.eqns):
+        if eqn.effects or any(id(x) in needed for x in eqn.outvars):
+            needed |= set(map(id, eqn.invars))
+            equations.append(eqn)
+    return ClosedJaxpr(closed.jaxpr.replace(eqns=equations[::-1]), closed.consts)
+
+
 def as_closed_jaxpr(jaxpr) -> ClosedJaxpr:
     """A jaxpr among an equation's parameters, with its constants if it has any."""
     is_closed = isinstance(jaxpr, ClosedJaxpr)

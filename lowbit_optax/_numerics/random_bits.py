@@ -278,6 +278,8 @@ def random_bits(
     Returns:
       One :class:`RandomBits` per leaf.
     """
+    if not leaves:
+        return []
     keys, seconds = random_keys(seed, step, leaves)
     # Outside of jit, an index that is static would be a program of its own.
     is_traced = isinstance(keys, Tracer)

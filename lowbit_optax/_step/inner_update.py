@@ -19,7 +19,13 @@ from jax.extend.core.primitives import (
     select_n_p,
 )
 
-from lowbit_optax._jaxprs.graph import Graph, Node, evaluate, is_zero
+from lowbit_optax._jaxprs.graph import (
+    Graph,
+    Node,
+    evaluate,
+    is_zero,
+    without_dead_equations,
+)
 from lowbit_optax._jaxprs.unchanged import unchanged_when, zero_when
 from lowbit_optax._step import trees
 from lowbit_optax._step.error_feedback import Feedback, Moves, feedback_of
@@ -264,7 +270,7 @@ def trace_update(update: Callable, step: Step) -> InnerUpdate:
     state = step.structure.unflatten(parts)
     arguments = step.tree(grads), state, step.tree(masters)
     closed, shapes = jax.make_jaxpr(twice, return_shape=True)(*arguments)
-    structure = jax.tree.structure
+    closed, structure = without_dead_equations(closed), jax.tree.structure
     return InnerUpdate(step, closed, structure(arguments), structure(shapes))
 
 

@@ -44,10 +44,10 @@ def value_and_update(
     operations give the rest; they are computed again.
 
     The parameters that ``loss_fn`` scans over, by ``jax.lax.scan`` or flax's
-    ``nn.scan``, are updated layer by layer. So is a stack of parameters if one scan runs over it and nothing
-    else reads it. Cast it in the scan's body, not before the scan. What is under one
-    ``jax.checkpoint`` is updated together. :func:`explain` tells when each parameter is
-    updated, and why.
+    ``nn.scan``, are updated layer by layer. So is a stack of parameters if one scan
+    runs over it and nothing else reads it. Cast it in the scan's body, not before the
+    scan. What is under one ``jax.checkpoint`` is updated together. :func:`explain`
+    tells when each parameter is updated, and why.
 
     The operations are those above, on the same numbers and in the same order: compiled
     one at a time, they give the same bits. As XLA compiles by default, last bits may
