@@ -4,15 +4,15 @@ import dataclasses
 import json
 import os
 import pathlib
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from lowbit_optax.precision.float_format import FloatFormat
-from lowbit_optax.precision.plan import PrecisionPlan
-from lowbit_optax.precision.tensors import Tensor
+from lowbit_optax._numerics.float_format import FloatFormat
+from lowbit_optax.precision.plan import PrecisionPlan, Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,3 +220,38 @@ def load(path: str | os.PathLike) -> Assignment:
             f"{path}: not an assignment that Assignment.save wrote "
             f"({type(error).__name__}: {error})"
         ) from error
+
+
+def check_same(assignment: Assignment, found: Sequence[Tensor]) -> None:
+    """Refuse an assignment of another loss.
+
+    Args:
+      assignment: from :func:`lowbit_optax.precision.demote` and its like.
+      found: the tensors of the loss that it is applied to.
+
+    Raises:
+      ValueError: naming the first tensor that is another one.
+    """
+    planned = assignment.plan.tensors
+    for i in range(max(len(planned), len(found))):
+        now, then = (ts[i] if i < len(ts) else None for ts in (found, planned))
+        if now is None or then is None or _identity(now) != _identity(then):
+            raise ValueError(
+                f"apply: the loss is not the one that was traced: tensor {i} is "
+                f"{_describe(now)}, in the assignment {_describe(then)}"
+            )
+    if len(np.shape(assignment.low)) != 1 or len(assignment.low) != len(planned):
+        raise ValueError(
+            f"apply: the assignment's levels have shape {np.shape(assignment.low)} for "
+            f"{len(planned)} tensors"
+        )
+
+
+def _identity(tensor):
+    return tensor.name, tensor.kind, tensor.group, len(tensor.shape)
+
+
+def _describe(tensor) -> str:
+    if tensor is None:
+        return "none"
+    return f"{tensor.name} of shape {list(tensor.shape)} in group {tensor.group}"

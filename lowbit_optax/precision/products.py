@@ -1,19 +1,32 @@
-"""``products``: in which dtypes the matrix products of a training step multiply."""
+"""Matrix products of rounded tensors, in the dtypes of their formats where possible.
+
+A rounded tensor holds numbers of its format in the loss's own dtype, float32 say, and a
+product of two of them is a float32 product. A native product turns the operands into
+arrays of a narrow dtype that has the same numbers, so that it runs on the units of a
+GPU that multiply these, and keeps narrow arrays for the backward pass.
+"""
 
 import dataclasses
 import math
 import typing
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from lowbit_optax._jaxprs.nodes import Call
+from lowbit_optax._jaxprs.nodes import Call, bind
+from lowbit_optax._jaxprs.program import LossProgram
+from lowbit_optax._numerics import rounding
+from lowbit_optax._numerics.float_format import FloatFormat
 from lowbit_optax.precision.assignment import Assignment
-from lowbit_optax.precision.float_format import FloatFormat
-from lowbit_optax.precision.native_products import ProductFormats, product_dtypes
-from lowbit_optax.precision.tensors import TracedTensors, find_tensors
+from lowbit_optax.precision.tensor_search import TensorSearch
+from lowbit_optax.precision.tracing import find_tensors
 
+_E4M3, _E5M2, _BFLOAT16 = map(jnp.dtype, ("float8_e4m3fn", "float8_e5m2", "bfloat16"))
+# Times 2^63, no number of a float8 is past float32's range, nor is a product's scale.
+_MAX_BIAS = 63
 Gives = typing.Literal["result", "lhs", "rhs"]
 
 
@@ -87,8 +100,27 @@ def products(
     return listed
 
 
+class ProductFormats(typing.NamedTuple):
+    """The formats of what a product and its backward products read.
+
+    Args:
+      lhs, rhs: of its operands; None if they were not rounded to one.
+      cotangent: of its result's cotangent, likewise.
+    """
+
+    lhs: FloatFormat | None
+    rhs: FloatFormat | None
+    cotangent: FloatFormat | None
+
+    @property
+    def pairs(self) -> list[tuple[FloatFormat | None, FloatFormat | None]]:
+        """Of the product, and of those that give the cotangents of lhs and rhs."""
+        lhs, rhs, cotangent = self
+        return [(lhs, rhs), (cotangent, rhs), (cotangent, lhs)]
+
+
 def product_formats(
-    found: TracedTensors, assignment: Assignment
+    found: TensorSearch, assignment: Assignment
 ) -> dict[Call, ProductFormats]:
     """The formats of what each ``dot_general`` reads, by the tensors that it may be.
 
@@ -116,8 +148,80 @@ def product_formats(
     }
 
 
+def product_dtypes(
+    x: FloatFormat | None, y: FloatFormat | None
+) -> tuple[np.dtype, np.dtype] | None:
+    """The dtypes in which numbers of two formats are multiplied, or None.
+
+    Args:
+      x, y: the operands' formats; None for what has none.
+
+    Returns:
+      float8_e4m3fn and float8_e5m2 where both formats are these, with any bias b of
+      magnitude up to 63: the operands are then 2^b times the numbers. Two float8_e5m2,
+      for which GPUs have no product, and other formats whose numbers bfloat16 has are
+      multiplied in bfloat16. None if it does not have them.
+
+    >>> from lowbit_optax.precision import HFP8
+    >>> e4m3, e5m2 = map(FloatFormat.of, ("float8_e4m3fn", "float8_e5m2"))
+    >>> [[str(dtype) for dtype in product_dtypes(e4m3, y)] for y in (e5m2, HFP8.low)]
+    [['float8_e4m3fn', 'float8_e5m2'], ['bfloat16', 'bfloat16']]
+    >>> print(product_dtypes(e4m3, HFP8.high))
+    None
+    """
+    first, second = _narrow_dtype(x), _narrow_dtype(y)
+    if first is None or second is None:
+        return None
+    if _BFLOAT16 in (first, second) or first == second == _E5M2:
+        return _BFLOAT16, _BFLOAT16
+    return first, second
+
+
+def has_native(formats: ProductFormats) -> bool:
+    """Whether a product, or one of its backward products, is native."""
+    return any(product_dtypes(*pair) is not None for pair in formats.pairs)
+
+
+def native_product(call: Call, formats: ProductFormats) -> Callable[[Sequence], list]:
+    """What computes a ``dot_general`` of rounded tensors, and its cotangents.
+
+    Where x and y are the operands' numbers times 2^bx and 2^by, in the dtypes that
+    :func:`product_dtypes` says,
+
+        z = 2^-(bx + by) sum_k x_k y_k
+
+    with sums and scale in float32. The backward products likewise, each by its formats.
+    Products that have no such dtypes are as traced.
+
+    Args:
+      call: the traced one.
+      formats: of operands that hold numbers of these formats, and infinities, which
+        become NaN in float8_e4m3fn.
+
+    Returns:
+      A function from the operands to a list of the result.
+    """
+    dtypes = [node.aval.dtype for node in call.inputs]
+
+    def forward(x, y):
+        narrow = _narrowed(x, formats.lhs), _narrowed(y, formats.rhs)
+        read = zip(narrow, (formats.lhs, formats.rhs), dtypes, strict=True)
+        return _multiply(call, [_Operand(*x) for x in read]), narrow
+
+    def backward(narrow, cotangent):
+        ct = _Operand(
+            _narrowed(cotangent, formats.cotangent), formats.cotangent, cotangent.dtype
+        )
+        x, y = map(_Operand, narrow, (formats.lhs, formats.rhs), dtypes)
+        return _transposed(call, 0, ct, y), _transposed(call, 1, ct, x)
+
+    product = jax.custom_vjp(lambda x, y: forward(x, y)[0])
+    product.defvjp(forward, backward)
+    return lambda operands: [product(*operands)]
+
+
 def _product(
-    found: TracedTensors, call: Call, formats: ProductFormats, gives: Gives
+    found: TensorSearch, call: Call, formats: ProductFormats, gives: Gives
 ) -> Product:
     position = typing.get_args(Gives).index(gives)
     (lhs, rhs), (result,) = call.inputs, call.outputs
@@ -140,7 +244,7 @@ def _product(
     )
 
 
-def _has_cotangent(found: TracedTensors, numbers: Collection[int]) -> bool:
+def _has_cotangent(found: TensorSearch, numbers: Collection[int]) -> bool:
     return any(found.tensors[n].backward_size for n in numbers)
 
 
@@ -150,3 +254,107 @@ def _flop(call: Call) -> int:
     shape = call.inputs[0].aval.shape
     terms = math.prod(shape[axis] for axis in contracted)
     return 2 * math.prod(call.outputs[0].aval.shape) * terms
+
+
+class _Operand(typing.NamedTuple):
+    """An operand of a product, narrowed.
+
+    Args:
+      values: of the format's narrow dtype, times 2^bias if that is a float8.
+      fmt: its format, None if it was not rounded to one.
+      dtype: that it had before.
+    """
+
+    values: jax.Array
+    fmt: FloatFormat | None
+    dtype: np.dtype
+
+    @property
+    def shift(self) -> int:
+        """How many binary digits the values are above the numbers."""
+        return _shift(self.fmt)
+
+    def widened(self) -> jax.Array:
+        """The numbers in the dtype that they had before."""
+        if _narrow_dtype(self.fmt) is None:
+            return self.values
+        return _shifted(rounding.to_float32(self.values), -self.shift).astype(
+            self.dtype
+        )
+
+
+def _multiply(call: Call, operands: Sequence[_Operand]) -> jax.Array:
+    """The result of a ``dot_general`` for narrowed operands."""
+    x, y = operands
+    dtypes = product_dtypes(x.fmt, y.fmt)
+    if dtypes is None:
+        return bind(call, [x.widened(), y.widened()])[0]
+    # At the default precision XLA lets a GPU keep sums of float8 products in fewer bits
+    # than float32 has.
+    params = call.params | {
+        "precision": (lax.Precision.HIGHEST, lax.Precision.HIGHEST),
+        "preferred_element_type": jnp.dtype("float32"),
+    }
+    total = lax.dot_general(
+        x.values.astype(dtypes[0]), y.values.astype(dtypes[1]), **params
+    )
+    return _shifted(total, -(x.shift + y.shift)).astype(call.outputs[0].aval.dtype)
+
+
+def _transposed(
+    call: Call, position: int, cotangent: _Operand, other: _Operand
+) -> jax.Array:
+    """The cotangent of one operand of a call, from its result's and the other one."""
+    node = call.inputs[position]
+
+    def transpose(ct, other):
+        def product(x):
+            return bind(call, [x, other] if position == 0 else [other, x])[0]
+
+        return jax.linear_transpose(product, node.aval)(ct)
+
+    given = cotangent, other
+    shapes = [jax.ShapeDtypeStruct(x.values.shape, x.dtype) for x in given]
+    program = LossProgram(jax.make_jaxpr(transpose)(*shapes))
+    (inner,) = (c for c in program.calls if c.primitive is call.primitive)
+    of_input = dict(zip(program.inputs, given, strict=True))
+    operands = [of_input[node] for node in inner.inputs]
+    instead = {inner: lambda _: [_multiply(inner, operands)]}
+    return program.evaluate([x.values for x in given], instead)[0]
+
+
+def _narrow_dtype(fmt: FloatFormat | None) -> np.dtype | None:
+    """The narrowest of the dtypes that has a format's numbers, scaled if a float8."""
+    if fmt is None:
+        return None
+    for dtype in _E4M3, _E5M2:
+        like = FloatFormat.of(dtype)
+        own = fmt.exponent_bits, fmt.mantissa_bits, fmt.specials
+        is_like = own == (like.exponent_bits, like.mantissa_bits, like.specials)
+        if is_like and abs(fmt.bias) <= _MAX_BIAS:
+            return dtype
+    like = FloatFormat.of(_BFLOAT16)
+    is_within = (
+        fmt.mantissa_bits <= like.mantissa_bits
+        and like.smallest <= fmt.smallest
+        and fmt.largest <= like.largest
+    )
+    return _BFLOAT16 if is_within else None
+
+
+def _narrowed(x: jax.Array, fmt: FloatFormat | None) -> jax.Array:
+    dtype = _narrow_dtype(fmt)
+    if dtype is None or x.dtype == dtype:
+        return x
+    return rounding.round_nearest(_shifted(rounding.to_float32(x), _shift(fmt)), dtype)
+
+
+def _shift(fmt: FloatFormat | None) -> int:
+    if fmt is None or _narrow_dtype(fmt) not in (_E4M3, _E5M2):
+        return 0
+    return fmt.bias
+
+
+def _shifted(x: jax.Array, digits: int) -> jax.Array:
+    """Times 2^digits, in float32."""
+    return x * np.ldexp(np.float32(1), digits) if digits else x

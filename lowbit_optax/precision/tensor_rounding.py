@@ -10,6 +10,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
+from lowbit_optax._numerics.float_format import FP32, FloatFormat, grid_of
+from lowbit_optax._numerics.grid import Grid, round_to_grid
 from lowbit_optax._numerics.random_bits import (
     BACKWARD_STREAM,
     FORWARD_STREAM,
@@ -18,8 +20,6 @@ from lowbit_optax._numerics.random_bits import (
     random_bits,
 )
 from lowbit_optax.precision.assignment import Assignment
-from lowbit_optax.precision.float_format import FP32, FloatFormat, grid_of
-from lowbit_optax.precision.grid import Grid, round_to_grid
 
 _STORED = "lowbit_optax.precision"
 
