@@ -15,44 +15,22 @@ from lowbit_optax._jaxprs.nodes import (
 )
 from lowbit_optax._jaxprs.program import LossProgram, ScanCall
 
-_PRODUCTS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"})
-_STORED = frozenset(
-    {
-        "cholesky",
-        "cond",
-        "fft",
-        "reduce_window_max",
-        "reduce_window_min",
-        "scan",
-        "sort",
-        "top_k",
-        "triangular_solve",
-        "while",
-    }
+_PRODUCTS = ("conv_general_dilated", "dot_general", "ragged_dot_general")
+# fmt: off
+_STORED = (
+    "cholesky", "cond", "fft", "reduce_window_max", "reduce_window_min", "scan", "sort",
+    "top_k", "triangular_solve", "while",
 )
-_MOVES = frozenset(
-    {
-        "broadcast_in_dim",
-        "convert_element_type",
-        "copy",
-        "copy_p",
-        "dynamic_slice",
-        "expand_dims",
-        "name",
-        "pad",
-        "reshape",
-        "rev",
-        "sharding_constraint",
-        "slice",
-        "split",
-        "squeeze",
-        "transpose",
-    }
+_MOVES = (
+    "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "dynamic_slice",
+    "expand_dims", "name", "pad", "reshape", "rev", "sharding_constraint", "slice",
+    "split", "squeeze", "transpose",
 )
 # Each is one operator of a network, whatever it computes inside.
-_OPERATORS = frozenset(
-    {"custom_jvp_call", "custom_linear_solve", "custom_vjp_call", "pallas_call"}
+_OPERATORS = (
+    "custom_jvp_call", "custom_linear_solve", "custom_vjp_call", "pallas_call",
 )
+# fmt: on
 
 
 def is_product(call: Call) -> bool:

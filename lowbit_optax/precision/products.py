@@ -93,7 +93,11 @@ def products(
     found, _ = find_tensors(loss_fn, has_aux, params, batch)
     listed = []
     for call, formats in product_formats(found, assignment).items():
-        computed = True, *(_has_cotangent(found, of) for of in found.operands[call])
+        has_cotangent = (
+            any(found.tensors[n].backward_size for n in numbers)
+            for numbers in found.operands[call]
+        )
+        computed = True, *has_cotangent
         for gives, is_computed in zip(typing.get_args(Gives), computed, strict=True):
             if is_computed:
                 listed.append(_product(found, call, formats, gives))
@@ -169,12 +173,13 @@ def product_dtypes(
     >>> print(product_dtypes(e4m3, HFP8.high))
     None
     """
-    first, second = _narrow_dtype(x), _narrow_dtype(y)
-    if first is None or second is None:
+    narrow = _narrow(x), _narrow(y)
+    if narrow[0] is None or narrow[1] is None:
         return None
-    if _BFLOAT16 in (first, second) or first == second == _E5M2:
+    dtypes = narrow[0].dtype, narrow[1].dtype
+    if _BFLOAT16 in dtypes or dtypes == (_E5M2, _E5M2):
         return _BFLOAT16, _BFLOAT16
-    return first, second
+    return dtypes
 
 
 def has_native(formats: ProductFormats) -> bool:
@@ -201,18 +206,16 @@ def native_product(call: Call, formats: ProductFormats) -> Callable[[Sequence], 
     Returns:
       A function from the operands to a list of the result.
     """
+    own = formats.lhs, formats.rhs
     dtypes = [node.aval.dtype for node in call.inputs]
 
-    def forward(x, y):
-        narrow = _narrowed(x, formats.lhs), _narrowed(y, formats.rhs)
-        read = zip(narrow, (formats.lhs, formats.rhs), dtypes, strict=True)
-        return _multiply(call, [_Operand(*x) for x in read]), narrow
+    def forward(*operands):
+        x, y = map(_Operand.of, operands, own)
+        return _multiply(call, x, y), (x.values, y.values)
 
-    def backward(narrow, cotangent):
-        ct = _Operand(
-            _narrowed(cotangent, formats.cotangent), formats.cotangent, cotangent.dtype
-        )
-        x, y = map(_Operand, narrow, (formats.lhs, formats.rhs), dtypes)
+    def backward(values, cotangent):
+        x, y = map(_Operand, values, own, dtypes)
+        ct = _Operand.of(cotangent, formats.cotangent)
         return _transposed(call, 0, ct, y), _transposed(call, 1, ct, x)
 
     product = jax.custom_vjp(lambda x, y: forward(x, y)[0])
@@ -231,21 +234,16 @@ def _product(
     number = found.numbers.get(result)
     tensor = None if number is None else found.tensors[number]
     repeats = 1 if tensor is None else tensor.repeats
+    name = "" if tensor is None else tensor.name
+    first, second = (math.prod(node.aval.shape) * repeats for node in read)
     return Product(
-        "" if tensor is None else tensor.name,
+        name,
         gives,
         (dtypes[0].name, dtypes[1].name),
         native is not None,
         _flop(call) * repeats,
-        (
-            math.prod(read[0].aval.shape) * repeats,
-            math.prod(read[1].aval.shape) * repeats,
-        ),
+        (first, second),
     )
-
-
-def _has_cotangent(found: TensorSearch, numbers: Collection[int]) -> bool:
-    return any(found.tensors[n].backward_size for n in numbers)
 
 
 def _flop(call: Call) -> int:
@@ -257,10 +255,10 @@ def _flop(call: Call) -> int:
 
 
 class _Operand(typing.NamedTuple):
-    """An operand of a product, narrowed.
+    """An operand of a product, in the narrow dtype of its format if it has one.
 
     Args:
-      values: of the format's narrow dtype, times 2^bias if that is a float8.
+      values: of that dtype, times 2^shift.
       fmt: its format, None if it was not rounded to one.
       dtype: that it had before.
     """
@@ -269,23 +267,31 @@ class _Operand(typing.NamedTuple):
     fmt: FloatFormat | None
     dtype: np.dtype
 
+    @classmethod
+    def of(cls, x: jax.Array, fmt: FloatFormat | None) -> "_Operand":
+        """An array of numbers of a format, narrowed."""
+        narrow, values = _narrow(fmt), x
+        if narrow is not None and x.dtype != narrow.dtype:
+            wide = _shifted(rounding.to_float32(x), narrow.shift)
+            values = rounding.round_nearest(wide, narrow.dtype)
+        return cls(values, fmt, x.dtype)
+
     @property
     def shift(self) -> int:
         """How many binary digits the values are above the numbers."""
-        return _shift(self.fmt)
+        narrow = _narrow(self.fmt)
+        return 0 if narrow is None else narrow.shift
 
     def widened(self) -> jax.Array:
         """The numbers in the dtype that they had before."""
-        if _narrow_dtype(self.fmt) is None:
+        if _narrow(self.fmt) is None:
             return self.values
-        return _shifted(rounding.to_float32(self.values), -self.shift).astype(
-            self.dtype
-        )
+        wide = rounding.to_float32(self.values)
+        return _shifted(wide, -self.shift).astype(self.dtype)
 
 
-def _multiply(call: Call, operands: Sequence[_Operand]) -> jax.Array:
+def _multiply(call: Call, x: _Operand, y: _Operand) -> jax.Array:
     """The result of a ``dot_general`` for narrowed operands."""
-    x, y = operands
     dtypes = product_dtypes(x.fmt, y.fmt)
     if dtypes is None:
         return bind(call, [x.widened(), y.widened()])[0]
@@ -319,11 +325,18 @@ def _transposed(
     (inner,) = (c for c in program.calls if c.primitive is call.primitive)
     of_input = dict(zip(program.inputs, given, strict=True))
     operands = [of_input[node] for node in inner.inputs]
-    instead = {inner: lambda _: [_multiply(inner, operands)]}
+    instead = {inner: lambda _: [_multiply(inner, *operands)]}
     return program.evaluate([x.values for x in given], instead)[0]
 
 
-def _narrow_dtype(fmt: FloatFormat | None) -> np.dtype | None:
+class _Narrow(typing.NamedTuple):
+    """Numbers as a dtype has them: times 2^shift."""
+
+    dtype: np.dtype
+    shift: int
+
+
+def _narrow(fmt: FloatFormat | None) -> _Narrow | None:
     """The narrowest of the dtypes that has a format's numbers, scaled if a float8."""
     if fmt is None:
         return None
@@ -332,27 +345,14 @@ def _narrow_dtype(fmt: FloatFormat | None) -> np.dtype | None:
         own = fmt.exponent_bits, fmt.mantissa_bits, fmt.specials
         is_like = own == (like.exponent_bits, like.mantissa_bits, like.specials)
         if is_like and abs(fmt.bias) <= _MAX_BIAS:
-            return dtype
+            return _Narrow(dtype, fmt.bias)
     like = FloatFormat.of(_BFLOAT16)
     is_within = (
         fmt.mantissa_bits <= like.mantissa_bits
         and like.smallest <= fmt.smallest
         and fmt.largest <= like.largest
     )
-    return _BFLOAT16 if is_within else None
-
-
-def _narrowed(x: jax.Array, fmt: FloatFormat | None) -> jax.Array:
-    dtype = _narrow_dtype(fmt)
-    if dtype is None or x.dtype == dtype:
-        return x
-    return rounding.round_nearest(_shifted(rounding.to_float32(x), _shift(fmt)), dtype)
-
-
-def _shift(fmt: FloatFormat | None) -> int:
-    if fmt is None or _narrow_dtype(fmt) not in (_E4M3, _E5M2):
-        return 0
-    return fmt.bias
+    return _Narrow(_BFLOAT16, 0) if is_within else None
 
 
 def _shifted(x: jax.Array, digits: int) -> jax.Array:
