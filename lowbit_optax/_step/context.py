@@ -33,7 +33,7 @@ class Reports:
     Args:
       what: the function that asks, for errors.
       measure: ``(prepared step, inner update) -> values by path``; see
-        :mod:`lowbit_optax.reports.leaf_reports`.
+        :mod:`lowbit_optax.reports.diagnostics`.
       trace: the one in which it asks.
       found: the values.
     """

@@ -7,7 +7,7 @@ import optax
 from lowbit_optax import formats
 from lowbit_optax._step.moment_slots import Moments
 from lowbit_optax.aliases import common
-from lowbit_optax.transformations.lowbit import lowbit
+from lowbit_optax.aliases.inner import AdamW, in_formats
 
 
 def kahan_adamw(
@@ -71,28 +71,15 @@ def kahan_adamw(
     >>> w
     Array([0.949219, 0.949219], dtype=bfloat16)
     """
+    inner = AdamW(
+        learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov
+    )
+    weights = formats.kahan(
+        **common.given(rounding=rounding, residual_rounding=residual_rounding)
+    )
     moments = common.bfloat16_if_none(moments)
-    return lowbit(
-        checked_adamw(
-            "kahan_adamw",
-            learning_rate,
-            b1,
-            b2,
-            eps,
-            eps_root,
-            mu_dtype,
-            weight_decay,
-            mask,
-            nesterov,
-            moments,
-        ),
-        weights=formats.kahan(
-            **common.given(rounding=rounding, residual_rounding=residual_rounding)
-        ),
-        moments=moments,
-        seed=seed,
-        min_size=min_size,
-        implementation=implementation,
+    return in_formats(
+        "kahan_adamw", inner, weights, moments, seed, min_size, implementation
     )
 
 
@@ -156,26 +143,13 @@ def sr_adamw(
     >>> round(float(jnp.mean(w.astype(jnp.float32))), 2)
     0.99
     """
+    inner = AdamW(
+        learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov
+    )
+    weights = formats.stochastic_rounding(error_into=error_into)
     moments = common.bfloat16_if_none(moments)
-    return lowbit(
-        checked_adamw(
-            "sr_adamw",
-            learning_rate,
-            b1,
-            b2,
-            eps,
-            eps_root,
-            mu_dtype,
-            weight_decay,
-            mask,
-            nesterov,
-            moments,
-        ),
-        weights=formats.stochastic_rounding(error_into=error_into),
-        moments=moments,
-        seed=seed,
-        min_size=min_size,
-        implementation=implementation,
+    return in_formats(
+        "sr_adamw", inner, weights, moments, seed, min_size, implementation
     )
 
 
@@ -242,60 +216,14 @@ def extra_bits_adamw(
     >>> state.residual.words.shape  # 8 bits of 128 rows, in words of 32
     (32, 64)
     """
+    inner = AdamW(
+        learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov
+    )
+    given = common.given(
+        bits=bits, rounding=rounding, residual_rounding=residual_rounding
+    )
+    weights = formats.extra_bits(**given)
     moments = "float32" if moments is None else moments
-    return lowbit(
-        checked_adamw(
-            "extra_bits_adamw",
-            learning_rate,
-            b1,
-            b2,
-            eps,
-            eps_root,
-            mu_dtype,
-            weight_decay,
-            mask,
-            nesterov,
-            moments,
-        ),
-        weights=formats.extra_bits(
-            **common.given(
-                bits=bits, rounding=rounding, residual_rounding=residual_rounding
-            )
-        ),
-        moments=moments,
-        seed=seed,
-        min_size=min_size,
-        implementation=implementation,
-    )
-
-
-def checked_adamw(
-    alias: str,
-    learning_rate: optax.ScalarOrSchedule,
-    b1: float,
-    b2: float,
-    eps: float,
-    eps_root: float,
-    mu_dtype: typing.Any,
-    weight_decay: float,
-    mask: common.Mask,
-    nesterov: bool,
-    moments: Moments,
-) -> optax.GradientTransformationExtraArgs:
-    """``optax.adamw``, after checks of its arguments."""
-    common.check_learning_rate(alias, learning_rate)
-    common.check_numbers(
-        alias, b1=b1, b2=b2, eps=eps, eps_root=eps_root, weight_decay=weight_decay
-    )
-    common.check_moment_dtype(alias, "mu_dtype", mu_dtype, "mu", moments)
-    return optax.adamw(
-        learning_rate,
-        b1,
-        b2,
-        eps,
-        eps_root,
-        mu_dtype,
-        weight_decay,
-        mask,
-        nesterov=nesterov,
+    return in_formats(
+        "extra_bits_adamw", inner, weights, moments, seed, min_size, implementation
     )

@@ -11,8 +11,8 @@ import optax
 
 from lowbit_optax import formats
 from lowbit_optax._step.moment_slots import Moments
-from lowbit_optax.aliases import adamw, common, sgd
-from lowbit_optax.transformations.lowbit import lowbit
+from lowbit_optax.aliases import common
+from lowbit_optax.aliases.inner import AdamW, Lion, Sgd, in_formats
 
 
 def lowbit_sgd(
@@ -69,16 +69,11 @@ def lowbit_sgd(
     >>> state.residual.words.shape  # 8 bits of 128 rows, in words of 32
     (32, 64)
     """
-    inner = sgd.checked_sgd(
-        "lowbit_sgd",
-        learning_rate,
-        momentum,
-        nesterov,
-        accumulator_dtype,
-        weight_decay,
-        moments,
+    inner = Sgd(learning_rate, momentum, nesterov, accumulator_dtype, weight_decay)
+    weights = formats.extra_bits(8 if bits is None else bits)
+    return in_formats(
+        "lowbit_sgd", inner, weights, moments, seed, min_size, implementation
     )
-    return _preset(inner, bits, moments, seed, min_size, implementation)
 
 
 def lowbit_adamw(
@@ -138,20 +133,13 @@ def lowbit_adamw(
     >>> w[0, 0], state.inner_state[0].nu.codes.dtype
     (Array(0.988281, dtype=bfloat16), dtype('uint32'))
     """
-    inner = adamw.checked_adamw(
-        "lowbit_adamw",
-        learning_rate,
-        b1,
-        b2,
-        eps,
-        eps_root,
-        mu_dtype,
-        weight_decay,
-        mask,
-        nesterov,
-        moments,
+    inner = AdamW(
+        learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov
     )
-    return _preset(inner, bits, moments, seed, min_size, implementation)
+    weights = formats.extra_bits(8 if bits is None else bits)
+    return in_formats(
+        "lowbit_adamw", inner, weights, moments, seed, min_size, implementation
+    )
 
 
 def lowbit_lion(
@@ -206,26 +194,8 @@ def lowbit_lion(
     >>> w[0, 0]
     Array(0.988281, dtype=bfloat16)
     """
-    common.check_learning_rate("lowbit_lion", learning_rate)
-    common.check_numbers("lowbit_lion", b1=b1, b2=b2, weight_decay=weight_decay)
-    common.check_moment_dtype("lowbit_lion", "mu_dtype", mu_dtype, "mu", moments)
-    inner = optax.lion(learning_rate, b1, b2, mu_dtype, weight_decay, mask)
-    return _preset(inner, bits, moments, seed, min_size, implementation)
-
-
-def _preset(
-    inner: optax.GradientTransformation,
-    bits: int | None,
-    moments: Moments,
-    seed: int | None,
-    min_size: int | None,
-    implementation: common.Implementation,
-) -> optax.GradientTransformationExtraArgs:
-    return lowbit(
-        inner,
-        weights=formats.extra_bits(8 if bits is None else bits),
-        moments=moments,
-        seed=seed,
-        min_size=min_size,
-        implementation=implementation,
+    inner = Lion(learning_rate, b1, b2, mu_dtype, weight_decay, mask)
+    weights = formats.extra_bits(8 if bits is None else bits)
+    return in_formats(
+        "lowbit_lion", inner, weights, moments, seed, min_size, implementation
     )

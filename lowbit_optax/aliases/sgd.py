@@ -2,14 +2,12 @@
 
 import typing
 
-import jax
-import jax.numpy as jnp
 import optax
 
 from lowbit_optax import formats
 from lowbit_optax._step.moment_slots import Moments
 from lowbit_optax.aliases import common
-from lowbit_optax.transformations.lowbit import lowbit
+from lowbit_optax.aliases.inner import Sgd, in_formats
 
 
 def kahan_sgd(
@@ -72,24 +70,13 @@ def kahan_sgd(
     >>> w
     Array([0.988281, 0.988281], dtype=bfloat16)
     """
+    inner = Sgd(learning_rate, momentum, nesterov, accumulator_dtype, weight_decay)
+    weights = formats.kahan(
+        **common.given(rounding=rounding, residual_rounding=residual_rounding)
+    )
     moments = common.bfloat16_if_none(moments)
-    return lowbit(
-        checked_sgd(
-            "kahan_sgd",
-            learning_rate,
-            momentum,
-            nesterov,
-            accumulator_dtype,
-            weight_decay,
-            moments,
-        ),
-        weights=formats.kahan(
-            **common.given(rounding=rounding, residual_rounding=residual_rounding)
-        ),
-        moments=moments,
-        seed=seed,
-        min_size=min_size,
-        implementation=implementation,
+    return in_formats(
+        "kahan_sgd", inner, weights, moments, seed, min_size, implementation
     )
 
 
@@ -151,23 +138,10 @@ def sr_sgd(
     >>> round(float(jnp.mean(w.astype(jnp.float32))), 2)  # in exact arithmetic 0.9944
     0.99
     """
+    inner = Sgd(learning_rate, momentum, nesterov, accumulator_dtype, weight_decay)
+    weights = formats.stochastic_rounding(error_into=error_into)
     moments = common.bfloat16_if_none(moments)
-    return lowbit(
-        checked_sgd(
-            "sr_sgd",
-            learning_rate,
-            momentum,
-            nesterov,
-            accumulator_dtype,
-            weight_decay,
-            moments,
-        ),
-        weights=formats.stochastic_rounding(error_into=error_into),
-        moments=moments,
-        seed=seed,
-        min_size=min_size,
-        implementation=implementation,
-    )
+    return in_formats("sr_sgd", inner, weights, moments, seed, min_size, implementation)
 
 
 def extra_bits_sgd(
@@ -230,64 +204,12 @@ def extra_bits_sgd(
     >>> state.residual.words.shape  # 8 bits of 128 rows, in words of 32
     (32, 64)
     """
+    inner = Sgd(learning_rate, momentum, nesterov, accumulator_dtype, weight_decay)
+    given = common.given(
+        bits=bits, rounding=rounding, residual_rounding=residual_rounding
+    )
+    weights = formats.extra_bits(**given)
     moments = "float32" if moments is None else moments
-    return lowbit(
-        checked_sgd(
-            "extra_bits_sgd",
-            learning_rate,
-            momentum,
-            nesterov,
-            accumulator_dtype,
-            weight_decay,
-            moments,
-        ),
-        weights=formats.extra_bits(
-            **common.given(
-                bits=bits, rounding=rounding, residual_rounding=residual_rounding
-            )
-        ),
-        moments=moments,
-        seed=seed,
-        min_size=min_size,
-        implementation=implementation,
+    return in_formats(
+        "extra_bits_sgd", inner, weights, moments, seed, min_size, implementation
     )
-
-
-def checked_sgd(
-    alias: str,
-    learning_rate: optax.ScalarOrSchedule,
-    momentum: float | None,
-    nesterov: bool,
-    accumulator_dtype: typing.Any,
-    weight_decay: float | jax.Array | None,
-    moments: Moments,
-) -> optax.GradientTransformationExtraArgs:
-    """``optax.sgd`` with weight decay added to the gradient, after checks.
-
-    The state is that of ``optax.sgd``, whatever the weight decay.
-    """
-    weight_decay = 0.0 if weight_decay is None else weight_decay
-    common.check_learning_rate(alias, learning_rate)
-    common.check_numbers(alias, weight_decay=weight_decay)
-    if momentum is not None:
-        common.check_numbers(alias, momentum=momentum)
-        common.check_moment_dtype(
-            alias, "accumulator_dtype", accumulator_dtype, "trace", moments
-        )
-    sgd = optax.with_extra_args_support(
-        optax.sgd(learning_rate, momentum, nesterov, accumulator_dtype)
-    )
-    is_array = isinstance(weight_decay, jax.Array)
-    if not is_array and weight_decay == 0:
-        return sgd
-    decay = optax.add_decayed_weights(weight_decay)
-
-    def update_fn(updates, state, params=None, **extra_args):
-        decayed, _ = decay.update(updates, optax.EmptyState(), params)
-        if is_array:
-            # A decay that may be zero: zero times an infinite weight would be NaN.
-            keep = lambda g, new: jnp.where(weight_decay == 0, g, new)
-            decayed = jax.tree.map(keep, updates, decayed)
-        return sgd.update(decayed, state, params, **extra_args)
-
-    return optax.GradientTransformationExtraArgs(sgd.init, update_fn)

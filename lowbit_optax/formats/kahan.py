@@ -19,13 +19,11 @@ import jax.numpy as jnp
 
 from lowbit_optax._numerics import float_layouts
 from lowbit_optax._numerics import rounding as rounding_
+from lowbit_optax._numerics.float_format import FloatFormat
 from lowbit_optax._numerics.landing import REPLACE, Landing
 from lowbit_optax._numerics.random_bits import PARAM_STREAM, RESIDUAL_STREAM, RandomBits
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.plain import Significand, rounded, significand_of, why_not
-
-if typing.TYPE_CHECKING:
-    from lowbit_optax.precision import FloatFormat
 
 _NAME = "KahanOf"
 
@@ -213,7 +211,7 @@ def kahan(
     rounding: typing.Literal["nearest", "stochastic"] = "nearest",
     residual_rounding: typing.Literal["nearest", "stochastic"] | None = None,
     arithmetic: typing.Literal["float32", "param"] = "float32",
-    float_format: "FloatFormat | None" = None,
+    float_format: FloatFormat | None = None,
 ) -> WeightFormat:
     """Kahan summation: a 16-bit compensation collects what rounding loses.
 

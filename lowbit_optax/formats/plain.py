@@ -8,14 +8,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from lowbit_optax._numerics import float_layouts, rounding
+from lowbit_optax._numerics.float_format import FloatFormat
 from lowbit_optax._numerics.landing import REPLACE
 from lowbit_optax._numerics.random_bits import PARAM_STREAM, RESIDUAL_STREAM, RandomBits
 from lowbit_optax.formats.base import SumRounding, WeightFormat, check_sum_rounding
 from pallas_kernels import operations
-
-if typing.TYPE_CHECKING:
-    from lowbit_optax.precision import FloatFormat
-
 
 _BFLOAT16_BITS = 7
 
@@ -91,9 +88,6 @@ def significand_of(name: str, float_format: typing.Any) -> Significand | None:
     """
     if float_format is None:
         return None
-    # Here, so that ``precision`` is imported only by those who use it.
-    from lowbit_optax.precision.float_format import FloatFormat
-
     accepted = (
         f"accepted is FloatFormat(8, m) with m from 1 to {_BFLOAT16_BITS}, of any "
         "overflow"
@@ -231,7 +225,7 @@ def _same(a: jax.Array, b: jax.Array) -> jax.Array:
     return (a == b) | (((a | b) & jnp.uint32(layout.largest)) == 0)
 
 
-def nearest(*, float_format: "FloatFormat | None" = None) -> WeightFormat:
+def nearest(*, float_format: FloatFormat | None = None) -> WeightFormat:
     """No residual, round to nearest even: plain 16-bit training.
 
         p' = round(float32(p) + update)
@@ -264,7 +258,7 @@ def nearest(*, float_format: "FloatFormat | None" = None) -> WeightFormat:
 def stochastic_rounding(
     *,
     sum_rounding: SumRounding = "nearest",
-    float_format: "FloatFormat | None" = None,
+    float_format: FloatFormat | None = None,
     error_into: str | None = None,
 ) -> WeightFormat:
     """No residual; the parameter is rounded stochastically, which keeps its mean.

@@ -6,15 +6,12 @@ import optax
 
 from lowbit_optax import formats
 from lowbit_optax._arguments import check_static_int
-from lowbit_optax._step.moment_slots import Moments
-from lowbit_optax.aliases.adamw import checked_adamw
 from lowbit_optax.aliases.common import Implementation
-from lowbit_optax.aliases.sgd import checked_sgd
+from lowbit_optax.aliases.inner import AdamW, Sgd, in_formats
 from lowbit_optax.formats import MomentFormat
 from lowbit_optax.formats.quantized_tensor import Rounding
 from lowbit_optax.formats.quantized_weights import quantized_weights
 from lowbit_optax.lpmm.quantization import PAPER_BLOCK_SIZE
-from lowbit_optax.transformations.lowbit import lowbit
 from pallas_kernels.layout import check_block_size
 
 
@@ -79,14 +76,13 @@ def lpmm_sgd(
     >>> round(float(params["w"].dequantize()[0, 0]), 2)
     0.99
     """
-    inner = checked_sgd(
-        "lpmm_sgd", learning_rate, momentum, nesterov, None, weight_decay, None
-    )
+    inner = Sgd(learning_rate, momentum, nesterov, None, weight_decay)
     rounding = "stochastic" if rounding is None else rounding
     trace = _dynamic("lpmm_sgd", momentum_bits, block_size, rounding)
     moments = "float32" if momentum is None else {"trace": trace}
-    return _on_quantized_weights(
-        inner, moments, rounding, seed, min_size, implementation
+    weights = quantized_weights(rounding=rounding)
+    return in_formats(
+        "lpmm_sgd", inner, weights, moments, seed, min_size, implementation
     )
 
 
@@ -148,18 +144,8 @@ def lpmm_adam(
     0.99
     """
     weight_decay = 0.0 if weight_decay is None else weight_decay
-    inner = checked_adamw(
-        "lpmm_adam",
-        learning_rate,
-        b1,
-        b2,
-        eps,
-        eps_root,
-        None,
-        weight_decay,
-        None,
-        nesterov,
-        None,
+    inner = AdamW(
+        learning_rate, b1, b2, eps, eps_root, None, weight_decay, None, nesterov
     )
     rounding = "stochastic" if rounding is None else rounding
     moments = {
@@ -167,21 +153,9 @@ def lpmm_adam(
         # Always stochastic: rounded to nearest, a second moment would not decay.
         "nu": formats.block_quantized(8),
     }
-    return _on_quantized_weights(
-        inner, moments, rounding, seed, min_size, implementation
-    )
-
-
-def _on_quantized_weights(
-    inner, moments: Moments, rounding: Rounding, seed, min_size, implementation
-):
-    return lowbit(
-        inner,
-        weights=quantized_weights(rounding=rounding),
-        moments=moments,
-        seed=seed,
-        min_size=min_size,
-        implementation=implementation,
+    weights = quantized_weights(rounding=rounding)
+    return in_formats(
+        "lpmm_adam", inner, weights, moments, seed, min_size, implementation
     )
 
 

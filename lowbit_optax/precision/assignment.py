@@ -1,18 +1,19 @@
 """Precision assignments: which tensors are in which format."""
 
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from lowbit_optax.precision.float_format import FloatFormat
-from lowbit_optax.precision.plan import PrecisionPlan
-from lowbit_optax.precision.tensors import Tensor
+from lowbit_optax._numerics.float_format import FloatFormat
+from lowbit_optax.precision.plan import PrecisionPlan, Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +75,7 @@ Forward tensors past 448 become 448; cotangents that overflow become infinite.
 """
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Assignment:
     """A format for each tensor and each cotangent of a loss.
@@ -89,18 +90,10 @@ class Assignment:
       low_backward: bool[tensors], whether its cotangent is.
     """
 
-    plan: PrecisionPlan
-    formats: Formats
+    plan: PrecisionPlan = dataclasses.field(metadata={"static": True})
+    formats: Formats = dataclasses.field(metadata={"static": True})
     low: jax.Array | np.ndarray
     low_backward: jax.Array | np.ndarray
-
-    def tree_flatten(self):
-        """Two arrays; the plan and the formats are static."""
-        return (self.low, self.low_backward), (self.plan, self.formats)
-
-    @classmethod
-    def tree_unflatten(cls, static, arrays):
-        return cls(*static, *arrays)
 
     @property
     def low_ratio(self) -> jax.Array:
@@ -125,21 +118,13 @@ class Assignment:
 
     def save(self, path: str | os.PathLike) -> None:
         """Write everything to a JSON file, for :func:`load`."""
+        levels = self._levels()
         document = {
             "formats": dataclasses.asdict(self.formats),
-            "products": self.plan.products,
-            "opaque": list(self.plan.opaque),
-            "tensors": [
-                dataclasses.asdict(tensor)
-                | {"low": bool(low), "low_backward": bool(low_backward)}
-                for tensor, low, low_backward in zip(
-                    self.plan.tensors,
-                    np.asarray(self.low),
-                    np.asarray(self.low_backward),
-                    strict=True,
-                )
-            ],
+            **dataclasses.asdict(self.plan),
         }
+        for tensor, low, low_backward in zip(document["tensors"], *levels, strict=True):
+            tensor |= {"low": low, "low_backward": low_backward}
         text = json.dumps(document, indent=1)
         pathlib.Path(path).write_text(text + "\n", encoding="utf-8")
 
@@ -148,25 +133,16 @@ class Assignment:
         if isinstance(self.low, Tracer):
             return f"Assignment of {len(self.plan.tensors)} tensors, traced"
         rows = [("group", "tensor", "shape", "forward", "backward")]
-        formats = self.formats
-        low, low_backward = np.asarray(self.low), np.asarray(self.low_backward)
-        for i, tensor in sorted(
-            enumerate(self.plan.tensors), key=lambda numbered: numbered[1].group
-        ):
-            shape = "x".join(map(str, tensor.shape))
+        forward = self.formats.high, self.formats.low
+        backward = self.formats.high_backward, self.formats.low_backward
+        low, low_backward = self._levels()
+        for i in itertools.chain(*self.plan.groups):
+            tensor = self.plan.tensors[i]
             times = f" x {tensor.repeats}" if tensor.repeats > 1 else ""
-            backward = (
-                formats.low_backward if low_backward[i] else formats.high_backward
-            )
-            rows.append(
-                (
-                    str(tensor.group),
-                    tensor.name,
-                    shape + times,
-                    str(formats.low if low[i] else formats.high),
-                    str(backward) if tensor.backward_size else "",
-                )
-            )
+            shape = "x".join(map(str, tensor.shape)) + times
+            cotangent = str(backward[low_backward[i]]) if tensor.backward_size else ""
+            own = str(tensor.group), tensor.name, shape
+            rows.append((*own, str(forward[low[i]]), cotangent))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         lines.insert(1, "  ".join("-" * width for width in widths))
@@ -175,6 +151,9 @@ class Assignment:
         if self.plan.opaque:
             lines.append(f"not rounded inside of: {', '.join(self.plan.opaque)}")
         return "\n".join(lines)
+
+    def _levels(self) -> tuple[list[bool], list[bool]]:
+        return np.asarray(self.low).tolist(), np.asarray(self.low_backward).tolist()
 
 
 def load(path: str | os.PathLike) -> Assignment:
@@ -202,21 +181,52 @@ def load(path: str | os.PathLike) -> Assignment:
         formats = {
             name: FloatFormat(**fields) for name, fields in document["formats"].items()
         }
-        tensors, low, low_backward = [], [], []
-        for fields in document["tensors"]:
-            low.append(fields.pop("low"))
-            low_backward.append(fields.pop("low_backward"))
-            fields["shape"] = tuple(fields["shape"])
-            fields["read_by"] = tuple(fields["read_by"])
-            tensors.append(Tensor(**fields))
-        plan = PrecisionPlan(
-            tuple(tensors), document["products"], tuple(document["opaque"])
+        levels = {
+            name: np.array([fields.pop(name) for fields in document["tensors"]], bool)
+            for name in ("low", "low_backward")
+        }
+        tensors = tuple(
+            Tensor(**fields | {k: tuple(fields[k]) for k in ("shape", "read_by")})
+            for fields in document["tensors"]
         )
-        return Assignment(
-            plan, Formats(**formats), np.array(low, bool), np.array(low_backward, bool)
-        )
+        plan = PrecisionPlan(tensors, document["products"], tuple(document["opaque"]))
+        return Assignment(plan, Formats(**formats), **levels)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
             f"{path}: not an assignment that Assignment.save wrote "
             f"({type(error).__name__}: {error})"
         ) from error
+
+
+def check_same(assignment: Assignment, found: Sequence[Tensor]) -> None:
+    """Refuse an assignment of another loss.
+
+    Args:
+      assignment: from :func:`lowbit_optax.precision.demote` and its like.
+      found: the tensors of the loss that it is applied to.
+
+    Raises:
+      ValueError: naming the first tensor that is another one.
+    """
+    planned = assignment.plan.tensors
+    for i, (now, then) in enumerate(itertools.zip_longest(found, planned)):
+        if now is None or then is None or _identity(now) != _identity(then):
+            raise ValueError(
+                f"apply: the loss is not the one that was traced: tensor {i} is "
+                f"{_describe(now)}, in the assignment {_describe(then)}"
+            )
+    if np.shape(assignment.low) != (len(planned),):
+        raise ValueError(
+            f"apply: the assignment's levels have shape {np.shape(assignment.low)} for "
+            f"{len(planned)} tensors"
+        )
+
+
+def _identity(tensor: Tensor):
+    return tensor.name, tensor.kind, tensor.group, len(tensor.shape)
+
+
+def _describe(tensor: Tensor | None) -> str:
+    if tensor is None:
+        return "none"
+    return f"{tensor.name} of shape {list(tensor.shape)} in group {tensor.group}"

@@ -1,49 +1,36 @@
-"""What operations are to precision assignments: products, moves, operators."""
+"""What operations are to precision assignments: products, moves, operators, bodies."""
+
+import typing
 
 import jax.numpy as jnp
 from jax.extend import core
 from jax.extend.core import primitives
 
-from lowbit_optax._jaxprs.graph import Call, as_closed_jaxpr, holds, is_by_platform
-
-_PRODUCTS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"})
-_STORED = frozenset(
-    {
-        "cholesky",
-        "cond",
-        "fft",
-        "reduce_window_max",
-        "reduce_window_min",
-        "scan",
-        "sort",
-        "top_k",
-        "triangular_solve",
-        "while",
-    }
+from lowbit_optax._jaxprs.graph import (
+    Call,
+    as_closed_jaxpr,
+    called_jaxpr,
+    holds,
+    is_by_platform,
 )
-_MOVES = frozenset(
-    {
-        "broadcast_in_dim",
-        "convert_element_type",
-        "copy",
-        "copy_p",
-        "dynamic_slice",
-        "expand_dims",
-        "name",
-        "pad",
-        "reshape",
-        "rev",
-        "sharding_constraint",
-        "slice",
-        "split",
-        "squeeze",
-        "transpose",
-    }
+from lowbit_optax._jaxprs.program import LossProgram, ScanCall
+
+_PRODUCTS = ("conv_general_dilated", "dot_general", "ragged_dot_general")
+# fmt: off
+_STORED = (
+    "cholesky", "cond", "fft", "reduce_window_max", "reduce_window_min", "scan", "sort",
+    "top_k", "triangular_solve", "while",
+)
+_MOVES = (
+    "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "dynamic_slice",
+    "expand_dims", "name", "pad", "reshape", "rev", "sharding_constraint", "slice",
+    "split", "squeeze", "transpose",
 )
 # Each is one operator of a network, whatever it computes inside.
-_OPERATORS = frozenset(
-    {"custom_jvp_call", "custom_linear_solve", "custom_vjp_call", "pallas_call"}
+_OPERATORS = (
+    "custom_jvp_call", "custom_linear_solve", "custom_vjp_call", "pallas_call",
 )
+# fmt: on
 
 
 def is_product(call: Call) -> bool:
@@ -61,21 +48,51 @@ def is_move(call: Call) -> bool:
     return call.primitive.name in _MOVES and is_float(call.outputs[0].aval)
 
 
-def is_conditional(call: Call) -> bool:
-    """Whether it is a conditional whose branches can be looked into."""
-    is_cond = call.primitive is primitives.cond_p
-    return is_cond and not is_by_platform(call.primitive, call.params)
+class Bodies(typing.NamedTuple):
+    """What a call runs on its operands: functions that can be looked into.
 
-
-def is_loop(call: Call) -> bool:
-    """Whether it is a while loop over arrays whose body can be looked into.
-
-    What decides whether it goes on is not rounded, so it must be no matrix product.
+    Args:
+      programs: of a scan, loop or checkpoint one, of a conditional one per branch.
+      first: how many of the call's operands come before those of the programs.
+      constants, carry: how many inputs of a program stay as they are, and how many
+        after them are replaced by its outputs from one run to the next.
+      runs: how often a program runs; 1 for a loop, of which it is not known.
     """
-    if call.primitive is not primitives.while_p or not hides_tensors(call):
-        return False
-    condition = {"jaxpr": call.params["cond_jaxpr"]}
-    return not holds(condition, _is_product)
+
+    programs: tuple[LossProgram, ...]
+    first: int
+    constants: int
+    carry: int
+    runs: int
+
+
+def bodies_of(call: Call) -> Bodies | None:
+    """The bodies of a checkpoint, scan, conditional or loop over arrays.
+
+    None for all others, for conditionals that choose by platform, and for loops whose
+    condition has a matrix product: what decides whether they go on is not rounded.
+    """
+    params, inputs = call.params, len(call.inputs)
+    first, constants, carry, runs = 0, inputs, 0, 1
+    if isinstance(call, ScanCall):
+        scan = call.scan
+        jaxprs, runs = [scan.body], scan.length
+        constants, carry = scan.constants, scan.carry
+    elif call.primitive is primitives.remat_p:
+        jaxprs = [called_jaxpr(params)]
+    elif call.primitive is primitives.cond_p:
+        if is_by_platform(call.primitive, params):
+            return None
+        jaxprs, first = params["branches"], 1
+    elif call.primitive is primitives.while_p and hides_tensors(call):
+        if holds({"jaxpr": params["cond_jaxpr"]}, _is_product):
+            return None
+        jaxprs, first = [params["body_jaxpr"]], params["cond_nconsts"]
+        constants, carry = params["body_nconsts"], len(call.outputs)
+    else:
+        return None
+    programs = (LossProgram(as_closed_jaxpr(x), inline_all=True) for x in jaxprs)
+    return Bodies(tuple(programs), first, constants, carry, runs)
 
 
 def hides_tensors(call: Call) -> bool:

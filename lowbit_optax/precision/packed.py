@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowbit_optax._jaxprs.traced_once import traced_once
+from lowbit_optax._numerics.float_format import FloatFormat
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.rounding import narrow_or_cast, to_float32
-from lowbit_optax.precision.float_format import FloatFormat
 from pallas_kernels import bitfields
 from pallas_kernels.layout import Layout, layout_of
 

@@ -1,12 +1,48 @@
-"""``trace``: the tensors of a loss, in groups between matrix products."""
+"""What precision assignments of a loss are made of: its tensors, in groups."""
 
 import dataclasses
-import warnings
-from collections.abc import Callable
+import math
+import typing
 
 import numpy as np
 
-from lowbit_optax.precision.tensors import Tensor, find_tensors
+Kind = typing.Literal["parameter", "input", "value", "iterated"]
+"""``"iterated"`` is a value in the body of a while loop."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """One tensor of a loss, and with it its cotangent.
+
+    Args:
+      name: a parameter's or input's path, or the operation that makes it, numbered.
+      kind: ``"parameter"``, ``"input"``, ``"value"``, or ``"iterated"`` for a value in
+        the body of a while loop. Inputs have no cotangents, nor have iterated values.
+      shape: of one of them.
+      repeats: how many there are: a scan's body has as many as it has iterations. A
+        while loop is counted as one iteration, since theirs is not known.
+      group: how many matrix products are before it in the program.
+      made_by: number of the matrix product whose result it is, or None.
+      read_by: numbers of the matrix products that read it.
+    """
+
+    name: str
+    kind: Kind
+    shape: tuple[int, ...]
+    repeats: int
+    group: int
+    made_by: int | None
+    read_by: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements of the forward tensor."""
+        return math.prod(self.shape) * self.repeats
+
+    @property
+    def backward_size(self) -> int:
+        """Elements of the cotangent; 0 if it has none."""
+        return 0 if self.kind in ("input", "iterated") else self.size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,62 +82,3 @@ class PrecisionPlan:
     def backward_sizes(self) -> np.ndarray:
         """Elements of each cotangent, float64."""
         return np.array([t.backward_size for t in self.tensors], np.float64)
-
-
-def trace(loss_fn: Callable, params, *batch, has_aux: bool = False) -> PrecisionPlan:
-    """Find the tensors of a loss and group them between matrix products.
-
-    Nothing is computed. Any loss that JAX can trace will do: functions under ``jit``,
-    ``jax.checkpoint``, ``lax.scan``, the branches of ``lax.cond`` and ``lax.switch``
-    and the body of ``lax.while_loop`` are looked into. Tensors are the parameters, the
-    results of matrix products (convolutions included), scan carries, results of
-    branches and maximum pools, and whatever else is needed after a later matrix
-    product. A value can be made one, and get a name, by
-    ``jax.ad_checkpoint.checkpoint_name``. Scalars are not tensors, nor is anything that
-    the loss does not depend on. The tensors of all branches are counted, though only
-    one branch is computed; those of a while loop are counted once, since it is not
-    known how often it runs, and have no cotangents. Rounding may change how often it
-    does.
-
-    Args:
-      loss_fn: called as ``loss_fn(params, *batch)``; returns a float scalar.
-      params: tree of arrays, or of shapes and dtypes.
-      *batch: likewise; all other arguments.
-      has_aux: whether it returns ``(loss, aux)``.
-
-    Returns:
-      A :class:`PrecisionPlan`, for :func:`demote`, :func:`uniform` and
-      :func:`operator_based`.
-
-    Raises:
-      TypeError: if the loss is not a float scalar.
-
-    Warns:
-      UserWarning: if the loss has arrays in places that cannot be looked into, such as
-        ``shard_map``, ``lax.platform_dependent`` and a ``lax.while_loop`` whose
-        condition has a matrix product. The plan's
-        ``opaque`` names these places. Their results are tensors; what is inside of them
-        is neither rounded nor counted.
-
-    References:
-      Lee et al. 2023, section 4.1, "Tensor grouping"; Algorithm 1.
-
-    >>> import jax.numpy as jnp
-    >>> loss_fn = lambda w, x: jnp.sum(jnp.tanh(x @ w[0]) @ w[1])
-    >>> w = [jnp.ones((3, 4)), jnp.ones((4, 2))]
-    >>> plan = trace(loss_fn, w, jnp.ones((5, 3)))
-    >>> [(tensor.name, tensor.group) for tensor in plan.tensors]
-    ... # doctest: +NORMALIZE_WHITESPACE
-    [('params[0]', 0), ('params[1]', 1), ('batch[0]', 0),
-     ('dot_general.0', 1), ('tanh.0', 1), ('dot_general.1', 2)]
-    """
-    found, _ = find_tensors(loss_fn, has_aux, params, batch)
-    if found.opaque:
-        warnings.warn(
-            f"precision.trace: arrays inside of {', '.join(found.opaque)} are neither "
-            "rounded nor counted, only its results are. lax.scan, lax.cond, "
-            "lax.while_loop and jax.checkpoint are looked into",
-            UserWarning,
-            stacklevel=2,
-        )
-    return PrecisionPlan(found.tensors, found.products, found.opaque)

@@ -6,30 +6,30 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.core import Tracer
+from jax.extend.core import primitives
 
 from lowbit_optax._jaxprs.graph import Call, Node, as_closed_jaxpr, run
 from lowbit_optax._jaxprs.program import LossProgram, ScanCall
-from lowbit_optax.precision.assignment import Assignment
-from lowbit_optax.precision.float_format import FloatFormat
-from lowbit_optax.precision.native_products import (
+from lowbit_optax._numerics.float_format import FloatFormat
+from lowbit_optax.precision.assignment import Assignment, check_same
+from lowbit_optax.precision.products import (
     ProductFormats,
     has_native,
     native_product,
+    product_formats,
 )
-from lowbit_optax.precision.operations import is_loop
-from lowbit_optax.precision.products import product_formats
-from lowbit_optax.precision.same_loss import check_same
 from lowbit_optax.precision.tensor_rounding import (
     TensorRounding,
     keeping_patterns,
-    mean,
     pack,
     replaced,
     unpack,
 )
-from lowbit_optax.precision.tensors import TracedTensors, find_tensors
+from lowbit_optax.precision.tensor_search import TensorSearch
+from lowbit_optax.precision.tracing import find_tensors
 
 Products = typing.Literal["emulated", "native"]
 
@@ -120,7 +120,7 @@ def apply(
     @functools.wraps(loss_fn)
     def rounded(params, *batch):
         found, shapes = find_tensors(loss_fn, has_aux, params, batch)
-        check_same(assignment, found)
+        check_same(assignment, found.tensors)
         arguments = jax.tree.leaves((params, batch))
         formats = product_formats(found, assignment) if is_native else {}
         native = {call: fs for call, fs in formats.items() if has_native(fs)}
@@ -130,8 +130,11 @@ def apply(
         evaluate = evaluation.in_segments if stored else evaluation.all_at_once
         outputs, shares = evaluate(found.program, arguments, jnp.uint32(0))
         result = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
-        overflow = [shares[i].value for i in range(len(found.tensors))]
-        overflow = jnp.stack(overflow) if overflow else jnp.zeros(0, jnp.float32)
+        overflow = jnp.zeros(0, jnp.float32)
+        if found.tensors:
+            of_each = [shares[i] for i in range(len(found.tensors))]
+            total, times = jnp.stack(of_each).T
+            overflow = total / jnp.maximum(times, jnp.float32(1))
         if not has_aux:
             return result, overflow
         loss, aux = result
@@ -144,20 +147,9 @@ _MAX_RUNS = 2**16
 """Iterations of a loop whose random bits differ from those of other runs of it."""
 
 
-class _Share(typing.NamedTuple):
-    """How much of a tensor overflowed.
-
-    Args:
-      value: float32 scalar, the share of its elements; 0 if it was never made.
-      was_made: bool scalar; None if it always is, outside of conditionals.
-    """
-
-    value: jax.Array
-    was_made: jax.Array | None = None
-
-
-_Shares = dict[int, _Share]
-"""By number of a tensor."""
+_Shares = dict[int, jax.Array]
+"""By number of a tensor, float32[2]: the sum, over all times that it was made, of the
+share of its elements that overflowed; and how often it was made."""
 
 
 class _Evaluation:
@@ -165,7 +157,7 @@ class _Evaluation:
 
     def __init__(
         self,
-        found: TracedTensors,
+        found: TensorSearch,
         rounding: TensorRounding,
         native: Mapping[Call, ProductFormats],
     ):
@@ -221,34 +213,30 @@ class _Evaluation:
             if number is None:
                 return x
             x, share = self._rounding.round(number, x, iteration)
-            shares[number] = _Share(share)
+            shares[number] = jnp.stack([share, jnp.float32(1)])
             return x
 
-        def evaluate_bodies(call: Call):
-            def results(given):
-                if isinstance(call, ScanCall):
-                    outputs, more = self._scan(program, call, given, iteration)
-                elif is_loop(call):
-                    outputs, more = self._loop(call, given, iteration)
-                elif len(self._found.bodies[call]) > 1:
-                    outputs, more = self._conditional(call, given, iteration)
-                else:
-                    outputs, more = self._checkpoint(call, given, iteration)
-                shares.update(more)
-                return outputs
+        def evaluate_bodies(call: Call, given: Sequence):
+            outputs, more = evaluators[call.primitive](call, given, iteration)
+            shares.update(more)
+            return outputs
 
-            return results
-
+        evaluators = {
+            primitives.remat_p: self._checkpoint,
+            primitives.cond_p: self._conditional,
+            primitives.while_p: self._loop,
+            primitives.scan_p: self._scan,
+        }
         instead: dict[Call, Callable] = {}
         for call in program.calls:
             if call in self._found.bodies:
-                instead[call] = evaluate_bodies(call)
+                instead[call] = functools.partial(evaluate_bodies, call)
             elif call in self._native:
                 instead[call] = native_product(call, self._native[call])
         return instead, changed, shares
 
-    def _checkpoint(self, call: Call, given, iteration):
-        (body,) = self._found.bodies[call]
+    def _checkpoint(self, call: Call, given: Sequence, iteration):
+        (body,) = self._found.bodies[call].programs
         evaluate = jax.checkpoint(
             lambda iteration, *given: self.all_at_once(body, given, iteration),
             prevent_cse=call.params["prevent_cse"],
@@ -256,32 +244,27 @@ class _Evaluation:
         )
         return evaluate(iteration, *given)
 
-    def _conditional(self, call: Call, given, iteration):
+    def _conditional(self, call: Call, given: Sequence, iteration):
         index, *arguments = given
-        branches = self._found.bodies[call]
-        numbers = [n for branch in branches for n in self._found.made_in(branch)]
+        branches = self._found.bodies[call].programs
+        none = {n: _NONE for body in branches for n in self._found.made_in(body)}
 
         def evaluator(branch: LossProgram):
             def evaluate(iteration, *arguments):
                 outputs, shares = self.all_at_once(branch, arguments, iteration)
-                outputs = [
-                    jnp.asarray(x, node.aval.dtype)
-                    for x, node in zip(outputs, call.outputs, strict=True)
-                ]
-                return outputs, {n: _in_branch(shares.get(n)) for n in numbers}
+                return _typed(outputs, call), none | shares
 
             return evaluate
 
         return lax.switch(index, list(map(evaluator, branches)), iteration, *arguments)
 
-    def _loop(self, call: Call, given, iteration):
-        (body,), params = self._found.bodies[call], call.params
-        first, second = params["cond_nconsts"], params["body_nconsts"]
-        of_condition, constants = given[:first], given[first : first + second]
-        condition = LossProgram(as_closed_jaxpr(params["cond_jaxpr"]))
+    def _loop(self, call: Call, given: Sequence, iteration):
+        bodies = self._found.bodies[call]
+        (body,) = bodies.programs
+        of_condition, given = given[: bodies.first], given[bodies.first :]
+        constants, carry = given[: bodies.constants], given[bodies.constants :]
+        condition = LossProgram(as_closed_jaxpr(call.params["cond_jaxpr"]))
         inner = _Evaluation(self._found, self._rounding.forward_only(), {})
-        zero = jnp.float32(0), jnp.float32(0)
-        sums = {n: zero for n in self._found.made_in(body)}
         start = iteration * jnp.uint32(_MAX_RUNS)
 
         def goes_on(state):
@@ -291,28 +274,21 @@ class _Evaluation:
             i, sums, carry = state
             arguments = [*constants, *carry]
             outputs, shares = inner.all_at_once(body, arguments, start + i)
-            carry = [
-                jnp.asarray(x, node.aval.dtype)
-                for x, node in zip(outputs, call.outputs, strict=True)
-            ]
-            return i + jnp.uint32(1), _added(sums, shares), carry
+            sums = {n: sums[n] + share for n, share in shares.items()}
+            return i + jnp.uint32(1), sums, _typed(outputs, call)
 
-        state = jnp.uint32(0), sums, list(given[first + second :])
+        sums = dict.fromkeys(self._found.made_in(body), _NONE)
+        state = jnp.uint32(0), sums, list(carry)
         _, sums, carry = lax.while_loop(goes_on, run_once, state)
-        one = jnp.float32(1)
-        return carry, {
-            n: _Share(total / jnp.maximum(times, one), times > 0)
-            for n, (total, times) in sums.items()
-        }
+        return carry, sums
 
-    def _scan(self, program: LossProgram, call: ScanCall, given, iteration):
-        scan, (body,) = call.scan, self._found.bodies[call]
-        constants = given[: scan.constants]
-        carry = given[scan.constants : scan.constants + scan.carry]
-        xs = given[scan.constants + scan.carry :]
+    def _scan(self, call: ScanCall, given: Sequence, iteration):
+        scan, (body,) = call.scan, self._found.bodies[call].programs
+        constants, given = given[: scan.constants], given[scan.constants :]
+        carry, xs = given[: scan.carry], given[scan.carry :]
         first = iteration * jnp.uint32(scan.length)
         is_stored = self._rounding.is_stored
-        formats = self._carried_formats(program, call) if is_stored else {}
+        formats = self._carried_formats(call, body) if is_stored else {}
 
         def packed(carry):
             wide = lambda i: lax.stop_gradient(carry[i]).astype(jnp.float32)
@@ -327,9 +303,8 @@ class _Evaluation:
         def iterate(carry, x):
             (carry, patterns), (i, x) = carry, x
             carry = [from_pattern(j, c, patterns) for j, c in enumerate(carry)]
-            outputs, shares = self.all_at_once(
-                body, [*constants, *carry, *x], first + i
-            )
+            arguments = [*constants, *carry, *x]
+            outputs, shares = self.all_at_once(body, arguments, first + i)
             carry = outputs[: scan.carry]
             return (carry, packed(carry)), (outputs[scan.carry :], shares)
 
@@ -342,48 +317,27 @@ class _Evaluation:
             reverse=scan.reverse,
             unroll=scan.unroll,
         )
-        return [*carry, *ys], {n: _over_iterations(x) for n, x in shares.items()}
+        return [*carry, *ys], {n: jnp.sum(x, axis=0) for n, x in shares.items()}
 
     def _carried_formats(
-        self, program: LossProgram, call: ScanCall
+        self, call: ScanCall, body: LossProgram
     ) -> dict[int, FloatFormat]:
         """By number, the formats of the carries whose format never changes."""
-        scan, (body,) = call.scan, self._found.bodies[call]
         numbers, found = self._found.numbers, {}
-        for i in range(scan.carry):
-            before = numbers.get(call.inputs[scan.constants + i])
-            after = numbers.get(body.outputs[i])
-            if before is not None and after is not None:
-                fmt = self._rounding.format(after)
-                if fmt == self._rounding.format(before):
+        carried = call.inputs[call.scan.constants :][: call.scan.carry]
+        for i, (before, after) in enumerate(zip(carried, body.outputs, strict=False)):
+            if before in numbers and after in numbers:
+                fmt = self._rounding.format(numbers[after])
+                if fmt == self._rounding.format(numbers[before]):
                     found[i] = fmt
         return found
 
 
-def _added(sums: dict, shares: _Shares) -> dict:
-    """Sums of shares and of how often the tensors were made, one iteration later."""
-    added = {}
-    for n, (total, times) in sums.items():
-        value, was_made = _in_branch(shares.get(n))
-        made = jnp.asarray(was_made, jnp.float32)
-        added[n] = total + made * value, times + made
-    return added
+_NONE = np.zeros(2, np.float32)
+"""The share of a tensor that was never made."""
 
 
-def _in_branch(share: _Share | None) -> _Share:
-    """A share as a result of a conditional; None is that of another branch's tensor."""
-    if share is None:
-        return _Share(jnp.float32(0), jnp.bool_(False))
-    if share.was_made is None:
-        return _Share(share.value, jnp.bool_(True))
-    return share
-
-
-def _over_iterations(shares: _Share) -> _Share:
-    """The mean share over the iterations that made the tensor, from stacks of both."""
-    value, was_made = shares
-    if was_made is None:
-        return _Share(mean(value))
-    times = jnp.sum(was_made, dtype=jnp.float32)
-    total = jnp.sum(jnp.where(was_made, value, jnp.float32(0)))
-    return _Share(total / jnp.maximum(times, jnp.float32(1)), jnp.any(was_made))
+def _typed(outputs: Sequence, call: Call) -> list[jax.Array]:
+    """A body's outputs in the dtypes of the call's: constants may have others."""
+    pairs = zip(outputs, call.outputs, strict=True)
+    return [jnp.asarray(x, node.aval.dtype) for x, node in pairs]

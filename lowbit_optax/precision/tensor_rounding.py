@@ -10,6 +10,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
+from lowbit_optax._numerics.float_format import FP32, FloatFormat, grid_of
+from lowbit_optax._numerics.grid import Grid, round_to_grid
 from lowbit_optax._numerics.random_bits import (
     BACKWARD_STREAM,
     FORWARD_STREAM,
@@ -18,8 +20,6 @@ from lowbit_optax._numerics.random_bits import (
     random_bits,
 )
 from lowbit_optax.precision.assignment import Assignment
-from lowbit_optax.precision.float_format import FP32, FloatFormat, grid_of
-from lowbit_optax.precision.grid import Grid, round_to_grid
 
 _STORED = "lowbit_optax.precision"
 
@@ -70,7 +70,15 @@ class TensorRounding:
           iteration: uint32 scalar, counts a scan's iterations, for random bits.
         """
         assignment, formats = self._assignment, self._assignment.formats
-        if not self.is_stored and self._leaves_alone(number, x.dtype):
+        low, low_backward = assignment.low[number], assignment.low_backward[number]
+        forward = low, formats.low, formats.high
+        backward = low_backward, formats.low_backward, formats.high_backward
+        # Where both are known to have all numbers of the dtype, x is not touched, so
+        # that the compiler treats the loss as it would without rounding: between two
+        # operations in bfloat16 it may keep float32.
+        chosen = _known(*forward), _known(*backward)
+        has_all = all(fmt is not None and fmt.has_all_of(x.dtype) for fmt in chosen)
+        if has_all and not self.is_stored:
             is_past = jnp.isinf(lax.stop_gradient(x))
             return x, mean(is_past.astype(jnp.float32))
         bits = None
@@ -78,36 +86,16 @@ class TensorRounding:
             name = leaf_number(assignment.plan.tensors[number].name)
             (bits,) = random_bits(self._seed, iteration, [name])
         words = None if bits is None else bits.words(x.shape, FORWARD_STREAM)
-        low, low_backward = assignment.low[number], assignment.low_backward[number]
-        grid = _choose(low, formats.low, formats.high)
-        backward = _choose(low_backward, formats.low_backward, formats.high_backward)
         wide = lax.stop_gradient(x).astype(jnp.float32)
-        y, overflows = round_to_grid(wide, grid, words)
+        y, overflows = round_to_grid(wide, _grid(*forward), words)
         if self.is_stored:
             fmt = self.format(number)
             y = unpack(fmt, checkpoint_name(pack(fmt, y), _STORED))
         share = mean(overflows.astype(jnp.float32))
         if not self._has_cotangents:
             return _with_its_tangent(x, y.astype(x.dtype)), share
-        keys = None if bits is None else (bits.key, bits.second)
-        cotangent = _CotangentRounding(backward, keys)
+        cotangent = _CotangentRounding(_grid(*backward), bits)
         return _with_rounded_cotangent(x, y.astype(x.dtype), cotangent), share
-
-    def _leaves_alone(self, number: int, dtype) -> bool:
-        """Whether the formats are known to have all numbers of a tensor's dtype.
-
-        Then it is not touched, so that the compiler treats the loss as it would without
-        rounding: between two operations in bfloat16 it may keep float32.
-        """
-        assignment, formats = self._assignment, self._assignment.formats
-        levels = assignment.low[number], assignment.low_backward[number]
-        if any(isinstance(x, Tracer) for x in levels):
-            return False
-        forward = formats.low if levels[0] else formats.high
-        backward = formats.low_backward if levels[1] else formats.high_backward
-        return all(
-            fmt is not None and fmt.has_all_of(dtype) for fmt in (forward, backward)
-        )
 
 
 def replaced(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -146,11 +134,11 @@ class _CotangentRounding(typing.NamedTuple):
 
     Args:
       grid: to which format.
-      keys: of random bits; None rounds to nearest.
+      random: None rounds to nearest.
     """
 
     grid: Grid
-    keys: tuple[jax.Array, jax.Array] | None
+    random: RandomBits | None
 
 
 def _second(x, y, rounding):
@@ -166,9 +154,8 @@ def _forward(x, y, rounding):
 
 def _backward(rounding: _CotangentRounding, cotangent: jax.Array):
     words = None
-    if rounding.keys is not None:
-        bits = RandomBits(*rounding.keys)
-        words = bits.words(cotangent.shape, BACKWARD_STREAM)
+    if rounding.random is not None:
+        words = rounding.random.words(cotangent.shape, BACKWARD_STREAM)
     rounded, _ = round_to_grid(cotangent.astype(jnp.float32), rounding.grid, words)
     return rounded.astype(cotangent.dtype), None, None
 
@@ -192,8 +179,16 @@ def _tangent(primals, tangents):
 _UNROUNDED = _CotangentRounding(grid_of(FP32), None)
 
 
-def _choose(is_low, low: FloatFormat, high: FloatFormat) -> Grid:
-    if isinstance(is_low, jax.Array):
-        pick = lambda a, b: jnp.where(is_low, a, b)
-        return jax.tree.map(pick, grid_of(low), grid_of(high))
-    return grid_of(low if is_low else high)
+def _known(is_low, low: FloatFormat, high: FloatFormat) -> FloatFormat | None:
+    """The format, where it is known when compiling."""
+    if isinstance(is_low, Tracer):
+        return None
+    return low if is_low else high
+
+
+def _grid(is_low, low: FloatFormat, high: FloatFormat) -> Grid:
+    known = _known(is_low, low, high)
+    if known is not None:
+        return grid_of(known)
+    pick = lambda a, b: jnp.where(is_low, a, b)
+    return jax.tree.map(pick, grid_of(low), grid_of(high))

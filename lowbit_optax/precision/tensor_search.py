@@ -22,29 +22,28 @@ Nor are the results of operations that only move elements (a reshape, a slice), 
 their elements have been rounded already.
 """
 
+import collections
 import dataclasses
 import typing
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import jax.numpy as jnp
 from jax.extend.core import primitives
 
-from lowbit_optax._jaxprs.graph import Call, Node, as_closed_jaxpr, called_jaxpr
-from lowbit_optax._jaxprs.program import LossProgram, ScanCall
+from lowbit_optax._jaxprs.graph import Call, Node
+from lowbit_optax._jaxprs.program import LossProgram
 from lowbit_optax.precision.operations import (
+    Bodies,
+    bodies_of,
     function_name,
     hides_tensors,
-    is_conditional,
     is_float,
-    is_loop,
     is_move,
     is_product,
     is_stored,
 )
+from lowbit_optax.precision.plan import Kind, Tensor
 from pallas_kernels.jaxprs import ClosedJaxpr
-
-Kind = typing.Literal["parameter", "input", "value", "iterated"]
-"""``"iterated"`` is a value in the body of a while loop."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -59,8 +58,9 @@ class Value:
       name, kind, repeats, group, made_by, read_by: as in
         :class:`lowbit_optax.precision.Tensor`; no group if nothing reads it.
       origins: the values that it may be, if it is not made where it is read: inside of
-        a scan or conditional the operand outside, and for a result of a scan or
-        conditional the outputs of its bodies.
+        a body the operand outside, and for the result of a call with bodies their
+        outputs.
+      carried: what takes its place in the next run of a body.
     """
 
     aval: typing.Any
@@ -73,7 +73,7 @@ class Value:
     group: int | None = None
     made_by: int | None = None
     read_by: list[int] = dataclasses.field(default_factory=list)
-    origins: tuple["Value", ...] = ()
+    origins: Sequence["Value"] = ()
     carried: "Value | None" = None
 
     def __post_init__(self):
@@ -104,14 +104,9 @@ class Value:
             for origin in self.origins:
                 origin.note_product(number)
 
-    def store_for(self, stage: int) -> None:
-        """Store it if what reads it is of a later stage."""
-        if self.stage < stage:
-            self.store()
-
 
 class TensorSearch:
-    """Reads a traced loss and finds which of its values are tensors.
+    """Reads a traced loss and finds its tensors.
 
     Args:
       closed: the loss's jaxpr; the loss is its first output.
@@ -120,30 +115,49 @@ class TensorSearch:
 
     Attributes:
       program: its calls, functions under ``jit`` inlined.
-      values: by node, in the order in which they are made; tensors are among them.
+      bodies: by call, what it runs.
+      tensors: in the order in which they are made.
       products: how many matrix products there are.
-      bodies: by call, the programs of what it calls: of a scan or checkpoint one, of a
-        conditional one for each branch.
       opaque: names of the calls with arrays inside that cannot be looked into.
-      operands: by ``dot_general`` that has a backward pass, what it reads.
+      numbers: of the tensors, by the node at which the tensor is made.
+      operands: by ``dot_general`` outside of while loops, for each operand the numbers
+        of the tensors that it may be; none if it may be no tensor, as a constant is.
     """
 
     def __init__(self, closed: ClosedJaxpr, names: Sequence[str], parameters: int):
         self.program = LossProgram(closed, inline_all=True)
-        self.values: dict[Node, Value] = {}
         self.products = 0
-        self.bodies: dict[Call, tuple[LossProgram, ...]] = {}
+        self.bodies: dict[Call, Bodies] = {}
         self.opaque: list[str] = []
-        self.operands: dict[Call, tuple[Value, ...]] = {}
+        self._values: dict[Node, Value] = {}
+        self._operands: dict[Call, list[Value]] = {}
         self._kind: Kind = "value"  # of the values that are read
         inputs = []
         for i, (name, node) in enumerate(zip(names, self.program.inputs, strict=True)):
             is_parameter = i < parameters
             value = Value(node.aval, depends=True, is_stored=is_parameter, name=name)
             value.kind = "parameter" if is_parameter else "input"
-            self.values[node] = value
+            self._values[node] = value
             inputs.append(value)
         self._read(self.program, inputs, {self.program.outputs[0]}, "", 1)
+        tensors = {node: x for node, x in self._values.items() if x.is_tensor}
+        self.tensors = tuple(_records(tensors.values()))
+        self.numbers = {node: number for number, node in enumerate(tensors)}
+        numbers = {value: number for number, value in enumerate(tensors.values())}
+        self.operands = {
+            call: tuple(_numbers_of(value, numbers) for value in operands)
+            for call, operands in self._operands.items()
+        }
+
+    def made_in(self, program: LossProgram) -> list[int]:
+        """Numbers of the tensors that a program makes, itself or in its bodies."""
+        made = [node for call in program.calls for node in call.outputs]
+        found = [self.numbers[node] for node in made if node in self.numbers]
+        for call in program.calls:
+            if call in self.bodies:
+                for body in self.bodies[call].programs:
+                    found += self.made_in(body)
+        return found
 
     def _read(
         self,
@@ -164,31 +178,26 @@ class TensorSearch:
         """
         needed = _needed(program, wanted)
         known = dict(zip(program.inputs, inputs, strict=True))
-        counts: dict[str, int] = {}
+        counts: collections.Counter[str] = collections.Counter()
         for call in program.calls:
             name = function_name(call)
-            number = counts[name] = counts.get(name, -1) + 1
+            where = f"{path}{name}.{counts[name]}"
+            counts[name] += 1
             if not needed.intersection(call.outputs):
                 continue
-            operands = [
-                known[node] if node in known else Value(node.aval)
-                for node in call.inputs
-            ]
-            place = f"{path}{name}.{number}", repeats
+            operands = [known.get(node) or Value(node.aval) for node in call.inputs]
+            is_loop = call.primitive is primitives.while_p
             if call.primitive.name == "optimization_barrier":
                 results = operands
             elif is_move(call):
                 results = self._move(call, operands, path)
-            elif call.primitive is primitives.remat_p:
-                results = self._read_checkpoint(call, operands, needed, *place)
-            elif isinstance(call, ScanCall):
-                results = self._read_scan(call, operands, needed, *place)
-            elif is_conditional(call):
-                results = self._read_conditional(call, operands, needed, *place)
-            elif is_loop(call) and any(x.depends for x in operands):
-                results = self._read_loop(call, operands, needed, *place)
+            elif is_loop and not any(x.depends for x in operands):
+                results = self._read_operator(call, operands, where, repeats)
+            elif bodies := bodies_of(call):
+                self.bodies[call] = bodies
+                results = self._read_bodies(call, operands, needed, where, repeats)
             else:
-                results = self._read_operator(call, operands, *place)
+                results = self._read_operator(call, operands, where, repeats)
             known.update(zip(call.outputs, results, strict=True))
         return [known.get(node) or Value(node.aval) for node in program.outputs]
 
@@ -213,9 +222,9 @@ class TensorSearch:
             self._note_use(operand, stage, product)
         self.products += makes_product
         if call.primitive is primitives.dot_general_p and self._kind == "value":
-            self.operands[call] = tuple(operands)
+            self._operands[call] = operands
         for i, node in enumerate(call.outputs):
-            self.values[node] = Value(
+            self._values[node] = Value(
                 node.aval,
                 stage=stage,
                 depends=depends,
@@ -226,149 +235,73 @@ class TensorSearch:
                 group=self.products,
                 made_by=product,
             )
-        return [self.values[node] for node in call.outputs]
+        return [self._values[node] for node in call.outputs]
 
     def _note_use(self, value: Value, stage: int, product: int | None) -> None:
         """Something of this stage reads a value, perhaps a matrix product."""
         if value.group is None:
             value.group = self.products
-        value.store_for(stage)
+        if value.stage < stage:
+            value.store()
         if product is not None:
             value.note_product(product)
         for origin in value.origins:
             self._note_use(origin, stage, product)
 
-    def _read_checkpoint(self, call, operands, needed, where, repeats) -> list[Value]:
-        """A checkpointed function is read as if it were inlined."""
-        body = LossProgram(called_jaxpr(call.params), inline_all=True)
-        self.bodies[call] = (body,)
-        wanted = _wanted_results(call, body, needed)
-        return self._read(body, operands, wanted, where + "/", repeats)
-
-    def _read_conditional(self, call, operands, needed, where, repeats) -> list[Value]:
-        """Every branch is read, one after the other, as if it were the one taken."""
-        arguments = operands[1:]
-        branches = tuple(
-            LossProgram(branch, inline_all=True) for branch in call.params["branches"]
-        )
-        self.bodies[call] = branches
-        stage = max((x.stage for x in operands), default=0) + 1
-        cases = []
-        for i, branch in enumerate(branches):
-            wanted = _wanted_results(call, branch, needed)
-            inside = [
-                Value(node.aval, stage=stage, depends=x.depends, origins=(x,))
-                for x, node in zip(arguments, branch.inputs, strict=True)
-            ]
-            path = f"{where}/branch{i}/"
-            cases.append(
-                self._read_body(branch, arguments, inside, wanted, path, repeats)
-            )
-        results = zip(call.outputs, zip(*cases, strict=True), strict=True)
-        return [_made_inside(node, outputs) for node, outputs in results]
-
-    def _read_scan(self, call: ScanCall, operands, needed, where, repeats):
-        scan = call.scan
-        body = LossProgram(scan.body, inline_all=True)
-        self.bodies[call] = (body,)
-        wanted = _wanted_in_scan(call, body, needed)
-        stage = max((x.stage for x in operands), default=0) + 1
-        depends = any(x.depends for x in operands)
-        inside = []
-        for i, (operand, node) in enumerate(zip(operands, body.inputs, strict=True)):
-            is_carry = scan.constants <= i < scan.constants + scan.carry
-            inside.append(
-                Value(
-                    node.aval,
-                    stage=stage,
-                    depends=depends if is_carry else operand.depends,
-                    origins=(operand,),
-                )
-            )
-        times = repeats * scan.length
-        outputs = self._read_body(body, operands, inside, wanted, where + "/", times)
-        # The next iteration reads a carry in the place of this one's.
-        carried = inside[scan.constants : scan.constants + scan.carry]
-        for before, after in zip(carried, outputs[: scan.carry], strict=True):
-            before.carried = after
-            for product in before.read_by:
-                after.note_product(product)
-        results = zip(call.outputs, outputs, strict=True)
-        return [_made_inside(node, (output,)) for node, output in results]
-
-    def _read_loop(self, call: Call, operands, needed, where, repeats):
-        """A while loop's body, read once: how often it runs is not known."""
-        first = call.params["cond_nconsts"]
-        constants, operands = call.params["body_nconsts"], operands[first:]
-        body = LossProgram(as_closed_jaxpr(call.params["body_jaxpr"]), inline_all=True)
-        self.bodies[call] = (body,)
-        # Which carries decide how often it runs is not followed: all do.
-        wanted = set(body.outputs) if needed.intersection(call.outputs) else set()
-        stage = max((x.stage for x in operands), default=0) + 1
-        depends = any(x.depends for x in operands)
-        inside = [
-            Value(
-                node.aval,
-                stage=stage,
-                depends=depends if i >= constants else operand.depends,
-                origins=(operand,),
-            )
-            for i, (operand, node) in enumerate(zip(operands, body.inputs, strict=True))
-        ]
-        kind, self._kind = self._kind, "iterated"
-        path = where + "/"
-        outputs = self._read_body(body, operands, inside, wanted, path, repeats)
-        self._kind = kind
-        for before, after in zip(inside[constants:], outputs, strict=True):
-            for product in before.read_by:
-                after.note_product(product)
-        # A loop that does not run at all returns its operands.
-        results = zip(call.outputs, outputs, operands[constants:], strict=True)
-        return [_made_inside(node, values) for node, *values in results]
-
-    def _read_body(
+    def _read_bodies(
         self,
-        body: LossProgram,
-        operands: Sequence[Value],
-        inside: Sequence[Value],
-        wanted: set[Node],
-        path: str,
+        call: Call,
+        operands: list[Value],
+        needed: set[Node],
+        where: str,
         repeats: int,
     ) -> list[Value]:
-        """Read a body that stores what it reads and what it returns.
-
-        Args:
-          body: its program.
-          operands: what it reads, as values outside of it.
-          inside: the same values inside of it.
-          wanted, path, repeats: as in :meth:`_read`.
-        """
-        needed = _needed(body, wanted)
-        read = [
-            (operand, value)
-            for operand, value, node in zip(operands, inside, body.inputs, strict=True)
-            if node in needed
+        """Read what a call runs, a conditional's branches as if each were taken."""
+        bodies = self.bodies[call]
+        arguments = operands[bodies.first :]
+        if call.primitive is primitives.remat_p:  # as if it were inlined
+            (program,) = bodies.programs
+            wanted = _wanted(call, program, bodies, needed)
+            return self._read(program, arguments, wanted, where + "/", repeats)
+        is_loop = call.primitive is primitives.while_p
+        stage = max((x.stage for x in operands), default=0) + 1
+        kind, self._kind = self._kind, "iterated" if is_loop else self._kind
+        cases = []
+        for i, program in enumerate(bodies.programs):
+            wanted = _wanted(call, program, bodies, needed)
+            path = f"{where}/branch{i}/" if len(bodies.programs) > 1 else where + "/"
+            inside = _inside(program, bodies, arguments, stage)
+            inputs = zip(arguments, program.inputs, strict=True)
+            needed_inside = _needed(program, wanted)
+            read = [x for x, node in inputs if node in needed_inside]
+            for operand in read:
+                operand.store()
+            outputs = self._read(program, inside, wanted, path, repeats * bodies.runs)
+            for node, output in zip(program.outputs, outputs, strict=True):
+                if node in wanted:
+                    output.store()
+            for operand in read:
+                if operand.group is None:  # what reads it is no operator
+                    operand.group = self.products
+            # The next run reads a carry in the place of this one's.
+            carried = inside[bodies.constants :][: bodies.carry]
+            for before, after in zip(carried, outputs, strict=False):
+                before.carried = after
+                for product in before.read_by:
+                    after.note_product(product)
+            cases.append(outputs)
+        self._kind = kind
+        if is_loop:  # one that does not run at all returns its operands
+            cases.append(arguments[bodies.constants :])
+        return [
+            Value(
+                node.aval,
+                stage=max(x.stage for x in origins),
+                depends=any(x.depends for x in origins),
+                origins=origins,
+            )
+            for node, *origins in zip(call.outputs, *cases, strict=True)
         ]
-        for operand, value in read:
-            operand.store_for(value.stage)
-        outputs = self._read(body, inside, wanted, path, repeats)
-        for node, output in zip(body.outputs, outputs, strict=True):
-            if node in wanted:
-                output.store()
-        for operand, _ in read:
-            if operand.group is None:  # what reads it is no operator
-                operand.group = self.products
-        return outputs
-
-
-def _made_inside(node: Node, origins: Sequence[Value]) -> Value:
-    """A call's result, which is one of these outputs of its bodies."""
-    return Value(
-        node.aval,
-        stage=max(x.stage for x in origins),
-        depends=any(x.depends for x in origins),
-        origins=tuple(origins),
-    )
 
 
 def _needed(program: LossProgram, outputs: Collection[Node]) -> set[Node]:
@@ -380,24 +313,70 @@ def _needed(program: LossProgram, outputs: Collection[Node]) -> set[Node]:
     return found
 
 
-def _wanted_results(call: Call, body: LossProgram, needed: set[Node]) -> set[Node]:
-    """A body's outputs that are needed results of its call."""
-    results = zip(call.outputs, body.outputs, strict=True)
-    return {inner for outer, inner in results if outer in needed}
-
-
-def _wanted_in_scan(call: ScanCall, body: LossProgram, needed: set[Node]) -> set[Node]:
-    """The outputs of a scan's body that its needed results are computed from."""
-    scan = call.scan
-    wanted = _wanted_results(call, body, needed)
-    carried = body.inputs[scan.constants : scan.constants + scan.carry]
+def _wanted(
+    call: Call, program: LossProgram, bodies: Bodies, needed: set[Node]
+) -> set[Node]:
+    """The outputs of a body that its call's needed results are computed from."""
+    if call.primitive is primitives.while_p:
+        # Which carries decide how often it runs is not followed: all do.
+        return set(program.outputs)
+    results = zip(call.outputs, program.outputs, strict=True)
+    wanted = {inner for outer, inner in results if outer in needed}
+    first, carry = bodies.constants, bodies.carry
+    carried = program.inputs[first : first + carry], program.outputs[:carry]
     while True:
-        read = _needed(body, wanted)
-        more = {
-            after
-            for before, after in zip(carried, body.outputs[: scan.carry], strict=True)
-            if before in read
-        }
+        read = _needed(program, wanted)
+        more = {after for before, after in zip(*carried, strict=True) if before in read}
         if more <= wanted:
             return wanted
         wanted |= more
+
+
+def _inside(
+    program: LossProgram, bodies: Bodies, arguments: Sequence[Value], stage: int
+) -> list[Value]:
+    """The inputs of a body, of which carries may come to depend on any other."""
+    depends = any(x.depends for x in arguments)
+    carried = range(bodies.constants, bodies.constants + bodies.carry)
+    return [
+        Value(node.aval, stage, depends if i in carried else x.depends, origins=(x,))
+        for i, (x, node) in enumerate(zip(arguments, program.inputs, strict=True))
+    ]
+
+
+def _numbers_of(value: Value, numbers: Mapping[Value, int]) -> tuple[int, ...]:
+    """Of the tensors that a value may be; none if it may be something else."""
+    found, seen, left = set(), set(), [value]
+    while left:
+        value = left.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        if value in numbers:
+            found.add(numbers[value])
+        elif value.origins:
+            left += [*value.origins, *([value.carried] if value.carried else [])]
+        else:
+            return ()
+    return tuple(sorted(found))
+
+
+def _records(values: Iterable[Value]) -> list[Tensor]:
+    """Records of values, those of one name numbered."""
+    counts: collections.Counter[str] = collections.Counter()
+    tensors = []
+    for value in values:
+        earlier = counts[value.name]
+        counts[value.name] += 1
+        tensors.append(
+            Tensor(
+                f"{value.name} ({earlier})" if earlier else value.name,
+                value.kind,
+                tuple(value.aval.shape),
+                value.repeats,
+                value.group or 0,
+                value.made_by,
+                tuple(value.read_by),
+            )
+        )
+    return tensors

@@ -1,16 +1,54 @@
-"""What a step does to each leaf, as scalars to be logged, and what rounding eats."""
+"""What a step does to each leaf, as scalars to be logged, and what rounding eats.
 
+    update --+--> new master - master --> moved, noise
+             +--> round(param + update) == param --> lost
+    moments --> encode, decode --> their errors
+
+It is computed beside a step and not by it: a step that is not asked has nothing of it.
+"""
+
+import dataclasses
+import typing
+
+import jax
+import jax.numpy as jnp
 import optax
 
+from lowbit_optax._jaxprs.traced_once import traced_once
+from lowbit_optax._numerics.landing import REPLACE, apply_leaf
+from lowbit_optax._numerics.rounding import to_float32
 from lowbit_optax._step import context, trees
-from lowbit_optax.reports.leaf_reports import LeafReport as LeafReport
-from lowbit_optax.reports.leaf_reports import (
-    lost_shares,
-    measure,
-    measure_lost,
-    measure_plain,
-    nonfinite,
-)
+from lowbit_optax._step.step import Step
+from lowbit_optax.formats import quantized_tensor
+from lowbit_optax.formats.base import WeightFormat
+from lowbit_optax.states.state_leaves import state_leaves
+from pallas_kernels.bitfields import unpack
+from pallas_kernels.layout import layout_of
+
+
+class LeafReport(typing.NamedTuple):
+    """What one step does to one leaf, in float32 scalars; see :func:`step_report`.
+
+    With u the update of the inner transformation, in float32, and d the change of the
+    stored master, over the elements where both are finite:
+
+    Args:
+      lost: ``#{u != 0 and round(p + u) == p} / #{u != 0}``, the share of updates that
+        rounding the parameter to nearest would cancel.
+      moved: ``<d, u> / <u, u>``, how far the master goes over how far it should.
+      noise: ``|d - u| / |u|``, the error of that movement.
+      overflows: how many new weights are not finite, though master and update are.
+      nonfinite_grads: how many elements of the gradient are not finite.
+      moment_errors: ``|m' - m| / |m|`` by field, such as ``mu`` and ``nu``, of new
+        moments m and what is stored of them; of those that are stored in a format.
+    """
+
+    lost: jax.Array
+    moved: jax.Array
+    noise: jax.Array
+    overflows: jax.Array
+    nonfinite_grads: jax.Array
+    moment_errors: dict[str, jax.Array]
 
 
 def step_report(
@@ -51,23 +89,18 @@ def step_report(
     >>> sorted(report.moment_errors)
     ['mu', 'nu']
     """
-    names, leaves, treedef = trees.named_leaves(params)
-    given = trees.parts_of(names, treedef, grads, "grads")
-    tx = optax.with_extra_args_support(tx)
-    with context.reporting("step_report", measure) as found:
-        updates, _ = tx.update(grads, state, params, **extra_args)
-    if not found:
-        updates = trees.parts_of(names, treedef, updates, "updates")
-        return treedef.unflatten(measure_plain(leaves, given, updates))
+    asked = _Asked.of("step_report", _measure, tx, params, state, grads, extra_args)
+    found = asked.found
+    if asked.updates is not None:
+        each = zip(asked.names, asked.leaves, asked.grads, asked.updates, strict=True)
+        found = {name: _plain_report(*leaf) for name, *leaf in each}
     # A loss scale hands on zeros in place of gradients that have overflowed.
-    return treedef.unflatten(
-        [
-            found[name]._replace(nonfinite_grads=nonfinite(grad))
-            if name in found
-            else None
-            for name, grad in zip(names, given, strict=True)
-        ]
-    )
+    found = {
+        name: found[name]._replace(nonfinite_grads=_nonfinite(grad))
+        for name, grad in zip(asked.names, asked.grads, strict=True)
+        if name in found
+    }
+    return asked.tree(found)
 
 
 def cancelled_updates(
@@ -107,12 +140,191 @@ def cancelled_updates(
     >>> cancelled_updates(tx, params, tx.init(params), grads)
     Array(0.6666667, dtype=float32)
     """
-    names, leaves, treedef = trees.named_leaves(params)
-    trees.parts_of(names, treedef, grads, "grads")
-    tx = optax.with_extra_args_support(tx)
-    with context.reporting("cancelled_updates", measure_lost) as found:
-        updates, _ = tx.update(grads, state, params, **extra_args)
-    if not found:
-        updates = trees.parts_of(names, treedef, updates, "updates")
-        return treedef.unflatten(lost_shares(leaves, updates))
-    return treedef.unflatten([found.get(name) for name in names])
+    asked = _Asked.of(
+        "cancelled_updates", _measure_lost, tx, params, state, grads, extra_args
+    )
+    found = asked.found
+    if asked.updates is not None:
+        found = _lost_shares(asked.names, asked.leaves, asked.updates)
+    return asked.tree(found)
+
+
+class _Asked(typing.NamedTuple):
+    """A step that was asked what it does.
+
+    Args:
+      names, leaves, grads, treedef: of the parameters and their gradients.
+      found: what transformations of this package have answered, by path.
+      updates: of the leaves, where there is no such transformation; else None.
+    """
+
+    names: list[str]
+    leaves: list
+    grads: list
+    treedef: trees.PyTreeDef
+    found: dict[str, typing.Any]
+    updates: list | None
+
+    @classmethod
+    def of(cls, function, measure, tx, params, state, grads, extra_args) -> "_Asked":
+        """Ask ``tx.update``, in which each step answers ``measure(step, update)``."""
+        names, leaves, treedef = trees.named_leaves(params)
+        given = trees.parts_of(names, treedef, grads, "grads")
+        tx = optax.with_extra_args_support(tx)
+        with context.reporting(function, measure) as found:
+            updates, _ = tx.update(grads, state, params, **extra_args)
+        parts = None
+        if not found:
+            parts = trees.parts_of(names, treedef, updates, "updates")
+        return cls(names, leaves, given, treedef, found, parts)
+
+    def tree(self, found: dict[str, typing.Any]):
+        """A tree like the parameters, with None where nothing was found."""
+        return self.treedef.unflatten(map(found.get, self.names))
+
+
+def _measure(step: Step, update) -> dict[str, LeafReport]:
+    """The reports of a step's leaves, by path."""
+    step = dataclasses.replace(step, landing=REPLACE)
+    updates, inner_state = step.inner_update(update)
+    errors = _moment_errors(step, inner_state)
+    return {
+        name: _leaf_report(step, number, updates[number], errors[name])
+        for number, name in enumerate(step.names)
+    }
+
+
+def _measure_lost(step: Step, update) -> dict[str, jax.Array]:
+    updates, _ = step.inner_update(update)
+    return _lost_shares(step.names, step.params, updates)
+
+
+def _lost_shares(names, params, updates) -> dict[str, jax.Array]:
+    """The shares of updates that rounding to nearest would cancel, by path."""
+    share = traced_once(_cancelled_share)
+    return {n: share(p, u) for n, p, u in zip(names, params, updates, strict=True)}
+
+
+def _plain_report(param, grad, update) -> LeafReport:
+    """The report of a leaf to which its update is added, and rounded, as optax does."""
+    if not trees.is_float(param):
+        return _nothing({})
+    new = _widened(apply_leaf(param, update))
+    return _report(param, update, _widened(param), new, grad, {})
+
+
+def _cancelled_share(param, update) -> jax.Array:
+    """The share of non-zero updates that rounding to nearest would cancel."""
+    if not trees.is_float(param):
+        return jnp.float32(0)
+    moved = update != 0
+    if quantized_tensor.is_quantized(param):
+        old = param.dequantize()
+        sums = old + update.astype(jnp.float32)
+        same = quantized_tensor.requantize(sums, param, None).dequantize() == old
+    else:
+        same = apply_leaf(param, update) == param
+    count = jnp.sum(moved, dtype=jnp.float32)
+    cancelled = jnp.sum(moved & same, dtype=jnp.float32)
+    return cancelled / jnp.maximum(count, jnp.float32(1))
+
+
+def _nonfinite(x) -> jax.Array:
+    """How many elements are not finite, a float32 scalar."""
+    if not trees.is_float(x):
+        return jnp.float32(0)
+    return jnp.sum(~jnp.isfinite(x), dtype=jnp.float32)
+
+
+def _movement(old: jax.Array, new: jax.Array, update: jax.Array):
+    """``(moved, noise, overflows)`` of a :class:`LeafReport`."""
+    intended = jnp.isfinite(old) & jnp.isfinite(update)
+    overflows = jnp.sum(intended & ~jnp.isfinite(new), dtype=jnp.float32)
+    counted = intended & jnp.isfinite(new)
+    only = lambda x: jnp.where(counted, x, jnp.float32(0))
+    u, d = only(update), only(new - old)
+    # So that no square underflows.
+    unit = jnp.max(jnp.abs(u), initial=jnp.float32(0))
+    unit = jnp.where(unit > 0, unit, jnp.float32(1))
+    u, d = u / unit, d / unit
+    square = jnp.sum(u * u)
+    is_still = square == 0
+    square = jnp.where(is_still, jnp.float32(1), square)
+    error = d - u
+    moved = jnp.where(is_still, jnp.float32(1), jnp.sum(d * u) / square)
+    return moved, jnp.sqrt(jnp.sum(error * error) / square), overflows
+
+
+def _leaf_report(step: Step, number: int, update, errors) -> LeafReport:
+    leaf, guard = step.leaves[number], step.guard
+    param, residual, format_ = leaf.param, leaf.residual, leaf.format
+    if not trees.is_float(param):
+        return _nothing(errors)
+    if format_ is None:
+        join = _widened
+        new, after, _ = step.landed(number, update)
+    else:
+        if residual is not None and format_.width:
+            # Without packing, all of it is elementwise.
+            residual = unpack(residual, format_.width, layout_of(param.shape))
+            format_ = format_.on_fields()
+        join = traced_once(format_.join)
+        new, after, _ = traced_once(_advance, format_)(
+            param, residual, update.astype(jnp.float32), step.random[number]
+        )
+        new, after = guard.chosen(new, param), guard.chosen(after, residual)
+    return _report(
+        param, update, join(param, residual), join(new, after), leaf.grad, errors
+    )
+
+
+def _report(param, update, old, new, grad, moment_errors) -> LeafReport:
+    """The report of a leaf whose master goes from ``old`` to ``new``."""
+    lost = traced_once(_cancelled_share)(param, update)
+    movement = traced_once(_movement)(old, new, update.astype(jnp.float32))
+    moved, noise, overflows = movement
+    wrong = _nonfinite(grad)
+    return LeafReport(lost, moved, noise, overflows, wrong, moment_errors)
+
+
+def _advance(format_: WeightFormat, param, residual, update, random):
+    return format_.advance(param, residual, update, random, REPLACE)
+
+
+def _moment_errors(step: Step, inner_state):
+    """Per leaf, the relative errors of its stored moments by field."""
+    plan, new = step.plan, jax.tree.leaves(inner_state)
+    stored = plan.decode(plan.encode(new, step.draws))
+    errors: dict[str, dict[str, jax.Array]] = {name: {} for name in step.names}
+    for i, part in enumerate(state_leaves(step.tree(step.params), inner_state)):
+        moment = plan.storage[i]
+        if moment is None:
+            continue
+        field = part.moment_field
+        if not field or field in errors[moment.leaf]:
+            field = jax.tree_util.keystr(part.field)
+        errors[moment.leaf][field] = traced_once(_relative_error)(new[i], stored[i])
+    return errors
+
+
+def _relative_error(value: jax.Array, stored: jax.Array) -> jax.Array:
+    finite = jnp.isfinite(value) & jnp.isfinite(stored)
+    only = lambda x: jnp.where(finite, x, jnp.float32(0))
+    value, stored = only(value), only(stored)
+    unit = jnp.max(jnp.abs(value), initial=jnp.float32(0))
+    unit = jnp.where(unit > 0, unit, jnp.float32(1))
+    value, error = value / unit, (stored - value) / unit
+    square = jnp.sum(value * value)
+    square = jnp.where(square == 0, jnp.float32(1), square)
+    return jnp.sqrt(jnp.sum(error * error) / square)
+
+
+def _nothing(moment_errors) -> LeafReport:
+    """The report of a leaf that is not real floating-point."""
+    zero = jnp.float32(0)
+    return LeafReport(zero, jnp.float32(1), zero, zero, zero, moment_errors)
+
+
+def _widened(param: typing.Any, residual=None) -> jax.Array:
+    del residual
+    return to_float32(param)

@@ -40,7 +40,6 @@ class _Formats:
     """A choice of formats, whose moments are the first that the optimizer has."""
 
     name: str
-    measured: str
     weights: WeightFormat | None
     moments: tuple[Moments, ...] = ("float32",)
     bits: int | None = None
@@ -53,52 +52,22 @@ _LPMM = (
     block_quantized(8),
 )
 
-# In the order of what they can lose: bits of weights, then of moments. The figures are
-# those of docs/accuracy.md, where each is within the spread of float32's seeds.
+# In the order of what they can lose: bits of weights, then of moments.
 _CHOICES = (
-    _Formats("float32", "the reference", None),
-    _Formats("extra_bits", "CIFAR-10 60.93 % (float32 61.21)", extra_bits()),
-    _Formats(
-        "kahan", "CIFAR-10 60.93 % (float32 61.21)", kahan(), (cast(jnp.bfloat16),)
+    _Formats("float32", None),
+    _Formats("extra_bits", extra_bits()),
+    _Formats("kahan", kahan(), (cast(jnp.bfloat16),)),
+    _Formats("lowbit", extra_bits(8), (block_quantized(8),)),
+    *(
+        _Formats(
+            f"lowbit, {name}",
+            extra_bits(8),
+            ({"mu": block_quantized(4), "nu": block_quantized(nu_bits)},),
+        )
+        for name, nu_bits in (("4-bit mu", 8), ("low", 6), ("4-bit mu, nu", 4))
     ),
-    _Formats(
-        "lowbit",
-        "GPT 1.7041 nats (float32 1.7034)",
-        extra_bits(8),
-        (block_quantized(8),),
-    ),
-    _Formats(
-        "lowbit, 4-bit mu",
-        "CIFAR-10 43.97 % (float32 44.14)",
-        extra_bits(8),
-        ({"mu": block_quantized(4), "nu": block_quantized(8)},),
-    ),
-    _Formats(
-        "lowbit, low",
-        "digits 0.01157 nats (float32 0.01160)",
-        extra_bits(8),
-        ({"mu": block_quantized(4), "nu": block_quantized(6)},),
-    ),
-    _Formats(
-        "lowbit, 4-bit mu, nu",
-        "CIFAR-10 44.25 % (float32 44.14)",
-        extra_bits(8),
-        ({"mu": block_quantized(4), "nu": block_quantized(4)},),
-    ),
-    _Formats(
-        "lpmm, 12 bits",
-        "GPT 1.7041 nats (float32 1.7034)",
-        quantized_weights(),
-        _LPMM,
-        bits=12,
-    ),
-    _Formats(
-        "lpmm, 8 bits",
-        "CIFAR-10 50.03 % (float32 49.79)",
-        quantized_weights(),
-        _LPMM,
-        bits=8,
-    ),
+    _Formats("lpmm, 12 bits", quantized_weights(), _LPMM, bits=12),
+    _Formats("lpmm, 8 bits", quantized_weights(), _LPMM, bits=8),
 )
 
 
@@ -108,7 +77,6 @@ class PlannedFormats:
 
     Args:
       name: of the formats.
-      measured: what docs/accuracy.md has measured with them, and float32 beside it.
       report: of parameters, optimizer state and gradients.
       params: shapes and dtypes of the parameters in these formats.
       dtype: of quantised weights' gradients.
@@ -118,7 +86,6 @@ class PlannedFormats:
     """
 
     name: str
-    measured: str
     report: MemoryReport
     params: optax.Params
     dtype: np.dtype
@@ -183,15 +150,15 @@ class Plan:
 
     def __str__(self) -> str:
         head = ("formats", "weights", "state", "gradients", "released", "GiB", "with")
-        table = [(*head, "fits", "measured"), *map(_cells, self.rows)]
+        table = [(*head, "fits"), *map(_cells, self.rows)]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["bytes per parameter, and GiB per device without and with release"]
         for row in table:
             cells = [
-                cell.ljust(width) if i in (0, len(row) - 1) else cell.rjust(width)
+                cell.rjust(width) if i else cell.ljust(width)
                 for i, (cell, width) in enumerate(zip(row, widths, strict=True))
             ]
-            lines.append("  ".join(cells).rstrip())
+            lines.append("  ".join(cells))
         return "\n".join([*lines, self._verdict()])
 
     def _verdict(self) -> str:
@@ -225,8 +192,8 @@ def plan(
     gradients are counted, of the largest ones; it changes no number of the training.
 
     Rows are in the order of what they can lose, bits of weights before bits of moments.
-    ``measured`` has figures of docs/accuracy.md, in which all are within the spread of
-    float32's seeds; docs/choosing.md says when each fails. Choices whose moments the
+    In what docs/accuracy.md has measured, all are within the spread of float32's seeds;
+    docs/choosing.md says when each fails. Choices whose moments the
     optimizer does not have, as ``mu`` and ``nu``, are left out, and those whose weights
     it does not take, as of Prodigy.
 
@@ -287,7 +254,6 @@ def plan(
         rows.append(
             PlannedFormats(
                 choice.name,
-                choice.measured,
                 report,
                 params=shapes,
                 dtype=dtype,
@@ -354,7 +320,6 @@ def _cells(row: PlannedFormats) -> tuple[str, ...]:
         _gib(row.bytes_per_device(release=False)),
         _gib(row.bytes_per_device(release=True)),
         "released" if row.needs_release else fits,
-        row.measured,
     )
 
 

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import pathlib
 import re
 
 import jax
@@ -15,7 +14,6 @@ from lowbit_optax import memory_report, plan
 
 pytestmark = pytest.mark.standard_promotion
 
-ACCURACY = pathlib.Path(__file__).resolve().parents[3] / "docs" / "accuracy.md"
 SHAPES = {"layers": (4, 256, 512), "out": (512, 256), "bias": (256,)}
 SIZE = sum(map(math.prod, SHAPES.values()))
 ADAMW = (
@@ -51,13 +49,6 @@ def test_bytes_are_those_of_the_optimizers_by_name(name):
 
 def test_rows_are_in_the_order_of_the_documentation():
     assert tuple(row.name for row in _planned().rows) == ADAMW
-
-
-def test_figures_are_those_of_the_documentation():
-    documented = ACCURACY.read_text()
-    for row in _planned().rows[1:]:
-        for figure in re.findall(r"\d+\.\d+", row.measured):
-            assert figure in documented, row.measured
 
 
 def test_what_a_row_starts_and_steps_has_the_bytes_of_its_report():
@@ -118,10 +109,8 @@ def test_activations_and_devices_count():
 
 def test_the_table_says_what_fits():
     text = str(_planned(int(8.5 * SIZE)))
-    assert re.search(
-        r"^float32 +4\.00 +8\.0\d +4\.00 .* no +the reference$", text, re.M
-    )
-    assert re.search(r"^lowbit +3\.0\d +2\.1\d +2\.00 .* yes +GPT", text, re.M)
+    assert re.search(r"^float32 +4\.00 +8\.0\d +4\.00 .* no$", text, re.M)
+    assert re.search(r"^lowbit +3\.0\d +2\.1\d +2\.00 .* yes$", text, re.M)
     assert text.endswith("GiB: lowbit")
 
 

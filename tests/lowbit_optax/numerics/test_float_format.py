@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from jax import lax
 
+from lowbit_optax._numerics.float_format import FP32, grid_of, round_to_grid
 from lowbit_optax.precision import FloatFormat
-from lowbit_optax.precision.float_format import FP32, grid_of, round_to_grid
 
 NATIVE = {
     "float32": FP32,

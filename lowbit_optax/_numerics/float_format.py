@@ -1,8 +1,7 @@
 """Floating-point formats fp(e, m, b), emulated in float32.
 
-Here is what the formats are. Rounding to their numbers is in
-:mod:`lowbit_optax.precision.grid`, and their bit patterns are in
-:mod:`lowbit_optax.precision.bit_patterns`.
+Here is what the formats are. Rounding to their numbers and their bit patterns are in
+:mod:`lowbit_optax._numerics.grid`.
 
 References:
   Lee, Sharma and Aiken 2023, "Training with Mixed-Precision Floating-Point
@@ -20,16 +19,14 @@ import numpy as np
 
 from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics import float_layouts, rounding
-from lowbit_optax.precision.bit_patterns import (
+from lowbit_optax._numerics.grid import (
+    INFINITY,
+    MANTISSA,
+    Grid,
     PatternLayout,
     Specials,
     decode,
     encode,
-)
-from lowbit_optax.precision.grid import (
-    INFINITY,
-    MANTISSA,
-    Grid,
     magnitude_of,
     round_to_grid,
 )
@@ -213,7 +210,7 @@ class FloatFormat:
           ValueError: random is not uint32 of x's shape.
         """
         x = _checked(x)
-        rounded, _ = round_to_grid(_widened(x), grid_of(self), random)
+        rounded, _ = round_to_grid(rounding.to_float32(x), grid_of(self), random)
         if float_layouts.is_narrow(x.dtype):
             return rounding.round_nearest(rounded, x.dtype)
         return rounded.astype(x.dtype)
@@ -231,7 +228,7 @@ class FloatFormat:
         Raises:
           TypeError: x is not a float array of at most 32 bits.
         """
-        x = _widened(_checked(x))
+        x = rounding.to_float32(_checked(x))
         return magnitude_of(x) > grid_of(self).largest
 
     def encode(self, x: jax.Array) -> jax.Array:
@@ -246,7 +243,7 @@ class FloatFormat:
           the largest; NaN, where the format has none, too. In an "ieee" format NaN
           keeps the leading bits of its payload.
         """
-        return traced_once(_encoded, self)(_checked(x))
+        return traced_once(encode, self._layout, grid_of(self))(_checked(x))
 
     def decode(self, patterns: jax.Array) -> jax.Array:
         """The values of patterns, the inverse of :meth:`encode`.
@@ -267,7 +264,7 @@ class FloatFormat:
                 f"patterns must be unsigned integers, got {patterns.dtype} "
                 f"{patterns.shape}"
             )
-        return traced_once(_decoded, self)(patterns)
+        return traced_once(decode, self._layout, grid_of(self))(patterns)
 
     def __str__(self):
         numbers = [self.exponent_bits, self.mantissa_bits, self.bias or None]
@@ -353,16 +350,6 @@ _DESCRIPTIONS: dict[str, tuple[int, int, int, Specials]] = {
 _DTYPES = {n: d for n, d in _DESCRIPTIONS.items() if hasattr(jnp, n)}
 
 
-def _encoded(fmt: FloatFormat, x: jax.Array) -> jax.Array:
-    """See :meth:`FloatFormat.encode`."""
-    return encode(_widened(x), fmt._layout, grid_of(fmt))
-
-
-def _decoded(fmt: FloatFormat, patterns: jax.Array) -> jax.Array:
-    """See :meth:`FloatFormat.decode`."""
-    return decode(patterns, fmt._layout, grid_of(fmt))
-
-
 def _checked(x: jax.Array) -> jax.Array:
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize > 4:
@@ -370,10 +357,6 @@ def _checked(x: jax.Array) -> jax.Array:
             f"x must be a float array of at most 32 bits, got {x.dtype} {x.shape}"
         )
     return x
-
-
-def _widened(x: jax.Array) -> jax.Array:
-    return x if x.dtype == jnp.float32 else rounding.to_float32(x)
 
 
 def _pattern_of(number: float) -> int:

@@ -1,4 +1,4 @@
-"""Rounding float32 to the numbers of a format, which may be a traced one.
+"""Rounding float32 to the numbers of a format, and their patterns.
 
 A number of the format is a float32 whose significand ends at a given bit: ``23 - m``
 bits are dropped from float32's, and below the smallest normal as many more as the
@@ -10,6 +10,8 @@ and may flush subnormals to zero:
 Rounding sees a format as seven integers, a :class:`Grid`. They can be traced: which of
 two formats a tensor is rounded to can then be decided while the program runs, and the
 tensor is still rounded only once.
+
+The patterns of numbers, sign, exponent and mantissa, are integer arithmetic too.
 
 References:
   IEEE 754-2019, section 4.3.1.
@@ -23,15 +25,15 @@ import numpy as np
 from jax import lax
 
 from lowbit_optax._jaxprs.traced_once import traced_once
-from lowbit_optax._numerics import float_layouts
+from lowbit_optax._numerics import float_layouts, rounding
 
 MANTISSA = 23
 SIGN = 0x80000000
 INFINITY = 0x7F800000
 """float32's mantissa bits, sign and infinity."""
 
-
 Integer = jax.Array | np.uint32
+Specials = typing.Literal["none", "nan", "ieee"]
 
 
 class Grid(typing.NamedTuple):
@@ -49,7 +51,7 @@ class Grid(typing.NamedTuple):
       infinite: what infinity becomes.
 
     >>> import jax, jax.numpy as jnp
-    >>> from lowbit_optax.precision.float_format import FloatFormat, grid_of
+    >>> from lowbit_optax._numerics.float_format import FloatFormat, grid_of
     >>> low, high = grid_of(FloatFormat(4, 3, 4)), grid_of(FloatFormat(6, 9))
     >>> def to_either(x, is_low):
     ...     grid = jax.tree.map(lambda a, b: jnp.where(is_low, a, b), low, high)
@@ -65,6 +67,50 @@ class Grid(typing.NamedTuple):
     largest: Integer
     past: Integer
     infinite: Integer
+
+
+class PatternLayout(typing.NamedTuple):
+    """What a format's patterns mean.
+
+    Args:
+      exponent_bits, mantissa_bits: of the format.
+      specials: as in :class:`lowbit_optax.precision.FloatFormat`.
+    """
+
+    exponent_bits: int
+    mantissa_bits: int
+    specials: Specials
+
+    @property
+    def bits(self) -> int:
+        """The width of a pattern, its sign included."""
+        return 1 + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def hidden(self) -> int:
+        """The leading bit of a normal number's significand, which is not stored."""
+        return 1 << self.mantissa_bits
+
+    @property
+    def mantissa_mask(self) -> int:
+        """A pattern in which the mantissa's bits are 1."""
+        return self.hidden - 1
+
+    @property
+    def all_ones(self) -> int:
+        """The largest pattern without a sign."""
+        return (1 << (self.bits - 1)) - 1
+
+    @property
+    def largest(self) -> int:
+        """The pattern of the largest finite number."""
+        past = {"none": 0, "nan": 1, "ieee": self.hidden}
+        return self.all_ones - past[self.specials]
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The smallest unsigned integers that hold a pattern."""
+        return np.dtype(f"uint{max(8, 1 << (self.bits - 1).bit_length())}")
 
 
 def round_to_grid(
@@ -127,6 +173,74 @@ def _round_to_grid(x: jax.Array, grid: Grid, random: jax.Array | None):
         lax.bitcast_convert_type(sign | rounded, jnp.float32),
         magnitude > grid.largest,
     )
+
+
+def encode(layout: PatternLayout, grid: Grid, x: jax.Array) -> jax.Array:
+    """The patterns of numbers of a format.
+
+    Args:
+      layout, grid: of the format.
+      x: float array of the format's numbers; see ``FloatFormat.encode`` for others.
+
+    Returns:
+      An array of the layout's dtype.
+    """
+    m = layout.mantissa_bits
+    x = rounding.to_float32(x)
+    magnitude = magnitude_of(x)
+    exponent, significand = split(magnitude)
+    deep = jnp.minimum(grid.drop + grid.smallest_exponent - exponent, 31)
+    pattern = jnp.where(
+        magnitude < smallest_normal_of(grid),
+        significand >> deep,
+        (magnitude >> grid.drop) - ((grid.smallest_exponent - 1) << np.uint32(m)),
+    )
+    pattern = jnp.where(magnitude > grid.largest, np.uint32(layout.largest), pattern)
+    nan = magnitude > np.uint32(INFINITY)
+    if layout.specials == "nan":
+        pattern = jnp.where(nan, np.uint32(layout.all_ones), pattern)
+    elif layout.specials == "ieee":
+        infinity = np.uint32(layout.largest + 1)
+        payload = (magnitude >> grid.drop) & np.uint32(layout.mantissa_mask)
+        quiet = np.uint32(layout.hidden >> 1)
+        payload = jnp.where(payload == 0, quiet, payload)
+        pattern = jnp.where(magnitude == np.uint32(INFINITY), infinity, pattern)
+        if m:
+            pattern = jnp.where(nan, infinity | payload, pattern)
+    sign = bits_of(x) >> np.uint32(31)
+    pattern = pattern | (sign << np.uint32(layout.bits - 1))
+    return pattern.astype(layout.dtype)
+
+
+def decode(layout: PatternLayout, grid: Grid, patterns: jax.Array) -> jax.Array:
+    """The values of patterns, the inverse of :func:`encode`.
+
+    Args:
+      layout, grid: of the format.
+      patterns: unsigned integers.
+
+    Returns:
+      float32 array.
+    """
+    patterns = patterns.astype(jnp.uint32)
+    sign = (patterns >> np.uint32(layout.bits - 1)) << np.uint32(31)
+    pattern = patterns & np.uint32(layout.all_ones)
+    base = (grid.smallest_exponent - np.uint32(1)) << np.uint32(MANTISSA)
+    normal = (pattern << grid.drop) + base
+    # A subnormal's leading bit is moved to the hidden one's place, unless it is one of
+    # float32's subnormals.
+    rise = grid.drop + grid.smallest_exponent - np.uint32(1)
+    up = jnp.minimum(lax.clz(pattern) - np.uint32(31 - MANTISSA), rise)
+    subnormal = (pattern << up) + ((rise - up) << np.uint32(MANTISSA))
+    value = jnp.where(pattern < np.uint32(layout.hidden), subnormal, normal)
+    value = jnp.where(pattern == 0, np.uint32(0), value)
+    if layout.specials != "none":
+        payload = (pattern & np.uint32(layout.mantissa_mask)) << grid.drop
+        special = np.uint32(INFINITY) | payload
+        if layout.specials == "nan":
+            special = np.uint32(INFINITY | 1 << (MANTISSA - 1))
+        value = jnp.where(pattern > np.uint32(layout.largest), special, value)
+    return lax.bitcast_convert_type(sign | value, jnp.float32)
 
 
 def bits_of(x: jax.Array) -> jax.Array:
