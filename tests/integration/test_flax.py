@@ -1,6 +1,5 @@
 """flax's TrainState and nnx.Optimizer, and unusual containers."""
 
-import functools
 import typing
 
 import chex
@@ -34,34 +33,6 @@ FEW = {
     for name in ("kahan_adamw", "sr_sgd", "extra_bits_adamw_8")
 }
 
-TWO = {name: FEW[name] for name in ("kahan_adamw", "sr_sgd")}
-
-
-class _Network(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.relu(nn.Dense(32, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16)(x))
-        x = nn.LayerNorm(param_dtype=jnp.float32, dtype=jnp.bfloat16)(x)
-        return nn.Dense(4, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16)(x)
-
-
-def _batch():
-    random = np.random.default_rng(0)
-    inputs = jnp.asarray(random.standard_normal((64, 16)), jnp.bfloat16)
-    return inputs, jnp.tanh(inputs[:, :4].astype(jnp.float32))
-
-
-@jax.jit
-def _linen_loss(params):
-    inputs, outputs = _batch()
-    predicted = _Network().apply({"params": params}, inputs)
-    return jnp.mean(jnp.square(predicted.astype(jnp.float32) - outputs))
-
-
-@functools.cache
-def _linen_params():
-    return jax.jit(_Network().init)(jax.random.key(0), _batch()[0])["params"]
-
 
 @each(FEW)
 def test_train_states_agree_in_every_bit(optimizer):
@@ -78,21 +49,6 @@ def test_train_states_agree_in_every_bit(optimizer):
     assert_same_bits(ours.params, theirs.params)
     assert_same_bits(ours.opt_state, theirs.opt_state)
     assert int(ours.step) == int(theirs.step) == 5
-
-
-@each(TWO)
-def test_a_linen_model_learns_with_train_state(optimizer):
-    params = _linen_params()
-    state = training.TrainState.create(apply_fn=None, params=params, tx=optimizer())
-
-    @jax.jit
-    def advance(state):
-        return state.apply_gradients(grads=jax.grad(_linen_loss)(state.params))
-
-    for _ in range(20):
-        state = advance(state)
-    assert spec_of(state.params) == spec_of(params)
-    assert _linen_loss(state.params) < 0.9 * _linen_loss(params)
 
 
 def test_train_state_runs_optax_transformations_too():
@@ -239,12 +195,6 @@ class _Model(nnx.Module):
         return self.out(self.norm(nnx.relu(self.hidden(x))).astype(jnp.bfloat16))
 
 
-@nnx.jit
-def _nnx_loss(model):
-    inputs, outputs = _batch()
-    return jnp.mean(jnp.square(model(inputs).astype(jnp.float32) - outputs))
-
-
 @pytest.mark.slow_to_compile
 @pytest.mark.parametrize(
     ("optimizer", "norm_dtype"),
@@ -273,21 +223,6 @@ def test_nnx_optimizer_trains_as_update_and_apply_do(optimizer, norm_dtype):
     assert got["hidden"]["kernel"].dtype == jnp.bfloat16
 
 
-@each(TWO)
-def test_a_model_learns_with_nnx_optimizer(optimizer):
-    model = _Model(nnx.Rngs(0), jnp.float32)
-    start = _nnx_loss(model)
-    nnx_optimizer = nnx.Optimizer(model, optimizer(), wrt=nnx.Param)
-
-    @nnx.jit
-    def advance(model, nnx_optimizer):
-        nnx_optimizer.update(model, nnx.grad(_nnx_loss)(model))
-
-    for _ in range(20):
-        advance(model, nnx_optimizer)
-    assert _nnx_loss(model) < 0.9 * start
-
-
 def test_nnx_optimizer_state_is_the_transformations_own():
     model = _Model(nnx.Rngs(0), jnp.float32)
     nnx_optimizer = nnx.Optimizer(model, lowbit_optax.kahan_adamw(1e-3), wrt=nnx.Param)
@@ -308,21 +243,6 @@ def test_other_containers_train_as_a_dict_does(optimizer):
     got, _ = train(tx, frozen, tx.init(frozen), [freeze(g) for g in series])
     assert isinstance(got, FrozenDict)
     assert_same_bits(got.unfreeze(), want)
-
-
-@each(FEW)
-def test_a_bare_array_trains(optimizer):
-    tx = optimizer()
-    params = jnp.linspace(-2, 2, 64, dtype=jnp.bfloat16)
-    state = tx.init(params)
-    moved, state = train(tx, params, state, [jnp.sign(params)] * 20)
-    assert moved.dtype == jnp.bfloat16
-    masters = lowbit_optax.master_weights(moved, state)
-    assert masters.shape == (64,)
-    # Every step is toward zero, by at least 20 times half the learning rate.
-    gone = jnp.abs(params.astype(jnp.float32)) - jnp.abs(masters)
-    far = jnp.abs(params) > 1.5
-    assert (gone[far] > 10 * optimizer.peak).all()
 
 
 class _Pair(typing.NamedTuple):

@@ -220,13 +220,6 @@ def test_each_moment_is_kept_in_the_format_that_its_name_was_given():
     assert adam.count.dtype == jnp.int32
 
 
-def test_one_format_is_every_moments():
-    adam, trace = trained(*EVERY)
-    kept = jax.tree.leaves((adam.mu, adam.nu, trace.trace))
-    assert {x.dtype for x in kept} == {np.dtype(jnp.bfloat16)}
-    assert adam.count.dtype == jnp.int32
-
-
 def test_moments_follow_the_float32_ones():
     _, trace = trained(*EVERY)
     _, wide = trained()
@@ -236,13 +229,3 @@ def test_moments_follow_the_float32_ones():
         wide.trace,
         rtol=3 * 2.0**-7,
     )
-
-
-def test_cast_says_what_its_arguments_may_be():
-    with pytest.raises(ValueError, match=r"dtype is float32.*leave a moment out"):
-        cast(jnp.float32)
-    with pytest.raises(ValueError, match="dtype is int8"):
-        cast(jnp.int8)
-    with pytest.raises(ValueError, match="rounding is 'up'"):
-        cast(jnp.bfloat16, rounding="up")
-    assert hash(cast("bfloat16")) == hash(cast(jnp.bfloat16))
