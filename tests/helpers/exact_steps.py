@@ -15,8 +15,8 @@ QUICK = {"xla_backend_optimization_level": "0"}
 MOMENTUM = optax.sgd(0.25, momentum=0.5)
 
 
-def normal(shape, dtype=jnp.bfloat16):
-    numbers = np.random.default_rng(0).standard_normal(shape)
+def normal(shape, dtype=jnp.bfloat16, seed=0):
+    numbers = np.random.default_rng(seed).standard_normal(shape)
     return jnp.asarray(numbers, jnp.float32).astype(dtype)
 
 
@@ -46,3 +46,8 @@ def trained(implementation, params, series, advance=lowbit_optax.step, **options
     for grads in series:
         params, state = run(grads, state, params)
     return params, state
+
+
+def both(params, series, others="pallas", **options):
+    """Parameters and state by kernels, and by XLA."""
+    return [trained(name, params, series, **options) for name in (others, "xla")]

@@ -177,10 +177,6 @@ def test_multi_steps_goes_inside_and_accumulate_gradients_outside():
     assert np.all(change <= 1.3 * steps)
     assert (change > 0.5 * steps).mean() < 0.1
 
-    around = optax.MultiSteps(lpmm_sgd(0.1), 2)
-    with pytest.raises(TypeError, match="QuantizedTensor"):
-        around.init(params)
-
 
 # jit.
 

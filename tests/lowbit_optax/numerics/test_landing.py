@@ -7,7 +7,6 @@ zeros of both signs, subnormals, the ends of the range, infinities and NaN.
 
 import functools
 
-import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -402,24 +401,6 @@ def test_a_weight_at_zero_can_take_small_updates_of_either_sign(
     spacing = float(ml_dtypes.finfo(dtype).smallest_subnormal) / 2**bits
     np.testing.assert_allclose(
         master, direction * 3 * rate, rtol=2.0**-20, atol=3 * spacing
-    )
-
-
-def test_apply_updates_is_optaxs_for_other_dtypes():
-    params = {
-        "wide": jnp.ones(3),
-        "half": jnp.ones(3, jnp.bfloat16),
-        "none": None,
-        "count": jnp.int32(3),
-    }
-    updates = {
-        "wide": jnp.full(3, 0.1),
-        "half": jnp.full(3, 0.3),
-        "none": None,
-        "count": jnp.int32(1),
-    }
-    chex.assert_trees_all_equal(
-        lowbit_optax.apply_updates(params, updates), optax_apply(params, updates)
     )
 
 

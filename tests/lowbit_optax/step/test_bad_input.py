@@ -363,19 +363,6 @@ def test_state_of_another_inner_transformation(advance):
 
 @ADVANCES
 @pytest.mark.parametrize(
-    "weights", [kahan(), extra_bits(8), lowbit_optax.master_copy()]
-)
-def test_parameters_that_became_float32(weights, advance):
-    # What adding float32 updates without casting back does to bfloat16.
-    tx = lowbit(optax.sgd(0.1), weights=weights, min_size=0, moments="float32")
-    changed = _params()
-    changed["dense"]["kernel"] = changed["dense"]["kernel"].astype(jnp.float32)
-    with pytest.raises(ValueError, match=f"params{KERNEL} is float32.*apply_updates"):
-        _fail(tx, advance, _grads(), changed)
-
-
-@ADVANCES
-@pytest.mark.parametrize(
     "weights",
     [kahan(), extra_bits(8), extra_bits(), lowbit_optax.master_copy()],
     ids=["kahan", "8 bits", "all bits", "master_copy"],

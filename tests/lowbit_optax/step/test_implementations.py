@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from exact_steps import MOMENTUM, QUICK, dyadic_series, normal, trained
+from exact_steps import MOMENTUM, QUICK, both, dyadic_series, normal, trained
 from optimizers import (
     ALL_FORMATS,
     BFLOAT16_MOMENTS,
@@ -30,7 +30,6 @@ from lowbit_optax import (
     kahan,
     lowbit,
     stochastic_rounding,
-    training,
 )
 from lowbit_optax.formats.block_quantized import QuantizedMoment
 from pallas_kernels import platforms
@@ -44,10 +43,6 @@ ADVANCES = {"step": lowbit_optax.step, "update": apply}
 def model(dtype=jnp.bfloat16):
     """A leaf that is packed with padding, and one that is too small to be packed."""
     return {"kernel": normal((70, 65), dtype), "bias": normal((40,), dtype)}
-
-
-def both(params, series, **options):
-    return [trained(name, params, series, **options) for name in ("pallas", "xla")]
 
 
 @pytest.mark.parametrize("advance", ADVANCES.values(), ids=ADVANCES)
@@ -416,27 +411,6 @@ def test_steps_may_be_scanned():
     )
     got = scan((params, tx.init(params)))
     assert_same_bits(got, trained("xla", params, series, weights=extra_bits(8)))
-
-
-def test_train_state_takes_kernels_too():
-    pytest.importorskip("flax")
-    ends = []
-    for implementation in ("pallas", "xla"):
-        state = training.TrainState.create(
-            apply_fn=None,
-            params=model(),
-            tx=lowbit(
-                MOMENTUM,
-                weights=kahan(),
-                implementation=implementation,
-                moments="float32",
-            ),
-        )
-        advance = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
-        for grads in dyadic_series(model(), 2):
-            state = advance(state, grads)
-        ends.append((state.params, state.opt_state))
-    assert_same_bits(*ends)
 
 
 def test_members_of_an_ensemble_are_each_alone():

@@ -278,23 +278,3 @@ def test_master_weights_and_reports_of_sharded_training(axis_type):
         share = jax.jit(functools.partial(lowbit_optax.cancelled_updates, tx))
         share = share(*got, grads[0])
         assert 0 <= float(share) <= 1
-
-
-@pytest.mark.parametrize("name", FEW)
-def test_map_params_visits_every_leaf_of_the_parameters_structure(name):
-    tx = _MADE[name]
-    params = {"kernel": jnp.ones((64, 8), jnp.bfloat16), "norm": jnp.ones(8)}
-    state = tx.init(params)
-    marked = optax.tree.map_params(
-        tx,
-        lambda leaf: ("param", leaf.shape),
-        state,
-        transform_non_params=lambda _: "no",
-    )
-    leaves = jax.tree_util.tree_flatten_with_path(
-        marked, is_leaf=lambda x: isinstance(x, tuple) and x[:1] == ("param",)
-    )[0]
-    for path, leaf in leaves:
-        key = jax.tree_util.keystr(path)
-        belongs = key.endswith(("['kernel']", "['norm']"))
-        assert (leaf != "no") == belongs, key

@@ -227,21 +227,12 @@ def test_many_packed_leaves_are_updated_where_they_are(specs, axis_type):
     shardings = [NamedSharding(mesh, spec) for spec in specs]
     arrays, held = zip(*(mixture.arrays(shape, seed) for seed in range(3)), strict=True)
 
-    @jax.jit
-    def run(arrays, table, rows):
-        leaves = [
-            Leaf(tuple(mixture.operands(each)), tuple(mixture.results), shape)
-            for each in arrays
-        ]
-        return fused_update_many(
-            mixture, leaves, scalars=Scalars(table, rows), implementation="pallas"
-        )
-
+    run = mixture.jitted_many(shape, "pallas")
     with jax.set_mesh(mesh):
         arrays = [jax.device_put(x, s) for x, s in zip(arrays, shardings, strict=True)]
         shared = jnp.asarray(TABLE), jnp.array([1, 0, 2], U32)
         shared = jax.device_put(shared, NamedSharding(mesh, P()))
-        update = run.lower(arrays, *shared).compile(QUICK)
+        update = run.lower(arrays, *shared).compile()
         assert not collectives(update)
         got = update(arrays, *shared)
     for own, each, row, sharding in zip(got, held, (1, 0, 2), shardings, strict=True):
