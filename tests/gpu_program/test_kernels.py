@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax import lax
+from optimizers import weights_only
 
 import lowbit_optax
 import pallas_kernels
@@ -266,9 +267,7 @@ def test_instructions_of_adamw(name):
 
 
 def test_instructions_of_adamw_with_a_master_copy():
-    tx = lowbit_optax.lowbit(
-        optax.adamw(1e-3), weights=WEIGHTS["master_copy"], moments="float32"
-    )
+    tx = weights_only(optax.adamw(1e-3), WEIGHTS["master_copy"])
     kernel = lower_step(tx, leaf(SIDE, SIDE)).fused
     assert instructions_per_parameter(kernel, PARAMETERS) <= 24
     assert_nothing_spills(kernel)
@@ -315,9 +314,7 @@ def test_every_format_takes_the_kernel(weights, moments):
 
 @pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn", "float8_e5m2"])
 def test_every_narrow_dtype_takes_the_kernel(dtype):
-    tx = lowbit_optax.lowbit(
-        optax.adamw(1e-3), weights=lowbit_optax.extra_bits(8), moments="float32"
-    )
+    tx = weights_only(optax.adamw(1e-3), lowbit_optax.extra_bits(8))
     step = lower_step(tx, leaf(512, 384, dtype=jnp.dtype(dtype)))
     assert step.fused_launches == step.large == 1
     assert step.in_place
@@ -339,9 +336,7 @@ def test_clipping_by_the_global_norm_reads_the_gradients_once_more(name):
 
 
 def test_muon_is_left_to_xla():
-    tx = lowbit_optax.lowbit(
-        optax.contrib.muon(1e-3), weights=lowbit_optax.extra_bits(16), moments="float32"
-    )
+    tx = weights_only(optax.contrib.muon(1e-3), lowbit_optax.extra_bits(16))
     step = lower_step(tx, leaf(512, 512))
     assert step.fused_launches == 0
     assert any("gemm" in name for name, _ in step.launches)

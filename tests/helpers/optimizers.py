@@ -150,6 +150,11 @@ FORMATS = {
 ALL_FORMATS = {**FORMATS, "nearest": lowbit_optax.nearest()}
 
 
+def weights_only(inner, weights, **options):
+    """``lowbit`` that stores weights in a format, and moments in float32."""
+    return lowbit_optax.lowbit(inner, weights=weights, moments="float32", **options)
+
+
 def _wrapped(inner, weights):
     def make(rate, **options):
         return lowbit_optax.lowbit(

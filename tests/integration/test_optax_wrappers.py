@@ -18,6 +18,7 @@ from optimizers import (
     model_params,
     spec_of,
     train,
+    weights_only,
 )
 
 import lowbit_optax
@@ -54,10 +55,8 @@ def test_a_chain_inside_sees_float32_gradients_and_masters():
         seen.append((updates, params))
         return updates
 
-    tx = lowbit(
-        optax.chain(optax.stateless(record), optax.sgd(0.1, 0.9)),
-        weights=extra_bits(16),
-        moments="float32",
+    tx = weights_only(
+        optax.chain(optax.stateless(record), optax.sgd(0.1, 0.9)), extra_bits(16)
     )
     params = model_params()
     grads = gradient_series(params, 1, jnp.bfloat16)[0]
@@ -147,12 +146,7 @@ def test_multi_steps_takes_one_step_of_the_mean_gradient(optimizer):
 
 def test_multi_steps_inside_accumulates_in_float32():
     inner = optax.MultiSteps(optax.sgd(1.0), every_k_schedule=4)
-    tx = lowbit(
-        inner.gradient_transformation(),
-        weights=extra_bits(16),
-        min_size=0,
-        moments="float32",
-    )
+    tx = weights_only(inner.gradient_transformation(), extra_bits(16), min_size=0)
     params = jnp.ones(64, jnp.bfloat16)
     series = [jnp.full(64, g, jnp.bfloat16) for g in (1.0, 2.0**-9, 2.0**-9, 2.0**-9)]
     moved, state = train(tx, params, tx.init(params), series)

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from optimizers import weights_only
 from patterns import DTYPES, float_casts
 
 import lowbit_optax
@@ -55,9 +56,7 @@ STEPS, RATE = 1000, 1e-5
 
 
 def test_plain_bfloat16_does_not_move_at_all():
-    tx = lowbit_optax.lowbit(
-        optax.sgd(RATE), weights=lowbit_optax.nearest(), moments="float32"
-    )
+    tx = weights_only(optax.sgd(RATE), lowbit_optax.nearest())
     params, grads = ones()
     after, _ = train(tx, params, grads, STEPS)
     chex.assert_trees_all_equal(after, params)

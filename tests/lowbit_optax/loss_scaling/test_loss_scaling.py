@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax.training import train_state
 from jax import lax
-from optimizers import assert_same_bits, initial
+from optimizers import assert_same_bits, initial, weights_only
 
 import lowbit_optax
 from lowbit_optax import (
@@ -353,10 +353,8 @@ def test_kernels_write_nothing_when_a_step_is_skipped(alias, advance):
 
 def test_inside_lowbit_the_inner_state_rests_and_the_count_goes_on():
     scaling = SCALINGS["backoff"]
-    tx = lowbit_optax.lowbit(
-        with_loss_scale(optax.adam(0.01), scaling),
-        weights=lowbit_optax.extra_bits(8),
-        moments="float32",
+    tx = weights_only(
+        with_loss_scale(optax.adam(0.01), scaling), lowbit_optax.extra_bits(8)
     )
     params = parameters()
     state = initial(tx, params)

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from optimizers import weights_only
 from patterns import (
     FLOAT8,
     HALVES,
@@ -382,9 +383,7 @@ def test_a_weight_at_zero_can_take_small_updates_of_either_sign(
 ):
     # Zero plus a negative number that rounds to -0 is +0: the residual must lead from
     # there to a master below zero, or the weight stays at zero for ever.
-    tx = lowbit_optax.lowbit(
-        optax.sgd(rate), weights=extra_bits(bits), min_size=0, moments="float32"
-    )
+    tx = weights_only(optax.sgd(rate), extra_bits(bits), min_size=0)
     grads = jnp.full((32,), -direction, jnp.float32)
 
     @jax.jit

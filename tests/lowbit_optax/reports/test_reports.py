@@ -16,6 +16,7 @@ from optimizers import (
     gradient_series,
     model_params,
     train,
+    weights_only,
 )
 
 import lowbit_optax
@@ -63,9 +64,7 @@ def test_totals_are_the_bytes_of_the_live_arrays(optimizer):
         (lambda: lowbit_optax.extra_bits_adamw(0.1, bits=4), 0.5, 8),
         (lambda: lowbit_optax.extra_bits_adamw(0.1), 2, 8),
         (
-            lambda: lowbit(
-                optax.adamw(0.1), weights=lowbit_optax.master_copy(), moments="float32"
-            ),
+            lambda: weights_only(optax.adamw(0.1), lowbit_optax.master_copy()),
             4,
             8,
         ),
@@ -211,10 +210,8 @@ def _nested():
         "injected": optax.inject_hyperparams(
             lowbit_optax.kahan_adamw, hyperparam_dtype=jnp.float32
         )(0.1),
-        "injected inside": lowbit(
-            optax.inject_hyperparams(optax.adamw)(0.1),
-            weights=kahan(),
-            moments="float32",
+        "injected inside": weights_only(
+            optax.inject_hyperparams(optax.adamw)(0.1), kahan()
         ),
         "chain of states": optax.chain(optax.trace(0.9), packed, optax.ema(0.9)),
     }
@@ -266,11 +263,8 @@ def test_parameters_named_as_fields_of_the_state_are_told_apart():
         name: jax.ShapeDtypeStruct((64, 32), jnp.bfloat16)
         for name in ("mu", "residual", "count", "words", "codes", "learning_rate")
     }
-    tx = lowbit(
-        optax.inject_hyperparams(optax.adamw)(0.1),
-        weights=extra_bits(8),
-        min_size=0,
-        moments="float32",
+    tx = weights_only(
+        optax.inject_hyperparams(optax.adamw)(0.1), extra_bits(8), min_size=0
     )
     for leaf in memory_report(tx, params).leaves:
         size = 64 * 32
@@ -390,9 +384,7 @@ def test_without_updates_the_share_is_zero_not_nan():
 def test_cancelled_updates_are_those_of_the_inner_transformation_mid_training():
     params = {"kernel": model_params()["kernel"]}
     series = gradient_series(params, 6)
-    tx = lowbit(
-        optax.adamw(1e-3), weights=extra_bits(16), min_size=0, moments="float32"
-    )
+    tx = weights_only(optax.adamw(1e-3), extra_bits(16), min_size=0)
     moved, state = train(tx, params, tx.init(params), series[:5])
     got = cancelled_updates(tx, moved, state, series[5])["kernel"]
     masters = lowbit_optax.master_weights(moved, state)

@@ -17,6 +17,7 @@ from optimizers import (
     model_params,
     spec_of,
     train,
+    weights_only,
 )
 
 import lowbit_optax
@@ -145,11 +146,8 @@ def _wrappers(tx):
             {"kernel": "packed", "bias": "kahan", "scale": "packed"},
         ),
         "injected": optax.inject_hyperparams(
-            lambda learning_rate: lowbit(
-                optax.sgd(learning_rate),
-                weights=extra_bits(16),
-                min_size=0,
-                moments="float32",
+            lambda learning_rate: weights_only(
+                optax.sgd(learning_rate), extra_bits(16), min_size=0
             ),
             hyperparam_dtype=jnp.float32,
         )(0.1),

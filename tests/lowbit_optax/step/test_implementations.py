@@ -20,6 +20,7 @@ from optimizers import (
     assert_same_bits,
     gradient_series,
     spec_of,
+    weights_only,
 )
 
 import lowbit_optax
@@ -332,9 +333,7 @@ def test_a_traced_step_leaves_the_choice_to_the_platform():
     (grads,) = dyadic_series(params, 1)
     programs = {
         name: step_program(
-            lowbit(
-                MOMENTUM, implementation=name, weights=extra_bits(16), moments="float32"
-            ),
+            weights_only(MOMENTUM, extra_bits(16), implementation=name),
             params,
             grads,
         )
@@ -370,13 +369,7 @@ def test_none_on_a_cpu_is_xla_in_every_bit(inner, advance):
 
 
 def test_donated_buffers_are_all_reused():
-    tx = lowbit(
-        MOMENTUM,
-        weights=extra_bits(8),
-        implementation="pallas",
-        min_size=0,
-        moments="float32",
-    )
+    tx = weights_only(MOMENTUM, extra_bits(8), implementation="pallas", min_size=0)
     params = jax.tree.map(jnp.copy, model())
     (grads,) = dyadic_series(params, 1)
     state = tx.init(params)
@@ -397,9 +390,7 @@ def test_donated_buffers_are_all_reused():
 def test_steps_may_be_scanned():
     params = model()
     series = dyadic_series(params, 5)
-    tx = lowbit(
-        MOMENTUM, weights=extra_bits(8), implementation="pallas", moments="float32"
-    )
+    tx = weights_only(MOMENTUM, extra_bits(8), implementation="pallas")
 
     def body(carry, grads):
         params, state = carry
@@ -416,9 +407,7 @@ def test_steps_may_be_scanned():
 def test_members_of_an_ensemble_are_each_alone():
     params = {"kernel": model()["kernel"]}
     (grads,) = dyadic_series(params, 1)
-    tx = lowbit(
-        MOMENTUM, weights=extra_bits(8), implementation="pallas", moments="float32"
-    )
+    tx = weights_only(MOMENTUM, extra_bits(8), implementation="pallas")
     pair = jax.tree.map(lambda p: jnp.stack([p, -2 * p]), params)
     step = functools.partial(lowbit_optax.step, tx)
     states = jax.vmap(tx.init)(pair)

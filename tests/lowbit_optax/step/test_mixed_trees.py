@@ -19,6 +19,7 @@ from optimizers import (
     random_grads,
     spec_of,
     train,
+    weights_only,
 )
 
 import lowbit_optax
@@ -92,11 +93,7 @@ def test_narrow_gradients_of_float32_leaves_are_float32_to_the_inner(grad_dtype)
         seen.append(jax.tree.map(lambda u: u.dtype, updates))
         return updates
 
-    tx = lowbit(
-        optax.chain(optax.stateless(record), optax.sgd(0.5)),
-        weights=kahan(),
-        moments="float32",
-    )
+    tx = weights_only(optax.chain(optax.stateless(record), optax.sgd(0.5)), kahan())
     grads = {"w": jnp.ones(32, grad_dtype), "norm": jnp.ones(8, grad_dtype)}
     moved, _ = lowbit_optax.step(tx, params, tx.init(params), grads)
     np.testing.assert_array_equal(moved["norm"], 0.5)
@@ -250,9 +247,7 @@ def test_leaves_under_min_size_keep_float32_masters():
         "small": jnp.ones((32, 31), jnp.bfloat16),
         "large": jnp.ones((32, 32), jnp.bfloat16),
     }
-    tx = lowbit(
-        optax.sgd(0.01, 0.9), weights=extra_bits(8), min_size=1024, moments="float32"
-    )
+    tx = weights_only(optax.sgd(0.01, 0.9), extra_bits(8), min_size=1024)
     state = tx.init(params)
     words = state.residual.words
     assert (words["small"].dtype, words["small"].shape) == (jnp.float32, (32, 31))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizers import apply, assert_same_bits, gradient_series, train
+from optimizers import apply, assert_same_bits, gradient_series, train, weights_only
 
 import lowbit_optax
 from lowbit_optax import lowbit, memory_report
@@ -174,12 +174,7 @@ def test_a_direct_step_arrives_where_no_float32_difference_lands(name):
     # master under its parameter, in the binade below, can be taken there.
     below = 1 - jnp.arange(1, 65, dtype=jnp.float32) * 2.0**-16
     odd = (2 * jnp.arange(64, dtype=jnp.float32) + 3) * 2.0**-24
-    exact = lowbit(
-        optax.sgd(1.0),
-        weights=lowbit_optax.extra_bits(16),
-        min_size=0,
-        moments="float32",
-    )
+    exact = weights_only(optax.sgd(1.0), lowbit_optax.extra_bits(16), min_size=0)
     tx = DIRECT[name](exact)
     masters = {"w": below, "b": jnp.ones(2)}
     dtypes = {"w": jnp.bfloat16, "b": jnp.float32}

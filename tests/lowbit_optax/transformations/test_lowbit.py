@@ -24,6 +24,7 @@ from optimizers import (
     relaxed,
     spec_of,
     train,
+    weights_only,
 )
 
 import lowbit_optax
@@ -227,9 +228,7 @@ def test_gradients_may_have_any_float_dtype(name):
 @pytest.mark.parametrize("weights", ALL_FORMATS.values(), ids=ALL_FORMATS)
 def test_updates_are_float32_and_a_zero_gradient_moves_nothing(weights):
     params = model_params()["kernel"]
-    tx = lowbit_optax.lowbit(
-        optax.sgd(0.1), weights=weights, min_size=0, moments="float32"
-    )
+    tx = weights_only(optax.sgd(0.1), weights, min_size=0)
     updates, _ = jax.jit(tx.update)(jnp.zeros_like(params), tx.init(params), params)
     assert updates.dtype == jnp.float32
     assert not updates.any()

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from optimizers import weights_only
 
 import lowbit_optax
 from lowbit_optax import extra_bits, lowbit, quantized_weights, regularize
@@ -96,11 +97,7 @@ def test_what_float16_would_lose_is_kept():
     penalty = lambda params: jnp.float32(0.5e-5) * jnp.sum(params["w"] * params["w"])
     params = {"w": jnp.full((64, 64), 2e-3, jnp.float16)}
     zeros = jax.tree.map(jnp.zeros_like, params)
-    tx = lowbit(
-        optax.chain(regularize(penalty), optax.sgd(0.1)),
-        weights=extra_bits(),
-        moments="float32",
-    )
+    tx = weights_only(optax.chain(regularize(penalty), optax.sgd(0.1)), extra_bits())
     tx = lowbit_optax.with_loss_scale(tx, lowbit_optax.static_scale(2.0**10))
     state = tx.init(params)
     first = lowbit_optax.master_weights(params, state)["w"].mean()
