@@ -1,5 +1,7 @@
 """Steps in which float32 rounds nothing: every implementation has their bits."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,10 +36,15 @@ def dyadic_series(params, steps, bits=16):
     ]
 
 
-def trained(implementation, params, series, advance=lowbit_optax.step, **options):
+FLOAT32 = {"inner": MOMENTUM, "weights": extra_bits(16), "moments": "float32"}
+
+
+def trained(
+    implementation, params, series, advance=lowbit_optax.step, make=None, **options
+):
     """Parameters and state after jitted steps."""
-    float32 = {"inner": MOMENTUM, "weights": extra_bits(16), "moments": "float32"}
-    tx = lowbit(implementation=implementation, **(float32 | options))
+    make = make or functools.partial(lowbit, **(FLOAT32 | options))
+    tx = make(implementation=implementation)
     state = initial(tx, params)
     run = jax.jit(
         lambda grads, state, params: advance(tx, params, state, grads),

@@ -1,13 +1,13 @@
 """Eight devices: one device's numbers, no communication, state beside parameters."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from collectives import collectives
 from jax.sharding import AxisType
 from optimizers import (
     ALIASES,
@@ -22,10 +22,6 @@ import lowbit_optax
 
 pytestmark = pytest.mark.standard_promotion
 
-COLLECTIVE = re.compile(
-    r"\b(all-gather|all-to-all|all-reduce|collective-permute|reduce-scatter"
-    r"|collective-broadcast)"
-)
 
 SIX_BITS = {
     "extra_bits_sgd_6": Optimizer(
@@ -94,10 +90,6 @@ def _compiled(function, tx, *arguments):
     return jax.jit(functools.partial(function, tx)).lower(*arguments).compile()
 
 
-def _collectives(compiled):
-    return set(COLLECTIVE.findall(compiled.as_text()))
-
-
 def _assert_placed(tree, sharding):
     """Every array of the parameter's rank is sharded as the parameter is."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
@@ -132,7 +124,7 @@ def test_sharded_steps_are_one_devices_steps_without_communication(
         state = _placed(tx, params, sharding)
         params, grads = jax.device_put((params, grads), sharding)
         step = _compiled(lowbit_optax.step, tx, params, state, grads[0])
-        assert not _collectives(step)
+        assert not collectives(step)
         got = _two_steps(tx, params, state, grads, step)
     _assert_placed(got, sharding)
     assert_same_bits(got, want)
@@ -162,7 +154,7 @@ def test_update_and_apply_updates_need_no_communication_either(name, axis_type):
         state = _placed(tx, params, sharding)
         params, grads = jax.device_put((params, grads), sharding)
         advance = _compiled(apply, tx, params, state, grads[0])
-        assert not _collectives(advance)
+        assert not collectives(advance)
         got = _two_steps(tx, params, state, grads, advance)
     assert_same_bits(got, _on_one_device(tx))
 
@@ -195,7 +187,7 @@ def test_other_ranks_and_meshes(placed, axis_type):
         state = _placed(tx, params, sharding)
         params, grads = jax.device_put((params, grads), sharding)
         step = _compiled(lowbit_optax.step, tx, params, state, grads[0])
-        assert not _collectives(step)
+        assert not collectives(step)
         got = _two_steps(tx, params, state, grads, step)
     _assert_placed(got, sharding)
     assert_same_bits(got, want)
@@ -271,7 +263,7 @@ def test_master_weights_and_reports_of_sharded_training(axis_type):
         step = jax.jit(functools.partial(lowbit_optax.step, tx))
         got = _two_steps(tx, params, state, grads, step)
         masters = jax.jit(lowbit_optax.master_weights).lower(*got).compile()
-        assert not _collectives(masters)
+        assert not collectives(masters)
         masters = masters(*got)
         _assert_placed(masters, sharding)
         assert_same_bits(masters, want)

@@ -1,11 +1,10 @@
 """``fused_update`` by kernels on eight devices gives one device's bits, in place."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from collectives import collectives
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from kernels import QUICK, TABLE, Mixture, assert_equal, index_of, row_major
@@ -24,10 +23,6 @@ from pallas_kernels import (
 U32 = jnp.uint32
 LAST = [int(x) for x in TABLE[2]]
 
-COLLECTIVE = re.compile(
-    r"\b(all-gather|all-to-all|all-reduce|collective-permute|reduce-scatter"
-    r"|collective-broadcast)"
-)
 
 INTERPRETED = pytest.mark.xfail(
     strict=True,
@@ -46,10 +41,6 @@ AXES = pytest.mark.parametrize(
 def mesh_of(*sizes, axis_type=AxisType.Auto):
     names = ("x", "y")[: len(sizes)]
     return jax.make_mesh(sizes, names, axis_types=(axis_type,) * len(sizes))
-
-
-def collectives(compiled):
-    return set(COLLECTIVE.findall(compiled.as_text()))
 
 
 def assert_placed(arrays, sharding):
