@@ -11,8 +11,8 @@ import sys
 
 import pytest
 from matplotlib.image import imread
+from places import ROOT
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").iterdir())
 NAMES = ["fsdp.py", "gpt.py", "resnet_cifar.py"]
 SMALL = "--width 4 --pixels 8 --train-size 64 --steps 3"

@@ -202,6 +202,11 @@ def model_params(dtype=jnp.bfloat16):
     return dict(_model(dtype))
 
 
+def normal(seed, shape=(64, 64), dtype=jnp.float32):
+    numbers = np.random.default_rng(seed).standard_normal(shape)
+    return jnp.asarray(numbers, dtype)
+
+
 def random_grads(params, seed, dtype=jnp.float32):
     """Normal gradients of standard deviation 0.1."""
     random = np.random.default_rng(seed)

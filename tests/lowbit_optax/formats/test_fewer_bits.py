@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from exact_steps import both
-from optimizers import assert_same_bits
+from optimizers import assert_same_bits, normal
 
 import lowbit_optax
 from lowbit_optax import kahan, lowbit, nearest, stochastic_rounding
@@ -31,11 +31,6 @@ def formats(bits, **overflow):
         "kahan, stochastic": kahan(rounding="stochastic", float_format=fmt),
         "kahan param": kahan(arithmetic="param", float_format=fmt),
     }
-
-
-def normal(seed, shape=(64, 64), dtype=jnp.float32):
-    random = np.random.default_rng(seed)
-    return jnp.asarray(random.standard_normal(shape), dtype)
 
 
 def all_kinds_of_numbers():
