@@ -19,15 +19,15 @@ from lowbit_optax._numerics.random_bits import moment_draws, random_bits
 SIZE = 4096
 
 
-def second_moment(format_, steps, gradient=1.0, start=None):
-    """nu of Adam at b2 = 0.999 under a constant gradient, as stored and in float32."""
+def second_moment(format_, steps):
+    """nu of Adam at b2 = 0.999 under gradients of 1, as stored and in float32."""
     tx = lowbit_optax.lowbit(
         optax.scale_by_adam(b2=0.999),
         weights=lowbit_optax.nearest(),
         moments="float32" if format_ is None else {"nu": format_},
     )
     params = jnp.ones(SIZE, jnp.bfloat16)
-    grads = jnp.full(SIZE, gradient, jnp.float32)
+    grads = jnp.ones(SIZE, jnp.float32)
 
     def one(state, _):
         _, state = tx.update(grads, state, params)
@@ -39,9 +39,6 @@ def second_moment(format_, steps, gradient=1.0, start=None):
 
     with jax.numpy_dtype_promotion("standard"):  # for optax's bias correction
         state = tx.init(params)
-        if start is not None:
-            nu = jnp.full_like(state.inner_state.nu, start)
-            state = state._replace(inner_state=state.inner_state._replace(nu=nu))
         stored = run(state).inner_state.nu
     return stored, np.asarray(stored).astype(np.float64)
 

@@ -537,18 +537,6 @@ def test_in_a_scan_only_the_current_layer_is_dequantised():
 # Memory.
 
 
-def test_model_memory_is_28_bits_a_parameter_and_the_scales():
-    weights = {"w": normal(2048, 64)}
-    params = quantize(weights, 12)
-    tx = lowbit_optax.accumulate_gradients(lpmm_sgd(0.1, 0.9), every=4)
-    live = jax.tree.leaves((params, tx.init(params)))
-    arrays = sum(leaf.nbytes for leaf in live if leaf.ndim)
-    scalars = sum(leaf.nbytes for leaf in live if not leaf.ndim)
-    scales = (32 + 16 + 16) / 2048
-    assert 8 * arrays / (2048 * 64) == 28 + scales
-    assert scalars <= 32
-
-
 # Bad input.
 
 
