@@ -254,3 +254,8 @@ def test_no_cast_measures_the_rounding_error(arithmetic, rounding):
         param, format_.init(param), jnp.ones(8)
     )
     assert float_casts(closed) == []
+
+
+def test_the_compensation_is_rounded_to_nearest_only_in_param_arithmetic():
+    assert lowbit_optax.kahan().residual_rounding == "stochastic"
+    assert lowbit_optax.kahan(arithmetic="param").residual_rounding == "nearest"
