@@ -202,6 +202,17 @@ def _assert_trains_as_float32(tx, reference, params):
     assert_same_bits(lowbit_optax.master_weights(got, state), want)
 
 
+@pytest.mark.parametrize(
+    "alias",
+    [lowbit_optax.kahan_sgd, lowbit_optax.sr_sgd, lowbit_optax.extra_bits_sgd],
+)
+def test_sgd_weight_decay_is_added_to_the_gradient(alias):
+    params = jnp.full(64, 2.0, jnp.bfloat16)
+    tx = alias(0.25, weight_decay=0.5)
+    moved, _ = lowbit_optax.step(tx, params, tx.init(params), jnp.ones(64))
+    np.testing.assert_array_equal(np.asarray(moved, np.float32), 2 - 0.25 * (1 + 1))
+
+
 @each(ALIASES)
 def test_aliases_take_schedules(optimizer):
     params = model_params()

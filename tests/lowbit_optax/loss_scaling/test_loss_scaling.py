@@ -351,6 +351,13 @@ def test_kernels_write_nothing_when_a_step_is_skipped(alias, advance):
         assert (moved[name] != params[name]).any()
 
 
+def test_negative_zeros_stay_negative_zeros_when_a_step_is_skipped():
+    tx = with_loss_scale(optax.sgd(1.0), static_scale(2.0))
+    params = parameters()
+    updates, _ = tx.update(spoilt(gradients(0)), tx.init(params), params)
+    assert_same_bits(optax.apply_updates(params, updates), params)
+
+
 def test_inside_lowbit_the_inner_state_rests_and_the_count_goes_on():
     scaling = SCALINGS["backoff"]
     tx = weights_only(

@@ -220,13 +220,11 @@ def test_moments_that_are_no_moment_format(moments):
 
 
 def test_moments_that_name_a_field_which_does_not_exist():
-    tx = lowbit(
-        optax.adamw(0.1),
-        moments={"nu": cast("bfloat16"), "trace": cast("float16")},
-        weights=extra_bits(16),
-    )
-    with pytest.raises(ValueError, match=r"'trace'.*\['mu', 'nu'\]"):
-        tx.init(_params())
+    for format_ in (cast("float16"), "float32"):
+        moments = {"nu": cast("bfloat16"), "trace": format_}
+        tx = lowbit(optax.adamw(0.1), moments=moments, weights=extra_bits(16))
+        with pytest.raises(ValueError, match=r"'trace'.*\['mu', 'nu'\]"):
+            tx.init(_params())
     with pytest.raises(ValueError, match=r"'mu'.*\[\]"):
         lowbit_optax.kahan_sgd(0.1, moments={"mu": cast("bfloat16")}).init(_params())
 

@@ -90,6 +90,16 @@ def _compiled(function, tx, *arguments):
     return jax.jit(functools.partial(function, tx)).lower(*arguments).compile()
 
 
+def _without_communication(tx, sharding, params, grads, advance=lowbit_optax.step):
+    """Parameters and state after two steps in which devices exchange nothing."""
+    with jax.set_mesh(sharding.mesh):
+        state = _placed(tx, params, sharding)
+        params, grads = jax.device_put((params, grads), sharding)
+        advance = _compiled(advance, tx, params, state, grads[0])
+        assert not collectives(advance)
+        return _two_steps(tx, params, state, grads, advance)
+
+
 def _assert_placed(tree, sharding):
     """Every array of the parameter's rank is sharded as the parameter is."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
@@ -116,18 +126,10 @@ def test_sharded_steps_are_one_devices_steps_without_communication(
     name, spec, axis_type
 ):
     tx = _MADE[name]
-    mesh = _mesh(axis_type)
-    sharding = jax.NamedSharding(mesh, SPECS[spec])
-    params, grads = _arrays(512, 512)
-    want = _on_one_device(tx)
-    with jax.set_mesh(mesh):
-        state = _placed(tx, params, sharding)
-        params, grads = jax.device_put((params, grads), sharding)
-        step = _compiled(lowbit_optax.step, tx, params, state, grads[0])
-        assert not collectives(step)
-        got = _two_steps(tx, params, state, grads, step)
+    sharding = jax.NamedSharding(_mesh(axis_type), SPECS[spec])
+    got = _without_communication(tx, sharding, *_arrays(512, 512))
     _assert_placed(got, sharding)
-    assert_same_bits(got, want)
+    assert_same_bits(got, _on_one_device(tx))
 
 
 @AXES
@@ -147,15 +149,8 @@ def test_eager_init_places_the_state_as_its_parameter(name, axis_type):
 @pytest.mark.parametrize("name", FEW)
 def test_update_and_apply_updates_need_no_communication_either(name, axis_type):
     tx = _MADE[name]
-    mesh = _mesh(axis_type)
-    sharding = jax.NamedSharding(mesh, jax.P("x"))
-    params, grads = _arrays(512, 512)
-    with jax.set_mesh(mesh):
-        state = _placed(tx, params, sharding)
-        params, grads = jax.device_put((params, grads), sharding)
-        advance = _compiled(apply, tx, params, state, grads[0])
-        assert not collectives(advance)
-        got = _two_steps(tx, params, state, grads, advance)
+    sharding = jax.NamedSharding(_mesh(axis_type), jax.P("x"))
+    got = _without_communication(tx, sharding, *_arrays(512, 512), apply)
     assert_same_bits(got, _on_one_device(tx))
 
 
@@ -183,12 +178,7 @@ def test_other_ranks_and_meshes(placed, axis_type):
     params, grads = _arrays(*shape)
     step = jax.jit(functools.partial(lowbit_optax.step, tx))
     want = _two_steps(tx, params, jax.jit(tx.init)(params), grads, step)
-    with jax.set_mesh(mesh):
-        state = _placed(tx, params, sharding)
-        params, grads = jax.device_put((params, grads), sharding)
-        step = _compiled(lowbit_optax.step, tx, params, state, grads[0])
-        assert not collectives(step)
-        got = _two_steps(tx, params, state, grads, step)
+    got = _without_communication(tx, sharding, params, grads)
     _assert_placed(got, sharding)
     assert_same_bits(got, want)
 
