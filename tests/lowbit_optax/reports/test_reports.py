@@ -442,6 +442,18 @@ def test_cancelled_updates_of_quantised_weights_are_counted_as_in_numpy(bits):
     assert 0.05 < float(got["w"]) < 0.5
 
 
+def test_cancelled_updates_of_a_wrapper_are_those_of_what_it_wraps():
+    params = _quantised()
+    tx = lowbit_optax.lpmm_sgd(1e-4)
+    grads = jax.tree.map(jnp.ones_like, lowbit_optax.dequantize(params))
+    found = [
+        cancelled_updates(x, params, x.init(params), grads)
+        for x in (tx, optax.chain(optax.clip(1.0), tx))
+    ]
+    assert found[0] == found[1]
+    assert found[0]["w"] > 0
+
+
 @pytest.mark.parametrize("name", ["chain", "partition", "injected"])
 def test_cancelled_updates_of_a_wrapper_are_the_reports(name):
     params, tx = _params(), _nested()[name]

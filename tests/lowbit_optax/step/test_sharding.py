@@ -34,7 +34,13 @@ SIX_BITS = {
 SHARDED = ALIASES | VARIANTS | SIX_BITS
 FEW = {
     name: SHARDED[name]
-    for name in ("kahan_adamw", "sr_adamw", "extra_bits_adamw_8", "extra_bits_sgd_6")
+    for name in (
+        "kahan_adamw",
+        "sr_adamw",
+        "extra_bits_adamw_8",
+        "extra_bits_sgd_6",
+        "lowbit_adamw",
+    )
 }
 
 AXES = pytest.mark.parametrize(
