@@ -224,18 +224,29 @@ def test_tables_do_not_mix_runs_that_differ(tmp_path):
 
 
 @pytest.mark.usefixtures("small_network")
-def test_a_run_goes_on_from_its_checkpoint_with_the_same_bits(tmp_path):
-    argv = ["--epochs", "1", "--optimizer", "lpmm_sgd", "--microbatches", "2"]
-
+@pytest.mark.parametrize(
+    ("argv", "steps"),
+    [
+        ("--optimizer lpmm_sgd --microbatches 2", "1"),  # between two updates
+        ("--optimizer master_copy_sgd --dtype float16 --loss-scale lognormal", "2"),
+    ],
+    ids=["microbatches", "loss scale"],
+)
+def test_a_run_goes_on_from_its_checkpoint_with_the_same_bits(
+    argv, steps, tmp_path, capsys
+):
     def run(name, *more):
         paths = ["--checkpoint-dir", tmp_path / name, "--output-dir", tmp_path / "out"]
-        (result,) = cifar_optimizers.main([*argv, *map(str, paths), *FEW, *more])
-        return result.metrics["loss"], result.test_accuracy
+        flags = ["--epochs", "1", *argv.split(), *map(str, paths), *FEW, *more]
+        (result,) = cifar_optimizers.main(flags)
+        found = [result.metrics.get(key) for key in ("loss", "loss_scale", "skipped")]
+        return found, result.test_accuracy
 
     whole = run("whole")
-    run("parts", "--steps", "1")  # between two updates
+    run("parts", "--steps", steps)
     assert run("parts") == whole
-    assert np.isfinite(whole[0]).all()
+    assert np.isfinite(whole[0][0]).all()
+    assert ("skipped" in capsys.readouterr().out) == ("--loss-scale" in argv)
 
 
 def _scaled_network(name, loss_scale, **others):
@@ -280,23 +291,3 @@ def test_gradients_of_float16_training_are_float16():
     convolutions = re.findall(r":(\w+)\[[\d,]*\] = conv_general_dilated", text)
     assert len(convolutions) > 15
     assert set(convolutions) == {"f16"}
-
-
-@pytest.mark.usefixtures("small_network")
-def test_a_loss_scaled_run_goes_on_from_its_checkpoint_with_the_same_bits(
-    tmp_path, capsys
-):
-    argv = ["--epochs", "1", "--optimizer", "master_copy_sgd", "--dtype", "float16"]
-    argv += ["--loss-scale", "lognormal"]
-
-    def run(name, *more):
-        paths = ["--checkpoint-dir", tmp_path / name, "--output-dir", tmp_path / "out"]
-        (result,) = cifar_optimizers.main([*argv, *map(str, paths), *FEW, *more])
-        keys = ("loss", "loss_scale", "skipped")
-        return [result.metrics[key] for key in keys], result.test_accuracy
-
-    whole = run("whole")
-    run("parts", "--steps", "2")
-    assert run("parts") == whole
-    assert np.isfinite(whole[0][0]).all()
-    assert "skipped" in capsys.readouterr().out

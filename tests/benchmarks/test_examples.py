@@ -11,21 +11,13 @@ import sys
 
 import pytest
 from matplotlib.image import imread
+from places import ROOT
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").iterdir())
 NAMES = ["fsdp.py", "gpt.py", "resnet_cifar.py"]
+SMALL = "--width 4 --pixels 8 --train-size 64 --steps 3"
 TINY = {
-    "resnet_cifar.py": [
-        "--width",
-        "4",
-        "--pixels",
-        "8",
-        "--train-size",
-        "64",
-        "--steps",
-        "3",
-    ],
+    "resnet_cifar.py": SMALL.split(" "),
     "gpt.py": ["--layers", "2", "--width", "32", "--context", "16", "--steps", "4"],
     "fsdp.py": ["--steps", "12", "--learning-rate", "1e-2"],
 }

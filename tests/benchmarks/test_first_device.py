@@ -4,17 +4,15 @@ import itertools
 import json
 import math
 import os
-import pathlib
 import subprocess
 import sys
 import time
 
 import pytest
+from places import ROOT
 
 from benchmarks.device import first_device, first_device_page, optimizers
 from benchmarks.device.supervisor import Supervisor, entry_of
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 # What a job's process says, without JAX. Each trial of its name's letters: a works, b
 # fails, c ends the process, d falls silent, e has the device for a while, f says where

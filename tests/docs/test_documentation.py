@@ -2,12 +2,12 @@
 
 import importlib
 import json
-import pathlib
 import re
+
+from places import ROOT
 
 from benchmarks.registry import BENCHMARKS
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 API = "\n".join(path.read_text() for path in (DOCS / "api").glob("*.md"))
 DOCUMENTED = set(re.findall(r"^::: (\S+)$", API, re.MULTILINE))

@@ -1,9 +1,9 @@
 """The figures of ``docs/evidence.md`` are those of the records."""
 
 import json
-import pathlib
 
 import pytest
+from places import ROOT
 
 from benchmarks.papers.float8_weights import ROUNDINGS, SIZES
 from benchmarks.papers.lpmm_states import CODES
@@ -11,8 +11,6 @@ from benchmarks.papers.microbatches import SMALL
 from benchmarks.papers.t5_release import MODES as T5_MODES
 from benchmarks.records import gaps, shown
 from benchmarks.training import pareto
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def _memory_profile(cases):

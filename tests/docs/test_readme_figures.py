@@ -1,9 +1,9 @@
 """The figures of README's table of evidence are those of ``docs/evidence.md``."""
 
-import pathlib
 import re
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+from places import ROOT
+
 FIGURE = re.compile(r"-?\d+(?:\.\d+)?(?: ± \d+(?:\.\d+)?)?%?")
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import optax
 import pytest
 from blocks import Maxima
+from exact_steps import MOMENTUM, QUICK, dyadic_series, normal
 from optimizers import assert_same_bits, random_grads, spec_of
 from quantised import quantised, shrinking
 
@@ -44,12 +45,10 @@ def launcher(request, monkeypatch):
 only_triton = pytest.mark.parametrize("launcher", ["triton"], indirect=True)
 
 # Compiled quickly rather than well: the reference, not what is tested.
-QUICK = {"xla_backend_optimization_level": "0"}
 
 SHAPES = {"even": (128, 256), "ragged": (70, 261)}
 each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
-MOMENTUM = optax.sgd(0.25, momentum=0.5)
 # Of gradients that are powers of two its first step is exact: their roots are.
 ADAMW = optax.adamw(2.0**-9, b1=0.5, b2=0.75, eps=0.0, weight_decay=2.0**-7)
 
@@ -109,22 +108,6 @@ def transformation(inner, family, implementation=None):
     )
 
 
-def normal(shape, dtype=BF16, seed=0):
-    numbers = np.random.default_rng(seed).standard_normal(shape)
-    return jnp.asarray(numbers, F32).astype(dtype)
-
-
-def dyadic(params, seed=0, bits=16):
-    """Gradients of which sums are exact in float32, and inexact in narrower dtypes."""
-    largest = 2 ** (bits - 1)
-
-    def draw(leaf):
-        numbers = np.random.default_rng(seed).integers(-largest, largest, leaf.shape)
-        return jnp.asarray(numbers / (4 * largest), F32)
-
-    return jax.tree.map(draw, params)
-
-
 def powers_of_two(params, seed=0):
     def draw(leaf):
         random = np.random.default_rng(seed)
@@ -151,13 +134,25 @@ def jitted(tx):
 def second_step(make, params, bits=16):
     """Arguments of a step with a state that is no longer zero."""
     tx = make("xla")
-    params, state = jitted(tx)(params, tx.init(params), dyadic(params, 0, bits))
-    return params, state, dyadic(params, 1, bits)
+    first, second = dyadic_series(params, 2, bits)
+    return *jitted(tx)(params, tx.init(params), first), second
+
+
+def both(make, *arguments):
+    """Results of the compiled step, and the reference's."""
+    got = compiled(make(None), *arguments).run(*arguments)
+    return got, jitted(make("xla"))(*arguments)
 
 
 def assert_same_step(make, *arguments):
-    got = compiled(make(None), *arguments).run(*arguments)
-    assert_same_bits(got, jitted(make("xla"))(*arguments))
+    got, want = both(make, *arguments)
+    assert_same_bits(got, want)
+    return got
+
+
+def assert_few_roundings_differ(got, want):
+    for own, other in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        assert np.mean(np.asarray(own) != np.asarray(other)) < 0.003
 
 
 @each_shape
@@ -185,8 +180,7 @@ def test_gradients_that_are_not_finite_have_the_same_bits_and_harm_nothing_else(
     bad = np.float32([np.inf, -np.inf, np.nan, 2.0**100, -(2.0**63)])
     grads.flat[places] = np.resize(bad, places.shape)
     arguments = params, make("xla").init(params), {"kernel": jnp.asarray(grads)}
-    got = compiled(make(None), *arguments).run(*arguments)
-    assert_same_bits(got, jitted(make("xla"))(*arguments))
+    got = assert_same_step(make, *arguments)
     new = np.asarray(got[0]["kernel"]).astype(np.float32)
     lost = np.setdiff1d(np.flatnonzero(~np.isfinite(new)), places)
     assert lost.size == 0
@@ -199,8 +193,7 @@ def test_second_moments_have_the_same_bits(family, shape):
     inner = optax.chain(optax.scale_by_rms(0.5, 2.0**-20), optax.scale(-(2.0**-6)))
     make = functools.partial(transformation, inner, family)
     arguments = second_step(make, {"kernel": normal(shape)}, bits=8)
-    _, got = compiled(make(None), *arguments).run(*arguments)
-    _, want = jitted(make("xla"))(*arguments)
+    (_, got), (_, want) = both(make, *arguments)
     assert_same_bits(got.inner_state, want.inner_state)
 
 
@@ -347,8 +340,7 @@ def test_masters_after_adamw_are_close():
     inner = optax.adamw(0.01, weight_decay=0.1)
     make = functools.partial(transformation, inner, "extra_bits 16")
     arguments = second_step(make, params)
-    got = compiled(make(None), *arguments).run(*arguments)
-    want = jitted(make("xla"))(*arguments)
+    got, want = both(make, *arguments)
     assert spec_of(jax.tree.map(jnp.asarray, got)) == spec_of(want)
     own, others = (lowbit_optax.master_weights(*each)["kernel"] for each in (got, want))
     np.testing.assert_allclose(own, others, rtol=2.0**-22, atol=2.0**-24)
@@ -371,10 +363,7 @@ def test_a_step_of_adamw_differs_in_few_roundings(family):
     make = functools.partial(transformation, optax.adamw(0.01), family)
     params, state, _ = second_step(make, params)
     arguments = params, state, random_grads(params, 1)
-    got = compiled(make(None), *arguments).run(*arguments)
-    want = jitted(make("xla"))(*arguments)
-    for own, other in zip(*map(jax.tree.leaves, (got, want)), strict=True):
-        assert np.mean(np.asarray(own) != np.asarray(other)) < 0.003
+    assert_few_roundings_differ(*both(make, *arguments))
 
 
 # Quantised weights.
@@ -424,10 +413,7 @@ def test_a_step_of_lpmm_differs_in_few_roundings(name):
     grads = random_grads({"kernel": normal(SHAPES["ragged"])}, 0)
     params, state = jitted(tx)(params, tx.init(params), grads)
     arguments = params, state, random_grads({"kernel": normal(SHAPES["ragged"])}, 1)
-    got = compiled(tx, *arguments).run(*arguments)
-    want = jitted(tx)(*arguments)
-    for own, other in zip(*map(jax.tree.leaves, (got, want)), strict=True):
-        assert np.mean(np.asarray(own) != np.asarray(other)) < 0.003
+    assert_few_roundings_differ(*both(lambda _: tx, *arguments))
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,11 @@
 
 import json
 import os
-import pathlib
 import subprocess
 import sys
 
 import pytest
+from places import ROOT
 
 from pallas_kernels.platforms import has_mosaic
 from tools import is_installed
@@ -15,7 +15,6 @@ PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
 if not any(map(is_installed, PLUGINS)):
     pytest.skip("needs the gpu-program extra", allow_module_level=True)
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 SMALL = ("bits/kahan", "training/lowbit_adamw, released")
 
 

@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from gpu_steps import WEIGHTS
 from jax import lax
+from optimizers import weights_only
 
 import lowbit_optax
 import pallas_kernels
@@ -94,20 +96,7 @@ MOST_OF_LOWBIT = 58 if OLDER_JAX else 58.5
 INSTRUCTIONS_A_SECOND = 132 * 4 * 32 * 1.98e9
 BYTES_A_SECOND = 4.8e12
 
-WEIGHTS = {
-    "nearest": lowbit_optax.nearest(),
-    "stochastic_rounding": lowbit_optax.stochastic_rounding(),
-    "kahan": lowbit_optax.kahan(),
-    "kahan nearest": lowbit_optax.kahan(residual_rounding="nearest"),
-    "kahan stochastic": lowbit_optax.kahan(rounding="stochastic"),
-    "kahan param": lowbit_optax.kahan(arithmetic="param"),
-    "extra_bits 16": lowbit_optax.extra_bits(16),
-    "extra_bits 1": lowbit_optax.extra_bits(1),
-    "extra_bits 5": lowbit_optax.extra_bits(5, residual_rounding="nearest"),
-    "extra_bits 8 toward_zero": lowbit_optax.extra_bits(8, rounding="toward_zero"),
-    "extra_bits 11 stochastic": lowbit_optax.extra_bits(11, rounding="stochastic"),
-    "master_copy": lowbit_optax.master_copy(),
-}
+FORMATS = WEIGHTS | {"extra_bits 1": lowbit_optax.extra_bits(1)}
 MOMENTS = {
     "float32": None,
     "bfloat16": lowbit_optax.cast(BF16),
@@ -120,13 +109,21 @@ def step_of(name, shape=(SIDE, SIDE), make_step=fast):
     return lower_step(OPTIMIZERS[name], leaf(*shape), make_step)
 
 
+def assert_one_pass_in_place(step, moved):
+    assert step.large == step.fused_launches == 1
+    assert step.moved <= moved
+    assert step.temporary < 0.01
+    assert step.in_place
+
+
+def assert_nothing_spills(kernel):
+    assert kernel.stack == kernel.spill_stores == kernel.spill_loads == 0
+
+
 @each_optimizer
 def test_a_step_is_one_pass_in_place(name):
     step = step_of(name)
-    assert step.large == step.fused_launches == 1
-    assert step.moved <= MOVED[name] + 0.1
-    assert step.temporary < 0.01
-    assert step.in_place
+    assert_one_pass_in_place(step, MOVED[name] + 0.1)
 
 
 @each_optimizer
@@ -144,7 +141,7 @@ def test_update_and_apply_updates_write_and_read_one_bfloat16_more(name):
 def test_registers_suffice_and_nothing_is_shared(name):
     kernel = step_of(name).fused
     assert kernel.registers <= MOST_REGISTERS
-    assert kernel.stack == kernel.spill_stores == kernel.spill_loads == 0
+    assert_nothing_spills(kernel)
     assert kernel.static_shared == 0
     assert [launch.shared for launch in kernel.launches] == [0]
 
@@ -170,10 +167,7 @@ def test_lowbit_adamw_moves_twelve_bytes_in_place():
         lower_step(tx, leaf(SIDE, SIDE), make) for make in (fast, applied)
     )
     assert step.stored / PARAMETERS == pytest.approx(5.125, rel=1e-6)
-    assert step.large == step.fused_launches == 1
-    assert step.moved <= 12.3
-    assert step.temporary < 0.01
-    assert step.in_place
+    assert_one_pass_in_place(step, 12.3)
     assert by_update.moved <= 18.3
     assert by_update.temporary <= 2.01
     kernel = step.fused
@@ -192,7 +186,7 @@ def test_blocks_of_any_size_are_read_once(block_size):
     # is the table of scalars.
     read = sum(bytes_of_accesses(kernel, bits, store=False) for bits in (64, 128))
     assert 4 + 3 <= read / PARAMETERS <= 4 + 3 + 0.5
-    assert kernel.stack == kernel.spill_stores == kernel.spill_loads == 0
+    assert_nothing_spills(kernel)
     assert instructions_per_parameter(kernel, PARAMETERS) <= MOST_OF_LOWBIT
 
 
@@ -220,12 +214,9 @@ def test_what_does_more_is_one_pass_in_place_too(name):
     weights, moments, moved, instructions = MORE[name]
     tx = lowbit_optax.lowbit(optax.adamw(1e-3), weights=weights, moments=moments)
     step = lower_step(tx, leaf(SIDE, SIDE))
-    assert step.large == step.fused_launches == 1
-    assert step.moved <= moved
-    assert step.temporary < 0.01
-    assert step.in_place
+    assert_one_pass_in_place(step, moved)
     kernel = step.fused
-    assert kernel.stack == kernel.spill_stores == kernel.spill_loads == 0
+    assert_nothing_spills(kernel)
     assert instructions_per_parameter(kernel, PARAMETERS) <= instructions
 
 
@@ -241,12 +232,9 @@ LPMM = {
 def test_a_step_on_quantised_weights_is_one_pass_in_place(name):
     tx, bits, moved, instructions = LPMM[name]
     step = lower_lpmm_step(tx, leaf(SIDE, SIDE), bits)
-    assert step.large == step.fused_launches == 1
-    assert step.moved <= moved
-    assert step.temporary < 0.01
-    assert step.in_place
+    assert_one_pass_in_place(step, moved)
     kernel = step.fused
-    assert kernel.stack == kernel.spill_stores == kernel.spill_loads == 0
+    assert_nothing_spills(kernel)
     assert instructions_per_parameter(kernel, PARAMETERS) <= instructions
     wide = sum(bytes_of_accesses(kernel, size) for size in (64, 128))
     assert wide / PARAMETERS > 0.97 * moved
@@ -267,12 +255,10 @@ def test_instructions_of_adamw(name):
 
 
 def test_instructions_of_adamw_with_a_master_copy():
-    tx = lowbit_optax.lowbit(
-        optax.adamw(1e-3), weights=WEIGHTS["master_copy"], moments="float32"
-    )
+    tx = weights_only(optax.adamw(1e-3), WEIGHTS["master_copy"])
     kernel = lower_step(tx, leaf(SIDE, SIDE)).fused
     assert instructions_per_parameter(kernel, PARAMETERS) <= 24
-    assert kernel.stack == kernel.spill_stores == kernel.spill_loads == 0
+    assert_nothing_spills(kernel)
 
 
 @pytest.mark.parametrize("name", ["extra_bits 8", "kahan"])
@@ -282,11 +268,8 @@ def test_stores_of_a_ragged_shape_are_masked(name, shape):
     step = step_of(name, shape)
     kernel = step.fused
     assert kernel.masked_stores == sum(kernel.global_stores.values()) > 0
-    assert kernel.stack == kernel.spill_stores == kernel.spill_loads == 0
-    assert step.large == step.fused_launches == 1
-    assert step.moved <= MOVED[name] + 0.1
-    assert step.temporary < 0.01
-    assert step.in_place
+    assert_nothing_spills(kernel)
+    assert_one_pass_in_place(step, MOVED[name] + 0.1)
 
 
 @pytest.mark.parametrize(
@@ -299,19 +282,16 @@ def test_kernels_of_convolutions_heads_and_vocabularies_are_like_matrices(name, 
     assert bytes_of_accesses(step.fused, 64) == narrow * step.parameters
     assert bytes_of_accesses(step.fused, 128) == wide * step.parameters
     assert step.fused.masked_stores == 0
-    assert step.large == step.fused_launches == 1
-    assert step.moved <= MOVED[name] + 0.1
-    assert step.temporary < 0.01
-    assert step.in_place
+    assert_one_pass_in_place(step, MOVED[name] + 0.1)
 
 
 @pytest.mark.parametrize(
     ("weights", "moments"),
-    [(name, "bfloat16") for name in WEIGHTS] + [("extra_bits 16", m) for m in MOMENTS],
+    [(name, "bfloat16") for name in FORMATS] + [("extra_bits 16", m) for m in MOMENTS],
 )
 def test_every_format_takes_the_kernel(weights, moments):
     inner = optax.sgd(1e-3, momentum=0.9)
-    tx = lowbit_optax.lowbit(inner, weights=WEIGHTS[weights], moments=MOMENTS[moments])
+    tx = lowbit_optax.lowbit(inner, weights=FORMATS[weights], moments=MOMENTS[moments])
     start = time.monotonic()
     step = lower_step(tx, leaf(512, 384))
     launches = step.fused_launches
@@ -322,9 +302,7 @@ def test_every_format_takes_the_kernel(weights, moments):
 
 @pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn", "float8_e5m2"])
 def test_every_narrow_dtype_takes_the_kernel(dtype):
-    tx = lowbit_optax.lowbit(
-        optax.adamw(1e-3), weights=lowbit_optax.extra_bits(8), moments="float32"
-    )
+    tx = weights_only(optax.adamw(1e-3), lowbit_optax.extra_bits(8))
     step = lower_step(tx, leaf(512, 384, dtype=jnp.dtype(dtype)))
     assert step.fused_launches == step.large == 1
     assert step.in_place
@@ -346,9 +324,7 @@ def test_clipping_by_the_global_norm_reads_the_gradients_once_more(name):
 
 
 def test_muon_is_left_to_xla():
-    tx = lowbit_optax.lowbit(
-        optax.contrib.muon(1e-3), weights=lowbit_optax.extra_bits(16), moments="float32"
-    )
+    tx = weights_only(optax.contrib.muon(1e-3), lowbit_optax.extra_bits(16))
     step = lower_step(tx, leaf(512, 512))
     assert step.fused_launches == 0
     assert any("gemm" in name for name, _ in step.launches)
@@ -419,4 +395,4 @@ def test_packing_is_one_kernel(direction, bits):
     assert moved <= (4 + bits / 8) * PARAMETERS + 64
     assert {access.bits for access in kernel.accesses} == {128}
     assert found.compiled.memory_analysis().temp_size_in_bytes == 0
-    assert kernel.stack == kernel.spill_stores == kernel.spill_loads == 0
+    assert_nothing_spills(kernel)

@@ -11,6 +11,7 @@ import jax.export
 import jax.numpy as jnp
 import optax
 import pytest
+from gpu_steps import STEPS
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from optimizers import assert_same_bits
@@ -33,29 +34,6 @@ needs_tools = pytest.mark.skipif(
 )
 
 LOWBIT = lowbit_optax.lowbit_adamw(1e-3)
-STEPS = {
-    "5 bits": lowbit_optax.extra_bits_adamw(1e-3, bits=5),
-    "8 bits": lowbit_optax.extra_bits_adamw(1e-3, bits=8),
-    "16 bits": lowbit_optax.extra_bits_adamw(1e-3, bits=16),
-    "kahan": lowbit_optax.kahan_adamw(1e-3),
-    "stochastic rounding": lowbit_optax.sr_adamw(1e-3),
-    "lowbit": LOWBIT,
-    "lowbit 4": lowbit_optax.lowbit(
-        optax.adamw(1e-3), moments=lowbit_optax.block_quantized(4)
-    ),
-    "low moments": lowbit_optax.lowbit_adamw(1e-3, moments="low"),
-    "relative 8-bit mu": lowbit_optax.lowbit(
-        optax.adamw(1e-3),
-        moments=lowbit_optax.block_quantized(8, relative_to="nu"),
-    ),
-    "error into mu": lowbit_optax.lowbit(
-        optax.adamw(1e-3),
-        weights=lowbit_optax.stochastic_rounding(error_into="mu"),
-        moments=lowbit_optax.block_quantized(8),
-    ),
-    "lpmm_adam": lowbit_optax.lpmm_adam(1e-3),
-    "lpmm_sgd": lowbit_optax.lpmm_sgd(1e-3, momentum=0.9),
-}
 
 
 def step_by(launcher, monkeypatch, name, shape, **options):

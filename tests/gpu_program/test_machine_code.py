@@ -153,24 +153,6 @@ def test_a_pallas_loop(trips):
     assert kernel.executed() < 60 + 4 * 20 * trips
 
 
-def test_twice_the_trips_are_twice_the_loops_share():
-    one, two, four = (only_kernel(roots(n), vector()).executed() for n in (40, 80, 160))
-    assert two - one == pytest.approx((four - two) / 2, rel=0.02)
-    assert two - one > 40 * 4
-
-
-def test_twice_the_block_is_the_same_a_parameter():
-    def kernel(x, y):
-        y[:] = jnp.exp(x[:]) + 1.0
-
-    few = only_kernel(pallas(kernel, block=2048), vector())
-    many = only_kernel(pallas(kernel, block=4096), vector())
-    assert many.executed() > 1.6 * few.executed()
-    per = [instructions_per_parameter(k, SIDE**2) for k in (few, many)]
-    assert per[0] == pytest.approx(per[1], rel=0.2)
-    assert few.opcodes()["MUFU.EX2"] * 128 == 2048
-
-
 def test_spills_and_registers():
     def kernel(x, y):
         v = x[:]

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from gpu_steps import STEPS
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -15,28 +16,8 @@ from tools.gpu_program.steps import leaf, lower_lpmm_step, lower_step
 from tools.gpu_program.targets import compile_lowered, gpu_mesh
 from tools.hlo import COLLECTIVES, text
 
-STEPS = {
-    "5 bits": lowbit_optax.extra_bits_adamw(1e-3, bits=5),
-    "8 bits": lowbit_optax.extra_bits_adamw(1e-3, bits=8),
-    "16 bits": lowbit_optax.extra_bits_adamw(1e-3, bits=16),
-    "16 bits, blocks": lowbit_optax.lowbit(
-        optax.adamw(1e-3), weights=lowbit_optax.extra_bits(16)
-    ),
-    "kahan": lowbit_optax.kahan_adamw(1e-3),
-    "stochastic rounding": lowbit_optax.sr_adamw(1e-3),
-    "lowbit": lowbit_optax.lowbit_adamw(1e-3),
-    "low moments": lowbit_optax.lowbit_adamw(1e-3, moments="low"),
-    "relative mu": lowbit_optax.lowbit(
-        optax.adamw(1e-3), moments=lowbit_optax.block_quantized(8, relative_to="nu")
-    ),
-    "error into mu": lowbit_optax.lowbit(
-        optax.adamw(1e-3),
-        weights=lowbit_optax.stochastic_rounding(error_into="mu"),
-        moments=lowbit_optax.block_quantized(8),
-    ),
-    "lpmm": lowbit_optax.lpmm_adam(1e-3),
-}
-
+IN_BLOCKS = lowbit_optax.lowbit(optax.adamw(1e-3), weights=lowbit_optax.extra_bits(16))
+ALL = STEPS | {"16 bits, blocks": IN_BLOCKS}
 PLACES = {(512, 96): P("d"), (64, 256): P(None, "d"), (64, 160): P()}
 
 
@@ -53,11 +34,11 @@ def place(x):
 
 
 @pytest.mark.parametrize("axis", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", ALL)
 def test_shards_by_rows_and_columns_and_whole_leaves_exchange_nothing(name, axis):
-    lower = lower_lpmm_step if name == "lpmm" else lower_step
+    lower = lower_lpmm_step if name.startswith("lpmm") else lower_step
     leaves = [leaf(*shape, dtype=jnp.bfloat16) for shape in PLACES]
-    step = lower(STEPS[name], leaves, mesh=gpu_mesh(8, axis), spec=place)
+    step = lower(ALL[name], leaves, mesh=gpu_mesh(8, axis), spec=place)
     assert step.fused_launches == len(leaves)
     assert not [c for c in COLLECTIVES if c in text(step.compiled)]
 

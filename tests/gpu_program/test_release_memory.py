@@ -8,6 +8,7 @@ import functools
 import jax
 import optax
 import pytest
+from optimizers import weights_only
 
 import lowbit_optax
 from lowbit_optax import release
@@ -29,9 +30,7 @@ from tools.gpu_program.targets import compile_for, gpu_mesh
 MODELS = {"matrices": matrices, "transformer": transformer}
 OPTIMIZERS = {
     "optax_adamw": optax.adamw(1e-3),
-    "adamw": lowbit_optax.lowbit(
-        optax.adamw(1e-3), weights=lowbit_optax.nearest(), moments="float32"
-    ),
+    "adamw": weights_only(optax.adamw(1e-3), lowbit_optax.nearest()),
     "extra_bits_adamw": lowbit_optax.extra_bits_adamw(1e-3, bits=8),
     "lowbit_adamw": lowbit_optax.lowbit_adamw(1e-3),
 }

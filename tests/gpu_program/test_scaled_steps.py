@@ -5,6 +5,7 @@ import re
 import jax.numpy as jnp
 import optax
 import pytest
+from optimizers import weights_only
 
 import lowbit_optax
 
@@ -21,9 +22,7 @@ OPTIMIZERS = {
     "kahan_adamw": lowbit_optax.kahan_adamw(1e-3),
     "kahan_adamw_xla": lowbit_optax.kahan_adamw(1e-3, implementation="xla"),
     "lowbit_adamw": lowbit_optax.lowbit_adamw(1e-3),
-    "master_copy": lowbit_optax.lowbit(
-        optax.adamw(1e-3), weights=lowbit_optax.master_copy(), moments="float32"
-    ),
+    "master_copy": weights_only(optax.adamw(1e-3), lowbit_optax.master_copy()),
 }
 
 

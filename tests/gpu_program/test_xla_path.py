@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from gpu_steps import WEIGHTS
 from jax.sharding import PartitionSpec as P
 
 import lowbit_optax
@@ -23,21 +24,11 @@ from tools.hlo import COLLECTIVES, kernels
 BF16 = jnp.bfloat16
 SIDE = 4096
 PARAMETERS = SIDE * SIDE
-TWELVE_BITS = FloatFormat(8, 3)
 
-FORMATS = {
-    "nearest": lowbit_optax.nearest(),
-    "stochastic_rounding": lowbit_optax.stochastic_rounding(),
-    "kahan": lowbit_optax.kahan(),
-    "kahan nearest": lowbit_optax.kahan(residual_rounding="nearest"),
-    "kahan stochastic": lowbit_optax.kahan(rounding="stochastic"),
-    "kahan param": lowbit_optax.kahan(arithmetic="param"),
-    "extra_bits 16": lowbit_optax.extra_bits(16),
+
+TWELVE_BITS = FloatFormat(8, 3)
+FORMATS = WEIGHTS | {
     "extra_bits 8": lowbit_optax.extra_bits(8),
-    "extra_bits 5": lowbit_optax.extra_bits(5, residual_rounding="nearest"),
-    "extra_bits 8 toward_zero": lowbit_optax.extra_bits(8, rounding="toward_zero"),
-    "extra_bits 11 stochastic": lowbit_optax.extra_bits(11, rounding="stochastic"),
-    "master_copy": lowbit_optax.master_copy(),
     "12 bits, stochastic": lowbit_optax.stochastic_rounding(float_format=TWELVE_BITS),
     "12 bits, kahan": lowbit_optax.kahan(float_format=TWELVE_BITS),
 }

@@ -1,5 +1,7 @@
 """Steps in which float32 rounds nothing: every implementation has their bits."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +17,8 @@ QUICK = {"xla_backend_optimization_level": "0"}
 MOMENTUM = optax.sgd(0.25, momentum=0.5)
 
 
-def normal(shape, dtype=jnp.bfloat16):
-    numbers = np.random.default_rng(0).standard_normal(shape)
+def normal(shape, dtype=jnp.bfloat16, seed=0):
+    numbers = np.random.default_rng(seed).standard_normal(shape)
     return jnp.asarray(numbers, jnp.float32).astype(dtype)
 
 
@@ -34,10 +36,15 @@ def dyadic_series(params, steps, bits=16):
     ]
 
 
-def trained(implementation, params, series, advance=lowbit_optax.step, **options):
+FLOAT32 = {"inner": MOMENTUM, "weights": extra_bits(16), "moments": "float32"}
+
+
+def trained(
+    implementation, params, series, advance=lowbit_optax.step, make=None, **options
+):
     """Parameters and state after jitted steps."""
-    float32 = {"inner": MOMENTUM, "weights": extra_bits(16), "moments": "float32"}
-    tx = lowbit(implementation=implementation, **(float32 | options))
+    make = make or functools.partial(lowbit, **(FLOAT32 | options))
+    tx = make(implementation=implementation)
     state = initial(tx, params)
     run = jax.jit(
         lambda grads, state, params: advance(tx, params, state, grads),
@@ -46,3 +53,8 @@ def trained(implementation, params, series, advance=lowbit_optax.step, **options
     for grads in series:
         params, state = run(grads, state, params)
     return params, state
+
+
+def both(params, series, others="pallas", **options):
+    """Parameters and state by kernels, and by XLA."""
+    return [trained(name, params, series, **options) for name in (others, "xla")]

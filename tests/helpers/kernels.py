@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 from packing import reference_pack
 
-from pallas_kernels import Operand, Result, fused_update, layout_of
+from pallas_kernels import (
+    Leaf,
+    Operand,
+    Result,
+    Scalars,
+    fused_update,
+    fused_update_many,
+    layout_of,
+)
 
 EACH = pytest.mark.parametrize("implementation", ["xla", "pallas"])
 
@@ -130,6 +138,19 @@ class Mixture:
             return self.update(arrays, shape, implementation, **options)
 
         return jax.jit(run, compiler_options=QUICK, **jit_options)
+
+    def jitted_many(self, shape, implementation):
+        """The update of several leaves as a jitted function of arrays and scalars."""
+
+        def run(arrays, table, rows):
+            leaves = [
+                Leaf(tuple(self.operands(each)), tuple(self.results), shape)
+                for each in arrays
+            ]
+            options = dict(scalars=Scalars(table, rows), implementation=implementation)
+            return fused_update_many(self, leaves, **options)
+
+        return jax.jit(run, compiler_options=QUICK)
 
 
 TABLE = np.array([[1, 2], [3, 4], [0xFFFFFFFF, 0x80000001]], np.uint32)

@@ -150,6 +150,11 @@ FORMATS = {
 ALL_FORMATS = {**FORMATS, "nearest": lowbit_optax.nearest()}
 
 
+def weights_only(inner, weights, **options):
+    """``lowbit`` that stores weights in a format, and moments in float32."""
+    return lowbit_optax.lowbit(inner, weights=weights, moments="float32", **options)
+
+
 def _wrapped(inner, weights):
     def make(rate, **options):
         return lowbit_optax.lowbit(
@@ -195,6 +200,11 @@ def _model(dtype):
 def model_params(dtype=jnp.bfloat16):
     """A kernel, and a bias of 40 elements, which is not a multiple of 32."""
     return dict(_model(dtype))
+
+
+def normal(seed, shape=(64, 64), dtype=jnp.float32):
+    numbers = np.random.default_rng(seed).standard_normal(shape)
+    return jnp.asarray(numbers, dtype)
 
 
 def random_grads(params, seed, dtype=jnp.float32):

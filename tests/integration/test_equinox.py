@@ -93,15 +93,3 @@ def test_parameters_that_became_float32_are_an_error_with_the_remedy(tx, call):
     assert "params.layers[0].weight" in message
     assert "float32" in message
     assert "lowbit_optax.apply_updates" in message
-
-
-def test_the_remedy_keeps_the_dtype_and_lands_where_step_does():
-    params, _ = equinox.partition(_model(), equinox.is_inexact_array)
-    grads = jax.tree.map(jnp.ones_like, params)
-    tx = WITH_RESIDUALS["kahan"]
-    updates, _ = tx.update(grads, tx.init(params), params)
-    got = lowbit_optax.apply_updates(params, updates)
-    want, _ = lowbit_optax.step(tx, params, tx.init(params), grads)
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert one.dtype == jnp.bfloat16
-        np.testing.assert_array_equal(one, other)

@@ -13,9 +13,10 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from optimizers import weights_only
 
 import lowbit_optax
-from lowbit_optax import emulation, kahan, lowbit, master_weights, nearest, precision
+from lowbit_optax import emulation, kahan, master_weights, nearest, precision
 from lowbit_optax.precision import FloatFormat, Formats
 
 pytestmark = pytest.mark.standard_promotion
@@ -83,9 +84,7 @@ def losses(results, which):
 
 SGD = optax.sgd(LEARNING_RATE)
 BFLOAT16 = Formats(FloatFormat.of("bfloat16"), FloatFormat.of("bfloat16"))
-in_bfloat16 = lambda weights: lowbit(
-    SGD, weights=weights, min_size=0, moments="float32"
-)
+in_bfloat16 = lambda weights: weights_only(SGD, weights, min_size=0)
 
 
 @functools.cache

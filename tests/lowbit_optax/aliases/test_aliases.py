@@ -20,6 +20,7 @@ from optimizers import (
     gradient_series,
     model_params,
     train,
+    weights_only,
 )
 
 import lowbit_optax
@@ -98,9 +99,7 @@ def test_reaches_the_minimum_of_a_parabola_as_float32_training_does(optimizer):
 def test_rounding_to_nearest_alone_does_not_reach_it(name):
     inner, peak = REFERENCES[name]
     start, target = _parabola()
-    tx = lowbit_optax.lowbit(
-        inner(_decaying(peak)), weights=lowbit_optax.nearest(), moments="float32"
-    )
+    tx = weights_only(inner(_decaying(peak)), lowbit_optax.nearest())
     params, _ = _minimise(tx, start.astype(jnp.bfloat16), target)
     error = _rms(params.astype(jnp.float32) - target)
     assert error > 4 * BFLOAT16_SPACING + _float32_error(inner, peak)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
 from optimizers import assert_same_bits, initial, random_grads
 
 import lowbit_optax
@@ -550,21 +549,6 @@ def test_what_a_field_is_not_told_is_chosen_by_it():
     assert of(block_quantized(code="linear"), "nu").signed is False
 
 
-def test_map_params_finds_trees_of_codes_and_of_scales_like_the_parameters():
-    leaves = params()
-    marked = optax.tree.map_params(
-        TX,
-        lambda x, leaf: None if x is None else leaf.shape,
-        TX.init(leaves),
-        leaves,
-        is_leaf=lambda x: x is None,
-    )
-    shapes = {name: leaf.shape for name, leaf in leaves.items()}
-    scaled = shapes | {"b": None, "s": None}
-    adam = marked.inner_state[0]
-    assert adam.mu == adam.nu == QuantizedMoment(shapes, scaled)
-
-
 def test_a_bare_array_has_bare_codes_and_scales():
     nu = TX.init(jnp.ones((128, 64))).inner_state[0].nu
     assert nu.codes.shape == (32, 64)
@@ -596,60 +580,6 @@ def test_memory_report_counts_codes_and_scales():
     state = TX.init(params())
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
     assert report.total.total - report.total.params == held
-
-
-def test_checkpoints_by_flax_give_every_bit_back():
-    serialization = pytest.importorskip("flax.serialization")
-    leaves, state = after_two_steps(TX)
-    data = serialization.to_bytes({"params": leaves, "state": state})
-    like = jax.tree.map(jnp.zeros_like, {"params": leaves, "state": state})
-    back = serialization.from_bytes(like, data)
-    assert_same_bits(back["state"], state)
-
-
-def test_checkpoints_by_orbax_give_every_bit_back(tmp_path):
-    checkpoint = pytest.importorskip("orbax.checkpoint")
-    _, state = after_two_steps(TX)
-    with checkpoint.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", state)
-        checkpointer.wait_until_finished()
-        back = checkpointer.restore(
-            tmp_path / "state", jax.tree.map(jnp.zeros_like, state)
-        )
-    assert_same_bits(back, state)
-
-
-@pytest.mark.parametrize(
-    "spec", [jax.P("x"), jax.P(None, "x")], ids=["rows", "columns"]
-)
-def test_eight_devices_compute_the_numbers_of_one(spec):
-    tx = adamw(block_quantized(8))
-    rng = np.random.default_rng(0)
-    weight = jnp.asarray(rng.normal(size=(512, 64)), jnp.bfloat16)
-    grads = jnp.asarray(rng.normal(size=(2, 512, 64)), jnp.bfloat16)
-
-    def train(weight, grads):
-        state = jax.jit(tx.init)(weight)
-        for grad in grads:
-            weight, state = step_of(tx)(weight, state, grad)
-        return weight, state
-
-    want = train(weight, list(grads))
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
-    sharding = jax.NamedSharding(mesh, spec)
-    state = jax.jit(tx.init)(weight)
-    replicated = jax.NamedSharding(mesh, jax.P())
-    # The parameter's spec is its codes' and its scales'.
-    state = jax.tree.map(
-        lambda x: jax.device_put(x, sharding if x.ndim else replicated), state
-    )
-    weight, grads = jax.device_put((weight, list(grads)), sharding)
-    for grad in grads:
-        weight, state = step_of(tx)(weight, state, grad)
-    for leaf in jax.tree.leaves(state.inner_state):
-        if leaf.ndim:
-            assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
-    assert_same_bits((weight, state), want)
 
 
 # Errors.

@@ -1,6 +1,5 @@
 """Weights of 10 to 15 bits: bfloat16 numbers with fewer bits of mantissa."""
 
-import functools
 import pickle
 
 import jax
@@ -8,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from exact_steps import both
+from optimizers import assert_same_bits, normal
 
 import lowbit_optax
 from lowbit_optax import kahan, lowbit, nearest, stochastic_rounding
@@ -30,11 +31,6 @@ def formats(bits, **overflow):
         "kahan, stochastic": kahan(rounding="stochastic", float_format=fmt),
         "kahan param": kahan(arithmetic="param", float_format=fmt),
     }
-
-
-def normal(seed, shape=(64, 64), dtype=jnp.float32):
-    random = np.random.default_rng(seed)
-    return jnp.asarray(random.standard_normal(shape), dtype)
 
 
 def all_kinds_of_numbers():
@@ -147,22 +143,8 @@ def test_kahan_and_stochastic_weights_move_where_nearest_ones_stay(bits):
 
 @pytest.mark.parametrize("name", list(formats(12)))
 def test_kernels_give_the_same_bits(name):
-    grads = normal(1)
-
-    def run(implementation):
-        tx = lowbit(
-            optax.sgd(2.0**-6),
-            weights=formats(12)[name],
-            implementation=implementation,
-        )
-        step = jax.jit(functools.partial(lowbit_optax.step, tx))
-        params = normal(0, dtype=BF16)
-        return step(params, tx.init(params), grads)
-
-    for want, got in zip(
-        jax.tree.leaves(run("xla")), jax.tree.leaves(run("pallas")), strict=True
-    ):
-        np.testing.assert_array_equal(want, got)
+    options = dict(inner=optax.sgd(2.0**-6), weights=formats(12)[name])
+    assert_same_bits(*both(normal(0, dtype=BF16), [normal(1)], **options))
 
 
 def test_a_state_tells_of_how_many_bits_its_compensations_are():

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from patterns import each_dtype, every
 
 import lowbit_optax
 from lowbit_optax._numerics import rounding as splitting
@@ -20,10 +21,8 @@ from lowbit_optax._numerics.random_bits import random_bits
 from lowbit_optax.formats.extra_bits import ExtraBits
 from lowbit_optax.formats.plain import MasterCopyFormat
 
-DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 FLUSHED = float(np.finfo(np.float32).smallest_normal)
 
-each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 FORMATS = {
     "nearest": lowbit_optax.nearest(),
@@ -39,13 +38,6 @@ FORMATS = {
     "13 extra bits": lowbit_optax.extra_bits(13),
 }
 each_format = pytest.mark.parametrize("name", FORMATS)
-
-
-def patterns(dtype):
-    """Every number of a dtype, infinities and NaNs among them."""
-    width = ml_dtypes.finfo(dtype).bits
-    bits = np.arange(2**width, dtype=np.uint32).astype(f"uint{width}")
-    return bits.view(ml_dtypes.finfo(dtype).dtype)
 
 
 def same_numbers(a, b):
@@ -69,7 +61,7 @@ def spacings_away(master, param):
 
 def check_joined(bits, rounding, residuals):
     """Joins every bfloat16 parameter with each of these residuals, all at once."""
-    param = patterns("bfloat16")
+    param = every(jnp.bfloat16)
     wide = param.astype(np.float32)
     format_ = ExtraBits(bits, rounding, packed=False)
     join = jax.jit(jax.vmap(format_.join, (None, 0)))
@@ -122,7 +114,7 @@ def test_a_bfloat16_zero_joins_to_a_zero_or_to_what_rounds_to_it(bits):
 
 @each_dtype
 def test_a_stored_master_stays_only_if_it_rounds_to_the_parameter(dtype):
-    param = patterns(dtype)
+    param = every(dtype)
     rng = np.random.default_rng(1)
     # Of each parameter its own number, what lies about it, ties, and others.
     info = ml_dtypes.finfo(dtype)
@@ -138,7 +130,7 @@ def test_a_stored_master_stays_only_if_it_rounds_to_the_parameter(dtype):
     join = jax.jit(jax.vmap(MasterCopyFormat().join, (None, 0)))
     found = np.asarray(join(jnp.asarray(param), jnp.asarray(masters)))
     stays = same_numbers(rounded.astype(np.float32), param.astype(np.float32))
-    if dtype == "bfloat16":  # zeros of two signs are masters of two signs
+    if dtype == jnp.bfloat16:  # zeros of two signs are masters of two signs
         stays &= np.isnan(masters) | (np.signbit(rounded) == np.signbit(param))
     want = np.where(stays, masters, param.astype(np.float32))
     np.testing.assert_array_equal(found, want)
@@ -150,7 +142,7 @@ def test_a_stored_master_stays_only_if_it_rounds_to_the_parameter(dtype):
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_a_compensation_is_the_parameters_own_or_nothing(dtype, rounding):
     format_ = lowbit_optax.kahan(rounding=rounding)
-    param = patterns(dtype)
+    param = every(dtype)
     size = np.abs(param.astype(np.float32))
     # XLA's code for CPUs may take float32's subnormals for zero, with some processors.
     param = param[np.isfinite(size) & ((size == 0) | (size >= FLUSHED))]

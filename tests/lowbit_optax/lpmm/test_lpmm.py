@@ -6,10 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from flax import serialization
-from flax.training.train_state import TrainState
 from optimizers import assert_same_bits, initial
 
 import lowbit_optax
@@ -349,44 +347,6 @@ def test_leaves_that_stay_follow_the_inner_transformation():
     )
 
 
-@pytest.mark.slow_to_compile
-@pytest.mark.standard_promotion
-def test_flax_train_state():
-    tx = lpmm_sgd(0.05, 0.9)
-    state = TrainState.create(apply_fn=None, params=params_of(), tx=tx)
-    ours, opt_state = params_of(), initial(tx, params_of())
-    run = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
-    step = stepper(tx)
-    for grads in gradients(3):
-        state = run(state, grads)
-        ours, opt_state = step(ours, opt_state, grads)
-    assert_same_bits((state.params, state.opt_state), (ours, opt_state))
-    assert int(state.step) == 3
-
-
-@pytest.mark.slow_to_compile
-@pytest.mark.parametrize("name", ["momentum", "accumulated"])
-@pytest.mark.standard_promotion
-def test_an_orbax_checkpoint_resumes_with_the_same_bits(name, tmp_path):
-    tx = OPTIMIZERS[name]()
-    step = stepper(tx)
-    params = params_of()
-    state = initial(tx, params)
-    series = list(gradients(4))
-    for grads in series[:2]:
-        params, state = step(params, state, grads)
-    target = jax.tree.map(ocp.utils.to_shape_dtype_struct, (params, state))
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "checkpoint", (params, state))
-        checkpointer.wait_until_finished()
-        resumed = checkpointer.restore(tmp_path / "checkpoint", target)
-    assert_same_bits(resumed, (params, state))
-    for grads in series[2:]:
-        params, state = step(params, state, grads)
-        resumed = step(resumed[0], resumed[1], grads)
-    assert_same_bits(resumed, (params, state))
-
-
 def test_flax_bytes_restore_the_tensor_and_refuse_other_bits():
     params = params_of()
     restored = serialization.from_bytes(params, serialization.to_bytes(params))
@@ -394,30 +354,6 @@ def test_flax_bytes_restore_the_tensor_and_refuse_other_bits():
     assert restored["stack"].shape == (3, 70, 40)
     with pytest.raises(ValueError, match="saved with other bits"):
         serialization.from_bytes(params, serialization.to_bytes(params_of(bits=8)))
-
-
-@pytest.mark.slow_to_compile
-@pytest.mark.standard_promotion
-def test_eight_devices_have_the_bits_of_one():
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    tx = lpmm_sgd(0.05, 0.9)
-    step = stepper(tx)
-    weights = {"rows": normal(512, 64), "stack": normal(8, 64, 64)}
-    grads = {"rows": normal(512, 64, seed=1), "stack": normal(8, 64, 64, seed=2)}
-    params = quantize(weights, 12)
-    alone = params, initial(tx, params)
-
-    def place(x):
-        spec = jax.P("x") if x.ndim and x.shape[0] % 8 == 0 else jax.P()
-        return jax.device_put(x, jax.NamedSharding(mesh, spec))
-
-    spread = jax.tree.map(place, alone)
-    assert not spread[0]["rows"].codes.is_fully_replicated
-    for _ in range(3):
-        alone = step(alone[0], alone[1], grads)
-        spread = step(spread[0], spread[1], jax.tree.map(place, grads))
-    assert_same_bits(spread, alone)
-    assert not spread[0]["stack"].codes.is_fully_replicated
 
 
 # Training.
@@ -599,18 +535,6 @@ def test_in_a_scan_only_the_current_layer_is_dequantised():
 
 
 # Memory.
-
-
-def test_model_memory_is_28_bits_a_parameter_and_the_scales():
-    weights = {"w": normal(2048, 64)}
-    params = quantize(weights, 12)
-    tx = lowbit_optax.accumulate_gradients(lpmm_sgd(0.1, 0.9), every=4)
-    live = jax.tree.leaves((params, tx.init(params)))
-    arrays = sum(leaf.nbytes for leaf in live if leaf.ndim)
-    scalars = sum(leaf.nbytes for leaf in live if not leaf.ndim)
-    scales = (32 + 16 + 16) / 2048
-    assert 8 * arrays / (2048 * 64) == 28 + scales
-    assert scalars <= 32
 
 
 # Bad input.

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from exact_steps import QUICK
 from optimizers import assert_same_bits, initial, random_grads
 from quantised import quantised, shrinking
 
@@ -18,8 +19,6 @@ from lowbit_optax import lpmm_adam, lpmm_sgd
 
 pytestmark = pytest.mark.standard_promotion
 
-# Compiled quickly rather than well.
-QUICK: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
 
 # Shape, bits of the weights, and their block size. The ragged leaf has columns that do
 # not divide into fours, and blocks that reach beyond its ends.

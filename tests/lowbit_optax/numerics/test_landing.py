@@ -7,26 +7,33 @@ zeros of both signs, subnormals, the ends of the range, infinities and NaN.
 
 import functools
 
-import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from optimizers import weights_only
+from patterns import (
+    FLOAT8,
+    HALVES,
+    assert_same,
+    cast,
+    each_of,
+    every,
+    is_nan,
+    patterns_of,
+)
 
 import lowbit_optax
-from lowbit_optax._numerics import float_layouts
 from lowbit_optax._numerics import rounding as splitting
 from lowbit_optax._numerics.landing import ADD, apply_leaf
 from lowbit_optax._numerics.random_bits import random_bits
 from lowbit_optax.precision import FloatFormat
 
 TWELVE_BITS = FloatFormat(8, 3, overflow="infinity")
-HALVES = (jnp.bfloat16, jnp.float16)
-FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
-each_half = pytest.mark.parametrize("dtype", HALVES, ids=lambda d: d.__name__)
-each_float8 = pytest.mark.parametrize("dtype", FLOAT8, ids=lambda d: d.__name__)
+each_half = each_of(HALVES)
+each_float8 = each_of(FLOAT8)
 # XLA's CPU code flushes float32's subnormals, bfloat16's among them, in additions.
 FLUSHED = float(np.finfo(np.float32).smallest_normal)
 
@@ -34,30 +41,6 @@ FLUSHED = float(np.finfo(np.float32).smallest_normal)
 def optax_apply(params, updates):
     with jax.numpy_dtype_promotion("standard"):  # bfloat16 plus float32
         return optax.apply_updates(params, updates)
-
-
-def patterns(x):
-    x = np.asarray(x)
-    return x.view(f"uint{8 * x.itemsize}")
-
-
-def is_nan(x):
-    x = np.asarray(x)
-    layout = float_layouts.layout_of(x.dtype)
-    number = layout.special + (1 if layout.has_infinity else 0)
-    return (patterns(x) & np.uint32(layout.largest)) >= number
-
-
-def assert_same(got, expected):
-    """Equal in every bit, including the signs of zeros; all NaNs count as equal."""
-    assert got.dtype == expected.dtype
-    same = patterns(got) == patterns(expected)
-    np.testing.assert_array_equal(same | (is_nan(got) & is_nan(expected)), True)
-
-
-def every(dtype):
-    width = 8 * np.dtype(dtype).itemsize
-    return np.arange(2**width, dtype=f"uint{width}").view(dtype)
 
 
 def old_values(dtype):
@@ -68,8 +51,7 @@ def old_values(dtype):
     kinds = np.array([*map(float, kinds), *(-float(k) for k in kinds), np.nan])
     rng = np.random.default_rng(0)
     drawn = rng.integers(0, every(dtype).size, 9)
-    with np.errstate(all="ignore"):
-        return np.concatenate([kinds.astype(dtype), every(dtype)[drawn]])
+    return np.concatenate([cast(kinds, dtype), every(dtype)[drawn]])
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -101,7 +83,7 @@ def test_all_pairs_of_float8_land_where_apply_updates_puts_them(dtype):
     assert_same(jax.jit(lowbit_optax.apply_updates)(old, update), landed)
 
 
-@pytest.mark.parametrize("dtype", HALVES + FLOAT8, ids=lambda d: d.__name__)
+@each_of(HALVES + FLOAT8)
 def test_the_new_value_is_where_it_lands_unless_it_nearly_cancels(dtype):
     new = every(dtype)
     info = ml_dtypes.finfo(dtype)
@@ -111,8 +93,7 @@ def test_the_new_value_is_where_it_lands_unless_it_nearly_cancels(dtype):
     compared = 0
     for value in olds:
         landed, _ = jax.jit(ADD.land)(jnp.full(new.shape, value), jnp.asarray(new))
-        with np.errstate(invalid="ignore"):  # signalling NaNs
-            size = np.abs(new.astype(np.float64))
+        size = np.abs(cast(new, np.float64))
         # As far away as a float32 update reaches.
         ordinary = size <= np.finfo(np.float32).max - abs(float(value))
         # The difference is off by 2^-24 of the larger at most; that does not move a
@@ -197,8 +178,7 @@ def adversarial(dtype):
     ]
     starts[3][::3] = smallest * rng.normal(size=len(starts[3][::3]))  # from subnormals
     starts[4][::2] = most * sign[::2]  # from the largest
-    with np.errstate(over="ignore"):
-        return tuple(np.concatenate(x).astype(np.float32) for x in (starts, targets))
+    return tuple(cast(np.concatenate(x), np.float32) for x in (starts, targets))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -232,9 +212,7 @@ def result(format_, dtype):
     return {name: None if x is None else np.asarray(x) for name, x in out.items()}
 
 
-def as_float64(x):
-    with np.errstate(invalid="ignore"):  # signalling NaNs
-        return np.asarray(x).astype(np.float64)
+as_float64 = functools.partial(cast, dtype=np.float64)
 
 
 @pytest.mark.parametrize(("format_", "dtype"), CASES)
@@ -251,7 +229,7 @@ def test_optax_applies_the_parameter_that_the_format_kept_the_residual_for(
 def test_some_of_the_updates_cannot_land_where_the_master_goes(dtype):
     # Otherwise these pairs would test nothing; and it is the exception.
     out = result(lowbit_optax.master_copy(), dtype)
-    missed = patterns(out["landed"]) != patterns(out["intended"])
+    missed = patterns_of(out["landed"]) != patterns_of(out["intended"])
     missed &= ~is_nan(out["intended"])
     assert 0.001 < missed.mean() < 0.05
 
@@ -340,7 +318,7 @@ def test_no_other_bits_of_the_applied_parameter_come_nearer_to_the_master(
     out = result(format_, dtype)
     joined, meant = as_float64(out["joined"]), as_float64(out["meant"])
     numbers = np.isfinite(joined) & np.isfinite(meant)
-    missed = patterns(out["landed"]) != patterns(out["intended"])
+    missed = patterns_of(out["landed"]) != patterns_of(out["intended"])
     np.testing.assert_array_equal(joined[numbers & ~missed], meant[numbers & ~missed])
     missed &= numbers
     assert missed.any()
@@ -359,12 +337,11 @@ def test_a_master_copy_is_the_float32_sum_in_every_bit(dtype):
     normal = np.all((parts == 0) | (parts >= FLUSHED), axis=0)
     assert normal.mean() > 0.6
     # Where the update could not land on the rounded sum, the parameter wins.
-    with np.errstate(over="ignore"):
-        rounded = total.astype(out["landed"].dtype)
+    rounded = cast(total, out["landed"].dtype)
     lands = as_float64(out["landed"]) == as_float64(rounded)
     assert lands[normal].mean() > 0.9
     np.testing.assert_array_equal(
-        patterns(out["joined"])[normal & lands], patterns(total)[normal & lands]
+        patterns_of(out["joined"])[normal & lands], patterns_of(total)[normal & lands]
     )
     missed = normal & ~lands & np.isfinite(as_float64(out["landed"]))
     np.testing.assert_array_equal(
@@ -391,65 +368,6 @@ def test_infinite_and_nan_parameters_leave_no_nan_in_a_number_masters_residual(
 # Whole steps.
 
 
-@pytest.mark.parametrize(("format_", "dtype"), CASES[::2])
-def test_update_and_apply_is_step_in_ordinary_training(format_, dtype):
-    rng = np.random.default_rng(0)
-    # Powers of two: XLA may or may not fuse a product into the sum that follows, but
-    # then their products are exact and it makes no difference.
-    inner = optax.sgd(2.0**-7, 0.5)
-    tx = lowbit_optax.lowbit(inner, weights=format_, min_size=0, moments="float32")
-    start = jnp.asarray(rng.normal(size=(32, 8)).astype(dtype))
-    grads = jnp.asarray(rng.normal(size=(5, 32, 8)).astype(np.float32))
-
-    def by_update(params, state, g):
-        updates, state = tx.update(g, state, params)
-        return optax_apply(params, updates), state
-
-    def by_step(params, state, g):
-        return lowbit_optax.step(tx, params, state, g)
-
-    def run(one):
-        def body(carry, g):
-            return one(*carry, g), None
-
-        return jax.jit(lambda p: jax.lax.scan(body, (p, tx.init(p)), grads)[0])(start)
-
-    by_update, by_step = run(by_update), run(by_step)
-    chex.assert_trees_all_equal(by_update, by_step)
-    assert np.mean(patterns(by_step[0]) != patterns(start)) > 0.5
-
-
-@each_float8
-@pytest.mark.parametrize("name", ["nearest", "kahan", "8 bits"])
-def test_float8_trains_by_lowbits_apply_updates(dtype, name):
-    tx = lowbit_optax.lowbit(
-        optax.sgd(1e-3), weights=BOTH[name], min_size=0, moments="float32"
-    )
-    params = {"w": jnp.ones((64, 8), dtype)}
-    grads = {"w": jnp.ones((64, 8))}
-
-    @jax.jit
-    def one(params, state):
-        updates, state = tx.update(grads, state, params)
-        return lowbit_optax.apply_updates(params, updates), state
-
-    state = jax.jit(tx.init)(params)
-    step = jax.jit(functools.partial(lowbit_optax.step, tx))
-    by_step = params, state
-    for _ in range(3):
-        params, state = one(params, state)
-        by_step = step(by_step[0], by_step[1], grads)
-    chex.assert_trees_all_equal((params, state), by_step)
-    master = np.asarray(lowbit_optax.master_weights(params, state)["w"])
-    if name == "nearest":
-        np.testing.assert_array_equal(master, 1)
-    else:
-        # Three draws of 8 bits under the spacing below 1, or of bfloat16 under it.
-        spacing = float(ml_dtypes.finfo(dtype).eps) / 2
-        assert np.abs(master - (1 - 3e-3)).max() <= 3 * spacing / 2**8
-        assert np.all(master < 1)
-
-
 @pytest.mark.parametrize(
     ("dtype", "bits", "rate"),
     [
@@ -465,9 +383,7 @@ def test_a_weight_at_zero_can_take_small_updates_of_either_sign(
 ):
     # Zero plus a negative number that rounds to -0 is +0: the residual must lead from
     # there to a master below zero, or the weight stays at zero for ever.
-    tx = lowbit_optax.lowbit(
-        optax.sgd(rate), weights=extra_bits(bits), min_size=0, moments="float32"
-    )
+    tx = weights_only(optax.sgd(rate), extra_bits(bits), min_size=0)
     grads = jnp.full((32,), -direction, jnp.float32)
 
     @jax.jit
@@ -484,24 +400,6 @@ def test_a_weight_at_zero_can_take_small_updates_of_either_sign(
     spacing = float(ml_dtypes.finfo(dtype).smallest_subnormal) / 2**bits
     np.testing.assert_allclose(
         master, direction * 3 * rate, rtol=2.0**-20, atol=3 * spacing
-    )
-
-
-def test_apply_updates_is_optaxs_for_other_dtypes():
-    params = {
-        "wide": jnp.ones(3),
-        "half": jnp.ones(3, jnp.bfloat16),
-        "none": None,
-        "count": jnp.int32(3),
-    }
-    updates = {
-        "wide": jnp.full(3, 0.1),
-        "half": jnp.full(3, 0.3),
-        "none": None,
-        "count": jnp.int32(1),
-    }
-    chex.assert_trees_all_equal(
-        lowbit_optax.apply_updates(params, updates), optax_apply(params, updates)
     )
 
 

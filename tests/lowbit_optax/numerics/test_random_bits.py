@@ -15,9 +15,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-import lowbit_optax
 from lowbit_optax._numerics import random_bits as library
 from lowbit_optax._numerics.random_bits import (
     PARAM_STREAM,
@@ -154,13 +152,6 @@ def test_no_two_uses_of_a_leaf_have_a_stream_in_common():
             assert np.mean(one == other) < 0.1
 
 
-def test_a_leafs_words_do_not_depend_on_the_other_leaves():
-    alone = [random_bits(jnp.uint32(1), jnp.uint32(2), [leaf])[0] for leaf in (5, 9)]
-    together = random_bits(jnp.uint32(1), jnp.uint32(2), [9, 0, 5])
-    for one, other in zip(alone, (together[2], together[0]), strict=True):
-        np.testing.assert_array_equal(one.words((9,)), other.words((9,)))
-
-
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 def test_words_under_vmap_over_seeds_are_each_seeds_words(jit):
     draw = lambda seed: random_bits(seed, jnp.uint32(0), [0])[0].words((7,))
@@ -189,13 +180,6 @@ def test_an_explicit_row_major_index_gives_the_words_of_none(shape):
         np.testing.assert_array_equal(
             given, moment_draws(own).halves(shape, stream + 1)
         )
-
-
-def test_the_index_of_a_part_gives_the_words_of_that_part():
-    index = jnp.arange(64 * 16, dtype=jnp.uint32).reshape(64, 16)
-    part = index[40:48, 3:]
-    whole = indexed(None).words((64, 16), 1)
-    np.testing.assert_array_equal(indexed(part).words((8, 13), 1), whole[40:48, 3:])
 
 
 @pytest.mark.parametrize(
@@ -252,49 +236,6 @@ def test_a_kernel_that_holds_some_rows_draws_the_leafs_words():
 
 
 # Sharding.
-
-
-def shardings():
-    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
-    specs = [("d", None), (None, "d")]
-    return [NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs]
-
-
-@pytest.mark.parametrize("axis", [0, 1])
-def test_words_are_the_same_when_sharded_eight_ways(axis):
-    sharding = shardings()[axis]
-
-    def draw(seed, step):
-        (random,) = random_bits(seed, step, [3])
-        return random.words((64, 16), 1)
-
-    draw = jax.jit(draw, out_shardings=sharding)
-    seed, step = jnp.uint32(1), jnp.uint32(2)
-    sharded = draw(seed, step)
-    assert len(sharded.sharding.device_set) == 8
-    assert not sharded.sharding.is_fully_replicated
-    alone = words((64, 16), seed=1, step=2, leaf=3, stream=1)
-    np.testing.assert_array_equal(sharded, alone)
-    # Each device makes its own part: nothing is made whole, nothing is sent.
-    program = draw.lower(seed, step).compile().as_text()
-    sent = ("all-gather", "all-reduce", "collective-permute", "all-to-all")
-    assert not any(operation in program for operation in sent)
-
-
-@pytest.mark.parametrize("axis", [0, 1])
-def test_sharded_weights_round_as_unsharded_ones(axis):
-    sharding = shardings()[axis]
-    x = jax.random.normal(jax.random.key(0), (64, 16), jnp.float32)
-    format_ = lowbit_optax.stochastic_rounding()
-
-    def round_(x, seed):
-        (random,) = random_bits(seed, seed, [0])
-        return format_.round(x, jnp.dtype(jnp.bfloat16), random)
-
-    plain = jax.jit(round_)(x, jnp.uint32(1))
-    parted = jax.jit(round_, in_shardings=(sharding, None), out_shardings=sharding)
-    sharded = parted(jax.device_put(x, sharding), jnp.uint32(1))
-    np.testing.assert_array_equal(sharded, plain)
 
 
 # Arrays with more elements than a 32-bit index counts. XLA makes only the elements
@@ -381,19 +322,6 @@ def test_a_layer_of_more_elements_than_counters_is_refused():
     (random,) = random_bits(jnp.uint32(0), jnp.uint32(0), [0])
     with pytest.raises(ValueError, match=r"shape \[65537, 65536\]; accepted .* 2\^32"):
         random.at_layer(jnp.int32(0), 2, (2**16 + 1, 2**16))
-
-
-def test_words_of_a_huge_array_differ_between_its_far_parts():
-    # The same low index word in each.
-    shape = (4, 2**16, 2**16)
-
-    def row(layer, seed):
-        (random,) = random_bits(seed, seed, [0])
-        return lax.slice(random.words(shape), (layer, 7, 0), (layer + 1, 8, 4096))
-
-    rows = [jax.jit(functools.partial(row, i))(jnp.uint32(0)).ravel() for i in range(4)]
-    for a, b in itertools.combinations(rows, 2):
-        assert_uncorrelated(np.asarray(a), np.asarray(b))
 
 
 # Statistics.
@@ -495,11 +423,6 @@ def test_rounding_decisions_at_a_row_stride_are_uncorrelated(stride):
 def test_words_at_a_distance_are_uncorrelated(distance):
     x = words((N + distance,), seed=4)
     assert_uncorrelated(x[:-distance], x[distance:])
-
-
-def test_rows_of_a_matrix_are_uncorrelated():
-    x = words((513, 512), seed=4)
-    assert_uncorrelated(x[:-1].ravel(), x[1:].ravel())
 
 
 PAIRS = {

@@ -11,57 +11,29 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
-from jax.extend import core
+from patterns import (
+    DTYPES,
+    assert_same,
+    cast,
+    each_dtype,
+    each_of,
+    every,
+    float_casts,
+    is_nan,
+    layout_of,
+    patterns_of,
+)
 
-import lowbit_optax
 from lowbit_optax._numerics import float_layouts, rounding
-from lowbit_optax._numerics.random_bits import random_bits
 
-DTYPES = (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.__name__)
 deterministic = settings(deadline=None, derandomize=True, max_examples=100)
 
 nearest = jax.jit(rounding.round_nearest, static_argnums=1)
 stochastic = jax.jit(rounding.round_stochastic, static_argnums=1)
-
-
-def patterns_of(x):
-    """Bit patterns of an array of any float dtype."""
-    x = np.asarray(x)
-    return x.view(f"uint{8 * x.itemsize}")
-
-
-def is_nan(x):
-    """NaNs by their patterns; numpy's isnan warns at signalling ones."""
-    layout = layout_of(x.dtype)
-    limit = layout.special + (1 if layout.has_infinity else 0)
-    return (patterns_of(x) & np.uint32(layout.largest)) >= limit
-
-
-def layout_of(dtype):
-    if np.dtype(dtype) == np.float32:
-        return float_layouts.FloatLayout(np.dtype(np.float32), 8, 23, 127)
-    return float_layouts.layout_of(dtype)
-
-
-def assert_same(got, expected):
-    """Equal in every bit, except that all NaNs count as equal."""
-    got, expected = np.asarray(got), np.asarray(expected)
-    assert got.dtype == expected.dtype
-    nans = is_nan(expected)
-    np.testing.assert_array_equal(is_nan(got), nans)
-    same = patterns_of(got) == patterns_of(expected)
-    np.testing.assert_array_equal(same | nans, True)
-
-
-def cast(x, dtype):
-    with np.errstate(all="ignore"):
-        return np.asarray(x).astype(dtype)
 
 
 def magnitudes(dtype):
@@ -94,11 +66,9 @@ def boundaries(dtype):
 
 @each_dtype
 def test_every_value_widens_to_the_same_number(dtype):
-    width = np.dtype(dtype).itemsize * 8
-    values = np.arange(2**width, dtype=f"uint{width}").view(dtype)
-    with np.errstate(all="ignore"):  # signalling NaNs
-        expected = values.astype(np.float32)
-    assert_same(jax.jit(rounding.to_float32)(jnp.asarray(values)), expected)
+    values = every(dtype)
+    widened = jax.jit(rounding.to_float32)(jnp.asarray(values))
+    assert_same(widened, cast(values, np.float32))
 
 
 def test_other_dtypes_widen_by_a_cast():
@@ -108,29 +78,16 @@ def test_other_dtypes_widen_by_a_cast():
 
 
 @each_dtype
-def test_nearest_is_the_cast_of_ml_dtypes_at_every_value_and_tie(dtype):
-    x = boundaries(dtype)
-    assert_same(nearest(jnp.asarray(x), dtype), cast(x, dtype))
-
-
-@each_dtype
-def test_nearest_is_the_cast_of_ml_dtypes_on_all_bfloat16_and_float16_values(dtype):
-    every = np.arange(2**16, dtype=np.uint16)
-    for wide in (every.view(jnp.bfloat16), every.view(np.float16)):
-        x = cast(wide, np.float32)
-        assert_same(nearest(jnp.asarray(x), dtype), cast(x, dtype))
-
-
-@each_dtype
-def test_nearest_is_the_cast_of_ml_dtypes_on_samples_of_float32(dtype):
-    rng = np.random.default_rng(0)
-    x = float32_samples()[:: 1 if dtype == jnp.bfloat16 else 5]
-    x = np.concatenate([x, rng.integers(0, 2**32, 2**18, np.uint32).view(np.float32)])
+def test_nearest_is_the_cast_of_ml_dtypes(dtype):
+    samples = float32_samples()[:: 1 if dtype == jnp.bfloat16 else 5]
+    words = np.random.default_rng(0).integers(0, 2**32, 2**18, np.uint32)
+    halves = (cast(every(wide), np.float32) for wide in (jnp.bfloat16, jnp.float16))
+    x = np.concatenate([boundaries(dtype), *halves, samples, words.view(np.float32)])
     assert_same(nearest(jnp.asarray(x), dtype), cast(x, dtype))
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=lambda d: d.__name__)
+@each_of(DTYPES[1:])
 def test_nearest_is_the_cast_of_ml_dtypes_on_every_float32_in_range(dtype):
     # From a quarter of the smallest number, which is zero, to past the overflow.
     info = ml_dtypes.finfo(dtype)
@@ -142,7 +99,7 @@ def test_nearest_is_the_cast_of_ml_dtypes_on_every_float32_in_range(dtype):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=lambda d: d.__name__)
+@each_of(DTYPES[1:])
 def test_every_float32_out_of_range_is_zero_or_infinity_or_nan(dtype):
     layout, info = layout_of(dtype), ml_dtypes.finfo(dtype)
     start, end = np.float32([info.smallest_subnormal / 2, info.max]).view(np.uint32)
@@ -204,31 +161,6 @@ def test_no_nan_becomes_a_number():
             assert is_nan(np.asarray(stochastic(x, dtype, words))).all()
 
 
-@each_dtype
-def test_infinities_and_signed_zeros_keep_their_sign(dtype):
-    x = np.array([0.0, -0.0, np.inf, -np.inf], np.float32)
-    words = jnp.full(x.shape, 0xFFFFFFFF, jnp.uint32)
-    expected = cast(x, dtype)  # float8_e4m3fn has no infinity: NaN
-    assert_same(nearest(jnp.asarray(x), dtype), expected)
-    assert_same(stochastic(jnp.asarray(x), dtype, words), expected)
-    # Too small for the format, and still negative.
-    tiny = nearest(jnp.array([-1e-30], jnp.float32), jnp.float16)
-    assert patterns_of(tiny).tolist() == [0x8000]
-
-
-def test_overflow_is_infinity_or_nan_from_half_a_step_past_the_largest():
-    x = jnp.array([448, 463.99, 464, 464.01, 480, 1e9, -464, -464.01], jnp.float32)
-    got = np.asarray(nearest(x, jnp.float8_e4m3fn)).astype(np.float32)
-    nan = np.nan
-    np.testing.assert_array_equal(got, [448, 448, 448, nan, nan, nan, -448, nan])
-    x = jnp.array([65504, 65519.99, 65520, -65520], jnp.float32)
-    got = np.asarray(nearest(x, jnp.float16))
-    np.testing.assert_array_equal(got, np.float16([65504, 65504, np.inf, -np.inf]))
-    x = as_float32([0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF])  # the tie goes to even: up
-    got = patterns_of(nearest(x, jnp.bfloat16))
-    np.testing.assert_array_equal(got, [0x7F7F, 0x7F80, 0x7F80])
-
-
 def as_float32(patterns):
     return jnp.asarray(np.array(patterns, np.uint32).view(np.float32))
 
@@ -267,18 +199,6 @@ def test_a_stochastic_result_is_one_of_the_two_neighbours(dtype):
     # exact, or so near its lower neighbour that 31 random bits do not reach it.
     np.testing.assert_array_equal(seen[0], low)
     np.testing.assert_array_equal(seen[1][share >= 2.0**-16], high[share >= 2.0**-16])
-
-
-@each_dtype
-def test_a_value_that_is_exact_never_changes(dtype):
-    layout = layout_of(dtype)
-    own = np.arange(layout.special, dtype=f"uint{layout.width}")
-    own = np.concatenate([own, own | (1 << (layout.width - 1))])
-    values = own.astype(f"uint{layout.width}").view(dtype)
-    x = jnp.asarray(values.astype(np.float32))
-    words = np.random.default_rng(2).integers(0, 2**32, (8, values.size), np.uint32)
-    for draw in (*words, np.full(values.size, 0xFFFFFFFF, np.uint32)):
-        assert_same(stochastic(x, dtype, jnp.asarray(draw)), values)
 
 
 DRAWS = 2**20
@@ -326,36 +246,6 @@ def test_the_share_of_draws_that_go_up_is_the_distance_from_below(dtype):
 
 
 @each_dtype
-def test_the_mean_of_library_draws_is_the_value_to_five_standard_errors(dtype):
-    x = masters_between(dtype)
-    low, high, share = neighbours(x, dtype)
-    n = 2**17
-
-    @jax.jit
-    def ups(value, seed):  # an argument: XLA would fold constant draws, slowly
-        (random,) = random_bits(seed, jnp.uint32(5), [1])
-        words = random.words((n,))
-        rounded = rounding.round_stochastic(jnp.broadcast_to(value, (n,)), dtype, words)
-        size = float_layouts.to_bits(rounded) & jnp.uint32(layout_of(dtype).largest)
-        return jnp.sum(size > size.min(), dtype=jnp.uint32)
-
-    for value, part in zip(x, share, strict=True):
-        error = 5 * np.sqrt(part * (1 - part) / n)  # of a share of n draws
-        assert abs(int(ups(jnp.float32(value), jnp.uint32(3))) / n - part) <= error
-    assert np.all(high > low)
-
-
-@each_dtype
-def test_no_draw_takes_a_finite_value_in_range_to_infinity(dtype):
-    largest = np.float32(ml_dtypes.finfo(dtype).max)
-    below = np.nextafter(largest, np.float32(0))
-    x = jnp.asarray(np.array([largest, below, -largest, -below], np.float32))
-    every = jnp.full(x.shape, 0xFFFFFFFF, jnp.uint32)
-    got = np.asarray(stochastic(x, dtype, every)).astype(np.float32)
-    np.testing.assert_array_equal(got, [largest, largest, -largest, -largest])
-
-
-@each_dtype
 @pytest.mark.parametrize("word", [0, 0x55555555, 0xFFFFFFFF])
 def test_past_the_largest_value_stochastic_rounding_is_nearest(dtype, word):
     largest = np.float32(ml_dtypes.finfo(dtype).max)
@@ -367,85 +257,11 @@ def test_past_the_largest_value_stochastic_rounding_is_nearest(dtype, word):
     assert_same(stochastic(jnp.asarray(x), dtype, words), cast(x, dtype))
 
 
-def test_a_weight_rounds_differently_at_another_step_seed_and_leaf():
-    x = jnp.full((4096,), 1 + 2.0**-9, jnp.float32)
-    format_ = lowbit_optax.stochastic_rounding()
-
-    def draw(seed, step, leaf):
-        (random,) = random_bits(jnp.uint32(seed), jnp.uint32(step), [leaf])
-        return patterns_of(format_.round(x, jnp.dtype(jnp.bfloat16), random))
-
-    base = draw(0, 0, 0)
-    np.testing.assert_array_equal(draw(0, 0, 0), base)
-    for other in (draw(1, 0, 0), draw(0, 1, 0), draw(0, 0, 1)):
-        # Independent draws of a fair coin (share 1/4) differ with 2 * 1/4 * 3/4.
-        differing = np.mean(other != base)
-        assert abs(differing - 0.375) <= 5 * np.sqrt(0.375 * 0.625 / x.size)
-
-
-def test_training_by_stochastic_rounding_draws_anew_at_every_step():
-    tx = lowbit_optax.sr_sgd(2.0**-9)  # half of the spacing below 1
-    params = jnp.ones(4096, jnp.bfloat16)
-    state = tx.init(params)
-    grads = jnp.ones(4096, jnp.float32)
-    step = jax.jit(functools.partial(lowbit_optax.step, tx))
-    first, state = step(params, state, grads)
-    second, _ = step(params, state, grads)
-    moved = np.asarray(first) != 1, np.asarray(second) != 1
-    # Each coin is fair, and the two are independent: a quarter moved both times.
-    for share in map(np.mean, moved):
-        assert abs(share - 0.5) <= 5 * np.sqrt(0.25 / 4096)
-    both = np.mean(moved[0] & moved[1])
-    assert abs(both - 0.25) <= 5 * np.sqrt(0.25 * 0.75 / 4096)
-
-
-def test_stochastic_training_goes_on_in_the_mean_where_nearest_stands_still():
-    params = jnp.ones(4096, jnp.bfloat16)
-    grads = jnp.ones(4096, jnp.float32)
-
-    def train(tx, steps=200):
-        def one(carry, _):
-            return lowbit_optax.step(tx, carry[0], carry[1], grads), None
-
-        start = (params, tx.init(params))
-        return jax.jit(lambda c: lax.scan(one, c, length=steps)[0][0])(start)
-
-    still = train(
-        lowbit_optax.lowbit(
-            optax.sgd(1e-4), weights=lowbit_optax.nearest(), moments="float32"
-        )
-    )
-    np.testing.assert_array_equal(still, np.ones(4096))
-    moved = np.asarray(train(lowbit_optax.sr_sgd(1e-4))).astype(np.float64)
-    # Below 1 the spacing is 2^-8: a draw has a variance of at most 2^-18 (a fair
-    # coin's), 200 of them in a row 200 times that. 200 float32 sums near 1 are off by
-    # at most 2^-25 each.
-    deviation = np.sqrt(200 * 2.0**-18 / 4096)
-    assert abs(moved.mean() - (1 - 0.02)) <= 5 * deviation + 200 * 2.0**-25
-
-
 @each_dtype
 def test_rounding_to_precision_keeps_the_rounded_value_in_float32(dtype):
     x = boundaries(dtype)
     got = jax.jit(rounding.round_to_precision, static_argnums=1)(jnp.asarray(x), dtype)
-    with np.errstate(all="ignore"):
-        expected = cast(x, dtype).astype(np.float32)
-    assert_same(got, expected)
-
-
-def float_casts(closed):
-    """Names of dtypes that a jaxpr converts a float to, from a float, at any depth."""
-    found = []
-    for equation in closed.jaxpr.eqns:
-        if equation.primitive.name in ("convert_element_type", "reduce_precision"):
-            before = equation.invars[0].aval.dtype
-            after = equation.outvars[0].aval.dtype
-            if jnp.issubdtype(before, jnp.floating) and before != after:
-                found.append((str(before), str(after)))
-        for value in equation.params.values():
-            if isinstance(value, core.ClosedJaxpr):
-                found += float_casts(value)
-    return found
+    assert_same(got, cast(cast(x, dtype), np.float32))
 
 
 @each_dtype

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.extend import core
+from optimizers import assert_same_bits
 
 from lowbit_optax import precision
 from lowbit_optax.precision import FLOAT8, FP32, HFP8, FloatFormat, Formats
@@ -95,16 +96,6 @@ def multiplied(fn, *args):
     return found
 
 
-def dtypes_of(products):
-    return [(product.gives, *product.dtypes) for product in products]
-
-
-def assert_equal(got, want):
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert one.dtype == other.dtype
-        np.testing.assert_array_equal(one, other)
-
-
 @pytest.mark.parametrize(
     ("case", "formats"),
     [
@@ -124,7 +115,7 @@ def test_products_whose_sums_are_exact_equal_the_emulated_ones(case, formats):
     want = jax.jit(gradient(loss_fn, assignment))(w, X)
     got = jax.jit(gradient(loss_fn, assignment, products="native"))(w, X)
     assert all(np.any(leaf) for leaf in jax.tree.leaves(want[1]))
-    assert_equal(got, want)
+    assert_same_bits(got, want)
 
 
 @pytest.mark.parametrize("options", [{"stored": True}, {"seed": 7}], ids=str)
@@ -132,7 +123,7 @@ def test_native_products_go_with_the_other_options(options):
     assignment = precision.uniform(precision.trace(mlp, WEIGHTS, X), formats=FLOAT8)
     want = jax.jit(gradient(mlp, assignment, **options))(WEIGHTS, X)
     native = gradient(mlp, assignment, products="native", **options)
-    assert_equal(jax.jit(native)(WEIGHTS, X), want)
+    assert_same_bits(jax.jit(native)(WEIGHTS, X), want)
 
 
 def test_products_of_bfloat16_parameters_are_bfloat16_sums_rounded_once():
@@ -140,7 +131,7 @@ def test_products_of_bfloat16_parameters_are_bfloat16_sums_rounded_once():
     assignment = precision.uniform(precision.trace(mlp, w, x), formats=FLOAT8)
     want = jax.jit(gradient(mlp, assignment))(w, x)
     native = gradient(mlp, assignment, products="native")
-    assert_equal(jax.jit(native)(w, x), want)
+    assert_same_bits(jax.jit(native)(w, x), want)
     assert {dtypes for dtypes, _ in multiplied(native, w, x)} == {
         (E4M3, E4M3),
         (E5M2, E4M3),
@@ -264,7 +255,7 @@ def test_a_high_operand_of_wider_format_leaves_its_products_as_they_were():
     assert sum(p.is_native for p in listed) == len(listed) - 2
     want = jax.jit(gradient(mlp, assignment))(WEIGHTS, X)
     native = jax.jit(gradient(mlp, assignment, products="native"))
-    assert_equal(native(WEIGHTS, X), want)
+    assert_same_bits(native(WEIGHTS, X), want)
 
 
 def test_products_of_constants_and_in_while_loops_stay_as_they_were():

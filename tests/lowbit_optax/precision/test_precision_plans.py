@@ -498,29 +498,10 @@ def test_promotion_raises_forward_tensors_past_the_threshold(plan):
     assignment = precision.uniform(plan)
     overflow = jnp.array([0, 0.01, 0.02, 1, 0.011, 0, jnp.inf, 0.5, 0], jnp.float32)
     promoted = precision.promote(assignment, overflow)
-    assert promoted.low.tolist() == [
-        True,
-        True,
-        False,
-        False,
-        False,
-        True,
-        *[False] * 2,
-        True,
-    ]
+    assert np.flatnonzero(promoted.low).tolist() == [0, 1, 5, 8]
     np.testing.assert_array_equal(promoted.low_backward, assignment.low_backward)
     less = precision.promote(assignment, overflow, 0.4)
-    assert less.low.tolist() == [
-        True,
-        True,
-        True,
-        False,
-        True,
-        True,
-        False,
-        False,
-        True,
-    ]
+    assert np.flatnonzero(less.low).tolist() == [0, 1, 2, 4, 5, 8]
     again = precision.promote(promoted, jnp.zeros(9))
     assert again.low.tolist() == promoted.low.tolist()
     with pytest.raises(ValueError, match=r"shape \[8\].* 9 tensors"):
@@ -586,14 +567,9 @@ def test_a_damaged_file_is_named(plan, tmp_path, damage):
 def test_a_table_has_a_line_for_each_tensor_and_formats_of_both(plan):
     lines = str(precision.demote(plan, 0.3)).splitlines()
     assert len(lines) == 2 + 9 + 1
-    assert lines[4].split() == [
-        "1",
-        "params[1]",
-        "4x5",
-        "fp(4,3,4)",
-        "fp(6,9)+infinity",
-    ]
-    assert lines[3].split() == ["0", "batch[0]", "2x3", "fp(6,9)"]
+    plain = [" ".join(line.split()) for line in lines]
+    assert plain[4] == "1 params[1] 4x5 fp(4,3,4) fp(6,9)+infinity"
+    assert plain[3] == "0 batch[0] 2x3 fp(6,9)"
     assert lines[-1] == "0.333 of 156 elements in low precision"
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from optimizers import normal
 
 import lowbit_optax
 from lowbit_optax import block_quantized, extra_bits, kahan, lowbit, step_report
@@ -23,11 +24,6 @@ FORMATS = {
     "extra_bits 8": extra_bits(8),
     "extra_bits 16": extra_bits(),
 }
-
-
-def normal(seed, shape=(64, 64), dtype=jnp.float32):
-    random = np.random.default_rng(seed)
-    return jnp.asarray(random.standard_normal(shape), dtype)
 
 
 def float64(x):

@@ -19,6 +19,7 @@ from optimizers import (
     assert_same_bits,
     bits,
     initial,
+    weights_only,
 )
 
 import lowbit_optax
@@ -139,12 +140,7 @@ def test_batches_of_steps_are_the_same():
 def test_derivatives_are_the_same():
     # By the learning rate, a scalar of the update, and by the gradients.
     def loss(rate, factor, name):
-        tx = lowbit(
-            optax.sgd(rate, momentum=0.5),
-            weights=None,
-            moments="float32",
-            implementation=name,
-        )
+        tx = weights_only(optax.sgd(rate, momentum=0.5), None, implementation=name)
         params = {"w": numbers((131, 40), 0, jnp.float32)}
         state = tx.init(params)
         for _ in range(2):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from exact_steps import both, dyadic_series
 from optimizers import assert_same_bits, gradient_series, initial
 from released import assert_equal_steps
 
@@ -300,12 +301,6 @@ def test_a_step_under_a_loss_scale_that_overflows_changes_nothing():
     assert_same_bits(moment_of(after, "mu"), moment_of(state, "mu"))
 
 
-def dyadic():
-    """Gradients of few bits: with powers of two by them nothing is rounded."""
-    numbers = np.random.default_rng(1).integers(-1024, 1024, (2, *SHAPE)) / 4096
-    return [{"w": jnp.asarray(x, jnp.float32)} for x in numbers]
-
-
 def update(tx, params, state, grads):
     updates, state = tx.update(grads, state, params)
     return lowbit_optax.apply_updates(params, updates), state
@@ -324,16 +319,14 @@ def update(tx, params, state, grads):
     ],
 )
 def test_kernels_have_the_same_bits(moments, dtype, implementation, advance):
-    found = []
-    inner = optax.sgd(2.0**-8, momentum=0.5)
-    for name in ("xla", implementation):
-        tx = feeding(inner, "trace", moments=moments, implementation=name)
-        params = start(dtype)
-        state, step = initial(tx, params), jax.jit(functools.partial(advance, tx))
-        for grads in dyadic():
-            params, state = step(params, state, grads)
-        found.append((params, state))
-    assert_same_bits(*found)
+    options = dict(
+        inner=optax.sgd(2.0**-8, momentum=0.5),
+        weights=stochastic_rounding(error_into="trace"),
+        moments=moments,
+        advance=advance,
+    )
+    series = dyadic_series(start(), 2, bits=11)
+    assert_same_bits(*both(start(dtype), series, implementation, **options))
 
 
 @pytest.mark.parametrize(

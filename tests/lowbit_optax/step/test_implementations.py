@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from exact_steps import MOMENTUM, QUICK, dyadic_series, normal, trained
+from exact_steps import MOMENTUM, QUICK, both, dyadic_series, normal, trained
 from optimizers import (
     ALL_FORMATS,
     BFLOAT16_MOMENTS,
@@ -20,6 +20,7 @@ from optimizers import (
     assert_same_bits,
     gradient_series,
     spec_of,
+    weights_only,
 )
 
 import lowbit_optax
@@ -30,7 +31,6 @@ from lowbit_optax import (
     kahan,
     lowbit,
     stochastic_rounding,
-    training,
 )
 from lowbit_optax.formats.block_quantized import QuantizedMoment
 from pallas_kernels import platforms
@@ -44,10 +44,6 @@ ADVANCES = {"step": lowbit_optax.step, "update": apply}
 def model(dtype=jnp.bfloat16):
     """A leaf that is packed with padding, and one that is too small to be packed."""
     return {"kernel": normal((70, 65), dtype), "bias": normal((40,), dtype)}
-
-
-def both(params, series, **options):
-    return [trained(name, params, series, **options) for name in ("pallas", "xla")]
 
 
 @pytest.mark.parametrize("advance", ADVANCES.values(), ids=ADVANCES)
@@ -337,9 +333,7 @@ def test_a_traced_step_leaves_the_choice_to_the_platform():
     (grads,) = dyadic_series(params, 1)
     programs = {
         name: step_program(
-            lowbit(
-                MOMENTUM, implementation=name, weights=extra_bits(16), moments="float32"
-            ),
+            weights_only(MOMENTUM, extra_bits(16), implementation=name),
             params,
             grads,
         )
@@ -375,13 +369,7 @@ def test_none_on_a_cpu_is_xla_in_every_bit(inner, advance):
 
 
 def test_donated_buffers_are_all_reused():
-    tx = lowbit(
-        MOMENTUM,
-        weights=extra_bits(8),
-        implementation="pallas",
-        min_size=0,
-        moments="float32",
-    )
+    tx = weights_only(MOMENTUM, extra_bits(8), implementation="pallas", min_size=0)
     params = jax.tree.map(jnp.copy, model())
     (grads,) = dyadic_series(params, 1)
     state = tx.init(params)
@@ -402,9 +390,7 @@ def test_donated_buffers_are_all_reused():
 def test_steps_may_be_scanned():
     params = model()
     series = dyadic_series(params, 5)
-    tx = lowbit(
-        MOMENTUM, weights=extra_bits(8), implementation="pallas", moments="float32"
-    )
+    tx = weights_only(MOMENTUM, extra_bits(8), implementation="pallas")
 
     def body(carry, grads):
         params, state = carry
@@ -418,33 +404,10 @@ def test_steps_may_be_scanned():
     assert_same_bits(got, trained("xla", params, series, weights=extra_bits(8)))
 
 
-def test_train_state_takes_kernels_too():
-    pytest.importorskip("flax")
-    ends = []
-    for implementation in ("pallas", "xla"):
-        state = training.TrainState.create(
-            apply_fn=None,
-            params=model(),
-            tx=lowbit(
-                MOMENTUM,
-                weights=kahan(),
-                implementation=implementation,
-                moments="float32",
-            ),
-        )
-        advance = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
-        for grads in dyadic_series(model(), 2):
-            state = advance(state, grads)
-        ends.append((state.params, state.opt_state))
-    assert_same_bits(*ends)
-
-
 def test_members_of_an_ensemble_are_each_alone():
     params = {"kernel": model()["kernel"]}
     (grads,) = dyadic_series(params, 1)
-    tx = lowbit(
-        MOMENTUM, weights=extra_bits(8), implementation="pallas", moments="float32"
-    )
+    tx = weights_only(MOMENTUM, extra_bits(8), implementation="pallas")
     pair = jax.tree.map(lambda p: jnp.stack([p, -2 * p]), params)
     step = functools.partial(lowbit_optax.step, tx)
     states = jax.vmap(tx.init)(pair)

@@ -5,11 +5,11 @@ The limits are lowered here, so that small stacks of layers are too large.
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from exact_steps import both
 from optimizers import apply, assert_same_bits, initial
 from released import ordinary, run
 
@@ -18,13 +18,9 @@ from lowbit_optax import cast, extra_bits, kahan, lowbit, release, stochastic_ro
 from lowbit_optax._numerics import random_bits
 from lowbit_optax._step.kernels import launches
 
-# Compiled quickly rather than well.
-QUICK = {"xla_backend_optimization_level": "0"}
-
 pytestmark = pytest.mark.standard_promotion
 
 LAYERS, ROWS, COLUMNS = 3, 64, 68
-MOMENTUM = optax.sgd(2.0**-7, momentum=0.5)
 FORMATS = {
     "extra bits": dict(weights=extra_bits(8)),
     "lowbit": dict(),
@@ -47,6 +43,8 @@ def numbers(seed, shape=(LAYERS, ROWS, COLUMNS)):
     return jnp.asarray(values / 2**17, jnp.float32)
 
 
+SGD = optax.sgd(2.0**-7, momentum=0.5)
+SERIES = [{"w": numbers(seed)} for seed in (1, 2)]
 each_format = pytest.mark.parametrize(
     "options",
     [
@@ -57,37 +55,20 @@ each_format = pytest.mark.parametrize(
 each_advance = pytest.mark.parametrize("advance", ADVANCES.values(), ids=ADVANCES)
 
 
-def trained(tx, params, advance=lowbit_optax.step, steps=2):
-    state = initial(tx, params)
-    step = jax.jit(functools.partial(advance, tx), compiler_options=QUICK)
-    for seed in range(steps):
-        grads = {"w": numbers(seed + 1)}
-        params, state = step(params, state, grads)
-    return params, state
-
-
 @each_advance
 @each_format
 def test_kernels_and_xla_give_a_large_stack_the_same_bits(options, advance):
     params = {"w": numbers(0).astype(jnp.bfloat16)}
-    by_kernels, by_xla = (
-        trained(lowbit(MOMENTUM, implementation=name, **options), params, advance)
-        for name in ("pallas", "xla")
-    )
-    assert_same_bits(by_kernels, by_xla)
+    options = {"moments": None, "weights": None} | options
+    assert_same_bits(*both(params, SERIES, inner=SGD, advance=advance, **options))
 
 
 @slow
 @each_advance
 def test_kernels_and_xla_give_large_quantised_weights_the_same_bits(advance):
     params = lowbit_optax.quantize_params({"w": numbers(0)}, bits=12)
-    by_kernels, by_xla = (
-        trained(
-            lowbit_optax.lpmm_sgd(2.0**-7, 0.5, implementation=name), params, advance
-        )
-        for name in ("pallas", "xla")
-    )
-    assert_same_bits(by_kernels, by_xla)
+    make = functools.partial(lowbit_optax.lpmm_sgd, 2.0**-7, 0.5)
+    assert_same_bits(*both(params, SERIES, advance=advance, make=make))
 
 
 @pytest.mark.parametrize("implementation", ["pallas", "xla"])
@@ -118,6 +99,6 @@ def test_layers_of_a_large_stack_round_differently():
 
 def test_a_large_leaf_without_layers_is_left_to_xla():
     params = {"w": jnp.ones((LAYERS * ROWS, COLUMNS), jnp.bfloat16)}
-    tx = lowbit(MOMENTUM, implementation="pallas")
+    tx = lowbit(SGD, implementation="pallas")
     with pytest.raises(ValueError, match=r"\['w'\].* no layers along its first axis"):
         lowbit_optax.step(tx, params, initial(tx, params), params)

@@ -19,6 +19,7 @@ from optimizers import (
     random_grads,
     spec_of,
     train,
+    weights_only,
 )
 
 import lowbit_optax
@@ -92,11 +93,7 @@ def test_narrow_gradients_of_float32_leaves_are_float32_to_the_inner(grad_dtype)
         seen.append(jax.tree.map(lambda u: u.dtype, updates))
         return updates
 
-    tx = lowbit(
-        optax.chain(optax.stateless(record), optax.sgd(0.5)),
-        weights=kahan(),
-        moments="float32",
-    )
+    tx = weights_only(optax.chain(optax.stateless(record), optax.sgd(0.5)), kahan())
     grads = {"w": jnp.ones(32, grad_dtype), "norm": jnp.ones(8, grad_dtype)}
     moved, _ = lowbit_optax.step(tx, params, tx.init(params), grads)
     np.testing.assert_array_equal(moved["norm"], 0.5)
@@ -155,7 +152,7 @@ def test_integer_leaves_are_left_to_the_inner_transformation():
         assert_same_bits(master_weights(moved, state)["steps"], params["steps"])
 
 
-def test_boolean_and_key_leaves_may_be_masked_out():
+def test_boolean_and_key_leaves_may_be_masked_out_and_stay_what_they_are():
     params = {
         "w": jnp.ones(32, jnp.bfloat16),
         "flag": jnp.array([True, False]),
@@ -166,16 +163,6 @@ def test_boolean_and_key_leaves_may_be_masked_out():
     grads = {"w": jnp.ones(32), "flag": None, "key": None}
     updates, _ = tx.update(grads, tx.init(params), params)
     np.testing.assert_array_equal(updates["w"], -0.5)
-
-
-def test_master_weights_returns_boolean_and_key_leaves_as_they_are():
-    params = {
-        "w": jnp.ones(32, jnp.bfloat16),
-        "flag": jnp.array([True, False]),
-        "key": jax.random.key(0),
-    }
-    keep = {"w": True, "flag": False, "key": False}
-    tx = optax.masked(lowbit(optax.sgd(0.5), weights=kahan(), moments="float32"), keep)
     masters = master_weights(params, tx.init(params))
     assert masters["key"] is params["key"]
     assert masters["flag"] is params["flag"]
@@ -260,9 +247,7 @@ def test_leaves_under_min_size_keep_float32_masters():
         "small": jnp.ones((32, 31), jnp.bfloat16),
         "large": jnp.ones((32, 32), jnp.bfloat16),
     }
-    tx = lowbit(
-        optax.sgd(0.01, 0.9), weights=extra_bits(8), min_size=1024, moments="float32"
-    )
+    tx = weights_only(optax.sgd(0.01, 0.9), extra_bits(8), min_size=1024)
     state = tx.init(params)
     words = state.residual.words
     assert (words["small"].dtype, words["small"].shape) == (jnp.float32, (32, 31))
@@ -285,18 +270,6 @@ def test_min_size_is_4096_elements_unless_told_otherwise():
     words = lowbit_optax.extra_bits_adamw(1e-3, bits=8).init(params).residual.words
     assert words["under"].dtype == jnp.float32
     assert words["at"].dtype == jnp.uint32
-
-
-def test_kahan_compensates_in_bfloat16_whatever_the_leaf():
-    params = {name: jnp.ones(8, dtype) for name, (dtype, _) in NARROW.items()}
-    compensation = (
-        lowbit(optax.sgd(0.1), weights=kahan(), moments="float32")
-        .init(params)
-        .residual[0]
-    )
-    assert {leaf.dtype for leaf in jax.tree.leaves(compensation)} == {
-        jnp.dtype(jnp.bfloat16)
-    }
 
 
 def test_moments_of_float32_leaves_are_stored_in_the_format_too():

@@ -1,13 +1,13 @@
 """Eight devices: one device's numbers, no communication, state beside parameters."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from collectives import collectives
 from jax.sharding import AxisType
 from optimizers import (
     ALIASES,
@@ -22,10 +22,6 @@ import lowbit_optax
 
 pytestmark = pytest.mark.standard_promotion
 
-COLLECTIVE = re.compile(
-    r"\b(all-gather|all-to-all|all-reduce|collective-permute|reduce-scatter"
-    r"|collective-broadcast)"
-)
 
 SIX_BITS = {
     "extra_bits_sgd_6": Optimizer(
@@ -38,7 +34,13 @@ SIX_BITS = {
 SHARDED = ALIASES | VARIANTS | SIX_BITS
 FEW = {
     name: SHARDED[name]
-    for name in ("kahan_adamw", "sr_adamw", "extra_bits_adamw_8", "extra_bits_sgd_6")
+    for name in (
+        "kahan_adamw",
+        "sr_adamw",
+        "extra_bits_adamw_8",
+        "extra_bits_sgd_6",
+        "lowbit_adamw",
+    )
 }
 
 AXES = pytest.mark.parametrize(
@@ -94,8 +96,14 @@ def _compiled(function, tx, *arguments):
     return jax.jit(functools.partial(function, tx)).lower(*arguments).compile()
 
 
-def _collectives(compiled):
-    return set(COLLECTIVE.findall(compiled.as_text()))
+def _without_communication(tx, sharding, params, grads, advance=lowbit_optax.step):
+    """Parameters and state after two steps in which devices exchange nothing."""
+    with jax.set_mesh(sharding.mesh):
+        state = _placed(tx, params, sharding)
+        params, grads = jax.device_put((params, grads), sharding)
+        advance = _compiled(advance, tx, params, state, grads[0])
+        assert not collectives(advance)
+        return _two_steps(tx, params, state, grads, advance)
 
 
 def _assert_placed(tree, sharding):
@@ -124,18 +132,10 @@ def test_sharded_steps_are_one_devices_steps_without_communication(
     name, spec, axis_type
 ):
     tx = _MADE[name]
-    mesh = _mesh(axis_type)
-    sharding = jax.NamedSharding(mesh, SPECS[spec])
-    params, grads = _arrays(512, 512)
-    want = _on_one_device(tx)
-    with jax.set_mesh(mesh):
-        state = _placed(tx, params, sharding)
-        params, grads = jax.device_put((params, grads), sharding)
-        step = _compiled(lowbit_optax.step, tx, params, state, grads[0])
-        assert not _collectives(step)
-        got = _two_steps(tx, params, state, grads, step)
+    sharding = jax.NamedSharding(_mesh(axis_type), SPECS[spec])
+    got = _without_communication(tx, sharding, *_arrays(512, 512))
     _assert_placed(got, sharding)
-    assert_same_bits(got, want)
+    assert_same_bits(got, _on_one_device(tx))
 
 
 @AXES
@@ -155,15 +155,8 @@ def test_eager_init_places_the_state_as_its_parameter(name, axis_type):
 @pytest.mark.parametrize("name", FEW)
 def test_update_and_apply_updates_need_no_communication_either(name, axis_type):
     tx = _MADE[name]
-    mesh = _mesh(axis_type)
-    sharding = jax.NamedSharding(mesh, jax.P("x"))
-    params, grads = _arrays(512, 512)
-    with jax.set_mesh(mesh):
-        state = _placed(tx, params, sharding)
-        params, grads = jax.device_put((params, grads), sharding)
-        advance = _compiled(apply, tx, params, state, grads[0])
-        assert not _collectives(advance)
-        got = _two_steps(tx, params, state, grads, advance)
+    sharding = jax.NamedSharding(_mesh(axis_type), jax.P("x"))
+    got = _without_communication(tx, sharding, *_arrays(512, 512), apply)
     assert_same_bits(got, _on_one_device(tx))
 
 
@@ -191,12 +184,7 @@ def test_other_ranks_and_meshes(placed, axis_type):
     params, grads = _arrays(*shape)
     step = jax.jit(functools.partial(lowbit_optax.step, tx))
     want = _two_steps(tx, params, jax.jit(tx.init)(params), grads, step)
-    with jax.set_mesh(mesh):
-        state = _placed(tx, params, sharding)
-        params, grads = jax.device_put((params, grads), sharding)
-        step = _compiled(lowbit_optax.step, tx, params, state, grads[0])
-        assert not _collectives(step)
-        got = _two_steps(tx, params, state, grads, step)
+    got = _without_communication(tx, sharding, params, grads)
     _assert_placed(got, sharding)
     assert_same_bits(got, want)
 
@@ -271,30 +259,10 @@ def test_master_weights_and_reports_of_sharded_training(axis_type):
         step = jax.jit(functools.partial(lowbit_optax.step, tx))
         got = _two_steps(tx, params, state, grads, step)
         masters = jax.jit(lowbit_optax.master_weights).lower(*got).compile()
-        assert not _collectives(masters)
+        assert not collectives(masters)
         masters = masters(*got)
         _assert_placed(masters, sharding)
         assert_same_bits(masters, want)
         share = jax.jit(functools.partial(lowbit_optax.cancelled_updates, tx))
         share = share(*got, grads[0])
         assert 0 <= float(share) <= 1
-
-
-@pytest.mark.parametrize("name", FEW)
-def test_map_params_visits_every_leaf_of_the_parameters_structure(name):
-    tx = _MADE[name]
-    params = {"kernel": jnp.ones((64, 8), jnp.bfloat16), "norm": jnp.ones(8)}
-    state = tx.init(params)
-    marked = optax.tree.map_params(
-        tx,
-        lambda leaf: ("param", leaf.shape),
-        state,
-        transform_non_params=lambda _: "no",
-    )
-    leaves = jax.tree_util.tree_flatten_with_path(
-        marked, is_leaf=lambda x: isinstance(x, tuple) and x[:1] == ("param",)
-    )[0]
-    for path, leaf in leaves:
-        key = jax.tree_util.keystr(path)
-        belongs = key.endswith(("['kernel']", "['norm']"))
-        assert (leaf != "no") == belongs, key

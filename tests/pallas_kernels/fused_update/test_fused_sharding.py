@@ -1,11 +1,10 @@
 """``fused_update`` by kernels on eight devices gives one device's bits, in place."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from collectives import collectives
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from kernels import QUICK, TABLE, Mixture, assert_equal, index_of, row_major
@@ -24,10 +23,6 @@ from pallas_kernels import (
 U32 = jnp.uint32
 LAST = [int(x) for x in TABLE[2]]
 
-COLLECTIVE = re.compile(
-    r"\b(all-gather|all-to-all|all-reduce|collective-permute|reduce-scatter"
-    r"|collective-broadcast)"
-)
 
 INTERPRETED = pytest.mark.xfail(
     strict=True,
@@ -46,10 +41,6 @@ AXES = pytest.mark.parametrize(
 def mesh_of(*sizes, axis_type=AxisType.Auto):
     names = ("x", "y")[: len(sizes)]
     return jax.make_mesh(sizes, names, axis_types=(axis_type,) * len(sizes))
-
-
-def collectives(compiled):
-    return set(COLLECTIVE.findall(compiled.as_text()))
 
 
 def assert_placed(arrays, sharding):
@@ -227,21 +218,12 @@ def test_many_packed_leaves_are_updated_where_they_are(specs, axis_type):
     shardings = [NamedSharding(mesh, spec) for spec in specs]
     arrays, held = zip(*(mixture.arrays(shape, seed) for seed in range(3)), strict=True)
 
-    @jax.jit
-    def run(arrays, table, rows):
-        leaves = [
-            Leaf(tuple(mixture.operands(each)), tuple(mixture.results), shape)
-            for each in arrays
-        ]
-        return fused_update_many(
-            mixture, leaves, scalars=Scalars(table, rows), implementation="pallas"
-        )
-
+    run = mixture.jitted_many(shape, "pallas")
     with jax.set_mesh(mesh):
         arrays = [jax.device_put(x, s) for x, s in zip(arrays, shardings, strict=True)]
         shared = jnp.asarray(TABLE), jnp.array([1, 0, 2], U32)
         shared = jax.device_put(shared, NamedSharding(mesh, P()))
-        update = run.lower(arrays, *shared).compile(QUICK)
+        update = run.lower(arrays, *shared).compile()
         assert not collectives(update)
         got = update(arrays, *shared)
     for own, each, row, sharding in zip(got, held, (1, 0, 2), shardings, strict=True):

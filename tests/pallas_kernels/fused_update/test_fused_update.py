@@ -211,16 +211,7 @@ def test_many_packed_leaves_are_each_leaf_alone(shape, widths, count, implementa
     table = np.random.default_rng(0).integers(0, 2**32, (count + 3, 2), np.uint64)
     rows = np.arange(count)[::-1] + 3
 
-    def update(arrays, table, rows):
-        leaves = [
-            Leaf(tuple(mixture.operands(each)), tuple(mixture.results), shape)
-            for each in arrays
-        ]
-        return fused_update_many(
-            mixture, leaves, scalars=Scalars(table, rows), implementation=implementation
-        )
-
-    update = jax.jit(update, compiler_options=QUICK)
+    update = mixture.jitted_many(shape, implementation)
     got = update(arrays, jnp.asarray(table, U32), jnp.asarray(rows, U32))
     for own, each, row in zip(got, held, rows, strict=True):
         scalars = [int(x) for x in table[row]]
@@ -265,10 +256,16 @@ def test_packed_fields_are_one_long_number_and_come_back(shape, bits, implementa
 @EACH
 def test_packing_refuses_the_same_under_each_implementation(implementation):
     options = dict(implementation=implementation)
-    with pytest.raises(ValueError, match="bits is 33"):
-        pack(jnp.zeros(32, U32), 33, **options)
-    with pytest.raises(ValueError, match="not int32"):
-        pack(jnp.zeros(32, jnp.int32), 8, **options)
+    for bits in (-1, 0, 33):
+        with pytest.raises(ValueError, match=f"bits is {bits}"):
+            pack(jnp.zeros(32, U32), bits, **options)
+        with pytest.raises(ValueError, match=f"bits is {bits}"):
+            unpack(jnp.zeros(32, U32), bits, (32,), **options)
+    for other in (jnp.int32, jnp.uint8, jnp.float32):
+        with pytest.raises(ValueError, match=f"not {jnp.dtype(other).name}"):
+            pack(jnp.zeros(32, other), 8, **options)
+        with pytest.raises(ValueError, match=f"not {jnp.dtype(other).name}"):
+            unpack(jnp.zeros(32, other), 8, (32,), **options)
     with pytest.raises(ValueError, match="scalar"):
         pack(jnp.uint32(3), 8, **options)
     with pytest.raises(ValueError, match="do not hold"):

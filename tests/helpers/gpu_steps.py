@@ -1,0 +1,43 @@
+"""Formats and optimizers whose steps are compiled for GPUs in several ways."""
+
+import optax
+
+import lowbit_optax
+
+WEIGHTS = {
+    "nearest": lowbit_optax.nearest(),
+    "stochastic_rounding": lowbit_optax.stochastic_rounding(),
+    "kahan": lowbit_optax.kahan(),
+    "kahan nearest": lowbit_optax.kahan(residual_rounding="nearest"),
+    "kahan stochastic": lowbit_optax.kahan(rounding="stochastic"),
+    "kahan param": lowbit_optax.kahan(arithmetic="param"),
+    "extra_bits 16": lowbit_optax.extra_bits(16),
+    "extra_bits 5": lowbit_optax.extra_bits(5, residual_rounding="nearest"),
+    "extra_bits 8 toward_zero": lowbit_optax.extra_bits(8, rounding="toward_zero"),
+    "extra_bits 11 stochastic": lowbit_optax.extra_bits(11, rounding="stochastic"),
+    "master_copy": lowbit_optax.master_copy(),
+}
+
+STEPS = {
+    "5 bits": lowbit_optax.extra_bits_adamw(1e-3, bits=5),
+    "8 bits": lowbit_optax.extra_bits_adamw(1e-3, bits=8),
+    "16 bits": lowbit_optax.extra_bits_adamw(1e-3, bits=16),
+    "kahan": lowbit_optax.kahan_adamw(1e-3),
+    "stochastic rounding": lowbit_optax.sr_adamw(1e-3),
+    "lowbit": lowbit_optax.lowbit_adamw(1e-3),
+    "lowbit 4": lowbit_optax.lowbit(
+        optax.adamw(1e-3), moments=lowbit_optax.block_quantized(4)
+    ),
+    "low moments": lowbit_optax.lowbit_adamw(1e-3, moments="low"),
+    "relative 8-bit mu": lowbit_optax.lowbit(
+        optax.adamw(1e-3),
+        moments=lowbit_optax.block_quantized(8, relative_to="nu"),
+    ),
+    "error into mu": lowbit_optax.lowbit(
+        optax.adamw(1e-3),
+        weights=lowbit_optax.stochastic_rounding(error_into="mu"),
+        moments=lowbit_optax.block_quantized(8),
+    ),
+    "lpmm_adam": lowbit_optax.lpmm_adam(1e-3),
+    "lpmm_sgd": lowbit_optax.lpmm_sgd(1e-3, momentum=0.9),
+}
