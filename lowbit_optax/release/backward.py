@@ -22,7 +22,7 @@ from jax.extend import core
 from lowbit_optax._jaxprs.checkpoints import without_barriers_on
 from lowbit_optax._jaxprs.program import Scan
 from lowbit_optax._step.layers import ByIdentity
-from lowbit_optax.release.layer_order import cotangents_first
+from lowbit_optax.release.ordering import cotangents_first
 
 
 class GradientConsumer(typing.Protocol):

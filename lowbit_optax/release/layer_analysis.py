@@ -4,7 +4,7 @@ A stacked leaf can be updated inside the backward loop if every layer of its new
 is computed from that layer of its own gradient, parameter and state, and from numbers
 that depend on no gradient (a count, a schedule). To find out, the whole step is traced
 twice, with the stacks and with one layer in place of each, and the two graphs are
-compared (:mod:`lowbit_optax.release.same_layers`). They differ where a mask asks which
+compared (:mod:`lowbit_optax.release.step_graph`). They differ where a mask asks which
 leaves are matrices, for example.
 """
 
@@ -15,10 +15,12 @@ import jax
 import optax
 
 from lowbit_optax._step import trees
-from lowbit_optax.release.same_layers import SameLayers, WaitsForWholeGradient
-from lowbit_optax.release.step_graph import StateStacks, StepGraph
-
-__all__ = ["LayerAnalysis", "WaitsForWholeGradient", "analyse_layers"]
+from lowbit_optax.release.step_graph import (
+    SameLayers,
+    StateStacks,
+    StepGraph,
+    WaitsForWholeGradient,
+)
 
 
 class LayerAnalysis(typing.NamedTuple):

@@ -13,19 +13,16 @@ from lowbit_optax._jaxprs.program import ScanCall
 from lowbit_optax._step import trees
 from lowbit_optax.release.layer_analysis import analyse_layers
 from lowbit_optax.release.parts import Part, Parts
-from lowbit_optax.release.same_layers import WaitsForWholeGradient
-from lowbit_optax.release.scans import (
+from lowbit_optax.release.step_graph import StepGraph, WaitsForWholeGradient
+from lowbit_optax.release.stretches import (
     MIN_LAYER_SIZE,
     ReleasedScan,
-    scan_over,
-    scans_over,
-)
-from lowbit_optax.release.step_graph import StepGraph
-from lowbit_optax.release.stretches import (
     Stretch,
     active_values,
     divide,
     first_readers,
+    scan_over,
+    scans_over,
 )
 from lowbit_optax.release.traced_loss import ParamLeaf, TracedLoss
 
@@ -87,9 +84,7 @@ def plan_release(
       ValueError: if ``tx`` needs the gradients of several leaves at once, and one of
         them is scanned over.
     """
-    grads = loss.tree_of(lambda leaf: leaf.gradient)
-    state = trees.abstract(opt_state)
-    params = loss.tree_of(lambda leaf: trees.abstract(leaf.value))
+    grads, params, state = loss.gradients, loss.params, trees.abstract(opt_state)
     whole_step = functools.cache(lambda: StepGraph(tx, grads, state, params))
     over, reasons = _scans_over_leaves(loss)
     layers = analyse_layers(tx, grads, state, params, list(over), whole_step)

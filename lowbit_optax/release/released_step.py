@@ -12,15 +12,16 @@ from lowbit_optax.loss_scaling.guarded import Sizes
 from lowbit_optax.release.gates import (
     AllOrNothing,
     Gate,
+    Measure,
+    Measured,
     Open,
     PartByPart,
     loss_scaled,
     without_scale,
 )
 from lowbit_optax.release.host_memory import placed
-from lowbit_optax.release.measures import Measure, Measured
-from lowbit_optax.release.optimizer import Optimizer
 from lowbit_optax.release.ordering import tied
+from lowbit_optax.release.parts import Optimizer
 from lowbit_optax.release.passes import MeasuringPass, UpdatesPass
 from lowbit_optax.release.plan import ReleasePlan
 from lowbit_optax.release.reverse import Reverse, run_forward
@@ -66,13 +67,13 @@ def released_step(
     of_no_gradient = plan.of_no_gradient() if isinstance(gate, PartByPart) else ()
     params, state = updates.finished(plan.last, left, of_no_gradient)
     state = jax.tree.unflatten(treedef, state)
-    params = loss.tree_of(lambda leaf: params[leaf.name])
+    params = loss.tree_of(params)
     value = loss.result(computed.outputs)
     if scaled is None:
         return value, params, state
     if isinstance(measured.sizes, Sizes):
         return value, params, scaled.after(opt_state, state, measured.sizes)
-    skipped = loss.tree_of(lambda leaf: ~updates.found[leaf.name].finite)
+    skipped = loss.tree_of({name: ~x.finite for name, x in updates.found.items()})
     state = scaled.after(opt_state, state, updates.sizes())
     return value, params, state, skipped
 

@@ -12,8 +12,7 @@ from lowbit_optax._jaxprs.program import LossProgram
 from lowbit_optax.release.backward import GradientConsumer, released_scan
 from lowbit_optax.release.ordering import tied
 from lowbit_optax.release.residuals import differentiate
-from lowbit_optax.release.scans import ReleasedScan
-from lowbit_optax.release.stretches import Stretch, is_active
+from lowbit_optax.release.stretches import ReleasedScan, Stretch, is_active
 
 
 class BackwardPass(typing.Protocol):

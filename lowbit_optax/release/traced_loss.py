@@ -2,10 +2,11 @@
 
 import dataclasses
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from lowbit_optax._jaxprs.graph import Node
 from lowbit_optax._jaxprs.program import LossProgram, trace_program
@@ -80,9 +81,20 @@ class TracedLoss:
     other_arguments: list
     result_shapes: typing.Any
 
-    def tree_of(self, function: Callable[[ParamLeaf], typing.Any]):
-        """A tree like the parameters, made of a function of each leaf."""
-        return self.treedef.unflatten([function(leaf) for leaf in self.leaves])
+    @property
+    def gradients(self):
+        """A tree of shapes and dtypes."""
+        return self.treedef.unflatten([leaf.gradient for leaf in self.leaves])
+
+    @property
+    def params(self):
+        """A tree of shapes and dtypes."""
+        return self.treedef.unflatten([trees.abstract(x.value) for x in self.leaves])
+
+    def tree_of(self, found: Mapping[str, typing.Any]):
+        """A tree like the parameters, with MaskedNode where nothing was found."""
+        masked = optax.MaskedNode()
+        return self.treedef.unflatten([found.get(x.name, masked) for x in self.leaves])
 
     def result(self, arrays: Sequence):
         """The loss, or ``(loss, aux)``, from its arrays."""

@@ -5,6 +5,7 @@ The limits are lowered here, so that small stacks of layers are too large.
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
