@@ -128,9 +128,9 @@ def layerwise(function: Callable) -> Callable:
     """
     if not current().is_analysed:
         return function
-    call = functools.wraps(function, assigned=())(lambda *args: function(*args))
-    call.__name__ = call.__qualname__ = LAYERWISE
-    return jax.jit(call)
+    named = functools.partial(function)
+    named.__name__ = LAYERWISE  # pyright: ignore[reportAttributeAccessIssue]
+    return jax.jit(named)
 
 
 def params_wanted(wanted: bool = True):

@@ -201,7 +201,7 @@ class _Passes:
         # The carry has another value in every layer: it is saved like the rest.
         in_carry = range(self.scan.constants, self.first_x)
         numbers = ByIdentity(
-            (x, None if n in in_carry else n) for n, x in enumerate(inputs)
+            [(x, None if n in in_carry else n) for n, x in enumerate(inputs)]
         )
         origins = [numbers.get(leaf) for leaf in leaves]
         derivative[:] = [_Derivative(treedef, origins)]
