@@ -15,7 +15,8 @@ import jax
 
 from benchmarks.programs.tpu_program import MODELS, STEPS
 from pallas_kernels.bitfields import period
-from pallas_kernels.fused_update import Leaf, tpu
+from pallas_kernels.fused_update import Leaf
+from pallas_kernels.fused_update.tpu import kernel as tpu
 from pallas_kernels.fused_update.tpu.tiling import SUBLANES, Tiling
 from pallas_kernels.layout import is_unrolled
 from tools.tpu_program.schedule import loops_of, parts_of, request_schedules

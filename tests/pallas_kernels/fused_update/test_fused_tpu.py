@@ -14,8 +14,9 @@ from optimizers import assert_same_bits
 
 from lowbit_optax import block_quantized, cast, extra_bits, kahan, stochastic_rounding
 from pallas_kernels import Operand, Result, Scalars, layout_of
-from pallas_kernels.fused_update import Leaf, tpu
+from pallas_kernels.fused_update import Leaf
 from pallas_kernels.fused_update.spec import Call, Shard
+from pallas_kernels.fused_update.tpu import kernel as tpu
 from pallas_kernels.fused_update.tpu.tiling import lies_transposed
 
 SHAPES = {
