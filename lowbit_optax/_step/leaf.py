@@ -89,6 +89,12 @@ class StoredLeaf:
 
 
 @functools.partial(jax.jit, static_argnums=0)
+def widen(format_: WeightFormat, param):
+    """The parameter as a master, in a program of its own per format and shape."""
+    return format_.widen(param)
+
+
+@functools.partial(jax.jit, static_argnums=0)
 def _inner_weight(format_: WeightFormat, param, residual):
     return format_.inner_weight(param, residual)
 
@@ -118,8 +124,7 @@ def format_of(
     if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
         raise TypeError(f"lowbit: params{name} is {leaf!r}, not an array")
     if trees.is_quantized(leaf):
-        with trees.naming(name):
-            trees.check_quantized(leaf)
+        trees.check_quantized(name, leaf)
         is_chosen = isinstance(weights, QuantizedWeights)
         return weights if is_chosen else QuantizedWeights()
     if not trees.is_float(leaf):
