@@ -69,7 +69,7 @@ class StepContext:
         whole parameters.
       is_analysed: whether the step is traced only to read its jaxpr.
       wants_params: whether ``update`` should return new parameters instead of updates;
-        see :mod:`lowbit_optax.transformations.direct`.
+        see :mod:`lowbit_optax._step.stepper`.
       reports: to which steps add what they do to each leaf, in place of doing it; None
         if they are to be made.
     """
