@@ -1,13 +1,13 @@
 """Which backend updates the leaves of a step, and the reference that defines results.
 
-Each leaf is given to a backend before anything of it is joined or decoded:
+A leaf's backend is known before the leaf is joined or decoded:
 
     kernels    leaves that have a program of elementwise operations, on GPUs and TPUs
-    blocks     the same, large, on one CPU: the reference on a block after the other
+    blocks     the large ones among them, on one CPU: the reference, block by block
     reference  all other leaves: array operations of XLA, which define the results
 
-While a step is traced it may be unknown on which platform it will run. Then several
-become branches of one program.
+While a step is traced, the platform that it will run on may be unknown. Then several
+backends become branches of one program.
 """
 
 import functools

@@ -115,10 +115,10 @@ class Lowbit(Stepper):
           guard: decides on the device whether the step happens.
         """
         step = self.open(params, state, grads, guard, landing)
-        reports = context.current().reports
-        if reports is not None:
+        report = context.current().report
+        if report is not None:
             update = optax.with_extra_args_support(self.inner).update
-            reports.add(step, functools.partial(update, **extra_args))
+            report(step, functools.partial(update, **extra_args))
             return jax.tree.map(jnp.zeros_like, step.tree(step.masters)), state
         results, residuals, inner_state = backends.run(
             step, self.inner, self.implementation, extra_args
@@ -250,7 +250,7 @@ class Lowbit(Stepper):
 
 
 def _split(leaf: StoredLeaf, master) -> tuple[typing.Any, typing.Any]:
-    """The master and the residual at the start; the parameter is the one if None."""
+    """The first master and residual; the parameter is the master if none is given."""
     if leaf.format is None:
         return leaf.param, None
     if master is not None:

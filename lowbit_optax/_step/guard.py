@@ -118,7 +118,7 @@ def neutral_updates(like):
     def neutral(x) -> jax.Array:
         # x + -0 is x for every x, including -0. (-0 + 0 would be +0.)
         value = -0.0 if trees.is_float(x) else 0
-        # numpy's float64 is float32 to JAX, which says so unless it is asked first.
+        # JAX makes float32 of numpy's float64, and warns unless that is asked for.
         return jnp.asarray(value, jax.dtypes.canonicalize_dtype(x.dtype))
 
     return jax.tree.map(neutral, like)

@@ -12,12 +12,7 @@ from collections.abc import Callable, Collection, Container
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal, jaxpr_as_fun, jaxprs_in_params
-from jax.extend.core.primitives import (
-    and_p,
-    broadcast_in_dim_p,
-    cond_p,
-    select_n_p,
-)
+from jax.extend.core import primitives as p
 
 from lowbit_optax._jaxprs.graph import (
     Graph,
@@ -127,7 +122,7 @@ class InnerUpdate:
     def leaf_unchanged_if(self) -> list[Node | None]:
         """Per leaf, when its update is zero by a condition, such as a skipped step.
 
-        A node of a truth value; None if it is not known to be zero ever.
+        A node of a truth value; None where no such condition is known.
         """
         updates = self.nodes.updates
         if not self.may_leave_unchanged:
@@ -163,10 +158,10 @@ class InnerUpdate:
         return unchanged_when(new, old, self.graph)
 
     def _both(self, first: Node | None, second: Node | None) -> Node | None:
-        """When two truth values hold; None is one that never does."""
+        """Whether both conditions hold; None is a condition that never holds."""
         if first is None or second is None or first is second:
             return first if first is second else None
-        return self.graph.call(and_p, {}, [first, second], [first.aval])[0]
+        return self.graph.call(p.and_p, {}, [first, second], [first.aval])[0]
 
     @functools.cached_property
     def feedback(self) -> list[Feedback | None]:
@@ -309,8 +304,8 @@ def _changes_everything(jaxpr: Jaxpr) -> bool:
         return False
     for eqn in jaxpr.eqns:
         is_array = any(getattr(x.aval, "shape", ()) for x in eqn.outvars)
-        selects = is_array and eqn.primitive in (select_n_p, broadcast_in_dim_p)
-        if selects or eqn.primitive is cond_p:
+        selects = is_array and eqn.primitive in (p.select_n_p, p.broadcast_in_dim_p)
+        if selects or eqn.primitive is p.cond_p:
             return False
         if not all(map(_changes_everything, jaxprs_in_params(eqn.params))):
             return False

@@ -90,7 +90,7 @@ class StoredLeaf:
 
 @functools.partial(jax.jit, static_argnums=0)
 def widen(format_: WeightFormat, param):
-    """The parameter as a master, in a program of its own per format and shape."""
+    """The parameter as a master; traced once per format and shape."""
     return format_.widen(param)
 
 

@@ -115,32 +115,28 @@ class MomentPlan:
             is frozen needs none.
         """
         fields = [leaf.format and leaf.format.error_into for leaf in self.leaves]
-        parts = {x: self._parts_in(x) for x in set(fields) if x is not None}
+        if all(field is None for field in fields):
+            return [None] * len(fields)
+        found: dict[tuple[str | None, str], int] = {}
+        for i, moment in self._moments.items():
+            place = moment.field, moment.leaf
+            if moment.field in fields and place in found:
+                raise ValueError(
+                    f"lowbit: error_into is {moment.field!r}, and params{moment.leaf} "
+                    "has several moments of this name"
+                )
+            found[place] = i
+        existing = {field for field, _ in found}
         for leaf, field in zip(self.leaves, fields, strict=True):
-            if field is not None and not parts[field] and leaf.param.shape:
+            if field is not None and field not in existing and leaf.param.shape:
                 raise no_moment_for_errors(leaf.name, field)
-        return [
-            None if field is None else parts[field].get(leaf.name)
-            for leaf, field in zip(self.leaves, fields, strict=True)
-        ]
+        places = zip(fields, [leaf.name for leaf in self.leaves], strict=True)
+        return [found.get(place) for place in places]
 
     @property
     def takes_errors(self) -> bool:
         """Whether any parameter has such a part."""
         return any(part is not None for part in self.error_parts)
-
-    def _parts_in(self, field: str) -> dict[str, int]:
-        """The parts that are moments of a field, by the paths of their parameters."""
-        found: dict[str, int] = {}
-        for i, moment in self._moments.items():
-            if moment.field == field and moment.leaf in found:
-                raise ValueError(
-                    f"lowbit: error_into is {field!r}, and params{moment.leaf} has "
-                    "several moments of this name"
-                )
-            if moment.field == field:
-                found[moment.leaf] = i
-        return found
 
     def encode(
         self,

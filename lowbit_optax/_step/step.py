@@ -46,7 +46,7 @@ class Step:
       parts: the parts of its inner state, as they are stored.
       guard: decides whether the step happens.
       landing: how new parameters take the old ones' places.
-      layer: the layer that the leaves are of stacked parameters; None for whole ones.
+      layer: which layer of stacked parameters the leaves are; None for whole ones.
     """
 
     leaves: list[StoredLeaf]
@@ -59,10 +59,7 @@ class Step:
     layer: Layer | None
 
     def again(self) -> "Step":
-        """The same step, for another branch of the program.
-
-        What the one computes, the other cannot read.
-        """
+        """The same step for another branch of the program; they share no values."""
         return dataclasses.replace(self)
 
     def tree(self, leaves: Sequence):

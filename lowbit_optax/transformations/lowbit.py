@@ -107,15 +107,8 @@ def lowbit(
     min_size = 4096 if min_size is None else min_size
     check_static_int("lowbit", "seed", seed, 0, 2**32 - 1)
     check_static_int("lowbit", "min_size", min_size, 0)
-    config = Lowbit(
-        inner,
-        weights,
-        MomentChoice.of(moments),
-        seed,
-        min_size,
-        implementation,
-    )
-    return config.transformation
+    choice = MomentChoice.of(moments)
+    return Lowbit(inner, weights, choice, seed, min_size, implementation).transformation
 
 
 def step(
