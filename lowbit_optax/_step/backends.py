@@ -48,12 +48,6 @@ def run(
 ) -> Stepped:
     """Run a step with the implementation that is asked for, or the platform's best.
 
-    Args:
-      step: the step.
-      inner: the inner transformation.
-      implementation: see :data:`pallas_kernels.platforms.Implementation`.
-      extra_args: for the inner transformation.
-
     Raises:
       ValueError: if kernels are asked for and cannot update a leaf, naming it.
     """
@@ -123,11 +117,8 @@ def _kernels(plan: KernelPlan, step: Step) -> Kernels:
 def reference(step: Step, update: Callable, traced: InnerUpdate | None) -> Stepped:
     """Run a step by array operations of XLA on whole leaves.
 
-    Args:
-      step: the step.
-      update: from gradients, inner state and masters to updates and new inner state.
-      traced: the inner update; None if it looks at values. Then what a skipped step
-        leaves alone is not known, and is encoded anew.
+    ``traced`` is None for an inner update that looks at values. Then what a skipped
+    step leaves alone is not known, and is encoded anew.
     """
     updates, inner_state = step.inner_update(update)
     structure = step.plan.structure(inner_state)

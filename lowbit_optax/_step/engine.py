@@ -77,12 +77,7 @@ class Lowbit(Stepper):
         return self.start(params, {}) if start is None else start(self, params)
 
     def start(self, params, masters: Mapping[str, jax.Array]) -> LowbitState:
-        """The initial state.
-
-        Args:
-          params: as in optax.
-          masters: float32 weights by path, in place of the parameters themselves.
-        """
+        """The initial state, of masters by path or else of the parameters themselves."""
         names, given, treedef = trees.named_leaves(params)
         leaves = self.leaves(names, given)
         split = [_split(leaf, masters.get(leaf.name)) for leaf in leaves]
@@ -108,12 +103,7 @@ class Lowbit(Stepper):
         extra_args: dict,
         guard: Guard | Unguarded = UNGUARDED,
     ):
-        """A step; see :meth:`.Stepper.run`.
-
-        Args:
-          params, state, grads, landing, extra_args: as there.
-          guard: decides on the device whether the step happens.
-        """
+        """A step, if the guard lets it happen; see :meth:`.Stepper.run`."""
         step = self.open(params, state, grads, guard, landing)
         report = context.current().report
         if report is not None:
@@ -220,10 +210,6 @@ class Lowbit(Stepper):
 
     def check_start(self, leaves: Sequence[StoredLeaf], inner_state) -> None:
         """Raise where the inner state would measure distances in rounding noise.
-
-        Args:
-          leaves: of the parameters.
-          inner_state: of the inner transformation, before encoding.
 
         Raises:
           InexactWeightsError: naming the leaf and the state's field.

@@ -56,13 +56,9 @@ def feedback_of(
 ) -> Feedback:
     """The feedback of a leaf, as nodes that are added to the graph.
 
-    Args:
-      name: the leaf's path.
-      part: which part of the inner state is its momentum.
-      graph: of the inner updates.
-      master, update: of the inner update.
-      moment, new_moment: the momentum before and after it.
-      next_update: of a second inner update by the same gradient.
+    ``moment`` and ``new_moment`` are the leaf's momentum, ``part`` its number among the
+    parts of the inner state. ``next_update`` is that of a second inner update by the
+    same gradient.
 
     Raises:
       ValueError: if the update is not linear in the momentum.
@@ -91,12 +87,7 @@ def feedback_of(
 def fed(
     moment: jax.Array, error: jax.Array, rate: jax.Array, growth: jax.Array
 ) -> jax.Array:
-    """A new momentum with what rounding its weight has lost.
-
-    Args:
-      moment: float32, as the inner update gives it.
-      error: what was lost, float32.
-      rate, growth: see :class:`Feedback`; of the moment's shape or scalars.
+    """A new float32 momentum with what rounding its weight has lost.
 
     >>> import jax.numpy as jnp
     >>> one = jnp.float32(1)

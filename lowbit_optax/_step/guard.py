@@ -125,12 +125,7 @@ def neutral_updates(like):
 
 
 def unless_still(still, new, old):
-    """A new tree, or the old one where a condition says that it stays.
-
-    Args:
-      still: the condition's value, of rank 0; None for never.
-      new, old: trees of arrays of the same shapes and dtypes.
-    """
+    """A new tree, or the old one where ``still``, a scalar unless None, is true."""
     if still is None:
         return new
     return jax.tree.map(functools.partial(jnp.where, still), old, new)

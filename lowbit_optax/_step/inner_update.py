@@ -190,11 +190,7 @@ class InnerUpdate:
         )
 
     def conditions(self, step: Step) -> tuple[list, list, list]:
-        """The values of ``leaf_unchanged_if``, ``part_unchanged_if`` and ``feedback``.
-
-        Args:
-          step: as for :meth:`values`.
-        """
+        """Values of ``leaf_unchanged_if``, ``part_unchanged_if`` and ``feedback``."""
         leaf_if, part_if = self.leaf_unchanged_if, self.part_unchanged_if
         rates = [x for into in self.feedback if into is not None for x in into[1:]]
         nodes = [x for x in (*leaf_if, *part_if, *rates) if x is not None]
@@ -229,12 +225,7 @@ class InnerUpdate:
 
 
 def trace_update(update: Callable, step: Step) -> InnerUpdate:
-    """Trace an inner update.
-
-    Args:
-      update: from gradients, inner state and masters to updates and state.
-      step: whose it is.
-    """
+    """Trace an inner update, a function of gradients, inner state and masters."""
 
     def twice(grads, state, masters):
         updates, new_state = update(grads, state, masters)

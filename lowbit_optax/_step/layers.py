@@ -98,13 +98,9 @@ class Layer:
     def keys(
         self, keys: tuple[jax.Array, jax.Array], names: Sequence[str], leaves: Sequence
     ) -> tuple[jax.Array, jax.Array]:
-        """The keys of each leaf, in the form that kernels take.
+        """The keys of each leaf, from those of whole leaves, in a form for kernels.
 
         A layer of a large stack has keys of its own.
-
-        Args:
-          keys: two vectors, of whole leaves.
-          names, leaves: of the parameters.
         """
         key, second = keys
         for i, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
@@ -126,14 +122,11 @@ class Layer:
         return self._stacks.get(layer)
 
     def into_stacks(self, arrays: Sequence[jax.Array], old, new):
-        """Write some results of an update into the stacks of the arrays they replace.
+        """``new``, with results written into the stacks of the layers they replace.
 
         Args:
-          arrays: the leaves of ``old``, by identity, whose results go into stacks.
+          arrays: the leaves of ``old``, by identity, that are such layers.
           old, new: arguments and results of an update, trees of one structure.
-
-        Returns:
-          ``new``, with whole stacks in the places of these arrays.
         """
 
         def put(layer, result):

@@ -71,13 +71,7 @@ class StoredLeaf:
         return is_float and (is_few_bits(self.param) or is_few_bits(self.grad))
 
     def landed(self, update, random: RandomBits, landing: Landing) -> Landed:
-        """Add the inner update to the master and store it.
-
-        Args:
-          update: of the inner transformation.
-          random: the leaf's random bits.
-          landing: how the new parameter takes the old one's place.
-        """
+        """Add the inner update to the master and store it."""
         if self.format is None:
             is_direct = landing.is_direct
             return Landed(
@@ -112,11 +106,6 @@ def format_of(
 ) -> WeightFormat | None:
     """The weight format of a leaf; None for one that passes through.
 
-    Args:
-      weights: the format of leaves that are narrow floats.
-      min_size: leaves with fewer elements may be stored in a simpler format.
-      name, leaf: path and parameter.
-
     Raises:
       TypeError, ValueError: naming a leaf that is not an array, or that the weight
         format cannot hold.
@@ -147,11 +136,7 @@ def format_of(
 
 
 def check_grad(name: str, grad, param) -> None:
-    """Raise unless a gradient is a float array of its parameter's shape.
-
-    Raises:
-      TypeError, ValueError: naming the leaf.
-    """
+    """Raise unless a gradient is a float array of its parameter's shape."""
     if trees.is_quantized(grad):
         raise TypeError(
             f"lowbit: gradient of params{name} is a QuantizedTensor; accepted is an "
@@ -214,12 +199,6 @@ def check_shards(name: str, leaf, bits: int, block_size: int | None = None) -> N
 
     On automatic axes XLA moves what is cut; on explicit ones JAX raises an error of a
     reshape deep inside, which names no leaf.
-
-    Args:
-      name: path of the parameter.
-      leaf: the parameter; anything but an array of JAX passes.
-      bits: of its fields.
-      block_size: of its blocks; None if nothing is per block.
     """
     if not isinstance(leaf, jax.Array):
         return

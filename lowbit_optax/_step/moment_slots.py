@@ -131,11 +131,6 @@ def find_slots(
 ) -> tuple[trees.PyTreeDef, list]:
     """Structure and leaves of an inner state, with a :class:`Slot` for each tree.
 
-    Args:
-      inner: the inner transformation.
-      choice: the formats of the moments.
-      expected: the inner state as ShapeDtypeStructs.
-
     Raises:
       ValueError: if the moments cannot be found, if ``choice`` names a field that holds
         no moments, or if they cannot be stored in their format.
@@ -175,12 +170,7 @@ def find_slots(
 
 
 def _leaves(node, owner: Slot, path: str = "") -> Iterator:
-    """The leaves of a state's node; slots with the names of what holds them.
-
-    Args:
-      node: of this path.
-      owner: a slot with the names of what holds the node.
-    """
+    """The leaves of a state's node; slots with the names of the owner that holds it."""
     if isinstance(node, Slot):
         yield dataclasses.replace(owner, tree=node.tree)
         return

@@ -163,12 +163,7 @@ class MomentPlan:
         return result
 
     def decode(self, parts: Sequence, wanted: Collection[int] | None = None) -> list:
-        """The parts with moments in float32.
-
-        Args:
-          parts: as they are stored.
-          wanted: which are decoded; all if None.
-        """
+        """Stored parts with moments in float32: those that are wanted, all if None."""
         result = list(parts)
         for i, storage in self._in_order:
             if wanted is not None and i not in wanted:
@@ -203,12 +198,7 @@ class MomentPlan:
         return jax.tree.structure(state if self.choice.is_float32 else self.expected)
 
     def tree(self, structure: trees.PyTreeDef, parts: Sequence) -> typing.Any:
-        """The inner state of stored parts, in parallel trees.
-
-        Args:
-          structure: of the inner state, from :meth:`structure`.
-          parts: as they are stored.
-        """
+        """The inner state of stored parts, in parallel trees; see :meth:`structure`."""
         state = structure.unflatten(parts)
         if self.choice.is_float32:
             return state
@@ -313,15 +303,9 @@ class MomentPlan:
 def in_parallel_trees(format_: MomentFormat | None, treedef, parts: Sequence):
     """The moments of one field as the state keeps them.
 
-    Args:
-      format_: their moment format; None for float32.
-      treedef: the structure of the field's tree.
-      parts: per leaf, the result of the format's ``encode``, or the uncoded array of a
-        leaf that the format leaves alone.
-
-    Returns:
-      One tree; or, if the format stores a moment as several arrays, a container of
-      trees, in which ``scales`` is None at the uncoded leaves.
+    Each part is what the format's ``encode`` returns, or an uncoded array. If the
+    format stores a moment as several arrays, the result is a container of trees, in
+    which ``scales`` is None at the uncoded leaves.
     """
     if format_ is None or format_.container is None:
         return treedef.unflatten(parts)
@@ -334,13 +318,7 @@ def in_parallel_trees(format_: MomentFormat | None, treedef, parts: Sequence):
 
 
 def leaf_by_leaf(names: Sequence[str], treedef, stored, what: str) -> list:
-    """The inverse of :func:`in_parallel_trees`, with uncoded arrays in containers.
-
-    Args:
-      names, treedef: of the leaves of the field's tree.
-      stored: as the state keeps it.
-      what: the field, for errors.
-    """
+    """The inverse of :func:`in_parallel_trees`, with uncoded arrays in containers."""
     if not isinstance(stored, _CONTAINERS):
         return trees.parts_of(names, treedef, stored, what)
     codes = trees.parts_of(names, treedef, stored.codes, "codes")

@@ -96,10 +96,9 @@ class Step:
         return self.plan.decode(self.parts, wanted)
 
     def inner_update(self, update: Callable) -> tuple[list, typing.Any]:
-        """Call the inner transformation: ``(updates of the leaves, new inner state)``.
+        """``(updates of the leaves, new inner state)``.
 
-        Args:
-          update: from float32 gradients, inner state and masters to updates and state.
+        ``update`` takes float32 gradients, inner state and masters.
         """
         inner_state = self.structure.unflatten(self.moments())
         updates, new_state = update(
@@ -112,13 +111,7 @@ class Step:
         return trees.parts_of(self.names, self.treedef, updates, "inner updates")
 
     def landed(self, number: int, update, still=None) -> Landed:
-        """Add the inner update to the master of a leaf and store it.
-
-        Args:
-          number: of the leaf.
-          update: its inner update.
-          still: whether the leaf stays as it is, a truth value; None if it does not.
-        """
+        """Add an inner update to a leaf's master and store it, unless it is still."""
         leaf, is_direct = self.leaves[number], self.landing.is_direct
         landed = leaf.landed(update, self.random[number], self.landing)
         unchanged = leaf.param if is_direct else neutral_updates(landed.result)

@@ -93,13 +93,10 @@ def new_params_by(
     extra_args: dict,
     apply_update: Callable,
 ) -> tuple[optax.Params, optax.OptState] | None:
-    """Ask a wrapped transformation for new parameters.
+    """The step of a wrapped transformation, by new parameters in place of updates.
 
-    Args:
-      tx: any optax transformation.
-      params, state, grads, extra_args: the arguments of the step.
-      apply_update: ``(param, update) -> param``, for leaves that transformations of
-        other packages update.
+    ``apply_update(param, update)`` is for leaves that transformations of other packages
+    update.
 
     Returns:
       ``(new params, new state)``; None if the transformation cannot step directly,
@@ -127,12 +124,8 @@ def new_params_by(
 def is_direct(tx, params: optax.Params, state: optax.OptState) -> bool | None:
     """Whether ``lowbit_optax.step`` writes new parameters without differences.
 
-    Args:
-      tx: any optax transformation.
-      params, state: arrays or ShapeDtypeStructs; nothing is computed.
-
-    Returns:
-      None if no transformation of this package is in ``tx``.
+    Parameters and state may be shapes: nothing is computed. None if ``tx`` holds no
+    transformation of this package.
     """
     is_own = lambda x: isinstance(x, LowbitState)
     if not any(map(is_own, jax.tree.leaves(state, is_leaf=is_own))):

@@ -34,10 +34,7 @@ def parts_of(
 ) -> list:
     """The parts of ``tree`` that are in the places of the parameters' leaves.
 
-    Args:
-      names, treedef: of the parameters, from :func:`named_leaves`.
-      tree: of the same structure; each part may be anything, including None.
-      what: the tree's name, for the error.
+    A part may be anything, including None. ``what`` names the tree.
 
     Raises:
       ValueError: naming the first leaf at which the structures differ.
