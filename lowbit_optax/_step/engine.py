@@ -77,7 +77,7 @@ class Lowbit(Stepper):
         return self.start(params, {}) if start is None else start(self, params)
 
     def start(self, params, masters: Mapping[str, jax.Array]) -> LowbitState:
-        """The initial state, of masters by path or else of the parameters themselves."""
+        """The initial state, of masters by path where these are not the parameters."""
         names, given, treedef = trees.named_leaves(params)
         leaves = self.leaves(names, given)
         split = [_split(leaf, masters.get(leaf.name)) for leaf in leaves]

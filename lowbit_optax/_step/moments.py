@@ -39,6 +39,7 @@ class MomentStorage:
 
     Args:
       leaf: path of the parameter that it belongs to.
+      shape: of that parameter.
       slot: the tree that holds it.
       format: its moment format; None for a float32 one.
       number: counts the moments of one parameter that have formats, from 0.
@@ -47,6 +48,7 @@ class MomentStorage:
     """
 
     leaf: str
+    shape: tuple[int, ...]
     slot: Slot
     format: MomentFormat | None
     number: int = 0
@@ -57,12 +59,22 @@ class MomentStorage:
         """The field of the inner state."""
         return self.slot.field
 
-    def in_the_state(self, like: jax.ShapeDtypeStruct):
+    def in_the_state(self):
         """What the state keeps of it, as shapes."""
         if self.format is not None:
-            return _encoded_shape(self.format, like.shape)
+            return _encoded_shape(self.format, self.shape)
+        like = jax.ShapeDtypeStruct(self.shape, jnp.float32)
         container = self.slot.format and self.slot.format.container
         return like if container is None else container(like, None)
+
+    def encode(self, moment: jax.Array, draws: Draws, *second: jax.Array):
+        """The moment, or its quotient by the root of a second one, as it is stored."""
+        encode = functools.partial(_encode, self.format, self.number, draws)
+        return layerwise(encode)(moment, *second)
+
+    def decode(self, stored) -> jax.Array:
+        """The moment, or its quotient by a root, in float32."""
+        return layerwise(functools.partial(_decode, self.format, self.shape))(stored)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +98,8 @@ class MomentPlan:
     @functools.cached_property
     def storage(self) -> list[MomentStorage | None]:
         """How each part is stored; None for parts that have no moment format."""
-        found: list[MomentStorage | None] = [None] * len(self._shapes)
+        count = jax.tree.structure(self.expected).num_leaves
+        found: list[MomentStorage | None] = [None] * count
         if self.choice.is_float32:
             return found
         numbers = {(x.slot.state, x.field, x.leaf): i for i, x in self._moments.items()}
@@ -154,12 +167,9 @@ class MomentPlan:
         result = list(parts)
         # Only what is stored of a second moment is there when quotients are decoded.
         for i, storage in self._in_order:
-            if i in stored:
-                continue
-            encode = functools.partial(
-                _encode, storage.format, storage.number, draws[storage.leaf]
-            )
-            result[i] = layerwise(encode)(parts[i], *self._second(storage, result))
+            if i not in stored:
+                second = self._second(storage, result)
+                result[i] = storage.encode(parts[i], draws[storage.leaf], *second)
         return result
 
     def decode(self, parts: Sequence, wanted: Collection[int] | None = None) -> list:
@@ -168,7 +178,7 @@ class MomentPlan:
         for i, storage in self._in_order:
             if wanted is not None and i not in wanted:
                 continue
-            result[i] = self._decoded(i, parts[i])
+            result[i] = storage.decode(parts[i])
             for second in self._second(storage, parts):
                 result[i] = layerwise(_product)(result[i], second)
         return result
@@ -181,16 +191,10 @@ class MomentPlan:
 
     def _second(self, storage: MomentStorage, stored: Sequence) -> list:
         """The moment by whose root another one is divided, if it is."""
-        number = storage.reference
-        return [] if number is None else [self._decoded(number, stored[number])]
-
-    def _decoded(self, number: int, part):
-        """A moment, or its quotient by a root, in float32."""
-        storage = self.storage[number]
-        if storage is None:
-            return part
-        shape = self._shapes[number].shape
-        return layerwise(functools.partial(_decode, storage.format, shape))(part)
+        if storage.reference is None:
+            return []
+        part, second = stored[storage.reference], self.storage[storage.reference]
+        return [part if second is None else second.decode(part)]
 
     def structure(self, state) -> trees.PyTreeDef:
         """The structure of the parts of an inner state, which may be a stored one."""
@@ -232,7 +236,7 @@ class MomentPlan:
             else:
                 parts.append(stored)
         for i, moment in self._moments.items():
-            want = trees.describe(moment.in_the_state(self._shapes[i]))
+            want = trees.describe(moment.in_the_state())
             if trees.describe(parts[i]) != want:
                 raise ValueError(
                     f"moment {moment.field!r} of params{moment.leaf} is "
@@ -248,10 +252,10 @@ class MomentPlan:
         # moments are recognised by their dtype alone.
         is_container = lambda x: isinstance(x, _CONTAINERS)
 
-        def leaf_by_leaf(x):
+        def paired(x):
             return jax.tree.map(type(x), x.codes, x.scales) if is_container(x) else x
 
-        state = jax.tree.map(leaf_by_leaf, state, is_leaf=is_container)
+        state = jax.tree.map(paired, state, is_leaf=is_container)
         stored, structure = jax.tree.flatten(state, is_container)
         wanted, expected = jax.tree_util.tree_flatten_with_path(self.expected)
         if structure != expected:
@@ -264,10 +268,6 @@ class MomentPlan:
                     f"but without moment formats it is {trees.describe(want)}: was "
                     "this state made by a transformation with other moments?"
                 )
-
-    @functools.cached_property
-    def _shapes(self) -> list[jax.ShapeDtypeStruct]:
-        return jax.tree.leaves(self.expected)
 
     @functools.cached_property
     def _slots(self) -> tuple[trees.PyTreeDef, list]:
@@ -295,7 +295,7 @@ class MomentPlan:
                     format_ = format_.for_leaf(like.shape, self.min_size)
                 if isinstance(format_, BlockMomentFormat):
                     check_shards(name, param, format_.bits, format_.block_size)
-                found[i] = MomentStorage(name, slot, format_, numbers[name])
+                found[i] = MomentStorage(name, like.shape, slot, format_, numbers[name])
                 numbers[name] += format_ is not None
         return found
 
