@@ -26,13 +26,7 @@ from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._numerics.random_bits import ToNearest
 from lowbit_optax._step import backends, context, trees
 from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
-from lowbit_optax._step.leaf import (
-    StoredLeaf,
-    check_grad,
-    check_residual,
-    format_of,
-    widen,
-)
+from lowbit_optax._step.leaf import StoredLeaf, format_of, widen
 from lowbit_optax._step.moment_slots import MomentChoice
 from lowbit_optax._step.moments import MomentPlan
 from lowbit_optax._step.state import LowbitState
@@ -141,12 +135,7 @@ class Lowbit(Stepper):
         names, params, treedef = trees.named_leaves(params)
         leaves = self.stored_leaves(names, params, treedef, state.residual)
         grads = trees.parts_of(names, treedef, grads, "grads")
-        for leaf, grad in zip(leaves, grads, strict=True):
-            check_grad(leaf.name, grad, leaf.param)
-        leaves = [
-            dataclasses.replace(leaf, grad=grad)
-            for leaf, grad in zip(leaves, grads, strict=True)
-        ]
+        leaves = list(map(StoredLeaf.with_grad, leaves, grads))
         plan = self.plan_of(leaves, treedef)
         parts, layer = plan.parts(state.inner_state), context.current().layer
         return Step(leaves, treedef, plan, state, parts, guard, landing, layer)
@@ -180,13 +169,7 @@ class Lowbit(Stepper):
         if not residual:
             return leaves
         residuals = trees.parts_of(names, treedef, residual[0], "residuals")
-        leaves = [
-            dataclasses.replace(leaf, residual=part)
-            for leaf, part in zip(leaves, residuals, strict=True)
-        ]
-        for leaf in leaves:
-            check_residual(leaf)
-        return leaves
+        return list(map(StoredLeaf.with_residual, leaves, residuals))
 
     def plan_of(self, leaves: Sequence[StoredLeaf], treedef) -> MomentPlan:
         """How the state of the inner transformation of these leaves is stored."""

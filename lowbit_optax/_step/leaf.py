@@ -52,6 +52,16 @@ class StoredLeaf:
     residual: typing.Any = None
     grad: typing.Any = None
 
+    def with_residual(self, residual) -> "StoredLeaf":
+        """The leaf with its residual, after checking that this belongs to it."""
+        check_residual(self.name, self.param, self.format, residual)
+        return dataclasses.replace(self, residual=residual)
+
+    def with_grad(self, grad) -> "StoredLeaf":
+        """The leaf with its gradient, after checking that this belongs to it."""
+        check_grad(self.name, grad, self.param)
+        return dataclasses.replace(self, grad=grad)
+
     def master(self):
         """The weight that the inner transformation sees."""
         if self.format is None:
@@ -158,9 +168,8 @@ def check_grad(name: str, grad, param) -> None:
         )
 
 
-def check_residual(leaf: StoredLeaf) -> None:
+def check_residual(name: str, param, format_: WeightFormat | None, part) -> None:
     """Raise a ValueError unless a leaf's residual belongs to its parameter."""
-    name, param, format_, part = leaf.name, leaf.param, leaf.format, leaf.residual
     if format_ is None and part is not None:
         raise ValueError(
             f"lowbit: params{name} is {param.dtype}, but the state holds the "
