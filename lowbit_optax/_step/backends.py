@@ -1,13 +1,13 @@
 """Which backend updates the leaves of a step, and the reference that defines results.
 
-Each leaf is given to a backend before anything of it is joined or decoded:
+A leaf's backend is known before the leaf is joined or decoded:
 
     kernels    leaves that have a program of elementwise operations, on GPUs and TPUs
-    blocks     the same, large, on one CPU: the reference on a block after the other
+    blocks     the large ones among them, on one CPU: the reference, block by block
     reference  all other leaves: array operations of XLA, which define the results
 
-While a step is traced it may be unknown on which platform it will run. Then several
-become branches of one program.
+While a step is traced, the platform that it will run on may be unknown. Then several
+backends become branches of one program.
 """
 
 import functools
@@ -21,7 +21,7 @@ from lowbit_optax._step import context
 from lowbit_optax._step.error_feedback import Feedback, fed
 from lowbit_optax._step.guard import unless_still
 from lowbit_optax._step.inner_update import InnerUpdate, trace_update
-from lowbit_optax._step.kernels.plan import plan_kernels
+from lowbit_optax._step.kernels.plan import KernelPlan, plan_kernels
 from lowbit_optax._step.kernels.run import Kernels
 from lowbit_optax._step.step import Step, Stepped
 from pallas_kernels.platforms import (
@@ -46,54 +46,54 @@ def run(
     implementation: Implementation,
     extra_args: dict,
 ) -> Stepped:
-    """Run a step with the implementation that is asked for.
-
-    If none is: with kernels on CUDA and with XLA elsewhere, chosen when the program is
-    lowered for its platform. For GPUs that have no kernels (:func:`.refused_gpu`) with
-    XLA, which is said once. On TPUs with kernels if :func:`.chooses_tpu_kernels` and
-    they take any leaf.
-
-    Args:
-      step: the step.
-      inner: the inner transformation.
-      implementation: see :data:`pallas_kernels.platforms.Implementation`.
-      extra_args: for the inner transformation.
+    """Run a step with the implementation that is asked for, or the platform's best.
 
     Raises:
       ValueError: if kernels are asked for and cannot update a leaf, naming it.
     """
     update = optax.with_extra_args_support(inner).update
     update = functools.partial(update, **extra_args)
-    chosen, is_eager = implementation, is_elsewhere(jax.tree.leaves(step.params))
-    elsewhere = chosen is None and is_eager
-    only_xla = chosen == "xla" or elsewhere or context.current().is_analysed
+    is_eager = is_elsewhere(jax.tree.leaves(step.params))
+    only_xla = implementation == "xla" or context.current().is_analysed
+    only_xla = only_xla or (implementation is None and is_eager)
     try:
         traced = trace_update(update, step)
     except _NEEDS_VALUES:
         # XLA can run a transformation that looks at values; no kernel can.
-        if not only_xla or any(part is not None for part in step.error_parts()):
+        if not only_xla or step.plan.takes_errors:
             raise
-        return reference(step, lambda step: step.inner_update(update), None)
-    refusal = None if only_xla or chosen is not None else refused_gpu()
+        return reference(step, update, None)
+    if not (step.plan.takes_errors or (only_xla and is_eager)):
+        # Else the next updates are not computed, and Python code within sees values.
+        update = traced.update
+    by_xla = functools.partial(reference, update=update, traced=traced)
+    if only_xla:
+        return by_xla(step)
+    if implementation is None:
+        return _by_platform(step, traced, by_xla)
+    plan = plan_kernels(traced, for_tpus=implementation == "tpu")
+    plan.require()
+    if not plan.kernels:
+        return by_xla(step)
+    kernels = _kernels(plan, step)
+    return kernels.out_of_stacks(step, kernels.run(step, implementation))
+
+
+def _by_platform(step: Step, traced: InnerUpdate, by_xla: Callable) -> Stepped:
+    """Run a step with kernels on CUDA and with XLA elsewhere.
+
+    The program chooses when it is lowered for its platform. XLA also runs on GPUs that
+    have no kernels (:func:`.refused_gpu`), which is said once. On TPUs kernels run if
+    :func:`.chooses_tpu_kernels` and they take any leaf.
+    """
+    refusal, on_tpus = refused_gpu(), chooses_tpu_kernels()
     if refusal is not None:
         _warn_once(refusal)
-    call = traced.run
-    if traced.takes_errors or (only_xla and is_eager):
-        # The next updates are not computed, and Python code within sees values.
-        call = lambda step: step.inner_update(update)
-    by_xla = functools.partial(reference, call=call, traced=traced)
-    if only_xla or refusal is not None:
         return by_xla(step)
-    on_tpus = chosen is None and chooses_tpu_kernels()
-    plan = plan_kernels(traced, for_tpus=on_tpus or chosen == "tpu")
-    if chosen is not None:
-        plan.require()
+    plan = plan_kernels(traced, for_tpus=on_tpus)
     if not plan.kernels or (on_tpus and not plan.has_tpu_kernels):
         return by_xla(step)
-    layer = step.layer if step.layer and step.layer.is_of_this_trace else None
-    kernels = Kernels(plan, layer)
-    if chosen is not None:
-        return kernels.out_of_stacks(step, kernels.run(step, chosen))
+    kernels = _kernels(plan, step)
     # Any other choice would trace kernels for other platforms as well.
     name = "tpu" if on_tpus else default_launcher()
     branches = {"tpu" if on_tpus else "cuda": lambda: kernels.run(step.again(), name)}
@@ -103,34 +103,34 @@ def run(
         large = plan_kernels(traced, is_exact=True).only_blocks()
         if large.kernels:
             branches["cpu"] = lambda: Kernels(large).run(step.again(), "blocks")
-    return kernels.out_of_stacks(
-        step,
-        jax.lax.platform_dependent(
-            default=lambda: kernels.into_stacks(step, by_xla(step.again())), **branches
-        ),
+    stepped = jax.lax.platform_dependent(
+        default=lambda: kernels.into_stacks(step, by_xla(step.again())), **branches
     )
+    return kernels.out_of_stacks(step, stepped)
 
 
-def reference(step: Step, call: Callable, traced: InnerUpdate | None) -> Stepped:
+def _kernels(plan: KernelPlan, step: Step) -> Kernels:
+    layer = step.layer if step.layer and step.layer.is_of_this_trace else None
+    return Kernels(plan, layer)
+
+
+def reference(step: Step, update: Callable, traced: InnerUpdate | None) -> Stepped:
     """Run a step by array operations of XLA on whole leaves.
 
-    Args:
-      step: the step.
-      call: from a step to the updates of the leaves and the new inner state.
-      traced: the inner update; None if it looks at values. Then what a skipped step
-        leaves alone is not known, and is encoded anew.
+    ``traced`` is None for an inner update that looks at values. Then what a skipped
+    step leaves alone is not known, and is encoded anew.
     """
-    updates, inner_state = call(step)
+    updates, inner_state = step.inner_update(update)
     structure = step.plan.structure(inner_state)
     parts = structure.flatten_up_to(inner_state)
     leaf_stays, part_stays = [None] * len(updates), [None] * len(parts)
     feedback: list[Feedback | None] = [None] * len(updates)
-    if traced is not None and (traced.takes_errors or traced.may_leave_unchanged):
+    if traced and (step.plan.takes_errors or traced.may_leave_unchanged):
         leaf_stays, part_stays, feedback = traced.conditions(step)
     landed = list(map(step.landed, range(len(updates)), updates, leaf_stays))
     for leaf, into in zip(landed, feedback, strict=True):
         if into is not None:
-            parts[into.part] = fed(parts[into.part], leaf.error, *into[1:])
+            parts[into.part] = fed(parts[into.part], leaf.error, into.rate, into.growth)
     stored = step.plan.encode(parts, step.draws)
     if any(x is not None for x in part_stays):
         stored = list(map(unless_still, part_stays, stored, step.parts))

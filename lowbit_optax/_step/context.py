@@ -18,44 +18,12 @@ import contextvars
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import jax
 from jax.extend.core import get_opaque_trace_state
 
 from lowbit_optax._step.layers import Layer
-
-
-@dataclasses.dataclass(frozen=True)
-class Reports:
-    """What steps of ``lowbit`` do to each leaf, as one asks for it.
-
-    Args:
-      what: the function that asks, for errors.
-      measure: ``(prepared step, inner update) -> values by path``; see
-        :mod:`lowbit_optax.reports.diagnostics`.
-      trace: the one in which it asks.
-      found: the values.
-    """
-
-    what: str
-    measure: Callable[..., Mapping[str, typing.Any]]
-    trace: typing.Any
-    found: dict[str, typing.Any] = dataclasses.field(default_factory=dict)
-
-    def add(self, prepared, update: Callable) -> None:
-        """Add the values of a step.
-
-        Raises:
-          ValueError: if the step is traced within another function, such as a branch
-            of a conditional, out of which its values cannot come.
-        """
-        if get_opaque_trace_state() != self.trace:
-            raise ValueError(
-                f"{self.what}: a wrapper around lowbit steps inside a conditional, as "
-                "optax.MultiSteps does; give the transformation that lowbit returned"
-            )
-        self.found.update(self.measure(prepared, update))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,22 +37,20 @@ class StepContext:
         whole parameters.
       is_analysed: whether the step is traced only to read its jaxpr.
       wants_params: whether ``update`` should return new parameters instead of updates;
-        see :mod:`lowbit_optax.transformations.direct`.
-      reports: to which steps add what they do to each leaf, in place of doing it; None
-        if they are to be made.
+        see :mod:`lowbit_optax._step.stepper`.
+      report: what steps call with themselves and the inner update, instead of doing
+        anything; None for steps that are done.
     """
 
     start: Callable[..., typing.Any] | None = None
     layer: Layer | None = None
     is_analysed: bool = False
     wants_params: bool = False
-    reports: Reports | None = None
+    report: Callable[..., None] | None = None
 
 
 _NOTHING = StepContext()
-_CURRENT: contextvars.ContextVar[StepContext] = contextvars.ContextVar(
-    "lowbit_optax_step", default=_NOTHING
-)
+_CURRENT = contextvars.ContextVar("lowbit_optax_step", default=_NOTHING)
 
 
 def current() -> StepContext:
@@ -93,11 +59,7 @@ def current() -> StepContext:
 
 
 def starting(start: Callable[..., typing.Any]):
-    """A context in which ``init`` of ``lowbit`` returns something else than a state.
-
-    Args:
-      start: see :class:`StepContext`.
-    """
+    """A context in which ``init`` of ``lowbit`` returns something else than a state."""
     return _changed(start=start)
 
 
@@ -140,10 +102,26 @@ def params_wanted(wanted: bool = True):
 
 @contextlib.contextmanager
 def reporting(what: str, measure: Callable) -> Iterator[dict[str, typing.Any]]:
-    """A context in which steps of ``lowbit`` only add to this mapping, by path."""
-    reports = Reports(what, measure, get_opaque_trace_state())
-    with _changed(reports=reports):
-        yield reports.found
+    """A context in which steps of ``lowbit`` only add to the mapping that it gives.
+
+    Args:
+      what: the function that asks, for errors.
+      measure: ``(step, inner update) -> values by path``; see
+        :mod:`lowbit_optax.reports.diagnostics`.
+    """
+    found, trace = {}, get_opaque_trace_state()
+
+    def report(step, update: Callable) -> None:
+        if get_opaque_trace_state() != trace:
+            # The values cannot leave a conditional.
+            raise ValueError(
+                f"{what}: a wrapper around lowbit steps inside a conditional, as "
+                "optax.MultiSteps does; give the transformation that lowbit returned"
+            )
+        found.update(measure(step, update))
+
+    with _changed(report=report):
+        yield found
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@
 
 The inner transformation sees whole trees; formats work leaf by leaf.
 
-    open_step (step.py) --> run (backends.py) --> next state (here)
+    Lowbit.open --> run (backends.py) --> Lowbit.run, the next state
 """
 
 import dataclasses
@@ -25,17 +25,12 @@ from lowbit_optax._jaxprs.not_folded import not_folded
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._numerics.random_bits import ToNearest
 from lowbit_optax._step import backends, context, trees
-from lowbit_optax._step.guard import Guard, Unguarded
-from lowbit_optax._step.leaf import StoredLeaf, format_of
+from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
+from lowbit_optax._step.leaf import StoredLeaf, format_of, widen
 from lowbit_optax._step.moment_slots import MomentChoice
+from lowbit_optax._step.moments import MomentPlan
 from lowbit_optax._step.state import LowbitState
-from lowbit_optax._step.step import (
-    draws_of_moments,
-    error_parts,
-    moment_plan,
-    open_step,
-    random_of_leaves,
-)
+from lowbit_optax._step.step import Step, draws_of_moments, random_of_leaves
 from lowbit_optax._step.stepper import Stepper
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.moment_fields import fields_of
@@ -76,60 +71,38 @@ class Lowbit(Stepper):
         return self.start(params, {}) if start is None else start(self, params)
 
     def start(self, params, masters: Mapping[str, jax.Array]) -> LowbitState:
-        """The initial state.
-
-        Args:
-          params: as in optax.
-          masters: float32 weights by path, in place of the parameters themselves.
-        """
+        """The initial state, of masters by path where these are not the parameters."""
         names, given, treedef = trees.named_leaves(params)
-        leaves = [
-            StoredLeaf(name, leaf, format_of(self.weights, self.min_size, name, leaf))
-            for name, leaf in zip(names, given, strict=True)
-        ]
+        leaves = self.leaves(names, given)
         split = [_split(leaf, masters.get(leaf.name)) for leaf in leaves]
         # Made here and not at import, so that they are placed like the parameters.
         count, seed = jnp.zeros([], jnp.uint32), jnp.asarray(self.seed, jnp.uint32)
         inner_state = self.inner.init(treedef.unflatten(x for x, _ in split))
         _check_inner_state(inner_state)
         self.check_start(leaves, inner_state)
-        plan = moment_plan(self, leaves, inner_state)
-        error_parts(leaves, plan)  # raises for leaves without one
+        plan = self._plan(leaves, inner_state)
+        _ = plan.error_parts  # raises for leaves without one
         draws = draws_of_moments(leaves, random_of_leaves(names, given, seed, count))
         parts, structure = jax.tree.flatten(jax.tree.map(not_folded, inner_state))
         inner_state = plan.tree(structure, plan.encode(parts, draws))
         residual = self.in_container(treedef.unflatten(x for _, x in split))
         return LowbitState(count, seed, residual, inner_state)
 
-    def run(self, params, state, grads, landing: Landing, extra_args: dict):
-        """A step that happens in any case; see :class:`Stepper`."""
-        return self.guarded(params, state, grads, Unguarded(), landing, extra_args)
-
-    def guarded(
+    def run(
         self,
         params: optax.Params | None,
         state: LowbitState,
         grads: optax.Updates,
-        guard: Guard | Unguarded,
         landing: Landing,
         extra_args: dict,
+        guard: Guard | Unguarded = UNGUARDED,
     ):
-        """A step that happens only if the guard allows it.
-
-        Args:
-          params, state, grads: as in optax.
-          guard: decides on the device whether the step happens.
-          landing: ``REPLACE`` for new parameters, ``ADD`` for updates.
-          extra_args: for the inner transformation.
-
-        Returns:
-          ``(new params or updates, new state)``.
-        """
-        step = open_step(self, params, state, grads, guard, landing)
-        reports = context.current().reports
-        if reports is not None:
+        """A step, if the guard lets it happen; see :meth:`.Stepper.run`."""
+        step = self.open(params, state, grads, guard, landing)
+        report = context.current().report
+        if report is not None:
             update = optax.with_extra_args_support(self.inner).update
-            reports.add(step, functools.partial(update, **extra_args))
+            report(step, functools.partial(update, **extra_args))
             return jax.tree.map(jnp.zeros_like, step.tree(step.masters)), state
         results, residuals, inner_state = backends.run(
             step, self.inner, self.implementation, extra_args
@@ -142,6 +115,77 @@ class Lowbit(Stepper):
         new_state = LowbitState(count, state.seed, residual, inner_state)
         return step.tree(results), new_state
 
+    def open(
+        self, params, state, grads, guard: Guard | Unguarded, landing: Landing
+    ) -> Step:
+        """Check the arguments of a step, and take them apart into leaves.
+
+        Raises:
+          TypeError, ValueError: naming the leaf at which they do not fit together.
+        """
+        if params is None:
+            raise ValueError(
+                "lowbit: update needs params; call tx.update(grads, state, params)"
+            )
+        if not isinstance(state, LowbitState):
+            raise TypeError(
+                f"lowbit: state is a {type(state).__name__}, not a LowbitState; was it "
+                "made by this transformation's init?"
+            )
+        names, params, treedef = trees.named_leaves(params)
+        leaves = self.stored_leaves(names, params, treedef, state.residual)
+        grads = trees.parts_of(names, treedef, grads, "grads")
+        leaves = list(map(StoredLeaf.with_grad, leaves, grads))
+        plan = self.plan_of(leaves, treedef)
+        parts, layer = plan.parts(state.inner_state), context.current().layer
+        return Step(leaves, treedef, plan, state, parts, guard, landing, layer)
+
+    def leaves(self, names: Sequence[str], params: Sequence) -> list[StoredLeaf]:
+        """The leaves of parameters, without residuals.
+
+        Raises:
+          TypeError, ValueError: naming a leaf that its weight format cannot hold.
+        """
+        return [
+            StoredLeaf(name, leaf, format_of(self.weights, self.min_size, name, leaf))
+            for name, leaf in zip(names, params, strict=True)
+        ]
+
+    def stored_leaves(
+        self, names: Sequence[str], params: Sequence, treedef, residual
+    ) -> list[StoredLeaf]:
+        """The leaves of parameters with their residuals, once these are known to fit.
+
+        Raises:
+          TypeError, ValueError: naming the leaf.
+        """
+        leaves, container = self.leaves(names, params), self.weights.container
+        if type(residual) is not container:
+            raise ValueError(
+                f"lowbit: the state's residuals are {type(residual).__name__}, but "
+                f"{self.weights} keeps {container.__name__}: was this state made by a "
+                "transformation with other weights?"
+            )
+        if not residual:
+            return leaves
+        residuals = trees.parts_of(names, treedef, residual[0], "residuals")
+        return list(map(StoredLeaf.with_residual, leaves, residuals))
+
+    def plan_of(self, leaves: Sequence[StoredLeaf], treedef) -> MomentPlan:
+        """How the state of the inner transformation of these leaves is stored."""
+        masters = [
+            trees.abstract(leaf.param)
+            if leaf.format is None
+            else jax.ShapeDtypeStruct(leaf.param.shape, jnp.float32)
+            for leaf in leaves
+        ]
+        inner_state = jax.eval_shape(self.inner.init, treedef.unflatten(masters))
+        return self._plan(leaves, inner_state)
+
+    def _plan(self, leaves: Sequence[StoredLeaf], inner_state) -> MomentPlan:
+        expected = trees.abstract(inner_state)
+        return MomentPlan(self.inner, self.moments, leaves, expected, self.min_size)
+
     def in_container(self, residuals):
         """A tree of residuals in the container type of the weight format."""
         container = self.weights.container
@@ -149,10 +193,6 @@ class Lowbit(Stepper):
 
     def check_start(self, leaves: Sequence[StoredLeaf], inner_state) -> None:
         """Raise where the inner state would measure distances in rounding noise.
-
-        Args:
-          leaves: of the parameters.
-          inner_state: of the inner transformation, before encoding.
 
         Raises:
           InexactWeightsError: naming the leaf and the state's field.
@@ -179,17 +219,12 @@ class Lowbit(Stepper):
 
 
 def _split(leaf: StoredLeaf, master) -> tuple[typing.Any, typing.Any]:
-    """The master and the residual at the start; the parameter is the one if None."""
+    """The first master and residual; the parameter is the master if none is given."""
     if leaf.format is None:
         return leaf.param, None
     if master is not None:
         return master, _residual(leaf.format, master, leaf.param)
-    return _widen(leaf.format, leaf.param), leaf.format.init(leaf.param)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _widen(format_: WeightFormat, param):
-    return format_.widen(param)
+    return widen(leaf.format, leaf.param), leaf.format.init(leaf.param)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -1,4 +1,4 @@
-"""What rounding a weight loses goes into its momentum, from where it comes back.
+"""What rounding a weight loses goes into its momentum, and comes back from there.
 
 With w the weight, m its momentum, and what the inner update is in both of them,
 
@@ -43,40 +43,32 @@ class Feedback(typing.NamedTuple):
     growth: typing.Any
 
 
-class Moves(typing.NamedTuple):
-    """The nodes of one leaf that its feedback is found from.
-
-    Args:
-      master, update: of the inner update.
-      moment, new_moment: the momentum before and after it.
-      next_update: of a second inner update by the same gradient.
-    """
-
-    master: Node
-    update: Node
-    moment: Node
-    new_moment: Node
-    next_update: Node
-
-
-def feedback_of(name: str, part: int, moves: Moves, graph: Graph) -> Feedback:
+def feedback_of(
+    name: str,
+    part: int,
+    graph: Graph,
+    *,
+    master: Node,
+    update: Node,
+    moment: Node,
+    new_moment: Node,
+    next_update: Node,
+) -> Feedback:
     """The feedback of a leaf, as nodes that are added to the graph.
 
-    Args:
-      name: the leaf's path.
-      part: which part of the inner state is its momentum.
-      moves: of the leaf.
-      graph: of the inner updates.
+    ``moment`` and ``new_moment`` are the leaf's momentum, ``part`` its number among the
+    parts of the inner state. ``next_update`` is that of a second inner update by the
+    same gradient.
 
     Raises:
       ValueError: if the update is not linear in the momentum.
     """
     try:
-        c = linear_factor(moves.update, moves.moment, graph)
+        c = linear_factor(update, moment, graph)
         if c is None:
             raise NotLinear("it does not depend on it")
-        b = linear_factor(moves.new_moment, moves.moment, graph)
-        c_next = linear_factor(moves.next_update, moves.new_moment, graph)
+        b = linear_factor(new_moment, moment, graph)
+        c_next = linear_factor(next_update, new_moment, graph)
     except NotLinear as reason:
         raise ValueError(
             f"lowbit: error_into: the update of params{name} is not linear in each "
@@ -85,7 +77,7 @@ def feedback_of(name: str, part: int, moves: Moves, graph: Graph) -> Feedback:
             "is clipped by element after its moment"
         ) from None
     call = functools.partial(binary, graph)
-    a = linear_factor(moves.update, moves.master, graph, strict=False)
+    a = linear_factor(update, master, graph, strict=False)
     slow = number(1) if a is None else call(p.add_p, lax.add, a, number(1))
     slow = slow if b is None else call(p.sub_p, lax.sub, slow, b)
     growth = number(1) if c_next is None else call(p.div_p, lax.div, c, c_next)
@@ -95,12 +87,7 @@ def feedback_of(name: str, part: int, moves: Moves, graph: Graph) -> Feedback:
 def fed(
     moment: jax.Array, error: jax.Array, rate: jax.Array, growth: jax.Array
 ) -> jax.Array:
-    """A new momentum with what rounding its weight has lost.
-
-    Args:
-      moment: float32, as the inner update gives it.
-      error: what was lost, float32.
-      rate, growth: see :class:`Feedback`; of the moment's shape or scalars.
+    """A new float32 momentum with what rounding its weight has lost.
 
     >>> import jax.numpy as jnp
     >>> one = jnp.float32(1)
@@ -115,5 +102,5 @@ def fed(
     # few bits make of it would move the weight by far more than was lost.
     is_known = (jnp.abs(change) < jnp.float32(jnp.inf)) & (moment != jnp.float32(0))
     moment = moment + jnp.where(is_known, change, jnp.float32(0))
-    kept = jnp.abs(growth) * jnp.float32(MOST_GROWTH)
-    return moment * jnp.where(kept < jnp.float32(1), kept, jnp.float32(1))
+    factor = jnp.abs(growth) * jnp.float32(MOST_GROWTH)
+    return moment * jnp.where(factor < jnp.float32(1), factor, jnp.float32(1))

@@ -37,6 +37,9 @@ class Unguarded:
         return new
 
 
+UNGUARDED = Unguarded()
+
+
 class Guard(typing.NamedTuple):
     """Whether a step happens, and the factor that unscales its gradients.
 
@@ -88,9 +91,8 @@ class Guard(typing.NamedTuple):
 
     def updates(self, new):
         """The updates, or updates that change nothing if the step is skipped."""
-        return jax.tree.map(
-            lambda x: jnp.where(self.proceed, x, _neutral_update(x)), new
-        )
+        neutral = neutral_updates(new)
+        return jax.tree.map(functools.partial(jnp.where, self.proceed), new, neutral)
 
 
 def _unscaled(factor: jax.Array, proceed: jax.Array, floats):
@@ -112,23 +114,18 @@ def _unscaled(factor: jax.Array, proceed: jax.Array, floats):
 
 def neutral_updates(like):
     """A tree of updates that change no bit of a parameter."""
-    return jax.tree.map(_neutral_update, like)
 
+    def neutral(x) -> jax.Array:
+        # x + -0 is x for every x, including -0. (-0 + 0 would be +0.)
+        value = -0.0 if trees.is_float(x) else 0
+        # JAX makes float32 of numpy's float64, and warns unless that is asked for.
+        return jnp.asarray(value, jax.dtypes.canonicalize_dtype(x.dtype))
 
-def _neutral_update(like) -> jax.Array:
-    # x + -0 is x for every x, including -0. (-0 + 0 would be +0.)
-    value = -0.0 if jnp.issubdtype(like.dtype, jnp.floating) else 0
-    # numpy's float64 is float32 to JAX, which says so unless it is asked first.
-    return jnp.asarray(value, jax.dtypes.canonicalize_dtype(like.dtype))
+    return jax.tree.map(neutral, like)
 
 
 def unless_still(still, new, old):
-    """A new tree, or the old one where a condition says that it stays.
-
-    Args:
-      still: the condition's value, of rank 0; None for never.
-      new, old: trees of arrays of the same shapes and dtypes.
-    """
+    """A new tree, or the old one where ``still``, a scalar unless None, is true."""
     if still is None:
         return new
     return jax.tree.map(functools.partial(jnp.where, still), old, new)

@@ -12,12 +12,7 @@ from collections.abc import Callable, Collection, Container
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal, jaxpr_as_fun, jaxprs_in_params
-from jax.extend.core.primitives import (
-    and_p,
-    broadcast_in_dim_p,
-    cond_p,
-    select_n_p,
-)
+from jax.extend.core import primitives as p
 
 from lowbit_optax._jaxprs.graph import (
     Graph,
@@ -28,8 +23,10 @@ from lowbit_optax._jaxprs.graph import (
 )
 from lowbit_optax._jaxprs.unchanged import unchanged_when, zero_when
 from lowbit_optax._step import trees
-from lowbit_optax._step.error_feedback import Feedback, Moves, feedback_of
-from lowbit_optax._step.step import Step, no_moment_for_errors
+from lowbit_optax._step.error_feedback import Feedback, feedback_of
+from lowbit_optax._step.leaf import widen
+from lowbit_optax._step.moments import no_moment_for_errors
+from lowbit_optax._step.step import Step
 from pallas_kernels.jaxprs import ClosedJaxpr
 
 
@@ -67,17 +64,11 @@ class InnerUpdate:
     arguments: trees.PyTreeDef
     results: trees.PyTreeDef
 
-    def run(self, step: Step) -> tuple[list, typing.Any]:
-        """The updates of all leaves and the new inner state, by XLA.
-
-        Args:
-          step: the one that was traced, or the same in another branch.
-        """
-        inner_state = step.structure.unflatten(step.moments())
-        arguments = step.tree(step.grads), inner_state, step.tree(step.masters)
+    def update(self, *arguments) -> tuple[typing.Any, typing.Any]:
+        """The updates and the new inner state of gradients, inner state and masters."""
         flat = jaxpr_as_fun(self.closed)(*jax.tree.leaves(arguments))
         updates, state, _ = jax.tree.unflatten(self.results, flat)
-        return step.parts_of_updates(updates), state
+        return updates, state
 
     @functools.cached_property
     def may_leave_unchanged(self) -> bool:
@@ -131,7 +122,7 @@ class InnerUpdate:
     def leaf_unchanged_if(self) -> list[Node | None]:
         """Per leaf, when its update is zero by a condition, such as a skipped step.
 
-        A node of a truth value; None if it is not known to be zero ever.
+        A node of a truth value; None where no such condition is known.
         """
         updates = self.nodes.updates
         if not self.may_leave_unchanged:
@@ -144,26 +135,22 @@ class InnerUpdate:
 
         None for parts without a moment format, which are stored as they are.
         """
-        if not (self.keeps_structure and self.may_leave_unchanged):
-            return [None] * len(self.nodes.new_state)
         storage = self.step.plan.storage
-        found = [
-            None if how is None else self._unchanged_if(i)
-            for i, how in enumerate(storage)
-        ]
+        found: list[Node | None] = [None] * len(self.nodes.new_state)
+        if not (self.keeps_structure and self.may_leave_unchanged):
+            return found
         # What is stored of a moment and of what it is relative to belongs together.
-        relative: dict[int, list[int]] = {}
-        for i, how in enumerate(storage):
-            if how is not None and how.reference is not None:
-                relative.setdefault(how.reference, []).append(i)
-        for second, others in relative.items():
-            of_all = self._unchanged_if(second)
-            for i in others:
-                of_all = self._both(of_all, found[i])
-            if storage[second] is not None:
-                others = [second, *others]
-            for i in others:
-                found[i] = of_all
+        groups: dict[int, list[int]] = {}
+        for i, moment in enumerate(storage):
+            if moment is not None:
+                first = i if moment.reference is None else moment.reference
+                group = groups.setdefault(first, [first])
+                if i != first:
+                    group.append(i)
+        for group in groups.values():
+            unchanged = functools.reduce(self._both, map(self._unchanged_if, group))
+            for i in group:
+                found[i] = None if storage[i] is None else unchanged
         return found
 
     def _unchanged_if(self, number: int) -> Node | None:
@@ -171,15 +158,15 @@ class InnerUpdate:
         return unchanged_when(new, old, self.graph)
 
     def _both(self, first: Node | None, second: Node | None) -> Node | None:
-        """When two truth values hold; None is one that never does."""
+        """Whether both conditions hold; None is a condition that never holds."""
         if first is None or second is None or first is second:
             return first if first is second else None
-        return self.graph.call(and_p, {}, [first, second], [first.aval])[0]
+        return self.graph.call(p.and_p, {}, [first, second], [first.aval])[0]
 
     @functools.cached_property
     def feedback(self) -> list[Feedback | None]:
         """Per leaf, where its rounding errors go; None if they are lost."""
-        parts = enumerate(self.step.error_parts())
+        parts = enumerate(self.step.plan.error_parts)
         return [self._feedback(number, part) for number, part in parts]
 
     def _feedback(self, number: int, part: int | None) -> Feedback | None:
@@ -191,39 +178,28 @@ class InnerUpdate:
             return None
         if part is None:
             raise no_moment_for_errors(leaf.name, leaf.format.error_into)
-        moves = Moves(
-            nodes.masters[number],
-            update,
-            nodes.state[part],
-            nodes.new_state[part],
-            nodes.next_updates[number],
+        return feedback_of(
+            leaf.name,
+            part,
+            self.graph,
+            master=nodes.masters[number],
+            update=update,
+            moment=nodes.state[part],
+            new_moment=nodes.new_state[part],
+            next_update=nodes.next_updates[number],
         )
-        return feedback_of(leaf.name, part, moves, self.graph)
-
-    @property
-    def takes_errors(self) -> bool:
-        """Whether leaves take their rounding errors into moments."""
-        return any(part is not None for part in self.step.error_parts())
 
     def conditions(self, step: Step) -> tuple[list, list, list]:
-        """The values of ``leaf_unchanged_if``, ``part_unchanged_if`` and ``feedback``.
-
-        Args:
-          step: as for :meth:`values`.
-        """
-        of_leaves, of_parts = self.leaf_unchanged_if, self.part_unchanged_if
-        feedback = self.feedback
-        rates = [x for into in feedback if into is not None for x in into[1:]]
-        nodes = [x for x in (*of_leaves, *of_parts, *rates) if x is not None]
+        """Values of ``leaf_unchanged_if``, ``part_unchanged_if`` and ``feedback``."""
+        leaf_if, part_if = self.leaf_unchanged_if, self.part_unchanged_if
+        rates = [x for into in self.feedback if into is not None for x in into[1:]]
+        nodes = [x for x in (*leaf_if, *part_if, *rates) if x is not None]
         values = self.values(step, nodes, {})
-        return (
-            [x and values[x] for x in of_leaves],
-            [x and values[x] for x in of_parts],
-            [
-                x and Feedback(x.part, values[x.rate], values[x.growth])
-                for x in feedback
-            ],
-        )
+        feedback = [
+            x and Feedback(x.part, values[x.rate], values[x.growth])
+            for x in self.feedback
+        ]
+        return list(map(values.get, leaf_if)), list(map(values.get, part_if)), feedback
 
     def values(
         self, step: Step, wanted: Collection[Node], known: dict[Node, typing.Any]
@@ -235,34 +211,25 @@ class InnerUpdate:
           wanted: the nodes.
           known: values of nodes; what is computed is added.
         """
-        nodes = self.nodes
-        needed = _inputs_of(wanted, known)
-        of_grads = [i for i, node in enumerate(nodes.grads) if node in needed]
-        of_masters = [i for i, node in enumerate(nodes.masters) if node in needed]
-        of_state = [i for i, node in enumerate(nodes.state) if node in needed]
-        if of_grads:
-            known |= {nodes.grads[i]: step.grads[i] for i in of_grads}
-        for i in of_masters:
-            known[nodes.masters[i]] = step.leaves[i].master()
-        if of_state:
-            moments = step.moments(of_state)
-            known |= {nodes.state[i]: moments[i] for i in of_state}
+        nodes, needed = self.nodes, _inputs_of(wanted, known)
+        for i, node in enumerate(nodes.grads):
+            if node in needed:
+                known[node] = step.grads[i]
+        for i, node in enumerate(nodes.masters):
+            if node in needed:
+                known[node] = step.leaves[i].master()
+        moments = step.moments([i for i, x in enumerate(nodes.state) if x in needed])
+        known |= {x: moments[i] for i, x in enumerate(nodes.state) if x in needed}
         values = evaluate(list(wanted), known)
         return dict(zip(wanted, map(jnp.asarray, values), strict=True))
 
 
 def trace_update(update: Callable, step: Step) -> InnerUpdate:
-    """Trace an inner update.
-
-    Args:
-      update: from gradients, inner state and masters to updates and state.
-      step: whose it is.
-    """
-    takes_errors = any(part is not None for part in step.error_parts())
+    """Trace an inner update, a function of gradients, inner state and masters."""
 
     def twice(grads, state, masters):
         updates, new_state = update(grads, state, masters)
-        if not takes_errors:
+        if not step.plan.takes_errors:
             return updates, new_state, ()
         return updates, new_state, update(grads, new_state, masters)[0]
 
@@ -279,27 +246,17 @@ def _shapes(step: Step) -> tuple[list, list, list]:
 
     Moments lie on a mesh as their parameters do.
     """
-    formats = {x.name: x.format for x in step.leaves if x.format is not None}
-    params = {x.name: x.param for x in step.leaves}
-    narrow = {x.name: x.grad for x in step.leaves if x.has_narrow_grad}
-
-    def stand_ins(params, grads):
-        masters = {name: formats[name].widen(x) for name, x in params.items()}
-        return masters, {name: x.astype(jnp.float32) for name, x in grads.items()}
-
-    masters, grads = jax.eval_shape(
-        stand_ins, {name: params[name] for name in formats}, narrow
-    )
-    masters = params | masters
-    parts = [
-        part if how is None else _float32(masters[how.leaf])
-        for how, part in zip(step.plan.storage, step.parts, strict=True)
+    grads = [_float32(x.grad) if x.has_narrow_grad else x.grad for x in step.leaves]
+    masters = [
+        x.param if x.format is None else widen.eval_shape(x.format, x.param)
+        for x in step.leaves
     ]
-    return (
-        [grads.get(x.name, x.grad) for x in step.leaves],
-        parts,
-        [masters[name] for name in step.names],
-    )
+    by_name = dict(zip(step.names, masters, strict=True))
+    parts = [
+        part if moment is None else _float32(by_name[moment.leaf])
+        for moment, part in zip(step.plan.storage, step.parts, strict=True)
+    ]
+    return grads, parts, masters
 
 
 def _float32(like) -> jax.ShapeDtypeStruct:
@@ -307,7 +264,11 @@ def _float32(like) -> jax.ShapeDtypeStruct:
     aval = jax.typeof(like)
     if aval.dtype == jnp.float32:
         return like
-    return jax.eval_shape(lambda x: x.astype(jnp.float32), like)
+    return jax.eval_shape(_to_float32, like)
+
+
+def _to_float32(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)
 
 
 def _inputs_of(wanted: Collection[Node], known: Container[Node]) -> set[Node]:
@@ -334,8 +295,8 @@ def _changes_everything(jaxpr: Jaxpr) -> bool:
         return False
     for eqn in jaxpr.eqns:
         is_array = any(getattr(x.aval, "shape", ()) for x in eqn.outvars)
-        selects = is_array and eqn.primitive in (select_n_p, broadcast_in_dim_p)
-        if selects or eqn.primitive is cond_p:
+        selects = is_array and eqn.primitive in (p.select_n_p, p.broadcast_in_dim_p)
+        if selects or eqn.primitive is p.cond_p:
             return False
         if not all(map(_changes_everything, jaxprs_in_params(eqn.params))):
             return False

@@ -51,11 +51,6 @@ class ByIdentity(typing.Generic[Value]):
         return next((v for k, v in reversed(self._pairs) if k is key), None)
 
 
-def is_one_of(x, objects: Iterable) -> bool:
-    """Whether ``x`` itself, and not only an equal object, is among the objects."""
-    return any(x is each for each in objects)
-
-
 @dataclasses.dataclass(eq=False)
 class Layer:
     """One layer of some of the parameters.
@@ -74,15 +69,11 @@ class Layer:
     index: jax.Array
     count: int
     names: frozenset[str]
-    _stacks: ByIdentity[jax.Array] = dataclasses.field(
-        default_factory=ByIdentity, init=False, repr=False
-    )
-    _written: ByIdentity[jax.Array] = dataclasses.field(
-        default_factory=ByIdentity, init=False, repr=False
-    )
-    _trace_state: object = dataclasses.field(
-        default_factory=lambda: _trace_state(), init=False, repr=False
-    )
+
+    def __post_init__(self):
+        self._stacks: ByIdentity[jax.Array] = ByIdentity()
+        self._written: ByIdentity[jax.Array] = ByIdentity()
+        self._trace_state = _trace_state()
 
     @property
     def is_of_this_trace(self) -> bool:
@@ -107,21 +98,17 @@ class Layer:
     def keys(
         self, keys: tuple[jax.Array, jax.Array], names: Sequence[str], leaves: Sequence
     ) -> tuple[jax.Array, jax.Array]:
-        """The keys of each leaf, in the form that kernels take.
+        """The keys of each leaf, from those of whole leaves, in a form for kernels.
 
-        Those of a layer are its own if the stack is a large one.
-
-        Args:
-          keys: two vectors, of whole leaves.
-          names, leaves: of the parameters.
+        A layer of a large stack has keys of its own.
         """
         key, second = keys
         for i, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
             if name in self.names and layers_have_keys(self.count, leaf.shape):
-                own = keys_at_layer(
+                first, other = keys_at_layer(
                     key[i], second[i], self.index, self.count, leaf.shape
                 )
-                key, second = key.at[i].set(own[0]), second.at[i].set(own[1])
+                key, second = key.at[i].set(first), second.at[i].set(other)
         return key, second
 
     def of(self, stack: jax.Array) -> jax.Array:
@@ -135,14 +122,11 @@ class Layer:
         return self._stacks.get(layer)
 
     def into_stacks(self, arrays: Sequence[jax.Array], old, new):
-        """Write some results of an update into the stacks of the arrays they replace.
+        """``new``, with results written into the stacks of the layers they replace.
 
         Args:
-          arrays: the leaves of ``old``, by identity, whose results go into stacks.
+          arrays: the leaves of ``old``, by identity, that are such layers.
           old, new: arguments and results of an update, trees of one structure.
-
-        Returns:
-          ``new``, with whole stacks in the places of these arrays.
         """
 
         def put(layer, result):
@@ -177,10 +161,11 @@ class Layer:
 
 
 def _map_where(fn: Callable, arrays: Sequence[jax.Array], old, new):
-    """``new``, with ``fn(old, new)`` wherever the old leaf is one of the arrays."""
+    """``new``, with ``fn(old, new)`` wherever the old leaf itself is in ``arrays``."""
     olds, (news, structure) = jax.tree.leaves(old), jax.tree.flatten(new)
     return structure.unflatten(
-        fn(a, b) if is_one_of(a, arrays) else b for a, b in zip(olds, news, strict=True)
+        fn(a, b) if any(a is x for x in arrays) else b
+        for a, b in zip(olds, news, strict=True)
     )
 
 

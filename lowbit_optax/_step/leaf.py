@@ -52,6 +52,16 @@ class StoredLeaf:
     residual: typing.Any = None
     grad: typing.Any = None
 
+    def with_residual(self, residual) -> "StoredLeaf":
+        """The leaf with its residual, after checking that this belongs to it."""
+        check_residual(self.name, self.param, self.format, residual)
+        return dataclasses.replace(self, residual=residual)
+
+    def with_grad(self, grad) -> "StoredLeaf":
+        """The leaf with its gradient, after checking that this belongs to it."""
+        check_grad(self.name, grad, self.param)
+        return dataclasses.replace(self, grad=grad)
+
     def master(self):
         """The weight that the inner transformation sees."""
         if self.format is None:
@@ -71,13 +81,7 @@ class StoredLeaf:
         return is_float and (is_few_bits(self.param) or is_few_bits(self.grad))
 
     def landed(self, update, random: RandomBits, landing: Landing) -> Landed:
-        """Add the inner update to the master and store it.
-
-        Args:
-          update: of the inner transformation.
-          random: the leaf's random bits.
-          landing: how the new parameter takes the old one's place.
-        """
+        """Add the inner update to the master and store it."""
         if self.format is None:
             is_direct = landing.is_direct
             return Landed(
@@ -86,6 +90,12 @@ class StoredLeaf:
         advance = lambda *arrays: _advance(self.format, landing, *arrays, random)
         update = update.astype(jnp.float32)
         return Landed(*layerwise(advance)(self.param, self.residual, update))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def widen(format_: WeightFormat, param):
+    """The parameter as a master; traced once per format and shape."""
+    return format_.widen(param)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -106,11 +116,6 @@ def format_of(
 ) -> WeightFormat | None:
     """The weight format of a leaf; None for one that passes through.
 
-    Args:
-      weights: the format of leaves that are narrow floats.
-      min_size: leaves with fewer elements may be stored in a simpler format.
-      name, leaf: path and parameter.
-
     Raises:
       TypeError, ValueError: naming a leaf that is not an array, or that the weight
         format cannot hold.
@@ -118,8 +123,7 @@ def format_of(
     if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
         raise TypeError(f"lowbit: params{name} is {leaf!r}, not an array")
     if trees.is_quantized(leaf):
-        with trees.naming(name):
-            trees.check_quantized(leaf)
+        trees.check_quantized(name, leaf)
         is_chosen = isinstance(weights, QuantizedWeights)
         return weights if is_chosen else QuantizedWeights()
     if not trees.is_float(leaf):
@@ -142,11 +146,7 @@ def format_of(
 
 
 def check_grad(name: str, grad, param) -> None:
-    """Raise unless a gradient is a float array of its parameter's shape.
-
-    Raises:
-      TypeError, ValueError: naming the leaf.
-    """
+    """Raise unless a gradient is a float array of its parameter's shape."""
     if trees.is_quantized(grad):
         raise TypeError(
             f"lowbit: gradient of params{name} is a QuantizedTensor; accepted is an "
@@ -168,9 +168,8 @@ def check_grad(name: str, grad, param) -> None:
         )
 
 
-def check_residual(leaf: StoredLeaf) -> None:
+def check_residual(name: str, param, format_: WeightFormat | None, part) -> None:
     """Raise a ValueError unless a leaf's residual belongs to its parameter."""
-    name, param, format_, part = leaf.name, leaf.param, leaf.format, leaf.residual
     if format_ is None and part is not None:
         raise ValueError(
             f"lowbit: params{name} is {param.dtype}, but the state holds the "
@@ -209,12 +208,6 @@ def check_shards(name: str, leaf, bits: int, block_size: int | None = None) -> N
 
     On automatic axes XLA moves what is cut; on explicit ones JAX raises an error of a
     reshape deep inside, which names no leaf.
-
-    Args:
-      name: path of the parameter.
-      leaf: the parameter; anything but an array of JAX passes.
-      bits: of its fields.
-      block_size: of its blocks; None if nothing is per block.
     """
     if not isinstance(leaf, jax.Array):
         return

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import itertools
 import typing
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,8 @@ from lowbit_optax._numerics.random_bits import Draws, RandomBits, moment_draws
 from lowbit_optax._numerics.relative import product, quotient
 from lowbit_optax._step import trees
 from lowbit_optax._step.context import layerwise
-from lowbit_optax._step.leaf import check_shards
-from lowbit_optax._step.moment_slots import MomentChoice, Slot, with_slots
+from lowbit_optax._step.leaf import StoredLeaf, check_shards
+from lowbit_optax._step.moment_slots import MomentChoice, Slot, find_slots
 from lowbit_optax.formats.base import BlockMomentFormat, MomentFormat
 from lowbit_optax.formats.block_quantized import QuantizedMoment, RelativeMoment
 
@@ -39,22 +39,42 @@ class MomentStorage:
 
     Args:
       leaf: path of the parameter that it belongs to.
-      field: of the inner state.
-      state: path of the state that has the field.
+      shape: of that parameter.
+      slot: the tree that holds it.
       format: its moment format; None for a float32 one.
-      container: in which the state keeps it, of those that store several arrays.
       number: counts the moments of one parameter that have formats, from 0.
       reference: the part by whose root it is divided, see
         :attr:`MomentFormat.reference`; None if it is not.
     """
 
     leaf: str
-    field: str
-    state: str
+    shape: tuple[int, ...]
+    slot: Slot
     format: MomentFormat | None
-    container: type | None = None
     number: int = 0
     reference: int | None = None
+
+    @property
+    def field(self) -> str:
+        """The field of the inner state."""
+        return self.slot.field
+
+    def in_the_state(self):
+        """What the state keeps of it, as shapes."""
+        if self.format is not None:
+            return _encoded_shape(self.format, self.shape)
+        like = jax.ShapeDtypeStruct(self.shape, jnp.float32)
+        container = self.slot.format and self.slot.format.container
+        return like if container is None else container(like, None)
+
+    def encode(self, moment: jax.Array, draws: Draws, *second: jax.Array):
+        """The moment, or its quotient by the root of a second one, as it is stored."""
+        encode = functools.partial(_encode, self.format, self.number, draws)
+        return layerwise(encode)(moment, *second)
+
+    def decode(self, stored) -> jax.Array:
+        """The moment, or its quotient by a root, in float32."""
+        return layerwise(functools.partial(_decode, self.format, self.shape))(stored)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,44 +84,72 @@ class MomentPlan:
     Args:
       inner: the wrapped transformation.
       choice: the formats of the moments.
-      names, params: paths and leaves of the parameters.
+      leaves: of the parameters.
       expected: the inner state before encoding, as ShapeDtypeStructs.
       min_size: moments with fewer elements may be kept in float32.
     """
 
     inner: optax.GradientTransformation
     choice: MomentChoice
-    names: list[str]
-    params: list[jax.Array]
+    leaves: Sequence[StoredLeaf]
     expected: typing.Any
-    min_size: int = 4096
+    min_size: int
 
     @functools.cached_property
     def storage(self) -> list[MomentStorage | None]:
         """How each part is stored; None for parts that have no moment format."""
+        count = jax.tree.structure(self.expected).num_leaves
+        found: list[MomentStorage | None] = [None] * count
         if self.choice.is_float32:
-            return [None] * len(self._shapes)
-        numbers = {(x.state, x.field, x.leaf): i for i, x in self._moments.items()}
-        parts = range(len(self._shapes))
-        return [_with_reference(self._moments.get(i), numbers) for i in parts]
+            return found
+        numbers = {(x.slot.state, x.field, x.leaf): i for i, x in self._moments.items()}
+        for i, moment in self._moments.items():
+            if moment.format is None:
+                continue
+            found[i], field = moment, moment.format.reference
+            if field is None:
+                continue
+            reference = numbers.get((moment.slot.state, field, moment.leaf))
+            if reference is None:
+                raise ValueError(
+                    f"lowbit: moment {moment.field!r} of params{moment.leaf} is to be "
+                    f"stored relative to {field!r}, which is no float32 array of the "
+                    "parameter's shape; accepted is relative_to=None"
+                )
+            found[i] = dataclasses.replace(moment, reference=reference)
+        return found
 
-    def parts_in(self, field: str) -> dict[str, int]:
-        """The parts that are moments of a field, by the paths of their leaves.
+    @functools.cached_property
+    def error_parts(self) -> list[int | None]:
+        """Per parameter, the part that takes its rounding errors, if any.
 
         Raises:
-          ValueError: if a leaf has several.
+          ValueError: if a parameter has several such moments, or none has one. One that
+            is frozen needs none.
         """
-        found: dict[str, int] = {}
+        fields = [leaf.format and leaf.format.error_into for leaf in self.leaves]
+        if all(field is None for field in fields):
+            return [None] * len(fields)
+        found: dict[tuple[str | None, str], int] = {}
         for i, moment in self._moments.items():
-            if moment.field != field:
-                continue
-            if moment.leaf in found:
+            place = moment.field, moment.leaf
+            if moment.field in fields and place in found:
                 raise ValueError(
-                    f"lowbit: error_into is {field!r}, and params{moment.leaf} has "
-                    "several moments of this name"
+                    f"lowbit: error_into is {moment.field!r}, and params{moment.leaf} "
+                    "has several moments of this name"
                 )
-            found[moment.leaf] = i
-        return found
+            found[place] = i
+        existing = {field for field, _ in found}
+        for leaf, field in zip(self.leaves, fields, strict=True):
+            if field is not None and field not in existing and leaf.param.shape:
+                raise no_moment_for_errors(leaf.name, field)
+        places = zip(fields, [leaf.name for leaf in self.leaves], strict=True)
+        return [found.get(place) for place in places]
+
+    @property
+    def takes_errors(self) -> bool:
+        """Whether any parameter has such a part."""
+        return any(part is not None for part in self.error_parts)
 
     def encode(
         self,
@@ -118,31 +166,35 @@ class MomentPlan:
         """
         result = list(parts)
         # Only what is stored of a second moment is there when quotients are decoded.
-        for i, how in self._in_order():
-            if i in stored:
-                continue
-            seconds = []
-            if how.reference is not None:
-                seconds = [self._decoded(how.reference, result[how.reference])]
-            result[i] = _encode(how, parts[i], draws[how.leaf], *seconds)
+        for i, storage in self._in_order:
+            if i not in stored:
+                second = self._second(storage, result)
+                result[i] = storage.encode(parts[i], draws[storage.leaf], *second)
         return result
 
     def decode(self, parts: Sequence, wanted: Collection[int] | None = None) -> list:
-        """The parts with moments in float32.
-
-        Args:
-          parts: as they are stored.
-          wanted: which are decoded; all if None.
-        """
+        """Stored parts with moments in float32: those that are wanted, all if None."""
         result = list(parts)
-        for i, how in self._in_order():
+        for i, storage in self._in_order:
             if wanted is not None and i not in wanted:
                 continue
-            result[i] = self._decoded(i, parts[i])
-            if how.reference is not None:
-                second = self._decoded(how.reference, parts[how.reference])
+            result[i] = storage.decode(parts[i])
+            for second in self._second(storage, parts):
                 result[i] = layerwise(_product)(result[i], second)
         return result
+
+    @property
+    def _in_order(self) -> list[tuple[int, MomentStorage]]:
+        """The moments that have formats, those relative to others last."""
+        found = [(i, x) for i, x in enumerate(self.storage) if x is not None]
+        return sorted(found, key=lambda x: x[1].reference is not None)
+
+    def _second(self, storage: MomentStorage, stored: Sequence) -> list:
+        """The moment by whose root another one is divided, if it is."""
+        if storage.reference is None:
+            return []
+        part, second = stored[storage.reference], self.storage[storage.reference]
+        return [part if second is None else second.decode(part)]
 
     def structure(self, state) -> trees.PyTreeDef:
         """The structure of the parts of an inner state, which may be a stored one."""
@@ -150,20 +202,21 @@ class MomentPlan:
         return jax.tree.structure(state if self.choice.is_float32 else self.expected)
 
     def tree(self, structure: trees.PyTreeDef, parts: Sequence) -> typing.Any:
-        """The inner state of stored parts, in parallel trees.
-
-        Args:
-          structure: of the inner state, from :meth:`structure`.
-          parts: as they are stored.
-        """
+        """The inner state of stored parts, in parallel trees; see :meth:`structure`."""
         state = structure.unflatten(parts)
         if self.choice.is_float32:
             return state
         rest = iter(jax.tree.structure(self.expected).flatten_up_to(state))
-        return self._outer.unflatten(
-            _in_parallel_trees(x, rest) if isinstance(x, Slot) else next(rest)
-            for x in self._slots
-        )
+
+        def stored(leaf):
+            if not isinstance(leaf, Slot):
+                return next(rest)
+            treedef = jax.tree.structure(leaf.tree)
+            moments = list(itertools.islice(rest, treedef.num_leaves))
+            return in_parallel_trees(leaf.format, treedef, moments)
+
+        outer, leaves = self._slots
+        return outer.unflatten(map(stored, leaves))
 
     def parts(self, state) -> list:
         """The stored parts of an inner state, the inverse of :meth:`tree`.
@@ -175,25 +228,21 @@ class MomentPlan:
             self._check_float32(state)
             return jax.tree.leaves(state)
         parts: list = []
-        stored = self._outer.flatten_up_to(state)
-        for slot, part in zip(self._slots, stored, strict=True):
-            if isinstance(slot, Slot):
-                names, _, treedef = trees.named_leaves(slot.tree)
-                parts += leaf_by_leaf(names, treedef, part, slot.field)
+        outer, leaves = self._slots
+        for leaf, stored in zip(leaves, outer.flatten_up_to(state), strict=True):
+            if isinstance(leaf, Slot):
+                names, _, treedef = trees.named_leaves(leaf.tree)
+                parts += leaf_by_leaf(names, treedef, stored, leaf.field)
             else:
-                parts.append(part)
+                parts.append(stored)
         for i, moment in self._moments.items():
-            want = self._shapes[i]
-            if moment.format is not None:
-                want = _encoded_shape(moment.format, want.shape)
-            elif moment.container is not None:
-                want = moment.container(want, None)
-            if trees.describe(parts[i]) != trees.describe(want):
+            want = trees.describe(moment.in_the_state())
+            if trees.describe(parts[i]) != want:
                 raise ValueError(
                     f"moment {moment.field!r} of params{moment.leaf} is "
                     f"{trees.describe(parts[i])}, but {moment.format or 'no format'} "
-                    f"stores {trees.describe(want)}: was this state made by a "
-                    "transformation with other moments?"
+                    f"stores {want}: was this state made by a transformation with "
+                    "other moments?"
                 )
         is_uncoded = lambda x: isinstance(x, _CONTAINERS) and x.scales is None
         return [x.codes if is_uncoded(x) else x for x in parts]
@@ -203,21 +252,15 @@ class MomentPlan:
         # moments are recognised by their dtype alone.
         is_container = lambda x: isinstance(x, _CONTAINERS)
 
-        def flatten(tree):
-            tree = jax.tree.map(
-                lambda x: (
-                    jax.tree.map(type(x), x.codes, x.scales) if is_container(x) else x
-                ),
-                tree,
-                is_leaf=is_container,
-            )
-            return jax.tree_util.tree_flatten_with_path(tree, is_container)
+        def paired(x):
+            return jax.tree.map(type(x), x.codes, x.scales) if is_container(x) else x
 
-        stored, structure = flatten(state)
-        wanted, expected = flatten(self.expected)
+        state = jax.tree.map(paired, state, is_leaf=is_container)
+        stored, structure = jax.tree.flatten(state, is_container)
+        wanted, expected = jax.tree_util.tree_flatten_with_path(self.expected)
         if structure != expected:
             return  # the inner transformation reports it, if it minds
-        for (path, part), (_, want) in zip(stored, wanted, strict=True):
+        for part, (path, want) in zip(stored, wanted, strict=True):
             is_float32 = getattr(want, "dtype", None) == jnp.float32
             if is_float32 and trees.describe(part) != trees.describe(want):
                 raise ValueError(
@@ -226,96 +269,43 @@ class MomentPlan:
                     "this state made by a transformation with other moments?"
                 )
 
-    def _decoded(self, number: int, part):
-        """A moment, or its quotient by a root, in float32."""
-        how = self.storage[number]
-        if how is None:
-            return part
-        decode = functools.partial(_decode, how.format, self._shapes[number].shape)
-        return layerwise(decode)(part)
-
     @functools.cached_property
-    def _shapes(self) -> list[jax.ShapeDtypeStruct]:
-        return jax.tree.leaves(self.expected)
-
-    def _in_order(self) -> list[tuple[int, MomentStorage]]:
-        """The moments that have formats, those relative to others last."""
-        found = [(i, x) for i, x in enumerate(self.storage) if x is not None]
-        return sorted(found, key=lambda x: x[1].reference is not None)
+    def _slots(self) -> tuple[trees.PyTreeDef, list]:
+        return find_slots(self.inner, self.choice, self.expected)
 
     @functools.cached_property
     def _moments(self) -> dict[int, MomentStorage]:
         """The moments by their parts' numbers, without their references."""
-        params = dict(zip(self.names, self.params, strict=True))
+        params = {leaf.name: leaf.param for leaf in self.leaves}
         numbers: collections.Counter = collections.Counter()
-        found, part = {}, 0
-        for slot in self._slots:
-            tree = slot.tree if isinstance(slot, Slot) else slot
-            for path, like in jax.tree_util.tree_flatten_with_path(tree)[0]:
-                name = jax.tree_util.keystr(path)
+        found, part = {}, itertools.count()
+        for slot in self._slots[1]:
+            if not isinstance(slot, Slot):
+                next(part)
+                continue
+            for path, like in jax.tree_util.tree_flatten_with_path(slot.tree)[0]:
+                i, name = next(part), jax.tree_util.keystr(path)
                 param = params.get(name)
-                is_moment = isinstance(slot, Slot) and like.dtype == jnp.float32
-                if is_moment and param is not None and param.shape == like.shape:
-                    format_ = slot.format and slot.format.for_leaf(
-                        like.shape, self.min_size
-                    )
-                    if isinstance(format_, BlockMomentFormat):
-                        check_shards(name, param, format_.bits, format_.block_size)
-                    container = slot.format and slot.format.container
-                    found[part] = MomentStorage(
-                        name, slot.field, slot.state, format_, container, numbers[name]
-                    )
-                    numbers[name] += format_ is not None
-                part += 1
+                if like.dtype != jnp.float32 or param is None:
+                    continue
+                if param.shape != like.shape:
+                    continue
+                format_ = slot.format
+                if format_ is not None:
+                    format_ = format_.for_leaf(like.shape, self.min_size)
+                if isinstance(format_, BlockMomentFormat):
+                    check_shards(name, param, format_.bits, format_.block_size)
+                found[i] = MomentStorage(name, like.shape, slot, format_, numbers[name])
+                numbers[name] += format_ is not None
         return found
-
-    @functools.cached_property
-    def _outer_and_slots(self) -> tuple[trees.PyTreeDef, list]:
-        state = with_slots(self.inner, self.choice, self.expected)
-        slots, outer = jax.tree.flatten(state)
-        return outer, slots
-
-    @property
-    def _outer(self) -> trees.PyTreeDef:
-        return self._outer_and_slots[0]
-
-    @property
-    def _slots(self) -> list:
-        """The leaves of the state in which a Slot is in place of a tree of moments."""
-        return self._outer_and_slots[1]
-
-
-def _with_reference(
-    moment: MomentStorage | None, numbers: Mapping[tuple[str, str, str], int]
-) -> MomentStorage | None:
-    """How a part is stored, with the number of that which it is relative to."""
-    if moment is None or moment.format is None:
-        return None
-    field = moment.format.reference
-    if field is None:
-        return moment
-    number = numbers.get((moment.state, field, moment.leaf))
-    if number is None:
-        raise ValueError(
-            f"lowbit: moment {moment.field!r} of params{moment.leaf} is to be "
-            f"stored relative to {field!r}, which is no float32 array of the "
-            "parameter's shape; accepted is relative_to=None"
-        )
-    return dataclasses.replace(moment, reference=number)
 
 
 def in_parallel_trees(format_: MomentFormat | None, treedef, parts: Sequence):
     """The moments of one field as the state keeps them.
 
-    Args:
-      format_: their moment format; None for float32.
-      treedef: the structure of the field's tree.
-      parts: per leaf, the result of the format's ``encode``, or the uncoded array of a
-        leaf that the format leaves alone.
-
-    Returns:
-      One tree; or, if the format stores a moment as several arrays, a container of
-      trees, in which ``scales`` is None at the uncoded leaves.
+    Each part is what the format's ``encode`` returns, or an uncoded array. If the
+    format stores a moment as several arrays, the result is a container of trees, in
+    which ``scales`` is None at the uncoded leaves.
     """
     if format_ is None or format_.container is None:
         return treedef.unflatten(parts)
@@ -328,13 +318,7 @@ def in_parallel_trees(format_: MomentFormat | None, treedef, parts: Sequence):
 
 
 def leaf_by_leaf(names: Sequence[str], treedef, stored, what: str) -> list:
-    """The inverse of :func:`in_parallel_trees`, with uncoded arrays in containers.
-
-    Args:
-      names, treedef: of the leaves of the field's tree.
-      stored: as the state keeps it.
-      what: the field, for errors.
-    """
+    """The inverse of :func:`in_parallel_trees`, with uncoded arrays in containers."""
     if not isinstance(stored, _CONTAINERS):
         return trees.parts_of(names, treedef, stored, what)
     codes = trees.parts_of(names, treedef, stored.codes, "codes")
@@ -342,19 +326,18 @@ def leaf_by_leaf(names: Sequence[str], treedef, stored, what: str) -> list:
     return list(map(type(stored), codes, scales))
 
 
-def _in_parallel_trees(slot: Slot, parts: Iterator):
-    treedef = jax.tree.structure(slot.tree)
-    own = list(itertools.islice(parts, treedef.num_leaves))
-    return in_parallel_trees(slot.format, treedef, own)
-
-
-def _encode(how: MomentStorage, moment: jax.Array, draws: Draws, *second: jax.Array):
-    encode = functools.partial(_encode_moment, how.format, how.number, draws)
-    return layerwise(encode)(moment, *second)
+def no_moment_for_errors(name: str, field: str) -> ValueError:
+    """The error of a leaf that has no moment to take its rounding errors."""
+    return ValueError(
+        f"lowbit: error_into is {field!r}, but the inner transformation has no float32 "
+        f"moment of that name for params{name}; accepted is the field of its momentum, "
+        "such as 'mu' of optax.adamw or 'trace' of optax.sgd(..., momentum=0.9), or "
+        "error_into=None"
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _encode_moment(format_: MomentFormat, number: int, draws: Draws, moment, *second):
+def _encode(format_: MomentFormat, number: int, draws: Draws, moment, *second):
     if second:
         moment = quotient(moment, *second)
     return format_.encode(moment, draws, number)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from lowbit_optax.formats import quantized_tensor as tensors
+from lowbit_optax.formats.quantized_tensor import check_parts, is_quantized
 
 PyTree = typing.Any
 PyTreeDef = typing.Any
@@ -34,10 +34,7 @@ def parts_of(
 ) -> list:
     """The parts of ``tree`` that are in the places of the parameters' leaves.
 
-    Args:
-      names, treedef: of the parameters, from :func:`named_leaves`.
-      tree: of the same structure; each part may be anything, including None.
-      what: the tree's name, for the error.
+    A part may be anything, including None. ``what`` names the tree.
 
     Raises:
       ValueError: naming the first leaf at which the structures differ.
@@ -79,16 +76,6 @@ def is_float(leaf) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def is_quantized(leaf) -> bool:
-    """Whether a leaf is a weight that has to be dequantised to be read."""
-    return tensors.is_quantized(leaf)
-
-
-def check_quantized(leaf) -> None:
-    """Raise unless the parts of a quantised weight belong together."""
-    tensors.check_parts(leaf)
-
-
 def describe(x) -> str:
     """The dtypes and shapes of an array or of a NamedTuple of arrays, for errors.
 
@@ -105,6 +92,12 @@ def describe(x) -> str:
     if dtype is None or shape is None:
         return f"a {type(x).__name__}"
     return f"{dtype}{list(shape)}"
+
+
+def check_quantized(name: str, leaf) -> None:
+    """Raise a ValueError unless the parts of a quantised weight belong together."""
+    with naming(name):
+        check_parts(leaf)
 
 
 @contextlib.contextmanager

@@ -99,7 +99,7 @@ def guarded(
     """
     stepper = stepper_of(tx)
     if isinstance(stepper, Lowbit):
-        return stepper.guarded(params, state, grads, guard, landing, extra_args)
+        return stepper.run(params, state, grads, landing, extra_args, guard)
     # Any other runs even if skipped, and its results are not chosen.
     grads = guard.unscaled(grads)
     if landing.is_direct:

@@ -13,10 +13,10 @@ import optax
 from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._step import trees
+from lowbit_optax._step.stepper import is_direct
 from lowbit_optax.formats import quantized_tensor
 from lowbit_optax.reports import bars
 from lowbit_optax.states.state_leaves import KeyPath, StateLeaf, state_leaves
-from lowbit_optax.transformations.direct import is_direct
 
 _PARTS = ("params", "residual", "moments", "accumulators", "other")
 

@@ -308,8 +308,7 @@ def _shape(name: str, leaf, kind):
             f"{list(kind.shape)} there"
         )
     if trees.is_quantized(kind):
-        with trees.naming(name):
-            trees.check_quantized(kind)
+        trees.check_quantized(name, kind)
         return trees.abstract(kind)
     try:
         given = getattr(kind, "dtype", None) if is_array else kind

@@ -17,7 +17,6 @@ from lowbit_optax._numerics.rounding import to_float32
 from lowbit_optax._step import trees
 from lowbit_optax._step.moments import MomentPlan
 from lowbit_optax._step.state import LowbitState
-from lowbit_optax._step.step import stored_leaves
 from lowbit_optax.formats.base import MomentFormat, WeightFormat
 from lowbit_optax.formats.leaves import join_leaf
 from lowbit_optax.states.recorded import Recorded, is_recorded, recorded_state
@@ -135,9 +134,7 @@ def _decoded(node: Recorded, where: str, state, by_name):
             "there: was it made by another transformation?"
         )
     params = [leaf.param for leaf in node.leaves("from_tx", by_name)]
-    leaves = stored_leaves(
-        node.config, node.names, params, node.treedef, state.residual
-    )
+    leaves = node.config.stored_leaves(node.names, params, node.treedef, state.residual)
     plan = node.plan(leaves)
     expected, treedef = jax.tree_util.tree_flatten_with_path(plan.expected)
     stored = plan.parts(state.inner_state)

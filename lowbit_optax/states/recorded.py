@@ -15,9 +15,8 @@ import optax
 
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.engine import Lowbit
-from lowbit_optax._step.leaf import StoredLeaf, format_of
+from lowbit_optax._step.leaf import StoredLeaf
 from lowbit_optax._step.moments import MomentPlan
-from lowbit_optax._step.step import plan_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,17 +55,11 @@ class Recorded:
                 f"{what} hands params{unknown[0]} to lowbit, which params do not have; "
                 "accepted are wrappers that keep the structure of params"
             )
-        config, params = self.config, [by_name[name] for name in self.names]
-        return [
-            StoredLeaf(
-                name, param, format_of(config.weights, config.min_size, name, param)
-            )
-            for name, param in zip(self.names, params, strict=True)
-        ]
+        return self.config.leaves(self.names, [by_name[name] for name in self.names])
 
     def plan(self, leaves: list[StoredLeaf]) -> MomentPlan:
         """How the state of the inner transformation is stored."""
-        return plan_of(self.config, leaves, self.treedef)
+        return self.config.plan_of(leaves, self.treedef)
 
 
 jax.tree_util.register_pytree_node(

@@ -79,14 +79,13 @@ def ema_of_params(
     >>> round(float(moved), 5)  # 1e-4 of 0.5; bfloat16 stays at 1
     5e-05
     """
+    accepted = (
+        f"ema_of_params: decay is {decay!r}; accepted are numbers from 0 to below 1"
+    )
     if isinstance(decay, bool) or not isinstance(decay, (int, float)):
-        raise TypeError(
-            f"ema_of_params: decay is {decay!r}; accepted are numbers from 0 to below 1"
-        )
+        raise TypeError(accepted)
     if not 0 <= decay < 1:
-        raise ValueError(
-            f"ema_of_params: decay is {decay}; accepted are numbers from 0 to below 1"
-        )
+        raise ValueError(accepted)
     if weights is None:
         weights = extra_bits(8, sum_rounding="stochastic")
     return lowbit(

@@ -15,10 +15,9 @@ from lowbit_optax._numerics.landing import REPLACE, apply_leaf
 from lowbit_optax._step import context
 from lowbit_optax._step.engine import Lowbit
 from lowbit_optax._step.moment_slots import MomentChoice, Moments
-from lowbit_optax._step.stepper import stepper_of
+from lowbit_optax._step.stepper import new_params_by, stepper_of
 from lowbit_optax.formats import extra_bits
 from lowbit_optax.formats.base import WeightFormat
-from lowbit_optax.transformations.direct import new_params_by
 from pallas_kernels.platforms import Implementation, check_implementation
 
 
@@ -108,15 +107,8 @@ def lowbit(
     min_size = 4096 if min_size is None else min_size
     check_static_int("lowbit", "seed", seed, 0, 2**32 - 1)
     check_static_int("lowbit", "min_size", min_size, 0)
-    config = Lowbit(
-        inner,
-        weights,
-        MomentChoice.of(moments),
-        seed,
-        min_size,
-        implementation,
-    )
-    return config.transformation
+    choice = MomentChoice.of(moments)
+    return Lowbit(inner, weights, choice, seed, min_size, implementation).transformation
 
 
 def step(

@@ -55,6 +55,12 @@ def trained(
     return params, state
 
 
+def apply_any(tx, params, state, grads):
+    """A step by ``update``, whose updates are added to float8 parameters too."""
+    updates, state = tx.update(grads, state, params)
+    return lowbit_optax.apply_updates(params, updates), state
+
+
 def both(params, series, others="pallas", **options):
     """Parameters and state by kernels, and by XLA."""
     return [trained(name, params, series, **options) for name in (others, "xla")]

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from exact_steps import MOMENTUM, dyadic_series, normal, trained
 from jax.sharding import AxisType
 from optimizers import (
     ALL_FORMATS,
@@ -18,17 +19,15 @@ from optimizers import (
     apply,
     assert_same_bits,
     bits,
-    initial,
     weights_only,
 )
 
 import lowbit_optax
-from lowbit_optax import block_quantized, extra_bits, kahan, lowbit
+from lowbit_optax import block_quantized, extra_bits, kahan
 from pallas_kernels.fused_update import blocked
 
 pytestmark = pytest.mark.standard_promotion
 
-MOMENTUM = optax.sgd(0.25, momentum=0.5)
 ONE_DEVICE = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
 SHAPES = {
     "ragged": (131, 40),
@@ -53,25 +52,13 @@ def real_blocks():
     """Blocks as they are."""
 
 
-def numbers(shape, seed, dtype):
-    """Numbers of few bits, whose sums in float32 are exact."""
-    drawn = np.random.default_rng(seed).integers(-(2**7), 2**7, shape)
-    return jnp.asarray(drawn / 2**8, jnp.float32).astype(dtype)
-
-
-def stepped(implementation, shape, advance=lowbit_optax.step, steps=2, **options):
-    """Parameters and state after jitted steps on one device."""
-    chosen = {"weights": extra_bits(16), "moments": "float32", "min_size": 0}
-    options = {"inner": MOMENTUM, **chosen, **options}
-    tx = lowbit(implementation=implementation, **options)
-    params = {"w": numbers(shape, 0, jnp.bfloat16), "b": numbers((9,), 1, jnp.bfloat16)}
+def stepped(implementation, shape, advance=lowbit_optax.step, **options):
+    """Parameters and state after steps on one device."""
+    params = {"w": normal(shape), "b": normal((9,), seed=1)}
+    series = dyadic_series(params, 2, bits=8)
+    options = {"advance": advance, "min_size": 0} | options
     with jax.set_mesh(ONE_DEVICE):
-        state = initial(tx, params)
-        run = jax.jit(functools.partial(advance, tx))
-        for seed in range(steps):
-            grads = {k: numbers(x.shape, seed, jnp.float32) for k, x in params.items()}
-            params, state = run(params, state, grads)
-    return params, state
+        return trained(implementation, params, series, **options)
 
 
 def both(*args, **options):
@@ -93,18 +80,16 @@ def test_any_shape_has_the_bits_of_the_whole_leaf(shape, weights):
 
 
 @pytest.mark.parametrize("weights", ALL_FORMATS.values(), ids=ALL_FORMATS)
-def test_any_weight_format_has_the_bits_of_the_whole_leaf(weights):
-    assert_same_bits(*both((131, 40), weights=weights, moments=BFLOAT16_MOMENTS))
+@pytest.mark.parametrize("advance", [lowbit_optax.step, apply], ids=["step", "update"])
+def test_any_weight_format_has_the_bits_of_the_whole_leaf(weights, advance):
+    options = dict(weights=weights, moments=BFLOAT16_MOMENTS)
+    assert_same_bits(*both((131, 40), advance, **options))
 
 
 @pytest.mark.parametrize("bits_", [4, 8])
 @pytest.mark.parametrize("shape", [(136, 40), (5, 64, 24), (5000,)])
 def test_scales_of_blocks_are_the_same(shape, bits_):
     assert_same_bits(*both(shape, moments=block_quantized(bits_)))
-
-
-def test_updates_are_the_same():
-    assert_same_bits(*both((131, 40), advance=apply))
 
 
 def test_a_skipped_step_writes_nothing():
@@ -115,8 +100,8 @@ def test_a_skipped_step_writes_nothing():
         after = lowbit_optax.step(tx, params, state, bad)
         return lowbit_optax.step(tx, *after, grads)
 
-    params, state = stepped(None, (131, 40), advance, inner=inner)
-    assert_same_bits((params, state), stepped("xla", (131, 40), advance, inner=inner))
+    (params, state), want = both((131, 40), advance, inner=inner)
+    assert_same_bits((params, state), want)
     assert bool(jnp.isfinite(params["w"]).all())
 
 
@@ -141,7 +126,7 @@ def test_derivatives_are_the_same():
     # By the learning rate, a scalar of the update, and by the gradients.
     def loss(rate, factor, name):
         tx = weights_only(optax.sgd(rate, momentum=0.5), None, implementation=name)
-        params = {"w": numbers((131, 40), 0, jnp.float32)}
+        params = {"w": normal((131, 40), jnp.float32)}
         state = tx.init(params)
         for _ in range(2):
             grads = jax.tree.map(lambda x: factor * x, params)

@@ -12,7 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from exact_steps import MOMENTUM, QUICK, both, dyadic_series, normal, trained
+from exact_steps import (
+    MOMENTUM,
+    QUICK,
+    apply_any,
+    both,
+    dyadic_series,
+    normal,
+    trained,
+)
 from optimizers import (
     ALL_FORMATS,
     BFLOAT16_MOMENTS,
@@ -55,41 +63,33 @@ def test_every_weight_format_has_the_same_bits(weights, advance):
 
 
 # An odd width takes longer to compile: its period is 32 rows.
-@pytest.mark.parametrize("weights", [extra_bits(5), extra_bits(12)])
-def test_other_widths_have_the_same_bits(weights):
-    params = {"kernel": model()["kernel"]}
-    assert_same_bits(*both(params, dyadic_series(params, 2), weights=weights))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "weights"),
-    [
-        (jnp.float16, extra_bits(12)),
-        (jnp.float8_e4m3fn, extra_bits(8)),
-        (jnp.float8_e5m2, extra_bits(16, rounding="toward_zero")),
-        (jnp.float8_e5m2, stochastic_rounding()),
-        (jnp.float16, kahan()),
-    ],
-)
-def test_every_narrow_dtype_has_the_same_bits(dtype, weights):
-    params = model(dtype)
-    assert_same_bits(*both(params, dyadic_series(params, 2), weights=weights))
-
-
+WIDTHS = {f"{n}_bits": ("bfloat16", {"weights": extra_bits(n)}) for n in (5, 12)}
+DTYPES = {
+    "float16_bits": ("float16", {"weights": extra_bits(12)}),
+    "float16_kahan": ("float16", {"weights": kahan()}),
+    "e4m3fn_bits": ("float8_e4m3fn", {"weights": extra_bits(8)}),
+    "e5m2_bits": (
+        "float8_e5m2", {"weights": extra_bits(16, rounding="toward_zero")}
+    ),
+    "e5m2_stochastic": ("float8_e5m2", {"weights": stochastic_rounding()}),
+}  # fmt: skip
 MOMENTS = {
-    "bfloat16": BFLOAT16_MOMENTS,
-    "bfloat16_nearest": cast(jnp.bfloat16, rounding="nearest"),
-    "float16": cast(jnp.float16),
-    "float8": cast(jnp.float8_e5m2),
-    "by_field": {"trace": BFLOAT16_MOMENTS},
+    f"{name}_moments": ("bfloat16", {"weights": kahan(), "moments": moments})
+    for name, moments in {
+        "bfloat16": BFLOAT16_MOMENTS,
+        "bfloat16_nearest": cast(jnp.bfloat16, rounding="nearest"),
+        "float16": cast(jnp.float16),
+        "float8": cast(jnp.float8_e5m2),
+        "by_field": {"trace": BFLOAT16_MOMENTS},
+    }.items()
 }
+OTHERS = WIDTHS | DTYPES | MOMENTS
 
 
-@pytest.mark.parametrize("moments", MOMENTS.values(), ids=MOMENTS)
-def test_every_moment_format_has_the_same_bits(moments):
-    params = model()
-    series = dyadic_series(params, 2)
-    assert_same_bits(*both(params, series, weights=kahan(), moments=moments))
+@pytest.mark.parametrize(("dtype", "options"), OTHERS.values(), ids=OTHERS)
+def test_widths_dtypes_and_moment_formats_have_the_same_bits(dtype, options):
+    params = model(dtype)
+    assert_same_bits(*both(params, dyadic_series(params, 2), **options))
 
 
 QUANTIZED = {
@@ -162,29 +162,16 @@ MIXED = {
 }
 
 
-def lowbit_apply(tx, params, state, grads):
-    """``apply`` for float8 too."""
-    updates, state = tx.update(grads, state, params)
-    return lowbit_optax.apply_updates(params, updates), state
-
-
 @pytest.mark.slow_to_compile
 @pytest.mark.parametrize(
     ("weights", "advance"),
-    [(extra_bits(8), lowbit_optax.step), (kahan(), lowbit_apply)],
+    [(extra_bits(8), lowbit_optax.step), (kahan(), apply_any)],
     ids=["bits_step", "kahan_update"],
 )
 def test_trees_of_many_kinds_of_leaves_have_the_same_bits(weights, advance):
-    assert_same_bits(
-        *both(
-            MIXED,
-            dyadic_series(MIXED, 3),
-            weights=weights,
-            moments=BFLOAT16_MOMENTS,
-            min_size=0,
-            advance=advance,
-        )
-    )
+    options = dict(weights=weights, moments=BFLOAT16_MOMENTS, min_size=0)
+    series = dyadic_series(MIXED, 3)
+    assert_same_bits(*both(MIXED, series, advance=advance, **options))
 
 
 def test_leaves_of_integers_pass_through_beside_kernels():

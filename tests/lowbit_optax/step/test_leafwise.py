@@ -241,7 +241,7 @@ def run_small(function, *arrays):
     program, scalars, graph = program_from(function, *arrays)
     known = dict(zip(graph.inputs, arrays, strict=True))
     table = leaf_program.encode_scalars(evaluate(scalars.nodes, known) or [0])
-    rows = [x for x in arrays if x.ndim]
+    rows = [x for x in arrays if jnp.ndim(x)]
     return program.run(rows, table, lambda a, b, c: a * b + c)
 
 
@@ -275,15 +275,6 @@ def corrected(mean, square, weight, first, second):
     return weight - 0.1 * (quotient + 0.01 * weight)
 
 
-def test_corrections_of_averages_become_one_scalar_factor():
-    arrays = (ROW, ROW + 1, ROW - 5, jnp.float32(0.3), jnp.float32(0.2))
-    program, _, _ = program_from(corrected, *arrays)
-    added = ["sqrt", "add", "div", "multiply_add", "mul", "sub"]
-    assert names(program) == added
-    (got,) = run_small(corrected, *arrays)
-    np.testing.assert_allclose(got, corrected(*arrays), rtol=1e-6)
-
-
 def of_factors(mean, square, weight, first, second):
     return mean * first / jnp.sqrt(square * second) + 0.5 * weight
 
@@ -293,14 +284,49 @@ def with_its_root(mean, square, first, second):
     return [mean / first / root, root]
 
 
-def test_other_quotients_are_left_as_they_are():
-    scalars = jnp.float32(0.3), jnp.float32(0.2)
-    # A factor may be 0, by which the weight's share could not be divided.
-    program, _, _ = program_from(of_factors, ROW, ROW, ROW, *scalars)
-    assert names(program) == ["mul", "mul", "sqrt", "div", "multiply_add"]
-    # What others read has to be computed anyway.
-    program, _, _ = program_from(with_its_root, ROW, ROW, *scalars)
-    assert names(program) == ["mul", "sqrt", "mul", "div"]
+def with_the_product(a, b):
+    product = a * b
+    return [product + b, product]
+
+
+def quotient_of_integers(x, n):
+    return jax.lax.div(x, jnp.full_like(x, n))
+
+
+CORRECTIONS = jnp.float32(0.3), jnp.float32(0.2)
+OPERATIONS = {
+    "corrections of averages are one scalar factor": (
+        (corrected, ROW, ROW + 1, ROW - 5, *CORRECTIONS),
+        ["sqrt", "add", "div", "multiply_add", "mul", "sub"],
+    ),
+    "a factor may be 0, by which the weight's share could not be divided": (
+        (of_factors, ROW, ROW, ROW, *CORRECTIONS),
+        ["mul", "mul", "sqrt", "div", "multiply_add"],
+    ),
+    "what others read has to be computed anyway": (
+        (with_its_root, ROW, ROW, *CORRECTIONS),
+        ["mul", "sqrt", "mul", "div"],
+    ),
+    "a product in a sum": ((lambda a, b, c: a * b + c, *[ROW] * 3), ["multiply_add"]),
+    "a product that others read": ((with_the_product, ROW, ROW), ["mul", "add"]),
+    "a narrow product": (
+        (lambda a, b: a * b + b, *[ROW.astype(jnp.bfloat16)] * 2),
+        ["mul", "add"],
+    ),
+    "a quotient by a float scalar": ((lambda x, s: x / s, ROW, 4.0), ["mul"]),
+    "a quotient of arrays": ((lambda x, y: x / y, ROW, ROW), ["div"]),
+    "a quotient of integers": ((quotient_of_integers, jnp.arange(8), 3), ["div"]),
+    "a sum over the leaf is a scalar": ((lambda x: x * jnp.sum(x), ROW), ["mul"]),
+}
+
+
+@pytest.mark.parametrize(("update", "operations"), OPERATIONS.values(), ids=OPERATIONS)
+def test_a_program_has_as_few_operations_as_it_may(update, operations):
+    function, *arrays = update
+    program, _, _ = program_from(function, *arrays)
+    assert names(program) == operations
+    got, want = run_small(function, *arrays), jax.tree.leaves(function(*arrays))
+    chex.assert_trees_all_close(got, want, rtol=1e-6)
 
 
 def test_a_constant_factor_of_an_input_can_be_taken_out():
@@ -329,29 +355,6 @@ def test_a_constant_factor_of_an_input_can_be_taken_out():
 def test_other_factors_of_an_input_stay(function):
     program, _, _ = program_from(function, ROW, ROW)
     assert program.without_factor(0) is None
-
-
-def test_a_product_in_a_sum_is_one_operation_if_nothing_else_uses_it():
-    fused, _, _ = program_from(lambda a, b, c: a * b + c, ROW, ROW, ROW)
-    assert names(fused) == [elementwise.MULTIPLY_ADD]
-    shared = lambda a, b: (lambda product: [product + b, product])(a * b)
-    kept, _, _ = program_from(shared, ROW, ROW)
-    assert names(kept) == ["mul", "add"]
-    narrow, _, _ = program_from(lambda a, b: a * b + b, *[ROW.astype(jnp.bfloat16)] * 2)
-    assert names(narrow) == ["mul", "add"]
-
-
-def test_a_quotient_by_a_float_scalar_is_a_product_by_its_inverse():
-    program, scalars, graph = program_from(lambda x, s: x / s, ROW, 4.0)
-    assert names(program) == ["mul"]
-    known = dict(zip(graph.inputs, [ROW, jnp.float32(4)], strict=True))
-    assert evaluate(scalars.nodes, known) == [0.25]
-    program, _, _ = program_from(lambda x, y: x / y, ROW, ROW)
-    assert names(program) == ["div"]
-    program, _, _ = program_from(
-        lambda x, n: jax.lax.div(x, jnp.full_like(x, n)), jnp.arange(8), 3
-    )
-    assert names(program) == ["div"]
 
 
 def test_constants_are_part_of_a_program_and_other_arrays_are_refused():
@@ -385,12 +388,6 @@ NOT_ELEMENTWISE = {
 def test_the_reason_names_the_operation_and_its_shapes(function, match):
     with pytest.raises(NotElementwise, match=match):
         program_from(function, ROW)
-
-
-def test_sums_over_the_leaf_are_scalars():
-    program, scalars, graph = program_from(lambda x: x * jnp.sum(x), ROW)
-    assert names(program) == ["mul"]
-    assert evaluate(scalars.nodes, {graph.inputs[0]: ROW}) == [36.0]
 
 
 # Scalars.

@@ -16,6 +16,9 @@ from optimizers import (
     Optimizer,
     apply,
     assert_same_bits,
+    initial,
+    jitted,
+    train,
 )
 
 import lowbit_optax
@@ -76,24 +79,16 @@ def _placed(tx, params, sharding):
     return jax.jit(tx.init, out_shardings=shardings)(params)
 
 
-def _two_steps(tx, params, state, grads, advance):
-    for grad in grads:
-        params, state = advance(params, state, grad)
-    return params, state
+def _trained(tx, params, grads):
+    return train(tx, params, initial(tx, params), grads, lowbit_optax.step)
 
 
 @functools.cache
 def _on_one_device(tx):
-    params, grads = _arrays(512, 512)
-    advance = jax.jit(functools.partial(lowbit_optax.step, tx))
-    return _two_steps(tx, params, jax.jit(tx.init)(params), grads, advance)
+    return _trained(tx, *_arrays(512, 512))
 
 
 _MADE = {name: optimizer() for name, optimizer in SHARDED.items()}
-
-
-def _compiled(function, tx, *arguments):
-    return jax.jit(functools.partial(function, tx)).lower(*arguments).compile()
 
 
 def _without_communication(tx, sharding, params, grads, advance=lowbit_optax.step):
@@ -101,9 +96,11 @@ def _without_communication(tx, sharding, params, grads, advance=lowbit_optax.ste
     with jax.set_mesh(sharding.mesh):
         state = _placed(tx, params, sharding)
         params, grads = jax.device_put((params, grads), sharding)
-        advance = _compiled(advance, tx, params, state, grads[0])
-        assert not collectives(advance)
-        return _two_steps(tx, params, state, grads, advance)
+        step = jitted(tx, advance).lower(params, state, grads[0]).compile()
+        assert not collectives(step)
+        for grad in grads:
+            params, state = step(params, state, grad)
+    return params, state
 
 
 def _assert_placed(tree, sharding):
@@ -148,7 +145,7 @@ def test_eager_init_places_the_state_as_its_parameter(name, axis_type):
     with jax.set_mesh(mesh):
         state = tx.init(jax.device_put(params, sharding))
     _assert_placed(state, sharding)
-    assert_same_bits(state, jax.jit(tx.init)(params))
+    assert_same_bits(state, initial(tx, params))
 
 
 @AXES
@@ -182,11 +179,9 @@ def test_other_ranks_and_meshes(placed, axis_type):
     mesh = jax.make_mesh(devices, axes, axis_types=(axis_type,) * len(axes))
     sharding = jax.NamedSharding(mesh, spec)
     params, grads = _arrays(*shape)
-    step = jax.jit(functools.partial(lowbit_optax.step, tx))
-    want = _two_steps(tx, params, jax.jit(tx.init)(params), grads, step)
     got = _without_communication(tx, sharding, params, grads)
     _assert_placed(got, sharding)
-    assert_same_bits(got, want)
+    assert_same_bits(got, _trained(tx, params, grads))
 
 
 @pytest.mark.parametrize("name", ["extra_bits_adamw_8", "sr_adamw"])
@@ -196,11 +191,8 @@ def test_shards_that_are_no_whole_words_give_the_same_numbers(name):
     mesh = _mesh(AxisType.Auto)
     sharding = jax.NamedSharding(mesh, jax.P("x"))
     params, grads = _arrays(400, 16)
-    step = jax.jit(functools.partial(lowbit_optax.step, tx))
-    want = _two_steps(tx, params, jax.jit(tx.init)(params), grads, step)
-    params, grads = jax.device_put((params, grads), sharding)
-    got = _two_steps(tx, params, jax.jit(tx.init)(params), grads, step)
-    assert_same_bits(got, want)
+    want = _trained(tx, params, grads)
+    assert_same_bits(_trained(tx, *jax.device_put((params, grads), sharding)), want)
 
 
 CUT = {
@@ -219,7 +211,7 @@ def test_cut_words_and_blocks_on_explicit_axes_are_an_error_that_names_the_leaf(
     tx = lowbit_optax.lowbit_adamw(0.01, min_size=0)
     mesh = _mesh(AxisType.Explicit)
     params, grads = _arrays(*shape)
-    state = jax.jit(tx.init)({"a": params})
+    state = initial(tx, {"a": params})
     with jax.set_mesh(mesh):
         params = jax.device_put(params, jax.NamedSharding(mesh, spec))
         with pytest.raises(ValueError, match=rf"params\['a'\], \w+\[.*{message}"):
@@ -240,8 +232,7 @@ def test_without_a_mesh_in_context_shardings_carry_over_too():
     params, grads = jax.device_put((params, grads), sharding)
     state = tx.init(params)
     _assert_placed(state, sharding)
-    step = jax.jit(functools.partial(lowbit_optax.step, tx))
-    got = _two_steps(tx, params, state, grads, step)
+    got = train(tx, params, state, grads, lowbit_optax.step)
     _assert_placed(got, sharding)
     assert_same_bits(got, _on_one_device(tx))
 
@@ -256,8 +247,7 @@ def test_master_weights_and_reports_of_sharded_training(axis_type):
     with jax.set_mesh(mesh):
         state = _placed(tx, params, sharding)
         params, grads = jax.device_put((params, grads), sharding)
-        step = jax.jit(functools.partial(lowbit_optax.step, tx))
-        got = _two_steps(tx, params, state, grads, step)
+        got = train(tx, params, state, grads, lowbit_optax.step)
         masters = jax.jit(lowbit_optax.master_weights).lower(*got).compile()
         assert not collectives(masters)
         masters = masters(*got)

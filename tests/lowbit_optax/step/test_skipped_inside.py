@@ -11,7 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizers import ALL_FORMATS, apply, assert_same_bits, initial
+from optimizers import (
+    ALL_FORMATS,
+    apply,
+    assert_same_bits,
+    initial,
+    jitted,
+    train,
+)
 
 import lowbit_optax
 from lowbit_optax import block_quantized, cast, lowbit
@@ -47,17 +54,19 @@ def grads_of(params, seed, value=None):
     return grads
 
 
-def trained(tx, advance, steps=3):
+def trained(tx, advance=lowbit_optax.step):
     """The step, jitted, and parameters and state after some good steps."""
     params = params_of()
-    state = initial(tx, params)
-    step = jax.jit(functools.partial(advance, tx))
-    for i in range(steps):
-        params, state = step(params, state, grads_of(params, i))
-    return step, params, state
+    series = [grads_of(params, seed) for seed in range(3)]
+    params, state = train(tx, params, initial(tx, params), series, advance)
+    return jitted(tx, advance), params, state
 
 
-def assert_skips(tx, advance, of_inner):
+def inner_state_of(state):
+    return state.inner_state
+
+
+def assert_skips(tx, advance=lowbit_optax.step, of_inner=inner_state_of):
     """A step of a gradient that is not finite changes nothing, another all of it."""
     step, params, state = trained(tx, advance)
     for bad in (np.nan, -np.inf):
@@ -75,45 +84,34 @@ def finite_only(inner):
     return optax.apply_if_finite(inner, max_consecutive_errors=10)
 
 
-WAYS = {
-    "step": (lowbit_optax.step, "xla"),
-    "update": (apply, "xla"),
-    "kernel step": (lowbit_optax.step, "pallas"),
-    "kernel update": (apply, "pallas"),
+ADAMW = finite_only(optax.adamw(0.01))
+SGD = finite_only(optax.sgd(0.1, momentum=0.9))
+# The parameters of this format are rounded at random in every step.
+DRAWN = {"weights": ALL_FORMATS["extra_bits_7_stochastic"]}
+CASES = {
+    **{name: (ADAMW, {"moments": x}, lowbit_optax.step) for name, x in MOMENTS.items()},
+    **{
+        name: (SGD, {"weights": x}, lowbit_optax.step)
+        for name, x in ALL_FORMATS.items()
+    },
+    "update": (ADAMW, DRAWN, apply),
+    "kernel step": (ADAMW, DRAWN | {"implementation": "pallas"}, lowbit_optax.step),
+    "kernel update": (ADAMW, DRAWN | {"implementation": "pallas"}, apply),
 }
 
 
-@pytest.mark.parametrize("moments", MOMENTS.values(), ids=MOMENTS.keys())
-def test_apply_if_finite_inside_changes_no_moment(moments):
-    inner = finite_only(optax.adamw(0.01))
-    tx = lowbit(inner, moments=moments, min_size=0, implementation="xla")
-    assert_skips(tx, lowbit_optax.step, lambda state: state.inner_state)
-
-
-@pytest.mark.parametrize("weights", ALL_FORMATS.values(), ids=ALL_FORMATS.keys())
-def test_apply_if_finite_inside_changes_no_weight(weights):
-    inner = finite_only(optax.sgd(0.1, momentum=0.9))
-    tx = lowbit(inner, weights=weights, min_size=0, implementation="xla")
-    assert_skips(tx, lowbit_optax.step, lambda state: state.inner_state)
-
-
-@pytest.mark.parametrize(("advance", "implementation"), WAYS.values(), ids=WAYS.keys())
-def test_no_way_to_step_changes_a_bit_of_a_skipped_one(advance, implementation):
-    # The parameters of this format are rounded at random in every step.
-    weights = ALL_FORMATS["extra_bits_7_stochastic"]
-    inner = finite_only(optax.adamw(0.01))
-    tx = lowbit(inner, weights=weights, min_size=0, implementation=implementation)
-    assert_skips(tx, advance, lambda state: state.inner_state)
+@pytest.mark.parametrize(("inner", "options", "advance"), CASES.values(), ids=CASES)
+def test_apply_if_finite_inside_changes_no_bit(inner, options, advance):
+    options = {"implementation": "xla", "min_size": 0} | options
+    assert_skips(lowbit(inner, **options), advance)
 
 
 @pytest.mark.slow_to_compile
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
 def test_two_conditions_may_both_skip(implementation):
-    inner = lowbit(
-        finite_only(optax.adamw(0.01)), min_size=0, implementation=implementation
-    )
+    inner = lowbit(ADAMW, min_size=0, implementation=implementation)
     tx = lowbit_optax.with_loss_scale(inner, lowbit_optax.static_scale(2.0))
-    step, params, state = trained(tx, lowbit_optax.step)
+    step, params, state = trained(tx)
     after, new = step(params, state, grads_of(params, 9, np.nan))
     assert_same_bits((after, new.inner_state), (params, state.inner_state))
     moved, _ = step(params, state, grads_of(params, 9))
@@ -125,16 +123,19 @@ def test_a_loss_scale_inside_changes_no_moment():
     scaled = lowbit_optax.with_loss_scale(
         optax.adamw(0.01), lowbit_optax.static_scale(2.0)
     )
-    tx = lowbit(scaled, min_size=0)
-    assert_skips(tx, lowbit_optax.step, lambda state: state.inner_state)
+    assert_skips(lowbit(scaled, min_size=0))
+
+
+def all_finite(updates):
+    leaves = jax.tree.leaves(updates)
+    return jnp.all(jnp.stack([jnp.isfinite(x).all() for x in leaves]))
 
 
 def chosen_elementwise(inner):
     """Skips by selections, and scales its updates afterwards."""
 
     def update(updates, state, params=None):
-        leaves = jax.tree.leaves(updates)
-        finite = jnp.all(jnp.stack([jnp.isfinite(x).all() for x in leaves]))
+        finite = all_finite(updates)
         new, new_state = inner.update(updates, state, params)
         choose = lambda x, old: jnp.where(finite, x, old)
         new = jax.tree.map(lambda x: -choose(x, jnp.zeros_like(x)) * 0.5, new)
@@ -147,11 +148,9 @@ def one_in_three(inner):
     """Skips by one of three branches."""
 
     def update(updates, state, params=None):
-        leaves = jax.tree.leaves(updates)
-        finite = jnp.all(jnp.stack([jnp.isfinite(x).all() for x in leaves]))
         skip = lambda _: (jax.tree.map(jnp.zeros_like, updates), state)
         branches = [lambda _: inner.update(updates, state, params), skip, skip]
-        return jax.lax.switch(jnp.where(finite, 0, 2), branches, None)
+        return jax.lax.switch(jnp.where(all_finite(updates), 0, 2), branches, None)
 
     return optax.GradientTransformation(inner.init, update)
 
@@ -167,7 +166,7 @@ SKIPPING = {
 @pytest.mark.parametrize("skipping", SKIPPING.values(), ids=SKIPPING.keys())
 def test_any_condition_that_keeps_the_state_is_found(skipping, implementation):
     tx = lowbit(skipping(), min_size=0, implementation=implementation)
-    assert_skips(tx, lowbit_optax.step, lambda state: state)
+    assert_skips(tx, of_inner=lambda state: state)
 
 
 def test_a_condition_around_matrix_products_is_found():
@@ -176,7 +175,7 @@ def test_a_condition_around_matrix_products_is_found():
     moments = lambda state: [
         x for x in jax.tree.leaves(state.inner_state) if x.size not in (1, 3)
     ]
-    assert_skips(tx, lowbit_optax.step, moments)
+    assert_skips(tx, of_inner=moments)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
@@ -186,7 +185,7 @@ def test_multi_steps_inside_changes_only_its_sum_between_updates(implementation)
         min_size=0,
         implementation=implementation,
     )
-    step, params, state = trained(tx, lowbit_optax.step, steps=3)
+    step, params, state = trained(tx)
     for i in range(2):
         after, new = step(params, state, grads_of(params, 10 + i))
         assert_same_bits(after, params)
@@ -203,8 +202,8 @@ def test_multi_steps_inside_changes_only_its_sum_between_updates(implementation)
 def test_good_steps_are_those_without_the_condition(implementation):
     make = lambda inner: lowbit(inner, min_size=0, implementation=implementation)
     inner = optax.adamw(2.0**-7)
-    _, params, _ = trained(make(inner), lowbit_optax.step)
-    _, guarded, new = trained(make(finite_only(inner)), lowbit_optax.step)
+    _, params, _ = trained(make(inner))
+    _, guarded, new = trained(make(finite_only(inner)))
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=0.01),
         jax.tree.map(lambda x: x.astype(jnp.float32), guarded),

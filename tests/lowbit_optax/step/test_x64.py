@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.extend.core import jaxprs_in_params
 from kernels import QUICK, TABLE, Mixture, assert_equal, index_of
 from optimizers import assert_same_bits, initial
 
@@ -140,12 +141,8 @@ def equations(jaxpr):
     """All equations of a jaxpr, those of inner jaxprs included."""
     for equation in jaxpr.eqns:
         yield equation
-        for inner in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
-        ):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
+        for inner in jaxprs_in_params(equation.params):
+            yield from equations(inner)
 
 
 def test_release_is_the_same():
