@@ -5,7 +5,7 @@
 
 import dataclasses
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -98,10 +98,10 @@ class Program:
                 rows.append(operation.primitive.bind(*inputs, **params))
         return [value(ref) for ref in self.outputs]
 
-    def only(self, numbers: Sequence[int]) -> "Program":
+    def only(self, numbers: Iterable[int]) -> "Program":
         """The program of some of the outputs."""
         outputs = tuple(self.outputs[i] for i in numbers)
-        return without_dead_operations(dataclasses.replace(self, outputs=outputs))
+        return dataclasses.replace(self, outputs=outputs).without_dead_operations()
 
     @property
     def scalars(self) -> list[Ref]:
@@ -109,17 +109,28 @@ class Program:
         refs = [*(ref for x in self.operations for ref in x.inputs), *self.outputs]
         return list(dict.fromkeys(ref for ref in refs if ref.kind == "scalar"))
 
-    def with_scalars(self, renamed: Mapping[Ref, Ref]) -> "Program":
-        """The program that reads other scalars in place of its own."""
+    def reading(self, instead: Mapping[Ref, Ref]) -> "Program":
+        """The program that reads other values in place of some of its own."""
 
-        def instead(refs: tuple[Ref, ...]) -> tuple[Ref, ...]:
-            return tuple(renamed.get(ref, ref) for ref in refs)
+        def renamed(refs: tuple[Ref, ...]) -> tuple[Ref, ...]:
+            return tuple(instead.get(ref, ref) for ref in refs)
 
-        operations = (
-            dataclasses.replace(x, inputs=instead(x.inputs)) for x in self.operations
+        operations = tuple(
+            dataclasses.replace(x, inputs=renamed(x.inputs)) for x in self.operations
         )
-        outputs = instead(self.outputs)
-        return dataclasses.replace(self, operations=tuple(operations), outputs=outputs)
+        return Program(self.inputs, operations, renamed(self.outputs))
+
+    def without_dead_operations(self) -> "Program":
+        """The program without operations that nothing reads, its rows renumbered."""
+        rows = [Ref("row", self.inputs + i) for i in range(len(self.operations))]
+        read = set(self.outputs)
+        for row, operation in zip(rows[::-1], self.operations[::-1], strict=True):
+            if row in read:
+                read.update(operation.inputs)
+        alive = [i for i, row in enumerate(rows) if row in read]
+        operations = tuple(self.operations[i] for i in alive)
+        program = dataclasses.replace(self, operations=operations)
+        return program.reading({rows[i]: rows[n] for n, i in enumerate(alive)})
 
     def without_factor(self, row: int) -> "tuple[Program, float] | None":
         """The program for an input that is multiplied by a constant before it is given.
@@ -133,27 +144,15 @@ class Program:
         """
         read = Ref("row", row)
         products = {
-            self.inputs + i: operation
+            Ref("row", self.inputs + i): operation
             for i, operation in enumerate(self.operations)
             if read in operation.inputs
         }
         factors = {_constant_factor(x, read) for x in products.values()}
         if len(factors) != 1 or None in factors or read in self.outputs:
             return None
-        instead = {Ref("row", number): read for number in products}
-        operations = (
-            dataclasses.replace(
-                x, inputs=tuple(instead.get(ref, ref) for ref in x.inputs)
-            )
-            for x in self.operations
-        )
-        program = dataclasses.replace(
-            self,
-            operations=tuple(operations),
-            outputs=tuple(instead.get(ref, ref) for ref in self.outputs),
-        )
-        (factor,) = factors
-        return without_dead_operations(program), typing.cast(float, factor)
+        program = self.reading(dict.fromkeys(products, read))
+        return program.without_dead_operations(), typing.cast(float, factors.pop())
 
 
 def _constant_factor(operation: Operation, read: Ref) -> float | None:
@@ -164,34 +163,6 @@ def _constant_factor(operation: Operation, read: Ref) -> float | None:
             factor = np.frombuffer(other.value, np.float32)[0].item()
             return factor if 0 < factor <= 1 else None
     return None
-
-
-def without_dead_operations(program: Program) -> Program:
-    """The program without operations that nothing reads, its rows renumbered."""
-    alive: set[int] = set()
-    waiting = list(program.outputs)
-    while waiting:
-        ref = waiting.pop()
-        if ref.kind == "row" and ref.number not in alive:
-            alive.add(ref.number)
-            if ref.number >= program.inputs:
-                made_by = program.operations[ref.number - program.inputs]
-                waiting.extend(made_by.inputs)
-    numbers = {i: i for i in range(program.inputs)}
-    operations: list[Operation] = []
-
-    def renumber(ref: Ref) -> Ref:
-        if ref.kind != "row":
-            return ref
-        return dataclasses.replace(ref, number=numbers[ref.number])
-
-    for i, operation in enumerate(program.operations, program.inputs):
-        if i in alive:
-            inputs = tuple(renumber(ref) for ref in operation.inputs)
-            operations.append(dataclasses.replace(operation, inputs=inputs))
-            numbers[i] = program.inputs + len(operations) - 1
-    outputs = tuple(renumber(ref) for ref in program.outputs)
-    return Program(program.inputs, tuple(operations), outputs)
 
 
 def encode_scalars(values: Sequence[jax.Array]) -> jax.Array:
@@ -213,8 +184,6 @@ def decode_scalar(word: jax.Array, dtype: np.dtype) -> jax.Array:
         return word
     if dtype == jnp.bool_:
         return word != jnp.uint32(0)
-    if dtype.itemsize == 4:
-        return lax.bitcast_convert_type(word, dtype)
     unsigned = np.dtype(f"uint{8 * dtype.itemsize}")
     return lax.bitcast_convert_type(word.astype(unsigned), dtype)
 

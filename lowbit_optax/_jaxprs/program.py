@@ -10,7 +10,7 @@ others as they were traced.
 import collections
 import dataclasses
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import jax
 from jax.extend.core import primitives
@@ -150,16 +150,6 @@ class LossProgram:
         names = [call.primitive.name for call in self.calls if value in call.inputs]
         return names + ["the result"] * (value in self.outputs)
 
-    def depends_on(
-        self, inputs: Iterable[Node], results_of: Collection[Call]
-    ) -> set[Node]:
-        """The values made of these inputs, or of the results of these calls."""
-        found = set(inputs)
-        for call in self.calls:
-            if call in results_of or found.intersection(call.inputs):
-                found.update(call.outputs)
-        return found
-
     def evaluate(
         self,
         arguments: Sequence,
@@ -222,6 +212,36 @@ class LossProgram:
         if read and len(derived) == len(read):
             self.of_parameters.update(outputs)
         return outputs
+
+
+def without_barriers_on(closed: ClosedJaxpr, inputs: Collection[int]) -> ClosedJaxpr:
+    """The same function, whose checkpoints read some of its inputs where they are.
+
+    What is under ``jax.checkpoint`` is computed again for its derivative. Its operands
+    go through an optimization barrier first, so that XLA does not merge this with the
+    first computation. But what goes through a barrier is written to memory first. For
+    a slice of a stack that is a copy, where the computation could read the stack.
+
+    Args:
+      closed: the function. Only checkpoints that it calls itself are changed.
+      inputs: numbers of its inputs.
+    """
+    free = {id(closed.jaxpr.invars[n]) for n in inputs}
+
+    def changed(equation):
+        prevented = equation.params.get("prevent_cse", False)
+        if isinstance(prevented, bool):
+            prevented = (prevented,) * len(equation.invars)
+        each = tuple(
+            barrier and id(atom) not in free
+            for barrier, atom in zip(prevented, equation.invars, strict=True)
+        )
+        if each == prevented:
+            return equation
+        return equation.replace(params={**equation.params, "prevent_cse": each})
+
+    equations = list(map(changed, closed.jaxpr.eqns))
+    return ClosedJaxpr(closed.jaxpr.replace(eqns=equations), closed.consts)
 
 
 def trace_program(function: Callable, params, *args) -> tuple[LossProgram, typing.Any]:
