@@ -68,18 +68,6 @@ def test_a_chain_inside_sees_float32_gradients_and_masters():
     assert not np.array_equal(masters["kernel"], params["kernel"].astype(jnp.float32))
 
 
-def test_clipping_may_stand_inside_or_before():
-    clip = optax.clip(0.01)  # elementwise: the same in every program
-    params = model_params()
-    inside, s1 = _trained(lowbit(optax.chain(clip, optax.adamw(0.01)), **PACKED))
-    before, s2 = _trained(optax.chain(clip, lowbit(optax.adamw(0.01), **PACKED)))
-    assert_same_bits(inside, before)
-    assert_same_bits(master_weights(inside, s1), master_weights(before, s2))
-    unclipped, _ = _trained(lowbit(optax.adamw(0.01), **PACKED))
-    assert not np.array_equal(inside["kernel"], unclipped["kernel"])
-    assert spec_of(inside) == spec_of(params)
-
-
 @each({name: ALIASES[name] for name in ("kahan_adamw", "sr_sgd", "extra_bits_sgd_8")})
 def test_masked_trains_the_masked_leaves_and_keeps_the_others(optimizer):
     params = model_params()

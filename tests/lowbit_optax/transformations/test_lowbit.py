@@ -11,10 +11,9 @@ import pytest
 from optimizers import (
     ALIASES,
     ALL_FORMATS,
-    INNERS,
     OPTIMIZERS,
     VARIANTS,
-    Optimizer,
+    WRAPPED,
     apply,
     assert_same_bits,
     each,
@@ -32,20 +31,9 @@ from lowbit_optax import LowbitState
 
 pytestmark = pytest.mark.standard_promotion
 
-AROUND_OTHERS = {
-    name: Optimizer(
-        lambda rate, make=make: lowbit_optax.lowbit(
-            make(rate),
-            weights=lowbit_optax.extra_bits(8),
-            moments=lowbit_optax.cast(jnp.bfloat16),
-            min_size=0,
-        ),
-        make,
-        peak,
-    )
-    for name, (make, peak) in INNERS.items()
+EVERY = OPTIMIZERS | {
+    name: tx for name, tx in WRAPPED.items() if name.endswith("_extra_bits_8")
 }
-EVERY = OPTIMIZERS | AROUND_OTHERS
 
 
 @each(EVERY)
