@@ -113,7 +113,7 @@ def inputs_of(outputs: Sequence[Node], shape: tuple[int, ...]) -> set[Node]:
     """
     return {
         node
-        for node in made_of(outputs, lambda node: node.is_scalar)
+        for node in made_of(outputs, with_scalars=False)
         if node.call is None and node.constant is None and node.aval.shape == shape
     }
 
@@ -287,7 +287,7 @@ def _between(
 ) -> list[tuple[Node, Call]]:
     """The nodes between a leaf's inputs and its results with their calls, in order."""
     found = []
-    for node in made_of(outputs, lambda node: node.is_scalar or node in inputs):
+    for node in made_of(outputs, inputs, with_scalars=False):
         if node.call is None:
             kind = "a constant array" if node.constant is not None else "another array"
             raise NotElementwise(f"it uses {kind} of shape {list(node.aval.shape)}")

@@ -133,17 +133,18 @@ def inline(
 
 
 def made_of(
-    wanted: Iterable[Node], is_end: Callable[[Node], bool] = lambda _: False
+    wanted: Iterable[Node], known: Container[Node] = (), *, with_scalars: bool = True
 ) -> list[Node]:
     """Nodes and all that they are computed from, each once.
 
-    At ends the search goes no further; they are not listed.
+    What is known is left out, and scalars if they are not wanted, with all that they
+    are computed from.
     """
     found: dict[Node, None] = {}
     waiting = list(wanted)
     while waiting:
         node = waiting.pop()
-        if node in found or is_end(node):
+        if node in found or node in known or not (with_scalars or node.aval.shape):
             continue
         found[node] = None
         if node.call is not None:
@@ -153,8 +154,7 @@ def made_of(
 
 def calls_between(wanted: Iterable[Node], known: Container[Node]) -> list[Call]:
     """The calls that compute wanted values from those that are known, in order."""
-    nodes = made_of(wanted, lambda node: node in known)
-    calls = {node.call for node in nodes if node.call is not None}
+    calls = {x.call for x in made_of(wanted, known) if x.call is not None}
     return sorted(calls, key=lambda call: call.number)
 
 
