@@ -46,12 +46,7 @@ from lowbit_optax._jaxprs.graph import (
     primitive_of,
     without_zero,
 )
-from lowbit_optax._jaxprs.leaf_program import (
-    MULTIPLY_ADD,
-    Operation,
-    Program,
-    Ref,
-)
+from lowbit_optax._jaxprs.leaf_program import MULTIPLY_ADD, Operation, Program, Ref
 
 ELEMENTWISE = frozenset(
     {
@@ -140,11 +135,11 @@ def program_of(
       NotElementwise: if they need more than these rows and scalars.
     """
     between = _between(outputs, inputs)
-    reads = [*outputs, *(x for _, call in between for x in call.inputs)]
+    reads = [*outputs, *(x for call in between for x in call.inputs)]
     uses, candidates = collections.Counter(reads), Scalars(scalars.graph)
     builder = _ProgramBuilder(inputs, uses, candidates, takes_factors_out, is_exact)
-    for node, call in between:
-        builder.add(node, call)
+    for call in between:
+        builder.add(call)
     results = tuple(map(builder.ref, outputs))  # which may append operations
     program = Program(len(inputs), tuple(builder.operations), results)
     program = program.without_dead_operations()
@@ -187,8 +182,9 @@ class _ProgramBuilder:
             self._rows[node] = self._append(lax.mul, row, self.ref(factor))
         return self._rows[node]
 
-    def add(self, node: Node, call: Call) -> None:
-        """Append what computes a node, in the cheapest form unless it must be exact."""
+    def add(self, call: Call) -> None:
+        """Append a call, in the cheapest form unless it must be exact."""
+        (node,) = call.outputs
         if call.primitive in _ONE_TO_ONE or call.primitive is p.broadcast_in_dim_p:
             self._rows[node] = self.ref(call.inputs[0])
             return
@@ -235,10 +231,11 @@ class _ProgramBuilder:
     def _cheaper(self, call: Call) -> Ref | None:
         """The row of a call by other operations than its own; None for most."""
         primitive, operands = call.primitive, call.inputs
-        if primitive is p.div_p and _is_float_scalar(operands[1]):
+        dtype = call.outputs[0].aval.dtype
+        is_float = jnp.issubdtype(dtype, jnp.floating)
+        if primitive is p.div_p and is_float and operands[1].is_scalar:
             # One division per leaf, not one per element.
-            one = constant(operands[1].aval.dtype.type(1))
-            inverse = self._apply(lax.div, one, operands[1])
+            inverse = self._apply(lax.div, constant(dtype.type(1)), operands[1])
             return self._append(lax.mul, self.ref(operands[0]), self.ref(inverse))
         product = _times_scalar(call.outputs[0])
         if product is not None and product[0] in self._scaled:
@@ -282,18 +279,16 @@ class _ProgramBuilder:
         return operation.inputs if operation.primitive is p.mul_p else None
 
 
-def _between(
-    outputs: Sequence[Node], inputs: Sequence[Node]
-) -> list[tuple[Node, Call]]:
-    """The nodes between a leaf's inputs and its results with their calls, in order."""
-    found = []
+def _between(outputs: Sequence[Node], inputs: Sequence[Node]) -> list[Call]:
+    """The calls between a leaf's inputs and its results, in order."""
+    calls = []
     for node in made_of(outputs, inputs, with_scalars=False):
         if node.call is None:
             kind = "a constant array" if node.constant is not None else "another array"
             raise NotElementwise(f"it uses {kind} of shape {list(node.aval.shape)}")
         _check_elementwise(node, node.call, inputs[0].aval.shape)
-        found.append((node, node.call))
-    return sorted(found, key=lambda item: item[1].number)
+        calls.append(node.call)
+    return sorted(calls, key=lambda call: call.number)
 
 
 def _check_elementwise(node: Node, call: Call, shape: tuple[int, ...]) -> None:
@@ -312,10 +307,6 @@ def _check_elementwise(node: Node, call: Call, shape: tuple[int, ...]) -> None:
         )
     if jnp.issubdtype(node.aval.dtype, jnp.floating) and node.aval.dtype.itemsize > 4:
         raise NotElementwise(f"it computes in {node.aval.dtype}")
-
-
-def _is_float_scalar(node: Node) -> bool:
-    return node.is_scalar and jnp.issubdtype(node.aval.dtype, jnp.floating)
 
 
 def _corrected_quotient(

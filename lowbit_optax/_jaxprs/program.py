@@ -125,11 +125,7 @@ class LossProgram:
     """
 
     def __init__(
-        self,
-        closed: ClosedJaxpr,
-        *,
-        inline_all: bool = False,
-        parameters: int = 0,
+        self, closed: ClosedJaxpr, *, inline_all: bool = False, parameters: int = 0
     ):
         self._inline_all = inline_all
         self.calls: list[Call] = []

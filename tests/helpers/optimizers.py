@@ -102,10 +102,7 @@ INNERS = {
     "lion": (optax.lion, 0.003),
     "rmsprop": (optax.rmsprop, 0.003),
     "lamb": (optax.lamb, 0.003),
-    "adafactor": (
-        lambda rate: optax.adafactor(rate, min_dim_size_to_factor=8),
-        0.03,
-    ),
+    "adafactor": (lambda rate: optax.adafactor(rate, min_dim_size_to_factor=8), 0.03),
     "muon": (optax.contrib.muon, 0.03),
 }
 """Transformations to wrap: sign updates, no momentum, layerwise, factored, matrices."""

@@ -18,9 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizers import (
-    assert_same_bits,
-)
+from optimizers import assert_same_bits
 
 import lowbit_optax
 

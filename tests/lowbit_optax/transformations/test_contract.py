@@ -33,10 +33,7 @@ FLOAT32_FIELDS = {
     "amsgrad": (lambda: optax.amsgrad(1e-3), {"nu_max"}),
     "adagrad": (lambda: optax.adagrad(1e-3), {"sum_of_squares"}),
     "adan": (lambda: optax.adan(1e-3), {"g"}),
-    "centered rmsprop": (
-        lambda: optax.rmsprop(1e-3, centered=True),
-        {"mu", "nu"},
-    ),
+    "centered rmsprop": (lambda: optax.rmsprop(1e-3, centered=True), {"mu", "nu"}),
     "dog": (lambda: optax.contrib.dog(1.0), {"init_params"}),
     "dowg": (lambda: optax.contrib.dowg(1.0), {"init_params"}),
     "prodigy": (lambda: optax.contrib.prodigy(1.0), {"params0", "grad_sum"}),

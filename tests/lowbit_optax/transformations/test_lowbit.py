@@ -70,9 +70,7 @@ def _skipping_scan(tx, params, stacked):
         params, state = carry
         skipped = params, state._replace(count=state.count + jnp.uint32(1))
         carry = jax.lax.cond(
-            state.count != 1,
-            lambda: apply(tx, params, state, grads),
-            lambda: skipped,
+            state.count != 1, lambda: apply(tx, params, state, grads), lambda: skipped
         )
         return carry, carry[1].count
 
