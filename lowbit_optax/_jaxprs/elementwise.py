@@ -333,7 +333,8 @@ def _corrected_quotient(
     if square is None or uses[corrected] > 1:
         return None
     divided = _with_scalar(p.div_p, mean) if uses[mean] == 1 else None
-    return *(divided or (mean, None)), *square, eps
+    mean, mean_divisor = divided or (mean, None)
+    return mean, mean_divisor, *square, eps
 
 
 def _with_scalar(primitive: Primitive, node: Node) -> tuple[Node, Node] | None:

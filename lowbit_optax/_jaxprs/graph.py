@@ -18,38 +18,27 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core
-from jax.extend.core import primitives
+from jax.extend.core import primitives as p
 
 from pallas_kernels.jaxprs import ClosedJaxpr
 
 _CALLS = frozenset(
     {
-        primitives.call_p,
-        primitives.closed_call_p,
-        primitives.custom_jvp_call_p,
-        primitives.custom_vjp_call_p,
-        primitives.jit_p,
-        primitives.remat_p,
+        p.call_p, p.closed_call_p, p.custom_jvp_call_p, p.custom_vjp_call_p, p.jit_p,
+        p.remat_p,
     }
-)
-SUMS = frozenset({primitives.add_p, primitives.add_jaxvals_p})
+)  # fmt: skip
+SUMS = frozenset({p.add_p, p.add_jaxvals_p})
 """What adds two arrays: JAX has a primitive of its own for sums of derivatives."""
 
 # A conditional without these becomes a selection: computing every branch is cheap.
 _EXPENSIVE = frozenset(
     {
-        primitives.conv_general_dilated_p,
-        primitives.dot_general_p,
-        primitives.eigh_p,
-        primitives.fft_p,
-        primitives.qr_p,
-        primitives.scan_p,
-        primitives.sort_p,
-        primitives.svd_p,
-        primitives.while_p,
+        p.conv_general_dilated_p, p.dot_general_p, p.eigh_p, p.fft_p, p.qr_p, p.scan_p,
+        p.sort_p, p.svd_p, p.while_p,
     }
-)
-_ZERO_OF_ZERO = (primitives.broadcast_in_dim_p, primitives.square_p)
+)  # fmt: skip
+_ZERO_OF_ZERO = (p.broadcast_in_dim_p, p.square_p)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -118,8 +107,8 @@ def inline(
     """
     jaxpr = closed.jaxpr
     known = dict(zip(jaxpr.invars, inputs, strict=True))
-    for var, constant in zip(jaxpr.constvars, closed.consts, strict=True):
-        known[var] = Node(var.aval, constant=constant)
+    for var, value in zip(jaxpr.constvars, closed.consts, strict=True):
+        known[var] = Node(var.aval, constant=value)
 
     def read(atom) -> Node:
         if isinstance(atom, core.Literal):
@@ -210,8 +199,8 @@ def varying_alike(operands: Sequence) -> Sequence:
     axes = [jax.typeof(x).manual_axis_type.varying for x in operands]
     union = frozenset().union(*axes)
     return [
-        jax.lax.pcast(x, tuple(sorted(union - own)), to="varying") if own < union else x
-        for x, own in zip(operands, axes, strict=True)
+        lax.pcast(x, tuple(sorted(union - mine)), to="varying") if mine < union else x
+        for x, mine in zip(operands, axes, strict=True)
     ]
 
 
@@ -268,7 +257,7 @@ def is_by_platform(primitive: core.Primitive, params: Mapping) -> bool:
     Some of its branches may compile on one platform only. So they can be neither all
     computed nor moved into another conditional.
     """
-    return primitive is primitives.cond_p and bool(params.get("branches_platforms"))
+    return primitive is p.cond_p and bool(params.get("branches_platforms"))
 
 
 def is_constant_number(node: Node) -> bool:
@@ -329,7 +318,7 @@ class Graph:
         if len(cases) == 2 and which.aval.dtype != jnp.bool_:
             which = self.apply(lax.gt, which, constant(which.aval.dtype.type(0)))
         operands, aval = [which, *cases], cases[0].aval
-        return self.call(primitives.select_n_p, {}, operands, [aval])[0]
+        return self.call(p.select_n_p, {}, operands, [aval])[0]
 
     def call(self, primitive, params, inputs: Sequence[Node], avals) -> list[Node]:
         """Append an application of a primitive, and return its results.
@@ -338,9 +327,8 @@ class Graph:
         one is that earlier one: optax computes the learning rate of a step once for
         every leaf. ``avals`` are the shapes and dtypes of the results.
         """
-        key = None
-        if all(aval.shape == () for aval in avals):
-            key = _computation_key(primitive, params, inputs)
+        is_scalar = all(aval.shape == () for aval in avals)
+        key = _computation_key(primitive, params, inputs) if is_scalar else None
         if key in self._scalars:
             return self._scalars[key]
         call = Call(primitive, params, tuple(inputs), self._count)
@@ -353,12 +341,12 @@ class Graph:
     def _read_equation(self, eqn, operands: list[Node]) -> list[Node]:
         if eqn.primitive in _CALLS and eqn.params.get("name") not in self._opaque:
             return inline(called_jaxpr(eqn.params), operands, self._read_equation)
-        if eqn.primitive is primitives.copy_p:
+        if eqn.primitive is p.copy_p:
             return operands
         if eqn.primitive.name == "pvary" and operands[0].is_scalar:
             # A scalar is the same for all leaves, whether these vary or not.
             return operands
-        if eqn.primitive is primitives.cond_p and _is_cheap(eqn.params):
+        if eqn.primitive is p.cond_p and _is_cheap(eqn.params):
             which, *arguments = operands
             branches = self.branches(eqn.params, arguments)
             return [self.selected(which, x) for x in zip(*branches, strict=True)]
@@ -398,5 +386,5 @@ def _computation_key(primitive, params, inputs: Sequence[Node]):
 
 def _is_cheap(params: Mapping) -> bool:
     """Whether all branches of a conditional can be computed at little cost."""
-    by_platform = is_by_platform(primitives.cond_p, params)
+    by_platform = is_by_platform(p.cond_p, params)
     return not by_platform and not holds(params, lambda x: x.primitive in _EXPENSIVE)

@@ -24,9 +24,12 @@ def sums_of_squares_of(
     Returns:
       By such a sum, the array.
     """
-    calls = ((node, node.call) for node in made_of(wanted) if node.call is not None)
-    found = {node: _squared_and_summed(call) for node, call in calls}
-    return {node: array for node, array in found.items() if array in arrays}
+    found = {}
+    for node in made_of(wanted):
+        array = None if node.call is None else _squared_and_summed(node.call)
+        if array is not None and array in arrays:
+            found[node] = array
+    return found
 
 
 def _squared_and_summed(call: Call) -> Node | None:

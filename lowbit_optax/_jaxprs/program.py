@@ -51,25 +51,23 @@ class Scan:
     def of(eqn) -> "Scan":
         """The parts of a scan's equation."""
         body = as_closed_jaxpr(eqn.params["jaxpr"])
-        inner = body.jaxpr
-        # What is scanned over has one axis more outside of the body than inside it.
-        rank = lambda atom: len(atom.aval.shape)
-        more = lambda outer, within: sum(
-            rank(a) != rank(b) for a, b in zip(outer, within, strict=True)
-        )
-        xs = more(eqn.invars, inner.invars)
-        ys = more(eqn.outvars, inner.outvars)
+        xs = _count_stacked(eqn.invars, body.jaxpr.invars)
+        ys = _count_stacked(eqn.outvars, body.jaxpr.outvars)
         carry = len(eqn.outvars) - ys
         return Scan(
             body,
-            eqn.params["length"],
-            eqn.params["reverse"],
-            eqn.params["unroll"],
-            len(eqn.invars) - carry - xs,
-            carry,
-            xs,
-            ys,
+            **{name: eqn.params[name] for name in ("length", "reverse", "unroll")},
+            constants=len(eqn.invars) - carry - xs,
+            carry=carry,
+            xs=xs,
+            ys=ys,
         )
+
+
+def _count_stacked(outside: Sequence, inside: Sequence) -> int:
+    """How many values have an axis more outside of a scan's body than inside it."""
+    rank = lambda atom: len(atom.aval.shape)
+    return sum(rank(a) != rank(b) for a, b in zip(outside, inside, strict=True))
 
 
 @dataclasses.dataclass(eq=False, slots=True, kw_only=True)
@@ -93,8 +91,8 @@ class Segment(typing.NamedTuple):
 
     Args:
       calls: in order.
-      reads: the values from before that they need; of the first segment all inputs.
-      writes: the values that what follows needs of them.
+      reads: the values from before that they need. The first segment reads all inputs.
+      writes: the values of theirs that what follows needs.
     """
 
     calls: list[Call]
@@ -108,7 +106,7 @@ class Segment(typing.NamedTuple):
 
 
 class LossProgram:
-    """A traced function's calls.
+    """The calls of a traced function.
 
     Args:
       closed: its jaxpr.
@@ -138,7 +136,7 @@ class LossProgram:
 
     @property
     def scans(self) -> list[ScanCall]:
-        """Those of the calls that are scans."""
+        """The calls that are scans."""
         return [call for call in self.calls if isinstance(call, ScanCall)]
 
     def users(self, value: Node) -> list[str]:
