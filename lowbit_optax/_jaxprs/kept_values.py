@@ -79,7 +79,7 @@ class _Flow:
         self._left[end].setdefault(start, 0)
 
     def fill(self) -> typing.Container:
-        """Let all flow through that can; the vertices from which the sink took more."""
+        """Fill the network. The vertices from which more could flow to the sink."""
         while True:
             following = self._towards_sink()
             if _SOURCE not in following:

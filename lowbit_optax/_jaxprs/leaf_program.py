@@ -39,8 +39,8 @@ class Operation:
 
     Args:
       primitive: the primitive, or :data:`MULTIPLY_ADD`.
-      params: the primitive's.
-      inputs: its operands.
+      params: the parameters of the primitive.
+      inputs: the operands.
     """
 
     primitive: typing.Any
@@ -72,12 +72,10 @@ class Program:
         scalars: Sequence[jax.Array],
         multiply_add: Callable,
     ) -> list[jax.Array]:
-        """The outputs, for rows of any one shape.
+        """The outputs, for inputs of any one shape.
 
-        Args:
-          rows: the inputs.
-          scalars: the table's, from :func:`encode_scalars` or :func:`plain_scalars`.
-          multiply_add: of three arrays.
+        The scalars of the table come from :func:`encode_scalars` or
+        :func:`plain_scalars`.
         """
         rows = list(rows)
         shape = rows[0].shape
@@ -133,14 +131,11 @@ class Program:
         return program.reading({rows[i]: rows[n] for n, i in enumerate(alive)})
 
     def without_factor(self, row: int) -> "tuple[Program, float] | None":
-        """The program for an input that is multiplied by a constant before it is given.
-
-        Args:
-          row: the number of the input.
+        """The program of which the caller multiplies an input by a constant.
 
         Returns:
-          The program without the products, and the constant, in (0, 1]. None if not all
-          that reads the input is a product with the same such constant.
+          The program without the products, and the constant, in (0, 1]. None if
+          anything but products with one such constant reads the input.
         """
         read = Ref("row", row)
         products = {
@@ -189,12 +184,7 @@ def decode_scalar(word: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 def scalar_value(ref: Ref, scalars: Sequence[jax.Array]) -> jax.Array:
-    """A scalar of the table, or a constant.
-
-    Args:
-      ref: of either kind.
-      scalars: the table's, from :func:`encode_scalars` or :func:`plain_scalars`.
-    """
+    """A constant, or a scalar of the table that :meth:`Program.run` takes."""
     dtype = np.dtype(ref.dtype)
     if ref.kind == "constant":
         return jnp.asarray(np.frombuffer(ref.value, dtype)[0])

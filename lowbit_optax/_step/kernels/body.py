@@ -74,12 +74,7 @@ class LeafBody:
         return dataclasses.replace(self, program=program, moments=tuple(moments))
 
     def arrays(self, leaf: StoredLeaf, parts: Sequence) -> Leaf:
-        """What a kernel reads and writes.
-
-        Args:
-          leaf: whose body it is.
-          parts: its moments as they are stored.
-        """
+        """What a kernel reads and writes of a leaf, whose moments are these parts."""
         stored = [leaf.param, *parts]
         fields = [
             Operand(x.codes, rows.blocks.bits) if rows.has_scales else Operand(x)
@@ -108,12 +103,7 @@ class LeafBody:
         return Leaf(tuple(operands), tuple(results), leaf.param.shape)
 
     def stored(self, leaf: StoredLeaf, arrays: Sequence) -> tuple:
-        """``(result, residual, moments)`` as they are stored, from a kernel's results.
-
-        Args:
-          leaf: whose body it is.
-          arrays: the results of :meth:`arrays`, in their order.
-        """
+        """``(result, residual, moments)`` of a leaf, from what a kernel has written."""
         count = len(arrays) - len(self._scaled)
         scales = dict(zip(self._scaled, arrays[count:], strict=True))
         new, *moments = arrays[:count]
@@ -231,7 +221,7 @@ class LeafBody:
 
     @property
     def _scaled(self) -> dict[int, WeightRows | MomentRows]:
-        """By output, what has a scale per block; moments relative to others last."""
+        """What has a scale per block, by output; relative moments come last."""
         scaled = [(n, x) for n, x in enumerate(self._rows) if x.has_scales]
         return dict(sorted(scaled, key=lambda item: item[1].relative_to is not None))
 
@@ -249,11 +239,7 @@ class LeafBody:
         return dict(zip(self._scaled, per_scale, strict=False))
 
     def _run(self, outputs: Sequence[int], values, scalars, multiply_add, before):
-        """Decode the operands and compute some outputs of the program.
-
-        Returns:
-          ``(param, residual, the outputs by number)``.
-        """
+        """``(param, residual, some outputs of the program by number)``."""
         grad, param, *rest = values
         residual = rest.pop(0) if self.weight.has_residual else None
         prepared = self._by_number(before)
@@ -292,7 +278,7 @@ class LeafBody:
     def _encoded(
         self, moments: Mapping[int, jax.Array], prepared, draws: Draws, multiply_add
     ) -> dict[int, jax.Array]:
-        """What is stored of new moments, by output."""
+        """New moments as they are stored, by output."""
         stored: dict[int, jax.Array] = {}
         relative_last = lambda n: self._rows[n].relative_to is not None
         for n in sorted(moments, key=relative_last):
@@ -314,7 +300,7 @@ class LeafBody:
 
 
 def _unless(condition: Ref | None, new, old, scalars):
-    """What is new, or what was stored before if a condition says that it stays."""
+    """The new array, or the old one if a condition says that it stays."""
     if condition is None:
         return new
     is_unchanged = scalar_value(condition, scalars[KEYS:])

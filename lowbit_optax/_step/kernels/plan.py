@@ -162,11 +162,7 @@ class _Planner:
     for_tpus: bool
 
     def leaf(self, i: int) -> LeafKernel:
-        """A leaf's kernel.
-
-        Raises:
-          NotElementwise: with the reason why it has none.
-        """
+        """The kernel of a leaf; NotElementwise is raised if it has none."""
         step, nodes, graph = self.traced.step, self.traced.nodes, self.traced.graph
         leaf, update = step.leaves[i], nodes.updates[i]
         weight = WeightRows.of(leaf)
@@ -230,7 +226,7 @@ class _Planner:
 
     @functools.cached_property
     def _relative(self) -> dict[str, dict[int, int]]:
-        """By leaf, the moments that are divided by roots of others, and these."""
+        """By leaf, the moments that are divided by roots, and of which moments."""
         found: dict[str, dict[int, int]] = {}
         for number, storage in enumerate(self.traced.step.plan.storage):
             if storage is not None and storage.reference is not None:
@@ -252,10 +248,10 @@ class _Planner:
         return when[0] if when else None, [x and self.scalars.ref(x) for x in nodes]
 
     def _parts_of(self, i: int) -> tuple[int, ...]:
-        """The parts of the state that are moments of this leaf.
+        """The parts of the state that are moments of a leaf.
 
-        These have the leaf's shape before and after the update, and either the leaf's
-        update reads them or they are computed from its gradient or master.
+        They have its shape before and after the update. Either its update reads them,
+        or they are computed from its gradient or master.
         """
         nodes, shape = self.traced.nodes, self.traced.step.leaves[i].param.shape
         leaf = {nodes.grads[i], nodes.masters[i]}
@@ -270,8 +266,7 @@ class _Planner:
     def _state_of_shape(self) -> dict[tuple[int, ...], list]:
         """By shape, the parts of the state that keep shape and dtype.
 
-        Each comes with its number, the part before the update, and what the part after
-        it is computed from.
+        For each its number, the old part, and the inputs of the new one.
         """
         found: dict[tuple[int, ...], list] = {}
         for number, (old, new) in enumerate(self.traced.state_pairs):
@@ -290,11 +285,8 @@ def needs_loop(shape: tuple[int, ...]) -> bool:
 def _has_layers(leaf) -> bool:
     """Whether a leaf can be updated layer by layer.
 
-    That is, words and blocks lie within layers, and no axis of the mesh that is known
-    spreads the layers over devices.
-
-    Args:
-      leaf: an array or a QuantizedTensor.
+    That is, words and blocks lie within layers, and no known axis of the mesh spreads
+    the layers over devices.
     """
     shape = leaf.shape
     if len(shape) < 3 or not _LEAST_OF_LAYER <= math.prod(shape[1:]) <= MAX_ELEMENTS:

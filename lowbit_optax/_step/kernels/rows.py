@@ -39,7 +39,7 @@ class WeightRows:
 
     @classmethod
     def of(cls, leaf: StoredLeaf) -> "WeightRows":
-        """How this leaf's is."""
+        """The weight of this leaf."""
         if isinstance(leaf.format, QuantizedWeights):
             return cls(None, leaf.format.fields_of(leaf.param), False)
         format_ = leaf.format and leaf.format.on_fields()
@@ -66,7 +66,7 @@ class WeightRows:
         return typing.cast(QuantizedFields, self.quantized)
 
     def keys(self, x: jax.Array) -> list[jax.Array]:
-        """What maxima are taken of, to determine the scales of float32 values."""
+        """The keys of float32 values, whose maxima determine the scales."""
         return [self.blocks.magnitude_key(x)]
 
     def scale_of(self, maxima: Sequence[jax.Array], old: jax.Array) -> jax.Array:
@@ -80,9 +80,7 @@ class WeightRows:
     def master(self, param: jax.Array, residual, prepared) -> jax.Array:
         """The float32 weight that the inner transformation sees.
 
-        Args:
-          param, residual: as they are stored.
-          prepared: the scales of a QuantizedTensor, from :meth:`prepare`.
+        ``prepared`` has the scales of a QuantizedTensor, from :meth:`prepare`.
         """
         if self.quantized is not None:
             return self.quantized.decode(param, prepared)
@@ -91,13 +89,9 @@ class WeightRows:
     def stored(
         self, param, residual, result, prepared, random: RandomBits, landing: Landing
     ) -> tuple[jax.Array, typing.Any]:
-        """The new parameter and residual.
+        """The new parameter and residual, from the result of the leaf's program.
 
-        Args:
-          param, residual: the old ones.
-          result: of the program of the leaf.
-          prepared: the new scales of a QuantizedTensor.
-          random, landing: of the step.
+        ``prepared`` has the new scales of a QuantizedTensor.
         """
         if self.quantized is not None:
             return self.quantized.encode(result, prepared, random), None
@@ -115,8 +109,8 @@ class MomentRows:
     Args:
       format: its format; None for one that is stored as it is.
       number: counts the moments of the leaf that have formats.
-      relative_to: which of the body's outputs is the moment by whose root it is
-        divided; None if it is not.
+      relative_to: the output of the body that is the moment by whose root this one is
+        divided; None if it is not divided.
       unchanged_if: as of :class:`WeightRows`.
       factor: the constant by which the program expects it to be multiplied, which costs
         nothing in its scale's unit; None for none.
@@ -164,12 +158,9 @@ class MomentRows:
     def decoded(
         self, stored: jax.Array, prepared, multiply_add: MultiplyAdd
     ) -> jax.Array:
-        """The moment, or its quotient by a root, from what is stored.
+        """The moment, or its quotient by a root, from its fields or the stored array.
 
-        Args:
-          stored: its fields, or the array.
-          prepared: its scales, from :meth:`prepare`; None without scales.
-          multiply_add: computes ``a * b + c`` of three arrays.
+        ``prepared`` has its scales, from :meth:`prepare`; None without scales.
         """
         if self.format is None:
             return stored

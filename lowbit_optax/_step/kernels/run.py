@@ -62,14 +62,10 @@ class Kernels:
     def run(
         self, step: Step, implementation: Implementation | typing.Literal["blocks"]
     ) -> Stepped:
-        """Run the step.
+        """Run the step that was planned, or the same in another branch.
 
         Where kernels write a layer into its stack, the result holds the whole stack.
-
-        Args:
-          step: the one that was planned, or the same in another branch.
-          implementation: as in :func:`pallas_kernels.fused_update`; ``"blocks"`` for
-            XLA that goes over the leaves of the plan block by block.
+        With ``"blocks"`` XLA goes over the leaves of the plan block by block.
         """
         plan, traced = self.plan, self.plan.traced
         kernels, nodes = plan.kernels, traced.nodes
@@ -156,7 +152,7 @@ class Kernels:
     def _sums_of_squares(
         self, step: Step, wanted: list[Node], implementation
     ) -> dict[Node, jax.Array]:
-        """The norms that an inner update takes of many gradients, such as for clipping.
+        """The norms that an inner update takes of many gradients, as for clipping.
 
         XLA would launch one or two kernels for each; here two take them all.
         """
