@@ -34,8 +34,7 @@ def _made(optimizer, learning_rate):
     return optimizer.make(learning_rate)
 
 
-def _sgd(learning_rate):
-    return optax.sgd(learning_rate, momentum=0.9)
+_sgd = functools.partial(optax.sgd, momentum=0.9)
 
 
 def _like_sgd(alias, **fixed):

@@ -89,8 +89,8 @@ class KernelPlan:
     def only_blocks(self) -> "KernelPlan":
         """The plan of the leaves that XLA updates block by block on a CPU.
 
-        A guarded step has none: :meth:`.Guard.unscaled` keeps an order of operations
-        on CPUs that blocks do not.
+        A guarded step has none: on CPUs :meth:`.Guard.unscaled` keeps an order of
+        operations that blocks would not keep.
         """
         large = {}
         if not self.traced.step.guard.scalars:
@@ -126,13 +126,10 @@ def plan_kernels(
     for node in guard:
         scalars.ref(node)
     planner = _Planner(traced, scalars, guard[1:], is_exact, for_tpus)
-    effects = traced.closed.effects
     kernels: dict[int, LeafKernel] = {}
     reasons: dict[int, str] = {}
     for i in range(len(traced.step.leaves)):
         try:
-            if effects:
-                raise NotElementwise(f"it has side effects: {effects}")
             kernels[i] = planner.leaf(i)
         except NotElementwise as reason:
             reasons[i] = str(reason)
@@ -165,15 +162,16 @@ class _Planner:
         """The kernel of a leaf; NotElementwise is raised if it has none."""
         step, nodes, graph = self.traced.step, self.traced.nodes, self.traced.graph
         leaf, update = step.leaves[i], nodes.updates[i]
+        if self.traced.closed.effects:
+            raise NotElementwise(f"it has side effects: {self.traced.closed.effects}")
         weight = WeightRows.of(leaf)
         _check_leaf(leaf.param, weight)
         parts = self._parts_of(i)
         inputs = [nodes.grads[i], nodes.masters[i], *(nodes.state[s] for s in parts)]
         if update.aval.dtype != jnp.float32:
             raise NotElementwise(f"its update is {update.aval.dtype}")
-        result, is_direct = update, step.landing.is_direct
-        if is_direct if leaf.format is None else leaf.format.stores_sum:
-            result = graph.apply(lax.add, nodes.masters[i], update)
+        adds = step.landing.is_direct if leaf.format is None else leaf.format.stores_sum
+        result = graph.apply(lax.add, nodes.masters[i], update) if adds else update
         outputs = [result, *(nodes.new_state[s] for s in parts)]
         for node in outputs:
             _check_result(node, leaf.param.shape)

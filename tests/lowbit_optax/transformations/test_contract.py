@@ -193,7 +193,7 @@ def keeping_updates():
 
 
 @pytest.mark.parametrize("after", [lambda: optax.trace(0.0), keeping_updates])
-def test_what_a_wrapper_keeps_of_the_updates_is_updates(after):
+def test_a_wrapper_that_keeps_updates_is_given_updates(after):
     kept = optax.chain(lowbit_optax.kahan_sgd(0.5), after())
     params = parameters()
     _, state = lowbit_optax.step(kept, params, kept.init(params), params)
