@@ -12,8 +12,7 @@ References:
 import collections
 import itertools
 import math
-import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from lowbit_optax._jaxprs.graph import Call, Node
 
@@ -78,7 +77,7 @@ class _Flow:
         self._left[start][end] = self._left[start].get(end, 0) + capacity
         self._left[end].setdefault(start, 0)
 
-    def fill(self) -> typing.Container:
+    def fill(self) -> Container:
         """Fill the network. The vertices from which more could flow to the sink."""
         while True:
             following = self._towards_sink()
