@@ -141,9 +141,10 @@ def made_of(
     return list(found)
 
 
-def calls_between(wanted: Iterable[Node], known: Container[Node]) -> list[Call]:
+def calls_between(wanted: Iterable[Node], known: Iterable[Node]) -> list[Call]:
     """The calls that compute wanted values from those that are known, in order."""
-    calls = {x.call for x in made_of(wanted, known) if x.call is not None}
+    nodes = made_of(wanted, frozenset(known))
+    calls = {x.call for x in nodes if x.call is not None}
     return sorted(calls, key=lambda call: call.number)
 
 
