@@ -1,4 +1,4 @@
-"""Quantised weights and gradients whose products in a step are all exact."""
+"""Quantised weights and gradients of which every product in a step is exact."""
 
 import jax
 import jax.numpy as jnp
