@@ -40,7 +40,7 @@ def test_last_in_a_chain_it_trains_on_what_the_chain_made_of_the_gradients(optim
     tx = optimizer()
     params = jnp.linspace(-2, 2, 64, dtype=jnp.bfloat16)
     signs = np.sign(np.random.default_rng(0).standard_normal((4, 64)))
-    # Of norm 2 exactly, so that clipping to 0.5 divides by 4 exactly.
+    # Their norm is exactly 2, so that clipping to 0.5 divides by exactly 4.
     series = list(jnp.asarray(0.25 * signs, jnp.float32))
     clipped = _trained(optax.chain(optax.clip_by_global_norm(0.5), tx), params, series)
     want = _trained(tx, params, [grads / 4 for grads in series])

@@ -41,10 +41,11 @@ def loss_fn(weights, inputs, labels):
 
 
 def trained(tx, dtype, formats=None):
-    """Per seed: the data, and of the last half of the steps every 50th step's
-    parameters, the last masters, and the parameters' mean.
+    """For each seed the data, and what training on it gave.
 
-    With formats every activation, weight and gradient is rounded to them.
+    That is the parameters of every 50th step in the last half, the last masters, and
+    the mean of the parameters in the last half. With formats every activation, weight
+    and gradient is rounded to them.
     """
     loss = loss_fn
     if formats is not None:
@@ -137,7 +138,7 @@ def test_stochastic_rounding_in_16_bit_arithmetic_is_float32_with_noise():
     assert losses(results, "mean") < 1.5 * float32()
 
 
-def test_of_shorter_weights_only_14_bits_come_near():
+def test_shorter_weights_come_near_with_14_bits_only():
     """Activations, weights and gradients of 1 + 8 + m bits, Kahan summation."""
     found = {}
     for mantissa in (3, 5, 7):

@@ -58,7 +58,7 @@ def test_at_a_decay_of_0_9999_it_follows_float32_where_bfloat16_stands_still():
     }
     per_step = jnp.float32(1 / STEPS)
     got = averages(txs, lambda i: start + i * per_step * drift, STEPS, first)
-    # In float64, of weights a + i b for i = 0, 1, ...: the average of i after t steps.
+    # For weights a + i b, i = 0, 1, ...: the average of i after t steps, in float64.
     kept = 0.9999**STEPS
     lag = (STEPS - 1) - (STEPS - 1) * kept - 0.9999 * (1 - 0.9999 ** (STEPS - 1)) / 1e-4
     lag += (STEPS - 1) * kept

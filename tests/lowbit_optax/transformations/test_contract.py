@@ -167,8 +167,8 @@ def test_which_wrappers_keep_the_direct_step_and_the_report_says_it(name):
 
 @pytest.mark.parametrize("name", DIRECT)
 def test_a_direct_step_arrives_where_no_float32_difference_lands(name):
-    # From 1 to minus an odd multiple of 2^-24 the difference has a bit too few. Only a
-    # master under its parameter, in the binade below, can be taken there.
+    # A float32 difference has too few bits to lead from 1 to minus an odd multiple of
+    # 2^-24. Only a master below its parameter, in the binade below, can be taken there.
     below = 1 - jnp.arange(1, 65, dtype=jnp.float32) * 2.0**-16
     odd = (2 * jnp.arange(64, dtype=jnp.float32) + 3) * 2.0**-24
     exact = weights_only(optax.sgd(1.0), lowbit_optax.extra_bits(16), min_size=0)

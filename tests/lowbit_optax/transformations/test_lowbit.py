@@ -82,7 +82,7 @@ def _stacked(series):
 
 
 def test_init_under_jit_encodes_when_it_runs_and_not_when_it_compiles():
-    # Of zeros that XLA knows it would compute the codes itself, in seconds per matrix.
+    # XLA itself would compute the codes of known zeros, which takes seconds per matrix.
     tx = lowbit_optax.lowbit_adamw(1e-3)
     params = {"w": jnp.zeros((64, 128), jnp.bfloat16)}
     program = jax.jit(tx.init).lower(params).compile().as_text()
