@@ -209,14 +209,8 @@ class _Launches:
         return written
 
     def _blocked(self, number: int, leaf: Leaf) -> list[jax.Array]:
-        return _blocked(
-            leaf.arrays,
-            self.step.keys,
-            np.uint32(number),
-            self._plain_scalars,
-            body=self.bodies[number],
-            like=_abstract(leaf),
-        )
+        body, keys = self.bodies[number], self.step.keys
+        return _blocked(body, leaf, keys, np.uint32(number), self._plain_scalars)
 
     def _group(self, number: int, leaf: Leaf):
         """What leaves that share a kernel have in common."""
@@ -247,15 +241,8 @@ class _Launches:
 
     def _fused(self, numbers, leaves, table, rows, layer=None, first=None):
         body = self.bodies[numbers[0]]
-        return _fused(
-            [leaf.arrays for leaf in leaves],
-            Scalars(table, rows, self._plain_scalars, body.when),
-            layer,
-            first,
-            body=body,
-            like=tuple(map(_abstract, leaves)),
-            implementation=self.implementation,
-        )
+        scalars = Scalars(table, rows, self._plain_scalars, body.when)
+        return _fused(body, self.implementation, leaves, scalars, layer, first)
 
     def _is_layer(self, number: int) -> bool:
         layer = self.step.layer
@@ -348,24 +335,16 @@ def _tables_of_layers(row: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return table.at[:, :KEYS].set(jnp.stack(columns, axis=-1))
 
 
-def _abstract(leaf: Leaf) -> Leaf:
-    """The leaf without its arrays, which makes it static and hashable."""
-    return leaf.with_arrays([None] * len(leaf.operands))
-
-
-@functools.partial(jax.jit, static_argnames=("body", "like", "implementation"))
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _fused(
-    arrays,
-    scalars: Scalars,
-    layer,
-    first,
-    *,
     body: LeafBody,
-    like: tuple[Leaf, ...],
-    implementation,
+    implementation: Implementation,
+    leaves: Sequence[Leaf],
+    scalars: Scalars,
+    layer: jax.Array | None,
+    first: jax.Array | None,
 ) -> list[list[jax.Array]]:
     """Update leaves; traced and lowered once for equal shapes and programs."""
-    leaves = [leaf.with_arrays(x) for leaf, x in zip(like, arrays, strict=True)]
     if len(leaves) > 1:
         return fused_update_many(
             body, leaves, scalars=scalars, implementation=implementation
@@ -383,9 +362,8 @@ def _fused(
     return [new]
 
 
-@functools.partial(jax.jit, static_argnames=("body", "like"))
-def _blocked(arrays, keys, number, scalars, *, body: LeafBody, like: Leaf):
+@functools.partial(jax.jit, static_argnums=0)
+def _blocked(body: LeafBody, leaf: Leaf, keys, number, scalars) -> list[jax.Array]:
     """Update one leaf block by block; traced once for equal shapes and programs."""
     keys = [lax.dynamic_index_in_dim(key, number, keepdims=False) for key in keys]
-    leaf = like.with_arrays(arrays)
     return blocked.update(body, leaf, [*keys, *scalars], when=body.when)
