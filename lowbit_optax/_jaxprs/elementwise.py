@@ -59,16 +59,16 @@ ELEMENTWISE = frozenset(
         p.sin_p, p.sqrt_p, p.square_p, p.sub_p, p.tan_p, p.tanh_p, p.xor_p,
     }
 )  # fmt: skip
-"""What kernels compute, by any launcher.
+"""The primitives that kernels of all launchers compute.
 
-Remainders of floats are not among it: Mosaic GPU's compiler has none.
+Float remainders are missing: Mosaic GPU's compiler has none.
 """
 
 _ONE_TO_ONE = frozenset({p.copy_p, p.stop_gradient_p})
 
 
 def is_elementwise(primitive) -> bool:
-    """Whether an element of a primitive's result is made of those in its place."""
+    """Whether an element of a result depends on the elements in its place only."""
     return primitive in ELEMENTWISE or primitive in _ONE_TO_ONE
 
 
@@ -104,7 +104,7 @@ class Scalars:
 def inputs_of(outputs: Sequence[Node], shape: tuple[int, ...]) -> set[Node]:
     """The inputs of a leaf's shape that results are made of, elementwise or not.
 
-    Scalars are not followed: what they are made of is computed outside.
+    Scalars are not followed: they are computed outside.
     """
     return {
         node
@@ -128,8 +128,8 @@ def program_of(
       inputs: the leaf's gradient, master and moments, all of its shape.
       scalars: the table to enter scalars in.
       takes_factors_out: whether scalar factors of quotients are taken out.
-      is_exact: whether every operation is taken as it is, so that the results are those
-        of the graph bit for bit.
+      is_exact: whether every operation stays as it is, so that the results are those of
+        the graph bit for bit.
 
     Raises:
       NotElementwise: if they need more than these rows and scalars.

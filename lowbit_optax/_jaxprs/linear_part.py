@@ -1,4 +1,4 @@
-"""By how much a result of a leaf's shape moves with one of its inputs, as a node.
+"""How much a result of a leaf's shape moves with one of its inputs, as a node.
 
     u = s * m + d * w   -->   du/dm = s,   du/dw = d
 

@@ -33,7 +33,7 @@ def sums_of_squares_of(
 
 
 def _squared_and_summed(call: Call) -> Node | None:
-    """What the call sums the squares of, over all axes; None if it does not."""
+    """The array whose squares a call sums over all axes; None for other calls."""
     if call.primitive is not p.reduce_sum_p:
         return None
     (terms,) = call.inputs
@@ -42,7 +42,7 @@ def _squared_and_summed(call: Call) -> Node | None:
 
 
 def _root(node: Node) -> Node | None:
-    """What a node is the square of, beside zeros; None if it is no square."""
+    """The node whose square another one is, beside zeros; None if it is no square."""
     call = node.call
     if call is None:
         return None

@@ -2,9 +2,9 @@
 
 An inner transformation may skip a step, as ``optax.apply_if_finite`` does, or make one
 in a few, as ``optax.MultiSteps``. Then it returns the moments that it was given, and
-updates of zero. What is stored must not change by a bit either. But encoding what was
-decoded is a new rounding. So the scalar that decides is found here, and where it says
-so, what is stored is kept.
+updates of zero. What is stored must not change by a bit either, but encoding what was
+decoded rounds again. So this module finds the scalar that decides, and what is stored
+stays where the scalar says so.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from lowbit_optax._jaxprs.graph import Graph, Node, constant, is_by_platform, is
 Condition = Node | bool
 """A truth value: of rank 0, or known while tracing."""
 
-_ONE_TO_ONE = frozenset({p.copy_p, p.stop_gradient_p, p.convert_element_type_p})
+_COPIES = frozenset({p.copy_p, p.stop_gradient_p, p.convert_element_type_p})
 
 
 def unchanged_when(new: Node, old: Node, graph: Graph) -> Node | None:
@@ -40,8 +40,8 @@ def _when(
 
     Args:
       node, graph: the node and its graph, to which the condition is added.
-      holds: of the nodes that are looked for.
-      through_products: whether a product holds if a factor does.
+      holds: whether a node is one that is looked for.
+      through_products: whether a product is one if a factor is.
     """
 
     def when(node: Node) -> Condition:
@@ -50,7 +50,7 @@ def _when(
         if node.call is None:
             return False
         primitive, operands = node.call.primitive, node.call.inputs
-        if primitive in _ONE_TO_ONE and operands[0].aval.dtype == node.aval.dtype:
+        if primitive in _COPIES and operands[0].aval.dtype == node.aval.dtype:
             return when(operands[0])
         if through_products and primitive is p.neg_p:
             return when(operands[0])
