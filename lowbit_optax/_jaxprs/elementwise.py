@@ -9,33 +9,44 @@ whatever they depend on: a schedule, a count, the global norm of all gradients.
 :class:`Program`, which is static and hashable, so that leaves with the same program
 share one traced kernel. If there is none, it raises :class:`NotElementwise` with the
 reason.
+
+Adam divides both of its averages by ``1 - b^t``:
+
+    u  = (m / c1) / (sqrt(v / c2) + eps)
+    w' = w - eta (u + d w)
+
+In a kernel that is two products per element more than with the factors taken out:
+
+    q  = m / (sqrt(v) + eps sqrt(c2)),    S = sqrt(c2) / c1
+    w' = w - (eta S) (q + (d / S) w)
+
+``S`` and the other factors are scalars, computed once per leaf. The averages must be
+divided by scalars, not multiplied: c1 and c2 are then not infinite, so that S is not 0
+and may be divided by.
 """
 
 import collections
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Primitive
 from jax.extend.core import primitives as p
 
-from lowbit_optax._jaxprs.corrected_averages import corrected_quotient, times_scalar
 from lowbit_optax._jaxprs.graph import (
     Call,
     Graph,
     Node,
+    constant,
     is_constant_number,
     is_zero,
-    params_of,
+    made_of,
+    primitive_of,
+    without_zero,
 )
-from lowbit_optax._jaxprs.leaf_program import (
-    MULTIPLY_ADD,
-    Operation,
-    Program,
-    Ref,
-    without_dead_operations,
-)
+from lowbit_optax._jaxprs.leaf_program import MULTIPLY_ADD, Operation, Program, Ref
 
 ELEMENTWISE = frozenset(
     {
@@ -48,16 +59,16 @@ ELEMENTWISE = frozenset(
         p.sin_p, p.sqrt_p, p.square_p, p.sub_p, p.tan_p, p.tanh_p, p.xor_p,
     }
 )  # fmt: skip
-"""What kernels compute, by any launcher.
+"""The primitives that kernels of all launchers compute.
 
-Remainders of floats are not among it: Mosaic GPU's compiler has none.
+Float remainders are missing: Mosaic GPU's compiler has none.
 """
 
 _ONE_TO_ONE = frozenset({p.copy_p, p.stop_gradient_p})
 
 
 def is_elementwise(primitive) -> bool:
-    """Whether an element of a primitive's result is made of those in its place."""
+    """Whether an element of a result depends on the elements in its place only."""
     return primitive in ELEMENTWISE or primitive in _ONE_TO_ONE
 
 
@@ -89,35 +100,17 @@ class Scalars:
         number = self._numbers.setdefault(node, len(self._numbers))
         return Ref("scalar", number, dtype)
 
-    def inverse(self, node: Node) -> Node:
-        """One over a float scalar: one division per leaf, not one per element."""
-        one = Node(node.aval, constant=node.aval.dtype.type(1))
-        return self.computed(p.div_p, lax.div, one, node)
-
-    def computed(self, primitive, function: Callable, *inputs: Node) -> Node:
-        """A float scalar made of others by a primitive, as ``function(x, y)`` does."""
-        aval = inputs[-1].aval
-        return self.graph.call(primitive, params_of(function), inputs, [aval])[0]
-
 
 def inputs_of(outputs: Sequence[Node], shape: tuple[int, ...]) -> set[Node]:
     """The inputs of a leaf's shape that results are made of, elementwise or not.
 
-    Scalars are not followed: what they are made of is computed outside.
+    Scalars are not followed: they are computed outside.
     """
-    found: set[Node] = set()
-    visited: set[Node] = set()
-    waiting = list(outputs)
-    while waiting:
-        node = waiting.pop()
-        if node in visited or node.is_scalar:
-            continue
-        visited.add(node)
-        if node.call is not None:
-            waiting.extend(node.call.inputs)
-        elif node.constant is None and node.aval.shape == shape:
-            found.add(node)
-    return found
+    return {
+        node
+        for node in made_of(outputs, with_scalars=False)
+        if node.call is None and node.constant is None and node.aval.shape == shape
+    }
 
 
 def program_of(
@@ -134,33 +127,29 @@ def program_of(
       outputs: results of the leaf's shape.
       inputs: the leaf's gradient, master and moments, all of its shape.
       scalars: the table to enter scalars in.
-      takes_factors_out: whether scalar factors are; see
-        :mod:`lowbit_optax._jaxprs.corrected_averages`.
-      is_exact: whether every operation is taken as it is, so that the results are those
-        of the graph bit for bit.
+      takes_factors_out: whether scalar factors of quotients are taken out.
+      is_exact: whether every operation stays as it is, so that the results are those of
+        the graph bit for bit.
 
     Raises:
       NotElementwise: if they need more than these rows and scalars.
     """
-    between = _between(outputs, inputs, inputs[0].aval.shape)
-    reads = [*outputs, *(x for _, call in between for x in call.inputs)]
-    uses = collections.Counter(reads)
-    candidates = Scalars(scalars.graph)
-    builder = _ProgramBuilder(inputs, uses, candidates, takes_factors_out)
-    for node, call in between:
-        (builder.add_exactly if is_exact else builder.add)(node, call)
+    between = _between(outputs, inputs)
+    reads = [*outputs, *(x for call in between for x in call.inputs)]
+    uses, candidates = collections.Counter(reads), Scalars(scalars.graph)
+    builder = _ProgramBuilder(inputs, uses, candidates, takes_factors_out, is_exact)
+    for call in between:
+        builder.add(call)
     results = tuple(map(builder.ref, outputs))  # which may append operations
-    program = without_dead_operations(
-        Program(len(inputs), tuple(builder.operations), results)
-    )
+    program = Program(len(inputs), tuple(builder.operations), results)
+    program = program.without_dead_operations()
     # Divisors that a factor replaced are read by dead operations only. They take no
     # place in the table: a TPU gives each 16 KiB.
     nodes = candidates.nodes
-    return program.with_scalars(
-        {x: scalars.ref(nodes[x.number]) for x in program.scalars}
-    )
+    return program.reading({x: scalars.ref(nodes[x.number]) for x in program.scalars})
 
 
+@dataclasses.dataclass(eq=False)
 class _ProgramBuilder:
     """The operations of a program, appended node by node.
 
@@ -168,149 +157,138 @@ class _ProgramBuilder:
       inputs: the nodes that are the given rows.
       uses: by node, how often the program reads it.
       scalars: the table to enter scalars in.
-      takes_factors_out: as for :func:`program_of`.
+      takes_factors_out, is_exact: as for :func:`program_of`.
     """
 
-    def __init__(
-        self,
-        inputs: Sequence[Node],
-        uses: Mapping[Node, int],
-        scalars: Scalars,
-        takes_factors_out: bool,
-    ):
+    inputs: Sequence[Node]
+    uses: Mapping[Node, int]
+    scalars: Scalars
+    takes_factors_out: bool
+    is_exact: bool
+
+    def __post_init__(self):
         self.operations: list[Operation] = []
-        self._given = len(inputs)
-        self._uses, self._scalars = uses, scalars
-        self._takes_factors_out = takes_factors_out
-        self._rows = {node: Ref("row", i) for i, node in enumerate(inputs)}
+        self._apply = self.scalars.graph.apply
+        self._rows = {node: Ref("row", i) for i, node in enumerate(self.inputs)}
         # By node, a row and the scalar that it is to be multiplied by.
         self._scaled: dict[Node, tuple[Ref, Node]] = {}
 
     def ref(self, node: Node) -> Ref:
         """Where the program finds a value: a row, or a scalar of the table."""
         if node.is_scalar:
-            return self._scalars.ref(node)
+            return self.scalars.ref(node)
         if node not in self._rows:
-            self._rows[node] = self._times(*self._scaled[node])
+            row, factor = self._scaled[node]
+            self._rows[node] = self._append(lax.mul, row, self.ref(factor))
         return self._rows[node]
 
-    def add(self, node: Node, call: Call) -> None:
-        """Append what computes a node, in the form that costs least."""
-        scaled = self._quotient(call) or self._scaled_sum(call)
-        if scaled is None:
-            self._rows[node] = self._row_of(call)
-        else:
+    def add(self, call: Call) -> None:
+        """Append a call, in the cheapest form unless it must be exact."""
+        (node,) = call.outputs
+        if call.primitive in _ONE_TO_ONE or call.primitive is p.broadcast_in_dim_p:
+            self._rows[node] = self.ref(call.inputs[0])
+            return
+        scaled = row = None
+        if not self.is_exact:
+            scaled = self._quotient(call) or self._scaled_sum(call)
+            row = None if scaled else self._cheaper(call)
+        if scaled is not None:
             self._scaled[node] = scaled
-
-    def add_exactly(self, node: Node, call: Call) -> None:
-        """Append the operation that computes a node."""
-        self._rows[node] = self._copied(call) or self._as_it_is(call)
+            return
+        if row is None:
+            operands = map(self.ref, call.inputs)
+            row = self._append_call(call.primitive, call.params, *operands)
+        self._rows[node] = row
 
     def _quotient(self, call: Call) -> tuple[Ref, Node] | None:
         """A quotient of corrected averages, as a row and its scalar factor."""
-        found = corrected_quotient(call, self._uses)
-        if found is None or not self._takes_factors_out:
+        found = _corrected_quotient(call, self.uses)
+        if found is None or not self.takes_factors_out:
             return None
-        computed = self._scalars.computed
-        factor = root = computed(p.sqrt_p, _sqrt, found.square_divisor)
-        divisor = self._append(p.sqrt_p, params_of(_sqrt), [self.ref(found.square)])
-        if found.eps is not None and not is_zero(found.eps):
-            eps = self.ref(computed(p.mul_p, lax.mul, found.eps, root))
-            divisor = self._append(p.add_p, params_of(lax.add), [divisor, eps])
-        if found.mean_divisor is not None:
-            factor = computed(p.div_p, lax.div, root, found.mean_divisor)
-        operands = [self.ref(found.mean), divisor]
-        return self._append(p.div_p, params_of(lax.div), operands), factor
+        mean, mean_divisor, square, square_divisor, eps = found
+        factor = root = self._apply(lax.sqrt, square_divisor)
+        divisor = self._append(lax.sqrt, self.ref(square))
+        if eps is not None and not is_zero(eps):
+            scaled_eps = self.ref(self._apply(lax.mul, eps, root))
+            divisor = self._append(lax.add, divisor, scaled_eps)
+        if mean_divisor is not None:
+            factor = self._apply(lax.div, root, mean_divisor)
+        return self._append(lax.div, self.ref(mean), divisor), factor
 
     def _scaled_sum(self, call: Call) -> tuple[Ref, Node] | None:
         """``f q + d w`` with scalars f and d, as the row ``q + (d / f) w`` and f."""
         if call.primitive is not p.add_p:
             return None
         for node, other in (call.inputs, call.inputs[::-1]):
-            product = times_scalar(other)
-            if node in self._scaled and product is not None and self._uses[other] == 1:
+            product = _times_scalar(other)
+            if node in self._scaled and product is not None and self.uses[other] == 1:
                 row, factor = self._scaled[node]
-                share = self._scalars.computed(p.div_p, lax.div, product[1], factor)
-                operands = [self.ref(product[0]), self.ref(share), row]
-                return self._append(MULTIPLY_ADD, {}, operands), factor
+                share = self._apply(lax.div, product[1], factor)
+                operands = self.ref(product[0]), self.ref(share), row
+                return self._append_call(MULTIPLY_ADD, {}, *operands), factor
         return None
 
-    def _times(self, row: Ref, scalar: Node) -> Ref:
-        operands = [row, self.ref(scalar)]
-        return self._append(p.mul_p, params_of(lax.mul), operands)
-
-    def _row_of(self, call: Call) -> Ref:
+    def _cheaper(self, call: Call) -> Ref | None:
+        """The row of a call by other operations than its own; None for most."""
         primitive, operands = call.primitive, call.inputs
-        copied = self._copied(call)
-        if copied is not None:
-            return copied
-        if primitive is p.div_p and _is_float_scalar(operands[1]):
-            return self._times(
-                self.ref(operands[0]), self._scalars.inverse(operands[1])
-            )
-        product = times_scalar(call.outputs[0])
+        dtype = call.outputs[0].aval.dtype
+        is_float = jnp.issubdtype(dtype, jnp.floating)
+        if primitive is p.div_p and is_float and operands[1].is_scalar:
+            # One division per leaf, not one per element.
+            inverse = self._apply(lax.div, constant(dtype.type(1)), operands[1])
+            return self._append(lax.mul, self.ref(operands[0]), self.ref(inverse))
+        product = _times_scalar(call.outputs[0])
         if product is not None and product[0] in self._scaled:
             row, factor = self._scaled[product[0]]
-            computed = self._scalars.computed
-            return self._times(row, computed(p.mul_p, lax.mul, factor, product[1]))
-        if primitive in (p.add_p, p.add_jaxvals_p) and any(map(is_zero, operands)):
-            return self.ref(operands[0] if is_zero(operands[1]) else operands[1])
+            factor = self._apply(lax.mul, factor, product[1])
+            return self._append(lax.mul, row, self.ref(factor))
+        term = without_zero(call)
+        if term is not None:
+            return self.ref(term)
         if primitive is p.add_p:
             for node, other in (operands, operands[::-1]):
-                product = self._product(node)
-                if product is not None:
-                    factors = [*product.inputs, self.ref(other)]
-                    return self._append(MULTIPLY_ADD, {}, factors)
-        return self._as_it_is(call)
-
-    def _copied(self, call: Call) -> Ref | None:
-        """The operand of a call that changes none of its elements."""
-        is_copy = call.primitive in _ONE_TO_ONE
-        if is_copy or call.primitive is p.broadcast_in_dim_p:
-            return self.ref(call.inputs[0])
+                factors = self._factors(node)
+                if factors is not None:
+                    operands = *factors, self.ref(other)
+                    return self._append_call(MULTIPLY_ADD, {}, *operands)
         return None
 
-    def _as_it_is(self, call: Call) -> Ref:
-        operands = [self.ref(x) for x in call.inputs]
-        return self._append(call.primitive, call.params, operands)
+    def _append(self, function: Callable, *operands: Ref) -> Ref:
+        """Append a function, which is one primitive, of float rows and scalars."""
+        dtypes = [np.dtype(np.float32)] * len(operands)
+        primitive, params, _ = primitive_of(function, *dtypes)
+        return self._append_call(primitive, params, *operands)
 
-    def _append(self, primitive, params: Mapping, operands: Sequence[Ref]) -> Ref:
+    def _append_call(self, primitive, params: Mapping, *operands: Ref) -> Ref:
         items = tuple(sorted(params.items()))
         try:
             hash(items)
         except TypeError:
             raise NotElementwise(f"{primitive} has parameters {params}") from None
-        self.operations.append(Operation(primitive, items, tuple(operands)))
-        return Ref("row", self._given + len(self.operations) - 1)
+        self.operations.append(Operation(primitive, items, operands))
+        return Ref("row", len(self.inputs) + len(self.operations) - 1)
 
-    def _product(self, node: Node) -> Operation | None:
-        """The operation of a float32 product that only one sum uses, to be fused."""
-        if node.is_scalar or self._uses[node] > 1 or node.call is None:
+    def _factors(self, node: Node) -> tuple[Ref, ...] | None:
+        """The factors of a float32 product that only one sum uses, to be fused."""
+        if node.is_scalar or self.uses[node] > 1 or node.call is None:
             return None
-        number = self.ref(node).number - self._given
-        if number < 0 or np.dtype(node.aval.dtype) != np.float32:
+        number = self.ref(node).number - len(self.inputs)
+        if number < 0 or node.aval.dtype != jnp.float32:
             return None
         operation = self.operations[number]
-        return operation if operation.primitive is p.mul_p else None
+        return operation.inputs if operation.primitive is p.mul_p else None
 
 
-def _between(
-    outputs: Sequence[Node], inputs: Sequence[Node], shape: tuple[int, ...]
-) -> list[tuple[Node, Call]]:
-    """The nodes between a leaf's inputs and its results with their calls, in order."""
-    found: dict[Node, Call] = {}
-    waiting = list(outputs)
-    while waiting:
-        node = waiting.pop()
-        if node in found or node in inputs or node.is_scalar:
-            continue
+def _between(outputs: Sequence[Node], inputs: Sequence[Node]) -> list[Call]:
+    """The calls between a leaf's inputs and its results, in order."""
+    calls = []
+    for node in made_of(outputs, inputs, with_scalars=False):
         if node.call is None:
             kind = "a constant array" if node.constant is not None else "another array"
             raise NotElementwise(f"it uses {kind} of shape {list(node.aval.shape)}")
-        _check_elementwise(node, node.call, shape)
-        found[node] = node.call
-        waiting.extend(node.call.inputs)
-    return sorted(found.items(), key=lambda item: item[1].number)
+        _check_elementwise(node, node.call, inputs[0].aval.shape)
+        calls.append(node.call)
+    return sorted(calls, key=lambda call: call.number)
 
 
 def _check_elementwise(node: Node, call: Call, shape: tuple[int, ...]) -> None:
@@ -331,10 +309,47 @@ def _check_elementwise(node: Node, call: Call, shape: tuple[int, ...]) -> None:
         raise NotElementwise(f"it computes in {node.aval.dtype}")
 
 
-def _is_float_scalar(node: Node) -> bool:
-    return node.is_scalar and jnp.issubdtype(node.aval.dtype, jnp.floating)
+def _corrected_quotient(
+    call: Call, uses: Mapping[Node, int]
+) -> tuple[Node, Node | None, Node, Node, Node | None] | None:
+    """``m, c1, v, c2, eps`` of a float32 quotient ``(m / c1) / (sqrt(v / c2) + eps)``.
+
+    m and v have the leaf's shape, the others are scalars; c1 and eps may be missing.
+    What others need too is left as it is: then, and for other calls, it is None.
+    """
+    if call.primitive is not p.div_p or call.outputs[0].aval.dtype != jnp.float32:
+        return None
+    mean, denominator = call.inputs
+    if uses[denominator] > 1:
+        return None
+    root, eps = _with_scalar(p.add_p, denominator) or (denominator, None)
+    if root.call is None or root.call.primitive is not p.sqrt_p or uses[root] > 1:
+        return None
+    (corrected,) = root.call.inputs
+    if corrected.call is not None and uses[corrected] == 1:
+        # eps_root is usually 0.
+        corrected = without_zero(corrected.call) or corrected
+    square = _with_scalar(p.div_p, corrected)
+    if square is None or uses[corrected] > 1:
+        return None
+    divided = _with_scalar(p.div_p, mean) if uses[mean] == 1 else None
+    mean, mean_divisor = divided or (mean, None)
+    return mean, mean_divisor, *square, eps
 
 
-def _sqrt(x: jax.Array, y: jax.Array) -> jax.Array:
-    del y
-    return lax.sqrt(x)
+def _with_scalar(primitive: Primitive, node: Node) -> tuple[Node, Node] | None:
+    """The array and the scalar of which a primitive computes a node, or None."""
+    call = node.call
+    if call is None or call.primitive is not primitive:
+        return None
+    orders = [call.inputs]
+    if primitive is not p.div_p:
+        orders.append(call.inputs[::-1])
+    pairs = ((x, y) for x, y in orders if y.is_scalar and not x.is_scalar)
+    return next(pairs, None)
+
+
+def _times_scalar(node: Node) -> tuple[Node, Node] | None:
+    """``(x, s)`` of a float32 product ``x s`` with a scalar s, or None."""
+    is_float32 = node.aval.dtype == jnp.float32
+    return _with_scalar(p.mul_p, node) if is_float32 else None

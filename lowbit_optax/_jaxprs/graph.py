@@ -1,50 +1,44 @@
 """The graph of a traced function: its values as nodes, and the calls that compute them.
 
-A jaxpr names its values by variables that are known inside of it only. A :class:`Node`
-is a value of the whole program: a function that is called can be inlined, and its
-values are then nodes like all others. What becomes of an equation is the reader's
-choice, a function that is given to :func:`inline`. :class:`Graph` makes one graph of a
-whole function; :func:`evaluate` computes any of its values, and only what they need.
+The variables of a jaxpr are known inside of it only. A :class:`Node` is a value of the
+whole program: a function that is called can be inlined, and its values are then nodes
+like all others. What becomes of an equation is the choice of the reader, a function
+that :func:`inline` takes. :class:`Graph` makes one graph of a whole function;
+:func:`evaluate` computes any of its values, and only what they need.
 """
 
 import contextlib
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend import core
-from jax.extend.core import primitives
+from jax.extend.core import primitives as p
 
 from pallas_kernels.jaxprs import ClosedJaxpr
 
 _CALLS = frozenset(
     {
-        primitives.call_p,
-        primitives.closed_call_p,
-        primitives.custom_jvp_call_p,
-        primitives.custom_vjp_call_p,
-        primitives.jit_p,
-        primitives.remat_p,
+        p.call_p, p.closed_call_p, p.custom_jvp_call_p, p.custom_vjp_call_p, p.jit_p,
+        p.remat_p,
     }
-)
-# A conditional without these becomes a selection: computing every branch costs little.
+)  # fmt: skip
+SUMS = frozenset({p.add_p, p.add_jaxvals_p})
+"""What adds two arrays: JAX has a primitive of its own for sums of derivatives."""
+
+# A conditional without these becomes a selection: computing every branch is cheap.
 _EXPENSIVE = frozenset(
     {
-        primitives.conv_general_dilated_p,
-        primitives.dot_general_p,
-        primitives.eigh_p,
-        primitives.fft_p,
-        primitives.qr_p,
-        primitives.scan_p,
-        primitives.sort_p,
-        primitives.svd_p,
-        primitives.while_p,
+        p.conv_general_dilated_p, p.dot_general_p, p.eigh_p, p.fft_p, p.qr_p, p.scan_p,
+        p.sort_p, p.svd_p, p.while_p,
     }
-)
+)  # fmt: skip
+_ZERO_OF_ZERO = (p.broadcast_in_dim_p, p.square_p)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -52,11 +46,9 @@ class Call:
     """One application of a primitive. Two calls are equal only if they are the same.
 
     Args:
-      primitive: what is applied.
-      params: the primitive's parameters, as in a jaxpr's equation.
-      inputs: its operands.
+      primitive, params: as in a jaxpr's equation.
+      inputs, outputs: its operands and results.
       number: counts calls in a valid order.
-      outputs: its results.
       context: the equation's, if it has one: the mesh that was in force, and what else
         holds for it only (``jax.sharding.auto_axes`` changes it within a program).
     """
@@ -89,6 +81,11 @@ class Node:
         return self.aval.shape == ()
 
 
+def constant(value) -> Node:
+    """A number or an array, as a node that nothing computes."""
+    return Node(jax.typeof(value), constant=value)
+
+
 def with_outputs(call: Call, avals: Iterable) -> list[Node]:
     """Give a call results of these shapes and dtypes, and return them."""
     call.outputs = tuple(Node(aval, call) for aval in avals)
@@ -100,7 +97,7 @@ def inline(
     inputs: Sequence[Node],
     read_equation: Callable[[typing.Any, list[Node]], Sequence[Node]],
 ) -> list[Node]:
-    """The results of a jaxpr for given inputs, as nodes.
+    """The results of a jaxpr, as nodes.
 
     Args:
       closed: the jaxpr.
@@ -110,8 +107,8 @@ def inline(
     """
     jaxpr = closed.jaxpr
     known = dict(zip(jaxpr.invars, inputs, strict=True))
-    for var, constant in zip(jaxpr.constvars, closed.consts, strict=True):
-        known[var] = Node(var.aval, constant=constant)
+    for var, value in zip(jaxpr.constvars, closed.consts, strict=True):
+        known[var] = Node(var.aval, constant=value)
 
     def read(atom) -> Node:
         if isinstance(atom, core.Literal):
@@ -122,6 +119,33 @@ def inline(
         results = read_equation(eqn, [read(atom) for atom in eqn.invars])
         known.update(zip(eqn.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def made_of(
+    wanted: Iterable[Node], known: Container[Node] = (), *, with_scalars: bool = True
+) -> list[Node]:
+    """Nodes and all that they are computed from, each once.
+
+    What is known is left out, and scalars if they are not wanted, with all that they
+    are computed from.
+    """
+    found: dict[Node, None] = {}
+    waiting = list(wanted)
+    while waiting:
+        node = waiting.pop()
+        if node in found or node in known or not (with_scalars or node.aval.shape):
+            continue
+        found[node] = None
+        if node.call is not None:
+            waiting.extend(node.call.inputs)
+    return list(found)
+
+
+def calls_between(wanted: Iterable[Node], known: Iterable[Node]) -> list[Call]:
+    """The calls that compute wanted values from those that are known, in order."""
+    nodes = made_of(wanted, frozenset(known))
+    calls = {x.call for x in nodes if x.call is not None}
+    return sorted(calls, key=lambda call: call.number)
 
 
 def value_of(node: Node, known: Mapping[Node, typing.Any]):
@@ -142,8 +166,7 @@ def run(
     """Compute calls in order from the values known so far, and add their outputs.
 
     Args:
-      calls: in a valid order.
-      known: values by node; those of the calls' outputs are added.
+      calls, known: in a valid order; values by node.
       instead: for some calls, what computes their outputs from their operands.
       changed: gives the value that later calls read, from a node and its value.
     """
@@ -170,33 +193,35 @@ def bind(call: Call, operands: Sequence) -> Sequence:
 def varying_alike(operands: Sequence) -> Sequence:
     """Operands that vary over the same axes of a ``jax.shard_map``, as primitives ask.
 
-    :class:`.Graph` leaves out what JAX inserts to make scalars vary.
+    :class:`Graph` leaves out what JAX inserts to make scalars vary.
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return operands
     axes = [jax.typeof(x).manual_axis_type.varying for x in operands]
     union = frozenset().union(*axes)
     return [
-        jax.lax.pcast(x, tuple(sorted(union - own)), to="varying") if own < union else x
-        for x, own in zip(operands, axes, strict=True)
+        lax.pcast(x, tuple(sorted(union - mine)), to="varying") if mine < union else x
+        for x, mine in zip(operands, axes, strict=True)
     ]
 
 
 @functools.cache
-def params_of(function: Callable) -> dict[str, typing.Any]:
-    """The parameters with which JAX binds the only primitive of ``function(x, y)``.
+def primitive_of(
+    function: Callable, *dtypes: np.dtype
+) -> tuple[core.Primitive, dict[str, typing.Any], np.dtype]:
+    """The only primitive of a function of scalars, its parameters, its result's dtype.
 
-    They differ between versions of JAX.
+    The parameters differ between versions of JAX.
     """
-    x = jax.ShapeDtypeStruct((), "float32")
-    (equation,) = jax.make_jaxpr(function)(x, x).jaxpr.eqns
-    return equation.params
+    scalars = [jax.ShapeDtypeStruct((), dtype) for dtype in dtypes]
+    (equation,) = jax.make_jaxpr(function)(*scalars).jaxpr.eqns
+    return equation.primitive, equation.params, equation.outvars[0].aval.dtype
 
 
 def without_dead_equations(closed: ClosedJaxpr) -> ClosedJaxpr:
     """A jaxpr without the equations at its top that nothing needs.
 
-    optax computes what a tree's leaves share even for a tree that has none.
+    optax computes what the leaves of a tree share even for a tree without leaves.
     """
     needed, equations = set(map(id, closed.jaxpr.outvars)), []
     for eqn in reversed(closed.jaxpr.eqns):
@@ -230,10 +255,10 @@ def holds(params: Mapping[str, typing.Any], wanted: Callable[..., bool]) -> bool
 def is_by_platform(primitive: core.Primitive, params: Mapping) -> bool:
     """Whether it is a conditional of ``lax.platform_dependent``.
 
-    Its branches may be such as only one platform can compile, so that they can be
-    neither all computed nor moved into another conditional.
+    Some of its branches may compile on one platform only. So they can be neither all
+    computed nor moved into another conditional.
     """
-    return primitive is primitives.cond_p and bool(params.get("branches_platforms"))
+    return primitive is p.cond_p and bool(params.get("branches_platforms"))
 
 
 def is_constant_number(node: Node) -> bool:
@@ -242,12 +267,21 @@ def is_constant_number(node: Node) -> bool:
 
 
 def is_zero(node: Node) -> bool:
-    """Whether it is the constant 0: adding it changes nothing but a negative zero."""
-    if node.call is not None and node.call.primitive is primitives.broadcast_in_dim_p:
+    """Whether it is 0 everywhere, whatever the inputs."""
+    while node.call is not None:
+        if node.call.primitive not in _ZERO_OF_ZERO:
+            return False
         (node,) = node.call.inputs
-    if not (is_constant_number(node) and node.is_scalar):
-        return False
-    return bool(np.asarray(node.constant) == 0)
+    return is_constant_number(node) and not np.any(np.asarray(node.constant))
+
+
+def without_zero(call: Call) -> Node | None:
+    """What a call adds 0 to, which changes nothing but a negative zero; or None."""
+    if call.primitive in SUMS:
+        for term, other in (call.inputs, call.inputs[::-1]):
+            if is_zero(other):
+                return term
+    return None
 
 
 class Graph:
@@ -269,20 +303,33 @@ class Graph:
         self.inputs = [Node(v.aval) for v in closed.jaxpr.invars]
         self.outputs = inline(closed, self.inputs, self._read_equation)
 
+    def apply(self, function: Callable, *operands: Node) -> Node:
+        """``function(*operands)``, which is one primitive that works elementwise.
+
+        Scalars may stand beside arrays.
+        """
+        dtypes = (x.aval.dtype for x in operands)
+        primitive, params, dtype = primitive_of(function, *dtypes)
+        like = next((x for x in operands if not x.is_scalar), operands[0])
+        aval = like.aval.update(dtype=dtype)
+        return self.call(primitive, params, operands, [aval])[0]
+
+    def selected(self, which: Node, cases: Sequence[Node]) -> Node:
+        """The case that a truth value selects, or a number, as conditionals take it."""
+        if len(cases) == 2 and which.aval.dtype != jnp.bool_:
+            which = self.apply(lax.gt, which, constant(which.aval.dtype.type(0)))
+        operands, aval = [which, *cases], cases[0].aval
+        return self.call(p.select_n_p, {}, operands, [aval])[0]
+
     def call(self, primitive, params, inputs: Sequence[Node], avals) -> list[Node]:
         """Append an application of a primitive, and return its results.
 
         A scalar that is computed from the same scalars in the same way as an earlier
         one is that earlier one: optax computes the learning rate of a step once for
-        every leaf.
-
-        Args:
-          primitive, params, inputs: as in :class:`Call`.
-          avals: shapes and dtypes of the results.
+        every leaf. ``avals`` are the shapes and dtypes of the results.
         """
-        key = None
-        if all(aval.shape == () for aval in avals):
-            key = _computation_key(primitive, params, inputs)
+        is_scalar = all(aval.shape == () for aval in avals)
+        key = _computation_key(primitive, params, inputs) if is_scalar else None
         if key in self._scalars:
             return self._scalars[key]
         call = Call(primitive, params, tuple(inputs), self._count)
@@ -295,61 +342,29 @@ class Graph:
     def _read_equation(self, eqn, operands: list[Node]) -> list[Node]:
         if eqn.primitive in _CALLS and eqn.params.get("name") not in self._opaque:
             return inline(called_jaxpr(eqn.params), operands, self._read_equation)
-        if eqn.primitive is primitives.copy_p:
+        if eqn.primitive is p.copy_p:
             return operands
         if eqn.primitive.name == "pvary" and operands[0].is_scalar:
             # A scalar is the same for all leaves, whether these vary or not.
             return operands
-        if eqn.primitive is primitives.cond_p and _is_cheap(eqn):
-            return self._select(eqn, operands)
+        if eqn.primitive is p.cond_p and _is_cheap(eqn.params):
+            which, *arguments = operands
+            branches = self.branches(eqn.params, arguments)
+            return [self.selected(which, x) for x in zip(*branches, strict=True)]
         avals = [var.aval for var in eqn.outvars]
         return self.call(eqn.primitive, eqn.params, operands, avals)
 
-    def branches_of(self, call: Call) -> list[list[Node]]:
-        """The results of each branch of a conditional."""
-        return self._branches(call.params, call.inputs[1:])
-
-    def is_positive(self, number: Node) -> Node:
-        """Whether a number is positive: a truth value."""
-        aval = number.aval.update(dtype=jnp.dtype(bool))
-        zero = Node(number.aval, constant=number.aval.dtype.type(0))
-        return self.call(primitives.gt_p, {}, [number, zero], [aval])[0]
-
-    def _branches(self, params, arguments: Sequence[Node]) -> list[list[Node]]:
+    def branches(self, params: Mapping, arguments: Sequence[Node]) -> list[list[Node]]:
+        """The results of each branch of a conditional with these parameters."""
         return [
             inline(branch, arguments, self._read_equation)
             for branch in params["branches"]
         ]
 
-    def _select(self, eqn, operands: list[Node]) -> list[Node]:
-        """A conditional as a selection among its branches' results."""
-        which, *arguments = operands
-        branches = self._branches(eqn.params, arguments)
-        if len(branches) == 2:
-            # select_n takes a truth value for two, and a conditional an integer.
-            which = self.is_positive(which)
-        return [
-            self.call(primitives.select_n_p, {}, [which, *cases], [cases[0].aval])[0]
-            for cases in zip(*branches, strict=True)
-        ]
-
 
 def evaluate(nodes: Sequence[Node], known: dict[Node, typing.Any]) -> list:
-    """Values of nodes, computing only what they need.
-
-    Args:
-      nodes: wanted.
-      known: values of inputs (and of any other nodes); what is computed is added.
-    """
-    calls: set[Call] = set()
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node in known or node.call is None or node.call in calls:
-            continue
-        calls.add(node.call)
-        waiting.extend(node.call.inputs)
-    run(sorted(calls, key=lambda call: call.number), known)
+    """Values of nodes. Only what they need is computed, and added to ``known``."""
+    run(calls_between(nodes, known), known)
     return [value_of(node, known) for node in nodes]
 
 
@@ -370,8 +385,7 @@ def _computation_key(primitive, params, inputs: Sequence[Node]):
     return key
 
 
-def _is_cheap(eqn) -> bool:
+def _is_cheap(params: Mapping) -> bool:
     """Whether all branches of a conditional can be computed at little cost."""
-    is_expensive = lambda inner: inner.primitive in _EXPENSIVE
-    by_platform = is_by_platform(eqn.primitive, eqn.params)
-    return not by_platform and not holds(eqn.params, is_expensive)
+    by_platform = is_by_platform(p.cond_p, params)
+    return not by_platform and not holds(params, lambda x: x.primitive in _EXPENSIVE)

@@ -12,8 +12,7 @@ References:
 import collections
 import itertools
 import math
-import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from lowbit_optax._jaxprs.graph import Call, Node
 
@@ -58,28 +57,13 @@ def smallest_kept(
             if value.constant is None:
                 flow.add((value, "kept"), (node, "made"), math.inf)
                 waiting.append(value)
-    flow.fill()
     # Of several cuts the one next to the sink, with which least is computed again.
-    behind = flow.reaching_sink()
+    behind = flow.fill()
     return [
         node
         for node in order
         if (node, "kept") in behind and (node, "made") not in behind
     ]
-
-
-def calls_between(wanted: Sequence[Node], kept: Sequence[Node]) -> list[Call]:
-    """The calls that compute wanted values from those that are kept, in order."""
-    there, found = set(kept), set()
-    waiting = list(wanted)
-    while waiting:
-        node = waiting.pop()
-        if node in there or node.call is None:
-            continue
-        there.add(node)
-        found.add(node.call)
-        waiting += node.call.inputs
-    return sorted(found, key=lambda call: call.number)
 
 
 class _Flow:
@@ -93,42 +77,29 @@ class _Flow:
         self._left[start][end] = self._left[start].get(end, 0) + capacity
         self._left[end].setdefault(start, 0)
 
-    def fill(self) -> None:
-        """Let flow through until nothing more gets from the source to the sink."""
-        while (path := self._path()) is not None:
+    def fill(self) -> Container:
+        """Fill the network. The vertices from which more could flow to the sink."""
+        while True:
+            following = self._towards_sink()
+            if _SOURCE not in following:
+                return following
+            path = [_SOURCE]
+            while path[-1] != _SINK:
+                path.append(following[path[-1]])
             edges = list(itertools.pairwise(path))
-            most = min(self._left[a][b] for a, b in edges)
+            amount = min(self._left[a][b] for a, b in edges)
             for a, b in edges:
-                self._left[a][b] -= most
-                self._left[b][a] += most
+                self._left[a][b] -= amount
+                self._left[b][a] += amount
 
-    def reaching_sink(self) -> set:
-        """The vertices from which more could flow to the sink."""
-        into = collections.defaultdict(list)
-        for start, ends in self._left.items():
-            for end, left in ends.items():
-                if left > 0:
-                    into[end].append(start)
-        found, waiting = {_SINK}, [_SINK]
-        while waiting:
-            for start in into[waiting.pop()]:
-                if start not in found:
-                    found.add(start)
+    def _towards_sink(self) -> dict:
+        """By vertex, the next one on a shortest path with room to the sink."""
+        following: dict = {_SINK: None}
+        waiting = collections.deque([_SINK])
+        while waiting and _SOURCE not in following:
+            end = waiting.popleft()
+            for start in self._left[end]:
+                if start not in following and self._left[start][end] > 0:
+                    following[start] = end
                     waiting.append(start)
-        return found
-
-    def _path(self) -> list | None:
-        before: dict[typing.Any, typing.Any] = {_SOURCE: None}
-        waiting = collections.deque([_SOURCE])
-        while waiting:
-            vertex = waiting.popleft()
-            for end, left in self._left[vertex].items():
-                if left > 0 and end not in before:
-                    before[end] = vertex
-                    waiting.append(end)
-                    if end == _SINK:
-                        path = [end]
-                        while (end := before[end]) is not None:
-                            path.append(end)
-                        return path[::-1]
-        return None
+        return following

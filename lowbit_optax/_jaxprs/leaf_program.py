@@ -5,7 +5,7 @@
 
 import dataclasses
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -39,8 +39,8 @@ class Operation:
 
     Args:
       primitive: the primitive, or :data:`MULTIPLY_ADD`.
-      params: the primitive's.
-      inputs: its operands.
+      params: the parameters of the primitive.
+      inputs: the operands.
     """
 
     primitive: typing.Any
@@ -72,12 +72,10 @@ class Program:
         scalars: Sequence[jax.Array],
         multiply_add: Callable,
     ) -> list[jax.Array]:
-        """The outputs, for rows of any one shape.
+        """The outputs, for inputs of any one shape.
 
-        Args:
-          rows: the inputs.
-          scalars: the table's, from :func:`encode_scalars` or :func:`plain_scalars`.
-          multiply_add: of three arrays.
+        The scalars of the table come from :func:`encode_scalars` or
+        :func:`plain_scalars`.
         """
         rows = list(rows)
         shape = rows[0].shape
@@ -98,10 +96,10 @@ class Program:
                 rows.append(operation.primitive.bind(*inputs, **params))
         return [value(ref) for ref in self.outputs]
 
-    def only(self, numbers: Sequence[int]) -> "Program":
+    def only(self, numbers: Iterable[int]) -> "Program":
         """The program of some of the outputs."""
         outputs = tuple(self.outputs[i] for i in numbers)
-        return without_dead_operations(dataclasses.replace(self, outputs=outputs))
+        return dataclasses.replace(self, outputs=outputs).without_dead_operations()
 
     @property
     def scalars(self) -> list[Ref]:
@@ -109,51 +107,47 @@ class Program:
         refs = [*(ref for x in self.operations for ref in x.inputs), *self.outputs]
         return list(dict.fromkeys(ref for ref in refs if ref.kind == "scalar"))
 
-    def with_scalars(self, renamed: Mapping[Ref, Ref]) -> "Program":
-        """The program that reads other scalars in place of its own."""
+    def reading(self, instead: Mapping[Ref, Ref]) -> "Program":
+        """The program that reads other values in place of some of its own."""
 
-        def instead(refs: tuple[Ref, ...]) -> tuple[Ref, ...]:
-            return tuple(renamed.get(ref, ref) for ref in refs)
+        def renamed(refs: tuple[Ref, ...]) -> tuple[Ref, ...]:
+            return tuple(instead.get(ref, ref) for ref in refs)
 
-        operations = (
-            dataclasses.replace(x, inputs=instead(x.inputs)) for x in self.operations
+        operations = tuple(
+            dataclasses.replace(x, inputs=renamed(x.inputs)) for x in self.operations
         )
-        outputs = instead(self.outputs)
-        return dataclasses.replace(self, operations=tuple(operations), outputs=outputs)
+        return Program(self.inputs, operations, renamed(self.outputs))
+
+    def without_dead_operations(self) -> "Program":
+        """The program without operations that nothing reads, its rows renumbered."""
+        rows = [Ref("row", self.inputs + i) for i in range(len(self.operations))]
+        read = set(self.outputs)
+        for row, operation in zip(rows[::-1], self.operations[::-1], strict=True):
+            if row in read:
+                read.update(operation.inputs)
+        alive = [i for i, row in enumerate(rows) if row in read]
+        operations = tuple(self.operations[i] for i in alive)
+        program = dataclasses.replace(self, operations=operations)
+        return program.reading({rows[i]: rows[n] for n, i in enumerate(alive)})
 
     def without_factor(self, row: int) -> "tuple[Program, float] | None":
-        """The program for an input that is multiplied by a constant before it is given.
-
-        Args:
-          row: the number of the input.
+        """The program of which the caller multiplies an input by a constant.
 
         Returns:
-          The program without the products, and the constant, in (0, 1]. None if not all
-          that reads the input is a product with the same such constant.
+          The program without the products, and the constant, in (0, 1]. None if
+          anything but products with one such constant reads the input.
         """
         read = Ref("row", row)
         products = {
-            self.inputs + i: operation
+            Ref("row", self.inputs + i): operation
             for i, operation in enumerate(self.operations)
             if read in operation.inputs
         }
         factors = {_constant_factor(x, read) for x in products.values()}
         if len(factors) != 1 or None in factors or read in self.outputs:
             return None
-        instead = {Ref("row", number): read for number in products}
-        operations = (
-            dataclasses.replace(
-                x, inputs=tuple(instead.get(ref, ref) for ref in x.inputs)
-            )
-            for x in self.operations
-        )
-        program = dataclasses.replace(
-            self,
-            operations=tuple(operations),
-            outputs=tuple(instead.get(ref, ref) for ref in self.outputs),
-        )
-        (factor,) = factors
-        return without_dead_operations(program), typing.cast(float, factor)
+        program = self.reading(dict.fromkeys(products, read))
+        return program.without_dead_operations(), typing.cast(float, factors.pop())
 
 
 def _constant_factor(operation: Operation, read: Ref) -> float | None:
@@ -164,34 +158,6 @@ def _constant_factor(operation: Operation, read: Ref) -> float | None:
             factor = np.frombuffer(other.value, np.float32)[0].item()
             return factor if 0 < factor <= 1 else None
     return None
-
-
-def without_dead_operations(program: Program) -> Program:
-    """The program without operations that nothing reads, its rows renumbered."""
-    alive: set[int] = set()
-    waiting = list(program.outputs)
-    while waiting:
-        ref = waiting.pop()
-        if ref.kind == "row" and ref.number not in alive:
-            alive.add(ref.number)
-            if ref.number >= program.inputs:
-                made_by = program.operations[ref.number - program.inputs]
-                waiting.extend(made_by.inputs)
-    numbers = {i: i for i in range(program.inputs)}
-    operations: list[Operation] = []
-
-    def renumber(ref: Ref) -> Ref:
-        if ref.kind != "row":
-            return ref
-        return dataclasses.replace(ref, number=numbers[ref.number])
-
-    for i, operation in enumerate(program.operations, program.inputs):
-        if i in alive:
-            inputs = tuple(renumber(ref) for ref in operation.inputs)
-            operations.append(dataclasses.replace(operation, inputs=inputs))
-            numbers[i] = program.inputs + len(operations) - 1
-    outputs = tuple(renumber(ref) for ref in program.outputs)
-    return Program(program.inputs, tuple(operations), outputs)
 
 
 def encode_scalars(values: Sequence[jax.Array]) -> jax.Array:
@@ -213,19 +179,12 @@ def decode_scalar(word: jax.Array, dtype: np.dtype) -> jax.Array:
         return word
     if dtype == jnp.bool_:
         return word != jnp.uint32(0)
-    if dtype.itemsize == 4:
-        return lax.bitcast_convert_type(word, dtype)
     unsigned = np.dtype(f"uint{8 * dtype.itemsize}")
     return lax.bitcast_convert_type(word.astype(unsigned), dtype)
 
 
 def scalar_value(ref: Ref, scalars: Sequence[jax.Array]) -> jax.Array:
-    """A scalar of the table, or a constant.
-
-    Args:
-      ref: of either kind.
-      scalars: the table's, from :func:`encode_scalars` or :func:`plain_scalars`.
-    """
+    """A constant, or a scalar of the table that :meth:`Program.run` takes."""
     dtype = np.dtype(ref.dtype)
     if ref.kind == "constant":
         return jnp.asarray(np.frombuffer(ref.value, dtype)[0])

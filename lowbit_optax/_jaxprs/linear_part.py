@@ -1,4 +1,4 @@
-"""By how much a result of a leaf's shape moves with one of its inputs, as a node.
+"""How much a result of a leaf's shape moves with one of its inputs, as a node.
 
     u = s * m + d * w   -->   du/dm = s,   du/dw = d
 
@@ -9,16 +9,23 @@ as constants, even if they are made of the input, as a norm is.
 
 import functools
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 from jax import lax
 from jax.extend.core import primitives as p
 
-from lowbit_optax._jaxprs.graph import Call, Graph, Node, is_constant_number, params_of
+from lowbit_optax._jaxprs.graph import (
+    SUMS,
+    Call,
+    Graph,
+    Node,
+    constant,
+    is_constant_number,
+)
 
-_SUMS = frozenset({p.add_p, p.add_jaxvals_p})
+ZERO, ONE = constant(np.float32(0)), constant(np.float32(1))
 
 
 class NotLinear(Exception):
@@ -50,7 +57,7 @@ class _Derivative:
 
     def __init__(self, of: Node, graph: Graph, strict: bool):
         self._graph, self._strict = graph, strict
-        self._known: dict[Node, Node | None] = {of: number(1)}
+        self._known: dict[Node, Node | None] = {of: ONE}
 
     def of_node(self, node: Node) -> Node | None:
         """The derivative of a node; None for 0."""
@@ -77,7 +84,7 @@ class _Derivative:
         shapes = {x.aval.shape for x in operands if not x.is_scalar}
         if shapes != {node.aval.shape} or node.aval.dtype != np.float32:
             return None
-        if primitive in _SUMS:
+        if primitive in SUMS:
             return self._sum(factors)
         if primitive is p.sub_p:
             return self._sum([factors[0], self._negative(factors[1])])
@@ -85,10 +92,10 @@ class _Derivative:
             return self._negative(factors[0])
         if primitive is p.mul_p and None in factors:
             i = 0 if factors[1] is None else 1
-            return self._product(_given(factors[i]), operands[1 - i])
+            return self._product(typing.cast(Node, factors[i]), operands[1 - i])
         if primitive is p.div_p and factors[1] is None:
-            factor = _given(factors[0])
-            return binary(self._graph, p.div_p, lax.div, factor, operands[1])
+            factor = typing.cast(Node, factors[0])
+            return self._graph.apply(lax.div, factor, operands[1])
         if primitive is p.select_n_p and factors[0] is None:
             return self._selected(node, operands[0], factors[1:])
         if primitive in (p.convert_element_type_p, p.broadcast_in_dim_p, p.copy_p):
@@ -96,31 +103,26 @@ class _Derivative:
         return None
 
     def _sum(self, factors: Sequence[Node | None]) -> Node | None:
-        given = [x for x in factors if x is not None]
-        if len(given) < 2:
-            return given[0]
-        return binary(self._graph, p.add_p, lax.add, *given)
+        terms = [x for x in factors if x is not None]
+        return terms[0] if len(terms) < 2 else self._graph.apply(lax.add, *terms)
 
     def _negative(self, factor: Node | None) -> Node | None:
-        if factor is None:
-            return None
-        return self._graph.call(p.neg_p, {}, [factor], [factor.aval])[0]
+        return factor and self._graph.apply(lax.neg, factor)
 
     def _product(self, factor: Node, other: Node) -> Node:
         # A constant may be traced, as injected hyperparameters are.
         if is_constant_number(factor) and factor.constant == 1:
             return other
-        return binary(self._graph, p.mul_p, lax.mul, factor, other)
+        return self._graph.apply(lax.mul, factor, other)
 
     def _selected(
         self, node: Node, which: Node, factors: Sequence[Node | None]
     ) -> Node:
-        cases = [number(0) if x is None else x for x in factors]
-        aval = cases[0].aval
+        cases = [ZERO if x is None else x for x in factors]
         if not (which.is_scalar and all(x.is_scalar for x in cases)):
             # Unlike other primitives, a selection takes no scalars beside arrays.
-            cases, aval = [self._repeated(x, node) for x in cases], node.aval
-        return self._graph.call(p.select_n_p, {}, [which, *cases], [aval])[0]
+            cases = [self._repeated(x, node) for x in cases]
+        return self._graph.selected(which, cases)
 
     def _repeated(self, factor: Node, like: Node) -> Node:
         if not factor.is_scalar:
@@ -129,24 +131,9 @@ class _Derivative:
         return self._graph.call(p.broadcast_in_dim_p, params, [factor], [like.aval])[0]
 
 
-def binary(graph: Graph, primitive, function: Callable, x: Node, y: Node) -> Node:
-    """``function(x, y)``, which is one primitive; either operand may be a scalar."""
-    aval = y.aval if x.is_scalar else x.aval
-    return graph.call(primitive, params_of(function), [x, y], [aval])[0]
-
-
-def number(value: float) -> Node:
-    """A float32 constant of rank 0, as a node that nothing computes."""
-    return Node(jax.typeof(np.float32(0)), constant=np.float32(value))
-
-
 @functools.lru_cache(maxsize=4096)
 def _broadcast_params(shape: tuple[int, ...]) -> dict:
     scalar = jax.ShapeDtypeStruct((), np.float32)
     repeat = lambda x: lax.broadcast_in_dim(x, shape, ())
     (equation,) = jax.make_jaxpr(repeat)(scalar).jaxpr.eqns
     return equation.params
-
-
-def _given(factor: Node | None) -> Node:
-    return typing.cast(Node, factor)

@@ -10,7 +10,7 @@ others as they were traced.
 import collections
 import dataclasses
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import jax
 from jax.extend.core import primitives
@@ -51,25 +51,23 @@ class Scan:
     def of(eqn) -> "Scan":
         """The parts of a scan's equation."""
         body = as_closed_jaxpr(eqn.params["jaxpr"])
-        inner = body.jaxpr
-        # What is scanned over has one axis more outside of the body than inside it.
-        rank = lambda atom: len(atom.aval.shape)
-        more = lambda outer, within: sum(
-            rank(a) != rank(b) for a, b in zip(outer, within, strict=True)
-        )
-        xs = more(eqn.invars, inner.invars)
-        ys = more(eqn.outvars, inner.outvars)
+        xs = _count_stacked(eqn.invars, body.jaxpr.invars)
+        ys = _count_stacked(eqn.outvars, body.jaxpr.outvars)
         carry = len(eqn.outvars) - ys
         return Scan(
             body,
-            eqn.params["length"],
-            eqn.params["reverse"],
-            eqn.params["unroll"],
-            len(eqn.invars) - carry - xs,
-            carry,
-            xs,
-            ys,
+            **{name: eqn.params[name] for name in ("length", "reverse", "unroll")},
+            constants=len(eqn.invars) - carry - xs,
+            carry=carry,
+            xs=xs,
+            ys=ys,
         )
+
+
+def _count_stacked(outside: Sequence, inside: Sequence) -> int:
+    """How many values have an axis more outside of a scan's body than inside it."""
+    rank = lambda atom: len(atom.aval.shape)
+    return sum(rank(a) != rank(b) for a, b in zip(outside, inside, strict=True))
 
 
 @dataclasses.dataclass(eq=False, slots=True, kw_only=True)
@@ -93,8 +91,8 @@ class Segment(typing.NamedTuple):
 
     Args:
       calls: in order.
-      reads: the values from before that they need; of the first segment all inputs.
-      writes: the values that what follows needs of them.
+      reads: the values from before that they need. The first segment reads all inputs.
+      writes: the values of theirs that what follows needs.
     """
 
     calls: list[Call]
@@ -108,7 +106,7 @@ class Segment(typing.NamedTuple):
 
 
 class LossProgram:
-    """A traced function's calls.
+    """The calls of a traced function.
 
     Args:
       closed: its jaxpr.
@@ -125,11 +123,7 @@ class LossProgram:
     """
 
     def __init__(
-        self,
-        closed: ClosedJaxpr,
-        *,
-        inline_all: bool = False,
-        parameters: int = 0,
+        self, closed: ClosedJaxpr, *, inline_all: bool = False, parameters: int = 0
     ):
         self._inline_all = inline_all
         self.calls: list[Call] = []
@@ -142,23 +136,13 @@ class LossProgram:
 
     @property
     def scans(self) -> list[ScanCall]:
-        """Those of the calls that are scans."""
+        """The calls that are scans."""
         return [call for call in self.calls if isinstance(call, ScanCall)]
 
     def users(self, value: Node) -> list[str]:
         """Names of what reads a value, for messages."""
         names = [call.primitive.name for call in self.calls if value in call.inputs]
         return names + ["the result"] * (value in self.outputs)
-
-    def depends_on(
-        self, inputs: Iterable[Node], results_of: Collection[Call]
-    ) -> set[Node]:
-        """The values made of these inputs, or of the results of these calls."""
-        found = set(inputs)
-        for call in self.calls:
-            if call in results_of or found.intersection(call.inputs):
-                found.update(call.outputs)
-        return found
 
     def evaluate(
         self,
@@ -222,6 +206,36 @@ class LossProgram:
         if read and len(derived) == len(read):
             self.of_parameters.update(outputs)
         return outputs
+
+
+def without_barriers_on(closed: ClosedJaxpr, inputs: Collection[int]) -> ClosedJaxpr:
+    """The same function, whose checkpoints read some of its inputs where they are.
+
+    What is under ``jax.checkpoint`` is computed again for its derivative. Its operands
+    go through an optimization barrier first, so that XLA does not merge this with the
+    first computation. But what goes through a barrier is written to memory first. For
+    a slice of a stack that is a copy, where the computation could read the stack.
+
+    Args:
+      closed: the function. Only checkpoints that it calls itself are changed.
+      inputs: numbers of its inputs.
+    """
+    free = {id(closed.jaxpr.invars[n]) for n in inputs}
+
+    def changed(equation):
+        prevented = equation.params.get("prevent_cse", False)
+        if isinstance(prevented, bool):
+            prevented = (prevented,) * len(equation.invars)
+        each = tuple(
+            barrier and id(atom) not in free
+            for barrier, atom in zip(prevented, equation.invars, strict=True)
+        )
+        if each == prevented:
+            return equation
+        return equation.replace(params={**equation.params, "prevent_cse": each})
+
+    equations = list(map(changed, closed.jaxpr.eqns))
+    return ClosedJaxpr(closed.jaxpr.replace(eqns=equations), closed.consts)
 
 
 def trace_program(function: Callable, params, *args) -> tuple[LossProgram, typing.Any]:

@@ -14,16 +14,14 @@ the momentum would move the weight by several times what was lost. The next c of
 schedule is known: it is that of a second inner update, by the same gradient.
 """
 
-import functools
 import typing
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import primitives as p
 
 from lowbit_optax._jaxprs.graph import Graph, Node
-from lowbit_optax._jaxprs.linear_part import NotLinear, binary, linear_factor, number
+from lowbit_optax._jaxprs.linear_part import ONE, NotLinear, linear_factor
 
 MOST_GROWTH = 2.0
 """By which factor the learning rate may grow in a step before momentum is shortened."""
@@ -76,12 +74,11 @@ def feedback_of(
             "and SGD's trace; not Muon's, Lion's and AdaBelief's, and no update that "
             "is clipped by element after its moment"
         ) from None
-    call = functools.partial(binary, graph)
     a = linear_factor(update, master, graph, strict=False)
-    slow = number(1) if a is None else call(p.add_p, lax.add, a, number(1))
-    slow = slow if b is None else call(p.sub_p, lax.sub, slow, b)
-    growth = number(1) if c_next is None else call(p.div_p, lax.div, c, c_next)
-    return Feedback(part, call(p.div_p, lax.div, slow, c), growth)
+    slow = ONE if a is None else graph.apply(lax.add, a, ONE)
+    slow = slow if b is None else graph.apply(lax.sub, slow, b)
+    growth = ONE if c_next is None else graph.apply(lax.div, c, c_next)
+    return Feedback(part, graph.apply(lax.div, slow, c), growth)
 
 
 def fed(

@@ -19,8 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from lowbit_optax._jaxprs.checkpoints import without_barriers_on
-from lowbit_optax._jaxprs.program import Scan
+from lowbit_optax._jaxprs.program import Scan, without_barriers_on
 from lowbit_optax._step.layers import ByIdentity
 from lowbit_optax.release.ordering import cotangents_first
 

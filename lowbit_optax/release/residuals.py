@@ -16,8 +16,15 @@ import jax
 from jax.extend.core import primitives as p
 
 from lowbit_optax._jaxprs import elementwise
-from lowbit_optax._jaxprs.graph import Call, Node, called_jaxpr, run, value_of
-from lowbit_optax._jaxprs.kept_values import calls_between, smallest_kept
+from lowbit_optax._jaxprs.graph import (
+    Call,
+    Node,
+    called_jaxpr,
+    calls_between,
+    run,
+    value_of,
+)
+from lowbit_optax._jaxprs.kept_values import smallest_kept
 from lowbit_optax._jaxprs.program import LossProgram
 from lowbit_optax.release.ordering import tied
 

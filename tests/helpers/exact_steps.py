@@ -1,4 +1,4 @@
-"""Steps in which float32 rounds nothing: every implementation has their bits."""
+"""Steps that float32 computes exactly: all implementations give the same bits."""
 
 import functools
 

@@ -96,13 +96,15 @@ class Mixture:
 
     def arrays(self, shape, seed=0):
         """The operands, and the numbers that they hold."""
-        held = [fields_of(shape, bits, seed) for bits in (*self.widths, 32)]
-        words = [words_of(x, bits) for x, bits in zip(held, self.widths, strict=False)]
-        return [jnp.asarray(x) for x in (*words, held[-1])], held
+        numbers = [fields_of(shape, bits, seed) for bits in (*self.widths, 32)]
+        words = [
+            words_of(x, bits) for x, bits in zip(numbers, self.widths, strict=False)
+        ]
+        return [jnp.asarray(x) for x in (*words, numbers[-1])], numbers
 
-    def model(self, held, scalars, index):
+    def model(self, numbers, scalars, index):
         """The numbers that the results must hold, computed with Python's integers."""
-        *fields, plain = (x.astype(object) for x in held)
+        *fields, plain = (x.astype(object) for x in numbers)
         new = [
             (field * 3 + plain + scalars[0]) % 2**bits
             for field, bits in zip(fields, self.widths, strict=True)
@@ -112,10 +114,10 @@ class Mixture:
         marks = [(2**32 - 1 - index) % 2**bits for bits in self.widths[:1]]
         return [x.astype(np.uint32) for x in (*new, mixed, index, *marks)]
 
-    def want(self, held, scalars, index):
+    def want(self, numbers, scalars, index):
         """The results as they are stored."""
         stored = [*self.widths, None, None, *self.widths[:1]]
-        values = self.model(held, scalars, index)
+        values = self.model(numbers, scalars, index)
         return [
             x if bits is None else words_of(x, bits)
             for x, bits in zip(values, stored, strict=True)

@@ -1,7 +1,7 @@
-"""Optax's own tests, as the installed optax has them, for the aliases of this package.
+"""Optax's own tests, from the installed optax, for the aliases of this package.
 
-Nothing of them is copied: the wheel of optax holds its tests, and the functions below
-call their bodies with our aliases in place of optax's.
+The wheel of optax holds its tests. The functions below call their bodies with our
+aliases in place of optax's.
 """
 
 import functools
@@ -36,7 +36,7 @@ UNWRAPPED = {"wrapper_name": None, "wrapper_kwargs": None}
 
 
 def alias(name):
-    """An alias that packs leaves however small: those of optax's tests have 2 or 3."""
+    """An alias that packs small leaves too, as those of optax's tests are."""
     made = getattr(lowbit_optax, name)
 
     @functools.wraps(made)
@@ -59,7 +59,7 @@ def module(name):
 
 
 def run(module_name, class_name, test, **arguments):
-    """The body of a parametrised test of optax's, with other arguments."""
+    """Run the body of a parametrised test of optax's with other arguments."""
     of_class = getattr(module(module_name), class_name)
     case = types.new_class("Case", (of_class,))("id")
     _body(of_class, test)(case, **arguments)
@@ -74,10 +74,10 @@ def _body(of_class, test):
 
 
 def run_with(aliases, module_name, class_name, test):
-    """A test of optax's, with our aliases where its module names optax's.
+    """Run a test of optax's, with our aliases where its module names optax's.
 
     Args:
-      aliases: ours by the names of optax's, such as ``{"sgd": kahan_sgd}``.
+      aliases: by the names of optax's, such as ``{"sgd": kahan_sgd}``.
       module_name, class_name: where the test is.
       test: its name; a parametrised one is run in all its cases.
     """
@@ -105,7 +105,7 @@ def _is_case_of(test, name):
 def keeping_params(make):
     """An alias whose ``update`` may be called without params, as optax's SGD may.
 
-    It takes those of ``init`` then: SGD's updates do not depend on them.
+    Then it takes those of ``init``: SGD's updates do not depend on them.
     """
 
     @functools.wraps(make)
@@ -126,13 +126,13 @@ def keeping_params(make):
 
 
 def patch_aliases(monkeypatch):
-    """Let optax's two tables of optimizers be tables of ours."""
+    """Put our optimizers into the two tables of optax's tests."""
     monkeypatch.setattr(
         module("_src.alias_test"), "_get_opt", lambda _, name: alias(name)
     )
     monkeypatch.setattr(module("contrib._common_test"), "_get_opt_factory", alias)
 
 
-def let_it_be_new(monkeypatch):
-    """Let optax's tests not take JAX 0.10 for older than 0.7.2, comparing strings."""
+def hide_the_version_of_jax(monkeypatch):
+    """Optax's tests compare versions as strings, and take 0.10 for older than 0.7.2."""
     monkeypatch.setattr(jax, "__version__", "0.9.9")

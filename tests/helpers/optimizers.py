@@ -34,16 +34,17 @@ def _made(optimizer, learning_rate):
     return optimizer.make(learning_rate)
 
 
-def _sgd(learning_rate):
-    return optax.sgd(learning_rate, momentum=0.9)
+_sgd = functools.partial(optax.sgd, momentum=0.9)
 
 
-def _sgd_alias(alias, **fixed):
-    return lambda rate, **options: alias(rate, momentum=0.9, **fixed, **options)
+def _like_sgd(alias, **fixed):
+    make = lambda rate, **options: alias(rate, momentum=0.9, **fixed, **options)
+    return Optimizer(make, _sgd)
 
 
-def _adamw_alias(alias, **fixed):
-    return lambda rate, **options: alias(rate, **fixed, **options)
+def _like_adamw(alias, reference=optax.adamw, **fixed):
+    make = lambda rate, **options: alias(rate, **fixed, **options)
+    return Optimizer(make, reference, 0.003)
 
 
 def _bits(bits, **fixed):
@@ -51,74 +52,47 @@ def _bits(bits, **fixed):
 
 
 ALIASES = {
-    "kahan_sgd": Optimizer(_sgd_alias(lowbit_optax.kahan_sgd), _sgd),
-    "sr_sgd": Optimizer(_sgd_alias(lowbit_optax.sr_sgd), _sgd),
-    "extra_bits_sgd_8": Optimizer(
-        _sgd_alias(lowbit_optax.extra_bits_sgd, **_bits(8)), _sgd
-    ),
-    "extra_bits_sgd_16": Optimizer(
-        _sgd_alias(lowbit_optax.extra_bits_sgd, **_bits(16)), _sgd
-    ),
-    "kahan_adamw": Optimizer(
-        _adamw_alias(lowbit_optax.kahan_adamw), optax.adamw, 0.003
-    ),
-    "sr_adamw": Optimizer(_adamw_alias(lowbit_optax.sr_adamw), optax.adamw, 0.003),
-    "extra_bits_adamw_8": Optimizer(
-        _adamw_alias(lowbit_optax.extra_bits_adamw, **_bits(8)), optax.adamw, 0.003
-    ),
-    "extra_bits_adamw_16": Optimizer(
-        _adamw_alias(lowbit_optax.extra_bits_adamw, **_bits(16)), optax.adamw, 0.003
-    ),
-    "lowbit_sgd": Optimizer(_sgd_alias(lowbit_optax.lowbit_sgd, **_bits(8)), _sgd),
-    "lowbit_adamw": Optimizer(
-        _adamw_alias(lowbit_optax.lowbit_adamw, **_bits(8)), optax.adamw, 0.003
-    ),
-    "lowbit_lion": Optimizer(
-        _adamw_alias(lowbit_optax.lowbit_lion, **_bits(8)), optax.lion, 0.003
-    ),
+    "kahan_sgd": _like_sgd(lowbit_optax.kahan_sgd),
+    "sr_sgd": _like_sgd(lowbit_optax.sr_sgd),
+    "extra_bits_sgd_8": _like_sgd(lowbit_optax.extra_bits_sgd, **_bits(8)),
+    "extra_bits_sgd_16": _like_sgd(lowbit_optax.extra_bits_sgd, **_bits(16)),
+    "kahan_adamw": _like_adamw(lowbit_optax.kahan_adamw),
+    "sr_adamw": _like_adamw(lowbit_optax.sr_adamw),
+    "extra_bits_adamw_8": _like_adamw(lowbit_optax.extra_bits_adamw, **_bits(8)),
+    "extra_bits_adamw_16": _like_adamw(lowbit_optax.extra_bits_adamw, **_bits(16)),
+    "lowbit_sgd": _like_sgd(lowbit_optax.lowbit_sgd, **_bits(8)),
+    "lowbit_adamw": _like_adamw(lowbit_optax.lowbit_adamw, **_bits(8)),
+    "lowbit_lion": _like_adamw(lowbit_optax.lowbit_lion, optax.lion, **_bits(8)),
 }
 """Every alias as users write it, bits 8 and 16, packed however small the leaf."""
 
 VARIANTS = {
-    "kahan_adamw_stochastic": Optimizer(
-        _adamw_alias(lowbit_optax.kahan_adamw, rounding="stochastic"),
-        optax.adamw,
-        0.003,
+    "kahan_adamw_stochastic": _like_adamw(
+        lowbit_optax.kahan_adamw, rounding="stochastic"
     ),
-    "extra_bits_adamw_8_toward_zero": Optimizer(
-        _adamw_alias(lowbit_optax.extra_bits_adamw, **_bits(8, rounding="toward_zero")),
-        optax.adamw,
-        0.003,
+    "extra_bits_adamw_8_toward_zero": _like_adamw(
+        lowbit_optax.extra_bits_adamw, **_bits(8, rounding="toward_zero")
     ),
-    "extra_bits_adamw_7_stochastic": Optimizer(
-        _adamw_alias(lowbit_optax.extra_bits_adamw, **_bits(7, rounding="stochastic")),
-        optax.adamw,
-        0.003,
+    "extra_bits_adamw_7_stochastic": _like_adamw(
+        lowbit_optax.extra_bits_adamw, **_bits(7, rounding="stochastic")
     ),
-    "extra_bits_adamw_8_bfloat16_moments": Optimizer(
-        _adamw_alias(
-            lowbit_optax.extra_bits_adamw, **_bits(8, moments=BFLOAT16_MOMENTS)
-        ),
-        optax.adamw,
-        0.003,
+    "extra_bits_adamw_8_bfloat16_moments": _like_adamw(
+        lowbit_optax.extra_bits_adamw, **_bits(8, moments=BFLOAT16_MOMENTS)
     ),
 }
 """Other roundings and moments."""
 
+_adamw_of_the_unit = functools.partial(optax.adamw, b2=0.997)
 UNIT = {
-    "sixteen_bit_sgd_kahan": Optimizer(_sgd_alias(emulation.sixteen_bit_sgd), _sgd),
-    "sixteen_bit_sgd_stochastic": Optimizer(
-        _sgd_alias(emulation.sixteen_bit_sgd, rounding="stochastic"), _sgd
+    "sixteen_bit_sgd_kahan": _like_sgd(emulation.sixteen_bit_sgd),
+    "sixteen_bit_sgd_stochastic": _like_sgd(
+        emulation.sixteen_bit_sgd, rounding="stochastic"
     ),
-    "sixteen_bit_adamw_kahan": Optimizer(
-        _adamw_alias(emulation.sixteen_bit_adamw),
-        lambda rate: optax.adamw(rate, b2=0.997),
-        0.003,
+    "sixteen_bit_adamw_kahan": _like_adamw(
+        emulation.sixteen_bit_adamw, _adamw_of_the_unit
     ),
-    "sixteen_bit_adamw_stochastic": Optimizer(
-        _adamw_alias(emulation.sixteen_bit_adamw, rounding="stochastic"),
-        lambda rate: optax.adamw(rate, b2=0.997),
-        0.003,
+    "sixteen_bit_adamw_stochastic": _like_adamw(
+        emulation.sixteen_bit_adamw, _adamw_of_the_unit, rounding="stochastic"
     ),
 }
 """The paper's 16-bit unit."""
@@ -127,10 +101,7 @@ INNERS = {
     "lion": (optax.lion, 0.003),
     "rmsprop": (optax.rmsprop, 0.003),
     "lamb": (optax.lamb, 0.003),
-    "adafactor": (
-        lambda rate: optax.adafactor(rate, min_dim_size_to_factor=8),
-        0.03,
-    ),
+    "adafactor": (lambda rate: optax.adafactor(rate, min_dim_size_to_factor=8), 0.03),
     "muon": (optax.contrib.muon, 0.03),
 }
 """Transformations to wrap: sign updates, no momentum, layerwise, factored, matrices."""

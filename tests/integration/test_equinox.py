@@ -6,11 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizers import (
-    ALIASES,
-    each,
-    spec_of,
-)
+from optimizers import ALIASES, each, spec_of
 
 import lowbit_optax
 

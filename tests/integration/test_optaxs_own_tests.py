@@ -1,7 +1,7 @@
 """What optax promises of its optimizers and wrappers, by its own tests.
 
-`docs/coming_from.md` has the list of what is not meant to pass; here these cases are
-expected to fail, each with its reason.
+`docs/coming_from.md` lists what is not meant to pass. Here these cases are expected to
+fail, each with its reason.
 """
 
 import jax
@@ -28,7 +28,7 @@ _sharding_test = ("_src.sharding_test", "ShardingTest")
 @pytest.fixture(autouse=True)
 def _ours(monkeypatch):
     optaxs_tests.patch_aliases(monkeypatch)
-    optaxs_tests.let_it_be_new(monkeypatch)
+    optaxs_tests.hide_the_version_of_jax(monkeypatch)
 
 
 def of(name):
@@ -99,7 +99,7 @@ def test_a_conditional_takes_the_old_state_or_the_new_one(name, dtype):
 
 @each_alias
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_so_it_does_of_16_bits_if_updates_are_cast(monkeypatch, name, dtype):
+def test_with_16_bits_it_does_so_if_updates_are_cast(monkeypatch, name, dtype):
     def cast(updates, params):
         return jax.tree.map(lambda u, p: u.astype(p.dtype), updates, params)
 
@@ -135,7 +135,7 @@ def test_multi_steps_gives_zeros_between_two_steps(name, dtype):
     ],
 )
 def test_on_an_explicit_mesh_types_of_the_state_stay(name, test):
-    # Of these leaves each device has one row, and packed words need whole ones.
+    # Each device has one row of these leaves, and packed words need several rows.
     tx = getattr(lowbit_optax, name)(**ALIASES[name])
     optaxs_tests.run(*_sharding_test, test, optimizer=tx)
 

@@ -18,9 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizers import (
-    assert_same_bits,
-)
+from jax.extend import core
+from optimizers import assert_same_bits
 
 import lowbit_optax
 
@@ -71,10 +70,8 @@ def _program(function, tx):
 def _operations(jaxpr):
     for equation in jaxpr.eqns:
         yield equation.primitive.name, [str(x.aval) for x in equation.outvars]
-        for inner in jax.tree.leaves(list(equation.params.values())):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                yield from _operations(inner)
+        for inner in core.jaxprs_in_params(equation.params):
+            yield from _operations(inner)
 
 
 def _by_update(tx, params, state, grads):

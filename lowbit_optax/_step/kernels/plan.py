@@ -9,20 +9,19 @@ program and the leaf's formats make the body of its kernel
 import collections
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core.primitives import add_p, and_p, not_p
 
 from lowbit_optax._jaxprs import elementwise
 from lowbit_optax._jaxprs.elementwise import NotElementwise, Scalars
-from lowbit_optax._jaxprs.graph import Node, params_of
+from lowbit_optax._jaxprs.graph import Node, constant
 from lowbit_optax._jaxprs.leaf_program import Ref
 from lowbit_optax._step import trees
 from lowbit_optax._step.inner_update import InnerUpdate
 from lowbit_optax._step.kernels.body import KEYS, LeafBody
-from lowbit_optax._step.kernels.launches import has_layers, needs_loop
 from lowbit_optax._step.kernels.rows import MomentRows, WeightRows
 from lowbit_optax._step.step import Step
 from pallas_kernels.fused_update import MAX_ELEMENTS, Leaf, blocked, has_tiling
@@ -31,6 +30,9 @@ from pallas_kernels.layout import layout_of
 
 MIN_PACKED_SIZE = 4096
 """Packed leaves with fewer elements are left to XLA."""
+
+_LEAST_OF_LAYER = 2**16
+"""With smaller layers a loop would take longer than XLA does without kernels."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +89,8 @@ class KernelPlan:
     def only_blocks(self) -> "KernelPlan":
         """The plan of the leaves that XLA updates block by block on a CPU.
 
-        There are none where the order of operations matters that
-        :meth:`.Guard.unscaled` keeps on CPUs.
+        A guarded step has none: on CPUs :meth:`.Guard.unscaled` keeps an order of
+        operations that blocks would not keep.
         """
         large = {}
         if not self.traced.step.guard.scalars:
@@ -120,17 +122,14 @@ def plan_kernels(
         blocks.
     """
     scalars = Scalars(traced.graph)
-    guard = [Node(jax.typeof(x), constant=x) for x in traced.step.guard.scalars]
+    guard = list(map(constant, traced.step.guard.scalars))
     for node in guard:
         scalars.ref(node)
     planner = _Planner(traced, scalars, guard[1:], is_exact, for_tpus)
-    effects = traced.closed.effects
     kernels: dict[int, LeafKernel] = {}
     reasons: dict[int, str] = {}
     for i in range(len(traced.step.leaves)):
         try:
-            if effects:
-                raise NotElementwise(f"it has side effects: {effects}")
             kernels[i] = planner.leaf(i)
         except NotElementwise as reason:
             reasons[i] = str(reason)
@@ -160,24 +159,19 @@ class _Planner:
     for_tpus: bool
 
     def leaf(self, i: int) -> LeafKernel:
-        """A leaf's kernel.
-
-        Raises:
-          NotElementwise: with the reason why it has none.
-        """
+        """The kernel of a leaf; NotElementwise is raised if it has none."""
         step, nodes, graph = self.traced.step, self.traced.nodes, self.traced.graph
         leaf, update = step.leaves[i], nodes.updates[i]
+        if self.traced.closed.effects:
+            raise NotElementwise(f"it has side effects: {self.traced.closed.effects}")
         weight = WeightRows.of(leaf)
         _check_leaf(leaf.param, weight)
         parts = self._parts_of(i)
         inputs = [nodes.grads[i], nodes.masters[i], *(nodes.state[s] for s in parts)]
         if update.aval.dtype != jnp.float32:
             raise NotElementwise(f"its update is {update.aval.dtype}")
-        result, is_direct = update, step.landing.is_direct
-        if is_direct if leaf.format is None else leaf.format.stores_sum:
-            terms = [nodes.masters[i], update]
-            aval = nodes.masters[i].aval
-            (result,) = graph.call(add_p, params_of(lax.add), terms, [aval])
+        adds = step.landing.is_direct if leaf.format is None else leaf.format.stores_sum
+        result = graph.apply(lax.add, nodes.masters[i], update) if adds else update
         outputs = [result, *(nodes.new_state[s] for s in parts)]
         for node in outputs:
             _check_result(node, leaf.param.shape)
@@ -191,20 +185,19 @@ class _Planner:
             outputs,
             inputs,
             self.scalars,
-            # It would save 2% of the instructions of float16 leaves, whose kernels are
-            # twice as long, and take 18% more registers.
+            # The kernels of float16 leaves are twice as long. They would save 2% of
+            # their instructions and take 18% more registers.
             takes_factors_out=leaf.param.dtype != jnp.float16,
             is_exact=self.is_exact,
         )
         body = LeafBody(
             program=program,
-            weight=weight,
+            weight=dataclasses.replace(weight, unchanged_if=stays[0]),
             moments=self._moments(i, parts, stays[1:]),
             landing=step.landing,
             is_guarded=bool(step.guard.scalars),
             when=when,
-            unchanged_if=stays[0],
-            takes_error=None if feedback is None else parts.index(feedback.part),
+            takes_error=None if feedback is None else 1 + parts.index(feedback.part),
         )
         if not self.for_tpus:
             _check_fields(body.arrays(leaf, [step.parts[s] for s in parts]))
@@ -212,32 +205,30 @@ class _Planner:
 
     def _moments(self, i: int, parts: tuple[int, ...], stays: list[Ref | None]):
         """The moments of a leaf's body."""
-        storage = self.traced.step.plan.storage
-        own = self._relative.get(self.traced.step.leaves[i].name, [])
-        if any((s in parts) != (second in parts) for s, second in own):
+        relative = self._relative.get(self.traced.step.leaves[i].name, {})
+        if any((x in parts) != (second in parts) for x, second in relative.items()):
             raise NotElementwise(
                 "a moment is stored relative to one that its update does not read"
             )
-        seconds = {s: parts.index(second) for s, second in own if s in parts}
-        return tuple(
-            MomentRows(
-                None if how is None else how.format,
-                0 if how is None else how.number,
-                seconds.get(part),
-                condition,
+        moments = []
+        for part, condition in zip(parts, stays, strict=True):
+            storage, second = self.traced.step.plan.storage[part], relative.get(part)
+            moment = MomentRows(
+                format=None if storage is None else storage.format,
+                number=0 if storage is None else storage.number,
+                relative_to=None if second is None else 1 + parts.index(second),
+                unchanged_if=condition,
             )
-            for part, how, condition in zip(
-                parts, [storage[part] for part in parts], stays, strict=True
-            )
-        )
+            moments.append(moment)
+        return tuple(moments)
 
     @functools.cached_property
-    def _relative(self) -> dict[str, list[tuple[int, int]]]:
-        """By leaf, the moments that are divided by others' roots, and these."""
-        found: dict[str, list[tuple[int, int]]] = {}
-        for number, how in enumerate(self.traced.step.plan.storage):
-            if how is not None and how.reference is not None:
-                found.setdefault(how.leaf, []).append((number, how.reference))
+    def _relative(self) -> dict[str, dict[int, int]]:
+        """By leaf, the moments that are divided by roots, and of which moments."""
+        found: dict[str, dict[int, int]] = {}
+        for number, storage in enumerate(self.traced.step.plan.storage):
+            if storage is not None and storage.reference is not None:
+                found.setdefault(storage.leaf, {})[number] = storage.reference
         return found
 
     def _conditions(self, i: int, parts) -> tuple[int | None, list[Ref | None]]:
@@ -247,35 +238,33 @@ class _Planner:
         nodes = [self.traced.leaf_unchanged_if[i], *(of_parts[s] for s in parts)]
         if nodes[0] is not None and len(set(nodes)) == 1:
             # Then the kernel writes nothing, which costs no instructions.
-            aval = nodes[0].aval
-            proceeds = [*proceeds, *graph.call(not_p, {}, [nodes[0]], [aval])]
+            proceeds = [*proceeds, graph.apply(lax.bitwise_not, nodes[0])]
             nodes = [None] * len(nodes)
         if len(proceeds) == 2:
-            proceeds = graph.call(and_p, {}, proceeds, [proceeds[0].aval])
+            proceeds = [graph.apply(lax.bitwise_and, *proceeds)]
         when = [KEYS + self.scalars.ref(x).number for x in proceeds]
         return when[0] if when else None, [x and self.scalars.ref(x) for x in nodes]
 
     def _parts_of(self, i: int) -> tuple[int, ...]:
-        """The parts of the state that are moments of this leaf.
+        """The parts of the state that are moments of a leaf.
 
-        These have the leaf's shape before and after the update, and either the leaf's
-        update reads them or they are computed from its gradient or master.
+        They have its shape before and after the update. Either its update reads them,
+        or they are computed from its gradient or master.
         """
         nodes, shape = self.traced.nodes, self.traced.step.leaves[i].param.shape
-        own = {nodes.grads[i], nodes.masters[i]}
+        leaf = {nodes.grads[i], nodes.masters[i]}
         of_update = elementwise.inputs_of([nodes.updates[i]], shape)
         return tuple(
             number
             for number, old, inputs in self._state_of_shape.get(shape, ())
-            if old in of_update or own & inputs
+            if old in of_update or leaf & inputs
         )
 
     @functools.cached_property
     def _state_of_shape(self) -> dict[tuple[int, ...], list]:
         """By shape, the parts of the state that keep shape and dtype.
 
-        Each comes with its number, the part before the update, and what the part after
-        it is computed from.
+        For each its number, the old part, and the inputs of the new one.
         """
         found: dict[tuple[int, ...], list] = {}
         for number, (old, new) in enumerate(self.traced.state_pairs):
@@ -286,12 +275,32 @@ class _Planner:
         return found
 
 
+def needs_loop(shape: tuple[int, ...]) -> bool:
+    """Whether a leaf of this shape has more elements than a kernel counts."""
+    return math.prod(shape) > MAX_ELEMENTS
+
+
+def _has_layers(leaf) -> bool:
+    """Whether a leaf can be updated layer by layer.
+
+    That is, words and blocks lie within layers, and no known axis of the mesh spreads
+    the layers over devices.
+    """
+    shape = leaf.shape
+    if len(shape) < 3 or not _LEAST_OF_LAYER <= math.prod(shape[1:]) <= MAX_ELEMENTS:
+        return False
+    if layout_of(shape).axis != layout_of(shape[1:]).axis:
+        return False
+    specs = (jax.typeof(x).sharding.spec for x in jax.tree.leaves(leaf))
+    return all(not spec or spec[0] is None for spec in specs)
+
+
 def _check_leaf(leaf, weight: WeightRows) -> None:
     if trees.is_quantized(leaf) and leaf.layout != layout_of(leaf.shape):
         raise NotElementwise("it is a QuantizedTensor whose rows are another axis")
     if not trees.is_float(leaf) or leaf.dtype.itemsize > 4:
         raise NotElementwise(f"it is a leaf of {leaf.dtype}")
-    if needs_loop(leaf.shape) and not has_layers(leaf):
+    if needs_loop(leaf.shape) and not _has_layers(leaf):
         raise NotElementwise(
             f"it has more than {MAX_ELEMENTS} elements, and no layers along its first "
             "axis to update one by one"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import typing
+from collections.abc import Sequence
 
 import jax
 
@@ -9,6 +10,7 @@ from lowbit_optax._jaxprs.leaf_program import Ref
 from lowbit_optax._numerics.codes import Code, MultiplyAdd
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._numerics.random_bits import Draws, RandomBits
+from lowbit_optax._numerics.rounding import to_float32
 from lowbit_optax._step.leaf import StoredLeaf
 from lowbit_optax.formats.base import BlockMomentFormat, MomentFormat, WeightFormat
 from lowbit_optax.formats.quantized_weights import QuantizedFields, QuantizedWeights
@@ -23,15 +25,21 @@ class WeightRows:
         QuantizedTensor.
       quantized: the functions of its fields, if the leaf is a QuantizedTensor.
       has_residual: whether a residual follows the parameter among the operands.
+      unchanged_if: the truth value that tells whether this step leaves it as it is
+        stored; None where no condition does.
     """
 
     format: WeightFormat | None
     quantized: QuantizedFields | None
     has_residual: bool
+    unchanged_if: Ref | None = None
+
+    maxima: typing.ClassVar[int] = 1
+    relative_to: typing.ClassVar[None] = None
 
     @classmethod
     def of(cls, leaf: StoredLeaf) -> "WeightRows":
-        """How this leaf's is."""
+        """The weight of this leaf."""
         if isinstance(leaf.format, QuantizedWeights):
             return cls(None, leaf.format.fields_of(leaf.param), False)
         format_ = leaf.format and leaf.format.on_fields()
@@ -47,12 +55,32 @@ class WeightRows:
         """Whether the parameter or the residual is packed."""
         return self.quantized is not None or bool(self.format and self.format.width)
 
+    @property
+    def has_scales(self) -> bool:
+        """Whether it is stored with a scale per block."""
+        return self.quantized is not None
+
+    @property
+    def blocks(self) -> QuantizedFields:
+        """The functions of the fields of a weight that has scales."""
+        return typing.cast(QuantizedFields, self.quantized)
+
+    def keys(self, x: jax.Array) -> list[jax.Array]:
+        """The keys of float32 values, whose maxima determine the scales."""
+        return [self.blocks.magnitude_key(x)]
+
+    def scale_of(self, maxima: Sequence[jax.Array], old: jax.Array) -> jax.Array:
+        """The scales of blocks, from the maxima of their keys and the old scales."""
+        return self.blocks.scale_of(maxima[0], old)
+
+    def prepare(self, scale: jax.Array):
+        """What the fields of a block with this scale are encoded and decoded by."""
+        return self.blocks.prepare(scale)
+
     def master(self, param: jax.Array, residual, prepared) -> jax.Array:
         """The float32 weight that the inner transformation sees.
 
-        Args:
-          param, residual: as they are stored.
-          prepared: the scales of a QuantizedTensor, from its ``prepare``.
+        ``prepared`` has the scales of a QuantizedTensor, from :meth:`prepare`.
         """
         if self.quantized is not None:
             return self.quantized.decode(param, prepared)
@@ -61,21 +89,16 @@ class WeightRows:
     def stored(
         self, param, residual, result, prepared, random: RandomBits, landing: Landing
     ) -> tuple[jax.Array, typing.Any]:
-        """The new parameter and residual.
+        """The new parameter and residual, from the result of the leaf's program.
 
-        Args:
-          param, residual: the old ones.
-          result: of the program of the leaf.
-          prepared: the new scales of a QuantizedTensor.
-          random, landing: of the step.
+        ``prepared`` has the new scales of a QuantizedTensor.
         """
         if self.quantized is not None:
             return self.quantized.encode(result, prepared, random), None
         if self.format is None:
             return result, residual
-        store = self.format.store
         if self.format.stores_sum:
-            return store(param, result, random, landing)[:2]
+            return self.format.store(param, result, random, landing)[:2]
         return self.format.advance(param, residual, result, random, landing)[:2]
 
 
@@ -86,10 +109,9 @@ class MomentRows:
     Args:
       format: its format; None for one that is stored as it is.
       number: counts the moments of the leaf that have formats.
-      relative_to: the index of the moment by whose root it is divided; None if it is
-        not.
-      unchanged_if: the truth value that tells whether this step leaves it as it is
-        stored; None where no condition does.
+      relative_to: the output of the body that is the moment by whose root this one is
+        divided; None if it is not divided.
+      unchanged_if: as of :class:`WeightRows`.
       factor: the constant by which the program expects it to be multiplied, which costs
         nothing in its scale's unit; None for none.
     """
@@ -115,15 +137,30 @@ class MomentRows:
         """The code of a moment that has scales."""
         return self.blocks.codec
 
+    @property
+    def maxima(self) -> int:
+        """How many maxima per block determine a scale."""
+        return self.codec.maxima
+
+    def keys(self, x: jax.Array) -> Sequence[jax.Array]:
+        """See :meth:`WeightRows.keys`."""
+        return self.codec.keys(x)
+
+    def scale_of(self, maxima: Sequence[jax.Array], old: jax.Array) -> jax.Array:
+        """See :meth:`WeightRows.scale_of`."""
+        del old
+        return self.codec.scale_of_keys(maxima)
+
+    def prepare(self, scale: jax.Array):
+        """See :meth:`WeightRows.prepare`."""
+        return self.codec.prepare(to_float32(scale))
+
     def decoded(
         self, stored: jax.Array, prepared, multiply_add: MultiplyAdd
     ) -> jax.Array:
-        """The moment, or its quotient by a root, from what is stored.
+        """The moment, or its quotient by a root, from its fields or the stored array.
 
-        Args:
-          stored: its fields, or the array.
-          prepared: its scales, from :meth:`Code.prepare`; None without scales.
-          multiply_add: computes ``a * b + c`` of three arrays.
+        ``prepared`` has its scales, from :meth:`prepare`; None without scales.
         """
         if self.format is None:
             return stored

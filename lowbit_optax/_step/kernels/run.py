@@ -2,25 +2,49 @@
 
 Everything else is computed outside the kernels, by XLA: scalars, counters, and leaves
 without a kernel. :mod:`lowbit_optax._step.kernels.plan` decides which leaves have one.
+
+Small leaves share launches. A kernel counts the elements of an array in int32, so a
+leaf has less than 2^31 of them. A larger one, such as the stacked layers of a model of
+70 billion parameters, is updated layer by layer along its first axis. Each kernel
+writes its layer into the stacks, in place.
 """
 
 import dataclasses
+import functools
+import math
 import typing
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from lowbit_optax._jaxprs.graph import Node
+from lowbit_optax._jaxprs.leaf_program import encode_scalars, plain_scalars
 from lowbit_optax._jaxprs.norms import sums_of_squares_of
+from lowbit_optax._numerics.random_bits import keys_at_layer, take_in
 from lowbit_optax._step.error_feedback import fed
 from lowbit_optax._step.guard import neutral_updates, unless_still
-from lowbit_optax._step.kernels.launches import Launches, block_by_block
-from lowbit_optax._step.kernels.plan import KernelPlan
+from lowbit_optax._step.kernels.body import KEYS, LeafBody
+from lowbit_optax._step.kernels.plan import KernelPlan, needs_loop
 from lowbit_optax._step.layers import Layer
+from lowbit_optax._step.leaf import axes_of_shards, number_of_shard
 from lowbit_optax._step.step import Step, Stepped
-from pallas_kernels.fused_update import Leaf
+from pallas_kernels.fused_update import (
+    MAX_ELEMENTS_OF_SMALL_LEAF,
+    Leaf,
+    Scalars,
+    blocked,
+    fused_update,
+    fused_update_many,
+)
 from pallas_kernels.platforms import Implementation
 from pallas_kernels.reductions import MIN_ARRAYS, sums_of_squares
+
+MIN_ELEMENTS_ALONE = 2**22
+"""A leaf with as many elements has a kernel of its own: its launch costs little beside
+the work, and a kernel over many leaves takes longer to compile."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,7 +53,7 @@ class Kernels:
 
     Args:
       plan: which leaves kernels update, and how.
-      layer: the layer that the leaves are, if kernels can write into its stacks.
+      layer: which layer the leaves are, if kernels can write into its stacks.
     """
 
     plan: KernelPlan
@@ -38,14 +62,10 @@ class Kernels:
     def run(
         self, step: Step, implementation: Implementation | typing.Literal["blocks"]
     ) -> Stepped:
-        """Run the step.
+        """Run the step that was planned, or the same in another branch.
 
         Where kernels write a layer into its stack, the result holds the whole stack.
-
-        Args:
-          step: the one that was planned, or the same in another branch.
-          implementation: as in :func:`pallas_kernels.fused_update`; ``"blocks"`` for
-            XLA that goes over the leaves of the plan block by block.
+        With ``"blocks"`` XLA goes over the leaves of the plan block by block.
         """
         plan, traced = self.plan, self.plan.traced
         kernels, nodes = plan.kernels, traced.nodes
@@ -70,8 +90,15 @@ class Kernels:
             if i in feedback:
                 part, *rates = feedback[i]
                 parts[part] = fed(parts[part], error, *(values[x] for x in rates))
-        scalars = [values[x] for x in plan.scalars.nodes]
-        for i, arrays in self._launched(step, scalars, implementation).items():
+        launches = _Launches(
+            bodies={i: x.body for i, x in kernels.items()},
+            step=step,
+            scalars=[values[x] for x in plan.scalars.nodes],
+            layer=self.layer,
+            implementation=implementation,
+        )
+        leaves = {i: self._in_stacks(x) for i, x in plan.arrays(step).items()}
+        for i, arrays in launches.run(leaves).items():
             leaf = step.leaves[i]
             new, residuals[i], moments = kernels[i].body.stored(leaf, arrays)
             if not step.landing.is_direct:
@@ -102,17 +129,6 @@ class Kernels:
             return stepped
         return self.layer.out_of_stacks(self._overwritten(step), _old(step), stepped)
 
-    def _launched(
-        self, step: Step, scalars: list[jax.Array], implementation
-    ) -> dict[int, list[jax.Array]]:
-        """The arrays that kernels write, by the numbers of the leaves."""
-        bodies = {i: x.body for i, x in self.plan.kernels.items()}
-        leaves = self.plan.arrays(step)
-        if implementation == "blocks":
-            return block_by_block(bodies, leaves, step.keys, scalars)
-        leaves = {i: self._in_stacks(leaf) for i, leaf in leaves.items()}
-        return Launches(bodies, step, scalars, self.layer, implementation).run(leaves)
-
     def _in_stacks(self, leaf: Leaf) -> Leaf:
         """The leaf as a layer in its stacks, if they can be written."""
         if self.layer is None:
@@ -136,7 +152,7 @@ class Kernels:
     def _sums_of_squares(
         self, step: Step, wanted: list[Node], implementation
     ) -> dict[Node, jax.Array]:
-        """The norms that an inner update takes of many gradients, such as for clipping.
+        """The norms that an inner update takes of many gradients, as for clipping.
 
         XLA would launch one or two kernels for each; here two take them all.
         """
@@ -159,6 +175,195 @@ class Kernels:
         )
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Launches:
+    """The kernels of a step.
+
+    Args:
+      bodies: by the numbers of the leaves.
+      step: the step.
+      scalars: the values that all leaves share.
+      layer: the layer whose stacks the kernels write into; None if they do not.
+      implementation: as in :func:`pallas_kernels.fused_update`, or ``"blocks"`` for
+        :mod:`pallas_kernels.fused_update.blocked`.
+    """
+
+    bodies: Mapping[int, LeafBody]
+    step: Step
+    scalars: Sequence[jax.Array]
+    layer: Layer | None
+    implementation: Implementation | typing.Literal["blocks"]
+
+    def run(self, leaves: Mapping[int, Leaf]) -> dict[int, list[jax.Array]]:
+        """The results of each leaf; leaves that can share a kernel are one launch."""
+        if self.implementation == "blocks":
+            return {i: self._blocked(i, leaf) for i, leaf in leaves.items()}
+        groups: dict[typing.Any, list[int]] = {}
+        for i, leaf in leaves.items():
+            groups.setdefault(self._group(i, leaf), []).append(i)
+        written = {}
+        for numbers in groups.values():
+            numbers.sort(key=lambda i: math.prod(leaves[i].shape))
+            shared = [leaves[i] for i in numbers]
+            written |= zip(numbers, self._launch(numbers, shared), strict=True)
+        return written
+
+    def _blocked(self, number: int, leaf: Leaf) -> list[jax.Array]:
+        body, keys = self.bodies[number], self.step.keys
+        return _blocked(body, leaf, keys, np.uint32(number), self._plain_scalars)
+
+    def _group(self, number: int, leaf: Leaf):
+        """What leaves that share a kernel have in common."""
+        size = math.prod(leaf.shape)
+        if self._is_layer(number) or size >= MIN_ELEMENTS_ALONE:
+            return number
+        dtypes = tuple(x.dtype for x in leaf.arrays)
+        is_small = not leaf.has_words_or_blocks and size <= MAX_ELEMENTS_OF_SMALL_LEAF
+        shape = None if is_small else leaf.shape
+        return self.bodies[number], dtypes, shape, self._axes(number)
+
+    def _launch(self, numbers: list[int], leaves: Sequence[Leaf]):
+        """The results of leaves that share a kernel, or of a leaf that needs many."""
+        number, leaf = numbers[0], leaves[0]
+        # Rows have constant numbers: a slice of the table would be one more kernel.
+        rows, table = np.array(numbers, np.uint32), self._tables[self._axes(number)]
+        layer = first = None
+        if leaf.stacked:
+            layer = typing.cast(Layer, self.layer).index
+        elif self._is_layer(number):
+            param = self.step.leaves[number].param
+            first = typing.cast(Layer, self.step.layer).first_element(param)
+        elif needs_loop(leaf.shape):
+            tables = _tables_of_layers(table[number], leaf.shape)
+            update = lambda one, i: self._fused(numbers, [one], tables, i[None], i)[0]
+            return [_over_layers(leaf, update)]
+        return self._fused(numbers, leaves, table, rows, layer, first)
+
+    def _fused(self, numbers, leaves, table, rows, layer=None, first=None):
+        body = self.bodies[numbers[0]]
+        scalars = Scalars(table, rows, self._plain_scalars, body.when)
+        return _fused(body, self.implementation, leaves, scalars, layer, first)
+
+    def _is_layer(self, number: int) -> bool:
+        layer = self.step.layer
+        return layer is not None and self.step.leaves[number].name in layer.names
+
+    def _axes(self, number: int) -> tuple[str, ...]:
+        return axes_of_shards(self.step.leaves[number].param)
+
+    @functools.cached_property
+    def _tables(self) -> dict[tuple[str, ...], jax.Array]:
+        """By the axes of the user's ``jax.shard_map`` over which shards differ.
+
+        Each table is uint32, with a row per leaf: its keys, and what all leaves share.
+        """
+        words = encode_scalars(self.scalars) if self.scalars else None
+        tables = {}
+        for axes in dict.fromkeys(map(self._axes, self.bodies)):
+            keys = self.step.keys
+            if axes:
+                keys = take_in(*keys, number_of_shard(axes))
+            columns = [k[:, None] for k in keys]
+            if words is not None:
+                shape = len(self.step.leaves), words.size
+                columns.append(jnp.broadcast_to(words, shape))
+            tables[axes] = jnp.concatenate(columns, axis=1)
+        return tables
+
+    @functools.cached_property
+    def _plain_scalars(self) -> list[jax.Array]:
+        return plain_scalars(self.scalars)
+
+
 def _old(step: Step) -> Stepped:
     residuals = [leaf.residual for leaf in step.leaves]
     return Stepped(step.params, residuals, step.state.inner_state)
+
+
+def _over_layers(leaf: Leaf, update: Callable[[Leaf, jax.Array], list]) -> list:
+    """The results of a leaf, updated layer by layer.
+
+    Args:
+      leaf: the whole leaf, whose results are stored like operands 1, 2 and so on.
+      update: gives the results of one layer in its stacks, from its int32 number.
+    """
+    overwritten = {
+        number: result.overwrites
+        for number, result in enumerate(leaf.results)
+        if result.overwrites is not None
+    }
+
+    def advance(layer, stacks: list) -> list:
+        arrays = [
+            None
+            if n in leaf.overwritten
+            else lax.dynamic_index_in_dim(x, layer, keepdims=False)
+            for n, x in enumerate(leaf.arrays)
+        ]
+        # What is overwritten is read from the stack that the layer before has written.
+        for number, operand in overwritten.items():
+            arrays[operand] = stacks[number]
+        one = dataclasses.replace(leaf, shape=leaf.shape[1:], stacked=True)
+        written = update(one.with_arrays(arrays), layer)
+        return [
+            new
+            if number in overwritten
+            else lax.dynamic_update_index_in_dim(stack, new, layer, 0)
+            for number, (stack, new) in enumerate(zip(stacks, written, strict=True))
+        ]
+
+    stacks = [
+        leaf.arrays[overwritten[number]]
+        if number in overwritten
+        else jnp.zeros_like(leaf.arrays[number + 1], dtype=result.dtype)
+        for number, result in enumerate(leaf.results)
+    ]
+    return lax.fori_loop(jnp.int32(0), jnp.int32(leaf.shape[0]), advance, stacks)
+
+
+def _tables_of_layers(row: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The rows of a leaf's layers, which may have their own keys.
+
+    Args:
+      row: the row of the leaf in the table.
+      shape: of the leaf, with the layers first.
+    """
+    numbers = jnp.arange(shape[0], dtype=jnp.int32)
+    keys = keys_at_layer(row[0], row[1], numbers, shape[0], shape[1:])
+    table = jnp.broadcast_to(row, (shape[0], row.size))
+    columns = [jnp.broadcast_to(key, shape[0]) for key in keys]
+    return table.at[:, :KEYS].set(jnp.stack(columns, axis=-1))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _fused(
+    body: LeafBody,
+    implementation: Implementation,
+    leaves: Sequence[Leaf],
+    scalars: Scalars,
+    layer: jax.Array | None,
+    first: jax.Array | None,
+) -> list[list[jax.Array]]:
+    """Update leaves; traced and lowered once for equal shapes and programs."""
+    if len(leaves) > 1:
+        return fused_update_many(
+            body, leaves, scalars=scalars, implementation=implementation
+        )
+    new = fused_update(
+        body,
+        leaves[0].operands,
+        leaves[0].results,
+        shape=leaves[0].shape,
+        scalars=scalars,
+        layer=layer,
+        first=first,
+        implementation=implementation,
+    )
+    return [new]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _blocked(body: LeafBody, leaf: Leaf, keys, number, scalars) -> list[jax.Array]:
+    """Update one leaf block by block; traced once for equal shapes and programs."""
+    keys = [lax.dynamic_index_in_dim(key, number, keepdims=False) for key in keys]
+    return blocked.update(body, leaf, [*keys, *scalars], when=body.when)

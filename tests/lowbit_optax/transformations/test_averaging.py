@@ -58,7 +58,7 @@ def test_at_a_decay_of_0_9999_it_follows_float32_where_bfloat16_stands_still():
     }
     per_step = jnp.float32(1 / STEPS)
     got = averages(txs, lambda i: start + i * per_step * drift, STEPS, first)
-    # In float64, of weights a + i b for i = 0, 1, ...: the average of i after t steps.
+    # For weights a + i b, i = 0, 1, ...: the average of i after t steps, in float64.
     kept = 0.9999**STEPS
     lag = (STEPS - 1) - (STEPS - 1) * kept - 0.9999 * (1 - 0.9999 ** (STEPS - 1)) / 1e-4
     lag += (STEPS - 1) * kept
@@ -150,7 +150,7 @@ def test_shards_give_the_same_averages_and_lie_beside_them():
     )
     assert_same_bits(got, want)
     np.testing.assert_allclose(got[0]["bias"], weights["bias"], rtol=1e-6, atol=1e-6)
-    assert got[0]["step"] == 0  # it is no float, and stays
+    assert got[0]["step"] == 0  # only floats are averaged
 
 
 def test_a_checkpoint_of_another_format_is_refused_by_name():
@@ -163,6 +163,6 @@ def test_a_checkpoint_of_another_format_is_refused_by_name():
 
 
 @pytest.mark.parametrize("decay", [1.0, -0.1, float("nan"), "0.9", None, True])
-def test_a_decay_that_is_none_is_refused(decay):
+def test_a_decay_outside_of_its_range_is_refused(decay):
     with pytest.raises((TypeError, ValueError), match=r"decay is .* from 0 to below 1"):
         ema_of_params(decay)

@@ -33,10 +33,7 @@ FLOAT32_FIELDS = {
     "amsgrad": (lambda: optax.amsgrad(1e-3), {"nu_max"}),
     "adagrad": (lambda: optax.adagrad(1e-3), {"sum_of_squares"}),
     "adan": (lambda: optax.adan(1e-3), {"g"}),
-    "centered rmsprop": (
-        lambda: optax.rmsprop(1e-3, centered=True),
-        {"mu", "nu"},
-    ),
+    "centered rmsprop": (lambda: optax.rmsprop(1e-3, centered=True), {"mu", "nu"}),
     "dog": (lambda: optax.contrib.dog(1.0), {"init_params"}),
     "dowg": (lambda: optax.contrib.dowg(1.0), {"init_params"}),
     "prodigy": (lambda: optax.contrib.prodigy(1.0), {"params0", "grad_sum"}),
@@ -170,8 +167,8 @@ def test_which_wrappers_keep_the_direct_step_and_the_report_says_it(name):
 
 @pytest.mark.parametrize("name", DIRECT)
 def test_a_direct_step_arrives_where_no_float32_difference_lands(name):
-    # From 1 to minus an odd multiple of 2^-24 the difference has a bit too few. Only a
-    # master under its parameter, in the binade below, can be taken there.
+    # A float32 difference has too few bits to lead from 1 to minus an odd multiple of
+    # 2^-24. Only a master below its parameter, in the binade below, can be taken there.
     below = 1 - jnp.arange(1, 65, dtype=jnp.float32) * 2.0**-16
     odd = (2 * jnp.arange(64, dtype=jnp.float32) + 3) * 2.0**-24
     exact = weights_only(optax.sgd(1.0), lowbit_optax.extra_bits(16), min_size=0)
@@ -196,7 +193,7 @@ def keeping_updates():
 
 
 @pytest.mark.parametrize("after", [lambda: optax.trace(0.0), keeping_updates])
-def test_what_a_wrapper_keeps_of_the_updates_is_updates(after):
+def test_a_wrapper_that_keeps_updates_is_given_updates(after):
     kept = optax.chain(lowbit_optax.kahan_sgd(0.5), after())
     params = parameters()
     _, state = lowbit_optax.step(kept, params, kept.init(params), params)
