@@ -64,7 +64,7 @@ moment 1 from the last byte on. So the leading 8 bits of each are its own; on th
 in the middle a rounding depends with probability 2^-8. It saves a word per moment,
 which would be most of the cost of rounding it. See :func:`moment_draws`. A sum that is
 rounded stochastically (:mod:`lowbit_optax._numerics.sums`) takes the last 16 bits of
-the same words, the leading ones of which are the last that the moments look at.
+the same words; the moments depend on these bits least.
 """
 
 import dataclasses
@@ -173,7 +173,6 @@ class ToNearest(RandomBits):
 
     def words(self, shape: tuple[int, ...], stream: int = 0) -> jax.Array:
         """The word 2^31 per element, which is half a unit."""
-        del stream
         return jnp.full(shape, 0x80000000, jnp.uint32)
 
 

@@ -31,7 +31,6 @@ import numpy as np
 from jax import lax
 
 from lowbit_optax._numerics import float_layouts
-from lowbit_optax._numerics.float_layouts import FloatLayout
 from pallas_kernels import operations
 
 Rounding = typing.Literal["nearest", "toward_zero", "stochastic"]
@@ -48,7 +47,7 @@ def stored_bits(extra: int, rounding: Rounding) -> int:
 
 def pattern_of(
     master: jax.Array,
-    layout: FloatLayout,
+    dtype: jax.typing.DTypeLike,
     extra: int,
     rounding: Rounding,
     random: jax.Array | None = None,
@@ -57,60 +56,59 @@ def pattern_of(
 
     Args:
       master: float32.
-      layout: of the parameter's dtype.
+      dtype: of the parameter.
       extra: k.
-      rounding: how the parameter is rounded, which decides about the patterns of NaNs.
+      rounding: of the parameter; the pattern of a NaN is one that it leaves a NaN.
       random: uint32 random bits to round the master to k extra bits stochastically;
         None rounds to nearest even.
 
     Returns:
       uint32 arrays: the sign bit where float32 has it, and the pattern w.
     """
-    # The NaN patterns whose parameter, under this rounding, is a NaN too.
+    layout = float_layouts.layout_of(dtype)
     first, last = layout.special + 1 << extra, layout.largest << extra
     if rounding == "nearest" and extra:
         first, last = first - (1 << (extra - 1)), last + (1 << (extra - 1)) - 1
     elif rounding == "toward_zero":
         last += (1 << extra) - 1
     if extra == 0 and random is not None:
-        random = _nearest_past_the_largest(master, layout, random)
+        random = _nearest_past_the_largest(master, dtype, random)
     return float_layouts.to_pattern(master, layout, extra, random, (first, last))
 
 
 def _nearest_past_the_largest(
-    master: jax.Array, layout: FloatLayout, random: jax.Array
+    master: jax.Array, dtype: jax.typing.DTypeLike, random: jax.Array
 ) -> jax.Array:
     """The random bits, replaced wherever they might round a number to infinity.
 
     For numbers past the largest finite value they become one half. That rounds to
     nearest, and a tie to the even neighbour, as a cast does.
     """
-    half = jnp.uint32(0x80000000 if layout.has_infinity else 0x7FFFFFFF)
-    largest = np.float32(jnp.finfo(layout.dtype).max).view(np.uint32)
-    magnitude = lax.bitcast_convert_type(master, jnp.uint32) & jnp.uint32(0x7FFFFFFF)
+    has_infinity = float_layouts.layout_of(dtype).has_infinity
+    half = jnp.uint32(0x80000000 if has_infinity else 0x7FFFFFFF)
+    largest = np.float32(jnp.finfo(dtype).max).view(np.uint32)
+    magnitude = float_layouts.magnitude_of(master)
     return jnp.where(magnitude <= jnp.uint32(largest), random, half)
 
 
 def round_param(
     sign: jax.Array,
     pattern: jax.Array,
-    layout: FloatLayout,
+    dtype: jax.typing.DTypeLike,
     extra: int,
     rounding: Rounding,
     random: jax.Array | None = None,
 ) -> jax.Array:
-    """The parameter of a pattern, in the layout's dtype.
+    """The parameter of a pattern.
 
     Args:
       sign, pattern: from :func:`pattern_of`.
-      layout: of the parameter's dtype.
+      dtype: of the parameter.
       extra: k.
       rounding: how the k extra bits are rounded off.
       random: uint32 random bits for ``"stochastic"``, whose leading k bits are used.
-
-    Returns:
-      An array of ``layout.dtype``.
     """
+    layout = float_layouts.layout_of(dtype)
     if extra == 0:
         magnitude = pattern
     elif rounding == "toward_zero":
@@ -131,7 +129,7 @@ def round_param(
             inside = pattern <= jnp.uint32((layout.special - 1) << extra)
             magnitude = jnp.where(inside, drawn, magnitude)
     shift = jnp.uint32(32 - layout.width)
-    return float_layouts.from_bits((sign >> shift) | magnitude, layout.dtype)
+    return float_layouts.from_bits((sign >> shift) | magnitude, dtype)
 
 
 def residual_of(
@@ -181,7 +179,7 @@ def residual_of(
 
 def split(
     master: jax.Array,
-    layout: FloatLayout,
+    dtype: jax.typing.DTypeLike,
     extra: int,
     rounding: Rounding,
     random_param: jax.Array | None = None,
@@ -196,19 +194,20 @@ def split(
 
     Args:
       master: float32.
-      layout, extra, rounding: as for these functions.
+      dtype, extra, rounding: as for these functions.
       random_param: uint32 random bits for the parameter under ``"stochastic"``.
       random_residual: uint32 random bits to round the master to k extra bits
         stochastically; None rounds to nearest even.
 
     Returns:
-      ``(param, fields)``: the parameter in ``layout.dtype``, and uint32 fields of
-      ``stored_bits(extra, rounding)`` bits, or None without extra bits.
+      ``(param, fields)``: the parameter, and uint32 fields of ``stored_bits(extra,
+      rounding)`` bits, or None without extra bits.
     """
+    layout = float_layouts.layout_of(dtype)
     simple = layout.same_exponent and (rounding != "stochastic" or not extra)
     if not simple:
-        sign, pattern = pattern_of(master, layout, extra, rounding, random_residual)
-        param = round_param(sign, pattern, layout, extra, rounding, random_param)
+        sign, pattern = pattern_of(master, dtype, extra, rounding, random_residual)
+        param = round_param(sign, pattern, dtype, extra, rounding, random_param)
         if not extra:
             return param, None
         return param, residual_of(sign, pattern, param, extra, rounding)
@@ -220,7 +219,7 @@ def split(
     drop = most - extra
     if drop:
         if not extra and random_residual is not None:
-            random_residual = _nearest_past_the_largest(master, layout, random_residual)
+            random_residual = _nearest_past_the_largest(master, dtype, random_residual)
         # NaNs are replaced before the sum. After it, a kernel with long blocks would
         # need more registers.
         bits = operations.pattern_with_one_nan(master)
@@ -228,12 +227,10 @@ def split(
     elif rounding == "nearest":
         bits = operations.keep_nan(master)
     else:
-        sign, pattern = pattern_of(master, layout, extra, rounding)
+        sign, pattern = pattern_of(master, dtype, extra, rounding)
         bits = sign | pattern
-    half = 1 << (most - 1) if extra and rounding == "nearest" else 0
-    param = float_layouts.from_bits(
-        (bits + jnp.uint32(half)) >> jnp.uint32(most), layout.dtype
-    )
+    half = jnp.uint32(1 << (most - 1) if extra and rounding == "nearest" else 0)
+    param = float_layouts.from_bits((bits + half) >> jnp.uint32(most), dtype)
     if not extra:
         return param, None
     return param, (bits >> jnp.uint32(drop)) & jnp.uint32((1 << extra) - 1)
@@ -334,12 +331,11 @@ def round_nearest(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     >>> round_nearest(jnp.float32(0.999), jnp.bfloat16)
     Array(1, dtype=bfloat16)
     """
-    layout = float_layouts.layout_of(dtype)
-    return split(x, layout, 0, "nearest")[0]
+    return split(x, dtype, 0, "nearest")[0]
 
 
 def round_stochastic(
-    x: jax.Array, dtype: jax.typing.DTypeLike, random: jax.Array
+    x: jax.Array, dtype: jax.typing.DTypeLike, random: jax.Array | None
 ) -> jax.Array:
     """Round float32 to a neighbour in a narrow dtype, so that the mean is ``x``.
 
@@ -351,7 +347,7 @@ def round_stochastic(
       dtype: bfloat16, float16, float8_e4m3fn or float8_e5m2.
       random: uint32 array of x's shape, all 32 bits random. bfloat16 uses the leading
         16 bits; float16 and float8 use 13, 20 or 21 bits for normal results and up to
-        31 for subnormal ones.
+        31 for subnormal ones. None rounds to nearest.
 
     Returns:
       Array of ``dtype``. Past the largest finite value it rounds to nearest.
@@ -363,8 +359,7 @@ def round_stochastic(
     >>> round_stochastic(jnp.float32(1 + 2**-8), jnp.bfloat16, jnp.uint32(0))
     Array(1, dtype=bfloat16)
     """
-    layout = float_layouts.layout_of(dtype)
-    return split(x, layout, 0, "nearest", random_residual=random)[0]
+    return split(x, dtype, 0, "nearest", random_residual=random)[0]
 
 
 def round_to_precision(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:

@@ -11,10 +11,10 @@ import typing
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics import linear_code
+from lowbit_optax._numerics.codes import as_fields, float_of
 from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._numerics.random_bits import PARAM_STREAM, RandomBits
 from lowbit_optax._numerics.rounding import narrow_or_cast
@@ -130,8 +130,7 @@ class QuantizedTensor(QuantizedWeight):
 
 def _dequantized(dtype: jnp.dtype, tensor: QuantizedTensor) -> jax.Array:
     """See :meth:`QuantizedTensor.dequantize`."""
-    delta = lax.bitcast_convert_type(tensor.scales, jnp.float32)
-    steps = _repeated(delta, tensor.layout, tensor.block_size)
+    steps = _repeated(float_of(tensor.scales), tensor.layout, tensor.block_size)
 
     def decode(fields: jax.Array, delta: jax.Array, inverse: jax.Array):
         values = linear_code.decode(fields, (delta, inverse), tensor.bits)
@@ -163,20 +162,17 @@ def quantize(
     if old is None:
         delta = linear_code.delta_of(maxima, bits)
     else:
-        old = lax.bitcast_convert_type(old, jnp.float32)
-        delta = linear_code.kept_delta(maxima, old, bits)
+        delta = linear_code.kept_delta(maxima, float_of(old), bits)
     prepared = _repeated(delta, layout, block_size)
     words = None if random is None else random.words(x.shape, PARAM_STREAM)
     codes = pack(linear_code.encode(x, prepared, bits, words), bits, layout)
-    scales = lax.bitcast_convert_type(delta, jnp.uint32)
+    scales = as_fields(delta)
     return QuantizedTensor(codes, scales, bits, block_size, axis, x.shape[axis])
 
 
 def _repeated(delta: jax.Array, layout: Layout, block_size: int):
     """The prepared step sizes of blocks, repeated for every value."""
-    delta, inverse = linear_code.prepare(delta)
-    repeat = lambda x: repeat_blocks(x, layout, block_size)
-    return repeat(delta), repeat(inverse)
+    return [repeat_blocks(x, layout, block_size) for x in linear_code.prepare(delta)]
 
 
 def requantize(
@@ -217,9 +213,9 @@ def _from_state_dict(tensor: QuantizedTensor, state: dict) -> QuantizedTensor:
     for name in _ARRAYS:
         want = getattr(tensor, name).shape
         if name not in state or state[name].shape != want:
-            given = list(state[name].shape) if name in state else "missing"
+            found = list(state[name].shape) if name in state else "missing"
             raise ValueError(
-                f"QuantizedTensor: {name} of the checkpoint are {given}, not "
+                f"QuantizedTensor: {name} of the checkpoint are {found}, not "
                 f"{list(want)}: was it saved with other bits, another block_size or "
                 "another version of the layout?"
             )

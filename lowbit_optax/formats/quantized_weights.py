@@ -10,15 +10,18 @@ import dataclasses
 import typing
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
 from lowbit_optax._numerics import linear_code
-from lowbit_optax._numerics.codes import float_of
+from lowbit_optax._numerics.codes import as_fields, float_of
 from lowbit_optax._numerics.landing import REPLACE, Landing
 from lowbit_optax._numerics.random_bits import PARAM_STREAM, RandomBits
 from lowbit_optax.formats import quantized_tensor as tensors
-from lowbit_optax.formats.base import WeightFormat
+from lowbit_optax.formats.base import (
+    Rounding,
+    WeightFormat,
+    check_rounding,
+    rounding_words,
+)
 from lowbit_optax.formats.plain import Nearest, NoResidual
 
 
@@ -28,10 +31,10 @@ class QuantizedWeights(WeightFormat):
 
     container: typing.ClassVar[type] = NoResidual
 
-    rounding: tensors.Rounding = "stochastic"
+    rounding: Rounding = "stochastic"
 
     def fields_of(self, param: tensors.QuantizedTensor) -> "QuantizedFields":
-        """The functions by which a kernel updates a leaf."""
+        """The elementwise functions with which a kernel updates a leaf."""
         return QuantizedFields(param.bits, param.block_size, self.rounding)
 
     def for_leaf(self, shape, dtype, min_size):
@@ -75,27 +78,24 @@ class QuantizedFields:
 
     bits: int
     block_size: int
-    rounding: tensors.Rounding
+    rounding: Rounding
 
     def magnitude_key(self, x: jax.Array) -> jax.Array:
-        """See :func:`lowbit_optax._numerics.linear_code.magnitude_key`."""
+        """Integers whose maxima over blocks :meth:`scale_of` takes."""
         return linear_code.magnitude_key(x)
 
     def scale_of(self, key: jax.Array, old: jax.Array) -> jax.Array:
         """The uint32 scales of blocks, from the maxima of keys and the old scales."""
-        maximum, delta = linear_code.magnitude_of(key), float_of(old)
-        kept = linear_code.kept_delta(maximum, delta, self.bits)
-        return lax.bitcast_convert_type(kept, jnp.uint32)
+        maximum = linear_code.magnitude_of(key)
+        return as_fields(linear_code.kept_delta(maximum, float_of(old), self.bits))
 
     def prepare(self, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What the fields of a block with a uint32 scale are encoded by."""
+        """What :meth:`encode` and :meth:`decode` take for a uint32 scale."""
         return linear_code.prepare(float_of(scale))
 
     def encode(self, x: jax.Array, prepared, random: RandomBits) -> jax.Array:
         """The fields of float32 values."""
-        words = None
-        if self.rounding == "stochastic":
-            words = random.words(x.shape, PARAM_STREAM)
+        words = rounding_words(self.rounding, random, x.shape, PARAM_STREAM)
         return linear_code.encode(x, prepared, self.bits, words)
 
     def decode(self, fields: jax.Array, prepared) -> jax.Array:
@@ -103,9 +103,7 @@ class QuantizedFields:
         return linear_code.decode(fields, prepared, self.bits)
 
 
-def quantized_weights(
-    *, rounding: typing.Literal["nearest", "stochastic"] = "stochastic"
-) -> WeightFormat:
+def quantized_weights(*, rounding: Rounding = "stochastic") -> WeightFormat:
     """Update :class:`lowbit_optax.QuantizedTensor` leaves by quantising them again.
 
         theta' = Q(theta + u)
@@ -129,9 +127,5 @@ def quantized_weights(
     >>> quantized_weights(rounding="nearest")
     QuantizedWeights(rounding='nearest')
     """
-    if rounding not in ("nearest", "stochastic"):
-        raise ValueError(
-            f"quantized_weights: rounding is {rounding!r}, not 'nearest' or "
-            "'stochastic'"
-        )
+    check_rounding("quantized_weights: rounding", rounding)
     return QuantizedWeights(rounding)

@@ -414,7 +414,7 @@ def test_shapes_and_errors_are_those_of_whole_blocks_everywhere(
     assert stored.codes.dtype == jnp.uint32
     assert stored.codes.shape == packed_shape(shape, bits)
     assert stored.scales.dtype == jnp.bfloat16
-    assert stored.scales.shape == format_.scales_shape(shape)
+    assert stored.scales.shape == layout_of(shape).blocks_shape(block_size)
     decoded = np.asarray(decode(format_, stored, shape))
     assert decoded.shape == shape
     # Half a step of the value's own block, whose largest value is the largest code.

@@ -152,5 +152,5 @@ def test_kernels_give_the_same_bits(format_, advance):
 
 @pytest.mark.parametrize("make", [extra_bits, stochastic_rounding])
 def test_any_other_rounding_of_sums_is_refused(make):
-    with pytest.raises(ValueError, match="sum_rounding is 'up', not one of"):
+    with pytest.raises(ValueError, match="sum_rounding is 'up', not 'nearest' or"):
         make(sum_rounding="up")

@@ -32,11 +32,10 @@ each_rounding = pytest.mark.parametrize("rounding", ROUNDINGS)
 
 def split(x, dtype, extra, rounding, words=None, residual_words=None):
     """(param, residual fields) as ExtraBits computes them, before packing."""
-    layout = float_layouts.layout_of(dtype)
-    sign, pattern = splitting.pattern_of(x, layout, extra, rounding, residual_words)
+    sign, pattern = splitting.pattern_of(x, dtype, extra, rounding, residual_words)
     if words is None:
         words = lax.bitcast_convert_type(x, jnp.uint32) * jnp.uint32(0x9E3779B9)
-    param = splitting.round_param(sign, pattern, layout, extra, rounding, words)
+    param = splitting.round_param(sign, pattern, dtype, extra, rounding, words)
     if not extra:
         return param, None
     return param, splitting.residual_of(sign, pattern, param, extra, rounding)
@@ -249,8 +248,8 @@ def test_a_parameter_rounded_to_nearest_is_within_half_a_step_of_its_master(
 ):
     layout = float_layouts.layout_of(dtype)
     x = values(float32_samples())
-    sign, pattern = splitting.pattern_of(x, layout, extra, "nearest")
-    param = splitting.round_param(sign, pattern, layout, extra, "nearest")
+    sign, pattern = splitting.pattern_of(x, dtype, extra, "nearest")
+    param = splitting.round_param(sign, pattern, dtype, extra, "nearest")
     magnitude = np.asarray(float_layouts.to_bits(param)) & layout.largest
     distance = (magnitude.astype(np.int64) << extra) - np.asarray(pattern)
     finite = np.asarray(pattern) < layout.special << extra
@@ -422,7 +421,7 @@ def test_stochastic_parameters_go_up_in_exactly_their_share_of_the_draws(dtype):
     draws = jnp.arange(256, dtype=jnp.uint32) << jnp.uint32(24)
     draws = (draws | jnp.uint32(0x00ABCDEF))[None, :]  # the noise must not count
     param = splitting.round_param(
-        sign, jnp.broadcast_to(pattern, (500, 256)), layout, extra, "stochastic", draws
+        sign, jnp.broadcast_to(pattern, (500, 256)), dtype, extra, "stochastic", draws
     )
     bits = np.asarray(float_layouts.to_bits(param))
     low = magnitudes >> extra
@@ -574,8 +573,7 @@ def test_the_residual_of_another_parameter_comes_as_near_as_its_bits_reach(
 def test_a_parameter_of_the_other_sign_saturates_toward_its_master(size, extra):
     # -1 moves as far toward a master near 1.01 as its bits reach.
     x = jnp.full((1,), 1.01 * size, jnp.float32)
-    layout = float_layouts.layout_of(jnp.bfloat16)
-    sign, pattern = splitting.pattern_of(x, layout, extra, "nearest")
+    sign, pattern = splitting.pattern_of(x, jnp.bfloat16, extra, "nearest")
     param = jnp.full((1,), -size, jnp.bfloat16)
     fields = splitting.residual_of(sign, pattern, param, extra, "nearest")
     np.testing.assert_array_equal(fields, [2 ** (extra - 1)])
@@ -585,8 +583,7 @@ def test_a_parameter_of_the_other_sign_saturates_toward_its_master(size, extra):
 
 def test_a_bfloat16_zero_of_the_other_sign_takes_no_residual():
     x = values([0x3F812345])
-    layout = float_layouts.layout_of(jnp.bfloat16)
-    sign, pattern = splitting.pattern_of(x, layout, 8, "nearest")
+    sign, pattern = splitting.pattern_of(x, jnp.bfloat16, 8, "nearest")
     param = jnp.full((1,), -0.0, jnp.bfloat16)
     fields = splitting.residual_of(sign, pattern, param, 8, "nearest")
     np.testing.assert_array_equal(fields, [0])
@@ -594,11 +591,10 @@ def test_a_bfloat16_zero_of_the_other_sign_takes_no_residual():
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2])
 def test_a_zero_of_the_other_sign_reaches_across(dtype):
-    layout = float_layouts.layout_of(dtype)
     smallest = float(jnp.finfo(dtype).smallest_subnormal)
     for master in (-0.25 * smallest, 0.25 * smallest):
         x = jnp.full((1,), master, jnp.float32)
-        sign, pattern = splitting.pattern_of(x, layout, 8, "nearest")
+        sign, pattern = splitting.pattern_of(x, dtype, 8, "nearest")
         param = jnp.full((1,), -np.copysign(0.0, master), dtype)
         fields = splitting.residual_of(sign, pattern, param, 8, "nearest")
         assert float(splitting.join(param, fields, 8, "nearest")[0]) == master
