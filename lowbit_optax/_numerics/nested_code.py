@@ -79,7 +79,8 @@ class Nested(Code):
             """Whether the block fits, its smallest value, and the step's number."""
             shift = jnp.int32(dropped)
             # A sum with less than a step cannot overflow: the step is below 2^27.
-            top = (high >> shift) + _any_below(high, dropped)
+            below = high & jnp.int32((1 << dropped) - 1)
+            top = (high >> shift) + jnp.minimum(below, jnp.int32(1))
             bottom = jnp.maximum(low >> shift, top - steps)
             number = jnp.full_like(high, (dropped - _FINEST) << _PLACE)
             return top - (low >> shift) <= steps, bottom << shift, number
@@ -127,12 +128,6 @@ class Nested(Code):
         infinite = fields == jnp.uint32(self.infinity_field)
         pattern = jnp.where(infinite, jnp.uint32(_INFINITY), pattern)
         return lax.bitcast_convert_type(pattern, jnp.float32)
-
-
-def _any_below(pattern: jax.Array, dropped: int) -> jax.Array:
-    """1 where an int32 is not a multiple of ``2^dropped``, else 0."""
-    low = pattern & jnp.int32((1 << dropped) - 1)
-    return jnp.minimum(low, jnp.int32(1))
 
 
 def _bend(above: jax.Array, shift: jax.Array) -> jax.Array:

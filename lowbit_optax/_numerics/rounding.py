@@ -169,10 +169,8 @@ def residual_of(
     ahead = jnp.where(same_sign, ahead, behind)
     error = ahead - (magnitude << jnp.uint32(extra)).astype(jnp.int32)
     width = stored_bits(extra, rounding)
-    if rounding == "toward_zero":
-        low, high = 0, (1 << width) - 1
-    else:
-        low, high = -(1 << (width - 1)), (1 << (width - 1)) - 1
+    low = 0 if rounding == "toward_zero" else -(1 << (width - 1))
+    high = low + (1 << width) - 1
     error = jnp.clip(error, jnp.int32(low), jnp.int32(high))
     return error.astype(jnp.uint32) & jnp.uint32((1 << width) - 1)
 

@@ -33,22 +33,6 @@ from lowbit_optax.formats.plain import Significand, rounded, significand_of, why
 _NAME = "KahanOf"
 
 
-class Kahan(typing.NamedTuple):
-    """Residuals of :func:`kahan`: the compensations c, in the parameters' shapes."""
-
-    compensation: typing.Any
-
-    @staticmethod
-    def format_of(param, residual) -> WeightFormat:
-        """A format that joins and splits leaves with such residuals."""
-        same = residual.dtype == param.dtype
-        # A state does not say how parameters were rounded. Stochastically, errors are
-        # up to twice those of rounding to nearest, and none of them may be dropped.
-        return KahanFormat(
-            rounding="stochastic", arithmetic="param" if same else "float32"
-        )
-
-
 @functools.cache
 def container_of(significand: Significand | None) -> type:
     """The type of the trees of compensations.
@@ -60,15 +44,16 @@ def container_of(significand: Significand | None) -> type:
     >>> kahan(float_format=FloatFormat(8, 5)).container._fields
     ('compensation_of_14_bits',)
     """
-    if significand is None:
-        return Kahan
-    width = 9 + significand.bits
+    name, field = "Kahan", "compensation"
+    if significand is not None:
+        width = 9 + significand.bits
+        name, field = f"{_NAME}{width}", f"compensation_of_{width}_bits"
     return container_class(
         __name__,
-        f"{_NAME}{width}",
-        f"compensation_of_{width}_bits",
+        name,
+        field,
         functools.partial(_format_of, significand=significand),
-        __doc__=f"Compensations of weights of {width} bits.",
+        __doc__="Residuals of :func:`kahan`: compensations, in the parameters' shapes.",
     )
 
 
@@ -79,9 +64,16 @@ def __getattr__(name: str) -> type:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _format_of(param, residual, significand: Significand) -> WeightFormat:
-    """See :meth:`Kahan.format_of`; a significand's overflow joins nothing."""
-    return KahanFormat(rounding="stochastic", significand=significand)
+def _format_of(param, residual, significand: Significand | None) -> WeightFormat:
+    # A state does not say how parameters were rounded. Stochastically, errors are up to
+    # twice those of rounding to nearest, and none of them may be dropped.
+    same = significand is None and residual.dtype == param.dtype
+    arithmetic = "param" if same else "float32"
+    return KahanFormat("stochastic", arithmetic=arithmetic, significand=significand)
+
+
+Kahan = container_of(None)
+"""The container of weights with all the bits of their dtype."""
 
 
 @dataclasses.dataclass(frozen=True)

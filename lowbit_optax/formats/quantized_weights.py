@@ -11,18 +11,11 @@ import typing
 
 import jax
 
-from lowbit_optax._numerics import linear_code
-from lowbit_optax._numerics.codes import as_fields, float_of
 from lowbit_optax._numerics.landing import REPLACE, Landing
-from lowbit_optax._numerics.random_bits import PARAM_STREAM, RandomBits
 from lowbit_optax.formats import quantized_tensor as tensors
-from lowbit_optax.formats.base import (
-    Rounding,
-    WeightFormat,
-    check_rounding,
-    rounding_words,
-)
+from lowbit_optax.formats.base import Rounding, WeightFormat, check_rounding
 from lowbit_optax.formats.plain import Nearest, NoResidual
+from lowbit_optax.formats.quantized_tensor import QuantizedFields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +26,7 @@ class QuantizedWeights(WeightFormat):
 
     rounding: Rounding = "stochastic"
 
-    def fields_of(self, param: tensors.QuantizedTensor) -> "QuantizedFields":
+    def fields_of(self, param: tensors.QuantizedTensor) -> QuantizedFields:
         """The elementwise functions with which a kernel updates a leaf."""
         return QuantizedFields(param.bits, param.block_size, self.rounding)
 
@@ -60,47 +53,6 @@ def result_of(
         return new
     # Differences modulo 2^32 always land exactly.
     return jax.tree.map(lambda a, b: b - a, old, new)
-
-
-@dataclasses.dataclass(frozen=True)
-class QuantizedFields:
-    """The elementwise functions of a QuantizedTensor's fields, for a kernel.
-
-    It computes what :func:`quantized_tensor.requantize` does::
-
-        magnitude_key(x) --> maximum over the block --> delta_of, with the old scale
-        prepare(scale) --> once per block, what encode and decode take
-
-    Args:
-      bits, block_size: of the QuantizedTensor.
-      rounding: as for :func:`quantized_weights`.
-    """
-
-    bits: int
-    block_size: int
-    rounding: Rounding
-
-    def magnitude_key(self, x: jax.Array) -> jax.Array:
-        """Integers whose maxima over blocks :meth:`scale_of` takes."""
-        return linear_code.magnitude_key(x)
-
-    def scale_of(self, key: jax.Array, old: jax.Array) -> jax.Array:
-        """The uint32 scales of blocks, from the maxima of keys and the old scales."""
-        maximum = linear_code.magnitude_of(key)
-        return as_fields(linear_code.kept_delta(maximum, float_of(old), self.bits))
-
-    def prepare(self, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What :meth:`encode` and :meth:`decode` take for a uint32 scale."""
-        return linear_code.prepare(float_of(scale))
-
-    def encode(self, x: jax.Array, prepared, random: RandomBits) -> jax.Array:
-        """The fields of float32 values."""
-        words = rounding_words(self.rounding, random, x.shape, PARAM_STREAM)
-        return linear_code.encode(x, prepared, self.bits, words)
-
-    def decode(self, fields: jax.Array, prepared) -> jax.Array:
-        """The float32 values of fields."""
-        return linear_code.decode(fields, prepared, self.bits)
 
 
 def quantized_weights(*, rounding: Rounding = "stochastic") -> WeightFormat:

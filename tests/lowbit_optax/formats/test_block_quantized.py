@@ -288,10 +288,6 @@ def test_no_positive_second_moment_becomes_zero(code):
 @pytest.mark.parametrize("draw", [0, 2**32 - 1])
 def test_what_is_not_finite_keeps_to_its_own_field(code, draw):
     bad = np.array([np.inf, -np.inf, np.nan, -np.nan, 3.4e38], np.float32)
-    largest = code.magnitude_of(jnp.maximum(code.magnitude_key(jnp.asarray(bad)), 0))
-    # Beside a first moment of that size the second is infinite, or nearly.
-    huge = 0 if code.signed else 3.4e38
-    np.testing.assert_array_equal(largest, np.float32([0, 0, 0, 0, huge]))
     _, ready = prepared(code, 3.3)
     words = jnp.full(bad.shape, draw, jnp.uint32)
     fields = code.encode_fields(jnp.asarray(bad), ready, words)
@@ -310,10 +306,12 @@ def test_what_is_not_finite_keeps_to_its_own_field(code, draw):
 @each_code
 def test_magnitudes_enter_the_scale_up_to_2_50(code):
     below = np.nextafter(np.float32(2.0**50), np.float32(0))
-    sizes = np.float32([0.0, 1e-38, 1.0, below, 2.0**50, 1e30])
-    for x in (sizes, -sizes) if code.signed else (sizes,):
-        keys = jnp.maximum(code.magnitude_key(jnp.asarray(x)), 0)
-        want = np.where(code.signed & (sizes >= 2.0**50), 0, sizes)
+    sizes = np.float32([0.0, 1e-38, 1.0, below, 2.0**50, 3.4e38, np.inf, np.nan])
+    # Beside a first moment of 2^50 or more the second is infinite, or nearly.
+    enter = sizes < (2.0**50 if code.signed else np.inf)
+    for sign in (1, -1):
+        keys = jnp.maximum(code.magnitude_key(jnp.asarray(sign * sizes)), 0)
+        want = np.where(enter & (code.signed or sign > 0), sizes, 0)
         np.testing.assert_array_equal(code.magnitude_of(keys), want)
 
 
@@ -647,7 +645,3 @@ def test_a_second_moments_code_is_refused_for_a_first_moment():
 def test_bad_arguments(arguments, error, message):
     with pytest.raises(error, match=message):
         block_quantized(**arguments)
-
-
-def test_formats_are_static():
-    assert hash(block_quantized(8)) == hash(block_quantized(8))

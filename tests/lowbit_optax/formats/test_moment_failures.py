@@ -71,25 +71,17 @@ def norm_ratio(got, want):
     return np.linalg.norm(got) / np.linalg.norm(want)
 
 
-@pytest.mark.parametrize("exponent", [0, -2, -4, -6, -7, -8])
-def test_updates_do_not_depend_on_the_size_of_gradients(exponent):
-    scale = np.float32(10.0**exponent)
-    # Adam's eps is a size of gradients too.
-    options = {"eps": 1e-8 * float(scale)}
-    grads = lambda _, normal: normal * scale
-    want, _, _ = run("float32", grads, 400, **options)
-    got, _, _ = run(EIGHT, grads, 400, **options)
+@pytest.mark.parametrize(
+    ("exponent", "eps"),
+    # Adam's eps is a size of gradients too: scaled with them, and its own.
+    [*((x, 1e-8 * 10.0**x) for x in (0, -2, -4, -6, -7, -8)), (-8, 1e-8)],
+)
+def test_updates_do_not_depend_on_the_size_of_gradients(exponent, eps):
+    grads = lambda _, normal: normal * np.float32(10.0**exponent)
+    want, _, _ = run("float32", grads, 400, eps=eps)
+    got, _, _ = run(EIGHT, grads, 400, eps=eps)
     for part in (slice(0, 20), slice(20, 200), slice(200, 400)):
         assert abs(norm_ratio(got[part], want[part]) - 1) <= 0.05
-
-
-@pytest.mark.parametrize("exponent", [0, -8])
-def test_with_adams_own_eps_they_are_float32s_at_any_size(exponent):
-    scale = np.float32(10.0**exponent)
-    grads = lambda _, normal: normal * scale
-    want, _, _ = run("float32", grads, 400)
-    got, _, _ = run(EIGHT, grads, 400)
-    assert abs(norm_ratio(got, want) - 1) <= 0.05
 
 
 def test_one_huge_gradient_leaves_everything_finite_and_is_forgotten():
@@ -265,17 +257,6 @@ def test_fewer_bits_are_further_from_float32():
     assert 0 < sixteen < eight < four
     assert eight <= 0.12
     assert four <= 0.5
-
-
-FOUR = {"mu": block_quantized(4), "nu": EIGHT}
-
-
-def test_four_bits_of_the_first_moment_do_among_values_of_one_size():
-    grads = lambda _, normal: normal
-    want, _, _ = run("float32", grads, 400)
-    got, _, _ = run(tuple(FOUR.items()), grads, 400)
-    assert abs(norm_ratio(got, want) - 1) <= 0.1
-    assert np.corrcoef(got.ravel(), want.ravel())[0, 1] >= 0.9
 
 
 @pytest.mark.parametrize("code", ["linear", "companded", "dynamic"])

@@ -79,21 +79,21 @@ def check_joined(bits, rounding, residuals):
         )
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "toward_zero", "stochastic"])
-@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+each_rounding = pytest.mark.parametrize(
+    "rounding", ["nearest", "toward_zero", "stochastic"]
+)
+
+
+@each_rounding
+@pytest.mark.parametrize(
+    "bits", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.exhaustive)]
+)
 def test_no_residual_moves_a_bfloat16_parameter(bits, rounding):
     width = splitting.stored_bits(bits, rounding)
     check_joined(bits, rounding, np.arange(2**width, dtype=np.uint32))
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("rounding", ["nearest", "toward_zero", "stochastic"])
-def test_no_residual_of_8_bits_moves_a_bfloat16_parameter(rounding):
-    width = splitting.stored_bits(8, rounding)
-    check_joined(8, rounding, np.arange(2**width, dtype=np.uint32))
-
-
-@pytest.mark.parametrize("rounding", ["nearest", "toward_zero", "stochastic"])
+@each_rounding
 @pytest.mark.parametrize("bits", [8, 12, 16])
 def test_no_residual_at_an_edge_moves_a_bfloat16_parameter(bits, rounding):
     top = 1 << splitting.stored_bits(bits, rounding)
