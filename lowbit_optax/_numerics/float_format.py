@@ -292,18 +292,18 @@ class FloatFormat:
 def grid_of(fmt: FloatFormat) -> Grid:
     """The integers that describe a format to :func:`round_to_grid`, numpy scalars."""
     drop = MANTISSA - fmt.mantissa_bits
-    smallest, largest = np.float32([fmt.smallest, fmt.largest]).view(np.uint32)
+    numbers = np.array([fmt.smallest, fmt.largest], np.float32)
+    smallest, largest = map(int, numbers.view(np.uint32))
     past = INFINITY if fmt.overflow == "infinity" else largest
-    numbers = Grid(
-        drop=drop,
-        drop_below=drop if fmt.subnormals else MANTISSA,
-        smallest_exponent=fmt._layout.smallest_exponent,
-        smallest=smallest,
-        largest=largest,
-        past=past,
-        infinite=INFINITY if fmt.specials == "ieee" else past,
+    return Grid(
+        drop=np.uint32(drop),
+        drop_below=np.uint32(drop if fmt.subnormals else MANTISSA),
+        smallest_exponent=np.uint32(fmt._layout.smallest_exponent),
+        smallest=np.uint32(smallest),
+        largest=np.uint32(largest),
+        past=np.uint32(past),
+        infinite=np.uint32(INFINITY if fmt.specials == "ieee" else past),
     )
-    return Grid(*map(np.uint32, numbers))
 
 
 FP32 = FloatFormat(8, 23)

@@ -110,11 +110,7 @@ def is_narrow(dtype: jax.typing.DTypeLike) -> bool:
 
 
 def layout_of(dtype: jax.typing.DTypeLike) -> FloatLayout:
-    """The layout of a narrow dtype.
-
-    Raises:
-      KeyError: for other dtypes; callers check with :func:`is_narrow` first.
-    """
+    """The layout of a dtype that :func:`is_narrow`; a KeyError for others."""
     return _LAYOUTS[np.dtype(dtype)]
 
 
@@ -145,18 +141,15 @@ def exponent_and_significand(magnitude: jax.Array) -> tuple[jax.Array, jax.Array
 
 
 def round_off(value: jax.Array, shift, random: jax.Array | None = None) -> jax.Array:
-    """Drop the low ``shift`` bits of integers, rounding to nearest even or at random.
+    """``value / 2^shift``, rounded to nearest even or stochastically, as uint32.
 
-    Stochastic rounding goes up with probability (dropped bits) / 2**shift, exactly.
+    Stochastic rounding goes up with probability (dropped bits) / 2^shift, exactly.
 
     Args:
-      value: uint32, less than ``2**31``.
+      value: uint32, less than 2^31.
       shift: 0 to 31, an int or a uint32 array.
-      random: uint32 random bits for stochastic rounding, whose leading ``shift`` bits
-        are used; None rounds to nearest even.
-
-    Returns:
-      uint32, the rounded ``value / 2**shift``.
+      random: uint32 random bits, whose leading ``shift`` bits are used; None rounds to
+        nearest even.
     """
     if isinstance(shift, int):
         if shift == 0:
@@ -168,10 +161,7 @@ def round_off(value: jax.Array, shift, random: jax.Array | None = None) -> jax.A
 def rounded_before_shift(
     value: jax.Array, shift, random: jax.Array | None = None
 ) -> jax.Array:
-    """:func:`round_off` before its last shift.
-
-    The kept bits are rounded; the bits that are to be dropped are still below them.
-    """
+    """:func:`round_off` before its last shift: the bits to drop are still there."""
     one = jnp.uint32(1)
     if isinstance(shift, int):
         half = jnp.uint32((1 << (shift - 1)) - 1)
@@ -213,7 +203,7 @@ def to_pattern(
       x: float32 array.
       layout: of the narrow format.
       extra: k, 0 to ``layout.max_extra_bits``.
-      random: uint32 random bits to round stochastically; None rounds to nearest even.
+      random: as for :func:`round_off`.
       nans: the range of patterns, inclusive, into which NaNs are clipped if all of
         float32's bits are kept (bfloat16 with 16 more bits); None takes the patterns
         whose leading bits are a NaN of the format. If fewer bits are kept, every NaN
@@ -257,17 +247,7 @@ def to_pattern(
 def from_pattern(
     sign: jax.Array, magnitude: jax.Array, layout: FloatLayout, extra: int
 ) -> jax.Array:
-    """The float32 value of a pattern with ``extra`` more mantissa bits; exact.
-
-    Args:
-      sign: uint32, with the sign bit where float32 has it.
-      magnitude: uint32 pattern of the format with ``extra`` more bits.
-      layout: of the narrow format.
-      extra: k, as in :func:`to_pattern`.
-
-    Returns:
-      float32 array.
-    """
+    """The exact float32 value of a sign and a pattern, as :func:`to_pattern` gives."""
     rise = layout.max_extra_bits - extra
     if layout.same_exponent:
         return lax.bitcast_convert_type(

@@ -80,14 +80,9 @@ def significant_bits(bits: int) -> int:
 
 
 def delta_of(maximum: jax.Array, bits: int) -> jax.Array:
-    """The step size of each block.
+    """The step sizes of blocks with these largest finite magnitudes, float32.
 
-    Args:
-      maximum: float32, the largest finite magnitude of each block.
-      bits: k, 4 to 16.
-
-    Returns:
-      float32 of the same shape; 0 for blocks of zeros.
+    They are 0 for blocks of zeros.
     """
     dropped = 24 - significant_bits(bits)
     largest = np.float32(np.finfo(np.float32).max / largest_code(bits))
@@ -108,13 +103,6 @@ def kept_delta(maximum: jax.Array, old: jax.Array, bits: int) -> jax.Array:
     least ``least`` of them, rounded down or up; and a largest weight of at least
     ``least`` deltas is not rounded to less. So what was just stored keeps its delta.
 
-    Args:
-      maximum, bits: as for :func:`delta_of`.
-      old: float32 of maximum's shape, the step sizes that the values had.
-
-    Returns:
-      float32 of the same shape.
-
     References:
       LPMM, section 5.2, "Dynamic quantization", takes a new one at every step.
     """
@@ -127,11 +115,7 @@ def kept_delta(maximum: jax.Array, old: jax.Array, bits: int) -> jax.Array:
 
 
 def prepare(delta: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """``(delta, 1 / delta)``, which :func:`encode` and :func:`decode` take.
-
-    Args:
-      delta: float32, of any shape, from :func:`delta_of`.
-    """
+    """``(delta, 1 / delta)``, which :func:`encode` and :func:`decode` take."""
     return delta, jnp.float32(1) / jnp.maximum(delta, _SMALLEST_DELTA)
 
 
@@ -141,17 +125,9 @@ def encode(
     bits: int,
     words: jax.Array | None,
 ) -> jax.Array:
-    """The fields of values.
+    """The uint32 fields of float32 values, with prepared step sizes of their shape.
 
-    Args:
-      x: float32.
-      prepared: the step sizes from :func:`prepare`, of x's shape.
-      bits: k, 4 to 16.
-      words: uint32 of x's shape, whose leading 24 bits are random; None rounds to
-        nearest, ties to even.
-
-    Returns:
-      uint32 fields, less than 2^k.
+    The leading 24 bits of ``words`` are random; None rounds to nearest, ties to even.
     """
     delta, inverse = prepared
     is_finite = jnp.abs(x) < jnp.float32(jnp.inf)

@@ -52,18 +52,11 @@ def pattern_of(
     rounding: Rounding,
     random: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """``(sign, w)`` of a master.
+    """``(sign, w)`` of a float32 master, uint32; the sign bit is where float32 has it.
 
-    Args:
-      master: float32.
-      dtype: of the parameter.
-      extra: k.
-      rounding: of the parameter; the pattern of a NaN is one that it leaves a NaN.
-      random: uint32 random bits to round the master to k extra bits stochastically;
-        None rounds to nearest even.
-
-    Returns:
-      uint32 arrays: the sign bit where float32 has it, and the pattern w.
+    The pattern of a NaN is one that rounding the parameter leaves a NaN. ``random`` are
+    uint32 random bits to round the master to k extra bits stochastically; None rounds
+    to nearest even.
     """
     layout = float_layouts.layout_of(dtype)
     first, last = layout.special + 1 << extra, layout.largest << extra
@@ -99,14 +92,9 @@ def round_param(
     rounding: Rounding,
     random: jax.Array | None = None,
 ) -> jax.Array:
-    """The parameter of a pattern.
+    """The parameter of a sign and a pattern, from :func:`pattern_of`.
 
-    Args:
-      sign, pattern: from :func:`pattern_of`.
-      dtype: of the parameter.
-      extra: k.
-      rounding: how the k extra bits are rounded off.
-      random: uint32 random bits for ``"stochastic"``, whose leading k bits are used.
+    ``random`` are uint32 random bits for ``"stochastic"``; the leading k are used.
     """
     layout = float_layouts.layout_of(dtype)
     if extra == 0:
@@ -144,16 +132,8 @@ def residual_of(
     For the parameter that :func:`round_param` gives, the residual is exact, with one
     exception: 464 in float8_e4m3fn, the tie between the largest finite value and NaN.
     Under ``"nearest"`` its residual is one unit short. For any other parameter (see
-    :mod:`lowbit_optax._numerics.landing`) the residual saturates.
-
-    Args:
-      sign, pattern: from :func:`pattern_of`.
-      param: of the layout's dtype.
-      extra: k, 1 or more.
-      rounding: decides the range of residuals.
-
-    Returns:
-      uint32 fields of ``stored_bits(extra, rounding)`` bits.
+    :mod:`lowbit_optax._numerics.landing`) the residual saturates. Residuals are uint32
+    fields of ``stored_bits(extra, rounding)`` bits.
     """
     layout = float_layouts.layout_of(param.dtype)
     bits = float_layouts.to_bits(param)
@@ -237,22 +217,13 @@ def split(
 def join(
     param: jax.Array, fields: jax.Array | None, extra: int, rounding: Rounding
 ) -> jax.Array:
-    """The float32 master of a parameter and its residual; exact.
+    """The exact float32 master of a parameter and its residual.
 
     Some residuals cannot result from any split with this parameter: in bfloat16, a
     negative residual at 0 or a positive one at infinity, which would make the master a
     NaN. Such a residual belongs to another parameter, and the master is the parameter
     itself. Everywhere else all residuals are possible: they stay within half a unit of
     the parameter, or within one unit with stochastic rounding.
-
-    Args:
-      param: array of a narrow float dtype.
-      fields: uint32, from :func:`residual_of`; None without extra bits.
-      extra: k.
-      rounding: as in the split.
-
-    Returns:
-      float32 array.
     """
     layout = float_layouts.layout_of(param.dtype)
     bits = float_layouts.to_bits(param)
@@ -299,11 +270,7 @@ def _error_of(
 def to_float32(x: jax.Array) -> jax.Array:
     """Widen a narrow float array to float32, exactly, without a cast XLA could merge.
 
-    Args:
-      x: bfloat16, float16, float8_e4m3fn or float8_e5m2; other dtypes are cast.
-
-    Returns:
-      float32 array of the same shape.
+    Other dtypes than the narrow ones are cast.
 
     >>> import jax.numpy as jnp
     >>> to_float32(jnp.bfloat16(1.5))
@@ -317,13 +284,8 @@ def to_float32(x: jax.Array) -> jax.Array:
 def round_nearest(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Round float32 to the nearest value of a narrow dtype, ties to even.
 
-    Args:
-      x: float32 array.
-      dtype: bfloat16, float16, float8_e4m3fn or float8_e5m2.
-
-    Returns:
-      Array of ``dtype``. Values that round past the largest finite one become infinity
-      (NaN in float8_e4m3fn), as in a cast.
+    Values that round past the largest finite one become infinity (NaN in
+    float8_e4m3fn), as in a cast.
 
     >>> import jax.numpy as jnp
     >>> round_nearest(jnp.float32(0.999), jnp.bfloat16)
@@ -340,15 +302,14 @@ def round_stochastic(
     With ``a <= x <= b`` the neighbours, the result is b with probability
     ``(x - a) / (b - a)``.
 
+    Past the largest finite value it rounds to nearest.
+
     Args:
       x: float32 array.
-      dtype: bfloat16, float16, float8_e4m3fn or float8_e5m2.
+      dtype: a narrow dtype.
       random: uint32 array of x's shape, all 32 bits random. bfloat16 uses the leading
         16 bits; float16 and float8 use 13, 20 or 21 bits for normal results and up to
         31 for subnormal ones. None rounds to nearest.
-
-    Returns:
-      Array of ``dtype``. Past the largest finite value it rounds to nearest.
 
     References:
       Zamirai et al. 2020, section 3.2, "Stochastic Rounding".
@@ -371,12 +332,7 @@ def round_to_precision(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
 
 
 def narrow_or_cast(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Round to nearest in any float dtype; this is the cast that exact landing assumes.
-
-    Args:
-      x: float array.
-      dtype: any float dtype; narrow ones are rounded on integer patterns.
-    """
+    """Round to nearest in any float dtype: the cast that exact landing assumes."""
     if float_layouts.is_narrow(dtype):
         return round_nearest(to_float32(x), dtype)
     return lax.convert_element_type(x, np.dtype(dtype))

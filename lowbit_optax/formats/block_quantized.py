@@ -172,8 +172,12 @@ class BlockQuantized(BlockMomentFormat):
 
     def _prepared(self, scales: jax.Array, shape: tuple[int, ...]):
         """The prepared scales of the blocks, repeated for every element."""
-        layout, prepared = layout_of(shape), self.codec.prepare(to_float32(scales))
-        return tuple(repeat_blocks(x, layout, self.block_size) for x in prepared)
+        layout = layout_of(shape)
+        unit, inverse = (
+            repeat_blocks(x, layout, self.block_size)
+            for x in self.codec.prepare(to_float32(scales))
+        )
+        return unit, inverse
 
 
 def block_quantized(
@@ -214,10 +218,10 @@ def block_quantized(
 
     With ``code=None``, second moments are stored as ``"float"`` (``"nested"`` with 6
     bits, ``"sqrt"`` with 4) and other moments as ``"companded"``. Second moments are
-    those of optax's states and of :func:`lowbit_optax.declare_moments`; in states that
-    are neither, fields of optax's names, such as ``nu``, ``v`` and ``exp_avg_sq``. For
-    these all codes are unsigned. A value that is not
-    zero never becomes zero, because the update is divided by its root.
+    those of optax's states and of :func:`lowbit_optax.declare_moments`, and in other
+    states the fields that have optax's names, such as ``nu``, ``v`` and ``exp_avg_sq``.
+    All codes store them without a sign. A second moment that is not zero never becomes
+    zero, because its root divides the update.
 
     8 bits follow float32's AdamW even where one value of a block is 1,000 times the
     others. 4 bits of ``mu`` do too beside 8 bits of ``nu``, with noise of a quarter of

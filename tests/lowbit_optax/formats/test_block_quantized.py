@@ -537,7 +537,7 @@ def test_adans_v_is_no_second_moment():
     assert not of("v", type(optax.scale_by_factored_rms().init(jnp.ones(3))))
 
 
-def test_what_a_field_is_not_told_is_chosen_by_it():
+def test_what_is_left_open_is_chosen_by_the_field():
     format_ = block_quantized(8)
     of = lambda format_, name: format_.for_field(name, is_second(name)).codec
     assert of(format_, "mu") == code_kinds.code_of("companded", 8, True, "bfloat16")
@@ -599,7 +599,7 @@ def test_a_state_of_another_format_is_an_error_that_names_the_leaf():
         TX.update(grads, plain, params())
 
 
-def test_so_is_one_of_which_every_leaf_is_too_small():
+def test_a_state_whose_leaves_are_all_too_small_is_an_error_too():
     leaves = {"b": jnp.ones(64)}
     for kept, other in ((TX, adamw("float32")), (adamw("float32"), TX)):
         with pytest.raises(ValueError, match=r"\['b'\].*QuantizedMoment"):

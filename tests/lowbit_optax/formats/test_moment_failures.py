@@ -207,7 +207,7 @@ def test_after_gradients_stop_v_decays_as_in_float32():
         assert abs(got.mean() / want.mean() - 1) <= 0.05, steps
 
 
-def test_under_nearest_rounding_it_would_not():
+def test_under_nearest_rounding_v_does_not_decay():
     grads = lambda step, normal: jnp.where(step < 200, normal, 0.0)
     nearest = block_quantized(8, rounding="nearest")
     _, before = decoded(nearest, run(nearest, grads, 200)[2])
@@ -261,7 +261,7 @@ def test_fewer_bits_are_further_from_float32():
 
 @pytest.mark.parametrize("code", ["linear", "companded", "dynamic"])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_of_every_code_the_mean_of_a_constant_gradient_is_kept(code, bits):
+def test_every_code_keeps_the_mean_of_a_constant_gradient(code, bits):
     format_ = block_quantized(bits, code=code, relative_to=None)
     value = jnp.linspace(0.05, 1.0, SHAPE[0])[:, None]
     grads = lambda _, normal: jnp.broadcast_to(value, SHAPE)
@@ -309,7 +309,7 @@ def test_the_slow_averages_of_ademamix_follow_float32(inner):
 
 
 @pytest.mark.exhaustive
-def test_slow_averages_of_eight_bits_do_not_follow_it_and_of_sixteen_do():
+def test_slow_averages_follow_float32_in_sixteen_bits_and_not_in_eight():
     for b1, least, most in ((0.9, 0.997, 1), (0.99, 0.965, 0.98), (0.999, 0.75, 0.85)):
         inner = optax.adam(1.0, b1=b1)
         assert least <= cosine(inner, (("mu", EIGHT),), 2000) <= most
