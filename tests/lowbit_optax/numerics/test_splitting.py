@@ -452,29 +452,26 @@ def test_extra_bits_are_unbiased_to_five_standard_errors(
         x = jnp.broadcast_to(x, (n,))
         return format_.split(x, jnp.dtype(dtype), random)
 
+    draws_param = rounding == "stochastic"
+    draws_residual = residual_rounding == "stochastic"
     for master, step in masters:
         param, residual = split_(jnp.float32(master), jnp.uint32(0))
         back = jax.jit(format_.join)(param, residual)
         master = float(np.float32(master))
         param, back = (np.asarray(a).astype(np.float64) for a in (param, back))
+        # In steps above the parameter below the master.
+        params = np.arange(1 + draws_param)
+        joined = (kept + np.arange(1 + draws_residual)) / 2**extra
         base = master - step * offset
-        if residual_rounding == "stochastic":
-            neighbours = base + step * np.array([kept, kept + 1]) / 2**extra
-            np.testing.assert_allclose(np.unique(back), neighbours, rtol=1e-6)
-            error = 5 * back.std() / np.sqrt(n)
-            assert abs(back.mean() - master) <= error
-        else:
-            nearest = base + step * kept / 2**extra
-            np.testing.assert_allclose(np.unique(back), nearest, rtol=1e-6)
-        if rounding == "stochastic":
-            np.testing.assert_allclose(
-                np.unique(param), base + step * np.array([0, 1]), rtol=1e-6
-            )
-            # The parameter's mean is the joined master's mean.
-            gap = param - back
-            assert abs(gap.mean()) <= 5 * gap.std() / np.sqrt(n)
-        else:
-            np.testing.assert_allclose(np.unique(param), base, rtol=1e-6)
+        np.testing.assert_allclose(np.unique(param), base + step * params, rtol=1e-6)
+        np.testing.assert_allclose(np.unique(back), base + step * joined, rtol=1e-6)
+        # Means: the joined master's is the master, the parameter's the joined master's.
+        for error, is_drawn in (
+            (back - master, draws_residual),
+            (param - back, draws_param),
+        ):
+            if is_drawn:
+                assert abs(error.mean()) <= 5 * error.std() / np.sqrt(n)
 
 
 @each_rounding
