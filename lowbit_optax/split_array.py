@@ -115,25 +115,18 @@ class SplitArray:
         if jnp.broadcast_shapes(self.shape, update.shape) != self.shape:
             return self._split(join_array(self) + update)
         update = jnp.broadcast_to(update, self.shape)
+        random = _random(self.random_state)
         param, residual, _ = self.weight_format.advance(
-            self.param, self.residual, update, self._random()
+            self.param, self.residual, update, random
         )
-        return SplitArray(
-            param, residual, self._next_random_state(), self.weight_format
-        )
+        return SplitArray(param, residual, _next(self.random_state), self.weight_format)
 
     @jax.jit
     def _split(self, value: jax.Array) -> "SplitArray":
         # A result of another shape may be too small to be packed, or large enough.
         format_ = self.weight_format.for_leaf(value.shape, self.dtype, min_size=0)
-        param, residual = format_.split(value, self.dtype, self._random())
-        return SplitArray(param, residual, self._next_random_state(), format_)
-
-    def _random(self) -> RandomBits:
-        return _random(self.random_state)
-
-    def _next_random_state(self) -> jax.Array:
-        return self.random_state + jnp.array([0, 1], jnp.uint32)
+        param, residual = format_.split(value, self.dtype, _random(self.random_state))
+        return SplitArray(param, residual, _next(self.random_state), format_)
 
 
 def split_array(
@@ -186,7 +179,7 @@ def _first_split(dtype, weight_format: WeightFormat, x, seed) -> SplitArray:
     format_ = weight_format.for_leaf(x.shape, dtype, min_size=0)
     state = jnp.stack([seed, jnp.uint32(0)])
     param, residual = split_leaf(format_, x, dtype, _random(state))
-    return SplitArray(param, residual, state + jnp.array([0, 1], jnp.uint32), format_)
+    return SplitArray(param, residual, _next(state), format_)
 
 
 def join_array(split: SplitArray) -> jax.Array:
@@ -207,6 +200,11 @@ def join_array(split: SplitArray) -> jax.Array:
 
 def _random(state: jax.Array) -> RandomBits:
     return random_bits(state[0], state[1], [0])[0]
+
+
+def _next(state: jax.Array) -> jax.Array:
+    """The random state after one more operation."""
+    return state + jnp.array([0, 1], jnp.uint32)
 
 
 def _float32(x: Operand) -> jax.Array:

@@ -28,11 +28,13 @@ from lowbit_optax._numerics.codes import (
     bits_of,
     float_of,
     multiply_add,
+    number_of,
     one_unless_zero,
     pattern_of,
     rounding_offset,
     rounding_thresholds,
     shift_and_round,
+    with_sign_of_field,
 )
 from lowbit_optax._numerics.nested_code import Nested
 
@@ -94,6 +96,15 @@ class InUnits(Code):
         is_infinite = fields == jnp.uint32(self.infinity_field)
         return jnp.where(is_infinite, jnp.float32(jnp.inf), number)
 
+    def _unsigned_fields(self, x: jax.Array, fields: jax.Array) -> jax.Array:
+        """The fields of x, so that a positive one is not 0's, nor infinity a number's.
+
+        A NaN becomes infinity too.
+        """
+        fields = jnp.maximum(fields, one_unless_zero(x))
+        finite = x < jnp.float32(jnp.inf)
+        return as_fields(jnp.where(finite, fields, jnp.int32(self.infinity_field)))
+
 
 @dataclasses.dataclass(frozen=True)
 class Linear(InUnits):
@@ -121,18 +132,11 @@ class Linear(InUnits):
         fixed = jnp.minimum(fixed, jnp.int32(pattern_of(middle + self.largest_field)))
         first = pattern_of(2.0 ** (23 - RANDOM_BITS))
         fields = shift_and_round(fixed, first, RANDOM_BITS, words)
-        if not self.signed:
-            fields = jnp.maximum(fields, one_unless_zero(x))
-            finite = x < jnp.float32(jnp.inf)
-            fields = jnp.where(finite, fields, jnp.int32(self.infinity_field))
-        return as_fields(fields)
+        return as_fields(fields) if self.signed else self._unsigned_fields(x, fields)
 
     def decode_fields(self, fields, prepared, multiply_add=multiply_add):
         unit, _ = prepared
-        # The field becomes the mantissa of 2^23: the float 2^23 + field.
-        number = float_of(fields | jnp.uint32(0x4B000000)) - jnp.float32(
-            2.0**23 + self._zero
-        )
+        number = number_of(fields, self._zero)
         return (number if self.signed else self._infinite(fields, number)) * unit
 
 
@@ -228,8 +232,7 @@ class Segments(InUnits):
         # The product is exact. So (2^j (1 + i 2^-m) - 1) unit is rounded only once,
         # with a fused multiply-add or without.
         value = multiply_add(float_of(pattern), lower * unit, -unit)
-        sign = (fields >> jnp.uint32(self.bits - 1)) << jnp.uint32(31)
-        return float_of(as_fields(value) | sign)
+        return with_sign_of_field(value, fields, self.bits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,14 +254,11 @@ class Sqrt(InUnits):
         up = number - low * low > rounding_thresholds(words) * (low + low + one)
         fields = jnp.where(up, root + jnp.int32(1), root)
         fields = jnp.minimum(fields, jnp.int32(self.largest_field))
-        fields = jnp.maximum(fields, one_unless_zero(x))
-        above = (x < jnp.float32(jnp.inf)) | (x < jnp.float32(0))
-        return as_fields(jnp.where(above, fields, jnp.int32(self.infinity_field)))
+        return self._unsigned_fields(x, fields)
 
     def decode_fields(self, fields, prepared, multiply_add=multiply_add):
         unit, _ = prepared
-        number = float_of(fields | jnp.uint32(0x4B000000)) - jnp.float32(2.0**23)
-        number = self._infinite(fields, number)
+        number = self._infinite(fields, number_of(fields))
         return number * number * unit
 
 
@@ -304,11 +304,7 @@ class Dynamic(InUnits):
         for bit in range(3):
             set_ = (decades >> jnp.uint32(bit) & jnp.uint32(1)) != jnp.uint32(0)
             value = jnp.where(set_, value * jnp.float32(10.0 ** -(2**bit)), value)
-        return jnp.where(k > self._zero_magnitude, value, jnp.float32(0))
-
-    @property
-    def _zero_magnitude(self) -> np.float32:
-        return np.float32(not self.signed)
+        return jnp.where(k > np.float32(not self.signed), value, jnp.float32(0))
 
     def _place(self, number: jax.Array) -> jax.Array:
         """Where a number lies among the magnitudes: k for the value of k.
@@ -354,9 +350,7 @@ class Dynamic(InUnits):
         k = shift_and_round(fixed, first, RANDOM_BITS, words)
         k = jnp.minimum(k - jnp.int32(not self.signed), jnp.int32(self.largest_field))
         if not self.signed:
-            k = jnp.maximum(k, one_unless_zero(x))
-            above = (x < jnp.float32(jnp.inf)) | (x < jnp.float32(0))
-            return as_fields(jnp.where(above, k, jnp.int32(self.infinity_field)))
+            return self._unsigned_fields(x, k)
         sign = as_fields(x) >> jnp.uint32(31)
         return as_fields(k) | sign << jnp.uint32(self.bits - 1)
 
@@ -369,8 +363,7 @@ class Dynamic(InUnits):
         value = self._values(k)
         if not self.signed:
             return self._infinite(fields, value) * unit
-        sign = (fields >> jnp.uint32(self.bits - 1)) << jnp.uint32(31)
-        return float_of(as_fields(value * unit) | sign)
+        return with_sign_of_field(value * unit, fields, self.bits)
 
 
 # e of each code, by the bits of a field and whether one of them is the sign. With

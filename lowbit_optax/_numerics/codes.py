@@ -10,8 +10,8 @@ shifts, comparisons, integer minima and maxima; only ``Sqrt`` takes a root and o
     encode_fields(x, prepared, words) --> fields
     decode_fields(fields, prepared) --> x'
 
-Here is what all codes share, and ``Float``, whose fields are differences of patterns.
-:mod:`lowbit_optax._numerics.code_kinds` has the codes that count in units.
+:mod:`lowbit_optax._numerics.code_kinds` has the codes that count in units, and
+:mod:`lowbit_optax._numerics.nested_code` the one whose steps depend on the block.
 
 **Rounding.** Let ``a <= x <= b`` be the neighbours of x among the code's values. The
 result is b with probability ``(x - a) / (b - a)``, rounded to a multiple of 2^-12 or
@@ -20,20 +20,18 @@ the nearer neighbour.
 
 **Zero** has a field of its own, which decodes to exactly 0 and is never rounded at
 random. (In ``Float`` it becomes the smallest positive value, unless the whole block is
-0.) The unsigned codes are for second moments, by whose root an update is divided. A
-second moment that became 0 would let the update grow without bound, so a positive
-number never rounds to zero in these codes: it becomes the smallest positive value
-instead.
+0.) The unsigned codes are for second moments, whose root divides an update. A second
+moment that became 0 would let the update grow without bound, so a positive number never
+rounds to zero in these codes: it becomes the smallest positive value instead.
 
 **Values that are not finite.** Infinities and NaNs do not enter the scale, so the other
-values of the block keep their precision. Nor do magnitudes of 2^50 and more in a signed
-code. An overflow of the second moment takes a gradient g of 2^64 or more, which leaves
-``(1 - b1) g`` in the first: 2^57 with b1 = 0.99. There it would set the scale alone,
-and all smaller moments of the block would be lost beside second moments that are not.
-The unsigned codes have one field for them,
+values of the block keep their precision. The unsigned codes have one field for them,
 which decodes to infinity: as in float32, a second moment that has overflowed stays
 infinite, and its parameter no longer moves. The signed codes store the largest value of
-the block instead, from which the moment recovers. A negative number in an unsigned code
+the block instead, from which the moment recovers. Magnitudes of 2^50 and more do not
+enter the scale of a signed code either: a gradient g of 2^64, which overflows the
+second moment, leaves ``(1 - b1) g`` in the first, 2^57 with b1 = 0.99, and all smaller
+moments of the block would be lost beside it. A negative number in an unsigned code
 becomes the smallest positive value.
 """
 
@@ -118,17 +116,10 @@ class Code:
         """Integers that are ordered as the finite magnitudes are.
 
         The maximum of the keys of a block gives its largest finite magnitude, by
-        :meth:`magnitude_of`. Infinities and NaNs have negative keys, which are below
-        those of all finite magnitudes: adding to the exponent overflows the integer,
-        which takes fewer instructions than testing for them. In a signed code so have
-        magnitudes of 2^50 and more. In an unsigned code, negative numbers have keys
-        below that of 0 as well.
-
-        Args:
-          x: float32.
-
-        Returns:
-          int32, of x's shape.
+        :meth:`magnitude_of`. Infinities, NaNs and magnitudes past the limit have
+        negative keys: adding to the exponent overflows the integer, which takes fewer
+        instructions than testing for them. In an unsigned code, negative numbers have
+        keys below that of 0 as well.
         """
         pattern = bits_of(x)
         if self.signed:
@@ -142,11 +133,7 @@ class Code:
     def keys(self, x: jax.Array) -> tuple[jax.Array, ...]:
         """The keys whose maxima over a block determine its scale, ``maxima`` of them.
 
-        Args:
-          x: float32.
-
-        Returns:
-          int32 arrays of x's shape; below 0 they count as 0.
+        They are int32 arrays of x's shape; below 0 they count as 0.
         """
         return (self.magnitude_key(x),)
 
@@ -158,11 +145,7 @@ class Code:
         raise NotImplementedError
 
     def prepare(self, scale: jax.Array) -> Prepared:
-        """What :meth:`encode_fields` and :meth:`decode_fields` take for the scale.
-
-        Args:
-          scale: float32, of any shape.
-        """
+        """What :meth:`encode_fields` and :meth:`decode_fields` take for a scale."""
         raise NotImplementedError
 
     def times(self, prepared: Prepared, factor: float) -> Prepared:
@@ -230,26 +213,19 @@ def one_unless_zero(x: jax.Array) -> jax.Array:
 def shift_and_round(
     pattern: jax.Array, first: int, dropped: int, words: jax.Array | None
 ) -> jax.Array:
-    """``(pattern - first) / 2^dropped`` rounded to an integer.
+    """``(pattern - first) / 2^dropped`` rounded to an integer, as int32.
 
-    Args:
-      pattern: int32.
-      first: a multiple of ``2^dropped``.
-      dropped, words: as for :func:`rounding_offset`.
+    ``first`` is a multiple of ``2^dropped``; see :func:`rounding_offset`.
     """
     pattern = pattern + (rounding_offset(dropped, words) - jnp.int32(first))
     return pattern >> jnp.int32(dropped)
 
 
 def rounding_offset(dropped: int, words: jax.Array | None) -> jax.Array:
-    """What to add to integers before dropping their low bits, so that they are rounded.
+    """What to add to integers before dropping ``dropped`` bits, so that it rounds them.
 
-    Args:
-      dropped: how many bits will be dropped, at least RANDOM_BITS.
-      words: as for :meth:`Code.encode_fields`.
-
-    Returns:
-      int32, less than ``2^dropped``.
+    At least RANDOM_BITS bits must be dropped; ``words`` as for
+    :meth:`Code.encode_fields`. The result is int32, less than ``2^dropped``.
     """
     if words is None:
         return jnp.int32(1 << (dropped - 1))
@@ -268,14 +244,68 @@ def rounding_thresholds(words: jax.Array | None) -> jax.Array:
     return number * jnp.float32(2.0**-RANDOM_BITS)
 
 
+def number_of(fields: jax.Array, zero: int = 0) -> jax.Array:
+    """uint32 fields below 2^23 less that of zero, as float32, without a conversion.
+
+    The field becomes the mantissa of 2^23: the float 2^23 + field.
+    """
+    return float_of(fields | jnp.uint32(0x4B000000)) - jnp.float32(2.0**23 + zero)
+
+
+def with_sign_of_field(magnitude: jax.Array, fields: jax.Array, bits: int) -> jax.Array:
+    """float32 magnitudes with the signs that lead fields of so many bits."""
+    sign = (fields >> jnp.uint32(bits - 1)) << jnp.uint32(31)
+    return float_of(as_fields(magnitude) | sign)
+
+
 def as_fields(numbers: jax.Array) -> jax.Array:
-    """Non-negative int32 numbers as uint32 fields, without a conversion.
+    """The patterns of 32-bit numbers as uint32; of non-negative integers, their values.
 
     >>> import jax.numpy as jnp
     >>> as_fields(jnp.int32(7)).dtype
     dtype('uint32')
     """
     return lax.bitcast_convert_type(numbers, jnp.uint32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum(Code):
+    """A code for sums of gradients, which must not hide a value that is not finite.
+
+    A moment recovers when a value that is not finite, or as large as 2^50, is stored as
+    less. Whatever reads a sum must see it. So all finite values enter the scale here,
+    and all others become NaN, in the field that the code itself does not need.
+
+    Args:
+      bits, signed, scale: those of the code.
+      code: how the finite values are stored; its ``limit`` is infinity.
+    """
+
+    code: Code = dataclasses.field(kw_only=True)
+
+    def keys(self, x):
+        return self.code.keys(x)
+
+    def scale_of_keys(self, keys):
+        return self.code.scale_of_keys(keys)
+
+    def prepare(self, scale):
+        return self.code.prepare(scale)
+
+    def encode_fields(self, x, prepared, words, multiply_add=multiply_add):
+        finite = jnp.isfinite(x)
+        nan = jnp.uint32(self.code.spare_field)
+        x = jnp.where(finite, x, jnp.float32(0))
+        fields = self.code.encode_fields(x, prepared, words, multiply_add)
+        # Only a negative zero can have it.
+        fields = jnp.where(fields == nan, jnp.uint32(0), fields)
+        return jnp.where(finite, fields, nan)
+
+    def decode_fields(self, fields, prepared, multiply_add=multiply_add):
+        value = self.code.decode_fields(fields, prepared, multiply_add)
+        nan = fields == jnp.uint32(self.code.spare_field)
+        # A NaN constant would become an array that JAX moves out of a scan over layers.
+        return jnp.where(nan, value * jnp.float32(jnp.nan), value)
 
 
 # A compiler may compute a moment twice, for the scale and for the fields, and round it
@@ -330,8 +360,8 @@ class Float(Code):
 
     def encode_fields(self, x, prepared, words, multiply_add=multiply_add):
         base, _ = prepared
-        most = jnp.int32(self.infinity_field << self._dropped)
-        above = operations.pattern_above(x, base, most)
+        infinity = jnp.int32(self.infinity_field << self._dropped)
+        above = operations.pattern_above(x, base, infinity)
         # The field becomes the leading bits of a word.
         free = 32 - self.bits
         above = as_fields(above) << jnp.uint32(free - self._dropped)

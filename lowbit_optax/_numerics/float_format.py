@@ -18,20 +18,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowbit_optax._jaxprs.traced_once import traced_once
-from lowbit_optax._numerics import float_layouts, rounding
-from lowbit_optax._numerics.grid import (
+from lowbit_optax._numerics import rounding
+from lowbit_optax._numerics.float_layouts import (
+    BIAS,
     INFINITY,
     MANTISSA,
-    Grid,
-    PatternLayout,
+    FloatLayout,
     Specials,
-    decode,
-    encode,
+    is_narrow,
     magnitude_of,
-    round_to_grid,
 )
+from lowbit_optax._numerics.grid import Grid, decode, encode, round_to_grid
 
-_BIAS = 127
 Overflow = typing.Literal["saturate", "infinity"]
 
 
@@ -104,11 +102,11 @@ class FloatFormat:
             raise ValueError(
                 f'overflow must be "saturate" or "infinity", got {self.overflow!r}'
             )
-        if self._smallest_exponent < 1 or self._largest_exponent > _BIAS:
+        first, last = 1 - self._layout.bias, self._largest_exponent
+        if first < 1 - BIAS or last > BIAS:
             raise ValueError(
                 f"the numbers of {self} must be float32's, of exponents "
-                f"{1 - _BIAS} to {_BIAS}; got {1 - self._bias} to "
-                f"{self._largest_exponent}"
+                f"{1 - BIAS} to {BIAS}; got {first} to {last}"
             )
 
     @classmethod
@@ -167,26 +165,26 @@ class FloatFormat:
     @property
     def bits(self) -> int:
         """The width of a pattern: 1 + e + m."""
-        return self._layout.bits
+        return self._layout.width
 
     @property
     def largest(self) -> float:
         """The largest finite number."""
-        layout = self._layout
-        fraction = (layout.largest & layout.mantissa_mask) | layout.hidden
+        hidden = self._layout.hidden
+        fraction = (self._layout.special - 1) % hidden + hidden
         return math.ldexp(fraction, self._largest_exponent - self.mantissa_bits)
 
     @property
     def smallest_normal(self) -> float:
         """2^(1-B)."""
-        return math.ldexp(1.0, 1 - self._bias)
+        return math.ldexp(1.0, 1 - self._layout.bias)
 
     @property
     def smallest(self) -> float:
         """The smallest number above zero."""
         if not self.subnormals:
             return self.smallest_normal
-        return math.ldexp(1.0, 1 - self._bias - self.mantissa_bits)
+        return math.ldexp(self.smallest_normal, -self.mantissa_bits)
 
     def round(self, x: jax.Array, random: jax.Array | None = None) -> jax.Array:
         """Round to numbers of the format, to nearest even or stochastically.
@@ -211,7 +209,7 @@ class FloatFormat:
         """
         x = _checked(x)
         rounded, _ = round_to_grid(rounding.to_float32(x), grid_of(self), random)
-        if float_layouts.is_narrow(x.dtype):
+        if is_narrow(x.dtype):
             return rounding.round_nearest(rounded, x.dtype)
         return rounded.astype(x.dtype)
 
@@ -243,7 +241,7 @@ class FloatFormat:
           the largest; NaN, where the format has none, too. In an "ieee" format NaN
           keeps the leading bits of its payload.
         """
-        return traced_once(encode, self._layout, grid_of(self))(_checked(x))
+        return traced_once(encode, self._layout)(_checked(x))
 
     def decode(self, patterns: jax.Array) -> jax.Array:
         """The values of patterns, the inverse of :meth:`encode`.
@@ -264,7 +262,7 @@ class FloatFormat:
                 f"patterns must be unsigned integers, got {patterns.dtype} "
                 f"{patterns.shape}"
             )
-        return traced_once(decode, self._layout, grid_of(self))(patterns)
+        return traced_once(decode, self._layout)(patterns)
 
     def __str__(self):
         numbers = [self.exponent_bits, self.mantissa_bits, self.bias or None]
@@ -280,49 +278,31 @@ class FloatFormat:
         return "ieee" if self.exponent_bits == 8 and self.bias == 0 else "none"
 
     @property
-    def _bias(self) -> int:
-        return 2 ** (self.exponent_bits - 1) - 1 + self.bias
-
-    @property
-    def _smallest_exponent(self) -> int:
-        """Of the smallest normal, as float32 stores it."""
-        return _BIAS + 1 - self._bias
-
-    @property
-    def _layout(self) -> PatternLayout:
+    def _layout(self) -> FloatLayout:
+        bias = 2 ** (self.exponent_bits - 1) - 1 + self.bias
         specials = self.specials or self._usual_specials
-        return PatternLayout(self.exponent_bits, self.mantissa_bits, specials)
+        return FloatLayout(self.exponent_bits, self.mantissa_bits, bias, specials)
 
     @property
     def _largest_exponent(self) -> int:
-        return (self._layout.largest >> self.mantissa_bits) - self._bias
+        layout = self._layout
+        return (layout.special - 1 >> self.mantissa_bits) - layout.bias
 
 
 def grid_of(fmt: FloatFormat) -> Grid:
-    """The integers that describe a format to :func:`round_to_grid`.
-
-    Args:
-      fmt: the format.
-
-    Returns:
-      Numpy uint32 scalars.
-    """
+    """The integers that describe a format to :func:`round_to_grid`, numpy scalars."""
     drop = MANTISSA - fmt.mantissa_bits
-    largest = _pattern_of(fmt.largest)
+    numbers = np.array([fmt.smallest, fmt.largest], np.float32)
+    smallest, largest = map(int, numbers.view(np.uint32))
     past = INFINITY if fmt.overflow == "infinity" else largest
     return Grid(
-        *map(
-            np.uint32,
-            (
-                drop,
-                drop if fmt.subnormals else MANTISSA,
-                fmt._smallest_exponent,
-                _pattern_of(fmt.smallest),
-                largest,
-                past,
-                INFINITY if fmt.specials == "ieee" else past,
-            ),
-        )
+        drop=np.uint32(drop),
+        drop_below=np.uint32(drop if fmt.subnormals else MANTISSA),
+        smallest_exponent=np.uint32(fmt._layout.smallest_exponent),
+        smallest=np.uint32(smallest),
+        largest=np.uint32(largest),
+        past=np.uint32(past),
+        infinite=np.uint32(INFINITY if fmt.specials == "ieee" else past),
     )
 
 
@@ -357,7 +337,3 @@ def _checked(x: jax.Array) -> jax.Array:
             f"x must be a float array of at most 32 bits, got {x.dtype} {x.shape}"
         )
     return x
-
-
-def _pattern_of(number: float) -> int:
-    return int(np.float32(number).view(np.uint32))

@@ -17,40 +17,40 @@ For bfloat16, the extended pattern is the leading 16 + k bits of the float32 its
 """
 
 import dataclasses
-import functools
+import typing
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-_FLOAT32_MANTISSA = 23
-_FLOAT32_BIAS = 127
-_FLOAT32_INFINITY = 0x7F800000
-_SIGN = 0x80000000
+MANTISSA = 23
+BIAS = 127
+INFINITY = 0x7F800000
+SIGN = 0x80000000
+"""float32's mantissa bits, exponent bias, infinity and sign."""
+
+Specials = typing.Literal["none", "nan", "ieee"]
 
 
 @dataclasses.dataclass(frozen=True)
 class FloatLayout:
-    """The bit layout of a narrow float dtype.
+    """What the bit patterns of a float format mean.
 
     Args:
-      dtype: the numpy dtype.
       exponent_bits, mantissa_bits, bias: as in IEEE 754.
-      has_infinity: whether an all-ones exponent means infinity and NaN (False for
-        float8_e4m3fn, where only the all-ones pattern is NaN).
+      specials: as in :class:`lowbit_optax.precision.FloatFormat`.
     """
 
-    dtype: np.dtype
     exponent_bits: int
     mantissa_bits: int
     bias: int
-    has_infinity: bool = True
+    specials: Specials = "ieee"
 
     @property
     def max_extra_bits(self) -> int:
         """The extra bits with which every normal float32 in the range is exact."""
-        return _FLOAT32_MANTISSA - self.mantissa_bits
+        return MANTISSA - self.mantissa_bits
 
     @property
     def width(self) -> int:
@@ -58,38 +58,47 @@ class FloatLayout:
         return 1 + self.exponent_bits + self.mantissa_bits
 
     @property
-    def special(self) -> int:
-        """The smallest magnitude pattern that is not a finite value."""
-        if self.has_infinity:
-            return ((1 << self.exponent_bits) - 1) << self.mantissa_bits
-        return self.largest
+    def hidden(self) -> int:
+        """The leading bit of a normal number's significand, which is not stored."""
+        return 1 << self.mantissa_bits
 
     @property
     def largest(self) -> int:
-        """The largest magnitude pattern, which is a NaN."""
-        return (1 << (self.exponent_bits + self.mantissa_bits)) - 1
+        """The largest magnitude pattern, which is all ones."""
+        return (1 << (self.width - 1)) - 1
+
+    @property
+    def special(self) -> int:
+        """The smallest magnitude pattern that is not a finite value."""
+        count = {"none": 0, "nan": 1, "ieee": self.hidden}[self.specials]
+        return self.largest + 1 - count
 
     @property
     def nan(self) -> int:
         """The magnitude pattern of a quiet NaN."""
-        if self.has_infinity:
-            return self.special | (1 << (self.mantissa_bits - 1))
-        return self.special
+        return self.special | (self.hidden >> 1)
+
+    @property
+    def has_infinity(self) -> bool:
+        """Whether ``special`` is infinity, and not a NaN."""
+        return self.specials == "ieee"
 
     @property
     def same_exponent(self) -> bool:
         """Whether the exponent field is float32's, as in bfloat16."""
         return self.exponent_bits == 8
 
+    @property
+    def smallest_exponent(self) -> int:
+        """The exponent of the smallest normal number, as float32 stores it."""
+        return BIAS + 1 - self.bias
+
 
 _LAYOUTS = {
-    layout.dtype: layout
-    for layout in (
-        FloatLayout(np.dtype(jnp.bfloat16), 8, 7, 127),
-        FloatLayout(np.dtype(jnp.float16), 5, 10, 15),
-        FloatLayout(np.dtype(jnp.float8_e4m3fn), 4, 3, 7, has_infinity=False),
-        FloatLayout(np.dtype(jnp.float8_e5m2), 5, 2, 15),
-    )
+    np.dtype(jnp.bfloat16): FloatLayout(8, 7, 127),
+    np.dtype(jnp.float16): FloatLayout(5, 10, 15),
+    np.dtype(jnp.float8_e4m3fn): FloatLayout(4, 3, 7, "nan"),
+    np.dtype(jnp.float8_e5m2): FloatLayout(5, 2, 15),
 }
 NARROW_DTYPES = tuple(_LAYOUTS)
 
@@ -101,43 +110,46 @@ def is_narrow(dtype: jax.typing.DTypeLike) -> bool:
 
 
 def layout_of(dtype: jax.typing.DTypeLike) -> FloatLayout:
-    """The layout of a narrow dtype.
-
-    Raises:
-      KeyError: for other dtypes; callers check with :func:`is_narrow` first.
-    """
+    """The layout of a dtype that :func:`is_narrow`; a KeyError for others."""
     return _LAYOUTS[np.dtype(dtype)]
 
 
 def to_bits(x: jax.Array) -> jax.Array:
     """The patterns of a narrow float array, sign included, as uint32."""
-    layout = layout_of(x.dtype)
-    return lax.bitcast_convert_type(x, _unsigned(layout)).astype(jnp.uint32)
+    unsigned = f"uint{layout_of(x.dtype).width}"
+    return lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
 
 
 def from_bits(bits: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     """The narrow float array of these patterns, the inverse of :func:`to_bits`."""
-    layout = layout_of(dtype)
-    return lax.bitcast_convert_type(bits.astype(_unsigned(layout)), layout.dtype)
+    unsigned = f"uint{layout_of(dtype).width}"
+    return lax.bitcast_convert_type(bits.astype(unsigned), np.dtype(dtype))
 
 
-def _unsigned(layout: FloatLayout) -> jnp.dtype:
-    return jnp.dtype(f"uint{layout.width}")
+def magnitude_of(x: jax.Array) -> jax.Array:
+    """float32's pattern without its sign, uint32."""
+    return lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(SIGN - 1)
+
+
+def exponent_and_significand(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """float32's exponent, 1 for its subnormals, and significand with its hidden bit."""
+    hidden = 1 << MANTISSA
+    stored = magnitude >> jnp.uint32(MANTISSA)
+    fraction = magnitude & jnp.uint32(hidden - 1)
+    significand = jnp.where(stored > 0, fraction | jnp.uint32(hidden), fraction)
+    return jnp.maximum(stored, jnp.uint32(1)), significand
 
 
 def round_off(value: jax.Array, shift, random: jax.Array | None = None) -> jax.Array:
-    """Drop the low ``shift`` bits of integers, rounding to nearest even or at random.
+    """``value / 2^shift``, rounded to nearest even or stochastically, as uint32.
 
-    Stochastic rounding goes up with probability (dropped bits) / 2**shift, exactly.
+    Stochastic rounding goes up with probability (dropped bits) / 2^shift, exactly.
 
     Args:
-      value: uint32, less than ``2**31``.
+      value: uint32, less than 2^31.
       shift: 0 to 31, an int or a uint32 array.
-      random: uint32 random bits for stochastic rounding, whose leading ``shift`` bits
-        are used; None rounds to nearest even.
-
-    Returns:
-      uint32, the rounded ``value / 2**shift``.
+      random: uint32 random bits, whose leading ``shift`` bits are used; None rounds to
+        nearest even.
     """
     if isinstance(shift, int):
         if shift == 0:
@@ -149,10 +161,7 @@ def round_off(value: jax.Array, shift, random: jax.Array | None = None) -> jax.A
 def rounded_before_shift(
     value: jax.Array, shift, random: jax.Array | None = None
 ) -> jax.Array:
-    """:func:`round_off` before its last shift.
-
-    The kept bits are rounded; the bits that are to be dropped are still below them.
-    """
+    """:func:`round_off` before its last shift: the bits to drop are still there."""
     one = jnp.uint32(1)
     if isinstance(shift, int):
         half = jnp.uint32((1 << (shift - 1)) - 1)
@@ -165,6 +174,20 @@ def rounded_before_shift(
         odd = (value >> shift) & jnp.minimum(shift, one)
         return value + half + odd
     return value + ((random >> one) >> (jnp.uint32(31) - shift))
+
+
+def round_off_far(
+    significand: jax.Array, shift: jax.Array, random: jax.Array | None
+) -> jax.Array:
+    """:func:`round_off` of a float32's significand by any number of bits.
+
+    Random numbers have 31 bits, so the bits beyond these are dropped first; there are
+    31 of them at most, because no significand has more.
+    """
+    most = jnp.uint32(31)
+    near = jnp.minimum(shift, most)
+    before = jnp.minimum(shift - near, most)
+    return round_off(significand >> before, near, random)
 
 
 def to_pattern(
@@ -180,7 +203,7 @@ def to_pattern(
       x: float32 array.
       layout: of the narrow format.
       extra: k, 0 to ``layout.max_extra_bits``.
-      random: uint32 random bits to round stochastically; None rounds to nearest even.
+      random: as for :func:`round_off`.
       nans: the range of patterns, inclusive, into which NaNs are clipped if all of
         float32's bits are kept (bfloat16 with 16 more bits); None takes the patterns
         whose leading bits are a NaN of the format. If fewer bits are kept, every NaN
@@ -191,10 +214,9 @@ def to_pattern(
       Values past the largest finite one get the pattern of infinity, or of NaN if the
       format has no infinity. A NaN gets the pattern of a NaN.
     """
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    sign = bits & jnp.uint32(_SIGN)
-    magnitude = bits & jnp.uint32(_SIGN - 1)
-    nan = magnitude > jnp.uint32(_FLOAT32_INFINITY)
+    sign = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(SIGN)
+    magnitude = magnitude_of(x)
+    nan = magnitude > jnp.uint32(INFINITY)
     drop = layout.max_extra_bits - extra
 
     if layout.same_exponent:
@@ -206,76 +228,42 @@ def to_pattern(
             kept = jnp.clip(magnitude, jnp.uint32(low), jnp.uint32(high))
         return sign, jnp.where(nan, kept, round_off(magnitude, drop, random))
 
-    bias_gap = jnp.uint32((_FLOAT32_BIAS - layout.bias) << _FLOAT32_MANTISSA)
-    smallest = jnp.uint32((_FLOAT32_BIAS - layout.bias + 1) << _FLOAT32_MANTISSA)
+    smallest = layout.smallest_exponent
+    bias_gap = jnp.uint32((smallest - 1) << MANTISSA)
     normal = round_off(magnitude - bias_gap, drop, random)
     # Below the format's smallest normal number the spacing is constant: shift the
     # significand, as an integer, down to it.
-    exponent = magnitude >> jnp.uint32(_FLOAT32_MANTISSA)
-    significand = magnitude & jnp.uint32((1 << _FLOAT32_MANTISSA) - 1)
-    significand = jnp.where(
-        exponent > 0, significand | jnp.uint32(1 << _FLOAT32_MANTISSA), significand
-    )
-    deep = jnp.uint32(_FLOAT32_BIAS - layout.bias + 1 + drop) - jnp.maximum(
-        exponent, jnp.uint32(1)
-    )
-    is_normal = magnitude >= smallest
-    deep = jnp.where(is_normal, jnp.uint32(0), deep)
-    # round_off shifts by at most 31 bits. Any further bits are dropped before it.
-    before = jnp.minimum(deep - jnp.minimum(deep, jnp.uint32(31)), jnp.uint32(31))
-    subnormal = round_off(
-        significand >> before, jnp.minimum(deep, jnp.uint32(31)), random
-    )
-    pattern = jnp.where(is_normal, normal, subnormal)
+    exponent, significand = exponent_and_significand(magnitude)
+    is_normal = magnitude >= jnp.uint32(smallest << MANTISSA)
+    deep = jnp.where(is_normal, jnp.uint32(0), jnp.uint32(smallest + drop) - exponent)
+    pattern = jnp.where(is_normal, normal, round_off_far(significand, deep, random))
     special = jnp.uint32(layout.special << extra)
-    pattern = jnp.where(
-        magnitude >= jnp.uint32(_first_overflow(layout)), special, pattern
-    )
-    pattern = jnp.minimum(pattern, special)
+    top = (1 << layout.exponent_bits) - layout.has_infinity  # an exponent too large
+    past = magnitude >= jnp.uint32((top + smallest - 1) << MANTISSA)
+    pattern = jnp.minimum(jnp.where(past, special, pattern), special)
     return sign, jnp.where(nan, jnp.uint32(layout.nan << extra), pattern)
 
 
 def from_pattern(
     sign: jax.Array, magnitude: jax.Array, layout: FloatLayout, extra: int
 ) -> jax.Array:
-    """The float32 value of a pattern with ``extra`` more mantissa bits; exact.
-
-    Args:
-      sign: uint32, with the sign bit where float32 has it.
-      magnitude: uint32 pattern of the format with ``extra`` more bits.
-      layout: of the narrow format.
-      extra: k, as in :func:`to_pattern`.
-
-    Returns:
-      float32 array.
-    """
+    """The exact float32 value of a sign and a pattern, as :func:`to_pattern` gives."""
     rise = layout.max_extra_bits - extra
     if layout.same_exponent:
         return lax.bitcast_convert_type(
             sign | (magnitude << jnp.uint32(rise)), jnp.float32
         )
-    bias_gap = jnp.uint32((_FLOAT32_BIAS - layout.bias) << _FLOAT32_MANTISSA)
+    bias_gap = jnp.uint32((layout.smallest_exponent - 1) << MANTISSA)
     normal = (magnitude << jnp.uint32(rise)) + bias_gap
     spacing = 2.0 ** (1 - layout.bias - layout.mantissa_bits - extra)
     subnormal = lax.bitcast_convert_type(
         magnitude.astype(jnp.float32) * jnp.float32(spacing), jnp.uint32
     )
-    smallest = jnp.uint32(1 << (layout.mantissa_bits + extra))
+    smallest = jnp.uint32(layout.hidden << extra)
     value = jnp.where(magnitude < smallest, subnormal, normal)
-    special = layout.special << extra
-    beyond = jnp.uint32(_FLOAT32_INFINITY | (0 if layout.has_infinity else 1 << 22))
-    value = jnp.where(magnitude >= jnp.uint32(special), beyond, value)
+    special, nan = jnp.uint32(layout.special << extra), INFINITY | 1 << 22
+    beyond = jnp.uint32(INFINITY if layout.has_infinity else nan)
+    value = jnp.where(magnitude >= special, beyond, value)
     if layout.has_infinity:
-        value = jnp.where(
-            magnitude > jnp.uint32(special),
-            jnp.uint32(_FLOAT32_INFINITY | 1 << 22),
-            value,
-        )
+        value = jnp.where(magnitude > special, jnp.uint32(nan), value)
     return lax.bitcast_convert_type(sign | value, jnp.float32)
-
-
-@functools.cache
-def _first_overflow(layout: FloatLayout) -> int:
-    """The smallest float32 pattern whose exponent is too large for the format."""
-    top = (1 << layout.exponent_bits) - (1 if layout.has_infinity else 0)
-    return (top - layout.bias + _FLOAT32_BIAS) << _FLOAT32_MANTISSA

@@ -26,12 +26,10 @@ class Replacement:
 
     def land(self, old: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
         """``(the new parameter, the step's result)``, which are the same here."""
-        del old
         return new, new
 
     def result(self, old: jax.Array, landed: jax.Array) -> jax.Array:
         """The step's result for a parameter that :meth:`land` returned."""
-        del old
         return landed
 
 

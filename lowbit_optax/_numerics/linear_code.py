@@ -27,12 +27,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from lowbit_optax._numerics.codes import as_fields, bits_of, float_of, pattern_of
+from lowbit_optax._numerics.codes import (
+    Code,
+    as_fields,
+    bits_of,
+    float_of,
+    number_of,
+    pattern_of,
+)
 
 RANDOM_BITS = 24
 """How many leading bits of a random word rounding reads."""
 
-_ONE_EXPONENT = 1 << 23  # of a float32's pattern
 _MIDDLE = 1.5 * 2.0**23
 
 # A quotient that should be exactly a delta may come out larger, because the division
@@ -41,6 +47,11 @@ _TOLERANCE = 4  # units in the last place
 # With a smaller delta a remainder of 2^-24 delta would be subnormal, and XLA may treat
 # subnormal numbers as 0.
 _SMALLEST_DELTA = np.float32(2.0**-100)
+
+
+_MAGNITUDES = Code(16, signed=True, limit=math.inf)
+magnitude_key, magnitude_of = _MAGNITUDES.magnitude_key, _MAGNITUDES.magnitude_of
+"""The keys of all finite weights, and the magnitudes of the largest of them."""
 
 
 def largest_code(bits: int) -> int:
@@ -68,44 +79,19 @@ def significant_bits(bits: int) -> int:
     return 24 - bits if bits <= 6 else 4
 
 
-def magnitude_key(x: jax.Array) -> jax.Array:
-    """Integers ordered as finite magnitudes are; negative where x is not finite.
-
-    Args:
-      x: float32.
-
-    Returns:
-      int32, of x's shape, of whose maximum :func:`magnitude_of` makes a magnitude.
-    """
-    return (bits_of(x) & jnp.int32(0x7FFFFFFF)) + jnp.int32(_ONE_EXPONENT)
-
-
-def magnitude_of(key: jax.Array) -> jax.Array:
-    """The float32 magnitude of a :func:`magnitude_key`; 0 for a negative key."""
-    return float_of(jnp.maximum(key - jnp.int32(_ONE_EXPONENT), jnp.int32(0)))
-
-
 def delta_of(maximum: jax.Array, bits: int) -> jax.Array:
-    """The step size of each block.
+    """The step sizes of blocks with these largest finite magnitudes, float32.
 
-    Args:
-      maximum: float32, the largest finite magnitude of each block.
-      bits: k, 4 to 16.
-
-    Returns:
-      float32 of the same shape; 0 for blocks of zeros.
+    They are 0 for blocks of zeros.
     """
     dropped = 24 - significant_bits(bits)
     largest = np.float32(np.finfo(np.float32).max / largest_code(bits))
-    pattern = lax.bitcast_convert_type(
-        maximum * np.float32(1 / largest_code(bits)), jnp.uint32
-    )
+    pattern = as_fields(maximum * np.float32(1 / largest_code(bits)))
     pattern = pattern + jnp.uint32((1 << dropped) - 1 - _TOLERANCE)
     # Limited, so that no product of a code and delta overflows.
     pattern = jnp.minimum(pattern, jnp.uint32(largest.view(np.uint32)))
     pattern = pattern >> jnp.uint32(dropped) << jnp.uint32(dropped)
-    delta = lax.bitcast_convert_type(pattern, jnp.float32)
-    delta = jnp.maximum(delta, _SMALLEST_DELTA)
+    delta = jnp.maximum(float_of(pattern), _SMALLEST_DELTA)
     return jnp.where(maximum > jnp.float32(0), delta, jnp.float32(0))
 
 
@@ -116,13 +102,6 @@ def kept_delta(maximum: jax.Array, old: jax.Array, bits: int) -> jax.Array:
     a code that rounding cannot fall below: with a new delta the largest weight is at
     least ``least`` of them, rounded down or up; and a largest weight of at least
     ``least`` deltas is not rounded to less. So what was just stored keeps its delta.
-
-    Args:
-      maximum, bits: as for :func:`delta_of`.
-      old: float32 of maximum's shape, the step sizes that the values had.
-
-    Returns:
-      float32 of the same shape.
 
     References:
       LPMM, section 5.2, "Dynamic quantization", takes a new one at every step.
@@ -136,11 +115,7 @@ def kept_delta(maximum: jax.Array, old: jax.Array, bits: int) -> jax.Array:
 
 
 def prepare(delta: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """``(delta, 1 / delta)``, which :func:`encode` and :func:`decode` take.
-
-    Args:
-      delta: float32, of any shape, from :func:`delta_of`.
-    """
+    """``(delta, 1 / delta)``, which :func:`encode` and :func:`decode` take."""
     return delta, jnp.float32(1) / jnp.maximum(delta, _SMALLEST_DELTA)
 
 
@@ -150,17 +125,9 @@ def encode(
     bits: int,
     words: jax.Array | None,
 ) -> jax.Array:
-    """The fields of values.
+    """The uint32 fields of float32 values, with prepared step sizes of their shape.
 
-    Args:
-      x: float32.
-      prepared: the step sizes from :func:`prepare`, of x's shape.
-      bits: k, 4 to 16.
-      words: uint32 of x's shape, whose leading 24 bits are random; None rounds to
-        nearest, ties to even.
-
-    Returns:
-      uint32 fields, less than 2^k.
+    The leading 24 bits of ``words`` are random; None rounds to nearest, ties to even.
     """
     delta, inverse = prepared
     is_finite = jnp.abs(x) < jnp.float32(jnp.inf)
@@ -188,8 +155,6 @@ def decode(
 ) -> jax.Array:
     """The float32 values of fields; ``prepared`` as in :func:`encode`."""
     delta, _ = prepared
-    # The field becomes the mantissa of 2^23: the float 2^23 + field.
-    number = float_of(fields | jnp.uint32(0x4B000000))
-    value = (number - jnp.float32(2.0**23 + 2 ** (bits - 1))) * delta
+    value = number_of(fields, 2 ** (bits - 1)) * delta
     # A NaN constant would become an array that JAX moves out of a scan over layers.
     return jnp.where(fields == jnp.uint32(0), value * jnp.float32(jnp.nan), value)

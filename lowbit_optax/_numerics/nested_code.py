@@ -74,17 +74,22 @@ class Nested(Code):
         low = jnp.int32(_INFINITY - ONE_EXPONENT) - jnp.maximum(smallest, jnp.int32(0))
         low = jnp.clip(low, jnp.int32(0), high)
         steps = jnp.int32(self.largest_field - 1)
-        first = number = jnp.zeros_like(high)
-        for dropped in range(_COARSEST, _FINEST - 1, -1):
+
+        def on_grid(dropped: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+            """Whether the block fits, its smallest value, and the step's number."""
             shift = jnp.int32(dropped)
             # A sum with less than a step cannot overflow: the step is below 2^27.
-            top = (high >> shift) + _any_below(high, dropped)
+            below = high & jnp.int32((1 << dropped) - 1)
+            top = (high >> shift) + jnp.minimum(below, jnp.int32(1))
             bottom = jnp.maximum(low >> shift, top - steps)
-            is_coarsest = dropped == _COARSEST
-            fits = top - (low >> shift) <= steps
-            choose = (lambda new, old: new) if is_coarsest else _where(fits)
-            first = choose(bottom << shift, first)
-            number = choose(jnp.full_like(high, (dropped - _FINEST) << _PLACE), number)
+            number = jnp.full_like(high, (dropped - _FINEST) << _PLACE)
+            return top - (low >> shift) <= steps, bottom << shift, number
+
+        _, first, number = on_grid(_COARSEST)
+        for dropped in range(_COARSEST - 1, _FINEST - 1, -1):
+            fits, *finer = on_grid(dropped)
+            first = jnp.where(fits, finer[0], first)
+            number = jnp.where(fits, finer[1], number)
         pattern = first + number + jnp.int32(ONE_EXPONENT)
         pattern = jnp.where(largest > jnp.int32(0), pattern, jnp.int32(0))
         return float_layouts.from_bits(pattern >> jnp.int32(16), jnp.bfloat16)
@@ -123,16 +128,6 @@ class Nested(Code):
         infinite = fields == jnp.uint32(self.infinity_field)
         pattern = jnp.where(infinite, jnp.uint32(_INFINITY), pattern)
         return lax.bitcast_convert_type(pattern, jnp.float32)
-
-
-def _where(condition: jax.Array):
-    return lambda new, old: jnp.where(condition, new, old)
-
-
-def _any_below(pattern: jax.Array, dropped: int) -> jax.Array:
-    """1 where an int32 is not a multiple of ``2^dropped``, else 0."""
-    low = pattern & jnp.int32((1 << dropped) - 1)
-    return jnp.minimum(low, jnp.int32(1))
 
 
 def _bend(above: jax.Array, shift: jax.Array) -> jax.Array:

@@ -64,7 +64,7 @@ moment 1 from the last byte on. So the leading 8 bits of each are its own; on th
 in the middle a rounding depends with probability 2^-8. It saves a word per moment,
 which would be most of the cost of rounding it. See :func:`moment_draws`. A sum that is
 rounded stochastically (:mod:`lowbit_optax._numerics.sums`) takes the last 16 bits of
-the same words, the leading ones of which are the last that the moments look at.
+the same words; the moments depend on these bits least.
 """
 
 import dataclasses
@@ -173,7 +173,6 @@ class ToNearest(RandomBits):
 
     def words(self, shape: tuple[int, ...], stream: int = 0) -> jax.Array:
         """The word 2^31 per element, which is half a unit."""
-        del stream
         return jnp.full(shape, 0x80000000, jnp.uint32)
 
 
@@ -194,23 +193,14 @@ class Draws:
     shares_words: bool = dataclasses.field(default=False, metadata=_STATIC)
 
     def words(self, shape: tuple[int, ...], number: int) -> jax.Array:
-        """32 random bits per element.
-
-        Args:
-          shape: as for :meth:`RandomBits.words`.
-          number: static; which of the leaf's moments the bits are for.
-        """
+        """32 random bits per element, for the leaf's moment of a static number."""
         return self.random.words(shape, self.first + _FIRST_WHOLE_WORD + number)
 
     def halves(self, shape: tuple[int, ...], number: int) -> jax.Array:
-        """16 random bits per element; two moments share a word, which is cheaper.
+        """16 random bits per element, as uint32 values less than 2^16.
 
-        Args:
-          shape, number: as for :meth:`words`. Moments ``2j`` and ``2j + 1`` get the low
-            and the high half of one word.
-
-        Returns:
-          uint32 values, less than ``2**16``.
+        Two moments share a word, which is cheaper: ``2j`` and ``2j + 1`` get its low
+        and its high half.
         """
         words = self.random.words(shape, self.first + number // 2)
         return words >> jnp.uint32(16) if number % 2 else words & jnp.uint32(0xFFFF)
@@ -219,9 +209,6 @@ class Draws:
         """12 random bits per element, the leading bits of a uint32.
 
         The bits below them are random too, or make the middle of what they could be.
-
-        Args:
-          shape, number: as for :meth:`words`.
         """
         if self.shares_words and number < _SHARED_MOMENTS:
             words = self.random.words(shape, RESIDUAL_STREAM)
@@ -251,12 +238,9 @@ class DrawsToNearest(Draws):
 
 
 def moment_draws(random: RandomBits, residual_random_bits: int = 32) -> Draws:
-    """The random numbers for the moments of a leaf.
+    """The random numbers for the moments of a leaf with these random bits.
 
-    Args:
-      random: the leaf's random bits.
-      residual_random_bits: how many leading bits of the residual's words the leaf's
-        weight format reads; see :meth:`WeightFormat.residual_random_bits`.
+    The leaf's weight format says how many ``residual_random_bits`` it reads.
     """
     return Draws(random, shares_words=residual_random_bits <= _RESIDUAL_BITS)
 
@@ -271,12 +255,8 @@ def random_bits(
 ) -> list[RandomBits]:
     """The random bits of every leaf at one step.
 
-    Args:
-      seed, step: uint32 scalars.
-      leaves: static 32-bit numbers from :func:`leaf_number`.
-
-    Returns:
-      One :class:`RandomBits` per leaf.
+    ``seed`` and ``step`` are uint32 scalars; ``leaves`` are static numbers from
+    :func:`leaf_number`.
     """
     if not leaves:
         return []
@@ -305,9 +285,7 @@ def keys_at_layer(
 ) -> tuple[jax.Array, jax.Array]:
     """The keys of one layer of a stacked leaf; they differ only in a large one.
 
-    Args:
-      key, second: the stack's.
-      layer, layers, shape: as for :meth:`RandomBits.at_layer`.
+    ``key`` and ``second`` are the stack's; the rest is :meth:`RandomBits.at_layer`'s.
     """
     if math.prod(shape) > COUNTERS:
         raise ValueError(
@@ -345,14 +323,9 @@ def leaf_number(path: str) -> int:
 
 
 def hash_words(index: jax.Array, key: jax.Array, second: jax.Array) -> jax.Array:
-    """The keyed hash of the module's docstring.
+    """The keyed hash of the module's docstring: of the counters i, with k0 and k1.
 
-    Args:
-      index: uint32, any shape; the counter i.
-      key, second: uint32, k0 and k1, scalars or of the index's shape.
-
-    Returns:
-      uint32 of the index's shape; for fixed keys a bijection of the index.
+    For fixed keys it is a bijection of the index. Keys are scalars or of its shape.
     """
     x = index + key
     x = x ^ (x >> jnp.uint32(16))

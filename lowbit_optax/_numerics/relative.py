@@ -18,11 +18,7 @@ _LARGEST_ROOT = 2.0**64
 
 
 def quotient(mu: jax.Array, nu: jax.Array) -> jax.Array:
-    """``mu / root(nu)``, and 0 where the second moment is infinite.
-
-    Args:
-      mu: float32.
-      nu: float32, not negative; what is stored of the second moment.
+    """``mu / root(nu)``, and 0 where the stored second moment nu is infinite.
 
     >>> import jax.numpy as jnp
     >>> quotient(jnp.float32([3.0, 0.0, jnp.inf]), jnp.float32([4.0, 0.0, jnp.inf]))

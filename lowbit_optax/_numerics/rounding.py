@@ -31,7 +31,6 @@ import numpy as np
 from jax import lax
 
 from lowbit_optax._numerics import float_layouts
-from lowbit_optax._numerics.float_layouts import FloatLayout
 from pallas_kernels import operations
 
 Rounding = typing.Literal["nearest", "toward_zero", "stochastic"]
@@ -48,69 +47,56 @@ def stored_bits(extra: int, rounding: Rounding) -> int:
 
 def pattern_of(
     master: jax.Array,
-    layout: FloatLayout,
+    dtype: jax.typing.DTypeLike,
     extra: int,
     rounding: Rounding,
     random: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """``(sign, w)`` of a master.
+    """``(sign, w)`` of a float32 master, uint32; the sign bit is where float32 has it.
 
-    Args:
-      master: float32.
-      layout: of the parameter's dtype.
-      extra: k.
-      rounding: how the parameter is rounded, which decides about the patterns of NaNs.
-      random: uint32 random bits to round the master to k extra bits stochastically;
-        None rounds to nearest even.
-
-    Returns:
-      uint32 arrays: the sign bit where float32 has it, and the pattern w.
+    The pattern of a NaN is one that rounding the parameter leaves a NaN. ``random`` are
+    uint32 random bits to round the master to k extra bits stochastically; None rounds
+    to nearest even.
     """
-    # The NaN patterns whose parameter, under this rounding, is a NaN too.
+    layout = float_layouts.layout_of(dtype)
     first, last = layout.special + 1 << extra, layout.largest << extra
     if rounding == "nearest" and extra:
         first, last = first - (1 << (extra - 1)), last + (1 << (extra - 1)) - 1
     elif rounding == "toward_zero":
         last += (1 << extra) - 1
     if extra == 0 and random is not None:
-        random = _nearest_past_the_largest(master, layout, random)
+        random = _nearest_past_the_largest(master, dtype, random)
     return float_layouts.to_pattern(master, layout, extra, random, (first, last))
 
 
 def _nearest_past_the_largest(
-    master: jax.Array, layout: FloatLayout, random: jax.Array
+    master: jax.Array, dtype: jax.typing.DTypeLike, random: jax.Array
 ) -> jax.Array:
     """The random bits, replaced wherever they might round a number to infinity.
 
     For numbers past the largest finite value they become one half. That rounds to
     nearest, and a tie to the even neighbour, as a cast does.
     """
-    half = jnp.uint32(0x80000000 if layout.has_infinity else 0x7FFFFFFF)
-    largest = np.float32(jnp.finfo(layout.dtype).max).view(np.uint32)
-    magnitude = lax.bitcast_convert_type(master, jnp.uint32) & jnp.uint32(0x7FFFFFFF)
+    has_infinity = float_layouts.layout_of(dtype).has_infinity
+    half = jnp.uint32(0x80000000 if has_infinity else 0x7FFFFFFF)
+    largest = np.float32(jnp.finfo(dtype).max).view(np.uint32)
+    magnitude = float_layouts.magnitude_of(master)
     return jnp.where(magnitude <= jnp.uint32(largest), random, half)
 
 
 def round_param(
     sign: jax.Array,
     pattern: jax.Array,
-    layout: FloatLayout,
+    dtype: jax.typing.DTypeLike,
     extra: int,
     rounding: Rounding,
     random: jax.Array | None = None,
 ) -> jax.Array:
-    """The parameter of a pattern, in the layout's dtype.
+    """The parameter of a sign and a pattern, from :func:`pattern_of`.
 
-    Args:
-      sign, pattern: from :func:`pattern_of`.
-      layout: of the parameter's dtype.
-      extra: k.
-      rounding: how the k extra bits are rounded off.
-      random: uint32 random bits for ``"stochastic"``, whose leading k bits are used.
-
-    Returns:
-      An array of ``layout.dtype``.
+    ``random`` are uint32 random bits for ``"stochastic"``; the leading k are used.
     """
+    layout = float_layouts.layout_of(dtype)
     if extra == 0:
         magnitude = pattern
     elif rounding == "toward_zero":
@@ -131,7 +117,7 @@ def round_param(
             inside = pattern <= jnp.uint32((layout.special - 1) << extra)
             magnitude = jnp.where(inside, drawn, magnitude)
     shift = jnp.uint32(32 - layout.width)
-    return float_layouts.from_bits((sign >> shift) | magnitude, layout.dtype)
+    return float_layouts.from_bits((sign >> shift) | magnitude, dtype)
 
 
 def residual_of(
@@ -146,16 +132,8 @@ def residual_of(
     For the parameter that :func:`round_param` gives, the residual is exact, with one
     exception: 464 in float8_e4m3fn, the tie between the largest finite value and NaN.
     Under ``"nearest"`` its residual is one unit short. For any other parameter (see
-    :mod:`lowbit_optax._numerics.landing`) the residual saturates.
-
-    Args:
-      sign, pattern: from :func:`pattern_of`.
-      param: of the layout's dtype.
-      extra: k, 1 or more.
-      rounding: decides the range of residuals.
-
-    Returns:
-      uint32 fields of ``stored_bits(extra, rounding)`` bits.
+    :mod:`lowbit_optax._numerics.landing`) the residual saturates. Residuals are uint32
+    fields of ``stored_bits(extra, rounding)`` bits.
     """
     layout = float_layouts.layout_of(param.dtype)
     bits = float_layouts.to_bits(param)
@@ -171,17 +149,15 @@ def residual_of(
     ahead = jnp.where(same_sign, ahead, behind)
     error = ahead - (magnitude << jnp.uint32(extra)).astype(jnp.int32)
     width = stored_bits(extra, rounding)
-    if rounding == "toward_zero":
-        low, high = 0, (1 << width) - 1
-    else:
-        low, high = -(1 << (width - 1)), (1 << (width - 1)) - 1
+    low = 0 if rounding == "toward_zero" else -(1 << (width - 1))
+    high = low + (1 << width) - 1
     error = jnp.clip(error, jnp.int32(low), jnp.int32(high))
     return error.astype(jnp.uint32) & jnp.uint32((1 << width) - 1)
 
 
 def split(
     master: jax.Array,
-    layout: FloatLayout,
+    dtype: jax.typing.DTypeLike,
     extra: int,
     rounding: Rounding,
     random_param: jax.Array | None = None,
@@ -196,19 +172,20 @@ def split(
 
     Args:
       master: float32.
-      layout, extra, rounding: as for these functions.
+      dtype, extra, rounding: as for these functions.
       random_param: uint32 random bits for the parameter under ``"stochastic"``.
       random_residual: uint32 random bits to round the master to k extra bits
         stochastically; None rounds to nearest even.
 
     Returns:
-      ``(param, fields)``: the parameter in ``layout.dtype``, and uint32 fields of
-      ``stored_bits(extra, rounding)`` bits, or None without extra bits.
+      ``(param, fields)``: the parameter, and uint32 fields of ``stored_bits(extra,
+      rounding)`` bits, or None without extra bits.
     """
+    layout = float_layouts.layout_of(dtype)
     simple = layout.same_exponent and (rounding != "stochastic" or not extra)
     if not simple:
-        sign, pattern = pattern_of(master, layout, extra, rounding, random_residual)
-        param = round_param(sign, pattern, layout, extra, rounding, random_param)
+        sign, pattern = pattern_of(master, dtype, extra, rounding, random_residual)
+        param = round_param(sign, pattern, dtype, extra, rounding, random_param)
         if not extra:
             return param, None
         return param, residual_of(sign, pattern, param, extra, rounding)
@@ -220,7 +197,7 @@ def split(
     drop = most - extra
     if drop:
         if not extra and random_residual is not None:
-            random_residual = _nearest_past_the_largest(master, layout, random_residual)
+            random_residual = _nearest_past_the_largest(master, dtype, random_residual)
         # NaNs are replaced before the sum. After it, a kernel with long blocks would
         # need more registers.
         bits = operations.pattern_with_one_nan(master)
@@ -228,12 +205,10 @@ def split(
     elif rounding == "nearest":
         bits = operations.keep_nan(master)
     else:
-        sign, pattern = pattern_of(master, layout, extra, rounding)
+        sign, pattern = pattern_of(master, dtype, extra, rounding)
         bits = sign | pattern
-    half = 1 << (most - 1) if extra and rounding == "nearest" else 0
-    param = float_layouts.from_bits(
-        (bits + jnp.uint32(half)) >> jnp.uint32(most), layout.dtype
-    )
+    half = jnp.uint32(1 << (most - 1) if extra and rounding == "nearest" else 0)
+    param = float_layouts.from_bits((bits + half) >> jnp.uint32(most), dtype)
     if not extra:
         return param, None
     return param, (bits >> jnp.uint32(drop)) & jnp.uint32((1 << extra) - 1)
@@ -242,22 +217,13 @@ def split(
 def join(
     param: jax.Array, fields: jax.Array | None, extra: int, rounding: Rounding
 ) -> jax.Array:
-    """The float32 master of a parameter and its residual; exact.
+    """The exact float32 master of a parameter and its residual.
 
     Some residuals cannot result from any split with this parameter: in bfloat16, a
     negative residual at 0 or a positive one at infinity, which would make the master a
     NaN. Such a residual belongs to another parameter, and the master is the parameter
     itself. Everywhere else all residuals are possible: they stay within half a unit of
     the parameter, or within one unit with stochastic rounding.
-
-    Args:
-      param: array of a narrow float dtype.
-      fields: uint32, from :func:`residual_of`; None without extra bits.
-      extra: k.
-      rounding: as in the split.
-
-    Returns:
-      float32 array.
     """
     layout = float_layouts.layout_of(param.dtype)
     bits = float_layouts.to_bits(param)
@@ -304,11 +270,7 @@ def _error_of(
 def to_float32(x: jax.Array) -> jax.Array:
     """Widen a narrow float array to float32, exactly, without a cast XLA could merge.
 
-    Args:
-      x: bfloat16, float16, float8_e4m3fn or float8_e5m2; other dtypes are cast.
-
-    Returns:
-      float32 array of the same shape.
+    Other dtypes than the narrow ones are cast.
 
     >>> import jax.numpy as jnp
     >>> to_float32(jnp.bfloat16(1.5))
@@ -322,39 +284,32 @@ def to_float32(x: jax.Array) -> jax.Array:
 def round_nearest(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Round float32 to the nearest value of a narrow dtype, ties to even.
 
-    Args:
-      x: float32 array.
-      dtype: bfloat16, float16, float8_e4m3fn or float8_e5m2.
-
-    Returns:
-      Array of ``dtype``. Values that round past the largest finite one become infinity
-      (NaN in float8_e4m3fn), as in a cast.
+    Values that round past the largest finite one become infinity (NaN in
+    float8_e4m3fn), as in a cast.
 
     >>> import jax.numpy as jnp
     >>> round_nearest(jnp.float32(0.999), jnp.bfloat16)
     Array(1, dtype=bfloat16)
     """
-    layout = float_layouts.layout_of(dtype)
-    return split(x, layout, 0, "nearest")[0]
+    return split(x, dtype, 0, "nearest")[0]
 
 
 def round_stochastic(
-    x: jax.Array, dtype: jax.typing.DTypeLike, random: jax.Array
+    x: jax.Array, dtype: jax.typing.DTypeLike, random: jax.Array | None
 ) -> jax.Array:
     """Round float32 to a neighbour in a narrow dtype, so that the mean is ``x``.
 
     With ``a <= x <= b`` the neighbours, the result is b with probability
     ``(x - a) / (b - a)``.
 
+    Past the largest finite value it rounds to nearest.
+
     Args:
       x: float32 array.
-      dtype: bfloat16, float16, float8_e4m3fn or float8_e5m2.
+      dtype: a narrow dtype.
       random: uint32 array of x's shape, all 32 bits random. bfloat16 uses the leading
         16 bits; float16 and float8 use 13, 20 or 21 bits for normal results and up to
-        31 for subnormal ones.
-
-    Returns:
-      Array of ``dtype``. Past the largest finite value it rounds to nearest.
+        31 for subnormal ones. None rounds to nearest.
 
     References:
       Zamirai et al. 2020, section 3.2, "Stochastic Rounding".
@@ -363,8 +318,7 @@ def round_stochastic(
     >>> round_stochastic(jnp.float32(1 + 2**-8), jnp.bfloat16, jnp.uint32(0))
     Array(1, dtype=bfloat16)
     """
-    layout = float_layouts.layout_of(dtype)
-    return split(x, layout, 0, "nearest", random_residual=random)[0]
+    return split(x, dtype, 0, "nearest", random_residual=random)[0]
 
 
 def round_to_precision(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -378,12 +332,7 @@ def round_to_precision(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
 
 
 def narrow_or_cast(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Round to nearest in any float dtype; this is the cast that exact landing assumes.
-
-    Args:
-      x: float array.
-      dtype: any float dtype; narrow ones are rounded on integer patterns.
-    """
+    """Round to nearest in any float dtype: the cast that exact landing assumes."""
     if float_layouts.is_narrow(dtype):
         return round_nearest(to_float32(x), dtype)
     return lax.convert_element_type(x, np.dtype(dtype))

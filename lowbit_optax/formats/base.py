@@ -15,8 +15,10 @@ weight. So ``join``, ``inner_weight`` and ``advance`` must use the parameter its
 wherever rounding the stored master could not have given it.
 """
 
+import collections
 import dataclasses
 import typing
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +29,7 @@ from lowbit_optax._numerics.random_bits import Draws, RandomBits
 from lowbit_optax._numerics.rounding import to_float32
 from lowbit_optax._numerics.sums import stochastic_sum
 
-SumRounding = typing.Literal["nearest", "stochastic"]
+Rounding = typing.Literal["nearest", "stochastic"]
 
 Residual = typing.Any
 """An array; None for a leaf that needs no residual."""
@@ -42,11 +44,9 @@ class WeightFormat:
     define ``width`` and ``on_fields``.
 
     It may define ``split`` and ``store``, if computing the parameter and the residual
-    together is cheaper than one after the other. It may define ``advance``, with
-    ``stores_sum`` false, if adding an update is more than storing the sum. It may
-    define ``inner_weight``, ``check``, ``is_exact``, ``for_leaf``,
-    ``residual_random_bits`` and ``error_into``, whose defaults are correct for every
-    format.
+    together is cheaper than one after the other. It may define ``sum_stream`` or
+    ``advance``, with ``stores_sum`` false, if adding an update is more than storing the
+    sum. The defaults of all other methods are correct for every format.
     """
 
     container: typing.ClassVar[type]
@@ -61,6 +61,13 @@ class WeightFormat:
         """Whether ``advance`` is just ``store`` of the sum of master and update."""
         return True
 
+    def sum_stream(self, dtype: jnp.dtype) -> int | None:
+        """The stream of the words that round the sum in ``advance``.
+
+        With None it is rounded to nearest, by float32's own addition.
+        """
+        return None
+
     @property
     def error_into(self) -> str | None:
         """The field of the moments that take what storing a master has lost.
@@ -72,12 +79,10 @@ class WeightFormat:
 
     def check(self, dtype: jnp.dtype) -> str | None:
         """Why this format cannot hold a leaf of a narrow dtype; None if it can."""
-        del dtype
         return None
 
     def is_exact(self, dtype: jnp.dtype) -> bool:
         """Whether a leaf's masters are stored with all the bits of float32."""
-        del dtype
         return False
 
     def for_leaf(
@@ -89,7 +94,6 @@ class WeightFormat:
           shape, dtype: of the leaf.
           min_size: a leaf with fewer elements may get a simpler format.
         """
-        del shape, dtype, min_size
         return self
 
     def residual_random_bits(self, dtype: jnp.dtype) -> int:
@@ -98,7 +102,6 @@ class WeightFormat:
         The leaf's moments may use the other bits, see
         :func:`lowbit_optax._numerics.random_bits.moment_draws`.
         """
-        del dtype
         return 32
 
     @property
@@ -116,12 +119,10 @@ class WeightFormat:
 
     def init(self, param: jax.Array) -> Residual:
         """The residual with which the master equals the parameter."""
-        del param
         return None
 
     def join(self, param: jax.Array, residual: Residual) -> jax.Array:
         """The float32 master; the parameter, wherever the residual is not its own."""
-        del residual
         return self.widen(param)
 
     def inner_weight(self, param: jax.Array, residual: Residual) -> jax.Array:
@@ -150,7 +151,6 @@ class WeightFormat:
           param: of the leaf's narrow dtype; not necessarily a rounding of the master.
           random: the leaf's random bits.
         """
-        del master, param, random
         return None
 
     def split(
@@ -182,7 +182,13 @@ class WeightFormat:
           ``(new param, new residual, result)``. The result is what the step returns for
           the leaf: the new parameter, or the update that optax will add.
         """
-        return self.store(param, self.join(param, residual) + update, random, landing)
+        master, stream = self.join(param, residual), self.sum_stream(param.dtype)
+        if stream is None:
+            master = master + update
+        else:
+            words = random.words(param.shape, stream)
+            master = stochastic_sum(master, update, words)
+        return self.store(param, master, random, landing)
 
     def error(
         self,
@@ -195,20 +201,6 @@ class WeightFormat:
         """What :meth:`advance` has lost: the update less the master's movement."""
         moved = self.join(new, new_residual) - self.join(param, residual)
         return update - moved
-
-    def advance_stochastically(
-        self,
-        param: jax.Array,
-        residual: Residual,
-        update: jax.Array,
-        random: RandomBits,
-        landing: Landing,
-        stream: int,
-    ) -> tuple[jax.Array, Residual, jax.Array]:
-        """:meth:`advance`, with a sum that is rounded by a stream's random words."""
-        words = random.words(param.shape, stream)
-        master = stochastic_sum(self.join(param, residual), update, words)
-        return self.store(param, master, random, landing)
 
     def store(
         self,
@@ -233,13 +225,35 @@ def residual_bits_read(format_: WeightFormat | None, param: jax.Array) -> int:
     return 32 if format_ is None else format_.residual_random_bits(param.dtype)
 
 
-def check_sum_rounding(name: str, sum_rounding: str) -> None:
-    """Raise a ValueError, for the format of this name, unless it is one of the two."""
-    accepted = typing.get_args(SumRounding)
-    if sum_rounding not in accepted:
-        raise ValueError(
-            f"{name}: sum_rounding is {sum_rounding!r}, not one of {accepted}"
-        )
+def check_rounding(where: str, given: str) -> None:
+    """Raise a ValueError that names ``where`` unless ``given`` is a rounding."""
+    if given not in typing.get_args(Rounding):
+        raise ValueError(f"{where} is {given!r}, not 'nearest' or 'stochastic'")
+
+
+def rounding_words(
+    rounding: str, random: RandomBits, shape: tuple[int, ...], stream: int
+) -> jax.Array | None:
+    """The words that round an array stochastically; None for rounding to nearest."""
+    return random.words(shape, stream) if rounding == "stochastic" else None
+
+
+def container_class(
+    module: str, name: str, field: str, format_of: Callable, **members
+) -> type:
+    """A NamedTuple class with one field, for a :attr:`WeightFormat.container`.
+
+    Args:
+      module: the module's ``__name__``; ``pickle`` finds the class there by its name,
+        so the module's ``__getattr__`` must know it.
+      name, field: of the class and of its field.
+      format_of: from a leaf's parameter and residual, a format that joins and splits
+        leaves with such residuals.
+      **members: other members of the class.
+    """
+    members |= {"__slots__": (), "__module__": module}
+    members["format_of"] = staticmethod(format_of)
+    return type(name, (collections.namedtuple(name, [field]),), members)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,10 +282,10 @@ class MomentFormat:
 
     @property
     def reference(self) -> str | None:
-        """The field of the second moments by whose roots the moments are divided.
+        """The field of the same state whose roots divide the moments; None if none do.
 
-        It is a field of the same state. Where there is one, ``encode`` gets, and
-        ``decode`` returns, quotients: see :mod:`lowbit_optax._numerics.relative`.
+        Where there is one, ``encode`` gets, and ``decode`` returns, quotients: see
+        :mod:`lowbit_optax._numerics.relative`.
         """
         return None
 
@@ -287,7 +301,6 @@ class MomentFormat:
           bound: the field of the same state whose roots are known to bound these
             moments, up to a constant; None if there is none.
         """
-        del name, is_second, bound
         return self
 
     def for_sums(self) -> "MomentFormat":
@@ -300,7 +313,6 @@ class MomentFormat:
 
     def for_leaf(self, shape: tuple[int, ...], min_size: int) -> "MomentFormat | None":
         """The format of a leaf of this shape: itself, or None to keep it float32."""
-        del shape, min_size
         return self
 
     def encode(self, moment: jax.Array, draws: Draws, number: int) -> typing.Any:

@@ -6,22 +6,26 @@ decided what is stored where, and which code a moment gets.
 
 import dataclasses
 import math
+import operator
 import typing
 
 import jax
 
 from lowbit_optax._numerics.code_kinds import code_of
-from lowbit_optax._numerics.codes import Code, multiply_add
+from lowbit_optax._numerics.codes import Code, Sum, multiply_add
 from lowbit_optax._numerics.rounding import to_float32
-from lowbit_optax._numerics.sum_code import Sum
-from lowbit_optax.formats.base import BlockMomentFormat, MomentFormat
+from lowbit_optax.formats.base import (
+    BlockMomentFormat,
+    MomentFormat,
+    Rounding,
+    check_rounding,
+)
 from pallas_kernels.bitfields import pack, unpack
 from pallas_kernels.layout import (
     TILE_SIZE,
     block_maxima,
     check_block_size,
     layout_of,
-    packed_shape,
     repeat_blocks,
 )
 
@@ -31,7 +35,6 @@ CodeName = typing.Literal[
 _CODES = typing.get_args(CodeName)
 _UNSIGNED = ("sqrt", "log", "float", "nested")
 _BITS_OF_NESTED = (6, 8)
-_ROUNDINGS = ("nearest", "stochastic")
 _SCALES = ("bfloat16", "power_of_two")
 
 AUTO: typing.Final = "auto"
@@ -54,15 +57,8 @@ class QuantizedMoment(typing.NamedTuple):
     codes_v2: typing.Any
     scales_v2: typing.Any
 
-    @property
-    def codes(self):
-        """The words."""
-        return self.codes_v2
-
-    @property
-    def scales(self):
-        """The scales."""
-        return self.scales_v2
+    codes = property(operator.itemgetter(0), doc="The words.")
+    scales = property(operator.itemgetter(1), doc="The scales.")
 
 
 class RelativeMoment(typing.NamedTuple):
@@ -75,29 +71,22 @@ class RelativeMoment(typing.NamedTuple):
     relative_codes_v2: typing.Any
     relative_scales_v2: typing.Any
 
-    @property
-    def codes(self):
-        """The words."""
-        return self.relative_codes_v2
-
-    @property
-    def scales(self):
-        """The scales."""
-        return self.relative_scales_v2
+    codes = property(operator.itemgetter(0), doc="The words.")
+    scales = property(operator.itemgetter(1), doc="The scales.")
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockQuantized(BlockMomentFormat):
     """See :func:`block_quantized`.
 
-    ``signed`` is set by :meth:`for_field`, and ``relative_to`` is no longer ``"auto"``
-    then; ``is_sum`` is set by :meth:`for_sums`.
+    :meth:`for_field` sets ``signed`` and replaces ``relative_to="auto"``;
+    :meth:`for_sums` sets ``is_sum``.
     """
 
     bits: int = 8
     block_size: int = TILE_SIZE
     code: CodeName | None = None
-    rounding: typing.Literal["nearest", "stochastic"] = "stochastic"
+    rounding: Rounding = "stochastic"
     scale: typing.Literal["bfloat16", "power_of_two"] | None = None
     relative_to: str | None = None
     signed: bool = True
@@ -121,7 +110,6 @@ class BlockQuantized(BlockMomentFormat):
 
     @property
     def codec(self) -> Code:
-        """The code's elementwise functions."""
         name, scale = self._code_and_scale
         code = code_of(name, self.bits, self.signed, scale)
         if not self.is_sum:
@@ -139,10 +127,8 @@ class BlockQuantized(BlockMomentFormat):
     def for_field(
         self, name: str, is_second: bool | None, bound: str | None = None
     ) -> "BlockQuantized":
-        signed, code = (
-            not is_second,
-            self.code or ("nested" if self.bits == 6 else None),
-        )
+        signed = not is_second
+        code = self.code or ("nested" if self.bits == 6 else None)
         if code in _UNSIGNED:
             if is_second is False:
                 instead = "take 4 or 8 bits" if self.bits == 6 else "leave code out"
@@ -174,7 +160,6 @@ class BlockQuantized(BlockMomentFormat):
         return self.container(pack(fields, self.bits), scales)
 
     def encode_fields(self, moment, prepared, draws, number, multiply_add=multiply_add):
-        """The fields of a moment (rows of it in a kernel), from prepared scales."""
         words = None
         if self.rounding == "stochastic":
             words = draws.twelve(moment.shape, number)
@@ -185,22 +170,14 @@ class BlockQuantized(BlockMomentFormat):
         prepared = self._prepared(stored.scales, shape)
         return self.codec.decode_fields(fields, prepared)
 
-    def scales_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the scales of a moment of this shape."""
-        return layout_of(shape).blocks_shape(self.block_size)
-
-    def codes_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the words of a moment of this shape."""
-        return packed_shape(shape, self.bits)
-
     def _prepared(self, scales: jax.Array, shape: tuple[int, ...]):
         """The prepared scales of the blocks, repeated for every element."""
-        unit, inverse = self.codec.prepare(to_float32(scales))
         layout = layout_of(shape)
-        return (
-            repeat_blocks(unit, layout, self.block_size),
-            repeat_blocks(inverse, layout, self.block_size),
+        unit, inverse = (
+            repeat_blocks(x, layout, self.block_size)
+            for x in self.codec.prepare(to_float32(scales))
         )
+        return unit, inverse
 
 
 def block_quantized(
@@ -208,7 +185,7 @@ def block_quantized(
     *,
     code: CodeName | None = None,
     block_size: int = TILE_SIZE,
-    rounding: typing.Literal["nearest", "stochastic"] = "stochastic",
+    rounding: Rounding = "stochastic",
     scale: typing.Literal["bfloat16", "power_of_two"] | None = None,
     relative_to: str | None = AUTO,
 ) -> MomentFormat:
@@ -241,10 +218,10 @@ def block_quantized(
 
     With ``code=None``, second moments are stored as ``"float"`` (``"nested"`` with 6
     bits, ``"sqrt"`` with 4) and other moments as ``"companded"``. Second moments are
-    those of optax's states and of :func:`lowbit_optax.declare_moments`; in states that
-    are neither, fields of optax's names, such as ``nu``, ``v`` and ``exp_avg_sq``. For
-    these all codes are unsigned. A value that is not
-    zero never becomes zero, because the update is divided by its root.
+    those of optax's states and of :func:`lowbit_optax.declare_moments`, and in other
+    states the fields that have optax's names, such as ``nu``, ``v`` and ``exp_avg_sq``.
+    All codes store them without a sign. A second moment that is not zero never becomes
+    zero, because its root divides the update.
 
     8 bits follow float32's AdamW even where one value of a block is 1,000 times the
     others. 4 bits of ``mu`` do too beside 8 bits of ``nu``, with noise of a quarter of
@@ -276,9 +253,9 @@ def block_quantized(
       scale: ``"bfloat16"``; or ``"power_of_two"``, which is stored as bfloat16 too and
         is up to twice as coarse, but by which division is exact; or None for powers of
         two with ``"log"`` and bfloat16 with other codes. ``"nested"`` takes only None.
-      relative_to: the field of the second moment by whose root first moments are
-        divided before they are stored, which must be in the same state, such as
-        ``"nu"``; None for none. ``"auto"`` is that field with 4 bits, where it is known
+      relative_to: the field of the second moment whose root divides first moments
+        before they are stored, such as ``"nu"``; it must be in the same state. None
+        stores them as they are. ``"auto"`` is that field with 4 bits, where it is known
         to bound them (optax's Adam, AMSGrad, Yogi, AdEMAMix' fast average, Prodigy,
         Momo), and none elsewhere. Second moments are never relative.
 
@@ -319,10 +296,7 @@ def block_quantized(
         )
     _check_nested(bits, code, scale)
     check_block_size("block_quantized", block_size)
-    if rounding not in _ROUNDINGS:
-        raise ValueError(
-            f"block_quantized: rounding is {rounding!r}, not 'nearest' or 'stochastic'"
-        )
+    check_rounding("block_quantized: rounding", rounding)
     if scale is not None and scale not in _SCALES:
         raise ValueError(
             f"block_quantized: scale is {scale!r}, not None, 'bfloat16' or "

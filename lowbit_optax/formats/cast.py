@@ -1,7 +1,6 @@
 """Moments stored in a narrow float dtype."""
 
 import dataclasses
-import typing
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +8,7 @@ import numpy as np
 from lowbit_optax._numerics import float_layouts
 from lowbit_optax._numerics import rounding as rounding_
 from lowbit_optax._numerics.dtypes import dtype_of
-from lowbit_optax.formats.base import MomentFormat
+from lowbit_optax.formats.base import MomentFormat, Rounding, check_rounding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +20,7 @@ class Cast(MomentFormat):
     """
 
     dtype: np.dtype
-    rounding: typing.Literal["nearest", "stochastic"] = "stochastic"
+    rounding: Rounding = "stochastic"
 
     @property
     def stored_as(self):
@@ -38,15 +37,10 @@ class Cast(MomentFormat):
         return rounding_.round_stochastic(moment, self.dtype, words)
 
     def decode(self, stored, shape):
-        del shape
         return rounding_.to_float32(stored)
 
 
-def cast(
-    dtype,
-    *,
-    rounding: typing.Literal["nearest", "stochastic"] = "stochastic",
-) -> MomentFormat:
+def cast(dtype, *, rounding: Rounding = "stochastic") -> MomentFormat:
     """Store moments in bfloat16, float16 or float8.
 
         m' = round(m, dtype)
@@ -75,8 +69,5 @@ def cast(
             f"cast: dtype is {dtype}, not one of {names}; leave a moment out to keep "
             "float32"
         )
-    if rounding not in ("nearest", "stochastic"):
-        raise ValueError(
-            f"cast: rounding is {rounding!r}, not 'nearest' or 'stochastic'"
-        )
+    check_rounding("cast: rounding", rounding)
     return Cast(dtype, rounding)

@@ -7,11 +7,9 @@ has 2^24 - 2 NaNs. The 2^17 - 2 NaNs that have no pair become a neighbouring NaN
 Otherwise the parameter of a NaN master could be a number.
 """
 
-import collections
 import dataclasses
 import functools
 import math
-import typing
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +17,14 @@ import jax.numpy as jnp
 from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics import float_layouts
 from lowbit_optax._numerics import rounding as rounding_
-from lowbit_optax._numerics.landing import REPLACE
-from lowbit_optax._numerics.random_bits import PARAM_STREAM, RESIDUAL_STREAM, RandomBits
-from lowbit_optax.formats.base import SumRounding, WeightFormat, check_sum_rounding
+from lowbit_optax._numerics.random_bits import PARAM_STREAM, RESIDUAL_STREAM
+from lowbit_optax.formats.base import (
+    Rounding,
+    WeightFormat,
+    check_rounding,
+    container_class,
+    rounding_words,
+)
 from lowbit_optax.formats.plain import MasterCopyFormat, NoResidual
 from pallas_kernels.bitfields import pack, unpack
 from pallas_kernels.layout import VERSION, layout_of
@@ -47,21 +50,13 @@ def container_of(rounding: rounding_.Rounding, bits: int | None) -> type:
     ('nearest_8_bits_v2',)
     """
     number = "" if bits is None else str(bits)
-    field = f"{rounding}_{number or 'most'}_bits_v{VERSION}"
-    name = _NAMES[rounding] + number
-    return type(
-        name,
-        (collections.namedtuple(name, [field]),),
-        {
-            "__slots__": (),
-            "__doc__": f"Packed residuals of {bits} bits, rounding {rounding!r}.",
-            # ``pickle`` finds the class by its name, which ``__getattr__`` knows.
-            "__module__": __name__,
-            "words": property(lambda self: self[0]),
-            "format_of": staticmethod(
-                functools.partial(_format_of, rounding=rounding, bits=bits)
-            ),
-        },
+    return container_class(
+        __name__,
+        _NAMES[rounding] + number,
+        f"{rounding}_{number or 'most'}_bits_v{VERSION}",
+        functools.partial(_format_of, rounding=rounding, bits=bits),
+        words=property(lambda self: self[0]),
+        __doc__=f"Packed residuals of {bits} bits, rounding {rounding!r}.",
     )
 
 
@@ -95,8 +90,8 @@ class ExtraBits(WeightFormat):
 
     bits: int | None = None
     rounding: rounding_.Rounding = "nearest"
-    residual_rounding: typing.Literal["nearest", "stochastic"] = "stochastic"
-    sum_rounding: SumRounding = "nearest"
+    residual_rounding: Rounding = "stochastic"
+    sum_rounding: Rounding = "nearest"
     packed: bool = True
 
     # It is only read from instances, where a property serves as a class variable does.
@@ -124,9 +119,9 @@ class ExtraBits(WeightFormat):
         return layout.max_extra_bits - self._bits if layout.same_exponent else 32
 
     def check(self, dtype):
-        most = float_layouts.layout_of(dtype).max_extra_bits
-        if self.bits is not None and self.bits > most:
-            return f"{dtype} takes 0 to {most} extra bits, not {self.bits}"
+        limit = float_layouts.layout_of(dtype).max_extra_bits
+        if self.bits is not None and self.bits > limit:
+            return f"{dtype} takes 0 to {limit} extra bits, not {self.bits}"
         return None
 
     def is_exact(self, dtype):
@@ -138,23 +133,20 @@ class ExtraBits(WeightFormat):
             return MasterCopyFormat()
         if self.bits is not None:
             return self
-        most = float_layouts.layout_of(dtype).max_extra_bits
-        return dataclasses.replace(self, bits=most)
+        bits = float_layouts.layout_of(dtype).max_extra_bits
+        return dataclasses.replace(self, bits=bits)
 
     @property
     def stores_sum(self) -> bool:
         return self.sum_rounding == "nearest"
 
-    def advance(self, param, residual, update, random, landing=REPLACE):
+    def sum_stream(self, dtype):
         if self.stores_sum:
-            return super().advance(param, residual, update, random, landing)
+            return None
         # The master's own rounding leaves the sum's bits of its words, if it drops 16
         # bits at most.
-        is_bfloat16 = float_layouts.layout_of(param.dtype).same_exponent
-        stream = RESIDUAL_STREAM if is_bfloat16 else PARAM_STREAM
-        return self.advance_stochastically(
-            param, residual, update, random, landing, stream
-        )
+        is_bfloat16 = float_layouts.layout_of(dtype).same_exponent
+        return RESIDUAL_STREAM if is_bfloat16 else PARAM_STREAM
 
     def on_fields(self):
         return dataclasses.replace(self, packed=False)
@@ -177,34 +169,26 @@ class ExtraBits(WeightFormat):
     def residual(self, master, param, random):
         if not self.width:
             return None
+        words = rounding_words(
+            self.residual_rounding, random, master.shape, RESIDUAL_STREAM
+        )
         sign, pattern = rounding_.pattern_of(
-            master,
-            float_layouts.layout_of(param.dtype),
-            self._bits,
-            self.rounding,
-            self._residual_words(master, random),
+            master, param.dtype, self._bits, self.rounding, words
         )
         fields = rounding_.residual_of(sign, pattern, param, self._bits, self.rounding)
         return self._stored(fields)
 
     def split(self, master, dtype, random):
-        words = None
-        if self.rounding == "stochastic" and self._bits:
-            words = random.words(master.shape, PARAM_STREAM)
+        shape, rounding = master.shape, self.rounding if self._bits else "nearest"
         param, fields = rounding_.split(
             master,
-            float_layouts.layout_of(dtype),
+            dtype,
             self._bits,
             self.rounding,
-            words,
-            self._residual_words(master, random),
+            rounding_words(rounding, random, shape, PARAM_STREAM),
+            rounding_words(self.residual_rounding, random, shape, RESIDUAL_STREAM),
         )
         return param, None if fields is None else self._stored(fields)
-
-    def _residual_words(self, master: jax.Array, random: RandomBits):
-        if self.residual_rounding == "nearest":
-            return None
-        return random.words(master.shape, RESIDUAL_STREAM)
 
     def _stored(self, fields: jax.Array) -> jax.Array:
         return pack(fields, self.width) if self.packed else fields
@@ -214,8 +198,8 @@ def extra_bits(
     bits: int | None = None,
     *,
     rounding: rounding_.Rounding = "nearest",
-    residual_rounding: typing.Literal["nearest", "stochastic"] = "stochastic",
-    sum_rounding: SumRounding = "nearest",
+    residual_rounding: Rounding = "stochastic",
+    sum_rounding: Rounding = "nearest",
 ) -> WeightFormat:
     """Keep k more bits of each weight in packed uint32 words.
 
@@ -259,10 +243,7 @@ def extra_bits(
             f"extra_bits: bits is {bits!r}, and must be None or a static int; under "
             "optax.inject_hyperparams name it in static_args"
         )
-    most = max(
-        float_layouts.layout_of(d).max_extra_bits for d in float_layouts.NARROW_DTYPES
-    )
-    if bits is not None and not 0 <= bits <= most:
+    if bits is not None and not 0 <= bits <= 21:
         raise ValueError(
             f"extra_bits: bits is {bits}; bfloat16 takes 0 to 16, float16 0 to 13, "
             "float8_e4m3fn 0 to 20, float8_e5m2 0 to 21"
@@ -271,10 +252,6 @@ def extra_bits(
         raise ValueError(
             f"extra_bits: rounding is {rounding!r}, not one of {sorted(_NAMES)}"
         )
-    if residual_rounding not in ("nearest", "stochastic"):
-        raise ValueError(
-            f"extra_bits: residual_rounding is {residual_rounding!r}, not 'nearest' "
-            "or 'stochastic'"
-        )
-    check_sum_rounding("extra_bits", sum_rounding)
+    check_rounding("extra_bits: residual_rounding", residual_rounding)
+    check_rounding("extra_bits: sum_rounding", sum_rounding)
     return ExtraBits(bits, rounding, residual_rounding, sum_rounding)

@@ -9,7 +9,6 @@ In float32, ``s - w`` is exact, and ``w + y`` is exact except for float32's own
 rounding. So the only further loss is in rounding the compensation c itself to 16 bits.
 """
 
-import collections
 import dataclasses
 import functools
 import typing
@@ -22,55 +21,39 @@ from lowbit_optax._numerics import rounding as rounding_
 from lowbit_optax._numerics.float_format import FloatFormat
 from lowbit_optax._numerics.landing import REPLACE, Landing
 from lowbit_optax._numerics.random_bits import PARAM_STREAM, RESIDUAL_STREAM, RandomBits
-from lowbit_optax.formats.base import WeightFormat
+from lowbit_optax.formats.base import (
+    Rounding,
+    WeightFormat,
+    check_rounding,
+    container_class,
+    rounding_words,
+)
 from lowbit_optax.formats.plain import Significand, rounded, significand_of, why_not
 
 _NAME = "KahanOf"
-
-
-class Kahan(typing.NamedTuple):
-    """Residuals of :func:`kahan`: the compensations c, in the parameters' shapes."""
-
-    compensation: typing.Any
-
-    @staticmethod
-    def format_of(param, residual) -> WeightFormat:
-        """A format that joins and splits leaves with such residuals."""
-        same = residual.dtype == param.dtype
-        # A state does not say how parameters were rounded. Stochastically, errors are
-        # up to twice those of rounding to nearest, and none of them may be dropped.
-        return KahanFormat(
-            rounding="stochastic", arithmetic="param" if same else "float32"
-        )
 
 
 @functools.cache
 def container_of(significand: Significand | None) -> type:
     """The type of the trees of compensations.
 
-    Weights of fewer bits have larger compensations, and a type of their own by which
-    :func:`lowbit_optax.master_weights` knows so.
+    Weights of fewer bits have larger compensations. A type of their own tells
+    :func:`lowbit_optax.master_weights` how large.
 
     >>> from lowbit_optax.precision import FloatFormat
     >>> kahan(float_format=FloatFormat(8, 5)).container._fields
     ('compensation_of_14_bits',)
     """
-    if significand is None:
-        return Kahan
-    width = 9 + significand.bits
-    name = f"{_NAME}{width}"
-    return type(
+    name, field = "Kahan", "compensation"
+    if significand is not None:
+        width = 9 + significand.bits
+        name, field = f"{_NAME}{width}", f"compensation_of_{width}_bits"
+    return container_class(
+        __name__,
         name,
-        (collections.namedtuple(name, [f"compensation_of_{width}_bits"]),),
-        {
-            "__slots__": (),
-            "__doc__": f"Compensations of weights of {width} bits.",
-            # ``pickle`` finds the class by its name, which ``__getattr__`` knows.
-            "__module__": __name__,
-            "format_of": staticmethod(
-                functools.partial(_format_of, significand=significand)
-            ),
-        },
+        field,
+        functools.partial(_format_of, significand=significand),
+        __doc__="Residuals of :func:`kahan`: compensations, in the parameters' shapes.",
     )
 
 
@@ -81,10 +64,16 @@ def __getattr__(name: str) -> type:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _format_of(param, residual, significand: Significand) -> WeightFormat:
-    """See :meth:`Kahan.format_of`; a significand's overflow joins nothing."""
-    del param, residual
-    return KahanFormat(rounding="stochastic", significand=significand)
+def _format_of(param, residual, significand: Significand | None) -> WeightFormat:
+    # A state does not say how parameters were rounded. Stochastically, errors are up to
+    # twice those of rounding to nearest, and none of them may be dropped.
+    same = significand is None and residual.dtype == param.dtype
+    arithmetic = "param" if same else "float32"
+    return KahanFormat("stochastic", arithmetic=arithmetic, significand=significand)
+
+
+Kahan = container_of(None)
+"""The container of weights with all the bits of their dtype."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +85,8 @@ class KahanFormat(WeightFormat):
       significand: of ``float_format``; None for all numbers of the dtypes.
     """
 
-    rounding: typing.Literal["nearest", "stochastic"] = "nearest"
-    residual_rounding: typing.Literal["nearest", "stochastic"] = "stochastic"
+    rounding: Rounding = "nearest"
+    residual_rounding: Rounding = "stochastic"
     arithmetic: typing.Literal["float32", "param"] = "float32"
 
     significand: Significand | None = None
@@ -105,9 +94,9 @@ class KahanFormat(WeightFormat):
     # It is only read from instances, where a property serves as a class variable does.
     @property
     def container(self) -> type:  # pyright: ignore[reportIncompatibleVariableOverride]
-        saturates = False  # it is one container, whatever becomes of overflows
-        own = self.significand
-        return container_of(own and dataclasses.replace(own, saturates=saturates))
+        # It is one container, whatever becomes of overflows.
+        significand = self.significand
+        return container_of(significand and Significand(significand.bits, False))
 
     def check(self, dtype):
         return why_not(self.significand, dtype)
@@ -130,11 +119,8 @@ class KahanFormat(WeightFormat):
         return self.join(param, residual)
 
     def round(self, master, dtype, random):
-        if self.rounding == "nearest":
-            return self._rounded(master, dtype)
-        return rounded(
-            self.significand, master, dtype, random.words(master.shape, PARAM_STREAM)
-        )
+        words = rounding_words(self.rounding, random, master.shape, PARAM_STREAM)
+        return rounded(self.significand, master, dtype, words)
 
     def residual(self, master, param, random):
         dtype = self._residual_dtype(param.dtype)
@@ -143,7 +129,12 @@ class KahanFormat(WeightFormat):
     def advance(self, param, residual, update, random, landing: Landing = REPLACE):
         dtype = param.dtype
         is_wide = self.arithmetic == "float32"
-        keep = lambda x: x if is_wide else rounding_.to_float32(self._rounded(x, dtype))
+
+        def keep(x: jax.Array) -> jax.Array:
+            if is_wide:
+                return x
+            return rounding_.to_float32(rounded(self.significand, x, dtype))
+
         w = rounding_.to_float32(param)
         c = self._error_of(w, residual, dtype)
         y = keep(keep(update) - c)
@@ -175,11 +166,11 @@ class KahanFormat(WeightFormat):
             # Half a spacing, and what rounding in float32 and of the compensation adds.
             of_error = self.significand.bits if self.significand else 7
             spacing, smallest = spacing * (0.5 + 0.5 * 2.0**-of_error), smallest / 2
-        most = jnp.abs(weight) * jnp.float32(spacing)
+        largest = jnp.abs(weight) * jnp.float32(spacing)
         if not layout.same_exponent:
-            most = jnp.maximum(most, jnp.float32(smallest))
+            largest = jnp.maximum(largest, jnp.float32(smallest))
         error = rounding_.to_float32(residual)
-        belongs = jnp.abs(error) <= most
+        belongs = jnp.abs(error) <= largest
         if self.significand is not None:
             # A largest number that has saturated may be far from what it stands for.
             belongs = belongs & jnp.isfinite(weight - error)
@@ -196,20 +187,16 @@ class KahanFormat(WeightFormat):
     ) -> jax.Array:
         # If the parameter overflows, nothing is left to be compensated.
         error = jnp.where(jnp.isfinite(error), error, jnp.float32(0))
-        if self.residual_rounding == "nearest":
-            return self._rounded(error, dtype)
-        return rounded(
-            self.significand, error, dtype, random.words(error.shape, RESIDUAL_STREAM)
+        words = rounding_words(
+            self.residual_rounding, random, error.shape, RESIDUAL_STREAM
         )
-
-    def _rounded(self, x: jax.Array, dtype: jnp.dtype, words: jax.Array | None = None):
-        return rounded(self.significand, x, dtype, words)
+        return rounded(self.significand, error, dtype, words)
 
 
 def kahan(
     *,
-    rounding: typing.Literal["nearest", "stochastic"] = "nearest",
-    residual_rounding: typing.Literal["nearest", "stochastic"] | None = None,
+    rounding: Rounding = "nearest",
+    residual_rounding: Rounding | None = None,
     arithmetic: typing.Literal["float32", "param"] = "float32",
     float_format: FloatFormat | None = None,
 ) -> WeightFormat:
@@ -243,20 +230,13 @@ def kahan(
     >>> kahan().residual_rounding
     'stochastic'
     """
-    if rounding not in ("nearest", "stochastic"):
-        raise ValueError(
-            f"kahan: rounding is {rounding!r}, not 'nearest' or 'stochastic'"
-        )
+    check_rounding("kahan: rounding", rounding)
     if arithmetic not in ("float32", "param"):
         raise ValueError(
             f"kahan: arithmetic is {arithmetic!r}, not 'float32' or 'param'"
         )
     if residual_rounding is None:
         residual_rounding = "nearest" if arithmetic == "param" else "stochastic"
-    if residual_rounding not in ("nearest", "stochastic"):
-        raise ValueError(
-            f"kahan: residual_rounding is {residual_rounding!r}, not 'nearest' or "
-            "'stochastic'"
-        )
+    check_rounding("kahan: residual_rounding", residual_rounding)
     significand = significand_of("kahan", float_format)
     return KahanFormat(rounding, residual_rounding, arithmetic, significand)

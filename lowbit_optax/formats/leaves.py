@@ -76,7 +76,6 @@ class _Join:
     format: WeightFormat
 
     def __call__(self, values, scalars, index, multiply_add):
-        del scalars, index, multiply_add
         return [self.format.join(*values)]
 
 
@@ -86,7 +85,6 @@ class _Split:
     dtype: jnp.dtype
 
     def __call__(self, values, scalars, index, multiply_add):
-        del multiply_add
         (master,) = values
         random = RandomBits(scalars[0], scalars[1], index=index)
         return list(self.format.split(master, self.dtype, random))

@@ -22,8 +22,8 @@ class MomentFields:
     Args:
       averages: fields that are running averages, so that few bits can store them.
       second_moments: fields that are never negative, and whose root divides the update.
-      bounds: by the name of an average the second moment whose root bounds it,
-        ``|mu| <= C sqrt(nu)``. That takes weights of the same gradients that fall no
+      bounds: maps an average to the second moment whose root bounds it, ``|mu| <= C
+        sqrt(nu)``. Both must average the same gradients, with weights that fall no
         faster in nu than their squares fall in mu, as Adam's 0.999^k and 0.81^k.
       start: the field of the weights that training started from, of optimizers that
         learn their step size from how far it has come. The first steps are so short
@@ -54,10 +54,10 @@ _UNKNOWN = MomentFields()
 _ADAM = MomentFields(("mu", "nu"), ("nu",), {"mu": "nu"})
 _EXP_AVG = ("exp_avg", "exp_avg_sq")
 
-# By name, because optax does not export all of these classes. AdaBelief's nu is of
-# other numbers than its mu, Novograd's of layers, and AdEMAMix' slow average falls more
-# slowly than its nu: no bounds. COCOB and MADGRAD keep their start too, but count on it
-# only.
+# By name, because optax does not export all of these classes. AdaBelief's nu averages
+# other numbers than its mu, Novograd's averages layers, and AdEMAMix' slow average
+# falls more slowly than its nu, so these have no bounds. COCOB and MADGRAD keep their
+# start too, but count on it only.
 _OPTAX = {
     "DAdaptAdamWState": MomentFields(_EXP_AVG, ("exp_avg_sq",)),
     "DoGState": MomentFields(start="init_params"),
@@ -111,8 +111,8 @@ def declare_moments(
       averages: names of its fields that are running averages of gradients or of their
         squares, trees of float32 arrays like the parameters.
       second_moments: names of those that are never negative.
-      bounds: by the name of an average the second moment whose root bounds it up to a
-        constant, as ``{"mu": "nu"}`` in Adam. Then 4 bits suffice for it.
+      bounds: maps an average to the second moment whose root bounds it up to a
+        constant, as ``{"mu": "nu"}`` in Adam. Then 4 bits suffice for the average.
 
     Raises:
       TypeError: if ``state_class`` is not a class with fields.

@@ -9,9 +9,8 @@ from jax import lax
 
 from lowbit_optax._numerics import float_layouts, rounding
 from lowbit_optax._numerics.float_format import FloatFormat
-from lowbit_optax._numerics.landing import REPLACE
-from lowbit_optax._numerics.random_bits import PARAM_STREAM, RESIDUAL_STREAM, RandomBits
-from lowbit_optax.formats.base import SumRounding, WeightFormat, check_sum_rounding
+from lowbit_optax._numerics.random_bits import PARAM_STREAM, RESIDUAL_STREAM
+from lowbit_optax.formats.base import Rounding, WeightFormat, check_rounding
 from pallas_kernels import operations
 
 _BFLOAT16_BITS = 7
@@ -71,8 +70,6 @@ def rounded(
     """
     if significand is not None:
         return significand.round(x, words)
-    if words is None:
-        return rounding.round_nearest(x, dtype)
     return rounding.round_stochastic(x, dtype, words)
 
 
@@ -84,7 +81,7 @@ def significand_of(name: str, float_format: typing.Any) -> Significand | None:
       float_format: a :class:`lowbit_optax.precision.FloatFormat`, or None.
 
     Raises:
-      TypeError, ValueError: if it is none that fits.
+      TypeError, ValueError: if it does not fit.
     """
     if float_format is None:
         return None
@@ -120,7 +117,6 @@ class NoResidual(typing.NamedTuple):
     @staticmethod
     def format_of(param, residual) -> WeightFormat:
         """A format that joins and splits leaves with such residuals."""
-        del param, residual
         return Nearest()
 
 
@@ -132,7 +128,6 @@ class MasterCopy(typing.NamedTuple):
     @staticmethod
     def format_of(param, residual) -> WeightFormat:
         """A format that joins and splits leaves with such residuals."""
-        del param, residual
         return MasterCopyFormat()
 
 
@@ -148,7 +143,6 @@ class Nearest(WeightFormat):
         return why_not(self.significand, dtype)
 
     def round(self, master, dtype, random):
-        del random
         return rounded(self.significand, master, dtype)
 
 
@@ -156,7 +150,7 @@ class Nearest(WeightFormat):
 class StochasticRounding(WeightFormat):
     """The parameter is the master rounded stochastically; nothing else is stored."""
 
-    sum_rounding: SumRounding = "nearest"
+    sum_rounding: Rounding = "nearest"
     significand: Significand | None = None
     # It is only read, where a field serves as a property does.
     error_into: str | None = None  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -170,18 +164,15 @@ class StochasticRounding(WeightFormat):
     def check(self, dtype):
         return why_not(self.significand, dtype)
 
-    def advance(self, param, residual, update, random, landing=REPLACE):
+    def sum_stream(self, dtype):
         if self.sum_rounding == "nearest":
-            return super().advance(param, residual, update, random, landing)
+            return None
         # Rounding to bfloat16 leaves the sum's bits of its words.
-        is_bfloat16 = float_layouts.layout_of(param.dtype).same_exponent
+        is_bfloat16 = float_layouts.layout_of(dtype).same_exponent
         shares = is_bfloat16 and self.significand is None
-        stream = PARAM_STREAM if shares else RESIDUAL_STREAM
-        return self.advance_stochastically(
-            param, residual, update, random, landing, stream
-        )
+        return PARAM_STREAM if shares else RESIDUAL_STREAM
 
-    def round(self, master: jax.Array, dtype: jnp.dtype, random: RandomBits):
+    def round(self, master, dtype, random):
         return rounded(self.significand, master, dtype, random.words(master.shape))
 
 
@@ -192,7 +183,6 @@ class MasterCopyFormat(WeightFormat):
     container: typing.ClassVar[type] = MasterCopy
 
     def is_exact(self, dtype):
-        del dtype
         return True
 
     def init(self, param):
@@ -207,11 +197,9 @@ class MasterCopyFormat(WeightFormat):
         return jnp.where(is_own, residual, rounding.to_float32(param))
 
     def round(self, master, dtype, random):
-        del random
         return rounding.round_nearest(master, dtype)
 
     def residual(self, master, param, random):
-        del param, random
         return master
 
 
@@ -244,7 +232,7 @@ def nearest(*, float_format: FloatFormat | None = None) -> WeightFormat:
       A weight format. State: 0 bytes per parameter.
 
     Raises:
-      TypeError, ValueError: if ``float_format`` is none that fits in bfloat16.
+      TypeError, ValueError: if ``float_format`` does not fit in bfloat16.
 
     References:
       Zamirai et al. 2020, theorem 1; figure 10 (fewer than 16 bits).
@@ -257,7 +245,7 @@ def nearest(*, float_format: FloatFormat | None = None) -> WeightFormat:
 
 def stochastic_rounding(
     *,
-    sum_rounding: SumRounding = "nearest",
+    sum_rounding: Rounding = "nearest",
     float_format: FloatFormat | None = None,
     error_into: str | None = None,
 ) -> WeightFormat:
@@ -300,7 +288,7 @@ def stochastic_rounding(
     >>> stochastic_rounding()
     StochasticRounding(sum_rounding='nearest', significand=None, error_into=None)
     """
-    check_sum_rounding("stochastic_rounding", sum_rounding)
+    check_rounding("stochastic_rounding: sum_rounding", sum_rounding)
     if error_into is not None and not isinstance(error_into, str):
         raise TypeError(
             f"stochastic_rounding: error_into is {error_into!r}, and must be None or "

@@ -7,22 +7,20 @@
 import dataclasses
 import functools
 import math
-import typing
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics import linear_code
+from lowbit_optax._numerics.codes import as_fields, float_of
 from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._numerics.random_bits import PARAM_STREAM, RandomBits
 from lowbit_optax._numerics.rounding import narrow_or_cast
+from lowbit_optax.formats.base import Rounding
 from lowbit_optax.formats.quantized_leaf import QuantizedWeight
 from pallas_kernels.bitfields import pack, unpack_with
 from pallas_kernels.layout import Layout, block_maxima, repeat_blocks
-
-Rounding = typing.Literal["nearest", "stochastic"]
 
 _ARRAYS = ("codes_v2", "scales_v2")
 
@@ -130,14 +128,64 @@ class QuantizedTensor(QuantizedWeight):
 
 def _dequantized(dtype: jnp.dtype, tensor: QuantizedTensor) -> jax.Array:
     """See :meth:`QuantizedTensor.dequantize`."""
-    delta = lax.bitcast_convert_type(tensor.scales, jnp.float32)
-    steps = _repeated(delta, tensor.layout, tensor.block_size)
+    code = QuantizedFields(tensor.bits, tensor.block_size)
+    prepared = code.prepare_values(tensor.scales, tensor.layout)
 
-    def decode(fields: jax.Array, delta: jax.Array, inverse: jax.Array):
-        values = linear_code.decode(fields, (delta, inverse), tensor.bits)
-        return narrow_or_cast(values, dtype)
+    def decode(fields: jax.Array, *prepared: jax.Array) -> jax.Array:
+        return narrow_or_cast(code.decode(fields, prepared), dtype)
 
-    return unpack_with(decode, tensor.codes, tensor.bits, tensor.layout, *steps)
+    return unpack_with(decode, tensor.codes, tensor.bits, tensor.layout, *prepared)
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedFields:
+    """The elementwise functions between values and the fields of a QuantizedTensor::
+
+        magnitude_key(x) --> maximum over the block --> scale_of, with the old scale
+        prepare(scale) --> once per block, what encode and decode take
+
+    Args:
+      bits, block_size: of the QuantizedTensor.
+      rounding: of :meth:`encode`.
+    """
+
+    bits: int
+    block_size: int
+    rounding: Rounding = "nearest"
+
+    def magnitude_key(self, x: jax.Array) -> jax.Array:
+        """Integers whose maxima over blocks :meth:`scale_of` takes."""
+        return linear_code.magnitude_key(x)
+
+    def scale_of(self, key: jax.Array, old: jax.Array | None = None) -> jax.Array:
+        """The uint32 scales of blocks, from the maxima of keys.
+
+        Old scales are kept where they fit.
+        """
+        maximum = linear_code.magnitude_of(key)
+        if old is None:
+            return as_fields(linear_code.delta_of(maximum, self.bits))
+        return as_fields(linear_code.kept_delta(maximum, float_of(old), self.bits))
+
+    def prepare(self, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What :meth:`encode` and :meth:`decode` take for a uint32 scale."""
+        return linear_code.prepare(float_of(scale))
+
+    def prepare_values(self, scales: jax.Array, layout: Layout) -> list[jax.Array]:
+        """The prepared scales of blocks, repeated for every value."""
+        prepared = self.prepare(scales)
+        return [repeat_blocks(x, layout, self.block_size) for x in prepared]
+
+    def encode(self, x: jax.Array, prepared, random: RandomBits | None) -> jax.Array:
+        """The fields of float32 values; no random bits are needed for "nearest"."""
+        words = None
+        if self.rounding == "stochastic" and random is not None:
+            words = random.words(x.shape, PARAM_STREAM)
+        return linear_code.encode(x, prepared, self.bits, words)
+
+    def decode(self, fields: jax.Array, prepared) -> jax.Array:
+        """The float32 values of fields."""
+        return linear_code.decode(fields, prepared, self.bits)
 
 
 def quantize(
@@ -157,26 +205,15 @@ def quantize(
       random: the leaf's random bits; None rounds to nearest.
       old: the scales that the array had, which are kept where they fit.
     """
-    layout = Layout(x.shape, axis)
-    keys = block_maxima(linear_code.magnitude_key(x), layout, block_size)
-    maxima = linear_code.magnitude_of(keys)
-    if old is None:
-        delta = linear_code.delta_of(maxima, bits)
-    else:
-        old = lax.bitcast_convert_type(old, jnp.float32)
-        delta = linear_code.kept_delta(maxima, old, bits)
-    prepared = _repeated(delta, layout, block_size)
-    words = None if random is None else random.words(x.shape, PARAM_STREAM)
-    codes = pack(linear_code.encode(x, prepared, bits, words), bits, layout)
-    scales = lax.bitcast_convert_type(delta, jnp.uint32)
+    layout, code = (
+        Layout(x.shape, axis),
+        QuantizedFields(bits, block_size, "stochastic"),
+    )
+    keys = block_maxima(code.magnitude_key(x), layout, block_size)
+    scales = code.scale_of(keys, old)
+    fields = code.encode(x, code.prepare_values(scales, layout), random)
+    codes = pack(fields, bits, layout)
     return QuantizedTensor(codes, scales, bits, block_size, axis, x.shape[axis])
-
-
-def _repeated(delta: jax.Array, layout: Layout, block_size: int):
-    """The prepared step sizes of blocks, repeated for every value."""
-    delta, inverse = linear_code.prepare(delta)
-    repeat = lambda x: repeat_blocks(x, layout, block_size)
-    return repeat(delta), repeat(inverse)
 
 
 def requantize(
@@ -217,9 +254,9 @@ def _from_state_dict(tensor: QuantizedTensor, state: dict) -> QuantizedTensor:
     for name in _ARRAYS:
         want = getattr(tensor, name).shape
         if name not in state or state[name].shape != want:
-            given = list(state[name].shape) if name in state else "missing"
+            found = list(state[name].shape) if name in state else "missing"
             raise ValueError(
-                f"QuantizedTensor: {name} of the checkpoint are {given}, not "
+                f"QuantizedTensor: {name} of the checkpoint are {found}, not "
                 f"{list(want)}: was it saved with other bits, another block_size or "
                 "another version of the layout?"
             )

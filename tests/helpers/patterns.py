@@ -36,7 +36,7 @@ def every(dtype):
 @functools.cache
 def layout_of(dtype):
     if np.dtype(dtype) == np.float32:
-        return float_layouts.FloatLayout(np.dtype(np.float32), 8, 23, 127)
+        return float_layouts.FloatLayout(8, 23, 127)
     return float_layouts.layout_of(dtype)
 
 

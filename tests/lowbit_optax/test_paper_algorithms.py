@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from optimizers import assert_same_bits
 
 import lowbit_optax
 from lowbit_optax._numerics.random_bits import leaf_number, random_bits
@@ -125,12 +126,6 @@ def run_library(tx, grads, *, jit, start=None):
     return jax.jit(lambda *start: lax.scan(one, start, grads)[0])(params, state)
 
 
-def assert_same_bits(got, expected):
-    got, expected = np.asarray(got), np.asarray(expected)
-    assert got.dtype == expected.dtype
-    np.testing.assert_array_equal(got.view(np.uint16), expected.view(np.uint16))
-
-
 def schedule(count):
     """A warm-up and decay, of exact float32 operations."""
     if isinstance(count, int):
@@ -148,20 +143,20 @@ SGD = dict(momentum=0.9, weight_decay=5e-4)
 ADAMW = dict(b1=0.9, b2=0.997, eps=1e-8, weight_decay=0.01)
 
 
-def sgd_reference(grads, eta, rounding, seed=0):
+def reference_of(run, grads, eta, rounding, **options):
     start = starting_weights(grads["w"].dtype)
-    run = functools.partial(
-        numpy_sgd, eta=eta, mu=0.9, d=5e-4, rounding=rounding, seed=seed
-    )
-    return {n: run(start[n], grads[n], name=n) for n in SHAPES}
+    return {
+        name: run(
+            start[name], grads[name], eta, rounding=rounding, name=name, **options
+        )
+        for name in SHAPES
+    }
 
 
-def adamw_reference(grads, eta, rounding, *, b1=0.9, b2=0.997, seed=0, eps=1e-8):
-    start = starting_weights(grads["w"].dtype)
-    run = functools.partial(
-        numpy_adamw, eta=eta, b1=b1, b2=b2, eps=eps, d=0.01, rounding=rounding
-    )
-    return {n: run(start[n], grads[n], name=n, seed=seed) for n in SHAPES}
+sgd_reference = functools.partial(reference_of, numpy_sgd, mu=0.9, d=5e-4)
+adamw_reference = functools.partial(
+    reference_of, numpy_adamw, b1=0.9, b2=0.997, eps=1e-8, d=0.01
+)
 
 
 def assert_is(got, reference, *, moments, is_kahan):
@@ -184,26 +179,23 @@ assert_is_sgd = functools.partial(assert_is, moments={"trace": "m"})
 assert_is_adamw = functools.partial(assert_is, moments={"mu": "m", "nu": "v"})
 
 
-@modes
-def test_kahan_sgd_is_algorithm_3_bit_for_bit(jit, steps):
-    grads = gradients(steps)
-    got = run_library(sixteen_bit_sgd(0.01, **SGD), grads, jit=jit)
-    assert_is_sgd(got, sgd_reference(grads, 0.01, "kahan"), is_kahan=True)
+UNITS = {
+    "sgd": (sixteen_bit_sgd, SGD, sgd_reference, assert_is_sgd),
+    "adamw": (sixteen_bit_adamw, ADAMW, adamw_reference, assert_is_adamw),
+}
 
 
 @modes
-def test_stochastic_sgd_is_algorithm_2_bit_for_bit(jit, steps):
+@pytest.mark.parametrize("rounding", ["kahan", "stochastic"])
+@pytest.mark.parametrize("unit", UNITS)
+def test_a_unit_is_the_papers_algorithm_bit_for_bit(unit, rounding, jit, steps):
+    # Algorithms 2 (SGD) and 4 (AdamW) round stochastically; 3 and 5 are Kahan's.
+    make, options, reference, assert_is_algorithm = UNITS[unit]
     grads = gradients(steps)
-    tx = sixteen_bit_sgd(0.01, **SGD, rounding="stochastic", seed=5)
-    reference = sgd_reference(grads, 0.01, "stochastic", seed=5)
-    assert_is_sgd(run_library(tx, grads, jit=jit), reference, is_kahan=False)
-
-
-@modes
-def test_kahan_adamw_is_algorithm_5_bit_for_bit(jit, steps):
-    grads = gradients(steps)
-    got = run_library(sixteen_bit_adamw(0.01, **ADAMW), grads, jit=jit)
-    assert_is_adamw(got, adamw_reference(grads, 0.01, "kahan"), is_kahan=True)
+    tx = make(0.01, **options, rounding=rounding, seed=5)
+    expected = reference(grads, 0.01, rounding, seed=5)
+    got = run_library(tx, grads, jit=jit)
+    assert_is_algorithm(got, expected, is_kahan=rounding == "kahan")
 
 
 def test_adamw_rounds_after_every_operation_with_betas_that_show_it():
@@ -213,14 +205,6 @@ def test_adamw_rounds_after_every_operation_with_betas_that_show_it():
     tx = sixteen_bit_adamw(0.01, **{**ADAMW, **betas})
     reference = adamw_reference(grads, 0.01, "kahan", **betas)
     assert_is_adamw(run_library(tx, grads, jit=True), reference, is_kahan=True)
-
-
-@modes
-def test_stochastic_adamw_is_algorithm_4_bit_for_bit(jit, steps):
-    grads = gradients(steps)
-    tx = sixteen_bit_adamw(0.01, **ADAMW, rounding="stochastic", seed=5)
-    reference = adamw_reference(grads, 0.01, "stochastic", seed=5)
-    assert_is_adamw(run_library(tx, grads, jit=jit), reference, is_kahan=False)
 
 
 def test_with_weights_rounded_to_nearest_it_is_the_same_up_to_the_last_line():
@@ -316,30 +300,28 @@ def float32_run(tx, grads):
     return {n: np.asarray(x).astype(np.float64) for n, x in path.items()}
 
 
-def assert_follows(tx, plain, relative_spacing):
-    """Masters follow a float32 run of the same gradients.
-
-    Storing a weight w rounds stochastically to a spacing of at most
-    ``relative_spacing * |w|``: over T steps a standard deviation of at most half of
-    that times sqrt(T), and by Azuma-Hoeffding none of 2,145 elements is past 7 of them.
-    float32's own roundings in the two runs: 2^-22 |w| a step, or of the step itself.
-    """
-    grads = gradients(STEPS)
+def errors_of(tx, plain, grads):
+    """Per leaf, the masters' errors and a float32 run's path, after these gradients."""
     with jax.numpy_dtype_promotion("standard"):  # for optax.adamw
         params, state = run_library(tx, grads, jit=True)
         path = float32_run(plain, grads)
     masters = lowbit_optax.master_weights(params, state)
     for name in SHAPES:
-        steps = np.diff(path[name], axis=0, prepend=path[name][:1])
-        largest = np.abs(path[name]).max(axis=0)
-        travelled = np.abs(steps).max(axis=0)
-        error = np.asarray(masters[name]).astype(np.float64) - path[name][-1]
-        deviation = relative_spacing / 2 * np.sqrt(STEPS) * largest
-        rounding = STEPS * 2.0**-22 * (largest + travelled)
-        assert np.all(np.abs(error) <= 7 * deviation + rounding)
-        # The mean of independent errors.
-        together = np.sqrt(np.sum(deviation**2))
-        assert abs(error.sum()) <= 5 * together + rounding.sum()
+        yield np.asarray(masters[name]).astype(np.float64) - path[name][-1], path[name]
+
+
+def largest_weight_and_step(path):
+    steps = np.diff(path, axis=0, prepend=path[:1])
+    return np.abs(path).max(axis=0), np.abs(steps).max(axis=0)
+
+
+def assert_within(error, deviation, rounding):
+    """Independent errors of these standard deviations, and float32's own roundings.
+
+    By Azuma-Hoeffding none of 2,145 elements is past 7 deviations.
+    """
+    assert np.all(np.abs(error) <= 7 * deviation + rounding)
+    assert abs(error.sum()) <= 5 * np.sqrt(np.sum(deviation**2)) + rounding.sum()
 
 
 SGD_PLAIN = optax.chain(optax.add_decayed_weights(5e-4), optax.sgd(1e-3, 0.9))
@@ -349,45 +331,38 @@ KAHAN_SPACING, PARAM_SPACING = 2.0**-15, 2.0**-7
 
 
 @pytest.mark.parametrize(
-    ("alias", "spacing"),
-    [(lowbit_optax.kahan_sgd, KAHAN_SPACING), (lowbit_optax.sr_sgd, PARAM_SPACING)],
-    ids=["kahan", "sr"],
+    ("alias", "options", "plain", "spacing"),
+    [
+        (lowbit_optax.kahan_sgd, SGD, SGD_PLAIN, KAHAN_SPACING),
+        (lowbit_optax.sr_sgd, SGD, SGD_PLAIN, PARAM_SPACING),
+        (lowbit_optax.kahan_adamw, ADAMW, ADAMW_PLAIN, KAHAN_SPACING),
+        (lowbit_optax.sr_adamw, ADAMW, ADAMW_PLAIN, PARAM_SPACING),
+    ],
+    ids=["kahan_sgd", "sr_sgd", "kahan_adamw", "sr_adamw"],
 )
-def test_sgd_in_float32_arithmetic_follows_the_float32_run(alias, spacing):
-    tx = alias(1e-3, **SGD, moments="float32", seed=1)
-    assert_follows(tx, SGD_PLAIN, spacing)
-
-
-@pytest.mark.parametrize(
-    ("alias", "spacing"),
-    [(lowbit_optax.kahan_adamw, KAHAN_SPACING), (lowbit_optax.sr_adamw, PARAM_SPACING)],
-    ids=["kahan", "sr"],
-)
-def test_adamw_in_float32_arithmetic_follows_the_float32_run(alias, spacing):
-    tx = alias(1e-3, **ADAMW, moments="float32", seed=1)
-    assert_follows(tx, ADAMW_PLAIN, spacing)
+def test_in_float32_arithmetic_masters_follow_the_float32_run(
+    alias, options, plain, spacing
+):
+    # Storing a weight w rounds stochastically to a spacing of at most spacing * |w|:
+    # over T steps a standard deviation of at most half of that times sqrt(T). float32
+    # rounds in the two runs by 2^-22 |w| a step, or of the step itself.
+    tx = alias(1e-3, **options, moments="float32", seed=1)
+    for error, path in errors_of(tx, plain, gradients(STEPS)):
+        largest, step = largest_weight_and_step(path)
+        deviation = spacing / 2 * np.sqrt(STEPS) * largest
+        assert_within(error, deviation, STEPS * 2.0**-22 * (largest + step))
 
 
 def test_bfloat16_moments_leave_the_sgd_run_unbiased():
     # Momentum rounded stochastically: d(m) of at most 2^-8 |m| in standard deviation,
     # and a d(m) moves the weight by eta / (1 - mu) d(m) in all.
-    grads = gradients(STEPS)
     tx = lowbit_optax.kahan_sgd(1e-3, **SGD, seed=2)
-    params, state = run_library(tx, grads, jit=True)
-    masters = lowbit_optax.master_weights(params, state)
-    path = float32_run(SGD_PLAIN, grads)
-    for name in SHAPES:
-        error = np.asarray(masters[name]).astype(np.float64) - path[name][-1]
-        steps = np.diff(path[name], axis=0, prepend=path[name][:1])
-        momentum = np.abs(steps).max(axis=0) / 1e-3
-        largest = np.abs(path[name]).max(axis=0)
+    for error, path in errors_of(tx, SGD_PLAIN, gradients(STEPS)):
+        largest, step = largest_weight_and_step(path)
         deviation = np.sqrt(STEPS) * np.hypot(
-            1e-3 / (1 - 0.9) * 2.0**-8 * momentum, KAHAN_SPACING / 2 * largest
+            step / (1 - 0.9) * 2.0**-8, KAHAN_SPACING / 2 * largest
         )
-        rounding = STEPS * 2.0**-22 * largest
-        assert np.all(np.abs(error) <= 7 * deviation + rounding)
-        together = np.sqrt(np.sum(deviation**2))
-        assert abs(error.sum()) <= 5 * together + rounding.sum()
+        assert_within(error, deviation, STEPS * 2.0**-22 * largest)
 
 
 def test_bfloat16_moments_keep_adamw_within_five_percent_of_its_travel():
@@ -396,13 +371,8 @@ def test_bfloat16_moments_keep_adamw_within_five_percent_of_its_travel():
     # 2^-8 / sqrt(1 - b1^2) = 0.9% of its largest value.
     grads = {n: np.abs(g) for n, g in gradients(STEPS).items()}  # travel one way
     tx = lowbit_optax.kahan_adamw(1e-3, **ADAMW, seed=2)
-    with jax.numpy_dtype_promotion("standard"):  # for optax.adamw
-        params, state = run_library(tx, grads, jit=True)
-        path = float32_run(ADAMW_PLAIN, grads)
-    masters = lowbit_optax.master_weights(params, state)
-    for name in SHAPES:
-        error = np.asarray(masters[name]).astype(np.float64) - path[name][-1]
-        travel = path[name][-1] - path[name][0]
-        size = lambda x: np.sqrt(np.mean(x**2))
-        assert size(travel) > 0.1
-        assert size(error) <= 0.05 * size(travel)
+    size = lambda x: np.sqrt(np.mean(x**2))
+    for error, path in errors_of(tx, ADAMW_PLAIN, grads):
+        travel = size(path[-1] - path[0])
+        assert travel > 0.1
+        assert size(error) <= 0.05 * travel

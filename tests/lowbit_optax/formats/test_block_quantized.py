@@ -288,10 +288,6 @@ def test_no_positive_second_moment_becomes_zero(code):
 @pytest.mark.parametrize("draw", [0, 2**32 - 1])
 def test_what_is_not_finite_keeps_to_its_own_field(code, draw):
     bad = np.array([np.inf, -np.inf, np.nan, -np.nan, 3.4e38], np.float32)
-    largest = code.magnitude_of(jnp.maximum(code.magnitude_key(jnp.asarray(bad)), 0))
-    # Beside a first moment of that size the second is infinite, or nearly.
-    huge = 0 if code.signed else 3.4e38
-    np.testing.assert_array_equal(largest, np.float32([0, 0, 0, 0, huge]))
     _, ready = prepared(code, 3.3)
     words = jnp.full(bad.shape, draw, jnp.uint32)
     fields = code.encode_fields(jnp.asarray(bad), ready, words)
@@ -310,10 +306,12 @@ def test_what_is_not_finite_keeps_to_its_own_field(code, draw):
 @each_code
 def test_magnitudes_enter_the_scale_up_to_2_50(code):
     below = np.nextafter(np.float32(2.0**50), np.float32(0))
-    sizes = np.float32([0.0, 1e-38, 1.0, below, 2.0**50, 1e30])
-    for x in (sizes, -sizes) if code.signed else (sizes,):
-        keys = jnp.maximum(code.magnitude_key(jnp.asarray(x)), 0)
-        want = np.where(code.signed & (sizes >= 2.0**50), 0, sizes)
+    sizes = np.float32([0.0, 1e-38, 1.0, below, 2.0**50, 3.4e38, np.inf, np.nan])
+    # Beside a first moment of 2^50 or more the second is infinite, or nearly.
+    enter = sizes < (2.0**50 if code.signed else np.inf)
+    for sign in (1, -1):
+        keys = jnp.maximum(code.magnitude_key(jnp.asarray(sign * sizes)), 0)
+        want = np.where(enter & (code.signed or sign > 0), sizes, 0)
         np.testing.assert_array_equal(code.magnitude_of(keys), want)
 
 
@@ -414,7 +412,7 @@ def test_shapes_and_errors_are_those_of_whole_blocks_everywhere(
     assert stored.codes.dtype == jnp.uint32
     assert stored.codes.shape == packed_shape(shape, bits)
     assert stored.scales.dtype == jnp.bfloat16
-    assert stored.scales.shape == format_.scales_shape(shape)
+    assert stored.scales.shape == layout_of(shape).blocks_shape(block_size)
     decoded = np.asarray(decode(format_, stored, shape))
     assert decoded.shape == shape
     # Half a step of the value's own block, whose largest value is the largest code.
@@ -539,7 +537,7 @@ def test_adans_v_is_no_second_moment():
     assert not of("v", type(optax.scale_by_factored_rms().init(jnp.ones(3))))
 
 
-def test_what_a_field_is_not_told_is_chosen_by_it():
+def test_what_is_left_open_is_chosen_by_the_field():
     format_ = block_quantized(8)
     of = lambda format_, name: format_.for_field(name, is_second(name)).codec
     assert of(format_, "mu") == code_kinds.code_of("companded", 8, True, "bfloat16")
@@ -601,7 +599,7 @@ def test_a_state_of_another_format_is_an_error_that_names_the_leaf():
         TX.update(grads, plain, params())
 
 
-def test_so_is_one_of_which_every_leaf_is_too_small():
+def test_a_state_whose_leaves_are_all_too_small_is_an_error_too():
     leaves = {"b": jnp.ones(64)}
     for kept, other in ((TX, adamw("float32")), (adamw("float32"), TX)):
         with pytest.raises(ValueError, match=r"\['b'\].*QuantizedMoment"):
@@ -647,7 +645,3 @@ def test_a_second_moments_code_is_refused_for_a_first_moment():
 def test_bad_arguments(arguments, error, message):
     with pytest.raises(error, match=message):
         block_quantized(**arguments)
-
-
-def test_formats_are_static():
-    assert hash(block_quantized(8)) == hash(block_quantized(8))

@@ -44,12 +44,12 @@ def stored(state_class, moments=None):
     return tx, lowbit_optax.step(tx, PARAMS, tx.init(PARAMS), grads)[1].inner_state
 
 
-def test_moments_that_nobody_knows_stay_float32():
+def test_undeclared_moments_stay_float32():
     _, state = stored(new_class())
     assert state.fast["w"].dtype == state.squares["w"].dtype == jnp.float32
 
 
-def test_declared_ones_are_stored_as_optaxs_own():
+def test_declared_moments_are_stored_as_optaxs_own():
     state_class = new_class()
     lowbit_optax.declare_moments(
         state_class, averages=("fast", "squares"), second_moments=("squares",)
@@ -78,7 +78,7 @@ def test_a_declared_bound_lets_four_bits_be_relative():
     assert isinstance(state.fast, RelativeMoment)
 
 
-def test_a_moment_that_is_stored_with_a_sign_unasked_is_said():
+def test_a_second_moment_stored_with_a_sign_unasked_is_warned_of():
     moments = {"squares": lowbit_optax.block_quantized(8)}
     with pytest.warns(UserWarning, match="'squares' of State is stored with a sign"):
         stored(new_class(), moments)
@@ -92,17 +92,13 @@ def test_a_moment_that_is_stored_with_a_sign_unasked_is_said():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("state_class", "error", "message"),
     [
-        ((3,), TypeError, "state_class is 3"),
-        ((int,), TypeError, "accepted is a NamedTuple"),
+        (3, TypeError, "state_class is 3"),
+        (int, TypeError, "accepted is a NamedTuple"),
+        (new_class(), ValueError, "State has no field 'nu'; it has steps, fast"),
     ],
 )
-def test_what_is_no_state_is_refused(arguments, error, message):
+def test_what_is_no_state_with_these_fields_is_refused(state_class, error, message):
     with pytest.raises(error, match=message):
-        lowbit_optax.declare_moments(*arguments)
-
-
-def test_fields_that_a_state_does_not_have_are_refused():
-    with pytest.raises(ValueError, match="State has no field 'nu'; it has steps, fast"):
-        lowbit_optax.declare_moments(new_class(), averages=("nu",))
+        lowbit_optax.declare_moments(state_class, averages=("nu",))

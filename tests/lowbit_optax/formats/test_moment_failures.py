@@ -71,25 +71,17 @@ def norm_ratio(got, want):
     return np.linalg.norm(got) / np.linalg.norm(want)
 
 
-@pytest.mark.parametrize("exponent", [0, -2, -4, -6, -7, -8])
-def test_updates_do_not_depend_on_the_size_of_gradients(exponent):
-    scale = np.float32(10.0**exponent)
-    # Adam's eps is a size of gradients too.
-    options = {"eps": 1e-8 * float(scale)}
-    grads = lambda _, normal: normal * scale
-    want, _, _ = run("float32", grads, 400, **options)
-    got, _, _ = run(EIGHT, grads, 400, **options)
+@pytest.mark.parametrize(
+    ("exponent", "eps"),
+    # Adam's eps is a size of gradients too: scaled with them, and its own.
+    [*((x, 1e-8 * 10.0**x) for x in (0, -2, -4, -6, -7, -8)), (-8, 1e-8)],
+)
+def test_updates_do_not_depend_on_the_size_of_gradients(exponent, eps):
+    grads = lambda _, normal: normal * np.float32(10.0**exponent)
+    want, _, _ = run("float32", grads, 400, eps=eps)
+    got, _, _ = run(EIGHT, grads, 400, eps=eps)
     for part in (slice(0, 20), slice(20, 200), slice(200, 400)):
         assert abs(norm_ratio(got[part], want[part]) - 1) <= 0.05
-
-
-@pytest.mark.parametrize("exponent", [0, -8])
-def test_with_adams_own_eps_they_are_float32s_at_any_size(exponent):
-    scale = np.float32(10.0**exponent)
-    grads = lambda _, normal: normal * scale
-    want, _, _ = run("float32", grads, 400)
-    got, _, _ = run(EIGHT, grads, 400)
-    assert abs(norm_ratio(got, want) - 1) <= 0.05
 
 
 def test_one_huge_gradient_leaves_everything_finite_and_is_forgotten():
@@ -215,7 +207,7 @@ def test_after_gradients_stop_v_decays_as_in_float32():
         assert abs(got.mean() / want.mean() - 1) <= 0.05, steps
 
 
-def test_under_nearest_rounding_it_would_not():
+def test_under_nearest_rounding_v_does_not_decay():
     grads = lambda step, normal: jnp.where(step < 200, normal, 0.0)
     nearest = block_quantized(8, rounding="nearest")
     _, before = decoded(nearest, run(nearest, grads, 200)[2])
@@ -267,20 +259,9 @@ def test_fewer_bits_are_further_from_float32():
     assert four <= 0.5
 
 
-FOUR = {"mu": block_quantized(4), "nu": EIGHT}
-
-
-def test_four_bits_of_the_first_moment_do_among_values_of_one_size():
-    grads = lambda _, normal: normal
-    want, _, _ = run("float32", grads, 400)
-    got, _, _ = run(tuple(FOUR.items()), grads, 400)
-    assert abs(norm_ratio(got, want) - 1) <= 0.1
-    assert np.corrcoef(got.ravel(), want.ravel())[0, 1] >= 0.9
-
-
 @pytest.mark.parametrize("code", ["linear", "companded", "dynamic"])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_of_every_code_the_mean_of_a_constant_gradient_is_kept(code, bits):
+def test_every_code_keeps_the_mean_of_a_constant_gradient(code, bits):
     format_ = block_quantized(bits, code=code, relative_to=None)
     value = jnp.linspace(0.05, 1.0, SHAPE[0])[:, None]
     grads = lambda _, normal: jnp.broadcast_to(value, SHAPE)
@@ -328,7 +309,7 @@ def test_the_slow_averages_of_ademamix_follow_float32(inner):
 
 
 @pytest.mark.exhaustive
-def test_slow_averages_of_eight_bits_do_not_follow_it_and_of_sixteen_do():
+def test_slow_averages_follow_float32_in_sixteen_bits_and_not_in_eight():
     for b1, least, most in ((0.9, 0.997, 1), (0.99, 0.965, 0.98), (0.999, 0.75, 0.85)):
         inner = optax.adam(1.0, b1=b1)
         assert least <= cosine(inner, (("mu", EIGHT),), 2000) <= most

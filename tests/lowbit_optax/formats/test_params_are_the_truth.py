@@ -79,21 +79,21 @@ def check_joined(bits, rounding, residuals):
         )
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "toward_zero", "stochastic"])
-@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+each_rounding = pytest.mark.parametrize(
+    "rounding", ["nearest", "toward_zero", "stochastic"]
+)
+
+
+@each_rounding
+@pytest.mark.parametrize(
+    "bits", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.exhaustive)]
+)
 def test_no_residual_moves_a_bfloat16_parameter(bits, rounding):
     width = splitting.stored_bits(bits, rounding)
     check_joined(bits, rounding, np.arange(2**width, dtype=np.uint32))
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("rounding", ["nearest", "toward_zero", "stochastic"])
-def test_no_residual_of_8_bits_moves_a_bfloat16_parameter(rounding):
-    width = splitting.stored_bits(8, rounding)
-    check_joined(8, rounding, np.arange(2**width, dtype=np.uint32))
-
-
-@pytest.mark.parametrize("rounding", ["nearest", "toward_zero", "stochastic"])
+@each_rounding
 @pytest.mark.parametrize("bits", [8, 12, 16])
 def test_no_residual_at_an_edge_moves_a_bfloat16_parameter(bits, rounding):
     top = 1 << splitting.stored_bits(bits, rounding)
@@ -209,10 +209,10 @@ def by_update(tx, params, state, grads):
 each_way = pytest.mark.parametrize("advance", [by_step, by_update])
 
 
-def start(dtype=jnp.bfloat16):
-    rng = np.random.default_rng(3)
+def start(seed=3):
+    rng = np.random.default_rng(seed)
     return {
-        name: jnp.asarray(rng.normal(size=shape), dtype)
+        name: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
         for name, shape in SHAPES.items()
     }
 
@@ -310,11 +310,7 @@ def test_other_weights_swapped_in_are_trained_on(name, advance):
     tx = sgd(FORMATS[name])
     params = start()
     params, state = train(tx, advance, params, tx.init(params), untouched, 10)
-    rng = np.random.default_rng(5)
-    swapped = {
-        leaf: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
-        for leaf, shape in SHAPES.items()
-    }
+    swapped = start(seed=5)
     grads = jax.tree.map(lambda w: jnp.full(w.shape, 2.0, jnp.float32), swapped)
     after, state = jax.jit(advance, static_argnums=0)(tx, swapped, state, grads)
     for leaf in SHAPES:

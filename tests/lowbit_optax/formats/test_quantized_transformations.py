@@ -64,7 +64,7 @@ def losses(name: str, is_coded: bool) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", CODED)
-def test_they_train_as_in_float32(name):
+def test_eight_bit_moments_train_as_float32_ones_do(name):
     want, got = losses(name, False), losses(name, True)
     assert want[-1] < 0.5
     np.testing.assert_allclose(got[10:], want[10:], rtol=0.1, atol=2e-3)

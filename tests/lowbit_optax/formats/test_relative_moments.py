@@ -183,12 +183,12 @@ def test_four_bits_follow_float32_beside_values_of_any_size(case):
         for case in CASES
     ],
 )
-def test_with_six_bits_of_the_second_moment_they_do_too(case):
+def test_low_moments_follow_float32_beside_values_of_any_size(case):
     assert_follows_float32(LOW, case, most=1.4)
 
 
 @pytest.mark.exhaustive
-def test_with_four_bits_of_it_they_do_not():
+def test_four_bits_of_the_second_moment_do_not_follow_float32():
     both = (("mu", FOUR[0][1]), ("nu", FOUR[0][1]))
     assert compared(both, "six decades")[2] < 0.7
     assert compared(both, "rows of 1,000")[2] < 0.9
@@ -196,7 +196,7 @@ def test_with_four_bits_of_it_they_do_not():
 
 @pytest.mark.exhaustive
 @each_case
-def test_eight_bits_follow_it_more_closely(case):
+def test_eight_bits_follow_float32_more_closely(case):
     for moments in (EIGHT, EIGHT_RELATIVE):
         largest, size, cosine = compared(moments, case)
         assert largest <= 1.4
@@ -220,7 +220,7 @@ def test_one_gradient_whose_square_overflows_does_not_stop_its_neighbours(moment
 
 
 @pytest.mark.exhaustive
-def test_without_the_root_four_bits_do_not():
+def test_absolute_first_moments_of_four_bits_do_not_follow_float32():
     assert compared(ABSOLUTE, "rows of 1,000")[0] > 100
     assert compared(ABSOLUTE, "digits")[1] > 2
 
@@ -253,12 +253,12 @@ def test_four_bits_are_relative_where_a_second_moment_bounds_them(inner):
         (optax.novograd(RATE), "mu"),
     ],
 )
-def test_elsewhere_they_are_not(inner, field):
+def test_four_bits_are_absolute_where_no_second_moment_bounds_them(inner, field):
     state = adam_state(block_quantized(4), inner)
     assert isinstance(getattr(state, field), QuantizedMoment)
 
 
-def test_eight_bits_are_relative_where_that_is_asked_for():
+def test_eight_bits_are_relative_on_request():
     assert isinstance(adam_state(EIGHT).mu, QuantizedMoment)
     state = adam_state(block_quantized(8, relative_to="nu"))
     assert isinstance(state.mu, RelativeMoment)
@@ -358,7 +358,7 @@ def keeps_mu_of_zeros(inner):
     return optax.GradientTransformation(inner.init, update)
 
 
-def test_if_only_one_of_the_two_is_left_alone_they_still_belong_together():
+def test_a_step_that_keeps_mu_and_changes_nu_stores_mu_for_the_new_nu():
     inner = keeps_mu_of_zeros(optax.adam(RATE, b2=0.5))
     params, grads = jnp.zeros(SHAPE), jnp.asarray(normal(1))[0]
     sizes = []

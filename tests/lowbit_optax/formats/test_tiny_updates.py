@@ -123,13 +123,13 @@ def test_weights_of_one_move_as_asked(format_, rate, sign):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn"])
-def test_so_do_weights_of_other_dtypes(dtype):
+def test_weights_of_other_dtypes_move_as_asked(dtype):
     ratio, deviation = movement(FORMATS["extra_bits(8)"], dtype, 1e-7, 1.0)
     assert abs(ratio - 1) <= 5 * deviation / 2**9 / 16e-7 + 0.01
 
 
 @pytest.mark.parametrize("format_", [extra_bits(8), extra_bits()], ids=str)
-def test_without_it_they_do_not(format_):
+def test_without_stochastic_sums_weights_stay_where_they_are(format_):
     assert movement(format_, "bfloat16", 1e-8, 1.0)[0] == 0
 
 
@@ -152,5 +152,5 @@ def test_kernels_give_the_same_bits(format_, advance):
 
 @pytest.mark.parametrize("make", [extra_bits, stochastic_rounding])
 def test_any_other_rounding_of_sums_is_refused(make):
-    with pytest.raises(ValueError, match="sum_rounding is 'up', not one of"):
+    with pytest.raises(ValueError, match="sum_rounding is 'up', not 'nearest' or"):
         make(sum_rounding="up")

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax import lax
+from patterns import assert_same, cast
 
 from lowbit_optax._numerics.float_format import FP32, grid_of, round_to_grid
 from lowbit_optax.precision import FloatFormat
@@ -57,12 +58,6 @@ FORMATS = [
 ]
 each_format = pytest.mark.parametrize("fmt", FORMATS, ids=str)
 each_overflow = pytest.mark.parametrize("overflow", ["saturate", "infinity"])
-
-
-def cast(values, dtype):
-    """Cast without warnings about signalling NaNs and overflows."""
-    with np.errstate(all="ignore"):
-        return np.asarray(values).astype(dtype)
 
 
 def in_float32(values):
@@ -141,15 +136,6 @@ def samples():
     return np.concatenate([in_float32(part) for part in parts])
 
 
-def assert_same(got, expected):
-    """Equal numbers, including the signs of zeros, and NaNs in the same places."""
-    got, expected = np.asarray(got), np.asarray(expected)
-    assert got.dtype == expected.dtype == np.float32
-    nan = np.isnan(expected)
-    np.testing.assert_array_equal(np.isnan(got), nan)
-    np.testing.assert_array_equal(got.view(np.uint32)[~nan], expected.view("u4")[~nan])
-
-
 @pytest.mark.parametrize("name", NATIVE)
 def test_a_dtype_and_its_format_name_each_other(name):
     fmt, info = NATIVE[name], ml_dtypes.finfo(name)
@@ -169,14 +155,6 @@ def test_largest_and_smallest_are_those_of_the_list(fmt):
     assert fmt.smallest == values[1]
     bias = 2 ** (fmt.exponent_bits - 1) - 1 + fmt.bias
     assert fmt.smallest_normal == 2.0 ** (1 - bias)
-
-
-def test_the_formats_of_the_paper():
-    forward = FloatFormat(4, 3, 4)
-    assert (forward.largest, forward.smallest) == (30.0, 2.0**-13)
-    assert FloatFormat(5, 2).largest == 1.75 * 2.0**16
-    assert FloatFormat(6, 9).largest == (2 - 2.0**-9) * 2.0**32
-    assert FP32.largest == float(np.finfo(np.float32).max)
 
 
 @each_narrow

@@ -199,7 +199,6 @@ def test_adamw_takes_four_and_three_eighths_bytes():
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"bits": 5}, "bits is 5, not 4, 6 or 8"),
         ({"bits": 6, "code": "linear"}, "bits is 6 and code 'linear'; accepted"),
         ({"bits": 4, "code": "nested"}, "'nested' and bits is 4, not 6 or 8"),
         ({"bits": 6, "scale": "bfloat16"}, "scale is 'bfloat16', but code 'nested'"),

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.experimental import pallas as pl
 
 from lowbit_optax._numerics import random_bits as library
 from lowbit_optax._numerics.random_bits import (
@@ -207,35 +206,6 @@ def test_with_an_index_the_words_are_elementwise_uint32_operations():
     assert used <= {"add", "mul", "xor", "shift_right_logical"}
     kinds = {v.aval.dtype for e in program.eqns for v in (*e.invars, *e.outvars)}
     assert kinds == {jnp.dtype(jnp.uint32)}
-
-
-def test_a_kernel_that_holds_some_rows_draws_the_leafs_words():
-    shape, rows = (32, 128), 8
-
-    def kernel(key, second, out):
-        row = lax.broadcasted_iota(jnp.uint32, (rows, 128), 0)
-        column = lax.broadcasted_iota(jnp.uint32, (rows, 128), 1)
-        first = pl.program_id(0).astype(jnp.uint32) * jnp.uint32(rows)
-        index = (first + row) * jnp.uint32(128) + column
-        random = library.RandomBits(key[0], second[0], index)
-        out[...] = random.words((rows, 128), 1)
-
-    whole = pl.BlockSpec((1,), lambda i: (0,))
-    drawn = pl.pallas_call(
-        kernel,
-        jax.ShapeDtypeStruct(shape, jnp.uint32),
-        grid=(shape[0] // rows,),
-        in_specs=[whole, whole],
-        out_specs=pl.BlockSpec((rows, 128), lambda i: (i, 0)),
-        interpret=True,
-    )
-    own = indexed(None)
-    np.testing.assert_array_equal(
-        drawn(own.key[None], own.second[None]), own.words(shape, 1)
-    )
-
-
-# Sharding.
 
 
 # Arrays with more elements than a 32-bit index counts. XLA makes only the elements
@@ -506,35 +476,24 @@ def test_random_second_keys_tell_the_same_counters_apart():
     assert max(worst) <= 0.02
 
 
-def test_the_two_halves_of_a_word_are_uncorrelated_numbers():
-    x = words(seed=9)
-    assert_uncorrelated(x & 0xFFFF, x >> 16, bits=16)
-    assert_uncorrelated((x & 0xFFFF)[:-1], (x >> 16)[1:], bits=16)
-
-
 def flips(a, b):
     """For each output bit, how far the share of changed bits is from one half."""
     return np.abs(np.mean(signs(a ^ b), axis=0)) / 2
 
 
-def test_a_changed_bit_of_the_index_changes_each_output_bit_half_the_time():
+@pytest.mark.parametrize("what", ["index", "seed", "step"])
+def test_a_changed_bit_changes_each_output_bit_half_the_time(what):
     n = 2**14
-    (random,) = random_bits(jnp.uint32(0), jnp.uint32(0), [0])
     index = np.random.default_rng(0).integers(0, 2**32, n, np.uint32)
-    hash_ = jax.jit(lambda i: hash_words(i, random.key, random.second))
-    base = np.asarray(hash_(jnp.asarray(index)))
-    for bit in range(32):
-        other = np.asarray(hash_(jnp.asarray(index ^ np.uint32(1 << bit))))
-        assert flips(base, other).max() <= 5 * 0.5 / np.sqrt(n)
 
+    def drawn(changes):
+        if what == "index":
+            return words_at(index ^ np.uint32(changes), (0, 0, 0, 0))
+        return words((n,), **{what: 0x12345678 ^ changes})
 
-@pytest.mark.parametrize("what", ["seed", "step"])
-def test_a_changed_bit_of_seed_or_step_changes_each_output_bit_half_the_time(what):
-    n = 2**14
-    base = words((n,), **{what: 0x12345678})
+    base = drawn(0)
     for bit in range(32):
-        other = words((n,), **{what: 0x12345678 ^ (1 << bit)})
-        assert flips(base, other).max() <= 5 * 0.5 / np.sqrt(n)
+        assert flips(base, drawn(1 << bit)).max() <= 5 * 0.5 / np.sqrt(n)
 
 
 def test_no_two_of_many_states_share_their_words():
