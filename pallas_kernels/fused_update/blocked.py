@@ -48,16 +48,14 @@ def update(
       scalars: what the body takes as such. They may have any dtypes that it takes, so
         that the results have derivatives with respect to them.
     """
-    count = len(scalars)
 
-    def blocks(*args):
-        return _update(body, leaf.with_arrays(args[count:]), args[:count], when)
+    def blocks(scalars, leaf):
+        return _update(body, leaf, scalars, when)
 
-    def whole(*args):
-        scalars, arrays = args[:count], args[count:]
-        return xla.update(body, leaf.with_arrays(arrays), scalars, when=when)
+    def whole(scalars, leaf):
+        return xla.update(body, leaf, scalars, when=when)
 
-    return transformable(blocks, whole)(*scalars, *leaf.arrays)
+    return transformable(blocks, whole)(list(scalars), leaf)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,9 +103,9 @@ def _update(
 ) -> list[jax.Array]:
     parts = _parts(leaf)
     assert parts is not None, "only leaves that blocked.py accepts"
-    is_view = parts.shape != leaf.shape
-    given = [x.reshape(parts.shape) if is_view else x for x in leaf.arrays]
-    seen = dataclasses.replace(leaf, shape=parts.shape).with_arrays(given)
+    seen = dataclasses.replace(leaf, shape=parts.shape)
+    given = [o.array.reshape(seen.stored_shape(o)) for o in leaf.operands]
+    seen = seen.with_arrays(given)
     places = _places(seen)
     written = {
         place: given[place]
@@ -169,13 +167,11 @@ def _part(
     def compute() -> list[jax.Array]:
         arrays = [
             lax.dynamic_slice_in_dim(
-                written.get(place, array),
+                written.get(place, operand.array),
                 number * whole.stored_shape(operand)[0],
                 part.stored_shape(operand)[0],
             )
-            for place, (array, operand) in enumerate(
-                zip(leaf.arrays, leaf.operands, strict=True)
-            )
+            for place, operand in enumerate(leaf.operands)
         ]
         return xla.update(
             body,
@@ -186,12 +182,11 @@ def _part(
         )
 
     new = _apart(compute, leaf.arrays[0])
-    places = zip(_places(leaf), new, leaf.results, strict=True)
     return {
         place: lax.dynamic_update_slice_in_dim(
             written[place], value, number * whole.stored_shape(result)[0], 0
         )
-        for place, value, result in places
+        for place, value, result in zip(_places(leaf), new, leaf.results, strict=True)
     }
 
 

@@ -94,6 +94,10 @@ class BlockBody(typing.Protocol):
         ...
 
 
+_STATIC: typing.Any = {"static": True}
+
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Operand:
     """One array that is read.
@@ -105,8 +109,8 @@ class Operand:
     """
 
     array: jax.Array
-    bits: int | None = None
-    block_size: int | None = None
+    bits: int | None = dataclasses.field(default=None, metadata=_STATIC)
+    block_size: int | None = dataclasses.field(default=None, metadata=_STATIC)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,12 +152,15 @@ class Scalars:
     table: jax.Array
     rows: typing.Any = None
     values: Sequence[jax.Array] = ()
-    when: int | None = dataclasses.field(default=None, metadata={"static": True})
+    when: int | None = dataclasses.field(default=None, metadata=_STATIC)
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Leaf:
     """A leaf, or a layer of a stack of leaves, and what its update reads and writes.
+
+    It is a tree of its operands' arrays.
 
     Args:
       operands, results: of its update.
@@ -163,9 +170,9 @@ class Leaf:
     """
 
     operands: tuple[Operand, ...]
-    results: tuple[Result, ...]
-    shape: tuple[int, ...]
-    stacked: bool = False
+    results: tuple[Result, ...] = dataclasses.field(metadata=_STATIC)
+    shape: tuple[int, ...] = dataclasses.field(metadata=_STATIC)
+    stacked: bool = dataclasses.field(default=False, metadata=_STATIC)
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
@@ -213,6 +220,11 @@ class Leaf:
         """Numbers of the operands that are overwritten."""
         numbers = (result.overwrites for result in self.results)
         return frozenset(n for n in numbers if n is not None)
+
+    @property
+    def in_stacks(self) -> frozenset[int]:
+        """Numbers of the operands that are stacks of layers."""
+        return self.overwritten if self.stacked else frozenset()
 
     def with_arrays(self, arrays: Sequence) -> "Leaf":
         """The same leaf with other arrays, such as shards."""
