@@ -49,8 +49,9 @@ def fused_update(
 
     On a GPU or a TPU it is one kernel: it moves every byte once and needs no temporary
     memory.
-    On a mesh it runs on every device's shards; nothing is communicated where shards
-    are whole words and blocks (see :mod:`pallas_kernels.layout`; plain arrays: any).
+    On a mesh it runs on every device's shards. Nothing is communicated where shards
+    hold whole words and blocks (see :mod:`pallas_kernels.layout`); shards of plain
+    arrays always do.
 
     Args:
       body: what to compute, see :data:`pallas_kernels.fused_update.Body`, or
@@ -58,15 +59,15 @@ def fused_update(
       operands: arrays to read.
       results: arrays to write; what overwrites an operand takes its place in memory
         when that is donated.
-      shape: of the leaf, or of one layer; that of the first plain operand if None.
+      shape: of the leaf, or of one layer; if None, that of the first plain operand.
       scalars: uint32 vector for the body, or :class:`Scalars`.
       layer: int32 scalar. The operands that are overwritten are then stacks of leaves,
         ``[layers, *shape]``, of which this one is updated; the others are one layer's.
       first: uint32 scalar, the index of the leaf's first element, if it is a part of
         another leaf; 0 if None. Without ``layer``, which says where it is.
       implementation: see :data:`pallas_kernels.platforms.Implementation`. Kernels for
-        TPUs take a part of all leaves (:func:`.tpu.accepts`), and the reference takes
-        the others there.
+        TPUs do not take all leaves (:func:`.tpu.kernel.accepts`); the reference updates
+        the others.
 
     Returns:
       One array per result: of the leaf's shape, its ``packed_shape``, or the stack's.
@@ -125,29 +126,30 @@ def fused_update_many(
     Returns:
       Each leaf's results.
     """
-    _check_together(leaves)
+    _check_same_kinds(leaves)
     for leaf in leaves:
         _check(leaf)
-    results, most = len(leaves[0].results), _launcher(implementation).max_leaves(leaves)
+    results = len(leaves[0].results)
+    max_leaves = _launcher(implementation).max_leaves(leaves)
     written: list = [None] * len(leaves)
-    for part in _parts(len(leaves), most):
+    for part in _parts(len(leaves), max_leaves):
         own = dataclasses.replace(scalars, rows=scalars.rows[part])
         new = _update(body, leaves[part], implementation, own)
         written[part] = [new[i : i + results] for i in range(0, len(new), results)]
     return written
 
 
-def _parts(leaves: int, most: int) -> list[slice]:
-    """Parts of at most so many leaves, as equal as can be.
+def _parts(leaves: int, max_leaves: int) -> list[slice]:
+    """Parts of at most so many leaves, as equal as possible.
 
-    Kernels over equally many leaves of equal sizes are traced and compiled once. So of
-    leaves in the order of their sizes each part gets some of each.
+    Kernels over equally many leaves of equal sizes are traced and compiled once. Leaves
+    are in the order of their sizes, so each part takes every n-th one.
     """
-    count = math.ceil(leaves / most)
+    count = math.ceil(leaves / max_leaves)
     return [slice(start, leaves, count) for start in range(count)]
 
 
-def _check_together(leaves: Sequence[Leaf]) -> None:
+def _check_same_kinds(leaves: Sequence[Leaf]) -> None:
     kinds = {
         (
             tuple((o.array.dtype, o.bits, o.block_size) for o in leaf.operands),
@@ -165,7 +167,7 @@ def _check_together(leaves: Sequence[Leaf]) -> None:
 
 
 def tpu_launcher():
-    """The module of the launcher for TPUs, which is imported where it is needed."""
+    """The module of the launcher for TPUs, imported where it is needed."""
     return importlib.import_module("pallas_kernels.fused_update.tpu.kernel")
 
 

@@ -18,9 +18,8 @@ from pallas_kernels import shards
 from pallas_kernels.fused_update.spec import Leaf, Shard
 from pallas_kernels.shards import axes_of, count_of
 
-# A number of units that this divides also divides into shards on fewer devices, if
-# they are a power of two.
-_MOST_DEVICES = 256
+# What divides into so many shards also divides into any smaller power of two.
+_MAX_DEVICES = 256
 
 Run = Callable[[typing.Any, Sequence[Shard]], list[jax.Array]]
 """``run(shared, shards) -> results``, of all leaves one after the other. ``shared`` is
@@ -68,7 +67,7 @@ def over_shards(
         return shards.reshard(results, _result_specs(leaves, mesh), mesh)
     if not can_partition:
         return whole(*args)
-    devices = _MOST_DEVICES if mesh.empty else mesh.size
+    devices = _MAX_DEVICES if mesh.empty else mesh.size
     rule, sizes = _sharding_rule(leaves, args[:count], devices)
     return shards.over_automatic_axes(whole, local_of, args, rule, **sizes)
 
@@ -118,14 +117,14 @@ def _supported(leaf: Leaf, spec: P, mesh: Mesh) -> P:
         unit = leaf.unit(axis) if count > 1 else 1
         return leaf.shape[axis] % (count * unit) == 0
 
-    given = axes_of(spec, len(leaf.shape))
-    kept = [names if fits(axis, names) else () for axis, names in enumerate(given)]
-    for names, stayed in zip(given, list(kept), strict=True):
-        free = (a for a in range(len(kept)) if not kept[a] and fits(a, names))
+    wanted = axes_of(spec, len(leaf.shape))
+    placed = [names if fits(axis, names) else () for axis, names in enumerate(wanted)]
+    for names in [names for names in wanted if names and names not in placed]:
+        free = (a for a in range(len(placed)) if not placed[a] and fits(a, names))
         other = next(free, None)
-        if names and not stayed and other is not None:
-            kept[other] = names
-    return P(*(names or None for names in kept))
+        if other is not None:
+            placed[other] = names
+    return P(*(names or None for names in placed))
 
 
 def _spec_of(leaf: Leaf, describe: Callable) -> P:

@@ -47,7 +47,6 @@ from pallas_kernels.layout import (
     block_shape,
     layout_of,
     period,
-    word_rows,
 )
 
 # Loads and stores of a kernel. The time to compile grows as their square: one of
@@ -154,11 +153,6 @@ class Tiling:
     def lead(self) -> int:
         """How many matrices of rows there are."""
         return math.prod(self.shape[: self.layout.row_axis])
-
-    @property
-    def lead_stride(self) -> int:
-        """Elements from one matrix to the next."""
-        return math.prod(self.shape[self.layout.row_axis :])
 
     @property
     def rows(self) -> int:
@@ -282,17 +276,10 @@ class Tiling:
         """Rows that a loop's body unrolls; see :class:`.operands.Packed`."""
         return min(self.lane_rows, TILE_ROWS)
 
-    def word_rows(self, bits: int) -> int:
-        """Rows of words of one matrix."""
-        return self._share(word_rows(self.layout.rows, bits))
-
-    def block_rows(self, block_size: int) -> int:
-        """Rows of blocks of a size of one matrix."""
-        return self._share(math.ceil(self.layout.rows / block_shape(block_size)[0]))
-
-    def _share(self, of_leaf: int) -> int:
+    def share(self, rows: int) -> int:
+        """Of so many rows of words or blocks of the leaf, those of the shard."""
         axis = self.layout.row_axis
-        return of_leaf * self.shape[axis] // self.leaf_shape[axis]
+        return rows * self.shape[axis] // self.leaf_shape[axis]
 
 
 @dataclasses.dataclass(frozen=True)

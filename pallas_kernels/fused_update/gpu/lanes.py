@@ -1,6 +1,7 @@
 """Where one program's lanes and blocks are, and which of them exist."""
 
 import dataclasses
+import math
 import typing
 
 import jax
@@ -17,6 +18,7 @@ from pallas_kernels.layout import (
     TILE_SIZE,
     block_shape,
     period,
+    word_rows,
 )
 
 
@@ -117,14 +119,11 @@ class Lanes:
 
     def rows(self, chunk: jax.Array) -> list[Row]:
         """The rows of a chunk, by its number."""
-        tiling = self.tiling
-        start = chunk * np.int32(tiling.chunk_rows)
+        tiling, start = self.tiling, chunk * np.int32(self.tiling.chunk_rows)
         first = _bounded(self.first + start * np.int32(tiling.row_stride), tiling.size)
-        offsets = [
-            first + np.int32(n * tiling.row_stride) for n in range(tiling.chunk_rows)
-        ]
-        rows = []
-        for number, offset in enumerate(offsets):
+        numbers, rows = range(tiling.chunk_rows), []
+        offsets = [first + np.int32(n * tiling.row_stride) for n in numbers]
+        for number, offset in zip(numbers, offsets, strict=True):
             row = start + np.int32(number)
             before = row.astype(jnp.uint32) * np.uint32(tiling.row_index_stride)
             index, exists = self.index + before, self._exists(row, offset)
@@ -204,7 +203,7 @@ class TiledLanes(Lanes):
         tiling = self.tiling
         height, words = period(bits)
         row = lax.div(self.row, jnp.full_like(self.row, height)) * np.int32(words)
-        rows = tiling.word_rows(bits)
+        rows = tiling.share(word_rows(tiling.layout.rows, bits))
         first = self.lead * np.int32(rows) + self.arrangement.spread(row + start)
         first = first * np.int32(tiling.row_stride) + self.column
         first = _bounded(first, tiling.lead * rows * tiling.row_stride)
@@ -237,7 +236,6 @@ class BlockPlaces:
     Arrays are of the largest blocks, or of their parts; or they broadcast to that.
 
     Args:
-      arrangement: of the lanes in arrays.
       block_size: elements of a block.
       lead, row, place: int32: which matrix, which row of blocks of it, and where among
         the blocks of a row.
@@ -254,11 +252,12 @@ class BlockPlaces:
     def of_chunk(self, chunk: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Offsets of the blocks that a chunk of rows crosses, and which exist."""
         tiling, size = self.arrangement.tiling, self.block_size
-        rows, row = tiling.block_rows(size), self.row + chunk
+        height, row = block_shape(size)[0], self.row + chunk
+        rows = tiling.share(math.ceil(tiling.layout.rows / height))
         row_blocks = np.int32(tiling.pieces[0] * tiling.blocks_of(size))
         offset = (self.lead * np.int32(rows) + row) * row_blocks + self.place
         mask = self.inside
-        if tiling.steps * tiling.step_rows != rows * block_shape(size)[0]:
+        if tiling.steps * tiling.step_rows != rows * height:
             exist = jnp.broadcast_to(row < np.int32(rows), self.place.shape)
             mask = exist if mask is None else exist & mask
         return offset, mask
@@ -278,7 +277,7 @@ def lanes_of(
     """The lanes of one program.
 
     Args:
-      arrangement: of the lanes in arrays.
+      arrangement: of the lanes.
       program: int32 scalar, which program.
       base: uint32 scalar, index of the array's first element.
       size: int32 scalar, the array's elements if they are fewer than a flat tiling's.
@@ -303,13 +302,20 @@ def lanes_of(
         exist = None if is_even else number < np.int32(tiling.all_blocks)
     piece, rest = _rem(rest, count), _div(rest, count)
     step, lead = _rem(rest, tiling.steps), _div(rest, tiling.steps)
-    row, in_piece = _tiles(arrangement, step, block)
-    spread = arrangement.spread
+    spread, row = arrangement.spread, step * np.int32(tiling.step_rows)
+    in_piece = spread(block * np.int32(tiling.block_shape[1]))
+    if tiling.tiles > 1:
+        tile_row, tile_column = _z_order(spread(arrangement.parts(tiling.tiles)), False)
+        in_piece = in_piece + tile_column * np.int32(TILE_COLUMNS)
+        if tiling.block_shape[0] > TILE_ROWS:
+            row = spread(row) + tile_row * np.int32(TILE_ROWS)
+    in_piece = in_piece + arrangement.columns()
     column = spread(piece * np.int32(columns)) + in_piece
     inside = None if exist is None else arrangement.expand(exist)
     if tiling.blocks * tiling.block_shape[1] != columns:
         inside = _both(inside, in_piece < np.int32(columns), arrangement)
-    first = spread(lead * np.int32(tiling.lead_stride))
+    lead_stride = math.prod(tiling.shape[tiling.layout.row_axis :])
+    first = spread(lead * np.int32(lead_stride))
     first = first + spread(row * np.int32(tiling.row_stride))
     return TiledLanes(
         arrangement,
@@ -322,20 +328,6 @@ def lanes_of(
         largest=(lead, step, piece, block),
         exist=exist,
     )
-
-
-def _tiles(arrangement: Arrangement, step, block) -> tuple[jax.Array, jax.Array]:
-    """The first rows of the lanes, and their columns within their piece of a row."""
-    tiling, spread = arrangement.tiling, arrangement.spread
-    height, width = tiling.block_shape
-    row = step * np.int32(tiling.step_rows)
-    first = spread(block * np.int32(width))
-    if tiling.tiles > 1:
-        tile_row, tile_column = _z_order(spread(arrangement.parts(tiling.tiles)), False)
-        first = first + tile_column * np.int32(TILE_COLUMNS)
-        if height > TILE_ROWS:
-            row = spread(row) + tile_row * np.int32(TILE_ROWS)
-    return row, first + arrangement.columns()
 
 
 def _z_order(number: jax.Array, row_first: bool) -> tuple[jax.Array, jax.Array]:
