@@ -6,7 +6,7 @@ programs are, and calls the kernel. What a program does is in :mod:`.program`.
 A program has lanes side by side, and rows of them one after the other. There are two
 tilings:
 
-- *Flat*, for leaves of which nothing is packed: a row is consecutive in memory, and
+- *Flat*, for leaves in which nothing is packed: a row is consecutive in memory, and
   each element of it is a lane.
 - *Tiled*: a lane is 4 neighbouring columns, and goes down 8 rows (16 or 32 where fields
   repeat only after so many). So a thread has all words of its fields, bit offsets are
@@ -124,7 +124,7 @@ class Tiling:
       shape: of the array on this device.
       leaf_shape: shape of the leaf that it is a shard of.
       packed: widths of the packed fields, empty if nothing is packed.
-      block_sizes: of the blocks that arrays have an element each for.
+      block_sizes: of blocks for which arrays have an element each.
     """
 
     program: ProgramSize
@@ -233,7 +233,7 @@ class Tiling:
 
     @property
     def word_width(self) -> int:
-        """The same of words."""
+        """The same for words."""
         lengths = self.row_stride, self.pieces[1]
         return 1 if any(length % TILE_COLUMNS for length in lengths) else TILE_COLUMNS
 
@@ -277,7 +277,7 @@ class Tiling:
         return min(self.lane_rows, TILE_ROWS)
 
     def share(self, rows: int) -> int:
-        """Of so many rows of words or blocks of the leaf, those of the shard."""
+        """The shard's share of so many rows of the leaf's words or blocks."""
         axis = self.layout.row_axis
         return rows * self.shape[axis] // self.leaf_shape[axis]
 

@@ -30,14 +30,14 @@ from pallas_kernels.gpu.mosaic import INSTRUCTIONS
 from pallas_kernels.gpu.mosaic_access import Form, load, store
 from pallas_kernels.layout import TILE_COLUMNS
 
-# Of a program, which is a warpgroup: 128 threads with four columns each.
+# A program is a warpgroup: 128 threads with four columns each.
 _SIZE = ProgramSize(flat_width=512, flat_rows=4, small_width=512, lanes=128)
 
 # Where there are fewer programs, each has a multiprocessor to itself.
 _FEW_PROGRAMS = 528
 
-# For so many numbers of an element that wait for maxima 128 registers suffice.
-_MOST_KEPT = 2
+# If no more numbers of each element wait for maxima, 128 registers suffice.
+_MAX_WAITING = 2
 
 _WARPS_OF_A_WARPGROUP = 4
 
@@ -97,16 +97,16 @@ def _warpgroups(kernel: Kernel) -> int:
     """How many programs are one block of threads.
 
     The compiler wants only one block on a multiprocessor, and then gives each thread as
-    many registers as it likes: 217 for a kernel that 128 suffice for. Of 512 threads
-    none can have more than 128, and 16 warps share a multiprocessor. What needs more
-    registers has 256 threads.
+    many registers as it likes: 217 for a kernel that needs 128. With 512 threads none
+    can have more than 128, and 16 warps share a multiprocessor. Kernels that need more
+    registers have 256 threads.
     """
     tiling = kernel.tiling
     if not tiling.block_sizes:
         return 4
     has_masks = tiling.width < TILE_COLUMNS or tiling.rows % tiling.step_rows
     has_long_codes = tiling.tiles > 1 or not set(tiling.packed) <= {8}
-    keeps_many = typing.cast(BlockBody, kernel.body).kept > _MOST_KEPT
+    keeps_many = typing.cast(BlockBody, kernel.body).kept > _MAX_WAITING
     return 2 if has_masks or has_long_codes or keeps_many else 4
 
 
@@ -219,9 +219,9 @@ def _columns():
     )
 
 
-def _maximum(threads: int, held):
-    """The maximum of the elements of so many threads that are neighbours."""
-    value = functools.reduce(registers.largest, registers.elements(held))
+def _maximum(threads: int, register):
+    """The maximum over the elements of so many neighbouring threads."""
+    value = functools.reduce(registers.largest, registers.elements(register))
     distance = 1
     while distance < threads:
         value = registers.largest(value, registers.other_thread(value, distance))
@@ -229,9 +229,9 @@ def _maximum(threads: int, held):
     return registers.register([value] * registers.COLUMNS)
 
 
-def _maximum_of_two_warps(pointer, held):
-    """The same of the threads of two warps that are neighbours."""
-    (value, *_) = registers.elements(_maximum(registers.WARP, held))
+def _maximum_of_two_warps(pointer, register):
+    """The maximum over the threads of two neighbouring warps."""
+    (value, *_) = registers.elements(_maximum(registers.WARP, register))
     other = registers.other_warp(pointer, value)
     return registers.register([registers.largest(value, other)] * registers.COLUMNS)
 

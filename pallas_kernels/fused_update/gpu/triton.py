@@ -31,7 +31,7 @@ _SIZE = ProgramSize(
     # instruction moves.
     flat_width=512,
     flat_rows=4,
-    # Of small leaves many are vectors of some hundred elements.
+    # Many small leaves are vectors of some hundred elements.
     small_width=1024,
     # One per thread of two warps. Twice as many would fill a multiprocessor's registers
     # less well, and small leaves would have too few programs.
