@@ -35,7 +35,7 @@ def by_platform(
     if implementation in ("xla", "tpu") or not branches:
         return reference(*arguments)
     default = interpreted if implementation == "pallas" else reference
-    if is_elsewhere(x for x in arguments if isinstance(x, jax.Array)):
+    if is_elsewhere(x for x in jax.tree.leaves(arguments) if isinstance(x, jax.Array)):
         return default(*arguments)
     return lax.platform_dependent(*arguments, default=default, **branches)
 

@@ -5,7 +5,7 @@ import functools
 import importlib
 import math
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -49,8 +49,9 @@ def fused_update(
 
     On a GPU or a TPU it is one kernel: it moves every byte once and needs no temporary
     memory.
-    On a mesh it runs on every device's shards; nothing is communicated where shards
-    are whole words and blocks (see :mod:`pallas_kernels.layout`; plain arrays: any).
+    On a mesh it runs on every device's shards. Nothing is communicated where shards
+    hold whole words and blocks (see :mod:`pallas_kernels.layout`); shards of plain
+    arrays always do.
 
     Args:
       body: what to compute, see :data:`pallas_kernels.fused_update.Body`, or
@@ -58,15 +59,15 @@ def fused_update(
       operands: arrays to read.
       results: arrays to write; what overwrites an operand takes its place in memory
         when that is donated.
-      shape: of the leaf, or of one layer; that of the first plain operand if None.
+      shape: of the leaf, or of one layer; if None, that of the first plain operand.
       scalars: uint32 vector for the body, or :class:`Scalars`.
       layer: int32 scalar. The operands that are overwritten are then stacks of leaves,
         ``[layers, *shape]``, of which this one is updated; the others are one layer's.
       first: uint32 scalar, the index of the leaf's first element, if it is a part of
         another leaf; 0 if None. Without ``layer``, which says where it is.
       implementation: see :data:`pallas_kernels.platforms.Implementation`. Kernels for
-        TPUs take a part of all leaves (:func:`.tpu.accepts`), and the reference takes
-        the others there.
+        TPUs do not take all leaves (:func:`.tpu.kernel.accepts`); the reference updates
+        the others.
 
     Returns:
       One array per result: of the leaf's shape, its ``packed_shape``, or the stack's.
@@ -96,15 +97,13 @@ def fused_update(
     _check(leaf)
     if not isinstance(scalars, Scalars):
         scalars = Scalars(jnp.zeros((1,), jnp.uint32) if scalars is None else scalars)
-    rows = scalars.rows
-    if rows is not None:
-        rows = jnp.asarray(rows, jnp.uint32).reshape(1)
-    if layer is not None:
-        layer = jnp.asarray(layer, jnp.int32).reshape(1)
-    if first is not None:
-        first = jnp.asarray(first, jnp.uint32).reshape(1)
-    given = {"rows": rows, "layer": layer, "first": first}
-    return _update(body, [leaf], scalars, given, implementation)
+    scalars = dataclasses.replace(scalars, rows=_vector(scalars.rows, jnp.uint32))
+    layer, first = _vector(layer, jnp.int32), _vector(first, jnp.uint32)
+    return _update(body, [leaf], implementation, scalars, layer, first)
+
+
+def _vector(number, dtype) -> jax.Array | None:
+    return None if number is None else jnp.asarray(number, dtype).reshape(1)
 
 
 def fused_update_many(
@@ -127,30 +126,30 @@ def fused_update_many(
     Returns:
       Each leaf's results.
     """
-    _check_together(leaves)
+    _check_same_kinds(leaves)
     for leaf in leaves:
         _check(leaf)
-    rows = typing.cast(jax.Array, scalars.rows)
-    results, most = len(leaves[0].results), _launcher(implementation).max_leaves(leaves)
+    results = len(leaves[0].results)
+    max_leaves = _launcher(implementation).max_leaves(leaves)
     written: list = [None] * len(leaves)
-    for part in _parts(len(leaves), most):
-        given = {"rows": rows[part]}
-        new = _update(body, leaves[part], scalars, given, implementation)
+    for part in _parts(len(leaves), max_leaves):
+        own = dataclasses.replace(scalars, rows=scalars.rows[part])
+        new = _update(body, leaves[part], implementation, own)
         written[part] = [new[i : i + results] for i in range(0, len(new), results)]
     return written
 
 
-def _parts(leaves: int, most: int) -> list[slice]:
-    """Parts of at most so many leaves, as equal as can be.
+def _parts(leaves: int, max_leaves: int) -> list[slice]:
+    """Parts of at most so many leaves, as equal as possible.
 
-    Kernels over equally many leaves of equal sizes are traced and compiled once. So of
-    leaves in the order of their sizes each part gets some of each.
+    Kernels over equally many leaves of equal sizes are traced and compiled once. Leaves
+    are in the order of their sizes, so each part takes every n-th one.
     """
-    count = math.ceil(leaves / most)
+    count = math.ceil(leaves / max_leaves)
     return [slice(start, leaves, count) for start in range(count)]
 
 
-def _check_together(leaves: Sequence[Leaf]) -> None:
+def _check_same_kinds(leaves: Sequence[Leaf]) -> None:
     kinds = {
         (
             tuple((o.array.dtype, o.bits, o.block_size) for o in leaf.operands),
@@ -168,7 +167,7 @@ def _check_together(leaves: Sequence[Leaf]) -> None:
 
 
 def tpu_launcher():
-    """The module of the launcher for TPUs, which is imported where it is needed."""
+    """The module of the launcher for TPUs, imported where it is needed."""
     return importlib.import_module("pallas_kernels.fused_update.tpu.kernel")
 
 
@@ -185,126 +184,94 @@ _FOR_GPUS = "pallas_kernels.fused_update.gpu"
 def _update(
     body: Body | BlockBody,
     leaves: Sequence[Leaf],
-    scalars: Scalars,
-    given: Mapping[str, jax.Array | None],
     implementation: Implementation,
+    scalars: Scalars,
+    layer: jax.Array | None = None,
+    first: jax.Array | None = None,
 ) -> list[jax.Array]:
     """The results of the leaves, one after the other, by a kernel or the reference.
 
     Args:
-      body, leaves, scalars, implementation: as in :func:`fused_update_many`.
-      given: rows, layer and first by name, as far as they are given.
+      body, leaves, implementation, scalars: as in :func:`fused_update_many`.
+      layer, first: as in :func:`fused_update`, in vectors of one element.
     """
     check_implementation("fused_update", implementation)
     refusal = _refusal(leaves)
     if implementation in ("pallas", "triton", "mosaic") and refusal:
         raise ValueError(f"fused_update: {refusal}")
-    given = {name: x for name, x in given.items() if x is not None}
-    arrays = [x for leaf in leaves for x in leaf.arrays]
-    arguments = [list(scalars.values), scalars.table, *given.values(), *arrays]
-    update = _Update(body, leaves, scalars.when, tuple(given))
     is_chosen = implementation in (None, "pallas") and chooses_tpu_kernels()
     on_tpus = implementation == "tpu" or is_chosen
     if on_tpus:
         accepts, columns = tpu_launcher().accepts, scalars.table.shape[-1]
         on_tpus = all(accepts(body, leaf, columns) for leaf in leaves)
+    kernel = functools.partial(_kernel, body)
+    arguments = scalars, layer, first, list(leaves)
     if implementation == "tpu" and on_tpus:
-        kernel = update.by_kernel("tpu") if is_for_tpus() else update.modelled()
-        return kernel(*arguments)
+        return kernel("tpu", interpret=not is_for_tpus())(*arguments)
     return by_platform(
         implementation,
-        update.reference,
+        functools.partial(_reference, body),
         arguments,
-        interpreted=update.by_kernel("pallas", interpret=True),
-        cuda=None if refusal else update.by_kernel(implementation),
-        tpu=update.by_kernel("tpu") if on_tpus else None,
+        interpreted=kernel("pallas", interpret=True),
+        cuda=None if refusal else kernel(implementation),
+        tpu=kernel("tpu") if on_tpus else None,
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Update:
-    """An update as functions of arrays.
+def _reference(
+    body: Body | BlockBody, scalars: Scalars, layer, first, leaves: Sequence[Leaf]
+) -> list[jax.Array]:
+    """The results by array operations."""
+    rows = [scalars.rows] if len(leaves) == 1 else [r[None] for r in scalars.rows]
+    within = None if first is None else (first[0], leaves[0].shape)
+    return [
+        x
+        for leaf, row in zip(leaves, rows, strict=True)
+        for x in xla.update(
+            body,
+            leaf,
+            xla.row_of(scalars.table, row, scalars.values),
+            layer,
+            scalars.when,
+            within,
+        )
+    ]
 
-    They take the values of scalars, the table, what is given, and the leaves' arrays.
 
-    Args:
-      body: what to compute.
-      leaves: whole ones.
-      when: as of :class:`Scalars`.
-      given: names of what is given beside the table.
+def _kernel(
+    body: Body | BlockBody, implementation: str | None, *, interpret: bool = False
+) -> Callable:
+    """The update by a launcher's kernel on every device's shards, as a function.
+
+    Interpreted, one for TPUs is run by Pallas' model of a TPU. It has side effects, for
+    which JAX has no partitioning.
     """
+    is_for_tpu = implementation == "tpu"
 
-    body: Body | BlockBody
-    leaves: Sequence[Leaf]
-    when: int | None
-    given: tuple[str, ...]
+    def call(scalars: Scalars, layer, first, leaves: Sequence[Leaf]):
+        launcher = _launcher(implementation, interpret)
 
-    def reference(self, values, table, *args) -> list[jax.Array]:
-        """By array operations."""
-        given = dict(zip(self.given, args, strict=False))
-        leaves = sharded.regroup(self.leaves, args[len(given) :])
-        rows = [given.get("rows")]
-        if len(leaves) > 1:
-            rows = [row[None] for row in given["rows"]]
-        own = [xla.row_of(table, row, values) for row in rows]
-        layer, within = given.get("layer"), None
-        if "first" in given:
-            within = given["first"][0], leaves[0].shape
-        return [
-            x
-            for leaf, row in zip(leaves, own, strict=True)
-            for x in xla.update(self.body, leaf, row, layer, self.when, within)
-        ]
+        def run(shared, shards: Sequence[Shard]) -> list[jax.Array]:
+            table, rows, layer, first = shared
+            if first is not None:
+                shards = [shard.after(first[0]) for shard in shards]
+            call = Call(body, shards, table, rows, layer, scalars.when, interpret)
+            if launcher.can_share(shards):
+                return launcher.update(call)
+            return [
+                x
+                for shard, row in zip(shards, rows, strict=True)
+                for x in launcher.update(
+                    dataclasses.replace(call, shards=[shard], rows=row[None])
+                )
+            ]
 
-    def by_kernel(
-        self, implementation: str | None, *, interpret: bool = False
-    ) -> Callable:
-        """By a launcher's kernel on every device's shards."""
+        shared = scalars.table, scalars.rows, layer, first
+        if is_for_tpu and interpret:
+            return run(shared, [Shard(leaf, leaf.shape) for leaf in leaves])
+        return sharded.over_shards(run, shared, leaves, can_partition=not is_for_tpu)
 
-        def call(_, *args):
-            launched = _launcher(implementation, interpret)
-            return sharded.over_shards(
-                functools.partial(self._launch, launched, interpret),
-                self.leaves,
-                1 + len(self.given),
-                args,
-                can_partition=implementation != "tpu",
-            )
-
-        return transformable(call, self.reference)
-
-    def modelled(self) -> Callable:
-        """By Pallas' model of a TPU.
-
-        It has side effects, for which JAX has no partitioning.
-        """
-
-        def call(_, *args):
-            shared = 1 + len(self.given)
-            leaves = sharded.regroup(self.leaves, args[shared:])
-            shards = [Shard(leaf, leaf.shape) for leaf in leaves]
-            return self._launch(_launcher("tpu"), True, shards, args[:shared])
-
-        return transformable(call, self.reference)
-
-    def _launch(
-        self, launched: Launcher, interpret: bool, shards: Sequence[Shard], shared
-    ) -> list[jax.Array]:
-        table, *rest = shared
-        given = dict(zip(self.given, rest, strict=True))
-        rows, layer, first = (given.get(x) for x in ("rows", "layer", "first"))
-        if first is not None:
-            shards = [shard.after(first[0]) for shard in shards]
-        call = Call(self.body, shards, table, rows, layer, self.when, interpret)
-        if launched.can_share(shards):
-            return launched.update(call)
-        return [
-            x
-            for shard, row in zip(shards, typing.cast(jax.Array, rows), strict=True)
-            for x in launched.update(
-                dataclasses.replace(call, shards=[shard], rows=row[None])
-            )
-        ]
+    return transformable(call, functools.partial(_reference, body))
 
 
 def _refusal(leaves: Sequence[Leaf]) -> str | None:

@@ -1,10 +1,10 @@
 """The fused update on CPUs: array operations on one block of a leaf after the other.
 
 XLA's CPU compiler gives each result of a step a loop of its own, and cannot overwrite
-an array that another loop still reads. On whole leaves it so writes every result to new
-memory, whose pages the system must clear, and copies it into its place afterwards. Here
-a loop goes over blocks of :data:`BLOCK` elements: results wait in a few MiB, which are
-the same in every turn, until all of a block's are there.
+an array that another loop still reads. On whole leaves it therefore writes every result
+to new memory, whose pages the system must clear, and copies it into its place
+afterwards. Here a loop goes over blocks of :data:`BLOCK` elements: the results of a
+block wait in a few MiB, which every turn uses again, until all of them are there.
 
 The numbers are those of :mod:`pallas_kernels.fused_update.xla`, which computes a block.
 """
@@ -24,10 +24,10 @@ from pallas_kernels.fused_update.spec import BlockBody, Body, Leaf
 from pallas_kernels.layout import layout_of
 
 BLOCK = 2**17
-"""Elements of a block, about: the caches of a core hold what is read and written."""
+"""Elements of a block, roughly: a core's caches hold what is read and written."""
 
 MIN_ELEMENTS = 2**20
-"""Leaves with fewer are updated at once: there is little to be won."""
+"""Smaller leaves are updated at once: blocks would gain little."""
 
 
 def accepts(leaf: Leaf) -> bool:
@@ -41,23 +41,21 @@ def update(
     scalars: Sequence[jax.Array],
     when: int | None = None,
 ) -> list[jax.Array]:
-    """See :func:`pallas_kernels.fused_update.xla.update`, for what is accepted.
+    """See :func:`pallas_kernels.fused_update.xla.update`; for leaves that are accepted.
 
     Args:
       body, leaf, when: as there.
       scalars: what the body takes as such. They may have any dtypes that it takes, so
         that the results have derivatives with respect to them.
     """
-    count = len(scalars)
 
-    def blocks(*args):
-        return _update(body, leaf.with_arrays(args[count:]), args[:count], when)
+    def blocks(scalars, leaf):
+        return _update(body, leaf, scalars, when)
 
-    def whole(*args):
-        scalars, arrays = args[:count], args[count:]
-        return xla.update(body, leaf.with_arrays(arrays), scalars, when=when)
+    def whole(scalars, leaf):
+        return xla.update(body, leaf, scalars, when=when)
 
-    return transformable(blocks, whole)(*scalars, *leaf.arrays)
+    return transformable(blocks, whole)(list(scalars), leaf)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,12 +74,12 @@ class _Parts:
 
     @property
     def count(self) -> int:
-        """How many parts there are but the last."""
+        """How many parts there are before the last one."""
         return (self.shape[0] - self.last) // self.length
 
 
 def _parts(leaf: Leaf) -> _Parts | None:
-    """The parts of a leaf; None if it is not worth it, or they would lie otherwise."""
+    """The parts of a leaf; None if it is small, or parts would have another layout."""
     size = math.prod(leaf.shape)
     if size < MIN_ELEMENTS:
         return None
@@ -93,7 +91,7 @@ def _parts(leaf: Leaf) -> _Parts | None:
     length = max(BLOCK // (unit * inner), 1) * unit
     if shape[0] < 2 * length:
         return None
-    # What does not divide lengthens the last part: few rows may be laid out otherwise.
+    # A remainder lengthens the last part: few rows may have another layout.
     rest = shape[0] % length
     last = length + rest if rest else 0
     axes = {layout_of((n, *shape[1:])).axis for n in (shape[0], length, last) if n}
@@ -105,9 +103,9 @@ def _update(
 ) -> list[jax.Array]:
     parts = _parts(leaf)
     assert parts is not None, "only leaves that blocked.py accepts"
-    is_view = parts.shape != leaf.shape
-    given = [x.reshape(parts.shape) if is_view else x for x in leaf.arrays]
-    seen = dataclasses.replace(leaf, shape=parts.shape).with_arrays(given)
+    seen = dataclasses.replace(leaf, shape=parts.shape)
+    given = [o.array.reshape(seen.stored_shape(o)) for o in leaf.operands]
+    seen = seen.with_arrays(given)
     places = _places(seen)
     written = {
         place: given[place]
@@ -132,7 +130,7 @@ def _update(
         if parts.last:
             written = lax.fori_loop(0, turns, finish, written)
     # A view that XLA fuses with writing into it would be written to new memory.
-    results = _together([written[place] for place in places])
+    results = _barrier([written[place] for place in places])
     return [
         x.reshape(leaf.stored_shape(result))
         for x, result in zip(results, leaf.results, strict=True)
@@ -169,34 +167,33 @@ def _part(
     def compute() -> list[jax.Array]:
         arrays = [
             lax.dynamic_slice_in_dim(
-                written.get(place, array),
+                written.get(place, operand.array),
                 number * whole.stored_shape(operand)[0],
                 part.stored_shape(operand)[0],
             )
-            for place, (array, operand) in enumerate(
-                zip(leaf.arrays, leaf.operands, strict=True)
-            )
+            for place, operand in enumerate(leaf.operands)
         ]
         return xla.update(
             body,
             part.with_arrays(arrays),
             scalars,
             within=(first, parts.shape),
-            together=_together,
+            barrier=_barrier,
         )
 
-    new = _apart(compute, leaf.arrays[0])
-    places = zip(_places(leaf), new, leaf.results, strict=True)
+    new = _unfused(compute, leaf.arrays[0])
     return {
         place: lax.dynamic_update_slice_in_dim(
             written[place], value, number * whole.stored_shape(result)[0], 0
         )
-        for place, value, result in places
+        for place, value, result in zip(_places(leaf), new, leaf.results, strict=True)
     }
 
 
-def _apart(compute: Callable[[], list[jax.Array]], array: jax.Array) -> list[jax.Array]:
-    """The results of ``compute``, which XLA fuses with nothing outside of it.
+def _unfused(
+    compute: Callable[[], list[jax.Array]], array: jax.Array
+) -> list[jax.Array]:
+    """The results of ``compute``, which XLA does not fuse with anything outside it.
 
     It is a branch that is always taken. Barriers do not suffice: XLA:CPU of JAX 0.10
     removes them before it fuses operations. To slice a bfloat16 array it also converts
@@ -210,10 +207,10 @@ def _apart(compute: Callable[[], list[jax.Array]], array: jax.Array) -> list[jax
     return lax.cond(first < -jnp.inf, zeros, compute)
 
 
-def _together(values: Sequence[jax.Array]) -> list[jax.Array]:
+def _barrier(values: Sequence[jax.Array]) -> list[jax.Array]:
     """The values, none of which is used before all are computed.
 
-    So nothing of a block is overwritten while it is read, and XLA need not copy it.
+    So no part of a block is overwritten while it is read, and XLA need not copy it.
     """
     return list(lax.optimization_barrier(tuple(values)))
 

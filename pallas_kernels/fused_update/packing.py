@@ -39,7 +39,7 @@ def pack(
     """
     bitfields.check(bits, fields.dtype)
     layout_of(fields.shape)
-    return _pack(fields, bits, implementation)
+    return _converted(fields, None, bits, fields.shape, implementation)
 
 
 def unpack(
@@ -69,37 +69,26 @@ def unpack(
     True
     """
     bitfields.check_words(words, bits, layout_of(shape))
-    return _unpack(words, bits, tuple(shape), implementation)
+    return _converted(words, bits, None, tuple(shape), implementation)
 
 
-# Outside of jit one program each, not one per operation.
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _pack(fields: jax.Array, bits: int, implementation: Implementation) -> jax.Array:
-    if implementation == "xla":
-        return bitfields.pack(fields, bits)
-    (words,) = fused_update(
-        _same,
-        [Operand(fields)],
-        [Result(jnp.uint32, bits)],
-        implementation=implementation,
-    )
-    return words
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _unpack(
-    words: jax.Array, bits: int, shape: tuple[int, ...], implementation: Implementation
+# Outside of jit one program, not one per operation.
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _converted(
+    x: jax.Array,
+    bits: int | None,
+    new_bits: int | None,
+    shape: tuple[int, ...],
+    implementation: Implementation,
 ) -> jax.Array:
-    if implementation == "xla":
-        return bitfields.unpack(words, bits, layout_of(shape))
-    (fields,) = fused_update(
+    (new,) = fused_update(
         _same,
-        [Operand(words, bits)],
-        [Result(jnp.uint32)],
+        [Operand(x, bits)],
+        [Result(jnp.uint32, new_bits)],
         shape=shape,
         implementation=implementation,
     )
-    return fields
+    return new
 
 
 def _same(values, scalars, index, multiply_add):

@@ -5,6 +5,7 @@ Where shards hold whole words and blocks, updating one needs nothing from other 
 """
 
 import math
+import typing
 from collections.abc import Callable, Sequence
 
 import jax
@@ -17,53 +18,57 @@ from pallas_kernels import shards
 from pallas_kernels.fused_update.spec import Leaf, Shard
 from pallas_kernels.shards import axes_of, count_of
 
-# A number of units that this divides also divides into shards on fewer devices, if
-# they are a power of two.
-_MOST_DEVICES = 256
+# What divides into so many shards also divides into any smaller power of two.
+_MAX_DEVICES = 256
 
-Run = Callable[[Sequence[Shard], list[jax.Array]], list[jax.Array]]
-"""``run(shards, shared) -> results``, of all leaves one after the other. ``shared`` are
-the arrays that every device has whole."""
+Run = Callable[[typing.Any, Sequence[Shard]], list[jax.Array]]
+"""``run(shared, shards) -> results``, of all leaves one after the other. ``shared`` is
+a tree of arrays that every device has whole."""
 
 
 def over_shards(
-    run: Run, leaves: Sequence[Leaf], shared: int, args, can_partition: bool = True
-) -> list:
+    run: Run, shared, leaves: Sequence[Leaf], *, can_partition: bool
+) -> list[jax.Array]:
     """``run`` on every device's parts of the leaves.
 
     Args:
       run: see :data:`Run`.
-      leaves: whole ones; their arrays are in ``args``.
-      shared: how many small arrays ``args`` begins with, that every device has.
-      args: these, and then the leaves' arrays.
+      shared: tree of small arrays.
+      leaves: whole ones.
       can_partition: whether XLA can partition kernels on axes that are automatic; if
         not, the arrays must be whole ones there.
 
     Returns:
       What ``run`` returns, as whole arrays placed like their leaves.
     """
-    given = regroup(leaves, args[shared:])
-    mesh = jax.typeof(_anchor(given[0])).sharding.mesh
+    args, structure = jax.tree.flatten((shared, leaves))
+    mesh = jax.typeof(_anchor(leaves[0])).sharding.mesh
+    count = len(jax.tree.leaves(shared))
 
     def whole(*args):
-        leaves = regroup(given, args[shared:])
-        return run([Shard(leaf, leaf.shape) for leaf in leaves], list(args[:shared]))
+        shared, leaves = structure.unflatten(args)
+        return run(shared, [Shard(leaf, leaf.shape) for leaf in leaves])
 
     def local_of(arguments, mesh, describe=lambda x: x) -> shards.Local:
-        own = regroup(leaves, arguments[shared:])
-        specs = [_supported(leaf, _spec_of(leaf, describe), mesh) for leaf in own]
-        inside, outside = _all_specs(leaves, specs, shared)
-        return _local(run, leaves, specs, mesh, shared), inside, outside
+        _, described = structure.unflatten(arguments)
+        specs = [_supported(leaf, _spec_of(leaf, describe), mesh) for leaf in described]
+
+        def local(*args):
+            shared, leaves = structure.unflatten(args)
+            pairs = zip(leaves, specs, strict=True)
+            return run(shared, [_shard(leaf, spec, mesh) for leaf, spec in pairs])
+
+        return local, *_all_specs(leaves, specs, count)
 
     if shards.has_explicit_axes(mesh):
         local = local_of(args, mesh, jax.typeof)
         results = shards.over_explicit_axes(local, args, mesh)
         # Shards had to be of whole words and blocks only for the kernel.
-        return shards.reshard(results, _result_specs(given, mesh), mesh)
+        return shards.reshard(results, _result_specs(leaves, mesh), mesh)
     if not can_partition:
         return whole(*args)
-    devices = _MOST_DEVICES if mesh.empty else mesh.size
-    rule, sizes = _sharding_rule(leaves, args[:shared], devices)
+    devices = _MAX_DEVICES if mesh.empty else mesh.size
+    rule, sizes = _sharding_rule(leaves, args[:count], devices)
     return shards.over_automatic_axes(whole, local_of, args, rule, **sizes)
 
 
@@ -88,41 +93,16 @@ def _result_specs(leaves: Sequence[Leaf], mesh) -> list[P]:
     return places
 
 
-def regroup(leaves: Sequence[Leaf], arrays: Sequence) -> list[Leaf]:
-    """The leaves with other arrays, one leaf's after the other's."""
-    rest = list(arrays)
-    grouped = []
-    for leaf in leaves:
-        count = len(leaf.operands)
-        grouped.append(leaf.with_arrays(rest[:count]))
-        rest = rest[count:]
-    return grouped
-
-
-def _local(run: Run, leaves, specs, mesh: Mesh, shared: int) -> Callable:
-    """``run`` as a function of local arrays, within the mesh's axes."""
-
-    def call(*args):
-        local = []
-        for leaf, spec in zip(regroup(leaves, args[shared:]), specs, strict=True):
-            counts = [count_of(mesh, names) for names in axes_of(spec, len(leaf.shape))]
-            shape = tuple(n // c for n, c in zip(leaf.shape, counts, strict=True))
-            local.append(Shard(leaf, shape, _base(leaf.shape, shape, spec, mesh)))
-        return run(local, list(args[:shared]))
-
-    return call
-
-
-def _base(whole, shape, spec: P, mesh: Mesh) -> jax.Array | None:
-    """The index in the whole of a shard's first element, modulo 2^32."""
-    total = None
-    for axis, names in enumerate(axes_of(spec, len(whole))):
-        if count_of(mesh, names) == 1:
-            continue
-        step = shape[axis] * math.prod(whole[axis + 1 :]) % 2**32
-        part = lax.axis_index(names).astype(jnp.uint32) * jnp.uint32(step)
-        total = part if total is None else total + part
-    return total
+def _shard(leaf: Leaf, spec: P, mesh: Mesh) -> Shard:
+    """The device's part of a leaf, whose arrays are local ones."""
+    shape, base = list(leaf.shape), None
+    for axis, names in enumerate(axes_of(spec, len(shape))):
+        shape[axis] //= count_of(mesh, names)
+        if count_of(mesh, names) > 1:
+            step = shape[axis] * math.prod(leaf.shape[axis + 1 :]) % 2**32
+            part = lax.axis_index(names).astype(jnp.uint32) * jnp.uint32(step)
+            base = part if base is None else base + part
+    return Shard(leaf, tuple(shape), base)
 
 
 def _supported(leaf: Leaf, spec: P, mesh: Mesh) -> P:
@@ -137,14 +117,14 @@ def _supported(leaf: Leaf, spec: P, mesh: Mesh) -> P:
         unit = leaf.unit(axis) if count > 1 else 1
         return leaf.shape[axis] % (count * unit) == 0
 
-    given = axes_of(spec, len(leaf.shape))
-    kept = [names if fits(axis, names) else () for axis, names in enumerate(given)]
-    for names, stayed in zip(given, list(kept), strict=True):
-        free = (a for a in range(len(kept)) if not kept[a] and fits(a, names))
+    wanted = axes_of(spec, len(leaf.shape))
+    placed = [names if fits(axis, names) else () for axis, names in enumerate(wanted)]
+    for names in [names for names in wanted if names and names not in placed]:
+        free = (a for a in range(len(placed)) if not placed[a] and fits(a, names))
         other = next(free, None)
-        if names and not stayed and other is not None:
-            kept[other] = names
-    return P(*(names or None for names in kept))
+        if other is not None:
+            placed[other] = names
+    return P(*(names or None for names in placed))
 
 
 def _spec_of(leaf: Leaf, describe: Callable) -> P:
@@ -161,13 +141,13 @@ def _all_specs(leaves, specs, shared: int) -> tuple[list[P], list[P]]:
     """The specs of all arguments and of all results."""
     inside, outside = [P()] * shared, []
     for leaf, spec in zip(leaves, specs, strict=True):
-        in_stack = P(None, *spec) if leaf.stacked else spec
         inside += [
-            in_stack if i in leaf.overwritten else spec
+            P(None, *spec) if i in leaf.in_stacks else spec
             for i in range(len(leaf.operands))
         ]
         outside += [
-            spec if result.overwrites is None else in_stack for result in leaf.results
+            P(None, *spec) if result.overwrites in leaf.in_stacks else spec
+            for result in leaf.results
         ]
     return inside, outside
 
@@ -199,9 +179,9 @@ def _sharding_rule(
         anchors = leaf.overwritten or {0}
         for i, operand in enumerate(leaf.operands):
             name = f"l{number}" if i in anchors else f"l{number}o{i}"
-            add(inside, name, leaf, operand, leaf.stacked and i in leaf.overwritten)
+            add(inside, name, leaf, operand, i in leaf.in_stacks)
         for result in leaf.results:
-            stacked = leaf.stacked and result.overwrites is not None
+            stacked = result.overwrites in leaf.in_stacks
             add(outside, f"l{number}", leaf, result, stacked)
     # A factor that is somewhere a whole axis has its size from there.
     whole = {name for axes in (*inside, *outside) for name in axes.split()}

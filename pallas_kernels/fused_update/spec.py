@@ -11,7 +11,7 @@ import numpy as np
 from pallas_kernels.layout import TILE_ROWS, Layout, block_shape, layout_of, period
 
 MAX_ELEMENTS_OF_SMALL_LEAF = 4 * 4096
-"""A leaf without words and blocks that has more shares a kernel only with its equals.
+"""Larger leaves without words and blocks share a kernel only with their equals.
 
 Where leaves differ in size, each has as many programs as the largest.
 """
@@ -59,7 +59,7 @@ class BlockBody(typing.Protocol):
         ...
 
     def before(self, block_values: Sequence[jax.Array]) -> tuple:
-        """What decoding needs of the per-block operands' values; any tuple."""
+        """What decoding needs from the values of per-block operands; any tuple."""
         ...
 
     def statistics(
@@ -176,7 +176,7 @@ class Leaf:
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
-        """The sizes of the blocks of which anything in it has an element each."""
+        """Sizes of blocks for which an operand or a result has an element each."""
         both = (*self.operands, *self.results)
         return tuple(sorted({x.block_size for x in both if x.block_size is not None}))
 
@@ -199,7 +199,7 @@ class Leaf:
         return self.shape
 
     def unit(self, axis: int) -> int:
-        """The number of which a shard's length along an axis must be a multiple."""
+        """A shard's length along this axis must be a multiple of it."""
         if not self.has_words_or_blocks:
             return 1
         return self.layout.unit(axis, self.packed, max(self.block_sizes, default=None))
@@ -325,7 +325,7 @@ def _share(stored: tuple[int, ...], shard: Shard) -> tuple[int, ...]:
 
 
 def manual_axes(result: Result, operands: Sequence[Operand]):
-    """How a result varies over the mesh of a ``jax.shard_map``: as what it replaces."""
+    """How a result varies over a ``jax.shard_map``'s mesh: like what it replaces."""
     if result.overwrites is not None:
         return jax.typeof(operands[result.overwrites].array).manual_axis_type
     types = [jax.typeof(o.array).manual_axis_type for o in operands]

@@ -22,7 +22,7 @@ from pallas_kernels.layout import block_maxima, repeat_blocks
 def row_of(
     table: jax.Array, row: jax.Array | None, values: Sequence[jax.Array] = ()
 ) -> list[jax.Array]:
-    """The scalars of a row, or of the only one, with the last of them as values."""
+    """The scalars of a row, or of the only one; the last of them are these values."""
     if row is not None:
         table = lax.dynamic_index_in_dim(jnp.asarray(table), row[0], keepdims=False)
     words = list(table)
@@ -36,17 +36,16 @@ def update(
     layer: jax.Array | None = None,
     when: int | None = None,
     within: tuple[jax.Array | None, tuple[int, ...]] | None = None,
-    together: Callable[[Sequence[jax.Array]], Sequence[jax.Array]] = list,
+    barrier: Callable[[Sequence[jax.Array]], Sequence[jax.Array]] = list,
 ) -> list[jax.Array]:
     """See :func:`pallas_kernels.fused_update`.
 
     Args:
       body, leaf, layer, when: as there.
       scalars: the body's.
-      within: of a part, the index of its first element in the whole (None for 0), and
-        the whole's shape.
-      together: given maxima, and new values before they are packed; what it returns is
-        used in their place.
+      within: if the leaf is a part of another, the index of its first element in that
+        (None for 0), and the shape of the whole.
+      barrier: replaces maxima, and new values before they are packed.
     """
     scalars = list(scalars)
     values, block_values = [], []
@@ -69,13 +68,13 @@ def update(
     arguments = values, scalars, index, multiply_add
     if leaf.block_sizes:
         blocks = typing.cast(BlockBody, body)
-        new = _with_blocks(blocks, leaf, arguments, block_values, together)
+        new = _with_blocks(blocks, leaf, arguments, block_values, barrier)
     else:
         new = typing.cast(Body, body)(*arguments)
     skip = None if when is None else scalars[when] == jnp.uint32(0)
     return [
         _stored(value, result, leaf, layer, skip)
-        for result, value in zip(leaf.results, together(new), strict=True)
+        for result, value in zip(leaf.results, barrier(new), strict=True)
     ]
 
 
@@ -84,7 +83,7 @@ def _with_blocks(
     leaf: Leaf,
     arguments: tuple[list, list, jax.Array | None, MultiplyAdd],
     block_values: list[jax.Array],
-    together: Callable[[Sequence[jax.Array]], Sequence[jax.Array]],
+    barrier: Callable[[Sequence[jax.Array]], Sequence[jax.Array]],
 ) -> list[jax.Array]:
     """The results of a body that takes maxima over blocks."""
 
@@ -104,7 +103,7 @@ def _with_blocks(
             block_maxima(x, leaf.layout, size)
             for x, size in zip(new, sizes, strict=True)
         ]
-        new = together(new)
+        new = barrier(new)
         maxima += new
         of_maxima += repeated(new, sizes)
         _, after = body.after(of_maxima, of_elements, scalars)
@@ -145,7 +144,7 @@ def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
 def _row_major(
     shape: tuple[int, ...], whole: tuple[int, ...], first: jax.Array
 ) -> jax.Array:
-    """The indices in the whole of a part's elements, the first of which is given."""
+    """The indices of a part's elements in the whole, from the first element's on."""
     index = jnp.full(shape, first)
     for axis in range(len(shape)):
         stride = jnp.uint32(math.prod(whole[axis + 1 :]) % 2**32)

@@ -1,7 +1,7 @@
 """The GPU's own instructions as functions of arrays, and branches, for kernels.
 
 They are for operations that take Triton or Mosaic several instructions. They work on
-registers: of a dtype of 16 bits, one register holds two neighbours.
+registers: one register holds two neighbours of a 16-bit dtype.
 """
 
 import functools
@@ -105,7 +105,7 @@ class Instructions:
         )
 
     def unless_rounded(self, x: jax.Array, rounded: jax.Array) -> jax.Array:
-        """See :func:`.operations.unless_rounded`; of two NaNs, always ``rounded``."""
+        """See :func:`.operations.unless_rounded`; two NaNs always give ``rounded``."""
         return self.elementwise(
             "{ .reg .b32 pair, low, high; .reg .pred first, second;"
             " cvt.rn.bf16x2.f32 pair, $3, $2;"
@@ -127,9 +127,9 @@ class Instructions:
         )
 
     def keep_nan(self, x: jax.Array) -> jax.Array:
-        """See :func:`.operations.keep_nan`; of what arithmetic on the GPU gives.
+        """See :func:`.operations.keep_nan`.
 
-        It knows one NaN, 0x7FFFFFFF.
+        The GPU's arithmetic gives one NaN only, 0x7FFFFFFF.
         """
         bits = lax.bitcast_convert_type(x, jnp.uint32)
         return jnp.where(jnp.isnan(x), jnp.uint32(operations.LAST_NAN), bits)
@@ -156,7 +156,7 @@ class Instructions:
         return self.reversed_and_shifted(word, 0)
 
     def reversed_and_shifted(self, word: jax.Array, bytes_: int) -> jax.Array:
-        """``reverse_bytes(word) >> 8 * bytes_``; the bytes from the top are 0."""
+        """``reverse_bytes(word) >> 8 * bytes_``, in one ``prmt``."""
         chosen = [3 - i for i in range(bytes_, 4)] + [4] * bytes_
         return self._permute(word, chosen, jnp.uint32)
 
@@ -190,7 +190,7 @@ class Instructions:
     def assemble(
         self, instructions: str, args: Sequence[jax.Array], dtype
     ) -> jax.Array:
-        """For one element at a time, registers of 32 bits."""
+        """Inline assembly for one element at a time, in registers of 32 bits."""
         letter = "f" if dtype == jnp.float32 else "r"
         constraints = ",".join(["=" + letter, *[letter] * len(args)])
         return self.elementwise(instructions, constraints, args, dtype)

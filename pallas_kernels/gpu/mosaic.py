@@ -29,7 +29,7 @@ def _multiply(x: jax.Array, y: jax.Array, **_) -> jax.Array:
 
 
 def _power(x: jax.Array, y: int, **_) -> jax.Array:
-    # As XLA: of the squares of squares, those that are in the exponent.
+    # Like XLA: a product of the repeated squares that are in the exponent.
     made, square, rest = None, x, abs(y)
     while rest:
         if rest & 1:
@@ -75,8 +75,8 @@ def _called(primitive, *args, **params) -> jax.Array:
     if not jnp.issubdtype(dtype, jnp.floating) or not shape:
         return primitive.bind(*args, **params)
 
-    def call(*held):
-        columns = zip(*map(registers.elements, held), strict=True)
+    def call(*arguments):
+        columns = zip(*map(registers.elements, arguments), strict=True)
         function = registers.FUNCTIONS[primitive]
         return registers.register([function(*column) for column in columns])
 
@@ -85,7 +85,7 @@ def _called(primitive, *args, **params) -> jax.Array:
 
 
 def _assembled(instructions: str, constraints: str, dtype, pack: int, *given):
-    """A register by assembly of ``pack`` elements of others at a time."""
+    """A register, assembled from ``pack`` elements of others at a time."""
     kinds = [each.strip() for each in constraints.split(",")]
     count = sum(kind.startswith("=") for kind in kinds)
     element = registers.element_type(dtype)

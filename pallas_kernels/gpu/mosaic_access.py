@@ -18,7 +18,7 @@ class Form:
 
     Args:
       dtype: of the elements.
-      width, tiles: see :class:`pallas_kernels.fused_update.gpu.memory.Access`.
+      width, tiles: see :class:`pallas_kernels.fused_update.gpu.operands.Access`.
       has_mask: whether it has one.
       layer_size: elements of the layers of a stack; None if it is none.
       mark: a comment beside the instructions.

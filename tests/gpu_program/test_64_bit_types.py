@@ -5,14 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 import lowbit_optax
-
-pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
-
-from tools.gpu_program.machine_code import missing_tools
 from tools.gpu_program.steps import leaf, lower_step
 
-if missing_tools():
-    pytest.skip(missing_tools(), allow_module_level=True)
+pytestmark = pytest.mark.usefixtures("disassembler")
 
 PARAMS = {
     "matrix": leaf(512, 512),

@@ -1,15 +1,8 @@
 """Accumulation of gradients in a model without a scan, compiled for an H200: memory."""
 
-import functools
-
-import pytest
-
 import lowbit_optax
 from lowbit_optax import release
-
-pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
-
-from tools.gpu_program.release_steps import MIB, compile_step, plain
+from tools.gpu_program.release_steps import compile_step, plain
 from tools.gpu_program.unrolled import unrolled_matrices
 
 ACCUMULATED = lowbit_optax.accumulate_gradients(lowbit_optax.lowbit_adamw(1e-3), 4)
@@ -17,17 +10,11 @@ LAYERS, WIDTH = 4, 512
 ONE_GRADIENT = 2 * WIDTH**2
 
 
-@functools.cache
 def compiled(make_step):
+    """The step, and its temporary bytes above the activations."""
     model = unrolled_matrices(LAYERS, WIDTH, batch=64)
     step = compile_step(make_step, model, ACCUMULATED)
-    above = step.temporary - model.layers * model.carry
-    print(
-        f"{make_step.__name__}: temporary {step.temporary / MIB:.2f} MiB, above the "
-        f"activations {above / ONE_GRADIENT:.2f} gradients",
-        flush=True,
-    )
-    return step, above
+    return step, step.temporary - model.layers * model.carry
 
 
 def test_one_layer_is_accumulated_at_a_time():

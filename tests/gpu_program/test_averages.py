@@ -4,9 +4,6 @@ import jax
 import pytest
 
 import lowbit_optax
-
-pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
-
 from tools.gpu_program.steps import bytes_of, leaf, lower_step
 from tools.gpu_program.targets import compile_for, gpu_mesh
 from tools.hlo import kernels

@@ -4,9 +4,6 @@ import optax
 import pytest
 
 import lowbit_optax
-
-pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
-
 from tools.gpu_program.steps import gpt2, lower_step
 
 pytestmark = pytest.mark.usefixtures("by_triton")

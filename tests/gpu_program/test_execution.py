@@ -18,6 +18,7 @@ import optax
 import pytest
 from blocks import Maxima
 from exact_steps import MOMENTUM, QUICK, dyadic_series, normal
+from gpu_steps import LAUNCHERS
 from optimizers import assert_same_bits, random_grads, spec_of
 from quantised import quantised, shrinking
 
@@ -26,14 +27,9 @@ import pallas_kernels
 from lowbit_optax import block_quantized, cast, extra_bits, lowbit
 from pallas_kernels import Operand, Result, fused_update, platforms
 from pallas_kernels.reductions import largest_magnitudes, sums_of_squares
-
-pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
-
 from tools.gpu_program.ptx import Fault, Race, Uninitialised, compile_program
 from tools.gpu_program.steps import BF16, F32
 from tools.gpu_program.targets import gpu_mesh, lower_for
-
-LAUNCHERS = ["triton", "mosaic"] if platforms.has_mosaic() else ["triton"]
 
 
 @pytest.fixture(autouse=True, params=LAUNCHERS)
@@ -43,8 +39,6 @@ def launcher(request, monkeypatch):
 
 
 only_triton = pytest.mark.parametrize("launcher", ["triton"], indirect=True)
-
-# Compiled quickly rather than well: the reference, not what is tested.
 
 SHAPES = {"even": (128, 256), "ragged": (70, 261)}
 each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -234,7 +228,7 @@ def test_equal_leaves_in_one_kernel_have_the_same_bits(family, shape):
     make = functools.partial(transformation, MOMENTUM, family)
     arguments = second_step(make, leaves_of(shape, 3))
     program = compiled(make(None), *arguments)
-    (name,) = (n for n in program.sources if n.startswith("fused_update"))
+    name, _ = fused_kernel(program)
     assert name.startswith("fused_update_many")
     assert_same_bits(program.run(*arguments), jitted(make("xla"))(*arguments))
 
@@ -285,9 +279,6 @@ def test_several_programs_in_a_block_of_threads_have_the_same_bits(
 def integers(shape, dtype, seed):
     drawn = np.random.default_rng(seed).integers(-9, 10, shape)
     return jnp.asarray(drawn, F32).astype(dtype)
-
-
-# Norms and magnitudes have kernels of Triton's only.
 
 
 @pytest.mark.parametrize("factor", [None, 0.25])
@@ -377,8 +368,7 @@ LPMM = {
 }
 
 
-def lpmm(family, implementation):
-    _, _, block_size = LPMM[family]
+def lpmm(block_size, implementation):
     return lowbit(
         MOMENTUM,
         weights=lowbit_optax.quantized_weights(),
@@ -393,14 +383,28 @@ def lpmm(family, implementation):
 )
 @pytest.mark.parametrize("family", LPMM)
 def test_quantised_weights_have_the_same_bits(family, shape):
-    make = functools.partial(lpmm, family)
-    bits, block_size, _ = LPMM[family]
+    bits, block_size, of_moments = LPMM[family]
     params = quantised(shape, bits, block_size)
+    assert_same_quantised_step(of_moments, params, "fused_update")
+
+
+@each_shape
+@pytest.mark.parametrize("block_size", [32, 128], ids=["two sizes", "one size"])
+def test_equal_quantised_leaves_in_one_kernel_have_the_same_bits(block_size, shape):
+    values = quantised(shape, 12, 128)["kernel"].dequantize()
+    params = {f"kernel {i}": jnp.roll(values, 64 * i, axis=0) for i in range(3)}
+    params = lowbit_optax.quantize_params(params, bits=12, block_size=128, min_size=0)
+    assert_same_quantised_step(block_size, params, "fused_update_many")
+
+
+def assert_same_quantised_step(block_size, params, kernel):
+    make = functools.partial(lpmm, block_size)
     tx = make("xla")
     params, state = jitted(tx)(params, tx.init(params), shrinking(params, 0))
     arguments = params, state, shrinking(params, 1)
     program = compiled(make(None), *arguments)
-    assert "fused_update" in program.sources
+    name, _ = fused_kernel(program)
+    assert name.startswith("fused_update_many") == (kernel == "fused_update_many")
     assert_same_bits(program.run(*arguments), jitted(tx)(*arguments))
 
 
@@ -483,6 +487,7 @@ def test_packing_has_the_same_bits(bits, shape):
 # The contract notices programs that are wrong. They are Triton's, as the mutations are
 # of its texts.
 
+STORE = r"(st\.global\.\S+\s+\[ ?%\w+ )\+ 0( ?\])"
 MUTATIONS = {
     "an addend for a factor": (
         r"(fma\.rn\.f32\s+\S+) (\S+), (\S+), (\S+);",
@@ -492,16 +497,8 @@ MUTATIONS = {
     "an integer too few": (r"add\.s32", "sub.s32", 0),
     "another logic": (r"xor\.b32", "and.b32", 0),
     "another shift": (r"shr\.u32", "shr.s32", 0),
-    "a store an element further": (
-        r"(st\.global\.\S+\s+\[ ?%\w+ )\+ 0( ?\])",
-        r"\1+ 2\2",
-        1,
-    ),
-    "a store of a vector further": (
-        r"(st\.global\.\S+\s+\[ ?%\w+ )\+ 0( ?\])",
-        r"\1+ 16\2",
-        1,
-    ),
+    "a store an element further": (STORE, r"\1+ 2\2", 1),
+    "a store of a vector further": (STORE, r"\1+ 16\2", 1),
     "stores without masks": (r"@!?%\w+\s+(st\.global)", r"\1", 0),
     "loads without masks": (r"@!?%\w+\s+(ld\.global)", r"\1", 0),
     "a store too few": (r"(@!?%\w+\s+)?st\.global[^;]*;", "", 1),

@@ -20,17 +20,9 @@ SMALL = ("bits/kahan", "training/lowbit_adamw, released")
 
 @pytest.mark.parametrize("gpu", ["H100", "H200"])
 def test_the_smallest_rehearsal_compiles(gpu, tmp_path):
-    options = ["--rehearse", gpu, "--size", "small", "--out", str(tmp_path)]
+    command = f"-m benchmarks first_device --rehearse {gpu} --size small --out".split()
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "benchmarks",
-            "first_device",
-            *options,
-            "--only",
-            *SMALL,
-        ],
+        [sys.executable, *command, str(tmp_path), "--only", *SMALL],
         cwd=ROOT,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         capture_output=True,

@@ -5,12 +5,8 @@ import collections
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from lowbit_optax import precision
-
-pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
-
 from tools import hlo
 from tools.gpu_program.targets import compile_lowered, gpu_mesh, lower_for
 

@@ -10,15 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from gpu_steps import LAUNCHERS
 from jax import lax
 from jax.extend.core import primitives as p
 
 import lowbit_optax
 from lowbit_optax._jaxprs.elementwise import ELEMENTWISE
-from pallas_kernels import platforms
-
-pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
-
 from tools.gpu_program.machine_code import program
 from tools.gpu_program.ptx import compile_program
 from tools.gpu_program.targets import gpu_mesh, lower_for
@@ -26,13 +23,7 @@ from tools.gpu_program.targets import gpu_mesh, lower_for
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 
 
-LAUNCHERS = ["triton", "mosaic"] if platforms.has_mosaic() else ["triton"]
 each_launcher = pytest.mark.parametrize("launcher", LAUNCHERS, indirect=True)
-
-
-@pytest.fixture
-def launcher(request, monkeypatch):
-    monkeypatch.setattr(platforms, "DEFAULT_LAUNCHER", request.param)
 
 
 def of_integers(function):

@@ -1,7 +1,6 @@
 """The fused kernel of one leaf, compiled for an H200: bytes, memory, machine code."""
 
 import functools
-import time
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +13,8 @@ from optimizers import weights_only
 import lowbit_optax
 import pallas_kernels
 from pallas_kernels import Operand, Result
-
-pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
-
 from tools.gpu_program.machine_code import (
     instructions_per_parameter,
-    missing_tools,
     program,
 )
 from tools.gpu_program.steps import (
@@ -33,13 +28,10 @@ from tools.gpu_program.steps import (
     lower_lpmm_step,
     lower_step,
 )
-from tools.gpu_program.targets import gpu_mesh, lower_for
-from tools.hlo import copies, kernels
+from tools.gpu_program.targets import compile_for, gpu_mesh, lower_for
+from tools.hlo import copies, kernels, memory
 
-if missing_tools():
-    pytest.skip(missing_tools(), allow_module_level=True)
-
-pytestmark = pytest.mark.usefixtures("by_triton")
+pytestmark = pytest.mark.usefixtures("by_triton", "disassembler")
 
 SIDE = 4096
 PARAMETERS = SIDE * SIDE
@@ -88,15 +80,16 @@ MOST_INSTRUCTIONS = {
     "kahan": 83,
     "sr": 59,
 }
-"""Per parameter, of AdamW."""
+"""Per parameter, of AdamW.
+
+An H200 executes 132 * 4 * 32 * 1.98e9 of them in a second, and moves 4.8e12 bytes. So
+they take less time than memory does, which allows 7 per byte.
+"""
 
 MOST_OF_LOWBIT = 58 if OLDER_JAX else 58.5
 """Of ``lowbit_adamw``. Memory allows about 85."""
 
-INSTRUCTIONS_A_SECOND = 132 * 4 * 32 * 1.98e9
-BYTES_A_SECOND = 4.8e12
-
-FORMATS = WEIGHTS | {"extra_bits 1": lowbit_optax.extra_bits(1)}
+FORMATS = WEIGHTS | {f"extra_bits {k}": lowbit_optax.extra_bits(k) for k in (1, 8)}
 MOMENTS = {
     "float32": None,
     "bfloat16": lowbit_optax.cast(BF16),
@@ -116,14 +109,29 @@ def assert_one_pass_in_place(step, moved):
     assert step.in_place
 
 
+def assert_whole_accesses(step, name, conditional=0):
+    narrow, wide = ACCESSED[name]
+    assert bytes_of_accesses(step.fused, 64) == narrow * step.parameters
+    assert bytes_of_accesses(step.fused, 128) == wide * step.parameters
+    assert step.fused.masked_stores == conditional
+
+
+def assert_short(step, instructions):
+    """Few instructions per parameter, and no registers that spill."""
+    kernel = step.fused
+    assert instructions_per_parameter(kernel, step.parameters) <= instructions
+    assert_nothing_spills(kernel)
+
+
 def assert_nothing_spills(kernel):
     assert kernel.stack == kernel.spill_stores == kernel.spill_loads == 0
 
 
 @each_optimizer
-def test_a_step_is_one_pass_in_place(name):
+def test_a_step_is_one_short_pass_in_place(name):
     step = step_of(name)
-    assert_one_pass_in_place(step, MOVED[name] + 0.1)
+    assert_one_pass_in_place(step, MOVED[name] + 0.01)
+    assert_short(step, MOST_INSTRUCTIONS[name])
 
 
 @each_optimizer
@@ -141,23 +149,14 @@ def test_update_and_apply_updates_write_and_read_one_bfloat16_more(name):
 def test_registers_suffice_and_nothing_is_shared(name):
     kernel = step_of(name).fused
     assert kernel.registers <= MOST_REGISTERS
-    assert_nothing_spills(kernel)
     assert kernel.static_shared == 0
     assert [launch.shared for launch in kernel.launches] == [0]
 
 
 @each_optimizer
-def test_a_thread_moves_four_elements_at_a_time(name):
-    narrow, wide = ACCESSED[name]
-    kernel = step_of(name).fused
-    assert bytes_of_accesses(kernel, 64) == narrow * PARAMETERS
-    assert bytes_of_accesses(kernel, 128) == wide * PARAMETERS
-
-
-@each_optimizer
-def test_stores_of_whole_blocks_have_no_masks(name):
+def test_a_thread_moves_four_elements_at_a_time_without_masks(name):
     conditional = 1 if name == "extra_bits 5" else 0  # a word, written when full
-    assert step_of(name).fused.masked_stores == conditional
+    assert_whole_accesses(step_of(name), name, conditional)
 
 
 def test_lowbit_adamw_moves_twelve_bytes_in_place():
@@ -170,10 +169,9 @@ def test_lowbit_adamw_moves_twelve_bytes_in_place():
     assert_one_pass_in_place(step, 12.3)
     assert by_update.moved <= 18.3
     assert by_update.temporary <= 2.01
-    kernel = step.fused
-    assert kernel.spill_stores == kernel.static_shared == 0
-    assert kernel.registers <= 128  # eight blocks of 64 threads in a multiprocessor
-    assert instructions_per_parameter(kernel, PARAMETERS) <= MOST_OF_LOWBIT
+    assert_short(step, MOST_OF_LOWBIT)
+    assert step.fused.static_shared == 0
+    assert step.fused.registers <= 128  # eight blocks of 64 threads in a multiprocessor
 
 
 @pytest.mark.parametrize("block_size", [32, 64, 128, 2048])
@@ -181,18 +179,18 @@ def test_blocks_of_any_size_are_read_once(block_size):
     inner = optax.adamw(1e-3)
     moments = lowbit_optax.block_quantized(block_size=block_size)
     tx = lowbit_optax.lowbit(inner, weights=lowbit_optax.extra_bits(8), moments=moments)
-    kernel = lower_step(tx, leaf(SIDE, SIDE)).fused
+    step = lower_step(tx, leaf(SIDE, SIDE))
     # Gradient, parameter and words. Scales come on top. What a thread reads 32 bits of
     # is the table of scalars.
-    read = sum(bytes_of_accesses(kernel, bits, store=False) for bits in (64, 128))
+    read = sum(bytes_of_accesses(step.fused, bits, store=False) for bits in (64, 128))
     assert 4 + 3 <= read / PARAMETERS <= 4 + 3 + 0.5
-    assert_nothing_spills(kernel)
-    assert instructions_per_parameter(kernel, PARAMETERS) <= MOST_OF_LOWBIT
+    assert_short(step, MOST_OF_LOWBIT)
 
 
 EIGHT = lowbit_optax.block_quantized(8)
-# What does more than lowbit_adamw: bytes that a step moves, and instructions.
+# Formats of AdamW, bytes that a step moves, and instructions.
 MORE = {
+    "master copy": (lowbit_optax.master_copy(), "float32", 30.1, 24),
     "4-bit mu": (
         lowbit_optax.extra_bits(8),
         {"mu": lowbit_optax.block_quantized(4), "nu": EIGHT},
@@ -210,14 +208,12 @@ MORE = {
 
 
 @pytest.mark.parametrize("name", MORE)
-def test_what_does_more_is_one_pass_in_place_too(name):
+def test_other_formats_are_one_short_pass_in_place_too(name):
     weights, moments, moved, instructions = MORE[name]
     tx = lowbit_optax.lowbit(optax.adamw(1e-3), weights=weights, moments=moments)
     step = lower_step(tx, leaf(SIDE, SIDE))
     assert_one_pass_in_place(step, moved)
-    kernel = step.fused
-    assert_nothing_spills(kernel)
-    assert instructions_per_parameter(kernel, PARAMETERS) <= instructions
+    assert_short(step, instructions)
 
 
 # Bits of the weights, bytes that a step moves, and instructions, per parameter.
@@ -233,32 +229,9 @@ def test_a_step_on_quantised_weights_is_one_pass_in_place(name):
     tx, bits, moved, instructions = LPMM[name]
     step = lower_lpmm_step(tx, leaf(SIDE, SIDE), bits)
     assert_one_pass_in_place(step, moved)
-    kernel = step.fused
-    assert_nothing_spills(kernel)
-    assert instructions_per_parameter(kernel, PARAMETERS) <= instructions
-    wide = sum(bytes_of_accesses(kernel, size) for size in (64, 128))
+    assert_short(step, instructions)
+    wide = sum(bytes_of_accesses(step.fused, size) for size in (64, 128))
     assert wide / PARAMETERS > 0.97 * moved
-
-
-@each_optimizer
-def test_instructions_take_less_time_than_memory(name):
-    kernel = step_of(name).fused
-    instructions = instructions_per_parameter(kernel, PARAMETERS)
-    assert instructions / INSTRUCTIONS_A_SECOND < MOVED[name] / BYTES_A_SECOND
-
-
-@each_optimizer
-def test_instructions_of_adamw(name):
-    kernel = step_of(name).fused
-    instructions = instructions_per_parameter(kernel, PARAMETERS)
-    assert instructions <= MOST_INSTRUCTIONS[name]
-
-
-def test_instructions_of_adamw_with_a_master_copy():
-    tx = weights_only(optax.adamw(1e-3), WEIGHTS["master_copy"])
-    kernel = lower_step(tx, leaf(SIDE, SIDE)).fused
-    assert instructions_per_parameter(kernel, PARAMETERS) <= 24
-    assert_nothing_spills(kernel)
 
 
 @pytest.mark.parametrize("name", ["extra_bits 8", "kahan"])
@@ -278,49 +251,42 @@ def test_stores_of_a_ragged_shape_are_masked(name, shape):
 @pytest.mark.parametrize("name", ["extra_bits 8", "kahan"])
 def test_kernels_of_convolutions_heads_and_vocabularies_are_like_matrices(name, shape):
     step = step_of(name, shape)
-    narrow, wide = ACCESSED[name]
-    assert bytes_of_accesses(step.fused, 64) == narrow * step.parameters
-    assert bytes_of_accesses(step.fused, 128) == wide * step.parameters
-    assert step.fused.masked_stores == 0
+    assert_whole_accesses(step, name)
     assert_one_pass_in_place(step, MOVED[name] + 0.1)
 
 
+NARROW = ("float16", "float8_e4m3fn", "float8_e5m2")
+
+
 @pytest.mark.parametrize(
-    ("weights", "moments"),
-    [(name, "bfloat16") for name in FORMATS] + [("extra_bits 16", m) for m in MOMENTS],
+    ("weights", "moments", "dtype"),
+    [
+        *((name, "bfloat16", "bfloat16") for name in FORMATS),
+        *(("extra_bits 16", moments, "bfloat16") for moments in MOMENTS),
+        *(("extra_bits 8", "float32", dtype) for dtype in NARROW),
+    ],
 )
-def test_every_format_takes_the_kernel(weights, moments):
+def test_every_format_takes_the_kernel(weights, moments, dtype):
     inner = optax.sgd(1e-3, momentum=0.9)
     tx = lowbit_optax.lowbit(inner, weights=FORMATS[weights], moments=MOMENTS[moments])
-    start = time.monotonic()
-    step = lower_step(tx, leaf(512, 384))
-    launches = step.fused_launches
-    print(f"a new shape of leaf compiles in {time.monotonic() - start:.2f} s")
-    assert launches == step.large == 1
-    assert step.in_place
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn", "float8_e5m2"])
-def test_every_narrow_dtype_takes_the_kernel(dtype):
-    tx = weights_only(optax.adamw(1e-3), lowbit_optax.extra_bits(8))
     step = lower_step(tx, leaf(512, 384, dtype=jnp.dtype(dtype)))
     assert step.fused_launches == step.large == 1
     assert step.in_place
 
 
-@pytest.mark.parametrize("name", ["extra_bits 8", "kahan"])
-def test_clipping_by_the_global_norm_reads_the_gradients_once_more(name):
-    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    weights, moments = {
-        "extra_bits 8": (lowbit_optax.extra_bits(8), "float32"),
-        "kahan": (lowbit_optax.kahan(), lowbit_optax.cast(BF16)),
-    }[name]
-    tx = lowbit_optax.lowbit(inner, weights=weights, moments=moments)
-    step = lower_step(tx, leaf(SIDE, SIDE))
-    assert step.fused_launches == 1
-    assert step.moved <= MOVED[name] + 2.1
-    assert step.temporary < 0.01
-    assert step.in_place
+def test_another_order_of_arguments_is_copied():
+    # XLA gives the memory of donated arguments to results of the same shape and dtype,
+    # in order. The moments of kahan_adamw have the parameters' dtype, and so take their
+    # place.
+    tx, params = OPTIMIZERS["kahan"], leaf(SIDE, SIDE)
+
+    def step(grads, state, params):
+        return lowbit_optax.step(tx, params, state, grads)
+
+    arguments = params, jax.eval_shape(tx.init, params), params
+    compiled = compile_for(gpu_mesh(), step, *arguments, donate=(1, 2))
+    assert sum(size for _, size in kernels(compiled)) > 40 * PARAMETERS
+    assert memory(compiled).temp_size_in_bytes > PARAMETERS
 
 
 def test_muon_is_left_to_xla():
@@ -370,11 +336,10 @@ def test_a_stack_is_updated_in_place_a_layer_at_a_time():
     arguments = *stacks, leaf(LAYERS, *shape)
     lowered = lower_for(gpu_mesh(), layer_by_layer, *arguments, donate=(0, 1, 2))
     compiled = lowered.compile()
-    memory = compiled.memory_analysis()
     gradient = 2 * LAYER_SIDE**2
     assert compiled.as_text().count("__gpu$xla.gpu.triton") == 1
-    assert memory.temp_size_in_bytes <= 1.01 * gradient
-    assert memory.alias_size_in_bytes == bytes_of(stacks)
+    assert memory(compiled).temp_size_in_bytes <= 1.01 * gradient
+    assert memory(compiled).alias_size_in_bytes == bytes_of(stacks)
     assert max(copies(compiled), default=0) <= gradient
 
 

@@ -19,19 +19,16 @@ from optimizers import assert_same_bits
 import lowbit_optax
 from pallas_kernels import platforms
 
-pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
 if not platforms.has_mosaic():
     pytest.skip("Mosaic GPU needs JAX 0.11 or newer", allow_module_level=True)
 
-from tools.gpu_program.machine_code import missing_tools
+from tools.gpu_program.machine_code import instructions_per_parameter
 from tools.gpu_program.ptx import compile_program
 from tools.gpu_program.steps import gpt2, leaf, lower_lpmm_step, lower_step
 from tools.gpu_program.targets import compile_lowered, gpu_mesh, lower_for
-from tools.hlo import COLLECTIVES, text
+from tools.hlo import collectives, text
 
-needs_tools = pytest.mark.skipif(
-    missing_tools() is not None, reason=str(missing_tools())
-)
+needs_tools = pytest.mark.usefixtures("disassembler")
 
 LOWBIT = lowbit_optax.lowbit_adamw(1e-3)
 
@@ -44,12 +41,22 @@ def step_by(launcher, monkeypatch, name, shape, **options):
 
 
 def instructions(step):
-    kernel = step.fused
-    threads = sum(launch.threads for launch in kernel.launches)
-    return kernel.executed() * threads / step.parameters
+    return instructions_per_parameter(step.fused, step.parameters)
 
 
-def assert_as_good(mosaic, triton):
+@needs_tools
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [(name, (4096, 4096)) for name in STEPS]
+    + [(name, (4001, 1001)) for name in ("8 bits", "kahan", "lowbit")],
+    ids=str,
+)
+def test_a_step_is_as_good_as_by_triton(name, shape, monkeypatch):
+    mosaic, triton = (
+        step_by(launcher, monkeypatch, name, shape) for launcher in ("mosaic", "triton")
+    )
+    assert "mosaic_gpu" in text(mosaic.compiled)
+    assert "mosaic_gpu" not in text(triton.compiled)
     assert instructions(mosaic) <= 1.1 * instructions(triton)
     assert mosaic.fused.stack == 0
     assert mosaic.fused.spill_stores == mosaic.fused.spill_loads == 0
@@ -57,28 +64,6 @@ def assert_as_good(mosaic, triton):
     assert mosaic.temporary < 0.001
     assert mosaic.in_place
     assert mosaic.fused_launches == triton.fused_launches == 1
-
-
-@needs_tools
-@pytest.mark.parametrize("name", STEPS)
-def test_a_step_is_as_good_as_by_triton(name, monkeypatch):
-    mosaic, triton = (
-        step_by(launcher, monkeypatch, name, (4096, 4096))
-        for launcher in ("mosaic", "triton")
-    )
-    assert "mosaic_gpu" in text(mosaic.compiled)
-    assert "mosaic_gpu" not in text(triton.compiled)
-    assert_as_good(mosaic, triton)
-
-
-@needs_tools
-@pytest.mark.parametrize("name", ["8 bits", "kahan", "lowbit"])
-def test_ragged_leaves_are_as_good_as_by_triton(name, monkeypatch):
-    mosaic, triton = (
-        step_by(launcher, monkeypatch, name, (4001, 1001))
-        for launcher in ("mosaic", "triton")
-    )
-    assert_as_good(mosaic, triton)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +79,7 @@ def test_shards_exchange_nothing(devices, shape, spec, monkeypatch):
     mesh = gpu_mesh(devices)
     step = step_by("mosaic", monkeypatch, "lowbit", shape, mesh=mesh, spec=spec)
     assert "mosaic_gpu" in text(step.compiled)
-    assert not [c for c in COLLECTIVES if c in text(step.compiled)]
+    assert not collectives(step.compiled)
     assert step.temporary * devices < 0.02
 
 

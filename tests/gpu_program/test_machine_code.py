@@ -9,8 +9,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
-
 from tools.gpu_program.machine_code import (
     Launch,
     UnknownTrips,
@@ -23,8 +21,7 @@ from tools.gpu_program.machine_code import (
 )
 from tools.gpu_program.targets import gpu_mesh, lower_for
 
-if missing_tools():
-    pytest.skip(missing_tools(), allow_module_level=True)
+pytestmark = pytest.mark.usefixtures("disassembler")
 
 F32 = jnp.float32
 SIDE = 1024
@@ -212,67 +209,61 @@ def test_trips_that_are_data():
         only_kernel(pallas(kernel), vector(), trips=[10] * (len(lost.loops) + 1))
 
 
-@pytest.mark.parametrize(
-    ("start", "step", "test", "stop", "trips"),
-    [
-        (0, 1, "lt.s32", 100, 100),
-        (0, 8, "lt.u32", 120, 15),
-        (0, 7, "lt.s32", 100, 15),
-        (100, -1, "ne.s32", 0, 100),
-        (-5, 1, "le.s32", 5, 11),
-        (0, 1, "lt.s32", 0, 1),
-        (0, 3, "eq.s32", 3, 2),
-    ],
-)
-def test_trip_counts(start, step, test, stop, trips):
-    kernel = code_of(LOOP.format(start=start, step=step, test=test, stop=stop))
-    assert sines(kernel) == trips
+def counted(start, step, test, stop):
+    return LOOP.format(start=start, step=step, test=test, stop=stop)
 
 
-def test_a_loop_tested_at_its_top():
-    kernel = code_of(f"""
-        mov.u32 %r2, 0;
-        top: {NO_UNROLL}
-        setp.ge.s32 %p1, %r2, 33;
-        @%p1 bra done;
-        {SINE}
-        add.s32 %r2, %r2, 1;
-        bra top;
-        done:""")
-    assert sines(kernel) == 33
-
-
-@pytest.mark.parametrize(
-    ("step", "test", "stop", "trips"),
-    [
-        (0x40000000, "ne.s64", 0x900000000, 36),
-        (0x10, "ne.s64", 0x90, 9),
-        (0x40000001, "ne.s64", 36 * 0x40000001, 36),
-        (0x40000000, "lt.s64", 0x900000000, 36),
-        (0x40000000, "lt.s64", 0x900000001, 37),
-        (0x40000000, "le.u64", 0x900000000, 37),
-    ],
-)
-def test_a_loop_counted_in_64_bits(step, test, stop, trips):
-    kernel = code_of(f"""
+def counted_in_64_bits(step, test, stop):
+    return f"""
         mov.u64 %d3, 0;
         top: {NO_UNROLL}
         {SINE}
         add.s64 %d3, %d3, {step};
         setp.{test} %p1, %d3, {stop};
-        @%p1 bra top;""")
-    assert sines(kernel) == trips
+        @%p1 bra top;"""
 
 
-def test_a_loop_whose_counter_is_shifted():
-    kernel = code_of(f"""
-        mov.u32 %r2, 1;
-        top: {NO_UNROLL}
-        {SINE}
-        shl.b32 %r2, %r2, 1;
-        setp.lt.u32 %p1, %r2, 1000;
-        @%p1 bra top;""")
-    assert sines(kernel) == 10
+TESTED_AT_ITS_TOP = f"""
+    mov.u32 %r2, 0;
+    top: {NO_UNROLL}
+    setp.ge.s32 %p1, %r2, 33;
+    @%p1 bra done;
+    {SINE}
+    add.s32 %r2, %r2, 1;
+    bra top;
+    done:"""
+SHIFTED = f"""
+    mov.u32 %r2, 1;
+    top: {NO_UNROLL}
+    {SINE}
+    shl.b32 %r2, %r2, 1;
+    setp.lt.u32 %p1, %r2, 1000;
+    @%p1 bra top;"""
+
+
+@pytest.mark.parametrize(
+    ("loop", "trips"),
+    [
+        (counted(0, 1, "lt.s32", 100), 100),
+        (counted(0, 8, "lt.u32", 120), 15),
+        (counted(0, 7, "lt.s32", 100), 15),
+        (counted(100, -1, "ne.s32", 0), 100),
+        (counted(-5, 1, "le.s32", 5), 11),
+        (counted(0, 1, "lt.s32", 0), 1),
+        (counted(0, 3, "eq.s32", 3), 2),
+        (counted_in_64_bits(0x40000000, "ne.s64", 0x900000000), 36),
+        (counted_in_64_bits(0x10, "ne.s64", 0x90), 9),
+        (counted_in_64_bits(0x40000001, "ne.s64", 36 * 0x40000001), 36),
+        (counted_in_64_bits(0x40000000, "lt.s64", 0x900000000), 36),
+        (counted_in_64_bits(0x40000000, "lt.s64", 0x900000001), 37),
+        (counted_in_64_bits(0x40000000, "le.u64", 0x900000000), 37),
+        (TESTED_AT_ITS_TOP, 33),
+        (SHIFTED, 10),
+    ],
+    ids=lambda x: str(x) if isinstance(x, int) else "loop",
+)
+def test_trip_counts(loop, trips):
+    assert sines(code_of(loop)) == trips
 
 
 NESTED = f"""

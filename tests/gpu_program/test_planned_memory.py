@@ -5,9 +5,6 @@ import pytest
 
 import lowbit_optax
 from lowbit_optax import step_memory
-
-pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
-
 from tools.gpu_program.release_steps import matrices
 from tools.gpu_program.targets import gpu_mesh
 

@@ -9,12 +9,9 @@ import pytest
 import lowbit_optax
 from lowbit_optax import release
 from lowbit_optax.lpmm import value_and_grad
-
-pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
-
 from tools import hlo
 from tools.gpu_program.release_steps import MIB, Model, compile_step
-from tools.gpu_program.steps import bytes_of, leaf
+from tools.gpu_program.steps import bytes_of, leaf, quantized_like
 from tools.gpu_program.targets import compile_for, gpu_mesh
 
 BF16 = jnp.bfloat16
@@ -33,8 +30,7 @@ def loss_fn(layers, x):
 @functools.cache
 def temporary(lazy):
     """Temporary bytes, counted in dequantised layers."""
-    layers = leaf(LAYERS, SIDE, SIDE, dtype=jnp.float32)
-    params = jax.eval_shape(lowbit_optax.quantize_params, layers)
+    params = quantized_like(leaf(LAYERS, SIDE, SIDE, dtype=jnp.float32))
     fn = value_and_grad(loss_fn, BF16, lazy=lazy)
     compiled = compile_for(gpu_mesh(), fn, params, leaf(BATCH, SIDE))
     memory = hlo.memory(compiled)
@@ -51,10 +47,7 @@ def test_lazily_one_layer_is_dequantised_at_a_time_and_otherwise_all():
 
 @pytest.mark.parametrize("bits", [4, 6, 8, 12, 16])
 def test_weights_are_dequantised_in_one_pass(bits):
-    weights = leaf(SIDE, SIDE, dtype=jnp.float32)
-    params = jax.eval_shape(
-        functools.partial(lowbit_optax.quantize_params, bits=bits), weights
-    )
+    params = quantized_like(leaf(SIDE, SIDE, dtype=jnp.float32), bits)
     program = compile_for(gpu_mesh(), lambda x: x.dequantize(BF16), params)
     moved = sum(size for _, size in hlo.kernels(program)) / SIDE**2
     assert moved < 2 + bits / 8 + 0.01
@@ -69,10 +62,7 @@ def test_layers_are_dequantised_out_of_their_stack(bits):
         )
         return layer.dequantize(BF16)
 
-    layers = leaf(LAYERS, SIDE, SIDE, dtype=jnp.float32)
-    stack = jax.eval_shape(
-        functools.partial(lowbit_optax.quantize_params, bits=bits), layers
-    )
+    stack = quantized_like(leaf(LAYERS, SIDE, SIDE, dtype=jnp.float32), bits)
     index = jax.ShapeDtypeStruct((), jnp.int32)
     program = compile_for(gpu_mesh(), last_layer, stack, index)
     assert hlo.memory(program).temp_size_in_bytes < 0.001 * SIDE**2
@@ -90,7 +80,7 @@ def test_released_quantised_layers_keep_one_gradient_beside_the_activations():
         return jnp.mean(x.astype(jnp.float32) ** 2)
 
     stack = leaf(LAYERS, width, width, dtype=jnp.float32)
-    params = jax.eval_shape(lowbit_optax.quantize_params, {"layers": stack})
+    params = quantized_like({"layers": stack})
     rows = leaf(512, width)
     model = Model(loss_fn, params, rows, bytes_of(rows), LAYERS)
     make_step = functools.partial(release.value_and_update, dtype=BF16)

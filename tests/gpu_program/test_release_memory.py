@@ -12,9 +12,6 @@ from optimizers import weights_only
 
 import lowbit_optax
 from lowbit_optax import release
-
-pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
-
 from tools.gpu_program.release_steps import (
     MIB,
     CompiledStep,

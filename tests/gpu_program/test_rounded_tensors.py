@@ -9,9 +9,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 from lowbit_optax import precision
 from lowbit_optax.precision import HFP8, FloatFormat
-
-pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
-
 from tools.gpu_program.cpu_run import run_on_cpu
 from tools.gpu_program.targets import compile_for, gpu_mesh
 

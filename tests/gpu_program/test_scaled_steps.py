@@ -8,10 +8,7 @@ import pytest
 from optimizers import weights_only
 
 import lowbit_optax
-
-pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
-
-from tools.gpu_program.machine_code import missing_tools, program
+from tools.gpu_program.machine_code import program
 from tools.gpu_program.steps import leaf, lower_step
 
 pytestmark = pytest.mark.usefixtures("by_triton")
@@ -40,7 +37,7 @@ def test_a_scaled_step_copies_neither_parameters_nor_state_nor_gradients(name):
     assert not re.search(r" (conditional|while)\(", scaled.compiled.as_text())
 
 
-@pytest.mark.skipif(missing_tools() is not None, reason=str(missing_tools()))
+@pytest.mark.usefixtures("disassembler")
 @pytest.mark.parametrize("name", ["kahan_adamw", "lowbit_adamw"])
 def test_a_scaled_kernel_spills_no_registers_and_is_hardly_longer(name):
     inner = OPTIMIZERS[name]

@@ -7,10 +7,7 @@ import optax
 import pytest
 
 from lowbit_optax import release
-
-pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
-
-from tools.gpu_program.release_steps import MIB, CompiledStep, plain
+from tools.gpu_program.release_steps import CompiledStep, plain
 from tools.gpu_program.sharded import (
     BOTH,
     FSDP,
@@ -41,15 +38,7 @@ def model_on(name: str, style: str):
 def compiled(make_step, name: str, style: str) -> CompiledStep:
     data, tensor, specs = MESHES[name]
     mesh = mesh_of(data, tensor)
-    step = compile_sharded(make_step, model_on(name, style), ADAMW, mesh, specs)
-    kinds = exchanged(step.program).items()
-    sizes = ", ".join(f"{kind} {size / MIB:.2f}" for kind, size in kinds)
-    print(
-        f"{name}, {style}, {make_step.__name__}, MiB: "
-        f"temporary {step.temporary / MIB:.2f}, {sizes}",
-        flush=True,
-    )
-    return step
+    return compile_sharded(make_step, model_on(name, style), ADAMW, mesh, specs)
 
 
 released = functools.partial(compiled, release.value_and_update)

@@ -6,9 +6,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lowbit_optax
-
-pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
-
 from tools.gpu_program.steps import fast, leaf
 from tools.gpu_program.targets import compile_lowered, gpu_mesh
 from tools.hlo import collectives, kernels, memory

@@ -7,9 +7,6 @@ import pytest
 
 import lowbit_optax
 from lowbit_optax import release
-
-pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
-
 from tools.gpu_program.release_steps import MIB, CompiledStep, compile_step, plain
 from tools.gpu_program.steps import bytes_of
 from tools.gpu_program.unrolled import resnet18, tied_transformer, unrolled_matrices

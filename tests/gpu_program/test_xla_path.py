@@ -1,7 +1,5 @@
 """The XLA path, compiled for H200s: what is rounded, moved and communicated."""
 
-import re
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -13,18 +11,12 @@ from jax.sharding import PartitionSpec as P
 
 import lowbit_optax
 from lowbit_optax.precision import FloatFormat
-
-pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the gpu-program extra")
-
 from tools.gpu_program.cpu_run import run_on_cpu
-from tools.gpu_program.steps import applied, fast
+from tools.gpu_program.steps import BF16, applied, fast, leaf, lower_step
 from tools.gpu_program.targets import compile_for, gpu_mesh
-from tools.hlo import COLLECTIVES, kernels
+from tools.hlo import collectives, memory
 
-BF16 = jnp.bfloat16
 SIDE = 4096
-PARAMETERS = SIDE * SIDE
-
 
 TWELVE_BITS = FloatFormat(8, 3)
 FORMATS = WEIGHTS | {
@@ -88,18 +80,11 @@ def test_a_kahan_summation_written_with_casts_does_not_survive():
 def test_kahan_and_stochastic_steps_are_one_pass_in_place(tx, moved, make_step):
     # kahan_adamw reads and writes param, compensation, mu and nu, and reads the
     # gradient: 9 times 2 bytes. update with apply_updates fuses to the same.
-    params = jax.ShapeDtypeStruct((SIDE, SIDE), BF16)
-    state = jax.eval_shape(tx.init, params)
-    compiled = compile_for(
-        gpu_mesh(), make_step(tx), params, state, params, donate=(0, 1)
-    )
-    large = [size for _, size in kernels(compiled) if size > PARAMETERS]
-    memory = compiled.memory_analysis()
-    stored = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((params, state)))
-    assert len(large) == 1
-    assert sum(large) <= moved * PARAMETERS
-    assert memory.temp_size_in_bytes < 0.01 * PARAMETERS
-    assert memory.alias_size_in_bytes == stored
+    step = lower_step(tx, leaf(SIDE, SIDE), make_step)
+    assert step.large == 1
+    assert step.moved <= moved
+    assert step.temporary < 0.01
+    assert step.in_place
 
 
 @pytest.mark.parametrize("spec", [P("d", None), P(None, "d")], ids=["rows", "columns"])
@@ -113,15 +98,10 @@ def test_kahan_and_stochastic_steps_are_one_pass_in_place(tx, moved, make_step):
     ids=["kahan", "extra_bits 16", "extra_bits 12"],
 )
 def test_eight_h200s_do_not_communicate_and_hold_an_eighth_each(tx, spec):
-    params = jax.ShapeDtypeStruct((SIDE, SIDE), BF16)
-    state = jax.eval_shape(tx.init, params)
-    arguments = params, state, params
-
-    def held(devices):
-        compiled = compile_for(gpu_mesh(devices), fast(tx), *arguments, spec=spec)
-        found = re.findall("|".join(COLLECTIVES), compiled.as_text())
-        return compiled.memory_analysis().argument_size_in_bytes, found
-
-    (alone, _), (shared, collectives) = held(1), held(8)
-    assert collectives == []
-    assert shared == pytest.approx(alone / 8, rel=1e-4)
+    alone, shared = (
+        lower_step(tx, leaf(SIDE, SIDE), mesh=gpu_mesh(devices), spec=spec).compiled
+        for devices in (1, 8)
+    )
+    assert not collectives(shared)
+    whole, held = (memory(x).argument_size_in_bytes for x in (alone, shared))
+    assert held == pytest.approx(whole / 8, rel=1e-4)

@@ -3,6 +3,10 @@
 import optax
 
 import lowbit_optax
+from pallas_kernels import platforms
+
+LAUNCHERS = ["triton", "mosaic"] if platforms.has_mosaic() else ["triton"]
+"""Of kernels for GPUs, those that this JAX has."""
 
 WEIGHTS = {
     "nearest": lowbit_optax.nearest(),

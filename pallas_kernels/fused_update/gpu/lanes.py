@@ -1,6 +1,7 @@
 """Where one program's lanes and blocks are, and which of them exist."""
 
 import dataclasses
+import math
 import typing
 
 import jax
@@ -8,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.bitfields import period
-from pallas_kernels.fused_update.gpu.arrays import Arrangement, Tiling
+from pallas_kernels.fused_update.gpu.kernel import Tiling
 from pallas_kernels.layout import (
     FOLD,
     MAX_BLOCK_SIZE,
@@ -17,56 +17,86 @@ from pallas_kernels.layout import (
     TILE_ROWS,
     TILE_SIZE,
     block_shape,
+    period,
+    word_rows,
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class FlatLanes:
-    """One program's lanes of a flat tiling.
+class Arrangement(typing.Protocol):
+    """How the lanes of a program are arranged in arrays, in which launchers differ.
 
-    Args:
-      arrangement: of the lanes in arrays.
-      first: int32 vector, offsets of row 0.
-      index: uint32 vector, indices of row 0.
-      size: int32 scalar, how many elements there are; None if the tiling has as many.
+    Where a block has several tiles, they are neighbours, in the order of their numbers.
+
+    *Arrays of lanes* have :attr:`shape`. *Arrays of blocks*, such as :meth:`blocks`,
+    and *of parts* may be smaller: :meth:`spread` makes them broadcast.
     """
-
-    arrangement: Arrangement
-    first: jax.Array
-    index: jax.Array
-    size: jax.Array | None = None
-
-    inside: typing.ClassVar[None] = None
 
     @property
     def tiling(self) -> Tiling:
-        """Static description."""
-        return self.arrangement.tiling
+        """What the lanes walk over."""
+        ...
 
-    def offsets(self, start: jax.Array, count: int) -> list[jax.Array]:
-        """Where the elements of so many rows from ``start`` on are."""
-        tiling = self.tiling
-        first = self.first + start * np.int32(tiling.flat_width)
-        first = _bounded(first, tiling.size)
-        return [first + np.int32(n * tiling.flat_width) for n in range(count)]
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of an array with one element per lane."""
+        ...
 
-    def element(self, row: jax.Array) -> jax.Array:
-        """The index of a row's elements."""
-        return self.index + row.astype(jnp.uint32) * np.uint32(self.tiling.flat_width)
+    def flat(self) -> jax.Array:
+        """int32, the numbers of the lanes of a flat tiling."""
+        ...
 
-    def exists(self, start: jax.Array, row: int) -> jax.Array | None:
-        """Which lanes have an element on the row ``start + row``; None if all have."""
-        tiling, size = self.tiling, self.size
-        if size is None:
-            if tiling.size % (tiling.flat_width * tiling.lane_rows) == 0:
-                return None
-            size = np.int32(tiling.size)
-        return self.offsets(start, row + 1)[row] < size
+    def blocks(self) -> jax.Array:
+        """int32 of blocks: the numbers of the program's largest blocks."""
+        ...
+
+    def parts(self, count: int) -> jax.Array:
+        """int32 of parts: the numbers of the parts into which these are divided."""
+        ...
+
+    def columns(self) -> jax.Array:
+        """int32 of lanes: the numbers of the columns in their tiles."""
+        ...
+
+    def carried(self, x: jax.Array) -> jax.Array:
+        """An array of lanes, as a loop carries it."""
+        ...
+
+    def spread(self, x: jax.Array) -> jax.Array:
+        """A scalar, or an array of blocks, of parts or of lanes, to broadcast."""
+        ...
+
+    def over_parts(self, x: jax.Array) -> jax.Array:
+        """A scalar, or an array of blocks, to broadcast to one of parts."""
+        ...
+
+    def expand(self, x: jax.Array) -> jax.Array:
+        """The same as an array of lanes."""
+        ...
+
+    def maxima(self, x: jax.Array, parts: int) -> jax.Array:
+        """An array of parts: the maxima of an array of lanes."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
-class TiledLanes:
-    """One program's lanes of a tiling by tiles.
+class Row:
+    """One row of a program's lanes.
+
+    Args:
+      number: in its chunk.
+      index, offset: of the elements in the leaf and in plain arrays.
+      exists: which lanes have an element; None if all have.
+    """
+
+    number: int
+    index: jax.Array
+    offset: jax.Array
+    exists: jax.Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Lanes:
+    """One program's lanes.
 
     Arrays have an element per lane, or broadcast to that.
 
@@ -74,29 +104,74 @@ class TiledLanes:
       arrangement: of the lanes in arrays.
       first: int32, offsets of row 0.
       index: uint32, indices of row 0.
+      inside: bool, or None where every lane exists in row 0.
+    """
+
+    arrangement: Arrangement
+    first: jax.Array
+    index: jax.Array
+    inside: jax.Array | None
+
+    @property
+    def tiling(self) -> Tiling:
+        """What the lanes walk over."""
+        return self.arrangement.tiling
+
+    def rows(self, chunk: jax.Array) -> list[Row]:
+        """The rows of a chunk, by its number."""
+        tiling, start = self.tiling, chunk * np.int32(self.tiling.chunk_rows)
+        first = _bounded(self.first + start * np.int32(tiling.row_stride), tiling.size)
+        numbers, rows = range(tiling.chunk_rows), []
+        offsets = [first + np.int32(n * tiling.row_stride) for n in numbers]
+        for number, offset in zip(numbers, offsets, strict=True):
+            row = start + np.int32(number)
+            before = row.astype(jnp.uint32) * np.uint32(tiling.row_index_stride)
+            index, exists = self.index + before, self._exists(row, offset)
+            rows.append(Row(number, index, offset, exists))
+        return rows
+
+    def _exists(self, row: jax.Array, offset: jax.Array) -> jax.Array | None:
+        """Which lanes have an element on a row; None if all have."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatLanes(Lanes):
+    """One program's lanes of a flat tiling.
+
+    Args:
+      size: int32 scalar, how many elements there are; None if the tiling has as many.
+    """
+
+    size: jax.Array | None
+
+    def _exists(self, row: jax.Array, offset: jax.Array) -> jax.Array | None:
+        tiling, size = self.tiling, self.size
+        if size is None:
+            if tiling.size % (tiling.row_stride * tiling.lane_rows) == 0:
+                return None
+            size = np.int32(tiling.size)
+        return offset < size
+
+
+@dataclasses.dataclass(frozen=True)
+class TiledLanes(Lanes):
+    """One program's lanes of a tiling by tiles.
+
+    Args:
       lead, row, column: int32, places of row 0: which matrix, which row of it, and
         where in the row.
-      inside: bool, or None where every lane exists in row 0.
       largest: lead, step, piece and block, int32 scalars or of blocks: of their largest
         blocks, which matrix, which step down its rows, which piece of the row, and
         which block of the piece.
       exist: which of these do, bool of blocks; None if all do.
     """
 
-    arrangement: Arrangement
-    first: jax.Array
-    index: jax.Array
     lead: jax.Array
     row: jax.Array
     column: jax.Array
-    inside: jax.Array | None
     largest: tuple[jax.Array, jax.Array, jax.Array, jax.Array]
     exist: jax.Array | None
-
-    @property
-    def tiling(self) -> Tiling:
-        """Static description."""
-        return self.arrangement.tiling
 
     def blocks_of(self, block_size: int) -> "BlockPlaces":
         """The places of their blocks of a size, into which the largest are divided."""
@@ -121,58 +196,36 @@ class TiledLanes:
         row, place = each(row) + part_row, each(piece) * blocks + column
         return BlockPlaces(arrangement, block_size, each(lead), row, place, exist)
 
-    def offsets(self, start: jax.Array, count: int) -> list[jax.Array]:
-        """Where the elements of so many rows from ``start`` on are."""
-        stride = self.tiling.row_stride
-        first = _bounded(self.first + start * np.int32(stride), self.tiling.size)
-        return [first + np.int32(n * stride) for n in range(count)]
-
-    def word_offsets(self, bits: int, start: jax.Array, count: int) -> list[jax.Array]:
-        """Where the lane's words from ``start`` on are, of fields of ``bits`` bits."""
+    def words(
+        self, bits: int, start: jax.Array, count: int
+    ) -> list[tuple[jax.Array, jax.Array | None]]:
+        """Offsets of the words from ``start`` on, and which lanes have them."""
         tiling = self.tiling
-        rows = tiling.word_rows(bits)
-        row = self.arrangement.spread(self._word_row(bits) + start)
-        row = self.lead * np.int32(rows) + row
-        first = row * np.int32(tiling.row_stride) + self.column
+        height, words = period(bits)
+        row = lax.div(self.row, jnp.full_like(self.row, height)) * np.int32(words)
+        rows = tiling.share(word_rows(tiling.layout.rows, bits))
+        first = self.lead * np.int32(rows) + self.arrangement.spread(row + start)
+        first = first * np.int32(tiling.row_stride) + self.column
         first = _bounded(first, tiling.lead * rows * tiling.row_stride)
-        return [first + np.int32(n * tiling.row_stride) for n in range(count)]
+        offsets = [first + np.int32(n * tiling.row_stride) for n in range(count)]
+        masks = [self.inside] * count
+        if tiling.steps * tiling.step_rows * bits != rows * 32:
+            exist = (row + (start + np.int32(n)) < np.int32(rows) for n in range(count))
+            masks = [_both(self.inside, each, self.arrangement) for each in exist]
+        return list(zip(offsets, masks, strict=True))
 
-    def has_word(self, bits: int, word: jax.Array) -> jax.Array | None:
-        """Which lanes have this word; None if all have."""
-        tiling = self.tiling
-        rows = tiling.word_rows(bits)
-        if tiling.steps * tiling.step_rows * bits == rows * 32:
-            return self.inside
-        exists = self._word_row(bits) + word < np.int32(rows)
-        return _both(self.inside, exists, self.arrangement)
-
-    def _word_row(self, bits: int) -> jax.Array:
-        """Which row of words the lane's first is in."""
-        height, count = period(bits)
-        return lax.div(self.row, jnp.full_like(self.row, height)) * np.int32(count)
-
-    def element(self, row: jax.Array) -> jax.Array:
-        """The index of a row's elements."""
-        tiling = self.tiling
-        stride = FOLD
-        if not tiling.layout.is_folded:
-            stride = tiling.index_stride(tiling.layout.row_axis)
-        return self.index + row.astype(jnp.uint32) * np.uint32(stride)
-
-    def exists(self, start: jax.Array, row: int) -> jax.Array | None:
-        """Which lanes have an element on the row ``start + row``; None if all have."""
-        tiling = self.tiling
-        row_of_matrix = self.row + (start + np.int32(row))
+    def _exists(self, row: jax.Array, offset: jax.Array) -> jax.Array | None:
+        tiling, row = self.tiling, self.row + row
         if tiling.layout.is_folded:
             length = tiling.shape[-1]
             if length % (FOLD * tiling.step_rows) == 0:
                 return self.inside
-            first = self.arrangement.spread(row_of_matrix * np.int32(FOLD))
+            first = self.arrangement.spread(row * np.int32(FOLD))
             exists = first + self.column < np.int32(length)
-            return _both(self.inside, exists, self.arrangement)
-        if tiling.rows % tiling.step_rows == 0:
-            return self.inside
-        exists = row_of_matrix < np.int32(tiling.rows)
+        else:
+            if tiling.rows % tiling.step_rows == 0:
+                return self.inside
+            exists = row < np.int32(tiling.rows)
         return _both(self.inside, exists, self.arrangement)
 
 
@@ -183,7 +236,6 @@ class BlockPlaces:
     Arrays are of the largest blocks, or of their parts; or they broadcast to that.
 
     Args:
-      arrangement: of the lanes in arrays.
       block_size: elements of a block.
       lead, row, place: int32: which matrix, which row of blocks of it, and where among
         the blocks of a row.
@@ -197,32 +249,23 @@ class BlockPlaces:
     place: jax.Array
     inside: jax.Array | None
 
-    @property
-    def tiling(self) -> Tiling:
-        """Static description."""
-        return self.arrangement.tiling
-
-    def offset(self, chunk: jax.Array) -> jax.Array:
-        """Where the blocks are that a chunk of rows crosses."""
-        tiling, size = self.tiling, self.block_size
-        row = self.lead * np.int32(tiling.block_rows(size)) + (self.row + chunk)
-        return row * np.int32(tiling.pieces[0] * tiling.blocks_of(size)) + self.place
-
-    def exists(self, chunk: jax.Array) -> jax.Array | None:
-        """Which blocks exist; None if all do."""
-        tiling, rows = self.tiling, self.tiling.block_rows(self.block_size)
-        if tiling.steps * tiling.step_rows == rows * block_shape(self.block_size)[0]:
-            return self.inside
-        there = self.row + chunk < np.int32(rows)
-        there = jnp.broadcast_to(there, self.place.shape)
-        return there if self.inside is None else there & self.inside
+    def of_chunk(self, chunk: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Offsets of the blocks that a chunk of rows crosses, and which exist."""
+        tiling, size = self.arrangement.tiling, self.block_size
+        height, row = block_shape(size)[0], self.row + chunk
+        rows = tiling.share(math.ceil(tiling.layout.rows / height))
+        row_blocks = np.int32(tiling.pieces[0] * tiling.blocks_of(size))
+        offset = (self.lead * np.int32(rows) + row) * row_blocks + self.place
+        mask = self.inside
+        if tiling.steps * tiling.step_rows != rows * height:
+            exist = jnp.broadcast_to(row < np.int32(rows), self.place.shape)
+            mask = exist if mask is None else exist & mask
+        return offset, mask
 
     def maxima(self, x: jax.Array) -> jax.Array:
         """The maximum over each block of an array of the program's lanes."""
-        return self.arrangement.maxima(x, self.tiling.block_size // self.block_size)
-
-
-Lanes = FlatLanes | TiledLanes
+        tiling = self.arrangement.tiling
+        return self.arrangement.maxima(x, tiling.block_size // self.block_size)
 
 
 def lanes_of(
@@ -234,16 +277,17 @@ def lanes_of(
     """The lanes of one program.
 
     Args:
-      arrangement: of the lanes in arrays.
+      arrangement: of the lanes.
       program: int32 scalar, which program.
       base: uint32 scalar, index of the array's first element.
       size: int32 scalar, the array's elements if they are fewer than a flat tiling's.
     """
     tiling = arrangement.tiling
     if tiling.is_flat:
-        first = program * np.int32(tiling.flat_width * tiling.lane_rows)
+        first = program * np.int32(tiling.row_stride * tiling.lane_rows)
         first = first + arrangement.flat()
-        return FlatLanes(arrangement, first, first.astype(jnp.uint32) + base, size)
+        index = first.astype(jnp.uint32) + base
+        return FlatLanes(arrangement, first, index, None, size)
     (count, columns), at_once = tiling.pieces, tiling.blocks_at_once
     start = arrangement.blocks()
     number = program * np.int32(at_once) + start
@@ -251,46 +295,39 @@ def lanes_of(
         # The program's blocks are in one row: most of its numbers are scalars.
         programs = tiling.blocks // at_once
         block = _rem(program, programs) * np.int32(at_once) + start
-        rest, inside = _div(program, programs), None
+        rest, exist = _div(program, programs), None
     else:
         block, rest = _rem(number, tiling.blocks), _div(number, tiling.blocks)
         is_even = tiling.all_blocks % at_once == 0
-        inside = None if is_even else number < np.int32(tiling.all_blocks)
+        exist = None if is_even else number < np.int32(tiling.all_blocks)
     piece, rest = _rem(rest, count), _div(rest, count)
     step, lead = _rem(rest, tiling.steps), _div(rest, tiling.steps)
-    row, in_piece = _tiles(arrangement, step, block)
-    spread = arrangement.spread
+    spread, row = arrangement.spread, step * np.int32(tiling.step_rows)
+    in_piece = spread(block * np.int32(tiling.block_shape[1]))
+    if tiling.tiles > 1:
+        tile_row, tile_column = _z_order(spread(arrangement.parts(tiling.tiles)), False)
+        in_piece = in_piece + tile_column * np.int32(TILE_COLUMNS)
+        if tiling.block_shape[0] > TILE_ROWS:
+            row = spread(row) + tile_row * np.int32(TILE_ROWS)
+    in_piece = in_piece + arrangement.columns()
     column = spread(piece * np.int32(columns)) + in_piece
-    lanes_inside = None if inside is None else arrangement.expand(inside)
+    inside = None if exist is None else arrangement.expand(exist)
     if tiling.blocks * tiling.block_shape[1] != columns:
-        lanes_inside = _both(lanes_inside, in_piece < np.int32(columns), arrangement)
-    first = spread(lead * np.int32(tiling.lead_stride))
+        inside = _both(inside, in_piece < np.int32(columns), arrangement)
+    lead_stride = math.prod(tiling.shape[tiling.layout.row_axis :])
+    first = spread(lead * np.int32(lead_stride))
     first = first + spread(row * np.int32(tiling.row_stride))
     return TiledLanes(
         arrangement,
         first=first + column,
         index=base + _index(arrangement, lead, row, piece, in_piece),
+        inside=inside,
         lead=spread(lead),
         row=row,
         column=column,
-        inside=lanes_inside,
         largest=(lead, step, piece, block),
-        exist=inside,
+        exist=exist,
     )
-
-
-def _tiles(arrangement: Arrangement, step, block) -> tuple[jax.Array, jax.Array]:
-    """The first rows of the lanes, and their columns within their piece of a row."""
-    tiling, spread = arrangement.tiling, arrangement.spread
-    height, width = tiling.block_shape
-    row = step * np.int32(tiling.step_rows)
-    first = spread(block * np.int32(width))
-    if tiling.tiles > 1:
-        tile_row, tile_column = _z_order(arrangement.tiles(), False)
-        first = first + tile_column * np.int32(TILE_COLUMNS)
-        if height > TILE_ROWS:
-            row = spread(row) + tile_row * np.int32(TILE_ROWS)
-    return row, first + arrangement.columns()
 
 
 def _z_order(number: jax.Array, row_first: bool) -> tuple[jax.Array, jax.Array]:
@@ -310,21 +347,12 @@ def _z_order(number: jax.Array, row_first: bool) -> tuple[jax.Array, jax.Array]:
 
 def _index(arrangement: Arrangement, lead, row, piece, column) -> jax.Array:
     """The index in the leaf, from the shard's first element, of places in the shard."""
-    tiling = arrangement.tiling
-
-    def part(axis, coordinate):
-        return coordinate.astype(jnp.uint32) * np.uint32(tiling.index_stride(axis))
-
-    row_axis = tiling.layout.row_axis
-    if tiling.layout.is_folded:
-        in_rows = row.astype(jnp.uint32) * np.uint32(FOLD)
-    else:
-        in_rows = part(row_axis, row)
+    tiling, row_axis = arrangement.tiling, arrangement.tiling.layout.row_axis
+    in_rows = row.astype(jnp.uint32) * np.uint32(tiling.row_index_stride)
     total = _spread(tiling, range(row_axis), lead)
     if tiling.pieces[0] > 1:
-        total = total + _spread(
-            tiling, range(row_axis + 1, len(tiling.shape) - 1), piece
-        )
+        between = range(row_axis + 1, len(tiling.shape) - 1)
+        total = total + _spread(tiling, between, piece)
     total = arrangement.spread(total) + arrangement.spread(in_rows)
     return total + column.astype(jnp.uint32)
 
@@ -344,7 +372,7 @@ def _spread(tiling: Tiling, axes: range, number: jax.Array) -> jax.Array:
 def _both(
     inside: jax.Array | None, other: jax.Array, arrangement: Arrangement
 ) -> jax.Array:
-    """The lanes of which both masks hold; None holds of all."""
+    """The lanes for which both masks hold; None holds for all."""
     other = arrangement.expand(other)
     return other if inside is None else other & inside
 

@@ -1,78 +1,142 @@
-"""How a program finds what it reads and writes: elements, blocks, and packed fields.
+"""How a program reads and writes the arrays of its leaf, packed fields among them.
 
-Where the bit offsets of fields repeat after few rows, a loop's body unrolls that many
-and every offset is static. Other widths (the odd ones repeat after 32 rows) would
-unroll the whole period, which compiles slowly and spills. There a chunk's fields begin
-anywhere in a word: its words are shifted as one number, by which the offsets within the
-chunk are static again, and a word that a chunk does not fill is carried to the next.
+A kernel may update many leaves, as a launch takes some microseconds, many times as long
+as the update of a small leaf. Each leaf gets the same number of the kernel's programs.
+A program loads and stores by a tree of branches, one for each leaf. What lies between,
+which is nearly all of it, is the same code for all leaves.
 """
 
 import dataclasses
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.bitfields import get_field, join_fields, put_fields
-from pallas_kernels.fused_update.gpu.arrays import Access
-from pallas_kernels.fused_update.gpu.lanes import BlockPlaces, TiledLanes
+from pallas_kernels.fused_update.gpu.lanes import TiledLanes
 from pallas_kernels.fused_update.gpu.peephole import Byte, put_bytes
-from pallas_kernels.gpu.instructions import Instructions
-from pallas_kernels.layout import TILE_SIZE, is_unrolled, period
+from pallas_kernels.gpu.instructions import Instructions, by_branches
+from pallas_kernels.layout import is_unrolled, period
 
 
 @dataclasses.dataclass(frozen=True)
-class Plain:
-    """An array that is not packed, or a layer of a stack of them.
+class Access:
+    """Elements of one array of a leaf.
+
+    Args:
+      number: of the operand or the result.
+      layer: int32 scalar, the layer of a stack; None if it is not a stack.
+      offset: int32, where the elements are in the array, or in its layer.
+      mask: which of them exist; None if all do.
+      width: how many neighbouring lanes surely have neighbouring elements, the first
+        of them aligned to as many, of which all exist or none.
+      tiles: of the block that each element is of; None if lanes have their own.
+    """
+
+    number: int
+    layer: jax.Array | None
+    offset: jax.Array
+    mask: jax.Array | None
+    width: int = 1
+    tiles: int | None = None
+
+
+Stores = list[tuple[Access, jax.Array]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """The arrays of the leaf that a program updates, as it loads and stores them.
+
+    Args:
+      leaf: int32 scalar, which of the kernel's leaves it is.
+      operands, results: of each leaf, references to flat arrays; those of stacks are of
+        shape ``[layers, size]``.
+      load_from, store_to: the launcher's: of a reference, an access, the value to
+        store, and the number of the leaf.
+      mark: of an array and a number, the same array by instructions that differ for
+        different numbers; None if LLVM does not compile the kernel.
+    """
+
+    leaf: jax.Array | np.int32
+    operands: Sequence[Sequence]
+    results: Sequence[Sequence]
+    load_from: Callable
+    store_to: Callable
+    mark: Callable[[jax.Array, int], jax.Array] | None
+
+    @property
+    def has_branches(self) -> bool:
+        """Whether loads and stores take branches, so that each should do much."""
+        return len(self.operands) > 1
+
+    def load(self, accesses: Sequence[Access]) -> list[jax.Array]:
+        """Elements of operands.
+
+        For LLVM, what is per block is loaded apart from the rest where blocks are of
+        two sizes. Triton cannot compile one conditional that gives both ("requires the
+        same encoding for all operands and results").
+        """
+        kinds, loaded = [access.tiles for access in accesses], {}
+        is_marked = self.has_branches and self.mark is not None
+        if not is_marked or len(set(kinds) - {None}) < 2:
+            kinds = [None] * len(accesses)
+        for kind in dict.fromkeys(kinds):
+            some = {i: accesses[i] for i, each in enumerate(kinds) if each == kind}
+
+            def load(number: int, some=some):
+                refs = self.operands[number]
+                return self._marked(
+                    [self.load_from(refs[a.number], a, number) for a in some.values()],
+                    number,
+                )
+
+            loaded |= zip(some, self._branches(load), strict=True)
+        return [loaded[i] for i in range(len(accesses))]
+
+    def store(self, new: Stores) -> None:
+        """Write elements of results."""
+
+        def store(number: int, *values):
+            refs, values = self.results[number], self._marked(values, number)
+            for (a, _), value in zip(new, values, strict=True):
+                self.store_to(refs[a.number], a, value, number)
+
+        self._branches(store, *(value for _, value in new))
+
+    def _branches(self, function: Callable, *args):
+        return by_branches(self.leaf, range(len(self.operands)), function, *args)
+
+    def _marked(self, values: Sequence[jax.Array], number: int) -> tuple:
+        """The values of a branch, one of them marked with its number.
+
+        Else LLVM would take the loads of all branches for one with another address,
+        and select each array's address from all leaves': 12 instructions per parameter
+        for 12 leaves of AdamW.
+        """
+        mark = self.mark
+        if mark is None or not self.has_branches:
+            return tuple(values)
+        least = min(range(len(values)), key=lambda i: values[i].size)
+        return tuple(mark(x, number) if i == least else x for i, x in enumerate(values))
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """The words of a packed operand or result.
+
+    Where the bit offsets of fields repeat after few rows, a loop's body unrolls that
+    many and every offset is static. Other widths (the odd ones repeat after 32 rows)
+    would unroll the whole period, which compiles slowly and spills. There a chunk's
+    fields begin anywhere in a word: its words are shifted as one number, by which the
+    offsets within the chunk are static again, and a word that a chunk does not fill is
+    carried to the next.
 
     Args:
       number: of the operand or result.
-      layer: of the stack; None if it is none.
-      width: of its accesses.
-    """
-
-    number: int
-    layer: jax.Array | None
-    width: int
-
-    def access(self, offset: jax.Array, exists: jax.Array | None) -> Access:
-        """The elements of a row of lanes."""
-        return Access(self.number, self.layer, offset, exists, self.width)
-
-
-@dataclasses.dataclass(frozen=True)
-class PerBlock:
-    """An array with one element per block, or a layer of a stack of them.
-
-    Args:
-      number, layer: as of :class:`Plain`.
-      places: of the blocks.
-    """
-
-    number: int
-    layer: jax.Array | None
-    places: BlockPlaces
-
-    def access(self, chunk: jax.Array) -> Access:
-        """The blocks that a chunk of rows crosses."""
-        places = self.places
-        return Access(
-            self.number,
-            self.layer,
-            places.offset(chunk),
-            places.exists(chunk),
-            tiles=places.block_size // TILE_SIZE,
-        )
-
-
-@dataclasses.dataclass
-class _Packed:
-    """A packed operand or result.
-
-    Args:
-      number, layer: as of :class:`Plain`.
+      layer: of the stack; None if it is not a stack.
       lanes: of the program.
       bits: width of a field.
       instructions: of the launcher, by which fields of 8 bits are given as
@@ -86,137 +150,98 @@ class _Packed:
     instructions: Instructions | None
 
     @property
-    def chunk_rows(self) -> int:
-        """Rows that the loop's body unrolls."""
-        return self.lanes.tiling.chunk_rows
-
-    @property
     def by_bytes(self) -> bool:
         """Whether fields are given as :class:`Byte`."""
         return self.bits == 8 and self.instructions is not None
 
-    def accesses(self, start: jax.Array, count: int) -> list[Access]:
+    @property
+    def _chunk_bits(self) -> int:
+        return self.lanes.tiling.chunk_rows * self.bits
+
+    def _accesses(self, start: jax.Array, count: int = 1) -> list[Access]:
         """So many words from ``start``, an int32 scalar, on from the lanes' first."""
-        lanes, bits, width = self.lanes, self.bits, self.lanes.tiling.word_width
-        masks = (lanes.has_word(bits, start + np.int32(i)) for i in range(count))
-        places = zip(lanes.word_offsets(bits, start, count), masks, strict=True)
-        return [Access(self.number, self.layer, *each, width) for each in places]
+        words = self.lanes.words(self.bits, start, count)
+        width = self.lanes.tiling.word_width
+        return [Access(self.number, self.layer, *word, width) for word in words]
 
+    def _place(self, chunk: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The word in which a chunk's fields begin, and at which bit."""
+        start = chunk * np.int32(self._chunk_bits)
+        return start >> np.int32(5), (start & np.int32(31)).astype(jnp.uint32)
 
-@dataclasses.dataclass
-class Reader(_Packed):
-    """Fields of one packed operand."""
-
-    def start(self, chunk: jax.Array) -> list[Access]:
-        """Begin a chunk of rows, by its number; which words to load for it."""
+    def loads(self, chunk: jax.Array) -> list[Access]:
+        """The words in which the fields of a chunk are."""
+        size = self._chunk_bits
         if is_unrolled(self.bits):
-            count = self.chunk_rows * self.bits // 32
-            return self.accesses(chunk * np.int32(count), count)
-        first, self._shift = _place(chunk, self.chunk_rows, self.bits)
+            count = size // 32
+            return self._accesses(chunk * np.int32(count), count)
+        first, _ = self._place(chunk)
         # No word after the chunk's last is read, as there may be none. The last is read
         # again, and what it gives is beyond the chunk's fields.
-        size = np.int32(self.chunk_rows * self.bits)
-        last = (chunk * size + (size - np.int32(1))) >> np.int32(5)
+        last = (chunk * np.int32(size) + np.int32(size - 1)) >> np.int32(5)
+        chunks = period(self.bits)[0] // self.lanes.tiling.chunk_rows
+        most = max((size * i % 32 + size + 31) // 32 for i in range(chunks))
         return [
-            self.accesses(jnp.minimum(first + np.int32(i), last), 1)[0]
-            for i in range(_most_words(self.chunk_rows, self.bits))
+            self._accesses(jnp.minimum(first + np.int32(i), last))[0]
+            for i in range(most)
         ]
 
-    def take(self, words: Sequence[jax.Array]) -> None:
-        """Begin to read the chunk's fields from the words that :meth:`start` wants."""
+    def aligned(self, chunk: jax.Array, words: Sequence[jax.Array]) -> list[jax.Array]:
+        """The words of :meth:`loads`, shifted to where the chunk's fields begin."""
         if is_unrolled(self.bits):
-            self._words = list(words)
-        else:
-            self._words = _shifted_right(words, self._shift)
+            return list(words)
+        _, shift = self._place(chunk)
+        # In two shifts, as one by 32 is not defined.
+        above = [(x << np.uint32(1)) << (np.uint32(31) - shift) for x in words[1:]]
+        below = [x >> shift for x in words]
+        return [x | y for x, y in zip(below, above, strict=False)] + below[-1:]
 
-    def field(self, row: int) -> jax.Array | Byte:
-        """The fields of a row of the chunk."""
+    def field(self, words: Sequence[jax.Array], row: int) -> jax.Array | Byte:
+        """The fields of a row of the chunk that these words are :meth:`aligned` to."""
         if self.by_bytes:
-            return Byte(self._words[row // 4], row % 4)
-        return get_field(self._words, row, self.bits)
-
-
-@dataclasses.dataclass
-class Writer(_Packed):
-    """Words of one packed result."""
+            return Byte(words[row // 4], row % 4)
+        return get_field(words, row, self.bits)
 
     def first_carry(self) -> jax.Array | None:
-        """What the loop over chunks carries at first."""
+        """What the loop over chunks carries at first: an empty word, if any."""
         if is_unrolled(self.bits):
             return None
-        return self.lanes.arrangement.zeros(jnp.uint32)
+        arrangement = self.lanes.arrangement
+        return arrangement.carried(jnp.zeros(arrangement.shape, jnp.uint32))
 
-    def start(self, chunk: jax.Array, carry: jax.Array | None) -> None:
-        """Begin a chunk of rows, by its number."""
-        self._chunk, self._fields, self.open_word = chunk, [], carry
-
-    def put(self, field: jax.Array) -> None:
-        """Add the fields of the chunk's next row."""
-        self._fields.append(field)
-
-    def finish(self) -> list[tuple[Access, jax.Array]]:
-        """End the chunk; which words to write."""
-        if not is_unrolled(self.bits):
-            return self._full_words()
+    def stores(
+        self, chunk: jax.Array, fields: Sequence, carry: jax.Array | None
+    ) -> tuple[Stores, jax.Array | None]:
+        """The words that a chunk fills, and the word that it leaves open."""
+        if carry is not None:
+            return self._full_words(chunk, fields, carry)
         if self.by_bytes:
-            instructions = typing.cast(Instructions, self.instructions)
-            words = put_bytes(self._fields, instructions)
+            words = put_bytes(fields, typing.cast(Instructions, self.instructions))
         else:
-            words = put_fields(self._fields, self.bits)
-        first = self._chunk * np.int32(len(words))
-        return list(zip(self.accesses(first, len(words)), words, strict=True))
+            words = put_fields(fields, self.bits)
+        accesses = self._accesses(chunk * np.int32(len(words)), len(words))
+        return list(zip(accesses, words, strict=True)), None
 
-    def _full_words(self) -> list[tuple[Access, jax.Array]]:
-        """The words that the chunk fills; the one after them becomes the open one."""
-        first, shift = _place(self._chunk, self.chunk_rows, self.bits)
-        words = _shifted_left(join_fields(self._fields, self.bits), shift)
-        words[0] = words[0] | typing.cast(jax.Array, self.open_word)
-        size = self.chunk_rows * self.bits
-        surely, most = size // 32, (size + 31) // 32
+    def _full_words(
+        self, chunk: jax.Array, fields: Sequence, carry: jax.Array
+    ) -> tuple[Stores, jax.Array]:
+        first, shift = self._place(chunk)
+        words = join_fields(fields, self.bits)
+        above = [(x >> np.uint32(1)) >> (np.uint32(31) - shift) for x in words]
+        below = [x << shift for x in words]
+        lowest = below[0] | carry
+        words = [x | y for x, y in zip(below[1:], above, strict=False)]
+        words = [lowest, *words, above[-1]]
+        surely, rest = divmod(self._chunk_bits, 32)
         stores = [
-            (self.accesses(first + np.int32(i), 1)[0], words[i]) for i in range(surely)
+            (self._accesses(first + np.int32(i))[0], words[i]) for i in range(surely)
         ]
-        if most == surely:
-            self.open_word = words[surely]
-            return stores
-        is_full = shift + np.uint32(size % 32) >= np.uint32(32)
-        self.open_word = jnp.where(is_full, words[most], words[surely])
-        (last,) = self.accesses(first + np.int32(surely), 1)
-        when = jnp.broadcast_to(is_full, words[surely].shape)
-        mask = when if last.mask is None else last.mask & when
-        return [*stores, (dataclasses.replace(last, mask=mask), words[surely])]
-
-
-def _place(chunk: jax.Array, chunk_rows: int, bits: int) -> tuple[jax.Array, jax.Array]:
-    """The word in which a chunk's fields begin, and at which bit."""
-    start = chunk * np.int32(chunk_rows * bits)
-    return start >> np.int32(5), (start & np.int32(31)).astype(jnp.uint32)
-
-
-def _most_words(chunk_rows: int, bits: int) -> int:
-    """How many words the fields of a chunk may lie in.
-
-    >>> _most_words(8, 5), _most_words(8, 6), _most_words(8, 7)
-    (2, 2, 3)
-    """
-    size, (rows, _) = chunk_rows * bits, period(bits)
-    return max((size * i % 32 + size + 31) // 32 for i in range(rows // chunk_rows))
-
-
-def _shifted_right(words: Sequence[jax.Array], shift: jax.Array) -> list[jax.Array]:
-    """The words as one number, shifted by less than a word."""
-    # In two shifts, as one by 32 is not defined.
-    above = [(x << np.uint32(1)) << (np.uint32(31) - shift) for x in words[1:]]
-    below = [x >> shift for x in words]
-    return [x | y for x, y in zip(below, above, strict=False)] + below[-1:]
-
-
-def _shifted_left(words: Sequence[jax.Array], shift: jax.Array) -> list[jax.Array]:
-    """The same the other way, with one word more."""
-    above = [(x >> np.uint32(1)) >> (np.uint32(31) - shift) for x in words]
-    below = [x << shift for x in words]
-    return [
-        below[0],
-        *(x | y for x, y in zip(below[1:], above, strict=False)),
-        above[-1],
-    ]
+        if not rest:
+            return stores, words[surely]
+        is_full = shift + np.uint32(rest) >= np.uint32(32)
+        open_word = jnp.where(is_full, words[surely + 1], words[surely])
+        (last,) = self._accesses(first + np.int32(surely))
+        mask = jnp.broadcast_to(is_full, words[surely].shape)
+        mask = mask if last.mask is None else last.mask & mask
+        stores.append((dataclasses.replace(last, mask=mask), words[surely]))
+        return stores, open_word

@@ -52,16 +52,18 @@ class Byte:
 
 
 def with_peephole_rules(
-    function: Callable, instructions: Instructions, bytes_: Sequence[int] = ()
+    function: Callable, instructions: Instructions | None, bytes_: Sequence[int] = ()
 ) -> Callable:
     """An elementwise function, by the rules of this module and of a launcher.
 
     Args:
       function: from trees of arrays to one.
-      instructions: of the kernel's launcher.
+      instructions: of the kernel's launcher; None if XLA runs the operations.
       bytes_: numbers of the results that are fields of 8 bits. They are returned as
         :class:`Byte`.
     """
+    if instructions is None:
+        return function
     traced = {}
 
     def run(*args):
@@ -91,7 +93,7 @@ def with_instructions(
     instructions: Instructions | None,
     bytes_: tuple[int, ...] = (),
 ) -> Callable:
-    """The body of an update, by :func:`with_peephole_rules` unless XLA runs it.
+    """The body of an update, by :func:`with_peephole_rules`.
 
     It is jitted, so that JAX traces it once for all rows, and for all kernels whose
     bodies are equal.
@@ -99,21 +101,16 @@ def with_instructions(
     Args:
       body: the body.
       number: of the round whose statistics are meant; None for the body itself.
-      instructions: of the launcher.
-      bytes_: numbers of the results that are fields of 8 bits.
+      instructions, bytes_: as of :func:`with_peephole_rules`.
     """
     function: Callable = body
     if number is not None:
-        of_blocks = typing.cast(BlockBody, body)
-        function = functools.partial(of_blocks.statistics, number)
-
+        function = functools.partial(typing.cast(BlockBody, body).statistics, number)
     multiply_add = (instructions or xla).multiply_add
 
     def run(values, scalars, index, *of_blocks):
         return function(values, scalars, index, multiply_add, *of_blocks)
 
-    if instructions is None:
-        return jax.jit(run)
     return jax.jit(with_peephole_rules(run, instructions, bytes_))
 
 
