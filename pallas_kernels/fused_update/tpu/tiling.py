@@ -10,9 +10,8 @@ one word are in as many registers, at the same sublane and lane as the word in i
 import dataclasses
 import math
 
-from pallas_kernels.bitfields import period
-from pallas_kernels.fused_update.spec import Leaf, Operand, Result, Shard
-from pallas_kernels.layout import block_shape, is_unrolled
+from pallas_kernels.fused_update.spec import Operand, Result, Shard
+from pallas_kernels.layout import block_shape, is_unrolled, period
 
 LANES, SUBLANES = 128, 8
 _LEAST_GROUP = 4
@@ -91,22 +90,10 @@ class Tiling:
             return self.block_rows // block_shape(like.block_size)[0]
         return self.block_rows
 
-    def strides(self) -> list[tuple[int, int]]:
-        """Of each axis before the rows its length, and its stride in the whole."""
-        return [
-            (n, math.prod(self.whole[axis + 1 :]) % 2**32)
-            for axis, n in enumerate(self.shape[:-2])
-        ]
-
-
-def group_of(leaf: Leaf) -> int:
-    """The rows of a group: whole words of most widths, and an 8th of every block.
-
-    Fields of other widths are in words of their own, see :mod:`.words`.
-    """
-    parts = (block_shape(size)[0] // SUBLANES for size in leaf.block_sizes)
-    words = (period(bits)[0] for bits in leaf.packed if is_unrolled(bits))
-    return math.lcm(_LEAST_GROUP, *words, *parts)
+    def block_in_registers(self, block_size: int) -> tuple[int, int]:
+        """Sublanes and lanes of a register that have the groups of a block."""
+        height, width = block_shape(block_size)
+        return height // self.group, width
 
 
 def tiling_of(shard: Shard) -> Tiling:
@@ -120,8 +107,14 @@ def tiling_of(shard: Shard) -> Tiling:
     """
     leaf = shard.leaf
     heights, widths = zip((1, 1), *map(block_shape, leaf.block_sizes), strict=True)
-    group = group_of(leaf)
     periods = [period(bits)[0] for bits in leaf.packed]
+    # Whole words of most widths, and an eighth of every block. Fields of other widths
+    # are unpacked beforehand, see :mod:`.blocks`.
+    group = math.lcm(
+        _LEAST_GROUP,
+        *(period(bits)[0] for bits in leaf.packed if is_unrolled(bits)),
+        *(block_shape(size)[0] // SUBLANES for size in leaf.block_sizes),
+    )
     # A register holds 8 groups of each block, or more blocks, and 8 periods of words.
     unit = max(_LEAST_ROWS, *(SUBLANES * rows for rows in (*heights, *periods)))
     bytes_per_row = 2 * LANES * sum(map(_bytes_of, (*leaf.operands, *leaf.results)))
@@ -152,12 +145,11 @@ def lies_transposed(shape: tuple[int, ...]) -> bool:
     [False, True, False]
     """
     rows, columns = shape[-2:]
-    size = lambda rows, columns: _tiles(rows, SUBLANES) * _tiles(columns, LANES)
-    return size(columns, rows) < size(rows, columns)
+    return _tiles(columns, rows) < _tiles(rows, columns)
 
 
-def _tiles(length: int, size: int) -> int:
-    return math.ceil(length / size)
+def _tiles(rows: int, columns: int) -> int:
+    return math.ceil(rows / SUBLANES) * math.ceil(columns / LANES)
 
 
 def _bytes_of(like: Operand | Result) -> float:
