@@ -50,7 +50,12 @@ class KernelArray:
     @property
     def block(self) -> tuple[int, int]:
         """The shape of a program's block."""
-        return self.tiling.stored_rows(self), LANES
+        rows = self.tiling.block_rows
+        if self.bits is not None:
+            rows = rows * self.bits // 32
+        elif self.block_size is not None:
+            rows //= block_shape(self.block_size)[0]
+        return rows, LANES
 
     @property
     def block_width(self) -> int:
@@ -69,7 +74,7 @@ class KernelArray:
         return (rows % LANES == 0 or is_whole) and lies_transposed(self.shape)
 
     @property
-    def held_dtype(self) -> np.dtype:
+    def kernel_dtype(self) -> np.dtype:
         """Its dtype in a kernel: Mosaic loads no float16."""
         return np.dtype(np.uint16 if self.dtype == np.float16 else self.dtype)
 
@@ -99,7 +104,7 @@ class KernelArray:
         """Scratch memory: for the block's transpose, and of :attr:`scratch_rows`."""
         scratch = []
         if self.is_transposed:
-            scratch.append(pltpu.VMEM(self.block, self.held_dtype))
+            scratch.append(pltpu.VMEM(self.block, self.kernel_dtype))
         if self.scratch_rows:
             scratch.append(pltpu.VMEM((self.scratch_rows, LANES), jnp.uint32))
         return scratch
@@ -119,8 +124,8 @@ class KernelArray:
     def to_kernel(self, x: jax.Array, interpret: bool) -> jax.Array:
         """The leaf's array as a kernel takes it; XLA copies float16."""
         x = x.reshape(-1, *x.shape[-2:])
-        if self.held_dtype != x.dtype:
-            x = lax.bitcast_convert_type(x, self.held_dtype)
+        if self.kernel_dtype != x.dtype:
+            x = lax.bitcast_convert_type(x, self.kernel_dtype)
         if interpret:
             x = self._padded(x)
         return jnp.swapaxes(x, -1, -2) if self.is_transposed else x
@@ -137,7 +142,7 @@ class KernelArray:
         matrix = self._padded_shape if interpret else self.shape[-2:]
         return jax.ShapeDtypeStruct(
             (math.prod(self.shape[:-2]), *self._turned(matrix)),
-            self.held_dtype,
+            self.kernel_dtype,
             manual_axis_type=self.varying,
         )
 

@@ -130,26 +130,25 @@ class Block:
     def _words(self, unit: jax.Array) -> Ref:
         return part(self.scratch, unit, self.array.tiling.group // self._rows_per_word)
 
-    def _for_periods(self, function: Callable[[jax.Array], None]) -> None:
-        """Call a function of each register's number of periods of fields."""
+    def _for_periods(self, function: Callable[[jax.Array, int], None]) -> None:
+        """Call a function of each register's number of periods, and of their width."""
+        bits = typing.cast(int, self.array.bits)
 
         def call(number, _):
-            function(number)
+            function(number, bits)
             return number + jnp.int32(1), None
 
-        count = self.ref.shape[0] // (SUBLANES * period(self.array.bits)[1])
+        count = self.ref.shape[0] // (SUBLANES * period(bits)[1])
         # A fori_loop counts in int64 with 64-bit types on.
         lax.scan(call, jnp.int32(0), length=count)
 
-    def _unpack_period(self, number: jax.Array) -> None:
-        bits = typing.cast(int, self.array.bits)
+    def _unpack_period(self, number: jax.Array, bits: int) -> None:
         height, count = period(bits)
         words = _load(part(self.ref, number, count), count)
         fields = (_field(words, row, bits) for row in range(height))
         _store(part(self.scratch, number, height), fields, height)
 
-    def _pack_period(self, number: jax.Array) -> None:
-        bits = typing.cast(int, self.array.bits)
+    def _pack_period(self, number: jax.Array, bits: int) -> None:
         height, count = period(bits)
         fields = _load(part(self.scratch, number, height), height)
         _store(part(self.ref, number, count), put_fields(fields, bits), count)
@@ -190,14 +189,14 @@ class ScaleBlock(Block):
         else:
             ref[...] = lax.bitcast_convert_type(new, ref.dtype)
 
-    def load(self, unit: jax.Array):
+    def load_elements(self, unit: jax.Array):
         """The element of each value of a unit's groups."""
         word, dtype = self.scratch[_groups(unit, 1), :], self.array.dtype
         if dtype.itemsize == 2:
             return Narrow(word, dtype)
         return lax.bitcast_convert_type(word, dtype)
 
-    def store(self, unit: jax.Array, value) -> None:
+    def store_elements(self, unit: jax.Array, value) -> None:
         """Write elements that are the same for all values of a block."""
         if isinstance(value, Narrow):
             word = value.alone()
@@ -207,7 +206,8 @@ class ScaleBlock(Block):
 
     @property
     def _block_in_registers(self) -> tuple[int, int]:
-        return self.array.tiling.block_in_registers(self.array.block_size)
+        size = typing.cast(int, self.array.block_size)
+        return self.array.tiling.block_in_registers(size)
 
 
 def blocks_of(arrays: Sequence[KernelArray], refs: Sequence[Ref]) -> list[Block]:

@@ -44,8 +44,8 @@ from pallas_kernels.fused_update.tpu.rules import (
 from pallas_kernels.fused_update.tpu.tiling import LANES, Tiling, tiling_of
 from pallas_kernels.layout import Layout, layout_of
 
-_LEAST_ELEMENTS = 2**14
-_LEAST_COLUMNS = 16
+_MIN_ELEMENTS = 2**14
+_MIN_COLUMNS = 16
 """With fewer, the lanes that a kernel has no use for cost more than XLA's passes."""
 _MEMORY_LIMIT = 64 * 2**20
 _OF_BLOCKS = frozenset(
@@ -79,7 +79,7 @@ def accepts(body: Body | BlockBody, leaf: Leaf, scalars: int) -> bool:
     leaf = dataclasses.replace(leaf, shape=merged)
     if leaf.has_words_or_blocks and leaf.layout.axis != -2:
         return False
-    if math.prod(merged[-2:]) < _LEAST_ELEMENTS or not _is_wide(leaf, merged):
+    if math.prod(merged[-2:]) < _MIN_ELEMENTS or not _is_wide(leaf, merged):
         return False
     dtypes = [(o, o.array.dtype) for o in leaf.operands]
     dtypes += [(r, r.dtype) for r in leaf.results]
@@ -104,7 +104,7 @@ def _is_wide(leaf: Leaf, shape: tuple[int, ...]) -> bool:
     arrays XLA makes one pass itself.
     """
     if leaf.has_words_or_blocks:
-        return shape[-1] >= _LEAST_COLUMNS or layout_of(shape) != Layout(shape, -2)
+        return shape[-1] >= _MIN_COLUMNS or layout_of(shape) != Layout(shape, -2)
     return shape[-1] % LANES == 0
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.fused_update.tpu.blocks import Block
+from pallas_kernels.fused_update.tpu.blocks import Block, ScaleBlock
 from pallas_kernels.fused_update.tpu.functions import REGISTER, Functions, Known
 from pallas_kernels.fused_update.tpu.tiling import LANES, Tiling
 from pallas_kernels.fused_update.tpu.values import Sum, whole
@@ -132,7 +132,7 @@ class BlockProgram:
         """
         functions, options = self.functions, {"known": known, "rules": self.rules}
         assert functions.before is not None
-        values = [block.load(unit) for block in _scales(self.operands)]
+        values = [block.load_elements(unit) for block in _scales(self.operands)]
         before = functions.before(values, **options)
         maxima, stored, after = [], [], ()
         for sizes, statistics, after_round in functions.rounds:
@@ -140,7 +140,7 @@ class BlockProgram:
             maxima += self._maxima(rows, exist, sizes)
             stored, after = after_round(maxima, values, self.scalars, **options)
         for block, value in zip(_scales(self.results), stored, strict=True):
-            block.store(unit, value)
+            block.store_elements(unit, value)
         return [before, after]
 
     def _maxima(self, rows: Sequence, exist: Sequence, sizes: Sequence[int]) -> list:
@@ -158,11 +158,11 @@ class BlockProgram:
 
 
 def _plain(blocks: Sequence[Block]) -> list[Block]:
-    return [x for x in blocks if x.array.block_size is None]
+    return [x for x in blocks if not isinstance(x, ScaleBlock)]
 
 
-def _scales(blocks: Sequence[Block]) -> list[Block]:
-    return [x for x in blocks if x.array.block_size is not None]
+def _scales(blocks: Sequence[Block]) -> list[ScaleBlock]:
+    return [x for x in blocks if isinstance(x, ScaleBlock)]
 
 
 def _block_maximum(x: jax.Array, sublanes: int, lanes: int) -> jax.Array:

@@ -67,7 +67,7 @@ _OF_NARROW = (p.convert_element_type_p, p.bitcast_convert_type_p, p.select_n_p)
 _reciprocal = getattr(pltpu, "reciprocal", None) or pl.reciprocal
 
 # Of one over the root of a positive float32 that is normal, and beyond.
-_LEAST_INVERSE, _MOST_INVERSE = 2.0**-65, 2.0**64
+_MIN_INVERSE, _MAX_INVERSE = 2.0**-65, 2.0**64
 
 
 def is_supported(jaxpr: core.Jaxpr) -> bool:
@@ -239,8 +239,8 @@ def root(x: jax.Array) -> jax.Array:
     [0.0, 2.0, inf]
     """
     inverse = lax.rsqrt(x)
-    inverse = jnp.minimum(inverse, jnp.float32(_MOST_INVERSE))
-    return x * jnp.maximum(inverse, jnp.float32(_LEAST_INVERSE))
+    inverse = jnp.minimum(inverse, jnp.float32(_MAX_INVERSE))
+    return x * jnp.maximum(inverse, jnp.float32(_MIN_INVERSE))
 
 
 def _div(eqn, x, y):
