@@ -17,9 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.layout import Layout, layout_of, period, split_axis, word_rows
+from pallas_kernels.layout import (
+    Layout,
+    layout_of,
+    merge_axes,
+    period,
+    split_axis,
+    word_rows,
+)
 
-_MOST_CHOICES = 4
+_MAX_CHOICES = 4
 """Words of a period among which each row chooses; 4 are at most 6 selections."""
 
 
@@ -110,7 +117,7 @@ def pack(fields: jax.Array, bits: int, layout: Layout | None = None) -> jax.Arra
     height, _ = period(bits)
     periods = split_axis(matrix, axis, height)
     rows = [lax.index_in_dim(periods, row, axis + 1, False) for row in range(height)]
-    words = _merge(jnp.stack(put_fields(rows, bits), axis=axis + 1), axis)
+    words = merge_axes(jnp.stack(put_fields(rows, bits), axis=axis + 1), axis)
     return words.reshape(layout.words_shape(bits))
 
 
@@ -133,7 +140,7 @@ def unpack(words: jax.Array, bits: int, layout: Layout) -> jax.Array:
     >>> bool((unpack(words, 7, layout_of((50,))) == jnp.arange(50)).all())
     True
     """
-    if period(bits)[1] > _MOST_CHOICES:
+    if period(bits)[1] > _MAX_CHOICES:
         return unpack_with(lambda fields: fields, words, bits, layout)
     taken = _words_of_periods(words, bits, layout)
     chosen = _chosen_fields(taken, layout.row_axis + 1, period(bits)[0], bits)
@@ -168,8 +175,8 @@ def unpack_with(
     parts = [split_axis(layout.to_matrix(x), axis, height) for x in operands]
 
     def decoded(row: int) -> jax.Array:
-        given = [lax.slice_in_dim(x, row, row + 1, axis=axis + 1) for x in parts]
-        return decode(get_field(taken, row, bits), *given)
+        slices = [lax.slice_in_dim(x, row, row + 1, axis=axis + 1) for x in parts]
+        return decode(get_field(taken, row, bits), *slices)
 
     rows = [decoded(row) for row in range(height)]
     return _from_periods(lax.concatenate(rows, axis + 1), layout)
@@ -189,7 +196,7 @@ def _words_of_periods(words: jax.Array, bits: int, layout: Layout) -> list[jax.A
 def _from_periods(x: jax.Array, layout: Layout) -> jax.Array:
     """The array whose rows lie in periods, along the axis after that of the periods."""
     axis, matrix = layout.row_axis, layout.matrix_shape
-    rows = lax.slice_in_dim(_merge(x, axis), 0, matrix[axis], axis=axis)
+    rows = lax.slice_in_dim(merge_axes(x, axis), 0, matrix[axis], axis=axis)
     return layout.from_matrix(rows.reshape(matrix))
 
 
@@ -237,9 +244,3 @@ def check(bits: int, dtype: jnp.dtype) -> None:
         raise ValueError(f"bits is {bits}; a field in a uint32 word has 1 to 32")
     if dtype != jnp.uint32:
         raise ValueError(f"packed words and their fields are uint32, not {dtype}")
-
-
-def _merge(x: jax.Array, axis: int) -> jax.Array:
-    """The inverse of :func:`split_axis`, padding included."""
-    shape = (*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
-    return x.reshape(shape)

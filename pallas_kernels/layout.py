@@ -30,6 +30,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 VERSION = 2
 """The number of this layout; names of state fields end with it."""
@@ -282,12 +283,17 @@ def split_axis(x: jax.Array, axis: int, size: int) -> jax.Array:
     return x.reshape(shape)
 
 
+def merge_axes(x: jax.Array, axis: int) -> jax.Array:
+    """The inverse of :func:`split_axis`, padding included."""
+    shape = (*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
+    return x.reshape(shape)
+
+
 def _repeat(x: jax.Array, axis: int, count: int, size: int) -> jax.Array:
     """Each element along an axis repeated, and the axis cut off after ``size``."""
     wide = (*x.shape[: axis + 1], count, *x.shape[axis + 1 :])
     x = jnp.broadcast_to(jnp.expand_dims(x, axis + 1), wide)
-    merged = (*wide[:axis], wide[axis] * count, *wide[axis + 2 :])
-    return jax.lax.slice_in_dim(x.reshape(merged), 0, size, axis=axis)
+    return lax.slice_in_dim(merge_axes(x, axis), 0, size, axis=axis)
 
 
 def _padded(x: jax.Array, axis: int, padding: int) -> jax.Array:

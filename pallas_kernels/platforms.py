@@ -169,9 +169,13 @@ def is_for_tpus() -> bool:
     >>> is_for_tpus() == (jax.default_backend() == "tpu")
     True
     """
+    return _platform() == "tpu"
+
+
+def _platform() -> str:
+    """The platform of the mesh in force, or of JAX's default backend."""
     device = jax.sharding.get_abstract_mesh().abstract_device
-    platform = jax.default_backend() if device is None else device.platform
-    return platform == "tpu"
+    return jax.default_backend() if device is None else device.platform
 
 
 def chooses_tpu_kernels() -> bool:
@@ -204,9 +208,8 @@ def is_for_one_cpu() -> bool:
     True
     """
     mesh = jax.sharding.get_abstract_mesh()
-    device = mesh.abstract_device
-    platform = jax.default_backend() if device is None else device.platform
-    return platform == "cpu" and (jax.device_count() if mesh.empty else mesh.size) == 1
+    devices = jax.device_count() if mesh.empty else mesh.size
+    return _platform() == "cpu" and devices == 1
 
 
 def launcher_name(implementation: str | None) -> LauncherName:

@@ -1,12 +1,20 @@
-"""``sums_of_squares`` and ``largest_magnitudes`` of many arrays at once."""
+"""``sums_of_squares`` and ``largest_magnitudes`` of many arrays at once.
+
+On a mesh every device reduces its shards. Then the results of arrays that lie on the
+same mesh axes are combined over these in one collective.
+"""
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
+from pallas_kernels import shards
 from pallas_kernels.dispatch import by_platform, launcher_module, transformable
 from pallas_kernels.layout import MAX_ELEMENTS
 from pallas_kernels.platforms import (
@@ -14,8 +22,7 @@ from pallas_kernels.platforms import (
     check_implementation,
     refused_gpu,
 )
-from pallas_kernels.reductions import sharded
-from pallas_kernels.reductions.kinds import LARGEST, SQUARES, Kind
+from pallas_kernels.reductions.pieces import LARGEST, SQUARES, Kind, reduce_by
 
 _PACKAGE = "pallas_kernels.reductions"
 
@@ -72,23 +79,83 @@ def largest_magnitudes(
 def _reduced(kind: Kind, arrays, factor, implementation: Implementation) -> jax.Array:
     check_implementation("reductions", implementation)
     arrays = list(arrays)
-    given = [] if factor is None else [jnp.asarray(factor, jnp.float32).reshape(1)]
+    shared = [] if factor is None else [jnp.asarray(factor, jnp.float32).reshape(1)]
 
     def reference(*args):
-        own = args[len(given) :]
-        return jnp.stack([kind.reduce(kind.read(x, *args[: len(given)])) for x in own])
-
-    fits = all(0 < x.size <= MAX_ELEMENTS for x in arrays) and refused_gpu() is None
+        factors, arrays = args[: len(shared)], args[len(shared) :]
+        return jnp.stack([kind.reduce(kind.read(x, *factors)) for x in arrays])
 
     def kernel(*args, interpret: bool = False) -> jax.Array:
-        reduce = launcher_module(_PACKAGE, implementation, interpret).reduce
-        local = functools.partial(reduce, kind, len(given), interpret=interpret)
-        return sharded.over_shards(local, kind, len(given), args)
+        launcher = launcher_module(_PACKAGE, implementation, interpret)
 
+        def run(args):
+            return reduce_by(
+                launcher.kernels, kind, len(shared), args, interpret=interpret
+            )
+
+        return _over_shards(run, kind, len(shared), args)
+
+    fits = all(0 < x.size <= MAX_ELEMENTS for x in arrays) and refused_gpu() is None
     return by_platform(
         implementation,
         reference,
-        [*given, *arrays],
+        [*shared, *arrays],
         interpreted=transformable(functools.partial(kernel, interpret=True), reference),
         cuda=transformable(kernel, reference) if fits else None,
+    )
+
+
+def _over_shards(run: Callable, kind: Kind, shared: int, args: Sequence) -> jax.Array:
+    """``run`` on every device's shards; its results are the same on all devices.
+
+    Args:
+      run: from small arrays that every device has, and the arrays, to a vector.
+      kind: how results of shards are combined.
+      shared: how many small arrays ``args`` begins with.
+      args: these, and the arrays.
+    """
+
+    def local_of(arguments, mesh, describe=lambda x: x) -> shards.Local:
+        specs = [
+            _dividing(x, describe(x).sharding.spec, mesh) for x in arguments[shared:]
+        ]
+        return _local(run, kind, specs), [P()] * shared + specs, P()
+
+    mesh = jax.typeof(args[-1]).sharding.mesh
+    if shards.has_explicit_axes(mesh):
+        return shards.over_explicit_axes(local_of(args, mesh, jax.typeof), args, mesh)
+    inside = [
+        " ".join(f"x{number}a{axis}" for axis in range(x.ndim))
+        for number, x in enumerate(args)
+    ]
+    rule = f"{', '.join(inside)} -> results"
+    return shards.over_automatic_axes(lambda *args: run(args), local_of, args, rule)
+
+
+def _local(run: Callable, kind: Kind, specs: Sequence[P]) -> Callable:
+    """``run`` as a function of local arrays, within the mesh's axes."""
+    axes = [
+        tuple(sorted(itertools.chain(*shards.axes_of(spec, len(spec)))))
+        for spec in specs
+    ]
+
+    def call(*args):
+        of_shards = whole = run(args)
+        for names in dict.fromkeys(filter(None, axes)):
+            is_there = jnp.asarray([each == names for each in axes])
+            combined = kind.over_devices(of_shards, names)
+            whole = jnp.where(is_there, combined, whole)
+        return whole
+
+    return call
+
+
+def _dividing(x, spec: P, mesh: Mesh) -> P:
+    """The spec without mesh axes that do not divide their axis of the array."""
+    places = zip(x.shape, shards.axes_of(spec, x.ndim), strict=True)
+    return P(
+        *(
+            names if names and n % shards.count_of(mesh, names) == 0 else None
+            for n, names in places
+        )
     )

@@ -5,7 +5,6 @@ what reads the elements is then the same for all arrays of one dtype.
 """
 
 import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,33 +14,21 @@ from jax.experimental.pallas import mosaic_gpu as pallas
 from pallas_kernels.gpu import mosaic_registers as registers
 from pallas_kernels.gpu.instructions import by_branches
 from pallas_kernels.gpu.mosaic_access import Form, load
-from pallas_kernels.reductions.kinds import Kind
-from pallas_kernels.reductions.pieces import PIECE, Pieces, reduce_by
+from pallas_kernels.reductions.pieces import PIECE, Kind, Pieces
 
 _LANES = registers.THREADS * registers.COLUMNS
 _WARPS = registers.THREADS // registers.WARP
 
 
-def reduce(
-    kind: Kind, factors: int, args: Sequence[jax.Array], *, interpret: bool = False
-) -> jax.Array:
-    """See :func:`.pieces.reduce_by`; its operations cannot be interpreted."""
-    if interpret:
-        raise NotImplementedError("kernels of Mosaic GPU are for CUDA only")
-    return reduce_by(_kernels, kind, factors, args)
-
-
 @functools.lru_cache(maxsize=256)
-def _kernels(pieces: Pieces, varying):
+def kernels(pieces: Pieces):
     """The two kernels, which JAX traces once."""
     name = f"reduce_{pieces.kind.name}"
 
     def call(kernel, count: int, name: str):
         return pallas.kernel(
             functools.partial(kernel, pieces),
-            out_type=jax.ShapeDtypeStruct(
-                (count,), pieces.kind.dtype, manual_axis_type=varying
-            ),
+            out_type=pieces.results(count),
             grid=(count,),
             grid_names=("program",),
             num_threads=1,

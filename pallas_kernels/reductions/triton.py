@@ -4,7 +4,6 @@ Each program finds its piece by a tree of branches.
 """
 
 import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from pallas_kernels.gpu.instructions import Instructions, by_branches
-from pallas_kernels.reductions.kinds import Kind
-from pallas_kernels.reductions.pieces import PIECE, Pieces, reduce_by
+from pallas_kernels.reductions.pieces import PIECE, Pieces
 
 # 32 elements per thread: four or eight loads of 16 bytes are under way at once.
 _WARPS = 8
@@ -24,35 +22,24 @@ _PARTS, _PARTS_WARPS = 1024, 4
 _INSTRUCTIONS = Instructions(triton.elementwise_inline_asm)
 
 
-def reduce(
-    kind: Kind, factors: int, args: Sequence[jax.Array], *, interpret: bool = False
-) -> jax.Array:
-    """Reduce arrays by Triton's kernels; see :func:`.pieces.reduce_by`."""
-    return reduce_by(_kernels, kind, factors, args, interpret=interpret)
-
-
 @functools.lru_cache(maxsize=256)
-def _kernels(pieces: Pieces, varying):
+def kernels(pieces: Pieces):
     """The two kernels, which JAX traces once."""
     name = f"reduce_{pieces.kind.name}"
 
     def call(kernel, count: int, warps: int, name: str):
         return pl.pallas_call(
-            kernel,
+            functools.partial(kernel, pieces),
             grid=(count,),
-            out_shape=jax.ShapeDtypeStruct(
-                (count,), pieces.kind.dtype, manual_axis_type=varying
-            ),
+            out_shape=pieces.results(count),
             compiler_params=triton.CompilerParams(num_warps=warps, num_stages=1),
             interpret=pieces.interpret,
             name=name,
         )
 
-    of_pieces, whole = (functools.partial(f, pieces) for f in (_pieces, _whole))
-    count = pieces.starts[-1]
     return (
-        call(of_pieces, count, _WARPS, f"{name}_of_pieces"),
-        call(whole, len(pieces.sizes), _PARTS_WARPS, name),
+        call(_pieces, pieces.starts[-1], _WARPS, f"{name}_of_pieces"),
+        call(_whole, len(pieces.sizes), _PARTS_WARPS, name),
     )
 
 

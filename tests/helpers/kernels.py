@@ -155,6 +155,21 @@ class Mixture:
         return jax.jit(run, compiler_options=QUICK)
 
 
+def stacks_of(body, shape, layers=3):
+    """The operands of a body as stacks of layers, and the numbers of each layer."""
+    arrays, held = zip(
+        *(body.arrays(shape, seed) for seed in range(layers)), strict=True
+    )
+    return [jnp.stack(x) for x in zip(*arrays, strict=True)], held
+
+
+def assert_layer_written(got, stacks, layer, want):
+    """That results are stacks with one new layer, and then new arrays of one layer."""
+    count = sum(a.shape == b.shape for a, b in zip(got, stacks, strict=False))
+    new = [x.at[layer].set(y) for x, y in zip(stacks, want, strict=False)]
+    assert_equal(got, [*new[:count], *want[count:]])
+
+
 TABLE = np.array([[1, 2], [3, 4], [0xFFFFFFFF, 0x80000001]], np.uint32)
 
 

@@ -1,4 +1,4 @@
-"""Fused kernels compiled for TPUs: what they move, and that they work in place."""
+"""Steps compiled for TPUs: what they move, and that they work in place."""
 
 import functools
 
@@ -35,16 +35,20 @@ STEPS = {
 }
 
 
+def assert_in_place(step, launches=1):
+    assert step.fused_launches == launches
+    assert step.copied < 0.001
+    assert step.in_place
+
+
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", STEPS)
 def test_steps_of_equal_leaves_move_every_byte_once_in_place(name, target):
     alias, moved = STEPS[name]
     step = lower_step(alias(1e-3), [LEAF] * 4, mesh=tpu_mesh(TARGETS[target].topology))
-    assert step.fused_launches == 4
+    assert_in_place(step, launches=4)
     assert step.moved_by_all <= moved
-    assert step.copied < 0.001
     assert step.temporary < 0.01
-    assert step.in_place
     assert step.seconds_to_compile < 60
 
 
@@ -53,10 +57,9 @@ def test_steps_of_equal_leaves_move_every_byte_once_in_place(name, target):
 def test_steps_on_quantised_weights_move_every_byte_once_in_place(target, bits, moved):
     mesh = tpu_mesh(TARGETS[target].topology)
     step = lower_lpmm_step(lowbit_optax.lpmm_adam(1e-3), LEAF, bits=bits, mesh=mesh)
-    assert step.fused_launches == 1
+    assert_in_place(step)
     assert step.moved_by_all <= moved
     assert step.temporary < 0.01
-    assert step.in_place
 
 
 @pytest.mark.parametrize("shape", [(4096, 4096), (4096, 1376)])
@@ -66,11 +69,9 @@ def test_float8_moves_every_byte_once_in_place(dtype, name, shape):
     alias, moved = STEPS[name]
     leaf = jax.ShapeDtypeStruct(shape, dtype)
     step = lower_step(alias(1e-3), leaf)
-    assert step.fused_launches == 1
+    assert_in_place(step)
     assert step.moved_by_all <= moved - 3  # a byte each of gradients and weights, twice
-    assert step.copied < 0.001
     assert step.temporary < 0.01
-    assert step.in_place
 
 
 def test_float16_is_copied_for_a_kernel():
@@ -88,9 +89,8 @@ def test_64_bit_types_change_nothing(name):
     alias, moved = STEPS[name]
     with jax.enable_x64(True):
         step = lower_step(alias(1e-3), LEAF)
-        assert step.fused_launches == 1
+        assert_in_place(step)
         assert step.moved_by_all <= moved
-        assert step.in_place
 
 
 SPECS = {
@@ -109,11 +109,9 @@ def test_256_chips_need_no_collectives(name, spec):
     rows = 32 * 256 if name == "5 extra bits" else 4096
     like = jax.ShapeDtypeStruct((rows, 4096), LEAF.dtype)
     step = lower_step(alias(1e-3), like, mesh=mesh, spec=spec)
-    assert step.fused_launches == 1
+    assert_in_place(step)
     assert step.collectives == []
     assert step.moved <= moved
-    assert step.copied < 0.001
-    assert step.in_place
 
 
 def test_narrow_shards_are_left_to_xla_on_their_devices():
@@ -163,21 +161,17 @@ LEAVES = {
 def test_other_shapes_have_a_kernel_in_place(shape):
     leaf = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     step = lower_step(lowbit_optax.lowbit_adamw(1e-3), leaf)
-    assert step.fused_launches == 1
+    assert_in_place(step)
     assert step.moved <= 12.26
-    assert step.copied < 0.001
-    assert step.in_place
 
 
 @pytest.mark.parametrize("shape", LEAVES.values(), ids=LEAVES)
 def test_words_of_odd_widths_have_a_kernel_in_place(shape):
     leaf = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     step = lower_step(lowbit_optax.extra_bits_adamw(1e-3, bits=5), leaf)
-    assert step.fused_launches == 1
+    assert_in_place(step)
     assert step.moved_by_all <= 23.67  # 72 rows are padded to 96
-    assert step.copied < 0.001
     assert step.temporary < 0.01
-    assert step.in_place
 
 
 def test_rows_before_heads_are_copied_for_a_kernel():
@@ -204,6 +198,32 @@ def test_a_skipped_step_is_skipped_in_the_kernel():
         lowbit_optax.lowbit_adamw(1e-3), lowbit_optax.backoff_scale()
     )
     step = lower_step(tx, LEAF)
-    assert step.fused_launches == 1
-    assert step.in_place
+    assert_in_place(step)
     assert step.temporary < 0.01
+
+
+# Steps without kernels.
+
+BY_XLA = {
+    "kahan_adamw": (lowbit_optax.kahan_adamw(1e-3, implementation="xla"), 18.1),
+    "sr_adamw": (lowbit_optax.sr_adamw(1e-3, implementation="xla"), 14.1),
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", BY_XLA)
+def test_kahan_and_stochastic_steps_are_one_pass_in_place(name, target):
+    tx, moved = BY_XLA[name]
+    step = lower_step(tx, LEAF, mesh=tpu_mesh(TARGETS[target].topology))
+    assert step.in_place
+    assert step.moved <= moved
+    assert step.temporary < 0.05
+    assert len(step.large) == 1
+
+
+def test_a_sharded_step_by_xla_has_no_collectives():
+    mesh = tpu_mesh("v6e:2x2", (2, 2), ("a", "b"))
+    tx, _ = BY_XLA["kahan_adamw"]
+    step = lower_step(tx, LEAF, mesh=mesh, spec=P("a", "b"))
+    assert step.collectives == []
+    assert step.in_place

@@ -1,19 +1,148 @@
-"""A body's functions, traced for the registers of a TPU."""
+"""A body's functions, traced, and evaluated in the operations of TPU kernels.
+
+What depends on scalars only, such as random keys, is computed once per program of the
+kernel. What two functions of the same values both compute is computed once for both.
+"""
 
 import dataclasses
+import functools
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+from jax.extend.core import primitives as p
 
 from pallas_kernels.fused_update import xla
-from pallas_kernels.fused_update.spec import BlockBody, Body, Operand
-from pallas_kernels.fused_update.tpu.rules import Function
+from pallas_kernels.fused_update.spec import BlockBody, Body
+from pallas_kernels.fused_update.tpu.rules import OPERATIONS, RULES, is_supported
 from pallas_kernels.fused_update.tpu.tiling import LANES, SUBLANES
+from pallas_kernels.fused_update.tpu.values import Lazy, Narrow, whole
+from pallas_kernels.jaxprs import ClosedJaxpr
 
 REGISTER = (SUBLANES, LANES)
 """The shape of a vector register of 32-bit values."""
+
+Known = dict
+"""Results of equations, by what they compute."""
+
+
+class Function:
+    """A function of arrays, to be evaluated in operations of 32 bits.
+
+    Args:
+      function: from trees of arrays to one.
+      *like: its arguments' ShapeDtypeStructs.
+    """
+
+    def __init__(self, function: Callable, *like):
+        traced = jax.make_jaxpr(function, return_shape=True)
+        self._closed, self.shapes = traced(*like)
+
+    @property
+    def is_supported(self) -> bool:
+        """Whether kernels have every operation of it, for its dtypes."""
+        return is_supported(self._closed.jaxpr)
+
+    def add_known(self, scalars: Sequence[jax.Array], known: Known) -> None:
+        """Compute what depends on scalars only.
+
+        Args:
+          scalars: all arguments that are scalars, in their order.
+          known: what is computed; it is added to.
+        """
+        left = list(scalars)
+        avals: list[typing.Any] = [x.aval for x in self._closed.jaxpr.invars]
+        args = [None if aval.shape else left.pop(0) for aval in avals]
+        _Evaluation(known, RULES, of_scalars=True).run(self._closed, args)
+
+    def __call__(self, *args, known: Known, rules: Mapping = RULES):
+        """The function's results: arrays, each :class:`Narrow`, or see :func:`whole`.
+
+        Args:
+          *args: its arguments.
+          known: what other calls on the same values have computed; it is added to.
+          rules: by primitives, functions of an equation and its inputs.
+        """
+        flat = jax.tree.leaves(args)
+        results = _Evaluation(known, rules).run(self._closed, flat)
+        return jax.tree.unflatten(jax.tree.structure(self.shapes), results)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Evaluation:
+    """The evaluation of a jaxpr and those that it calls.
+
+    Args:
+      known: results of equations.
+      rules: by primitives, functions of an equation and its inputs.
+      of_scalars: whether to find results that are scalars; unknown arguments are None.
+    """
+
+    known: Known
+    rules: Mapping
+    of_scalars: bool = False
+
+    def run(self, closed: ClosedJaxpr, args: Sequence) -> list:
+        jaxpr = closed.jaxpr
+        values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        values |= zip(jaxpr.invars, args, strict=True)
+
+        def read(atom):
+            return atom.val if isinstance(atom, core.Literal) else values[atom]
+
+        for eqn in jaxpr.eqns:
+            results = self._results(eqn, [read(atom) for atom in eqn.invars])
+            values |= zip(eqn.outvars, results, strict=True)
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _results(self, eqn, inputs: list) -> list:
+        if eqn.primitive is p.jit_p:
+            shorter = OPERATIONS.get(eqn.params["name"])
+            if shorter is None or self.of_scalars:
+                return self.run(eqn.params["jaxpr"], inputs)
+            return [shorter(*inputs)]
+        if self.of_scalars and (
+            any(x is None for x in inputs) or eqn.outvars[0].aval.shape
+        ):
+            return [None] * len(eqn.outvars)
+        key = (
+            eqn.primitive,
+            tuple(sorted((name, str(value)) for name, value in eqn.params.items())),
+            tuple(_identity(x) for x in inputs),
+        )
+        if key not in self.known:
+            # The inputs are kept, so that no other array gets their identities.
+            self.known[key] = self._result(eqn, inputs), inputs
+        return [self.known[key][0]]
+
+    def _result(self, eqn, inputs: list):
+        rule = self.rules.get(eqn.primitive)
+        result = NotImplemented if rule is None else rule(eqn, *inputs)
+        if result is not NotImplemented:
+            return result
+        params = eqn.primitive.get_bind_params(eqn.params)
+        return eqn.primitive.bind(*map(whole, inputs), **params)
+
+
+def _identity(x):
+    if isinstance(x, Narrow | Lazy):
+        parts = dataclasses.fields(x)
+        return type(x), *(_identity(getattr(x, part.name)) for part in parts)
+    if isinstance(x, np.generic | np.ndarray | int | float | bool):
+        array = np.asarray(x)
+        return str(array.dtype), array.shape, array.tobytes()
+    return id(x)
+
+
+class Round(typing.NamedTuple):
+    """A round of maxima: the sizes of their blocks, and two functions of the body."""
+
+    sizes: Sequence[int]
+    statistics: Function
+    after: Function
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,76 +152,69 @@ class Functions:
     Args:
       run: the body itself.
       before: of a :class:`.BlockBody`; None of a body without.
-      rounds: of each round of maxima, ``statistics`` and ``after``.
+      rounds: of a :class:`.BlockBody`.
     """
 
     run: Function
     before: Function | None = None
-    rounds: tuple[tuple[Function, Function], ...] = ()
+    rounds: Sequence[Round] = ()
 
     @property
     def are_supported(self) -> bool:
         """Whether TPU kernels have all their operations."""
-        parts = (self.run, self.before, *(x for pair in self.rounds for x in pair))
+        parts = [self.run, self.before]
+        parts += [x for each in self.rounds for x in (each.statistics, each.after)]
         return all(x is None or x.is_supported for x in parts)
 
 
 def traced(
     body: Body | BlockBody,
-    operands: Sequence[Operand],
-    sizes: Sequence[int],
-    count: int,
+    kinds: Sequence[tuple[np.dtype, int | None]],
+    scalars: int,
 ) -> Functions:
-    """A body's functions.
+    """A body's functions, traced once for equal leaves.
 
     Args:
       body: see :data:`pallas_kernels.fused_update.Body`.
-      operands: of the leaf, whose arrays have dtypes.
-      sizes: of the blocks that operands have.
-      count: how many scalars the body gets.
+      kinds: dtypes and block sizes of the leaf's operands.
+      scalars: how many the body gets.
     """
+    # This dtype says whether 64-bit types are on.
+    integers = jax.dtypes.canonicalize_dtype(np.int64)
+    return _traced(body, tuple(kinds), scalars, integers)
 
-    def register(dtype=jnp.uint32):
-        return jax.ShapeDtypeStruct(REGISTER, dtype)
 
-    scalars = [jax.ShapeDtypeStruct((), jnp.uint32)] * count
-    arguments = (
-        [
-            register(jnp.uint32 if o.bits is not None else o.array.dtype)
-            for o in operands
-            if o.block_size is None
-        ],
-        scalars,
-        register(),
-    )
-    if not sizes:
-        simple = typing.cast(Body, body)
-        return Functions(
-            Function(lambda v, s, i: simple(v, s, i, xla.multiply_add), *arguments)
-        )
-    body = typing.cast(BlockBody, body)
-    of_blocks = [register(o.array.dtype) for o in operands if o.block_size is not None]
-    before = Function(body.before, of_blocks)
+@functools.lru_cache(maxsize=1024)
+def _traced(body, kinds: Sequence, scalars: int, integers: np.dtype) -> Functions:
+    del integers
+
+    def registers(dtypes):
+        return [jax.ShapeDtypeStruct(REGISTER, dtype) for dtype in dtypes]
+
+    def run(values, scalars, index, *of_blocks):
+        return body(values, scalars, index, xla.multiply_add, *of_blocks)
+
+    def statistics(number, values, scalars, index, *of_blocks):
+        multiply_add = xla.multiply_add
+        return body.statistics(number, values, scalars, index, multiply_add, *of_blocks)
+
+    values = registers(dtype for dtype, size in kinds if size is None)
+    block_values = registers(dtype for dtype, size in kinds if size is not None)
+    words = [jax.ShapeDtypeStruct((), jnp.uint32)] * scalars
+    arguments = values, words, *registers([jnp.uint32])
+    if not block_values:
+        return Functions(Function(run, *arguments))
+    before = Function(body.before, block_values)
     rounds, maxima, after = [], [], ()
-    for number, of_round in enumerate(body.rounds):
-        statistics = Function(
-            lambda v, s, i, b, a, number=number: body.statistics(
-                number, v, s, i, xla.multiply_add, b, a
-            ),
-            *arguments,
-            before.shapes,
-            after,
+    for number, sizes in enumerate(body.rounds):
+        of_round = functools.partial(statistics, number)
+        maxima = maxima + registers([jnp.int32] * len(sizes))
+        rounds.append(
+            Round(
+                sizes,
+                Function(of_round, *arguments, before.shapes, after),
+                Function(body.after, maxima, block_values, words),
+            )
         )
-        maxima = maxima + [register(jnp.int32) for _ in of_round]
-        rounds.append((statistics, Function(body.after, maxima, of_blocks, scalars)))
-        after = rounds[-1][1].shapes[1]
-    return Functions(
-        Function(
-            lambda v, s, i, b, a: body(v, s, i, xla.multiply_add, b, a),
-            *arguments,
-            before.shapes,
-            after,
-        ),
-        before,
-        tuple(rounds),
-    )
+        after = rounds[-1].after.shapes[1]
+    return Functions(Function(run, *arguments, before.shapes, after), before, rounds)

@@ -1,195 +1,99 @@
-"""Bodies of updates in the operations that TPU kernels have: those of 32 bits.
+"""Rules that evaluate bodies in the operations of TPU kernels: those of 32 bits.
 
 A TPU's vector registers hold 32-bit elements, and arithmetic on others is missing or
 slow. So a body's jaxpr is evaluated with its values of 8 and 16 bits in the upper bits
 of 32-bit words, where bfloat16s are the patterns of float32 already. Widening one is
 then free, and so are the shifts by 16 around it.
 
-What depends on scalars only, such as random keys, is computed once per program of the
-kernel. What two functions of the same values both compute is computed once for both.
+Mosaic's roots and quotients handle zeros, infinities and NaNs case by case. The rules
+here take fewer instructions, which depend on the generation of TPUs. They give the same
+numbers with two exceptions: a quotient by 2^126 or more is zero, and the root of a
+subnormal number is zero or subnormal.
 """
 
 import dataclasses
 import functools
-import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jax.extend import core
 from jax.extend.core import primitives as p
 
 from pallas_kernels import operations
-from pallas_kernels.fused_update.tpu.quotients import rules_of
 from pallas_kernels.fused_update.tpu.values import (
     Field,
     Lazy,
     Narrow,
     ReversedBytes,
-    SignedField,
     Sum,
     whole,
 )
-from pallas_kernels.jaxprs import ClosedJaxpr
 
-_UNSIGNED = (jnp.dtype(jnp.uint8), jnp.dtype(jnp.uint16))
+_UNSIGNED = tuple(map(jnp.dtype, (jnp.uint8, jnp.uint16)))
 _FLOATS = tuple(
-    jnp.dtype(t)
-    for t in (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)
+    map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2))
 )
 _NARROW = (*_FLOATS, *_UNSIGNED)
-_PLAIN = (jnp.dtype(t) for t in (jnp.float32, jnp.int32, jnp.uint32, jnp.bool_))
-DTYPES = frozenset((*_PLAIN, *_NARROW))
+_INTEGERS = tuple(map(jnp.dtype, (jnp.int32, jnp.uint32)))
+DTYPES = frozenset((*_NARROW, *_INTEGERS, jnp.dtype(jnp.float32), jnp.dtype(jnp.bool_)))
 """The dtypes of values that kernels take."""
 
-_ADDITIONS = (p.add_p, p.add_jaxvals_p)
+_CONVERSIONS = {
+    *((x, jnp.dtype(jnp.float32)) for x in _FLOATS),
+    *((x, y) for x in _UNSIGNED for y in _INTEGERS),
+    *((x, y) for x in _INTEGERS for y in _UNSIGNED),
+}
 _PRIMITIVES = frozenset(
     (
-        *_ADDITIONS, p.sub_p, p.mul_p, p.div_p, p.neg_p, p.abs_p, p.sign_p, p.square_p,
-        p.max_p, p.min_p, p.clamp_p, p.sqrt_p, p.rsqrt_p, p.exp_p, p.log_p, p.tanh_p,
-        p.logistic_p, p.integer_pow_p, p.and_p, p.or_p, p.xor_p, p.not_p,
+        p.add_p, p.add_jaxvals_p, p.sub_p, p.mul_p, p.div_p, p.neg_p, p.abs_p, p.sign_p,
+        p.square_p, p.max_p, p.min_p, p.clamp_p, p.sqrt_p, p.rsqrt_p, p.exp_p, p.log_p,
+        p.tanh_p, p.logistic_p, p.integer_pow_p, p.and_p, p.or_p, p.xor_p, p.not_p,
         p.shift_left_p, p.shift_right_logical_p, p.shift_right_arithmetic_p,
         p.eq_p, p.ne_p, p.lt_p, p.le_p, p.gt_p, p.ge_p, p.select_n_p, p.is_finite_p,
         p.bitcast_convert_type_p, p.convert_element_type_p, p.broadcast_in_dim_p,
-        p.jit_p, p.stop_gradient_p, p.copy_p,
+        p.stop_gradient_p, p.copy_p,
     )
 )  # fmt: skip
+# These take and give values of 8 and 16 bits without arithmetic on them.
+_OF_NARROW = (p.convert_element_type_p, p.bitcast_convert_type_p, p.select_n_p)
 
 
-Hoisted = dict[tuple[int, ...], list]
-"""Results of equations of scalars, by the equations' numbers."""
+# Of Pallas itself with JAX 0.10.
+_reciprocal = getattr(pltpu, "reciprocal", None) or pl.reciprocal
+
+# Of one over the root of a positive float32 that is normal, and beyond.
+_MIN_INVERSE, _MAX_INVERSE = 2.0**-65, 2.0**64
 
 
-class Function:
-    """A function of arrays, to be evaluated in operations of 32 bits.
-
-    Args:
-      function: from trees of arrays to one.
-      *like: its arguments' ShapeDtypeStructs.
-    """
-
-    def __init__(self, function: Callable, *like):
-        flat, structure = jax.tree.flatten(like)
-        self._closed, shapes = jax.make_jaxpr(
-            lambda *flat: function(*structure.unflatten(flat)), return_shape=True
-        )(*flat)
-        self._structure = jax.tree.structure(shapes)
-        self.shapes = shapes
-
-    @property
-    def is_supported(self) -> bool:
-        """Whether kernels have every operation of it, for its dtypes."""
-        return all(map(_is_supported, _equations(self._closed.jaxpr)))
-
-    def of_scalars(self, scalars: Sequence[jax.Array]) -> "Hoisted":
-        """What depends on scalars only.
-
-        Args:
-          scalars: all arguments that are scalars, in their order.
-        """
-        left = list(scalars)
-        avals: list[typing.Any] = [x.aval for x in self._closed.jaxpr.invars]
-        args = [None if aval.shape else left.pop(0) for aval in avals]
-        found: Hoisted = {}
-        _Evaluation(found, True, {}).run(self._closed, args, ())
-        return found
-
-    def __call__(
-        self,
-        *args,
-        known: dict,
-        hoisted: "Hoisted | None" = None,
-        generation: int | None = None,
-    ):
-        """The function's results: arrays, each :class:`Narrow`, or see :func:`whole`.
-
-        Args:
-          *args: its arguments.
-          known: what other calls on the same values have computed; it is added to.
-          hoisted: from :meth:`of_scalars`.
-          generation: of the TPU, for its roots and quotients; None for JAX's.
-        """
-        flat = jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, Narrow | Lazy))
-        evaluation = _Evaluation(hoisted or {}, False, known, rules_of(generation))
-        results = evaluation.run(self._closed, flat, ())
-        return jax.tree.unflatten(self._structure, results)
+def is_supported(jaxpr: core.Jaxpr) -> bool:
+    """Whether kernels have every operation of a jaxpr, for its dtypes."""
+    return all(
+        is_supported(eqn.params["jaxpr"].jaxpr)
+        if eqn.primitive is p.jit_p
+        else _is_supported(eqn)
+        for eqn in jaxpr.eqns
+    )
 
 
-class _Evaluation:
-    """The evaluation of a jaxpr and those that it calls.
-
-    Args:
-      hoisted: results of equations of scalars, by their numbers.
-      of_scalars: whether to find these; unknown arguments are then None.
-      known: results of equations, by what they compute.
-      rules: of a generation of TPUs, from :func:`rules_of`.
-    """
-
-    def __init__(
-        self, hoisted: dict, of_scalars: bool, known: dict, rules: Mapping | None = None
-    ):
-        self._hoisted, self._of_scalars, self._known = hoisted, of_scalars, known
-        self._rules = {**_RULES, **(rules or {})}
-
-    def run(self, closed: ClosedJaxpr, args: Sequence, place: tuple) -> list:
-        jaxpr = closed.jaxpr
-        values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-        values |= zip(jaxpr.invars, args, strict=True)
-
-        def read(atom):
-            return atom.val if isinstance(atom, core.Literal) else values[atom]
-
-        for number, eqn in enumerate(jaxpr.eqns):
-            inputs = [read(atom) for atom in eqn.invars]
-            results = self._results(eqn, inputs, (*place, number))
-            values |= zip(eqn.outvars, results, strict=True)
-        return [read(atom) for atom in jaxpr.outvars]
-
-    def _results(self, eqn, inputs: list, place: tuple[int, ...]) -> list:
-        if place in self._hoisted:
-            return self._hoisted[place]
-        if eqn.primitive is p.jit_p:
-            shorter = _OPERATIONS.get(eqn.params["name"])
-            if shorter is not None and not self._of_scalars:
-                return [shorter(*inputs)]
-            return self.run(eqn.params["jaxpr"], inputs, place)
-        if self._of_scalars:
-            if any(x is None for x in inputs) or eqn.outvars[0].aval.shape:
-                return [None] * len(eqn.outvars)
-            self._hoisted[place] = [self._evaluated(eqn, inputs)]
-            return self._hoisted[place]
-        key = (
-            eqn.primitive,
-            tuple(sorted((name, str(value)) for name, value in eqn.params.items())),
-            tuple(_identity(x) for x in inputs),
-        )
-        if key not in self._known:
-            # The inputs are kept, so that no other array gets their identities.
-            self._known[key] = self._evaluated(eqn, inputs), inputs
-        return [self._known[key][0]]
-
-    def _evaluated(self, eqn, inputs: list):
-        """The result of an equation."""
-        rule = self._rules.get(eqn.primitive)
-        if rule is not None:
-            result = rule(eqn, *inputs)
-            if result is not NotImplemented:
-                return result
-        inputs = [whole(x) for x in inputs]
-        params = eqn.primitive.get_bind_params(eqn.params)
-        return eqn.primitive.bind(*inputs, **params)
-
-
-def _identity(x):
-    if isinstance(x, Narrow | Lazy):
-        parts = dataclasses.fields(x)
-        return type(x), *(_identity(getattr(x, part.name)) for part in parts)
-    if isinstance(x, np.generic | np.ndarray | int | float | bool):
-        array = np.asarray(x)
-        return str(array.dtype), array.shape, array.tobytes()
-    return id(x)
+def _is_supported(eqn) -> bool:
+    atoms = (*eqn.invars, *eqn.outvars)
+    if eqn.primitive not in _PRIMITIVES or not {x.aval.dtype for x in atoms} <= DTYPES:
+        return False
+    narrow = [x for x in atoms if x.aval.dtype in _NARROW]
+    if not narrow:
+        return True
+    constants = (isinstance(x, core.Literal) or not x.aval.shape for x in narrow)
+    if eqn.primitive not in _OF_NARROW or any(constants):
+        return False
+    if eqn.primitive is not p.convert_element_type_p:
+        return True
+    old, new = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
+    return old == new or (old, jnp.dtype(new)) in _CONVERSIONS
 
 
 def _convert(eqn, x):
@@ -199,7 +103,7 @@ def _convert(eqn, x):
     if isinstance(x, Narrow):
         if old in _FLOATS:
             return x.as_float32()
-        return x.lowest() if new == jnp.uint32 else SignedField(x.lowest())
+        return dataclasses.replace(x.lowest(), is_signed=new == jnp.int32)
     if new in _UNSIGNED:
         width = 8 * new.itemsize
         if isinstance(x, Field) and x.is_upper(width):
@@ -208,45 +112,51 @@ def _convert(eqn, x):
         if old == jnp.int32:
             array = lax.bitcast_convert_type(array, jnp.uint32)
         return Narrow(array << jnp.uint32(32 - width), jnp.dtype(new))
-    return _reinterpreted(eqn, x, new)
-
-
-def _reinterpreted(eqn, x, new):
-    """An integer array as one of the other integers of 32 bits."""
-    old = eqn.invars[0].aval.dtype
-    if {old, new} != {jnp.dtype(jnp.int32), jnp.dtype(jnp.uint32)}:
-        return NotImplemented
-    if isinstance(x, Field):
-        return SignedField(x)
-    if isinstance(x, SignedField):
-        return x.field
-    if not eqn.outvars[0].aval.shape:
-        return NotImplemented
-    return lax.bitcast_convert_type(whole(x), new)
+    return _reinterpreted(eqn, x)
 
 
 def _bitcast(eqn, x):
     if isinstance(x, Narrow):
         return Narrow(x.word, jnp.dtype(eqn.params["new_dtype"]))
-    return _reinterpreted(eqn, x, eqn.params["new_dtype"])
+    return _reinterpreted(eqn, x)
 
 
-def _shift_left(eqn, x, places):
-    places = _number(places)
-    if isinstance(x, Field) and places is not None and x.place + places < 32:
-        return dataclasses.replace(x, place=x.place + places)
-    aval = eqn.outvars[0].aval
-    if isinstance(x, Lazy) or not aval.shape or aval.dtype != jnp.uint32:
+def _reinterpreted(eqn, x):
+    """An integer array as one of the other integers of 32 bits."""
+    old, new = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
+    if {old, new} != set(_INTEGERS):
         return NotImplemented
-    if places is None or not 0 < places < 32:
+    if isinstance(x, Field):
+        return dataclasses.replace(x, is_signed=new == jnp.int32)
+    if not eqn.outvars[0].aval.shape:
+        return NotImplemented
+    return lax.bitcast_convert_type(whole(x), new)
+
+
+def _by_number(rule: Callable) -> Callable:
+    """A rule for arrays of uint32 and a constant, from a function of both."""
+
+    @functools.wraps(rule)
+    def of_equation(eqn, x, y):
+        number = _number(y)
+        if number is None or not _is_array(eqn, jnp.uint32):
+            return NotImplemented
+        return rule(x, number)
+
+    return of_equation
+
+
+@_by_number
+def _shift_left(x, places):
+    if isinstance(x, Field) and x.place + places < 32:
+        return dataclasses.replace(x, place=x.place + places)
+    if isinstance(x, Lazy) or not 0 < places < 32:
         return NotImplemented
     return Field(x, 0, 32 - places, places)
 
 
-def _shift_right(eqn, x, places):
-    places, aval = _number(places), eqn.outvars[0].aval
-    if not aval.shape or aval.dtype != jnp.uint32 or places is None:
-        return NotImplemented
+@_by_number
+def _shift_right(x, places):
     if isinstance(x, ReversedBytes) and places == 8:
         return x.leading()
     if not isinstance(x, Field):
@@ -258,18 +168,9 @@ def _shift_right(eqn, x, places):
     return NotImplemented
 
 
-def _shift_right_signed(eqn, x, places):
-    places = _number(places)
-    if isinstance(x, SignedField) and places is not None:
-        extended = x.field.sign_extended(places)
-        if extended is not None:
-            return extended
-    return NotImplemented
-
-
-def _and(eqn, x, mask):
-    mask, aval = _number(mask), eqn.outvars[0].aval
-    if not aval.shape or aval.dtype != jnp.uint32 or not mask or mask & (mask + 1):
+@_by_number
+def _and(x, mask):
+    if not mask or mask & (mask + 1):
         return NotImplemented
     width = mask.bit_length()
     if not isinstance(x, Field):
@@ -277,6 +178,14 @@ def _and(eqn, x, mask):
     if x.place == 0:
         return Field(x.word, x.shift, min(x.width, width))
     return NotImplemented
+
+
+def _shift_right_signed(eqn, x, places):
+    places = _number(places)
+    extended = None
+    if isinstance(x, Field) and x.is_signed and places is not None:
+        extended = x.sign_extended(places)
+    return NotImplemented if extended is None else extended
 
 
 def _add(eqn, x, y):
@@ -306,21 +215,43 @@ def _broadcast(eqn, x):
     return NotImplemented
 
 
-_RULES = {
-    p.convert_element_type_p: _convert,
-    p.bitcast_convert_type_p: _bitcast,
-    p.shift_left_p: _shift_left,
-    p.shift_right_logical_p: _shift_right,
-    p.shift_right_arithmetic_p: _shift_right_signed,
-    p.and_p: _and,
-    p.add_p: _add,
-    p.sub_p: _sub,
-    p.add_jaxvals_p: _add,
-    p.select_n_p: _select,
-    p.broadcast_in_dim_p: _broadcast,
-    p.copy_p: lambda eqn, x: x,
-    p.stop_gradient_p: lambda eqn, x: x,
-}
+def quotient(x: jax.Array, y: jax.Array, inverse: jax.Array) -> jax.Array:
+    """``x / y`` by one step of Newton's for ``1 / y``, as Mosaic has it for a v5e.
+
+    Args:
+      x, y: float32.
+      inverse: of ``y``, approximately.
+
+    >>> numbers = jnp.float32([3, 0, jnp.inf]), jnp.float32([0.333, jnp.inf, 0])
+    >>> quotient(jnp.float32(3), *numbers).round(3).tolist()
+    [1.0, inf, 0.0]
+    """
+    unity = y * inverse
+    better = inverse + inverse * (jnp.float32(1) - unity)
+    # NaN where one of the two is zero and the other infinite: there is nothing better.
+    return x * jnp.where(unity == unity, better, inverse)
+
+
+def root(x: jax.Array) -> jax.Array:
+    """The square root as ``x`` times one over it, limited so that no product is NaN.
+
+    >>> [float(root(jnp.float32(x))) for x in (0, 4, jnp.inf)]
+    [0.0, 2.0, inf]
+    """
+    inverse = lax.rsqrt(x)
+    inverse = jnp.minimum(inverse, jnp.float32(_MAX_INVERSE))
+    return x * jnp.maximum(inverse, jnp.float32(_MIN_INVERSE))
+
+
+def _div(eqn, x, y):
+    if not _is_array(eqn, jnp.float32):
+        return NotImplemented
+    y = jnp.broadcast_to(y, eqn.outvars[0].aval.shape)
+    return quotient(x, y, _reciprocal(y, approx=True))
+
+
+def _sqrt(eqn, x):
+    return root(x) if _is_array(eqn, jnp.float32) else NotImplemented
 
 
 def _pattern_above(x, base, most) -> jax.Array:
@@ -336,47 +267,11 @@ def _pattern_above(x, base, most) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.int32) - base
 
 
-_OPERATIONS = {
+OPERATIONS = {
     operations.PREFIX + "reverse_bytes": lambda x: ReversedBytes(whole(x)),
     operations.PREFIX + "pattern_above": _pattern_above,
 }
-
-# What takes and gives values of 8 and 16 bits without arithmetic on them.
-_OF_NARROW = (p.convert_element_type_p, p.bitcast_convert_type_p, p.select_n_p)
-
-
-def _equations(jaxpr: core.Jaxpr) -> Iterable:
-    for eqn in jaxpr.eqns:
-        if eqn.primitive is p.jit_p:
-            yield from _equations(eqn.params["jaxpr"].jaxpr)
-        else:
-            yield eqn
-
-
-def _is_supported(eqn) -> bool:
-    atoms = (*eqn.invars, *eqn.outvars)
-    dtypes = {atom.aval.dtype for atom in atoms}
-    if eqn.primitive not in _PRIMITIVES or not dtypes <= DTYPES:
-        return False
-    narrow = [x for x in atoms if x.aval.dtype in _NARROW]
-    if not narrow:
-        return True
-    constants = (isinstance(x, core.Literal) or not x.aval.shape for x in narrow)
-    if eqn.primitive not in _OF_NARROW or any(constants):
-        return False
-    if eqn.primitive is not p.convert_element_type_p:
-        return True
-    old, new = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
-    names = np.dtype(old).name, np.dtype(new).name
-    return old == new or names in _CONVERSIONS
-
-
-_INTEGERS = ("uint32", "int32")
-_CONVERSIONS = {
-    *((x.name, "float32") for x in _FLOATS),
-    *((x.name, y) for x in _UNSIGNED for y in _INTEGERS),
-    *((x, y.name) for x in _INTEGERS for y in _UNSIGNED),
-}
+"""Functions for :data:`.operations.OPERATIONS`, by names of their calls."""
 
 
 def _number(x) -> int | None:
@@ -386,3 +281,42 @@ def _number(x) -> int | None:
     if isinstance(x, np.ndarray) and not x.shape:
         return int(x)
     return None
+
+
+def _is_array(eqn, dtype) -> bool:
+    aval = eqn.outvars[0].aval
+    return bool(aval.shape) and aval.dtype == dtype
+
+
+RULES: Mapping = {
+    p.convert_element_type_p: _convert,
+    p.bitcast_convert_type_p: _bitcast,
+    p.shift_left_p: _shift_left,
+    p.shift_right_logical_p: _shift_right,
+    p.shift_right_arithmetic_p: _shift_right_signed,
+    p.and_p: _and,
+    p.add_p: _add,
+    p.sub_p: _sub,
+    p.add_jaxvals_p: _add,
+    p.select_n_p: _select,
+    p.broadcast_in_dim_p: _broadcast,
+    p.copy_p: lambda eqn, x: x,
+    p.stop_gradient_p: lambda eqn, x: x,
+}
+"""By primitives, functions of an equation and its inputs, or NotImplemented."""
+
+
+def rules_for(generation: int | None) -> Mapping:
+    """The rules of kernels for TPUs of a generation; None if it is not known."""
+    if generation is None:
+        return RULES
+    # From v6e on, one over a number and over its root are one instruction each.
+    return {**RULES, **({p.div_p: _div} if generation <= 5 else {p.sqrt_p: _sqrt})}
+
+
+def generation_of_target() -> int | None:
+    """The generation of the TPUs that are compiled for; None if it is not known."""
+    try:
+        return pltpu.get_tpu_info().generation
+    except ValueError:
+        return None

@@ -10,16 +10,15 @@ one word are in as many registers, at the same sublane and lane as the word in i
 import dataclasses
 import math
 
-from pallas_kernels.bitfields import period
-from pallas_kernels.fused_update.spec import Leaf, Operand, Result, Shard
-from pallas_kernels.layout import block_shape, is_unrolled
+from pallas_kernels.fused_update.spec import Operand, Result, Shard
+from pallas_kernels.layout import block_shape, is_unrolled, period
 
 LANES, SUBLANES = 128, 8
-_LEAST_GROUP = 4
+_MIN_GROUP = 4
 # A block and what is computed of it, twice, because the next one is loaded meanwhile.
-_MOST_BYTES, _MOST_TURNED_BYTES = 14 * 2**20, 32 * 2**20
-_MOST_ROWS, _LEAST_ROWS = 2048, 128
-_MOST_UNROLLED = 32
+_MAX_BYTES, _MAX_TRANSPOSED_BYTES = 14 * 2**20, 32 * 2**20
+_MAX_ROWS, _MIN_ROWS = 2048, 128
+_MAX_UNROLLED = 32
 """Registers of an array in the body of the loop: more take longer to compile."""
 
 
@@ -49,12 +48,12 @@ class Tiling:
 
     @property
     def rows(self) -> int:
-        """Of a matrix."""
+        """Rows of a matrix."""
         return self.shape[-2]
 
     @property
     def columns(self) -> int:
-        """Of a matrix."""
+        """Columns of a matrix."""
         return self.shape[-1]
 
     @property
@@ -76,61 +75,48 @@ class Tiling:
     @property
     def unroll(self) -> int:
         """Units that the loop's body has."""
-        return math.gcd(self.units, _MOST_UNROLLED // self.group)
+        return math.gcd(self.units, _MAX_UNROLLED // self.group)
 
     @property
     def is_even(self) -> bool:
         """Whether no word and no block is cut by the matrix's edges."""
         return not (self.rows % self.row_unit or self.columns % self.column_unit)
 
-    def stored_rows(self, like: Operand | Result) -> int:
-        """Rows that a program has of an operand's or result's array."""
-        if like.bits is not None:
-            return self.block_rows * like.bits // 32
-        if like.block_size is not None:
-            return self.block_rows // block_shape(like.block_size)[0]
-        return self.block_rows
-
-    def strides(self) -> list[tuple[int, int]]:
-        """Of each axis before the rows its length, and its stride in the whole."""
-        return [
-            (n, math.prod(self.whole[axis + 1 :]) % 2**32)
-            for axis, n in enumerate(self.shape[:-2])
-        ]
-
-
-def group_of(leaf: Leaf) -> int:
-    """The rows of a group: whole words of most widths, and an 8th of every block.
-
-    Fields of other widths are in words of their own, see :mod:`.words`.
-    """
-    parts = (block_shape(size)[0] // SUBLANES for size in leaf.block_sizes)
-    words = (period(bits)[0] for bits in leaf.packed if is_unrolled(bits))
-    return math.lcm(_LEAST_GROUP, *words, *parts)
+    def block_in_registers(self, block_size: int) -> tuple[int, int]:
+        """Sublanes and lanes of a register that have the groups of a block."""
+        height, width = block_shape(block_size)
+        return height // self.group, width
 
 
 def tiling_of(shard: Shard) -> Tiling:
     """The tiling of a leaf's part.
 
-    A program takes as many rows as its arrays have memory for, and whole periods of
-    words and whole blocks of scales; where words lie transposed, whole tiles of them.
+    A program takes whole periods of words and whole blocks of scales, as many rows as
+    there is memory for. Where words lie transposed it takes whole tiles of them.
 
     Args:
       shard: with merged axes, so that the rows are the last axis but one.
     """
     leaf = shard.leaf
     heights, widths = zip((1, 1), *map(block_shape, leaf.block_sizes), strict=True)
-    group = group_of(leaf)
     periods = [period(bits)[0] for bits in leaf.packed]
+    # Whole words of most widths, and an eighth of every block. Fields of other widths
+    # are unpacked beforehand, see :mod:`.blocks`.
+    group = math.lcm(
+        _MIN_GROUP,
+        *(period(bits)[0] for bits in leaf.packed if is_unrolled(bits)),
+        *(block_shape(size)[0] // SUBLANES for size in leaf.block_sizes),
+    )
     # A register holds 8 groups of each block, or more blocks, and 8 periods of words.
-    unit = max(_LEAST_ROWS, *(SUBLANES * rows for rows in (*heights, *periods)))
+    unit = max(_MIN_ROWS, *(SUBLANES * rows for rows in (*heights, *periods)))
     bytes_per_row = 2 * LANES * sum(map(_bytes_of, (*leaf.operands, *leaf.results)))
-    rows, most = _MOST_ROWS, _MOST_BYTES
-    # Words that lie transposed are in whole tiles, if there is memory for as many.
-    of_tiles = LANES * max(periods, default=1)
-    if lies_transposed(shard.shape) and of_tiles * bytes_per_row <= _MOST_TURNED_BYTES:
-        rows, most = max(rows, of_tiles), max(most, of_tiles * bytes_per_row)
-    while rows > unit and rows * bytes_per_row > most:
+    rows, limit = _MAX_ROWS, _MAX_BYTES
+    # Words that lie transposed are in whole tiles if there is memory for so many rows.
+    tile_rows = LANES * max(periods, default=1)
+    tile_bytes = tile_rows * bytes_per_row
+    if lies_transposed(shard.shape) and tile_bytes <= _MAX_TRANSPOSED_BYTES:
+        rows, limit = max(rows, tile_rows), max(limit, tile_bytes)
+    while rows > unit and rows * bytes_per_row > limit:
         rows //= 2
     return Tiling(
         shard.shape,
@@ -145,25 +131,24 @@ def tiling_of(shard: Shard) -> Tiling:
 def lies_transposed(shape: tuple[int, ...]) -> bool:
     """Whether XLA:TPU stores rows, and not columns, next to each other.
 
-    Arrays are stored in tiles of 8 x 128. Of the two ways to lay out the last two axes
-    it takes the one with less padding.
+    Arrays are stored in tiles of 8 x 128. XLA takes the order of the last two axes that
+    needs less padding.
 
     >>> [lies_transposed(shape) for shape in ((4096, 4096), (4096, 1376), (1000, 2048))]
     [False, True, False]
     """
     rows, columns = shape[-2:]
-    size = lambda rows, columns: _tiles(rows, SUBLANES) * _tiles(columns, LANES)
-    return size(columns, rows) < size(rows, columns)
+    return _tiles(columns, rows) < _tiles(rows, columns)
 
 
-def _tiles(length: int, size: int) -> int:
-    return math.ceil(length / size)
+def _tiles(rows: int, columns: int) -> int:
+    return math.ceil(rows / SUBLANES) * math.ceil(columns / LANES)
 
 
 def _bytes_of(like: Operand | Result) -> float:
     """Bytes per element, with those of scratch memory."""
     if like.bits is not None:
-        # Scratch memory is there once.
+        # Scratch memory has no second copy.
         return like.bits / 8 + (0 if is_unrolled(like.bits) else 2)
     if like.block_size is not None:
         return 1.0

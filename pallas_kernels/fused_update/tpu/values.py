@@ -1,25 +1,19 @@
 """Values in a TPU kernel that are no arrays of their own: parts of words, and sums."""
 
 import dataclasses
-import typing
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Narrow:
     """A value of 8 or 16 bits: the upper ones of a word, with anything below."""
 
     word: jax.Array
-    dtype: typing.Any = dataclasses.field(metadata={"static": True})
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the array."""
-        return self.word.shape
+    dtype: np.dtype
 
     @property
     def width(self) -> int:
@@ -36,22 +30,21 @@ class Narrow:
 
     def as_float32(self) -> jax.Array:
         """The float32 that a narrow float is."""
-        exponent, mantissa, bias, has_infinity = _FLOATS[self.dtype.name]
+        info = jnp.finfo(self.dtype)
         bits = self.alone()
-        if exponent == 8:
+        if info.nexp == 8:
             return lax.bitcast_convert_type(bits, jnp.float32)
-        magnitude = (bits & jnp.uint32(0x7FFFFFFF)) >> jnp.uint32(8 - exponent)
-        rise = 127 - bias << 23
-        # Of exponent 0 are multiples of the least number, which no float32 this small
-        # may be on its way, as a TPU takes it for zero.
-        least = (128 - bias) << 23
+        magnitude = (bits & jnp.uint32(0x7FFFFFFF)) >> jnp.uint32(8 - info.nexp)
+        # With exponent 0 they are multiples of the least number. On its way none may be
+        # a float32 as small as that, which a TPU takes for zero.
+        least = (info.minexp + 127) << 23
         base = lax.bitcast_convert_type(jnp.uint32(least), jnp.float32)
         small = lax.bitcast_convert_type(magnitude + jnp.uint32(least), jnp.float32)
         small = lax.bitcast_convert_type(small - base, jnp.uint32)
-        wide = magnitude + jnp.uint32(rise)
-        special = ((1 << exponent) - 1 << 23) + (
-            0 if has_infinity else ((1 << mantissa) - 1) << (23 - mantissa)
-        )
+        wide = magnitude + jnp.uint32(info.minexp + 126 << 23)
+        # What is above the largest number is infinite or NaN.
+        largest = np.asarray(info.max).view(f"uint{self.width}").item()
+        special = (largest + 1) << (23 - info.nmant)
         wide = jnp.where(magnitude < jnp.uint32(1 << 23), small, wide)
         wide = jnp.where(
             magnitude >= jnp.uint32(special), magnitude | jnp.uint32(0x7F800000), wide
@@ -60,37 +53,34 @@ class Narrow:
         return lax.bitcast_convert_type(wide | sign, jnp.float32)
 
 
-_FLOATS = {
-    "bfloat16": (8, 7, 127, True),
-    "float16": (5, 10, 15, True),
-    "float8_e5m2": (5, 2, 15, True),
-    "float8_e4m3fn": (4, 3, 7, False),
-}
-"""Bits of the exponent and of the mantissa, the bias, and whether there is infinity."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Field:
     """The uint32 that some bits of a word are: ``word >> shift & (1 << width) - 1``.
 
     It may have been shifted to the left since, by ``place``. So shifts that follow each
-    other are one, and bits that a later shift drops need no mask.
+    other are one, and bits that a later shift drops need no mask. A signed one is the
+    int32 of the same bits.
     """
 
     word: jax.Array
     shift: int
     width: int
     place: int = 0
+    is_signed: bool = False
 
     def value(self) -> jax.Array:
         """As an array."""
-        cut_below = self.shift > 0 and self.place > 0
-        top = self.place + self.width
-        cut_above = self.shift + self.width < 32 and top < 32
-        if not cut_below and not cut_above:
-            return self._moved(self.place - self.shift)
+        bits = self._bits()
+        return lax.bitcast_convert_type(bits, jnp.int32) if self.is_signed else bits
+
+    def _bits(self) -> jax.Array:
+        bits, top = self._moved(self.place - self.shift), self.place + self.width
+        cuts_below = self.shift > 0 and self.place > 0
+        cuts_above = self.shift + self.width < 32 and top < 32
+        if not cuts_below and not cuts_above:
+            return bits
         mask = ((1 << self.width) - 1) << self.place & 0xFFFFFFFF
-        return self._moved(self.place - self.shift) & jnp.uint32(mask)
+        return bits & jnp.uint32(mask)
 
     def is_upper(self, width: int) -> bool:
         """Whether it is so many upper bits of the word."""
@@ -113,17 +103,6 @@ class Field:
         if left > 0:
             return self.word << jnp.uint32(left)
         return self.word >> jnp.uint32(-left)
-
-
-@dataclasses.dataclass(frozen=True)
-class SignedField:
-    """A field of :class:`Field`, taken as the int32 of the same bits."""
-
-    field: Field
-
-    def value(self) -> jax.Array:
-        """As an array."""
-        return lax.bitcast_convert_type(self.field.value(), jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +140,7 @@ class Sum:
         return total + jnp.uint32(self.constant) if self.constant else total
 
 
-Lazy = Field | SignedField | ReversedBytes | Sum
+Lazy = Field | ReversedBytes | Sum
 """What has no array yet; see :func:`whole`."""
 
 

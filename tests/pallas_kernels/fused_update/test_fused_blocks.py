@@ -15,29 +15,34 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from kernels import (
     EACH,
-    QUICK,
+    Mixture,
     assert_equal,
+    assert_layer_written,
     fields_of,
     index_of,
     row_major,
+    stacks_of,
     words_of,
 )
 
-from pallas_kernels import Operand, Result, fused_update
+from pallas_kernels import Operand, Result
 
 U32 = jnp.uint32
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockMixture:
+class BlockMixture(Mixture):
     """A body of integers: each result depends on the maxima over the element's block.
 
     Operands are fields, a plain array, and one value per block. Results are their new
     versions, in their places, and the index.
     """
 
-    bits: int
     block_size: int
+
+    @property
+    def bits(self):
+        return self.widths[0]
 
     @property
     def rounds(self):
@@ -69,6 +74,14 @@ class BlockMixture:
         new = (field * U32(3) + first + before[0]) & U32(2**self.bits - 1)
         return [new, plain ^ (first + second * U32(7) + scalars[1]), index]
 
+    def operands(self, arrays):
+        words, plain, old = arrays
+        return [
+            Operand(words, self.bits),
+            Operand(plain),
+            Operand(old, None, self.block_size),
+        ]
+
     @property
     def results(self):
         return [
@@ -89,10 +102,10 @@ class BlockMixture:
         words = words_of(held[0], self.bits)
         return [jnp.asarray(x) for x in (words, *held[1:])], held
 
-    def want(self, held, shape, scalars, index):
+    def want(self, held, scalars, index):
         """The results as they are stored, computed in numpy."""
         field, plain, old = (x.astype(np.uint32) for x in held)
-        _, places = blocks_of(shape, self.block_size)
+        _, places = blocks_of(field.shape, self.block_size)
         before = (old * np.uint32(5))[places]
         mixed = ((field ^ plain ^ before ^ scalars[0]) & 0xFFFF).astype(np.int32)
         first, second = np.zeros(old.shape, np.int32), np.zeros(old.shape, np.int32)
@@ -104,26 +117,6 @@ class BlockMixture:
         mixed = first[places] + second[places] * np.uint32(7) + scalars[1]
         of_blocks = first * np.uint32(3) + second
         return [words_of(new, self.bits), plain ^ mixed, of_blocks, index]
-
-    def jitted(self, shape, implementation, **jit_options):
-        """The update as a jitted function of arrays and options."""
-
-        def run(arrays, options):
-            words, plain, old = arrays
-            return fused_update(
-                self,
-                [
-                    Operand(words, self.bits),
-                    Operand(plain),
-                    Operand(old, None, self.block_size),
-                ],
-                self.results,
-                shape=shape,
-                implementation=implementation,
-                **options,
-            )
-
-        return jax.jit(run, compiler_options=QUICK, **jit_options)
 
 
 SCALARS = np.array([0x12345678, 0x9ABCDEF0], np.uint32)
@@ -157,11 +150,11 @@ CASES = [
 @EACH
 @pytest.mark.parametrize(("shape", "block_size", "bits"), CASES, ids=str)
 def test_results_are_those_of_the_model(shape, block_size, bits, implementation):
-    mixture = BlockMixture(bits, block_size)
+    mixture = BlockMixture((bits,), block_size)
     arrays, held = mixture.arrays(shape)
     update = mixture.jitted(shape, implementation)
     got = update(arrays, dict(scalars=jnp.asarray(SCALARS)))
-    assert_equal(got, mixture.want(held, shape, SCALARS, index_of(shape)))
+    assert_equal(got, mixture.want(held, SCALARS, index_of(shape)))
 
 
 # Units of 8 rows (32 at odd widths) by 4 columns, or more where blocks are larger.
@@ -186,7 +179,7 @@ AXES = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("name", WHOLE_BLOCKS)
 def test_shards_of_whole_blocks_have_the_bits_of_the_whole(name, axis_type):
     shape, spec, block_size, bits = WHOLE_BLOCKS[name]
-    mixture = BlockMixture(bits, block_size)
+    mixture = BlockMixture((bits,), block_size)
     arrays, held = mixture.arrays(shape)
     mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
     sharding = NamedSharding(mesh, spec)
@@ -200,7 +193,7 @@ def test_shards_of_whole_blocks_have_the_bits_of_the_whole(name, axis_type):
         got = compiled(arrays, options)
     for x in got:
         assert x.sharding.is_equivalent_to(sharding, x.ndim)
-    assert_equal(got, mixture.want(held, shape, SCALARS, index_of(shape)))
+    assert_equal(got, mixture.want(held, SCALARS, index_of(shape)))
 
 
 # Shards hold whole words, but not whole blocks.
@@ -217,7 +210,7 @@ SPLIT_BLOCKS = {
 @pytest.mark.parametrize("name", SPLIT_BLOCKS)
 def test_shards_that_split_blocks_give_the_same_numbers(name, axis_type):
     shape, spec, block_size, bits = SPLIT_BLOCKS[name]
-    mixture = BlockMixture(bits, block_size)
+    mixture = BlockMixture((bits,), block_size)
     arrays, held = mixture.arrays(shape)
     mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
     whole, spread = (NamedSharding(mesh, each) for each in (P(), spec))
@@ -231,33 +224,27 @@ def test_shards_that_split_blocks_give_the_same_numbers(name, axis_type):
         places = [*(x.sharding for x in placed), spread]  # a new array is like the leaf
         for x, place in zip(got, places, strict=True):
             assert x.sharding.is_equivalent_to(place, x.ndim)
-    assert_equal(got, mixture.want(held, shape, SCALARS, index_of(shape)))
+    assert_equal(got, mixture.want(held, SCALARS, index_of(shape)))
 
 
 @EACH
 def test_a_layer_of_a_stack_is_updated_in_its_place(implementation):
-    layers, shape, layer = 3, (20, 9), 1
-    mixture = BlockMixture(8, 32)
-    each = [mixture.arrays(shape, seed) for seed in range(layers)]
-    stacks = [jnp.stack(x) for x in zip(*(arrays for arrays, _ in each), strict=True)]
-    update = mixture.jitted(shape, implementation)
-    options = dict(scalars=jnp.asarray(SCALARS), layer=jnp.int32(layer))
-    *got, index = update(stacks, options)
+    mixture, shape = BlockMixture((8,), 32), (20, 9)
+    stacks, held = stacks_of(mixture, shape)
+    options = dict(scalars=jnp.asarray(SCALARS), layer=jnp.int32(1))
+    got = mixture.jitted(shape, implementation)(stacks, options)
     # The index is the one in the whole stack.
-    places = index_of((layers, *shape))[layer]
-    *want, places = mixture.want(each[layer][1], shape, SCALARS, places)
-    for new, old, own in zip(got, stacks, want, strict=True):
-        np.testing.assert_array_equal(new, old.at[layer].set(own))
-    np.testing.assert_array_equal(index, places)
+    want = mixture.want(held[1], SCALARS, index_of((3, *shape))[1])
+    assert_layer_written(got, stacks, 1, want)
 
 
 def test_blocks_higher_than_a_tile_beside_odd_widths_are_left_to_the_reference():
     shape, block_size = (70, 33), 128
-    mixture = BlockMixture(5, block_size)
+    mixture = BlockMixture((5,), block_size)
     arrays, held = mixture.arrays(shape)
     options = dict(scalars=jnp.asarray(SCALARS))
     got = mixture.jitted(shape, None)(arrays, options)
-    assert_equal(got, mixture.want(held, shape, SCALARS, index_of(shape)))
+    assert_equal(got, mixture.want(held, SCALARS, index_of(shape)))
     with pytest.raises(
         ValueError, match=r"fields of \[5\] bits with blocks of \[128\]"
     ):

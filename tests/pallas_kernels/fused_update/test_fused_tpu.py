@@ -1,6 +1,7 @@
 """Kernels for TPUs, run by Pallas' model of a TPU, give the reference's numbers."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,14 @@ import optax
 import pytest
 from blocks import Maxima
 from exact_steps import MOMENTUM, dyadic_series, normal, trained
-from kernels import TABLE, Mixture, assert_equal, index_of
+from kernels import (
+    TABLE,
+    Mixture,
+    assert_equal,
+    assert_layer_written,
+    index_of,
+    stacks_of,
+)
 from optimizers import assert_same_bits
 
 from lowbit_optax import block_quantized, cast, extra_bits, kahan, stochastic_rounding
@@ -19,14 +27,14 @@ from pallas_kernels.fused_update.spec import Call, Shard
 from pallas_kernels.fused_update.tpu import kernel as tpu
 from pallas_kernels.fused_update.tpu.tiling import lies_transposed
 
+RAGGED = (133, 131)
 SHAPES = {
     "even": (128, 256),
-    "ragged": (133, 131),
+    "ragged": RAGGED,
     "long": (2200, 130),
     "stacked": (2, 72, 257),
 }
 LAYERED = {"plain": (2, 128, 129), "transposed": (1024, 40)}
-TRANSPOSED = {"ragged": (1024, 136), "narrow": (1024, 16)}
 
 
 @pytest.fixture(autouse=True)
@@ -54,31 +62,14 @@ def test_results_are_those_of_the_model(shape, widths, only_kernels):
 
 
 @pytest.mark.slow_to_compile
-@pytest.mark.parametrize("bits", range(1, 17))
-def test_every_width_has_the_same_bits(bits, only_kernels):
-    params = {"kernel": normal((133, 131))}
-    series = dyadic_series(params, 1)
-    run = functools.partial(trained, params=params, series=series)
-    assert_same_bits(
-        run("tpu", weights=extra_bits(bits)), run("xla", weights=extra_bits(bits))
-    )
-    assert only_kernels == [True]
-
-
-@pytest.mark.slow_to_compile
 @pytest.mark.parametrize("shape", LAYERED.values(), ids=LAYERED)
 def test_a_layer_of_a_stack_is_updated_in_its_place(shape, only_kernels):
-    body, layers = Mixture((8, 5)), 3
-    held = [body.arrays(shape, seed) for seed in range(layers)]
-    stacks = [jnp.stack(x) for x in zip(*(arrays for arrays, _ in held), strict=True)]
+    body = Mixture((8, 5))
+    stacks, held = stacks_of(body, shape)
     options = {"scalars": jnp.asarray(TABLE[0]), "layer": jnp.int32(1)}
     got = body.update(stacks, shape, "tpu", **options)
-    start = int(np.prod(shape))
-    want = body.want(held[1][1], [1, 2], index_of(shape, start))
-    for number, (new, expected) in enumerate(zip(got, want, strict=True)):
-        if number < 3:
-            expected = stacks[number].at[1].set(expected)
-        np.testing.assert_array_equal(new, expected)
+    want = body.want(held[1], [1, 2], index_of(shape, math.prod(shape)))
+    assert_layer_written(got, stacks, 1, want)
     assert only_kernels == [True]
 
 
@@ -103,7 +94,7 @@ RELATIVE = {
 @pytest.mark.slow_to_compile
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("moments", RELATIVE.values(), ids=RELATIVE)
-@pytest.mark.parametrize("shape", [(128, 256), (133, 131)], ids=["even", "ragged"])
+@pytest.mark.parametrize("shape", [(128, 256), RAGGED], ids=["even", "ragged"])
 def test_moments_relative_to_others_have_the_same_bits(shape, moments, only_kernels):
     inner = optax.adamw(2.0**-9, b1=0.5, b2=0.75, eps=0.0, weight_decay=2.0**-7)
     params, random = {"kernel": normal(shape)}, np.random.default_rng(0)
@@ -127,106 +118,91 @@ def test_maxima_are_those_of_blocks_of_each_size(shape, sizes, only_kernels):
     assert only_kernels == [True]
 
 
-PLAIN = {
-    "kahan": {"weights": kahan(), "moments": cast(jnp.bfloat16)},
-    "kahan param": {"weights": kahan(arithmetic="param")},
-    "stochastic": {"weights": stochastic_rounding(), "moments": cast(jnp.bfloat16)},
-}
+# Plain leaves have kernels if their columns fill registers.
+FULL = (133, 256)
+HIGH = {"weights": extra_bits(5), "moments": block_quantized(8, block_size=2048)}
+E4M3FN, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+# What XLA stores transposed, and what has rows before heads.
+OTHER_SHAPES = [(1024, 136), (1024, 16), (72, 5, 64), (2, 256, 3, 32)]
 FORMATS = {
-    "extra_bits 8": {"weights": extra_bits(8)},
-    "extra_bits 8 toward_zero": {"weights": extra_bits(8, rounding="toward_zero")},
-    "extra_bits 16": {"weights": extra_bits(16)},
-    "extra_bits 12": {"weights": extra_bits(12)},
-    "extra_bits 5": {"weights": extra_bits(5)},
-    **PLAIN,
-    "eight bits": {"moments": block_quantized(8)},
-    "eight bits linear": {"moments": block_quantized(8, code="linear")},
-    "four bits": {"moments": block_quantized(4)},
-    "blocks of 128": {"moments": block_quantized(8, block_size=128)},
-    "odd widths and high blocks": {
-        "weights": extra_bits(5),
-        "moments": block_quantized(8, block_size=2048),
+    "toward zero": (RAGGED, {"weights": extra_bits(8, rounding="toward_zero")}),
+    "kahan": (FULL, {"weights": kahan(), "moments": cast(jnp.bfloat16)}),
+    "kahan param": (FULL, {"weights": kahan(arithmetic="param")}),
+    "sr": (FULL, {"weights": stochastic_rounding(), "moments": cast(jnp.bfloat16)}),
+    "eight bits linear": (RAGGED, {"moments": block_quantized(8, code="linear")}),
+    "four bits": (RAGGED, {"moments": block_quantized(4)}),
+    "blocks of 128": (RAGGED, {"moments": block_quantized(8, block_size=128)}),
+    "odd widths and high blocks": (RAGGED, HIGH),
+    "moments of e5m2": (FULL, {"moments": cast(E5M2)}),
+    "moments of float16": (FULL, {"moments": cast(jnp.float16)}),
+    **{
+        f"{bits} bits": (RAGGED, {"weights": extra_bits(bits)}) for bits in range(1, 17)
     },
+    **{
+        f"eight bits {shape}": (shape, {"moments": block_quantized(8)})
+        for shape in [RAGGED, *OTHER_SHAPES]
+    },
+    **{
+        f"{bits} bits {shape}": (shape, {"weights": extra_bits(bits)})
+        for shape in OTHER_SHAPES[:2]
+        for bits in (5, 8)
+    },
+    "e4m3fn": (FULL, {"weights": extra_bits(8)}, E4M3FN),
+    "e5m2": (FULL, {"weights": stochastic_rounding()}, E5M2),
+    "e5m2 kahan": (FULL, {"weights": kahan()}, E5M2),
+    "e4m3fn eight bits": (FULL, {"moments": block_quantized(8)}, E4M3FN),
+    "float16": (FULL, {"weights": extra_bits(12)}, jnp.float16),
+    "float16 odd": (
+        FULL,
+        {"weights": extra_bits(5, rounding="toward_zero")},
+        jnp.float16,
+    ),
 }
+
+
+def assert_bits_are_those_of_xla(shape, options, dtype=jnp.bfloat16):
+    params = {"kernel": normal(shape, dtype), "bias": normal((40,), dtype)}
+    series = dyadic_series(params, 2)
+    run = functools.partial(trained, params=params, series=series, **options)
+    assert_same_bits(run("tpu"), run("xla"))
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_has_the_same_bits(name, only_kernels):
-    # Plain leaves have kernels if their columns fill registers.
-    columns = 256 if name in PLAIN else 131
-    params = {"kernel": normal((133, columns)), "bias": normal((40,))}
-    series = dyadic_series(params, 2)
-    run = functools.partial(trained, params=params, series=series, **FORMATS[name])
-    assert_same_bits(run("tpu"), run("xla"))
-    assert True in only_kernels
+    assert_bits_are_those_of_xla(*FORMATS[name])
+    assert sorted(only_kernels) == [False, True]  # the bias has none
 
 
-NARROW = {
-    "e4m3fn": (jnp.float8_e4m3fn, {"weights": extra_bits(8)}),
-    "e5m2": (jnp.float8_e5m2, {"weights": stochastic_rounding()}),
-    "e5m2 kahan": (jnp.float8_e5m2, {"weights": kahan()}),
-    "e4m3fn eight bits": (jnp.float8_e4m3fn, {"moments": block_quantized(8)}),
-    "float16": (jnp.float16, {"weights": extra_bits(12)}),
-    "float16 odd": (jnp.float16, {"weights": extra_bits(5, rounding="toward_zero")}),
-    "moments of e5m2": (jnp.bfloat16, {"moments": cast(jnp.float8_e5m2)}),
-    "moments of float16": (jnp.bfloat16, {"moments": cast(jnp.float16)}),
-}
+@pytest.mark.parametrize("name", [f"eight bits {RAGGED}", "sr"])
+def test_formats_have_the_same_bits_with_64_bit_types(name, only_kernels):
+    with jax.enable_x64(True):
+        assert_bits_are_those_of_xla(*FORMATS[name])
+    assert sorted(only_kernels) == [False, True]  # the bias has none
 
 
-@pytest.mark.slow_to_compile
-@pytest.mark.parametrize(("dtype", "options"), NARROW.values(), ids=NARROW)
-def test_every_narrow_dtype_has_the_same_bits(dtype, options, only_kernels):
-    params = {"kernel": normal((133, 256), dtype)}
-    series = dyadic_series(params, 2)
-    run = functools.partial(trained, params=params, series=series, **options)
-    assert_same_bits(run("tpu"), run("xla"))
+def test_arrays_of_other_shapes_are_transposed_or_have_rows_before_heads():
+    assert all(map(lies_transposed, OTHER_SHAPES[:2]))
+    assert all(layout_of(shape).axis == -3 for shape in OTHER_SHAPES[2:])
+
+
+def test_plain_float16_is_left_to_the_reference(only_kernels):
+    assert_bits_are_those_of_xla(FULL, {"weights": kahan()}, jnp.float16)
     assert only_kernels
-    assert all(only_kernels)
+    assert not any(only_kernels)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2])
 def test_gradients_of_every_dtype_have_the_same_bits(dtype, only_kernels):
-    params = {"kernel": normal((133, 131))}
+    params = {"kernel": normal(RAGGED)}
     # Every pattern: subnormals, infinities and NaNs, whose bits are not promised.
     width = 8 * jnp.dtype(dtype).itemsize
-    bits = np.random.default_rng(0).integers(0, 2**width, (133, 131))
+    bits = np.random.default_rng(0).integers(0, 2**width, RAGGED)
     every = jnp.asarray(bits.astype(f"uint{width}").view(dtype))
     run = functools.partial(trained, params=params, weights=extra_bits(8))
     grads = {"kernel": jnp.where(jnp.isnan(every), 0, every)}
     assert_same_bits(run("tpu", series=[grads]), run("xla", series=[grads]))
     new, _ = run("tpu", series=[{"kernel": every}])
     np.testing.assert_array_equal(jnp.isnan(new["kernel"]), jnp.isnan(every))
-    assert all(only_kernels)
-
-
-def test_plain_float16_is_left_to_the_reference(only_kernels):
-    params = {"kernel": normal((133, 256), jnp.float16)}
-    series = dyadic_series(params, 2)
-    run = functools.partial(trained, params=params, series=series, weights=kahan())
-    assert_same_bits(run("tpu"), run("xla"))
-    assert only_kernels
-    assert not any(only_kernels)
-
-
-@pytest.mark.parametrize("shape", TRANSPOSED.values(), ids=TRANSPOSED)
-@pytest.mark.parametrize("name", ["extra_bits 8", "extra_bits 5", "eight bits"])
-def test_arrays_that_xla_transposes_have_the_same_bits(shape, name, only_kernels):
-    assert lies_transposed(shape)
-    params = {"kernel": normal(shape)}
-    series = dyadic_series(params, 2)
-    run = functools.partial(trained, params=params, series=series, **FORMATS[name])
-    assert_same_bits(run("tpu"), run("xla"))
-    assert all(only_kernels)
-
-
-@pytest.mark.parametrize("shape", [(72, 5, 64), (2, 256, 3, 32)])
-def test_rows_before_heads_have_the_same_bits_in_blocks(shape, only_kernels):
-    assert layout_of(shape).axis == -3
-    params = {"kernel": normal(shape)}
-    series = dyadic_series(params, 2)
-    options = FORMATS["eight bits"]
-    run = functools.partial(trained, params=params, series=series, **options)
-    assert_same_bits(run("tpu"), run("xla"))
     assert all(only_kernels)
 
 
@@ -247,13 +223,6 @@ def test_a_shard_of_few_columns_before_heads_has_the_bits_of_the_whole():
         shard = Shard(given, local, jnp.uint32(8 * heads.start))
         got = tpu.update(Call(body, [shard], table, interpret=True))
         assert_equal(got, [x[:, heads], numbers[:, heads]])
-
-
-def test_blocks_of_which_heads_have_parts_are_left_to_the_reference(only_kernels):
-    body = Maxima((32,))
-    arrays = body.arrays((72, 5, 66))
-    assert_equal(body.update([*map(jnp.asarray, arrays)], "tpu"), body.want(arrays))
-    assert only_kernels == [False]
 
 
 @pytest.mark.slow_to_compile
@@ -315,16 +284,6 @@ def test_64_bit_types_change_nothing(widths, only_kernels):
     with jax.enable_x64(True):
         got = body.update(arrays, shape, "tpu", scalars=Scalars(jnp.asarray(TABLE), 0))
     assert_equal(got, body.want(held, [1, 2], index_of(shape)))
-    assert only_kernels == [True]
-
-
-@pytest.mark.parametrize("name", ["eight bits", "stochastic"])
-def test_formats_have_the_same_bits_with_64_bit_types(name, only_kernels):
-    params = {"kernel": normal((133, 256))}
-    series = dyadic_series(params, 1)
-    run = functools.partial(trained, params=params, series=series, **FORMATS[name])
-    with jax.enable_x64(True):
-        assert_same_bits(run("tpu"), run("xla"))
     assert only_kernels == [True]
 
 

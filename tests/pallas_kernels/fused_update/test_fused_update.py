@@ -14,9 +14,11 @@ from kernels import (
     TABLE,
     Mixture,
     assert_equal,
+    assert_layer_written,
     fields_of,
     index_of,
     row_major,
+    stacks_of,
     words_of,
 )
 from optimizers import assert_same_bits
@@ -76,21 +78,16 @@ STACKS = [((3, 40, 3), (8,)), ((4, 64, 2), (12,)), ((2, 5, 40, 24), ()), ((3, 7)
 @pytest.mark.parametrize(("stack", "widths"), STACKS)
 def test_a_layer_of_a_stack_is_updated_in_its_place(stack, widths, implementation):
     layers, *shape = stack
-    shape = tuple(shape)
-    mixture = Mixture(widths)
-    each = [mixture.arrays(shape, seed) for seed in range(layers)]
-    stacks = [jnp.stack(x) for x in zip(*(arrays for arrays, _ in each), strict=True)]
+    mixture, shape = Mixture(widths), tuple(shape)
+    stacks, held = stacks_of(mixture, shape, layers)
     update = mixture.jitted(shape, implementation)
     for layer in (0, layers - 1):
-        options = dict(scalars=jnp.asarray(TABLE[2]), layer=jnp.int32(layer))
-        got = update(stacks, options)
+        got = update(
+            stacks, dict(scalars=jnp.asarray(TABLE[2]), layer=jnp.int32(layer))
+        )
         # The index is the one in the whole stack.
-        index = index_of(stack)[layer]
-        want = mixture.want(each[layer][1], LAST, index)
-        count = len(widths) + 1
-        for new, old, own in zip(got, stacks, want[:count], strict=False):
-            np.testing.assert_array_equal(new, old.at[layer].set(own))
-        assert_equal(got[count:], want[count:])
+        want = mixture.want(held[layer], LAST, index_of(stack)[layer])
+        assert_layer_written(got, stacks, layer, want)
 
 
 @EACH

@@ -13,12 +13,20 @@ import jax.numpy as jnp
 import pytest
 from exact_steps import dyadic_series, normal, trained
 from jax.experimental.pallas import tpu as pltpu
-from kernels import TABLE, Mixture, assert_equal, index_of
+from kernels import (
+    TABLE,
+    Mixture,
+    assert_equal,
+    assert_layer_written,
+    index_of,
+    stacks_of,
+)
 from optimizers import assert_same_bits
 from quantised import quantised, shrinking
 
 from lowbit_optax import block_quantized, extra_bits, kahan, stochastic_rounding
 from lowbit_optax.formats import quantized_weights
+from pallas_kernels import Scalars
 from pallas_kernels.fused_update.tpu import kernel as tpu
 
 CAN_RAISE = "on_race" in {x.name for x in dataclasses.fields(pltpu.InterpretParams)}
@@ -89,19 +97,16 @@ def test_a_step_that_may_be_skipped_is_free_of_races(proceeds):
     body = Mixture((8,))
     arrays, held = body.arrays(SHAPE)
     scalars = [int(proceeds), 7]
-    options = {"scalars": jnp.asarray(scalars, jnp.uint32), "when": 0}
-    got = body.update(arrays, SHAPE, "tpu", **options)
+    table = Scalars(jnp.asarray(scalars, jnp.uint32), when=0)
+    got = body.update(arrays, SHAPE, "tpu", scalars=table)
     want = body.want(held, scalars, index_of(SHAPE)) if proceeds else arrays
     assert_equal(got[:2], want[:2])
 
 
 def test_a_layer_of_a_stack_is_free_of_races():
     body = Mixture((8,))
-    held = [body.arrays(SHAPE, seed) for seed in range(3)]
-    stacks = [jnp.stack(x) for x in zip(*(arrays for arrays, _ in held), strict=True)]
+    stacks, held = stacks_of(body, SHAPE)
     options = {"scalars": jnp.asarray(TABLE[0]), "layer": jnp.int32(1)}
     got = body.update(stacks, SHAPE, "tpu", **options)
-    start = math.prod(SHAPE)
-    want = body.want(held[1][1], [1, 2], index_of(SHAPE, start))
-    want[:2] = [x.at[1].set(y) for x, y in zip(stacks, want[:2], strict=True)]
-    assert_equal(got, want)
+    want = body.want(held[1], [1, 2], index_of(SHAPE, math.prod(SHAPE)))
+    assert_layer_written(got, stacks, 1, want)
