@@ -116,7 +116,25 @@ def sixteen_bit_sgd(
     alias = "sixteen_bit_sgd"
     numbers = {"momentum": momentum, "weight_decay": weight_decay}
     dtype = _checked_dtype(alias, dtype, learning_rate, numbers)
-    inner = _sgd_update(learning_rate, momentum, weight_decay, dtype)
+    q = lambda x: round_to_precision(jnp.asarray(x, jnp.float32), dtype)
+    mu, d = q(momentum), q(weight_decay)
+    # Zero times an infinite weight would be NaN.
+    decay = lambda w: q(d * w) if weight_decay else jnp.zeros_like(w)
+
+    def init_fn(params):
+        count, trace = jnp.zeros([], jnp.int32), optax.tree.zeros_like(params)
+        return SixteenBitSgdState(count, trace)
+
+    def update_fn(updates, state, params=None):
+        """Lines 3 to 5 of Algorithm 2, and 4 to 6 of Algorithm 3: u_t."""
+        eta = q(_at(learning_rate, state.count))
+        g = jax.tree.map(lambda g, w: q(q(g) + decay(w)), updates, params)
+        m = jax.tree.map(lambda m, g: q(q(mu * m) + g), state.trace, g)
+        u = jax.tree.map(lambda m: -q(eta * m), m)
+        count = jnp.asarray(optax.safe_increment(state.count))
+        return u, SixteenBitSgdState(count, m)
+
+    inner = optax.GradientTransformation(init_fn, update_fn)
     return _in_unit(alias, inner, ("trace",), rounding, dtype, seed, implementation)
 
 
@@ -199,46 +217,6 @@ def sixteen_bit_adamw(
             f"{alias}: eps is {eps}, which is not above 0 in {dtype}; take "
             f"{float(jnp.finfo(dtype).smallest_subnormal):.1e} or larger"
         )
-    inner = _adamw_update(learning_rate, b1, b2, eps, weight_decay, dtype)
-    return _in_unit(alias, inner, ("mu", "nu"), rounding, dtype, seed, implementation)
-
-
-def _sgd_update(
-    learning_rate: optax.ScalarOrSchedule,
-    momentum: float,
-    weight_decay: float,
-    dtype: np.dtype,
-) -> optax.GradientTransformation:
-    """Lines 3 to 5 of Algorithm 2, and 4 to 6 of Algorithm 3: u_t."""
-    q = lambda x: round_to_precision(jnp.asarray(x, jnp.float32), dtype)
-    mu, d = q(momentum), q(weight_decay)
-    # Zero times an infinite weight would be NaN.
-    decay = lambda w: q(d * w) if weight_decay else jnp.zeros_like(w)
-
-    def init_fn(params):
-        count, trace = jnp.zeros([], jnp.int32), optax.tree.zeros_like(params)
-        return SixteenBitSgdState(count, trace)
-
-    def update_fn(updates, state, params=None):
-        eta = q(_at(learning_rate, state.count))
-        g = jax.tree.map(lambda g, w: q(q(g) + decay(w)), updates, params)
-        m = jax.tree.map(lambda m, g: q(q(mu * m) + g), state.trace, g)
-        u = jax.tree.map(lambda m: -q(eta * m), m)
-        count = jnp.asarray(optax.safe_increment(state.count))
-        return u, SixteenBitSgdState(count, m)
-
-    return optax.GradientTransformation(init_fn, update_fn)
-
-
-def _adamw_update(
-    learning_rate: optax.ScalarOrSchedule,
-    b1: float,
-    b2: float,
-    eps: float,
-    weight_decay: float,
-    dtype: np.dtype,
-) -> optax.GradientTransformation:
-    """Lines 5 to 11 of Algorithm 4, and 6 to 12 of Algorithm 5: u_t."""
     q = lambda x: round_to_precision(jnp.asarray(x, jnp.float32), dtype)
     beta1, beta2, epsilon, d = q(b1), q(b2), q(eps), q(weight_decay)
     rest1, rest2 = q(1 - beta1), q(1 - beta2)
@@ -251,6 +229,7 @@ def _adamw_update(
         return SixteenBitAdamState(count, one, one, mu, nu)
 
     def update_fn(updates, state, params=None):
+        """Lines 5 to 11 of Algorithm 4, and 6 to 12 of Algorithm 5: u_t."""
         eta = q(_at(learning_rate, state.count))
         g = jax.tree.map(q, updates)
         m = jax.tree.map(lambda m, g: q(q(beta1 * m) + q(rest1 * g)), state.mu, g)
@@ -269,7 +248,8 @@ def _adamw_update(
         count = jnp.asarray(optax.safe_increment(state.count))
         return u, SixteenBitAdamState(count, c1, c2, m, v)
 
-    return optax.GradientTransformation(init_fn, update_fn)
+    inner = optax.GradientTransformation(init_fn, update_fn)
+    return _in_unit(alias, inner, ("mu", "nu"), rounding, dtype, seed, implementation)
 
 
 def _in_unit(
