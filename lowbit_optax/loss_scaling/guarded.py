@@ -70,7 +70,7 @@ class Sizes(typing.NamedTuple):
 
 
 def implementation_of(tx: optax.GradientTransformation) -> Implementation:
-    """By what a transformation of this package is computed; None for others."""
+    """The implementation that a transformation of this package uses, else None."""
     stepper = stepper_of(tx)
     return stepper.implementation if isinstance(stepper, Lowbit) else None
 

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 
 from lowbit_optax.loss_scaling.scales import Scaling, check_bounds, positive
 
-# Of a normal distribution, once in 4e8 steps are three in a row as far on one side.
+# Normally distributed sizes are this far out on one side three times in a row once in
+# 4e8 steps.
 _FAR = 3.0  # deviations
 _IN_A_ROW = 3.0
 
@@ -83,11 +84,11 @@ class LogNormal(Scaling):
         """The state after a step; x counts if it was seen."""
         one, none = jnp.float32(1), jnp.float32(0)
         far = jnp.where(is_seen, self._far(state, x), state.far)
-        # They are of another size now, of which the statistics say nothing.
+        # The statistics say nothing about gradients of another size.
         has_changed = jnp.abs(far) >= jnp.float32(_IN_A_ROW)
-        kept = jnp.where(has_changed, none, one)
-        mean, square, weight = (kept * old for old in state[:3])
-        far = kept * far
+        keep = jnp.where(has_changed, none, one)
+        mean, square, weight = (keep * old for old in state[:3])
+        far = keep * far
         x = jnp.where(is_seen, x, none)
         rate = jnp.where(is_seen, jnp.float32(1 - self.decay), none)
         return LogNormalState(

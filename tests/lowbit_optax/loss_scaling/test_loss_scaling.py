@@ -280,41 +280,34 @@ def test_scaled_training_is_unscaled_training_bit_for_bit(inner):
         assert_same_bits((got[0], got[1].inner_state), want)
 
 
+BY_KERNELS = [
+    pytest.param(
+        functools.partial(alias, 2.0**-7, implementation="pallas"),
+        marks=pytest.mark.slow_to_compile,
+        id=f"{alias.__name__}, kernels",
+    )
+    for alias in (lowbit_optax.kahan_adamw, lowbit_optax.lowbit_adamw)
+]
+
+
 @pytest.mark.parametrize("advance", [lowbit_optax.step, apply])
-@pytest.mark.parametrize("inner", INNERS)
+@pytest.mark.parametrize("inner", [*INNERS.values(), *BY_KERNELS])
 def test_an_overflow_moves_nothing_but_the_scale(inner, advance):
-    tx = with_loss_scale(INNERS[inner](), SCALINGS["backoff"])
-    advance = jitted(tx, advance)
-    params = parameters()
-    state = tx.init(params)
-    for i in range(2):
-        params, state = advance(params, state, gradients(i, 2.0**10))
-    for bad in (np.inf, -np.inf, np.nan):
-        grads = spoilt(gradients(2, 2.0**10), bad)
-        after, new = advance(params, state, grads)
-        assert_same_bits((after, new.inner_state), (params, state.inner_state))
-        assert float(new.scale) == float(state.scale) / 2
-        assert int(new.skipped) == 1
-        assert int(new.scaling_state) == 0
-
-
-@pytest.mark.slow_to_compile
-@pytest.mark.parametrize("advance", [lowbit_optax.step, apply])
-@pytest.mark.parametrize("alias", ["kahan_adamw", "lowbit_adamw"])
-def test_kernels_write_nothing_when_a_step_is_skipped(alias, advance):
-    make = getattr(lowbit_optax, alias)
-    tx = with_loss_scale(make(2.0**-7, implementation="pallas"), SCALINGS["backoff"])
+    tx = with_loss_scale(inner(), SCALINGS["backoff"])
     advance = jitted(tx, advance)
     params = parameters() | {"norm": jnp.ones(7)}
     state = initial(tx, params)
-    params, state = advance(params, state, gradients(0, 2.0**10, params))
-    bad = spoilt(gradients(1, 2.0**10, params))
-    after, new = advance(params, state, bad)
-    assert_same_bits((after, new.inner_state), (params, state.inner_state))
-    assert (int(state.skipped), int(new.skipped)) == (0, 1)
-    moved, _ = advance(params, state, gradients(1, 2.0**10, params))
-    for name in params:
-        assert (moved[name] != params[name]).any()
+    for i in range(2):
+        params, state = advance(params, state, gradients(i, 2.0**10, params))
+    grads = gradients(2, 2.0**10, params)
+    for bad in (np.inf, -np.inf, np.nan):
+        after, new = advance(params, state, spoilt(grads, bad))
+        assert_same_bits((after, new.inner_state), (params, state.inner_state))
+        assert float(new.scale) == float(state.scale) / 2
+        assert (int(state.skipped), int(new.skipped)) == (0, 1)
+        assert int(new.scaling_state) == 0
+    moved, _ = advance(params, state, grads)
+    assert all((moved[name] != params[name]).any() for name in params)
 
 
 def test_inside_lowbit_the_inner_state_rests_and_the_count_goes_on():
@@ -391,20 +384,6 @@ def test_a_training_state_skips_an_overflow_and_goes_on(create):
     state = state.apply_gradients(grads=grads)
     np.testing.assert_array_equal(state.params["w"], np.zeros(4))
     assert (int(state.step), int(state.opt_state.skipped)) == (2, 1)
-
-
-def test_it_is_found_in_chains_and_training_states():
-    tx = optax.chain(
-        optax.clip(1e6), with_loss_scale(optax.sgd(0.5), static_scale(4.0))
-    )
-    params = {"w": jnp.ones(3)}
-    state = TrainState.create(apply_fn=None, params=params, tx=tx)
-    loss_fn = lambda params: jnp.sum(params["w"] ** 2)
-    value, grads = scaled_value_and_grad(loss_fn)(state.params, state.opt_state)
-    assert float(value) == 3.0
-    np.testing.assert_array_equal(grads["w"], np.full(3, 8.0))
-    state = state.apply_gradients(grads=grads)
-    np.testing.assert_array_equal(state.params["w"], np.zeros(3))
 
 
 def test_the_value_and_what_comes_with_it_are_not_scaled():
@@ -489,7 +468,7 @@ def test_bad_choices_are_errors(make, message):
         make()
 
 
-def test_a_state_without_a_scale_and_a_scaling_that_is_none_are_errors():
+def test_states_and_scalings_of_other_kinds_are_errors():
     params = parameters()
     with pytest.raises(ValueError, match="0 loss scales"):
         current_loss_scale(optax.sgd(0.1).init(params))
