@@ -123,6 +123,15 @@ class Formats:
                     f"Formats: {field.name} is {value!r}; accepted is a FloatFormat"
                 )
 
+    def forward(self, is_low) -> FloatFormat:
+        """The format of a forward tensor at a level."""
+        return self.low if is_low else self.high
+
+    def backward(self, is_low) -> FloatFormat:
+        """The format of a cotangent at a level."""
+        backward = self.low_backward if is_low else self.high_backward
+        return typing.cast(FloatFormat, backward)
+
     def __str__(self):
         return (
             f"low {self.low} / {self.low_backward}, "
@@ -211,16 +220,15 @@ class Assignment:
         if isinstance(self.low, Tracer):
             return f"Assignment of {len(self.plan.tensors)} tensors, traced"
         rows = [("group", "tensor", "shape", "forward", "backward")]
-        forward = self.formats.high, self.formats.low
-        backward = self.formats.high_backward, self.formats.low_backward
         low, low_backward = self._levels()
         for i in itertools.chain(*self.plan.groups):
             tensor = self.plan.tensors[i]
             times = f" x {tensor.repeats}" if tensor.repeats > 1 else ""
             shape = "x".join(map(str, tensor.shape)) + times
-            cotangent = str(backward[low_backward[i]]) if tensor.backward_size else ""
-            own = str(tensor.group), tensor.name, shape
-            rows.append((*own, str(forward[low[i]]), cotangent))
+            forward = str(self.formats.forward(low[i]))
+            backward = str(self.formats.backward(low_backward[i]))
+            backward = backward if tensor.backward_size else ""
+            rows.append((str(tensor.group), tensor.name, shape, forward, backward))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         lines.insert(1, "  ".join("-" * width for width in widths))

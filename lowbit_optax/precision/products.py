@@ -24,7 +24,7 @@ from lowbit_optax.precision.assignment import Assignment
 from lowbit_optax.precision.tensor_search import TensorSearch
 
 _E4M3, _E5M2, _BFLOAT16 = map(jnp.dtype, ("float8_e4m3fn", "float8_e5m2", "bfloat16"))
-_FLOAT8 = {(4, 3, "nan"): _E4M3, (5, 2, "ieee"): _E5M2}
+_FLOAT8: dict[tuple, np.dtype] = {(4, 3, "nan"): _E4M3, (5, 2, "ieee"): _E5M2}
 # Times 2^63, no number of a float8 is past float32's range, nor is a product's scale.
 _MAX_BIAS = 63
 Gives = typing.Literal["result", "lhs", "rhs"]
@@ -97,10 +97,10 @@ def products(
         number = found.numbers.get(call.outputs[0])
         tensor = None if number is None else found.tensors[number]
         repeats = 1 if tensor is None else tensor.repeats
-        operands = dict(zip(("lhs", "rhs"), found.operands[call], strict=True))
+        lhs, rhs = found.operands[call]
         for gives, pair in _pairs(*formats).items():
-            sources = [found.tensors[n] for n in operands.get(gives, ())]
-            if gives in operands and not any(x.backward_size for x in sources):
+            sources = [found.tensors[n] for n in (lhs if gives == "lhs" else rhs)]
+            if gives != "result" and not any(x.backward_size for x in sources):
                 continue
             x, y = nodes[gives]
             native = product_dtypes(*pair)
@@ -134,15 +134,12 @@ def _product_formats(
     low, low_backward = np.asarray(assignment.low), np.asarray(assignment.low_backward)
 
     def of_operand(numbers: Collection[int]) -> FloatFormat | None:
-        chosen = {formats.low if low[n] else formats.high for n in numbers}
+        chosen = {formats.forward(low[n]) for n in numbers}
         return chosen.pop() if len(chosen) == 1 else None
 
     def of_cotangent(result: Node) -> FloatFormat | None:
         number = found.numbers.get(result)
-        if number is None:
-            return None
-        is_low = low_backward[number]
-        return formats.low_backward if is_low else formats.high_backward
+        return None if number is None else formats.backward(low_backward[number])
 
     return {
         call: (*map(of_operand, operands), of_cotangent(call.outputs[0]))
@@ -171,12 +168,12 @@ def product_dtypes(
     >>> print(product_dtypes(e4m3, HFP8.high))
     None
     """
-    dtypes = _narrow(x).dtype, _narrow(y).dtype
-    if dtypes[0] is None or dtypes[1] is None:
+    of_x, of_y = _narrow(x).dtype, _narrow(y).dtype
+    if of_x is None or of_y is None:
         return None
-    if _BFLOAT16 in dtypes or dtypes == (_E5M2, _E5M2):
+    if _BFLOAT16 in (of_x, of_y) or of_x == of_y == _E5M2:
         return _BFLOAT16, _BFLOAT16
-    return dtypes
+    return of_x, of_y
 
 
 def native_products(

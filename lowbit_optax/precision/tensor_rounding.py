@@ -41,8 +41,7 @@ class TensorRounding:
 
     def format(self, number: int) -> FloatFormat:
         """The format of a forward tensor, where it is known when compiling."""
-        formats = self.assignment.formats
-        return formats.low if self.assignment.low[number] else formats.high
+        return self.assignment.formats.forward(self.assignment.low[number])
 
     def round(
         self, number: int, x: jax.Array, iteration: jax.Array
@@ -55,9 +54,8 @@ class TensorRounding:
           iteration: uint32 scalar, counts a scan's iterations, for random bits.
         """
         assignment, formats = self.assignment, self.assignment.formats
-        low, low_backward = assignment.low[number], assignment.low_backward[number]
-        forward = low, formats.low, formats.high
-        backward = low_backward, formats.low_backward, formats.high_backward
+        forward = assignment.low[number], formats.forward
+        backward = assignment.low_backward[number], formats.backward
         # Where both are known to have all numbers of the dtype, x is not touched, so
         # that the compiler treats the loss as it would without rounding: between two
         # operations in bfloat16 it may keep float32.
@@ -140,16 +138,14 @@ def _share(overflows: jax.Array) -> jax.Array:
     return jnp.sum(overflows.astype(jnp.float32)) / jnp.float32(max(overflows.size, 1))
 
 
-def _known(is_low, low: FloatFormat, high: FloatFormat) -> FloatFormat | None:
+def _known(is_low, of_level: Callable[..., FloatFormat]) -> FloatFormat | None:
     """The format, where it is known when compiling."""
-    if isinstance(is_low, Tracer):
-        return None
-    return low if is_low else high
+    return None if isinstance(is_low, Tracer) else of_level(is_low)
 
 
-def _grid(is_low, low: FloatFormat, high: FloatFormat) -> Grid:
-    known = _known(is_low, low, high)
+def _grid(is_low, of_level: Callable[..., FloatFormat]) -> Grid:
+    known = _known(is_low, of_level)
     if known is not None:
         return grid_of(known)
     pick = lambda a, b: jnp.where(is_low, a, b)
-    return jax.tree.map(pick, grid_of(low), grid_of(high))
+    return jax.tree.map(pick, grid_of(of_level(True)), grid_of(of_level(False)))

@@ -291,7 +291,10 @@ BY_KERNELS = [
 
 
 @pytest.mark.parametrize("advance", [lowbit_optax.step, apply])
-@pytest.mark.parametrize("inner", [*INNERS.values(), *BY_KERNELS])
+@pytest.mark.parametrize(
+    "inner",
+    [*(pytest.param(make, id=name) for name, make in INNERS.items()), *BY_KERNELS],
+)
 def test_an_overflow_moves_nothing_but_the_scale(inner, advance):
     tx = with_loss_scale(inner(), SCALINGS["backoff"])
     advance = jitted(tx, advance)

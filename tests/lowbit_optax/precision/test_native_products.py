@@ -17,6 +17,7 @@ from lowbit_optax import precision
 from lowbit_optax.precision import FLOAT8, FP32, HFP8, FloatFormat, Formats
 
 E4M3, E5M2, BFLOAT16 = "float8_e4m3fn", "float8_e5m2", "bfloat16"
+SIXTEEN_BITS, WIDE = (BFLOAT16, BFLOAT16), ("float32", "float32")
 SHIFTED = Formats(
     low=FloatFormat(4, 3, 5, specials="nan"),
     low_backward=FloatFormat(5, 2, -7, specials="ieee"),
@@ -194,20 +195,12 @@ def test_products_counts_runs_operands_and_gradients():
     [
         (FLOAT8, (E4M3, E4M3), (E5M2, E4M3)),
         (SHIFTED, (E4M3, E4M3), (E5M2, E4M3)),
-        (HFP8, (BFLOAT16, BFLOAT16), (BFLOAT16, BFLOAT16)),
+        (HFP8, SIXTEEN_BITS, SIXTEEN_BITS),
         # GPUs have no product of two float8_e5m2.
-        (Formats(FloatFormat.of(E5M2), FP32), (BFLOAT16,) * 2, (BFLOAT16,) * 2),
-        (Formats(FloatFormat.of(BFLOAT16), FP32), (BFLOAT16,) * 2, (BFLOAT16,) * 2),
-        (
-            dataclasses.replace(FLOAT8, low_backward=FP32),
-            (E4M3, E4M3),
-            ("float32", "float32"),
-        ),
-        (
-            dataclasses.replace(FLOAT8, low=FloatFormat(6, 9)),
-            ("float32", "float32"),
-            ("float32", "float32"),
-        ),
+        (Formats(FloatFormat.of(E5M2), FP32), SIXTEEN_BITS, SIXTEEN_BITS),
+        (Formats(FloatFormat.of(BFLOAT16), FP32), SIXTEEN_BITS, SIXTEEN_BITS),
+        (dataclasses.replace(FLOAT8, low_backward=FP32), (E4M3, E4M3), WIDE),
+        (dataclasses.replace(FLOAT8, low=FloatFormat(6, 9)), WIDE, WIDE),
     ],
     ids=str,
 )
@@ -216,10 +209,10 @@ def test_products_take_the_dtypes_of_both_formats(formats, forward, backward):
     native = gradient(mlp, assignment, products="native")
     program = multiplied(native, WEIGHTS, X)
     assert {dtypes for dtypes, _ in program} == {forward, backward}
-    for dtypes, _ in program:
-        is_native = "float32" not in dtypes
-        listed = precision.products(mlp, assignment, WEIGHTS, X)
-        assert any(p.dtypes == dtypes and p.is_native == is_native for p in listed)
+    listed = precision.products(mlp, assignment, WEIGHTS, X)
+    assert {(p.dtypes, p.is_native) for p in listed} == {
+        (dtypes, dtypes != WIDE) for dtypes, _ in program
+    }
 
 
 def test_a_high_operand_of_wider_format_leaves_its_products_as_they_were():
