@@ -100,7 +100,7 @@ def guarded(
     stepper = stepper_of(tx)
     if isinstance(stepper, Lowbit):
         return stepper.guarded(params, state, grads, guard, landing, extra_args)
-    # Any other runs even if skipped, and its results are not chosen.
+    # Any other transformation runs in a skipped step too, and its results are dropped.
     grads = guard.unscaled(grads)
     if landing.is_direct:
         new, new_state = step(tx, params, state, grads, **extra_args)

@@ -283,7 +283,7 @@ class TensorSearch:
             for value in [*read, *(x for x, node in results if node in wanted)]:
                 value.is_stored = True
             for operand in read:
-                if operand.group is None:  # what reads it is no operator
+                if operand.group is None:  # only moves or bodies read it
                     operand.group = self.products
             # The next run reads a carry in the place of this one's.
             carried = inside[bodies.constants :][: bodies.carry]
