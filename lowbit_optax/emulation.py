@@ -35,8 +35,7 @@ class SixteenBitSgdState(typing.NamedTuple):
       trace: tree of momentum arrays, in the unit's dtype and the parameters' shapes.
     """
 
-    # optax's name for it, which is also a tuple's method.
-    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
+    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]: tuple's
     trace: optax.Updates
 
 
@@ -49,8 +48,7 @@ class SixteenBitAdamState(typing.NamedTuple):
       mu, nu: trees of moments, in the unit's dtype and the parameters' shapes.
     """
 
-    # optax's name for it, which is also a tuple's method.
-    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
+    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]: tuple's
     c1: jax.Array
     c2: jax.Array
     mu: optax.Updates
@@ -116,12 +114,28 @@ def sixteen_bit_sgd(
     Array([0.992188, 0.992188], dtype=bfloat16)
     """
     alias = "sixteen_bit_sgd"
-    dtype = _unit_dtype(alias, dtype)
-    common.check_learning_rate(alias, learning_rate)
-    _check_static(alias, momentum=momentum, weight_decay=weight_decay)
-    inner = _sgd_update(learning_rate, momentum, weight_decay, dtype)
-    weights = _weight_format(alias, rounding)
-    return _in_unit(inner, weights, ("trace",), dtype, seed, implementation)
+    numbers = {"momentum": momentum, "weight_decay": weight_decay}
+    dtype = _checked_dtype(alias, dtype, learning_rate, numbers)
+    q = lambda x: round_to_precision(jnp.asarray(x, jnp.float32), dtype)
+    mu, d = q(momentum), q(weight_decay)
+    # Zero times an infinite weight would be NaN.
+    decay = lambda w: q(d * w) if weight_decay else jnp.zeros_like(w)
+
+    def init_fn(params):
+        count, trace = jnp.zeros([], jnp.int32), optax.tree.zeros_like(params)
+        return SixteenBitSgdState(count, trace)
+
+    def update_fn(updates, state, params=None):
+        """Lines 3 to 5 of Algorithm 2, and 4 to 6 of Algorithm 3: u_t."""
+        eta = q(_at(learning_rate, state.count))
+        g = jax.tree.map(lambda g, w: q(q(g) + decay(w)), updates, params)
+        m = jax.tree.map(lambda m, g: q(q(mu * m) + g), state.trace, g)
+        u = jax.tree.map(lambda m: -q(eta * m), m)
+        count = jnp.asarray(optax.safe_increment(state.count))
+        return u, SixteenBitSgdState(count, m)
+
+    inner = optax.GradientTransformation(init_fn, update_fn)
+    return _in_unit(alias, inner, ("trace",), rounding, dtype, seed, implementation)
 
 
 def sixteen_bit_adamw(
@@ -190,9 +204,8 @@ def sixteen_bit_adamw(
     smaller
     """
     alias = "sixteen_bit_adamw"
-    dtype = _unit_dtype(alias, dtype)
-    common.check_learning_rate(alias, learning_rate)
-    _check_static(alias, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
+    numbers = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
+    dtype = _checked_dtype(alias, dtype, learning_rate, numbers)
     for name, beta in (("b1", b1), ("b2", b2)):
         if float(np.asarray(beta, dtype)) >= 1:
             raise ValueError(
@@ -204,47 +217,6 @@ def sixteen_bit_adamw(
             f"{alias}: eps is {eps}, which is not above 0 in {dtype}; take "
             f"{float(jnp.finfo(dtype).smallest_subnormal):.1e} or larger"
         )
-    inner = _adamw_update(learning_rate, b1, b2, eps, weight_decay, dtype)
-    weights = _weight_format(alias, rounding)
-    return _in_unit(inner, weights, ("mu", "nu"), dtype, seed, implementation)
-
-
-def _sgd_update(
-    learning_rate: optax.ScalarOrSchedule,
-    momentum: float,
-    weight_decay: float,
-    dtype: np.dtype,
-) -> optax.GradientTransformation:
-    """Lines 3 to 5 of Algorithm 2, and 4 to 6 of Algorithm 3: u_t."""
-    q = lambda x: round_to_precision(jnp.asarray(x, jnp.float32), dtype)
-    mu, d = q(momentum), q(weight_decay)
-    # Zero times an infinite weight would be NaN.
-    decay = lambda d, w: q(d * w) if weight_decay else jnp.zeros_like(w)
-
-    def init_fn(params):
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        return SixteenBitSgdState(jnp.zeros([], jnp.int32), zeros)
-
-    def update_fn(updates, state, params=None):
-        eta = q(_at(learning_rate, state.count))
-        g = jax.tree.map(lambda g, w: q(q(g) + decay(d, w)), updates, params)
-        m = jax.tree.map(lambda m, g: q(q(mu * m) + g), state.trace, g)
-        u = jax.tree.map(lambda m: -q(eta * m), m)
-        count = jnp.asarray(optax.safe_increment(state.count))
-        return u, SixteenBitSgdState(count, m)
-
-    return optax.GradientTransformation(init_fn, update_fn)
-
-
-def _adamw_update(
-    learning_rate: optax.ScalarOrSchedule,
-    b1: float,
-    b2: float,
-    eps: float,
-    weight_decay: float,
-    dtype: np.dtype,
-) -> optax.GradientTransformation:
-    """Lines 5 to 11 of Algorithm 4, and 6 to 12 of Algorithm 5: u_t."""
     q = lambda x: round_to_precision(jnp.asarray(x, jnp.float32), dtype)
     beta1, beta2, epsilon, d = q(b1), q(b2), q(eps), q(weight_decay)
     rest1, rest2 = q(1 - beta1), q(1 - beta2)
@@ -252,12 +224,12 @@ def _adamw_update(
     decay = lambda d, w: q(d * w) if weight_decay else jnp.zeros_like(w)
 
     def init_fn(params):
-        one = jnp.ones([], jnp.float32)
-        mu = jax.tree.map(jnp.zeros_like, params)
-        nu = jax.tree.map(jnp.zeros_like, params)
-        return SixteenBitAdamState(jnp.zeros([], jnp.int32), one, one, mu, nu)
+        count, one = jnp.zeros([], jnp.int32), jnp.ones([], jnp.float32)
+        mu, nu = optax.tree.zeros_like(params), optax.tree.zeros_like(params)
+        return SixteenBitAdamState(count, one, one, mu, nu)
 
     def update_fn(updates, state, params=None):
+        """Lines 5 to 11 of Algorithm 4, and 6 to 12 of Algorithm 5: u_t."""
         eta = q(_at(learning_rate, state.count))
         g = jax.tree.map(q, updates)
         m = jax.tree.map(lambda m, g: q(q(beta1 * m) + q(rest1 * g)), state.mu, g)
@@ -276,52 +248,55 @@ def _adamw_update(
         count = jnp.asarray(optax.safe_increment(state.count))
         return u, SixteenBitAdamState(count, c1, c2, m, v)
 
-    return optax.GradientTransformation(init_fn, update_fn)
+    inner = optax.GradientTransformation(init_fn, update_fn)
+    return _in_unit(alias, inner, ("mu", "nu"), rounding, dtype, seed, implementation)
 
 
 def _in_unit(
+    alias: str,
     inner: optax.GradientTransformation,
-    weights: WeightFormat,
-    fields: tuple[str, ...],
+    moments: tuple[str, ...],
+    rounding: WeightRounding | WeightFormat,
     dtype: np.dtype,
     seed: int | None,
     implementation: common.Implementation,
 ) -> optax.GradientTransformationExtraArgs:
-    # The moments are numbers of the format already: rounding them is exact.
-    moment = formats.cast(dtype, rounding="nearest")
+    """The weights and the moments of these names, stored as the unit has them."""
+    match rounding:
+        case WeightFormat():
+            weights = rounding
+        case "kahan":
+            weights = formats.kahan(arithmetic="param")
+        case "stochastic":
+            weights = formats.stochastic_rounding()
+        case "nearest":
+            weights = formats.nearest()
+        case _:
+            raise ValueError(
+                f"{alias}: rounding is {rounding!r}, not 'kahan', 'stochastic', "
+                "'nearest' or a weight format"
+            )
     return lowbit(
         inner,
         weights=weights,
-        moments=dict.fromkeys(fields, moment),
+        # The moments are numbers of the format already: rounding them is exact.
+        moments=dict.fromkeys(moments, formats.cast(dtype, rounding="nearest")),
         seed=seed,
         implementation=implementation,
     )
 
 
-def _weight_format(alias: str, rounding: WeightRounding | WeightFormat) -> WeightFormat:
-    if isinstance(rounding, WeightFormat):
-        return rounding
-    match rounding:
-        case "kahan":
-            return formats.kahan(arithmetic="param")
-        case "stochastic":
-            return formats.stochastic_rounding()
-        case "nearest":
-            return formats.nearest()
-    raise ValueError(
-        f"{alias}: rounding is {rounding!r}, not 'kahan', 'stochastic', 'nearest' or a "
-        "weight format"
-    )
-
-
-def _unit_dtype(alias: str, dtype: jax.typing.DTypeLike) -> np.dtype:
+def _checked_dtype(
+    alias: str,
+    dtype: jax.typing.DTypeLike,
+    learning_rate: optax.ScalarOrSchedule,
+    hyperparameters: dict[str, float],
+) -> np.dtype:
+    """The unit's dtype; raises if it or a number is not as the aliases accept it."""
     dtype = dtype_of(f"{alias}: dtype", dtype)
     if dtype not in (jnp.bfloat16, jnp.float16):
         raise ValueError(f"{alias}: dtype is {dtype}, not bfloat16 or float16")
-    return dtype
-
-
-def _check_static(alias: str, **hyperparameters) -> None:
+    common.check_learning_rate(alias, learning_rate)
     for name, value in hyperparameters.items():
         if isinstance(value, jax.Array):
             raise TypeError(
@@ -329,6 +304,7 @@ def _check_static(alias: str, **hyperparameters) -> None:
                 "be one; with optax.inject_hyperparams name the others in static_args"
             )
     common.check_numbers(alias, **hyperparameters)
+    return dtype
 
 
 def _at(learning_rate: optax.ScalarOrSchedule, count: jax.Array):

@@ -70,7 +70,7 @@ class Sizes(typing.NamedTuple):
 
 
 def implementation_of(tx: optax.GradientTransformation) -> Implementation:
-    """By what a transformation of this package is computed; None for others."""
+    """The implementation that a transformation of this package uses, else None."""
     stepper = stepper_of(tx)
     return stepper.implementation if isinstance(stepper, Lowbit) else None
 
@@ -100,7 +100,7 @@ def guarded(
     stepper = stepper_of(tx)
     if isinstance(stepper, Lowbit):
         return stepper.run(params, state, grads, landing, extra_args, guard)
-    # Any other runs even if skipped, and its results are not chosen.
+    # Any other transformation runs in a skipped step too, and its results are dropped.
     grads = guard.unscaled(grads)
     if landing.is_direct:
         new, new_state = step(tx, params, state, grads, **extra_args)

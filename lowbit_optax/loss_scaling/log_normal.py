@@ -13,7 +13,8 @@ import jax.numpy as jnp
 
 from lowbit_optax.loss_scaling.scales import Scaling, check_bounds, positive
 
-# Of a normal distribution, once in 4e8 steps are three in a row as far on one side.
+# Normally distributed sizes are this far out on one side three times in a row once in
+# 4e8 steps.
 _FAR = 3.0  # deviations
 _IN_A_ROW = 3.0
 
@@ -71,7 +72,9 @@ class LogNormal(Scaling):
         after_overflow = jnp.where(scale > usual, usual, halved)
         # Zeros at a scale below 1 are no sign of gradients too large for 1.
         least = jnp.where(state.weight > 0, jnp.float32(0), jnp.float32(1))
-        raised = jnp.maximum(usual, least) * self._raise(state.zeros)
+        memories = self._memories(state.zeros)
+        octaves = jnp.floor(jnp.float32(3) * memories * memories)
+        raised = jnp.maximum(usual, least) * _power_of_two(octaves)
         after = jnp.where(is_seen, after_seen, after_overflow)
         after = jnp.where(is_zero, jnp.maximum(raised, scale), after)
         after = jnp.clip(after, jnp.float32(self.smallest), jnp.float32(self.largest))
@@ -81,11 +84,11 @@ class LogNormal(Scaling):
         """The state after a step; x counts if it was seen."""
         one, none = jnp.float32(1), jnp.float32(0)
         far = jnp.where(is_seen, self._far(state, x), state.far)
-        # They are of another size now, of which the statistics say nothing.
+        # The statistics say nothing about gradients of another size.
         has_changed = jnp.abs(far) >= jnp.float32(_IN_A_ROW)
-        kept = jnp.where(has_changed, none, one)
-        mean, square, weight = (kept * old for old in state[:3])
-        far = kept * far
+        keep = jnp.where(has_changed, none, one)
+        mean, square, weight = (keep * old for old in state[:3])
+        far = keep * far
         x = jnp.where(is_seen, x, none)
         rate = jnp.where(is_seen, jnp.float32(1 - self.decay), none)
         return LogNormalState(
@@ -109,9 +112,9 @@ class LogNormal(Scaling):
 
     def _usual(self, state: LogNormalState) -> jax.Array:
         """The scale by the statistics; the first scale while there are none."""
-        quantile = jnp.float32(_quantile(1 - self.overflow_probability))
-        largest = self._mean(state) + quantile * self._deviation(state)
-        by_statistics = self._fitting(largest)
+        quantile = statistics.NormalDist().inv_cdf(1 - self.overflow_probability)
+        deviations = jnp.float32(quantile) * self._deviation(state)
+        by_statistics = self._fitting(self._mean(state) + deviations)
         return jnp.where(state.weight > 0, by_statistics, jnp.float32(self.initial))
 
     def _halved(self, scale, state: LogNormalState, is_infinite) -> jax.Array:
@@ -123,16 +126,10 @@ class LogNormal(Scaling):
         exponent = jnp.float32(2 - math.log2(self.limit)) - self._mean(state)
         # One octave less for as many overflows in a row as the means remember.
         exponent = jnp.ceil(exponent) - jnp.floor(self._memories(state.overflows))
-        least = jnp.minimum(_power_of_two(_in_range(exponent)), scale)
+        least = jnp.minimum(_power_of_two(exponent), scale)
         is_bounded = (state.weight > 0) & ~is_infinite
         least = jnp.where(is_bounded, least, jnp.float32(0))
         return jnp.maximum(scale * jnp.float32(0.5), least)
-
-    def _raise(self, zeros: jax.Array) -> jax.Array:
-        """By how much the scale rises after this many steps of zeros in a row."""
-        memories = self._memories(zeros)
-        octaves = jnp.floor(jnp.float32(3) * memories * memories)
-        return _power_of_two(_in_range(octaves))
 
     def _memories(self, steps: jax.Array) -> jax.Array:
         """Steps, in units of how many the running means remember."""
@@ -150,8 +147,7 @@ class LogNormal(Scaling):
     def _fitting(self, x: jax.Array) -> jax.Array:
         """The largest power of two that times 2^x is at most the limit."""
         # By a power of two, gradients are scaled exactly.
-        exponent = jnp.floor(jnp.float32(math.log2(self.limit)) - x)
-        return _power_of_two(_in_range(exponent))
+        return _power_of_two(jnp.floor(jnp.float32(math.log2(self.limit)) - x))
 
 
 def log_normal_scale(
@@ -242,16 +238,11 @@ def log_normal_scale(
 
 
 def _power_of_two(exponent: jax.Array) -> jax.Array:
-    """2^exponent, exactly; ``exp2`` is not exact on every backend."""
+    """2^exponent exactly, which ``exp2`` is not on every backend.
+
+    Of exponents out of range the nearest is taken for which the power and its inverse
+    are normal numbers.
+    """
+    exponent = jnp.clip(exponent, jnp.float32(-126), jnp.float32(126))
     pattern = (exponent.astype(jnp.int32) + jnp.int32(127)) << jnp.int32(23)
     return jax.lax.bitcast_convert_type(pattern, jnp.float32)
-
-
-def _in_range(exponent: jax.Array) -> jax.Array:
-    """The nearest exponent for which both a scale and its inverse are normal."""
-    return jnp.clip(exponent, jnp.float32(-126), jnp.float32(126))
-
-
-def _quantile(probability: float) -> float:
-    """The quantile of the standard normal distribution."""
-    return statistics.NormalDist().inv_cdf(probability)

@@ -20,7 +20,7 @@ class LossScaleState(typing.NamedTuple):
     """State of :func:`with_loss_scale`.
 
     Args:
-      scale: float32 scalar, by which the next loss must be multiplied.
+      scale: float32 scalar, the factor for the next loss.
       scaling_state: the state of the scaling.
       skipped: int32 scalar, the number of steps skipped so far.
       inner_state: the inner transformation's state.
@@ -117,7 +117,7 @@ def scaled_value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
 
 
 def current_loss_scale(opt_state: optax.OptState) -> jax.Array:
-    """The scale by which the next loss must be multiplied.
+    """The factor with which the next loss must be scaled.
 
     Args:
       opt_state: the state of :func:`with_loss_scale`, or one that contains it, such as

@@ -2,7 +2,6 @@
 
 import dataclasses
 import typing
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -123,29 +122,15 @@ def accumulate_gradients(
             f"accumulate_gradients: inner is {inner!r}; accepted is an optax "
             "transformation, such as lowbit_optax.lpmm_sgd(1e-3)"
         )
-    config = Accumulation(
-        inner,
-        stepper_of(inner) is not None,
-        every,
-        format,
-        seed,
-        min_size,
-    )
+    config = Accumulation(inner, every, format, seed, min_size)
     return optax.GradientTransformationExtraArgs(config.init, config.update)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Accumulation:
-    """The configuration that one call of :func:`accumulate_gradients` makes.
-
-    Args:
-      inner, every, format, seed, min_size: as for that function.
-      takes_float32: whether the inner transformation accepts float32 gradients for
-        narrow parameters.
-    """
+    """The arguments of one call of :func:`accumulate_gradients`."""
 
     inner: optax.GradientTransformation
-    takes_float32: bool
     every: int
     format: MomentFormat
     seed: int
@@ -155,78 +140,49 @@ class Accumulation:
         """The initial state, with accumulators of zeros."""
         names, leaves, treedef = trees.named_leaves(params)
         count, seed = jnp.zeros([], jnp.uint32), jnp.asarray(self.seed, jnp.uint32)
-        random = _random(names, leaves, seed, count)
-        sums = [
-            self._encode(_zeros(leaf), bits) if trees.is_float(leaf) else None
-            for leaf, bits in zip(leaves, random, strict=True)
-        ]
+        zeros = [_zeros(leaf) if trees.is_float(leaf) else leaf for leaf in leaves]
+        parts = map(self._stored, leaves, zeros, _random(names, leaves, seed, count))
         return AccumulationState(
             count,
             seed,
             jnp.zeros([], jnp.int32),
-            in_parallel_trees(self.format, treedef, sums),
+            in_parallel_trees(self.format, treedef, list(parts)),
             self.inner.init(params),
         )
 
     def update(self, updates, state, params=None, **extra_args):
         """As in optax; the updates are zeros between two real updates."""
         inner = optax.with_extra_args_support(self.inner)
-
-        def last(means, inner_state):
-            return inner.update(means, inner_state, params, **extra_args)
-
-        def between(means, inner_state):
-            shapes, _ = jax.eval_shape(last, means, inner_state)
-            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-
-        like = updates if params is None else params
-        return self._accumulated(like, state, updates, last, between)
-
-    def _accumulated(self, like, state, grads, last: Callable, between: Callable):
-        """Process one microbatch.
-
-        Args:
-          like: the parameters, or a tree with their structure.
-          state, grads: arguments of the call.
-          last: ``(mean gradients, inner state) -> (result, inner state)``, for the last
-            microbatch before an update.
-          between: ``(mean gradients, inner state) -> result``, for the others.
-
-        Returns:
-          ``(result, new AccumulationState)``.
-        """
-        names, leaves, treedef = trees.named_leaves(like)
-        given = trees.parts_of(names, treedef, grads, "grads")
-        held = leaf_by_leaf(names, treedef, state.accumulators, "accumulators")
+        names, leaves, treedef = trees.named_leaves(
+            updates if params is None else params
+        )
+        grads = trees.parts_of(names, treedef, updates, "grads")
+        parts = leaf_by_leaf(names, treedef, state.accumulators, "accumulators")
         random = _random(names, leaves, state.seed, state.count)
 
         # In the branches sums and means fuse with what reads them. Outside they would
         # be float32 copies of all gradients.
         def summed() -> tuple[list, typing.Any]:
-            sums = [
-                _widened(name, grad, leaf) + self._decode(name, part, leaf)
-                if trees.is_float(leaf)
-                else grad
-                for name, grad, leaf, part in zip(
-                    names, given, leaves, held, strict=True
-                )
-            ]
-            means = treedef.unflatten(
-                self._mean(total, grad, leaf)
-                for total, grad, leaf in zip(sums, given, leaves, strict=True)
-            )
-            return sums, means
+            sums = list(map(self._sum, names, leaves, grads, parts))
+            return sums, treedef.unflatten(map(self._mean, leaves, grads, sums))
+
+        def stored(sums) -> list:
+            return list(map(self._stored, leaves, sums, random))
+
+        def last(means):
+            return inner.update(means, state.inner_state, params, **extra_args)
 
         def update():
             sums, means = summed()
-            result, inner_state = last(means, state.inner_state)
+            result, inner_state = last(means)
             emptied = [not_folded(jnp.zeros_like(x)) for x in sums]
-            return result, self._stored(leaves, emptied, random), inner_state
+            return result, stored(emptied), inner_state
 
         def wait():
             sums, means = summed()
-            result = between(means, state.inner_state)
-            return result, self._stored(leaves, sums, random), state.inner_state
+            shapes, _ = jax.eval_shape(last, means)
+            result = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            return result, stored(sums), state.inner_state
 
         result, parts, inner_state = jax.lax.cond(
             state.mini_step == jnp.int32(self.every - 1), update, wait
@@ -239,41 +195,41 @@ class Accumulation:
             inner_state,
         )
 
-    def _mean(self, total, grad, leaf):
+    def _sum(self, name: str, leaf, grad, part):
+        """A gradient in float32 and the accumulator's sum; others as they are."""
         if not trees.is_float(leaf):
             return grad
-        mean = total * jnp.float32(1 / self.every)
-        if self.takes_float32 or trees.is_quantized(leaf):
-            return mean
-        return mean.astype(grad.dtype)
-
-    def _stored(self, leaves, sums, random):
-        return [
-            self._encode(total, bits) if trees.is_float(leaf) else None
-            for leaf, total, bits in zip(leaves, sums, random, strict=True)
-        ]
-
-    def _format(self, shape) -> MomentFormat | None:
-        return self.format.for_leaf(shape, self.min_size)
-
-    def _encode(self, total, random):
-        format_ = self._format(total.shape)
+        check_grad(name, grad, leaf)
+        wide = StoredLeaf(name, leaf, None, grad=grad).wide_grad()
+        format_ = self.format.for_leaf(leaf.shape, self.min_size)
         if format_ is None:
-            return total
-        encode = traced_once(_encoded, format_)
-        return layerwise(lambda x: encode(x, random))(total)
-
-    def _decode(self, name, part, leaf):
-        format_ = self._format(leaf.shape)
-        if format_ is None:
-            return part if self.format.container is None else part.codes
+            return wide + (part if self.format.container is None else part.codes)
         try:
-            return layerwise(traced_once(_decoded, format_, leaf.shape))(part)
+            return wide + layerwise(traced_once(_decoded, format_, leaf.shape))(part)
         except (AttributeError, ValueError) as error:
             raise ValueError(
                 f"accumulate_gradients: the accumulator of params{name} is not one of "
                 f"{format_}: was this state made with another format?"
             ) from error
+
+    def _mean(self, leaf, grad, total):
+        if not trees.is_float(leaf):
+            return grad
+        mean = total * jnp.float32(1 / self.every)
+        # A transformation of this package takes float32 for narrow parameters.
+        if trees.is_quantized(leaf) or stepper_of(self.inner) is not None:
+            return mean
+        return mean.astype(grad.dtype)
+
+    def _stored(self, leaf, total, random):
+        """A sum as its accumulator stores it; None at a leaf that is not float."""
+        if not trees.is_float(leaf):
+            return None
+        format_ = self.format.for_leaf(total.shape, self.min_size)
+        if format_ is None:
+            return total
+        encode = traced_once(_encoded, format_)
+        return layerwise(lambda x: encode(x, random))(total)
 
 
 def _encoded(format_: MomentFormat, total, random):
@@ -282,11 +238,6 @@ def _encoded(format_: MomentFormat, total, random):
 
 def _decoded(format_: MomentFormat, shape: tuple[int, ...], stored):
     return format_.decode(stored, shape)
-
-
-def _widened(name: str, grad, param):
-    check_grad(name, grad, param)
-    return StoredLeaf(name, param, None, grad=grad).wide_grad()
 
 
 def _zeros(leaf) -> jax.Array:

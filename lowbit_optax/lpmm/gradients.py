@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from lowbit_optax._numerics.dtypes import float_dtype
-from lowbit_optax._step import trees
 from lowbit_optax.formats import quantized_tensor as tensors
 from lowbit_optax.formats.quantized_leaf import QuantizedWeight
 from lowbit_optax.lpmm.quantization import dequantize
@@ -57,32 +56,26 @@ def value_and_grad(
     ((3, 64, 64), dtype(bfloat16))
     """
     dtype = float_dtype("value_and_grad: dtype", dtype)
-    differentiate = functools.partial(
-        jax.value_and_grad, has_aux=has_aux, allow_int=True
-    )
 
     @functools.wraps(loss_fn)
-    def of_arrays(params, *args, **kwargs):
-        loss = lambda arrays: loss_fn(arrays, *args, **kwargs)
-        return differentiate(loss)(dequantize(params, dtype))
+    def differentiated(params, *args, **kwargs):
+        def loss(arrays):
+            if lazy:
+                arrays = jax.tree.map(
+                    with_stand_in, params, arrays, is_leaf=tensors.is_quantized
+                )
+            return loss_fn(arrays, *args, **kwargs)
 
-    @functools.wraps(loss_fn)
-    def of_tensors(params, *args, **kwargs):
-        _, leaves, treedef = trees.named_leaves(params)
+        def stand_in(leaf):
+            return jnp.zeros(leaf.shape, dtype) if tensors.is_quantized(leaf) else leaf
 
-        def loss(stand_ins):
-            given = treedef.unflatten(map(with_stand_in, leaves, stand_ins))
-            return loss_fn(given, *args, **kwargs)
+        if lazy:
+            arrays = jax.tree.map(stand_in, params, is_leaf=tensors.is_quantized)
+        else:
+            arrays = dequantize(params, dtype)
+        return jax.value_and_grad(loss, has_aux=has_aux, allow_int=True)(arrays)
 
-        value, grads = differentiate(loss)(
-            [
-                jnp.zeros(leaf.shape, dtype) if tensors.is_quantized(leaf) else leaf
-                for leaf in leaves
-            ]
-        )
-        return value, treedef.unflatten(grads)
-
-    return of_tensors if lazy else of_arrays
+    return differentiated
 
 
 def with_stand_in(leaf, stand_in):
@@ -126,27 +119,17 @@ class _DifferentiableTensor(QuantizedWeight):
         return self.tensor.dtype
 
     def dequantize(self, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
-        return _dequantized(
-            float_dtype("dequantize: dtype", dtype),
-            self.stand_in.dtype,
-            self.tensor,
-            self.stand_in,
-        )
+        values = self.tensor.dequantize(float_dtype("dequantize: dtype", dtype))
+        return _with_tangent_of(self.stand_in, values)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _dequantized(dtype, gradient_dtype, tensor, stand_in):
-    del gradient_dtype, stand_in
-    return tensor.dequantize(dtype)
+@jax.custom_jvp
+def _with_tangent_of(x, y):
+    """y, whose cotangent becomes that of x, in its dtype."""
+    del x
+    return y
 
 
-def _forward(dtype, gradient_dtype, tensor, stand_in):
-    return _dequantized(dtype, gradient_dtype, tensor, stand_in), None
-
-
-def _backward(dtype, gradient_dtype, _, cotangent):
-    del dtype
-    return None, cotangent.astype(gradient_dtype)
-
-
-_dequantized.defvjp(_forward, _backward)
+@_with_tangent_of.defjvp
+def _tangent(primals, tangents):
+    return primals[1], tangents[0].astype(primals[1].dtype)

@@ -67,7 +67,13 @@ def quantize_params(
     >>> quantized["w"].codes.shape, quantized["b"].dtype
     ((16, 64), dtype('float32'))
     """
-    _check_choices(bits, block_size, rounding)
+    check_static_int("quantize_params", "bits", bits, 4, 16)
+    check_static_int("quantize_params", "block_size", block_size, 1)
+    check_block_size("quantize_params", block_size)
+    if rounding not in ("nearest", "stochastic"):
+        raise ValueError(
+            f"quantize_params: rounding is {rounding!r}, not 'nearest' or 'stochastic'"
+        )
     check_static_int("quantize_params", "min_size", min_size, 0)
     check_static_int("quantize_params", "seed", seed, 0, 2**32 - 1)
     if stacked is not None and not callable(stacked):
@@ -137,14 +143,3 @@ def dequantize(
             return leaf.dequantize(dtype) if is_quantized(leaf) else leaf
 
     return treedef.unflatten(map(convert, names, leaves))
-
-
-def _check_choices(bits: int, block_size: int, rounding: str) -> None:
-    """Raise unless weights can be stored with these choices."""
-    check_static_int("quantize_params", "bits", bits, 4, 16)
-    check_static_int("quantize_params", "block_size", block_size, 1)
-    check_block_size("quantize_params", block_size)
-    if rounding not in ("nearest", "stochastic"):
-        raise ValueError(
-            f"quantize_params: rounding is {rounding!r}, not 'nearest' or 'stochastic'"
-        )

@@ -12,13 +12,25 @@ References:
 """
 
 from lowbit_optax._numerics.float_format import FP32, FloatFormat
-from lowbit_optax.precision.assignment import FLOAT8, HFP8, Assignment, Formats, load
-from lowbit_optax.precision.choosing import demote, operator_based, promote, uniform
+from lowbit_optax.precision.assignment import (
+    FLOAT8,
+    HFP8,
+    Assignment,
+    Formats,
+    PrecisionPlan,
+    Tensor,
+    load,
+)
+from lowbit_optax.precision.choosing import (
+    demote,
+    operator_based,
+    promote,
+    trace,
+    uniform,
+)
 from lowbit_optax.precision.packed import PackedFloats, pack, unpack
-from lowbit_optax.precision.plan import PrecisionPlan, Tensor
 from lowbit_optax.precision.products import Product, products
 from lowbit_optax.precision.rounded import apply
-from lowbit_optax.precision.tracing import trace
 
 __all__ = [
     "FLOAT8",

@@ -1,10 +1,12 @@
-"""Precision assignments: which tensors are in which format."""
+"""Precision assignments: the tensors of a loss, and which are in which format."""
 
 import dataclasses
 import itertools
 import json
+import math
 import os
 import pathlib
+import typing
 from collections.abc import Sequence
 
 import jax
@@ -13,7 +15,83 @@ import numpy as np
 from jax.core import Tracer
 
 from lowbit_optax._numerics.float_format import FloatFormat
-from lowbit_optax.precision.plan import PrecisionPlan, Tensor
+
+Kind = typing.Literal["parameter", "input", "value", "iterated"]
+"""``"iterated"`` is a value in the body of a while loop."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """One tensor of a loss, and with it its cotangent.
+
+    Args:
+      name: a parameter's or input's path, or the operation that makes it, numbered.
+      kind: ``"parameter"``, ``"input"``, ``"value"``, or ``"iterated"`` for a value in
+        the body of a while loop. Inputs have no cotangents, nor have iterated values.
+      shape: of one of them.
+      repeats: how many there are: a scan's body has as many as it has iterations. A
+        while loop is counted as one iteration, since theirs is not known.
+      group: how many matrix products are before it in the program.
+      made_by: number of the matrix product whose result it is, or None.
+      read_by: numbers of the matrix products that read it.
+    """
+
+    name: str
+    kind: Kind
+    shape: tuple[int, ...]
+    repeats: int
+    group: int
+    made_by: int | None
+    read_by: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements of the forward tensor."""
+        return math.prod(self.shape) * self.repeats
+
+    @property
+    def backward_size(self) -> int:
+        """Elements of the cotangent; 0 if it has none."""
+        return 0 if self.kind in ("input", "iterated") else self.size
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionPlan:
+    """What precision assignments of one loss are made of.
+
+    Args:
+      tensors: all of them, in the order in which they are made.
+      products: how many matrix products the loss has.
+      opaque: names of operations whose results are tensors, but not what they compute
+        inside, such as a ``shard_map``.
+    """
+
+    tensors: tuple[Tensor, ...]
+    products: int
+    opaque: tuple[str, ...] = ()
+
+    @property
+    def groups(self) -> list[list[int]]:
+        """Numbers of the tensors of each group, in order; empty groups are left out."""
+        found: dict[int, list[int]] = {}
+        for number, tensor in enumerate(self.tensors):
+            found.setdefault(tensor.group, []).append(number)
+        return [found[group] for group in sorted(found)]
+
+    @property
+    def size(self) -> int:
+        """Elements of all forward tensors and cotangents."""
+        return int(np.sum(self.sizes) + np.sum(self.backward_sizes))
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Elements of each forward tensor, float64."""
+        return np.array([t.size for t in self.tensors], np.float64)
+
+    @property
+    def backward_sizes(self) -> np.ndarray:
+        """Elements of each cotangent, float64."""
+        return np.array([t.backward_size for t in self.tensors], np.float64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +122,15 @@ class Formats:
                 raise TypeError(
                     f"Formats: {field.name} is {value!r}; accepted is a FloatFormat"
                 )
+
+    def forward(self, is_low) -> FloatFormat:
+        """The format of a forward tensor at a level."""
+        return self.low if is_low else self.high
+
+    def backward(self, is_low) -> FloatFormat:
+        """The format of a cotangent at a level."""
+        backward = self.low_backward if is_low else self.high_backward
+        return typing.cast(FloatFormat, backward)
 
     def __str__(self):
         return (
@@ -133,16 +220,15 @@ class Assignment:
         if isinstance(self.low, Tracer):
             return f"Assignment of {len(self.plan.tensors)} tensors, traced"
         rows = [("group", "tensor", "shape", "forward", "backward")]
-        forward = self.formats.high, self.formats.low
-        backward = self.formats.high_backward, self.formats.low_backward
         low, low_backward = self._levels()
         for i in itertools.chain(*self.plan.groups):
             tensor = self.plan.tensors[i]
             times = f" x {tensor.repeats}" if tensor.repeats > 1 else ""
             shape = "x".join(map(str, tensor.shape)) + times
-            cotangent = str(backward[low_backward[i]]) if tensor.backward_size else ""
-            own = str(tensor.group), tensor.name, shape
-            rows.append((*own, str(forward[low[i]]), cotangent))
+            forward = str(self.formats.forward(low[i]))
+            backward = str(self.formats.backward(low_backward[i]))
+            backward = backward if tensor.backward_size else ""
+            rows.append((str(tensor.group), tensor.name, shape, forward, backward))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         lines.insert(1, "  ".join("-" * width for width in widths))

@@ -1,20 +1,82 @@
-"""How assignments are chosen: demotion, promotion, and baselines to compare with.
+"""From a loss to an assignment: its tensors, demotion, promotion and baselines.
 
-All of them keep weight gradients in the high format, as in Lee et al. 2023, section
+All assignments keep weight gradients in the high format, as in Lee et al. 2023, section
 5.2, and Sun et al. 2019.
 """
 
+import dataclasses
 import random
 import typing
+import warnings
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowbit_optax.precision.assignment import HFP8, Assignment, Formats
-from lowbit_optax.precision.plan import PrecisionPlan
+from lowbit_optax.precision.assignment import HFP8, Assignment, Formats, PrecisionPlan
+from lowbit_optax.precision.tensor_search import TensorSearch
 
 Order = typing.Literal["decreasing", "increasing", "random"]
+
+
+def trace(loss_fn: Callable, params, *batch, has_aux: bool = False) -> PrecisionPlan:
+    """Find the tensors of a loss and group them between matrix products.
+
+    Nothing is computed. Any loss that JAX can trace will do: functions under ``jit``,
+    ``jax.checkpoint``, ``lax.scan``, the branches of ``lax.cond`` and ``lax.switch``
+    and the body of ``lax.while_loop`` are looked into. Tensors are the parameters, the
+    results of matrix products (convolutions included), scan carries, results of
+    branches and maximum pools, and whatever else is needed after a later matrix
+    product. A value can be made one, and get a name, by
+    ``jax.ad_checkpoint.checkpoint_name``. Scalars are not tensors, nor is anything that
+    the loss does not depend on. The tensors of all branches are counted, though only
+    one branch is computed; those of a while loop are counted once, since it is not
+    known how often it runs, and have no cotangents. Rounding may change how often it
+    does.
+
+    Args:
+      loss_fn: called as ``loss_fn(params, *batch)``; returns a float scalar.
+      params: tree of arrays, or of shapes and dtypes.
+      *batch: likewise; all other arguments.
+      has_aux: whether it returns ``(loss, aux)``.
+
+    Returns:
+      A :class:`PrecisionPlan`, for :func:`demote`, :func:`uniform` and
+      :func:`operator_based`.
+
+    Raises:
+      TypeError: if the loss is not a float scalar.
+
+    Warns:
+      UserWarning: if the loss has arrays in places that cannot be looked into, such as
+        ``shard_map``, ``lax.platform_dependent`` and a ``lax.while_loop`` whose
+        condition has a matrix product. The plan's
+        ``opaque`` names these places. Their results are tensors; what is inside of them
+        is neither rounded nor counted.
+
+    References:
+      Lee et al. 2023, section 4.1, "Tensor grouping"; Algorithm 1.
+
+    >>> import jax.numpy as jnp
+    >>> loss_fn = lambda w, x: jnp.sum(jnp.tanh(x @ w[0]) @ w[1])
+    >>> w = [jnp.ones((3, 4)), jnp.ones((4, 2))]
+    >>> plan = trace(loss_fn, w, jnp.ones((5, 3)))
+    >>> [(tensor.name, tensor.group) for tensor in plan.tensors]
+    ... # doctest: +NORMALIZE_WHITESPACE
+    [('params[0]', 0), ('params[1]', 1), ('batch[0]', 0),
+     ('dot_general.0', 1), ('tanh.0', 1), ('dot_general.1', 2)]
+    """
+    found = TensorSearch(loss_fn, has_aux, params, batch)
+    if found.opaque:
+        warnings.warn(
+            f"precision.trace: arrays inside of {', '.join(found.opaque)} are neither "
+            "rounded nor counted, only its results are. lax.scan, lax.cond, "
+            "lax.while_loop and jax.checkpoint are looked into",
+            UserWarning,
+            stacklevel=2,
+        )
+    return PrecisionPlan(found.tensors, found.products, tuple(found.opaque))
 
 
 def demote(
@@ -124,9 +186,8 @@ def promote(
             "function from apply returned, one share per tensor"
         )
     low = assignment.low & ~(overflow > jnp.float32(threshold))
-    return Assignment(
-        assignment.plan, assignment.formats, low, jnp.asarray(assignment.low_backward)
-    )
+    low_backward = jnp.asarray(assignment.low_backward)
+    return dataclasses.replace(assignment, low=low, low_backward=low_backward)
 
 
 def uniform(plan: PrecisionPlan, *, formats: Formats = HFP8) -> Assignment:

@@ -1,6 +1,8 @@
 """What operations are to precision assignments: products, moves, operators, bodies."""
 
+import itertools
 import typing
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax.extend import core
@@ -56,7 +58,7 @@ class Bodies(typing.NamedTuple):
       first: how many of the call's operands come before those of the programs.
       constants, carry: how many inputs of a program stay as they are, and how many
         after them are replaced by its outputs from one run to the next.
-      runs: how often a program runs; 1 for a loop, of which it is not known.
+      runs: how often a program runs; 1 for a while loop, where it is not known.
     """
 
     programs: tuple[LossProgram, ...]
@@ -64,6 +66,12 @@ class Bodies(typing.NamedTuple):
     constants: int
     carry: int
     runs: int
+
+    def parts_of(self, operands: Sequence) -> tuple[Sequence, ...]:
+        """A call's first operands, and of the rest the constants, carries and xs."""
+        sizes = self.first, self.constants, self.carry
+        ends = [0, *itertools.accumulate(sizes), len(operands)]
+        return tuple(operands[a:b] for a, b in itertools.pairwise(ends))
 
 
 def bodies_of(call: Call) -> Bodies | None:

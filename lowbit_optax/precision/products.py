@@ -16,15 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from lowbit_optax._jaxprs.graph import Call, bind
+from lowbit_optax._jaxprs.graph import Call, Node, bind
 from lowbit_optax._jaxprs.program import LossProgram
 from lowbit_optax._numerics import rounding
 from lowbit_optax._numerics.float_format import FloatFormat
 from lowbit_optax.precision.assignment import Assignment
 from lowbit_optax.precision.tensor_search import TensorSearch
-from lowbit_optax.precision.tracing import find_tensors
 
 _E4M3, _E5M2, _BFLOAT16 = map(jnp.dtype, ("float8_e4m3fn", "float8_e5m2", "bfloat16"))
+_FLOAT8: dict[tuple, np.dtype] = {(4, 3, "nan"): _E4M3, (5, 2, "ieee"): _E5M2}
 # Times 2^63, no number of a float8 is past float32's range, nor is a product's scale.
 _MAX_BIAS = 63
 Gives = typing.Literal["result", "lhs", "rhs"]
@@ -35,10 +35,10 @@ class Product:
     """A matrix product of a loss or of its backward pass.
 
     Args:
-      name: of its result; of a backward product, of the forward one.
+      name: of its result, or for a backward product of the forward one's.
       gives: ``"result"``, or the cotangent that it gives: ``"lhs"`` or ``"rhs"``.
-      dtypes: of its operands, by name. Of a backward product the result's cotangent is
-        the first.
+      dtypes: names of its operands' dtypes. In a backward product the result's
+        cotangent comes first.
       is_native: whether these are the dtypes of the operands' formats, as
         ``apply(..., products="native")`` makes them.
       flop: multiplications and additions, of all its runs in scans.
@@ -54,7 +54,7 @@ class Product:
 
     @property
     def operand_bytes(self) -> int:
-        """Of both operands in their dtypes."""
+        """The bytes that both operands take in their dtypes."""
         sizes = zip(self.dtypes, self.sizes, strict=True)
         return sum(jnp.dtype(dtype).itemsize * size for dtype, size in sizes)
 
@@ -90,65 +90,60 @@ def products(
     dot_general.0 result float8_e4m3fn float8_e4m3fn 8192 768
     dot_general.0 rhs float8_e5m2 float8_e4m3fn 8192 640
     """
-    found, _ = find_tensors(loss_fn, has_aux, params, batch)
+    found = TensorSearch(loss_fn, has_aux, params, batch)
     listed = []
-    for call, formats in product_formats(found, assignment).items():
-        has_cotangent = (
-            any(found.tensors[n].backward_size for n in numbers)
-            for numbers in found.operands[call]
-        )
-        computed = True, *has_cotangent
-        for gives, is_computed in zip(typing.get_args(Gives), computed, strict=True):
-            if is_computed:
-                listed.append(_product(found, call, formats, gives))
+    for call, formats in _product_formats(found, assignment).items():
+        nodes = _pairs(*call.inputs, *call.outputs)
+        number = found.numbers.get(call.outputs[0])
+        tensor = None if number is None else found.tensors[number]
+        repeats = 1 if tensor is None else tensor.repeats
+        lhs, rhs = found.operands[call]
+        for gives, pair in _pairs(*formats).items():
+            sources = [found.tensors[n] for n in (lhs if gives == "lhs" else rhs)]
+            if gives != "result" and not any(x.backward_size for x in sources):
+                continue
+            x, y = nodes[gives]
+            native = product_dtypes(*pair)
+            dtypes = native or (x.aval.dtype, y.aval.dtype)
+            listed.append(
+                Product(
+                    "" if tensor is None else tensor.name,
+                    gives,
+                    (np.dtype(dtypes[0]).name, np.dtype(dtypes[1]).name),
+                    native is not None,
+                    _flop(call) * repeats,
+                    (x.aval.size * repeats, y.aval.size * repeats),
+                )
+            )
     return listed
 
 
-class ProductFormats(typing.NamedTuple):
-    """The formats of what a product and its backward products read.
-
-    Args:
-      lhs, rhs: of its operands; None if they were not rounded to one.
-      cotangent: of its result's cotangent, likewise.
-    """
-
-    lhs: FloatFormat | None
-    rhs: FloatFormat | None
-    cotangent: FloatFormat | None
-
-    @property
-    def pairs(self) -> list[tuple[FloatFormat | None, FloatFormat | None]]:
-        """Of the product, and of those that give the cotangents of lhs and rhs."""
-        lhs, rhs, cotangent = self
-        return [(lhs, rhs), (cotangent, rhs), (cotangent, lhs)]
+def _pairs(lhs, rhs, result) -> dict[Gives, tuple]:
+    """What a product and those of its backward pass read, by what they give."""
+    return {"result": (lhs, rhs), "lhs": (result, rhs), "rhs": (result, lhs)}
 
 
-def product_formats(
+def _product_formats(
     found: TensorSearch, assignment: Assignment
-) -> dict[Call, ProductFormats]:
-    """The formats of what each ``dot_general`` reads, by the tensors that it may be.
+) -> dict[Call, tuple[FloatFormat | None, ...]]:
+    """The formats of each ``dot_general``'s operands and of its result's cotangent.
 
-    Args:
-      found: the loss's tensors.
-      assignment: of them, with known levels.
+    They are None for what is not rounded to one format.
     """
     formats = assignment.formats
     low, low_backward = np.asarray(assignment.low), np.asarray(assignment.low_backward)
 
     def of_operand(numbers: Collection[int]) -> FloatFormat | None:
-        chosen = {formats.low if low[n] else formats.high for n in numbers}
+        chosen = {formats.forward(low[n]) for n in numbers}
         return chosen.pop() if len(chosen) == 1 else None
 
-    def of_cotangent(call: Call) -> FloatFormat | None:
-        number = found.numbers.get(call.outputs[0])
-        if number is None:
-            return None
-        is_low = low_backward[number]
-        return formats.low_backward if is_low else formats.high_backward
+    def of_cotangent(result: Node) -> FloatFormat | None:
+        number = found.numbers.get(result)
+        return None if number is None else formats.backward(low_backward[number])
 
     return {
-        call: ProductFormats(of_operand(lhs), of_operand(rhs), of_cotangent(call))
-        for call, (lhs, rhs) in found.operands.items()
+        call: (*map(of_operand, operands), of_cotangent(call.outputs[0]))
+        for call, operands in found.operands.items()
     }
 
 
@@ -173,21 +168,31 @@ def product_dtypes(
     >>> print(product_dtypes(e4m3, HFP8.high))
     None
     """
-    narrow = _narrow(x), _narrow(y)
-    if narrow[0] is None or narrow[1] is None:
+    of_x, of_y = _narrow(x).dtype, _narrow(y).dtype
+    if of_x is None or of_y is None:
         return None
-    dtypes = narrow[0].dtype, narrow[1].dtype
-    if _BFLOAT16 in dtypes or dtypes == (_E5M2, _E5M2):
+    if _BFLOAT16 in (of_x, of_y) or of_x == of_y == _E5M2:
         return _BFLOAT16, _BFLOAT16
-    return dtypes
+    return of_x, of_y
 
 
-def has_native(formats: ProductFormats) -> bool:
-    """Whether a product, or one of its backward products, is native."""
-    return any(product_dtypes(*pair) is not None for pair in formats.pairs)
+def native_products(
+    found: TensorSearch, assignment: Assignment
+) -> dict[Call, Callable[[Sequence], list]]:
+    """What computes each ``dot_general`` that is native, forward or backward."""
+    return {
+        call: _native_product(call, *formats)
+        for call, formats in _product_formats(found, assignment).items()
+        if any(product_dtypes(*pair) is not None for pair in _pairs(*formats).values())
+    }
 
 
-def native_product(call: Call, formats: ProductFormats) -> Callable[[Sequence], list]:
+def _native_product(
+    call: Call,
+    lhs: FloatFormat | None,
+    rhs: FloatFormat | None,
+    cotangent: FloatFormat | None,
+) -> Callable[[Sequence], list]:
     """What computes a ``dot_general`` of rounded tensors, and its cotangents.
 
     Where x and y are the operands' numbers times 2^bx and 2^by, in the dtypes that
@@ -195,27 +200,17 @@ def native_product(call: Call, formats: ProductFormats) -> Callable[[Sequence], 
 
         z = 2^-(bx + by) sum_k x_k y_k
 
-    with sums and scale in float32. The backward products likewise, each by its formats.
-    Products that have no such dtypes are as traced.
-
-    Args:
-      call: the traced one.
-      formats: of operands that hold numbers of these formats, and infinities, which
-        become NaN in float8_e4m3fn.
-
-    Returns:
-      A function from the operands to a list of the result.
+    with sums and scale in float32. The backward products are computed likewise, each by
+    its formats, and products without such dtypes as they were traced. Infinities become
+    NaN in float8_e4m3fn.
     """
-    own = formats.lhs, formats.rhs
-    dtypes = [node.aval.dtype for node in call.inputs]
 
-    def forward(*operands):
-        x, y = map(_Operand.of, operands, own)
-        return _multiply(call, x, y), (x.values, y.values)
+    def forward(x, y):
+        x, y = _Operand.of(x, lhs), _Operand.of(y, rhs)
+        return _multiply(call, x, y), (x, y)
 
-    def backward(values, cotangent):
-        x, y = map(_Operand, values, own, dtypes)
-        ct = _Operand.of(cotangent, formats.cotangent)
+    def backward(operands, ct):
+        (x, y), ct = operands, _Operand.of(ct, cotangent)
         return _transposed(call, 0, ct, y), _transposed(call, 1, ct, x)
 
     product = jax.custom_vjp(lambda x, y: forward(x, y)[0])
@@ -223,71 +218,45 @@ def native_product(call: Call, formats: ProductFormats) -> Callable[[Sequence], 
     return lambda operands: [product(*operands)]
 
 
-def _product(
-    found: TensorSearch, call: Call, formats: ProductFormats, gives: Gives
-) -> Product:
-    position = typing.get_args(Gives).index(gives)
-    (lhs, rhs), (result,) = call.inputs, call.outputs
-    read = [(lhs, rhs), (result, rhs), (result, lhs)][position]
-    native = product_dtypes(*formats.pairs[position])
-    dtypes = native or tuple(np.dtype(node.aval.dtype) for node in read)
-    number = found.numbers.get(result)
-    tensor = None if number is None else found.tensors[number]
-    repeats = 1 if tensor is None else tensor.repeats
-    name = "" if tensor is None else tensor.name
-    first, second = (math.prod(node.aval.shape) * repeats for node in read)
-    return Product(
-        name,
-        gives,
-        (dtypes[0].name, dtypes[1].name),
-        native is not None,
-        _flop(call) * repeats,
-        (first, second),
-    )
-
-
 def _flop(call: Call) -> int:
     """2 for each element of the result and each position that is summed over."""
     (contracted, _), _ = call.params["dimension_numbers"]
     shape = call.inputs[0].aval.shape
     terms = math.prod(shape[axis] for axis in contracted)
-    return 2 * math.prod(call.outputs[0].aval.shape) * terms
+    return 2 * call.outputs[0].aval.size * terms
 
 
-class _Operand(typing.NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Operand:
     """An operand of a product, in the narrow dtype of its format if it has one.
 
     Args:
-      values: of that dtype, times 2^shift.
+      values: of that dtype, times a power of two; see :class:`_Narrow`.
       fmt: its format, None if it was not rounded to one.
       dtype: that it had before.
     """
 
     values: jax.Array
-    fmt: FloatFormat | None
-    dtype: np.dtype
+    fmt: FloatFormat | None = dataclasses.field(metadata={"static": True})
+    dtype: np.dtype = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def of(cls, x: jax.Array, fmt: FloatFormat | None) -> "_Operand":
         """An array of numbers of a format, narrowed."""
         narrow, values = _narrow(fmt), x
-        if narrow is not None and x.dtype != narrow.dtype:
+        if narrow.dtype is not None and x.dtype != narrow.dtype:
             wide = _shifted(rounding.to_float32(x), narrow.shift)
             values = rounding.round_nearest(wide, narrow.dtype)
         return cls(values, fmt, x.dtype)
 
-    @property
-    def shift(self) -> int:
-        """How many binary digits the values are above the numbers."""
-        narrow = _narrow(self.fmt)
-        return 0 if narrow is None else narrow.shift
-
     def widened(self) -> jax.Array:
         """The numbers in the dtype that they had before."""
-        if _narrow(self.fmt) is None:
+        narrow = _narrow(self.fmt)
+        if narrow.dtype is None:
             return self.values
         wide = rounding.to_float32(self.values)
-        return _shifted(wide, -self.shift).astype(self.dtype)
+        return _shifted(wide, -narrow.shift).astype(self.dtype)
 
 
 def _multiply(call: Call, x: _Operand, y: _Operand) -> jax.Array:
@@ -304,7 +273,8 @@ def _multiply(call: Call, x: _Operand, y: _Operand) -> jax.Array:
     total = lax.dot_general(
         x.values.astype(dtypes[0]), y.values.astype(dtypes[1]), **params
     )
-    return _shifted(total, -(x.shift + y.shift)).astype(call.outputs[0].aval.dtype)
+    shift = _narrow(x.fmt).shift + _narrow(y.fmt).shift
+    return _shifted(total, -shift).astype(call.outputs[0].aval.dtype)
 
 
 def _transposed(
@@ -319,40 +289,37 @@ def _transposed(
 
         return jax.linear_transpose(product, node.aval)(ct)
 
-    given = cotangent, other
-    shapes = [jax.ShapeDtypeStruct(x.values.shape, x.dtype) for x in given]
+    read = cotangent, other
+    shapes = [jax.ShapeDtypeStruct(x.values.shape, x.dtype) for x in read]
     program = LossProgram(jax.make_jaxpr(transpose)(*shapes))
     (inner,) = (c for c in program.calls if c.primitive is call.primitive)
-    of_input = dict(zip(program.inputs, given, strict=True))
+    of_input = dict(zip(program.inputs, read, strict=True))
     operands = [of_input[node] for node in inner.inputs]
     instead = {inner: lambda _: [_multiply(inner, *operands)]}
-    return program.evaluate([x.values for x in given], instead)[0]
+    return program.evaluate([x.values for x in read], instead)[0]
 
 
 class _Narrow(typing.NamedTuple):
-    """Numbers as a dtype has them: times 2^shift."""
+    """A narrow dtype that has a format's numbers times 2^shift, or None."""
 
-    dtype: np.dtype
-    shift: int
+    dtype: np.dtype | None = None
+    shift: int = 0
 
 
-def _narrow(fmt: FloatFormat | None) -> _Narrow | None:
-    """The narrowest of the dtypes that has a format's numbers, scaled if a float8."""
+def _narrow(fmt: FloatFormat | None) -> _Narrow:
+    """The narrowest of the dtypes; float8 ones with numbers of any small bias."""
     if fmt is None:
-        return None
-    for dtype in _E4M3, _E5M2:
-        like = FloatFormat.of(dtype)
-        own = fmt.exponent_bits, fmt.mantissa_bits, fmt.specials
-        is_like = own == (like.exponent_bits, like.mantissa_bits, like.specials)
-        if is_like and abs(fmt.bias) <= _MAX_BIAS:
-            return _Narrow(dtype, fmt.bias)
+        return _Narrow()
+    dtype = _FLOAT8.get((fmt.exponent_bits, fmt.mantissa_bits, fmt.specials))
+    if dtype is not None and abs(fmt.bias) <= _MAX_BIAS:
+        return _Narrow(dtype, fmt.bias)
     like = FloatFormat.of(_BFLOAT16)
     is_within = (
         fmt.mantissa_bits <= like.mantissa_bits
         and like.smallest <= fmt.smallest
         and fmt.largest <= like.largest
     )
-    return _Narrow(_BFLOAT16, 0) if is_within else None
+    return _Narrow(_BFLOAT16) if is_within else _Narrow()
 
 
 def _shifted(x: jax.Array, digits: int) -> jax.Array:

@@ -1,5 +1,6 @@
 """``apply``: a loss whose tensors and cotangents are rounded to their formats."""
 
+import dataclasses
 import functools
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -11,25 +12,19 @@ from jax import lax
 from jax.core import Tracer
 from jax.extend.core import primitives
 
-from lowbit_optax._jaxprs.graph import Call, Node, as_closed_jaxpr, run
-from lowbit_optax._jaxprs.program import LossProgram, ScanCall
+from lowbit_optax._jaxprs.graph import Call, Node, as_closed_jaxpr, run, value_of
+from lowbit_optax._jaxprs.program import LossProgram, ScanCall, Segment
 from lowbit_optax._numerics.float_format import FloatFormat
 from lowbit_optax.precision.assignment import Assignment, check_same
-from lowbit_optax.precision.products import (
-    ProductFormats,
-    has_native,
-    native_product,
-    product_formats,
-)
+from lowbit_optax.precision.products import native_products
 from lowbit_optax.precision.tensor_rounding import (
     TensorRounding,
+    from_patterns,
     keeping_patterns,
-    pack,
-    replaced,
-    unpack,
+    to_patterns,
+    with_tangent_of,
 )
 from lowbit_optax.precision.tensor_search import TensorSearch
-from lowbit_optax.precision.tracing import find_tensors
 
 Products = typing.Literal["emulated", "native"]
 
@@ -117,23 +112,26 @@ def apply(
             "compiling; it is traced. Close over it instead of passing it to jit"
         )
 
+    if isinstance(seed, int):
+        seed %= 2**32
+    # Known levels as numpy: indexed under jit, a jax.Array would become a tracer.
+    known = lambda x: x if isinstance(x, Tracer) else np.asarray(x)
+
     @functools.wraps(loss_fn)
     def rounded(params, *batch):
-        found, shapes = find_tensors(loss_fn, has_aux, params, batch)
+        found = TensorSearch(loss_fn, has_aux, params, batch)
         check_same(assignment, found.tensors)
-        arguments = jax.tree.leaves((params, batch))
-        formats = product_formats(found, assignment) if is_native else {}
-        native = {call: fs for call, fs in formats.items() if has_native(fs)}
-        evaluation = _Evaluation(
-            found, TensorRounding(assignment, seed, stored), native
-        )
+        bits = None if seed is None else jnp.asarray(seed, jnp.uint32)
+        rounding = TensorRounding(jax.tree.map(known, assignment), bits, stored)
+        native = native_products(found, assignment) if is_native else {}
+        evaluation = _Evaluation(found, rounding, native)
         evaluate = evaluation.in_segments if stored else evaluation.all_at_once
+        arguments = jax.tree.leaves((params, batch))
         outputs, shares = evaluate(found.program, arguments, jnp.uint32(0))
-        result = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+        result = jax.tree.unflatten(jax.tree.structure(found.result), outputs)
         overflow = jnp.zeros(0, jnp.float32)
         if found.tensors:
-            of_each = [shares[i] for i in range(len(found.tensors))]
-            total, times = jnp.stack(of_each).T
+            total, times = jnp.stack([shares[n] for n in sorted(shares)]).T
             overflow = total / jnp.maximum(times, jnp.float32(1))
         if not has_aux:
             return result, overflow
@@ -152,29 +150,31 @@ _Shares = dict[int, jax.Array]
 share of its elements that overflowed; and how often it was made."""
 
 
-class _Evaluation:
-    """Evaluates a traced loss with its tensors rounded."""
+class _Evaluation(typing.NamedTuple):
+    """Evaluates a traced loss with its tensors rounded.
 
-    def __init__(
-        self,
-        found: TensorSearch,
-        rounding: TensorRounding,
-        native: Mapping[Call, ProductFormats],
-    ):
-        self._found, self._rounding, self._native = found, rounding, native
+    Args:
+      found: its tensors.
+      rounding: of them.
+      native: what computes products that are native.
+    """
+
+    found: TensorSearch
+    rounding: TensorRounding
+    native: Mapping[Call, Callable[[Sequence], Sequence]]
 
     def all_at_once(
         self, program: LossProgram, arguments: Sequence, iteration: jax.Array
     ) -> tuple[list, _Shares]:
-        """The outputs, and how much of the tensors overflowed.
+        """A program's outputs, and how much of the tensors overflowed.
 
         Args:
           program: the loss's, or that of a body.
           arguments: of it.
           iteration: uint32 scalar, counts a scan's iterations, for random bits.
         """
-        instead, changed, shares = self._hooks(program, iteration)
-        return program.evaluate(arguments, instead, changed), shares
+        segment = Segment(program.calls, program.inputs, program.outputs)
+        return self._run(segment, iteration, True, arguments)
 
     def in_segments(
         self, program: LossProgram, arguments: Sequence, iteration: jax.Array
@@ -188,36 +188,30 @@ class _Evaluation:
         known = dict(zip(program.inputs, arguments, strict=True))
         shares: _Shares = {}
         for i, segment in enumerate(program.segments()):
-
-            def evaluate(*given, segment=segment, is_first=i == 0):
-                instead, changed, shares = self._hooks(program, iteration)
-                known = dict(zip(segment.reads, given, strict=True))
-                if is_first:
-                    known = {node: changed(node, x) for node, x in known.items()}
-                run(segment.calls, known, instead, changed)
-                return [known[node] for node in segment.writes], shares
-
+            evaluate = functools.partial(self._run, segment, iteration, i == 0)
             if not segment.is_scan:
                 evaluate = keeping_patterns(evaluate)
-            written, more = evaluate(*(known[node] for node in segment.reads))
+            written, more = evaluate([known[node] for node in segment.reads])
             known.update(zip(segment.writes, written, strict=True))
             shares.update(more)
         return program.results(known), shares
 
-    def _hooks(self, program: LossProgram, iteration: jax.Array):
-        """``instead`` and ``changed`` for :func:`run`, and the shares they add to."""
+    def _run(
+        self, segment: Segment, iteration: jax.Array, is_first: bool, read: Sequence
+    ) -> tuple[list, _Shares]:
+        """What a segment writes; the first one also rounds the inputs that it reads."""
         shares: _Shares = {}
 
         def changed(node: Node, x):
-            number = self._found.numbers.get(node)
+            number = self.found.numbers.get(node)
             if number is None:
                 return x
-            x, share = self._rounding.round(number, x, iteration)
+            x, share = self.rounding.round(number, x, iteration)
             shares[number] = jnp.stack([share, jnp.float32(1)])
             return x
 
-        def evaluate_bodies(call: Call, given: Sequence):
-            outputs, more = evaluators[call.primitive](call, given, iteration)
+        def evaluate_bodies(call: Call, operands: Sequence):
+            outputs, more = evaluators[call.primitive](call, operands, iteration)
             shares.update(more)
             return outputs
 
@@ -227,44 +221,43 @@ class _Evaluation:
             primitives.while_p: self._loop,
             primitives.scan_p: self._scan,
         }
-        instead: dict[Call, Callable] = {}
-        for call in program.calls:
-            if call in self._found.bodies:
-                instead[call] = functools.partial(evaluate_bodies, call)
-            elif call in self._native:
-                instead[call] = native_product(call, self._native[call])
-        return instead, changed, shares
+        bodies = {c: functools.partial(evaluate_bodies, c) for c in self.found.bodies}
+        known = dict(zip(segment.reads, read, strict=True))
+        if is_first:
+            known = {node: changed(node, x) for node, x in known.items()}
+        run(segment.calls, known, {**self.native, **bodies}, changed)
+        return [value_of(node, known) for node in segment.writes], shares
 
-    def _checkpoint(self, call: Call, given: Sequence, iteration):
-        (body,) = self._found.bodies[call].programs
+    def _checkpoint(self, call: Call, operands: Sequence, iteration):
+        (body,) = self.found.bodies[call].programs
         evaluate = jax.checkpoint(
-            lambda iteration, *given: self.all_at_once(body, given, iteration),
+            lambda iteration, *operands: self.all_at_once(body, operands, iteration),
             prevent_cse=call.params["prevent_cse"],
             policy=call.params["policy"],
         )
-        return evaluate(iteration, *given)
+        return evaluate(iteration, *operands)
 
-    def _conditional(self, call: Call, given: Sequence, iteration):
-        index, *arguments = given
-        branches = self._found.bodies[call].programs
-        none = {n: _NONE for body in branches for n in self._found.made_in(body)}
+    def _conditional(self, call: Call, operands: Sequence, iteration):
+        index, *operands = operands
+        branches = self.found.bodies[call].programs
+        none = {n: _NONE for body in branches for n in self.found.made_in(body)}
 
-        def evaluator(branch: LossProgram):
-            def evaluate(iteration, *arguments):
-                outputs, shares = self.all_at_once(branch, arguments, iteration)
-                return _typed(outputs, call), none | shares
+        def evaluate(branch: LossProgram, iteration, *operands):
+            outputs, shares = self.all_at_once(branch, operands, iteration)
+            return _typed(outputs, call), none | shares
 
-            return evaluate
+        evaluators = [functools.partial(evaluate, branch) for branch in branches]
+        return lax.switch(index, evaluators, iteration, *operands)
 
-        return lax.switch(index, list(map(evaluator, branches)), iteration, *arguments)
-
-    def _loop(self, call: Call, given: Sequence, iteration):
-        bodies = self._found.bodies[call]
+    def _loop(self, call: Call, operands: Sequence, iteration):
+        bodies = self.found.bodies[call]
         (body,) = bodies.programs
-        of_condition, given = given[: bodies.first], given[bodies.first :]
-        constants, carry = given[: bodies.constants], given[bodies.constants :]
+        of_condition, constants, carry, _ = bodies.parts_of(operands)
         condition = LossProgram(as_closed_jaxpr(call.params["cond_jaxpr"]))
-        inner = _Evaluation(self._found, self._rounding.forward_only(), {})
+        rounding = dataclasses.replace(
+            self.rounding, is_stored=False, has_cotangents=False
+        )
+        inner = self._replace(rounding=rounding)
         start = iteration * jnp.uint32(_MAX_RUNS)
 
         def goes_on(state):
@@ -277,41 +270,39 @@ class _Evaluation:
             sums = {n: sums[n] + share for n, share in shares.items()}
             return i + jnp.uint32(1), sums, _typed(outputs, call)
 
-        sums = dict.fromkeys(self._found.made_in(body), _NONE)
+        sums = dict.fromkeys(self.found.made_in(body), _NONE)
         state = jnp.uint32(0), sums, list(carry)
         _, sums, carry = lax.while_loop(goes_on, run_once, state)
         return carry, sums
 
-    def _scan(self, call: ScanCall, given: Sequence, iteration):
-        scan, (body,) = call.scan, self._found.bodies[call].programs
-        constants, given = given[: scan.constants], given[scan.constants :]
-        carry, xs = given[: scan.carry], given[scan.carry :]
+    def _scan(self, call: ScanCall, operands: Sequence, iteration):
+        scan, bodies = call.scan, self.found.bodies[call]
+        (body,) = bodies.programs
+        _, constants, carry, xs = bodies.parts_of(operands)
         first = iteration * jnp.uint32(scan.length)
-        is_stored = self._rounding.is_stored
+        is_stored = self.rounding.is_stored
         formats = self._carried_formats(call, body) if is_stored else {}
 
-        def packed(carry):
+        def patterns_of(carry):
             wide = lambda i: lax.stop_gradient(carry[i]).astype(jnp.float32)
-            return {i: pack(fmt, wide(i)) for i, fmt in formats.items()}
-
-        def from_pattern(i, x, patterns):
-            """A carry, read from its patterns, so that the carry itself is not kept."""
-            if i not in formats:
-                return x
-            return replaced(x, unpack(formats[i], patterns[i]).astype(x.dtype))
+            return {i: to_patterns(fmt, wide(i)) for i, fmt in formats.items()}
 
         def iterate(carry, x):
             (carry, patterns), (i, x) = carry, x
-            carry = [from_pattern(j, c, patterns) for j, c in enumerate(carry)]
+            carry = list(carry)
+            for j, fmt in formats.items():
+                # Read from patterns, so that the carry itself is not kept.
+                y = from_patterns(fmt, patterns[j]).astype(carry[j].dtype)
+                carry[j] = with_tangent_of(carry[j], y)
             arguments = [*constants, *carry, *x]
             outputs, shares = self.all_at_once(body, arguments, first + i)
             carry = outputs[: scan.carry]
-            return (carry, packed(carry)), (outputs[scan.carry :], shares)
+            return (carry, patterns_of(carry)), (outputs[scan.carry :], shares)
 
         iterations = jnp.arange(scan.length, dtype=jnp.uint32)
         (carry, _), (ys, shares) = lax.scan(
             keeping_patterns(iterate, prevent_cse=False) if is_stored else iterate,
-            (carry, packed(carry)),
+            (carry, patterns_of(carry)),
             (iterations, xs),
             length=scan.length,
             reverse=scan.reverse,
@@ -323,12 +314,12 @@ class _Evaluation:
         self, call: ScanCall, body: LossProgram
     ) -> dict[int, FloatFormat]:
         """By number, the formats of the carries whose format never changes."""
-        numbers, found = self._found.numbers, {}
+        numbers, found = self.found.numbers, {}
         carried = call.inputs[call.scan.constants :][: call.scan.carry]
         for i, (before, after) in enumerate(zip(carried, body.outputs, strict=False)):
             if before in numbers and after in numbers:
-                fmt = self._rounding.format(numbers[after])
-                if fmt == self._rounding.format(numbers[before]):
+                fmt = self.rounding.format(numbers[after])
+                if fmt == self.rounding.format(numbers[before]):
                     found[i] = fmt
         return found
 

@@ -1,21 +1,19 @@
 """Rounding one tensor, and later its cotangent, to the formats of an assignment."""
 
-import typing
+import dataclasses
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
-from lowbit_optax._numerics.float_format import FP32, FloatFormat, grid_of
+from lowbit_optax._numerics.float_format import FloatFormat, grid_of
 from lowbit_optax._numerics.grid import Grid, round_to_grid
 from lowbit_optax._numerics.random_bits import (
     BACKWARD_STREAM,
     FORWARD_STREAM,
-    RandomBits,
     leaf_number,
     random_bits,
 )
@@ -24,40 +22,26 @@ from lowbit_optax.precision.assignment import Assignment
 _STORED = "lowbit_optax.precision"
 
 
+@dataclasses.dataclass(frozen=True)
 class TensorRounding:
     """Rounds the tensors of an assignment.
 
     Args:
-      assignment: which format each tensor is in.
-      seed: None rounds to nearest, else see ``apply``.
+      assignment: which format each tensor is in; levels that are known are numpy's.
+      seed: uint32 scalar; None rounds to nearest.
       is_stored: whether the backward pass keeps tensors as patterns of their formats.
-      has_cotangents: whether tensors have cotangents, which are then rounded too.
+      has_cotangents: whether tensors have cotangents, which are then rounded too; in a
+        while loop they have none.
     """
 
-    def __init__(
-        self,
-        assignment: Assignment,
-        seed: jax.Array | int | None,
-        is_stored: bool,
-        has_cotangents: bool = True,
-    ):
-        # Known levels as numpy: indexed under jit, a jax.Array would become a tracer.
-        known = lambda x: x if isinstance(x, Tracer) else np.asarray(x)
-        self._assignment = jax.tree.map(known, assignment)
-        self.is_stored = is_stored
-        self._has_cotangents = has_cotangents
-        if isinstance(seed, int):
-            seed %= 2**32
-        self._seed = None if seed is None else jnp.asarray(seed, jnp.uint32)
-
-    def forward_only(self) -> "TensorRounding":
-        """The same for tensors without cotangents, as in a while loop."""
-        return TensorRounding(self._assignment, self._seed, False, False)
+    assignment: Assignment
+    seed: jax.Array | None
+    is_stored: bool
+    has_cotangents: bool = True
 
     def format(self, number: int) -> FloatFormat:
         """The format of a forward tensor, where it is known when compiling."""
-        formats = self._assignment.formats
-        return formats.low if self._assignment.low[number] else formats.high
+        return self.assignment.formats.forward(self.assignment.low[number])
 
     def round(
         self, number: int, x: jax.Array, iteration: jax.Array
@@ -69,53 +53,43 @@ class TensorRounding:
           x: its value.
           iteration: uint32 scalar, counts a scan's iterations, for random bits.
         """
-        assignment, formats = self._assignment, self._assignment.formats
-        low, low_backward = assignment.low[number], assignment.low_backward[number]
-        forward = low, formats.low, formats.high
-        backward = low_backward, formats.low_backward, formats.high_backward
+        assignment, formats = self.assignment, self.assignment.formats
+        forward = assignment.low[number], formats.forward
+        backward = assignment.low_backward[number], formats.backward
         # Where both are known to have all numbers of the dtype, x is not touched, so
         # that the compiler treats the loss as it would without rounding: between two
         # operations in bfloat16 it may keep float32.
-        chosen = _known(*forward), _known(*backward)
-        has_all = all(fmt is not None and fmt.has_all_of(x.dtype) for fmt in chosen)
+        known = _known(*forward), _known(*backward)
+        has_all = all(fmt is not None and fmt.has_all_of(x.dtype) for fmt in known)
         if has_all and not self.is_stored:
-            is_past = jnp.isinf(lax.stop_gradient(x))
-            return x, mean(is_past.astype(jnp.float32))
-        bits = None
-        if self._seed is not None:
+            return x, _share(jnp.isinf(lax.stop_gradient(x)))
+        bits = words = None
+        if self.seed is not None:
             name = leaf_number(assignment.plan.tensors[number].name)
-            (bits,) = random_bits(self._seed, iteration, [name])
-        words = None if bits is None else bits.words(x.shape, FORWARD_STREAM)
+            (bits,) = random_bits(self.seed, iteration, [name])
+            words = bits.words(x.shape, FORWARD_STREAM)
         wide = lax.stop_gradient(x).astype(jnp.float32)
         y, overflows = round_to_grid(wide, _grid(*forward), words)
         if self.is_stored:
             fmt = self.format(number)
-            y = unpack(fmt, checkpoint_name(pack(fmt, y), _STORED))
-        share = mean(overflows.astype(jnp.float32))
-        if not self._has_cotangents:
-            return _with_its_tangent(x, y.astype(x.dtype)), share
-        cotangent = _CotangentRounding(_grid(*backward), bits)
-        return _with_rounded_cotangent(x, y.astype(x.dtype), cotangent), share
+            y = from_patterns(fmt, checkpoint_name(to_patterns(fmt, y), _STORED))
+        y, share = y.astype(x.dtype), _share(overflows)
+        if not self.has_cotangents:
+            return with_tangent_of(x, y), share
+        return _with_rounded_cotangent(x, y, _grid(*backward), bits), share
 
 
-def replaced(x: jax.Array, y: jax.Array) -> jax.Array:
-    """y, whose cotangent becomes that of x as it is."""
-    return _with_rounded_cotangent(x, y, _UNROUNDED)
-
-
-def pack(fmt: FloatFormat, y: jax.Array) -> tuple[jax.Array, ...]:
+def to_patterns(fmt: FloatFormat, y: jax.Array) -> tuple[jax.Array, ...]:
     """A rounded tensor's patterns; whether it is finite, if they cannot tell."""
     if fmt.specials == "ieee":
         return (fmt.encode(y),)
     return fmt.encode(y), jnp.all(jnp.isfinite(y))
 
 
-def unpack(fmt: FloatFormat, packed: tuple[jax.Array, ...]) -> jax.Array:
+def from_patterns(fmt: FloatFormat, stored: tuple[jax.Array, ...]) -> jax.Array:
     """The tensor; NaN everywhere if it was not finite and the format has no NaN."""
-    y = fmt.decode(packed[0])
-    if len(packed) == 1:
-        return y
-    return jnp.where(packed[1], y, jnp.float32(jnp.nan))
+    y = fmt.decode(stored[0])
+    return y if len(stored) == 1 else jnp.where(stored[1], y, jnp.float32(jnp.nan))
 
 
 def keeping_patterns(function: Callable, **options) -> Callable:
@@ -124,71 +98,54 @@ def keeping_patterns(function: Callable, **options) -> Callable:
     return jax.checkpoint(function, policy=policy, **options)
 
 
-def mean(x: jax.Array) -> jax.Array:
-    """The mean of float32 elements; 0 if there are none."""
-    return jnp.sum(x) / jnp.float32(max(x.size, 1))
-
-
-class _CotangentRounding(typing.NamedTuple):
-    """How a cotangent is rounded.
-
-    Args:
-      grid: to which format.
-      random: None rounds to nearest.
-    """
-
-    grid: Grid
-    random: RandomBits | None
-
-
-def _second(x, y, rounding):
-    """y; its cotangent is rounded and becomes that of x."""
-    del x, rounding
+@jax.custom_jvp
+def with_tangent_of(x, y):
+    """y, with the tangent and the cotangent of x."""
+    del x
     return y
 
 
-def _forward(x, y, rounding):
+with_tangent_of.defjvp(lambda primals, tangents: (primals[1], tangents[0]))
+
+
+@jax.custom_vjp
+def _with_rounded_cotangent(x, y, grid, bits):
+    """y, whose cotangent is rounded and becomes that of x.
+
+    It cannot be used in a while loop, where custom gradients have no rule.
+    """
+    del x, grid, bits
+    return y
+
+
+def _forward(x, y, grid, bits):
     del x
-    return y, rounding
+    return y, (grid, bits)
 
 
-def _backward(rounding: _CotangentRounding, cotangent: jax.Array):
-    words = None
-    if rounding.random is not None:
-        words = rounding.random.words(cotangent.shape, BACKWARD_STREAM)
-    rounded, _ = round_to_grid(cotangent.astype(jnp.float32), rounding.grid, words)
-    return rounded.astype(cotangent.dtype), None, None
+def _backward(rounding, cotangent: jax.Array):
+    grid, bits = rounding
+    words = None if bits is None else bits.words(cotangent.shape, BACKWARD_STREAM)
+    rounded, _ = round_to_grid(cotangent.astype(jnp.float32), grid, words)
+    return rounded.astype(cotangent.dtype), None, None, None
 
 
-_with_rounded_cotangent = jax.custom_vjp(_second)
 _with_rounded_cotangent.defvjp(_forward, _backward)
 
 
-@jax.custom_jvp
-def _with_its_tangent(x, y):
-    """y, with the tangent of x; a while loop has no rule for the backward pass."""
-    del x
-    return y
+def _share(overflows: jax.Array) -> jax.Array:
+    """The share of elements that are true; 0 if there are none."""
+    return jnp.sum(overflows.astype(jnp.float32)) / jnp.float32(max(overflows.size, 1))
 
 
-@_with_its_tangent.defjvp
-def _tangent(primals, tangents):
-    return primals[1], tangents[0]
-
-
-_UNROUNDED = _CotangentRounding(grid_of(FP32), None)
-
-
-def _known(is_low, low: FloatFormat, high: FloatFormat) -> FloatFormat | None:
+def _known(is_low, of_level: Callable[..., FloatFormat]) -> FloatFormat | None:
     """The format, where it is known when compiling."""
-    if isinstance(is_low, Tracer):
-        return None
-    return low if is_low else high
+    return None if isinstance(is_low, Tracer) else of_level(is_low)
 
 
-def _grid(is_low, low: FloatFormat, high: FloatFormat) -> Grid:
-    known = _known(is_low, low, high)
+def _grid(is_low, of_level: Callable[..., FloatFormat]) -> Grid:
+    known = _known(is_low, of_level)
     if known is not None:
         return grid_of(known)
     pick = lambda a, b: jnp.where(is_low, a, b)
-    return jax.tree.map(pick, grid_of(low), grid_of(high))
+    return jax.tree.map(pick, grid_of(of_level(True)), grid_of(of_level(False)))

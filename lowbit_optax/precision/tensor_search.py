@@ -25,13 +25,15 @@ their elements have been rounded already.
 import collections
 import dataclasses
 import typing
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+import jax
 import jax.numpy as jnp
 from jax.extend.core import primitives
 
 from lowbit_optax._jaxprs.graph import Call, Node
 from lowbit_optax._jaxprs.program import LossProgram
+from lowbit_optax.precision.assignment import Kind, Tensor
 from lowbit_optax.precision.operations import (
     Bodies,
     bodies_of,
@@ -42,8 +44,6 @@ from lowbit_optax.precision.operations import (
     is_product,
     is_stored,
 )
-from lowbit_optax.precision.plan import Kind, Tensor
-from pallas_kernels.jaxprs import ClosedJaxpr
 
 
 @dataclasses.dataclass(eq=False)
@@ -54,11 +54,11 @@ class Value:
       aval: shape and dtype.
       stage: matrix products on the longest way to it.
       depends: whether on parameters or floating-point inputs.
-      is_stored: whether it has to be stored, and is therefore rounded.
+      is_stored: whether it has to be stored, and is rounded if it is a float array.
       name, kind, repeats, group, made_by, read_by: as in
         :class:`lowbit_optax.precision.Tensor`; no group if nothing reads it.
-      origins: the values that it may be, if it is not made where it is read: inside of
-        a body the operand outside, and for the result of a call with bodies their
+      origins: the values that it may be, if it is not made where it is read: for an
+        input of a body the operand outside, for a result of a call with bodies their
         outputs.
       carried: what takes its place in the next run of a body.
     """
@@ -81,21 +81,11 @@ class Value:
         self.depends &= jnp.issubdtype(self.aval.dtype, jnp.inexact)
 
     @property
-    def can_be_tensor(self) -> bool:
-        """Whether it is a float array that depends on inputs and is made where read."""
-        has_size = is_float(self.aval) and self.aval.ndim > 0
-        return self.depends and has_size and not self.origins
-
-    @property
     def is_tensor(self) -> bool:
-        """Whether it is one, once the program has been read."""
+        """Whether it is rounded: a float array, needed later, made where it is read."""
+        is_array = is_float(self.aval) and self.aval.ndim > 0 and not self.origins
         is_used = bool(self.read_by) if self.kind == "input" else self.group is not None
-        return self.is_stored and self.can_be_tensor and is_used
-
-    def store(self) -> None:
-        """It has to be stored, if it is a value that can be rounded."""
-        if self.can_be_tensor:
-            self.is_stored = True
+        return self.is_stored and self.depends and is_array and is_used
 
     def note_product(self, number: int) -> None:
         """A matrix product reads it, and so reads whichever of its origins it is."""
@@ -109,11 +99,12 @@ class TensorSearch:
     """Reads a traced loss and finds its tensors.
 
     Args:
-      closed: the loss's jaxpr; the loss is its first output.
-      names: of the inputs, parameters first.
-      parameters: how many of the inputs are parameters.
+      loss_fn: called as ``loss_fn(params, *batch)``.
+      has_aux: whether it returns ``(loss, aux)``.
+      params, batch: arrays or their shapes and dtypes.
 
     Attributes:
+      result: the shapes of its result, as a tree.
       program: its calls, functions under ``jit`` inlined.
       bodies: by call, what it runs.
       tensors: in the order in which they are made.
@@ -122,9 +113,20 @@ class TensorSearch:
       numbers: of the tensors, by the node at which the tensor is made.
       operands: by ``dot_general`` outside of while loops, for each operand the numbers
         of the tensors that it may be; none if it may be no tensor, as a constant is.
+
+    Raises:
+      TypeError: if the loss is not a float scalar.
     """
 
-    def __init__(self, closed: ClosedJaxpr, names: Sequence[str], parameters: int):
+    def __init__(self, loss_fn: Callable, has_aux: bool, params, batch: Sequence):
+        arguments = params, *batch
+        closed, self.result = jax.make_jaxpr(loss_fn, return_shape=True)(*arguments)
+        loss = self.result[0] if has_aux else self.result
+        if getattr(loss, "shape", None) != () or not is_float(loss):
+            pair = "" if has_aux else ", or with has_aux=True a pair of it and anything"
+            raise TypeError(
+                f"precision: the loss is {loss}; accepted is a float scalar{pair}"
+            )
         self.program = LossProgram(closed, inline_all=True)
         self.products = 0
         self.bodies: dict[Call, Bodies] = {}
@@ -132,18 +134,23 @@ class TensorSearch:
         self._values: dict[Node, Value] = {}
         self._operands: dict[Call, list[Value]] = {}
         self._kind: Kind = "value"  # of the values that are read
-        inputs = []
-        for i, (name, node) in enumerate(zip(names, self.program.inputs, strict=True)):
-            is_parameter = i < parameters
-            value = Value(node.aval, depends=True, is_stored=is_parameter, name=name)
-            value.kind = "parameter" if is_parameter else "input"
-            self._values[node] = value
-            inputs.append(value)
+        leaves = jax.tree_util.tree_leaves_with_path((params, batch))
+        for (path, _), node in zip(leaves, self.program.inputs, strict=True):
+            is_parameter = path[0].idx == 0
+            name = "params" if is_parameter else "batch"
+            self._values[node] = Value(
+                node.aval,
+                depends=True,
+                is_stored=is_parameter,
+                name=name + jax.tree_util.keystr(path[1:]),
+                kind="parameter" if is_parameter else "input",
+            )
+        inputs = list(self._values.values())
         self._read(self.program, inputs, {self.program.outputs[0]}, "", 1)
-        tensors = {node: x for node, x in self._values.items() if x.is_tensor}
-        self.tensors = tuple(_records(tensors.values()))
-        self.numbers = {node: number for number, node in enumerate(tensors)}
-        numbers = {value: number for number, value in enumerate(tensors.values())}
+        made = [(node, x) for node, x in self._values.items() if x.is_tensor]
+        self.tensors = tuple(_records(value for _, value in made))
+        self.numbers = {node: number for number, (node, _) in enumerate(made)}
+        numbers = {value: number for number, (_, value) in enumerate(made)}
         self.operands = {
             call: tuple(_numbers_of(value, numbers) for value in operands)
             for call, operands in self._operands.items()
@@ -151,9 +158,9 @@ class TensorSearch:
 
     def made_in(self, program: LossProgram) -> list[int]:
         """Numbers of the tensors that a program makes, itself or in its bodies."""
-        made = [node for call in program.calls for node in call.outputs]
-        found = [self.numbers[node] for node in made if node in self.numbers]
+        found = []
         for call in program.calls:
+            found += [self.numbers[x] for x in call.outputs if x in self.numbers]
             if call in self.bodies:
                 for body in self.bodies[call].programs:
                     found += self.made_in(body)
@@ -186,14 +193,17 @@ class TensorSearch:
             if not needed.intersection(call.outputs):
                 continue
             operands = [known.get(node) or Value(node.aval) for node in call.inputs]
-            is_loop = call.primitive is primitives.while_p
+            depends = any(x.depends for x in operands)
+            # Nothing is rounded in a loop over constants and integers.
+            is_read = depends or call.primitive is not primitives.while_p
             if call.primitive.name == "optimization_barrier":
                 results = operands
             elif is_move(call):
-                results = self._move(call, operands, path)
-            elif is_loop and not any(x.depends for x in operands):
-                results = self._read_operator(call, operands, where, repeats)
-            elif bodies := bodies_of(call):
+                results = [operands[0]] * len(call.outputs)
+                if call.primitive is primitives.name_p:
+                    operands[0].is_stored = True
+                    operands[0].name = path + call.params["name"]
+            elif is_read and (bodies := bodies_of(call)):
                 self.bodies[call] = bodies
                 results = self._read_bodies(call, operands, needed, where, repeats)
             else:
@@ -201,16 +211,10 @@ class TensorSearch:
             known.update(zip(call.outputs, results, strict=True))
         return [known.get(node) or Value(node.aval) for node in program.outputs]
 
-    def _move(self, call: Call, operands: list[Value], path: str) -> list[Value]:
-        value = operands[0]
-        if call.primitive is primitives.name_p and value.can_be_tensor:
-            value.is_stored, value.name = True, path + call.params["name"]
-        return [value] * len(call.outputs)
-
     def _read_operator(
         self, call: Call, operands: list[Value], where: str, repeats: int
     ) -> list[Value]:
-        """Its results are values of their own; nothing inside of it is."""
+        """An operator's results are new values; what it computes inside is not read."""
         depends = any(x.depends for x in operands)
         if depends and hides_tensors(call):
             self.opaque.append(where)
@@ -242,7 +246,7 @@ class TensorSearch:
         if value.group is None:
             value.group = self.products
         if value.stage < stage:
-            value.store()
+            value.is_stored = True
         if product is not None:
             value.note_product(product)
         for origin in value.origins:
@@ -274,14 +278,12 @@ class TensorSearch:
             inputs = zip(arguments, program.inputs, strict=True)
             needed_inside = _needed(program, wanted)
             read = [x for x, node in inputs if node in needed_inside]
-            for operand in read:
-                operand.store()
             outputs = self._read(program, inside, wanted, path, repeats * bodies.runs)
-            for node, output in zip(program.outputs, outputs, strict=True):
-                if node in wanted:
-                    output.store()
+            results = zip(outputs, program.outputs, strict=True)
+            for value in [*read, *(x for x, node in results if node in wanted)]:
+                value.is_stored = True
             for operand in read:
-                if operand.group is None:  # what reads it is no operator
+                if operand.group is None:  # only moves or bodies read it
                     operand.group = self.products
             # The next run reads a carry in the place of this one's.
             carried = inside[bodies.constants :][: bodies.carry]
@@ -335,7 +337,7 @@ def _wanted(
 def _inside(
     program: LossProgram, bodies: Bodies, arguments: Sequence[Value], stage: int
 ) -> list[Value]:
-    """The inputs of a body, of which carries may come to depend on any other."""
+    """The inputs of a body; a carry may come to depend on any other of them."""
     depends = any(x.depends for x in arguments)
     carried = range(bodies.constants, bodies.constants + bodies.carry)
     return [
@@ -345,7 +347,7 @@ def _inside(
 
 
 def _numbers_of(value: Value, numbers: Mapping[Value, int]) -> tuple[int, ...]:
-    """Of the tensors that a value may be; none if it may be something else."""
+    """Numbers of the tensors that a value may be; none if it may be something else."""
     found, seen, left = set(), set(), [value]
     while left:
         value = left.pop()

@@ -1,4 +1,6 @@
-"""Quantised weights and gradients of which every product in a step is exact."""
+"""Quantised weights, and gradients with which every product in a step is exact."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +8,16 @@ import numpy as np
 
 import lowbit_optax
 from lowbit_optax._numerics import linear_code
+
+
+@functools.cache
+def quantizer(bits, **options):
+    """``quantize_params``, jitted: else each operation is compiled for each shape."""
+    quantize = functools.partial(lowbit_optax.quantize_params, bits=bits, **options)
+    return jax.jit(quantize)
+
+
+values_of = jax.jit(lowbit_optax.dequantize, static_argnums=1)
 
 
 def quantised(shape, bits, block_size):

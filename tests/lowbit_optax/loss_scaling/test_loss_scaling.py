@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax.training import train_state
 from jax import lax
-from optimizers import assert_same_bits, initial, weights_only
+from optimizers import apply, assert_same_bits, initial, jitted, train, weights_only
 
 import lowbit_optax
 from lowbit_optax import (
@@ -60,8 +60,7 @@ def spoilt(grads, value=np.inf):
 
 def test_backoff_follows_its_rule_step_by_step():
     scaling = backoff_scale(8.0, period=3, smallest=2.0, largest=16.0)
-    scale, state = scaling.init()
-    overflows = [0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0]
+    overflows = np.array([0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0], bool)
     want, expected, good = [], 8.0, 0
     for bad in overflows:
         good = 0 if bad else good + 1
@@ -70,13 +69,9 @@ def test_backoff_follows_its_rule_step_by_step():
         elif good == 3:
             expected, good = min(expected * 2, 16.0), 0
         want.append(expected)
-    got = []
-    for bad in overflows:
-        finite, largest = jnp.bool_(not bad), jnp.float32(np.inf if bad else 1.0)
-        scale, state = scaling.next(scale, state, largest, finite)
-        got.append(float(scale))
-    assert got == want
-    assert {2.0, 16.0} <= set(got)
+    largest = np.where(overflows, np.inf, 1.0).astype(np.float32)
+    assert run_of(scaling, largest, ~overflows).tolist() == want
+    assert {2.0, 16.0} <= set(want)
 
 
 def log_normal_model(sizes, finite, initial=2.0**15, decay=0.99, limit=65504.0):
@@ -129,21 +124,31 @@ def test_log_normal_follows_a_model_in_numpy():
     np.testing.assert_array_less(np.abs(np.log2(got) - np.log2(want)), 1.5)
 
 
+@functools.cache
+def in_float16(scaling):
+    """For max |g| of some runs: the scales; which steps overflow, which are zero."""
+
+    def one(carry, size):
+        scale, state = carry
+        scaled = (size * scale).astype(jnp.float16)
+        finite, largest = jnp.isfinite(scaled), scaled.astype(jnp.float32) / scale
+        carry = scaling.next(scale, state, largest, finite)
+        return carry, (scale, ~finite, scaled == 0)
+
+    return jax.jit(jax.vmap(lambda x: lax.scan(one, scaling.init(), x)[1]))
+
+
+def log_normal_run(sizes):
+    """The scales of one run, which steps overflow, and which are zero."""
+    sizes = np.asarray([sizes], np.float32)
+    return [np.asarray(x[0]) for x in in_float16(log_normal_scale())(sizes)]
+
+
 @pytest.mark.parametrize("deviation", [0.5, 2.0, 4.0])
 def test_log_normal_overflows_less_than_once_in_a_thousand_steps(deviation):
-    scaling = log_normal_scale(2.0**15)
-    runs, steps = 64, 10_000
-    exponents = -8 + deviation * jax.random.normal(jax.random.key(1), (runs, steps))
-
-    def one(carry, exponent):
-        scale, state = carry
-        size = jnp.exp2(exponent)
-        finite = size * scale <= jnp.float32(65504)
-        return scaling.next(scale, state, size, finite), finite
-
-    run = jax.jit(jax.vmap(lambda x: lax.scan(one, scaling.init(), x)[1]))
-    overflows = 1 - np.asarray(run(exponents))[:, 1000:].mean()
-    assert overflows < 0.001
+    noise = deviation * jax.random.normal(jax.random.key(1), (64, 10_000))
+    _, overflows, _ = in_float16(log_normal_scale())(jnp.exp2(noise - 8))
+    assert overflows[:, 1000:].mean() < 0.001
 
 
 @pytest.mark.parametrize("name", ["backoff", "log_normal"])
@@ -199,44 +204,14 @@ def test_parameters_move_again_after_nans(overflows, before):
     assert int(state.skipped) == overflows
 
 
-def log_normal_run(sizes):
-    """Scales, and what becomes of each step's max |g| in float16 at its scale."""
-    scaling = log_normal_scale()
-    following = jax.jit(scaling.next)
-    scale, state = scaling.init()
-    scales, outcomes = [], []
-    for size in sizes:
-        with np.errstate(over="ignore"):
-            scaled = np.float32(np.float16(size * float(scale)))
-        finite = np.isfinite(scaled)
-        scales.append(float(scale))
-        outcomes.append("overflow" if not finite else "seen" if scaled else "zero")
-        largest = jnp.float32(scaled / scales[-1])
-        scale, state = following(scale, state, largest, jnp.bool_(finite))
-    return scales, outcomes
-
-
 @pytest.mark.parametrize("run", [20, 100, 500])
 def test_overflows_do_not_hide_gradients_of_the_usual_size(run):
     sizes = [2.0**-9] * 50 + [np.nan] * run + [2.0**-9] * 3
-    scales, outcomes = log_normal_run(sizes)
-    assert min(scales) * 2.0**-9 >= 2.0**-24
-    assert outcomes[-3:] == ["seen"] * 3
+    scales, overflows, zeros = log_normal_run(sizes)
+    assert scales.min() * 2.0**-9 >= 2.0**-24
+    assert not (overflows | zeros)[-3:].any()
     # A size that was seen once sets the scale by the statistics again.
-    assert scales[-2:] == [scales[49]] * 2
-
-
-@functools.cache
-def in_float16(scaling):
-    """From log2 max|g| of some runs: which steps overflow and which are zero."""
-
-    def one(carry, exponent):
-        scale, state = carry
-        scaled = (jnp.exp2(exponent) * scale).astype(jnp.float16)
-        finite, largest = jnp.isfinite(scaled), scaled.astype(jnp.float32) / scale
-        return scaling.next(scale, state, largest, finite), (~finite, scaled == 0)
-
-    return jax.jit(jax.vmap(lambda x: lax.scan(one, scaling.init(), x)[1]))
+    assert (scales[-2:] == scales[49]).all()
 
 
 @pytest.mark.parametrize("deviation", [0.0, 0.5, 2.0])
@@ -245,35 +220,32 @@ def test_gradients_of_another_size_are_followed(deviation):
     first = np.where(octaves < 0, 14, -24)[:, None]
     noise = deviation * np.random.default_rng(0).standard_normal((len(octaves), 1000))
     changed = np.arange(1000) >= 200
-    exponents = jnp.asarray(first + octaves[:, None] * changed + noise, jnp.float32)
-    overflows, zeros = in_float16(log_normal_scale())(exponents)
+    sizes = np.exp2(first + octaves[:, None] * changed + noise).astype(np.float32)
+    _, overflows, zeros = in_float16(log_normal_scale())(sizes)
     assert not zeros[:, 500:].any()
     assert np.mean(overflows[:, 500:]) < 0.001
 
 
 def test_two_steps_of_small_gradients_do_not_raise_the_scale():
     sizes = [2.0**-9] * 200 + [2.0**-24] * 2 + [2.0**-9] * 3
-    scales, outcomes = log_normal_run(sizes)
+    scales, overflows, zeros = log_normal_run(sizes)
     assert max(scales[200:]) == scales[199]
-    assert set(outcomes) == {"seen"}
+    assert not (overflows | zeros).any()
 
 
 @pytest.mark.parametrize("size", [1e-3, 1e-9, 1e-12])
 def test_zeros_at_a_low_scale_raise_it(size):
+    sizes = np.full((1, 2000), size, np.float32)
     scaling = log_normal_scale(2.0**-24)
-    following = jax.jit(scaling.next)
-    scale, state = scaling.init()
-    steps = 0
-    while np.float16(size * float(scale)) == 0:
-        scale, state = following(scale, state, jnp.float32(0), jnp.bool_(True))
-        steps += 1
-        assert steps < 2000
-    assert float(scale) <= scaling.largest
+    scales, overflows, zeros = in_float16(scaling)(sizes)
+    assert zeros[0, 0]
+    assert not (overflows | zeros)[0, -1]
+    assert scales.max() <= scaling.largest
 
 
 def test_zeros_after_statistics_bring_back_their_scale():
-    scales, outcomes = log_normal_run([2.0**-9] * 50 + [np.nan] * 20 + [0] * 2)
-    assert outcomes[-1] == "zero"
+    scales, _, zeros = log_normal_run([2.0**-9] * 50 + [np.nan] * 20 + [0] * 2)
+    assert zeros[-1]
     assert scales[-1] == scales[49] > scales[69]
 
 
@@ -308,54 +280,37 @@ def test_scaled_training_is_unscaled_training_bit_for_bit(inner):
         assert_same_bits((got[0], got[1].inner_state), want)
 
 
-def updated(tx, params, state, grads):
-    """``step`` as users of optax write it."""
-    updates, state = tx.update(grads, state, params)
-    return lowbit_optax.apply_updates(params, updates), state
+BY_KERNELS = [
+    pytest.param(
+        functools.partial(alias, 2.0**-7, implementation="pallas"),
+        marks=pytest.mark.slow_to_compile,
+        id=f"{alias.__name__}, kernels",
+    )
+    for alias in (lowbit_optax.kahan_adamw, lowbit_optax.lowbit_adamw)
+]
 
 
-@pytest.mark.parametrize("advance", [lowbit_optax.step, updated])
-@pytest.mark.parametrize("inner", INNERS)
+@pytest.mark.parametrize("advance", [lowbit_optax.step, apply])
+@pytest.mark.parametrize(
+    "inner",
+    [*(pytest.param(make, id=name) for name, make in INNERS.items()), *BY_KERNELS],
+)
 def test_an_overflow_moves_nothing_but_the_scale(inner, advance):
-    tx = with_loss_scale(INNERS[inner](), SCALINGS["backoff"])
-    advance = jax.jit(functools.partial(advance, tx))
-    params = parameters()
-    state = tx.init(params)
-    for i in range(2):
-        params, state = advance(params, state, gradients(i, 2.0**10))
-    for bad in (np.inf, -np.inf, np.nan):
-        grads = spoilt(gradients(2, 2.0**10), bad)
-        after, new = advance(params, state, grads)
-        assert_same_bits((after, new.inner_state), (params, state.inner_state))
-        assert float(new.scale) == float(state.scale) / 2
-        assert int(new.skipped) == 1
-        assert int(new.scaling_state) == 0
-
-
-@pytest.mark.slow_to_compile
-@pytest.mark.parametrize("advance", [lowbit_optax.step, updated])
-@pytest.mark.parametrize("alias", ["kahan_adamw", "lowbit_adamw"])
-def test_kernels_write_nothing_when_a_step_is_skipped(alias, advance):
-    make = getattr(lowbit_optax, alias)
-    tx = with_loss_scale(make(2.0**-7, implementation="pallas"), SCALINGS["backoff"])
-    advance = jax.jit(functools.partial(advance, tx))
+    tx = with_loss_scale(inner(), SCALINGS["backoff"])
+    advance = jitted(tx, advance)
     params = parameters() | {"norm": jnp.ones(7)}
     state = initial(tx, params)
-    params, state = advance(params, state, gradients(0, 2.0**10, params))
-    bad = spoilt(gradients(1, 2.0**10, params))
-    after, new = advance(params, state, bad)
-    assert_same_bits((after, new.inner_state), (params, state.inner_state))
-    assert (int(state.skipped), int(new.skipped)) == (0, 1)
-    moved, _ = advance(params, state, gradients(1, 2.0**10, params))
-    for name in params:
-        assert (moved[name] != params[name]).any()
-
-
-def test_negative_zeros_stay_negative_zeros_when_a_step_is_skipped():
-    tx = with_loss_scale(optax.sgd(1.0), static_scale(2.0))
-    params = parameters()
-    updates, _ = tx.update(spoilt(gradients(0)), tx.init(params), params)
-    assert_same_bits(optax.apply_updates(params, updates), params)
+    for i in range(2):
+        params, state = advance(params, state, gradients(i, 2.0**10, params))
+    grads = gradients(2, 2.0**10, params)
+    for bad in (np.inf, -np.inf, np.nan):
+        after, new = advance(params, state, spoilt(grads, bad))
+        assert_same_bits((after, new.inner_state), (params, state.inner_state))
+        assert float(new.scale) == float(state.scale) / 2
+        assert (int(state.skipped), int(new.skipped)) == (0, 1)
+        assert int(new.scaling_state) == 0
+    moved, _ = advance(params, state, grads)
+    assert all((moved[name] != params[name]).any() for name in params)
 
 
 def test_inside_lowbit_the_inner_state_rests_and_the_count_goes_on():
@@ -365,7 +320,7 @@ def test_inside_lowbit_the_inner_state_rests_and_the_count_goes_on():
     )
     params = parameters()
     state = initial(tx, params)
-    step = jax.jit(functools.partial(lowbit_optax.step, tx))
+    step = jitted(tx, lowbit_optax.step)
     params, state = step(params, state, gradients(0, 2.0**10))
     after, new = step(params, state, spoilt(gradients(1)))
     assert_same_bits((after, new.residual), (params, state.residual))
@@ -427,29 +382,11 @@ def test_a_training_state_skips_an_overflow_and_goes_on(create):
     params = {"w": jnp.ones(4, jnp.float16)}
     state = create(apply_fn=None, params=params, tx=tx)
     grads = {"w": jnp.full(4, 2.0**10, jnp.float16)}
-    state = state.apply_gradients(grads=spoilt_one(grads))
+    state = state.apply_gradients(grads={"w": grads["w"].at[0].set(jnp.nan)})
     np.testing.assert_array_equal(state.params["w"], np.ones(4))
     state = state.apply_gradients(grads=grads)
     np.testing.assert_array_equal(state.params["w"], np.zeros(4))
     assert (int(state.step), int(state.opt_state.skipped)) == (2, 1)
-
-
-def spoilt_one(grads):
-    return {"w": grads["w"].at[0].set(jnp.nan)}
-
-
-def test_it_is_found_in_chains_and_training_states():
-    tx = optax.chain(
-        optax.clip(1e6), with_loss_scale(optax.sgd(0.5), static_scale(4.0))
-    )
-    params = {"w": jnp.ones(3)}
-    state = TrainState.create(apply_fn=None, params=params, tx=tx)
-    loss_fn = lambda params: jnp.sum(params["w"] ** 2)
-    value, grads = scaled_value_and_grad(loss_fn)(state.params, state.opt_state)
-    assert float(value) == 3.0
-    np.testing.assert_array_equal(grads["w"], np.full(3, 8.0))
-    state = state.apply_gradients(grads=grads)
-    np.testing.assert_array_equal(state.params["w"], np.zeros(3))
 
 
 def test_the_value_and_what_comes_with_it_are_not_scaled():
@@ -506,16 +443,11 @@ def test_weight_decay_that_float16_would_lose_is_kept(weights):
     # in float16, and so is what it changes the weight by.
     inner = optax.chain(optax.add_decayed_weights(1e-5), optax.sgd(0.1))
     params = {"w": jnp.full((64, 64), 0.01, jnp.float16)}
-    tx = with_loss_scale(
-        lowbit_optax.lowbit(inner, weights=weights, moments="float32"),
-        static_scale(2.0**10),
-    )
+    tx = with_loss_scale(weights_only(inner, weights), static_scale(2.0**10))
     state = tx.init(params)
     zeros = jax.tree.map(jnp.zeros_like, params)
     start = lowbit_optax.master_weights(params, state)["w"].mean()
-    step = jax.jit(lowbit_optax.step, static_argnums=0)
-    for _ in range(1000):
-        params, state = step(tx, params, state, zeros)
+    params, state = train(tx, params, state, [zeros] * 1000, lowbit_optax.step)
     end = lowbit_optax.master_weights(params, state)["w"].mean()
     # A step is 11 units of float32's last place there.
     assert np.isclose(end / start, (1 - 1e-6) ** 1000, rtol=1e-4)
@@ -529,10 +461,7 @@ def test_weight_decay_that_float16_would_lose_is_kept(weights):
         (lambda: backoff_scale(factor=1.0), "factor is 1.0"),
         (lambda: backoff_scale(period=0), "period is 0"),
         (lambda: backoff_scale(2.0, smallest=4.0), "initial is 2.0"),
-        (
-            lambda: log_normal_scale(overflow_probability=1.0),
-            "overflow_probability is 1.0",
-        ),
+        (lambda: log_normal_scale(overflow_probability=1.0), "probability is 1.0"),
         (lambda: log_normal_scale(decay=1.0), "decay is 1.0"),
         (lambda: log_normal_scale(least_deviation=-1.0), "least_deviation is -1.0"),
     ],
@@ -542,7 +471,7 @@ def test_bad_choices_are_errors(make, message):
         make()
 
 
-def test_a_state_without_a_scale_and_a_scaling_that_is_none_are_errors():
+def test_states_and_scalings_of_other_kinds_are_errors():
     params = parameters()
     with pytest.raises(ValueError, match="0 loss scales"):
         current_loss_scale(optax.sgd(0.1).init(params))

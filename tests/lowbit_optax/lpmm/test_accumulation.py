@@ -183,12 +183,30 @@ def test_no_gradient_is_kept_in_full_precision():
     assert scales["b"] is codes["n"] is scales["n"] is None
 
 
-def test_bad_arguments_and_states_are_errors():
-    for every, error in [(0, ValueError), (2.0, TypeError), (True, TypeError)]:
-        with pytest.raises(error, match="every is"):
-            accumulate_gradients(optax.sgd(0.1), every)
-    with pytest.raises(TypeError, match="not a moment format"):
-        accumulate_gradients(optax.sgd(0.1), 2, jnp.int8)
+WITHOUT_NEGATIVES = [block_quantized(8, code=code) for code in ("sqrt", "float", "log")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ((MEAN, 0), ValueError, "every is 0"),
+        ((MEAN, 2.0), TypeError, r"every is 2\.0"),
+        ((MEAN, True), TypeError, "every is True"),
+        ((MEAN, 2, jnp.int8), TypeError, "format is .* not a moment format"),
+        *(
+            ((MEAN, 2, x), ValueError, ".* no negative values")
+            for x in WITHOUT_NEGATIVES
+        ),
+        ((3, 2), TypeError, "inner is 3"),
+        ((lpmm_sgd, 2), TypeError, "inner is <function"),
+    ],
+)
+def test_bad_arguments_are_errors(arguments, error, text):
+    with pytest.raises(error, match=f"accumulate_gradients: {text}"):
+        accumulate_gradients(*arguments)
+
+
+def test_a_state_of_another_format_is_an_error():
     params = {"w": jnp.ones(SHAPE)}
     state = accumulate_gradients(optax.sgd(0.1), 2, min_size=10**9).init(params)
     tx = accumulate_gradients(optax.sgd(0.1), 2)

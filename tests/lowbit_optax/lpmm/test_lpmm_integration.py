@@ -13,7 +13,8 @@ import pytest
 from collectives import collectives
 from flax import serialization
 from flax.training import train_state
-from optimizers import assert_same_bits, initial, jitted
+from optimizers import apply, assert_same_bits, initial, train
+from quantised import quantizer, values_of
 
 import lowbit_optax
 from lowbit_optax import (
@@ -39,16 +40,6 @@ def arrays(seed=0, scale=1.0):
     }
 
 
-@functools.cache
-def quantizer(bits, **options):
-    # Jitted: else each operation on each shape is compiled by itself.
-    quantize = functools.partial(lowbit_optax.quantize_params, bits=bits, **options)
-    return jax.jit(quantize)
-
-
-values_of = jax.jit(dequantize)
-
-
 def params_of(bits=12):
     return quantizer(bits)(arrays())
 
@@ -57,24 +48,16 @@ def series(count):
     return [arrays(100 + i, 0.1) for i in range(count)]
 
 
-def train(tx, params, state, grads, advance=lowbit_optax.step):
-    run = jitted(tx, advance)
-    for grad in grads:
-        params, state = run(params, state, grad)
-    return params, state
-
-
-def applied(tx, params, state, grads):
-    """A step as users of optax write it."""
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
+def trained(tx, params, grads, advance=apply):
+    """The parameters after steps from the initial state."""
+    return train(tx, params, initial(tx, params), grads, advance)[0]
 
 
 # Wrappers.
 
 
 @pytest.mark.slow_to_compile
-@pytest.mark.parametrize("advance", [applied, lowbit_optax.step])
+@pytest.mark.parametrize("advance", [apply, lowbit_optax.step])
 def test_partition_and_masked_train_each_weight_by_its_own(advance):
     labels = {"kernel": "low", "other": "low", "bias": "plain"}
     low, plain = lpmm_sgd(0.1, 0.9), optax.adam(0.01)
@@ -83,19 +66,14 @@ def test_partition_and_masked_train_each_weight_by_its_own(advance):
     is_plain = {name: not low for name, low in is_low.items()}
     masked = optax.chain(optax.masked(low, is_low), optax.masked(plain, is_plain))
     params, grads = params_of(), series(3)
-    got, _ = train(parted, params, initial(parted, params), grads, advance)
-    other, _ = train(masked, params, initial(masked, params), grads, advance)
+    got = trained(parted, params, grads, advance)
+    assert_same_bits(trained(masked, params, grads, advance), got)
 
     some = {k: params[k] for k in ("kernel", "other")}
-    want, _ = train(
-        low, some, initial(low, some), [{k: g[k] for k in some} for g in grads]
-    )
-    bias, _ = train(
-        plain, params["bias"], plain.init(params["bias"]), [g["bias"] for g in grads]
-    )
+    want = trained(low, some, [{k: g[k] for k in some} for g in grads])
     assert_same_bits({k: got[k] for k in some}, want)
+    bias = trained(plain, params["bias"], [g["bias"] for g in grads])
     np.testing.assert_array_equal(got["bias"], bias)
-    assert_same_bits(other, got)
 
 
 def test_of_partition_some_weights_stay_quantised_and_frozen():
@@ -107,7 +85,7 @@ def test_of_partition_some_weights_stay_quantised_and_frozen():
     frozen_grads = [
         g | {"other": jax.tree.map(jnp.zeros_like, params["other"])} for g in series(2)
     ]
-    after, _ = train(tx, params, initial(tx, params), frozen_grads, applied)
+    after = trained(tx, params, frozen_grads)
     assert_same_bits(after["other"], params["other"])
     moved = values_of(after["kernel"]) - values_of(params["kernel"])
     assert float(jnp.abs(moved).mean()) > 1e-3
@@ -117,12 +95,12 @@ def test_a_chain_clips_before_the_weights_move():
     params, (grads,) = params_of(), series(1)
     clip, plain = optax.clip_by_global_norm(0.1), lpmm_sgd(0.5)
     clipped, _ = clip.update(grads, clip.init(None))
-    want, _ = train(plain, params, initial(plain, params), [clipped])
+    want = trained(plain, params, [clipped])
     for tx in (
         optax.chain(clip, plain),
         lowbit_optax.lowbit(optax.chain(clip, optax.sgd(0.5))),
     ):
-        after, _ = train(tx, params, initial(tx, params), [grads], applied)
+        after = trained(tx, params, [grads])
         change = jax.tree.map(
             lambda a, b: np.abs(a - b).max(), values_of(after), values_of(want)
         )
@@ -131,24 +109,6 @@ def test_a_chain_clips_before_the_weights_move():
         assert max(change.values()) <= 1.01 * steps
         same = (after["kernel"].codes == want["kernel"].codes).mean()
         assert same > 0.99
-
-
-def test_injected_hyperparameters_set_the_rate():
-    inject = optax.inject_hyperparams(
-        lpmm_sgd,
-        static_args=("momentum_bits", "block_size", "seed", "min_size"),
-        hyperparam_dtype=jnp.float32,
-    )
-    tx, params, grads = inject(learning_rate=0.1, momentum=0.9), params_of(), series(4)
-    params, state = train(tx, params, initial(tx, params), grads[:2], applied)
-    state.hyperparams["learning_rate"] = jnp.float32(0.0)
-    after, _ = train(tx, params, state, grads[2:], applied)
-    assert_same_bits(after["kernel"].codes, params["kernel"].codes)
-
-    plain = lpmm_sgd(0.1, 0.9)
-    want, _ = train(plain, params_of(), initial(plain, params_of()), grads[:2], applied)
-    change = jnp.abs(values_of(params["kernel"]) - values_of(want["kernel"]))
-    assert float(change.max()) <= 0.01
 
 
 def test_a_schedule_is_that_of_the_inner_transformation():
@@ -170,10 +130,9 @@ def test_multi_steps_goes_inside_and_accumulate_gradients_outside():
         weights=lowbit_optax.quantized_weights(rounding="nearest"),
     )
     outside = accumulate_gradients(lpmm_sgd(0.1, rounding="nearest"), 2, min_size=10**9)
-    one, _ = train(inside, params, initial(inside, params), grads, applied)
-    other, _ = train(outside, params, initial(outside, params), grads, applied)
+    one, other = (trained(tx, params, grads)["kernel"] for tx in (inside, outside))
     steps = np.asarray(params["kernel"].scales).view(np.float32).max()
-    change = np.abs(values_of(one["kernel"]) - values_of(other["kernel"]))
+    change = np.abs(values_of(one) - values_of(other))
     assert np.all(change <= 1.3 * steps)
     assert (change > 0.5 * steps).mean() < 0.1
 
@@ -186,7 +145,7 @@ def test_multi_steps_goes_inside_and_accumulate_gradients_outside():
     [lpmm_sgd(0.1, 0.9), lpmm_adam(1e-2), accumulate_gradients(lpmm_sgd(0.1), 2)],
     ids=["sgd", "adam", "accumulated"],
 )
-@pytest.mark.parametrize("advance", [applied, lowbit_optax.step])
+@pytest.mark.parametrize("advance", [apply, lowbit_optax.step])
 def test_one_trace_for_all_steps_and_old_buffers_are_given_up(tx, advance):
     traces = 0
 
@@ -257,13 +216,13 @@ def test_train_states_take_the_same_steps_and_serialize(kind):
     tx = lpmm_sgd(0.1, 0.9)
     create = jax.jit(functools.partial(kind.create, apply_fn=None, tx=tx))
     make = lambda bits=12: create(params=params_of(bits))
-    state, run = (
-        make(),
-        jax.jit(lambda state, grads: state.apply_gradients(grads=grads)),
-    )
+    run = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
+    state = make()
     for grads in series(3):
         state = run(state, grads)
-    want = train(tx, params_of(), initial(tx, params_of()), series(3))
+    want = train(
+        tx, params_of(), initial(tx, params_of()), series(3), lowbit_optax.step
+    )
     assert_same_bits((state.params, state.opt_state), want)
     restored = serialization.from_bytes(make(), serialization.to_bytes(state))
     assert_same_bits(restored.params, state.params)

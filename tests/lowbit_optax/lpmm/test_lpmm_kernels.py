@@ -20,12 +20,24 @@ from lowbit_optax import lpmm_adam, lpmm_sgd
 pytestmark = pytest.mark.standard_promotion
 
 
-# Shape, bits of the weights, and their block size. The ragged leaf has columns that do
-# not divide into fours, and blocks that reach beyond its ends.
-LEAVES = {"even": ((64, 64), 12, 2048), "ragged": ((70, 61), 8, 256)}
-each_leaf = pytest.mark.parametrize(
-    ("shape", "bits", "block_size"), LEAVES.values(), ids=LEAVES
-)
+# Shape, bits of the weights, their block size, and the kernels. The ragged leaf has
+# columns that do not divide into fours, and blocks that reach beyond its ends. Leaves
+# for TPUs are large enough for their kernel.
+LEAVES = {
+    "even": ((64, 64), 12, 2048, "pallas"),
+    "ragged": ((70, 61), 8, 256, "pallas"),
+    "tpu even": ((128, 256), 12, 2048, "tpu"),
+    "tpu ragged": ((133, 131), 12, 2048, "tpu"),
+}
+MORE_LEAVES = LEAVES | {
+    "tpu stacked": ((2, 72, 257), 8, 256, "tpu"),
+    "tpu ten bits": ((133, 131), 10, 2048, "tpu"),
+}
+
+
+def each_of(leaves):
+    names = ("shape", "bits", "block_size", "by")
+    return pytest.mark.parametrize(names, leaves.values(), ids=leaves)
 
 
 def steps(make, implementation, params, series):
@@ -42,43 +54,25 @@ def steps(make, implementation, params, series):
         yield params, state
 
 
-def both(make, params, series, by="pallas"):
+def both(make, params, series, by):
     """The same by kernels and by XLA."""
     each = (steps(make, name, params, series) for name in (by, "xla"))
     return zip(*each, strict=True)
 
 
-@each_leaf
-def test_steps_of_sgd_have_the_same_bits(shape, bits, block_size):
+@each_of(MORE_LEAVES)
+def test_steps_of_sgd_have_the_same_bits(shape, bits, block_size, by):
     params = quantised(shape, bits, block_size)
     # The first is the largest; what it changed decides about the step sizes after it.
     first, small = shrinking(params, 0), shrinking(params, 1)
     small = jax.tree.map(lambda x: jnp.where(jnp.abs(x) < 2.0**-4, x, 0), small)
-    make = functools.partial(lpmm_sgd, 0.25, 0.25)
-    for by_kernel, by_xla in both(make, params, [first, small, small]):
+    # A TPU's kernel has blocks of one size.
+    momentum = block_size if by == "tpu" else None
+    make = functools.partial(lpmm_sgd, 0.25, 0.25, block_size=momentum)
+    for by_kernel, by_xla in both(make, params, [first, small, small], by):
         assert_same_bits(by_kernel, by_xla)
         assert (by_xla[0]["kernel"].codes != params["kernel"].codes).any()
         assert_same_bits(by_xla[0]["kernel"].scales, params["kernel"].scales)
-
-
-# Large enough for a TPU's kernel.
-@pytest.mark.parametrize(
-    ("shape", "bits", "block_size"),
-    [
-        ((128, 256), 12, 2048),
-        ((133, 131), 12, 2048),
-        ((2, 72, 257), 8, 256),
-        ((133, 131), 10, 2048),
-    ],
-    ids=["even", "ragged", "stacked", "ten bits"],
-)
-def test_steps_of_sgd_on_tpus_have_the_same_bits(shape, bits, block_size):
-    params = quantised(shape, bits, block_size)
-    series = [shrinking(params, seed) for seed in range(2)]
-    make = functools.partial(lpmm_sgd, 0.25, 0.25, block_size=block_size)
-    for by_kernel, by_xla in both(make, params, series, "tpu"):
-        assert_same_bits(by_kernel, by_xla)
-    assert (by_xla[0]["kernel"].codes != params["kernel"].codes).any()
 
 
 def powers_of_two(shape):
@@ -88,15 +82,7 @@ def powers_of_two(shape):
 
 
 @pytest.mark.slow_to_compile
-@pytest.mark.parametrize(
-    ("shape", "bits", "block_size", "by"),
-    [
-        *((*leaf, "pallas") for leaf in LEAVES.values()),
-        ((128, 256), 12, 2048, "tpu"),
-        ((133, 131), 12, 2048, "tpu"),
-    ],
-    ids=[*LEAVES, "tpu even", "tpu ragged"],
-)
+@each_of(LEAVES)
 def test_steps_of_adam_have_the_same_bits_while_roots_are_exact(
     shape, bits, block_size, by
 ):

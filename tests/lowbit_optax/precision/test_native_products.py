@@ -2,19 +2,22 @@
 
 import collections
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.extend import core
+from jax.extend.core import primitives
 from optimizers import assert_same_bits
+from rounded_losses import equations, gradient, uniform
 
 from lowbit_optax import precision
 from lowbit_optax.precision import FLOAT8, FP32, HFP8, FloatFormat, Formats
 
 E4M3, E5M2, BFLOAT16 = "float8_e4m3fn", "float8_e5m2", "bfloat16"
+SIXTEEN_BITS, WIDE = (BFLOAT16, BFLOAT16), ("float32", "float32")
 SHIFTED = Formats(
     low=FloatFormat(4, 3, 5, specials="nan"),
     low_backward=FloatFormat(5, 2, -7, specials="ieee"),
@@ -68,31 +71,19 @@ CASES = {
 }
 
 
-def gradient(loss_fn, assignment, **options):
-    rounded = precision.apply(loss_fn, assignment, **options)
-    return jax.value_and_grad(rounded, has_aux=True)
-
-
 def multiplied(fn, *args):
     """How often a traced function multiplies operands of which dtypes, with what FLOP.
 
     Runs of scans are counted; of a conditional every branch is.
     """
     found = collections.Counter()
-
-    def read(jaxpr, times):
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name == "dot_general":
-                (summed, _), _ = eqn.params["dimension_numbers"]
-                terms = np.prod([eqn.invars[0].aval.shape[axis] for axis in summed])
-                dtypes = tuple(var.aval.dtype.name for var in eqn.invars)
-                flop = 2 * int(terms) * eqn.outvars[0].aval.size
-                found[(dtypes, flop)] += times
-            for inner in core.jaxprs_in_params(eqn.params):
-                read(inner, times * eqn.params.get("length", 1))
-
-    closed = jax.make_jaxpr(fn)(*args)
-    read(closed.jaxpr, 1)
+    for eqn, runs in equations(jax.make_jaxpr(fn)(*args).jaxpr):
+        if eqn.primitive is primitives.dot_general_p:
+            (summed, _), _ = eqn.params["dimension_numbers"]
+            terms = np.prod([eqn.invars[0].aval.shape[axis] for axis in summed])
+            dtypes = tuple(var.aval.dtype.name for var in eqn.invars)
+            flop = 2 * int(terms) * eqn.outvars[0].aval.size
+            found[(dtypes, flop)] += runs
     return found
 
 
@@ -110,8 +101,7 @@ def multiplied(fn, *args):
 )
 def test_products_whose_sums_are_exact_equal_the_emulated_ones(case, formats):
     loss_fn, w = CASES[case]
-    plan = precision.trace(loss_fn, w, X)
-    assignment = precision.uniform(plan, formats=formats)
+    assignment = uniform(loss_fn, w, X, formats=formats)
     want = jax.jit(gradient(loss_fn, assignment))(w, X)
     got = jax.jit(gradient(loss_fn, assignment, products="native"))(w, X)
     assert all(np.any(leaf) for leaf in jax.tree.leaves(want[1]))
@@ -120,7 +110,7 @@ def test_products_whose_sums_are_exact_equal_the_emulated_ones(case, formats):
 
 @pytest.mark.parametrize("options", [{"stored": True}, {"seed": 7}], ids=str)
 def test_native_products_go_with_the_other_options(options):
-    assignment = precision.uniform(precision.trace(mlp, WEIGHTS, X), formats=FLOAT8)
+    assignment = uniform(mlp, WEIGHTS, X, formats=FLOAT8)
     want = jax.jit(gradient(mlp, assignment, **options))(WEIGHTS, X)
     native = gradient(mlp, assignment, products="native", **options)
     assert_same_bits(jax.jit(native)(WEIGHTS, X), want)
@@ -128,7 +118,7 @@ def test_native_products_go_with_the_other_options(options):
 
 def test_products_of_bfloat16_parameters_are_bfloat16_sums_rounded_once():
     w, x = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (WEIGHTS, X))
-    assignment = precision.uniform(precision.trace(mlp, w, x), formats=FLOAT8)
+    assignment = uniform(mlp, w, x, formats=FLOAT8)
     want = jax.jit(gradient(mlp, assignment))(w, x)
     native = gradient(mlp, assignment, products="native")
     assert_same_bits(jax.jit(native)(w, x), want)
@@ -157,19 +147,20 @@ def test_other_numbers_are_close_to_the_emulated_ones():
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("chosen", ["uniform", "demote", "operator_based"])
-def test_products_says_what_is_multiplied_and_what_is_native(case, chosen):
+@pytest.mark.parametrize(
+    "choose",
+    [
+        precision.uniform,
+        functools.partial(precision.demote, ratio=0.5),
+        precision.operator_based,
+    ],
+    ids=["uniform", "demote", "operator_based"],
+)
+def test_products_says_what_is_multiplied_and_what_is_native(case, choose):
     loss_fn, w = CASES[case]
     plan = precision.trace(loss_fn, w, X)
-    choose = {
-        "uniform": lambda formats: precision.uniform(plan, formats=formats),
-        "demote": lambda formats: precision.demote(plan, 0.5, formats=formats),
-        "operator_based": lambda formats: precision.operator_based(
-            plan, formats=formats
-        ),
-    }[chosen]
     for formats in (FLOAT8, dataclasses.replace(FLOAT8, high=FP32, high_backward=FP32)):
-        assignment = choose(formats)
+        assignment = choose(plan, formats=formats)
         listed = precision.products(loss_fn, assignment, w, X)
         claimed = {(tuple(p.dtypes), p.is_native) for p in listed}
         assert all(is_native == ("float32" not in d) for d, is_native in claimed)
@@ -184,23 +175,17 @@ def test_products_says_what_is_multiplied_and_what_is_native(case, chosen):
 
 
 def test_products_counts_runs_operands_and_gradients():
-    plan = precision.trace(scanned, WEIGHTS, X)
-    assignment = precision.uniform(plan, formats=FLOAT8)
+    assignment = uniform(scanned, WEIGHTS, X, formats=FLOAT8)
     listed = precision.products(scanned, assignment, WEIGHTS, X)
     cell = 2 * 2 * 6 * 8 * 8
     once = 2 * 6 * 8 * 8
+    gives = ("result", "lhs", "rhs")
     assert [(p.name, p.gives, p.flop) for p in listed] == [
         ("dot_general.0", "result", once),
         ("dot_general.0", "rhs", once),
-        ("scan.0/dot_general.0", "result", cell),
-        ("scan.0/dot_general.0", "lhs", cell),
-        ("scan.0/dot_general.0", "rhs", cell),
-        ("scan.0/dot_general.1", "result", cell),
-        ("scan.0/dot_general.1", "lhs", cell),
-        ("scan.0/dot_general.1", "rhs", cell),
-        ("dot_general.1", "result", once // 2),
-        ("dot_general.1", "lhs", once // 2),
-        ("dot_general.1", "rhs", once // 2),
+        *(("scan.0/dot_general.0", what, cell) for what in gives),
+        *(("scan.0/dot_general.1", what, cell) for what in gives),
+        *(("dot_general.1", what, once // 2) for what in gives),
     ]
     assert listed[2].operand_bytes == 2 * (6 * 8 + 8 * 8)
 
@@ -210,40 +195,30 @@ def test_products_counts_runs_operands_and_gradients():
     [
         (FLOAT8, (E4M3, E4M3), (E5M2, E4M3)),
         (SHIFTED, (E4M3, E4M3), (E5M2, E4M3)),
-        (HFP8, (BFLOAT16, BFLOAT16), (BFLOAT16, BFLOAT16)),
+        (HFP8, SIXTEEN_BITS, SIXTEEN_BITS),
         # GPUs have no product of two float8_e5m2.
-        (Formats(FloatFormat.of(E5M2), FP32), (BFLOAT16,) * 2, (BFLOAT16,) * 2),
-        (Formats(FloatFormat.of(BFLOAT16), FP32), (BFLOAT16,) * 2, (BFLOAT16,) * 2),
-        (
-            dataclasses.replace(FLOAT8, low_backward=FP32),
-            (E4M3, E4M3),
-            ("float32", "float32"),
-        ),
-        (
-            dataclasses.replace(FLOAT8, low=FloatFormat(6, 9)),
-            ("float32", "float32"),
-            ("float32", "float32"),
-        ),
+        (Formats(FloatFormat.of(E5M2), FP32), SIXTEEN_BITS, SIXTEEN_BITS),
+        (Formats(FloatFormat.of(BFLOAT16), FP32), SIXTEEN_BITS, SIXTEEN_BITS),
+        (dataclasses.replace(FLOAT8, low_backward=FP32), (E4M3, E4M3), WIDE),
+        (dataclasses.replace(FLOAT8, low=FloatFormat(6, 9)), WIDE, WIDE),
     ],
     ids=str,
 )
 def test_products_take_the_dtypes_of_both_formats(formats, forward, backward):
-    plan = precision.trace(mlp, WEIGHTS, X)
-    assignment = precision.uniform(plan, formats=formats)
+    assignment = uniform(mlp, WEIGHTS, X, formats=formats)
     native = gradient(mlp, assignment, products="native")
     program = multiplied(native, WEIGHTS, X)
     assert {dtypes for dtypes, _ in program} == {forward, backward}
-    for dtypes, _ in program:
-        is_native = "float32" not in dtypes
-        listed = precision.products(mlp, assignment, WEIGHTS, X)
-        assert any(p.dtypes == dtypes and p.is_native == is_native for p in listed)
+    listed = precision.products(mlp, assignment, WEIGHTS, X)
+    assert {(p.dtypes, p.is_native) for p in listed} == {
+        (dtypes, dtypes != WIDE) for dtypes, _ in program
+    }
 
 
 def test_a_high_operand_of_wider_format_leaves_its_products_as_they_were():
-    plan = precision.trace(mlp, WEIGHTS, X)
     formats = dataclasses.replace(FLOAT8, high=FP32, high_backward=FP32)
-    assignment = precision.uniform(plan, formats=formats)
-    names = [tensor.name for tensor in plan.tensors]
+    assignment = uniform(mlp, WEIGHTS, X, formats=formats)
+    names = [tensor.name for tensor in assignment.plan.tensors]
     assignment.low[names.index("params['mid']")] = False
     listed = precision.products(mlp, assignment, WEIGHTS, X)
     middle = [p for p in listed if p.name == "dot_general.1"]
@@ -268,7 +243,7 @@ def test_products_of_constants_and_in_while_loops_stay_as_they_were():
             jnp.square(x @ w["mid"] @ constant)
         )
 
-    assignment = precision.uniform(precision.trace(loss_fn, WEIGHTS, X), formats=FLOAT8)
+    assignment = uniform(loss_fn, WEIGHTS, X, formats=FLOAT8)
     native = gradient(loss_fn, assignment, products="native")
     want = jax.jit(gradient(loss_fn, assignment))(WEIGHTS, X)
     np.testing.assert_allclose(jax.jit(native)(WEIGHTS, X)[0][0], want[0][0], rtol=1e-6)
@@ -279,7 +254,7 @@ def test_products_of_constants_and_in_while_loops_stay_as_they_were():
 
 def test_the_backward_pass_keeps_operands_in_8_bits():
     loss_fn = lambda w, x: jnp.sum(x @ w["in"])
-    assignment = precision.uniform(precision.trace(loss_fn, WEIGHTS, X), formats=FLOAT8)
+    assignment = uniform(loss_fn, WEIGHTS, X, formats=FLOAT8)
 
     def kept(products):
         rounded = precision.apply(loss_fn, assignment, products=products)
@@ -297,14 +272,13 @@ def test_what_overflows_to_infinity_does_not_become_finite():
         FloatFormat(4, 3, 3, specials="nan", overflow="infinity"),
     ):
         formats = dataclasses.replace(FLOAT8, low=low)
-        plan = precision.trace(mlp, WEIGHTS, X)
-        assignment = precision.uniform(plan, formats=formats)
+        assignment = uniform(mlp, WEIGHTS, X, formats=formats)
         native = gradient(mlp, assignment, products="native")
         (loss, overflow), _ = native(WEIGHTS, X.at[0, 0].set(1e4))
-        assert overflow[[t.kind for t in plan.tensors].index("input")] > 0
+        assert overflow[[t.kind for t in assignment.plan.tensors].index("input")] > 0
         assert not np.isfinite(loss)
     # A cotangent past float8_e5m2's largest number, as a large loss scale makes it.
-    assignment = precision.uniform(precision.trace(mlp, WEIGHTS, X), formats=FLOAT8)
+    assignment = uniform(mlp, WEIGHTS, X, formats=FLOAT8)
     scaled = lambda w, x: mlp(w, x) * 2.0**20
     native = gradient(scaled, assignment, products="native")
     _, grads = native(WEIGHTS, X)
@@ -312,13 +286,9 @@ def test_what_overflows_to_infinity_does_not_become_finite():
 
 
 def test_native_products_need_an_assignment_that_is_known():
-    plan = precision.trace(mlp, WEIGHTS, X)
-
-    @jax.jit
-    def loss(assignment):
-        return precision.apply(mlp, assignment, products="native")(WEIGHTS, X)
-
+    assignment = uniform(mlp, WEIGHTS, X)
+    native = lambda a: precision.apply(mlp, a, products="native")(WEIGHTS, X)
     with pytest.raises(ValueError, match='products="native" chooses dtypes'):
-        loss(precision.uniform(plan))
+        jax.jit(native)(assignment)
     with pytest.raises(ValueError, match='products is "fp8"; accepted are "emulated"'):
-        precision.apply(mlp, precision.uniform(plan), products="fp8")  # pyright: ignore
+        precision.apply(mlp, assignment, products="fp8")  # pyright: ignore

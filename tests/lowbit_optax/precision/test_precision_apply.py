@@ -9,11 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import primitives
+from optimizers import assert_same_bits
+from rounded_losses import equations, gradient, uniform
 
 import lowbit_optax
 from lowbit_optax import precision
 
 EXACT = precision.Formats(low=precision.HFP8.low, high=precision.FP32)
+FEW_BITS = precision.Formats(low=precision.FloatFormat(5, 2), high=precision.FP32)
 
 
 def model(e, m, b=0, infinity=False):
@@ -55,6 +59,15 @@ class Rounding:
     def backward(self, name, x):
         return (LOW_BACKWARD if self.low_backward[name] else HIGH_BACKWARD)(x)
 
+    def both(self, name, x):
+        """The tensor rounded, and later its cotangent."""
+        rounded = jax.custom_vjp(functools.partial(self.forward, name))
+        rounded.defvjp(
+            lambda x: (self.forward(name, x), None),
+            lambda _, cotangent: (self.backward(name, cotangent),),
+        )
+        return rounded(x)
+
     @property
     def overflow(self):
         shares = (self.shares[name] or 0 for name in self.names)  # 0: never made
@@ -93,28 +106,32 @@ def recurrent(w, xs):
     return jnp.sum(jnp.square(h @ w["out"]))
 
 
-def recurrent_by_hand(assignment, w, xs):
-    r = Rounding(assignment)
-    w = {name: r.forward(f"params['{name}']", matrix) for name, matrix in w.items()}
-    xs = r.forward("batch[0]", xs)
-    hs, before = [jnp.zeros((2, 4))], []
+def by_hand(loss_of_tensors):
+    """Loss, gradients and overflow of a loss that says where its tensors are."""
+
+    def evaluate(assignment, w, x, *more):
+        r = Rounding(assignment)
+        x = r.forward("batch[0]", x)
+
+        def loss_fn(w):
+            w = {
+                name: r.both(f"params['{name}']", matrix) for name, matrix in w.items()
+            }
+            return loss_of_tensors(r.both, w, x, *more)
+
+        return *jax.value_and_grad(loss_fn)(w), r.overflow
+
+    return evaluate
+
+
+@by_hand
+def recurrent_by_hand(tensor, w, xs):
+    h = jnp.zeros((2, 4))
     for x in xs:
-        a = r.forward("scan.0/dot_general.0", x @ w["in"])
-        b = r.forward("scan.0/dot_general.1", hs[-1] @ w["mid"])
-        before.append(a + b)
-        hs.append(r.forward("scan.0/relu.0", jax.nn.relu(a + b)))
-    out = r.forward("dot_general.0", hs[-1] @ w["out"])
-    d_out = r.backward("dot_general.0", 2 * out)
-    d_h = d_out @ w["out"].T
-    grads = jax.tree.map(jnp.zeros_like, w) | {"out": hs[-1].T @ d_out}
-    for x, h, z in zip(xs[::-1], hs[-2::-1], before[::-1], strict=True):
-        d_z = jnp.where(z > 0, r.backward("scan.0/relu.0", d_h), 0)
-        d_a = r.backward("scan.0/dot_general.0", d_z)
-        d_b = r.backward("scan.0/dot_general.1", d_z)
-        grads["in"] += x.T @ d_a
-        grads["mid"] += h.T @ d_b
-        d_h = d_b @ w["mid"].T
-    return jnp.sum(jnp.square(out)), jax.tree.map(HIGH_BACKWARD, grads), r.overflow
+        a = tensor("scan.0/dot_general.0", x @ w["in"])
+        b = tensor("scan.0/dot_general.1", h @ w["mid"])
+        h = tensor("scan.0/relu.0", jax.nn.relu(a + b))
+    return jnp.sum(jnp.square(tensor("dot_general.0", h @ w["out"])))
 
 
 def conditional(w, x, is_deep):
@@ -123,33 +140,15 @@ def conditional(w, x, is_deep):
     return jnp.sum(jnp.square(h @ w["out"]))
 
 
-def conditional_by_hand(assignment, w, x, is_deep):
-    r = Rounding(assignment)
-    w = {name: r.forward(f"params['{name}']", matrix) for name, matrix in w.items()}
-    x = r.forward("batch[0]", x)
-    a = r.forward("dot_general.0", x @ w["in"])
-    h = r.forward("tanh.0", jnp.tanh(a))
+@by_hand
+def conditional_by_hand(tensor, w, x, is_deep):
+    h = tensor("tanh.0", jnp.tanh(tensor("dot_general.0", x @ w["in"])))
     if is_deep:
-        b = r.forward("cond.0/branch1/dot_general.0", h @ w["mid"])
-        last, end = "cond.0/branch1/tanh.0", jnp.tanh(b)
+        b = tensor("cond.0/branch1/dot_general.0", h @ w["mid"])
+        h = tensor("cond.0/branch1/tanh.0", jnp.tanh(b))
     else:
-        last, end = "cond.0/branch0/mul.0", h * h
-    end = r.forward(last, end)
-    out = r.forward("dot_general.1", end @ w["out"])
-    d_out = r.backward("dot_general.1", 2 * out)
-    d_end = r.backward(last, d_out @ w["out"].T)
-    grads = jax.tree.map(jnp.zeros_like, w) | {"out": end.T @ d_out}
-    if is_deep:
-        d_b = jax.vjp(jnp.tanh, b)[1](d_end)[0]
-        d_b = r.backward("cond.0/branch1/dot_general.0", d_b)
-        grads["mid"] = h.T @ d_b
-        d_h = d_b @ w["mid"].T
-    else:
-        d_h = d_end * h + h * d_end
-    d_a = jax.vjp(jnp.tanh, a)[1](r.backward("tanh.0", d_h))[0]
-    grads["in"] = x.T @ r.backward("dot_general.0", d_a)
-    loss = jnp.sum(jnp.square(out))
-    return loss, jax.tree.map(HIGH_BACKWARD, grads), r.overflow
+        h = tensor("cond.0/branch0/mul.0", h * h)
+    return jnp.sum(jnp.square(tensor("dot_general.1", h @ w["out"])))
 
 
 def dyadic(seed, *shape, unit=0.125):
@@ -185,15 +184,14 @@ NETWORKS = {
 @pytest.mark.parametrize("name", ASSIGNMENTS)
 @pytest.mark.parametrize("network", NETWORKS)
 def test_equation_1_written_out(network, name, size):
-    loss_fn, by_hand, x, more = NETWORKS[network]
+    loss_fn, evaluate, x, more = NETWORKS[network]
     w, batch = weights(), (size * x, *map(jnp.asarray, more))
     assignment = ASSIGNMENTS[name](precision.trace(loss_fn, w, *batch))
-    gradient = jax.value_and_grad(precision.apply(loss_fn, assignment), has_aux=True)
     # Operation by operation, as `by_hand` is: for some processors XLA contracts
     # 1 - tanh(x)^2, which cancels where tanh saturates, into a multiply-add.
     with jax.disable_jit(network != "recurrent"):  # relu is exact in a compiled scan
-        (loss, overflow), grads = gradient(w, *batch)
-    want = by_hand(assignment, w, *batch)
+        (loss, overflow), grads = gradient(loss_fn, assignment)(w, *batch)
+    want = evaluate(assignment, w, *batch)
     np.testing.assert_array_equal(loss, want[0])
     for key in w:
         np.testing.assert_array_equal(grads[key], want[1][key], err_msg=key)
@@ -263,11 +261,6 @@ default_level = functools.partial(
 )
 
 
-def same_bits(got, want):
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
 @pytest.mark.parametrize(
     ("name", "jit"),
     [
@@ -279,12 +272,12 @@ def same_bits(got, want):
 def test_all_in_float32_is_the_loss_itself(name, jit):
     loss_fn, w, x = MODELS[name]
     plan = precision.trace(loss_fn, w, x, has_aux=True)
-    exact = precision.apply(
-        loss_fn, precision.demote(plan, 0, formats=EXACT), has_aux=True
-    )
-    (loss, (aux, overflow)), grads = jit(jax.value_and_grad(exact, has_aux=True))(w, x)
+    exact = gradient(loss_fn, precision.demote(plan, 0, formats=EXACT), has_aux=True)
+    (loss, (aux, overflow)), grads = jit(exact)(w, x)
     want = jit(jax.value_and_grad(loss_fn, has_aux=True))(w, x)
-    same_bits(((loss, aux), grads), want)
+    # Outside of jit, the number in aux is no array.
+    got, want = jax.tree.map(jnp.asarray, (((loss, aux), grads), want))
+    assert_same_bits(got, want)
     np.testing.assert_array_equal(overflow, np.zeros(len(plan.tensors)))
 
 
@@ -304,12 +297,12 @@ def test_stored_patterns_change_nothing(name, dtype):
     # Promoted outside of jit, its levels are jax.Arrays.
     promoted = precision.promote(assignment, jnp.zeros(len(assignment.low)))
     for seed, a in ((None, assignment), (5, promoted)):
-        apply = functools.partial(precision.apply, loss_fn, a, has_aux=True, seed=seed)
+        options = {"has_aux": True, "seed": seed}
         got, want = (
-            jax.jit(jax.value_and_grad(apply(stored=stored), has_aux=True))(w, x)
+            jax.jit(gradient(loss_fn, a, stored=stored, **options))(w, x)
             for stored in (True, False)
         )
-        same_bits(got, want)
+        assert_same_bits(got, want)
 
 
 def test_the_backward_pass_keeps_patterns_only():
@@ -341,9 +334,8 @@ def test_the_backward_pass_keeps_patterns_only():
 @pytest.mark.parametrize("stored", [False, True])
 def test_nan_is_not_hidden_by_a_format_without_one(stored):
     w, x = weights(), dyadic(0, 2, 3).at[0, 0].set(jnp.nan)
-    assignment = precision.uniform(precision.trace(residual, w, x))
-    f = precision.apply(residual, assignment, stored=stored)
-    (loss, overflow), grads = jax.jit(jax.value_and_grad(f, has_aux=True))(w, x)
+    f = gradient(residual, uniform(residual, w, x), stored=stored)
+    (loss, overflow), grads = jax.jit(f)(w, x)
     assert np.isnan(loss)
     assert np.isnan(grads["in"]).any()
     assert overflow[3] == pytest.approx(1 / 6)
@@ -355,7 +347,7 @@ def test_empty_tensors_have_no_overflow():
         (residual, jnp.zeros((0, 3))),
         (recurrent, jnp.zeros((0, 2, 3))),
     ):
-        assignment = precision.uniform(precision.trace(loss_fn, w, x))
+        assignment = uniform(loss_fn, w, x)
         _, overflow = jax.jit(precision.apply(loss_fn, assignment))(w, x)
         np.testing.assert_array_equal(overflow, np.zeros(len(assignment.low)))
 
@@ -370,44 +362,12 @@ def test_overflow_counts_the_iterations_in_which_a_branch_made_the_tensor():
 
     w = 50 * jnp.eye(2)
     xs = jnp.array([[1.0, 1.0], [2.0, 0.0], [2.0, 2.0], [1.0, 1.0]])[:, None]
-    assignment = precision.uniform(precision.trace(loss_fn, w, xs))
+    assignment = uniform(loss_fn, w, xs)
     tensors = assignment.plan.tensors
     product = [t.name for t in tensors].index("scan.0/cond.0/branch1/dot_general.0")
     overflow = lambda xs: precision.apply(loss_fn, assignment)(w, xs)[1][product]
     assert overflow(xs) == pytest.approx((0.5 + 1.0) / 2)
     assert overflow(xs[:1]) == 0
-
-
-@jax.custom_vjp
-def probe(x, sink):
-    """x; the gradient of sink is the cotangent that arrives here."""
-    del sink
-    return x
-
-
-probe.defvjp(lambda x, sink: (x, None), lambda _, cotangent: (cotangent, cotangent))
-
-
-def test_cotangents_are_low_where_they_arrive_and_weight_gradients_high():
-    def loss_fn(params, x):
-        w, sink = params
-        return jnp.sum((probe(jnp.tanh(x @ w["in"]), sink) @ w["mid"]) * 0.3)
-
-    params, x = (weights(), jnp.zeros((2, 4))), dyadic(0, 2, 3)
-    assignment = precision.uniform(precision.trace(loss_fn, params, x))
-    grads, _ = jax.grad(precision.apply(loss_fn, assignment), has_aux=True)(params, x)
-    d_out = LOW_BACKWARD(jnp.full((2, 4), 0.3))
-    want = LOW_BACKWARD(d_out @ LOW(params[0]["mid"]).T)
-    np.testing.assert_array_equal(grads[1], want)
-    np.testing.assert_array_equal(HIGH_BACKWARD(grads[0]["in"]), grads[0]["in"])
-    assert np.any(LOW_BACKWARD(grads[0]["in"]) != grads[0]["in"])
-
-
-def primitives(jaxpr):
-    for eqn in jaxpr.eqns:
-        yield eqn.primitive.name, eqn.params
-        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-            yield from primitives(inner)
 
 
 @pytest.mark.parametrize("stored", [False, True])
@@ -424,17 +384,16 @@ def test_bodies_are_traced_once_and_stay_loops(stored):
         return jnp.mean(lax.scan(layer, x, w)[0])
 
     w, x = dyadic(1, 7, 4, 4), dyadic(0, 2, 4)
-    assignment = precision.uniform(precision.trace(loss_fn, w, x))
+    assignment = uniform(loss_fn, w, x)
     f = precision.apply(loss_fn, assignment, stored=stored)
     program = jax.make_jaxpr(f)(w, x)
     assert sorted(traced) == ["layer", "loss"]
-    found = list(primitives(program.jaxpr))
-    names = [name for name, _ in found]
-    assert [p["length"] for name, p in found if name == "scan"] == [7]
-    assert names.count("dot_general") == 1
+    found = [(eqn.primitive, runs) for eqn, runs in equations(program.jaxpr)]
+    assert found.count((primitives.scan_p, 1)) == 1
+    assert [n for primitive, n in found if primitive is primitives.dot_general_p] == [7]
     # What is stored is so by a checkpoint before the scan, one of its body, one after.
     checkpoints = 4 if stored else 1
-    assert names.count(jax.extend.core.primitives.remat_p.name) == checkpoints
+    assert [x for x, _ in found].count(primitives.remat_p) == checkpoints
 
 
 def test_a_checkpoint_keeps_its_policy():
@@ -442,17 +401,16 @@ def test_a_checkpoint_keeps_its_policy():
     layer = jax.checkpoint(lambda w, x: jnp.tanh(x @ w), policy=policy)
     loss_fn = lambda w, x: jnp.sum(layer(w, x))
     w, x = dyadic(1, 4, 4), dyadic(0, 2, 4)
-    assignment = precision.uniform(precision.trace(loss_fn, w, x))
+    assignment = uniform(loss_fn, w, x)
     program = jax.make_jaxpr(precision.apply(loss_fn, assignment))(w, x)
-    policies = [p["policy"] for _, p in primitives(program.jaxpr) if "policy" in p]
-    assert policies == [policy]
+    every = [eqn.params for eqn, _ in equations(program.jaxpr)]
+    assert [params["policy"] for params in every if "policy" in params] == [policy]
 
 
 def test_stochastic_rounding_is_unbiased_and_follows_the_seed():
     w, x = jnp.full((1, 64), 0.31), jnp.ones((1, 1))
     loss_fn = lambda w, x: jnp.mean(x @ w)
-    formats = precision.Formats(low=precision.FloatFormat(5, 2), high=precision.FP32)
-    assignment = precision.uniform(precision.trace(loss_fn, w, x), formats=formats)
+    assignment = uniform(loss_fn, w, x, formats=FEW_BITS)
     of_seed = lambda seed: precision.apply(loss_fn, assignment, seed=seed)(w, x)[0]
     losses = jax.jit(jax.vmap(of_seed))(jnp.arange(500, dtype=jnp.uint32))
     assert abs(np.mean(losses) - 0.31) < 5e-4
@@ -467,12 +425,11 @@ def test_stochastic_rounding_draws_anew_at_each_iteration_and_backward():
         return jnp.sum(ys * 0.31), ys
 
     w, xs = 0.31 * jnp.eye(64), jnp.ones((4, 1, 64))
-    formats = precision.Formats(low=precision.FloatFormat(5, 2), high=precision.FP32)
     plan = precision.trace(loss_fn, w, xs, has_aux=True)
     made = np.array([t.kind == "value" for t in plan.tensors])
-    assignment = precision.Assignment(plan, formats, made, made)
-    f = precision.apply(loss_fn, assignment, has_aux=True, seed=3)
-    (_, (ys, _)), grads = jax.jit(jax.value_and_grad(f, has_aux=True))(w, xs)
+    assignment = precision.Assignment(plan, FEW_BITS, made, made)
+    f = gradient(loss_fn, assignment, has_aux=True, seed=3)
+    (_, (ys, _)), grads = jax.jit(f)(w, xs)
     np.testing.assert_array_equal(np.unique(ys), [0.25, 0.3125])
     for i, j in itertools.combinations(range(4), 2):
         assert np.any(ys[i] != ys[j])
@@ -506,7 +463,7 @@ def test_promotion_recovers_training_that_overflows_forward():
 
     losses = {}
     for promoted in (False, True):
-        assignment = precision.uniform(precision.trace(widened, w, x, y))
+        assignment = uniform(widened, w, x, y)
         assignment, now, state = jax.tree.map(jnp.asarray, (assignment, w, tx.init(w)))
         for _ in range(150):
             assignment, now, state = step(assignment, now, state, promoted)
@@ -520,23 +477,17 @@ def test_promotion_recovers_training_that_overflows_forward():
 def test_a_sharded_batch_gives_the_same_loss():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     w, x = weights(), dyadic(0, 16, 3)
-    assignment = precision.uniform(precision.trace(residual, w, x))
+    assignment = uniform(residual, w, x)
     for seed in (None, 3):
-        f = jax.jit(
-            jax.value_and_grad(
-                precision.apply(residual, assignment, seed=seed), has_aux=True
-            )
-        )
+        f = jax.jit(gradient(residual, assignment, seed=seed))
         sharded = jax.device_put(x, jax.NamedSharding(mesh, jax.P("x")))
-        for got, want in zip(
-            jax.tree.leaves(f(w, sharded)), jax.tree.leaves(f(w, x)), strict=True
-        ):
-            np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-3)
+        jax.tree.map(close, f(w, sharded), f(w, x))
 
 
 def test_another_loss_or_a_traced_assignment_is_refused():
     w, x = weights(), dyadic(0, 2, 3)
-    assignment = precision.uniform(precision.trace(residual, w, x))
+    assignment = uniform(residual, w, x)
     with pytest.raises(ValueError, match=r"not the one that was traced: tensor 3 is"):
         precision.apply(recurrent, assignment)(w, x[None])
     with pytest.raises(ValueError, match=r"stored=True.*it is traced"):
@@ -568,14 +519,10 @@ def test_all_high_with_weights_of_unlike_dtypes_is_the_loss_itself(loss_fn):
         "d": draw(keys[3], jnp.bfloat16)[0],
     }
     x = draw(keys[4], jnp.float32)
-    exact = precision.Formats(
-        low=precision.FloatFormat(4, 3, 4), high=precision.FloatFormat(8, 23)
-    )
-    assignment = precision.demote(precision.trace(loss_fn, w, x), 0, formats=exact)
-    rounded = precision.apply(loss_fn, assignment)
+    assignment = precision.demote(precision.trace(loss_fn, w, x), 0, formats=EXACT)
     # Under jit, XLA keeps products in float32 between operations in bfloat16.
     want = jax.jit(jax.value_and_grad(loss_fn))(w, x)
-    (loss, overflow), grads = jax.jit(jax.value_and_grad(rounded, has_aux=True))(w, x)
+    (loss, overflow), grads = jax.jit(gradient(loss_fn, assignment))(w, x)
     jax.tree.map(np.testing.assert_array_equal, (loss, grads), want)
     assert not overflow.any()
 
@@ -583,11 +530,8 @@ def test_all_high_with_weights_of_unlike_dtypes_is_the_loss_itself(loss_fn):
 def test_infinities_count_as_overflows_of_a_format_that_has_all_numbers():
     loss_fn = lambda w, x: jnp.sum(x @ w)
     w, x = jnp.ones((2, 2)), jnp.array([[jnp.inf, 1.0]])
-    exact = precision.Formats(
-        low=precision.FloatFormat(4, 3, 4), high=precision.FloatFormat(8, 23)
-    )
     plan = precision.trace(loss_fn, w, x)
-    assignment = precision.demote(plan, 0, formats=exact)
+    assignment = precision.demote(plan, 0, formats=EXACT)
     closed = precision.apply(loss_fn, assignment)(w, x)[1]
     traced = jax.jit(lambda a: precision.apply(loss_fn, a)(w, x)[1])(assignment)
     np.testing.assert_array_equal(closed, traced)

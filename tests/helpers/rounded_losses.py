@@ -1,0 +1,25 @@
+"""Losses with rounded tensors, as tests of precision assignments make them."""
+
+import jax
+from jax.extend import core
+
+from lowbit_optax import precision
+
+
+def uniform(loss_fn, *args, **formats):
+    """Everything low in a loss of these arguments, except weight gradients."""
+    return precision.uniform(precision.trace(loss_fn, *args), **formats)
+
+
+def gradient(loss_fn, assignment, **options):
+    """The loss, what comes with it, and its gradient: a function to be jitted."""
+    rounded = precision.apply(loss_fn, assignment, **options)
+    return jax.value_and_grad(rounded, has_aux=True)
+
+
+def equations(jaxpr, runs=1):
+    """Its equations and those of all that it calls, and how often scans run each."""
+    for eqn in jaxpr.eqns:
+        yield eqn, runs
+        for inner in core.jaxprs_in_params(eqn.params):
+            yield from equations(inner, runs * eqn.params.get("length", 1))
