@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from lowbit_optax._numerics.dtypes import float_dtype
-from lowbit_optax.release.gates import OVERFLOWS, loss_scaled, without_scale
-from lowbit_optax.release.host_memory import check_state_memory, with_memory_kind
-from lowbit_optax.release.plan import plan_release
+from lowbit_optax.release.host_memory import with_memory_kind
+from lowbit_optax.release.plan import loss_scaled, plan_release, without_scale
 from lowbit_optax.release.released_step import released_step
 from lowbit_optax.release.traced_loss import trace_loss
 
@@ -128,13 +127,11 @@ def value_and_update(
             f"release: max_grad_norm is {max_grad_norm!r}; accepted are positive "
             "numbers, and None for no clipping"
         )
-
-    _check_overflow(overflow, tx, max_grad_norm)
-    check_state_memory(state_memory)
+    _check_options(overflow, state_memory, tx, max_grad_norm)
 
     def with_update(params, opt_state, *args, **kwargs):
         loss = trace_loss(loss_fn, has_aux, dtype, params, args, kwargs)
-        plan = plan_release(loss, *without_scale(tx, opt_state))
+        plan = plan_release(loss, tx, opt_state)
         return released_step(
             loss, plan, tx, opt_state, max_grad_norm, overflow, state_memory
         )
@@ -181,28 +178,30 @@ def explain(
     ('in the loop', 'after the backward pass: it has fewer than 4096 elements')
     """
     dtype = float_dtype("release: dtype", dtype)
-    _check_overflow(overflow, tx, None)
-    check_state_memory(state_memory)
+    _check_options(overflow, state_memory, tx, None)
 
     def with_shapes(params, opt_state, *args, **kwargs):
         loss = trace_loss(loss_fn, has_aux, dtype, params, args, kwargs)
-        plan = plan_release(loss, *without_scale(tx, opt_state))
-        unless = _unless(overflow) if loss_scaled(tx) else lambda report: ""
-        reports = {leaf.name: plan.reports[leaf.name] for leaf in loss.leaves}
-        found = {name: report + unless(report) for name, report in reports.items()}
-        if state_memory == "pinned_host":
-            on_host = lambda name: "" if name in plan.state_stacks else "not "
-            found = {
-                name: f"{report}; its state is {on_host(name)}in host memory"
-                for name, report in found.items()
-            }
-        return found
+        plan = plan_release(loss, tx, opt_state)
+        reports = dict(plan.reports)
+        for name, report in plan.reports.items():
+            if loss_scaled(tx) is not None:
+                reports[name] += _unless(report, overflow)
+            if state_memory == "pinned_host":
+                where = "in" if name in plan.state_stacks else "not in"
+                reports[name] += f"; its state is {where} host memory"
+        return reports
 
     return with_shapes
 
 
-def _check_overflow(overflow: str, tx, max_grad_norm) -> None:
-    if overflow not in OVERFLOWS:
+def _check_options(overflow: str, state_memory: str, tx, max_grad_norm) -> None:
+    if state_memory not in ("device", "pinned_host"):
+        raise ValueError(
+            f"release: state_memory is {state_memory!r}; accepted are 'device' and "
+            "'pinned_host'"
+        )
+    if overflow not in ("exact", "layer"):
         raise ValueError(
             f"release: overflow is {overflow!r}; accepted are 'exact' and 'layer'"
         )
@@ -220,17 +219,13 @@ def _check_overflow(overflow: str, tx, max_grad_norm) -> None:
         )
 
 
-def _unless(overflow: str) -> Callable[[str], str]:
-    """What is added to a report of a leaf's update about the loss scale."""
-
-    def unless(report: str) -> str:
-        if overflow == "exact":
-            return "; not if any gradient overflows, which a pass before finds out"
-        if report == "in the loop":
-            return "; not a layer whose gradients overflow"
-        return "; not if a gradient of this update overflows"
-
-    return unless
+def _unless(report: str, overflow: str) -> str:
+    """What is added to the report of a leaf's update about the loss scale."""
+    if overflow == "exact":
+        return "; not if any gradient overflows, which a pass before finds out"
+    if report == "in the loop":
+        return "; not a layer whose gradients overflow"
+    return "; not if a gradient of this update overflows"
 
 
 def _is_positive(number) -> bool:
@@ -296,14 +291,11 @@ def host_shardings(
     """
 
     def with_shapes(params, opt_state, *args, **kwargs):
-        inner, inner_state = without_scale(tx, opt_state)
         loss = trace_loss(loss_fn, has_aux, dtype, params, args, kwargs)
-        stacks = plan_release(loss, inner, inner_state).stack_numbers
+        stacks = plan_release(loss, tx, opt_state).stack_numbers
+        leaves, structure = jax.tree.flatten(without_scale(tx, opt_state)[1])
+        marks = structure.unflatten([n in stacks for n in range(len(leaves))])
         # A loss scale's own numbers stay on the device.
-        marks = jax.tree.unflatten(
-            jax.tree.structure(inner_state),
-            [n in stacks for n in range(len(jax.tree.leaves(inner_state)))],
-        )
         if loss_scaled(tx) is not None:
             around = jax.tree.map(lambda _: False, opt_state)
             marks = around._replace(inner_state=marks)

@@ -17,9 +17,6 @@ from collections.abc import Collection, Iterable
 import jax
 from jax.sharding import Sharding, SingleDeviceSharding
 
-STATE_MEMORIES = ("device", "pinned_host")
-"""Where the state of layers may be kept, by the names of JAX's memory kinds."""
-
 _Space = jax.memory.Space
 
 
@@ -56,19 +53,6 @@ def placed(arrays: Iterable, on_the_host: Collection[int]) -> list:
         on_host(x) if number in on_the_host else on_device(x)
         for number, x in enumerate(arrays)
     ]
-
-
-def check_state_memory(state_memory: str) -> None:
-    """Check the argument ``state_memory`` of :func:`value_and_update`.
-
-    Raises:
-      ValueError: unless it is one of :data:`STATE_MEMORIES`.
-    """
-    if state_memory not in STATE_MEMORIES:
-        raise ValueError(
-            f"release: state_memory is {state_memory!r}; accepted are 'device' and "
-            "'pinned_host'"
-        )
 
 
 def with_memory_kind(name: str, leaf, kind: str) -> Sharding:

@@ -13,8 +13,7 @@ for a gradient, it would raise the memory of some and lower that of others.
 """
 
 import itertools
-import typing
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import jax
 from jax import lax
@@ -29,6 +28,7 @@ from lowbit_optax._jaxprs.graph import (
     value_of,
     with_outputs,
 )
+from lowbit_optax._jaxprs.kept_values import calls_between
 
 
 def tied(tree):
@@ -72,12 +72,24 @@ def cotangents_first(
     reader = _Reader()
     inputs = [Node(var.aval) for var in closed.jaxpr.invars]
     outputs = inline(closed, inputs, reader.read)
-    order = _Order(reader, inputs[len(leaves) :], outputs, gradients)
-    if not order.last:
+    going_on = [x for n, x in enumerate(outputs) if n not in gradients]
+    first = calls_between(going_on, inputs)
+    needed = set(first)
+    waiting = [call for call in reader.calls if call not in needed]
+    made = reader.made_of(inputs[len(leaves) :])
+    of_gradients = filter(_is_product, waiting)
+    read = made & {x for call in of_gradients for x in call.inputs}
+    last = _last_products(first, read)
+    if not last or last.keys() != read:
         return list(transposed(cotangents))
     known = dict(zip(inputs, (*leaves, *cotangents), strict=True))
-    order.run(known)
-    return [value_of(x, known) for x in outputs]
+    run(first, known, reader.fences)
+    behind = known | {
+        value: tied((known[value], [known[x] for x in products]))[0]
+        for value, products in last.items()
+    }
+    run(waiting, behind, reader.fences)
+    return [value_of(x, behind | known) for x in outputs]
 
 
 class _Reader:
@@ -112,80 +124,40 @@ class _Reader:
         """Operands behind the barrier, by which nothing is merged with the forward."""
         if isinstance(prevented, bool):
             prevented = (prevented,) * len(operands)
-        fenced = [
-            yes and x.constant is None
-            for x, yes in zip(operands, prevented, strict=True)
-        ]
-        before = list(dict.fromkeys(itertools.compress(operands, fenced)))
+        fenced = itertools.compress(operands, prevented)
+        before = [x for x in dict.fromkeys(fenced) if x.constant is None]
         made = self._add(p.remat_p, {}, before, before)
         self.fences[self.calls[-1]] = tied
         behind = dict(zip(before, made, strict=True))
         return [
-            behind[x] if yes else x for x, yes in zip(operands, fenced, strict=True)
+            behind.get(x, x) if is_fenced else x
+            for x, is_fenced in zip(operands, prevented, strict=True)
         ]
 
-
-class _Order:
-    """Runs calls for cotangents before those for gradients.
-
-    Args:
-      reader: of the calls.
-      cotangents: what the derivative is called with.
-      outputs: what the calls compute.
-      gradients: numbers of the outputs that are gradients.
-
-    Attributes:
-      last: by cotangent that gradients are products of, what the layer's last products
-        make of it; none if gradients are products of others, too.
-    """
-
-    def __init__(
-        self,
-        reader: _Reader,
-        cotangents: list[Node],
-        outputs: list[Node],
-        gradients: Collection[int],
-    ):
-        self._fences = reader.fences
-        needed = {x.call for n, x in enumerate(outputs) if n not in gradients}
-        for call in reversed(reader.calls):
-            if call in needed:
-                needed.update(x.call for x in call.inputs)
-        self._first = [call for call in reader.calls if call in needed]
-        self._waiting = [call for call in reader.calls if call not in needed]
-        # What is computed again from the forward pass is no cotangent.
+    def made_of(self, cotangents: Iterable[Node]) -> set[Node]:
+        """What is made of cotangents, and not computed again from the forward pass."""
         made = set(cotangents)
-        for call in reader.calls:
-            if call in reader.fences:
+        for call in self.calls:
+            if call in self.fences:
                 pairs = zip(call.inputs, call.outputs, strict=True)
                 made.update(after for before, after in pairs if before in made)
             elif made.intersection(call.inputs):
                 made.update(call.outputs)
-        self.last: dict[Node, list[Node]] = {}
-        of_gradients = filter(_is_product, self._waiting)
-        read = made & {x for call in of_gradients for x in call.inputs}
-        followed: set[Node] = set()
-        for call in reversed(self._first):
-            is_followed = not followed.isdisjoint(call.outputs)
-            if _is_product(call) and not is_followed:
-                for value in read.intersection(call.inputs):
-                    self.last.setdefault(value, []).extend(call.outputs)
-            if is_followed or _is_product(call):
-                followed.update(call.inputs)
-        if read != self.last.keys():
-            self.last = {}
+        return made
 
-    def run(self, known: dict[Node, typing.Any]) -> None:
-        """Add the outputs of all calls to the values that are known."""
-        run(self._first, known, self._fences)
-        fenced = {
-            value: tied((known[value], [known[x] for x in made]))[0]
-            for value, made in self.last.items()
-        }
-        for call in self._waiting:
-            local = {x: fenced.get(x, known.get(x)) for x in call.inputs if x in known}
-            run([call], local, self._fences)
-            known.update((x, local[x]) for x in call.outputs)
+
+def _last_products(calls: Sequence[Call], values: set[Node]) -> dict[Node, list[Node]]:
+    """By value, the results of the last products that read it."""
+    found: dict[Node, list[Node]] = {}
+    followed: set[Node] = set()
+    for call in reversed(calls):
+        is_followed = not followed.isdisjoint(call.outputs)
+        if _is_product(call) and not is_followed:
+            for value in values.intersection(call.inputs):
+                found.setdefault(value, []).extend(call.outputs)
+        if is_followed or _is_product(call):
+            followed.update(call.inputs)
+    return found
 
 
 def _is_product(call: Call) -> bool:

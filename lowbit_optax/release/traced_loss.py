@@ -1,6 +1,7 @@
 """A loss traced at its arguments, and where the leaves of the parameters are in it."""
 
 import dataclasses
+import math
 import typing
 from collections.abc import Callable, Mapping, Sequence
 
@@ -41,20 +42,14 @@ class ParamLeaf:
         return jax.tree.leaves(self.value)
 
     @property
-    def input_values(self) -> tuple[Node, ...]:
-        """The inputs of the program that are its arrays, or stand in for it."""
-        if self.gradient_value is None or self.gradient_value in self.array_values:
-            return self.array_values
-        return (*self.array_values, self.gradient_value)
+    def size(self) -> int:
+        """How many elements its gradient has."""
+        return math.prod(self.gradient.shape)
 
     @property
     def is_quantized(self) -> bool:
         """Whether it must be dequantised to be read."""
         return tensors.is_quantized(self.value)
-
-    def with_arrays(self, arrays: Sequence):
-        """Its value with other arrays, of one layer or of all."""
-        return jax.tree.unflatten(jax.tree.structure(self.value), arrays)
 
     def zero_gradient(self) -> jax.Array:
         """Zeros in the shape of its gradient, placed like the leaf."""
@@ -95,6 +90,18 @@ class TracedLoss:
         """A tree like the parameters, with MaskedNode where nothing was found."""
         masked = optax.MaskedNode()
         return self.treedef.unflatten([found.get(x.name, masked) for x in self.leaves])
+
+    @property
+    def arguments(self) -> list:
+        """Of the program."""
+        found = []
+        for leaf in self.leaves:
+            arrays = dict(zip(leaf.array_values, leaf.arrays, strict=True))
+            if leaf.is_quantized:
+                assert leaf.gradient_value is not None
+                arrays[leaf.gradient_value] = leaf.zero_gradient()
+            found += arrays.values()
+        return [*found, *self.other_arguments]
 
     def result(self, arrays: Sequence):
         """The loss, or ``(loss, aux)``, from its arrays."""

@@ -134,6 +134,24 @@ def test_updates_from_a_frozen_leafs_gradient_alone_are_no_obstacle():
     )
 
 
+def test_leaves_wait_where_a_mask_knows_only_arrays():
+    # With some of the leaves alone, the mask would see optax.MaskedNode.
+    matrices = lambda tree: {name: x.ndim > 1 for name, x in tree.items()}
+    tx = optax.chain(optax.add_decayed_weights(0.5, matrices), SGD)
+
+    def loss_fn(params, x):
+        return simple_loss(params, x @ params["first"])
+
+    params = simple_params() | {"first": released.weights()}
+    reports = released.explained(loss_fn, tx, params, *released.batches(1)[0])
+    assert reports["['first']"].startswith(
+        "after the backward pass: the optimizer has no state for it alone: "
+    )
+    released.assert_equal_steps(
+        loss_fn, tx, params, released.batches(2), in_loop=released.SIMPLE_IN_LOOP
+    )
+
+
 @pytest.mark.parametrize(
     ("loss_fn", "options", "message"),
     [
