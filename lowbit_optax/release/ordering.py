@@ -69,81 +69,74 @@ def cotangents_first(
     closed = jax.make_jaxpr(
         lambda leaves, cotangents: list(structure.unflatten(leaves)(cotangents))
     )(leaves, cotangents)
-    reader = _Reader()
     inputs = [Node(var.aval) for var in closed.jaxpr.invars]
-    outputs = inline(closed, inputs, reader.read)
+    calls, outputs = _inlined(closed, inputs)
     going_on = [x for n, x in enumerate(outputs) if n not in gradients]
     first = calls_between(going_on, inputs)
     needed = set(first)
-    waiting = [call for call in reader.calls if call not in needed]
-    made = reader.made_of(inputs[len(leaves) :])
+    waiting = [call for call in calls if call not in needed]
+    made = _made_of(inputs[len(leaves) :], calls)
     of_gradients = filter(_is_product, waiting)
     read = made & {x for call in of_gradients for x in call.inputs}
     last = _last_products(first, read)
     if not last or last.keys() != read:
         return list(transposed(cotangents))
     known = dict(zip(inputs, (*leaves, *cotangents), strict=True))
-    run(first, known, reader.fences)
+    barriers = {call: tied for call in calls if _is_barrier(call)}
+    run(first, known, barriers)
     behind = known | {
         value: tied((known[value], [known[x] for x in products]))[0]
         for value, products in last.items()
     }
-    run(waiting, behind, reader.fences)
+    run(waiting, behind, barriers)
     return [value_of(x, behind | known) for x in outputs]
 
 
-class _Reader:
-    """Reads calls; functions under jit and checkpoints are inlined.
+def _inlined(closed, inputs: list[Node]) -> tuple[list[Call], list[Node]]:
+    """Calls and results of a jaxpr; functions under jit and checkpoints are inlined.
 
-    Attributes:
-      calls: in order.
-      fences: those of the calls that are a checkpoint's barrier.
+    A checkpoint's barrier, by which nothing is merged with the forward pass, is a call
+    of the checkpoint's primitive, with as many results as operands.
     """
+    calls: list[Call] = []
 
-    def __init__(self):
-        self.calls: list[Call] = []
-        self.fences: dict[Call, Callable[[list], Sequence]] = {}
+    def add(primitive, params, operands: Sequence[Node], like, context=None):
+        number = len(calls)
+        calls.append(Call(primitive, params, tuple(operands), number, context=context))
+        return with_outputs(calls[-1], [x.aval for x in like])
 
-    def read(self, eqn, operands: list[Node]) -> Sequence[Node]:
-        """The results of an equation."""
-        if eqn.primitive is p.jit_p:
-            return inline(called_jaxpr(eqn.params), operands, self.read)
-        if eqn.primitive is p.remat_p:
-            operands = self._fenced(eqn.params["prevent_cse"], operands)
-            return inline(called_jaxpr(eqn.params), operands, self.read)
-        made = self._add(eqn.primitive, eqn.params, operands, eqn.outvars)
-        self.calls[-1].context = eqn.ctx
-        return made
-
-    def _add(self, primitive, params, operands, like) -> list[Node]:
-        call = Call(primitive, params, tuple(operands), len(self.calls))
-        self.calls.append(call)
-        return with_outputs(call, [x.aval for x in like])
-
-    def _fenced(self, prevented, operands: list[Node]) -> list[Node]:
-        """Operands behind the barrier, by which nothing is merged with the forward."""
+    def behind_barrier(prevented, operands: list[Node]) -> list[Node]:
         if isinstance(prevented, bool):
             prevented = (prevented,) * len(operands)
-        fenced = itertools.compress(operands, prevented)
-        before = [x for x in dict.fromkeys(fenced) if x.constant is None]
-        made = self._add(p.remat_p, {}, before, before)
-        self.fences[self.calls[-1]] = tied
-        behind = dict(zip(before, made, strict=True))
+        fenced = dict.fromkeys(itertools.compress(operands, prevented))
+        before = [x for x in fenced if x.constant is None]
+        behind = dict(zip(before, add(p.remat_p, {}, before, before), strict=True))
         return [
-            behind.get(x, x) if is_fenced else x
-            for x, is_fenced in zip(operands, prevented, strict=True)
+            behind.get(x, x) if is_prevented else x
+            for x, is_prevented in zip(operands, prevented, strict=True)
         ]
 
-    def made_of(self, cotangents: Iterable[Node]) -> set[Node]:
-        """What is made of cotangents, and not computed again from the forward pass."""
-        made = set(cotangents)
-        for call in self.calls:
-            if call in self.fences:
-                pairs = zip(call.inputs, call.outputs, strict=True)
-                made.update(after for before, after in pairs if before in made)
-            elif made.intersection(call.inputs):
-                made.update(call.outputs)
-        return made
+    def read(eqn, operands: list[Node]) -> list[Node]:
+        if eqn.primitive is p.remat_p:
+            operands = behind_barrier(eqn.params["prevent_cse"], operands)
+        if eqn.primitive in (p.jit_p, p.remat_p):
+            return inline(called_jaxpr(eqn.params), operands, read)
+        return add(eqn.primitive, eqn.params, operands, eqn.outvars, eqn.ctx)
+
+    outputs = inline(closed, inputs, read)
+    return calls, outputs
+
+
+def _made_of(cotangents: Iterable[Node], calls: Iterable[Call]) -> set[Node]:
+    """What is made of cotangents, and not computed again from the forward pass."""
+    made = set(cotangents)
+    for call in calls:
+        if _is_barrier(call):
+            pairs = zip(call.inputs, call.outputs, strict=True)
+            made.update(after for before, after in pairs if before in made)
+        elif made.intersection(call.inputs):
+            made.update(call.outputs)
+    return made
 
 
 def _last_products(calls: Sequence[Call], values: set[Node]) -> dict[Node, list[Node]]:
@@ -162,3 +155,7 @@ def _last_products(calls: Sequence[Call], values: set[Node]) -> dict[Node, list[
 
 def _is_product(call: Call) -> bool:
     return call.primitive in _PRODUCTS
+
+
+def _is_barrier(call: Call) -> bool:
+    return call.primitive is p.remat_p

@@ -183,15 +183,14 @@ class Parts:
         Raises:
           ValueError: if the update of one leaf needs the gradients of another.
         """
-        tx, loss = self._tx, self._loss
         state_stacks, reasons = found_or_waiting(self._state_stacks, stacks)
         if not state_stacks:
             return state_stacks, reasons
         of_stacks = self.whole_step
         waiting = _refuse_several_gradients(of_stacks, state_stacks)
-        layers = _layers_of(loss.params, state_stacks)
-        grads = _layers_of(loss.gradients, state_stacks)
-        of_layers = StepGraph(tx, grads, jax.eval_shape(tx.init, layers), layers)
+        grads, params = self._layers_of(state_stacks)
+        state = jax.eval_shape(self._tx.init, params)
+        of_layers = StepGraph(self._tx, grads, state, params)
         inputs = dict(zip(of_stacks.inputs, of_layers.inputs, strict=True))
 
         def compared(name: str) -> Sequence[int]:
@@ -218,8 +217,8 @@ class Parts:
 
         These are the leaves that change their shape when the parameter is one layer.
         """
-        layer = _layers_of(self._loss.params, [name])
-        layers, structure = jax.tree.flatten(jax.eval_shape(self._tx.init, layer))
+        _, params = self._layers_of([name])
+        layers, structure = jax.tree.flatten(jax.eval_shape(self._tx.init, params))
         if structure != self.whole.structure:
             raise WaitsForWholeGradient(
                 "the state of one of its layers has another structure"
@@ -237,6 +236,20 @@ class Parts:
                 )
             found.append(number)
         return found
+
+    def _layers_of(self, names: Iterable[str]) -> tuple[typing.Any, typing.Any]:
+        """Gradients and parameters, with one layer in place of each of these stacks."""
+
+        def layer(x):
+            return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+
+        leaves = self._loss.leaves
+        grads = {leaf.name: leaf.gradient for leaf in leaves}
+        params = {leaf.name: trees.abstract(leaf.value) for leaf in leaves}
+        for name in names:
+            grads[name] = layer(grads[name])
+            params[name] = jax.tree.map(layer, params[name])
+        return self._loss.tree_of(grads), self._loss.tree_of(params)
 
 
 def _is_like(array, other, shape) -> bool:
@@ -258,18 +271,6 @@ def _check_alone(part: Part, whole: StepGraph) -> None:
         raise WaitsForWholeGradient(
             "its gradient is needed for other leaves, or for the rest of the state"
         )
-
-
-def _layers_of(tree, names: Iterable[str]):
-    """A tree like the parameters, with one layer in place of each of these leaves."""
-
-    def layer(name, leaf):
-        if name not in names:
-            return leaf
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), leaf)
-
-    found, leaves, treedef = trees.named_leaves(tree)
-    return treedef.unflatten(map(layer, found, leaves))
 
 
 def _refuse_several_gradients(

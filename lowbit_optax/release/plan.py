@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import optax
+from jax.extend.core import primitives as p
 
 from lowbit_optax._jaxprs.graph import Call, Node
 from lowbit_optax._step.stepper import stepper_of
@@ -19,22 +20,22 @@ from lowbit_optax.release.parts import (
 from lowbit_optax.release.step_graph import WaitsForWholeGradient
 from lowbit_optax.release.stretches import (
     MIN_LAYER_SIZE,
+    NO_SCAN,
     Stretch,
     active_values,
     divide,
     first_readers,
     scan_over,
-    scans_over,
 )
 from lowbit_optax.release.traced_loss import ParamLeaf, TracedLoss
 
 AFTER = "after the backward pass"
 
 _IN_WORDS = {
-    "conv_general_dilated": "convolution",
-    "convert_element_type": "cast",
-    "dot_general": "matrix product",
-    "remat": "jax.checkpoint",
+    p.conv_general_dilated_p: "convolution",
+    p.convert_element_type_p: "cast",
+    p.dot_general_p: "matrix product",
+    p.remat_p: "jax.checkpoint",
 }
 """What users call primitives."""
 
@@ -185,16 +186,15 @@ def _reports(loss, stretches, state_stacks, not_in_loop, not_before, active):
         if others:
             when += f", with {others} other{'s' * (others > 1)}"
         for leaf in stretch.leaves:
-            reader = readers[leaf.name].primitive.name
-            reader = _IN_WORDS.get(reader, reader)
+            primitive = readers[leaf.name].primitive
+            reader = _IN_WORDS.get(primitive, primitive.name)
             found[leaf.name] = (
                 f"{when}: its gradient is whole once the pass is behind the {reader} "
                 "that reads it first"
             )
-    for leaf in loss.leaves:
-        name = leaf.name
-        if scans_over(loss.program, leaf) and name not in state_stacks:
-            found[name] = f"{AFTER}: {not_in_loop[name]}"
+    for name, reason in not_in_loop.items():
+        if reason != NO_SCAN:
+            found[name] = f"{AFTER}: {reason}"
         elif name not in found:
-            found[name] = f"{AFTER}: {not_before.get(name) or not_in_loop[name]}"
+            found[name] = f"{AFTER}: {not_before[name]}"
     return {leaf.name: found[leaf.name] for leaf in loss.leaves}

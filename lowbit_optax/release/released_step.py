@@ -17,7 +17,7 @@ from lowbit_optax.release.plan import ReleasePlan, loss_scaled, without_scale
 from lowbit_optax.release.reverse import run_forward
 from lowbit_optax.release.stretches import Stretch
 from lowbit_optax.release.traced_loss import TracedLoss
-from lowbit_optax.release.updates import Optimizer, Updates
+from lowbit_optax.release.updates import Updates
 
 
 def released_step(
@@ -75,16 +75,8 @@ def released_step(
     if by_layer:
         gate = functools.partial(_by_own_sizes, inner, factor)
 
-    optimizer = Optimizer(inner, loss, state, plan.state_stacks, transform)
-    updates = Updates(optimizer, plan.parts.whole, gate)
-    found, rest = computed.go_back(start, updates)
-    left = {
-        leaf.name: rest[leaf.gradient_value]
-        for leaf in loss.leaves
-        if leaf.gradient_value in rest
-    }
-    of_no_gradient = plan.of_no_gradient() if by_layer else ()
-    params, state, found = updates.finished(found, plan.last, left, of_no_gradient)
+    updates = Updates(inner, state, loss, plan, gate, transform)
+    params, state, found = updates.finished(*computed.go_back(start, updates))
     state, params = jax.tree.unflatten(treedef, state), loss.tree_of(params)
     value = loss.result(computed.outputs)
     if scaled is None:

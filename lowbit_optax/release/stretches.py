@@ -40,6 +40,8 @@ MIN_LAYER_SIZE = 4096
 """Layers and leaves with fewer elements are updated after the backward pass, all at
 once."""
 
+NO_SCAN = "no scan runs over it"
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stretch:
@@ -202,11 +204,11 @@ def scan_over(program: LossProgram, leaf: ParamLeaf) -> ScanCall:
     if leaf.gradient_value is None or not is_real:
         raise WaitsForWholeGradient(f"it is {leaf.value.dtype}")
     values = {*leaf.array_values, leaf.gradient_value}
-    over = [step for step in program.scans if values & set(step.scanned)]
-    if not over and scans_over(program, leaf):
+    over = [call for call in program.scans if not values.isdisjoint(call.scanned)]
+    if not over and _is_scanned(program, values):
         raise WaitsForWholeGradient("it is changed before a scan runs over it")
     if not over:
-        raise WaitsForWholeGradient("no scan runs over it")
+        raise WaitsForWholeGradient(NO_SCAN)
     if len(over) > 1:
         raise WaitsForWholeGradient("several scans run over it")
     if any(program.uses[value] != 1 for value in values):
@@ -225,14 +227,14 @@ def scan_over(program: LossProgram, leaf: ParamLeaf) -> ScanCall:
     return over[0]
 
 
-def scans_over(program: LossProgram, leaf: ParamLeaf) -> list[ScanCall]:
-    """The scans over a leaf, or over what is made of it alone, such as a cast."""
-    made = {*leaf.array_values, leaf.gradient_value}
+def _is_scanned(program: LossProgram, values: set[Node]) -> bool:
+    """Whether a scan runs over what is made of these values alone, such as a cast."""
+    made = set(values)
     for call in program.calls:
         inputs = [node for node in call.inputs if node.constant is None]
         if inputs and made.issuperset(inputs):
             made.update(call.outputs)
-    return [step for step in program.scans if made & set(step.scanned)]
+    return any(not made.isdisjoint(call.scanned) for call in program.scans)
 
 
 def _stops(call: Call) -> bool:

@@ -37,9 +37,10 @@ class ParamLeaf:
     gradient: jax.ShapeDtypeStruct
 
     @property
-    def arrays(self) -> list[jax.Array]:
-        """The arrays that it is stored in."""
-        return jax.tree.leaves(self.value)
+    def arguments(self) -> list[jax.Array]:
+        """Its arrays, and zeros for what stands in for a QuantizedTensor."""
+        arrays = jax.tree.leaves(self.value)
+        return [*arrays, self.zero_gradient()] if self.is_quantized else arrays
 
     @property
     def size(self) -> int:
@@ -76,16 +77,6 @@ class TracedLoss:
     other_arguments: list
     result_shapes: typing.Any
 
-    @property
-    def gradients(self):
-        """A tree of shapes and dtypes."""
-        return self.treedef.unflatten([leaf.gradient for leaf in self.leaves])
-
-    @property
-    def params(self):
-        """A tree of shapes and dtypes."""
-        return self.treedef.unflatten([trees.abstract(x.value) for x in self.leaves])
-
     def tree_of(self, found: Mapping[str, typing.Any]):
         """A tree like the parameters, with MaskedNode where nothing was found."""
         masked = optax.MaskedNode()
@@ -94,14 +85,8 @@ class TracedLoss:
     @property
     def arguments(self) -> list:
         """Of the program."""
-        found = []
-        for leaf in self.leaves:
-            arrays = dict(zip(leaf.array_values, leaf.arrays, strict=True))
-            if leaf.is_quantized:
-                assert leaf.gradient_value is not None
-                arrays[leaf.gradient_value] = leaf.zero_gradient()
-            found += arrays.values()
-        return [*found, *self.other_arguments]
+        arrays = [x for leaf in self.leaves for x in leaf.arguments]
+        return arrays + self.other_arguments
 
     def result(self, arrays: Sequence):
         """The loss, or ``(loss, aux)``, from its arrays."""
@@ -124,18 +109,19 @@ def trace_loss(
         return what ``has_aux`` says.
     """
     names, values, treedef = trees.named_leaves(params)
-    gradients, given_leaves = [], []
     for name, value in zip(names, values, strict=True):
         if not _is_array(value):
             raise TypeError(
                 f"release: params{name} is {value!r}, not an array or QuantizedTensor"
             )
-        gradient_dtype = dtype if tensors.is_quantized(value) else value.dtype
-        gradient = jax.ShapeDtypeStruct(value.shape, gradient_dtype)
-        gradients.append(gradient)
-        given_leaves.append(
-            with_stand_in(value, gradient) if tensors.is_quantized(value) else value
-        )
+    gradients = [
+        jax.ShapeDtypeStruct(x.shape, dtype if tensors.is_quantized(x) else x.dtype)
+        for x in values
+    ]
+    traced = [
+        with_stand_in(x, gradient) if tensors.is_quantized(x) else x
+        for x, gradient in zip(values, gradients, strict=True)
+    ]
     given, structure = jax.tree.flatten((args, kwargs))
     other_arguments = [x for x in given if _is_array(x)]
 
@@ -146,16 +132,14 @@ def trace_loss(
         )
         return loss_fn(params, *args, **kwargs)
 
-    program, shapes = trace_program(
-        loss, treedef.unflatten(given_leaves), other_arguments
-    )
+    program, shapes = trace_program(loss, treedef.unflatten(traced), other_arguments)
     _check_result(shapes, has_aux)
     leaves = _located(program, names, values, gradients)
     return TracedLoss(program, leaves, treedef, other_arguments, shapes)
 
 
 def _located(program: LossProgram, names, values, gradients) -> list[ParamLeaf]:
-    """The leaves with the numbers of their values, which are the first inputs."""
+    """The leaves with their values, which are the program's first inputs."""
     inputs = iter(program.inputs)
     leaves = []
     for name, value, gradient in zip(names, values, gradients, strict=True):

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,11 @@ from lowbit_optax._step.layers import Layer
 from lowbit_optax._step.stepper import stepper_of
 from lowbit_optax.loss_scaling.guarded import Sizes, guarded
 from lowbit_optax.release.host_memory import beside, is_on_host, on_device
-from lowbit_optax.release.parts import Part, StateStacks
+from lowbit_optax.release.parts import Part
+from lowbit_optax.release.plan import ReleasePlan
+from lowbit_optax.release.scans import Cotangents
 from lowbit_optax.release.stretches import Stretch
-from lowbit_optax.release.traced_loss import ParamLeaf, TracedLoss
+from lowbit_optax.release.traced_loss import TracedLoss
 from pallas_kernels.platforms import refused_gpu
 
 NewValues = tuple[dict[str, typing.Any], dict[int, jax.Array]]
@@ -35,24 +37,108 @@ _NOTHING = types.MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Optimizer:
-    """A transformation at a state.
+class Updates:
+    """A backward pass that steps on leaves as soon as their gradients are there.
+
+    A result is ``(values, found)``: new ones, and what the gate has found in the
+    gradients, of each layer if they were updated in a loop. A loop carries the same.
 
     Args:
       tx: the transformation, without a loss scale.
+      state: the leaves of its state.
       loss: whose parameters are updated.
-      state_leaves: of its state.
-      state_stacks: of the leaves that are updated in loops.
+      plan: when.
+      gate: decides whether each update happens.
       transform_gradient: applied to every gradient before the step.
     """
 
     tx: optax.GradientTransformation
+    state: Sequence[jax.Array]
     loss: TracedLoss
-    state_leaves: Sequence[jax.Array]
-    state_stacks: StateStacks
+    plan: ReleasePlan
+    gate: Gate
     transform_gradient: Callable[[jax.Array], jax.Array]
 
-    def step(
+    def begin(self, stretch: Stretch) -> tuple[NewValues, typing.Any]:
+        """The stacks before the step, and room for what will be found."""
+        params = {leaf.name: leaf.value for leaf in stretch.in_loop}
+        numbers = [n for name in params for n in self.plan.state_stacks[name]]
+        length = stretch.scan_call.scan.length
+        found = jax.eval_shape(lambda: self.gate({})[1])
+        found = jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), found)
+        return (params, {n: self.state[n] for n in numbers}), found
+
+    def params(self, stretch: Stretch, carried) -> dict[str, typing.Any]:
+        """The parameters' stacks."""
+        del stretch
+        (params, _), _ = carried
+        return params
+
+    def update(self, stretch: Stretch, index, carried, grads: dict[str, jax.Array]):
+        """What is carried after the update of a layer."""
+        stacks, found = carried
+        guard, new = self.gate(grads)
+        put_back = functools.partial(self._update_and_put_back, stretch, guard)
+        in_stacks = functools.partial(self._update_in_stacks, stretch, guard)
+        # Where results are chosen after a step, the stacks must not have been changed.
+        is_lowbit = isinstance(stepper_of(self.tx), Lowbit)
+        can_skip = is_lowbit or isinstance(guard, Unguarded)
+        # Kernels have no access to host memory.
+        on_host = any(map(is_on_host, jax.tree.leaves(stacks)))
+        if can_skip and refused_gpu() is None and not on_host:
+            stacks = lax.platform_dependent(
+                index, stacks, grads, cuda=in_stacks, default=put_back
+            )
+        else:
+            stacks = put_back(index, stacks, grads)
+        put = lambda stack, x: lax.dynamic_update_index_in_dim(stack, x, index, 0)
+        return stacks, jax.tree.map(put, found, new)
+
+    def _update_in_stacks(self, stretch: Stretch, guard, index, stacks, grads):
+        """By kernels, which write into the stacks."""
+        layer = _layer(stretch, index)
+        new = self._step_on_layer(layer, jax.tree.map(layer.of, stacks), grads, guard)
+        return jax.tree.map(layer.put, stacks, new)
+
+    def _update_and_put_back(self, stretch: Stretch, guard, index, stacks, grads):
+        """The layer is taken out, updated, and put back.
+
+        If XLA fused the update with the reads and writes around it, the update of one
+        stack would read the old layer of another, and XLA's CPU compiler would copy
+        whole stacks in every iteration. It does not fuse what is inside a conditional
+        with what is outside. (An optimization barrier does not prevent the fusion.)
+        """
+        layer = _layer(stretch, index)
+        old = jax.tree.map(lambda stack: on_device(layer.of(stack)), stacks)
+        new = lax.cond(
+            index >= jnp.int32(0),
+            lambda: self._step_on_layer(layer, old, grads, guard),
+            lambda: old,
+        )
+        put = lambda stack, new: layer.put(stack, beside(new, stack))
+        return jax.tree.map(put, stacks, new)
+
+    def _step_on_layer(
+        self, layer: Layer, old: NewValues, grads: Mapping[str, jax.Array], guard
+    ) -> NewValues:
+        """New layers for old ones.
+
+        The transformation sees all leaves. Nothing reads what it makes of the others.
+        """
+        with context.one_layer(layer):
+            new = self._step(self.plan.parts.whole, grads, guard, *old)
+        params, state = ({k: b[k] for k in a} for a, b in zip(old, new, strict=True))
+        return params, state
+
+    def take(self, stretch: Stretch, grads: dict[str, jax.Array]):
+        """The result of a step on the leaves of a stretch."""
+        part = stretch.part
+        assert part is not None, "a stretch has leaves only if they are a part"
+        guard, found = self.gate(grads)
+        params, state = self._step(part, grads, guard)
+        return (params, {n: state[n] for n in part.own}), found
+
+    def _step(
         self,
         part: Part,
         grads: Mapping[str, jax.Array],
@@ -69,168 +155,69 @@ class Optimizer:
           params, state: values in place of the present ones, such as one layer.
         """
         tree_of, leaves = self.loss.tree_of, part.leaves
+        given = {
+            leaf.name: self.transform_gradient(grads[leaf.name])
+            if leaf.name in grads
+            else leaf.zero_gradient()
+            for leaf in leaves
+        }
         state_leaves = [
-            state[n] if n in state else on_device(self.state_leaves[n])
-            for n in part.numbers
+            state[n] if n in state else on_device(self.state[n]) for n in part.numbers
         ]
         new_params, new_state = guarded(
             self.tx,
             tree_of({leaf.name: params.get(leaf.name, leaf.value) for leaf in leaves}),
             part.structure.unflatten(state_leaves),
-            tree_of({leaf.name: self._gradient(leaf, grads) for leaf in leaves}),
+            tree_of(given),
             guard,
             REPLACE,
             {},
         )
         names = [leaf.name for leaf in self.loss.leaves]
-        found = dict(
-            zip(names, self.loss.treedef.flatten_up_to(new_params), strict=True)
-        )
+        new_leaves = self.loss.treedef.flatten_up_to(new_params)
+        found = dict(zip(names, new_leaves, strict=True))
         return (
             {leaf.name: found[leaf.name] for leaf in leaves},
             dict(zip(part.numbers, jax.tree.leaves(new_state), strict=True)),
         )
 
-    def _gradient(self, leaf: ParamLeaf, grads: Mapping[str, jax.Array]) -> jax.Array:
-        if leaf.name not in grads:
-            return leaf.zero_gradient()
-        return self.transform_gradient(grads[leaf.name])
-
-    def stacks(self, leaves: Sequence[ParamLeaf]) -> NewValues:
-        """These leaves, and the stacks of the state for them."""
-        params = {leaf.name: leaf.value for leaf in leaves}
-        numbers = [n for name in params for n in self.state_stacks[name]]
-        return params, {n: self.state_leaves[n] for n in numbers}
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Updates:
-    """A backward pass that steps on leaves as soon as their gradients are there.
-
-    A result is ``(values, found)``: new ones, and what the gate has found in the
-    gradients, of each layer if they were updated in a loop. A loop carries the same.
-
-    Args:
-      optimizer: at a state.
-      whole: the part of all leaves.
-      gate: decides whether each update happens.
-    """
-
-    optimizer: Optimizer
-    whole: Part
-    gate: Gate
-
-    def begin(self, stretch: Stretch) -> tuple[NewValues, typing.Any]:
-        """The stacks before the step, and room for what will be found."""
-        length = stretch.scan_call.scan.length
-        found = jax.eval_shape(lambda: self.gate({})[1])
-        found = jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), found)
-        return self.optimizer.stacks(stretch.in_loop), found
-
-    def params(self, stretch: Stretch, carried) -> dict[str, typing.Any]:
-        """The parameters' stacks."""
-        del stretch
-        (params, _), _ = carried
-        return params
-
-    def update(self, stretch: Stretch, index, carried, grads: dict[str, jax.Array]):
-        """What is carried after the update of a layer."""
-        stacks, found = carried
-        guard, new = self.gate(grads)
-        put_back = functools.partial(self._update_and_put_back, stretch, guard)
-        in_stacks = functools.partial(self._update_in_stacks, stretch, guard)
-        # Where results are chosen after a step, the stacks must not have been changed.
-        is_lowbit = isinstance(stepper_of(self.optimizer.tx), Lowbit)
-        can_skip = is_lowbit or isinstance(guard, Unguarded)
-        # Kernels have no access to host memory.
-        on_host = any(map(is_on_host, jax.tree.leaves(stacks)))
-        if can_skip and refused_gpu() is None and not on_host:
-            stacks = lax.platform_dependent(
-                index, stacks, grads, cuda=in_stacks, default=put_back
-            )
-        else:
-            stacks = put_back(index, stacks, grads)
-        put = lambda stack, x: lax.dynamic_update_index_in_dim(stack, x, index, 0)
-        return stacks, jax.tree.map(put, found, new)
-
-    def _update_in_stacks(self, stretch: Stretch, guard, index, stacks, grads):
-        """By kernels, which write into the stacks."""
-        layer = _layer(stretch, index)
-        new = self._step(layer, jax.tree.map(layer.of, stacks), grads, guard)
-        return jax.tree.map(layer.put, stacks, new)
-
-    def _update_and_put_back(self, stretch: Stretch, guard, index, stacks, grads):
-        """The layer is taken out, updated, and put back.
-
-        If XLA fused the update with the reads and writes around it, the update of one
-        stack would read the old layer of another, and XLA's CPU compiler would copy
-        whole stacks in every iteration. It does not fuse what is inside a conditional
-        with what is outside. (An optimization barrier does not prevent the fusion.)
-        """
-        layer = _layer(stretch, index)
-        old = jax.tree.map(lambda stack: on_device(layer.of(stack)), stacks)
-        new = lax.cond(
-            index >= jnp.int32(0),
-            lambda: self._step(layer, old, grads, guard),
-            lambda: old,
-        )
-        put = lambda stack, new: layer.put(stack, beside(new, stack))
-        return jax.tree.map(put, stacks, new)
-
-    def _step(self, layer: Layer, old: NewValues, grads: dict, guard) -> NewValues:
-        """New layers for old ones.
-
-        The transformation sees all leaves. Nothing reads what it makes of the others.
-        """
-        with context.one_layer(layer):
-            new = self.optimizer.step(self.whole, grads, guard, *old)
-        return tuple({key: b[key] for key in a} for a, b in zip(old, new, strict=True))
-
-    def take(self, stretch: Stretch, grads: dict[str, jax.Array]):
-        """The result of a step on the leaves of a stretch."""
-        part = stretch.part
-        assert part is not None, "a stretch has leaves only if they are a part"
-        guard, found = self.gate(grads)
-        params, state = self.optimizer.step(part, grads, guard)
-        return (params, {n: state[n] for n in part.own}), found
-
     def finished(
-        self,
-        results: Iterable[tuple],
-        last: Part,
-        grads: Mapping[str, jax.Array],
-        of_no_gradient: Collection[int],
+        self, results: Iterable[tuple], cotangents: Cotangents
     ) -> tuple[dict[str, typing.Any], list[jax.Array], dict[str, typing.Any]]:
         """All new parameters by path, the new state's leaves, and what was found.
 
         Args:
           results: of the backward pass.
-          last: the leaves that have not been updated. If it has others, too, these get
-            zeros for their gradients, and their results are replaced.
-          grads: the other leaves' gradients.
-          of_no_gradient: numbers of the state's leaves, such as a count, that go on if
-            any step happens; the others if that with these gradients does.
+          cotangents: those that are left, by which the other leaves are updated. If all
+            leaves must be, the others get zeros for their gradients, and their results
+            are replaced.
         """
         params, state, found = {}, {}, {}
         for (new_params, new_state), new_found in results:
             params |= new_params
             state |= new_state
             found |= dict.fromkeys(new_params, new_found)
+        last = self.plan.last
+        grads = {
+            leaf.name: cotangents[leaf.gradient_value]
+            for leaf in self.loss.leaves
+            if leaf.gradient_value in cotangents
+        }
         guard, last_found = self.gate(grads)
-        last_params, last_state = self.optimizer.step(last, grads, guard)
-        if isinstance(last_found, Sizes):
+        last_params, last_state = self._step(last, grads, guard)
+        if isinstance(last_found, Sizes) and isinstance(guard, Guard):
+            # What needs no gradient, such as a count, goes on if any update happens.
             checked = [each.finite for each in found.values()]
             checked += [last_found.finite] if grads else []
             proceed = jnp.any(jnp.stack([jnp.any(x) for x in checked]))
-            some = Guard(guard.factor, proceed)
             finite = {n: jnp.where(last_found.finite, x, 0) for n, x in grads.items()}
             # Of this step only these numbers are computed.
-            _, shared = self.optimizer.step(last, finite, some)
-            last_state |= {n: shared[n] for n in of_no_gradient if n in shared}
-            names = [leaf.name for leaf in self.whole.leaves]
-            found = dict.fromkeys(names, last_found) | found
-        state = last_state | state
-        return last_params | params, [state[n] for n in self.whole.numbers], found
+            _, shared = self._step(last, finite, Guard(guard.factor, proceed))
+            numbers = self.plan.of_no_gradient().intersection(shared)
+            last_state |= {n: shared[n] for n in numbers}
+            found = dict.fromkeys(last_params, last_found) | found
+        new = last_state | state
+        return last_params | params, [new[n] for n in range(len(self.state))], found
 
 
 def _layer(stretch: Stretch, index) -> Layer:
