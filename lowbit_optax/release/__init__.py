@@ -5,7 +5,7 @@ traced_loss     the loss as a list of calls, and where each parameter is in it
 plan            when each parameter is updated, and why
 stretches       the loss, divided into scans and other calls
 parts           what the optimizer can update by itself, leaves or layers
-step_graph      its step as a graph, by which parts are found
+step_graph      the graph of its step, which tells what is updated alike
 released_step   forward, a pass that measures gradients if need be, updates
 reverse         the loss, gone back through stretch by stretch
 scans           a scan whose backward loop hands on each layer's gradients

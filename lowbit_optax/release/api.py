@@ -39,13 +39,13 @@ def value_and_update(
     The gradient of a parameter is whole once the backward pass is past the first use of
     it in ``loss_fn``. Barriers keep the compiler from going on before the update. Small
     gradients wait for each other, and those with fewer than 4,096 elements for the end.
-    What the backward pass reads is kept in the least memory from which elementwise
-    operations give the rest; they are computed again.
+    Of the values that the backward pass reads, the smallest set is kept from which
+    elementwise operations can compute the others again.
 
     The parameters that ``loss_fn`` scans over, by ``jax.lax.scan`` or flax's
     ``nn.scan``, are updated layer by layer. So is a stack of parameters if one scan
     runs over it and nothing else reads it. Cast it in the scan's body, not before the
-    scan. What is under one ``jax.checkpoint`` is updated together. :func:`explain`
+    scan. Parameters under one ``jax.checkpoint`` are updated together. :func:`explain`
     tells when each parameter is updated, and why.
 
     The operations are those above, on the same numbers and in the same order: compiled
@@ -71,12 +71,12 @@ def value_and_update(
       max_grad_norm: clip the gradients of all parameters to this global norm, as
         ``optax.clip_by_global_norm`` would before ``tx``. It takes two backward passes
         after one forward pass, the first for the norm, which keeps no gradients.
-      overflow: what is done if gradients overflow under the loss scale of ``tx``.
+      overflow: what happens if gradients overflow under the loss scale of ``tx``.
 
         - ``"exact"``: a first backward pass, that of the norm if there is one, looks at
-          all gradients. If any has overflowed, no bit but the scale's state changes.
-        - ``"layer"``: in one pass; a layer of a scan, or leaves updated together, are
-          skipped if their own gradients have overflowed. The scale falls likewise.
+          all gradients. If any overflows, no bit changes but in the scale's state.
+        - ``"layer"``: in one pass; a layer of a scan, or leaves that are updated
+          together, are skipped if their own gradients overflow. The scale falls, too.
       state_memory: where the state of stacks is kept that are updated in a loop:
         ``"device"``, or ``"pinned_host"``, host memory. There a layer's slice is copied
         to the device while the layer's gradients are computed, and back after the
@@ -157,11 +157,11 @@ def explain(
     Returns:
       A function of ``(params, opt_state, *args, **kwargs)``, arrays or
       ShapeDtypeStructs. It returns a dictionary from the parameters' paths to
-      ``"in the loop"`` of a scan, ``"in the backward pass, update 1 of 3"``, with how
-      many others and what the pass must be behind, or ``"after the backward pass: "``
-      and the reason. With a loss scale
-      each says, too, which overflows leave the parameter as it is; with
-      ``state_memory="pinned_host"`` where its state is.
+      ``"in the loop"`` of a scan, ``"in the backward pass, update 1 of 3"``, with the
+      number of leaves beside it and the operation that the pass must be past, or
+      ``"after the backward pass: "`` and the reason. With a loss scale each also says
+      which overflows leave the parameter as it is; with
+      ``state_memory="pinned_host"``, where its state is.
 
     Raises:
       ValueError, TypeError: as :func:`value_and_update` does.
@@ -237,8 +237,8 @@ def _named_after(loss_fn: Callable, with_update: Callable) -> Callable:
     """Give a step the loss's name, and the argument names that ``jax.jit`` looks up."""
     try:
         _, *rest = inspect.signature(loss_fn).parameters.values()
-        own = list(inspect.signature(with_update).parameters.values())[:2]
-        signature = inspect.Signature([*own, *rest])
+        first = list(inspect.signature(with_update).parameters.values())[:2]
+        signature = inspect.Signature([*first, *rest])
     except ValueError:  # a builtin, or a loss that has an argument opt_state itself
         signature = inspect.signature(with_update)
     functools.update_wrapper(with_update, loss_fn)
@@ -256,7 +256,7 @@ def host_shardings(
     has_aux: bool = False,
     dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> Callable:
-    """Shardings of the state with which ``state_memory="pinned_host"`` begins.
+    """Shardings of a state that starts where ``state_memory="pinned_host"`` keeps it.
 
     The state of stacks that are updated layer by layer is in host memory, all other
     state on the device; :func:`explain` tells which. Nothing is run.
@@ -267,9 +267,9 @@ def host_shardings(
     Returns:
       A function of ``(params, opt_state, *args, **kwargs)``, arrays or
       ShapeDtypeStructs, to a tree like ``opt_state`` of shardings: those of its arrays
-      with another memory kind. A ShapeDtypeStruct without a sharding is of the first
-      device. Give it to ``jax.device_put``, or to ``jax.jit(tx.init,
-      out_shardings=...)``, by which the state begins in host memory.
+      with another memory kind. A ShapeDtypeStruct without a sharding is on the first
+      device. Give the tree to ``jax.device_put``, or to ``jax.jit(tx.init,
+      out_shardings=...)``, so that the state starts in host memory.
 
     Raises:
       ValueError: if a device has no memory of the kind ``pinned_host``.

@@ -66,12 +66,12 @@ def with_memory_kind(name: str, leaf, kind: str) -> Sharding:
     Raises:
       ValueError: if a device has no such memory.
     """
-    given: typing.Any = getattr(leaf, "sharding", None)
-    if given is None:
-        given = SingleDeviceSharding(jax.devices()[0])
-    for device in given.device_set:
+    sharding: typing.Any = getattr(leaf, "sharding", None)
+    if sharding is None:
+        sharding = SingleDeviceSharding(jax.devices()[0])
+    for device in sharding.device_set:
         _check_has(f"state{name}", device, kind)
-    return given.with_memory_kind(kind)
+    return sharding.with_memory_kind(kind)
 
 
 def _check_has(what: str, device, kind: str) -> None:

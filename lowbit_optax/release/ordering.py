@@ -95,8 +95,8 @@ def cotangents_first(
 def _inlined(closed, inputs: list[Node]) -> tuple[list[Call], list[Node]]:
     """Calls and results of a jaxpr; functions under jit and checkpoints are inlined.
 
-    A checkpoint's barrier, by which nothing is merged with the forward pass, is a call
-    of the checkpoint's primitive, with as many results as operands.
+    A checkpoint's barrier keeps XLA from merging what follows with the forward pass. It
+    becomes a call of the checkpoint's primitive, with as many results as operands.
     """
     calls: list[Call] = []
 

@@ -43,14 +43,14 @@ class Part:
       leaves: of the parameters.
       structure: of the state for them.
       numbers: of its leaves, in the whole state.
-      own: those of the numbers that no other leaf needs, such as moments. The others,
-        such as a count, are in every part.
+      exclusive: those of the numbers that no other leaf needs, such as moments. The
+        others, such as a count, are in every part.
     """
 
     leaves: Sequence[ParamLeaf]
     structure: typing.Any
     numbers: Sequence[int]
-    own: frozenset[int]
+    exclusive: frozenset[int]
 
 
 def found_or_waiting(
@@ -111,7 +111,7 @@ class Parts:
         pairs = [
             (whole.new_state[n], x)
             for n, x in zip(numbers, graph.new_state, strict=True)
-            if is_last or n in part.own
+            if is_last or n in part.exclusive
         ]
         for leaf in leaves:
             name = leaf.name
@@ -178,7 +178,7 @@ class Parts:
           stacks: paths of the leaves whose first axis is one of layers.
 
         Returns:
-          Of the stacks that can, the stacks of the state, and why the others cannot.
+          The state's stacks for those that can, and why the others cannot, by path.
 
         Raises:
           ValueError: if the update of one leaf needs the gradients of another.
@@ -261,11 +261,11 @@ def _check_alone(part: Part, whole: StepGraph) -> None:
     names = {leaf.name for leaf in part.leaves}
     gradients = [x for name, x in whole.gradients.items() if name in names]
     others = [x for name, x in whole.gradients.items() if name not in names]
-    own = [whole.new_state[n] for n in part.own]
-    rest = [x for n, x in enumerate(whole.new_state) if n not in part.own]
+    results = [whole.new_state[n] for n in part.exclusive]
+    rest = [x for n, x in enumerate(whole.new_state) if n not in part.exclusive]
     for name, arrays in whole.new_params.items():
-        (own if name in names else rest).extend(arrays)
-    if any(whole.depends_on(node, others) for node in own):
+        (results if name in names else rest).extend(arrays)
+    if any(whole.depends_on(node, others) for node in results):
         raise WaitsForWholeGradient("its update needs the gradients of other leaves")
     if any(whole.depends_on(node, gradients) for node in rest):
         raise WaitsForWholeGradient(

@@ -167,7 +167,7 @@ def _last(
         part = parts.part(rest, is_last=True)
     except WaitsForWholeGradient:
         return parts.whole
-    numbers = [n for each in stretches if each.part for n in each.part.own]
+    numbers = [n for each in stretches if each.part for n in each.part.exclusive]
     numbers += [n for each in state_stacks.values() for n in each]
     is_all = len(numbers) + len(part.numbers) == len(parts.whole.numbers)
     return part if is_all else parts.whole

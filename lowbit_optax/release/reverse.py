@@ -21,8 +21,10 @@ from lowbit_optax._jaxprs.graph import Node, called_jaxpr, run, value_of
 from lowbit_optax._jaxprs.kept_values import calls_between, smallest_kept
 from lowbit_optax._jaxprs.program import LossProgram
 from lowbit_optax.release.ordering import tied
+from lowbit_optax.release.plan import ReleasePlan
 from lowbit_optax.release.scans import BackwardPass, Cotangents, ReleasedScan
 from lowbit_optax.release.stretches import Stretch, is_active
+from lowbit_optax.release.traced_loss import TracedLoss
 
 _MOVES = frozenset(
     {
@@ -90,21 +92,10 @@ def _barrier(arrays, cotangents: Cotangents) -> tuple[typing.Any, Cotangents]:
     return arrays, dict(zip(nodes, values, strict=True))
 
 
-def run_forward(
-    program: LossProgram,
-    stretches: Sequence[Stretch],
-    active: set[Node],
-    arguments: Sequence,
-) -> Reverse:
-    """Compute a loss, and keep what its derivative needs.
-
-    Args:
-      program: the loss.
-      stretches: of all its calls.
-      active: the values that have cotangents.
-      arguments: of the program's inputs.
-    """
-    known = dict(zip(program.inputs, arguments, strict=True))
+def run_forward(loss: TracedLoss, plan: ReleasePlan) -> Reverse:
+    """Compute a loss, and keep what its derivative needs."""
+    program, stretches, active = loss.program, plan.stretches, plan.active
+    known = dict(zip(program.inputs, loss.arguments, strict=True))
     pulls = []
     for stretch, later in zip(
         stretches, _later(program, stretches, active), strict=True
@@ -158,8 +149,8 @@ def _run_stretch(
     outputs = [x for x in (*primals, *made) if x in pulled_later]
     others = [x for x in made if x in read_later and x not in outputs]
 
-    def function(values, given):
-        local: dict[Node, typing.Any] = dict(zip(constants, given, strict=True))
+    def function(values, fixed):
+        local: dict[Node, typing.Any] = dict(zip(constants, fixed, strict=True))
         local.update(zip(primals, values, strict=True))
         run(calls, local)
         return [local[x] for x in outputs], [local[x] for x in others]
@@ -175,11 +166,11 @@ def _run_stretch(
 
     def pull(cotangents: Cotangents, backward_pass: BackwardPass) -> list:
         del backward_pass
-        given = [
+        arguments = [
             cotangents.pop(node) if node in cotangents else jnp.zeros_like(result)
             for node, result in zip(outputs, results, strict=True)
         ]
-        cotangents.update(zip(primals, transposed(given), strict=True))
+        cotangents.update(zip(primals, transposed(arguments), strict=True))
         return []
 
     return pull

@@ -141,10 +141,10 @@ class ReleasedScan:
         """
 
         def function(*primals):
-            given = list(inputs)
+            arguments = list(inputs)
             for n, x in zip(self._primals, primals, strict=True):
-                given[n] = x
-            results = body(*given)
+                arguments[n] = x
+            results = body(*arguments)
             return [results[n] for n in (*self._carry, *self._ys)], results
 
         _, transposed, results = jax.vjp(
@@ -162,18 +162,19 @@ class ReleasedScan:
 
     def pull(self, cotangents: Cotangents, backward_pass: BackwardPass) -> list:
         """Take the results' cotangents, add the operands', and return what was made."""
-        given = []
-        for numbers in (self._carry, self._ys):
+
+        def cotangents_of(numbers):
             nodes = [self._call.outputs[n] for n in numbers]
-            given.append(
-                [
-                    cotangents.pop(node)
-                    if node in cotangents
-                    else jnp.zeros_like(self._results[n])
-                    for node, n in zip(nodes, numbers, strict=True)
-                ]
-            )
-        result, found = self._backward(backward_pass, *given)
+            return [
+                cotangents.pop(node)
+                if node in cotangents
+                else jnp.zeros_like(self._results[n])
+                for node, n in zip(nodes, numbers, strict=True)
+            ]
+
+        result, found = self._backward(
+            backward_pass, cotangents_of(self._carry), cotangents_of(self._ys)
+        )
         for number, cotangent in found.items():
             node = self._call.inputs[number]
             if node in self._active:

@@ -61,7 +61,7 @@ class ParamLeaf:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TracedLoss:
-    """A loss traced at given arguments.
+    """A traced loss, and the arguments at which it was traced.
 
     Args:
       program: of ``(params, args, kwargs)``, flat.
@@ -84,7 +84,7 @@ class TracedLoss:
 
     @property
     def arguments(self) -> list:
-        """Of the program."""
+        """The arguments of the program."""
         arrays = [x for leaf in self.leaves for x in leaf.arguments]
         return arrays + self.other_arguments
 
@@ -122,13 +122,13 @@ def trace_loss(
         with_stand_in(x, gradient) if tensors.is_quantized(x) else x
         for x, gradient in zip(values, gradients, strict=True)
     ]
-    given, structure = jax.tree.flatten((args, kwargs))
-    other_arguments = [x for x in given if _is_array(x)]
+    flat, structure = jax.tree.flatten((args, kwargs))
+    other_arguments = [x for x in flat if _is_array(x)]
 
     def loss(params, other_arguments):
         arrays = iter(other_arguments)
         args, kwargs = structure.unflatten(
-            next(arrays) if _is_array(x) else x for x in given
+            next(arrays) if _is_array(x) else x for x in flat
         )
         return loss_fn(params, *args, **kwargs)
 

@@ -40,8 +40,8 @@ _NOTHING = types.MappingProxyType({})
 class Updates:
     """A backward pass that steps on leaves as soon as their gradients are there.
 
-    A result is ``(values, found)``: new ones, and what the gate has found in the
-    gradients, of each layer if they were updated in a loop. A loop carries the same.
+    Its results are new values, and the sizes of the gradients that made them as the
+    gate has found them, those of each layer after a loop. A loop carries the same.
 
     Args:
       tx: the transformation, without a loss scale.
@@ -60,13 +60,13 @@ class Updates:
     transform_gradient: Callable[[jax.Array], jax.Array]
 
     def begin(self, stretch: Stretch) -> tuple[NewValues, typing.Any]:
-        """The stacks before the step, and room for what will be found."""
+        """The stacks before the step, and room for the sizes of each layer."""
         params = {leaf.name: leaf.value for leaf in stretch.in_loop}
         numbers = [n for name in params for n in self.plan.state_stacks[name]]
         length = stretch.scan_call.scan.length
-        found = jax.eval_shape(lambda: self.gate({})[1])
-        found = jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), found)
-        return (params, {n: self.state[n] for n in numbers}), found
+        sizes = jax.eval_shape(lambda: self.gate({})[1])
+        sizes = jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), sizes)
+        return (params, {n: self.state[n] for n in numbers}), sizes
 
     def params(self, stretch: Stretch, carried) -> dict[str, typing.Any]:
         """The parameters' stacks."""
@@ -76,8 +76,8 @@ class Updates:
 
     def update(self, stretch: Stretch, index, carried, grads: dict[str, jax.Array]):
         """What is carried after the update of a layer."""
-        stacks, found = carried
-        guard, new = self.gate(grads)
+        stacks, sizes = carried
+        guard, sizes_of_layer = self.gate(grads)
         put_back = functools.partial(self._update_and_put_back, stretch, guard)
         in_stacks = functools.partial(self._update_in_stacks, stretch, guard)
         # Where results are chosen after a step, the stacks must not have been changed.
@@ -92,7 +92,7 @@ class Updates:
         else:
             stacks = put_back(index, stacks, grads)
         put = lambda stack, x: lax.dynamic_update_index_in_dim(stack, x, index, 0)
-        return stacks, jax.tree.map(put, found, new)
+        return stacks, jax.tree.map(put, sizes, sizes_of_layer)
 
     def _update_in_stacks(self, stretch: Stretch, guard, index, stacks, grads):
         """By kernels, which write into the stacks."""
@@ -134,9 +134,9 @@ class Updates:
         """The result of a step on the leaves of a stretch."""
         part = stretch.part
         assert part is not None, "a stretch has leaves only if they are a part"
-        guard, found = self.gate(grads)
+        guard, sizes = self.gate(grads)
         params, state = self._step(part, grads, guard)
-        return (params, {n: state[n] for n in part.own}), found
+        return (params, {n: state[n] for n in part.exclusive}), sizes
 
     def _step(
         self,
@@ -155,7 +155,7 @@ class Updates:
           params, state: values in place of the present ones, such as one layer.
         """
         tree_of, leaves = self.loss.tree_of, part.leaves
-        given = {
+        gradients = {
             leaf.name: self.transform_gradient(grads[leaf.name])
             if leaf.name in grads
             else leaf.zero_gradient()
@@ -168,7 +168,7 @@ class Updates:
             self.tx,
             tree_of({leaf.name: params.get(leaf.name, leaf.value) for leaf in leaves}),
             part.structure.unflatten(state_leaves),
-            tree_of(given),
+            tree_of(gradients),
             guard,
             REPLACE,
             {},
@@ -184,40 +184,40 @@ class Updates:
     def finished(
         self, results: Iterable[tuple], cotangents: Cotangents
     ) -> tuple[dict[str, typing.Any], list[jax.Array], dict[str, typing.Any]]:
-        """All new parameters by path, the new state's leaves, and what was found.
+        """All new parameters by path, the new state's leaves, and sizes by path.
 
         Args:
           results: of the backward pass.
-          cotangents: those that are left, by which the other leaves are updated. If all
-            leaves must be, the others get zeros for their gradients, and their results
-            are replaced.
+          cotangents: those that are left, with which the other leaves are updated. If
+            the optimizer can step on all leaves only, the gradients of the others are
+            zeros, and what it makes of them is dropped.
         """
-        params, state, found = {}, {}, {}
-        for (new_params, new_state), new_found in results:
+        params, state, sizes = {}, {}, {}
+        for (new_params, new_state), found in results:
             params |= new_params
             state |= new_state
-            found |= dict.fromkeys(new_params, new_found)
-        last = self.plan.last
+            sizes |= dict.fromkeys(new_params, found)
         grads = {
             leaf.name: cotangents[leaf.gradient_value]
             for leaf in self.loss.leaves
             if leaf.gradient_value in cotangents
         }
-        guard, last_found = self.gate(grads)
+        last = self.plan.last
+        guard, found = self.gate(grads)
         last_params, last_state = self._step(last, grads, guard)
-        if isinstance(last_found, Sizes) and isinstance(guard, Guard):
+        if isinstance(found, Sizes) and isinstance(guard, Guard):
             # What needs no gradient, such as a count, goes on if any update happens.
-            checked = [each.finite for each in found.values()]
-            checked += [last_found.finite] if grads else []
+            checked = [each.finite for each in sizes.values()]
+            checked += [found.finite] if grads else []
             proceed = jnp.any(jnp.stack([jnp.any(x) for x in checked]))
-            finite = {n: jnp.where(last_found.finite, x, 0) for n, x in grads.items()}
+            finite = {n: jnp.where(found.finite, x, 0) for n, x in grads.items()}
             # Of this step only these numbers are computed.
             _, shared = self._step(last, finite, Guard(guard.factor, proceed))
             numbers = self.plan.of_no_gradient().intersection(shared)
             last_state |= {n: shared[n] for n in numbers}
-            found = dict.fromkeys(last_params, last_found) | found
+            sizes = dict.fromkeys(last_params, found) | sizes
         new = last_state | state
-        return last_params | params, [new[n] for n in range(len(self.state))], found
+        return last_params | params, [new[n] for n in range(len(self.state))], sizes
 
 
 def _layer(stretch: Stretch, index) -> Layer:

@@ -32,33 +32,19 @@ def _start(tx=SGD, dtype=jnp.float32):
     return params, tx.init(params)
 
 
-def _counted(loss_fn):
+@pytest.mark.parametrize("max_norm", [None, 1.0], ids=["one_pass", "two_passes"])
+def test_a_loss_is_traced_once_for_each_shape_of_its_batch(max_norm):
     calls = []
 
-    def counting(*args):
+    def loss_fn(*args):
         calls.append(args)
-        return loss_fn(*args)
+        return simple_loss(*args)
 
-    return counting, calls
-
-
-@pytest.mark.parametrize("most", [None, 1.0], ids=["one_pass", "two_passes"])
-def test_five_steps_trace_the_loss_once(most):
-    loss_fn, calls = _counted(simple_loss)
-    step = jax.jit(release.value_and_update(loss_fn, SGD, max_grad_norm=most))
+    step = jax.jit(release.value_and_update(loss_fn, SGD, max_grad_norm=max_norm))
     params, state = _start()
-    for batch in released.batches(5):
-        _, params, state = step(params, state, *batch)
-    assert len(calls) == 1
-
-
-def test_another_batch_shape_traces_the_loss_once_more():
-    loss_fn, calls = _counted(simple_loss)
-    step = jax.jit(release.value_and_update(loss_fn, SGD))
-    params, state = _start()
-    for rows in (4, 8, 4, 8):
+    for rows, count in ((4, 1), (4, 1), (8, 2), (4, 2), (8, 2)):
         _, params, state = step(params, state, *released.batches(1, rows)[0])
-    assert len(calls) == 2
+        assert len(calls) == count
 
 
 @pytest.mark.parametrize("tx", [SGD, KAHAN], ids=["optax", "kahan"])
@@ -121,16 +107,16 @@ def test_no_stack_of_gradients_is_alive():
     params = simple_params(layers=32)
     state = SGD.init(params)
     batch = released.batches(1)[0]
-    memory = []
-    for make in (released.ordinary, release.value_and_update):
+
+    def temporary(make):
         step = jax.jit(make(simple_loss, SGD), donate_argnums=(0, 1))
         compiled = step.lower(params, state, *batch).compile()
-        memory.append(compiled.memory_analysis().temp_size_in_bytes)
-    plain, ours = memory
+        return compiled.memory_analysis().temp_size_in_bytes
+
     stack = params["layers"].nbytes
-    assert plain >= stack
+    assert temporary(released.ordinary) >= stack
     # Activations, and a few arrays of one layer's size.
-    assert ours <= stack // 3
+    assert temporary(release.value_and_update) <= stack // 3
 
 
 def test_steps_under_scan_are_steps_in_a_loop():
@@ -183,7 +169,7 @@ def test_an_ensemble_under_vmap_is_its_members():
     chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("most", [None, 2.0**-4], ids=["free", "clipped"])
+@pytest.mark.parametrize("max_norm", [None, 2.0**-4], ids=["free", "clipped"])
 @pytest.mark.parametrize(
     ("spec", "axis_type"),
     [
@@ -195,7 +181,7 @@ def test_an_ensemble_under_vmap_is_its_members():
     ],
 )
 def test_eight_devices_step_as_one_with_the_plain_steps_collectives(
-    spec, axis_type, most
+    spec, axis_type, max_norm
 ):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
     specs = {
@@ -204,42 +190,32 @@ def test_eight_devices_step_as_one_with_the_plain_steps_collectives(
         "columns": jax.P(None, None, "x"),
         "layers": jax.P("x"),
     }
-    place = lambda spec: jax.NamedSharding(mesh, spec)
     params = simple_params(layers=8)
-    state = SGD.init(params)
     (x,) = released.batches(1, rows=16)[0]
-    clipped = optax.chain(optax.clip_by_global_norm(2.0**-4), SGD)
-    plain = released.ordinary(simple_loss, SGD if most is None else clipped)
-    ours = release.value_and_update(simple_loss, SGD, max_grad_norm=most)
-    want = jax.jit(ours)(params, state, x)
+    plain_tx = SGD
+    if max_norm is not None:
+        plain_tx = optax.chain(optax.clip_by_global_norm(max_norm), SGD)
+    ours = release.value_and_update(simple_loss, SGD, max_grad_norm=max_norm)
+    want = jax.jit(ours)(params, SGD.init(params), x)
 
-    put = lambda tree: jax.tree.map(
-        lambda leaf: jax.device_put(
-            leaf, place(specs[spec] if leaf.ndim == 3 else jax.P())
-        ),
-        tree,
-    )
+    def place(leaf):
+        spec_of_leaf = specs[spec] if leaf.ndim == 3 else jax.P()
+        return jax.device_put(leaf, jax.NamedSharding(mesh, spec_of_leaf))
+
+    def compiled(step, tx):
+        args = jax.tree.map(place, (params, tx.init(params)))
+        out = jax.tree.map(lambda x: x.sharding, args)
+        step = jax.jit(step, out_shardings=(None, *out))
+        rows = jax.device_put(x, jax.NamedSharding(mesh, jax.P("x")))
+        return step.lower(*args, rows).compile(), (*args, rows)
+
     with jax.set_mesh(mesh):
-        params, state, x = put(params), put(state), jax.device_put(x, place(jax.P("x")))
-        out = jax.tree.map(lambda x: x.sharding, (params, state))
-        compiled = (
-            jax.jit(ours, out_shardings=(None, *out)).lower(params, state, x).compile()
-        )
-        got = compiled(params, state, x)
-        plain_state = state if most is None else (optax.EmptyState(), state)
-        plain_out = out if most is None else (out[0], (optax.EmptyState(), out[1]))
-        plain = (
-            jax.jit(plain, out_shardings=(None, *plain_out))
-            .lower(params, plain_state, x)
-            .compile()
-        )
-    chex.assert_trees_all_close(
-        jax.tree.map(np.asarray, got),
-        jax.tree.map(np.asarray, want),
-        rtol=1e-4,
-        atol=1e-5,
-    )
-    kinds = [set(COLLECTIVE.findall(x.as_text())) for x in (compiled, plain)]
+        step, args = compiled(ours, SGD)
+        got = step(*args)
+        plain, _ = compiled(released.ordinary(simple_loss, plain_tx), plain_tx)
+    got, want = jax.tree.map(np.asarray, (got, want))
+    chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-5)
+    kinds = [set(COLLECTIVE.findall(each.as_text())) for each in (step, plain)]
     assert kinds[0] <= kinds[1]
 
 
@@ -254,8 +230,8 @@ def test_a_part_of_the_loss_may_leave_explicit_axes():
     params = simple_params(dtype=jnp.float32)
     params["table"] = released.normal(32, 64)
     rows = jnp.arange(16) % 7
+    place = lambda tree, spec: jax.device_put(tree, jax.NamedSharding(mesh, spec))
     with jax.set_mesh(mesh):
-        place = lambda tree, spec: jax.device_put(tree, jax.NamedSharding(mesh, spec))
         params, rows = place(params, jax.P()), place(rows, jax.P("x"))
         state = SGD.init(params)
         results = [
@@ -273,17 +249,16 @@ def test_data_parallel_gradients_are_reduced_inside_shard_map():
     def loss_fn(params, x):
         return lax.pmean(simple_loss(params, x), "x")
 
-    def stepped(make, *args):
+    def stepped(make):
         step = jax.shard_map(
             make(loss_fn, SGD),
             mesh=mesh,
             in_specs=(jax.P(), jax.P(), jax.P("x")),
             out_specs=jax.P(),
         )
-        return jax.jit(step)(*args)
+        return jax.jit(step)(params, state, x)
 
-    got = stepped(release.value_and_update, params, state, x)
-    want = stepped(released.ordinary, params, state, x)
+    got, want = stepped(release.value_and_update), stepped(released.ordinary)
     one = jax.jit(released.ordinary(simple_loss, SGD))(params, state, x)
     chex.assert_trees_all_close(want, one, rtol=1e-4, atol=1e-5)
     chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-5)
