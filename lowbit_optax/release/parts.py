@@ -28,7 +28,8 @@ from lowbit_optax.release.step_graph import (
 )
 from lowbit_optax.release.traced_loss import ParamLeaf, TracedLoss
 
-Key, Found = typing.TypeVar("Key"), typing.TypeVar("Found")
+Key = typing.TypeVar("Key")
+Found = typing.TypeVar("Found")
 
 StateStacks = Mapping[str, Sequence[int]]
 """By path of a stack, the numbers of the state's leaves that are stacks of one layer

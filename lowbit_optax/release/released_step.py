@@ -125,7 +125,7 @@ def released_step(
     start, measured = _measured(computed, start, measure)
     guard, transform = _treatment(measured, factor if is_exact else None, max_grad_norm)
     gate = functools.partial(_same_for_all, guard)
-    if by_layer:
+    if by_layer and factor is not None:
         gate = functools.partial(_by_own_sizes, inner, factor)
     updates = Updates(inner, state, loss, plan, gate, transform)
     params, state, sizes = updates.finished(*computed.go_back(start, updates))

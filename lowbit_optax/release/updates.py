@@ -126,9 +126,9 @@ class Updates:
         The transformation sees all leaves. Nothing reads what it makes of the others.
         """
         with context.one_layer(layer):
-            new = self._step(self.plan.parts.whole, grads, guard, *old)
-        params, state = ({k: b[k] for k in a} for a, b in zip(old, new, strict=True))
-        return params, state
+            params, state = self._step(self.plan.parts.whole, grads, guard, *old)
+        names, numbers = old
+        return {name: params[name] for name in names}, {n: state[n] for n in numbers}
 
     def take(self, stretch: Stretch, grads: dict[str, jax.Array]):
         """The result of a step on the leaves of a stretch."""

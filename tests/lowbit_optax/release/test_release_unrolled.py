@@ -80,6 +80,15 @@ def test_each_layer_is_updated_on_its_own_the_last_one_first(name):
     released.assert_equal_steps(loss_fn, tx, params, batches)
 
 
+@pytest.mark.parametrize(
+    ("loss_fn", "reader"),
+    [(one_after_another, "matrix product"), (checkpointed, "jax.checkpoint")],
+)
+def test_reports_name_what_reads_a_leaf_first(loss_fn, reader):
+    reports = released.explained(loss_fn, SGD, layers(1), *released.batches(1)[0])
+    assert reports["['layers'][0]"].endswith(f"behind the {reader} that reads it first")
+
+
 @pytest.mark.parametrize("loss_fn", LOSSES, ids=lambda f: f.__name__)
 def test_frozen_leaves_stay_and_others_are_updated(loss_fn):
     labels = {"layers": ["train", "freeze", "train"], "head": "freeze"}
