@@ -27,9 +27,10 @@ COLLECTIVE = re.compile(
 )
 
 
-def _start(tx=SGD, dtype=jnp.float32):
+def arguments(tx=SGD, dtype=jnp.float32, rows=4):
+    """The parameters, the state and the batch of a first step."""
     params = simple_params(dtype=dtype)
-    return params, tx.init(params)
+    return params, tx.init(params), *released.batches(1, rows)[0]
 
 
 @pytest.mark.parametrize("max_norm", [None, 1.0], ids=["one_pass", "two_passes"])
@@ -41,7 +42,7 @@ def test_a_loss_is_traced_once_for_each_shape_of_its_batch(max_norm):
         return simple_loss(*args)
 
     step = jax.jit(release.value_and_update(loss_fn, SGD, max_grad_norm=max_norm))
-    params, state = _start()
+    params, state, _ = arguments()
     for rows, count in ((4, 1), (4, 1), (8, 2), (4, 2), (8, 2)):
         _, params, state = step(params, state, *released.batches(1, rows)[0])
         assert len(calls) == count
@@ -49,26 +50,16 @@ def test_a_loss_is_traced_once_for_each_shape_of_its_batch(max_norm):
 
 @pytest.mark.parametrize("tx", [SGD, KAHAN], ids=["optax", "kahan"])
 def test_a_step_keeps_structure_shapes_and_dtypes(tx):
-    params, state = _start(tx, jnp.bfloat16)
-    step = release.value_and_update(simple_loss, tx)
-    batch = released.batches(1)[0]
-    value, *after = jax.eval_shape(step, params, state, *batch)
-    want, *want_after = jax.eval_shape(
-        released.ordinary(simple_loss, tx), params, state, *batch
-    )
-    assert spec_of((value, *after)) == spec_of((want, *want_after))
+    args = arguments(tx, jnp.bfloat16)
+    got = jax.eval_shape(release.value_and_update(simple_loss, tx), *args)
+    want = jax.eval_shape(released.ordinary(simple_loss, tx), *args)
+    assert spec_of(got) == spec_of(want)
 
 
 def test_a_step_without_jit_is_that_under_jit():
-    params, state = _start(KAHAN, jnp.bfloat16)
+    args = arguments(KAHAN, jnp.bfloat16)
     step = release.value_and_update(simple_loss, KAHAN)
-    batch = released.batches(1)[0]
-    chex.assert_trees_all_close(
-        step(params, state, *batch),
-        jax.jit(step)(params, state, *batch),
-        rtol=1e-2,
-        atol=1e-4,
-    )
+    chex.assert_trees_all_close(step(*args), jax.jit(step)(*args), rtol=1e-2, atol=1e-4)
 
 
 def test_jit_finds_arguments_by_their_names():
@@ -80,8 +71,7 @@ def test_jit_finds_arguments_by_their_names():
         static_argnames="train",
         donate_argnames=("params", "opt_state"),
     )
-    params, state = _start()
-    (x,) = released.batches(1)[0]
+    params, state, x = arguments()
     loss, _, _ = step(params, state, x, train=True)
     assert jnp.isfinite(loss)
     assert params["layers"].is_deleted()
@@ -89,16 +79,13 @@ def test_jit_finds_arguments_by_their_names():
 
 @pytest.mark.parametrize("tx", [SGD, KAHAN], ids=["optax", "kahan"])
 def test_donated_parameters_and_state_are_overwritten(tx):
-    params, state = _start(tx, jnp.bfloat16)
+    args = arguments(tx, jnp.bfloat16)
     step = jax.jit(release.value_and_update(simple_loss, tx), donate_argnums=(0, 1))
-    before = params, state
-    batch = released.batches(1)[0]
-    compiled = step.lower(params, state, *batch).compile()
-    stacks = [x for x in jax.tree.leaves(before) if x.ndim == 3]
+    compiled = step.lower(*args).compile()
+    stacks = [x for x in jax.tree.leaves(args) if x.ndim == 3]
     size = sum(x.nbytes for x in stacks)
     assert compiled.memory_analysis().alias_size_in_bytes >= size
-    after = step(params, state, *batch)
-    jax.block_until_ready(after)
+    after = jax.block_until_ready(step(*args))
     assert all(x.is_deleted() for x in stacks)
     assert not any(x.is_deleted() for x in jax.tree.leaves(after))
 
@@ -122,7 +109,7 @@ def test_no_stack_of_gradients_is_alive():
 def test_steps_under_scan_are_steps_in_a_loop():
     batches = released.batches(4)
     step = release.value_and_update(simple_loss, KAHAN)
-    params, state = _start(KAHAN, jnp.bfloat16)
+    params, state, _ = arguments(KAHAN, jnp.bfloat16)
 
     @functools.partial(jax.jit, compiler_options=released.OPERATION_BY_OPERATION)
     def train(params, state, inputs):
@@ -140,20 +127,16 @@ def test_steps_under_scan_are_steps_in_a_loop():
 
 
 def test_a_step_in_a_branch_is_taken_or_not():
-    params, state = _start()
+    args = arguments()
     step = release.value_and_update(simple_loss, SGD)
-    (x,) = released.batches(1)[0]
+    unchanged = jnp.float32(0), *args[:2]
 
     @jax.jit
     def maybe(flag):
-        return lax.cond(
-            flag,
-            lambda: step(params, state, x),
-            lambda: (jnp.float32(0), params, state),
-        )
+        return lax.cond(flag, lambda: step(*args), lambda: unchanged)
 
-    assert_same_bits(maybe(True), jax.jit(step)(params, state, x))
-    assert_same_bits(maybe(False), (jnp.float32(0), params, state))
+    assert_same_bits(maybe(True), jax.jit(step)(*args))
+    assert_same_bits(maybe(False), unchanged)
 
 
 def test_an_ensemble_under_vmap_is_its_members():
@@ -163,9 +146,7 @@ def test_an_ensemble_under_vmap_is_its_members():
     (x,) = released.batches(1)[0]
     step = release.value_and_update(simple_loss, SGD)
     got = jax.jit(jax.vmap(step, (0, 0, None)))(stack(members), stack(states), x)
-    want = stack(
-        [step(params, state, x) for params, state in zip(members, states, strict=True)]
-    )
+    want = stack([step(*each, x) for each in zip(members, states, strict=True)])
     chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-5)
 
 
@@ -243,8 +224,7 @@ def test_a_part_of_the_loss_may_leave_explicit_axes():
 
 def test_data_parallel_gradients_are_reduced_inside_shard_map():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
-    params, state = _start()
-    (x,) = released.batches(1, rows=16)[0]
+    args = arguments(rows=16)
 
     def loss_fn(params, x):
         return lax.pmean(simple_loss(params, x), "x")
@@ -256,9 +236,9 @@ def test_data_parallel_gradients_are_reduced_inside_shard_map():
             in_specs=(jax.P(), jax.P(), jax.P("x")),
             out_specs=jax.P(),
         )
-        return jax.jit(step)(params, state, x)
+        return jax.jit(step)(*args)
 
     got, want = stepped(release.value_and_update), stepped(released.ordinary)
-    one = jax.jit(released.ordinary(simple_loss, SGD))(params, state, x)
+    one = jax.jit(released.ordinary(simple_loss, SGD))(*args)
     chex.assert_trees_all_close(want, one, rtol=1e-4, atol=1e-5)
     chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-5)
