@@ -3,7 +3,7 @@
 The loss is traced once, to a jaxpr. Functions under ``jit`` that hold a scan (or all of
 them) are inlined, so that every scan is a call of one list, and a parameter is followed
 through them. The loss is then evaluated from this list: some calls in another way
-(:mod:`lowbit_optax.release.backward`, :mod:`lowbit_optax.precision.rounded`), all
+(:mod:`lowbit_optax.release.scans`, :mod:`lowbit_optax.precision.rounded`), all
 others as they were traced.
 """
 

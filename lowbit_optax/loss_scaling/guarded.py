@@ -14,7 +14,7 @@ import optax
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.engine import Lowbit
-from lowbit_optax._step.guard import Guard
+from lowbit_optax._step.guard import Guard, Unguarded
 from lowbit_optax._step.stepper import stepper_of
 from lowbit_optax.transformations.lowbit import step
 from pallas_kernels.platforms import Implementation
@@ -80,7 +80,7 @@ def guarded(
     params,
     state,
     grads,
-    guard: Guard,
+    guard: Guard | Unguarded,
     landing: Landing,
     extra_args: dict,
 ):

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from lowbit_optax._numerics.dtypes import float_dtype
-from lowbit_optax.release.gates import OVERFLOWS, loss_scaled, without_scale
-from lowbit_optax.release.host_memory import check_state_memory, with_memory_kind
-from lowbit_optax.release.plan import plan_release
+from lowbit_optax.release.host_memory import with_memory_kind
+from lowbit_optax.release.plan import loss_scaled, plan_release, without_scale
 from lowbit_optax.release.released_step import released_step
 from lowbit_optax.release.traced_loss import trace_loss
 
@@ -40,13 +39,13 @@ def value_and_update(
     The gradient of a parameter is whole once the backward pass is past the first use of
     it in ``loss_fn``. Barriers keep the compiler from going on before the update. Small
     gradients wait for each other, and those with fewer than 4,096 elements for the end.
-    What the backward pass reads is kept in the least memory from which elementwise
-    operations give the rest; they are computed again.
+    Of the values that the backward pass reads, the smallest set is kept from which
+    elementwise operations can compute the others again.
 
     The parameters that ``loss_fn`` scans over, by ``jax.lax.scan`` or flax's
     ``nn.scan``, are updated layer by layer. So is a stack of parameters if one scan
     runs over it and nothing else reads it. Cast it in the scan's body, not before the
-    scan. What is under one ``jax.checkpoint`` is updated together. :func:`explain`
+    scan. Parameters under one ``jax.checkpoint`` are updated together. :func:`explain`
     tells when each parameter is updated, and why.
 
     The operations are those above, on the same numbers and in the same order: compiled
@@ -72,12 +71,12 @@ def value_and_update(
       max_grad_norm: clip the gradients of all parameters to this global norm, as
         ``optax.clip_by_global_norm`` would before ``tx``. It takes two backward passes
         after one forward pass, the first for the norm, which keeps no gradients.
-      overflow: what is done if gradients overflow under the loss scale of ``tx``.
+      overflow: what happens if gradients overflow under the loss scale of ``tx``.
 
         - ``"exact"``: a first backward pass, that of the norm if there is one, looks at
-          all gradients. If any has overflowed, no bit but the scale's state changes.
-        - ``"layer"``: in one pass; a layer of a scan, or leaves updated together, are
-          skipped if their own gradients have overflowed. The scale falls likewise.
+          all gradients. If any overflows, no bit changes but in the scale's state.
+        - ``"layer"``: in one pass; a layer of a scan, or leaves that are updated
+          together, are skipped if their own gradients overflow. The scale falls, too.
       state_memory: where the state of stacks is kept that are updated in a loop:
         ``"device"``, or ``"pinned_host"``, host memory. There a layer's slice is copied
         to the device while the layer's gradients are computed, and back after the
@@ -128,13 +127,11 @@ def value_and_update(
             f"release: max_grad_norm is {max_grad_norm!r}; accepted are positive "
             "numbers, and None for no clipping"
         )
-
-    _check_overflow(overflow, tx, max_grad_norm)
-    check_state_memory(state_memory)
+    _check_options(overflow, state_memory, tx, max_grad_norm)
 
     def with_update(params, opt_state, *args, **kwargs):
         loss = trace_loss(loss_fn, has_aux, dtype, params, args, kwargs)
-        plan = plan_release(loss, *without_scale(tx, opt_state))
+        plan = plan_release(loss, tx, opt_state)
         return released_step(
             loss, plan, tx, opt_state, max_grad_norm, overflow, state_memory
         )
@@ -160,11 +157,11 @@ def explain(
     Returns:
       A function of ``(params, opt_state, *args, **kwargs)``, arrays or
       ShapeDtypeStructs. It returns a dictionary from the parameters' paths to
-      ``"in the loop"`` of a scan, ``"in the backward pass, update 1 of 3"``, with how
-      many others and what the pass must be behind, or ``"after the backward pass: "``
-      and the reason. With a loss scale
-      each says, too, which overflows leave the parameter as it is; with
-      ``state_memory="pinned_host"`` where its state is.
+      ``"in the loop"`` of a scan, ``"in the backward pass, update 1 of 3"``, with the
+      number of leaves beside it and the operation that the pass must be past, or
+      ``"after the backward pass: "`` and the reason. With a loss scale each also says
+      which overflows leave the parameter as it is; with
+      ``state_memory="pinned_host"``, where its state is.
 
     Raises:
       ValueError, TypeError: as :func:`value_and_update` does.
@@ -181,28 +178,30 @@ def explain(
     ('in the loop', 'after the backward pass: it has fewer than 4096 elements')
     """
     dtype = float_dtype("release: dtype", dtype)
-    _check_overflow(overflow, tx, None)
-    check_state_memory(state_memory)
+    _check_options(overflow, state_memory, tx, None)
 
     def with_shapes(params, opt_state, *args, **kwargs):
         loss = trace_loss(loss_fn, has_aux, dtype, params, args, kwargs)
-        plan = plan_release(loss, *without_scale(tx, opt_state))
-        unless = _unless(overflow) if loss_scaled(tx) else lambda report: ""
-        reports = {leaf.name: plan.reports[leaf.name] for leaf in loss.leaves}
-        found = {name: report + unless(report) for name, report in reports.items()}
-        if state_memory == "pinned_host":
-            on_host = lambda name: "" if name in plan.state_stacks else "not "
-            found = {
-                name: f"{report}; its state is {on_host(name)}in host memory"
-                for name, report in found.items()
-            }
-        return found
+        plan = plan_release(loss, tx, opt_state)
+        reports = dict(plan.reports)
+        for name, report in plan.reports.items():
+            if loss_scaled(tx) is not None:
+                reports[name] += _unless(report, overflow)
+            if state_memory == "pinned_host":
+                where = "in" if name in plan.state_stacks else "not in"
+                reports[name] += f"; its state is {where} host memory"
+        return reports
 
     return with_shapes
 
 
-def _check_overflow(overflow: str, tx, max_grad_norm) -> None:
-    if overflow not in OVERFLOWS:
+def _check_options(overflow: str, state_memory: str, tx, max_grad_norm) -> None:
+    if state_memory not in ("device", "pinned_host"):
+        raise ValueError(
+            f"release: state_memory is {state_memory!r}; accepted are 'device' and "
+            "'pinned_host'"
+        )
+    if overflow not in ("exact", "layer"):
         raise ValueError(
             f"release: overflow is {overflow!r}; accepted are 'exact' and 'layer'"
         )
@@ -220,17 +219,13 @@ def _check_overflow(overflow: str, tx, max_grad_norm) -> None:
         )
 
 
-def _unless(overflow: str) -> Callable[[str], str]:
-    """What is added to a report of a leaf's update about the loss scale."""
-
-    def unless(report: str) -> str:
-        if overflow == "exact":
-            return "; not if any gradient overflows, which a pass before finds out"
-        if report == "in the loop":
-            return "; not a layer whose gradients overflow"
-        return "; not if a gradient of this update overflows"
-
-    return unless
+def _unless(report: str, overflow: str) -> str:
+    """What is added to the report of a leaf's update about the loss scale."""
+    if overflow == "exact":
+        return "; not if any gradient overflows, which a pass before finds out"
+    if report == "in the loop":
+        return "; not a layer whose gradients overflow"
+    return "; not if a gradient of this update overflows"
 
 
 def _is_positive(number) -> bool:
@@ -242,8 +237,8 @@ def _named_after(loss_fn: Callable, with_update: Callable) -> Callable:
     """Give a step the loss's name, and the argument names that ``jax.jit`` looks up."""
     try:
         _, *rest = inspect.signature(loss_fn).parameters.values()
-        own = list(inspect.signature(with_update).parameters.values())[:2]
-        signature = inspect.Signature([*own, *rest])
+        first = list(inspect.signature(with_update).parameters.values())[:2]
+        signature = inspect.Signature([*first, *rest])
     except ValueError:  # a builtin, or a loss that has an argument opt_state itself
         signature = inspect.signature(with_update)
     functools.update_wrapper(with_update, loss_fn)
@@ -261,7 +256,7 @@ def host_shardings(
     has_aux: bool = False,
     dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> Callable:
-    """Shardings of the state with which ``state_memory="pinned_host"`` begins.
+    """Shardings of a state that starts where ``state_memory="pinned_host"`` keeps it.
 
     The state of stacks that are updated layer by layer is in host memory, all other
     state on the device; :func:`explain` tells which. Nothing is run.
@@ -272,9 +267,9 @@ def host_shardings(
     Returns:
       A function of ``(params, opt_state, *args, **kwargs)``, arrays or
       ShapeDtypeStructs, to a tree like ``opt_state`` of shardings: those of its arrays
-      with another memory kind. A ShapeDtypeStruct without a sharding is of the first
-      device. Give it to ``jax.device_put``, or to ``jax.jit(tx.init,
-      out_shardings=...)``, by which the state begins in host memory.
+      with another memory kind. A ShapeDtypeStruct without a sharding is on the first
+      device. Give the tree to ``jax.device_put``, or to ``jax.jit(tx.init,
+      out_shardings=...)``, so that the state starts in host memory.
 
     Raises:
       ValueError: if a device has no memory of the kind ``pinned_host``.
@@ -296,14 +291,11 @@ def host_shardings(
     """
 
     def with_shapes(params, opt_state, *args, **kwargs):
-        inner, inner_state = without_scale(tx, opt_state)
         loss = trace_loss(loss_fn, has_aux, dtype, params, args, kwargs)
-        stacks = plan_release(loss, inner, inner_state).stack_numbers
+        stacks = plan_release(loss, tx, opt_state).stack_numbers
+        leaves, structure = jax.tree.flatten(without_scale(tx, opt_state)[1])
+        marks = structure.unflatten([n in stacks for n in range(len(leaves))])
         # A loss scale's own numbers stay on the device.
-        marks = jax.tree.unflatten(
-            jax.tree.structure(inner_state),
-            [n in stacks for n in range(len(jax.tree.leaves(inner_state)))],
-        )
         if loss_scaled(tx) is not None:
             around = jax.tree.map(lambda _: False, opt_state)
             marks = around._replace(inner_state=marks)

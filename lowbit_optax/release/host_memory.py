@@ -17,9 +17,6 @@ from collections.abc import Collection, Iterable
 import jax
 from jax.sharding import Sharding, SingleDeviceSharding
 
-STATE_MEMORIES = ("device", "pinned_host")
-"""Where the state of layers may be kept, by the names of JAX's memory kinds."""
-
 _Space = jax.memory.Space
 
 
@@ -58,19 +55,6 @@ def placed(arrays: Iterable, on_the_host: Collection[int]) -> list:
     ]
 
 
-def check_state_memory(state_memory: str) -> None:
-    """Check the argument ``state_memory`` of :func:`value_and_update`.
-
-    Raises:
-      ValueError: unless it is one of :data:`STATE_MEMORIES`.
-    """
-    if state_memory not in STATE_MEMORIES:
-        raise ValueError(
-            f"release: state_memory is {state_memory!r}; accepted are 'device' and "
-            "'pinned_host'"
-        )
-
-
 def with_memory_kind(name: str, leaf, kind: str) -> Sharding:
     """An array's sharding with a memory kind; without one, that on the first device.
 
@@ -82,12 +66,12 @@ def with_memory_kind(name: str, leaf, kind: str) -> Sharding:
     Raises:
       ValueError: if a device has no such memory.
     """
-    given: typing.Any = getattr(leaf, "sharding", None)
-    if given is None:
-        given = SingleDeviceSharding(jax.devices()[0])
-    for device in given.device_set:
+    sharding: typing.Any = getattr(leaf, "sharding", None)
+    if sharding is None:
+        sharding = SingleDeviceSharding(jax.devices()[0])
+    for device in sharding.device_set:
         _check_has(f"state{name}", device, kind)
-    return given.with_memory_kind(kind)
+    return sharding.with_memory_kind(kind)
 
 
 def _check_has(what: str, device, kind: str) -> None:

@@ -13,8 +13,7 @@ for a gradient, it would raise the memory of some and lower that of others.
 """
 
 import itertools
-import typing
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import jax
 from jax import lax
@@ -29,6 +28,7 @@ from lowbit_optax._jaxprs.graph import (
     value_of,
     with_outputs,
 )
+from lowbit_optax._jaxprs.graph import calls_between
 
 
 def tied(tree):
@@ -69,124 +69,93 @@ def cotangents_first(
     closed = jax.make_jaxpr(
         lambda leaves, cotangents: list(structure.unflatten(leaves)(cotangents))
     )(leaves, cotangents)
-    reader = _Reader()
     inputs = [Node(var.aval) for var in closed.jaxpr.invars]
-    outputs = inline(closed, inputs, reader.read)
-    order = _Order(reader, inputs[len(leaves) :], outputs, gradients)
-    if not order.last:
+    calls, outputs = _inlined(closed, inputs)
+    going_on = [x for n, x in enumerate(outputs) if n not in gradients]
+    first = calls_between(going_on, inputs)
+    needed = set(first)
+    waiting = [call for call in calls if call not in needed]
+    made = _made_of(inputs[len(leaves) :], calls)
+    of_gradients = filter(_is_product, waiting)
+    read = made & {x for call in of_gradients for x in call.inputs}
+    last = _last_products(first, read)
+    if not last or last.keys() != read:
         return list(transposed(cotangents))
     known = dict(zip(inputs, (*leaves, *cotangents), strict=True))
-    order.run(known)
-    return [value_of(x, known) for x in outputs]
+    barriers = {call: tied for call in calls if _is_barrier(call)}
+    run(first, known, barriers)
+    behind = known | {
+        value: tied((known[value], [known[x] for x in products]))[0]
+        for value, products in last.items()
+    }
+    run(waiting, behind, barriers)
+    return [value_of(x, behind | known) for x in outputs]
 
 
-class _Reader:
-    """Reads calls; functions under jit and checkpoints are inlined.
+def _inlined(closed, inputs: list[Node]) -> tuple[list[Call], list[Node]]:
+    """Calls and results of a jaxpr; functions under jit and checkpoints are inlined.
 
-    Attributes:
-      calls: in order.
-      fences: those of the calls that are a checkpoint's barrier.
+    A checkpoint's barrier keeps XLA from merging what follows with the forward pass. It
+    becomes a call of the checkpoint's primitive, with as many results as operands.
     """
+    calls: list[Call] = []
 
-    def __init__(self):
-        self.calls: list[Call] = []
-        self.fences: dict[Call, Callable[[list], Sequence]] = {}
+    def add(primitive, params, operands: Sequence[Node], like, context=None):
+        number = len(calls)
+        calls.append(Call(primitive, params, tuple(operands), number, context=context))
+        return with_outputs(calls[-1], [x.aval for x in like])
 
-    def read(self, eqn, operands: list[Node]) -> Sequence[Node]:
-        """The results of an equation."""
-        if eqn.primitive is p.jit_p:
-            return inline(called_jaxpr(eqn.params), operands, self.read)
-        if eqn.primitive is p.remat_p:
-            operands = self._fenced(eqn.params["prevent_cse"], operands)
-            return inline(called_jaxpr(eqn.params), operands, self.read)
-        made = self._add(eqn.primitive, eqn.params, operands, eqn.outvars)
-        self.calls[-1].context = eqn.ctx
-        return made
-
-    def _add(self, primitive, params, operands, like) -> list[Node]:
-        call = Call(primitive, params, tuple(operands), len(self.calls))
-        self.calls.append(call)
-        return with_outputs(call, [x.aval for x in like])
-
-    def _fenced(self, prevented, operands: list[Node]) -> list[Node]:
-        """Operands behind the barrier, by which nothing is merged with the forward."""
+    def behind_barrier(prevented, operands: list[Node]) -> list[Node]:
         if isinstance(prevented, bool):
             prevented = (prevented,) * len(operands)
-        fenced = [
-            yes and x.constant is None
-            for x, yes in zip(operands, prevented, strict=True)
-        ]
-        before = list(dict.fromkeys(itertools.compress(operands, fenced)))
-        made = self._add(p.remat_p, {}, before, before)
-        self.fences[self.calls[-1]] = tied
-        behind = dict(zip(before, made, strict=True))
+        fenced = dict.fromkeys(itertools.compress(operands, prevented))
+        before = [x for x in fenced if x.constant is None]
+        behind = dict(zip(before, add(p.remat_p, {}, before, before), strict=True))
         return [
-            behind[x] if yes else x for x, yes in zip(operands, fenced, strict=True)
+            behind.get(x, x) if is_prevented else x
+            for x, is_prevented in zip(operands, prevented, strict=True)
         ]
 
+    def read(eqn, operands: list[Node]) -> list[Node]:
+        if eqn.primitive is p.remat_p:
+            operands = behind_barrier(eqn.params["prevent_cse"], operands)
+        if eqn.primitive in (p.jit_p, p.remat_p):
+            return inline(called_jaxpr(eqn.params), operands, read)
+        return add(eqn.primitive, eqn.params, operands, eqn.outvars, eqn.ctx)
 
-class _Order:
-    """Runs calls for cotangents before those for gradients.
+    outputs = inline(closed, inputs, read)
+    return calls, outputs
 
-    Args:
-      reader: of the calls.
-      cotangents: what the derivative is called with.
-      outputs: what the calls compute.
-      gradients: numbers of the outputs that are gradients.
 
-    Attributes:
-      last: by cotangent that gradients are products of, what the layer's last products
-        make of it; none if gradients are products of others, too.
-    """
+def _made_of(cotangents: Iterable[Node], calls: Iterable[Call]) -> set[Node]:
+    """What is made of cotangents, and not computed again from the forward pass."""
+    made = set(cotangents)
+    for call in calls:
+        if _is_barrier(call):
+            pairs = zip(call.inputs, call.outputs, strict=True)
+            made.update(after for before, after in pairs if before in made)
+        elif made.intersection(call.inputs):
+            made.update(call.outputs)
+    return made
 
-    def __init__(
-        self,
-        reader: _Reader,
-        cotangents: list[Node],
-        outputs: list[Node],
-        gradients: Collection[int],
-    ):
-        self._fences = reader.fences
-        needed = {x.call for n, x in enumerate(outputs) if n not in gradients}
-        for call in reversed(reader.calls):
-            if call in needed:
-                needed.update(x.call for x in call.inputs)
-        self._first = [call for call in reader.calls if call in needed]
-        self._waiting = [call for call in reader.calls if call not in needed]
-        # What is computed again from the forward pass is no cotangent.
-        made = set(cotangents)
-        for call in reader.calls:
-            if call in reader.fences:
-                pairs = zip(call.inputs, call.outputs, strict=True)
-                made.update(after for before, after in pairs if before in made)
-            elif made.intersection(call.inputs):
-                made.update(call.outputs)
-        self.last: dict[Node, list[Node]] = {}
-        of_gradients = filter(_is_product, self._waiting)
-        read = made & {x for call in of_gradients for x in call.inputs}
-        followed: set[Node] = set()
-        for call in reversed(self._first):
-            is_followed = not followed.isdisjoint(call.outputs)
-            if _is_product(call) and not is_followed:
-                for value in read.intersection(call.inputs):
-                    self.last.setdefault(value, []).extend(call.outputs)
-            if is_followed or _is_product(call):
-                followed.update(call.inputs)
-        if read != self.last.keys():
-            self.last = {}
 
-    def run(self, known: dict[Node, typing.Any]) -> None:
-        """Add the outputs of all calls to the values that are known."""
-        run(self._first, known, self._fences)
-        fenced = {
-            value: tied((known[value], [known[x] for x in made]))[0]
-            for value, made in self.last.items()
-        }
-        for call in self._waiting:
-            local = {x: fenced.get(x, known.get(x)) for x in call.inputs if x in known}
-            run([call], local, self._fences)
-            known.update((x, local[x]) for x in call.outputs)
+def _last_products(calls: Sequence[Call], values: set[Node]) -> dict[Node, list[Node]]:
+    """By value, the results of the last products that read it."""
+    found: dict[Node, list[Node]] = {}
+    followed: set[Node] = set()
+    for call in reversed(calls):
+        is_followed = not followed.isdisjoint(call.outputs)
+        if _is_product(call) and not is_followed:
+            for value in values.intersection(call.inputs):
+                found.setdefault(value, []).extend(call.outputs)
+        if is_followed or _is_product(call):
+            followed.update(call.inputs)
+    return found
 
 
 def _is_product(call: Call) -> bool:
     return call.primitive in _PRODUCTS
+
+
+def _is_barrier(call: Call) -> bool:
+    return call.primitive is p.remat_p

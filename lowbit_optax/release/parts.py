@@ -1,37 +1,39 @@
-"""Some leaves of the parameters that an optimizer can update without the others.
+"""What an optimizer can update by itself: some of the leaves, or a layer of a stack.
 
-The transformation gets trees in which ``optax.MaskedNode`` takes the place of all other
-leaves, as inside ``optax.masked``, and that part of its state which it would keep for
-them. Whether a step on a part computes what the step on all leaves does is read off
-their graphs: both must consist of the same operations on the same inputs.
+A *part* is some of the leaves. The transformation gets trees in which
+``optax.MaskedNode`` takes the place of all other leaves, as inside ``optax.masked``,
+and that part of its state which it would keep for them.
 
-``Optimizer`` takes such steps, with the transformation at a state.
+A stack can be updated layer by layer if every layer of its new values is computed from
+that layer of its own gradient, parameter and state, and from numbers that depend on no
+gradient (a count, a schedule).
+
+Whether such a step computes what the step on all leaves does is read off their graphs
+(:mod:`lowbit_optax.release.step_graph`).
 """
 
 import dataclasses
+import functools
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
 import optax
 
-from lowbit_optax._jaxprs.graph import Node
-from lowbit_optax._numerics.landing import REPLACE
 from lowbit_optax._step import trees
-from lowbit_optax._step.engine import Lowbit
-from lowbit_optax._step.guard import Guard, Unguarded
-from lowbit_optax._step.stepper import stepper_of
-from lowbit_optax.loss_scaling.guarded import guarded
-from lowbit_optax.release.host_memory import on_device
 from lowbit_optax.release.step_graph import (
     StepGraph,
     WaitsForWholeGradient,
-    operation,
-    same_constant,
+    check_same,
 )
 from lowbit_optax.release.traced_loss import ParamLeaf, TracedLoss
-from lowbit_optax.transformations.lowbit import step
-from pallas_kernels.platforms import refused_gpu
+
+Key = typing.TypeVar("Key")
+Found = typing.TypeVar("Found")
+
+StateStacks = Mapping[str, Sequence[int]]
+"""By path of a stack, the numbers of the state's leaves that are stacks of one layer
+for each of its layers."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,277 +41,279 @@ class Part:
     """Some leaves, and the state that a transformation keeps for them.
 
     Args:
-      names: paths of the leaves.
+      leaves: of the parameters.
       structure: of the state for them.
       numbers: of its leaves, in the whole state.
-      own: those of the numbers that no other leaf needs, such as moments. The others,
-        such as a count, are in every part.
+      exclusive: those of the numbers that no other leaf needs, such as moments. The
+        others, such as a count, are in every part.
     """
 
-    names: frozenset[str]
+    leaves: Sequence[ParamLeaf]
     structure: typing.Any
-    numbers: tuple[int, ...]
-    own: frozenset[int]
+    numbers: Sequence[int]
+    exclusive: frozenset[int]
 
-    def leaves(self, loss: TracedLoss) -> list[ParamLeaf]:
-        """Its leaves in a loss."""
-        return [leaf for leaf in loss.leaves if leaf.name in self.names]
+
+def found_or_waiting(
+    find: Callable[[Key], Found], keys: Iterable[Key]
+) -> tuple[dict[Key, Found], dict[Key, str]]:
+    """What is found for some of the keys, and why the others wait."""
+    found, reasons = {}, {}
+    for key in keys:
+        try:
+            found[key] = find(key)
+        except WaitsForWholeGradient as reason:
+            reasons[key] = str(reason)
+    return found, reasons
 
 
 class Parts:
-    """Finds parts of a transformation's state, and whether steps on them are right.
+    """What a transformation can update by itself.
 
     Args:
       tx: the transformation.
       opt_state: its state.
       loss: traced.
+
+    Attributes:
+      whole: the part of all leaves.
     """
 
     def __init__(self, tx: optax.GradientTransformation, opt_state, loss: TracedLoss):
         self._tx, self._loss = tx, loss
-        with_path = jax.tree_util.tree_flatten_with_path(opt_state)[0]
+        with_path, structure = jax.tree_util.tree_flatten_with_path(opt_state)
         self._state = [trees.abstract(x) for _, x in with_path]
         self._numbers = {
             jax.tree_util.keystr(path): n for n, (path, _) in enumerate(with_path)
         }
-        self._shared = frozenset(self._of([])[1])
+        numbers = range(len(self._state))
+        self.whole = Part(loss.leaves, structure, numbers, frozenset(numbers))
 
-    def part(self, names: Collection[str]) -> Part:
-        """The part of these leaves.
+    @functools.cached_property
+    def whole_step(self) -> StepGraph:
+        """The graph of the step on all leaves."""
+        return self._step_on(self.whole)
 
-        Raises:
-          WaitsForWholeGradient: if the state for them is no part of the whole state.
-        """
-        structure, numbers = self._of(names)
-        own = frozenset(numbers) - self._shared
-        return Part(frozenset(names), structure, tuple(numbers), own)
-
-    def check(self, part: Part, whole: StepGraph, is_last: bool = False) -> None:
-        """Raise unless a step on a part is that part of the whole step.
+    def part(self, leaves: Sequence[ParamLeaf], is_last: bool = False) -> Part:
+        """The part of these leaves, on which a step is that part of the whole step.
 
         Args:
-          part: of the leaves.
-          whole: the graph of the step on all leaves.
+          leaves: of the parameters.
           is_last: whether what belongs to no leaf is taken from this part, too.
 
         Raises:
-          WaitsForWholeGradient: saying what differs.
+          WaitsForWholeGradient: if there is no such part.
         """
-        leaves = part.leaves(self._loss)
-        graph = StepGraph(
-            self._tx,
-            self._loss.tree_of({x.name: x.gradient for x in leaves}),
-            part.structure.unflatten([self._state[n] for n in part.numbers]),
-            self._loss.tree_of({x.name: trees.abstract(x.value) for x in leaves}),
-        )
+        structure, numbers = self._state_of(leaves)
+        part = Part(leaves, structure, numbers, frozenset(numbers) - self._shared)
+        graph, whole = self._step_on(part), self.whole_step
         _check_alone(part, whole)
-        inputs = {graph.gradients[name]: whole.gradients[name] for name in part.names}
-        numbers = dict(enumerate(part.numbers))
-        inputs |= {graph.state[a]: whole.state[b] for a, b in numbers.items()}
+        inputs = {whole.state[n]: x for n, x in zip(numbers, graph.state, strict=True)}
         pairs = [
-            (graph.new_state[a], whole.new_state[b])
-            for a, b in numbers.items()
-            if is_last or b in part.own
+            (whole.new_state[n], x)
+            for n, x in zip(numbers, graph.new_state, strict=True)
+            if is_last or n in part.exclusive
         ]
-        for name in part.names:
-            inputs |= zip(graph.params_of(name), whole.params_of(name), strict=True)
-            pairs += zip(
-                graph.new_params_of(name), whole.new_params_of(name), strict=True
-            )
-        _check_same(pairs, inputs)
+        for leaf in leaves:
+            name = leaf.name
+            inputs[whole.gradients[name]] = graph.gradients[name]
+            inputs |= zip(whole.params[name], graph.params[name], strict=True)
+            pairs += zip(whole.new_params[name], graph.new_params[name], strict=True)
+        check_same(
+            whole,
+            pairs,
+            inputs,
+            differs="the optimizer updates it otherwise when it is alone",
+            other_numbers="the optimizer updates it by other numbers when it is alone",
+        )
+        return part
 
-    def _of(self, names: Collection[str]) -> tuple[typing.Any, list[int]]:
+    def _step_on(self, part: Part) -> StepGraph:
+        return StepGraph(
+            self._tx,
+            self._loss.tree_of({x.name: x.gradient for x in part.leaves}),
+            part.structure.unflatten([self._state[n] for n in part.numbers]),
+            self._params_of(part.leaves),
+        )
+
+    def _params_of(self, leaves: Sequence[ParamLeaf]):
+        return self._loss.tree_of({x.name: trees.abstract(x.value) for x in leaves})
+
+    @functools.cached_property
+    def _shared(self) -> frozenset[int]:
+        """Numbers of the state that belongs to no leaf."""
+        return frozenset(self._state_of([])[1])
+
+    def _state_of(self, leaves: Sequence[ParamLeaf]) -> tuple[typing.Any, list[int]]:
         """Structure of the state for these leaves, and its numbers in the whole."""
-        leaves = [leaf for leaf in self._loss.leaves if leaf.name in names]
-        params = self._loss.tree_of({x.name: trees.abstract(x.value) for x in leaves})
         try:
-            state = jax.eval_shape(self._tx.init, params)
+            state = jax.eval_shape(self._tx.init, self._params_of(leaves))
         except (TypeError, ValueError, AttributeError, LookupError) as error:
             # A mask or a label by the user's function may not know MaskedNode.
             raise WaitsForWholeGradient(
                 f"the optimizer has no state for it alone: {error}"
             ) from error
         with_path, structure = jax.tree_util.tree_flatten_with_path(state)
-        numbers = [self._numbers.get(jax.tree_util.keystr(p)) for p, _ in with_path]
-        for number, (path, leaf) in zip(numbers, with_path, strict=True):
-            like = None if number is None else self._state[number]
-            if like is None or (like.shape, like.dtype) != (leaf.shape, leaf.dtype):
+        numbers = []
+        for path, leaf in with_path:
+            name = jax.tree_util.keystr(path)
+            number = self._numbers.get(name)
+            if number is None or not _is_like(self._state[number], leaf, leaf.shape):
                 raise WaitsForWholeGradient(
                     "the optimizer's state for it alone is no part of its state: "
-                    f"state{jax.tree_util.keystr(path)} differs"
+                    f"state{name} differs"
                 )
-        return structure, [n for n in numbers if n is not None]
+            numbers.append(number)
+        return structure, numbers
+
+    def updated_by_layer(
+        self, stacks: Iterable[str]
+    ) -> tuple[StateStacks, dict[str, str]]:
+        """Find which stacks can be updated layer by layer.
+
+        The whole step is traced twice, with the stacks and with one layer in place of
+        each. The graphs differ where a mask asks which leaves are matrices, for
+        example.
+
+        Args:
+          stacks: paths of the leaves whose first axis is one of layers.
+
+        Returns:
+          The state's stacks for those that can, and why the others cannot, by path.
+
+        Raises:
+          ValueError: if the update of one leaf needs the gradients of another.
+        """
+        state_stacks, reasons = found_or_waiting(self._state_stacks, stacks)
+        if not state_stacks:
+            return state_stacks, reasons
+        of_stacks = self.whole_step
+        waiting = _refuse_several_gradients(of_stacks, state_stacks)
+        grads, params = self._layers_of(state_stacks)
+        state = jax.eval_shape(self._tx.init, params)
+        of_layers = StepGraph(self._tx, grads, state, params)
+        inputs = dict(zip(of_stacks.inputs, of_layers.inputs, strict=True))
+
+        def compared(name: str) -> Sequence[int]:
+            if name in waiting:
+                raise WaitsForWholeGradient(waiting[name])
+            numbers = state_stacks[name]
+            results = (x.results_of(name, numbers) for x in (of_stacks, of_layers))
+            state = [of_stacks.state[n] for n in numbers]
+            check_same(
+                of_stacks,
+                list(zip(*results, strict=True)),
+                inputs,
+                differs="the update of a layer is not that of the stack",
+                other_numbers="a number in its update depends on the stack's shape",
+                stack=[of_stacks.gradients[name], *of_stacks.params[name], *state],
+            )
+            return numbers
+
+        updated, why_not = found_or_waiting(compared, state_stacks)
+        return updated, reasons | why_not
+
+    def _state_stacks(self, name: str) -> list[int]:
+        """Numbers of the state's leaves with a layer for each layer of a stack.
+
+        These are the leaves that change their shape when the parameter is one layer.
+        """
+        _, params = self._layers_of([name])
+        layers, structure = jax.tree.flatten(jax.eval_shape(self._tx.init, params))
+        if structure != self.whole.structure:
+            raise WaitsForWholeGradient(
+                "the state of one of its layers has another structure"
+            )
+        (leaf,) = (leaf for leaf in self._loss.leaves if leaf.name == name)
+        depth = leaf.value.shape[0]
+        found = []
+        for number, (stack, layer) in enumerate(zip(self._state, layers, strict=True)):
+            if _is_like(stack, layer, layer.shape):
+                continue
+            if not _is_like(stack, layer, (depth, *layer.shape)):
+                raise WaitsForWholeGradient(
+                    f"its state {stack.dtype}{list(stack.shape)} is not a stack of "
+                    "layers"
+                )
+            found.append(number)
+        return found
+
+    def _layers_of(self, names: Iterable[str]) -> tuple[typing.Any, typing.Any]:
+        """Gradients and parameters, with one layer in place of each of these stacks."""
+
+        def layer(x):
+            return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+
+        leaves = self._loss.leaves
+        grads = {leaf.name: leaf.gradient for leaf in leaves}
+        params = {leaf.name: trees.abstract(leaf.value) for leaf in leaves}
+        for name in names:
+            grads[name] = layer(grads[name])
+            params[name] = jax.tree.map(layer, params[name])
+        return self._loss.tree_of(grads), self._loss.tree_of(params)
+
+
+def _is_like(array, other, shape) -> bool:
+    return array.shape == shape and array.dtype == other.dtype
 
 
 def _check_alone(part: Part, whole: StepGraph) -> None:
     """Raise if gradients of the part are needed elsewhere, or others in the part."""
-    gradients = [whole.gradients[name] for name in part.names]
-    others = [x for name, x in whole.gradients.items() if name not in part.names]
-    own = [whole.new_state[n] for n in part.own]
-    for name in part.names:
-        own += whole.new_params_of(name)
-    if any(whole.depends_on(node, others) for node in own):
+    names = {leaf.name for leaf in part.leaves}
+    gradients = [x for name, x in whole.gradients.items() if name in names]
+    others = [x for name, x in whole.gradients.items() if name not in names]
+    results = [whole.new_state[n] for n in part.exclusive]
+    rest = [x for n, x in enumerate(whole.new_state) if n not in part.exclusive]
+    for name, arrays in whole.new_params.items():
+        (results if name in names else rest).extend(arrays)
+    if any(whole.depends_on(node, others) for node in results):
         raise WaitsForWholeGradient("its update needs the gradients of other leaves")
-    rest = [x for n, x in enumerate(whole.new_state) if n not in part.own]
-    for name in whole.gradients:
-        if name not in part.names:
-            rest += whole.new_params_of(name)
     if any(whole.depends_on(node, gradients) for node in rest):
         raise WaitsForWholeGradient(
             "its gradient is needed for other leaves, or for the rest of the state"
         )
 
 
-def _check_same(pairs: list[tuple[Node, Node]], inputs: Mapping[Node, Node]) -> None:
-    """Raise unless both of each pair are made by the same operations.
+def _refuse_several_gradients(
+    graph: StepGraph, state_stacks: StateStacks
+) -> dict[str, str]:
+    """Raise if a result depends on several leaves' gradients, one of them stacked.
 
-    Args:
-      pairs: of values of the step on the part, and of the whole step.
-      inputs: from the inputs of the one to those of the other.
+    Returns:
+      By path, why a leaf has to wait: where else its own gradient is needed.
     """
-    waiting, compared = list(pairs), set()
-    while waiting:
-        a, b = pair = waiting.pop()
-        if pair in compared:
-            continue
-        compared.add(pair)
-        is_input = a in inputs or (b.call is None and b.constant is None)
-        if is_input and inputs.get(a) is b:
-            continue
-        if is_input or operation(a) != operation(b) or a.aval.shape != b.aval.shape:
-            raise WaitsForWholeGradient(
-                "the optimizer updates it otherwise when it is alone"
-            )
-        if a.call is None or b.call is None:
-            if not same_constant(a.constant, b.constant):
-                raise WaitsForWholeGradient(
-                    "the optimizer updates it by other numbers when it is alone"
-                )
-            continue
-        waiting += zip(a.call.inputs, b.call.inputs, strict=True)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Optimizer:
-    """A transformation at a state.
-
-    Args:
-      tx: the transformation, without a loss scale.
-      state_leaves: of its state.
-      state_treedef: the state's structure.
-      state_stacks: as in :class:`lowbit_optax.release.plan.ReleasePlan`.
-      transform_gradient: applied to every gradient before the step.
-    """
-
-    tx: optax.GradientTransformation
-    state_leaves: Sequence[jax.Array]
-    state_treedef: typing.Any
-    state_stacks: Mapping[str, tuple[int, ...]]
-    transform_gradient: Callable[[jax.Array], jax.Array]
-
-    def step(
-        self,
-        loss: TracedLoss,
-        grads: Mapping[str, jax.Array],
-        params: Mapping[str, typing.Any],
-        state: Mapping[int, jax.Array],
-        guard: Guard | Unguarded,
-    ) -> tuple[dict[str, typing.Any], list]:
-        """One step with some of the gradients, and zeros for the others.
-
-        Args:
-          loss: whose parameters are updated.
-          grads: by path.
-          params: by path, leaves in place of the loss's own, such as one layer.
-          state: by number, leaves in place of the state's own.
-          guard: whether the step happens.
-
-        Returns:
-          ``(params, state_leaves)``: by path, and a list.
-        """
-        state_leaves = [
-            state[n] if n in state else on_device(x)
-            for n, x in enumerate(self.state_leaves)
-        ]
-        new_params, new_state = self._step(
-            loss.tree_of({x.name: params.get(x.name, x.value) for x in loss.leaves}),
-            jax.tree.unflatten(self.state_treedef, state_leaves),
-            loss.tree_of({x.name: self._gradient(x, grads) for x in loss.leaves}),
-            guard,
-        )
-        names = [leaf.name for leaf in loss.leaves]
-        new_leaves = loss.treedef.flatten_up_to(new_params)
-        return dict(zip(names, new_leaves, strict=True)), jax.tree.leaves(new_state)
-
-    def step_on(
-        self,
-        part: Part,
-        loss: TracedLoss,
-        grads: Mapping[str, jax.Array],
-        guard: Guard | Unguarded,
-    ) -> tuple[dict[str, typing.Any], dict[int, jax.Array]]:
-        """One step on some of the parameters.
-
-        Args:
-          part: the parameters.
-          loss: whose parameters they are.
-          grads: theirs, by path; zeros where there is none.
-          guard: whether the step happens.
-
-        Returns:
-          ``(params, state_leaves)``: by path, and by number.
-        """
-        leaves = part.leaves(loss)
-        new_params, new_state = self._step(
-            loss.tree_of({leaf.name: leaf.value for leaf in leaves}),
-            part.structure.unflatten([self.state_leaves[n] for n in part.numbers]),
-            loss.tree_of({leaf.name: self._gradient(leaf, grads) for leaf in leaves}),
-            guard,
-        )
-        found = zip(loss.leaves, loss.treedef.flatten_up_to(new_params), strict=True)
-        params = {leaf.name: new for leaf, new in found if leaf.name in part.names}
-        return params, dict(zip(part.numbers, jax.tree.leaves(new_state), strict=True))
-
-    def writes_into_stacks(self, guard: Guard | Unguarded) -> bool:
-        """Whether kernels may write a layer into its stacks.
-
-        Where results are chosen after a step, the stacks must not have been changed.
-        """
-        is_lowbit = isinstance(stepper_of(self.tx), Lowbit)
-        can_skip = is_lowbit or isinstance(guard, Unguarded)
-        return can_skip and refused_gpu() is None
-
-    def _step(self, params, state, grads, guard: Guard | Unguarded):
-        if isinstance(guard, Unguarded):
-            return step(self.tx, params, state, grads)
-        return guarded(self.tx, params, state, grads, guard, REPLACE, {})
-
-    def _gradient(self, leaf: ParamLeaf, grads: Mapping[str, jax.Array]) -> jax.Array:
-        if leaf.name not in grads:
-            return leaf.zero_gradient()
-        return self.transform_gradient(grads[leaf.name])
-
-    def stacks(self, leaves: Sequence[ParamLeaf]) -> list[jax.Array]:
-        """The arrays of these leaves, and then the stacks of the state for them."""
-        arrays = [x for leaf in leaves for x in leaf.arrays]
-        return arrays + [self.state_leaves[n] for n in self.stack_numbers(leaves)]
-
-    def stack_numbers(self, leaves: Sequence[ParamLeaf]) -> list[int]:
-        """Numbers of the state's leaves that are stacks for these parameters."""
-        return [n for leaf in leaves for n in self.state_stacks[leaf.name]]
-
-    def by_leaf(
-        self, leaves: Sequence[ParamLeaf], arrays: Iterable[jax.Array]
-    ) -> tuple[dict[str, typing.Any], dict[int, jax.Array]]:
-        """Parameters by path and parts of the state by number.
-
-        Args:
-          leaves: of the parameters.
-          arrays: in the order of :meth:`stacks`, whole or of one layer.
-        """
-        remaining = iter(arrays)
-        params = {
-            leaf.name: leaf.with_arrays([next(remaining) for _ in leaf.arrays])
-            for leaf in leaves
+    waiting = {}
+    for owner, result in _results(graph, state_stacks):
+        needed = {
+            name
+            for name, gradient in graph.gradients.items()
+            if graph.depends_on(result, [gradient])
         }
-        return params, {n: next(remaining) for n in self.stack_numbers(leaves)}
+        others = sorted(needed - {owner})
+        if not others or state_stacks.keys().isdisjoint([*others, owner]):
+            continue
+        if owner is None and len(needed) == 1:
+            waiting[others[0]] = "the state keeps a number made of its whole gradient"
+            continue
+        what = "its state" if owner is None else f"the update of params{owner}"
+        other = next((name for name in others if name in state_stacks), others[0])
+        raise ValueError(
+            "release: the optimizer needs the gradients of several leaves at once: "
+            f"{what} depends on the gradient of params{other}. Inside the backward "
+            "pass each gradient is forgotten after its leaf is updated. In place of "
+            "optax.clip_by_global_norm, give max_grad_norm= to value_and_update. "
+            "Anything else that needs all gradients (apply_if_finite, a norm in the "
+            "state) works with lowbit_optax.step, without a release"
+        )
+    return waiting
+
+
+def _results(graph: StepGraph, state_stacks: StateStacks):
+    """All results, each with the path of its leaf; None for the rest of the state."""
+    for name in [*state_stacks, *(x for x in graph.params if x not in state_stacks)]:
+        for result in graph.results_of(name, state_stacks.get(name, ())):
+            yield name, result
+    owned = {n for numbers in state_stacks.values() for n in numbers}
+    for number, result in enumerate(graph.new_state):
+        if number not in owned:
+            yield None, result

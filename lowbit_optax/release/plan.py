@@ -1,38 +1,41 @@
 """When each parameter is updated in the backward pass, and why not before."""
 
 import dataclasses
-import functools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
+import jax
 import jax.numpy as jnp
 import optax
+from jax.extend.core import primitives as p
 
-from lowbit_optax._jaxprs.graph import Node
-from lowbit_optax._jaxprs.program import ScanCall
-from lowbit_optax._step import trees
-from lowbit_optax.release.layer_analysis import analyse_layers
-from lowbit_optax.release.parts import Part, Parts
-from lowbit_optax.release.step_graph import StepGraph, WaitsForWholeGradient
+from lowbit_optax._jaxprs.graph import Call, Node
+from lowbit_optax._step.stepper import stepper_of
+from lowbit_optax.loss_scaling.transformation import LossScaled, LossScaleState
+from lowbit_optax.release.parts import (
+    Part,
+    Parts,
+    StateStacks,
+    found_or_waiting,
+)
+from lowbit_optax.release.step_graph import WaitsForWholeGradient
 from lowbit_optax.release.stretches import (
     MIN_LAYER_SIZE,
-    ReleasedScan,
+    NO_SCAN,
     Stretch,
     active_values,
     divide,
     first_readers,
     scan_over,
-    scans_over,
 )
 from lowbit_optax.release.traced_loss import ParamLeaf, TracedLoss
 
 AFTER = "after the backward pass"
 
 _IN_WORDS = {
-    "conv_general_dilated": "convolution",
-    "convert_element_type": "cast",
-    "dot_general": "matrix product",
-    "remat": "jax.checkpoint",
+    p.conv_general_dilated_p: "convolution",
+    p.convert_element_type_p: "cast",
+    p.dot_general_p: "matrix product",
+    p.remat_p: "jax.checkpoint",
 }
 """What users call primitives."""
 
@@ -43,23 +46,20 @@ class ReleasePlan:
 
     Args:
       stretches: of the loss, and the leaves that are updated after each.
-      parts: of each stretch that has such leaves, these as a part of the optimizer.
-      last: the leaves that are updated after the backward pass; None if a step on
-        these alone would be another one than that on all leaves.
+      parts: of the optimizer.
+      last: what is updated after the backward pass: the other leaves, or all of them
+        if a step on these alone would be another one.
       active: the values of the loss that have cotangents.
-      state_stacks: by path of a leaf that is updated in a loop, the numbers of the
-        optimizer state's leaves that are stacks of one layer for each of its layers.
+      state_stacks: of the leaves that are updated in loops.
       reports: by path, when a leaf is updated, and why.
-      whole_step: gives the graph of a step on all leaves.
     """
 
-    stretches: list[Stretch]
-    parts: Mapping[Stretch, Part]
-    last: Part | None
+    stretches: Sequence[Stretch]
+    parts: Parts
+    last: Part
     active: set[Node]
-    state_stacks: Mapping[str, tuple[int, ...]]
+    state_stacks: StateStacks
     reports: Mapping[str, str]
-    whole_step: Callable[[], StepGraph]
 
     @property
     def stack_numbers(self) -> frozenset[int]:
@@ -68,11 +68,39 @@ class ReleasePlan:
 
     def of_no_gradient(self) -> frozenset[int]:
         """Numbers of the state's leaves whose new values need no gradient: a count."""
-        step = self.whole_step()
+        step = self.parts.whole_step
         gradients = list(step.gradients.values())
         return frozenset(
             n for n, x in enumerate(step.new_state) if not step.depends_on(x, gradients)
         )
+
+
+def loss_scaled(tx: optax.GradientTransformation) -> LossScaled | None:
+    """The configuration of ``with_loss_scale``, if a transformation is made by it."""
+    stepper = stepper_of(tx)
+    return stepper if isinstance(stepper, LossScaled) else None
+
+
+def without_scale(tx: optax.GradientTransformation, opt_state):
+    """A transformation and its state, taken out of the loss scale around them.
+
+    Raises:
+      TypeError: if the state is that of another transformation.
+      ValueError: if a loss scale is inside another transformation.
+    """
+    scaled = loss_scaled(tx)
+    if scaled is not None:
+        scaled.check_state(opt_state)
+        tx, opt_state = scaled.inner, opt_state.inner_state
+    is_scale = lambda x: isinstance(x, LossScaleState)
+    for path, leaf in jax.tree.leaves_with_path(opt_state, is_leaf=is_scale):
+        if is_scale(leaf):
+            raise ValueError(
+                "release: there is a loss scale inside another transformation, at "
+                f"state{jax.tree_util.keystr(path)}; accepted is with_loss_scale "
+                "around the whole optimizer"
+            )
+    return tx, opt_state
 
 
 def plan_release(
@@ -84,109 +112,65 @@ def plan_release(
       ValueError: if ``tx`` needs the gradients of several leaves at once, and one of
         them is scanned over.
     """
-    grads, params, state = loss.gradients, loss.params, trees.abstract(opt_state)
-    whole_step = functools.cache(lambda: StepGraph(tx, grads, state, params))
-    over, reasons = _scans_over_leaves(loss)
-    layers = analyse_layers(tx, grads, state, params, list(over), whole_step)
-    reasons |= layers.reasons
-    scans = _released_scans(loss, over, layers.state_stacks)
-    active = active_values(loss)
-    others = [leaf for leaf in loss.leaves if leaf.name not in layers.state_stacks]
-    early, why_last = _early(others, active)
-    stretches = divide(loss, scans, early, active)
-    parts, last = {}, None
-    if layers.state_stacks or any(stretch.leaves for stretch in stretches):
-        finder = _PartFinder(Parts(tx, opt_state, loss), whole_step())
-        stretches = [finder.checked(stretch) for stretch in stretches]
-        parts, why_last = finder.parts, why_last | finder.reasons
-        updated = {leaf.name for each in parts for leaf in each.leaves}
-        rest = [leaf.name for leaf in others if leaf.name not in updated]
-        last = finder.last(rest, layers.state_stacks)
-    reports = _reports(loss, stretches, layers.state_stacks, reasons, why_last, active)
-    return ReleasePlan(
-        stretches, parts, last, active, layers.state_stacks, reports, whole_step
+    parts = Parts(*without_scale(tx, opt_state), loss)
+    leaves = {leaf.name: leaf for leaf in loss.leaves}
+    over, reasons = found_or_waiting(
+        lambda name: scan_over(loss.program, leaves[name]), leaves
     )
+    state_stacks, why_not = parts.updated_by_layer(over)
+    reasons |= why_not
+    in_loops: dict[Call, list[ParamLeaf]] = {}
+    for name in state_stacks:
+        in_loops.setdefault(over[name], []).append(leaves[name])
+    active = active_values(loss)
+    early, why_last = found_or_waiting(
+        lambda name: _early(leaves[name], active),
+        [name for name in leaves if name not in state_stacks],
+    )
+    stretches = divide(loss, in_loops, list(early.values()), active)
+    found, waiting = found_or_waiting(
+        lambda stretch: parts.part(stretch.leaves),
+        [stretch for stretch in stretches if stretch.leaves],
+    )
+    for stretch, reason in waiting.items():
+        why_last |= {leaf.name: reason for leaf in stretch.leaves}
+    stretches = [each.with_part(found.get(each)) for each in stretches]
+    last = parts.whole
+    if state_stacks or found or waiting:
+        last = _last(loss, stretches, state_stacks, parts)
+    reports = _reports(loss, stretches, state_stacks, reasons, why_last, active)
+    return ReleasePlan(stretches, parts, last, active, state_stacks, reports)
 
 
-class _PartFinder:
-    """Keeps of each stretch the leaves that can be updated after it.
-
-    Attributes:
-      parts: of the stretches whose leaves can.
-      reasons: by path of the others, why not.
-    """
-
-    def __init__(self, parts: Parts, whole: StepGraph):
-        self._all, self._whole = parts, whole
-        self.parts: dict[Stretch, Part] = {}
-        self.reasons: dict[str, str] = {}
-
-    def checked(self, stretch: Stretch) -> Stretch:
-        """The stretch without leaves that must wait."""
-        leaves = list(stretch.leaves)
-        try:
-            part = self._all.part([leaf.name for leaf in leaves])
-            self._all.check(part, self._whole)
-        except WaitsForWholeGradient as reason:
-            self.reasons |= {leaf.name: str(reason) for leaf in leaves}
-            return dataclasses.replace(stretch, leaves=[])
-        if leaves:
-            self.parts[stretch] = part
-        return stretch
-
-    def last(self, names: Sequence[str], state_stacks: Mapping) -> Part | None:
-        """The part of all leaves that are updated after the backward pass."""
-        try:
-            part = self._all.part(names)
-            self._all.check(part, self._whole, is_last=True)
-        except WaitsForWholeGradient:
-            return None
-        held = [n for each in self.parts.values() for n in each.own]
-        held += [n for numbers in state_stacks.values() for n in numbers]
-        is_all = len(held) + len(part.numbers) == len(self._whole.state)
-        return part if is_all else None
+def _early(leaf: ParamLeaf, active: set[Node]) -> ParamLeaf:
+    """The leaf, if it may be updated within the backward pass."""
+    if not jnp.issubdtype(leaf.gradient.dtype, jnp.floating):
+        raise WaitsForWholeGradient(f"it is {leaf.gradient.dtype}")
+    if leaf.size < MIN_LAYER_SIZE:
+        raise WaitsForWholeGradient(f"it has fewer than {MIN_LAYER_SIZE} elements")
+    if leaf.gradient_value not in active:
+        raise WaitsForWholeGradient("the loss does not depend on it")
+    return leaf
 
 
-def _scans_over_leaves(
+def _last(
     loss: TracedLoss,
-) -> tuple[dict[str, ScanCall], dict[str, str]]:
-    """By path, the scan over a leaf, or the reason why its loop cannot update it."""
-    scans, reasons = {}, {}
-    for leaf in loss.leaves:
-        try:
-            scans[leaf.name] = scan_over(loss.program, leaf)
-        except WaitsForWholeGradient as reason:
-            reasons[leaf.name] = str(reason)
-    return scans, reasons
-
-
-def _released_scans(
-    loss: TracedLoss, over: Mapping[str, ScanCall], state_stacks: Mapping
-) -> list[ReleasedScan]:
-    found = []
-    for step in loss.program.scans:
-        leaves = [x for x in loss.leaves if x.name in state_stacks]
-        leaves = [x for x in leaves if over[x.name] is step]
-        if leaves:
-            found.append(ReleasedScan(step, leaves))
-    return found
-
-
-def _early(
-    leaves: Sequence[ParamLeaf], active: set[Node]
-) -> tuple[list[ParamLeaf], dict[str, str]]:
-    """Those that may be updated within the backward pass; why not, by path."""
-    found, reasons = [], {}
-    for leaf in leaves:
-        if not jnp.issubdtype(leaf.gradient.dtype, jnp.floating):
-            reasons[leaf.name] = f"it is {leaf.gradient.dtype}"
-        elif math.prod(leaf.gradient.shape) < MIN_LAYER_SIZE:
-            reasons[leaf.name] = f"it has fewer than {MIN_LAYER_SIZE} elements"
-        elif leaf.gradient_value in active:
-            found.append(leaf)
-        else:
-            reasons[leaf.name] = "the loss does not depend on it"
-    return found, reasons
+    stretches: Sequence[Stretch],
+    state_stacks: StateStacks,
+    parts: Parts,
+) -> Part:
+    """The part that is updated after the backward pass."""
+    updated = {leaf.name for stretch in stretches for leaf in stretch.leaves}
+    updated |= state_stacks.keys()
+    try:
+        rest = [leaf for leaf in loss.leaves if leaf.name not in updated]
+        part = parts.part(rest, is_last=True)
+    except WaitsForWholeGradient:
+        return parts.whole
+    numbers = [n for each in stretches if each.part for n in each.part.exclusive]
+    numbers += [n for each in state_stacks.values() for n in each]
+    is_all = len(numbers) + len(part.numbers) == len(parts.whole.numbers)
+    return part if is_all else parts.whole
 
 
 def _reports(loss, stretches, state_stacks, not_in_loop, not_before, active):
@@ -202,16 +186,15 @@ def _reports(loss, stretches, state_stacks, not_in_loop, not_before, active):
         if others:
             when += f", with {others} other{'s' * (others > 1)}"
         for leaf in stretch.leaves:
-            reader = readers[leaf.name].primitive.name
-            reader = _IN_WORDS.get(reader, reader)
+            primitive = readers[leaf.name].primitive
+            reader = _IN_WORDS.get(primitive, primitive.name)
             found[leaf.name] = (
                 f"{when}: its gradient is whole once the pass is behind the {reader} "
                 "that reads it first"
             )
-    for leaf in loss.leaves:
-        name = leaf.name
-        if scans_over(loss.program, leaf) and name not in state_stacks:
-            found[name] = f"{AFTER}: {not_in_loop[name]}"
+    for name, reason in not_in_loop.items():
+        if reason != NO_SCAN:
+            found[name] = f"{AFTER}: {reason}"
         elif name not in found:
-            found[name] = f"{AFTER}: {not_before.get(name) or not_in_loop[name]}"
-    return found
+            found[name] = f"{AFTER}: {not_before[name]}"
+    return {leaf.name: found[leaf.name] for leaf in loss.leaves}

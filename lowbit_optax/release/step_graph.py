@@ -1,11 +1,13 @@
 """The graph of an optimizer's step: which results depend on which gradients.
 
-Two graphs of the same step tell whether the update of a stack does to each of its
-layers what that of a layer does: in one the parameter is a stack, in the other one of
-its layers. They must consist of the same operations, and every operation on the stack
-must compute a layer of its result from the same layers of its inputs.
+Two graphs of a step tell whether a step on less than all leaves, or on one layer of a
+stack, computes the same: both must consist of the same operations on the same inputs.
+Every operation on a stack must also compute a layer of its result from the same layers
+of its operands.
 """
 
+import functools
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 
 import jax
@@ -17,13 +19,14 @@ from jax.extend.core import primitives as p
 
 from lowbit_optax._jaxprs import elementwise
 from lowbit_optax._jaxprs.graph import Call, Graph, Node
+from lowbit_optax._jaxprs.graph import calls_between
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.context import LAYERWISE
 from lowbit_optax.transformations.lowbit import step
 
-StateStacks = Mapping[str, Sequence[int]]
-"""By path of a stacked parameter, the numbers of the state's leaves that are stacks of
-one layer for each of its layers."""
+
+class WaitsForWholeGradient(Exception):
+    """Why a leaf is updated only when its whole gradient is there."""
 
 
 class StepGraph:
@@ -34,9 +37,10 @@ class StepGraph:
       grads, state, params: shapes and dtypes of the step's arguments.
 
     Attributes:
+      inputs: all of them.
       gradients: by path, the leaves' gradients.
+      params, new_params: by path, the leaves' arrays before and after the step.
       state, new_state: the state's leaves before and after the step.
-      input_numbers: of the nodes that are inputs.
     """
 
     def __init__(
@@ -47,89 +51,41 @@ class StepGraph:
         params: optax.Params,
     ):
         with context.analysis():
-            closed, shapes = jax.make_jaxpr(
+            closed, (_, new_state) = jax.make_jaxpr(
                 lambda grads, state, params: step(tx, params, state, grads),
                 return_shape=True,
             )(grads, state, params)
         graph = Graph(closed, opaque={LAYERWISE})
+        self.inputs = graph.inputs
         names, leaves, _ = trees.named_leaves(params)
-        gradients, self.state, self._params = _split_like(
-            graph.inputs, (grads, state, params)
+        gradients, self.state, *arrays = _split_like(
+            graph.inputs, [grads, state, *leaves]
         )
-        self._new_params, self.new_state = _split_like(graph.outputs, shapes)
+        *new_arrays, self.new_state = _split_like(graph.outputs, [*leaves, new_state])
         if len(self.new_state) != len(self.state):
             raise ValueError(
                 "release: the optimizer's update returns a state of another structure"
             )
         self.gradients = dict(zip(names, gradients, strict=True))
-        self.input_numbers = {node: n for n, node in enumerate(graph.inputs)}
-        numbers = iter(range(len(self._params)))
-        self._arrays = {
-            name: [next(numbers) for _ in jax.tree.leaves(leaf)]
-            for name, leaf in zip(names, leaves, strict=True)
-        }
+        self.params = dict(zip(names, arrays, strict=True))
+        self.new_params = dict(zip(names, new_arrays, strict=True))
         # By node, a bit for every input that it depends on.
-        self._dependencies = {node: 1 << n for node, n in self.input_numbers.items()}
+        self._dependencies = {node: 1 << n for n, node in enumerate(graph.inputs)}
+        for call in calls_between(graph.outputs, graph.inputs):
+            bits = self._bits(call.inputs)
+            self._dependencies |= dict.fromkeys(call.outputs, bits)
 
-    def inputs_of(self, name: str, state_stacks: StateStacks) -> list[Node]:
-        """A leaf's gradient, its arrays and its stacks of the state."""
-        stacks = [self.state[n] for n in state_stacks[name]]
-        return [self.gradients[name], *self.params_of(name), *stacks]
-
-    def params_of(self, name: str) -> list[Node]:
-        """A leaf's arrays."""
-        return [self._params[n] for n in self._arrays[name]]
-
-    def new_params_of(self, name: str) -> list[Node]:
-        """A leaf's new arrays."""
-        return [self._new_params[n] for n in self._arrays[name]]
-
-    def results_of(self, name: str, state_stacks: StateStacks) -> list[Node]:
-        """A leaf's new arrays and new stacks of the state."""
-        stacks = [self.new_state[n] for n in state_stacks[name]]
-        return [*self.new_params_of(name), *stacks]
-
-    def results(self, state_stacks: StateStacks) -> list[tuple[str | None, Node]]:
-        """All results, each with the path of the leaf that it belongs to.
-
-        What belongs to no leaf, the rest of the state, has None for a path.
-        """
-        found: list[tuple[str | None, Node]] = [
-            (name, node)
-            for name in state_stacks
-            for node in self.results_of(name, state_stacks)
-        ]
-        for name in self._arrays:
-            if name not in state_stacks:
-                found += [(name, node) for node in self.new_params_of(name)]
-        owned = {n for numbers in state_stacks.values() for n in numbers}
-        rest = (x for n, x in enumerate(self.new_state) if n not in owned)
-        return found + [(None, node) for node in rest]
+    def results_of(self, name: str, numbers: Iterable[int]) -> list[Node]:
+        """A leaf's new arrays, and these leaves of the new state."""
+        return [*self.new_params[name], *(self.new_state[n] for n in numbers)]
 
     def depends_on(self, node: Node, inputs: Iterable[Node]) -> bool:
-        """Whether a value is computed from any of these inputs."""
-        wanted = 0
-        for each in inputs:
-            wanted |= self._dependencies[each]
-        return bool(self._dependencies_of(node) & wanted)
+        """Whether a result, or what it is made of, is computed from these inputs."""
+        return bool(self._bits([node]) & self._bits(inputs))
 
-    def _dependencies_of(self, node: Node) -> int:
-        waiting = [node]
-        while waiting:
-            node = waiting[-1]
-            if node in self._dependencies:
-                waiting.pop()
-                continue
-            inputs = node.call.inputs if node.call is not None else ()
-            missing = [x for x in inputs if x not in self._dependencies]
-            if missing:
-                waiting.extend(missing)
-                continue
-            bits = 0
-            for x in inputs:
-                bits |= self._dependencies[x]
-            self._dependencies[node] = bits
-        return self._dependencies[node]
+    def _bits(self, nodes: Iterable[Node]) -> int:
+        each = (self._dependencies.get(node, 0) for node in nodes)
+        return functools.reduce(operator.or_, each, 0)
 
 
 def _split_like(nodes: Iterable[Node], trees: Sequence) -> list[list[Node]]:
@@ -138,79 +94,60 @@ def _split_like(nodes: Iterable[Node], trees: Sequence) -> list[list[Node]]:
     return [[next(remaining) for _ in jax.tree.leaves(tree)] for tree in trees]
 
 
-class WaitsForWholeGradient(Exception):
-    """Why a leaf is updated only when its whole gradient is there."""
-
-
-class SameLayers:
-    """Raises :class:`WaitsForWholeGradient` unless layers are updated alone.
+def check_same(
+    whole: StepGraph,
+    pairs: Sequence[tuple[Node, Node]],
+    inputs: Mapping[Node, Node],
+    differs: str,
+    other_numbers: str,
+    stack: Sequence[Node] = (),
+) -> None:
+    """Raise unless two steps compute the same results.
 
     Args:
-      of_stack: the graph of a step on the whole stack.
-      of_layer: that of a step on one layer.
-      own_inputs: the inputs to the first that belong to the stack.
+      whole: the graph of the step on all leaves.
+      pairs: its results, and those of the other step.
+      inputs: from its inputs to those of the other step.
+      differs, other_numbers: why a leaf waits if an operation, or a number, is another.
+      stack: the inputs of the whole step that belong to a stack, if the other step is
+        on one of its layers.
+
+    Raises:
+      WaitsForWholeGradient: saying what differs.
     """
-
-    def __init__(self, of_stack: StepGraph, of_layer: StepGraph, own_inputs: list):
-        self._of_stack, self._of_layer = of_stack, of_layer
-        self._own_inputs = own_inputs
-        self._depth = own_inputs[0].aval.shape[0]
-        self._compared: set[tuple[Node, Node, bool]] = set()
-
-    def check(self, stack: Node, layer: Node) -> None:
-        """Compare what a result of the one and the same of the other are made of."""
-        waiting = [(stack, layer, False)]
-        while waiting:
-            pair = stack, layer, is_shared = waiting.pop()
-            if pair in self._compared:
-                continue
-            self._compared.add(pair)
-            # A schedule or a count, whatever it is made of, is the same for all layers.
-            is_number = not stack.aval.shape
-            is_shared |= is_number and not self._of_stack.depends_on(
-                stack, self._own_inputs
-            )
-            self._check_alike(stack, layer, is_shared)
-            if stack.call is None or layer.call is None:
-                continue
-            if not is_shared:
-                self._check_call(stack.call)
-            inputs = zip(stack.call.inputs, layer.call.inputs, strict=True)
-            waiting += ((a, b, is_shared) for a, b in inputs)
-
-    def _check_alike(self, stack: Node, layer: Node, is_shared: bool) -> None:
-        """Whether both are made by the same operation, input or constant."""
-        of_shape = "a number in its update depends on the stack's shape"
-        differs = "the update of a layer is not that of the stack"
-        if is_shared and stack.aval.shape != layer.aval.shape:
-            raise WaitsForWholeGradient(of_shape)
-        if operation(stack) != operation(layer):
+    waiting = [(*pair, not stack) for pair in reversed(pairs)]
+    compared = set()
+    while waiting:
+        triple = a, b, is_shared = waiting.pop()
+        if triple in compared:
+            continue
+        compared.add(triple)
+        # A schedule or a count, whatever it is made of, is the same for all layers.
+        is_shared |= not a.aval.shape and not whole.depends_on(a, stack)
+        if is_shared and a.aval.shape != b.aval.shape:
+            raise WaitsForWholeGradient(other_numbers)
+        is_input = _is_input(a) or _is_input(b)
+        if _operation(a) != _operation(b) or (is_input and inputs.get(a) is not b):
             raise WaitsForWholeGradient(differs)
-        if stack.call is not None:
-            return
-        number = self._of_stack.input_numbers.get(stack)
-        if number != self._of_layer.input_numbers.get(layer):
-            raise WaitsForWholeGradient(differs)
-        if number is None and not same_constant(stack.constant, layer.constant):
-            raise WaitsForWholeGradient(of_shape)
-        if not is_shared and stack.aval.shape and stack not in self._own_inputs:
-            raise WaitsForWholeGradient(
-                f"its update takes another array, {list(stack.aval.shape)}"
-            )
-
-    def _check_call(self, call: Call) -> None:
-        """Whether a call's layers are made of the same layers of its inputs."""
-        inputs = [list(x.aval.shape) for x in call.inputs]
-        is_spread = call.primitive is p.broadcast_in_dim_p and inputs[0] == []
-        if is_spread or _keeps_layers(call, self._depth):
-            return
-        raise WaitsForWholeGradient(
-            f"its update takes {call.primitive} of {inputs} to "
-            f"{list(call.outputs[0].aval.shape)}, which is of several layers"
-        )
+        if a.call is None or b.call is None:
+            if not is_input and not _same_constant(a.constant, b.constant):
+                raise WaitsForWholeGradient(other_numbers)
+            if not is_shared and a.aval.shape and a not in stack:
+                raise WaitsForWholeGradient(
+                    f"its update takes another array, {list(a.aval.shape)}"
+                )
+            continue
+        if not is_shared:
+            _check_layers(a.call, stack[0].aval.shape[0])
+        operands = zip(a.call.inputs, b.call.inputs, strict=True)
+        waiting += ((*pair, is_shared) for pair in operands)
 
 
-def operation(node: Node):
+def _is_input(node: Node) -> bool:
+    return node.call is None and node.constant is None
+
+
+def _operation(node: Node):
     """What makes a value, to be compared; None for an input or a constant."""
     if node.call is None:
         return None
@@ -218,7 +155,7 @@ def operation(node: Node):
     return call.primitive, len(call.inputs), call.outputs.index(node)
 
 
-def same_constant(a, b) -> bool:
+def _same_constant(a, b) -> bool:
     """Whether two constants are equal in every bit."""
     if a is b:
         return True
@@ -228,6 +165,17 @@ def same_constant(a, b) -> bool:
         return False
     # By bytes, so that NaN is equal to itself.
     return np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def _check_layers(call: Call, depth: int) -> None:
+    """Raise unless a call makes layers of the same layers of its operands."""
+    inputs = [list(x.aval.shape) for x in call.inputs]
+    is_spread = call.primitive is p.broadcast_in_dim_p and inputs[0] == []
+    if not is_spread and not _keeps_layers(call, depth):
+        raise WaitsForWholeGradient(
+            f"its update takes {call.primitive} of {inputs} to "
+            f"{list(call.outputs[0].aval.shape)}, which is of several layers"
+        )
 
 
 def _keeps_layers(call: Call, depth: int) -> bool:

@@ -12,15 +12,15 @@ A scan is a stretch of its own if its loop can update the parameters that it run
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 from jax.extend.core import primitives as p
 
 from lowbit_optax._jaxprs.graph import Call, Node
-from lowbit_optax._jaxprs.program import LossProgram, Scan, ScanCall
+from lowbit_optax._jaxprs.program import LossProgram, ScanCall
 from lowbit_optax._numerics.random_bits import COUNTERS
-from lowbit_optax.release.backward import OperandRoles
+from lowbit_optax.release.parts import Part
 from lowbit_optax.release.step_graph import WaitsForWholeGradient
 from lowbit_optax.release.traced_loss import ParamLeaf, TracedLoss
 
@@ -40,61 +40,7 @@ MIN_LAYER_SIZE = 4096
 """Layers and leaves with fewer elements are updated after the backward pass, all at
 once."""
 
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class ReleasedScan:
-    """A scan in whose backward loop parameters are updated.
-
-    Args:
-      step: the scan, in the loss's program.
-      leaves: the parameters that are updated.
-    """
-
-    step: ScanCall
-    leaves: list[ParamLeaf]
-
-    @property
-    def scan(self) -> Scan:
-        """The scan over the layers."""
-        assert self.step.scan is not None
-        return self.step.scan
-
-    def operand(self, value: Node | None) -> int:
-        """The number among the scan's operands of a value of the program."""
-        assert value is not None, "a released leaf has a gradient"
-        return self.step.inputs.index(value)
-
-    def roles(self, program: LossProgram, differentiated: set[Node]) -> OperandRoles:
-        """What the scan's operands and results are in the backward pass.
-
-        Args:
-          program: the loss.
-          differentiated: the values that have cotangents.
-        """
-        scan, inputs, outputs = self.scan, self.step.inputs, self.step.outputs
-        arrays = {value for leaf in self.leaves for value in leaf.array_values}
-        gradient_values = [leaf.gradient_value for leaf in self.leaves]
-        first_x = scan.constants + scan.carry
-
-        def needs_cotangent(n: int, value: Node) -> bool:
-            if value in arrays or value in gradient_values:
-                return False
-            if not _is_inexact(value):
-                return False
-            # From the second layer on, the carry depends on the released parameters.
-            return scan.constants <= n < first_x or value in differentiated
-
-        return OperandRoles(
-            released=tuple(n for n, v in enumerate(inputs) if v in arrays),
-            gradients=tuple(map(self.operand, gradient_values)),
-            unread=tuple(self.operand(v) for v in gradient_values if v not in arrays),
-            cotangents=tuple(n for n, v in enumerate(inputs) if needs_cotangent(n, v)),
-            used_ys=tuple(
-                n
-                for n, v in enumerate(outputs)
-                if n >= scan.carry and program.uses[v] and _is_inexact(v)
-            ),
-        )
+NO_SCAN = "no scan runs over it"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -104,12 +50,27 @@ class Stretch:
     Args:
       calls: in order; only one if it is a released scan.
       leaves: the parameters that are updated once the backward pass is past it.
-      released: the scan, if it is one in whose loop parameters are updated.
+      in_loop: the parameters that are updated in its backward loop; none unless it is a
+        released scan.
+      part: the leaves as a part of the optimizer, once one has been found.
     """
 
-    calls: list[Call]
-    leaves: list[ParamLeaf]
-    released: ReleasedScan | None = None
+    calls: Sequence[Call]
+    leaves: Sequence[ParamLeaf]
+    in_loop: Sequence[ParamLeaf] = ()
+    part: Part | None = None
+
+    def with_part(self, part: Part | None) -> "Stretch":
+        """With its leaves as a part of the optimizer; without leaves if it has none."""
+        leaves = self.leaves if part is not None else ()
+        return dataclasses.replace(self, leaves=leaves, part=part)
+
+    @property
+    def scan_call(self) -> ScanCall:
+        """The released scan."""
+        (call,) = self.calls
+        assert isinstance(call, ScanCall)
+        return call
 
 
 def active_values(loss: TracedLoss) -> set[Node]:
@@ -118,7 +79,7 @@ def active_values(loss: TracedLoss) -> set[Node]:
     made = {x.gradient_value for x in loss.leaves if x.gradient_value is not None}
     for call in program.calls:
         if not _stops(call) and not made.isdisjoint(call.inputs):
-            made.update(x for x in call.outputs if _is_inexact(x))
+            made.update(x for x in call.outputs if is_inexact(x))
     needed = {program.outputs[0]}
     for call in reversed(program.calls):
         if not _stops(call) and not needed.isdisjoint(call.outputs):
@@ -149,7 +110,7 @@ def first_readers(
 
 def divide(
     loss: TracedLoss,
-    scans: Sequence[ReleasedScan],
+    in_loops: Mapping[Call, Sequence[ParamLeaf]],
     leaves: Sequence[ParamLeaf],
     active: set[Node],
 ) -> list[Stretch]:
@@ -157,23 +118,22 @@ def divide(
 
     Args:
       loss: traced.
-      scans: those in whose loops parameters are updated, each a stretch of its own.
+      in_loops: by scan, the parameters that are updated in its loop. Each of these
+        scans is a stretch of its own.
       leaves: other parameters that may be updated within the backward pass. Small ones
         wait for others, until half the size of the largest is there.
       active: from :func:`active_values`.
     """
     order = demand_order(loss.program, active)
-    released: dict[Call, ReleasedScan] = {each.step: each for each in scans}
     read_by: dict[Call, list[ParamLeaf]] = {}
     readers = first_readers(order, leaves, active)
     for leaf in leaves:
         if leaf.name in readers:
             read_by.setdefault(readers[leaf.name], []).append(leaf)
-    most = min(MAX_WAITING, max(map(_size, leaves), default=0) / 2)
+    enough = min(MAX_WAITING, max((leaf.size for leaf in leaves), default=0) / 2)
     found: list[Stretch] = []
     calls: list[Call] = []
     waiting: list[ParamLeaf] = []
-    is_full = False
 
     def close():
         if calls:
@@ -182,17 +142,15 @@ def divide(
         waiting.clear()
 
     for call in reversed(order):
-        if call in released:
+        if call in in_loops:
             close()
-            is_full = False
-            found.append(Stretch([call], read_by.get(call, []), released[call]))
+            found.append(Stretch([call], read_by.get(call, []), in_loops[call]))
             continue
+        is_full = bool(waiting) and sum(leaf.size for leaf in waiting) >= enough
         if is_full and call.primitive in _HEAVY:
             close()
-            is_full = False
         calls.append(call)
         waiting += read_by.get(call, ())
-        is_full |= bool(waiting) and sum(map(_size, waiting)) >= most
     close()
     return found[::-1]
 
@@ -215,24 +173,24 @@ def demand_order(program: LossProgram, active: set[Node]) -> list[Call]:
             for node in call.inputs
         ) and all(node in program.of_parameters for node in call.outputs)
 
-    held: set[Call] = set()
+    delayed: set[Call] = set()
     order: list[Call] = []
 
-    def release(call: Call) -> None:
-        held.discard(call)
+    def append(call: Call) -> None:
+        delayed.discard(call)
         for node in call.inputs:
-            if node.call in held:
-                release(node.call)
+            if node.call in delayed:
+                append(node.call)
         order.append(call)
 
     for call in program.calls:
         if moves(call):
-            held.add(call)
+            delayed.add(call)
         else:
-            release(call)
+            append(call)
     for call in program.calls:
-        if call in held:
-            release(call)
+        if call in delayed:
+            append(call)
     return order
 
 
@@ -246,11 +204,11 @@ def scan_over(program: LossProgram, leaf: ParamLeaf) -> ScanCall:
     if leaf.gradient_value is None or not is_real:
         raise WaitsForWholeGradient(f"it is {leaf.value.dtype}")
     values = {*leaf.array_values, leaf.gradient_value}
-    over = [step for step in program.scans if values & set(step.scanned)]
-    if not over and scans_over(program, leaf):
+    over = [call for call in program.scans if not values.isdisjoint(call.scanned)]
+    if not over and _is_scanned(program, values):
         raise WaitsForWholeGradient("it is changed before a scan runs over it")
     if not over:
-        raise WaitsForWholeGradient("no scan runs over it")
+        raise WaitsForWholeGradient(NO_SCAN)
     if len(over) > 1:
         raise WaitsForWholeGradient("several scans run over it")
     if any(program.uses[value] != 1 for value in values):
@@ -259,32 +217,30 @@ def scan_over(program: LossProgram, leaf: ParamLeaf) -> ScanCall:
         raise WaitsForWholeGradient(f"besides a scan it is used by {others}")
     if not values <= set(over[0].scanned):
         raise WaitsForWholeGradient("only a part of it is scanned over")
-    if math.prod(leaf.value.shape[1:]) < MIN_LAYER_SIZE:
+    layer_size = math.prod(leaf.value.shape[1:])
+    if layer_size < MIN_LAYER_SIZE:
         raise WaitsForWholeGradient(
             f"its layers have fewer than {MIN_LAYER_SIZE} elements"
         )
-    if math.prod(leaf.value.shape[1:]) > COUNTERS:
+    if layer_size > COUNTERS:
         raise WaitsForWholeGradient("its layers have more than 2^32 elements")
     return over[0]
 
 
-def scans_over(program: LossProgram, leaf: ParamLeaf) -> list[ScanCall]:
-    """The scans over a leaf, or over what is made of it alone, such as a cast."""
-    made = {*leaf.array_values, leaf.gradient_value}
+def _is_scanned(program: LossProgram, values: set[Node]) -> bool:
+    """Whether a scan runs over what is made of these values alone, such as a cast."""
+    made = set(values)
     for call in program.calls:
         inputs = [node for node in call.inputs if node.constant is None]
         if inputs and made.issuperset(inputs):
             made.update(call.outputs)
-    return [step for step in program.scans if made & set(step.scanned)]
+    return any(not made.isdisjoint(call.scanned) for call in program.scans)
 
 
 def _stops(call: Call) -> bool:
     return call.primitive.name == "stop_gradient"
 
 
-def _is_inexact(node: Node) -> bool:
+def is_inexact(node: Node) -> bool:
+    """Whether it has a derivative: it is real or complex."""
     return jnp.issubdtype(node.aval.dtype, jnp.inexact)
-
-
-def _size(leaf: ParamLeaf) -> int:
-    return math.prod(leaf.gradient.shape)

@@ -1,6 +1,7 @@
 """A loss traced at its arguments, and where the leaves of the parameters are in it."""
 
 import dataclasses
+import math
 import typing
 from collections.abc import Callable, Mapping, Sequence
 
@@ -36,25 +37,20 @@ class ParamLeaf:
     gradient: jax.ShapeDtypeStruct
 
     @property
-    def arrays(self) -> list[jax.Array]:
-        """The arrays that it is stored in."""
-        return jax.tree.leaves(self.value)
+    def arguments(self) -> list[jax.Array]:
+        """Its arrays, and zeros for what stands in for a QuantizedTensor."""
+        arrays = jax.tree.leaves(self.value)
+        return [*arrays, self.zero_gradient()] if self.is_quantized else arrays
 
     @property
-    def input_values(self) -> tuple[Node, ...]:
-        """The inputs of the program that are its arrays, or stand in for it."""
-        if self.gradient_value is None or self.gradient_value in self.array_values:
-            return self.array_values
-        return (*self.array_values, self.gradient_value)
+    def size(self) -> int:
+        """How many elements its gradient has."""
+        return math.prod(self.gradient.shape)
 
     @property
     def is_quantized(self) -> bool:
         """Whether it must be dequantised to be read."""
         return tensors.is_quantized(self.value)
-
-    def with_arrays(self, arrays: Sequence):
-        """Its value with other arrays, of one layer or of all."""
-        return jax.tree.unflatten(jax.tree.structure(self.value), arrays)
 
     def zero_gradient(self) -> jax.Array:
         """Zeros in the shape of its gradient, placed like the leaf."""
@@ -65,7 +61,7 @@ class ParamLeaf:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TracedLoss:
-    """A loss traced at given arguments.
+    """A traced loss, and the arguments at which it was traced.
 
     Args:
       program: of ``(params, args, kwargs)``, flat.
@@ -81,20 +77,16 @@ class TracedLoss:
     other_arguments: list
     result_shapes: typing.Any
 
-    @property
-    def gradients(self):
-        """A tree of shapes and dtypes."""
-        return self.treedef.unflatten([leaf.gradient for leaf in self.leaves])
-
-    @property
-    def params(self):
-        """A tree of shapes and dtypes."""
-        return self.treedef.unflatten([trees.abstract(x.value) for x in self.leaves])
-
     def tree_of(self, found: Mapping[str, typing.Any]):
         """A tree like the parameters, with MaskedNode where nothing was found."""
         masked = optax.MaskedNode()
         return self.treedef.unflatten([found.get(x.name, masked) for x in self.leaves])
+
+    @property
+    def arguments(self) -> list:
+        """The arguments of the program."""
+        arrays = [x for leaf in self.leaves for x in leaf.arguments]
+        return arrays + self.other_arguments
 
     def result(self, arrays: Sequence):
         """The loss, or ``(loss, aux)``, from its arrays."""
@@ -117,38 +109,37 @@ def trace_loss(
         return what ``has_aux`` says.
     """
     names, values, treedef = trees.named_leaves(params)
-    gradients, given_leaves = [], []
     for name, value in zip(names, values, strict=True):
         if not _is_array(value):
             raise TypeError(
                 f"release: params{name} is {value!r}, not an array or QuantizedTensor"
             )
-        gradient_dtype = dtype if tensors.is_quantized(value) else value.dtype
-        gradient = jax.ShapeDtypeStruct(value.shape, gradient_dtype)
-        gradients.append(gradient)
-        given_leaves.append(
-            with_stand_in(value, gradient) if tensors.is_quantized(value) else value
-        )
-    given, structure = jax.tree.flatten((args, kwargs))
-    other_arguments = [x for x in given if _is_array(x)]
+    gradients = [
+        jax.ShapeDtypeStruct(x.shape, dtype if tensors.is_quantized(x) else x.dtype)
+        for x in values
+    ]
+    traced = [
+        with_stand_in(x, gradient) if tensors.is_quantized(x) else x
+        for x, gradient in zip(values, gradients, strict=True)
+    ]
+    flat, structure = jax.tree.flatten((args, kwargs))
+    other_arguments = [x for x in flat if _is_array(x)]
 
     def loss(params, other_arguments):
         arrays = iter(other_arguments)
         args, kwargs = structure.unflatten(
-            next(arrays) if _is_array(x) else x for x in given
+            next(arrays) if _is_array(x) else x for x in flat
         )
         return loss_fn(params, *args, **kwargs)
 
-    program, shapes = trace_program(
-        loss, treedef.unflatten(given_leaves), other_arguments
-    )
+    program, shapes = trace_program(loss, treedef.unflatten(traced), other_arguments)
     _check_result(shapes, has_aux)
     leaves = _located(program, names, values, gradients)
     return TracedLoss(program, leaves, treedef, other_arguments, shapes)
 
 
 def _located(program: LossProgram, names, values, gradients) -> list[ParamLeaf]:
-    """The leaves with the numbers of their values, which are the first inputs."""
+    """The leaves with their values, which are the program's first inputs."""
     inputs = iter(program.inputs)
     leaves = []
     for name, value, gradient in zip(names, values, gradients, strict=True):

@@ -80,6 +80,42 @@ def updated_in_loop(loss_fn, tx, params, *batch, **options):
     return {name for name, reason in reasons.items() if reason == "in the loop"}
 
 
+class Models(dict):
+    """Losses by name, with which released steps are compared with ordinary ones.
+
+    Calling it makes a decorator that adds a loss.
+    """
+
+    def __call__(self, *in_loop, name=None, params=None, has_aux=False, waits=""):
+        """Add a loss.
+
+        Args:
+          name: by default that of the function.
+          in_loop: the paths that must be updated in the loop.
+          params: makes the parameters; those of :func:`simple_loss` by default.
+          has_aux: of the loss.
+          waits: what the reason must be why the layers wait.
+        """
+
+        def register(loss_fn):
+            make = params or simple_params
+            self[name or loss_fn.__name__] = loss_fn, make, in_loop, has_aux, waits
+            return loss_fn
+
+        return register
+
+    def check(self, name):
+        """Released steps are ordinary ones, and leaves are updated where they must."""
+        loss_fn, make, in_loop, has_aux, waits = self[name]
+        params, inputs = make(), batches(3)
+        if waits:
+            reports = explained(loss_fn, SGD, params, *inputs[0], has_aux=has_aux)
+            assert reports["['layers']"] == f"after the backward pass: {waits}"
+        assert_equal_steps(
+            loss_fn, SGD, params, inputs, in_loop=in_loop, has_aux=has_aux
+        )
+
+
 @functools.cache
 def _numbers(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape)
@@ -115,9 +151,10 @@ def simple_params(layers=3, dtype=jnp.float32):
     return {"layers": weights(layers, dtype=dtype), "head": normal(WIDTH, dtype=dtype)}
 
 
-def simple_loss(params, x):
+def simple_loss(params, x, body=simple_body, xs=None, **options):
     """A scan, and a function that reduces its result to a scalar."""
-    x, _ = jax.lax.scan(simple_body, x, params["layers"])
+    xs = params["layers"] if xs is None else xs
+    x, _ = jax.lax.scan(body, x, xs, **options)
     return head_loss(params, x)
 
 
@@ -152,5 +189,4 @@ def mixed_loss(params, x):
         x = dense(x, layer["wide"]) + layer["bias"]
         return dense(dense(x, layer["brain"]), layer["half"]), None
 
-    x, _ = jax.lax.scan(body, x, params["layers"])
-    return head_loss(params, x)
+    return simple_loss(params, x, body)

@@ -21,6 +21,15 @@ EIGHT_BITS = lowbit_optax.block_quantized(8)
 FLOAT16 = lowbit_optax.cast(jnp.float16)
 
 
+def both(loss_fn, tx, params, batches, state=None, **options):
+    """What ordinary steps give, and released ones."""
+    steps = (
+        released.ordinary(loss_fn, tx),
+        release.value_and_update(loss_fn, tx, **options),
+    )
+    return [released.run(step, tx, params, batches, state) for step in steps]
+
+
 def _lion(weights=None, moments="float32"):
     inner = optax.lion(RATE, **HALF, weight_decay=0.5)
     weights = weights or lowbit_optax.extra_bits(16)
@@ -105,11 +114,8 @@ def _adam(rate=RATE, **options):
     return optax.adam(rate, **HALF, eps=2.0**-10, **options)
 
 
-def _frozen_head(tx):
-    return optax.partition(
-        {"train": tx, "freeze": optax.set_to_zero()},
-        {"layers": "train", "head": "freeze"},
-    )
+def _frozen(**labels):
+    return optax.partition({"train": _adam(), "freeze": optax.set_to_zero()}, labels)
 
 
 SCHEDULE = optax.piecewise_constant_schedule(RATE, {3: 0.5, 11: 0.25})
@@ -126,7 +132,8 @@ OPTAX = {
     "injected_adam": optax.inject_hyperparams(
         optax.adam, hyperparam_dtype=jnp.float32, static_args=("b1", "b2", "eps")
     )(SCHEDULE, **HALF, eps=2.0**-10),
-    "adam_frozen_head": _frozen_head(_adam()),
+    "adam_frozen_head": _frozen(layers="train", head="freeze"),
+    "adam_frozen_layers": _frozen(layers="freeze", head="train"),
     "adam_masked": optax.masked(_adam(), {"layers": True, "head": False}),
     "multi_steps": optax.MultiSteps(optax.sgd(RATE, momentum=0.5), 4),
     "schedule_free": optax.contrib.schedule_free_sgd(RATE, b1=0.5),
@@ -144,18 +151,6 @@ def test_twenty_released_steps_with_optax_are_twenty_ordinary_ones(name):
     )
 
 
-def test_a_frozen_stack_keeps_its_values():
-    tx = optax.partition(
-        {"train": _adam(), "freeze": optax.set_to_zero()},
-        {"layers": "freeze", "head": "train"},
-    )
-    params = simple_params()
-    _, got, _ = released.assert_equal_steps(
-        simple_loss, tx, params, released.batches(3)
-    )
-    assert_same_bits(got["layers"], params["layers"])
-
-
 @pytest.mark.parametrize("every", [1, 3])
 def test_accumulated_gradients_are_equal(every):
     released.assert_equal_steps(
@@ -163,24 +158,33 @@ def test_accumulated_gradients_are_equal(every):
         lowbit_optax.accumulate_gradients(lowbit_optax.kahan_sgd(RATE, 0.5), every),
         simple_params(dtype=jnp.bfloat16),
         released.batches(2 * every + 1),
+        in_loop=SIMPLE_IN_LOOP,
     )
 
 
 WAITING = {
-    "trust_ratio": optax.lamb(RATE, **HALF),
-    "block_rms": optax.chain(optax.clip_by_block_rms(2.0**-6), optax.sgd(RATE)),
-    "factored": optax.adafactor(RATE, min_dim_size_to_factor=8),
-    "matrices": optax.contrib.muon(RATE),
-    "centralized": optax.chain(optax.centralize(), optax.sgd(RATE)),
+    "trust_ratio": (optax.lamb(RATE, **HALF), "of several layers"),
+    "block_rms": (
+        optax.chain(optax.clip_by_block_rms(2.0**-6), optax.sgd(RATE)),
+        "of several layers",
+    ),
+    "factored": (optax.adafactor(RATE, min_dim_size_to_factor=8), "of several layers"),
+    "matrices": (optax.contrib.muon(RATE), "has another structure"),
+    "centralized": (
+        optax.chain(optax.centralize(), optax.sgd(RATE)),
+        "of several layers",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", WAITING)
 def test_what_is_done_to_a_whole_leaf_waits_for_its_whole_gradient(name):
+    (tx, reason), params, batches = WAITING[name], simple_params(), released.batches(3)
+    report = released.explained(simple_loss, tx, params, *batches[0])["['layers']"]
+    assert report.startswith("after the backward pass: ")
+    assert report.endswith(reason)
     # Norms and products of matrices add up in an order that fusion changes.
-    tx, params, batches = WAITING[name], simple_params(), released.batches(3)
-    want = released.run(released.ordinary(simple_loss, tx), tx, params, batches)
-    got = released.run(release.value_and_update(simple_loss, tx), tx, params, batches)
+    want, got = both(simple_loss, tx, params, batches)
     chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-6)
 
 
@@ -213,12 +217,8 @@ def test_what_differs_between_layers_by_their_place_is_equal(name):
 @pytest.mark.parametrize("implementation", ["pallas", "xla"])
 def test_a_layer_is_rounded_by_the_random_bits_of_its_place(implementation):
     tx = lowbit_optax.sr_sgd(RATE, implementation=implementation)
-    params, batches = simple_params(dtype=jnp.bfloat16), released.batches(1)
-    step = release.value_and_update(simple_loss, tx)
-    _, got, _ = released.run(step, tx, params, batches)
-    step = released.ordinary(simple_loss, tx)
-    _, expected, _ = released.run(step, tx, params, batches)
-    assert_same_bits(got, expected)
+    params = simple_params(dtype=jnp.bfloat16)
+    released.assert_equal_steps(simple_loss, tx, params, released.batches(1))
 
 
 def test_a_mask_by_rank_is_that_of_the_stack():
@@ -229,8 +229,7 @@ def test_a_mask_by_rank_is_that_of_the_stack():
 
     def scanned(params, x):
         body = lambda x, w: (released.dense(x, w.reshape(64, 64)), None)
-        x, _ = jax.lax.scan(body, x, params["layers"])
-        return released.head_loss(params, x)
+        return simple_loss(params, x, body)
 
     matrices = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
     tx = optax.adamw(RATE, **HALF, weight_decay=0.5, mask=matrices)
@@ -247,10 +246,7 @@ def test_the_gradient_of_one_layer_may_be_nan():
         return jnp.sum(ys) + released.head_loss(params, x)
 
     params["layers"] = params["layers"].at[1, 5, 7].set(-2.0)
-    tx = LOWBIT["kahan_adamw"]
-    batches = released.batches(3)
-    want = released.run(released.ordinary(loss_fn, tx), tx, params, batches)
-    got = released.run(release.value_and_update(loss_fn, tx), tx, params, batches)
+    want, got = both(loss_fn, LOWBIT["kahan_adamw"], params, released.batches(3))
     is_nan = np.isnan(np.asarray(got[1]["layers"], np.float32))
     assert is_nan[1, 5, 7]
     assert not is_nan[0].any()
@@ -301,40 +297,31 @@ def test_integer_state_keeps_every_bit_whatever_float_it_looks_like(name):
 def test_residual_words_that_are_signalling_nans_are_stepped_as_usual():
     tx = lowbit_optax.extra_bits_sgd(RATE, bits=16)
     params = simple_params(dtype=jnp.bfloat16)
-    state = tx.init(params)
-    words = state.residual.bits["layers"] if hasattr(state.residual, "bits") else None
-    assert words is None or words.dtype == jnp.uint32
 
     def planted(x):
         if x.dtype != jnp.uint32 or x.ndim == 0:
             return x
         return jnp.resize(jnp.asarray(SIGNALLING, jnp.uint32), x.shape)
 
-    state = jax.tree.map(planted, state)
-    batches = released.batches(3)
-    want = released.run(released.ordinary(simple_loss, tx), tx, params, batches, state)
-    step = release.value_and_update(simple_loss, tx)
-    got = released.run(step, tx, params, batches, state)
+    state = jax.tree.map(planted, tx.init(params))
+    want, got = both(simple_loss, tx, params, released.batches(3), state)
     assert_same_bits(got, want)
 
 
-@pytest.mark.parametrize("most", [2.0**-4, 2.0**20], ids=["clipped", "not_clipped"])
-def test_two_passes_clip_as_clip_by_global_norm(most):
-    params, batches = released.mixed_params(), released.batches(3)
-    weights = lowbit_optax.kahan()
-    tx = lowbit_optax.lowbit(
-        optax.sgd(RATE, momentum=0.5), weights=weights, moments="float32"
+@pytest.mark.parametrize("max_norm", [2.0**-4, 2.0**20], ids=["clipped", "not_clipped"])
+def test_two_passes_clip_as_clip_by_global_norm(max_norm):
+    loss_fn, params = released.mixed_loss, released.mixed_params()
+    batches = released.batches(3)
+    build = lambda inner: lowbit_optax.lowbit(
+        inner, weights=lowbit_optax.kahan(), moments="float32"
     )
-    inner = optax.chain(optax.clip_by_global_norm(most), optax.sgd(RATE, momentum=0.5))
-    clipped = lowbit_optax.lowbit(inner, weights=weights, moments="float32")
-    step = release.value_and_update(released.mixed_loss, tx, max_grad_norm=most)
-    values, got, state = released.run(step, tx, params, batches)
-    want_values, want, want_state = released.run(
-        released.ordinary(released.mixed_loss, clipped),
-        clipped,
-        params,
-        batches,
+    tx = build(SGD)
+    clipped = build(optax.chain(optax.clip_by_global_norm(max_norm), SGD))
+    free, (values, got, state) = both(
+        loss_fn, tx, params, batches, max_grad_norm=max_norm
     )
+    step = released.ordinary(loss_fn, clipped)
+    want_values, want, want_state = released.run(step, clipped, params, batches)
     chex.assert_trees_all_close(values, want_values, rtol=1e-5)
     chex.assert_trees_all_close(
         lowbit_optax.master_weights(got, state),
@@ -342,11 +329,8 @@ def test_two_passes_clip_as_clip_by_global_norm(most):
         rtol=1e-4,
         atol=1e-6,
     )
-    if most > 1:
+    if max_norm > 1:
         # A norm of 16 and more: the test would be of nothing without clipping.
-        free = released.run(
-            released.ordinary(released.mixed_loss, tx), tx, params, batches
-        )
         assert_same_bits((values, got, state), free)
 
 
@@ -358,10 +342,10 @@ def test_training_goes_on_in_the_other_mode(ordinary_first, tmp_path):
         released.ordinary(simple_loss, tx),
         release.value_and_update(simple_loss, tx),
     ]
-    want = released.run(modes[0], tx, params, released.batches(6))
+    batches = released.batches(6)
+    want = released.run(modes[0], tx, params, batches)
     if not ordinary_first:
         modes.reverse()
-    batches = released.batches(6)
     _, params, state = released.run(modes[0], tx, params, batches[:3])
     with checkpoint.StandardCheckpointer() as saver:
         saver.save(tmp_path / "step", (params, state))
@@ -376,8 +360,7 @@ def _quantized_loss(params, x):
     def body(x, w):
         return jnp.tanh(x @ lowbit_optax.dequantize(w, jnp.float32)), None
 
-    x, _ = jax.lax.scan(body, x, params["layers"])
-    return released.head_loss(params, x)
+    return simple_loss(params, x, body)
 
 
 LPMM = {
@@ -398,45 +381,27 @@ def test_quantised_layers_are_stepped_as_by_lazy_gradients(name):
         loss, grads = differentiate(params, x)
         return loss, *lowbit_optax.step(tx, params, state, grads)
 
+    found = released.updated_in_loop(_quantized_loss, tx, params, *batches[0])
+    assert found == SIMPLE_IN_LOOP
     want = released.run(step, tx, params, batches)
     step = release.value_and_update(_quantized_loss, tx)
-    got = released.run(step, tx, params, batches)
-    assert_same_bits(got, want)
+    assert_same_bits(released.run(step, tx, params, batches), want)
 
 
-@pytest.mark.parametrize("name", LPMM)
-def test_quantised_layers_are_updated_in_the_loop(name):
-    layers = lowbit_optax.quantize_params(released.weights(3), bits=12, block_size=64)
-    params = {"layers": layers, "head": normal(64)}
-    found = released.updated_in_loop(
-        _quantized_loss, LPMM[name], params, *released.batches(1)[0]
-    )
-    assert found == SIMPLE_IN_LOOP
+WITH_X64 = {
+    "sgd_momentum": SGD,
+    "kahan_sgd": lowbit_optax.kahan_sgd(RATE, 0.5, implementation="xla"),
+    "lowbit_sgd": lowbit_optax.lowbit_sgd(RATE, 0.5, implementation="xla"),
+}
 
 
-def test_accumulated_gradients_are_updated_in_the_loop():
-    tx = lowbit_optax.accumulate_gradients(LOWBIT["kahan_sgd"], 2)
-    found = released.updated_in_loop(
-        simple_loss, tx, simple_params(dtype=jnp.bfloat16), *released.batches(1)[0]
-    )
-    assert found == SIMPLE_IN_LOOP
-
-
-@pytest.mark.parametrize("name", ["sgd_momentum", "kahan_sgd", "lowbit_sgd"])
+@pytest.mark.parametrize("name", WITH_X64)
 def test_with_64_bit_types_enabled_steps_are_equal_and_keep_their_dtypes(name):
-    build = {
-        "sgd_momentum": released.SGD,
-        "kahan_sgd": lowbit_optax.kahan_sgd(RATE, 0.5, implementation="xla"),
-        "lowbit_sgd": lowbit_optax.lowbit_sgd(RATE, 0.5, implementation="xla"),
-    }
+    tx, batches = WITH_X64[name], released.batches(2)
     with jax.enable_x64(True):
         params = simple_params(dtype=jnp.bfloat16)
-        state = build[name].init(params)
+        state = tx.init(params)
         _, got, got_state = released.assert_equal_steps(
-            simple_loss,
-            build[name],
-            params,
-            released.batches(2),
-            in_loop=SIMPLE_IN_LOOP,
+            simple_loss, tx, params, batches, in_loop=SIMPLE_IN_LOOP
         )
     chex.assert_trees_all_equal_shapes_and_dtypes((got, got_state), (params, state))

@@ -7,37 +7,27 @@ import pytest
 import released
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from released import SGD, dense, head_loss, simple_body, simple_params
+from released import SGD, dense, head_loss, simple_body, simple_loss, simple_params
 
 from lowbit_optax import release
 
 pytestmark = pytest.mark.standard_promotion
 
 LAYERS = "['layers']"
-MODELS = {}
-
-
-def model(*in_loop):
-    """Registers a loss with the paths of what is updated in the loop."""
-
-    def register(loss_fn):
-        MODELS[loss_fn.__name__] = loss_fn, in_loop
-        return loss_fn
-
-    return register
+model = released.Models()
 
 
 @model(LAYERS)
 def checkpointed_body(params, x):
     body = jax.checkpoint(simple_body)
-    return head_loss(params, jax.lax.scan(body, x, params["layers"])[0])
+    return simple_loss(params, x, body)
 
 
 @model(LAYERS)
 def checkpointed_body_with_a_policy(params, x):
     policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     body = jax.checkpoint(simple_body, policy=policy, prevent_cse=False)
-    return head_loss(params, jax.lax.scan(body, x, params["layers"])[0])
+    return simple_loss(params, x, body)
 
 
 @model(LAYERS)
@@ -47,7 +37,7 @@ def named_residuals(params, x):
 
     policy = jax.checkpoint_policies.save_only_these_names("product")
     body = jax.checkpoint(named, policy=policy)
-    return head_loss(params, jax.lax.scan(body, x, params["layers"])[0])
+    return simple_loss(params, x, body)
 
 
 @jax.custom_vjp
@@ -63,7 +53,7 @@ def custom_derivatives_in_the_body(params, x):
     def body(x, w):
         return jax.nn.relu(doubled_backwards(x @ doubled_backwards(w))), None
 
-    return head_loss(params, jax.lax.scan(body, x, params["layers"])[0])
+    return simple_loss(params, x, body)
 
 
 @model(LAYERS)
@@ -71,12 +61,10 @@ def a_layer_whose_gradient_is_stopped(params, x):
     def body(x, w):
         return dense(x, lax.stop_gradient(w)), None
 
-    return head_loss(
-        params, jax.lax.scan(body, x * params["head"], params["layers"])[0]
-    )
+    return simple_loss(params, x * params["head"], body)
 
 
-@model()
+@model(waits="the loss does not depend on it")
 def a_stack_that_nothing_reads(params, x):
     return head_loss(params, x)
 
@@ -84,7 +72,7 @@ def a_stack_that_nothing_reads(params, x):
 @model(LAYERS)
 def a_body_that_ignores_its_layer(params, x):
     body = lambda x, w: (x * 2, None)
-    return head_loss(params, jax.lax.scan(body, x, params["layers"])[0])
+    return simple_loss(params, x, body)
 
 
 @model(LAYERS)
@@ -117,12 +105,9 @@ def complex_numbers_out_of_the_scan(params, x):
     return jnp.sum(ys.real * ys.imag)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", model)
 def test_released_steps_are_ordinary_ones(name):
-    loss_fn, in_loop = MODELS[name]
-    released.assert_equal_steps(
-        loss_fn, SGD, simple_params(), released.batches(3), in_loop=in_loop
-    )
+    model.check(name)
 
 
 def test_effects_in_the_body_happen_once_a_layer():
@@ -133,7 +118,7 @@ def test_effects_in_the_body_happen_once_a_layer():
             jax.debug.callback(lambda v: seen.append(float(v)), jnp.sum(w))
             return dense(x, w), None
 
-        return head_loss(params, jax.lax.scan(body, x, params["layers"])[0])
+        return simple_loss(params, x, body)
 
     params, (x,) = simple_params(), released.batches(1)[0]
     step = jax.jit(release.value_and_update(loss_fn, SGD))

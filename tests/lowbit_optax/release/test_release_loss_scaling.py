@@ -126,16 +126,18 @@ def test_the_scales_own_statistics_are_those_of_the_ordinary_step():
 
 
 def test_without_need_clipping_changes_nothing():
-    scaling, most = backoff_scale(2.0**12, period=2), 2.0**20
-    clipped = optax.chain(optax.clip_by_global_norm(most), SGD)
+    scaling, max_norm = backoff_scale(2.0**12, period=2), 2.0**20
+    clipped = optax.chain(optax.clip_by_global_norm(max_norm), SGD)
     txs = [with_loss_scale(tx, scaling) for tx in (clipped, SGD)]
-    assert_equal_steps(scanned, *txs, max_grad_norm=most)
+    assert_equal_steps(scanned, *txs, max_grad_norm=max_norm)
 
 
 @pytest.mark.slow_to_compile
 def test_clipping_is_by_the_norm_of_unscaled_gradients():
-    scaling, most = backoff_scale(2.0**15), 2.0**-4
-    inner = optax.chain(optax.clip_by_global_norm(most), optax.sgd(RATE, momentum=0.5))
+    scaling, max_norm = backoff_scale(2.0**15), 2.0**-4
+    inner = optax.chain(
+        optax.clip_by_global_norm(max_norm), optax.sgd(RATE, momentum=0.5)
+    )
     # After the one step that does not overflow, sums would depend on their order.
     assert_equal_steps(
         exactly_summed,
@@ -143,7 +145,7 @@ def test_clipping_is_by_the_norm_of_unscaled_gradients():
         with_loss_scale(LOWBIT, scaling),
         start=permutations(),
         count=3,
-        max_grad_norm=most,
+        max_grad_norm=max_norm,
     )
 
 

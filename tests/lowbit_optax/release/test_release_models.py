@@ -1,11 +1,11 @@
 """A released step gives the ordinary step's numbers, for every shape of model."""
 
+import functools
 import typing
 
 import chex
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 import released
 from jax import lax
@@ -16,6 +16,7 @@ from released import (
     head_loss,
     normal,
     simple_body,
+    simple_loss,
     simple_params,
     weights,
 )
@@ -24,25 +25,11 @@ from lowbit_optax import release
 
 pytestmark = pytest.mark.standard_promotion
 
-MODELS = {}
-
-
-def model(*in_loop, has_aux=False, params=simple_params):
-    """Registers a loss with the paths of what is updated in the loop."""
-
-    def register(loss_fn):
-        MODELS[loss_fn.__name__] = loss_fn, params, in_loop, has_aux
-        return loss_fn
-
-    return register
-
-
+model = released.Models()
 LAYERS = "['layers']"
 
 
-@model(LAYERS)
-def one_scan(params, x):
-    return released.simple_loss(params, x)
+model(LAYERS, name="one_scan")(simple_loss)
 
 
 @model("['a']", "['b']", params=lambda: simple_params() | _two())
@@ -80,25 +67,16 @@ def keys_and_data_beside_the_layers(params, x):
 
     keys = jax.random.split(jax.random.key(3), 3)
     xs = params["layers"], keys, jnp.asarray([0.5, 1.0, 2.0])
-    return head_loss(params, jax.lax.scan(body, x, xs)[0])
+    return simple_loss(params, x, body, xs)
 
 
-@model(LAYERS)
-def in_reverse(params, x):
-    x, _ = jax.lax.scan(simple_body, x, params["layers"], reverse=True)
-    return head_loss(params, x)
-
-
-@model(LAYERS)
-def unrolled_by_two(params, x):
-    x, _ = jax.lax.scan(simple_body, x, params["layers"], length=3, unroll=2)
-    return head_loss(params, x)
-
-
-@model(LAYERS)
-def unrolled(params, x):
-    x, _ = jax.lax.scan(simple_body, x, params["layers"], unroll=True)
-    return head_loss(params, x)
+OPTIONS = {
+    "in_reverse": {"reverse": True},
+    "unrolled_by_two": {"length": 3, "unroll": 2},
+    "unrolled": {"unroll": True},
+}
+for name, options in OPTIONS.items():
+    model(LAYERS, name=name)(functools.partial(simple_loss, **options))
 
 
 @model(LAYERS)
@@ -146,7 +124,7 @@ def parameters_shared_by_the_layers(params, x):
     def body(x, w):
         return dense(dense(x, w), params["shared"]) * params["head"], None
 
-    return head_loss(params, jax.lax.scan(body, x, params["layers"])[0])
+    return simple_loss(params, x, body)
 
 
 @model(LAYERS)
@@ -175,7 +153,7 @@ def nested_containers_and_none(params, x):
         assert nothing is None
         return dense(dense(x, block.up), block.down["x"][0]), None
 
-    return head_loss(params, jax.lax.scan(body, x, params["blocks"])[0])
+    return simple_loss(params, x, body, params["blocks"])
 
 
 @model(LAYERS, params=lambda: simple_params() | {"embed": weights(seed=7)})
@@ -184,47 +162,46 @@ def tied_embedding(params, x):
     return jnp.mean((x @ params["embed"].T) ** 2) + head_loss(params, x)
 
 
-@model()
+@model(waits="besides a scan it is used by slice")
 def stack_used_outside_too(params, x):
     x, _ = jax.lax.scan(simple_body, x, params["layers"])
     return head_loss(params, x) + jnp.sum(params["layers"][0] ** 2)
 
 
-@model()
+@model(waits="it is changed before a scan runs over it")
 def stack_cast_before(params, x):
     layers = params["layers"].astype(jnp.bfloat16)
-    return head_loss(params, jax.lax.scan(simple_body, x, layers)[0])
+    return simple_loss(params, x, simple_body, layers)
 
 
-@model()
+@model(waits="several scans run over it")
 def stack_scanned_twice(params, x):
     x, _ = jax.lax.scan(simple_body, x, params["layers"])
-    x, _ = jax.lax.scan(simple_body, x, params["layers"], reverse=True)
-    return head_loss(params, x)
+    return simple_loss(params, x, reverse=True)
 
 
-@model()
+@model(waits="besides a scan it is used by the scan, in another way")
 def stack_twice_in_one_scan(params, x):
     def body(x, pair):
         return dense(dense(x, pair[0]), pair[1]), None
 
     pair = params["layers"], params["layers"]
-    return head_loss(params, jax.lax.scan(body, x, pair)[0])
+    return simple_loss(params, x, body, pair)
 
 
-@model()
+@model(waits="besides a scan it is used by the scan, in another way")
 def stack_scanned_and_closed_over(params, x):
     def body(x, w):
         return dense(x, w + params["layers"][1]), None
 
-    return head_loss(params, jax.lax.scan(body, x, params["layers"])[0])
+    return simple_loss(params, x, body)
 
 
-@model()
+@model(waits="it is changed before a scan runs over it")
 def stack_reshaped_before(params, x):
     layers = params["layers"].reshape(3, 1, WIDTH, WIDTH)
     body = lambda x, w: (dense(x, w[0]), None)
-    return head_loss(params, jax.lax.scan(body, x, layers)[0])
+    return simple_loss(params, x, body, layers)
 
 
 @model()
@@ -244,7 +221,7 @@ def scan_in_a_scan(params, x):
     def outer(x, group):
         return jax.lax.scan(simple_body, x, group)[0], None
 
-    return head_loss(params, jax.lax.scan(outer, x, params["groups"])[0])
+    return simple_loss(params, x, outer, params["groups"])
 
 
 def _groups():
@@ -256,17 +233,12 @@ def matrices_over_a_batch(params, x):
     def body(x, group):
         return jax.vmap(dense, (None, 0))(x, group).sum(0), None
 
-    return head_loss(params, jax.lax.scan(body, x, params["groups"])[0])
+    return simple_loss(params, x, body, params["groups"])
 
 
-@model(LAYERS, params=lambda: simple_params(layers=1))
-def a_single_layer(params, x):
-    return released.simple_loss(params, x)
-
-
-@model(LAYERS, params=lambda: simple_params(layers=WIDTH))
-def as_many_layers_as_columns(params, x):
-    return released.simple_loss(params, x)
+for name, count in {"a_single_layer": 1, "as_many_layers_as_columns": WIDTH}.items():
+    params = functools.partial(simple_params, layers=count)
+    model(LAYERS, name=name, params=params)(simple_loss)
 
 
 @model(LAYERS, has_aux=True)
@@ -281,7 +253,7 @@ def auxiliary_results(params, x):
 
 @model(has_aux=True)
 def the_stack_itself_as_auxiliary_result(params, x):
-    return released.simple_loss(params, x), params["layers"]
+    return simple_loss(params, x), params["layers"]
 
 
 @model(LAYERS, has_aux=True)
@@ -291,21 +263,9 @@ def layers_as_auxiliary_outputs(params, x):
     return head_loss(params, x), doubled
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", model)
 def test_released_steps_are_ordinary_ones(name):
-    loss_fn, params, in_loop, has_aux = MODELS[name]
-    released.assert_equal_steps(
-        loss_fn, SGD, params(), released.batches(3), in_loop=in_loop, has_aux=has_aux
-    )
-
-
-def test_lax_scan_is_released_as_well():
-    def loss_fn(params, x):
-        return head_loss(params, lax.scan(simple_body, x, params["layers"])[0])
-
-    released.assert_equal_steps(
-        loss_fn, SGD, simple_params(), released.batches(3), in_loop=[LAYERS]
-    )
+    model.check(name)
 
 
 def test_flax_scan_is_released_as_well():
@@ -337,20 +297,6 @@ def test_flax_scan_is_released_as_well():
         released.batches(3),
         in_loop=["['params']['layers']['Dense_0']['kernel']"],
     )
-
-
-def test_a_whole_gradient_is_never_updated_from_a_part_of_it():
-    # The gradient of a sum is one everywhere: of each use of the stack, another one.
-    def loss_fn(params):
-        body = lambda total, w: (total + jnp.sum(w), None)
-        total, _ = jax.lax.scan(body, jnp.float32(0), params)
-        return total + jnp.sum(params)
-
-    params = jnp.zeros((2, WIDTH, WIDTH))
-    tx = optax.sgd(0.5)
-    step = release.value_and_update(loss_fn, tx)
-    _, params, _ = step(params, tx.init(params))
-    chex.assert_trees_all_equal(params, jnp.full_like(params, -1.0))
 
 
 def test_the_loss_sees_python_values_as_such():

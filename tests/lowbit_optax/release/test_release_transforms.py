@@ -27,62 +27,39 @@ COLLECTIVE = re.compile(
 )
 
 
-def _start(tx=SGD, dtype=jnp.float32):
+def arguments(tx=SGD, dtype=jnp.float32, rows=4):
+    """The parameters, the state and the batch of a first step."""
     params = simple_params(dtype=dtype)
-    return params, tx.init(params)
+    return params, tx.init(params), *released.batches(1, rows)[0]
 
 
-def _counted(loss_fn):
+@pytest.mark.parametrize("max_norm", [None, 1.0], ids=["one_pass", "two_passes"])
+def test_a_loss_is_traced_once_for_each_shape_of_its_batch(max_norm):
     calls = []
 
-    def counting(*args):
+    def loss_fn(*args):
         calls.append(args)
-        return loss_fn(*args)
+        return simple_loss(*args)
 
-    return counting, calls
-
-
-@pytest.mark.parametrize("most", [None, 1.0], ids=["one_pass", "two_passes"])
-def test_five_steps_trace_the_loss_once(most):
-    loss_fn, calls = _counted(simple_loss)
-    step = jax.jit(release.value_and_update(loss_fn, SGD, max_grad_norm=most))
-    params, state = _start()
-    for batch in released.batches(5):
-        _, params, state = step(params, state, *batch)
-    assert len(calls) == 1
-
-
-def test_another_batch_shape_traces_the_loss_once_more():
-    loss_fn, calls = _counted(simple_loss)
-    step = jax.jit(release.value_and_update(loss_fn, SGD))
-    params, state = _start()
-    for rows in (4, 8, 4, 8):
+    step = jax.jit(release.value_and_update(loss_fn, SGD, max_grad_norm=max_norm))
+    params, state, _ = arguments()
+    for rows, count in ((4, 1), (4, 1), (8, 2), (4, 2), (8, 2)):
         _, params, state = step(params, state, *released.batches(1, rows)[0])
-    assert len(calls) == 2
+        assert len(calls) == count
 
 
 @pytest.mark.parametrize("tx", [SGD, KAHAN], ids=["optax", "kahan"])
 def test_a_step_keeps_structure_shapes_and_dtypes(tx):
-    params, state = _start(tx, jnp.bfloat16)
-    step = release.value_and_update(simple_loss, tx)
-    batch = released.batches(1)[0]
-    value, *after = jax.eval_shape(step, params, state, *batch)
-    want, *want_after = jax.eval_shape(
-        released.ordinary(simple_loss, tx), params, state, *batch
-    )
-    assert spec_of((value, *after)) == spec_of((want, *want_after))
+    args = arguments(tx, jnp.bfloat16)
+    got = jax.eval_shape(release.value_and_update(simple_loss, tx), *args)
+    want = jax.eval_shape(released.ordinary(simple_loss, tx), *args)
+    assert spec_of(got) == spec_of(want)
 
 
 def test_a_step_without_jit_is_that_under_jit():
-    params, state = _start(KAHAN, jnp.bfloat16)
+    args = arguments(KAHAN, jnp.bfloat16)
     step = release.value_and_update(simple_loss, KAHAN)
-    batch = released.batches(1)[0]
-    chex.assert_trees_all_close(
-        step(params, state, *batch),
-        jax.jit(step)(params, state, *batch),
-        rtol=1e-2,
-        atol=1e-4,
-    )
+    chex.assert_trees_all_close(step(*args), jax.jit(step)(*args), rtol=1e-2, atol=1e-4)
 
 
 def test_jit_finds_arguments_by_their_names():
@@ -94,8 +71,7 @@ def test_jit_finds_arguments_by_their_names():
         static_argnames="train",
         donate_argnames=("params", "opt_state"),
     )
-    params, state = _start()
-    (x,) = released.batches(1)[0]
+    params, state, x = arguments()
     loss, _, _ = step(params, state, x, train=True)
     assert jnp.isfinite(loss)
     assert params["layers"].is_deleted()
@@ -103,16 +79,13 @@ def test_jit_finds_arguments_by_their_names():
 
 @pytest.mark.parametrize("tx", [SGD, KAHAN], ids=["optax", "kahan"])
 def test_donated_parameters_and_state_are_overwritten(tx):
-    params, state = _start(tx, jnp.bfloat16)
+    args = arguments(tx, jnp.bfloat16)
     step = jax.jit(release.value_and_update(simple_loss, tx), donate_argnums=(0, 1))
-    before = params, state
-    batch = released.batches(1)[0]
-    compiled = step.lower(params, state, *batch).compile()
-    stacks = [x for x in jax.tree.leaves(before) if x.ndim == 3]
+    compiled = step.lower(*args).compile()
+    stacks = [x for x in jax.tree.leaves(args) if x.ndim == 3]
     size = sum(x.nbytes for x in stacks)
     assert compiled.memory_analysis().alias_size_in_bytes >= size
-    after = step(params, state, *batch)
-    jax.block_until_ready(after)
+    after = jax.block_until_ready(step(*args))
     assert all(x.is_deleted() for x in stacks)
     assert not any(x.is_deleted() for x in jax.tree.leaves(after))
 
@@ -121,22 +94,22 @@ def test_no_stack_of_gradients_is_alive():
     params = simple_params(layers=32)
     state = SGD.init(params)
     batch = released.batches(1)[0]
-    memory = []
-    for make in (released.ordinary, release.value_and_update):
+
+    def temporary(make):
         step = jax.jit(make(simple_loss, SGD), donate_argnums=(0, 1))
         compiled = step.lower(params, state, *batch).compile()
-        memory.append(compiled.memory_analysis().temp_size_in_bytes)
-    plain, ours = memory
+        return compiled.memory_analysis().temp_size_in_bytes
+
     stack = params["layers"].nbytes
-    assert plain >= stack
+    assert temporary(released.ordinary) >= stack
     # Activations, and a few arrays of one layer's size.
-    assert ours <= stack // 3
+    assert temporary(release.value_and_update) <= stack // 3
 
 
 def test_steps_under_scan_are_steps_in_a_loop():
     batches = released.batches(4)
     step = release.value_and_update(simple_loss, KAHAN)
-    params, state = _start(KAHAN, jnp.bfloat16)
+    params, state, _ = arguments(KAHAN, jnp.bfloat16)
 
     @functools.partial(jax.jit, compiler_options=released.OPERATION_BY_OPERATION)
     def train(params, state, inputs):
@@ -154,20 +127,16 @@ def test_steps_under_scan_are_steps_in_a_loop():
 
 
 def test_a_step_in_a_branch_is_taken_or_not():
-    params, state = _start()
+    args = arguments()
     step = release.value_and_update(simple_loss, SGD)
-    (x,) = released.batches(1)[0]
+    unchanged = jnp.float32(0), *args[:2]
 
     @jax.jit
     def maybe(flag):
-        return lax.cond(
-            flag,
-            lambda: step(params, state, x),
-            lambda: (jnp.float32(0), params, state),
-        )
+        return lax.cond(flag, lambda: step(*args), lambda: unchanged)
 
-    assert_same_bits(maybe(True), jax.jit(step)(params, state, x))
-    assert_same_bits(maybe(False), (jnp.float32(0), params, state))
+    assert_same_bits(maybe(True), jax.jit(step)(*args))
+    assert_same_bits(maybe(False), unchanged)
 
 
 def test_an_ensemble_under_vmap_is_its_members():
@@ -177,13 +146,11 @@ def test_an_ensemble_under_vmap_is_its_members():
     (x,) = released.batches(1)[0]
     step = release.value_and_update(simple_loss, SGD)
     got = jax.jit(jax.vmap(step, (0, 0, None)))(stack(members), stack(states), x)
-    want = stack(
-        [step(params, state, x) for params, state in zip(members, states, strict=True)]
-    )
+    want = stack([step(*each, x) for each in zip(members, states, strict=True)])
     chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("most", [None, 2.0**-4], ids=["free", "clipped"])
+@pytest.mark.parametrize("max_norm", [None, 2.0**-4], ids=["free", "clipped"])
 @pytest.mark.parametrize(
     ("spec", "axis_type"),
     [
@@ -195,7 +162,7 @@ def test_an_ensemble_under_vmap_is_its_members():
     ],
 )
 def test_eight_devices_step_as_one_with_the_plain_steps_collectives(
-    spec, axis_type, most
+    spec, axis_type, max_norm
 ):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
     specs = {
@@ -204,42 +171,32 @@ def test_eight_devices_step_as_one_with_the_plain_steps_collectives(
         "columns": jax.P(None, None, "x"),
         "layers": jax.P("x"),
     }
-    place = lambda spec: jax.NamedSharding(mesh, spec)
     params = simple_params(layers=8)
-    state = SGD.init(params)
     (x,) = released.batches(1, rows=16)[0]
-    clipped = optax.chain(optax.clip_by_global_norm(2.0**-4), SGD)
-    plain = released.ordinary(simple_loss, SGD if most is None else clipped)
-    ours = release.value_and_update(simple_loss, SGD, max_grad_norm=most)
-    want = jax.jit(ours)(params, state, x)
+    plain_tx = SGD
+    if max_norm is not None:
+        plain_tx = optax.chain(optax.clip_by_global_norm(max_norm), SGD)
+    ours = release.value_and_update(simple_loss, SGD, max_grad_norm=max_norm)
+    want = jax.jit(ours)(params, SGD.init(params), x)
 
-    put = lambda tree: jax.tree.map(
-        lambda leaf: jax.device_put(
-            leaf, place(specs[spec] if leaf.ndim == 3 else jax.P())
-        ),
-        tree,
-    )
+    def place(leaf):
+        spec_of_leaf = specs[spec] if leaf.ndim == 3 else jax.P()
+        return jax.device_put(leaf, jax.NamedSharding(mesh, spec_of_leaf))
+
+    def compiled(step, tx):
+        args = jax.tree.map(place, (params, tx.init(params)))
+        out = jax.tree.map(lambda x: x.sharding, args)
+        step = jax.jit(step, out_shardings=(None, *out))
+        rows = jax.device_put(x, jax.NamedSharding(mesh, jax.P("x")))
+        return step.lower(*args, rows).compile(), (*args, rows)
+
     with jax.set_mesh(mesh):
-        params, state, x = put(params), put(state), jax.device_put(x, place(jax.P("x")))
-        out = jax.tree.map(lambda x: x.sharding, (params, state))
-        compiled = (
-            jax.jit(ours, out_shardings=(None, *out)).lower(params, state, x).compile()
-        )
-        got = compiled(params, state, x)
-        plain_state = state if most is None else (optax.EmptyState(), state)
-        plain_out = out if most is None else (out[0], (optax.EmptyState(), out[1]))
-        plain = (
-            jax.jit(plain, out_shardings=(None, *plain_out))
-            .lower(params, plain_state, x)
-            .compile()
-        )
-    chex.assert_trees_all_close(
-        jax.tree.map(np.asarray, got),
-        jax.tree.map(np.asarray, want),
-        rtol=1e-4,
-        atol=1e-5,
-    )
-    kinds = [set(COLLECTIVE.findall(x.as_text())) for x in (compiled, plain)]
+        step, args = compiled(ours, SGD)
+        got = step(*args)
+        plain, _ = compiled(released.ordinary(simple_loss, plain_tx), plain_tx)
+    got, want = jax.tree.map(np.asarray, (got, want))
+    chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-5)
+    kinds = [set(COLLECTIVE.findall(each.as_text())) for each in (step, plain)]
     assert kinds[0] <= kinds[1]
 
 
@@ -254,8 +211,8 @@ def test_a_part_of_the_loss_may_leave_explicit_axes():
     params = simple_params(dtype=jnp.float32)
     params["table"] = released.normal(32, 64)
     rows = jnp.arange(16) % 7
+    place = lambda tree, spec: jax.device_put(tree, jax.NamedSharding(mesh, spec))
     with jax.set_mesh(mesh):
-        place = lambda tree, spec: jax.device_put(tree, jax.NamedSharding(mesh, spec))
         params, rows = place(params, jax.P()), place(rows, jax.P("x"))
         state = SGD.init(params)
         results = [
@@ -267,13 +224,12 @@ def test_a_part_of_the_loss_may_leave_explicit_axes():
 
 def test_data_parallel_gradients_are_reduced_inside_shard_map():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
-    params, state = _start()
-    (x,) = released.batches(1, rows=16)[0]
+    args = arguments(rows=16)
 
     def loss_fn(params, x):
         return lax.pmean(simple_loss(params, x), "x")
 
-    def stepped(make, *args):
+    def stepped(make):
         step = jax.shard_map(
             make(loss_fn, SGD),
             mesh=mesh,
@@ -282,8 +238,7 @@ def test_data_parallel_gradients_are_reduced_inside_shard_map():
         )
         return jax.jit(step)(*args)
 
-    got = stepped(release.value_and_update, params, state, x)
-    want = stepped(released.ordinary, params, state, x)
-    one = jax.jit(released.ordinary(simple_loss, SGD))(params, state, x)
+    got, want = stepped(release.value_and_update), stepped(released.ordinary)
+    one = jax.jit(released.ordinary(simple_loss, SGD))(*args)
     chex.assert_trees_all_close(want, one, rtol=1e-4, atol=1e-5)
     chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-5)

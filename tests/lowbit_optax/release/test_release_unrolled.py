@@ -5,25 +5,31 @@ import jax.numpy as jnp
 import optax
 import pytest
 import released
+from jax import lax
 from optimizers import assert_same_bits
-from released import RATE, SGD, dense, head_loss, normal, weights
+from released import RATE, SGD, WIDTH, dense, head_loss, normal, weights
 
 import lowbit_optax
 
 pytestmark = pytest.mark.standard_promotion
 
 LOWBIT = lowbit_optax.lowbit_sgd(RATE, 0.5)
+ACCUMULATED = lowbit_optax.accumulate_gradients(lowbit_optax.kahan_sgd(RATE, 0.5), 2)
 
 
-def params(layers=3, dtype=jnp.bfloat16):
-    matrices = [weights(dtype=dtype, seed=n) for n in range(layers)]
-    return {"layers": matrices, "head": normal(64, dtype=dtype)}
+def layers(count=2, dtype=jnp.float32, **more):
+    matrices = [weights(dtype=dtype, seed=n) for n in range(count)]
+    return {"layers": matrices, "head": normal(WIDTH, dtype=dtype)} | more
+
+
+def through_layers(params, x):
+    for w in params["layers"]:
+        x = dense(x, w)
+    return x
 
 
 def one_after_another(params, x):
-    for w in params["layers"]:
-        x = dense(x, w)
-    return head_loss(params, x)
+    return head_loss(params, through_layers(params, x))
 
 
 def all_cast_first(params, x):
@@ -45,20 +51,25 @@ def tied(params, x):
     return one_after_another(params, x) + jnp.mean(dense(x, first.T) ** 2)
 
 
-MODELS = [one_after_another, all_cast_first, under_jit, checkpointed, tied]
-
-
-@pytest.mark.parametrize("loss_fn", MODELS, ids=lambda f: f.__name__)
-def test_released_steps_are_ordinary_ones(loss_fn):
+LOSSES = [one_after_another, all_cast_first, under_jit, checkpointed, tied]
+CASES = {f.__name__: (f, LOWBIT, jnp.bfloat16) for f in LOSSES} | {
     # Of a bfloat16 leaf that is used twice XLA may add up the gradients in float32.
-    dtype = jnp.float32 if loss_fn is tied else jnp.bfloat16
-    start = params(dtype=dtype)
-    released.assert_equal_steps(loss_fn, LOWBIT, start, released.batches(3))
+    "tied": (tied, LOWBIT, jnp.float32),
+    "multi_steps": (
+        one_after_another,
+        optax.MultiSteps(SGD, 2).gradient_transformation(),
+        jnp.float32,
+    ),
+    "low_bit_sums": (one_after_another, ACCUMULATED, jnp.bfloat16),
+    "muon": (one_after_another, optax.contrib.muon(RATE), jnp.float32),
+}
 
 
-@pytest.mark.parametrize("loss_fn", MODELS, ids=lambda f: f.__name__)
-def test_each_layer_is_updated_on_its_own_the_last_one_first(loss_fn):
-    reports = released.explained(loss_fn, LOWBIT, params(), *released.batches(1)[0])
+@pytest.mark.parametrize("name", CASES)
+def test_each_layer_is_updated_on_its_own_the_last_one_first(name):
+    loss_fn, tx, dtype = CASES[name]
+    params, batches = layers(3, dtype), released.batches(3)
+    reports = released.explained(loss_fn, tx, params, *batches[0])
     for number in range(3):
         report = reports[f"['layers'][{number}]"]
         assert report.startswith(f"in the backward pass, update {3 - number} of 3: ")
@@ -66,22 +77,169 @@ def test_each_layer_is_updated_on_its_own_the_last_one_first(loss_fn):
         reports["['head']"]
         == "after the backward pass: it has fewer than 4096 elements"
     )
+    released.assert_equal_steps(loss_fn, tx, params, batches)
 
 
-@pytest.mark.parametrize("loss_fn", MODELS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    ("loss_fn", "reader"),
+    [(one_after_another, "matrix product"), (checkpointed, "jax.checkpoint")],
+)
+def test_reports_name_what_reads_a_leaf_first(loss_fn, reader):
+    reports = released.explained(loss_fn, SGD, layers(1), *released.batches(1)[0])
+    assert reports["['layers'][0]"].endswith(f"behind the {reader} that reads it first")
+
+
+@pytest.mark.parametrize("loss_fn", LOSSES, ids=lambda f: f.__name__)
 def test_frozen_leaves_stay_and_others_are_updated(loss_fn):
     labels = {"layers": ["train", "freeze", "train"], "head": "freeze"}
     tx = optax.partition({"train": SGD, "freeze": optax.set_to_zero()}, labels)
-    before = params(dtype=jnp.float32)
+    before = layers(3)
     _, after, _ = released.assert_equal_steps(loss_fn, tx, before, released.batches(2))
     assert_same_bits(after["layers"][1], before["layers"][1])
 
 
 def test_where_all_gradients_are_needed_leaves_wait_and_say_so():
     tx = optax.chain(optax.clip_by_global_norm(1.0), SGD)
-    start, batches = params(dtype=jnp.float32), released.batches(2)
+    start, batches = layers(3), released.batches(2)
     reports = released.explained(one_after_another, tx, start, *batches[0])
     assert reports["['layers'][0]"] == (
         "after the backward pass: its update needs the gradients of other leaves"
     )
     released.assert_equal_steps(one_after_another, tx, start, batches)
+
+
+model = released.Models()
+
+
+@model(
+    params=lambda: layers(experts=weights(4, seed=7), router=normal(WIDTH, 4, seed=8))
+)
+def experts_by_gather_and_scatter(params, x):
+    x = through_layers(params, x)
+    gates = jax.nn.softmax(x @ params["router"])
+    gate, expert = lax.top_k(gates, 1)
+    gate, expert = gate[:, 0], expert[:, 0]
+    gathered = params["experts"][expert]
+    y = jnp.einsum("bi,bij->bj", x, gathered) * gate[:, None]
+    order = jnp.argsort(expert)
+    scattered = jnp.zeros_like(x).at[order].add(y[order])
+    return head_loss(params, x + scattered)
+
+
+@model(params=lambda: layers(words=normal(128, WIDTH, seed=7)))
+def embedding_gathered_and_tied(params, x):
+    tokens = jnp.argsort(x, axis=1)[:, :8]
+    h = through_layers(params, jnp.sum(params["words"][tokens], axis=1))
+    return jnp.mean(jax.nn.logsumexp(h @ params["words"].T, axis=1)) + head_loss(
+        params, h
+    )
+
+
+def _gru():
+    names = ("update_x", "update_h", "reset_x", "reset_h", "new_x", "new_h")
+    return {name: weights(seed=n) for n, name in enumerate(names)} | {
+        "head": normal(WIDTH)
+    }
+
+
+@model(params=_gru)
+def gru_over_time(params, x):
+    """Every weight gets a contribution to its gradient from each of five times."""
+
+    def cell(h, x):
+        update = jax.nn.sigmoid(x @ params["update_x"] + h @ params["update_h"])
+        reset = jax.nn.sigmoid(x @ params["reset_x"] + h @ params["reset_h"])
+        new = jnp.tanh(x @ params["new_x"] + (reset * h) @ params["new_h"])
+        h = (1 - update) * h + update * new
+        return h, None
+
+    times = jnp.stack([x * 2.0**-n for n in range(5)])
+    h, _ = lax.scan(cell, jnp.zeros_like(x), times)
+    return head_loss(params, h)
+
+
+@model(params=layers)
+def dropout_by_a_key_for_each_layer(params, x):
+    for key, w in zip(
+        jax.random.split(jax.random.key(3)), params["layers"], strict=True
+    ):
+        keep = jax.random.bernoulli(key, 0.75, x.shape)
+        x = jnp.where(keep, dense(x, w) / 0.75, 0)
+    return head_loss(params, x)
+
+
+@model(params=lambda: layers(scale=normal(2, WIDTH, seed=7)), has_aux=True)
+def batch_statistics_as_auxiliary_results(params, x):
+    statistics = []
+    for w, scale in zip(params["layers"], params["scale"], strict=True):
+        x = x @ w
+        mean, var = jnp.mean(x, 0), jnp.var(x, 0)
+        statistics.append({"mean": mean, "var": var, "rows": x.shape[0]})
+        x = jnp.tanh((x - mean) * lax.rsqrt(var + 0.125) * scale)
+    return head_loss(params, x), statistics
+
+
+@pytest.mark.parametrize("name", model)
+def test_released_steps_of_architectures_are_ordinary_ones(name):
+    model.check(name)
+
+
+def flax_model():
+    """A linen model with dropout and batch statistics."""
+    linen = pytest.importorskip("flax.linen")
+
+    class Net(linen.Module):
+        @linen.compact
+        def __call__(self, x, train):
+            for _ in range(2):
+                x = linen.Dense(WIDTH, use_bias=False)(x)
+                x = linen.BatchNorm(not train, momentum=0.5)(x)
+                x = linen.Dropout(0.25, deterministic=not train)(jnp.tanh(x))
+            return linen.Dense(1)(x)
+
+    net = Net()
+    variables = net.init(jax.random.key(0), jnp.ones((4, WIDTH)), False)
+
+    def loss_fn(params, x):
+        y, new = net.apply(
+            {"params": params, "batch_stats": variables["batch_stats"]},
+            x,
+            True,
+            mutable=["batch_stats"],
+            rngs={"dropout": jax.random.key(1)},
+        )
+        return jnp.mean(y**2), new
+
+    return loss_fn, variables["params"]
+
+
+def nnx_model():
+    """An nnx model with dropout, split into its graph, parameters and the rest."""
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.first = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+            self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+            self.drop = nnx.Dropout(0.25, rngs=rngs)
+            self.second = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+            self.head = nnx.Linear(WIDTH, 1, rngs=rngs)
+
+        def __call__(self, x):
+            x = self.drop(jnp.tanh(self.norm(self.first(x))))
+            return self.head(jnp.tanh(self.second(x)))
+
+    graph, params, rest = nnx.split(Net(nnx.Rngs(0)), nnx.Param, ...)
+
+    def loss_fn(params, x):
+        net = nnx.merge(graph, params, rest, copy=True)
+        loss = jnp.mean(net(x) ** 2)
+        return loss, nnx.state(net, nnx.BatchStat)
+
+    return loss_fn, params
+
+
+@pytest.mark.parametrize("make", [flax_model, nnx_model])
+def test_released_steps_of_flax_are_ordinary_ones(make):
+    loss_fn, params = make()
+    released.assert_equal_steps(loss_fn, SGD, params, released.batches(2), has_aux=True)
