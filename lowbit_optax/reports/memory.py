@@ -13,9 +13,8 @@ import optax
 from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._step import trees
-from lowbit_optax.formats import quantized_tensor
 from lowbit_optax.reports import bars
-from lowbit_optax.states.state_leaves import KeyPath, StateLeaf, state_leaves
+from lowbit_optax.states.state_leaves import StateLeaf, state_leaves
 from lowbit_optax.transformations.direct import is_direct
 
 _PARTS = ("params", "residual", "moments", "accumulators", "other")
@@ -237,19 +236,17 @@ def memory_report(
     13.0
     """
     dtype = float_dtype("memory_report: dtype", dtype)
-    with_path, _ = jax.tree_util.tree_flatten_with_path(
-        params, is_leaf=quantized_tensor.is_quantized
-    )
+    names, leaves, _ = trees.named_leaves(params)
     state = jax.eval_shape(tx.init, params)
-    owned: dict[KeyPath, list[StateLeaf]] = {path: [] for path, _ in with_path}
-    shapes = {path: tuple(leaf.shape) for path, leaf in with_path}
+    owned: dict[str, list[StateLeaf]] = {name: [] for name in names}
+    shapes = {x: tuple(leaf.shape) for x, leaf in zip(names, leaves, strict=True)}
     loose = 0
     for part in state_leaves(params, state):
         if part.owner is None or _is_scalar_of_the_state(part, shapes[part.owner]):
             loose += _nbytes(part.leaf)
         else:
             owned[part.owner].append(part)
-    rows = [_row(path, leaf, owned[path]) for path, leaf in with_path]
+    rows = [_row(x, leaf, owned[x]) for x, leaf in zip(names, leaves, strict=True)]
     add = lambda field: sum(getattr(row, field) for row in rows)
     total = LeafMemory(
         "total",
@@ -300,7 +297,7 @@ def released(sizes: Iterable[int]) -> int:
     return sum(sorted(sizes, reverse=True)[:_LIVE_GRADIENTS])
 
 
-def _row(path: KeyPath, param, parts: list[StateLeaf]) -> LeafMemory:
+def _row(name: str, param, parts: list[StateLeaf]) -> LeafMemory:
     """A parameter's row, from the parts of the state that belong to it."""
     shape = tuple(param.shape)
     dtype, stored, usual = _parameters(param)
@@ -325,7 +322,7 @@ def _row(path: KeyPath, param, parts: list[StateLeaf]) -> LeafMemory:
         if whole and not is_sum:
             moment_dtypes.append((part.moment_field, part.leaf.dtype.name))
     return LeafMemory(
-        jax.tree_util.keystr(path),
+        name,
         shape,
         dtype,
         params=stored,
@@ -345,14 +342,14 @@ def _parameters(leaf) -> tuple[str, int, int]:
     """A leaf's dtype, its bytes, and those of the usual step, a master included."""
     size, dtype = math.prod(leaf.shape), jnp.dtype(leaf.dtype)
     usual = size * dtype.itemsize + (4 * size if is_narrow(dtype) else 0)
-    if quantized_tensor.is_quantized(leaf):
+    if trees.is_quantized(leaf):
         return f"{leaf.bits} bits", leaf.nbytes, usual
     return dtype.name, size * dtype.itemsize, usual
 
 
 def _is_scalar_of_the_state(part: StateLeaf, shape: tuple[int, ...]) -> bool:
     """Whether a state leaf at a parameter's path is a count or hyperparameter."""
-    if part.is_codes or part.is_scales or part.is_residual:
+    if part.is_of_a_format:
         return False
     if not jnp.issubdtype(part.leaf.dtype, jnp.floating):
         return True

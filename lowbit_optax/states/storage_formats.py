@@ -7,8 +7,7 @@ import jax
 import optax
 
 from lowbit_optax._step import trees
-from lowbit_optax.states.decoded import formats_of_parts
-from lowbit_optax.states.recorded import Recorded, is_recorded, recorded_state
+from lowbit_optax.states.decoded import Recorded, recorded_nodes
 from pallas_kernels.layout import VERSION
 
 _SHOWN = 3
@@ -47,10 +46,7 @@ def storage_formats(
     found = {"layout": str(VERSION)}
     found |= {f"params{n}": _parameter(x) for n, x in zip(names, leaves, strict=True)}
     by_name = dict(zip(names, leaves, strict=True))
-    nodes, _ = jax.tree_util.tree_flatten_with_path(
-        recorded_state(tx, params), is_recorded
-    )
-    for path, node in nodes:
+    for path, node in recorded_nodes(tx, params)[0]:
         where = f"state{jax.tree_util.keystr(path)}"
         if isinstance(node, Recorded):
             _add_lowbit(found, where, node, by_name)
@@ -123,8 +119,8 @@ def _add_lowbit(
             found[f"params{leaf.name}"] += f", {container} {trees.describe(residual)}"
     plan = node.plan(leaves)
     parts = jax.tree_util.tree_flatten_with_path(plan.expected)[0]
-    for (path, part), (format_, _) in zip(parts, formats_of_parts(plan), strict=True):
+    for (path, part), storage in zip(parts, plan.storage, strict=True):
         text = trees.describe(part)
-        if format_ is not None:
-            text += f" in {format_.stored_as}"
+        if storage is not None:
+            text += f" in {storage.format.stored_as}"
         found[f"{where}.inner_state{jax.tree_util.keystr(path)}"] = text
