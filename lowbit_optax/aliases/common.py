@@ -87,8 +87,7 @@ class AdamW(typing.NamedTuple):
         self, alias: str, moments: Moments
     ) -> optax.GradientTransformationExtraArgs:
         """The transformation."""
-        numbers = ("b1", "b2", "eps", "eps_root", "weight_decay")
-        _check(self, alias, numbers, moments)
+        _check(self, alias, moments)
         return optax.adamw(**self._asdict())
 
 
@@ -104,7 +103,7 @@ class Lion(typing.NamedTuple):
 
     def checked(self, alias: str, moments: Moments) -> optax.GradientTransformation:
         """The transformation."""
-        _check(self, alias, ("b1", "b2", "weight_decay"), moments)
+        _check(self, alias, moments)
         return optax.lion(**self._asdict())
 
 
@@ -134,11 +133,11 @@ def in_formats(
     )
 
 
-def _check(
-    inner: AdamW | Lion, alias: str, numbers: tuple[str, ...], moments: Moments
-) -> None:
+def _check(inner: AdamW | Lion, alias: str, moments: Moments) -> None:
     check_learning_rate(alias, inner.learning_rate)
-    check_numbers(alias, **{name: getattr(inner, name) for name in numbers})
+    numbers = {"b1", "b2", "eps", "eps_root", "weight_decay"}
+    found = {x: value for x, value in inner._asdict().items() if x in numbers}
+    check_numbers(alias, **found)
     check_moment_dtype(alias, "mu_dtype", inner.mu_dtype, "mu", moments)
 
 
@@ -202,7 +201,7 @@ def _check_number(alias: str, name: str, value, accepted: str) -> None:
         _check_array(alias, name, value, accepted)
     elif isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{alias}: {name} is {value!r}; accepted are {accepted}")
-    # Of an array on a device the value is not waited for.
+    # The value of an array on a device would have to be waited for.
     if not isinstance(value, jax.Array) and not math.isfinite(value):
         raise ValueError(
             f"{alias}: {name} is {value}, which is not finite; accepted are {accepted}"

@@ -2,7 +2,7 @@
 
 import typing
 
-# Of Okabe and Ito, which people with any colour vision tell apart.
+# Colours by Okabe and Ito, which people with any colour vision tell apart.
 _COLOURS = {
     "parameters": "#0072B2",
     "float32 master, moments": "#999999",

@@ -89,16 +89,8 @@ def step_report(
     >>> sorted(report.moment_errors)
     ['mu', 'nu']
     """
-    reports = _measured(
-        "step_report",
-        _step_reports,
-        _plain_report,
-        tx,
-        params,
-        state,
-        grads,
-        extra_args,
-    )
+    step = tx, params, state, grads, extra_args
+    reports = _measured("step_report", _step_reports, _plain_report, *step)
     is_report = lambda x: x is None or isinstance(x, LeafReport)
     # A loss scale hands on zeros in place of gradients that have overflowed.
     return jax.tree.map(
@@ -146,16 +138,9 @@ def cancelled_updates(
     >>> cancelled_updates(tx, params, tx.init(params), grads)
     Array(0.6666667, dtype=float32)
     """
-    return _measured(
-        "cancelled_updates",
-        _lost_shares,
-        traced_once(_cancelled_share),
-        tx,
-        params,
-        state,
-        grads,
-        extra_args,
-    )
+    step = tx, params, state, grads, extra_args
+    share = traced_once(_cancelled_share)
+    return _measured("cancelled_updates", _lost_shares, share, *step)
 
 
 def _measured(function: str, measure, plain, tx, params, state, grads, extra_args):

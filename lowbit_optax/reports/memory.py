@@ -137,33 +137,36 @@ class MemoryReport:
             f"a float32 master:\n{self.total.float32_master:,} ({saved:,} more). "
             "Gradients come on top."
         )
-        notes = [*_float32_moments_notes(self.leaves), *self._float32_params_note()]
-        if self.steps_directly is False:
-            notes.append(_NOT_DIRECT)
-        return "\n".join(["bytes per parameter", *self._table(), summary, *notes])
+        table = ["bytes per parameter", *self._table(), summary]
+        return "\n".join([*table, *_float32_moments_notes(self.leaves), *self._notes()])
 
     def _table(self) -> list[str]:
         shown = ["params", "residual", "moments", "total"]
         if self.total.accumulators:
             shown.insert(3, "accumulators")
-        rows = [("leaf", "parameters", "dtype", *shown, "f32 master")]
+        rows: list[tuple[str, ...]] = [
+            ("leaf", "parameters", "dtype", *shown, "f32 master")
+        ]
         for leaf in (*self.leaves, self.total):
             parts = (getattr(leaf, part) for part in (*shown, "float32_master"))
             per_parameter = (f"{part / max(leaf.size, 1):.3f}" for part in parts)
-            rows.append((leaf.name, f"{leaf.size:,}", leaf.dtype, *per_parameter))
+            rows.append([leaf.name, f"{leaf.size:,}", leaf.dtype, *per_parameter])
         return aligned(rows)
 
-    def _float32_params_note(self) -> list[str]:
+    def _notes(self) -> list[str]:
+        notes = []
         share = self.float32_params / max(self.total.size, 1)
-        if share < _NOTABLE_SHARE:
-            return []
-        held = sum(leaf.total for leaf in self.leaves if leaf.dtype == "float32")
-        return [
-            f"{share:.0%} of the parameters are float32 and pass through, which makes "
-            f"the saving small:\nthey and their state take {held:,} of the bytes. "
-            "from_master with param_dtypes\nnarrows float32 weights and keeps as many "
-            "low bits as the weight format does."
-        ]
+        if share >= _NOTABLE_SHARE:
+            wide = sum(leaf.total for leaf in self.leaves if leaf.dtype == "float32")
+            notes.append(
+                f"{share:.0%} of the parameters are float32 and pass through, which "
+                f"makes the saving small:\nthey and their state take {wide:,} of the "
+                "bytes. from_master with param_dtypes\nnarrows float32 weights and "
+                "keeps as many low bits as the weight format does."
+            )
+        if self.steps_directly is False:
+            notes.append(_NOT_DIRECT)
+        return notes
 
 
 def _float32_moments_notes(leaves: tuple[LeafMemory, ...]) -> list[str]:
@@ -297,7 +300,7 @@ def _row(name: str, param, parts: list[StateLeaf]) -> LeafMemory:
     dtype_name = dtype.name
     if trees.is_quantized(param):
         stored, dtype_name = param.nbytes, f"{param.bits} bits"
-    held = {"residual": 0, "moments": 0, "accumulators": 0}
+    held: dict[str, typing.Any] = {"residual": 0, "moments": 0, "accumulators": 0}
     moment_dtypes = []
     for part in parts:
         if part.is_residual:
@@ -330,7 +333,7 @@ def _nbytes(leaf) -> int:
 
 def _is_scalar_of_the_state(part: StateLeaf, shape: tuple[int, ...]) -> bool:
     """Whether a state leaf at a parameter's path is a count or hyperparameter."""
-    if part.is_of_a_format:
+    if part.has_format:
         return False
     if not jnp.issubdtype(part.leaf.dtype, jnp.floating):
         return True

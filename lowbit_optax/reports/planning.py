@@ -37,7 +37,7 @@ _ANY_RATE = 1e-3  # the memory does not depend on it
 
 @dataclasses.dataclass(frozen=True)
 class _Formats:
-    """A choice of formats, whose moments are the first that the optimizer has."""
+    """A choice of formats: of the moments, the first that the optimizer has."""
 
     name: str
     weights: WeightFormat | None
@@ -160,8 +160,8 @@ class Plan:
         if best is None:
             least = min(row.bytes_per_device(release=True) for row in self.rows)
             return f"none fits into {budget} GiB: the smallest takes {_gib(least)} GiB"
-        how = " with release" if best.needs_release else ""
-        return f"the least lossy that fits into {budget} GiB: {best.name}{how}"
+        release = " with release" if best.needs_release else ""
+        return f"the least lossy that fits into {budget} GiB: {best.name}{release}"
 
 
 def plan(

@@ -118,10 +118,10 @@ def convert(
     formats: dict[str, WeightFormat | None] = {}
     for i, (_, node) in enumerate(nodes):
         if isinstance(node, Recorded):
-            own = node.leaves("to_tx", by_name)
-            plans[i] = node.plan(own)
-            node.config.check_start(own, plans[i].expected)
-            formats |= {leaf.name: leaf.format for leaf in own}
+            stored = node.leaves("to_tx", by_name)
+            plans[i] = node.plan(stored)
+            node.config.check_start(stored, plans[i].expected)
+            formats |= {leaf.name: leaf.format for leaf in stored}
     wanted = [
         plans[i].expected if i in plans else node for i, (_, node) in enumerate(nodes)
     ]

@@ -170,8 +170,8 @@ def decoded_run(
     for (path, node), part in zip(nodes, stored, strict=True):
         where = f"state{jax.tree_util.keystr(path)}"
         if isinstance(node, Recorded):
-            own, inner_state = _decoded(node, where, part, by_name)
-            leaves |= {leaf.name: leaf for leaf in own}
+            of_node, inner_state = _decoded(node, where, part, by_name)
+            leaves |= {leaf.name: leaf for leaf in of_node}
             counts |= dict.fromkeys(node.names, part.count)
             parts.append(inner_state)
         else:

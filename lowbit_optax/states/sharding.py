@@ -21,8 +21,8 @@ Uneven = typing.Literal["error", "replicate"]
 
 _MOST_DOUBLINGS = 12
 
-# The most elements of an axis of which the shards of a packed array may have to be
-# multiples: the rows of a block of 2048 in a folded axis, with some to spare.
+# Shards of a packed array may have to be multiples of up to so many elements along an
+# axis: the rows of a block of 2048 in a folded axis, with some to spare.
 _LARGEST_UNIT = 4096
 
 
@@ -92,7 +92,7 @@ def state_shardings(
             return sharding
         if len(part.leaf.shape) != len(shape):
             return replicated
-        if not part.is_of_a_format:
+        if not part.has_format:
             sizes = zip(part.leaf.shape, shape, strict=True)
             differ = [axis for axis, (here, there) in enumerate(sizes) if here != there]
             return _whole_along(differ, sharding)

@@ -20,6 +20,8 @@ from lowbit_optax.formats.block_quantized import QuantizedMoment, RelativeMoment
 
 _CODES, _SCALES = zip(QuantizedMoment._fields, RelativeMoment._fields, strict=True)
 
+_NAMED_KEYS = (jax.tree_util.GetAttrKey, jax.tree_util.DictKey)
+
 KeyPath = tuple[typing.Any, ...]
 
 
@@ -43,7 +45,11 @@ class StateLeaf:
     @property
     def attributes(self) -> list[str]:
         """The names in ``field``, outermost first."""
-        return [name for name in map(_name_of, self.field) if name is not None]
+        return [
+            jax.tree_util.keystr((key,), simple=True)
+            for key in self.field
+            if isinstance(key, _NAMED_KEYS)
+        ]
 
     @property
     def moment_field(self) -> str:
@@ -69,7 +75,7 @@ class StateLeaf:
         return any(name in _SCALES for name in self.attributes[-1:])
 
     @property
-    def is_of_a_format(self) -> bool:
+    def has_format(self) -> bool:
         """Whether a weight or moment format of this package keeps the leaf."""
         return self.is_residual or self.is_codes or self.is_scales
 
@@ -119,11 +125,3 @@ def leaves_of_prefix(what: str, prefix, params, name: str = "params") -> list:
         raise ValueError(
             f"{what} must have the structure of {name}, or of a prefix of it: {error}"
         ) from error
-
-
-def _name_of(key) -> str | None:
-    if isinstance(key, jax.tree_util.GetAttrKey):
-        return key.name
-    if isinstance(key, jax.tree_util.DictKey):
-        return str(key.key)
-    return None

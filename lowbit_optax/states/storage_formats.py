@@ -44,7 +44,11 @@ def storage_formats(
     """
     names, leaves, _ = trees.named_leaves(params)
     found = {"layout": str(VERSION)}
-    found |= {f"params{n}": _parameter(x) for n, x in zip(names, leaves, strict=True)}
+    for name, leaf in zip(names, leaves, strict=True):
+        found[f"params{name}"] = trees.describe(leaf)
+        if trees.is_quantized(leaf):
+            codes = f" in {leaf.bits}-bit codes, blocks of {leaf.block_size}"
+            found[f"params{name}"] += codes
     by_name = dict(zip(names, leaves, strict=True))
     for path, node in recorded_nodes(tx, params)[0]:
         where = f"state{jax.tree_util.keystr(path)}"
@@ -95,13 +99,6 @@ def check_storage_formats(
     )
 
 
-def _parameter(leaf) -> str:
-    text = trees.describe(leaf)
-    if trees.is_quantized(leaf):
-        text += f" in {leaf.bits}-bit codes, blocks of {leaf.block_size}"
-    return text
-
-
 def _add_lowbit(
     found: dict[str, str],
     where: str,
@@ -121,6 +118,7 @@ def _add_lowbit(
     parts = jax.tree_util.tree_flatten_with_path(plan.expected)[0]
     for (path, part), storage in zip(parts, plan.storage, strict=True):
         text = trees.describe(part)
-        if storage is not None:
-            text += f" in {storage.format.stored_as}"
+        format_ = storage and storage.format
+        if format_ is not None:
+            text += f" in {format_.stored_as}"
         found[f"{where}.inner_state{jax.tree_util.keystr(path)}"] = text

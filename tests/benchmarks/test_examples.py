@@ -223,7 +223,6 @@ def test_the_gpt_shows_its_memory_and_trains_the_same_with_and_without_release(r
         ]
         assert sizes[1] < sizes[0]
         losses.append([float(x) for x in re.findall(r": ([\d.]+) nats", shown)])
-    assert len(losses[0]) == 4
     # XLA may contract the two programs' gradients differently.
     assert losses[0] == pytest.approx(losses[1], abs=1e-3)
     assert len(losses[0]) == 4

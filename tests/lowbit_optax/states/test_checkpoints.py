@@ -15,6 +15,7 @@ from optimizers import (
     ALL_FORMATS,
     BFLOAT16_MOMENTS,
     VARIANTS,
+    adamw,
     apply,
     assert_same_bits,
     each,
@@ -36,6 +37,9 @@ from lowbit_optax import (
 )
 
 pytestmark = pytest.mark.standard_promotion
+
+
+_adamw = functools.partial(adamw, 0.01)
 
 
 def _mixed_params():
@@ -173,15 +177,6 @@ def test_every_format_goes_on_on_another_mesh(tmp_path, name, mesh):
     else:
         params = {"w": params["w"].astype(jnp.bfloat16)}
     _goes_on(tmp_path, tx, params, series, *MESHES[mesh])
-
-
-def _adamw(weights, moments="float32", **options):
-    return lowbit(
-        optax.adamw(0.01),
-        weights=weights,
-        moments=moments,
-        **{"min_size": 0, **options},
-    )
 
 
 OTHER_WEIGHTS = {
