@@ -25,13 +25,9 @@ def bars(report: typing.Any) -> dict[str, dict[str, float]]:
     {'parameters': 2.0, 'residual': 2.0, 'moments': 4.0, 'gradients': 2.0}
     """
     total = report.total
-    held = {
-        "parameters": total.params,
-        "residual": total.residual,
-        "moments": total.moments,
-        "accumulators": total.accumulators,
-        "other": total.other,
-    }
+    of_state = ("residual", "moments", "accumulators", "other")
+    held = {"parameters": total.params}
+    held |= {part: getattr(total, part) for part in of_state}
     usual = {
         "parameters": total.params,
         "float32 master, moments": max(total.float32_master - total.params, 0),

@@ -303,14 +303,14 @@ def _row(name: str, param, parts: list[StateLeaf]) -> LeafMemory:
     held: dict[str, typing.Any] = {"residual": 0, "moments": 0, "accumulators": 0}
     moment_dtypes = []
     for part in parts:
-        if part.is_residual:
+        if part.kind == "residual":
             held["residual"] += _nbytes(part.leaf)
             continue
         is_sum = any(name in _ACCUMULATORS for name in part.attributes)
         held["accumulators" if is_sum else "moments"] += _nbytes(part.leaf)
-        if part.is_scales:
+        if part.kind == "scales":
             continue
-        is_packed = part.is_codes and part.leaf.dtype == jnp.uint32
+        is_packed = part.kind == "codes" and part.leaf.dtype == jnp.uint32
         is_whole = is_packed or part.leaf.shape == param.shape
         # Moments of another shape, such as factored ones, are what they are.
         float32_master += 4 * size if is_whole else _nbytes(part.leaf)
@@ -333,7 +333,7 @@ def _nbytes(leaf) -> int:
 
 def _is_scalar_of_the_state(part: StateLeaf, shape: tuple[int, ...]) -> bool:
     """Whether a state leaf at a parameter's path is a count or hyperparameter."""
-    if part.has_format:
+    if part.kind is not None:
         return False
     if not jnp.issubdtype(part.leaf.dtype, jnp.floating):
         return True

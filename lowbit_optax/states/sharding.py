@@ -92,7 +92,7 @@ def state_shardings(
             return sharding
         if len(part.leaf.shape) != len(shape):
             return replicated
-        if not part.has_format:
+        if part.kind is None:
             sizes = zip(part.leaf.shape, shape, strict=True)
             differ = [axis for axis, (here, there) in enumerate(sizes) if here != there]
             return _whole_along(differ, sharding)

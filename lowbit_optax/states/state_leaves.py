@@ -52,32 +52,24 @@ class StateLeaf:
         ]
 
     @property
+    def kind(self) -> typing.Literal["residual", "codes", "scales"] | None:
+        """What a weight or moment format keeps here; None if the leaf is of no format.
+
+        A leaf of a tree of codes may be packed codes or an uncoded moment.
+        """
+        names = self.attributes
+        if "residual" in names:
+            return "residual"
+        last = names[-1] if names else ""
+        if last in _CODES:
+            return "codes"
+        return "scales" if last in _SCALES else None
+
+    @property
     def moment_field(self) -> str:
         """The state's field: ``mu`` for ``[0].mu.codes_v2``; "" if it has none."""
-        names = self.attributes
-        if self.is_codes or self.is_scales:
-            names = names[:-1]
+        names = [x for x in self.attributes if x not in (*_CODES, *_SCALES)]
         return names[-1] if names else ""
-
-    @property
-    def is_residual(self) -> bool:
-        """Whether the leaf is a residual of a weight format."""
-        return "residual" in self.attributes
-
-    @property
-    def is_codes(self) -> bool:
-        """Whether the leaf is in a tree of codes: packed codes or an uncoded moment."""
-        return any(name in _CODES for name in self.attributes[-1:])
-
-    @property
-    def is_scales(self) -> bool:
-        """Whether the leaf is the scales of a quantised moment."""
-        return any(name in _SCALES for name in self.attributes[-1:])
-
-    @property
-    def has_format(self) -> bool:
-        """Whether a weight or moment format of this package keeps the leaf."""
-        return self.is_residual or self.is_codes or self.is_scales
 
 
 def state_leaves(params, state) -> Iterator[StateLeaf]:

@@ -102,47 +102,6 @@ def test_rounding_to_nearest_alone_does_not_reach_it(name):
     assert error > 4 * BFLOAT16_SPACING + _float32_error(inner, peak)
 
 
-REGRESSION = {
-    name: ALIASES[name] for name in ("kahan_adamw", "sr_adamw", "extra_bits_sgd_8")
-}
-
-
-@each(REGRESSION)
-def test_fits_a_regression_as_float32_training_does(optimizer):
-    inputs = jax.random.normal(jax.random.key(2), (256, 32))
-    outputs = jnp.tanh(inputs @ jax.random.normal(jax.random.key(3), (32, 4)) / 6)
-    start = {
-        "hidden": jax.random.normal(jax.random.key(4), (32, 32)) / 6,
-        "out": jax.random.normal(jax.random.key(5), (32, 4)) / 6,
-        "bias": jnp.zeros(4),
-    }
-
-    def loss(params, dtype):
-        hidden = jnp.tanh(inputs.astype(dtype) @ params["hidden"])
-        predicted = hidden @ params["out"] + params["bias"]
-        return jnp.mean(jnp.square(predicted.astype(jnp.float32) - outputs))
-
-    def fit(tx, dtype):
-        params = jax.tree.map(lambda x: x.astype(dtype), start)
-
-        def body(carry, _):
-            params, state = carry
-            value, grads = jax.value_and_grad(loss)(params, dtype)
-            return lowbit_optax.step(tx, params, state, grads), value
-
-        @jax.jit
-        def run(params):
-            return jax.lax.scan(body, (params, tx.init(params)), None, length=300)[1]
-
-        return float(run(params)[-1])
-
-    untrained = float(loss(start, jnp.float32))
-    reference = fit(optimizer.reference(optimizer.peak), jnp.float32)
-    got = fit(optimizer(), jnp.bfloat16)
-    assert reference < untrained / 20
-    assert got < reference + untrained / 100
-
-
 @pytest.mark.parametrize("name", OF_OPTAX)
 def test_takes_optax_arguments_in_their_order_with_their_defaults(name):
     theirs = inspect.signature(OF_OPTAX[name]).parameters

@@ -17,6 +17,7 @@ from optimizers import (
     jitted,
     model_params,
     spec_of,
+    train,
 )
 from wrappers import WRAPPERS
 
@@ -182,16 +183,15 @@ def test_weights_come_back_from_float32_bit_for_bit():
             assert_same_bits(state.residual, want_state.residual)
 
 
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _there_and_back(params, state, from_tx, to_tx):
+    there = convert(params, state, from_tx, to_tx)
+    return there, convert(*there, to_tx, from_tx)
+
+
 def test_8_extra_bits_pass_through_kahan_and_back():
-    from_tx, to_tx = FORMATS["bits_8"][0], FORMATS["kahan"][0]
-
-    @jax.jit
-    def there_and_back(params, state):
-        there = convert(params, state, from_tx, to_tx)
-        return there, convert(*there, to_tx, from_tx)
-
     held = _converted()["bits_8"]
-    there, back = there_and_back(*held)
+    there, back = _there_and_back(*held, FORMATS["bits_8"][0], FORMATS["kahan"][0])
     assert_same_bits(master_weights(*there), master_weights(*held))
     assert_same_bits(back[0], held[0])
     assert_same_bits(back[1].residual, held[1].residual)
@@ -280,17 +280,9 @@ def test_lowbit_may_stand_elsewhere_in_the_chain():
     outer = optax.chain(clip, lowbit(optax.sgd(0.1, 0.9), min_size=0))
     inner = lowbit(optax.chain(clip, optax.sgd(0.1, 0.9)), min_size=0)
     params = model_params()
-
-    @jax.jit
-    def there_and_back(params):
-        state = outer.init(params)
-        params, state = lowbit_optax.step(
-            outer, params, state, gradient_series(params, 1)[0]
-        )
-        there = convert(params, state, outer, inner)
-        return (params, state), there, convert(*there, inner, outer)
-
-    held, there, back = there_and_back(params)
+    held = params, initial(outer, params)
+    held = train(outer, *held, gradient_series(params, 1), lowbit_optax.step)
+    there, back = _there_and_back(*held, outer, inner)
     assert isinstance(there[1], lowbit_optax.LowbitState)
     assert_same_bits(back, held)
 
@@ -309,14 +301,8 @@ def test_other_leaves_pass_and_small_ones_change_with_min_size():
     params = model_params() | {"norm": jnp.ones(24), "steps": jnp.int32(3), "no": None}
     small = lowbit(optax.sgd(0.1, 0.9), min_size=0)
     large = lowbit(optax.sgd(0.1, 0.9), min_size=9999)
-
-    @jax.jit
-    def there_and_back(params):
-        state = small.init(params)
-        there = convert(params, state, small, large)
-        return state, there, convert(*there, large, small)
-
-    state, there, back = there_and_back(params)
+    state = initial(small, params)
+    there, back = _there_and_back(params, state, small, large)
     assert there[1].residual.words["kernel"].dtype == jnp.float32
     assert_same_bits(there[0], params)
     assert_same_bits(back, (params, state))
