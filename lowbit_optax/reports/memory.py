@@ -144,9 +144,7 @@ class MemoryReport:
         shown = ["params", "residual", "moments", "total"]
         if self.total.accumulators:
             shown.insert(3, "accumulators")
-        rows: list[tuple[str, ...]] = [
-            ("leaf", "parameters", "dtype", *shown, "f32 master")
-        ]
+        rows = [["leaf", "parameters", "dtype", *shown, "f32 master"]]
         for leaf in (*self.leaves, self.total):
             parts = (getattr(leaf, part) for part in (*shown, "float32_master"))
             per_parameter = (f"{part / max(leaf.size, 1):.3f}" for part in parts)
@@ -170,7 +168,7 @@ class MemoryReport:
 
 
 def _float32_moments_notes(leaves: tuple[LeafMemory, ...]) -> list[str]:
-    """Which moments are float32, and why where the state shows it."""
+    """Which moments are float32, and why, where the state shows it."""
     fields_of: dict[tuple[str, ...], list[str]] = {}
     for field in dict.fromkeys(x for leaf in leaves for x in leaf.float32_moments):
         names = tuple(leaf.name for leaf in leaves if field in leaf.float32_moments)
