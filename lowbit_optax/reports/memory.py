@@ -241,17 +241,18 @@ def memory_report(
     """
     dtype = float_dtype("memory_report: dtype", dtype)
     names, leaves, _ = trees.named_leaves(params)
+    by_name = dict(zip(names, leaves, strict=True))
     state = jax.eval_shape(tx.init, params)
     owned: dict[str, list[StateLeaf]] = {name: [] for name in names}
-    shapes = {x: tuple(leaf.shape) for x, leaf in zip(names, leaves, strict=True)}
     loose = 0
     for part in state_leaves(params, state):
-        if part.owner is None or _is_scalar_of_the_state(part, shapes[part.owner]):
+        owner = part.owner
+        if owner is None or _is_scalar_of_the_state(part, by_name[owner].shape):
             loose += _nbytes(part.leaf)
         else:
-            owned[part.owner].append(part)
-    rows = [_row(x, leaf, owned[x]) for x, leaf in zip(names, leaves, strict=True)]
-    sums = {
+            owned[owner].append(part)
+    rows = [_row(name, leaf, owned[name]) for name, leaf in by_name.items()]
+    sums: dict[str, typing.Any] = {
         part: sum(getattr(row, part) for row in rows)
         for part in (*_PARTS, "float32_master")
     }

@@ -8,7 +8,14 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType
-from optimizers import ALIASES, BFLOAT16_MOMENTS, VARIANTS, assert_same_bits
+from optimizers import (
+    ALIASES,
+    BFLOAT16_MOMENTS,
+    VARIANTS,
+    assert_same_bits,
+    initial,
+    train,
+)
 from wrappers import WRAPPERS
 
 import lowbit_optax
@@ -99,17 +106,14 @@ def test_every_array_has_its_parameters_spec_and_the_others_none(make):
 def test_training_goes_on_with_one_devices_numbers(name, axis_type):
     tx, params = WRAPPED[name](), _params()
     grads = jax.tree.map(lambda x: (x * 0.1).astype(x.dtype), params)
-    step = functools.partial(lowbit_optax.step, tx)
-    want = params, jax.jit(tx.init)(params)
-    one_device = jax.jit(step)
-    for _ in range(2):
-        want = one_device(*want, grads)
+    want = train(tx, params, initial(tx, params), [grads] * 2, lowbit_optax.step)
     mesh = _mesh(axis_type)
     rows = jax.tree.map(lambda _: jax.NamedSharding(mesh, jax.P("x")), params)
     with jax.set_mesh(mesh):
         shardings = state_shardings(tx, params, jax.P("x"))
         got, grads = jax.device_put((params, grads), (rows, rows))
         got = got, jax.jit(tx.init, out_shardings=shardings)(got)
+        step = functools.partial(lowbit_optax.step, tx)
         sharded = jax.jit(step, out_shardings=(rows, shardings))
         for _ in range(2):
             got = sharded(*got, grads)
@@ -138,10 +142,7 @@ def test_shapes_and_a_prefix_of_partition_specs_are_enough():
 
 def test_two_mesh_axes_on_one_and_on_two_axes_of_a_parameter():
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-    params = {
-        "both": jnp.ones((512, 64), jnp.bfloat16),
-        "one": jnp.ones((512, 64), jnp.bfloat16),
-    }
+    params = dict.fromkeys(("both", "one"), jnp.ones((512, 64), jnp.bfloat16))
     specs = {"both": jax.P("x", "y"), "one": jax.P(("x", "y"))}
     tx = _adamw()
     shardings = state_shardings(tx, params, specs, mesh=mesh)
