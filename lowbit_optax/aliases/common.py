@@ -116,13 +116,7 @@ def in_formats(
     min_size: int | None,
     implementation: Implementation,
 ) -> optax.GradientTransformationExtraArgs:
-    """An alias: an optimizer of optax in these formats.
-
-    Args:
-      alias: its name, for errors.
-      inner: the optimizer.
-      weights, moments, seed, min_size, implementation: as for ``lowbit``.
-    """
+    """An optimizer of optax in these formats; ``alias`` is its name, for errors."""
     return lowbit(
         inner.checked(alias, moments),
         weights=weights,
@@ -164,17 +158,10 @@ def check_numbers(alias: str, **hyperparameters) -> None:
 def check_moment_dtype(
     alias: str, argument: str, dtype, field: str, moments: Moments
 ) -> None:
-    """Refuse an optax dtype for a moment that ``moments`` stores in a format.
-
-    Args:
-      alias: the optimizer's name, for the error.
-      argument: optax's name for the dtype, such as ``mu_dtype``.
-      dtype: its value.
-      field: the moment that it is about.
-      moments: the alias's argument.
+    """Refuse optax's dtype of a moment, such as ``mu_dtype``, beside a format of it.
 
     Raises:
-      ValueError: if both say how the moment is stored.
+      ValueError: if ``moments`` too says how the moment ``field`` is stored.
       TypeError: if ``optax.inject_hyperparams`` made an array of the dtype.
     """
     if isinstance(dtype, jax.Array):

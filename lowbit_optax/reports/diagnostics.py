@@ -146,11 +146,8 @@ def cancelled_updates(
 def _measured(function: str, measure, plain, tx, params, state, grads, extra_args):
     """What a step would do to each leaf: a tree like the parameters.
 
-    Args:
-      function: the caller's name, for errors.
-      measure: ``(step, update) -> values by path``, for the steps of ``lowbit``.
-      plain: ``(param, update) -> value``, where ``tx`` has no ``lowbit``.
-      tx, params, state, grads, extra_args: of the step.
+    ``measure(step, update)`` gives the values of a step of ``lowbit``, by path;
+    ``plain(param, update)`` the value of a leaf where ``tx`` has no ``lowbit``.
     """
     names, leaves, treedef = trees.named_leaves(params)
     trees.parts_of(names, treedef, grads, "grads")  # raises for another structure

@@ -123,18 +123,14 @@ def step_memory(
     if shardings is not None:
         placed, mesh = _placed(tx, params, state, batch, shardings)
     advance = _step(tx, loss_fn, release, dtype)
-    places = jax.tree.map(lambda x: x.sharding, placed[:2])
-    results = None if mesh is None else (None, *places)
-    jitted = jax.jit(advance, donate_argnums=(0, 1), out_shardings=results)
+    of_results = (None, *jax.tree.map(lambda x: x.sharding, placed[:2]))
+    jitted = jax.jit(advance, donate_argnums=(0, 1), out_shardings=of_results)
     # From JAX 0.11 Pallas reads the GPU that it lowers for from the mesh in force.
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         compiled = jitted.lower(*placed).compile()
-    devices = jax.devices()[:1] if mesh is None else mesh.devices.flat
-    return StepMemory(
-        _predicted(params, placed, release, dtype, stacked),
-        _analysed(compiled),
-        next(iter(devices)).platform,
-    )
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    predicted = _predicted(params, placed, release, dtype, stacked)
+    return StepMemory(predicted, _analysed(compiled), device.platform)
 
 
 def _step(tx, loss_fn: Callable, release: bool, dtype) -> Callable:

@@ -167,14 +167,10 @@ def _lowbit_state(
     pairs: dict[str, tuple],
     source: DecodedRun,
 ) -> LowbitState:
-    """The state of a ``lowbit`` of the new transformation.
+    """The state of a ``lowbit`` of ``to_tx``, which lies at the path ``where``.
 
-    Args:
-      node, plan: of the ``lowbit``.
-      where: its path in the state.
-      inner_state: its inner state, of Parts.
-      pairs: ``(param, residual)`` of every parameter, by path.
-      source: the run that is converted.
+    ``inner_state`` is that of the old state, of Parts; ``pairs`` are the new parameters
+    and residuals by path.
     """
     wanted, treedef = jax.tree_util.tree_flatten_with_path(plan.expected)
     old = treedef.flatten_up_to(inner_state)

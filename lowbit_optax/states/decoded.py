@@ -81,14 +81,10 @@ class Recorded:
 def recorded_nodes(
     tx: optax.GradientTransformation, params
 ) -> tuple[list[tuple[KeyPath, typing.Any]], trees.PyTreeDef]:
-    """The nodes of ``tx.init``'s state, with their paths, and its structure.
+    """The nodes of ``tx.init``'s state with their paths, and the structure around them.
 
-    Args:
-      tx: any optax transformation.
-      params: tree of arrays or ShapeDtypeStructs.
-
-    Returns:
-      As nodes :class:`Recorded` in place of every LowbitState, and shapes elsewhere.
+    A node is a :class:`Recorded` in place of a LowbitState, and a shape elsewhere. The
+    parameters may be arrays or ShapeDtypeStructs.
     """
 
     def record(config: Lowbit, params) -> Recorded:
@@ -147,11 +143,7 @@ class DecodedRun:
 def decoded_run(
     tx: optax.GradientTransformation, params: optax.Params, state: optax.OptState
 ) -> DecodedRun:
-    """Read the parameters and the state of a transformation.
-
-    Args:
-      tx: any optax transformation.
-      params, state: as in optax; arrays.
+    """Read the parameters and the state of any optax transformation.
 
     Raises:
       ValueError, TypeError: if the state is not one of these, naming the leaf.
