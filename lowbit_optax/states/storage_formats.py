@@ -81,11 +81,10 @@ def check_storage_formats(
     ...
     """
     wanted = storage_formats(tx, params)
-    names = [*wanted, *(name for name in stored if name not in wanted)]
     differ = [
         f"{name} is {stored.get(name, 'nothing')} there and "
         f"{wanted.get(name, 'nothing')} here"
-        for name in names
+        for name in wanted | dict(stored)
         if stored.get(name) != wanted.get(name)
     ]
     if not differ:
