@@ -41,11 +41,9 @@ QUANTIZED = 16 * 32 * 9 + 32 * 32 * 9
         ),
         ("--optimizer lpmm_sgd --microbatches 0", "less than 1"),
         ("--optimizer lpmm_sgd --loss-scale backoff", "are float32 and need none"),
-        ("--optimizer kahan_sgd --loss-scale dynamic", "not backoff, lognormal or a"),
-        ("--optimizer kahan_sgd --loss-scale 0", "not backoff, lognormal or a number"),
-        (
-            "--optimizer kahan_sgd --loss-scale nan",
-            "not backoff, lognormal or a number",
+        *(
+            (f"--optimizer kahan_sgd --loss-scale {x}", "not backoff, lognormal or a n")
+            for x in ("dynamic", "0", "nan")
         ),
     ],
 )
