@@ -256,8 +256,9 @@ def memory_report(
         part: sum(getattr(row, part) for row in rows)
         for part in (*_PARTS, "float32_master")
     }
+    sums["other"] = loose
     size = sum(row.size for row in rows)
-    total = LeafMemory("total", (size,), "", **sums | {"other": loose})
+    total = LeafMemory("total", (size,), "", **sums)
     sizes = gradient_bytes(params, dtype, stacked)
     return MemoryReport(
         tuple(rows),

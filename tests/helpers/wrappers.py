@@ -39,7 +39,7 @@ WRAPPERS = {
         make(RATE), lowbit_optax.static_scale(1.0)
     ),
     "accumulation": lambda make, other: lowbit_optax.accumulate_gradients(
-        make(RATE), every=2, min_size=0
+        make(RATE), 2, lowbit_optax.block_quantized(8), min_size=0
     ),
 }
 """``wrap(make, other)``: ``make(learning_rate)`` is wrapped; some wrappers hand it the

@@ -164,10 +164,7 @@ OTHER_WEIGHTS = {
     "kahan for none": (_adamw(kahan()), _adamw(lowbit_optax.stochastic_rounding())),
     "none for kahan": (_adamw(lowbit_optax.nearest()), _adamw(kahan())),
     "master for kahan": (_adamw(lowbit_optax.master_copy()), _adamw(kahan())),
-    "packed for unpacked": (
-        _adamw(extra_bits(8)),
-        _adamw(extra_bits(8), min_size=9999),
-    ),
+    "packed or not": (_adamw(extra_bits(8)), _adamw(extra_bits(8), min_size=9999)),
     "sgd for adamw": (
         lowbit(optax.sgd(0.1, 0.9), weights=kahan(), moments="float32"),
         _adamw(kahan()),
