@@ -1,4 +1,4 @@
-"""AdamW, in each weight format."""
+"""AdamW in each weight format, and Lion in the recommended one."""
 
 import typing
 
@@ -7,7 +7,13 @@ import optax
 from lowbit_optax import formats
 from lowbit_optax._step.moment_slots import Moments
 from lowbit_optax.aliases import common
-from lowbit_optax.aliases.inner import AdamW, in_formats
+from lowbit_optax.aliases.common import (
+    BFLOAT16_MOMENTS,
+    AdamW,
+    Lion,
+    in_formats,
+    without_none,
+)
 
 
 def kahan_adamw(
@@ -75,9 +81,9 @@ def kahan_adamw(
         learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov
     )
     weights = formats.kahan(
-        **common.given(rounding=rounding, residual_rounding=residual_rounding)
+        **without_none(rounding=rounding, residual_rounding=residual_rounding)
     )
-    moments = common.bfloat16_if_none(moments)
+    moments = BFLOAT16_MOMENTS if moments is None else moments
     return in_formats(
         "kahan_adamw", inner, weights, moments, seed, min_size, implementation
     )
@@ -147,7 +153,7 @@ def sr_adamw(
         learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov
     )
     weights = formats.stochastic_rounding(error_into=error_into)
-    moments = common.bfloat16_if_none(moments)
+    moments = BFLOAT16_MOMENTS if moments is None else moments
     return in_formats(
         "sr_adamw", inner, weights, moments, seed, min_size, implementation
     )
@@ -219,11 +225,136 @@ def extra_bits_adamw(
     inner = AdamW(
         learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov
     )
-    given = common.given(
+    options = without_none(
         bits=bits, rounding=rounding, residual_rounding=residual_rounding
     )
-    weights = formats.extra_bits(**given)
+    weights = formats.extra_bits(**options)
     moments = "float32" if moments is None else moments
     return in_formats(
         "extra_bits_adamw", inner, weights, moments, seed, min_size, implementation
+    )
+
+
+def lowbit_adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    eps_root: float = 0.0,
+    mu_dtype: typing.Any = None,
+    weight_decay: float = 1e-4,
+    mask: common.Mask = None,
+    *,
+    nesterov: bool = False,
+    bits: int | None = None,
+    moments: Moments = None,
+    seed: int | None = None,
+    min_size: int | None = None,
+    implementation: common.Implementation = None,
+) -> optax.GradientTransformationExtraArgs:
+    """AdamW in 5.125 bytes per parameter, instead of the usual 14.
+
+    The weight W is a bfloat16 parameter and the next 8 bits; Q is 8-bit codes.
+
+        m_t = b1 Q(m_{t-1}) + (1 - b1) g_t
+        v_t = b2 Q(v_{t-1}) + (1 - b2) g_t^2
+        a   = (m_t / (1 - b1^t)) / (sqrt(v_t / (1 - b2^t) + eps_root) + eps)
+        W   = round(W - eta_t (a + d W))
+
+    Args:
+      learning_rate: eta, a number or a schedule.
+      b1, b2, eps, eps_root, mu_dtype, mask, nesterov: as in ``optax.adamw``.
+      weight_decay: d, decoupled.
+      bits: extra bits of the weights; 8 if None.
+      moments: formats of m (``mu``) and v (``nu``); ``block_quantized(8)`` if None.
+      seed, min_size, implementation: see :func:`lowbit_optax.lowbit`.
+
+    Returns:
+      An optax transformation, for :func:`lowbit_optax.step` or as usual.
+
+    Raises:
+      TypeError, ValueError: for arguments that are not as above.
+
+    References:
+      Lewandowski and Kosson 2023, section 3.1; Dettmers et al. 2022, section 2;
+      Loshchilov and Hutter 2019.
+
+    >>> import jax, jax.numpy as jnp, lowbit_optax
+    >>> tx = lowbit_adamw(1e-3)
+    >>> w = jnp.ones((128, 64), jnp.bfloat16)
+    >>> @jax.jit
+    ... def train_step(w, state):
+    ...     grads = jax.grad(lambda w: jnp.sum(w**2))(w)
+    ...     return lowbit_optax.step(tx, w, state, grads)
+    >>> state = tx.init(w)
+    >>> for _ in range(10):
+    ...     w, state = train_step(w, state)
+    >>> w[0, 0], state.inner_state[0].nu.codes.dtype
+    (Array(0.988281, dtype=bfloat16), dtype('uint32'))
+    """
+    inner = AdamW(
+        learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov
+    )
+    weights = formats.extra_bits(8 if bits is None else bits)
+    return in_formats(
+        "lowbit_adamw", inner, weights, moments, seed, min_size, implementation
+    )
+
+
+def lowbit_lion(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: float = 0.9,
+    b2: float = 0.99,
+    mu_dtype: typing.Any = None,
+    weight_decay: float = 1e-3,
+    mask: common.Mask = None,
+    *,
+    bits: int | None = None,
+    moments: Moments = None,
+    seed: int | None = None,
+    min_size: int | None = None,
+    implementation: common.Implementation = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Lion in 4.06 bytes per parameter, instead of the usual 10.
+
+    The weight W is a bfloat16 parameter and the next 8 bits; Q is 8-bit codes.
+
+        a   = sign(b1 Q(m_{t-1}) + (1 - b1) g_t)
+        m_t = b2 Q(m_{t-1}) + (1 - b2) g_t
+        W   = round(W - eta_t (a + d W))
+
+    Args:
+      learning_rate: eta, a number or a schedule.
+      b1, b2, mu_dtype, mask: as in ``optax.lion``.
+      weight_decay: d, decoupled.
+      bits: extra bits of the weights; 8 if None.
+      moments: format of m (``mu``); ``block_quantized(8)`` if None.
+      seed, min_size, implementation: see :func:`lowbit_optax.lowbit`.
+
+    Returns:
+      An optax transformation, for :func:`lowbit_optax.step` or as usual.
+
+    Raises:
+      TypeError, ValueError: for arguments that are not as above.
+
+    References:
+      Lewandowski and Kosson 2023, section 3.1; Chen et al. 2023, Algorithm 2.
+
+    >>> import jax, jax.numpy as jnp, lowbit_optax
+    >>> tx = lowbit_lion(1e-3)
+    >>> w = jnp.ones((128, 64), jnp.bfloat16)
+    >>> @jax.jit
+    ... def train_step(w, state):
+    ...     grads = jax.grad(lambda w: jnp.sum(w**2))(w)
+    ...     return lowbit_optax.step(tx, w, state, grads)
+    >>> state = tx.init(w)
+    >>> for _ in range(10):
+    ...     w, state = train_step(w, state)
+    >>> w[0, 0]
+    Array(0.988281, dtype=bfloat16)
+    """
+    inner = Lion(learning_rate, b1, b2, mu_dtype, weight_decay, mask)
+    weights = formats.extra_bits(8 if bits is None else bits)
+    return in_formats(
+        "lowbit_lion", inner, weights, moments, seed, min_size, implementation
     )

@@ -1,4 +1,4 @@
-"""What the aliases share: types, defaults, and checks of their arguments."""
+"""What the aliases share: the optax optimizers inside them, and checks of arguments."""
 
 import math
 import typing
@@ -12,31 +12,127 @@ import optax
 from lowbit_optax import formats
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._step.moment_slots import Moments
+from lowbit_optax.formats import WeightFormat
+from lowbit_optax.transformations.lowbit import lowbit
 from pallas_kernels.platforms import Implementation as Implementation
 
 Mask = typing.Any | Callable[[optax.Params], typing.Any] | None
 TwoRoundings = typing.Literal["nearest", "stochastic"] | None
 ThreeRoundings = typing.Literal["nearest", "toward_zero", "stochastic"] | None
 
-_BFLOAT16_MOMENTS = formats.cast(jnp.bfloat16)
+BFLOAT16_MOMENTS = formats.cast(jnp.bfloat16)
+"""Those of Zamirai et al., rounded stochastically so that they keep moving."""
 
 
-def bfloat16_if_none(moments: Moments) -> Moments:
-    """The moments of Zamirai et al., rounded stochastically so that they keep moving.
-
-    >>> bfloat16_if_none(None)
-    Cast(dtype=dtype(bfloat16), rounding='stochastic')
-    """
-    return _BFLOAT16_MOMENTS if moments is None else moments
-
-
-def given(**arguments) -> dict[str, typing.Any]:
+def without_none(**arguments) -> dict[str, typing.Any]:
     """The arguments that are not None: for the others the callee's defaults hold.
 
-    >>> given(rounding=None, bits=8)
+    >>> without_none(rounding=None, bits=8)
     {'bits': 8}
     """
     return {name: value for name, value in arguments.items() if value is not None}
+
+
+class Sgd(typing.NamedTuple):
+    """``optax.sgd``, and weight decay that is added to the gradient."""
+
+    learning_rate: optax.ScalarOrSchedule
+    momentum: float | None
+    nesterov: bool
+    accumulator_dtype: typing.Any
+    weight_decay: float | jax.Array | None
+
+    def checked(
+        self, alias: str, moments: Moments
+    ) -> optax.GradientTransformationExtraArgs:
+        """Its state is that of ``optax.sgd``, whatever the weight decay."""
+        decay = 0.0 if self.weight_decay is None else self.weight_decay
+        check_learning_rate(alias, self.learning_rate)
+        check_numbers(alias, weight_decay=decay)
+        if self.momentum is not None:
+            check_numbers(alias, momentum=self.momentum)
+            dtype = self.accumulator_dtype
+            check_moment_dtype(alias, "accumulator_dtype", dtype, "trace", moments)
+        sgd = optax.with_extra_args_support(optax.sgd(*self[:4]))
+        is_array = isinstance(decay, jax.Array)
+        if not is_array and decay == 0:
+            return sgd
+        decayed = optax.add_decayed_weights(decay)
+
+        def update_fn(updates, state, params=None, **extra_args):
+            grads, _ = decayed.update(updates, optax.EmptyState(), params)
+            if is_array:
+                # A decay that may be zero: zero times an infinite weight would be NaN.
+                keep = lambda g, new: jnp.where(decay == 0, g, new)
+                grads = jax.tree.map(keep, updates, grads)
+            return sgd.update(grads, state, params, **extra_args)
+
+        return optax.GradientTransformationExtraArgs(sgd.init, update_fn)
+
+
+class AdamW(typing.NamedTuple):
+    """``optax.adamw``."""
+
+    learning_rate: optax.ScalarOrSchedule
+    b1: float
+    b2: float
+    eps: float
+    eps_root: float
+    mu_dtype: typing.Any
+    weight_decay: float
+    mask: Mask
+    nesterov: bool
+
+    def checked(
+        self, alias: str, moments: Moments
+    ) -> optax.GradientTransformationExtraArgs:
+        """The transformation."""
+        _check(self, alias, moments)
+        return optax.adamw(**self._asdict())
+
+
+class Lion(typing.NamedTuple):
+    """``optax.lion``."""
+
+    learning_rate: optax.ScalarOrSchedule
+    b1: float
+    b2: float
+    mu_dtype: typing.Any
+    weight_decay: float
+    mask: Mask
+
+    def checked(self, alias: str, moments: Moments) -> optax.GradientTransformation:
+        """The transformation."""
+        _check(self, alias, moments)
+        return optax.lion(**self._asdict())
+
+
+def in_formats(
+    alias: str,
+    inner: Sgd | AdamW | Lion,
+    weights: WeightFormat,
+    moments: Moments,
+    seed: int | None,
+    min_size: int | None,
+    implementation: Implementation,
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer of optax in these formats; ``alias`` is its name, for errors."""
+    return lowbit(
+        inner.checked(alias, moments),
+        weights=weights,
+        moments=moments,
+        seed=seed,
+        min_size=min_size,
+        implementation=implementation,
+    )
+
+
+def _check(inner: AdamW | Lion, alias: str, moments: Moments) -> None:
+    check_learning_rate(alias, inner.learning_rate)
+    numbers = {"b1", "b2", "eps", "eps_root", "weight_decay"}
+    found = {x: value for x, value in inner._asdict().items() if x in numbers}
+    check_numbers(alias, **found)
+    check_moment_dtype(alias, "mu_dtype", inner.mu_dtype, "mu", moments)
 
 
 def check_learning_rate(alias: str, learning_rate) -> None:
@@ -62,17 +158,10 @@ def check_numbers(alias: str, **hyperparameters) -> None:
 def check_moment_dtype(
     alias: str, argument: str, dtype, field: str, moments: Moments
 ) -> None:
-    """Refuse an optax dtype for a moment that ``moments`` stores in a format.
-
-    Args:
-      alias: the optimizer's name, for the error.
-      argument: optax's name for the dtype, such as ``mu_dtype``.
-      dtype: its value.
-      field: the moment that it is about.
-      moments: the alias's argument.
+    """Refuse optax's dtype of a moment, such as ``mu_dtype``, beside a format of it.
 
     Raises:
-      ValueError: if both say how the moment is stored.
+      ValueError: if ``moments`` too says how the moment ``field`` is stored.
       TypeError: if ``optax.inject_hyperparams`` made an array of the dtype.
     """
     if isinstance(dtype, jax.Array):
@@ -99,7 +188,7 @@ def _check_number(alias: str, name: str, value, accepted: str) -> None:
         _check_array(alias, name, value, accepted)
     elif isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{alias}: {name} is {value!r}; accepted are {accepted}")
-    # Of an array on a device the value is not waited for.
+    # The value of an array on a device would have to be waited for.
     if not isinstance(value, jax.Array) and not math.isfinite(value):
         raise ValueError(
             f"{alias}: {name} is {value}, which is not finite; accepted are {accepted}"

@@ -6,8 +6,7 @@ import optax
 
 from lowbit_optax import formats
 from lowbit_optax._arguments import check_static_int
-from lowbit_optax.aliases.common import Implementation
-from lowbit_optax.aliases.inner import AdamW, Sgd, in_formats
+from lowbit_optax.aliases.common import AdamW, Implementation, Sgd, in_formats
 from lowbit_optax.formats import MomentFormat
 from lowbit_optax.formats.quantized_tensor import Rounding
 from lowbit_optax.formats.quantized_weights import quantized_weights

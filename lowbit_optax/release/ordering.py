@@ -23,12 +23,12 @@ from lowbit_optax._jaxprs.graph import (
     Call,
     Node,
     called_jaxpr,
+    calls_between,
     inline,
     run,
     value_of,
     with_outputs,
 )
-from lowbit_optax._jaxprs.graph import calls_between
 
 
 def tied(tree):

@@ -17,8 +17,7 @@ import jax.numpy as jnp
 from jax.extend.core import primitives as p
 
 from lowbit_optax._jaxprs import elementwise
-from lowbit_optax._jaxprs.graph import Node, called_jaxpr, run, value_of
-from lowbit_optax._jaxprs.graph import calls_between
+from lowbit_optax._jaxprs.graph import Node, called_jaxpr, calls_between, run, value_of
 from lowbit_optax._jaxprs.kept_values import smallest_kept
 from lowbit_optax._jaxprs.program import LossProgram
 from lowbit_optax.release.ordering import tied

@@ -18,9 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from lowbit_optax._jaxprs.program import without_barriers_on
 from lowbit_optax._jaxprs.graph import Node, value_of
-from lowbit_optax._jaxprs.program import LossProgram
+from lowbit_optax._jaxprs.program import LossProgram, without_barriers_on
 from lowbit_optax._step.layers import ByIdentity
 from lowbit_optax.release.ordering import cotangents_first
 from lowbit_optax.release.stretches import Stretch, is_inexact

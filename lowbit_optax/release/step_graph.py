@@ -18,8 +18,7 @@ from jax.core import Tracer
 from jax.extend.core import primitives as p
 
 from lowbit_optax._jaxprs import elementwise
-from lowbit_optax._jaxprs.graph import Call, Graph, Node
-from lowbit_optax._jaxprs.graph import calls_between
+from lowbit_optax._jaxprs.graph import Call, Graph, Node, calls_between
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.context import LAYERWISE
 from lowbit_optax.transformations.lowbit import step

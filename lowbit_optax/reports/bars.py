@@ -2,7 +2,7 @@
 
 import typing
 
-# Of Okabe and Ito, which people with any colour vision tell apart.
+# Colours by Okabe and Ito, which people with any colour vision tell apart.
 _COLOURS = {
     "parameters": "#0072B2",
     "float32 master, moments": "#999999",
@@ -25,13 +25,9 @@ def bars(report: typing.Any) -> dict[str, dict[str, float]]:
     {'parameters': 2.0, 'residual': 2.0, 'moments': 4.0, 'gradients': 2.0}
     """
     total = report.total
-    held = {
-        "parameters": total.params,
-        "residual": total.residual,
-        "moments": total.moments,
-        "accumulators": total.accumulators,
-        "other": total.other,
-    }
+    of_state = ("residual", "moments", "accumulators", "other")
+    held = {"parameters": total.params}
+    held |= {part: getattr(total, part) for part in of_state}
     usual = {
         "parameters": total.params,
         "float32 master, moments": max(total.float32_master - total.params, 0),
@@ -51,7 +47,14 @@ def bars(report: typing.Any) -> dict[str, dict[str, float]]:
 def draw(report: typing.Any, ax: typing.Any = None):
     """Draw the bars on matplotlib axes; see :meth:`MemoryReport.plot`."""
     if ax is None:
-        ax = _new_axes()
+        try:
+            from matplotlib import pyplot
+        except ImportError as error:
+            raise ImportError(
+                "MemoryReport.plot draws by matplotlib, which is not installed: "
+                "pip install matplotlib. print(report) has the same figures"
+            ) from error
+        ax = pyplot.subplots(figsize=(7, 2.6), layout="constrained")[1]
     found = bars(report)
     names = list(found)
     for row, name in enumerate(names):
@@ -72,14 +75,3 @@ def draw(report: typing.Any, ax: typing.Any = None):
     ax.spines[["top", "right"]].set_visible(False)
     ax.legend(frameon=False, ncols=3, loc="lower center", bbox_to_anchor=(0.45, 1.0))
     return ax
-
-
-def _new_axes():
-    try:
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise ImportError(
-            "MemoryReport.plot draws by matplotlib, which is not installed: "
-            "pip install matplotlib. print(report) has the same figures"
-        ) from error
-    return pyplot.subplots(figsize=(7, 2.6), layout="constrained")[1]

@@ -4,7 +4,7 @@
              +--> round(param + update) == param --> lost
     moments --> encode, decode --> their errors
 
-It is computed beside a step and not by it: a step that is not asked has nothing of it.
+It is computed beside a step and not by it, so that it costs other steps nothing.
 """
 
 import dataclasses
@@ -61,8 +61,8 @@ def step_report(
     """A flight recorder: what the next step would do to each leaf.
 
     It takes what :func:`lowbit_optax.step` takes, changes nothing, and returns float32
-    scalars, so that it can be logged, and jitted with the step or by itself. A step
-    that is not recorded has nothing of it. To record every hundredth step of one
+    scalars, so that it can be logged, and jitted with the step or by itself. It costs
+    nothing in steps that are not recorded. To record every hundredth step of one
     program, put it into ``jax.lax.cond``.
 
     Args:
@@ -89,18 +89,16 @@ def step_report(
     >>> sorted(report.moment_errors)
     ['mu', 'nu']
     """
-    asked = _Asked.of("step_report", _measure, tx, params, state, grads, extra_args)
-    found = asked.found
-    if asked.updates is not None:
-        each = zip(asked.names, asked.leaves, asked.grads, asked.updates, strict=True)
-        found = {name: _plain_report(*leaf) for name, *leaf in each}
+    step = tx, params, state, grads, extra_args
+    reports = _measured("step_report", _step_reports, _plain_report, *step)
+    is_report = lambda x: x is None or isinstance(x, LeafReport)
     # A loss scale hands on zeros in place of gradients that have overflowed.
-    found = {
-        name: found[name]._replace(nonfinite_grads=_nonfinite(grad))
-        for name, grad in zip(asked.names, asked.grads, strict=True)
-        if name in found
-    }
-    return asked.tree(found)
+    return jax.tree.map(
+        lambda x, grad: x and x._replace(nonfinite_grads=_nonfinite(grad)),
+        reports,
+        grads,
+        is_leaf=is_report,
+    )
 
 
 def cancelled_updates(
@@ -140,50 +138,29 @@ def cancelled_updates(
     >>> cancelled_updates(tx, params, tx.init(params), grads)
     Array(0.6666667, dtype=float32)
     """
-    asked = _Asked.of(
-        "cancelled_updates", _measure_lost, tx, params, state, grads, extra_args
-    )
-    found = asked.found
-    if asked.updates is not None:
-        found = _lost_shares(asked.names, asked.leaves, asked.updates)
-    return asked.tree(found)
+    step = tx, params, state, grads, extra_args
+    share = traced_once(_cancelled_share)
+    return _measured("cancelled_updates", _lost_shares, share, *step)
 
 
-class _Asked(typing.NamedTuple):
-    """A step that was asked what it does.
+def _measured(function: str, measure, plain, tx, params, state, grads, extra_args):
+    """What a step would do to each leaf: a tree like the parameters.
 
-    Args:
-      names, leaves, grads, treedef: of the parameters and their gradients.
-      found: what transformations of this package have answered, by path.
-      updates: of the leaves, where there is no such transformation; else None.
+    ``measure(step, update)`` gives the values of a step of ``lowbit``, by path;
+    ``plain(param, update)`` the value of a leaf where ``tx`` has no ``lowbit``.
     """
-
-    names: list[str]
-    leaves: list
-    grads: list
-    treedef: trees.PyTreeDef
-    found: dict[str, typing.Any]
-    updates: list | None
-
-    @classmethod
-    def of(cls, function, measure, tx, params, state, grads, extra_args) -> "_Asked":
-        """Ask ``tx.update``, in which each step answers ``measure(step, update)``."""
-        names, leaves, treedef = trees.named_leaves(params)
-        given = trees.parts_of(names, treedef, grads, "grads")
-        tx = optax.with_extra_args_support(tx)
-        with context.reporting(function, measure) as found:
-            updates, _ = tx.update(grads, state, params, **extra_args)
-        parts = None
-        if not found:
-            parts = trees.parts_of(names, treedef, updates, "updates")
-        return cls(names, leaves, given, treedef, found, parts)
-
-    def tree(self, found: dict[str, typing.Any]):
-        """A tree like the parameters, with None where nothing was found."""
-        return self.treedef.unflatten(map(found.get, self.names))
+    names, leaves, treedef = trees.named_leaves(params)
+    trees.parts_of(names, treedef, grads, "grads")  # raises for another structure
+    tx = optax.with_extra_args_support(tx)
+    with context.reporting(function, measure) as found:
+        updates, _ = tx.update(grads, state, params, **extra_args)
+    if not found:
+        updates = trees.parts_of(names, treedef, updates, "updates")
+        found = dict(zip(names, map(plain, leaves, updates), strict=True))
+    return treedef.unflatten(map(found.get, names))
 
 
-def _measure(step: Step, update) -> dict[str, LeafReport]:
+def _step_reports(step: Step, update) -> dict[str, LeafReport]:
     """The reports of a step's leaves, by path."""
     step = dataclasses.replace(step, landing=REPLACE)
     updates, inner_state = step.inner_update(update)
@@ -194,23 +171,17 @@ def _measure(step: Step, update) -> dict[str, LeafReport]:
     }
 
 
-def _measure_lost(step: Step, update) -> dict[str, jax.Array]:
-    updates, _ = step.inner_update(update)
-    return _lost_shares(step.names, step.params, updates)
-
-
-def _lost_shares(names, params, updates) -> dict[str, jax.Array]:
+def _lost_shares(step: Step, update) -> dict[str, jax.Array]:
     """The shares of updates that rounding to nearest would cancel, by path."""
-    share = traced_once(_cancelled_share)
-    return {n: share(p, u) for n, p, u in zip(names, params, updates, strict=True)}
+    updates, _ = step.inner_update(update)
+    shares = map(traced_once(_cancelled_share), step.params, updates)
+    return dict(zip(step.names, shares, strict=True))
 
 
-def _plain_report(param, grad, update) -> LeafReport:
+def _plain_report(param, update) -> LeafReport:
     """The report of a leaf to which its update is added, and rounded, as optax does."""
-    if not trees.is_float(param):
-        return _nothing({})
-    new = _widened(apply_leaf(param, update))
-    return _report(param, update, _widened(param), new, grad, {})
+    new = apply_leaf(param, update) if trees.is_float(param) else param
+    return _report(param, update, to_float32, (param,), (new,), {})
 
 
 def _cancelled_share(param, update) -> jax.Array:
@@ -236,18 +207,23 @@ def _nonfinite(x) -> jax.Array:
     return jnp.sum(~jnp.isfinite(x), dtype=jnp.float32)
 
 
+def _in_units(x: jax.Array, error: jax.Array, counted: jax.Array):
+    """Both arrays over the largest ``|x|``, and the sum of squares of ``x``.
+
+    So no square underflows. Elements that do not count are 0.
+    """
+    x, error = (jnp.where(counted, part, jnp.float32(0)) for part in (x, error))
+    unit = jnp.max(jnp.abs(x), initial=jnp.float32(0))
+    unit = jnp.where(unit > 0, unit, jnp.float32(1))
+    x, error = x / unit, error / unit
+    return x, error, jnp.sum(x * x)
+
+
 def _movement(old: jax.Array, new: jax.Array, update: jax.Array):
     """``(moved, noise, overflows)`` of a :class:`LeafReport`."""
     intended = jnp.isfinite(old) & jnp.isfinite(update)
     overflows = jnp.sum(intended & ~jnp.isfinite(new), dtype=jnp.float32)
-    counted = intended & jnp.isfinite(new)
-    only = lambda x: jnp.where(counted, x, jnp.float32(0))
-    u, d = only(update), only(new - old)
-    # So that no square underflows.
-    unit = jnp.max(jnp.abs(u), initial=jnp.float32(0))
-    unit = jnp.where(unit > 0, unit, jnp.float32(1))
-    u, d = u / unit, d / unit
-    square = jnp.sum(u * u)
+    u, d, square = _in_units(update, new - old, intended & jnp.isfinite(new))
     is_still = square == 0
     square = jnp.where(is_still, jnp.float32(1), square)
     error = d - u
@@ -255,36 +231,40 @@ def _movement(old: jax.Array, new: jax.Array, update: jax.Array):
     return moved, jnp.sqrt(jnp.sum(error * error) / square), overflows
 
 
+def _relative_error(value: jax.Array, stored: jax.Array) -> jax.Array:
+    finite = jnp.isfinite(value) & jnp.isfinite(stored)
+    _, error, square = _in_units(value, stored - value, finite)
+    square = jnp.where(square == 0, jnp.float32(1), square)
+    return jnp.sqrt(jnp.sum(error * error) / square)
+
+
 def _leaf_report(step: Step, number: int, update, errors) -> LeafReport:
-    leaf, guard = step.leaves[number], step.guard
+    leaf = step.leaves[number]
     param, residual, format_ = leaf.param, leaf.residual, leaf.format
-    if not trees.is_float(param):
-        return _nothing(errors)
     if format_ is None:
-        join = _widened
-        new, after, _ = step.landed(number, update)
-    else:
-        if residual is not None and format_.width:
-            # Without packing, all of it is elementwise.
-            residual = unpack(residual, format_.width, layout_of(param.shape))
-            format_ = format_.on_fields()
-        join = traced_once(format_.join)
-        new, after, _ = traced_once(_advance, format_)(
-            param, residual, update.astype(jnp.float32), step.random[number]
-        )
-        new, after = guard.chosen(new, param), guard.chosen(after, residual)
-    return _report(
-        param, update, join(param, residual), join(new, after), leaf.grad, errors
+        new = step.landed(number, update).result
+        return _report(param, update, to_float32, (param,), (new,), errors)
+    if residual is not None and format_.width:
+        # Without packing, all of it is elementwise.
+        residual = unpack(residual, format_.width, layout_of(param.shape))
+        format_ = format_.on_fields()
+    new, after, _ = traced_once(_advance, format_)(
+        param, residual, update.astype(jnp.float32), step.random[number]
     )
+    new, after = step.guard.chosen((new, after), (param, residual))
+    join = traced_once(format_.join)
+    return _report(param, update, join, (param, residual), (new, after), errors)
 
 
-def _report(param, update, old, new, grad, moment_errors) -> LeafReport:
-    """The report of a leaf whose master goes from ``old`` to ``new``."""
+def _report(param, update, join, old, new, moment_errors) -> LeafReport:
+    """The report of a leaf whose stored arrays change from ``old`` to ``new``."""
+    zero = jnp.float32(0)
+    if not trees.is_float(param):
+        return LeafReport(zero, jnp.float32(1), zero, zero, zero, moment_errors)
     lost = traced_once(_cancelled_share)(param, update)
-    movement = traced_once(_movement)(old, new, update.astype(jnp.float32))
-    moved, noise, overflows = movement
-    wrong = _nonfinite(grad)
-    return LeafReport(lost, moved, noise, overflows, wrong, moment_errors)
+    update = update.astype(jnp.float32)
+    moved, noise, overflows = traced_once(_movement)(join(*old), join(*new), update)
+    return LeafReport(lost, moved, noise, overflows, zero, moment_errors)
 
 
 def _advance(format_: WeightFormat, param, residual, update, random):
@@ -305,26 +285,3 @@ def _moment_errors(step: Step, inner_state):
             field = jax.tree_util.keystr(part.field)
         errors[moment.leaf][field] = traced_once(_relative_error)(new[i], stored[i])
     return errors
-
-
-def _relative_error(value: jax.Array, stored: jax.Array) -> jax.Array:
-    finite = jnp.isfinite(value) & jnp.isfinite(stored)
-    only = lambda x: jnp.where(finite, x, jnp.float32(0))
-    value, stored = only(value), only(stored)
-    unit = jnp.max(jnp.abs(value), initial=jnp.float32(0))
-    unit = jnp.where(unit > 0, unit, jnp.float32(1))
-    value, error = value / unit, (stored - value) / unit
-    square = jnp.sum(value * value)
-    square = jnp.where(square == 0, jnp.float32(1), square)
-    return jnp.sqrt(jnp.sum(error * error) / square)
-
-
-def _nothing(moment_errors) -> LeafReport:
-    """The report of a leaf that is not real floating-point."""
-    zero = jnp.float32(0)
-    return LeafReport(zero, jnp.float32(1), zero, zero, zero, moment_errors)
-
-
-def _widened(param: typing.Any, residual=None) -> jax.Array:
-    del residual
-    return to_float32(param)

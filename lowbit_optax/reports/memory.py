@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,8 @@ from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._step import trees
 from lowbit_optax._step.stepper import is_direct
-from lowbit_optax.formats import quantized_tensor
 from lowbit_optax.reports import bars
-from lowbit_optax.states.state_leaves import KeyPath, StateLeaf, state_leaves
+from lowbit_optax.states.state_leaves import StateLeaf, state_leaves
 
 _PARTS = ("params", "residual", "moments", "accumulators", "other")
 
@@ -138,64 +137,68 @@ class MemoryReport:
             f"a float32 master:\n{self.total.float32_master:,} ({saved:,} more). "
             "Gradients come on top."
         )
-        notes = [*_float32_moments_notes(self.leaves), *self._float32_params_note()]
-        if self.steps_directly is False:
-            notes.append(_NOT_DIRECT)
-        return "\n".join(["bytes per parameter", *self._table(), summary, *notes])
+        table = ["bytes per parameter", *self._table(), summary]
+        return "\n".join([*table, *_float32_moments_notes(self.leaves), *self._notes()])
 
     def _table(self) -> list[str]:
-        width = max([len("total"), *(len(leaf.name) for leaf in self.leaves)])
-        header = ["leaf".ljust(width), f"{'parameters':>12}", f"{'dtype':>14}"]
         shown = ["params", "residual", "moments", "total"]
         if self.total.accumulators:
             shown.insert(3, "accumulators")
-        wide = {part: max(len(part), 9) for part in shown}
-        header += [f"{part:>{wide[part]}}" for part in shown] + ["f32 master"]
-        lines = ["  ".join(header)]
+        rows = [["leaf", "parameters", "dtype", *shown, "f32 master"]]
         for leaf in (*self.leaves, self.total):
-            size = max(leaf.size, 1)
-            cells = [leaf.name.ljust(width), f"{leaf.size:>12,}", f"{leaf.dtype:>14}"]
-            cells += [f"{getattr(leaf, p) / size:>{wide[p]}.3f}" for p in shown]
-            cells.append(f"{leaf.float32_master / size:>10.3f}")
-            lines.append("  ".join(cells))
-        return lines
+            parts = (getattr(leaf, part) for part in (*shown, "float32_master"))
+            per_parameter = (f"{part / max(leaf.size, 1):.3f}" for part in parts)
+            rows.append([leaf.name, f"{leaf.size:,}", leaf.dtype, *per_parameter])
+        return aligned(rows)
 
-    def _float32_params_note(self) -> list[str]:
+    def _notes(self) -> list[str]:
+        notes = []
         share = self.float32_params / max(self.total.size, 1)
-        if share < _NOTABLE_SHARE:
-            return []
-        held = sum(leaf.total for leaf in self.leaves if leaf.dtype == "float32")
-        return [
-            f"{share:.0%} of the parameters are float32 and pass through, which makes "
-            f"the saving small:\nthey and their state take {held:,} of the bytes. "
-            "from_master with param_dtypes\nnarrows float32 weights and keeps as many "
-            "low bits as the weight format does."
-        ]
+        if share >= _NOTABLE_SHARE:
+            wide = sum(leaf.total for leaf in self.leaves if leaf.dtype == "float32")
+            notes.append(
+                f"{share:.0%} of the parameters are float32 and pass through, which "
+                f"makes the saving small:\nthey and their state take {wide:,} of the "
+                "bytes. from_master with param_dtypes\nnarrows float32 weights and "
+                "keeps as many low bits as the weight format does."
+            )
+        if self.steps_directly is False:
+            notes.append(_NOT_DIRECT)
+        return notes
 
 
 def _float32_moments_notes(leaves: tuple[LeafMemory, ...]) -> list[str]:
-    """Which moments are float32, and why where the state shows it."""
-    with_field: dict[str, list[str]] = {}
-    in_float32: dict[str, list[str]] = {}
-    for leaf in leaves:
-        for field, _ in leaf.moment_dtypes:
-            with_field.setdefault(field, []).append(leaf.name)
-        for field in leaf.float32_moments:
-            in_float32.setdefault(field, []).append(leaf.name)
+    """Which moments are float32, and why, where the state shows it."""
     fields_of: dict[tuple[str, ...], list[str]] = {}
-    for field, names in in_float32.items():
-        fields_of.setdefault(tuple(names), []).append(field)
+    for field in dict.fromkeys(x for leaf in leaves for x in leaf.float32_moments):
+        names = tuple(leaf.name for leaf in leaves if field in leaf.float32_moments)
+        fields_of.setdefault(names, []).append(field)
     notes = []
     for names, fields in fields_of.items():
-        of = f"float32 moments: {', '.join(fields)} of "
-        if all(len(names) == len(with_field[field]) for field in fields):
-            notes.append(f"{of}every leaf, which no moment format holds")
-            continue
-        shown = ", ".join(names[:_NAMES_SHOWN])
-        more = len(names) - _NAMES_SHOWN
-        shown += f" and {more} more" if more > 0 else ""
-        notes.append(f"{of}{shown}, too small for their moment format")
+        others = (leaf for leaf in leaves if leaf.name not in names)
+        in_others = {field for leaf in others for field, _ in leaf.moment_dtypes}
+        note = f"float32 moments: {', '.join(fields)} of "
+        if in_others.isdisjoint(fields):
+            note += "every leaf, which no moment format holds"
+        else:
+            more = len(names) - _NAMES_SHOWN
+            note += ", ".join(names[:_NAMES_SHOWN])
+            note += f" and {more} more" if more > 0 else ""
+            note += ", too small for their moment format"
+        notes.append(note)
     return notes
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table: the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
 
 
 def memory_report(
@@ -237,31 +240,25 @@ def memory_report(
     13.0
     """
     dtype = float_dtype("memory_report: dtype", dtype)
-    with_path, _ = jax.tree_util.tree_flatten_with_path(
-        params, is_leaf=quantized_tensor.is_quantized
-    )
+    names, leaves, _ = trees.named_leaves(params)
+    by_name = dict(zip(names, leaves, strict=True))
     state = jax.eval_shape(tx.init, params)
-    owned: dict[KeyPath, list[StateLeaf]] = {path: [] for path, _ in with_path}
-    shapes = {path: tuple(leaf.shape) for path, leaf in with_path}
+    owned: dict[str, list[StateLeaf]] = {name: [] for name in names}
     loose = 0
     for part in state_leaves(params, state):
-        if part.owner is None or _is_scalar_of_the_state(part, shapes[part.owner]):
+        owner = part.owner
+        if owner is None or _is_scalar_of_the_state(part, by_name[owner].shape):
             loose += _nbytes(part.leaf)
         else:
-            owned[part.owner].append(part)
-    rows = [_row(path, leaf, owned[path]) for path, leaf in with_path]
-    add = lambda field: sum(getattr(row, field) for row in rows)
-    total = LeafMemory(
-        "total",
-        (add("size"),),
-        "",
-        params=add("params"),
-        residual=add("residual"),
-        moments=add("moments"),
-        accumulators=add("accumulators"),
-        other=loose,
-        float32_master=add("float32_master"),
-    )
+            owned[owner].append(part)
+    rows = [_row(name, leaf, owned[name]) for name, leaf in by_name.items()]
+    sums: dict[str, typing.Any] = {
+        part: sum(getattr(row, part) for row in rows)
+        for part in (*_PARTS, "float32_master")
+    }
+    sums["other"] = loose
+    size = sum(row.size for row in rows)
+    total = LeafMemory("total", (size,), "", **sums)
     sizes = gradient_bytes(params, dtype, stacked)
     return MemoryReport(
         tuple(rows),
@@ -279,20 +276,14 @@ def gradient_bytes(
 ) -> list[tuple[int, int]]:
     """Per leaf, the bytes of its whole gradient and of what release has at a time."""
     names, leaves, _ = trees.named_leaves(params)
-    found = []
+    sizes = []
     for name, leaf in zip(names, leaves, strict=True):
-        if not trees.is_float(leaf):
-            found.append((0, 0))
-            continue
+        whole = _nbytes(leaf) if trees.is_float(leaf) else 0
         if trees.is_quantized(leaf):
             whole = 2 * leaf.size * dtype.itemsize  # and dequantised
-        else:
-            whole = _nbytes(leaf)
-        layers = 1
-        if stacked is not None and leaf.shape and stacked(name):
-            layers = max(leaf.shape[0], 1)
-        found.append((whole, whole // layers))
-    return found
+        is_stack = stacked is not None and leaf.shape and stacked(name)
+        sizes.append((whole, whole // max(leaf.shape[0], 1) if is_stack else whole))
+    return sizes
 
 
 def released(sizes: Iterable[int]) -> int:
@@ -300,40 +291,39 @@ def released(sizes: Iterable[int]) -> int:
     return sum(sorted(sizes, reverse=True)[:_LIVE_GRADIENTS])
 
 
-def _row(path: KeyPath, param, parts: list[StateLeaf]) -> LeafMemory:
+def _row(name: str, param, parts: list[StateLeaf]) -> LeafMemory:
     """A parameter's row, from the parts of the state that belong to it."""
-    shape = tuple(param.shape)
-    dtype, stored, usual = _parameters(param)
-    residual, moments, accumulators = 0, 0, 0
+    size, dtype = math.prod(param.shape), jnp.dtype(param.dtype)
+    stored = size * dtype.itemsize
+    # The usual step has a float32 master of what is narrower.
+    float32_master = stored + (4 * size if is_narrow(dtype) else 0)
+    dtype_name = dtype.name
+    if trees.is_quantized(param):
+        stored, dtype_name = param.nbytes, f"{param.bits} bits"
+    held: dict[str, typing.Any] = {"residual": 0, "moments": 0, "accumulators": 0}
     moment_dtypes = []
     for part in parts:
-        size = _nbytes(part.leaf)
-        if part.is_residual:
-            residual += size
+        if part.kind == "residual":
+            held["residual"] += _nbytes(part.leaf)
             continue
         is_sum = any(name in _ACCUMULATORS for name in part.attributes)
-        if is_sum:
-            accumulators += size
-        else:
-            moments += size
-        if part.is_scales:
+        held["accumulators" if is_sum else "moments"] += _nbytes(part.leaf)
+        if part.kind == "scales":
             continue
-        is_packed = part.is_codes and part.leaf.dtype == jnp.uint32
-        whole = is_packed or part.leaf.shape == shape
+        is_packed = part.kind == "codes" and part.leaf.dtype == jnp.uint32
+        is_whole = is_packed or part.leaf.shape == param.shape
         # Moments of another shape, such as factored ones, are what they are.
-        usual += 4 * math.prod(shape) if whole else size
-        if whole and not is_sum:
+        float32_master += 4 * size if is_whole else _nbytes(part.leaf)
+        if is_whole and not is_sum:
             moment_dtypes.append((part.moment_field, part.leaf.dtype.name))
     return LeafMemory(
-        jax.tree_util.keystr(path),
-        shape,
-        dtype,
+        name,
+        tuple(param.shape),
+        dtype_name,
         params=stored,
-        residual=residual,
-        moments=moments,
-        accumulators=accumulators,
-        float32_master=usual,
+        float32_master=float32_master,
         moment_dtypes=tuple(moment_dtypes),
+        **held,
     )
 
 
@@ -341,18 +331,9 @@ def _nbytes(leaf) -> int:
     return leaf.size * leaf.dtype.itemsize
 
 
-def _parameters(leaf) -> tuple[str, int, int]:
-    """A leaf's dtype, its bytes, and those of the usual step, a master included."""
-    size, dtype = math.prod(leaf.shape), jnp.dtype(leaf.dtype)
-    usual = size * dtype.itemsize + (4 * size if is_narrow(dtype) else 0)
-    if quantized_tensor.is_quantized(leaf):
-        return f"{leaf.bits} bits", leaf.nbytes, usual
-    return dtype.name, size * dtype.itemsize, usual
-
-
 def _is_scalar_of_the_state(part: StateLeaf, shape: tuple[int, ...]) -> bool:
     """Whether a state leaf at a parameter's path is a count or hyperparameter."""
-    if part.is_codes or part.is_scales or part.is_residual:
+    if part.kind is not None:
         return False
     if not jnp.issubdtype(part.leaf.dtype, jnp.floating):
         return True

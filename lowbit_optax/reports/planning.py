@@ -22,7 +22,7 @@ from lowbit_optax.formats import (
 )
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.lpmm import quantize_params
-from lowbit_optax.reports.memory import MemoryReport, memory_report
+from lowbit_optax.reports.memory import MemoryReport, aligned, memory_report
 from lowbit_optax.reports.step_memory import StepMemory, step_memory
 from lowbit_optax.states.masters import (
     KeepFloat32,
@@ -37,7 +37,7 @@ _ANY_RATE = 1e-3  # the memory does not depend on it
 
 @dataclasses.dataclass(frozen=True)
 class _Formats:
-    """A choice of formats, whose moments are the first that the optimizer has."""
+    """A choice of formats: of the moments, the first that the optimizer has."""
 
     name: str
     weights: WeightFormat | None
@@ -150,16 +150,9 @@ class Plan:
 
     def __str__(self) -> str:
         head = ("formats", "weights", "state", "gradients", "released", "GiB", "with")
-        table = [(*head, "fits"), *map(_cells, self.rows)]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = ["bytes per parameter, and GiB per device without and with release"]
-        for row in table:
-            cells = [
-                cell.rjust(width) if i else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            lines.append("  ".join(cells))
-        return "\n".join([*lines, self._verdict()])
+        table = aligned([(*head, "fits"), *map(_cells, self.rows)])
+        title = "bytes per parameter, and GiB per device without and with release"
+        return "\n".join([title, *table, self._verdict()])
 
     def _verdict(self) -> str:
         budget = _gib(self.rows[0].device_bytes)
@@ -167,8 +160,8 @@ class Plan:
         if best is None:
             least = min(row.bytes_per_device(release=True) for row in self.rows)
             return f"none fits into {budget} GiB: the smallest takes {_gib(least)} GiB"
-        how = " with release" if best.needs_release else ""
-        return f"the least lossy that fits into {budget} GiB: {best.name}{how}"
+        release = " with release" if best.needs_release else ""
+        return f"the least lossy that fits into {budget} GiB: {best.name}{release}"
 
 
 def plan(
@@ -244,15 +237,15 @@ def plan(
             shapes = jax.eval_shape(
                 functools.partial(quantize_params, bits=choice.bits), wide
             )
-        report = functools.partial(
-            memory_report, params=shapes, dtype=dtype, stacked=stacked
-        )
-        found = _first_that_fits_the_optimizer(choice, optimizer, report)
-        if found is None:
-            continue
-        make, report = found
-        rows.append(
-            PlannedFormats(
+        for moments in choice.moments:
+            make = functools.partial(_transformation, optimizer, choice, moments)
+            try:
+                report = memory_report(
+                    make(_ANY_RATE), shapes, dtype=dtype, stacked=stacked
+                )
+            except (NoSuchMomentError, InexactWeightsError):
+                continue
+            row = PlannedFormats(
                 choice.name,
                 report,
                 params=shapes,
@@ -261,44 +254,33 @@ def plan(
                 other_bytes=int(other_bytes),
                 device_bytes=int(device_bytes),
                 make=make,
-                init=_init_of(choice, dtype, keep_float32),
+                init=functools.partial(_started, choice, dtype, keep_float32),
             )
-        )
+            rows.append(row)
+            break
     return Plan(tuple(rows))
 
 
-def _first_that_fits_the_optimizer(choice: _Formats, optimizer, report):
-    """The maker and report with the first moments that the optimizer has; or None."""
-    for moments in choice.moments:
-        make = _maker(optimizer, choice.weights, moments)
-        try:
-            return make, report(make(_ANY_RATE))
-        except (NoSuchMomentError, InexactWeightsError):
-            continue
-    return None
+def _transformation(optimizer, choice: _Formats, moments: Moments, learning_rate):
+    inner = optimizer(learning_rate)
+    if choice.weights is None:
+        return optax.with_extra_args_support(inner)
+    return lowbit(inner, weights=choice.weights, moments=moments)
 
 
-def _maker(optimizer, weights: WeightFormat | None, moments: Moments):
-    def make(learning_rate):
-        inner = optimizer(learning_rate)
-        if weights is None:
-            return optax.with_extra_args_support(inner)
-        return lowbit(inner, weights=weights, moments=moments)
-
-    return make
-
-
-def _init_of(choice: _Formats, dtype, keep_float32: KeepFloat32):
-    def init(tx: optax.GradientTransformation, weights: optax.Params):
-        if choice.bits is not None:
-            params = quantize_params(weights, bits=choice.bits)
-        elif choice.weights is None:
-            params = weights
-        else:
-            return from_master(tx, weights, param_dtypes(weights, dtype, keep_float32))
-        return params, tx.init(params)
-
-    return init
+def _started(
+    choice: _Formats,
+    dtype: np.dtype,
+    keep_float32: KeepFloat32,
+    tx: optax.GradientTransformation,
+    weights: optax.Params,
+):
+    """Parameters and state at the start, from float32 weights."""
+    if choice.bits is not None:
+        weights = quantize_params(weights, bits=choice.bits)
+    elif choice.weights is not None:
+        return from_master(tx, weights, param_dtypes(weights, dtype, keep_float32))
+    return weights, tx.init(weights)
 
 
 def _shapes(params, dtypes):

@@ -13,7 +13,7 @@ import optax
 from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._step import trees
 from lowbit_optax.lpmm.gradients import value_and_grad
-from lowbit_optax.reports.memory import gradient_bytes, released
+from lowbit_optax.reports.memory import aligned, gradient_bytes, released
 from lowbit_optax.states.sharding import state_shardings
 from lowbit_optax.transformations.lowbit import step as lowbit_step
 
@@ -56,12 +56,15 @@ class StepMemory:
     platform: str
 
     def __str__(self) -> str:
-        lines = [f"bytes per device, compiled for {self.platform}"]
-        lines.append(f"{'':<10}  {'predicted':>15}  {'compiled':>15}")
-        for part in ("arguments", "temporary", "outputs", "in_place", "peak"):
-            both = getattr(self.predicted, part), getattr(self.compiled, part)
-            lines.append(f"{part:<10}  {both[0]:>15,}  {both[1]:>15,}")
-        return "\n".join([*lines, "predicted temporary memory has no activations"])
+        parts = ("arguments", "temporary", "outputs", "in_place", "peak")
+        both = self.predicted, self.compiled
+        rows = [(part, *(f"{getattr(x, part):,}" for x in both)) for part in parts]
+        lines = [
+            f"bytes per device, compiled for {self.platform}",
+            *aligned([("", "predicted", "compiled"), *rows]),
+            "predicted temporary memory has no activations",
+        ]
+        return "\n".join(lines)
 
 
 def step_memory(
@@ -120,18 +123,14 @@ def step_memory(
     if shardings is not None:
         placed, mesh = _placed(tx, params, state, batch, shardings)
     advance = _step(tx, loss_fn, release, dtype)
-    places = jax.tree.map(lambda x: x.sharding, placed[:2])
-    results = None if mesh is None else (None, *places)
-    jitted = jax.jit(advance, donate_argnums=(0, 1), out_shardings=results)
+    of_results = (None, *jax.tree.map(lambda x: x.sharding, placed[:2]))
+    jitted = jax.jit(advance, donate_argnums=(0, 1), out_shardings=of_results)
     # From JAX 0.11 Pallas reads the GPU that it lowers for from the mesh in force.
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         compiled = jitted.lower(*placed).compile()
-    devices = jax.devices()[:1] if mesh is None else mesh.devices.flat
-    return StepMemory(
-        _predicted(params, placed, release, dtype, stacked),
-        _analysed(compiled),
-        next(iter(devices)).platform,
-    )
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    predicted = _predicted(params, placed, release, dtype, stacked)
+    return StepMemory(predicted, _analysed(compiled), device.platform)
 
 
 def _step(tx, loss_fn: Callable, release: bool, dtype) -> Callable:
@@ -157,14 +156,9 @@ def _placed(tx, params, state, batch, shardings):
                 f"step_memory: a sharding is {sharding!r}; accepted are NamedShardings"
             )
     of_state = state_shardings(tx, params, shardings)
+    of_params = jax.tree.broadcast(shardings, params)
     mesh = given[0].mesh
     whole = jax.NamedSharding(mesh, jax.P())
-    of_params = jax.tree.map(
-        lambda sharding, part: jax.tree.map(lambda _: sharding, part),
-        shardings,
-        params,
-        is_leaf=lambda x: isinstance(x, jax.NamedSharding),
-    )
     place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
     params, state = jax.tree.map(place, (params, state), (of_params, of_state))
     batch = jax.tree.map(lambda x: place(x, x.sharding or whole), batch)
@@ -186,15 +180,13 @@ def _predicted(params, placed, release: bool, dtype, stacked) -> StepBytes:
     """From the shards of what is given, and of gradients like their parameters'."""
     local = lambda tree: sum(map(_local_bytes, jax.tree.leaves(tree)))
     updated = local(placed[:2])
+    leaves = trees.named_leaves(placed[0])[1]
     sizes = []
-    of_leaves = gradient_bytes(params, dtype, stacked)
     for leaf, (whole, one) in zip(
-        trees.named_leaves(placed[0])[1], of_leaves, strict=True
+        leaves, gradient_bytes(params, dtype, stacked), strict=True
     ):
-        arrays = jax.tree.leaves(leaf)
-        all_of_it = sum(x.size * x.dtype.itemsize for x in arrays)
-        size = one if release else whole
-        sizes.append(size * local(arrays) // max(all_of_it, 1))
+        size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(leaf))
+        sizes.append((one if release else whole) * local(leaf) // max(size, 1))
     temporary = released(sizes) if release else sum(sizes)
     loss = 4
     return StepBytes(local(placed), temporary, updated + loss, updated)

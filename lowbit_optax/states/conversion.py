@@ -7,7 +7,6 @@
 A pair or moment whose format stays the same is not read, but handed on as it is stored.
 """
 
-import dataclasses
 import itertools
 import typing
 
@@ -27,11 +26,16 @@ from lowbit_optax.formats.quantized_tensor import quantize
 from lowbit_optax.states.decoded import (
     DecodedRun,
     Part,
+    Recorded,
     decoded_run,
     formats_of_parts,
+    recorded_nodes,
 )
-from lowbit_optax.states.dtypes import of_leaves
-from lowbit_optax.states.recorded import Recorded, is_recorded, recorded_state
+from lowbit_optax.states.state_leaves import (
+    KeyPath,
+    leaves_of_prefix,
+    owner_and_field,
+)
 
 
 def convert(
@@ -109,103 +113,44 @@ def convert(
     shapes = _new_shapes(source, params, to_tx, dtypes)
     names, leaves, treedef = trees.named_leaves(shapes)
     by_name = dict(zip(names, leaves, strict=True))
-    nodes, around = jax.tree_util.tree_flatten_with_path(
-        recorded_state(to_tx, shapes), is_recorded
-    )
-    targets = {
-        i: _Target.of(node, by_name)
-        for i, (_, node) in enumerate(nodes)
-        if isinstance(node, Recorded)
-    }
+    nodes, around = recorded_nodes(to_tx, shapes)
+    plans: dict[int, MomentPlan] = {}
+    formats: dict[str, WeightFormat | None] = {}
+    for i, (_, node) in enumerate(nodes):
+        if isinstance(node, Recorded):
+            stored = node.leaves("to_tx", by_name)
+            plans[i] = node.plan(stored)
+            node.config.check_start(stored, plans[i].expected)
+            formats |= {leaf.name: leaf.format for leaf in stored}
     wanted = [
-        targets[i].plan.expected if i in targets else node
-        for i, (_, node) in enumerate(nodes)
+        plans[i].expected if i in plans else node for i, (_, node) in enumerate(nodes)
     ]
     _check_alike(source.state, around.unflatten(wanted))
-    formats = {name: f for x in targets.values() for name, f in x.formats.items()}
     pairs = {
         name: _pair(source, name, leaf, formats.get(name))
         for name, leaf in by_name.items()
     }
     parts = around.flatten_up_to(source.state)
     new = [
-        targets[i].state(jax.tree_util.keystr(path), part, pairs, source)
-        if i in targets
-        else _carried(jax.tree_util.keystr(path), path, part, node, source)
+        _lowbit_state(node, plans[i], path, part, pairs, source)
+        if i in plans
+        else _carried(path, part, node, source)
         for i, ((path, node), part) in enumerate(zip(nodes, parts, strict=True))
     ]
     return treedef.unflatten(pairs[name][0] for name in names), around.unflatten(new)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Target:
-    """A ``lowbit`` of the new transformation.
-
-    Args:
-      recorded: what it was asked to make a state for.
-      formats: of its parameters, by path; None for those that pass through.
-      plan: of its moments.
-    """
-
-    recorded: Recorded
-    formats: dict[str, WeightFormat | None]
-    plan: MomentPlan
-
-    @staticmethod
-    def of(recorded: Recorded, by_name: dict[str, typing.Any]) -> "_Target":
-        leaves = recorded.leaves("to_tx", by_name)
-        plan = recorded.plan(leaves)
-        recorded.config.check_start(leaves, plan.expected)
-        return _Target(recorded, {x.name: x.format for x in leaves}, plan)
-
-    def state(self, where: str, inner_state, pairs, source: DecodedRun) -> LowbitState:
-        """Its state.
-
-        Args:
-          where: its path, for errors.
-          inner_state: the inner state, of Parts.
-          pairs: (param, residual) of every parameter, by path.
-          source: the run that is converted.
-        """
-        config, names = self.recorded.config, self.recorded.names
-        expected, treedef = jax.tree_util.tree_flatten_with_path(self.plan.expected)
-        parts, kept = [], set()
-        for i, ((path, want), part, formats) in enumerate(
-            zip(
-                expected,
-                treedef.flatten_up_to(inner_state),
-                formats_of_parts(self.plan),
-                strict=True,
-            )
-        ):
-            inner = f"{where}.inner_state{jax.tree_util.keystr(path)}"
-            value = _carried(inner, path, part, want, source)
-            if formats[0] is not None and formats == part.formats:
-                value = part.stored
-                kept.add(i)
-            parts.append(value)
-        encoded = self.plan.encode(parts, dict.fromkeys(names, DrawsToNearest()), kept)
-        residuals = [pairs[name][1] for name in names]
-        counts = [source.held[name].count for name in names if name in source.held]
-        return LowbitState(
-            counts[0] if counts else jnp.zeros([], jnp.uint32),
-            jnp.asarray(config.seed, jnp.uint32),
-            config.in_container(self.recorded.treedef.unflatten(residuals)),
-            self.plan.tree(treedef, encoded),
-        )
-
-
 def _pair(source: DecodedRun, name: str, like, format_: WeightFormat | None):
     """The new parameter of a leaf, and its residual in a weight format."""
-    param, held = source.params[name], source.held.get(name)
+    param, stored = source.params[name], source.leaves.get(name)
     if trees.is_quantized(like):
-        if _static(param) == _static(like):
+        if trees.abstract(param) == like:
             return param, None
         x = source.master(name)
         return quantize(like.bits, like.block_size, like.axis, x, None), None
-    had, residual = (None, None) if held is None else (held.format, held.residual)
-    is_kept = not trees.is_quantized(param) and param.dtype == like.dtype
-    if is_kept and had == format_:
+    old, residual = (stored.format, stored.residual) if stored else (None, None)
+    has_its_dtype = not trees.is_quantized(param) and param.dtype == like.dtype
+    if has_its_dtype and old == format_:
         return param, residual
     master = source.master(name)
     if format_ is None:
@@ -214,49 +159,71 @@ def _pair(source: DecodedRun, name: str, like, format_: WeightFormat | None):
     return param, format_.residual(master, param, ToNearest())
 
 
-def _static(leaf):
-    """What two QuantizedTensors of one layout have in common; None for an array."""
-    if not trees.is_quantized(leaf):
-        return None
-    return leaf.shape, leaf.bits, leaf.block_size, leaf.axis
+def _lowbit_state(
+    node: Recorded,
+    plan: MomentPlan,
+    where: KeyPath,
+    inner_state,
+    pairs: dict[str, tuple],
+    source: DecodedRun,
+) -> LowbitState:
+    """The state of a ``lowbit`` of ``to_tx``, which lies at the path ``where``.
+
+    ``inner_state`` is that of the old state, of Parts; ``pairs`` are the new parameters
+    and residuals by path.
+    """
+    wanted, treedef = jax.tree_util.tree_flatten_with_path(plan.expected)
+    old = treedef.flatten_up_to(inner_state)
+    where = (*where, jax.tree_util.GetAttrKey("inner_state"))
+    parts = [
+        _carried((*where, *path), part, want, source)
+        for (path, want), part in zip(wanted, old, strict=True)
+    ]
+    unchanged = set()
+    for i, (part, formats) in enumerate(zip(old, formats_of_parts(plan), strict=True)):
+        if formats[0] is not None and formats == part.formats:
+            parts[i] = part.stored
+            unchanged.add(i)
+    draws = dict.fromkeys(node.names, DrawsToNearest())
+    residuals = [pairs[name][1] for name in node.names]
+    counts = (source.counts[name] for name in node.names if name in source.counts)
+    return LowbitState(
+        next(counts, jnp.zeros([], jnp.uint32)),
+        jnp.asarray(node.config.seed, jnp.uint32),
+        node.config.in_container(node.treedef.unflatten(residuals)),
+        plan.tree(treedef, plan.encode(parts, draws, unchanged)),
+    )
 
 
-def _carried(where: str, path, part: Part, want, source: DecodedRun) -> typing.Any:
+def _carried(path: KeyPath, part: Part, want, source: DecodedRun) -> typing.Any:
     """An array of the state in the dtype that the new transformation keeps."""
     value = part.value
     if isinstance(value, int | float):  # a hyperparameter set by hand
         return jnp.asarray(value, want.dtype)
     if value.shape == want.shape:
+        owner, _ = owner_and_field(path, source.params)
+        is_of_a_float = owner is None or trees.is_float(source.params[owner])
         # The first step makes floats of what optax keeps of integers and booleans.
-        if value.dtype == want.dtype or _is_of_no_float(path, source.params):
+        if value.dtype == want.dtype or not is_of_a_float:
             return value
         if trees.is_float(value) and trees.is_float(want):
             return narrow_or_cast(value, want.dtype)
     raise ValueError(
-        f"convert: state{where} is {trees.describe(want)} in to_tx, but "
-        f"{trees.describe(value)} in from_tx; accepted are transformations that keep "
-        "the same arrays"
+        f"convert: state{jax.tree_util.keystr(path)} is {trees.describe(want)} in "
+        f"to_tx, but {trees.describe(value)} in from_tx; accepted are transformations "
+        "that keep the same arrays"
     )
-
-
-def _is_of_no_float(path, params: dict[str, typing.Any]) -> bool:
-    """Whether a path in a state ends with that of a parameter that is no float."""
-    tails = (jax.tree_util.keystr(path[start:]) for start in range(len(path) + 1))
-    owner = next((name for name in tails if name in params), None)
-    return owner is not None and not trees.is_float(params[owner])
 
 
 def _check_alike(given, wanted) -> None:
     """Raise unless two states have one structure, once lowbit's own is out of them."""
-    if jax.tree.structure(given) == jax.tree.structure(wanted):
+    structures = [jax.tree.structure(x) for x in (given, wanted)]
+    if structures[0] == structures[1]:
         return
-    paths = [
-        [jax.tree_util.keystr(x) for x, _ in jax.tree_util.tree_flatten_with_path(t)[0]]
-        for t in (given, wanted)
-    ]
+    paths = [trees.named_leaves(x)[0] for x in (given, wanted)]
     differ = next((x for x in itertools.zip_longest(*paths) if x[0] != x[1]), None)
     if differ is None:
-        where = f"{jax.tree.structure(given)} and {jax.tree.structure(wanted)}"
+        where = f"{structures[0]} and {structures[1]}"
     else:
         there, here = ("nothing" if x is None else f"state{x}" for x in differ)
         where = f"where from_tx has {there}, to_tx has {here}"
@@ -271,30 +238,24 @@ def _check_alike(given, wanted) -> None:
 def _new_shapes(source: DecodedRun, params, to_tx, dtypes):
     """The parameters to be made: a tree of shapes, and QuantizedTensors of shapes."""
     names, leaves, treedef = trees.named_leaves(params)
-    if dtypes is None:
-        logical = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-        held = _names_held_by(to_tx, treedef.unflatten(logical))
-        # What plain optax would otherwise train without its low bits.
-        loses = {
-            name
-            for name, own in source.held.items()
-            if own.format is not None and name not in held
-        }
-        kinds = [
-            np.dtype(np.float32) if name in loses else leaf
-            for name, leaf in zip(names, leaves, strict=True)
-        ]
-    else:
-        kinds = of_leaves("convert", dtypes, "params", params)
+    if dtypes is not None:
+        kinds = leaves_of_prefix("convert: dtypes", dtypes, params)
+        return treedef.unflatten(map(_shape, names, leaves, kinds))
+    logical = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+    nodes, _ = recorded_nodes(to_tx, treedef.unflatten(logical))
+    low = {x for _, node in nodes if isinstance(node, Recorded) for x in node.names}
+    # What plain optax would otherwise train without its low bits.
+    widened = {
+        name
+        for name, leaf in source.leaves.items()
+        if leaf.format is not None and name not in low
+    }
     return treedef.unflatten(
-        _shape(name, leaf, kind)
-        for name, leaf, kind in zip(names, leaves, kinds, strict=True)
+        jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
+        if name in widened
+        else trees.abstract(leaf)
+        for name, leaf in zip(names, leaves, strict=True)
     )
-
-
-def _names_held_by(tx, params) -> set[str]:
-    nodes = jax.tree.leaves(recorded_state(tx, params), is_leaf=is_recorded)
-    return {name for x in nodes if isinstance(x, Recorded) for name in x.names}
 
 
 def _shape(name: str, leaf, kind):

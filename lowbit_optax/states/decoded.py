@@ -4,22 +4,92 @@
 
 So the states of ``lowbit(adamw)`` and of ``adamw`` have one structure here. Each array
 of the state becomes a :class:`Part`, which also knows how it is stored.
+
+Only optax's wrappers know how they nest states. So ``init`` of the whole transformation
+is asked, in a context in which ``lowbit`` answers with a :class:`Recorded`:
+
+    chain(clip, masked(lowbit(adamw)))   -->   (EmptyState, MaskedState(Recorded))
 """
 
 import dataclasses
 import typing
+from collections.abc import Mapping
 
 import jax
 import optax
 
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.rounding import to_float32
-from lowbit_optax._step import trees
+from lowbit_optax._step import context, trees
+from lowbit_optax._step.engine import Lowbit
+from lowbit_optax._step.leaf import StoredLeaf
 from lowbit_optax._step.moments import MomentPlan
 from lowbit_optax._step.state import LowbitState
-from lowbit_optax.formats.base import MomentFormat, WeightFormat
+from lowbit_optax.formats.base import MomentFormat
 from lowbit_optax.formats.leaves import join_leaf
-from lowbit_optax.states.recorded import Recorded, is_recorded, recorded_state
+from lowbit_optax.states.state_leaves import KeyPath
+
+MomentFormats = tuple[MomentFormat | None, MomentFormat | None]
+"""The format of an array of a state, and that of the moment which it is relative to;
+both None for an array that no format stores."""
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class Recorded:
+    """What one ``lowbit`` was asked to make a state for; a pytree without leaves.
+
+    Args:
+      config: the arguments of ``lowbit``.
+      names, treedef: of the parameters that its wrappers hand to it.
+    """
+
+    config: Lowbit
+    names: list[str]
+    treedef: trees.PyTreeDef
+
+    def leaves(self, what: str, by_name: Mapping[str, typing.Any]) -> list[StoredLeaf]:
+        """The leaves that were handed to ``lowbit``, without residuals.
+
+        Args:
+          what: the transformation's name, for the error.
+          by_name: all parameters.
+
+        Raises:
+          ValueError: if a wrapper hands on others, as ``optax.flatten`` does, or if
+            the weight format cannot hold one.
+        """
+        unknown = [name for name in self.names if name not in by_name]
+        if unknown:
+            raise ValueError(
+                f"{what} hands params{unknown[0]} to lowbit, which params do not have; "
+                "accepted are wrappers that keep the structure of params"
+            )
+        return self.config.leaves(self.names, [by_name[name] for name in self.names])
+
+    def plan(self, leaves: list[StoredLeaf]) -> MomentPlan:
+        """How the state of the inner transformation is stored."""
+        return self.config.plan_of(leaves, self.treedef)
+
+
+def recorded_nodes(
+    tx: optax.GradientTransformation, params
+) -> tuple[list[tuple[KeyPath, typing.Any]], trees.PyTreeDef]:
+    """The nodes of ``tx.init``'s state with their paths, and the structure around them.
+
+    A node is a :class:`Recorded` in place of a LowbitState, and a shape elsewhere. The
+    parameters may be arrays or ShapeDtypeStructs.
+    """
+
+    def record(config: Lowbit, params) -> Recorded:
+        names, _, treedef = trees.named_leaves(params)
+        return Recorded(config, names, treedef)
+
+    with context.starting(record):
+        # Not tx.init itself, whose result JAX may know from outside of this context.
+        state = jax.eval_shape(lambda params: tx.init(params), trees.abstract(params))
+    is_recorded = lambda x: isinstance(x, Recorded)
+    return jax.tree_util.tree_flatten_with_path(state, is_recorded)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,27 +99,12 @@ class Part:
     Args:
       value: in float32, if it is a moment that is stored in a format.
       stored: as the state has it.
-      formats: the moment format, and that of the moment which it is relative to; both
-        None for an array that no format stores.
+      formats: of the array.
     """
 
     value: typing.Any
     stored: typing.Any
-    formats: tuple[MomentFormat | None, MomentFormat | None] = (None, None)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Held:
-    """A parameter that a ``lowbit`` holds in a format.
-
-    Args:
-      format, residual: of the leaf.
-      count: the steps that its ``lowbit`` has taken.
-    """
-
-    format: WeightFormat | None
-    residual: typing.Any
-    count: jax.Array
+    formats: MomentFormats = (None, None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,101 +113,93 @@ class DecodedRun:
 
     Args:
       params: leaves of the parameters, by path.
-      held: those that a ``lowbit`` got; their format is None if they pass through.
+      leaves: those that a ``lowbit`` has got, by path.
+      counts: the steps that the ``lowbit`` of each of these has taken.
       state: the state, with a :class:`Part` for every array.
     """
 
     params: dict[str, typing.Any]
-    held: dict[str, Held]
+    leaves: dict[str, StoredLeaf]
+    counts: dict[str, jax.Array]
     state: typing.Any
 
     def master(self, name: str):
         """The weight of a leaf in float32; wide floats and integers as they are."""
-        leaf = self.params[name]
-        held = self.held.get(name)
-        if held is not None and held.format is not None:
-            return join_leaf(held.format, leaf, held.residual)
-        if trees.is_quantized(leaf):
-            return leaf.dequantize()
-        is_few_bits = trees.is_float(leaf) and is_narrow(leaf.dtype)
-        return to_float32(leaf) if is_few_bits else leaf
+        param, leaf = self.params[name], self.leaves.get(name)
+        if leaf is not None and leaf.format is not None:
+            return join_leaf(leaf.format, param, leaf.residual)
+        if trees.is_quantized(param):
+            return param.dequantize()
+        is_few_bits = trees.is_float(param) and is_narrow(param.dtype)
+        return to_float32(param) if is_few_bits else param
 
 
 def decoded_run(
     tx: optax.GradientTransformation, params: optax.Params, state: optax.OptState
 ) -> DecodedRun:
-    """Read the parameters and the state of a transformation.
-
-    Args:
-      tx: any optax transformation.
-      params, state: as in optax; arrays.
+    """Read the parameters and the state of any optax transformation.
 
     Raises:
       ValueError, TypeError: if the state is not one of these, naming the leaf.
     """
-    names, leaves, _ = trees.named_leaves(params)
-    by_name = dict(zip(names, leaves, strict=True))
-    recorded = recorded_state(tx, params)
-    nodes, treedef = jax.tree_util.tree_flatten_with_path(recorded, is_recorded)
+    names, given, _ = trees.named_leaves(params)
+    by_name = dict(zip(names, given, strict=True))
+    nodes, treedef = recorded_nodes(tx, params)
     try:
-        parts = treedef.flatten_up_to(state)
+        stored = treedef.flatten_up_to(state)
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"state is not one of from_tx for these params: {error}. Given "
             f"{jax.tree.structure(state)}"
         ) from error
-    held, read = {}, []
-    for (path, node), part in zip(nodes, parts, strict=True):
-        where = jax.tree_util.keystr(path)
+    leaves, counts, parts = {}, {}, []
+    for (path, node), part in zip(nodes, stored, strict=True):
+        where = f"state{jax.tree_util.keystr(path)}"
         if isinstance(node, Recorded):
-            inner_state, own = _decoded(node, where, part, by_name)
-            read.append(inner_state)
-            held.update(own)
+            of_node, inner_state = _decoded(node, where, part, by_name)
+            leaves |= {leaf.name: leaf for leaf in of_node}
+            counts |= dict.fromkeys(node.names, part.count)
+            parts.append(inner_state)
         else:
             _check_shape(where, part, node)
-            read.append(Part(part, part))
-    return DecodedRun(by_name, held, treedef.unflatten(read))
+            parts.append(Part(part, part))
+    return DecodedRun(by_name, leaves, counts, treedef.unflatten(parts))
 
 
-def formats_of_parts(
-    plan: MomentPlan,
-) -> list[tuple[MomentFormat | None, MomentFormat | None]]:
-    """Per part of an inner state, the formats as in :class:`Part`."""
-    formats = [None if x is None else x.format for x in plan.storage]
-    seconds = [
-        None if x is None or x.reference is None else formats[x.reference]
-        for x in plan.storage
+def formats_of_parts(plan: MomentPlan) -> list[MomentFormats]:
+    """The formats of each part of an inner state."""
+    formats = [storage and storage.format for storage in plan.storage]
+    references = [
+        None
+        if storage is None or storage.reference is None
+        else formats[storage.reference]
+        for storage in plan.storage
     ]
-    return list(zip(formats, seconds, strict=True))
+    return list(zip(formats, references, strict=True))
 
 
 def _decoded(node: Recorded, where: str, state, by_name):
-    """The inner state of a LowbitState as Parts, and what it holds."""
+    """The leaves that a LowbitState belongs to, and its inner state as Parts."""
     if not isinstance(state, LowbitState):
         raise ValueError(
-            f"state{where} is {trees.describe(state)}, but from_tx keeps a LowbitState "
+            f"{where} is {trees.describe(state)}, but from_tx keeps a LowbitState "
             "there: was it made by another transformation?"
         )
     params = [leaf.param for leaf in node.leaves("from_tx", by_name)]
     leaves = node.config.stored_leaves(node.names, params, node.treedef, state.residual)
     plan = node.plan(leaves)
-    expected, treedef = jax.tree_util.tree_flatten_with_path(plan.expected)
     stored = plan.parts(state.inner_state)
-    formats = formats_of_parts(plan)
-    parts = []
-    for (path, want), *part in zip(
-        expected, plan.decode(stored), stored, formats, strict=True
-    ):
-        inner = f"{where}.inner_state{jax.tree_util.keystr(path)}"
-        _check_shape(inner, part[0], want)
-        parts.append(Part(*part))
-    held = {x.name: Held(x.format, x.residual, state.count) for x in leaves}
-    return treedef.unflatten(parts), held
+    expected, treedef = jax.tree_util.tree_flatten_with_path(plan.expected)
+    values = plan.decode(stored)
+    for (path, want), value in zip(expected, values, strict=True):
+        _check_shape(f"{where}.inner_state{jax.tree_util.keystr(path)}", value, want)
+    parts = map(Part, values, stored, formats_of_parts(plan))
+    return leaves, treedef.unflatten(parts)
 
 
 def _check_shape(where: str, given, want) -> None:
     if getattr(given, "shape", ()) != want.shape:
         raise ValueError(
-            f"state{where} is {trees.describe(given)}, but for these params from_tx "
+            f"{where} is {trees.describe(given)}, but for these params from_tx "
             f"keeps {trees.describe(want)}"
         )

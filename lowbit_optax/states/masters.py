@@ -16,10 +16,9 @@ from lowbit_optax._step import context, trees
 from lowbit_optax._step.state import LowbitState
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.leaves import join_leaf
-from lowbit_optax.formats.plain import NoResidual
 from lowbit_optax.lpmm import dequantize
-from lowbit_optax.states.dtypes import of_leaves
-from lowbit_optax.states.recorded import is_recorded, recorded_state
+from lowbit_optax.states.decoded import Recorded, recorded_nodes
+from lowbit_optax.states.state_leaves import leaves_of_prefix
 
 KeepFloat32 = Callable[[str, typing.Any], bool]
 """``keep_float32(path, leaf)``: whether a parameter stays in float32."""
@@ -52,15 +51,16 @@ def master_weights(params: optax.Params, state: optax.OptState) -> optax.Params:
      Array([0.99975586, 0.99975586, 0.99975586], dtype=float32))
     """
     names, leaves, treedef = trees.named_leaves(dequantize(params))
-    held = _held(names, leaves, state)
-    return treedef.unflatten(
-        [
-            traced_once(join_leaf, held[name][0])(leaf, held[name][1])
-            if name in held
-            else leaf
-            for name, leaf in zip(names, leaves, strict=True)
-        ]
-    )
+    residuals = _residuals(dict(zip(names, leaves, strict=True)), state)
+    masters = []
+    for name, leaf in zip(names, leaves, strict=True):
+        if name in residuals:
+            format_, residual = residuals[name]
+            leaf = traced_once(join_leaf, format_)(leaf, residual)
+        elif is_narrow(getattr(leaf, "dtype", np.dtype(bool))):
+            leaf = traced_once(to_float32)(leaf)
+        masters.append(leaf)
+    return treedef.unflatten(masters)
 
 
 def from_master(
@@ -92,24 +92,22 @@ def from_master(
     >>> params["w"], master_weights(params, state)["w"]
     (Array(0.100098, dtype=bfloat16), Array(0.1, dtype=float32))
     """
-    names, given, treedef = trees.named_leaves(master)
-    kinds = of_leaves("from_master", dtypes, "master", master)
-    leaves = list(map(_rounded, names, given, kinds))
-    params = treedef.unflatten(leaves)
-    masters = dict(zip(names, given, strict=True))
-    held = _held(names, leaves, jax.eval_shape(tx.init, params))
-    formats = {name: format_ for name, (format_, _) in held.items()}
-    formats |= _chosen_formats(tx, params, dict(zip(names, leaves, strict=True)))
+    names, masters, treedef = trees.named_leaves(master)
+    kinds = leaves_of_prefix("from_master: dtypes", dtypes, master, "master")
+    leaves = list(map(_rounded, names, masters, kinds))
+    formats = _formats(tx, names, leaves, treedef)
+    wide = {
+        name: to_float32(x)
+        for name, x in zip(names, masters, strict=True)
+        if name in formats
+    }
     # Formats that store an unsigned residual need a parameter rounded toward zero.
     params = treedef.unflatten(
-        [
-            traced_once(_narrowed, formats[name], leaf.dtype)(masters[name])
-            if name in held
-            else leaf
-            for name, leaf in zip(names, leaves, strict=True)
-        ]
+        traced_once(_narrowed, formats[name], leaf.dtype)(wide[name])
+        if name in formats
+        else leaf
+        for name, leaf in zip(names, leaves, strict=True)
     )
-    wide = {name: to_float32(masters[name]) for name in held}
     with context.starting(lambda config, params: config.start(params, wide)):
         return params, tx.init(params)
 
@@ -169,23 +167,30 @@ def param_dtypes(
     return jax.tree_util.tree_map_with_path(choose, params)
 
 
-def _chosen_formats(tx, params, by_name) -> dict[str, WeightFormat]:
-    """The formats of leaves as ``lowbit`` has them: a state does not tell all."""
-    found: dict[str, WeightFormat] = {}
-    recorded = recorded_state(tx, params)
-    for node in jax.tree.leaves(recorded, is_leaf=is_recorded):
-        if is_recorded(node) and all(name in by_name for name in node.names):
-            leaves = node.leaves("tx", by_name)
-            found |= {x.name: x.format for x in leaves if x.format is not None}
-    return found
+def _formats(tx, names, leaves, treedef) -> dict[str, WeightFormat]:
+    """The formats of the arrays that a ``lowbit`` in ``tx`` stores in one, by path."""
+    nodes, _ = recorded_nodes(tx, treedef.unflatten(leaves))
+    nodes = [node for _, node in nodes if isinstance(node, Recorded)]
+    if not nodes:
+        raise _no_lowbit_state()
+    by_name = dict(zip(names, leaves, strict=True))
+    formats = {}
+    for node in nodes:
+        has_residuals = bool(node.config.weights.container._fields)
+        # Without residuals nothing is lost where a wrapper flattens the parameters.
+        if has_residuals or all(name in by_name for name in node.names):
+            for leaf in node.leaves("tx", by_name):
+                if leaf.format is not None and not trees.is_quantized(leaf.param):
+                    formats[leaf.name] = leaf.format
+    return formats
 
 
 def _narrowed(format_: WeightFormat, dtype: np.dtype, master: jax.Array) -> jax.Array:
-    return format_.round(to_float32(master), dtype, ToNearest())
+    return format_.round(master, dtype, ToNearest())
 
 
 def _rounded(name: str, x, kind) -> jax.Array:
-    """A leaf in the dtype that ``dtypes`` has for it; what is no float stays."""
+    """A leaf in the dtype that ``dtypes`` has for it, if it is a float."""
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
         raise TypeError(f"from_master: master{name} is {x!r}, not an array")
     if trees.is_quantized(x) or not trees.is_float(x):
@@ -204,53 +209,40 @@ def _cast(dtype: np.dtype, x: jax.Array) -> jax.Array:
     return narrow_or_cast(x, dtype)
 
 
-def _held(names, leaves, state) -> dict[str, tuple[WeightFormat, jax.Array | None]]:
-    """Format and residual of every leaf that a lowbit state in ``state`` holds."""
-    states = [
-        part
-        for part in jax.tree.leaves(state, is_leaf=_is_lowbit)
-        if isinstance(part, LowbitState)
-    ]
-    if not states:
-        raise ValueError(
-            "no LowbitState in this optimizer state; was it made by a lowbit_optax "
-            "transformation?"
-        )
-    params = dict(zip(names, leaves, strict=True))
-    held: dict[str, tuple[WeightFormat, jax.Array | None]] = {
-        name: (NoResidual.format_of(leaf, None), None)
-        for name, leaf in params.items()
-        if is_narrow(getattr(leaf, "dtype", np.dtype(bool)))
-    }
-    for part in states:
-        container = type(part.residual)
-        if container is NoResidual:
-            continue
-        for name, residual in zip(
-            *trees.named_leaves(part.residual[0])[:2], strict=True
-        ):
-            if name not in held:
+def _residuals(
+    params: dict[str, typing.Any], state
+) -> dict[str, tuple[WeightFormat, jax.Array]]:
+    """Format and residual of every leaf for which a state has one, by path."""
+    is_lowbit = lambda x: isinstance(x, LowbitState)
+    states = filter(is_lowbit, jax.tree.leaves(state, is_leaf=is_lowbit))
+    containers = [x.residual for x in states]
+    if not containers:
+        raise _no_lowbit_state()
+    found = {}
+    for container in filter(None, containers):
+        names, residuals, _ = trees.named_leaves(container[0])
+        for name, residual in zip(names, residuals, strict=True):
+            param = params.get(name)
+            if not is_narrow(getattr(param, "dtype", np.dtype(bool))):
                 raise ValueError(
                     f"the state has a residual for params{name}, which is "
-                    f"{getattr(params.get(name), 'dtype', 'not there')}; do params and "
-                    "state belong together?"
+                    f"{getattr(param, 'dtype', 'not there')}; do params and state "
+                    "belong together?"
                 )
-            format_ = container.format_of(params[name], residual)
-            want = jax.eval_shape(format_.init, _abstract(params[name]))
-            if (residual.shape, residual.dtype) != (want.shape, want.dtype):
+            format_ = type(container).format_of(param, residual)
+            want = jax.eval_shape(format_.init, trees.abstract(param))
+            if trees.describe(residual) != trees.describe(want):
                 raise ValueError(
-                    f"the residual of params{name} is {residual.dtype}"
-                    f"{list(residual.shape)}, which does not fit its "
-                    f"{params[name].dtype}{list(params[name].shape)}; do params and "
+                    f"the residual of params{name} is {trees.describe(residual)}, "
+                    f"which does not fit its {trees.describe(param)}; do params and "
                     "state belong together?"
                 )
-            held[name] = (format_, residual)
-    return held
+            found[name] = format_, residual
+    return found
 
 
-def _abstract(x) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
-def _is_lowbit(x) -> bool:
-    return isinstance(x, LowbitState)
+def _no_lowbit_state() -> ValueError:
+    return ValueError(
+        "no LowbitState in this optimizer state; was it made by a lowbit_optax "
+        "transformation?"
+    )

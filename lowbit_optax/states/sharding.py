@@ -3,22 +3,26 @@
 import functools
 import math
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 import jax
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lowbit_optax._step import trees
-from lowbit_optax.formats import quantized_tensor
-from lowbit_optax.states.state_leaves import KeyPath, StateLeaf, state_leaves
+from lowbit_optax.formats.quantized_tensor import quantize
+from lowbit_optax.states.state_leaves import (
+    StateLeaf,
+    leaves_of_prefix,
+    state_leaves,
+)
 
 Uneven = typing.Literal["error", "replicate"]
 
 _MOST_DOUBLINGS = 12
 
-# The most elements of an axis of which the shards of a packed array may have to be
-# multiples: the rows of a block of 2048 in a folded axis, with some to spare.
+# Shards of a packed array may have to be multiples of up to so many elements along an
+# axis: the rows of a block of 2048 in a folded axis, with some to spare.
 _LARGEST_UNIT = 4096
 
 
@@ -88,10 +92,23 @@ def state_shardings(
             return sharding
         if len(part.leaf.shape) != len(shape):
             return replicated
-        if part.is_residual or part.is_codes or part.is_scales:
-            own = functools.partial(advice, part.owner)
-            return _packed(part, shape, sharding, uneven, own)
-        return _on_equal_axes(part.leaf.shape, shape, sharding)
+        if part.kind is None:
+            sizes = zip(part.leaf.shape, shape, strict=True)
+            differ = [axis for axis, (here, there) in enumerate(sizes) if here != there]
+            return _whole_along(differ, sharding)
+        does_not_divide = _uneven_axes(part.leaf.shape, sharding)
+        if does_not_divide and uneven == "error":
+            axis, shards = next(iter(does_not_divide.items()))
+            raise ValueError(
+                f"state_shardings: axis {axis} of state"
+                f"{jax.tree_util.keystr(part.path)}, {trees.describe(part.leaf)}, does "
+                f"not divide into the {shards} shards of params{part.owner}, of shape "
+                f"{list(shape)} ({sharding.spec}). {advice(part.owner, axis, shards)}; "
+                "or, for a small leaf, call state_shardings with uneven='replicate', "
+                "which keeps this array whole along the axis and gathers it in each "
+                "step"
+            )
+        return _whole_along(does_not_divide, sharding)
 
     return jax.tree.unflatten(
         jax.tree.structure(state),
@@ -101,65 +118,37 @@ def state_shardings(
 
 def _by_parameter(params, shardings, mesh: Mesh | None, advice: Callable[..., str]):
     """Shape and NamedSharding of every parameter, by path; checked."""
-    with_path, treedef = jax.tree_util.tree_flatten_with_path(
-        params, is_leaf=quantized_tensor.is_quantized
-    )
-    spread = _spread(params, treedef, shardings)
-    found = {}
-    for (path, leaf), given in zip(with_path, spread, strict=True):
-        name = _name(path)
-        shape = tuple(leaf.shape)
-        sharding = _named_sharding(name, given, mesh)
+    names, leaves, _ = trees.named_leaves(params)
+    each = leaves_of_prefix("state_shardings: shardings", shardings, params)
+    placed = {}
+    for path, leaf, sharding in zip(names, leaves, each, strict=True):
+        name, shape = f"params{path}", tuple(leaf.shape)
+        if trees.is_quantized(sharding):
+            # As jax.tree.map over a QuantizedTensor makes them: one per array in it.
+            sharding = sharding.codes
+        if isinstance(sharding, PartitionSpec):
+            sharding = NamedSharding(_mesh_or_ambient(mesh, name), sharding)
+        if not isinstance(sharding, NamedSharding):
+            raise TypeError(
+                f"state_shardings: the sharding of {name} is {sharding!r}; accepted "
+                "are a NamedSharding and a PartitionSpec"
+            )
         if len(sharding.spec) > len(shape):
             raise ValueError(
                 f"state_shardings: {name} has {len(shape)} axes, but {sharding.spec} "
                 f"is of {len(sharding.spec)}"
             )
-        for axis, shards in enumerate(_shards(sharding, len(shape))):
-            if shape[axis] % shards:
-                raise ValueError(
-                    f"state_shardings: axis {axis} of {name}, of shape {list(shape)}, "
-                    f"does not divide into {shards} shards ({sharding.spec}). "
-                    f"{advice(path, axis, shards)}"
-                )
-        found[path] = shape, sharding
-    return found
+        for axis, shards in _uneven_axes(shape, sharding).items():
+            raise ValueError(
+                f"state_shardings: axis {axis} of {name}, of shape {list(shape)}, "
+                f"does not divide into {shards} shards ({sharding.spec}). "
+                f"{advice(path, axis, shards)}"
+            )
+        placed[path] = shape, sharding
+    return placed
 
 
-def _spread(params, treedef, shardings) -> list:
-    """A sharding for every parameter, from a tree that may be a prefix."""
-    is_leaf = lambda x: x is None or quantized_tensor.is_quantized(x)
-
-    def below(sharding, part):
-        if quantized_tensor.is_quantized(sharding):
-            # As jax.tree.map over a QuantizedTensor makes them: one per array in it.
-            sharding = sharding.codes
-        return jax.tree.map(
-            lambda _: sharding, part, is_leaf=quantized_tensor.is_quantized
-        )
-
-    try:
-        spread = jax.tree.map(below, shardings, params, is_leaf=is_leaf)
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            "state_shardings: shardings must have the structure of params, or of a "
-            f"prefix of it: {error}"
-        ) from error
-    return treedef.flatten_up_to(spread)
-
-
-def _named_sharding(name: str, given, mesh: Mesh | None) -> NamedSharding:
-    if isinstance(given, NamedSharding):
-        return given
-    if isinstance(given, PartitionSpec):
-        return NamedSharding(_mesh_or_ambient(mesh, name), given)
-    raise TypeError(
-        f"state_shardings: the sharding of {name} is {given!r}; accepted are a "
-        "NamedSharding and a PartitionSpec"
-    )
-
-
-def _mesh_or_ambient(mesh, name: str):
+def _mesh_or_ambient(mesh: Mesh | None, name: str):
     if mesh is None:
         mesh = jax.sharding.get_mesh()
     if mesh.empty:
@@ -170,40 +159,13 @@ def _mesh_or_ambient(mesh, name: str):
     return mesh
 
 
-def _packed(
-    part: StateLeaf,
-    shape: tuple[int, ...],
-    sharding: NamedSharding,
-    uneven: Uneven,
-    advice: Callable[[int, int], str],
-) -> NamedSharding:
-    """The parameter's own PartitionSpec, for an array that packs or summarises it."""
-    entries = _entries(sharding, len(shape))
-    for axis, shards in enumerate(_shards(sharding, len(shape))):
-        if not part.leaf.shape[axis] % shards:
-            continue
-        if uneven == "error":
-            raise ValueError(
-                f"state_shardings: axis {axis} of state"
-                f"{jax.tree_util.keystr(part.path)}, {trees.describe(part.leaf)}, does "
-                f"not divide into the {shards} shards of {_name(part.owner)}, of shape "
-                f"{list(shape)} ({sharding.spec}). {advice(axis, shards)}; or, for "
-                "a small leaf, call state_shardings with uneven='replicate', which "
-                "keeps this array whole along the axis and gathers it in each step"
-            )
-        entries[axis] = None
-    return _with_spec(sharding, entries)
-
-
-def _advice(tx, params, owner: KeyPath, axis: int, shards: int) -> str:
+def _advice(tx, params, owner: str, axis: int, shards: int) -> str:
     """What to do where an axis of a parameter, or of its state, does not divide.
 
-    Which sizes do is found by trying, with shapes, as formats differ in it.
+    Formats differ in the sizes that do, which are found by trying, on shapes.
     """
-    with_path, treedef = jax.tree_util.tree_flatten_with_path(
-        trees.abstract(params), is_leaf=quantized_tensor.is_quantized
-    )
-    leaves = dict(with_path)
+    names, shapes, treedef = trees.named_leaves(trees.abstract(params))
+    leaves = dict(zip(names, shapes, strict=True))
     old = leaves[owner]
 
     def fits(length: int) -> bool:
@@ -217,7 +179,7 @@ def _advice(tx, params, owner: KeyPath, axis: int, shards: int) -> str:
         )
 
     candidates = (shards << doublings for doublings in range(_MOST_DOUBLINGS))
-    # Of the multiples of a number that is too small, the first beyond a whole number of
+    # If a number is too small, then the first of its multiples beyond a whole number of
     # blocks on each shard does not fit. It is large, as small leaves are not packed.
     multiple = next((x for x in candidates if fits(x * (_LARGEST_UNIT + 1))), None)
     if multiple is None:
@@ -237,49 +199,29 @@ def _with_length(leaf, axis: int, length: int):
     """The shapes of a parameter that has another size along an axis."""
     shape = (*leaf.shape[:axis], length, *leaf.shape[axis + 1 :])
     like = jax.ShapeDtypeStruct(shape, leaf.dtype)
-    if not quantized_tensor.is_quantized(leaf):
+    if not trees.is_quantized(leaf):
         return like
     static = leaf.bits, leaf.block_size, leaf.axis
-    quantize = functools.partial(quantized_tensor.quantize, *static, random=None)
-    return jax.eval_shape(quantize, like)
+    return jax.eval_shape(functools.partial(quantize, *static, random=None), like)
 
 
-def _name(owner: KeyPath | None) -> str:
-    return f"params{jax.tree_util.keystr(owner or ())}"
-
-
-def _on_equal_axes(
-    state_shape: tuple[int, ...], shape: tuple[int, ...], sharding: NamedSharding
-) -> NamedSharding:
-    entries = _entries(sharding, len(shape))
-    return _with_spec(
-        sharding,
-        [
-            entry if here == there else None
-            for entry, here, there in zip(entries, state_shape, shape, strict=True)
-        ],
-    )
-
-
-def _entries(sharding: NamedSharding, rank: int) -> list:
-    """The PartitionSpec with an entry for every axis."""
-    return [*sharding.spec, *[None] * (rank - len(sharding.spec))]
-
-
-def _shards(sharding: NamedSharding, rank: int) -> list[int]:
-    """How many shards each axis has."""
-
-    def count(entry) -> int:
+def _uneven_axes(shape: tuple[int, ...], sharding: NamedSharding) -> dict[int, int]:
+    """The numbers of shards into which axes do not divide, by axis."""
+    uneven = {}
+    for axis, entry in enumerate(sharding.spec):
         if entry is None or entry is PartitionSpec.UNCONSTRAINED:
-            return 1
+            continue
         names = entry if isinstance(entry, tuple) else (entry,)
-        return math.prod(sharding.mesh.shape[name] for name in names)
+        shards = math.prod(sharding.mesh.shape[name] for name in names)
+        if shape[axis] % shards:
+            uneven[axis] = shards
+    return uneven
 
-    return [count(entry) for entry in _entries(sharding, rank)]
 
-
-def _with_spec(sharding: NamedSharding, entries: list) -> NamedSharding:
-    given = len(sharding.spec)
+def _whole_along(axes: Container[int], sharding: NamedSharding) -> NamedSharding:
+    """The sharding of an array that is not split along these axes."""
     # Of the given length, so that it is equal to the parameter's own where it can be.
-    spec = PartitionSpec(*entries[:given])
-    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+    spec = (None if i in axes else entry for i, entry in enumerate(sharding.spec))
+    return NamedSharding(
+        sharding.mesh, PartitionSpec(*spec), memory_kind=sharding.memory_kind
+    )

@@ -1,4 +1,4 @@
-"""Which parameter each leaf of an optimizer state belongs to, found by its path.
+"""Which parameter an array of an optimizer state belongs to.
 
     params              ['dense']['kernel']
     state    [0].mu.codes_v2['dense']['kernel']
@@ -11,14 +11,16 @@ parameter.
 
 import dataclasses
 import typing
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import jax
 
-from lowbit_optax.formats import quantized_tensor
+from lowbit_optax._step import trees
 from lowbit_optax.formats.block_quantized import QuantizedMoment, RelativeMoment
 
 _CODES, _SCALES = zip(QuantizedMoment._fields, RelativeMoment._fields, strict=True)
+
+_NAMED_KEYS = (jax.tree_util.GetAttrKey, jax.tree_util.DictKey)
 
 KeyPath = tuple[typing.Any, ...]
 
@@ -30,46 +32,44 @@ class StateLeaf:
     Args:
       path: the leaf's path in the state.
       leaf: a ShapeDtypeStruct or an array.
-      owner: path of the parameter that the leaf belongs to; None for a leaf that
-        belongs to no parameter, such as a count.
+      owner: path of the parameter that the leaf belongs to, as a string; None for a
+        leaf that belongs to no parameter, such as a count.
+      field: the path without the parameter's: where in the state its tree is.
     """
 
     path: KeyPath
     leaf: typing.Any
-    owner: KeyPath | None
-
-    @property
-    def field(self) -> KeyPath:
-        """The path without the parameter's own: where in the state its tree is."""
-        return self.path[: len(self.path) - len(self.owner or ())]
+    owner: str | None
+    field: KeyPath
 
     @property
     def attributes(self) -> list[str]:
         """The names in ``field``, outermost first."""
-        return [name for name in map(_name_of, self.field) if name is not None]
+        return [
+            jax.tree_util.keystr((key,), simple=True)
+            for key in self.field
+            if isinstance(key, _NAMED_KEYS)
+        ]
+
+    @property
+    def kind(self) -> typing.Literal["residual", "codes", "scales"] | None:
+        """What a weight or moment format keeps here; None if the leaf is of no format.
+
+        A leaf of a tree of codes may be packed codes or an uncoded moment.
+        """
+        names = self.attributes
+        if "residual" in names:
+            return "residual"
+        last = names[-1] if names else ""
+        if last in _CODES:
+            return "codes"
+        return "scales" if last in _SCALES else None
 
     @property
     def moment_field(self) -> str:
         """The state's field: ``mu`` for ``[0].mu.codes_v2``; "" if it has none."""
-        names = self.attributes
-        if names and names[-1] in _CODES + _SCALES:
-            names = names[:-1]
+        names = [x for x in self.attributes if x not in (*_CODES, *_SCALES)]
         return names[-1] if names else ""
-
-    @property
-    def is_residual(self) -> bool:
-        """Whether the leaf is a residual of a weight format."""
-        return "residual" in self.attributes
-
-    @property
-    def is_codes(self) -> bool:
-        """Whether the leaf is in a tree of codes: packed codes or an uncoded moment."""
-        return any(name in _CODES for name in self.attributes[-1:])
-
-    @property
-    def is_scales(self) -> bool:
-        """Whether the leaf is the scales of a quantised moment."""
-        return any(name in _SCALES for name in self.attributes[-1:])
 
 
 def state_leaves(params, state) -> Iterator[StateLeaf]:
@@ -79,18 +79,41 @@ def state_leaves(params, state) -> Iterator[StateLeaf]:
       params: tree of arrays or ShapeDtypeStructs; a QuantizedTensor is one parameter.
       state: the state of any transformation of these parameters.
     """
-    with_path, _ = jax.tree_util.tree_flatten_with_path(
-        params, is_leaf=quantized_tensor.is_quantized
-    )
-    owners = {path for path, _ in with_path}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
-        tails = (path[start:] for start in range(len(path) + 1))
-        yield StateLeaf(path, leaf, next((x for x in tails if x in owners), None))
+    names = set(trees.named_leaves(params)[0])
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        yield StateLeaf(path, leaf, *owner_and_field(path, names))
 
 
-def _name_of(key) -> str | None:
-    if isinstance(key, jax.tree_util.GetAttrKey):
-        return key.name
-    if isinstance(key, jax.tree_util.DictKey):
-        return str(key.key)
-    return None
+def owner_and_field(path: KeyPath, names: Container[str]) -> tuple[str | None, KeyPath]:
+    """The name of the parameter that ends a path in a state, and the path before it."""
+    for start in range(len(path) + 1):
+        name = jax.tree_util.keystr(path[start:])
+        if name in names:
+            return name, path[:start]
+    return None, path
+
+
+def leaves_of_prefix(what: str, prefix, params, name: str = "params") -> list:
+    """What a prefix of the tree of parameters has for each leaf, in their order.
+
+    Args:
+      what: the prefix's name, for the error.
+      prefix: a tree of anything; None and a QuantizedTensor are leaves of it.
+      params: tree of parameters, in which a QuantizedTensor is one leaf.
+      name: the parameters' name, for the error.
+
+    Raises:
+      ValueError: if it is no prefix.
+
+    >>> leaves_of_prefix("dtypes", {"a": 1, "b": 2}, {"a": [3, 4], "b": 5})
+    [1, 1, 2]
+    """
+    treedef = jax.tree.structure(params, is_leaf=trees.is_quantized)
+    like = treedef.unflatten(range(treedef.num_leaves))
+    is_leaf = lambda x: x is None or trees.is_quantized(x)
+    try:
+        return treedef.flatten_up_to(jax.tree.broadcast(prefix, like, is_leaf=is_leaf))
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{what} must have the structure of {name}, or of a prefix of it: {error}"
+        ) from error

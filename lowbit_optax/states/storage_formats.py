@@ -7,8 +7,7 @@ import jax
 import optax
 
 from lowbit_optax._step import trees
-from lowbit_optax.states.decoded import formats_of_parts
-from lowbit_optax.states.recorded import Recorded, is_recorded, recorded_state
+from lowbit_optax.states.decoded import Recorded, recorded_nodes
 from pallas_kernels.layout import VERSION
 
 _SHOWN = 3
@@ -45,12 +44,13 @@ def storage_formats(
     """
     names, leaves, _ = trees.named_leaves(params)
     found = {"layout": str(VERSION)}
-    found |= {f"params{n}": _parameter(x) for n, x in zip(names, leaves, strict=True)}
+    for name, leaf in zip(names, leaves, strict=True):
+        found[f"params{name}"] = trees.describe(leaf)
+        if trees.is_quantized(leaf):
+            codes = f" in {leaf.bits}-bit codes, blocks of {leaf.block_size}"
+            found[f"params{name}"] += codes
     by_name = dict(zip(names, leaves, strict=True))
-    nodes, _ = jax.tree_util.tree_flatten_with_path(
-        recorded_state(tx, params), is_recorded
-    )
-    for path, node in nodes:
+    for path, node in recorded_nodes(tx, params)[0]:
         where = f"state{jax.tree_util.keystr(path)}"
         if isinstance(node, Recorded):
             _add_lowbit(found, where, node, by_name)
@@ -81,11 +81,10 @@ def check_storage_formats(
     ...
     """
     wanted = storage_formats(tx, params)
-    names = [*wanted, *(name for name in stored if name not in wanted)]
     differ = [
         f"{name} is {stored.get(name, 'nothing')} there and "
         f"{wanted.get(name, 'nothing')} here"
-        for name in names
+        for name in wanted | dict(stored)
         if stored.get(name) != wanted.get(name)
     ]
     if not differ:
@@ -97,13 +96,6 @@ def check_storage_formats(
         "transformation that it was saved with; lowbit_optax.convert then makes this "
         "run's parameters and state of it"
     )
-
-
-def _parameter(leaf) -> str:
-    text = trees.describe(leaf)
-    if trees.is_quantized(leaf):
-        text += f" in {leaf.bits}-bit codes, blocks of {leaf.block_size}"
-    return text
 
 
 def _add_lowbit(
@@ -123,8 +115,9 @@ def _add_lowbit(
             found[f"params{leaf.name}"] += f", {container} {trees.describe(residual)}"
     plan = node.plan(leaves)
     parts = jax.tree_util.tree_flatten_with_path(plan.expected)[0]
-    for (path, part), (format_, _) in zip(parts, formats_of_parts(plan), strict=True):
+    for (path, part), storage in zip(parts, plan.storage, strict=True):
         text = trees.describe(part)
+        format_ = storage and storage.format
         if format_ is not None:
             text += f" in {format_.stored_as}"
         found[f"{where}.inner_state{jax.tree_util.keystr(path)}"] = text

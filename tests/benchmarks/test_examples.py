@@ -1,17 +1,15 @@
 """The three examples run as a user runs them: output, resuming, errors as sentences."""
 
 import ast
-import os
 import pathlib
 import re
 import runpy
 import signal
-import subprocess
 import sys
 
 import pytest
 from matplotlib.image import imread
-from places import ROOT
+from places import ROOT, run_python
 
 EXAMPLES = sorted((ROOT / "examples").iterdir())
 NAMES = ["fsdp.py", "gpt.py", "resnet_cifar.py"]
@@ -35,18 +33,14 @@ def run(tmp_path, tmp_path_factory):
             start = f"import runpy, sys\nsys.argv = {program}\n{before}\n"
             start += f"runpy.run_path({program[0]!r}, run_name='__main__')"
             program = ["-c", start]
-        environment = os.environ | {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
-        compiled = tmp_path_factory.getbasetemp() / "compiled"  # for the next run
-        environment |= {"JAX_COMPILATION_CACHE_DIR": str(compiled)}
-        # Nothing is downloaded.
-        environment |= {"https_proxy": "http://127.0.0.1:9", "JAX_PLATFORMS": "cpu"}
-        ended = subprocess.run(
-            [sys.executable, *program],
-            env=environment,
+        ended = run_python(
+            *program,
             cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
+            HOME=str(tmp_path),
+            PYTHONPATH=str(ROOT),
+            JAX_PLATFORMS="cpu",
+            JAX_COMPILATION_CACHE_DIR=str(tmp_path_factory.getbasetemp() / "compiled"),
+            https_proxy="http://127.0.0.1:9",  # nothing is downloaded
         )
         assert ended.returncode == status, ended.stderr
         if status > 0:
@@ -195,7 +189,7 @@ for i, name in enumerate([f"data_batch_{i}" for i in range(1, 6)] + ["test_batch
 
 
 def test_cifar_is_read_from_its_folder(run, tmp_path):
-    subprocess.run([sys.executable, "-c", CIFAR, str(tmp_path)], check=True)
+    run_python("-c", CIFAR, tmp_path).check_returncode()
     shown = run("resnet_cifar.py", "--data-dir", str(tmp_path), "--train-size", "1000")
     assert "CIFAR-10: 200 images to train on, 200 to test on" in shown
 
@@ -223,7 +217,6 @@ def test_the_gpt_shows_its_memory_and_trains_the_same_with_and_without_release(r
         ]
         assert sizes[1] < sizes[0]
         losses.append([float(x) for x in re.findall(r": ([\d.]+) nats", shown)])
-    assert len(losses[0]) == 4
     # XLA may contract the two programs' gradients differently.
     assert losses[0] == pytest.approx(losses[1], abs=1e-3)
     assert len(losses[0]) == 4

@@ -4,12 +4,11 @@ import itertools
 import json
 import math
 import os
-import subprocess
 import sys
 import time
 
 import pytest
-from places import ROOT
+from places import run_python
 
 from benchmarks.device import first_device, first_device_page, optimizers
 from benchmarks.device.supervisor import Supervisor, entry_of
@@ -150,13 +149,8 @@ def test_processes_run_where_mosaic_finds_a_toolkit(tmp_path):
 
 
 def run(*options, **environment):
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks", "first_device", *options],
-        cwd=ROOT,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
-        capture_output=True,
-        text=True,
-    )
+    command = ("-m", "benchmarks", "first_device", *options)
+    return run_python(*command, **{"JAX_PLATFORMS": "cpu"} | environment)
 
 
 @pytest.mark.example

@@ -115,7 +115,11 @@ def test_windows_for_evaluation_reach_both_ends():
 
 @pytest.mark.parametrize(
     ("argv", "message"),
-    [("--width 30 --heads 4", "does not divide"), ("--steps 0", "less than 1")],
+    [
+        ("--width 30 --heads 4", "does not divide"),
+        ("--steps 0", "less than 1"),
+        ("--learning-rate nan", "nan is not a finite number"),
+    ],
 )
 def test_flags_that_make_no_model_are_errors(argv, message, capsys):
     with pytest.raises(SystemExit):

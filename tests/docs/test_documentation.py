@@ -1,7 +1,6 @@
 """The documentation names everything public, and its links lead somewhere."""
 
 import importlib
-import json
 import re
 
 from places import ROOT
@@ -68,13 +67,3 @@ def test_every_command_names_a_file_that_is_there():
             assert (ROOT / name).exists(), f"{page}: {name}"
         for name in re.findall(r"-m benchmarks (\w+)", text):
             assert name in {*BENCHMARKS, "all"}, f"{page}: {name}"
-
-
-def test_the_figures_of_the_picture_are_those_of_its_record():
-    record = json.loads(
-        (ROOT / "benchmarks" / "training" / "memory_and_loss.json").read_text()
-    )
-    table = (DOCS / "accuracy.md").read_text()
-    for name, run in record["runs"].items():
-        size = sum(record["memory"][name].values())
-        assert f"| {run['held_out']:.4f} | {size:.2f} |" in table, name

@@ -1,4 +1,7 @@
-"""The figures of ``docs/evidence.md`` are those of the records."""
+"""The figures of ``docs/evidence.md`` and of other pages are those of the records.
+
+A function of a record gives the texts that its page must have.
+"""
 
 import json
 
@@ -13,7 +16,13 @@ from benchmarks.records import gaps, shown
 from benchmarks.training import pareto
 
 
-def _memory_profile(cases):
+def _percent(found, digits):
+    mean, std = (100 * found[key] for key in ("mean", "std"))
+    return f"{mean:.{digits}f}% ± {std:.{digits}f}%"
+
+
+def _memory_profile(record):
+    cases = record["cases"]
     master = cases["float32 master"]["peak"]
     share = lambda name: f"{cases[name]['peak'] / master - 1:+.0%}"
     yield f"by gradient release: {share('16 extra bits, release')}"
@@ -21,7 +30,8 @@ def _memory_profile(cases):
     yield f"`lowbit_sgd` {low}, by release {released}"
 
 
-def _operator_bytes(rows):
+def _operator_bytes(record):
+    rows = record["rows"]
     assert all(row["fused_moved"] == row["least"] for row in rows.values())
     split = [row for bits, row in rows.items() if bits != "0"]
     shares = [row["least"] / row["moved"] for row in split]
@@ -30,7 +40,8 @@ def _operator_bytes(rows):
     yield f"{min(shares):.0%} to {max(shares):.0%}"
 
 
-def _forward_error(errors):
+def _forward_error(record):
+    errors = record["errors"]
     first = lambda name: 1e4 * errors[name]["16-bit part"][0]["mean"]
     last = lambda name: errors[name]["joined"][-1]["mean"]
     yield f"{first('+8, toward zero'):.2f}e-4 against {first('float16'):.2f}e-4"
@@ -38,7 +49,8 @@ def _forward_error(errors):
     yield f"{eight:.1f}e-6 against {none:.1f}e-3"
 
 
-def _float8_weights(found):
+def _float8_weights(record):
+    found = record["held_out"]
     of = lambda name: shown(found[name]) if name in found else ""
     yield f"float32 {of('float32')}; float16 with 8 bits"
     kinds = (*ROUNDINGS.values(), "default")
@@ -48,10 +60,10 @@ def _float8_weights(found):
     yield f"| float8 |  | {of('float8: nearest')} | {of('float8: stochastic')} |"
 
 
-def _float16_clicks(gaps):
-    for name, words in (("float16", "float16"), ("float16, +8", "with 8 extra bits")):
-        mean, std = (100 * gaps["auc"][name][key] for key in ("mean", "std"))
-        yield f"{words} {mean:.3f}% ± {std:.3f}%"
+def _float16_clicks(record):
+    found = record["gaps_to_float32"]["auc"]
+    yield f"float16 {_percent(found['float16'], 3)}"
+    yield f"with 8 extra bits {_percent(found['float16, +8'], 3)}"
 
 
 def _digit_gan(found):
@@ -71,7 +83,8 @@ def _t5_release(found):
     yield f"without {shown(found['gap'], 5)}"
 
 
-def _least_squares(final):
+def _least_squares(record):
+    final = record["final"]
     yield f"float32 {shown(final['float32'])}"
     yield f"all but weights rounded {shown(final['nearest: all but weights'])}"
     yield f"only weights {shown(final['nearest: only weights'], 2)}"
@@ -79,33 +92,33 @@ def _least_squares(final):
     yield f"Kahan {shown(final['weights by Kahan'], 2)}"
 
 
-def _kahan_parts(gaps):
+def _kahan_parts(record):
     for name in ("nearest", "Kahan: output", "Kahan: output, hidden", "Kahan: all"):
-        yield shown(gaps[name], 4)
+        yield shown(record["gaps_to_stochastic"][name], 4)
 
 
-def _cancelled_updates(gaps):
+def _cancelled_updates(record):
     for name in ("nearest", "stochastic", "Kahan"):
-        mean, std = (100 * gaps[name][key] for key in ("mean", "std"))
-        yield f"{name} {mean:.2f}% ± {std:.2f}%"
+        yield f"{name} {_percent(record['gaps_to_float32'][name], 2)}"
 
 
-def _text_roundings(gaps):
+def _text_roundings(record):
+    gaps = record["gaps_to_float32"]
     for name in ("nearest", "stochastic", "Kahan"):
-        found = gaps["encoder"]["accuracy"][name]
-        mean, std = (100 * found[key] for key in ("mean", "std"))
-        yield f"{name} {mean:.2f}% ± {std:.2f}%"
+        yield f"{name} {_percent(gaps['encoder']['accuracy'][name], 2)}"
         yield f"{name} {shown(gaps['GRU']['loss'][name], 4)}"
 
 
-def _bin_changes(found):
+def _bin_changes(record):
+    found = record["held_out"]
     yield f"float32 {shown(found['float32'])}"
     for rounding in ("nearest", "stochastic"):
         means = [found[f"{bits} bits, {rounding}"] for bits in (12, 10, 8)]
         yield ", ".join(f"{x['mean']:.3f}" for x in means[:2]) + f", {shown(means[2])}"
 
 
-def _demotion_orders(found):
+def _demotion_orders(record):
+    found = record["assignments"]
     accuracy = lambda name: shown(found[name]["accuracy"], 1)
     low = lambda name: found[name]["low_ratio"]["mean"]
     runs = len(found["float32"]["accuracy"]["values"])
@@ -132,7 +145,8 @@ def _demotion_orders(found):
     yield f"last hidden layer ({low('only group 6'):.0%} of the elements)"
 
 
-def _microbatches(found):
+def _microbatches(record):
+    found = record["held_out"]
     yield f"float32 {shown(found['float32, N=1'])}; nearest, 12, 10 and 8 bits"
     for kind in ("nearest", "N=1"):
         yield ", ".join(shown(found[f"{bits} bits, {kind}"]) for bits in (12, 10, 8))
@@ -144,6 +158,11 @@ def _microbatches(found):
         for n in (4, 16):
             gap = gaps(values, f"{bits} bits, N=1")[f"{bits} bits, N={n}"]
             assert abs(gap["mean"]) < gap["std"]
+    shares = record["shares_below"]
+    eighth = SMALL.index(1 / 8)
+    small = [shares[f"8 bits, N={n}"][eighth] for n in (1, 16)]
+    yield f"{small[0]:.0%} of them are below an eighth of a step, with N = 16"
+    yield f"N = 16 {small[1]:.0%}"
 
 
 def _lpmm_states(found):
@@ -161,21 +180,15 @@ def _lpmm_states(found):
     yield f"so {share:+.0%} with 8"
 
 
-def _lpmm_text(gaps):
+def _lpmm_text(record):
+    loss = record["gaps_to_float32"]["loss"]
     for rounding in ("stochastic", "nearest"):
         names = [f"{bits} bits, {rounding}" for bits in (12, 10, 8)]
-        yield ", ".join(shown(gaps["loss"][name], 4) for name in names)
+        yield ", ".join(shown(loss[name], 4) for name in names)
 
 
-def _update_sizes(record):
-    shares = record["shares_below"]
-    eighth = SMALL.index(1 / 8)
-    small = [shares[f"8 bits, N={n}"][eighth] for n in (1, 16)]
-    yield f"{small[0]:.0%} of them are below an eighth of a step, with N = 16"
-    yield f"N = 16 {small[1]:.0%}"
-
-
-def _loss_scales(rules):
+def _loss_scales(record):
+    rules = record["rules"]
     loss = {name: found["final_loss"] for name, found in rules.items()}
     yield f"float32 {shown(loss['float32'])}, no scale {shown(loss['no scale'], 1)}"
     yield f"Backoff {shown(loss['Backoff, period 100'])}"
@@ -185,12 +198,12 @@ def _loss_scales(rules):
     assert rules["LogNormal"]["overflow_rate_after"]["mean"] == 0
 
 
-def _regularizers(found):
+def _regularizers(record):
+    found = record["strengths"]
     left = lambda strength, kind: found[strength][kind]["off"]
     in_loss = "in the loss"
     for strength in ("1e-05", "0.0001"):
-        mean, std = (100 * left(strength, in_loss)[key] for key in ("mean", "std"))
-        yield f"{mean:.1f}% ± {std:.1f}%"
+        yield _percent(left(strength, in_loss), 1)
         assert left(strength, "master")["mean"] < 0.001
         assert left(strength, "float32")["mean"] < 0.001
     yield f"{found['1e-05'][in_loss]['lost']['mean']:.0%} of its gradients"
@@ -199,20 +212,19 @@ def _regularizers(found):
     yield f"1024 {scaled:.1%} of the norm is left"
 
 
-def test_the_figures_of_bits_against_loss_are_those_of_the_record():
-    page = (ROOT / "docs" / "evidence.md").read_text()
-    runs = json.loads((ROOT / "benchmarks/training/pareto.json").read_text())["runs"]
+def _pareto(record):
+    runs = record["runs"]
     found = {task: pareto.excess(runs, task) for task in pareto.LOSSES}
     text = lambda x: f"{x['mean']:.0f}% ± {x['std']:.0f}%"
     for weights in ("nearest", "stochastic", "error into mu", "+4", "+8"):
-        assert f"{weights} {text(found['linear'][f'{weights}, 8'])}" in page
+        yield f"{weights} {text(found['linear'][f'{weights}, 8'])}"
     lpmm = [text(found["linear"][f"LPMM {bits}, 8"]) for bits in (12, 10, 8)]
-    assert f"LPMM with 12, 10 and 8 bits {', '.join(lpmm)}" in page
-    assert f"to nearest: {text(found['digits']['nearest, 8'])}" in page
-    assert f"at 19 bits: {text(found['digits']['LPMM 8, low'])}" in page
+    yield f"LPMM with 12, 10 and 8 bits {', '.join(lpmm)}"
+    yield f"to nearest: {text(found['digits']['nearest, 8'])}"
+    yield f"at 19 bits: {text(found['digits']['LPMM 8, low'])}"
     above = [n for n, x in found["digits"].items() if x["mean"] > x["std"] > 0]
     assert above == ["nearest, 32", "nearest, 8"]
-    assert f"extra bits {text(found['linear']['+16, 32'])} are left" in page
+    yield f"extra bits {text(found['linear']['+16, 32'])} are left"
     bits = {name: each["bits"] for name, each in runs.items()}
     means = {name: each["mean"] for name, each in found["linear"].items()}
     best = pareto.front(bits, means)[:10]
@@ -234,84 +246,63 @@ def test_the_figures_of_bits_against_loss_are_those_of_the_record():
     ]
 
 
-FIGURES = {
-    "memory_profile": ("cases", _memory_profile),
-    "operator_bytes": ("rows", _operator_bytes),
-    "forward_error": ("errors", _forward_error),
-    "float8_weights": ("held_out", _float8_weights),
-    "float16_clicks": ("gaps_to_float32", _float16_clicks),
-    "least_squares": ("final", _least_squares),
-    "kahan_parts": ("gaps_to_stochastic", _kahan_parts),
-    "cancelled_updates": ("gaps_to_float32", _cancelled_updates),
-    "text_roundings": ("gaps_to_float32", _text_roundings),
-    "bin_changes": ("held_out", _bin_changes),
-    "loss_scales": ("rules", _loss_scales),
-    "regularizers": ("strengths", _regularizers),
-    "demotion_orders": ("assignments", _demotion_orders),
-    "lpmm_text": ("gaps_to_float32", _lpmm_text),
-    "microbatches": ("held_out", _microbatches),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "figures"),
-    [
-        ("digit_gan", _digit_gan),
-        ("lpmm_states", _lpmm_states),
-        ("microbatches", _update_sizes),
-        ("t5_release", _t5_release),
-    ],
-)
-def test_figures_of_several_parts_are_those_of_the_record(name, figures):
-    page = (ROOT / "docs" / "evidence.md").read_text()
-    record = json.loads((ROOT / f"benchmarks/papers/{name}.json").read_text())
-    for figure in figures(record):
-        assert figure in page, figure
-
-
-def test_the_figures_of_the_page_are_those_of_the_records():
-    page = (ROOT / "docs" / "evidence.md").read_text()
-    for name, (part, figures) in FIGURES.items():
-        path = ROOT / "benchmarks" / "papers" / f"{name}.json"
-        for figure in figures(json.loads(path.read_text())[part]):
-            assert figure in page, f"{name}: {figure}"
-
-
-def test_the_memory_of_precision_assignments_is_that_of_the_record():
-    path = ROOT / "benchmarks" / "programs" / "precision_memory.json"
-    record = json.loads(path.read_text())
-    page = (ROOT / "docs" / "ideas" / "precision.md").read_text()
-    assert f"| float32, without `apply` | | {record['float32']:,.0f} | |" in page
+def _precision_memory(record):
+    yield f"| float32, without `apply` | | {record['float32']:,.0f} | |"
     for found in record["ratios"].values():
         both = f"{found['emulated']:,.0f} | {found['stored']:,.0f}"
-        assert f"| {found['low_ratio']:.2f} | {both} |" in page
+        yield f"| {found['low_ratio']:.2f} | {both} |"
+
+
+def _half_of_precision_memory(record):
     half = record["ratios"]["0.5"]["stored"]
-    evidence = (ROOT / "docs" / "evidence.md").read_text()
-    sizes = f"{record['float32']:,.0f} MiB of temporary memory become {half:,.0f}"
-    assert sizes in evidence
+    yield f"{record['float32']:,.0f} MiB of temporary memory become {half:,.0f}"
 
 
-def test_the_memory_of_large_models_is_that_of_the_record():
-    path = ROOT / "benchmarks" / "programs" / "large_models.json"
-    record = json.loads(path.read_text())
-    page = (ROOT / "docs" / "evidence.md").read_text()
+def _large_models(record):
     parts = ("parameters", "state", "carries", "temporary", "peak")
-    for name, found in record["llama_8b"].items():
+    for found in record["llama_8b"].values():
         cells = " | ".join(f"{found[part] / 2**30:.2f}" for part in parts)
-        assert f" | {cells} |" in page, name
+        yield f" | {cells} |"
     for case in ("float32 master", "lowbit_adamw, release"):
-        sizes = [
-            record["largest"][f"{case}, {x}"]["parameters"] for x in ("1 H200", "1 v6e")
-        ]
-        assert " | ".join(f"{size / 1e9:.1f}" for size in sizes) in page
+        found = [record["largest"][f"{case}, {x}"] for x in ("1 H200", "1 v6e")]
+        yield " | ".join(f"{x['parameters'] / 1e9:.1f}" for x in found)
 
 
-def test_the_figures_of_formats_beside_float32_are_those_of_the_record():
-    page = (ROOT / "docs" / "accuracy.md").read_text()
-    path = ROOT / "benchmarks" / "training" / "gpt_formats.json"
-    for name, run in json.loads(path.read_text())["runs"].items():
-        size, loss = run["bytes_per_parameter"], shown(run["held-out loss"], 4)
-        assert f"| {size:.2f} | {loss} |" in page, name
+def _gpt_formats(record):
+    for run in record["runs"].values():
+        loss = shown(run["held-out loss"], 4)
+        yield f"| {run['bytes_per_parameter']:.2f} | {loss} |"
         for end in {"held-out loss", "of the average"} & set(run["gaps"]):
-            gap = run["gaps"][end]
-            assert not gap["std"] or f"| {shown(gap, 4)} |" in page, name
+            if run["gaps"][end]["std"]:
+                yield f"| {shown(run['gaps'][end], 4)} |"
+
+
+def _memory_and_loss(record):
+    for name, run in record["runs"].items():
+        size = sum(record["memory"][name].values())
+        yield f"| {run['held_out']:.4f} | {size:.2f} |"
+
+
+OF_PAPERS = (
+    *(_memory_profile, _operator_bytes, _forward_error, _float8_weights),
+    *(_float16_clicks, _digit_gan, _t5_release, _least_squares, _kahan_parts),
+    *(_cancelled_updates, _text_roundings, _bin_changes, _demotion_orders),
+    *(_microbatches, _lpmm_states, _lpmm_text, _loss_scales, _regularizers),
+)
+FIGURES = [
+    *((f"papers/{x.__name__[1:]}", "evidence", x) for x in OF_PAPERS),
+    ("training/pareto", "evidence", _pareto),
+    ("training/gpt_formats", "accuracy", _gpt_formats),
+    ("training/memory_and_loss", "accuracy", _memory_and_loss),
+    ("programs/large_models", "evidence", _large_models),
+    ("programs/precision_memory", "evidence", _half_of_precision_memory),
+    ("programs/precision_memory", "ideas/precision", _precision_memory),
+]
+
+
+@pytest.mark.parametrize(("record", "page", "figures"), FIGURES)
+def test_the_figures_of_the_page_are_those_of_the_record(record, page, figures):
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    found = json.loads((ROOT / "benchmarks" / f"{record}.json").read_text())
+    for figure in figures(found):
+        assert figure in text

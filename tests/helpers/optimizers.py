@@ -66,6 +66,20 @@ ALIASES = {
 }
 """Every alias as users write it, bits 8 and 16, packed however small the leaf."""
 
+EVERY_ALIAS = {
+    name: getattr(lowbit_optax, name)
+    for name in lowbit_optax.__all__
+    if name.endswith(("_sgd", "_adamw", "_lion", "_adam"))
+}
+"""The functions by name; those of LPMM take quantised weights."""
+
+OF_OPTAX = {
+    name: getattr(optax, name.split("_")[-1])
+    for name in EVERY_ALIAS
+    if not name.startswith("lpmm_")
+}
+"""The optax alias that each of the others stands for."""
+
 VARIANTS = {
     "kahan_adamw_stochastic": _like_adamw(
         lowbit_optax.kahan_adamw, rounding="stochastic"
@@ -124,6 +138,14 @@ ALL_FORMATS = {**FORMATS, "nearest": lowbit_optax.nearest()}
 def weights_only(inner, weights, **options):
     """``lowbit`` that stores weights in a format, and moments in float32."""
     return lowbit_optax.lowbit(inner, weights=weights, moments="float32", **options)
+
+
+def adamw(rate, weights, moments="float32", **options):
+    """``lowbit`` around AdamW, with leaves packed however small they are."""
+    options = {"min_size": 0, **options}
+    return lowbit_optax.lowbit(
+        optax.adamw(rate), weights=weights, moments=moments, **options
+    )
 
 
 def _wrapped(inner, weights):

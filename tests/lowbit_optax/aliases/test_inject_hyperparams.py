@@ -11,31 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizers import (
-    assert_same_bits,
-    gradient_series,
-    spec_of,
-    train,
-)
+from optimizers import EVERY_ALIAS, assert_same_bits, gradient_series, spec_of, train
 
 import lowbit_optax
 from lowbit_optax import emulation, lowbit
 
 pytestmark = pytest.mark.standard_promotion
 
-MOMENTUM = dict(momentum=0.9)
 ALIASES = {
-    "kahan_sgd": (lowbit_optax.kahan_sgd, MOMENTUM),
-    "sr_sgd": (lowbit_optax.sr_sgd, MOMENTUM),
-    "extra_bits_sgd": (lowbit_optax.extra_bits_sgd, MOMENTUM),
-    "lowbit_sgd": (lowbit_optax.lowbit_sgd, MOMENTUM),
-    "lpmm_sgd": (lowbit_optax.lpmm_sgd, MOMENTUM),
-    "kahan_adamw": (lowbit_optax.kahan_adamw, {}),
-    "sr_adamw": (lowbit_optax.sr_adamw, {}),
-    "extra_bits_adamw": (lowbit_optax.extra_bits_adamw, {}),
-    "lowbit_adamw": (lowbit_optax.lowbit_adamw, {}),
-    "lowbit_lion": (lowbit_optax.lowbit_lion, {}),
-    "lpmm_adam": (lowbit_optax.lpmm_adam, {}),
+    name: (alias, dict(momentum=0.9) if name.endswith("_sgd") else {})
+    for name, alias in EVERY_ALIAS.items()
 }
 SGDS = [name for name in ALIASES if name.endswith("_sgd")]
 each_alias = pytest.mark.parametrize("name", ALIASES)

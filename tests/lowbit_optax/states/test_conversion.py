@@ -10,13 +10,16 @@ import optax
 import pytest
 from optimizers import (
     BFLOAT16_MOMENTS,
+    adamw,
     assert_same_bits,
     gradient_series,
     initial,
     jitted,
     model_params,
     spec_of,
+    train,
 )
+from wrappers import WRAPPERS
 
 import lowbit_optax
 from lowbit_optax import (
@@ -34,11 +37,7 @@ pytestmark = pytest.mark.standard_promotion
 RATE = 0.003
 
 
-def _adamw(weights, moments="float32", **options):
-    options = {"min_size": 0, **options}
-    return lowbit(optax.adamw(RATE), weights=weights, moments=moments, **options)
-
-
+_adamw = functools.partial(adamw, RATE)
 FLOAT32 = optax.adamw(RATE)
 MASTER_MODEL = {"kernel": model_params(jnp.float32)["kernel"]}
 CODES = jax.eval_shape(
@@ -184,16 +183,15 @@ def test_weights_come_back_from_float32_bit_for_bit():
             assert_same_bits(state.residual, want_state.residual)
 
 
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _there_and_back(params, state, from_tx, to_tx):
+    there = convert(params, state, from_tx, to_tx)
+    return there, convert(*there, to_tx, from_tx)
+
+
 def test_8_extra_bits_pass_through_kahan_and_back():
-    from_tx, to_tx = FORMATS["bits_8"][0], FORMATS["kahan"][0]
-
-    @jax.jit
-    def there_and_back(params, state):
-        there = convert(params, state, from_tx, to_tx)
-        return there, convert(*there, to_tx, from_tx)
-
     held = _converted()["bits_8"]
-    there, back = there_and_back(*held)
+    there, back = _there_and_back(*held, FORMATS["bits_8"][0], FORMATS["kahan"][0])
     assert_same_bits(master_weights(*there), master_weights(*held))
     assert_same_bits(back[0], held[0])
     assert_same_bits(back[1].residual, held[1].residual)
@@ -216,40 +214,6 @@ def test_the_count_of_random_steps_goes_on_and_the_seed_is_the_new_one():
     assert (state.count, state.seed) == (7, 3)
 
 
-def _is_bias(params):
-    return {name: name == "bias" for name in params}
-
-
-def _is_kernel(params):
-    return {name: name != "bias" for name in params}
-
-
-def _labels(params):
-    return {name: name for name in params}
-
-
-# ``wrap(first)`` and ``wrap(second)`` differ in the format alone.
-WRAPPERS = {
-    "chain": lambda make: optax.chain(optax.clip(1.0), make(RATE)),
-    "multi_steps": lambda make: optax.MultiSteps(make(RATE), 2),
-    "masked": lambda make: optax.chain(
-        optax.masked(make(RATE), _is_kernel), optax.masked(make(RATE), _is_bias)
-    ),
-    "partition": lambda make: optax.partition(
-        {"kernel": make(RATE), "bias": make(0.1)}, _labels
-    ),
-    "inject_hyperparams": lambda make: optax.inject_hyperparams(
-        make, hyperparam_dtype=jnp.float32
-    )(learning_rate=RATE),
-    "loss_scale": lambda make: lowbit_optax.with_loss_scale(
-        make(RATE), lowbit_optax.backoff_scale(8.0)
-    ),
-    "accumulation": lambda make: lowbit_optax.accumulate_gradients(
-        make(RATE), every=2, min_size=0
-    ),
-}
-
-
 def _plain_maker(learning_rate):
     return optax.sgd(learning_rate, 0.9)
 
@@ -264,8 +228,9 @@ def _kahan_maker(learning_rate):
 
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 def test_wrappers_keep_their_state(wrap):
-    from_tx, to_tx = wrap(_lowbit_maker), wrap(_kahan_maker)
-    plain = wrap(_plain_maker)
+    from_tx, to_tx, plain = (
+        wrap(make, make(0.01)) for make in (_lowbit_maker, _kahan_maker, _plain_maker)
+    )
     params = model_params()
 
     @jax.jit
@@ -315,24 +280,16 @@ def test_lowbit_may_stand_elsewhere_in_the_chain():
     outer = optax.chain(clip, lowbit(optax.sgd(0.1, 0.9), min_size=0))
     inner = lowbit(optax.chain(clip, optax.sgd(0.1, 0.9)), min_size=0)
     params = model_params()
-
-    @jax.jit
-    def there_and_back(params):
-        state = outer.init(params)
-        params, state = lowbit_optax.step(
-            outer, params, state, gradient_series(params, 1)[0]
-        )
-        there = convert(params, state, outer, inner)
-        return (params, state), there, convert(*there, inner, outer)
-
-    held, there, back = there_and_back(params)
+    held = params, initial(outer, params)
+    held = train(outer, *held, gradient_series(params, 1), lowbit_optax.step)
+    there, back = _there_and_back(*held, outer, inner)
     assert isinstance(there[1], lowbit_optax.LowbitState)
     assert_same_bits(back, held)
 
 
 def test_what_only_plain_optax_trains_becomes_float32():
     def mixed(others):
-        return optax.partition({"kernel": _lowbit_maker(RATE), "bias": others}, _labels)
+        return WRAPPERS["partition"](_lowbit_maker, others)
 
     from_tx, to_tx = mixed(_lowbit_maker(0.1)), mixed(_plain_maker(0.1))
     params = model_params()
@@ -344,14 +301,8 @@ def test_other_leaves_pass_and_small_ones_change_with_min_size():
     params = model_params() | {"norm": jnp.ones(24), "steps": jnp.int32(3), "no": None}
     small = lowbit(optax.sgd(0.1, 0.9), min_size=0)
     large = lowbit(optax.sgd(0.1, 0.9), min_size=9999)
-
-    @jax.jit
-    def there_and_back(params):
-        state = small.init(params)
-        there = convert(params, state, small, large)
-        return state, there, convert(*there, large, small)
-
-    state, there, back = there_and_back(params)
+    state = initial(small, params)
+    there, back = _there_and_back(params, state, small, large)
     assert there[1].residual.words["kernel"].dtype == jnp.float32
     assert_same_bits(there[0], params)
     assert_same_bits(back, (params, state))
@@ -419,99 +370,69 @@ def test_shards_stay_where_they_are_and_have_the_same_bits():
             assert leaf.sharding.is_equivalent_to(rows, leaf.ndim)
 
 
-def _state(tx, params=None):
-    return initial(tx, model_params() if params is None else params)
-
-
 def _sgd(rate=0.1):
     return lowbit(optax.sgd(rate, 0.9), min_size=0)
 
 
+_OTHER = {"kernel": jnp.ones((8, 8)), "bias": jnp.ones(40)}
+
+# What the state is made by, from_tx, to_tx, and what else is given.
 REFUSED = {
     "another optimizer": (
-        lambda: convert(model_params(), _state(_sgd()), _sgd(), _adamw(kahan())),
+        _sgd(), _sgd(), _adamw(kahan()), {},
         r"where from_tx has state\[0\]\.trace\['bias'\], to_tx has state\[0\]\.count.*"
         "Accepted are",
     ),
     "another wrapper": (
-        lambda: convert(
-            model_params(), _state(_sgd()), _sgd(), optax.chain(optax.clip(1.0), _sgd())
-        ),
+        _sgd(), _sgd(), optax.chain(optax.clip(1.0), _sgd()), {},
         "keep different states.*Accepted are",
     ),
     "a state of another transformation": (
-        lambda: convert(
-            model_params(), _state(optax.adamw(0.1)), _adamw(kahan()), FLOAT32
-        ),
-        "state.* but from_tx keeps a LowbitState",
+        FLOAT32, _adamw(kahan()), FLOAT32, {}, "state.* but from_tx keeps a LowbitState"
     ),
     "a state of other weights": (
-        lambda: convert(
-            model_params(), _state(_adamw(kahan())), _adamw(extra_bits(8)), FLOAT32
-        ),
+        _adamw(kahan()), _adamw(extra_bits(8)), FLOAT32, {},
         "residuals are Kahan, but .* keeps NearestBits8",
     ),
     "a state of other moments": (
-        lambda: convert(
-            model_params(),
-            _state(_adamw(kahan(), BFLOAT16_MOMENTS)),
-            _adamw(kahan()),
-            FLOAT32,
-        ),
+        _adamw(kahan(), BFLOAT16_MOMENTS), _adamw(kahan()), FLOAT32, {},
         r"\['bias'\].* is bfloat16\[40\], but without moment formats it is float32",
     ),
     "a state of other parameters": (
-        lambda: convert(
-            model_params(),
-            _state(FLOAT32, {"kernel": jnp.ones((8, 8)), "bias": jnp.ones(40)}),
-            FLOAT32,
-            FLOAT32,
-        ),
+        FLOAT32, FLOAT32, FLOAT32, dict(params=_OTHER),
         r"state\[0\]\.mu\['kernel'\] is float32\[8, 8\], but for these params from_tx "
         r"keeps bfloat16\[64, 24\]",
     ),
     "too many bits for the dtype": (
-        lambda: convert(
-            model_params(),
-            _state(_adamw(kahan())),
-            _adamw(kahan()),
-            _adamw(extra_bits(16)),
-            dtypes=F16,
-        ),
+        _adamw(kahan()), _adamw(kahan()), _adamw(extra_bits(16)), dict(dtypes=F16),
         r"params\['bias'\]: float16 takes 0 to 13 extra bits, not 16",
     ),
     "an integer dtype": (
-        lambda: convert(
-            model_params(), _state(FLOAT32), FLOAT32, FLOAT32, dtypes=jnp.int8
-        ),
+        FLOAT32, FLOAT32, FLOAT32, dict(dtypes=jnp.int8),
         r"dtypes has .*int8.* for params\['bias'\]; accepted are floating-point",
     ),
     "dtypes of other leaves": (
-        lambda: convert(
-            model_params(), _state(FLOAT32), FLOAT32, FLOAT32, dtypes={"kernel": BF16}
-        ),
+        FLOAT32, FLOAT32, FLOAT32, dict(dtypes={"kernel": BF16}),
         "dtypes must have the structure of params",
     ),
     "shapes of other parameters": (
-        lambda: convert(
-            model_params(), _state(FLOAT32), FLOAT32, FLOAT32, dtypes=_OTHER
-        ),
+        FLOAT32, FLOAT32, FLOAT32, dict(dtypes=_OTHER),
         r"params\['kernel'\] has shape \[64, 24\], but dtypes has \[8, 8\] there",
     ),
     "parameters that a wrapper makes": (
-        lambda: convert(
-            model_params(),
-            _state(optax.flatten(_adamw(kahan()))),
-            optax.flatten(_adamw(kahan())),
-            FLOAT32,
-        ),
+        optax.flatten(_adamw(kahan())), optax.flatten(_adamw(kahan())), FLOAT32, {},
         "from_tx hands params to lowbit, which params do not have; accepted are",
     ),
-}
-_OTHER = {"kernel": jnp.ones((8, 8)), "bias": jnp.ones(40)}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_does_not_belong_together_is_refused(call, message):
+@pytest.mark.parametrize(
+    ("made_by", "from_tx", "to_tx", "given", "message"), REFUSED.values(), ids=REFUSED
+)
+def test_what_does_not_belong_together_is_refused(
+    made_by, from_tx, to_tx, given, message
+):
+    params = model_params()
+    state = initial(made_by, given.get("params", params))
     with pytest.raises((ValueError, TypeError), match=message):
-        call()
+        convert(params, state, from_tx, to_tx, dtypes=given.get("dtypes"))

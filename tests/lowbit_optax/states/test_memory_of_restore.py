@@ -1,7 +1,6 @@
 """Restoring a sharded run does not hold it twice: arrays, and what Orbax is reading."""
 
 import os
-import subprocess
 import sys
 
 import jax
@@ -9,6 +8,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import restore_and_measure as program
+from places import run_python
 
 pytestmark = [
     pytest.mark.slow_to_compile,  # processes that each import JAX
@@ -39,15 +39,8 @@ def saved(tmp_path_factory):
 
 
 def _measure(*arguments) -> tuple[int, int]:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        [sys.executable, program.__file__, *map(str, arguments)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    path = os.pathsep.join(filter(None, sys.path))
+    done = run_python(program.__file__, *arguments, timeout=300, PYTHONPATH=path)
     assert done.returncode == 0, done.stderr[-4000:]
     held, grown = map(int, done.stdout.split()[-2:])
     return held, grown

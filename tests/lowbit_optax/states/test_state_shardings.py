@@ -13,7 +13,10 @@ from optimizers import (
     BFLOAT16_MOMENTS,
     VARIANTS,
     assert_same_bits,
+    initial,
+    train,
 )
+from wrappers import WRAPPERS
 
 import lowbit_optax
 from lowbit_optax import lowbit, state_shardings
@@ -25,43 +28,29 @@ def _mesh(axis_type=AxisType.Auto):
     return jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
 
 
-def _adamw():
-    return lowbit_optax.lowbit_adamw(0.01, min_size=0)
+def _rows():
+    return jax.NamedSharding(_mesh(), jax.P("x"))
 
 
-WRAPPERS = {
-    "chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), _adamw()),
-    "multi_steps": lambda: optax.MultiSteps(lowbit_optax.kahan_adamw(0.01), 2),
-    "masked": lambda: optax.masked(
-        _adamw(), {"kernel": True, "norm": False, "unused": None}
-    ),
-    "partition": lambda: optax.partition(
-        {
-            "packed": lowbit_optax.extra_bits_sgd(0.01, 0.9, bits=8, min_size=0),
-            "kahan": lowbit_optax.kahan_adamw(0.01),
-        },
-        {"kernel": "packed", "norm": "kahan", "unused": None},
-    ),
+def _adamw(learning_rate=0.01):
+    return lowbit_optax.lowbit_adamw(learning_rate, min_size=0)
+
+
+WRAPPED = {
+    name: functools.partial(wrap, _adamw, lowbit_optax.kahan_adamw(0.01))
+    for name, wrap in WRAPPERS.items()
+} | {
     "schedule": lambda: lowbit_optax.kahan_sgd(
         optax.linear_schedule(1.0, 0.0, 9), momentum=0.9
     ),
-    "injected outside": lambda: optax.inject_hyperparams(
-        lowbit_optax.kahan_adamw, hyperparam_dtype=jnp.float32
-    )(0.01),
     "injected inside": lambda: lowbit(
         optax.inject_hyperparams(optax.adamw)(0.01), moments=BFLOAT16_MOMENTS
-    ),
-    "loss scale": lambda: lowbit_optax.with_loss_scale(
-        _adamw(), lowbit_optax.backoff_scale()
     ),
     "codes of one moment": lambda: lowbit(
         optax.adamw(0.01), moments={"nu": lowbit_optax.block_quantized(8)}, min_size=0
     ),
     "master copy": lambda: lowbit(
         optax.adamw(0.01), weights=lowbit_optax.master_copy()
-    ),
-    "accumulated": lambda: lowbit_optax.accumulate_gradients(
-        optax.sgd(0.1, 0.9), 2, lowbit_optax.block_quantized(8), min_size=0
     ),
     "plain optax": lambda: optax.adamw(0.01),
 }
@@ -74,6 +63,12 @@ def _params():
         "norm": jnp.asarray(random.standard_normal(512), jnp.float32),
         "unused": None,
     }
+
+
+def _placed(tx, params, **options):
+    """The state of parameters that are split by rows, by a jitted ``init``."""
+    shardings = state_shardings(tx, params, _rows(), **options)
+    return jax.jit(tx.init, out_shardings=shardings)(params)
 
 
 def _assert_beside_their_parameters(state):
@@ -90,8 +85,8 @@ def _assert_beside_their_parameters(state):
 
 @pytest.mark.parametrize(
     "make",
-    [*(ALIASES | VARIANTS).values(), *WRAPPERS.values()],
-    ids=[*(ALIASES | VARIANTS), *WRAPPERS],
+    (ALIASES | VARIANTS | WRAPPED).values(),
+    ids=ALIASES | VARIANTS | WRAPPED,
 )
 def test_every_array_has_its_parameters_spec_and_the_others_none(make):
     tx, params = make(), _params()
@@ -104,34 +99,21 @@ def test_every_array_has_its_parameters_spec_and_the_others_none(make):
         assert sharding.spec == (jax.P("x") if beside else jax.P()), name
 
 
-@pytest.mark.parametrize("name", ["masked", "partition", "loss scale"])
-def test_a_jitted_init_puts_the_state_beside_its_parameters(name):
-    tx, params = WRAPPERS[name](), _params()
-    rows = jax.NamedSharding(_mesh(), jax.P("x"))
-    shardings = state_shardings(tx, params, rows)
-    state = jax.jit(tx.init, out_shardings=shardings)(jax.device_put(params, rows))
-    _assert_beside_their_parameters(state)
-    assert_same_bits(state, jax.jit(tx.init)(params))
-
-
 @pytest.mark.parametrize(
     ("name", "axis_type"),
     [("multi_steps", AxisType.Auto), ("partition", AxisType.Explicit)],
 )
 def test_training_goes_on_with_one_devices_numbers(name, axis_type):
-    tx, params = WRAPPERS[name](), _params()
+    tx, params = WRAPPED[name](), _params()
     grads = jax.tree.map(lambda x: (x * 0.1).astype(x.dtype), params)
-    step = functools.partial(lowbit_optax.step, tx)
-    want = params, jax.jit(tx.init)(params)
-    one_device = jax.jit(step)
-    for _ in range(2):
-        want = one_device(*want, grads)
+    want = train(tx, params, initial(tx, params), [grads] * 2, lowbit_optax.step)
     mesh = _mesh(axis_type)
     rows = jax.tree.map(lambda _: jax.NamedSharding(mesh, jax.P("x")), params)
     with jax.set_mesh(mesh):
         shardings = state_shardings(tx, params, jax.P("x"))
         got, grads = jax.device_put((params, grads), (rows, rows))
         got = got, jax.jit(tx.init, out_shardings=shardings)(got)
+        step = functools.partial(lowbit_optax.step, tx)
         sharded = jax.jit(step, out_shardings=(rows, shardings))
         for _ in range(2):
             got = sharded(*got, grads)
@@ -160,10 +142,7 @@ def test_shapes_and_a_prefix_of_partition_specs_are_enough():
 
 def test_two_mesh_axes_on_one_and_on_two_axes_of_a_parameter():
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-    params = {
-        "both": jnp.ones((512, 64), jnp.bfloat16),
-        "one": jnp.ones((512, 64), jnp.bfloat16),
-    }
+    params = dict.fromkeys(("both", "one"), jnp.ones((512, 64), jnp.bfloat16))
     specs = {"both": jax.P("x", "y"), "one": jax.P(("x", "y"))}
     tx = _adamw()
     shardings = state_shardings(tx, params, specs, mesh=mesh)
@@ -192,20 +171,18 @@ def test_quantised_weights_may_have_one_sharding_or_one_per_array():
 @pytest.mark.parametrize("shape", [(512, 64), (512,)])
 def test_a_bare_array_and_its_injected_hyperparameters(shape):
     params = jnp.ones(shape, jnp.bfloat16)
-    tx = WRAPPERS["injected outside"]()
-    rows = jax.NamedSharding(_mesh(), jax.P("x"))
-    state = jax.jit(tx.init, out_shardings=state_shardings(tx, params, rows))(params)
+    make = lowbit_optax.kahan_adamw
+    tx = optax.inject_hyperparams(make, hyperparam_dtype=jnp.float32)(0.01)
+    state = _placed(tx, params)
     assert state.hyperparams["learning_rate"].sharding.is_fully_replicated
-    assert state.inner_state.residual.compensation.sharding == rows
+    assert state.inner_state.residual.compensation.sharding == _rows()
     assert state.inner_state.count.sharding.is_fully_replicated
 
 
 def test_parameters_named_as_fields_of_the_state():
     names = ("mu", "residual", "count", "codes", "scales", "learning_rate")
     params = {name: jnp.ones((512, 8), jnp.bfloat16) for name in names}
-    tx = _adamw()
-    rows = jax.NamedSharding(_mesh(), jax.P("x"))
-    state = jax.jit(tx.init, out_shardings=state_shardings(tx, params, rows))(params)
+    state = _placed(_adamw(), params)
     for leaf in jax.tree.leaves(state):
         assert leaf.sharding.is_fully_replicated == (leaf.ndim == 0)
 
@@ -215,9 +192,7 @@ def test_factored_moments_are_replicated():
         optax.adafactor(0.1, min_dim_size_to_factor=8), weights=lowbit_optax.kahan()
     )
     params = {"w": jnp.ones((512, 64), jnp.bfloat16), "b": jnp.ones(512, jnp.bfloat16)}
-    rows = jax.NamedSharding(_mesh(), jax.P("x"))
-    shardings = state_shardings(tx, params, rows)
-    state = jax.jit(tx.init, out_shardings=shardings)(params)
+    state = _placed(tx, params)
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         name = jax.tree_util.keystr(path)
         mine = next(
@@ -290,11 +265,7 @@ def test_the_sizes_that_an_error_names_work(
 
 def test_uneven_arrays_are_replicated_if_asked_for():
     params = {"w": jnp.ones((32, 128), jnp.bfloat16)}  # 4 rows each, half a block
-    tx = _adamw()
-    rows = jax.NamedSharding(_mesh(), jax.P("x"))
-    shardings = state_shardings(tx, params, rows, uneven="replicate")
-    placed = jax.device_put(params, rows)
-    state = jax.jit(tx.init, out_shardings=shardings)(placed)
+    state = _placed(_adamw(), jax.device_put(params, _rows()), uneven="replicate")
     assert state.inner_state[0].mu.scales["w"].sharding.is_fully_replicated
     assert not state.inner_state[0].mu.codes["w"].sharding.is_fully_replicated
 
