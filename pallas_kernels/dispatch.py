@@ -1,4 +1,4 @@
-"""Kernels beside references: which runs where, and whose derivatives and batches."""
+"""Kernels and references: which of them runs, and how they are transformed."""
 
 import importlib
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ def by_platform(
       reference: a function of array operations.
       arguments: arrays, and perhaps trees of more of them.
       interpreted: the kernel's operations run by XLA.
-      cuda, tpu: kernels that compute the same; None where there is none.
+      cuda, tpu: kernels that compute the same, or None.
     """
     if implementation in ("triton", "mosaic") and cuda is not None:
         return cuda(*arguments)
@@ -43,8 +43,8 @@ def by_platform(
 def launcher_module(package: str, implementation: str | None, interpret: bool = False):
     """The module of an implementation's launcher for GPUs.
 
-    It is imported where it is needed: older versions of JAX cannot import Mosaic's, and
-    Pallas takes a tenth of the time of importing this package.
+    It is imported when it is needed: older versions of JAX cannot import Mosaic's, and
+    Pallas takes a tenth of the time that this package takes to import.
 
     Args:
       package: that has a module for each launcher.

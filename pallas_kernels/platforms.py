@@ -10,18 +10,17 @@ from jax import lax
 from jax.sharding import AxisType
 
 Implementation = typing.Literal["xla", "pallas", "triton", "mosaic", "tpu"] | None
-"""By what a function of kernels runs.
+"""What runs a function that has kernels.
 
-- ``"xla"``: by XLA's own operations, the reference.
-- ``"pallas"``: by kernels of the backend that suits the GPU; elsewhere than on CUDA
-  and TPUs their operations run one by one.
-- ``"triton"``, ``"mosaic"``: by kernels of this backend of Pallas', in programs for
-  CUDA only.
-- ``"tpu"``: by kernels of Pallas' TPU backend what these take, and by XLA the rest; in
-  programs for TPUs, and elsewhere by Pallas' model of a TPU (slowly).
-- None: by kernels on CUDA, unless :func:`refused_gpu` says why not; by those for TPUs
-  where :func:`chooses_tpu_kernels` says so; and by XLA elsewhere. ``lowbit`` updates
-  large leaves block by block on a CPU.
+- ``"xla"``: XLA's own operations, the reference.
+- ``"pallas"``: kernels of the backend that suits the GPU or TPU; on other platforms
+  their operations, one by one.
+- ``"triton"``, ``"mosaic"``: kernels of this Pallas backend, in programs for CUDA only.
+- ``"tpu"``: kernels of the Pallas TPU backend where they take the leaf, and XLA where
+  they do not. On other platforms Pallas' model of a TPU runs them (slowly).
+- None: kernels on CUDA, unless :func:`refused_gpu` says why not; kernels for TPUs where
+  :func:`chooses_tpu_kernels` says so; and XLA elsewhere. ``lowbit`` updates large
+  leaves block by block on a CPU.
 """
 
 LauncherName = typing.Literal["triton", "mosaic"]
@@ -31,7 +30,7 @@ DEFAULT_LAUNCHER: LauncherName | None = None
 
 _CAPABILITIES_OF_MOSAIC = (9, 10)
 
-# Of GPUs that are not at hand only the names are known.
+# GPUs that are not at hand are known by name only.
 _CAPABILITIES = {
     **dict.fromkeys(["P100"], "6.0"),
     **dict.fromkeys(["V100"], "7.0"),
@@ -83,7 +82,7 @@ def has_mosaic() -> bool:
 
 
 class Gpu(typing.NamedTuple):
-    """A GPU of NVIDIA's.
+    """An NVIDIA GPU.
 
     Args:
       name: as JAX calls it.
@@ -100,12 +99,11 @@ class Gpu(typing.NamedTuple):
 
 
 def target_gpu() -> Gpu | None:
-    """The GPU that the program that is traced is for.
+    """The GPU that the traced program is for; None if there is none, or none is known.
 
-    That of the mesh in force, which may be one that is described and not at hand. Where
-    no mesh is, JAX's default device; without one, of JAX's GPUs that of the least
-    compute capability, since any of them may get the program. None where these are no
-    GPUs, or nothing is known of them.
+    It is the GPU of the mesh in force, which may be described and not at hand. Without
+    a mesh it is JAX's default device. Without that it is the one of JAX's GPUs with the
+    lowest compute capability, since any of them may get the program.
 
     >>> target_gpu() is None or jax.default_backend() == "gpu"
     True
@@ -130,7 +128,7 @@ def target_gpu() -> Gpu | None:
 
 
 def refused_gpu() -> str | None:
-    """Why the GPU that the program is for has no kernels; None if it has, or no GPU is.
+    """Why the program's GPU has no kernels; None if it has, or if there is no GPU.
 
     >>> refused_gpu() is None or jax.default_backend() == "gpu"
     True
@@ -146,7 +144,7 @@ def refused_gpu() -> str | None:
 
 
 def is_elsewhere(arrays: Iterable[jax.Array]) -> bool:
-    """Whether these are arrays at hand, not traced ones, none on a GPU or a TPU.
+    """Whether all arrays are concrete, and none of them is on a GPU or a TPU.
 
     >>> import jax.numpy as jnp
     >>> is_elsewhere([jnp.ones(3)]) or jax.default_backend() != "cpu"
@@ -162,9 +160,9 @@ def is_elsewhere(arrays: Iterable[jax.Array]) -> bool:
 def is_for_tpus() -> bool:
     """Whether the program that is traced is for TPUs.
 
-    It is if the mesh in force (``jax.set_mesh``) is one of TPUs, or, where none is, if
-    TPUs are JAX's default backend. So kernels for TPUs are not traced where there are
-    none. A program that is compiled for TPUs on a machine without one needs the mesh.
+    It is if the mesh in force (``jax.set_mesh``) has TPUs or, without a mesh, if TPUs
+    are JAX's default backend. So kernels for TPUs are not traced where there are none.
+    A program that is compiled for TPUs on a machine without one needs the mesh.
 
     >>> is_for_tpus() == (jax.default_backend() == "tpu")
     True
@@ -182,10 +180,10 @@ def chooses_tpu_kernels() -> bool:
     """Whether kernels for TPUs are chosen where no implementation is named.
 
     They are in programs for TPUs that XLA need not partition: for one device, in
-    ``jax.shard_map``, and on meshes whose axes are explicit. XLA:TPU has no
-    ``custom_partitioning`` (https://github.com/jax-ml/jax/issues/38196), without which
-    it cannot partition a kernel. Where no mesh is in force, JAX must have one device
-    only.
+    ``jax.shard_map``, and on meshes whose axes are explicit. XLA:TPU cannot partition a
+    kernel, since it has no ``custom_partitioning``
+    (https://github.com/jax-ml/jax/issues/38196). Without a mesh, JAX must have only one
+    device.
 
     >>> chooses_tpu_kernels() <= is_for_tpus()
     True
@@ -202,7 +200,7 @@ def chooses_tpu_kernels() -> bool:
 def is_for_one_cpu() -> bool:
     """Whether the program that is traced is known to run on one device, a CPU.
 
-    It does on a mesh in force of one, or, where none is, if JAX has no other device.
+    It does if the mesh in force has one device or, without a mesh, if JAX has no other.
 
     >>> is_for_one_cpu() <= (jax.default_backend() == "cpu")
     True
@@ -226,8 +224,8 @@ def launcher_name(implementation: str | None) -> LauncherName:
 def default_launcher() -> LauncherName:
     """Which launcher's kernels run on GPUs where none is named.
 
-    Mosaic GPU's on Hopper and Blackwell, if this JAX has it. There JAX deprecates
-    Triton's, which run on older GPUs, with older JAX, and in a ``jax.shard_map`` that
+    Mosaic GPU's run on Hopper and Blackwell if this JAX has them; there JAX deprecates
+    Triton's. Those run on older GPUs, with older JAX, and in a ``jax.shard_map`` that
     checks how arrays vary (``check_vma``).
     """
     if DEFAULT_LAUNCHER is not None:

@@ -45,15 +45,15 @@ def over_automatic_axes(
 ):
     """The results of a local function: without it XLA gathers what a kernel reads.
 
-    On these axes placements are not known while tracing, nor is the mesh, unless it is
-    set. XLA's partitioner asks for them later.
+    While tracing, placements on these axes are not known, and the mesh only if it is
+    set. XLA's partitioner asks for the local function later.
 
     Args:
       whole: the same function, of whole arrays.
       local_of: of arrays' shapes and shardings, and the mesh.
       args: the arrays.
-      rule, **sizes: by which XLA spreads placements, and its factors' sizes; see
-        ``custom_partitioning``.
+      rule, **sizes: how XLA spreads placements, and the sizes of the rule's factors;
+        see ``custom_partitioning``.
     """
 
     def partition(mesh, arguments, results):

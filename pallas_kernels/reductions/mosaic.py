@@ -61,7 +61,12 @@ def _pieces(pieces: Pieces, *refs):
     def choose(number: int):
         numbers = pieces.starts[number], pieces.sizes[number]
         return (
-            *(_address(arrays[number], half) for half in range(2)),
+            *(
+                _per_thread(
+                    _half_of_address, [], jnp.int32, half, refs=[arrays[number]]
+                )
+                for half in range(2)
+            ),
             *map(jnp.int32, numbers),
             jnp.int32(kinds.index(forms[number])),
         )
@@ -90,9 +95,8 @@ def _whole(pieces: Pieces, starts, parts, results, exchange):
 
     def step(number, values):
         place = first + number * jnp.int32(_LANES) + _lanes()
-        make = functools.partial(load, _form(kind.dtype, 1))
-        arguments, dtype = [place, place < end], kind.dtype
-        more = registers.per_thread(make, arguments, (_LANES,), dtype, [parts])
+        arguments, form = [place, place < end], _form(kind.dtype, 1)
+        more = _per_thread(load, arguments, kind.dtype, form, refs=[parts])
         return _carried(kind.combine(values, more))
 
     count = lax.div(end - first + jnp.int32(_LANES - 1), jnp.int32(_LANES))
@@ -105,12 +109,9 @@ def _form(dtype, width: int) -> Form:
 
 
 def _per_thread(function, arrays, dtype, *statics, refs=()) -> jax.Array:
+    """An array of registers that a function makes of statics, references and arrays."""
     make = functools.partial(function, *statics)
     return registers.per_thread(make, arrays, (_LANES,), dtype, refs)
-
-
-def _address(ref, half: int) -> jax.Array:
-    return _per_thread(_half_of_address, [], jnp.int32, half, refs=[ref])
 
 
 def _half_of_address(half: int, pointer):

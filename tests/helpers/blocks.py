@@ -1,4 +1,4 @@
-"""A body with maxima over blocks of several sizes, and its numpy model."""
+"""Bodies with maxima over blocks, and their numpy models."""
 
 import dataclasses
 import functools
@@ -7,6 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from kernels import Mixture, fields_of, row_major, words_of
 
 from pallas_kernels import Operand, Result, fused_update, layout_of
 
@@ -109,3 +110,92 @@ class Maxima:
             total += (largest + old)[block] * 10**place
             new.append(largest + 2 * old)
         return [total, *new]
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockMixture(Mixture):
+    """A body of integers: each result depends on the maxima over the element's block.
+
+    Operands are fields, a plain array, and one value per block. Results are their new
+    versions, in their places, and the index.
+    """
+
+    block_size: int
+
+    @property
+    def bits(self):
+        return self.widths[0]
+
+    @property
+    def rounds(self):
+        return [[self.block_size] * 2]
+
+    kept = 2
+
+    def before(self, block_values):
+        (old,) = block_values
+        return (old * jnp.uint32(5),)
+
+    def statistics(self, number, values, scalars, index, multiply_add, before, after):
+        del multiply_add
+        field, plain = values
+        mixed = (field ^ plain ^ before[0] ^ scalars[0]) & jnp.uint32(0xFFFF)
+        # The second is below 0 in half of the smallest blocks, and counts as 0 there.
+        return mixed.astype(jnp.int32), mixed.astype(jnp.int32) - 0xFA00
+
+    def after(self, maxima, block_values, scalars):
+        del block_values, scalars
+        first, second = (x.astype(jnp.uint32) for x in maxima)
+        return [first * jnp.uint32(3) + second], (first, second)
+
+    def __call__(self, values, scalars, index, multiply_add, before, after):
+        del multiply_add
+        field, plain = values
+        first, second = after
+        index = row_major(index, plain)
+        new = (field * jnp.uint32(3) + first + before[0]) & jnp.uint32(2**self.bits - 1)
+        return [new, plain ^ (first + second * jnp.uint32(7) + scalars[1]), index]
+
+    def operands(self, arrays):
+        words, plain, old = arrays
+        return [
+            Operand(words, self.bits),
+            Operand(plain),
+            Operand(old, None, self.block_size),
+        ]
+
+    @property
+    def results(self):
+        return [
+            Result(jnp.uint32, self.bits, 0),
+            Result(jnp.uint32, None, 1),
+            Result(jnp.uint32, None, 2, self.block_size),
+            Result(jnp.uint32),
+        ]
+
+    def arrays(self, shape, seed=0):
+        """The operands, and the numbers that they hold."""
+        count, _ = blocks_of(shape, self.block_size)
+        held = [
+            fields_of(shape, self.bits, seed),
+            fields_of(shape, 32, seed),
+            fields_of(count, 32, seed + 1),
+        ]
+        words = words_of(held[0], self.bits)
+        return [jnp.asarray(x) for x in (words, *held[1:])], held
+
+    def want(self, held, scalars, index):
+        """The results as they are stored, computed in numpy."""
+        field, plain, old = (x.astype(np.uint32) for x in held)
+        _, places = blocks_of(field.shape, self.block_size)
+        before = (old * np.uint32(5))[places]
+        mixed = ((field ^ plain ^ before ^ scalars[0]) & 0xFFFF).astype(np.int32)
+        first, second = np.zeros(old.shape, np.int32), np.zeros(old.shape, np.int32)
+        np.maximum.at(first, places, mixed)
+        np.maximum.at(second, places, mixed - 0xFA00)
+        first, second = first.astype(np.uint32), second.astype(np.uint32)
+        new = field * np.uint32(3) + first[places] + before
+        new = new & np.uint32(2**self.bits - 1)
+        mixed = first[places] + second[places] * np.uint32(7) + scalars[1]
+        of_blocks = first * np.uint32(3) + second
+        return [words_of(new, self.bits), plain ^ mixed, of_blocks, index]

@@ -104,7 +104,7 @@ class Mixture:
 
     def model(self, numbers, scalars, index):
         """The numbers that the results must hold, computed with Python's integers."""
-        *fields, plain = (x.astype(object) for x in numbers)
+        *fields, plain = (np.asarray(x, object) for x in numbers)
         new = [
             (field * 3 + plain + scalars[0]) % 2**bits
             for field, bits in zip(fields, self.widths, strict=True)
@@ -112,7 +112,8 @@ class Mixture:
         mixed = plain ^ (sum(fields, scalars[1]) % 2**32)
         index = index.astype(object)
         marks = [(2**32 - 1 - index) % 2**bits for bits in self.widths[:1]]
-        return [x.astype(np.uint32) for x in (*new, mixed, index, *marks)]
+        # A number in place of an array of rank 0.
+        return [np.asarray(x, np.uint32) for x in (*new, mixed, index, *marks)]
 
     def want(self, numbers, scalars, index):
         """The results as they are stored."""
@@ -141,16 +142,19 @@ class Mixture:
 
         return jax.jit(run, compiler_options=QUICK, **jit_options)
 
-    def jitted_many(self, shape, implementation):
+    def leaves(self, arrays, shapes):
+        """A leaf of each shape."""
+        return [
+            Leaf(tuple(self.operands(each)), tuple(self.results), shape)
+            for each, shape in zip(arrays, shapes, strict=True)
+        ]
+
+    def jitted_many(self, shapes, implementation):
         """The update of several leaves as a jitted function of arrays and scalars."""
 
         def run(arrays, table, rows):
-            leaves = [
-                Leaf(tuple(self.operands(each)), tuple(self.results), shape)
-                for each in arrays
-            ]
             options = dict(scalars=Scalars(table, rows), implementation=implementation)
-            return fused_update_many(self, leaves, **options)
+            return fused_update_many(self, self.leaves(arrays, shapes), **options)
 
         return jax.jit(run, compiler_options=QUICK)
 

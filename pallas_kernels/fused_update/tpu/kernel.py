@@ -22,8 +22,6 @@ from pallas_kernels.fused_update.spec import (
     Body,
     Call,
     Leaf,
-    Operand,
-    Result,
     Shard,
     result_shapes,
 )
@@ -81,27 +79,21 @@ def accepts(body: Body | BlockBody, leaf: Leaf, scalars: int) -> bool:
         return False
     if math.prod(merged[-2:]) < _MIN_ELEMENTS or not _is_wide(leaf, merged):
         return False
-    dtypes = [(o, o.array.dtype) for o in leaf.operands]
-    dtypes += [(r, r.dtype) for r in leaf.results]
-    if not all(dtype in _dtypes(like, leaf) for like, dtype in dtypes):
-        return False
-    kinds = [(o.array.dtype, o.block_size) for o in leaf.operands]
-    return traced(body, kinds, scalars).are_supported
-
-
-def _dtypes(like: Operand | Result, leaf: Leaf) -> frozenset:
-    """The dtypes that an operand or result may have."""
-    if like.block_size is not None:
-        return _OF_BLOCKS
-    # Of plain arrays XLA makes one pass, which is less than to copy float16.
-    return DTYPES if leaf.has_words_or_blocks else DTYPES - {jnp.dtype(jnp.float16)}
+    # XLA updates a plain leaf in one pass, which costs less than copies of float16.
+    plain = DTYPES if leaf.has_words_or_blocks else DTYPES - {jnp.dtype(jnp.float16)}
+    operands = [(o.array.dtype, o.block_size) for o in leaf.operands]
+    results = [(r.dtype, r.block_size) for r in leaf.results]
+    for dtype, block_size in (*operands, *results):
+        if dtype not in (plain if block_size is None else _OF_BLOCKS):
+            return False
+    return traced(body, operands, scalars).are_supported
 
 
 def _is_wide(leaf: Leaf, shape: tuple[int, ...]) -> bool:
     """Whether a part of this shape is better updated by a kernel than by XLA.
 
-    A kernel takes 128 columns at a time, whether or not there are so many. Of plain
-    arrays XLA makes one pass itself.
+    A kernel takes 128 columns at a time, whether or not there are so many. XLA updates
+    a plain leaf in one pass itself.
     """
     if leaf.has_words_or_blocks:
         return shape[-1] >= _MIN_COLUMNS or layout_of(shape) != Layout(shape, -2)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from blocks import BlockMixture
 from collectives import collectives
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -14,12 +15,10 @@ from kernels import (
     assert_equal,
     assert_layer_written,
     index_of,
-    row_major,
     stacks_of,
 )
 
 from pallas_kernels import (
-    Leaf,
     Operand,
     Result,
     Scalars,
@@ -59,8 +58,9 @@ def assert_placed(arrays, sharding):
         assert local == {sharding.shard_shape(x.shape)}
 
 
-# Whole words on every device; widths (), (8,), (5,) or (16, 4).
-WHOLE_WORDS = {
+# Whole words on every device, and whole blocks: units of 8 rows (32 at odd widths) by 4
+# columns, or more where blocks are larger.
+WHOLE = {
     "rows": ((256, 6), (8,), P("x"), (8,)),
     "8 rows": ((64, 6), (8,), P("x"), (8,)),
     "rows, two widths": ((64, 6), (8,), P("x"), (16, 4)),
@@ -77,24 +77,28 @@ WHOLE_WORDS = {
     "plain rows": ((16, 5), (8,), P("x"), ()),
     "plain columns": ((3, 16), (8,), P(None, "x"), ()),
     "plain middle": ((3, 8, 5), (4, 2), P(None, ("x", "y")), ()),
+    "blocks in rows": ((64, 6), (8,), P("x"), (8,), 32),
+    "blocks in rows, odd width": ((256, 6), (8,), P("x"), (5,), 32),
+    "blocks in columns": ((10, 32), (8,), P(None, "x"), (8,), 32),
+    "blocks in heads": ((64, 8, 10), (8,), P(None, "x"), (12,), 32),
+    "blocks in a leading axis": ((8, 40, 6), (8,), P("x"), (8,), 32),
+    "blocks in rows before heads": ((64, 3, 10), (8,), P("x"), (8,), 32),
+    "blocks in columns after heads": ((20, 3, 32), (8,), P(None, None, "x"), (8,), 32),
+    "blocks in a vector": ((2048,), (8,), P("x"), (8,), 32),
+    "large blocks": ((128, 36), (8,), P("x"), (8,), 256),
+    "columns of large blocks": ((70, 256), (8,), P(None, "x"), (8,), 2048),
 }
-CASES = [(name, AxisType.Auto) for name in WHOLE_WORDS] + [
-    (name, AxisType.Explicit)
-    for name in (
-        "rows",
-        "heads",
-        "columns",
-        "both axes",
-        "two mesh axes",
-        "plain columns",
-    )
-]
 
 
-@pytest.mark.parametrize(("name", "axis_type"), CASES)
-def test_shards_of_whole_words_need_no_communication(name, axis_type):
-    shape, sizes, spec, widths = WHOLE_WORDS[name]
-    mixture = Mixture(widths)
+def mixture_of(widths, block_size=None):
+    return BlockMixture(widths, block_size) if block_size else Mixture(widths)
+
+
+@AXES
+@pytest.mark.parametrize("name", WHOLE)
+def test_shards_of_whole_words_and_blocks_need_no_communication(name, axis_type):
+    shape, sizes, spec, *kind = WHOLE[name]
+    mixture = mixture_of(*kind)
     arrays, held = mixture.arrays(shape)
     mesh = mesh_of(*sizes, axis_type=axis_type)
     sharding = NamedSharding(mesh, spec)
@@ -110,36 +114,42 @@ def test_shards_of_whole_words_need_no_communication(name, axis_type):
     assert_equal(got, mixture.want(held, LAST, index_of(shape)))
 
 
-SPLIT_WORDS = {
+# Shards hold parts of words, or whole words but parts of blocks.
+SPLIT = {
     "half words": ((16, 6), (8,), P("x"), (8,)),
     "rest on the last": ((24, 6), (8,), P("x"), (8,)),
     "odd width": ((64, 6), (8,), P("x"), (5,)),
     "half words and columns": ((8, 8), (4, 2), P("x", "y"), (8,)),
+    "blocks in rows": ((32, 6), (8,), P("x"), (8,), 32),
+    "blocks in columns": ((16, 16), (8,), P(None, "x"), (8,), 32),
+    "rows of large blocks": ((64, 36), (8,), P("x"), (8,), 256),
+    "blocks in a vector": ((1024,), (8,), P("x"), (8,), 32),
 }
 
 
-SPLIT_CASES = [(name, AxisType.Auto) for name in SPLIT_WORDS] + [
-    ("half words", AxisType.Explicit),
-    ("half words and columns", AxisType.Explicit),
-]
-
-
-@pytest.mark.parametrize(("name", "axis_type"), SPLIT_CASES)
-def test_shards_that_split_words_give_the_same_numbers(name, axis_type):
-    shape, sizes, spec, widths = SPLIT_WORDS[name]
-    mixture = Mixture(widths)
+@AXES
+@pytest.mark.parametrize("name", SPLIT)
+def test_shards_that_split_words_or_blocks_give_the_same_numbers(name, axis_type):
+    shape, sizes, spec, *kind = SPLIT[name]
+    mixture = mixture_of(*kind)
     arrays, held = mixture.arrays(shape)
     mesh = mesh_of(*sizes, axis_type=axis_type)
-    sharding = NamedSharding(mesh, spec)
+    whole, spread = (NamedSharding(mesh, each) for each in (P(), spec))
     with jax.set_mesh(mesh):
-        whole = NamedSharding(mesh, P())
-        # Words lie where they can: rows of words divide as well.
+        # Rows of words divide as well, and elements per block do not.
         placed = [
-            jax.device_put(x, sharding if x.shape[0] % sizes[0] == 0 else whole)
-            for x in arrays
+            jax.device_put(
+                x, spread if spec[0] is None or x.shape[0] % sizes[0] == 0 else whole
+            )
+            for x in arrays[:2]
         ]
+        placed += [jax.device_put(x, whole) for x in arrays[2:]]
         update = mixture.jitted(shape, "pallas")
         got = update(placed, dict(scalars=jnp.asarray(TABLE[2])))
+    if axis_type == AxisType.Explicit:
+        # A new array is placed like the first operand.
+        for x, like in zip(got, [*placed, placed[0]], strict=False):
+            assert x.sharding.is_equivalent_to(like.sharding, x.ndim)
     assert_equal(got, mixture.want(held, LAST, index_of(shape)))
 
 
@@ -175,63 +185,37 @@ def test_a_layer_of_a_sharded_stack_is_updated_in_its_place(
     assert_layer_written(got, stacks, 1, want)
 
 
-def marked(values, scalars, index, multiply_add):
-    index = row_major(index, values[0])
-    return [values[0] * scalars[0] + index, index]
-
-
-@AXES
-@pytest.mark.parametrize(
-    "specs",
-    [(P("x"), P("x"), P()), (P("x"), P(None, "x"), P("x"))],
-    ids=["pieces", "columns"],
-)
-def test_many_leaves_stay_where_they_are(specs, axis_type):
-    shapes = [(64,), (16, 16), (8, 3)]
-    mesh = mesh_of(8, axis_type=axis_type)
-    shardings = [NamedSharding(mesh, spec) for spec in specs]
-    held = [index_of(shape, start=7) for shape in shapes]
-    results = (Result(U32, overwrites=0), Result(U32))
-
-    @jax.jit
-    def run(arrays, table, rows):
-        leaves = [Leaf((Operand(x),), results, x.shape) for x in arrays]
-        return fused_update_many(
-            marked, leaves, scalars=Scalars(table, rows), implementation="pallas"
-        )
-
-    with jax.set_mesh(mesh):
-        arrays = [jax.device_put(x, s) for x, s in zip(held, shardings, strict=True)]
-        shared = jnp.asarray(TABLE), jnp.array([1, 0, 2], U32)
-        shared = jax.device_put(shared, NamedSharding(mesh, P()))
-        update = run.lower(arrays, *shared).compile(QUICK)
-        assert not collectives(update)
-        got = update(arrays, *shared)
-    for own, x, row, sharding in zip(got, held, (1, 0, 2), shardings, strict=True):
-        index = index_of(x.shape)
-        assert_placed(own, sharding)
-        assert_equal(own, [x * TABLE[row, 0] + index, index])
-
-
-@pytest.mark.slow_to_compile
-@AXES
-@pytest.mark.parametrize("specs", [[P("x")] * 3, [P("x"), P(None, "x"), P()]], ids=str)
-def test_many_packed_leaves_are_updated_where_they_are(specs, axis_type):
+COLUMNS = P(None, "x")
+SHAPES = [(64,), (16, 16), (8, 3)]
+MANY = {
+    "pieces": (SHAPES, (P("x"), P("x"), P()), ()),
+    "columns": (SHAPES, (P("x"), COLUMNS, P("x")), ()),
+    "packed": ([(256, 32)] * 3, (P("x"),) * 3, (8,)),
     # Where shards differ, each has a kernel of its own.
-    shape, mixture = (256, 32), Mixture((8,))
+    "packed, several shards": ([(256, 32)] * 3, (P("x"), COLUMNS, P()), (8,)),
+}
+
+
+@AXES
+@pytest.mark.parametrize("name", MANY)
+def test_many_leaves_stay_where_they_are(name, axis_type):
+    shapes, specs, widths = MANY[name]
+    mixture, rows = Mixture(widths), (1, 0, 2)
     mesh = mesh_of(8, axis_type=axis_type)
     shardings = [NamedSharding(mesh, spec) for spec in specs]
-    arrays, held = zip(*(mixture.arrays(shape, seed) for seed in range(3)), strict=True)
-
-    run = mixture.jitted_many(shape, "pallas")
+    arrays, held = zip(
+        *(mixture.arrays(shape, seed) for seed, shape in enumerate(shapes)), strict=True
+    )
+    run = mixture.jitted_many(shapes, "pallas")
     with jax.set_mesh(mesh):
         arrays = [jax.device_put(x, s) for x, s in zip(arrays, shardings, strict=True)]
-        shared = jnp.asarray(TABLE), jnp.array([1, 0, 2], U32)
+        shared = jnp.asarray(TABLE), jnp.array(rows, U32)
         shared = jax.device_put(shared, NamedSharding(mesh, P()))
         update = run.lower(arrays, *shared).compile()
         assert not collectives(update)
         got = update(arrays, *shared)
-    for own, each, row, sharding in zip(got, held, (1, 0, 2), shardings, strict=True):
+    expected = zip(got, held, shapes, rows, shardings, strict=True)
+    for own, each, shape, row, sharding in expected:
         assert_placed(own, sharding)
         scalars = [int(x) for x in TABLE[row]]
         assert_equal(own, mixture.want(each, scalars, index_of(shape)))
@@ -263,24 +247,22 @@ def test_in_the_users_shard_map_a_shard_is_a_leaf_of_its_own(widths, check_vma):
 
 
 def test_many_leaves_in_the_users_shard_map():
-    mesh = mesh_of(8)
-    results = (Result(U32, overwrites=0), Result(U32))
+    mesh, mixture, local = mesh_of(8), Mixture(()), [(2, 3), (8,)]
+    arrays, held = zip(*map(mixture.arrays, [(16, 3), (64,)]), strict=True)
 
-    def update(*arrays):
-        leaves = [Leaf((Operand(x),), results, x.shape) for x in arrays]
+    def update(arrays):
         return fused_update_many(
-            marked,
-            leaves,
+            mixture,
+            mixture.leaves(arrays, local),
             scalars=Scalars(jnp.asarray(TABLE), jnp.zeros(2, U32)),
             implementation="pallas",
         )
 
     run = jax.shard_map(update, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
-    arrays = jnp.ones((16, 3), U32), jnp.ones(64, U32)
-    got = jax.jit(run)(*arrays)
-    for own, local, reps in zip(got, [(2, 3), (8,)], [(8, 1), (8,)], strict=True):
-        index = np.tile(index_of(local), reps)
-        assert_equal(own, [1 + index, index])
+    got = jax.jit(run)(arrays)
+    for own, each, shape, reps in zip(got, held, local, [(8, 1), (8,)], strict=True):
+        index = np.tile(index_of(shape), reps)
+        assert_equal(own, mixture.want(each, [1, 2], index))
 
 
 def test_unknown_placements_are_settled_by_the_operands_that_are_overwritten():

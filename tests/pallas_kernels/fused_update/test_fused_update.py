@@ -17,7 +17,6 @@ from kernels import (
     assert_layer_written,
     fields_of,
     index_of,
-    row_major,
     stacks_of,
     words_of,
 )
@@ -153,70 +152,40 @@ def test_a_sum_of_a_product_is_as_given(implementation):
 SIZES = [(1,), (5000,), (3, 7), (1024,), (1025,), (70, 33), (), (2, 1, 5), (4096,)]
 
 
-def counted(values, scalars, index, multiply_add):
-    plain, other = values
-    index = row_major(index, plain)
-    return [plain * U32(5) + other + scalars[1], index ^ scalars[0]]
-
-
-def many(shapes):
-    held = [
-        [fields_of(s, 32, seed + i) for seed in (0, 99)] for i, s in enumerate(shapes)
-    ]
-    results = (Result(U32, overwrites=0), Result(U32))
-    leaves = [
-        Leaf(tuple(Operand(jnp.asarray(x)) for x in arrays), results, shape)
-        for arrays, shape in zip(held, shapes, strict=True)
-    ]
-    return leaves, held
-
-
-@EACH
-@pytest.mark.parametrize("count", [1, len(SIZES), 60])
-def test_many_leaves_are_each_leaf_alone(count, implementation):
-    shapes = (SIZES * 7)[:count]
-    leaves, held = many(shapes)
-    table = np.random.default_rng(0).integers(0, 2**32, (count + 3, 2), np.uint64)
-    rows = np.arange(count)[::-1] + 3
-    got = fused_update_many(
-        counted,
-        leaves,
-        scalars=Scalars(jnp.asarray(table, U32), jnp.asarray(rows, U32)),
-        implementation=implementation,
-    )
-    assert len(got) == count
-    for own, (plain, other), shape, row in zip(got, held, shapes, rows, strict=True):
-        first, second = (int(x) for x in table[row])
-        new = plain.astype(np.uint64) * 5 + other + np.uint64(second)
-        index = index_of(shape) ^ np.uint32(first)
-        assert_equal(own, [(new % 2**32).astype(np.uint32), index])
-
-
-MANY = [((70, 33), (8,)), ((64, 16), (12, 4)), ((24, 3, 8), (16,)), ((33, 5), (5,))]
-
-
-@EACH
-@pytest.mark.parametrize(("shape", "widths"), MANY)
+MANY = [((SIZES * 7)[:count], ()) for count in (1, len(SIZES), 60)]
 # The last are more than one kernel takes, in two of 5 and of 4.
-@pytest.mark.slow_to_compile
-@pytest.mark.parametrize("count", [2, 5, 9])
-def test_many_packed_leaves_are_each_leaf_alone(shape, widths, count, implementation):
-    mixture = Mixture(widths)
+MANY += [
+    pytest.param([shape] * count, widths, marks=pytest.mark.slow_to_compile)
+    for shape, widths in [
+        ((70, 33), (8,)),
+        ((64, 16), (12, 4)),
+        ((24, 3, 8), (16,)),
+        ((33, 5), (5,)),
+    ]
+    for count in (2, 5, 9)
+]
+
+
+@EACH
+@pytest.mark.parametrize(("shapes", "widths"), MANY)
+def test_many_leaves_are_each_leaf_alone(shapes, widths, implementation):
+    mixture, count = Mixture(widths), len(shapes)
     arrays, held = zip(
-        *(mixture.arrays(shape, seed) for seed in range(count)), strict=True
+        *(mixture.arrays(shape, seed) for seed, shape in enumerate(shapes)), strict=True
     )
     table = np.random.default_rng(0).integers(0, 2**32, (count + 3, 2), np.uint64)
     rows = np.arange(count)[::-1] + 3
-
-    update = mixture.jitted_many(shape, implementation)
+    update = mixture.jitted_many(shapes, implementation)
     got = update(arrays, jnp.asarray(table, U32), jnp.asarray(rows, U32))
-    for own, each, row in zip(got, held, rows, strict=True):
+    assert len(got) == count
+    for own, each, shape, row in zip(got, held, shapes, rows, strict=True):
         scalars = [int(x) for x in table[row]]
         assert_equal(own, mixture.want(each, scalars, index_of(shape)))
 
 
 def test_leaves_of_several_kinds_are_refused_together():
-    (leaf, *_), _ = many([(3,)])
+    mixture = Mixture(())
+    (leaf,) = mixture.leaves([mixture.arrays((3,))[0]], [(3,)])
     narrow = leaf.with_arrays([x.astype(jnp.int32) for x in leaf.arrays])
     short, long = (
         Leaf((Operand(jnp.zeros((rows, 4), U32), 8),), (Result(U32),), (4 * rows, 4))
@@ -226,7 +195,7 @@ def test_leaves_of_several_kinds_are_refused_together():
     for leaves in ([leaf, narrow], [short, long], [stack, stack]):
         with pytest.raises(ValueError, match="same kinds of operands"):
             fused_update_many(
-                counted, leaves, scalars=Scalars(jnp.asarray(TABLE), jnp.zeros(2, U32))
+                mixture, leaves, scalars=Scalars(jnp.asarray(TABLE), jnp.zeros(2, U32))
             )
 
 

@@ -76,6 +76,7 @@ OF_WORDS = {
     "<< <<": lambda x: x << U32(3) << U32(20),
     "<< << beyond": lambda x: x << U32(20) << U32(20),
     "& &": lambda x: x & U32(0xFFF) & U32(0xF),
+    "& >>": lambda x: (x & U32(0xFFF)) >> U32(4),
     "<< &": lambda x: x << U32(4) & U32(0xFF),
     "signed byte": signed(24, 24),
     "signed byte with zeros below": signed(24, 8),
