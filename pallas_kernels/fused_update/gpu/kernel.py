@@ -23,7 +23,7 @@ the leaf's strides from the index of the shard's first element.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -328,15 +328,13 @@ class Kernel:
         }
 
 
-def launch(size: ProgramSize, call: Call, run: Callable) -> list[jax.Array]:
-    """The results of a call's kernel, of one leaf after the other.
+def prepare(
+    size: ProgramSize, call: Call
+) -> tuple[Kernel, tuple[jax.ShapeDtypeStruct, ...], list[jax.Array]]:
+    """The kernel of a call, what it writes, and its arguments.
 
-    Args:
-      size: how large the launcher's programs are.
-      call: what to update.
-      run: calls a kernel, given also the shapes of what it writes and its arguments:
-        what all leaves share, and then all arrays of each leaf. Arrays are flat; stacks
-        are of flat layers.
+    The arguments are what all leaves share, and then all arrays of each leaf. Arrays
+    are flat; stacks are of flat layers.
     """
     shards, leaf = call.shards, call.shards[0].leaf
     # What is not given is not replaced by a constant: XLA would launch a kernel of its
@@ -361,8 +359,6 @@ def launch(size: ProgramSize, call: Call, run: Callable) -> list[jax.Array]:
         for i, x in enumerate(shard.leaf.arrays)
     ]
     arguments = [*(x for x in given if x is not None), call.table.reshape(-1), *arrays]
-    shapes = [shape for shard in shards for shape in result_shapes(shard)]
-    results = [(r, shard) for shard in shards for r in leaf.results]
     written = tuple(
         jax.ShapeDtypeStruct(
             (shape[0], math.prod(shape[1:]))
@@ -371,10 +367,16 @@ def launch(size: ProgramSize, call: Call, run: Callable) -> list[jax.Array]:
             r.dtype,
             manual_axis_type=manual_axes(r, shard.leaf.operands),
         )
-        for (r, shard), shape in zip(results, shapes, strict=True)
+        for shard in shards
+        for r, shape in zip(leaf.results, result_shapes(shard), strict=True)
     )
-    new = run(kernel, written, arguments)
-    return [x.reshape(shape) for x, shape in zip(new, shapes, strict=True)]
+    return kernel, written, arguments
+
+
+def shaped(written: Sequence[jax.Array], shards: Sequence[Shard]) -> list[jax.Array]:
+    """The same with the shapes that arrays of the leaves have."""
+    shapes = [shape for shard in shards for shape in result_shapes(shard)]
+    return [x.reshape(shape) for x, shape in zip(written, shapes, strict=True)]
 
 
 def _bases(shards: Sequence[Shard]) -> jax.Array | None:

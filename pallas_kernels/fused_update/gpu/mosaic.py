@@ -1,10 +1,8 @@
 """The fused update as a Pallas kernel on the Mosaic GPU backend.
 
-For Hopper and Blackwell. What each program of the kernel does is in :mod:`.program`;
-each of its threads has a tile's four columns.
+For Hopper and Blackwell. What each program of the kernel does is in :mod:`.program`.
 """
 
-import dataclasses
 import functools
 import math
 import typing
@@ -19,15 +17,14 @@ from jax.experimental.pallas import mosaic_gpu as pallas
 from pallas_kernels.fused_update.gpu.kernel import (
     Kernel,
     ProgramSize,
-    Tiling,
-    launch,
+    prepare,
+    shaped,
 )
-from pallas_kernels.fused_update.gpu.operands import Access
+from pallas_kernels.fused_update.gpu.mosaic_arrays import ByThreads, load, store
 from pallas_kernels.fused_update.gpu.program import run_program
 from pallas_kernels.fused_update.spec import BlockBody, Call
 from pallas_kernels.gpu import mosaic_registers as registers
 from pallas_kernels.gpu.mosaic import INSTRUCTIONS
-from pallas_kernels.gpu.mosaic_access import Form, load, store
 from pallas_kernels.layout import TILE_COLUMNS
 
 # A program is a warpgroup: 128 threads with four columns each.
@@ -48,7 +45,8 @@ def update(call: Call) -> list[jax.Array]:
     """See :func:`.triton.update`; its operations cannot be interpreted."""
     if call.interpret:
         raise NotImplementedError("kernels of Mosaic GPU are for CUDA only")
-    return launch(_SIZE, call, _call)
+    kernel, written, args = prepare(_SIZE, call)
+    return shaped(_call(kernel, written, args), call.shards)
 
 
 def _call(kernel: Kernel, written, args: Sequence[jax.Array]) -> list:
@@ -137,128 +135,7 @@ def _program(kernel: Kernel, programs: int, warpgroups: int, *refs):
         [*refs[: first + reads], *results],
         arrangement,
         INSTRUCTIONS,
-        load=functools.partial(_load, arrangement.shape),
-        store=functools.partial(_store, arrangement.shape),
+        load=functools.partial(load, arrangement.shape),
+        store=functools.partial(store, arrangement.shape),
         guard=unless_beyond,
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class ByThreads:
-    """The lanes of a program: each thread has a tile's four columns.
-
-    All arrays are of lanes: values per block are the same in all threads of the block.
-    See :class:`.lanes.Arrangement`.
-
-    Args:
-      tiling: what the lanes walk over.
-      exchange: reference to shared memory of an int32 per warp, where blocks have more
-        tiles than a warp has threads.
-    """
-
-    tiling: Tiling
-    exchange: typing.Any = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        tiling = self.tiling
-        if tiling.is_flat:
-            return (tiling.row_stride,)
-        return (tiling.program.lanes, TILE_COLUMNS)
-
-    def flat(self) -> jax.Array:
-        return self._threads() * jnp.int32(TILE_COLUMNS) + self.columns()
-
-    def blocks(self) -> jax.Array:
-        return self._threads() >> jnp.int32(self._bits(self.tiling.tiles))
-
-    def parts(self, count: int) -> jax.Array:
-        tile = self._threads() & jnp.int32(self.tiling.tiles - 1)
-        return tile >> jnp.int32(self._bits(self.tiling.tiles // count))
-
-    def columns(self) -> jax.Array:
-        return registers.per_thread(_columns, [], self.shape, jnp.int32)
-
-    def carried(self, x: jax.Array) -> jax.Array:
-        # Mosaic wants the same layout and sign of what comes in and goes out.
-        return registers.per_thread(lambda register: register, [x], self.shape, x.dtype)
-
-    def spread(self, x: jax.Array) -> jax.Array:
-        return x
-
-    def over_parts(self, x: jax.Array) -> jax.Array:
-        return x
-
-    def expand(self, x: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(x, self.shape)
-
-    def maxima(self, x: jax.Array, parts: int) -> jax.Array:
-        threads = self.tiling.tiles // parts
-        if threads <= registers.WARP:
-            make = functools.partial(_maximum, threads)
-            return registers.per_thread(make, [x], self.shape, jnp.int32)
-        make, refs = _maximum_of_two_warps, [self.exchange]
-        return registers.per_thread(make, [x], self.shape, jnp.int32, refs)
-
-    def _threads(self) -> jax.Array:
-        return registers.per_thread(_thread, [], self.shape, jnp.int32)
-
-    @staticmethod
-    def _bits(count: int) -> int:
-        return count.bit_length() - 1
-
-
-def _thread():
-    return registers.register([registers.thread_number()] * registers.COLUMNS)
-
-
-def _columns():
-    kind = registers.bits_type(32)
-    return registers.register(
-        [registers.constant(i, kind) for i in range(registers.COLUMNS)]
-    )
-
-
-def _maximum(threads: int, register):
-    """The maximum over the elements of so many neighbouring threads."""
-    value = functools.reduce(registers.largest, registers.elements(register))
-    distance = 1
-    while distance < threads:
-        value = registers.largest(value, registers.other_thread(value, distance))
-        distance *= 2
-    return registers.register([value] * registers.COLUMNS)
-
-
-def _maximum_of_two_warps(pointer, register):
-    """The maximum over the threads of two neighbouring warps."""
-    (value, *_) = registers.elements(_maximum(registers.WARP, register))
-    other = registers.other_warp(pointer, value)
-    return registers.register([registers.largest(value, other)] * registers.COLUMNS)
-
-
-def _load(shape: tuple[int, ...], ref, access: Access, leaf: int) -> jax.Array:
-    make = functools.partial(load, _form(ref, access, leaf))
-    return registers.per_thread(make, _place(access), shape, ref.dtype, [ref])
-
-
-def _store(shape: tuple[int, ...], ref, access: Access, value, leaf: int) -> None:
-    make = functools.partial(store, _form(ref, access, leaf))
-    registers.do_per_thread(make, [value, *_place(access)], shape, [ref])
-
-
-def _form(ref, access: Access, leaf: int) -> Form:
-    # LLVM would take loads of different leaves for one with another address: their
-    # instructions are different texts.
-    return Form(
-        ref.dtype,
-        access.width,
-        access.tiles,
-        access.mask is not None,
-        None if access.layer is None else ref.shape[-1],
-        f"// leaf {leaf}",
-    )
-
-
-def _place(access: Access) -> list[jax.Array]:
-    place = (access.offset, access.mask, access.layer)
-    return [x for x in place if x is not None]

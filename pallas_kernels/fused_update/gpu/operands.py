@@ -107,6 +107,8 @@ class Memory:
         self._branches(store, *(value for _, value in new))
 
     def _branches(self, function: Callable, *args):
+        if not self.has_branches:
+            return function(0, *args)
         return by_branches(self.leaf, range(len(self.operands)), function, *args)
 
     def _marked(self, values: Sequence[jax.Array], number: int) -> tuple:

@@ -1,0 +1,139 @@
+"""How the lanes of a Mosaic GPU program lie in arrays, and are loaded and stored.
+
+Each thread has a tile's four columns.
+"""
+
+import dataclasses
+import functools
+import typing
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.fused_update.gpu.kernel import Tiling
+from pallas_kernels.gpu import mosaic_access
+from pallas_kernels.gpu import mosaic_registers as registers
+from pallas_kernels.layout import TILE_COLUMNS
+
+
+@dataclasses.dataclass(frozen=True)
+class ByThreads:
+    """The lanes of a program: each thread has a tile's four columns.
+
+    All arrays are of lanes: values per block are the same in all threads of the block.
+    See :class:`.lanes.Arrangement`.
+
+    Args:
+      tiling: what the lanes walk over.
+      exchange: reference to shared memory of an int32 per warp, where blocks have more
+        tiles than a warp has threads.
+    """
+
+    tiling: Tiling
+    exchange: typing.Any = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        tiling = self.tiling
+        if tiling.is_flat:
+            return (tiling.row_stride,)
+        return (tiling.program.lanes, TILE_COLUMNS)
+
+    def flat(self) -> jax.Array:
+        return self._threads() * jnp.int32(TILE_COLUMNS) + self.columns()
+
+    def blocks(self) -> jax.Array:
+        return self._threads() >> jnp.int32(self._bits(self.tiling.tiles))
+
+    def parts(self, count: int) -> jax.Array:
+        tile = self._threads() & jnp.int32(self.tiling.tiles - 1)
+        return tile >> jnp.int32(self._bits(self.tiling.tiles // count))
+
+    def columns(self) -> jax.Array:
+        return registers.per_thread(_columns, [], self.shape, jnp.int32)
+
+    def carried(self, x: jax.Array) -> jax.Array:
+        # Mosaic wants the same layout and sign of what comes in and goes out.
+        return registers.per_thread(lambda register: register, [x], self.shape, x.dtype)
+
+    def spread(self, x: jax.Array) -> jax.Array:
+        return x
+
+    def over_parts(self, x: jax.Array) -> jax.Array:
+        return x
+
+    def expand(self, x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(x, self.shape)
+
+    def maxima(self, x: jax.Array, parts: int) -> jax.Array:
+        threads = self.tiling.tiles // parts
+        if threads <= registers.WARP:
+            make = functools.partial(_maximum, threads)
+            return registers.per_thread(make, [x], self.shape, jnp.int32)
+        make, refs = _maximum_of_two_warps, [self.exchange]
+        return registers.per_thread(make, [x], self.shape, jnp.int32, refs)
+
+    def _threads(self) -> jax.Array:
+        return registers.per_thread(_thread, [], self.shape, jnp.int32)
+
+    @staticmethod
+    def _bits(count: int) -> int:
+        return count.bit_length() - 1
+
+
+def _thread():
+    return registers.register([registers.thread_number()] * registers.COLUMNS)
+
+
+def _columns():
+    kind = registers.bits_type(32)
+    return registers.register(
+        [registers.constant(i, kind) for i in range(registers.COLUMNS)]
+    )
+
+
+def _maximum(threads: int, register):
+    """The maximum over the elements of so many neighbouring threads."""
+    value = functools.reduce(registers.largest, registers.elements(register))
+    distance = 1
+    while distance < threads:
+        value = registers.largest(value, registers.other_thread(value, distance))
+        distance *= 2
+    return registers.register([value] * registers.COLUMNS)
+
+
+def _maximum_of_two_warps(pointer, register):
+    """The maximum over the threads of two neighbouring warps."""
+    (value, *_) = registers.elements(_maximum(registers.WARP, register))
+    other = registers.other_warp(pointer, value)
+    return registers.register([registers.largest(value, other)] * registers.COLUMNS)
+
+
+def load(shape: tuple[int, ...], ref, access, leaf: int) -> jax.Array:
+    """Elements of a reference of a leaf; see :class:`.operands.Access`."""
+    make = functools.partial(mosaic_access.load, _form(ref, access, leaf))
+    return registers.per_thread(make, _place(access), shape, ref.dtype, [ref])
+
+
+def store(shape: tuple[int, ...], ref, access, value, leaf: int) -> None:
+    """Write elements of a reference of a leaf; see :class:`.operands.Access`."""
+    make = functools.partial(mosaic_access.store, _form(ref, access, leaf))
+    registers.do_per_thread(make, [value, *_place(access)], shape, [ref])
+
+
+def _form(ref, access, leaf: int) -> mosaic_access.Form:
+    # LLVM would take loads of different leaves for one with another address: their
+    # instructions are different texts.
+    return mosaic_access.Form(
+        ref.dtype,
+        access.width,
+        access.tiles,
+        access.mask is not None,
+        None if access.layer is None else ref.shape[-1],
+        f"// leaf {leaf}",
+    )
+
+
+def _place(access) -> list[jax.Array]:
+    place = (access.offset, access.mask, access.layer)
+    return [x for x in place if x is not None]

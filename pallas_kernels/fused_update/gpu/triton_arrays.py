@@ -1,0 +1,115 @@
+"""How the lanes of a Triton program lie in arrays, and how it loads and stores them.
+
+Loads and stores have offsets and masks of their own: a BlockSpec's have no masks on
+Triton's backend, and a ragged tail would be written out of bounds.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import triton
+
+from pallas_kernels.fused_update.gpu.kernel import Tiling
+from pallas_kernels.layout import TILE_COLUMNS
+
+
+@dataclasses.dataclass(frozen=True)
+class ByBlocks:
+    """Arrays ``[lanes, 4]``, or ``[blocks, tiles, 4]`` where blocks have several tiles.
+
+    Arrays of blocks are ``[blocks]``, and of parts ``[blocks, parts]`` where they are
+    not whole blocks.
+    """
+
+    tiling: Tiling
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See :class:`.lanes.Arrangement`, as of the other methods."""
+        tiling = self.tiling
+        if tiling.is_flat:
+            return (tiling.row_stride,)
+        if tiling.tiles == 1:
+            return (tiling.program.lanes, TILE_COLUMNS)
+        return (tiling.blocks_at_once, tiling.tiles, TILE_COLUMNS)
+
+    def flat(self) -> jax.Array:
+        return lax.iota(jnp.int32, self.tiling.row_stride)
+
+    def blocks(self) -> jax.Array:
+        return lax.iota(jnp.int32, self.tiling.blocks_at_once)
+
+    def parts(self, count: int) -> jax.Array:
+        return lax.broadcasted_iota(jnp.int32, (1, count), 1)
+
+    def columns(self) -> jax.Array:
+        return lax.broadcasted_iota(jnp.int32, self.shape, len(self.shape) - 1)
+
+    def carried(self, x: jax.Array) -> jax.Array:
+        return x
+
+    def spread(self, x: jax.Array) -> jax.Array:
+        if not x.ndim:
+            return x
+        return x.reshape(*x.shape, *[1] * (len(self.shape) - x.ndim))
+
+    def over_parts(self, x: jax.Array) -> jax.Array:
+        return x[:, None] if x.ndim else x
+
+    def expand(self, x: jax.Array) -> jax.Array:
+        shape = self.shape
+        has_parts = x.ndim == 2 < len(shape)
+        if has_parts and x.shape[1] not in (1, self.tiling.tiles):
+            runs = (*x.shape, self.tiling.tiles // x.shape[1], shape[-1])
+            return jnp.broadcast_to(x[:, :, None, None], runs).reshape(shape)
+        return jnp.broadcast_to(self.spread(x), shape)
+
+    def maxima(self, x: jax.Array, parts: int) -> jax.Array:
+        x = jnp.max(x, axis=-1)
+        if x.ndim == 1 or parts == self.tiling.tiles:
+            return x
+        if parts > 1:
+            x = x.reshape(x.shape[0], parts, -1)
+        return jnp.max(x, axis=-1)
+
+
+def _place(ref, access):
+    return ref.at[
+        access.offset if access.layer is None else (access.layer, access.offset)
+    ]
+
+
+def load(ref, access, _) -> jax.Array:
+    """Elements of a reference; see :class:`.operands.Access`."""
+    return triton.load(_place(ref, access), mask=access.mask)
+
+
+def store(interpret: bool, ref, access, value: jax.Array, _) -> None:
+    """Write elements of a reference.
+
+    Args:
+      interpret: whether XLA runs the operations.
+      access: see :class:`.operands.Access`.
+    """
+    if interpret:
+        access, value = _existing(access, value)
+    triton.store(_place(ref, access), value, mask=access.mask)
+
+
+def _existing(access, value: jax.Array):
+    """The same store, where elements that do not exist are the first that does.
+
+    Interpreted, a store writes what it has read where the mask is off. There it would
+    undo what others write to the same place: elements beyond the end of a row have the
+    offsets of the next.
+    """
+    if access.mask is None:
+        return access, value
+    mask = jnp.broadcast_to(access.mask, value.shape)
+    offset = jnp.broadcast_to(access.offset, value.shape)
+    place = jnp.argmax(mask.reshape(-1))
+    first = lambda x: jnp.broadcast_to(x.reshape(-1)[place], x.shape)
+    value, offset = (jnp.where(mask, x, first(x)) for x in (value, offset))
+    return dataclasses.replace(access, offset=offset, mask=first(mask)), value
