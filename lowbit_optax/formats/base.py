@@ -232,10 +232,12 @@ def check_rounding(where: str, given: str) -> None:
 
 
 def rounding_words(
-    rounding: str, random: RandomBits, shape: tuple[int, ...], stream: int
+    rounding: str, random: RandomBits | None, shape: tuple[int, ...], stream: int
 ) -> jax.Array | None:
-    """The words that round an array stochastically; None for rounding to nearest."""
-    return random.words(shape, stream) if rounding == "stochastic" else None
+    """The words that round an array stochastically; None for any other rounding."""
+    if rounding != "stochastic" or random is None:
+        return None
+    return random.words(shape, stream)
 
 
 def container_class(

@@ -17,7 +17,7 @@ from lowbit_optax._numerics.codes import as_fields, float_of
 from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._numerics.random_bits import PARAM_STREAM, RandomBits
 from lowbit_optax._numerics.rounding import narrow_or_cast
-from lowbit_optax.formats.base import Rounding
+from lowbit_optax.formats.base import Rounding, rounding_words
 from lowbit_optax.formats.quantized_leaf import QuantizedWeight
 from pallas_kernels.bitfields import pack, unpack_with
 from pallas_kernels.layout import Layout, block_maxima, repeat_blocks
@@ -151,7 +151,7 @@ class QuantizedFields:
 
     bits: int
     block_size: int
-    rounding: Rounding = "nearest"
+    rounding: Rounding = "stochastic"
 
     def magnitude_key(self, x: jax.Array) -> jax.Array:
         """Integers whose maxima over blocks :meth:`scale_of` takes."""
@@ -177,10 +177,8 @@ class QuantizedFields:
         return [repeat_blocks(x, layout, self.block_size) for x in prepared]
 
     def encode(self, x: jax.Array, prepared, random: RandomBits | None) -> jax.Array:
-        """The fields of float32 values; no random bits are needed for "nearest"."""
-        words = None
-        if self.rounding == "stochastic" and random is not None:
-            words = random.words(x.shape, PARAM_STREAM)
+        """The fields of float32 values; without random bits they are the nearest."""
+        words = rounding_words(self.rounding, random, x.shape, PARAM_STREAM)
         return linear_code.encode(x, prepared, self.bits, words)
 
     def decode(self, fields: jax.Array, prepared) -> jax.Array:
@@ -205,10 +203,8 @@ def quantize(
       random: the leaf's random bits; None rounds to nearest.
       old: the scales that the array had, which are kept where they fit.
     """
-    layout, code = (
-        Layout(x.shape, axis),
-        QuantizedFields(bits, block_size, "stochastic"),
-    )
+    layout = Layout(x.shape, axis)
+    code = QuantizedFields(bits, block_size)
     keys = block_maxima(code.magnitude_key(x), layout, block_size)
     scales = code.scale_of(keys, old)
     fields = code.encode(x, code.prepare_values(scales, layout), random)
