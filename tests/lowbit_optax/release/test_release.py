@@ -355,39 +355,6 @@ def test_training_goes_on_in_the_other_mode(ordinary_first, tmp_path):
     assert_same_bits(got[1:], want[1:])
 
 
-def _quantized_loss(params, x):
-    @jax.checkpoint
-    def body(x, w):
-        return jnp.tanh(x @ lowbit_optax.dequantize(w, jnp.float32)), None
-
-    return simple_loss(params, x, body)
-
-
-LPMM = {
-    "sgd": lowbit_optax.lpmm_sgd(RATE, 0.5),
-    "adam": lowbit_optax.lpmm_adam(RATE, **HALF, eps=2.0**-10),
-}
-
-
-@pytest.mark.parametrize("name", LPMM)
-def test_quantised_layers_are_stepped_as_by_lazy_gradients(name):
-    tx = LPMM[name]
-    layers = lowbit_optax.quantize_params(released.weights(3), bits=12, block_size=64)
-    params = {"layers": layers, "head": normal(64)}
-    batches = released.batches(5)
-
-    def step(params, state, x):
-        differentiate = lowbit_optax.lpmm.value_and_grad(_quantized_loss, lazy=True)
-        loss, grads = differentiate(params, x)
-        return loss, *lowbit_optax.step(tx, params, state, grads)
-
-    found = released.updated_in_loop(_quantized_loss, tx, params, *batches[0])
-    assert found == SIMPLE_IN_LOOP
-    want = released.run(step, tx, params, batches)
-    step = release.value_and_update(_quantized_loss, tx)
-    assert_same_bits(released.run(step, tx, params, batches), want)
-
-
 WITH_X64 = {
     "sgd_momentum": SGD,
     "kahan_sgd": lowbit_optax.kahan_sgd(RATE, 0.5, implementation="xla"),
