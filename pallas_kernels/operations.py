@@ -14,6 +14,12 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives as p
 
+# From JAX 0.12 on every jaxpr holds its constants, and the type has no name of its own
+# any more. The old name is still there, but type checkers are told that it is not
+# exported.
+ClosedJaxpr = core.ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
+"""The type of a jaxpr that holds its constants, in every version of JAX."""
+
 PREFIX = "pallas_kernels_"
 """How the names of these operations begin."""
 

@@ -20,7 +20,7 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives as p
 
-from pallas_kernels.jaxprs import ClosedJaxpr
+from pallas_kernels.operations import ClosedJaxpr
 
 _CALLS = frozenset(
     {

@@ -25,7 +25,7 @@ from lowbit_optax._jaxprs.graph import (
     value_of,
     with_outputs,
 )
-from pallas_kernels.jaxprs import ClosedJaxpr
+from pallas_kernels.operations import ClosedJaxpr
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

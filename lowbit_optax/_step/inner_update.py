@@ -27,7 +27,7 @@ from lowbit_optax._step.error_feedback import Feedback, feedback_of
 from lowbit_optax._step.leaf import widen
 from lowbit_optax._step.moments import no_moment_for_errors
 from lowbit_optax._step.step import Step
-from pallas_kernels.jaxprs import ClosedJaxpr
+from pallas_kernels.operations import ClosedJaxpr
 
 
 class UpdateNodes(typing.NamedTuple):

@@ -111,6 +111,14 @@ def _advance(format_: WeightFormat, landing: Landing, param, residual, update, r
     return result, after, format_.error(param, residual, update, new, after)
 
 
+def residual_bits_read(format_: WeightFormat | None, param: jax.Array) -> int:
+    """``residual_random_bits`` of a leaf.
+
+    Its format is None if the leaf passes through; such a leaf shares no words.
+    """
+    return 32 if format_ is None else format_.residual_random_bits(param.dtype)
+
+
 def format_of(
     weights: WeightFormat, min_size: int, name: str, leaf
 ) -> WeightFormat | None:

@@ -28,10 +28,10 @@ from lowbit_optax._step.leaf import (
     StoredLeaf,
     axes_of_shards,
     number_of_shard,
+    residual_bits_read,
 )
 from lowbit_optax._step.moments import MomentPlan
 from lowbit_optax._step.state import LowbitState
-from lowbit_optax.formats.base import residual_bits_read
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -217,14 +217,6 @@ class WeightFormat:
         return new, self.residual(master, new, random), difference
 
 
-def residual_bits_read(format_: WeightFormat | None, param: jax.Array) -> int:
-    """``residual_random_bits`` of a leaf.
-
-    Its format is None if the leaf passes through; such a leaf shares no words.
-    """
-    return 32 if format_ is None else format_.residual_random_bits(param.dtype)
-
-
 def check_rounding(where: str, given: str) -> None:
     """Raise a ValueError that names ``where`` unless ``given`` is a rounding."""
     if given not in typing.get_args(Rounding):

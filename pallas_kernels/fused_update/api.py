@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import by_platform, launcher_module, transformable
 from pallas_kernels.fused_update import sharded, xla
 from pallas_kernels.fused_update.spec import (
     BlockBody,
@@ -27,10 +26,13 @@ from pallas_kernels.fused_update.spec import (
 from pallas_kernels.layout import MAX_ELEMENTS, check_block_size, layout_of
 from pallas_kernels.platforms import (
     Implementation,
+    by_platform,
     check_implementation,
     chooses_tpu_kernels,
     is_for_tpus,
+    launcher_module,
     refused_gpu,
+    transformable,
 )
 
 

@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.dispatch import transformable
 from pallas_kernels.fused_update import xla
 from pallas_kernels.fused_update.spec import BlockBody, Body, Leaf
 from pallas_kernels.layout import layout_of
+from pallas_kernels.platforms import transformable
 
 BLOCK = 2**17
 """Elements of a block, roughly: a core's caches hold what is read and written."""

@@ -15,12 +15,14 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import shards
-from pallas_kernels.dispatch import by_platform, launcher_module, transformable
 from pallas_kernels.layout import MAX_ELEMENTS
 from pallas_kernels.platforms import (
     Implementation,
+    by_platform,
     check_implementation,
+    launcher_module,
     refused_gpu,
+    transformable,
 )
 from pallas_kernels.reductions.pieces import LARGEST, SQUARES, Kind, reduce_by
 

@@ -19,8 +19,8 @@ from lowbit_optax._numerics.random_bits import Draws, RandomBits, moment_draws
 from lowbit_optax._numerics.relative import product, quotient
 from lowbit_optax._step.error_feedback import fed
 from lowbit_optax._step.kernels.rows import MomentRows, WeightRows
-from lowbit_optax._step.leaf import StoredLeaf
-from lowbit_optax.formats.base import WeightFormat, residual_bits_read
+from lowbit_optax._step.leaf import StoredLeaf, residual_bits_read
+from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.quantized_weights import result_of
 from pallas_kernels.fused_update import Leaf, Operand, Result
 

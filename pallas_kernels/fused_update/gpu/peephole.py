@@ -32,8 +32,7 @@ from pallas_kernels.bitfields import get_field
 from pallas_kernels.fused_update import xla
 from pallas_kernels.fused_update.spec import BlockBody, Body
 from pallas_kernels.gpu.instructions import Instructions
-from pallas_kernels.jaxprs import ClosedJaxpr
-from pallas_kernels.operations import operation_of
+from pallas_kernels.operations import ClosedJaxpr, operation_of
 
 _SMALLEST = 2.0**-126  # float32's smallest normal number
 

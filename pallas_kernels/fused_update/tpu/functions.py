@@ -20,7 +20,7 @@ from pallas_kernels.fused_update.spec import BlockBody, Body
 from pallas_kernels.fused_update.tpu.rules import OPERATIONS, RULES, is_supported
 from pallas_kernels.fused_update.tpu.tiling import LANES, SUBLANES
 from pallas_kernels.fused_update.tpu.values import Lazy, Narrow, whole
-from pallas_kernels.jaxprs import ClosedJaxpr
+from pallas_kernels.operations import ClosedJaxpr
 
 REGISTER = (SUBLANES, LANES)
 """The shape of a vector register of 32-bit values."""
