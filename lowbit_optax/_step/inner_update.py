@@ -7,7 +7,7 @@ when a step leaves what is stored unchanged.
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Collection, Container
+from collections.abc import Callable, Collection
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from lowbit_optax._jaxprs.graph import (
     Node,
     evaluate,
     is_zero,
+    made_of,
     without_dead_equations,
 )
 from lowbit_optax._jaxprs.unchanged import unchanged_when, zero_when
@@ -211,7 +212,7 @@ class InnerUpdate:
           wanted: the nodes.
           known: values of nodes; what is computed is added.
         """
-        nodes, needed = self.nodes, _inputs_of(wanted, known)
+        nodes, needed = self.nodes, frozenset(made_of(wanted, known))
         for i, node in enumerate(nodes.grads):
             if node in needed:
                 known[node] = step.grads[i]
@@ -269,23 +270,6 @@ def _float32(like) -> jax.ShapeDtypeStruct:
 
 def _to_float32(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32)
-
-
-def _inputs_of(wanted: Collection[Node], known: Container[Node]) -> set[Node]:
-    """The inputs of the graph that nodes are computed from, beside what is known."""
-    found: set[Node] = set()
-    seen: set[Node] = set()
-    waiting = list(wanted)
-    while waiting:
-        node = waiting.pop()
-        if node in seen or node in known:
-            continue
-        seen.add(node)
-        if node.call is not None:
-            waiting.extend(node.call.inputs)
-        elif node.constant is None:
-            found.add(node)
-    return found
 
 
 def _changes_everything(jaxpr: Jaxpr) -> bool:

@@ -289,6 +289,21 @@ def test_another_order_of_arguments_is_copied():
     assert memory(compiled).temp_size_in_bytes > PARAMETERS
 
 
+@pytest.mark.parametrize("name", ["extra_bits 8", "kahan"])
+def test_clipping_by_the_global_norm_reads_the_gradients_once_more(name):
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    weights, moments = {
+        "extra_bits 8": (lowbit_optax.extra_bits(8), "float32"),
+        "kahan": (lowbit_optax.kahan(), lowbit_optax.cast(BF16)),
+    }[name]
+    tx = lowbit_optax.lowbit(inner, weights=weights, moments=moments)
+    step = lower_step(tx, leaf(SIDE, SIDE))
+    assert step.fused_launches == 1
+    assert step.moved <= MOVED[name] + 2.1
+    assert step.temporary < 0.01
+    assert step.in_place
+
+
 def test_muon_is_left_to_xla():
     tx = weights_only(optax.contrib.muon(1e-3), lowbit_optax.extra_bits(16))
     step = lower_step(tx, leaf(512, 512))

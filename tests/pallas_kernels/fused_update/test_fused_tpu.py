@@ -260,6 +260,13 @@ def test_other_leaves_are_left_to_the_reference(shape, only_kernels):
     assert only_kernels == [False]
 
 
+def test_heads_that_share_blocks_are_left_to_the_reference(only_kernels):
+    body = Maxima((32,))
+    arrays = body.arrays((72, 5, 66))
+    assert_equal(body.update([*map(jnp.asarray, arrays)], "tpu"), body.want(arrays))
+    assert only_kernels == [False]
+
+
 def test_a_body_with_other_operations_is_left_to_the_reference():
     def body(values, scalars, index, multiply_add):
         return [jnp.sin(values[0])]
