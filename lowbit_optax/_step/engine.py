@@ -32,7 +32,7 @@ from lowbit_optax._step.moments import MomentPlan
 from lowbit_optax._step.state import LowbitState
 from lowbit_optax._step.step import Step, draws_of_moments, random_of_leaves
 from lowbit_optax._step.stepper import Stepper
-from lowbit_optax.formats.base import WeightFormat
+from lowbit_optax.formats.base import Residuals, WeightFormat
 from lowbit_optax.formats.moment_fields import fields_of
 from pallas_kernels.platforms import Implementation
 
@@ -85,7 +85,8 @@ class Lowbit(Stepper):
         draws = draws_of_moments(leaves, random_of_leaves(names, given, seed, count))
         parts, structure = jax.tree.flatten(jax.tree.map(not_folded, inner_state))
         inner_state = plan.tree(structure, plan.encode(parts, draws))
-        residual = self.in_container(treedef.unflatten(x for _, x in split))
+        residual = treedef.unflatten(x for _, x in split)
+        residual = Residuals.of(self.weights.residual_name, residual)
         return LowbitState(count, seed, residual, inner_state)
 
     def run(
@@ -111,7 +112,7 @@ class Lowbit(Stepper):
             results = guard.updates(results)
         count = jnp.asarray(optax.safe_increment(state.count))
         count = guard.chosen(count, state.count)
-        residual = self.in_container(step.tree(residuals))
+        residual = Residuals.of(self.weights.residual_name, step.tree(residuals))
         new_state = LowbitState(count, state.seed, residual, inner_state)
         return step.tree(results), new_state
 
@@ -159,16 +160,17 @@ class Lowbit(Stepper):
         Raises:
           TypeError, ValueError: naming the leaf.
         """
-        leaves, container = self.leaves(names, params), self.weights.container
-        if type(residual) is not container:
+        leaves, name = self.leaves(names, params), self.weights.residual_name
+        if not isinstance(residual, Residuals) or residual.name != name:
+            given = getattr(residual, "name", type(residual).__name__)
             raise ValueError(
-                f"lowbit: the state's residuals are {type(residual).__name__}, but "
-                f"{self.weights} keeps {container.__name__}: was this state made by a "
-                "transformation with other weights?"
+                f"lowbit: the state's residuals are {given!r}, but {self.weights} "
+                f"keeps {name!r}: was this state made by a transformation with other "
+                "weights?"
             )
-        if not residual:
+        if name is None:
             return leaves
-        residuals = trees.parts_of(names, treedef, residual[0], "residuals")
+        residuals = trees.parts_of(names, treedef, residual.tree, "residuals")
         return list(map(StoredLeaf.with_residual, leaves, residuals))
 
     def plan_of(self, leaves: Sequence[StoredLeaf], treedef) -> MomentPlan:
@@ -185,11 +187,6 @@ class Lowbit(Stepper):
     def _plan(self, leaves: Sequence[StoredLeaf], inner_state) -> MomentPlan:
         expected = trees.abstract(inner_state)
         return MomentPlan(self.inner, self.moments, leaves, expected, self.min_size)
-
-    def in_container(self, residuals):
-        """A tree of residuals in the container type of the weight format."""
-        container = self.weights.container
-        return container(residuals) if container._fields else container()
 
     def check_start(self, leaves: Sequence[StoredLeaf], inner_state) -> None:
         """Raise where the inner state would measure distances in rounding noise.

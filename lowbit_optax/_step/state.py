@@ -4,6 +4,8 @@ import typing
 
 import jax
 
+from lowbit_optax.formats.base import Residuals
+
 
 class LowbitState(typing.NamedTuple):
     """State of :func:`lowbit`: parallel trees, each with the parameters' structure.
@@ -12,12 +14,11 @@ class LowbitState(typing.NamedTuple):
       count: uint32 scalar, the number of steps taken. Together with ``seed`` it is the
         whole state of the random numbers.
       seed: uint32 scalar.
-      residual: the tree of residuals, in the container type of the weight format; None
-        at leaves that have no residual.
+      residual: the residuals; None at leaves that have none.
       inner_state: the inner transformation's state, with its moments in their formats.
     """
 
     count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]: tuple's
     seed: jax.Array
-    residual: typing.Any
+    residual: Residuals
     inner_state: typing.Any

@@ -201,7 +201,7 @@ def extra_bits_sgd(
     >>> state = tx.init(w)
     >>> for _ in range(3):
     ...     w, state = train_step(w, state)
-    >>> state.residual.words.shape  # 8 bits of 128 rows, in words of 32
+    >>> state.residual.tree.shape  # 8 bits of 128 rows, in words of 32
     (32, 64)
     """
     inner = Sgd(learning_rate, momentum, nesterov, accumulator_dtype, weight_decay)
@@ -266,7 +266,7 @@ def lowbit_sgd(
     >>> state = tx.init(w)
     >>> for _ in range(3):
     ...     w, state = train_step(w, state)
-    >>> state.residual.words.shape  # 8 bits of 128 rows, in words of 32
+    >>> state.residual.tree.shape  # 8 bits of 128 rows, in words of 32
     (32, 64)
     """
     inner = Sgd(learning_rate, momentum, nesterov, accumulator_dtype, weight_decay)

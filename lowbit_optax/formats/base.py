@@ -15,10 +15,8 @@ weight. So ``join``, ``inner_weight`` and ``advance`` must use the parameter its
 wherever rounding the stored master could not have given it.
 """
 
-import collections
 import dataclasses
 import typing
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -35,13 +33,43 @@ Residual = typing.Any
 """An array; None for a leaf that needs no residual."""
 
 
+class Residuals(typing.NamedTuple):
+    """The residuals of a state: their tree, by the name of how they are stored.
+
+    The name is in the path of every residual. So a checkpoint of other bits, another
+    rounding or another layout is not read as one of these, and
+    :func:`lowbit_optax.master_weights` knows the format.
+
+    Args:
+      by_name: one tree with the parameters' structure, None at leaves without a
+        residual; empty for formats that keep none.
+    """
+
+    by_name: dict[str, typing.Any]
+
+    @classmethod
+    def of(cls, name: str | None, tree) -> "Residuals":
+        """The residuals of a format with this ``residual_name``."""
+        return cls({} if name is None else {name: tree})
+
+    @property
+    def name(self) -> str | None:
+        """The ``residual_name`` of the format."""
+        return next(iter(self.by_name), None)
+
+    @property
+    def tree(self):
+        """The tree of residuals; None if there are none."""
+        return next(iter(self.by_name.values()), None)
+
+
 @dataclasses.dataclass(frozen=True)
 class WeightFormat:
     """How masters are stored.
 
-    A format must define ``container`` and ``round``. If it keeps residuals, it must
-    also define ``init``, ``join`` and ``residual``. If it packs them, it must also
-    define ``width`` and ``on_fields``.
+    A format must define ``round``. If it keeps residuals, it must also define
+    ``residual_name``, ``init``, ``join`` and ``residual``. If it packs them, it must
+    also define ``width`` and ``on_fields``.
 
     It may define ``split`` and ``store``, if computing the parameter and the residual
     together is cheaper than one after the other. It may define ``sum_stream`` or
@@ -49,12 +77,10 @@ class WeightFormat:
     sum. The defaults of all other methods are correct for every format.
     """
 
-    container: typing.ClassVar[type]
-    """The NamedTuple type that holds the tree of residuals in ``LowbitState``.
-
-    It is part of the state's structure. By it :func:`lowbit_optax.master_weights`
-    recognises the format, and a checkpoint of another format is noticed.
-    """
+    @property
+    def residual_name(self) -> str | None:
+        """Under which name a state keeps residuals, see :class:`Residuals`."""
+        return None
 
     @property
     def stores_sum(self) -> bool:
@@ -230,24 +256,6 @@ def rounding_words(
     if rounding != "stochastic" or random is None:
         return None
     return random.words(shape, stream)
-
-
-def container_class(
-    module: str, name: str, field: str, format_of: Callable, **members
-) -> type:
-    """A NamedTuple class with one field, for a :attr:`WeightFormat.container`.
-
-    Args:
-      module: the module's ``__name__``; ``pickle`` finds the class there by its name,
-        so the module's ``__getattr__`` must know it.
-      name, field: of the class and of its field.
-      format_of: from a leaf's parameter and residual, a format that joins and splits
-        leaves with such residuals.
-      **members: other members of the class.
-    """
-    members |= {"__slots__": (), "__module__": module}
-    members["format_of"] = staticmethod(format_of)
-    return type(name, (collections.namedtuple(name, [field]),), members)
 
 
 @dataclasses.dataclass(frozen=True)

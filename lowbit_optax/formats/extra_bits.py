@@ -8,8 +8,9 @@ Otherwise the parameter of a NaN master could be a number.
 """
 
 import dataclasses
-import functools
 import math
+import re
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -22,61 +23,24 @@ from lowbit_optax.formats.base import (
     Rounding,
     WeightFormat,
     check_rounding,
-    container_class,
     rounding_words,
 )
-from lowbit_optax.formats.plain import MasterCopyFormat, NoResidual
+from lowbit_optax.formats.plain import MasterCopyFormat
 from pallas_kernels.bitfields import pack, unpack
 from pallas_kernels.layout import VERSION, layout_of
 
-_NAMES = {
-    "nearest": "NearestBits",
-    "toward_zero": "TowardZeroBits",
-    "stochastic": "StochasticBits",
-}
+_NAME = re.compile(rf"(nearest|toward_zero|stochastic)_(\d+|most)_bits_v{VERSION}")
 
 
-@functools.cache
-def container_of(rounding: rounding_.Rounding, bits: int | None) -> type:
-    """The type of the trees of packed residuals.
-
-    The names of types and fields differ, so that a checkpoint of other bits, of another
-    rounding or of another layout is not read as one of these.
-
-    Args:
-      rounding, bits: as in :func:`extra_bits`.
-
-    >>> container_of("nearest", 8)._fields
-    ('nearest_8_bits_v2',)
-    """
-    number = "" if bits is None else str(bits)
-    return container_class(
-        __name__,
-        _NAMES[rounding] + number,
-        f"{rounding}_{number or 'most'}_bits_v{VERSION}",
-        functools.partial(_format_of, rounding=rounding, bits=bits),
-        words=property(lambda self: self[0]),
-        __doc__=f"Packed residuals of {bits} bits, rounding {rounding!r}.",
-    )
-
-
-def __getattr__(name: str) -> type:
-    for rounding, prefix in _NAMES.items():
-        number = name.removeprefix(prefix)
-        if number != name and (number.isdecimal() or not number):
-            return container_of(rounding, int(number) if number else None)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def _format_of(
-    param: jax.Array,
-    residual: jax.Array,
-    rounding: rounding_.Rounding,
-    bits: int | None,
-) -> WeightFormat:
-    """A format that joins and splits leaves with such residuals."""
+def extra_bits_named(name: str, param, residual) -> WeightFormat | None:
+    """The format of a leaf whose residual has this name; None if it is of no bits."""
+    found = _NAME.fullmatch(name)
+    if found is None:
+        return None
     if residual.dtype == jnp.float32:
         return MasterCopyFormat()
+    bits = None if found[2] == "most" else int(found[2])
+    rounding = typing.cast(rounding_.Rounding, found[1])
     return ExtraBits(bits, rounding).for_leaf(param.shape, param.dtype, 0)
 
 
@@ -84,8 +48,8 @@ def _format_of(
 class ExtraBits(WeightFormat):
     """See :func:`extra_bits`; if not ``packed``, residuals are unpacked uint32 fields.
 
-    With ``bits`` None, only :meth:`check`, :meth:`for_leaf` and ``container`` can be
-    used, because the number of bits depends on the leaf's dtype.
+    With ``bits`` None, only :meth:`check`, :meth:`for_leaf` and ``residual_name`` can
+    be used, because the number of bits depends on the leaf's dtype.
     """
 
     bits: int | None = None
@@ -94,10 +58,12 @@ class ExtraBits(WeightFormat):
     sum_rounding: Rounding = "nearest"
     packed: bool = True
 
-    # It is only read from instances, where a property serves as a class variable does.
     @property
-    def container(self) -> type:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return NoResidual if self.bits == 0 else container_of(self.rounding, self.bits)
+    def residual_name(self):
+        if self.bits == 0:
+            return None
+        bits = "most" if self.bits is None else self.bits
+        return f"{self.rounding}_{bits}_bits_v{VERSION}"
 
     @property
     def width(self) -> int:
@@ -248,9 +214,10 @@ def extra_bits(
             f"extra_bits: bits is {bits}; bfloat16 takes 0 to 16, float16 0 to 13, "
             "float8_e4m3fn 0 to 20, float8_e5m2 0 to 21"
         )
-    if rounding not in _NAMES:
+    if rounding not in typing.get_args(rounding_.Rounding):
         raise ValueError(
-            f"extra_bits: rounding is {rounding!r}, not one of {sorted(_NAMES)}"
+            f"extra_bits: rounding is {rounding!r}, not one of "
+            f"{sorted(typing.get_args(rounding_.Rounding))}"
         )
     check_rounding("extra_bits: residual_rounding", residual_rounding)
     check_rounding("extra_bits: sum_rounding", sum_rounding)

@@ -10,7 +10,7 @@ rounding. So the only further loss is in rounding the compensation c itself to 1
 """
 
 import dataclasses
-import functools
+import re
 import typing
 
 import jax
@@ -25,55 +25,27 @@ from lowbit_optax.formats.base import (
     Rounding,
     WeightFormat,
     check_rounding,
-    container_class,
     rounding_words,
 )
 from lowbit_optax.formats.plain import Significand, rounded, significand_of, why_not
 
-_NAME = "KahanOf"
+_NAME = re.compile(r"compensation(?:_of_(\d+)_bits)?")
 
 
-@functools.cache
-def container_of(significand: Significand | None) -> type:
-    """The type of the trees of compensations.
+def kahan_named(name: str, param, residual) -> WeightFormat | None:
+    """The format of a leaf whose residual has this name; None if it is not Kahan's.
 
-    Weights of fewer bits have larger compensations. A type of their own tells
-    :func:`lowbit_optax.master_weights` how large.
-
-    >>> from lowbit_optax.precision import FloatFormat
-    >>> kahan(float_format=FloatFormat(8, 5)).container._fields
-    ('compensation_of_14_bits',)
+    A state does not say how parameters were rounded. Stochastically, errors are up to
+    twice those of rounding to nearest, and none of them may be dropped.
     """
-    name, field = "Kahan", "compensation"
-    if significand is not None:
-        width = 9 + significand.bits
-        name, field = f"{_NAME}{width}", f"compensation_of_{width}_bits"
-    return container_class(
-        __name__,
-        name,
-        field,
-        functools.partial(_format_of, significand=significand),
-        __doc__="Residuals of :func:`kahan`: compensations, in the parameters' shapes.",
-    )
-
-
-def __getattr__(name: str) -> type:
-    width = name.removeprefix(_NAME)
-    if width != name and width.isdecimal():
-        return container_of(Significand(int(width) - 9, saturates=False))
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def _format_of(param, residual, significand: Significand | None) -> WeightFormat:
-    # A state does not say how parameters were rounded. Stochastically, errors are up to
-    # twice those of rounding to nearest, and none of them may be dropped.
-    same = significand is None and residual.dtype == param.dtype
-    arithmetic = "param" if same else "float32"
-    return KahanFormat("stochastic", arithmetic=arithmetic, significand=significand)
-
-
-Kahan = container_of(None)
-"""The container of weights with all the bits of their dtype."""
+    found = _NAME.fullmatch(name)
+    if found is None:
+        return None
+    if found[1] is not None:
+        significand = Significand(int(found[1]) - 9, saturates=False)
+        return KahanFormat("stochastic", significand=significand)
+    same = residual.dtype == param.dtype
+    return KahanFormat("stochastic", arithmetic="param" if same else "float32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,12 +63,12 @@ class KahanFormat(WeightFormat):
 
     significand: Significand | None = None
 
-    # It is only read from instances, where a property serves as a class variable does.
     @property
-    def container(self) -> type:  # pyright: ignore[reportIncompatibleVariableOverride]
-        # It is one container, whatever becomes of overflows.
-        significand = self.significand
-        return container_of(significand and Significand(significand.bits, False))
+    def residual_name(self):
+        # Weights of fewer bits have larger compensations.
+        if self.significand is None:
+            return "compensation"
+        return f"compensation_of_{9 + self.significand.bits}_bits"
 
     def check(self, dtype):
         return why_not(self.significand, dtype)

@@ -7,6 +7,9 @@ import jax.numpy as jnp
 
 from lowbit_optax._numerics.random_bits import RandomBits
 from lowbit_optax.formats.base import WeightFormat
+from lowbit_optax.formats.extra_bits import extra_bits_named
+from lowbit_optax.formats.kahan import kahan_named
+from lowbit_optax.formats.plain import MasterCopyFormat
 from pallas_kernels import Operand, Result, fused_update
 from pallas_kernels.platforms import Implementation
 
@@ -69,6 +72,31 @@ def split_leaf(
         implementation=implementation,
     )
     return param, residual
+
+
+def format_named(name: str, param, residual) -> WeightFormat:
+    """A format that joins and splits a leaf whose residual has this name.
+
+    Args:
+      name: see :class:`.Residuals`.
+      param, residual: the leaf, as arrays or shapes.
+
+    Raises:
+      ValueError: for a name that no format has.
+
+    >>> x = jnp.ones(4, jnp.bfloat16)
+    >>> format_named("compensation", x, x).arithmetic
+    'param'
+    """
+    if name == MasterCopyFormat().residual_name:
+        return MasterCopyFormat()
+    for named in (extra_bits_named, kahan_named):
+        if (found := named(name, param, residual)) is not None:
+            return found
+    raise ValueError(
+        f"a state has residuals of the name {name!r}, which no weight format has: was "
+        "it made by another version?"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

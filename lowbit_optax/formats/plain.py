@@ -111,33 +111,11 @@ def why_not(significand: Significand | None, dtype: jnp.dtype) -> str | None:
     )
 
 
-class NoResidual(typing.NamedTuple):
-    """The container of formats that keep no residuals."""
-
-    @staticmethod
-    def format_of(param, residual) -> WeightFormat:
-        """A format that joins and splits leaves with such residuals."""
-        return Nearest()
-
-
-class MasterCopy(typing.NamedTuple):
-    """Residuals of :func:`master_copy`: float32 masters in the parameters' shapes."""
-
-    master: typing.Any
-
-    @staticmethod
-    def format_of(param, residual) -> WeightFormat:
-        """A format that joins and splits leaves with such residuals."""
-        return MasterCopyFormat()
-
-
 @dataclasses.dataclass(frozen=True)
 class Nearest(WeightFormat):
     """The parameter is the master rounded to nearest; nothing else is stored."""
 
     significand: Significand | None = None
-
-    container: typing.ClassVar[type] = NoResidual
 
     def check(self, dtype):
         return why_not(self.significand, dtype)
@@ -154,8 +132,6 @@ class StochasticRounding(WeightFormat):
     significand: Significand | None = None
     # It is only read, where a field serves as a property does.
     error_into: str | None = None  # pyright: ignore[reportIncompatibleMethodOverride]
-
-    container: typing.ClassVar[type] = NoResidual
 
     @property
     def stores_sum(self) -> bool:
@@ -180,7 +156,9 @@ class StochasticRounding(WeightFormat):
 class MasterCopyFormat(WeightFormat):
     """The residual is the float32 master, valid while it rounds to the parameter."""
 
-    container: typing.ClassVar[type] = MasterCopy
+    @property
+    def residual_name(self):
+        return "master"
 
     def is_exact(self, dtype):
         return True

@@ -14,15 +14,13 @@ import jax
 from lowbit_optax._numerics.landing import REPLACE, Landing
 from lowbit_optax.formats import quantized_tensor as tensors
 from lowbit_optax.formats.base import Rounding, WeightFormat, check_rounding
-from lowbit_optax.formats.plain import Nearest, NoResidual
+from lowbit_optax.formats.plain import Nearest
 from lowbit_optax.formats.quantized_tensor import QuantizedFields
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedWeights(WeightFormat):
     """How QuantizedTensors are updated; see :func:`quantized_weights`."""
-
-    container: typing.ClassVar[type] = NoResidual
 
     rounding: Rounding = "stochastic"
 

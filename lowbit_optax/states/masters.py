@@ -15,7 +15,7 @@ from lowbit_optax._numerics.rounding import narrow_or_cast, to_float32
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.state import LowbitState
 from lowbit_optax.formats.base import WeightFormat
-from lowbit_optax.formats.leaves import join_leaf
+from lowbit_optax.formats.leaves import format_named, join_leaf
 from lowbit_optax.lpmm import dequantize
 from lowbit_optax.states.decoded import Recorded, recorded_nodes
 from lowbit_optax.states.state_leaves import leaves_of_prefix
@@ -176,7 +176,7 @@ def _formats(tx, names, leaves, treedef) -> dict[str, WeightFormat]:
     by_name = dict(zip(names, leaves, strict=True))
     formats = {}
     for node in nodes:
-        has_residuals = bool(node.config.weights.container._fields)
+        has_residuals = node.config.weights.residual_name is not None
         # Without residuals nothing is lost where a wrapper flattens the parameters.
         if has_residuals or all(name in by_name for name in node.names):
             for leaf in node.leaves("tx", by_name):
@@ -215,12 +215,12 @@ def _residuals(
     """Format and residual of every leaf for which a state has one, by path."""
     is_lowbit = lambda x: isinstance(x, LowbitState)
     states = filter(is_lowbit, jax.tree.leaves(state, is_leaf=is_lowbit))
-    containers = [x.residual for x in states]
-    if not containers:
+    kept = [x.residual for x in states]
+    if not kept:
         raise _no_lowbit_state()
     found = {}
-    for container in filter(None, containers):
-        names, residuals, _ = trees.named_leaves(container[0])
+    for own in kept:
+        names, residuals, _ = trees.named_leaves(own.tree)
         for name, residual in zip(names, residuals, strict=True):
             param = params.get(name)
             if not is_narrow(getattr(param, "dtype", np.dtype(bool))):
@@ -229,7 +229,7 @@ def _residuals(
                     f"{getattr(param, 'dtype', 'not there')}; do params and state "
                     "belong together?"
                 )
-            format_ = type(container).format_of(param, residual)
+            format_ = format_named(own.name, param, residual)
             want = jax.eval_shape(format_.init, trees.abstract(param))
             if trees.describe(residual) != trees.describe(want):
                 raise ValueError(

@@ -70,7 +70,7 @@ def state_shardings(
     >>> params = {"w": jax.ShapeDtypeStruct((4096, 64), jnp.bfloat16)}
     >>> tx = lowbit_optax.extra_bits_adamw(1e-3)
     >>> shardings = state_shardings(tx, params, jax.P("data"), mesh=mesh)
-    >>> shardings.residual.words["w"].spec, shardings.count.spec
+    >>> shardings.residual.tree["w"].spec, shardings.count.spec
     (P('data',), P())
     """
     if uneven not in ("error", "replicate"):

@@ -38,7 +38,7 @@ def storage_formats(
     >>> params = {"w": jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)}
     >>> found = storage_formats(lowbit_optax.lowbit_sgd(0.1, 0.9), params)
     >>> found["params['w']"]
-    'bfloat16[64, 64], NearestBits8 uint32[16, 64]'
+    'bfloat16[64, 64], nearest_8_bits_v2 uint32[16, 64]'
     >>> found["state.inner_state[0].trace['w']"]
     "float32[64, 64] in 8-bit signed 'companded' codes, blocks of 32, bfloat16 scales"
     """
@@ -77,8 +77,8 @@ def check_storage_formats(
     >>> check_storage_formats(saved, lowbit_optax.extra_bits_sgd(0.1), params)
     Traceback (most recent call last):
     ValueError: the checkpoint stores other formats: params['w'] is bfloat16[64, 64],
-    Kahan bfloat16[64, 64] there and bfloat16[64, 64], NearestBits uint32[32, 64] here.
-    ...
+    compensation bfloat16[64, 64] there and bfloat16[64, 64], nearest_most_bits_v2
+    uint32[32, 64] here. ...
     """
     wanted = storage_formats(tx, params)
     differ = [
@@ -106,13 +106,13 @@ def _add_lowbit(
 ) -> None:
     """Add what one ``lowbit`` keeps: residuals to the parameters, and its moments."""
     leaves = node.leaves("tx", by_name)
-    container = node.config.weights.container.__name__
+    kind = node.config.weights.residual_name
     for leaf in leaves:
         if leaf.format is None or trees.is_quantized(leaf.param):
             continue
         residual = jax.eval_shape(leaf.format.init, trees.abstract(leaf.param))
         if residual is not None:
-            found[f"params{leaf.name}"] += f", {container} {trees.describe(residual)}"
+            found[f"params{leaf.name}"] += f", {kind} {trees.describe(residual)}"
     plan = node.plan(leaves)
     parts = jax.tree_util.tree_flatten_with_path(plan.expected)[0]
     for (path, part), storage in zip(parts, plan.storage, strict=True):

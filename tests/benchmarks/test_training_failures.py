@@ -166,7 +166,8 @@ def test_a_checkpoint_of_other_formats_is_refused_by_name(run, tmp_path, monkeyp
 
     monkeypatch.setattr(cifar_optimizers.optimizer_choice, "build", with_other_weights)
     with pytest.raises(
-        SystemExit, match=r"stores other formats: params\[.*NearestBits8.*Kahan"
+        SystemExit,
+        match=r"other formats: params\[.*nearest_8_bits_v2.*compensation",
     ):
         run(*flags)
 

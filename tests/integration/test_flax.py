@@ -199,7 +199,7 @@ def test_nnx_optimizer_state_is_the_transformations_own():
     model = _Model(nnx.Rngs(0), jnp.float32)
     nnx_optimizer = nnx.Optimizer(model, lowbit_optax.kahan_adamw(1e-3), wrt=nnx.Param)
     assert isinstance(nnx_optimizer.opt_state, lowbit_optax.LowbitState)
-    compensation = nnx_optimizer.opt_state.residual.compensation
+    compensation = nnx_optimizer.opt_state.residual.tree
     assert compensation["hidden"]["kernel"][...].dtype == jnp.bfloat16
     assert compensation["norm"]["scale"].get_value() is None
 

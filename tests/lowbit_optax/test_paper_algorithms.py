@@ -171,7 +171,7 @@ def assert_is(got, reference, *, moments, is_kahan):
             stored = getattr(state.inner_state, field)[name]
             assert_same_bits(stored, expected[key])
         if is_kahan:
-            assert_same_bits(state.residual.compensation[name], expected["c"])
+            assert_same_bits(state.residual.tree[name], expected["c"])
             assert np.any(expected["c"].astype(np.float32) != 0)
 
 
@@ -277,7 +277,7 @@ def test_the_unit_takes_a_weight_format():
     weights = starting_weights()
     tx = sixteen_bit_sgd(0.01, rounding=lowbit_optax.master_copy())
     state = tx.init(jax.tree.map(jnp.asarray, weights))
-    np.testing.assert_array_equal(state.residual.master["w"], weights["w"])
+    np.testing.assert_array_equal(state.residual.tree["w"], weights["w"])
 
 
 # The default, float32 arithmetic: a float32 run up to what storing rounds.

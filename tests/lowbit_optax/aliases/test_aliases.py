@@ -86,7 +86,7 @@ def test_reaches_the_minimum_of_a_parabola_as_float32_training_does(optimizer):
     assert params.dtype == jnp.bfloat16
     # The gradient is taken at the parameter, at most one spacing from its master. A
     # master that is the parameter itself keeps stepping from neighbour to neighbour.
-    spacings = 1 if state.residual else 2
+    spacings = 1 if state.residual.by_name else 2
     reference = _float32_error(optimizer.reference, optimizer.peak)
     allowed = spacings * BFLOAT16_SPACING + reference
     assert _rms(lowbit_optax.master_weights(params, state) - target) < allowed

@@ -120,7 +120,7 @@ def test_what_is_stored_tracks_the_float32_run(tx, dtype, largest):
     params, grads = ones(dtype)
     run = train(tx, params, grads, STEPS)
     assert_tracks_float32(run, spacing=largest * 2.0**-8)
-    for kept in getattr(run[1].residual, "compensation", {}).values():
+    for kept in (run[1].residual.tree or {}).values():
         assert kept.dtype == jnp.bfloat16
 
 
@@ -225,7 +225,7 @@ def test_an_overflowing_parameter_is_infinite_and_its_compensation_zero(
     def assert_infinite(after, state):
         wide = np.asarray(after["w"]).astype(np.float64)
         np.testing.assert_array_equal(wide, np.copysign(np.inf, weight))
-        compensation = np.asarray(state.residual.compensation["w"]).astype(np.float64)
+        compensation = np.asarray(state.residual.tree["w"]).astype(np.float64)
         np.testing.assert_array_equal(compensation, 0)
         assert not any(np.any(np.isnan(x)) for x in jax.tree.leaves(state))
 

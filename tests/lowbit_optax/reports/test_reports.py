@@ -91,7 +91,7 @@ def test_leaves_are_named_and_counted_one_by_one():
     assert set(rows) == {"['block'][0]['kernel']", "['block'][1]", "['kernel']"}
     deep = rows["['block'][0]['kernel']"]
     assert (deep.shape, deep.dtype) == ((64, 32), "bfloat16")
-    assert deep.residual == state.residual.compensation["block"][0]["kernel"].nbytes
+    assert deep.residual == state.residual.tree["block"][0]["kernel"].nbytes
     assert deep.moments == 2 * 64 * 32 * 2
     norm = rows["['block'][1]"]
     assert (norm.params, norm.residual, norm.moments) == (32, 0, 32)

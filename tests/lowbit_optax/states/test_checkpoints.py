@@ -226,12 +226,12 @@ OTHER_FORMATS = {
     "bits": (
         _adamw(extra_bits(8)),
         _adamw(extra_bits(16)),
-        r"params\['kernel'\] is .*NearestBits8 .* and .*NearestBits16",
+        r"params\['kernel'\] is .*nearest_8_bits_v2 .* and .*nearest_16_bits_v2",
     ),
     "plain optax": (
         optax.adamw(0.01),
         _adamw(extra_bits(8)),
-        r"params\['kernel'\] is bfloat16\[64, 24\] there and .* NearestBits8 .* here",
+        r"params\['kernel'\] is bfloat16\[64, 24\] there and .*nearest_8_bits.* here",
     ),
 }
 
@@ -282,7 +282,7 @@ def test_a_truncated_orbax_checkpoint_is_an_error(tmp_path):
     random = np.random.default_rng(0)
     words = random.integers(0, 2**32, (128, 256), dtype=np.uint32)
     state = state._replace(
-        residual=type(state.residual)({"kernel": jnp.asarray(words)})
+        residual=state.residual.of(state.residual.name, {"kernel": jnp.asarray(words)})
     )
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "checkpoint", state)

@@ -303,7 +303,7 @@ def test_other_leaves_pass_and_small_ones_change_with_min_size():
     large = lowbit(optax.sgd(0.1, 0.9), min_size=9999)
     state = initial(small, params)
     there, back = _there_and_back(params, state, small, large)
-    assert there[1].residual.words["kernel"].dtype == jnp.float32
+    assert there[1].residual.tree["kernel"].dtype == jnp.float32
     assert_same_bits(there[0], params)
     assert_same_bits(back, (params, state))
 
@@ -392,7 +392,7 @@ REFUSED = {
     ),
     "a state of other weights": (
         _adamw(kahan()), _adamw(extra_bits(8)), FLOAT32, {},
-        "residuals are Kahan, but .* keeps NearestBits8",
+        "residuals are 'compensation', but .* keeps 'nearest_8_bits_v2'",
     ),
     "a state of other moments": (
         _adamw(kahan(), BFLOAT16_MOMENTS), _adamw(kahan()), FLOAT32, {},

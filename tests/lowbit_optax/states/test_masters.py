@@ -161,7 +161,7 @@ def test_dtypes_may_be_a_prefix_of_the_tree():
     assert params["block"]["kernel"].dtype == jnp.bfloat16
     assert params["norm"].dtype == jnp.float32
     assert_same_bits(params["others"], others)
-    assert state.residual.compensation["norm"] is None
+    assert state.residual.tree["norm"] is None
 
 
 def test_vectors_and_scalars_stay_float32_by_default():

@@ -133,7 +133,7 @@ def test_shapes_and_a_prefix_of_partition_specs_are_enough():
     specs = {"block": jax.P(None, "x"), "norm": jax.P()}
     shardings = state_shardings(tx, params, specs, mesh=_mesh())
     mu = shardings.inner_state[0].mu
-    for tree in (shardings.residual.words, mu.codes, mu.scales):
+    for tree in (shardings.residual.tree, mu.codes, mu.scales):
         assert (
             tree["block"]["up"].spec == tree["block"]["down"].spec == jax.P(None, "x")
         )
@@ -175,7 +175,7 @@ def test_a_bare_array_and_its_injected_hyperparameters(shape):
     tx = optax.inject_hyperparams(make, hyperparam_dtype=jnp.float32)(0.01)
     state = _placed(tx, params)
     assert state.hyperparams["learning_rate"].sharding.is_fully_replicated
-    assert state.inner_state.residual.compensation.sharding == _rows()
+    assert state.inner_state.residual.tree.sharding == _rows()
     assert state.inner_state.count.sharding.is_fully_replicated
 
 

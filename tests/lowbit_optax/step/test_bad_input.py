@@ -234,11 +234,15 @@ def test_moments_that_name_a_field_which_does_not_exist():
 @pytest.mark.parametrize(
     ("made_by", "used_by", "match"),
     [
-        ("extra_bits_8", "extra_bits_16", "NearestBits8.*NearestBits16"),
-        ("extra_bits_8", "extra_bits_8_toward_zero", "NearestBits.*TowardZeroBits"),
-        ("kahan", "extra_bits_8", "Kahan.*NearestBits"),
-        ("kahan", "stochastic_rounding", "Kahan.*NoResidual"),
-        ("stochastic_rounding", "master_copy", "NoResidual.*MasterCopy"),
+        ("extra_bits_8", "extra_bits_16", "nearest_8_bits.*nearest_16_bits"),
+        (
+            "extra_bits_8",
+            "extra_bits_8_toward_zero",
+            "nearest_8_.*toward_zero_8_",
+        ),
+        ("kahan", "extra_bits_8", "compensation.*nearest_8_bits"),
+        ("kahan", "stochastic_rounding", "compensation.*None"),
+        ("stochastic_rounding", "master_copy", "None.*master"),
     ],
 )
 def test_state_made_by_other_weights(made_by, used_by, match, advance):

@@ -43,8 +43,8 @@ def test_float32_leaves_train_exactly_as_under_optax(name):
     tx = lowbit(inner, weights=weights, min_size=0, moments="float32")
     series = gradient_series(params, 10)
     state = tx.init(params)
-    if state.residual:
-        (residual,) = state.residual
+    residual = state.residual.tree
+    if residual is not None:
         assert residual["norm"] is None
         assert residual["deep"]["bias"] is None
         assert residual["kernel"] is not None
@@ -245,7 +245,7 @@ def test_leaves_under_min_size_keep_float32_masters():
     }
     tx = weights_only(optax.sgd(0.01, 0.9), extra_bits(8), min_size=1024)
     state = tx.init(params)
-    words = state.residual.words
+    words = state.residual.tree
     assert (words["small"].dtype, words["small"].shape) == (jnp.float32, (32, 31))
     assert (words["large"].dtype, words["large"].shape) == (jnp.uint32, (8, 32))
     series = gradient_series(params, 5)
@@ -263,7 +263,7 @@ def test_min_size_is_4096_elements_unless_told_otherwise():
         "under": jnp.ones((64, 63), jnp.bfloat16),
         "at": jnp.ones((64, 64), jnp.bfloat16),
     }
-    words = lowbit_optax.extra_bits_adamw(1e-3, bits=8).init(params).residual.words
+    words = lowbit_optax.extra_bits_adamw(1e-3, bits=8).init(params).residual.tree
     assert words["under"].dtype == jnp.float32
     assert words["at"].dtype == jnp.uint32
 

@@ -140,7 +140,7 @@ def test_shards_give_the_same_averages_and_lie_beside_them():
     placed = {k: jax.NamedSharding(mesh, spec) for k, spec in specs.items()}
     state = ema.init(average)
     states = lowbit_optax.state_shardings(ema, average, placed)
-    assert states.residual.words["w"].spec == jax.P("d")
+    assert states.residual.tree["w"].spec == jax.P("d")
     step = functools.partial(lowbit_optax.step, ema)
     want = jax.jit(step)(average, state, weights)
     got = jax.jit(step, out_shardings=(placed, states))(

@@ -266,9 +266,9 @@ def test_state_is_parallel_trees_with_the_parameters_structure():
     state = lowbit_optax.extra_bits_adamw(1e-3, bits=8, min_size=0).init(params)
     assert isinstance(state, LowbitState)
     like = jax.tree.structure(params)
-    assert jax.tree.structure(state.residual.words) == like
+    assert jax.tree.structure(state.residual.tree) == like
     assert jax.tree.structure(state.inner_state[0].mu) == like
-    shapes = {name: words.shape for name, words in state.residual.words.items()}
+    shapes = {name: words.shape for name, words in state.residual.tree.items()}
     # 4 rows share words; 40 values are 2 rows of 32, which one row of words holds; a
     # scalar is its own float32 master.
     assert shapes == {
@@ -277,8 +277,8 @@ def test_state_is_parallel_trees_with_the_parameters_structure():
         "bias": (32,),
         "scale": (),
     }
-    assert state.residual.words["scale"].dtype == jnp.float32
-    assert state.residual.words["kernel"].dtype == jnp.uint32
+    assert state.residual.tree["scale"].dtype == jnp.float32
+    assert state.residual.tree["kernel"].dtype == jnp.uint32
 
 
 def test_random_state_is_two_integers():
