@@ -243,13 +243,14 @@ class LeafBody:
         grad, param, *rest = values
         residual = rest.pop(0) if self.weight.has_residual else None
         prepared = self._by_number(before)
+        # First: in another order LPMM's kernel takes more registers.
+        moments = self._decoded(rest, prepared, multiply_add)
         is_wide = not (is_narrow(grad.dtype) or is_narrow(param.dtype))
         if self.weight.has_scales or not is_wide:
             grad = grad.astype(jnp.float32)
         if self.is_guarded:
             grad = grad * decode_scalar(scalars[KEYS], np.dtype(np.float32))
         master = self.weight.master(param, residual, prepared.get(0))
-        moments = self._decoded(rest, prepared, multiply_add)
         program, rows = self.program.only(outputs), [grad, master, *moments]
         results = program.run(rows, scalars[KEYS:], multiply_add)
         return param, residual, dict(zip(outputs, results, strict=True))
