@@ -224,7 +224,7 @@ def _pareto(record):
     yield f"at 19 bits: {text(found['digits']['LPMM 8, low'])}"
     above = [n for n, x in found["digits"].items() if x["mean"] > x["std"] > 0]
     assert above == ["nearest, 32", "nearest, 8"]
-    yield f"extra bits {text(found['linear']['+16, 32'])} are left"
+    yield f"extra bits {text(found['linear']['+16, 32'])} remain"
     bits = {name: each["bits"] for name, each in runs.items()}
     means = {name: each["mean"] for name, each in found["linear"].items()}
     best = pareto.front(bits, means)[:10]
