@@ -5,16 +5,11 @@ import collections
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rounded_losses import mlp
 
 from lowbit_optax import precision
 from tools import hlo
 from tools.gpu_program.targets import compile_lowered, gpu_mesh, lower_for
-
-
-def mlp(w, x):
-    h = jax.nn.relu(x @ w["in"])
-    h = jax.nn.relu(h @ w["mid"])
-    return jnp.sum(jnp.square(h @ w["out"]))
 
 
 def test_a_gpu_multiplies_float8_by_its_float8_units():

@@ -1,9 +1,17 @@
 """Losses with rounded tensors, as tests of precision assignments make them."""
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 
 from lowbit_optax import precision
+
+
+def mlp(w, x):
+    """A loss of three matrices."""
+    h = jax.nn.relu(x @ w["in"])
+    h = jax.nn.relu(h @ w["mid"])
+    return jnp.sum(jnp.square(h @ w["out"]))
 
 
 def uniform(loss_fn, *args, **formats):

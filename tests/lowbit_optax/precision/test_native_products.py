@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 from jax.extend.core import primitives
 from optimizers import assert_same_bits
-from rounded_losses import equations, gradient, uniform
+from rounded_losses import equations, gradient, mlp, uniform
 
 from lowbit_optax import precision
 from lowbit_optax.precision import FLOAT8, FP32, HFP8, FloatFormat, Formats
@@ -30,12 +30,6 @@ def dyadic(seed, *shape):
     return jnp.asarray(
         np.random.default_rng(seed).integers(-4, 5, shape) / 4, "float32"
     )
-
-
-def mlp(w, x):
-    h = jax.nn.relu(x @ w["in"])
-    h = jax.nn.relu(h @ w["mid"])
-    return jnp.sum(jnp.square(h @ w["out"]))
 
 
 def scanned(w, x):
