@@ -214,8 +214,9 @@ def primitive_of(
     The parameters differ between versions of JAX.
     """
     scalars = [jax.ShapeDtypeStruct((), dtype) for dtype in dtypes]
-    (equation,) = jax.make_jaxpr(function)(*scalars).jaxpr.eqns
-    return equation.primitive, equation.params, equation.outvars[0].aval.dtype
+    closed, result = jax.make_jaxpr(function, return_shape=True)(*scalars)
+    (equation,) = closed.jaxpr.eqns
+    return equation.primitive, equation.params, result.dtype
 
 
 def without_dead_equations(closed: ClosedJaxpr) -> ClosedJaxpr:
