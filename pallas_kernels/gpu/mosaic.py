@@ -1,23 +1,13 @@
-"""Inline assembly in kernels of Mosaic GPU, and what else they need of it."""
+"""Operations that Pallas does not lower for Mosaic GPU, or lowers badly."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import primitives as p
-from jax.extend.mlir import ir
 
 from pallas_kernels.gpu import mosaic_registers as registers
 from pallas_kernels.gpu.instructions import Instructions
-
-
-def assembler(
-    instructions: str, *, args, constraints: str, pack: int, result_shape_dtypes
-) -> list[jax.Array]:
-    """See :class:`.instructions.Instructions`; there is one result."""
-    (like,) = result_shape_dtypes
-    made = functools.partial(_assembled, instructions, constraints, like.dtype, pack)
-    return [registers.per_thread(made, args, like.shape, like.dtype)]
 
 
 def _multiply(x: jax.Array, y: jax.Array, **_) -> jax.Array:
@@ -84,40 +74,8 @@ def _called(primitive, *args, **params) -> jax.Array:
     return registers.per_thread(call, wide, shape, jnp.float32).astype(dtype)
 
 
-def _assembled(instructions: str, constraints: str, dtype, pack: int, *given):
-    """A register, assembled from ``pack`` elements of others at a time."""
-    kinds = [each.strip() for each in constraints.split(",")]
-    count = sum(kind.startswith("=") for kind in kinds)
-    element = registers.element_type(dtype)
-    columns = [_columns(x, pack) for x in given]
-    made = []
-    for i in range(registers.COLUMNS // pack):
-        args = [value for column in columns for value in column[i]]
-        types = [_type_of(kind) for kind in kinds[:count]]
-        made += registers.assembly(instructions, types, args, constraints)
-    return registers.joined(made, element)
-
-
-def _columns(register, pack: int) -> list[list]:
-    """The arguments of each piece of assembly: of 16 bits, pairs in one register."""
-    values = registers.elements(register)
-    width = registers.bits_of(values[0])
-    if pack == 2 and width == 16:
-        return [[pair] for pair in registers.words(register)]
-    return [values[i : i + pack] for i in range(0, len(values), pack)]
-
-
-def _type_of(kind: str):
-    """The type of a result with this constraint."""
-    letter = kind.removeprefix("=")
-    if letter == "f":
-        return ir.F32Type.get()
-    bits = 16 if letter == "h" else 32
-    return registers.bits_type(bits)
-
-
 INSTRUCTIONS = Instructions(
-    assembler,
+    registers.assembler,
     {
         p.mul_p: _multiply,
         p.square_p: lambda x, **_: _multiply(x, x),

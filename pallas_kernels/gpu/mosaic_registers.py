@@ -6,6 +6,7 @@ write them with ``inline_mgpu``. An array here has 4 elements per thread of a wa
 neighbours, which are one vector: *the register* of the array.
 """
 
+import functools
 import math
 import typing
 from collections.abc import Callable, Sequence
@@ -353,3 +354,44 @@ def _form(bits: int, count: int) -> tuple[str, str]:
 def _list(places) -> str:
     places = list(places)
     return places[0] if len(places) == 1 else "{" + ", ".join(places) + "}"
+
+
+def assembler(
+    instructions: str, *, args, constraints: str, pack: int, result_shape_dtypes
+) -> list[jax.Array]:
+    """See :class:`.instructions.Instructions`; there is one result."""
+    (like,) = result_shape_dtypes
+    made = functools.partial(_assembled, instructions, constraints, like.dtype, pack)
+    return [per_thread(made, args, like.shape, like.dtype)]
+
+
+def _assembled(instructions: str, constraints: str, dtype, pack: int, *given):
+    """A register, assembled from ``pack`` elements of others at a time."""
+    kinds = [each.strip() for each in constraints.split(",")]
+    count = sum(kind.startswith("=") for kind in kinds)
+    element = element_type(dtype)
+    columns = [_columns(x, pack) for x in given]
+    made = []
+    for i in range(COLUMNS // pack):
+        args = [value for column in columns for value in column[i]]
+        types = [_type_of(kind) for kind in kinds[:count]]
+        made += assembly(instructions, types, args, constraints)
+    return joined(made, element)
+
+
+def _columns(register, pack: int) -> list[list]:
+    """The arguments of each piece of assembly: of 16 bits, pairs in one register."""
+    values = elements(register)
+    width = bits_of(values[0])
+    if pack == 2 and width == 16:
+        return [[pair] for pair in words(register)]
+    return [values[i : i + pack] for i in range(0, len(values), pack)]
+
+
+def _type_of(kind: str):
+    """The type of a result with this constraint."""
+    letter = kind.removeprefix("=")
+    if letter == "f":
+        return ir.F32Type.get()
+    bits = 16 if letter == "h" else 32
+    return bits_type(bits)
