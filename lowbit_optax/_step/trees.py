@@ -59,14 +59,18 @@ def parts_of(
 def abstract(tree: PyTree) -> PyTree:
     """A tree with ShapeDtypeStructs in place of its arrays; other leaves are kept.
 
+    Dtypes are those that JAX makes of them: numpy's float64 is float32 unless 64-bit
+    types are on.
+
     >>> abstract({"w": jnp.ones((2, 3)), "name": "x"})["name"]
     'x'
     """
 
     def leaf(x):
-        if hasattr(x, "shape") and hasattr(x, "dtype"):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype)
-        return x
+        if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+            return x
+        dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
+        return jax.ShapeDtypeStruct(x.shape, dtype)
 
     return jax.tree.map(leaf, tree)
 

@@ -170,14 +170,14 @@ def assert_bits_are_those_of_xla(shape, options, dtype=jnp.bfloat16):
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_has_the_same_bits(name, only_kernels):
     assert_bits_are_those_of_xla(*FORMATS[name])
-    assert sorted(only_kernels) == [False, True]  # the bias has none
+    assert True in only_kernels  # the bias has none, and may be traced already
 
 
 @pytest.mark.parametrize("name", [f"eight bits {RAGGED}", "sr"])
 def test_formats_have_the_same_bits_with_64_bit_types(name, only_kernels):
     with jax.enable_x64(True):
         assert_bits_are_those_of_xla(*FORMATS[name])
-    assert sorted(only_kernels) == [False, True]  # the bias has none
+    assert True in only_kernels  # the bias has none, and may be traced already
 
 
 def test_arrays_of_other_shapes_are_transposed_or_have_rows_before_heads():
