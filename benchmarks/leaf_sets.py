@@ -78,6 +78,23 @@ def resnet50() -> LeafSet:
     return LeafSet("resnet50", (*shapes, (2048, 1000), (1000,)))
 
 
+def vit_base(width: int = 768, layers: int = 12) -> LeafSet:
+    """ViT-B/16: 200 leaves, 86,567,656 parameters."""
+    projections = ((width, 12, 64), (12, 64)) * 3
+    block = (
+        *((width,), (width,)),
+        *(*projections, (12, 64, width), (width,)),
+        *((width,), (width,)),
+        *((width, 4 * width), (4 * width,), (4 * width, width), (width,)),
+    )
+    shapes = (
+        *((1, 1, width), (1, 197, width), (16, 16, 3, width), (width,)),
+        *block * layers,
+        *((width,), (width,), (width, 1000), (1000,)),
+    )
+    return LeafSet("vit_base", shapes)
+
+
 SETS = {
     each.name: each
     for each in (

@@ -48,6 +48,12 @@ BENCHMARKS = {
         ("docs/compiled_programs.md",),
         GPU_COMPILER,
     ),
+    "compile_cost": Benchmark(
+        "programs",
+        "seconds to trace and compile steps, beside optax, for CPUs and GPUs",
+        6,
+        ("docs/benchmarks.md",),
+    ),
     "tpu_program": Benchmark(
         "programs",
         "AdamW steps compiled for TPUs: bytes, memory, copies, kernels",

@@ -225,7 +225,8 @@ def _reference(
 ) -> list[jax.Array]:
     """The results by array operations."""
     rows = [scalars.rows] if len(leaves) == 1 else [r[None] for r in scalars.rows]
-    within = None if first is None else (first[0], leaves[0].shape)
+    shape = leaves[0].shape
+    index = None if first is None else xla.index_of(shape, shape, first[0])
     return [
         x
         for leaf, row in zip(leaves, rows, strict=True)
@@ -235,7 +236,7 @@ def _reference(
             xla.row_of(scalars.table, row, scalars.values),
             layer,
             scalars.when,
-            within,
+            index,
         )
     ]
 

@@ -35,7 +35,7 @@ def update(
     scalars: Sequence[jax.Array],
     layer: jax.Array | None = None,
     when: int | None = None,
-    within: tuple[jax.Array | None, tuple[int, ...]] | None = None,
+    index: jax.Array | None = None,
     barrier: Callable[[Sequence[jax.Array]], Sequence[jax.Array]] = list,
 ) -> list[jax.Array]:
     """See :func:`pallas_kernels.fused_update`.
@@ -43,8 +43,7 @@ def update(
     Args:
       body, leaf, layer, when: as there.
       scalars: the body's.
-      within: if the leaf is a part of another, the index of its first element in that
-        (None for 0), and the shape of the whole.
+      index: uint32, the elements' indices, if the leaf is a part of another one.
       barrier: replaces maxima, and new values before they are packed.
     """
     scalars = list(scalars)
@@ -57,14 +56,8 @@ def update(
             array = unpack(array, operand.bits, leaf.layout)
         is_plain = operand.block_size is None
         (values if is_plain else block_values).append(array)
-    index = None
-    if layer is not None or within is not None:
-        first, whole = within or (None, leaf.shape)
-        first = jnp.uint32(0) if first is None else first
-        if layer is not None:
-            size = jnp.uint32(math.prod(whole) % 2**32)
-            first = first + layer[0].astype(jnp.uint32) * size
-        index = _row_major(leaf.shape, whole, first)
+    if layer is not None and index is None:
+        index = index_of(leaf.shape, leaf.shape, None, layer)
     arguments = values, scalars, index, multiply_add
     if leaf.block_sizes:
         blocks = typing.cast(BlockBody, body)
@@ -141,11 +134,24 @@ def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
     return a * b + c
 
 
-def _row_major(
-    shape: tuple[int, ...], whole: tuple[int, ...], first: jax.Array
+def index_of(
+    shape: tuple[int, ...],
+    whole: tuple[int, ...],
+    first: jax.Array | None,
+    layer: jax.Array | None = None,
 ) -> jax.Array:
-    """The indices of a part's elements in the whole, from the first element's on."""
-    index = jnp.full(shape, first)
+    """The row-major indices of the elements of a part, modulo 2^32.
+
+    Args:
+      shape: of the part.
+      whole: shape of the leaf, or of the layer, that it is a part of.
+      first: uint32 scalar, the index of its first element; 0 if None.
+      layer: int32 vector of one element, of which layer; None for the first.
+    """
+    index = jnp.full(shape, jnp.uint32(0) if first is None else first)
+    if layer is not None:
+        size = jnp.uint32(math.prod(whole) % 2**32)
+        index = index + layer[0].astype(jnp.uint32) * size
     for axis in range(len(shape)):
         stride = jnp.uint32(math.prod(whole[axis + 1 :]) % 2**32)
         index = index + lax.broadcasted_iota(jnp.uint32, shape, axis) * stride

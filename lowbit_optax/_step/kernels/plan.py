@@ -24,7 +24,7 @@ from lowbit_optax._step.inner_update import InnerUpdate
 from lowbit_optax._step.kernels.body import KEYS, LeafBody
 from lowbit_optax._step.kernels.rows import MomentRows, WeightRows
 from lowbit_optax._step.step import Step
-from pallas_kernels.fused_update import MAX_ELEMENTS, Leaf, blocked, has_tiling
+from pallas_kernels.fused_update import MAX_ELEMENTS, Leaf, has_tiling
 from pallas_kernels.fused_update.api import tpu_launcher
 from pallas_kernels.layout import layout_of
 
@@ -95,8 +95,8 @@ class KernelPlan:
         large = {}
         if not self.traced.step.guard.scalars:
             leaves = self.arrays(self.traced.step)
-            is_large = lambda x: blocked.accepts(x) and not needs_loop(x.shape)
-            large = {i: self.kernels[i] for i, x in leaves.items() if is_large(x)}
+            fits = lambda x: not (x.stacked or needs_loop(x.shape))
+            large = {i: self.kernels[i] for i, x in leaves.items() if fits(x)}
         return dataclasses.replace(self, kernels=large)
 
     @property

@@ -38,6 +38,7 @@ from pallas_kernels.fused_update import (
     blocked,
     fused_update,
     fused_update_many,
+    joined,
 )
 from pallas_kernels.platforms import Implementation
 from pallas_kernels.reductions import MIN_ARRAYS, sums_of_squares
@@ -197,7 +198,7 @@ class _Launches:
     def run(self, leaves: Mapping[int, Leaf]) -> dict[int, list[jax.Array]]:
         """The results of each leaf; leaves that can share a kernel are one launch."""
         if self.implementation == "blocks":
-            return {i: self._blocked(i, leaf) for i, leaf in leaves.items()}
+            return self._by_blocks(leaves)
         groups: dict[typing.Any, list[int]] = {}
         for i, leaf in leaves.items():
             groups.setdefault(self._group(i, leaf), []).append(i)
@@ -208,9 +209,26 @@ class _Launches:
             written |= zip(numbers, self._launch(numbers, shared), strict=True)
         return written
 
-    def _blocked(self, number: int, leaf: Leaf) -> list[jax.Array]:
-        body, keys = self.bodies[number], self.step.keys
-        return _blocked(body, leaf, keys, np.uint32(number), self._plain_scalars)
+    def _by_blocks(self, leaves: Mapping[int, Leaf]) -> dict[int, list[jax.Array]]:
+        """The results by XLA on a CPU; small leaves are joined."""
+        written: dict[int, list[jax.Array]] = {}
+        groups: dict[typing.Any, list[int]] = {}
+        keys, scalars = self.step.keys, self._plain_scalars
+        for i, leaf in leaves.items():
+            body, dtypes = self.bodies[i], tuple(x.dtype for x in leaf.arrays)
+            if joined.accepts(leaf):
+                groups.setdefault((body, dtypes), []).append(i)
+            else:
+                written[i] = _blocked(body, leaf, keys, np.uint32(i), scalars)
+        new: list = []
+        for (body, _), numbers in groups.items():
+            for part in joined.divided(numbers, leaves):
+                some = [leaves[i] for i in part]
+                # One after the other, so that all use the same temporary memory.
+                some, _ = lax.optimization_barrier((some, new))
+                new = _joined(body, some, keys, np.array(part, np.uint32), scalars)
+                written |= zip(part, new, strict=True)
+        return written
 
     def _group(self, number: int, leaf: Leaf):
         """What leaves that share a kernel have in common."""
@@ -367,3 +385,12 @@ def _blocked(body: LeafBody, leaf: Leaf, keys, number, scalars) -> list[jax.Arra
     """Update one leaf block by block; traced once for equal shapes and programs."""
     keys = [lax.dynamic_index_in_dim(key, number, keepdims=False) for key in keys]
     return blocked.update(body, leaf, [*keys, *scalars], when=body.when)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _joined(
+    body: LeafBody, leaves: Sequence[Leaf], keys, numbers, scalars
+) -> list[list[jax.Array]]:
+    """Update leaves as if they were one."""
+    keys = [key[numbers] for key in keys]
+    return joined.update(body, leaves, keys, scalars, when=body.when)

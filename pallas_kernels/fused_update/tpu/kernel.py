@@ -116,7 +116,7 @@ def update(call: Call) -> list[jax.Array]:
             xla.row_of(call.table, call.rows),
             call.layer,
             call.when,
-            (merged.base, merged.leaf.shape),
+            xla.index_of(merged.shape, merged.leaf.shape, merged.base, call.layer),
         )
     shapes = result_shapes(shard)
     return [x.reshape(shape) for x, shape in zip(written, shapes, strict=True)]

@@ -1,0 +1,160 @@
+"""What tracing and compiling a step costs, beside optax's step of the same leaves.
+
+    .venv/bin/python -m benchmarks compile_cost [--for cpu h200] [--launcher mosaic]
+
+Seconds of processor time of one process: tracing, lowering and compiling a donated step
+of bfloat16 parameters, by ``lowbit_optax.step`` and by optax. The steps are compiled
+for this machine's CPU, and for an H200 without one if the ``gpu-program`` extra is
+installed. Mosaic's own compiler runs when a program is loaded, so that its time is not
+in these numbers.
+"""
+
+import argparse
+import functools
+import itertools
+import time
+import typing
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import lowbit_optax
+from benchmarks.leaf_sets import LeafSet, gpt2, resnet50, vit_base
+from benchmarks.registry import GPU_COMPILER
+from tools import is_installed
+
+RATE = 1e-3
+ALIASES = {
+    "sr_adamw": lowbit_optax.sr_adamw,
+    "extra_bits_adamw(bits=16)": lowbit_optax.extra_bits_adamw,
+    "extra_bits_adamw(bits=8)": functools.partial(
+        lowbit_optax.extra_bits_adamw, bits=8
+    ),
+    "kahan_adamw": lowbit_optax.kahan_adamw,
+    "lowbit_adamw": lowbit_optax.lowbit_adamw,
+}
+LPMM = "lpmm_adam"
+
+_SMALL = ((64, 128), (128,), (128, 64), (64,), (96, 96))
+_OTHERS = ((64, 256), (256,), (192, 64), (192,), (80, 96))
+ON_CPUS = (
+    LeafSet("12 leaves of 12 shapes", tuple((256, 128 * i) for i in range(1, 13))),
+    LeafSet("150 small leaves", (*_SMALL, *_OTHERS) * 15),
+)
+ON_GPUS = (
+    gpt2(),
+    resnet50(),
+    vit_base(),
+    LeafSet("128 leaves of LoRA", ((768, 16), (16, 768), (768, 16), (16, 3072)) * 32),
+    LeafSet("120 vectors", tuple((64 * (1 + i % 20),) for i in range(120))),
+)
+
+
+class Cost(typing.NamedTuple):
+    """Seconds of processor time."""
+
+    traced: float
+    lowered: float
+    compiled: float
+
+    @property
+    def total(self) -> float:
+        """All three."""
+        return sum(self)
+
+
+def cost(tx, leaf_set: LeafSet, mesh=None) -> Cost:
+    """What a step of some leaves costs.
+
+    Args:
+      tx: the transformation.
+      leaf_set: of the parameters.
+      mesh: of the devices to compile for; this machine's if None.
+    """
+    leaves = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in leaf_set.shapes]
+    grads = {f"{number:03d}": leaf for number, leaf in enumerate(leaves)}
+    params = grads
+    if isinstance(tx, _Quantized):
+        params, tx = jax.eval_shape(tx.quantize, grads), tx.transformation
+    state = jax.eval_shape(tx.init, params)
+    step = functools.partial(lowbit_optax.step, tx)
+    clock = [time.process_time()]
+
+    def lap(result):
+        clock.append(time.process_time())
+        return result
+
+    if mesh is None:
+        traced = lap(jax.jit(step, donate_argnums=(0, 1)).trace(params, state, grads))
+        lap(lap(traced.lower()).compile())
+    else:
+        # Of the extra that compiles for GPUs.
+        from tools.gpu_program.targets import trace_for
+
+        traced = lap(trace_for(mesh, step, params, state, grads, donate=(0, 1)))
+        with jax.set_mesh(mesh):
+            lap(lap(traced.lower(lowering_platforms=("cuda",))).compile())
+    return Cost(*(after - before for before, after in itertools.pairwise(clock)))
+
+
+class _Quantized(typing.NamedTuple):
+    """A transformation of quantised weights, and what makes these."""
+
+    transformation: optax.GradientTransformation
+    quantize: typing.Callable
+
+
+def table(leaf_sets: Sequence[LeafSet], names: Sequence[str], mesh, launcher) -> None:
+    """Print the costs of steps."""
+    print("| leaves | step | trace | lower | compile | all | times optax |")
+    print("|---|---|---|---|---|---|---|")
+    cost(optax.adamw(RATE), LeafSet("warm-up", ((256, 384),)), mesh)
+    for leaf_set in leaf_sets:
+        base = None
+        for name in ("optax.adamw", *names):
+            if name == LPMM:
+                tx = lowbit_optax.lpmm_adam(RATE, implementation=launcher)
+                quantize = functools.partial(lowbit_optax.quantize_params, bits=12)
+                tx = _Quantized(tx, quantize)
+            elif name in ALIASES:
+                tx = ALIASES[name](RATE, implementation=launcher)
+            else:
+                tx = optax.adamw(RATE)
+            found = cost(tx, leaf_set, mesh)
+            base = base or found.total
+            seconds = " | ".join(f"{x:.2f}" for x in (*found, found.total))
+            ratio = found.total / base
+            print(
+                f"| {leaf_set.name} | `{name}` | {seconds} | {ratio:.1f} |", flush=True
+            )
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure and print tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    has_gpu = all(map(is_installed, GPU_COMPILER))
+    devices = ["cpu", "h200"] if has_gpu else ["cpu"]
+    parser.add_argument("--for", nargs="*", dest="devices", default=devices)
+    parser.add_argument("--launcher", choices=["triton", "mosaic"], default=None)
+    parser.add_argument("--sets", nargs="*", help="names of leaf sets; all if left out")
+    parser.add_argument("--steps", nargs="*", help="names of steps; all if left out")
+    args = parser.parse_args(argv)
+    chosen = lambda sets: [x for x in sets if not args.sets or x.name in args.sets]
+    named = lambda names: [x for x in names if not args.steps or x in args.steps]
+    if "cpu" in args.devices:
+        print("\nCompiled for this CPU, seconds of processor time\n")
+        table(chosen(ON_CPUS), named(ALIASES), None, None)
+    if "h200" in args.devices:
+        from tools.gpu_program.targets import gpu_mesh
+
+        print(f"\nCompiled for an H200 ({args.launcher or 'default launcher'})\n")
+        names = named(["kahan_adamw", "lowbit_adamw", LPMM])
+        table(chosen(ON_GPUS), names, gpu_mesh(), args.launcher)
+
+
+if __name__ == "__main__":
+    main()

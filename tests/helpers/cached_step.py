@@ -1,0 +1,60 @@
+"""Processes that step, or lower a step for a GPU, and what they print.
+
+python tests/helpers/cached_step.py run FOLDER    # cache misses and hits of a step
+python tests/helpers/cached_step.py lower         # a digest of its GPU program
+"""
+
+import functools
+import hashlib
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+
+import lowbit_optax
+
+
+def main(action: str, folder: str = "") -> None:
+    """Does what is asked for, and prints a line."""
+    tx = lowbit_optax.lowbit_adamw(1e-3)
+    shapes = ((256, 64), (64,), (96, 64), (32,))
+    params = {f"{n}": jnp.ones(shape, jnp.bfloat16) for n, shape in enumerate(shapes)}
+    step = functools.partial(lowbit_optax.step, tx)
+    if action == "lower":
+        from tools.gpu_program.targets import gpu_mesh, lower_for
+
+        params = jax.eval_shape(lambda: params)
+        state = jax.eval_shape(tx.init, params)
+        text = lower_for(gpu_mesh(), step, params, state, params).as_text()
+        print(hashlib.sha256(text.encode()).hexdigest())
+        return
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    events: list[str] = []
+    jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
+    state = jax.jit(tx.init)(params)
+    jax.block_until_ready(jax.jit(step)(params, state, params))
+    ends = ("cache_misses", "cache_hits")
+    print(*(sum(name.endswith(end) for name in events) for end in ends))
+
+
+def printed(hash_seed: int, *arguments: str) -> str:
+    """What a process with another order of strings in sets prints."""
+    path = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(
+        [sys.executable, __file__, *arguments],
+        env=os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": str(hash_seed)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout.strip()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

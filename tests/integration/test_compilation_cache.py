@@ -1,0 +1,17 @@
+"""What one process has compiled, another finds in JAX's persistent cache.
+
+So a step's program must not depend on the order of sets, on addresses of objects, or on
+what was traced before.
+"""
+
+import pytest
+from cached_step import printed
+
+pytestmark = pytest.mark.slow_to_compile
+
+
+def test_a_second_process_compiles_nothing(tmp_path):
+    misses, hits = map(int, printed(1, "run", str(tmp_path)).split())
+    assert misses > 0
+    assert hits == 0
+    assert printed(2, "run", str(tmp_path)) == f"0 {misses}"
