@@ -91,6 +91,10 @@ def _parts(leaf: Leaf) -> Parts:
         size, columns = math.prod(shape), shape[-1]
         shape = (size // columns, columns) if columns <= BLOCK else (size,)
     parts = Parts(shape, *_lengths(shape, leaf.unit(0)))
+    if is_plain and parts.last:
+        # Elements may divide where rows do not.
+        flat = (math.prod(shape),)
+        return Parts(flat, *_lengths(flat, 1))
     lengths = shape[0], parts.length, parts.last
     axes = {layout_of((n, *shape[1:])).axis for n in lengths if n}
     return parts if is_plain or len(axes) == 1 else Parts(shape, shape[0])
@@ -148,7 +152,9 @@ def over_parts(
         written = lax.fori_loop(0, turns * parts.count, advance, written)
     else:
         written = part.update(0, parts.length, written)
-    if parts.last:
+    if parts.last and skips is None:
+        written = finish(0, written)
+    elif parts.last:
         written = lax.fori_loop(0, turns, finish, written)
     # A view that XLA fuses with writing into it would be written to new memory.
     results = _barrier([written[place] for place in _places(leaf)])
