@@ -193,7 +193,7 @@ def test_a_compiled_step_takes_little_memory(
         state = jax.eval_shape(tx.init, params)
         step = jax.jit(functools.partial(lowbit_optax.step, tx), donate_argnums=(0, 1))
         memory = step.lower(params, state, params).compile().memory_analysis()
-    # A whole bfloat16 array would be 2 bytes per parameter. XLA of JAX 0.10 cannot slice
+    # A whole bfloat16 array would be 2 bytes per parameter. JAX 0.10 cannot slice
     # one without converting it, and copies some as integers.
     if blocked.DROPS_BARRIERS:
         bytes_per_parameter += copied
