@@ -232,7 +232,7 @@ class _ProgramBuilder:
         found = corrected_quotient(call, self.uses)
         if found is None or numerator.is_scalar:
             return None
-        mean, mean_divisor, *corrected = found
+        mean, mean_divisor, corrected = found
         row, factor = self._divisor(divisor, *corrected)
         if mean_divisor is not None:
             factor = self._apply(lax.div, factor, mean_divisor)
@@ -252,7 +252,7 @@ class _ProgramBuilder:
         found = corrected_quotient(call, self.uses)
         if found is None:
             return self.ref(divisor), numerator
-        row, factor = self._divisor(divisor, *found[2:])
+        row, factor = self._divisor(divisor, *found[2])
         return row, self._apply(lax.mul, numerator, factor)
 
     def _divisor(

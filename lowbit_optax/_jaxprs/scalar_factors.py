@@ -11,8 +11,8 @@ from lowbit_optax._jaxprs.graph import Call, Node, without_zero
 
 def corrected_quotient(
     call: Call, uses: Mapping[Node, int]
-) -> tuple[Node, Node | None, Node, Node, Node | None] | None:
-    """``m, c1, v, c2, eps`` of a float32 quotient ``(m / c1) / (sqrt(v / c2) + eps)``.
+) -> tuple[Node, Node | None, tuple[Node, Node, Node | None]] | None:
+    """``m, c1, (v, c2, eps)`` of float32's ``(m / c1) / (sqrt(v / c2) + eps)``.
 
     m and v have the leaf's shape, the others are scalars; c1 and eps may be missing.
     What others need too is left as it is: then, and for other calls, it is None.
@@ -34,7 +34,7 @@ def corrected_quotient(
         return None
     divided = _with_scalar(p.div_p, mean) if uses[mean] == 1 else None
     mean, mean_divisor = divided or (mean, None)
-    return mean, mean_divisor, *square, eps
+    return mean, mean_divisor, (*square, eps)
 
 
 def times_scalar(node: Node) -> tuple[Node, Node] | None:
