@@ -184,10 +184,7 @@ class Code:
         raise NotImplementedError
 
     def decode_radicand(
-        self,
-        fields: jax.Array,
-        prepared: Prepared,
-        multiply_add: MultiplyAdd = multiply_add,
+        self, fields: jax.Array, prepared: Prepared, multiply_add=multiply_add
     ) -> tuple[jax.Array, jax.Array]:
         """:func:`radicand` of the values of fields."""
         return radicand(self.decode_fields(fields, prepared, multiply_add))
