@@ -160,5 +160,55 @@ def reverse_bytes(words: jax.Array) -> jax.Array:
     return words << jnp.uint32(16) | words >> jnp.uint32(16)
 
 
+@Operation
+def third_byte_first(words: jax.Array) -> jax.Array:
+    """uint32 words whose leading byte and the third from it have changed places.
+
+    >>> hex(third_byte_first(jnp.uint32(0x12345678)))
+    '0x56341278'
+    """
+    first = words >> jnp.uint32(16) & jnp.uint32(0x0000FF00)
+    third = words << jnp.uint32(16) & jnp.uint32(0xFF000000)
+    return first | third | words & jnp.uint32(0x00FF00FF)
+
+
+@Operation
+def last_byte_first(words: jax.Array) -> jax.Array:
+    """uint32 words whose leading byte and the last have changed places.
+
+    >>> hex(last_byte_first(jnp.uint32(0x12345678)))
+    '0x78345612'
+    """
+    outer = words << jnp.uint32(24) | words >> jnp.uint32(24)
+    return outer | words & jnp.uint32(0x00FFFF00)
+
+
+@Operation
+def smaller(x: jax.Array, y: jax.Array) -> jax.Array:
+    """The smaller of two float32 numbers that are not negative; neither is a NaN.
+
+    >>> smaller(jnp.float32(2), jnp.float32(1))
+    Array(1., dtype=float32)
+    """
+    return jnp.minimum(x, y)
+
+
+@Operation
+def power_of_five(n: jax.Array) -> jax.Array:
+    """``5^(n - 1)`` as float32, and 0 for n = 0; of n, uint32, the last 3 bits count.
+
+    Args:
+      n: 0 to 7 more than a multiple of 128, and less than 256.
+
+    >>> power_of_five(jnp.uint32([128, 129, 130, 135])).tolist()
+    [0.0, 1.0, 5.0, 15625.0]
+    """
+    digits = [n >> jnp.uint32(i) & jnp.uint32(1) for i in range(3)]
+    power = jnp.where(digits[0] > 0, jnp.float32(1), jnp.float32(1 / 5))
+    for digit, factor in zip(digits[1:], (25, 625), strict=True):
+        power = jnp.where(digit > 0, power * jnp.float32(factor), power)
+    return jnp.where(n & jnp.uint32(7) == 0, jnp.float32(0), power)
+
+
 def _bits(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)

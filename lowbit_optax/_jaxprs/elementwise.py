@@ -23,6 +23,10 @@ In a kernel that is two products per element more than with the factors taken ou
 ``S`` and the other factors are scalars, computed once per leaf. The averages must be
 divided by scalars, not multiplied: c1 and c2 are then not infinite, so that S is not 0
 and may be divided by.
+
+A scalar over an array is not computed where only quotients and products with scalars
+read it: ``s / (f / x)`` is ``(s / f) x``, and ``(f / x) / (g / y)`` is ``(f / g) (y /
+x)``.
 """
 
 import collections
@@ -32,7 +36,6 @@ from collections.abc import Callable, Mapping, Sequence
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
 from jax.extend.core import primitives as p
 
 from lowbit_optax._jaxprs.graph import (
@@ -47,6 +50,7 @@ from lowbit_optax._jaxprs.graph import (
     without_zero,
 )
 from lowbit_optax._jaxprs.leaf_program import MULTIPLY_ADD, Operation, Program, Ref
+from lowbit_optax._jaxprs.scalar_factors import corrected_quotient, times_scalar
 
 ELEMENTWISE = frozenset(
     {
@@ -137,6 +141,9 @@ def program_of(
     between = _between(outputs, inputs)
     reads = [*outputs, *(x for call in between for x in call.inputs)]
     uses, candidates = collections.Counter(reads), Scalars(scalars.graph)
+    # A divisor counts once, however often it divides.
+    divisors = [x.inputs[1] for x in between if x.primitive is p.div_p]
+    uses -= collections.Counter(divisors) - collections.Counter(set(divisors))
     builder = _ProgramBuilder(inputs, uses, candidates, takes_factors_out, is_exact)
     for call in between:
         builder.add(call)
@@ -155,7 +162,7 @@ class _ProgramBuilder:
 
     Args:
       inputs: the nodes that are the given rows.
-      uses: by node, how often the program reads it.
+      uses: by node, how often the program reads it; all divisions count as one.
       scalars: the table to enter scalars in.
       takes_factors_out, is_exact: as for :func:`program_of`.
     """
@@ -172,14 +179,22 @@ class _ProgramBuilder:
         self._rows = {node: Ref("row", i) for i, node in enumerate(self.inputs)}
         # By node, a row and the scalar that it is to be multiplied by.
         self._scaled: dict[Node, tuple[Ref, Node]] = {}
+        # By node, a row and the scalar that it is to divide.
+        self._inverse: dict[Node, tuple[Ref, Node]] = {}
+        self._divisors: dict[Node, Ref] = {}
 
     def ref(self, node: Node) -> Ref:
         """Where the program finds a value: a row, or a scalar of the table."""
         if node.is_scalar:
             return self.scalars.ref(node)
-        if node not in self._rows:
+        if node in self._rows:
+            return self._rows[node]
+        if node in self._scaled:
             row, factor = self._scaled[node]
             self._rows[node] = self._append(lax.mul, row, self.ref(factor))
+        else:
+            row, factor = self._inverse[node]
+            self._rows[node] = self._append(lax.div, self.ref(factor), row)
         return self._rows[node]
 
     def add(self, call: Call) -> None:
@@ -188,39 +203,77 @@ class _ProgramBuilder:
         if call.primitive in _ONE_TO_ONE or call.primitive is p.broadcast_in_dim_p:
             self._rows[node] = self.ref(call.inputs[0])
             return
-        scaled = row = None
-        if not self.is_exact:
-            scaled = self._quotient(call) or self._scaled_sum(call)
-            row = None if scaled else self._cheaper(call)
-        if scaled is not None:
+        if self.is_exact:
+            self._rows[node] = self._as_it_is(call)
+        elif (scaled := self._quotient(call) or self._scaled_sum(call)) is not None:
             self._scaled[node] = scaled
-            return
-        if row is None:
-            operands = map(self.ref, call.inputs)
-            row = self._append_call(call.primitive, call.params, *operands)
-        self._rows[node] = row
+        elif (inverse := self._over_row(call)) is not None:
+            self._inverse[node] = inverse
+        else:
+            self._rows[node] = self._cheaper(call) or self._as_it_is(call)
+
+    def _as_it_is(self, call: Call) -> Ref:
+        operands = map(self.ref, call.inputs)
+        return self._append_call(call.primitive, call.params, *operands)
 
     def _quotient(self, call: Call) -> tuple[Ref, Node] | None:
-        """A quotient of corrected averages, as a row and its scalar factor."""
-        found = _corrected_quotient(call, self.uses)
-        if found is None or not self.takes_factors_out:
+        """A quotient as a row and its scalar factor."""
+        if call.primitive is not p.div_p or not self.takes_factors_out:
             return None
-        mean, mean_divisor, square, square_divisor, eps = found
-        factor = root = self._apply(lax.sqrt, square_divisor)
-        divisor = self._append(lax.sqrt, self.ref(square))
-        if eps is not None and not is_zero(eps):
-            scaled_eps = self.ref(self._apply(lax.mul, eps, root))
-            divisor = self._append(lax.add, divisor, scaled_eps)
+        numerator, divisor = call.inputs
+        if divisor in self._inverse:
+            row, factor = self._inverse[divisor]
+            if numerator.is_scalar:
+                return row, self._apply(lax.div, numerator, factor)
+            if numerator in self._inverse:
+                other, share = self._inverse[numerator]
+                quotient = self._append(lax.div, row, other)
+                return quotient, self._apply(lax.div, share, factor)
+        found = corrected_quotient(call, self.uses)
+        if found is None or numerator.is_scalar:
+            return None
+        mean, mean_divisor, corrected = found
+        row, factor = self._divisor(divisor, *corrected)
         if mean_divisor is not None:
-            factor = self._apply(lax.div, root, mean_divisor)
-        return self._append(lax.div, self.ref(mean), divisor), factor
+            factor = self._apply(lax.div, factor, mean_divisor)
+        return self._append(lax.div, self.ref(mean), row), factor
+
+    def _over_row(self, call: Call) -> tuple[Ref, Node] | None:
+        """A scalar over an array, or a scalar times that, as a row and the scalar."""
+        if not self.takes_factors_out or call.outputs[0].aval.dtype != jnp.float32:
+            return None
+        product = times_scalar(call.outputs[0])
+        if product is not None and product[0] in self._inverse:
+            row, factor = self._inverse[product[0]]
+            return row, self._apply(lax.mul, factor, product[1])
+        if call.primitive is not p.div_p or not call.inputs[0].is_scalar:
+            return None
+        numerator, divisor = call.inputs
+        found = corrected_quotient(call, self.uses)
+        if found is None:
+            return self.ref(divisor), numerator
+        row, factor = self._divisor(divisor, *found[2])
+        return row, self._apply(lax.mul, numerator, factor)
+
+    def _divisor(
+        self, node: Node, square: Node, square_divisor: Node, eps: Node | None
+    ) -> tuple[Ref, Node]:
+        """A divisor ``sqrt(v / c2) + eps`` as a row to divide by, and a factor."""
+        root = self._apply(lax.sqrt, square_divisor)
+        if node not in self._divisors:
+            row = self._append(lax.sqrt, self.ref(square))
+            if eps is not None and not is_zero(eps):
+                scaled_eps = self.ref(self._apply(lax.mul, eps, root))
+                row = self._append(lax.add, row, scaled_eps)
+            self._divisors[node] = row
+        return self._divisors[node], root
 
     def _scaled_sum(self, call: Call) -> tuple[Ref, Node] | None:
         """``f q + d w`` with scalars f and d, as the row ``q + (d / f) w`` and f."""
         if call.primitive is not p.add_p:
             return None
         for node, other in (call.inputs, call.inputs[::-1]):
-            product = _times_scalar(other)
+            product = times_scalar(other)
             if node in self._scaled and product is not None and self.uses[other] == 1:
                 row, factor = self._scaled[node]
                 share = self._apply(lax.div, product[1], factor)
@@ -237,7 +290,7 @@ class _ProgramBuilder:
             # One division per leaf, not one per element.
             inverse = self._apply(lax.div, constant(dtype.type(1)), operands[1])
             return self._append(lax.mul, self.ref(operands[0]), self.ref(inverse))
-        product = _times_scalar(call.outputs[0])
+        product = times_scalar(call.outputs[0])
         if product is not None and product[0] in self._scaled:
             row, factor = self._scaled[product[0]]
             factor = self._apply(lax.mul, factor, product[1])
@@ -307,49 +360,3 @@ def _check_elementwise(node: Node, call: Call, shape: tuple[int, ...]) -> None:
         )
     if jnp.issubdtype(node.aval.dtype, jnp.floating) and node.aval.dtype.itemsize > 4:
         raise NotElementwise(f"it computes in {node.aval.dtype}")
-
-
-def _corrected_quotient(
-    call: Call, uses: Mapping[Node, int]
-) -> tuple[Node, Node | None, Node, Node, Node | None] | None:
-    """``m, c1, v, c2, eps`` of a float32 quotient ``(m / c1) / (sqrt(v / c2) + eps)``.
-
-    m and v have the leaf's shape, the others are scalars; c1 and eps may be missing.
-    What others need too is left as it is: then, and for other calls, it is None.
-    """
-    if call.primitive is not p.div_p or call.outputs[0].aval.dtype != jnp.float32:
-        return None
-    mean, denominator = call.inputs
-    if uses[denominator] > 1:
-        return None
-    root, eps = _with_scalar(p.add_p, denominator) or (denominator, None)
-    if root.call is None or root.call.primitive is not p.sqrt_p or uses[root] > 1:
-        return None
-    (corrected,) = root.call.inputs
-    if corrected.call is not None and uses[corrected] == 1:
-        # eps_root is usually 0.
-        corrected = without_zero(corrected.call) or corrected
-    square = _with_scalar(p.div_p, corrected)
-    if square is None or uses[corrected] > 1:
-        return None
-    divided = _with_scalar(p.div_p, mean) if uses[mean] == 1 else None
-    mean, mean_divisor = divided or (mean, None)
-    return mean, mean_divisor, *square, eps
-
-
-def _with_scalar(primitive: Primitive, node: Node) -> tuple[Node, Node] | None:
-    """The array and the scalar of which a primitive computes a node, or None."""
-    call = node.call
-    if call is None or call.primitive is not primitive:
-        return None
-    orders = [call.inputs]
-    if primitive is not p.div_p:
-        orders.append(call.inputs[::-1])
-    pairs = ((x, y) for x, y in orders if y.is_scalar and not x.is_scalar)
-    return next(pairs, None)
-
-
-def _times_scalar(node: Node) -> tuple[Node, Node] | None:
-    """``(x, s)`` of a float32 product ``x s`` with a scalar s, or None."""
-    is_float32 = node.aval.dtype == jnp.float32
-    return _with_scalar(p.mul_p, node) if is_float32 else None

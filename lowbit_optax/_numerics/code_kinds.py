@@ -1,24 +1,11 @@
-"""The codes whose values are fixed numbers times a unit.
-
-``unit`` is exactly ``scale * 2^-q``. Measured in units, the fields of a code stand for
-fixed numbers (for ``Linear``, integers), the largest of which is ``largest_value``. The
-scale is the smallest bfloat16 (or power of two) for which ``largest_value * unit`` is
-at least the largest magnitude in the block. What is prepared is ``(unit, 1 / unit)``.
-
-:mod:`lowbit_optax._numerics.codes` explains what a code is and how all codes round.
-"""
+"""Which codes there are, by name; see :mod:`lowbit_optax._numerics.codes`."""
 
 import dataclasses
 import functools
-import math
-import typing
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from lowbit_optax._numerics import float_layouts
 from lowbit_optax._numerics.codes import (
     RANDOM_BITS,
     Code,
@@ -36,74 +23,9 @@ from lowbit_optax._numerics.codes import (
     shift_and_round,
     with_sign_of_field,
 )
+from lowbit_optax._numerics.dynamic_code import Dynamic
+from lowbit_optax._numerics.in_units import InUnits
 from lowbit_optax._numerics.nested_code import Nested
-
-# A quotient that should be exactly a scale may come out this much larger, because the
-# division rounds. If it were then rounded up to the next scale, the scale of a constant
-# moment would creep upwards.
-_TOLERANCE = 4  # units in the last place
-_LARGEST_BFLOAT16 = 0x7F7F0000
-
-
-@dataclasses.dataclass(frozen=True)
-class InUnits(Code):
-    """A code whose values are numbers times the unit of a block."""
-
-    is_linear_in_units: typing.ClassVar[bool] = True
-
-    @property
-    def largest_value(self) -> float:
-        """The largest number that a field stands for, in units."""
-        return float(self.largest_field)
-
-    @property
-    def smallest_value(self) -> float:
-        """The smallest positive number that a field stands for, in units."""
-        return 1.0
-
-    @property
-    def _exponent(self) -> int:
-        """The number q of the module's docstring."""
-        return math.ceil(math.log2(self.largest_value))
-
-    def scale_of_keys(self, keys):
-        factor = np.float32(2.0**self._exponent / self.largest_value)
-        pattern = as_fields(self.magnitude_of(*keys) * factor)
-        dropped = 16 if self.scale == "bfloat16" else 23
-        pattern = pattern + jnp.uint32((1 << dropped) - 1 - _TOLERANCE)
-        largest = _LARGEST_BFLOAT16 >> dropped << dropped
-        pattern = pattern >> jnp.uint32(dropped) << jnp.uint32(dropped)
-        pattern = jnp.minimum(pattern, jnp.uint32(largest))
-        return float_layouts.from_bits(pattern >> jnp.uint32(16), jnp.bfloat16)
-
-    def prepare(self, scale):
-        # With a smaller scale the smallest value would be subnormal, and XLA may treat
-        # subnormal numbers as 0.
-        least = 2.0 ** (-126 + self._exponent) / min(self.smallest_value, 1.0)
-        scale = jnp.maximum(scale, jnp.float32(least))
-        unit = scale * jnp.float32(2.0**-self._exponent)
-        if self.scale == "power_of_two":
-            # 2^-e has exponent field 127 - e: exact, and no division.
-            return unit, float_of(jnp.uint32(0x7F000000) - as_fields(unit))
-        return unit, jnp.float32(1) / unit
-
-    def times(self, prepared, factor):
-        unit, inverse = prepared
-        return unit * jnp.float32(factor), inverse
-
-    def _infinite(self, fields: jax.Array, number: jax.Array) -> jax.Array:
-        """The numbers, and infinity where an unsigned field stands for it."""
-        is_infinite = fields == jnp.uint32(self.infinity_field)
-        return jnp.where(is_infinite, jnp.float32(jnp.inf), number)
-
-    def _unsigned_fields(self, x: jax.Array, fields: jax.Array) -> jax.Array:
-        """The fields of x, so that a positive one is not 0's, nor infinity a number's.
-
-        A NaN becomes infinity too.
-        """
-        fields = jnp.maximum(fields, one_unless_zero(x))
-        finite = x < jnp.float32(jnp.inf)
-        return as_fields(jnp.where(finite, fields, jnp.int32(self.infinity_field)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,110 +182,6 @@ class Sqrt(InUnits):
         unit, _ = prepared
         number = self._infinite(fields, number_of(fields))
         return number * number * unit
-
-
-@dataclasses.dataclass(frozen=True)
-class Dynamic(InUnits):
-    """Dettmers' dynamic exponent map, computed by arithmetic instead of a table.
-
-    The position i of the leading one bit of a magnitude k selects a decade, and the
-    bits below it divide the decade linearly:
-
-        10^(i - I) (0.1 + 0.9 (k + 1/2 - 2^i) / 2^i)
-
-    where I is the highest i. Unsigned magnitudes start at 1 instead of 0, so k = 1
-    stands for zero. This is the published map (``create_dynamic_map`` in bitsandbytes)
-    without its value +1, which has no negative counterpart.
-    """
-
-    @property
-    def largest_value(self):
-        return float(self._published(self.largest_field + (not self.signed)))
-
-    @property
-    def smallest_value(self):
-        return float(self._published(1 + (not self.signed)))
-
-    @property
-    def _decades(self) -> int:
-        """I of the class's formula, the number of the highest decade."""
-        return self.bits - 1 - self.signed
-
-    def _published(self, k: int) -> float:
-        """The value of magnitude k by the class's formula."""
-        i = k.bit_length() - 1
-        return 10.0 ** (i - self._decades) * (0.1 + 0.9 * ((k + 0.5) / 2**i - 1))
-
-    def _values(self, k: jax.Array) -> jax.Array:
-        """The values of magnitudes k, which are integers stored as float32."""
-        i = (as_fields(k) >> jnp.uint32(23)) - jnp.uint32(127)
-        two_to_minus_i = float_of((jnp.uint32(127) - i) << jnp.uint32(23))
-        share = (k + jnp.float32(0.5)) * two_to_minus_i - jnp.float32(1)
-        value = jnp.float32(0.1) + jnp.float32(0.9) * share
-        decades = jnp.uint32(self._decades) - i
-        for bit in range(3):
-            set_ = (decades >> jnp.uint32(bit) & jnp.uint32(1)) != jnp.uint32(0)
-            value = jnp.where(set_, value * jnp.float32(10.0 ** -(2**bit)), value)
-        return jnp.where(k > np.float32(not self.signed), value, jnp.float32(0))
-
-    def _place(self, number: jax.Array) -> jax.Array:
-        """Where a number lies among the magnitudes: k for the value of k.
-
-        Between two magnitudes it is linear. Within a decade that is the class's formula
-        solved for k. The values next to a power of ten are 1/6 of their distance below
-        it and 5/6 above it; the formula alone would give each side a half.
-        """
-        decades, lowest = self._decades, 1 + (not self.signed)
-        power = jnp.full_like(number, 2.0**decades)
-        slope = jnp.full_like(number, 2.0**decades / 0.9)
-        for j in range(1, decades + 1):
-            lower = number < jnp.float32(10.0**-j)
-            power = jnp.where(lower, jnp.float32(2.0 ** (decades - j)), power)
-            slope = jnp.where(
-                lower, jnp.float32(10.0**j * 2.0 ** (decades - j) / 0.9), slope
-            )
-        place = number * slope + (power * jnp.float32(8 / 9) - jnp.float32(0.5))
-        below, last = place - power, power + power - jnp.float32(1)
-        place = jnp.where(
-            below < jnp.float32(0), power + below * jnp.float32(5 / 3), place
-        )
-        above = place - last
-        place = jnp.where(
-            above > jnp.float32(0), last + above * jnp.float32(1 / 3), place
-        )
-        # Between zero and the smallest value, over several decades, it is linear too.
-        smallest = self.smallest_value
-        from_zero = number * jnp.float32(1 / smallest) + jnp.float32(lowest - 1)
-        return jnp.where(number < jnp.float32(smallest), from_zero, place)
-
-    def encode_fields(self, x, prepared, words, multiply_add=multiply_add):
-        _, inverse = prepared
-        size = jnp.abs(x) if self.signed else x
-        number = size * inverse
-        # Compared in this direction, NaN counts as infinity.
-        inside = number < jnp.float32(self.largest_value)
-        number = jnp.where(inside, number, jnp.float32(self.largest_value))
-        number = jnp.maximum(number, jnp.float32(0))
-        # Near 2^11 a float32 has 12 fractional bits, as in Linear.
-        fixed = bits_of(self._place(number) + jnp.float32(2.0 ** (23 - RANDOM_BITS)))
-        first = pattern_of(2.0 ** (23 - RANDOM_BITS))
-        k = shift_and_round(fixed, first, RANDOM_BITS, words)
-        k = jnp.minimum(k - jnp.int32(not self.signed), jnp.int32(self.largest_field))
-        if not self.signed:
-            return self._unsigned_fields(x, k)
-        sign = as_fields(x) >> jnp.uint32(31)
-        return as_fields(k) | sign << jnp.uint32(self.bits - 1)
-
-    def decode_fields(self, fields, prepared, multiply_add=multiply_add):
-        unit, _ = prepared
-        magnitude = fields & jnp.uint32(2 ** (self.bits - 1) - 1)
-        if not self.signed:
-            magnitude = fields + jnp.uint32(1)
-        k = lax.bitcast_convert_type(magnitude, jnp.int32).astype(jnp.float32)
-        value = self._values(k)
-        if not self.signed:
-            return self._infinite(fields, value) * unit
-        return with_sign_of_field(value * unit, fields, self.bits)
 
 
 # e of each code, by the bits of a field and whether one of them is the sign. With

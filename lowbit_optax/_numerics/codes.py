@@ -10,8 +10,8 @@ shifts, comparisons, integer minima and maxima; only ``Sqrt`` takes a root and o
     encode_fields(x, prepared, words) --> fields
     decode_fields(fields, prepared) --> x'
 
-:mod:`lowbit_optax._numerics.code_kinds` has the codes that count in units, and
-:mod:`lowbit_optax._numerics.nested_code` the one whose steps depend on the block.
+:mod:`lowbit_optax._numerics.in_units` is about the codes that count in units, and
+:mod:`lowbit_optax._numerics.nested_code` about the one whose steps depend on the block.
 
 **Rounding.** Let ``a <= x <= b`` be the neighbours of x among the code's values. The
 result is b with probability ``(x - a) / (b - a)``, rounded to a multiple of 2^-12 or
@@ -182,6 +182,23 @@ class Code:
     ) -> jax.Array:
         """The float32 values of uint32 fields, the inverse of :meth:`encode_fields`."""
         raise NotImplementedError
+
+    def decode_radicand(
+        self, fields: jax.Array, prepared: Prepared, multiply_add=multiply_add
+    ) -> tuple[jax.Array, jax.Array]:
+        """:func:`radicand` of the values of fields."""
+        return radicand(self.decode_fields(fields, prepared, multiply_add))
+
+
+def radicand(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The nearest numbers that are normal and positive, and which numbers are finite.
+
+    >>> radicand(jnp.float32([0, 1, jnp.inf]))[0].tolist()
+    [1.1754943508222875e-38, 1.0, 3.4028234663852886e+38]
+    """
+    ends = jnp.finfo(jnp.float32)
+    positive = jnp.clip(x, jnp.float32(ends.tiny), jnp.float32(ends.max))
+    return positive, x < jnp.float32(jnp.inf)
 
 
 def bits_of(x: jax.Array) -> jax.Array:

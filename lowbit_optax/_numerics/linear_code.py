@@ -29,17 +29,22 @@ from jax import lax
 
 from lowbit_optax._numerics.codes import (
     Code,
+    MultiplyAdd,
     as_fields,
     bits_of,
     float_of,
+    multiply_add,
     number_of,
     pattern_of,
 )
 
-RANDOM_BITS = 24
+RANDOM_BITS = 23
 """How many leading bits of a random word rounding reads."""
 
+_UNREAD = 32 - RANDOM_BITS
+
 _MIDDLE = 1.5 * 2.0**23
+_FIRST = pattern_of(_MIDDLE)
 
 # A quotient that should be exactly a delta may come out larger, because the division
 # rounds.
@@ -124,29 +129,35 @@ def encode(
     prepared: tuple[jax.Array, jax.Array],
     bits: int,
     words: jax.Array | None,
+    multiply_add: MultiplyAdd = multiply_add,
 ) -> jax.Array:
     """The uint32 fields of float32 values, with prepared step sizes of their shape.
 
-    The leading 24 bits of ``words`` are random; None rounds to nearest, ties to even.
+    The leading 23 bits of ``words`` are random; None rounds to nearest, ties to even.
     """
     delta, inverse = prepared
-    is_finite = jnp.abs(x) < jnp.float32(jnp.inf)
-    x = jnp.where(is_finite, x, jnp.float32(0))
     # The float32 numbers near 1.5 * 2^23 are integers, so the sum rounds to nearest,
     # ties to even, and its pattern counts them.
-    code = bits_of(x * inverse + jnp.float32(_MIDDLE)) - jnp.int32(pattern_of(_MIDDLE))
+    middle = jnp.full(x.shape, _MIDDLE, jnp.float32)
+    rounded = multiply_add(x, inverse, middle)
+    code = bits_of(rounded)
     if words is not None:
         # The product and the difference are exact, whatever the error of the inverse.
         # So a value that is a multiple of delta has no remainder and does not change.
-        rest = x - code.astype(jnp.float32) * delta
-        share = jnp.abs(rest) * (inverse * jnp.float32(2.0**RANDOM_BITS))
-        drawn = words >> jnp.uint32(32 - RANDOM_BITS)
-        moves = share > lax.bitcast_convert_type(drawn, jnp.int32).astype(jnp.float32)
-        direction = (bits_of(rest) >> jnp.int32(31)) | jnp.int32(1)
-        code = jnp.where(moves, code + direction, code)
+        rest = multiply_add(middle - rounded, delta, x)
+        # It is half a step at most, in either direction. It moves the code if a random
+        # part of a step carries it, or fails to carry it, over a whole one. The part
+        # is counted from its half, and by half a step the pattern is above a whole one.
+        share = inverse * jnp.float32(2.0**RANDOM_BITS)
+        share = bits_of(multiply_add(rest, share, middle))
+        drawn = lax.bitcast_convert_type(words, jnp.int32) >> jnp.int32(_UNREAD)
+        moves = (share + drawn) >> jnp.int32(RANDOM_BITS)
+        code = code + (moves - jnp.int32(_FIRST >> RANDOM_BITS))
     top = largest_code(bits)
-    code = jnp.minimum(jnp.maximum(code, jnp.int32(-top)), jnp.int32(top))
-    code = code + jnp.int32(2 ** (bits - 1))
+    code = jnp.minimum(code, jnp.int32(_FIRST + top))
+    code = jnp.maximum(code, jnp.int32(_FIRST - top))
+    code = code - jnp.int32(_FIRST - 2 ** (bits - 1))
+    is_finite = jnp.abs(x) < jnp.float32(jnp.inf)
     return as_fields(jnp.where(is_finite, code, jnp.int32(0)))
 
 
@@ -155,6 +166,5 @@ def decode(
 ) -> jax.Array:
     """The float32 values of fields; ``prepared`` as in :func:`encode`."""
     delta, _ = prepared
-    value = number_of(fields, 2 ** (bits - 1)) * delta
-    # A NaN constant would become an array that JAX moves out of a scan over layers.
-    return jnp.where(fields == jnp.uint32(0), value * jnp.float32(jnp.nan), value)
+    # Field 0 less 1 has all bits set, and is a NaN.
+    return number_of(fields - jnp.uint32(1), 2 ** (bits - 1) - 1) * delta

@@ -14,10 +14,12 @@ from lowbit_optax._numerics import float_layouts
 from lowbit_optax._numerics.codes import (
     ONE_EXPONENT,
     Code,
+    MultiplyAdd,
+    Prepared,
     as_fields,
     bits_of,
+    float_of,
     multiply_add,
-    one_unless_zero,
     pattern_of,
 )
 from pallas_kernels import operations
@@ -30,6 +32,9 @@ _PLACE = 16
 _STEPS = (_COARSEST - _FINEST) << _PLACE
 
 _INFINITY = pattern_of(math.inf)
+_OVERFLOW = -(2**31)
+
+_NEAR = 2.0**23  # where the float32 numbers are integers
 
 # log2(1 + t) is about t + 0.344 t (1 - t).
 _BEND = 0.344
@@ -60,85 +65,110 @@ class Nested(Code):
 
     def keys(self, x):
         """Two keys: of the largest finite and of the smallest positive number."""
-        pattern = bits_of(x)
-        smallest = jnp.where(
-            pattern > jnp.int32(0), jnp.int32(_INFINITY) - pattern, jnp.int32(0)
-        )
-        return self.magnitude_key(x), smallest
+        # Less than 0 for +0 and for negative numbers, of which 0 alone overflows.
+        return self.magnitude_key(x), jnp.int32(_OVERFLOW) - bits_of(x)
 
     def scale_of_keys(self, keys):
         key, smallest = keys
         largest = bits_of(self.magnitude_of(key))
         # From float32's smallest normal number on.
         high = jnp.maximum(largest - jnp.int32(ONE_EXPONENT), jnp.int32(0))
-        low = jnp.int32(_INFINITY - ONE_EXPONENT) - jnp.maximum(smallest, jnp.int32(0))
-        low = jnp.clip(low, jnp.int32(0), high)
-        steps = jnp.int32(self.largest_field - 1)
-
-        def on_grid(dropped: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-            """Whether the block fits, its smallest value, and the step's number."""
-            shift = jnp.int32(dropped)
-            # A sum with less than a step cannot overflow: the step is below 2^27.
-            below = high & jnp.int32((1 << dropped) - 1)
-            top = (high >> shift) + jnp.minimum(below, jnp.int32(1))
-            bottom = jnp.maximum(low >> shift, top - steps)
-            number = jnp.full_like(high, (dropped - _FINEST) << _PLACE)
-            return top - (low >> shift) <= steps, bottom << shift, number
-
-        _, first, number = on_grid(_COARSEST)
-        for dropped in range(_COARSEST - 1, _FINEST - 1, -1):
-            fits, *finer = on_grid(dropped)
-            first = jnp.where(fits, finer[0], first)
-            number = jnp.where(fits, finer[1], number)
+        low = jnp.int32(_OVERFLOW) - jnp.maximum(smallest, jnp.int32(1))
+        low = jnp.clip(low - jnp.int32(ONE_EXPONENT), jnp.int32(0), high)
+        # The finest grid that fits is one of three. With the first, the block is 2^bits
+        # steps long at most and half of that at least; with the last it surely fits.
+        exponent = bits_of(_number((high - low) >> jnp.int32(8))) >> jnp.int32(23)
+        dropped = exponent - jnp.int32(127 - 8 - 1 + self.bits)
+        dropped = jnp.maximum(dropped, jnp.int32(_FINEST))
+        is_long = _steps_between(low, high, dropped) > self._most_steps
+        dropped = dropped + is_long.astype(jnp.int32)
+        is_long = _steps_between(low, high, dropped) > self._most_steps
+        dropped = jnp.minimum(dropped + is_long.astype(jnp.int32), jnp.int32(_COARSEST))
+        top = _shifted_up(high, dropped)
+        first = jnp.maximum(low >> dropped, top - self._most_steps) << dropped
+        number = (dropped - jnp.int32(_FINEST)) << jnp.int32(_PLACE)
         pattern = first + number + jnp.int32(ONE_EXPONENT)
         pattern = jnp.where(largest > jnp.int32(0), pattern, jnp.int32(0))
         return float_layouts.from_bits(pattern >> jnp.int32(16), jnp.bfloat16)
 
+    @property
+    def _most_steps(self) -> jax.Array:
+        return jnp.int32(self.largest_field - 1)
+
     def prepare(self, scale):
-        """The pattern of the base, int32, and the logarithm of the step's."""
+        """The pattern of the base less a step, and the logarithm of the step's."""
         pattern = bits_of(scale)
         number = pattern & jnp.int32(_STEPS)
-        return pattern - number, (number >> jnp.int32(_PLACE)) + jnp.int32(_FINEST)
+        dropped = (number >> jnp.int32(_PLACE)) + jnp.int32(_FINEST)
+        return pattern - number - (jnp.int32(1) << dropped), dropped
 
     def encode_fields(self, x, prepared, words, multiply_add=multiply_add):
-        base, dropped = prepared
-        pattern = operations.ordered_pattern(x)
-        above = jnp.minimum(pattern, jnp.int32(_INFINITY))
-        above = as_fields(jnp.maximum(above, base) - base)
-        shift = as_fields(dropped)
-        above = above + _bend(above, shift)
-        one = jnp.uint32(1)
+        zero, dropped = prepared
+        shift, one = as_fields(dropped), jnp.uint32(1)
+        step = one << shift
+        base = zero + lax.bitcast_convert_type(step, jnp.int32)
+        infinity = jnp.int32(_INFINITY)
+        above = operations.pattern_above(x, base, infinity - base)
+        # The bend is a number near 2^23, whose pattern counts it.
+        above = as_fields(above) + (step - jnp.uint32(pattern_of(_NEAR)))
+        above = above + _bend(above, shift, multiply_add)
         if words is None:
             offset = one << (shift - one)
         else:
             offset = words >> (jnp.uint32(32) - shift)
-        fields = ((above + offset) >> shift) + one
+        fields = (above + offset) >> shift
         fields = jnp.minimum(fields, jnp.uint32(self.largest_field))
-        fields = fields * as_fields(one_unless_zero(x))
-        infinite = pattern >= jnp.int32(_INFINITY)
+        fields = jnp.where(bits_of(x) == jnp.int32(0), jnp.uint32(0), fields)
+        infinite = operations.ordered_pattern(x) >= infinity
         return jnp.where(infinite, jnp.uint32(self.infinity_field), fields)
 
     def decode_fields(self, fields, prepared, multiply_add=multiply_add):
-        base, dropped = prepared
-        one = jnp.uint32(1)
-        above = (jnp.maximum(fields, one) - one) << as_fields(dropped)
-        # The last step may end above the largest number.
-        pattern = jnp.minimum(above + as_fields(base), jnp.uint32(_INFINITY - 1))
-        pattern = jnp.where(fields == jnp.uint32(0), jnp.uint32(0), pattern)
+        value = float_of(_positive(fields, prepared, 0))
         infinite = fields == jnp.uint32(self.infinity_field)
-        pattern = jnp.where(infinite, jnp.uint32(_INFINITY), pattern)
-        return lax.bitcast_convert_type(pattern, jnp.float32)
+        return jnp.where(infinite, jnp.float32(jnp.inf), value)
+
+    def decode_radicand(self, fields, prepared, multiply_add=multiply_add):
+        positive = _positive(fields, prepared, ONE_EXPONENT)
+        return float_of(positive), fields != jnp.uint32(self.infinity_field)
 
 
-def _bend(above: jax.Array, shift: jax.Array) -> jax.Array:
+def _positive(fields: jax.Array, prepared: Prepared, of_zero: int) -> jax.Array:
+    """The patterns of fields, one of them given, and a finite one for infinity's."""
+    zero, dropped = prepared
+    # The last step may end above the largest number.
+    pattern = (fields << as_fields(dropped)) + as_fields(zero)
+    pattern = jnp.minimum(pattern, jnp.uint32(_INFINITY - 1))
+    return jnp.where(fields == jnp.uint32(0), jnp.uint32(of_zero), pattern)
+
+
+def _bend(above: jax.Array, shift: jax.Array, multiply_add: MultiplyAdd) -> jax.Array:
     """What a pattern lacks to a logarithm that is exact on the grid and at octaves.
+
+    2^23 and that, as a pattern.
 
     Between two numbers of a grid, the pattern is linear in x; of a step of more than
     an octave, between two octaves.
     """
     period = jnp.uint32(1) << jnp.minimum(shift, jnp.uint32(23))
-    rest = lax.bitcast_convert_type(above & (period - jnp.uint32(1)), jnp.int32)
-    left = lax.bitcast_convert_type(period, jnp.int32) - rest
-    bend = rest.astype(jnp.float32) * left.astype(jnp.float32)
-    bend = bend * jnp.float32(_BEND * 2.0**-23)
-    return as_fields(bend.astype(jnp.int32))
+    rest = _number(above & (period - jnp.uint32(1)))
+    left = _number(period) - rest
+    share = jnp.full_like(rest, _BEND * 2.0**-23)
+    return as_fields(multiply_add(rest * left, share, jnp.full_like(rest, _NEAR)))
+
+
+def _steps_between(low: jax.Array, high: jax.Array, dropped: jax.Array) -> jax.Array:
+    """From the last number of a grid that is not above, to the first not below."""
+    return _shifted_up(high, dropped) - (low >> dropped)
+
+
+def _shifted_up(x: jax.Array, dropped: jax.Array) -> jax.Array:
+    """Non-negative int32 divided by ``2^dropped`` and rounded up."""
+    below = (jnp.int32(1) << dropped) - jnp.int32(1)
+    # Unsigned, the sum cannot overflow.
+    total = as_fields(x) + as_fields(below)
+    return lax.bitcast_convert_type(total >> as_fields(dropped), jnp.int32)
+
+
+def _number(x: jax.Array) -> jax.Array:
+    """Integers of less than 24 bits as float32."""
+    return lax.bitcast_convert_type(x, jnp.int32).astype(jnp.float32)

@@ -58,13 +58,22 @@ stream                  used for              of
 ``precision`` and SplitArrays have keys of their own: their seeds or steps count calls,
 and their leaves are the tensors of a program, or the number 0.
 
-There is one deliberate exception. A weight format that reads at most the leading 8 bits
-of the residual's words leaves 24 bits. Moment 0 reads them from the leading one on, and
-moment 1 from the last byte on. So the leading 8 bits of each are its own; on the 8 bits
-in the middle a rounding depends with probability 2^-8. It saves a word per moment,
-which would be most of the cost of rounding it. See :func:`moment_draws`. A sum that is
-rounded stochastically (:mod:`lowbit_optax._numerics.sums`) takes the last 16 bits of
-the same words; the moments depend on these bits least.
+There is one deliberate exception. Moments 0 and 1 take the bits that the weight leaves
+of its words, if it reads at most the leading 24. With the bytes of a word numbered from
+the leading one, in the order in which each reads them, these are
+
+======================  ========  ==========  ==========
+bits that it reads      weight    moment 0    moment 1
+======================  ========  ==========  ==========
+at most 8               0         1, 2, 3     3, 2, 1, 0
+9 to 24                 0, 1, 2   2, 1, 0, 3  3, 1, 2, 0
+======================  ========  ==========  ==========
+
+So the leading 8 bits of each are its own; on its second byte a rounding depends with
+probability 2^-8, and on its third with 2^-16. It saves a word per moment, which would
+be most of the cost of rounding it. See :func:`moment_draws`. A sum that is rounded
+stochastically (:mod:`lowbit_optax._numerics.sums`) takes the last 16 bits of the words
+of at most 8 bits; the moments depend on these bits least.
 """
 
 import dataclasses
@@ -91,7 +100,7 @@ _MOMENT_STREAM = 2
 _FIRST_WHOLE_WORD = 64  # counted from the first stream of the moments
 _ACCUMULATOR_STREAM = 1 << 16
 _SHARED_MOMENTS = 2
-_RESIDUAL_BITS = 8
+_BYTE = 8
 
 _START = 0x243F6A88, 0x85A308D3
 _STATIC = {"static": True}
@@ -184,13 +193,16 @@ class Draws:
     Args:
       random: the leaf's random bits.
       first: the first of their streams.
-      shares_words: whether moments 0 and 1 use the bits that the residual leaves of its
-        words.
+      of_weight: a stream of the weight's, and how many leading bits of its words it
+        reads at most, up to 24; moments 0 and 1 use the others. None if they have words
+        of their own.
     """
 
     random: RandomBits
     first: int = dataclasses.field(default=_MOMENT_STREAM, metadata=_STATIC)
-    shares_words: bool = dataclasses.field(default=False, metadata=_STATIC)
+    of_weight: tuple[int, int] | None = dataclasses.field(
+        default=None, metadata=_STATIC
+    )
 
     def words(self, shape: tuple[int, ...], number: int) -> jax.Array:
         """32 random bits per element, for the leaf's moment of a static number."""
@@ -210,12 +222,14 @@ class Draws:
 
         The bits below them are random too, or make the middle of what they could be.
         """
-        if self.shares_words and number < _SHARED_MOMENTS:
-            words = self.random.words(shape, RESIDUAL_STREAM)
-            if number:
-                return operations.reverse_bytes(words)
-            return words << jnp.uint32(_RESIDUAL_BITS)
-        return self.halves(shape, number) << jnp.uint32(16) | jnp.uint32(1 << 15)
+        if self.of_weight is None or number >= _SHARED_MOMENTS:
+            return self.halves(shape, number) << jnp.uint32(16) | jnp.uint32(1 << 15)
+        stream, read = self.of_weight
+        words = self.random.words(shape, stream)
+        if read > _BYTE:
+            own_first = operations.third_byte_first, operations.last_byte_first
+            return own_first[number](words)
+        return operations.reverse_bytes(words) if number else words << jnp.uint32(_BYTE)
 
 
 @jax.tree_util.register_dataclass
@@ -237,12 +251,12 @@ class DrawsToNearest(Draws):
         return self.words(shape, number)
 
 
-def moment_draws(random: RandomBits, residual_random_bits: int = 32) -> Draws:
+def moment_draws(random: RandomBits, of_weight: tuple[int, int] | None = None) -> Draws:
     """The random numbers for the moments of a leaf with these random bits.
 
-    The leaf's weight format says how many ``residual_random_bits`` it reads.
+    ``of_weight`` is what the leaf's weight format says, see :class:`Draws`.
     """
-    return Draws(random, shares_words=residual_random_bits <= _RESIDUAL_BITS)
+    return Draws(random, of_weight=of_weight)
 
 
 def accumulator_draws(random: RandomBits) -> Draws:

@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-_SMALLEST = 2.0**-126  # float32's smallest normal number
-_LARGEST_ROOT = 2.0**64
+from lowbit_optax._numerics.codes import radicand
 
 
 def quotient(mu: jax.Array, nu: jax.Array) -> jax.Array:
@@ -24,9 +23,7 @@ def quotient(mu: jax.Array, nu: jax.Array) -> jax.Array:
     >>> quotient(jnp.float32([3.0, 0.0, jnp.inf]), jnp.float32([4.0, 0.0, jnp.inf]))
     Array([1.5, 0. , 0. ], dtype=float32)
     """
-    inverse = lax.rsqrt(_positive(nu))
-    # Infinity times 0 is a NaN, whose sign depends on the machine.
-    return jnp.where(inverse > jnp.float32(0), mu * inverse, jnp.float32(0))
+    return quotient_by(mu, *radicand(nu))
 
 
 def product(r: jax.Array, nu: jax.Array) -> jax.Array:
@@ -39,8 +36,16 @@ def product(r: jax.Array, nu: jax.Array) -> jax.Array:
     >>> product(jnp.float32([1.5, 1.0, 0.0]), jnp.float32([4.0, 0.0, jnp.inf])).tolist()
     [3.0, 1.0842021724855044e-19, 0.0]
     """
-    return r * jnp.minimum(jnp.sqrt(_positive(nu)), jnp.float32(_LARGEST_ROOT))
+    return product_by(r, *radicand(nu))
 
 
-def _positive(nu: jax.Array) -> jax.Array:
-    return jnp.maximum(nu, jnp.float32(_SMALLEST))
+def quotient_by(mu: jax.Array, positive: jax.Array, finite: jax.Array) -> jax.Array:
+    """:func:`quotient`, from the :func:`.codes.radicand` of nu."""
+    # Infinity times 0 is a NaN, whose sign depends on the machine.
+    return jnp.where(finite, mu * lax.rsqrt(positive), jnp.float32(0))
+
+
+def product_by(r: jax.Array, positive: jax.Array, finite: jax.Array) -> jax.Array:
+    """:func:`product`, from the :func:`.codes.radicand` of nu."""
+    del finite  # the r of an infinite nu is 0
+    return r * jnp.sqrt(positive)

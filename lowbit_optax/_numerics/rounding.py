@@ -79,9 +79,8 @@ def _nearest_past_the_largest(
     """
     has_infinity = float_layouts.layout_of(dtype).has_infinity
     half = jnp.uint32(0x80000000 if has_infinity else 0x7FFFFFFF)
-    largest = np.float32(jnp.finfo(dtype).max).view(np.uint32)
-    magnitude = float_layouts.magnitude_of(master)
-    return jnp.where(magnitude <= jnp.uint32(largest), random, half)
+    largest = jnp.float32(jnp.finfo(dtype).max)
+    return jnp.where(jnp.abs(master) <= largest, random, half)
 
 
 def round_param(

@@ -18,9 +18,10 @@ import typing
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from lowbit_optax._jaxprs.graph import Graph, Node
+from lowbit_optax._jaxprs.graph import Graph, Node, constant
 from lowbit_optax._jaxprs.linear_part import ONE, NotLinear, linear_factor
 
 MOST_GROWTH = 2.0
@@ -33,7 +34,8 @@ class Feedback(typing.NamedTuple):
     Args:
       part: which part of the inner state takes them.
       rate: by how much the part must change for a unit of error, ``(a - b) / c``.
-      growth: ``c / c_next``, infinite or NaN if the next update needs no momentum.
+      growth: ``MOST_GROWTH c / c_next``, infinite or NaN if the next update needs no
+        momentum.
     """
 
     part: int
@@ -77,7 +79,9 @@ def feedback_of(
     a = linear_factor(update, master, graph, strict=False)
     slow = ONE if a is None else graph.apply(lax.add, a, ONE)
     slow = slow if b is None else graph.apply(lax.sub, slow, b)
-    growth = ONE if c_next is None else graph.apply(lax.div, c, c_next)
+    growth = most = constant(np.float32(MOST_GROWTH))
+    if c_next is not None:
+        growth = graph.apply(lax.div, graph.apply(lax.mul, c, most), c_next)
     return Feedback(part, graph.apply(lax.div, slow, c), growth)
 
 
@@ -88,9 +92,9 @@ def fed(
 
     >>> import jax.numpy as jnp
     >>> one = jnp.float32(1)
-    >>> fed(one, jnp.float32(0.5), -4 * one, one)  # an error of 1/2, in steps of -1/4
+    >>> fed(one, jnp.float32(0.5), -4 * one, 2 * one)  # of 1/2, in steps of -1/4
     Array(-1., dtype=float32)
-    >>> fed(one, jnp.float32(0.0), -4 * one, one / 10)  # ten times as large a step next
+    >>> fed(one, jnp.float32(0.0), -4 * one, one / 5)  # ten times as large a step next
     Array(0.2, dtype=float32)
     """
     change = error * rate
@@ -98,6 +102,6 @@ def fed(
     # was no gradient, as in rows of an embedding, Adam's unit is 1 / eps: what codes of
     # few bits make of it would move the weight by far more than was lost.
     is_known = (jnp.abs(change) < jnp.float32(jnp.inf)) & (moment != jnp.float32(0))
-    moment = moment + jnp.where(is_known, change, jnp.float32(0))
-    factor = jnp.abs(growth) * jnp.float32(MOST_GROWTH)
+    moment = jnp.where(is_known, moment + change, moment)
+    factor = jnp.abs(growth)
     return moment * jnp.where(factor < jnp.float32(1), factor, jnp.float32(1))

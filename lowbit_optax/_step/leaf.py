@@ -80,6 +80,11 @@ class StoredLeaf:
         is_float = trees.is_float(self.param)
         return is_float and (is_few_bits(self.param) or is_few_bits(self.grad))
 
+    @property
+    def words_read(self) -> tuple[int, int] | None:
+        """What its weight format reads of a stream; None without a format."""
+        return self.format and self.format.words_read(self.param.dtype)
+
     def landed(self, update, random: RandomBits, landing: Landing) -> Landed:
         """Add the inner update to the master and store it."""
         if self.format is None:
@@ -109,14 +114,6 @@ def _advance(format_: WeightFormat, landing: Landing, param, residual, update, r
     if format_.error_into is None:
         return result, after, None
     return result, after, format_.error(param, residual, update, new, after)
-
-
-def residual_bits_read(format_: WeightFormat | None, param: jax.Array) -> int:
-    """``residual_random_bits`` of a leaf.
-
-    Its format is None if the leaf passes through; such a leaf shares no words.
-    """
-    return 32 if format_ is None else format_.residual_random_bits(param.dtype)
 
 
 def format_of(

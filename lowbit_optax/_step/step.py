@@ -28,7 +28,6 @@ from lowbit_optax._step.leaf import (
     StoredLeaf,
     axes_of_shards,
     number_of_shard,
-    residual_bits_read,
 )
 from lowbit_optax._step.moments import MomentPlan
 from lowbit_optax._step.state import LowbitState
@@ -178,6 +177,6 @@ def draws_of_moments(
 ) -> dict[str, Draws]:
     """By the paths of leaves, the random numbers for their moments."""
     return {
-        leaf.name: moment_draws(bits, residual_bits_read(leaf.format, leaf.param))
+        leaf.name: moment_draws(bits, leaf.words_read)
         for leaf, bits in zip(leaves, random, strict=True)
     }

@@ -122,13 +122,13 @@ class WeightFormat:
         """
         return self
 
-    def residual_random_bits(self, dtype: jnp.dtype) -> int:
-        """How many leading bits of the words of the residual's stream are read at most.
+    def words_read(self, dtype: jnp.dtype) -> tuple[int, int] | None:
+        """A stream, and how many leading bits of its words are read at most.
 
         The leaf's moments may use the other bits, see
-        :func:`lowbit_optax._numerics.random_bits.moment_draws`.
+        :class:`lowbit_optax._numerics.random_bits.Draws`; None if they may not.
         """
-        return 32
+        return None
 
     @property
     def width(self) -> int:

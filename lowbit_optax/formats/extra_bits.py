@@ -79,10 +79,13 @@ class ExtraBits(WeightFormat):
             )
         return self.bits
 
-    def residual_random_bits(self, dtype):
-        # Subnormals of the other formats drop more bits.
+    def words_read(self, dtype):
         layout = float_layouts.layout_of(dtype)
-        return layout.max_extra_bits - self._bits if layout.same_exponent else 32
+        if not layout.same_exponent:
+            return None  # their subnormals drop more bits
+        bits = layout.max_extra_bits - self._bits
+        # With more, a sum's bits would be those on which the moments depend most.
+        return (RESIDUAL_STREAM, bits) if self.stores_sum or bits <= 8 else None
 
     def check(self, dtype):
         limit = float_layouts.layout_of(dtype).max_extra_bits

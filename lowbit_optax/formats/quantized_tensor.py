@@ -13,7 +13,12 @@ import jax.numpy as jnp
 
 from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics import linear_code
-from lowbit_optax._numerics.codes import as_fields, float_of
+from lowbit_optax._numerics.codes import (
+    MultiplyAdd,
+    as_fields,
+    float_of,
+    multiply_add,
+)
 from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._numerics.random_bits import PARAM_STREAM, RandomBits
 from lowbit_optax._numerics.rounding import narrow_or_cast
@@ -176,10 +181,16 @@ class QuantizedFields:
         prepared = self.prepare(scales)
         return [repeat_blocks(x, layout, self.block_size) for x in prepared]
 
-    def encode(self, x: jax.Array, prepared, random: RandomBits | None) -> jax.Array:
+    def encode(
+        self,
+        x: jax.Array,
+        prepared,
+        random: RandomBits | None,
+        multiply_add: MultiplyAdd = multiply_add,
+    ) -> jax.Array:
         """The fields of float32 values; without random bits they are the nearest."""
         words = rounding_words(self.rounding, random, x.shape, PARAM_STREAM)
-        return linear_code.encode(x, prepared, self.bits, words)
+        return linear_code.encode(x, prepared, self.bits, words, multiply_add)
 
     def decode(self, fields: jax.Array, prepared) -> jax.Array:
         """The float32 values of fields."""

@@ -22,6 +22,13 @@ Rules = Mapping[Operation | core.Primitive, Callable | None]
 None stands for what an operation is defined to be.
 """
 
+PERMUTATIONS: Mapping[Operation | core.Primitive, Sequence[int]] = {
+    operations.reverse_bytes: (3, 2, 1, 0),
+    operations.third_byte_first: (0, 3, 2, 1),
+    operations.last_byte_first: (3, 1, 2, 0),
+}
+"""Operations that take bytes of a word: which ones, from the lowest."""
+
 
 class Instructions:
     """What a launcher's kernels compute by instructions of their own choice.
@@ -41,7 +48,12 @@ class Instructions:
             operations.pattern_with_one_nan: self.pattern_with_one_nan,
             operations.ordered_pattern: self.ordered_pattern,
             operations.pattern_above: None,
-            operations.reverse_bytes: self.reverse_bytes,
+            operations.smaller: self.smaller,
+            operations.power_of_five: self.power_of_five,
+            **{
+                operation: functools.partial(self.permuted, order)
+                for operation, order in PERMUTATIONS.items()
+            },
             **(rules or {}),
         }
 
@@ -151,25 +163,58 @@ class Instructions:
         """
         return lax.bitcast_convert_type(x, jnp.int32)
 
-    def reverse_bytes(self, word: jax.Array) -> jax.Array:
-        """See :func:`.operations.reverse_bytes`; one ``prmt``."""
-        return self.reversed_and_shifted(word, 0)
-
-    def reversed_and_shifted(self, word: jax.Array, bytes_: int) -> jax.Array:
-        """``reverse_bytes(word) >> 8 * bytes_``, in one ``prmt``."""
-        chosen = [3 - i for i in range(bytes_, 4)] + [4] * bytes_
-        return self._permute(word, chosen, jnp.uint32)
+    def permuted(
+        self, order: Sequence[int], word: jax.Array, shift: int = 0
+    ) -> jax.Array:
+        """One of :data:`PERMUTATIONS`, and a shift down by bytes, in one ``prmt``."""
+        return self._permute(word, [*order[shift:], *[4] * shift], jnp.uint32)
 
     def placed_byte(self, word: jax.Array, number: int, place: int) -> jax.Array:
         """uint32 with a byte of a word at this place, and 0 elsewhere."""
         chosen = [4] * place + [number] + [4] * (3 - place)
         return self._permute(word, chosen, jnp.uint32)
 
-    def _permute(self, word: jax.Array, chosen: Sequence[int], dtype) -> jax.Array:
-        """Bytes of a word, from the lowest; 4 is one of zeros, 8 + i has i's sign."""
+    def byte_below(self, word: jax.Array, number: int, above: int) -> jax.Array:
+        """uint32 ``above``, a multiple of 256, with a byte of a word as its lowest."""
+        return self._permute(word, [number, 5, 6, 7], jnp.uint32, above)
+
+    def _permute(
+        self, word: jax.Array, chosen: Sequence[int], dtype, other: int = 0
+    ) -> jax.Array:
+        """Bytes, from the lowest; 0 to 3 are the word's, and 4 to 7 the other's.
+
+        8 more stand for eight times the byte's sign.
+        """
         selector = sum(choice << 4 * i for i, choice in enumerate(chosen))
-        permuted = self.assemble(f"prmt.b32 $0, $1, 0, {selector};", [word], jnp.int32)
+        instruction = f"prmt.b32 $0, $1, {other}, {selector};"
+        permuted = self.assemble(instruction, [word], jnp.int32)
         return lax.bitcast_convert_type(permuted, dtype)
+
+    def smaller(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        """See :func:`.operations.smaller`; Hopper takes the least of three integers."""
+        bits = (lax.bitcast_convert_type(a, jnp.int32) for a in (x, y))
+        return lax.bitcast_convert_type(jnp.minimum(*bits), jnp.float32)
+
+    def power_of_five(self, n: jax.Array) -> jax.Array:
+        """See :func:`.operations.power_of_five`; two bytes from two tables."""
+        powers = [0, *(5**i for i in range(7))]
+        low, high = (
+            [
+                sum((power >> shift & 255) << 8 * i for i, power in enumerate(four))
+                for four in (powers[:4], powers[4:])
+            ]
+            for shift in (0, 8)
+        )
+        # Of n as a selector, all digits but the lowest are 0 or 8: bytes of zeros.
+        power = self.assemble(
+            "{ .reg .b32 low, high;"
+            f" prmt.b32 low, {low[0]}, {low[1]}, $1;"
+            f" prmt.b32 high, {high[0]}, {high[1]}, $1;"
+            " prmt.b32 $0, low, high, 0x5540; }",
+            [n],
+            jnp.int32,
+        )
+        return power.astype(jnp.float32)
 
     def opaque(self, x: jax.Array, mark: int) -> jax.Array:
         """The same array, by instructions that differ for different marks.

@@ -16,10 +16,10 @@ from lowbit_optax._jaxprs.leaf_program import Program, Ref, decode_scalar, scala
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._numerics.random_bits import Draws, RandomBits, moment_draws
-from lowbit_optax._numerics.relative import product, quotient
+from lowbit_optax._numerics.relative import product_by, quotient_by
 from lowbit_optax._step.error_feedback import fed
 from lowbit_optax._step.kernels.rows import MomentRows, WeightRows
-from lowbit_optax._step.leaf import StoredLeaf, residual_bits_read
+from lowbit_optax._step.leaf import StoredLeaf
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.quantized_weights import result_of
 from pallas_kernels.fused_update import Leaf, Operand, Result
@@ -62,8 +62,8 @@ class LeafBody:
         """The same, with constant factors of moments moved into their units."""
         program, moments = self.program, list(self.moments)
         references = {x.relative_to for x in moments}
-        for number, rows in self._scaled.items():
-            if number in (0, *references) or rows.relative_to is not None:
+        for number in self._scaled:
+            if number in (0, *references):
                 continue
             moment = moments[number - 1]
             # The program's rows are the gradient, the master and the moments.
@@ -162,11 +162,11 @@ class LeafBody:
         prepared = self._by_number(after)
         if takes_error:
             stored = self.weight.stored(
-                param, residual, new[0], None, random, self.landing
+                param, residual, new[0], None, random, self.landing, multiply_add
             )
             self._feed(new, param, residual, *stored)
         references = {n: new[n] for n in references}
-        draws = self._draws(param, random)
+        draws = moment_draws(random, self.weight.words_read)
         stored = self._encoded(references, prepared, draws, multiply_add)
         return [
             key
@@ -194,11 +194,11 @@ class LeafBody:
         random = RandomBits(scalars[0], scalars[1], index)
         prepared = self._by_number(after)
         stored_weight = self.weight.stored(
-            param, residual, new[0], prepared.get(0), random, self.landing
+            param, residual, new[0], prepared.get(0), random, self.landing, multiply_add
         )
         if self.takes_error is not None:
             self._feed(new, param, residual, *stored_weight)
-        draws = self._draws(param, random)
+        draws = moment_draws(random, self.weight.words_read)
         moments = {n: new[n] for n in range(1, len(self._rows))}
         stored = self._encoded(moments, prepared, draws, multiply_add)
         result, new_residual = stored_weight
@@ -269,12 +269,13 @@ class LeafBody:
             if moment.factor is not None:
                 scales = moment.codec.times(scales, moment.factor)
             decoded.append(moment.decoded(x, scales, multiply_add))
-        return [
-            x
-            if moment.relative_to is None
-            else product(x, decoded[moment.relative_to - 1])
-            for moment, x in zip(self.moments, decoded, strict=True)
-        ]
+        for n, moment in enumerate(self.moments):
+            number = moment.relative_to
+            if number is not None:
+                second = self.moments[number - 1]
+                given = stored[number - 1], prepared.get(number), multiply_add
+                decoded[n] = product_by(decoded[n], *second.radicand(*given))
+        return decoded
 
     def _encoded(
         self, moments: Mapping[int, jax.Array], prepared, draws: Draws, multiply_add
@@ -288,16 +289,14 @@ class LeafBody:
             stored[n] = rows.encoded(moment, prepared.get(n), draws, multiply_add)
         return stored
 
-    def _draws(self, param: jax.Array, random: RandomBits) -> Draws:
-        return moment_draws(random, residual_bits_read(self.weight.format, param))
-
     def _quotient(self, rows, new: jax.Array, stored, prepared, multiply_add):
         """A new value, or its quotient by the root of the moment it is relative to."""
         n = rows.relative_to
         if n is None:
             return new
         second = self.moments[n - 1]
-        return quotient(new, second.decoded(stored[n], prepared.get(n), multiply_add))
+        given = stored[n], prepared.get(n), multiply_add
+        return quotient_by(new, *second.radicand(*given))
 
 
 def _unless(condition: Ref | None, new, old, scalars):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 
 from lowbit_optax._jaxprs.leaf_program import Ref
-from lowbit_optax._numerics.codes import Code, MultiplyAdd
+from lowbit_optax._numerics.codes import Code, MultiplyAdd, radicand
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._numerics.random_bits import Draws, RandomBits
 from lowbit_optax._numerics.rounding import to_float32
@@ -25,6 +25,7 @@ class WeightRows:
         QuantizedTensor.
       quantized: the functions of its fields, if the leaf is a QuantizedTensor.
       has_residual: whether a residual follows the parameter among the operands.
+      words_read: as of :class:`.StoredLeaf`.
       unchanged_if: the truth value that tells whether this step leaves it as it is
         stored; None where no condition does.
     """
@@ -32,6 +33,7 @@ class WeightRows:
     format: WeightFormat | None
     quantized: QuantizedFields | None
     has_residual: bool
+    words_read: tuple[int, int] | None
     unchanged_if: Ref | None = None
 
     maxima: typing.ClassVar[int] = 1
@@ -41,9 +43,10 @@ class WeightRows:
     def of(cls, leaf: StoredLeaf) -> "WeightRows":
         """The weight of this leaf."""
         if isinstance(leaf.format, QuantizedWeights):
-            return cls(None, leaf.format.fields_of(leaf.param), False)
+            fields = leaf.format.fields_of(leaf.param)
+            return cls(None, fields, False, leaf.words_read)
         format_ = leaf.format and leaf.format.on_fields()
-        return cls(format_, None, leaf.residual is not None)
+        return cls(format_, None, leaf.residual is not None, leaf.words_read)
 
     @property
     def passes_through(self) -> bool:
@@ -87,14 +90,22 @@ class WeightRows:
         return self.format.inner_weight(param, residual) if self.format else param
 
     def stored(
-        self, param, residual, result, prepared, random: RandomBits, landing: Landing
+        self,
+        param,
+        residual,
+        result,
+        prepared,
+        random: RandomBits,
+        landing: Landing,
+        multiply_add: MultiplyAdd,
     ) -> tuple[jax.Array, typing.Any]:
         """The new parameter and residual, from the result of the leaf's program.
 
         ``prepared`` has the new scales of a QuantizedTensor.
         """
         if self.quantized is not None:
-            return self.quantized.encode(result, prepared, random), None
+            fields = self.quantized.encode(result, prepared, random, multiply_add)
+            return fields, None
         if self.format is None:
             return result, residual
         if self.format.stores_sum:
@@ -167,6 +178,14 @@ class MomentRows:
         if self.has_scales:
             return self.codec.decode_fields(stored, prepared, multiply_add)
         return self.format.decode(stored, stored.shape)
+
+    def radicand(
+        self, stored: jax.Array, prepared, multiply_add: MultiplyAdd
+    ) -> tuple[jax.Array, jax.Array]:
+        """:func:`.codes.radicand` of the moment, from what :meth:`decoded` takes."""
+        if self.has_scales:
+            return self.codec.decode_radicand(stored, prepared, multiply_add)
+        return radicand(self.decoded(stored, prepared, multiply_add))
 
     def encoded(
         self, moment: jax.Array, prepared, draws: Draws, multiply_add: MultiplyAdd

@@ -31,7 +31,7 @@ from pallas_kernels import operations
 from pallas_kernels.bitfields import get_field
 from pallas_kernels.fused_update import xla
 from pallas_kernels.fused_update.spec import BlockBody, Body
-from pallas_kernels.gpu.instructions import Instructions
+from pallas_kernels.gpu.instructions import PERMUTATIONS, Instructions
 from pallas_kernels.operations import ClosedJaxpr, operation_of
 
 _SMALLEST = 2.0**-126  # float32's smallest normal number
@@ -261,6 +261,13 @@ class _Evaluation:
         # One mask for the four bytes of a word.
         return Byte(byte.word & jnp.uint32(mask * 0x01010101), byte.number)
 
+    def _below(self, eqn, *_):
+        """A byte below three bytes of a constant."""
+        byte, above = self._given(eqn.invars[0]), self._constant(eqn.invars[1])
+        if not isinstance(byte, Byte) or not isinstance(above, int) or above & 255:
+            return None
+        return self._instructions.byte_below(byte.word, byte.number, above)
+
     def _moved(self, eqn, *_):
         byte, shift = self._given(eqn.invars[0]), self._constant(eqn.invars[1])
         if not isinstance(byte, Byte) or not isinstance(shift, int):
@@ -271,15 +278,14 @@ class _Evaluation:
         placed = self._instructions.placed_byte(byte.word, byte.number, place)
         return placed << jnp.uint32(rest) if rest else placed
 
-    def _after_reversal(self, eqn, *_):
-        """Of words whose bytes were reversed and are shifted down."""
-        reversal, shift = self._call(eqn.invars[0]), self._constant(eqn.invars[1])
-        if reversal is None or operation_of(reversal) is not operations.reverse_bytes:
+    def _after_permutation(self, eqn, *_):
+        """Of words whose bytes were permuted and are shifted down."""
+        call, shift = self._call(eqn.invars[0]), self._constant(eqn.invars[1])
+        order = None if call is None else PERMUTATIONS.get(operation_of(call))
+        if call is None or order is None or shift not in (8, 16, 24):
             return None
-        if shift not in (8, 16, 24):
-            return None
-        word = self.value(reversal.invars[0])
-        return self._instructions.reversed_and_shifted(word, int(shift) // 8)
+        word = self.value(call.invars[0])
+        return self._instructions.permuted(order, word, int(shift) // 8)
 
     def _given(self, atom):
         return atom.val if isinstance(atom, core.Literal) else self._known[atom]
@@ -318,8 +324,9 @@ _RULES: Mapping[operations.Operation | core.Primitive, Callable] = {
     p.convert_element_type_p: _Evaluation._widened,
     p.shift_right_arithmetic_p: _Evaluation._sign_extended,
     p.and_p: _Evaluation._masked,
+    p.or_p: _Evaluation._below,
     p.shift_left_p: _Evaluation._moved,
-    p.shift_right_logical_p: _Evaluation._after_reversal,
+    p.shift_right_logical_p: _Evaluation._after_permutation,
 }
 
 

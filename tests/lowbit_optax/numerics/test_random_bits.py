@@ -123,15 +123,34 @@ def test_halves_are_the_halves_of_the_words():
         np.testing.assert_array_equal(high, whole >> 16)
 
 
-def test_moments_take_what_the_residual_leaves_of_its_words():
+# By how many bits a weight reads, the bytes that it and moments 0 and 1 read, numbered
+# from the leading one. The leading 8 bits of each are nobody else's.
+BYTES = {
+    8: ([0], [1, 2, 3], [3, 2, 1, 0]),
+    16: ([0, 1], [2, 1, 0, 3], [3, 1, 2, 0]),
+    24: ([0, 1, 2], [2, 1, 0, 3], [3, 1, 2, 0]),
+}
+
+
+@pytest.mark.parametrize("read", BYTES)
+@pytest.mark.parametrize("stream", [PARAM_STREAM, RESIDUAL_STREAM])
+def test_moments_take_what_the_weight_leaves_of_its_words(stream, read):
     (random,) = random_bits(jnp.uint32(5), jnp.uint32(6), [7])
-    residual = np.asarray(random.words((100,), RESIDUAL_STREAM))
+    words = np.asarray(random.words((100,), stream))
+    of_words = words.astype(">u4").view(np.uint8).reshape(100, 4)
+    of_weight, *of_moments = BYTES[read]
+    assert len(of_weight) * 8 == read
+    draws = moment_draws(random, (stream, read))
+    for number, numbers in enumerate(of_moments):
+        given = np.asarray(draws.twelve((100,), number)).astype(">u4").view(np.uint8)
+        given = given.reshape(100, 4)[:, : len(numbers)]
+        np.testing.assert_array_equal(given, of_words[:, numbers])
+
+
+def test_other_moments_have_words_of_their_own():
+    (random,) = random_bits(jnp.uint32(5), jnp.uint32(6), [7])
     leading = lambda words: np.asarray(words) >> 20
-    shared, own = moment_draws(random, 8), moment_draws(random, 9)
-    first, second = (np.asarray(shared.twelve((100,), i)) for i in (0, 1))
-    # The leading 8 bits of each are nobody else's.
-    np.testing.assert_array_equal(first >> 8, residual & 0xFFFFFF)
-    np.testing.assert_array_equal(second, residual.byteswap())
+    shared, own = moment_draws(random, (PARAM_STREAM, 8)), moment_draws(random)
     for number in (0, 1, 2):
         half = np.asarray(own.halves((100,), number))
         np.testing.assert_array_equal(leading(own.twelve((100,), number)), half >> 4)

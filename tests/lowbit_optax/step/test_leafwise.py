@@ -284,6 +284,11 @@ def with_its_root(mean, square, first, second):
     return [mean / first / root, root]
 
 
+def of_one_divisor(mean, square, first, second):
+    divisor = jnp.sqrt(square / second) + 0.5
+    return [mean / first / divisor, 2 / (first / divisor)]
+
+
 def with_the_product(a, b):
     product = a * b
     return [product + b, product]
@@ -307,6 +312,19 @@ OPERATIONS = {
         (with_its_root, ROW, ROW, *CORRECTIONS),
         ["mul", "sqrt", "mul", "div"],
     ),
+    "quotients by one divisor lose its factor": (
+        (of_one_divisor, ROW, ROW, *CORRECTIONS),
+        ["sqrt", "add", "div", "mul", "mul"],
+    ),
+    "a scalar over what a scalar is divided by": (
+        (lambda x, s: 3 / (s * (2 / x)), ROW, 4.0),
+        ["mul"],
+    ),
+    "scalars over arrays over each other": (
+        (lambda x, y, s: (s / x) / (2 / y), ROW, ROW + 1, 4.0),
+        ["div", "mul"],
+    ),
+    "a scalar over an array": ((lambda x, s: s / x, ROW, 4.0), ["div"]),
     "a product in a sum": ((lambda a, b, c: a * b + c, *[ROW] * 3), ["multiply_add"]),
     "a product that others read": ((with_the_product, ROW, ROW), ["mul", "add"]),
     "a narrow product": (

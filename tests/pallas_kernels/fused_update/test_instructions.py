@@ -17,6 +17,7 @@ from pallas_kernels.fused_update.gpu.peephole import (
     with_peephole_rules as by_instructions,
 )
 from pallas_kernels.fused_update.gpu.triton import INSTRUCTIONS as instructions
+from pallas_kernels.gpu.instructions import PERMUTATIONS
 
 U32 = np.uint32
 
@@ -39,14 +40,12 @@ def convert_pair(high, low):
 
 def permute(a, b, selector):
     """prmt.b32."""
-    result = np.zeros_like(a)
+    result = U32(0)
     for i in range(4):
-        choice = int(selector) >> 4 * i & 15
-        source = a if choice & 4 == 0 else np.broadcast_to(b, a.shape)
-        byte = source >> U32(8 * (choice & 3)) & U32(255)
-        if choice & 8:
-            byte = np.where(byte & 128, U32(255), U32(0))
-        result |= byte << U32(8 * i)
+        choice = selector >> U32(4 * i) & U32(15)
+        byte = np.where(choice & 4, b, a) >> U32(8) * (choice & U32(3)) & U32(255)
+        sign = np.where(byte & 128, U32(255), U32(0))
+        result = result | np.where(choice & 8, sign, byte) << U32(8 * i)
     return result
 
 
@@ -163,17 +162,46 @@ def test_a_byte_is_moved_to_its_place_at_once(number, shift):
     np.testing.assert_array_equal(moved, want)
 
 
+@pytest.mark.parametrize(("operation", "order"), PERMUTATIONS.items())
 @pytest.mark.parametrize("shift", [0, 8, 16, 24])
-def test_bytes_are_reversed_and_shifted_at_once(shift):
+def test_bytes_are_permuted_and_shifted_at_once(operation, order, shift):
     def function(x):
-        reversed_ = operations.reverse_bytes(x)
-        return reversed_ >> shift if shift else reversed_
+        permuted = operation(x)
+        return permuted >> shift if shift else permuted
 
     words = masters()
     *_, asm = assemblies(with_peephole_rules(function), np.uint32)
     (got,) = execute(asm, words)
-    np.testing.assert_array_equal(got, words.byteswap() >> U32(shift))
+    permuted = words.view(np.uint8).reshape(-1, 4)[:, order].copy().view(U32)[:, 0]
+    np.testing.assert_array_equal(got, permuted >> U32(shift))
     np.testing.assert_array_equal(function(jnp.asarray(words)), got)
+
+
+def test_a_byte_gets_three_bytes_of_a_constant_above_it_at_once():
+    for number in range(4):
+        short = lambda word, number=number: with_peephole_rules(
+            lambda x: x | jnp.uint32(0x4B008000)
+        )(Byte(word, number))
+        words = masters()
+        (got,) = execute(assembly(short, np.uint32), words)
+        byte = words >> U32(8 * number) & U32(255)
+        np.testing.assert_array_equal(got, byte | U32(0x4B008000))
+
+
+def test_powers_of_five_come_from_tables():
+    n = np.arange(128, 136, dtype=U32)
+    want = [0, *(5.0**i for i in range(7))]
+    np.testing.assert_array_equal(operations.power_of_five(jnp.asarray(n)), want)
+    (got,) = execute(assembly(instructions.power_of_five, np.uint32), n)
+    np.testing.assert_array_equal(got, want)  # before it is converted to float32
+
+
+def test_the_smaller_of_two_numbers_is_that_of_their_patterns():
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0x800000, 0x7F800001, (2, 1000), np.uint32).view(np.float32)
+    want = np.minimum(x, y)
+    for smaller in (operations.smaller, instructions.smaller):
+        np.testing.assert_array_equal(smaller(jnp.asarray(x), jnp.asarray(y)), want)
 
 
 def test_one_mask_serves_the_bytes_of_a_word():
