@@ -36,6 +36,10 @@ class Unguarded:
         """The updates as they are."""
         return new
 
+    def within(self, factor: jax.Array, proceed: jax.Array) -> "Guard":
+        """The guard of a step inside this one."""
+        return Guard(factor, proceed)
+
 
 UNGUARDED = Unguarded()
 
@@ -55,6 +59,10 @@ class Guard(typing.NamedTuple):
     def scalars(self) -> tuple[jax.Array, ...]:
         """The scalars that a kernel needs, in this order."""
         return self.factor, self.proceed
+
+    def within(self, factor: jax.Array, proceed: jax.Array) -> "Guard":
+        """The guard of a step inside this one, which unscales and decides as well."""
+        return Guard(self.factor * factor, jnp.logical_and(self.proceed, proceed))
 
     def unscaled(self, grads):
         """Gradients times the factor; zeros if the step is skipped.

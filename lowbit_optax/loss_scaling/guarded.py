@@ -98,7 +98,7 @@ def guarded(
       ``(new params or updates, new state)``.
     """
     stepper = stepper_of(tx)
-    if isinstance(stepper, Lowbit):
+    if stepper is not None:
         return stepper.run(params, state, grads, landing, extra_args, guard)
     # Any other transformation runs in a skipped step too, and its results are dropped.
     grads = guard.unscaled(grads)

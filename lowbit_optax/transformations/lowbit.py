@@ -15,7 +15,8 @@ from lowbit_optax._numerics.landing import REPLACE, apply_leaf
 from lowbit_optax._step import context
 from lowbit_optax._step.engine import Lowbit
 from lowbit_optax._step.moment_slots import MomentChoice, Moments
-from lowbit_optax._step.stepper import new_params_by, stepper_of
+from lowbit_optax._step.stepper import stepper_of
+from lowbit_optax._step.wrapped import step_wrapped
 from lowbit_optax.formats import extra_bits
 from lowbit_optax.formats.base import WeightFormat
 from pallas_kernels.platforms import Implementation, check_implementation
@@ -155,7 +156,7 @@ def step(
         return stepper.run(params, state, grads, REPLACE, extra_args)
     with context.params_wanted(False):
         tx = optax.with_extra_args_support(tx)
-        direct = new_params_by(tx, params, state, grads, extra_args, apply_updates)
+        direct = step_wrapped(tx, params, state, grads, extra_args, apply_updates)
         if direct is not None:
             return direct
         updates, state = tx.update(grads, state, params, **extra_args)
