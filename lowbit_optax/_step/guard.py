@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._step import trees
+from lowbit_optax._step.context import layerwise
 
 
 class Unguarded:
@@ -26,6 +27,8 @@ class Unguarded:
     def unscaled(self, grads):
         """The gradients as they are."""
         return grads
+
+    unscaled_alone = unscaled
 
     def chosen(self, new, old):
         """The new tree."""
@@ -76,6 +79,10 @@ class Guard(typing.NamedTuple):
         # Outside of jit, JAX compiles a conditional of new closures at every step.
         floats = traced_once(_unscaled)(self.factor, self.proceed, floats)
         return treedef.unflatten(floats.get(i, x) for i, x in enumerate(leaves))
+
+    def unscaled_alone(self, grad: jax.Array) -> jax.Array:
+        """One gradient, of a step that may be analysed layer by layer."""
+        return layerwise(self.unscaled)(grad)
 
     def times(self, grads):
         """Gradients times the factor; those narrower than float32 become float32."""

@@ -196,7 +196,7 @@ class Sums:
         if part is None:
             return leaf.grad
         format_ = self.formats[number]
-        (grad,) = self.guard.unscaled([leaf.wide_grad()])
+        grad = self.guard.unscaled_alone(leaf.wide_grad())
         try:
             return grad + decoded(format_, leaf.param.shape, part)
         except (AttributeError, ValueError) as error:
