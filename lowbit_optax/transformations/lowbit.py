@@ -152,9 +152,9 @@ def step(
     Array([0.5, 0.5, 0.5, 0.5], dtype=bfloat16)
     """
     stepper = stepper_of(tx)
-    if stepper is not None:
-        return stepper.run(params, state, grads, REPLACE, extra_args)
     with context.params_wanted(False):
+        if stepper is not None:
+            return stepper.run(params, state, grads, REPLACE, extra_args)
         tx = optax.with_extra_args_support(tx)
         direct = step_wrapped(tx, params, state, grads, extra_args, apply_updates)
         if direct is not None:
