@@ -17,7 +17,7 @@ or needs values, there is no such step, and it is made with differences.
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ from lowbit_optax._step import context, trees
 from lowbit_optax._step.engine import Lowbit
 from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
 from lowbit_optax._step.state import LowbitState
-from lowbit_optax._step.stepper import stepper_of, update_p
+from lowbit_optax._step.stepper import Stepper, stepper_of, update_p
 
 _REFUSALS = (TypeError, ValueError, AttributeError, NotImplementedError)
 
@@ -228,21 +228,23 @@ class Wrapped:
             value_of, (inner.state, inner.params, inner.extra_args)
         )
         stepper = inner.call.params["with_held"](value_of(inner.held))
-        structure = jax.tree.structure(inner.grads)
-        if self.gets_gradients(inner) or self.is_elementwise(inner):
+        structure, means = jax.tree.structure(inner.grads), given.means
+        for node in inner.conditions:
+            guard = guard.within(jnp.float32(1), evaluate([node], known)[0])
+        is_lowbit = isinstance(stepper, Lowbit)
+        if not (self.is_elementwise(inner) and (is_lowbit or means is None)):
+            grads, means = value_of(inner.grads), None
+            if guard.scalars:
+                guard = Guard(jnp.float32(1), guard.scalars[1])
+        else:
             grads = structure.unflatten(given.grads[i] for i in inner.leaves)
-            if not self.gets_gradients(inner):
-                assert isinstance(stepper, Lowbit)
+            if is_lowbit and not self.gets_gradients(inner):
                 before = functools.partial(self._before, inner, known)
                 stepper = dataclasses.replace(
                     stepper, inner=_preceded(before, stepper.inner)
                 )
-        else:
-            grads = value_of(inner.grads)
-            if guard.scalars:
-                guard = Guard(jnp.float32(1), guard.scalars[1])
-        for node in inner.conditions:
-            guard = guard.within(jnp.float32(1), evaluate([node], known)[0])
+        if means is not None and isinstance(stepper, Lowbit):
+            stepper = means.among(stepper, inner.leaves)
         new, new_state = stepper.run(params, state, grads, REPLACE, extra, guard)
         return [*trees.named_leaves(new)[1], *jax.tree.leaves(new_state)]
 
@@ -256,6 +258,19 @@ class Wrapped:
         return structure.unflatten(evaluate(wanted, inputs))
 
 
+class Means(typing.Protocol):
+    """Means of gradients, which kernels can make of the last ones."""
+
+    @property
+    def seen(self) -> typing.Any:
+        """The means in float32, a tree."""
+        ...
+
+    def among(self, lowbit: Lowbit, leaves: Sequence[int]) -> Stepper:
+        """The transformation of some leaves, of the last gradients."""
+        ...
+
+
 class Given(typing.NamedTuple):
     """The arguments of a step.
 
@@ -263,12 +278,14 @@ class Given(typing.NamedTuple):
       grads: leaf by leaf, as they are given.
       seen: a tree of them as wrappers see them.
       state, params: as in optax.
+      means: what wrappers see in place of the gradients; None if they see these.
     """
 
     grads: list
     seen: typing.Any
     state: typing.Any
     params: typing.Any
+    means: "Means | None" = None
 
 
 def step_wrapped(
@@ -279,6 +296,7 @@ def step_wrapped(
     extra_args: dict,
     apply_update: Callable,
     guard: Guard | Unguarded = UNGUARDED,
+    means: Means | None = None,
 ) -> tuple[optax.Params, optax.OptState] | None:
     """The step of a wrapped transformation, by new parameters in place of updates.
 
@@ -286,8 +304,12 @@ def step_wrapped(
     but for scalars, such as clipping by a global norm. It is then computed in float32,
     as inside ``lowbit``, and not in the gradients' dtypes.
 
-    ``apply_update(param, update)`` is for leaves that transformations of other packages
-    update.
+    Args:
+      tx, params, state, grads, extra_args: of the update.
+      apply_update: ``(param, update) -> param``, for leaves that transformations of
+        other packages update.
+      guard: unscales the gradients, and decides whether the step happens.
+      means: what the step is made with in place of the gradients; with a guard.
 
     Returns:
       ``(new params, new state)``; None if the transformation cannot step directly,
@@ -298,8 +320,8 @@ def step_wrapped(
         leaves = trees.parts_of(names, treedef, grads, "grads")
         wide = treedef.unflatten(map(_wide, leaves))
         if guard.scalars:
-            seen = guard.unscaled(wide)
-            given, traced = Given(leaves, seen, state, params), None
+            seen = guard.unscaled(wide) if means is None else means.seen
+            given, traced = Given(leaves, seen, state, params, means), None
         else:
             given = Given(leaves, grads, state, params)
             traced = _traced(tx, grads, state, params, extra_args)

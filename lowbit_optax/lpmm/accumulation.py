@@ -21,11 +21,13 @@ from lowbit_optax._step.leaf import StoredLeaf
 from lowbit_optax._step.moments import in_parallel_trees, leaf_by_leaf
 from lowbit_optax._step.state import LowbitState
 from lowbit_optax._step.stepper import Stepper, stepper_of
+from lowbit_optax._step.wrapped import step_wrapped
 from lowbit_optax.formats import MomentFormat
 from lowbit_optax.formats.moment_fields import declare_moments
 from lowbit_optax.loss_scaling.guarded import guarded
 from lowbit_optax.lpmm.quantization import PAPER_BLOCK_SIZE
 from lowbit_optax.lpmm.sums import Sums, encoded
+from lowbit_optax.transformations.lowbit import apply_updates
 
 PAPER_ACCUMULATORS = formats.block_quantized(
     8, code="linear", block_size=PAPER_BLOCK_SIZE, rounding="stochastic"
@@ -262,38 +264,48 @@ class _Call:
 
     def result(self):
         """``(result, accumulators, inner state)``."""
-        lowbit = stepper_of(self.config.inner)
-        if isinstance(lowbit, Lowbit) and self.params is not None:
-            return self._in_place(lowbit)
-        return self._by_branches()
+        stepper = stepper_of(self.config.inner)
+        is_lowbit = isinstance(stepper, Lowbit)
+        has_params = self.params is not None
+        found = None
+        if has_params and (is_lowbit or (stepper is None and self.landing.is_direct)):
+            found = self._in_place(stepper if is_lowbit else None)
+        return self._by_branches() if found is None else found
 
-    def _in_place(self, lowbit: Lowbit):
+    def _in_place(self, lowbit: Lowbit | None):
         """Without a branch, by two steps under guards of which one happens.
 
         The first adds a gradient to the accumulators. The second is the inner
-        transformation's, in which the accumulators are moments.
+        transformation's, in which the accumulators are moments. None if it cannot be.
         """
         one, is_last = jnp.float32(1), self._is_last
         waits = self.guard.within(one, jnp.logical_not(is_last))
-        parts = self._parts
+        updates = self.guard.within(one, is_last)
+        parts, implementation = self._parts, lowbit and lowbit.implementation
         if self.config.every > 1:
-            parts = self._sums(parts, waits).added(lowbit.implementation)
-        accumulators = self._in_containers(parts)
-        inner_state = self.state.inner_state
-        if isinstance(inner_state, LowbitState):  # else the step says what it is
-            means = MeansState(inner_state.inner_state, accumulators)
-            inner_state = inner_state._replace(inner_state=means)
-        result, new = self.config.with_means(lowbit).run(
-            self.params,
-            inner_state,
-            self.grads,
-            self.landing,
-            self.extra_args,
-            self.guard.within(one, is_last),
-        )
-        means = new.inner_state
-        inner_state = new._replace(inner_state=means.inner_state)
-        return result, means.accumulators, inner_state
+            parts = self._sums(parts, waits).added(implementation)
+        sums = self._sums(parts, updates)
+        means = _Means(self.config, sums, self._named[2])
+        state = self.state.inner_state
+        if lowbit is None:
+            found = step_wrapped(
+                optax.with_extra_args_support(self.config.inner),
+                self.params,
+                state,
+                self.grads,
+                self.extra_args,
+                apply_updates,
+                updates,
+                means,
+            )
+            if found is None:
+                return None
+            result, inner_state = found
+        else:
+            result, inner_state = means.among(lowbit, range(len(parts))).run(
+                self.params, state, self.grads, self.landing, self.extra_args, updates
+            )
+        return result, self._in_containers(means.emptied()), inner_state
 
     def _by_branches(self):
         """By a conditional, whose branches write new copies of what they change."""
@@ -357,13 +369,8 @@ class _Call:
         """The accumulators, leaf by leaf; None at leaves that are not float."""
         names, leaves, treedef = self._named
         parts = leaf_by_leaf(names, treedef, self.state.accumulators, "accumulators")
-        is_uncoded = lambda part: getattr(part, "scales", part) is None
         return [
-            None
-            if not trees.is_float(leaf)
-            else part.codes
-            if is_uncoded(part)
-            else part
+            _uncontained(part) if trees.is_float(leaf) else None
             for leaf, part in zip(leaves, parts, strict=True)
         ]
 
@@ -392,6 +399,90 @@ class _Call:
         if trees.is_quantized(leaf.param) or stepper_of(self.config.inner) is not None:
             return mean
         return mean.astype(leaf.grad.dtype)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Means:
+    """Means, for :func:`.step_wrapped`, of sums and the last gradients.
+
+    Args:
+      config: of the accumulation.
+      sums: the accumulators and the last gradients, under the guard of the update.
+      treedef: the structure of the parameters.
+    """
+
+    config: Accumulation
+    sums: Sums
+    treedef: trees.PyTreeDef
+    new: dict[int, typing.Any] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def seen(self):
+        """The means in float32, a tree like the parameters."""
+        share = jnp.float32(1 / self.config.every)
+        means = [
+            total * share if trees.is_float(leaf.param) else total
+            for leaf, total in zip(self.sums.leaves, self.sums.totals(), strict=True)
+        ]
+        return self.treedef.unflatten(means)
+
+    def among(self, lowbit: Lowbit, leaves: Sequence[int]) -> "_WithMeans":
+        """The transformation of some leaves, of the last gradients."""
+        return _WithMeans(lowbit, self, leaves)
+
+    def emptied(self) -> list:
+        """The accumulators after the update, those that no kernel has emptied too."""
+        parts = list(self.sums.parts)
+        for i, leaf in enumerate(self.sums.leaves):
+            if i in self.new:
+                parts[i] = self.new[i]
+            elif parts[i] is not None:
+                empty = encoded(
+                    self.sums.formats[i],
+                    not_folded(_zeros(leaf.param)),
+                    DrawsToNearest(),
+                )
+                parts[i] = self.sums.guard.chosen(empty, parts[i])
+        return parts
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _WithMeans(Stepper):
+    """A transformation whose gradients are the last ones of means.
+
+    Args:
+      lowbit: the transformation that updates with the means.
+      means: of all leaves. What the accumulators become is left in ``means.new``.
+      leaves: numbers of those that are updated.
+    """
+
+    lowbit: Lowbit
+    means: _Means
+    leaves: Sequence[int]
+
+    def init(self, params):
+        """Its states are the transformation's."""
+        return self.lowbit.init(params)
+
+    def run(self, params, state, grads, landing, extra_args, guard=UNGUARDED):
+        """See :meth:`.Stepper.run`."""
+        names, _, treedef = trees.named_leaves(params)
+        parts = [self.means.sums.parts[i] for i in self.leaves]
+        format_ = self.means.config.format
+        if isinstance(state, LowbitState):  # else the step says what it is
+            accumulators = in_parallel_trees(format_, treedef, parts)
+            inner_state = MeansState(state.inner_state, accumulators)
+            state = state._replace(inner_state=inner_state)
+        with_means = self.means.config.with_means(self.lowbit)
+        result, new = with_means.run(params, state, grads, landing, extra_args, guard)
+        found = leaf_by_leaf(names, treedef, new.inner_state.accumulators, "sums")
+        self.means.new.update(zip(self.leaves, map(_uncontained, found), strict=True))
+        return result, new._replace(inner_state=new.inner_state.inner_state)
+
+
+def _uncontained(part):
+    """A part of a state's accumulators; the array alone of one without scales."""
+    return part.codes if getattr(part, "scales", part) is None else part
 
 
 def _zeros(leaf) -> jax.Array:
