@@ -18,13 +18,14 @@ from lowbit_optax._step import context, trees
 from lowbit_optax._step.engine import Lowbit
 from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
 from lowbit_optax._step.leaf import StoredLeaf
+from lowbit_optax._step.moment_slots import NoSuchMomentError
 from lowbit_optax._step.moments import in_parallel_trees, leaf_by_leaf
-from lowbit_optax._step.state import LowbitState
 from lowbit_optax._step.stepper import Stepper, stepper_of
 from lowbit_optax._step.wrapped import step_wrapped
+from lowbit_optax._step.wrapper_trace import NotDirect
 from lowbit_optax.formats import MomentFormat
-from lowbit_optax.formats.moment_fields import declare_moments
 from lowbit_optax.loss_scaling.guarded import guarded
+from lowbit_optax.lpmm.means import Means, uncontained, zeros
 from lowbit_optax.lpmm.quantization import PAPER_BLOCK_SIZE
 from lowbit_optax.lpmm.sums import Sums, encoded
 from lowbit_optax.transformations.lowbit import apply_updates
@@ -133,37 +134,6 @@ def accumulate_gradients(
     return Accumulation(inner, every, format, seed, min_size).transformation
 
 
-class MeansState(typing.NamedTuple):
-    """State of an inner transformation that gets means, within a step.
-
-    Args:
-      inner_state: its own.
-      accumulators: the sums of the gradients before the last.
-    """
-
-    inner_state: typing.Any
-    accumulators: typing.Any
-
-
-declare_moments(MeansState, averages=("accumulators",))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Accumulators(MomentFormat):
-    """A format of accumulators, with the size from which on they have it."""
-
-    format: MomentFormat
-    min_size: int
-
-    @property
-    def container(self):
-        return self.format.container
-
-    def for_leaf(self, shape, min_size):
-        del min_size
-        return self.format.for_leaf(shape, self.min_size)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Accumulation(Stepper):
     """The configuration that one call of :func:`accumulate_gradients` makes."""
@@ -209,45 +179,11 @@ class Accumulation(Stepper):
         """The format of a leaf's accumulator; None for float32."""
         return self.format.for_leaf(leaf.shape, self.min_size)
 
-    def with_means(self, lowbit: Lowbit) -> Lowbit:
-        """The transformation with accumulators among its moments, to update by means.
-
-        It adds its gradient to the sums, hands the mean on, and leaves zeros.
-        """
-        inner = optax.with_extra_args_support(lowbit.inner)
-
-        def init(params):
-            zeros = jax.tree.map(_zeros_if_float, params)
-            return MeansState(inner.init(params), zeros)
-
-        def update(updates, state, params=None, **extra_args):
-            share, zero = jnp.float32(1 / self.every), not_folded(jnp.float32(0))
-
-            def mean(grad, total):
-                return grad if total is None else (grad + total) * share
-
-            means = jax.tree.map(mean, updates, state.accumulators)
-            result, inner_state = inner.update(
-                means, state.inner_state, params, **extra_args
-            )
-            emptied = jax.tree.map(
-                lambda x: jnp.broadcast_to(zero, x.shape), state.accumulators
-            )
-            return result, MeansState(inner_state, emptied)
-
-        accumulators = {"accumulators": _Accumulators(self.format, self.min_size)}
-        by_field = {**lowbit.moments.by_field, **accumulators}
-        return dataclasses.replace(
-            lowbit,
-            inner=optax.GradientTransformationExtraArgs(init, update),
-            moments=dataclasses.replace(lowbit.moments, by_field=by_field),
-        )
-
     def _empty(self, leaf):
         """A leaf's accumulator of zeros; None at a leaf that is not float."""
         if not trees.is_float(leaf):
             return None
-        return encoded(self.format_of(leaf), _zeros(leaf), DrawsToNearest())
+        return encoded(self.format_of(leaf), zeros(leaf), DrawsToNearest())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -267,16 +203,21 @@ class _Call:
         stepper = stepper_of(self.config.inner)
         is_lowbit = isinstance(stepper, Lowbit)
         has_params = self.params is not None
-        found = None
         if has_params and (is_lowbit or (stepper is None and self.landing.is_direct)):
-            found = self._in_place(stepper if is_lowbit else None)
-        return self._by_branches() if found is None else found
+            try:
+                return self._in_place(stepper if is_lowbit else None)
+            except (NotDirect, NoSuchMomentError):
+                pass  # then accumulators cannot be among its moments
+        return self._by_branches()
 
     def _in_place(self, lowbit: Lowbit | None):
         """Without a branch, by two steps under guards of which one happens.
 
         The first adds a gradient to the accumulators. The second is the inner
-        transformation's, in which the accumulators are moments. None if it cannot be.
+        transformation's, in which the accumulators are moments.
+
+        Raises:
+          NotDirect, NoSuchMomentError: if they cannot be.
         """
         one, is_last = jnp.float32(1), self._is_last
         waits = self.guard.within(one, jnp.logical_not(is_last))
@@ -285,7 +226,7 @@ class _Call:
         if self.config.every > 1:
             parts = self._sums(parts, waits).added(implementation)
         sums = self._sums(parts, updates)
-        means = _Means(self.config, sums, self._named[2])
+        means = Means(self.config, sums, self._named[2])
         state = self.state.inner_state
         if lowbit is None:
             found = step_wrapped(
@@ -299,7 +240,7 @@ class _Call:
                 means,
             )
             if found is None:
-                return None
+                raise NotDirect
             result, inner_state = found
         else:
             result, inner_state = means.among(lowbit, range(len(parts))).run(
@@ -370,7 +311,7 @@ class _Call:
         names, leaves, treedef = self._named
         parts = leaf_by_leaf(names, treedef, self.state.accumulators, "accumulators")
         return [
-            _uncontained(part) if trees.is_float(leaf) else None
+            uncontained(part) if trees.is_float(leaf) else None
             for leaf, part in zip(leaves, parts, strict=True)
         ]
 
@@ -399,97 +340,3 @@ class _Call:
         if trees.is_quantized(leaf.param) or stepper_of(self.config.inner) is not None:
             return mean
         return mean.astype(leaf.grad.dtype)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Means:
-    """Means, for :func:`.step_wrapped`, of sums and the last gradients.
-
-    Args:
-      config: of the accumulation.
-      sums: the accumulators and the last gradients, under the guard of the update.
-      treedef: the structure of the parameters.
-    """
-
-    config: Accumulation
-    sums: Sums
-    treedef: trees.PyTreeDef
-    new: dict[int, typing.Any] = dataclasses.field(default_factory=dict)
-
-    @functools.cached_property
-    def seen(self):
-        """The means in float32, a tree like the parameters."""
-        share = jnp.float32(1 / self.config.every)
-        means = [
-            total * share if trees.is_float(leaf.param) else total
-            for leaf, total in zip(self.sums.leaves, self.sums.totals(), strict=True)
-        ]
-        return self.treedef.unflatten(means)
-
-    def among(self, lowbit: Lowbit, leaves: Sequence[int]) -> "_WithMeans":
-        """The transformation of some leaves, of the last gradients."""
-        return _WithMeans(lowbit, self, leaves)
-
-    def emptied(self) -> list:
-        """The accumulators after the update, those that no kernel has emptied too."""
-        parts = list(self.sums.parts)
-        for i, leaf in enumerate(self.sums.leaves):
-            if i in self.new:
-                parts[i] = self.new[i]
-            elif parts[i] is not None:
-                empty = encoded(
-                    self.sums.formats[i],
-                    not_folded(_zeros(leaf.param)),
-                    DrawsToNearest(),
-                )
-                parts[i] = self.sums.guard.chosen(empty, parts[i])
-        return parts
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _WithMeans(Stepper):
-    """A transformation whose gradients are the last ones of means.
-
-    Args:
-      lowbit: the transformation that updates with the means.
-      means: of all leaves. What the accumulators become is left in ``means.new``.
-      leaves: numbers of those that are updated.
-    """
-
-    lowbit: Lowbit
-    means: _Means
-    leaves: Sequence[int]
-
-    def init(self, params):
-        """Its states are the transformation's."""
-        return self.lowbit.init(params)
-
-    def run(self, params, state, grads, landing, extra_args, guard=UNGUARDED):
-        """See :meth:`.Stepper.run`."""
-        names, _, treedef = trees.named_leaves(params)
-        parts = [self.means.sums.parts[i] for i in self.leaves]
-        format_ = self.means.config.format
-        if isinstance(state, LowbitState):  # else the step says what it is
-            accumulators = in_parallel_trees(format_, treedef, parts)
-            inner_state = MeansState(state.inner_state, accumulators)
-            state = state._replace(inner_state=inner_state)
-        with_means = self.means.config.with_means(self.lowbit)
-        result, new = with_means.run(params, state, grads, landing, extra_args, guard)
-        found = leaf_by_leaf(names, treedef, new.inner_state.accumulators, "sums")
-        self.means.new.update(zip(self.leaves, map(_uncontained, found), strict=True))
-        return result, new._replace(inner_state=new.inner_state.inner_state)
-
-
-def _uncontained(part):
-    """A part of a state's accumulators; the array alone of one without scales."""
-    return part.codes if getattr(part, "scales", part) is None else part
-
-
-def _zeros(leaf) -> jax.Array:
-    if trees.is_quantized(leaf):
-        return jnp.zeros(leaf.shape, jnp.float32)
-    return jnp.zeros_like(leaf, jnp.float32)
-
-
-def _zeros_if_float(leaf):
-    return _zeros(leaf) if trees.is_float(leaf) else None
