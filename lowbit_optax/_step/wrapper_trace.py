@@ -173,6 +173,12 @@ class WrapperTrace:
 
 
 def trace_wrapper(tx, grads, state, params, extra_args: dict) -> WrapperTrace:
+    """The trace of an update.
+
+    Raises:
+      NotDirect: if nothing in it is of this package, or a wrapper computes with it.
+    """
+
     def update(grads, state, params):
         with context.params_wanted():
             return tx.update(grads, state, params, **extra_args)

@@ -86,7 +86,9 @@ def accumulate_gradients(
     Returns:
       An optax transformation. Between updates it returns zeros, and zero uint32
       differences for QuantizedTensors. The inner transformation gets means in float32
-      if it is one of this package, and in the gradients' dtypes otherwise.
+      if it is one of this package, or has one within and is stepped by
+      :func:`lowbit_optax.step`; and in the gradients' dtypes otherwise. In the first
+      two cases no step branches or copies state.
 
     Raises:
       TypeError, ValueError: for arguments or gradients that are not as above; errors

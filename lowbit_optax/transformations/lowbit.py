@@ -41,7 +41,8 @@ def lowbit(
     Put other transformations inside (``lowbit(optax.chain(clip, adamw))``): what comes
     after ``lowbit`` in a chain would change the updates that land exactly. Wrappers
     that demand updates in the gradients' dtype, such as ``optax.apply_if_finite``, go
-    inside as well. Non-finite gradients do what they do in the inner transformation.
+    inside as well, or around it with :func:`step`. Non-finite gradients do what they do
+    in the inner transformation.
 
     What is in ``params`` is the truth: where a stored master does not round to the
     parameter, because the parameter was set by hand, the parameter wins.
@@ -122,10 +123,17 @@ def step(
     """One optimizer step, params to params: the fast path past ``apply_updates``.
 
     For a transformation made by :func:`lowbit` (the aliases included) no difference of
-    parameters is formed, also inside of optax's wrappers that hand on updates as they
-    are (``chain`` with ``lowbit`` last, ``masked``, ``partition``,
-    ``inject_hyperparams``) and of ``with_loss_scale``. With any other transformation or
+    parameters is formed, also inside of ``with_loss_scale``, ``accumulate_gradients``
+    and optax's wrappers that hand on updates as they are (``chain`` with ``lowbit``
+    last, ``masked``, ``partition``, ``inject_hyperparams``) or not at all
+    (``apply_if_finite``, ``conditionally_mask``). With any other transformation or
     wrapper (``MultiSteps``) it is ``update`` and ``apply_updates``.
+
+    What these wrappers make of a gradient element by element, with scalars such as a
+    global norm, is part of the kernels and in float32, as inside ``lowbit``. So
+    ``chain(clip, lowbit(adamw))`` steps as ``lowbit(chain(clip, adamw))`` does. By
+    ``update`` it is rounded to the gradients' dtype. All else is computed in their
+    dtype either way.
 
     Under ``jax.jit`` donate what it takes and returns, in this order::
 

@@ -2,11 +2,15 @@
 
 import re
 
+import jax
+import jax.numpy as jnp
 import optax
 import pytest
 
 import lowbit_optax
+from tools.gpu_program.release_steps import BF16, MIB, Model, compile_step, plain
 from tools.gpu_program.steps import leaf, lower_step
+from tools.models.gpt import GPT, to_bfloat16
 
 pytestmark = pytest.mark.usefixtures("by_triton")
 
@@ -49,6 +53,47 @@ def test_a_wrapped_step_makes_no_new_gradients_and_copies_nothing(name):
     assert not re.search(r" (conditional|while)\(", step.compiled.as_text())
 
 
+def are_finite(grads):
+    return jnp.all(jnp.array([jnp.isfinite(x).all() for x in jax.tree.leaves(grads)]))
+
+
+def masked(tx):
+    tx = optax.conditionally_mask(
+        tx, lambda count, *, proceed, **_: proceed, forward_extra_args=True
+    )
+
+    def step(params, state, grads):
+        proceed = are_finite(grads)
+        return lowbit_optax.step(tx, params, state, grads, proceed=proceed)
+
+    return tx, step
+
+
+def conditional(tx):
+    def step(params, state, grads):
+        return jax.lax.cond(
+            are_finite(grads),
+            lambda: lowbit_optax.step(tx, params, state, grads),
+            lambda: (params, state),
+        )
+
+    return tx, step
+
+
+# As in docs/recipes.md.
+@pytest.mark.parametrize(
+    ("skipping", "moved", "temporary"),
+    [(masked, 14.3, 0.0), (conditional, 12.3, 5.1)],
+)
+def test_a_condition_of_the_users_is_a_switch_and_not_a_branch(
+    skipping, moved, temporary
+):
+    tx, step = skipping(ADAMW)
+    lowered = lower_step(tx, PARAMS, make_step=lambda _: step)
+    assert lowered.moved == pytest.approx(moved, abs=0.06)
+    assert lowered.temporary == pytest.approx(temporary, abs=0.1)
+
+
 ACCUMULATED = lowbit_optax.accumulate_gradients(ADAMW, 4)
 ACCUMULATIONS = {
     "step": (ACCUMULATED, 18.26),
@@ -68,3 +113,20 @@ def test_accumulation_is_two_kernels_in_place_of_which_one_runs(name):
     assert step.moved < moved
     assert step.fused_launches == 2 * lower_step(ADAMW, PARAMS).fused_launches
     assert not re.search(r" (conditional|while)\(", step.compiled.as_text())
+
+
+def test_a_training_step_that_accumulates_peaks_below_multi_steps():
+    # As in docs/recipes.md.
+    gpt = GPT(12, 1024, 16, 1024, "full", BF16, 16384)
+    params = jax.eval_shape(lambda: to_bfloat16(gpt.init(jax.random.key(0))))
+    tokens = jax.ShapeDtypeStruct((4, 1025), jnp.int32)
+    model = Model(gpt.loss, params, tokens, carry=0, layers=12)
+
+    def peak(tx):
+        memory = compile_step(plain, model, tx).program.memory_analysis()
+        assert memory.alias_size_in_bytes >= memory.output_size_in_bytes - 64
+        return (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / MIB
+
+    assert peak(ACCUMULATED) == pytest.approx(2121, abs=20)
+    multi_steps = optax.MultiSteps(ADAMW, 4).gradient_transformation()
+    assert peak(multi_steps) == pytest.approx(2788, abs=20)
