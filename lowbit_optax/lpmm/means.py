@@ -176,9 +176,7 @@ def _with_means(config: Config, lowbit: Lowbit) -> Lowbit:
         result, inner_state = within.update(
             means, state.inner_state, params, **extra_args
         )
-        emptied = jax.tree.map(
-            lambda x: jnp.broadcast_to(zero, x.shape), state.accumulators
-        )
+        emptied = jax.tree.map(lambda x: jax.lax.full_like(x, zero), state.accumulators)
         return result, MeansState(inner_state, emptied)
 
     accumulators = {"accumulators": _Accumulators(config.format, config.min_size)}

@@ -124,8 +124,8 @@ def test_a_training_step_that_accumulates_peaks_below_multi_steps():
 
     def peak(tx):
         memory = compile_step(plain, model, tx).program.memory_analysis()
-        assert memory.alias_size_in_bytes >= memory.output_size_in_bytes - 64
-        return (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / MIB
+        new = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        return (memory.argument_size_in_bytes + memory.temp_size_in_bytes + new) / MIB
 
     assert peak(ACCUMULATED) == pytest.approx(2121, abs=20)
     multi_steps = optax.MultiSteps(ADAMW, 4).gradient_transformation()

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
 from optimizers import assert_same_bits
 
 import lowbit_optax
@@ -194,6 +195,32 @@ def test_sums_by_kernels_are_those_by_array_operations():
     got, want = sums("pallas"), sums("xla")
     assert_same_bits(got.scales, want.scales)
     assert np.mean(np.asarray(got.codes) != np.asarray(want.codes)) < 0.01
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
+def test_on_a_mesh_it_is_the_same(axes):
+    inner = optax.chain(optax.clip_by_global_norm(0.5), lowbit_optax.kahan_sgd(0.5))
+    tx = accumulate_gradients(inner, 2)
+    step = jax.jit(functools.partial(lowbit_optax.step, tx))
+    params, grads = jnp.ones((512, 64), jnp.bfloat16), grads_of(2, (512, 64))
+
+    def run(params, grads):
+        state = jax.jit(tx.init)(params)
+        for grad in grads:
+            params, state = step(params, state, grad)
+        return params
+
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(axes,))
+    with jax.set_mesh(mesh):
+        rows = jax.NamedSharding(mesh, jax.P("x"))
+        got = run(
+            jax.device_put(params, rows), [jax.device_put(x, rows) for x in grads]
+        )
+        assert got.sharding.spec[0] == "x"
+    got, want = np.float32(got), np.float32(run(params, list(grads)))
+    # The norm adds up in another order.
+    np.testing.assert_allclose(got, want, rtol=2**-7)
 
 
 @pytest.mark.standard_promotion
