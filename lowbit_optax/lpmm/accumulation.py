@@ -29,6 +29,7 @@ from lowbit_optax.lpmm.means import Means, uncontained, zeros
 from lowbit_optax.lpmm.quantization import PAPER_BLOCK_SIZE
 from lowbit_optax.lpmm.sums import Sums, encoded
 from lowbit_optax.transformations.lowbit import apply_updates
+from pallas_kernels.platforms import is_for_one_cpu
 
 PAPER_ACCUMULATORS = formats.block_quantized(
     8, code="linear", block_size=PAPER_BLOCK_SIZE, rounding="stochastic"
@@ -203,11 +204,14 @@ class _Call:
     def result(self):
         """``(result, accumulators, inner state)``."""
         stepper = stepper_of(self.config.inner)
-        is_lowbit = isinstance(stepper, Lowbit)
-        has_params = self.params is not None
-        if has_params and (is_lowbit or (stepper is None and self.landing.is_direct)):
+        lowbit = stepper if isinstance(stepper, Lowbit) else None
+        can_be = lowbit is not None or (stepper is None and self.landing.is_direct)
+        # A CPU's branches copy nothing, and a guard there does not save the work.
+        is_chosen = lowbit is not None and lowbit.implementation not in (None, "xla")
+        is_for_kernels = is_chosen or not is_for_one_cpu()
+        if self.params is not None and can_be and is_for_kernels:
             try:
-                return self._in_place(stepper if is_lowbit else None)
+                return self._in_place(lowbit)
             except (NotDirect, NoSuchMomentError):
                 pass  # then accumulators cannot be among its moments
         return self._by_branches()
