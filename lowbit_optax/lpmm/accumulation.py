@@ -89,7 +89,7 @@ def accumulate_gradients(
       differences for QuantizedTensors. The inner transformation gets means in float32
       if it is one of this package, or has one within and is stepped by
       :func:`lowbit_optax.step`; and in the gradients' dtypes otherwise. In the first
-      two cases no step branches or copies state.
+      two cases no step on a GPU branches or copies state.
 
     Raises:
       TypeError, ValueError: for arguments or gradients that are not as above; errors
