@@ -56,11 +56,11 @@ def _when(
             return when(operands[0])
         if through_products and primitive in (p.mul_p, p.div_p):
             # By a scalar; an array may hold infinities, whose product with 0 is NaN.
-            if primitive is p.mul_p and _scalar_of(operands[0]) is not None:
+            if primitive is p.mul_p and scalar_of(operands[0]) is not None:
                 return when(operands[1])
-            return _scalar_of(operands[1]) is not None and when(operands[0])
+            return scalar_of(operands[1]) is not None and when(operands[0])
         if primitive is p.select_n_p:
-            which = _scalar_of(operands[0])
+            which = scalar_of(operands[0])
             return which is not None and selected(which, operands[1:])
         if primitive is p.cond_p and not is_by_platform(primitive, node.call.params):
             number = [x is node for x in node.call.outputs].index(True)
@@ -80,7 +80,7 @@ def _when(
     return when(node)
 
 
-def _scalar_of(node: Node) -> Node | None:
+def scalar_of(node: Node) -> Node | None:
     """The scalar that a node is, or is made of by repeating it."""
     while not node.is_scalar:
         if node.call is None or node.call.primitive is not p.broadcast_in_dim_p:

@@ -36,8 +36,8 @@ class StepContext:
       layer: the layer of stacked parameters that is updated; None if the arguments are
         whole parameters.
       is_analysed: whether the step is traced only to read its jaxpr.
-      wants_params: whether ``update`` should return new parameters instead of updates;
-        see :mod:`lowbit_optax._step.stepper`.
+      wants_params: whether ``update`` should only mark its place in a trace, for new
+        parameters instead of updates; see :mod:`lowbit_optax._step.wrapped`.
       report: what steps call with themselves and the inner update, instead of doing
         anything; None for steps that are done.
     """
@@ -96,7 +96,7 @@ def layerwise(function: Callable) -> Callable:
 
 
 def params_wanted(wanted: bool = True):
-    """A context in which ``update`` returns new parameters, or updates again."""
+    """A context in which ``update`` marks its place in a trace, or updates again."""
     return _changed(wants_params=wanted)
 
 

@@ -22,10 +22,11 @@ import optax
 
 from lowbit_optax._arguments import refuse_multi_steps
 from lowbit_optax._jaxprs.not_folded import not_folded
-from lowbit_optax._numerics.landing import Landing
+from lowbit_optax._numerics.landing import REPLACE, Landing
 from lowbit_optax._numerics.random_bits import ToNearest
 from lowbit_optax._step import backends, context, trees
 from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
+from lowbit_optax._step.inner_update import trace_update
 from lowbit_optax._step.leaf import StoredLeaf, format_of, widen
 from lowbit_optax._step.moment_slots import MomentChoice
 from lowbit_optax._step.moments import MomentPlan
@@ -34,6 +35,7 @@ from lowbit_optax._step.step import Step, draws_of_moments, random_of_leaves
 from lowbit_optax._step.stepper import Stepper
 from lowbit_optax.formats.base import Residuals, WeightFormat
 from lowbit_optax.formats.moment_fields import fields_of
+from pallas_kernels.operations import ClosedJaxpr
 from pallas_kernels.platforms import Implementation
 
 
@@ -115,6 +117,25 @@ class Lowbit(Stepper):
         residual = Residuals.of(self.weights.residual_name, step.tree(residuals))
         new_state = LowbitState(count, state.seed, residual, inner_state)
         return step.tree(results), new_state
+
+    def hoisted(self, grads, state, params, extra_args: dict):
+        """See :meth:`.Stepper.hoisted`: the constants of the inner update's jaxpr."""
+        step = self.open(params, state, grads, UNGUARDED, REPLACE)
+        update = optax.with_extra_args_support(self.inner).update
+        traced = trace_update(functools.partial(update, **extra_args), step)
+
+        def with_held(held) -> Lowbit:
+            closed = ClosedJaxpr(traced.closed.jaxpr, held)
+            again = dataclasses.replace(traced, closed=closed)
+
+            def update(updates, state, params=None, **extra_args):
+                del extra_args
+                return again.update(updates, state, params)
+
+            inner = optax.GradientTransformationExtraArgs(self.inner.init, update)
+            return dataclasses.replace(self, inner=inner)
+
+        return list(traced.closed.consts), with_held
 
     def open(
         self, params, state, grads, guard: Guard | Unguarded, landing: Landing

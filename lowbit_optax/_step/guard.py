@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._step import trees
+from lowbit_optax._step.context import layerwise
 
 
 class Unguarded:
@@ -27,6 +28,8 @@ class Unguarded:
         """The gradients as they are."""
         return grads
 
+    unscaled_alone = unscaled
+
     def chosen(self, new, old):
         """The new tree."""
         del old
@@ -35,6 +38,10 @@ class Unguarded:
     def updates(self, new):
         """The updates as they are."""
         return new
+
+    def within(self, factor: jax.Array, proceed: jax.Array) -> "Guard":
+        """The guard of a step inside this one."""
+        return Guard(factor, proceed)
 
 
 UNGUARDED = Unguarded()
@@ -56,6 +63,10 @@ class Guard(typing.NamedTuple):
         """The scalars that a kernel needs, in this order."""
         return self.factor, self.proceed
 
+    def within(self, factor: jax.Array, proceed: jax.Array) -> "Guard":
+        """The guard of a step inside this one, which unscales and decides as well."""
+        return Guard(self.factor * factor, jnp.logical_and(self.proceed, proceed))
+
     def unscaled(self, grads):
         """Gradients times the factor; zeros if the step is skipped.
 
@@ -68,6 +79,10 @@ class Guard(typing.NamedTuple):
         # Outside of jit, JAX compiles a conditional of new closures at every step.
         floats = traced_once(_unscaled)(self.factor, self.proceed, floats)
         return treedef.unflatten(floats.get(i, x) for i, x in enumerate(leaves))
+
+    def unscaled_alone(self, grad: jax.Array) -> jax.Array:
+        """One gradient, of a step that may be analysed layer by layer."""
+        return layerwise(self.unscaled)(grad)
 
     def times(self, grads):
         """Gradients times the factor; those narrower than float32 become float32."""

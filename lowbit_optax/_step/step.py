@@ -83,7 +83,11 @@ class Step:
     @functools.cached_property
     def grads(self) -> list:
         """The gradients that it sees: float32, and unscaled by the guard."""
-        return self.guard.unscaled([leaf.wide_grad() for leaf in self.leaves])
+        wide = [leaf.wide_grad() for leaf in self.leaves]
+        if context.current().is_analysed:
+            # No gradient must look as if it depended on another one.
+            return list(map(self.guard.unscaled_alone, wide))
+        return self.guard.unscaled(wide)
 
     @property
     def structure(self) -> trees.PyTreeDef:
@@ -112,11 +116,16 @@ class Step:
     def landed(self, number: int, update, still=None) -> Landed:
         """Add an inner update to a leaf's master and store it, unless it is still."""
         leaf, is_direct = self.leaves[number], self.landing.is_direct
+        passes_through = leaf.format is None
+        if passes_through:
+            # The sum is that of apply_updates, which XLA's CPU compiler does not
+            # contract with a product behind a selection either.
+            update = self.guard.updates(update)
         landed = leaf.landed(update, self.random[number], self.landing)
         unchanged = leaf.param if is_direct else neutral_updates(landed.result)
         result = unless_still(still, landed.result, unchanged)
         residual = unless_still(still, landed.residual, leaf.residual)
-        if is_direct:
+        if is_direct and not passes_through:
             result = self.guard.chosen(result, leaf.param)
         residual = self.guard.chosen(residual, leaf.residual)
         return Landed(result, residual, landed.error)
@@ -135,11 +144,8 @@ class Step:
     @functools.cached_property
     def keys(self) -> tuple[jax.Array, jax.Array]:
         """The keys of the random bits, in the form that kernels take."""
-        numbers = list(map(leaf_number, self.names))
-        keys = random_keys(self.state.seed, self.state.count, numbers)
-        if self.layer is None:
-            return keys
-        return self.layer.keys(keys, self.names, self.params)
+        seed, count = self.state.seed, self.state.count
+        return keys_of_leaves(self.names, self.params, seed, count, self.layer)
 
 
 class Stepped(typing.NamedTuple):
@@ -154,6 +160,14 @@ class Stepped(typing.NamedTuple):
     results: list
     residuals: list
     inner_state: typing.Any
+
+
+def keys_of_leaves(
+    names, params, seed, count, layer: Layer | None
+) -> tuple[jax.Array, jax.Array]:
+    """The keys of the random bits of leaves at one step, a vector of each."""
+    keys = random_keys(seed, count, list(map(leaf_number, names)))
+    return keys if layer is None else layer.keys(keys, names, params)
 
 
 def random_of_leaves(names, params, seed, count) -> list[RandomBits]:

@@ -5,28 +5,47 @@ mapped over, copied, changed by ``_replace`` and kept in modules like any other.
 ``update`` is a bound method of a :class:`Stepper`, which survives all of these.
 
 ``optax.chain``, ``masked``, ``partition`` and ``inject_hyperparams`` pass on the
-updates of the transformation inside them unchanged. So :func:`lowbit_optax.step` can
-ask the transformations of this package for new parameters instead of differences
-(``context.wants_params``). Each new parameter travels as a :class:`NewParam`, an opaque
-object that no wrapper can compute with. If a wrapper tries to, or keeps one in its
-state, the attempt fails, and the step is made with differences instead.
+updates of the transformation inside them unchanged. So :func:`lowbit_optax.step` traces
+them with a mark in the place of each update (``context.wants_params``), and reads what
+they do around it; see :mod:`lowbit_optax._step.wrapped`.
 """
 
 import abc
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
 import optax
+from jax.extend.core import Primitive
 
 from lowbit_optax._numerics.landing import ADD, REPLACE, Landing
-from lowbit_optax._step import context, trees
-from lowbit_optax._step.state import LowbitState
+from lowbit_optax._step import context
+from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
 
 
 class Stepper(abc.ABC):
     """The configuration behind a transformation that can step parameters directly."""
+
+    is_made_within: bool
+    """Whether it was made while a wrapper's update is traced, as
+    ``optax.inject_hyperparams`` makes it. Then it may hold values of that trace."""
+
+    def __new__(cls, *args, **kwargs):
+        del args, kwargs
+        new = super().__new__(cls)
+        object.__setattr__(new, "is_made_within", context.current().wants_params)
+        return new
+
+    def hoisted(
+        self, grads: optax.Updates, state, params, extra_args: dict
+    ) -> "tuple[Sequence, Callable[[Sequence], Stepper]]":
+        """The values of the running trace that it holds, and itself with others.
+
+        Raises:
+          TypeError: if they cannot be taken out of it.
+        """
+        del grads, state, params, extra_args
+        raise TypeError(f"{type(self).__name__} was made by a wrapper's update")
 
     @abc.abstractmethod
     def init(self, params: optax.Params) -> typing.Any:
@@ -34,7 +53,13 @@ class Stepper(abc.ABC):
 
     @abc.abstractmethod
     def run(
-        self, params, state, grads: optax.Updates, landing: Landing, extra_args: dict
+        self,
+        params,
+        state,
+        grads: optax.Updates,
+        landing: Landing,
+        extra_args: dict,
+        guard: Guard | Unguarded = UNGUARDED,
     ) -> tuple[typing.Any, typing.Any]:
         """``(new params or updates, new state)``.
 
@@ -42,6 +67,7 @@ class Stepper(abc.ABC):
           params, state, grads: as in optax.
           landing: ``REPLACE`` for new parameters, ``ADD`` for updates.
           extra_args: for the inner transformation.
+          guard: unscales the gradients, and decides whether the step happens.
         """
 
     def update(
@@ -50,10 +76,7 @@ class Stepper(abc.ABC):
         """As in optax."""
         if not context.current().wants_params:
             return self.run(params, state, updates, ADD, extra)
-        with context.params_wanted(False):
-            new, state = self.run(params, state, updates, REPLACE, extra)
-        _, leaves, treedef = trees.named_leaves(new)
-        return treedef.unflatten(map(NewParam, leaves)), state
+        return marked(self, updates, state, params, extra)
 
     def step(
         self, params: optax.Params, state, grads: optax.Updates, **extra
@@ -78,69 +101,38 @@ def stepper_of(tx) -> Stepper | None:
     return owner if isinstance(owner, Stepper) else None
 
 
-class NewParam:
-    """A new parameter in place of an update; neither an array nor a pytree node."""
-
-    def __init__(self, value):
-        self.value = value
+update_p = Primitive("lowbit_update")
+"""The place of an update in a trace; nothing computes it."""
+update_p.multiple_results = True
 
 
-def new_params_by(
-    tx: optax.GradientTransformationExtraArgs,
-    params: optax.Params,
-    state: optax.OptState,
-    grads: optax.Updates,
-    extra_args: dict,
-    apply_update: Callable,
-) -> tuple[optax.Params, optax.OptState] | None:
-    """The step of a wrapped transformation, by new parameters in place of updates.
-
-    ``apply_update(param, update)`` is for leaves that transformations of other packages
-    update.
-
-    Returns:
-      ``(new params, new state)``; None if the transformation cannot step directly,
-      because a wrapper prevents it or because it is not from this package.
-    """
-    names, leaves, treedef = trees.named_leaves(params)
-    try:
-        with context.params_wanted():
-            updates, state = tx.update(grads, state, params, **extra_args)
-        found = trees.parts_of(names, treedef, updates, "updates")
-    except (TypeError, ValueError, AttributeError):
-        # What computing with a NewParam raises. An error in the arguments occurs again,
-        # and is reported, in the step with differences.
-        return None
-    is_new = lambda x: isinstance(x, NewParam)
-    if not any(map(is_new, found)) or any(map(is_new, jax.tree.leaves(state))):
-        return None
-    new = [
-        x.value if is_new(x) else apply_update(param, x)
-        for param, x in zip(leaves, found, strict=True)
-    ]
-    return treedef.unflatten(new), state
+@update_p.def_abstract_eval
+def _results_of_update(
+    *avals, updates: int, results: int, stepper, with_held, structure
+):
+    del updates, stepper, with_held, structure
+    return list(avals[:results])
 
 
-def is_direct(tx, params: optax.Params, state: optax.OptState) -> bool | None:
-    """Whether ``lowbit_optax.step`` writes new parameters without differences.
-
-    Parameters and state may be shapes: nothing is computed. None if ``tx`` holds no
-    transformation of this package.
-    """
-    is_own = lambda x: isinstance(x, LowbitState)
-    if not any(map(is_own, jax.tree.leaves(state, is_leaf=is_own))):
-        return None
-    if stepper_of(tx) is not None:
-        return True
-    found = []
-
-    def step(params, state):
-        _, leaves, treedef = trees.named_leaves(params)
-        grads = treedef.unflatten(jnp.zeros(x.shape, jnp.float32) for x in leaves)
-        wide = optax.with_extra_args_support(tx)
-        new = new_params_by(wide, params, state, grads, {}, lambda param, _: param)
-        found.append(new is not None)
-
-    with context.analysis():
-        jax.eval_shape(step, params, state)
-    return found[0]
+def marked(
+    stepper: Stepper, grads: optax.Updates, state, params, extra_args: dict
+) -> tuple[optax.Updates, typing.Any]:
+    """What stands for the updates and the new state of a transformation in a trace."""
+    held: Sequence = ()
+    with_held: Callable[[Sequence], Stepper] = lambda _: stepper
+    if stepper.is_made_within:
+        held, with_held = stepper.hoisted(grads, state, params, extra_args)
+        extra_args = {}
+    arguments = grads, state, params, extra_args, held
+    leaves, structure = jax.tree.flatten(arguments)
+    updates = len(jax.tree.leaves(grads))
+    results, of_results = jax.tree.flatten((grads, state))
+    found = update_p.bind(
+        *leaves,
+        updates=updates,
+        results=len(results),
+        stepper=stepper,
+        with_held=with_held,
+        structure=structure,
+    )
+    return jax.tree.unflatten(of_results, found)

@@ -16,7 +16,8 @@ from lowbit_optax._step import context, trees
 from lowbit_optax._step.engine import Lowbit
 from lowbit_optax._step.guard import Guard, Unguarded
 from lowbit_optax._step.stepper import stepper_of
-from lowbit_optax.transformations.lowbit import step
+from lowbit_optax._step.wrapped import step_wrapped
+from lowbit_optax.transformations.lowbit import apply_updates
 from pallas_kernels.platforms import Implementation
 from pallas_kernels.reductions import MIN_ARRAYS, largest_magnitudes
 
@@ -98,15 +99,19 @@ def guarded(
       ``(new params or updates, new state)``.
     """
     stepper = stepper_of(tx)
-    if isinstance(stepper, Lowbit):
+    if stepper is not None:
         return stepper.run(params, state, grads, landing, extra_args, guard)
+    tx = optax.with_extra_args_support(tx)
+    if landing.is_direct:
+        arguments = tx, params, state, grads, extra_args, apply_updates, guard
+        direct = step_wrapped(*arguments)
+        if direct is not None:
+            return direct
     # Any other transformation runs in a skipped step too, and its results are dropped.
     grads = guard.unscaled(grads)
+    new, new_state = tx.update(grads, state, params, **extra_args)
     if landing.is_direct:
-        new, new_state = step(tx, params, state, grads, **extra_args)
-        new = guard.chosen(new, params)
+        new = guard.chosen(apply_updates(params, new), params)
     else:
-        tx = optax.with_extra_args_support(tx)
-        new, new_state = tx.update(grads, state, params, **extra_args)
         new = guard.updates(new)
     return new, guard.chosen(new_state, state)

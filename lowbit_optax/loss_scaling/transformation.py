@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from lowbit_optax._numerics.landing import Landing
-from lowbit_optax._step.guard import Guard
+from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
 from lowbit_optax._step.stepper import Stepper
 from lowbit_optax.loss_scaling.guarded import Sizes, guarded, implementation_of
 from lowbit_optax.loss_scaling.scales import Scaling
@@ -180,13 +180,29 @@ class LossScaled(Stepper):
                 "LossScaleState; was it made by this transformation's init?"
             )
 
-    def run(self, params, state, grads, landing: Landing, extra_args: dict):
+    def run(
+        self,
+        params,
+        state,
+        grads,
+        landing: Landing,
+        extra_args: dict,
+        guard: Guard | Unguarded = UNGUARDED,
+    ):
         """A step; the updates of one that is skipped are -0, which changes nothing."""
         self.check_state(state)
         factor = jnp.float32(1) / state.scale
-        sizes = Sizes.of(grads, factor, implementation_of(self.inner))
-        guard = Guard(factor, sizes.finite)
+        scaled = guard.within(factor, jnp.bool_(True))
+        sizes = Sizes.of(grads, scaled.factor, implementation_of(self.inner))
         results, inner_state = guarded(
-            self.inner, params, state.inner_state, grads, guard, landing, extra_args
+            self.inner,
+            params,
+            state.inner_state,
+            grads,
+            guard.within(factor, sizes.finite),
+            landing,
+            extra_args,
         )
-        return results, self.after(state, inner_state, sizes)
+        own = self.after(state, (), sizes)
+        own = guard.chosen(own, state._replace(inner_state=()))
+        return results, own._replace(inner_state=inner_state)

@@ -1,7 +1,9 @@
 """Sum gradients over microbatches in few bits, then update with their mean."""
 
 import dataclasses
+import functools
 import typing
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,16 +12,24 @@ import optax
 from lowbit_optax import formats
 from lowbit_optax._arguments import check_static_int
 from lowbit_optax._jaxprs.not_folded import not_folded
-from lowbit_optax._jaxprs.traced_once import traced_once
-from lowbit_optax._numerics.random_bits import accumulator_draws
-from lowbit_optax._step import trees
-from lowbit_optax._step.context import layerwise
-from lowbit_optax._step.leaf import StoredLeaf, check_grad
+from lowbit_optax._numerics.landing import Landing
+from lowbit_optax._numerics.random_bits import DrawsToNearest
+from lowbit_optax._step import context, trees
+from lowbit_optax._step.engine import Lowbit
+from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
+from lowbit_optax._step.leaf import StoredLeaf
+from lowbit_optax._step.moment_slots import NoSuchMomentError
 from lowbit_optax._step.moments import in_parallel_trees, leaf_by_leaf
-from lowbit_optax._step.step import random_of_leaves
-from lowbit_optax._step.stepper import stepper_of
+from lowbit_optax._step.stepper import Stepper, stepper_of
+from lowbit_optax._step.wrapped import step_wrapped
+from lowbit_optax._step.wrapper_trace import NotDirect
 from lowbit_optax.formats import MomentFormat
+from lowbit_optax.loss_scaling.guarded import guarded
+from lowbit_optax.lpmm.means import Means, uncontained, zeros
 from lowbit_optax.lpmm.quantization import PAPER_BLOCK_SIZE
+from lowbit_optax.lpmm.sums import Sums, encoded
+from lowbit_optax.transformations.lowbit import apply_updates
+from pallas_kernels.platforms import is_for_one_cpu
 
 PAPER_ACCUMULATORS = formats.block_quantized(
     8, code="linear", block_size=PAPER_BLOCK_SIZE, rounding="stochastic"
@@ -77,7 +87,9 @@ def accumulate_gradients(
     Returns:
       An optax transformation. Between updates it returns zeros, and zero uint32
       differences for QuantizedTensors. The inner transformation gets means in float32
-      if it is one of this package, and in the gradients' dtypes otherwise.
+      if it is one of this package, or has one within and is stepped by
+      :func:`lowbit_optax.step`; and in the gradients' dtypes otherwise. In the first
+      two cases no step on a GPU branches or copies state.
 
     Raises:
       TypeError, ValueError: for arguments or gradients that are not as above; errors
@@ -122,13 +134,12 @@ def accumulate_gradients(
             f"accumulate_gradients: inner is {inner!r}; accepted is an optax "
             "transformation, such as lowbit_optax.lpmm_sgd(1e-3)"
         )
-    config = Accumulation(inner, every, format, seed, min_size)
-    return optax.GradientTransformationExtraArgs(config.init, config.update)
+    return Accumulation(inner, every, format, seed, min_size).transformation
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Accumulation:
-    """The arguments of one call of :func:`accumulate_gradients`."""
+class Accumulation(Stepper):
+    """The configuration that one call of :func:`accumulate_gradients` makes."""
 
     inner: optax.GradientTransformation
     every: int
@@ -138,114 +149,200 @@ class Accumulation:
 
     def init(self, params) -> AccumulationState:
         """The initial state, with accumulators of zeros."""
-        names, leaves, treedef = trees.named_leaves(params)
+        _, leaves, treedef = trees.named_leaves(params)
         count, seed = jnp.zeros([], jnp.uint32), jnp.asarray(self.seed, jnp.uint32)
-        zeros = [_zeros(leaf) if trees.is_float(leaf) else leaf for leaf in leaves]
-        parts = map(self._stored, leaves, zeros, _random(names, leaves, seed, count))
         return AccumulationState(
             count,
             seed,
             jnp.zeros([], jnp.int32),
-            in_parallel_trees(self.format, treedef, list(parts)),
+            in_parallel_trees(self.format, treedef, list(map(self._empty, leaves))),
             self.inner.init(params),
         )
 
-    def update(self, updates, state, params=None, **extra_args):
-        """As in optax; the updates are zeros between two real updates."""
-        inner = optax.with_extra_args_support(self.inner)
-        names, leaves, treedef = trees.named_leaves(
-            updates if params is None else params
+    def run(
+        self,
+        params,
+        state: AccumulationState,
+        grads,
+        landing: Landing,
+        extra_args: dict,
+        guard: Guard | Unguarded = UNGUARDED,
+    ):
+        """A step; between two updates the updates are zeros."""
+        call = _Call(self, params, state, grads, landing, extra_args, guard)
+        result, accumulators, inner_state = call.result()
+        next_mini_step = (state.mini_step + jnp.int32(1)) % jnp.int32(self.every)
+        counts = jnp.asarray(optax.safe_increment(state.count)), next_mini_step
+        count, mini_step = guard.chosen(counts, (state.count, state.mini_step))
+        return result, AccumulationState(
+            count, state.seed, mini_step, accumulators, inner_state
         )
-        grads = trees.parts_of(names, treedef, updates, "grads")
-        parts = leaf_by_leaf(names, treedef, state.accumulators, "accumulators")
-        random = _random(names, leaves, state.seed, state.count)
+
+    def format_of(self, leaf) -> MomentFormat | None:
+        """The format of a leaf's accumulator; None for float32."""
+        return self.format.for_leaf(leaf.shape, self.min_size)
+
+    def _empty(self, leaf):
+        """A leaf's accumulator of zeros; None at a leaf that is not float."""
+        if not trees.is_float(leaf):
+            return None
+        return encoded(self.format_of(leaf), zeros(leaf), DrawsToNearest())
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Call:
+    """One call of a transformation that accumulates; see :meth:`.Stepper.run`."""
+
+    config: Accumulation
+    params: typing.Any
+    state: AccumulationState
+    grads: typing.Any
+    landing: Landing
+    extra_args: dict
+    guard: Guard | Unguarded
+
+    def result(self):
+        """``(result, accumulators, inner state)``."""
+        stepper = stepper_of(self.config.inner)
+        lowbit = stepper if isinstance(stepper, Lowbit) else None
+        can_be = lowbit is not None or (stepper is None and self.landing.is_direct)
+        # A CPU's branches copy nothing, and a guard there does not save the work.
+        is_chosen = lowbit is not None and lowbit.implementation not in (None, "xla")
+        is_for_kernels = is_chosen or not is_for_one_cpu()
+        if self.params is not None and can_be and is_for_kernels:
+            try:
+                return self._in_place(lowbit)
+            except (NotDirect, NoSuchMomentError):
+                pass  # then accumulators cannot be among its moments
+        return self._by_branches()
+
+    def _in_place(self, lowbit: Lowbit | None):
+        """Without a branch, by two steps under guards of which one happens.
+
+        The first adds a gradient to the accumulators. The second is the inner
+        transformation's, in which the accumulators are moments.
+
+        Raises:
+          NotDirect, NoSuchMomentError: if they cannot be.
+        """
+        one, is_last = jnp.float32(1), self._is_last
+        waits = self.guard.within(one, jnp.logical_not(is_last))
+        updates = self.guard.within(one, is_last)
+        parts, implementation = self._parts, lowbit and lowbit.implementation
+        if self.config.every > 1:
+            parts = self._sums(parts, waits).added(implementation)
+        sums = self._sums(parts, updates)
+        means = Means(self.config, sums, self._named[2])
+        state = self.state.inner_state
+        if lowbit is None:
+            found = step_wrapped(
+                optax.with_extra_args_support(self.config.inner),
+                self.params,
+                state,
+                self.grads,
+                self.extra_args,
+                apply_updates,
+                updates,
+                means,
+            )
+            if found is None:
+                raise NotDirect
+            result, inner_state = found
+        else:
+            result, inner_state = means.among(lowbit, range(len(parts))).run(
+                self.params, state, self.grads, self.landing, self.extra_args, updates
+            )
+        return result, self._in_containers(means.emptied()), inner_state
+
+    def _by_branches(self):
+        """By a conditional, whose branches write new copies of what they change."""
+        grads, params = self.guard.unscaled(self.grads), self.params
+        sums = dataclasses.replace(self, grads=grads)._sums(self._parts, UNGUARDED)
+        _ = sums.draws  # not made in a branch, for the other one reads them too
+        state, is_direct = self.state, self.landing.is_direct
 
         # In the branches sums and means fuse with what reads them. Outside they would
         # be float32 copies of all gradients.
-        def summed() -> tuple[list, typing.Any]:
-            sums = list(map(self._sum, names, leaves, grads, parts))
-            return sums, treedef.unflatten(map(self._mean, leaves, grads, sums))
-
-        def stored(sums) -> list:
-            return list(map(self._stored, leaves, sums, random))
-
-        def last(means):
-            return inner.update(means, state.inner_state, params, **extra_args)
+        def last(totals):
+            means = self._tree(map(self._mean, sums.leaves, totals))
+            return guarded(
+                self.config.inner,
+                params,
+                state.inner_state,
+                means,
+                UNGUARDED,
+                self.landing,
+                self.extra_args,
+            )
 
         def update():
-            sums, means = summed()
-            result, inner_state = last(means)
-            emptied = [not_folded(jnp.zeros_like(x)) for x in sums]
-            return result, stored(emptied), inner_state
+            totals = sums.totals()
+            result, inner_state = last(totals)
+            emptied = [not_folded(jnp.zeros_like(x)) for x in totals]
+            return result, sums.stored(emptied), inner_state
 
         def wait():
-            sums, means = summed()
-            shapes, _ = jax.eval_shape(last, means)
-            result = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-            return result, stored(sums), state.inner_state
+            totals = sums.totals()
+            shapes, _ = jax.eval_shape(last, totals)
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            result = params if is_direct else zeros
+            return result, sums.stored(totals), state.inner_state
 
-        result, parts, inner_state = jax.lax.cond(
-            state.mini_step == jnp.int32(self.every - 1), update, wait
+        result, parts, inner_state = jax.lax.cond(self._is_last, update, wait)
+        parts = self.guard.chosen(parts, self._parts)
+        inner_state = self.guard.chosen(inner_state, state.inner_state)
+        if is_direct:
+            result = self.guard.chosen(result, params)
+        else:
+            result = self.guard.updates(result)
+        return result, self._in_containers(parts), inner_state
+
+    @property
+    def _is_last(self) -> jax.Array:
+        return self.state.mini_step == jnp.int32(self.config.every - 1)
+
+    @functools.cached_property
+    def _named(self) -> tuple[list[str], list, trees.PyTreeDef]:
+        return trees.named_leaves(self.grads if self.params is None else self.params)
+
+    def _tree(self, leaves):
+        return self._named[2].unflatten(leaves)
+
+    def _in_containers(self, parts: Sequence):
+        return in_parallel_trees(self.config.format, self._named[2], list(parts))
+
+    @functools.cached_property
+    def _parts(self) -> list:
+        """The accumulators, leaf by leaf; None at leaves that are not float."""
+        names, leaves, treedef = self._named
+        parts = leaf_by_leaf(names, treedef, self.state.accumulators, "accumulators")
+        return [
+            uncontained(part) if trees.is_float(leaf) else None
+            for leaf, part in zip(leaves, parts, strict=True)
+        ]
+
+    def _sums(self, parts: Sequence, guard: Guard | Unguarded) -> Sums:
+        names, leaves, treedef = self._named
+        grads = trees.parts_of(names, treedef, self.grads, "grads")
+        return Sums(
+            [
+                StoredLeaf(name, leaf, None).with_grad(grad)
+                for name, leaf, grad in zip(names, leaves, grads, strict=True)
+            ],
+            parts,
+            list(map(self.config.format_of, leaves)),
+            self.state.seed,
+            self.state.count,
+            guard,
+            context.current().layer,
         )
-        return result, AccumulationState(
-            jnp.asarray(optax.safe_increment(state.count)),
-            state.seed,
-            (state.mini_step + jnp.int32(1)) % jnp.int32(self.every),
-            in_parallel_trees(self.format, treedef, parts),
-            inner_state,
-        )
 
-    def _sum(self, name: str, leaf, grad, part):
-        """A gradient in float32 and the accumulator's sum; others as they are."""
-        if not trees.is_float(leaf):
-            return grad
-        check_grad(name, grad, leaf)
-        wide = StoredLeaf(name, leaf, None, grad=grad).wide_grad()
-        format_ = self.format.for_leaf(leaf.shape, self.min_size)
-        if format_ is None:
-            return wide + (part if self.format.container is None else part.codes)
-        try:
-            return wide + layerwise(traced_once(_decoded, format_, leaf.shape))(part)
-        except (AttributeError, ValueError) as error:
-            raise ValueError(
-                f"accumulate_gradients: the accumulator of params{name} is not one of "
-                f"{format_}: was this state made with another format?"
-            ) from error
-
-    def _mean(self, leaf, grad, total):
-        if not trees.is_float(leaf):
-            return grad
-        mean = total * jnp.float32(1 / self.every)
+    def _mean(self, leaf: StoredLeaf, total):
+        """The mean of a leaf's gradients; other gradients as they are."""
+        if not trees.is_float(leaf.param):
+            return leaf.grad
+        mean = total * jnp.float32(1 / self.config.every)
         # A transformation of this package takes float32 for narrow parameters.
-        if trees.is_quantized(leaf) or stepper_of(self.inner) is not None:
+        if trees.is_quantized(leaf.param) or stepper_of(self.config.inner) is not None:
             return mean
-        return mean.astype(grad.dtype)
-
-    def _stored(self, leaf, total, random):
-        """A sum as its accumulator stores it; None at a leaf that is not float."""
-        if not trees.is_float(leaf):
-            return None
-        format_ = self.format.for_leaf(total.shape, self.min_size)
-        if format_ is None:
-            return total
-        encode = traced_once(_encoded, format_)
-        return layerwise(lambda x: encode(x, random))(total)
-
-
-def _encoded(format_: MomentFormat, total, random):
-    return format_.encode(total, random, 0)
-
-
-def _decoded(format_: MomentFormat, shape: tuple[int, ...], stored):
-    return format_.decode(stored, shape)
-
-
-def _zeros(leaf) -> jax.Array:
-    if trees.is_quantized(leaf):
-        return jnp.zeros(leaf.shape, jnp.float32)
-    return jnp.zeros_like(leaf, jnp.float32)
-
-
-def _random(names, leaves, seed, count):
-    random = random_of_leaves(names, leaves, seed, count)
-    return [accumulator_draws(bits) for bits in random]
+        return mean.astype(leaf.grad.dtype)

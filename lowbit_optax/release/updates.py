@@ -13,7 +13,6 @@ from jax import lax
 
 from lowbit_optax._numerics.landing import REPLACE
 from lowbit_optax._step import context
-from lowbit_optax._step.engine import Lowbit
 from lowbit_optax._step.guard import Guard, Unguarded
 from lowbit_optax._step.layers import Layer
 from lowbit_optax._step.stepper import stepper_of
@@ -81,8 +80,7 @@ class Updates:
         put_back = functools.partial(self._update_and_put_back, stretch, guard)
         in_stacks = functools.partial(self._update_in_stacks, stretch, guard)
         # Where results are chosen after a step, the stacks must not have been changed.
-        is_lowbit = isinstance(stepper_of(self.tx), Lowbit)
-        can_skip = is_lowbit or isinstance(guard, Unguarded)
+        can_skip = stepper_of(self.tx) is not None or isinstance(guard, Unguarded)
         # Kernels have no access to host memory.
         on_host = any(map(is_on_host, jax.tree.leaves(stacks)))
         if can_skip and refused_gpu() is None and not on_host:

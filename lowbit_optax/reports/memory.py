@@ -13,7 +13,7 @@ import optax
 from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._step import trees
-from lowbit_optax._step.stepper import is_direct
+from lowbit_optax._step.wrapped import is_direct
 from lowbit_optax.reports import bars
 from lowbit_optax.states.state_leaves import StateLeaf, state_leaves
 

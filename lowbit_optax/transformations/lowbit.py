@@ -15,7 +15,8 @@ from lowbit_optax._numerics.landing import REPLACE, apply_leaf
 from lowbit_optax._step import context
 from lowbit_optax._step.engine import Lowbit
 from lowbit_optax._step.moment_slots import MomentChoice, Moments
-from lowbit_optax._step.stepper import new_params_by, stepper_of
+from lowbit_optax._step.stepper import stepper_of
+from lowbit_optax._step.wrapped import step_wrapped
 from lowbit_optax.formats import extra_bits
 from lowbit_optax.formats.base import WeightFormat
 from pallas_kernels.platforms import Implementation, check_implementation
@@ -40,7 +41,8 @@ def lowbit(
     Put other transformations inside (``lowbit(optax.chain(clip, adamw))``): what comes
     after ``lowbit`` in a chain would change the updates that land exactly. Wrappers
     that demand updates in the gradients' dtype, such as ``optax.apply_if_finite``, go
-    inside as well. Non-finite gradients do what they do in the inner transformation.
+    inside as well, or around it with :func:`step`. Non-finite gradients do what they do
+    in the inner transformation.
 
     What is in ``params`` is the truth: where a stored master does not round to the
     parameter, because the parameter was set by hand, the parameter wins.
@@ -121,10 +123,17 @@ def step(
     """One optimizer step, params to params: the fast path past ``apply_updates``.
 
     For a transformation made by :func:`lowbit` (the aliases included) no difference of
-    parameters is formed, also inside of optax's wrappers that hand on updates as they
-    are (``chain`` with ``lowbit`` last, ``masked``, ``partition``,
-    ``inject_hyperparams``) and of ``with_loss_scale``. With any other transformation or
+    parameters is formed, also inside of ``with_loss_scale``, ``accumulate_gradients``
+    and optax's wrappers that hand on updates as they are (``chain`` with ``lowbit``
+    last, ``masked``, ``partition``, ``inject_hyperparams``) or not at all
+    (``apply_if_finite``, ``conditionally_mask``). With any other transformation or
     wrapper (``MultiSteps``) it is ``update`` and ``apply_updates``.
+
+    What these wrappers make of a gradient element by element, with scalars such as a
+    global norm, is part of the kernels and in float32, as inside ``lowbit``. So
+    ``chain(clip, lowbit(adamw))`` steps as ``lowbit(chain(clip, adamw))`` does. By
+    ``update`` it is rounded to the gradients' dtype. All else is computed in their
+    dtype either way.
 
     Under ``jax.jit`` donate what it takes and returns, in this order::
 
@@ -151,11 +160,11 @@ def step(
     Array([0.5, 0.5, 0.5, 0.5], dtype=bfloat16)
     """
     stepper = stepper_of(tx)
-    if stepper is not None:
-        return stepper.run(params, state, grads, REPLACE, extra_args)
     with context.params_wanted(False):
+        if stepper is not None:
+            return stepper.run(params, state, grads, REPLACE, extra_args)
         tx = optax.with_extra_args_support(tx)
-        direct = new_params_by(tx, params, state, grads, extra_args, apply_updates)
+        direct = step_wrapped(tx, params, state, grads, extra_args, apply_updates)
         if direct is not None:
             return direct
         updates, state = tx.update(grads, state, params, **extra_args)

@@ -14,7 +14,7 @@ STEPS = {
     "inside": (
         lowbit_optax.lowbit(optax.chain(CLIP, optax.adamw(1e-3))), 13, 14.3, 0.0
     ),
-    "before": (optax.chain(CLIP, lowbit_optax.lowbit_adamw(1e-3)), 79, 18.3, 1.4),
+    "before": (optax.chain(CLIP, lowbit_optax.lowbit_adamw(1e-3)), 13, 14.3, 0.0),
 }  # fmt: skip
 
 

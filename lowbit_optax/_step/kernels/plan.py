@@ -280,7 +280,7 @@ def needs_loop(shape: tuple[int, ...]) -> bool:
     return math.prod(shape) > MAX_ELEMENTS
 
 
-def _has_layers(leaf) -> bool:
+def has_layers(leaf) -> bool:
     """Whether a leaf can be updated layer by layer.
 
     That is, words and blocks lie within layers, and no known axis of the mesh spreads
@@ -300,7 +300,7 @@ def _check_leaf(leaf, weight: WeightRows) -> None:
         raise NotElementwise("it is a QuantizedTensor whose rows are another axis")
     if not trees.is_float(leaf) or leaf.dtype.itemsize > 4:
         raise NotElementwise(f"it is a leaf of {leaf.dtype}")
-    if needs_loop(leaf.shape) and not _has_layers(leaf):
+    if needs_loop(leaf.shape) and not has_layers(leaf):
         raise NotElementwise(
             f"it has more than {MAX_ELEMENTS} elements, and no layers along its first "
             "axis to update one by one"

@@ -29,7 +29,7 @@ from lowbit_optax._step.guard import neutral_updates, unless_still
 from lowbit_optax._step.kernels.body import KEYS, LeafBody
 from lowbit_optax._step.kernels.plan import KernelPlan, needs_loop
 from lowbit_optax._step.layers import Layer
-from lowbit_optax._step.leaf import axes_of_shards, number_of_shard
+from lowbit_optax._step.leaf import StoredLeaf, axes_of_shards, number_of_shard
 from lowbit_optax._step.step import Step, Stepped
 from pallas_kernels.fused_update import (
     MAX_ELEMENTS_OF_SMALL_LEAF,
@@ -91,14 +91,14 @@ class Kernels:
             if i in feedback:
                 part, *rates = feedback[i]
                 parts[part] = fed(parts[part], error, *(values[x] for x in rates))
-        launches = _Launches(
+        launches = Launches(
             bodies={i: x.body for i, x in kernels.items()},
             step=step,
             scalars=[values[x] for x in plan.scalars.nodes],
             layer=self.layer,
             implementation=implementation,
         )
-        leaves = {i: self._in_stacks(x) for i, x in plan.arrays(step).items()}
+        leaves = {i: in_stacks(x, self.layer) for i, x in plan.arrays(step).items()}
         for i, arrays in launches.run(leaves).items():
             leaf = step.leaves[i]
             new, residuals[i], moments = kernels[i].body.stored(leaf, arrays)
@@ -130,23 +130,12 @@ class Kernels:
             return stepped
         return self.layer.out_of_stacks(self._overwritten(step), _old(step), stepped)
 
-    def _in_stacks(self, leaf: Leaf) -> Leaf:
-        """The leaf as a layer in its stacks, if they can be written."""
-        if self.layer is None:
-            return leaf
-        arrays = leaf.arrays
-        stacks = {n: self.layer.stack_of(arrays[n]) for n in leaf.overwritten}
-        if not stacks or any(x is None for x in stacks.values()):
-            return leaf
-        arrays = [stacks.get(n, x) for n, x in enumerate(arrays)]
-        return dataclasses.replace(leaf.with_arrays(arrays), stacked=True)
-
     def _overwritten(self, step: Step) -> list[jax.Array]:
         """The layers that kernels overwrite in their stacks, compared by identity."""
         return [
             leaf.arrays[n]
             for leaf in self.plan.arrays(step).values()
-            if self._in_stacks(leaf).stacked
+            if in_stacks(leaf, self.layer).stacked
             for n in leaf.overwritten
         ]
 
@@ -176,12 +165,44 @@ class Kernels:
         )
 
 
+def in_stacks(leaf: Leaf, layer: Layer | None) -> Leaf:
+    """The leaf as a layer in its stacks, if they can be written."""
+    if layer is None:
+        return leaf
+    arrays = leaf.arrays
+    stacks = {n: layer.stack_of(arrays[n]) for n in leaf.overwritten}
+    if not stacks or any(x is None for x in stacks.values()):
+        return leaf
+    arrays = [stacks.get(n, x) for n, x in enumerate(arrays)]
+    return dataclasses.replace(leaf.with_arrays(arrays), stacked=True)
+
+
+class LaunchedStep(typing.Protocol):
+    """What kernels need of a step beside what they read and write."""
+
+    @property
+    def leaves(self) -> list[StoredLeaf]:
+        """As of :class:`Step`."""
+        ...
+
+    @property
+    def layer(self) -> Layer | None:
+        """As of :class:`Step`."""
+        ...
+
+    @property
+    def keys(self) -> typing.Any:
+        """As of :class:`Step`."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Launches:
+class Launches:
     """The kernels of a step.
 
     Args:
-      bodies: by the numbers of the leaves.
+      bodies: by the numbers of the leaves; static and hashable, with the number of the
+        scalar that is their switch as ``when``.
       step: the step.
       scalars: the values that all leaves share.
       layer: the layer whose stacks the kernels write into; None if they do not.
@@ -189,8 +210,8 @@ class _Launches:
         :mod:`pallas_kernels.fused_update.blocked`.
     """
 
-    bodies: Mapping[int, LeafBody]
-    step: Step
+    bodies: Mapping[int, typing.Any]
+    step: LaunchedStep
     scalars: Sequence[jax.Array]
     layer: Layer | None
     implementation: Implementation | typing.Literal["blocks"]
@@ -280,7 +301,7 @@ class _Launches:
         for axes in dict.fromkeys(map(self._axes, self.bodies)):
             keys = self.step.keys
             if axes:
-                keys = take_in(*keys, number_of_shard(axes))
+                keys = take_in(keys[0], keys[1], number_of_shard(axes))
             columns = [k[:, None] for k in keys]
             if words is not None:
                 shape = len(self.step.leaves), words.size

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
 from optimizers import assert_same_bits
 
 import lowbit_optax
@@ -119,6 +120,128 @@ def test_around_bfloat16_weights_it_trains_as_float32():
     error = params.astype(jnp.float32) - expected
     # Half a unit of bfloat16 above 1, and what 8 bits make of small gradients.
     assert float(jnp.abs(error).mean()) < 2**-8
+
+
+WITHIN = {
+    "lowbit": lambda tx: tx,
+    "clip": lambda tx: optax.chain(optax.clip_by_global_norm(0.5), tx),
+    "masked": lambda tx: optax.masked(tx, {"w": True, "b": False, "n": False}),
+    "momentum before": lambda tx: optax.chain(optax.trace(0.5), tx),
+    "scale after": lambda tx: optax.chain(tx, optax.scale(0.5)),
+}
+# These keep means, or land differences of parameters, in bfloat16.
+ROUNDED = {"momentum before": 2**-9, "scale after": 0.04}
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+@pytest.mark.parametrize("name", WITHIN)
+def test_every_third_step_is_one_with_the_mean(name, implementation):
+    low = lowbit_optax.lowbit(
+        optax.sgd(0.5, 0.9),
+        moments={"trace": lowbit_optax.block_quantized(8)},
+        implementation=implementation,
+    )
+    if name in ("masked", "scale after") and implementation == "pallas":
+        pytest.skip("an integer has no kernel")
+    inner = WITHIN[name](low)
+    # In float32 the sums are exact.
+    tx = accumulate_gradients(inner, 3, min_size=10**9)
+    params = {"w": jnp.ones(SHAPE, jnp.bfloat16), "b": jnp.ones(7)}
+    if name == "masked":
+        params["n"] = jnp.int32(1)
+    grads = grads_of(7).astype(jnp.bfloat16)
+
+    def gradient(i):
+        tree = {"w": grads[i], "b": grads[i, 0, :7].astype(jnp.float32)}
+        return tree | {"n": jnp.int32(0)} if "n" in params else tree
+
+    def mean(first):
+        total = lambda *xs: sum(x.astype(jnp.float32) for x in xs) * jnp.float32(1 / 3)
+        return jax.tree.map(total, *(gradient(first + i) for i in range(3)))
+
+    step = jax.jit(functools.partial(lowbit_optax.step, tx))
+    plain = jax.jit(functools.partial(lowbit_optax.step, inner))
+    got, state = params, tx.init(params)
+    want, inner_state = params, inner.init(params)
+    for i in range(7):
+        last = got, state.inner_state
+        got, state = step(got, state, gradient(i))
+        if i % 3 < 2:
+            assert_same_bits((got, state.inner_state), last)
+            continue
+        want, inner_state = plain(want, inner_state, mean(i - 2))
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            # Programs that contract other products differ in last bits.
+            a, b = np.float32(a), np.float32(b)
+            np.testing.assert_allclose(a, b, rtol=2**-7, atol=ROUNDED.get(name, 0))
+        assert not any(np.any(x) for x in jax.tree.leaves(state.accumulators))
+    assert (int(state.mini_step), int(state.count)) == (1, 7)
+
+
+@pytest.mark.standard_promotion
+def test_sums_by_kernels_are_those_by_array_operations():
+    grads = grads_of(3).astype(jnp.bfloat16)
+
+    def sums(implementation):
+        inner = lowbit_optax.lowbit(optax.sgd(0.5), implementation=implementation)
+        tx = accumulate_gradients(inner, 4)
+        params = jnp.ones(SHAPE, jnp.bfloat16)
+        state, step = tx.init(params), jax.jit(functools.partial(lowbit_optax.step, tx))
+        for grad in grads:
+            params, state = step(params, state, grad)
+        return state.accumulators
+
+    got, want = sums("pallas"), sums("xla")
+    assert_same_bits(got.scales, want.scales)
+    assert np.mean(np.asarray(got.codes) != np.asarray(want.codes)) < 0.01
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("devices", [1, 8])  # one CPU branches
+def test_on_a_mesh_it_is_the_same(axes, devices):
+    inner = optax.chain(optax.clip_by_global_norm(0.5), lowbit_optax.kahan_sgd(0.5))
+    tx = accumulate_gradients(inner, 2)
+    step = jax.jit(functools.partial(lowbit_optax.step, tx))
+    params, grads = jnp.ones((512, 64), jnp.bfloat16), grads_of(2, (512, 64))
+
+    def run(params, grads):
+        state = jax.jit(tx.init)(params)
+        for grad in grads:
+            params, state = step(params, state, grad)
+        return params
+
+    mesh = jax.make_mesh((devices,), ("x",), axis_types=(axes,))
+    with jax.set_mesh(mesh):
+        rows = jax.NamedSharding(mesh, jax.P("x"))
+        got = run(
+            jax.device_put(params, rows), [jax.device_put(x, rows) for x in grads]
+        )
+        assert got.sharding.is_equivalent_to(rows, 2)
+    got, want = np.float32(got), np.float32(run(params, list(grads)))
+    # The norm adds up in another order.
+    np.testing.assert_allclose(got, want, rtol=2**-7)
+
+
+@pytest.mark.standard_promotion
+def test_an_inner_init_of_arrays_only_is_accumulated_too():
+    def init(params):
+        return {"s": jnp.zeros_like(params["w"])}
+
+    def update(updates, state, params=None):
+        del params
+        return jax.tree.map(lambda x: -x, updates), state
+
+    inner = optax.GradientTransformation(init, update)
+    tx = accumulate_gradients(
+        lowbit_optax.lowbit(inner, moments="float32"), 2, min_size=10**9
+    )
+    params = {"w": jnp.ones(SHAPE, jnp.bfloat16)}
+    state, grads = tx.init(params), {"w": jnp.full(SHAPE, 0.25, jnp.bfloat16)}
+    for _ in range(2):
+        params, state = lowbit_optax.step(tx, params, state, grads)
+    np.testing.assert_array_equal(np.float32(params["w"]), 0.75)
 
 
 FORMATS = {

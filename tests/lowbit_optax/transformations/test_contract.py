@@ -136,11 +136,11 @@ DIRECT = {
     "loss scale": lambda tx: lowbit_optax.with_loss_scale(
         tx, lowbit_optax.static_scale(1.0)
     ),
+    "accumulated": lambda tx: lowbit_optax.accumulate_gradients(tx, 1),
 }
 WITH_DIFFERENCES = {
     "scale after": lambda tx: optax.chain(tx, optax.scale(1.0)),
     "multi steps": lambda tx: optax.MultiSteps(tx, 1).gradient_transformation(),
-    "accumulated": lambda tx: lowbit_optax.accumulate_gradients(tx, 1),
     "snapshot after": lambda tx: optax.chain(tx, optax.snapshot("u", jnp_norm)),
 }
 

@@ -1,0 +1,273 @@
+"""Steps inside wrappers of other packages cost what they cost alone.
+
+``optax.chain``, ``masked``, ``partition``, ``inject_hyperparams``, ``apply_if_finite``
+and their like compute something before the update of a transformation of this package,
+and hand on what it returns. :func:`lowbit_optax.step` traces them on shapes, with an
+equation in the place of each such update (:func:`.stepper.marked`), and reads the
+trace:
+
+    grads --- elementwise, by scalars ---> the update's gradients:  part of its kernel
+    new state, updates <--- selected ----- its results:             a guard
+    all others                                                      computed as they are
+
+New parameters then take the places of updates. If a wrapper computes with the updates,
+or needs values, there is no such step, and it is made with differences.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import typing
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from lowbit_optax._jaxprs.graph import Call, Node, evaluate
+from lowbit_optax._numerics.float_layouts import is_narrow
+from lowbit_optax._numerics.landing import REPLACE
+from lowbit_optax._step import context, trees
+from lowbit_optax._step.engine import Lowbit
+from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
+from lowbit_optax._step.state import LowbitState
+from lowbit_optax._step.stepper import Stepper, stepper_of
+from lowbit_optax._step.wrapper_trace import (
+    InnerStep,
+    NotDirect,
+    WrapperTrace,
+    trace_wrapper,
+)
+
+_REFUSALS = (NotDirect, TypeError, ValueError, AttributeError, NotImplementedError)
+
+
+class Means(typing.Protocol):
+    """Means of gradients, which kernels can make of the last ones."""
+
+    @property
+    def seen(self) -> typing.Any:
+        """The means in float32, a tree."""
+        ...
+
+    def among(self, lowbit: Lowbit, leaves: Sequence[int]) -> Stepper:
+        """The transformation of some leaves, of the last gradients."""
+        ...
+
+
+class Given(typing.NamedTuple):
+    """The arguments of a step.
+
+    Args:
+      grads: leaf by leaf, as they are given.
+      seen: a tree of them as wrappers see them.
+      state, params: as in optax.
+      means: what wrappers see in place of the gradients; None if they see these.
+    """
+
+    grads: list
+    seen: typing.Any
+    state: typing.Any
+    params: typing.Any
+    means: "Means | None" = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Run:
+    """A wrapped step.
+
+    Args:
+      traced: the trace of the wrappers.
+      given: the arguments.
+      guard: unscales the gradients, and decides whether the step happens.
+      apply_update: as for :func:`step_wrapped`.
+    """
+
+    traced: WrapperTrace
+    given: Given
+    guard: Guard | Unguarded
+    apply_update: Callable
+
+    def result(self) -> tuple[optax.Params, optax.OptState]:
+        """``(new params, new state)``."""
+        traced, choose = self.traced, self.guard.chosen
+        updates, new_state = traced.outputs
+        _, leaves, treedef = trees.named_leaves(self.given.params)
+        new = [
+            self._value(node)
+            if node in traced.found
+            else choose(self.apply_update(param, self._value(node)), param)
+            for param, node in zip(leaves, updates, strict=True)
+        ]
+        old_state = jax.tree.leaves(self.given.state)
+        state = [
+            self._value(node)
+            if node in traced.found
+            else choose(self._value(node), old)
+            for old, node in zip(old_state, new_state, strict=True)
+        ]
+        structure = traced.results.children()[1]
+        return treedef.unflatten(new), structure.unflatten(state)
+
+    @functools.cached_property
+    def _known(self) -> dict[Node, typing.Any]:
+        """Values by node: the arguments, and what is computed of them."""
+        given = self.given
+        flat = jax.tree.leaves((given.seen, given.state, given.params))
+        return dict(zip(self.traced.graph.inputs, flat, strict=True))
+
+    def _value(self, node: Node):
+        if node not in self.traced.found:
+            return evaluate([node], self._known)[0]
+        call, number, _ = self.traced.found[node]
+        return self._steps[call][number]
+
+    @functools.cached_property
+    def _steps(self) -> dict[Call, list]:
+        """The results of the updates of this package's transformations."""
+        return {call: self._step(inner) for call, inner in self.traced.inner.items()}
+
+    def _step(self, inner: InnerStep) -> list:
+        """The new parameters of an update, and then the leaves of its new state."""
+        one, guard, given = jnp.float32(1), self.guard, self.given
+        values = lambda tree: jax.tree.map(self._value, tree)
+        stepper = inner.call.params["with_held"](values(inner.held))
+        for node in inner.conditions:
+            guard = guard.within(one, self._value(node))
+        is_lowbit = isinstance(stepper, Lowbit)
+        if self.traced.is_elementwise(inner) and (is_lowbit or given.means is None):
+            structure = jax.tree.structure(inner.grads)
+            grads = structure.unflatten(given.grads[i] for i in inner.leaves)
+            if is_lowbit:
+                stepper = self._in_kernels(stepper, inner)
+        else:
+            grads = values(inner.grads)
+            guard = Guard(one, guard.scalars[1]) if guard.scalars else guard
+        state, params, extra_args = map(
+            values, (inner.state, inner.params, inner.extra_args)
+        )
+        new, new_state = stepper.run(params, state, grads, REPLACE, extra_args, guard)
+        return [*trees.named_leaves(new)[1], *jax.tree.leaves(new_state)]
+
+    def _in_kernels(self, lowbit: Lowbit, inner: InnerStep) -> Stepper:
+        """The transformation that itself makes its gradients of the given ones."""
+        if not self.traced.gets_gradients(inner):
+            before = functools.partial(self._before, inner)
+            lowbit = dataclasses.replace(lowbit, inner=_preceded(before, lowbit.inner))
+        means = self.given.means
+        return lowbit if means is None else means.among(lowbit, inner.leaves)
+
+    def _before(self, inner: InnerStep, grads):
+        """The gradients of an update, made of its own leaves' float32 gradients."""
+        nodes = [self.traced.inputs[0][i] for i in inner.leaves]
+        # What else is known was computed of the gradients outside of this trace.
+        known = {node: self._known[node] for node in self.traced.graph.inputs}
+        known |= zip(nodes, jax.tree.leaves(grads), strict=True)
+        wanted, structure = jax.tree.flatten(inner.grads)
+        return structure.unflatten(evaluate(wanted, known))
+
+
+def step_wrapped(
+    tx: optax.GradientTransformationExtraArgs,
+    params: optax.Params,
+    state: optax.OptState,
+    grads: optax.Updates,
+    extra_args: dict,
+    apply_update: Callable,
+    guard: Guard | Unguarded = UNGUARDED,
+    means: Means | None = None,
+) -> tuple[optax.Params, optax.OptState] | None:
+    """The step of a wrapped transformation, by new parameters in place of updates.
+
+    What wrappers make of the gradients becomes part of the kernels if it is elementwise
+    but for scalars, such as clipping by a global norm. It is then computed in float32,
+    as inside ``lowbit``, and not in the gradients' dtypes.
+
+    Args:
+      tx, params, state, grads, extra_args: of the update.
+      apply_update: ``(param, update) -> param``, for leaves that transformations of
+        other packages update.
+      guard: unscales the gradients, and decides whether the step happens.
+      means: what the step is made with in place of the gradients; with a guard.
+
+    Returns:
+      ``(new params, new state)``; None if the transformation cannot step directly,
+      because a wrapper prevents it or because it is not from this package.
+    """
+    arguments = tx, params, state, grads, extra_args, guard, means
+    try:
+        traced, given = _chosen_trace(*arguments)
+        return _Run(traced, given, guard, apply_update).result()
+    except _REFUSALS:
+        # What wrappers raise that compute with values. An error in the arguments occurs
+        # again, and is reported, in the step with differences.
+        return None
+
+
+def _chosen_trace(
+    tx, params, state, grads, extra_args: dict, guard, means: Means | None
+) -> tuple[WrapperTrace, Given]:
+    """The trace that a step follows, and its arguments.
+
+    Wrappers see the gradients as they are given, as in optax. They see float32 if that
+    makes what they compute a part of the kernels, and in a guarded step.
+
+    Raises:
+      NotDirect: if there is no such step.
+    """
+    names, _, treedef = trees.named_leaves(params)
+    leaves = trees.parts_of(names, treedef, grads, "grads")
+    wide = treedef.unflatten(map(_wide, leaves))
+    if guard.scalars:
+        traced = trace_wrapper(tx, wide, state, params, extra_args)
+        seen = guard.unscaled(wide) if means is None else means.seen
+        return traced, Given(leaves, seen, state, params, means)
+    traced = trace_wrapper(tx, grads, state, params, extra_args)
+    given = Given(leaves, grads, state, params)
+    if not all(map(traced.gets_gradients, traced.inner.values())):
+        with contextlib.suppress(*_REFUSALS):
+            as_wide = trace_wrapper(tx, wide, state, params, extra_args)
+            inner = as_wide.inner.values()
+            if as_wide.keeps_state and all(map(as_wide.is_elementwise, inner)):
+                return as_wide, given._replace(seen=wide)
+    return traced, given
+
+
+def is_direct(tx, params: optax.Params, state: optax.OptState) -> bool | None:
+    """Whether ``lowbit_optax.step`` writes new parameters without differences.
+
+    Parameters and state may be shapes: nothing is computed. None if ``tx`` holds no
+    transformation of this package.
+    """
+    is_own = lambda x: isinstance(x, LowbitState)
+    if not any(map(is_own, jax.tree.leaves(state, is_leaf=is_own))):
+        return None
+    if stepper_of(tx) is not None:
+        return True
+    found = []
+
+    def step(params, state):
+        _, leaves, treedef = trees.named_leaves(params)
+        grads = treedef.unflatten(jnp.zeros(x.shape, jnp.float32) for x in leaves)
+        wide = optax.with_extra_args_support(tx)
+        new = step_wrapped(wide, params, state, grads, {}, lambda param, _: param)
+        found.append(new is not None)
+
+    with context.analysis():
+        jax.eval_shape(step, params, state)
+    return found[0]
+
+
+def _preceded(before: Callable, inner: optax.GradientTransformation):
+    """A transformation that updates by what a function makes of the gradients."""
+    wide = optax.with_extra_args_support(inner)
+
+    def update(updates, state, params=None, **extra_args):
+        return wide.update(before(updates), state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def _wide(grad):
+    is_few_bits = trees.is_float(grad) and is_narrow(grad.dtype)
+    return grad.astype(jnp.float32) if is_few_bits else grad

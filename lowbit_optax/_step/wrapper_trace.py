@@ -1,0 +1,229 @@
+"""What a wrapped transformation's update does, read off its trace.
+
+In the place of each update of this package is an equation, :data:`.stepper.update_p`.
+The graph tells what its gradients are made of, and what becomes of its results.
+"""
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Callable
+
+import jax
+from jax import lax
+from jax.extend.core import primitives as p
+
+from lowbit_optax._jaxprs.elementwise import NotElementwise, Scalars, program_of
+from lowbit_optax._jaxprs.graph import Call, Graph, Node, is_zero, made_of
+from lowbit_optax._jaxprs.unchanged import scalar_of
+from lowbit_optax._step import context, trees
+from lowbit_optax._step.engine import Lowbit
+from lowbit_optax._step.stepper import update_p
+
+
+class NotDirect(Exception):
+    """A wrapper computes with the results of a step."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class InnerStep:
+    """The update of a transformation of this package, within wrappers.
+
+    Args:
+      call: its equation.
+      grads, state, params, extra_args: of the update, trees of nodes.
+      held: what the transformation holds of the trace, nodes.
+      leaves: which leaf of all parameters each of its own is.
+      conditions: the update happens where all of these scalars are true.
+    """
+
+    call: Call
+    grads: typing.Any
+    state: typing.Any
+    params: typing.Any
+    extra_args: typing.Any
+    held: typing.Any
+    leaves: list[int]
+    conditions: tuple[Node, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class WrapperTrace:
+    """A wrapped transformation's update, traced on shapes.
+
+    Args:
+      graph: of the update.
+      arguments: the structure of gradients, state and parameters.
+      results: the structure of updates and new state.
+    """
+
+    graph: Graph
+    arguments: trees.PyTreeDef
+    results: trees.PyTreeDef
+
+    @functools.cached_property
+    def inputs(self) -> tuple[list[Node], list[Node], list]:
+        """Gradients by leaf, the state's leaves, and parameters by leaf."""
+        grads, state, _ = jax.tree.unflatten(self.arguments, self.graph.inputs)
+        names, leaves, treedef = trees.named_leaves(self._params)
+        grads = trees.parts_of(names, treedef, grads, "grads")
+        return grads, jax.tree.leaves(state), leaves
+
+    @property
+    def _params(self):
+        return jax.tree.unflatten(self.arguments, self.graph.inputs)[2]
+
+    @functools.cached_property
+    def outputs(self) -> tuple[list[Node], list[Node]]:
+        """Updates by leaf of the parameters, and the leaves of the new state."""
+        updates, state = jax.tree.unflatten(self.results, self.graph.outputs)
+        names, _, treedef = trees.named_leaves(self._params)
+        updates = trees.parts_of(names, treedef, updates, "updates")
+        return updates, jax.tree.leaves(state)
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether the state has the same structure, shapes and dtypes afterwards."""
+        like = lambda nodes: [(x.aval.shape, x.aval.dtype) for x in nodes]
+        same = self.arguments.children()[1] == self.results.children()[1]
+        return same and like(self.inputs[1]) == like(self.outputs[1])
+
+    @functools.cached_property
+    def found(self) -> "dict[Node, tuple[Call, int, tuple[Node, ...]]]":
+        """By an output that is a result of a marked update, which, and when it is.
+
+        Raises:
+          NotDirect: if something is computed of such a result.
+        """
+        old_state = self.inputs[1]
+        updates, new_state = self.outputs
+        found = {}
+        if len(old_state) != len(new_state):
+            raise NotDirect
+        is_old = lambda old: lambda x: x is old
+        outputs = [(x, True, is_zero) for x in updates]
+        outputs += [
+            (new, False, is_old(old))
+            for old, new in zip(old_state, new_state, strict=True)
+        ]
+        for node, is_update, is_kept in outputs:
+            result = _result(node, is_kept, self.graph)
+            if result is None:
+                if any(map(_is_marked, made_of([node]))):
+                    raise NotDirect
+                continue
+            call, number, _ = result
+            if is_update != (number < call.params["updates"]):
+                raise NotDirect
+            found[node] = result
+        return found
+
+    @functools.cached_property
+    def inner(self) -> dict[Call, InnerStep]:
+        """The updates of this package's transformations, by their calls in the graph.
+
+        Raises:
+          NotDirect: if a wrapper does more with them than hand them on.
+        """
+        conditions: dict[Call, tuple[Node, ...]] = {}
+        for call, _, when in self.found.values():
+            if conditions.setdefault(call, when) != when:
+                raise NotDirect
+        numbers = {
+            id(x): i
+            for i, leaf in enumerate(self.inputs[2])
+            for x in jax.tree.leaves(leaf)
+        }
+        inner = {}
+        for call, when in conditions.items():
+            structure = call.params["structure"]
+            grads, state, params, extra, held = structure.unflatten(call.inputs)
+            if any(map(_is_marked, made_of([*call.inputs, *when]))):
+                raise NotDirect
+            leaves = []
+            for i, leaf in enumerate(trees.named_leaves(params)[1]):
+                number = numbers.get(id(_first(leaf)))
+                if number is None:
+                    raise NotDirect
+                if self.found.get(self.outputs[0][number], ())[:2] != (call, i):
+                    raise NotDirect
+                leaves.append(number)
+            inner[call] = InnerStep(
+                call, grads, state, params, extra, held, leaves, when
+            )
+        return inner
+
+    def gets_gradients(self, inner: InnerStep) -> bool:
+        """Whether an update gets the gradients as they are given."""
+        grads = self.inputs[0]
+        pairs = zip(jax.tree.leaves(inner.grads), inner.leaves, strict=True)
+        return all(node is grads[i] for node, i in pairs)
+
+    def is_elementwise(self, inner: InnerStep) -> bool:
+        """Whether its kernels can make an update's gradients of the given ones."""
+        grads, scalars = self.inputs[0], Scalars(self.graph)
+        if not isinstance(inner.call.params["stepper"], Lowbit):
+            return self.gets_gradients(inner)
+        try:
+            for i, node in zip(inner.leaves, jax.tree.leaves(inner.grads), strict=True):
+                program_of([node], [grads[i]], scalars, is_exact=True)
+        except NotElementwise:
+            return False
+        return True
+
+
+def trace_wrapper(tx, grads, state, params, extra_args: dict) -> WrapperTrace:
+    """The trace of an update.
+
+    Raises:
+      NotDirect: if nothing in it is of this package, or a wrapper computes with it.
+    """
+
+    def update(grads, state, params):
+        with context.params_wanted():
+            return tx.update(grads, state, params, **extra_args)
+
+    arguments = grads, state, params
+    closed, shapes = jax.make_jaxpr(update, return_shape=True)(*arguments)
+    if closed.effects:
+        raise NotDirect
+    structure = jax.tree.structure
+    traced = WrapperTrace(Graph(closed), structure(arguments), structure(shapes))
+    if not traced.inner:
+        raise NotDirect
+    return traced
+
+
+def _result(
+    node: Node, is_kept: Callable[[Node], bool], graph: Graph
+) -> tuple[Call, int, tuple[Node, ...]] | None:
+    """The marked update that a node is a result of, which one, and when it is.
+
+    Otherwise it must be what is kept if there is no step. None for other nodes.
+    """
+    call = node.call
+    if call is None:
+        return None
+    if call.primitive is update_p:
+        return call, [x is node for x in call.outputs].index(True), ()
+    if call.primitive is not p.select_n_p or len(call.inputs) != 3:
+        return None
+    which, *cases = call.inputs
+    which = scalar_of(which)
+    if which is None:
+        return None
+    for case, other, holds in zip(cases, cases[::-1], (False, True), strict=True):
+        found = _result(case, is_kept, graph) if is_kept(other) else None
+        if found is not None:
+            condition = which if holds else graph.apply(lax.bitwise_not, which)
+            return *found[:2], (*found[2], condition)
+    return None
+
+
+def _is_marked(node: Node) -> bool:
+    """Whether a node is a result of a marked update."""
+    return node.call is not None and node.call.primitive is update_p
+
+
+def _first(leaf):
+    return jax.tree.leaves(leaf)[0]

@@ -1,0 +1,250 @@
+"""Add gradients to accumulators in place: one kernel decodes, adds and encodes a leaf.
+
+``Launches`` runs it as it runs updates: small leaves together, layers in their stacks,
+one device's shards. Leaves that kernels do not take are added by array operations.
+"""
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lowbit_optax._jaxprs.leaf_program import decode_scalar
+from lowbit_optax._jaxprs.traced_once import traced_once
+from lowbit_optax._numerics.random_bits import (
+    Draws,
+    RandomBits,
+    accumulator_draws,
+)
+from lowbit_optax._step import context
+from lowbit_optax._step.context import layerwise
+from lowbit_optax._step.guard import Guard, Unguarded
+from lowbit_optax._step.kernels.body import KEYS
+from lowbit_optax._step.kernels.plan import has_layers, needs_loop
+from lowbit_optax._step.kernels.rows import MomentRows
+from lowbit_optax._step.kernels.run import Launches, in_stacks
+from lowbit_optax._step.layers import Layer
+from lowbit_optax._step.leaf import StoredLeaf
+from lowbit_optax._step.step import keys_of_leaves, random_of_leaves
+from lowbit_optax.formats import MomentFormat
+from pallas_kernels.fused_update import Leaf, Operand, Result, has_tiling
+from pallas_kernels.platforms import Implementation
+
+_FACTOR, _PROCEED = KEYS, KEYS + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class SumBody:
+    """The new accumulator of a leaf, on rows of its arrays.
+
+    If accumulators have scales, it is a :class:`pallas_kernels.BlockBody`. The scalars
+    are the leaf's keys and those of a guard.
+
+    Args:
+      rows: how the sum is stored.
+    """
+
+    rows: MomentRows
+    kept: typing.ClassVar[int] = 1
+    when: typing.ClassVar[int] = _PROCEED
+
+    def arrays(self, leaf: StoredLeaf, part) -> Leaf:
+        """What a kernel reads and writes of a leaf, whose accumulator is this part."""
+        operands = [Operand(leaf.grad)]
+        if self.rows.has_scales:
+            blocks = self.rows.blocks
+            operands.append(Operand(part.codes, blocks.bits))
+            operands.append(Operand(part.scales, block_size=blocks.block_size))
+        else:
+            operands.append(Operand(part))
+        results = [
+            Result(x.array.dtype, x.bits, n, x.block_size)
+            for n, x in enumerate(operands)
+            if n
+        ]
+        return Leaf(tuple(operands), tuple(results), leaf.param.shape)
+
+    def stored(self, arrays: Sequence):
+        """The accumulator, from what a kernel has written."""
+        has_scales = self.rows.has_scales
+        return self.rows.blocks.container(*arrays) if has_scales else arrays[0]
+
+    @property
+    def rounds(self) -> list[list[int]]:
+        """The block sizes of the maxima, which determine the scales."""
+        return [[self.rows.blocks.block_size] * self.rows.maxima]
+
+    def before(self, block_values):
+        """The stored scales, prepared for decoding."""
+        return tuple(map(self.rows.prepare, block_values))
+
+    def statistics(self, number, values, scalars, index, multiply_add, before, after):
+        """The arrays whose maxima per block determine the new scales."""
+        del number, index, after
+        return self.rows.keys(self._sum(values, scalars, multiply_add, before))
+
+    def after(self, maxima, block_values, scalars):
+        """``(new scales, the same prepared for encoding)``."""
+        del scalars
+        scales = [self.rows.scale_of(maxima, block_values[0])]
+        return scales, self.before(scales)
+
+    def __call__(self, values, scalars, index, multiply_add, before=(), after=()):
+        """The new accumulator."""
+        total = self._sum(values, scalars, multiply_add, before)
+        draws = accumulator_draws(RandomBits(scalars[0], scalars[1], index))
+        prepared = after[0] if after else None
+        return [self.rows.encoded(total, prepared, draws, multiply_add)]
+
+    def _sum(self, values, scalars, multiply_add, before) -> jax.Array:
+        grad, stored = values
+        factor = decode_scalar(scalars[_FACTOR], np.dtype(np.float32))
+        prepared = before[0] if before else None
+        total = self.rows.decoded(stored, prepared, multiply_add)
+        return grad.astype(jnp.float32) * factor + total
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sums:
+    """The accumulators of a step's leaves, and the gradients to add to them.
+
+    Args:
+      leaves: the parameters with their gradients.
+      parts: the accumulators; None at leaves that are not float.
+      formats: of the accumulators; None for float32.
+      seed, count: of stochastic rounding.
+      guard: unscales gradients, and decides whether they are added.
+      layer: as of :class:`lowbit_optax._step.step.Step`.
+    """
+
+    leaves: list[StoredLeaf]
+    parts: Sequence
+    formats: Sequence[MomentFormat | None]
+    seed: jax.Array
+    count: jax.Array
+    guard: Guard | Unguarded
+    layer: Layer | None
+
+    @property
+    def names(self) -> list[str]:
+        """The paths of the leaves."""
+        return [leaf.name for leaf in self.leaves]
+
+    @property
+    def params(self) -> list:
+        """The parameters."""
+        return [leaf.param for leaf in self.leaves]
+
+    @functools.cached_property
+    def keys(self) -> tuple[jax.Array, jax.Array]:
+        """The keys of the random bits, in the form that kernels take."""
+        return keys_of_leaves(
+            self.names, self.params, self.seed, self.count, self.layer
+        )
+
+    @functools.cached_property
+    def draws(self) -> list[Draws]:
+        """The random numbers of each leaf."""
+        bits = random_of_leaves(self.names, self.params, self.seed, self.count)
+        return list(map(accumulator_draws, bits))
+
+    def added(self, implementation: Implementation) -> list:
+        """The new accumulators."""
+        by_xla = implementation == "xla" or context.current().is_analysed
+        bodies = {} if by_xla else self._bodies()
+        layer = self.layer if self.layer and self.layer.is_of_this_trace else None
+        leaves = {
+            i: in_stacks(body.arrays(self.leaves[i], self.parts[i]), layer)
+            for i, body in bodies.items()
+        }
+        scalars = list(self.guard.scalars)
+        launches = Launches(bodies, self, scalars, layer, implementation)
+        new = [
+            part if i in bodies else self._added_by_xla(i)
+            for i, part in enumerate(self.parts)
+        ]
+        for i, arrays in launches.run(leaves).items():
+            if leaves[i].stacked:
+                arrays = list(map(typing.cast(Layer, layer).of, arrays))
+            new[i] = bodies[i].stored(arrays)
+        return new
+
+    def _bodies(self) -> dict[int, SumBody]:
+        bodies = {}
+        for i, (leaf, part) in enumerate(zip(self.leaves, self.parts, strict=True)):
+            body = SumBody(MomentRows(self.formats[i]))
+            if part is not None and _fits(leaf) and _can_tile(body.arrays(leaf, part)):
+                bodies[i] = body
+        return bodies
+
+    def _added_by_xla(self, number: int):
+        if self.parts[number] is None:
+            return None
+        new = self._stored(number, self._total(number))
+        return self.guard.chosen(new, self.parts[number])
+
+    def totals(self) -> list:
+        """The sums in float32; gradients as they are at leaves that are not float."""
+        return list(map(self._total, range(len(self.leaves))))
+
+    def _total(self, number: int):
+        leaf, part = self.leaves[number], self.parts[number]
+        if part is None:
+            return leaf.grad
+        format_ = self.formats[number]
+        grad = self.guard.unscaled_alone(leaf.wide_grad())
+        try:
+            return grad + decoded(format_, leaf.param.shape, part)
+        except (AttributeError, ValueError) as error:
+            raise ValueError(
+                f"accumulate_gradients: the accumulator of params{leaf.name} is not "
+                f"one of {format_}: was this state made with another format?"
+            ) from error
+
+    def stored(self, totals: Sequence) -> list:
+        """Sums as accumulators store them."""
+        return list(map(self._stored, range(len(totals)), totals))
+
+    def _stored(self, number: int, total):
+        if self.parts[number] is None:
+            return None
+        return encoded(self.formats[number], total, self.draws[number])
+
+
+def _fits(leaf: StoredLeaf) -> bool:
+    """Whether kernels count the elements of a leaf, and compute in its dtypes."""
+    param = leaf.param
+    is_counted = not needs_loop(param.shape) or has_layers(param)
+    is_narrow = max(param.dtype.itemsize, leaf.grad.dtype.itemsize) <= 4
+    return is_counted and is_narrow and bool(param.shape and param.size)
+
+
+def _can_tile(arrays: Leaf) -> bool:
+    return has_tiling(arrays.packed, arrays.block_sizes)
+
+
+def decoded(format_: MomentFormat | None, shape: tuple[int, ...], part) -> jax.Array:
+    """A sum in float32."""
+    if format_ is None:
+        return part
+    return layerwise(traced_once(_decoded, format_, shape))(part)
+
+
+def encoded(format_: MomentFormat | None, total: jax.Array, draws: Draws):
+    """A sum as its accumulator stores it."""
+    if format_ is None:
+        return total
+    encode = traced_once(_encoded, format_)
+    return layerwise(lambda x: encode(x, draws))(total)
+
+
+def _encoded(format_: MomentFormat, total, draws):
+    return format_.encode(total, draws, 0)
+
+
+def _decoded(format_: MomentFormat, shape: tuple[int, ...], stored):
+    return format_.decode(stored, shape)

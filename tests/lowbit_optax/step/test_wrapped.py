@@ -1,0 +1,161 @@
+"""``step`` inside wrappers: their numbers, their state, and what they skip."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optimizers import assert_same_bits, initial, jitted
+
+import lowbit_optax
+
+CLIP = optax.clip_by_global_norm(0.5)
+pytestmark = pytest.mark.standard_promotion
+
+
+def normal(seed, *shape, dtype=jnp.bfloat16, scale=1.0):
+    numbers = np.random.default_rng(seed).normal(size=shape) * scale
+    return jnp.asarray(numbers.astype(np.float32)).astype(dtype)
+
+
+def params_of():
+    return {"w": normal(0, 96, 64), "b": normal(1, 64)}
+
+
+def grads_of(seed, scale=0.1):
+    return {"w": normal(seed, 96, 64, scale=scale), "b": normal(seed + 1, 64)}
+
+
+def run(tx, grads, params=None):
+    params = params_of() if params is None else params
+    state, step = initial(tx, params), jitted(tx, lowbit_optax.step)
+    for each in grads:
+        params, state = step(params, state, each)
+    return params, state
+
+
+SERIES = [grads_of(2), grads_of(4, 1e-3), grads_of(6)]
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+def test_clipping_before_lowbit_is_clipping_inside(implementation):
+    options = {"implementation": implementation, "min_size": 0}
+    inside = lowbit_optax.lowbit(optax.chain(CLIP, optax.sgd(0.5, 0.9)), **options)
+    before = optax.chain(CLIP, lowbit_optax.lowbit(optax.sgd(0.5, 0.9), **options))
+    params, state = run(inside, SERIES)
+    other, (_, other_state) = run(before, SERIES)
+    assert_same_bits(other, params)
+    assert_same_bits(other_state.residual, state.residual)
+    assert_same_bits(other_state.inner_state, state.inner_state[1])
+
+
+def test_updates_are_those_of_gradients_clipped_in_their_dtype():
+    tx = lowbit_optax.lowbit_adamw(1e-2)
+    chain, params = optax.chain(CLIP, tx), params_of()
+    updates, _ = chain.update(SERIES[0], chain.init(params), params)
+    clipped, _ = CLIP.update(SERIES[0], CLIP.init(params))
+    assert clipped["w"].dtype == jnp.bfloat16
+    assert_same_bits(updates, tx.update(clipped, tx.init(params), params)[0])
+
+
+def test_the_norm_is_of_all_gradients_whoever_updates_them():
+    lowbit = lowbit_optax.lowbit_sgd(0.5)
+    labels = {"w": "low", "b": "other"}
+    other = lowbit_optax.kahan_sgd(0.5)
+    each = optax.partition({"low": lowbit, "other": other}, labels)
+    (got, _), (want, _) = run(optax.chain(CLIP, each), SERIES), run(each, [])
+    norm = float(optax.tree.norm(jax.tree.map(jnp.float32, SERIES[0])))
+    first, _ = run(optax.chain(CLIP, each), SERIES[:1])
+    for name, grad in SERIES[0].items():
+        moved = np.float32(first[name]) - np.float32(want[name])
+        expected = -0.5 * 0.5 / norm * np.float32(grad)
+        # Half a unit of a bfloat16 parameter of up to 4.
+        np.testing.assert_allclose(moved, expected, atol=2**-7)
+    assert (got["b"] != first["b"]).any()
+
+
+def scheduled():
+    return optax.scale_by_schedule(lambda count: 1.0 / (1.0 + count))
+
+
+def test_the_states_of_wrappers_go_on():
+    tx = optax.chain(scheduled(), lowbit_optax.lowbit_sgd(0.5))
+    inside = lowbit_optax.lowbit(
+        optax.chain(scheduled(), optax.sgd(0.5)), moments="float32"
+    )
+    params, state = run(tx, SERIES)
+    assert int(state[0].count) == 3
+    assert_same_bits(params, run(inside, SERIES)[0])
+
+
+# What no kernel can make of its gradient, or what wrappers keep in gradients' dtypes.
+OUTSIDE = {
+    "their own momentum": lambda: optax.trace(0.5),
+    "decay of the parameters": lambda: optax.add_decayed_weights(0.1),
+    "norms of rows": lambda: optax.adaptive_grad_clip(0.01),
+    "noise": lambda: optax.add_noise(0.1, 0.5, 7),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_other_gradients_are_made_outside_in_their_dtype(name):
+    before, tx = OUTSIDE[name](), lowbit_optax.lowbit_sgd(0.5)
+    got, (_, state) = run(optax.chain(before, tx), SERIES[:2])
+
+    @jax.jit
+    def by_hand(params, first, second, grads):
+        grads, first = before.update(grads, first, params)
+        return *lowbit_optax.step(tx, params, second, grads), first
+
+    params = params_of()
+    first, second = before.init(params), initial(tx, params)
+    for grads in SERIES[:2]:
+        params, second, first = by_hand(params, first, second, grads)
+    assert_same_bits((got, state), (params, second))
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_apply_if_finite_around_skips_without_a_change(clip):
+    alone = lowbit_optax.lowbit_adamw(1e-2)
+    tx = optax.apply_if_finite(optax.chain(CLIP, alone) if clip else alone, 2)
+    spoilt = SERIES[1] | {"b": SERIES[1]["b"].at[3].set(jnp.inf)}
+    params, state = run(tx, SERIES[:1])
+    step = jitted(tx, lowbit_optax.step)
+    still, skipped = step(params, state, spoilt)
+    assert_same_bits(still, params)
+    assert_same_bits(skipped.inner_state, state.inner_state)
+    assert (int(skipped.notfinite_count), int(skipped.total_notfinite)) == (1, 1)
+    after, done = step(still, skipped, SERIES[2])
+    without = optax.chain(CLIP, alone) if clip else alone
+    expected, inner_state = run(without, [SERIES[0], SERIES[2]])
+    for name, param in after.items():
+        want = np.float32(expected[name])
+        np.testing.assert_allclose(np.float32(param), want, rtol=2**-7)
+    counts = lambda state: [x for x in jax.tree.leaves(state) if x.shape == ()]
+    assert_same_bits(counts(done.inner_state), counts(inner_state))
+    for _ in range(3):
+        still, skipped = step(still, skipped, spoilt)
+    assert not bool(jnp.isfinite(jnp.float32(still["b"])).all())
+
+
+def test_a_wrapper_that_computes_with_updates_gets_them():
+    tx = lowbit_optax.lowbit_sgd(0.5)
+    after = optax.chain(tx, optax.scale(0.5))
+    params = params_of()
+    updates, _ = after.update(SERIES[0], after.init(params), params)
+    expected = lowbit_optax.apply_updates(params, updates)
+    assert_same_bits(run(after, SERIES[:1])[0], expected)
+
+
+@pytest.mark.parametrize("make", [lowbit_optax.lowbit_sgd, lowbit_optax.kahan_sgd])
+def test_hyperparameters_are_those_of_the_state(make):
+    make = functools.partial(make, momentum=0.9)
+    injected = optax.inject_hyperparams(make, hyperparam_dtype=jnp.float32)(0.25)
+    tx = optax.chain(CLIP, injected)
+    params = params_of()
+    state = tx.init(params)
+    state[1].hyperparams["learning_rate"] = jnp.float32(0.5)
+    got, _ = jitted(tx, lowbit_optax.step)(params, state, SERIES[0])
+    assert_same_bits(got, run(optax.chain(CLIP, make(0.5)), SERIES[:1])[0])
