@@ -142,14 +142,19 @@ def _all_specs(leaves, specs, shared: int) -> tuple[list[P], list[P]]:
     inside, outside = [P()] * shared, []
     for leaf, spec in zip(leaves, specs, strict=True):
         inside += [
-            P(None, *spec) if i in leaf.in_stacks else spec
-            for i in range(len(leaf.operands))
+            P(None, *spec) if i in leaf.in_stacks else _without(spec, operand.repeated)
+            for i, operand in enumerate(leaf.operands)
         ]
         outside += [
             P(None, *spec) if result.overwrites in leaf.in_stacks else spec
             for result in leaf.results
         ]
     return inside, outside
+
+
+def _without(spec: P, repeated: Sequence[int]) -> P:
+    """The spec of an array that every device has whole along some axes."""
+    return P(*(None if axis in repeated else x for axis, x in enumerate(spec)))
 
 
 def _sharding_rule(
