@@ -2,7 +2,7 @@
 
 import jax
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lowbit_optax
@@ -15,10 +15,10 @@ pytestmark = pytest.mark.usefixtures("by_triton")
 DEVICES, COLUMNS = 8, 4096
 
 
-def _compiled(tx, rows, uneven, columns=COLUMNS):
+def _compiled(tx, rows, uneven, columns=COLUMNS, axis=AxisType.Auto):
     """A step on a leaf whose rows are spread over the devices."""
     params = leaf(rows, columns)
-    by_rows = NamedSharding(gpu_mesh(DEVICES), P("d"))
+    by_rows = NamedSharding(gpu_mesh(DEVICES, axis), P("d"))
     of_state = lowbit_optax.state_shardings(tx, params, by_rows, uneven=uneven)
     place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
     params = place(params, by_rows)
@@ -28,9 +28,13 @@ def _compiled(tx, rows, uneven, columns=COLUMNS):
         return compile_lowered(step.lower(params, state, params), {})
 
 
-def _step(tx, rows, uneven="replicate", columns=COLUMNS):
+def _step(tx, rows, uneven="replicate"):
+    """What :func:`_costs` has of a step on a leaf of 4096 columns."""
+    return _costs(_compiled(tx, rows, uneven), rows, COLUMNS)
+
+
+def _costs(compiled, rows, columns):
     """Bytes stored, moved and temporary per parameter of a shard, and collectives."""
-    compiled = _compiled(tx, rows, uneven, columns)
     found, per = memory(compiled), rows * columns / DEVICES
     gradient = 2
     return (
@@ -55,16 +59,23 @@ def test_uneven_shards_cost_what_the_page_says(rows):
     assert got[3] == count
 
 
-@pytest.mark.parametrize("shape", [(1000, 1024), (4128, 4096), (4072, 4096)])
-def test_over_another_axis_a_step_exchanges_and_gathers_nothing(shape):
+OTHER_AXIS = [
+    (1000, 1024, AxisType.Auto),
+    (1000, 1024, AxisType.Explicit),
+    (4128, 4096, AxisType.Auto),
+    (4072, 4096, AxisType.Auto),
+]
+
+
+@pytest.mark.parametrize(("rows", "columns", "axis"), OTHER_AXIS)
+def test_over_another_axis_a_step_exchanges_and_gathers_nothing(rows, columns, axis):
     # The gradient, the old and the new parameter are brought to the state's columns:
     # 2 bytes each, which are read and written to be sent in pieces.
-    rows, columns = shape
     tx = lowbit_optax.lowbit_adamw(1e-3)
-    compiled = _compiled(tx, rows, "other_axis", columns)
+    compiled = _compiled(tx, rows, "other_axis", columns, axis)
     sent = {kind: size * DEVICES for kind, size in exchanged(compiled).items()}
     assert sent == {"all-to-all": 3 * 2 * rows * columns}
-    stored, moved, temporary, _ = _step(tx, rows, "other_axis", columns)
+    stored, moved, temporary, _ = _costs(compiled, rows, columns)
     assert stored == pytest.approx(5.13, abs=0.01)
     assert moved <= 12.3 + 3 * 4
     assert temporary <= 4.1
