@@ -331,18 +331,23 @@ class Graph:
         """
         if call.primitive is not p.scan_p:
             return None
-        params, carried = call.params, call.params["num_carry"]
-        constants, turns = params["num_consts"], params["length"]
-        is_unrolled = params["unroll"] == turns > 1
-        arrays = len(call.inputs) - constants, len(call.outputs)
-        if not is_unrolled or arrays != (carried, carried):
+        params, body = call.params, called_jaxpr(call.params)
+        pairs = [
+            *zip(call.inputs, body.jaxpr.invars, strict=True),
+            *zip(call.outputs, body.jaxpr.outvars, strict=True),
+        ]
+        # What a scan runs over has an axis more outside of its body.
+        is_scanned = any(x.aval.shape != var.aval.shape for x, var in pairs)
+        if is_scanned or not params["unroll"] == params["length"] > 1:
             return None
-        params = {**params, "length": turns - 1, "unroll": turns - 1}
+        turns = params["length"] - 1
+        params = {**params, "length": turns, "unroll": turns}
         avals = [node.aval for node in call.outputs]
         before = self.call(p.scan_p, params, call.inputs, avals)
-        inputs = [*call.inputs[:constants], *before]
+        constants = call.inputs[: len(call.inputs) - len(before)]
+        last = inline(body, [*constants, *before], self._read_equation)
         (scan,) = {node.call for node in before if node.call is not None}
-        return scan, inline(params["jaxpr"], inputs, self._read_equation)
+        return scan, last
 
     def selected(self, which: Node, cases: Sequence[Node]) -> Node:
         """The case that a truth value selects, or a number, as conditionals take it."""
