@@ -2,9 +2,12 @@
 
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import lowbit_optax
 from tools.gpu_program.steps import leaf, lower_step, replaced, with_master
+from tools.gpu_program.targets import gpu_mesh
+from tools.hlo import exchanged
 
 pytestmark = pytest.mark.usefixtures("by_triton")
 
@@ -51,6 +54,15 @@ def test_one_kernel_reads_a_leaf_and_what_xla_has_computed(name):
     step = lower_step(lowbit_optax.lowbit(INNERS[name]), ONE)
     assert step.fused_launches == 1
     assert step.moved <= MOVED[name] + 0.1
+
+
+@pytest.mark.parametrize("name", ["adafactor", "noisy_sgd", "sm3"])
+@pytest.mark.parametrize("spec", [P("d"), P(None, "d")], ids=["rows", "columns"])
+def test_eight_h200s_exchange_vectors_alone(name, spec):
+    tx = lowbit_optax.lowbit(INNERS[name])
+    step = lower_step(tx, ONE, mesh=gpu_mesh(8), spec=spec)
+    assert step.fused_launches == 1
+    assert sum(exchanged(step.compiled).values()) <= 2 * 4 * 4096 + 64
 
 
 def test_a_format_that_packs_nothing_is_left_to_xla():

@@ -323,5 +323,5 @@ def test_partition_specs_need_a_mesh():
 
 
 def test_an_unknown_choice_for_uneven_shards_is_an_error():
-    with pytest.raises(ValueError, match="'error' or 'replicate'"):
+    with pytest.raises(ValueError, match="'other_axis', 'replicate'"):
         state_shardings(_adamw(), {}, jax.P(), uneven="pad")
