@@ -82,6 +82,15 @@ def reshard(arrays: Sequence, specs: Sequence[P], mesh) -> list[jax.Array]:
     ]
 
 
+def beside(x: jax.Array, other: jax.Array) -> jax.Array:
+    """The array where another one of its rank is known to be."""
+    here, there = (jax.typeof(array).sharding for array in (x, other))
+    is_known = has_explicit_axes(here.mesh) and has_explicit_axes(there.mesh)
+    if not is_known or axes_of(here.spec, x.ndim) == axes_of(there.spec, x.ndim):
+        return x
+    return reshard([x], [there.spec], there.mesh)[0]
+
+
 def axes_of(spec: P, rank: int) -> list[tuple[str, ...]]:
     """The names of the mesh axes that each axis of an array is spread over."""
     entries = [*spec, *[None] * (rank - len(spec))]
@@ -93,6 +102,35 @@ def axes_of(spec: P, rank: int) -> list[tuple[str, ...]]:
 def count_of(mesh: Mesh, names: Sequence[str]) -> int:
     """How many shards these mesh axes make."""
     return math.prod(mesh.shape[name] for name in names)
+
+
+def on_whole_units(
+    spec: P, shape: Sequence[int], mesh, unit: Callable[[int], int]
+) -> P:
+    """The spec, changed so that every shard is whole units.
+
+    If a word or a block were cut, two devices would hold parts of it. A mesh axis that
+    would cut one shards another axis of the array instead, or none.
+
+    Args:
+      spec: of an array of this shape.
+      shape: of the array.
+      mesh: whose axes the spec names.
+      unit: of an axis, the number of which a shard's length must be a multiple.
+    """
+
+    def fits(axis: int, names) -> bool:
+        count = count_of(mesh, names)
+        return shape[axis] % (count * unit(axis) if count > 1 else 1) == 0
+
+    wanted = axes_of(spec, len(shape))
+    placed = [names if fits(axis, names) else () for axis, names in enumerate(wanted)]
+    for names in [names for names in wanted if names and names not in placed]:
+        free = (a for a in range(len(placed)) if not placed[a] and fits(a, names))
+        other = next(free, None)
+        if other is not None:
+            placed[other] = names
+    return P(*(names or None for names in placed))
 
 
 def _is_spec(x) -> bool:

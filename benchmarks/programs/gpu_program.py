@@ -27,43 +27,16 @@ from tools.gpu_program.steps import (
     gpt2,
     lower_lpmm_step,
     lower_step,
+    replaced,
+    with_master,
 )
 from tools.gpu_program.targets import TARGETS, gpu_mesh
 
 LEAF = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
 
 
-def master_weights(learning_rate: float) -> optax.GradientTransformation:
-    """The usual mixed precision: float32 master and AdamW, and a bfloat16 copy."""
-    inner = optax.adamw(learning_rate)
-
-    def init(params):
-        master = jax.tree.map(lambda x: x.astype(jnp.float32), params)
-        return master, inner.init(master)
-
-    return optax.GradientTransformation(init, functools.partial(_update, inner))
-
-
-def _update(inner, grads, state, params):
-    master, inner_state = state
-    grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-    updates, inner_state = inner.update(grads, inner_state, master)
-    master = optax.apply_updates(master, updates)
-    copies = jax.tree.map(lambda m, p: m.astype(p.dtype), master, params)
-    return copies, (master, inner_state)
-
-
-def replaced(tx):
-    """A step whose update is the new parameters."""
-
-    def step(params, state, grads):
-        return tx.update(grads, state, params)
-
-    return step
-
-
 CASES = {
-    "optax, float32 master": (master_weights(1e-3), replaced, None),
+    "optax, float32 master": (with_master(optax.adamw(1e-3)), replaced, None),
     "`extra_bits_adamw(bits=16)`": (lo.extra_bits_adamw(1e-3), fast, applied),
     "`extra_bits_adamw(bits=8)`": (lo.extra_bits_adamw(1e-3, bits=8), fast, applied),
     "`extra_bits_adamw(bits=8)` by XLA": (
@@ -105,6 +78,18 @@ MORE = {
     ),
     "`lpmm_sgd`, 12 bits": (lo.lpmm_sgd(1e-3, momentum=0.9), fast, applied),
 }
+NOT_ELEMENTWISE = {
+    "`adafactor`": optax.adafactor(1e-3),
+    "`muon`": optax.contrib.muon(1e-3),
+    "`noisy_sgd`": optax.noisy_sgd(1e-3, key=0),
+    "`sm3`": optax.sm3(1e-3),
+}
+"""Transformations whose kernels read what XLA computes, or compute random numbers."""
+
+for _name, _inner in NOT_ELEMENTWISE.items():
+    MORE[f"optax, {_name}, float32 master"] = (with_master(_inner), replaced, None)
+    MORE[f"`lowbit`, {_name}"] = (lo.lowbit(_inner), fast, applied)
+
 QUANTISED = {"`lpmm_adam`, 12 bits", "`lpmm_sgd`, 12 bits"}
 
 

@@ -54,13 +54,14 @@ from lowbit_optax._jaxprs.scalar_factors import corrected_quotient, times_scalar
 
 ELEMENTWISE = frozenset(
     {
-        p.abs_p, p.add_p, p.add_jaxvals_p, p.and_p, p.cbrt_p, p.ceil_p, p.clamp_p,
-        p.convert_element_type_p, p.cos_p, p.div_p, p.eq_p, p.exp_p, p.exp2_p,
-        p.expm1_p, p.floor_p, p.ge_p, p.gt_p, p.integer_pow_p, p.is_finite_p, p.le_p,
-        p.log_p, p.log1p_p, p.logistic_p, p.lt_p, p.max_p, p.min_p, p.mul_p, p.ne_p,
-        p.neg_p, p.not_p, p.or_p, p.pow_p, p.rsqrt_p, p.select_n_p,
-        p.shift_left_p, p.shift_right_arithmetic_p, p.shift_right_logical_p, p.sign_p,
-        p.sin_p, p.sqrt_p, p.square_p, p.sub_p, p.tan_p, p.tanh_p, p.xor_p,
+        p.abs_p, p.add_jaxvals_p, p.add_p, p.and_p, p.bitcast_convert_type_p, p.cbrt_p,
+        p.ceil_p, p.clamp_p, p.convert_element_type_p, p.cos_p, p.div_p, p.eq_p,
+        p.exp2_p, p.exp_p, p.expm1_p, p.floor_p, p.ge_p, p.gt_p, p.integer_pow_p,
+        p.is_finite_p, p.le_p, p.log1p_p, p.log_p, p.logistic_p, p.lt_p, p.max_p,
+        p.min_p, p.mul_p, p.ne_p, p.neg_p, p.not_p, p.or_p, p.pow_p, p.rsqrt_p,
+        p.select_n_p, p.shift_left_p, p.shift_right_arithmetic_p,
+        p.shift_right_logical_p, p.sign_p, p.sin_p, p.sqrt_p, p.square_p, p.sub_p,
+        p.tan_p, p.tanh_p, p.xor_p,
     }
 )  # fmt: skip
 """The primitives that kernels of all launchers compute.

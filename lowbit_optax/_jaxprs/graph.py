@@ -315,6 +315,40 @@ class Graph:
         aval = like.aval.update(dtype=dtype)
         return self.call(primitive, params, operands, [aval])[0]
 
+    def inlined(self, function: Callable, *operands: Node) -> Node:
+        """``function(*operands)``, which returns one array, as its operations."""
+        likes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in operands]
+        # The shapes lie on no mesh, and must not be taken to lie on the one in force.
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            closed = jax.make_jaxpr(function)(*likes)
+        (result,) = inline(closed, operands, self._read_equation)
+        return result
+
+    def with_last_turn_apart(self, call: Call) -> tuple[Call, list[Node]] | None:
+        """A scan that is unrolled, as one with a turn less, and what the last gives.
+
+        None for other calls, and for scans with anything but constants and carries.
+        """
+        if call.primitive is not p.scan_p:
+            return None
+        params, body = call.params, called_jaxpr(call.params)
+        pairs = [
+            *zip(call.inputs, body.jaxpr.invars, strict=True),
+            *zip(call.outputs, body.jaxpr.outvars, strict=True),
+        ]
+        # What a scan runs over has an axis more outside of its body.
+        is_scanned = any(x.aval.shape != var.aval.shape for x, var in pairs)
+        if is_scanned or not params["unroll"] == params["length"] > 1:
+            return None
+        turns = params["length"] - 1
+        params = {**params, "length": turns, "unroll": turns}
+        avals = [node.aval for node in call.outputs]
+        before = self.call(p.scan_p, params, call.inputs, avals)
+        constants = call.inputs[: len(call.inputs) - len(before)]
+        last = inline(body, [*constants, *before], self._read_equation)
+        (scan,) = {node.call for node in before if node.call is not None}
+        return scan, last
+
     def selected(self, which: Node, cases: Sequence[Node]) -> Node:
         """The case that a truth value selects, or a number, as conditionals take it."""
         if len(cases) == 2 and which.aval.dtype != jnp.bool_:
@@ -353,7 +387,10 @@ class Graph:
             branches = self.branches(eqn.params, arguments)
             return [self.selected(which, x) for x in zip(*branches, strict=True)]
         avals = [var.aval for var in eqn.outvars]
-        return self.call(eqn.primitive, eqn.params, operands, avals)
+        results = self.call(eqn.primitive, eqn.params, operands, avals)
+        for call in {node.call for node in results if node.call is not None}:
+            call.context = eqn.ctx
+        return results
 
     def branches(self, params: Mapping, arguments: Sequence[Node]) -> list[list[Node]]:
         """The results of each branch of a conditional with these parameters."""

@@ -141,7 +141,7 @@ class RandomBits:
         """
         key, second, index = self.key, self.second, self.index
         if index is None:
-            index, place = _row_major(shape), _place_on_first_axes(shape)
+            index, place = row_major(shape), _place_on_first_axes(shape)
             if place is not None:
                 key, second = take_in(key, second, place)
         if index.shape != tuple(shape) or index.dtype != jnp.uint32:
@@ -170,7 +170,7 @@ class RandomBits:
         key, second = keys_at_layer(self.key, self.second, layer, layers, shape)
         first = layer.astype(jnp.uint32) * jnp.uint32(math.prod(shape) % 2**32)
         return dataclasses.replace(
-            self, key=key, second=second, index=_row_major(shape) + first
+            self, key=key, second=second, index=row_major(shape) + first
         )
 
 
@@ -367,7 +367,7 @@ def take_in(
     return key, _mix(second ^ key)
 
 
-def _row_major(shape: tuple[int, ...]) -> jax.Array:
+def row_major(shape: tuple[int, ...]) -> jax.Array:
     """Row-major index of every element, modulo 2^32."""
     index = jnp.zeros(shape, jnp.uint32)
     for axis in range(len(shape)):
@@ -383,5 +383,5 @@ def _place_on_first_axes(shape: tuple[int, ...]) -> jax.Array | None:
         first += 1
     if not first:
         return None
-    place = _row_major(shape[:first])
+    place = row_major(shape[:first])
     return place.reshape(place.shape + (1,) * (len(shape) - first))

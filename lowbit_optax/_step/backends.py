@@ -2,7 +2,8 @@
 
 A leaf's backend is known before the leaf is joined or decoded:
 
-    kernels    leaves that have a program of elementwise operations, on GPUs and TPUs
+    kernels    leaves that have a program of elementwise operations, on GPUs and TPUs;
+               on GPUs what a packed leaf's program reads may be computed by XLA
     blocks     the large ones among them, on one CPU: the reference, block by block
     reference  all other leaves: array operations of XLA, which define the results
 

@@ -75,7 +75,7 @@ class Lowbit(Stepper):
     def start(self, params, masters: Mapping[str, jax.Array]) -> LowbitState:
         """The initial state, of masters by path where these are not the parameters."""
         names, given, treedef = trees.named_leaves(params)
-        leaves = self.leaves(names, given)
+        leaves = self._placed(self.leaves(names, given), treedef)
         split = [_split(leaf, masters.get(leaf.name)) for leaf in leaves]
         # Made here and not at import, so that they are placed like the parameters.
         count, seed = jnp.zeros([], jnp.uint32), jnp.asarray(self.seed, jnp.uint32)
@@ -84,7 +84,8 @@ class Lowbit(Stepper):
         self.check_start(leaves, inner_state)
         plan = self._plan(leaves, inner_state)
         _ = plan.error_parts  # raises for leaves without one
-        draws = draws_of_moments(leaves, random_of_leaves(names, given, seed, count))
+        own = [leaf.param for leaf in leaves]
+        draws = draws_of_moments(leaves, random_of_leaves(names, own, seed, count))
         parts, structure = jax.tree.flatten(jax.tree.map(not_folded, inner_state))
         inner_state = plan.tree(structure, plan.encode(parts, draws))
         residual = treedef.unflatten(x for _, x in split)
@@ -110,6 +111,9 @@ class Lowbit(Stepper):
         results, residuals, inner_state = backends.run(
             step, self.inner, self.implementation, extra_args
         )
+        results = [
+            leaf.sent_home(x) for leaf, x in zip(step.leaves, results, strict=True)
+        ]
         if not landing.is_direct:
             results = guard.updates(results)
         count = jnp.asarray(optax.safe_increment(state.count))
@@ -182,6 +186,7 @@ class Lowbit(Stepper):
           TypeError, ValueError: naming the leaf.
         """
         leaves, name = self.leaves(names, params), self.weights.residual_name
+        leaves = self._placed(leaves, treedef)
         if not isinstance(residual, Residuals) or residual.name != name:
             given = getattr(residual, "name", type(residual).__name__)
             raise ValueError(
@@ -193,6 +198,13 @@ class Lowbit(Stepper):
             return leaves
         residuals = trees.parts_of(names, treedef, residual.tree, "residuals")
         return list(map(StoredLeaf.with_residual, leaves, residuals))
+
+    def _placed(self, leaves: list[StoredLeaf], treedef) -> list[StoredLeaf]:
+        """The leaves where shards on explicit axes are whole words and blocks."""
+        arrays = [x.param for x in leaves if isinstance(x.param, jax.Array)]
+        if not any(any(jax.typeof(x).sharding.spec) for x in arrays):
+            return leaves
+        return self.plan_of(leaves, treedef).placed()
 
     def plan_of(self, leaves: Sequence[StoredLeaf], treedef) -> MomentPlan:
         """How the state of the inner transformation of these leaves is stored."""
@@ -241,6 +253,7 @@ def _split(leaf: StoredLeaf, master) -> tuple[typing.Any, typing.Any]:
     if leaf.format is None:
         return leaf.param, None
     if master is not None:
+        master = leaf.beside(master)
         return master, _residual(leaf.format, master, leaf.param)
     return widen(leaf.format, leaf.param), leaf.format.init(leaf.param)
 

@@ -2,13 +2,13 @@
 
 import dataclasses
 import functools
-import math
 import typing
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from lowbit_optax._numerics.float_layouts import NARROW_DTYPES, is_narrow
 from lowbit_optax._numerics.landing import Landing
@@ -17,7 +17,9 @@ from lowbit_optax._step import trees
 from lowbit_optax._step.context import layerwise
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.quantized_weights import QuantizedWeights
+from pallas_kernels import shards
 from pallas_kernels.layout import layout_of
+from pallas_kernels.shards import axes_of
 
 
 class Landed(typing.NamedTuple):
@@ -44,6 +46,8 @@ class StoredLeaf:
       format: its weight format; None for a leaf that passes through.
       residual: as the state holds it; None if there is none.
       grad: the gradient as the user gave it; None outside of a step.
+      home: where the user's parameter is, if this one was moved: see
+        :func:`on_whole_units`.
     """
 
     name: str
@@ -51,6 +55,7 @@ class StoredLeaf:
     format: WeightFormat | None
     residual: typing.Any = None
     grad: typing.Any = None
+    home: PartitionSpec | None = None
 
     def with_residual(self, residual) -> "StoredLeaf":
         """The leaf with its residual, after checking that this belongs to it."""
@@ -60,7 +65,18 @@ class StoredLeaf:
     def with_grad(self, grad) -> "StoredLeaf":
         """The leaf with its gradient, after checking that this belongs to it."""
         check_grad(self.name, grad, self.param)
-        return dataclasses.replace(self, grad=grad)
+        return dataclasses.replace(self, grad=self.beside(grad))
+
+    def beside(self, x):
+        """An array of the parameter's shape, where the parameter was moved to."""
+        return x if self.home is None else shards.beside(x, self.param)
+
+    def sent_home(self, x):
+        """An array that lies as the parameter does, where the user's parameter is."""
+        if self.home is None:
+            return x
+        mesh = jax.typeof(self.param).sharding.mesh
+        return shards.reshard([x], [self.home], mesh)[0]
 
     def master(self):
         """The weight that the inner transformation sees."""
@@ -145,8 +161,6 @@ def format_of(
     if why_not:
         raise ValueError(f"lowbit: params{name}: {why_not}")
     format_ = weights.for_leaf(leaf.shape, leaf.dtype, min_size)
-    if format_.width:
-        check_shards(name, leaf, format_.width)
     return format_
 
 
@@ -208,32 +222,49 @@ def _residual_like(format_: WeightFormat, shape: tuple[int, ...], dtype):
     return jax.eval_shape(format_.init, jax.ShapeDtypeStruct(shape, dtype))
 
 
-def check_shards(name: str, leaf, bits: int, block_size: int | None = None) -> None:
-    """Raise unless a leaf's shards on explicit axes are whole words and blocks.
+def on_whole_units(
+    leaf: StoredLeaf, bits: tuple[int, ...], block_size: int | None
+) -> StoredLeaf:
+    """The leaf with its parameter where shards are whole words and blocks.
 
-    On automatic axes XLA moves what is cut; on explicit ones JAX raises an error of a
-    reshape deep inside, which names no leaf.
+    On automatic axes XLA moves what is cut. On explicit ones a mesh axis that would cut
+    words or blocks spreads another axis of the leaf, and the step's result goes back to
+    where the parameter was.
+
+    Args:
+      leaf: as the user gave it.
+      bits: widths of all that is packed.
+      block_size: of the largest blocks; None if there are none.
+
+    Raises:
+      ValueError: if no other axis divides, naming the leaf.
     """
-    if not isinstance(leaf, jax.Array):
-        return
-    sharding = jax.typeof(leaf).sharding
-    layout = layout_of(leaf.shape)
-    packed = f"{bits}-bit fields"
+    param = leaf.param
+    if not isinstance(param, jax.Array) or not (bits or block_size) or not param.shape:
+        return leaf
+    sharding, layout = jax.typeof(param).sharding, layout_of(param.shape)
+    if not any(axes_of(sharding.spec, param.ndim)):
+        return leaf
+    unit = lambda axis: layout.unit(axis, bits, block_size)
+    spec = shards.on_whole_units(sharding.spec, param.shape, sharding.mesh, unit)
+    before, after = (axes_of(x, param.ndim) for x in (sharding.spec, spec))
+    if before == after:
+        return leaf
+    if sorted(before) == sorted(after):
+        (moved,) = shards.reshard([param], [spec], sharding.mesh)
+        return dataclasses.replace(leaf, param=moved, home=sharding.spec)
+    axis = next(i for i, names in enumerate(before) if names and names != after[i])
+    count = shards.count_of(sharding.mesh, before[axis])
+    packed = " and ".join(f"{width}-bit fields" for width in bits)
     if block_size is not None:
         packed += f" in blocks of {block_size}"
-    for axis, entry in enumerate(sharding.spec):
-        names = entry if isinstance(entry, tuple) else (entry,)
-        shards = math.prod(sharding.mesh.shape.get(name, 1) for name in names)
-        unit = layout.unit(axis, (bits,), block_size)
-        length = leaf.shape[axis] // shards
-        if shards > 1 and length % unit:
-            raise ValueError(
-                f"params{name}, {trees.describe(leaf)} on explicit axes as "
-                f"{sharding.spec}, has shards of {length} along axis {axis}; accepted "
-                f"are multiples of {unit}, for {packed}. "
-                "Shard it along another axis or over fewer devices, make the mesh's "
-                "axes automatic, or give lowbit a larger min_size"
-            )
+    raise ValueError(
+        f"params{leaf.name}, {trees.describe(param)} on explicit axes as "
+        f"{sharding.spec}, has shards of {param.shape[axis] // count} along axis "
+        f"{axis}; accepted are multiples of {unit(axis)}, for {packed}, or another "
+        "axis that divides into them. Shard it over fewer devices, make the mesh's "
+        "axes automatic, or give lowbit a larger min_size"
+    )
 
 
 def axes_of_shards(leaf) -> tuple[str, ...]:

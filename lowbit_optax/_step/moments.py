@@ -25,7 +25,7 @@ from lowbit_optax._numerics.random_bits import Draws, RandomBits, moment_draws
 from lowbit_optax._numerics.relative import product, quotient
 from lowbit_optax._step import trees
 from lowbit_optax._step.context import layerwise
-from lowbit_optax._step.leaf import StoredLeaf, check_shards
+from lowbit_optax._step.leaf import StoredLeaf, on_whole_units
 from lowbit_optax._step.moment_slots import MomentChoice, Slot, find_slots
 from lowbit_optax.formats.base import BlockMomentFormat, MomentFormat
 from lowbit_optax.formats.block_quantized import QuantizedMoment, RelativeMoment
@@ -150,6 +150,25 @@ class MomentPlan:
     def takes_errors(self) -> bool:
         """Whether any parameter has such a part."""
         return any(part is not None for part in self.error_parts)
+
+    def placed(self) -> list[StoredLeaf]:
+        """The leaves where their shards are whole words and blocks."""
+        packed = {
+            leaf.name: [leaf.format and leaf.format.width] for leaf in self.leaves
+        }
+        sizes: dict[str, list[int]] = {leaf.name: [] for leaf in self.leaves}
+        for moment in self.storage:
+            if moment is not None and isinstance(moment.format, BlockMomentFormat):
+                packed[moment.leaf].append(moment.format.bits)
+                sizes[moment.leaf].append(moment.format.block_size)
+        return [
+            on_whole_units(
+                leaf,
+                tuple(sorted({bits for bits in packed[leaf.name] if bits})),
+                max(sizes[leaf.name], default=None),
+            )
+            for leaf in self.leaves
+        ]
 
     def encode(
         self,
@@ -293,8 +312,6 @@ class MomentPlan:
                 format_ = slot.format
                 if format_ is not None:
                     format_ = format_.for_leaf(like.shape, self.min_size)
-                if isinstance(format_, BlockMomentFormat):
-                    check_shards(name, param, format_.bits, format_.block_size)
                 found[i] = MomentStorage(name, like.shape, slot, format_, numbers[name])
                 numbers[name] += format_ is not None
         return found

@@ -10,7 +10,7 @@ from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.extra_bits import extra_bits_named
 from lowbit_optax.formats.kahan import kahan_named
 from lowbit_optax.formats.plain import MasterCopyFormat
-from pallas_kernels import Operand, Result, fused_update
+from pallas_kernels import Operand, Result, fused_update, shards
 from pallas_kernels.platforms import Implementation
 
 
@@ -33,14 +33,16 @@ def join_leaf(
     """
     if residual is None or not format_.width:
         return format_.join(param, residual)
+    # Where shards would cut words, these are spread over another axis.
+    moved = shards.beside(param, residual)
     (master,) = fused_update(
         _Join(format_.on_fields()),
-        [Operand(param), Operand(residual, format_.width)],
+        [Operand(moved), Operand(residual, format_.width)],
         [Result(jnp.float32)],
         shape=param.shape,
         implementation=implementation,
     )
-    return master
+    return shards.beside(master, param)
 
 
 def split_leaf(

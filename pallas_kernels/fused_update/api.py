@@ -154,7 +154,9 @@ def _parts(leaves: int, max_leaves: int) -> list[slice]:
 def _check_same_kinds(leaves: Sequence[Leaf]) -> None:
     kinds = {
         (
-            tuple((o.array.dtype, o.bits, o.block_size) for o in leaf.operands),
+            tuple(
+                (o.array.dtype, o.bits, o.block_size, o.repeated) for o in leaf.operands
+            ),
             leaf.results,
             leaf.shape if leaf.has_words_or_blocks else None,
         )
@@ -299,6 +301,11 @@ def _check(leaf: Leaf) -> None:
     shape = leaf.shape
     if leaf.has_words_or_blocks and not shape:
         raise ValueError("fused_update: a scalar has no words and no blocks")
+    if not leaf.has_words_or_blocks and any(o.repeated for o in leaf.operands):
+        raise ValueError(
+            "fused_update: only leaves with words or blocks have operands that are "
+            "repeated"
+        )
     for size in leaf.block_sizes:
         check_block_size("fused_update", size)
     if leaf.stacked and leaf.has_words_or_blocks:

@@ -106,25 +106,8 @@ def _shard(leaf: Leaf, spec: P, mesh: Mesh) -> Shard:
 
 
 def _supported(leaf: Leaf, spec: P, mesh: Mesh) -> P:
-    """The spec, changed so that every shard holds whole words and whole blocks.
-
-    If a word or a block were cut, two devices would hold parts of it. A mesh axis that
-    would cut one shards another axis of the leaf instead, or none.
-    """
-
-    def fits(axis: int, names) -> bool:
-        count = count_of(mesh, names)
-        unit = leaf.unit(axis) if count > 1 else 1
-        return leaf.shape[axis] % (count * unit) == 0
-
-    wanted = axes_of(spec, len(leaf.shape))
-    placed = [names if fits(axis, names) else () for axis, names in enumerate(wanted)]
-    for names in [names for names in wanted if names and names not in placed]:
-        free = (a for a in range(len(placed)) if not placed[a] and fits(a, names))
-        other = next(free, None)
-        if other is not None:
-            placed[other] = names
-    return P(*(names or None for names in placed))
+    """The spec, changed so that every shard holds whole words and whole blocks."""
+    return shards.on_whole_units(spec, leaf.shape, mesh, leaf.unit)
 
 
 def _spec_of(leaf: Leaf, describe: Callable) -> P:
@@ -142,14 +125,19 @@ def _all_specs(leaves, specs, shared: int) -> tuple[list[P], list[P]]:
     inside, outside = [P()] * shared, []
     for leaf, spec in zip(leaves, specs, strict=True):
         inside += [
-            P(None, *spec) if i in leaf.in_stacks else spec
-            for i in range(len(leaf.operands))
+            P(None, *spec) if i in leaf.in_stacks else _without(spec, operand.repeated)
+            for i, operand in enumerate(leaf.operands)
         ]
         outside += [
             P(None, *spec) if result.overwrites in leaf.in_stacks else spec
             for result in leaf.results
         ]
     return inside, outside
+
+
+def _without(spec: P, repeated: Sequence[int]) -> P:
+    """The spec of an array that every device has whole along some axes."""
+    return P(*(None if axis in repeated else x for axis, x in enumerate(spec)))
 
 
 def _sharding_rule(

@@ -106,11 +106,14 @@ class Operand:
       array: of the leaf's shape, or uint32 words of its ``words_shape``.
       bits: width of the packed fields, None for a plain array.
       block_size: elements of a block, for an array with one element per block.
+      repeated: axes along which a plain array has one element, which all of the leaf's
+        elements along them read.
     """
 
     array: jax.Array
     bits: int | None = dataclasses.field(default=None, metadata=_STATIC)
     block_size: int | None = dataclasses.field(default=None, metadata=_STATIC)
+    repeated: tuple[int, ...] = dataclasses.field(default=(), metadata=_STATIC)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +132,7 @@ class Result:
     bits: int | None = None
     overwrites: int | None = None
     block_size: int | None = None
+    repeated: typing.ClassVar[tuple[int, ...]] = ()
 
     def __post_init__(self):
         object.__setattr__(self, "dtype", np.dtype(self.dtype))
@@ -196,7 +200,7 @@ class Leaf:
             return self.layout.words_shape(like.bits)
         if like.block_size is not None:
             return self.layout.blocks_shape(like.block_size)
-        return self.shape
+        return tuple(1 if a in like.repeated else n for a, n in enumerate(self.shape))
 
     def unit(self, axis: int) -> int:
         """A shard's length along this axis must be a multiple of it."""

@@ -54,6 +54,8 @@ def update(
             array = lax.dynamic_index_in_dim(array, layer[0], 0, keepdims=False)
         if operand.bits is not None:
             array = unpack(array, operand.bits, leaf.layout)
+        if operand.repeated:
+            array = jnp.broadcast_to(array, leaf.shape)
         is_plain = operand.block_size is None
         (values if is_plain else block_values).append(array)
     if layer is not None and index is None:

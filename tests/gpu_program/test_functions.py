@@ -40,6 +40,9 @@ FUNCTIONS = {
     p.add_p: lambda x: x + x,
     p.add_jaxvals_p: jax.grad(lambda x: jnp.sum(x * x * x)),
     p.and_p: of_conditions(lax.bitwise_and),
+    p.bitcast_convert_type_p: lambda x: lax.bitcast_convert_type(
+        lax.bitcast_convert_type(x, I32) & I32(-256), F32
+    ),
     p.cbrt_p: lax.cbrt,
     p.ceil_p: lax.ceil,
     p.clamp_p: lambda x: lax.clamp(F32(-1), x, F32(1)),

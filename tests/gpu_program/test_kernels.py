@@ -8,7 +8,6 @@ import optax
 import pytest
 from gpu_steps import WEIGHTS
 from jax import lax
-from optimizers import weights_only
 
 import lowbit_optax
 import pallas_kernels
@@ -307,14 +306,6 @@ def test_clipping_by_the_global_norm_reads_the_gradients_once_more(name):
     assert step.fused_launches == 1
     assert step.moved <= MOVED[name] + 2.1
     assert step.temporary < 0.01
-    assert step.in_place
-
-
-def test_muon_is_left_to_xla():
-    tx = weights_only(optax.contrib.muon(1e-3), lowbit_optax.extra_bits(16))
-    step = lower_step(tx, leaf(512, 512))
-    assert step.fused_launches == 0
-    assert any("gemm" in name for name, _ in step.launches)
     assert step.in_place
 
 

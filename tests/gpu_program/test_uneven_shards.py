@@ -2,31 +2,40 @@
 
 import jax
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lowbit_optax
 from tools.gpu_program.steps import fast, leaf
 from tools.gpu_program.targets import compile_lowered, gpu_mesh
-from tools.hlo import collectives, kernels, memory
+from tools.hlo import collectives, exchanged, kernels, memory
 
 pytestmark = pytest.mark.usefixtures("by_triton")
 
 DEVICES, COLUMNS = 8, 4096
 
 
-def _step(tx, rows):
-    """Bytes stored, moved and temporary per parameter of a shard, and collectives."""
-    params = leaf(rows, COLUMNS)
-    by_rows = NamedSharding(gpu_mesh(DEVICES), P("d"))
-    of_state = lowbit_optax.state_shardings(tx, params, by_rows, uneven="replicate")
+def _compiled(tx, rows, uneven, columns=COLUMNS, axis=AxisType.Auto):
+    """A step on a leaf whose rows are spread over the devices."""
+    params = leaf(rows, columns)
+    by_rows = NamedSharding(gpu_mesh(DEVICES, axis), P("d"))
+    of_state = lowbit_optax.state_shardings(tx, params, by_rows, uneven=uneven)
     place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
     params = place(params, by_rows)
     state = jax.tree.map(place, jax.eval_shape(tx.init, params), of_state)
     step = jax.jit(fast(tx), donate_argnums=(0, 1), out_shardings=(by_rows, of_state))
     with jax.set_mesh(by_rows.mesh):
-        compiled = compile_lowered(step.lower(params, state, params), {})
-    found, per = memory(compiled), rows * COLUMNS / DEVICES
+        return compile_lowered(step.lower(params, state, params), {})
+
+
+def _step(tx, rows, uneven="replicate"):
+    """What :func:`_costs` has of a step on a leaf of 4096 columns."""
+    return _costs(_compiled(tx, rows, uneven), rows, COLUMNS)
+
+
+def _costs(compiled, rows, columns):
+    """Bytes stored, moved and temporary per parameter of a shard, and collectives."""
+    found, per = memory(compiled), rows * columns / DEVICES
     gradient = 2
     return (
         found.argument_size_in_bytes / per - gradient,
@@ -48,6 +57,28 @@ def test_uneven_shards_cost_what_the_page_says(rows):
     assert got[1] == pytest.approx(moved, abs=0.06)
     assert temporary / 2 <= got[2] <= 1.2 * temporary + 0.01
     assert got[3] == count
+
+
+OTHER_AXIS = [
+    (1000, 1024, AxisType.Auto),
+    (1000, 1024, AxisType.Explicit),
+    (4128, 4096, AxisType.Auto),
+    (4072, 4096, AxisType.Auto),
+]
+
+
+@pytest.mark.parametrize(("rows", "columns", "axis"), OTHER_AXIS)
+def test_over_another_axis_a_step_exchanges_and_gathers_nothing(rows, columns, axis):
+    # The gradient, the old and the new parameter are brought to the state's columns:
+    # 2 bytes each, which are read and written to be sent in pieces.
+    tx = lowbit_optax.lowbit_adamw(1e-3)
+    compiled = _compiled(tx, rows, "other_axis", columns, axis)
+    sent = {kind: size * DEVICES for kind, size in exchanged(compiled).items()}
+    assert sent == {"all-to-all": 3 * 2 * rows * columns}
+    stored, moved, temporary, _ = _costs(compiled, rows, columns)
+    assert stored == pytest.approx(5.13, abs=0.01)
+    assert moved <= 12.3 + 3 * 4
+    assert temporary <= 4.1
 
 
 def test_formats_that_pack_nothing_shard_as_their_parameter():

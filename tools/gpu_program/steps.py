@@ -8,6 +8,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import optax
 
 import lowbit_optax
 from tools.gpu_program.dump import compile_with_dump
@@ -29,6 +30,33 @@ def applied(tx):
     def step(params, state, grads):
         updates, state = tx.update(grads, state, params)
         return lowbit_optax.apply_updates(params, updates), state
+
+    return step
+
+
+def with_master(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The usual mixed precision: the updates are the copies of a float32 master."""
+
+    def init(params):
+        master = jax.tree.map(lambda x: x.astype(F32), params)
+        return master, inner.init(master)
+
+    def update(grads, state, params):
+        master, inner_state = state
+        grads = jax.tree.map(lambda g: g.astype(F32), grads)
+        updates, inner_state = inner.update(grads, inner_state, master)
+        master = optax.apply_updates(master, updates)
+        copies = jax.tree.map(lambda m, p: m.astype(p.dtype), master, params)
+        return copies, (master, inner_state)
+
+    return optax.GradientTransformation(init, update)
+
+
+def replaced(tx):
+    """A step whose update is the new parameters, as of :func:`with_master`."""
+
+    def step(params, state, grads):
+        return tx.update(grads, state, params)
 
     return step
 

@@ -15,7 +15,12 @@ import numpy as np
 from lowbit_optax._jaxprs.leaf_program import Program, Ref, decode_scalar, scalar_value
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.landing import Landing
-from lowbit_optax._numerics.random_bits import Draws, RandomBits, moment_draws
+from lowbit_optax._numerics.random_bits import (
+    Draws,
+    RandomBits,
+    moment_draws,
+    row_major,
+)
 from lowbit_optax._numerics.relative import product_by, quotient_by
 from lowbit_optax._step.error_feedback import fed
 from lowbit_optax._step.kernels.rows import MomentRows, WeightRows
@@ -39,12 +44,14 @@ class LeafBody:
       program: from (gradient, master, moments) to (result, moments), in float32. The
         result, which is output 0, is the updated master. It is the update instead if
         the weight format adds updates by itself, or if a float32 leaf's update is asked
-        for.
+        for. After the moments it reads what is computed outside, and the indices.
       weight, moments: how they are stored.
       landing: how the new parameter takes the old one's place.
       is_guarded: whether the first scalar after the keys is the factor by which a guard
         multiplies the gradients.
       when: column of the scalar that tells whether the step happens; None if it does.
+      outside: how many arrays the program reads that are computed outside.
+      reads_index: whether the program reads the row-major indices of elements.
       takes_error: which output is the moment that takes what storing the weight has
         lost. The result is then the update, and the last outputs are ``rate`` and
         ``growth`` of :class:`lowbit_optax._step.error_feedback.Feedback`.
@@ -57,6 +64,8 @@ class LeafBody:
     is_guarded: bool = False
     when: int | None = None
     takes_error: int | None = None
+    outside: int = 0
+    reads_index: bool = False
 
     def with_factors(self) -> "LeafBody":
         """The same, with constant factors of moments moved into their units."""
@@ -73,8 +82,12 @@ class LeafBody:
                 moments[number - 1] = dataclasses.replace(moment, factor=factor)
         return dataclasses.replace(self, program=program, moments=tuple(moments))
 
-    def arrays(self, leaf: StoredLeaf, parts: Sequence) -> Leaf:
-        """What a kernel reads and writes of a leaf, whose moments are these parts."""
+    def arrays(self, leaf: StoredLeaf, parts: Sequence, outside: Sequence = ()) -> Leaf:
+        """What a kernel reads and writes of a leaf, whose moments are these parts.
+
+        ``outside`` are the arrays that are computed outside; without them the leaf is
+        what is stored of it.
+        """
         stored = [leaf.param, *parts]
         fields = [
             Operand(x.codes, rows.blocks.bits) if rows.has_scales else Operand(x)
@@ -100,6 +113,7 @@ class LeafBody:
             for n, x in enumerate(operands)
             if n > 0
         ]
+        operands += [_read_only(x, leaf.param.shape) for x in outside]
         return Leaf(tuple(operands), tuple(results), leaf.param.shape)
 
     def stored(self, leaf: StoredLeaf, arrays: Sequence) -> tuple:
@@ -156,7 +170,7 @@ class LeafBody:
         if takes_error:
             wanted |= {0, *self._rate_and_growth}
         param, residual, new = self._run(
-            sorted(wanted), values, scalars, multiply_add, before
+            sorted(wanted), values, scalars, index, multiply_add, before
         )
         random = RandomBits(scalars[0], scalars[1], index)
         prepared = self._by_number(after)
@@ -190,7 +204,9 @@ class LeafBody:
     def __call__(self, values, scalars, index, multiply_add, before=(), after=()):
         """The new parameter, residual and moments."""
         outputs = range(len(self.program.outputs))
-        param, residual, new = self._run(outputs, values, scalars, multiply_add, before)
+        param, residual, new = self._run(
+            outputs, values, scalars, index, multiply_add, before
+        )
         random = RandomBits(scalars[0], scalars[1], index)
         prepared = self._by_number(after)
         stored_weight = self.weight.stored(
@@ -209,10 +225,10 @@ class LeafBody:
         results: list = [_unless(condition, result, unchanged, scalars)]
         if self.weight.has_residual:
             results.append(_unless(condition, new_residual, residual, scalars))
-        old = values[len(values) - len(self.moments) :]
+        old = values[len(values) - len(self.moments) - self.outside :]
         return results + [
             _unless(rows.unchanged_if, stored[n], x, scalars)
-            for n, (rows, x) in enumerate(zip(self.moments, old, strict=True), 1)
+            for n, (rows, x) in enumerate(zip(self.moments, old, strict=False), 1)
         ]
 
     @property
@@ -238,11 +254,16 @@ class LeafBody:
         """Values per block by output, as far as they are known."""
         return dict(zip(self._scaled, per_scale, strict=False))
 
-    def _run(self, outputs: Sequence[int], values, scalars, multiply_add, before):
+    def _run(
+        self, outputs: Sequence[int], values, scalars, index, multiply_add, before
+    ):
         """``(param, residual, some outputs of the program by number)``."""
         grad, param, *rest = values
         residual = rest.pop(0) if self.weight.has_residual else None
         prepared = self._by_number(before)
+        rest, outside = rest[: len(self.moments)], rest[len(self.moments) :]
+        if self.reads_index:
+            outside.append(row_major(param.shape) if index is None else index)
         # First: in another order LPMM's kernel takes more registers.
         moments = self._decoded(rest, prepared, multiply_add)
         is_wide = not (is_narrow(grad.dtype) or is_narrow(param.dtype))
@@ -251,7 +272,7 @@ class LeafBody:
         if self.is_guarded:
             grad = grad * decode_scalar(scalars[KEYS], np.dtype(np.float32))
         master = self.weight.master(param, residual, prepared.get(0))
-        program, rows = self.program.only(outputs), [grad, master, *moments]
+        program, rows = self.program.only(outputs), [grad, master, *moments, *outside]
         results = program.run(rows, scalars[KEYS:], multiply_add)
         return param, residual, dict(zip(outputs, results, strict=True))
 
@@ -297,6 +318,12 @@ class LeafBody:
         second = self.moments[n - 1]
         given = stored[n], prepared.get(n), multiply_add
         return quotient_by(new, *second.radicand(*given))
+
+
+def _read_only(array: jax.Array, shape: tuple[int, ...]) -> Operand:
+    """An operand of a leaf's shape, or with one element along some axes."""
+    lengths = enumerate(zip(array.shape, shape, strict=True))
+    return Operand(array, repeated=tuple(axis for axis, (n, m) in lengths if n != m))
 
 
 def _unless(condition: Ref | None, new, old, scalars):

@@ -10,6 +10,8 @@ import collections
 import dataclasses
 import functools
 import math
+import typing
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +19,9 @@ from jax import lax
 
 from lowbit_optax._jaxprs import elementwise
 from lowbit_optax._jaxprs.elementwise import NotElementwise, Scalars
-from lowbit_optax._jaxprs.graph import Node, constant
+from lowbit_optax._jaxprs.graph import Node, constant, made_of
 from lowbit_optax._jaxprs.leaf_program import Ref
+from lowbit_optax._jaxprs.outside import completed
 from lowbit_optax._step import trees
 from lowbit_optax._step.inner_update import InnerUpdate
 from lowbit_optax._step.kernels.body import KEYS, LeafBody
@@ -42,10 +45,12 @@ class LeafKernel:
     Args:
       body: what the kernel computes.
       parts: numbers of the inner state's parts that are the leaf's moments.
+      outside: what its program reads that XLA computes.
     """
 
     body: LeafBody
     parts: tuple[int, ...]
+    outside: tuple[Node, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,12 +84,26 @@ class KernelPlan:
                     "leaves"
                 )
 
-    def arrays(self, step: Step) -> dict[int, Leaf]:
-        """What the kernels read and write, by the numbers of the leaves."""
+    def arrays(self, step: Step, values: Mapping | None = None) -> dict[int, Leaf]:
+        """What the kernels read and write, by the numbers of the leaves.
+
+        Args:
+          step: whose arrays.
+          values: by node, what is computed outside; None for what is stored alone.
+        """
         return {
-            i: x.body.arrays(step.leaves[i], [step.parts[part] for part in x.parts])
+            i: x.body.arrays(
+                step.leaves[i],
+                [step.parts[part] for part in x.parts],
+                [] if values is None else [values[node] for node in x.outside],
+            )
             for i, x in self.kernels.items()
         }
+
+    @property
+    def outside(self) -> list[Node]:
+        """What the kernels read that XLA computes."""
+        return [node for x in self.kernels.values() for node in x.outside]
 
     def only_blocks(self) -> "KernelPlan":
         """The plan of the leaves that XLA updates block by block on a CPU.
@@ -166,30 +185,75 @@ class _Planner:
             raise NotElementwise(f"it has side effects: {self.traced.closed.effects}")
         weight = WeightRows.of(leaf)
         _check_leaf(leaf.param, weight)
-        parts = self._parts_of(i)
-        inputs = [nodes.grads[i], nodes.masters[i], *(nodes.state[s] for s in parts)]
         if update.aval.dtype != jnp.float32:
             raise NotElementwise(f"its update is {update.aval.dtype}")
         adds = step.landing.is_direct if leaf.format is None else leaf.format.stores_sum
         result = graph.apply(lax.add, nodes.masters[i], update) if adds else update
+        parts = self._parts_of(i)
+        try:
+            return self._kernel(i, weight, self._rows_of(i, result, parts))
+        except NotElementwise:
+            # What is not packed XLA stores in one pass with what it is computed from.
+            if not weight.is_packed or self.is_exact or self.for_tpus:
+                raise
+        return self._kernel(i, weight, self._completed(i, result, parts))
+
+    def _rows_of(self, i: int, result: Node, parts: tuple[int, ...]) -> "_Rows":
+        """The results of a leaf from its own rows: gradient, master and moments."""
+        nodes, feedback = self.traced.nodes, self.traced.feedback[i]
+        own = [nodes.grads[i], nodes.masters[i], *(nodes.state[s] for s in parts)]
         outputs = [result, *(nodes.new_state[s] for s in parts)]
         for node in outputs:
-            _check_result(node, leaf.param.shape)
-        feedback = self.traced.feedback[i]
+            _check_result(node, nodes.masters[i].aval.shape)
         if feedback is not None:
             if feedback.part not in parts:
                 raise NotElementwise("its moment for rounding errors is not its own")
             outputs += [feedback.rate, feedback.growth]
+        return _Rows(parts, own, outputs)
+
+    def _completed(self, i: int, result: Node, parts: tuple[int, ...]) -> "_Rows":
+        """The results of a leaf from its own rows and from arrays that XLA computes.
+
+        A float32 moment that XLA computes on its way to these is left to it.
+        """
+        nodes, storage = self.traced.nodes, self.traced.step.plan.storage
+        rows = self._rows_of(i, result, parts)
+        found = completed(rows.outputs, rows.inputs, self.scalars.graph)
+        computed = frozenset(made_of(x.stored for x in found.outside))
+        left = {
+            s for s in parts if storage[s] is None and nodes.new_state[s] in computed
+        }
+        if left:
+            kept = tuple(s for s in parts if s not in left)
+            rows = self._rows_of(i, result, kept)
+            written = [nodes.new_state[s] for s in left]
+            found = completed(rows.outputs, rows.inputs, self.scalars.graph, written)
+        step = self.traced.step
+        if needs_loop(step.leaves[i].param.shape) and found.outside:
+            raise NotElementwise("it has too many elements for arrays from outside")
+        inputs = [*rows.inputs, *(x.node for x in found.outside)]
+        if found.index is not None:
+            if step.layer is not None:
+                raise NotElementwise("its random bits are those of a layer")
+            inputs.append(found.index)
+        arrays = tuple(x.stored for x in found.outside)
+        return _Rows(rows.parts, inputs, found.outputs, arrays)
+
+    def _kernel(self, i: int, weight: WeightRows, rows: "_Rows") -> LeafKernel:
+        """The kernel of a leaf whose results are elementwise in these rows."""
+        step, parts = self.traced.step, rows.parts
+        leaf, feedback = step.leaves[i], self.traced.feedback[i]
         when, stays = self._conditions(i, parts)
         program = elementwise.program_of(
-            outputs,
-            inputs,
+            rows.outputs,
+            rows.inputs,
             self.scalars,
             # The kernels of float16 leaves are twice as long. They would save 2% of
             # their instructions and take 18% more registers.
             takes_factors_out=leaf.param.dtype != jnp.float16,
             is_exact=self.is_exact,
         )
+        known = 2 + len(parts) + len(rows.outside)
         body = LeafBody(
             program=program,
             weight=dataclasses.replace(weight, unchanged_if=stays[0]),
@@ -198,10 +262,13 @@ class _Planner:
             is_guarded=bool(step.guard.scalars),
             when=when,
             takes_error=None if feedback is None else 1 + parts.index(feedback.part),
+            outside=len(rows.outside),
+            reads_index=len(rows.inputs) > known,
         )
         if not self.for_tpus:
             _check_fields(body.arrays(leaf, [step.parts[s] for s in parts]))
-        return LeafKernel(body if self.is_exact else body.with_factors(), parts)
+        body = body if self.is_exact else body.with_factors()
+        return LeafKernel(body, parts, rows.outside)
 
     def _moments(self, i: int, parts: tuple[int, ...], stays: list[Ref | None]):
         """The moments of a leaf's body."""
@@ -273,6 +340,22 @@ class _Planner:
                 inputs = elementwise.inputs_of([new], shape)
                 found.setdefault(shape, []).append((number, old, inputs))
         return found
+
+
+class _Rows(typing.NamedTuple):
+    """What the program of a leaf reads and computes.
+
+    Args:
+      parts: of the state, the leaf's moments.
+      inputs: gradient, master, moments, what is outside, and the indices if needed.
+      outputs: the result, the moments, and what feedback needs.
+      outside: what is computed outside, as it is stored.
+    """
+
+    parts: tuple[int, ...]
+    inputs: list[Node]
+    outputs: list[Node]
+    outside: tuple[Node, ...] = ()
 
 
 def needs_loop(shape: tuple[int, ...]) -> bool:

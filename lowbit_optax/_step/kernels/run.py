@@ -77,7 +77,7 @@ class Kernels:
         feedback = {
             i: x for i, x in enumerate(traced.feedback) if x is not None and i in others
         }
-        wanted = [*plan.scalars.nodes, *others.values(), *rest.values()]
+        wanted = [*plan.scalars.nodes, *others.values(), *rest.values(), *plan.outside]
         wanted += [x for x in (*leaf_if, *(part_if[i] for i in rest)) if x is not None]
         wanted += [x for into in feedback.values() for x in into[1:]]
         known = self._sums_of_squares(step, wanted, implementation)
@@ -98,7 +98,8 @@ class Kernels:
             layer=self.layer,
             implementation=implementation,
         )
-        leaves = {i: in_stacks(x, self.layer) for i, x in plan.arrays(step).items()}
+        arrays = plan.arrays(step, values).items()
+        leaves = {i: in_stacks(x, self.layer) for i, x in arrays}
         for i, arrays in launches.run(leaves).items():
             leaf = step.leaves[i]
             new, residuals[i], moments = kernels[i].body.stored(leaf, arrays)
@@ -259,7 +260,8 @@ class Launches:
         dtypes = tuple(x.dtype for x in leaf.arrays)
         is_small = not leaf.has_words_or_blocks and size <= MAX_ELEMENTS_OF_SMALL_LEAF
         shape = None if is_small else leaf.shape
-        return self.bodies[number], dtypes, shape, self._axes(number)
+        repeated = tuple(x.repeated for x in leaf.operands)
+        return self.bodies[number], dtypes, shape, repeated, self._axes(number)
 
     def _launch(self, numbers: list[int], leaves: Sequence[Leaf]):
         """The results of leaves that share a kernel, or of a leaf that needs many."""

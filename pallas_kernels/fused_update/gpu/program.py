@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.fused_update.gpu.kernel import Kernel
+from pallas_kernels.fused_update.gpu.kernel import Kernel, Tiling
 from pallas_kernels.fused_update.gpu.lanes import (
     Arrangement,
     BlockPlaces,
@@ -154,6 +154,8 @@ class _Program:
             return _PerBlock(number, layer, lanes.blocks_of(like.block_size))
         if like.bits is not None:
             return Packed(number, layer, lanes, like.bits, self._instructions)
+        if like.repeated:
+            return _Repeated(number, lanes.tiling, like.repeated)
         return _Plain(number, layer, lanes.tiling.width)
 
     def update(self) -> None:
@@ -227,7 +229,7 @@ class _Program:
             (number, row.number): x.access(row)
             for row in rows
             for number, x in enumerate(self._reads)
-            if isinstance(x, _Plain)
+            if isinstance(x, (_Plain, _Repeated))
         }
 
     def _load(self, wanted: "_Accesses") -> dict[tuple[int, int], typing.Any]:
@@ -316,6 +318,37 @@ class _Plain(typing.NamedTuple):
     def access(self, row: Row) -> Access:
         """The elements of a row of lanes."""
         return Access(self.number, self.layer, row.offset, row.exists, self.width)
+
+
+class _Repeated(typing.NamedTuple):
+    """An operand that has one element along some axes of the leaf.
+
+    Args:
+      number: of it.
+      tiling: of the leaf.
+      repeated: these axes.
+    """
+
+    number: int
+    tiling: Tiling
+    repeated: tuple[int, ...]
+
+    def access(self, row: Row) -> Access:
+        """What a row of lanes reads."""
+        rest, place, stride = row.offset.astype(jnp.uint32), jnp.int32(0), 1
+        axes = enumerate(self.tiling.shape)
+        runs = itertools.groupby(axes, lambda axis: axis[0] in self.repeated)
+        sizes = [(gone, math.prod(n for _, n in run)) for gone, run in runs]
+        for gone, size in reversed(sizes):
+            along = jnp.full_like(rest, size)
+            if not gone:
+                within = lax.rem(rest, along).astype(jnp.int32)
+                place, stride = place + within * np.int32(stride), stride * size
+            rest = lax.div(rest, along)
+        # Lanes of a tile are neighbours along the last axis.
+        width = 1 if len(self.tiling.shape) - 1 in self.repeated else self.tiling.width
+        place = jnp.broadcast_to(place, row.offset.shape)
+        return Access(self.number, None, place, row.exists, width)
 
 
 class _PerBlock(typing.NamedTuple):

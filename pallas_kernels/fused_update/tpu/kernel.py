@@ -71,7 +71,7 @@ def accepts(body: Body | BlockBody, leaf: Leaf, scalars: int) -> bool:
       leaf: whole, its operands with arrays or their ShapeDtypeStructs.
       scalars: how many the body gets.
     """
-    if len(leaf.shape) < 2:
+    if len(leaf.shape) < 2 or any(operand.repeated for operand in leaf.operands):
         return False
     merged = merged_shape(leaf, leaf.shape, leaf.shape)
     leaf = dataclasses.replace(leaf, shape=merged)

@@ -333,7 +333,7 @@ def test_a_traced_step_leaves_the_choice_to_the_platform():
     assert "pallas_call" in programs["pallas"]
     alone = {"kernel": params["kernel"]}, {"kernel": grads["kernel"]}
     assert "platform_index" not in step_program(
-        lowbit(MUON, weights=extra_bits(16), moments="float32"), *alone
+        lowbit(MUON, weights=kahan(), moments="float32"), *alone
     )
 
 

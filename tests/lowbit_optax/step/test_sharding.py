@@ -196,12 +196,45 @@ def test_shards_that_are_no_whole_words_give_the_same_numbers(name):
 
 
 CUT = {
-    "one row each": ((8, 1024), jax.P("x"), "shards of 1 along axis 0.*multiples of 4"),
-    "a row of a word too many": ((40, 512), jax.P("x"), "shards of 5.*multiples of 4"),
-    "half a block": ((32, 512), jax.P("x"), "shards of 4 along axis 0.*multiples of 8"),
-    "two columns": ((64, 16), jax.P(None, "x"), "of 2 along axis 1.*multiples of 4"),
+    "one row each": ((8, 40), jax.P("x"), "shards of 1 along axis 0.*multiples of 8"),
+    "half a block": ((32, 36), jax.P("x"), "shards of 4 along axis 0.*multiples of 8"),
+    "two columns": ((40, 16), jax.P(None, "x"), "of 2 along axis 1.*multiples of 4"),
     "half a vector": ((1024,), jax.P("x"), "of 128 along axis 0.*multiples of 256"),
 }
+UNEVEN = {
+    "125 rows each": ((1000, 64), jax.P("x"), jax.P(None, "x")),
+    "one row each": ((8, 512), jax.P("x"), jax.P(None, "x")),
+    "half a block": ((32, 512), jax.P("x"), jax.P(None, "x")),
+    "two columns": ((64, 16), jax.P(None, "x"), jax.P("x")),
+}
+
+
+@AXES
+@pytest.mark.parametrize(("shape", "spec", "other"), UNEVEN.values(), ids=UNEVEN)
+def test_state_of_uneven_shards_lies_along_another_axis(shape, spec, other, axis_type):
+    tx = lowbit_optax.lowbit_adamw(0.01, min_size=0)
+    mesh = _mesh(axis_type)
+    sharding, moved = (jax.NamedSharding(mesh, x) for x in (spec, other))
+    params, grads = _arrays(*shape)
+    want = _trained(tx, params, grads)
+    with jax.set_mesh(mesh):
+        if axis_type == AxisType.Auto:
+            placed = lowbit_optax.state_shardings(
+                tx, params, sharding, uneven="other_axis"
+            )
+            state = jax.jit(tx.init, out_shardings=placed)(params)
+        params, grads = jax.device_put((params, grads), sharding)
+        if axis_type == AxisType.Explicit:
+            state = jax.jit(tx.init)(params)
+        _assert_placed(state, moved)
+        for advance in (lowbit_optax.step, apply):
+            got = train(tx, params, state, grads, advance)
+            assert_same_bits(got, want)
+        if axis_type == AxisType.Explicit:
+            _assert_placed(got[0], sharding)
+            _assert_placed(got[1], moved)
+            masters = lowbit_optax.master_weights(*got)
+            assert_same_bits(masters, lowbit_optax.master_weights(*want))
 
 
 @pytest.mark.parametrize(("shape", "spec", "message"), CUT.values(), ids=CUT)

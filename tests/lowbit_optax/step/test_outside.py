@@ -1,0 +1,85 @@
+"""Kernels of steps that are not elementwise give the numbers of XLA's steps."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from exact_steps import normal, trained
+from optimizers import apply, gradient_series, spec_of
+
+import lowbit_optax
+from lowbit_optax import kahan
+from lowbit_optax._jaxprs.expansions import erf_inv
+
+pytestmark = pytest.mark.standard_promotion
+
+INNERS = {
+    "clipped": optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.01)),
+    "factored": optax.adafactor(0.01, min_dim_size_to_factor=8),
+    "factored, momentum": optax.adafactor(0.01, min_dim_size_to_factor=8, momentum=0.9),
+    "matrices": optax.contrib.muon(0.01),
+    "noise": optax.noisy_sgd(0.01, key=0),
+    "sums": optax.sm3(0.01),
+}
+SHAPES = [(100, 72), (3, 40, 48)]
+ADVANCES = {"step": lowbit_optax.step, "update": apply}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", INNERS)
+def test_a_kernel_reads_what_xla_has_computed(name, shape):
+    params = {"kernel": normal(shape, jnp.bfloat16)}
+    advance = ADVANCES["update" if len(shape) == 3 else "step"]
+    make = functools.partial(lowbit_optax.lowbit, INNERS[name])
+    series = gradient_series(params, 2)
+    got, want = (
+        trained(x, params, series, advance, make=make) for x in ("pallas", "xla")
+    )
+    assert spec_of(got) == spec_of(want)
+    for own, other in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        if jnp.issubdtype(own.dtype, jax.dtypes.prng_key):
+            own, other = jax.random.key_data(own), jax.random.key_data(other)
+        # Products may be contracted with sums.
+        if own.dtype == jnp.float32:
+            np.testing.assert_allclose(own, other, rtol=2**-18, atol=2**-22)
+        else:
+            assert np.mean(np.asarray(own) != np.asarray(other)) <= 0.02
+
+
+@pytest.mark.parametrize("name", ["factored", "noise"])
+@pytest.mark.parametrize(
+    "spec", [jax.P("x"), jax.P(None, "x")], ids=["rows", "columns"]
+)
+def test_kernels_on_shards_read_their_parts(name, spec):
+    params = {"kernel": normal((128, 64), jnp.bfloat16)}
+    make = functools.partial(lowbit_optax.lowbit, INNERS[name])
+    series = gradient_series(params, 2)
+    (want, _) = trained("pallas", params, series, make=make)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    params = jax.device_put(params, jax.NamedSharding(mesh, spec))
+    (got, _) = trained("pallas", params, series, make=make)
+    # Sums over devices are in another order.
+    differ = np.asarray(got["kernel"]) != np.asarray(want["kernel"])
+    assert np.mean(differ) <= (0.01 if name == "factored" else 0)
+
+
+@pytest.mark.parametrize("name", ["noise", "factored"])
+def test_without_packed_fields_there_is_no_such_kernel(name):
+    params = {"kernel": normal((100, 72), jnp.bfloat16)}
+    with pytest.raises(ValueError, match="is not elementwise"):
+        trained(
+            "pallas",
+            params,
+            gradient_series(params, 1),
+            inner=INNERS[name],
+            weights=kahan(),
+        )
+
+
+def test_the_inverse_error_function_is_xlas():
+    x = jnp.linspace(-1, 1, 2001, dtype=jnp.float32)
+    want = np.asarray(jax.lax.erf_inv(x))
+    np.testing.assert_allclose(np.asarray(jax.jit(erf_inv)(x)), want, rtol=2**-21)
