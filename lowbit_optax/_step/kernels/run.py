@@ -32,12 +32,12 @@ from lowbit_optax._step.layers import Layer
 from lowbit_optax._step.leaf import axes_of_shards, number_of_shard
 from lowbit_optax._step.step import Step, Stepped
 from pallas_kernels.fused_update import (
-    MAX_ELEMENTS_OF_SMALL_LEAF,
     Leaf,
     Scalars,
     blocked,
     fused_update,
     fused_update_many,
+    sharing_kind,
 )
 from pallas_kernels.platforms import Implementation
 from pallas_kernels.reductions import MIN_ARRAYS, sums_of_squares
@@ -203,7 +203,7 @@ class _Launches:
             groups.setdefault(self._group(i, leaf), []).append(i)
         written = {}
         for numbers in groups.values():
-            numbers.sort(key=lambda i: math.prod(leaves[i].shape))
+            numbers.sort(key=lambda i: (math.prod(leaves[i].shape), leaves[i].shape))
             shared = [leaves[i] for i in numbers]
             written |= zip(numbers, self._launch(numbers, shared), strict=True)
         return written
@@ -218,9 +218,8 @@ class _Launches:
         if self._is_layer(number) or size >= MIN_ELEMENTS_ALONE:
             return number
         dtypes = tuple(x.dtype for x in leaf.arrays)
-        is_small = not leaf.has_words_or_blocks and size <= MAX_ELEMENTS_OF_SMALL_LEAF
-        shape = None if is_small else leaf.shape
-        return self.bodies[number], dtypes, shape, self._axes(number)
+        kind = sharing_kind(leaf, self.implementation)
+        return self.bodies[number], dtypes, kind, self._axes(number)
 
     def _launch(self, numbers: list[int], leaves: Sequence[Leaf]):
         """The results of leaves that share a kernel, or of a leaf that needs many."""
