@@ -218,7 +218,8 @@ class _Launches:
         if self._is_layer(number) or size >= MIN_ELEMENTS_ALONE:
             return number
         dtypes = tuple(x.dtype for x in leaf.arrays)
-        kind = sharing_kind(leaf, self.implementation)
+        implementation = typing.cast(Implementation, self.implementation)
+        kind = sharing_kind(leaf, implementation)
         return self.bodies[number], dtypes, kind, self._axes(number)
 
     def _launch(self, numbers: list[int], leaves: Sequence[Leaf]):

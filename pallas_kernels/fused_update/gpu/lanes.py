@@ -135,13 +135,12 @@ class Lanes:
     @property
     def row_stride(self) -> Scalar:
         """Elements from one row to the next."""
-        stride = self.numbers.get("row_stride", np.int32(self.tiling.row_stride))
-        return typing.cast(Scalar, stride)
+        return self.numbers.get("row_stride", np.int32(self.tiling.row_stride))
 
     @property
     def _row_index(self) -> Scalar:
         """The same of indices, modulo 2^32."""
-        return typing.cast(Scalar, self.numbers.get("row_index", self.row_stride))
+        return self.numbers.get("row_index", self.row_stride)
 
     def _exists(self, row: jax.Array, offset: jax.Array) -> jax.Array | None:
         """Which lanes have an element on a row; None if all have."""
@@ -211,14 +210,14 @@ class TiledLanes(Lanes):
         tiling, stride = self.tiling, self.row_stride
         height, words = period(bits)
         row = lax.div(self.row, jnp.full_like(self.row, height)) * np.int32(words)
-        rows, first = self.numbers.get(f"word_rows {bits}"), row + start
-        first = self.arrangement.spread(first)
+        first = self.arrangement.spread(row + start)
         if self.lead is not None:
-            first = self.lead * rows + first
+            first = self.lead * self.numbers[f"word_rows {bits}"] + first
         first = _bounded(first * stride + self.column, tiling)
         offsets = [first + np.int32(n) * stride for n in range(count)]
         masks = [self.inside] * count
         if tiling.cuts_words(bits):
+            rows = self.numbers[f"word_rows {bits}"]
             exist = (row + (start + np.int32(n)) < rows for n in range(count))
             masks = [_both(self.inside, each, self.arrangement) for each in exist]
         return list(zip(offsets, masks, strict=True))
@@ -262,16 +261,16 @@ class BlockPlaces:
     def of_chunk(self, chunk: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Offsets of the blocks that a chunk of rows crosses, and which exist."""
         tiling, size, numbers = self.arrangement.tiling, self.block_size, self.numbers
-        row, rows = self.row + chunk, numbers.get(f"block_rows {size}")
-        row_blocks = numbers[f"blocks {size}"]
-        if tiling.pieces[0] > 1:
-            row_blocks = row_blocks * numbers["pieces"].by
-        first = row if self.lead is None else self.lead * rows + row
+        row, rows = self.row + chunk, f"block_rows {size}"
         offset, mask = self.offset, self.inside
         if offset is None:
+            row_blocks = numbers[f"blocks {size}"]
+            if tiling.pieces[0] > 1:
+                row_blocks = row_blocks * numbers["pieces"].by
+            first = row if self.lead is None else self.lead * numbers[rows] + row
             offset = first * row_blocks + self.place
         if tiling.cuts_block_rows(size):
-            exist = jnp.broadcast_to(row < rows, self.place.shape)
+            exist = jnp.broadcast_to(row < numbers[rows], self.place.shape)
             mask = exist if mask is None else exist & mask
         return offset, mask
 

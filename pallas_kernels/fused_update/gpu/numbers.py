@@ -65,7 +65,7 @@ class Divisor:
 
     def divide(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The quotient and the remainder."""
-        if isinstance(self.by, np.int32) and self.by == 1:
+        if not isinstance(self.by, jax.Array) and self.by == 1:
             return x, jnp.zeros_like(x)
         by = jnp.full_like(x, self.by)
         if self.reciprocal is None or self.instructions is None:
@@ -77,13 +77,13 @@ class Divisor:
         return quotient, x - quotient * by
 
 
-Numbers = Mapping[str, Scalar | Divisor]
-"""By name; see :attr:`.tiling.Tiling.numbers`."""
+Numbers = Mapping[str, typing.Any]
+"""Scalars and divisors by name; see :meth:`.tiling.Tiling.numbers`."""
 
 
-def constants(numbers: Mapping[str, Number]) -> dict[str, typing.Any]:
+def constants(numbers: Mapping[str, Number]) -> Numbers:
     """The numbers as constants."""
-    found = {}
+    found: dict[str, Scalar | Divisor] = {}
     for name, x in numbers.items():
         value = np.uint32(x.value).view(np.int32)
         found[name] = Divisor(value) if x.divides else value
@@ -134,9 +134,7 @@ class Table:
             first = jnp.where(is_beyond, end, first)
         return leaf, program - first, program < ends[-1]
 
-    def read(
-        self, ref, leaf: jax.Array, instructions: Instructions | None
-    ) -> dict[str, typing.Any]:
+    def read(self, ref, leaf: jax.Array, instructions: Instructions | None) -> Numbers:
         """The numbers of a leaf."""
         width = sum(3 if divides else 1 for *_, divides in self.kinds)
         first = np.int32(self.leaves) + leaf * np.int32(width)

@@ -4,6 +4,7 @@ What each program of the kernel does is in :mod:`.program`.
 """
 
 import functools
+import typing
 
 import jax
 from jax.experimental import pallas as pl
@@ -53,7 +54,7 @@ def _call(kernel: Kernel, written: tuple[jax.ShapeDtypeStruct, ...]):
     It is the same function for equal leaves, and when the same leaf is traced again, as
     JAX's transformations do; JAX then does not trace the kernel again.
     """
-    specs = {}
+    specs: dict[str, typing.Any] = {}
     if kernel.numbers is not None and not kernel.interpret:
         # Where a block is a whole array, the array's size is in the kernel's text.
         block = pl.BlockSpec((_LARGEST,), lambda _: (0,))

@@ -164,7 +164,7 @@ MANY += [
     ]
     for count in (2, 5, 9)
 ]
-# Matrices and stacks of them, of even, ragged and odd rows and columns, and folded axes.
+# Matrices and stacks of even, ragged and odd rows and columns, and folded axes.
 DIFFERENT = [(64, 16), (70, 33), (3, 16, 24), (8, 260), (3, 3, 40, 12), (2, 70, 64)]
 DIFFERENT += [(5, 40, 24), (24, 3, 8), (1000,), (2, 2048), (71, 33), (129, 8), (4, 320)]
 MANY += [
