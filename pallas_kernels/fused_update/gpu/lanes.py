@@ -181,7 +181,7 @@ class TiledLanes(Lanes):
         arrangement, tiling = self.arrangement, self.tiling
         height, width = block_shape(block_size)
         exist, number = self.exist, self.numbers_of_blocks
-        largest = _places(tiling, self.numbers, self.program, number)
+        largest = _places(tiling, self.numbers, self.program, arrangement.blocks())
         lead, step, piece, block = largest
         blocks = self.numbers[f"blocks {block_size}"]
         row = step * np.int32(tiling.step_rows // height)
@@ -304,7 +304,9 @@ def lanes_of(
     if "all_blocks" in numbers:
         exist = number < numbers["all_blocks"]
         inside = arrangement.expand(wide < numbers["all_blocks"])
-    lead, step, piece, block = _places(tiling, numbers, program, wide)
+    lead, step, piece, block = _places(
+        tiling, numbers, program, spread(arrangement.blocks())
+    )
     row = step * np.int32(tiling.step_rows)
     in_piece = spread(block * np.int32(tiling.block_shape[1]))
     if tiling.tiles > 1:
@@ -331,9 +333,10 @@ def lanes_of(
         numbers_of_blocks=number,
         exist=exist,
     )
-    first = spread(row * lanes.row_stride) + column
+    first = spread(row * lanes.row_stride)
     if lead is not None:
         first = spread(lead * numbers["lead_stride"]) + first
+    first = first + column
     if tiling.is_whole:
         index = base + first.astype(jnp.uint32)
     else:
@@ -341,8 +344,8 @@ def lanes_of(
     return dataclasses.replace(lanes, first=first, index=index)
 
 
-def _places(tiling: Tiling, numbers: Numbers, program: jax.Array, number: jax.Array):
-    """Where a program's largest blocks are, by their numbers.
+def _places(tiling: Tiling, numbers: Numbers, program: jax.Array, start: jax.Array):
+    """Where a program's largest blocks are, by their numbers in the program.
 
     Returns:
       lead, step, piece and block: which matrix, which step down its rows, which piece
@@ -354,8 +357,9 @@ def _places(tiling: Tiling, numbers: Numbers, program: jax.Array, number: jax.Ar
         # The program's blocks are in one row: most of its numbers are scalars.
         of_a_row = Divisor(np.int32(tiling.blocks // at_once))
         rest, part = of_a_row.divide(program)
-        block = number - (program - part) * np.int32(at_once)
+        block = part * np.int32(at_once) + start
     else:
+        number = program * np.int32(at_once) + start
         rest, block = numbers["blocks"].divide(number)
     piece = lead = None
     if "pieces" in numbers:

@@ -279,12 +279,18 @@ class Tiling:
 
     @functools.cached_property
     def is_whole(self) -> bool:
-        """Whether indices, from the first element's, are offsets in plain arrays."""
-        return self.shape[1:] == self.leaf_shape[1:]
+        """Whether indices, from the first element's, are offsets in plain arrays.
+
+        Loops count both: that takes fewer registers.
+        """
+        return self.is_simple and self.shape[1:] == self.leaf_shape[1:]
 
     @functools.cached_property
     def is_one_matrix(self) -> bool:
         """Whether its matrices, one below the other, are one for words and blocks."""
+        if self.cuts_rows or not self.is_simple:
+            # A remainder has bounds, by which masks and loops take fewer registers.
+            return False
         if self.lead == 1:
             return True
         rows = self.steps * self.step_rows
@@ -295,7 +301,7 @@ class Tiling:
                 for size in self.block_sizes
             ),
         ]
-        return self.is_whole and not self.cuts_rows and all(ends)
+        return self.is_whole and all(ends)
 
     @functools.cached_property
     def cuts_rows(self) -> bool:
