@@ -187,7 +187,9 @@ class TiledLanes(Lanes):
         row = step * np.int32(tiling.step_rows // height)
         places = functools.partial(BlockPlaces, arrangement, self.numbers, block_size)
         if block_size == tiling.block_size:
-            is_next = lead is None and piece is None and height == tiling.step_rows
+            # Where a program's blocks are in one row, most of an offset is a scalar.
+            is_next = "all_blocks" in self.numbers and height == tiling.step_rows
+            is_next = is_next and lead is None and piece is None
             place = block if piece is None else piece * blocks + block
             return places(lead, row, place, exist, number if is_next else None)
         count = tiling.block_size // block_size
