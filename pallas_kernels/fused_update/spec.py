@@ -11,10 +11,7 @@ import numpy as np
 from pallas_kernels.layout import TILE_ROWS, Layout, block_shape, layout_of, period
 
 MAX_ELEMENTS_OF_SMALL_LEAF = 4 * 4096
-"""Larger leaves without words and blocks share a kernel only with their equals.
-
-Where leaves differ in size, each has as many programs as the largest.
-"""
+"""Up to so many elements, leaves without words and blocks share smaller programs."""
 
 MultiplyAdd = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 

@@ -9,14 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.fused_update.gpu.numbers import Divisor, Numbers, Scalar
+from pallas_kernels.fused_update.gpu.numbers import Numbers, Scalar
+from pallas_kernels.fused_update.gpu.places import index_of, places, z_order
 from pallas_kernels.fused_update.gpu.tiling import Tiling
 from pallas_kernels.layout import (
     FOLD,
-    MAX_BLOCK_SIZE,
     TILE_COLUMNS,
     TILE_ROWS,
-    TILE_SIZE,
     block_shape,
     period,
 )
@@ -181,19 +180,19 @@ class TiledLanes(Lanes):
         arrangement, tiling = self.arrangement, self.tiling
         height, width = block_shape(block_size)
         exist, number = self.exist, self.numbers_of_blocks
-        largest = _places(tiling, self.numbers, self.program, arrangement.blocks())
+        largest = places(tiling, self.numbers, self.program, arrangement.blocks())
         lead, step, piece, block = largest
         blocks = self.numbers[f"blocks {block_size}"]
         row = step * np.int32(tiling.step_rows // height)
-        places = functools.partial(BlockPlaces, arrangement, self.numbers, block_size)
+        of_block = functools.partial(BlockPlaces, arrangement, self.numbers, block_size)
         if block_size == tiling.block_size:
             # Where a program's blocks are in one row, most of an offset is a scalar.
             is_next = "all_blocks" in self.numbers and height == tiling.step_rows
             is_next = is_next and lead is None and piece is None
             place = block if piece is None else piece * blocks + block
-            return places(lead, row, place, exist, number if is_next else None)
+            return of_block(lead, row, place, exist, number if is_next else None)
         count = tiling.block_size // block_size
-        part_row, part_column = _z_order(arrangement.parts(count), height == width)
+        part_row, part_column = z_order(arrangement.parts(count), height == width)
         each = arrangement.over_parts
         column = each(block) * np.int32(tiling.block_shape[1] // width) + part_column
         exist = None if exist is None else each(exist)
@@ -203,7 +202,7 @@ class TiledLanes(Lanes):
             exist = jnp.broadcast_to(exist, column.shape)
         place = column if piece is None else each(piece) * blocks + column
         lead = None if lead is None else each(lead)
-        return places(lead, each(row) + part_row, place, exist)
+        return of_block(lead, each(row) + part_row, place, exist)
 
     def words(
         self, bits: int, start: jax.Array, count: int
@@ -306,13 +305,13 @@ def lanes_of(
     if "all_blocks" in numbers:
         exist = number < numbers["all_blocks"]
         inside = arrangement.expand(wide < numbers["all_blocks"])
-    lead, step, piece, block = _places(
+    lead, step, piece, block = places(
         tiling, numbers, program, spread(arrangement.blocks())
     )
     row = step * np.int32(tiling.step_rows)
     in_piece = spread(block * np.int32(tiling.block_shape[1]))
     if tiling.tiles > 1:
-        tile_row, tile_column = _z_order(spread(arrangement.parts(tiling.tiles)), False)
+        tile_row, tile_column = z_order(spread(arrangement.parts(tiling.tiles)), False)
         in_piece = in_piece + tile_column * np.int32(TILE_COLUMNS)
         if tiling.block_shape[0] > TILE_ROWS:
             row = spread(row) + tile_row * np.int32(TILE_ROWS)
@@ -342,84 +341,8 @@ def lanes_of(
     if tiling.is_whole:
         index = base + first.astype(jnp.uint32)
     else:
-        index = base + _index(arrangement, numbers, lead, row, piece, in_piece)
+        index = base + index_of(tiling, numbers, spread, lead, row, piece, in_piece)
     return dataclasses.replace(lanes, first=first, index=index)
-
-
-def _places(tiling: Tiling, numbers: Numbers, program: jax.Array, start: jax.Array):
-    """Where a program's largest blocks are, by their numbers in the program.
-
-    Returns:
-      lead, step, piece and block: which matrix, which step down its rows, which piece
-      of the row, and which block of the piece. The lead is None where all matrices are
-      one, and the piece where there is only one. Some may be scalars.
-    """
-    at_once = tiling.blocks_at_once
-    if "all_blocks" not in numbers and tiling.blocks % at_once == 0:
-        # The program's blocks are in one row: most of its numbers are scalars.
-        of_a_row = Divisor(np.int32(tiling.blocks // at_once))
-        rest, part = of_a_row.divide(program)
-        block = part * np.int32(at_once) + start
-    else:
-        number = program * np.int32(at_once) + start
-        rest, block = numbers["blocks"].divide(number)
-    piece = lead = None
-    if "pieces" in numbers:
-        rest, piece = numbers["pieces"].divide(rest)
-    if "steps" in numbers:
-        lead, rest = numbers["steps"].divide(rest)
-    return lead, rest, piece, block
-
-
-def _z_order(number: jax.Array, row_first: bool) -> tuple[jax.Array, jax.Array]:
-    """Row and column of the parts of a block, in the order of their doubling.
-
-    The blocks of :mod:`pallas_kernels.layout` double in columns and in rows in turns.
-    So the bits of a number, from the lowest, are of column and row in turns.
-    """
-    places = [jnp.zeros_like(number), jnp.zeros_like(number)]
-    for bit in range((MAX_BLOCK_SIZE // TILE_SIZE).bit_length()):
-        which = (bit + row_first) % 2
-        value = (number >> np.int32(bit)) & np.int32(1)
-        places[which] = places[which] | value << np.int32(bit // 2)
-    column, row = places
-    return row, column
-
-
-def _index(arrangement: Arrangement, numbers: Numbers, lead, row, piece, column):
-    """The index in the leaf, from the shard's first element, of places in the shard."""
-    tiling, axis = arrangement.tiling, arrangement.tiling.layout.row_axis
-    spread, total = arrangement.spread, column.astype(jnp.uint32)
-    total = spread(_scaled(row, numbers["row_index"])) + total
-    if lead is not None:
-        if tiling.has_linear_index:
-            first = _scaled(lead, numbers["lead_index"])
-        else:
-            first = _counted(tiling, range(axis), lead)
-        total = spread(first) + total
-    if piece is not None:
-        if tiling.has_linear_index:
-            first = _scaled(piece, numbers["piece_index"])
-        else:
-            first = _counted(tiling, range(axis + 1, len(tiling.shape) - 1), piece)
-        total = spread(first) + total
-    return total
-
-
-def _scaled(number: jax.Array, stride: Scalar) -> jax.Array:
-    return number.astype(jnp.uint32) * stride.astype(jnp.uint32)
-
-
-def _counted(tiling: Tiling, axes: range, number: jax.Array) -> jax.Array:
-    """The index of a number that counts through some axes of the shard."""
-    total = jnp.zeros_like(number, jnp.uint32)
-    for axis in reversed(axes):
-        place = number
-        if axis > axes.start:
-            number, place = Divisor(np.int32(tiling.shape[axis])).divide(number)
-        stride = np.uint32(tiling.index_stride(axis))
-        total = total + place.astype(jnp.uint32) * stride
-    return total
 
 
 def _both(
