@@ -1,6 +1,10 @@
 """One pass over a leaf: read everything, compute elementwise, write in place."""
 
-from pallas_kernels.fused_update.api import fused_update, fused_update_many
+from pallas_kernels.fused_update.api import (
+    fused_update,
+    fused_update_many,
+    sharing_kind,
+)
 from pallas_kernels.fused_update.spec import (
     MAX_ELEMENTS_OF_SMALL_LEAF,
     BlockBody,
@@ -25,4 +29,5 @@ __all__ = [
     "fused_update",
     "fused_update_many",
     "has_tiling",
+    "sharing_kind",
 ]

@@ -9,9 +9,13 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from pallas_kernels.fused_update import sharded, xla
+from pallas_kernels.fused_update.gpu.tiling import tiling_of
 from pallas_kernels.fused_update.spec import (
+    MAX_ELEMENTS_OF_SMALL_LEAF,
     BlockBody,
     Body,
     Call,
@@ -32,6 +36,7 @@ from pallas_kernels.platforms import (
     is_for_tpus,
     launcher_module,
     refused_gpu,
+    target_gpu,
     transformable,
 )
 
@@ -119,8 +124,8 @@ def fused_update_many(
 
     Args:
       body: the same for all.
-      leaves: with the same kinds of operands and results, none of them stacked. If
-        anything is packed or per block, they are of one shape. In the order of their
+      leaves: with the same kinds of operands and results, none of them stacked. Those
+        share a kernel whose :func:`sharing_kind` is the same. In the order of their
         sizes, more of the kernels are equal.
       scalars: with each leaf's row.
       implementation: as in :func:`fused_update`.
@@ -132,23 +137,49 @@ def fused_update_many(
     for leaf in leaves:
         _check(leaf)
     results = len(leaves[0].results)
-    max_leaves = _launcher(implementation).max_leaves(leaves)
+    launcher = _launcher(implementation)
     written: list = [None] * len(leaves)
-    for part in _parts(len(leaves), max_leaves):
-        own = dataclasses.replace(scalars, rows=scalars.rows[part])
-        new = _update(body, leaves[part], implementation, own)
-        written[part] = [new[i : i + results] for i in range(0, len(new), results)]
+    parts = _parts(len(leaves), launcher.max_leaves(leaves))
+    programs = [launcher.programs([leaves[i] for i in part]) for part in parts]
+    full = [n for n, part in zip(programs, parts, strict=True) if len(part) > 1]
+    for part, needed in zip(parts, programs, strict=True):
+        own = dataclasses.replace(scalars, rows=scalars.rows[np.array(part)])
+        room = needed, max(full, default=needed)
+        given = [leaves[i] for i in part]
+        new = _update(body, given, implementation, own, room=room)
+        for n, i in enumerate(part):
+            written[i] = new[n * results :][:results]
     return written
 
 
-def _parts(leaves: int, max_leaves: int) -> list[slice]:
-    """Parts of at most so many leaves, as equal as possible.
+def _parts(leaves: int, max_leaves: int) -> list[list[int]]:
+    """As few parts of at most so many leaves as possible, all but the last of one size.
 
-    Kernels over equally many leaves of equal sizes are traced and compiled once. Leaves
-    are in the order of their sizes, so each part takes every n-th one.
+    Kernels over equally many leaves are compiled once. Leaves are in the order of their
+    sizes, and are dealt out forth and back, so that parts have about as many elements.
+    Where many leaves are equal, so are some parts, which are traced once.
     """
-    count = math.ceil(leaves / max_leaves)
-    return [slice(start, leaves, count) for start in range(count)]
+    size = math.ceil(leaves / math.ceil(leaves / max_leaves))
+    full = leaves // size
+    rounds = [range(full * n, full * (n + 1)) for n in range(size)]
+    dealt = [each[:: 1 - n % 2 * 2] for n, each in enumerate(rounds)]
+    rest = list(range(full * size, leaves))
+    return [*(list(part) for part in zip(*dealt, strict=True)), *([rest] * bool(rest))]
+
+
+def sharing_kind(leaf: Leaf, implementation: Implementation = None) -> typing.Hashable:
+    """What leaves that share a kernel have in common, but for operands and results.
+
+    Args:
+      leaf: whole.
+      implementation: as in :func:`fused_update`.
+    """
+    is_for_gpus = implementation is not None or target_gpu() is not None
+    if is_for_gpus and not is_for_tpus():
+        return tiling_of(leaf).kind
+    size = math.prod(leaf.shape)
+    is_small = not leaf.has_words_or_blocks and size <= MAX_ELEMENTS_OF_SMALL_LEAF
+    return None if is_small else leaf.shape
 
 
 def _check_same_kinds(leaves: Sequence[Leaf]) -> None:
@@ -158,15 +189,13 @@ def _check_same_kinds(leaves: Sequence[Leaf]) -> None:
                 (o.array.dtype, o.bits, o.block_size, o.repeated) for o in leaf.operands
             ),
             leaf.results,
-            leaf.shape if leaf.has_words_or_blocks else None,
         )
         for leaf in leaves
     }
     if len(kinds) > 1 or any(leaf.stacked for leaf in leaves):
         raise ValueError(
             "fused_update_many: leaves must have the same kinds of operands and "
-            "results, and one shape if anything is packed or per block, and none of "
-            "them may be stacked"
+            "results, and none of them may be stacked"
         )
 
 
@@ -192,12 +221,14 @@ def _update(
     scalars: Scalars,
     layer: jax.Array | None = None,
     first: jax.Array | None = None,
+    room: tuple[int, int] = (1, 1),
 ) -> list[jax.Array]:
     """The results of the leaves, one after the other, by a kernel or the reference.
 
     Args:
       body, leaves, implementation, scalars: as in :func:`fused_update_many`.
       layer, first: as in :func:`fused_update`, in vectors of one element.
+      room: see :class:`.spec.Call`.
     """
     check_implementation("fused_update", implementation)
     refusal = _refusal(leaves)
@@ -208,7 +239,7 @@ def _update(
     if on_tpus:
         accepts, columns = tpu_launcher().accepts, scalars.table.shape[-1]
         on_tpus = all(accepts(body, leaf, columns) for leaf in leaves)
-    kernel = functools.partial(_kernel, body)
+    kernel = functools.partial(_kernel, body, room)
     arguments = scalars, layer, first, list(leaves)
     if implementation == "tpu" and on_tpus:
         return kernel("tpu", interpret=not is_for_tpus())(*arguments)
@@ -244,7 +275,11 @@ def _reference(
 
 
 def _kernel(
-    body: Body | BlockBody, implementation: str | None, *, interpret: bool = False
+    body: Body | BlockBody,
+    room: tuple[int, int],
+    implementation: str | None,
+    *,
+    interpret: bool = False,
 ) -> Callable:
     """The update by a launcher's kernel on every device's shards, as a function.
 
@@ -260,16 +295,21 @@ def _kernel(
             table, rows, layer, first = shared
             if first is not None:
                 shards = [shard.after(first[0]) for shard in shards]
-            call = Call(body, shards, table, rows, layer, scalars.when, interpret)
-            if launcher.can_share(shards):
+            call = Call(body, shards, table, rows, layer, scalars.when, room, interpret)
+            groups = launcher.groups(shards)
+            if len(groups) == 1:
                 return launcher.update(call)
-            return [
-                x
-                for shard, row in zip(shards, rows, strict=True)
-                for x in launcher.update(
-                    dataclasses.replace(call, shards=[shard], rows=row[None])
+            written: list = [None] * len(shards)
+            for group in groups:
+                own = [shards[i] for i in group]
+                their = [lax.slice(rows, [i], [i + 1]) for i in group]
+                given = dataclasses.replace(
+                    call, shards=own, rows=lax.concatenate(their, 0)
                 )
-            ]
+                new, count = launcher.update(given), len(own[0].leaf.results)
+                for n, i in enumerate(group):
+                    written[i] = new[n * count :][:count]
+            return [x for new in written for x in new]
 
         shared = scalars.table, scalars.rows, layer, first
         if is_for_tpu and interpret:

@@ -11,10 +11,7 @@ import numpy as np
 from pallas_kernels.layout import TILE_ROWS, Layout, block_shape, layout_of, period
 
 MAX_ELEMENTS_OF_SMALL_LEAF = 4 * 4096
-"""Larger leaves without words and blocks share a kernel only with their equals.
-
-Where leaves differ in size, each has as many programs as the largest.
-"""
+"""Up to so many elements, leaves without words and blocks share smaller programs."""
 
 MultiplyAdd = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -281,6 +278,8 @@ class Call:
       rows: uint32 vector, each leaf's row of the table.
       layer: int32 vector of one element, which layer of the stacks; for one leaf.
       when: as of :class:`Scalars`.
+      room: how many programs the whole leaves need, and how many a kernel over
+        different leaves should have for them: as many as over other parts of these.
       interpret: run the kernel's operations with XLA, on any platform.
     """
 
@@ -290,6 +289,7 @@ class Call:
     rows: jax.Array | None = None
     layer: jax.Array | None = None
     when: int | None = None
+    room: tuple[int, int] = (1, 1)
     interpret: bool = False
 
 
@@ -300,8 +300,12 @@ class Launcher(typing.Protocol):
         """How many of these leaves a kernel should update at most."""
         ...
 
-    def can_share(self, shards: Sequence[Shard]) -> bool:
-        """Whether these leaves, or shards of leaves, can share a kernel."""
+    def programs(self, leaves: Sequence[Leaf]) -> int:
+        """How many programs a kernel over these leaves needs."""
+        ...
+
+    def groups(self, shards: Sequence[Shard]) -> list[list[int]]:
+        """Which of these leaves, or shards of leaves, share a kernel, by number."""
         ...
 
     def update(self, call: Call) -> list[jax.Array]:

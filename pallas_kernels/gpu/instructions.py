@@ -82,6 +82,11 @@ class Instructions:
         """``a * b + c`` in one instruction, which rounds once."""
         return self.assemble("fma.rn.f32 $0, $1, $2, $3;", [a, b, c], jnp.float32)
 
+    def high_product(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        """uint32 with the upper half of the product of two uint32, in 64 bits."""
+        product = self.assemble("mul.hi.u32 $0, $1, $2;", [x, y], jnp.int32)
+        return lax.bitcast_convert_type(product, jnp.uint32)
+
     def signed_byte(self, word: jax.Array, number: int, place: int) -> jax.Array:
         """int32 with a byte of a word at this place, its sign above it and 0 below.
 

@@ -47,6 +47,8 @@ def compile_with_dump(lowered: jax.stages.Lowered) -> Dump:
         options: dict[str, str | bool] = {
             "xla_dump_to": folder,
             "xla_dump_emitter_re": "ptx",
+            # Else the text of a constant of more than ten elements is left out.
+            "xla_dump_large_constants": True,
         }
         compiled = compile_lowered(lowered, options)
         mosaic = kernels_of(compiled.as_text() or "")

@@ -32,13 +32,13 @@ from lowbit_optax._step.layers import Layer
 from lowbit_optax._step.leaf import StoredLeaf, axes_of_shards, number_of_shard
 from lowbit_optax._step.step import Step, Stepped
 from pallas_kernels.fused_update import (
-    MAX_ELEMENTS_OF_SMALL_LEAF,
     Leaf,
     Scalars,
     blocked,
     fused_update,
     fused_update_many,
     joined,
+    sharing_kind,
 )
 from pallas_kernels.platforms import Implementation
 from pallas_kernels.reductions import MIN_ARRAYS, sums_of_squares
@@ -226,7 +226,7 @@ class Launches:
             groups.setdefault(self._group(i, leaf), []).append(i)
         written = {}
         for numbers in groups.values():
-            numbers.sort(key=lambda i: math.prod(leaves[i].shape))
+            numbers.sort(key=lambda i: (math.prod(leaves[i].shape), leaves[i].shape))
             shared = [leaves[i] for i in numbers]
             written |= zip(numbers, self._launch(numbers, shared), strict=True)
         return written
@@ -258,10 +258,12 @@ class Launches:
         if self._is_layer(number) or size >= MIN_ELEMENTS_ALONE:
             return number
         dtypes = tuple(x.dtype for x in leaf.arrays)
-        is_small = not leaf.has_words_or_blocks and size <= MAX_ELEMENTS_OF_SMALL_LEAF
-        shape = None if is_small else leaf.shape
-        repeated = tuple(x.repeated for x in leaf.operands)
-        return self.bodies[number], dtypes, shape, repeated, self._axes(number)
+        implementation = typing.cast(Implementation, self.implementation)
+        kind = sharing_kind(leaf, implementation)
+        if any(x.repeated for x in leaf.operands):
+            # Where their elements lie depends on the shape.
+            kind = tuple(x.repeated for x in leaf.operands), leaf.shape
+        return self.bodies[number], dtypes, kind, self._axes(number)
 
     def _launch(self, numbers: list[int], leaves: Sequence[Leaf]):
         """The results of leaves that share a kernel, or of a leaf that needs many."""

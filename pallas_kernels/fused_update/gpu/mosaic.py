@@ -14,14 +14,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as pallas
 
-from pallas_kernels.fused_update.gpu.kernel import (
-    Kernel,
-    ProgramSize,
-    prepare,
-    shaped,
-)
+from pallas_kernels.fused_update.gpu.kernel import Kernel, prepare, shaped
 from pallas_kernels.fused_update.gpu.mosaic_arrays import ByThreads, load, store
 from pallas_kernels.fused_update.gpu.program import run_program
+from pallas_kernels.fused_update.gpu.tiling import ProgramSize
 from pallas_kernels.fused_update.spec import BlockBody, Call
 from pallas_kernels.gpu import mosaic_registers as registers
 from pallas_kernels.gpu.mosaic import INSTRUCTIONS
@@ -38,7 +34,7 @@ _MAX_WAITING = 2
 
 _WARPS_OF_A_WARPGROUP = 4
 
-max_leaves, can_share = _SIZE.max_leaves, _SIZE.can_share
+max_leaves, groups, programs = _SIZE.max_leaves, _SIZE.groups, _SIZE.programs
 
 
 def update(call: Call) -> list[jax.Array]:
@@ -52,7 +48,7 @@ def update(call: Call) -> list[jax.Array]:
 def _call(kernel: Kernel, written, args: Sequence[jax.Array]) -> list:
     """The kernel's results; those that overwrite operands take their places."""
     overwritten = kernel.aliases
-    programs = kernel.leaves * kernel.tiling.programs
+    programs = kernel.programs
     warpgroups = 1 if programs < _FEW_PROGRAMS else _warpgroups(kernel)
     new = [x for i, x in enumerate(written) if i not in overwritten]
     call = pallas.kernel(

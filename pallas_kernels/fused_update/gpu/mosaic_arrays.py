@@ -10,7 +10,7 @@ import typing
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.fused_update.gpu.kernel import Tiling
+from pallas_kernels.fused_update.gpu.tiling import Tiling
 from pallas_kernels.gpu import mosaic_access
 from pallas_kernels.gpu import mosaic_registers as registers
 from pallas_kernels.layout import TILE_COLUMNS

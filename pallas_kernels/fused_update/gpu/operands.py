@@ -1,7 +1,7 @@
 """How a program reads and writes the arrays of its leaf, packed fields among them.
 
 A kernel may update many leaves, as a launch takes some microseconds, many times as long
-as the update of a small leaf. Each leaf gets the same number of the kernel's programs.
+as the update of a small leaf. Each leaf gets as many programs as it needs.
 A program loads and stores by a tree of branches, one for each leaf. What lies between,
 which is nearly all of it, is the same code for all leaves.
 """

@@ -25,6 +25,7 @@ from pallas_kernels.fused_update.gpu.lanes import (
     TiledLanes,
     lanes_of,
 )
+from pallas_kernels.fused_update.gpu.numbers import constants
 from pallas_kernels.fused_update.gpu.operands import (
     Access,
     Memory,
@@ -64,11 +65,17 @@ def run_program(
       load, store, mark: see :class:`.operands.Memory`.
       guard: runs the update that it is given, or not.
     """
-    refs, leaf = list(refs), np.int32(0)
-    if kernel.leaves > 1:
-        # Beside the program's number a Python int is an int64 with 64-bit types on.
-        programs = np.int32(kernel.tiling.programs)
-        leaf, program = lax.div(program, programs), lax.rem(program, programs)
+    refs, leaf, exists = list(refs), np.int32(0), None
+    if kernel.numbers is not None:
+        words = refs.pop(sum(kernel.given[:3]))
+        leaf, program, exists = kernel.numbers.find(words, program)
+        numbers = kernel.numbers.read(words, leaf, instructions)
+    else:
+        numbers = constants(kernel.tiling.numbers(are_equal=True))
+        if kernel.leaves > 1:
+            # Beside the program's number a Python int is an int64 with 64-bit types on.
+            programs = np.int32(kernel.tiling.programs)
+            leaf, program = lax.div(program, programs), lax.rem(program, programs)
     row, base = (
         refs.pop(0)[leaf] if given else jnp.uint32(0) for given in kernel.given[:2]
     )
@@ -76,14 +83,9 @@ def run_program(
     # Before any store, which might alias it.
     table, first = refs.pop(0), row.astype(jnp.int32) * np.int32(kernel.table_width)
     scalars = [table[first + np.int32(i)] for i in range(kernel.table_width)]
-    layer_size = math.prod(kernel.leaf.shape) % 2**32
-    base = base + layer.astype(jnp.uint32) * np.uint32(layer_size)
-    size = None
-    if kernel.sizes is not None:
-        size = jnp.int32(kernel.sizes[0])
-        for number, (before, other) in enumerate(itertools.pairwise(kernel.sizes), 1):
-            if before != other:
-                size = jnp.where(leaf >= number, jnp.int32(other), size)
+    if kernel.given[2]:
+        layer_size = math.prod(kernel.leaf.shape) % 2**32
+        base = base + layer.astype(jnp.uint32) * np.uint32(layer_size)
     reads, writes = len(kernel.leaf.operands), len(kernel.leaf.results)
     results = refs[kernel.leaves * reads :]
     memory = Memory(
@@ -96,14 +98,17 @@ def run_program(
     )
 
     def update():
-        lanes = lanes_of(arrangement, program, base, size)
+        lanes = lanes_of(arrangement, program, base, numbers)
         _Program(kernel, lanes, memory, layer, scalars, instructions).update()
 
-    if kernel.when is None:
+    if kernel.when is not None:
+        # Results are written over operands: what is not written keeps its value.
+        proceeds = scalars[kernel.when] != np.uint32(0)
+        exists = proceeds if exists is None else exists & proceeds
+    if exists is None:
         guard(update)
     else:
-        # Results are written over operands: what is not written keeps its value.
-        pl.when(scalars[kernel.when] != np.uint32(0))(lambda: guard(update))
+        pl.when(exists)(lambda: guard(update))
 
 
 class _Program:

@@ -4,21 +4,19 @@ What each program of the kernel does is in :mod:`.program`.
 """
 
 import functools
+import typing
 
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from pallas_kernels.fused_update.gpu.kernel import (
-    Kernel,
-    ProgramSize,
-    prepare,
-    shaped,
-)
+from pallas_kernels.fused_update.gpu.kernel import Kernel, prepare, shaped
 from pallas_kernels.fused_update.gpu.program import run_program
+from pallas_kernels.fused_update.gpu.tiling import ProgramSize
 from pallas_kernels.fused_update.gpu.triton_arrays import ByBlocks, load, store
 from pallas_kernels.fused_update.spec import Call
 from pallas_kernels.gpu.instructions import Instructions
+from pallas_kernels.layout import MAX_ELEMENTS
 
 _SIZE = ProgramSize(
     # Four elements per thread: 16 bytes of float32 or of words, which is what one
@@ -36,9 +34,11 @@ _SIZE = ProgramSize(
 )
 _FLAT_WARPS, _WARPS = 4, 2
 
+_LARGEST = MAX_ELEMENTS
+
 INSTRUCTIONS = Instructions(triton.elementwise_inline_asm)
 
-max_leaves, can_share = _SIZE.max_leaves, _SIZE.can_share
+max_leaves, groups, programs = _SIZE.max_leaves, _SIZE.groups, _SIZE.programs
 
 
 def update(call: Call) -> list[jax.Array]:
@@ -54,15 +54,21 @@ def _call(kernel: Kernel, written: tuple[jax.ShapeDtypeStruct, ...]):
     It is the same function for equal leaves, and when the same leaf is traced again, as
     JAX's transformations do; JAX then does not trace the kernel again.
     """
-    tiling = kernel.tiling
+    specs: dict[str, typing.Any] = {}
+    if kernel.numbers is not None and not kernel.interpret:
+        # Where a block is a whole array, the array's size is in the kernel's text.
+        block = pl.BlockSpec((_LARGEST,), lambda _: (0,))
+        reads = kernel.first_array + kernel.leaves * len(kernel.leaf.operands)
+        specs = {"in_specs": [block] * reads, "out_specs": [block] * len(written)}
     return pl.pallas_call(
         functools.partial(_program, kernel),
-        grid=(kernel.leaves * tiling.programs,),
+        grid=(kernel.programs,),
         out_shape=written,
+        **specs,
         input_output_aliases={of: result for result, of in kernel.aliases.items()},
         # Left out, they would choose another backend.
         compiler_params=triton.CompilerParams(
-            num_warps=_FLAT_WARPS if tiling.is_flat else _WARPS, num_stages=1
+            num_warps=_FLAT_WARPS if kernel.tiling.is_flat else _WARPS, num_stages=1
         ),
         interpret=kernel.interpret,
         name=kernel.name,

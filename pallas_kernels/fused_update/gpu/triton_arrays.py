@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton
 
-from pallas_kernels.fused_update.gpu.kernel import Tiling
+from pallas_kernels.fused_update.gpu.tiling import Tiling
 from pallas_kernels.layout import TILE_COLUMNS
 
 

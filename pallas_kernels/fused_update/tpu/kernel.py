@@ -58,9 +58,14 @@ def max_leaves(leaves: Sequence[Leaf]) -> int:
     return 1
 
 
-def can_share(shards: Sequence[Shard]) -> bool:
-    """Whether these leaves, or shards of leaves, can share a kernel."""
-    return len(shards) == 1
+def programs(leaves: Sequence[Leaf]) -> int:
+    """Each leaf has as many as it needs, whatever the others have."""
+    return len(leaves)
+
+
+def groups(shards: Sequence[Shard]) -> list[list[int]]:
+    """Which of these leaves share a kernel: each has one of its own."""
+    return [[number] for number in range(len(shards))]
 
 
 def accepts(body: Body | BlockBody, leaf: Leaf, scalars: int) -> bool:

@@ -1,0 +1,88 @@
+"""Where blocks and elements are in a leaf, by their numbers."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.fused_update.gpu.numbers import Divisor, Numbers, Scalar
+from pallas_kernels.fused_update.gpu.tiling import Tiling
+from pallas_kernels.layout import MAX_BLOCK_SIZE, TILE_SIZE
+
+
+def places(tiling: Tiling, numbers: Numbers, program: jax.Array, start: jax.Array):
+    """Where a program's largest blocks are, by their numbers in the program.
+
+    Returns:
+      lead, step, piece and block: which matrix, which step down its rows, which piece
+      of the row, and which block of the piece. The lead is None where all matrices are
+      one, and the piece where there is only one. Some may be scalars.
+    """
+    at_once = tiling.blocks_at_once
+    if "all_blocks" not in numbers and tiling.blocks % at_once == 0:
+        # The program's blocks are in one row: most of its numbers are scalars.
+        of_a_row = Divisor(np.int32(tiling.blocks // at_once))
+        rest, part = of_a_row.divide(program)
+        block = part * np.int32(at_once) + start
+    else:
+        number = program * np.int32(at_once) + start
+        rest, block = numbers["blocks"].divide(number)
+    piece = lead = None
+    if "pieces" in numbers:
+        rest, piece = numbers["pieces"].divide(rest)
+    if "steps" in numbers:
+        lead, rest = numbers["steps"].divide(rest)
+    return lead, rest, piece, block
+
+
+def z_order(number: jax.Array, row_first: bool) -> tuple[jax.Array, jax.Array]:
+    """Row and column of the parts of a block, in the order of their doubling.
+
+    The blocks of :mod:`pallas_kernels.layout` double in columns and in rows in turns.
+    So the bits of a number, from the lowest, are of column and row in turns.
+    """
+    places = [jnp.zeros_like(number), jnp.zeros_like(number)]
+    for bit in range((MAX_BLOCK_SIZE // TILE_SIZE).bit_length()):
+        which = (bit + row_first) % 2
+        value = (number >> np.int32(bit)) & np.int32(1)
+        places[which] = places[which] | value << np.int32(bit // 2)
+    column, row = places
+    return row, column
+
+
+def index_of(
+    tiling: Tiling, numbers: Numbers, spread: Callable, lead, row, piece, column
+) -> jax.Array:
+    """The index in the leaf, from the shard's first element, of places in the shard."""
+    axis, total = tiling.layout.row_axis, column.astype(jnp.uint32)
+    total = spread(_scaled(row, numbers["row_index"])) + total
+    if lead is not None:
+        if tiling.has_linear_index:
+            first = _scaled(lead, numbers["lead_index"])
+        else:
+            first = _counted(tiling, range(axis), lead)
+        total = spread(first) + total
+    if piece is not None:
+        if tiling.has_linear_index:
+            first = _scaled(piece, numbers["piece_index"])
+        else:
+            first = _counted(tiling, range(axis + 1, len(tiling.shape) - 1), piece)
+        total = spread(first) + total
+    return total
+
+
+def _scaled(number: jax.Array, stride: Scalar) -> jax.Array:
+    return number.astype(jnp.uint32) * stride.astype(jnp.uint32)
+
+
+def _counted(tiling: Tiling, axes: range, number: jax.Array) -> jax.Array:
+    """The index of a number that counts through some axes of the shard."""
+    total = jnp.zeros_like(number, jnp.uint32)
+    for axis in reversed(axes):
+        place = number
+        if axis > axes.start:
+            number, place = Divisor(np.int32(tiling.shape[axis])).divide(number)
+        stride = np.uint32(tiling.index_stride(axis))
+        total = total + place.astype(jnp.uint32) * stride
+    return total

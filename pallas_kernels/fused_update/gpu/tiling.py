@@ -1,0 +1,424 @@
+"""How leaves are divided into programs, lanes and rows; which leaves share a kernel."""
+
+import dataclasses
+import functools
+import math
+import typing
+from collections.abc import Mapping, Sequence
+
+from pallas_kernels.fused_update.gpu.numbers import Number
+from pallas_kernels.fused_update.spec import (
+    MAX_ELEMENTS_OF_SMALL_LEAF,
+    Leaf,
+    Shard,
+)
+from pallas_kernels.layout import (
+    FOLD,
+    TILE_COLUMNS,
+    TILE_ROWS,
+    TILE_SIZE,
+    WORD,
+    Layout,
+    block_shape,
+    layout_of,
+    period,
+    word_rows,
+)
+
+# Loads and stores of a kernel. The time to compile grows as their square: one of
+# Triton's with 240 takes 4 seconds, and one with 480 takes 10.
+_MAX_ACCESSES = 250
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramSize:
+    """How large a launcher's programs are.
+
+    Args:
+      flat_width, flat_rows: lanes and rows of those of flat tilings.
+      small_width: lanes where leaves differ in size; there is one row.
+      lanes: of the others, each of them 4 columns wide.
+      cost_of_two: how many times as long a load or a store takes to compile where
+        blocks are of two sizes.
+      aligned: how many elements of a flat leaf are aligned at most.
+    """
+
+    flat_width: int
+    flat_rows: int
+    small_width: int
+    lanes: int
+    cost_of_two: int = 1
+    aligned: int = TILE_COLUMNS
+
+    def tiling(self, shard: Shard) -> "Tiling":
+        """The tiling of a leaf's part."""
+        leaf = shard.leaf
+        return Tiling(self, shard.shape, leaf.shape, leaf.packed, leaf.block_sizes)
+
+    def common_tilings(self, shards: Sequence[Shard]) -> list["Tiling"]:
+        """The tilings of leaves that share a kernel, alike in all but their numbers."""
+        tilings = [self.tiling(shard) for shard in shards]
+        if len(shards) == 1 or not tilings[0].is_small:
+            return tilings
+        small = dataclasses.replace(
+            self,
+            flat_width=self.small_width,
+            flat_rows=1,
+            aligned=min(tiling.width for tiling in tilings),
+        )
+        return [dataclasses.replace(tiling, program=small) for tiling in tilings]
+
+    def max_leaves(self, leaves: Sequence[Leaf]) -> int:
+        """How many of these leaves a kernel should update at most."""
+        shards = [Shard(leaf, leaf.shape) for leaf in leaves]
+        rows = max(x.chunk_rows for x in self.common_tilings(shards))
+        accesses = 0
+        for x in (*leaves[0].operands, *leaves[0].results):
+            if x.block_size is not None:
+                accesses += 1
+            else:
+                accesses += rows if x.bits is None else max(1, rows * x.bits // 32)
+        has_two_sizes = len(leaves[0].block_sizes) > 1
+        cost = self.cost_of_two if has_two_sizes else 1
+        return max(1, _MAX_ACCESSES // (cost * accesses))
+
+    def programs(self, leaves: Sequence[Leaf]) -> int:
+        """How many programs a kernel over these leaves needs."""
+        shards = [Shard(leaf, leaf.shape) for leaf in leaves]
+        return sum(tiling.programs for tiling in self.common_tilings(shards))
+
+    def groups(self, shards: Sequence[Shard]) -> list[list[int]]:
+        """Which of these leaves, or shards of leaves, share a kernel, by their numbers.
+
+        Their operands and results are of the same kinds.
+        """
+        groups: dict[typing.Any, list[int]] = {}
+        for number, shard in enumerate(shards):
+            tiling = self.tiling(shard)
+            kind = tiling.kind if tiling.is_simple else number
+            groups.setdefault(kind, []).append(number)
+        return list(groups.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """The lanes and rows of a leaf, or of a shard of it.
+
+    Args:
+      program: how large programs are.
+      shape: of the array on this device.
+      leaf_shape: shape of the leaf that it is a shard of.
+      packed: widths of the packed fields, empty if nothing is packed.
+      block_sizes: of blocks for which arrays have an element each.
+    """
+
+    program: ProgramSize
+    shape: tuple[int, ...]
+    leaf_shape: tuple[int, ...]
+    packed: tuple[int, ...]
+    block_sizes: tuple[int, ...]
+
+    @functools.cached_property
+    def is_flat(self) -> bool:
+        """Whether nothing is packed or per block, and the shard is one piece of it."""
+        is_plain = not self.packed and not self.block_sizes
+        return is_plain and self.shape[1:] == self.leaf_shape[1:]
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        """The leaf's layout."""
+        return layout_of(self.leaf_shape)
+
+    @property
+    def size(self) -> int:
+        """Elements of the array."""
+        return math.prod(self.shape)
+
+    @property
+    def lead(self) -> int:
+        """How many matrices of rows there are."""
+        return math.prod(self.shape[: self.layout.row_axis])
+
+    @property
+    def rows(self) -> int:
+        """Rows of one matrix."""
+        length = self.shape[self.layout.row_axis]
+        return math.ceil(length / FOLD) if self.layout.is_folded else length
+
+    @functools.cached_property
+    def row_stride(self) -> int:
+        """Elements from one row to the next."""
+        if self.is_flat:
+            return self.program.flat_width
+        if self.layout.is_folded:
+            return FOLD
+        return math.prod(self.shape[self.layout.row_axis + 1 :])
+
+    def index_stride(self, axis: int) -> int:
+        """The row-major stride of an axis in the leaf, modulo 2^32."""
+        return math.prod(self.leaf_shape[axis + 1 :]) % 2**32
+
+    @functools.cached_property
+    def pieces(self) -> tuple[int, int]:
+        """``(count, columns)``: a row is so many pieces of so many columns.
+
+        It is one piece where tiles and blocks do not end within it.
+        """
+        if self.layout.is_folded:
+            return 1, FOLD
+        after = self.layout.row_axis + 1
+        count, columns = math.prod(self.shape[after:-1]), self.shape[-1]
+        is_whole = self.shape[after:] == self.leaf_shape[after:]
+        if is_whole and columns % self.block_shape[1] == 0:
+            return 1, count * columns
+        return count, columns
+
+    @property
+    def block_size(self) -> int:
+        """Elements of the largest blocks; of a tile if there are none."""
+        return max(self.block_sizes, default=TILE_SIZE)
+
+    @property
+    def block_shape(self) -> tuple[int, int]:
+        """Rows and columns of the largest blocks."""
+        return block_shape(self.block_size)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of the largest blocks."""
+        return self.block_size // TILE_SIZE
+
+    @property
+    def blocks(self) -> int:
+        """Largest blocks of one piece of a row."""
+        return self.blocks_of(self.block_size)
+
+    def blocks_of(self, block_size: int) -> int:
+        """Blocks of a size of one piece of a row."""
+        return math.ceil(self.pieces[1] / block_shape(block_size)[1])
+
+    @functools.cached_property
+    def width(self) -> int:
+        """How many neighbouring lanes have neighbouring elements, aligned to as many.
+
+        They exist together.
+        """
+        if self.is_flat:
+            return math.gcd(self.program.aligned, self.size)
+        if self.layout.is_folded and self.shape[-1] % TILE_COLUMNS:
+            return 1
+        return self.word_width
+
+    @property
+    def word_width(self) -> int:
+        """The same for words."""
+        lengths = self.row_stride, self.pieces[1]
+        return 1 if any(length % TILE_COLUMNS for length in lengths) else TILE_COLUMNS
+
+    @property
+    def blocks_at_once(self) -> int:
+        """Largest blocks of a program."""
+        return self.program.lanes // self.tiles
+
+    @property
+    def programs(self) -> int:
+        """Programs of the kernel."""
+        if self.is_flat:
+            return math.ceil(self.size / (self.row_stride * self.lane_rows))
+        return math.ceil(self.all_blocks / self.blocks_at_once)
+
+    @property
+    def all_blocks(self) -> int:
+        """The blocks at which lanes begin, of all pieces, steps and matrices."""
+        return self.lead * self.steps * self.pieces[0] * self.blocks
+
+    @property
+    def step_rows(self) -> int:
+        """Rows that a block's lanes go down: its own, or more if lanes are longer."""
+        return max(self.lane_rows, self.block_shape[0])
+
+    @property
+    def steps(self) -> int:
+        """How many times one matrix has so many rows, the last time perhaps fewer."""
+        return math.ceil(self.rows / self.step_rows)
+
+    @functools.cached_property
+    def lane_rows(self) -> int:
+        """Rows of a lane."""
+        if self.is_flat:
+            return self.program.flat_rows
+        return math.lcm(TILE_ROWS, *(period(bits)[0] for bits in self.packed))
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows that a loop's body unrolls; see :class:`.operands.Packed`."""
+        return min(self.lane_rows, TILE_ROWS)
+
+    @property
+    def is_simple(self) -> bool:
+        """Whether there is no loop over chunks, each of whose steps would branch."""
+        return self.chunk_rows == self.lane_rows
+
+    @property
+    def is_small(self) -> bool:
+        """Whether it is flat, and its launch takes longer than its update."""
+        return self.is_flat and self.size <= MAX_ELEMENTS_OF_SMALL_LEAF
+
+    def word_rows(self, bits: int) -> int:
+        """Rows of words of one matrix."""
+        return self._share(word_rows(self.layout.rows, bits))
+
+    def block_rows(self, block_size: int) -> int:
+        """Rows of blocks of one matrix."""
+        return self._share(math.ceil(self.layout.rows / block_shape(block_size)[0]))
+
+    def _share(self, rows: int) -> int:
+        """The shard's share of so many rows of the leaf's words or blocks."""
+        axis = self.layout.row_axis
+        return rows * self.shape[axis] // self.leaf_shape[axis]
+
+    @functools.cached_property
+    def is_whole(self) -> bool:
+        """Whether indices, from the first element's, are offsets in plain arrays.
+
+        Loops count both: that takes fewer registers.
+        """
+        return self.is_simple and self.shape[1:] == self.leaf_shape[1:]
+
+    @functools.cached_property
+    def is_one_matrix(self) -> bool:
+        """Whether its matrices, one below the other, are one for words and blocks."""
+        if self.cuts_rows or not self.is_simple:
+            # A remainder has bounds, by which masks and loops take fewer registers.
+            return False
+        if self.lead == 1:
+            return True
+        rows = self.steps * self.step_rows
+        ends = [
+            *(self.word_rows(bits) * WORD == rows * bits for bits in self.packed),
+            *(
+                self.block_rows(size) * block_shape(size)[0] == rows
+                for size in self.block_sizes
+            ),
+        ]
+        return self.is_whole and all(ends)
+
+    @functools.cached_property
+    def cuts_rows(self) -> bool:
+        """Whether rows are missing in the last step."""
+        if self.layout.is_folded:
+            return self.shape[-1] % (FOLD * self.step_rows) > 0
+        return self.rows % self.step_rows > 0
+
+    def cuts_words(self, bits: int) -> bool:
+        """Whether rows of words are missing in the last step."""
+        rows = self.steps * self.step_rows
+        return rows * bits != self.word_rows(bits) * WORD
+
+    def cuts_block_rows(self, block_size: int) -> bool:
+        """Whether rows of blocks are missing in the last step."""
+        rows = self.steps * self.step_rows
+        return rows != self.block_rows(block_size) * block_shape(block_size)[0]
+
+    def cuts_blocks(self, block_size: int) -> bool:
+        """Whether such blocks are missing in the last of the largest ones of a row."""
+        wide = self.blocks * self.block_shape[1]
+        return self.blocks_of(block_size) * block_shape(block_size)[1] != wide
+
+    @property
+    def cuts_columns(self) -> bool:
+        """Whether columns are missing in the last block of a row."""
+        return self.blocks * self.block_shape[1] != self.pieces[1]
+
+    @functools.cached_property
+    def is_below_2_30(self) -> bool:
+        """Whether all offsets are."""
+        if self.is_flat:
+            return self.size <= 2**30
+        rows = max([self.rows, *map(self.word_rows, self.packed)])
+        return self.lead * rows * self.row_stride <= 2**30
+
+    @functools.cached_property
+    def has_linear_index(self) -> bool:
+        """Whether matrices, and pieces of a row, are evenly spaced in the leaf."""
+        row_axis = self.layout.row_axis
+        within = (*range(1, row_axis), *range(row_axis + 2, len(self.shape) - 1))
+        return all(self.shape[axis] == self.leaf_shape[axis] for axis in within)
+
+    @functools.cached_property
+    def kind(self) -> typing.Hashable:
+        """What tilings of leaves that share a kernel have in common."""
+        if self.is_flat:
+            return self.is_small or (self.width, self.is_below_2_30)
+        if not self.has_linear_index or not self.is_simple:
+            return self
+        flags = [self.layout.is_folded, self.is_whole, self.is_below_2_30]
+        flags += [self.cuts_words(bits) for bits in self.packed]
+        flags += [
+            f(size)
+            for size in self.block_sizes
+            for f in (self.cuts_block_rows, self.cuts_blocks)
+        ]
+        numbers = self.numbers(are_equal=False)
+        kinds = tuple((name, x.multiple) for name, x in numbers.items())
+        return self.width, self.word_width, self.packed, self.block_sizes, *flags, kinds
+
+    def numbers(self, are_equal: bool) -> Mapping[str, Number]:
+        """By name, the numbers of the shape that lanes count by.
+
+        Some are there only if there is something to count; for instance ``"rows"`` only
+        if :attr:`cuts_rows`.
+
+        Args:
+          are_equal: whether all leaves of the kernel have this tiling.
+        """
+        if self.is_flat:
+            is_cut = self.size % (self.row_stride * self.lane_rows) > 0
+            return (
+                {"size": Number(self.size, self.width)}
+                if is_cut or not are_equal
+                else {}
+            )
+        wide, folded = self.word_width, self.layout.is_folded
+        found = {"blocks": Number(self.blocks, divides=True)}
+        if not are_equal or self.all_blocks % self.blocks_at_once:
+            found["all_blocks"] = Number(self.all_blocks)
+        if not folded:
+            found["row_stride"] = Number(self.row_stride, wide)
+        count, columns = self.pieces
+        if count > 1:
+            found["pieces"] = Number(count, divides=True)
+        if count > 1 or self.cuts_columns:
+            found["columns"] = Number(columns, wide)
+        if not self.is_one_matrix:
+            found["steps"] = Number(self.steps, divides=True)
+            stride = math.prod(self.shape[self.layout.row_axis :])
+            found["lead_stride"] = Number(stride, self.width)
+        if self.cuts_rows:
+            found["rows"] = Number(self.shape[-1] if folded else self.rows)
+        for bits in self.packed:
+            if not self.is_one_matrix or self.cuts_words(bits):
+                found[f"word_rows {bits}"] = Number(self.word_rows(bits))
+        for size in self.block_sizes:
+            if not self.is_one_matrix or self.cuts_block_rows(size):
+                found[f"block_rows {size}"] = Number(self.block_rows(size))
+            found[f"blocks {size}"] = Number(self.blocks_of(size))
+        if not self.is_whole:
+            found |= self._index_strides()
+        return found
+
+    def _index_strides(self) -> dict[str, Number]:
+        """How far apart rows, matrices and pieces are in the leaf, modulo 2^32."""
+        axis = self.layout.row_axis
+        row = FOLD if self.layout.is_folded else self.index_stride(axis)
+        found = {"row_index": Number(row)}
+        if not self.is_one_matrix:
+            found["lead_index"] = Number(self.index_stride(axis - 1))
+        if self.pieces[0] > 1:
+            found["piece_index"] = Number(self.index_stride(len(self.shape) - 2))
+        return found
+
+
+def tiling_of(leaf: Leaf) -> Tiling:
+    """The tiling of a whole leaf, by programs of any size."""
+    return ProgramSize(1, 1, 1, 1).tiling(Shard(leaf, leaf.shape))
