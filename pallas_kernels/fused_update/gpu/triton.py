@@ -16,7 +16,6 @@ from pallas_kernels.fused_update.gpu.tiling import ProgramSize
 from pallas_kernels.fused_update.gpu.triton_arrays import ByBlocks, load, store
 from pallas_kernels.fused_update.spec import Call
 from pallas_kernels.gpu.instructions import Instructions
-from pallas_kernels.layout import MAX_ELEMENTS
 
 _SIZE = ProgramSize(
     # Four elements per thread: 16 bytes of float32 or of words, which is what one
@@ -33,8 +32,6 @@ _SIZE = ProgramSize(
     cost_of_two=2,
 )
 _FLAT_WARPS, _WARPS = 4, 2
-
-_LARGEST = MAX_ELEMENTS
 
 INSTRUCTIONS = Instructions(triton.elementwise_inline_asm)
 
@@ -56,8 +53,9 @@ def _call(kernel: Kernel, written: tuple[jax.ShapeDtypeStruct, ...]):
     """
     specs: dict[str, typing.Any] = {}
     if kernel.numbers is not None and not kernel.interpret:
-        # Where a block is a whole array, the array's size is in the kernel's text.
-        block = pl.BlockSpec((_LARGEST,), lambda _: (0,))
+        # Of a block that is as large as its array or larger, which JAX 0.12 cuts off,
+        # the array's size would be in the kernel's text. Offsets may be beyond it.
+        block = pl.BlockSpec((1,), lambda _: (0,))
         reads = kernel.first_array + kernel.leaves * len(kernel.leaf.operands)
         specs = {"in_specs": [block] * reads, "out_specs": [block] * len(written)}
     return pl.pallas_call(
