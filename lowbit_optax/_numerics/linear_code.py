@@ -166,5 +166,7 @@ def decode(
 ) -> jax.Array:
     """The float32 values of fields; ``prepared`` as in :func:`encode`."""
     delta, _ = prepared
-    # Field 0 less 1 has all bits set, and is a NaN.
-    return number_of(fields - jnp.uint32(1), 2 ** (bits - 1) - 1) * delta
+    value = number_of(fields, 2 ** (bits - 1)) * delta
+    # Between the product and a sum, so that XLA contracts them on no device. A NaN
+    # constant would become an array that JAX moves out of a scan over layers.
+    return jnp.where(fields == jnp.uint32(0), value * jnp.float32(jnp.nan), value)

@@ -26,8 +26,10 @@ from pallas_kernels.layout import (
 )
 
 # Loads and stores of a kernel. The time to compile grows as their square: one of
-# Triton's with 240 takes 4 seconds, and one with 480 takes 10.
-_MAX_ACCESSES = 250
+# Triton's with 240 takes 4 seconds, and one with 480 takes 10. The launch of a large
+# leaf takes little of its time.
+_MAX_ACCESSES, _MAX_ACCESSES_OF_LARGE = 250, 170
+_LARGE = 2**17
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +82,9 @@ class ProgramSize:
                 accesses += rows if x.bits is None else max(1, rows * x.bits // 32)
         has_two_sizes = len(leaves[0].block_sizes) > 1
         cost = self.cost_of_two if has_two_sizes else 1
-        return max(1, _MAX_ACCESSES // (cost * accesses))
+        mean = sum(math.prod(leaf.shape) for leaf in leaves) // len(leaves)
+        most = _MAX_ACCESSES if mean < _LARGE else _MAX_ACCESSES_OF_LARGE
+        return max(1, most // (cost * accesses))
 
     def programs(self, leaves: Sequence[Leaf]) -> int:
         """How many programs a kernel over these leaves needs."""
