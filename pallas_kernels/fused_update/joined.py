@@ -31,6 +31,7 @@ MAX_JOINED = 2**20
 """Elements of a joined leaf, which is a copy of all that it holds."""
 
 _COLUMNS = 128
+_MANY_PARTS = 4
 
 
 def accepts(leaf: Leaf) -> bool:
@@ -206,8 +207,12 @@ class _Joined:
         """Equal parts, the last of which may have more bands than there are."""
         rows, count = self.bands[0].rows, sum(b.count for b in self.bands)
         parts = max(1, round(count * rows * _COLUMNS / blocked.BLOCK))
-        length = math.ceil(count / parts) * rows
-        return blocked.Parts((parts * length, _COLUMNS), length)
+        length = math.ceil(count / parts)
+        if parts >= _MANY_PARTS:
+            # XLA compiles equal parts of several joined leaves once.
+            length = math.ceil(blocked.BLOCK / (rows * _COLUMNS))
+            parts = math.ceil(count / length)
+        return blocked.Parts((parts * length * rows, _COLUMNS), length * rows)
 
     @property
     def leaf(self) -> Leaf:
