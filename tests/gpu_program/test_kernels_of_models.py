@@ -34,11 +34,11 @@ CLIPPED = lowbit_optax.lowbit(
     optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 )
 LOWBIT = {
-    "plain": (lowbit_optax.lowbit_adamw(1e-3), 20, 12.28),
-    "clipped": (CLIPPED, 22, 14.28),
+    "plain": (lowbit_optax.lowbit_adamw(1e-3), 22, 12.28),
+    "clipped": (CLIPPED, 24, 14.28),
     "scaled": (
         lowbit_optax.with_loss_scale(CLIPPED, lowbit_optax.backoff_scale()),
-        30,
+        34,
         16.3,
     ),
 }
@@ -66,7 +66,7 @@ def arguments_of(step):
     return step.compiled.memory_analysis().argument_size_in_bytes
 
 
-@pytest.mark.parametrize(("model", "launches"), [("gpt2", 22), ("resnet18", 30)])
+@pytest.mark.parametrize(("model", "launches"), [("gpt2", 26), ("resnet18", 16)])
 @each_optimizer
 def test_a_model_in_few_kernels_and_one_pass(name, model, launches):
     # Of GPT-2 two matrices have a kernel each; the other 48 and the 98 vectors share
@@ -97,19 +97,19 @@ def test_twelve_equal_leaves_run_the_instructions_of_one():
     alone = lower_step(tx, leaf(768, 2304))
     shared = lower_step(tx, [leaf(768, 2304)] * 12)
     (many,) = (k for n, k in shared.machine_code.items() if "many" in n)
-    assert shared.fused_launches == len(many.launches) == 2
+    assert shared.fused_launches == len(many.launches) == 3
     assert many.registers <= 128
     assert many.spill_stores == many.spill_loads == many.stack == 0
     count = functools.partial(instructions_per_parameter, many, shared.parameters)
-    # Of the code of six branches a thread executes one's.
+    # Of the code of four branches a thread executes one's.
     common = count(conditional=False)
-    executed = common + (count() - common) / 6
+    executed = common + (count() - common) / 4
     one = instructions_per_parameter(alone.fused, alone.parameters)
     assert executed <= 1.05 * one
     accesses = collections.Counter(access.bits for access in many.accesses)
     assert set(accesses) <= {16, 32, 64, 128}
     # Besides scales, of 2 bytes each, and the table of scalars.
-    assert accesses[64] + accesses[128] >= 6 * 32
+    assert accesses[64] + accesses[128] >= 4 * 32
 
 
 @pytest.mark.parametrize(("name", "kernels"), [("lpmm_adam", 2), ("lpmm_sgd", 1)])

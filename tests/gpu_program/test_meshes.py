@@ -36,7 +36,7 @@ def test_shards_by_rows_and_columns_and_whole_leaves_exchange_nothing(name, axis
     lower = lower_lpmm_step if name.startswith("lpmm") else lower_step
     leaves = [leaf(*shape, dtype=jnp.bfloat16) for shape in PLACES]
     step = lower(ALL[name], leaves, mesh=gpu_mesh(8, axis), spec=place)
-    assert step.fused_launches == len(leaves)
+    assert 0 < step.fused_launches <= len(leaves)
     assert not collectives(step.compiled)
 
 

@@ -111,7 +111,7 @@ def test_accumulation_is_two_kernels_in_place_of_which_one_runs(name):
     # moves 4, to update the other 14.25: both kernels are counted.
     assert step.stored / step.parameters < 6.14
     assert step.moved < moved
-    assert step.fused_launches == 2 * lower_step(ADAMW, PARAMS).fused_launches
+    assert step.fused_launches <= 2 * len(PARAMS)
     assert not re.search(r" (conditional|while)\(", step.compiled.as_text())
 
 

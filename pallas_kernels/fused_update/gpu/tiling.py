@@ -30,6 +30,7 @@ from pallas_kernels.layout import (
 # leaf takes little of its time.
 _MAX_ACCESSES, _MAX_ACCESSES_OF_LARGE = 250, 170
 _LARGE = 2**17
+_LEAST_LEAVES = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +85,7 @@ class ProgramSize:
         cost = self.cost_of_two if has_two_sizes else 1
         mean = sum(math.prod(leaf.shape) for leaf in leaves) // len(leaves)
         most = _MAX_ACCESSES if mean < _LARGE else _MAX_ACCESSES_OF_LARGE
-        return max(1, most // (cost * accesses))
+        return max(1, max(_LEAST_LEAVES, most // accesses) // cost)
 
     def programs(self, leaves: Sequence[Leaf]) -> int:
         """How many programs a kernel over these leaves needs."""
