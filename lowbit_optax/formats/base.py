@@ -33,6 +33,9 @@ Residual = typing.Any
 """An array; None for a leaf that needs no residual."""
 
 
+_NO_RESIDUALS = "none"
+
+
 class Residuals(typing.NamedTuple):
     """The residuals of a state: their tree, by the name of how they are stored.
 
@@ -42,7 +45,8 @@ class Residuals(typing.NamedTuple):
 
     Args:
       by_name: one tree with the parameters' structure, None at leaves without a
-        residual; empty for formats that keep none.
+        residual. An empty one for formats that keep none has a name too, without which
+        flax would drop another format's residuals from a checkpoint.
     """
 
     by_name: dict[str, typing.Any]
@@ -50,17 +54,19 @@ class Residuals(typing.NamedTuple):
     @classmethod
     def of(cls, name: str | None, tree) -> "Residuals":
         """The residuals of a format with this ``residual_name``."""
-        return cls({} if name is None else {name: tree})
+        return cls({_NO_RESIDUALS: ()} if name is None else {name: tree})
 
     @property
     def name(self) -> str | None:
         """The ``residual_name`` of the format."""
-        return next(iter(self.by_name), None)
+        name = next(iter(self.by_name), _NO_RESIDUALS)
+        return None if name == _NO_RESIDUALS else name
 
     @property
     def tree(self):
         """The tree of residuals; None if there are none."""
-        return next(iter(self.by_name.values()), None)
+        name = self.name
+        return None if name is None else self.by_name[name]
 
 
 @dataclasses.dataclass(frozen=True)
