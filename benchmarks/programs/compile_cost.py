@@ -5,7 +5,8 @@
 Seconds of processor time of one process: tracing, lowering and compiling a donated step
 of bfloat16 parameters, by ``lowbit_optax.step`` and by optax. The steps are compiled
 for this machine's CPU, and for an H200 without one if the ``gpu-program`` extra is
-installed. Mosaic's own compiler runs when a program is loaded, so that its time is not
+installed (JAX's plugin for CUDA wants ``JAX_PLATFORMS=cpu`` on a machine without a
+GPU). Mosaic's own compiler runs when a program is loaded, so that its time is not
 in these numbers.
 """
 
