@@ -2,8 +2,7 @@
 
 A code consists of elementwise functions on arrays of one common shape, so that whole
 arrays on the XLA path and rows in a kernel run the same operations (sums, products,
-shifts, comparisons, integer minima and maxima; only ``Sqrt`` takes a root and only
-``Dynamic`` divides)::
+shifts, comparisons, integer minima and maxima; only ``Sqrt`` takes a root)::
 
     keys(x) --> maximum over the block --> scale_of_keys --> scale, stored as bfloat16
     prepare(scale) --> once per block, what the next two take

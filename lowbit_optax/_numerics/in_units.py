@@ -1,4 +1,4 @@
-"""The codes whose values are fixed numbers times a unit.
+"""The codes whose values are fixed numbers times a unit: linear, dynamic and others.
 
 ``unit`` is exactly ``scale * 2^-q``. Measured in units, the fields of a code stand for
 fixed numbers (for ``Linear``, integers), the largest of which is ``largest_value``. The
@@ -9,20 +9,33 @@ at least the largest magnitude in the block. What is prepared is ``(unit, 1 / un
 """
 
 import dataclasses
+import functools
 import math
 import typing
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from lowbit_optax._numerics import float_layouts
 from lowbit_optax._numerics.codes import (
+    RANDOM_BITS,
     Code,
+    MultiplyAdd,
     as_fields,
+    bits_of,
     float_of,
+    multiply_add,
+    number_of,
     one_unless_zero,
+    pattern_of,
+    rounding_offset,
+    rounding_thresholds,
+    shift_and_round,
+    with_sign_of_field,
 )
+from pallas_kernels import operations
 
 # A quotient that should be exactly a scale may come out this much larger, because the
 # division rounds. If it were then rounded up to the next scale, the scale of a constant
@@ -90,3 +103,278 @@ class InUnits(Code):
         fields = jnp.maximum(fields, one_unless_zero(x))
         finite = x < jnp.float32(jnp.inf)
         return as_fields(jnp.where(finite, fields, jnp.int32(self.infinity_field)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear(InUnits):
+    """Integers: with 8 bits, -127 to 127 or 0 to 254. Symmetric, without a zero point.
+
+    A float32 near 2^11 has 12 fractional bits. So adding 2^11 to a number turns its
+    pattern into a fixed-point number, which an integer sum and a shift can round.
+    """
+
+    @property
+    def spare_field(self):
+        return 0
+
+    @property
+    def _zero(self) -> int:
+        """The field of 0."""
+        return 2 ** (self.bits - 1) if self.signed else 0
+
+    def encode_fields(self, x, prepared, words, multiply_add=multiply_add):
+        _, inverse = prepared
+        middle = 2.0 ** (23 - RANDOM_BITS) + self._zero
+        fixed = bits_of(x * inverse + jnp.float32(middle))
+        least = middle - self.largest_field if self.signed else middle
+        fixed = jnp.maximum(fixed, jnp.int32(pattern_of(least)))
+        fixed = jnp.minimum(fixed, jnp.int32(pattern_of(middle + self.largest_field)))
+        first = pattern_of(2.0 ** (23 - RANDOM_BITS))
+        fields = shift_and_round(fixed, first, RANDOM_BITS, words)
+        return as_fields(fields) if self.signed else self._unsigned_fields(x, fields)
+
+    def decode_fields(self, fields, prepared, multiply_add=multiply_add):
+        unit, _ = prepared
+        number = number_of(fields, self._zero)
+        return (number if self.signed else self._infinite(fields, number)) * unit
+
+
+@dataclasses.dataclass(frozen=True)
+class Segments(InUnits):
+    """Segments of equal steps; the steps of each are twice those of the one before it.
+
+    The magnitude field ``j 2^m + i``, with ``i < 2^m``, stands in units for
+
+        2^j (1 + i 2^-m) - 1
+
+    where j counts the segments from 0. The float32 pattern of ``1 + |x| / unit`` has j
+    and i as its leading bits. So encoding is one multiplication and addition, and
+    rounding is integer arithmetic. Between neighbours the pattern is linear in x, so
+    the mean of stochastic rounding is x. With 8 segments of 16 steps and a sign this
+    would be the mu-law of telephony (ITU-T G.711).
+
+    Args:
+      segments: e, for 2^e segments. The remaining m bits of the magnitude number the
+        steps of a segment.
+    """
+
+    segments: int = 3
+
+    @property
+    def _steps(self) -> int:
+        return self.bits - self.signed - self.segments
+
+    @property
+    def largest_field(self):
+        if self.signed:
+            return super().largest_field
+        # The last segment is reserved for infinity. Of the segment before it only the
+        # first value is used, which makes an unsigned scale a round number of units.
+        return (2**self.segments - 2) << self._steps
+
+    @property
+    def infinity_field(self):
+        return (2**self.segments - 1) << self._steps
+
+    @property
+    def largest_value(self):
+        steps = 2**self._steps
+        segment, step = divmod(self.largest_field, steps)
+        return 2.0**segment * (1 + step / steps) - 1
+
+    @property
+    def smallest_value(self):
+        return 2.0**-self._steps
+
+    @property
+    def _dropped(self) -> int:
+        return 23 - self._steps
+
+    def encode_fields(self, x, prepared, words, multiply_add=multiply_add):
+        _, inverse = prepared
+        size = jnp.abs(x) if self.signed else x
+        # A signed code uses 2 + 2 |x| / unit: from 2 on, the low bits of the exponent
+        # count the segments from 0.
+        first = 2.0 if self.signed else 1.0
+        inverse = jnp.broadcast_to(inverse * jnp.float32(first), size.shape)
+        pattern = bits_of(multiply_add(size, inverse, jnp.full_like(size, first)))
+        limit = self.largest_value + 1 if self.signed else 2.0 ** (2**self.segments - 1)
+        pattern = jnp.minimum(pattern, jnp.int32(pattern_of(first * limit)))
+        if not self.signed:
+            # The exponent's bias is subtracted last: the pattern of a negative x is
+            # negative, and subtracting from it first would wrap around.
+            fields = shift_and_round(pattern, 0, self._dropped, words)
+            fields = fields - jnp.int32(127 << self._steps)
+            return as_fields(jnp.maximum(fields, one_unless_zero(x)))
+        # Shift the magnitude up until it is directly below the sign bit.
+        free = 32 - self.bits
+        pattern = pattern << jnp.int32(free - self._dropped)
+        pattern = as_fields(pattern + rounding_offset(free, words))
+        sign = as_fields(x) & jnp.uint32(1 << 31)
+        return (pattern | sign) >> jnp.uint32(free)
+
+    def decode_fields(self, fields, prepared, multiply_add=multiply_add):
+        unit = jnp.broadcast_to(prepared[0], fields.shape)
+        # Raise the exponents: in an unsigned code, so that the field of infinity gets
+        # float32's exponent of infinity; in a signed code, so that no carry is needed.
+        lowest = 128 if self.signed else 256 - 2**self.segments
+        lower = jnp.float32(2.0 ** (127 - lowest))
+        shift = jnp.uint32(self._dropped)
+        if not self.signed:
+            pattern = (fields << shift) | jnp.uint32(lowest << 23)
+            minus_one = jnp.full(fields.shape, -1, jnp.float32)
+            lower = jnp.full(fields.shape, lower)
+            return multiply_add(float_of(pattern), lower, minus_one) * unit
+        magnitude = fields & jnp.uint32(2 ** (self.bits - 1) - 1)
+        # A sum, though no bit is in both: it can share the shift's instruction.
+        pattern = (magnitude << shift) + jnp.uint32(lowest << 23)
+        # The product is exact. So (2^j (1 + i 2^-m) - 1) unit is rounded only once,
+        # with a fused multiply-add or without.
+        value = multiply_add(float_of(pattern), lower * unit, -unit)
+        return with_sign_of_field(value, fields, self.bits)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sqrt(InUnits):
+    """Squares of integers, 0 to 254^2 with 8 bits: linear in the root of x."""
+
+    @property
+    def largest_value(self):
+        return float(self.largest_field) ** 2
+
+    def encode_fields(self, x, prepared, words, multiply_add=multiply_add):
+        _, inverse = prepared
+        one = jnp.float32(1)
+        finite = (x < jnp.float32(jnp.inf)) & (x > jnp.float32(0))
+        number = jnp.where(finite, x, jnp.float32(0)) * inverse
+        root = lax.sqrt(number).astype(jnp.int32)
+        low = root.astype(jnp.float32)
+        # The step is (low + 1)^2 - low^2: the mean must be that of x, not of its root.
+        up = number - low * low > rounding_thresholds(words) * (low + low + one)
+        fields = jnp.where(up, root + jnp.int32(1), root)
+        fields = jnp.minimum(fields, jnp.int32(self.largest_field))
+        return self._unsigned_fields(x, fields)
+
+    def decode_fields(self, fields, prepared, multiply_add=multiply_add):
+        unit, _ = prepared
+        number = self._infinite(fields, number_of(fields))
+        return number * number * unit
+
+
+@dataclasses.dataclass(frozen=True)
+class Dynamic(InUnits):
+    """Dettmers' dynamic exponent map, computed by arithmetic instead of a table.
+
+    The position i of the leading one bit of a magnitude k selects a decade, and the
+    bits below it divide the decade linearly:
+
+        10^(i - I) (0.1 + 0.9 (k + 1/2 - 2^i) / 2^i)
+
+    where I is the highest i. Unsigned magnitudes start at 1 instead of 0, so k = 1
+    stands for zero. This is the published map (``create_dynamic_map`` in bitsandbytes)
+    without its value +1, which has no negative counterpart.
+    """
+
+    @property
+    def largest_value(self):
+        return float(self._published(self.largest_field + (not self.signed)))
+
+    @property
+    def smallest_value(self):
+        return float(self._published(1 + (not self.signed)))
+
+    @property
+    def _decades(self) -> int:
+        """I of the class's formula, the number of the highest decade."""
+        return self.bits - 1 - self.signed
+
+    def _published(self, k: int) -> float:
+        """The value of magnitude k by the class's formula."""
+        i = k.bit_length() - 1
+        return 10.0 ** (i - self._decades) * (0.1 + 0.9 * ((k + 0.5) / 2**i - 1))
+
+    @property
+    def _lowest(self) -> int:
+        """The magnitude of the smallest positive value."""
+        return 2 - self.signed
+
+    def _values(self, fields: jax.Array, multiply_add: MultiplyAdd) -> jax.Array:
+        """The values of fields without a sign, times :attr:`_steps_of_one`."""
+        # A power of two times k + 1/2. In the exponent, i is in the last bits, or i + 1
+        # where k = 0 stands for zero.
+        double = 1 + self.signed
+        pattern = fields | jnp.uint32(0x4B000000 + (double << 23))
+        half = 2.0 ** (double - 1)
+        first = half * (2.0**24 - 1) - 2 * half * (not self.signed)
+        number = float_of(pattern) - jnp.float32(first)
+        pattern = as_fields(number)
+        power = float_of(pattern & jnp.uint32(0x7F800000))
+        # Of a decade's 10 2^i parts, the value has 9 (k + 1/2) - 8 2^i. It is exact.
+        minus_eight = jnp.full_like(power, -8)
+        parts = multiply_add(power, minus_eight, number * jnp.float32(9))
+        return parts * operations.power_of_five(pattern >> jnp.uint32(23))
+
+    @property
+    def _steps_of_one(self) -> float:
+        """How many of the parts in which :meth:`_values` counts are 1."""
+        scale = 2.0 ** (1 + self.signed)
+        return 10.0 ** (self._decades + 1) * scale / (1 if self.signed else 5)
+
+    def _place(self, number: jax.Array, multiply_add: MultiplyAdd) -> jax.Array:
+        """Where a number lies among the magnitudes, 2^11 + k for the value of k.
+
+        Between two magnitudes it is linear. Within a decade that is the class's formula
+        solved for k + 1/2, which is 2^i at its start. It is the least of all decades'
+        lines, whose slopes fall. The values next to a power of ten are 1/6 of their
+        distance below it and 5/6 above it; the formula alone would give each a half.
+        """
+        lines = []
+        for i in range(self._lowest - 1, self._decades + 1):
+            slope = 10.0 ** (self._decades - i) * 2.0**i / 0.9
+            line = jnp.full_like(number, slope), jnp.full_like(number, 2.0**i * 8 / 9)
+            lines.append(multiply_add(number, *line))
+        place = functools.reduce(operations.smaller, lines)
+        start = float_of(as_fields(place) & jnp.uint32(0x7F800000))
+        above = place - start
+        half = jnp.full_like(number, 0.5)
+        edge = operations.smaller(operations.smaller(above, start - above), half)
+        share = jnp.full_like(number, 2 / 3)
+        # Near 2^11 a float32 has 12 fractional bits, as in Linear.
+        zero = 2.0 ** (23 - RANDOM_BITS)
+        place = multiply_add(edge - half, share, place) + jnp.float32(zero - 0.5)
+        # Between zero and the smallest value, over several decades, it is linear too.
+        smallest = jnp.float32(self.smallest_value)
+        from_zero = multiply_add(
+            number,
+            jnp.full_like(number, 1 / self.smallest_value),
+            jnp.full_like(number, zero + self._lowest - 1),
+        )
+        return jnp.where(number < smallest, from_zero, place)
+
+    def encode_fields(self, x, prepared, words, multiply_add=multiply_add):
+        _, inverse = prepared
+        size = jnp.abs(x) if self.signed else x
+        # In the order of patterns a NaN is above infinity.
+        largest = jnp.int32(pattern_of(self.largest_value))
+        pattern = jnp.minimum(bits_of(size * inverse), largest)
+        if not self.signed:
+            pattern = jnp.maximum(pattern, jnp.int32(0))
+        fixed = bits_of(self._place(float_of(pattern), multiply_add))
+        if not self.signed:
+            first = pattern_of(2.0 ** (23 - RANDOM_BITS))
+            k = shift_and_round(fixed, first, RANDOM_BITS, words) - jnp.int32(1)
+            return self._unsigned_fields(x, k)
+        # Shift the magnitude up until it is directly below the sign bit.
+        free = 32 - self.bits
+        fixed = fixed << jnp.int32(free - RANDOM_BITS)
+        fixed = as_fields(fixed + rounding_offset(free, words))
+        return (fixed | as_fields(x) & jnp.uint32(1 << 31)) >> jnp.uint32(free)
+
+    def decode_fields(self, fields, prepared, multiply_add=multiply_add):
+        unit = prepared[0] * jnp.float32(1 / self._steps_of_one)
+        if not self.signed:
+            values = self._values(fields, multiply_add)
+            return self._infinite(fields, values) * unit
+        magnitude = fields & jnp.uint32(2 ** (self.bits - 1) - 1)
+        values = self._values(magnitude, multiply_add)
+        return with_sign_of_field(values * unit, fields, self.bits)
