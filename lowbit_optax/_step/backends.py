@@ -33,6 +33,7 @@ from pallas_kernels.platforms import (
     is_for_one_cpu,
     refused_gpu,
 )
+from pallas_kernels.shards import has_explicit_axes
 
 _NEEDS_VALUES = (
     jax.errors.ConcretizationTypeError,
@@ -99,8 +100,9 @@ def _by_platform(step: Step, traced: InnerUpdate, by_xla: Callable) -> Stepped:
     name = "tpu" if on_tpus else default_launcher()
     branches = {"tpu" if on_tpus else "cuda": lambda: kernels.run(step.again(), name)}
     # In a program for many devices XLA may have to partition blocks, and would
-    # communicate for every one. A layer goes into its stack as a whole.
-    if step.layer is None and is_for_one_cpu():
+    # communicate for every one. On explicit axes each array that a block makes would
+    # need a place. A layer goes into its stack as a whole.
+    if step.layer is None and is_for_one_cpu() and not _has_explicit_axes(step):
         large = plan_kernels(traced, is_exact=True).only_blocks()
         if large.kernels:
             branches["cpu"] = lambda: Kernels(large).run(step.again(), "blocks")
@@ -108,6 +110,11 @@ def _by_platform(step: Step, traced: InnerUpdate, by_xla: Callable) -> Stepped:
         default=lambda: kernels.into_stacks(step, by_xla(step.again())), **branches
     )
     return kernels.out_of_stacks(step, stepped)
+
+
+def _has_explicit_axes(step: Step) -> bool:
+    arrays = jax.tree.leaves(step.params)
+    return any(has_explicit_axes(jax.typeof(x).sharding.mesh) for x in arrays)
 
 
 def _kernels(plan: KernelPlan, step: Step) -> Kernels:

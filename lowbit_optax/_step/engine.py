@@ -164,7 +164,8 @@ class Lowbit(Stepper):
         leaves = list(map(StoredLeaf.with_grad, leaves, grads))
         plan = self.plan_of(leaves, treedef)
         parts, layer = plan.parts(state.inner_state), context.current().layer
-        return Step(leaves, treedef, plan, state, parts, guard, landing, layer)
+        drawn = leaves, state.seed, state.count, layer
+        return Step(*drawn, treedef, plan, state, parts, guard, landing)
 
     def leaves(self, names: Sequence[str], params: Sequence) -> list[StoredLeaf]:
         """The leaves of parameters, without residuals.

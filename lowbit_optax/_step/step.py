@@ -34,36 +34,19 @@ from lowbit_optax._step.state import LowbitState
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Step:
-    """A step of a transformation.
+class LeafStep:
+    """Leaves, and the random bits of a step over them.
 
     Args:
       leaves: of the parameters, in the order of their tree.
-      treedef: the structure of the parameters.
-      plan: how the inner state is stored.
-      state: of the transformation, as it is stored.
-      parts: the parts of its inner state, as they are stored.
-      guard: decides whether the step happens.
-      landing: how new parameters take the old ones' places.
+      seed, count: of the random bits, uint32 scalars.
       layer: which layer of stacked parameters the leaves are; None for whole ones.
     """
 
     leaves: list[StoredLeaf]
-    treedef: trees.PyTreeDef
-    plan: MomentPlan
-    state: LowbitState
-    parts: list
-    guard: Guard | Unguarded
-    landing: Landing
+    seed: jax.Array
+    count: jax.Array
     layer: Layer | None
-
-    def again(self) -> "Step":
-        """The same step for another branch of the program; they share no values."""
-        return dataclasses.replace(self)
-
-    def tree(self, leaves: Sequence):
-        """A tree with the parameters' structure and these leaves."""
-        return self.treedef.unflatten(leaves)
 
     @property
     def names(self) -> list[str]:
@@ -74,6 +57,50 @@ class Step:
     def params(self) -> list:
         """The parameters."""
         return [leaf.param for leaf in self.leaves]
+
+    @functools.cached_property
+    def random(self) -> list[RandomBits]:
+        """The random bits of each leaf."""
+        return random_of_leaves(self.names, self.params, self.seed, self.count)
+
+    @functools.cached_property
+    def keys(self) -> tuple[jax.Array, jax.Array]:
+        """Their keys in the form that kernels take, a vector of each."""
+        numbers = list(map(leaf_number, self.names))
+        keys = random_keys(self.seed, self.count, numbers)
+        if self.layer is None:
+            return keys
+        return self.layer.keys(keys, self.names, self.params)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step(LeafStep):
+    """A step of a transformation.
+
+    Args:
+      leaves, seed, count, layer: as of :class:`LeafStep`.
+      treedef: the structure of the parameters.
+      plan: how the inner state is stored.
+      state: of the transformation, as it is stored.
+      parts: the parts of its inner state, as they are stored.
+      guard: decides whether the step happens.
+      landing: how new parameters take the old ones' places.
+    """
+
+    treedef: trees.PyTreeDef
+    plan: MomentPlan
+    state: LowbitState
+    parts: list
+    guard: Guard | Unguarded
+    landing: Landing
+
+    def again(self) -> "Step":
+        """The same step for another branch of the program; they share no values."""
+        return dataclasses.replace(self)
+
+    def tree(self, leaves: Sequence):
+        """A tree with the parameters' structure and these leaves."""
+        return self.treedef.unflatten(leaves)
 
     @functools.cached_property
     def masters(self) -> list:
@@ -131,21 +158,9 @@ class Step:
         return Landed(result, residual, landed.error)
 
     @functools.cached_property
-    def random(self) -> list[RandomBits]:
-        """The random bits of each leaf."""
-        seed, count = self.state.seed, self.state.count
-        return random_of_leaves(self.names, self.params, seed, count)
-
-    @functools.cached_property
     def draws(self) -> dict[str, Draws]:
         """By the paths of the leaves, the random numbers for their moments."""
         return draws_of_moments(self.leaves, self.random)
-
-    @functools.cached_property
-    def keys(self) -> tuple[jax.Array, jax.Array]:
-        """The keys of the random bits, in the form that kernels take."""
-        seed, count = self.state.seed, self.state.count
-        return keys_of_leaves(self.names, self.params, seed, count, self.layer)
 
 
 class Stepped(typing.NamedTuple):
@@ -160,14 +175,6 @@ class Stepped(typing.NamedTuple):
     results: list
     residuals: list
     inner_state: typing.Any
-
-
-def keys_of_leaves(
-    names, params, seed, count, layer: Layer | None
-) -> tuple[jax.Array, jax.Array]:
-    """The keys of the random bits of leaves at one step, a vector of each."""
-    keys = random_keys(seed, count, list(map(leaf_number, names)))
-    return keys if layer is None else layer.keys(keys, names, params)
 
 
 def random_of_leaves(names, params, seed, count) -> list[RandomBits]:

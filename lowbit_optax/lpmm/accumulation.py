@@ -329,12 +329,12 @@ class _Call:
                 StoredLeaf(name, leaf, None).with_grad(grad)
                 for name, leaf, grad in zip(names, leaves, grads, strict=True)
             ],
-            parts,
-            list(map(self.config.format_of, leaves)),
             self.state.seed,
             self.state.count,
-            guard,
             context.current().layer,
+            parts,
+            list(map(self.config.format_of, leaves)),
+            guard,
         )
 
     def _mean(self, leaf: StoredLeaf, total):

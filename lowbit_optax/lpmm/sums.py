@@ -24,12 +24,12 @@ from lowbit_optax._step import context
 from lowbit_optax._step.context import layerwise
 from lowbit_optax._step.guard import Guard, Unguarded
 from lowbit_optax._step.kernels.body import KEYS
+from lowbit_optax._step.kernels.launches import Launches, in_stacks
 from lowbit_optax._step.kernels.plan import has_layers, needs_loop
 from lowbit_optax._step.kernels.rows import MomentRows
-from lowbit_optax._step.kernels.run import Launches, in_stacks
 from lowbit_optax._step.layers import Layer
 from lowbit_optax._step.leaf import StoredLeaf
-from lowbit_optax._step.step import keys_of_leaves, random_of_leaves
+from lowbit_optax._step.step import LeafStep
 from lowbit_optax.formats import MomentFormat
 from pallas_kernels.fused_update import Leaf, Operand, Result, has_tiling
 from pallas_kernels.platforms import Implementation
@@ -109,48 +109,25 @@ class SumBody:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Sums:
+class Sums(LeafStep):
     """The accumulators of a step's leaves, and the gradients to add to them.
 
     Args:
       leaves: the parameters with their gradients.
+      seed, count, layer: as of :class:`LeafStep`.
       parts: the accumulators; None at leaves that are not float.
       formats: of the accumulators; None for float32.
-      seed, count: of stochastic rounding.
       guard: unscales gradients, and decides whether they are added.
-      layer: as of :class:`lowbit_optax._step.step.Step`.
     """
 
-    leaves: list[StoredLeaf]
     parts: Sequence
     formats: Sequence[MomentFormat | None]
-    seed: jax.Array
-    count: jax.Array
     guard: Guard | Unguarded
-    layer: Layer | None
-
-    @property
-    def names(self) -> list[str]:
-        """The paths of the leaves."""
-        return [leaf.name for leaf in self.leaves]
-
-    @property
-    def params(self) -> list:
-        """The parameters."""
-        return [leaf.param for leaf in self.leaves]
-
-    @functools.cached_property
-    def keys(self) -> tuple[jax.Array, jax.Array]:
-        """The keys of the random bits, in the form that kernels take."""
-        return keys_of_leaves(
-            self.names, self.params, self.seed, self.count, self.layer
-        )
 
     @functools.cached_property
     def draws(self) -> list[Draws]:
         """The random numbers of each leaf."""
-        bits = random_of_leaves(self.names, self.params, self.seed, self.count)
-        return list(map(accumulator_draws, bits))
+        return list(map(accumulator_draws, self.random))
 
     def added(self, implementation: Implementation) -> list:
         """The new accumulators."""

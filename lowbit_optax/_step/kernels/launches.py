@@ -1,0 +1,271 @@
+"""The launches of a step's kernels: which leaves share one, and what each is given.
+
+Small leaves share launches. A kernel counts the elements of an array in int32, so a
+leaf has less than 2^31 of them. A larger one, such as the stacked layers of a model of
+70 billion parameters, is updated layer by layer along its first axis. Each kernel
+writes its layer into the stacks, in place.
+"""
+
+import dataclasses
+import functools
+import math
+import typing
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from lowbit_optax._jaxprs.leaf_program import encode_scalars, plain_scalars
+from lowbit_optax._numerics.random_bits import keys_at_layer, take_in
+from lowbit_optax._step.kernels.body import KEYS, LeafBody
+from lowbit_optax._step.kernels.plan import needs_loop
+from lowbit_optax._step.layers import Layer
+from lowbit_optax._step.leaf import axes_of_shards, number_of_shard
+from lowbit_optax._step.step import LeafStep
+from pallas_kernels.fused_update import (
+    Leaf,
+    Scalars,
+    blocked,
+    fused_update,
+    fused_update_many,
+    joined,
+    sharing_kind,
+)
+from pallas_kernels.platforms import Implementation
+
+MIN_ELEMENTS_ALONE = 2**22
+"""A leaf with as many elements has a kernel of its own: its launch costs little beside
+the work, and a kernel over many leaves takes longer to compile."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Launches:
+    """The kernels of a step.
+
+    Args:
+      bodies: by the numbers of the leaves; static and hashable, with the number of the
+        scalar that is their switch as ``when``.
+      step: the step.
+      scalars: the values that all leaves share.
+      layer: the layer whose stacks the kernels write into; None if they do not.
+      implementation: as in :func:`pallas_kernels.fused_update`, or ``"blocks"`` for
+        :mod:`pallas_kernels.fused_update.blocked`.
+    """
+
+    bodies: Mapping[int, typing.Any]
+    step: LeafStep
+    scalars: Sequence[jax.Array]
+    layer: Layer | None
+    implementation: Implementation | typing.Literal["blocks"]
+
+    def run(self, leaves: Mapping[int, Leaf]) -> dict[int, list[jax.Array]]:
+        """The results of each leaf; leaves that can share a kernel are one launch."""
+        if self.implementation == "blocks":
+            return self._by_blocks(leaves)
+        groups: dict[typing.Any, list[int]] = {}
+        for i, leaf in leaves.items():
+            groups.setdefault(self._group(i, leaf), []).append(i)
+        written = {}
+        for numbers in groups.values():
+            numbers.sort(key=lambda i: (math.prod(leaves[i].shape), leaves[i].shape))
+            shared = [leaves[i] for i in numbers]
+            written |= zip(numbers, self._launch(numbers, shared), strict=True)
+        return written
+
+    def _by_blocks(self, leaves: Mapping[int, Leaf]) -> dict[int, list[jax.Array]]:
+        """The results by XLA on a CPU; small leaves are joined."""
+        written: dict[int, list[jax.Array]] = {}
+        groups: dict[typing.Any, list[int]] = {}
+        keys, scalars = self.step.keys, self._plain_scalars
+        for i, leaf in leaves.items():
+            body, dtypes = self.bodies[i], tuple(x.dtype for x in leaf.arrays)
+            if joined.accepts(leaf):
+                groups.setdefault((body, dtypes), []).append(i)
+            else:
+                written[i] = _blocked(body, leaf, keys, np.uint32(i), scalars)
+        new: list = []
+        for (body, _), numbers in groups.items():
+            for part in joined.divided(numbers, leaves):
+                some = [leaves[i] for i in part]
+                # One after the other, so that all use the same temporary memory.
+                some, _ = lax.optimization_barrier((some, new))
+                new = _joined(body, some, keys, np.array(part, np.uint32), scalars)
+                written |= zip(part, new, strict=True)
+        return written
+
+    def _group(self, number: int, leaf: Leaf):
+        """What leaves that share a kernel have in common."""
+        size = math.prod(leaf.shape)
+        if self._is_layer(number) or size >= MIN_ELEMENTS_ALONE:
+            return number
+        dtypes = tuple(x.dtype for x in leaf.arrays)
+        implementation = typing.cast(Implementation, self.implementation)
+        kind = sharing_kind(leaf, implementation)
+        if any(x.repeated for x in leaf.operands):
+            # Where their elements lie depends on the shape.
+            kind = tuple(x.repeated for x in leaf.operands), leaf.shape
+        return self.bodies[number], dtypes, kind, self._axes(number)
+
+    def _launch(self, numbers: list[int], leaves: Sequence[Leaf]):
+        """The results of leaves that share a kernel, or of a leaf that needs many."""
+        number, leaf = numbers[0], leaves[0]
+        # Rows have constant numbers: a slice of the table would be one more kernel.
+        rows, table = np.array(numbers, np.uint32), self._tables[self._axes(number)]
+        layer = first = None
+        if leaf.stacked:
+            layer = typing.cast(Layer, self.layer).index
+        elif self._is_layer(number):
+            param = self.step.leaves[number].param
+            first = typing.cast(Layer, self.step.layer).first_element(param)
+        elif needs_loop(leaf.shape):
+            tables = _tables_of_layers(table[number], leaf.shape)
+            update = lambda one, i: self._fused(numbers, [one], tables, i[None], i)[0]
+            return [_over_layers(leaf, update)]
+        return self._fused(numbers, leaves, table, rows, layer, first)
+
+    def _fused(self, numbers, leaves, table, rows, layer=None, first=None):
+        body = self.bodies[numbers[0]]
+        scalars = Scalars(table, rows, self._plain_scalars, body.when)
+        return _fused(body, self.implementation, leaves, scalars, layer, first)
+
+    def _is_layer(self, number: int) -> bool:
+        layer = self.step.layer
+        return layer is not None and self.step.leaves[number].name in layer.names
+
+    def _axes(self, number: int) -> tuple[str, ...]:
+        return axes_of_shards(self.step.leaves[number].param)
+
+    @functools.cached_property
+    def _tables(self) -> dict[tuple[str, ...], jax.Array]:
+        """By the axes of the user's ``jax.shard_map`` over which shards differ.
+
+        Each table is uint32, with a row per leaf: its keys, and what all leaves share.
+        """
+        words = encode_scalars(self.scalars) if self.scalars else None
+        tables = {}
+        for axes in dict.fromkeys(map(self._axes, self.bodies)):
+            keys = self.step.keys
+            if axes:
+                keys = take_in(keys[0], keys[1], number_of_shard(axes))
+            columns = [k[:, None] for k in keys]
+            if words is not None:
+                shape = len(self.step.leaves), words.size
+                columns.append(jnp.broadcast_to(words, shape))
+            tables[axes] = jnp.concatenate(columns, axis=1)
+        return tables
+
+    @functools.cached_property
+    def _plain_scalars(self) -> list[jax.Array]:
+        return plain_scalars(self.scalars)
+
+
+def in_stacks(leaf: Leaf, layer: Layer | None) -> Leaf:
+    """The leaf as a layer in its stacks, if they can be written."""
+    if layer is None:
+        return leaf
+    arrays = leaf.arrays
+    stacks = {n: layer.stack_of(arrays[n]) for n in leaf.overwritten}
+    if not stacks or any(x is None for x in stacks.values()):
+        return leaf
+    arrays = [stacks.get(n, x) for n, x in enumerate(arrays)]
+    return dataclasses.replace(leaf.with_arrays(arrays), stacked=True)
+
+
+def _over_layers(leaf: Leaf, update: Callable[[Leaf, jax.Array], list]) -> list:
+    """The results of a leaf, updated layer by layer.
+
+    Args:
+      leaf: the whole leaf, whose results are stored like operands 1, 2 and so on.
+      update: gives the results of one layer in its stacks, from its int32 number.
+    """
+    overwritten = {
+        number: result.overwrites
+        for number, result in enumerate(leaf.results)
+        if result.overwrites is not None
+    }
+
+    def advance(layer, stacks: list) -> list:
+        arrays = [
+            None
+            if n in leaf.overwritten
+            else lax.dynamic_index_in_dim(x, layer, keepdims=False)
+            for n, x in enumerate(leaf.arrays)
+        ]
+        # What is overwritten is read from the stack that the layer before has written.
+        for number, operand in overwritten.items():
+            arrays[operand] = stacks[number]
+        one = dataclasses.replace(leaf, shape=leaf.shape[1:], stacked=True)
+        written = update(one.with_arrays(arrays), layer)
+        return [
+            new
+            if number in overwritten
+            else lax.dynamic_update_index_in_dim(stack, new, layer, 0)
+            for number, (stack, new) in enumerate(zip(stacks, written, strict=True))
+        ]
+
+    stacks = [
+        leaf.arrays[overwritten[number]]
+        if number in overwritten
+        else jnp.zeros_like(leaf.arrays[number + 1], dtype=result.dtype)
+        for number, result in enumerate(leaf.results)
+    ]
+    return lax.fori_loop(jnp.int32(0), jnp.int32(leaf.shape[0]), advance, stacks)
+
+
+def _tables_of_layers(row: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The rows of a leaf's layers, which may have their own keys.
+
+    Args:
+      row: the row of the leaf in the table.
+      shape: of the leaf, with the layers first.
+    """
+    numbers = jnp.arange(shape[0], dtype=jnp.int32)
+    keys = keys_at_layer(row[0], row[1], numbers, shape[0], shape[1:])
+    table = jnp.broadcast_to(row, (shape[0], row.size))
+    columns = [jnp.broadcast_to(key, shape[0]) for key in keys]
+    return table.at[:, :KEYS].set(jnp.stack(columns, axis=-1))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _fused(
+    body: LeafBody,
+    implementation: Implementation,
+    leaves: Sequence[Leaf],
+    scalars: Scalars,
+    layer: jax.Array | None,
+    first: jax.Array | None,
+) -> list[list[jax.Array]]:
+    """Update leaves; traced and lowered once for equal shapes and programs."""
+    if len(leaves) > 1:
+        return fused_update_many(
+            body, leaves, scalars=scalars, implementation=implementation
+        )
+    new = fused_update(
+        body,
+        leaves[0].operands,
+        leaves[0].results,
+        shape=leaves[0].shape,
+        scalars=scalars,
+        layer=layer,
+        first=first,
+        implementation=implementation,
+    )
+    return [new]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _blocked(body: LeafBody, leaf: Leaf, keys, number, scalars) -> list[jax.Array]:
+    """Update one leaf block by block; traced once for equal shapes and programs."""
+    keys = [lax.dynamic_index_in_dim(key, number, keepdims=False) for key in keys]
+    return blocked.update(body, leaf, [*keys, *scalars], when=body.when)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _joined(
+    body: LeafBody, leaves: Sequence[Leaf], keys, numbers, scalars
+) -> list[list[jax.Array]]:
+    """Update leaves as if they were one."""
+    keys = [key[numbers] for key in keys]
+    return joined.update(body, leaves, keys, scalars, when=body.when)
