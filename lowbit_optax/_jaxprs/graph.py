@@ -302,7 +302,7 @@ class Graph:
         self._count = 0
         self._scalars: dict[typing.Any, list[Node]] = {}
         self.inputs = [Node(v.aval) for v in closed.jaxpr.invars]
-        self.outputs = inline(closed, self.inputs, self._read_equation)
+        self.outputs = self.results_of(closed, self.inputs)
 
     def apply(self, function: Callable, *operands: Node) -> Node:
         """``function(*operands)``, which is one primitive that works elementwise.
@@ -321,33 +321,12 @@ class Graph:
         # The shapes lie on no mesh, and must not be taken to lie on the one in force.
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
             closed = jax.make_jaxpr(function)(*likes)
-        (result,) = inline(closed, operands, self._read_equation)
+        (result,) = self.results_of(closed, operands)
         return result
 
-    def with_last_turn_apart(self, call: Call) -> tuple[Call, list[Node]] | None:
-        """A scan that is unrolled, as one with a turn less, and what the last gives.
-
-        None for other calls, and for scans with anything but constants and carries.
-        """
-        if call.primitive is not p.scan_p:
-            return None
-        params, body = call.params, called_jaxpr(call.params)
-        pairs = [
-            *zip(call.inputs, body.jaxpr.invars, strict=True),
-            *zip(call.outputs, body.jaxpr.outvars, strict=True),
-        ]
-        # What a scan runs over has an axis more outside of its body.
-        is_scanned = any(x.aval.shape != var.aval.shape for x, var in pairs)
-        if is_scanned or not params["unroll"] == params["length"] > 1:
-            return None
-        turns = params["length"] - 1
-        params = {**params, "length": turns, "unroll": turns}
-        avals = [node.aval for node in call.outputs]
-        before = self.call(p.scan_p, params, call.inputs, avals)
-        constants = call.inputs[: len(call.inputs) - len(before)]
-        last = inline(body, [*constants, *before], self._read_equation)
-        (scan,) = {node.call for node in before if node.call is not None}
-        return scan, last
+    def results_of(self, closed: ClosedJaxpr, operands: Sequence[Node]) -> list[Node]:
+        """The results of a jaxpr, as its operations."""
+        return inline(closed, operands, self._read_equation)
 
     def selected(self, which: Node, cases: Sequence[Node]) -> Node:
         """The case that a truth value selects, or a number, as conditionals take it."""
@@ -376,7 +355,7 @@ class Graph:
 
     def _read_equation(self, eqn, operands: list[Node]) -> list[Node]:
         if eqn.primitive in _CALLS and eqn.params.get("name") not in self._opaque:
-            return inline(called_jaxpr(eqn.params), operands, self._read_equation)
+            return self.results_of(called_jaxpr(eqn.params), operands)
         if eqn.primitive is p.copy_p:
             return operands
         if eqn.primitive.name == "pvary" and operands[0].is_scalar:
@@ -394,10 +373,7 @@ class Graph:
 
     def branches(self, params: Mapping, arguments: Sequence[Node]) -> list[list[Node]]:
         """The results of each branch of a conditional with these parameters."""
-        return [
-            inline(branch, arguments, self._read_equation)
-            for branch in params["branches"]
-        ]
+        return [self.results_of(branch, arguments) for branch in params["branches"]]
 
 
 def evaluate(nodes: Sequence[Node], known: dict[Node, typing.Any]) -> list:

@@ -21,7 +21,7 @@ from lowbit_optax._jaxprs.expansions import (
     is_threefry_bits,
     threefry_bits,
 )
-from lowbit_optax._jaxprs.graph import Call, Graph, Node
+from lowbit_optax._jaxprs.graph import Call, Graph, Node, called_jaxpr
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +193,7 @@ class _Builder:
         if call is None or not self._is_like(node):
             return node
         if call not in self._turns:
-            found = self._graph.with_last_turn_apart(call)
+            found = _with_last_turn_apart(self._graph, call)
             if found is None:
                 return node
             # Of the turns before it XLA computes each in any case.
@@ -215,6 +215,32 @@ class _Builder:
         shape = node.aval.shape
         pairs = zip(shape, self._shape, strict=False)
         return len(shape) == len(self._shape) and all(n in (1, m) for n, m in pairs)
+
+
+def _with_last_turn_apart(graph: Graph, call: Call) -> tuple[Call, list[Node]] | None:
+    """A scan that is unrolled, as one with a turn less, and what the last gives.
+
+    None for other calls, and for scans with anything but constants and carries.
+    """
+    if call.primitive is not p.scan_p:
+        return None
+    params, body = call.params, called_jaxpr(call.params)
+    pairs = [
+        *zip(call.inputs, body.jaxpr.invars, strict=True),
+        *zip(call.outputs, body.jaxpr.outvars, strict=True),
+    ]
+    # What a scan runs over has an axis more outside of its body.
+    is_scanned = any(x.aval.shape != var.aval.shape for x, var in pairs)
+    if is_scanned or not params["unroll"] == params["length"] > 1:
+        return None
+    turns = params["length"] - 1
+    params = {**params, "length": turns, "unroll": turns}
+    avals = [node.aval for node in call.outputs]
+    before = graph.call(p.scan_p, params, call.inputs, avals)
+    constants = call.inputs[: len(call.inputs) - len(before)]
+    last = graph.results_of(body, [*constants, *before])
+    (scan,) = {node.call for node in before if node.call is not None}
+    return scan, last
 
 
 def _squeezed(shape: tuple[int, ...]) -> list[int]:

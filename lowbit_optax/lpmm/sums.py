@@ -25,7 +25,7 @@ from lowbit_optax._step.context import layerwise
 from lowbit_optax._step.guard import Guard, Unguarded
 from lowbit_optax._step.kernels.body import KEYS
 from lowbit_optax._step.kernels.launches import Launches, in_stacks
-from lowbit_optax._step.kernels.plan import has_layers, needs_loop
+from lowbit_optax._step.kernels.limits import has_layers, needs_loop
 from lowbit_optax._step.kernels.rows import MomentRows
 from lowbit_optax._step.layers import Layer
 from lowbit_optax._step.leaf import StoredLeaf

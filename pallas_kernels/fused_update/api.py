@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.fused_update import sharded, xla
-from pallas_kernels.fused_update.gpu.tiling import tiling_of
+from pallas_kernels.fused_update.gpu.sharing import kind_of_leaf
 from pallas_kernels.fused_update.spec import (
     MAX_ELEMENTS_OF_SMALL_LEAF,
     BlockBody,
@@ -176,7 +176,7 @@ def sharing_kind(leaf: Leaf, implementation: Implementation = None) -> typing.Ha
     """
     is_for_gpus = implementation is not None or target_gpu() is not None
     if is_for_gpus and not is_for_tpus():
-        return tiling_of(leaf).kind
+        return kind_of_leaf(leaf)
     size = math.prod(leaf.shape)
     is_small = not leaf.has_words_or_blocks and size <= MAX_ELEMENTS_OF_SMALL_LEAF
     return None if is_small else leaf.shape

@@ -9,11 +9,9 @@ program and the leaf's formats make the body of its kernel
 import collections
 import dataclasses
 import functools
-import math
 import typing
 from collections.abc import Mapping
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -22,20 +20,18 @@ from lowbit_optax._jaxprs.elementwise import NotElementwise, Scalars
 from lowbit_optax._jaxprs.graph import Node, constant, made_of
 from lowbit_optax._jaxprs.leaf_program import Ref
 from lowbit_optax._jaxprs.outside import completed
-from lowbit_optax._step import trees
 from lowbit_optax._step.inner_update import InnerUpdate
 from lowbit_optax._step.kernels.body import KEYS, LeafBody
+from lowbit_optax._step.kernels.limits import (
+    check_fields,
+    check_leaf,
+    check_result,
+    needs_loop,
+)
 from lowbit_optax._step.kernels.rows import MomentRows, WeightRows
 from lowbit_optax._step.step import Step
-from pallas_kernels.fused_update import MAX_ELEMENTS, Leaf, has_tiling
+from pallas_kernels.fused_update import Leaf
 from pallas_kernels.fused_update.api import tpu_launcher
-from pallas_kernels.layout import layout_of
-
-MIN_PACKED_SIZE = 4096
-"""Packed leaves with fewer elements are left to XLA."""
-
-_LEAST_OF_LAYER = 2**16
-"""With smaller layers a loop would take longer than XLA does without kernels."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +180,7 @@ class _Planner:
         if self.traced.closed.effects:
             raise NotElementwise(f"it has side effects: {self.traced.closed.effects}")
         weight = WeightRows.of(leaf)
-        _check_leaf(leaf.param, weight)
+        check_leaf(leaf.param, weight)
         if update.aval.dtype != jnp.float32:
             raise NotElementwise(f"its update is {update.aval.dtype}")
         adds = step.landing.is_direct if leaf.format is None else leaf.format.stores_sum
@@ -204,7 +200,7 @@ class _Planner:
         own = [nodes.grads[i], nodes.masters[i], *(nodes.state[s] for s in parts)]
         outputs = [result, *(nodes.new_state[s] for s in parts)]
         for node in outputs:
-            _check_result(node, nodes.masters[i].aval.shape)
+            check_result(node, nodes.masters[i].aval.shape)
         if feedback is not None:
             if feedback.part not in parts:
                 raise NotElementwise("its moment for rounding errors is not its own")
@@ -266,7 +262,7 @@ class _Planner:
             reads_index=len(rows.inputs) > known,
         )
         if not self.for_tpus:
-            _check_fields(body.arrays(leaf, [step.parts[s] for s in parts]))
+            check_fields(body.arrays(leaf, [step.parts[s] for s in parts]))
         body = body if self.is_exact else body.with_factors()
         return LeafKernel(body, parts, rows.outside)
 
@@ -356,53 +352,3 @@ class _Rows(typing.NamedTuple):
     inputs: list[Node]
     outputs: list[Node]
     outside: tuple[Node, ...] = ()
-
-
-def needs_loop(shape: tuple[int, ...]) -> bool:
-    """Whether a leaf of this shape has more elements than a kernel counts."""
-    return math.prod(shape) > MAX_ELEMENTS
-
-
-def has_layers(leaf) -> bool:
-    """Whether a leaf can be updated layer by layer.
-
-    That is, words and blocks lie within layers, and no known axis of the mesh spreads
-    the layers over devices.
-    """
-    shape = leaf.shape
-    if len(shape) < 3 or not _LEAST_OF_LAYER <= math.prod(shape[1:]) <= MAX_ELEMENTS:
-        return False
-    if layout_of(shape).axis != layout_of(shape[1:]).axis:
-        return False
-    specs = (jax.typeof(x).sharding.spec for x in jax.tree.leaves(leaf))
-    return all(not spec or spec[0] is None for spec in specs)
-
-
-def _check_leaf(leaf, weight: WeightRows) -> None:
-    if trees.is_quantized(leaf) and leaf.layout != layout_of(leaf.shape):
-        raise NotElementwise("it is a QuantizedTensor whose rows are another axis")
-    if not trees.is_float(leaf) or leaf.dtype.itemsize > 4:
-        raise NotElementwise(f"it is a leaf of {leaf.dtype}")
-    if needs_loop(leaf.shape) and not has_layers(leaf):
-        raise NotElementwise(
-            f"it has more than {MAX_ELEMENTS} elements, and no layers along its first "
-            "axis to update one by one"
-        )
-    if leaf.size < (MIN_PACKED_SIZE if weight.is_packed else 1) or not leaf.shape:
-        raise NotElementwise("")  # no reason: left to XLA without an error
-
-
-def _check_fields(arrays: Leaf) -> None:
-    """Raise unless a GPU's kernel can walk over words and blocks together."""
-    packed, sizes = list(arrays.packed), list(arrays.block_sizes)
-    if not has_tiling(packed, sizes):
-        raise NotElementwise(
-            f"its fields of {packed} bits and blocks of {sizes} do not fit together"
-        )
-
-
-def _check_result(node: Node, shape: tuple[int, ...]) -> None:
-    if node.aval.shape != shape:
-        raise NotElementwise(f"a result has shape {list(node.aval.shape)}")
-    if node.aval.dtype == jnp.bool_ or node.aval.dtype.itemsize > 4:
-        raise NotElementwise(f"a moment is {node.aval.dtype}")

@@ -28,7 +28,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.fused_update.gpu.numbers import Table
-from pallas_kernels.fused_update.gpu.tiling import ProgramSize, Tiling
+from pallas_kernels.fused_update.gpu.sharing import Sharing
+from pallas_kernels.fused_update.gpu.tiling import Tiling
 from pallas_kernels.fused_update.spec import (
     BlockBody,
     Body,
@@ -93,7 +94,7 @@ class Kernel:
 
 
 def prepare(
-    size: ProgramSize, call: Call
+    size: Sharing, call: Call
 ) -> tuple[Kernel, tuple[jax.ShapeDtypeStruct, ...], list[jax.Array]]:
     """The kernel of a call, what it writes, and its arguments.
 

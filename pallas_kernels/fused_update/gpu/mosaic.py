@@ -17,14 +17,14 @@ from jax.experimental.pallas import mosaic_gpu as pallas
 from pallas_kernels.fused_update.gpu.kernel import Kernel, prepare, shaped
 from pallas_kernels.fused_update.gpu.mosaic_arrays import ByThreads, load, store
 from pallas_kernels.fused_update.gpu.program import run_program
-from pallas_kernels.fused_update.gpu.tiling import ProgramSize
+from pallas_kernels.fused_update.gpu.sharing import Sharing
 from pallas_kernels.fused_update.spec import BlockBody, Call
 from pallas_kernels.gpu import mosaic_registers as registers
 from pallas_kernels.gpu.mosaic import INSTRUCTIONS
 from pallas_kernels.layout import TILE_COLUMNS
 
 # A program is a warpgroup: 128 threads with four columns each.
-_SIZE = ProgramSize(flat_width=512, flat_rows=4, small_width=512, lanes=128)
+_SIZE = Sharing(flat_width=512, flat_rows=4, small_width=512, lanes=128)
 
 # Where there are fewer programs, each has a multiprocessor to itself.
 _FEW_PROGRAMS = 528

@@ -1,15 +1,13 @@
-"""How leaves are divided into programs, lanes and rows; which leaves share a kernel."""
+"""How leaves are divided into programs, lanes and rows, and counted."""
 
 import dataclasses
 import functools
 import math
-import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from pallas_kernels.fused_update.gpu.numbers import Number
 from pallas_kernels.fused_update.spec import (
     MAX_ELEMENTS_OF_SMALL_LEAF,
-    Leaf,
     Shard,
 )
 from pallas_kernels.layout import (
@@ -24,13 +22,6 @@ from pallas_kernels.layout import (
     period,
     word_rows,
 )
-
-# Loads and stores of a kernel. The time to compile grows as their square: one of
-# Triton's with 240 takes 4 seconds, and one with 480 takes 10. The launch of a large
-# leaf takes little of its time.
-_MAX_ACCESSES, _MAX_ACCESSES_OF_LARGE = 250, 170
-_LARGE = 2**17
-_LEAST_LEAVES = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,52 +48,6 @@ class ProgramSize:
         """The tiling of a leaf's part."""
         leaf = shard.leaf
         return Tiling(self, shard.shape, leaf.shape, leaf.packed, leaf.block_sizes)
-
-    def common_tilings(self, shards: Sequence[Shard]) -> list["Tiling"]:
-        """The tilings of leaves that share a kernel, alike in all but their numbers."""
-        tilings = [self.tiling(shard) for shard in shards]
-        if len(shards) == 1 or not tilings[0].is_small:
-            return tilings
-        small = dataclasses.replace(
-            self,
-            flat_width=self.small_width,
-            flat_rows=1,
-            aligned=min(tiling.width for tiling in tilings),
-        )
-        return [dataclasses.replace(tiling, program=small) for tiling in tilings]
-
-    def max_leaves(self, leaves: Sequence[Leaf]) -> int:
-        """How many of these leaves a kernel should update at most."""
-        shards = [Shard(leaf, leaf.shape) for leaf in leaves]
-        rows = max(x.chunk_rows for x in self.common_tilings(shards))
-        accesses = 0
-        for x in (*leaves[0].operands, *leaves[0].results):
-            if x.block_size is not None:
-                accesses += 1
-            else:
-                accesses += rows if x.bits is None else max(1, rows * x.bits // 32)
-        has_two_sizes = len(leaves[0].block_sizes) > 1
-        cost = self.cost_of_two if has_two_sizes else 1
-        mean = sum(math.prod(leaf.shape) for leaf in leaves) // len(leaves)
-        most = _MAX_ACCESSES if mean < _LARGE else _MAX_ACCESSES_OF_LARGE
-        return max(1, max(_LEAST_LEAVES, most // accesses) // cost)
-
-    def programs(self, leaves: Sequence[Leaf]) -> int:
-        """How many programs a kernel over these leaves needs."""
-        shards = [Shard(leaf, leaf.shape) for leaf in leaves]
-        return sum(tiling.programs for tiling in self.common_tilings(shards))
-
-    def groups(self, shards: Sequence[Shard]) -> list[list[int]]:
-        """Which of these leaves, or shards of leaves, share a kernel, by their numbers.
-
-        Their operands and results are of the same kinds.
-        """
-        groups: dict[typing.Any, list[int]] = {}
-        for number, shard in enumerate(shards):
-            tiling = self.tiling(shard)
-            kind = tiling.kind if tiling.is_simple else number
-            groups.setdefault(kind, []).append(number)
-        return list(groups.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -350,24 +295,6 @@ class Tiling:
         within = (*range(1, row_axis), *range(row_axis + 2, len(self.shape) - 1))
         return all(self.shape[axis] == self.leaf_shape[axis] for axis in within)
 
-    @functools.cached_property
-    def kind(self) -> typing.Hashable:
-        """What tilings of leaves that share a kernel have in common."""
-        if self.is_flat:
-            return self.is_small or (self.width, self.is_below_2_30)
-        if not self.has_linear_index or not self.is_simple:
-            return self
-        flags = [self.layout.is_folded, self.is_whole, self.is_below_2_30]
-        flags += [self.cuts_words(bits) for bits in self.packed]
-        flags += [
-            f(size)
-            for size in self.block_sizes
-            for f in (self.cuts_block_rows, self.cuts_blocks)
-        ]
-        numbers = self.numbers(are_equal=False)
-        kinds = tuple((name, x.multiple) for name, x in numbers.items())
-        return self.width, self.word_width, self.packed, self.block_sizes, *flags, kinds
-
     def numbers(self, are_equal: bool) -> Mapping[str, Number]:
         """By name, the numbers of the shape that lanes count by.
 
@@ -422,8 +349,3 @@ class Tiling:
         if self.pieces[0] > 1:
             found["piece_index"] = Number(self.index_stride(len(self.shape) - 2))
         return found
-
-
-def tiling_of(leaf: Leaf) -> Tiling:
-    """The tiling of a whole leaf, by programs of any size."""
-    return ProgramSize(1, 1, 1, 1).tiling(Shard(leaf, leaf.shape))

@@ -12,12 +12,12 @@ from jax.experimental.pallas import triton
 
 from pallas_kernels.fused_update.gpu.kernel import Kernel, prepare, shaped
 from pallas_kernels.fused_update.gpu.program import run_program
-from pallas_kernels.fused_update.gpu.tiling import ProgramSize
+from pallas_kernels.fused_update.gpu.sharing import Sharing
 from pallas_kernels.fused_update.gpu.triton_arrays import ByBlocks, load, store
 from pallas_kernels.fused_update.spec import Call
 from pallas_kernels.gpu.instructions import Instructions
 
-_SIZE = ProgramSize(
+_SIZE = Sharing(
     # Four elements per thread: 16 bytes of float32 or of words, which is what one
     # instruction moves.
     flat_width=512,

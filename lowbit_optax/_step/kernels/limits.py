@@ -1,0 +1,71 @@
+"""Which leaves and results kernels can read and write at all."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from lowbit_optax._jaxprs.elementwise import NotElementwise
+from lowbit_optax._jaxprs.graph import Node
+from lowbit_optax._step import trees
+from lowbit_optax._step.kernels.rows import WeightRows
+from pallas_kernels.fused_update import MAX_ELEMENTS, Leaf, has_tiling
+from pallas_kernels.layout import layout_of
+
+MIN_PACKED_SIZE = 4096
+"""Packed leaves with fewer elements are left to XLA."""
+
+_LEAST_OF_LAYER = 2**16
+"""With smaller layers a loop would take longer than XLA does without kernels."""
+
+
+def needs_loop(shape: tuple[int, ...]) -> bool:
+    """Whether a leaf of this shape has more elements than a kernel counts."""
+    return math.prod(shape) > MAX_ELEMENTS
+
+
+def has_layers(leaf) -> bool:
+    """Whether a leaf can be updated layer by layer.
+
+    That is, words and blocks lie within layers, and no known axis of the mesh spreads
+    the layers over devices.
+    """
+    shape = leaf.shape
+    if len(shape) < 3 or not _LEAST_OF_LAYER <= math.prod(shape[1:]) <= MAX_ELEMENTS:
+        return False
+    if layout_of(shape).axis != layout_of(shape[1:]).axis:
+        return False
+    specs = (jax.typeof(x).sharding.spec for x in jax.tree.leaves(leaf))
+    return all(not spec or spec[0] is None for spec in specs)
+
+
+def check_leaf(leaf, weight: WeightRows) -> None:
+    """Raise unless a kernel can read and write a parameter, stored like this."""
+    if trees.is_quantized(leaf) and leaf.layout != layout_of(leaf.shape):
+        raise NotElementwise("it is a QuantizedTensor whose rows are another axis")
+    if not trees.is_float(leaf) or leaf.dtype.itemsize > 4:
+        raise NotElementwise(f"it is a leaf of {leaf.dtype}")
+    if needs_loop(leaf.shape) and not has_layers(leaf):
+        raise NotElementwise(
+            f"it has more than {MAX_ELEMENTS} elements, and no layers along its first "
+            "axis to update one by one"
+        )
+    if leaf.size < (MIN_PACKED_SIZE if weight.is_packed else 1) or not leaf.shape:
+        raise NotElementwise("")  # no reason: left to XLA without an error
+
+
+def check_fields(arrays: Leaf) -> None:
+    """Raise unless a GPU's kernel can walk over words and blocks together."""
+    packed, sizes = list(arrays.packed), list(arrays.block_sizes)
+    if not has_tiling(packed, sizes):
+        raise NotElementwise(
+            f"its fields of {packed} bits and blocks of {sizes} do not fit together"
+        )
+
+
+def check_result(node: Node, shape: tuple[int, ...]) -> None:
+    """Raise unless a kernel can write a result of a leaf of this shape."""
+    if node.aval.shape != shape:
+        raise NotElementwise(f"a result has shape {list(node.aval.shape)}")
+    if node.aval.dtype == jnp.bool_ or node.aval.dtype.itemsize > 4:
+        raise NotElementwise(f"a moment is {node.aval.dtype}")

@@ -1,0 +1,95 @@
+"""Which leaves share a kernel, and how many of them.
+
+Leaves share one whose text has nothing of their shapes: what differs between them are
+numbers, which it reads from a table (:mod:`.numbers`).
+"""
+
+import dataclasses
+import math
+import typing
+from collections.abc import Sequence
+
+from pallas_kernels.fused_update.gpu.tiling import ProgramSize, Tiling
+from pallas_kernels.fused_update.spec import Leaf, Shard
+
+# Loads and stores of a kernel. The time to compile grows as their square: one of
+# Triton's with 240 takes 4 seconds, and one with 480 takes 10. The launch of a large
+# leaf takes little of its time.
+_MAX_ACCESSES, _MAX_ACCESSES_OF_LARGE = 250, 170
+_LARGE = 2**17
+_LEAST_LEAVES = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharing(ProgramSize):
+    """How large a launcher's programs are, and which leaves share its kernels."""
+
+    def common_tilings(self, shards: Sequence[Shard]) -> list[Tiling]:
+        """The tilings of leaves that share a kernel, alike in all but their numbers."""
+        tilings = [self.tiling(shard) for shard in shards]
+        if len(shards) == 1 or not tilings[0].is_small:
+            return tilings
+        small = dataclasses.replace(
+            self,
+            flat_width=self.small_width,
+            flat_rows=1,
+            aligned=min(tiling.width for tiling in tilings),
+        )
+        return [dataclasses.replace(tiling, program=small) for tiling in tilings]
+
+    def max_leaves(self, leaves: Sequence[Leaf]) -> int:
+        """How many of these leaves a kernel should update at most."""
+        shards = [Shard(leaf, leaf.shape) for leaf in leaves]
+        rows = max(x.chunk_rows for x in self.common_tilings(shards))
+        accesses = 0
+        for x in (*leaves[0].operands, *leaves[0].results):
+            if x.block_size is not None:
+                accesses += 1
+            else:
+                accesses += rows if x.bits is None else max(1, rows * x.bits // 32)
+        has_two_sizes = len(leaves[0].block_sizes) > 1
+        cost = self.cost_of_two if has_two_sizes else 1
+        mean = sum(math.prod(leaf.shape) for leaf in leaves) // len(leaves)
+        most = _MAX_ACCESSES if mean < _LARGE else _MAX_ACCESSES_OF_LARGE
+        return max(1, max(_LEAST_LEAVES, most // accesses) // cost)
+
+    def programs(self, leaves: Sequence[Leaf]) -> int:
+        """How many programs a kernel over these leaves needs."""
+        shards = [Shard(leaf, leaf.shape) for leaf in leaves]
+        return sum(tiling.programs for tiling in self.common_tilings(shards))
+
+    def groups(self, shards: Sequence[Shard]) -> list[list[int]]:
+        """Which of these leaves, or shards of leaves, share a kernel, by their numbers.
+
+        Their operands and results are of the same kinds.
+        """
+        groups: dict[typing.Any, list[int]] = {}
+        for number, shard in enumerate(shards):
+            tiling = self.tiling(shard)
+            kind = kind_of(tiling) if tiling.is_simple else number
+            groups.setdefault(kind, []).append(number)
+        return list(groups.values())
+
+
+def kind_of(tiling: Tiling) -> typing.Hashable:
+    """What tilings of leaves that share a kernel have in common."""
+    if tiling.is_flat:
+        return tiling.is_small or (tiling.width, tiling.is_below_2_30)
+    if not tiling.has_linear_index or not tiling.is_simple:
+        return tiling
+    flags = [tiling.layout.is_folded, tiling.is_whole, tiling.is_below_2_30]
+    flags += [tiling.cuts_words(bits) for bits in tiling.packed]
+    flags += [
+        f(size)
+        for size in tiling.block_sizes
+        for f in (tiling.cuts_block_rows, tiling.cuts_blocks)
+    ]
+    numbers = tiling.numbers(are_equal=False)
+    kinds = tuple((name, x.multiple) for name, x in numbers.items())
+    widths = tiling.width, tiling.word_width
+    return *widths, tiling.packed, tiling.block_sizes, *flags, kinds
+
+
+def kind_of_leaf(leaf: Leaf) -> typing.Hashable:
+    """The same of a whole leaf, by programs of any size."""
+    return kind_of(ProgramSize(1, 1, 1, 1).tiling(Shard(leaf, leaf.shape)))
