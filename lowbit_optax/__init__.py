@@ -61,6 +61,11 @@ from lowbit_optax.states.masters import from_master, master_weights, param_dtype
 from lowbit_optax.states.sharding import state_shardings
 from lowbit_optax.states.storage_formats import check_storage_formats, storage_formats
 from lowbit_optax.transformations.averaging import ema_of_params
+from lowbit_optax.transformations.direct import (
+    DirectUpdate,
+    direct_updates,
+    update_norm,
+)
 from lowbit_optax.transformations.lowbit import (
     apply_updates,
     lowbit,
@@ -84,6 +89,7 @@ except _metadata.PackageNotFoundError:  # a checkout on the path, not installed
     __version__ = "0+unknown"
 
 __all__ = [
+    "DirectUpdate",
     "LeafReport",
     "LossScaleState",
     "LowbitState",
@@ -106,6 +112,7 @@ __all__ = [
     "current_loss_scale",
     "declare_moments",
     "dequantize",
+    "direct_updates",
     "ema_of_params",
     "extra_bits",
     "extra_bits_adamw",
@@ -142,6 +149,7 @@ __all__ = [
     "step_report",
     "stochastic_rounding",
     "storage_formats",
+    "update_norm",
     "with_loss_scale",
 ]
 

@@ -142,7 +142,7 @@ def reference(step: Step, update: Callable, traced: InnerUpdate | None) -> Stepp
     stored = step.plan.encode(parts, step.draws)
     if any(x is not None for x in part_stays):
         stored = list(map(unless_still, part_stays, stored, step.parts))
-    stored = step.plan.tree(structure, stored)
+    stored = step.plan.tree(structure, stored, step.state.inner_state)
     return Stepped(
         [x.result for x in landed],
         [x.residual for x in landed],

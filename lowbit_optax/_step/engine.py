@@ -25,6 +25,7 @@ from lowbit_optax._jaxprs.not_folded import not_folded
 from lowbit_optax._numerics.landing import REPLACE, Landing
 from lowbit_optax._numerics.random_bits import ToNearest
 from lowbit_optax._step import backends, context, trees
+from lowbit_optax._step.blanks import residuals_of
 from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
 from lowbit_optax._step.inner_update import trace_update
 from lowbit_optax._step.leaf import StoredLeaf, format_of, widen
@@ -88,9 +89,13 @@ class Lowbit(Stepper):
         draws = draws_of_moments(leaves, random_of_leaves(names, own, seed, count))
         parts, structure = jax.tree.flatten(jax.tree.map(not_folded, inner_state))
         inner_state = plan.tree(structure, plan.encode(parts, draws))
-        residual = treedef.unflatten(x for _, x in split)
-        residual = Residuals.of(self.weights.residual_name, residual)
+        residual = self.residuals(treedef, [x for _, x in split], leaves)
         return LowbitState(count, seed, residual, inner_state)
+
+    def residuals(self, treedef, parts: Sequence, leaves: Sequence[StoredLeaf]):
+        """The residuals of a new state; parts are None at leaves that have none."""
+        name, blanks = self.weights.residual_name, [leaf.blank() for leaf in leaves]
+        return residuals_of(name, treedef, parts, blanks)
 
     def run(
         self,
@@ -118,7 +123,10 @@ class Lowbit(Stepper):
             results = guard.updates(results)
         count = jnp.asarray(optax.safe_increment(state.count))
         count = guard.chosen(count, state.count)
-        residual = Residuals.of(self.weights.residual_name, step.tree(residuals))
+        residual = state.residual
+        if residual.name is not None:
+            before = step.treedef.flatten_up_to(residual.tree)
+            residual = residuals_of(residual.name, step.treedef, residuals, before)
         new_state = LowbitState(count, state.seed, residual, inner_state)
         return step.tree(results), new_state
 
@@ -195,9 +203,10 @@ class Lowbit(Stepper):
                 f"keeps {name!r}: was this state made by a transformation with other "
                 "weights?"
             )
-        if name is None:
+        tree = residual.tree
+        if _is_nothing(tree) and name is None:  # a state without blanks
             return leaves
-        residuals = trees.parts_of(names, treedef, residual.tree, "residuals")
+        residuals = trees.parts_of(names, treedef, tree, "residuals")
         return list(map(StoredLeaf.with_residual, leaves, residuals))
 
     def _placed(self, leaves: list[StoredLeaf], treedef) -> list[StoredLeaf]:
@@ -262,6 +271,10 @@ def _split(leaf: StoredLeaf, master) -> tuple[typing.Any, typing.Any]:
 @functools.partial(jax.jit, static_argnums=0)
 def _residual(format_: WeightFormat, master, param):
     return format_.residual(master, param, ToNearest())
+
+
+def _is_nothing(tree) -> bool:
+    return isinstance(tree, tuple) and not tree
 
 
 def _check_inner_state(inner_state) -> None:

@@ -14,6 +14,7 @@ from lowbit_optax._numerics.float_layouts import NARROW_DTYPES, is_narrow
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._numerics.random_bits import RandomBits
 from lowbit_optax._step import trees
+from lowbit_optax._step.blanks import NO_RESIDUAL, NOT_HELD, blank, is_blank
 from lowbit_optax._step.context import layerwise
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.quantized_weights import QuantizedWeights
@@ -59,8 +60,12 @@ class StoredLeaf:
 
     def with_residual(self, residual) -> "StoredLeaf":
         """The leaf with its residual, after checking that this belongs to it."""
-        check_residual(self.name, self.param, self.format, residual)
-        return dataclasses.replace(self, residual=residual)
+        kept = check_residual(self.name, self.param, self.format, residual)
+        return dataclasses.replace(self, residual=kept)
+
+    def blank(self):
+        """What the state has in the place of its residual if it has none."""
+        return blank(self.param, NOT_HELD if self.format is None else NO_RESIDUAL)
 
     def with_grad(self, grad) -> "StoredLeaf":
         """The leaf with its gradient, after checking that this belongs to it."""
@@ -187,20 +192,28 @@ def check_grad(name: str, grad, param) -> None:
         )
 
 
-def check_residual(name: str, param, format_: WeightFormat | None, part) -> None:
-    """Raise a ValueError unless a leaf's residual belongs to its parameter."""
-    if format_ is None and part is not None:
+def check_residual(name: str, param, format_: WeightFormat | None, part):
+    """The residual of a leaf, None for a blank, once it is known to be its own.
+
+    Raises:
+      ValueError: naming the leaf.
+    """
+    if format_ is None:
+        if is_blank(part, NOT_HELD):
+            return None
         raise ValueError(
-            f"lowbit: params{name} is {param.dtype}, but the state holds the "
-            f"residual of a lower precision, {trees.describe(part)}: was it cast "
+            f"lowbit: params{name} is {param.dtype}, but the state is that of a lower "
+            f"precision, with the residual {trees.describe(part)}: was it cast "
             "on the way, as equinox.apply_updates does when it adds float32 "
             "updates? Apply updates by lowbit_optax.apply_updates or "
             "optax.apply_updates, or step by lowbit_optax.step"
         )
     want = None
-    if format_ is not None and not trees.is_quantized(param):
+    if not trees.is_quantized(param):
         want = _residual_like(format_, param.shape, param.dtype)
-    if part is None and want is not None:
+    if want is None and is_blank(part, NO_RESIDUAL):
+        return None
+    if is_blank(part, NOT_HELD):
         raise ValueError(
             f"lowbit: params{name} is {param.dtype}, but the state has no residual "
             "of it, as of a float32 parameter: was it cast after tx.init? Start "
@@ -215,6 +228,7 @@ def check_residual(name: str, param, format_: WeightFormat | None, part) -> None
             f"{trees.describe(want)}: was this state made by a transformation with "
             "other weights?"
         )
+    return part
 
 
 @functools.lru_cache(maxsize=4096)

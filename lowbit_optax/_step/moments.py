@@ -7,7 +7,7 @@ parameters' structure, which is what ``optax.tree.map_params``, shardings and
 checkpoints can handle:
 
     parts:         nu = {"w": (codes, scales), "b": float32}
-    in the state:  nu = ({"w": codes, "b": float32}, {"w": scales, "b": None})
+    in the state:  nu = ({"w": codes, "b": float32}, {"w": scales, "b": blank})
 """
 
 import collections
@@ -24,13 +24,14 @@ import optax
 from lowbit_optax._numerics.random_bits import Draws, RandomBits, moment_draws
 from lowbit_optax._numerics.relative import product, quotient
 from lowbit_optax._step import trees
+from lowbit_optax._step.blanks import blank, is_blank
 from lowbit_optax._step.context import layerwise
 from lowbit_optax._step.leaf import StoredLeaf, on_whole_units
 from lowbit_optax._step.moment_slots import MomentChoice, Slot, find_slots
 from lowbit_optax.formats.base import BlockMomentFormat, MomentFormat
 from lowbit_optax.formats.block_quantized import QuantizedMoment, RelativeMoment
 
-_CONTAINERS = (QuantizedMoment, RelativeMoment)
+CONTAINERS = (QuantizedMoment, RelativeMoment)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,22 +221,28 @@ class MomentPlan:
         # A state whose moments are not looked for may change its structure.
         return jax.tree.structure(state if self.choice.is_float32 else self.expected)
 
-    def tree(self, structure: trees.PyTreeDef, parts: Sequence) -> typing.Any:
-        """The inner state of stored parts, in parallel trees; see :meth:`structure`."""
+    def tree(
+        self, structure: trees.PyTreeDef, parts: Sequence, before=None
+    ) -> typing.Any:
+        """The inner state of stored parts, in parallel trees; see :meth:`structure`.
+
+        Its blanks are those of the state before, if there is one.
+        """
         state = structure.unflatten(parts)
         if self.choice.is_float32:
             return state
         rest = iter(jax.tree.structure(self.expected).flatten_up_to(state))
 
-        def stored(leaf):
+        def stored(leaf, old):
             if not isinstance(leaf, Slot):
                 return next(rest)
             treedef = jax.tree.structure(leaf.tree)
             moments = list(itertools.islice(rest, treedef.num_leaves))
-            return in_parallel_trees(leaf.format, treedef, moments)
+            return in_parallel_trees(leaf.format, treedef, moments, old)
 
         outer, leaves = self._slots
-        return outer.unflatten(map(stored, leaves))
+        olds = itertools.repeat(None) if before is None else outer.flatten_up_to(before)
+        return outer.unflatten(map(stored, leaves, olds))
 
     def parts(self, state) -> list:
         """The stored parts of an inner state, the inverse of :meth:`tree`.
@@ -263,13 +270,13 @@ class MomentPlan:
                     f"stores {want}: was this state made by a transformation with "
                     "other moments?"
                 )
-        is_uncoded = lambda x: isinstance(x, _CONTAINERS) and x.scales is None
+        is_uncoded = lambda x: isinstance(x, CONTAINERS) and x.scales is None
         return [x.codes if is_uncoded(x) else x for x in parts]
 
     def _check_float32(self, state) -> None:
         # Without formats the inner init need not accept optax's placeholders, so the
         # moments are recognised by their dtype alone.
-        is_container = lambda x: isinstance(x, _CONTAINERS)
+        is_container = lambda x: isinstance(x, CONTAINERS)
 
         def paired(x):
             return jax.tree.map(type(x), x.codes, x.scales) if is_container(x) else x
@@ -317,17 +324,26 @@ class MomentPlan:
         return found
 
 
-def in_parallel_trees(format_: MomentFormat | None, treedef, parts: Sequence):
+def in_parallel_trees(
+    format_: MomentFormat | None, treedef, parts: Sequence, before: typing.Any = None
+):
     """The moments of one field as the state keeps them.
 
     Each part is what the format's ``encode`` returns, or an uncoded array. If the
     format stores a moment as several arrays, the result is a container of trees, in
-    which ``scales`` is None at the uncoded leaves.
+    which ``scales`` has blanks at the uncoded leaves: those of the container before.
     """
     if format_ is None or format_.container is None:
         return treedef.unflatten(parts)
     container = format_.container
-    pairs = [x if isinstance(x, _CONTAINERS) else container(x, None) for x in parts]
+    if isinstance(before, container):
+        blanks = treedef.flatten_up_to(before.scales)
+    else:
+        blanks = [blank(x) if hasattr(x, "shape") else None for x in parts]
+    pairs = [
+        x if isinstance(x, CONTAINERS) else container(x, old)
+        for x, old in zip(parts, blanks, strict=True)
+    ]
     return container(
         treedef.unflatten(x.codes for x in pairs),
         treedef.unflatten(x.scales for x in pairs),
@@ -336,11 +352,14 @@ def in_parallel_trees(format_: MomentFormat | None, treedef, parts: Sequence):
 
 def leaf_by_leaf(names: Sequence[str], treedef, stored, what: str) -> list:
     """The inverse of :func:`in_parallel_trees`, with uncoded arrays in containers."""
-    if not isinstance(stored, _CONTAINERS):
+    if not isinstance(stored, CONTAINERS):
         return trees.parts_of(names, treedef, stored, what)
     codes = trees.parts_of(names, treedef, stored.codes, "codes")
     scales = trees.parts_of(names, treedef, stored.scales, "scales")
-    return list(map(type(stored), codes, scales))
+    return [
+        type(stored)(x, None if is_blank(scale) else scale)
+        for x, scale in zip(codes, scales, strict=True)
+    ]
 
 
 def no_moment_for_errors(name: str, field: str) -> ValueError:

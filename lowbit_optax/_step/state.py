@@ -14,7 +14,7 @@ class LowbitState(typing.NamedTuple):
       count: uint32 scalar, the number of steps taken. Together with ``seed`` it is the
         whole state of the random numbers.
       seed: uint32 scalar.
-      residual: the residuals; None at leaves that have none.
+      residual: the residuals; blanks at leaves that have none.
       inner_state: the inner transformation's state, with its moments in their formats.
     """
 

@@ -44,9 +44,10 @@ class Residuals(typing.NamedTuple):
     :func:`lowbit_optax.master_weights` knows the format.
 
     Args:
-      by_name: one tree with the parameters' structure, None at leaves without a
-        residual. An empty one for formats that keep none has a name too, without which
-        flax would drop another format's residuals from a checkpoint.
+      by_name: one tree with the parameters' structure, with blanks
+        (:mod:`lowbit_optax._step.blanks`) at leaves without a residual. That of formats
+        that keep none has a name too, without which flax would drop another format's
+        residuals from a checkpoint.
     """
 
     by_name: dict[str, typing.Any]
@@ -54,7 +55,7 @@ class Residuals(typing.NamedTuple):
     @classmethod
     def of(cls, name: str | None, tree) -> "Residuals":
         """The residuals of a format with this ``residual_name``."""
-        return cls({_NO_RESIDUALS: ()} if name is None else {name: tree})
+        return cls({_NO_RESIDUALS if name is None else name: tree})
 
     @property
     def name(self) -> str | None:
@@ -64,9 +65,8 @@ class Residuals(typing.NamedTuple):
 
     @property
     def tree(self):
-        """The tree of residuals; None if there are none."""
-        name = self.name
-        return None if name is None else self.by_name[name]
+        """The tree of residuals."""
+        return next(iter(self.by_name.values()), ())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ from lowbit_optax._jaxprs.not_folded import not_folded
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._numerics.random_bits import DrawsToNearest
 from lowbit_optax._step import context, trees
+from lowbit_optax._step.blanks import blank
 from lowbit_optax._step.engine import Lowbit
 from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
 from lowbit_optax._step.leaf import StoredLeaf
@@ -151,11 +152,12 @@ class Accumulation(Stepper):
         """The initial state, with accumulators of zeros."""
         _, leaves, treedef = trees.named_leaves(params)
         count, seed = jnp.zeros([], jnp.uint32), jnp.asarray(self.seed, jnp.uint32)
+        empty = list(map(self._empty, leaves))
         return AccumulationState(
             count,
             seed,
             jnp.zeros([], jnp.int32),
-            in_parallel_trees(self.format, treedef, list(map(self._empty, leaves))),
+            in_parallel_trees(self.format, treedef, empty),
             self.inner.init(params),
         )
 
@@ -183,9 +185,9 @@ class Accumulation(Stepper):
         return self.format.for_leaf(leaf.shape, self.min_size)
 
     def _empty(self, leaf):
-        """A leaf's accumulator of zeros; None at a leaf that is not float."""
+        """A leaf's accumulator of zeros; a blank at a leaf that is not float."""
         if not trees.is_float(leaf):
-            return None
+            return blank(leaf)
         return encoded(self.format_of(leaf), zeros(leaf), DrawsToNearest())
 
 
@@ -309,7 +311,8 @@ class _Call:
         return self._named[2].unflatten(leaves)
 
     def _in_containers(self, parts: Sequence):
-        return in_parallel_trees(self.config.format, self._named[2], list(parts))
+        format_, treedef = self.config.format, self._named[2]
+        return in_parallel_trees(format_, treedef, parts, self.state.accumulators)
 
     @functools.cached_property
     def _parts(self) -> list:

@@ -27,6 +27,7 @@ from lowbit_optax.release.step_graph import (
     check_same,
 )
 from lowbit_optax.release.traced_loss import ParamLeaf, TracedLoss
+from lowbit_optax.states.state_leaves import state_leaves
 
 Key = typing.TypeVar("Key")
 Found = typing.TypeVar("Found")
@@ -86,6 +87,9 @@ class Parts:
         self._numbers = {
             jax.tree_util.keystr(path): n for n, (path, _) in enumerate(with_path)
         }
+        of_params = self._params_of(loss.leaves)
+        each = enumerate(state_leaves(of_params, opt_state))
+        self._blanks = {n for n, part in each if part.kind == "blank"}
         numbers = range(len(self._state))
         self.whole = Part(loss.leaves, structure, numbers, frozenset(numbers))
 
@@ -228,7 +232,7 @@ class Parts:
         depth = leaf.value.shape[0]
         found = []
         for number, (stack, layer) in enumerate(zip(self._state, layers, strict=True)):
-            if _is_like(stack, layer, layer.shape):
+            if number in self._blanks or _is_like(stack, layer, layer.shape):
                 continue
             if not _is_like(stack, layer, (depth, *layer.shape)):
                 raise WaitsForWholeGradient(

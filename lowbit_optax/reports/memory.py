@@ -256,7 +256,7 @@ def memory_report(
         part: sum(getattr(row, part) for row in rows)
         for part in (*_PARTS, "float32_master")
     }
-    sums["other"] = loose
+    sums["other"] += loose
     size = sum(row.size for row in rows)
     total = LeafMemory("total", (size,), "", **sums)
     sizes = gradient_bytes(params, dtype, stacked)
@@ -300,11 +300,12 @@ def _row(name: str, param, parts: list[StateLeaf]) -> LeafMemory:
     dtype_name = dtype.name
     if trees.is_quantized(param):
         stored, dtype_name = param.nbytes, f"{param.bits} bits"
-    held: dict[str, typing.Any] = {"residual": 0, "moments": 0, "accumulators": 0}
+    held: dict[str, typing.Any] = dict.fromkeys(_PARTS[1:], 0)
     moment_dtypes = []
     for part in parts:
-        if part.kind == "residual":
-            held["residual"] += _nbytes(part.leaf)
+        kind = {"residual": "residual", "blank": "other"}.get(part.kind or "")
+        if kind is not None:
+            held[kind] += _nbytes(part.leaf)
             continue
         is_sum = any(name in _ACCUMULATORS for name in part.attributes)
         held["accumulators" if is_sum else "moments"] += _nbytes(part.leaf)

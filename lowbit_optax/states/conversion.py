@@ -21,7 +21,7 @@ from lowbit_optax._numerics.rounding import narrow_or_cast
 from lowbit_optax._step import trees
 from lowbit_optax._step.moments import MomentPlan
 from lowbit_optax._step.state import LowbitState
-from lowbit_optax.formats.base import Residuals, WeightFormat
+from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.quantized_tensor import quantize
 from lowbit_optax.states.decoded import (
     DecodedRun,
@@ -190,9 +190,7 @@ def _lowbit_state(
     return LowbitState(
         next(counts, jnp.zeros([], jnp.uint32)),
         jnp.asarray(node.config.seed, jnp.uint32),
-        Residuals.of(
-            node.config.weights.residual_name, node.treedef.unflatten(residuals)
-        ),
+        node.config.residuals(node.treedef, residuals, plan.leaves),
         plan.tree(treedef, plan.encode(parts, draws, unchanged)),
     )
 

@@ -13,6 +13,7 @@ from lowbit_optax._numerics.float_layouts import NARROW_DTYPES, is_narrow
 from lowbit_optax._numerics.random_bits import ToNearest
 from lowbit_optax._numerics.rounding import narrow_or_cast, to_float32
 from lowbit_optax._step import context, trees
+from lowbit_optax._step.blanks import NO_RESIDUAL, NOT_HELD, is_blank
 from lowbit_optax._step.state import LowbitState
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.leaves import format_named, join_leaf
@@ -222,6 +223,8 @@ def _residuals(
     for own in kept:
         names, residuals, _ = trees.named_leaves(own.tree)
         for name, residual in zip(names, residuals, strict=True):
+            if is_blank(residual, NOT_HELD) or is_blank(residual, NO_RESIDUAL):
+                continue
             param = params.get(name)
             if not is_narrow(getattr(param, "dtype", np.dtype(bool))):
                 raise ValueError(

@@ -106,7 +106,7 @@ def state_shardings(
             differ = [axis for axis, (here, there) in enumerate(sizes) if here != there]
             return _whole_along(differ, sharding)
         does_not_divide = _uneven_axes(part.leaf.shape, sharding)
-        if does_not_divide and uneven != "replicate":
+        if does_not_divide and uneven != "replicate" and part.kind != "blank":
             axis, shards = next(iter(does_not_divide.items()))
             raise ValueError(
                 f"state_shardings: axis {axis} of state"
@@ -133,7 +133,7 @@ def _on_other_axes(placed: _Placed, parts: Sequence[StateLeaf]) -> _Placed:
     """By path, the parameters whose state needs other axes, and where it then lies."""
     shapes: dict[str, list[tuple[int, ...]]] = {}
     for part in parts:
-        if part.owner is not None and part.kind is not None:
+        if part.owner is not None and part.kind not in (None, "blank"):
             shapes.setdefault(part.owner, []).append(part.leaf.shape)
     moved = {}
     for owner, stored in shapes.items():

@@ -16,6 +16,7 @@ from collections.abc import Container, Iterator
 import jax
 
 from lowbit_optax._step import trees
+from lowbit_optax._step.blanks import NO_RESIDUAL, NOT_HELD
 from lowbit_optax.formats.block_quantized import QuantizedMoment, RelativeMoment
 
 _CODES, _SCALES = zip(QuantizedMoment._fields, RelativeMoment._fields, strict=True)
@@ -52,18 +53,19 @@ class StateLeaf:
         ]
 
     @property
-    def kind(self) -> typing.Literal["residual", "codes", "scales"] | None:
+    def kind(self) -> typing.Literal["residual", "codes", "scales", "blank"] | None:
         """What a weight or moment format keeps here; None if the leaf is of no format.
 
-        A leaf of a tree of codes may be packed codes or an uncoded moment.
+        A leaf of a tree of codes may be packed codes or an uncoded moment. A blank is
+        where the parameter keeps nothing; see :mod:`lowbit_optax._step.blanks`.
         """
         names = self.attributes
-        if "residual" in names:
-            return "residual"
         last = names[-1] if names else ""
-        if last in _CODES:
-            return "codes"
-        return "scales" if last in _SCALES else None
+        if "residual" in names or last in _SCALES:
+            if self.leaf.dtype in (NO_RESIDUAL, NOT_HELD):
+                return "blank"
+            return "residual" if "residual" in names else "scales"
+        return "codes" if last in _CODES else None
 
     @property
     def moment_field(self) -> str:

@@ -13,6 +13,7 @@ from lowbit_optax._arguments import check_static_int
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.landing import REPLACE, apply_leaf
 from lowbit_optax._step import context
+from lowbit_optax._step.direct_update import DirectUpdate
 from lowbit_optax._step.engine import Lowbit
 from lowbit_optax._step.moment_slots import MomentChoice, Moments
 from lowbit_optax._step.stepper import stepper_of
@@ -189,6 +190,8 @@ def apply_updates(params: optax.Params | None, updates: optax.Updates) -> optax.
     def apply(param: typing.Any, update):
         if param is None:
             return None
+        if isinstance(update, DirectUpdate):
+            return param + update
         if not is_narrow(jnp.asarray(param).dtype):
             return optax.apply_updates(param, update)
         return apply_leaf(param, update)

@@ -91,7 +91,8 @@ class Kernels:
             if traced.keeps_structure:
                 stored[i] = unless_still(condition, stored[i], step.parts[i])
                 stored[i] = step.guard.chosen(stored[i], step.parts[i])
-        inner_state = step.plan.tree(traced.state_structure, stored)
+        before = step.state.inner_state
+        inner_state = step.plan.tree(traced.state_structure, stored, before)
         return Stepped(results, residuals, inner_state)
 
     def into_stacks(self, step: Step, stepped: Stepped) -> Stepped:

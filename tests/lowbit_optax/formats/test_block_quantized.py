@@ -17,6 +17,7 @@ from lowbit_optax._numerics import code_kinds
 from lowbit_optax._numerics.code_kinds import Segments
 from lowbit_optax._numerics.codes import RANDOM_BITS, Float
 from lowbit_optax._numerics.random_bits import moment_draws, random_bits
+from lowbit_optax._step.blanks import is_blank
 from lowbit_optax.formats.block_quantized import QuantizedMoment
 from lowbit_optax.formats.moment_fields import fields_of
 from pallas_kernels import layout_of, packed_shape
@@ -521,7 +522,7 @@ def test_moments_are_stored_by_field_and_small_ones_in_float32():
         for name in ("b", "s"):
             assert moment.codes[name].dtype == jnp.float32
             assert moment.codes[name].shape == PARAMS[name]
-            assert moment.scales[name] is None
+            assert is_blank(moment.scales[name])
     plan_signs = {
         name: block_quantized(8).for_field(name, is_second(name)).signed
         for name in ("mu", "nu", "trace", "nu_max", "sum_of_squares", "e_g", "e_x")

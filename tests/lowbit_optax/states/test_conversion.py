@@ -309,11 +309,13 @@ def test_other_leaves_pass_and_small_ones_change_with_min_size():
 
 
 def _of_no_floats(run):
-    """What parameters and state have for the leaves that are no floats."""
+    """What parameters and inner state have for the leaves that are no floats."""
+    of_formats = ("residual", "scales")
     return [
         leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(run)
         if jax.tree_util.keystr(path[-1:]) in ("['n']", "['flag']")
+        and not any(name in jax.tree_util.keystr(path) for name in of_formats)
     ]
 
 

@@ -1,0 +1,77 @@
+"""What a state has in the places of leaves that keep nothing there.
+
+Trainers read the shape and dtype of each leaf of a state, place it by its parameter's
+spec, save it, and map over it beside its parameter. None has no shape and cannot be
+mapped beside a parameter, and Orbax refuses arrays of size zero. So zeros of one byte
+are in these places:
+
+    params            residual.tree            mu.scales
+    w   bfloat16      uint32 words             bfloat16
+    b   float32       bool zeros               bool zeros
+
+Their shape is the leaf's up to 256 elements. Of a larger leaf it is one that divides
+where meshes divide the parameter, with at most an element for 256 of its own (but 256
+at least), and 65,536 in all.
+
+The dtype says whether the leaf is held by a weight format. So a parameter that was cast
+since is noticed, also by formats that keep no residuals.
+
+Inside a step there is None in these places, and the blanks of the old state become
+those of the new one.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from lowbit_optax.formats.base import Residuals
+
+NOT_HELD = jnp.dtype(bool)
+"""Of the blank of a leaf that the format does not hold: it is float32, or too small."""
+
+NO_RESIDUAL = jnp.dtype(jnp.uint8)
+"""Of the blank of a leaf whose weight format keeps no residual of it."""
+
+_ELEMENTS_PER_BYTE = 256
+_FEWEST_BYTES, _MOST_BYTES = 256, 2**16
+
+
+def blank(leaf, dtype: jnp.dtype = NOT_HELD) -> jax.Array:
+    """What a state has in the place of a leaf that keeps nothing there."""
+    shape = shape_of_blank(leaf.shape)
+    if isinstance(leaf, jax.Array) and leaf.shape == shape:
+        return jnp.zeros_like(leaf, dtype=dtype)  # where the leaf lies
+    return jnp.zeros(shape, dtype)
+
+
+def shape_of_blank(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the blank of a leaf.
+
+    >>> shape_of_blank((63, 65)), shape_of_blank((4096, 1024))
+    ((3, 1), (128, 128))
+    >>> shape_of_blank((768, 3072)), shape_of_blank((1000, 1024))
+    ((96, 96), (8, 256))
+    """
+    size = math.prod(shape)
+    most = min(max(size // _ELEMENTS_PER_BYTE, _FEWEST_BYTES), _MOST_BYTES)
+    if size <= most:
+        return shape
+    for doublings in reversed(range(max(shape).bit_length())):
+        # Meshes divide axes by powers of two as a rule, else by three times these.
+        cut = tuple(math.gcd(length, 3 << doublings) for length in shape)
+        if math.prod(cut) <= most:
+            return cut
+    return (1,) * len(shape)
+
+
+def is_blank(part, dtype: jnp.dtype = NOT_HELD) -> bool:
+    """Whether a part of a state is a blank; None is one, in a state without blanks."""
+    return part is None or getattr(part, "dtype", None) == dtype
+
+
+def residuals_of(name: str | None, treedef, parts, blanks) -> Residuals:
+    """The residuals of a state, with these blanks in the places of None."""
+    pairs = zip(parts, blanks, strict=True)
+    filled = [old if new is None else new for new, old in pairs]
+    return Residuals.of(name, treedef.unflatten(filled))

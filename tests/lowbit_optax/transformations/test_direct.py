@@ -1,0 +1,237 @@
+"""Direct updates: what `optax.apply_updates` makes of them is what `step` returns."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training import train_state
+from optimizers import (
+    ALIASES,
+    assert_same_bits,
+    each,
+    gradient_series,
+    model_params,
+)
+
+import lowbit_optax
+from lowbit_optax import DirectUpdate, direct_updates, kahan_sgd, lowbit_adamw
+
+pytestmark = pytest.mark.standard_promotion
+
+
+def _updated(tx, params, state, grads):
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def _stepped(tx, params, state, grads):
+    return lowbit_optax.step(tx, params, state, grads)
+
+
+def _run(advance, tx, params, series, outer=jax.jit):
+    state = tx.init(params)
+    advance = outer(functools.partial(advance, tx))
+    for grads in series:
+        params, state = advance(params, state, grads)
+    return params, state
+
+
+@each(ALIASES)
+def test_every_alias_gives_the_bits_of_step(optimizer):
+    params = model_params()
+    series = gradient_series(params, 3)
+    want = _run(_stepped, optimizer(), params, series)
+    assert_same_bits(_run(_updated, direct_updates(optimizer()), params, series), want)
+
+
+def _kernels(params):
+    return {name: name == "kernel" for name in params}
+
+
+def _others(params):
+    return {name: name != "kernel" for name in params}
+
+
+# A power of two: XLA may contract a product by a traced rate with the sum after it.
+RATE = 2.0**-4
+AROUND = {
+    "chain": lambda make: optax.chain(optax.clip(1.0), make(RATE)),
+    "multi_steps": lambda make: optax.MultiSteps(make(RATE), 2),
+    "masked": lambda make: optax.chain(
+        optax.masked(optax.sgd(RATE), _others), optax.masked(make(RATE), _kernels)
+    ),
+    "partition": lambda make: optax.partition(
+        {True: make(RATE), False: optax.sgd(RATE)}, _kernels
+    ),
+    "inject_hyperparams": lambda make: optax.inject_hyperparams(
+        make, hyperparam_dtype=jnp.float32
+    )(learning_rate=RATE),
+    "loss_scale": lambda make: lowbit_optax.with_loss_scale(
+        make(RATE), lowbit_optax.static_scale(1.0)
+    ),
+}
+
+
+@each(AROUND)
+@pytest.mark.parametrize("advance", [_updated, _stepped])
+def test_inside_and_around_wrappers_it_gives_the_bits_of_step(optimizer, advance):
+    wrap, params = optimizer, model_params()
+    alias = lambda learning_rate: lowbit_optax.extra_bits_adamw(learning_rate)
+    series = gradient_series(params, 4)
+    want = _run(_stepped, wrap(alias), params, series)
+    outside = direct_updates(wrap(alias))
+    assert_same_bits(_run(advance, outside, params, series), want)
+    inside = wrap(lambda learning_rate: direct_updates(alias(learning_rate)))
+    assert_same_bits(_run(advance, inside, params, series), want)
+
+
+@pytest.mark.parametrize("boundary", ["jit", "eager", "cond"])
+def test_a_boundary_between_update_and_sum_changes_no_bit(boundary):
+    tx = direct_updates(lowbit_adamw(0.1))
+    params = model_params()
+    # A weight that falls by more than float32 has bits for, and zeros of both signs.
+    params["kernel"] = (
+        params["kernel"].at[0, :3].set(jnp.array([1e30, 0.0, -0.0], jnp.bfloat16))
+    )
+    series = gradient_series(params, 3)
+    outer = (lambda f: f) if boundary == "eager" else jax.jit
+    want = _run(_stepped, tx, params, series, outer)
+
+    def update(grads, state, params):
+        if boundary != "cond":
+            return tx.update(grads, state, params)
+        do = lambda: tx.update(grads, state, params)
+        return jax.lax.cond(state.count < 100, do, do)
+
+    update = outer(update)
+    state = tx.init(params)
+    for grads in series:
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    assert_same_bits((params, state), want)
+
+
+def test_between_two_updates_multi_steps_moves_nothing():
+    direct = optax.MultiSteps(direct_updates(lowbit_adamw(0.1)), 3)
+    params = model_params()
+    series = gradient_series(params, 6)
+    start, state, seen = params, direct.init(params), []
+    for grads in series:
+        updates, state = jax.jit(direct.update)(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        seen.append(params)
+    assert_same_bits(seen[1], start)
+    assert_same_bits(seen[4], seen[2])
+    plain = optax.MultiSteps(lowbit_adamw(0.1), 3)
+    want = _run(_updated, plain, start, series)[0]
+    assert_same_bits(params, want)
+
+
+def test_quantised_weights_step_directly():
+    params = lowbit_optax.quantize_params(
+        {"w": jnp.linspace(-1, 1, 64 * 64).reshape(64, 64)}
+    )
+    tx = lowbit_optax.lpmm_adam(1e-2)
+    grads = {"w": jnp.ones((64, 64))}
+    want = _run(_stepped, tx, params, [grads] * 2)
+    assert_same_bits(_run(_updated, direct_updates(tx), params, [grads] * 2), want)
+
+
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_a_loss_scale_skips_a_step(is_inside):
+    scale = lowbit_optax.backoff_scale(2.0**8)
+    scaled = lambda tx: lowbit_optax.with_loss_scale(tx, scale)
+    inner = lowbit_adamw(0.1)
+    tx = direct_updates(scaled(inner)) if is_inside else scaled(direct_updates(inner))
+    params = model_params()
+    series = gradient_series(params, 3)
+    series[1] = jax.tree.map(lambda x: x.at[..., 0].set(jnp.inf), series[1])
+    want = _run(_stepped, scaled(inner), params, series)
+    assert_same_bits(_run(_updated, tx, params, series), want)
+
+
+def test_flaxs_own_train_state_and_optimizer_take_them():
+    tx, params = kahan_sgd(0.1), model_params()
+    series = gradient_series(params, 3)
+    want, _ = _run(_stepped, tx, params, series)
+    state = train_state.TrainState.create(
+        apply_fn=None, params=params, tx=direct_updates(tx)
+    )
+    for grads in series:
+        state = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))(
+            state, grads
+        )
+    assert_same_bits(state.params, want)
+
+    model = nnx.Dict({name: nnx.Param(x) for name, x in params.items()})
+    optimizer = nnx.Optimizer(model, direct_updates(tx), wrt=nnx.Param)
+    for grads in series:
+        optimizer.update(model, nnx.Dict({n: nnx.Param(g) for n, g in grads.items()}))
+    assert_same_bits({name: model[name][...] for name in params}, want)
+
+
+def test_the_sum_with_another_parameter_adds_the_difference():
+    update = DirectUpdate(jnp.float32([2.0, 5.0]), jnp.float32([1.0, 1.0]))
+    np.testing.assert_array_equal(jnp.float32([1.0, 3.0]) + update, [2.0, 7.0])
+    np.testing.assert_array_equal(np.float32([1.0, 3.0]) + update, [2.0, 7.0])
+    half = jax.tree.map(lambda x: x / 2, update)
+    np.testing.assert_array_equal(jnp.float32([1.0, 1.0]) + half, [1.5, 3.0])
+
+
+def test_the_norm_is_that_of_the_differences():
+    tx, params = kahan_sgd(0.5), {"w": jnp.ones(4, jnp.bfloat16), "b": jnp.ones(5)}
+    grads = {"w": jnp.ones(4, jnp.bfloat16), "b": jnp.zeros(5)}
+    updates, _ = direct_updates(tx).update(grads, tx.init(params), params)
+    assert lowbit_optax.update_norm(updates) == 1
+    assert lowbit_optax.update_norm(tx.update(grads, tx.init(params), params)[0]) == 1
+
+
+def test_sums_of_gradients_step_directly():
+    tx = lowbit_optax.accumulate_gradients(lowbit_adamw(RATE), 2)
+    params = model_params()
+    series = gradient_series(params, 4)
+    want = _run(_stepped, tx, params, series)
+    assert_same_bits(_run(_updated, direct_updates(tx), params, series), want)
+
+
+def test_apply_if_finite_goes_inside():
+    make = lambda tx: optax.apply_if_finite(tx, 3)
+    alias, params = lowbit_optax.extra_bits_adamw(RATE), model_params()
+    series = gradient_series(params, 3)
+    want = _run(_stepped, make(alias), params, series)
+    assert_same_bits(_run(_updated, direct_updates(make(alias)), params, series), want)
+    assert_same_bits(_run(_stepped, make(direct_updates(alias)), params, series), want)
+    with pytest.raises(TypeError, match="DirectUpdate"):
+        _run(_updated, make(direct_updates(alias)), params, series)
+
+
+def test_what_computes_with_such_updates_is_an_error():
+    tx, params = direct_updates(kahan_sgd(0.5)), {"w": jnp.ones(4, jnp.bfloat16)}
+    grads = {"w": jnp.ones(4, jnp.bfloat16)}
+    updates, _ = tx.update(grads, tx.init(params), params)
+    with pytest.raises(TypeError):
+        _ = updates["w"] * 2
+    with pytest.raises(TypeError):
+        jnp.square(updates["w"])
+    with pytest.raises(ValueError, match="DirectUpdate"):  # as equinox.apply_updates
+        jax.tree.map(lambda u, p: p + u, updates, params)
+    decayed = optax.chain(tx, optax.add_decayed_weights(0.1))
+    with pytest.raises(ValueError, match="DirectUpdate"):
+        decayed.update(grads, decayed.init(params), params)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), updates)
+    with pytest.raises(TypeError, match=r"float32\[4\] is added to bfloat16\[4\]"):
+        optax.apply_updates(params, wide)
+    with pytest.raises(TypeError, match="tx is 3"):
+        direct_updates(3)
+
+
+def test_trainers_that_ask_for_a_hook_get_one():
+    tx, params = direct_updates(kahan_sgd(0.5)), jnp.ones(4, jnp.bfloat16)
+    updates, _ = tx.update(jnp.ones(4), tx.init(params), params)
+    assert_same_bits(
+        tx.apply_updates_hook(params, updates), jnp.full(4, 0.5, jnp.bfloat16)
+    )
