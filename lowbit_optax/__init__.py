@@ -57,7 +57,12 @@ from lowbit_optax.reports.planning import Plan, PlannedFormats, plan
 from lowbit_optax.reports.step_memory import StepMemory, step_memory
 from lowbit_optax.split_array import SplitArray, join_array, split_array
 from lowbit_optax.states.conversion import convert
-from lowbit_optax.states.masters import from_master, master_weights, param_dtypes
+from lowbit_optax.states.masters import (
+    from_master,
+    master_weights,
+    param_dtypes,
+    starting_from,
+)
 from lowbit_optax.states.sharding import state_shardings
 from lowbit_optax.states.storage_formats import check_storage_formats, storage_formats
 from lowbit_optax.transformations.averaging import ema_of_params
@@ -142,6 +147,7 @@ __all__ = [
     "split_array",
     "sr_adamw",
     "sr_sgd",
+    "starting_from",
     "state_shardings",
     "static_scale",
     "step",

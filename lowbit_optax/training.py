@@ -1,4 +1,4 @@
-"""flax's TrainState on the fast path. Needs the ``flax`` extra."""
+"""flax's TrainState and nnx.Optimizer on the fast path. Needs the ``flax`` extra."""
 
 import typing
 
@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 try:
+    from flax import nnx
     from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
     from flax.training import train_state
 except ModuleNotFoundError as error:
@@ -22,7 +23,9 @@ from lowbit_optax.states.masters import (
     from_master,
     is_scalar_or_vector,
     param_dtypes,
+    starting_from,
 )
+from lowbit_optax.transformations.direct import direct_updates
 from lowbit_optax.transformations.lowbit import step
 
 
@@ -162,3 +165,73 @@ class TrainState(train_state.TrainState):
         return self.replace(
             step=self.step + 1, params=params, opt_state=opt_state, **kwargs
         )
+
+
+def narrow(
+    model: typing.Any,
+    tx: optax.GradientTransformation,
+    *,
+    wrt: typing.Any = nnx.Param,
+    param_dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    keep_float32: KeepFloat32 = is_scalar_or_vector,
+) -> optax.GradientTransformation:
+    """Narrow the parameters of an nnx model; the low bits are for the optimizer.
+
+    For trainers that make an ``nnx.Optimizer`` themselves, such as Tunix'::
+
+        trainer = PeftTrainer(model, narrow(model, tx), config)
+
+    Args:
+      model: an nnx module with float32 parameters, which are replaced.
+      tx: a transformation of this package, alone or inside optax's wrappers.
+      wrt: which variables are parameters, as of ``nnx.Optimizer``.
+      param_dtype: of the parameters that are narrowed.
+      keep_float32: which stay float32; see :func:`lowbit_optax.param_dtypes`. Paths end
+        with ``.value``.
+
+    Returns:
+      ``tx``, whose first ``init`` starts from the float32 weights; see
+      :func:`lowbit_optax.starting_from`.
+
+    >>> from flax import nnx
+    >>> import lowbit_optax
+    >>> model = nnx.Linear(64, 8, rngs=nnx.Rngs(0))
+    >>> tx = narrow(model, lowbit_optax.extra_bits_adamw(1e-3))
+    >>> model.kernel[...].dtype, model.bias[...].dtype
+    (dtype(bfloat16), dtype('float32'))
+    """
+    master = nnx.state(model, wrt)
+    params, _ = from_master(tx, master, param_dtypes(master, param_dtype, keep_float32))
+    start = starting_from(tx, master)
+    nnx.update(model, params)  # and with it what master refers to
+    return start
+
+
+def nnx_optimizer(
+    model: typing.Any,
+    tx: optax.GradientTransformation,
+    *,
+    wrt: typing.Any = nnx.Param,
+    param_dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    keep_float32: KeepFloat32 = is_scalar_or_vector,
+) -> nnx.Optimizer:
+    """An ``nnx.Optimizer`` from a float32 model, on the fast path.
+
+    Args:
+      model, tx, wrt, param_dtype, keep_float32: as of :func:`narrow`, which narrows the
+        model's parameters.
+
+    Returns:
+      flax's own optimizer, of :func:`lowbit_optax.direct_updates`.
+
+    >>> from flax import nnx
+    >>> import jax.numpy as jnp, lowbit_optax
+    >>> model = nnx.Linear(64, 8, rngs=nnx.Rngs(0))
+    >>> optimizer = nnx_optimizer(model, lowbit_optax.lowbit_adamw(1e-3))
+    >>> grads = nnx.grad(lambda model: model(jnp.ones(64)).sum())(model)
+    >>> updates = optimizer.update(model, grads)
+    >>> model.kernel[...].dtype
+    dtype(bfloat16)
+    """
+    options = dict(wrt=wrt, param_dtype=param_dtype, keep_float32=keep_float32)
+    return nnx.Optimizer(model, narrow(model, direct_updates(tx), **options), wrt=wrt)

@@ -1,5 +1,6 @@
 """Float32 masters out of a training state, and a training state out of masters."""
 
+import itertools
 import typing
 from collections.abc import Callable
 
@@ -113,6 +114,55 @@ def from_master(
         return params, tx.init(params)
 
 
+def starting_from(
+    tx: optax.GradientTransformation, master: optax.Params
+) -> optax.GradientTransformation:
+    """A transformation whose ``init`` keeps the low bits of these float32 weights.
+
+    For trainers that call ``tx.init`` themselves, on parameters that are narrow
+    already::
+
+        params, _ = lowbit_optax.from_master(tx, master, jnp.bfloat16)
+        trainer = Trainer(params, lowbit_optax.starting_from(tx, master))
+
+    The first ``init`` of arrays lets go of ``master``; those on shapes, and under
+    ``jax.jit``, do not.
+
+    Args:
+      tx: a transformation made by :func:`lowbit_optax.lowbit`, alone or inside optax's
+        wrappers.
+      master: tree of float32 weights, with the leaves of the parameters in their order.
+
+    Returns:
+      ``tx`` with another ``init``. From it, ValueError if the parameters do not fit
+      ``master``, naming the leaf, or if it has started already.
+
+    >>> import jax.numpy as jnp, lowbit_optax
+    >>> tx, master = lowbit_optax.extra_bits_sgd(0.1), {"w": jnp.float32(0.1)}
+    >>> params, _ = lowbit_optax.from_master(tx, master, jnp.bfloat16)
+    >>> state = starting_from(tx, master).init(params)
+    >>> master_weights(params, state)["w"]
+    Array(0.1, dtype=float32)
+    """
+    held = [trees.named_leaves(master)[1]]
+
+    def init(params: optax.Params):
+        names, leaves, _ = trees.named_leaves(params)
+        if names and not held:
+            raise ValueError(
+                "starting_from: this transformation has started already, and has let "
+                "go of its float32 weights; call starting_from again"
+            )
+        wide = _masters_of(names, leaves, held[0]) if names else {}
+        with context.starting(lambda config, params: config.start(params, wide)):
+            state = tx.init(params)
+        if names and all(map(_is_concrete, leaves)):
+            held.clear()
+        return state
+
+    return tx._replace(init=init)
+
+
 def is_scalar_or_vector(path: str, leaf) -> bool:
     """The default rule of :func:`param_dtypes`: scalars and vectors stay in float32.
 
@@ -166,6 +216,25 @@ def param_dtypes(
         return np.dtype(leaf.dtype) if kept else narrow
 
     return jax.tree_util.tree_map_with_path(choose, params)
+
+
+def _masters_of(names, leaves, masters) -> dict[str, typing.Any]:
+    """The float32 weights by the paths of the parameters."""
+    for name, leaf, master in itertools.zip_longest(names, leaves, masters):
+        if leaf is None or master is None or leaf.shape != master.shape:
+            raise ValueError(
+                f"starting_from: params{name or ''} is {trees.describe(leaf)}, but "
+                f"master has {trees.describe(master)} there; accepted are trees with "
+                "the same leaves in the same order"
+            )
+    pairs = zip(names, masters, strict=True)
+    return {name: to_float32(x) for name, x in pairs if trees.is_float(x)}
+
+
+def _is_concrete(leaf) -> bool:
+    arrays = jax.tree.leaves(leaf)
+    is_array = lambda x: isinstance(x, jax.Array | np.ndarray)
+    return all(is_array(x) and not isinstance(x, jax.core.Tracer) for x in arrays)
 
 
 def _formats(tx, names, leaves, treedef) -> dict[str, WeightFormat]:

@@ -1,0 +1,96 @@
+"""Starting bits: trainers that call `init` themselves keep those of a float32 start."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from optimizers import assert_same_bits
+
+import lowbit_optax
+from lowbit_optax import from_master, kahan_adamw, lowbit_adamw, starting_from
+from lowbit_optax.training import narrow, nnx_optimizer
+
+pytestmark = pytest.mark.standard_promotion
+
+
+def _clipped(tx):
+    return optax.chain(optax.clip(1.0), tx)
+
+
+def _master():
+    return {
+        "kernel": jax.random.normal(jax.random.key(0), (64, 64)),
+        "bias": jax.random.normal(jax.random.key(1), (8,)),
+    }
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda tx: tx, lambda tx: optax.chain(optax.clip(1.0), tx)]
+)
+@pytest.mark.parametrize("optimizer", [lowbit_adamw, kahan_adamw])
+def test_init_makes_the_state_of_from_master(optimizer, wrap):
+    tx, master = wrap(optimizer(1e-2)), _master()
+    params, want = from_master(tx, master, jnp.bfloat16)
+    start = starting_from(tx, master)
+    shapes = jax.eval_shape(start.init, params)
+    assert jax.tree.structure(shapes) == jax.tree.structure(want)
+    assert_same_bits(start.init(params), want)
+    with pytest.raises(ValueError, match="has started already"):
+        start.init(params)
+
+
+def test_parameters_of_another_model_are_refused():
+    tx = starting_from(lowbit_adamw(1e-2), _master())
+    other = {"kernel": jnp.ones((64, 64), jnp.bfloat16), "bias": jnp.ones(9)}
+    with pytest.raises(ValueError, match=r"params\['bias'\] is float32\[9\], but"):
+        tx.init(other)
+    with pytest.raises(ValueError, match="same leaves"):
+        tx.init({"bias": jnp.ones(8)})
+
+
+class _Model(nnx.Module):
+    def __init__(self):
+        self.first = nnx.Linear(16, 64, rngs=nnx.Rngs(0))
+        self.second = nnx.Linear(64, 64, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        return self.second(nnx.relu(self.first(x)))
+
+
+def _loss(model):
+    return jnp.mean((model(jnp.ones((4, 16))) - 1) ** 2)
+
+
+def test_nnxs_optimizer_starts_from_a_float32_model():
+    model, tx = _Model(), lowbit_adamw(1e-2)
+    master = jax.tree.map(jnp.array, nnx.as_pure(nnx.state(model, nnx.Param)))
+    optimizer = nnx_optimizer(model, tx)
+    assert model.first.kernel[...].dtype == jnp.bfloat16
+    assert model.first.bias[...].dtype == jnp.float32
+
+    dtypes = lowbit_optax.param_dtypes(master, jnp.bfloat16)
+    params, state = from_master(tx, master, dtypes)
+    found = nnx.as_pure(optimizer.opt_state)
+    assert_same_bits(jax.tree.leaves(found), jax.tree.leaves(state))
+    held = nnx.as_pure(nnx.state(model, nnx.Param))
+    assert_same_bits(jax.tree.leaves(held), jax.tree.leaves(params))
+    kernel = lowbit_optax.master_weights(held, found)["second"]["kernel"]
+    exact, narrowed = master["second"]["kernel"], params["second"]["kernel"]
+    assert jnp.abs(kernel - exact).max() < jnp.abs(narrowed - exact).max() / 100
+
+    step = nnx.jit(lambda model, held: held.update(model, nnx.grad(_loss)(model)))
+    first = _loss(model)
+    for _ in range(20):
+        step(model, optimizer)
+    assert _loss(model) < first / 2
+
+
+def test_trainers_that_make_the_optimizer_get_a_narrow_model():
+    model = _Model()
+    kernel = model.second.kernel[...]
+    tx = narrow(model, lowbit_optax.extra_bits_adamw(1e-2))
+    held = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    params = nnx.as_pure(nnx.state(model, nnx.Param))
+    masters = lowbit_optax.master_weights(params, nnx.as_pure(held.opt_state))
+    assert_same_bits(masters["second"]["kernel"], kernel)
