@@ -232,8 +232,7 @@ def test_a_microbatch_that_overflows_is_left_out(microbatch, how):
     low = lowbit_optax.lowbit(
         optax.sgd(0.5, 0.9), implementation=None if how == "branches" else how
     )
-    # In float32 the sums are exact.
-    tx = accumulate_gradients(low, 2, min_size=10**9)
+    tx = accumulate_gradients(low, 2)
     scaled = lowbit_optax.with_loss_scale(tx, lowbit_optax.backoff_scale(2.0**10))
     params, grads = jnp.ones(SHAPE, jnp.bfloat16), grads_of(2).astype(jnp.bfloat16)
     with jax.set_mesh(jax.make_mesh((devices,), ("x",), (AxisType.Auto,))):
@@ -254,8 +253,8 @@ def test_a_microbatch_that_overflows_is_left_out(microbatch, how):
             want, expected = plain(want, expected, grad)
     assert (int(state.inner_state.mini_step), int(state.inner_state.count)) == (0, 2)
     assert (np.float32(got) != 1).mean() > 0.9
-    # Programs that contract other products differ in last bits.
-    np.testing.assert_allclose(np.float32(got), np.float32(want), rtol=2**-7)
+    # Programs that contract other products round a few sums to other codes.
+    assert np.mean(np.asarray(got) != np.asarray(want)) < 0.01
 
 
 @pytest.mark.standard_promotion
