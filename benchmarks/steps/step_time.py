@@ -26,7 +26,11 @@ from benchmarks.leaf_sets import LeafSet, resnet18, small_leaves
 from benchmarks.training import command_line
 
 RATE, DECAY, MOMENTUM = 1e-3, 1e-4, 0.9
-MODELS = {"resnet18": resnet18(), "small": small_leaves()}
+MODELS = {
+    "resnet18": resnet18(),
+    "small": small_leaves(),
+    "halves": LeafSet("32 leaves of 2^19", ((1024, 512),) * 32),
+}
 
 
 @dataclasses.dataclass(frozen=True)
