@@ -95,6 +95,13 @@ def vit_base(width: int = 768, layers: int = 12) -> LeafSet:
     return LeafSet("vit_base", shapes)
 
 
+def small_leaves() -> LeafSet:
+    """150 leaves of ten shapes, 64 to 16,384 elements: 938,880 parameters."""
+    some = ((64, 128), (128,), (128, 64), (64,), (96, 96))
+    others = ((64, 256), (256,), (192, 64), (192,), (80, 96))
+    return LeafSet("150 small leaves", (*some, *others) * 15)
+
+
 SETS = {
     each.name: each
     for each in (

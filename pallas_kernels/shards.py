@@ -75,7 +75,7 @@ def over_automatic_axes(
 
 
 def reshard(arrays: Sequence, specs: Sequence[P], mesh) -> list[jax.Array]:
-    """The arrays at these places."""
+    """The arrays at these places of a mesh, whose axes are explicit."""
     return [
         jax.sharding.reshard(x, NamedSharding(mesh, spec))
         for x, spec in zip(arrays, specs, strict=True)
@@ -100,7 +100,7 @@ def axes_of(spec: P, rank: int) -> list[tuple[str, ...]]:
 
 
 def count_of(mesh: Mesh, names: Sequence[str]) -> int:
-    """How many shards these mesh axes make."""
+    """How many shards mesh axes of these names make together."""
     return math.prod(mesh.shape[name] for name in names)
 
 

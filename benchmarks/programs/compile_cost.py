@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import optax
 
 import lowbit_optax
-from benchmarks.leaf_sets import LeafSet, gpt2, resnet50, vit_base
+from benchmarks.leaf_sets import LeafSet, gpt2, resnet50, small_leaves, vit_base
 from benchmarks.registry import GPU_COMPILER
 from tools import is_installed
 
@@ -38,11 +38,9 @@ ALIASES = {
 }
 LPMM = "lpmm_adam"
 
-_SMALL = ((64, 128), (128,), (128, 64), (64,), (96, 96))
-_OTHERS = ((64, 256), (256,), (192, 64), (192,), (80, 96))
 ON_CPUS = (
     LeafSet("12 leaves of 12 shapes", tuple((256, 128 * i) for i in range(1, 13))),
-    LeafSet("150 small leaves", (*_SMALL, *_OTHERS) * 15),
+    small_leaves(),
 )
 ON_GPUS = (
     gpt2(),

@@ -22,9 +22,15 @@ import jax.numpy as jnp
 import optax
 
 import lowbit_optax
+from benchmarks.leaf_sets import LeafSet, resnet18, small_leaves
 from benchmarks.training import command_line
 
 RATE, DECAY, MOMENTUM = 1e-3, 1e-4, 0.9
+MODELS = {
+    "resnet18": resnet18(),
+    "small": small_leaves(),
+    "halves": LeafSet("32 leaves of 2^19", ((1024, 512),) * 32),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,22 +123,25 @@ def variants(implementation: str | None = None):
 class Running:
     """One variant's compiled step and its live parameters and state."""
 
-    def __init__(self, variant: Variant, leaves: int, shape: tuple[int, int]):
-        keys = jax.random.split(jax.random.key(0), leaves)
-        self.params = [jnp.ones(shape, variant.dtype) for _ in keys]
-        self.grads = [jax.random.normal(key, shape, variant.dtype) for key in keys]
+    def __init__(self, variant: Variant, leaf_set: LeafSet):
+        keys = jax.random.split(jax.random.key(0), len(leaf_set.shapes))
+        self.params = [jnp.ones(shape, variant.dtype) for shape in leaf_set.shapes]
+        self.grads = [
+            jax.random.normal(key, shape, variant.dtype)
+            for key, shape in zip(keys, leaf_set.shapes, strict=True)
+        ]
         self.state = variant.tx.init(self.params)
         if variant.name.endswith("master"):
             # The master must not share a buffer with anything that is donated.
             self.state = jax.tree.map(jnp.copy, self.state)
         self.step = jax.jit(variant.step, donate_argnums=(0, 1))
         live = sum(x.nbytes for x in jax.tree.leaves((self.params, self.state)))
-        self.bytes_per_param = live / (leaves * math.prod(shape))
+        self.bytes_per_param = live / leaf_set.parameters
         self.seconds: list[float] = []
         self.cpu_seconds: list[float] = []
         lowered = self.step.lower(self.params, self.state, self.grads)
         memory = lowered.compile().memory_analysis()
-        self.temp_per_param = memory.temp_size_in_bytes / (leaves * math.prod(shape))
+        self.temp_per_param = memory.temp_size_in_bytes / leaf_set.parameters
         self()
         self.seconds.clear()
         self.cpu_seconds.clear()
@@ -149,6 +158,7 @@ def parse_arguments(argv):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parameters", type=int, default=1 << 24)
     parser.add_argument("--leaves", type=int, default=1, help="equal square leaves")
+    parser.add_argument("--model", choices=MODELS, help="its leaves in place of these")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--implementation", help="'xla': of whole leaves")
     parser.add_argument("--only", help="with float32: names that contain this")
@@ -161,18 +171,20 @@ def parse_arguments(argv):
 def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
     side = round(math.sqrt(args.parameters / args.leaves))
+    equal = LeafSet(f"{args.leaves} x {side} x {side}", ((side, side),) * args.leaves)
+    leaf_set = MODELS[args.model] if args.model else equal
     every = variants(args.implementation)
     chosen = [v for v in every if args.family in (v.family, "both")]
     if args.only:
         is_base = lambda v: v.name == f"optax {v.family} float32"
         chosen = [v for v in chosen if is_base(v) or args.only in v.name]
-    running = [(v, Running(v, args.leaves, (side, side))) for v in chosen]
+    running = [(v, Running(v, leaf_set)) for v in chosen]
     for _ in range(args.rounds):
         for _, run in running:
             run()
     device = jax.devices()[0]
     print(
-        f"{args.leaves} x {side} x {side} parameters, {args.rounds} rounds, "
+        f"{leaf_set.name}, {leaf_set.parameters:,} parameters, {args.rounds} rounds, "
         f"jax {jax.__version__} on {device.device_kind} ({platform.machine()})"
     )
     print(
@@ -202,8 +214,7 @@ def main(argv: list[str] | None = None) -> None:
         record = {
             "device": device.device_kind,
             "jax": jax.__version__,
-            "leaves": args.leaves,
-            "side": side,
+            "leaves": leaf_set.name,
             "rounds": args.rounds,
             "rows": rows,
         }

@@ -219,19 +219,6 @@ def primitive_of(
     return equation.primitive, equation.params, result.dtype
 
 
-def without_dead_equations(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """A jaxpr without the equations at its top that nothing needs.
-
-    optax computes what the leaves of a tree share even for a tree without leaves.
-    """
-    needed, equations = set(map(id, closed.jaxpr.outvars)), []
-    for eqn in reversed(closed.jaxpr.eqns):
-        if eqn.effects or any(id(x) in needed for x in eqn.outvars):
-            needed |= set(map(id, eqn.invars))
-            equations.append(eqn)
-    return ClosedJaxpr(closed.jaxpr.replace(eqns=equations[::-1]), closed.consts)
-
-
 def as_closed_jaxpr(jaxpr) -> ClosedJaxpr:
     """A jaxpr among an equation's parameters, with its constants if it has any."""
     is_closed = isinstance(jaxpr, ClosedJaxpr)

@@ -61,6 +61,11 @@ class InUnits(Code):
         return 1.0
 
     @property
+    def _least_factor(self) -> float:
+        """The least number by which decoding multiplies a unit."""
+        return min(self.smallest_value, 1.0)
+
+    @property
     def _exponent(self) -> int:
         """The number q of the module's docstring."""
         return math.ceil(math.log2(self.largest_value))
@@ -76,9 +81,9 @@ class InUnits(Code):
         return float_layouts.from_bits(pattern >> jnp.uint32(16), jnp.bfloat16)
 
     def prepare(self, scale):
-        # With a smaller scale the smallest value would be subnormal, and XLA may treat
-        # subnormal numbers as 0.
-        least = 2.0 ** (-126 + self._exponent) / min(self.smallest_value, 1.0)
+        # With a smaller scale a product of the unit would be subnormal, and XLA may
+        # treat subnormal numbers as 0.
+        least = 2.0 ** (-126 + self._exponent) / self._least_factor
         scale = jnp.maximum(scale, jnp.float32(least))
         unit = scale * jnp.float32(2.0**-self._exponent)
         if self.scale == "power_of_two":
@@ -282,6 +287,10 @@ class Dynamic(InUnits):
     @property
     def smallest_value(self):
         return float(self._published(1 + (not self.signed)))
+
+    @property
+    def _least_factor(self):
+        return 1 / self._steps_of_one
 
     @property
     def _decades(self) -> int:

@@ -14,14 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal, jaxpr_as_fun, jaxprs_in_params
 from jax.extend.core import primitives as p
 
-from lowbit_optax._jaxprs.graph import (
-    Graph,
-    Node,
-    evaluate,
-    is_zero,
-    made_of,
-    without_dead_equations,
-)
+from lowbit_optax._jaxprs.graph import Graph, Node, evaluate, is_zero, made_of
 from lowbit_optax._jaxprs.unchanged import unchanged_when, zero_when
 from lowbit_optax._step import trees
 from lowbit_optax._step.error_feedback import Feedback, feedback_of
@@ -238,8 +231,21 @@ def trace_update(update: Callable, step: Step) -> InnerUpdate:
     state = step.structure.unflatten(parts)
     arguments = step.tree(grads), state, step.tree(masters)
     closed, shapes = jax.make_jaxpr(twice, return_shape=True)(*arguments)
-    closed, structure = without_dead_equations(closed), jax.tree.structure
+    closed, structure = _without_dead_equations(closed), jax.tree.structure
     return InnerUpdate(step, closed, structure(arguments), structure(shapes))
+
+
+def _without_dead_equations(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """A jaxpr without the equations at its top that nothing needs.
+
+    optax computes what the leaves of a tree share even for a tree without leaves.
+    """
+    needed, equations = set(map(id, closed.jaxpr.outvars)), []
+    for eqn in reversed(closed.jaxpr.eqns):
+        if eqn.effects or any(id(x) in needed for x in eqn.outvars):
+            needed |= set(map(id, eqn.invars))
+            equations.append(eqn)
+    return ClosedJaxpr(closed.jaxpr.replace(eqns=equations[::-1]), closed.consts)
 
 
 def _shapes(step: Step) -> tuple[list, list, list]:

@@ -34,7 +34,12 @@ def without_none(**arguments) -> dict[str, typing.Any]:
 
 
 class Sgd(typing.NamedTuple):
-    """``optax.sgd``, and weight decay that is added to the gradient."""
+    """``optax.sgd``, and weight decay that is added to the gradient.
+
+    Args:
+      learning_rate, momentum, nesterov, accumulator_dtype: as of ``optax.sgd``.
+      weight_decay: as of ``optax.add_decayed_weights``; None for none.
+    """
 
     learning_rate: optax.ScalarOrSchedule
     momentum: float | None
@@ -71,7 +76,7 @@ class Sgd(typing.NamedTuple):
 
 
 class AdamW(typing.NamedTuple):
-    """``optax.adamw``."""
+    """``optax.adamw`` with these arguments, by their names there."""
 
     learning_rate: optax.ScalarOrSchedule
     b1: float
@@ -92,7 +97,7 @@ class AdamW(typing.NamedTuple):
 
 
 class Lion(typing.NamedTuple):
-    """``optax.lion``."""
+    """``optax.lion`` with these arguments, by their names there."""
 
     learning_rate: optax.ScalarOrSchedule
     b1: float

@@ -195,7 +195,10 @@ def uncontained(part):
 
 
 def zeros(leaf) -> jax.Array:
-    """Zeros in float32, of a leaf's shape."""
+    """Zeros in float32, of the shape of a leaf: an array or a QuantizedTensor.
+
+    They lie on a mesh as the array does, whose zeros they are.
+    """
     if trees.is_quantized(leaf):
         return jnp.zeros(leaf.shape, jnp.float32)
     return jnp.zeros_like(leaf, jnp.float32)

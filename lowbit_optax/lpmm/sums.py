@@ -205,14 +205,26 @@ def _can_tile(arrays: Leaf) -> bool:
 
 
 def decoded(format_: MomentFormat | None, shape: tuple[int, ...], part) -> jax.Array:
-    """A sum in float32."""
+    """A sum in float32.
+
+    Args:
+      format_: of the accumulator; None for float32.
+      shape: of the sum.
+      part: the accumulator, an array or a QuantizedMoment.
+    """
     if format_ is None:
         return part
     return layerwise(traced_once(_decoded, format_, shape))(part)
 
 
 def encoded(format_: MomentFormat | None, total: jax.Array, draws: Draws):
-    """A sum as its accumulator stores it."""
+    """A sum as its accumulator stores it: what :func:`decoded` decodes.
+
+    Args:
+      format_: of the accumulator; None for float32.
+      total: float32, the sum.
+      draws: random numbers, by which the sum is rounded.
+    """
     if format_ is None:
         return total
     encode = traced_once(_encoded, format_)

@@ -78,7 +78,7 @@ def update(
     """
 
     def joined(keys, scalars, leaves):
-        return _update(body, leaves, keys, scalars, when)
+        return _Joined(leaves).updated(body, keys, scalars, when)
 
     def one_by_one(keys, scalars, leaves):
         return [
@@ -253,31 +253,26 @@ class _Joined:
                     results[i].append(each)
         return results
 
+    def updated(
+        self, body: Body | BlockBody, keys: Sequence, scalars: Sequence, when
+    ) -> list[list[jax.Array]]:
+        """The results of each leaf; see :func:`update`."""
+        rows = self.bands[0].rows
+        first_rows = self.array(b.first_rows() for b in self.bands)
+        strides = np.zeros(len(self.leaves), np.uint32)
+        for b in self.bands:
+            strides[b.numbers] = b.strips[1]
+        per_band = [self.per_band(x) for x in (*keys, jnp.asarray(strides))]
 
-def _update(
-    body: Body | BlockBody,
-    leaves: Sequence[Leaf],
-    keys: Sequence[jax.Array],
-    scalars: Sequence[jax.Array],
-    when: int | None,
-) -> list[list[jax.Array]]:
-    joined = _Joined(leaves)
-    rows = joined.bands[0].rows
-    first_rows = joined.array(b.first_rows() for b in joined.bands)
-    strides = np.zeros(len(leaves), np.uint32)
-    for b in joined.bands:
-        strides[b.numbers] = b.strips[1]
-    per_band = [joined.per_band(x) for x in (*keys, jnp.asarray(strides))]
+        def arguments(first, length):
+            """The body's scalars, those per leaf as columns, and the indices."""
+            at, bands = first // rows, length // rows
+            sliced = lambda x: lax.dynamic_slice_in_dim(x, at, bands)
+            *keys, stride = (jnp.repeat(sliced(x), rows)[:, None] for x in per_band)
+            row = jnp.tile(lax.iota(jnp.uint32, rows), bands)[:, None]
+            index = jnp.repeat(sliced(first_rows), rows, axis=0) + row * stride
+            return [*keys, *scalars], index
 
-    def arguments(first, length):
-        """The body's scalars, those per leaf as columns, and the indices."""
-        at, bands = first // rows, length // rows
-        sliced = lambda x: lax.dynamic_slice_in_dim(x, at, bands)
-        *keys, stride = (jnp.repeat(sliced(x), rows)[:, None] for x in per_band)
-        row = jnp.tile(lax.iota(jnp.uint32, rows), bands)[:, None]
-        index = jnp.repeat(sliced(first_rows), rows, axis=0) + row * stride
-        return [*keys, *scalars], index
-
-    skips = None if when is None else scalars[when - len(keys)] == jnp.uint32(0)
-    new = blocked.over_parts(body, joined.leaf, joined.parts, arguments, skips)
-    return joined.results(new)
+        skips = None if when is None else scalars[when - len(keys)] == jnp.uint32(0)
+        new = blocked.over_parts(body, self.leaf, self.parts, arguments, skips)
+        return self.results(new)

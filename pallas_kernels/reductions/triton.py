@@ -24,7 +24,12 @@ _INSTRUCTIONS = Instructions(triton.elementwise_inline_asm)
 
 @functools.lru_cache(maxsize=256)
 def kernels(pieces: Pieces):
-    """The two kernels, which JAX traces once."""
+    """The two kernels for these arrays, which JAX traces once.
+
+    The first takes factors and arrays, and reduces each piece of an array to a number.
+    The second takes each array's first piece and these numbers, and reduces them to one
+    number for each array.
+    """
     name = f"reduce_{pieces.kind.name}"
 
     def call(kernel, count: int, warps: int, name: str):

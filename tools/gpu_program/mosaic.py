@@ -67,9 +67,6 @@ def remember(hlo: str, folder: str) -> None:
     for file in files:
         of_name.setdefault(_stem(file)[0], []).append(file)
     for _, name, digest in _calls(hlo):
-        if name not in of_name and len(of_name) == 1:
-            # Of a kernel on shards XLA knows only where it was called.
-            (name,) = of_name
         if digest not in _known and of_name.get(name):
             # They are compiled in the order in which they are called.
             _known[digest] = _read(name, of_name[name].pop(0))
@@ -104,7 +101,8 @@ def _calls(hlo: str) -> Iterator[tuple[str, str, str]]:
     for line in hlo.splitlines():
         if _TARGET in line:
             (instruction,) = re.findall(r"^\s*(?:ROOT )?%(\S+) =", line)
-            (name,) = re.findall(r'op_name="[^"]*?([^/"]*)/[^/"]*"', line)
+            # In the module: of a kernel on shards XLA knows only where it was called.
+            (name,) = re.findall(r"\\00(?!stable)(\w+)_mosaic_gpu\\00", line)
             (digest,) = re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', line)
             yield instruction, name, digest
 

@@ -147,7 +147,7 @@ class Lanes:
 
 
 class FlatLanes(Lanes):
-    """One program's lanes of a flat tiling."""
+    """One program's lanes of a flat tiling: those up to the leaf's size exist."""
 
     def _exists(self, row: jax.Array, offset: jax.Array) -> jax.Array | None:
         size = self.numbers.get("size")

@@ -82,7 +82,10 @@ Numbers = Mapping[str, typing.Any]
 
 
 def constants(numbers: Mapping[str, Number]) -> Numbers:
-    """The numbers as constants."""
+    """The numbers of equal leaves as constants, with whose divisors compilers divide.
+
+    Those above 2^31 - 1, such as indices, keep their 32 bits as int32.
+    """
     found: dict[str, Scalar | Divisor] = {}
     for name, x in numbers.items():
         value = np.uint32(x.value).view(np.int32)

@@ -140,6 +140,32 @@ def test_fields_of_floats_stand_for_normal_numbers_however_small(bits):
         assert largest in (values[0], *values) or values[-1] > largest
 
 
+@each_code
+def test_values_are_normal_and_scales_finite_in_blocks_of_any_size(code):
+    if not code.is_linear_in_units:
+        pytest.skip("its fields are sums with the block's base")
+    for largest in (2.0**-126, 1e-37, 1e-30):
+        _, values = finite_values(code, largest)
+        sizes = np.sort(np.abs(values))
+        # Codes with a sign have two zeros; subnormal numbers would be others, on CPUs.
+        assert sizes[1 + code.signed] >= 2.0**-126
+    scale, _ = prepared(code, 3.4028235e38)
+    assert np.isfinite(float(scale))
+
+
+@each_unsigned_code
+def test_the_largest_of_a_block_is_never_rounded_to_infinity(code):
+    if not code.is_linear_in_units:
+        pytest.skip("its fields are sums with the block's base")
+    # Of a stored value, the quotient by the unit may be a little more than exact.
+    _, ready = prepared(code, 3.3)
+    top = code.decode_fields(jnp.uint32([code.largest_field]), ready)
+    x = top * (1 + jnp.float32([0, 1, 4]) * 2.0**-23)
+    for words in (None, jnp.uint32([0] * 3), jnp.uint32([2**32 - 1] * 3)):
+        fields = code.encode_fields(x, ready, words)
+        assert (fields < code.infinity_field).all()
+
+
 @pytest.mark.parametrize("largest", [3.0e38, 3.3e38, 3.4028235e38])
 @pytest.mark.parametrize("scale", ["bfloat16", "power_of_two"])
 def test_a_second_moment_near_overflow_leaves_its_block_as_it_is(largest, scale):

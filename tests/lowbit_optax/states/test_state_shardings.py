@@ -237,6 +237,22 @@ def test_state_that_does_not_divide_lies_along_another_axis():
     assert checked == 2 * 5  # of each leaf a residual, and codes and scales of two
 
 
+@pytest.mark.parametrize(
+    ("shape", "spec", "expected"),
+    [
+        ((3, 1000, 256), (None, "x", None), (None, None, "x")),
+        ((16, 1000, 256), ("y", "x", None), ("y", None, "x")),
+    ],
+    ids=["the first does not divide", "the first is taken"],
+)
+def test_the_other_axis_divides_and_is_free(shape, spec, expected):
+    tx = lowbit_optax.lowbit_adamw(1e-3)
+    mesh = jax.sharding.AbstractMesh((2, 8), ("y", "x"))
+    params = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    placed = state_shardings(tx, params, jax.P(*spec), mesh=mesh, uneven="other_axis")
+    assert (*placed.residual.tree.spec,) == expected
+
+
 def test_where_no_other_axis_divides_it_is_an_error():
     params = {"w": jnp.ones((1000, 250), jnp.bfloat16)}
     with pytest.raises(ValueError, match="does not divide"):

@@ -16,7 +16,23 @@ from lowbit_optax._jaxprs.expansions import erf_inv
 
 pytestmark = pytest.mark.standard_promotion
 
+
+def by_means(axis):
+    """Gradients times their means along an axis, which are repeated along it."""
+
+    def update(updates, state, params=None):
+        del params
+        repeated = lambda x: jax.lax.broadcast_in_dim(
+            jnp.mean(x, axis), x.shape, [n for n in range(x.ndim) if n != axis]
+        )
+        return jax.tree.map(lambda x: x * repeated(x), updates), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
 INNERS = {
+    "means of columns": optax.chain(by_means(0), optax.sgd(0.5, 0.5)),
+    "means of rows": optax.chain(by_means(1), optax.sgd(0.5, 0.5)),
     "clipped": optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.01)),
     "factored": optax.adafactor(0.01, min_dim_size_to_factor=8),
     "factored, momentum": optax.adafactor(0.01, min_dim_size_to_factor=8, momentum=0.9),
@@ -24,7 +40,8 @@ INNERS = {
     "noise": optax.noisy_sgd(0.01, key=0),
     "sums": optax.sm3(0.01),
 }
-SHAPES = [(100, 72), (3, 40, 48)]
+# Muon transposes a matrix that is high, and the loop over a wide one ends in a kernel.
+SHAPES = [(100, 72), (72, 100), (3, 40, 48)]
 ADVANCES = {"step": lowbit_optax.step, "update": apply}
 
 

@@ -10,6 +10,7 @@ import pytest
 from optimizers import assert_same_bits, initial, jitted
 
 import lowbit_optax
+from lowbit_optax._step.wrapped import is_direct
 
 CLIP = optax.clip_by_global_norm(0.5)
 pytestmark = pytest.mark.standard_promotion
@@ -159,3 +160,45 @@ def test_hyperparameters_are_those_of_the_state(make):
     state[1].hyperparams["learning_rate"] = jnp.float32(0.5)
     got, _ = jitted(tx, lowbit_optax.step)(params, state, SERIES[0])
     assert_same_bits(got, run(optax.chain(CLIP, make(0.5)), SERIES[:1])[0])
+
+
+def skipped_where(is_bad, inner):
+    """A wrapper as users write it: where gradients are bad, nothing happens."""
+
+    def update(grads, state, params=None):
+        bad = is_bad(grads)
+        updates, new_state = inner.update(grads, state, params)
+        updates = jax.tree.map(lambda x: jnp.where(bad, jnp.zeros_like(x), x), updates)
+        kept = jax.tree.map(lambda new, old: jnp.where(bad, old, new), new_state, state)
+        return updates, kept
+
+    return optax.GradientTransformation(inner.init, update)
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("second", [False, True])
+def test_a_step_happens_where_no_wrapper_skips_it(first, second):
+    alone = lowbit_optax.lowbit_sgd(0.5, 0.9)
+    within = skipped_where(lambda grads: grads["b"][0] > 0, alone)
+    tx = skipped_where(lambda grads: grads["b"][1] > 0, within)
+    grads = SERIES[1] | {"b": SERIES[1]["b"].at[:2].set(-1)}
+    params, state = run(tx, [grads])
+    assert is_direct(tx, params, state)
+    signs = jnp.asarray([first, second]) * 2.0 - 1
+    grads["b"] = grads["b"].at[:2].set(signs.astype(jnp.bfloat16))
+    got, new_state = jitted(tx, lowbit_optax.step)(params, state, grads)
+    if first or second:
+        assert_same_bits((got, new_state), (params, state))
+    else:
+        assert int(new_state.count) == 2
+        assert all((got[name] != params[name]).any() for name in params)
+
+
+def test_gradients_that_wrappers_make_are_unscaled_once():
+    tx = optax.chain(OUTSIDE["their own momentum"](), lowbit_optax.lowbit_sgd(0.5))
+    scaled = lowbit_optax.with_loss_scale(tx, lowbit_optax.static_scale(2.0**10))
+    larger = [jax.tree.map(lambda x: x * 2**10, grads) for grads in SERIES]
+    got, want = run(scaled, larger)[0], run(tx, SERIES)[0]
+    for name, param in got.items():
+        # One keeps its momentum in float32, the other in bfloat16.
+        np.testing.assert_allclose(np.float32(param), np.float32(want[name]), atol=0.03)
