@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import typing
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -85,12 +86,14 @@ class Row:
       number: in its chunk.
       index, offset: of the elements in the leaf and in plain arrays.
       exists: which lanes have an element; None if all have.
+      readable: at whose offsets there are elements, perhaps others'; None if at all.
     """
 
     number: int
     index: jax.Array
     offset: jax.Array
     exists: jax.Array | None
+    readable: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,13 +125,13 @@ class Lanes:
         """The rows of a chunk, by its number."""
         tiling, start = self.tiling, chunk * np.int32(self.tiling.chunk_rows)
         stride, numbers = self.row_stride, range(tiling.chunk_rows)
-        first = _bounded(self.first + start * stride, tiling)
-        offsets = [first + np.int32(n) * stride for n in numbers]
+        offsets = _offsets(self.first, start, stride, tiling.chunk_rows, tiling)
         spacing, rows = self._row_index.astype(jnp.uint32), []
+        exist = self._exist(start, offsets)
         for number, offset in zip(numbers, offsets, strict=True):
-            row = start + np.int32(number)
-            index = self.index + row.astype(jnp.uint32) * spacing
-            rows.append(Row(number, index, offset, self._exists(row, offset)))
+            row = jnp.uint32(start + np.int32(number))
+            index = self.index + row * spacing
+            rows.append(Row(number, index, offset, *exist[number]))
         return rows
 
     @property
@@ -141,17 +144,22 @@ class Lanes:
         """The same of indices, modulo 2^32."""
         return self.numbers.get("row_index", self.row_stride)
 
-    def _exists(self, row: jax.Array, offset: jax.Array) -> jax.Array | None:
-        """Which lanes have an element on a row; None if all have."""
+    def _exist(
+        self, start: jax.Array, offsets: Sequence[jax.Array]
+    ) -> list[tuple[jax.Array | None, jax.Array | None]]:
+        """By row from ``start`` on, whether elements exist, and are readable."""
         raise NotImplementedError
 
 
 class FlatLanes(Lanes):
     """One program's lanes of a flat tiling."""
 
-    def _exists(self, row: jax.Array, offset: jax.Array) -> jax.Array | None:
+    def _exist(
+        self, start: jax.Array, offsets: Sequence[jax.Array]
+    ) -> list[tuple[jax.Array | None, jax.Array | None]]:
         size = self.numbers.get("size")
-        return None if size is None else offset < size
+        exist = [None if size is None else offset < size for offset in offsets]
+        return [(x, x) for x in exist]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,6 +167,8 @@ class TiledLanes(Lanes):
     """One program's lanes of a tiling by tiles.
 
     Args:
+      readable: lanes at whose places there are elements, perhaps others'; None if at
+        all of them.
       lead, row, column: int32, places of row 0: which matrix, which row of it, and
         where in the row.
       program: int32 scalar, which of the leaf's.
@@ -168,6 +178,7 @@ class TiledLanes(Lanes):
     The lead is None where all matrices are one.
     """
 
+    readable: jax.Array | None
     lead: jax.Array | None
     row: jax.Array
     column: jax.Array
@@ -206,33 +217,50 @@ class TiledLanes(Lanes):
 
     def words(
         self, bits: int, start: jax.Array, count: int
-    ) -> list[tuple[jax.Array, jax.Array | None]]:
-        """Offsets of the words from ``start`` on, and which lanes have them."""
+    ) -> list[tuple[jax.Array, jax.Array | None, jax.Array | None]]:
+        """By word from ``start`` on: offsets, whether it exists, and is readable."""
         tiling, stride = self.tiling, self.row_stride
         height, words = period(bits)
         row = lax.div(self.row, jnp.full_like(self.row, height)) * np.int32(words)
-        first = self.arrangement.spread(row + start)
+        first = self.arrangement.spread(row)
         if self.lead is not None:
             first = self.lead * self.numbers[f"word_rows {bits}"] + first
-        first = _bounded(first * stride + self.column, tiling)
-        offsets = [first + np.int32(n) * stride for n in range(count)]
-        masks = [self.inside] * count
+        first = first * stride + self.column
+        offsets = _offsets(first, start, stride, count, tiling)
+        masks = [(self.inside, self.readable)] * count
         if tiling.cuts_words(bits):
             rows = self.numbers[f"word_rows {bits}"]
             exist = (row + (start + np.int32(n)) < rows for n in range(count))
-            masks = [_both(self.inside, each, self.arrangement) for each in exist]
-        return list(zip(offsets, masks, strict=True))
+            both = functools.partial(_both, arrangement=self.arrangement)
+            each = self.inside, self.readable
+            masks = [tuple(both(x, other) for x in each) for other in exist]
+        return [(x, *mask) for x, mask in zip(offsets, masks, strict=True)]
 
-    def _exists(self, row: jax.Array, offset: jax.Array) -> jax.Array | None:
-        rows, row = self.numbers.get("rows"), self.row + row
+    def rows_left(self, start: jax.Array) -> jax.Array | None:
+        """How many rows there are from ``start`` on, perhaps fewer than none.
+
+        None if none are missing. Lanes outside of the rows count as if inside.
+        """
+        rows, row = self.numbers.get("rows"), self.row + start
         if rows is None:
-            return self.inside
-        if self.tiling.layout.is_folded:
-            first = self.arrangement.spread(row * np.int32(FOLD))
-            exists = first + self.column < rows
-        else:
-            exists = row < rows
-        return _both(self.inside, exists, self.arrangement)
+            return None
+        if not self.tiling.layout.is_folded:
+            return rows - row
+        first = self.arrangement.spread(row * np.int32(FOLD)) + self.column
+        return (rows + np.int32(FOLD - 1) - first) >> np.int32(FOLD.bit_length() - 1)
+
+    def _exist(
+        self, start: jax.Array, offsets: Sequence[jax.Array]
+    ) -> list[tuple[jax.Array | None, jax.Array | None]]:
+        left = self.rows_left(start)
+        if left is None:
+            return [(self.inside, self.readable)] * len(offsets)
+        left = self.arrangement.expand(left)
+        if self.inside is not None:
+            # One comparison for each element then, however often its mask is used.
+            left = jnp.where(self.inside, left, np.int32(0))
+        exist = [np.int32(number) < left for number in range(len(offsets))]
+        return [(x, x) for x in exist]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -316,17 +344,24 @@ def lanes_of(
         if tiling.block_shape[0] > TILE_ROWS:
             row = spread(row) + tile_row * np.int32(TILE_ROWS)
     in_piece = in_piece + arrangement.columns()
+    readable = None
+    if tiling.cuts_columns:
+        exists = in_piece < numbers["columns"]
+        inside = _both(inside, exists, arrangement)
+        if tiling.width == 1:
+            in_piece = jnp.minimum(in_piece, numbers["columns"] - np.int32(1))
+        else:
+            readable = inside
     column = in_piece
     if piece is not None:
         column = spread(piece * numbers["columns"]) + in_piece
-    if tiling.cuts_columns:
-        inside = _both(inside, in_piece < numbers["columns"], arrangement)
     lanes = TiledLanes(
         arrangement,
         numbers,
         first=column,
         index=base,
         inside=inside,
+        readable=readable,
         lead=None if lead is None else spread(lead),
         row=row,
         column=column,
@@ -351,6 +386,17 @@ def _both(
     """The lanes for which both masks hold; None holds for all."""
     other = arrangement.expand(other)
     return other if inside is None else other & inside
+
+
+def _offsets(
+    first: jax.Array, start, stride: Scalar, count: int, tiling: Tiling
+) -> list[jax.Array]:
+    """Offsets of so many rows from ``start`` on, if the first is of row 0."""
+    if isinstance(start, np.int32):
+        first = _bounded(first, tiling)
+        return [first + (start + np.int32(n)) * stride for n in range(count)]
+    first = _bounded(first + start * stride, tiling)
+    return [first + np.int32(n) * stride for n in range(count)]
 
 
 def _bounded(offset: jax.Array, tiling: Tiling) -> jax.Array:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.bitfields import get_field, join_fields, put_fields
+from pallas_kernels.fused_update import xla
 from pallas_kernels.fused_update.gpu.lanes import TiledLanes
 from pallas_kernels.fused_update.gpu.peephole import Byte, put_bytes
 from pallas_kernels.gpu.instructions import Instructions, by_branches
@@ -30,6 +31,7 @@ class Access:
       layer: int32 scalar, the layer of a stack; None if it is not a stack.
       offset: int32, where the elements are in the array, or in its layer.
       mask: which of them exist; None if all do.
+      readable: at which offsets something may be read; None if at all.
       width: how many neighbouring lanes surely have neighbouring elements, the first
         of them aligned to as many, of which all exist or none.
       tiles: of the block that each element is of; None if lanes have their own.
@@ -39,6 +41,7 @@ class Access:
     layer: jax.Array | None
     offset: jax.Array
     mask: jax.Array | None
+    readable: jax.Array | None
     width: int = 1
     tiles: int | None = None
 
@@ -88,9 +91,9 @@ class Memory:
 
             def load(number: int, some=some):
                 refs = self.operands[number]
+                loads = [dataclasses.replace(a, mask=a.readable) for a in some.values()]
                 return self._marked(
-                    [self.load_from(refs[a.number], a, number) for a in some.values()],
-                    number,
+                    [self.load_from(refs[a.number], a, number) for a in loads], number
                 )
 
             loaded |= zip(some, self._branches(load), strict=True)
@@ -221,6 +224,7 @@ class Packed:
             words = put_bytes(fields, typing.cast(Instructions, self.instructions))
         else:
             words = put_fields(fields, self.bits)
+        words = self._without_padding(chunk, words)
         accesses = self._accesses(chunk * np.int32(len(words)), len(words))
         return list(zip(accesses, words, strict=True)), None
 
@@ -228,7 +232,7 @@ class Packed:
         self, chunk: jax.Array, fields: Sequence, carry: jax.Array
     ) -> tuple[Stores, jax.Array]:
         first, shift = self._place(chunk)
-        words = join_fields(fields, self.bits)
+        words = self._without_padding(chunk, join_fields(fields, self.bits))
         above = [(x >> np.uint32(1)) >> (np.uint32(31) - shift) for x in words]
         below = [x << shift for x in words]
         lowest = below[0] | carry
@@ -247,3 +251,20 @@ class Packed:
         mask = mask if last.mask is None else last.mask & mask
         stores.append((dataclasses.replace(last, mask=mask), words[surely]))
         return stores, open_word
+
+    def _without_padding(
+        self, chunk: jax.Array, words: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        """The chunk's words with fields that are 0 below the last row, as ``pack``."""
+        chunk_rows = np.int32(self.lanes.tiling.chunk_rows)
+        left = self.lanes.rows_left(chunk * chunk_rows)
+        if left is None:
+            return list(words)
+        # Lanes that do not exist write no words.
+        bits = jnp.minimum(left, chunk_rows) * np.int32(self.bits)
+        lowest_bits = (self.instructions or xla).lowest_bits
+        expand = self.lanes.arrangement.expand
+        return [
+            word & expand(lowest_bits(bits - np.int32(32 * n)))
+            for n, word in enumerate(words)
+        ]

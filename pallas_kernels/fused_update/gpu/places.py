@@ -27,6 +27,9 @@ def places(tiling: Tiling, numbers: Numbers, program: jax.Array, start: jax.Arra
         block = part * np.int32(at_once) + start
     else:
         number = program * np.int32(at_once) + start
+        if "all_blocks" in numbers:
+            # Of those beyond the last, the place is the last's, and may be read.
+            number = jnp.minimum(number, numbers["all_blocks"] - np.int32(1))
         rest, block = numbers["blocks"].divide(number)
     piece = lead = None
     if "pieces" in numbers:

@@ -5,6 +5,8 @@ Where it reads and writes is decided by :mod:`.lanes`, and in which leaf's array
 launcher runs it.
 """
 
+import dataclasses
+import functools
 import itertools
 import math
 import typing
@@ -16,6 +18,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.fused_update import xla
 from pallas_kernels.fused_update.gpu.kernel import Kernel, Tiling
 from pallas_kernels.fused_update.gpu.lanes import (
     Arrangement,
@@ -156,7 +159,8 @@ class _Program:
         layer = self._layer if operand in self._leaf.in_stacks else None
         lanes = typing.cast(TiledLanes, self._lanes)
         if like.block_size is not None:
-            return _PerBlock(number, layer, lanes.blocks_of(like.block_size))
+            places = lanes.blocks_of(like.block_size)
+            return _PerBlock(number, layer, lanes.arrangement, places)
         if like.bits is not None:
             return Packed(number, layer, lanes, like.bits, self._instructions)
         if like.repeated:
@@ -168,8 +172,9 @@ class _Program:
         tiling, arrangement = self._lanes.tiling, self._lanes.arrangement
         carry = [x.first_carry() for x in self._packed]
         count = tiling.lane_rows // tiling.chunk_rows
-        if count == 1:
-            self._update_chunk(jnp.int32(0), carry)
+        if tiling.is_simple:
+            for chunk in range(count):
+                self._update_chunk(np.int32(chunk), carry)
             return
 
         # A fori_loop of static length counts in int64 with 64-bit types on, which
@@ -203,7 +208,6 @@ class _Program:
                 if isinstance(x, _Plain):
                     stores.append((x.access(row), value))
                 else:
-                    value = self._without_padding(value, row.exists)
                     fields[x.number].append(value)
             if not memory.has_branches:
                 # Backwards: what was computed last is written first. With float16
@@ -251,13 +255,6 @@ class _Program:
             if not isinstance(x, _PerBlock)
         ]
 
-    def _without_padding(self, fields, exists: jax.Array | None):
-        """Fields that are 0 where there are no elements, as ``pack`` has them."""
-        # Lanes that do not exist write no words.
-        if exists is None or exists is self._lanes.inside:
-            return fields
-        return jax.tree.map(lambda x: jnp.where(exists, x, np.uint32(0)), fields)
-
     def _with_blocks(
         self, chunk: jax.Array, rows: Sequence[Row], loaded
     ) -> tuple[Callable, Stores]:
@@ -280,7 +277,7 @@ class _Program:
             stored, after = encode(maxima, of_blocks, self._scalars)
             after = jax.tree.map(expand, after)
         writes = (x for x in self._writes if isinstance(x, _PerBlock))
-        stores = [(x.access(chunk), v) for x, v in zip(writes, stored, strict=True)]
+        stores = [x.store(chunk, v) for x, v in zip(writes, stored, strict=True)]
         return lambda *args: self._run(*args, before, after), stores
 
     def _maxima(self, number: int, rows: Sequence[Row], loaded, *of_blocks) -> list:
@@ -294,9 +291,13 @@ class _Program:
         for row in rows:
             values = self._values(row, loaded)
             new = statistics(values, self._scalars, row.index, *of_blocks)
-            if row.exists is not None:
-                new = [jnp.where(row.exists, x, np.int32(0)) for x in new]
-            maxima = [jnp.maximum(*pair) for pair in zip(maxima, new, strict=True)]
+            larger = jnp.maximum
+            if row.exists is not None and row.exists is not lanes.inside:
+                maximum_where = (self._instructions or xla).maximum_where
+                larger = functools.partial(maximum_where, row.exists)
+            maxima = [larger(*pair) for pair in zip(maxima, new, strict=True)]
+        if lanes.inside is not None:
+            maxima = [jnp.where(lanes.inside, x, np.int32(0)) for x in maxima]
         return [
             lanes.blocks_of(size).maxima(x)
             for size, x in zip(sizes, maxima, strict=True)
@@ -322,7 +323,8 @@ class _Plain(typing.NamedTuple):
 
     def access(self, row: Row) -> Access:
         """The elements of a row of lanes."""
-        return Access(self.number, self.layer, row.offset, row.exists, self.width)
+        masks = row.exists, row.readable
+        return Access(self.number, self.layer, row.offset, *masks, self.width)
 
 
 class _Repeated(typing.NamedTuple):
@@ -353,7 +355,7 @@ class _Repeated(typing.NamedTuple):
         # Lanes of a tile are neighbours along the last axis.
         width = 1 if len(self.tiling.shape) - 1 in self.repeated else self.tiling.width
         place = jnp.broadcast_to(place, row.offset.shape)
-        return Access(self.number, None, place, row.exists, width)
+        return Access(self.number, None, place, row.exists, row.readable, width)
 
 
 class _PerBlock(typing.NamedTuple):
@@ -361,15 +363,30 @@ class _PerBlock(typing.NamedTuple):
 
     Args:
       number, layer: as of :class:`_Plain`.
+      arrangement: of the lanes.
       places: of the blocks.
     """
 
     number: int
     layer: jax.Array | None
+    arrangement: Arrangement
     places: BlockPlaces
 
     def access(self, chunk: jax.Array) -> Access:
         """The blocks that a chunk of rows crosses."""
         tiles = self.places.block_size // TILE_SIZE
-        place = self.places.of_chunk(chunk)
-        return Access(self.number, self.layer, *place, tiles=tiles)
+        offset, exist = self.places.of_chunk(chunk)
+        return Access(self.number, self.layer, offset, exist, exist, tiles=tiles)
+
+    def store(self, chunk: jax.Array, value: jax.Array) -> tuple[Access, jax.Array]:
+        """What writes the value of each of these blocks."""
+        access, expand = self.access(chunk), self.arrangement.expand
+        if self.arrangement.tiling.program.stacked == 1:
+            return access, value
+        # Each block's first lane does: Triton would move values of blocks, of which
+        # several threads have each, to one thread through shared memory.
+        mask = self.arrangement.columns() == np.int32(0)
+        if access.mask is not None:
+            mask = mask & expand(access.mask)
+        access = dataclasses.replace(access, offset=expand(access.offset), mask=mask)
+        return access, expand(value)
