@@ -136,9 +136,9 @@ def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
     return a * b + c
 
 
-def maximum_where(exists: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
-    """The larger one where the mask holds, and ``x`` elsewhere."""
-    return jnp.where(exists, jnp.maximum(x, y), x)
+def larger_before(number: int, end: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+    """int32 with the larger one where ``number < end``, and ``x`` elsewhere."""
+    return jnp.where(jnp.int32(number) < end, jnp.maximum(x, y), x)
 
 
 def lowest_bits(count: jax.Array) -> jax.Array:

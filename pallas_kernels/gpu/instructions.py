@@ -200,15 +200,17 @@ class Instructions:
         bits = (lax.bitcast_convert_type(a, jnp.int32) for a in (x, y))
         return lax.bitcast_convert_type(jnp.minimum(*bits), jnp.float32)
 
-    def maximum_where(self, exists: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
-        """int32 with the larger one where the mask holds, and ``x`` elsewhere.
+    def larger_before(
+        self, number: int, end: jax.Array, x: jax.Array, y: jax.Array
+    ) -> jax.Array:
+        """int32 with the larger one where ``number < end``, and ``x`` elsewhere.
 
         A selection would be an instruction more.
         """
         return self.assemble(
-            "{ .reg .pred exists; setp.ne.s32 exists, $3, 0;"
-            " mov.b32 $0, $1; @exists max.s32 $0, $1, $2; }",
-            [x, y, exists.astype(jnp.int32)],
+            f"{{ .reg .pred exists; setp.gt.s32 exists, $1, {number};"
+            " mov.b32 $0, $2; @exists max.s32 $0, $2, $3; }",
+            [end, x, y],
             jnp.int32,
         )
 

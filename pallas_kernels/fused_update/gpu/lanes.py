@@ -108,6 +108,8 @@ class Lanes:
       first: int32, offsets of row 0.
       index: uint32, indices of row 0.
       inside: bool, or None where every lane exists in row 0.
+      readable: at whose places there are elements, of other lanes where a lane does
+        not exist; None if at all.
     """
 
     arrangement: Arrangement
@@ -115,6 +117,7 @@ class Lanes:
     first: jax.Array
     index: jax.Array
     inside: jax.Array | None
+    readable: jax.Array | None
 
     @property
     def tiling(self) -> Tiling:
@@ -131,7 +134,9 @@ class Lanes:
         for number, offset in zip(numbers, offsets, strict=True):
             row = jnp.uint32(start + np.int32(number))
             index = self.index + row * spacing
-            rows.append(Row(number, index, offset, *exist[number]))
+            exists = exist[number]
+            readable = self.readable if exists is self.inside else exists
+            rows.append(Row(number, index, offset, exists, readable))
         return rows
 
     @property
@@ -146,8 +151,8 @@ class Lanes:
 
     def _exist(
         self, start: jax.Array, offsets: Sequence[jax.Array]
-    ) -> list[tuple[jax.Array | None, jax.Array | None]]:
-        """By row from ``start`` on, whether elements exist, and are readable."""
+    ) -> list[jax.Array | None]:
+        """Which lanes have an element on each row from ``start`` on; None if all."""
         raise NotImplementedError
 
 
@@ -156,10 +161,9 @@ class FlatLanes(Lanes):
 
     def _exist(
         self, start: jax.Array, offsets: Sequence[jax.Array]
-    ) -> list[tuple[jax.Array | None, jax.Array | None]]:
+    ) -> list[jax.Array | None]:
         size = self.numbers.get("size")
-        exist = [None if size is None else offset < size for offset in offsets]
-        return [(x, x) for x in exist]
+        return [None if size is None else offset < size for offset in offsets]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,8 +171,6 @@ class TiledLanes(Lanes):
     """One program's lanes of a tiling by tiles.
 
     Args:
-      readable: lanes at whose places there are elements, perhaps others'; None if at
-        all of them.
       lead, row, column: int32, places of row 0: which matrix, which row of it, and
         where in the row.
       program: int32 scalar, which of the leaf's.
@@ -178,7 +180,6 @@ class TiledLanes(Lanes):
     The lead is None where all matrices are one.
     """
 
-    readable: jax.Array | None
     lead: jax.Array | None
     row: jax.Array
     column: jax.Array
@@ -217,8 +218,8 @@ class TiledLanes(Lanes):
 
     def words(
         self, bits: int, start: jax.Array, count: int
-    ) -> list[tuple[jax.Array, jax.Array | None, jax.Array | None]]:
-        """By word from ``start`` on: offsets, whether it exists, and is readable."""
+    ) -> list[tuple[jax.Array, jax.Array | None]]:
+        """Offsets of the words from ``start`` on, and which lanes have them."""
         tiling, stride = self.tiling, self.row_stride
         height, words = period(bits)
         row = lax.div(self.row, jnp.full_like(self.row, height)) * np.int32(words)
@@ -227,14 +228,12 @@ class TiledLanes(Lanes):
             first = self.lead * self.numbers[f"word_rows {bits}"] + first
         first = first * stride + self.column
         offsets = _offsets(first, start, stride, count, tiling)
-        masks = [(self.inside, self.readable)] * count
+        masks = [self.inside] * count
         if tiling.cuts_words(bits):
             rows = self.numbers[f"word_rows {bits}"]
             exist = (row + (start + np.int32(n)) < rows for n in range(count))
-            both = functools.partial(_both, arrangement=self.arrangement)
-            each = self.inside, self.readable
-            masks = [tuple(both(x, other) for x in each) for other in exist]
-        return [(x, *mask) for x, mask in zip(offsets, masks, strict=True)]
+            masks = [_both(self.inside, each, self.arrangement) for each in exist]
+        return list(zip(offsets, masks, strict=True))
 
     def rows_left(self, start: jax.Array) -> jax.Array | None:
         """How many rows there are from ``start`` on, perhaps fewer than none.
@@ -251,16 +250,15 @@ class TiledLanes(Lanes):
 
     def _exist(
         self, start: jax.Array, offsets: Sequence[jax.Array]
-    ) -> list[tuple[jax.Array | None, jax.Array | None]]:
+    ) -> list[jax.Array | None]:
         left = self.rows_left(start)
         if left is None:
-            return [(self.inside, self.readable)] * len(offsets)
+            return [self.inside] * len(offsets)
         left = self.arrangement.expand(left)
         if self.inside is not None:
             # One comparison for each element then, however often its mask is used.
             left = jnp.where(self.inside, left, np.int32(0))
-        exist = [np.int32(number) < left for number in range(len(offsets))]
-        return [(x, x) for x in exist]
+        return [np.int32(number) < left for number in range(len(offsets))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -325,7 +323,7 @@ def lanes_of(
         first = program * np.int32(tiling.row_stride * tiling.lane_rows)
         first = first + arrangement.flat()
         index = first.astype(jnp.uint32) + base
-        return FlatLanes(arrangement, numbers, first, index, None)
+        return FlatLanes(arrangement, numbers, first, index, None, None)
     spread = arrangement.spread
     number = program * np.int32(tiling.blocks_at_once) + arrangement.blocks()
     # Spread first: Triton would bring whatever is spread from one layout into another.
@@ -348,7 +346,9 @@ def lanes_of(
     if tiling.cuts_columns:
         exists = in_piece < numbers["columns"]
         inside = _both(inside, exists, arrangement)
-        if tiling.width == 1:
+        if tiling.program.stacked > 1:
+            # There is a mask for each column, and a masked load takes an instruction
+            # more.
             in_piece = jnp.minimum(in_piece, numbers["columns"] - np.int32(1))
         else:
             readable = inside

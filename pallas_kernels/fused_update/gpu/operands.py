@@ -31,7 +31,6 @@ class Access:
       layer: int32 scalar, the layer of a stack; None if it is not a stack.
       offset: int32, where the elements are in the array, or in its layer.
       mask: which of them exist; None if all do.
-      readable: at which offsets something may be read; None if at all.
       width: how many neighbouring lanes surely have neighbouring elements, the first
         of them aligned to as many, of which all exist or none.
       tiles: of the block that each element is of; None if lanes have their own.
@@ -41,7 +40,6 @@ class Access:
     layer: jax.Array | None
     offset: jax.Array
     mask: jax.Array | None
-    readable: jax.Array | None
     width: int = 1
     tiles: int | None = None
 
@@ -91,9 +89,9 @@ class Memory:
 
             def load(number: int, some=some):
                 refs = self.operands[number]
-                loads = [dataclasses.replace(a, mask=a.readable) for a in some.values()]
                 return self._marked(
-                    [self.load_from(refs[a.number], a, number) for a in loads], number
+                    [self.load_from(refs[a.number], a, number) for a in some.values()],
+                    number,
                 )
 
             loaded |= zip(some, self._branches(load), strict=True)

@@ -5,7 +5,6 @@ Where it reads and writes is decided by :mod:`.lanes`, and in which leaf's array
 launcher runs it.
 """
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -159,13 +158,14 @@ class _Program:
         layer = self._layer if operand in self._leaf.in_stacks else None
         lanes = typing.cast(TiledLanes, self._lanes)
         if like.block_size is not None:
-            places = lanes.blocks_of(like.block_size)
-            return _PerBlock(number, layer, lanes.arrangement, places)
+            return _PerBlock(number, layer, lanes.blocks_of(like.block_size))
         if like.bits is not None:
             return Packed(number, layer, lanes, like.bits, self._instructions)
         if like.repeated:
             return _Repeated(number, lanes.tiling, like.repeated)
-        return _Plain(number, layer, lanes.tiling.width)
+        written = operand in (r.overwrites for r in self._leaf.results)
+        is_written = isinstance(like, Result) or written
+        return _Plain(number, layer, lanes.tiling.width, is_written)
 
     def update(self) -> None:
         """Update the lanes, chunk by chunk of their rows."""
@@ -273,28 +273,32 @@ class _Program:
         before = jax.tree.map(expand, decode(of_blocks))
         maxima, stored, after = [], [], ()
         for number in range(len(body.rounds)):
-            maxima += self._maxima(number, rows, loaded, before, after)
+            maxima += self._maxima(number, chunk, rows, loaded, before, after)
             stored, after = encode(maxima, of_blocks, self._scalars)
             after = jax.tree.map(expand, after)
         writes = (x for x in self._writes if isinstance(x, _PerBlock))
-        stores = [x.store(chunk, v) for x, v in zip(writes, stored, strict=True)]
+        stores = [(x.access(chunk), v) for x, v in zip(writes, stored, strict=True)]
         return lambda *args: self._run(*args, before, after), stores
 
-    def _maxima(self, number: int, rows: Sequence[Row], loaded, *of_blocks) -> list:
+    def _maxima(
+        self, number: int, chunk: jax.Array, rows: Sequence[Row], loaded, *of_blocks
+    ) -> list:
         """The maxima of a round, over the blocks of the rows."""
         body = typing.cast(BlockBody, self._body)
         lanes = typing.cast(TiledLanes, self._lanes)
         statistics = with_instructions(body, number, self._instructions)
         sizes = body.rounds[number]
+        left = lanes.rows_left(chunk * np.int32(lanes.tiling.chunk_rows))
+        left = None if left is None else lanes.arrangement.expand(left)
         zeros = jnp.zeros(lanes.arrangement.shape, jnp.int32)
         maxima = [lanes.arrangement.carried(zeros)] * len(sizes)
         for row in rows:
             values = self._values(row, loaded)
             new = statistics(values, self._scalars, row.index, *of_blocks)
             larger = jnp.maximum
-            if row.exists is not None and row.exists is not lanes.inside:
-                maximum_where = (self._instructions or xla).maximum_where
-                larger = functools.partial(maximum_where, row.exists)
+            if left is not None:
+                larger_before = (self._instructions or xla).larger_before
+                larger = functools.partial(larger_before, row.number, left)
             maxima = [larger(*pair) for pair in zip(maxima, new, strict=True)]
         if lanes.inside is not None:
             maxima = [jnp.where(lanes.inside, x, np.int32(0)) for x in maxima]
@@ -315,16 +319,18 @@ class _Plain(typing.NamedTuple):
       number: of it.
       layer: of the stack; None if it is not a stack.
       width: of its accesses.
+      is_written: whether programs write it: they read nothing of each other then.
     """
 
     number: int
     layer: jax.Array | None
     width: int
+    is_written: bool
 
     def access(self, row: Row) -> Access:
         """The elements of a row of lanes."""
-        masks = row.exists, row.readable
-        return Access(self.number, self.layer, row.offset, *masks, self.width)
+        mask = row.exists if self.is_written else row.readable
+        return Access(self.number, self.layer, row.offset, mask, self.width)
 
 
 class _Repeated(typing.NamedTuple):
@@ -355,7 +361,7 @@ class _Repeated(typing.NamedTuple):
         # Lanes of a tile are neighbours along the last axis.
         width = 1 if len(self.tiling.shape) - 1 in self.repeated else self.tiling.width
         place = jnp.broadcast_to(place, row.offset.shape)
-        return Access(self.number, None, place, row.exists, row.readable, width)
+        return Access(self.number, None, place, row.readable, width)
 
 
 class _PerBlock(typing.NamedTuple):
@@ -363,30 +369,15 @@ class _PerBlock(typing.NamedTuple):
 
     Args:
       number, layer: as of :class:`_Plain`.
-      arrangement: of the lanes.
       places: of the blocks.
     """
 
     number: int
     layer: jax.Array | None
-    arrangement: Arrangement
     places: BlockPlaces
 
     def access(self, chunk: jax.Array) -> Access:
         """The blocks that a chunk of rows crosses."""
         tiles = self.places.block_size // TILE_SIZE
-        offset, exist = self.places.of_chunk(chunk)
-        return Access(self.number, self.layer, offset, exist, exist, tiles=tiles)
-
-    def store(self, chunk: jax.Array, value: jax.Array) -> tuple[Access, jax.Array]:
-        """What writes the value of each of these blocks."""
-        access, expand = self.access(chunk), self.arrangement.expand
-        if self.arrangement.tiling.program.stacked == 1:
-            return access, value
-        # Each block's first lane does: Triton would move values of blocks, of which
-        # several threads have each, to one thread through shared memory.
-        mask = self.arrangement.columns() == np.int32(0)
-        if access.mask is not None:
-            mask = mask & expand(access.mask)
-        access = dataclasses.replace(access, offset=expand(access.offset), mask=mask)
-        return access, expand(value)
+        place = self.places.of_chunk(chunk)
+        return Access(self.number, self.layer, *place, tiles=tiles)

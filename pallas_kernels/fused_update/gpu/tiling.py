@@ -242,8 +242,8 @@ class Tiling:
     @functools.cached_property
     def is_one_matrix(self) -> bool:
         """Whether its matrices, one below the other, are one for words and blocks."""
-        if not self.is_simple:
-            # A remainder has bounds, by which loops take fewer registers.
+        if (self.cuts_rows and self.program.stacked == 1) or not self.is_simple:
+            # A remainder has bounds, by which masks and loops take fewer registers.
             return False
         if self.lead == 1:
             return True
