@@ -124,7 +124,7 @@ class Lanes:
         """What the lanes walk over."""
         return self.arrangement.tiling
 
-    def rows(self, chunk: jax.Array) -> list[Row]:
+    def rows(self, chunk: Scalar) -> list[Row]:
         """The rows of a chunk, by its number."""
         tiling, start = self.tiling, chunk * np.int32(self.tiling.chunk_rows)
         stride, numbers = self.row_stride, range(tiling.chunk_rows)
@@ -150,7 +150,7 @@ class Lanes:
         return self.numbers.get("row_index", self.row_stride)
 
     def _exist(
-        self, start: jax.Array, offsets: Sequence[jax.Array]
+        self, start: Scalar, offsets: Sequence[jax.Array]
     ) -> list[jax.Array | None]:
         """Which lanes have an element on each row from ``start`` on; None if all."""
         raise NotImplementedError
@@ -160,7 +160,7 @@ class FlatLanes(Lanes):
     """One program's lanes of a flat tiling."""
 
     def _exist(
-        self, start: jax.Array, offsets: Sequence[jax.Array]
+        self, start: Scalar, offsets: Sequence[jax.Array]
     ) -> list[jax.Array | None]:
         size = self.numbers.get("size")
         return [None if size is None else offset < size for offset in offsets]
@@ -217,7 +217,7 @@ class TiledLanes(Lanes):
         return of_block(lead, each(row) + part_row, place, exist)
 
     def words(
-        self, bits: int, start: jax.Array, count: int
+        self, bits: int, start: Scalar, count: int
     ) -> list[tuple[jax.Array, jax.Array | None]]:
         """Offsets of the words from ``start`` on, and which lanes have them."""
         tiling, stride = self.tiling, self.row_stride
@@ -235,7 +235,7 @@ class TiledLanes(Lanes):
             masks = [_both(self.inside, each, self.arrangement) for each in exist]
         return list(zip(offsets, masks, strict=True))
 
-    def rows_left(self, start: jax.Array) -> jax.Array | None:
+    def rows_left(self, start: Scalar) -> jax.Array | None:
         """How many rows there are from ``start`` on, perhaps fewer than none.
 
         None if none are missing. Lanes outside of the rows count as if inside.
@@ -249,7 +249,7 @@ class TiledLanes(Lanes):
         return (rows + np.int32(FOLD - 1) - first) >> np.int32(FOLD.bit_length() - 1)
 
     def _exist(
-        self, start: jax.Array, offsets: Sequence[jax.Array]
+        self, start: Scalar, offsets: Sequence[jax.Array]
     ) -> list[jax.Array | None]:
         left = self.rows_left(start)
         if left is None:
@@ -258,7 +258,7 @@ class TiledLanes(Lanes):
         if self.inside is not None:
             # One comparison for each element then, however often its mask is used.
             left = jnp.where(self.inside, left, np.int32(0))
-        return [np.int32(number) < left for number in range(len(offsets))]
+        return [left > np.int32(number) for number in range(len(offsets))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,7 +285,7 @@ class BlockPlaces:
     inside: jax.Array | None
     offset: jax.Array | None = None
 
-    def of_chunk(self, chunk: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    def of_chunk(self, chunk: Scalar) -> tuple[jax.Array, jax.Array | None]:
         """Offsets of the blocks that a chunk of rows crosses, and which exist."""
         tiling, size, numbers = self.arrangement.tiling, self.block_size, self.numbers
         row, rows = self.row + chunk, f"block_rows {size}"
@@ -389,14 +389,16 @@ def _both(
 
 
 def _offsets(
-    first: jax.Array, start, stride: Scalar, count: int, tiling: Tiling
+    first: jax.Array, start: Scalar, stride: Scalar, count: int, tiling: Tiling
 ) -> list[jax.Array]:
     """Offsets of so many rows from ``start`` on, if the first is of row 0."""
-    if isinstance(start, np.int32):
-        first = _bounded(first, tiling)
-        return [first + (start + np.int32(n)) * stride for n in range(count)]
-    first = _bounded(first + start * stride, tiling)
-    return [first + np.int32(n) * stride for n in range(count)]
+    numbers = [np.int32(n) for n in range(count)]
+    if isinstance(start, jax.Array):
+        first = _bounded(first + start * stride, tiling)
+        return [first + number * stride for number in numbers]
+    # Chunks that are unrolled share one bounded offset.
+    first = _bounded(first, tiling)
+    return [first + (start + number) * stride for number in numbers]
 
 
 def _bounded(offset: jax.Array, tiling: Tiling) -> jax.Array:

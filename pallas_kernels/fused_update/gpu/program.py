@@ -27,7 +27,7 @@ from pallas_kernels.fused_update.gpu.lanes import (
     TiledLanes,
     lanes_of,
 )
-from pallas_kernels.fused_update.gpu.numbers import constants
+from pallas_kernels.fused_update.gpu.numbers import Scalar, constants
 from pallas_kernels.fused_update.gpu.operands import (
     Access,
     Memory,
@@ -187,7 +187,7 @@ class _Program:
 
         lax.scan(step, (jnp.int32(0), carry), length=count)
 
-    def _update_chunk(self, chunk: jax.Array, carry: list) -> list:
+    def _update_chunk(self, chunk: Scalar, carry: list) -> list:
         """Update a chunk, by its number, and return the words that it leaves open."""
         rows, memory = self._lanes.rows(chunk), self._memory
         wanted = self._words_and_blocks(chunk)
@@ -221,7 +221,7 @@ class _Program:
         memory.store([*stores, *(store for words, _ in full for store in words)])
         return [open_word for _, open_word in full]
 
-    def _words_and_blocks(self, chunk: jax.Array) -> "_Accesses":
+    def _words_and_blocks(self, chunk: Scalar) -> "_Accesses":
         """What the chunk needs of packed operands and of those that are per block."""
         wanted = {}
         for number, x in enumerate(self._reads):
@@ -256,7 +256,7 @@ class _Program:
         ]
 
     def _with_blocks(
-        self, chunk: jax.Array, rows: Sequence[Row], loaded
+        self, chunk: Scalar, rows: Sequence[Row], loaded
     ) -> tuple[Callable, Stores]:
         """Take the maxima over blocks.
 
@@ -281,7 +281,7 @@ class _Program:
         return lambda *args: self._run(*args, before, after), stores
 
     def _maxima(
-        self, number: int, chunk: jax.Array, rows: Sequence[Row], loaded, *of_blocks
+        self, number: int, chunk: Scalar, rows: Sequence[Row], loaded, *of_blocks
     ) -> list:
         """The maxima of a round, over the blocks of the rows."""
         body = typing.cast(BlockBody, self._body)
@@ -376,7 +376,7 @@ class _PerBlock(typing.NamedTuple):
     layer: jax.Array | None
     places: BlockPlaces
 
-    def access(self, chunk: jax.Array) -> Access:
+    def access(self, chunk: Scalar) -> Access:
         """The blocks that a chunk of rows crosses."""
         tiles = self.places.block_size // TILE_SIZE
         place = self.places.of_chunk(chunk)
