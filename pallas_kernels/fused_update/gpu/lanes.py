@@ -11,7 +11,12 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.fused_update.gpu.numbers import Numbers, Scalar
-from pallas_kernels.fused_update.gpu.places import index_of, places, z_order
+from pallas_kernels.fused_update.gpu.places import (
+    index_of,
+    offsets_of_rows,
+    places,
+    z_order,
+)
 from pallas_kernels.fused_update.gpu.tiling import Tiling
 from pallas_kernels.layout import (
     FOLD,
@@ -128,7 +133,7 @@ class Lanes:
         """The rows of a chunk, by its number."""
         tiling, start = self.tiling, chunk * np.int32(self.tiling.chunk_rows)
         stride, numbers = self.row_stride, range(tiling.chunk_rows)
-        offsets = _offsets(self.first, start, stride, tiling.chunk_rows, tiling)
+        offsets = offsets_of_rows(self.first, start, stride, tiling.chunk_rows, tiling)
         spacing, rows = self._row_index.astype(jnp.uint32), []
         exist = self._exist(start, offsets)
         for number, offset in zip(numbers, offsets, strict=True):
@@ -227,7 +232,7 @@ class TiledLanes(Lanes):
         if self.lead is not None:
             first = self.lead * self.numbers[f"word_rows {bits}"] + first
         first = first * stride + self.column
-        offsets = _offsets(first, start, stride, count, tiling)
+        offsets = offsets_of_rows(first, start, stride, count, tiling)
         masks = [self.inside] * count
         if tiling.cuts_words(bits):
             rows = self.numbers[f"word_rows {bits}"]
@@ -386,30 +391,3 @@ def _both(
     """The lanes for which both masks hold; None holds for all."""
     other = arrangement.expand(other)
     return other if inside is None else other & inside
-
-
-def _offsets(
-    first: jax.Array, start: Scalar, stride: Scalar, count: int, tiling: Tiling
-) -> list[jax.Array]:
-    """Offsets of so many rows from ``start`` on, if the first is of row 0."""
-    numbers = [np.int32(n) for n in range(count)]
-    if isinstance(start, jax.Array):
-        first = _bounded(first + start * stride, tiling)
-        return [first + number * stride for number in numbers]
-    # Chunks that are unrolled share one bounded offset.
-    first = _bounded(first, tiling)
-    return [first + (start + number) * stride for number in numbers]
-
-
-def _bounded(offset: jax.Array, tiling: Tiling) -> jax.Array:
-    """The same offset, known to the compiler to be below 2^30.
-
-    A constant that is added to it then cannot wrap around, and becomes a part of the
-    instructions that load and store. What is known of neighbouring offsets survives
-    only if all that makes them different has been added before.
-    """
-    if not tiling.is_below_2_30:
-        return offset
-    return lax.rem(
-        offset.astype(jnp.uint32), jnp.full(offset.shape, 2**30, jnp.uint32)
-    ).astype(jnp.int32)
