@@ -136,6 +136,18 @@ def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
     return a * b + c
 
 
+def larger_before(number: int, end: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+    """int32 with the larger one where ``number < end``, and ``x`` elsewhere."""
+    return jnp.where(jnp.int32(number) < end, jnp.maximum(x, y), x)
+
+
+def lowest_bits(count: jax.Array) -> jax.Array:
+    """uint32 whose lowest ``count`` bits are set: none below 0, all from 32 on."""
+    shift = jnp.maximum(count, jnp.int32(0)).astype(jnp.uint32)
+    # XLA shifts by 32 and more as far as that is.
+    return ~lax.shift_left(jnp.full_like(shift, 2**32 - 1), shift)
+
+
 def index_of(
     shape: tuple[int, ...],
     whole: tuple[int, ...],

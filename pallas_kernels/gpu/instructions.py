@@ -200,6 +200,31 @@ class Instructions:
         bits = (lax.bitcast_convert_type(a, jnp.int32) for a in (x, y))
         return lax.bitcast_convert_type(jnp.minimum(*bits), jnp.float32)
 
+    def larger_before(
+        self, number: int, end: jax.Array, x: jax.Array, y: jax.Array
+    ) -> jax.Array:
+        """int32 with the larger one where ``number < end``, and ``x`` elsewhere.
+
+        A selection would be an instruction more.
+        """
+        return self.assemble(
+            f"{{ .reg .pred exists; setp.gt.s32 exists, $1, {number};"
+            " mov.b32 $0, $2; @exists max.s32 $0, $2, $3; }",
+            [end, x, y],
+            jnp.int32,
+        )
+
+    def lowest_bits(self, count: jax.Array) -> jax.Array:
+        """uint32 whose lowest ``count`` bits are set: none below 0, all from 32 on."""
+        # PTX shifts by 32 and more as far as that is.
+        mask = self.assemble(
+            "{ .reg .b32 low; max.s32 low, $1, 0;"
+            " shl.b32 low, -1, low; not.b32 $0, low; }",
+            [count],
+            jnp.int32,
+        )
+        return lax.bitcast_convert_type(mask, jnp.uint32)
+
     def power_of_five(self, n: jax.Array) -> jax.Array:
         """See :func:`.operations.power_of_five`; two bytes from two tables."""
         powers = [0, *(5**i for i in range(7))]

@@ -40,7 +40,7 @@ def launcher(request, monkeypatch):
 
 only_triton = pytest.mark.parametrize("launcher", ["triton"], indirect=True)
 
-SHAPES = {"even": (128, 256), "ragged": (70, 261)}
+SHAPES = {"even": (128, 256), "ragged": (70, 261), "narrow": (80, 149)}
 each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 # Of gradients that are powers of two its first step is exact: their roots are.

@@ -173,6 +173,18 @@ def test_lowbit_adamw_moves_twelve_bytes_in_place():
     assert step.fused.registers <= 128  # eight blocks of 64 threads in a multiprocessor
 
 
+@pytest.mark.parametrize(
+    ("shape", "instructions"),
+    [((4000, 1001), 69.5), ((51200, 2561), 69), ((4001, 1001), 80)],
+    ids=str,
+)
+def test_a_step_of_an_odd_width_is_short_and_leaves_registers(shape, instructions):
+    step = lower_step(lowbit_optax.lowbit_adamw(1e-3), leaf(*shape))
+    assert_one_pass_in_place(step, 12.3)
+    assert_short(step, instructions)
+    assert step.fused.registers <= 128
+
+
 @pytest.mark.parametrize("block_size", [32, 64, 128, 2048])
 def test_blocks_of_any_size_are_read_once(block_size):
     inner = optax.adamw(1e-3)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import typing
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,12 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.fused_update.gpu.numbers import Numbers, Scalar
-from pallas_kernels.fused_update.gpu.places import index_of, places, z_order
+from pallas_kernels.fused_update.gpu.places import (
+    index_of,
+    offsets_of_rows,
+    places,
+    z_order,
+)
 from pallas_kernels.fused_update.gpu.tiling import Tiling
 from pallas_kernels.layout import (
     FOLD,
@@ -85,12 +91,14 @@ class Row:
       number: in its chunk.
       index, offset: of the elements in the leaf and in plain arrays.
       exists: which lanes have an element; None if all have.
+      readable: at whose offsets there are elements, perhaps others'; None if at all.
     """
 
     number: int
     index: jax.Array
     offset: jax.Array
     exists: jax.Array | None
+    readable: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +113,8 @@ class Lanes:
       first: int32, offsets of row 0.
       index: uint32, indices of row 0.
       inside: bool, or None where every lane exists in row 0.
+      readable: at whose places there are elements, of other lanes where a lane does
+        not exist; None if at all.
     """
 
     arrangement: Arrangement
@@ -112,23 +122,26 @@ class Lanes:
     first: jax.Array
     index: jax.Array
     inside: jax.Array | None
+    readable: jax.Array | None
 
     @property
     def tiling(self) -> Tiling:
         """What the lanes walk over."""
         return self.arrangement.tiling
 
-    def rows(self, chunk: jax.Array) -> list[Row]:
+    def rows(self, chunk: Scalar) -> list[Row]:
         """The rows of a chunk, by its number."""
         tiling, start = self.tiling, chunk * np.int32(self.tiling.chunk_rows)
         stride, numbers = self.row_stride, range(tiling.chunk_rows)
-        first = _bounded(self.first + start * stride, tiling)
-        offsets = [first + np.int32(n) * stride for n in numbers]
+        offsets = offsets_of_rows(self.first, start, stride, tiling.chunk_rows, tiling)
         spacing, rows = self._row_index.astype(jnp.uint32), []
+        exist = self._exist(start, offsets)
         for number, offset in zip(numbers, offsets, strict=True):
-            row = start + np.int32(number)
-            index = self.index + row.astype(jnp.uint32) * spacing
-            rows.append(Row(number, index, offset, self._exists(row, offset)))
+            row = jnp.uint32(start + np.int32(number))
+            index = self.index + row * spacing
+            exists = exist[number]
+            readable = self.readable if exists is self.inside else exists
+            rows.append(Row(number, index, offset, exists, readable))
         return rows
 
     @property
@@ -141,17 +154,21 @@ class Lanes:
         """The same of indices, modulo 2^32."""
         return self.numbers.get("row_index", self.row_stride)
 
-    def _exists(self, row: jax.Array, offset: jax.Array) -> jax.Array | None:
-        """Which lanes have an element on a row; None if all have."""
+    def _exist(
+        self, start: Scalar, offsets: Sequence[jax.Array]
+    ) -> list[jax.Array | None]:
+        """Which lanes have an element on each row from ``start`` on; None if all."""
         raise NotImplementedError
 
 
 class FlatLanes(Lanes):
     """One program's lanes of a flat tiling: those up to the leaf's size exist."""
 
-    def _exists(self, row: jax.Array, offset: jax.Array) -> jax.Array | None:
+    def _exist(
+        self, start: Scalar, offsets: Sequence[jax.Array]
+    ) -> list[jax.Array | None]:
         size = self.numbers.get("size")
-        return None if size is None else offset < size
+        return [None if size is None else offset < size for offset in offsets]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,17 +222,17 @@ class TiledLanes(Lanes):
         return of_block(lead, each(row) + part_row, place, exist)
 
     def words(
-        self, bits: int, start: jax.Array, count: int
+        self, bits: int, start: Scalar, count: int
     ) -> list[tuple[jax.Array, jax.Array | None]]:
         """Offsets of the words from ``start`` on, and which lanes have them."""
         tiling, stride = self.tiling, self.row_stride
         height, words = period(bits)
         row = lax.div(self.row, jnp.full_like(self.row, height)) * np.int32(words)
-        first = self.arrangement.spread(row + start)
+        first = self.arrangement.spread(row)
         if self.lead is not None:
             first = self.lead * self.numbers[f"word_rows {bits}"] + first
-        first = _bounded(first * stride + self.column, tiling)
-        offsets = [first + np.int32(n) * stride for n in range(count)]
+        first = first * stride + self.column
+        offsets = offsets_of_rows(first, start, stride, count, tiling)
         masks = [self.inside] * count
         if tiling.cuts_words(bits):
             rows = self.numbers[f"word_rows {bits}"]
@@ -223,16 +240,30 @@ class TiledLanes(Lanes):
             masks = [_both(self.inside, each, self.arrangement) for each in exist]
         return list(zip(offsets, masks, strict=True))
 
-    def _exists(self, row: jax.Array, offset: jax.Array) -> jax.Array | None:
-        rows, row = self.numbers.get("rows"), self.row + row
+    def rows_left(self, start: Scalar) -> jax.Array | None:
+        """How many rows there are from ``start`` on, perhaps fewer than none.
+
+        None if none are missing. Lanes outside of the rows count as if inside.
+        """
+        rows, row = self.numbers.get("rows"), self.row + start
         if rows is None:
-            return self.inside
-        if self.tiling.layout.is_folded:
-            first = self.arrangement.spread(row * np.int32(FOLD))
-            exists = first + self.column < rows
-        else:
-            exists = row < rows
-        return _both(self.inside, exists, self.arrangement)
+            return None
+        if not self.tiling.layout.is_folded:
+            return rows - row
+        first = self.arrangement.spread(row * np.int32(FOLD)) + self.column
+        return (rows + np.int32(FOLD - 1) - first) >> np.int32(FOLD.bit_length() - 1)
+
+    def _exist(
+        self, start: Scalar, offsets: Sequence[jax.Array]
+    ) -> list[jax.Array | None]:
+        left = self.rows_left(start)
+        if left is None:
+            return [self.inside] * len(offsets)
+        left = self.arrangement.expand(left)
+        if self.inside is not None:
+            # One comparison for each element then, however often its mask is used.
+            left = jnp.where(self.inside, left, np.int32(0))
+        return [left > np.int32(number) for number in range(len(offsets))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,7 +290,7 @@ class BlockPlaces:
     inside: jax.Array | None
     offset: jax.Array | None = None
 
-    def of_chunk(self, chunk: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    def of_chunk(self, chunk: Scalar) -> tuple[jax.Array, jax.Array | None]:
         """Offsets of the blocks that a chunk of rows crosses, and which exist."""
         tiling, size, numbers = self.arrangement.tiling, self.block_size, self.numbers
         row, rows = self.row + chunk, f"block_rows {size}"
@@ -297,7 +328,7 @@ def lanes_of(
         first = program * np.int32(tiling.row_stride * tiling.lane_rows)
         first = first + arrangement.flat()
         index = first.astype(jnp.uint32) + base
-        return FlatLanes(arrangement, numbers, first, index, None)
+        return FlatLanes(arrangement, numbers, first, index, None, None)
     spread = arrangement.spread
     number = program * np.int32(tiling.blocks_at_once) + arrangement.blocks()
     # Spread first: Triton would bring whatever is spread from one layout into another.
@@ -316,17 +347,26 @@ def lanes_of(
         if tiling.block_shape[0] > TILE_ROWS:
             row = spread(row) + tile_row * np.int32(TILE_ROWS)
     in_piece = in_piece + arrangement.columns()
+    readable = None
+    if tiling.cuts_columns:
+        exists = in_piece < numbers["columns"]
+        inside = _both(inside, exists, arrangement)
+        if tiling.program.stacked > 1:
+            # There is a mask for each column, and a masked load takes an instruction
+            # more.
+            in_piece = jnp.minimum(in_piece, numbers["columns"] - np.int32(1))
+        else:
+            readable = inside
     column = in_piece
     if piece is not None:
         column = spread(piece * numbers["columns"]) + in_piece
-    if tiling.cuts_columns:
-        inside = _both(inside, in_piece < numbers["columns"], arrangement)
     lanes = TiledLanes(
         arrangement,
         numbers,
         first=column,
         index=base,
         inside=inside,
+        readable=readable,
         lead=None if lead is None else spread(lead),
         row=row,
         column=column,
@@ -351,17 +391,3 @@ def _both(
     """The lanes for which both masks hold; None holds for all."""
     other = arrangement.expand(other)
     return other if inside is None else other & inside
-
-
-def _bounded(offset: jax.Array, tiling: Tiling) -> jax.Array:
-    """The same offset, known to the compiler to be below 2^30.
-
-    A constant that is added to it then cannot wrap around, and becomes a part of the
-    instructions that load and store. What is known of neighbouring offsets survives
-    only if all that makes them different has been added before.
-    """
-    if not tiling.is_below_2_30:
-        return offset
-    return lax.rem(
-        offset.astype(jnp.uint32), jnp.full(offset.shape, 2**30, jnp.uint32)
-    ).astype(jnp.int32)

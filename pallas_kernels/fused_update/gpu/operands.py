@@ -15,7 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.bitfields import get_field, join_fields, put_fields
+from pallas_kernels.fused_update import xla
 from pallas_kernels.fused_update.gpu.lanes import TiledLanes
+from pallas_kernels.fused_update.gpu.numbers import Scalar
 from pallas_kernels.fused_update.gpu.peephole import Byte, put_bytes
 from pallas_kernels.gpu.instructions import Instructions, by_branches
 from pallas_kernels.layout import is_unrolled, period
@@ -160,18 +162,18 @@ class Packed:
     def _chunk_bits(self) -> int:
         return self.lanes.tiling.chunk_rows * self.bits
 
-    def _accesses(self, start: jax.Array, count: int = 1) -> list[Access]:
+    def _accesses(self, start: Scalar, count: int = 1) -> list[Access]:
         """So many words from ``start``, an int32 scalar, on from the lanes' first."""
         words = self.lanes.words(self.bits, start, count)
         width = self.lanes.tiling.word_width
         return [Access(self.number, self.layer, *word, width) for word in words]
 
-    def _place(self, chunk: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _place(self, chunk: Scalar) -> tuple[Scalar, typing.Any]:
         """The word in which a chunk's fields begin, and at which bit."""
         start = chunk * np.int32(self._chunk_bits)
         return start >> np.int32(5), (start & np.int32(31)).astype(jnp.uint32)
 
-    def loads(self, chunk: jax.Array) -> list[Access]:
+    def loads(self, chunk: Scalar) -> list[Access]:
         """The words in which the fields of a chunk are."""
         size = self._chunk_bits
         if is_unrolled(self.bits):
@@ -188,7 +190,7 @@ class Packed:
             for i in range(most)
         ]
 
-    def aligned(self, chunk: jax.Array, words: Sequence[jax.Array]) -> list[jax.Array]:
+    def aligned(self, chunk: Scalar, words: Sequence[jax.Array]) -> list[jax.Array]:
         """The words of :meth:`loads`, shifted to where the chunk's fields begin."""
         if is_unrolled(self.bits):
             return list(words)
@@ -212,7 +214,7 @@ class Packed:
         return arrangement.carried(jnp.zeros(arrangement.shape, jnp.uint32))
 
     def stores(
-        self, chunk: jax.Array, fields: Sequence, carry: jax.Array | None
+        self, chunk: Scalar, fields: Sequence, carry: jax.Array | None
     ) -> tuple[Stores, jax.Array | None]:
         """The words that a chunk fills, and the word that it leaves open."""
         if carry is not None:
@@ -221,14 +223,15 @@ class Packed:
             words = put_bytes(fields, typing.cast(Instructions, self.instructions))
         else:
             words = put_fields(fields, self.bits)
+        words = self._without_padding(chunk, words)
         accesses = self._accesses(chunk * np.int32(len(words)), len(words))
         return list(zip(accesses, words, strict=True)), None
 
     def _full_words(
-        self, chunk: jax.Array, fields: Sequence, carry: jax.Array
+        self, chunk: Scalar, fields: Sequence, carry: jax.Array
     ) -> tuple[Stores, jax.Array]:
         first, shift = self._place(chunk)
-        words = join_fields(fields, self.bits)
+        words = self._without_padding(chunk, join_fields(fields, self.bits))
         above = [(x >> np.uint32(1)) >> (np.uint32(31) - shift) for x in words]
         below = [x << shift for x in words]
         lowest = below[0] | carry
@@ -247,3 +250,20 @@ class Packed:
         mask = mask if last.mask is None else last.mask & mask
         stores.append((dataclasses.replace(last, mask=mask), words[surely]))
         return stores, open_word
+
+    def _without_padding(
+        self, chunk: Scalar, words: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        """The chunk's words with fields that are 0 below the last row, as ``pack``."""
+        chunk_rows = np.int32(self.lanes.tiling.chunk_rows)
+        left = self.lanes.rows_left(chunk * chunk_rows)
+        if left is None:
+            return list(words)
+        # Lanes that do not exist write no words.
+        bits = jnp.minimum(left, chunk_rows) * np.int32(self.bits)
+        lowest_bits = (self.instructions or xla).lowest_bits
+        expand = self.lanes.arrangement.expand
+        return [
+            word & expand(lowest_bits(bits - np.int32(32 * n)))
+            for n, word in enumerate(words)
+        ]

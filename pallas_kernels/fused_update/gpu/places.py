@@ -5,6 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from pallas_kernels.fused_update.gpu.numbers import Divisor, Numbers, Scalar
 from pallas_kernels.fused_update.gpu.tiling import Tiling
@@ -27,6 +28,9 @@ def places(tiling: Tiling, numbers: Numbers, program: jax.Array, start: jax.Arra
         block = part * np.int32(at_once) + start
     else:
         number = program * np.int32(at_once) + start
+        if "all_blocks" in numbers:
+            # Of those beyond the last, the place is the last's, and may be read.
+            number = jnp.minimum(number, numbers["all_blocks"] - np.int32(1))
         rest, block = numbers["blocks"].divide(number)
     piece = lead = None
     if "pieces" in numbers:
@@ -86,3 +90,30 @@ def _counted(tiling: Tiling, axes: range, number: jax.Array) -> jax.Array:
         stride = np.uint32(tiling.index_stride(axis))
         total = total + place.astype(jnp.uint32) * stride
     return total
+
+
+def offsets_of_rows(
+    first: jax.Array, start: Scalar, stride: Scalar, count: int, tiling: Tiling
+) -> list[jax.Array]:
+    """Offsets of so many rows from ``start`` on, if the first is of row 0."""
+    numbers = [np.int32(n) for n in range(count)]
+    if isinstance(start, jax.Array):
+        first = _bounded(first + start * stride, tiling)
+        return [first + number * stride for number in numbers]
+    # Chunks that are unrolled share one bounded offset.
+    first = _bounded(first, tiling)
+    return [first + (start + number) * stride for number in numbers]
+
+
+def _bounded(offset: jax.Array, tiling: Tiling) -> jax.Array:
+    """The same offset, known to the compiler to be below 2^30.
+
+    A constant that is added to it then cannot wrap around, and becomes a part of the
+    instructions that load and store. What is known of neighbouring offsets survives
+    only if all that makes them different has been added before.
+    """
+    if not tiling.is_below_2_30:
+        return offset
+    return lax.rem(
+        offset.astype(jnp.uint32), jnp.full(offset.shape, 2**30, jnp.uint32)
+    ).astype(jnp.int32)

@@ -5,6 +5,7 @@ Where it reads and writes is decided by :mod:`.lanes`, and in which leaf's array
 launcher runs it.
 """
 
+import functools
 import itertools
 import math
 import typing
@@ -16,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.fused_update import xla
 from pallas_kernels.fused_update.gpu.kernel import Kernel, Tiling
 from pallas_kernels.fused_update.gpu.lanes import (
     Arrangement,
@@ -25,7 +27,7 @@ from pallas_kernels.fused_update.gpu.lanes import (
     TiledLanes,
     lanes_of,
 )
-from pallas_kernels.fused_update.gpu.numbers import constants
+from pallas_kernels.fused_update.gpu.numbers import Scalar, constants
 from pallas_kernels.fused_update.gpu.operands import (
     Access,
     Memory,
@@ -161,15 +163,18 @@ class _Program:
             return Packed(number, layer, lanes, like.bits, self._instructions)
         if like.repeated:
             return _Repeated(number, lanes.tiling, like.repeated)
-        return _Plain(number, layer, lanes.tiling.width)
+        written = operand in (r.overwrites for r in self._leaf.results)
+        is_written = isinstance(like, Result) or written
+        return _Plain(number, layer, lanes.tiling.width, is_written)
 
     def update(self) -> None:
         """Update the lanes, chunk by chunk of their rows."""
         tiling, arrangement = self._lanes.tiling, self._lanes.arrangement
         carry = [x.first_carry() for x in self._packed]
         count = tiling.lane_rows // tiling.chunk_rows
-        if count == 1:
-            self._update_chunk(jnp.int32(0), carry)
+        if tiling.is_simple:
+            for chunk in range(count):
+                self._update_chunk(np.int32(chunk), carry)
             return
 
         # A fori_loop of static length counts in int64 with 64-bit types on, which
@@ -182,7 +187,7 @@ class _Program:
 
         lax.scan(step, (jnp.int32(0), carry), length=count)
 
-    def _update_chunk(self, chunk: jax.Array, carry: list) -> list:
+    def _update_chunk(self, chunk: Scalar, carry: list) -> list:
         """Update a chunk, by its number, and return the words that it leaves open."""
         rows, memory = self._lanes.rows(chunk), self._memory
         wanted = self._words_and_blocks(chunk)
@@ -203,7 +208,6 @@ class _Program:
                 if isinstance(x, _Plain):
                     stores.append((x.access(row), value))
                 else:
-                    value = self._without_padding(value, row.exists)
                     fields[x.number].append(value)
             if not memory.has_branches:
                 # Backwards: what was computed last is written first. With float16
@@ -217,7 +221,7 @@ class _Program:
         memory.store([*stores, *(store for words, _ in full for store in words)])
         return [open_word for _, open_word in full]
 
-    def _words_and_blocks(self, chunk: jax.Array) -> "_Accesses":
+    def _words_and_blocks(self, chunk: Scalar) -> "_Accesses":
         """What the chunk needs of packed operands and of those that are per block."""
         wanted = {}
         for number, x in enumerate(self._reads):
@@ -251,15 +255,8 @@ class _Program:
             if not isinstance(x, _PerBlock)
         ]
 
-    def _without_padding(self, fields, exists: jax.Array | None):
-        """Fields that are 0 where there are no elements, as ``pack`` has them."""
-        # Lanes that do not exist write no words.
-        if exists is None or exists is self._lanes.inside:
-            return fields
-        return jax.tree.map(lambda x: jnp.where(exists, x, np.uint32(0)), fields)
-
     def _with_blocks(
-        self, chunk: jax.Array, rows: Sequence[Row], loaded
+        self, chunk: Scalar, rows: Sequence[Row], loaded
     ) -> tuple[Callable, Stores]:
         """Take the maxima over blocks.
 
@@ -276,27 +273,35 @@ class _Program:
         before = jax.tree.map(expand, decode(of_blocks))
         maxima, stored, after = [], [], ()
         for number in range(len(body.rounds)):
-            maxima += self._maxima(number, rows, loaded, before, after)
+            maxima += self._maxima(number, chunk, rows, loaded, before, after)
             stored, after = encode(maxima, of_blocks, self._scalars)
             after = jax.tree.map(expand, after)
         writes = (x for x in self._writes if isinstance(x, _PerBlock))
         stores = [(x.access(chunk), v) for x, v in zip(writes, stored, strict=True)]
         return lambda *args: self._run(*args, before, after), stores
 
-    def _maxima(self, number: int, rows: Sequence[Row], loaded, *of_blocks) -> list:
+    def _maxima(
+        self, number: int, chunk: Scalar, rows: Sequence[Row], loaded, *of_blocks
+    ) -> list:
         """The maxima of a round, over the blocks of the rows."""
         body = typing.cast(BlockBody, self._body)
         lanes = typing.cast(TiledLanes, self._lanes)
         statistics = with_instructions(body, number, self._instructions)
         sizes = body.rounds[number]
+        left = lanes.rows_left(chunk * np.int32(lanes.tiling.chunk_rows))
+        left = None if left is None else lanes.arrangement.expand(left)
         zeros = jnp.zeros(lanes.arrangement.shape, jnp.int32)
         maxima = [lanes.arrangement.carried(zeros)] * len(sizes)
         for row in rows:
             values = self._values(row, loaded)
             new = statistics(values, self._scalars, row.index, *of_blocks)
-            if row.exists is not None:
-                new = [jnp.where(row.exists, x, np.int32(0)) for x in new]
-            maxima = [jnp.maximum(*pair) for pair in zip(maxima, new, strict=True)]
+            larger = jnp.maximum
+            if left is not None:
+                larger_before = (self._instructions or xla).larger_before
+                larger = functools.partial(larger_before, row.number, left)
+            maxima = [larger(*pair) for pair in zip(maxima, new, strict=True)]
+        if lanes.inside is not None:
+            maxima = [jnp.where(lanes.inside, x, np.int32(0)) for x in maxima]
         return [
             lanes.blocks_of(size).maxima(x)
             for size, x in zip(sizes, maxima, strict=True)
@@ -314,15 +319,18 @@ class _Plain(typing.NamedTuple):
       number: of it.
       layer: of the stack; None if it is not a stack.
       width: of its accesses.
+      is_written: whether programs write it: they read nothing of each other then.
     """
 
     number: int
     layer: jax.Array | None
     width: int
+    is_written: bool
 
     def access(self, row: Row) -> Access:
         """The elements of a row of lanes."""
-        return Access(self.number, self.layer, row.offset, row.exists, self.width)
+        mask = row.exists if self.is_written else row.readable
+        return Access(self.number, self.layer, row.offset, mask, self.width)
 
 
 class _Repeated(typing.NamedTuple):
@@ -353,7 +361,7 @@ class _Repeated(typing.NamedTuple):
         # Lanes of a tile are neighbours along the last axis.
         width = 1 if len(self.tiling.shape) - 1 in self.repeated else self.tiling.width
         place = jnp.broadcast_to(place, row.offset.shape)
-        return Access(self.number, None, place, row.exists, width)
+        return Access(self.number, None, place, row.readable, width)
 
 
 class _PerBlock(typing.NamedTuple):
@@ -368,7 +376,7 @@ class _PerBlock(typing.NamedTuple):
     layer: jax.Array | None
     places: BlockPlaces
 
-    def access(self, chunk: jax.Array) -> Access:
+    def access(self, chunk: Scalar) -> Access:
         """The blocks that a chunk of rows crosses."""
         tiles = self.places.block_size // TILE_SIZE
         place = self.places.of_chunk(chunk)
