@@ -146,7 +146,7 @@ def fused_update_many(
         own = dataclasses.replace(scalars, rows=scalars.rows[np.array(part)])
         room = needed, max(full, default=needed)
         given = [leaves[i] for i in part]
-        new = _update(body, given, implementation, own, room=room)
+        new = _update_once(body, given, implementation, own, room=room)
         for n, i in enumerate(part):
             written[i] = new[n * results :][:results]
     return written
@@ -251,6 +251,10 @@ def _update(
         cuda=None if refusal else kernel(implementation),
         tpu=kernel("tpu") if on_tpus else None,
     )
+
+
+# Traced and lowered once for all kernels over equal leaves.
+_update_once = jax.jit(_update, static_argnames=("body", "implementation", "room"))
 
 
 def _reference(
