@@ -71,6 +71,7 @@ from lowbit_optax.transformations.direct import (
     direct_updates,
     update_norm,
 )
+from lowbit_optax.transformations.like_grads import updates_like_grads
 from lowbit_optax.transformations.lowbit import (
     apply_updates,
     lowbit,
@@ -156,6 +157,7 @@ __all__ = [
     "stochastic_rounding",
     "storage_formats",
     "update_norm",
+    "updates_like_grads",
     "with_loss_scale",
 ]
 

@@ -15,6 +15,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.rounding import narrow_or_cast, to_float32
 
 
@@ -23,6 +24,10 @@ class Replacement:
     """The new parameter replaces the old one, as in ``lowbit_optax.step``."""
 
     is_direct = True
+
+    def of(self, param, grad) -> "Replacement":
+        """The landing of one leaf."""
+        return self
 
     def land(self, old: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
         """``(the new parameter, the step's result)``, which are the same here."""
@@ -37,12 +42,28 @@ class Replacement:
 class Addition:
     """optax adds an update to the old parameter, as in ``optax.apply_updates``.
 
+    Args:
+      like_grads: whether updates have the gradients' dtypes, if these are those of the
+        parameters. Then fewer sums give ``new``: a change of more than 256 units in the
+        last place, as where a bfloat16 weight's exponent changes, is rounded.
+      dtype: of this leaf's updates; None for float32.
+
     >>> import jax.numpy as jnp
     >>> Addition().land(jnp.bfloat16(1.0), jnp.bfloat16(0.5))
     (Array(0.5, dtype=bfloat16), Array(-0.5, dtype=float32))
     """
 
+    like_grads: bool = False
+    dtype: jnp.dtype | None = None
+
     is_direct = False
+
+    def of(self, param, grad) -> "Addition":
+        """The landing of one leaf."""
+        is_wanted = self.like_grads and param.dtype == grad.dtype
+        if not is_wanted or not is_narrow(grad.dtype):
+            return self
+        return dataclasses.replace(self, dtype=grad.dtype)
 
     def land(self, old: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
         """``(the parameter that the addition gives, the update to add)``.
@@ -54,18 +75,23 @@ class Addition:
           ``(landed, update)``. ``landed`` is ``round(float32(old) + update)`` bit for
           bit. It is ``new``, except in the cases listed in the module's docstring.
         """
-        update = difference(old, new)
-        return narrow_or_cast(to_float32(old) + update, old.dtype), update
+        update = self.result(old, new)
+        return narrow_or_cast(to_float32(old) + to_float32(update), old.dtype), update
 
     def result(self, old: jax.Array, landed: jax.Array) -> jax.Array:
         """The update that takes ``old`` to a parameter that :meth:`land` returned."""
-        return difference(old, landed)
+        return self.cast(difference(old, landed))
+
+    def cast(self, update: jax.Array) -> jax.Array:
+        """An update in its dtype."""
+        return update if self.dtype is None else narrow_or_cast(update, self.dtype)
 
 
 Landing = Replacement | Addition
 
 REPLACE = Replacement()
 ADD = Addition()
+ADD_LIKE_GRADS = Addition(like_grads=True)
 
 
 def difference(old: jax.Array, new: jax.Array) -> jax.Array:

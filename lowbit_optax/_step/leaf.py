@@ -113,6 +113,7 @@ class StoredLeaf:
             return Landed(
                 optax.apply_updates(self.param, update) if is_direct else update
             )
+        landing = landing.of(self.param, self.grad)
         advance = lambda *arrays: _advance(self.format, landing, *arrays, random)
         update = update.astype(jnp.float32)
         return Landed(*layerwise(advance)(self.param, self.residual, update))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 import optax
+from jax.core import Tracer
 
 from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.dtypes import dtype_of, float_dtype
@@ -234,7 +235,7 @@ def _masters_of(names, leaves, masters) -> dict[str, typing.Any]:
 def _is_concrete(leaf) -> bool:
     arrays = jax.tree.leaves(leaf)
     is_array = lambda x: isinstance(x, jax.Array | np.ndarray)
-    return all(is_array(x) and not isinstance(x, jax.core.Tracer) for x in arrays)
+    return all(is_array(x) and not isinstance(x, Tracer) for x in arrays)
 
 
 def _formats(tx, names, leaves, treedef) -> dict[str, WeightFormat]:

@@ -254,7 +254,7 @@ class _Planner:
             program=program,
             weight=dataclasses.replace(weight, unchanged_if=stays[0]),
             moments=self._moments(i, parts, stays[1:]),
-            landing=step.landing,
+            landing=step.landing.of(leaf.param, leaf.grad),
             is_guarded=bool(step.guard.scalars),
             when=when,
             takes_error=None if feedback is None else 1 + parts.index(feedback.part),

@@ -28,10 +28,9 @@ def test_map_params_takes_trees_like_the_parameters(name):
     specs = {"w": "rows", "b": "whole"}
     named = optax.tree.map_params(
         tx,
-        lambda x, spec: None if x is None else spec,
+        lambda x, spec: spec,
         state,
         specs,
-        is_leaf=lambda x: x is None,
     )
     found = {x for x in jax.tree.leaves(named) if isinstance(x, str)}
     assert found == {"rows", "whole"}

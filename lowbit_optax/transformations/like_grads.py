@@ -1,0 +1,65 @@
+"""``updates_like_grads``: updates in the gradients' dtype."""
+
+import dataclasses
+
+import optax
+
+from lowbit_optax._numerics.landing import ADD_LIKE_GRADS
+from lowbit_optax._step.guard import UNGUARDED
+from lowbit_optax._step.stepper import Stepper, stepper_of
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _LikeGrads(Stepper):
+    inner: Stepper
+
+    def init(self, params: optax.Params):
+        return self.inner.init(params)
+
+    def run(self, params, state, grads, landing, extra_args, guard=UNGUARDED):
+        """See :meth:`.Stepper.run`."""
+        if not landing.is_direct:
+            landing = ADD_LIKE_GRADS
+        return self.inner.run(params, state, grads, landing, extra_args, guard)
+
+    def hoisted(self, grads, state, params, extra_args: dict):
+        """See :meth:`.Stepper.hoisted`."""
+        held, with_held = self.inner.hoisted(grads, state, params, extra_args)
+        return held, lambda held: _LikeGrads(with_held(held))
+
+
+def updates_like_grads(
+    tx: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """A transformation whose updates have the gradients' dtype, as optax's have.
+
+    For code around ``tx.update`` that compares dtypes, such as
+    ``optax.apply_if_finite`` or a ``jax.lax.cond`` between updates and gradients, and
+    for code that adds updates without a cast, such as ``equinox.apply_updates``, which
+    would make bfloat16 weights float32.
+
+    A bfloat16 update says a change of up to 256 units in the last place of a weight
+    exactly. Larger ones are rounded, and so is the weight, by up to a unit; the
+    residual belongs to the weight that the sum gives. :func:`lowbit_optax.step` and
+    float32 leaves are the same as ever.
+
+    Args:
+      tx: a transformation of this package. Put optax's wrappers around the result.
+
+    Raises:
+      TypeError: if ``tx`` is of another package, or wrapped by one.
+
+    >>> import jax.numpy as jnp, lowbit_optax
+    >>> tx = updates_like_grads(lowbit_optax.kahan_sgd(0.5))
+    >>> params = jnp.ones(3, jnp.bfloat16)
+    >>> tx.update(params, tx.init(params), params)[0]
+    Array([-0.5, -0.5, -0.5], dtype=bfloat16)
+    """
+    stepper = stepper_of(tx)
+    if stepper is None:
+        raise TypeError(
+            f"updates_like_grads: tx is {tx!r}; accepted is a transformation of this "
+            "package; put wrappers around the result, such as "
+            "optax.chain(clip, updates_like_grads(lowbit_adamw(1e-3)))"
+        )
+    return _LikeGrads(stepper).transformation
