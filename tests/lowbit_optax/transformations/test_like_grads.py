@@ -95,14 +95,10 @@ def test_the_weight_is_that_which_the_sum_gives(dtype):
         before = value(old)
         landed, update = land(before, new)
         finite = np.isfinite(np.asarray([before, new, landed], np.float32)).all(0)
+        again = result(before, landed)
+        values = landed, new, add(before, update), add(before, again)
         after, wanted, sums, others = (
-            np.asarray(x).view(np.uint16)[finite]
-            for x in (
-                landed,
-                new,
-                add(before, update),
-                add(before, result(before, landed)),
-            )
+            np.asarray(x).view(np.uint16)[finite] for x in values
         )
         np.testing.assert_array_equal(sums, after)
         np.testing.assert_array_equal(others, after)
