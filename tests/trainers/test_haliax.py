@@ -1,0 +1,69 @@
+"""haliax' ``apply_updates``, which Levanter calls, on layers with named axes."""
+
+import equinox
+import jax
+import jax.numpy as jnp
+import pytest
+from side_by_side import (
+    HIDDEN,
+    LEARNING_RATE,
+    OURS,
+    WIDTH,
+    batches,
+    compare,
+    squared_error,
+)
+
+haliax = pytest.importorskip("haliax", exc_type=ImportError)
+from haliax import quantization  # noqa: E402
+
+LINES = ("tx = lowbit_optax.lowbit_adamw(learning_rate)",)
+BATCH, IN, OUT = (
+    haliax.Axis(name, size) for name, size in (("batch", 64), ("x", WIDTH), ("y", WIDTH))
+)
+
+
+def _error(model, inputs, targets):
+    outputs = model(haliax.named(inputs, (BATCH, IN)))
+    return squared_error(outputs.array, targets)
+
+
+def _advance(tx):
+    @equinox.filter_jit
+    def advance(model, state, inputs, targets):
+        grads = equinox.filter_grad(_error)(model, inputs, targets)
+        overwrites, grads = quantization.partition_for_grad_overwrite(grads)
+        params = equinox.filter(model, equinox.is_inexact_array)
+        updates, state = tx.update(grads, state, params)
+        return quantization.apply_updates(model, updates, overwrites), state
+
+    return advance
+
+
+def _run(tx, dtype):
+    model = haliax.nn.MLP.init(
+        IN, OUT, HIDDEN, 2, activation=haliax.tanh, key=jax.random.key(0)
+    )
+    model = jax.tree.map(
+        lambda x: x.astype(dtype) if equinox.is_inexact_array(x) else x, model
+    )
+    state = tx.init(equinox.filter(model, equinox.is_inexact_array))
+    advance = _advance(tx)
+    for inputs, targets in zip(*(x[:-1] for x in batches()), strict=True):
+        model, state = advance(model, state, inputs, targets)
+    params = equinox.filter(model, equinox.is_inexact_array)
+    return _error(model, *(x[-1] for x in batches())), params, state
+
+
+def test_float32_parameters_train_like_float32():
+    compare(
+        *("haliax apply_updates", "haliax", LINES, _run),
+        dtype=jnp.float32,
+        does_not_work=["bfloat16 parameters: they become float32, an error that says so"],
+    )
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_parameters_that_it_made_float32_are_noticed(name):
+    with pytest.raises((TypeError, ValueError), match="lowbit_optax.apply_updates"):
+        _run(OURS[name](LEARNING_RATE), jnp.bfloat16)
