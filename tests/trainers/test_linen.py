@@ -4,7 +4,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax.training import train_state
@@ -91,4 +90,4 @@ def test_a_restored_run_goes_on_as_if_it_had_not_stopped(name, devices, tmp_path
     assert_same_bits(restored.opt_state, half.opt_state)
     ends = [_train(state, slice(STEPS // 2, STEPS)) for state in (half, restored)]
     np.testing.assert_allclose(_loss(ends[1]), _loss(ends[0]), rtol=2e-3)
-    assert optax.tree.get(ends[1].opt_state, "count") == STEPS
+    assert ends[1].step == STEPS

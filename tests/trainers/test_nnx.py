@@ -27,19 +27,20 @@ LINES = (
 
 
 class Network(nnx.Module):
-    """Two layers whose kernels are annotated with mesh axes."""
+    """Layers whose kernels are annotated with mesh axes."""
 
     def __init__(self, rngs, dtype):
         split = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("data", None))
         self.first = nnx.Linear(
             WIDTH, HIDDEN, rngs=rngs, kernel_init=split, param_dtype=dtype
         )
+        self.norm = nnx.LayerNorm(HIDDEN, rngs=rngs)  # float32
         self.second = nnx.Linear(
             HIDDEN, WIDTH, rngs=rngs, kernel_init=split, param_dtype=dtype
         )
 
     def __call__(self, inputs):
-        return self.second(nnx.tanh(self.first(inputs)))
+        return self.second(nnx.tanh(self.norm(self.first(inputs))))
 
 
 def error(model, inputs, targets):

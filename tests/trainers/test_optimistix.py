@@ -17,7 +17,7 @@ from side_by_side import (
 optimistix = pytest.importorskip("optimistix")
 
 LINES = ("tx = lowbit_optax.lowbit_adamw(learning_rate)",)
-NOT_BFLOAT16 = "bfloat16 parameters: its loop changes their dtype, a TypeError"
+NOT_BFLOAT16 = "bfloat16 parameters: its loop changes their dtype, a ValueError"
 
 
 def _run(tx, dtype):
@@ -40,5 +40,5 @@ def test_float32_parameters_train_like_float32():
 
 @pytest.mark.parametrize("name", OURS)
 def test_bfloat16_parameters_are_refused(name):
-    with pytest.raises(TypeError, match="f32"):
+    with pytest.raises(ValueError, match=r"\+   {'first': f32"):
         _run(OURS[name](LEARNING_RATE), jnp.bfloat16)

@@ -20,6 +20,7 @@ from side_by_side import (
 
 peft_trainer = pytest.importorskip("tunix.sft.peft_trainer", exc_type=ImportError)
 import orbax.checkpoint as ocp  # noqa: E402  (Tunix needs it)
+from tunix.utils import compat  # noqa: E402
 
 LINES = (
     "optimizer = lowbit_optax.lowbit_adamw(learning_rate)",
@@ -33,10 +34,11 @@ class _Network(nnx.Module):
         split = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("fsdp", None))
         options = dict(rngs=rngs, kernel_init=split, param_dtype=dtype)
         self.first = nnx.Linear(WIDTH, HIDDEN, **options)
+        self.norm = nnx.LayerNorm(HIDDEN, rngs=rngs)  # float32
         self.second = nnx.Linear(HIDDEN, WIDTH, **options)
 
     def __call__(self, inputs):
-        return self.second(nnx.tanh(self.first(inputs)))
+        return self.second(nnx.tanh(self.norm(self.first(inputs))))
 
 
 def _error(model, inputs, targets):
@@ -71,7 +73,8 @@ def _trained(tx, dtype, steps, folder=None, devices=1):
         peft_trainer.TrainingInput(input_tokens=inputs, input_mask=targets)
         for inputs, targets in zip(*(x[:-1] for x in batches()), strict=True)
     ]
-    with _mesh(devices):
+    mesh = _mesh(devices)
+    with compat.set_mesh(mesh), mesh:
         trainer = peft_trainer.PeftTrainer(_made(dtype), tx, config)
         trainer = trainer.with_loss_fn(_error).with_gen_model_input_fn(
             lambda x: {"inputs": x.input_tokens, "targets": x.input_mask}
@@ -91,21 +94,17 @@ def test_it_trains_like_float32():
     compare("Tunix PeftTrainer", "google-tunix", LINES, _run)
 
 
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("devices", [2, 4])
 @pytest.mark.parametrize("name", OURS)
 def test_a_restored_run_goes_on_as_if_it_had_not_stopped(name, devices, tmp_path):
+    """In every bit on as many devices; on more, products are summed differently."""
     tx = OURS[name](LEARNING_RATE)
-    whole = _trained(tx, jnp.bfloat16, STEPS)
+    whole = _trained(tx, jnp.bfloat16, STEPS, devices=2)
     _trained(tx, jnp.bfloat16, STEPS // 2, tmp_path, devices=2)
     resumed = _trained(tx, jnp.bfloat16, STEPS, tmp_path, devices)
     end = lambda x: nnx.to_pure_dict(nnx.state((x.model, x.optimizer)))
-    if devices == 1:
-        assert_same_bits(_kinds(end(resumed)), _kinds(end(whole)))
+    if devices == 2:
+        assert_same_bits(end(resumed), end(whole))
     held_out = [x[-1] for x in batches()]
     losses = [_error(x.model, *held_out) for x in (whole, resumed)]
     np.testing.assert_allclose(losses[1], losses[0], rtol=2e-3)
-
-
-def _kinds(tree):
-    """Shapes and dtypes: bits depend on how products are split over devices."""
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
