@@ -3,9 +3,9 @@
     .ci/trainers                             # an environment, and the tests
     .venv-trainers/bin/python -m benchmarks trainers
 
-Runs ``tests/trainers``, whose tests leave what they found, and writes the record and the
-page. With ``TUNIX`` in the environment, a checkout of Tunix at the tag of the installed
-version, its own tests run too.
+Runs ``tests/trainers``, whose tests leave what they found, and writes the record and
+the page. With ``TUNIX`` in the environment, a checkout of Tunix at the tag of the
+installed version, its own tests run too.
 """
 
 import argparse
@@ -33,9 +33,18 @@ def found_by_the_tests() -> tuple[int, dict[str, dict]]:
             cwd=ROOT,
             env=os.environ | {"TRAINERS_ROWS": folder},
         ).returncode
-        rows = [json.loads(x.read_text()) for x in pathlib.Path(folder).iterdir()]
-    rows.sort(key=lambda row: row["trainer"].lower())
-    return status, {row.pop("trainer"): row for row in rows}
+        notes = [json.loads(x.read_text()) for x in pathlib.Path(folder).iterdir()]
+    return status, merged(notes)
+
+
+def merged(notes: list[dict]) -> dict[str, dict]:
+    """A row for each trainer, from what its tests left."""
+    rows = {}
+    for note in sorted(notes, key=lambda note: note["trainer"].lower()):
+        row = rows.setdefault(note.pop("trainer"), {})
+        for key, found in note.items():
+            row[key] = row.get(key, {}) | found if isinstance(found, dict) else found
+    return rows
 
 
 def _cell(row: dict, name: str) -> str:
@@ -43,6 +52,14 @@ def _cell(row: dict, name: str) -> str:
     if "error" in found:
         return "fails"
     return f"{found['loss'] / row['float32']['loss'] - 1:+.1%}; {found['bytes']:.2f}"
+
+
+def _restored(row: dict) -> str:
+    """Where a restored run went on as it should, with every optimizer."""
+    passed = [x.split(": ") for x in row.get("restored", ())]
+    places = sorted({place for place, _ in passed})
+    complete = [p for p in places if sum(x == p for x, _ in passed) == len(row["ours"])]
+    return ", ".join(complete)
 
 
 def table(rows: dict[str, dict]) -> str:
@@ -53,8 +70,12 @@ def table(rows: dict[str, dict]) -> str:
         usual = f"{row['float32']['loss']:.4f}; {row['float32']['bytes']:.2f}"
         version = f"{row['package']} {row['version']}"
         ours = [_cell(row, name) for name in names]
-        lines.append([trainer, version, len(row["lines"]), usual, *ours])
-    return records.table([*heads, *(f"`{name}`" for name in names)], lines)
+        lines.append(
+            [trainer, version, len(row["lines"]), usual, *ours, _restored(row)]
+        )
+    return records.table(
+        [*heads, *(f"`{name}`" for name in names), "restored on"], lines
+    )
 
 
 def _limits(rows: dict[str, dict]) -> list[str]:

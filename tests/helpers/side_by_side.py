@@ -7,7 +7,7 @@ environment, :func:`compare` leaves it in that folder.
 import importlib.metadata
 import json
 import os
-import pathlib
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -125,12 +125,19 @@ def compare(
 
 
 def note(trainer: str, **figures: Any) -> None:
-    """Leave the figures of a trainer for the record, if one is being made."""
+    """Leave figures of a trainer for the record, if one is being made."""
     folder = os.environ.get("TRAINERS_ROWS")
     if folder:
-        path = pathlib.Path(folder) / f"{trainer.replace(' ', '_')}.json"
-        row = json.loads(path.read_text()) if path.exists() else {"trainer": trainer}
-        path.write_text(json.dumps(row | figures))
+        # A file for each: tests run in several processes.
+        with tempfile.NamedTemporaryFile(
+            "w", dir=folder, suffix=".json", delete=False
+        ) as file:
+            json.dump({"trainer": trainer, **figures}, file)
+
+
+def note_restored(trainer: str, name: str, where: str) -> None:
+    """Leave that a restored run with this optimizer went on as it should."""
+    note(trainer, restored={f"{where}: {name}": True})
 
 
 def _first_line(error: Exception) -> str:

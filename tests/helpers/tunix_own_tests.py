@@ -17,12 +17,11 @@ import lowbit_optax
 
 
 def _optax_with(make):
-    """Optax whose optimizers are this one."""
+    """Optax whose optimizers are this one.
 
-    def optimizer(learning_rate, **options):
-        return make(learning_rate, min_size=0, **options)
-
-    ours = {"sgd": optimizer, "adam": optimizer, "adamw": optimizer}
+    It is the alias itself: ``inject_hyperparams`` reads its signature.
+    """
+    ours = dict.fromkeys(("sgd", "adam", "adamw"), make)
     return types.SimpleNamespace(**{**vars(optax), **ours})
 
 

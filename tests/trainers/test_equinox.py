@@ -12,6 +12,7 @@ from side_by_side import (
     WIDTH,
     batches,
     compare,
+    note_restored,
     squared_error,
 )
 
@@ -100,3 +101,4 @@ def test_a_restored_run_goes_on_as_if_it_had_not_stopped(name, tmp_path):
     ]
     arrays = lambda tree: equinox.filter(tree, equinox.is_array)
     assert_same_bits(arrays(ends[1]), arrays(ends[0]))
+    note_restored("equinox", name, "the same device")

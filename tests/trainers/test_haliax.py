@@ -19,7 +19,8 @@ from haliax import quantization  # noqa: E402
 
 LINES = ("tx = lowbit_optax.lowbit_adamw(learning_rate)",)
 BATCH, IN, OUT = (
-    haliax.Axis(name, size) for name, size in (("batch", 64), ("x", WIDTH), ("y", WIDTH))
+    haliax.Axis(name, size)
+    for name, size in (("batch", 64), ("x", WIDTH), ("y", WIDTH))
 )
 
 
@@ -59,11 +60,13 @@ def test_float32_parameters_train_like_float32():
     compare(
         *("haliax apply_updates", "haliax", LINES, _run),
         dtype=jnp.float32,
-        does_not_work=["bfloat16 parameters: they become float32, an error that says so"],
+        does_not_work=[
+            "bfloat16 parameters: they become float32, an error that says so"
+        ],
     )
 
 
 @pytest.mark.parametrize("name", OURS)
 def test_parameters_that_it_made_float32_are_noticed(name):
-    with pytest.raises((TypeError, ValueError), match="lowbit_optax.apply_updates"):
+    with pytest.raises((TypeError, ValueError), match=r"lowbit_optax\.apply_updates"):
         _run(OURS[name](LEARNING_RATE), jnp.bfloat16)

@@ -19,6 +19,7 @@ from side_by_side import (
     batches,
     compare,
     narrow,
+    note_restored,
     squared_error,
 )
 
@@ -26,6 +27,8 @@ LINES = (
     "tx = lowbit_optax.lowbit_adamw(learning_rate)",
     "params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)",
 )
+
+WHERE = {2: "the same mesh", 4: "4 devices"}
 
 
 def _start(tx, dtype):
@@ -74,7 +77,7 @@ def _placed(state, mesh):
 
 
 @pytest.mark.parametrize("name", OURS)
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("devices", WHERE)
 def test_a_restored_run_goes_on_as_if_it_had_not_stopped(name, devices, tmp_path):
     tx = OURS[name](LEARNING_RATE)
     mesh = lambda size: Mesh(np.array(jax.devices()[:size]), ("data",))
@@ -88,6 +91,11 @@ def test_a_restored_run_goes_on_as_if_it_had_not_stopped(name, devices, tmp_path
         )
     assert_same_bits(restored.params, half.params)
     assert_same_bits(restored.opt_state, half.opt_state)
+    if devices == 2:
+        assert_same_bits(
+            *(jax.tree.leaves(_train(x, slice(4))) for x in (half, restored))
+        )
     ends = [_train(state, slice(STEPS // 2, STEPS)) for state in (half, restored)]
     np.testing.assert_allclose(_loss(ends[1]), _loss(ends[0]), rtol=2e-3)
     assert ends[1].step == STEPS
+    note_restored("flax TrainState", name, WHERE[devices])

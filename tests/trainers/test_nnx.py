@@ -17,6 +17,7 @@ from side_by_side import (
     WIDTH,
     batches,
     compare,
+    note_restored,
     squared_error,
 )
 
@@ -118,3 +119,4 @@ def test_the_state_is_placed_by_partition_specs_and_restored_elsewhere(name, tmp
     assert_same_bits(pure(target), pure(saved))
     losses = [_train(*pair, slice(STEPS // 2, STEPS)) for pair in (saved, target)]
     np.testing.assert_allclose(losses[1], losses[0], rtol=2e-3)
+    note_restored("nnx.Optimizer", name, "2 devices in place of 4")

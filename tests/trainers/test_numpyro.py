@@ -1,7 +1,6 @@
 """NumPyro's ``SVI``, whose optimizer may be one of optax."""
 
 import jax
-import jax.numpy as jnp
 import pytest
 from side_by_side import (
     STEPS,

@@ -15,6 +15,7 @@ from side_by_side import (
     WIDTH,
     batches,
     compare,
+    note_restored,
     squared_error,
 )
 
@@ -26,6 +27,8 @@ LINES = (
     "optimizer = lowbit_optax.lowbit_adamw(learning_rate)",
     "model = Model(rngs, param_dtype=jnp.bfloat16)",
 )
+
+WHERE = {2: "the same mesh", 4: "4 devices"}
 
 
 class _Network(nnx.Module):
@@ -94,7 +97,7 @@ def test_it_trains_like_float32():
     compare("Tunix PeftTrainer", "google-tunix", LINES, _run)
 
 
-@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("devices", WHERE)
 @pytest.mark.parametrize("name", OURS)
 def test_a_restored_run_goes_on_as_if_it_had_not_stopped(name, devices, tmp_path):
     """In every bit on as many devices; on more, products are summed differently."""
@@ -108,3 +111,4 @@ def test_a_restored_run_goes_on_as_if_it_had_not_stopped(name, devices, tmp_path
     held_out = [x[-1] for x in batches()]
     losses = [_error(x.model, *held_out) for x in (whole, resumed)]
     np.testing.assert_allclose(losses[1], losses[0], rtol=2e-3)
+    note_restored("Tunix PeftTrainer", name, WHERE[devices])
