@@ -24,12 +24,12 @@ MARK = "<!-- From here on: python -m benchmarks trainers --draw -->\n"
 OWN_TESTS = "Tunix own tests"
 
 
-def found_by_the_tests() -> tuple[int, dict[str, dict]]:
+def found_by_the_tests(some: str) -> tuple[int, dict[str, dict]]:
     """The status of the tests, and a row for each trainer."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pytest", "-n", "2", "-q", "-rs"]
         status = subprocess.run(
-            [*command, "--dist", "worksteal", "tests/trainers"],
+            [*command, "--dist", "worksteal", "tests/trainers", "-k", some],
             cwd=ROOT,
             env=os.environ | {"TRAINERS_ROWS": folder},
         ).returncode
@@ -127,10 +127,13 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--draw", action="store_true", help="only write the page again")
     parser.add_argument("--check", action="store_true", help="the record into runs/")
+    parser.add_argument("-k", default="", help="run some tests; other rows stay")
     args = parser.parse_args(argv)
     status = 0
     if not args.draw:
-        status, rows = found_by_the_tests()
+        status, rows = found_by_the_tests(args.k)
+        if args.k:
+            rows = records.load(RECORD)["rows"] | rows
         path = records.path_of("benchmarks.trainers.trainers", args.check)
         records.save(path, args, records.ran_here(), rows=rows)
     if not args.check:

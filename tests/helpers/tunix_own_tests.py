@@ -7,6 +7,7 @@ It is a process of its own: those tests want four devices.
 
 import importlib.util
 import json
+import re
 import sys
 import types
 import unittest
@@ -19,10 +20,24 @@ import lowbit_optax
 def _optax_with(make):
     """Optax whose optimizers are this one.
 
-    It is the alias itself: ``inject_hyperparams`` reads its signature.
+    It is the alias itself, for ``inject_hyperparams`` reads its signature.
     """
-    ours = dict.fromkeys(("sgd", "adam", "adamw"), make)
+
+    def sgd(learning_rate, momentum=None):
+        del momentum  # AdamW has one
+        return make(learning_rate)
+
+    ours = {"sgd": sgd, "adam": make, "adamw": make}
     return types.SimpleNamespace(**{**vars(optax), **ours})
+
+
+def _message(trace):
+    """The error of a traceback, and the two lines after it."""
+    lines = [x.strip() for x in trace.splitlines() if x.strip()]
+    starts = [
+        i for i, x in enumerate(lines) if re.match(r"[\w.]*(Error|Exception)\b", x)
+    ]
+    return " ".join(lines[starts[-1] : starts[-1] + 3] if starts else lines[-1:])[:200]
 
 
 def main(file: str, alias: str) -> None:
@@ -34,8 +49,13 @@ def main(file: str, alias: str) -> None:
     suite = unittest.defaultTestLoader.loadTestsFromModule(module)
     result = unittest.TestResult()
     suite.run(result)
-    texts = {x.id().split(".")[-1]: t for x, t in result.failures + result.errors}
-    print(json.dumps({"count": result.testsRun, "failed": texts}))
+    for _, trace in result.failures + result.errors:
+        print(trace, file=sys.stderr)
+    failed = {
+        case.id().split(".")[-1]: _message(trace)
+        for case, trace in result.failures + result.errors
+    }
+    print(json.dumps({"count": result.testsRun, "failed": failed}))
 
 
 if __name__ == "__main__":
