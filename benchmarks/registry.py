@@ -354,4 +354,12 @@ BENCHMARKS = {
         ("docs/peers.md", "benchmarks/peers/peers.json"),
         GPU_COMPILER,
     ),
+    "trainers": Benchmark(
+        "trainers",
+        "other libraries' trainers with optax's AdamW and ours: loss, bytes",
+        8,
+        ("docs/trainers.md", "benchmarks/trainers/trainers.json"),
+        ("tunix", "numpyro", "haiku", "keras", "haliax", "optimistix", "jaxopt"),
+        in_all=False,
+    ),
 }

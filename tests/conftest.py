@@ -12,7 +12,7 @@ import jax
 import pytest
 
 COMPILED = {Path(__file__).parent / name for name in ("gpu_program", "tpu_program")}
-LONG = {"exhaustive", "compiled", "example"}
+LONG = {"exhaustive", "compiled", "example", "trainers"}
 MANY_CASES = 16
 KEEP_ALL_PROGRAMS = {
     "jax_persistent_cache_min_compile_time_secs": 0,

@@ -1,0 +1,1 @@
+"""Trainers of other libraries, with this one's optimizers."""

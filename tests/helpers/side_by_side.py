@@ -1,0 +1,144 @@
+"""The same training by optax's AdamW in float32 and by ours, through a trainer.
+
+What is found is a row of ``docs/trainers.md``: with ``TRAINERS_ROWS`` in the
+environment, :func:`compare` leaves it in that folder.
+"""
+
+import importlib.metadata
+import json
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import lowbit_optax
+
+STEPS = 40
+WIDTH, HIDDEN = 64, 128
+LEARNING_RATE = 3e-3
+NEAR = 0.05  # of float32's loss
+
+OURS = {
+    "lowbit_adamw": lowbit_optax.lowbit_adamw,
+    "kahan_adamw": lowbit_optax.kahan_adamw,
+    "extra_bits_adamw": lowbit_optax.extra_bits_adamw,
+}
+
+
+def batches(steps: int = STEPS) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and targets of a teacher, the step before the batch; the last is held out.
+
+    Its outputs are a fixed network's, so that there is something to learn.
+    """
+    random = np.random.default_rng(0)
+    inputs = random.standard_normal((steps + 1, 64, WIDTH)).astype(np.float32)
+    first = random.standard_normal((WIDTH, WIDTH)) / np.sqrt(WIDTH)
+    return inputs, np.tanh(inputs @ first).astype(np.float32)
+
+
+def kernels(seed: int = 0) -> dict[str, np.ndarray]:
+    """Float32 weights of a network with one hidden layer, without biases."""
+    random = np.random.default_rng(seed)
+    draw = lambda *shape: random.standard_normal(shape) / np.sqrt(shape[0])
+    return {
+        "first": draw(WIDTH, HIDDEN).astype(np.float32),
+        "second": draw(HIDDEN, WIDTH).astype(np.float32),
+    }
+
+
+def network(weights, inputs):
+    """The outputs of that network, computed in float32."""
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), weights)
+    return jnp.tanh(inputs @ wide["first"]) @ wide["second"]
+
+
+def squared_error(outputs, targets):
+    return jnp.mean(jnp.square(outputs.astype(jnp.float32) - targets))
+
+
+def narrow(tree: Any, dtype: Any = jnp.bfloat16) -> Any:
+    """Floating-point leaves in ``dtype``."""
+    is_float = lambda x: jnp.issubdtype(jnp.asarray(x).dtype, jnp.floating)
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype) if is_float(x) else x, tree)
+
+
+def bytes_per_parameter(params: Any, state: Any) -> float:
+    """Bytes of the parameters and of the optimizer's state, over their number."""
+    arrays = lambda tree: [x for x in jax.tree.leaves(tree) if hasattr(x, "nbytes")]
+    size = sum(x.size for x in arrays(params))
+    return sum(x.nbytes for x in arrays((params, state))) / size
+
+
+def compare(
+    trainer: str,
+    package: str,
+    lines: Sequence[str],
+    run: Callable[[optax.GradientTransformation, Any], tuple[Any, Any, Any]],
+    dtype: Any = jnp.bfloat16,
+    does_not_work: Sequence[str] = (),
+    near: float = NEAR,
+) -> None:
+    """Assert that each of ours trains like optax in float32, and note the row.
+
+    Args:
+      trainer: the name of the row.
+      package: whose version it has.
+      lines: what a user changes.
+      run: from an optimizer and the dtype of the parameters: the loss at the end,
+        parameters and state.
+      dtype: of the parameters, for ours.
+      does_not_work: what the tests of this trainer show to fail.
+      near: how far the loss may be from float32's, as a part of it.
+    """
+    loss, params, state = run(optax.adamw(LEARNING_RATE), jnp.float32)
+    usual = {"loss": float(loss), "bytes": bytes_per_parameter(params, state)}
+    found, errors = {}, []
+    for name, make in OURS.items():
+        try:
+            loss, params, state = run(make(LEARNING_RATE), dtype)
+        except Exception as error:
+            found[name] = {"error": f"{type(error).__name__}: {_first_line(error)}"}
+            errors.append(error)
+            continue
+        size = bytes_per_parameter(params, state)
+        found[name] = {"loss": float(loss), "bytes": size}
+    note(
+        trainer,
+        version=importlib.metadata.version(package),
+        package=package,
+        lines=list(lines),
+        float32=usual,
+        ours=found,
+        does_not_work=list(does_not_work),
+    )
+    if errors:
+        raise ExceptionGroup(trainer, errors)
+    for name, each in found.items():
+        assert abs(each["loss"] / usual["loss"] - 1) < near, (name, each, usual)
+        # With 16 extra bits, those of float32.
+        assert each["bytes"] < 1.01 * usual["bytes"], (name, each, usual)
+
+
+def note(trainer: str, **figures: Any) -> None:
+    """Leave figures of a trainer for the record, if one is being made."""
+    folder = os.environ.get("TRAINERS_ROWS")
+    if folder:
+        # A file for each: tests run in several processes.
+        with tempfile.NamedTemporaryFile(
+            "w", dir=folder, suffix=".json", delete=False
+        ) as file:
+            json.dump({"trainer": trainer, **figures}, file)
+
+
+def note_restored(trainer: str, name: str, where: str) -> None:
+    """Leave that a restored run with this optimizer went on as it should."""
+    note(trainer, restored={f"{where}: {name}": True})
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0]

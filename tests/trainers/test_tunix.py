@@ -1,0 +1,114 @@
+"""Tunix' ``PeftTrainer``: its loop, its checkpoints, its meshes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh
+from optimizers import assert_same_bits
+from side_by_side import (
+    HIDDEN,
+    LEARNING_RATE,
+    OURS,
+    STEPS,
+    WIDTH,
+    batches,
+    compare,
+    note_restored,
+    squared_error,
+)
+
+peft_trainer = pytest.importorskip("tunix.sft.peft_trainer", exc_type=ImportError)
+import orbax.checkpoint as ocp  # noqa: E402  (Tunix needs it)
+from tunix.utils import compat  # noqa: E402
+
+LINES = (
+    "optimizer = lowbit_optax.lowbit_adamw(learning_rate)",
+    "model = Model(rngs, param_dtype=jnp.bfloat16)",
+)
+
+WHERE = {2: "the same mesh", 4: "4 devices"}
+
+
+class _Network(nnx.Module):
+    def __init__(self, dtype):
+        rngs = nnx.Rngs(0)
+        split = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("fsdp", None))
+        options = dict(rngs=rngs, kernel_init=split, param_dtype=dtype)
+        self.first = nnx.Linear(WIDTH, HIDDEN, **options)
+        self.norm = nnx.LayerNorm(HIDDEN, rngs=rngs)  # float32
+        self.second = nnx.Linear(HIDDEN, WIDTH, **options)
+
+    def __call__(self, inputs):
+        return self.second(nnx.tanh(self.norm(self.first(inputs))))
+
+
+def _error(model, inputs, targets):
+    return squared_error(model(inputs), targets)
+
+
+def _mesh(size):
+    return Mesh(np.array(jax.devices()[:size]), ("fsdp",))
+
+
+@nnx.jit(static_argnums=0)
+def _made(dtype):
+    """A model whose parameters lie on the mesh as their annotations say."""
+    model = _Network(dtype)
+    state = nnx.state(model)
+    specs = nnx.get_partition_spec(state)
+    nnx.update(model, jax.lax.with_sharding_constraint(state, specs))
+    return model
+
+
+def _trained(tx, dtype, steps, folder=None, devices=1):
+    """A trainer after these steps: it begins where the folder's checkpoint is."""
+    config = peft_trainer.TrainingConfig(
+        eval_every_n_steps=10_000,
+        max_steps=steps,
+        checkpoint_root_directory=folder and str(folder),
+        checkpointing_options=ocp.CheckpointManagerOptions(
+            save_interval_steps=STEPS // 2, max_to_keep=4
+        ),
+    )
+    data = [
+        peft_trainer.TrainingInput(input_tokens=inputs, input_mask=targets)
+        for inputs, targets in zip(*(x[:-1] for x in batches()), strict=True)
+    ]
+    mesh = _mesh(devices)
+    with compat.set_mesh(mesh), mesh:
+        trainer = peft_trainer.PeftTrainer(_made(dtype), tx, config)
+        trainer = trainer.with_loss_fn(_error).with_gen_model_input_fn(
+            lambda x: {"inputs": x.input_tokens, "targets": x.input_mask}
+        )
+        trainer.train(data)
+    return trainer
+
+
+def _run(tx, dtype):
+    trainer = _trained(tx, dtype, STEPS)
+    loss = _error(trainer.model, *(x[-1] for x in batches()))
+    state = nnx.state(trainer.optimizer, nnx.OptState)
+    return loss, nnx.state(trainer.model, nnx.Param), state
+
+
+def test_it_trains_like_float32():
+    compare("Tunix PeftTrainer", "google-tunix", LINES, _run)
+
+
+@pytest.mark.parametrize("devices", WHERE)
+@pytest.mark.parametrize("name", OURS)
+def test_a_restored_run_goes_on_as_if_it_had_not_stopped(name, devices, tmp_path):
+    """In every bit on as many devices; on more, products are summed differently."""
+    tx = OURS[name](LEARNING_RATE)
+    whole = _trained(tx, jnp.bfloat16, STEPS, devices=2)
+    _trained(tx, jnp.bfloat16, STEPS // 2, tmp_path, devices=2)
+    resumed = _trained(tx, jnp.bfloat16, STEPS, tmp_path, devices)
+    end = lambda x: nnx.to_pure_dict(nnx.state((x.model, x.optimizer)))
+    if devices == 2:
+        assert_same_bits(end(resumed), end(whole))
+    held_out = [x[-1] for x in batches()]
+    losses = [_error(x.model, *held_out) for x in (whole, resumed)]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=2e-3)
+    note_restored("Tunix PeftTrainer", name, WHERE[devices])

@@ -1,0 +1,39 @@
+"""Tunix' own tests of its trainer, with our optimizers in place of optax's.
+
+They are in no archive of the registry. ``TUNIX`` in the environment names a checkout of
+the installed version's tag.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from places import ROOT
+from side_by_side import OURS, note
+
+pytest.importorskip("tunix", exc_type=ImportError)
+FILE = pathlib.Path(os.environ.get("TUNIX", "-")) / "tests/sft/peft_trainer_test.py"
+pytestmark = pytest.mark.skipif(
+    not FILE.exists(), reason="TUNIX names no checkout of Tunix"
+)
+FLAGS = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=1"
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_tunix_tests_pass(name):
+    script = ROOT / "tests" / "helpers" / "tunix_own_tests.py"
+    ran = subprocess.run(
+        [sys.executable, str(script), str(FILE), name],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "XLA_FLAGS": FLAGS, "PYTHONPATH": str(ROOT)},
+    )
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout.strip().splitlines()[-1])
+    failed = found["failed"]
+    passed = f"{found['count'] - len(failed)} of {found['count']}"
+    note("Tunix own tests", **{name: {"passed": passed, "failed": failed}})
+    assert not failed, f"{passed} pass\n{ran.stderr}"
