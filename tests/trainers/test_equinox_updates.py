@@ -80,13 +80,18 @@ def test_it_trains_like_float32():
     compare("equinox", "equinox", LINES, _with(_apply))
 
 
-def test_float32_parameters_train_by_its_own_apply_updates():
-    compare(
-        *("equinox apply_updates", "equinox", LINES[:1]),
-        _with(equinox.apply_updates),
-        dtype=jnp.float32,
-        does_not_work=["bfloat16 parameters: they become float32"],
+def test_by_its_own_apply_updates_they_train_with_updates_of_their_dtype():
+    plain = _with(equinox.apply_updates)
+
+    def run(tx, dtype):
+        is_narrow = dtype == jnp.bfloat16
+        return plain(lowbit_optax.updates_like_grads(tx) if is_narrow else tx, dtype)
+
+    lines = (
+        "tx = updates_like_grads(lowbit_optax.lowbit_adamw(learning_rate))",
+        LINES[1],
     )
+    compare("equinox apply_updates", "equinox", lines, run)
 
 
 @pytest.mark.parametrize("name", OURS)

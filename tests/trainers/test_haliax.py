@@ -17,9 +17,14 @@ from side_by_side import (
     squared_error,
 )
 
+import lowbit_optax
+
 quantization = pytest.importorskip("haliax.quantization", exc_type=ImportError)
 
-LINES = ("tx = lowbit_optax.lowbit_adamw(learning_rate)",)
+LINES = (
+    "tx = updates_like_grads(lowbit_optax.lowbit_adamw(learning_rate))",
+    "model = Model(..., dtype=jnp.bfloat16)",
+)
 
 
 def _error(model, inputs, targets):
@@ -50,14 +55,13 @@ def _run(tx, dtype):
     return _error(model, *(x[-1] for x in batches())), params, state
 
 
-def test_float32_parameters_train_like_float32():
-    compare(
-        *("haliax apply_updates", "haliax", LINES, _run),
-        dtype=jnp.float32,
-        does_not_work=[
-            "bfloat16 parameters: they become float32, an error that says so"
-        ],
-    )
+def _run_narrow(tx, dtype):
+    is_narrow = dtype == jnp.bfloat16
+    return _run(lowbit_optax.updates_like_grads(tx) if is_narrow else tx, dtype)
+
+
+def test_it_trains_like_float32():
+    compare("haliax apply_updates", "haliax", LINES, _run_narrow)
 
 
 @pytest.mark.parametrize("name", OURS)

@@ -21,24 +21,19 @@ from side_by_side import (
     squared_error,
 )
 
-LINES = (
-    "tx = lowbit_optax.lowbit_adamw(learning_rate)",
-    "model = Model(rngs, param_dtype=jnp.bfloat16)",
-)
+from lowbit_optax.training import narrow
+
+LINES = ("tx = narrow(model, lowbit_optax.lowbit_adamw(learning_rate))",)
 
 
 class Network(nnx.Module):
     """Layers whose kernels are annotated with mesh axes."""
 
-    def __init__(self, rngs, dtype):
+    def __init__(self, rngs):
         split = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("data", None))
-        self.first = nnx.Linear(
-            WIDTH, HIDDEN, rngs=rngs, kernel_init=split, param_dtype=dtype
-        )
+        self.first = nnx.Linear(WIDTH, HIDDEN, rngs=rngs, kernel_init=split)
         self.norm = nnx.LayerNorm(HIDDEN, rngs=rngs)  # float32
-        self.second = nnx.Linear(
-            HIDDEN, WIDTH, rngs=rngs, kernel_init=split, param_dtype=dtype
-        )
+        self.second = nnx.Linear(HIDDEN, WIDTH, rngs=rngs, kernel_init=split)
 
     def __call__(self, inputs):
         return self.second(nnx.tanh(self.norm(self.first(inputs))))
@@ -59,7 +54,9 @@ def _mesh(size):
 
 def _start(tx, dtype, mesh=None):
     with jax.set_mesh(mesh or _mesh(1)):
-        model = Network(nnx.Rngs(0), dtype)
+        model = Network(nnx.Rngs(0))
+        if dtype == jnp.bfloat16:
+            tx = narrow(model, tx)
         return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
 

@@ -19,23 +19,22 @@ from side_by_side import (
     squared_error,
 )
 
+from lowbit_optax.training import narrow
+
 peft_trainer = pytest.importorskip("tunix.sft.peft_trainer", exc_type=ImportError)
 import orbax.checkpoint as ocp  # noqa: E402  (Tunix needs it)
 from tunix.utils import compat  # noqa: E402
 
-LINES = (
-    "optimizer = lowbit_optax.lowbit_adamw(learning_rate)",
-    "model = Model(rngs, param_dtype=jnp.bfloat16)",
-)
+LINES = ("optimizer = narrow(model, lowbit_optax.lowbit_adamw(learning_rate))",)
 
 WHERE = {2: "the same mesh", 4: "4 devices"}
 
 
 class _Network(nnx.Module):
-    def __init__(self, dtype):
+    def __init__(self):
         rngs = nnx.Rngs(0)
         split = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("fsdp", None))
-        options = dict(rngs=rngs, kernel_init=split, param_dtype=dtype)
+        options = dict(rngs=rngs, kernel_init=split)
         self.first = nnx.Linear(WIDTH, HIDDEN, **options)
         self.norm = nnx.LayerNorm(HIDDEN, rngs=rngs)  # float32
         self.second = nnx.Linear(HIDDEN, WIDTH, **options)
@@ -52,10 +51,10 @@ def _mesh(size):
     return Mesh(np.array(jax.devices()[:size]), ("fsdp",))
 
 
-@nnx.jit(static_argnums=0)
-def _made(dtype):
+@nnx.jit
+def _made():
     """A model whose parameters lie on the mesh as their annotations say."""
-    model = _Network(dtype)
+    model = _Network()
     state = nnx.state(model)
     specs = nnx.get_partition_spec(state)
     nnx.update(model, jax.lax.with_sharding_constraint(state, specs))
@@ -78,7 +77,10 @@ def _trained(tx, dtype, steps, folder=None, devices=1):
     ]
     mesh = _mesh(devices)
     with compat.set_mesh(mesh), mesh:
-        trainer = peft_trainer.PeftTrainer(_made(dtype), tx, config)
+        model = _made()
+        if dtype == jnp.bfloat16:
+            tx = narrow(model, tx)
+        trainer = peft_trainer.PeftTrainer(model, tx, config)
         trainer = trainer.with_loss_fn(_error).with_gen_model_input_fn(
             lambda x: {"inputs": x.input_tokens, "targets": x.input_mask}
         )
