@@ -54,6 +54,19 @@ def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 125
 
 
+def test_the_front_page_begins_with_readme_s_install_and_swap_and_the_warning():
+    # A phone shows the first 30 lines, with no picture among them.
+    first_screen = "\n".join((DOCS / "index.md").read_text().splitlines()[:30])
+    assert "![" not in first_screen
+    readme = (ROOT / "README.md").read_text()
+    (swap,) = re.findall(r"^\+(.*)", first_screen, re.MULTILINE)
+    swap = f">>> {swap.replace('lowbit(', 'lowbit_optax.lowbit(')}\n"
+    assert swap in readme
+    for text in ("\npip install -e .", "No GPU or TPU has run"):
+        assert text in readme
+        assert text in first_screen
+
+
 def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text()
     for page in DOCS.rglob("*.md"):
