@@ -22,16 +22,16 @@ equinox = pytest.importorskip("equinox")
 
 LINES = (
     "tx = lowbit_optax.lowbit_adamw(learning_rate)",
-    "model = equinox.nn.MLP(..., dtype=jnp.bfloat16)",
+    "model = jax.tree.map(to_bfloat16, model)  # arrays of floats",
     "params = lowbit_optax.apply_updates(params, updates)",
 )
 
 
 def _model(dtype):
     key = jax.random.key(0)
-    return equinox.nn.MLP(
-        WIDTH, WIDTH, HIDDEN, 1, activation=jnp.tanh, dtype=dtype, key=key
-    )
+    model = equinox.nn.MLP(WIDTH, WIDTH, HIDDEN, 1, activation=jnp.tanh, key=key)
+    params, static = equinox.partition(model, equinox.is_inexact_array)
+    return equinox.combine(jax.tree.map(lambda x: x.astype(dtype), params), static)
 
 
 def _error(model, inputs, targets):

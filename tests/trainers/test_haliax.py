@@ -23,7 +23,7 @@ quantization = pytest.importorskip("haliax.quantization", exc_type=ImportError)
 
 LINES = (
     "tx = updates_like_grads(lowbit_optax.lowbit_adamw(learning_rate))",
-    "model = Model(..., dtype=jnp.bfloat16)",
+    "model = jax.tree.map(to_bfloat16, model)  # arrays of floats",
 )
 
 
@@ -44,9 +44,10 @@ def _advance(tx):
 
 
 def _run(tx, dtype):
-    model = equinox.nn.MLP(
-        WIDTH, WIDTH, HIDDEN, 1, jnp.tanh, dtype=dtype, key=jax.random.key(0)
-    )
+    model = equinox.nn.MLP(WIDTH, WIDTH, HIDDEN, 1, jnp.tanh, key=jax.random.key(0))
+    params, static = equinox.partition(model, equinox.is_inexact_array)
+    params = jax.tree.map(lambda x: x.astype(dtype), params)
+    model = equinox.combine(params, static)
     state = tx.init(equinox.filter(model, equinox.is_inexact_array))
     advance = _advance(tx)
     for inputs, targets in zip(*(x[:-1] for x in batches()), strict=True):

@@ -19,9 +19,8 @@ FILE = pathlib.Path(os.environ.get("TUNIX", "-")) / "tests/sft/peft_trainer_test
 pytestmark = pytest.mark.skipif(
     not FILE.exists(), reason="TUNIX names no checkout of Tunix"
 )
-# They compare sums of microbatches with whole batches to 1e-7. kahan_adamw's moments are
-# rounded to bfloat16 at random, by which a difference in the last bit of a gradient can
-# become one of a moment's unit.
+# They compare sums of microbatches with whole batches to 1e-7. kahan_adamw rounds moments
+# to bfloat16 at random, so that the last bit of a gradient can change one of a moment.
 EXPECTED = {
     "kahan_adamw": {
         "test_gradient_accumulation_constant_schedule",

@@ -1,0 +1,23 @@
+/* Search runs in a worker, and browsers start none from a folder: a frame takes its place. */
+if (location.protocol === "file:") {
+  window.Worker = class extends EventTarget {
+    constructor(url) {
+      super();
+      const frame = document.createElement("iframe");
+      frame.hidden = true;
+      document.body.append(frame);
+      this.inner = frame.contentWindow;
+      this.inner.postMessage = (data) =>
+        this.dispatchEvent(new MessageEvent("message", { data }));
+      const script = this.inner.document.createElement("script");
+      this.loaded = new Promise((resolve) => script.addEventListener("load", resolve));
+      script.src = url;
+      this.inner.document.body.append(script);
+    }
+
+    postMessage(data) {
+      this.loaded.then(() =>
+        this.inner.dispatchEvent(new MessageEvent("message", { data })));
+    }
+  };
+}
