@@ -19,8 +19,8 @@ FILE = pathlib.Path(os.environ.get("TUNIX", "-")) / "tests/sft/peft_trainer_test
 pytestmark = pytest.mark.skipif(
     not FILE.exists(), reason="TUNIX names no checkout of Tunix"
 )
-# They compare sums of microbatches with whole batches to 1e-7. kahan_adamw rounds moments
-# to bfloat16 at random, so that the last bit of a gradient can change one of a moment.
+# They compare sums of microbatches with whole batches to 1e-7. kahan_adamw rounds its
+# moments to bfloat16 at random: a gradient's last bit can change a moment's.
 EXPECTED = {
     "kahan_adamw": {
         "test_gradient_accumulation_constant_schedule",
