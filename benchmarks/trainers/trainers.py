@@ -113,7 +113,7 @@ def drawn(record: dict) -> str:
         f"{record['date']}, {record['ran']}, Python {record['python']}, {versions}.\n",
         table(rows) + "\n",
         "## What does not work\n",
-        "\n".join(_limits(rows) or ["All that was tried works."]) + "\n",
+        "\n".join(_limits(rows) or ["Nothing, but for what is below."]) + "\n",
         "## Tunix' own tests\n",
         "\n".join(_own_tests(own)) + "\n",
         "## The lines to change\n",

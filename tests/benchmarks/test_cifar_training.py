@@ -15,6 +15,7 @@ import pytest
 import lowbit_optax
 from benchmarks.training import accuracy_tables, cifar_optimizers
 from benchmarks.training.images import flags, optimizer_choice, training_loop
+from lowbit_optax._step.blanks import NO_RESIDUAL, NOT_HELD
 from tools.models.resnet import ResNet
 
 pytestmark = [pytest.mark.example, pytest.mark.standard_promotion]
@@ -161,10 +162,11 @@ def test_bytes_a_parameter_are_of_the_arrays_that_the_codes_stand_for():
         for *lead, rows, columns in large
     )
     small = 3 * 4 * (sum(sizes) - quantized)
-    counts = 4 * sum(
-        leaf.size for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim == 0
-    )
-    expected = codes + blocks * 8 + small + counts
+    kept = jax.tree.leaves(state.opt_state)
+    counts = 4 * sum(leaf.size for leaf in kept if leaf.ndim == 0)
+    blanks = sum(leaf.size for leaf in kept if leaf.dtype in (NO_RESIDUAL, NOT_HELD))
+    assert blanks < 0.05 * codes
+    expected = codes + blocks * 8 + small + counts + blanks
     found = training_loop.bytes_per_parameter(state) * sum(sizes)
     assert found == pytest.approx(expected)
 

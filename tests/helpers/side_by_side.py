@@ -21,7 +21,7 @@ import lowbit_optax
 STEPS = 40
 WIDTH, HIDDEN = 64, 128
 LEARNING_RATE = 3e-3
-NEAR = 0.05  # of float32's loss
+NEAR = 0.01  # of float32's loss
 
 OURS = {
     "lowbit_adamw": lowbit_optax.lowbit_adamw,
