@@ -57,12 +57,12 @@ def shape_of_blank(shape: tuple[int, ...]) -> tuple[int, ...]:
     most = min(max(size // _ELEMENTS_PER_BYTE, _FEWEST_BYTES), _MOST_BYTES)
     if size <= most:
         return shape
-    for doublings in reversed(range(max(shape).bit_length())):
-        # Meshes divide axes by powers of two as a rule, else by three times these.
-        cut = tuple(math.gcd(length, 3 << doublings) for length in shape)
-        if math.prod(cut) <= most:
-            return cut
-    return (1,) * len(shape)
+    # Meshes divide axes by powers of two as a rule, else by three times these.
+    cut = [math.gcd(length, 3 << 30) for length in shape]
+    while math.prod(cut) > most:
+        longest = max(range(len(cut)), key=lambda axis: (cut[axis], axis))
+        cut[longest] //= 3 if cut[longest] % 2 else 2
+    return tuple(cut)
 
 
 def is_blank(part, dtype: jnp.dtype = NOT_HELD) -> bool:

@@ -9,6 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lowbit_optax
+from lowbit_optax._step.blanks import NO_RESIDUAL, NOT_HELD
 from tools.gpu_program.steps import leaf, lower_lpmm_step, lower_step
 from tools.gpu_program.targets import compile_lowered, gpu_mesh
 from tools.hlo import collectives, entry, text
@@ -24,8 +25,11 @@ ALL_ALONE = {"5 bits", "kahan", "stochastic rounding", "low moments"}
 def place(x):
     """The PartitionSpec of an array of a leaf: which leaf, its columns tell.
 
-    An array has a column for each of the leaf's, or for 4, or for LPMM's 32.
+    An array has a column for each of the leaf's, or for 4, or for LPMM's 32; blanks,
+    which nothing reads, have others.
     """
+    if x.dtype in (NO_RESIDUAL, NOT_HELD):
+        return jax.P()
     wide, four, block = zip(*([n, n // 4, n // 32] for _, n in PLACES), strict=True)
     for columns in wide, four, block:
         if x.shape[1] in columns:

@@ -261,8 +261,10 @@ class Packed:
             return list(words)
         # Lanes that do not exist write no words.
         bits = jnp.minimum(left, chunk_rows) * np.int32(self.bits)
-        lowest_bits = (self.instructions or xla).lowest_bits
-        expand = self.lanes.arrangement.expand
+        # Triton's assembly takes no scalars, which counts are where no lane differs.
+        of_lanes = self.instructions if bits.ndim else None
+        lowest_bits = (of_lanes or xla).lowest_bits
+        expand = self.lanes.arrangement.expand if bits.ndim else (lambda mask: mask)
         return [
             word & expand(lowest_bits(bits - np.int32(32 * n)))
             for n, word in enumerate(words)

@@ -187,8 +187,8 @@ def test_the_table_shows_accumulators_where_there_are_some():
     assert [" ".join(line.split()) for line in lines[1:5]] == [
         "leaf parameters dtype params residual moments accumulators total f32 master",
         "['b'] 64 float32 4.000 0.000 4.000 4.000 15.000 12.000",
-        "['w'] 131,072 12 bits 1.502 0.000 1.001 1.001 3.506 12.000",
-        "total 131,136 1.503 0.000 1.002 1.002 3.512 12.000",
+        "['w'] 131,072 12 bits 1.502 0.000 1.001 1.001 3.508 12.000",
+        "total 131,136 1.503 0.000 1.002 1.002 3.514 12.000",
     ]
     assert len({len(line) for line in lines[1:5]}) == 1
 
