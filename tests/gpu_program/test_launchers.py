@@ -87,7 +87,7 @@ def test_shards_exchange_nothing(devices, shape, spec, monkeypatch):
 def test_a_model_takes_few_launches_and_spills_nothing(monkeypatch):
     monkeypatch.setattr(platforms, "DEFAULT_LAUNCHER", "mosaic")
     step = lower_step(LOWBIT, gpt2())
-    assert len(step.launches) <= 20
+    assert len(step.launches) <= 22  # four large leaves at most share a kernel
     assert step.temporary < 0.001
     assert step.in_place
     kernels = [k for n, k in step.machine_code.items() if n.startswith("fused_update")]
