@@ -19,11 +19,25 @@ from lowbit_optax.loss_scaling.guarded import guarded
 
 
 class DirectTransformation(optax.GradientTransformationExtraArgs):
-    """What :func:`direct_updates` returns."""
+    """An optax transformation that also says how to apply its updates.
+
+    :func:`direct_updates` makes it. ``init`` and ``update`` are optax's; ``_replace``
+    and optax's wrappers keep them.
+    """
 
     @staticmethod
-    def apply_updates_hook(params: optax.Params, updates: optax.Updates):
-        """``params + updates``, for trainers that ask the transformation for it."""
+    def apply_updates_hook(
+        params: optax.Params, updates: optax.Updates
+    ) -> optax.Params:
+        """``params + updates``, for trainers that ask the transformation for it.
+
+        Args:
+          params: tree of parameters.
+          updates: what ``update`` has returned for them.
+
+        Returns:
+          The new parameters, as ``optax.apply_updates`` does.
+        """
         return optax.apply_updates(params, updates)
 
 
@@ -82,7 +96,8 @@ def direct_updates(tx: optax.GradientTransformation) -> DirectTransformation:
       updates)``, which some trainers call.
 
     Raises:
-      TypeError: from ``params + update``, if updates were changed on the way.
+      TypeError: if ``tx`` is no transformation; and from ``params + update``, if
+        updates were changed on the way.
 
     >>> import jax.numpy as jnp, lowbit_optax
     >>> tx = direct_updates(lowbit_optax.kahan_sgd(0.5))

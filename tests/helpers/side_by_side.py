@@ -74,6 +74,16 @@ def bytes_per_parameter(params: Any, state: Any) -> float:
     return sum(x.nbytes for x in arrays((params, state))) / size
 
 
+def narrow_by_like_grads(run):
+    """``run`` with bfloat16 updates of bfloat16 parameters, for sums without a cast."""
+
+    def wrapped(tx: optax.GradientTransformation, dtype: Any):
+        is_narrow = dtype == jnp.bfloat16
+        return run(lowbit_optax.updates_like_grads(tx) if is_narrow else tx, dtype)
+
+    return wrapped
+
+
 def compare(
     trainer: str,
     package: str,

@@ -12,6 +12,7 @@ from side_by_side import (
     WIDTH,
     batches,
     compare,
+    narrow_by_like_grads,
     note_restored,
     squared_error,
 )
@@ -81,12 +82,7 @@ def test_it_trains_like_float32():
 
 
 def test_by_its_own_apply_updates_they_train_with_updates_of_their_dtype():
-    plain = _with(equinox.apply_updates)
-
-    def run(tx, dtype):
-        is_narrow = dtype == jnp.bfloat16
-        return plain(lowbit_optax.updates_like_grads(tx) if is_narrow else tx, dtype)
-
+    run = narrow_by_like_grads(_with(equinox.apply_updates))
     lines = (
         "tx = updates_like_grads(lowbit_optax.lowbit_adamw(learning_rate))",
         LINES[1],

@@ -14,10 +14,9 @@ from side_by_side import (
     WIDTH,
     batches,
     compare,
+    narrow_by_like_grads,
     squared_error,
 )
-
-import lowbit_optax
 
 quantization = pytest.importorskip("haliax.quantization", exc_type=ImportError)
 
@@ -56,13 +55,8 @@ def _run(tx, dtype):
     return _error(model, *(x[-1] for x in batches())), params, state
 
 
-def _run_narrow(tx, dtype):
-    is_narrow = dtype == jnp.bfloat16
-    return _run(lowbit_optax.updates_like_grads(tx) if is_narrow else tx, dtype)
-
-
 def test_it_trains_like_float32():
-    compare("haliax apply_updates", "haliax", LINES, _run_narrow)
+    compare("haliax apply_updates", "haliax", LINES, narrow_by_like_grads(_run))
 
 
 @pytest.mark.parametrize("name", OURS)

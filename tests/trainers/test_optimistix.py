@@ -10,11 +10,10 @@ from side_by_side import (
     compare,
     kernels,
     narrow,
+    narrow_by_like_grads,
     network,
     squared_error,
 )
-
-import lowbit_optax
 
 optimistix = pytest.importorskip("optimistix")
 
@@ -34,13 +33,10 @@ def _run(tx, dtype):
     return error(found.value, None), found.value, found.state.opt_state
 
 
-def _run_narrow(tx, dtype):
-    is_narrow = dtype == jnp.bfloat16
-    return _run(lowbit_optax.updates_like_grads(tx) if is_narrow else tx, dtype)
-
-
 def test_it_trains_like_float32():
-    compare("optimistix OptaxMinimiser", "optimistix", LINES, _run_narrow)
+    compare(
+        "optimistix OptaxMinimiser", "optimistix", LINES, narrow_by_like_grads(_run)
+    )
 
 
 @pytest.mark.parametrize("name", OURS)
