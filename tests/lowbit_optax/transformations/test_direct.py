@@ -174,6 +174,13 @@ def test_flaxs_own_train_state_and_optimizer_take_them():
     assert_same_bits({name: model[name][...] for name in params}, want)
 
 
+def test_the_sum_with_a_copy_is_new_where_no_difference_says_it():
+    """Where all of a weight cancels, at a zero of the other sign, and at infinity."""
+    old = jnp.array([1.0, 1e30, 0.0, 1.0, jnp.inf], jnp.bfloat16)
+    new = jnp.array([1e-9, -3e-5, -0.0, jnp.inf, 2.0], jnp.bfloat16)
+    assert_same_bits(jnp.array(old) + DirectUpdate(new, old), new)
+
+
 def test_the_sum_with_another_parameter_adds_the_difference():
     update = DirectUpdate(jnp.float32([2.0, 5.0]), jnp.float32([1.0, 1.0]))
     np.testing.assert_array_equal(jnp.float32([1.0, 3.0]) + update, [2.0, 7.0])
