@@ -27,6 +27,10 @@ ADAMW = {
 }
 pytestmark = pytest.mark.standard_promotion
 
+# Those of the table pack every leaf; by default moments of small ones are float32.
+EVERY = ALIASES | {
+    f"{name} by default": lambda f=f: f(1e-2) for name, f in ADAMW.items()
+}
 BLANKS = (NOT_HELD, NO_RESIDUAL)
 
 
@@ -49,7 +53,7 @@ def _is_none(x):
     return x is None
 
 
-@each(ALIASES)
+@each(EVERY)
 @pytest.mark.parametrize("dtype", [BF16, jnp.float32])
 def test_every_leaf_has_a_shape_and_is_mapped_beside_its_parameter(optimizer, dtype):
     params, tx = _params(dtype), optimizer()
@@ -81,7 +85,7 @@ class _Model(nnx.Module):
         return self.second(nnx.relu(self.first(self.norm(x))))
 
 
-@each(ALIASES)
+@each(EVERY)
 @pytest.mark.parametrize("dtype", [BF16, jnp.float32])
 def test_nnx_reads_and_places_each_variable_of_the_optimizer(optimizer, dtype):
     axes = (jax.sharding.AxisType.Auto,)
