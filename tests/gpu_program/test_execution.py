@@ -156,6 +156,21 @@ def test_a_step_with_momentum_has_the_same_bits(family, shape):
     assert_same_step(make, *second_step(make, {"kernel": normal(shape)}))
 
 
+@pytest.mark.parametrize("shape", [(70, 261), (76, 149)], ids=str)
+@pytest.mark.parametrize("family", ["lowbit 8", "lowbit 4", "extra_bits 5"])
+def test_what_rows_that_are_missing_would_make_is_in_no_word_and_no_scale(
+    family, shape
+):
+    """The update makes 1 of a gradient of 0, and less of those that are there."""
+    one_more = optax.stateless(lambda u, _: jax.tree.map(lambda x: x + F32(1), u))
+    inner = optax.chain(one_more, MOMENTUM)
+    make = functools.partial(transformation, inner, family)
+    params = {"kernel": normal(shape)}
+    (grads,) = dyadic_series(params, 1, bits=8)
+    grads = jax.tree.map(lambda x: x * F32(2.0**-6) - F32(1), grads)
+    assert_same_step(make, params, make("xla").init(params), grads)
+
+
 @each_shape
 @pytest.mark.parametrize("family", OF_ADAM)
 def test_the_first_step_of_adamw_has_the_same_bits(family, shape):
