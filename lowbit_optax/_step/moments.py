@@ -31,7 +31,7 @@ from lowbit_optax._step.moment_slots import MomentChoice, Slot, find_slots
 from lowbit_optax.formats.base import BlockMomentFormat, MomentFormat
 from lowbit_optax.formats.block_quantized import QuantizedMoment, RelativeMoment
 
-CONTAINERS = (QuantizedMoment, RelativeMoment)
+_CONTAINERS = (QuantizedMoment, RelativeMoment)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,13 +270,13 @@ class MomentPlan:
                     f"stores {want}: was this state made by a transformation with "
                     "other moments?"
                 )
-        is_uncoded = lambda x: isinstance(x, CONTAINERS) and x.scales is None
+        is_uncoded = lambda x: isinstance(x, _CONTAINERS) and x.scales is None
         return [x.codes if is_uncoded(x) else x for x in parts]
 
     def _check_float32(self, state) -> None:
         # Without formats the inner init need not accept optax's placeholders, so the
         # moments are recognised by their dtype alone.
-        is_container = lambda x: isinstance(x, CONTAINERS)
+        is_container = lambda x: isinstance(x, _CONTAINERS)
 
         def paired(x):
             return jax.tree.map(type(x), x.codes, x.scales) if is_container(x) else x
@@ -341,7 +341,7 @@ def in_parallel_trees(
     else:
         blanks = [blank(x) if hasattr(x, "shape") else None for x in parts]
     pairs = [
-        x if isinstance(x, CONTAINERS) else container(x, old)
+        x if isinstance(x, _CONTAINERS) else container(x, old)
         for x, old in zip(parts, blanks, strict=True)
     ]
     return container(
@@ -352,7 +352,7 @@ def in_parallel_trees(
 
 def leaf_by_leaf(names: Sequence[str], treedef, stored, what: str) -> list:
     """The inverse of :func:`in_parallel_trees`, with uncoded arrays in containers."""
-    if not isinstance(stored, CONTAINERS):
+    if not isinstance(stored, _CONTAINERS):
         return trees.parts_of(names, treedef, stored, what)
     codes = trees.parts_of(names, treedef, stored.codes, "codes")
     scales = trees.parts_of(names, treedef, stored.scales, "scales")

@@ -126,8 +126,8 @@ def starting_from(
         params, _ = lowbit_optax.from_master(tx, master, jnp.bfloat16)
         trainer = Trainer(params, lowbit_optax.starting_from(tx, master))
 
-    The first ``init`` of arrays lets go of ``master``; those on shapes, and under
-    ``jax.jit``, do not.
+    The first ``init`` of arrays lets go of ``master``. From then on ``init`` of shapes,
+    and under ``jax.jit``, is ``tx``'s own.
 
     Args:
       tx: a transformation made by :func:`lowbit_optax.lowbit`, alone or inside optax's
@@ -135,8 +135,11 @@ def starting_from(
       master: tree of float32 weights, with the leaves of the parameters in their order.
 
     Returns:
-      ``tx`` with another ``init``. From it, ValueError if the parameters do not fit
-      ``master``, naming the leaf, or if it has started already.
+      ``tx`` with another ``init``.
+
+    Raises:
+      ValueError: from ``init``, if the parameters do not fit ``master``, naming the
+        leaf, or if arrays have started already.
 
     >>> import jax.numpy as jnp, lowbit_optax
     >>> tx, master = lowbit_optax.extra_bits_sgd(0.1), {"w": jnp.float32(0.1)}
@@ -149,15 +152,19 @@ def starting_from(
 
     def init(params: optax.Params):
         names, leaves, _ = trees.named_leaves(params)
-        if names and not held:
+        are_arrays = all(map(_is_concrete, leaves))
+        if names and are_arrays and not held:
             raise ValueError(
                 "starting_from: this transformation has started already, and has let "
                 "go of its float32 weights; call starting_from again"
             )
-        wide = _masters_of(names, leaves, held[0]) if names else {}
+        is_asked_otherwise = context.current().start is not None
+        if is_asked_otherwise or not names or not held:
+            return tx.init(params)
+        wide = _masters_of(names, leaves, held[0])
         with context.starting(lambda config, params: config.start(params, wide)):
             state = tx.init(params)
-        if names and all(map(_is_concrete, leaves)):
+        if are_arrays:
             held.clear()
         return state
 

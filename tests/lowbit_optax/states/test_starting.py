@@ -38,6 +38,12 @@ def test_init_makes_the_state_of_from_master(optimizer, wrap):
     assert_same_bits(start.init(params), want)
     with pytest.raises(ValueError, match="has started already"):
         start.init(params)
+    # What else asks for a state is answered as before.
+    assert jax.eval_shape(start.init, params) == shapes
+    assert lowbit_optax.storage_formats(start, params) == (
+        lowbit_optax.storage_formats(tx, params)
+    )
+    assert_same_bits(lowbit_optax.convert(params, want, start, tx), (params, want))
 
 
 def test_parameters_of_another_model_are_refused():
