@@ -40,9 +40,22 @@ _FEWEST_BYTES, _MOST_BYTES = 256, 2**16
 def blank(leaf, dtype: jnp.dtype = NOT_HELD) -> jax.Array:
     """What a state has in the place of a leaf that keeps nothing there."""
     shape = shape_of_blank(leaf.shape)
-    if isinstance(leaf, jax.Array) and leaf.shape == shape:
-        return jnp.zeros_like(leaf, dtype=dtype)  # where the leaf lies
-    return jnp.zeros(shape, dtype)
+    return jnp.zeros(shape, dtype, device=_place(leaf, shape))
+
+
+def _place(leaf, shape: tuple[int, ...]) -> jax.sharding.Sharding | None:
+    """Where the leaf lies, as far as that is known, if such an array divides there."""
+    if not isinstance(leaf, jax.Array):
+        return None
+    is_traced = isinstance(leaf, jax.core.Tracer)
+    place = jax.typeof(leaf).sharding if is_traced else leaf.sharding
+    if is_traced and not any(place.spec):
+        return None
+    try:
+        place.shard_shape(shape)
+    except ValueError:
+        return None
+    return place
 
 
 def shape_of_blank(shape: tuple[int, ...]) -> tuple[int, ...]:
