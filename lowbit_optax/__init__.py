@@ -52,6 +52,7 @@ from lowbit_optax.lpmm import (
     quantize_params,
 )
 from lowbit_optax.reports.diagnostics import LeafReport, cancelled_updates, step_report
+from lowbit_optax.reports.explaining import explain
 from lowbit_optax.reports.memory import MemoryReport, memory_report
 from lowbit_optax.reports.planning import Plan, PlannedFormats, plan
 from lowbit_optax.reports.step_memory import StepMemory, step_memory
@@ -120,6 +121,7 @@ __all__ = [
     "dequantize",
     "direct_updates",
     "ema_of_params",
+    "explain",
     "extra_bits",
     "extra_bits_adamw",
     "extra_bits_sgd",

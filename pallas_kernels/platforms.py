@@ -9,7 +9,7 @@ import jax
 import jax.core
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 Implementation = typing.Literal["xla", "pallas", "triton", "mosaic", "tpu"] | None
 """What runs a function that has kernels.
@@ -21,8 +21,8 @@ Implementation = typing.Literal["xla", "pallas", "triton", "mosaic", "tpu"] | No
 - ``"tpu"``: kernels of the Pallas TPU backend where they take the leaf, and XLA where
   they do not. On other platforms Pallas' model of a TPU runs them (slowly).
 - None: kernels on CUDA, unless :func:`refused_gpu` says why not; kernels for TPUs where
-  :func:`chooses_tpu_kernels` says so; and XLA elsewhere. ``lowbit`` updates large
-  leaves block by block on a CPU.
+  XLA need not partition them; and XLA elsewhere. ``lowbit`` updates large leaves block
+  by block on a CPU.
 """
 
 LauncherName = typing.Literal["triton", "mosaic"]
@@ -159,44 +159,46 @@ def is_elsewhere(arrays: Iterable[jax.Array]) -> bool:
     )
 
 
-def is_for_tpus() -> bool:
+def is_for_tpus(mesh: Mesh | AbstractMesh | None = None) -> bool:
     """Whether the program that is traced is for TPUs.
 
-    It is if the mesh in force (``jax.set_mesh``) has TPUs or, without a mesh, if TPUs
-    are JAX's default backend. So kernels for TPUs are not traced where there are none.
-    A program that is compiled for TPUs on a machine without one needs the mesh.
+    It is if the mesh has TPUs or, without one, if TPUs are JAX's default backend. So
+    kernels for TPUs are not traced where there are none. A program that is compiled for
+    TPUs on a machine without one needs the mesh.
+
+    Args:
+      mesh: on which arrays of the program are known to lie; if None, or empty, the mesh
+        in force (``jax.set_mesh``).
 
     >>> is_for_tpus() == (jax.default_backend() == "tpu")
     True
     """
-    return _platform() == "tpu"
+    return _platform(mesh) == "tpu"
 
 
-def _platform() -> str:
-    """The platform of the mesh in force, or of JAX's default backend."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
+def _platform(mesh: Mesh | AbstractMesh | None = None) -> str:
+    """The platform of a mesh, of the one in force, or of JAX's default backend."""
+    if mesh is None or mesh.empty:
+        mesh = jax.sharding.get_abstract_mesh()
+    device = (mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh).abstract_device
     return jax.default_backend() if device is None else device.platform
 
 
-def chooses_tpu_kernels() -> bool:
-    """Whether kernels for TPUs are chosen where no implementation is named.
+def is_partitioned() -> bool | None:
+    """Whether XLA may have to partition the program that is traced.
 
-    They are in programs for TPUs that XLA need not partition: for one device, in
-    ``jax.shard_map``, and on meshes whose axes are explicit. XLA:TPU cannot partition a
-    kernel, since it has no ``custom_partitioning``
-    (https://github.com/jax-ml/jax/issues/38196). Without a mesh, JAX must have only one
-    device.
+    It need not on a mesh in force whose axes are explicit or those of a
+    ``jax.shard_map``, nor without a mesh where JAX has one device. None if only the
+    lowering will know.
 
-    >>> chooses_tpu_kernels() <= is_for_tpus()
+    >>> is_partitioned() is None or jax.device_count() == 1
     True
     """
-    if not is_for_tpus():
-        return False
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
-        return jax.device_count() == 1
+        return None if jax.device_count() > 1 else False
     kinds = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
-    return not any(kind == AxisType.Auto and size > 1 for kind, size in kinds)
+    return any(kind == AxisType.Auto and size > 1 for kind, size in kinds)
 
 
 def is_for_one_cpu() -> bool:

@@ -1,7 +1,9 @@
 """Functions of the local shards of arrays that are spread over a mesh.
 
-``custom_partitioning`` has XLA's partitioner run them, on meshes of automatic axes. On
-explicit axes placements are known while tracing, and ``jax.shard_map`` does it.
+On explicit axes placements are known while tracing, and ``jax.shard_map`` runs them; so
+it does where the user says how arrays lie on automatic axes. Elsewhere
+``custom_partitioning`` has XLA's partitioner run them, which XLA:TPU does not have
+(https://github.com/jax-ml/jax/issues/38196).
 """
 
 import math
@@ -23,8 +25,8 @@ def has_explicit_axes(mesh) -> bool:
     return any(kind == AxisType.Explicit for kind in mesh.axis_types)
 
 
-def over_explicit_axes(local: Local, args: Sequence[jax.Array], mesh):
-    """The results of a local function, since a kernel under such a mesh is an error."""
+def over_known_axes(local: Local, args: Sequence[jax.Array], mesh):
+    """The results of a local function of arrays whose placements are known."""
     run, inside, outside = local
     return jax.shard_map(
         run,
@@ -33,7 +35,7 @@ def over_explicit_axes(local: Local, args: Sequence[jax.Array], mesh):
         out_specs=outside,
         # Pallas's interpreter loses how new results vary over the mesh.
         check_vma=False,
-    )(*reshard(args, inside, mesh))
+    )(*moved(args, inside, mesh))
 
 
 def over_automatic_axes(
@@ -74,11 +76,13 @@ def over_automatic_axes(
     return call(*args)
 
 
-def reshard(arrays: Sequence, specs: Sequence[P], mesh) -> list[jax.Array]:
-    """The arrays at these places of a mesh, whose axes are explicit."""
+def moved(arrays: Sequence, specs: Sequence[P], mesh) -> list[jax.Array]:
+    """The arrays at these places of a mesh."""
+    to = jax.lax.with_sharding_constraint
+    if has_explicit_axes(mesh):
+        to = jax.sharding.reshard
     return [
-        jax.sharding.reshard(x, NamedSharding(mesh, spec))
-        for x, spec in zip(arrays, specs, strict=True)
+        to(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)
     ]
 
 
@@ -88,7 +92,7 @@ def beside(x: jax.Array, other: jax.Array) -> jax.Array:
     is_known = has_explicit_axes(here.mesh) and has_explicit_axes(there.mesh)
     if not is_known or axes_of(here.spec, x.ndim) == axes_of(there.spec, x.ndim):
         return x
-    return reshard([x], [there.spec], there.mesh)[0]
+    return moved([x], [there.spec], there.mesh)[0]
 
 
 def axes_of(spec: P, rank: int) -> list[tuple[str, ...]]:

@@ -11,9 +11,9 @@ While a step is traced, the platform that it will run on may be unknown. Then se
 backends become branches of one program.
 """
 
+import dataclasses
 import functools
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import optax
@@ -24,14 +24,23 @@ from lowbit_optax._step.guard import unless_still
 from lowbit_optax._step.inner_update import InnerUpdate, trace_update
 from lowbit_optax._step.kernels.plan import KernelPlan, plan_kernels
 from lowbit_optax._step.kernels.run import Kernels
+from lowbit_optax._step.left_to_xla import (
+    Left,
+    left_to_xla,
+    perhaps_partitioned,
+    warn_once,
+    warning_of,
+)
 from lowbit_optax._step.step import Step, Stepped
+from pallas_kernels.lowered import for_one_device
 from pallas_kernels.platforms import (
     Implementation,
-    chooses_tpu_kernels,
     default_launcher,
     is_elsewhere,
     is_for_one_cpu,
+    is_for_tpus,
     refused_gpu,
+    target_gpu,
 )
 from pallas_kernels.shards import has_explicit_axes
 
@@ -47,8 +56,12 @@ def run(
     inner: optax.GradientTransformation,
     implementation: Implementation,
     extra_args: dict,
+    *,
+    warns: bool = True,
 ) -> Stepped:
     """Run a step with the implementation that is asked for, or the platform's best.
+
+    It warns of large leaves that XLA updates on an accelerator, if it ``warns``.
 
     Raises:
       ValueError: if kernels are asked for and cannot update a leaf, naming it.
@@ -72,7 +85,7 @@ def run(
     if only_xla:
         return by_xla(step)
     if implementation is None:
-        return _by_platform(step, traced, by_xla)
+        return _by_platform(step, traced, by_xla, warns)
     plan = plan_kernels(traced, for_tpus=implementation == "tpu")
     plan.require()
     if not plan.kernels:
@@ -81,24 +94,35 @@ def run(
     return kernels.out_of_stacks(step, kernels.run(step, implementation))
 
 
-def _by_platform(step: Step, traced: InnerUpdate, by_xla: Callable) -> Stepped:
-    """Run a step with kernels on CUDA and with XLA elsewhere.
+def _by_platform(
+    step: Step, traced: InnerUpdate, by_xla: Callable, warns: bool
+) -> Stepped:
+    """Run a step with kernels on CUDA and TPUs, and with XLA elsewhere.
 
     The program chooses when it is lowered for its platform. XLA also runs on GPUs that
-    have no kernels (:func:`.refused_gpu`), which is said once. On TPUs kernels run if
-    :func:`.chooses_tpu_kernels` and they take any leaf.
+    have no kernels (:func:`.refused_gpu`).
     """
-    refusal, on_tpus = refused_gpu(), chooses_tpu_kernels()
+    refusal, on_tpus = refused_gpu(), is_for_tpus(_mesh(step))
     if refusal is not None:
-        _warn_once(refusal)
+        if warns:
+            cost = "which takes more time and memory"
+            warn_once(f"lowbit: XLA runs the steps, {cost}: {refusal}")
         return by_xla(step)
     plan = plan_kernels(traced, for_tpus=on_tpus)
-    if not plan.kernels or (on_tpus and not plan.has_tpu_kernels):
+    reasons = plan.reasons | plan.tpu_refusals if on_tpus else plan.reasons
+    message = warning_of(left_to_xla(plan, reasons).values())
+    if warns and message and (on_tpus or target_gpu() is not None):
+        warn_once(message)
+    if not set(plan.kernels) - set(reasons):
         return by_xla(step)
     kernels = _kernels(plan, step)
     # Any other choice would trace kernels for other platforms as well.
     name = "tpu" if on_tpus else default_launcher()
-    branches = {"tpu" if on_tpus else "cuda": lambda: kernels.run(step.again(), name)}
+    run = lambda: kernels.run(step.again(), name)
+    if on_tpus and warns:
+        partitioned = left_to_xla(plan, perhaps_partitioned(plan))
+        run = lambda: kernels.run(_warning(step, partitioned), name)
+    branches = {"tpu" if on_tpus else "cuda": run}
     # In a program for many devices XLA may have to partition blocks, and would
     # communicate for every one. On explicit axes each array that a block makes would
     # need a place. A layer goes into its stack as a whole.
@@ -110,6 +134,48 @@ def _by_platform(step: Step, traced: InnerUpdate, by_xla: Callable) -> Stepped:
         default=lambda: kernels.into_stacks(step, by_xla(step.again())), **branches
     )
     return kernels.out_of_stacks(step, stepped)
+
+
+def explained(
+    step: Step, update: Callable, implementation: Implementation
+) -> dict[str, str]:
+    """By path, what updates the leaves of a step, and why; see ``explain``."""
+    on_tpus = is_for_tpus(_mesh(step))
+    texts = dict.fromkeys(step.names, "XLA")
+    refusal = refused_gpu()
+    if implementation == "xla" or not (on_tpus or target_gpu() is not None):
+        return texts
+    if refusal is not None:
+        return dict.fromkeys(step.names, f"XLA: {refusal}")
+    plan = plan_kernels(trace_update(update, step), for_tpus=on_tpus)
+    reasons = plan.reasons | plan.tpu_refusals if on_tpus else plan.reasons
+    perhaps = perhaps_partitioned(plan) if on_tpus else {}
+    for number, name in enumerate(step.names):
+        if number not in reasons:
+            alone = "a kernel in a program for one device, else XLA"
+            is_known = number not in perhaps
+            texts[name] = "a kernel" if is_known else f"{alone}: {perhaps[number]}"
+        elif reasons[number]:
+            texts[name] += f": {reasons[number]}"
+    return texts
+
+
+def _mesh(step: Step):
+    """A mesh on which a leaf of the step is known to lie; None if none is known."""
+    for leaf in step.leaves:
+        for array in jax.tree.leaves(leaf.param):
+            if has_explicit_axes(jax.typeof(array).sharding.mesh):
+                return jax.typeof(array).sharding.mesh
+    return next((x.sharding.mesh for x in step.leaves if x.sharding is not None), None)
+
+
+def _warning(step: Step, left: Mapping[str, Left]) -> Step:
+    """The step, which warns of these leaves if its program is for several devices."""
+    message = warning_of(left.values())
+    if message is None:
+        return step.again()
+    same = for_one_device(lambda x: [x], lambda x: [x], message)
+    return dataclasses.replace(step, count=same(step.count)[0])
 
 
 def _has_explicit_axes(step: Step) -> bool:
@@ -147,12 +213,4 @@ def reference(step: Step, update: Callable, traced: InnerUpdate | None) -> Stepp
         [x.result for x in landed],
         [x.residual for x in landed],
         step.guard.chosen(stored, step.state.inner_state),
-    )
-
-
-@functools.cache
-def _warn_once(refusal: str) -> None:
-    warnings.warn(
-        f"lowbit: XLA runs the steps, which takes more time and memory: {refusal}",
-        stacklevel=2,
     )

@@ -106,19 +106,19 @@ def reporting(what: str, measure: Callable) -> Iterator[dict[str, typing.Any]]:
 
     Args:
       what: the function that asks, for errors.
-      measure: ``(step, inner update) -> values by path``; see
+      measure: ``(step, inner update, implementation) -> values by path``; see
         :mod:`lowbit_optax.reports.diagnostics`.
     """
     found, trace = {}, get_opaque_trace_state()
 
-    def report(step, update: Callable) -> None:
+    def report(step, update: Callable, implementation) -> None:
         if get_opaque_trace_state() != trace:
             # The values cannot leave a conditional.
             raise ValueError(
                 f"{what}: a wrapper around lowbit steps inside a conditional, as "
                 "optax.MultiSteps does; give the transformation that lowbit returned"
             )
-        found.update(measure(step, update))
+        found.update(measure(step, update, implementation))
 
     with _changed(report=report):
         yield found

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding
 
 from lowbit_optax._arguments import refuse_multi_steps
 from lowbit_optax._jaxprs.not_folded import not_folded
@@ -31,6 +32,7 @@ from lowbit_optax._step.inner_update import trace_update
 from lowbit_optax._step.leaf import StoredLeaf, format_of, widen
 from lowbit_optax._step.moment_slots import MomentChoice
 from lowbit_optax._step.moments import MomentPlan
+from lowbit_optax._step.param_shardings import ParamShardings, told_shardings
 from lowbit_optax._step.state import LowbitState
 from lowbit_optax._step.step import Step, draws_of_moments, random_of_leaves
 from lowbit_optax._step.stepper import Stepper
@@ -55,6 +57,8 @@ class Lowbit(Stepper):
       seed: of stochastic rounding.
       min_size: leaves with fewer elements may be stored in a simpler format.
       implementation: see :data:`pallas_kernels.platforms.Implementation`.
+      param_shardings: where the parameters lie on a mesh.
+      warns: whether a step warns of large leaves that XLA updates on an accelerator.
     """
 
     inner: optax.GradientTransformation
@@ -63,6 +67,8 @@ class Lowbit(Stepper):
     seed: int
     min_size: int
     implementation: Implementation = None
+    param_shardings: ParamShardings = None
+    warns: bool = True
 
     def init(self, params: optax.Params):
         """The initial state, with which every master equals its parameter."""
@@ -111,10 +117,10 @@ class Lowbit(Stepper):
         report = context.current().report
         if report is not None:
             update = optax.with_extra_args_support(self.inner).update
-            report(step, functools.partial(update, **extra_args))
+            report(step, functools.partial(update, **extra_args), self.implementation)
             return jax.tree.map(jnp.zeros_like, step.tree(step.masters)), state
         results, residuals, inner_state = backends.run(
-            step, self.inner, self.implementation, extra_args
+            step, self.inner, self.implementation, extra_args, warns=self.warns
         )
         results = [
             leaf.sent_home(x) for leaf, x in zip(step.leaves, results, strict=True)
@@ -175,15 +181,34 @@ class Lowbit(Stepper):
         drawn = leaves, state.seed, state.count, layer
         return Step(*drawn, treedef, plan, state, parts, guard, landing)
 
-    def leaves(self, names: Sequence[str], params: Sequence) -> list[StoredLeaf]:
+    def told_shardings(self, params) -> list[NamedSharding | None]:
+        """Where the leaves of parameters, or of a layer of them, lie on a mesh."""
+        layer = context.current().layer
+        names = () if layer is None else layer.names
+        return told_shardings(self.param_shardings, params, names)
+
+    def leaves(
+        self, names: Sequence[str], params: Sequence, told: Sequence | None = None
+    ) -> list[StoredLeaf]:
         """The leaves of parameters, without residuals.
+
+        Args:
+          names, params: paths and leaves.
+          told: what :meth:`told_shardings` gives; None in ``init``.
 
         Raises:
           TypeError, ValueError: naming a leaf that its weight format cannot hold.
         """
         return [
-            StoredLeaf(name, leaf, format_of(self.weights, self.min_size, name, leaf))
-            for name, leaf in zip(names, params, strict=True)
+            StoredLeaf(
+                name,
+                leaf,
+                format_of(self.weights, self.min_size, name, leaf),
+                sharding=sharding,
+            )
+            for name, leaf, sharding in zip(
+                names, params, told or [None] * len(params), strict=True
+            )
         ]
 
     def stored_leaves(
@@ -194,8 +219,9 @@ class Lowbit(Stepper):
         Raises:
           TypeError, ValueError: naming the leaf.
         """
-        leaves, name = self.leaves(names, params), self.weights.residual_name
-        leaves = self._placed(leaves, treedef)
+        told = self.told_shardings(treedef.unflatten(params))
+        leaves = self._placed(self.leaves(names, params, told), treedef)
+        name = self.weights.residual_name
         if not isinstance(residual, Residuals) or residual.name != name:
             given = getattr(residual, "name", type(residual).__name__)
             raise ValueError(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from lowbit_optax._numerics.float_layouts import NARROW_DTYPES, is_narrow
 from lowbit_optax._numerics.landing import Landing
@@ -49,6 +49,7 @@ class StoredLeaf:
       grad: the gradient as the user gave it; None outside of a step.
       home: where the user's parameter is, if this one was moved: see
         :func:`on_whole_units`.
+      sharding: where it lies on a mesh, if the user says so.
     """
 
     name: str
@@ -57,6 +58,7 @@ class StoredLeaf:
     residual: typing.Any = None
     grad: typing.Any = None
     home: PartitionSpec | None = None
+    sharding: NamedSharding | None = None
 
     def with_residual(self, residual) -> "StoredLeaf":
         """The leaf with its residual, after checking that this belongs to it."""
@@ -81,7 +83,7 @@ class StoredLeaf:
         if self.home is None:
             return x
         mesh = jax.typeof(self.param).sharding.mesh
-        return shards.reshard([x], [self.home], mesh)[0]
+        return shards.moved([x], [self.home], mesh)[0]
 
     def master(self):
         """The weight that the inner transformation sees."""
@@ -266,7 +268,7 @@ def on_whole_units(
     if before == after:
         return leaf
     if sorted(before) == sorted(after):
-        (moved,) = shards.reshard([param], [spec], sharding.mesh)
+        (moved,) = shards.moved([param], [spec], sharding.mesh)
         return dataclasses.replace(leaf, param=moved, home=sharding.spec)
     axis = next(i for i, names in enumerate(before) if names and names != after[i])
     count = shards.count_of(sharding.mesh, before[axis])

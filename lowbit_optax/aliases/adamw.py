@@ -33,6 +33,8 @@ def kahan_adamw(
     seed: int | None = None,
     min_size: int | None = None,
     implementation: common.Implementation = None,
+    param_shardings: common.ParamShardings = None,
+    warns: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW, weights by Kahan summation and moments in bfloat16.
 
@@ -53,7 +55,8 @@ def kahan_adamw(
       rounding, residual_rounding: of w and of c, see :func:`lowbit_optax.kahan`.
       moments: formats of m (``mu``) and v (``nu``); ``cast(jnp.bfloat16)``, rounded
         stochastically, if None.
-      seed, min_size, implementation: see :func:`lowbit_optax.lowbit`.
+      seed, min_size, implementation, param_shardings, warns: see
+        :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation, for :func:`lowbit_optax.step` or as usual.
@@ -85,7 +88,15 @@ def kahan_adamw(
     )
     moments = BFLOAT16_MOMENTS if moments is None else moments
     return in_formats(
-        "kahan_adamw", inner, weights, moments, seed, min_size, implementation
+        "kahan_adamw",
+        inner,
+        weights,
+        moments,
+        seed=seed,
+        min_size=min_size,
+        implementation=implementation,
+        param_shardings=param_shardings,
+        warns=warns,
     )
 
 
@@ -105,6 +116,8 @@ def sr_adamw(
     seed: int | None = None,
     min_size: int | None = None,
     implementation: common.Implementation = None,
+    param_shardings: common.ParamShardings = None,
+    warns: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW, weights rounded stochastically and moments in bfloat16.
 
@@ -124,7 +137,8 @@ def sr_adamw(
       error_into: None, or ``"mu"``; see :func:`lowbit_optax.stochastic_rounding`.
       moments: formats of m (``mu``) and v (``nu``); ``cast(jnp.bfloat16)``, rounded
         stochastically, if None.
-      seed, min_size, implementation: see :func:`lowbit_optax.lowbit`.
+      seed, min_size, implementation, param_shardings, warns: see
+        :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation, for :func:`lowbit_optax.step` or as usual.
@@ -155,7 +169,15 @@ def sr_adamw(
     weights = formats.stochastic_rounding(error_into=error_into)
     moments = BFLOAT16_MOMENTS if moments is None else moments
     return in_formats(
-        "sr_adamw", inner, weights, moments, seed, min_size, implementation
+        "sr_adamw",
+        inner,
+        weights,
+        moments,
+        seed=seed,
+        min_size=min_size,
+        implementation=implementation,
+        param_shardings=param_shardings,
+        warns=warns,
     )
 
 
@@ -177,6 +199,8 @@ def extra_bits_adamw(
     seed: int | None = None,
     min_size: int | None = None,
     implementation: common.Implementation = None,
+    param_shardings: common.ParamShardings = None,
+    warns: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW, weights with k extra bits and moments in float32.
 
@@ -198,7 +222,8 @@ def extra_bits_adamw(
       rounding, residual_rounding: of the parameter and of W, see
         :func:`lowbit_optax.extra_bits`.
       moments: formats of m (``mu``) and v (``nu``); ``"float32"`` if None.
-      seed, min_size, implementation: see :func:`lowbit_optax.lowbit`.
+      seed, min_size, implementation, param_shardings, warns: see
+        :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation, for :func:`lowbit_optax.step` or as usual.
@@ -231,7 +256,15 @@ def extra_bits_adamw(
     weights = formats.extra_bits(**options)
     moments = "float32" if moments is None else moments
     return in_formats(
-        "extra_bits_adamw", inner, weights, moments, seed, min_size, implementation
+        "extra_bits_adamw",
+        inner,
+        weights,
+        moments,
+        seed=seed,
+        min_size=min_size,
+        implementation=implementation,
+        param_shardings=param_shardings,
+        warns=warns,
     )
 
 
@@ -251,6 +284,8 @@ def lowbit_adamw(
     seed: int | None = None,
     min_size: int | None = None,
     implementation: common.Implementation = None,
+    param_shardings: common.ParamShardings = None,
+    warns: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW in 5.125 bytes per parameter, instead of the usual 14.
 
@@ -267,7 +302,8 @@ def lowbit_adamw(
       weight_decay: d, decoupled.
       bits: extra bits of the weights; 8 if None.
       moments: formats of m (``mu``) and v (``nu``); ``block_quantized(8)`` if None.
-      seed, min_size, implementation: see :func:`lowbit_optax.lowbit`.
+      seed, min_size, implementation, param_shardings, warns: see
+        :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation, for :func:`lowbit_optax.step` or as usual.
@@ -297,7 +333,15 @@ def lowbit_adamw(
     )
     weights = formats.extra_bits(8 if bits is None else bits)
     return in_formats(
-        "lowbit_adamw", inner, weights, moments, seed, min_size, implementation
+        "lowbit_adamw",
+        inner,
+        weights,
+        moments,
+        seed=seed,
+        min_size=min_size,
+        implementation=implementation,
+        param_shardings=param_shardings,
+        warns=warns,
     )
 
 
@@ -314,6 +358,8 @@ def lowbit_lion(
     seed: int | None = None,
     min_size: int | None = None,
     implementation: common.Implementation = None,
+    param_shardings: common.ParamShardings = None,
+    warns: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     """Lion in 4.06 bytes per parameter, instead of the usual 10.
 
@@ -329,7 +375,8 @@ def lowbit_lion(
       weight_decay: d, decoupled.
       bits: extra bits of the weights; 8 if None.
       moments: format of m (``mu``); ``block_quantized(8)`` if None.
-      seed, min_size, implementation: see :func:`lowbit_optax.lowbit`.
+      seed, min_size, implementation, param_shardings, warns: see
+        :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation, for :func:`lowbit_optax.step` or as usual.
@@ -356,5 +403,13 @@ def lowbit_lion(
     inner = Lion(learning_rate, b1, b2, mu_dtype, weight_decay, mask)
     weights = formats.extra_bits(8 if bits is None else bits)
     return in_formats(
-        "lowbit_lion", inner, weights, moments, seed, min_size, implementation
+        "lowbit_lion",
+        inner,
+        weights,
+        moments,
+        seed=seed,
+        min_size=min_size,
+        implementation=implementation,
+        param_shardings=param_shardings,
+        warns=warns,
     )

@@ -12,6 +12,7 @@ import optax
 from lowbit_optax import formats
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._step.moment_slots import Moments
+from lowbit_optax._step.param_shardings import ParamShardings as ParamShardings
 from lowbit_optax.formats import WeightFormat
 from lowbit_optax.transformations.lowbit import lowbit
 from pallas_kernels.platforms import Implementation as Implementation
@@ -117,18 +118,17 @@ def in_formats(
     inner: Sgd | AdamW | Lion,
     weights: WeightFormat,
     moments: Moments,
-    seed: int | None,
-    min_size: int | None,
-    implementation: Implementation,
+    **options: typing.Any,
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer of optax in these formats; ``alias`` is its name, for errors."""
+    """An optimizer of optax in these formats.
+
+    Args:
+      alias: its name, for errors.
+      inner, weights, moments: the optimizer and the formats.
+      **options: of :func:`lowbit_optax.lowbit`.
+    """
     return lowbit(
-        inner.checked(alias, moments),
-        weights=weights,
-        moments=moments,
-        seed=seed,
-        min_size=min_size,
-        implementation=implementation,
+        inner.checked(alias, moments), weights=weights, moments=moments, **options
     )
 
 

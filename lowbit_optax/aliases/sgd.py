@@ -23,6 +23,8 @@ def kahan_sgd(
     seed: int | None = None,
     min_size: int | None = None,
     implementation: common.Implementation = None,
+    param_shardings: common.ParamShardings = None,
+    warns: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     """SGD with momentum, weights by Kahan summation and momentum in bfloat16.
 
@@ -44,7 +46,8 @@ def kahan_sgd(
       rounding, residual_rounding: of w and of c, see :func:`lowbit_optax.kahan`.
       moments: format of the momentum; ``cast(jnp.bfloat16)``, rounded stochastically,
         if None.
-      seed, min_size, implementation: see :func:`lowbit_optax.lowbit`.
+      seed, min_size, implementation, param_shardings, warns: see
+        :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation, for :func:`lowbit_optax.step` or as usual.
@@ -76,7 +79,15 @@ def kahan_sgd(
     )
     moments = BFLOAT16_MOMENTS if moments is None else moments
     return in_formats(
-        "kahan_sgd", inner, weights, moments, seed, min_size, implementation
+        "kahan_sgd",
+        inner,
+        weights,
+        moments,
+        seed=seed,
+        min_size=min_size,
+        implementation=implementation,
+        param_shardings=param_shardings,
+        warns=warns,
     )
 
 
@@ -92,6 +103,8 @@ def sr_sgd(
     seed: int | None = None,
     min_size: int | None = None,
     implementation: common.Implementation = None,
+    param_shardings: common.ParamShardings = None,
+    warns: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     """SGD with momentum, weights rounded stochastically and momentum in bfloat16.
 
@@ -113,7 +126,8 @@ def sr_sgd(
         :func:`lowbit_optax.stochastic_rounding`.
       moments: format of the momentum; ``cast(jnp.bfloat16)``, rounded stochastically,
         if None.
-      seed, min_size, implementation: see :func:`lowbit_optax.lowbit`.
+      seed, min_size, implementation, param_shardings, warns: see
+        :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation, for :func:`lowbit_optax.step` or as usual.
@@ -141,7 +155,17 @@ def sr_sgd(
     inner = Sgd(learning_rate, momentum, nesterov, accumulator_dtype, weight_decay)
     weights = formats.stochastic_rounding(error_into=error_into)
     moments = BFLOAT16_MOMENTS if moments is None else moments
-    return in_formats("sr_sgd", inner, weights, moments, seed, min_size, implementation)
+    return in_formats(
+        "sr_sgd",
+        inner,
+        weights,
+        moments,
+        seed=seed,
+        min_size=min_size,
+        implementation=implementation,
+        param_shardings=param_shardings,
+        warns=warns,
+    )
 
 
 def extra_bits_sgd(
@@ -158,6 +182,8 @@ def extra_bits_sgd(
     seed: int | None = None,
     min_size: int | None = None,
     implementation: common.Implementation = None,
+    param_shardings: common.ParamShardings = None,
+    warns: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     """SGD with momentum, weights with k extra bits and momentum in float32.
 
@@ -180,7 +206,8 @@ def extra_bits_sgd(
       rounding, residual_rounding: of the parameter and of W, see
         :func:`lowbit_optax.extra_bits`.
       moments: format of the momentum; ``"float32"`` if None.
-      seed, min_size, implementation: see :func:`lowbit_optax.lowbit`.
+      seed, min_size, implementation, param_shardings, warns: see
+        :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation, for :func:`lowbit_optax.step` or as usual.
@@ -211,7 +238,15 @@ def extra_bits_sgd(
     weights = formats.extra_bits(**options)
     moments = "float32" if moments is None else moments
     return in_formats(
-        "extra_bits_sgd", inner, weights, moments, seed, min_size, implementation
+        "extra_bits_sgd",
+        inner,
+        weights,
+        moments,
+        seed=seed,
+        min_size=min_size,
+        implementation=implementation,
+        param_shardings=param_shardings,
+        warns=warns,
     )
 
 
@@ -227,6 +262,8 @@ def lowbit_sgd(
     seed: int | None = None,
     min_size: int | None = None,
     implementation: common.Implementation = None,
+    param_shardings: common.ParamShardings = None,
+    warns: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     """SGD with momentum in 4.06 bytes per parameter, instead of the usual 10.
 
@@ -245,7 +282,8 @@ def lowbit_sgd(
       weight_decay: d, added to the gradient (not decoupled); 0 if None.
       bits: extra bits of the weights; 8 if None.
       moments: format of the momentum; ``block_quantized(8)`` if None.
-      seed, min_size, implementation: see :func:`lowbit_optax.lowbit`.
+      seed, min_size, implementation, param_shardings, warns: see
+        :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation, for :func:`lowbit_optax.step` or as usual.
@@ -272,5 +310,13 @@ def lowbit_sgd(
     inner = Sgd(learning_rate, momentum, nesterov, accumulator_dtype, weight_decay)
     weights = formats.extra_bits(8 if bits is None else bits)
     return in_formats(
-        "lowbit_sgd", inner, weights, moments, seed, min_size, implementation
+        "lowbit_sgd",
+        inner,
+        weights,
+        moments,
+        seed=seed,
+        min_size=min_size,
+        implementation=implementation,
+        param_shardings=param_shardings,
+        warns=warns,
     )

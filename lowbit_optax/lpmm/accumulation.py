@@ -327,10 +327,16 @@ class _Call:
     def _sums(self, parts: Sequence, guard: Guard | Unguarded) -> Sums:
         names, leaves, treedef = self._named
         grads = trees.parts_of(names, treedef, self.grads, "grads")
+        lowbit = stepper_of(self.config.inner)
+        told: Sequence = [None] * len(names)
+        if isinstance(lowbit, Lowbit):
+            told = lowbit.told_shardings(self.params)
         return Sums(
             [
-                StoredLeaf(name, leaf, None).with_grad(grad)
-                for name, leaf, grad in zip(names, leaves, grads, strict=True)
+                StoredLeaf(name, leaf, None, sharding=sharding).with_grad(grad)
+                for name, leaf, sharding, grad in zip(
+                    names, leaves, told, grads, strict=True
+                )
             ],
             self.state.seed,
             self.state.count,

@@ -6,6 +6,7 @@ import optax
 
 from lowbit_optax import formats
 from lowbit_optax._arguments import check_static_int
+from lowbit_optax._step.param_shardings import ParamShardings
 from lowbit_optax.aliases.common import AdamW, Implementation, Sgd, in_formats
 from lowbit_optax.formats import MomentFormat
 from lowbit_optax.formats.quantized_tensor import Rounding
@@ -26,6 +27,8 @@ def lpmm_sgd(
     seed: int | None = None,
     min_size: int | None = None,
     implementation: Implementation = None,
+    param_shardings: ParamShardings = None,
+    warns: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     """SGD with momentum on quantised weights.
 
@@ -49,7 +52,8 @@ def lpmm_sgd(
         :func:`lowbit_optax.quantize_params`.
       rounding: of weights and momentum, ``"stochastic"`` or ``"nearest"``; stochastic
         if None.
-      seed, min_size, implementation: see :func:`lowbit_optax.lowbit`.
+      seed, min_size, implementation, param_shardings, warns: see
+        :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation for trees from :func:`lowbit_optax.quantize_params`.
@@ -81,7 +85,15 @@ def lpmm_sgd(
     moments = "float32" if momentum is None else {"trace": trace}
     weights = quantized_weights(rounding=rounding)
     return in_formats(
-        "lpmm_sgd", inner, weights, moments, seed, min_size, implementation
+        "lpmm_sgd",
+        inner,
+        weights,
+        moments,
+        seed=seed,
+        min_size=min_size,
+        implementation=implementation,
+        param_shardings=param_shardings,
+        warns=warns,
     )
 
 
@@ -100,6 +112,8 @@ def lpmm_adam(
     seed: int | None = None,
     min_size: int | None = None,
     implementation: Implementation = None,
+    param_shardings: ParamShardings = None,
+    warns: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     """Adam, or with weight decay AdamW, on quantised weights.
 
@@ -116,7 +130,8 @@ def lpmm_adam(
       weight_decay: d, decoupled, as in ``optax.adamw``; 0 if None.
       momentum_bits, block_size, rounding: of m, as in :func:`lpmm_sgd`. v is stored by
         ``block_quantized(8)``, in which no value becomes 0.
-      seed, min_size, implementation: see :func:`lowbit_optax.lowbit`.
+      seed, min_size, implementation, param_shardings, warns: see
+        :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation for trees from :func:`lowbit_optax.quantize_params`.
@@ -154,7 +169,15 @@ def lpmm_adam(
     }
     weights = quantized_weights(rounding=rounding)
     return in_formats(
-        "lpmm_adam", inner, weights, moments, seed, min_size, implementation
+        "lpmm_adam",
+        inner,
+        weights,
+        moments,
+        seed=seed,
+        min_size=min_size,
+        implementation=implementation,
+        param_shardings=param_shardings,
+        warns=warns,
     )
 
 

@@ -66,7 +66,9 @@ class SumBody:
             for n, x in enumerate(operands)
             if n
         ]
-        return Leaf(tuple(operands), tuple(results), leaf.param.shape)
+        return Leaf(
+            tuple(operands), tuple(results), leaf.param.shape, sharding=leaf.sharding
+        )
 
     def stored(self, arrays: Sequence):
         """The accumulator, from what a kernel has written."""
@@ -195,7 +197,7 @@ class Sums(LeafStep):
 def _fits(leaf: StoredLeaf) -> bool:
     """Whether kernels count the elements of a leaf, and compute in its dtypes."""
     param = leaf.param
-    is_counted = not needs_loop(param.shape) or has_layers(param)
+    is_counted = not needs_loop(param.shape) or has_layers(leaf)
     is_narrow = max(param.dtype.itemsize, leaf.grad.dtype.itemsize) <= 4
     return is_counted and is_narrow and bool(param.shape and param.size)
 

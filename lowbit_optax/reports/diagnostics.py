@@ -152,7 +152,8 @@ def _measured(function: str, measure, plain, tx, params, state, grads, extra_arg
     names, leaves, treedef = trees.named_leaves(params)
     trees.parts_of(names, treedef, grads, "grads")  # raises for another structure
     tx = optax.with_extra_args_support(tx)
-    with context.reporting(function, measure) as found:
+    of_step = lambda step, update, _: measure(step, update)
+    with context.reporting(function, of_step) as found:
         updates, _ = tx.update(grads, state, params, **extra_args)
     if not found:
         updates = trees.parts_of(names, treedef, updates, "updates")

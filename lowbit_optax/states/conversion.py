@@ -33,7 +33,6 @@ from lowbit_optax.states.decoded import (
 )
 from lowbit_optax.states.state_leaves import (
     KeyPath,
-    leaves_of_prefix,
     owner_and_field,
 )
 
@@ -239,7 +238,7 @@ def _new_shapes(source: DecodedRun, params, to_tx, dtypes):
     """The parameters to be made: a tree of shapes, and QuantizedTensors of shapes."""
     names, leaves, treedef = trees.named_leaves(params)
     if dtypes is not None:
-        kinds = leaves_of_prefix("convert: dtypes", dtypes, params)
+        kinds = trees.leaves_of_prefix("convert: dtypes", dtypes, params)
         return treedef.unflatten(map(_shape, names, leaves, kinds))
     logical = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
     nodes, _ = recorded_nodes(to_tx, treedef.unflatten(logical))

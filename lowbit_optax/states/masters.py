@@ -21,7 +21,6 @@ from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.leaves import format_named, join_leaf
 from lowbit_optax.lpmm import dequantize
 from lowbit_optax.states.decoded import Recorded, recorded_nodes
-from lowbit_optax.states.state_leaves import leaves_of_prefix
 
 KeepFloat32 = Callable[[str, typing.Any], bool]
 """``keep_float32(path, leaf)``: whether a parameter stays in float32."""
@@ -96,7 +95,7 @@ def from_master(
     (Array(0.100098, dtype=bfloat16), Array(0.1, dtype=float32))
     """
     names, masters, treedef = trees.named_leaves(master)
-    kinds = leaves_of_prefix("from_master: dtypes", dtypes, master, "master")
+    kinds = trees.leaves_of_prefix("from_master: dtypes", dtypes, master, "master")
     leaves = list(map(_rounded, names, masters, kinds))
     formats = _formats(tx, names, leaves, treedef)
     wide = {

@@ -1,7 +1,6 @@
 """Where the optimizer state lies on a mesh: each array beside its parameter."""
 
 import functools
-import math
 import typing
 from collections.abc import Callable, Container, Sequence
 
@@ -9,11 +8,15 @@ import jax
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lowbit_optax._step import trees
+from lowbit_optax._step import context, trees
+from lowbit_optax._step.param_shardings import (
+    mesh_or_ambient,
+    named_shardings,
+    uneven_axes,
+)
 from lowbit_optax.formats.quantized_tensor import quantize
 from lowbit_optax.states.state_leaves import (
     StateLeaf,
-    leaves_of_prefix,
     state_leaves,
 )
 
@@ -29,7 +32,7 @@ _LARGEST_UNIT = 4096
 def state_shardings(
     tx: optax.GradientTransformation,
     params: optax.Params,
-    shardings,
+    shardings=None,
     *,
     mesh: Mesh | None = None,
     uneven: Uneven = "error",
@@ -48,7 +51,8 @@ def state_shardings(
         inside it.
       params: tree of arrays or ShapeDtypeStructs. A QuantizedTensor is one leaf.
       shardings: tree like ``params``, or a prefix of it, of NamedShardings or
-        PartitionSpecs. One sharding stands for all leaves below it.
+        PartitionSpecs. One sharding stands for all leaves below it. If None, they are
+        the ``param_shardings`` that ``tx`` was given.
       mesh: of the PartitionSpecs; if None, that of ``jax.set_mesh``.
       uneven: what to do where an array of the state does not divide into its
         parameter's shards, as the scales of a few rows may not. It is an
@@ -83,11 +87,16 @@ def state_shardings(
             f"state_shardings: uneven is {uneven!r}, not one of "
             f"{list(typing.get_args(Uneven))}"
         )
+    if mesh is None and not jax.sharding.get_mesh().empty:
+        mesh = jax.sharding.get_mesh()
+    if shardings is None:
+        shardings = _told(tx, params)
     advice = functools.partial(_advice, tx, params)
     placed = _by_parameter(params, shardings, mesh, advice)
     if mesh is None:
         mesh = next((sharding.mesh for _, sharding in placed.values()), None)
-    replicated = NamedSharding(_mesh_or_ambient(mesh, "parameters"), PartitionSpec())
+    mesh = mesh_or_ambient("state_shardings", mesh, "parameters")
+    replicated = NamedSharding(mesh, PartitionSpec())
     state = jax.eval_shape(tx.init, trees.abstract(params))
     parts = list(state_leaves(params, state))
     if uneven == "other_axis":
@@ -105,7 +114,7 @@ def state_shardings(
             sizes = zip(part.leaf.shape, shape, strict=True)
             differ = [axis for axis, (here, there) in enumerate(sizes) if here != there]
             return _whole_along(differ, sharding)
-        does_not_divide = _uneven_axes(part.leaf.shape, sharding)
+        does_not_divide = uneven_axes(part.leaf.shape, sharding)
         if does_not_divide and uneven != "replicate" and part.kind != "blank":
             axis, shards = next(iter(does_not_divide.items()))
             raise ValueError(
@@ -126,6 +135,28 @@ def state_shardings(
     )
 
 
+def _told(tx: optax.GradientTransformation, params: optax.Params):
+    """The ``param_shardings`` of a transformation."""
+    found: dict[str, NamedSharding | None] = {}
+
+    def start(config, params):
+        told = config.told_shardings(params)
+        found.update(zip(trees.named_leaves(params)[0], told, strict=True))
+        return config.start(params, {})
+
+    with context.starting(start):
+        # JAX may have traced tx.init on these shapes before.
+        jax.eval_shape(lambda params: tx.init(params), trees.abstract(params))
+    names, _, treedef = trees.named_leaves(params)
+    missing = next((name for name in names if found.get(name) is None), None)
+    if missing is not None:
+        raise ValueError(
+            f"state_shardings: no sharding of params{missing}: give shardings, or make "
+            "tx with param_shardings"
+        )
+    return treedef.unflatten(found[name] for name in names)
+
+
 _Placed = dict[str, tuple[tuple[int, ...], NamedSharding]]
 
 
@@ -139,7 +170,7 @@ def _on_other_axes(placed: _Placed, parts: Sequence[StateLeaf]) -> _Placed:
     for owner, stored in shapes.items():
         shape, sharding = placed[owner]
         stored = [x for x in stored if len(x) == len(shape)]
-        if any(_uneven_axes(x, sharding) for x in stored):
+        if any(uneven_axes(x, sharding) for x in stored):
             moved[owner] = shape, _moved(sharding, [shape, *stored])
     return moved
 
@@ -157,12 +188,12 @@ def _moved(sharding: NamedSharding, shapes: Sequence[tuple[int, ...]]) -> NamedS
             sharding.mesh, PartitionSpec(*entries), memory_kind=sharding.memory_kind
         )
 
-    uneven = {axis for x in shapes for axis in _uneven_axes(x, sharding)}
+    uneven = {axis for x in shapes for axis in uneven_axes(x, sharding)}
     for axis in sorted(uneven):
         for other in range(len(entries)):
             tried = list(entries)
             tried[axis], tried[other] = None, entries[axis]
-            divides = not any(other in _uneven_axes(x, placed(tried)) for x in shapes)
+            divides = not any(other in uneven_axes(x, placed(tried)) for x in shapes)
             if entries[other] is None and divides:
                 entries = tried
                 break
@@ -172,26 +203,16 @@ def _moved(sharding: NamedSharding, shapes: Sequence[tuple[int, ...]]) -> NamedS
 def _by_parameter(params, shardings, mesh: Mesh | None, advice: Callable[..., str]):
     """Shape and NamedSharding of every parameter, by path; checked."""
     names, leaves, _ = trees.named_leaves(params)
-    each = leaves_of_prefix("state_shardings: shardings", shardings, params)
+    each = named_shardings("state_shardings", shardings, params, mesh)
     placed = {}
     for path, leaf, sharding in zip(names, leaves, each, strict=True):
         name, shape = f"params{path}", tuple(leaf.shape)
-        if trees.is_quantized(sharding):
-            # As jax.tree.map over a QuantizedTensor makes them: one per array in it.
-            sharding = sharding.codes
-        if isinstance(sharding, PartitionSpec):
-            sharding = NamedSharding(_mesh_or_ambient(mesh, name), sharding)
-        if not isinstance(sharding, NamedSharding):
+        if sharding is None:
             raise TypeError(
-                f"state_shardings: the sharding of {name} is {sharding!r}; accepted "
-                "are a NamedSharding and a PartitionSpec"
+                f"state_shardings: the sharding of {name} is one device's, or None; "
+                "accepted are a NamedSharding and a PartitionSpec"
             )
-        if len(sharding.spec) > len(shape):
-            raise ValueError(
-                f"state_shardings: {name} has {len(shape)} axes, but {sharding.spec} "
-                f"is of {len(sharding.spec)}"
-            )
-        for axis, shards in _uneven_axes(shape, sharding).items():
+        for axis, shards in uneven_axes(shape, sharding).items():
             raise ValueError(
                 f"state_shardings: axis {axis} of {name}, of shape {list(shape)}, "
                 f"does not divide into {shards} shards ({sharding.spec}). "
@@ -199,17 +220,6 @@ def _by_parameter(params, shardings, mesh: Mesh | None, advice: Callable[..., st
             )
         placed[path] = shape, sharding
     return placed
-
-
-def _mesh_or_ambient(mesh: Mesh | None, name: str):
-    if mesh is None:
-        mesh = jax.sharding.get_mesh()
-    if mesh.empty:
-        raise ValueError(
-            f"state_shardings: no mesh for the PartitionSpec of {name}; give mesh=, or "
-            "call it under jax.set_mesh"
-        )
-    return mesh
 
 
 def _advice(tx, params, owner: str, axis: int, shards: int) -> str:
@@ -256,19 +266,6 @@ def _with_length(leaf, axis: int, length: int):
         return like
     static = leaf.bits, leaf.block_size, leaf.axis
     return jax.eval_shape(functools.partial(quantize, *static, random=None), like)
-
-
-def _uneven_axes(shape: tuple[int, ...], sharding: NamedSharding) -> dict[int, int]:
-    """The numbers of shards into which axes do not divide, by axis."""
-    uneven = {}
-    for axis, entry in enumerate(sharding.spec):
-        if entry is None or entry is PartitionSpec.UNCONSTRAINED:
-            continue
-        names = entry if isinstance(entry, tuple) else (entry,)
-        shards = math.prod(sharding.mesh.shape[name] for name in names)
-        if shape[axis] % shards:
-            uneven[axis] = shards
-    return uneven
 
 
 def _whole_along(axes: Container[int], sharding: NamedSharding) -> NamedSharding:

@@ -93,29 +93,3 @@ def owner_and_field(path: KeyPath, names: Container[str]) -> tuple[str | None, K
         if name in names:
             return name, path[:start]
     return None, path
-
-
-def leaves_of_prefix(what: str, prefix, params, name: str = "params") -> list:
-    """What a prefix of the tree of parameters has for each leaf, in their order.
-
-    Args:
-      what: the prefix's name, for the error.
-      prefix: a tree of anything; None and a QuantizedTensor are leaves of it.
-      params: tree of parameters, in which a QuantizedTensor is one leaf.
-      name: the parameters' name, for the error.
-
-    Raises:
-      ValueError: if it is no prefix.
-
-    >>> leaves_of_prefix("dtypes", {"a": 1, "b": 2}, {"a": [3, 4], "b": 5})
-    [1, 1, 2]
-    """
-    treedef = jax.tree.structure(params, is_leaf=trees.is_quantized)
-    like = treedef.unflatten(range(treedef.num_leaves))
-    is_leaf = lambda x: x is None or trees.is_quantized(x)
-    try:
-        return treedef.flatten_up_to(jax.tree.broadcast(prefix, like, is_leaf=is_leaf))
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"{what} must have the structure of {name}, or of a prefix of it: {error}"
-        ) from error

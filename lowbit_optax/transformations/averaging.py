@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from lowbit_optax._step import trees
+from lowbit_optax._step.param_shardings import ParamShardings
 from lowbit_optax.formats import extra_bits
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.transformations.lowbit import lowbit
@@ -33,6 +34,8 @@ def ema_of_params(
     seed: int | None = None,
     min_size: int | None = None,
     implementation: Implementation = None,
+    param_shardings: ParamShardings = None,
+    warns: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     """An exponential moving average of the weights, stored in a weight format.
 
@@ -57,7 +60,8 @@ def ema_of_params(
         False keeps the first average in, with weight ``decay^t``.
       weights: format of the average; ``extra_bits(8, sum_rounding="stochastic")`` if
         None: 1 byte per parameter beside the average itself.
-      seed, min_size, implementation: see :func:`lowbit_optax.lowbit`.
+      seed, min_size, implementation, param_shardings, warns: see
+        :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation. ``init`` takes the first average, such as a copy of the
@@ -95,6 +99,8 @@ def ema_of_params(
         seed=seed,
         min_size=min_size,
         implementation=implementation,
+        param_shardings=param_shardings,
+        warns=warns,
     )
 
 

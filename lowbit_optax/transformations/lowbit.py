@@ -16,6 +16,7 @@ from lowbit_optax._step import context
 from lowbit_optax._step.direct_update import DirectUpdate
 from lowbit_optax._step.engine import Lowbit
 from lowbit_optax._step.moment_slots import MomentChoice, Moments
+from lowbit_optax._step.param_shardings import ParamShardings
 from lowbit_optax._step.stepper import stepper_of
 from lowbit_optax._step.wrapped import step_wrapped
 from lowbit_optax.formats import extra_bits
@@ -31,6 +32,8 @@ def lowbit(
     seed: int | None = None,
     min_size: int | None = None,
     implementation: Implementation = None,
+    param_shardings: ParamShardings = None,
+    warns: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     """Run an optax transformation in float32 on parameters kept in fewer bits.
 
@@ -79,6 +82,13 @@ def lowbit(
         of one runs them, slowly) and XLA for leaves that these do not take; or None,
         the kernels on CUDA and TPUs for the leaves that can have one, and XLA
         elsewhere.
+      param_shardings: where the parameters lie on a mesh of automatic axes: a tree of
+        NamedShardings like the parameters, or a prefix of it, or a function from the
+        parameters to one; PartitionSpecs are of the mesh in force. Kernels for TPUs
+        need it there, as XLA cannot partition them. It changes nothing on GPUs, nor on
+        explicit axes, whose arrays know where they lie.
+      warns: whether a step warns once of large leaves that XLA updates on a GPU or a
+        TPU, with the reason; see :func:`lowbit_optax.explain`.
 
     Returns:
       A transformation whose ``update`` needs ``params`` and returns float32 updates
@@ -111,7 +121,16 @@ def lowbit(
     check_static_int("lowbit", "seed", seed, 0, 2**32 - 1)
     check_static_int("lowbit", "min_size", min_size, 0)
     choice = MomentChoice.of(moments)
-    return Lowbit(inner, weights, choice, seed, min_size, implementation).transformation
+    return Lowbit(
+        inner,
+        weights,
+        choice,
+        seed,
+        min_size,
+        implementation,
+        param_shardings,
+        warns,
+    ).transformation
 
 
 def step(

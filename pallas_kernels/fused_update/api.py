@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
 
 from pallas_kernels.fused_update import sharded, xla
 from pallas_kernels.fused_update.gpu.sharing import kind_of_leaf
@@ -28,11 +29,11 @@ from pallas_kernels.fused_update.spec import (
     has_tiling,
 )
 from pallas_kernels.layout import MAX_ELEMENTS, check_block_size, layout_of
+from pallas_kernels.lowered import for_one_device
 from pallas_kernels.platforms import (
     Implementation,
     by_platform,
     check_implementation,
-    chooses_tpu_kernels,
     is_for_tpus,
     launcher_module,
     refused_gpu,
@@ -50,6 +51,7 @@ def fused_update(
     scalars: jax.Array | Scalars | None = None,
     layer: jax.Array | None = None,
     first: jax.Array | None = None,
+    sharding: NamedSharding | None = None,
     implementation: Implementation = None,
 ) -> list[jax.Array]:
     """Read a leaf's arrays, compute elementwise, and write the results in place.
@@ -72,6 +74,8 @@ def fused_update(
         ``[layers, *shape]``, of which this one is updated; the others are one layer's.
       first: uint32 scalar, the index of the leaf's first element, if it is a part of
         another leaf; 0 if None. Without ``layer``, which says where it is.
+      sharding: where the leaf, or the layer, lies on a mesh of automatic axes, if that
+        is known. Kernels for TPUs need it there.
       implementation: see :data:`pallas_kernels.platforms.Implementation`. Kernels for
         TPUs do not take all leaves (:func:`.tpu.kernel.accepts`); the reference updates
         the others.
@@ -100,7 +104,8 @@ def fused_update(
                 "fused_update: shape is needed for packed or stacked arrays"
             )
         shape = plain[0]
-    leaf = Leaf(tuple(operands), tuple(results), tuple(shape), layer is not None)
+    is_stacked = layer is not None
+    leaf = Leaf(tuple(operands), tuple(results), tuple(shape), is_stacked, sharding)
     _check(leaf)
     if not isinstance(scalars, Scalars):
         scalars = Scalars(jnp.zeros((1,), jnp.uint32) if scalars is None else scalars)
@@ -174,7 +179,7 @@ def sharing_kind(leaf: Leaf, implementation: Implementation = None) -> typing.Ha
       leaf: whole.
       implementation: as in :func:`fused_update`.
     """
-    is_for_gpus = implementation is not None or target_gpu() is not None
+    is_for_gpus = implementation not in (None, "tpu") or target_gpu() is not None
     if is_for_gpus and not is_for_tpus():
         return kind_of_leaf(leaf)
     size = math.prod(leaf.shape)
@@ -202,6 +207,28 @@ def _check_same_kinds(leaves: Sequence[Leaf]) -> None:
 def tpu_launcher():
     """The module of the launcher for TPUs, imported where it is needed."""
     return importlib.import_module("pallas_kernels.fused_update.tpu.kernel")
+
+
+def tpu_refusal(body: Body | BlockBody, leaf: Leaf, scalars: int) -> str | None:
+    """Why no kernel for TPUs updates a leaf; None if one does.
+
+    Where only the lowering knows whether XLA has to partition the program, a kernel
+    updates the leaf in a program for one device.
+
+    Args:
+      body, leaf, scalars: as of :func:`.tpu.kernel.accepts`.
+    """
+    if sharded.is_partitioned(leaf) and is_for_tpus():
+        return PARTITIONED
+    if not tpu_launcher().accepts(body, leaf, scalars):
+        return f"kernels for TPUs take no leaf of shape {list(leaf.shape)}"
+    return None
+
+
+PARTITIONED = (
+    "XLA:TPU cannot partition kernels over a mesh of automatic axes; say where "
+    "parameters lie by param_shardings, or make the axes explicit"
+)
 
 
 def _launcher(implementation: str | None, interpret: bool = False) -> Launcher:
@@ -234,15 +261,16 @@ def _update(
     refusal = _refusal(leaves)
     if implementation in ("pallas", "triton", "mosaic") and refusal:
         raise ValueError(f"fused_update: {refusal}")
-    is_chosen = implementation in (None, "pallas") and chooses_tpu_kernels()
+    is_for_tpu = is_for_tpus(sharded.mesh_of(leaves[0]))
+    is_chosen = implementation in (None, "pallas") and is_for_tpu
     on_tpus = implementation == "tpu" or is_chosen
     if on_tpus:
-        accepts, columns = tpu_launcher().accepts, scalars.table.shape[-1]
-        on_tpus = all(accepts(body, leaf, columns) for leaf in leaves)
+        columns = scalars.table.shape[-1]
+        on_tpus = not any(tpu_refusal(body, leaf, columns) for leaf in leaves)
     kernel = functools.partial(_kernel, body, room)
     arguments = scalars, layer, first, list(leaves)
     if implementation == "tpu" and on_tpus:
-        return kernel("tpu", interpret=not is_for_tpus())(*arguments)
+        return kernel("tpu", interpret=not is_for_tpu)(*arguments)
     return by_platform(
         implementation,
         functools.partial(_reference, body),
@@ -316,11 +344,17 @@ def _kernel(
             return [x for new in written for x in new]
 
         shared = scalars.table, scalars.rows, layer, first
-        if is_for_tpu and interpret:
-            return run(shared, [Shard(leaf, leaf.shape) for leaf in leaves])
         return sharded.over_shards(run, shared, leaves, can_partition=not is_for_tpu)
 
-    return transformable(call, functools.partial(_reference, body))
+    reference = functools.partial(_reference, body)
+
+    def chosen(*args):
+        is_partitioned = sharded.is_partitioned(args[-1][0])
+        if is_for_tpu and not interpret and is_partitioned is None:
+            return for_one_device(call, reference)(*args)
+        return call(*args)
+
+    return transformable(chosen, reference)
 
 
 def _refusal(leaves: Sequence[Leaf]) -> str | None:

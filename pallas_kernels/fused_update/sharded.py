@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import shards
+from pallas_kernels import platforms, shards
 from pallas_kernels.fused_update.spec import Leaf, Shard
 from pallas_kernels.shards import axes_of, count_of
 
@@ -42,16 +42,16 @@ def over_shards(
       What ``run`` returns, as whole arrays placed like their leaves.
     """
     args, structure = jax.tree.flatten((shared, leaves))
-    mesh = jax.typeof(_anchor(leaves[0])).sharding.mesh
+    mesh = mesh_of(leaves[0])
     count = len(jax.tree.leaves(shared))
 
     def whole(*args):
         shared, leaves = structure.unflatten(args)
         return run(shared, [Shard(leaf, leaf.shape) for leaf in leaves])
 
-    def local_of(arguments, mesh, describe=lambda x: x) -> shards.Local:
+    def local_of(arguments, mesh, spec_of=_spec_of) -> shards.Local:
         _, described = structure.unflatten(arguments)
-        specs = [_supported(leaf, _spec_of(leaf, describe), mesh) for leaf in described]
+        specs = [_supported(leaf, spec_of(leaf), mesh) for leaf in described]
 
         def local(*args):
             shared, leaves = structure.unflatten(args)
@@ -60,13 +60,15 @@ def over_shards(
 
         return local, *_all_specs(leaves, specs, count)
 
-    if shards.has_explicit_axes(mesh):
-        local = local_of(args, mesh, jax.typeof)
-        results = shards.over_explicit_axes(local, args, mesh)
+    is_known = mesh is not None and shards.has_explicit_axes(mesh)
+    if is_known or (mesh is not None and not can_partition):
+        local = local_of(args, mesh, _known_spec)
+        results = shards.over_known_axes(local, args, mesh)
         # Shards had to be of whole words and blocks only for the kernel.
-        return shards.reshard(results, _result_specs(leaves, mesh), mesh)
+        return shards.moved(results, _result_specs(leaves, mesh), mesh)
     if not can_partition:
         return whole(*args)
+    mesh = jax.typeof(_anchor(leaves[0])).sharding.mesh
     devices = _MAX_DEVICES if mesh.empty else mesh.size
     rule, sizes = _sharding_rule(leaves, args[:count], devices)
     return shards.over_automatic_axes(whole, local_of, args, rule, **sizes)
@@ -80,16 +82,18 @@ def _result_specs(leaves: Sequence[Leaf], mesh) -> list[P]:
     """
     places = []
     for leaf in leaves:
-        asked = _spec_of(leaf, jax.typeof)
+        asked = _known_spec(leaf)
         for result in leaf.results:
-            if result.overwrites is not None:
+            if result.overwrites is not None and shards.has_explicit_axes(mesh):
                 given = jax.typeof(leaf.arrays[result.overwrites])
                 places.append(given.sharding.spec)
                 continue
             stored = leaf.stored_shape(result)
             counts = [count_of(mesh, names) for names in axes_of(asked, len(stored))]
             divides = not any(n % c for n, c in zip(stored, counts, strict=True))
-            places.append(asked if divides else _supported(leaf, asked, mesh))
+            place = asked if divides else _supported(leaf, asked, mesh)
+            is_stack = result.overwrites in leaf.in_stacks
+            places.append(P(None, *place) if is_stack else place)
     return places
 
 
@@ -110,9 +114,36 @@ def _supported(leaf: Leaf, spec: P, mesh: Mesh) -> P:
     return shards.on_whole_units(spec, leaf.shape, mesh, leaf.unit)
 
 
-def _spec_of(leaf: Leaf, describe: Callable) -> P:
-    """Where the leaf is, by the array whose place its results take."""
-    spec = describe(_anchor(leaf)).sharding.spec
+def mesh_of(leaf: Leaf) -> Mesh | AbstractMesh | None:
+    """The mesh on which it is known where the leaf lies; None if it is not known.
+
+    An array's type knows on explicit axes. On automatic ones the user may say so, but
+    not of the shards in a ``jax.shard_map``.
+    """
+    typed = jax.typeof(_anchor(leaf)).sharding.mesh
+    if shards.has_explicit_axes(typed):
+        return typed
+    if leaf.sharding is None or jax.sharding.get_abstract_mesh().manual_axes:
+        return None
+    return leaf.sharding.mesh
+
+
+def is_partitioned(leaf: Leaf) -> bool | None:
+    """Whether XLA may have to partition the leaf; None if only the lowering knows."""
+    return platforms.is_partitioned() if mesh_of(leaf) is None else False
+
+
+def _known_spec(leaf: Leaf) -> P:
+    """Where the leaf lies on the mesh that :func:`mesh_of` gives."""
+    typed = jax.typeof(_anchor(leaf)).sharding.mesh
+    if leaf.sharding is not None and not shards.has_explicit_axes(typed):
+        return leaf.sharding.spec
+    return _spec_of(jax.tree.map(jax.typeof, leaf))
+
+
+def _spec_of(leaf: Leaf) -> P:
+    """Where the leaf lies, by the array whose place its results take."""
+    spec = _anchor(leaf).sharding.spec
     return P(*spec[1:]) if leaf.stacked else spec
 
 

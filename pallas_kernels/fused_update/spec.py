@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from pallas_kernels.layout import TILE_ROWS, Layout, block_shape, layout_of, period
 
@@ -168,12 +169,15 @@ class Leaf:
       shape: of the whole leaf; of one layer, where results go into a stack.
       stacked: whether the operands that are overwritten have an axis of layers in
         front, of which one is updated.
+      sharding: where it lies on a mesh of automatic axes, if the user says so; of one
+        layer, where results go into a stack.
     """
 
     operands: tuple[Operand, ...]
     results: tuple[Result, ...] = dataclasses.field(metadata=_STATIC)
     shape: tuple[int, ...] = dataclasses.field(metadata=_STATIC)
     stacked: bool = dataclasses.field(default=False, metadata=_STATIC)
+    sharding: NamedSharding | None = dataclasses.field(default=None, metadata=_STATIC)
 
     @property
     def block_sizes(self) -> tuple[int, ...]:

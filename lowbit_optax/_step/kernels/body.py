@@ -114,7 +114,9 @@ class LeafBody:
             if n > 0
         ]
         operands += [_read_only(x, leaf.param.shape) for x in outside]
-        return Leaf(tuple(operands), tuple(results), leaf.param.shape)
+        return Leaf(
+            tuple(operands), tuple(results), leaf.param.shape, sharding=leaf.sharding
+        )
 
     def stored(self, leaf: StoredLeaf, arrays: Sequence) -> tuple:
         """``(result, residual, moments)`` of a leaf, from what a kernel has written."""

@@ -23,6 +23,7 @@ from lowbit_optax._step.kernels.body import KEYS, LeafBody
 from lowbit_optax._step.kernels.limits import needs_loop
 from lowbit_optax._step.layers import Layer
 from lowbit_optax._step.leaf import axes_of_shards, number_of_shard
+from lowbit_optax._step.param_shardings import of_a_layer
 from lowbit_optax._step.step import LeafStep
 from pallas_kernels.fused_update import (
     Leaf,
@@ -196,7 +197,10 @@ def _over_layers(leaf: Leaf, update: Callable[[Leaf, jax.Array], list]) -> list:
         # What is overwritten is read from the stack that the layer before has written.
         for number, operand in overwritten.items():
             arrays[operand] = stacks[number]
-        one = dataclasses.replace(leaf, shape=leaf.shape[1:], stacked=True)
+        place = of_a_layer(leaf.sharding)
+        one = dataclasses.replace(
+            leaf, shape=leaf.shape[1:], stacked=True, sharding=place
+        )
         written = update(one.with_arrays(arrays), layer)
         return [
             new
@@ -247,6 +251,7 @@ def _fused(
         leaves[0].operands,
         leaves[0].results,
         shape=leaves[0].shape,
+        sharding=leaves[0].sharding,
         scalars=scalars,
         layer=layer,
         first=first,

@@ -9,6 +9,7 @@ from lowbit_optax._jaxprs.elementwise import NotElementwise
 from lowbit_optax._jaxprs.graph import Node
 from lowbit_optax._step import trees
 from lowbit_optax._step.kernels.rows import WeightRows
+from lowbit_optax._step.leaf import StoredLeaf
 from pallas_kernels.fused_update import MAX_ELEMENTS, Leaf, has_tiling
 from pallas_kernels.layout import layout_of
 
@@ -24,28 +25,31 @@ def needs_loop(shape: tuple[int, ...]) -> bool:
     return math.prod(shape) > MAX_ELEMENTS
 
 
-def has_layers(leaf) -> bool:
+def has_layers(leaf: StoredLeaf) -> bool:
     """Whether a leaf can be updated layer by layer.
 
     That is, words and blocks lie within layers, and no known axis of the mesh spreads
     the layers over devices.
     """
-    shape = leaf.shape
+    shape = leaf.param.shape
     if len(shape) < 3 or not _LEAST_OF_LAYER <= math.prod(shape[1:]) <= MAX_ELEMENTS:
         return False
     if layout_of(shape).axis != layout_of(shape[1:]).axis:
         return False
-    specs = (jax.typeof(x).sharding.spec for x in jax.tree.leaves(leaf))
+    specs = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(leaf.param)]
+    if leaf.sharding is not None:
+        specs.append(leaf.sharding.spec)
     return all(not spec or spec[0] is None for spec in specs)
 
 
-def check_leaf(leaf, weight: WeightRows) -> None:
+def check_leaf(stored: StoredLeaf, weight: WeightRows) -> None:
     """Raise unless a kernel can read and write a parameter, stored like this."""
+    leaf = stored.param
     if trees.is_quantized(leaf) and leaf.layout != layout_of(leaf.shape):
         raise NotElementwise("it is a QuantizedTensor whose rows are another axis")
     if not trees.is_float(leaf) or leaf.dtype.itemsize > 4:
         raise NotElementwise(f"it is a leaf of {leaf.dtype}")
-    if needs_loop(leaf.shape) and not has_layers(leaf):
+    if needs_loop(leaf.shape) and not has_layers(stored):
         raise NotElementwise(
             f"it has more than {MAX_ELEMENTS} elements, and no layers along its first "
             "axis to update one by one"

@@ -31,7 +31,7 @@ from lowbit_optax._step.kernels.limits import (
 from lowbit_optax._step.kernels.rows import MomentRows, WeightRows
 from lowbit_optax._step.step import Step
 from pallas_kernels.fused_update import Leaf
-from pallas_kernels.fused_update.api import tpu_launcher
+from pallas_kernels.fused_update.api import tpu_refusal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,14 +114,15 @@ class KernelPlan:
             large = {i: self.kernels[i] for i, x in leaves.items() if fits(x)}
         return dataclasses.replace(self, kernels=large)
 
-    @property
-    def has_tpu_kernels(self) -> bool:
-        """Whether a kernel for TPUs takes any of the leaves."""
+    @functools.cached_property
+    def tpu_refusals(self) -> dict[int, str]:
+        """By the numbers of the leaves that no kernel for TPUs updates, why not."""
         columns = KEYS + len(self.scalars.nodes)
-        return any(
-            tpu_launcher().accepts(self.kernels[i].body, leaf, columns)
+        found = {
+            i: tpu_refusal(self.kernels[i].body, leaf, columns)
             for i, leaf in self.arrays(self.traced.step).items()
-        )
+        }
+        return {i: reason for i, reason in found.items() if reason is not None}
 
 
 def plan_kernels(
@@ -180,7 +181,7 @@ class _Planner:
         if self.traced.closed.effects:
             raise NotElementwise(f"it has side effects: {self.traced.closed.effects}")
         weight = WeightRows.of(leaf)
-        check_leaf(leaf.param, weight)
+        check_leaf(leaf, weight)
         if update.aval.dtype != jnp.float32:
             raise NotElementwise(f"its update is {update.aval.dtype}")
         adds = step.landing.is_direct if leaf.format is None else leaf.format.stores_sum

@@ -1,0 +1,134 @@
+"""Where the user says that parameters lie on a mesh.
+
+While a step is traced under ``jax.jit``, arrays on automatic axes do not say where they
+lie. XLA:TPU cannot partition kernels, so kernels run there on the shards that are told.
+"""
+
+import math
+import typing
+from collections.abc import Callable, Collection
+
+import jax
+import optax
+from jax.sharding import (
+    AbstractMesh,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    SingleDeviceSharding,
+)
+
+from lowbit_optax._step import trees
+
+ParamShardings = typing.Any | Callable[[optax.Params], typing.Any] | None
+"""A tree of shardings like the parameters, or a prefix of it; or a function from the
+parameters to one."""
+
+
+def told_shardings(
+    given: ParamShardings, params: optax.Params, layers: Collection[str] = ()
+) -> list[NamedSharding | None]:
+    """The sharding of each leaf of the parameters; None where it is not told.
+
+    Args:
+      given: see :data:`ParamShardings`.
+      params: tree of parameters.
+      layers: paths of the leaves that are one layer of what the shardings are of.
+
+    Raises:
+      TypeError, ValueError: naming a leaf whose sharding does not fit.
+    """
+    names, leaves, _ = trees.named_leaves(params)
+    if given is None:
+        return [None] * len(leaves)
+    what, told = "lowbit: param_shardings", given(params) if callable(given) else given
+    found: list[NamedSharding | None] = []
+    for name, leaf, sharding in zip(
+        names, leaves, named_shardings(what, told, params, layers=layers), strict=True
+    ):
+        if sharding is not None and name in layers:
+            sharding = of_a_layer(sharding)
+        for axis, shards in uneven_axes(leaf.shape, sharding).items():
+            raise ValueError(
+                f"{what}: axis {axis} of params{name}, of shape {list(leaf.shape)}, "
+                f"does not divide into {shards} shards"
+            )
+        found.append(sharding)
+    return found
+
+
+def named_shardings(
+    what: str,
+    shardings,
+    params: optax.Params,
+    mesh: Mesh | None = None,
+    layers: Collection[str] = (),
+) -> list[NamedSharding | None]:
+    """The NamedSharding of each leaf of the parameters; None for one on one device.
+
+    Args:
+      what: the shardings' name, for errors.
+      shardings: tree of NamedShardings and PartitionSpecs, a prefix of ``params``.
+      params: tree of parameters.
+      mesh: of the PartitionSpecs; if None, the one in force.
+      layers: as in :func:`told_shardings`.
+    """
+    names, leaves, _ = trees.named_leaves(params)
+    found: list[NamedSharding | None] = []
+    each = trees.leaves_of_prefix(what, shardings, params)
+    for path, leaf, sharding in zip(names, leaves, each, strict=True):
+        name, rank = f"params{path}", len(leaf.shape) + (path in layers)
+        if trees.is_quantized(sharding):
+            # As jax.tree.map over a QuantizedTensor makes them: one per array in it.
+            sharding = sharding.codes
+        if isinstance(sharding, PartitionSpec):
+            sharding = NamedSharding(mesh_or_ambient(what, mesh, name), sharding)
+        if sharding is None or isinstance(sharding, SingleDeviceSharding):
+            found.append(None)
+            continue
+        if not isinstance(sharding, NamedSharding):
+            raise TypeError(
+                f"{what}: the sharding of {name} is {sharding!r}; accepted "
+                "are a NamedSharding and a PartitionSpec"
+            )
+        if len(sharding.spec) > rank:
+            raise ValueError(
+                f"{what}: {name} has {rank} axes, but {sharding.spec} "
+                f"is of {len(sharding.spec)}"
+            )
+        found.append(sharding)
+    return found
+
+
+def mesh_or_ambient(what: str, mesh, name: str) -> Mesh | AbstractMesh:
+    """The mesh, or the one in force; ``name`` is what needs it, for the error."""
+    if mesh is None:
+        mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        raise ValueError(
+            f"{what}: no mesh for the PartitionSpec of {name}; give NamedShardings, or "
+            "call it under jax.set_mesh"
+        )
+    return mesh
+
+
+def of_a_layer(sharding: NamedSharding | None) -> NamedSharding | None:
+    """The sharding of one layer of a stack; None if layers lie on different devices."""
+    if sharding is None or any(sharding.spec[:1]):
+        return None
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+
+
+def uneven_axes(
+    shape: tuple[int, ...], sharding: NamedSharding | None
+) -> dict[int, int]:
+    """The numbers of shards into which axes do not divide, by axis."""
+    uneven = {}
+    for axis, entry in enumerate(sharding.spec if sharding is not None else ()):
+        if sharding is None or entry is None or entry is PartitionSpec.UNCONSTRAINED:
+            continue
+        names = entry if isinstance(entry, tuple) else (entry,)
+        shards = math.prod(sharding.mesh.shape[name] for name in names)
+        if shape[axis] % shards:
+            uneven[axis] = shards
+    return uneven

@@ -1,0 +1,59 @@
+"""What updates each parameter, a kernel or XLA, before anything is run."""
+
+import jax
+import optax
+
+from lowbit_optax._step import backends, context, trees
+from lowbit_optax._step.step import Step
+
+
+def explain(
+    tx: optax.GradientTransformation, params: optax.Params, **extra_args
+) -> dict[str, str]:
+    """What will update each parameter on the accelerator, and why not a kernel.
+
+    Nothing is run. It speaks of the devices of the mesh in force (``jax.set_mesh``), or
+    else of JAX's default backend.
+
+    Args:
+      tx: an optax transformation; those of :func:`lowbit_optax.lowbit` may be anywhere
+        inside it but within a conditional, as ``optax.MultiSteps`` has it.
+      params: tree of arrays or ShapeDtypeStructs.
+      **extra_args: for ``tx.update``, arrays or ShapeDtypeStructs.
+
+    Returns:
+      A dictionary from the parameters' paths to ``"a kernel"``, ``"XLA"`` for leaves
+      that kernels are not meant for and on CPUs, ``"XLA: "`` and the reason, or ``"a
+      kernel in a program for one device, else XLA: "`` and the reason. Leaves that only
+      transformations of other packages update are not in it.
+
+    >>> import jax, jax.numpy as jnp, lowbit_optax
+    >>> params = {"w": jnp.ones((256, 256), jnp.bfloat16)}
+    >>> tx = lowbit_optax.lowbit_adamw(1e-3)
+    >>> by_what = "a kernel" if jax.default_backend() == "gpu" else "XLA"
+    >>> lowbit_optax.explain(tx, params)["['w']"] == by_what
+    True
+    """
+    found: dict[str, str] = {}
+
+    def explained(step: Step, update, implementation) -> dict:
+        found.update(backends.explained(step, update, implementation))
+        return {}
+
+    def update(grads, state, params, extra_args):
+        with context.reporting("explain", explained):
+            return optax.with_extra_args_support(tx).update(
+                grads, state, params, **extra_args
+            )
+
+    shapes = trees.abstract(params)
+    state = jax.eval_shape(tx.init, shapes)
+    grads = jax.tree.map(
+        lambda x: (
+            jax.ShapeDtypeStruct(x.shape, "float32") if trees.is_quantized(x) else x
+        ),
+        shapes,
+        is_leaf=trees.is_quantized,
+    )
+    jax.eval_shape(update, grads, state, shapes, extra_args)
+    return found
