@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Sequence
 
 import jax
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.param_shardings import (
@@ -90,7 +90,7 @@ def state_shardings(
     if mesh is None and not jax.sharding.get_mesh().empty:
         mesh = jax.sharding.get_mesh()
     if shardings is None:
-        shardings = _told(tx, params)
+        shardings = _told(tx, params, mesh)
     advice = functools.partial(_advice, tx, params)
     placed = _by_parameter(params, shardings, mesh, advice)
     if mesh is None:
@@ -135,8 +135,8 @@ def state_shardings(
     )
 
 
-def _told(tx: optax.GradientTransformation, params: optax.Params):
-    """The ``param_shardings`` of a transformation."""
+def _told(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh | None):
+    """The ``param_shardings`` of a transformation; PartitionSpecs are of the mesh."""
     found: dict[str, NamedSharding | None] = {}
 
     def start(config, params):
@@ -154,7 +154,11 @@ def _told(tx: optax.GradientTransformation, params: optax.Params):
             f"state_shardings: no sharding of params{missing}: give shardings, or make "
             "tx with param_shardings"
         )
-    return treedef.unflatten(found[name] for name in names)
+    shardings = [found[name] for name in names]
+    if mesh is not None:
+        of_mesh = lambda x: isinstance(x.mesh, AbstractMesh)
+        shardings = [x.spec if of_mesh(x) else x for x in shardings]
+    return treedef.unflatten(shardings)
 
 
 _Placed = dict[str, tuple[tuple[int, ...], NamedSharding]]

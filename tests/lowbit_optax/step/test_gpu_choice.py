@@ -10,7 +10,7 @@ import pytest
 
 import lowbit_optax
 from lowbit_optax import release
-from lowbit_optax._step import backends
+from lowbit_optax._step import left_to_xla
 from pallas_kernels import platforms, reductions
 
 pytestmark = pytest.mark.standard_promotion
@@ -48,7 +48,7 @@ def traced(**options):
 
 @pytest.fixture(autouse=True)
 def unsaid():
-    backends._warn_once.cache_clear()
+    left_to_xla.warn_once.cache_clear()
 
 
 @pytest.mark.parametrize("name", WITHOUT)

@@ -1,0 +1,199 @@
+"""Where parameters lie, as the user says: kernels for TPUs on automatic axes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from optimizers import assert_same_bits, train
+
+import lowbit_optax
+from lowbit_optax import release
+
+pytestmark = pytest.mark.standard_promotion
+
+# Shards of 16 x 256 or 128 x 32, which are whole words and blocks.
+SHAPE = (128, 256)
+
+
+@functools.cache
+def _mesh(axis_type=AxisType.Auto):
+    return jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
+
+
+def _random(number, shape=SHAPE):
+    keys = jax.random.split(jax.random.key(number), 2)
+    draw = lambda key: jax.random.normal(key, shape, jnp.bfloat16)
+    return {"w": draw(keys[0]), "v": draw(keys[1])}
+
+
+def _trained(tx, place=None):
+    """Parameters and state after two steps, placed like this."""
+    params, grads = _random(0), [_random(1), _random(2)]
+    state = tx.init(params)
+    if place is not None:
+        shardings = lowbit_optax.state_shardings(tx, params, place)
+        params, state = jax.device_put((params, state), (place, shardings))
+        grads = jax.device_put(grads, [place] * 2)
+    return train(tx, params, state, grads, lowbit_optax.step)
+
+
+def _everywhere(sharding):
+    return jax.tree.map(lambda _: sharding, _random(0))
+
+
+ALIASES = {
+    "lowbit_adamw": lowbit_optax.lowbit_adamw,
+    "kahan_adamw": lowbit_optax.kahan_adamw,
+    "extra_bits_sgd": functools.partial(lowbit_optax.extra_bits_sgd, momentum=0.9),
+}
+# Kernels' products may be contracted differently; these weights and rates are exact.
+OPTIONS = {"learning_rate": 2.0**-6, "implementation": "tpu"}
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    # XLA updates narrow shards of Kahan's, and may contract other products.
+    [*((name, P("x")) for name in ALIASES), ("lowbit_adamw", P(None, "x"))],
+)
+def test_kernels_on_told_shards_are_those_of_one_device(name, spec):
+    alias, place = ALIASES[name], _everywhere(NamedSharding(_mesh(), spec))
+    got = _trained(alias(**OPTIONS, param_shardings=place), place)
+    assert_same_bits(got, _trained(alias(**OPTIONS)))
+    for leaf in jax.tree.leaves(got):
+        if leaf.shape == SHAPE:
+            assert leaf.sharding.is_equivalent_to(place["w"], 2)
+
+
+def test_kernels_on_explicit_axes_need_no_mesh_in_force():
+    place = _everywhere(NamedSharding(_mesh(AxisType.Explicit), P("x")))
+    tx = lowbit_optax.lowbit_adamw(**OPTIONS)
+    assert_same_bits(_trained(tx, place), _trained(tx))
+
+
+def test_shards_of_half_blocks_are_moved_to_other_axes_and_back():
+    """A block has 8 rows; the shards of 136 rows have 17."""
+    shape, place = (136, 256), NamedSharding(_mesh(), P("x"))
+    tx = lambda **told: lowbit_optax.lowbit_adamw(**OPTIONS, **told)
+    params, grads = _random(0, shape), _random(1, shape)
+    state = tx().init(params)
+    want = jax.jit(functools.partial(lowbit_optax.step, tx()))(params, state, grads)
+    told = tx(param_shardings=place)
+    shardings = lowbit_optax.state_shardings(told, params, uneven="other_axis")
+    state = jax.device_put(state, shardings)
+    params, grads = jax.device_put((params, grads), place)
+    got = jax.jit(functools.partial(lowbit_optax.step, told))(params, state, grads)
+    assert_same_bits(got, want)
+    assert got[0]["w"].sharding.is_equivalent_to(place, 2)
+
+
+WRAPPERS = {
+    "masked": lambda tx: optax.masked(tx, {"w": True, "v": False}),
+    "partition": lambda tx: optax.partition(
+        {"a": tx, "b": optax.sgd(0.5)}, {"w": "a", "v": "b"}
+    ),
+    "chain": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
+    "direct_updates": lowbit_optax.direct_updates,
+    "accumulate_gradients": lambda tx: lowbit_optax.accumulate_gradients(tx, 2),
+    "with_loss_scale": lambda tx: lowbit_optax.with_loss_scale(
+        tx, lowbit_optax.static_scale(4.0)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_wrappers_keep_what_is_told(name):
+    place, wrap = NamedSharding(_mesh(), P("x")), WRAPPERS[name]
+    tx = lowbit_optax.lowbit_adamw(**OPTIONS, param_shardings=place)
+    got = _trained(wrap(tx), _everywhere(place))
+    assert_same_bits(got, _trained(wrap(lowbit_optax.lowbit_adamw(**OPTIONS))))
+
+
+def test_quantised_weights_are_told_too():
+    place = NamedSharding(_mesh(), P("x"))
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), _random(0))
+    params, grads = lowbit_optax.quantize_params(wide), _random(1)
+
+    def stepped(**told):
+        tx = lowbit_optax.lpmm_adam(2.0**-6, implementation="tpu", **told)
+        step = jax.jit(functools.partial(lowbit_optax.step, tx))
+        state, own, given = tx.init(params), params, grads
+        if told:
+            shardings = lowbit_optax.state_shardings(tx, params)
+            own, state = jax.device_put((params, state), (place, shardings))
+            given = jax.device_put(grads, place)
+        return step(own, state, given)
+
+    assert_same_bits(stepped(param_shardings=place), stepped())
+
+
+def test_release_takes_one_layers_sharding():
+    place = NamedSharding(_mesh(), P(None, "x"))
+    params = {"layers": _random(0, (3, 128, 128))["w"]}
+
+    def loss_fn(params, x):
+        body = lambda x, w: (x @ w.astype(jnp.float32) / 16, None)
+        return jax.lax.scan(body, x, params["layers"])[0].sum()
+
+    def stepped(**told):
+        tx = lowbit_optax.lowbit_adamw(**OPTIONS, **told)
+        step = jax.jit(release.value_and_update(loss_fn, tx))
+        given, state = params, tx.init(params)
+        if told:
+            shardings = lowbit_optax.state_shardings(tx, params)
+            given, state = jax.device_put((params, state), (place, shardings))
+        return step(given, state, jnp.ones((4, 128)))[1:]
+
+    assert_same_bits(stepped(param_shardings=place), stepped())
+
+
+def test_trees_prefixes_and_functions_say_the_same():
+    place, params = NamedSharding(_mesh(), P("x")), _random(0)
+    given = [
+        place,
+        {"w": place, "v": place},
+        lambda params: jax.tree.map(lambda _: place, params),
+    ]
+    plain = lowbit_optax.kahan_adamw(1.0)
+    expected = lowbit_optax.state_shardings(plain, params, place)
+    for each in given:
+        tx = optax.chain(lowbit_optax.kahan_adamw(1.0, param_shardings=each))
+        assert lowbit_optax.state_shardings(tx, params) == (expected,)
+    with jax.set_mesh(_mesh()):
+        tx = lowbit_optax.kahan_adamw(1.0, param_shardings=P("x"))
+        assert lowbit_optax.state_shardings(tx, params) == expected
+
+
+@pytest.mark.parametrize(
+    ("told", "error", "message"),
+    [
+        (lambda place: P("x"), ValueError, "no mesh for the PartitionSpec of params"),
+        (lambda place: "x", TypeError, "sharding of params.* is 'x'; accepted are"),
+        (lambda place: {"w": place}, ValueError, "must have the structure of params"),
+        (
+            lambda place: NamedSharding(place.mesh, P(None, None, "x")),
+            ValueError,
+            r"params\['v'\] has 2 axes",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_an_error_that_names_the_leaf(told, error, message):
+    place, params = NamedSharding(_mesh(), P("x")), _random(0)
+    tx = lowbit_optax.kahan_adamw(1.0, param_shardings=told(place))
+    with pytest.raises(error, match=message):
+        lowbit_optax.step(tx, params, tx.init(params), params)
+
+
+def test_shards_of_other_sizes_are_an_error():
+    tx = lowbit_optax.kahan_adamw(1.0, param_shardings=NamedSharding(_mesh(), P("x")))
+    params = {"w": jnp.ones((12, 4), jnp.bfloat16)}
+    with pytest.raises(ValueError, match=r"axis 0 of params\['w'\].*into 8 shards"):
+        lowbit_optax.step(tx, params, tx.init(params), params)
+
+
+def test_state_shardings_without_any_are_an_error():
+    with pytest.raises(ValueError, match=r"no sharding of params.*param_shardings"):
+        lowbit_optax.state_shardings(lowbit_optax.kahan_adamw(1.0), _random(0))
