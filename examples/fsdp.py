@@ -27,7 +27,7 @@ from tqdm import tqdm
 import lowbit_optax
 
 LAYERS, WIDTH, HEADS, CONTEXT, BATCH_SIZE = 4, 128, 4, 64, 16
-OPTIMIZERS = {"adamw": optax.adamw, "lowbit_adamw": lowbit_optax.lowbit_adamw}
+OPTIMIZERS = ("adamw", "lowbit_adamw")
 
 
 def init_params(key):
@@ -80,6 +80,11 @@ def spec_of(leaf, devices):
     return P(*leading, None, "data") if columns % (4 * devices) == 0 else P()
 
 
+def shardings_of(params, mesh):
+    """Where each parameter lies."""
+    return jax.tree.map(lambda x: NamedSharding(mesh, spec_of(x, mesh.size)), params)
+
+
 def init_sharded(tx, mesh, dtype):
     """Parameters and optimizer state, made on the devices that keep them."""
 
@@ -93,15 +98,20 @@ def init_sharded(tx, mesh, dtype):
 
     key = jax.random.key(0)
     params, _ = jax.eval_shape(init, key)
-    placed = jax.tree.map(lambda x: NamedSharding(mesh, spec_of(x, mesh.size)), params)
+    placed = shardings_of(params, mesh)
     shardings = placed, lowbit_optax.state_shardings(tx, params, placed)
     return jax.jit(init, out_shardings=shardings)(key)
 
 
 def train(optimizer, learning_rate, steps, mesh):
     """Trains with one optimizer; returns the losses."""
-    tx = OPTIMIZERS[optimizer](optax.cosine_decay_schedule(learning_rate, steps))
-    dtype = jnp.float32 if optimizer == "adamw" else jnp.bfloat16
+    rate = optax.cosine_decay_schedule(learning_rate, steps)
+    if optimizer == "adamw":
+        tx, dtype = optax.adamw(rate), jnp.float32
+    else:  # TPUs need to be told where the parameters lie
+        place = lambda params: shardings_of(params, mesh)
+        tx = lowbit_optax.lowbit_adamw(rate, param_shardings=place)
+        dtype = jnp.bfloat16
     params, state = init_sharded(tx, mesh, dtype)
     arrays = jax.tree.leaves((params, state))  # weights and optimizer state
     held = sum(x.addressable_shards[0].data.nbytes for x in arrays) / 2**20

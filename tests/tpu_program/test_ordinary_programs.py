@@ -1,0 +1,101 @@
+"""Steps compiled for TPUs as people write them: plain ``jit``, and no mesh in force."""
+
+import contextlib
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import lowbit_optax
+from lowbit_optax._step import left_to_xla
+
+pytest.importorskip("libtpu", reason="needs the tpu-program extra")
+
+from tools import hlo
+from tools.tpu_program.targets import TARGETS, tpu_mesh
+
+LEAF = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+STACK = jax.ShapeDtypeStruct((4, 1024, 2048), jnp.bfloat16)
+MOVED = 12.3
+"""Bytes per parameter of ``lowbit_adamw`` by kernels."""
+
+
+def _compiled(tx, place, params=LEAF):
+    """A donated step, of arrays that lie like this."""
+    lying = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place(x))
+    params, state = jax.tree.map(lying, (params, jax.eval_shape(tx.init, params)))
+    step = jax.jit(functools.partial(lowbit_optax.step, tx), donate_argnums=(0, 1))
+    return step.lower(params, state, params).compile()
+
+
+def _assert_by_kernels(compiled, parameters, kernels=1):
+    """``parameters`` are those of one device."""
+    moved = sum(x.moved for x in hlo.entry(compiled))
+    assert compiled.as_text().count('"tpu_custom_call"') == kernels
+    assert moved <= MOVED * parameters
+    assert hlo.memory(compiled).temp_size_in_bytes < 0.02 * parameters
+    assert hlo.collectives(compiled) == []
+
+
+@contextlib.contextmanager
+def _host_of(monkeypatch, devices):
+    """JAX as on a host with these TPUs, which are described and not at hand."""
+    left_to_xla.warn_once.cache_clear()
+    with monkeypatch.context() as patch, jax.default_device(devices[0]):
+        patch.setattr(jax, "default_backend", lambda: "tpu")
+        patch.setattr(jax, "device_count", lambda: len(devices))
+        yield
+
+
+def _rows(mesh):
+    return lambda x: NamedSharding(mesh, P("d") if x.ndim == 2 else P())
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_one_chip_of_a_host_with_four_has_kernels(target, monkeypatch):
+    devices = list(tpu_mesh(TARGETS[target].topology, (2,)).devices.flat)
+    with _host_of(monkeypatch, devices):
+        place = SingleDeviceSharding(devices[1])
+        step = _compiled(lowbit_optax.lowbit_adamw(1e-3), lambda _: place)
+    _assert_by_kernels(step, LEAF.size)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_automatic_axes_that_are_told_have_kernels(target):
+    count = 2 if target == "tpu7x" else 4
+    mesh = tpu_mesh(TARGETS[target].topology, (count,))
+    told = NamedSharding(mesh, P("d"))
+    tx = lowbit_optax.lowbit_adamw(1e-3, param_shardings=told)
+    _assert_by_kernels(_compiled(tx, _rows(mesh)), LEAF.size / count)
+
+
+def test_explicit_axes_need_no_mesh_in_force():
+    mesh = tpu_mesh("v6e:2x2", (4,), axis=AxisType.Explicit)
+    step = _compiled(lowbit_optax.lowbit_adamw(1e-3), _rows(mesh))
+    _assert_by_kernels(step, LEAF.size / 4)
+
+
+def test_several_chips_by_plain_jit_are_left_to_xla_which_is_said(monkeypatch):
+    mesh = tpu_mesh("v6e:2x2", (4,))
+    with _host_of(monkeypatch, list(mesh.devices.flat)):
+        with pytest.warns(UserWarning, match="no kernel updates params.*param_shard"):
+            step = _compiled(lowbit_optax.lowbit_adamw(1e-3), _rows(mesh))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            _compiled(lowbit_optax.lowbit_adamw(1e-3, warns=False), _rows(mesh))
+    assert "tpu_custom_call" not in step.as_text()
+
+
+@pytest.mark.parametrize("spec", [P(None, "a"), P(None, None, "b"), P(None, "a", "b")])
+def test_stacked_layers_over_256_chips_need_no_collectives(spec):
+    mesh = tpu_mesh("v6e:16x16", (16, 16), ("a", "b"))
+    place = lambda x: NamedSharding(mesh, spec if x.ndim == 3 else P())
+    told = lambda params: jax.tree.map(place, params)
+    tx = lowbit_optax.lowbit_adamw(1e-3, param_shardings=told)
+    step = _compiled(tx, place, {"gate": STACK, "up": STACK})
+    shards = 256 if spec == P(None, "a", "b") else 16
+    _assert_by_kernels(step, 2 * STACK.size / shards, kernels=2)
