@@ -10,8 +10,10 @@ import warnings
 from collections.abc import Callable
 
 import jax
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
+
+from pallas_kernels.operations import ClosedJaxpr
 
 _by_devices_p = Primitive("by_devices")
 _by_devices_p.multiple_results = True

@@ -24,6 +24,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from lowbit_optax.formats.base import Residuals
 
@@ -43,14 +44,15 @@ def blank(leaf, dtype: jnp.dtype = NOT_HELD) -> jax.Array:
     return jnp.zeros(shape, dtype, device=_place(leaf, shape))
 
 
-def _place(leaf, shape: tuple[int, ...]) -> jax.sharding.Sharding | None:
+def _place(leaf, shape: tuple[int, ...]):
     """Where the leaf lies, as far as that is known, if such an array divides there."""
     if not isinstance(leaf, jax.Array):
         return None
-    is_traced = isinstance(leaf, jax.core.Tracer)
-    place = jax.typeof(leaf).sharding if is_traced else leaf.sharding
-    if is_traced and not any(place.spec):
+    is_traced = isinstance(leaf, Tracer)
+    known = jax.typeof(leaf).sharding
+    if is_traced and not any(known.spec):
         return None
+    place = known if is_traced else leaf.sharding
     try:
         place.shard_shape(shape)
     except ValueError:

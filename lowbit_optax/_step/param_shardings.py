@@ -43,9 +43,8 @@ def told_shardings(
         return [None] * len(leaves)
     what, told = "lowbit: param_shardings", given(params) if callable(given) else given
     found: list[NamedSharding | None] = []
-    for name, leaf, sharding in zip(
-        names, leaves, named_shardings(what, told, params, layers=layers), strict=True
-    ):
+    each = named_shardings(what, told, params, layers=layers, not_told=True)
+    for name, leaf, sharding in zip(names, leaves, each, strict=True):
         if sharding is not None and name in layers:
             sharding = of_a_layer(sharding)
         for axis, shards in uneven_axes(leaf.shape, sharding).items():
@@ -63,8 +62,10 @@ def named_shardings(
     params: optax.Params,
     mesh: Mesh | None = None,
     layers: Collection[str] = (),
+    *,
+    not_told: bool = False,
 ) -> list[NamedSharding | None]:
-    """The NamedSharding of each leaf of the parameters; None for one on one device.
+    """The NamedSharding of each leaf of the parameters.
 
     Args:
       what: the shardings' name, for errors.
@@ -72,6 +73,7 @@ def named_shardings(
       params: tree of parameters.
       mesh: of the PartitionSpecs; if None, the one in force.
       layers: as in :func:`told_shardings`.
+      not_told: whether None and one device's shardings are accepted, and are None.
     """
     names, leaves, _ = trees.named_leaves(params)
     found: list[NamedSharding | None] = []
@@ -83,7 +85,9 @@ def named_shardings(
             sharding = sharding.codes
         if isinstance(sharding, PartitionSpec):
             sharding = NamedSharding(mesh_or_ambient(what, mesh, name), sharding)
-        if sharding is None or isinstance(sharding, SingleDeviceSharding):
+        if not_told and (
+            sharding is None or isinstance(sharding, SingleDeviceSharding)
+        ):
             found.append(None)
             continue
         if not isinstance(sharding, NamedSharding):

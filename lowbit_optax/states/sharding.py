@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Sequence
 
 import jax
 import optax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.param_shardings import (
@@ -94,9 +94,11 @@ def state_shardings(
     advice = functools.partial(_advice, tx, params)
     placed = _by_parameter(params, shardings, mesh, advice)
     if mesh is None:
-        mesh = next((sharding.mesh for _, sharding in placed.values()), None)
-    mesh = mesh_or_ambient("state_shardings", mesh, "parameters")
-    replicated = NamedSharding(mesh, PartitionSpec())
+        mesh = next(
+            (x.mesh for _, x in placed.values() if isinstance(x.mesh, Mesh)), None
+        )
+    around = mesh_or_ambient("state_shardings", mesh, "parameters")
+    replicated = NamedSharding(around, PartitionSpec())
     state = jax.eval_shape(tx.init, trees.abstract(params))
     parts = list(state_leaves(params, state))
     if uneven == "other_axis":
@@ -154,10 +156,9 @@ def _told(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh | N
             f"state_shardings: no sharding of params{missing}: give shardings, or make "
             "tx with param_shardings"
         )
-    shardings = [found[name] for name in names]
+    shardings = [x for x in map(found.get, names) if x is not None]
     if mesh is not None:
-        of_mesh = lambda x: isinstance(x.mesh, AbstractMesh)
-        shardings = [x.spec if of_mesh(x) else x for x in shardings]
+        shardings = [x if isinstance(x.mesh, Mesh) else x.spec for x in shardings]
     return treedef.unflatten(shardings)
 
 
@@ -211,11 +212,7 @@ def _by_parameter(params, shardings, mesh: Mesh | None, advice: Callable[..., st
     placed = {}
     for path, leaf, sharding in zip(names, leaves, each, strict=True):
         name, shape = f"params{path}", tuple(leaf.shape)
-        if sharding is None:
-            raise TypeError(
-                f"state_shardings: the sharding of {name} is one device's, or None; "
-                "accepted are a NamedSharding and a PartitionSpec"
-            )
+        assert sharding is not None, "each is told"
         for axis, shards in uneven_axes(shape, sharding).items():
             raise ValueError(
                 f"state_shardings: axis {axis} of {name}, of shape {list(shape)}, "

@@ -143,7 +143,8 @@ def _known_spec(leaf: Leaf) -> P:
 
 def _spec_of(leaf: Leaf) -> P:
     """Where the leaf lies, by the array whose place its results take."""
-    spec = _anchor(leaf).sharding.spec
+    anchor: typing.Any = _anchor(leaf)
+    spec = anchor.sharding.spec
     return P(*spec[1:]) if leaf.stacked else spec
 
 

@@ -125,7 +125,7 @@ def _over_shards(run: Callable, kind: Kind, shared: int, args: Sequence) -> jax.
 
     mesh = jax.typeof(args[-1]).sharding.mesh
     if shards.has_explicit_axes(mesh):
-        return shards.over_explicit_axes(local_of(args, mesh, jax.typeof), args, mesh)
+        return shards.over_known_axes(local_of(args, mesh, jax.typeof), args, mesh)
     inside = [
         " ".join(f"x{number}a{axis}" for axis in range(x.ndim))
         for number, x in enumerate(args)

@@ -15,8 +15,8 @@ from lowbit_optax import release
 
 pytestmark = pytest.mark.standard_promotion
 
-# Shards of 16 x 256 or 128 x 32, which are whole words and blocks.
-SHAPE = (128, 256)
+# Shards of 16 x 256 or 128 x 32 are whole words and blocks, and of 64 x 64 also LPMM's.
+SHAPE, FOR_LPMM = (128, 256), (512, 64)
 
 
 @functools.cache
@@ -30,9 +30,9 @@ def _random(number, shape=SHAPE):
     return {"w": draw(keys[0]), "v": draw(keys[1])}
 
 
-def _trained(tx, place=None):
+def _trained(tx, place=None, shape=SHAPE):
     """Parameters and state after two steps, placed like this."""
-    params, grads = _random(0), [_random(1), _random(2)]
+    params, *grads = (_random(number, shape) for number in range(3))
     state = tx.init(params)
     if place is not None:
         shardings = lowbit_optax.state_shardings(tx, params, place)
@@ -108,14 +108,15 @@ WRAPPERS = {
 def test_wrappers_keep_what_is_told(name):
     place, wrap = NamedSharding(_mesh(), P("x")), WRAPPERS[name]
     tx = lowbit_optax.lowbit_adamw(**OPTIONS, param_shardings=place)
-    got = _trained(wrap(tx), _everywhere(place))
-    assert_same_bits(got, _trained(wrap(lowbit_optax.lowbit_adamw(**OPTIONS))))
+    got = _trained(wrap(tx), _everywhere(place), FOR_LPMM)
+    plain = wrap(lowbit_optax.lowbit_adamw(**OPTIONS))
+    assert_same_bits(got, _trained(plain, shape=FOR_LPMM))
 
 
 def test_quantised_weights_are_told_too():
     place = NamedSharding(_mesh(), P("x"))
-    wide = jax.tree.map(lambda x: x.astype(jnp.float32), _random(0))
-    params, grads = lowbit_optax.quantize_params(wide), _random(1)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), _random(0, FOR_LPMM))
+    params, grads = lowbit_optax.quantize_params(wide), _random(1, FOR_LPMM)
 
     def stepped(**told):
         tx = lowbit_optax.lpmm_adam(2.0**-6, implementation="tpu", **told)
