@@ -99,3 +99,21 @@ def test_stacked_layers_over_256_chips_need_no_collectives(spec):
     step = _compiled(tx, place, {"gate": STACK, "up": STACK})
     shards = 256 if spec == P(None, "a", "b") else 16
     _assert_by_kernels(step, 2 * STACK.size / shards, kernels=2)
+
+
+def test_what_is_told_is_not_of_the_shards_in_a_users_shard_map():
+    mesh = tpu_mesh("v6e:2x2", (4,))
+    tx = lowbit_optax.lowbit_adamw(1e-3, param_shardings=NamedSharding(mesh, P("d")))
+    state = jax.eval_shape(tx.init, LEAF)
+    specs = jax.tree.map(lambda x: _rows(mesh)(x).spec, (LEAF, state, LEAF))
+    step = jax.shard_map(
+        functools.partial(lowbit_optax.step, tx),
+        mesh=mesh,
+        in_specs=specs,
+        out_specs=specs[:2],
+        check_vma=False,
+    )
+    lying = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_rows(mesh)(x))
+    arguments = jax.tree.map(lying, (LEAF, state, LEAF))
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*arguments).compile()
+    _assert_by_kernels(compiled, LEAF.size / 4)
