@@ -344,6 +344,8 @@ def _kernel(
             return [x for new in written for x in new]
 
         shared = scalars.table, scalars.rows, layer, first
+        if interpret and is_for_tpu and not _INTERPRETS_SHARDS:
+            return run(shared, [Shard(leaf, leaf.shape) for leaf in leaves])
         return sharded.over_shards(run, shared, leaves, can_partition=not is_for_tpu)
 
     reference = functools.partial(_reference, body)
@@ -355,6 +357,10 @@ def _kernel(
         return call(*args)
 
     return transformable(chosen, reference)
+
+
+# Before, interpreted kernels of many devices may wait for each other for ever.
+_INTERPRETS_SHARDS = jax.__version_info__ >= (0, 11)
 
 
 def _refusal(leaves: Sequence[Leaf]) -> str | None:
