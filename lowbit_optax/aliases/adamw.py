@@ -34,7 +34,7 @@ def kahan_adamw(
     min_size: int | None = None,
     implementation: common.Implementation = None,
     param_shardings: common.ParamShardings = None,
-    warns: bool = True,
+    warns: bool | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW, weights by Kahan summation and moments in bfloat16.
 
@@ -117,7 +117,7 @@ def sr_adamw(
     min_size: int | None = None,
     implementation: common.Implementation = None,
     param_shardings: common.ParamShardings = None,
-    warns: bool = True,
+    warns: bool | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW, weights rounded stochastically and moments in bfloat16.
 
@@ -200,7 +200,7 @@ def extra_bits_adamw(
     min_size: int | None = None,
     implementation: common.Implementation = None,
     param_shardings: common.ParamShardings = None,
-    warns: bool = True,
+    warns: bool | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW, weights with k extra bits and moments in float32.
 
@@ -285,7 +285,7 @@ def lowbit_adamw(
     min_size: int | None = None,
     implementation: common.Implementation = None,
     param_shardings: common.ParamShardings = None,
-    warns: bool = True,
+    warns: bool | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW in 5.125 bytes per parameter, instead of the usual 14.
 
@@ -359,7 +359,7 @@ def lowbit_lion(
     min_size: int | None = None,
     implementation: common.Implementation = None,
     param_shardings: common.ParamShardings = None,
-    warns: bool = True,
+    warns: bool | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Lion in 4.06 bytes per parameter, instead of the usual 10.
 

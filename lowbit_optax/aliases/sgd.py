@@ -24,7 +24,7 @@ def kahan_sgd(
     min_size: int | None = None,
     implementation: common.Implementation = None,
     param_shardings: common.ParamShardings = None,
-    warns: bool = True,
+    warns: bool | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """SGD with momentum, weights by Kahan summation and momentum in bfloat16.
 
@@ -104,7 +104,7 @@ def sr_sgd(
     min_size: int | None = None,
     implementation: common.Implementation = None,
     param_shardings: common.ParamShardings = None,
-    warns: bool = True,
+    warns: bool | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """SGD with momentum, weights rounded stochastically and momentum in bfloat16.
 
@@ -183,7 +183,7 @@ def extra_bits_sgd(
     min_size: int | None = None,
     implementation: common.Implementation = None,
     param_shardings: common.ParamShardings = None,
-    warns: bool = True,
+    warns: bool | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """SGD with momentum, weights with k extra bits and momentum in float32.
 
@@ -263,7 +263,7 @@ def lowbit_sgd(
     min_size: int | None = None,
     implementation: common.Implementation = None,
     param_shardings: common.ParamShardings = None,
-    warns: bool = True,
+    warns: bool | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """SGD with momentum in 4.06 bytes per parameter, instead of the usual 10.
 

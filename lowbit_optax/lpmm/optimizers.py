@@ -28,7 +28,7 @@ def lpmm_sgd(
     min_size: int | None = None,
     implementation: Implementation = None,
     param_shardings: ParamShardings = None,
-    warns: bool = True,
+    warns: bool | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """SGD with momentum on quantised weights.
 
@@ -113,7 +113,7 @@ def lpmm_adam(
     min_size: int | None = None,
     implementation: Implementation = None,
     param_shardings: ParamShardings = None,
-    warns: bool = True,
+    warns: bool | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Adam, or with weight decay AdamW, on quantised weights.
 

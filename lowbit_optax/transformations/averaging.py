@@ -35,7 +35,7 @@ def ema_of_params(
     min_size: int | None = None,
     implementation: Implementation = None,
     param_shardings: ParamShardings = None,
-    warns: bool = True,
+    warns: bool | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """An exponential moving average of the weights, stored in a weight format.
 

@@ -33,7 +33,7 @@ def lowbit(
     min_size: int | None = None,
     implementation: Implementation = None,
     param_shardings: ParamShardings = None,
-    warns: bool = True,
+    warns: bool | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Run an optax transformation in float32 on parameters kept in fewer bits.
 
@@ -88,7 +88,7 @@ def lowbit(
         need it there, as XLA cannot partition them. It changes nothing on GPUs, nor on
         explicit axes, whose arrays know where they lie.
       warns: whether a step warns once of large leaves that XLA updates on a GPU or a
-        TPU, with the reason; see :func:`lowbit_optax.explain`.
+        TPU, with the reason; True if None. See :func:`lowbit_optax.explain`.
 
     Returns:
       A transformation whose ``update`` needs ``params`` and returns float32 updates
@@ -129,7 +129,7 @@ def lowbit(
         min_size,
         implementation,
         param_shardings,
-        warns,
+        warns is None or warns,
     ).transformation
 
 

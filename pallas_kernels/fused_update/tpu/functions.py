@@ -39,7 +39,9 @@ class Function:
 
     def __init__(self, function: Callable, *like):
         traced = jax.make_jaxpr(function, return_shape=True)
-        self._closed, self.shapes = traced(*like)
+        # It may be evaluated in a jax.shard_map, where no mesh around it must be named.
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            self._closed, self.shapes = traced(*like)
 
     @property
     def is_supported(self) -> bool:
