@@ -16,6 +16,7 @@ from lowbit_optax._step import left_to_xla
 pytest.importorskip("libtpu", reason="needs the tpu-program extra")
 
 from tools import hlo
+from tools.gpu_program.steps import quantized_like
 from tools.tpu_program.targets import TARGETS, tpu_mesh
 
 LEAF = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
@@ -71,6 +72,27 @@ def test_automatic_axes_that_are_told_have_kernels(target):
     told = NamedSharding(mesh, P("d"))
     tx = lowbit_optax.lowbit_adamw(1e-3, param_shardings=told)
     _assert_by_kernels(_compiled(tx, _rows(mesh)), LEAF.size / count)
+
+
+def test_accumulators_are_told_too():
+    mesh = tpu_mesh("v6e:2x2", (4,))
+    tx = lowbit_optax.lowbit_adamw(1e-3, param_shardings=NamedSharding(mesh, P("d")))
+    step = _compiled(lowbit_optax.accumulate_gradients(tx, 4), _rows(mesh))
+    assert step.as_text().count('"tpu_custom_call"') == 2  # the sum's and the step's
+    assert hlo.memory(step).temp_size_in_bytes < 0.1 * LEAF.size / 4
+    assert hlo.collectives(step) == []
+
+
+def test_quantised_weights_are_told_too():
+    mesh = tpu_mesh("v6e:2x2", (4,))
+    told = NamedSharding(mesh, P("d"))
+    tx = lowbit_optax.lpmm_adam(2.0**-6, param_shardings=told)
+    params = quantized_like(LEAF, 12, 2048)
+    lying = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_rows(mesh)(x))
+    state = jax.eval_shape(tx.init, params)
+    params, state, grads = jax.tree.map(lying, (params, state, LEAF))
+    step = jax.jit(functools.partial(lowbit_optax.step, tx), donate_argnums=(0, 1))
+    _assert_by_kernels(step.lower(params, state, grads).compile(), LEAF.size / 4)
 
 
 def test_explicit_axes_need_no_mesh_in_force():
