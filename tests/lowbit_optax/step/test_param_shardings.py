@@ -173,7 +173,7 @@ def test_quantised_weights_are_told_too():
 
 @pytest.mark.usefixtures("by_xla")
 def test_release_takes_one_layers_sharding():
-    place = NamedSharding(_mesh(), P(None, "x"))
+    place = NamedSharding(_mesh(), P(None, None, "x"))
     params = {"layers": _random(0, (3, 128, 128))["w"]}
 
     def loss_fn(params, x):
