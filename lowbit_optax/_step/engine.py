@@ -183,9 +183,10 @@ class Lowbit(Stepper):
 
     def told_shardings(self, params) -> list[NamedSharding | None]:
         """Where the leaves of parameters, or of a layer of them, lie on a mesh."""
-        layer = context.current().layer
-        names = () if layer is None else layer.names
-        return told_shardings(self.param_shardings, params, names)
+        around = context.current()
+        # A step that is analysed has one layer where the shardings are of all.
+        told = None if around.is_analysed else self.param_shardings
+        return told_shardings(told, params, around.layer)
 
     def leaves(
         self, names: Sequence[str], params: Sequence, told: Sequence | None = None

@@ -6,7 +6,7 @@ lie. XLA:TPU cannot partition kernels, so kernels run there on the shards that a
 
 import math
 import typing
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 import jax
 import optax
@@ -19,6 +19,7 @@ from jax.sharding import (
 )
 
 from lowbit_optax._step import trees
+from lowbit_optax._step.layers import Layer
 
 ParamShardings = typing.Any | Callable[[optax.Params], typing.Any] | None
 """A tree of shardings like the parameters, or a prefix of it; or a function from the
@@ -26,26 +27,33 @@ parameters to one."""
 
 
 def told_shardings(
-    given: ParamShardings, params: optax.Params, layers: Collection[str] = ()
+    given: ParamShardings, params: optax.Params, layer: Layer | None = None
 ) -> list[NamedSharding | None]:
     """The sharding of each leaf of the parameters; None where it is not told.
 
     Args:
       given: see :data:`ParamShardings`.
       params: tree of parameters.
-      layers: paths of the leaves that are one layer of what the shardings are of.
+      layer: which layer some of them are, of what the shardings are of.
 
     Raises:
       TypeError, ValueError: naming a leaf whose sharding does not fit.
     """
-    names, leaves, _ = trees.named_leaves(params)
+    names, leaves, treedef = trees.named_leaves(params)
     if given is None:
         return [None] * len(leaves)
-    what, told = "lowbit: param_shardings", given(params) if callable(given) else given
+    layers = frozenset() if layer is None else layer.names
+    whole = treedef.unflatten(
+        jax.ShapeDtypeStruct((layer.count, *leaf.shape), leaf.dtype)
+        if layer is not None and name in layers
+        else leaf
+        for name, leaf in zip(names, leaves, strict=True)
+    )
+    what, told = "lowbit: param_shardings", given(whole) if callable(given) else given
     found: list[NamedSharding | None] = []
-    each = named_shardings(what, told, params, layers=layers, not_told=True)
+    each = named_shardings(what, told, whole, not_told=True)
     for name, leaf, sharding in zip(names, leaves, each, strict=True):
-        if sharding is not None and name in layers:
+        if name in layers:
             sharding = of_a_layer(sharding)
         for axis, shards in uneven_axes(leaf.shape, sharding).items():
             raise ValueError(
@@ -61,7 +69,6 @@ def named_shardings(
     shardings,
     params: optax.Params,
     mesh: Mesh | None = None,
-    layers: Collection[str] = (),
     *,
     not_told: bool = False,
 ) -> list[NamedSharding | None]:
@@ -72,14 +79,13 @@ def named_shardings(
       shardings: tree of NamedShardings and PartitionSpecs, a prefix of ``params``.
       params: tree of parameters.
       mesh: of the PartitionSpecs; if None, the one in force.
-      layers: as in :func:`told_shardings`.
       not_told: whether None and one device's shardings are accepted, and are None.
     """
     names, leaves, _ = trees.named_leaves(params)
     found: list[NamedSharding | None] = []
     each = trees.leaves_of_prefix(what, shardings, params)
     for path, leaf, sharding in zip(names, leaves, each, strict=True):
-        name, rank = f"params{path}", len(leaf.shape) + (path in layers)
+        name, rank = f"params{path}", len(leaf.shape)
         if trees.is_quantized(sharding):
             # As jax.tree.map over a QuantizedTensor makes them: one per array in it.
             sharding = sharding.codes

@@ -189,7 +189,12 @@ def test_release_takes_one_layers_sharding():
             given, state = jax.device_put((params, state), (place, shardings))
         return step(given, state, jnp.ones((4, 128)))[1:]
 
-    assert_same_bits(stepped(param_shardings=place), stepped())
+    want = stepped()
+    assert_same_bits(stepped(param_shardings=place), want)
+    by_shape = lambda params: jax.tree.map(
+        lambda x: place if x.ndim == 3 else None, params
+    )
+    assert_same_bits(stepped(param_shardings=by_shape), want)
 
 
 def test_trees_prefixes_and_functions_say_the_same():
