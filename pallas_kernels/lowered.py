@@ -31,8 +31,9 @@ def for_one_device(
       message: what to warn of where ``partitioned`` is taken; None for no warning.
 
     >>> import jax.numpy as jnp
-    >>> jax.jit(for_one_device(lambda x: [x + 1], lambda x: [x - 1]))(jnp.zeros(()))
-    [Array(1., dtype=float32, weak_type=True)]
+    >>> chosen = for_one_device(lambda x: [x + 1], lambda x: [x - 1])
+    >>> float(jax.jit(chosen)(jnp.zeros(()))[0])
+    1.0
     """
 
     def chosen(*args) -> typing.Any:
