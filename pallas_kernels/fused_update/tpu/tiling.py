@@ -14,7 +14,7 @@ from pallas_kernels.fused_update.spec import Operand, Result, Shard
 from pallas_kernels.layout import block_shape, is_unrolled, period
 
 LANES, SUBLANES = 128, 8
-_MIN_GROUP = 4
+_MIN_GROUP, _MAX_GROUP = 4, 8
 # A block and what is computed of it, twice, because the next one is loaded meanwhile.
 _MAX_BYTES, _MAX_TRANSPOSED_BYTES = 14 * 2**20, 32 * 2**20
 _MAX_ROWS, _MIN_ROWS = 2048, 128
@@ -105,7 +105,8 @@ def tiling_of(shard: Shard) -> Tiling:
     group = math.lcm(
         _MIN_GROUP,
         *(period(bits)[0] for bits in leaf.packed if is_unrolled(bits)),
-        *(block_shape(size)[0] // SUBLANES for size in leaf.block_sizes),
+        # What is per block is computed once per group, so that large groups take less.
+        *(max(n // SUBLANES, min(n, _MAX_GROUP)) for n in heights),
     )
     # A register holds 8 groups of each block, or more blocks, and 8 periods of words.
     unit = max(_MIN_ROWS, *(SUBLANES * rows for rows in (*heights, *periods)))
