@@ -150,7 +150,7 @@ def pattern_above(x: jax.Array, base: jax.Array, most: jax.Array) -> jax.Array:
 
 @Operation
 def magnitude_key(pattern: jax.Array, above: jax.Array) -> jax.Array:
-    """int32 in the order of float32s, of whose patterns those past a limit are negative.
+    """int32 in the order of float32s, negative for those past a limit.
 
     Args:
       pattern: int32, of numbers that are not negative.
@@ -181,7 +181,7 @@ def capped_pattern(pattern: jax.Array, most: jax.Array) -> jax.Array:
 def is_last_field(
     field: jax.Array, last: jax.Array, pattern: jax.Array, of_last: jax.Array
 ) -> jax.Array:
-    """Whether a field is the last one, by a pattern that is the larger, the larger it is.
+    """Whether a field is the last one, by patterns in the order of the fields.
 
     Args:
       field: uint32.

@@ -89,24 +89,24 @@ class KernelArray:
         """Whether its fields lie in scratch memory during a program's loop."""
         return self.bits is not None and not is_unrolled(self.bits)
 
-    @property
-    def scratch_rows(self) -> int:
+    def scratch_rows(self, interpret: bool) -> int:
         """Rows of scratch memory for its words, fields, or spread elements."""
         if self.block_size is not None:
             return self.tiling.units * SUBLANES
         if self.has_scratch_fields:
             return self.tiling.block_rows
-        if self.is_narrow:
+        if self.is_narrow and interpret:
             return self.tiling.block_rows * self.dtype.itemsize // 4
         return 0
 
-    def scratch(self) -> list:
-        """Scratch memory: for the block's transpose, and of :attr:`scratch_rows`."""
+    def scratch(self, interpret: bool) -> list:
+        """Scratch memory: for the block's transpose, and of :meth:`scratch_rows`."""
         scratch = []
         if self.is_transposed:
             scratch.append(pltpu.VMEM(self.block, self.kernel_dtype))
-        if self.scratch_rows:
-            scratch.append(pltpu.VMEM((self.scratch_rows, LANES), jnp.uint32))
+        rows = self.scratch_rows(interpret)
+        if rows:
+            scratch.append(pltpu.VMEM((rows, LANES), jnp.uint32))
         return scratch
 
     def spec(self) -> pl.BlockSpec:

@@ -147,7 +147,8 @@ def rules_for_ordinary(rules: Mapping, checks: Checks) -> Mapping:
         return result
 
     def magnitude_key(pattern, above):
-        return Key(_as_float(pattern), number_of(above))
+        number = number_of(above)
+        return NotImplemented if number is None else Key(_as_float(pattern), number)
 
     def magnitude_of_key(key, above):
         del above
