@@ -193,6 +193,17 @@ def is_last_field(
 
 
 @Operation
+def unless_infinite(x: jax.Array, field: jax.Array, last: jax.Array) -> jax.Array:
+    """The field where float32 ``x`` is below infinity, elsewhere the last one.
+
+    >>> unless_infinite(jnp.float32(jnp.nan), jnp.uint32(3), jnp.uint32(255))
+    Array(255, dtype=uint32)
+    """
+    infinite = ordered_pattern(x) >= jnp.int32(_INFINITY)
+    return jnp.where(infinite, last, field)
+
+
+@Operation
 def reverse_bytes(words: jax.Array) -> jax.Array:
     """The bytes of uint32 words in the opposite order.
 

@@ -18,7 +18,6 @@ from pallas_kernels.bitfields import period
 from pallas_kernels.fused_update import Leaf
 from pallas_kernels.fused_update.tpu import kernel as tpu
 from pallas_kernels.fused_update.tpu.tiling import SUBLANES, Tiling
-from pallas_kernels.layout import is_unrolled
 from tools.tpu_program.schedule import loops_of, parts_of, request_schedules
 from tools.tpu_program.steps import lower_step
 from tools.tpu_program.targets import TARGETS, tpu_mesh
@@ -74,7 +73,7 @@ def _turns(leaf: Leaf, tiling: Tiling) -> list[float]:
         [
             tiling.block_rows / (SUBLANES * period(x.bits)[0])
             for x in arrays
-            if x.bits is not None and not is_unrolled(x.bits)
+            if x.bits is not None and tiling.group % period(x.bits)[0]
         ]
         for arrays in (leaf.operands, leaf.results)
     )

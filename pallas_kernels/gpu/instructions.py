@@ -52,6 +52,7 @@ class Instructions:
             operations.magnitude_of_key: None,
             operations.capped_pattern: None,
             operations.is_last_field: None,
+            operations.unless_infinite: None,
             operations.smaller: self.smaller,
             operations.power_of_five: self.power_of_five,
             **{

@@ -22,7 +22,7 @@ from pallas_kernels.fused_update.tpu.tiling import (
     Tiling,
     lies_transposed,
 )
-from pallas_kernels.layout import block_shape, is_unrolled
+from pallas_kernels.layout import block_shape, period
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,12 +87,12 @@ class KernelArray:
     @property
     def has_scratch_fields(self) -> bool:
         """Whether its fields lie in scratch memory during a program's loop."""
-        return self.bits is not None and not is_unrolled(self.bits)
+        return self.bits is not None and self.tiling.group % period(self.bits)[0] > 0
 
     def scratch_rows(self, interpret: bool) -> int:
         """Rows of scratch memory for its words, fields, or spread elements."""
         if self.block_size is not None:
-            return self.tiling.units * SUBLANES
+            return self.tiling.units * SUBLANES * self.tiling.stacked_blocks
         if self.has_scratch_fields:
             return self.tiling.block_rows
         if self.is_narrow and interpret:

@@ -195,20 +195,31 @@ class ScaleBlock(Block):
         else:
             ref[...] = lax.bitcast_convert_type(new, ref.dtype)
 
-    def load_elements(self, unit: jax.Array):
-        """The element of each value of a unit's groups."""
-        word, dtype = self.scratch[_groups(unit, 1), :], self.array.dtype
+    def load_elements(self, unit: jax.Array, block: int):
+        """The element of each value of a unit's groups.
+
+        Args:
+          unit: its number.
+          block: that of the values' block among those below each other.
+        """
+        word, dtype = self._elements(unit)[self._every(block)], self.array.dtype
         if dtype.itemsize == 2:
             return Narrow(word, dtype)
         return lax.bitcast_convert_type(word, dtype)
 
-    def store_elements(self, unit: jax.Array, value) -> None:
+    def store_elements(self, unit: jax.Array, block: int, value) -> None:
         """Write elements that are the same for all values of a block."""
         if isinstance(value, Narrow):
             word = value.alone()
         else:
             word = lax.bitcast_convert_type(whole(value), jnp.uint32)
-        self.scratch[_groups(unit, 1), :] = word
+        self._elements(unit)[self._every(block)] = word
+
+    def _elements(self, unit: jax.Array) -> Ref:
+        return part(self.scratch, unit, self.array.tiling.stacked_blocks)
+
+    def _every(self, block: int) -> tuple:
+        return every(block, self.array.tiling.stacked_blocks), slice(None)
 
     @property
     def _block_in_registers(self) -> tuple[int, int]:

@@ -20,7 +20,13 @@ from pallas_kernels.fused_update.tpu.rules import (
     quotient,
     reciprocal,
 )
-from pallas_kernels.fused_update.tpu.values import Constant, Field, Key, whole
+from pallas_kernels.fused_update.tpu.values import (
+    Constant,
+    Field,
+    Key,
+    Unlike,
+    whole,
+)
 
 _MOST_EXPONENT = 100
 """Numbers of 2^100 are not ordinary: codes may treat those near infinity like it."""
@@ -40,7 +46,7 @@ class Checks:
         self._terms: dict[int, tuple[jax.Array, jax.Array | None]] = {}
         # By the identity of an array, it and the terms of whose NaNs it has one too.
         self._covered: dict[int, tuple[jax.Array, frozenset[int]]] = {}
-        self._words: dict[int, tuple[jax.Array, int]] = {}
+        self._words: dict[int, tuple[jax.Array, set[tuple[int, int]]]] = {}
         self._exists: jax.Array | None = None
 
     def at(self, exists: jax.Array | None) -> None:
@@ -65,8 +71,9 @@ class Checks:
             self._covered[id(result)] = result, terms
 
     def no_last_field(self, field: Field) -> None:
-        """Check that no field of a word has all bits set."""
-        self._words[id(field.word)] = field.word, field.width
+        """Check that a field of a word has not all bits set."""
+        _, places = self._words.setdefault(id(field.word), (field.word, set()))
+        places.add((field.shift, field.width))
 
     def _covered_by(self, x) -> frozenset[int]:
         return self._covered.get(id(x), (x, frozenset()))[1]
@@ -80,11 +87,12 @@ class Checks:
         total, bits = jnp.zeros((8, 128), jnp.float32), jnp.zeros((8, 128), jnp.uint32)
         for x, here in self._terms.values():
             total += x if here is None else jnp.where(here, x, jnp.float32(0))
-        for word, width in self._words.values():
-            ones = sum(1 << place for place in range(0, 32, width))
+        for word, places in self._words.values():
+            ones = sum(1 << shift for shift, _ in places)
+            uppermost = sum(1 << shift + width - 1 for shift, width in places)
             # Adding one to each field clears the upper bit of those that overflow.
-            kept = jnp.uint32(2**32 - 1 - ones) - word
-            bits |= word & kept & jnp.uint32(ones << (width - 1))
+            cleared = jnp.uint32(2**32 - 1 - ones) - word
+            bits |= word & cleared & jnp.uint32(uppermost)
         if exists is not None:
             bits = jnp.where(exists, bits, jnp.uint32(0))
         return total, bits
@@ -104,29 +112,34 @@ def rules_for_ordinary(rules: Mapping, checks: Checks) -> Mapping:
         checks.finite(x)
         return Constant(False, jnp.shape(x))
 
-    def is_last(field, number) -> bool:
-        return (
-            isinstance(field, Field)
-            and not field.place
-            and not 32 % field.width
-            and not field.shift % field.width
-            and number == (1 << field.width) - 1
-        )
+    def is_nowhere(field, number) -> bool:
+        if number is None:
+            return False
+        if isinstance(field, Unlike):
+            return field.number == number
+        is_field = isinstance(field, Field) and not field.place
+        if not is_field or number != (1 << field.width) - 1:
+            return False
+        checks.no_last_field(field)
+        return True
 
     def field_equals(eqn, x, y, result=False):
-        if not is_last(x, number_of(y)):
+        if not is_nowhere(x, number_of(y)):
             return NotImplemented
-        checks.no_last_field(x)
         return Constant(result, eqn.outvars[0].aval.shape)
 
     def field_differs(eqn, x, y):
         return field_equals(eqn, x, y, True)
 
     def is_last_field(field, last, pattern, of_last):
-        if not is_last(field, number_of(last)):
+        if not is_nowhere(field, number_of(last)):
             return NotImplemented
-        checks.no_last_field(field)
         return Constant(False, pattern.shape)
+
+    def unless_infinite(x, field, last):
+        del x  # its key is checked
+        number = number_of(last)
+        return field if number is None else Unlike(whole(field), number)
 
     def select(eqn, which, *cases):
         if isinstance(which, Constant):
@@ -165,6 +178,7 @@ def rules_for_ordinary(rules: Mapping, checks: Checks) -> Mapping:
         return lax.bitcast_convert_type(capped, jnp.int32)
 
     named = (
+        unless_infinite,
         magnitude_key,
         magnitude_of_key,
         pattern_above,

@@ -129,16 +129,21 @@ class BlockProgram:
         exist = [self._exists(unit, row) for row in group]
         index = [self._index(first, offset, row) for row in group]
         arguments = [(rows[row], self.scalars, index[row]) for row in group]
-        of_blocks = []
-        if self.functions.before is not None:
-            of_blocks = self._update_scales(
-                unit, arguments, exist, checks, known=known, rules=rules
-            )
         run, new = self.functions.run, []
-        for each, here in zip(arguments, exist, strict=True):
-            if checks is not None:
-                checks.at(here)
-            new.append(run(*each, *of_blocks, known=known, rules=rules))
+        count = self.tiling.stacked_blocks
+        height = self.tiling.group // count
+        for block in range(count):
+            rows = slice(block * height, (block + 1) * height)
+            place, each = (unit, block), (arguments[rows], exist[rows])
+            of_blocks = []
+            if self.functions.before is not None:
+                of_blocks = self._update_scales(
+                    place, *each, checks, known=known, rules=rules
+                )
+            for argument, here in zip(*each, strict=True):
+                if checks is not None:
+                    checks.at(here)
+                new.append(run(*argument, *of_blocks, known=known, rules=rules))
         for block, values in zip(
             _plain(self.results), zip(*new, strict=True), strict=True
         ):
@@ -168,7 +173,7 @@ class BlockProgram:
 
     def _update_scales(
         self,
-        unit: jax.Array,
+        place: tuple[jax.Array, int],
         arguments: Sequence[tuple],
         exist: Sequence,
         checks: Checks | None,
@@ -177,8 +182,8 @@ class BlockProgram:
         """Take maxima over blocks and write what is per block.
 
         Args:
-          unit: its number.
-          arguments: values, scalars and indices of each row of the unit's groups.
+          place: number of the unit, and of the block in its groups.
+          arguments: values, scalars and indices of each row of the block.
           exist: which elements there are in each row.
           checks: what the rules check.
           **options: of :meth:`.functions.Function.__call__`.
@@ -188,7 +193,7 @@ class BlockProgram:
         """
         functions = self.functions
         assert functions.before is not None
-        values = [block.load_elements(unit) for block in _scales(self.operands)]
+        values = [block.load_elements(*place) for block in _scales(self.operands)]
         before = functions.before(values, **options)
         maxima, stored, after = [], [], ()
         for sizes, statistics, after_round in functions.rounds:
@@ -200,7 +205,7 @@ class BlockProgram:
             maxima += self._maxima(rows, exist, sizes, checks)
             stored, after = after_round(maxima, values, self.scalars, **options)
         for block, value in zip(_scales(self.results), stored, strict=True):
-            block.store_elements(unit, value)
+            block.store_elements(*place, value)
         return [before, after]
 
     def _maxima(

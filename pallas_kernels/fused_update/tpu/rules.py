@@ -31,6 +31,7 @@ from pallas_kernels.fused_update.tpu.values import (
     Narrow,
     ReversedBytes,
     Sum,
+    Unlike,
     XorShifted,
     whole,
 )
@@ -149,7 +150,7 @@ def _by_number(rule: Callable) -> Callable:
 
 @_by_number
 def _shift_left(x, places):
-    if isinstance(x, XorShifted):
+    if isinstance(x, XorShifted | Unlike):
         x = x.array
     if isinstance(x, Field) and x.place + places < 32:
         return dataclasses.replace(x, place=x.place + places)

@@ -171,6 +171,18 @@ class Key:
 
 
 @dataclasses.dataclass(frozen=True)
+class Unlike:
+    """An array that nowhere has a certain number."""
+
+    array: jax.Array
+    number: int
+
+    def value(self) -> jax.Array:
+        """As an array."""
+        return self.array
+
+
+@dataclasses.dataclass(frozen=True)
 class Constant:
     """The same truth value for every element."""
 
@@ -182,7 +194,7 @@ class Constant:
         return jnp.full(self.shape, self.number)
 
 
-Lazy = Field | XorShifted | ReversedBytes | Sum | Key | Constant
+Lazy = Field | XorShifted | ReversedBytes | Sum | Key | Unlike | Constant
 """What has no array yet; see :func:`whole`."""
 
 
