@@ -14,6 +14,7 @@ from jax import lax
 from jax.extend.core import primitives as p
 
 from pallas_kernels import operations
+from pallas_kernels.fused_update.tpu.functions import REGISTER
 from pallas_kernels.fused_update.tpu.rules import (
     applied,
     number_of,
@@ -84,9 +85,12 @@ class Checks:
         Args:
           exists: which groups of rows there are; None if all are.
         """
-        total, bits = jnp.zeros((8, 128), jnp.float32), jnp.zeros((8, 128), jnp.uint32)
-        for x, here in self._terms.values():
-            total += x if here is None else jnp.where(here, x, jnp.float32(0))
+        terms = [
+            x if here is None else jnp.where(here, x, jnp.float32(0))
+            for x, here in self._terms.values()
+        ]
+        total = sum(terms[1:], terms[0]) if terms else jnp.zeros(REGISTER, jnp.float32)
+        bits = jnp.zeros(REGISTER, jnp.uint32)
         for word, places in self._words.values():
             ones = sum(1 << shift for shift, _ in places)
             uppermost = sum(1 << shift + width - 1 for shift, width in places)

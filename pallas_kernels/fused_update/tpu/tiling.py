@@ -20,7 +20,7 @@ _MAX_PERIOD = 16
 # A block and what is computed of it, twice, because the next one is loaded meanwhile.
 _MAX_BYTES, _MAX_TRANSPOSED_BYTES = 14 * 2**20, 32 * 2**20
 _MAX_ROWS, _MIN_ROWS = 2048, 128
-_MAX_UNROLLED = 32
+_MAX_UNROLLED = 64
 """Registers of an array in the body of the loop: more take longer to compile."""
 
 

@@ -191,7 +191,9 @@ def train(name, grads, moments, kernel=None):
     jax.clear_caches()  # what is patched would not be traced again
     tpu._call.cache_clear()
     options = {
-        "inner": optax.adamw(2.0**-9, b1=0.5, b2=0.75, eps=0.0, weight_decay=2.0**-7),
+        "inner": optax.adamw(
+            2.0**-9, b1=0.5, b2=0.75, eps=2.0**-20, weight_decay=2.0**-7
+        ),
         "weights": extra_bits(8),
         "moments": moments,
         "min_size": 0,
