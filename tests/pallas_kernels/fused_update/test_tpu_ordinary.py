@@ -115,25 +115,41 @@ def test_a_nan_that_does_not_reach_it_is_checked_by_itself():
     assert other[3, 77]
 
 
-@pytest.mark.parametrize("width", [4, 8])
-def test_the_last_field_is_found_in_every_place_of_a_word_and_no_other_one(width):
-    last = (1 << width) - 1
+@pytest.mark.parametrize(("width", "first"), [(4, 0), (8, 0), (6, 0), (6, 4), (6, 2)])
+def test_the_last_field_is_found_in_every_place_of_a_word_and_no_other_one(
+    width, first
+):
+    last, shifts = (1 << width) - 1, range(first, 33 - width, width)
     words = np.random.default_rng(0).integers(0, 2**32, SHAPE, np.uint32)
-    words[0] = ((1 << 32) - 1) // last * (last - 1)
-    fields = words[..., None] >> np.arange(0, 32, width, dtype=np.uint32) & last
-    for shift in range(0, 32, width):
-        field = Field(jnp.asarray(words), shift, width)
+    words[0], words[1] = 2**32 - 1, sum(last - 1 << shift for shift in shifts)
+    checks, found = Checks(), np.zeros(SHAPE, bool)
+    for shift in shifts:
+        field, is_last = Field(jnp.asarray(words), shift, width), words >> shift & last
+        is_last = is_last == last
         equal, other = run(lambda x: x == U32(last), field)
         assert equal == Constant(False, SHAPE)
-        np.testing.assert_array_equal(other, (fields == last).any(-1))
-        differs, _ = run(lambda x: x != U32(last), field)
+        np.testing.assert_array_equal(other, is_last)
+        differs, _ = run(lambda x: x != U32(last), field, checks=checks)
         assert differs == Constant(True, SHAPE)
+        found |= is_last
+    np.testing.assert_array_equal(others(checks), found)
 
 
 def test_other_fields_are_compared():
     words = jnp.asarray(np.arange(1024, dtype=np.uint32).reshape(SHAPE))
     got, other = run(lambda x: x == U32(254), Field(words, 0, 8))
     np.testing.assert_array_equal(got, words % 256 == 254)
+    assert not other.any()
+
+
+def test_fields_that_an_encoding_gave_are_not_the_last():
+    def function(x, field):
+        field = operations.unless_infinite(x, field, U32(63))
+        return field != U32(63), field << U32(2)
+
+    (differs, shifted), other = run(function, full(1), full(5, U32))
+    assert differs == Constant(True, SHAPE)
+    np.testing.assert_array_equal(whole(shifted), full(20, U32))
     assert not other.any()
 
 
@@ -204,7 +220,7 @@ def train(name, grads, moments, kernel=None):
 
 def by_the_first_loop(*args):
     """Parameters and state without the loop for numbers that are not ordinary."""
-    with mock.patch.object(BlockProgram, "_units"):
+    with mock.patch.object(BlockProgram, "_units", return_value=None):
         return train("tpu", *args)
 
 
