@@ -1,12 +1,12 @@
 """What a compiled program runs, moves, copies and communicates, by its HLO text."""
 
 import dataclasses
-import functools
-import math
 import re
 import typing
 
 import jax
+
+from tools.hlo_arrays import Array, arrays
 
 COLLECTIVES = (
     "all-gather",
@@ -22,6 +22,11 @@ KERNELS = ("fusion", "custom-call", "copy")
 
 _WITHOUT_WORK = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast")
 _ENDS = ("-done", "-update")
+_IN_PLACE = 'custom_call_target="ConcatBitcast"'
+_SLICES = ("slice", "dynamic-slice")
+_UPDATE = "dynamic-update-slice"
+_OF_SCALARS = (2, 4, 6)
+"""Numbers of a TPU's memories for semaphores and scalars."""
 
 
 def text(compiled: jax.stages.Compiled) -> str:
@@ -46,45 +51,85 @@ class Instruction:
 
     Args:
       name, op: of the instruction.
-      written, read: bytes of its results and operands.
+      written, read: its results and operands, each read once and whole; of a slice
+        what is read or written of it. Memories for scalars are not counted.
     """
 
     name: str
     op: str
-    written: int
-    read: int
+    written: tuple[Array, ...]
+    read: tuple[Array, ...]
 
     @property
     def moved(self) -> int:
-        """Bytes read and written, if each operand is read once and whole."""
-        return self.written + self.read
+        """Bytes read and written, as the arrays are laid out."""
+        return sum(x.stored for x in self._arrays)
+
+    @property
+    def without_padding(self) -> int:
+        """The same for the arrays' elements alone."""
+        return sum(x.size for x in self._arrays)
+
+    @property
+    def of_memory(self) -> int:
+        """Bytes that the device's memory moves; others stay on the chip."""
+        return sum(x.stored for x in self._arrays if x.space == 0)
+
+    @property
+    def _arrays(self) -> tuple[Array, ...]:
+        arrays = self.written + self.read
+        return tuple(x for x in arrays if x.space not in _OF_SCALARS)
 
 
 def entry(compiled: jax.stages.Compiled) -> list[Instruction]:
     """The entry computation's instructions that do something, in their order.
 
-    Of an asynchronous pair only the start counts. Loops are not looked into.
+    An asynchronous pair is one. Loops are not looked into.
     """
     _, _, lines = text(compiled).partition("\nENTRY")
-    sizes: dict[str, int] = {}
-    found = []
-    for line in lines.splitlines():
-        match = re.match(
-            r"\s*(?:ROOT )?%([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*?)\)", line
-        )
-        if not match:
-            continue
-        name, type_text, op, operands = match.groups()
-        parts = _array_bytes(type_text)
+    pattern = r"\s*(?:ROOT )?%([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(.*)"
+    parsed = [
+        found.groups() for x in lines.splitlines() if (found := re.match(pattern, x))
+    ]
+    types: dict[str, tuple[Array, ...]] = {}
+    ends: dict[str, tuple[Array, ...]] = {}
+    for name, type_text, op, operands, _ in parsed:
+        types[name] = arrays(type_text)
         # ``name#1`` is part 1 of a tuple.
-        sizes |= {f"{name}#{number}": size for number, size in enumerate(parts)}
-        sizes[name] = sum(parts)
-        if op in _WITHOUT_WORK or op.endswith(_ENDS):
-            continue
-        names = re.findall(r"%([\w.\-]+(?:#\d+)?)", operands)
-        read = sum(sizes.get(operand, 0) for operand in names)
-        found.append(Instruction(name, op, sizes[name], read))
-    return found
+        types |= {f"{name}#{n}": (part,) for n, part in enumerate(types[name])}
+        if op.endswith("-done"):
+            ends |= dict.fromkeys(_names(operands), types[name])
+    # The tuple of an asynchronous pair's start has its operands too.
+    return [
+        _moving(
+            name,
+            op,
+            ends.get(name, types[name]),
+            [types.get(x, ()) for x in _names(operands)],
+        )
+        for name, _, op, operands, rest in parsed
+        if op not in _WITHOUT_WORK and not op.endswith(_ENDS) and _IN_PLACE not in rest
+    ]
+
+
+def _names(operands: str) -> list[str]:
+    return re.findall(r"%([\w.\-]+(?:#\d+)?)", operands)
+
+
+def _moving(name: str, op: str, written, operands) -> Instruction:
+    """An instruction; slices move what they cut out or write, not the whole array."""
+    kind, read = op.removesuffix("-start"), sum(operands, ())
+    if kind in _SLICES:
+        read = _within(read[0], written)
+    elif kind == _UPDATE:
+        whole, read = read[:2]
+        written, read = _within(whole, (read,)), (read,)
+    return Instruction(name, op, written, read)
+
+
+def _within(whole: Array, parts: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Parts of an array, in its memory."""
+    return tuple(dataclasses.replace(part, space=whole.space) for part in parts)
 
 
 def kernels(compiled: jax.stages.Compiled) -> list[tuple[str, int]]:
@@ -160,13 +205,4 @@ def copies(compiled: jax.stages.Compiled) -> list[int]:
 
 def _array_bytes(type_text: str) -> list[int]:
     """Bytes of an array, or of each array of a tuple, without a layout's padding."""
-    return [
-        math.ceil(_bits(kind) * math.prod(int(d) for d in dims.split(",") if d) / 8)
-        for kind, dims in re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", type_text)
-    ]
-
-
-@functools.cache
-def _bits(kind: str) -> int:
-    number = re.search(r"\d+", kind)
-    return int(number.group()) if number else 8
+    return [x.size for x in arrays(type_text)]

@@ -4,7 +4,8 @@
 
 One leaf of 4096 x 4096. Cycles are bundles of the compiler's static schedule per 1,024
 parameters, those of a program outside of its loop included, next to those in which
-memory moves the bytes. Nothing was run on a TPU. Needs the ``tpu-program`` extra.
+memory moves the bytes. Of a step without kernels these alone are known. Nothing was run
+on a TPU. Needs the ``tpu-program`` extra.
 """
 
 import argparse
@@ -19,13 +20,14 @@ from pallas_kernels.fused_update import Leaf
 from pallas_kernels.fused_update.tpu import kernel as tpu
 from pallas_kernels.fused_update.tpu.tiling import SUBLANES, Tiling
 from tools.tpu_program.schedule import loops_of, parts_of, request_schedules
-from tools.tpu_program.steps import lower_step
 from tools.tpu_program.targets import TARGETS, tpu_mesh
 
 CLOCKS = {"v5e": 1.5e9, "v6e": 1.75e9}
 """Cycles per second, by which memory's bandwidth is one of bytes per cycle."""
 REGISTER = 1024
 """Elements of a vector register."""
+COLUMNS = ("step", "target", "cycles", "memory's", "ratio", "of the loop")
+COLUMNS += ("vector operations", "loads", "stores")
 
 
 def row(name: str, target: str, folder: pathlib.Path) -> tuple[dict, dict]:
@@ -39,21 +41,25 @@ def row(name: str, target: str, folder: pathlib.Path) -> tuple[dict, dict]:
 
     mesh = tpu_mesh(TARGETS[target].topology)
     with mock.patch.object(tpu, "tiling_of", noted):
-        step = lower_step(STEPS[name](implementation=None), MODELS["4096"], mesh=mesh)
-    moved = step.moved  # compiles it
+        step = STEPS[name](MODELS["4096"], mesh=mesh)
+    per_register = step.of_memory * REGISTER  # compiles it
+    memory = per_register * CLOCKS[target] / TARGETS[target].bandwidth
+    facts = dict.fromkeys(COLUMNS, "") | {
+        "step": name,
+        "target": target,
+        "memory's": round(memory, 1),
+    }
+    if not step.fused_launches:
+        return facts, {}
     outside, loops, tiling = parts_of(folder)[1], loops_of(folder), tilings[-1]
     block = tiling.block_rows * 128 / REGISTER
     turns = _turns(shards[-1].leaf, tiling)
     parts = [(1.0, outside), *zip(turns, loops, strict=True)]
     per = lambda x: sum(count * part.units[x] for count, part in parts) / block
-    memory = moved * REGISTER * CLOCKS[target] / TARGETS[target].bandwidth
     cycles = sum(count * part.bundles for count, part in parts) / block
     largest = max(parts[1:], key=lambda part: part[0] * part[1].bundles)
-    facts = {
-        "step": name,
-        "target": target,
+    facts |= {
         "cycles": round(cycles, 1),
-        "memory's": round(memory, 1),
         "ratio": round(cycles / memory, 2),
         "of the loop": round(largest[0] * largest[1].bundles / block, 1),
         "vector operations": round(per("VALU"), 1),
@@ -84,8 +90,7 @@ def _turns(leaf: Leaf, tiling: Tiling) -> list[float]:
 def main(argv: list[str] | None = None) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    steps = [name for name in STEPS if not name.startswith("lpmm")]
-    parser.add_argument("--steps", nargs="+", choices=steps, default=steps)
+    parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS))
     parser.add_argument("--targets", nargs="+", choices=CLOCKS, default=list(CLOCKS))
     parser.add_argument("--operations", action="store_true", help="also by name")
     flags = parser.parse_args(argv)

@@ -24,7 +24,7 @@ from jax.sharding import AxisType
 from benchmarks.programs.placed_models import MODELS, Place
 from benchmarks.programs.tpu_program import QUANTISED, STEPS
 from tools.gpu_program.steps import leaf
-from tools.tpu_program.steps import TpuStep, lower_step
+from tools.tpu_program.steps import TpuStep
 from tools.tpu_program.targets import tpu_mesh
 
 TOPOLOGIES = {1: "v6e:2x2", 8: "v6e:2x4", 256: "v6e:16x16"}
@@ -38,7 +38,7 @@ def compiled(name: str, place: Place) -> TpuStep:
     axis = AxisType.Auto if place.devices == 1 else AxisType.Explicit
     mesh = tpu_mesh(TOPOLOGIES[place.devices], (place.devices,), axis=axis)
     spec = None if place.spec is None else lambda _: place.spec
-    return lower_step(STEPS[name](), leaf(*place.shape), mesh=mesh, spec=spec)
+    return STEPS[name](leaf(*place.shape), mesh=mesh, spec=spec)
 
 
 def row(name: str, model: str) -> dict:

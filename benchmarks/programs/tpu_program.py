@@ -2,44 +2,57 @@
 
     .venv/bin/python -m benchmarks tpu_program --json tpu_program.json
 
-One donated step with bfloat16 gradients: bytes that the operands and results of its
-kernels have, bytes of every instruction of the entry computation, temporary and peak
-memory, bytes written by ``copy`` operations, kernels, and seconds to lower and compile.
-These are facts of the compiled program; nothing was run on a TPU. Needs the
-``tpu-program`` extra.
+One donated step with bfloat16 gradients: bytes that operands and results of all its
+instructions have, as they are laid out, without the layouts' padding, and those of them
+that lie in the device's memory and not on the chip; temporary and peak memory; bytes
+written by ``copy`` operations; kernels; and seconds to lower and compile. These are
+facts of the compiled program; nothing was run on a TPU. Needs the ``tpu-program``
+extra.
 """
 
 import argparse
 import json
 import os
 import pathlib
+from collections.abc import Callable
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
+import optax
 
 import lowbit_optax as lo
 from benchmarks.training import command_line
-from tools.gpu_program.steps import gpt2
-from tools.tpu_program.steps import lower_lpmm_step, lower_step
+from tools.gpu_program.steps import gpt2, replaced, with_master
+from tools.tpu_program.steps import TpuStep, lower_lpmm_step, lower_step
 from tools.tpu_program.targets import TARGETS, tpu_mesh
 
+
+def _step_of(alias: Callable, lower: Callable = lower_step, **arguments) -> Callable:
+    def lowered(like, implementation: str | None = None, **options) -> TpuStep:
+        tx = alias(1e-3, implementation=implementation, **arguments)
+        return lower(tx, like, **options)
+
+    return lowered
+
+
+def _of_optax(like, implementation: str | None = None, **options) -> TpuStep:
+    del implementation
+    return lower_step(with_master(optax.adamw(1e-3)), like, replaced, **options)
+
+
 STEPS = {
-    "lowbit_adamw": lambda **options: lo.lowbit_adamw(1e-3, **options),
-    "extra_bits_adamw(8)": lambda **options: lo.extra_bits_adamw(
-        1e-3, bits=8, **options
-    ),
-    "extra_bits_adamw(5)": lambda **options: lo.extra_bits_adamw(
-        1e-3, bits=5, **options
-    ),
-    'lowbit_adamw(moments="low")': lambda **options: lo.lowbit_adamw(
-        1e-3, moments="low", **options
-    ),
-    "kahan_adamw": lambda **options: lo.kahan_adamw(1e-3, **options),
-    "sr_adamw": lambda **options: lo.sr_adamw(1e-3, **options),
-    "lpmm_adam, 12 bits": lambda **options: lo.lpmm_adam(1e-3, **options),
+    "optax, float32 master": _of_optax,
+    "lowbit_adamw": _step_of(lo.lowbit_adamw),
+    "extra_bits_adamw(8)": _step_of(lo.extra_bits_adamw, bits=8),
+    "extra_bits_adamw(5)": _step_of(lo.extra_bits_adamw, bits=5),
+    'lowbit_adamw(moments="low")': _step_of(lo.lowbit_adamw, moments="low"),
+    "kahan_adamw": _step_of(lo.kahan_adamw),
+    "sr_adamw": _step_of(lo.sr_adamw),
+    "lpmm_adam, 12 bits": _step_of(lo.lpmm_adam, lower_lpmm_step),
 }
+"""By name, functions of leaves that lower a step: see :func:`.steps.lower_step`."""
 QUANTISED = {"lpmm_adam, 12 bits"}
 MODELS = {
     "4x4096": [jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)] * 4,
@@ -50,9 +63,8 @@ MODELS = {
 
 def row(name: str, target: str, model: str, implementation: str | None) -> dict:
     """The facts of one step."""
-    tx = STEPS[name](implementation=implementation)
-    lower = lower_lpmm_step if name in QUANTISED else lower_step
-    step = lower(tx, MODELS[model], mesh=tpu_mesh(TARGETS[target].topology))
+    mesh = tpu_mesh(TARGETS[target].topology)
+    step = STEPS[name](MODELS[model], implementation, mesh=mesh)
     # The work that memory sets a limit to: everything read and written once.
     gradients = 2 * step.parameters
     least = (2 * step.stored + gradients) / TARGETS[target].bandwidth
@@ -61,7 +73,8 @@ def row(name: str, target: str, model: str, implementation: str | None) -> dict:
         "target": target,
         "model": model,
         "moved": round(step.moved, 2),
-        "moved by all": round(step.moved_by_all, 2),
+        "without padding": round(step.without_padding, 2),
+        "of memory": round(step.of_memory, 2),
         "temporary": round(step.temporary, 3),
         "peak": round(step.peak, 2),
         "copied": round(step.copied, 3),

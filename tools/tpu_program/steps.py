@@ -52,7 +52,7 @@ class TpuStep:
 
     @property
     def large(self) -> list[hlo.Instruction]:
-        """Instructions that move more than a byte per parameter ."""
+        """Instructions that move more than a byte per parameter."""
         return [x for x in self.instructions if x.moved > self.parameters]
 
     @property
@@ -67,13 +67,25 @@ class TpuStep:
 
     @property
     def moved(self) -> float:
-        """Bytes that the kernels' operands and results have, per parameter."""
-        return sum(x.moved for x in self.kernels) / self.parameters
+        """Bytes that operands and results of all instructions have, per parameter.
+
+        They are counted as they are laid out, with the layouts' padding, in the
+        device's memory and on the chip.
+        """
+        return self._sum(lambda x: x.moved)
 
     @property
-    def moved_by_all(self) -> float:
-        """The same for every instruction of the entry computation."""
-        return sum(x.moved for x in self.instructions) / self.parameters
+    def without_padding(self) -> float:
+        """The same for the arrays' elements alone."""
+        return self._sum(lambda x: x.without_padding)
+
+    @property
+    def of_memory(self) -> float:
+        """The bytes among those moved that lie in the device's memory."""
+        return self._sum(lambda x: x.of_memory)
+
+    def _sum(self, size) -> float:
+        return sum(map(size, self.instructions)) / self.parameters
 
     @property
     def temporary(self) -> float:

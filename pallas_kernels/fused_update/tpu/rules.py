@@ -13,6 +13,7 @@ subnormal number is zero or subnormal.
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Mapping
 
 import jax
@@ -216,10 +217,42 @@ def _sub(eqn, x, y):
 
 
 def _select(eqn, which, *cases):
-    if not any(isinstance(x, Narrow) for x in cases):
+    if any(isinstance(x, Narrow) for x in cases):
+        words = [x.word for x in cases]
+        return Narrow(lax.select_n(which, *words), cases[0].dtype)
+    if not _is_array(eqn, jnp.uint32):
         return NotImplemented
-    words = [x.word for x in cases]
-    return Narrow(lax.select_n(which, *words), cases[0].dtype)
+    return _selected(which, *map(whole, cases))
+
+
+def _selected(which, *words) -> jax.Array:
+    """Words, selected as floats.
+
+    No libtpu before 0.0.52 compiles a minimum or maximum of unsigned integers, and some
+    make one of a comparison and a selection between the words that were compared.
+    """
+    floats = [lax.bitcast_convert_type(word, jnp.float32) for word in words]
+    return lax.bitcast_convert_type(lax.select_n(which, *floats), jnp.uint32)
+
+
+def _unless(is_outside: Callable) -> Callable:
+    """A rule for the minimum or the maximum of words, from a comparison of both."""
+
+    def of_equation(eqn, x, y):
+        if not _is_array(eqn, jnp.uint32):
+            return NotImplemented
+        x, y = jnp.broadcast_arrays(whole(x), whole(y))
+        return _selected(is_outside(x, y), x, y)
+
+    return of_equation
+
+
+_max, _min = _unless(operator.lt), _unless(operator.gt)
+
+
+def _clamp(eqn, least, x, most):
+    x = _max(eqn, x, least)
+    return x if x is NotImplemented else _min(eqn, x, most)
 
 
 def _broadcast(eqn, x):
@@ -324,6 +357,9 @@ RULES: Mapping = {
     p.add_p: _add,
     p.sub_p: _sub,
     p.add_jaxvals_p: _add,
+    p.max_p: _max,
+    p.min_p: _min,
+    p.clamp_p: _clamp,
     p.select_n_p: _select,
     p.broadcast_in_dim_p: _broadcast,
     p.copy_p: lambda eqn, x: x,

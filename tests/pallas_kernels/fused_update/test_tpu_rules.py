@@ -98,6 +98,9 @@ OF_WORDS = {
         x ^ x >> U32(8)
     ),
     "a scalar among arrays": lambda x: jnp.where(x > U32(3), x, U32(3)),
+    "a maximum": lambda x: jnp.maximum(x, x[::-1]),
+    "a minimum with a scalar": lambda x: jnp.minimum(x, U32(2**31)),
+    "limited": lambda x: lax.clamp(U32(3), x, U32(2**31 + 1)),
     "copied": lambda x: lax.stop_gradient(jnp.copy(x)),
 }
 

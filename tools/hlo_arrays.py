@@ -1,0 +1,63 @@
+"""Arrays as HLO's text writes them: their bytes, and what a layout's tiles add.
+
+A TPU stores arrays in tiles, mostly of 8 rows of 128 elements. A dimension that is no
+multiple of the tile's is padded, so ``f32[4096,8]{1,0:T(8,128)}`` takes the memory of
+128 columns.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """An array of a compiled program.
+
+    Args:
+      size: bytes of its elements.
+      stored: bytes that it takes as it is laid out.
+      space: number of the memory in which it lies; 0 is the device's own, and others
+        are on the chip or of the host.
+    """
+
+    size: int
+    stored: int
+    space: int = 0
+
+
+def arrays(type_text: str) -> tuple[Array, ...]:
+    """The array of a type, or each of a tuple's.
+
+    >>> arrays("(f32[4096,8]{1,0:T(8,128)}, bf16[9]{0:T(1024)(128)(2,1)S(1)})")
+    (Array(size=131072, stored=2097152, space=0), Array(size=18, stored=2048, space=1))
+    """
+    return tuple(_array(*found) for found in _ARRAY.findall(type_text))
+
+
+@functools.cache
+def _array(kind: str, dims: str, layout: str) -> Array:
+    shape = _integers(dims)
+    number = re.search(r"\d+", kind)
+    bits = int(number.group()) if number else 8
+    size = math.ceil(bits * math.prod(shape) / 8)
+    order, _, rest = layout.partition(":")
+    tile = re.match(r"T\(([\d,]+)\)", rest)
+    space = re.search(r"S\((\d+)\)", rest)
+    stored = size
+    if tile:
+        # The order begins with the dimension that changes fastest.
+        padded = [shape[axis] for axis in reversed(_integers(order))]
+        lengths = _integers(tile[1])
+        padded = [1] * (len(lengths) - len(padded)) + padded
+        for axis, length in zip(range(-len(lengths), 0), lengths, strict=True):
+            padded[axis] = math.ceil(padded[axis] / length) * length
+        stored = math.ceil(bits * math.prod(padded) / 8)
+    return Array(size, stored, int(space[1]) if space else 0)
+
+
+def _integers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number]
