@@ -19,7 +19,6 @@ from pallas_kernels.bitfields import period
 from pallas_kernels.fused_update import Leaf
 from pallas_kernels.fused_update.tpu import kernel as tpu
 from pallas_kernels.fused_update.tpu.tiling import SUBLANES, Tiling
-from pallas_kernels.layout import is_unrolled
 from tools.tpu_program.schedule import loops_of, parts_of, request_schedules
 from tools.tpu_program.targets import TARGETS, tpu_mesh
 
@@ -72,16 +71,20 @@ def row(name: str, target: str, folder: pathlib.Path) -> tuple[dict, dict]:
 
 
 def _turns(leaf: Leaf, tiling: Tiling) -> list[float]:
-    """How often each loop of a program runs: unpacking, updating, packing."""
+    """How often each loop of a program runs: unpacking, updating, packing.
+
+    Blocks are all of ordinary numbers, so that the loop for others does not run.
+    """
     unpacked, packed = (
         [
             tiling.block_rows / (SUBLANES * period(x.bits)[0])
             for x in arrays
-            if x.bits is not None and not is_unrolled(x.bits)
+            if x.bits is not None and tiling.group % period(x.bits)[0]
         ]
         for arrays in (leaf.operands, leaf.results)
     )
-    return [*unpacked, tiling.units / tiling.unroll, *packed]
+    others = [0.0] if leaf.block_sizes else []
+    return [*unpacked, tiling.units / tiling.unroll, *others, *packed]
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -123,11 +123,11 @@ class Code:
         pattern = bits_of(x)
         if self.signed:
             pattern = pattern & jnp.int32(0x7FFFFFFF)
-        return pattern + jnp.int32(self._above)
+        return operations.magnitude_key(pattern, jnp.int32(self._above))
 
     def magnitude_of(self, key: jax.Array) -> jax.Array:
         """The magnitude of a :meth:`magnitude_key`, float32; 0 for a negative key."""
-        return float_of(jnp.maximum(key - jnp.int32(self._above), jnp.int32(0)))
+        return operations.magnitude_of_key(key, jnp.int32(self._above))
 
     def keys(self, x: jax.Array) -> tuple[jax.Array, ...]:
         """The keys whose maxima over a block determine its scale, ``maxima`` of them.
@@ -357,17 +357,19 @@ class Float(Code):
 
     def scale_of_keys(self, keys):
         pattern = bits_of(self.magnitude_of(*keys))
-        largest = _rounded_up(pattern + jnp.int32(_MARGIN), self._dropped)
-        first = largest - jnp.int32(self.largest_field << self._dropped)
         step = self._dropped if self.scale == "bfloat16" else 23
-        first = _rounded_up(first, step)
+        span = self.largest_field << self._dropped
+        largest = _rounded_up(pattern + jnp.int32(_MARGIN), self._dropped)
+        # Field 0 of a block that is not zero stands for a normal number.
+        largest = jnp.maximum(largest, jnp.int32(ONE_EXPONENT + span))
+        first = largest - jnp.int32(span)
+        if step > self._dropped:
+            first = _rounded_up(first, step)
         # No field but infinity's stands for float32's infinity or more.
         last = pattern_of(math.inf) - (self.infinity_field << self._dropped)
-        first = jnp.minimum(first, jnp.int32(last >> step << step))
-        # Field 0 of a block that is not zero stands for a normal number.
-        first = jnp.maximum(first, jnp.int32(ONE_EXPONENT))
+        first = operations.capped_pattern(first, jnp.int32(last >> step << step))
         first = jnp.where(pattern == jnp.int32(0), jnp.int32(0), first)
-        return float_layouts.from_bits(first >> jnp.int32(16), jnp.bfloat16)
+        return float_layouts.from_bits(as_fields(first) >> jnp.uint32(16), jnp.bfloat16)
 
     def prepare(self, scale):
         """The base's pattern, int32, and the same as for infinity's field."""
@@ -389,11 +391,12 @@ class Float(Code):
         above = fields << jnp.uint32(self._dropped)
         pattern = lax.bitcast_convert_type(above, jnp.int32) + base
         # For equality a compiler would compare the fields, which takes another shift.
-        infinite = pattern >= infinity
+        last = jnp.uint32(self.infinity_field)
+        infinite = operations.is_last_field(fields, last, pattern, infinity)
         return jnp.where(infinite, jnp.float32(jnp.inf), float_of(pattern))
 
 
 def _rounded_up(pattern: jax.Array, dropped: int) -> jax.Array:
     """int32 patterns without their low bits, rounded up."""
     pattern = pattern + jnp.int32((1 << dropped) - 1)
-    return pattern >> jnp.int32(dropped) << jnp.int32(dropped)
+    return pattern & jnp.int32(-1 << dropped)

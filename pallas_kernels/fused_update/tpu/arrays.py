@@ -22,7 +22,7 @@ from pallas_kernels.fused_update.tpu.tiling import (
     Tiling,
     lies_transposed,
 )
-from pallas_kernels.layout import block_shape, is_unrolled
+from pallas_kernels.layout import block_shape, period
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,26 +87,26 @@ class KernelArray:
     @property
     def has_scratch_fields(self) -> bool:
         """Whether its fields lie in scratch memory during a program's loop."""
-        return self.bits is not None and not is_unrolled(self.bits)
+        return self.bits is not None and self.tiling.group % period(self.bits)[0] > 0
 
-    @property
-    def scratch_rows(self) -> int:
+    def scratch_rows(self, interpret: bool) -> int:
         """Rows of scratch memory for its words, fields, or spread elements."""
         if self.block_size is not None:
-            return self.tiling.units * SUBLANES
+            return self.tiling.units * SUBLANES * self.tiling.stacked_blocks
         if self.has_scratch_fields:
             return self.tiling.block_rows
-        if self.is_narrow:
+        if self.is_narrow and interpret:
             return self.tiling.block_rows * self.dtype.itemsize // 4
         return 0
 
-    def scratch(self) -> list:
-        """Scratch memory: for the block's transpose, and of :attr:`scratch_rows`."""
+    def scratch(self, interpret: bool) -> list:
+        """Scratch memory: for the block's transpose, and of :meth:`scratch_rows`."""
         scratch = []
         if self.is_transposed:
             scratch.append(pltpu.VMEM(self.block, self.kernel_dtype))
-        if self.scratch_rows:
-            scratch.append(pltpu.VMEM((self.scratch_rows, LANES), jnp.uint32))
+        rows = self.scratch_rows(interpret)
+        if rows:
+            scratch.append(pltpu.VMEM((rows, LANES), jnp.uint32))
         return scratch
 
     def spec(self) -> pl.BlockSpec:

@@ -5,7 +5,8 @@ that neighbouring groups are in neighbouring sublanes, and offsets of packed fie
 static: a field is a shift of a register and nothing more. The offsets of some widths do
 not repeat within a group (those of odd widths repeat after 32 rows). Their fields are
 unpacked into scratch memory before a program's loop, and packed after it. Rows of 16
-bits lie in pairs in 32-bit words, those of 8 bits in fours, and are copied as such.
+bits lie in pairs in 32-bit words, those of 8 bits in fours, and are read as such. For
+Pallas' model of a TPU, which cannot do that, they are copied to scratch memory first.
 
 Scales of blocks are spread over the lanes of their blocks before the loop, and gathered
 after it. A row of 128 scales serves several programs with neighbouring columns.
@@ -71,7 +72,9 @@ class Block:
         """The values of each row of a unit's groups."""
         array, group = self.array, self.array.tiling.group
         if array.is_narrow:
-            self._words(unit)[...] = pltpu.bitcast(self._rows(unit)[...], jnp.uint32)
+            if self.scratch is not None:
+                rows = self._rows(unit)[...]
+                self._words(unit)[...] = pltpu.bitcast(rows, jnp.uint32)
             words = _load(self._words(unit), group // self._rows_per_word)
             width = 8 * array.dtype.itemsize
             return [
@@ -104,9 +107,9 @@ class Block:
                 _joined_rows(rows[i : i + count]) for i in range(0, len(rows), count)
             ]
             _store(self._words(unit), words, len(words))
-            self._rows(unit)[...] = pltpu.bitcast(
-                self._words(unit)[...], self.ref.dtype
-            )
+            if self.scratch is not None:
+                words = self._words(unit)[...]
+                self._rows(unit)[...] = pltpu.bitcast(words, self.ref.dtype)
             return
         ref = self.ref
         if array.bits is not None:
@@ -128,6 +131,9 @@ class Block:
         return part(self.ref, unit, self.array.tiling.group)
 
     def _words(self, unit: jax.Array) -> Ref:
+        """The words of a unit's rows of fewer bits, without a copy if compiled."""
+        if self.scratch is None:
+            return self._rows(unit).bitcast(jnp.uint32)
         return part(self.scratch, unit, self.array.tiling.group // self._rows_per_word)
 
     def _for_periods(self, function: Callable[[jax.Array, int], None]) -> None:
@@ -189,20 +195,31 @@ class ScaleBlock(Block):
         else:
             ref[...] = lax.bitcast_convert_type(new, ref.dtype)
 
-    def load_elements(self, unit: jax.Array):
-        """The element of each value of a unit's groups."""
-        word, dtype = self.scratch[_groups(unit, 1), :], self.array.dtype
+    def load_elements(self, unit: jax.Array, block: int):
+        """The element of each value of a unit's groups.
+
+        Args:
+          unit: its number.
+          block: that of the values' block among those below each other.
+        """
+        word, dtype = self._elements(unit)[self._every(block)], self.array.dtype
         if dtype.itemsize == 2:
             return Narrow(word, dtype)
         return lax.bitcast_convert_type(word, dtype)
 
-    def store_elements(self, unit: jax.Array, value) -> None:
+    def store_elements(self, unit: jax.Array, block: int, value) -> None:
         """Write elements that are the same for all values of a block."""
         if isinstance(value, Narrow):
             word = value.alone()
         else:
             word = lax.bitcast_convert_type(whole(value), jnp.uint32)
-        self.scratch[_groups(unit, 1), :] = word
+        self._elements(unit)[self._every(block)] = word
+
+    def _elements(self, unit: jax.Array) -> Ref:
+        return part(self.scratch, unit, self.array.tiling.stacked_blocks)
+
+    def _every(self, block: int) -> tuple:
+        return every(block, self.array.tiling.stacked_blocks), slice(None)
 
     @property
     def _block_in_registers(self) -> tuple[int, int]:
@@ -210,16 +227,22 @@ class ScaleBlock(Block):
         return self.array.tiling.block_in_registers(size)
 
 
-def blocks_of(arrays: Sequence[KernelArray], refs: Sequence[Ref]) -> list[Block]:
+def blocks_of(
+    arrays: Sequence[KernelArray], refs: Sequence[Ref], interpret: bool
+) -> list[Block]:
     """A program's blocks, from references to arrays and then to scratch memory."""
     outside, scratch = refs[: len(arrays)], iter(refs[len(arrays) :])
-    return [_block(*each, scratch) for each in zip(arrays, outside, strict=True)]
+    pairs = zip(arrays, outside, strict=True)
+    return [_block(*each, scratch, interpret) for each in pairs]
 
 
-def _block(array: KernelArray, outside: Ref, scratch: Iterator[Ref]) -> Block:
+def _block(
+    array: KernelArray, outside: Ref, scratch: Iterator[Ref], interpret: bool
+) -> Block:
     ref = next(scratch) if array.is_transposed else outside
     kind = Block if array.block_size is None else ScaleBlock
-    return kind(array, outside, ref, next(scratch) if array.scratch_rows else None)
+    has_scratch = array.scratch_rows(interpret) > 0
+    return kind(array, outside, ref, next(scratch) if has_scratch else None)
 
 
 def every(first: int, stride: int, size: int = SUBLANES):

@@ -17,9 +17,9 @@ from jax.extend.core import primitives as p
 
 from pallas_kernels.fused_update import xla
 from pallas_kernels.fused_update.spec import BlockBody, Body
-from pallas_kernels.fused_update.tpu.rules import OPERATIONS, RULES, is_supported
+from pallas_kernels.fused_update.tpu.rules import RULES, applied, is_supported
 from pallas_kernels.fused_update.tpu.tiling import LANES, SUBLANES
-from pallas_kernels.fused_update.tpu.values import Lazy, Narrow, whole
+from pallas_kernels.fused_update.tpu.values import Lazy, Narrow
 from pallas_kernels.operations import ClosedJaxpr
 
 REGISTER = (SUBLANES, LANES)
@@ -66,7 +66,7 @@ class Function:
         Args:
           *args: its arguments.
           known: what other calls on the same values have computed; it is added to.
-          rules: by primitives, functions of an equation and its inputs.
+          rules: see :data:`.rules.RULES`.
         """
         flat = jax.tree.leaves(args)
         results = _Evaluation(known, rules).run(self._closed, flat)
@@ -79,7 +79,7 @@ class _Evaluation:
 
     Args:
       known: results of equations.
-      rules: by primitives, functions of an equation and its inputs.
+      rules: see :data:`.rules.RULES`.
       of_scalars: whether to find results that are scalars; unknown arguments are None.
     """
 
@@ -102,10 +102,11 @@ class _Evaluation:
 
     def _results(self, eqn, inputs: list) -> list:
         if eqn.primitive is p.jit_p:
-            shorter = OPERATIONS.get(eqn.params["name"])
-            if shorter is None or self.of_scalars:
+            shorter = None if self.of_scalars else self.rules.get(eqn.params["name"])
+            result = NotImplemented if shorter is None else shorter(*inputs)
+            if result is NotImplemented:
                 return self.run(eqn.params["jaxpr"], inputs)
-            return [shorter(*inputs)]
+            return [result]
         if self.of_scalars and (
             any(x is None for x in inputs) or eqn.outvars[0].aval.shape
         ):
@@ -117,16 +118,8 @@ class _Evaluation:
         )
         if key not in self.known:
             # The inputs are kept, so that no other array gets their identities.
-            self.known[key] = self._result(eqn, inputs), inputs
+            self.known[key] = applied(self.rules, eqn, *inputs), inputs
         return [self.known[key][0]]
-
-    def _result(self, eqn, inputs: list):
-        rule = self.rules.get(eqn.primitive)
-        result = NotImplemented if rule is None else rule(eqn, *inputs)
-        if result is not NotImplemented:
-            return result
-        params = eqn.primitive.get_bind_params(eqn.params)
-        return eqn.primitive.bind(*map(whole, inputs), **params)
 
 
 def _identity(x):

@@ -197,7 +197,9 @@ def _call(kernel: _Kernel):
                 grid=kernel.tiling.grid,
                 in_specs=[x.spec() for x in kernel.operands],
                 out_specs=[x.spec() for x in kernel.results],
-                scratch_shapes=[memory for x in arrays for memory in x.scratch()],
+                scratch_shapes=[
+                    memory for x in arrays for memory in x.scratch(kernel.interpret)
+                ],
             ),
             input_output_aliases={
                 3 + x.overwrites: number
@@ -219,7 +221,8 @@ def _program(kernel: _Kernel, layer, place, table, *refs):
     matrix, *block = (pl.program_id(axis) for axis in range(3))
     row = place[0].astype(jnp.int32) * jnp.int32(kernel.table_width)
     scalars = [table[row + jnp.int32(i)] for i in range(kernel.table_width)]
-    blocks = blocks_of((*kernel.operands, *kernel.results), refs)
+    arrays = *kernel.operands, *kernel.results
+    blocks = blocks_of(arrays, refs, kernel.interpret)
     count = len(kernel.operands)
     operands, results = blocks[:count], blocks[count:]
     size = math.prod(kernel.tiling.whole) % 2**32

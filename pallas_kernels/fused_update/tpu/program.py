@@ -4,17 +4,24 @@ Groups and units are those of :mod:`.tiling`; :mod:`.blocks` loads and stores th
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.fused_update.tpu.blocks import Block, ScaleBlock
 from pallas_kernels.fused_update.tpu.functions import REGISTER, Functions, Known
+from pallas_kernels.fused_update.tpu.ordinary import (
+    Checks,
+    limit_of,
+    rules_for_ordinary,
+)
 from pallas_kernels.fused_update.tpu.tiling import LANES, Tiling
-from pallas_kernels.fused_update.tpu.values import Sum, whole
+from pallas_kernels.fused_update.tpu.values import Key, Sum, whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,19 +55,50 @@ class BlockProgram:
             *(x.statistics for x in self.functions.rounds),
         ):
             function.add_known(self.scalars, known)
-        unroll = self.tiling.unroll
+        for block in (*_scales(self.operands), *_plain(self.operands)):
+            block.open(self.place[1])
+        if self.functions.before is None:
+            self._units(known)
+        else:
+            # The operands are as they were: results have memory of their own.
+            pl.when(self._ordinary_units(known))(functools.partial(self._units, known))
+        for block in (*_plain(self.results), *_scales(self.results)):
+            block.close(self.place[1])
+
+    def _units(self, known: Known) -> None:
+        """Update the units, whatever numbers they have."""
+        unroll = self.tiling.unroll if self.functions.before is None else 1
 
         def units(first, _):
             for offset in range(unroll):
-                self._unit(first, offset, dict(known))
+                self._unit(first, offset, dict(known), self.rules)
             return first + jnp.int32(unroll), None
 
-        for block in (*_scales(self.operands), *_plain(self.operands)):
-            block.open(self.place[1])
         # A fori_loop counts in int64 with 64-bit types on.
         lax.scan(units, jnp.int32(0), length=self.tiling.units // unroll)
-        for block in (*_plain(self.results), *_scales(self.results)):
-            block.close(self.place[1])
+
+    def _ordinary_units(self, known: Known) -> jax.Array:
+        """Update units of ordinary numbers; whether there are others."""
+        unroll = self.tiling.unroll
+
+        def units(carry, _):
+            first, total, bits = carry
+            for offset in range(unroll):
+                checks = Checks()
+                rules = rules_for_ordinary(self.rules, checks)
+                self._unit(first, offset, dict(known), rules, checks)
+                found = checks.found(self._exists(first + jnp.int32(offset), 0))
+                total, bits = total + found[0], bits | found[1]
+            return (first + jnp.int32(unroll), total, bits), None
+
+        none = (jnp.zeros(REGISTER, dtype) for dtype in (jnp.float32, jnp.uint32))
+        start = (jnp.int32(0), *none)
+        length = self.tiling.units // unroll
+        (_, total, bits), _ = lax.scan(units, start, length=length)
+        ordinary = (total - total == jnp.float32(0)) & (bits == jnp.uint32(0))
+        column = _iota(1) + self.place[1] * jnp.int32(LANES)
+        ordinary = ordinary | (column >= jnp.int32(self.tiling.columns))
+        return jnp.min(ordinary.astype(jnp.float32)) == jnp.float32(0)
 
     def keep(self) -> None:
         """Write what is overwritten as it is."""
@@ -68,13 +106,22 @@ class BlockProgram:
             if block.array.overwrites is not None:
                 block.ref[...] = self.operands[block.array.overwrites].ref[...]
 
-    def _unit(self, first: jax.Array, offset: int, known: Known) -> None:
+    def _unit(
+        self,
+        first: jax.Array,
+        offset: int,
+        known: Known,
+        rules: Mapping,
+        checks: Checks | None = None,
+    ) -> None:
         """Update one unit.
 
         Args:
           first: int32 scalar, the number of the loop body's first unit in the block.
           offset: of the unit from this one.
           known: what the body's functions compute of scalars.
+          rules: by which they are evaluated.
+          checks: what the rules check; None if they need nothing checked.
         """
         group, unit = range(self.tiling.group), first + jnp.int32(offset)
         columns = [block.load(unit) for block in _plain(self.operands)]
@@ -82,13 +129,21 @@ class BlockProgram:
         exist = [self._exists(unit, row) for row in group]
         index = [self._index(first, offset, row) for row in group]
         arguments = [(rows[row], self.scalars, index[row]) for row in group]
-        of_blocks = []
-        if self.functions.before is not None:
-            of_blocks = self._update_scales(unit, arguments, exist, known)
-        run = self.functions.run
-        new = [
-            run(*each, *of_blocks, known=known, rules=self.rules) for each in arguments
-        ]
+        run, new = self.functions.run, []
+        count = self.tiling.stacked_blocks
+        height = self.tiling.group // count
+        for block in range(count):
+            rows = slice(block * height, (block + 1) * height)
+            place, each = (unit, block), (arguments[rows], exist[rows])
+            of_blocks = []
+            if self.functions.before is not None:
+                of_blocks = self._update_scales(
+                    place, *each, checks, known=known, rules=rules
+                )
+            for argument, here in zip(*each, strict=True):
+                if checks is not None:
+                    checks.at(here)
+                new.append(run(*argument, *of_blocks, known=known, rules=rules))
         for block, values in zip(
             _plain(self.results), zip(*new, strict=True), strict=True
         ):
@@ -117,44 +172,73 @@ class BlockProgram:
         return below & (column < jnp.int32(tiling.columns))
 
     def _update_scales(
-        self, unit: jax.Array, arguments: Sequence[tuple], exist: Sequence, known: Known
+        self,
+        place: tuple[jax.Array, int],
+        arguments: Sequence[tuple],
+        exist: Sequence,
+        checks: Checks | None,
+        **options,
     ) -> list:
         """Take maxima over blocks and write what is per block.
 
         Args:
-          unit: its number.
-          arguments: values, scalars and indices of each row of the unit's groups.
+          place: number of the unit, and of the block in its groups.
+          arguments: values, scalars and indices of each row of the block.
           exist: which elements there are in each row.
-          known: what has been computed; it is added to.
+          checks: what the rules check.
+          **options: of :meth:`.functions.Function.__call__`.
 
         Returns:
           What decoding and encoding need of the blocks, for each element.
         """
-        functions, options = self.functions, {"known": known, "rules": self.rules}
+        functions = self.functions
         assert functions.before is not None
-        values = [block.load_elements(unit) for block in _scales(self.operands)]
+        values = [block.load_elements(*place) for block in _scales(self.operands)]
         before = functions.before(values, **options)
         maxima, stored, after = [], [], ()
         for sizes, statistics, after_round in functions.rounds:
-            rows = [statistics(*each, before, after, **options) for each in arguments]
-            maxima += self._maxima(rows, exist, sizes)
+            rows = []
+            for each, here in zip(arguments, exist, strict=True):
+                if checks is not None:
+                    checks.at(here)
+                rows.append(statistics(*each, before, after, **options))
+            maxima += self._maxima(rows, exist, sizes, checks)
             stored, after = after_round(maxima, values, self.scalars, **options)
         for block, value in zip(_scales(self.results), stored, strict=True):
-            block.store_elements(unit, value)
+            block.store_elements(*place, value)
         return [before, after]
 
-    def _maxima(self, rows: Sequence, exist: Sequence, sizes: Sequence[int]) -> list:
+    def _maxima(
+        self,
+        rows: Sequence,
+        exist: Sequence,
+        sizes: Sequence[int],
+        checks: Checks | None,
+    ) -> list:
         """The maxima over blocks of the values of each row of the groups."""
-        maxima = [jnp.zeros(REGISTER, jnp.int32)] * len(sizes)
-        for new, here in zip(rows, exist, strict=True):
-            new = [whole(x) for x in new]
-            if here is not None:
-                new = [jnp.where(here, x, jnp.int32(0)) for x in new]
-            maxima = [jnp.maximum(*pair) for pair in zip(maxima, new, strict=True)]
-        return [
-            _block_maximum(x, *self.tiling.block_in_registers(size))
-            for x, size in zip(maxima, sizes, strict=True)
-        ]
+        maxima = []
+        for size, values in zip(sizes, zip(*rows, strict=True), strict=True):
+            key = values[0]
+            if isinstance(key, Key):
+                assert checks is not None
+                number = self._maximum([x.number for x in values], exist, size)
+                checks.at(None)
+                checks.below(number, limit_of(key))
+                maxima.append(dataclasses.replace(key, number=number))
+            else:
+                maxima.append(self._maximum(list(map(whole, values)), exist, size))
+        return maxima
+
+    def _maximum(
+        self, rows: Sequence[jax.Array], exist: Sequence, size: int
+    ) -> jax.Array:
+        """The maxima over blocks of a size, at least 0."""
+        zero = jnp.zeros((), rows[0].dtype)
+        maximum = jnp.zeros(REGISTER, zero.dtype)
+        for x, here in zip(rows, exist, strict=True):
+            x = x if here is None else jnp.where(here, x, zero)
+            maximum = jnp.maximum(maximum, x)
+        return _block_maximum(maximum, *self.tiling.block_in_registers(size))
 
 
 def _plain(blocks: Sequence[Block]) -> list[Block]:

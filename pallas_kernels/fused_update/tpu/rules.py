@@ -32,6 +32,8 @@ from pallas_kernels.fused_update.tpu.values import (
     Narrow,
     ReversedBytes,
     Sum,
+    Unlike,
+    XorShifted,
     whole,
 )
 
@@ -65,7 +67,7 @@ _OF_NARROW = (p.convert_element_type_p, p.bitcast_convert_type_p, p.select_n_p)
 
 
 # Of Pallas itself with JAX 0.10.
-_reciprocal = getattr(pltpu, "reciprocal", None) or pl.reciprocal
+reciprocal = getattr(pltpu, "reciprocal", None) or pl.reciprocal
 
 # Of one over the root of a positive float32 that is normal, and beyond.
 _MIN_INVERSE, _MAX_INVERSE = 2.0**-65, 2.0**64
@@ -139,7 +141,7 @@ def _by_number(rule: Callable) -> Callable:
 
     @functools.wraps(rule)
     def of_equation(eqn, x, y):
-        number = _number(y)
+        number = number_of(y)
         if number is None or not _is_array(eqn, jnp.uint32):
             return NotImplemented
         return rule(x, number)
@@ -149,6 +151,8 @@ def _by_number(rule: Callable) -> Callable:
 
 @_by_number
 def _shift_left(x, places):
+    if isinstance(x, XorShifted | Unlike):
+        x = x.array
     if isinstance(x, Field) and x.place + places < 32:
         return dataclasses.replace(x, place=x.place + places)
     if isinstance(x, Lazy) or not 0 < places < 32:
@@ -160,6 +164,8 @@ def _shift_left(x, places):
 def _shift_right(x, places):
     if isinstance(x, ReversedBytes) and places == 8:
         return x.leading()
+    if isinstance(x, XorShifted) and places + x.shift >= 32:
+        return Field(x.word, places, 32 - places)
     if not isinstance(x, Field):
         return Field(whole(x), places, 32 - places) if 0 < places < 32 else x
     if x.place == 0 and places < x.width:
@@ -181,8 +187,15 @@ def _and(x, mask):
     return NotImplemented
 
 
+def _xor(eqn, x, y):
+    """A word and itself shifted to the right: see :class:`.values.XorShifted`."""
+    if not isinstance(y, Field) or y.word is not x or y.place or y.shift + y.width < 32:
+        return NotImplemented
+    return XorShifted(x ^ y.value(), x, y.shift)
+
+
 def _shift_right_signed(eqn, x, places):
-    places = _number(places)
+    places = number_of(places)
     extended = None
     if isinstance(x, Field) and x.is_signed and places is not None:
         extended = x.sign_extended(places)
@@ -197,7 +210,7 @@ def _add(eqn, x, y):
 
 def _sub(eqn, x, y):
     """The difference of two constants, by which a shift may be one."""
-    x, y = _number(x), _number(y)
+    x, y = number_of(x), number_of(y)
     if x is None or y is None or eqn.outvars[0].aval.dtype != jnp.uint32:
         return NotImplemented
     return np.uint32((x - y) % 2**32)
@@ -248,12 +261,15 @@ def _broadcast(eqn, x):
     return NotImplemented
 
 
-def quotient(x: jax.Array, y: jax.Array, inverse: jax.Array) -> jax.Array:
+def quotient(
+    x: jax.Array, y: jax.Array, inverse: jax.Array, is_ordinary: bool = False
+) -> jax.Array:
     """``x / y`` by one step of Newton's for ``1 / y``, as Mosaic has it for a v5e.
 
     Args:
       x, y: float32.
       inverse: of ``y``, approximately.
+      is_ordinary: whether the result may be NaN where ``y`` is zero or infinite.
 
     >>> numbers = jnp.float32([3, 0, jnp.inf]), jnp.float32([0.333, jnp.inf, 0])
     >>> quotient(jnp.float32(3), *numbers).round(3).tolist()
@@ -261,6 +277,8 @@ def quotient(x: jax.Array, y: jax.Array, inverse: jax.Array) -> jax.Array:
     """
     unity = y * inverse
     better = inverse + inverse * (jnp.float32(1) - unity)
+    if is_ordinary:
+        return x * better
     # NaN where one of the two is zero and the other infinite: there is nothing better.
     return x * jnp.where(unity == unity, better, inverse)
 
@@ -280,7 +298,7 @@ def _div(eqn, x, y):
     if not _is_array(eqn, jnp.float32):
         return NotImplemented
     y = jnp.broadcast_to(y, eqn.outvars[0].aval.shape)
-    return quotient(x, y, _reciprocal(y, approx=True))
+    return quotient(x, y, reciprocal(y, approx=True))
 
 
 def _sqrt(eqn, x):
@@ -300,14 +318,21 @@ def _pattern_above(x, base, most) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.int32) - base
 
 
+def _reverse_bytes(x) -> ReversedBytes:
+    words = whole(x)
+    is_shifted = isinstance(x, XorShifted) and x.shift == 16
+    upper = (x.word if is_shifted else words) >> jnp.uint32(16)
+    return ReversedBytes(words, upper)
+
+
 OPERATIONS = {
-    operations.PREFIX + "reverse_bytes": lambda x: ReversedBytes(whole(x)),
+    operations.PREFIX + "reverse_bytes": _reverse_bytes,
     operations.PREFIX + "pattern_above": _pattern_above,
 }
 """Functions for :data:`.operations.OPERATIONS`, by names of their calls."""
 
 
-def _number(x) -> int | None:
+def number_of(x) -> int | None:
     """A constant's number; None for an array."""
     if isinstance(x, np.generic | int) and not isinstance(x, bool):
         return int(x)
@@ -328,6 +353,7 @@ RULES: Mapping = {
     p.shift_right_logical_p: _shift_right,
     p.shift_right_arithmetic_p: _shift_right_signed,
     p.and_p: _and,
+    p.xor_p: _xor,
     p.add_p: _add,
     p.sub_p: _sub,
     p.add_jaxvals_p: _add,
@@ -338,8 +364,26 @@ RULES: Mapping = {
     p.broadcast_in_dim_p: _broadcast,
     p.copy_p: lambda eqn, x: x,
     p.stop_gradient_p: lambda eqn, x: x,
+    **OPERATIONS,
 }
-"""By primitives, functions of an equation and its inputs, or NotImplemented."""
+"""Functions of an equation and its inputs, by primitives, or of the inputs, by names of
+operations; they may return NotImplemented."""
+
+
+def applied(rules: Mapping, eqn, *inputs):
+    """The result of an equation of one primitive.
+
+    Args:
+      rules: see :data:`RULES`.
+      eqn: the equation.
+      *inputs: its inputs, arrays or what :func:`.values.whole` makes an array of.
+    """
+    rule = rules.get(eqn.primitive)
+    result = NotImplemented if rule is None else rule(eqn, *inputs)
+    if result is not NotImplemented:
+        return result
+    params = eqn.primitive.get_bind_params(eqn.params)
+    return eqn.primitive.bind(*map(whole, inputs), **params)
 
 
 def rules_for(generation: int | None) -> Mapping:

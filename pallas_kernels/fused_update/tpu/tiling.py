@@ -10,15 +10,17 @@ one word are in as many registers, at the same sublane and lane as the word in i
 import dataclasses
 import math
 
-from pallas_kernels.fused_update.spec import Operand, Result, Shard
+from pallas_kernels.fused_update.spec import Leaf, Operand, Result, Shard
 from pallas_kernels.layout import block_shape, is_unrolled, period
 
 LANES, SUBLANES = 128, 8
-_MIN_GROUP = 4
+_MIN_GROUP, _MAX_GROUP = 4, 8
+_MAX_PERIOD = 16
+"""Rows of a group whose fields are in no other one, where blocks allow it."""
 # A block and what is computed of it, twice, because the next one is loaded meanwhile.
 _MAX_BYTES, _MAX_TRANSPOSED_BYTES = 14 * 2**20, 32 * 2**20
 _MAX_ROWS, _MIN_ROWS = 2048, 128
-_MAX_UNROLLED = 32
+_MAX_UNROLLED = 64
 """Registers of an array in the body of the loop: more take longer to compile."""
 
 
@@ -32,6 +34,7 @@ class Tiling:
       group: rows in a group.
       row_unit, column_unit: the rows of whole words and blocks, and columns of blocks.
       block_rows: rows of a program.
+      stacked_blocks: blocks below each other in a group, if it is higher than a block.
     """
 
     shape: tuple[int, ...]
@@ -40,6 +43,7 @@ class Tiling:
     row_unit: int
     column_unit: int
     block_rows: int
+    stacked_blocks: int = 1
 
     @property
     def matrices(self) -> int:
@@ -85,7 +89,7 @@ class Tiling:
     def block_in_registers(self, block_size: int) -> tuple[int, int]:
         """Sublanes and lanes of a register that have the groups of a block."""
         height, width = block_shape(block_size)
-        return height // self.group, width
+        return max(height // self.group, 1), width
 
 
 def tiling_of(shard: Shard) -> Tiling:
@@ -100,13 +104,7 @@ def tiling_of(shard: Shard) -> Tiling:
     leaf = shard.leaf
     heights, widths = zip((1, 1), *map(block_shape, leaf.block_sizes), strict=True)
     periods = [period(bits)[0] for bits in leaf.packed]
-    # Whole words of most widths, and an eighth of every block. Fields of other widths
-    # are unpacked beforehand, see :mod:`.blocks`.
-    group = math.lcm(
-        _MIN_GROUP,
-        *(period(bits)[0] for bits in leaf.packed if is_unrolled(bits)),
-        *(block_shape(size)[0] // SUBLANES for size in leaf.block_sizes),
-    )
+    group, stacked_blocks = _group(leaf)
     # A register holds 8 groups of each block, or more blocks, and 8 periods of words.
     unit = max(_MIN_ROWS, *(SUBLANES * rows for rows in (*heights, *periods)))
     bytes_per_row = 2 * LANES * sum(map(_bytes_of, (*leaf.operands, *leaf.results)))
@@ -125,7 +123,30 @@ def tiling_of(shard: Shard) -> Tiling:
         math.lcm(*heights, *periods),
         max(widths),
         min(rows, math.ceil(shard.shape[-2] / unit) * unit),
+        stacked_blocks,
     )
+
+
+def _group(leaf: Leaf) -> tuple[int, int]:
+    """Rows of a group, and how many blocks it has below each other.
+
+    It has whole words of most widths, and an eighth of every block or more. Fields of
+    other widths are unpacked beforehand, see :mod:`.blocks`.
+    """
+    heights = [block_shape(size)[0] for size in leaf.block_sizes]
+    periods = [period(bits)[0] for bits in leaf.packed]
+    group = math.lcm(
+        _MIN_GROUP,
+        *(rows for rows in periods if rows <= _MAX_GROUP),
+        # What is per block is computed once per group, so that large groups take less.
+        *(max(rows // SUBLANES, min(rows, _MAX_GROUP)) for rows in heights),
+    )
+    higher = math.lcm(group, *(rows for rows in periods if rows <= _MAX_PERIOD))
+    if all(rows % higher == 0 for rows in heights):
+        return higher, 1
+    if {*heights} == {group}:
+        return higher, higher // group
+    return group, 1
 
 
 def lies_transposed(shape: tuple[int, ...]) -> bool:

@@ -106,10 +106,27 @@ class Field:
 
 
 @dataclasses.dataclass(frozen=True)
+class XorShifted:
+    """The exclusive or of a word and itself shifted to the right, which keeps its top.
+
+    So the upper bits of ``array`` are those of the word that was there before.
+    """
+
+    array: jax.Array
+    word: jax.Array
+    shift: int
+
+    def value(self) -> jax.Array:
+        """As an array."""
+        return self.array
+
+
+@dataclasses.dataclass(frozen=True)
 class ReversedBytes:
-    """A uint32 word whose bytes are in the opposite order."""
+    """A uint32 word whose bytes are in the opposite order; and its upper half."""
 
     word: jax.Array
+    upper: jax.Array
 
     def value(self) -> jax.Array:
         """As an array."""
@@ -118,7 +135,7 @@ class ReversedBytes:
 
     def leading(self) -> jax.Array:
         """The value shifted right by a byte: two bytes change places, one stays."""
-        swapped = self.word << jnp.uint32(16) | self.word >> jnp.uint32(16)
+        swapped = self.word << jnp.uint32(16) | self.upper
         return swapped & jnp.uint32(0x00FF00FF) | self.word & jnp.uint32(0xFF00)
 
 
@@ -140,7 +157,44 @@ class Sum:
         return total + jnp.uint32(self.constant) if self.constant else total
 
 
-Lazy = Field | ReversedBytes | Sum
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """int32, a float32's pattern and a constant, of which the float32 has the order."""
+
+    number: jax.Array
+    above: int
+
+    def value(self) -> jax.Array:
+        """As an array."""
+        pattern = lax.bitcast_convert_type(self.number, jnp.int32)
+        return pattern + jnp.int32(self.above)
+
+
+@dataclasses.dataclass(frozen=True)
+class Unlike:
+    """An array that nowhere has a certain number."""
+
+    array: jax.Array
+    number: int
+
+    def value(self) -> jax.Array:
+        """As an array."""
+        return self.array
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    """The same truth value for every element."""
+
+    number: bool
+    shape: tuple[int, ...]
+
+    def value(self) -> jax.Array:
+        """As an array."""
+        return jnp.full(self.shape, self.number)
+
+
+Lazy = Field | XorShifted | ReversedBytes | Sum | Key | Unlike | Constant
 """What has no array yet; see :func:`whole`."""
 
 

@@ -1,0 +1,31 @@
+"""Cycles of kernels by the compiler's schedule; numbers per 1,024 parameters."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("libtpu", reason="needs the tpu-program extra")
+
+CYCLES = {
+    ("lowbit_adamw", "v5e"): 27.5,
+    ("lowbit_adamw", "v6e"): 24.0,
+    ('lowbit_adamw(moments="low")', "v5e"): 47.5,
+    ('lowbit_adamw(moments="low")', "v6e"): 38.0,
+}
+
+
+def test_kernels_take_few_cycles():
+    # A process of its own: libtpu reads where to write schedules as it is loaded.
+    steps = sorted({step for step, _ in CYCLES})
+    command = [sys.executable, "-m", "benchmarks", "tpu_cycles", "--steps", *steps]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True
+    )
+    rows = [line.strip("| ").split(" | ") for line in run.stdout.splitlines()]
+    found = {(row[0], row[1]): float(row[2]) for row in rows if len(row) > 2 and row[2]
+             and tuple(row[:2]) in CYCLES}  # fmt: skip
+    assert found.keys() == CYCLES.keys()
+    assert all(found[key] <= most for key, most in CYCLES.items()), found
