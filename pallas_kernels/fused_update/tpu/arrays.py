@@ -20,6 +20,7 @@ from pallas_kernels.fused_update.tpu.tiling import (
     LANES,
     SUBLANES,
     Tiling,
+    is_taken_as_stored,
     lies_transposed,
 )
 from pallas_kernels.layout import block_shape, is_unrolled
@@ -48,14 +49,15 @@ class KernelArray:
     varying: object = None
 
     @property
-    def block(self) -> tuple[int, int]:
-        """The shape of a program's block."""
+    def block(self) -> tuple[int, ...]:
+        """The shape of a program's block: rows, those side by side, and columns."""
         rows = self.tiling.block_rows
         if self.bits is not None:
             rows = rows * self.bits // 32
         elif self.block_size is not None:
             rows //= block_shape(self.block_size)[0]
-        return rows, LANES
+        aside = self.tiling.side_by_side
+        return (rows, LANES) if aside is None else (rows, aside, LANES)
 
     @property
     def block_width(self) -> int:
@@ -69,9 +71,11 @@ class KernelArray:
         Its blocks must then be whole tiles, or the array itself. Otherwise XLA copies
         the array, which is small.
         """
-        rows = self.block[0]
-        is_whole = self.tiling.grid[1] == 1 and rows == self.shape[-2]
-        return (rows % LANES == 0 or is_whole) and lies_transposed(self.shape)
+        if self.tiling.side_by_side is not None:
+            return False
+        rows, axis = self.block[0], self.tiling.axis
+        is_whole = self.tiling.grid[2] == 1 and rows == self.shape[axis]
+        return (rows % LANES == 0 or is_whole) and lies_transposed(self.shape, axis)
 
     @property
     def kernel_dtype(self) -> np.dtype:
@@ -90,40 +94,53 @@ class KernelArray:
         return self.bits is not None and not is_unrolled(self.bits)
 
     @property
-    def scratch_rows(self) -> int:
-        """Rows of scratch memory for its words, fields, or spread elements."""
+    def scratch_shape(self) -> tuple[int, ...] | None:
+        """Of scratch memory for its words, fields, or spread elements."""
+        tiling = self.tiling
         if self.block_size is not None:
-            return self.tiling.units * SUBLANES
+            return tiling.units * SUBLANES, LANES
         if self.has_scratch_fields:
-            return self.tiling.block_rows
+            return (tiling.block_rows, *self.block[1:])
+        if self.is_narrow and tiling.side_by_side is not None:
+            return self.block
         if self.is_narrow:
-            return self.tiling.block_rows * self.dtype.itemsize // 4
-        return 0
+            return tiling.block_rows * self.dtype.itemsize // 4, LANES
+        return None
 
     def scratch(self) -> list:
-        """Scratch memory: for the block's transpose, and of :attr:`scratch_rows`."""
+        """Scratch memory: for the block's transpose, and of :attr:`scratch_shape`."""
         scratch = []
         if self.is_transposed:
             scratch.append(pltpu.VMEM(self.block, self.kernel_dtype))
-        if self.scratch_rows:
-            scratch.append(pltpu.VMEM((self.scratch_rows, LANES), jnp.uint32))
+        if self.scratch_shape is not None:
+            scratch.append(pltpu.VMEM(self.scratch_shape, jnp.uint32))
         return scratch
 
     def spec(self) -> pl.BlockSpec:
         """Which block of it a program has."""
-        matrices = self.tiling.matrices if self.is_stacked else 0
+        tiling = self.tiling
+        matrices = tiling.matrices if self.is_stacked else 0
+        has_aside = tiling.side_by_side is not None
 
-        def place(matrix, rows, columns, layer, *_):
+        def place(matrix, aside, rows, columns, layer, *_):
             # Divided as int32, as the program's numbers are.
             first = layer[0] * jnp.int32(matrices) if matrices else jnp.int32(0)
+            matrix = first + matrix
             columns = lax.div(columns, jnp.int32(self.block_width))
-            return first + matrix, *self._turned((rows, columns))
+            if not has_aside:
+                return matrix, *self._turned((rows, columns))
+            outer = jnp.int32(self._view_shape[2])
+            matrix, between = lax.div(matrix, outer), lax.rem(matrix, outer)
+            return matrix, rows, between, aside, columns
 
-        return pl.BlockSpec((None, *self._turned(self.block)), place)
+        if not has_aside:
+            return pl.BlockSpec((None, *self._turned(self.block)), place)
+        rows, *last = self.block
+        return pl.BlockSpec((None, rows, None, *last), place)
 
     def to_kernel(self, x: jax.Array, interpret: bool) -> jax.Array:
         """The leaf's array as a kernel takes it; XLA copies float16."""
-        x = x.reshape(-1, *x.shape[-2:])
+        x = self._view(x)
         if self.kernel_dtype != x.dtype:
             x = lax.bitcast_convert_type(x, self.kernel_dtype)
         if interpret:
@@ -131,17 +148,24 @@ class KernelArray:
         return jnp.swapaxes(x, -1, -2) if self.is_transposed else x
 
     def from_kernel(self, x: jax.Array, interpret: bool) -> jax.Array:
-        """The matrices that a kernel has written, in the leaf's dtype."""
+        """The array of the leaf that a kernel has written, in the leaf's dtype."""
         x = jnp.swapaxes(x, -1, -2) if self.is_transposed else x
         if interpret:
-            x = x[:, : self.shape[-2], : self.shape[-1]]
-        return x if x.dtype == self.dtype else lax.bitcast_convert_type(x, self.dtype)
+            x = x[:, : self._view_shape[1], ..., : self.shape[-1]]
+        if x.dtype != self.dtype:
+            x = lax.bitcast_convert_type(x, self.dtype)
+        if self.tiling.side_by_side is None:
+            axis, before = self.tiling.axis, len(self.shape) + self.tiling.axis
+            between = self.shape[axis + 1 : -1]
+            x = x.reshape(*self.shape[:axis], *between, *x.shape[1:])
+            x = jnp.moveaxis(x, -2, before)
+        return x.reshape(self.shape)
 
     def output(self, interpret: bool) -> jax.ShapeDtypeStruct:
         """What a kernel writes."""
-        matrix = self._padded_shape if interpret else self.shape[-2:]
+        shape = self._padded_shape if interpret else self._view_shape
         return jax.ShapeDtypeStruct(
-            (math.prod(self.shape[:-2]), *self._turned(matrix)),
+            (*shape[:-2], *self._turned(shape[-2:])),
             self.kernel_dtype,
             manual_axis_type=self.varying,
         )
@@ -149,23 +173,41 @@ class KernelArray:
     def _turned(self, pair: tuple) -> tuple:
         return pair[::-1] if self.is_transposed else pair
 
+    def _view(self, x: jax.Array) -> jax.Array:
+        """Matrices, or rows with those side by side: no copy of what lies so."""
+        if self.tiling.side_by_side is None:
+            x = jnp.moveaxis(x, self.tiling.axis, -2)
+        return x.reshape(self._view_shape)
+
     @property
-    def _padded_shape(self) -> tuple[int, int]:
-        """The shape of a matrix of whole blocks."""
-        _, rows, columns = self.tiling.grid
-        return rows * self.block[0], math.ceil(columns / self.block_width) * LANES
+    def _view_shape(self) -> tuple[int, ...]:
+        axis = self.tiling.axis
+        before, between = self.shape[:axis], self.shape[axis + 1 : -1]
+        rows, columns = self.shape[axis], self.shape[-1]
+        if self.tiling.side_by_side is None:
+            return math.prod((*before, *between)), rows, columns
+        *outer, aside = between
+        return math.prod(before), rows, math.prod(outer), aside, columns
+
+    @property
+    def _padded_shape(self) -> tuple[int, ...]:
+        """The shape with whole blocks of rows and of columns."""
+        first, _, *between, _ = self._view_shape
+        *_, rows, columns = self.tiling.grid
+        width = math.ceil(columns / self.block_width) * LANES
+        return first, rows * self.block[0], *between, width
 
     def _padded(self, x: jax.Array) -> jax.Array:
-        """Matrices of whole blocks, all bits set where there is nothing.
+        """Whole blocks, all bits set where there is nothing.
 
         Pallas' model of a TPU does not write blocks that reach beyond an array in the
         place of an operand.
         """
         unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
-        missing = zip(self._padded_shape, x.shape[-2:], strict=True)
+        missing = zip(self._padded_shape, x.shape, strict=True)
         bits = jnp.pad(
             lax.bitcast_convert_type(x, unsigned),
-            [(0, 0), *((0, padded - n) for padded, n in missing)],
+            [(0, padded - n) for padded, n in missing],
             constant_values=unsigned.type(jnp.iinfo(unsigned).max),
         )
         return lax.bitcast_convert_type(bits, x.dtype)
@@ -215,6 +257,8 @@ def merged_shape(
     """
     widths = [block_shape(size)[1] for size in leaf.block_sizes]
     if not widths or leaf.layout.axis > -3 or shard[-1] % max(widths):
+        return shape
+    if is_taken_as_stored(leaf, shard):
         return shape
     after = leaf.layout.axis + 1
     return (*shape[:after], math.prod(shape[after:]))

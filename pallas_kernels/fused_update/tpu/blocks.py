@@ -7,11 +7,16 @@ not repeat within a group (those of odd widths repeat after 32 rows). Their fiel
 unpacked into scratch memory before a program's loop, and packed after it. Rows of 16
 bits lie in pairs in 32-bit words, those of 8 bits in fours, and are copied as such.
 
+Of matrices side by side a register has one row of 8 of them, which a block has next to
+each other. There it is matrices that lie in pairs or in fours in words. So elements of
+16 or 8 bits get words of their own in scratch memory before the loop.
+
 Scales of blocks are spread over the lanes of their blocks before the loop, and gathered
 after it. A row of 128 scales serves several programs with neighbouring columns.
 """
 
 import dataclasses
+import math
 import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -27,6 +32,9 @@ from pallas_kernels.fused_update.tpu.tiling import LANES, SUBLANES
 from pallas_kernels.fused_update.tpu.values import Field, Narrow, shifted_left, whole
 
 Ref = typing.Any
+
+_ROWS_AT_ONCE = 8
+"""Rows of matrices side by side that are widened in a loop's body."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,20 +64,27 @@ class Block:
             self.outside[...] = self.ref[...].T
 
     def open(self, column_block: jax.Array) -> None:
-        """Unpack fields into scratch memory, before the loop over units."""
+        """Unpack into scratch memory, before the loop over units."""
         del column_block
         if self.array.has_scratch_fields:
             self._for_periods(self._unpack_period)
+        elif self._is_wide:
+            self._for_rows(self._widen)
 
     def close(self, column_block: jax.Array) -> None:
-        """Pack the fields in scratch memory, after the loop over units."""
+        """Pack what is in scratch memory, after the loop over units."""
         del column_block
         if self.array.has_scratch_fields:
             self._for_periods(self._pack_period)
+        elif self._is_wide:
+            self._for_rows(self._narrow)
 
     def load(self, unit: jax.Array) -> list:
         """The values of each row of a unit's groups."""
         array, group = self.array, self.array.tiling.group
+        if self._is_wide:
+            words = _load(part(self.scratch, unit, group), group)
+            return [Narrow(word, array.dtype) for word in words]
         if array.is_narrow:
             self._words(unit)[...] = pltpu.bitcast(self._rows(unit)[...], jnp.uint32)
             words = _load(self._words(unit), group // self._rows_per_word)
@@ -98,6 +113,10 @@ class Block:
           exist: which of them there are; None for all. Other fields are 0.
         """
         array = self.array
+        if self._is_wide:
+            words = [row.word for row in rows]
+            _store(part(self.scratch, unit, len(words)), words, len(words))
+            return
         if array.is_narrow:
             count = self._rows_per_word
             words = [
@@ -130,6 +149,40 @@ class Block:
     def _words(self, unit: jax.Array) -> Ref:
         return part(self.scratch, unit, self.array.tiling.group // self._rows_per_word)
 
+    @property
+    def _is_wide(self) -> bool:
+        """Whether scratch memory has a word for each element of fewer bits."""
+        return self.array.is_narrow and self.array.tiling.side_by_side is not None
+
+    def _for_rows(self, function: Callable[[jax.Array], None]) -> None:
+        """Call a function of each row's number."""
+        rows, at_once = self.ref.shape[0], math.gcd(self.ref.shape[0], _ROWS_AT_ONCE)
+
+        def call(first, _):
+            for row in range(at_once):
+                function(first + jnp.int32(row))
+            return first + jnp.int32(at_once), None
+
+        lax.scan(call, jnp.int32(0), length=rows // at_once)
+
+    def _widen(self, row: jax.Array) -> None:
+        """Move a row's elements to the upper bits of words of their own."""
+        words = pltpu.bitcast(self.ref[row], jnp.uint32)
+        count, width = self._rows_per_word, 8 * self.array.dtype.itemsize
+        for number in range(count):
+            places = every(number, count, len(words))
+            self.scratch[row, places, :] = _shifted(words, 32 - width * (number + 1))
+
+    def _narrow(self, row: jax.Array) -> None:
+        """The inverse of :meth:`_widen`."""
+        count, dtype = self._rows_per_word, self.array.dtype
+        size = self.ref.shape[1] // count
+        parts = [
+            Narrow(self.scratch[row, every(number, count, size), :], dtype)
+            for number in range(count)
+        ]
+        self.ref[row] = pltpu.bitcast(_joined_rows(parts), self.ref.dtype)
+
     def _for_periods(self, function: Callable[[jax.Array, int], None]) -> None:
         """Call a function of each register's number of periods, and of their width."""
         bits = typing.cast(int, self.array.bits)
@@ -138,7 +191,8 @@ class Block:
             function(number, bits)
             return number + jnp.int32(1), None
 
-        count = self.ref.shape[0] // (SUBLANES * period(bits)[1])
+        rows, *aside, _ = self.ref.shape
+        count = rows * math.prod(aside) // (SUBLANES * period(bits)[1])
         # A fori_loop counts in int64 with 64-bit types on.
         lax.scan(call, jnp.int32(0), length=count)
 
@@ -160,7 +214,7 @@ class ScaleBlock(Block):
     def open(self, column_block: jax.Array) -> None:
         """Write each element to all groups and lanes of its block."""
         height, width = self._block_in_registers
-        stored = _as_integers(self.ref[...])
+        stored = _as_integers(self.ref[...]).reshape(-1, LANES)
         lane = lax.broadcasted_iota(jnp.int32, stored.shape, 1)
         first = lax.rem(column_block, jnp.int32(width)) * jnp.int32(LANES // width)
         words = lax.bitcast_convert_type(
@@ -172,7 +226,7 @@ class ScaleBlock(Block):
     def close(self, column_block: jax.Array) -> None:
         """Write the elements of this program's share of the lanes."""
         ref, (height, width) = self.ref, self._block_in_registers
-        words = self.scratch[every(0, height, ref.shape[0]), :]
+        words = self.scratch[every(0, height, math.prod(ref.shape[:-1])), :]
         stored = lax.bitcast_convert_type(words, jnp.int32)
         lane = lax.broadcasted_iota(jnp.int32, stored.shape, 1)
         chosen = _permuted(stored, (lane * jnp.int32(width)) & jnp.int32(LANES - 1))
@@ -183,7 +237,8 @@ class ScaleBlock(Block):
             ref[...] = jnp.zeros(ref.shape, ref.dtype)
 
         here = lane // jnp.int32(LANES // width) == share
-        new = jnp.where(here, chosen, _as_integers(ref[...]))
+        old = _as_integers(ref[...]).reshape(-1, LANES)
+        new = jnp.where(here, chosen, old).reshape(ref.shape)
         if ref.dtype.itemsize == 2:
             ref[...] = lax.bitcast_convert_type(new, jnp.float32).astype(ref.dtype)
         else:
@@ -219,7 +274,8 @@ def blocks_of(arrays: Sequence[KernelArray], refs: Sequence[Ref]) -> list[Block]
 def _block(array: KernelArray, outside: Ref, scratch: Iterator[Ref]) -> Block:
     ref = next(scratch) if array.is_transposed else outside
     kind = Block if array.block_size is None else ScaleBlock
-    return kind(array, outside, ref, next(scratch) if array.scratch_rows else None)
+    has_scratch = array.scratch_shape is not None
+    return kind(array, outside, ref, next(scratch) if has_scratch else None)
 
 
 def every(first: int, stride: int, size: int = SUBLANES):
@@ -229,7 +285,11 @@ def every(first: int, stride: int, size: int = SUBLANES):
 
 def part(ref: Ref, number: jax.Array, group: int) -> Ref:
     """A reference to the rows of a unit, whose groups have so many."""
-    return ref.at[_groups(number, group), :]
+    if len(ref.shape) == 2:
+        return ref.at[_groups(number, group), :]
+    registers = jnp.int32(ref.shape[1] // SUBLANES)
+    first = lax.div(number, registers) * jnp.int32(group)
+    return ref.at[pl.ds(first, group), _groups(lax.rem(number, registers), 1), :]
 
 
 def _groups(number: jax.Array, group: int):
@@ -238,15 +298,20 @@ def _groups(number: jax.Array, group: int):
     return pl.ds(start, rows)
 
 
+def _register(ref: Ref, row: int, group: int):
+    """An index of the register with a row of a unit's groups."""
+    return (every(row, group), slice(None)) if len(ref.shape) == 2 else row
+
+
 def _load(ref: Ref, group: int) -> list[jax.Array]:
-    """For each row of a group, a register with that row of 8 groups."""
-    return [ref[every(row, group), :] for row in range(group)]
+    """For each row of a group, a register with that row of 8 groups or matrices."""
+    return [ref[_register(ref, row, group)] for row in range(group)]
 
 
 def _store(ref: Ref, rows: Iterable, group: int) -> None:
     """The inverse of :func:`_load`."""
     for row, value in enumerate(rows):
-        ref[every(row, group), :] = whole(value)
+        ref[_register(ref, row, group)] = whole(value)
 
 
 def _field(words: Sequence[jax.Array], row: int, bits: int):

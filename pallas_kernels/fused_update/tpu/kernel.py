@@ -39,7 +39,12 @@ from pallas_kernels.fused_update.tpu.rules import (
     generation_of_target,
     rules_for,
 )
-from pallas_kernels.fused_update.tpu.tiling import LANES, Tiling, tiling_of
+from pallas_kernels.fused_update.tpu.tiling import (
+    LANES,
+    Tiling,
+    elements_of_rows,
+    tiling_of,
+)
 from pallas_kernels.layout import Layout, layout_of
 
 _MIN_ELEMENTS = 2**14
@@ -78,11 +83,11 @@ def accepts(body: Body | BlockBody, leaf: Leaf, scalars: int) -> bool:
     """
     if len(leaf.shape) < 2 or any(operand.repeated for operand in leaf.operands):
         return False
+    if math.prod(leaf.shape) < _MIN_ELEMENTS:
+        return False
     merged = merged_shape(leaf, leaf.shape, leaf.shape)
     leaf = dataclasses.replace(leaf, shape=merged)
-    if leaf.has_words_or_blocks and leaf.layout.axis != -2:
-        return False
-    if math.prod(merged[-2:]) < _MIN_ELEMENTS or not _is_wide(leaf, merged):
+    if elements_of_rows(leaf, merged) < _MIN_ELEMENTS or not _is_wide(leaf, merged):
         return False
     # XLA updates a plain leaf in one pass, which costs less than copies of float16.
     plain = DTYPES if leaf.has_words_or_blocks else DTYPES - {jnp.dtype(jnp.float16)}
@@ -206,7 +211,7 @@ def _call(kernel: _Kernel):
             },
             compiler_params=pltpu.CompilerParams(
                 # Programs with neighbouring columns write the same row of scales.
-                dimension_semantics=("parallel", "parallel", "arbitrary"),
+                dimension_semantics=("parallel",) * 3 + ("arbitrary",),
                 vmem_limit_bytes=_MEMORY_LIMIT,
             ),
             interpret=pltpu.InterpretParams() if kernel.interpret else False,
@@ -216,7 +221,7 @@ def _call(kernel: _Kernel):
 
 
 def _program(kernel: _Kernel, layer, place, table, *refs):
-    matrix, *block = (pl.program_id(axis) for axis in range(3))
+    matrix, aside, *block = (pl.program_id(axis) for axis in range(4))
     row = place[0].astype(jnp.int32) * jnp.int32(kernel.table_width)
     scalars = [table[row + jnp.int32(i)] for i in range(kernel.table_width)]
     blocks = blocks_of((*kernel.operands, *kernel.results), refs)
@@ -234,7 +239,7 @@ def _program(kernel: _Kernel, layer, place, table, *refs):
         scalars,
         operands,
         results,
-        _first_element(kernel.tiling, first, matrix, *block),
+        _first_element(kernel.tiling, first, matrix, aside, *block),
         (block[0], block[1]),
     )
     if kernel.when is None:
@@ -251,6 +256,7 @@ def _first_element(
     tiling: Tiling,
     first: jax.Array,
     matrix: jax.Array,
+    aside: jax.Array,
     rows: jax.Array,
     columns: jax.Array,
 ) -> jax.Array:
@@ -259,14 +265,22 @@ def _first_element(
     Args:
       tiling: of the leaf.
       first: index of the part's first element.
-      matrix, rows, columns: the program's numbers.
+      matrix, aside, rows, columns: the program's numbers.
     """
     whole = tiling.whole
-    for axis in reversed(range(len(whole) - 2)):
-        length, stride = tiling.shape[axis], math.prod(whole[axis + 1 :]) % 2**32
-        number = lax.rem(matrix, jnp.int32(length)).astype(jnp.uint32)
-        matrix = lax.div(matrix, jnp.int32(length))
-        first = first + number * jnp.uint32(stride)
-    rows_before = jnp.uint32(tiling.block_rows * whole[-1] % 2**32)
-    first = first + rows.astype(jnp.uint32) * rows_before
-    return first + columns.astype(jnp.uint32) * jnp.uint32(LANES)
+
+    def stride(axis: int) -> int:
+        return math.prod(whole[len(whole) + axis + 1 :])
+
+    steps = [
+        (rows, tiling.block_rows * tiling.row_stride),
+        (columns, LANES),
+        (aside, (tiling.side_by_side or 0) * stride(-2)),
+    ]
+    for axis in reversed(tiling.matrix_axes):
+        length = jnp.int32(tiling.shape[axis])
+        steps.append((lax.rem(matrix, length), stride(axis)))
+        matrix = lax.div(matrix, length)
+    for number, step in steps:
+        first = first + number.astype(jnp.uint32) * jnp.uint32(step % 2**32)
+    return first

@@ -1,16 +1,22 @@
 """Which part of a leaf each program of a TPU kernel updates, and in what pieces.
 
-A leaf is seen as matrices of rows and columns, one for each index of the axes before
-the rows. A program updates a block of rows by 128 columns. It goes through the block in
-units of registers: a *group* is the rows after which most packed fields repeat, and a
-register of 8 sublanes holds one row of each of 8 neighbouring groups. So the fields of
-one word are in as many registers, at the same sublane and lane as the word in its own.
+A leaf is seen as matrices of rows and columns. A program updates a block of rows by 128
+columns. It goes through the block in units of registers, which have 8 sublanes of 128
+lanes, in one of two ways. In both the fields of one word are in as many registers, at
+the same sublane and lane as the word in its own.
+
+- A *group* is the rows after which most packed fields repeat, and a register holds one
+  row of each of 8 neighbouring groups of a matrix.
+- Where XLA:TPU stores the axis between rows and columns, such as heads or layers, in
+  the sublanes of its tiles, the block has some 8 matrices or more *side by side*. A
+  register holds one row of 8 of them, and a unit is one group.
 """
 
 import dataclasses
+import itertools
 import math
 
-from pallas_kernels.fused_update.spec import Operand, Result, Shard
+from pallas_kernels.fused_update.spec import Leaf, Operand, Result, Shard
 from pallas_kernels.layout import block_shape, is_unrolled, period
 
 LANES, SUBLANES = 128, 8
@@ -29,27 +35,37 @@ class Tiling:
     Args:
       shape: of the shard.
       whole: of the leaf, whose row-major indices the elements have.
+      axis: the rows', counted from the end.
       group: rows in a group.
       row_unit, column_unit: the rows of whole words and blocks, and columns of blocks.
-      block_rows: rows of a program.
+      block_rows: rows of a program, of each matrix.
+      side_by_side: matrices of a program, which share registers; None for one.
     """
 
     shape: tuple[int, ...]
     whole: tuple[int, ...]
+    axis: int
     group: int
     row_unit: int
     column_unit: int
     block_rows: int
+    side_by_side: int | None = None
+
+    @property
+    def matrix_axes(self) -> tuple[int, ...]:
+        """The axes of which each index has matrices of its own, from the end."""
+        between = range(self.axis + 1, -1 if self.side_by_side is None else -2)
+        return (*range(-len(self.shape), self.axis), *between)
 
     @property
     def matrices(self) -> int:
-        """How many matrices of rows and columns there are."""
-        return math.prod(self.shape[:-2])
+        """How many matrices of rows and columns there are, side by side ones as one."""
+        return math.prod(self.shape[axis] for axis in self.matrix_axes)
 
     @property
     def rows(self) -> int:
         """Rows of a matrix."""
-        return self.shape[-2]
+        return self.shape[self.axis]
 
     @property
     def columns(self) -> int:
@@ -57,25 +73,38 @@ class Tiling:
         return self.shape[-1]
 
     @property
-    def grid(self) -> tuple[int, int, int]:
-        """Matrices, blocks of rows, and blocks of columns."""
+    def row_stride(self) -> int:
+        """By how much the indices of elements in neighbouring rows differ."""
+        return math.prod(self.whole[self.axis + 1 :])
+
+    @property
+    def grid(self) -> tuple[int, int, int, int]:
+        """Matrices, blocks of those side by side, of rows, and of columns."""
+        blocks = 1
+        if self.side_by_side is not None:
+            blocks = self.shape[-2] // self.side_by_side
         rows = math.ceil(self.rows / self.block_rows)
-        return self.matrices, rows, math.ceil(self.columns / LANES)
+        return self.matrices, blocks, rows, math.ceil(self.columns / LANES)
+
+    @property
+    def registers(self) -> int:
+        """Registers that one row of a program's matrices fills, if they are several."""
+        return (self.side_by_side or 0) // SUBLANES
 
     @property
     def unit_rows(self) -> int:
         """Rows of a unit: a register for each row of a group."""
-        return SUBLANES * self.group
+        return self.group * (SUBLANES if self.side_by_side is None else 1)
 
     @property
     def units(self) -> int:
         """Units of a program."""
-        return self.block_rows // self.unit_rows
+        return self.block_rows // self.unit_rows * (self.registers or 1)
 
     @property
     def unroll(self) -> int:
         """Units that the loop's body has."""
-        return math.gcd(self.units, _MAX_UNROLLED // self.group)
+        return math.gcd(self.units, max(_MAX_UNROLLED // self.group, 1))
 
     @property
     def is_even(self) -> bool:
@@ -93,56 +122,118 @@ def tiling_of(shard: Shard) -> Tiling:
 
     A program takes whole periods of words and whole blocks of scales, as many rows as
     there is memory for. Where words lie transposed it takes whole tiles of them.
-
-    Args:
-      shard: with merged axes, so that the rows are the last axis but one.
     """
-    leaf = shard.leaf
+    leaf, axis = shard.leaf, _row_axis(shard.leaf, shard.shape)
     heights, widths = zip((1, 1), *map(block_shape, leaf.block_sizes), strict=True)
     periods = [period(bits)[0] for bits in leaf.packed]
-    # Whole words of most widths, and an eighth of every block. Fields of other widths
-    # are unpacked beforehand, see :mod:`.blocks`.
+    aside = _side_by_side(leaf, shard.shape)
+    # Whole words of most widths, and an eighth of every block, or the only kind of
+    # block. Fields of other widths are unpacked beforehand, see :mod:`.blocks`.
     group = math.lcm(
         _MIN_GROUP,
         *(period(bits)[0] for bits in leaf.packed if is_unrolled(bits)),
-        *(block_shape(size)[0] // SUBLANES for size in leaf.block_sizes),
+        *(height // (SUBLANES if aside is None else 1) or 1 for height in heights),
     )
-    # A register holds 8 groups of each block, or more blocks, and 8 periods of words.
-    unit = max(_MIN_ROWS, *(SUBLANES * rows for rows in (*heights, *periods)))
-    bytes_per_row = 2 * LANES * sum(map(_bytes_of, (*leaf.operands, *leaf.results)))
-    rows, limit = _MAX_ROWS, _MAX_BYTES
-    # Words that lie transposed are in whole tiles if there is memory for so many rows.
-    tile_rows = LANES * max(periods, default=1)
-    tile_bytes = tile_rows * bytes_per_row
-    if lies_transposed(shard.shape) and tile_bytes <= _MAX_TRANSPOSED_BYTES:
-        rows, limit = max(rows, tile_rows), max(limit, tile_bytes)
-    while rows > unit and rows * bytes_per_row > limit:
-        rows //= 2
+    both = (*leaf.operands, *leaf.results)
+    max_rows, limit = _MAX_ROWS // (aside or 1), _MAX_BYTES
+    if aside is not None:
+        unit = math.lcm(group, *periods)
+        bytes_per_row = 2 * LANES * aside * sum(map(_bytes_side_by_side, both))
+    else:
+        # A register holds 8 groups of each block, or more blocks, and 8 periods.
+        unit = max(_MIN_ROWS, *(SUBLANES * rows for rows in (*heights, *periods)))
+        bytes_per_row = 2 * LANES * sum(map(_bytes_of, both))
+        # Words that lie transposed are in whole tiles if there is memory for so many.
+        tile_rows = LANES * max(periods, default=1)
+        tile_bytes = tile_rows * bytes_per_row
+        if lies_transposed(shard.shape, axis) and tile_bytes <= _MAX_TRANSPOSED_BYTES:
+            max_rows, limit = max(max_rows, tile_rows), max(limit, tile_bytes)
+    rows = unit
+    while 2 * rows <= max_rows and 2 * rows * bytes_per_row <= limit:
+        rows *= 2
     return Tiling(
         shard.shape,
         leaf.shape,
+        axis,
         group,
         math.lcm(*heights, *periods),
         max(widths),
-        min(rows, math.ceil(shard.shape[-2] / unit) * unit),
+        min(rows, math.ceil(shard.shape[axis] / unit) * unit),
+        aside,
     )
 
 
-def lies_transposed(shape: tuple[int, ...]) -> bool:
-    """Whether XLA:TPU stores rows, and not columns, next to each other.
+def minor_axes(shape: tuple[int, ...]) -> tuple[int, int]:
+    """The axes in the lanes and in the sublanes of XLA:TPU's tiles, from the end.
 
-    Arrays are stored in tiles of 8 x 128. XLA takes the order of the last two axes that
-    needs less padding.
+    Arrays are stored in tiles of 8 x 128, or of 1, 2 or 4 x 128 if they have no more
+    elements along an axis. XLA takes the two axes that need the least padding, and of
+    those the last ones.
+
+    >>> minor_axes((4096, 4096)), minor_axes((4096, 1376)), minor_axes((2048, 4, 64))
+    ((-1, -2), (-2, -1), (-3, -1))
+    >>> minor_axes((2048, 16, 1024)), minor_axes((2048, 12, 1024))
+    ((-1, -2), (-1, -3))
+    """
+
+    def padding(pair: tuple[int, int]) -> float:
+        lanes, sublanes = (shape[axis] for axis in pair)
+        tile = min(SUBLANES, 1 << (sublanes - 1).bit_length())
+        padded = math.ceil(lanes / LANES) * LANES * math.ceil(sublanes / tile) * tile
+        return padded / (lanes * sublanes)
+
+    pairs = itertools.permutations(range(-1, -len(shape) - 1, -1), 2)
+    return min(pairs, key=padding)
+
+
+def lies_transposed(shape: tuple[int, ...], axis: int = -2) -> bool:
+    """Whether XLA:TPU stores rows, and not columns, next to each other.
 
     >>> [lies_transposed(shape) for shape in ((4096, 4096), (4096, 1376), (1000, 2048))]
     [False, True, False]
     """
-    rows, columns = shape[-2:]
-    return _tiles(columns, rows) < _tiles(rows, columns)
+    return minor_axes(shape)[0] == axis
 
 
-def _tiles(rows: int, columns: int) -> int:
-    return math.ceil(rows / SUBLANES) * math.ceil(columns / LANES)
+def elements_of_rows(leaf: Leaf, shape: tuple[int, ...]) -> int:
+    """Elements of a part from one index of the axes before the rows; 0 if no kernel
+    takes it.
+    """
+    axis = _row_axis(leaf, shape)
+    if axis == -1 or (axis < -2 and not is_taken_as_stored(leaf, shape)):
+        return 0
+    return math.prod(shape[axis:])
+
+
+def is_taken_as_stored(leaf: Leaf, shape: tuple[int, ...]) -> bool:
+    """Whether a kernel takes a part of this shape without copies of its arrays."""
+    is_matrix = set(minor_axes(shape)) == {-1, _row_axis(leaf, shape)}
+    return is_matrix or _side_by_side(leaf, shape) is not None
+
+
+def _row_axis(leaf: Leaf, shape: tuple[int, ...]) -> int:
+    """The axis of rows, from the end; any axis can be that of a plain leaf."""
+    return leaf.layout.axis if leaf.has_words_or_blocks else minor_axes(shape)[1]
+
+
+def _side_by_side(leaf: Leaf, shape: tuple[int, ...]) -> int | None:
+    """How many matrices of a part a program has; None for one.
+
+    They are as many as share a tile of the narrowest dtype, if these divide all. There
+    must be no blocks of different heights, since a register has no sublanes for them.
+    """
+    if (
+        _row_axis(leaf, shape) > -3
+        or minor_axes(shape) != (-1, -2)
+        or shape[-2] % SUBLANES
+    ):
+        return None
+    heights = {block_shape(size)[0] for size in leaf.block_sizes}
+    if len(heights) > 1 or max(heights, default=1) > _MAX_UNROLLED:
+        return None
+    arrays = [o.array.dtype for o in leaf.operands if o.block_size is None]
+    full = SUBLANES * 4 // min(dtype.itemsize for dtype in arrays)
+    return full if shape[-2] % full == 0 else shape[-2]
 
 
 def _bytes_of(like: Operand | Result) -> float:
@@ -152,6 +243,16 @@ def _bytes_of(like: Operand | Result) -> float:
         return like.bits / 8 + (0 if is_unrolled(like.bits) else 2)
     if like.block_size is not None:
         return 1.0
-    array = like.array if isinstance(like, Operand) else like
     # Rows of fewer bits are in scratch memory too.
-    return {1: 1.5, 2: 3}.get(array.dtype.itemsize, 4)
+    return {1: 1.5, 2: 3}.get(_dtype_of(like).itemsize, 4)
+
+
+def _bytes_side_by_side(like: Operand | Result) -> float:
+    """The same if each element of fewer bits has a word of scratch memory."""
+    if like.bits is not None or like.block_size is not None:
+        return _bytes_of(like)
+    return {1: 3, 2: 4}.get(_dtype_of(like).itemsize, 4)
+
+
+def _dtype_of(like: Operand | Result):
+    return (like.array if isinstance(like, Operand) else like).dtype

@@ -25,7 +25,7 @@ from pallas_kernels import Operand, Result, Scalars, layout_of
 from pallas_kernels.fused_update import Leaf
 from pallas_kernels.fused_update.spec import Call, Shard
 from pallas_kernels.fused_update.tpu import kernel as tpu
-from pallas_kernels.fused_update.tpu.tiling import lies_transposed
+from pallas_kernels.fused_update.tpu.tiling import lies_transposed, minor_axes
 
 RAGGED = (133, 131)
 SHAPES = {
@@ -122,8 +122,19 @@ def test_maxima_are_those_of_blocks_of_each_size(shape, sizes, only_kernels):
 FULL = (133, 256)
 HIGH = {"weights": extra_bits(5), "moments": block_quantized(8, block_size=2048)}
 E4M3FN, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
-# What XLA stores transposed, and what has rows before heads.
-OTHER_SHAPES = [(1024, 136), (1024, 16), (72, 5, 64), (2, 256, 3, 32)]
+TRANSPOSED = [(1024, 136), (1024, 16)]
+# Rows before heads or layers: a matrix for each head, transposed or not; heads side by
+# side in registers; and what is copied.
+BEFORE_HEADS = {
+    "transposed": (72, 5, 64),
+    "several axes transposed": (2, 256, 3, 32),
+    "matrices": (136, 3, 128),
+    "side by side": (72, 16, 256),
+    "few side by side": (136, 8, 128),
+    "some side by side": (2, 71, 3, 24, 128),
+    "copied": (72, 4, 128),
+}
+OTHER_SHAPES = [*TRANSPOSED, *BEFORE_HEADS.values()]
 FORMATS = {
     "toward zero": (RAGGED, {"weights": extra_bits(8, rounding="toward_zero")}),
     "kahan": (FULL, {"weights": kahan(), "moments": cast(jnp.bfloat16)}),
@@ -144,9 +155,28 @@ FORMATS = {
     },
     **{
         f"{bits} bits {shape}": (shape, {"weights": extra_bits(bits)})
-        for shape in OTHER_SHAPES[:2]
+        for shape in OTHER_SHAPES[:-1]
         for bits in (5, 8)
     },
+    "plain before heads": (BEFORE_HEADS["matrices"], {"weights": kahan()}),
+    "blocks of 64 side by side": (
+        BEFORE_HEADS["side by side"],
+        {"weights": extra_bits(12), "moments": block_quantized(8, block_size=64)},
+    ),
+    "blocks of 256 side by side": (
+        BEFORE_HEADS["side by side"],
+        {"moments": block_quantized(8, block_size=256)},
+    ),
+    "e4m3fn side by side": (
+        BEFORE_HEADS["side by side"],
+        {"moments": block_quantized(8)},
+        E4M3FN,
+    ),
+    "float16 side by side": (
+        BEFORE_HEADS["side by side"],
+        {"weights": extra_bits(8)},
+        jnp.float16,
+    ),
     "e4m3fn": (FULL, {"weights": extra_bits(8)}, E4M3FN),
     "e5m2": (FULL, {"weights": stochastic_rounding()}, E5M2),
     "e5m2 kahan": (FULL, {"weights": kahan()}, E5M2),
@@ -180,9 +210,14 @@ def test_formats_have_the_same_bits_with_64_bit_types(name, only_kernels):
     assert True in only_kernels  # the bias has none, and may be traced already
 
 
-def test_arrays_of_other_shapes_are_transposed_or_have_rows_before_heads():
-    assert all(map(lies_transposed, OTHER_SHAPES[:2]))
-    assert all(layout_of(shape).axis == -3 for shape in OTHER_SHAPES[2:])
+def test_arrays_of_other_shapes_are_stored_in_these_ways():
+    assert all(map(lies_transposed, TRANSPOSED))
+    ways = {name: minor_axes(shape) for name, shape in BEFORE_HEADS.items()}
+    assert all(layout_of(shape).axis < -2 for shape in BEFORE_HEADS.values())
+    assert {ways[name] for name in ways if "transposed" in name} == {(-3, -1)}
+    assert ways["matrices"] == (-1, -3)
+    assert {ways[name] for name in ways if "side" in name} == {(-1, -2)}
+    assert BEFORE_HEADS["copied"][-2] % 8
 
 
 def test_plain_float16_is_left_to_the_reference(only_kernels):
@@ -249,7 +284,7 @@ def test_several_equal_leaves_have_their_own_random_bits(only_kernels):
 
 @pytest.mark.parametrize(
     "shape",
-    [(40000,), (128, 64), (64, 3, 256)],
+    [(40000,), (128, 64), (64, 4, 256)],
     ids=["vector", "narrow", "rows before heads"],
 )
 def test_other_leaves_are_left_to_the_reference(shape, only_kernels):
