@@ -56,6 +56,7 @@ class KernelArray:
             rows = rows * self.bits // 32
         elif self.block_size is not None:
             rows //= block_shape(self.block_size)[0]
+            rows //= self.block_width if self.tiling.is_folded else 1
         aside = self.tiling.side_by_side
         return (rows, LANES) if aside is None else (rows, aside, LANES)
 
@@ -71,7 +72,7 @@ class KernelArray:
         Its blocks must then be whole tiles, or the array itself. Otherwise XLA copies
         the array, which is small.
         """
-        if self.tiling.side_by_side is not None:
+        if self.tiling.side_by_side is not None or self.tiling.is_folded:
             return False
         rows, axis = self.block[0], self.tiling.axis
         is_whole = self.tiling.grid[2] == 1 and rows == self.shape[axis]
@@ -154,6 +155,8 @@ class KernelArray:
             x = x[:, : self._view_shape[1], ..., : self.shape[-1]]
         if x.dtype != self.dtype:
             x = lax.bitcast_convert_type(x, self.dtype)
+        if self.tiling.is_folded:
+            return x.reshape(-1)[: self.shape[-1]]
         if self.tiling.side_by_side is None:
             axis, before = self.tiling.axis, len(self.shape) + self.tiling.axis
             between = self.shape[axis + 1 : -1]
@@ -175,12 +178,16 @@ class KernelArray:
 
     def _view(self, x: jax.Array) -> jax.Array:
         """Matrices, or rows with those side by side: no copy of what lies so."""
-        if self.tiling.side_by_side is None:
+        if self.tiling.is_folded:
+            x = jnp.pad(x, (0, math.prod(self._view_shape) - self.shape[-1]))
+        elif self.tiling.side_by_side is None:
             x = jnp.moveaxis(x, self.tiling.axis, -2)
         return x.reshape(self._view_shape)
 
     @property
     def _view_shape(self) -> tuple[int, ...]:
+        if self.tiling.is_folded:
+            return 1, math.ceil(self.shape[-1] / LANES), LANES
         axis = self.tiling.axis
         before, between = self.shape[:axis], self.shape[axis + 1 : -1]
         rows, columns = self.shape[axis], self.shape[-1]

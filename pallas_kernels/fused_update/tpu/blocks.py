@@ -7,6 +7,9 @@ not repeat within a group (those of odd widths repeat after 32 rows). Their fiel
 unpacked into scratch memory before a program's loop, and packed after it. Rows of 16
 bits lie in pairs in 32-bit words, those of 8 bits in fours, and are copied as such.
 
+What is stored of a vector has 4 rows of 32 columns in a register's quarters. They are
+exchanged among the registers of a unit, so that quarters are of different groups.
+
 Of matrices side by side a register has one row of 8 of them, which a block has next to
 each other. There it is matrices that lie in pairs or in fours in words. So elements of
 16 or 8 bits get words of their own in scratch memory before the loop.
@@ -30,9 +33,11 @@ from pallas_kernels.bitfields import get_field, period, put_fields
 from pallas_kernels.fused_update.tpu.arrays import KernelArray
 from pallas_kernels.fused_update.tpu.tiling import LANES, SUBLANES
 from pallas_kernels.fused_update.tpu.values import Field, Narrow, shifted_left, whole
+from pallas_kernels.layout import FOLD
 
 Ref = typing.Any
 
+_QUARTERS = LANES // FOLD
 _ROWS_AT_ONCE = 8
 """Rows of matrices side by side that are widened in a loop's body."""
 
@@ -89,18 +94,19 @@ class Block:
             self._words(unit)[...] = pltpu.bitcast(self._rows(unit)[...], jnp.uint32)
             words = _load(self._words(unit), group // self._rows_per_word)
             width = 8 * array.dtype.itemsize
-            return [
-                Narrow(_shifted(word, 32 - end), array.dtype)
+            rows = [
+                _shifted(word, 32 - end)
                 for word in words
                 for end in range(width, 33, width)
             ]
+            return [Narrow(word, array.dtype) for word in self._folded(rows)]
         if array.has_scratch_fields:
             return _load(part(self.scratch, unit, group), group)
         if array.bits is not None:
             count = group * array.bits // 32
-            words = _load(part(self.ref, unit, count), count)
+            words = self._folded(_load(part(self.ref, unit, count), count))
             return [_field(words, row, array.bits) for row in range(group)]
-        return _load(self._rows(unit), group)
+        return self._folded(_load(self._rows(unit), group))
 
     def store(
         self, unit: jax.Array, rows: Sequence, exist: Sequence[jax.Array | None]
@@ -119,6 +125,8 @@ class Block:
             return
         if array.is_narrow:
             count = self._rows_per_word
+            unfolded = self._unfolded([row.word for row in rows])
+            rows = [Narrow(word, array.dtype) for word in unfolded]
             words = [
                 _joined_rows(rows[i : i + count]) for i in range(0, len(rows), count)
             ]
@@ -137,7 +145,28 @@ class Block:
                 ref = self.scratch
             else:
                 rows = _joined(rows, array.bits)
-        _store(part(ref, unit, len(rows)), rows, len(rows))
+        _store(part(ref, unit, len(rows)), self._unfolded(rows), len(rows))
+
+    def _folded(self, registers: list) -> list:
+        """What is stored of a vector's unit, as rows of 4 groups side by side."""
+        count = len(registers)
+
+        def source(row: int, quarter: int) -> tuple[int, int]:
+            return divmod(quarter * count + row, _QUARTERS)
+
+        is_folded = self.array.tiling.is_folded
+        return _exchanged(registers, source) if is_folded else registers
+
+    def _unfolded(self, rows: list) -> list:
+        """The inverse of :meth:`_folded`."""
+        count = len(rows)
+
+        def source(number: int, quarter: int) -> tuple[int, int]:
+            quarter, row = divmod(number * _QUARTERS + quarter, count)
+            return row, quarter
+
+        is_folded = self.array.tiling.is_folded
+        return _exchanged([whole(x) for x in rows], source) if is_folded else rows
 
     @property
     def _rows_per_word(self) -> int:
@@ -215,34 +244,56 @@ class ScaleBlock(Block):
         """Write each element to all groups and lanes of its block."""
         height, width = self._block_in_registers
         stored = _as_integers(self.ref[...]).reshape(-1, LANES)
-        lane = lax.broadcasted_iota(jnp.int32, stored.shape, 1)
-        first = lax.rem(column_block, jnp.int32(width)) * jnp.int32(LANES // width)
-        words = lax.bitcast_convert_type(
-            _permuted(stored, lane // jnp.int32(width) + first), jnp.uint32
-        )
+        share = lax.rem(column_block, jnp.int32(width))
+        if self.array.tiling.is_folded:
+            for number in range(width):
+                words = self._spread(stored, jnp.int32(number))
+                self.scratch[every(number, width, len(words)), :] = words
+            return
+        words = self._spread(stored, share)
         for groups in range(height):
             self.scratch[every(groups, height, len(words)), :] = words
 
     def close(self, column_block: jax.Array) -> None:
         """Write the elements of this program's share of the lanes."""
         ref, (height, width) = self.ref, self._block_in_registers
-        words = self.scratch[every(0, height, math.prod(ref.shape[:-1])), :]
-        stored = lax.bitcast_convert_type(words, jnp.int32)
-        lane = lax.broadcasted_iota(jnp.int32, stored.shape, 1)
-        chosen = _permuted(stored, (lane * jnp.int32(width)) & jnp.int32(LANES - 1))
-        share = lax.rem(column_block, jnp.int32(width))
+        rows = math.prod(ref.shape[:-1])
+        if self.array.tiling.is_folded:
+            new = jnp.zeros((rows, LANES), jnp.int32)
+            for number in range(width):
+                words = self.scratch[every(number, width, rows), :]
+                new = self._gathered(words, jnp.int32(number), new)
+        else:
+            words = self.scratch[every(0, height, rows), :]
+            share = lax.rem(column_block, jnp.int32(width))
 
-        @pl.when(share == jnp.int32(0))
-        def _():
-            ref[...] = jnp.zeros(ref.shape, ref.dtype)
+            @pl.when(share == jnp.int32(0))
+            def _():
+                ref[...] = jnp.zeros(ref.shape, ref.dtype)
 
-        here = lane // jnp.int32(LANES // width) == share
-        old = _as_integers(ref[...]).reshape(-1, LANES)
-        new = jnp.where(here, chosen, old).reshape(ref.shape)
+            old = _as_integers(ref[...]).reshape(-1, LANES)
+            new = self._gathered(words, share, old)
+        new = new.reshape(ref.shape)
         if ref.dtype.itemsize == 2:
             ref[...] = lax.bitcast_convert_type(new, jnp.float32).astype(ref.dtype)
         else:
             ref[...] = lax.bitcast_convert_type(new, ref.dtype)
+
+    def _spread(self, stored: jax.Array, share: jax.Array) -> jax.Array:
+        """Each element of a share of the lanes, in all lanes of its block."""
+        _, width = self._block_in_registers
+        lane = lax.broadcasted_iota(jnp.int32, stored.shape, 1)
+        first = share * jnp.int32(LANES // width)
+        spread = _permuted(stored, lane // jnp.int32(width) + first)
+        return lax.bitcast_convert_type(spread, jnp.uint32)
+
+    def _gathered(self, words: jax.Array, share: jax.Array, old: jax.Array):
+        """The inverse of :meth:`_spread`: the share is new."""
+        _, width = self._block_in_registers
+        stored = lax.bitcast_convert_type(words, jnp.int32)
+        lane = lax.broadcasted_iota(jnp.int32, stored.shape, 1)
+        chosen = _permuted(stored, (lane * jnp.int32(width)) & jnp.int32(LANES - 1))
+        return jnp.where(lane // jnp.int32(LANES // width) == share, chosen, old)
 
     def load_elements(self, unit: jax.Array):
         """The element of each value of a unit's groups."""
@@ -348,6 +399,39 @@ def _joined_rows(rows: Sequence[Narrow]) -> jax.Array:
         moved = row.word >> jnp.uint32(32 - width - place)
         word = word | (moved & mask if place else moved)
     return word
+
+
+def _exchanged(
+    registers: Sequence[jax.Array], source: Callable[[int, int], tuple[int, int]]
+) -> list[jax.Array]:
+    """As many registers, whose quarters of the lanes are others' quarters.
+
+    Args:
+      registers: of 32-bit elements.
+      source: the number of a register and of its quarter, by those of a result.
+    """
+    lane = lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), 1)
+    quarter = lane // jnp.int32(FOLD)
+    results = []
+    for number in range(len(registers)):
+        sources = [source(number, place) for place in range(_QUARTERS)]
+        moves = [(old - place) * FOLD for place, (_, old) in enumerate(sources)]
+        lanes = lane + _by_quarter(quarter, moves, jnp.int32)
+        moved = {n: _permuted(registers[n], lanes) for n, _ in sources}
+        results.append(_by_quarter(quarter, [n for n, _ in sources], moved.__getitem__))
+    return results
+
+
+def _by_quarter(
+    quarter: jax.Array, choices: Sequence[int], value: Callable[[int], jax.Array]
+) -> jax.Array:
+    """For each quarter of the lanes the value of its choice."""
+    result = value(choices[-1])
+    for place in reversed(range(_QUARTERS - 1)):
+        if choices[place] != choices[place + 1]:
+            is_before = quarter <= jnp.int32(place)
+            result = jnp.where(is_before, value(choices[place]), result)
+    return result
 
 
 def _as_integers(x: jax.Array) -> jax.Array:

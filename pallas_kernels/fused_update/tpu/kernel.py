@@ -81,7 +81,7 @@ def accepts(body: Body | BlockBody, leaf: Leaf, scalars: int) -> bool:
       leaf: whole, its operands with arrays or their ShapeDtypeStructs.
       scalars: how many the body gets.
     """
-    if len(leaf.shape) < 2 or any(operand.repeated for operand in leaf.operands):
+    if not leaf.shape or any(operand.repeated for operand in leaf.operands):
         return False
     if math.prod(leaf.shape) < _MIN_ELEMENTS:
         return False
@@ -273,7 +273,7 @@ def _first_element(
         return math.prod(whole[len(whole) + axis + 1 :])
 
     steps = [
-        (rows, tiling.block_rows * tiling.row_stride),
+        (rows, tiling.block_rows * (LANES if tiling.is_folded else tiling.row_stride)),
         (columns, LANES),
         (aside, (tiling.side_by_side or 0) * stride(-2)),
     ]

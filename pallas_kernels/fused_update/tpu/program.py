@@ -15,6 +15,7 @@ from pallas_kernels.fused_update.tpu.blocks import Block, ScaleBlock
 from pallas_kernels.fused_update.tpu.functions import REGISTER, Functions, Known
 from pallas_kernels.fused_update.tpu.tiling import LANES, SUBLANES, Tiling
 from pallas_kernels.fused_update.tpu.values import Sum, whole
+from pallas_kernels.layout import FOLD
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,20 +97,30 @@ class BlockProgram:
 
     def _index(self, first: jax.Array, offset: int, row: int) -> Sum:
         """The elements' indices in the whole leaf."""
+        return self._places(self.first, first, offset, row)
+
+    def _places(self, start: jax.Array, first: jax.Array, offset: int, row: int) -> Sum:
+        """The same, if the program's first element has the index ``start``."""
         tiling = self.tiling
         group, stride = tiling.group, tiling.row_stride
         constant = row * stride
-        if tiling.side_by_side is None:
-            within = _iota(0) * jnp.int32(_signed(group * stride)) + _iota(1)
-            step = tiling.unit_rows * stride
-            start = first * jnp.int32(_signed(step))
-            constant += offset * step
-        else:
+        if tiling.side_by_side is not None:
             rows, aside = self._of_unit(first + jnp.int32(offset))
             within = _iota(0) * jnp.int32(tiling.whole[-1]) + _iota(1)
-            start = rows * jnp.int32(_signed(group * stride))
-            start = start + aside * jnp.int32(SUBLANES * tiling.whole[-1])
-        scalar = self.first + start.astype(jnp.uint32)
+            before = rows * jnp.int32(_signed(group * stride))
+            before = before + aside * jnp.int32(SUBLANES * tiling.whole[-1])
+        else:
+            within, rows = _iota(1), group
+            if tiling.is_folded:
+                # Quarters of a register have neighbouring groups.
+                quarter = _iota(1) // jnp.int32(FOLD)
+                within = within + quarter * jnp.int32((group - 1) * FOLD)
+                rows = group * LANES // FOLD
+            within = within + _iota(0) * jnp.int32(_signed(rows * stride))
+            step = SUBLANES * rows * stride
+            before = first * jnp.int32(_signed(step))
+            constant += offset * step
+        scalar = start + before.astype(jnp.uint32)
         return Sum(within.astype(jnp.uint32), scalar, constant % 2**32)
 
     def _of_unit(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -126,6 +137,10 @@ class BlockProgram:
         if tiling.is_even:
             return None
         rows, columns = self.place
+        if tiling.is_folded:
+            start = rows.astype(jnp.uint32) * jnp.uint32(tiling.block_rows * LANES)
+            place = whole(self._places(start, unit, 0, row))
+            return place < jnp.uint32(tiling.shape[-1])
         start = rows * jnp.int32(tiling.block_rows) + jnp.int32(row)
         start = start + self._of_unit(unit)[0] * jnp.int32(tiling.unit_rows)
         group = tiling.group if tiling.side_by_side is None else 0

@@ -10,6 +10,10 @@ the same sublane and lane as the word in its own.
 - Where XLA:TPU stores the axis between rows and columns, such as heads or layers, in
   the sublanes of its tiles, the block has some 8 matrices or more *side by side*. A
   register holds one row of 8 of them, and a unit is one group.
+
+A folded vector is one matrix of 128 columns, which has 4 groups of its rows of 32 side
+by side. What is stored has 4 of its own rows next to each other; so the quarters of
+registers change places, see :mod:`.blocks`.
 """
 
 import dataclasses
@@ -17,7 +21,7 @@ import itertools
 import math
 
 from pallas_kernels.fused_update.spec import Leaf, Operand, Result, Shard
-from pallas_kernels.layout import block_shape, is_unrolled, period
+from pallas_kernels.layout import FOLD, block_shape, is_unrolled, period
 
 LANES, SUBLANES = 128, 8
 _MIN_GROUP = 4
@@ -52,6 +56,11 @@ class Tiling:
     side_by_side: int | None = None
 
     @property
+    def is_folded(self) -> bool:
+        """Whether it is of a vector."""
+        return self.axis == -1
+
+    @property
     def matrix_axes(self) -> tuple[int, ...]:
         """The axes of which each index has matrices of its own, from the end."""
         between = range(self.axis + 1, -1 if self.side_by_side is None else -2)
@@ -65,17 +74,19 @@ class Tiling:
     @property
     def rows(self) -> int:
         """Rows of a matrix."""
+        if self.is_folded:
+            return math.ceil(self.shape[-1] / (LANES * self.group)) * self.group
         return self.shape[self.axis]
 
     @property
     def columns(self) -> int:
         """Columns of a matrix."""
-        return self.shape[-1]
+        return LANES if self.is_folded else self.shape[-1]
 
     @property
     def row_stride(self) -> int:
-        """By how much the indices of elements in neighbouring rows differ."""
-        return math.prod(self.whole[self.axis + 1 :])
+        """By how much the indices of neighbouring elements of a group differ."""
+        return FOLD if self.is_folded else math.prod(self.whole[self.axis + 1 :])
 
     @property
     def grid(self) -> tuple[int, int, int, int]:
@@ -109,6 +120,8 @@ class Tiling:
     @property
     def is_even(self) -> bool:
         """Whether no word and no block is cut by the matrix's edges."""
+        if self.is_folded:
+            return self.shape[-1] % (LANES * self.group) == 0
         return not (self.rows % self.row_unit or self.columns % self.column_unit)
 
     def block_in_registers(self, block_size: int) -> tuple[int, int]:
@@ -127,12 +140,14 @@ def tiling_of(shard: Shard) -> Tiling:
     heights, widths = zip((1, 1), *map(block_shape, leaf.block_sizes), strict=True)
     periods = [period(bits)[0] for bits in leaf.packed]
     aside = _side_by_side(leaf, shard.shape)
+    # Sublanes that share a block's element.
+    sharing = SUBLANES if aside is None and axis != -1 else 1
     # Whole words of most widths, and an eighth of every block, or the only kind of
     # block. Fields of other widths are unpacked beforehand, see :mod:`.blocks`.
     group = math.lcm(
         _MIN_GROUP,
         *(period(bits)[0] for bits in leaf.packed if is_unrolled(bits)),
-        *(height // (SUBLANES if aside is None else 1) or 1 for height in heights),
+        *(height // sharing or 1 for height in heights),
     )
     both = (*leaf.operands, *leaf.results)
     max_rows, limit = _MAX_ROWS // (aside or 1), _MAX_BYTES
@@ -142,25 +157,29 @@ def tiling_of(shard: Shard) -> Tiling:
     else:
         # A register holds 8 groups of each block, or more blocks, and 8 periods.
         unit = max(_MIN_ROWS, *(SUBLANES * rows for rows in (*heights, *periods)))
+        unit *= max(widths) if axis == -1 else 1
         bytes_per_row = 2 * LANES * sum(map(_bytes_of, both))
         # Words that lie transposed are in whole tiles if there is memory for so many.
         tile_rows = LANES * max(periods, default=1)
         tile_bytes = tile_rows * bytes_per_row
-        if lies_transposed(shard.shape, axis) and tile_bytes <= _MAX_TRANSPOSED_BYTES:
+        is_transposed = axis != -1 and lies_transposed(shard.shape, axis)
+        if is_transposed and tile_bytes <= _MAX_TRANSPOSED_BYTES:
             max_rows, limit = max(max_rows, tile_rows), max(limit, tile_bytes)
     rows = unit
     while 2 * rows <= max_rows and 2 * rows * bytes_per_row <= limit:
         rows *= 2
-    return Tiling(
+    tiling = Tiling(
         shard.shape,
         leaf.shape,
         axis,
         group,
         math.lcm(*heights, *periods),
         max(widths),
-        min(rows, math.ceil(shard.shape[axis] / unit) * unit),
+        rows,
         aside,
     )
+    least = math.ceil(tiling.rows / unit) * unit
+    return dataclasses.replace(tiling, block_rows=min(rows, least))
 
 
 def minor_axes(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -200,7 +219,10 @@ def elements_of_rows(leaf: Leaf, shape: tuple[int, ...]) -> int:
     takes it.
     """
     axis = _row_axis(leaf, shape)
-    if axis == -1 or (axis < -2 and not is_taken_as_stored(leaf, shape)):
+    if axis == -1:
+        is_vector = len(shape) == 1 and not leaf.stacked and _has_one_height(leaf)
+        return shape[-1] if is_vector and all(map(is_unrolled, leaf.packed)) else 0
+    if axis < -2 and not is_taken_as_stored(leaf, shape):
         return 0
     return math.prod(shape[axis:])
 
@@ -213,14 +235,15 @@ def is_taken_as_stored(leaf: Leaf, shape: tuple[int, ...]) -> bool:
 
 def _row_axis(leaf: Leaf, shape: tuple[int, ...]) -> int:
     """The axis of rows, from the end; any axis can be that of a plain leaf."""
-    return leaf.layout.axis if leaf.has_words_or_blocks else minor_axes(shape)[1]
+    if leaf.has_words_or_blocks:
+        return leaf.layout.axis
+    return minor_axes(shape)[1] if len(shape) > 1 else -1
 
 
 def _side_by_side(leaf: Leaf, shape: tuple[int, ...]) -> int | None:
     """How many matrices of a part a program has; None for one.
 
-    They are as many as share a tile of the narrowest dtype, if these divide all. There
-    must be no blocks of different heights, since a register has no sublanes for them.
+    They are as many as share a tile of the narrowest dtype, if these divide all.
     """
     if (
         _row_axis(leaf, shape) > -3
@@ -228,12 +251,17 @@ def _side_by_side(leaf: Leaf, shape: tuple[int, ...]) -> int | None:
         or shape[-2] % SUBLANES
     ):
         return None
-    heights = {block_shape(size)[0] for size in leaf.block_sizes}
-    if len(heights) > 1 or max(heights, default=1) > _MAX_UNROLLED:
+    if not _has_one_height(leaf):
         return None
     arrays = [o.array.dtype for o in leaf.operands if o.block_size is None]
     full = SUBLANES * 4 // min(dtype.itemsize for dtype in arrays)
     return full if shape[-2] % full == 0 else shape[-2]
+
+
+def _has_one_height(leaf: Leaf) -> bool:
+    """Whether a group can be all rows of each block."""
+    heights = {block_shape(size)[0] for size in leaf.block_sizes}
+    return len(heights) <= 1 and max(heights, default=1) <= _MAX_UNROLLED
 
 
 def _bytes_of(like: Operand | Result) -> float:

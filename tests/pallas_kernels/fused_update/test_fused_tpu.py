@@ -135,6 +135,8 @@ BEFORE_HEADS = {
     "copied": (72, 4, 128),
 }
 OTHER_SHAPES = [*TRANSPOSED, *BEFORE_HEADS.values()]
+# A vector of whole tiles, and one that XLA pads.
+VECTORS = [(32768,), (20011,)]
 FORMATS = {
     "toward zero": (RAGGED, {"weights": extra_bits(8, rounding="toward_zero")}),
     "kahan": (FULL, {"weights": kahan(), "moments": cast(jnp.bfloat16)}),
@@ -158,6 +160,20 @@ FORMATS = {
         for shape in OTHER_SHAPES[:-1]
         for bits in (5, 8)
     },
+    **{
+        f"{bits} bits {shape}": (shape, {"weights": extra_bits(bits), "min_size": 0})
+        for shape in VECTORS
+        for bits in (4, 8, 12, 16)
+    },
+    **{
+        f"blocks of {size} {shape}": (
+            shape,
+            {"moments": block_quantized(8, block_size=size), "min_size": 0},
+        )
+        for shape in VECTORS
+        for size in (32, 64, 128)
+    },
+    "e4m3fn vector": (VECTORS[0], {"moments": block_quantized(8)}, E4M3FN),
     "plain before heads": (BEFORE_HEADS["matrices"], {"weights": kahan()}),
     "blocks of 64 side by side": (
         BEFORE_HEADS["side by side"],
@@ -260,6 +276,29 @@ def test_a_shard_of_few_columns_before_heads_has_the_bits_of_the_whole():
         assert_equal(got, [x[:, heads], numbers[:, heads]])
 
 
+@pytest.mark.parametrize("widths", [(8,), (4, 8), (12,), (16,)])
+@pytest.mark.parametrize("shape", VECTORS)
+def test_vectors_have_the_results_of_the_model(shape, widths, only_kernels):
+    body = Mixture(widths)
+    arrays, held = body.arrays(shape)
+    got = body.update(arrays, shape, "tpu", scalars=Scalars(jnp.asarray(TABLE), 1))
+    assert_equal(got, body.want(held, [3, 4], index_of(shape)))
+    assert only_kernels == [True]
+
+
+def test_a_shard_of_a_vector_has_the_bits_of_the_whole():
+    shape, body, half = (65536,), Mixture((8,)), 32768
+    arrays, held = body.arrays(shape)
+    want = body.want(held, [3, 4], index_of(shape))
+    leaf = Leaf(tuple(body.operands(arrays)), tuple(body.results), shape)
+    shard = Shard(
+        leaf.with_arrays([x[x.size // 2 :] for x in arrays]), (half,), jnp.uint32(half)
+    )
+    table, row = jnp.asarray(TABLE), jnp.uint32([1])
+    got = tpu.update(Call(body, [shard], table, row, interpret=True))
+    assert_equal(got, [x[x.size // 2 :] for x in want])
+
+
 @pytest.mark.slow_to_compile
 def test_a_layer_of_rows_before_heads_is_updated_in_its_place(only_kernels):
     body, shape = Maxima((32,)), (72, 5, 64)
@@ -282,9 +321,17 @@ def test_several_equal_leaves_have_their_own_random_bits(only_kernels):
     assert not jnp.array_equal(params["a"], params["b"])
 
 
+def test_odd_widths_of_vectors_are_left_to_the_reference(only_kernels):
+    body, (shape, *_) = Mixture((5,)), VECTORS
+    arrays, held = body.arrays(shape)
+    got = body.update(arrays, shape, "tpu", scalars=Scalars(jnp.asarray(TABLE), 0))
+    assert_equal(got, body.want(held, [1, 2], index_of(shape)))
+    assert only_kernels == [False]
+
+
 @pytest.mark.parametrize(
     "shape",
-    [(40000,), (128, 64), (64, 4, 256)],
+    [(12000,), (128, 64), (64, 4, 256)],
     ids=["vector", "narrow", "rows before heads"],
 )
 def test_other_leaves_are_left_to_the_reference(shape, only_kernels):
