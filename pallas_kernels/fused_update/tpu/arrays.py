@@ -15,12 +15,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.fused_update.spec import Leaf, Shard, manual_axes, result_shapes
+from pallas_kernels.fused_update.spec import Shard, manual_axes, result_shapes
 from pallas_kernels.fused_update.tpu.tiling import (
     LANES,
     SUBLANES,
     Tiling,
-    is_taken_as_stored,
     lies_transposed,
 )
 from pallas_kernels.layout import block_shape, is_unrolled
@@ -152,16 +151,19 @@ class KernelArray:
         """The array of the leaf that a kernel has written, in the leaf's dtype."""
         x = jnp.swapaxes(x, -1, -2) if self.is_transposed else x
         if interpret:
-            x = x[:, : self._view_shape[1], ..., : self.shape[-1]]
+            x = x[:, : self._view_shape[1], ..., : self._view_shape[-1]]
         if x.dtype != self.dtype:
             x = lax.bitcast_convert_type(x, self.dtype)
         if self.tiling.is_folded:
             return x.reshape(-1)[: self.shape[-1]]
-        if self.tiling.side_by_side is None:
-            axis, before = self.tiling.axis, len(self.shape) + self.tiling.axis
-            between = self.shape[axis + 1 : -1]
-            x = x.reshape(*self.shape[:axis], *between, *x.shape[1:])
-            x = jnp.moveaxis(x, -2, before)
+        axis, after = self.tiling.axis, self._after
+        before = self.shape[:axis]
+        if self._is_merged_transposed:
+            x = jnp.swapaxes(x, -1, -2).reshape(*before, *after, x.shape[1])
+            x = jnp.moveaxis(x, -1, axis)
+        elif self._has_matrices:
+            x = x.reshape(*before, *after[:-1], *x.shape[1:])
+            x = jnp.moveaxis(x, -2, axis)
         return x.reshape(self.shape)
 
     def output(self, interpret: bool) -> jax.ShapeDtypeStruct:
@@ -180,17 +182,41 @@ class KernelArray:
         """Matrices, or rows with those side by side: no copy of what lies so."""
         if self.tiling.is_folded:
             x = jnp.pad(x, (0, math.prod(self._view_shape) - self.shape[-1]))
-        elif self.tiling.side_by_side is None:
+        elif self._is_merged_transposed:
+            x = jnp.moveaxis(x, self.tiling.axis, -1)
+            x = x.reshape(-1, math.prod(self._after), x.shape[-1])
+            x = jnp.swapaxes(x, -1, -2)
+        elif self._has_matrices:
             x = jnp.moveaxis(x, self.tiling.axis, -2)
         return x.reshape(self._view_shape)
+
+    @property
+    def _has_matrices(self) -> bool:
+        """Whether each index of the axes between rows and columns has a matrix."""
+        tiling = self.tiling
+        is_other = tiling.is_folded or tiling.is_merged
+        return not is_other and tiling.side_by_side is None
+
+    @property
+    def _is_merged_transposed(self) -> bool:
+        """Whether XLA stores the columns of its one matrix as rows."""
+        tiling = self.tiling
+        return tiling.is_merged and lies_transposed(self.shape, tiling.axis)
+
+    @property
+    def _after(self) -> tuple[int, ...]:
+        """The lengths of the axes after the rows."""
+        return self.shape[self.tiling.axis + 1 :]
 
     @property
     def _view_shape(self) -> tuple[int, ...]:
         if self.tiling.is_folded:
             return 1, math.ceil(self.shape[-1] / LANES), LANES
         axis = self.tiling.axis
-        before, between = self.shape[:axis], self.shape[axis + 1 : -1]
-        rows, columns = self.shape[axis], self.shape[-1]
+        before, (*between, columns) = self.shape[:axis], self._after
+        rows = self.shape[axis]
+        if self.tiling.is_merged:
+            return math.prod(before), rows, math.prod(self._after)
         if self.tiling.side_by_side is None:
             return math.prod((*before, *between)), rows, columns
         *outer, aside = between
@@ -246,35 +272,3 @@ def kernel_arrays(
         for r, shape in zip(leaf.results, result_shapes(shard), strict=True)
     )
     return operands, results
-
-
-def merged_shape(
-    leaf: Leaf, shard: tuple[int, ...], shape: tuple[int, ...]
-) -> tuple[int, ...]:
-    """The shape with all axes after the rows as one, if blocks need it and none is cut.
-
-    That keeps the order of elements, words and blocks. XLA:TPU copies the arrays, which
-    is less than what it does with blocks itself, but more than what it does with words
-    alone.
-
-    Args:
-      leaf: whose rows may not be next to the columns.
-      shard: the shape of its part.
-      shape: of the part, of the leaf, or of one of its arrays.
-    """
-    widths = [block_shape(size)[1] for size in leaf.block_sizes]
-    if not widths or leaf.layout.axis > -3 or shard[-1] % max(widths):
-        return shape
-    if is_taken_as_stored(leaf, shard):
-        return shape
-    after = leaf.layout.axis + 1
-    return (*shape[:after], math.prod(shape[after:]))
-
-
-def merged_axes(shard: Shard) -> Shard:
-    """A part with all axes after the rows as one, see :func:`merged_shape`."""
-    leaf = shard.leaf
-    merged = functools.partial(merged_shape, leaf, shard.shape)
-    arrays = [x.reshape(merged(x.shape)) for x in leaf.arrays]
-    whole = dataclasses.replace(leaf.with_arrays(arrays), shape=merged(leaf.shape))
-    return Shard(whole, merged(shard.shape), shard.base)

@@ -19,6 +19,7 @@ after it. A row of 128 scales serves several programs with neighbouring columns.
 """
 
 import dataclasses
+import functools
 import math
 import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -84,7 +85,7 @@ class Block:
         elif self._is_wide:
             self._for_rows(self._narrow)
 
-    def load(self, unit: jax.Array) -> list:
+    def load(self, unit: jax.Array) -> Sequence:
         """The values of each row of a unit's groups."""
         array, group = self.array, self.array.tiling.group
         if self._is_wide:
@@ -147,7 +148,7 @@ class Block:
                 rows = _joined(rows, array.bits)
         _store(part(ref, unit, len(rows)), self._unfolded(rows), len(rows))
 
-    def _folded(self, registers: list) -> list:
+    def _folded(self, registers: Sequence) -> Sequence:
         """What is stored of a vector's unit, as rows of 4 groups side by side."""
         count = len(registers)
 
@@ -157,7 +158,7 @@ class Block:
         is_folded = self.array.tiling.is_folded
         return _exchanged(registers, source) if is_folded else registers
 
-    def _unfolded(self, rows: list) -> list:
+    def _unfolded(self, rows: Sequence) -> Sequence:
         """The inverse of :meth:`_folded`."""
         count = len(rows)
 
@@ -411,27 +412,26 @@ def _exchanged(
       source: the number of a register and of its quarter, by those of a result.
     """
     lane = lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), 1)
-    quarter = lane // jnp.int32(FOLD)
+
+    @functools.cache
+    def moved(register: int, quarters: int) -> jax.Array:
+        """A register, rotated by so many quarters."""
+        x = registers[register]
+        return pltpu.roll(x, jnp.int32(quarters * FOLD), 1) if quarters else x
+
     results = []
     for number in range(len(registers)):
-        sources = [source(number, place) for place in range(_QUARTERS)]
-        moves = [(old - place) * FOLD for place, (_, old) in enumerate(sources)]
-        lanes = lane + _by_quarter(quarter, moves, jnp.int32)
-        moved = {n: _permuted(registers[n], lanes) for n, _ in sources}
-        results.append(_by_quarter(quarter, [n for n, _ in sources], moved.__getitem__))
+        parts = []
+        for place in range(_QUARTERS):
+            register, old = source(number, place)
+            parts.append(moved(register, (place - old) % _QUARTERS))
+        result = parts[-1]
+        for place in reversed(range(_QUARTERS - 1)):
+            if parts[place] is not parts[place + 1]:
+                is_before = lane < jnp.int32((place + 1) * FOLD)
+                result = jnp.where(is_before, parts[place], result)
+        results.append(result)
     return results
-
-
-def _by_quarter(
-    quarter: jax.Array, choices: Sequence[int], value: Callable[[int], jax.Array]
-) -> jax.Array:
-    """For each quarter of the lanes the value of its choice."""
-    result = value(choices[-1])
-    for place in reversed(range(_QUARTERS - 1)):
-        if choices[place] != choices[place + 1]:
-            is_before = quarter <= jnp.int32(place)
-            result = jnp.where(is_before, value(choices[place]), result)
-    return result
 
 
 def _as_integers(x: jax.Array) -> jax.Array:

@@ -1,8 +1,8 @@
 """The fused update as a Pallas kernel on the TPU backend.
 
 It takes the state as kernels on GPUs do. What each program of the kernel does is in
-:mod:`.program`. It updates leaves of two axes or more whose last two are large, and are
-the rows and columns of what is packed, or become so by a copy. XLA updates the others.
+:mod:`.program`, and in which forms it takes leaves, in :mod:`.tiling`. XLA updates
+small and narrow leaves, and those that it stores in other ways.
 """
 
 import dataclasses
@@ -28,8 +28,6 @@ from pallas_kernels.fused_update.spec import (
 from pallas_kernels.fused_update.tpu.arrays import (
     KernelArray,
     kernel_arrays,
-    merged_axes,
-    merged_shape,
 )
 from pallas_kernels.fused_update.tpu.blocks import blocks_of
 from pallas_kernels.fused_update.tpu.functions import traced
@@ -42,13 +40,13 @@ from pallas_kernels.fused_update.tpu.rules import (
 from pallas_kernels.fused_update.tpu.tiling import (
     LANES,
     Tiling,
-    elements_of_rows,
+    size_for_kernel,
     tiling_of,
 )
-from pallas_kernels.layout import Layout, layout_of
+from pallas_kernels.layout import layout_of
 
 _MIN_ELEMENTS = 2**14
-_MIN_COLUMNS = 16
+_MIN_COLUMNS = 4
 """With fewer, the lanes that a kernel has no use for cost more than XLA's passes."""
 _MEMORY_LIMIT = 64 * 2**20
 _OF_BLOCKS = frozenset(
@@ -85,9 +83,7 @@ def accepts(body: Body | BlockBody, leaf: Leaf, scalars: int) -> bool:
         return False
     if math.prod(leaf.shape) < _MIN_ELEMENTS:
         return False
-    merged = merged_shape(leaf, leaf.shape, leaf.shape)
-    leaf = dataclasses.replace(leaf, shape=merged)
-    if elements_of_rows(leaf, merged) < _MIN_ELEMENTS or not _is_wide(leaf, merged):
+    if not _is_better(leaf, leaf.shape, _MIN_ELEMENTS):
         return False
     # XLA updates a plain leaf in one pass, which costs less than copies of float16.
     plain = DTYPES if leaf.has_words_or_blocks else DTYPES - {jnp.dtype(jnp.float16)}
@@ -99,15 +95,16 @@ def accepts(body: Body | BlockBody, leaf: Leaf, scalars: int) -> bool:
     return traced(body, operands, scalars).are_supported
 
 
-def _is_wide(leaf: Leaf, shape: tuple[int, ...]) -> bool:
+def _is_better(leaf: Leaf, shape: tuple[int, ...], min_elements: int = 1) -> bool:
     """Whether a part of this shape is better updated by a kernel than by XLA.
 
     A kernel takes 128 columns at a time, whether or not there are so many. XLA updates
     a plain leaf in one pass itself.
     """
-    if leaf.has_words_or_blocks:
-        return shape[-1] >= _MIN_COLUMNS or layout_of(shape) != Layout(shape, -2)
-    return shape[-1] % LANES == 0
+    elements, columns = size_for_kernel(leaf, shape)
+    if not leaf.has_words_or_blocks and columns % LANES:
+        return False
+    return elements >= min_elements and columns >= _MIN_COLUMNS
 
 
 def update(call: Call) -> list[jax.Array]:
@@ -116,17 +113,19 @@ def update(call: Call) -> list[jax.Array]:
     Interpreted, it is run by Pallas' model of a TPU.
     """
     (shard,) = call.shards
-    merged = merged_axes(shard)
-    if _is_wide(merged.leaf, merged.shape):
-        written = _by_kernel(call, merged)
+    leaf, shape = shard.leaf, shard.shape
+    # By itself a part might be stored in another way.
+    is_alike = not leaf.has_words_or_blocks or layout_of(shape).axis == leaf.layout.axis
+    if _is_better(leaf, shape) or not is_alike:
+        written = _by_kernel(call, shard)
     else:
         written = xla.update(
             call.body,
-            dataclasses.replace(merged.leaf, shape=merged.shape),
+            dataclasses.replace(leaf, shape=shape),
             xla.row_of(call.table, call.rows),
             call.layer,
             call.when,
-            xla.index_of(merged.shape, merged.leaf.shape, merged.base, call.layer),
+            xla.index_of(shape, leaf.shape, shard.base, call.layer),
         )
     shapes = result_shapes(shard)
     return [x.reshape(shape) for x, shape in zip(written, shapes, strict=True)]

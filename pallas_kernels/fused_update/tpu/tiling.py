@@ -44,6 +44,7 @@ class Tiling:
       row_unit, column_unit: the rows of whole words and blocks, and columns of blocks.
       block_rows: rows of a program, of each matrix.
       side_by_side: matrices of a program, which share registers; None for one.
+      is_merged: whether all axes after the rows are columns of one matrix.
     """
 
     shape: tuple[int, ...]
@@ -54,6 +55,7 @@ class Tiling:
     column_unit: int
     block_rows: int
     side_by_side: int | None = None
+    is_merged: bool = False
 
     @property
     def is_folded(self) -> bool:
@@ -63,6 +65,8 @@ class Tiling:
     @property
     def matrix_axes(self) -> tuple[int, ...]:
         """The axes of which each index has matrices of its own, from the end."""
+        if self.is_merged:
+            return tuple(range(-len(self.shape), self.axis))
         between = range(self.axis + 1, -1 if self.side_by_side is None else -2)
         return (*range(-len(self.shape), self.axis), *between)
 
@@ -81,7 +85,9 @@ class Tiling:
     @property
     def columns(self) -> int:
         """Columns of a matrix."""
-        return LANES if self.is_folded else self.shape[-1]
+        if self.is_folded:
+            return LANES
+        return _columns(self.shape, self.axis, self.is_merged)
 
     @property
     def row_stride(self) -> int:
@@ -177,6 +183,7 @@ def tiling_of(shard: Shard) -> Tiling:
         max(widths),
         rows,
         aside,
+        _is_merged(leaf, shard.shape),
     )
     least = math.ceil(tiling.rows / unit) * unit
     return dataclasses.replace(tiling, block_rows=min(rows, least))
@@ -214,23 +221,26 @@ def lies_transposed(shape: tuple[int, ...], axis: int = -2) -> bool:
     return minor_axes(shape)[0] == axis
 
 
-def elements_of_rows(leaf: Leaf, shape: tuple[int, ...]) -> int:
-    """Elements of a part from one index of the axes before the rows; 0 if no kernel
-    takes it.
+def size_for_kernel(leaf: Leaf, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Elements and columns of a part that one index of the axes before the rows has.
+
+    They are 0 if no kernel takes such a part without copies that cost more than it.
     """
     axis = _row_axis(leaf, shape)
     if axis == -1:
         is_vector = len(shape) == 1 and not leaf.stacked and _has_one_height(leaf)
-        return shape[-1] if is_vector and all(map(is_unrolled, leaf.packed)) else 0
-    if axis < -2 and not is_taken_as_stored(leaf, shape):
-        return 0
-    return math.prod(shape[axis:])
+        if not is_vector or not all(map(is_unrolled, leaf.packed)):
+            return 0, 0
+        return shape[-1], shape[-1]
+    is_merged = _is_merged(leaf, shape)
+    is_matrix = set(minor_axes(shape)) == {-1, axis}
+    if not (axis == -2 or is_merged or is_matrix or _side_by_side(leaf, shape)):
+        return 0, 0
+    return math.prod(shape[axis:]), _columns(shape, axis, is_merged)
 
 
-def is_taken_as_stored(leaf: Leaf, shape: tuple[int, ...]) -> bool:
-    """Whether a kernel takes a part of this shape without copies of its arrays."""
-    is_matrix = set(minor_axes(shape)) == {-1, _row_axis(leaf, shape)}
-    return is_matrix or _side_by_side(leaf, shape) is not None
+def _columns(shape: tuple[int, ...], axis: int, is_merged: bool) -> int:
+    return math.prod(shape[axis + 1 :]) if is_merged else shape[-1]
 
 
 def _row_axis(leaf: Leaf, shape: tuple[int, ...]) -> int:
@@ -256,6 +266,26 @@ def _side_by_side(leaf: Leaf, shape: tuple[int, ...]) -> int | None:
     arrays = [o.array.dtype for o in leaf.operands if o.block_size is None]
     full = SUBLANES * 4 // min(dtype.itemsize for dtype in arrays)
     return full if shape[-2] % full == 0 else shape[-2]
+
+
+def _is_merged(leaf: Leaf, shape: tuple[int, ...]) -> bool:
+    """Whether all axes after a part's rows are columns of one matrix.
+
+    That keeps the order of elements, words and blocks if no block is cut, and their
+    indices if no axis is cut but the first. Where rows are next to each other, and
+    whole tiles of columns, it is how XLA:TPU stores them. Elsewhere it copies the
+    arrays, which is less than what it does with blocks itself, but more than what it
+    does with words alone.
+    """
+    axis = _row_axis(leaf, shape)
+    widths = [block_shape(size)[1] for size in leaf.block_sizes]
+    is_whole = shape[axis + 2 :] == leaf.shape[axis + 2 :]
+    if axis > -3 or not is_whole or shape[-1] % max(widths, default=1):
+        return False
+    lanes, sublanes = minor_axes(shape)
+    if {lanes, sublanes} == {-1, axis}:
+        return lanes == axis and shape[-1] % SUBLANES == 0
+    return bool(widths) and _side_by_side(leaf, shape) is None
 
 
 def _has_one_height(leaf: Leaf) -> bool:
