@@ -47,6 +47,7 @@ SHAPES = {
     "transposed heads": (72, 5, 64),
     "side by side": (71, 16, 128),
     "words side by side": (71, 8, 128),
+    "vector": (2**18 + 2**17,),
 }
 FORMATS = {
     "words": {"weights": extra_bits(8)},
@@ -58,6 +59,7 @@ FORMATS = {
     "transposed heads": {"moments": block_quantized(8)},
     "side by side": {"moments": block_quantized(8)},
     "words side by side": {"weights": extra_bits(5)},
+    "vector": {"moments": block_quantized(8), "min_size": 0},
     "lpmm": {
         "weights": quantized_weights(),
         "moments": block_quantized(8, code="dynamic", block_size=2048),
