@@ -19,10 +19,9 @@ after it. A row of 128 scales serves several programs with neighbouring columns.
 """
 
 import dataclasses
-import functools
 import math
 import typing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -32,13 +31,20 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.bitfields import get_field, period, put_fields
 from pallas_kernels.fused_update.tpu.arrays import KernelArray
+from pallas_kernels.fused_update.tpu.registers import (
+    QUARTERS,
+    Ref,
+    every,
+    exchanged,
+    load,
+    part,
+    permuted,
+    rows_of,
+    store,
+)
 from pallas_kernels.fused_update.tpu.tiling import LANES, SUBLANES
 from pallas_kernels.fused_update.tpu.values import Field, Narrow, shifted_left, whole
-from pallas_kernels.layout import FOLD
 
-Ref = typing.Any
-
-_QUARTERS = LANES // FOLD
 _ROWS_AT_ONCE = 8
 """Rows of matrices side by side that are widened in a loop's body."""
 
@@ -89,11 +95,11 @@ class Block:
         """The values of each row of a unit's groups."""
         array, group = self.array, self.array.tiling.group
         if self._is_wide:
-            words = _load(part(self.scratch, unit, group), group)
+            words = load(part(self.scratch, unit, group), group)
             return [Narrow(word, array.dtype) for word in words]
         if array.is_narrow:
             self._words(unit)[...] = pltpu.bitcast(self._rows(unit)[...], jnp.uint32)
-            words = _load(self._words(unit), group // self._rows_per_word)
+            words = load(self._words(unit), group // self._rows_per_word)
             width = 8 * array.dtype.itemsize
             rows = [
                 _shifted(word, 32 - end)
@@ -102,12 +108,12 @@ class Block:
             ]
             return [Narrow(word, array.dtype) for word in self._folded(rows)]
         if array.has_scratch_fields:
-            return _load(part(self.scratch, unit, group), group)
+            return load(part(self.scratch, unit, group), group)
         if array.bits is not None:
             count = group * array.bits // 32
-            words = self._folded(_load(part(self.ref, unit, count), count))
+            words = self._folded(load(part(self.ref, unit, count), count))
             return [_field(words, row, array.bits) for row in range(group)]
-        return self._folded(_load(self._rows(unit), group))
+        return self._folded(load(self._rows(unit), group))
 
     def store(
         self, unit: jax.Array, rows: Sequence, exist: Sequence[jax.Array | None]
@@ -122,7 +128,7 @@ class Block:
         array = self.array
         if self._is_wide:
             words = [row.word for row in rows]
-            _store(part(self.scratch, unit, len(words)), words, len(words))
+            store(part(self.scratch, unit, len(words)), words, len(words))
             return
         if array.is_narrow:
             count = self._rows_per_word
@@ -131,7 +137,7 @@ class Block:
             words = [
                 _joined_rows(rows[i : i + count]) for i in range(0, len(rows), count)
             ]
-            _store(self._words(unit), words, len(words))
+            store(self._words(unit), words, len(words))
             self._rows(unit)[...] = pltpu.bitcast(
                 self._words(unit)[...], self.ref.dtype
             )
@@ -146,28 +152,28 @@ class Block:
                 ref = self.scratch
             else:
                 rows = _joined(rows, array.bits)
-        _store(part(ref, unit, len(rows)), self._unfolded(rows), len(rows))
+        store(part(ref, unit, len(rows)), self._unfolded(rows), len(rows))
 
     def _folded(self, registers: Sequence) -> Sequence:
         """What is stored of a vector's unit, as rows of 4 groups side by side."""
         count = len(registers)
 
         def source(row: int, quarter: int) -> tuple[int, int]:
-            return divmod(quarter * count + row, _QUARTERS)
+            return divmod(quarter * count + row, QUARTERS)
 
         is_folded = self.array.tiling.is_folded
-        return _exchanged(registers, source) if is_folded else registers
+        return exchanged(registers, source) if is_folded else registers
 
     def _unfolded(self, rows: Sequence) -> Sequence:
         """The inverse of :meth:`_folded`."""
         count = len(rows)
 
         def source(number: int, quarter: int) -> tuple[int, int]:
-            quarter, row = divmod(number * _QUARTERS + quarter, count)
+            quarter, row = divmod(number * QUARTERS + quarter, count)
             return row, quarter
 
         is_folded = self.array.tiling.is_folded
-        return _exchanged([whole(x) for x in rows], source) if is_folded else rows
+        return exchanged([whole(x) for x in rows], source) if is_folded else rows
 
     @property
     def _rows_per_word(self) -> int:
@@ -228,14 +234,14 @@ class Block:
 
     def _unpack_period(self, number: jax.Array, bits: int) -> None:
         height, count = period(bits)
-        words = _load(part(self.ref, number, count), count)
+        words = load(part(self.ref, number, count), count)
         fields = (_field(words, row, bits) for row in range(height))
-        _store(part(self.scratch, number, height), fields, height)
+        store(part(self.scratch, number, height), fields, height)
 
     def _pack_period(self, number: jax.Array, bits: int) -> None:
         height, count = period(bits)
-        fields = _load(part(self.scratch, number, height), height)
-        _store(part(self.ref, number, count), put_fields(fields, bits), count)
+        fields = load(part(self.scratch, number, height), height)
+        store(part(self.ref, number, count), put_fields(fields, bits), count)
 
 
 class ScaleBlock(Block):
@@ -285,7 +291,7 @@ class ScaleBlock(Block):
         _, width = self._block_in_registers
         lane = lax.broadcasted_iota(jnp.int32, stored.shape, 1)
         first = share * jnp.int32(LANES // width)
-        spread = _permuted(stored, lane // jnp.int32(width) + first)
+        spread = permuted(stored, lane // jnp.int32(width) + first)
         return lax.bitcast_convert_type(spread, jnp.uint32)
 
     def _gathered(self, words: jax.Array, share: jax.Array, old: jax.Array):
@@ -293,12 +299,12 @@ class ScaleBlock(Block):
         _, width = self._block_in_registers
         stored = lax.bitcast_convert_type(words, jnp.int32)
         lane = lax.broadcasted_iota(jnp.int32, stored.shape, 1)
-        chosen = _permuted(stored, (lane * jnp.int32(width)) & jnp.int32(LANES - 1))
+        chosen = permuted(stored, (lane * jnp.int32(width)) & jnp.int32(LANES - 1))
         return jnp.where(lane // jnp.int32(LANES // width) == share, chosen, old)
 
     def load_elements(self, unit: jax.Array):
         """The element of each value of a unit's groups."""
-        word, dtype = self.scratch[_groups(unit, 1), :], self.array.dtype
+        word, dtype = self.scratch[rows_of(unit, 1), :], self.array.dtype
         if dtype.itemsize == 2:
             return Narrow(word, dtype)
         return lax.bitcast_convert_type(word, dtype)
@@ -309,7 +315,7 @@ class ScaleBlock(Block):
             word = value.alone()
         else:
             word = lax.bitcast_convert_type(whole(value), jnp.uint32)
-        self.scratch[_groups(unit, 1), :] = word
+        self.scratch[rows_of(unit, 1), :] = word
 
     @property
     def _block_in_registers(self) -> tuple[int, int]:
@@ -328,42 +334,6 @@ def _block(array: KernelArray, outside: Ref, scratch: Iterator[Ref]) -> Block:
     kind = Block if array.block_size is None else ScaleBlock
     has_scratch = array.scratch_shape is not None
     return kind(array, outside, ref, next(scratch) if has_scratch else None)
-
-
-def every(first: int, stride: int, size: int = SUBLANES):
-    """An index of so many rows at a distance from each other."""
-    return pl.ds(first, size, stride=stride) if stride > 1 else pl.ds(first, size)
-
-
-def part(ref: Ref, number: jax.Array, group: int) -> Ref:
-    """A reference to the rows of a unit, whose groups have so many."""
-    if len(ref.shape) == 2:
-        return ref.at[_groups(number, group), :]
-    registers = jnp.int32(ref.shape[1] // SUBLANES)
-    first = lax.div(number, registers) * jnp.int32(group)
-    return ref.at[pl.ds(first, group), _groups(lax.rem(number, registers), 1), :]
-
-
-def _groups(number: jax.Array, group: int):
-    rows = SUBLANES * group
-    start = pl.multiple_of(number * jnp.int32(rows), rows)
-    return pl.ds(start, rows)
-
-
-def _register(ref: Ref, row: int, group: int):
-    """An index of the register with a row of a unit's groups."""
-    return (every(row, group), slice(None)) if len(ref.shape) == 2 else row
-
-
-def _load(ref: Ref, group: int) -> list[jax.Array]:
-    """For each row of a group, a register with that row of 8 groups or matrices."""
-    return [ref[_register(ref, row, group)] for row in range(group)]
-
-
-def _store(ref: Ref, rows: Iterable, group: int) -> None:
-    """The inverse of :func:`_load`."""
-    for row, value in enumerate(rows):
-        ref[_register(ref, row, group)] = whole(value)
 
 
 def _field(words: Sequence[jax.Array], row: int, bits: int):
@@ -402,43 +372,7 @@ def _joined_rows(rows: Sequence[Narrow]) -> jax.Array:
     return word
 
 
-def _exchanged(
-    registers: Sequence[jax.Array], source: Callable[[int, int], tuple[int, int]]
-) -> list[jax.Array]:
-    """As many registers, whose quarters of the lanes are others' quarters.
-
-    Args:
-      registers: of 32-bit elements.
-      source: the number of a register and of its quarter, by those of a result.
-    """
-    lane = lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), 1)
-
-    @functools.cache
-    def moved(register: int, quarters: int) -> jax.Array:
-        """A register, rotated by so many quarters."""
-        x = registers[register]
-        return pltpu.roll(x, jnp.int32(quarters * FOLD), 1) if quarters else x
-
-    results = []
-    for number in range(len(registers)):
-        parts = []
-        for place in range(_QUARTERS):
-            register, old = source(number, place)
-            parts.append(moved(register, (place - old) % _QUARTERS))
-        result = parts[-1]
-        for place in reversed(range(_QUARTERS - 1)):
-            if parts[place] is not parts[place + 1]:
-                is_before = lane < jnp.int32((place + 1) * FOLD)
-                result = jnp.where(is_before, parts[place], result)
-        results.append(result)
-    return results
-
-
 def _as_integers(x: jax.Array) -> jax.Array:
     """int32 with the patterns of values of 32 bits, or of bfloat16s in upper halves."""
     wide = x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
     return lax.bitcast_convert_type(wide, jnp.int32)
-
-
-def _permuted(x: jax.Array, lanes: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(x, lanes, 1, mode="promise_in_bounds")

@@ -13,7 +13,7 @@ the same sublane and lane as the word in its own.
 
 A folded vector is one matrix of 128 columns, which has 4 groups of its rows of 32 side
 by side. What is stored has 4 of its own rows next to each other; so the quarters of
-registers change places, see :mod:`.blocks`.
+registers change places, see :mod:`.registers`.
 """
 
 import dataclasses
