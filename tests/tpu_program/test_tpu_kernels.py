@@ -175,13 +175,48 @@ def test_words_of_odd_widths_have_a_kernel_in_place(shape):
     assert step.temporary < 0.01
 
 
-def test_rows_before_heads_are_copied_for_a_kernel():
+# No other instruction moves anything, and nothing is padded by more than a tenth.
+TAKEN_AS_STORED = {
+    "layers": (2048, 16, 1024),
+    "layers of no whole tile": (2048, 12, 1024),
+    "heads": (2048, 4, 64),
+    "two axes of heads": (2048, 16, 4, 64),
+    "vector": (2**20,),
+    "columns of 8": (4096, 8),
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", ["lowbit_adamw", "extra_bits_adamw"])
+@pytest.mark.parametrize("shape", TAKEN_AS_STORED.values(), ids=TAKEN_AS_STORED)
+def test_leaves_are_taken_as_xla_stores_them(shape, name, target):
+    alias, moved = STEPS[name]
+    leaf = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    mesh = tpu_mesh(TARGETS[target].topology)
+    step = lower_step(alias(1e-3), leaf, mesh=mesh)
+    assert_in_place(step)
+    assert step.moved <= moved * 1.1
+    # Of a TPU7x 96 KiB, whatever the leaf's size.
+    assert step.temporary * step.parameters <= 2**17
+    assert step.seconds_to_compile < 60
+
+
+@pytest.mark.parametrize("shape", [TAKEN_AS_STORED["layers"], TAKEN_AS_STORED["heads"]])
+@pytest.mark.parametrize("name", ["5 extra bits", "low moments"])
+def test_other_steps_take_layers_and_heads_as_xla_stores_them(name, shape):
+    alias, moved = STEPS[name]
+    step = lower_step(alias(1e-3), jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+    assert_in_place(step)
+    assert step.moved <= moved * 1.1
+    assert step.temporary < 0.01
+
+
+def test_scales_of_heads_of_128_are_copied_for_a_kernel():
     leaf = jax.ShapeDtypeStruct((4096, 32, 128), jnp.bfloat16)
     step = lower_step(lowbit_optax.lowbit_adamw(1e-3), leaf)
     assert step.fused_launches == 1
-    assert step.moved <= 56.8
-    assert step.of_memory <= 36.8
-    assert step.temporary <= 7.3
+    assert step.moved <= 14.3
+    assert step.temporary <= 0.51
     assert step.in_place
 
 

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.fused_update.spec import Leaf, Shard, manual_axes, result_shapes
+from pallas_kernels.fused_update.spec import Shard, manual_axes, result_shapes
 from pallas_kernels.fused_update.tpu.tiling import (
     LANES,
     SUBLANES,
@@ -48,14 +48,16 @@ class KernelArray:
     varying: object = None
 
     @property
-    def block(self) -> tuple[int, int]:
-        """The shape of a program's block."""
+    def block(self) -> tuple[int, ...]:
+        """The shape of a program's block: rows, those side by side, and columns."""
         rows = self.tiling.block_rows
         if self.bits is not None:
             rows = rows * self.bits // 32
         elif self.block_size is not None:
             rows //= block_shape(self.block_size)[0]
-        return rows, LANES
+            rows //= self.block_width if self.tiling.is_folded else 1
+        aside = self.tiling.side_by_side
+        return (rows, LANES) if aside is None else (rows, aside, LANES)
 
     @property
     def block_width(self) -> int:
@@ -69,9 +71,11 @@ class KernelArray:
         Its blocks must then be whole tiles, or the array itself. Otherwise XLA copies
         the array, which is small.
         """
-        rows = self.block[0]
-        is_whole = self.tiling.grid[1] == 1 and rows == self.shape[-2]
-        return (rows % LANES == 0 or is_whole) and lies_transposed(self.shape)
+        if self.tiling.side_by_side is not None or self.tiling.is_folded:
+            return False
+        rows, axis = self.block[0], self.tiling.axis
+        is_whole = self.tiling.grid[2] == 1 and rows == self.shape[axis]
+        return (rows % LANES == 0 or is_whole) and lies_transposed(self.shape, axis)
 
     @property
     def kernel_dtype(self) -> np.dtype:
@@ -89,41 +93,54 @@ class KernelArray:
         """Whether its fields lie in scratch memory during a program's loop."""
         return self.bits is not None and self.tiling.group % period(self.bits)[0] > 0
 
-    def scratch_rows(self, interpret: bool) -> int:
-        """Rows of scratch memory for its words, fields, or spread elements."""
+    def scratch_shape(self, interpret: bool) -> tuple[int, ...] | None:
+        """Of scratch memory for its words, fields, or spread elements."""
+        tiling = self.tiling
         if self.block_size is not None:
-            return self.tiling.units * SUBLANES * self.tiling.stacked_blocks
+            return tiling.units * SUBLANES * tiling.stacked_blocks, LANES
         if self.has_scratch_fields:
-            return self.tiling.block_rows
+            return (tiling.block_rows, *self.block[1:])
+        if self.is_narrow and tiling.side_by_side is not None:
+            return self.block
         if self.is_narrow and interpret:
-            return self.tiling.block_rows * self.dtype.itemsize // 4
-        return 0
+            return tiling.block_rows * self.dtype.itemsize // 4, LANES
+        return None
 
     def scratch(self, interpret: bool) -> list:
-        """Scratch memory: for the block's transpose, and of :meth:`scratch_rows`."""
+        """Scratch memory: for the block's transpose, and of :meth:`scratch_shape`."""
         scratch = []
         if self.is_transposed:
             scratch.append(pltpu.VMEM(self.block, self.kernel_dtype))
-        rows = self.scratch_rows(interpret)
-        if rows:
-            scratch.append(pltpu.VMEM((rows, LANES), jnp.uint32))
+        shape = self.scratch_shape(interpret)
+        if shape is not None:
+            scratch.append(pltpu.VMEM(shape, jnp.uint32))
         return scratch
 
     def spec(self) -> pl.BlockSpec:
         """Which block of it a program has."""
-        matrices = self.tiling.matrices if self.is_stacked else 0
+        tiling = self.tiling
+        matrices = tiling.matrices if self.is_stacked else 0
+        has_aside = tiling.side_by_side is not None
 
-        def place(matrix, rows, columns, layer, *_):
+        def place(matrix, aside, rows, columns, layer, *_):
             # Divided as int32, as the program's numbers are.
             first = layer[0] * jnp.int32(matrices) if matrices else jnp.int32(0)
+            matrix = first + matrix
             columns = lax.div(columns, jnp.int32(self.block_width))
-            return first + matrix, *self._turned((rows, columns))
+            if not has_aside:
+                return matrix, *self._turned((rows, columns))
+            outer = jnp.int32(self._view_shape[2])
+            matrix, between = lax.div(matrix, outer), lax.rem(matrix, outer)
+            return matrix, rows, between, aside, columns
 
-        return pl.BlockSpec((None, *self._turned(self.block)), place)
+        if not has_aside:
+            return pl.BlockSpec((None, *self._turned(self.block)), place)
+        rows, *last = self.block
+        return pl.BlockSpec((None, rows, None, *last), place)
 
     def to_kernel(self, x: jax.Array, interpret: bool) -> jax.Array:
         """The leaf's array as a kernel takes it; XLA copies float16."""
-        x = x.reshape(-1, *x.shape[-2:])
+        x = self._view(x)
         if self.kernel_dtype != x.dtype:
             x = lax.bitcast_convert_type(x, self.kernel_dtype)
         if interpret:
@@ -131,17 +148,29 @@ class KernelArray:
         return jnp.swapaxes(x, -1, -2) if self.is_transposed else x
 
     def from_kernel(self, x: jax.Array, interpret: bool) -> jax.Array:
-        """The matrices that a kernel has written, in the leaf's dtype."""
+        """The array of the leaf that a kernel has written, in the leaf's dtype."""
         x = jnp.swapaxes(x, -1, -2) if self.is_transposed else x
         if interpret:
-            x = x[:, : self.shape[-2], : self.shape[-1]]
-        return x if x.dtype == self.dtype else lax.bitcast_convert_type(x, self.dtype)
+            x = x[:, : self._view_shape[1], ..., : self._view_shape[-1]]
+        if x.dtype != self.dtype:
+            x = lax.bitcast_convert_type(x, self.dtype)
+        if self.tiling.is_folded:
+            return x.reshape(-1)[: self.shape[-1]]
+        axis, after = self.tiling.axis, self._after
+        before = self.shape[:axis]
+        if self._is_merged_transposed:
+            x = jnp.swapaxes(x, -1, -2).reshape(*before, *after, x.shape[1])
+            x = jnp.moveaxis(x, -1, axis)
+        elif self._has_matrices:
+            x = x.reshape(*before, *after[:-1], *x.shape[1:])
+            x = jnp.moveaxis(x, -2, axis)
+        return x.reshape(self.shape)
 
     def output(self, interpret: bool) -> jax.ShapeDtypeStruct:
         """What a kernel writes."""
-        matrix = self._padded_shape if interpret else self.shape[-2:]
+        shape = self._padded_shape if interpret else self._view_shape
         return jax.ShapeDtypeStruct(
-            (math.prod(self.shape[:-2]), *self._turned(matrix)),
+            (*shape[:-2], *self._turned(shape[-2:])),
             self.kernel_dtype,
             manual_axis_type=self.varying,
         )
@@ -149,23 +178,69 @@ class KernelArray:
     def _turned(self, pair: tuple) -> tuple:
         return pair[::-1] if self.is_transposed else pair
 
+    def _view(self, x: jax.Array) -> jax.Array:
+        """Matrices, or rows with those side by side: no copy of what lies so."""
+        if self.tiling.is_folded:
+            x = jnp.pad(x, (0, math.prod(self._view_shape) - self.shape[-1]))
+        elif self._is_merged_transposed:
+            x = jnp.moveaxis(x, self.tiling.axis, -1)
+            x = x.reshape(-1, math.prod(self._after), x.shape[-1])
+            x = jnp.swapaxes(x, -1, -2)
+        elif self._has_matrices:
+            x = jnp.moveaxis(x, self.tiling.axis, -2)
+        return x.reshape(self._view_shape)
+
     @property
-    def _padded_shape(self) -> tuple[int, int]:
-        """The shape of a matrix of whole blocks."""
-        _, rows, columns = self.tiling.grid
-        return rows * self.block[0], math.ceil(columns / self.block_width) * LANES
+    def _has_matrices(self) -> bool:
+        """Whether each index of the axes between rows and columns has a matrix."""
+        tiling = self.tiling
+        is_other = tiling.is_folded or tiling.is_merged
+        return not is_other and tiling.side_by_side is None
+
+    @property
+    def _is_merged_transposed(self) -> bool:
+        """Whether XLA stores the columns of its one matrix as rows."""
+        tiling = self.tiling
+        return tiling.is_merged and lies_transposed(self.shape, tiling.axis)
+
+    @property
+    def _after(self) -> tuple[int, ...]:
+        """The lengths of the axes after the rows."""
+        return self.shape[self.tiling.axis + 1 :]
+
+    @property
+    def _view_shape(self) -> tuple[int, ...]:
+        if self.tiling.is_folded:
+            return 1, math.ceil(self.shape[-1] / LANES), LANES
+        axis = self.tiling.axis
+        before, (*between, columns) = self.shape[:axis], self._after
+        rows = self.shape[axis]
+        if self.tiling.is_merged:
+            return math.prod(before), rows, math.prod(self._after)
+        if self.tiling.side_by_side is None:
+            return math.prod((*before, *between)), rows, columns
+        *outer, aside = between
+        return math.prod(before), rows, math.prod(outer), aside, columns
+
+    @property
+    def _padded_shape(self) -> tuple[int, ...]:
+        """The shape with whole blocks of rows and of columns."""
+        first, _, *between, _ = self._view_shape
+        *_, rows, columns = self.tiling.grid
+        width = math.ceil(columns / self.block_width) * LANES
+        return first, rows * self.block[0], *between, width
 
     def _padded(self, x: jax.Array) -> jax.Array:
-        """Matrices of whole blocks, all bits set where there is nothing.
+        """Whole blocks, all bits set where there is nothing.
 
         Pallas' model of a TPU does not write blocks that reach beyond an array in the
         place of an operand.
         """
         unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
-        missing = zip(self._padded_shape, x.shape[-2:], strict=True)
+        missing = zip(self._padded_shape, x.shape, strict=True)
         bits = jnp.pad(
             lax.bitcast_convert_type(x, unsigned),
-            [(0, 0), *((0, padded - n) for padded, n in missing)],
+            [(0, padded - n) for padded, n in missing],
             constant_values=unsigned.type(jnp.iinfo(unsigned).max),
         )
         return lax.bitcast_convert_type(bits, x.dtype)
@@ -197,33 +272,3 @@ def kernel_arrays(
         for r, shape in zip(leaf.results, result_shapes(shard), strict=True)
     )
     return operands, results
-
-
-def merged_shape(
-    leaf: Leaf, shard: tuple[int, ...], shape: tuple[int, ...]
-) -> tuple[int, ...]:
-    """The shape with all axes after the rows as one, if blocks need it and none is cut.
-
-    That keeps the order of elements, words and blocks. XLA:TPU copies the arrays, which
-    is less than what it does with blocks itself, but more than what it does with words
-    alone.
-
-    Args:
-      leaf: whose rows may not be next to the columns.
-      shard: the shape of its part.
-      shape: of the part, of the leaf, or of one of its arrays.
-    """
-    widths = [block_shape(size)[1] for size in leaf.block_sizes]
-    if not widths or leaf.layout.axis > -3 or shard[-1] % max(widths):
-        return shape
-    after = leaf.layout.axis + 1
-    return (*shape[:after], math.prod(shape[after:]))
-
-
-def merged_axes(shard: Shard) -> Shard:
-    """A part with all axes after the rows as one, see :func:`merged_shape`."""
-    leaf = shard.leaf
-    merged = functools.partial(merged_shape, leaf, shard.shape)
-    arrays = [x.reshape(merged(x.shape)) for x in leaf.arrays]
-    whole = dataclasses.replace(leaf.with_arrays(arrays), shape=merged(leaf.shape))
-    return Shard(whole, merged(shard.shape), shard.base)

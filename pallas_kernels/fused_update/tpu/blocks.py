@@ -8,13 +8,21 @@ unpacked into scratch memory before a program's loop, and packed after it. Rows 
 bits lie in pairs in 32-bit words, those of 8 bits in fours, and are read as such. For
 Pallas' model of a TPU, which cannot do that, they are copied to scratch memory first.
 
+What is stored of a vector has 4 rows of 32 columns in a register's quarters. They are
+exchanged among the registers of a unit, so that quarters are of different groups.
+
+Of matrices side by side a register has one row of 8 of them, which a block has next to
+each other. There it is matrices that lie in pairs or in fours in words. So elements of
+16 or 8 bits get words of their own in scratch memory before the loop.
+
 Scales of blocks are spread over the lanes of their blocks before the loop, and gathered
 after it. A row of 128 scales serves several programs with neighbouring columns.
 """
 
 import dataclasses
+import math
 import typing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +32,21 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.bitfields import get_field, period, put_fields
 from pallas_kernels.fused_update.tpu.arrays import KernelArray
+from pallas_kernels.fused_update.tpu.registers import (
+    QUARTERS,
+    Ref,
+    every,
+    exchanged,
+    load,
+    part,
+    permuted,
+    store,
+)
 from pallas_kernels.fused_update.tpu.tiling import LANES, SUBLANES
 from pallas_kernels.fused_update.tpu.values import Field, Narrow, shifted_left, whole
 
-Ref = typing.Any
+_ROWS_AT_ONCE = 8
+"""Rows of matrices side by side that are widened in a loop's body."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,38 +76,46 @@ class Block:
             self.outside[...] = self.ref[...].T
 
     def open(self, column_block: jax.Array) -> None:
-        """Unpack fields into scratch memory, before the loop over units."""
+        """Unpack into scratch memory, before the loop over units."""
         del column_block
         if self.array.has_scratch_fields:
             self._for_periods(self._unpack_period)
+        elif self._is_wide:
+            self._for_rows(self._widen)
 
     def close(self, column_block: jax.Array) -> None:
-        """Pack the fields in scratch memory, after the loop over units."""
+        """Pack what is in scratch memory, after the loop over units."""
         del column_block
         if self.array.has_scratch_fields:
             self._for_periods(self._pack_period)
+        elif self._is_wide:
+            self._for_rows(self._narrow)
 
-    def load(self, unit: jax.Array) -> list:
+    def load(self, unit: jax.Array) -> Sequence:
         """The values of each row of a unit's groups."""
         array, group = self.array, self.array.tiling.group
+        if self._is_wide:
+            words = load(part(self.scratch, unit, group), group)
+            return [Narrow(word, array.dtype) for word in words]
         if array.is_narrow:
             if self.scratch is not None:
                 rows = self._rows(unit)[...]
                 self._words(unit)[...] = pltpu.bitcast(rows, jnp.uint32)
-            words = _load(self._words(unit), group // self._rows_per_word)
+            words = load(self._words(unit), group // self._rows_per_word)
             width = 8 * array.dtype.itemsize
-            return [
-                Narrow(_shifted(word, 32 - end), array.dtype)
+            rows = [
+                _shifted(word, 32 - end)
                 for word in words
                 for end in range(width, 33, width)
             ]
+            return [Narrow(word, array.dtype) for word in self._folded(rows)]
         if array.has_scratch_fields:
-            return _load(part(self.scratch, unit, group), group)
+            return load(part(self.scratch, unit, group), group)
         if array.bits is not None:
             count = group * array.bits // 32
-            words = _load(part(self.ref, unit, count), count)
+            words = self._folded(load(part(self.ref, unit, count), count))
             return [_field(words, row, array.bits) for row in range(group)]
-        return _load(self._rows(unit), group)
+        return self._folded(load(self._rows(unit), group))
 
     def store(
         self, unit: jax.Array, rows: Sequence, exist: Sequence[jax.Array | None]
@@ -101,12 +128,18 @@ class Block:
           exist: which of them there are; None for all. Other fields are 0.
         """
         array = self.array
+        if self._is_wide:
+            words = [row.word for row in rows]
+            store(part(self.scratch, unit, len(words)), words, len(words))
+            return
         if array.is_narrow:
             count = self._rows_per_word
+            unfolded = self._unfolded([row.word for row in rows])
+            rows = [Narrow(word, array.dtype) for word in unfolded]
             words = [
                 _joined_rows(rows[i : i + count]) for i in range(0, len(rows), count)
             ]
-            _store(self._words(unit), words, len(words))
+            store(self._words(unit), words, len(words))
             if self.scratch is not None:
                 words = self._words(unit)[...]
                 self._rows(unit)[...] = pltpu.bitcast(words, self.ref.dtype)
@@ -121,7 +154,28 @@ class Block:
                 ref = self.scratch
             else:
                 rows = _joined(rows, array.bits)
-        _store(part(ref, unit, len(rows)), rows, len(rows))
+        store(part(ref, unit, len(rows)), self._unfolded(rows), len(rows))
+
+    def _folded(self, registers: Sequence) -> Sequence:
+        """What is stored of a vector's unit, as rows of 4 groups side by side."""
+        count = len(registers)
+
+        def source(row: int, quarter: int) -> tuple[int, int]:
+            return divmod(quarter * count + row, QUARTERS)
+
+        is_folded = self.array.tiling.is_folded
+        return exchanged(registers, source) if is_folded else registers
+
+    def _unfolded(self, rows: Sequence) -> Sequence:
+        """The inverse of :meth:`_folded`."""
+        count = len(rows)
+
+        def source(number: int, quarter: int) -> tuple[int, int]:
+            quarter, row = divmod(number * QUARTERS + quarter, count)
+            return row, quarter
+
+        is_folded = self.array.tiling.is_folded
+        return exchanged([whole(x) for x in rows], source) if is_folded else rows
 
     @property
     def _rows_per_word(self) -> int:
@@ -136,6 +190,40 @@ class Block:
             return self._rows(unit).bitcast(jnp.uint32)
         return part(self.scratch, unit, self.array.tiling.group // self._rows_per_word)
 
+    @property
+    def _is_wide(self) -> bool:
+        """Whether scratch memory has a word for each element of fewer bits."""
+        return self.array.is_narrow and self.array.tiling.side_by_side is not None
+
+    def _for_rows(self, function: Callable[[jax.Array], None]) -> None:
+        """Call a function of each row's number."""
+        rows, at_once = self.ref.shape[0], math.gcd(self.ref.shape[0], _ROWS_AT_ONCE)
+
+        def call(first, _):
+            for row in range(at_once):
+                function(first + jnp.int32(row))
+            return first + jnp.int32(at_once), None
+
+        lax.scan(call, jnp.int32(0), length=rows // at_once)
+
+    def _widen(self, row: jax.Array) -> None:
+        """Move a row's elements to the upper bits of words of their own."""
+        words = pltpu.bitcast(self.ref[row], jnp.uint32)
+        count, width = self._rows_per_word, 8 * self.array.dtype.itemsize
+        for number in range(count):
+            places = every(number, count, len(words))
+            self.scratch[row, places, :] = _shifted(words, 32 - width * (number + 1))
+
+    def _narrow(self, row: jax.Array) -> None:
+        """The inverse of :meth:`_widen`."""
+        count, dtype = self._rows_per_word, self.array.dtype
+        size = self.ref.shape[1] // count
+        parts = [
+            Narrow(self.scratch[row, every(number, count, size), :], dtype)
+            for number in range(count)
+        ]
+        self.ref[row] = pltpu.bitcast(_joined_rows(parts), self.ref.dtype)
+
     def _for_periods(self, function: Callable[[jax.Array, int], None]) -> None:
         """Call a function of each register's number of periods, and of their width."""
         bits = typing.cast(int, self.array.bits)
@@ -144,20 +232,21 @@ class Block:
             function(number, bits)
             return number + jnp.int32(1), None
 
-        count = self.ref.shape[0] // (SUBLANES * period(bits)[1])
+        rows, *aside, _ = self.ref.shape
+        count = rows * math.prod(aside) // (SUBLANES * period(bits)[1])
         # A fori_loop counts in int64 with 64-bit types on.
         lax.scan(call, jnp.int32(0), length=count)
 
     def _unpack_period(self, number: jax.Array, bits: int) -> None:
         height, count = period(bits)
-        words = _load(part(self.ref, number, count), count)
+        words = load(part(self.ref, number, count), count)
         fields = (_field(words, row, bits) for row in range(height))
-        _store(part(self.scratch, number, height), fields, height)
+        store(part(self.scratch, number, height), fields, height)
 
     def _pack_period(self, number: jax.Array, bits: int) -> None:
         height, count = period(bits)
-        fields = _load(part(self.scratch, number, height), height)
-        _store(part(self.ref, number, count), put_fields(fields, bits), count)
+        fields = load(part(self.scratch, number, height), height)
+        store(part(self.ref, number, count), put_fields(fields, bits), count)
 
 
 class ScaleBlock(Block):
@@ -166,34 +255,57 @@ class ScaleBlock(Block):
     def open(self, column_block: jax.Array) -> None:
         """Write each element to all groups and lanes of its block."""
         height, width = self._block_in_registers
-        stored = _as_integers(self.ref[...])
-        lane = lax.broadcasted_iota(jnp.int32, stored.shape, 1)
-        first = lax.rem(column_block, jnp.int32(width)) * jnp.int32(LANES // width)
-        words = lax.bitcast_convert_type(
-            _permuted(stored, lane // jnp.int32(width) + first), jnp.uint32
-        )
+        stored = _as_integers(self.ref[...]).reshape(-1, LANES)
+        share = lax.rem(column_block, jnp.int32(width))
+        if self.array.tiling.is_folded:
+            for number in range(width):
+                words = self._spread(stored, jnp.int32(number))
+                self.scratch[every(number, width, len(words)), :] = words
+            return
+        words = self._spread(stored, share)
         for groups in range(height):
             self.scratch[every(groups, height, len(words)), :] = words
 
     def close(self, column_block: jax.Array) -> None:
         """Write the elements of this program's share of the lanes."""
         ref, (height, width) = self.ref, self._block_in_registers
-        words = self.scratch[every(0, height, ref.shape[0]), :]
-        stored = lax.bitcast_convert_type(words, jnp.int32)
-        lane = lax.broadcasted_iota(jnp.int32, stored.shape, 1)
-        chosen = _permuted(stored, (lane * jnp.int32(width)) & jnp.int32(LANES - 1))
-        share = lax.rem(column_block, jnp.int32(width))
+        rows = math.prod(ref.shape[:-1])
+        if self.array.tiling.is_folded:
+            new = jnp.zeros((rows, LANES), jnp.int32)
+            for number in range(width):
+                words = self.scratch[every(number, width, rows), :]
+                new = self._gathered(words, jnp.int32(number), new)
+        else:
+            words = self.scratch[every(0, height, rows), :]
+            share = lax.rem(column_block, jnp.int32(width))
 
-        @pl.when(share == jnp.int32(0))
-        def _():
-            ref[...] = jnp.zeros(ref.shape, ref.dtype)
+            @pl.when(share == jnp.int32(0))
+            def _():
+                ref[...] = jnp.zeros(ref.shape, ref.dtype)
 
-        here = lane // jnp.int32(LANES // width) == share
-        new = jnp.where(here, chosen, _as_integers(ref[...]))
+            old = _as_integers(ref[...]).reshape(-1, LANES)
+            new = self._gathered(words, share, old)
+        new = new.reshape(ref.shape)
         if ref.dtype.itemsize == 2:
             ref[...] = lax.bitcast_convert_type(new, jnp.float32).astype(ref.dtype)
         else:
             ref[...] = lax.bitcast_convert_type(new, ref.dtype)
+
+    def _spread(self, stored: jax.Array, share: jax.Array) -> jax.Array:
+        """Each element of a share of the lanes, in all lanes of its block."""
+        _, width = self._block_in_registers
+        lane = lax.broadcasted_iota(jnp.int32, stored.shape, 1)
+        first = share * jnp.int32(LANES // width)
+        spread = permuted(stored, lane // jnp.int32(width) + first)
+        return lax.bitcast_convert_type(spread, jnp.uint32)
+
+    def _gathered(self, words: jax.Array, share: jax.Array, old: jax.Array):
+        """The inverse of :meth:`_spread`: the share is new."""
+        _, width = self._block_in_registers
+        stored = lax.bitcast_convert_type(words, jnp.int32)
+        lane = lax.broadcasted_iota(jnp.int32, stored.shape, 1)
+        chosen = permuted(stored, (lane * jnp.int32(width)) & jnp.int32(LANES - 1))
+        return jnp.where(lane // jnp.int32(LANES // width) == share, chosen, old)
 
     def load_elements(self, unit: jax.Array, block: int):
         """The element of each value of a unit's groups.
@@ -241,35 +353,8 @@ def _block(
 ) -> Block:
     ref = next(scratch) if array.is_transposed else outside
     kind = Block if array.block_size is None else ScaleBlock
-    has_scratch = array.scratch_rows(interpret) > 0
+    has_scratch = array.scratch_shape(interpret) is not None
     return kind(array, outside, ref, next(scratch) if has_scratch else None)
-
-
-def every(first: int, stride: int, size: int = SUBLANES):
-    """An index of so many rows at a distance from each other."""
-    return pl.ds(first, size, stride=stride) if stride > 1 else pl.ds(first, size)
-
-
-def part(ref: Ref, number: jax.Array, group: int) -> Ref:
-    """A reference to the rows of a unit, whose groups have so many."""
-    return ref.at[_groups(number, group), :]
-
-
-def _groups(number: jax.Array, group: int):
-    rows = SUBLANES * group
-    start = pl.multiple_of(number * jnp.int32(rows), rows)
-    return pl.ds(start, rows)
-
-
-def _load(ref: Ref, group: int) -> list[jax.Array]:
-    """For each row of a group, a register with that row of 8 groups."""
-    return [ref[every(row, group), :] for row in range(group)]
-
-
-def _store(ref: Ref, rows: Iterable, group: int) -> None:
-    """The inverse of :func:`_load`."""
-    for row, value in enumerate(rows):
-        ref[every(row, group), :] = whole(value)
 
 
 def _field(words: Sequence[jax.Array], row: int, bits: int):
@@ -312,7 +397,3 @@ def _as_integers(x: jax.Array) -> jax.Array:
     """int32 with the patterns of values of 32 bits, or of bfloat16s in upper halves."""
     wide = x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
     return lax.bitcast_convert_type(wide, jnp.int32)
-
-
-def _permuted(x: jax.Array, lanes: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(x, lanes, 1, mode="promise_in_bounds")

@@ -1,8 +1,8 @@
 """The fused update as a Pallas kernel on the TPU backend.
 
 It takes the state as kernels on GPUs do. What each program of the kernel does is in
-:mod:`.program`. It updates leaves of two axes or more whose last two are large, and are
-the rows and columns of what is packed, or become so by a copy. XLA updates the others.
+:mod:`.program`, and in which forms it takes leaves, in :mod:`.tiling`. XLA updates
+small and narrow leaves, and those that it stores in other ways.
 """
 
 import dataclasses
@@ -28,8 +28,6 @@ from pallas_kernels.fused_update.spec import (
 from pallas_kernels.fused_update.tpu.arrays import (
     KernelArray,
     kernel_arrays,
-    merged_axes,
-    merged_shape,
 )
 from pallas_kernels.fused_update.tpu.blocks import blocks_of
 from pallas_kernels.fused_update.tpu.functions import traced
@@ -39,11 +37,16 @@ from pallas_kernels.fused_update.tpu.rules import (
     generation_of_target,
     rules_for,
 )
-from pallas_kernels.fused_update.tpu.tiling import LANES, Tiling, tiling_of
-from pallas_kernels.layout import Layout, layout_of
+from pallas_kernels.fused_update.tpu.tiling import (
+    LANES,
+    Tiling,
+    size_for_kernel,
+    tiling_of,
+)
+from pallas_kernels.layout import layout_of
 
 _MIN_ELEMENTS = 2**14
-_MIN_COLUMNS = 16
+_MIN_COLUMNS = 4
 """With fewer, the lanes that a kernel has no use for cost more than XLA's passes."""
 _MEMORY_LIMIT = 64 * 2**20
 _OF_BLOCKS = frozenset(
@@ -76,13 +79,11 @@ def accepts(body: Body | BlockBody, leaf: Leaf, scalars: int) -> bool:
       leaf: whole, its operands with arrays or their ShapeDtypeStructs.
       scalars: how many the body gets.
     """
-    if len(leaf.shape) < 2 or any(operand.repeated for operand in leaf.operands):
+    if not leaf.shape or any(operand.repeated for operand in leaf.operands):
         return False
-    merged = merged_shape(leaf, leaf.shape, leaf.shape)
-    leaf = dataclasses.replace(leaf, shape=merged)
-    if leaf.has_words_or_blocks and leaf.layout.axis != -2:
+    if math.prod(leaf.shape) < _MIN_ELEMENTS:
         return False
-    if math.prod(merged[-2:]) < _MIN_ELEMENTS or not _is_wide(leaf, merged):
+    if not _is_better(leaf, leaf.shape, _MIN_ELEMENTS):
         return False
     # XLA updates a plain leaf in one pass, which costs less than copies of float16.
     plain = DTYPES if leaf.has_words_or_blocks else DTYPES - {jnp.dtype(jnp.float16)}
@@ -94,15 +95,16 @@ def accepts(body: Body | BlockBody, leaf: Leaf, scalars: int) -> bool:
     return traced(body, operands, scalars).are_supported
 
 
-def _is_wide(leaf: Leaf, shape: tuple[int, ...]) -> bool:
+def _is_better(leaf: Leaf, shape: tuple[int, ...], min_elements: int = 1) -> bool:
     """Whether a part of this shape is better updated by a kernel than by XLA.
 
     A kernel takes 128 columns at a time, whether or not there are so many. XLA updates
     a plain leaf in one pass itself.
     """
-    if leaf.has_words_or_blocks:
-        return shape[-1] >= _MIN_COLUMNS or layout_of(shape) != Layout(shape, -2)
-    return shape[-1] % LANES == 0
+    elements, columns = size_for_kernel(leaf, shape)
+    if not leaf.has_words_or_blocks and columns % LANES:
+        return False
+    return elements >= min_elements and columns >= _MIN_COLUMNS
 
 
 def update(call: Call) -> list[jax.Array]:
@@ -111,17 +113,19 @@ def update(call: Call) -> list[jax.Array]:
     Interpreted, it is run by Pallas' model of a TPU.
     """
     (shard,) = call.shards
-    merged = merged_axes(shard)
-    if _is_wide(merged.leaf, merged.shape):
-        written = _by_kernel(call, merged)
+    leaf, shape = shard.leaf, shard.shape
+    # By itself a part might be stored in another way.
+    is_alike = not leaf.has_words_or_blocks or layout_of(shape).axis == leaf.layout.axis
+    if _is_better(leaf, shape) or not is_alike:
+        written = _by_kernel(call, shard)
     else:
         written = xla.update(
             call.body,
-            dataclasses.replace(merged.leaf, shape=merged.shape),
+            dataclasses.replace(leaf, shape=shape),
             xla.row_of(call.table, call.rows),
             call.layer,
             call.when,
-            xla.index_of(merged.shape, merged.leaf.shape, merged.base, call.layer),
+            xla.index_of(shape, leaf.shape, shard.base, call.layer),
         )
     shapes = result_shapes(shard)
     return [x.reshape(shape) for x, shape in zip(written, shapes, strict=True)]
@@ -208,7 +212,7 @@ def _call(kernel: _Kernel):
             },
             compiler_params=pltpu.CompilerParams(
                 # Programs with neighbouring columns write the same row of scales.
-                dimension_semantics=("parallel", "parallel", "arbitrary"),
+                dimension_semantics=("parallel",) * 3 + ("arbitrary",),
                 vmem_limit_bytes=_MEMORY_LIMIT,
             ),
             interpret=pltpu.InterpretParams() if kernel.interpret else False,
@@ -218,7 +222,7 @@ def _call(kernel: _Kernel):
 
 
 def _program(kernel: _Kernel, layer, place, table, *refs):
-    matrix, *block = (pl.program_id(axis) for axis in range(3))
+    matrix, aside, *block = (pl.program_id(axis) for axis in range(4))
     row = place[0].astype(jnp.int32) * jnp.int32(kernel.table_width)
     scalars = [table[row + jnp.int32(i)] for i in range(kernel.table_width)]
     arrays = *kernel.operands, *kernel.results
@@ -237,7 +241,7 @@ def _program(kernel: _Kernel, layer, place, table, *refs):
         scalars,
         operands,
         results,
-        _first_element(kernel.tiling, first, matrix, *block),
+        _first_element(kernel.tiling, first, matrix, aside, *block),
         (block[0], block[1]),
     )
     if kernel.when is None:
@@ -254,6 +258,7 @@ def _first_element(
     tiling: Tiling,
     first: jax.Array,
     matrix: jax.Array,
+    aside: jax.Array,
     rows: jax.Array,
     columns: jax.Array,
 ) -> jax.Array:
@@ -262,14 +267,22 @@ def _first_element(
     Args:
       tiling: of the leaf.
       first: index of the part's first element.
-      matrix, rows, columns: the program's numbers.
+      matrix, aside, rows, columns: the program's numbers.
     """
     whole = tiling.whole
-    for axis in reversed(range(len(whole) - 2)):
-        length, stride = tiling.shape[axis], math.prod(whole[axis + 1 :]) % 2**32
-        number = lax.rem(matrix, jnp.int32(length)).astype(jnp.uint32)
-        matrix = lax.div(matrix, jnp.int32(length))
-        first = first + number * jnp.uint32(stride)
-    rows_before = jnp.uint32(tiling.block_rows * whole[-1] % 2**32)
-    first = first + rows.astype(jnp.uint32) * rows_before
-    return first + columns.astype(jnp.uint32) * jnp.uint32(LANES)
+
+    def stride(axis: int) -> int:
+        return math.prod(whole[len(whole) + axis + 1 :])
+
+    steps = [
+        (rows, tiling.block_rows * (LANES if tiling.is_folded else tiling.row_stride)),
+        (columns, LANES),
+        (aside, (tiling.side_by_side or 0) * stride(-2)),
+    ]
+    for axis in reversed(tiling.matrix_axes):
+        length = jnp.int32(tiling.shape[axis])
+        steps.append((lax.rem(matrix, length), stride(axis)))
+        matrix = lax.div(matrix, length)
+    for number, step in steps:
+        first = first + number.astype(jnp.uint32) * jnp.uint32(step % 2**32)
+    return first

@@ -20,8 +20,9 @@ from pallas_kernels.fused_update.tpu.ordinary import (
     limit_of,
     rules_for_ordinary,
 )
-from pallas_kernels.fused_update.tpu.tiling import LANES, Tiling
+from pallas_kernels.fused_update.tpu.tiling import LANES, SUBLANES, Tiling
 from pallas_kernels.fused_update.tpu.values import Key, Sum, whole
+from pallas_kernels.layout import FOLD
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,13 +152,39 @@ class BlockProgram:
 
     def _index(self, first: jax.Array, offset: int, row: int) -> Sum:
         """The elements' indices in the whole leaf."""
-        columns, group = self.tiling.whole[-1], self.tiling.group
-        within = _iota(0) * jnp.int32(group * columns) + _iota(1)
-        step = self.tiling.unit_rows * columns
-        start = first * jnp.int32(_signed(step))
-        constant = (offset * step + row * columns) % 2**32
-        scalar = self.first + start.astype(jnp.uint32)
-        return Sum(within.astype(jnp.uint32), scalar, constant)
+        return self._places(self.first, first, offset, row)
+
+    def _places(self, start: jax.Array, first: jax.Array, offset: int, row: int) -> Sum:
+        """The same, if the program's first element has the index ``start``."""
+        tiling = self.tiling
+        group, stride = tiling.group, tiling.row_stride
+        constant = row * stride
+        if tiling.side_by_side is not None:
+            rows, aside = self._of_unit(first + jnp.int32(offset))
+            within = _iota(0) * jnp.int32(tiling.whole[-1]) + _iota(1)
+            before = rows * jnp.int32(_signed(group * stride))
+            before = before + aside * jnp.int32(SUBLANES * tiling.whole[-1])
+        else:
+            within, rows = _iota(1), group
+            if tiling.is_folded:
+                # Quarters of a register have neighbouring groups.
+                quarter = _iota(1) // jnp.int32(FOLD)
+                within = within + quarter * jnp.int32((group - 1) * FOLD)
+                rows = group * LANES // FOLD
+            within = within + _iota(0) * jnp.int32(_signed(rows * stride))
+            step = SUBLANES * rows * stride
+            before = first * jnp.int32(_signed(step))
+            constant += offset * step
+        scalar = start + before.astype(jnp.uint32)
+        return Sum(within.astype(jnp.uint32), scalar, constant % 2**32)
+
+    def _of_unit(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """A unit's number among groups of rows, and its register of those side by side.
+
+        Of one matrix, it has the groups of all 8 sublanes, and the number is a unit's.
+        """
+        count = jnp.int32(self.tiling.registers or 1)
+        return lax.div(unit, count), lax.rem(unit, count)
 
     def _exists(self, unit: jax.Array, row: int) -> jax.Array | None:
         """Which elements there are; None if no word and no block is cut."""
@@ -165,9 +192,14 @@ class BlockProgram:
         if tiling.is_even:
             return None
         rows, columns = self.place
+        if tiling.is_folded:
+            start = rows.astype(jnp.uint32) * jnp.uint32(tiling.block_rows * LANES)
+            place = whole(self._places(start, unit, 0, row))
+            return place < jnp.uint32(tiling.shape[-1])
         start = rows * jnp.int32(tiling.block_rows) + jnp.int32(row)
-        start = start + unit * jnp.int32(tiling.unit_rows)
-        below = _iota(0) * jnp.int32(tiling.group) + start < jnp.int32(tiling.rows)
+        start = start + self._of_unit(unit)[0] * jnp.int32(tiling.unit_rows)
+        group = tiling.group if tiling.side_by_side is None else 0
+        below = _iota(0) * jnp.int32(group) + start < jnp.int32(tiling.rows)
         column = _iota(1) + columns * jnp.int32(LANES)
         return below & (column < jnp.int32(tiling.columns))
 

@@ -25,7 +25,7 @@ from pallas_kernels import Operand, Result, Scalars, layout_of
 from pallas_kernels.fused_update import Leaf
 from pallas_kernels.fused_update.spec import Call, Shard
 from pallas_kernels.fused_update.tpu import kernel as tpu
-from pallas_kernels.fused_update.tpu.tiling import lies_transposed
+from pallas_kernels.fused_update.tpu.tiling import lies_transposed, minor_axes
 
 RAGGED = (133, 131)
 SHAPES = {
@@ -34,7 +34,24 @@ SHAPES = {
     "long": (2200, 130),
     "stacked": (2, 72, 257),
 }
-LAYERED = {"plain": (2, 128, 129), "transposed": (1024, 40)}
+TRANSPOSED = [(1024, 136), (1024, 16)]
+# Rows before heads or layers: a matrix for each head, transposed or not; heads side by
+# side in registers; and what is copied.
+BEFORE_HEADS = {
+    "transposed": (72, 5, 64),
+    "several axes transposed": (2, 256, 3, 32),
+    "matrices": (136, 3, 128),
+    "side by side": (72, 16, 256),
+    "few side by side": (136, 8, 128),
+    "some side by side": (2, 71, 3, 24, 128),
+    "copied": (72, 4, 128),
+}
+LAYERED = {
+    "plain": (2, 128, 129),
+    "transposed": (1024, 40),
+    "heads": BEFORE_HEADS["transposed"],
+    "heads side by side": (64, 2, 16, 128),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +72,15 @@ def only_kernels(monkeypatch):
 @pytest.mark.parametrize("widths", [(8,), (4, 8), (12,), (16,), (5, 8), (10,)])
 def test_results_are_those_of_the_model(shape, widths, only_kernels):
     body = Mixture(widths)
+    arrays, held = body.arrays(shape)
+    got = body.update(arrays, shape, "tpu", scalars=Scalars(jnp.asarray(TABLE), 1))
+    assert_equal(got, body.want(held, [3, 4], index_of(shape)))
+    assert only_kernels == [True]
+
+
+@pytest.mark.parametrize("name", [x for x in BEFORE_HEADS if x != "copied"])
+def test_rows_before_heads_have_the_results_of_the_model(name, only_kernels):
+    body, shape = Mixture((5, 8)), BEFORE_HEADS[name]
     arrays, held = body.arrays(shape)
     got = body.update(arrays, shape, "tpu", scalars=Scalars(jnp.asarray(TABLE), 1))
     assert_equal(got, body.want(held, [3, 4], index_of(shape)))
@@ -122,8 +148,9 @@ def test_maxima_are_those_of_blocks_of_each_size(shape, sizes, only_kernels):
 FULL = (133, 256)
 HIGH = {"weights": extra_bits(5), "moments": block_quantized(8, block_size=2048)}
 E4M3FN, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
-# What XLA stores transposed, and what has rows before heads.
-OTHER_SHAPES = [(1024, 136), (1024, 16), (72, 5, 64), (2, 256, 3, 32)]
+OTHER_SHAPES = [*TRANSPOSED, *BEFORE_HEADS.values()]
+# A vector of whole tiles, and one that XLA pads.
+VECTORS = [(32768,), (20011,)]
 FORMATS = {
     "toward zero": (RAGGED, {"weights": extra_bits(8, rounding="toward_zero")}),
     "kahan": (FULL, {"weights": kahan(), "moments": cast(jnp.bfloat16)}),
@@ -144,9 +171,42 @@ FORMATS = {
     },
     **{
         f"{bits} bits {shape}": (shape, {"weights": extra_bits(bits)})
-        for shape in OTHER_SHAPES[:2]
+        for shape in OTHER_SHAPES[:-1]
         for bits in (5, 8)
     },
+    **{
+        f"{bits} bits {shape}": (shape, {"weights": extra_bits(bits), "min_size": 0})
+        for shape in VECTORS
+        for bits in (4, 8, 12, 16)
+    },
+    **{
+        f"blocks of {size} {shape}": (
+            shape,
+            {"moments": block_quantized(8, block_size=size), "min_size": 0},
+        )
+        for shape in VECTORS
+        for size in (32, 64, 128)
+    },
+    "e4m3fn vector": (VECTORS[0], {"moments": block_quantized(8)}, E4M3FN),
+    "plain before heads": (BEFORE_HEADS["matrices"], {"weights": kahan()}),
+    "blocks of 64 side by side": (
+        BEFORE_HEADS["side by side"],
+        {"weights": extra_bits(12), "moments": block_quantized(8, block_size=64)},
+    ),
+    "blocks of 256 side by side": (
+        BEFORE_HEADS["side by side"],
+        {"moments": block_quantized(8, block_size=256)},
+    ),
+    "e4m3fn side by side": (
+        BEFORE_HEADS["side by side"],
+        {"moments": block_quantized(8)},
+        E4M3FN,
+    ),
+    "float16 side by side": (
+        BEFORE_HEADS["side by side"],
+        {"weights": extra_bits(8)},
+        jnp.float16,
+    ),
     "e4m3fn": (FULL, {"weights": extra_bits(8)}, E4M3FN),
     "e5m2": (FULL, {"weights": stochastic_rounding()}, E5M2),
     "e5m2 kahan": (FULL, {"weights": kahan()}, E5M2),
@@ -180,9 +240,14 @@ def test_formats_have_the_same_bits_with_64_bit_types(name, only_kernels):
     assert True in only_kernels  # the bias has none, and may be traced already
 
 
-def test_arrays_of_other_shapes_are_transposed_or_have_rows_before_heads():
-    assert all(map(lies_transposed, OTHER_SHAPES[:2]))
-    assert all(layout_of(shape).axis == -3 for shape in OTHER_SHAPES[2:])
+def test_arrays_of_other_shapes_are_stored_in_these_ways():
+    assert all(map(lies_transposed, TRANSPOSED))
+    ways = {name: minor_axes(shape) for name, shape in BEFORE_HEADS.items()}
+    assert all(layout_of(shape).axis < -2 for shape in BEFORE_HEADS.values())
+    assert {ways[name] for name in ways if "transposed" in name} == {(-3, -1)}
+    assert ways["matrices"] == (-1, -3)
+    assert {ways[name] for name in ways if "side" in name} == {(-1, -2)}
+    assert BEFORE_HEADS["copied"][-2] % 8
 
 
 def test_plain_float16_is_left_to_the_reference(only_kernels):
@@ -225,6 +290,29 @@ def test_a_shard_of_few_columns_before_heads_has_the_bits_of_the_whole():
         assert_equal(got, [x[:, heads], numbers[:, heads]])
 
 
+@pytest.mark.parametrize("widths", [(8,), (4, 8), (12,), (16,)])
+@pytest.mark.parametrize("shape", VECTORS)
+def test_vectors_have_the_results_of_the_model(shape, widths, only_kernels):
+    body = Mixture(widths)
+    arrays, held = body.arrays(shape)
+    got = body.update(arrays, shape, "tpu", scalars=Scalars(jnp.asarray(TABLE), 1))
+    assert_equal(got, body.want(held, [3, 4], index_of(shape)))
+    assert only_kernels == [True]
+
+
+def test_a_shard_of_a_vector_has_the_bits_of_the_whole():
+    shape, body, half = (65536,), Mixture((8,)), 32768
+    arrays, held = body.arrays(shape)
+    want = body.want(held, [3, 4], index_of(shape))
+    leaf = Leaf(tuple(body.operands(arrays)), tuple(body.results), shape)
+    shard = Shard(
+        leaf.with_arrays([x[x.size // 2 :] for x in arrays]), (half,), jnp.uint32(half)
+    )
+    table, row = jnp.asarray(TABLE), jnp.uint32([1])
+    got = tpu.update(Call(body, [shard], table, row, interpret=True))
+    assert_equal(got, [x[x.size // 2 :] for x in want])
+
+
 @pytest.mark.slow_to_compile
 def test_a_layer_of_rows_before_heads_is_updated_in_its_place(only_kernels):
     body, shape = Maxima((32,)), (72, 5, 64)
@@ -247,9 +335,17 @@ def test_several_equal_leaves_have_their_own_random_bits(only_kernels):
     assert not jnp.array_equal(params["a"], params["b"])
 
 
+def test_odd_widths_of_vectors_are_left_to_the_reference(only_kernels):
+    body, (shape, *_) = Mixture((5,)), VECTORS
+    arrays, held = body.arrays(shape)
+    got = body.update(arrays, shape, "tpu", scalars=Scalars(jnp.asarray(TABLE), 0))
+    assert_equal(got, body.want(held, [1, 2], index_of(shape)))
+    assert only_kernels == [False]
+
+
 @pytest.mark.parametrize(
     "shape",
-    [(40000,), (128, 64), (64, 3, 256)],
+    [(12000,), (128, 64), (64, 4, 256)],
     ids=["vector", "narrow", "rows before heads"],
 )
 def test_other_leaves_are_left_to_the_reference(shape, only_kernels):
@@ -260,11 +356,16 @@ def test_other_leaves_are_left_to_the_reference(shape, only_kernels):
     assert only_kernels == [False]
 
 
-def test_heads_that_share_blocks_are_left_to_the_reference(only_kernels):
+@pytest.mark.parametrize(
+    ("shape", "has_kernel"), [((72, 5, 66), True), ((72, 4, 130), False)]
+)
+def test_heads_that_share_blocks_have_kernels_if_each_is_a_matrix(
+    shape, has_kernel, only_kernels
+):
     body = Maxima((32,))
-    arrays = body.arrays((72, 5, 66))
+    arrays = body.arrays(shape)
     assert_equal(body.update([*map(jnp.asarray, arrays)], "tpu"), body.want(arrays))
-    assert only_kernels == [False]
+    assert only_kernels == [has_kernel]
 
 
 def test_a_body_with_other_operations_is_left_to_the_reference():
@@ -294,9 +395,19 @@ def test_64_bit_types_change_nothing(widths, only_kernels):
     assert only_kernels == [True]
 
 
-@pytest.mark.parametrize("parts", [(2, 1), (1, 2), (4, 2), (1, 8)])
-def test_shards_have_the_bits_of_the_whole(parts):
-    shape, body = (512, 512), Mixture((8,))
+@pytest.mark.parametrize(
+    ("shape", "parts"),
+    [
+        *(((512, 512), parts) for parts in [(2, 1), (1, 2), (4, 2), (1, 8)]),
+        ((128, 32, 256), (2, 2, 1)),
+        ((128, 16, 256), (1, 1, 2)),
+        ((256, 8, 64), (2, 2, 1)),
+        ((256, 4, 64), (1, 1, 2)),
+        ((136, 6, 128), (1, 2, 1)),
+    ],
+)
+def test_shards_have_the_bits_of_the_whole(shape, parts):
+    body = Mixture((8,))
     arrays, held = body.arrays(shape)
     want = body.want(held, [3, 4], index_of(shape))
     leaf = Leaf(tuple(body.operands(arrays)), tuple(body.results), shape)
@@ -308,7 +419,7 @@ def test_shards_have_the_bits_of_the_whole(parts):
         return x[tuple(slice(a, a + n) for a, n in zip(starts, steps, strict=True))]
 
     for place in np.ndindex(parts):
-        first = place[0] * local[0] * shape[1] + place[1] * local[1]
+        first = part(index_of(shape), place).flat[0]
         given = leaf.with_arrays([part(x, place) for x in arrays])
         shard = Shard(given, local, jnp.uint32(first))
         table, row = jnp.asarray(TABLE), jnp.uint32([1])

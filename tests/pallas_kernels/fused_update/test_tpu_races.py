@@ -44,6 +44,10 @@ SHAPES = {
     "halves": (2, 72, 256),
     "bytes": (2, 72, 256),
     "transposed blocks": (2, 1024, 136),
+    "transposed heads": (72, 5, 64),
+    "side by side": (71, 16, 128),
+    "words side by side": (71, 8, 128),
+    "vector": (2**18 + 2**17,),
 }
 FORMATS = {
     "words": {"weights": extra_bits(8)},
@@ -52,6 +56,10 @@ FORMATS = {
     "blocks": {"moments": block_quantized(8)},
     "bytes": {"weights": stochastic_rounding()},
     "transposed blocks": {"moments": block_quantized(8)},
+    "transposed heads": {"moments": block_quantized(8)},
+    "side by side": {"moments": block_quantized(8)},
+    "words side by side": {"weights": extra_bits(5)},
+    "vector": {"moments": block_quantized(8), "min_size": 0},
     "lpmm": {
         "weights": quantized_weights(),
         "moments": block_quantized(8, code="dynamic", block_size=2048),
