@@ -38,9 +38,6 @@ class Checks:
 
     A sum is NaN or infinite if a term is, and a term is NaN if what it is computed from
     is. So few of the numbers that are checked cost an operation.
-
-    Args:
-      exists: which elements there are, see :meth:`at`; None if all are.
     """
 
     def __init__(self):
