@@ -2,12 +2,12 @@
 
 Trainers read the shape and dtype of each leaf of a state, place it by its parameter's
 spec, save it, and map over it beside its parameter. None has no shape and cannot be
-mapped beside a parameter, and Orbax refuses arrays of size zero. So zeros of one byte
+mapped beside a parameter, and Orbax refuses arrays of size zero. So zeros of two bytes
 are in these places:
 
     params            residual.tree            mu.scales
     w   bfloat16      uint32 words             bfloat16
-    b   float32       bool zeros               bool zeros
+    b   float32       int16 zeros              int16 zeros
 
 Their shape is the leaf's up to 256 elements. Of a larger leaf it is one that divides
 where meshes divide the parameter, with at most an element for 256 of its own (but 256
@@ -15,6 +15,9 @@ at least), and 65,536 in all.
 
 The dtype says whether the leaf is held by a weight format. So a parameter that was cast
 since is noticed, also by formats that keep no residuals.
+
+Two bytes, because XLA:TPU stores bfloat16 in taller tiles in programs for a TPU7x that
+have an array of bytes in full tiles, and copies all that does not lie like that.
 
 Inside a step there is None in these places, and the blanks of the old state become
 those of the new one.
@@ -28,14 +31,13 @@ from jax.core import Tracer
 
 from lowbit_optax.formats.base import Residuals
 
-NOT_HELD = jnp.dtype(bool)
+NOT_HELD = jnp.dtype(jnp.int16)
 """Of the blank of a leaf that the format does not hold: it is float32, or too small."""
 
-NO_RESIDUAL = jnp.dtype(jnp.uint8)
+NO_RESIDUAL = jnp.dtype(jnp.uint16)
 """Of the blank of a leaf whose weight format keeps no residual of it."""
 
-_ELEMENTS_PER_BYTE = 256
-_FEWEST_BYTES, _MOST_BYTES = 256, 2**16
+_FEWEST, _MOST, _SHARE = 256, 2**16, 256
 
 
 def blank(leaf, dtype: jnp.dtype = NOT_HELD) -> jax.Array:
@@ -69,7 +71,7 @@ def shape_of_blank(shape: tuple[int, ...]) -> tuple[int, ...]:
     ((96, 96), (8, 256))
     """
     size = math.prod(shape)
-    most = min(max(size // _ELEMENTS_PER_BYTE, _FEWEST_BYTES), _MOST_BYTES)
+    most = min(max(size // _SHARE, _FEWEST), _MOST)
     if size <= most:
         return shape
     # Meshes divide axes by powers of two as a rule, else by three times these.
