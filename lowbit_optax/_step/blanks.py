@@ -10,7 +10,7 @@ are in these places:
     b   float32       int16 zeros              int16 zeros
 
 Their shape is the leaf's up to 256 elements. Of a larger leaf it is one that divides
-where meshes divide the parameter, with at most an element for 256 of its own (but 256
+where meshes divide the parameter, with at most an element for 512 of its own (but 256
 at least), and 65,536 in all.
 
 The dtype says whether the leaf is held by a weight format. So a parameter that was cast
@@ -37,7 +37,7 @@ NOT_HELD = jnp.dtype(jnp.int16)
 NO_RESIDUAL = jnp.dtype(jnp.uint16)
 """Of the blank of a leaf whose weight format keeps no residual of it."""
 
-_FEWEST, _MOST, _SHARE = 256, 2**16, 256
+_FEWEST, _MOST, _SHARE = 256, 2**16, 512
 
 
 def blank(leaf, dtype: jnp.dtype = NOT_HELD) -> jax.Array:
@@ -66,9 +66,9 @@ def shape_of_blank(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the blank of a leaf.
 
     >>> shape_of_blank((63, 65)), shape_of_blank((4096, 1024))
-    ((3, 1), (128, 128))
+    ((3, 1), (128, 64))
     >>> shape_of_blank((768, 3072)), shape_of_blank((1000, 1024))
-    ((96, 96), (8, 256))
+    ((96, 48), (8, 128))
     """
     size = math.prod(shape)
     most = min(max(size // _SHARE, _FEWEST), _MOST)

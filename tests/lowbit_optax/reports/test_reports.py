@@ -121,10 +121,10 @@ def test_the_printed_table():
     assert [" ".join(line.split()) for line in lines[1:5]] == [
         "leaf parameters dtype params residual moments total f32 master",
         "['dense']['kernel'] 1,048,576 bfloat16 2.000 1.000 8.000 11.000 14.000",
-        "['norm'] 1,024 float32 4.000 0.000 8.000 12.250 12.000",
+        "['norm'] 1,024 float32 4.000 0.000 8.000 12.500 12.000",
         "total 1,049,600 2.002 0.999 8.000 11.001 13.998",
     ]
-    total = 1024 * 1024 * 11 + 1024 * 12 + 12 + 256
+    total = 1024 * 1024 * 11 + 1024 * 12 + 12 + 512
     usual = 1024 * 1024 * 14 + 1024 * 12
     summary = " ".join(lines[5:])
     assert f"{total:,} bytes of parameters and optimizer state" in summary
@@ -186,9 +186,9 @@ def test_the_table_shows_accumulators_where_there_are_some():
     lines = str(memory_report(tx, abstract)).splitlines()
     assert [" ".join(line.split()) for line in lines[1:5]] == [
         "leaf parameters dtype params residual moments accumulators total f32 master",
-        "['b'] 64 float32 4.000 0.000 4.000 4.000 15.000 12.000",
+        "['b'] 64 float32 4.000 0.000 4.000 4.000 18.000 12.000",
         "['w'] 131,072 12 bits 1.502 0.000 1.001 1.001 3.508 12.000",
-        "total 131,136 1.503 0.000 1.002 1.002 3.514 12.000",
+        "total 131,136 1.503 0.000 1.002 1.002 3.515 12.000",
     ]
     assert len({len(line) for line in lines[1:5]}) == 1
 
