@@ -75,6 +75,13 @@ BENCHMARKS = {
         ("docs/compiled_programs.md",),
         ("libtpu",),
     ),
+    "tpu_placed": Benchmark(
+        "programs",
+        "a step on sharded parameters, told where they lie and not, for four TPUs",
+        2,
+        ("docs/compiled_programs.md",),
+        ("libtpu",),
+    ),
     "release_memory": Benchmark(
         "programs",
         "memory of steps with and without gradient release, compiled for H200s",
