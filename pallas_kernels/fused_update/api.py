@@ -77,7 +77,7 @@ def fused_update(
       sharding: where the leaf, or the layer, lies on a mesh of automatic axes, if that
         is known. Kernels for TPUs need it there.
       implementation: see :data:`pallas_kernels.platforms.Implementation`. Kernels for
-        TPUs do not take all leaves (:func:`.tpu.kernel.accepts`); the reference updates
+        TPUs do not take all leaves (:func:`.tpu.kernel.refusal`); the reference updates
         the others.
 
     Returns:
@@ -216,13 +216,11 @@ def tpu_refusal(body: Body | BlockBody, leaf: Leaf, scalars: int) -> str | None:
     updates the leaf in a program for one device.
 
     Args:
-      body, leaf, scalars: as of :func:`.tpu.kernel.accepts`.
+      body, leaf, scalars: as of :func:`.tpu.kernel.refusal`.
     """
     if sharded.is_partitioned(leaf) and is_for_tpus():
         return PARTITIONED
-    if not tpu_launcher().accepts(body, leaf, scalars):
-        return f"kernels for TPUs take no leaf of shape {list(leaf.shape)}"
-    return None
+    return tpu_launcher().refusal(body, leaf, scalars)
 
 
 PARTITIONED = (

@@ -71,28 +71,30 @@ def groups(shards: Sequence[Shard]) -> list[list[int]]:
     return [[number] for number in range(len(shards))]
 
 
-def accepts(body: Body | BlockBody, leaf: Leaf, scalars: int) -> bool:
-    """Whether the kernel takes a leaf; if not, it is left to XLA.
+def refusal(body: Body | BlockBody, leaf: Leaf, scalars: int) -> str | None:
+    """Why the kernel does not take a leaf, which is left to XLA; None if it does.
 
     Args:
       body: of the update.
       leaf: whole, its operands with arrays or their ShapeDtypeStructs.
       scalars: how many the body gets.
     """
-    if not leaf.shape or any(operand.repeated for operand in leaf.operands):
-        return False
+    if any(operand.repeated for operand in leaf.operands):
+        return "kernels for TPUs read no vectors along rows or columns"
     if math.prod(leaf.shape) < _MIN_ELEMENTS:
-        return False
+        return f"it has fewer than {_MIN_ELEMENTS} elements"
     if not _is_better(leaf, leaf.shape, _MIN_ELEMENTS):
-        return False
+        return f"XLA:TPU stores {list(leaf.shape)} in a way that kernels would copy"
     # XLA updates a plain leaf in one pass, which costs less than copies of float16.
     plain = DTYPES if leaf.has_words_or_blocks else DTYPES - {jnp.dtype(jnp.float16)}
     operands = [(o.array.dtype, o.block_size) for o in leaf.operands]
     results = [(r.dtype, r.block_size) for r in leaf.results]
     for dtype, block_size in (*operands, *results):
         if dtype not in (plain if block_size is None else _OF_BLOCKS):
-            return False
-    return traced(body, operands, scalars).are_supported
+            return f"kernels for TPUs copy arrays of {dtype}"
+    if not traced(body, operands, scalars).are_supported:
+        return "kernels for TPUs lack one of its operations"
+    return None
 
 
 def _is_better(leaf: Leaf, shape: tuple[int, ...], min_elements: int = 1) -> bool:
@@ -108,7 +110,7 @@ def _is_better(leaf: Leaf, shape: tuple[int, ...], min_elements: int = 1) -> boo
 
 
 def update(call: Call) -> list[jax.Array]:
-    """The results of a call's kernel, for one leaf that it :func:`accepts`.
+    """The results of a call's kernel, for one leaf without a :func:`refusal`.
 
     Interpreted, it is run by Pallas' model of a TPU.
     """

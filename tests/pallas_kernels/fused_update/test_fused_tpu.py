@@ -58,13 +58,14 @@ LAYERED = {
 def only_kernels(monkeypatch):
     """Fail where the reference would run in a kernel's place."""
     taken = []
-    accepts = tpu.accepts
+    refusal = tpu.refusal
 
     def noted(*args):
-        taken.append(accepts(*args))
-        return taken[-1]
+        why_not = refusal(*args)
+        taken.append(why_not is None)
+        return why_not
 
-    monkeypatch.setattr(tpu, "accepts", noted)
+    monkeypatch.setattr(tpu, "refusal", noted)
     return taken
 
 
@@ -375,7 +376,7 @@ def test_a_body_with_other_operations_is_left_to_the_reference():
     def accepted(body, dtype):
         operand = Operand(jnp.zeros((256, 256), dtype))
         leaf = Leaf((operand,), (Result(dtype, overwrites=0),), (256, 256))
-        return tpu.accepts(body, leaf, 1)
+        return tpu.refusal(body, leaf, 1) is None
 
     same = lambda values, *_: values
     assert not accepted(body, jnp.float32)

@@ -70,14 +70,15 @@ FORMATS = {
 @pytest.fixture(autouse=True)
 def races_are_errors(monkeypatch):
     """In kernels, which every leaf must have."""
-    accepts = tpu.accepts
+    refusal = tpu.refusal
 
     def noted(*args):
-        taken.append(accepts(*args))
-        return taken[-1]
+        why_not = refusal(*args)
+        taken.append(why_not is None)
+        return why_not
 
     taken = []
-    monkeypatch.setattr(tpu, "accepts", noted)
+    monkeypatch.setattr(tpu, "refusal", noted)
     params = pltpu.InterpretParams(
         detect_races=True, num_cores_or_threads=2, uninitialized_memory="nan"
     )
