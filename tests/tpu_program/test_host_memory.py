@@ -13,7 +13,7 @@ pytest.importorskip("libtpu", reason="needs the tpu-program extra")
 
 from tools.gpu_program.release_steps import matrices
 from tools.gpu_program.steps import bytes_of
-from tools.tpu_program.release_steps import HostStep, compile_step, streamed
+from tools.tpu_program.release_steps import HostStep, compile_step, is_stack, streamed
 
 LAYERS, WIDTH = 6, 2048
 STEPS = {
@@ -33,7 +33,7 @@ def compiled(make_step, name) -> HostStep:
 def bytes_of_state(name) -> int:
     params = matrices(LAYERS, WIDTH, 256).params
     state = jax.eval_shape(STEPS[name].init, params)
-    return sum(bytes_of(x) for x in jax.tree.leaves(state) if x.ndim == 3)
+    return sum(bytes_of(x) for x in jax.tree.leaves(state) if is_stack(x))
 
 
 @pytest.mark.parametrize("name", STEPS)

@@ -21,8 +21,10 @@ from tools.tpu_program.targets import TARGETS, tpu_mesh
 
 LEAF = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
 STACK = jax.ShapeDtypeStruct((4, 1024, 2048), jnp.bfloat16)
-MOVED = 12.3
+MOVED = 12.26
 """Bytes per parameter of ``lowbit_adamw`` by kernels."""
+_OF_SCALARS = 2**18
+"""Bytes that a step takes whatever its size, most of them on a TPU7x."""
 
 
 def _compiled(tx, place, params=LEAF):
@@ -37,8 +39,8 @@ def _assert_by_kernels(compiled, parameters, kernels=1):
     """``parameters`` are those of one device."""
     moved = sum(x.moved for x in hlo.entry(compiled))
     assert compiled.as_text().count('"tpu_custom_call"') == kernels
-    assert moved <= MOVED * parameters
-    assert hlo.memory(compiled).temp_size_in_bytes < 0.02 * parameters
+    assert moved <= MOVED * parameters + _OF_SCALARS
+    assert hlo.memory(compiled).temp_size_in_bytes < 0.01 * parameters + _OF_SCALARS
     assert hlo.collectives(compiled) == []
 
 

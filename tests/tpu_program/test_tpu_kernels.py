@@ -197,8 +197,8 @@ def test_leaves_are_taken_as_xla_stores_them(shape, name, target):
     step = lower_step(alias(1e-3), leaf, mesh=mesh)
     assert_in_place(step)
     assert step.moved <= moved * 1.1
-    # Of a TPU7x 96 KiB, whatever the leaf's size.
-    assert step.temporary * step.parameters <= 2**17
+    # Up to 194 KB of a TPU7x (by the libtpu of JAX 0.12), whatever the leaf's size.
+    assert step.temporary * step.parameters <= 2**18
     assert step.seconds_to_compile < 60
 
 

@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lowbit_optax import release
+from lowbit_optax._step.blanks import NO_RESIDUAL, NOT_HELD
 from tools.gpu_program.release_steps import Model, plain
 from tools.hlo import memory, text
 from tools.tpu_program.targets import tpu_mesh
@@ -16,12 +17,17 @@ from tools.tpu_program.targets import tpu_mesh
 Space = jax.memory.Space
 
 
+def is_stack(x) -> bool:
+    """Whether an array of a state is a stack of layers; a blank is not."""
+    return x.ndim == 3 and x.dtype not in (NOT_HELD, NO_RESIDUAL)
+
+
 def moved_whole(loss_fn: Callable, tx) -> Callable:
     """The step without release on a state that it takes out of host memory and back."""
     step = plain(loss_fn, tx)
 
     def train_step(params, opt_state, batch):
-        is_moved = [x.ndim == 3 for x in jax.tree.leaves(opt_state)]
+        is_moved = [is_stack(x) for x in jax.tree.leaves(opt_state)]
         loss, params, opt_state = step(
             params, jax.device_put(opt_state, Space.Device), batch
         )
@@ -93,7 +99,7 @@ def compile_step(
     has_host = make_step in (moved_whole, streamed)
 
     def place(x, may_move=False):
-        where = on_host if may_move and has_host and x.ndim == 3 else on_device
+        where = on_host if may_move and has_host and is_stack(x) else on_device
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
     state = jax.eval_shape(tx.init, model.params)
