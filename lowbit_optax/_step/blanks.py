@@ -55,6 +55,8 @@ def _place(leaf, shape: tuple[int, ...]):
     if is_traced and not any(known.spec):
         return None
     place = known if is_traced else leaf.sharding
+    if not is_traced and len(place.device_set) == 1:
+        return None  # else it is committed there, and the first step is compiled twice
     try:
         place.shard_shape(shape)
     except ValueError:
