@@ -62,6 +62,17 @@ def test_it_finds_the_minimum_of_complex_numbers_too(name):
     optaxs_tests.run(*_alias_test, "test_optimization", **arguments)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_optaxs_optimizers_inside_lowbit_find_the_minimum_and_compile_once(monkeypatch):
+    def inside(_, name):
+        make = getattr(optax, name)
+        weights = lowbit_optax.extra_bits()
+        return lambda **options: lowbit_optax.lowbit(make(**options), weights=weights)
+
+    monkeypatch.setattr(optaxs_tests.module(_alias_test[0]), "_get_opt", inside)
+    optaxs_tests.run_with({}, *_alias_test, "test_optimization")
+
+
 @each_alias
 def test_it_takes_extra_arguments_and_compiles_once(name):
     test = "test_optimizers_accept_extra_args"
