@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 
 from lowbit_optax._step import trees
 from lowbit_optax._step.kernels.plan import KernelPlan
+from lowbit_optax.formats.base import BlockMomentFormat
 from pallas_kernels.fused_update import sharded
 from pallas_kernels.fused_update.api import PARTITIONED
 
@@ -44,9 +45,11 @@ def left_to_xla(plan: KernelPlan, reasons: Mapping[int, str]) -> dict[str, Left]
     step, found = plan.traced.step, {}
     for number, reason in sorted(reasons.items()):
         leaf = step.leaves[number]
-        moments = [x for x in step.plan.storage if x and x.leaf == leaf.name]
+        stored = [x.format for x in step.plan.storage if x and x.leaf == leaf.name]
+        moments = [x for x in stored if isinstance(x, BlockMomentFormat)]
         is_quantized = trees.is_quantized(leaf.param)
-        if not reason or not (moments or is_quantized or leaf.residual is not None):
+        is_packed = leaf.format is not None and bool(leaf.format.width)
+        if not reason or not (moments or is_quantized or is_packed):
             continue
         described, size = trees.describe(leaf.param), math.prod(leaf.param.shape)
         if is_quantized:

@@ -18,12 +18,9 @@ from jax.extend.core import primitives as p
 from pallas_kernels.fused_update import xla
 from pallas_kernels.fused_update.spec import BlockBody, Body
 from pallas_kernels.fused_update.tpu.rules import RULES, applied, is_supported
-from pallas_kernels.fused_update.tpu.tiling import LANES, SUBLANES
+from pallas_kernels.fused_update.tpu.tiling import REGISTER
 from pallas_kernels.fused_update.tpu.values import Lazy, Narrow
 from pallas_kernels.operations import ClosedJaxpr
-
-REGISTER = (SUBLANES, LANES)
-"""The shape of a vector register of 32-bit values."""
 
 Known = dict
 """Results of equations, by what they compute."""

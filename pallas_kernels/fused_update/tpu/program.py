@@ -14,13 +14,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.fused_update.tpu.blocks import Block, ScaleBlock
-from pallas_kernels.fused_update.tpu.functions import REGISTER, Functions, Known
+from pallas_kernels.fused_update.tpu.functions import Functions, Known
 from pallas_kernels.fused_update.tpu.ordinary import (
     Checks,
     limit_of,
     rules_for_ordinary,
 )
-from pallas_kernels.fused_update.tpu.tiling import LANES, SUBLANES, Tiling
+from pallas_kernels.fused_update.tpu.tiling import LANES, REGISTER, SUBLANES, Tiling
 from pallas_kernels.fused_update.tpu.values import Key, Sum, whole
 from pallas_kernels.layout import FOLD
 

@@ -24,6 +24,8 @@ from pallas_kernels.fused_update.spec import Leaf, Operand, Result, Shard
 from pallas_kernels.layout import FOLD, block_shape, is_unrolled, period
 
 LANES, SUBLANES = 128, 8
+REGISTER = (SUBLANES, LANES)
+"""The shape of a vector register of 32-bit values."""
 _MIN_GROUP, _MAX_GROUP = 4, 8
 _MAX_PERIOD = 16
 """Rows of a group whose fields are in no other one, where blocks allow it."""
