@@ -11,6 +11,7 @@ from lowbit_optax.aliases.common import (
     BFLOAT16_MOMENTS,
     AdamW,
     Lion,
+    Options,
     in_formats,
     without_none,
 )
@@ -87,17 +88,8 @@ def kahan_adamw(
         **without_none(rounding=rounding, residual_rounding=residual_rounding)
     )
     moments = BFLOAT16_MOMENTS if moments is None else moments
-    return in_formats(
-        "kahan_adamw",
-        inner,
-        weights,
-        moments,
-        seed=seed,
-        min_size=min_size,
-        implementation=implementation,
-        param_shardings=param_shardings,
-        warns=warns,
-    )
+    options = Options(seed, min_size, implementation, param_shardings, warns)
+    return in_formats("kahan_adamw", inner, weights, moments, options)
 
 
 def sr_adamw(
@@ -168,17 +160,8 @@ def sr_adamw(
     )
     weights = formats.stochastic_rounding(error_into=error_into)
     moments = BFLOAT16_MOMENTS if moments is None else moments
-    return in_formats(
-        "sr_adamw",
-        inner,
-        weights,
-        moments,
-        seed=seed,
-        min_size=min_size,
-        implementation=implementation,
-        param_shardings=param_shardings,
-        warns=warns,
-    )
+    options = Options(seed, min_size, implementation, param_shardings, warns)
+    return in_formats("sr_adamw", inner, weights, moments, options)
 
 
 def extra_bits_adamw(
@@ -255,17 +238,8 @@ def extra_bits_adamw(
     )
     weights = formats.extra_bits(**options)
     moments = "float32" if moments is None else moments
-    return in_formats(
-        "extra_bits_adamw",
-        inner,
-        weights,
-        moments,
-        seed=seed,
-        min_size=min_size,
-        implementation=implementation,
-        param_shardings=param_shardings,
-        warns=warns,
-    )
+    options = Options(seed, min_size, implementation, param_shardings, warns)
+    return in_formats("extra_bits_adamw", inner, weights, moments, options)
 
 
 def lowbit_adamw(
@@ -332,17 +306,8 @@ def lowbit_adamw(
         learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov
     )
     weights = formats.extra_bits(8 if bits is None else bits)
-    return in_formats(
-        "lowbit_adamw",
-        inner,
-        weights,
-        moments,
-        seed=seed,
-        min_size=min_size,
-        implementation=implementation,
-        param_shardings=param_shardings,
-        warns=warns,
-    )
+    options = Options(seed, min_size, implementation, param_shardings, warns)
+    return in_formats("lowbit_adamw", inner, weights, moments, options)
 
 
 def lowbit_lion(
@@ -402,14 +367,5 @@ def lowbit_lion(
     """
     inner = Lion(learning_rate, b1, b2, mu_dtype, weight_decay, mask)
     weights = formats.extra_bits(8 if bits is None else bits)
-    return in_formats(
-        "lowbit_lion",
-        inner,
-        weights,
-        moments,
-        seed=seed,
-        min_size=min_size,
-        implementation=implementation,
-        param_shardings=param_shardings,
-        warns=warns,
-    )
+    options = Options(seed, min_size, implementation, param_shardings, warns)
+    return in_formats("lowbit_lion", inner, weights, moments, options)

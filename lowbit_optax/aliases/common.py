@@ -113,22 +113,29 @@ class Lion(typing.NamedTuple):
         return optax.lion(**self._asdict())
 
 
+class Options(typing.NamedTuple):
+    """What every alias hands on to :func:`lowbit_optax.lowbit`, by its names there."""
+
+    seed: int | None
+    min_size: int | None
+    implementation: Implementation
+    param_shardings: ParamShardings
+    warns: bool | None
+
+
 def in_formats(
     alias: str,
     inner: Sgd | AdamW | Lion,
     weights: WeightFormat,
     moments: Moments,
-    **options: typing.Any,
+    options: Options,
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer of optax in these formats.
-
-    Args:
-      alias: its name, for errors.
-      inner, weights, moments: the optimizer and the formats.
-      **options: of :func:`lowbit_optax.lowbit`.
-    """
+    """An optimizer of optax in these formats; ``alias`` is its name, for errors."""
     return lowbit(
-        inner.checked(alias, moments), weights=weights, moments=moments, **options
+        inner.checked(alias, moments),
+        weights=weights,
+        moments=moments,
+        **options._asdict(),
     )
 
 

@@ -7,7 +7,13 @@ import optax
 from lowbit_optax import formats
 from lowbit_optax._step.moment_slots import Moments
 from lowbit_optax.aliases import common
-from lowbit_optax.aliases.common import BFLOAT16_MOMENTS, Sgd, in_formats, without_none
+from lowbit_optax.aliases.common import (
+    BFLOAT16_MOMENTS,
+    Options,
+    Sgd,
+    in_formats,
+    without_none,
+)
 
 
 def kahan_sgd(
@@ -78,17 +84,8 @@ def kahan_sgd(
         **without_none(rounding=rounding, residual_rounding=residual_rounding)
     )
     moments = BFLOAT16_MOMENTS if moments is None else moments
-    return in_formats(
-        "kahan_sgd",
-        inner,
-        weights,
-        moments,
-        seed=seed,
-        min_size=min_size,
-        implementation=implementation,
-        param_shardings=param_shardings,
-        warns=warns,
-    )
+    options = Options(seed, min_size, implementation, param_shardings, warns)
+    return in_formats("kahan_sgd", inner, weights, moments, options)
 
 
 def sr_sgd(
@@ -155,17 +152,8 @@ def sr_sgd(
     inner = Sgd(learning_rate, momentum, nesterov, accumulator_dtype, weight_decay)
     weights = formats.stochastic_rounding(error_into=error_into)
     moments = BFLOAT16_MOMENTS if moments is None else moments
-    return in_formats(
-        "sr_sgd",
-        inner,
-        weights,
-        moments,
-        seed=seed,
-        min_size=min_size,
-        implementation=implementation,
-        param_shardings=param_shardings,
-        warns=warns,
-    )
+    options = Options(seed, min_size, implementation, param_shardings, warns)
+    return in_formats("sr_sgd", inner, weights, moments, options)
 
 
 def extra_bits_sgd(
@@ -237,17 +225,8 @@ def extra_bits_sgd(
     )
     weights = formats.extra_bits(**options)
     moments = "float32" if moments is None else moments
-    return in_formats(
-        "extra_bits_sgd",
-        inner,
-        weights,
-        moments,
-        seed=seed,
-        min_size=min_size,
-        implementation=implementation,
-        param_shardings=param_shardings,
-        warns=warns,
-    )
+    options = Options(seed, min_size, implementation, param_shardings, warns)
+    return in_formats("extra_bits_sgd", inner, weights, moments, options)
 
 
 def lowbit_sgd(
@@ -309,14 +288,5 @@ def lowbit_sgd(
     """
     inner = Sgd(learning_rate, momentum, nesterov, accumulator_dtype, weight_decay)
     weights = formats.extra_bits(8 if bits is None else bits)
-    return in_formats(
-        "lowbit_sgd",
-        inner,
-        weights,
-        moments,
-        seed=seed,
-        min_size=min_size,
-        implementation=implementation,
-        param_shardings=param_shardings,
-        warns=warns,
-    )
+    options = Options(seed, min_size, implementation, param_shardings, warns)
+    return in_formats("lowbit_sgd", inner, weights, moments, options)

@@ -7,7 +7,7 @@ import optax
 from lowbit_optax import formats
 from lowbit_optax._arguments import check_static_int
 from lowbit_optax._step.param_shardings import ParamShardings
-from lowbit_optax.aliases.common import AdamW, Implementation, Sgd, in_formats
+from lowbit_optax.aliases.common import AdamW, Implementation, Options, Sgd, in_formats
 from lowbit_optax.formats import MomentFormat
 from lowbit_optax.formats.quantized_tensor import Rounding
 from lowbit_optax.formats.quantized_weights import quantized_weights
@@ -84,17 +84,8 @@ def lpmm_sgd(
     trace = _dynamic("lpmm_sgd", momentum_bits, block_size, rounding)
     moments = "float32" if momentum is None else {"trace": trace}
     weights = quantized_weights(rounding=rounding)
-    return in_formats(
-        "lpmm_sgd",
-        inner,
-        weights,
-        moments,
-        seed=seed,
-        min_size=min_size,
-        implementation=implementation,
-        param_shardings=param_shardings,
-        warns=warns,
-    )
+    options = Options(seed, min_size, implementation, param_shardings, warns)
+    return in_formats("lpmm_sgd", inner, weights, moments, options)
 
 
 def lpmm_adam(
@@ -168,17 +159,8 @@ def lpmm_adam(
         "nu": formats.block_quantized(8),
     }
     weights = quantized_weights(rounding=rounding)
-    return in_formats(
-        "lpmm_adam",
-        inner,
-        weights,
-        moments,
-        seed=seed,
-        min_size=min_size,
-        implementation=implementation,
-        param_shardings=param_shardings,
-        warns=warns,
-    )
+    options = Options(seed, min_size, implementation, param_shardings, warns)
+    return in_formats("lpmm_adam", inner, weights, moments, options)
 
 
 def _dynamic(
