@@ -17,7 +17,7 @@ from jax.extend.core import primitives as p
 
 from pallas_kernels.fused_update import xla
 from pallas_kernels.fused_update.spec import BlockBody, Body
-from pallas_kernels.fused_update.tpu.rules import RULES, applied, is_supported
+from pallas_kernels.fused_update.tpu.rules import RULES, by_itself, is_supported
 from pallas_kernels.fused_update.tpu.tiling import REGISTER
 from pallas_kernels.fused_update.tpu.values import Lazy, Narrow
 from pallas_kernels.operations import ClosedJaxpr
@@ -115,7 +115,11 @@ class _Evaluation:
         )
         if key not in self.known:
             # The inputs are kept, so that no other array gets their identities.
-            self.known[key] = applied(self.rules, eqn, *inputs), inputs
+            rule = self.rules.get(eqn.primitive)
+            result = NotImplemented if rule is None else rule(eqn, *inputs)
+            if result is NotImplemented:
+                result = by_itself(eqn, *inputs)
+            self.known[key] = result, inputs
         return [self.known[key][0]]
 
 

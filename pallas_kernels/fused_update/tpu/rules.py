@@ -380,8 +380,11 @@ def applied(rules: Mapping, eqn, *inputs):
     """
     rule = rules.get(eqn.primitive)
     result = NotImplemented if rule is None else rule(eqn, *inputs)
-    if result is not NotImplemented:
-        return result
+    return by_itself(eqn, *inputs) if result is NotImplemented else result
+
+
+def by_itself(eqn, *inputs) -> jax.Array:
+    """The result of an equation for which there is no rule."""
     params = eqn.primitive.get_bind_params(eqn.params)
     return eqn.primitive.bind(*map(whole, inputs), **params)
 
