@@ -109,7 +109,7 @@ def _by_platform(
             warn_once(f"lowbit: XLA runs the steps, {cost}: {refusal}")
         return by_xla(step)
     plan = plan_kernels(traced, for_tpus=on_tpus)
-    reasons = plan.reasons | plan.tpu_refusals if on_tpus else plan.reasons
+    reasons = plan.why_not(on_tpus=on_tpus)
     message = warning_of(left_to_xla(plan, reasons).values())
     if warns and message and (on_tpus or target_gpu() is not None):
         warn_once(message)
@@ -148,7 +148,7 @@ def explained(
     if refusal is not None:
         return dict.fromkeys(step.names, f"XLA: {refusal}")
     plan = plan_kernels(trace_update(update, step), for_tpus=on_tpus)
-    reasons = plan.reasons | plan.tpu_refusals if on_tpus else plan.reasons
+    reasons = plan.why_not(on_tpus=on_tpus)
     perhaps = perhaps_partitioned(plan) if on_tpus else {}
     for number, name in enumerate(step.names):
         if number not in reasons:

@@ -14,7 +14,7 @@ from lowbit_optax._step import trees
 from lowbit_optax._step.kernels.plan import KernelPlan
 from lowbit_optax.formats.base import BlockMomentFormat
 from pallas_kernels.fused_update import sharded
-from pallas_kernels.fused_update.api import PARTITIONED
+from pallas_kernels.fused_update.refusals import PARTITIONED
 
 _LARGE = 2**18
 """Leaves of fewer elements are not worth a warning."""
@@ -89,5 +89,5 @@ def warning_of(left: Collection[Left]) -> str | None:
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """Warn, unless this was said before."""
+    """Warn, unless the same was said before in this process."""
     warnings.warn(message, stacklevel=2)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 import math
 import typing
 from collections.abc import Callable, Sequence
@@ -15,6 +14,11 @@ from jax.sharding import NamedSharding
 
 from pallas_kernels.fused_update import sharded, xla
 from pallas_kernels.fused_update.gpu.sharing import kind_of_leaf
+from pallas_kernels.fused_update.refusals import (
+    gpu_refusal,
+    tpu_launcher,
+    tpu_refusal,
+)
 from pallas_kernels.fused_update.spec import (
     MAX_ELEMENTS_OF_SMALL_LEAF,
     BlockBody,
@@ -26,9 +30,8 @@ from pallas_kernels.fused_update.spec import (
     Result,
     Scalars,
     Shard,
-    has_tiling,
 )
-from pallas_kernels.layout import MAX_ELEMENTS, check_block_size, layout_of
+from pallas_kernels.layout import check_block_size, layout_of
 from pallas_kernels.lowered import for_one_device
 from pallas_kernels.platforms import (
     Implementation,
@@ -36,7 +39,6 @@ from pallas_kernels.platforms import (
     check_implementation,
     is_for_tpus,
     launcher_module,
-    refused_gpu,
     target_gpu,
     transformable,
 )
@@ -204,31 +206,6 @@ def _check_same_kinds(leaves: Sequence[Leaf]) -> None:
         )
 
 
-def tpu_launcher():
-    """The module of the launcher for TPUs, imported where it is needed."""
-    return importlib.import_module("pallas_kernels.fused_update.tpu.kernel")
-
-
-def tpu_refusal(body: Body | BlockBody, leaf: Leaf, scalars: int) -> str | None:
-    """Why no kernel for TPUs updates a leaf; None if one does.
-
-    Where only the lowering knows whether XLA has to partition the program, a kernel
-    updates the leaf in a program for one device.
-
-    Args:
-      body, leaf, scalars: as of :func:`.tpu.kernel.refusal`.
-    """
-    if sharded.is_partitioned(leaf) and is_for_tpus():
-        return PARTITIONED
-    return tpu_launcher().refusal(body, leaf, scalars)
-
-
-PARTITIONED = (
-    "XLA:TPU cannot partition kernels over a mesh of automatic axes; say where "
-    "parameters lie by param_shardings, or make the axes explicit"
-)
-
-
 def _launcher(implementation: str | None, interpret: bool = False) -> Launcher:
     if implementation == "tpu":
         return typing.cast(Launcher, tpu_launcher())
@@ -256,7 +233,7 @@ def _update(
       room: see :class:`.spec.Call`.
     """
     check_implementation("fused_update", implementation)
-    refusal = _refusal(leaves)
+    refusal = gpu_refusal(leaves)
     if implementation in ("pallas", "triton", "mosaic") and refusal:
         raise ValueError(f"fused_update: {refusal}")
     is_for_tpu = is_for_tpus(sharded.mesh_of(leaves[0]))
@@ -359,24 +336,6 @@ def _kernel(
 
 # Before, interpreted kernels of many devices may wait for each other for ever.
 _INTERPRETS_SHARDS = jax.__version_info__ >= (0, 11)
-
-
-def _refusal(leaves: Sequence[Leaf]) -> str | None:
-    """Why no kernel for GPUs updates these leaves, or None."""
-    refusal = refused_gpu()
-    if refusal is not None:
-        return refusal
-    size = max(math.prod(leaf.shape) for leaf in leaves)
-    if not 0 < size <= MAX_ELEMENTS:
-        return f"kernels take 1 to {MAX_ELEMENTS} elements, not {size}"
-    for leaf in leaves:
-        if not has_tiling(leaf.packed, leaf.block_sizes):
-            return (
-                f"kernels do not take fields of {list(leaf.packed)} bits with blocks "
-                f"of {list(leaf.block_sizes)} elements; accepted are blocks of 32 or "
-                "64, or multiples of 4 bits"
-            )
-    return None
 
 
 def _check(leaf: Leaf) -> None:

@@ -31,7 +31,7 @@ from lowbit_optax._step.kernels.limits import (
 from lowbit_optax._step.kernels.rows import MomentRows, WeightRows
 from lowbit_optax._step.step import Step
 from pallas_kernels.fused_update import Leaf
-from pallas_kernels.fused_update.api import tpu_refusal
+from pallas_kernels.fused_update.refusals import tpu_refusal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +95,10 @@ class KernelPlan:
             )
             for i, x in self.kernels.items()
         }
+
+    def why_not(self, *, on_tpus: bool) -> dict[int, str]:
+        """By number, the leaves that XLA updates, and why, as in ``reasons``."""
+        return self.reasons | self.tpu_refusals if on_tpus else self.reasons
 
     @property
     def outside(self) -> list[Node]:
