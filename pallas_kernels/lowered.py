@@ -2,7 +2,8 @@
 
 XLA:TPU cannot partition kernels. Under plain ``jax.jit`` nothing says while a function
 is traced whether the program will be for one of a host's devices or for all of them.
-The lowering knows.
+The lowering knows. JAX lets nothing ask it but the lowering
+rule of a primitive, for which ``jax.interpreters.mlir`` is the documented module.
 """
 
 import typing
