@@ -310,6 +310,30 @@ BENCHMARKS = {
         ("docs/accuracy.md", "docs/evidence/gpt_formats.png"),
         ("matplotlib",),
     ),
+    "compute_optimal": Benchmark(
+        "training",
+        "a GPT trained to the end of its schedule in each format, beside float32",
+        120,
+        (
+            "docs/accuracy.md",
+            "docs/evidence/compute_optimal.png",
+            "benchmarks/training/compute_optimal.json",
+        ),
+        TRAINING,
+        has_full=True,
+        in_all=False,
+    ),
+    "reinforcement": Benchmark(
+        "training",
+        "a small GPT fine-tuned by rewards at 1e-6 and more, in each format",
+        12,
+        (
+            "docs/reinforcement.md",
+            "docs/evidence/reinforcement.png",
+            "benchmarks/training/reinforcement.json",
+        ),
+        ("matplotlib",),
+    ),
     "memory_and_loss": Benchmark(
         "training",
         "README's picture: memory by optimizer, losses of a small GPT (--train)",

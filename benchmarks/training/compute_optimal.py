@@ -1,0 +1,336 @@
+"""A GPT trained compute-optimally in each format, to the end of its schedule.
+
+    .venv/bin/python -m benchmarks compute_optimal
+    .venv/bin/python -m benchmarks compute_optimal --rows float32 lowbit --seeds 1
+    .venv/bin/python -m benchmarks compute_optimal --torch .venv-torch/bin/python
+    .venv/bin/python -m benchmarks compute_optimal --full --minutes 60
+
+20 bytes of text per parameter and more, none seen twice but by chance; a warmup and a
+cosine to a thousandth of the peak, b2 = 0.95, weight decay 0.1, clipping by global
+norm. The same starts and batches for all rows. The text is all of Python's standard
+library.
+
+A run that is interrupted goes on where it was saved. The record has the runs that are
+complete, so several processes may train different rows. With ``--torch`` the peers are
+trained too, by a Python that has torch and torchao; flashoptim-jax takes part if it is
+installed. ``--full`` is GPT-2 124M on one GPU for so many minutes a run.
+"""
+
+import argparse
+import functools
+import json
+import pathlib
+import subprocess
+import sys
+import time
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import traverse_util
+from flax.training.train_state import TrainState as State
+from tqdm import tqdm
+
+import lowbit_optax
+from benchmarks import ROOT, pictures, records
+from benchmarks.training.images.checkpoints import CheckpointError, Checkpoints
+from benchmarks.training.text import optimal_rows, stdlib_text
+from benchmarks.training.text.optimal_rows import ROWS
+from lowbit_optax.training import TrainState
+from tools.models.gpt import GPT
+
+POINTS = 100
+"""Of a curve: the mean losses of as many parts of the training."""
+
+TAIL = 10
+"""The last points, in which the loss on held-out text is measured too."""
+
+SAVED = 10
+"""How many parts are trained between two checkpoints."""
+
+SMALL = GPT(4, 64, 4, 64)
+GPT2 = GPT(12, 768, 12, 1024, "full", jnp.bfloat16, 50257)
+_KEY = jax.random.key(0)
+TORCH = pathlib.Path(__file__).parent / "text" / "torch_gpt.py"
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = records.parser(__doc__, seeds=2)
+    add = parser.add_argument
+    add("--rows", nargs="+", choices=ROWS, metavar="ROW", help="train these alone")
+    add("--torch", metavar="PYTHON", help="train the peers too, by this Python")
+    add("--steps", type=int, default=4300, help=f"a multiple of {POINTS}")
+    add("--batch-size", type=int, default=16, help="examples per step")
+    add("--learning-rate", type=float, default=8e-3, help="the highest")
+    add("--minutes", type=float, default=30, help="of a run, with --full")
+    args = parser.parse_args(argv)
+    args.is_apart = _is_apart(parser, args)
+    path = records.path_of(__name__, args.is_apart)
+    folder = ROOT / "runs" / path.stem / _numbers(args)
+    if not args.draw:
+        try:
+            train_all(args, folder)
+        except CheckpointError as error:
+            sys.exit(f"error: {error}")
+        except KeyboardInterrupt:
+            sys.exit("\ninterrupted; the same command goes on")
+        del args.rows, args.torch  # other runs are of the same record
+        records.save(path, args, records.ran_here(), **gathered(folder, args))
+    record = records.load(path)
+    print(table(record["runs"]))
+    draw(record, pictures.picture_of(path.stem, args.is_apart))
+
+
+_NUMBERS = ("full", "minutes", "steps", "batch_size", "learning_rate")
+
+
+def _numbers(args) -> str:
+    """The options on which the numbers of a run depend, as a folder's name."""
+    return "-".join(str(getattr(args, name)) for name in _NUMBERS)
+
+
+def _is_apart(parser, args) -> bool:
+    """Whether the runs have other numbers than those of the record."""
+    return any(getattr(args, name) != parser.get_default(name) for name in _NUMBERS)
+
+
+def train_all(args: argparse.Namespace, folder: pathlib.Path) -> None:
+    """Trains what is asked for and not complete yet; a file for each run."""
+    text = stdlib_text.load_whole()
+    model = GPT2 if args.full else SMALL
+    steps = _steps_in(args, model, text, folder) if args.full else args.steps
+    settings = {
+        "model": repr(model),
+        "text": zlib.crc32(text.train),
+        "steps": steps,
+        "batch_size": args.batch_size,
+        "learning_rate": args.learning_rate,
+    }
+    for seed in range(args.seeds):
+        for name in args.rows or ROWS:
+            done = folder / f"{_slug(name)}_{seed}.json"
+            if not done.exists():
+                result = train(name, seed, model, text, settings, folder)
+                done.write_text(json.dumps(result))
+        if args.torch:
+            _train_peers(args, seed, model, text, settings, folder)
+
+
+def train(name, seed, model: GPT, text, settings: dict, folder: pathlib.Path) -> dict:
+    """One run, from its latest checkpoint if there is one."""
+    row, steps = ROWS[name], settings["steps"]
+    tx = row.build(schedule(settings["learning_rate"], steps))
+    params, opt_state = row.start(tx, model.init(jax.random.key(seed)))
+    kind = State if row.dtype == jnp.float32 else TrainState
+    state = kind(0, None, params, tx, opt_state)
+    state = state.replace(step=jnp.int32(0))
+    checkpoints = Checkpoints(folder / f"{_slug(name)}_{seed}", settings)
+    metrics = {"row": name, "seed": seed, "steps": steps}
+    metrics |= {"losses": [], "held_out": []}
+    if found := checkpoints.restore(state):
+        state, metrics = found
+    windows = held_out_windows(model, text)
+    begun = len(metrics["losses"])
+    parts = range(begun, POINTS)
+    bar = tqdm(parts, f"{name}, seed {seed}", POINTS, initial=begun, disable=None)
+    for point in bar:
+        batches = part(text, seed, point, model, settings)
+        state, losses = _train_part(model, state, batches)
+        metrics["losses"].append(float(losses.mean()))
+        if point >= POINTS - TAIL:
+            metrics["held_out"].append(_mean_loss(model, state.params, windows))
+        bar.set_postfix(loss=f"{metrics['losses'][-1]:.3f}")
+        if (point + 1) % SAVED == 0:
+            checkpoints.save(point + 1, state, metrics)
+    checkpoints.close()
+    return metrics
+
+
+def schedule(peak: float, steps: int) -> optax.Schedule:
+    """Warmup over a fiftieth of the steps, then a cosine to a thousandth."""
+    return optax.warmup_cosine_decay_schedule(0.0, peak, steps // 50, steps, peak / 1e3)
+
+
+def part(text, seed: int, point: int, model: GPT, settings: dict) -> np.ndarray:
+    """int32 [steps of a part, batch, context + 1]."""
+    steps, batch = settings["steps"] // POINTS, settings["batch_size"]
+    windows = stdlib_text.random_windows(
+        text.train, (seed, point), steps * batch, model.context + 1
+    )
+    return windows.reshape(steps, batch, -1)
+
+
+def held_out_windows(model: GPT, text) -> np.ndarray:
+    """int32 [many, 16, context + 1]: 64 KiB of held-out text."""
+    count = 2**16 // model.context
+    windows = stdlib_text.even_windows(text.held_out, count, model.context + 1)
+    return windows.reshape(-1, 16, model.context + 1)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _train_part(model: GPT, state, batches):
+    def step(state, tokens):
+        loss, grads = optimal_rows.loss_and_grads(model.loss, state.params, tokens)
+        return state.apply_gradients(grads=grads), loss
+
+    return jax.lax.scan(step, state, batches)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _losses(model: GPT, params, windows):
+    return jax.lax.map(lambda tokens: model.loss(params, tokens), windows)
+
+
+def _mean_loss(model: GPT, params, windows) -> float:
+    return float(_losses(model, params, windows).mean())
+
+
+def _steps_in(args, model: GPT, text, folder: pathlib.Path) -> int:
+    """How many steps of float32 the minutes allow; measured once, for all rows."""
+    kept = folder / "steps.json"
+    if kept.exists():
+        return json.loads(kept.read_text())
+    settings = {"steps": POINTS * 4, "batch_size": args.batch_size}
+    tx = ROWS["float32"].build(optax.constant_schedule(1e-6))
+    state = State.create(
+        apply_fn=None, params=model.init(jax.random.key(0)), tx=tx
+    ).replace(step=jnp.int32(0))
+    seconds = []
+    for point in range(3):  # the first compiles
+        start = time.perf_counter()
+        state, losses = _train_part(model, state, part(text, 0, point, model, settings))
+        losses.block_until_ready()
+        seconds.append((time.perf_counter() - start) / len(losses))
+    steps = int(60 * args.minutes / min(seconds)) // POINTS * POINTS
+    folder.mkdir(parents=True, exist_ok=True)
+    kept.write_text(json.dumps(max(steps, POINTS)))
+    return max(steps, POINTS)
+
+
+def _train_peers(args, seed, model: GPT, text, settings, folder) -> None:
+    """Hands the start and the text to PyTorch's process, which goes on by itself."""
+    folder.mkdir(parents=True, exist_ok=True)
+    job = folder / f"peers_{seed}.npz"
+    weights = traverse_util.flatten_dict(model.init(jax.random.key(seed)), sep="/")
+    shared = {
+        **settings,
+        "seed": seed,
+        "points": POINTS,
+        "tail": TAIL,
+        "heads": model.heads,
+        "betas": (optimal_rows.B1, optimal_rows.B2),
+        "decay": optimal_rows.DECAY,
+        "clip": optimal_rows.CLIP,
+    }
+    rates = schedule(settings["learning_rate"], settings["steps"])
+    np.savez(
+        job,
+        **weights,
+        train=text.train,
+        held_out=held_out_windows(model, text),
+        rates=jax.vmap(rates)(jnp.arange(settings["steps"])),
+        settings=json.dumps(shared),
+    )
+    done = subprocess.run([args.torch, str(TORCH), str(job)], cwd=ROOT)
+    if done.returncode:
+        sys.exit(f"error: {TORCH.name} ended with {done.returncode}")
+
+
+def _slug(name: str) -> str:
+    return name.replace(", ", "_").replace(" ", "_")
+
+
+def gathered(folder: pathlib.Path, args: argparse.Namespace) -> dict:
+    """The record's figures, from the files of complete runs."""
+    found: dict[str, dict[int, dict]] = {}
+    for path in sorted(folder.glob("*_[0-9].json")):
+        run = json.loads(path.read_text())
+        found.setdefault(run["row"], {})[run["seed"]] = run
+    model = GPT2 if args.full else SMALL
+    size = sum(x.size for x in jax.tree.leaves(jax.eval_shape(model.init, _KEY)))
+    steps = next(iter(found.values()))[0]["steps"]
+    tokens = steps * args.batch_size * model.context
+    order = [name for name in [*ROWS, *found] if name in found]
+    runs = {name: _figures(name, found) for name in dict.fromkeys(order)}
+    return {"parameters": size, "tokens_per_parameter": tokens / size, "runs": runs}
+
+
+def _figures(name: str, found: dict) -> dict:
+    """Curves of a row, its ends, and how far these are from its base's."""
+    own = found[name]
+    base = found.get(_base(name), {})
+    both = [seed for seed in own if seed in base]
+    ends = {
+        "training": lambda run: np.mean(run["losses"][-TAIL:]),
+        "held_out": lambda run: run["held_out"][-1],
+    }
+    return {
+        "bytes_per_parameter": own[0].get("bytes") or _bytes(ROWS[name]),
+        "curves": [run["losses"] for run in own.values()],
+        "tails": [run["held_out"] for run in own.values()],
+        **{
+            end: records.spread([of(x) for x in own.values()])
+            for end, of in ends.items()
+        },
+        "gaps": {
+            end: records.spread([of(own[seed]) - of(base[seed]) for seed in both])
+            for end, of in ends.items()
+            if both
+        },
+    }
+
+
+def _base(name: str) -> str:
+    return ROWS[name].base if name in ROWS else "torch AdamW, float32"
+
+
+def _bytes(row: optimal_rows.Row) -> float:
+    """Of GPT-2's parameters and state; nothing is allocated."""
+    tx = row.build(optax.constant_schedule(1e-3))
+    master = jax.eval_shape(GPT2.init, _KEY)
+    params, _ = jax.eval_shape(functools.partial(row.start, tx), master)
+    return lowbit_optax.memory_report(tx, params).bytes_per_param
+
+
+def table(runs: dict) -> str:
+    """Markdown: bytes, both losses, and how far they are from float32's."""
+    heads = ["", "bytes", "last tenth of the training", "minus float32's"]
+    heads += ["held-out text", "minus float32's"]
+    lines = []
+    for name, run in runs.items():
+        line = [name, f"{run['bytes_per_parameter']:.2f}"]
+        for end in ("training", "held_out"):
+            is_base = name == _base(name) or end not in run["gaps"]
+            line.append(records.shown(run[end], 4))
+            line.append("" if is_base else records.shown(run["gaps"][end], 4))
+        lines.append(line)
+    return records.table(heads, lines)
+
+
+def draw(record: dict, path: pathlib.Path) -> None:
+    """The whole curves, and how far from float32 the rows are."""
+    runs = record["runs"]
+    steps = np.arange(1, POINTS + 1) / POINTS
+    smooth = lambda curve: np.convolve(curve, np.ones(5) / 5, "valid")
+    with pictures.drawn(path, 4.2, (4, 5)) as (losses, gaps):
+        for name, run in runs.items():
+            if name not in ROWS:
+                continue
+            row = ROWS[name]
+            look = {"color": row.color, "ls": row.style, "lw": 1.2, "label": name}
+            curves = np.asarray(run["curves"])
+            losses.plot(steps, curves.mean(0), **look)
+            base = runs.get(row.base)
+            if name == row.base or base is None:
+                continue
+            count = min(len(curves), len(base["curves"]))
+            gap = curves[:count] - np.asarray(base["curves"])[:count]
+            gaps.plot(steps[4:], smooth(gap.mean(0)), **look)
+        losses.set(xlabel="part of the training", ylabel="training loss, nats per byte")
+        losses.set(ylim=(None, np.asarray(runs["float32"]["curves"])[:, 10].max()))
+        gaps.axhline(0, color="black", lw=0.8)
+        gaps.set(xlabel="part of the training", ylabel="minus that of float32")
+        gaps.set(xlim=(0.1, 1), ylim=(-0.01, 0.04))
+        gaps.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)

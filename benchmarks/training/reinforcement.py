@@ -1,0 +1,192 @@
+"""Fine-tuning by reinforcement at small learning rates, in each format.
+
+    .venv/bin/python -m benchmarks reinforcement
+
+A small GPT, trained on the sources of Python in float32, is rewarded for letters: the
+share of the next 8 bytes that are lower-case ones. Each step samples 8 continuations of
+each of 8 prompts from the bfloat16 weights, as an inference engine would, and follows
+the policy's gradient with rewards relative to those of the same prompt (GRPO, one
+update per batch). The same start, prompts and random numbers for all rows.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+import lowbit_optax
+from benchmarks import pictures, records
+from benchmarks.training.text import stdlib_text
+from tools.models.gpt import GPT
+
+MODEL = GPT(2, 64, 4, 16)
+PROMPT, SAMPLED, PROMPTS, GROUP = 8, 8, 8, 8
+RATES = (1e-6, 1e-5, 1e-4)
+
+
+class Row(NamedTuple):
+    """How the weights are kept; moments have 8 bits where nothing else is said."""
+
+    weights: object
+    color: str
+    moments: object = None
+
+
+ROWS = {
+    "float32 master": Row(
+        lowbit_optax.master_copy(), pictures.COLORS["float32"], "float32"
+    ),
+    "bfloat16, nearest": Row(
+        lowbit_optax.nearest(),
+        pictures.COLORS["nearest"],
+        lowbit_optax.cast(jnp.bfloat16),
+    ),
+    "stochastic": Row(
+        lowbit_optax.stochastic_rounding(), pictures.COLORS["stochastic"]
+    ),
+    "lowbit": Row(None, pictures.COLORS["lowbit"]),
+}
+
+
+@functools.cache
+def pretrained():
+    """float32 weights after 1,500 steps of AdamW on 32 sequences."""
+    text = stdlib_text.load().train
+    tx = optax.adamw(optax.warmup_cosine_decay_schedule(0, 4e-3, 30, 1500))
+    params = MODEL.init(jax.random.key(0))
+
+    @jax.jit
+    def train(params, state, batches):
+        def step(carry, tokens):
+            grads = jax.grad(MODEL.loss)(carry[0], tokens)
+            updates, state = tx.update(grads, carry[1], carry[0])
+            return (optax.apply_updates(carry[0], updates), state), None
+
+        return lax.scan(step, (params, state), batches)[0]
+
+    windows = stdlib_text.random_windows(text, (0,), 1500 * 32, MODEL.context + 1)
+    return train(params, tx.init(params), windows.reshape(1500, 32, -1))[0]
+
+
+def sample(params, prompts: jax.Array, key: jax.Array) -> jax.Array:
+    """int32 [batch, PROMPT + SAMPLED]: prompts, each with a continuation."""
+    tokens = jnp.pad(prompts, ((0, 0), (0, SAMPLED)))
+
+    def body(at, tokens):
+        logits = MODEL.logits(params, tokens)[:, at - 1]
+        drawn = jax.random.categorical(jax.random.fold_in(key, at), logits)
+        return tokens.at[:, at].set(drawn.astype(jnp.int32))
+
+    return lax.fori_loop(PROMPT, PROMPT + SAMPLED, body, tokens)
+
+
+def reward(tokens: jax.Array) -> jax.Array:
+    """[batch]: the share of sampled bytes that are lower-case letters."""
+    sampled = tokens[:, PROMPT:]
+    return ((sampled >= ord("a")) & (sampled <= ord("z"))).mean(1)
+
+
+def policy_loss(params, tokens: jax.Array, advantage: jax.Array) -> jax.Array:
+    """Minus the mean of advantage times the logarithm of the probability."""
+    logits = MODEL.logits(params, tokens[:, :-1])[:, PROMPT - 1 :]
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, PROMPT:])
+    return (advantage[:, None] * losses).mean()
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run(tx, params, state, prompts, keys):
+    """Of each step the mean reward, and the share of weights that changed."""
+    matrices = lambda tree: [
+        x for x in jax.tree.leaves(tree) if x.dtype == jnp.bfloat16
+    ]
+
+    def step(carry, given):
+        params, state = carry
+        prompts, key = given
+        tokens = sample(params, jnp.repeat(prompts, GROUP, 0), key)
+        rewards = reward(tokens).reshape(PROMPTS, GROUP)
+        spread = rewards.std(1, keepdims=True) + 1e-4
+        advantage = ((rewards - rewards.mean(1, keepdims=True)) / spread).reshape(-1)
+        grads = jax.grad(policy_loss)(params, tokens, advantage)
+        new, state = lowbit_optax.step(tx, params, state, grads)
+        pairs = zip(matrices(params), matrices(new), strict=True)
+        changed = sum((a != b).sum() for a, b in pairs)
+        share = changed / sum(x.size for x in matrices(params))
+        return (new, state), (rewards.mean(), share)
+
+    return lax.scan(step, (params, state), (prompts, keys))[1]
+
+
+def train(name: str, rate: float, args) -> dict:
+    """Runs of all seeds of one row."""
+    row = ROWS[name]
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
+    tx = lowbit_optax.lowbit(inner, weights=row.weights, moments=row.moments)
+    is_norm = lambda path, leaf: "norm" in path
+    dtypes = lowbit_optax.param_dtypes(pretrained(), jnp.bfloat16, is_norm)
+    begun = lowbit_optax.from_master(tx, pretrained(), dtypes)
+    text = stdlib_text.load().held_out
+    rewards, shares = [], []
+    for seed in range(args.seeds):
+        prompts = stdlib_text.random_windows(
+            text, (seed,), args.steps * PROMPTS, PROMPT
+        )
+        keys = jax.random.split(jax.random.key(seed), args.steps)
+        prompts = prompts.reshape(args.steps, PROMPTS, PROMPT)
+        found = jax.device_get(_run(tx, *begun, prompts, keys))
+        rewards.append(np.reshape(found[0], (20, -1)).mean(1))
+        shares.append(float(np.mean(found[1])))
+        print(f"{rate:g} {name}, seed {seed}: {rewards[-1][-1]:.4f}", flush=True)
+    return {
+        "curves": rewards,
+        "gained": records.spread([each[-1] - each[0] for each in rewards]),
+        "changed": float(np.mean(shares)),
+    }
+
+
+def table(record: dict) -> str:
+    """Markdown: by row and rate, the reward gained and the share of changed weights."""
+    heads = [""]
+    for rate in record["runs"]:
+        heads += [f"gained at {rate}", "weights changed per step"]
+    lines = []
+    for name in ROWS:
+        line = [name]
+        for runs in record["runs"].values():
+            line.append(records.shown(runs[name]["gained"], 3))
+            line.append(f"{runs[name]['changed']:.2%}")
+        lines.append(line)
+    return records.table(heads, lines)
+
+
+def draw(record: dict, path) -> None:
+    """The reward over the steps, at each rate."""
+    with pictures.drawn(path, 3.3, (1,) * len(RATES)) as panels:
+        for axes, (rate, runs) in zip(panels, record["runs"].items(), strict=True):
+            for name, run in runs.items():
+                curve = np.mean(run["curves"], 0)
+                steps = np.arange(1, 21) * record["options"]["steps"] / 20
+                axes.plot(steps, curve, color=ROWS[name].color, label=name)
+            axes.set(title=f"learning rate {rate}", xlabel="step")
+        panels[0].set(ylabel="reward")
+        panels[0].legend()
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = records.parser(__doc__, seeds=3, has_full=False)
+    parser.add_argument("--steps", type=int, default=400, help="a multiple of 20")
+    args = parser.parse_args(argv)
+    path = records.path_of(__name__, args.is_apart)
+    if not args.draw:
+        runs = {
+            f"{rate:g}": {name: train(name, rate, args) for name in ROWS}
+            for rate in RATES
+        }
+        records.save(path, args, records.ran_here(), runs=runs)
+    record = records.load(path)
+    print(table(record))
+    draw(record, pictures.picture_of(path.stem, args.is_apart))

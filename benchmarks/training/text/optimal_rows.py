@@ -1,0 +1,142 @@
+"""Ways to train a GPT by AdamW or Muon, for ``compute_optimal``."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import lowbit_optax
+from benchmarks.pictures import COLORS, PARTS
+from lowbit_optax import block_quantized, extra_bits, lpmm, stochastic_rounding
+from tools import is_installed
+
+B1, B2, DECAY, CLIP = 0.9, 0.95, 0.1, 1.0
+"""Of all rows, and of the peers in PyTorch: as language models are trained."""
+
+MUON = 5
+"""How many times AdamW's learning rate Muon's matrices take."""
+
+
+class Row(NamedTuple):
+    """An optimizer, how it keeps its weights, and its curve.
+
+    Attributes:
+      build: of a schedule, with the gradients' clipping.
+      dtype: of the weights; None for those of ``quantize_params``.
+      base: the row in float32 that it is compared with.
+      color, style: of its curve.
+      has_master: whether the state takes the float32 start's low bits.
+    """
+
+    build: Callable[[optax.Schedule], optax.GradientTransformation]
+    dtype: Any = jnp.bfloat16
+    base: str = "float32"
+    color: str = "black"
+    style: str = "-"
+    has_master: bool = True
+
+    def start(self, tx, master):
+        """Parameters and state from float32 weights; norms stay float32."""
+        if self.dtype is None:
+            params = lowbit_optax.quantize_params(master, bits=12)
+            return params, tx.init(params)
+        is_norm = lambda path, leaf: "norm" in path
+        dtypes = lowbit_optax.param_dtypes(master, self.dtype, is_norm)
+        if self.has_master:
+            return lowbit_optax.from_master(tx, master, dtypes)
+        params = jax.tree.map(lambda x, dtype: x.astype(dtype), master, dtypes)
+        return params, tx.init(params)
+
+
+def loss_and_grads(loss_fn: Callable, params, tokens):
+    """Gradients have their weights' dtypes, those of float8 weights bfloat16."""
+    is_float8 = lambda x: (
+        x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating)
+    )
+    wide = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if is_float8(x) else x, params)
+    return lpmm.value_and_grad(loss_fn, lazy=True)(wide, tokens)
+
+
+def _clipped(inner):
+    return optax.chain(optax.clip_by_global_norm(CLIP), inner)
+
+
+def _adamw(rate):
+    return _clipped(optax.adamw(rate, B1, B2, weight_decay=DECAY))
+
+
+def _muon(rate):
+    """Muon for the layers' matrices, AdamW for embeddings and norms."""
+    of_stack = optax.contrib.MuonDimensionNumbers(1, 2)
+    return _clipped(
+        optax.contrib.muon(
+            lambda step: MUON * rate(step),
+            weight_decay=DECAY / MUON,
+            adam_b1=B1,
+            adam_b2=B2,
+            adam_weight_decay=DECAY,
+            adam_learning_rate=rate,
+            muon_weight_dimension_numbers=lambda params: jax.tree.map(
+                lambda x: of_stack if x.ndim == 3 else None, params
+            ),
+        )
+    )
+
+
+def _lpmm(rate):
+    return _clipped(lowbit_optax.lpmm_adam(rate, B1, B2, weight_decay=DECAY))
+
+
+def _flash(rate):
+    """FlashOptim's AdamW by XLA, as an optax transformation."""
+    flash = importlib.import_module("flashoptim_jax")
+    inner = flash.flash_adamw(
+        rate, B1, B2, weight_decay=DECAY, master_weight_bits=24, fused=False
+    )
+
+    def update_fn(grads, state, params):
+        new, state = inner.step(params, state, grads)
+        wide = lambda x: x.astype(jnp.float32)
+        return jax.tree.map(lambda a, b: wide(a) - wide(b), new, params), state
+
+    return _clipped(optax.GradientTransformation(inner.init, update_fn))
+
+
+def _in(weights=None, moments=None, inner=_adamw):
+    return lambda rate: lowbit_optax.lowbit(
+        inner(rate), weights=weights, moments=moments
+    )
+
+
+_FOUR = {"mu": block_quantized(4), "nu": block_quantized(4)}
+_EXACT = {"sum_rounding": "stochastic"}
+_INTO = stochastic_rounding(error_into="mu")
+
+ROWS = {
+    "float32": Row(_adamw, jnp.float32, has_master=False),
+    "bfloat16, nearest": Row(
+        _in(lowbit_optax.nearest(), lowbit_optax.cast(jnp.bfloat16)),
+        color=COLORS["nearest"],
+    ),
+    "lowbit": Row(_in(), color=COLORS["lowbit"]),
+    "lowbit, exact sums": Row(
+        _in(extra_bits(8, **_EXACT)), color=COLORS["lowbit"], style=":"
+    ),
+    "low moments": Row(_in(moments="low"), color=COLORS["lowbit"], style="--"),
+    "4-bit moments": Row(_in(moments=_FOUR), color=COLORS["lowbit"], style="-."),
+    "stochastic": Row(_in(stochastic_rounding()), color=COLORS["stochastic"]),
+    "stochastic, exact sums": Row(
+        _in(stochastic_rounding(**_EXACT)), color=COLORS["stochastic"], style=":"
+    ),
+    "error into mu": Row(_in(_INTO), color=PARTS[3]),
+    "LPMM, 12 bits": Row(_lpmm, None, color=COLORS["LPMM"]),
+    "float8, 8 extra bits": Row(_in(), jnp.float8_e4m3fn, color=PARTS[4]),
+    "Muon, float32": Row(_muon, jnp.float32, "Muon, float32", has_master=False),
+    "Muon, lowbit": Row(_in(inner=_muon), base="Muon, float32", color=COLORS["lowbit"]),
+}
+FLASH = Row(_flash, color=PARTS[2], has_master=False)
+if is_installed("flashoptim_jax"):
+    ROWS["flashoptim-jax"] = FLASH
