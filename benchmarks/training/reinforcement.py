@@ -178,7 +178,7 @@ def draw(record: dict, path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = records.parser(__doc__, seeds=3, has_full=False)
-    parser.add_argument("--steps", type=int, default=400, help="a multiple of 20")
+    parser.add_argument("--steps", type=int, default=200, help="a multiple of 20")
     args = parser.parse_args(argv)
     path = records.path_of(__name__, args.is_apart)
     if not args.draw:

@@ -64,7 +64,7 @@ def _clipped(inner):
     return optax.chain(optax.clip_by_global_norm(CLIP), inner)
 
 
-def _adamw(rate):
+def adamw(rate):
     return _clipped(optax.adamw(rate, B1, B2, weight_decay=DECAY))
 
 
@@ -105,7 +105,7 @@ def _flash(rate):
     return _clipped(optax.GradientTransformation(inner.init, update_fn))
 
 
-def _in(weights=None, moments=None, inner=_adamw):
+def _in(weights=None, moments=None, inner=adamw):
     return lambda rate: lowbit_optax.lowbit(
         inner(rate), weights=weights, moments=moments
     )
@@ -116,7 +116,7 @@ _EXACT = {"sum_rounding": "stochastic"}
 _INTO = stochastic_rounding(error_into="mu")
 
 ROWS = {
-    "float32": Row(_adamw, jnp.float32, has_master=False),
+    "float32": Row(adamw, jnp.float32, has_master=False),
     "bfloat16, nearest": Row(
         _in(lowbit_optax.nearest(), lowbit_optax.cast(jnp.bfloat16)),
         color=COLORS["nearest"],
