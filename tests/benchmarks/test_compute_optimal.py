@@ -1,0 +1,53 @@
+"""A GPT trained to the end of its schedule: runs go on, and learn."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("orbax.checkpoint")
+
+from benchmarks.training import compute_optimal
+from benchmarks.training.text import stdlib_text
+from tools.models.gpt import GPT
+
+pytestmark = pytest.mark.standard_promotion  # optax's
+
+MODEL = GPT(1, 32, 2, 16)
+SETTINGS = {"steps": 12, "batch_size": 2, "learning_rate": 1e-2}
+
+
+@pytest.fixture
+def text(monkeypatch):
+    for name, value in {"POINTS": 4, "TAIL": 1, "SAVED": 1}.items():
+        monkeypatch.setattr(compute_optimal, name, value)
+    random = np.random.default_rng(0)
+    return stdlib_text.Text(*random.integers(0, 64, (2, 5000), np.uint8))
+
+
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(text, tmp_path, monkeypatch):
+    train = lambda folder: compute_optimal.train(
+        "lowbit", 0, MODEL, text, SETTINGS, tmp_path / folder
+    )
+    whole = train("whole")
+    part = compute_optimal.part
+
+    def interrupted(text, seed, point, *rest):
+        if point == 2:
+            raise KeyboardInterrupt
+        return part(text, seed, point, *rest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(compute_optimal, "part", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train("parts")
+    trained = []
+    monkeypatch.setattr(
+        compute_optimal, "part", lambda *given: trained.append(given[2]) or part(*given)
+    )
+    assert train("parts") == whole
+    assert trained == [2, 3]
+
+
+def test_float8_learns_from_gradients_of_16_bits(text, tmp_path):
+    name = "float8, 8 extra bits"
+    run = compute_optimal.train(name, 0, MODEL, text, SETTINGS, tmp_path)
+    assert run["losses"][-1] < run["losses"][0] - 0.1
