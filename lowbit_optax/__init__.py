@@ -21,6 +21,7 @@ from lowbit_optax.aliases import (
     sr_adamw,
     sr_sgd,
 )
+from lowbit_optax.block_scaling import block_scale
 from lowbit_optax.formats import (
     MomentFormat,
     WeightFormat,
@@ -33,6 +34,7 @@ from lowbit_optax.formats import (
     quantized_weights,
     stochastic_rounding,
 )
+from lowbit_optax.formats.block_scaled_tensor import BlockScaledTensor
 from lowbit_optax.formats.moment_fields import declare_moments
 from lowbit_optax.loss_scaling import (
     LossScaleState,
@@ -96,6 +98,7 @@ except _metadata.PackageNotFoundError:  # a checkout on the path, not installed
     __version__ = "0+unknown"
 
 __all__ = [
+    "BlockScaledTensor",
     "DirectUpdate",
     "LeafReport",
     "LossScaleState",
@@ -112,6 +115,7 @@ __all__ = [
     "apply_updates",
     "backoff_scale",
     "block_quantized",
+    "block_scale",
     "cancelled_updates",
     "cast",
     "check_storage_formats",

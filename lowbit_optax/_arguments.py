@@ -37,7 +37,7 @@ def refuse_multi_steps() -> None:
     while frame is not None:
         if isinstance(frame.f_locals.get("self"), optax.MultiSteps):
             raise TypeError(
-                "optax.MultiSteps cannot sum gradients of QuantizedTensors, because "
+                "optax.MultiSteps cannot sum gradients of quantised weights, because "
                 "its accumulators are like the parameters; use "
                 "lowbit_optax.accumulate_gradients, or put MultiSteps inside lowbit"
             )

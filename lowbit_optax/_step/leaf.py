@@ -17,6 +17,8 @@ from lowbit_optax._step import trees
 from lowbit_optax._step.blanks import NO_RESIDUAL, NOT_HELD, blank, is_blank
 from lowbit_optax._step.context import layerwise
 from lowbit_optax.formats.base import WeightFormat
+from lowbit_optax.formats.block_scaled_tensor import BlockScaledTensor
+from lowbit_optax.formats.block_scaled_weights import for_tensor
 from lowbit_optax.formats.quantized_weights import QuantizedWeights
 from pallas_kernels import shards
 from pallas_kernels.layout import layout_of
@@ -153,6 +155,9 @@ def format_of(
         raise TypeError(f"lowbit: params{name} is {leaf!r}, not an array")
     if trees.is_quantized(leaf):
         trees.check_quantized(name, leaf)
+        if isinstance(leaf, BlockScaledTensor):
+            with trees.naming(name):
+                return for_tensor(weights, leaf, min_size)
         is_chosen = isinstance(weights, QuantizedWeights)
         return weights if is_chosen else QuantizedWeights()
     if not trees.is_float(leaf):
@@ -176,8 +181,8 @@ def check_grad(name: str, grad, param) -> None:
     """Raise unless a gradient is a float array of its parameter's shape."""
     if trees.is_quantized(grad):
         raise TypeError(
-            f"lowbit: gradient of params{name} is a QuantizedTensor; accepted is an "
-            f"array of shape {param.shape}, see lowbit_optax.lpmm.value_and_grad"
+            f"lowbit: gradient of params{name} is a {type(grad).__name__}; accepted is "
+            f"an array of shape {param.shape}, see lowbit_optax.lpmm.value_and_grad"
         )
     if not hasattr(grad, "dtype"):
         raise TypeError(f"lowbit: gradient of params{name} is {grad!r}, not an array")
@@ -211,9 +216,7 @@ def check_residual(name: str, param, format_: WeightFormat | None, part):
             "updates? Apply updates by lowbit_optax.apply_updates or "
             "optax.apply_updates, or step by lowbit_optax.step"
         )
-    want = None
-    if not trees.is_quantized(param):
-        want = _residual_like(format_, param.shape, param.dtype)
+    want = _residual_like(format_, trees.abstract(param))
     if want is None and is_blank(part, NO_RESIDUAL):
         return None
     if is_blank(part, NOT_HELD):
@@ -235,8 +238,8 @@ def check_residual(name: str, param, format_: WeightFormat | None, part):
 
 
 @functools.lru_cache(maxsize=4096)
-def _residual_like(format_: WeightFormat, shape: tuple[int, ...], dtype):
-    return jax.eval_shape(format_.init, jax.ShapeDtypeStruct(shape, dtype))
+def _residual_like(format_: WeightFormat, param):
+    return jax.eval_shape(format_.init, param)
 
 
 def on_whole_units(

@@ -87,8 +87,8 @@ def named_shardings(
     for path, leaf, sharding in zip(names, leaves, each, strict=True):
         name, rank = f"params{path}", len(leaf.shape)
         if trees.is_quantized(sharding):
-            # As jax.tree.map over a QuantizedTensor makes them: one per array in it.
-            sharding = sharding.codes
+            # As jax.tree.map over a quantised weight makes them: one per array in it.
+            sharding = jax.tree.leaves(sharding)[0]
         if isinstance(sharding, PartitionSpec):
             sharding = NamedSharding(mesh_or_ambient(what, mesh, name), sharding)
         if not_told and (

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from lowbit_optax.formats.quantized_tensor import check_parts, is_quantized
+from lowbit_optax.formats.quantized_tensor import is_quantized
 
 PyTree = typing.Any
 PyTreeDef = typing.Any
 
 
 def named_leaves(tree: PyTree) -> tuple[list[str], list, PyTreeDef]:
-    """Paths, leaves and structure of a tree, in which a QuantizedTensor is one leaf.
+    """Paths, leaves and structure of a tree, in which a quantised weight is one leaf.
 
     A path is a string such as ``['dense']['bias']``.
 
@@ -127,7 +127,7 @@ def describe(x) -> str:
 def check_quantized(name: str, leaf) -> None:
     """Raise a ValueError unless the parts of a quantised weight belong together."""
     with naming(name):
-        check_parts(leaf)
+        leaf.check()
 
 
 @contextlib.contextmanager

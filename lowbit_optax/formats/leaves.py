@@ -7,6 +7,11 @@ import jax.numpy as jnp
 
 from lowbit_optax._numerics.random_bits import RandomBits
 from lowbit_optax.formats.base import WeightFormat
+from lowbit_optax.formats.block_scaled_tensor import BlockScaledTensor
+from lowbit_optax.formats.block_scaled_weights import (
+    BlockScaledWeights,
+    without_tensor,
+)
 from lowbit_optax.formats.extra_bits import extra_bits_named
 from lowbit_optax.formats.kahan import kahan_named
 from lowbit_optax.formats.plain import MasterCopyFormat
@@ -90,6 +95,9 @@ def format_named(name: str, param, residual) -> WeightFormat:
     >>> format_named("compensation", x, x).arithmetic
     'param'
     """
+    if isinstance(param, BlockScaledTensor):
+        of_codes = format_named(name, without_tensor(param), residual)
+        return BlockScaledWeights(of_codes, param.axis)
     if name == MasterCopyFormat().residual_name:
         return MasterCopyFormat()
     for named in (extra_bits_named, kahan_named):

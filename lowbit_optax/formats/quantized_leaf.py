@@ -1,5 +1,7 @@
 """What all quantised weights share: they are not arrays until they are dequantised."""
 
+import dataclasses
+import functools
 import typing
 
 import jax
@@ -24,8 +26,26 @@ class QuantizedWeight:
         """The shape of the dequantised array."""
         raise NotImplementedError
 
+    @property
+    def stored_as(self) -> str:
+        """In words, how its values are stored: see ``storage_formats``."""
+        raise NotImplementedError
+
+    @property
+    def stored_in(self) -> str:
+        """The same in a word, for a table."""
+        raise NotImplementedError
+
     def dequantize(self, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
         """The values of the weight, as an array of a float dtype."""
+        raise NotImplementedError
+
+    def quantized(self, x: jax.Array) -> "QuantizedWeight":
+        """A float32 array of any shape, rounded to nearest and stored like this."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raise a ValueError unless its parts belong together."""
         raise NotImplementedError
 
     def _refuse(self, *_, **__) -> typing.NoReturn:
@@ -48,3 +68,43 @@ class QuantizedWeight:
     __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _refuse
     __mod__ = __rmod__ = __divmod__ = __rdivmod__ = __pow__ = __rpow__ = _refuse
     __matmul__ = __rmatmul__ = _refuse
+
+
+@functools.cache
+def register_with_flax(kind: type) -> None:
+    """Tell flax, where it is installed, how to serialize a type of weights.
+
+    ``flax.serialization`` treats unknown pytree nodes as leaves, and looks types up
+    when it is called. The user may import flax after the last weight is made, so it is
+    imported here when the first one is. That takes a tenth of the time of importing
+    this package.
+    """
+    try:
+        from flax import serialization
+    except Exception:  # absent or not made for this JAX, so nobody serializes with it
+        return
+    serialization.register_serialization_state(
+        kind, _to_state_dict, _from_state_dict, override=True
+    )
+
+
+def _arrays(weight) -> list[str]:
+    fields = dataclasses.fields(weight)
+    return [x.name for x in fields if not x.metadata.get("static")]
+
+
+def _to_state_dict(weight) -> dict:
+    return {name: getattr(weight, name) for name in _arrays(weight)}
+
+
+def _from_state_dict(weight, state: dict):
+    for name in _arrays(weight):
+        want = getattr(weight, name).shape
+        if name not in state or state[name].shape != want:
+            found = list(state[name].shape) if name in state else "missing"
+            raise ValueError(
+                f"{type(weight).__name__}: {name} of the checkpoint are {found}, not "
+                f"{list(want)}: was it saved with other bits, another block_size, "
+                "another axis or another version of the layout?"
+            )
+    return dataclasses.replace(weight, **{x: state[x] for x in _arrays(weight)})

@@ -5,7 +5,6 @@
 """
 
 import dataclasses
-import functools
 import math
 
 import jax
@@ -23,11 +22,9 @@ from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._numerics.random_bits import PARAM_STREAM, RandomBits
 from lowbit_optax._numerics.rounding import narrow_or_cast
 from lowbit_optax.formats.base import Rounding, rounding_words
-from lowbit_optax.formats.quantized_leaf import QuantizedWeight
+from lowbit_optax.formats.quantized_leaf import QuantizedWeight, register_with_flax
 from pallas_kernels.bitfields import pack, unpack_with
 from pallas_kernels.layout import Layout, block_maxima, repeat_blocks
-
-_ARRAYS = ("codes_v2", "scales_v2")
 
 
 @jax.tree_util.register_dataclass
@@ -72,7 +69,7 @@ class QuantizedTensor(QuantizedWeight):
     length: int = dataclasses.field(metadata={"static": True})
 
     def __post_init__(self):
-        _register_with_flax()
+        register_with_flax(QuantizedTensor)
 
     @property
     def codes(self) -> jax.Array:
@@ -116,6 +113,14 @@ class QuantizedTensor(QuantizedWeight):
         """The bytes of codes and scales together."""
         return 4 * (self.codes.size + self.scales.size)
 
+    @property
+    def stored_as(self) -> str:
+        return f"{self.bits}-bit codes, blocks of {self.block_size}"
+
+    @property
+    def stored_in(self) -> str:
+        return f"{self.bits} bits"
+
     def dequantize(self, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
         """The values as an array.
 
@@ -127,8 +132,28 @@ class QuantizedTensor(QuantizedWeight):
           TypeError: if ``dtype`` is not a float dtype.
           ValueError: if the shapes of codes and scales do not fit the static fields.
         """
-        check_parts(self)
+        self.check()
         return traced_once(_dequantized, float_dtype("dequantize: dtype", dtype))(self)
+
+    def quantized(self, x: jax.Array) -> "QuantizedTensor":
+        return quantize(self.bits, self.block_size, self.axis, x, None)
+
+    def check(self) -> None:
+        codes, scales = self.codes, self.scales
+        for name, part in (("codes", codes), ("scales", scales)):
+            if part.dtype != jnp.uint32:
+                raise ValueError(f"QuantizedTensor: {name} are {part.dtype}, not uint32")
+        if codes.ndim >= -self.axis:
+            layout = self.layout
+            parts = layout.words_shape(self.bits), layout.blocks_shape(self.block_size)
+            if (codes.shape, scales.shape) == parts:
+                return
+        raise ValueError(
+            f"QuantizedTensor: codes {list(codes.shape)} and scales {list(scales.shape)} "
+            f"are not of {self.bits}-bit codes along axis {self.axis} of size "
+            f"{self.length} with blocks of {self.block_size}. Was the axis of the rows "
+            "sliced? See stacked= of quantize_params"
+        )
 
 
 def _dequantized(dtype: jnp.dtype, tensor: QuantizedTensor) -> jax.Array:
@@ -233,57 +258,3 @@ def requantize(
 def is_quantized(x) -> bool:
     """Whether ``x`` is a weight that must be dequantised to be read."""
     return isinstance(x, QuantizedWeight)
-
-
-@functools.cache
-def _register_with_flax() -> None:
-    """Tell flax, where it is installed, how to serialize a QuantizedTensor.
-
-    ``flax.serialization`` treats unknown pytree nodes as leaves, and looks types up
-    when it is called. The user may import flax after the last tensor is made, so it is
-    imported here when the first one is. That takes a tenth of the time of importing
-    this package.
-    """
-    try:
-        from flax import serialization
-    except Exception:  # absent or not made for this JAX, so nobody serializes with it
-        return
-    serialization.register_serialization_state(
-        QuantizedTensor, _to_state_dict, _from_state_dict, override=True
-    )
-
-
-def _to_state_dict(tensor: QuantizedTensor) -> dict:
-    return {name: getattr(tensor, name) for name in _ARRAYS}
-
-
-def _from_state_dict(tensor: QuantizedTensor, state: dict) -> QuantizedTensor:
-    for name in _ARRAYS:
-        want = getattr(tensor, name).shape
-        if name not in state or state[name].shape != want:
-            found = list(state[name].shape) if name in state else "missing"
-            raise ValueError(
-                f"QuantizedTensor: {name} of the checkpoint are {found}, not "
-                f"{list(want)}: was it saved with other bits, another block_size or "
-                "another version of the layout?"
-            )
-    return dataclasses.replace(tensor, **{name: state[name] for name in _ARRAYS})
-
-
-def check_parts(tensor: QuantizedTensor) -> None:
-    """Raise a ValueError unless codes and scales fit the static fields."""
-    codes, scales = tensor.codes, tensor.scales
-    for name, part in (("codes", codes), ("scales", scales)):
-        if part.dtype != jnp.uint32:
-            raise ValueError(f"QuantizedTensor: {name} are {part.dtype}, not uint32")
-    if codes.ndim >= -tensor.axis:
-        layout = tensor.layout
-        parts = layout.words_shape(tensor.bits), layout.blocks_shape(tensor.block_size)
-        if (codes.shape, scales.shape) == parts:
-            return
-    raise ValueError(
-        f"QuantizedTensor: codes {list(codes.shape)} and scales {list(scales.shape)} "
-        f"are not of {tensor.bits}-bit codes along axis {tensor.axis} of size "
-        f"{tensor.length} with blocks of {tensor.block_size}. Was the axis of the rows "
-        "sliced? See stacked= of quantize_params"
-    )

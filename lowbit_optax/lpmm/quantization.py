@@ -89,7 +89,7 @@ def quantize_params(
     def convert(name: str, leaf, random: RandomBits):
         if is_quantized(leaf):
             raise TypeError(
-                f"quantize_params: params{name} is a QuantizedTensor already; "
+                f"quantize_params: params{name} is a {type(leaf).__name__} already; "
                 "dequantize it first"
             )
         if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
@@ -115,9 +115,9 @@ def quantize_params(
 def dequantize(
     tree: typing.Any, dtype: jax.typing.DTypeLike = jnp.float32
 ) -> typing.Any:
-    """Replace every :class:`QuantizedTensor` of a tree by its array.
+    """Replace every quantised weight of a tree by its array.
 
-        x = c delta
+        x = c delta  of a QuantizedTensor,    x = c 2^e  of a BlockScaledTensor
 
     Args:
       tree: parameters, or a part of them, such as one layer inside a scan.

@@ -20,6 +20,7 @@ from lowbit_optax._numerics.rounding import to_float32
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.step import Step
 from lowbit_optax.formats import quantized_tensor
+from lowbit_optax.formats.quantized_leaf import QuantizedWeight
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.states.state_leaves import state_leaves
 from pallas_kernels.bitfields import unpack
@@ -193,12 +194,19 @@ def _cancelled_share(param, update) -> jax.Array:
     if quantized_tensor.is_quantized(param):
         old = param.dequantize()
         sums = old + update.astype(jnp.float32)
-        same = quantized_tensor.requantize(sums, param, None).dequantize() == old
+        same = _nearest(sums, param).dequantize() == old
     else:
         same = apply_leaf(param, update) == param
     count = jnp.sum(moved, dtype=jnp.float32)
     cancelled = jnp.sum(moved & same, dtype=jnp.float32)
     return cancelled / jnp.maximum(count, jnp.float32(1))
+
+
+def _nearest(x: jax.Array, old) -> QuantizedWeight:
+    """Float32 values rounded as the weight ``old`` is, with its steps where they fit."""
+    if isinstance(old, quantized_tensor.QuantizedTensor):
+        return quantized_tensor.requantize(x, old, None)
+    return old.quantized(x)
 
 
 def _nonfinite(x) -> jax.Array:

@@ -299,7 +299,7 @@ def _row(name: str, param, parts: list[StateLeaf]) -> LeafMemory:
     float32_master = stored + (4 * size if is_narrow(dtype) else 0)
     dtype_name = dtype.name
     if trees.is_quantized(param):
-        stored, dtype_name = param.nbytes, f"{param.bits} bits"
+        stored, dtype_name = param.nbytes, param.stored_in
     held: dict[str, typing.Any] = dict.fromkeys(_PARTS[1:], 0)
     moment_dtypes = []
     for part in parts:

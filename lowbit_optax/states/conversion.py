@@ -22,7 +22,8 @@ from lowbit_optax._step import trees
 from lowbit_optax._step.moments import MomentPlan
 from lowbit_optax._step.state import LowbitState
 from lowbit_optax.formats.base import WeightFormat
-from lowbit_optax.formats.quantized_tensor import quantize
+from lowbit_optax.formats.block_scaled_weights import BlockScaledWeights
+from lowbit_optax.formats.quantized_tensor import QuantizedTensor
 from lowbit_optax.states.decoded import (
     DecodedRun,
     Part,
@@ -85,8 +86,8 @@ def convert(
       to_tx: the transformation to go on with.
       dtypes: of the new parameters: one dtype, or a tree that is a prefix of
         ``params``, of dtypes, arrays or shapes, such as :func:`param_dtypes` makes. A
-        QuantizedTensor in it (``jax.eval_shape`` of :func:`quantize_params`) stands for
-        one of the same bits and block size. If None, parameters keep theirs; but those
+        quantised weight in it (``jax.eval_shape`` of :func:`quantize_params` or of
+        :func:`block_scale`) stands for one like it. If None, parameters keep theirs; but those
         that ``from_tx`` holds in few bits, and ``to_tx`` does not, become float32.
         So float32 parameters stay float32, which ``lowbit`` lets pass.
 
@@ -142,16 +143,13 @@ def convert(
 def _pair(source: DecodedRun, name: str, like, format_: WeightFormat | None):
     """The new parameter of a leaf, and its residual in a weight format."""
     param, stored = source.params[name], source.leaves.get(name)
-    if trees.is_quantized(like):
-        if trees.abstract(param) == like:
-            return param, None
-        x = source.master(name)
-        return quantize(like.bits, like.block_size, like.axis, x, None), None
     old, residual = (stored.format, stored.residual) if stored else (None, None)
-    has_its_dtype = not trees.is_quantized(param) and param.dtype == like.dtype
-    if has_its_dtype and old == format_:
+    is_same = old == format_ or isinstance(like, QuantizedTensor)
+    if trees.abstract(param) == like and is_same:
         return param, residual
     master = source.master(name)
+    if trees.is_quantized(like) and not isinstance(format_, BlockScaledWeights):
+        return like.quantized(master), None
     if format_ is None:
         return narrow_or_cast(master, like.dtype), None
     param = format_.round(master, like.dtype, ToNearest())
@@ -235,7 +233,7 @@ def _check_alike(given, wanted) -> None:
 
 
 def _new_shapes(source: DecodedRun, params, to_tx, dtypes):
-    """The parameters to be made: a tree of shapes, and QuantizedTensors of shapes."""
+    """The parameters to be made: a tree of shapes, and quantised weights of shapes."""
     names, leaves, treedef = trees.named_leaves(params)
     if dtypes is not None:
         kinds = trees.leaves_of_prefix("convert: dtypes", dtypes, params)
@@ -258,7 +256,7 @@ def _new_shapes(source: DecodedRun, params, to_tx, dtypes):
 
 
 def _shape(name: str, leaf, kind):
-    """The new leaf's shape, of a dtype or like an array or QuantizedTensor."""
+    """The new leaf's shape, of a dtype or like an array or a quantised weight."""
     if not trees.is_float(leaf):
         return trees.abstract(leaf)
     is_array = hasattr(kind, "shape") and not isinstance(kind, np.dtype | type)
@@ -276,6 +274,6 @@ def _shape(name: str, leaf, kind):
     except TypeError as error:
         raise TypeError(
             f"convert: dtypes has {kind!r} for params{name}; accepted are "
-            "floating-point dtypes such as bfloat16, arrays, and QuantizedTensors"
+            "floating-point dtypes such as bfloat16, arrays, and quantised weights"
         ) from error
     return jax.ShapeDtypeStruct(leaf.shape, dtype)

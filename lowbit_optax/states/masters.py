@@ -18,8 +18,9 @@ from lowbit_optax._step import context, trees
 from lowbit_optax._step.blanks import NO_RESIDUAL, NOT_HELD, is_blank
 from lowbit_optax._step.state import LowbitState
 from lowbit_optax.formats.base import WeightFormat
+from lowbit_optax.formats.block_scaled_tensor import BlockScaledTensor
 from lowbit_optax.formats.leaves import format_named, join_leaf
-from lowbit_optax.lpmm import dequantize
+from lowbit_optax.formats.quantized_weights import QuantizedWeights
 from lowbit_optax.states.decoded import Recorded, recorded_nodes
 
 KeepFloat32 = Callable[[str, typing.Any], bool]
@@ -38,7 +39,7 @@ def master_weights(params: optax.Params, state: optax.OptState) -> optax.Params:
 
     Returns:
       A tree like ``params``: float32 where a weight format holds the leaf and in the
-      places of QuantizedTensors, unchanged elsewhere.
+      places of quantised weights, unchanged elsewhere.
 
     Raises:
       ValueError: if ``state`` holds no lowbit state, or one of other parameters.
@@ -52,13 +53,16 @@ def master_weights(params: optax.Params, state: optax.OptState) -> optax.Params:
     (Array([1, 1, 1], dtype=bfloat16),
      Array([0.99975586, 0.99975586, 0.99975586], dtype=float32))
     """
-    names, leaves, treedef = trees.named_leaves(dequantize(params))
+    names, leaves, treedef = trees.named_leaves(params)
     residuals = _residuals(dict(zip(names, leaves, strict=True)), state)
     masters = []
     for name, leaf in zip(names, leaves, strict=True):
         if name in residuals:
             format_, residual = residuals[name]
             leaf = traced_once(join_leaf, format_)(leaf, residual)
+        elif trees.is_quantized(leaf):
+            with trees.naming(name):
+                leaf = leaf.dequantize()
         elif is_narrow(getattr(leaf, "dtype", np.dtype(bool))):
             leaf = traced_once(to_float32)(leaf)
         masters.append(leaf)
@@ -77,8 +81,9 @@ def from_master(
         wrappers.
       master: tree of float32 weights.
       dtypes: the parameters' dtype, or a tree of dtypes that is a prefix of
-        ``master``, such as :func:`param_dtypes` makes. Leaves that are not
-        floating-point keep theirs.
+        ``master``, such as :func:`param_dtypes` makes. A quantised weight in it, such
+        as ``jax.eval_shape`` of :func:`block_scale` has, stands for one like it. Leaves
+        that are not floating-point keep theirs.
 
     Returns:
       ``(params, state)``: ``tx.init``'s state, with the residuals of ``master``.
@@ -99,7 +104,7 @@ def from_master(
     leaves = list(map(_rounded, names, masters, kinds))
     formats = _formats(tx, names, leaves, treedef)
     wide = {
-        name: to_float32(x)
+        name: x.dequantize() if trees.is_quantized(x) else to_float32(x)
         for name, x in zip(names, masters, strict=True)
         if name in formats
     }
@@ -257,7 +262,8 @@ def _formats(tx, names, leaves, treedef) -> dict[str, WeightFormat]:
         # Without residuals nothing is lost where a wrapper flattens the parameters.
         if has_residuals or all(name in by_name for name in node.names):
             for leaf in node.leaves("tx", by_name):
-                if leaf.format is not None and not trees.is_quantized(leaf.param):
+                is_stored = isinstance(leaf.format, QuantizedWeights)
+                if leaf.format is not None and not is_stored:
                     formats[leaf.name] = leaf.format
     return formats
 
@@ -272,6 +278,13 @@ def _rounded(name: str, x, kind) -> jax.Array:
         raise TypeError(f"from_master: master{name} is {x!r}, not an array")
     if trees.is_quantized(x) or not trees.is_float(x):
         return x
+    if trees.is_quantized(kind):
+        if tuple(kind.shape) != tuple(x.shape):
+            raise ValueError(
+                f"from_master: dtypes has {trees.describe(kind)} for master{name}, "
+                f"which is {trees.describe(x)}"
+            )
+        return kind.quantized(to_float32(x))
     dtype = dtype_of(f"from_master: the dtype of master{name}", kind)
     if not is_narrow(dtype) and dtype not in (np.float32, np.float64):
         raise ValueError(
@@ -302,7 +315,10 @@ def _residuals(
             if is_blank(residual, NOT_HELD) or is_blank(residual, NO_RESIDUAL):
                 continue
             param = params.get(name)
-            if not is_narrow(getattr(param, "dtype", np.dtype(bool))):
+            is_held = isinstance(param, BlockScaledTensor) or is_narrow(
+                getattr(param, "dtype", np.dtype(bool))
+            )
+            if not is_held:
                 raise ValueError(
                     f"the state has a residual for params{name}, which is "
                     f"{getattr(param, 'dtype', 'not there')}; do params and state "

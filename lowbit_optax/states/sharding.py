@@ -14,7 +14,6 @@ from lowbit_optax._step.param_shardings import (
     named_shardings,
     uneven_axes,
 )
-from lowbit_optax.formats.quantized_tensor import quantize
 from lowbit_optax.states.state_leaves import (
     StateLeaf,
     state_leaves,
@@ -233,7 +232,10 @@ def _advice(tx, params, owner: str, axis: int, shards: int) -> str:
     old = leaves[owner]
 
     def fits(length: int) -> bool:
-        leaves[owner] = _with_length(old, axis, length)
+        try:
+            leaves[owner] = _with_length(old, axis, length)
+        except ValueError:  # no whole blocks
+            return False
         tried = treedef.unflatten(leaves.values())
         state = jax.eval_shape(tx.init, tried)
         return all(
@@ -265,8 +267,7 @@ def _with_length(leaf, axis: int, length: int):
     like = jax.ShapeDtypeStruct(shape, leaf.dtype)
     if not trees.is_quantized(leaf):
         return like
-    static = leaf.bits, leaf.block_size, leaf.axis
-    return jax.eval_shape(functools.partial(quantize, *static, random=None), like)
+    return jax.eval_shape(leaf.quantized, like)
 
 
 def _whole_along(axes: Container[int], sharding: NamedSharding) -> NamedSharding:

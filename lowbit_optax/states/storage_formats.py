@@ -47,8 +47,7 @@ def storage_formats(
     for name, leaf in zip(names, leaves, strict=True):
         found[f"params{name}"] = trees.describe(leaf)
         if trees.is_quantized(leaf):
-            codes = f" in {leaf.bits}-bit codes, blocks of {leaf.block_size}"
-            found[f"params{name}"] += codes
+            found[f"params{name}"] += f" in {leaf.stored_as}"
     by_name = dict(zip(names, leaves, strict=True))
     for path, node in recorded_nodes(tx, params)[0]:
         where = f"state{jax.tree_util.keystr(path)}"
@@ -108,7 +107,7 @@ def _add_lowbit(
     leaves = node.leaves("tx", by_name)
     kind = node.config.weights.residual_name
     for leaf in leaves:
-        if leaf.format is None or trees.is_quantized(leaf.param):
+        if leaf.format is None:
             continue
         residual = jax.eval_shape(leaf.format.init, trees.abstract(leaf.param))
         if residual is not None:

@@ -10,6 +10,7 @@ from lowbit_optax._jaxprs.graph import Node
 from lowbit_optax._step import trees
 from lowbit_optax._step.kernels.rows import WeightRows
 from lowbit_optax._step.leaf import StoredLeaf
+from lowbit_optax.formats.block_scaled_tensor import BlockScaledTensor
 from pallas_kernels.fused_update import MAX_ELEMENTS, Leaf, has_tiling
 from pallas_kernels.layout import layout_of
 
@@ -45,6 +46,8 @@ def has_layers(leaf: StoredLeaf) -> bool:
 def check_leaf(stored: StoredLeaf, weight: WeightRows) -> None:
     """Raise unless a kernel can read and write a parameter, stored like this."""
     leaf = stored.param
+    if isinstance(leaf, BlockScaledTensor):
+        raise NotElementwise("kernels do not take block-scaled float8")
     if trees.is_quantized(leaf) and leaf.layout != layout_of(leaf.shape):
         raise NotElementwise("it is a QuantizedTensor whose rows are another axis")
     if not trees.is_float(leaf) or leaf.dtype.itemsize > 4:

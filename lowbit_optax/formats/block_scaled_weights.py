@@ -1,0 +1,114 @@
+"""Any format of float8 weights for BlockScaledTensors: it holds masters over scales.
+
+    e from the new master's blocks,    master / 2^e --split--> codes, residual
+    (codes, residual) --join--> master / 2^e
+
+The quotients are exact. So a residual counts units of its code times the scale, and
+what is exact for float8_e4m3fn is exact here.
+"""
+
+import dataclasses
+import typing
+
+import jax
+
+from lowbit_optax._numerics.landing import REPLACE, Landing
+from lowbit_optax.formats import block_scaled_tensor as tensors
+from lowbit_optax.formats.base import WeightFormat
+from lowbit_optax.formats.block_scaled_tensor import E4M3, BlockScaledTensor
+from lowbit_optax.formats.plain import Nearest, StochasticRounding
+from lowbit_optax.formats.quantized_weights import QuantizedWeights, result_of
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockScaledWeights(WeightFormat):
+    """How BlockScaledTensors are updated.
+
+    Args:
+      format: of float8_e4m3fn weights.
+      axis: of the blocks.
+    """
+
+    format: WeightFormat
+    axis: int
+
+    @property
+    def residual_name(self):
+        return self.format.residual_name
+
+    @property
+    def stores_sum(self) -> bool:
+        return self.format.stores_sum
+
+    @property
+    def error_into(self):
+        return self.format.error_into
+
+    def sum_stream(self, dtype):
+        return self.format.sum_stream(E4M3)
+
+    def is_exact(self, dtype):
+        return self.format.is_exact(E4M3)
+
+    def widen(self, param: typing.Any):
+        return param.dequantize()
+
+    def init(self, param: typing.Any):
+        return self.format.init(param.codes)
+
+    def join(self, param: typing.Any, residual):
+        return tensors.unscaled_values(self.format.join(param.codes, residual), param)
+
+    def round(self, master, dtype, random) -> typing.Any:
+        return self.split(master, dtype, random)[0]
+
+    def residual(self, master, param: typing.Any, random):
+        units = tensors.scaled(master, -tensors.exponents(param), self.axis)
+        return self.format.residual(units, param.codes, random)
+
+    def split(self, master, dtype, random) -> tuple[typing.Any, typing.Any]:
+        exponents = tensors.exponents_of(master, self.axis)
+        units = tensors.scaled(master, -exponents, self.axis)
+        codes, residual = self.format.split(units, E4M3, random)
+        return tensors.of_codes(codes, exponents, self.axis), residual
+
+    def store(
+        self, param: typing.Any, master, random, landing: Landing = REPLACE
+    ) -> tuple[typing.Any, typing.Any, typing.Any]:
+        new, residual = self.split(master, E4M3, random)
+        return new, residual, result_of(param, new, landing)
+
+
+def for_tensor(
+    weights: WeightFormat, param: BlockScaledTensor, min_size: int = 0
+) -> BlockScaledWeights:
+    """How a tensor is updated by a transformation with these ``weights``.
+
+    Args:
+      weights: as of :func:`lowbit_optax.lowbit`.
+      param: of arrays or shapes.
+      min_size: see :meth:`.WeightFormat.for_leaf`.
+
+    Raises:
+      ValueError: if the format cannot hold it.
+    """
+    if isinstance(weights, QuantizedWeights):
+        is_random = weights.rounding == "stochastic"
+        weights = StochasticRounding() if is_random else Nearest()
+    # Such a format would add an update over one scale to a code over another.
+    if type(weights).advance is not WeightFormat.advance:
+        raise ValueError(
+            f"{weights} does not hold a BlockScaledTensor; accepted are extra_bits, "
+            "stochastic_rounding, master_copy and nearest"
+        )
+    why_not = weights.check(E4M3)
+    if why_not:
+        raise ValueError(why_not)
+    return BlockScaledWeights(weights.for_leaf(param.shape, E4M3, min_size), param.axis)
+
+
+def without_tensor(param):
+    """A leaf as formats of arrays see it: for a BlockScaledTensor, the codes' shape."""
+    if isinstance(param, BlockScaledTensor):
+        return jax.ShapeDtypeStruct(param.shape, E4M3)
+    return param
