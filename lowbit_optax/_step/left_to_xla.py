@@ -53,7 +53,9 @@ def left_to_xla(plan: KernelPlan, reasons: Mapping[int, str]) -> dict[str, Left]
             continue
         described, size = trees.describe(leaf.param), math.prod(leaf.param.shape)
         if is_quantized:
-            described = f"a {type(leaf.param).__name__} of shape {list(leaf.param.shape)}"
+            described = (
+                f"a {type(leaf.param).__name__} of shape {list(leaf.param.shape)}"
+            )
         left = f"params{leaf.name}, {described}"
         found[leaf.name] = Left(left, reason, size, 4 * size * (1 + len(moments)))
     return found

@@ -24,9 +24,15 @@ from jax import lax
 
 from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.dtypes import float_dtype
-from lowbit_optax._numerics.float_layouts import INFINITY, MANTISSA, magnitude_of
+from lowbit_optax._numerics.float_layouts import (
+    BIAS,
+    INFINITY,
+    MANTISSA,
+    magnitude_of,
+)
 from lowbit_optax._numerics.rounding import narrow_or_cast, round_nearest, to_float32
 from lowbit_optax.formats.quantized_leaf import QuantizedWeight, register_with_flax
+from pallas_kernels.layout import merge_axes, split_axis
 
 BLOCK = 32
 """The values that share a scale."""
@@ -34,8 +40,8 @@ BLOCK = 32
 E4M3, E8M0 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e8m0fnu)
 """The dtypes of codes and scales."""
 
-_BIAS, _NAN_SCALE = 127, 255  # of e8m0
-_LEAST = _BIAS - 96
+_NAN, _LEAST = 128, -96
+"""The exponent of e8m0's NaN, and the smallest that a scale is given."""
 
 
 @jax.tree_util.register_dataclass
@@ -176,34 +182,30 @@ def quantize(axis: int, x: jax.Array) -> BlockScaledTensor:
     """
     check_axis(x.shape, axis)
     exponents = exponents_of(x, axis)
-    return of_codes(
-        round_nearest(scaled(x, -exponents, axis), E4M3), exponents, axis
-    )
+    return of_codes(round_nearest(scaled(x, -exponents, axis), E4M3), exponents, axis)
 
 
 def of_codes(codes: jax.Array, exponents: jax.Array, axis: int) -> BlockScaledTensor:
     """The tensor of float8_e4m3fn codes and the exponents of their scales."""
-    scales = (exponents + _BIAS).astype(jnp.uint8)
-    return BlockScaledTensor(
-        lax.bitcast_convert_type(codes, jnp.uint8), scales, axis
-    )
+    scales = (exponents + BIAS).astype(jnp.uint8)
+    return BlockScaledTensor(lax.bitcast_convert_type(codes, jnp.uint8), scales, axis)
 
 
 def exponents_of(x: jax.Array, axis: int) -> jax.Array:
     """The exponents of the scales of float32 values, int32, one per block."""
     magnitude = magnitude_of(x)
     finite = jnp.where(magnitude < jnp.uint32(INFINITY), magnitude, jnp.uint32(0))
-    shape, at = scales_shape(x.shape, axis), x.ndim + axis
-    largest = finite.reshape(*shape[: at + 1], BLOCK, *shape[at + 1 :]).max(at + 1)
+    at = x.ndim + axis
+    largest = split_axis(finite, at, BLOCK).max(at + 1)
     # 448 is 1.75 * 2^8: past a significand of 1.75 the exponent is one more.
     past = jnp.uint32((1 << MANTISSA) // 4 - 1)
     stored = (largest + past >> jnp.uint32(MANTISSA)).astype(jnp.int32) - 8
-    return jnp.maximum(stored, _LEAST) - _BIAS
+    return jnp.maximum(stored - BIAS, _LEAST)
 
 
 def exponents(tensor: BlockScaledTensor) -> jax.Array:
     """The exponents of a tensor's scales; 128 for a scale that is NaN."""
-    return tensor.scales_e8m0.astype(jnp.int32) - _BIAS
+    return tensor.scales_e8m0.astype(jnp.int32) - BIAS
 
 
 def scaled(x: jax.Array, exponents: jax.Array, axis: int) -> jax.Array:
@@ -211,26 +213,22 @@ def scaled(x: jax.Array, exponents: jax.Array, axis: int) -> jax.Array:
 
     Exact where the result is a normal float32 or 0, which it may be below these.
     """
+    at = x.ndim + axis
+    blocks = split_axis(x, at, BLOCK)
     # A float32 of 2^e may be subnormal, but not one of half the exponent.
     half = exponents >> 1
-    for part in (half, exponents - half):
-        x = x * jnp.repeat(_power(part), BLOCK, axis)
-    return x
-
-
-def unscaled_values(x: jax.Array, tensor: BlockScaledTensor) -> jax.Array:
-    """Values in units of a tensor's scales as float32."""
-    of_scale = exponents(tensor)
-    values = scaled(x, of_scale, tensor.axis)
-    is_nan = jnp.repeat(of_scale == _NAN_SCALE - _BIAS, BLOCK, tensor.axis)
-    return jnp.where(is_nan, jnp.float32(jnp.nan), values)
+    first = jnp.where(exponents == _NAN, jnp.float32(jnp.nan), _power(half))
+    for factor in (first, _power(exponents - half)):
+        blocks = blocks * jnp.expand_dims(factor, at + 1)
+    return merge_axes(blocks, at)
 
 
 def _power(exponent: jax.Array) -> jax.Array:
     """``2^e`` for int32 from -126 to 127."""
-    return lax.bitcast_convert_type(exponent + 127 << MANTISSA, jnp.float32)
+    return lax.bitcast_convert_type(exponent + BIAS << MANTISSA, jnp.float32)
 
 
 def _dequantized(dtype: jnp.dtype, tensor: BlockScaledTensor) -> jax.Array:
     """See :meth:`BlockScaledTensor.dequantize`."""
-    return narrow_or_cast(unscaled_values(to_float32(tensor.codes), tensor), dtype)
+    values = scaled(to_float32(tensor.codes), exponents(tensor), tensor.axis)
+    return narrow_or_cast(values, dtype)

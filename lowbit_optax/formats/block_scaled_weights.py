@@ -57,7 +57,8 @@ class BlockScaledWeights(WeightFormat):
         return self.format.init(param.codes)
 
     def join(self, param: typing.Any, residual):
-        return tensors.unscaled_values(self.format.join(param.codes, residual), param)
+        units = self.format.join(param.codes, residual)
+        return tensors.scaled(units, tensors.exponents(param), self.axis)
 
     def round(self, master, dtype, random) -> typing.Any:
         return self.split(master, dtype, random)[0]

@@ -142,17 +142,19 @@ class QuantizedTensor(QuantizedWeight):
         codes, scales = self.codes, self.scales
         for name, part in (("codes", codes), ("scales", scales)):
             if part.dtype != jnp.uint32:
-                raise ValueError(f"QuantizedTensor: {name} are {part.dtype}, not uint32")
+                raise ValueError(
+                    f"QuantizedTensor: {name} are {part.dtype}, not uint32"
+                )
         if codes.ndim >= -self.axis:
             layout = self.layout
             parts = layout.words_shape(self.bits), layout.blocks_shape(self.block_size)
             if (codes.shape, scales.shape) == parts:
                 return
         raise ValueError(
-            f"QuantizedTensor: codes {list(codes.shape)} and scales {list(scales.shape)} "
-            f"are not of {self.bits}-bit codes along axis {self.axis} of size "
-            f"{self.length} with blocks of {self.block_size}. Was the axis of the rows "
-            "sliced? See stacked= of quantize_params"
+            f"QuantizedTensor: codes {list(codes.shape)} and scales "
+            f"{list(scales.shape)} are not of {self.bits}-bit codes along axis "
+            f"{self.axis} of size {self.length} with blocks of {self.block_size}. Was "
+            "the axis of the rows sliced? See stacked= of quantize_params"
         )
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax.formats import quantized_tensor as tensors
+from lowbit_optax.formats.block_scaled_tensor import BlockScaledTensor
 from lowbit_optax.formats.quantized_leaf import QuantizedWeight
 from lowbit_optax.lpmm.quantization import dequantize
 
@@ -25,11 +26,11 @@ def value_and_grad(
 
     Args:
       loss_fn: called as ``loss_fn(params, *args, **kwargs)``, with an array in place of
-        every :class:`QuantizedTensor`.
+        every quantised weight.
       dtype: of these arrays and of their gradients; any float dtype. Other leaves keep
         their dtypes.
       has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
-      lazy: whether ``loss_fn`` gets the tensors undequantised and calls
+      lazy: whether ``loss_fn`` gets the weights undequantised and calls
         :func:`lowbit_optax.dequantize` itself on those that it is about to use. Then a
         ``lax.scan`` over stacked layers dequantises only one layer at a time, if its
         body is under ``jax.checkpoint``. Without ``jax.checkpoint``, all dequantised
@@ -37,7 +38,7 @@ def value_and_grad(
 
     Returns:
       A function ``(params, *args, **kwargs) -> (value, gradients)``. The gradients have
-      an array in place of every QuantizedTensor.
+      an array in place of every quantised weight.
 
     Raises:
       TypeError: if ``dtype`` is not a float dtype; with ``lazy``, if ``loss_fn``
@@ -86,8 +87,8 @@ def with_stand_in(leaf, stand_in):
       stand_in: the array with respect to which the loss is differentiated.
 
     Returns:
-      The stand-in. For a QuantizedTensor, a weight that dequantises to the tensor's
-      values and passes their gradient on to the stand-in.
+      The stand-in. For a quantised weight, one that dequantises to its values and
+      passes their gradient on to the stand-in.
     """
     if not tensors.is_quantized(leaf):
         return stand_in
@@ -97,13 +98,13 @@ def with_stand_in(leaf, stand_in):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _DifferentiableTensor(QuantizedWeight):
-    """A QuantizedTensor together with the array that gets its gradient.
+    """A quantised weight together with the array that gets its gradient.
 
-    The arrays of the tensor are uint32 and have no gradients. The values of the
+    The arrays of the weight are integers and have no gradients. The values of the
     stand-in are never read.
     """
 
-    tensor: tensors.QuantizedTensor
+    tensor: tensors.QuantizedTensor | BlockScaledTensor
     stand_in: jax.Array
 
     @property
@@ -117,6 +118,14 @@ class _DifferentiableTensor(QuantizedWeight):
     @property
     def dtype(self):
         return self.tensor.dtype
+
+    @property
+    def codes(self) -> jax.Array:
+        return self.tensor.codes
+
+    @property
+    def scales(self) -> jax.Array:
+        return self.tensor.scales
 
     def dequantize(self, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
         values = self.tensor.dequantize(float_dtype("dequantize: dtype", dtype))

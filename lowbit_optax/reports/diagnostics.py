@@ -20,8 +20,8 @@ from lowbit_optax._numerics.rounding import to_float32
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.step import Step
 from lowbit_optax.formats import quantized_tensor
-from lowbit_optax.formats.quantized_leaf import QuantizedWeight
 from lowbit_optax.formats.base import WeightFormat
+from lowbit_optax.formats.quantized_leaf import QuantizedWeight
 from lowbit_optax.states.state_leaves import state_leaves
 from pallas_kernels.bitfields import unpack
 from pallas_kernels.layout import layout_of
@@ -203,7 +203,7 @@ def _cancelled_share(param, update) -> jax.Array:
 
 
 def _nearest(x: jax.Array, old) -> QuantizedWeight:
-    """Float32 values rounded as the weight ``old`` is, with its steps where they fit."""
+    """Float32 values rounded as a weight is, with its steps where they fit."""
     if isinstance(old, quantized_tensor.QuantizedTensor):
         return quantized_tensor.requantize(x, old, None)
     return old.quantized(x)

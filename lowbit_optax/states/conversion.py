@@ -87,9 +87,9 @@ def convert(
       dtypes: of the new parameters: one dtype, or a tree that is a prefix of
         ``params``, of dtypes, arrays or shapes, such as :func:`param_dtypes` makes. A
         quantised weight in it (``jax.eval_shape`` of :func:`quantize_params` or of
-        :func:`block_scale`) stands for one like it. If None, parameters keep theirs; but those
-        that ``from_tx`` holds in few bits, and ``to_tx`` does not, become float32.
-        So float32 parameters stay float32, which ``lowbit`` lets pass.
+        :func:`block_scale`) stands for one like it. If None, parameters keep theirs;
+        but those that ``from_tx`` holds in few bits, and ``to_tx`` does not, become
+        float32. So float32 parameters stay float32, which ``lowbit`` lets pass.
 
     Returns:
       ``(params, state)`` for ``to_tx``.
