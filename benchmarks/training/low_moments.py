@@ -19,7 +19,7 @@ from sklearn.datasets import load_digits
 
 import lowbit_optax
 from benchmarks import records
-from lowbit_optax import block_quantized
+from lowbit_optax import block_quantized, lpmm
 
 SIZES = (64, 256, 256, 10)
 TRAINING = 1400
@@ -38,14 +38,20 @@ MOMENTS = {
 def start(tx, seed: int, dtype=jnp.bfloat16):
     random = np.random.default_rng(seed)
     master = [
-        (random.standard_normal(shape) * np.sqrt(2 / shape[0])).astype(np.float32)
+        jnp.asarray(random.standard_normal(shape) * np.sqrt(2 / shape[0]), jnp.float32)
         for shape in itertools.pairwise(SIZES)
     ]
-    return lowbit_optax.from_master(tx, list(map(jnp.asarray, master)), dtype)
+    return lowbit_optax.from_master(tx, master, stored_in(dtype, master))
+
+
+def stored_in(dtype, master):
+    """What ``from_master`` takes for weights of a dtype, or of "mxfp8"."""
+    scale = functools.partial(lowbit_optax.block_scale, min_size=0)
+    return jax.eval_shape(scale, master) if dtype == "mxfp8" else dtype
 
 
 def loss(params, images, labels):
-    h = images
+    h, params = images, lowbit_optax.dequantize(params)
     for w in params[:-1]:
         h = jax.nn.relu(h @ w.astype(jnp.float32))
     logits = h @ params[-1].astype(jnp.float32)
@@ -55,10 +61,11 @@ def loss(params, images, labels):
 @functools.partial(jax.jit, static_argnums=0)
 def run(tx, params, state, images, labels, chosen):
     """Losses of all steps, the last of all training images, and that of the others."""
+    differentiate = lpmm.value_and_grad(loss, jnp.bfloat16)
 
     def step(carry, batch):
         params, state = carry
-        value, grads = jax.value_and_grad(loss)(params, images[batch], labels[batch])
+        value, grads = differentiate(params, images[batch], labels[batch])
         return lowbit_optax.step(tx, params, state, grads), value
 
     (params, _), losses = lax.scan(step, (params, state), chosen)
@@ -82,7 +89,7 @@ def figures(tx, args, dtype=jnp.bfloat16) -> dict:
     Args:
       tx: the optimizer.
       args: options; ``seeds`` and ``steps`` are read.
-      dtype: of the weights.
+      dtype: of the weights, or "mxfp8".
     """
     images, labels = load_digits(return_X_y=True)
     images, labels = jnp.asarray(images / 16, jnp.float32), jnp.asarray(labels)
@@ -93,7 +100,10 @@ def figures(tx, args, dtype=jnp.bfloat16) -> dict:
         begun = start(tx, seed, dtype)
         found.append(run(tx, *begun, images, labels, jnp.asarray(chosen)))
     losses, ends, others = (np.asarray(x) for x in zip(*found, strict=True))
-    params = [jax.ShapeDtypeStruct((4096, 4096), dtype)]
+    large = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+    params, _ = jax.eval_shape(
+        lambda x: lowbit_optax.from_master(tx, x, stored_in(dtype, x)), [large]
+    )
     return {
         "bytes_per_parameter": lowbit_optax.memory_report(tx, params).bytes_per_param,
         "curve": losses.mean(0).reshape(-1, MEANS).mean(1),

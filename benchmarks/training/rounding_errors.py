@@ -36,6 +36,8 @@ ROWS = {
     "float8, stochastic": (stochastic_rounding(), FLOAT8, None),
     "float8, error into mu": (FED, FLOAT8, None),
     "float8, 8 extra bits": (extra_bits(8), FLOAT8, None),
+    "mxfp8, stochastic": (stochastic_rounding(), "mxfp8", None),
+    "mxfp8, 8 extra bits": (extra_bits(8), "mxfp8", None),
 }
 
 
@@ -64,7 +66,8 @@ def excess(name: str, rate: float, seed: int, steps: int) -> float:
     first = jnp.asarray(w + 0.3 * rate * steps * normal(64, 64))
     best = np.linalg.lstsq(x, y, rcond=None)[0]
     chosen = random.integers(0, 1024, (steps, 128))
-    begun = lowbit_optax.from_master(tx, first, dtype)
+    kinds = low_moments.stored_in(dtype, first)
+    begun = lowbit_optax.from_master(tx, first, kinds)
     return float(_excess(tx, begun, *map(jnp.asarray, (x, y, best, chosen))))
 
 
@@ -72,7 +75,7 @@ def excess(name: str, rate: float, seed: int, steps: int) -> float:
 def _excess(tx, begun, x, y, best, chosen):
     def step(carry, rows):
         params, state = carry
-        wide = params.astype(jnp.float32)
+        wide = lowbit_optax.dequantize(params).astype(jnp.float32)
         grads = x[rows].T @ (x[rows] @ wide - y[rows]) / len(rows)
         above = jnp.mean((x @ (wide - best)) ** 2)
         return lowbit_optax.step(tx, params, state, grads), above
