@@ -1,0 +1,219 @@
+"""Runs on block-scaled weights: other formats, checkpoints, meshes, scans, reports."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import serialization
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from optimizers import assert_same_bits, normal, train
+
+import lowbit_optax
+from lowbit_optax import block_scale, convert, extra_bits, lowbit, lpmm, release
+from lowbit_optax._step import left_to_xla
+
+pytestmark = pytest.mark.standard_promotion
+
+TX = lowbit(optax.sgd(0.1, 0.9))
+MASTER = {"w": normal(0, (64, 96)) / 8, "b": normal(1, (96,))}
+LIKE = jax.eval_shape(block_scale, MASTER)
+GRADS = {"w": normal(2, (64, 96)), "b": normal(3, (96,))}
+
+
+@functools.cache
+def begun():
+    return jax.jit(lambda master: lowbit_optax.from_master(TX, master, LIKE))(MASTER)
+
+
+def converted(run, from_tx, to_tx, dtypes=None):
+    """``convert``, jitted: else each of its operations is compiled by itself."""
+    by = dict(from_tx=from_tx, to_tx=to_tx, dtypes=dtypes)
+    return jax.jit(functools.partial(convert, **by))(*run)
+
+
+def stepped(run):
+    return train(TX, *run, [GRADS], lowbit_optax.step)
+
+
+# Other formats.
+
+
+def test_weights_pass_through_other_formats_and_come_back():
+    params, state = begun()
+    for tx, dtypes in (
+        (optax.sgd(0.1, 0.9), None),
+        (lowbit(optax.sgd(0.1, 0.9)), jnp.bfloat16),
+        (lowbit(optax.sgd(0.1, 0.9), weights=lowbit_optax.master_copy()), LIKE),
+    ):
+        other = converted((params, state), TX, tx, dtypes)
+        if dtypes is None:
+            assert_same_bits(other[0], lowbit_optax.master_weights(params, state))
+        back = converted(other, tx, TX, LIKE)
+        assert_same_bits((back[0], back[1].residual), (params, state.residual))
+
+
+def test_what_keeps_its_format_is_handed_on_as_it_is():
+    params, state = stepped(begun())
+    assert_same_bits(converted((params, state), TX, TX), (params, state))
+
+
+def test_quantised_weights_of_other_kinds_turn_into_each_other():
+    tx = lowbit_optax.lpmm_sgd(0.1, 0.9)
+    twelve = jax.eval_shape(
+        functools.partial(lowbit_optax.quantize_params, bits=12), MASTER
+    )
+    params, state = converted(begun(), TX, tx, twelve)
+    assert isinstance(params["w"], lowbit_optax.QuantizedTensor)
+    params, state = converted((params, state), tx, TX, LIKE)
+    got = lowbit_optax.master_weights(params, state)["w"]
+    np.testing.assert_allclose(got, MASTER["w"], atol=1e-3)
+
+
+def test_trainers_that_call_init_keep_the_bits():
+    params, state = begun()
+    tx = lowbit_optax.starting_from(TX, MASTER)
+    assert_same_bits(tx.init(params), state)
+
+
+def test_shapes_that_are_not_the_weights_are_refused():
+    other = {"w": jnp.ones((32, 96)), "b": MASTER["b"]}
+    with pytest.raises(ValueError, match=r"float32\[64, 96\] for master\['w'\]"):
+        lowbit_optax.from_master(TX, other, LIKE)
+
+
+# Checkpoints.
+
+
+def _orbax(folder, saved, like):
+    target = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "checkpoint", saved)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(folder / "checkpoint", target)
+
+
+def _flax(folder, saved, like):
+    del folder
+    return serialization.from_bytes(like, serialization.to_bytes(saved))
+
+
+@pytest.mark.parametrize("store", [_orbax, _flax])
+def test_a_run_goes_on_from_a_checkpoint(tmp_path, store):
+    halfway = stepped(begun())
+    restored = store(tmp_path, halfway, jax.tree.map(jnp.zeros_like, halfway))
+    assert_same_bits(stepped(restored), stepped(halfway))
+
+
+def test_a_checkpoint_of_blocks_along_another_axis_is_refused():
+    other = block_scale(MASTER, axis=-1)
+    with pytest.raises(ValueError, match=r"scales_e8m0 .* \[2, 96\], not \[64, 3\]"):
+        serialization.from_bytes(other, serialization.to_bytes(begun()[0]))
+    saved = lowbit_optax.storage_formats(TX, LIKE)
+    assert saved["params['w']"] == (
+        "float32[64, 96] in e4m3 codes, e8m0 scales of 32 along axis -2, "
+        "nearest_8_bits_v2 uint32[16, 96]"
+    )
+    with pytest.raises(ValueError, match=r"along axis -2, .* along axis -1, "):
+        lowbit_optax.check_storage_formats(saved, TX, other)
+
+
+# Meshes and scans.
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec"),
+    [(AxisType.Auto, jax.P("x")), (AxisType.Explicit, jax.P("x"))],
+)
+def test_on_a_mesh_it_steps_as_on_one_device(kind, spec):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,), devices=jax.devices()[:2])
+    params, state = begun()
+    want = stepped((params, state))
+    place = {"w": jax.NamedSharding(mesh, spec), "b": jax.NamedSharding(mesh, jax.P())}
+    with jax.set_mesh(mesh):
+        placed = {name: jax.device_put(params[name], place[name]) for name in params}
+        state = jax.device_put(state, lowbit_optax.state_shardings(TX, LIKE, place))
+        step = jax.jit(functools.partial(lowbit_optax.step, TX))
+        got = step(placed, state, jax.device_put(GRADS, place))
+    assert_same_bits(jax.device_get(got), jax.device_get(want))
+    scales = got[0]["w"].scales_e8m0
+    assert place["w"].is_equivalent_to(scales.sharding, scales.ndim)
+
+
+def test_the_sizes_that_divide_are_said():
+    tx, mesh = lowbit(optax.sgd(0.1)), jax.sharding.AbstractMesh((16,), ("x",))
+    shape = lambda rows: jax.ShapeDtypeStruct((rows, 64), jnp.float32)
+    params = [jax.eval_shape(block_scale, shape(rows)) for rows in (160, 192)]
+    with pytest.raises(ValueError, match="multiple of 64 for its size, such as 128 or"):
+        lowbit_optax.state_shardings(tx, params[0], jax.P("x"), mesh=mesh)
+    lowbit_optax.state_shardings(tx, params[1], jax.P("x"), mesh=mesh)
+
+
+def test_layers_are_updated_in_the_backward_pass_as_after_it():
+    layers = {"w": normal(0, (3, 64, 64)) / 8}
+    like = jax.eval_shape(block_scale, layers)
+    params, state = lowbit_optax.from_master(TX, layers, like)
+    x = normal(1, (4, 64))
+
+    def loss(params, x):
+        @jax.checkpoint
+        def body(x, layer):
+            return jnp.tanh(x @ layer["w"].dequantize()), None
+
+        return jnp.sum(jax.lax.scan(body, x, params)[0] ** 2)
+
+    @jax.jit
+    def usual(params, state):
+        value, grads = lpmm.value_and_grad(loss, lazy=True)(params, x)
+        return value, *lowbit_optax.step(TX, params, state, grads)
+
+    released = jax.jit(release.value_and_update(loss, TX))
+    assert_same_bits(released(params, state, x), usual(params, state))
+
+
+# Reports.
+
+
+def test_a_report_counts_codes_scales_and_residuals():
+    report = lowbit_optax.memory_report(TX, {"w": LIKE["w"]})
+    (row,) = report.leaves
+    assert (row.dtype, row.params, row.residual) == ("mxfp8", 6144 + 192, 6144)
+
+
+def test_a_step_report_sees_what_nearest_codes_would_lose():
+    tx = lowbit(optax.sgd(1e-3))
+    params, state = lowbit_optax.from_master(tx, MASTER, LIKE)
+    found = lowbit_optax.step_report(tx, params, state, GRADS)["w"]
+    lost = lowbit_optax.cancelled_updates(tx, params, state, GRADS)["w"]
+    assert found.lost == lost > 0.5
+    np.testing.assert_allclose(found.moved, 1, atol=0.05)
+
+
+def test_a_gpu_is_said_to_have_no_kernel_for_it():
+    left_to_xla.warn_once.cache_clear()
+    device = AbstractDevice("NVIDIA H200", 132, platform="gpu")
+    mesh = AbstractMesh((4,), ("a",), (AxisType.Auto,), abstract_device=device)
+    large = {"w": jax.ShapeDtypeStruct((1024, 512), jnp.float32)}
+    tx, params = lowbit(optax.sgd(0.1)), jax.eval_shape(block_scale, large)
+    with jax.sharding.use_abstract_mesh(mesh):
+        found = lowbit_optax.explain(tx, params)
+        text = r"no kernel updates params\['w'\], a BlockScaledTensor of shape"
+        state = jax.eval_shape(tx.init, params)
+        step = functools.partial(lowbit_optax.step, tx)
+        with pytest.warns(UserWarning, match=text):
+            jax.eval_shape(step, params, state, large)
+    assert found == {"['w']": "XLA: kernels do not take block-scaled float8"}
+
+
+def test_averages_may_be_block_scaled():
+    ema = lowbit_optax.ema_of_params(0.5, debias=False, weights=extra_bits(20))
+    average = {"w": block_scale(MASTER["w"])}
+    weights = {"w": jnp.ones((64, 96))}
+    average, state = lowbit_optax.step(ema, average, ema.init(average), weights)
+    got = lowbit_optax.master_weights(average, state)["w"]
+    np.testing.assert_allclose(
+        got, 0.5 + 0.5 * block_scale(MASTER["w"]).dequantize(), rtol=1e-5
+    )
