@@ -93,21 +93,6 @@ class BlockScaledTensor(QuantizedWeight):
         return self.codes_e4m3.shape
 
     @property
-    def ndim(self) -> int:
-        """The rank of the dequantised array."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """The number of elements of the dequantised array."""
-        return math.prod(self.shape)
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """float32, in which all values are exact."""
-        return jnp.dtype(jnp.float32)
-
-    @property
     def nbytes(self) -> int:
         """The bytes of codes and scales together."""
         return self.size + math.prod(self.scales_e8m0.shape)

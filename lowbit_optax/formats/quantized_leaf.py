@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import typing
 
 import jax
@@ -25,6 +26,21 @@ class QuantizedWeight:
     def shape(self) -> tuple[int, ...]:
         """The shape of the dequantised array."""
         raise NotImplementedError
+
+    @property
+    def ndim(self) -> int:
+        """The rank of the dequantised array."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements of the dequantised array."""
+        return math.prod(self.shape)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """float32, in which all values are exact."""
+        return jnp.dtype(jnp.float32)
 
     @property
     def stored_as(self) -> str:

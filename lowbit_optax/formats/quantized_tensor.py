@@ -5,7 +5,6 @@
 """
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -92,21 +91,6 @@ class QuantizedTensor(QuantizedWeight):
     def layout(self) -> Layout:
         """Where codes and scales lie."""
         return Layout(self.shape, self.axis)
-
-    @property
-    def ndim(self) -> int:
-        """The rank of the dequantised array."""
-        return self.codes.ndim
-
-    @property
-    def size(self) -> int:
-        """The number of elements of the dequantised array."""
-        return math.prod(self.shape)
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """float32, in which all values are exact."""
-        return jnp.dtype(jnp.float32)
 
     @property
     def nbytes(self) -> int:

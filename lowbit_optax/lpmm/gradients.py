@@ -112,14 +112,6 @@ class _DifferentiableTensor(QuantizedWeight):
         return self.tensor.shape
 
     @property
-    def ndim(self) -> int:
-        return self.tensor.ndim
-
-    @property
-    def dtype(self):
-        return self.tensor.dtype
-
-    @property
     def codes(self) -> jax.Array:
         return self.tensor.codes
 

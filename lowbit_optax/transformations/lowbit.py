@@ -39,8 +39,9 @@ def lowbit(
 
     The inner transformation sees float32 masters and float32 gradients, so weight
     decay and schedules work as in float32 training. Leaves in bfloat16, float16 and
-    float8 are held by ``weights``; float32 and other leaves pass through. Plain
-    ``lowbit(inner)`` is the recommended preset: 8 extra bits, 8-bit moments.
+    float8, and :func:`block_scale`'s, are held by ``weights``; float32 and other leaves
+    pass through. Plain ``lowbit(inner)`` is the recommended preset: 8 extra bits, 8-bit
+    moments.
 
     Put other transformations inside (``lowbit(optax.chain(clip, adamw))``): what comes
     after ``lowbit`` in a chain would change the updates that land exactly. Wrappers
@@ -92,7 +93,7 @@ def lowbit(
 
     Returns:
       A transformation whose ``update`` needs ``params`` and returns float32 updates
-      for the held leaves, and uint32 differences for QuantizedTensors.
+      for the held leaves, and differences of integers for quantised weights.
 
     Raises:
       TypeError, ValueError: for arguments that are not as above. From ``init``,

@@ -196,6 +196,21 @@ def test_with_scales_of_1_it_trains_as_float8_arrays_do(name):
     assert_same_bits(jax.tree.leaves(state), jax.tree.leaves(plain_state))
 
 
+def test_small_weights_train_as_large_ones_do():
+    tx = weights_only(optax.sgd(0.5), lowbit_optax.extra_bits(8), min_size=0)
+    like = jax.eval_shape(block_scale, normal(0))
+
+    def trained(unit):
+        run = lowbit_optax.from_master(tx, unit * normal(0), like)
+        series = [unit * normal(seed) for seed in (1, 2)]
+        return train(tx, *run, series, lowbit_optax.step)
+
+    (large, large_state), (small, small_state) = trained(1.0), trained(2.0**-40)
+    np.testing.assert_array_equal(small.scales_e8m0, large.scales_e8m0 - 40)
+    assert_same_bits(small.codes_e4m3, large.codes_e4m3)
+    assert_same_bits(small_state.residual, large_state.residual)
+
+
 def model():
     """Parameters and state of a matrix in two octaves, and of a vector in float32."""
     tx = lowbit(optax.adamw(0.05))
