@@ -1,5 +1,6 @@
 """Ways to train a GPT by AdamW or Muon, for ``compute_optimal``."""
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -25,7 +26,8 @@ class Row(NamedTuple):
 
     Attributes:
       build: of a schedule, with the gradients' clipping.
-      dtype: of the weights; None for those of ``quantize_params``.
+      dtype: of the weights; ``"mxfp8"`` for those of ``block_scale``, None for those of
+        ``quantize_params``.
       base: the row in float32 that it is compared with.
       color, style: of its curve.
       has_master: whether the state takes the float32 start's low bits.
@@ -43,6 +45,9 @@ class Row(NamedTuple):
         if self.dtype is None:
             params = lowbit_optax.quantize_params(master, bits=12)
             return params, tx.init(params)
+        if self.dtype == "mxfp8":
+            scale = functools.partial(lowbit_optax.block_scale, axis=_summed_axis)
+            return lowbit_optax.from_master(tx, master, jax.eval_shape(scale, master))
         is_norm = lambda path, leaf: "norm" in path
         dtypes = lowbit_optax.param_dtypes(master, self.dtype, is_norm)
         if self.has_master:
@@ -51,8 +56,18 @@ class Row(NamedTuple):
         return params, tx.init(params)
 
 
+def _summed_axis(path: str) -> int | None:
+    """The axis that a weight's product sums over; None for norms, which stay float32."""
+    if "norm" in path:
+        return None
+    return -1 if "embedding" in path or "positions" in path else -2
+
+
 def loss_and_grads(loss_fn: Callable, params, tokens):
-    """Gradients have their weights' dtypes, those of float8 weights bfloat16."""
+    """Gradients have their weights' dtypes.
+
+    Those of float8 weights are bfloat16, those of blocks of codes float32.
+    """
     is_float8 = lambda x: (
         x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating)
     )
@@ -134,6 +149,7 @@ ROWS = {
     "error into mu": Row(_in(_INTO), color=PARTS[3]),
     "LPMM, 12 bits": Row(_lpmm, None, color=COLORS["LPMM"]),
     "float8, 8 extra bits": Row(_in(), jnp.float8_e4m3fn, color=PARTS[4]),
+    "MXFP8, 8 extra bits": Row(_in(), "mxfp8", color=PARTS[4], style="--"),
     "Muon, float32": Row(_muon, jnp.float32, "Muon, float32", has_master=False),
     "Muon, lowbit": Row(_in(inner=_muon), base="Muon, float32", color=COLORS["lowbit"]),
 }
