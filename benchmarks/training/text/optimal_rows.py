@@ -57,7 +57,7 @@ class Row(NamedTuple):
 
 
 def _summed_axis(path: str) -> int | None:
-    """The axis that a weight's product sums over; None for norms, which stay float32."""
+    """The axis that a product of the weight sums over; None for norms."""
     if "norm" in path:
         return None
     return -1 if "embedding" in path or "positions" in path else -2
