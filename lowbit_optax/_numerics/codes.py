@@ -84,6 +84,9 @@ class Code:
     scale: Scale = "bfloat16"
     limit: float | None = dataclasses.field(default=None, kw_only=True)
 
+    rounds_evenly: typing.ClassVar[bool] = False
+    """Whether its ``words`` fill their range evenly over the steps (`Draws.even`)."""
+
     maxima: typing.ClassVar[int] = 1
     """Of how many keys per element a block's scale needs the maxima."""
 
@@ -184,9 +187,9 @@ class Code:
 
     def decode_radicand(
         self, fields: jax.Array, prepared: Prepared, multiply_add=multiply_add
-    ) -> tuple[jax.Array, jax.Array]:
-        """:func:`radicand` of the values of fields."""
-        return radicand(self.decode_fields(fields, prepared, multiply_add))
+    ) -> jax.Array:
+        """The positive numbers of :func:`radicand`, of the values of fields."""
+        return radicand(self.decode_fields(fields, prepared, multiply_add))[0]
 
 
 def radicand(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -24,12 +24,13 @@ from lowbit_optax._numerics.codes import (
 )
 from pallas_kernels import operations
 
-# Steps are 2^19 to 2^26 in a float32's pattern: 1/16, 1/8, ... 8 octaves. A base on any
-# of these grids has three zeros in its bfloat16, which say which step it is.
+# Steps are 2^19 to 2^23 in a float32's pattern: 1/16, 1/8, ... 1 octave. A base on any
+# of these grids has three zeros in its bfloat16, which say which step it is. Three more
+# steps, up to 8 octaves, can be read: states of earlier versions have them.
 _FINEST = 19
-_COARSEST = 26
+_COARSEST = 23
 _PLACE = 16
-_STEPS = (_COARSEST - _FINEST) << _PLACE
+_STEPS = 7 << _PLACE
 
 _INFINITY = pattern_of(math.inf)
 _OVERFLOW = -(2**31)
@@ -46,22 +47,29 @@ class Nested(Code):
 
     The values of all blocks lie on nested grids
 
-        2^(n k),    k = 1/16, 1/8, ... 8 octaves,    n an integer
+        2^(n k),    k = 1/16, 1/8, 1/4, 1/2 or 1 octave,    n an integer
 
     with numbers of m bits of mantissa in place of ``2^(n / 2^m)``. A block has the
     finest grid of which 2^bits - 2 neighbours cover its positive values. Since grids
     are nested, no value is rounded again when another value of its block moves; it is
     when the block takes a coarser grid. Zero and infinity have fields of their own.
 
+    With 6 bits the coarsest grid covers 61 octaves below the largest value. What is
+    smaller becomes the smallest of these numbers: a weight whose second moment has
+    decayed must not coarsen the grid of its neighbours.
+
     **Rounding** is in the logarithm, unlike that of other codes: a second moment that
     keeps the mean of its logarithm has the right ``E[g^2 / nu]``, and so updates of the
-    right size. In the mean of nu the updates of a coarse grid would be too long.
+    right size. In the mean of nu the updates of a coarse grid would be too long. Its
+    thresholds fill the step evenly over time: independent ones would let values of a
+    coarse grid walk at random, with a variance of 0.7 steps in octaves.
 
     The scale is the smallest value of the block on its grid, with the number of the
     step in the last three bits of its mantissa; 0 for a block of zeros.
     """
 
     maxima = 2
+    rounds_evenly = True
 
     def keys(self, x):
         """Two keys: of the largest finite and of the smallest positive number."""
@@ -128,8 +136,7 @@ class Nested(Code):
         return jnp.where(infinite, jnp.float32(jnp.inf), value)
 
     def decode_radicand(self, fields, prepared, multiply_add=multiply_add):
-        positive = _positive(fields, prepared, ONE_EXPONENT)
-        return float_of(positive), fields != jnp.uint32(self.infinity_field)
+        return float_of(_positive(fields, prepared, ONE_EXPONENT))
 
 
 def _positive(fields: jax.Array, prepared: Prepared, of_zero: int) -> jax.Array:
@@ -142,14 +149,13 @@ def _positive(fields: jax.Array, prepared: Prepared, of_zero: int) -> jax.Array:
 
 
 def _bend(above: jax.Array, shift: jax.Array, multiply_add: MultiplyAdd) -> jax.Array:
-    """What a pattern lacks to a logarithm that is exact on the grid and at octaves.
+    """What a pattern lacks to a logarithm that is exact on the grid.
 
     2^23 and that, as a pattern.
 
-    Between two numbers of a grid, the pattern is linear in x; of a step of more than
-    an octave, between two octaves.
+    Between two numbers of a grid, the pattern is linear in x.
     """
-    period = jnp.uint32(1) << jnp.minimum(shift, jnp.uint32(23))
+    period = jnp.uint32(1) << shift
     rest = _number(above & (period - jnp.uint32(1)))
     left = _number(period) - rest
     share = jnp.full_like(rest, _BEND * 2.0**-23)

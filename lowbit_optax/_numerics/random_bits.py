@@ -58,7 +58,9 @@ stream                  used for              of
 ``precision`` and SplitArrays have keys of their own: their seeds or steps count calls,
 and their leaves are the tensors of a program, or the number 0.
 
-There is one deliberate exception. Moments 0 and 1 take the bits that the weight leaves
+There are two deliberate exceptions. Second moments on a nested grid
+(:mod:`lowbit_optax._numerics.nested_code`) take no stream: see :mod:`.even_words`.
+Moments 0 and 1 take the bits that the weight leaves
 of its words, if it reads at most the leading 24. With the bytes of a word numbered from
 the leading one, in the order in which each reads them, these are
 
@@ -88,6 +90,7 @@ from jax import lax
 from jax.core import Tracer
 
 from lowbit_optax._jaxprs.traced_once import traced_once
+from lowbit_optax._numerics.even_words import even_words
 from pallas_kernels import operations
 
 COUNTERS = 2**32
@@ -196,6 +199,7 @@ class Draws:
       of_weight: a stream of the weight's, and how many leading bits of its words it
         reads at most, up to 24; moments 0 and 1 use the others. None if they have words
         of their own.
+      phase: of :meth:`even`, from :func:`.phase_at`.
     """
 
     random: RandomBits
@@ -203,6 +207,7 @@ class Draws:
     of_weight: tuple[int, int] | None = dataclasses.field(
         default=None, metadata=_STATIC
     )
+    phase: jax.Array | None = None
 
     def words(self, shape: tuple[int, ...], number: int) -> jax.Array:
         """32 random bits per element, for the leaf's moment of a static number."""
@@ -231,6 +236,14 @@ class Draws:
             return own_first[number](words)
         return operations.reverse_bytes(words) if number else words << jnp.uint32(_BYTE)
 
+    def even(self, shape: tuple[int, ...], number: int) -> jax.Array:
+        """Of :mod:`.even_words`, a uint32 per element; :meth:`twelve` without phase."""
+        if self.phase is None:
+            return self.twelve(shape, number)
+        index = self.random.index
+        index = row_major(shape) if index is None else index
+        return even_words(index, self.phase, number)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -251,12 +264,16 @@ class DrawsToNearest(Draws):
         return self.words(shape, number)
 
 
-def moment_draws(random: RandomBits, of_weight: tuple[int, int] | None = None) -> Draws:
+def moment_draws(
+    random: RandomBits,
+    of_weight: tuple[int, int] | None = None,
+    phase: jax.Array | None = None,
+) -> Draws:
     """The random numbers for the moments of a leaf with these random bits.
 
     ``of_weight`` is what the leaf's weight format says, see :class:`Draws`.
     """
-    return Draws(random, of_weight=of_weight)
+    return Draws(random, of_weight=of_weight, phase=phase)
 
 
 def accumulator_draws(random: RandomBits) -> Draws:

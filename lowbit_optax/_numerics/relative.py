@@ -1,12 +1,16 @@
-"""First moments in units of the root of the stored second moment.
+"""First moments in units of the root of the second.
 
-    r = mu / root(nu)        mu = r root(nu)
+    r = mu / root(nu)        mu' = r root(nu')        nu': nu as it is stored
 
 By the inequality of Cauchy and Schwarz Adam's ``|mu| / sqrt(nu)`` is below a constant,
 7.27 for ``b1 = 0.9`` and ``b2 = 0.999``, whatever the gradients were. So all r of a
-block are of one size, even where its gradients are not. The nu is the stored one,
-because only that is there when mu is read. An error of r is an error of the update, in
-units of the learning rate.
+block are of one size, even where its gradients are not. An error of r is an error of
+the update, in units of the learning rate.
+
+The root that divides is that of nu before it is rounded, and the root that multiplies
+is that of the stored nu'. So mu' is off by the factor by which root(nu') is, and
+``mu' / root(nu')``, the update where no gradient follows, is r: the rounding of nu does
+not show in it.
 """
 
 import jax
@@ -17,13 +21,15 @@ from lowbit_optax._numerics.codes import radicand
 
 
 def quotient(mu: jax.Array, nu: jax.Array) -> jax.Array:
-    """``mu / root(nu)``, and 0 where the stored second moment nu is infinite.
+    """``mu / root(nu)``, and 0 where the second moment nu is infinite.
 
     >>> import jax.numpy as jnp
     >>> quotient(jnp.float32([3.0, 0.0, jnp.inf]), jnp.float32([4.0, 0.0, jnp.inf]))
     Array([1.5, 0. , 0. ], dtype=float32)
     """
-    return quotient_by(mu, *radicand(nu))
+    positive, finite = radicand(nu)
+    # Infinity times 0 is a NaN, whose sign depends on the machine.
+    return jnp.where(finite, mu * lax.rsqrt(positive), jnp.float32(0))
 
 
 def product(r: jax.Array, nu: jax.Array) -> jax.Array:
@@ -36,16 +42,9 @@ def product(r: jax.Array, nu: jax.Array) -> jax.Array:
     >>> product(jnp.float32([1.5, 1.0, 0.0]), jnp.float32([4.0, 0.0, jnp.inf])).tolist()
     [3.0, 1.0842021724855044e-19, 0.0]
     """
-    return product_by(r, *radicand(nu))
+    return product_by(r, radicand(nu)[0])
 
 
-def quotient_by(mu: jax.Array, positive: jax.Array, finite: jax.Array) -> jax.Array:
-    """:func:`quotient`, from the :func:`.codes.radicand` of nu."""
-    # Infinity times 0 is a NaN, whose sign depends on the machine.
-    return jnp.where(finite, mu * lax.rsqrt(positive), jnp.float32(0))
-
-
-def product_by(r: jax.Array, positive: jax.Array, finite: jax.Array) -> jax.Array:
-    """:func:`product`, from the :func:`.codes.radicand` of nu."""
-    del finite  # the r of an infinite nu is 0
+def product_by(r: jax.Array, positive: jax.Array) -> jax.Array:
+    """:func:`product`, from the positive numbers of nu's :func:`.codes.radicand`."""
     return r * jnp.sqrt(positive)

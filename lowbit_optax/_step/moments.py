@@ -185,36 +185,32 @@ class MomentPlan:
           stored: which parts are given as they are stored.
         """
         result = list(parts)
-        # Only what is stored of a second moment is there when quotients are decoded.
-        for i, storage in self._in_order:
-            if i not in stored:
-                second = self._second(storage, result)
-                result[i] = storage.encode(parts[i], draws[storage.leaf], *second)
+        for i, storage in enumerate(self.storage):
+            if storage is None or i in stored:
+                continue
+            # By the root before it is rounded: see _numerics.relative.
+            is_stored = storage.reference in stored
+            second = self._second(storage, parts, is_stored=is_stored)
+            result[i] = storage.encode(parts[i], draws[storage.leaf], *second)
         return result
 
     def decode(self, parts: Sequence, wanted: Collection[int] | None = None) -> list:
         """Stored parts with moments in float32: those that are wanted, all if None."""
         result = list(parts)
-        for i, storage in self._in_order:
-            if wanted is not None and i not in wanted:
+        for i, storage in enumerate(self.storage):
+            if storage is None or (wanted is not None and i not in wanted):
                 continue
             result[i] = storage.decode(parts[i])
-            for second in self._second(storage, parts):
+            for second in self._second(storage, parts, is_stored=True):
                 result[i] = layerwise(_product)(result[i], second)
         return result
 
-    @property
-    def _in_order(self) -> list[tuple[int, MomentStorage]]:
-        """The moments that have formats, those relative to others last."""
-        found = [(i, x) for i, x in enumerate(self.storage) if x is not None]
-        return sorted(found, key=lambda x: x[1].reference is not None)
-
-    def _second(self, storage: MomentStorage, stored: Sequence) -> list:
+    def _second(self, storage: MomentStorage, parts, *, is_stored: bool) -> list:
         """The moment by whose root another one is divided, if it is."""
         if storage.reference is None:
             return []
-        part, second = stored[storage.reference], self.storage[storage.reference]
-        return [part if second is None else second.decode(part)]
+        part, second = parts[storage.reference], self.storage[storage.reference]
+        return [second.decode(part) if is_stored and second is not None else part]
 
     def structure(self, state) -> trees.PyTreeDef:
         """The structure of the parts of an inner state, which may be a stored one."""

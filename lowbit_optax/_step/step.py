@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 import jax
 
 from lowbit_optax._numerics.landing import Landing
+from lowbit_optax._numerics.even_words import phase_at
 from lowbit_optax._numerics.random_bits import (
     Draws,
     RandomBits,
@@ -62,6 +63,11 @@ class LeafStep:
     def random(self) -> list[RandomBits]:
         """The random bits of each leaf."""
         return random_of_leaves(self.names, self.params, self.seed, self.count)
+
+    @functools.cached_property
+    def phase(self) -> jax.Array:
+        """Of the moments that are rounded evenly, see :class:`.Draws`."""
+        return phase_at(self.seed, self.count)
 
     @functools.cached_property
     def keys(self) -> tuple[jax.Array, jax.Array]:
@@ -160,7 +166,7 @@ class Step(LeafStep):
     @functools.cached_property
     def draws(self) -> dict[str, Draws]:
         """By the paths of the leaves, the random numbers for their moments."""
-        return draws_of_moments(self.leaves, self.random)
+        return draws_of_moments(self.leaves, self.random, self.phase)
 
 
 class Stepped(typing.NamedTuple):
@@ -194,10 +200,10 @@ def random_of_leaves(names, params, seed, count) -> list[RandomBits]:
 
 
 def draws_of_moments(
-    leaves: Sequence[StoredLeaf], random: Sequence[RandomBits]
+    leaves: Sequence[StoredLeaf], random: Sequence[RandomBits], phase=None
 ) -> dict[str, Draws]:
     """By the paths of leaves, the random numbers for their moments."""
     return {
-        leaf.name: moment_draws(bits, leaf.words_read)
+        leaf.name: moment_draws(bits, leaf.words_read, phase)
         for leaf, bits in zip(leaves, random, strict=True)
     }

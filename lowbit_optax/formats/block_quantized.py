@@ -162,7 +162,8 @@ class BlockQuantized(BlockMomentFormat):
     def encode_fields(self, moment, prepared, draws, number, multiply_add=multiply_add):
         words = None
         if self.rounding == "stochastic":
-            words = draws.twelve(moment.shape, number)
+            draw = draws.even if self.codec.rounds_evenly else draws.twelve
+            words = draw(moment.shape, number)
         return self.codec.encode_fields(moment, prepared, words, multiply_add)
 
     def decode(self, stored, shape):
@@ -209,11 +210,12 @@ def block_quantized(
       ``(2^j (1 + i/8) - 1) / 2^30``. So zero is stored exactly.
     - ``"sqrt"``: no negative values, linear in the root, ``(c/254)^2``.
     - ``"nested"``: no negative values; numbers a step apart in the logarithm, 1/16,
-      1/8, ... or 8 octaves: the smallest step with which 254 numbers (62 with 6 bits)
-      cover all positive values of the block. Zero is stored exactly. It is rounded so
-      that the mean of the logarithm is kept, and not that of x: then updates are
-      neither too long nor too short on average. It is the only code of 6 bits, and not
-      one of 4.
+      1/8, ... or 1 octave: the smallest step with which 254 numbers (62 with 6 bits)
+      cover all positive values of the block. With 6 bits, values more than 61 octaves
+      below the largest become the smallest of these numbers. Zero is stored exactly. It
+      is rounded so that the mean of the logarithm is kept, and not that of x: then
+      updates are neither too long nor too short on average. It is the only code of 6
+      bits, and not one of 4.
     - ``"dynamic"``: Dettmers' dynamic exponent map, without its value +1.
 
     With ``code=None``, second moments are stored as ``"float"`` (``"nested"`` with 6
@@ -229,11 +231,12 @@ def block_quantized(
 
         mu = r sqrt(nu)
 
-    where nu is the stored second moment. Adam's ``|r|`` is at most 7.27 for b1 = 0.9
-    and b2 = 0.999, so that all r of a block are of one size, whatever its gradients
-    are. 4 bits of a moment without such a second moment, as SGD's and Lion's, lose
-    values that are below about 1/30 of the largest in their block, and 4 bits of ``nu``
-    make the updates beside large gradients too short; 6 bits do not.
+    where nu is the stored second moment; the root that divides mu is that of nu before
+    it is rounded, so that the rounding cancels in the update. Adam's ``|r|`` is at most
+    7.27 for b1 = 0.9 and b2 = 0.999, so that all r of a block are of one size, whatever
+    its gradients are. 4 bits of a moment without such a second moment, as SGD's and
+    Lion's, lose values that are below about 1/30 of the largest in their block, and 4
+    bits of ``nu`` make the updates beside large gradients too short; 6 bits do not.
     ``lowbit(..., moments="low")`` chooses 6 and 4 bits where they follow float32.
 
     Values that are not finite do not enter the scale, so the other values of the block

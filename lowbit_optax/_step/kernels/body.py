@@ -15,13 +15,8 @@ import numpy as np
 from lowbit_optax._jaxprs.leaf_program import Program, Ref, decode_scalar, scalar_value
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.landing import Landing
-from lowbit_optax._numerics.random_bits import (
-    Draws,
-    RandomBits,
-    moment_draws,
-    row_major,
-)
-from lowbit_optax._numerics.relative import product_by, quotient_by
+from lowbit_optax._numerics.random_bits import RandomBits, moment_draws, row_major
+from lowbit_optax._numerics.relative import product_by, quotient
 from lowbit_optax._step.error_feedback import fed
 from lowbit_optax._step.kernels.rows import MomentRows, WeightRows
 from lowbit_optax._step.leaf import StoredLeaf
@@ -52,6 +47,8 @@ class LeafBody:
       when: column of the scalar that tells whether the step happens; None if it does.
       outside: how many arrays the program reads that are computed outside.
       reads_index: whether the program reads the row-major indices of elements.
+      phase: the scalar that is the phase of moments that are rounded evenly; None if no
+        moment is.
       takes_error: which output is the moment that takes what storing the weight has
         lost. The result is then the update, and the last outputs are ``rate`` and
         ``growth`` of :class:`lowbit_optax._step.error_feedback.Feedback`.
@@ -63,6 +60,7 @@ class LeafBody:
     landing: Landing
     is_guarded: bool = False
     when: int | None = None
+    phase: Ref | None = None
     takes_error: int | None = None
     outside: int = 0
     reads_index: bool = False
@@ -136,21 +134,15 @@ class LeafBody:
 
     @property
     def rounds(self) -> list[list[int]]:
-        """The block sizes of the maxima, of relative moments in a second round."""
-        first, second = [], []
-        for rows in self._scaled.values():
-            sizes = first if rows.relative_to is None else second
-            sizes += [rows.blocks.block_size] * rows.maxima
-        return [sizes for sizes in (first, second) if sizes]
+        """The block sizes of the maxima, in one round."""
+        scaled = self._scaled.values()
+        sizes = [rows.blocks.block_size for rows in scaled for _ in range(rows.maxima)]
+        return [sizes] if sizes else []
 
     @property
     def kept(self) -> int:
-        """How many numbers per element wait for the maxima over their block.
-
-        A relative moment waits twice: for its own maximum and for the other moment's.
-        """
-        relative = sum(x.relative_to is not None for x in self._scaled.values())
-        return len(self._scaled) + relative + (self.takes_error is not None)
+        """How many numbers per element wait for the maxima over their block."""
+        return len(self._scaled) + (self.takes_error is not None)
 
     def before(self, block_values):
         """The stored scales, prepared for decoding."""
@@ -158,46 +150,32 @@ class LeafBody:
         return tuple(rows.prepare(scale) for rows, scale in pairs)
 
     def statistics(self, number, values, scalars, index, multiply_add, before, after):
-        """The arrays whose maxima per block determine the new scales of a round."""
-        has_relative = any(x.relative_to is not None for x in self._scaled.values())
-        is_second = has_relative and number == len(self.rounds) - 1
-        of_round = {
-            n: rows
-            for n, rows in self._scaled.items()
-            if (rows.relative_to is not None) == is_second
-        }
-        references = {x.relative_to for x in of_round.values() if x.relative_to}
-        wanted = of_round.keys() | references
+        """The arrays whose maxima per block determine the new scales."""
+        del number, after
+        references = {x.relative_to for x in self._scaled.values() if x.relative_to}
+        wanted = self._scaled.keys() | references
         takes_error = self.takes_error in wanted
         if takes_error:
             wanted |= {0, *self._rate_and_growth}
         param, residual, new = self._run(
             sorted(wanted), values, scalars, index, multiply_add, before
         )
-        random = RandomBits(scalars[0], scalars[1], index)
-        prepared = self._by_number(after)
         if takes_error:
+            random = RandomBits(scalars[0], scalars[1], index)
             stored = self.weight.stored(
                 param, residual, new[0], None, random, self.landing, multiply_add
             )
             self._feed(new, param, residual, *stored)
-        references = {n: new[n] for n in references}
-        draws = moment_draws(random, self.weight.words_read)
-        stored = self._encoded(references, prepared, draws, multiply_add)
         return [
             key
-            for n, rows in of_round.items()
-            for key in rows.keys(
-                self._quotient(rows, new[n], stored, prepared, multiply_add)
-            )
+            for n, rows in self._scaled.items()
+            for key in rows.keys(_quotient(rows, new, n))
         ]
 
     def after(self, maxima, block_values, scalars):
         """``(new scales, the same prepared for encoding)``."""
         maxima, scales = list(maxima), []
         for rows, old in zip(self._scaled.values(), block_values, strict=True):
-            if not maxima:  # those of relative moments come in the second round
-                break
             new = rows.scale_of(maxima[: rows.maxima], old)
             del maxima[: rows.maxima]
             scales.append(_unless(rows.unchanged_if, new, old, scalars))
@@ -216,9 +194,14 @@ class LeafBody:
         )
         if self.takes_error is not None:
             self._feed(new, param, residual, *stored_weight)
-        draws = moment_draws(random, self.weight.words_read)
-        moments = {n: new[n] for n in range(1, len(self._rows))}
-        stored = self._encoded(moments, prepared, draws, multiply_add)
+        phase = self.phase and scalar_value(self.phase, scalars[KEYS:])
+        draws = moment_draws(random, self.weight.words_read, phase)
+        stored = {
+            n: rows.encoded(
+                _quotient(rows, new, n), prepared.get(n), draws, multiply_add
+            )
+            for n, rows in enumerate(self.moments, 1)
+        }
         result, new_residual = stored_weight
         unchanged = param
         if self.weight.passes_through and not self.landing.is_direct:
@@ -239,9 +222,8 @@ class LeafBody:
 
     @property
     def _scaled(self) -> dict[int, WeightRows | MomentRows]:
-        """What has a scale per block, by output; relative moments come last."""
-        scaled = [(n, x) for n, x in enumerate(self._rows) if x.has_scales]
-        return dict(sorted(scaled, key=lambda item: item[1].relative_to is not None))
+        """What has a scale per block, by output."""
+        return {n: x for n, x in enumerate(self._rows) if x.has_scales}
 
     @property
     def _format(self) -> WeightFormat:
@@ -297,29 +279,14 @@ class LeafBody:
             if number is not None:
                 second = self.moments[number - 1]
                 given = stored[number - 1], prepared.get(number), multiply_add
-                decoded[n] = product_by(decoded[n], *second.radicand(*given))
+                decoded[n] = product_by(decoded[n], second.radicand(*given))
         return decoded
 
-    def _encoded(
-        self, moments: Mapping[int, jax.Array], prepared, draws: Draws, multiply_add
-    ) -> dict[int, jax.Array]:
-        """New moments as they are stored, by output."""
-        stored: dict[int, jax.Array] = {}
-        relative_last = lambda n: self._rows[n].relative_to is not None
-        for n in sorted(moments, key=relative_last):
-            rows = self.moments[n - 1]
-            moment = self._quotient(rows, moments[n], stored, prepared, multiply_add)
-            stored[n] = rows.encoded(moment, prepared.get(n), draws, multiply_add)
-        return stored
 
-    def _quotient(self, rows, new: jax.Array, stored, prepared, multiply_add):
-        """A new value, or its quotient by the root of the moment it is relative to."""
-        n = rows.relative_to
-        if n is None:
-            return new
-        second = self.moments[n - 1]
-        given = stored[n], prepared.get(n), multiply_add
-        return quotient_by(new, *second.radicand(*given))
+def _quotient(rows: WeightRows | MomentRows, new: Mapping, n: int) -> jax.Array:
+    """New output n, or its quotient by the root of the one it is relative to."""
+    second = rows.relative_to
+    return new[n] if second is None else quotient(new[n], new[second])
 
 
 def _read_only(array: jax.Array, shape: tuple[int, ...]) -> Operand:

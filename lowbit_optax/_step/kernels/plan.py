@@ -254,14 +254,17 @@ class _Planner:
             takes_factors_out=leaf.param.dtype != jnp.float16,
             is_exact=self.is_exact,
         )
+        moments = self._moments(i, parts, stays[1:])
+        is_even = any(x.has_scales and x.codec.rounds_evenly for x in moments)
         known = 2 + len(parts) + len(rows.outside)
         body = LeafBody(
             program=program,
             weight=dataclasses.replace(weight, unchanged_if=stays[0]),
-            moments=self._moments(i, parts, stays[1:]),
+            moments=moments,
             landing=step.landing.of(leaf.param, leaf.grad),
             is_guarded=bool(step.guard.scalars),
             when=when,
+            phase=self.scalars.ref(self.phase) if is_even else None,
             takes_error=None if feedback is None else 1 + parts.index(feedback.part),
             outside=len(rows.outside),
             reads_index=len(rows.inputs) > known,
@@ -270,6 +273,11 @@ class _Planner:
             check_fields(body.arrays(leaf, [step.parts[s] for s in parts]))
         body = body if self.is_exact else body.with_factors()
         return LeafKernel(body, parts, rows.outside)
+
+    @functools.cached_property
+    def phase(self) -> Node:
+        """The phase of the step, one node for all leaves."""
+        return constant(self.traced.step.phase)
 
     def _moments(self, i: int, parts: tuple[int, ...], stays: list[Ref | None]):
         """The moments of a leaf's body."""

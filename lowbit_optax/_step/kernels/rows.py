@@ -181,11 +181,11 @@ class MomentRows:
 
     def radicand(
         self, stored: jax.Array, prepared, multiply_add: MultiplyAdd
-    ) -> tuple[jax.Array, jax.Array]:
-        """:func:`.codes.radicand` of the moment, from what :meth:`decoded` takes."""
+    ) -> jax.Array:
+        """What has the moment's root, from what :meth:`decoded` takes."""
         if self.has_scales:
             return self.codec.decode_radicand(stored, prepared, multiply_add)
-        return radicand(self.decoded(stored, prepared, multiply_add))
+        return radicand(self.decoded(stored, prepared, multiply_add))[0]
 
     def encoded(
         self, moment: jax.Array, prepared, draws: Draws, multiply_add: MultiplyAdd

@@ -294,9 +294,10 @@ def test_the_second_moment_may_have_any_format(nu):
     moments = {"mu": block_quantized(4), "nu": nu}
     tx = transformation(moments, optax.adam(RATE, b1=0.75))
     params = jnp.zeros(SHAPE)
-    # Of unlike sizes in one block, so that a moment without its root would be lost; 4
-    # bits of nu take values that are small in their block for larger ones.
-    decades = 0.5 if nu == NUS["4 bits"] else 3
+    # Of unlike sizes in one block, so that a moment without its root would be lost.
+    # Codes of few bits take a nu that is small in its block for a larger one, and then
+    # mu is larger by the same factor.
+    decades = {4: 0.5, 8: 2}.get(getattr(nu, "bits", None), 3)
     sizes = 10.0 ** np.random.default_rng(0).uniform(-decades, decades, SHAPE[1])
     grads = jnp.broadcast_to(jnp.asarray(sizes, jnp.float32), SHAPE)
     state = jax.jit(lambda: tx.update(grads, tx.init(params), params)[1])()

@@ -16,9 +16,11 @@ import pytest
 from jax import lax
 
 from lowbit_optax._numerics import random_bits as library
+from lowbit_optax._numerics.even_words import phase_at
 from lowbit_optax._numerics.random_bits import (
     PARAM_STREAM,
     RESIDUAL_STREAM,
+    RandomBits,
     accumulator_draws,
     hash_words,
     leaf_number,
@@ -523,3 +525,27 @@ def test_no_two_of_many_states_share_their_words():
     equal = int(np.sum(drawn[1:] == drawn[:-1]))
     expected = 64 * 63 / 2 * 2**16 / 2**32  # 0.03
     assert equal <= expected + 5 * np.sqrt(expected)
+
+
+def test_even_words_fill_their_range_over_steps_and_over_elements():
+    random = RandomBits(jnp.uint32(0), jnp.uint32(0))
+
+    def at(step):
+        phase = phase_at(jnp.uint32(7), step)
+        return moment_draws(random, phase=phase).even((64, 16), 1)
+
+    steps = jnp.arange(1024, dtype=jnp.uint32)
+    words = np.asarray(jax.jit(jax.vmap(at))(steps)).reshape(1024, 1024)
+    for each in (words, words.T):
+        # Sorted, they are where equal steps would be, to within four of them.
+        apart = np.sort(each, axis=0) * 2.0**-22 - np.arange(1024)[:, None]
+        assert np.abs(apart).max() <= 4
+
+
+def test_even_words_are_those_of_the_whole_leaf_at_an_index():
+    phase = phase_at(jnp.uint32(3), jnp.uint32(5))
+    whole = RandomBits(jnp.uint32(1), jnp.uint32(2))
+    part = dataclasses.replace(whole, index=jnp.arange(32, 64, dtype=jnp.uint32))
+    words = np.ravel(moment_draws(whole, phase=phase).even((16, 8), 0))
+    got = moment_draws(part, phase=phase).even((32,), 0)
+    np.testing.assert_array_equal(got, words[32:64])
