@@ -288,6 +288,13 @@ BENCHMARKS = {
         ("docs/accuracy.md",),
         ("sklearn",),
     ),
+    "four_bit_moments": Benchmark(
+        "training",
+        "the same by ideas of how 4 bits might do for both moments",
+        4,
+        ("docs/ideas/quantised_moments.md",),
+        ("sklearn",),
+    ),
     "rounding_errors": Benchmark(
         "training",
         "the same by weights whose rounding errors are lost, kept or in the momentum",

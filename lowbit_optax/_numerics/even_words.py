@@ -21,7 +21,7 @@ def even_words(index: jax.Array, phase: jax.Array, number: int) -> jax.Array:
     """The words of a leaf's moment of a static number.
 
     >>> even_words(jnp.uint32([0, 1, 2]), jnp.uint32(5), 0).tolist()
-    [5, 3242175918, 2189384535]
+    [5, 3242174894, 2189382487]
     """
     first = phase + jnp.uint32(number * _OF_MOMENT % 2**32)
     return index * jnp.uint32(_OF_ELEMENT) + first

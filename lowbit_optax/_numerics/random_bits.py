@@ -58,11 +58,10 @@ stream                  used for              of
 ``precision`` and SplitArrays have keys of their own: their seeds or steps count calls,
 and their leaves are the tensors of a program, or the number 0.
 
-There are two deliberate exceptions. Second moments on a nested grid
-(:mod:`lowbit_optax._numerics.nested_code`) take no stream: see :mod:`.even_words`.
-Moments 0 and 1 take the bits that the weight leaves
-of its words, if it reads at most the leading 24. With the bytes of a word numbered from
-the leading one, in the order in which each reads them, these are
+There are two deliberate exceptions. Nested codes take :mod:`.even_words`. Moments 0 and
+1 take the bits that the weight leaves of its words, if it reads at most the leading 24.
+With the bytes of a word numbered from the leading one, in the order in which each reads
+them, these are
 
 ======================  ========  ==========  ==========
 bits that it reads      weight    moment 0    moment 1
@@ -269,10 +268,7 @@ def moment_draws(
     of_weight: tuple[int, int] | None = None,
     phase: jax.Array | None = None,
 ) -> Draws:
-    """The random numbers for the moments of a leaf with these random bits.
-
-    ``of_weight`` is what the leaf's weight format says, see :class:`Draws`.
-    """
+    """The random numbers of a leaf's moments; ``of_weight`` is its weight format's."""
     return Draws(random, of_weight=of_weight, phase=phase)
 
 

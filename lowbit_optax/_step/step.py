@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Sequence
 
 import jax
 
-from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._numerics.even_words import phase_at
+from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._numerics.random_bits import (
     Draws,
     RandomBits,

@@ -166,7 +166,8 @@ IN_ITS_BLOCK = np.broadcast_to((np.arange(SHAPE[0]) % 32 < 8)[:, None], SHAPE)
         (EIGHT, 1e6, 0.55, 0.7),
         (EIGHT, 1e9, 0.0, 0.01),
         ("low", 1e6, 1.0, 1.1),
-        ("low", 1e18, 1.0, 1.1),
+        ("low", 1e9, 1.0, 1.1),
+        ("low", 1e18, 0.1, 0.2),
     ],
 )
 def test_beside_a_large_gradient_the_updates_of_its_block(moments, size, least, most):

@@ -1,0 +1,178 @@
+"""Four bits for both moments: ideas of how, beside float32, on digits.
+
+    .venv/bin/python -m benchmarks four_bit_moments
+
+The network, the starts and the batches are those of ``low_moments``. Weights are
+float32, and the ideas are round trips of moments written down here: none is a format.
+All rows store ``mu`` over the root of ``nu`` before it is rounded, in 4 bits.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from sklearn.datasets import load_digits
+
+from benchmarks import records
+from benchmarks.training.low_moments import SIZES, TRAINING, loss, table
+from lowbit_optax._numerics.code_kinds import code_of
+from lowbit_optax._numerics.relative import product, quotient
+from pallas_kernels.layout import TILE_COLUMNS, TILE_ROWS
+
+B1, B2, EPS = 0.9, 0.999, 1e-8
+OF_RANK_ONE = (np.arange(16) / 15) ** 4
+RESET = 100
+"""After how many steps moments that are reset begin again."""
+
+
+def blocks(x):
+    """Rows and columns as blocks of 32 neighbours, the axes 1 and 3 of each."""
+    return x.reshape(-1, TILE_ROWS, x.shape[1] // TILE_COLUMNS, TILE_COLUMNS)
+
+
+def largest(x):
+    return jnp.max(x, (1, 3), keepdims=True)
+
+
+def unit(words):
+    return (words >> 8).astype(jnp.float32) * 2.0**-24
+
+
+def coded(name, bits, signed):
+    """The round trip of a code of the library."""
+    code = code_of(name, bits, signed, "bfloat16")
+
+    def trip(x, words):
+        keys = [jnp.maximum(largest(key), 0) for key in code.keys(blocks(x))]
+        ready = code.prepare(code.scale_of_keys(keys).astype(jnp.float32))
+        fields = code.encode_fields(blocks(x), ready, blocks(words))
+        return code.decode_fields(fields, ready).reshape(x.shape)
+
+    return trip
+
+
+def dithered(x, words):
+    """15 equal steps; the same dither is added and, as it is read, subtracted."""
+    scale = largest(jnp.abs(blocks(x)))
+    step = jnp.where(scale > 0, scale, 1) / 7
+    dither = unit(blocks(words)) - 0.5
+    fields = jnp.clip(jnp.round(blocks(x) / step + dither), -7, 7)
+    values = jnp.where(blocks(x) == 0, 0, (fields - dither) * step)
+    return values.reshape(x.shape)
+
+
+def octaves(x, words):
+    """The largest of the block and 14 halves, rounded in the logarithm."""
+    scale, positive = largest(blocks(x)), blocks(x) > 0
+    share = jnp.where(positive, blocks(x) / jnp.where(scale > 0, scale, 1), 1)
+    power = jnp.clip(jnp.floor(jnp.log2(share) + unit(blocks(words))), -14, 0)
+    return jnp.where(positive, scale * 2.0**power, 0).reshape(x.shape)
+
+
+def of_rank_one(x, words):
+    """A scale per row and column, the smaller of the two maxima; ``(c/15)^4``."""
+    scale = jnp.minimum(x.max(1, keepdims=True), x.max(0, keepdims=True))
+    share, levels = x / jnp.where(scale > 0, scale, 1), jnp.float32(OF_RANK_ONE)
+    below = jnp.clip(jnp.searchsorted(levels, share, side="right") - 1, 0, 14)
+    low, high = levels[below], levels[below + 1]
+    tiny = jnp.finfo(jnp.float32).tiny
+    place = jnp.log(jnp.maximum(share, tiny) / jnp.maximum(low, tiny))
+    is_above = unit(words) < place / jnp.log(high / jnp.maximum(low, tiny))
+    value = jnp.maximum(jnp.where(is_above, high, low), levels[1])
+    return jnp.where(x > 0, value * scale, 0)
+
+
+SAME = lambda x, words: x
+FOUR, NESTED = coded("companded", 4, True), coded("nested", 4, False)
+# Round trips of mu over the root and of nu, bytes of both, and whether they are reset.
+IDEAS = {
+    "float32": (SAME, SAME, 8, False),
+    "6-bit nu: low": (FOUR, coded("nested", 6, False), 1.375, False),
+    "root of nu": (FOUR, coded("sqrt", 4, False), 1.125, False),
+    "nested nu": (FOUR, NESTED, 1.125, False),
+    "dithered mu, nested nu": (dithered, NESTED, 1.125, False),
+    "logarithmic nu": (FOUR, octaves, 1.125, False),
+    "a scale of nu per row and column": (FOUR, of_rank_one, 1.0625, False),
+    "nested nu, reset": (FOUR, NESTED, 1.125, True),
+    "float32, reset": (SAME, SAME, 8, True),
+}
+
+
+def padded(x):
+    """With columns for whole blocks."""
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % TILE_COLUMNS)))
+
+
+def updated(idea, mu, nu, grad, age, key):
+    """The update of one leaf, and its moments as they are read again."""
+    of_mu, of_nu, _, _ = idea
+    mu = B1 * mu + (1 - B1) * grad
+    nu = B2 * nu + (1 - B2) * grad**2
+    update = mu / (1 - B1**age) / (jnp.sqrt(nu / (1 - B2**age)) + EPS)
+    exact = padded(nu)
+    words = jax.random.bits(key, (2, *exact.shape), jnp.uint32)
+    stored = of_nu(exact, words[0])
+    r = of_mu(quotient(padded(mu), exact), words[1])
+    columns = slice(mu.shape[1])
+    return update, product(r, stored)[:, columns], stored[:, columns]
+
+
+def train(name: str, args) -> dict:
+    images, labels = load_digits(return_X_y=True)
+    images, labels = jnp.asarray(images / 16, jnp.float32), jnp.asarray(labels)
+    idea, rate = IDEAS[name], optax.cosine_decay_schedule(1e-3, args.steps)
+
+    def step(carry, inputs):
+        (params, mu, nu), (number, batch) = carry, inputs
+        grads = jax.grad(loss)(params, images[batch], labels[batch])
+        age = number + 1
+        if idea[3]:
+            age = number % RESET + 1
+            mu, nu = (jax.tree.map(lambda x: x * (age > 1), m) for m in (mu, nu))
+        keys = jax.random.split(jax.random.key(number), len(params))
+        leaves = [
+            updated(idea, *leaf, age.astype(jnp.float32), key)
+            for *leaf, key in zip(mu, nu, grads, keys, strict=True)
+        ]
+        updates, mu, nu = map(list, zip(*leaves, strict=True))
+        change = lambda w, u: w - rate(number) * (u + 1e-4 * w)
+        return (list(map(change, params, updates)), mu, nu), None
+
+    @jax.jit
+    def run(params, chosen):
+        start = params, *([jnp.zeros_like(x) for x in params] for _ in range(2))
+        numbers = jnp.arange(args.steps)
+        (params, _, _), _ = lax.scan(step, start, (numbers, chosen))
+        end = loss(params, images[:TRAINING], labels[:TRAINING])
+        return end, loss(params, images[TRAINING:], labels[TRAINING:])
+
+    found = []
+    for seed in range(args.seeds):
+        random = np.random.default_rng(seed)
+        chosen = random.integers(0, TRAINING, (args.steps, 64))
+        random = np.random.default_rng(seed)
+        params = [
+            jnp.float32(random.standard_normal(shape) * np.sqrt(2 / shape[0]))
+            for shape in itertools.pairwise(SIZES)
+        ]
+        found.append(run(params, jnp.asarray(chosen)))
+    ends, others = (np.asarray(x) for x in zip(*found, strict=True))
+    return {
+        "bytes_per_parameter": 3 + idea[2],
+        "training": records.spread(ends),
+        "held_out": records.spread(others),
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = records.parser(__doc__, seeds=4, has_full=False)
+    parser.add_argument("--steps", type=int, default=600, help="of training")
+    args = parser.parse_args(argv)
+    path = records.path_of(__name__, args.is_apart)
+    if not args.draw:
+        runs = {name: train(name, args) for name in IDEAS}
+        records.save(path, args, records.ran_here(), runs=runs)
+    print(table(records.load(path)["runs"], "4-bit moments"))
