@@ -9,6 +9,12 @@ With w the weight, m its momentum, and what the inner update is in both of them,
 Adam c is ``-eta b1 / ((1 - b1^t) (sqrt(v / (1 - b2^t)) + eps))``, b is b1, and a is
 ``1 - eta lambda``. Here a, b and c are read off the graph of the inner update.
 
+Where the two will end, ``w + c m / (a - b)``, is known before the weight is rounded. Of
+its two neighbours it takes the one that is nearer to that. A neighbour drawn at random
+is one step of the momentum from the other, so the weight would change between the two
+all the time: for a weight that should stand still the mean square of the error would be
+a sixth of the squared spacing, and not a twelfth.
+
 What is in the momentum is in units of the learning rate. If that is more than doubled,
 the momentum would move the weight by several times what was lost. The next c of a
 schedule is known: it is that of a second inner update, by the same gradient.
@@ -83,6 +89,19 @@ def feedback_of(
     if c_next is not None:
         growth = graph.apply(lax.div, graph.apply(lax.mul, c, most), c_next)
     return Feedback(part, graph.apply(lax.div, slow, c), growth)
+
+
+def reach(moment: jax.Array, rate: jax.Array) -> jax.Array:
+    """How far a new momentum will still move the weight, ``c m / (a - b)``.
+
+    It is NaN where :func:`fed` adds no error.
+
+    >>> import jax.numpy as jnp
+    >>> reach(jnp.float32([1.0, 0.0]), jnp.float32(-4))
+    Array([-0.25,  nan], dtype=float32)
+    """
+    is_known = (jnp.abs(rate) < jnp.float32(jnp.inf)) & (moment != jnp.float32(0))
+    return jnp.where(is_known, moment / rate, jnp.float32(jnp.nan))
 
 
 def fed(

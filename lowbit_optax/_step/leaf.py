@@ -110,8 +110,13 @@ class StoredLeaf:
         """What its weight format reads of a stream; None without a format."""
         return self.format and self.format.words_read(self.param.dtype)
 
-    def landed(self, update, random: RandomBits, landing: Landing) -> Landed:
-        """Add the inner update to the master and store it."""
+    def landed(
+        self, update, random: RandomBits, landing: Landing, ahead=None
+    ) -> Landed:
+        """Add the inner update to the master and store it.
+
+        ``ahead`` is as of :meth:`WeightFormat.advance`.
+        """
         if self.format is None:
             is_direct = landing.is_direct
             return Landed(
@@ -120,7 +125,7 @@ class StoredLeaf:
         landing = landing.of(self.param, self.grad)
         advance = lambda *arrays: _advance(self.format, landing, *arrays, random)
         update = update.astype(jnp.float32)
-        return Landed(*layerwise(advance)(self.param, self.residual, update))
+        return Landed(*layerwise(advance)(self.param, self.residual, update, ahead))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -135,8 +140,12 @@ def _inner_weight(format_: WeightFormat, param, residual):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _advance(format_: WeightFormat, landing: Landing, param, residual, update, random):
-    new, after, result = format_.advance(param, residual, update, random, landing)
+def _advance(
+    format_: WeightFormat, landing: Landing, param, residual, update, ahead, random
+):
+    new, after, result = format_.advance(
+        param, residual, update, random, landing, ahead
+    )
     if format_.error_into is None:
         return result, after, None
     return result, after, format_.error(param, residual, update, new, after)

@@ -146,15 +146,18 @@ class Step(LeafStep):
         """The inner updates of the leaves."""
         return trees.parts_of(self.names, self.treedef, updates, "inner updates")
 
-    def landed(self, number: int, update, still=None) -> Landed:
-        """Add an inner update to a leaf's master and store it, unless it is still."""
+    def landed(self, number: int, update, still=None, ahead=None) -> Landed:
+        """Add an inner update to a leaf's master and store it, unless it is still.
+
+        ``ahead`` is as of :meth:`WeightFormat.advance`.
+        """
         leaf, is_direct = self.leaves[number], self.landing.is_direct
         passes_through = leaf.format is None
         if passes_through:
             # The sum is that of apply_updates, which XLA's CPU compiler does not
             # contract with a product behind a selection either.
             update = self.guard.updates(update)
-        landed = leaf.landed(update, self.random[number], self.landing)
+        landed = leaf.landed(update, self.random[number], self.landing, ahead)
         unchanged = leaf.param if is_direct else neutral_updates(landed.result)
         result = unless_still(still, landed.result, unchanged)
         residual = unless_still(still, landed.residual, leaf.residual)

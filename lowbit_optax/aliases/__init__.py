@@ -13,6 +13,7 @@ from lowbit_optax.aliases.adamw import (
     lowbit_lion,
     sr_adamw,
 )
+from lowbit_optax.aliases.muon import lowbit_muon
 from lowbit_optax.aliases.sgd import extra_bits_sgd, kahan_sgd, lowbit_sgd, sr_sgd
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "kahan_sgd",
     "lowbit_adamw",
     "lowbit_lion",
+    "lowbit_muon",
     "lowbit_sgd",
     "sr_adamw",
     "sr_sgd",

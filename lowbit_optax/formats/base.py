@@ -199,6 +199,7 @@ class WeightFormat:
         update: jax.Array,
         random: RandomBits,
         landing: Landing = REPLACE,
+        ahead: jax.Array | None = None,
     ) -> tuple[jax.Array, Residual, jax.Array]:
         """Add a float32 update to the master.
 
@@ -209,18 +210,28 @@ class WeightFormat:
           random: the leaf's random bits at this step.
           landing: how the new parameter takes the old one's place, see
             :mod:`lowbit_optax._numerics.landing`.
+          ahead: for formats with ``error_into``, how far the momentum will still move
+            the new master; NaN where the error of rounding it is lost.
 
         Returns:
           ``(new param, new residual, result)``. The result is what the step returns for
           the leaf: the new parameter, or the update that optax will add.
         """
+        master = self.sum(param, residual, update, random)
+        return self.store(param, master, random, landing)
+
+    def sum(
+        self,
+        param: jax.Array,
+        residual: Residual,
+        update: jax.Array,
+        random: RandomBits,
+    ) -> jax.Array:
+        """The first half of :meth:`advance`: the master with a float32 update."""
         master, stream = self.join(param, residual), self.sum_stream(param.dtype)
         if stream is None:
-            master = master + update
-        else:
-            words = random.words(param.shape, stream)
-            master = stochastic_sum(master, update, words)
-        return self.store(param, master, random, landing)
+            return master + update
+        return stochastic_sum(master, update, random.words(param.shape, stream))
 
     def error(
         self,
@@ -298,7 +309,11 @@ class MomentFormat:
         return None
 
     def for_field(
-        self, name: str, is_second: bool | None, bound: str | None = None
+        self,
+        name: str,
+        is_second: bool | None,
+        bound: str | None = None,
+        is_orthogonalized: bool = False,
     ) -> "MomentFormat":
         """The format of the moments in one field of the inner state.
 
@@ -308,6 +323,8 @@ class MomentFormat:
             that is not known.
           bound: the field of the same state whose roots are known to bound these
             moments, up to a constant; None if there is none.
+          is_orthogonalized: whether all directions of a matrix become equally large in
+            its update, as in Muon.
         """
         return self
 

@@ -79,14 +79,15 @@ class RelativeMoment(typing.NamedTuple):
 class BlockQuantized(BlockMomentFormat):
     """See :func:`block_quantized`.
 
-    :meth:`for_field` sets ``signed`` and replaces ``relative_to="auto"``;
+    :meth:`for_field` sets ``signed``, replaces ``relative_to="auto"``, and chooses code
+    and rounding of what is orthogonalised;
     :meth:`for_sums` sets ``is_sum``.
     """
 
     bits: int = 8
     block_size: int = TILE_SIZE
     code: CodeName | None = None
-    rounding: Rounding = "stochastic"
+    rounding: Rounding | None = None
     scale: typing.Literal["bfloat16", "power_of_two"] | None = None
     relative_to: str | None = None
     signed: bool = True
@@ -125,8 +126,16 @@ class BlockQuantized(BlockMomentFormat):
         return code, self.scale or ("power_of_two" if code == "log" else "bfloat16")
 
     def for_field(
-        self, name: str, is_second: bool | None, bound: str | None = None
+        self,
+        name: str,
+        is_second: bool | None,
+        bound: str | None = None,
+        is_orthogonalized: bool = False,
     ) -> "BlockQuantized":
+        if is_orthogonalized:
+            code, rounding = self.code or "linear", self.rounding or "nearest"
+            chosen = dataclasses.replace(self, code=code, rounding=rounding)
+            return chosen.for_field(name, is_second, bound)
         signed = not is_second
         code = self.code or ("nested" if self.bits == 6 else None)
         if code in _UNSIGNED:
@@ -161,7 +170,7 @@ class BlockQuantized(BlockMomentFormat):
 
     def encode_fields(self, moment, prepared, draws, number, multiply_add=multiply_add):
         words = None
-        if self.rounding == "stochastic":
+        if self.rounding != "nearest":
             draw = draws.even if self.codec.rounds_evenly else draws.twelve
             words = draw(moment.shape, number)
         return self.codec.encode_fields(moment, prepared, words, multiply_add)
@@ -186,7 +195,7 @@ def block_quantized(
     *,
     code: CodeName | None = None,
     block_size: int = TILE_SIZE,
-    rounding: Rounding = "stochastic",
+    rounding: Rounding | None = None,
     scale: typing.Literal["bfloat16", "power_of_two"] | None = None,
     relative_to: str | None = AUTO,
 ) -> MomentFormat:
@@ -219,7 +228,9 @@ def block_quantized(
     - ``"dynamic"``: Dettmers' dynamic exponent map, without its value +1.
 
     With ``code=None``, second moments are stored as ``"float"`` (``"nested"`` with 6
-    bits, ``"sqrt"`` with 4) and other moments as ``"companded"``. Second moments are
+    bits, ``"sqrt"`` with 4), Muon's momentum as ``"linear"``, and other moments as
+    ``"companded"``. Muon makes all directions of a matrix equally large, so that noise
+    in the weak ones counts, and equal steps have the least. Second moments are
     those of optax's states and of :func:`lowbit_optax.declare_moments`, and in other
     states the fields that have optax's names, such as ``nu``, ``v`` and ``exp_avg_sq``.
     All codes store them without a sign. A second moment that is not zero never becomes
@@ -252,7 +263,8 @@ def block_quantized(
         :mod:`pallas_kernels.layout` says which: 8 rows by 4 columns if 32.
       rounding: ``"stochastic"`` or ``"nearest"``. Every step reads a moment, changes it
         a little and stores it again. Under nearest rounding a second moment does not
-        even decay.
+        even decay. None rounds Muon's momentum to nearest, whose gradients are larger
+        than a step, and the others stochastically.
       scale: ``"bfloat16"``; or ``"power_of_two"``, which is stored as bfloat16 too and
         is up to twice as coarse, but by which division is exact; or None for powers of
         two with ``"log"`` and bfloat16 with other codes. ``"nested"`` takes only None.
@@ -275,6 +287,8 @@ def block_quantized(
 
     References:
       Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization".
+      Gupta et al. 2025, "Effective Quantization of Muon Optimizer States", for
+      ``"linear"`` in Muon.
       Li et al. 2023, "Memory Efficient Optimizers with 4-bit States".
       ITU-T G.711, "Pulse code modulation of voice frequencies".
 
@@ -299,7 +313,8 @@ def block_quantized(
         )
     _check_nested(bits, code, scale)
     check_block_size("block_quantized", block_size)
-    check_rounding("block_quantized: rounding", rounding)
+    if rounding is not None:
+        check_rounding("block_quantized: rounding", rounding)
     if scale is not None and scale not in _SCALES:
         raise ValueError(
             f"block_quantized: scale is {scale!r}, not None, 'bfloat16' or "

@@ -98,7 +98,9 @@ class KahanFormat(WeightFormat):
         dtype = self._residual_dtype(param.dtype)
         return self._compensation(rounding_.to_float32(param) - master, dtype, random)
 
-    def advance(self, param, residual, update, random, landing: Landing = REPLACE):
+    def advance(
+        self, param, residual, update, random, landing: Landing = REPLACE, ahead=None
+    ):
         dtype = param.dtype
         is_wide = self.arithmetic == "float32"
 

@@ -14,9 +14,9 @@ class LowMoments(MomentFormat):
     state bounds them, to whose root they are relative, and 8 elsewhere.
     """
 
-    def for_field(self, name: str, is_second: bool | None, bound: str | None = None):
+    def for_field(self, name, is_second, bound=None, is_orthogonalized=False):
         first = BlockQuantized(4 if bound else 8, relative_to=bound)
-        chosen = first.for_field(name, is_second, bound)
+        chosen = first.for_field(name, is_second, bound, is_orthogonalized)
         if chosen.signed:
             return chosen
         return BlockQuantized(6).for_field(name, is_second, bound)

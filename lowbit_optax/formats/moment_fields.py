@@ -25,6 +25,8 @@ class MomentFields:
       bounds: maps an average to the second moment whose root bounds it, ``|mu| <= C
         sqrt(nu)``. Both must average the same gradients, with weights that fall no
         faster in nu than their squares fall in mu, as Adam's 0.999^k and 0.81^k.
+      orthogonalized: averages of matrices whose directions all become equally large.
+        Then noise in the weak ones counts, and codes have steps of one size.
       start: the field of the weights that training started from, of optimizers that
         learn their step size from how far it has come. The first steps are so short
         that rounding looks far beside them.
@@ -33,6 +35,7 @@ class MomentFields:
     averages: tuple[str, ...] = ()
     second_moments: tuple[str, ...] = ()
     bounds: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    orthogonalized: tuple[str, ...] = ()
     start: str | None = None
 
     def is_second_moment(self, field: str) -> bool | None:
@@ -66,7 +69,7 @@ _OPTAX = {
     "MechanicState": MomentFields(start="x0"),
     "MomoAdamState": MomentFields(_EXP_AVG, ("exp_avg_sq",), {"exp_avg": "exp_avg_sq"}),
     "MomoState": MomentFields(("exp_avg",)),
-    "MuonState": MomentFields(("mu",)),
+    "MuonState": MomentFields(("mu",), orthogonalized=("mu",)),
     "ProdigyState": MomentFields(
         _EXP_AVG, ("exp_avg_sq",), {"exp_avg": "exp_avg_sq"}, start="params0"
     ),
@@ -99,6 +102,7 @@ def declare_moments(
     averages: Iterable[str] = (),
     second_moments: Iterable[str] = (),
     bounds: Mapping[str, str] | None = None,
+    orthogonalized: Iterable[str] = (),
 ) -> None:
     """Declare the moments in the state of a transformation that optax does not have.
 
@@ -113,6 +117,8 @@ def declare_moments(
       second_moments: names of those that are never negative.
       bounds: maps an average to the second moment whose root bounds it up to a
         constant, as ``{"mu": "nu"}`` in Adam. Then 4 bits suffice for the average.
+      orthogonalized: names of averages of matrices whose directions all become equally
+        large, as in Muon. Their codes are linear.
 
     Raises:
       TypeError: if ``state_class`` is not a class with fields.
@@ -135,8 +141,11 @@ def declare_moments(
             "NamedTuple class or a dataclass, such as optax.ScaleByAdamState"
         )
     bounds = dict(bounds or {})
-    found = MomentFields(tuple(averages), tuple(second_moments), bounds)
-    for name in (*found.averages, *found.second_moments, *bounds, *bounds.values()):
+    found = MomentFields(
+        tuple(averages), tuple(second_moments), bounds, tuple(orthogonalized)
+    )
+    lists = found.averages, found.second_moments, found.orthogonalized
+    for name in (*sum(lists, ()), *bounds, *bounds.values()):
         if name not in fields:
             raise ValueError(
                 f"declare_moments: {state_class.__name__} has no field {name!r}; it "

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from lowbit_optax._numerics import float_layouts, rounding
+from lowbit_optax._numerics.chosen_neighbour import words_toward
 from lowbit_optax._numerics.float_format import FloatFormat
+from lowbit_optax._numerics.landing import REPLACE, Landing
 from lowbit_optax._numerics.random_bits import PARAM_STREAM, RESIDUAL_STREAM
 from lowbit_optax.formats.base import Rounding, WeightFormat, check_rounding
 from pallas_kernels import operations
@@ -157,6 +159,22 @@ class StochasticRounding(WeightFormat):
 
     def round(self, master, dtype, random):
         return rounded(self.significand, master, dtype, random.words(master.shape))
+
+    def advance(
+        self, param, residual, update, random, landing: Landing = REPLACE, ahead=None
+    ):
+        if ahead is None:
+            return super().advance(param, residual, update, random, landing)
+        master = self.sum(param, residual, update, random)
+        layout = float_layouts.layout_of(param.dtype)
+        bits = layout.mantissa_bits if self.significand is None else self.significand.bits
+        words = words_toward(master, ahead, layout, bits)
+        words = jnp.where(jnp.isnan(ahead), random.words(master.shape), words)
+        new = rounded(self.significand, master, param.dtype, words)
+        if landing.is_direct:
+            return new, None, new
+        new, difference = landing.land(param, new)
+        return new, None, difference
 
 
 @dataclasses.dataclass(frozen=True)

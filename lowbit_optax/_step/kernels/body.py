@@ -17,7 +17,7 @@ from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._numerics.random_bits import RandomBits, moment_draws, row_major
 from lowbit_optax._numerics.relative import product_by, quotient
-from lowbit_optax._step.error_feedback import fed
+from lowbit_optax._step.error_feedback import fed, reach
 from lowbit_optax._step.kernels.rows import MomentRows, WeightRows
 from lowbit_optax._step.leaf import StoredLeaf
 from lowbit_optax.formats.base import WeightFormat
@@ -162,10 +162,7 @@ class LeafBody:
         )
         if takes_error:
             random = RandomBits(scalars[0], scalars[1], index)
-            stored = self.weight.stored(
-                param, residual, new[0], None, random, self.landing, multiply_add
-            )
-            self._feed(new, param, residual, *stored)
+            self._feed(new, param, residual, random, multiply_add)
         return [
             key
             for n, rows in self._scaled.items()
@@ -189,11 +186,11 @@ class LeafBody:
         )
         random = RandomBits(scalars[0], scalars[1], index)
         prepared = self._by_number(after)
-        stored_weight = self.weight.stored(
-            param, residual, new[0], prepared.get(0), random, self.landing, multiply_add
-        )
-        if self.takes_error is not None:
-            self._feed(new, param, residual, *stored_weight)
+        if self.takes_error is None:
+            how = prepared.get(0), random, self.landing, multiply_add
+            stored_weight = self.weight.stored(param, residual, new[0], *how)
+        else:
+            stored_weight = self._feed(new, param, residual, random, multiply_add)
         phase = self.phase and scalar_value(self.phase, scalars[KEYS:])
         draws = moment_draws(random, self.weight.words_read, phase)
         stored = {
@@ -260,11 +257,15 @@ class LeafBody:
         results = program.run(rows, scalars[KEYS:], multiply_add)
         return param, residual, dict(zip(outputs, results, strict=True))
 
-    def _feed(self, new: dict, param, residual, new_param, new_residual) -> None:
-        """Add what storing the weight has lost to the moment that takes it."""
-        error = self._format.error(param, residual, new[0], new_param, new_residual)
+    def _feed(self, new: dict, param, residual, random, multiply_add):
+        """Store the weight, and add what that has lost to the moment that takes it."""
         rate, growth = (new[n] for n in self._rate_and_growth)
-        new[self.takes_error] = fed(new[self.takes_error], error, rate, growth)
+        moment = new[self.takes_error]
+        how = None, random, self.landing, multiply_add, reach(moment, rate)
+        stored = self.weight.stored(param, residual, new[0], *how)
+        error = self._format.error(param, residual, new[0], *stored)
+        new[self.takes_error] = fed(moment, error, rate, growth)
+        return stored
 
     def _decoded(self, stored: Sequence[jax.Array], prepared, multiply_add) -> list:
         """All moments in float32, times their factors, from what is stored."""

@@ -98,10 +98,12 @@ class WeightRows:
         random: RandomBits,
         landing: Landing,
         multiply_add: MultiplyAdd,
+        ahead: jax.Array | None = None,
     ) -> tuple[jax.Array, typing.Any]:
         """The new parameter and residual, from the result of the leaf's program.
 
-        ``prepared`` has the new scales of a QuantizedTensor.
+        ``prepared`` has the new scales of a QuantizedTensor; ``ahead`` is as of
+        :meth:`WeightFormat.advance`.
         """
         if self.quantized is not None:
             fields = self.quantized.encode(result, prepared, random, multiply_add)
@@ -110,7 +112,7 @@ class WeightRows:
             return result, residual
         if self.format.stores_sum:
             return self.format.store(param, result, random, landing)[:2]
-        return self.format.advance(param, residual, result, random, landing)[:2]
+        return self.format.advance(param, residual, result, random, landing, ahead)[:2]
 
 
 @dataclasses.dataclass(frozen=True)

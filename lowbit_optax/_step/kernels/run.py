@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from lowbit_optax._jaxprs.graph import Node
 from lowbit_optax._jaxprs.norms import sums_of_squares_of
-from lowbit_optax._step.error_feedback import fed
+from lowbit_optax._step.error_feedback import fed, reach
 from lowbit_optax._step.guard import neutral_updates, unless_still
 from lowbit_optax._step.kernels.launches import Launches, in_stacks
 from lowbit_optax._step.kernels.plan import KernelPlan
@@ -61,11 +61,15 @@ class Kernels:
         results: list = [None] * len(step.leaves)
         residuals: list = [None] * len(step.leaves)
         for i, node in others.items():
-            update, condition = values[node], values.get(leaf_if[i])
-            results[i], residuals[i], error = step.landed(i, update, condition)
-            if i in feedback:
-                part, *rates = feedback[i]
-                parts[part] = fed(parts[part], error, *(values[x] for x in rates))
+            arguments = i, values[node], values.get(leaf_if[i])
+            if i not in feedback:
+                results[i], residuals[i], _ = step.landed(*arguments)
+                continue
+            part, *rates = feedback[i]
+            rate, growth = (values[x] for x in rates)
+            landed = step.landed(*arguments, reach(parts[part], rate))
+            results[i], residuals[i], error = landed
+            parts[part] = fed(parts[part], error, rate, growth)
         launches = Launches(
             bodies={i: x.body for i, x in kernels.items()},
             step=step,

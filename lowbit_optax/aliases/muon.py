@@ -1,0 +1,218 @@
+"""Muon for matrices and AdamW for the rest, in the recommended formats."""
+
+import functools
+import typing
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from lowbit_optax import formats
+from lowbit_optax._step import trees
+from lowbit_optax._step.context import layerwise
+from lowbit_optax._step.moment_slots import Moments
+from lowbit_optax.aliases import common
+from lowbit_optax.formats.moment_fields import declare_moments
+from lowbit_optax.transformations.lowbit import lowbit
+
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_EPS = 1e-8
+
+IsMatrix = Callable[[str, typing.Any], bool]
+"""Of a leaf's path and the leaf, as ``keep`` of :func:`lowbit_optax.param_dtypes`."""
+
+
+class MomentumState(typing.NamedTuple):
+    """The state of Muon's momentum.
+
+    Args:
+      count: int32 scalar, the number of steps.
+      mu: the running average of the gradients.
+    """
+
+    count: jax.Array
+    mu: typing.Any
+
+
+declare_moments(MomentumState, averages=("mu",), orthogonalized=("mu",))
+
+
+def lowbit_muon(
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    ns_steps: int = 5,
+    ns_dtype: jax.typing.DTypeLike = jnp.float32,
+    beta: float = 0.95,
+    weight_decay: float = 0.0,
+    nesterov: bool = True,
+    is_matrix: IsMatrix | None = None,
+    adam_learning_rate: optax.ScalarOrSchedule | None = None,
+    adam_b1: float = 0.9,
+    adam_b2: float = 0.999,
+    adam_weight_decay: float = 0.0,
+    bits: int | None = None,
+    moments: Moments = None,
+    seed: int | None = None,
+    min_size: int | None = None,
+    implementation: common.Implementation = None,
+    param_shardings: common.ParamShardings = None,
+    warns: bool | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Muon in 4.06 bytes per weight of a matrix, and AdamW in 5.13 for the rest.
+
+    The weight W is a bfloat16 parameter and the next 8 bits; Q is 8-bit codes.
+
+        m_t = beta Q(m_{t-1}) + (1 - beta) g_t
+        n_t = beta m_t / (1 - beta^(t+1)) + (1 - beta) g_t / (1 - beta^t)
+        W   = round(W - eta_t (sqrt(max(1, columns / rows)) NS(n_t) + d W))
+
+    NS brings all singular values near 1: ``X = n / ||n||``, and ``ns_steps`` times
+
+        A = X X^T;    X = 3.4445 X + (-4.7750 A + 2.0315 A A) X
+
+    A leaf of more than two axes is a stack of matrices, in its last two. They are
+    orthogonalised one after the other, so that what is temporary is that of one matrix.
+    Under :mod:`lowbit_optax.release` each is updated in the backward loop.
+
+    Args:
+      learning_rate: eta, a number or a schedule.
+      ns_steps: how often NS iterates.
+      ns_dtype: of the products in NS: ``jnp.float32``, or ``jnp.bfloat16`` for matrix
+        units. The momentum and the norm are float32 in either case.
+      beta, nesterov: as in ``optax.contrib.muon``; AdamW has nesterov too. Without it n_t is
+        ``m_t / (1 - beta^t)``.
+      weight_decay: d, decoupled.
+      is_matrix: tells of ``(path, leaf)`` whether Muon updates it; leaves of two or more
+        axes if None. Embeddings and the head are better left to AdamW.
+      adam_learning_rate: of AdamW; ``learning_rate`` if None.
+      adam_b1, adam_b2, adam_weight_decay: of AdamW.
+      bits: extra bits of the weights; 8 if None.
+      moments: formats of Muon's m (``mu``) and of AdamW's (``mu``, ``nu``);
+        ``block_quantized(8)`` if None, whose codes of Muon's m are linear.
+      seed, min_size, implementation, param_shardings, warns: see
+        :func:`lowbit_optax.lowbit`.
+
+    Returns:
+      An optax transformation, for :func:`lowbit_optax.step` or as usual.
+
+    Raises:
+      TypeError, ValueError: for arguments that are not as above; in ``init``, for a
+        matrix of fewer than two axes.
+
+    References:
+      Jordan 2024, "Muon: An optimizer for hidden layers in neural networks".
+      Gupta et al. 2025, "Effective Quantization of Muon Optimizer States".
+
+    >>> import jax, jax.numpy as jnp, lowbit_optax
+    >>> tx = lowbit_muon(
+    ...     0.02,
+    ...     adam_learning_rate=1e-3,
+    ...     is_matrix=lambda path, leaf: "layers" in path and leaf.ndim == 3,
+    ... )
+    >>> shapes = {
+    ...     "embedding": jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16),
+    ...     "layers": jax.ShapeDtypeStruct((12, 1024, 1024), jnp.bfloat16),
+    ... }
+    >>> report = lowbit_optax.memory_report(tx, shapes)
+    >>> [round(leaf.total / leaf.size, 2) for leaf in report.leaves]
+    [5.12, 4.06]
+    """
+    adam_rate = learning_rate if adam_learning_rate is None else adam_learning_rate
+    common.check_learning_rate("lowbit_muon", learning_rate)
+    common.check_numbers("lowbit_muon", beta=beta, weight_decay=weight_decay)
+    adam = common.AdamW(
+        adam_rate, adam_b1, adam_b2, _EPS, 0.0, None, adam_weight_decay, None, nesterov
+    )
+    dtype = jnp.dtype(ns_dtype)
+    if dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(
+            f"lowbit_muon: ns_dtype is {dtype}; accepted are float32 and bfloat16"
+        )
+    muon = optax.chain(
+        _momentum(beta, nesterov),
+        optax.stateless_with_tree_map(
+            lambda x, _: layerwise(
+                functools.partial(orthogonalized, steps=ns_steps, dtype=dtype)
+            )(x)
+        ),
+        optax.add_decayed_weights(weight_decay),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+    inner = optax.partition(
+        {"muon": muon, "adam": adam.checked("lowbit_muon", moments)},
+        functools.partial(_labels, is_matrix or _has_two_axes),
+    )
+    weights = formats.extra_bits(8 if bits is None else bits)
+    options = common.Options(seed, min_size, implementation, param_shardings, warns)
+    return lowbit(inner, weights=weights, moments=moments, **options._asdict())
+
+
+def orthogonalized(
+    x: jax.Array, steps: int = 5, dtype: jax.typing.DTypeLike = jnp.float32
+) -> jax.Array:
+    """Matrices with all singular values near 1, times Muon's factor for their shape.
+
+    Args:
+      x: float32 [..., rows, columns].
+      steps, dtype: as of :func:`lowbit_muon`.
+
+    >>> import jax.numpy as jnp
+    >>> x = orthogonalized(jnp.diag(jnp.float32([4.0, 2.0])))
+    >>> bool(jnp.all(jnp.abs(jnp.diag(x) - 1) < 0.35)), float(x[0, 1])
+    (True, 0.0)
+    """
+    if x.ndim > 2:
+        of_one = functools.partial(orthogonalized, steps=steps, dtype=dtype)
+        return lax.map(of_one, x.reshape(-1, *x.shape[-2:])).reshape(x.shape)
+    rows, columns = x.shape
+    is_high = rows > columns
+    a, b, c = (jnp.asarray(value, dtype) for value in _COEFFICIENTS)
+    y = (x / (jnp.sqrt(jnp.sum(x * x)) + jnp.float32(_EPS))).astype(dtype)
+    y = y.T if is_high else y
+    for _ in range(steps):
+        square = y @ y.T
+        y = a * y + (b * square + c * (square @ square)) @ y
+    y = (y.T if is_high else y).astype(jnp.float32)
+    return y * jnp.float32(max(1, columns / rows) ** 0.5)
+
+
+def _momentum(beta: float, nesterov: bool) -> optax.GradientTransformation:
+    """The running average of the gradients that Muon orthogonalises."""
+
+    def init(params):
+        mu = optax.tree.zeros_like(params, dtype=jnp.float32)
+        return MomentumState(jnp.zeros((), jnp.int32), mu)
+
+    def update(updates, state, params=None):
+        del params
+        count = optax.safe_increment(state.count)
+        mu = optax.tree.update_moment(updates, state.mu, beta, 1)
+        corrected = optax.tree.bias_correction
+        if not nesterov:
+            return corrected(mu, beta, count), MomentumState(count, mu)
+        ahead = corrected(mu, beta, optax.safe_increment(count))
+        grads = corrected(updates, beta, count)
+        found = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, grads)
+        return found, MomentumState(count, mu)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _labels(is_matrix: IsMatrix, params):
+    names, leaves, structure = trees.named_leaves(params)
+    labels = []
+    for name, leaf in zip(names, leaves, strict=True):
+        labels.append("muon" if is_matrix(name, leaf) else "adam")
+        if labels[-1] == "muon" and leaf.ndim < 2:
+            raise ValueError(
+                f"lowbit_muon: is_matrix is true of params{name}, whose shape is "
+                f"{leaf.shape}; a matrix has two axes, and a stack of them more"
+            )
+    return structure.unflatten(labels)
+
+
+def _has_two_axes(name: str, leaf) -> bool:
+    del name
+    return leaf.ndim >= 2
