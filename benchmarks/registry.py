@@ -340,6 +340,11 @@ BENCHMARKS = {
             "benchmarks/training/reinforcement.json",
         ),
         ("matplotlib",),
+    "muon_momentum": Benchmark(
+        "training",
+        "the same GPT by Muon, with its momentum in several codes",
+        30,
+        ("docs/accuracy.md",),
     ),
     "memory_and_loss": Benchmark(
         "training",

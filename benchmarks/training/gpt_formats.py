@@ -27,7 +27,7 @@ AVERAGED = ("float32", "8 extra bits")
 """The rows of whose weights a running average is kept."""
 
 
-def _muon(rate: optax.Schedule) -> optax.GradientTransformation:
+def muon(rate: optax.Schedule) -> optax.GradientTransformation:
     """Muon for the layers' matrices, Adam for embeddings and norms."""
     of_stack = optax.contrib.MuonDimensionNumbers(1, 2)
     return optax.contrib.muon(
@@ -40,13 +40,13 @@ def _muon(rate: optax.Schedule) -> optax.GradientTransformation:
 
 
 ROWS = format_rows.adamw() | {
-    "Muon, float32": Row("Muon, float32", _muon, dtype=jnp.float32, style="-."),
+    "Muon, float32": Row("Muon, float32", muon, dtype=jnp.float32, style="-."),
     "Muon, 8 extra bits": Row(
-        "Muon, float32", _muon, color=pictures.PARTS[3], style="-."
+        "Muon, float32", muon, color=pictures.PARTS[3], style="-."
     ),
     "Muon, 8 extra bits, bfloat16 momentum": Row(
         "Muon, float32",
-        _muon,
+        muon,
         moments=lowbit_optax.cast(jnp.bfloat16),
         color=pictures.PARTS[4],
         style="-.",
@@ -76,10 +76,10 @@ def _run(model: GPT, tx, is_averaged: bool, params, state, batches, windows):
     return losses, ends
 
 
-def train(name: str, args, text: stdlib_text.Text) -> list[Run]:
+def train(name: str, args, text: stdlib_text.Text, rows: dict[str, Row]) -> list[Run]:
     """A run of each seed, by one compiled program."""
     model = GPT(args.layers, args.width, 4, args.context)
-    row = ROWS[name]
+    row = rows[name]
     tx = row.build(optax.cosine_decay_schedule(args.learning_rate, args.steps, 0.1))
     windows = stdlib_text.even_windows(text.held_out, 1024, args.context + 1)
     runs = []
@@ -99,13 +99,13 @@ def train(name: str, args, text: stdlib_text.Text) -> list[Run]:
 def measure(args) -> dict:
     """Of all rows, what :func:`format_rows.figures` makes of their runs."""
     text = stdlib_text.load()
-    found = {name: train(name, args, text) for name in ROWS}
+    found = {name: train(name, args, text, ROWS) for name in ROWS}
     large = jax.eval_shape(GPT(12, 768, 12, 1024).init, jax.random.key(0))
     return format_rows.figures(found, ROWS, 40, large)
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = records.parser(__doc__, seeds=3, has_full=False)
+def add_options(parser) -> None:
+    """The sizes of the model and of the training."""
     add = functools.partial(parser.add_argument, type=int)
     add("--layers", default=2, help="of the GPT")
     add("--width", default=64, help="of the GPT")
@@ -113,6 +113,11 @@ def main(argv: list[str] | None = None) -> None:
     add("--batch-size", default=16, help="examples per step")
     add("--steps", default=800, help="a multiple of 40")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="the first")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = records.parser(__doc__, seeds=3, has_full=False)
+    add_options(parser)
     args = parser.parse_args(argv)
     path = records.path_of(__name__, args.is_apart)
     if not args.draw:

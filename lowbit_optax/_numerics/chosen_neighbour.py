@@ -44,7 +44,9 @@ def words_toward(
     pattern = as_fields(x)
     # Below this exponent the spacing is constant, or its inverse past float32's range.
     least = max(layout.smallest_exponent, mantissa_bits + 1)
-    exponent = jnp.maximum(pattern & jnp.uint32(INFINITY), jnp.uint32(least << MANTISSA))
+    exponent = jnp.maximum(
+        pattern & jnp.uint32(INFINITY), jnp.uint32(least << MANTISSA)
+    )
     inverse = float_of(jnp.uint32((2 * BIAS + mantissa_bits) << MANTISSA) - exponent)
     away = float_of(as_fields(ahead) ^ (pattern & jnp.uint32(SIGN)))
     # A fraction is the mantissa of a number from 1 to 2.

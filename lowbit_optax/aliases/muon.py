@@ -81,10 +81,10 @@ def lowbit_muon(
       ns_steps: how often NS iterates.
       ns_dtype: of the products in NS: ``jnp.float32``, or ``jnp.bfloat16`` for matrix
         units. The momentum and the norm are float32 in either case.
-      beta, nesterov: as in ``optax.contrib.muon``; AdamW has nesterov too. Without it n_t is
-        ``m_t / (1 - beta^t)``.
+      beta, nesterov: as in ``optax.contrib.muon``, for AdamW as well. Without nesterov
+        n_t is ``m_t / (1 - beta^t)``.
       weight_decay: d, decoupled.
-      is_matrix: tells of ``(path, leaf)`` whether Muon updates it; leaves of two or more
+      is_matrix: whether Muon updates the leaf, of ``(path, leaf)``; all of two or more
         axes if None. Embeddings and the head are better left to AdamW.
       adam_learning_rate: of AdamW; ``learning_rate`` if None.
       adam_b1, adam_b2, adam_weight_decay: of AdamW.

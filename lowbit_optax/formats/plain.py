@@ -167,7 +167,9 @@ class StochasticRounding(WeightFormat):
             return super().advance(param, residual, update, random, landing)
         master = self.sum(param, residual, update, random)
         layout = float_layouts.layout_of(param.dtype)
-        bits = layout.mantissa_bits if self.significand is None else self.significand.bits
+        bits = (
+            layout.mantissa_bits if self.significand is None else self.significand.bits
+        )
         words = words_toward(master, ahead, layout, bits)
         words = jnp.where(jnp.isnan(ahead), random.words(master.shape), words)
         new = rounded(self.significand, master, param.dtype, words)
@@ -257,9 +259,11 @@ def stochastic_rounding(
         p' = SR(float32(p) + update)
 
     With ``error_into="mu"`` what rounding has lost is not noise that stays, because the
-    first moment takes it and gives it back over the next steps:
+    first moment takes it and gives it back over the next steps. Then p' is the one of
+    the two neighbours that is nearer to where weight and moment will end:
 
         e = p + update - p';    mu' = mu - e (a - b1) / (eta b1),    a = 1 - eta lambda
+        p' nearest to p + update - mu (eta b1) / (a - b1)
 
     with eta the step that a unit of mu makes and lambda the weight decay. They are read
     off the inner update; for any that is linear in the moment it is like that.

@@ -1,0 +1,121 @@
+"""``lowbit_muon`` is optax's Muon in few bits, a matrix of a stack at a time."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optimizers import gradient_series, initial, train
+from released import assert_equal_steps
+
+import lowbit_optax
+from lowbit_optax import block_quantized, lowbit, lowbit_muon
+from lowbit_optax.aliases.muon import orthogonalized
+
+pytestmark = pytest.mark.standard_promotion
+
+
+def weights():
+    random = np.random.default_rng(0)
+    shapes = {"stack": (3, 48, 32), "wide": (32, 64), "embedding": (64, 32), "b": (32,)}
+    return {
+        k: jnp.asarray(random.normal(size=v), jnp.float32) for k, v in shapes.items()
+    }
+
+
+def is_matrix(path, leaf):
+    return leaf.ndim >= 2 and "embedding" not in path
+
+
+def of_optax(params):
+    last_two = lambda x: optax.contrib.MuonDimensionNumbers(x.ndim - 2, x.ndim - 1)
+    return jax.tree.map_with_path(
+        lambda path, x: last_two(x) if is_matrix(path[0].key, x) else None, params
+    )
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_in_float32_it_is_muon_of_optax(nesterov):
+    options = dict(adam_learning_rate=1e-3, weight_decay=0.1, nesterov=nesterov)
+    params = weights()
+    series = gradient_series(params, 3)
+    tx = lowbit_muon(0.02, is_matrix=is_matrix, moments="float32", **options)
+    muon = optax.contrib.muon(0.02, muon_weight_dimension_numbers=of_optax, **options)
+    got, _ = train(tx, params, initial(tx, params), series, lowbit_optax.step)
+    want, _ = train(muon, params, muon.init(params), series, lowbit_optax.step)
+    for name in params:
+        np.testing.assert_allclose(got[name], want[name], rtol=0, atol=2e-6)
+
+
+def test_a_stack_is_its_matrices_one_by_one():
+    stack = weights()["stack"]
+    alone = jnp.stack([orthogonalized(x) for x in stack])
+    np.testing.assert_allclose(orthogonalized(stack), alone, rtol=0, atol=1e-5)
+
+
+def test_products_in_bfloat16_are_near_and_in_bfloat16():
+    x = weights()["stack"]
+    narrow = functools.partial(orthogonalized, dtype=jnp.bfloat16)
+    want, got = orthogonalized(x), narrow(x)
+    assert 1e-4 < jnp.sqrt(jnp.mean((got - want) ** 2) / jnp.mean(want**2)) < 0.1
+    lines = str(jax.make_jaxpr(narrow)(x)).splitlines()
+    products = [line for line in lines if "dot_general" in line]
+    assert len(products) == 3 * 5
+    assert all(":bf16[" in line for line in products)
+    values = jnp.linalg.svd(got, compute_uv=False)
+    assert jnp.all((values > 0.6) & (values < 1.3))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=jnp.dtype)
+def test_released_steps_are_the_same_in_the_loop(dtype):
+    def loss_fn(params, x):
+        body = lambda x, w: (jnp.tanh(x @ w.astype(jnp.float32)), None)
+        return jnp.mean(jax.lax.scan(body, x, params["w"])[0] ** 2)
+
+    stack = np.random.default_rng(0).normal(size=(3, 64, 64)) / 8
+    params, x = {"w": jnp.asarray(stack, jnp.bfloat16)}, jnp.ones((4, 64))
+    tx = lowbit_muon(0.02, ns_dtype=dtype)
+    assert_equal_steps(loss_fn, tx, params, [(x,), (-x,)], in_loop=["['w']"])
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [lowbit_muon(0.02), lowbit(optax.contrib.muon(0.02))],
+    ids=["lowbit_muon", "optax"],
+)
+def test_the_codes_of_its_momentum_are_linear_and_those_of_adam_are_not(tx):
+    params = {
+        "w": jnp.ones((128, 128), jnp.bfloat16),
+        "b": jnp.ones(8192, jnp.bfloat16),
+    }
+    formats = lowbit_optax.storage_formats(tx, params)
+    stored = {str(x) for x in jax.tree.leaves(formats) if "8-bit signed" in str(x)}
+    kinds = {kind for kind in ("linear", "companded") if kind in " ".join(stored)}
+    assert kinds == {"linear", "companded"}
+
+
+def test_formats_that_are_given_are_kept():
+    given = block_quantized(8, code="dynamic", rounding="stochastic")
+    chosen = given.for_field("mu", False, None, is_orthogonalized=True)
+    assert (chosen.code, chosen.rounding) == ("dynamic", "stochastic")
+    chosen = block_quantized(8).for_field("mu", False, None, is_orthogonalized=True)
+    assert (chosen.code, chosen.rounding) == ("linear", "nearest")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"ns_dtype": jnp.float16}, ValueError, "ns_dtype is float16"),
+        ({"beta": None}, TypeError, "beta is None"),
+        (
+            {"is_matrix": lambda path, x: True},
+            ValueError,
+            r"params\['b'\], whose shape",
+        ),
+    ],
+)
+def test_bad_arguments_are_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        lowbit_muon(0.02, **options).init(weights())
