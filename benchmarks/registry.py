@@ -340,6 +340,7 @@ BENCHMARKS = {
             "benchmarks/training/reinforcement.json",
         ),
         ("matplotlib",),
+    ),
     "muon_momentum": Benchmark(
         "training",
         "the same GPT by Muon, with its momentum in several codes",
@@ -348,7 +349,7 @@ BENCHMARKS = {
     ),
     "memory_and_loss": Benchmark(
         "training",
-        "README's picture: memory by optimizer, losses of a small GPT (--train)",
+        "README's picture: memory by optimizer, losses that compute_optimal recorded",
         0.2,
         ("docs/memory_and_loss.png", "docs/accuracy.md"),
         ("matplotlib",),

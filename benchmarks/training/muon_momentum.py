@@ -19,31 +19,31 @@ from benchmarks.training.text import stdlib_text
 from lowbit_optax import block_quantized
 from tools.models.gpt import GPT
 
+BASE = "float32, and weights"
+
 
 def _row(moments) -> Row:
-    return Row("float32", gpt_formats.muon, moments=moments)
+    return Row(BASE, gpt_formats.muon, moments=moments)
 
 
-def _codes(bits: int = 8, **options) -> Row:
-    coded = block_quantized(bits, relative_to=None, **options)
-    return _row({"mu": coded, "nu": block_quantized(8)})
+def _codes(**options) -> Row:
+    """With these codes for AdamW's first moment as well."""
+    return _row({"mu": block_quantized(8, **options), "nu": block_quantized(8)})
 
 
 ROWS = {
-    "float32": Row("float32", gpt_formats.muon, dtype=jnp.float32),
+    BASE: Row(BASE, gpt_formats.muon, dtype=jnp.float32),
     "float32 momentum": _row("float32"),
     "bfloat16 momentum": _row(lowbit_optax.cast(jnp.bfloat16)),
+    "8 bits, the default": _row(None),
     "linear, nearest": _codes(code="linear", rounding="nearest"),
     "the same, blocks of 128": _codes(
         code="linear", rounding="nearest", block_size=128
     ),
-    "the same, blocks of 2048": _codes(
-        code="linear", rounding="nearest", block_size=2048
-    ),
     "linear, stochastic": _codes(code="linear", rounding="stochastic"),
     "companded, nearest": _codes(code="companded", rounding="nearest"),
     "companded, stochastic": _codes(code="companded", rounding="stochastic"),
-    "linear, nearest, 4 bits": _codes(4, code="linear", rounding="nearest"),
+    "4 bits": _row({"mu": block_quantized(4), "nu": block_quantized(8)}),
 }
 
 

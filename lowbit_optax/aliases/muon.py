@@ -32,7 +32,7 @@ class MomentumState(typing.NamedTuple):
       mu: the running average of the gradients.
     """
 
-    count: jax.Array
+    count: typing.Any  # pyright: ignore[reportIncompatibleMethodOverride]
     mu: typing.Any
 
 

@@ -68,6 +68,23 @@ def test_products_in_bfloat16_are_near_and_in_bfloat16():
     assert jnp.all((values > 0.6) & (values < 1.3))
 
 
+def test_the_products_of_one_matrix_of_a_stack_are_temporary():
+    params = {"w": jax.ShapeDtypeStruct((12, 256, 256), jnp.bfloat16)}
+    dimensions = {"w": optax.contrib.MuonDimensionNumbers(1, 2)}
+    muon = optax.contrib.muon(0.02, muon_weight_dimension_numbers=dimensions)
+
+    def temporary(tx):
+        """Bytes per parameter."""
+        step = jax.jit(functools.partial(lowbit_optax.step, tx), donate_argnums=(0, 1))
+        compiled = step.lower(params, jax.eval_shape(tx.init, params), params).compile()
+        found = compiled.memory_analysis().temp_size_in_bytes / (12 * 256 * 256)
+        print(f"{found:.1f} temporary bytes per parameter")
+        return found
+
+    # Each product of the whole stack would be 4 bytes per parameter.
+    assert temporary(lowbit_muon(0.02)) < temporary(lowbit(muon)) - 7
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=jnp.dtype)
 def test_released_steps_are_the_same_in_the_loop(dtype):
     def loss_fn(params, x):
