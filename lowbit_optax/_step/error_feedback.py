@@ -42,11 +42,13 @@ class Feedback(typing.NamedTuple):
       rate: by how much the part must change for a unit of error, ``(a - b) / c``.
       growth: ``MOST_GROWTH c / c_next``, infinite or NaN if the next update needs no
         momentum.
+      reach: ``c / (a - b)``, by how much a unit of the part will still move the weight.
     """
 
     part: int
     rate: typing.Any
     growth: typing.Any
+    reach: typing.Any
 
 
 def feedback_of(
@@ -88,20 +90,21 @@ def feedback_of(
     growth = most = constant(np.float32(MOST_GROWTH))
     if c_next is not None:
         growth = graph.apply(lax.div, graph.apply(lax.mul, c, most), c_next)
-    return Feedback(part, graph.apply(lax.div, slow, c), growth)
+    reach = graph.apply(lax.mul, c, graph.apply(lax.div, ONE, slow))
+    return Feedback(part, graph.apply(lax.div, slow, c), growth, reach)
 
 
-def reach(moment: jax.Array, rate: jax.Array) -> jax.Array:
+def ahead_of(moment: jax.Array, reach: jax.Array) -> jax.Array:
     """How far a new momentum will still move the weight, ``c m / (a - b)``.
 
     It is NaN where :func:`fed` adds no error.
 
     >>> import jax.numpy as jnp
-    >>> reach(jnp.float32([1.0, 0.0]), jnp.float32(-4))
+    >>> ahead_of(jnp.float32([1.0, 0.0]), jnp.float32(-0.25))
     Array([-0.25,  nan], dtype=float32)
     """
-    is_known = (jnp.abs(rate) < jnp.float32(jnp.inf)) & (moment != jnp.float32(0))
-    return jnp.where(is_known, moment / rate, jnp.float32(jnp.nan))
+    ahead = moment * reach
+    return jnp.where(ahead == jnp.float32(0), jnp.float32(jnp.nan), ahead)
 
 
 def fed(

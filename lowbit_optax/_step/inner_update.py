@@ -190,7 +190,7 @@ class InnerUpdate:
         nodes = [x for x in (*leaf_if, *part_if, *rates) if x is not None]
         values = self.values(step, nodes, {})
         feedback = [
-            x and Feedback(x.part, values[x.rate], values[x.growth])
+            x and Feedback(x.part, *(values[node] for node in x[1:]))
             for x in self.feedback
         ]
         return list(map(values.get, leaf_if)), list(map(values.get, part_if)), feedback

@@ -213,7 +213,7 @@ MORE = {
         lowbit_optax.stochastic_rounding(error_into="mu"),
         EIGHT,
         10.3,
-        72,
+        87,
     ),
     "sums of exact mean": (
         lowbit_optax.extra_bits(8, sum_rounding="stochastic"),

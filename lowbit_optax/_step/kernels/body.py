@@ -17,7 +17,7 @@ from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._numerics.random_bits import RandomBits, moment_draws, row_major
 from lowbit_optax._numerics.relative import product_by, quotient
-from lowbit_optax._step.error_feedback import fed, reach
+from lowbit_optax._step.error_feedback import ahead_of, fed
 from lowbit_optax._step.kernels.rows import MomentRows, WeightRows
 from lowbit_optax._step.leaf import StoredLeaf
 from lowbit_optax.formats.base import WeightFormat
@@ -50,8 +50,8 @@ class LeafBody:
       phase: the scalar that is the phase of moments that are rounded evenly; None if no
         moment is.
       takes_error: which output is the moment that takes what storing the weight has
-        lost. The result is then the update, and the last outputs are ``rate`` and
-        ``growth`` of :class:`lowbit_optax._step.error_feedback.Feedback`.
+        lost. The result is then the update, and the last outputs are ``rate``,
+        ``growth`` and ``reach`` of :class:`lowbit_optax._step.error_feedback.Feedback`.
     """
 
     program: Program
@@ -156,7 +156,7 @@ class LeafBody:
         wanted = self._scaled.keys() | references
         takes_error = self.takes_error in wanted
         if takes_error:
-            wanted |= {0, *self._rate_and_growth}
+            wanted |= {0, *self._of_feedback}
         param, residual, new = self._run(
             sorted(wanted), values, scalars, index, multiply_add, before
         )
@@ -227,9 +227,10 @@ class LeafBody:
         return typing.cast(WeightFormat, self.weight.format)
 
     @property
-    def _rate_and_growth(self) -> tuple[int, int]:
+    def _of_feedback(self) -> tuple[int, int, int]:
         """The outputs of the program that a moment needs to take an error."""
-        return len(self._rows), len(self._rows) + 1
+        first = len(self._rows)
+        return first, first + 1, first + 2
 
     def _by_number(self, per_scale: Sequence) -> dict:
         """Values per block by output, as far as they are known."""
@@ -259,9 +260,9 @@ class LeafBody:
 
     def _feed(self, new: dict, param, residual, random, multiply_add):
         """Store the weight, and add what that has lost to the moment that takes it."""
-        rate, growth = (new[n] for n in self._rate_and_growth)
+        rate, growth, reach = (new[n] for n in self._of_feedback)
         moment = new[self.takes_error]
-        how = None, random, self.landing, multiply_add, reach(moment, rate)
+        how = None, random, self.landing, multiply_add, ahead_of(moment, reach)
         stored = self.weight.stored(param, residual, new[0], *how)
         error = self._format.error(param, residual, new[0], *stored)
         new[self.takes_error] = fed(moment, error, rate, growth)

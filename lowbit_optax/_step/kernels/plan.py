@@ -209,7 +209,7 @@ class _Planner:
         if feedback is not None:
             if feedback.part not in parts:
                 raise NotElementwise("its moment for rounding errors is not its own")
-            outputs += [feedback.rate, feedback.growth]
+            outputs += feedback[1:]
         return _Rows(parts, own, outputs)
 
     def _completed(self, i: int, result: Node, parts: tuple[int, ...]) -> "_Rows":

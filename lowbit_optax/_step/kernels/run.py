@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from lowbit_optax._jaxprs.graph import Node
 from lowbit_optax._jaxprs.norms import sums_of_squares_of
-from lowbit_optax._step.error_feedback import fed, reach
+from lowbit_optax._step.error_feedback import ahead_of, fed
 from lowbit_optax._step.guard import neutral_updates, unless_still
 from lowbit_optax._step.kernels.launches import Launches, in_stacks
 from lowbit_optax._step.kernels.plan import KernelPlan
@@ -66,8 +66,8 @@ class Kernels:
                 results[i], residuals[i], _ = step.landed(*arguments)
                 continue
             part, *rates = feedback[i]
-            rate, growth = (values[x] for x in rates)
-            landed = step.landed(*arguments, reach(parts[part], rate))
+            rate, growth, reach = (values[x] for x in rates)
+            landed = step.landed(*arguments, ahead_of(parts[part], reach))
             results[i], residuals[i], error = landed
             parts[part] = fed(parts[part], error, rate, growth)
         launches = Launches(
