@@ -31,6 +31,7 @@ class Row(NamedTuple):
       base: the row in float32 that it is compared with.
       color, style: of its curve.
       has_master: whether the state takes the float32 start's low bits.
+      factor: of the start.
     """
 
     build: Callable[[optax.Schedule], optax.GradientTransformation]
@@ -39,9 +40,11 @@ class Row(NamedTuple):
     color: str = "black"
     style: str = "-"
     has_master: bool = True
+    factor: float = 1.0
 
     def start(self, tx, master):
         """Parameters and state from float32 weights; norms stay float32."""
+        master = jax.tree.map(lambda x: x * self.factor, master)
         if self.dtype is None:
             params = lowbit_optax.quantize_params(master, bits=12)
             return params, tx.init(params)
@@ -132,6 +135,10 @@ _INTO = stochastic_rounding(error_into="mu")
 
 ROWS = {
     "float32": Row(adamw, jnp.float32, has_master=False),
+    # How far apart two runs come of which nothing but the last bits differ.
+    "float32, start times 1 + 2^-20": Row(
+        adamw, jnp.float32, style=":", has_master=False, factor=1 + 2.0**-20
+    ),
     "bfloat16, nearest": Row(
         _in(lowbit_optax.nearest(), lowbit_optax.cast(jnp.bfloat16)),
         color=COLORS["nearest"],
