@@ -10,10 +10,10 @@ cosine to a thousandth of the peak, b2 = 0.95, weight decay 0.1, clipping by glo
 norm. The same starts and batches for all rows. The text is all of Python's standard
 library.
 
-A run that is interrupted goes on where it was saved. The record has the runs that are
-complete, so several processes may train different rows. With ``--torch`` the peers are
-trained too, by a Python that has torch and torchao; flashoptim-jax takes part if it is
-installed. ``--full`` is GPT-2 124M on one GPU for so many minutes a run.
+A run that is interrupted goes on where it was saved, and runs of the record are not
+trained again, so several processes may train different rows. With ``--torch`` the peers
+are trained too, by a Python that has torch and torchao; flashoptim-jax takes part if it
+is installed. ``--full`` is GPT-2 124M on one GPU for so many minutes a run.
 """
 
 import argparse
@@ -64,20 +64,24 @@ def main(argv: list[str] | None = None) -> None:
     add("--steps", type=int, default=4300, help=f"a multiple of {POINTS}")
     add("--batch-size", type=int, default=16, help="examples per step")
     add("--learning-rate", type=float, default=8e-3, help="the highest")
+    add("--afresh", action="store_true", help="do not go on from the record")
     add("--minutes", type=float, default=30, help="of a run, with --full")
     args = parser.parse_args(argv)
     args.is_apart = _is_apart(parser, args)
-    path = records.path_of(__name__, args.is_apart)
+    path = records.path_of(__name__)
     folder = ROOT / "runs" / path.stem / _numbers(args)
+    if args.is_apart:
+        path = folder / path.name
     if not args.draw:
         try:
-            train_all(args, folder)
+            before = records.load(path) if path.exists() and not args.afresh else None
+            train_all(args, folder, before)
         except CheckpointError as error:
             sys.exit(f"error: {error}")
         except KeyboardInterrupt:
             sys.exit("\ninterrupted; the same command goes on")
-        del args.rows, args.torch  # other runs are of the same record
-        records.save(path, args, records.ran_here(), **gathered(folder, args))
+        del args.rows, args.torch, args.afresh  # other runs are of the same record
+        records.save(path, args, records.ran_here(), **gathered(folder, before, args))
     record = records.load(path)
     print(table(record["runs"]))
     draw(record, pictures.picture_of(path.stem, args.is_apart))
@@ -96,8 +100,11 @@ def _is_apart(parser, args) -> bool:
     return any(getattr(args, name) != parser.get_default(name) for name in _NUMBERS)
 
 
-def train_all(args: argparse.Namespace, folder: pathlib.Path) -> None:
+def train_all(
+    args: argparse.Namespace, folder: pathlib.Path, record: dict | None
+) -> None:
     """Trains what is asked for and not complete yet; a file for each run."""
+    complete = _complete(folder, record)
     text = stdlib_text.load_whole()
     model = GPT2 if args.full else SMALL
     steps = _steps_in(args, model, text, folder) if args.full else args.steps
@@ -110,12 +117,14 @@ def train_all(args: argparse.Namespace, folder: pathlib.Path) -> None:
     }
     for seed in range(args.seeds):
         for name in args.rows or ROWS:
-            done = folder / f"{_slug(name)}_{seed}.json"
-            if not done.exists():
+            if seed not in complete.get(name, {}):
                 result = train(name, seed, model, text, settings, folder)
+                done = folder / f"{_slug(name)}_{seed}.json"
                 done.write_text(json.dumps(result))
         if args.torch:
-            _train_peers(args, seed, model, text, settings, folder)
+            kept = [name for name, runs in complete.items() if seed in runs]
+            job = settings | {"seed": seed, "complete": kept}
+            _train_peers(args.torch, model, text, job, folder)
 
 
 def train(name, seed, model: GPT, text, settings: dict, folder: pathlib.Path) -> dict:
@@ -209,14 +218,14 @@ def _steps_in(args, model: GPT, text, folder: pathlib.Path) -> int:
     return max(steps, POINTS)
 
 
-def _train_peers(args, seed, model: GPT, text, settings, folder) -> None:
+def _train_peers(python: str, model: GPT, text, settings: dict, folder) -> None:
     """Hands the start and the text to PyTorch's process, which goes on by itself."""
     folder.mkdir(parents=True, exist_ok=True)
+    seed = settings["seed"]
     job = folder / f"peers_{seed}.npz"
     weights = traverse_util.flatten_dict(model.init(jax.random.key(seed)), sep="/")
     shared = {
         **settings,
-        "seed": seed,
         "points": POINTS,
         "tail": TAIL,
         "heads": model.heads,
@@ -233,7 +242,7 @@ def _train_peers(args, seed, model: GPT, text, settings, folder) -> None:
         rates=jax.vmap(rates)(jnp.arange(settings["steps"])),
         settings=json.dumps(shared),
     )
-    done = subprocess.run([args.torch, str(TORCH), str(job)], cwd=ROOT)
+    done = subprocess.run([python, str(TORCH), str(job)], cwd=ROOT)
     if done.returncode:
         sys.exit(f"error: {TORCH.name} ended with {done.returncode}")
 
@@ -242,32 +251,52 @@ def _slug(name: str) -> str:
     return name.replace(", ", "_").replace(" ", "_")
 
 
-def gathered(folder: pathlib.Path, args: argparse.Namespace) -> dict:
-    """The record's figures, from the files of complete runs."""
-    found: dict[str, dict[int, dict]] = {}
-    for path in sorted(folder.glob("*_[0-9].json")):
-        run = json.loads(path.read_text())
-        found.setdefault(run["row"], {})[run["seed"]] = run
+def gathered(folder: pathlib.Path, record: dict | None, args) -> dict:
+    """The record's figures, from the files of complete runs and the record before."""
+    found = _complete(folder, record)
     model = GPT2 if args.full else SMALL
     size = sum(x.size for x in jax.tree.leaves(jax.eval_shape(model.init, _KEY)))
-    steps = next(iter(found.values()))[0]["steps"]
+    steps = next(iter(next(iter(found.values())).values()))["steps"]
     tokens = steps * args.batch_size * model.context
     order = [name for name in [*ROWS, *found] if name in found]
     runs = {name: _figures(name, found) for name in dict.fromkeys(order)}
-    return {"parameters": size, "tokens_per_parameter": tokens / size, "runs": runs}
+    return {
+        "parameters": size,
+        "steps": steps,
+        "tokens_per_parameter": tokens / size,
+        "runs": runs,
+    }
+
+
+def _complete(folder: pathlib.Path, record: dict | None) -> dict[str, dict[int, dict]]:
+    """Complete runs, by row and seed."""
+    found: dict[str, dict[int, dict]] = {}
+    for name, run in record["runs"].items() if record else ():
+        each = zip(run["seeds"], run["curves"], run["tails"], strict=True)
+        found[name] = {
+            seed: {"steps": record["steps"], "losses": losses, "held_out": held_out}
+            | ({"bytes": run["bytes_per_parameter"]} if name not in ROWS else {})
+            for seed, losses, held_out in each
+        }
+    for path in sorted(folder.glob("*_[0-9].json")):
+        run = json.loads(path.read_text())
+        found.setdefault(run["row"], {})[run["seed"]] = run
+    return found
 
 
 def _figures(name: str, found: dict) -> dict:
     """Curves of a row, its ends, and how far these are from its base's."""
-    own = found[name]
+    own = dict(sorted(found[name].items()))
     base = found.get(_base(name), {})
     both = [seed for seed in own if seed in base]
     ends = {
         "training": lambda run: np.mean(run["losses"][-TAIL:]),
         "held_out": lambda run: run["held_out"][-1],
     }
+    some = next(iter(own.values()))
     return {
-        "bytes_per_parameter": own[0].get("bytes") or _bytes(ROWS[name]),
+        "bytes_per_parameter": some.get("bytes") or _bytes(ROWS[name]),
+        "seeds": list(own),
         "curves": [run["losses"] for run in own.values()],
         "tails": [run["held_out"] for run in own.values()],
         **{

@@ -140,7 +140,7 @@ def main() -> None:
     torch.set_num_threads(1)  # several make steps of so few parameters slower
     for name in ROWS:
         done = path.parent / f"{_slug(name)}_{settings['seed']}.json"
-        if not done.exists():
+        if name not in settings["complete"] and not done.exists():
             done.write_text(json.dumps(train(name, job, settings, path.parent)))
 
 
