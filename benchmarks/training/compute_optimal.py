@@ -339,27 +339,29 @@ def table(runs: dict) -> str:
 
 
 def draw(record: dict, path: pathlib.Path) -> None:
-    """The whole curves, and how far from float32 the rows are."""
+    """The whole curves, and how far from float32 the rows end."""
     runs = record["runs"]
-    steps = np.arange(1, POINTS + 1) / POINTS
+    parts = np.arange(1, POINTS + 1) / POINTS
     smooth = lambda curve: np.convolve(curve, np.ones(5) / 5, "valid")
+    shown = {name: run for name, run in runs.items() if name in ROWS}
     with pictures.drawn(path, 4.2, (4, 5)) as (losses, gaps):
-        for name, run in runs.items():
-            if name not in ROWS:
-                continue
+        for name, run in shown.items():
             row = ROWS[name]
             look = {"color": row.color, "ls": row.style, "lw": 1.2, "label": name}
             curves = np.asarray(run["curves"])
-            losses.plot(steps, curves.mean(0), **look)
-            base = runs.get(row.base)
-            if name == row.base or base is None:
+            losses.plot(parts[4:], smooth(curves.mean(0)), **look)
+            if name == row.base:
                 continue
-            count = min(len(curves), len(base["curves"]))
-            gap = curves[:count] - np.asarray(base["curves"])[:count]
-            gaps.plot(steps[4:], smooth(gap.mean(0)), **look)
+            of_seed = lambda run: dict(zip(run["seeds"], run["curves"], strict=True))
+            own, base = of_seed(run), of_seed(runs[row.base])
+            differences = [np.subtract(own[x], base[x]) for x in own if x in base]
+            gaps.plot(parts[4:], smooth(np.mean(differences, 0)), **look)
         losses.set(xlabel="part of the training", ylabel="training loss, nats per byte")
-        losses.set(ylim=(None, np.asarray(runs["float32"]["curves"])[:, 10].max()))
+        losses.set(ylim=(1.2, 2.2))
         gaps.axhline(0, color="black", lw=0.8)
         gaps.set(xlabel="part of the training", ylabel="minus that of float32")
-        gaps.set(xlim=(0.1, 1), ylim=(-0.01, 0.04))
-        gaps.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
+        gaps.set(xlim=(0.5, 1))
+        lines = losses.get_lines()
+        gaps.legend(
+            handles=lines, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8
+        )

@@ -13,7 +13,7 @@ from benchmarks.papers.lpmm_states import CODES
 from benchmarks.papers.microbatches import SMALL
 from benchmarks.papers.t5_release import MODES as T5_MODES
 from benchmarks.records import gaps, shown
-from benchmarks.training import pareto
+from benchmarks.training import compute_optimal, pareto, reinforcement
 
 
 def _percent(found, digits):
@@ -277,10 +277,14 @@ def _gpt_formats(record):
                 yield f"| {shown(run['gaps'][end], 4)} |"
 
 
-def _memory_and_loss(record):
-    for name, run in record["runs"].items():
-        size = sum(record["memory"][name].values())
-        yield f"| {run['held_out']:.4f} | {size:.2f} |"
+def _compute_optimal(record):
+    yield from compute_optimal.table(record["runs"]).splitlines()
+    yield f"{record['parameters']:,}"
+    yield f"{record['tokens_per_parameter']:.1f} bytes of text per parameter"
+
+
+def _reinforcement(record):
+    yield from reinforcement.table(record).splitlines()
 
 
 OF_PAPERS = (
@@ -293,7 +297,8 @@ FIGURES = [
     *((f"papers/{x.__name__[1:]}", "evidence", x) for x in OF_PAPERS),
     ("training/pareto", "evidence", _pareto),
     ("training/gpt_formats", "accuracy", _gpt_formats),
-    ("training/memory_and_loss", "accuracy", _memory_and_loss),
+    ("training/compute_optimal", "accuracy", _compute_optimal),
+    ("training/reinforcement", "reinforcement", _reinforcement),
     ("programs/large_models", "evidence", _large_models),
     ("programs/precision_memory", "evidence", _half_of_precision_memory),
     ("programs/precision_memory", "ideas/precision", _precision_memory),

@@ -157,8 +157,12 @@ ROWS = {
     "LPMM, 12 bits": Row(_lpmm, None, color=COLORS["LPMM"]),
     "float8, 8 extra bits": Row(_in(), jnp.float8_e4m3fn, color=PARTS[4]),
     "MXFP8, 8 extra bits": Row(_in(), "mxfp8", color=PARTS[4], style="--"),
-    "Muon, float32": Row(_muon, jnp.float32, "Muon, float32", has_master=False),
-    "Muon, lowbit": Row(_in(inner=_muon), base="Muon, float32", color=COLORS["lowbit"]),
+    "Muon, float32": Row(
+        _muon, jnp.float32, "Muon, float32", style="-.", has_master=False
+    ),
+    "Muon, lowbit": Row(
+        _in(inner=_muon), base="Muon, float32", color=PARTS[2], style="-."
+    ),
 }
 FLASH = Row(_flash, color=PARTS[2], has_master=False)
 if is_installed("flashoptim_jax"):
