@@ -143,24 +143,26 @@ def train(name: str, rate: float, args) -> dict:
         print(f"{rate:g} {name}, seed {seed}: {rewards[-1][-1]:.4f}", flush=True)
     return {
         "curves": rewards,
-        "gained": records.spread([each[-1] - each[0] for each in rewards]),
         "changed": float(np.mean(shares)),
     }
 
 
 def table(record: dict) -> str:
-    """Markdown: by row and rate, the reward gained and the share of changed weights."""
-    heads = [""]
-    for rate in record["runs"]:
-        heads += [f"gained at {rate}", "weights changed per step"]
-    lines = []
-    for name in ROWS:
-        line = [name]
-        for runs in record["runs"].values():
-            line.append(records.shown(runs[name]["gained"], 3))
-            line.append(f"{runs[name]['changed']:.2%}")
-        lines.append(line)
-    return records.table(heads, lines)
+    """Markdown: the reward at the end, how far from float32's, and changed weights."""
+    ends = lambda run: np.asarray(run["curves"])[:, -1]
+    idle = ends(record["not_trained"])
+    heads, lines = [""], {name: [name] for name in ROWS}
+    for rate, runs in record["runs"].items():
+        heads += [f"reward at {rate}", "minus float32's", "weights changed per step"]
+        for name, run in runs.items():
+            gap = ends(run) - ends(runs["float32 master"])
+            lines[name] += [
+                records.shown(records.spread(ends(run)), 3),
+                records.shown(records.spread(gap), 4) if gap.any() else "",
+                f"{run['changed']:.2%}",
+            ]
+    last = ["not trained", records.shown(records.spread(idle), 3)]
+    return records.table(heads, [*lines.values(), last + [""] * (len(heads) - 2)])
 
 
 def draw(record: dict, path) -> None:
@@ -186,7 +188,8 @@ def main(argv: list[str] | None = None) -> None:
             f"{rate:g}": {name: train(name, rate, args) for name in ROWS}
             for rate in RATES
         }
-        records.save(path, args, records.ran_here(), runs=runs)
+        idle = train("float32 master", 0.0, args)
+        records.save(path, args, records.ran_here(), runs=runs, not_trained=idle)
     record = records.load(path)
     print(table(record))
     draw(record, pictures.picture_of(path.stem, args.is_apart))

@@ -16,6 +16,7 @@ from lowbit_optax._numerics.landing import REPLACE, Landing
 from lowbit_optax.formats import block_scaled_tensor as tensors
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.block_scaled_tensor import E4M3, BlockScaledTensor
+from lowbit_optax.formats.kahan import KahanFormat
 from lowbit_optax.formats.plain import Nearest, StochasticRounding
 from lowbit_optax.formats.quantized_weights import QuantizedWeights, result_of
 
@@ -73,6 +74,25 @@ class BlockScaledWeights(WeightFormat):
         codes, residual = self.format.split(units, E4M3, random)
         return tensors.of_codes(codes, exponents, self.axis), residual
 
+    def advance(
+        self,
+        param: typing.Any,
+        residual,
+        update,
+        random,
+        landing: Landing = REPLACE,
+        ahead=None,
+    ) -> tuple[typing.Any, typing.Any, typing.Any]:
+        if ahead is None:
+            return super().advance(param, residual, update, random, landing)
+        master = self.sum(param, residual, update, random)
+        exponents = tensors.exponents_of(master, self.axis)
+        over = lambda x: tensors.scaled(x, -exponents, self.axis)
+        format_ = typing.cast(StochasticRounding, self.format)
+        codes = format_.toward(over(master), over(ahead), E4M3, random)
+        new: typing.Any = tensors.of_codes(codes, exponents, self.axis)
+        return new, None, result_of(param, new, landing)
+
     def store(
         self, param: typing.Any, master, random, landing: Landing = REPLACE
     ) -> tuple[typing.Any, typing.Any, typing.Any]:
@@ -96,8 +116,8 @@ def for_tensor(
     if isinstance(weights, QuantizedWeights):
         is_random = weights.rounding == "stochastic"
         weights = StochasticRounding() if is_random else Nearest()
-    # Such a format would add an update over one scale to a code over another.
-    if type(weights).advance is not WeightFormat.advance:
+    # It would add an update over one scale to a code over another.
+    if isinstance(weights, KahanFormat):
         raise ValueError(
             f"{weights} does not hold a BlockScaledTensor; accepted are extra_bits, "
             "stochastic_rounding, master_copy and nearest"

@@ -166,17 +166,19 @@ class StochasticRounding(WeightFormat):
         if ahead is None:
             return super().advance(param, residual, update, random, landing)
         master = self.sum(param, residual, update, random)
-        layout = float_layouts.layout_of(param.dtype)
-        bits = (
-            layout.mantissa_bits if self.significand is None else self.significand.bits
-        )
-        words = words_toward(master, ahead, layout, bits)
-        words = jnp.where(jnp.isnan(ahead), random.words(master.shape), words)
-        new = rounded(self.significand, master, param.dtype, words)
+        new = self.toward(master, ahead, param.dtype, random)
         if landing.is_direct:
             return new, None, new
         new, difference = landing.land(param, new)
         return new, None, difference
+
+    def toward(self, master, ahead, dtype: jnp.dtype, random):
+        """The neighbour of a master that is nearer to ``master + ahead``."""
+        layout, significand = float_layouts.layout_of(dtype), self.significand
+        bits = layout.mantissa_bits if significand is None else significand.bits
+        words = words_toward(master, ahead, layout, bits)
+        words = jnp.where(jnp.isnan(ahead), random.words(master.shape), words)
+        return rounded(significand, master, dtype, words)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -81,7 +81,7 @@ def test_it_tells_moments_of_few_bits_from_those_of_many():
     moments = {
         "cast": lowbit_optax.cast(BF16, rounding="nearest"),
         "8": block_quantized(8),
-        "4": {"mu": block_quantized(4), "nu": block_quantized(8)},
+        "4": {"mu": block_quantized(4, relative_to=None), "nu": block_quantized(8)},
         "float32": "float32",
     }
     txs = {
