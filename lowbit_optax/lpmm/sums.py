@@ -76,17 +76,17 @@ class SumBody:
         return self.rows.blocks.container(*arrays) if has_scales else arrays[0]
 
     @property
-    def rounds(self) -> list[list[int]]:
+    def block_sizes(self) -> list[int]:
         """The block sizes of the maxima, which determine the scales."""
-        return [[self.rows.blocks.block_size] * self.rows.maxima]
+        return [self.rows.blocks.block_size] * self.rows.maxima
 
     def before(self, block_values):
         """The stored scales, prepared for decoding."""
         return tuple(map(self.rows.prepare, block_values))
 
-    def statistics(self, number, values, scalars, index, multiply_add, before, after):
+    def statistics(self, values, scalars, index, multiply_add, before):
         """The arrays whose maxima per block determine the new scales."""
-        del number, index, after
+        del index
         return self.rows.keys(self._sum(values, scalars, multiply_add, before))
 
     def after(self, maxima, block_values, scalars):

@@ -34,19 +34,16 @@ contract a product and a sum unless it is told to.
 class BlockBody(typing.Protocol):
     """The body of an update with per-block operands or results, such as scales.
 
-    First maxima over each block are taken of what :meth:`statistics` returns, in
-    :attr:`rounds`, then the elements are written. Values of blocks have one element per
-    block, or are repeated for each element of the block; the body must not depend on
-    which. So it must not mix values of blocks of different sizes, except in
-    :meth:`statistics` and :meth:`__call__`. What these both compute from the same
-    values, a kernel computes once.
+    First maxima over each block are taken of what :meth:`statistics` returns, then the
+    elements are written. Values of blocks have one element per block, or are repeated
+    for each element of the block; the body must not depend on which. So it must not mix
+    values of blocks of different sizes, except in :meth:`statistics` and
+    :meth:`__call__`. What these both compute from the same values, a kernel computes
+    once.
     """
 
-    rounds: Sequence[Sequence[int]]
-    """For each round the sizes of the blocks of its maxima.
-
-    What a round takes maxima of may depend on the maxima of the rounds before it.
-    """
+    block_sizes: Sequence[int]
+    """For each maximum the size of its blocks."""
 
     @property
     def kept(self) -> int:
@@ -61,15 +58,9 @@ class BlockBody(typing.Protocol):
         ...
 
     def statistics(
-        self, number: int, values, scalars, index, multiply_add, before, after, /
+        self, values, scalars, index, multiply_add, before, /
     ) -> Sequence[jax.Array]:
-        """For each maximum int32 values of the elements; below 0 they count as 0.
-
-        Args:
-          number: of the round, from 0; it is static.
-          after: what encoding needs of the maxima of the rounds before; () in the
-            first.
-        """
+        """For each maximum int32 values of the elements; below 0 they count as 0."""
         ...
 
     def after(
@@ -78,11 +69,7 @@ class BlockBody(typing.Protocol):
         block_values: Sequence[jax.Array],
         scalars: Sequence[jax.Array],
     ) -> tuple[Sequence[jax.Array], tuple]:
-        """``(values of the per-block results, what encoding needs of the maxima)``.
-
-        After a round that is not the last, ``maxima`` has those of the rounds so far,
-        and only the second part of the result is used.
-        """
+        """``(values of the per-block results, what encoding needs of the maxima)``."""
         ...
 
     def __call__(

@@ -91,17 +91,15 @@ def _with_blocks(
     sizes = [o.block_size for o in leaf.operands if o.block_size is not None]
     of_elements = repeated(block_values, sizes)
     before = body.before(of_elements)
-    maxima, of_maxima, after, scalars = [], [], (), arguments[1]
-    for number, sizes in enumerate(body.rounds):
-        new = body.statistics(number, *arguments, before, after)
-        new = [
+    statistics = body.statistics(*arguments, before)
+    maxima = barrier(
+        [
             block_maxima(x, leaf.layout, size)
-            for x, size in zip(new, sizes, strict=True)
+            for x, size in zip(statistics, body.block_sizes, strict=True)
         ]
-        new = barrier(new)
-        maxima += new
-        of_maxima += repeated(new, sizes)
-        _, after = body.after(of_maxima, of_elements, scalars)
+    )
+    scalars = arguments[1]
+    _, after = body.after(repeated(maxima, body.block_sizes), of_elements, scalars)
     per_block, _ = body.after(maxima, block_values, scalars)
     per_element, per_block = iter(body(*arguments, before, after)), iter(per_block)
     return [

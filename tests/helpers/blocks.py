@@ -53,15 +53,15 @@ class Maxima:
     sizes: tuple[int, ...]
 
     @property
-    def rounds(self):
-        return [self.sizes]
+    def block_sizes(self):
+        return self.sizes
 
     kept = 1
 
     def before(self, block_values):
         return tuple(block_values)
 
-    def statistics(self, number, values, scalars, index, multiply_add, before, after):
+    def statistics(self, values, scalars, index, multiply_add, before):
         return [values[0] + old for old in before]
 
     def after(self, maxima, block_values, scalars):
@@ -127,8 +127,8 @@ class BlockMixture(Mixture):
         return self.widths[0]
 
     @property
-    def rounds(self):
-        return [[self.block_size] * 2]
+    def block_sizes(self):
+        return [self.block_size] * 2
 
     kept = 2
 
@@ -136,7 +136,7 @@ class BlockMixture(Mixture):
         (old,) = block_values
         return (old * jnp.uint32(5),)
 
-    def statistics(self, number, values, scalars, index, multiply_add, before, after):
+    def statistics(self, values, scalars, index, multiply_add, before):
         del multiply_add
         field, plain = values
         mixed = (field ^ plain ^ before[0] ^ scalars[0]) & jnp.uint32(0xFFFF)

@@ -133,11 +133,10 @@ class LeafBody:
         return new, residual, moments
 
     @property
-    def rounds(self) -> list[list[int]]:
-        """The block sizes of the maxima, in one round."""
+    def block_sizes(self) -> list[int]:
+        """The block sizes of the maxima, which determine the scales."""
         scaled = self._scaled.values()
-        sizes = [rows.blocks.block_size for rows in scaled for _ in range(rows.maxima)]
-        return [sizes] if sizes else []
+        return [rows.blocks.block_size for rows in scaled for _ in range(rows.maxima)]
 
     @property
     def kept(self) -> int:
@@ -149,9 +148,8 @@ class LeafBody:
         pairs = zip(self._scaled.values(), block_values, strict=False)
         return tuple(rows.prepare(scale) for rows, scale in pairs)
 
-    def statistics(self, number, values, scalars, index, multiply_add, before, after):
+    def statistics(self, values, scalars, index, multiply_add, before):
         """The arrays whose maxima per block determine the new scales."""
-        del number, after
         references = {x.relative_to for x in self._scaled.values() if x.relative_to}
         wanted = self._scaled.keys() | references
         takes_error = self.takes_error in wanted

@@ -88,23 +88,21 @@ def with_peephole_rules(
 @functools.lru_cache(maxsize=256)
 def with_instructions(
     body: Body | BlockBody,
-    number: int | None,
+    method: typing.Literal["__call__", "statistics"],
     instructions: Instructions | None,
     bytes_: tuple[int, ...] = (),
 ) -> Callable:
-    """The body of an update, by :func:`with_peephole_rules`.
+    """A method of an update's body, by :func:`with_peephole_rules`.
 
     It is jitted, so that JAX traces it once for all rows, and for all kernels whose
     bodies are equal.
 
     Args:
       body: the body.
-      number: of the round whose statistics are meant; None for the body itself.
+      method: of the body.
       instructions, bytes_: as of :func:`with_peephole_rules`.
     """
-    function: Callable = body
-    if number is not None:
-        function = functools.partial(typing.cast(BlockBody, body).statistics, number)
+    function = getattr(body, method)
     multiply_add = (instructions or xla).multiply_add
 
     def run(values, scalars, index, *of_blocks):

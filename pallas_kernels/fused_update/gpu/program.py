@@ -149,7 +149,9 @@ class _Program:
             for i, x in enumerate(self._per_row)
             if isinstance(x, Packed) and x.by_bytes
         ]
-        self._run = with_instructions(self._body, None, instructions, tuple(bytes_))
+        self._run = with_instructions(
+            self._body, "__call__", instructions, tuple(bytes_)
+        )
         # Rows that are read and written one by one take fewer registers.
         self._reads_at_once = bool(self._leaf.block_sizes) or memory.has_branches
 
@@ -271,30 +273,28 @@ class _Program:
         reads = [n for n, x in enumerate(self._reads) if isinstance(x, _PerBlock)]
         of_blocks = [loaded[n, 0] for n in reads]
         before = jax.tree.map(expand, decode(of_blocks))
-        maxima, stored, after = [], [], ()
-        for number in range(len(body.rounds)):
-            maxima += self._maxima(number, chunk, rows, loaded, before, after)
-            stored, after = encode(maxima, of_blocks, self._scalars)
-            after = jax.tree.map(expand, after)
+        maxima = self._maxima(chunk, rows, loaded, before)
+        stored, after = encode(maxima, of_blocks, self._scalars)
+        after = jax.tree.map(expand, after)
         writes = (x for x in self._writes if isinstance(x, _PerBlock))
         stores = [(x.access(chunk), v) for x, v in zip(writes, stored, strict=True)]
         return lambda *args: self._run(*args, before, after), stores
 
     def _maxima(
-        self, number: int, chunk: Scalar, rows: Sequence[Row], loaded, *of_blocks
+        self, chunk: Scalar, rows: Sequence[Row], loaded, before: tuple
     ) -> list:
-        """The maxima of a round, over the blocks of the rows."""
+        """The maxima over the blocks of the rows."""
         body = typing.cast(BlockBody, self._body)
         lanes = typing.cast(TiledLanes, self._lanes)
-        statistics = with_instructions(body, number, self._instructions)
-        sizes = body.rounds[number]
+        statistics = with_instructions(body, "statistics", self._instructions)
+        sizes = body.block_sizes
         left = lanes.rows_left(chunk * np.int32(lanes.tiling.chunk_rows))
         left = None if left is None else lanes.arrangement.expand(left)
         zeros = jnp.zeros(lanes.arrangement.shape, jnp.int32)
         maxima = [lanes.arrangement.carried(zeros)] * len(sizes)
         for row in rows:
             values = self._values(row, loaded)
-            new = statistics(values, self._scalars, row.index, *of_blocks)
+            new = statistics(values, self._scalars, row.index, before)
             larger = jnp.maximum
             if left is not None:
                 larger_before = (self._instructions or xla).larger_before

@@ -133,12 +133,13 @@ def _identity(x):
     return id(x)
 
 
-class Round(typing.NamedTuple):
-    """A round of maxima: the sizes of their blocks, and two functions of the body."""
+class BlockFunctions(typing.NamedTuple):
+    """What a :class:`.BlockBody` has besides the body itself."""
 
-    sizes: Sequence[int]
+    before: Function
     statistics: Function
     after: Function
+    block_sizes: Sequence[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,20 +148,20 @@ class Functions:
 
     Args:
       run: the body itself.
-      before: of a :class:`.BlockBody`; None of a body without.
-      rounds: of a :class:`.BlockBody`.
+      of_blocks: of a :class:`.BlockBody`; None of a body without.
     """
 
     run: Function
-    before: Function | None = None
-    rounds: Sequence[Round] = ()
+    of_blocks: BlockFunctions | None = None
 
     @property
     def are_supported(self) -> bool:
         """Whether TPU kernels have all their operations."""
-        parts = [self.run, self.before]
-        parts += [x for each in self.rounds for x in (each.statistics, each.after)]
-        return all(x is None or x.is_supported for x in parts)
+        parts = [self.run]
+        if self.of_blocks is not None:
+            before, statistics, after, _ = self.of_blocks
+            parts += [before, statistics, after]
+        return all(x.is_supported for x in parts)
 
 
 def traced(
@@ -190,9 +191,8 @@ def _traced(body, kinds: Sequence, scalars: int, integers: np.dtype) -> Function
     def run(values, scalars, index, *of_blocks):
         return body(values, scalars, index, xla.multiply_add, *of_blocks)
 
-    def statistics(number, values, scalars, index, *of_blocks):
-        multiply_add = xla.multiply_add
-        return body.statistics(number, values, scalars, index, multiply_add, *of_blocks)
+    def statistics(values, scalars, index, before):
+        return body.statistics(values, scalars, index, xla.multiply_add, before)
 
     values = registers(dtype for dtype, size in kinds if size is None)
     block_values = registers(dtype for dtype, size in kinds if size is not None)
@@ -201,16 +201,14 @@ def _traced(body, kinds: Sequence, scalars: int, integers: np.dtype) -> Function
     if not block_values:
         return Functions(Function(run, *arguments))
     before = Function(body.before, block_values)
-    rounds, maxima, after = [], [], ()
-    for number, sizes in enumerate(body.rounds):
-        of_round = functools.partial(statistics, number)
-        maxima = maxima + registers([jnp.int32] * len(sizes))
-        rounds.append(
-            Round(
-                sizes,
-                Function(of_round, *arguments, before.shapes, after),
-                Function(body.after, maxima, block_values, words),
-            )
-        )
-        after = rounds[-1].after.shapes[1]
-    return Functions(Function(run, *arguments, before.shapes, after), before, rounds)
+    maxima = registers([jnp.int32] * len(body.block_sizes))
+    after = Function(body.after, maxima, block_values, words)
+    return Functions(
+        Function(run, *arguments, before.shapes, after.shapes[1]),
+        BlockFunctions(
+            before,
+            Function(statistics, *arguments, before.shapes),
+            after,
+            body.block_sizes,
+        ),
+    )

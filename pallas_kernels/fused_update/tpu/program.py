@@ -51,14 +51,13 @@ class BlockProgram:
     def update(self) -> None:
         """Update the blocks."""
         known: Known = {}
-        for function in (
-            self.functions.run,
-            *(x.statistics for x in self.functions.rounds),
-        ):
-            function.add_known(self.scalars, known)
+        of_blocks = self.functions.of_blocks
+        self.functions.run.add_known(self.scalars, known)
+        if of_blocks is not None:
+            of_blocks.statistics.add_known(self.scalars, known)
         for block in (*_scales(self.operands), *_plain(self.operands)):
             block.open(self.place[1])
-        if self.functions.before is None:
+        if of_blocks is None:
             self._units(known)
         else:
             # The operands are as they were: results have memory of their own.
@@ -68,7 +67,7 @@ class BlockProgram:
 
     def _units(self, known: Known) -> None:
         """Update the units, whatever numbers they have."""
-        unroll = self.tiling.unroll if self.functions.before is None else 1
+        unroll = self.tiling.unroll if self.functions.of_blocks is None else 1
 
         def units(first, _):
             for offset in range(unroll):
@@ -137,7 +136,7 @@ class BlockProgram:
             rows = slice(block * height, (block + 1) * height)
             place, each = (unit, block), (arguments[rows], exist[rows])
             of_blocks = []
-            if self.functions.before is not None:
+            if self.functions.of_blocks is not None:
                 of_blocks = self._update_scales(
                     place, *each, checks, known=known, rules=rules
                 )
@@ -223,19 +222,17 @@ class BlockProgram:
         Returns:
           What decoding and encoding need of the blocks, for each element.
         """
-        functions = self.functions
-        assert functions.before is not None
+        functions = self.functions.of_blocks
+        assert functions is not None
         values = [block.load_elements(*place) for block in _scales(self.operands)]
         before = functions.before(values, **options)
-        maxima, stored, after = [], [], ()
-        for sizes, statistics, after_round in functions.rounds:
-            rows = []
-            for each, here in zip(arguments, exist, strict=True):
-                if checks is not None:
-                    checks.at(here)
-                rows.append(statistics(*each, before, after, **options))
-            maxima += self._maxima(rows, exist, sizes, checks)
-            stored, after = after_round(maxima, values, self.scalars, **options)
+        rows = []
+        for each, here in zip(arguments, exist, strict=True):
+            if checks is not None:
+                checks.at(here)
+            rows.append(functions.statistics(*each, before, **options))
+        maxima = self._maxima(rows, exist, functions.block_sizes, checks)
+        stored, after = functions.after(maxima, values, self.scalars, **options)
         for block, value in zip(_scales(self.results), stored, strict=True):
             block.store_elements(*place, value)
         return [before, after]
