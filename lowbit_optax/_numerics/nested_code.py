@@ -25,8 +25,7 @@ from lowbit_optax._numerics.codes import (
 from pallas_kernels import operations
 
 # Steps are 2^19 to 2^23 in a float32's pattern: 1/16, 1/8, ... 1 octave. A base on any
-# of these grids has three zeros in its bfloat16, which say which step it is. Three more
-# steps, up to 8 octaves, can be read: states of earlier versions have them.
+# of these grids ends in three zeros in bfloat16. The step's number takes their place.
 _FINEST = 19
 _COARSEST = 23
 _PLACE = 16
