@@ -176,6 +176,7 @@ FORMATS = {
     "toward zero": lowbit_optax.extra_bits(8, rounding="toward_zero"),
     "stochastic sums": lowbit_optax.extra_bits(12, sum_rounding="stochastic"),
     "stochastic": lowbit_optax.stochastic_rounding(),
+    "error into trace": lowbit_optax.stochastic_rounding(error_into="trace"),
     "master copy": lowbit_optax.master_copy(),
     "nearest": lowbit_optax.nearest(),
 }
@@ -183,7 +184,7 @@ FORMATS = {
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_with_scales_of_1_it_trains_as_float8_arrays_do(name):
-    tx = weights_only(optax.sgd(0.5), FORMATS[name], min_size=0)
+    tx = weights_only(optax.sgd(0.5, momentum=0.9), FORMATS[name], min_size=0)
     x, series = normal(0), [normal(seed).at[::32].set(0) for seed in (1, 2, 3)]
     x = x.at[::32].set(448.0)
     like = jax.eval_shape(functools.partial(block_scale, min_size=0), x)
