@@ -166,15 +166,16 @@ def table(record: dict) -> str:
 
 
 def draw(record: dict, path) -> None:
-    """The reward over the steps, at each rate."""
+    """What the rewards gain over those of the weights at the start, at each rate."""
+    idle = np.mean(record["not_trained"]["curves"], 0)
     with pictures.drawn(path, 3.3, (1,) * len(RATES)) as panels:
         for axes, (rate, runs) in zip(panels, record["runs"].items(), strict=True):
             for name, run in runs.items():
-                curve = np.mean(run["curves"], 0)
+                curve = np.mean(run["curves"], 0) - idle
                 steps = np.arange(1, 21) * record["options"]["steps"] / 20
                 axes.plot(steps, curve, color=ROWS[name].color, label=name)
             axes.set(title=f"learning rate {rate}", xlabel="step")
-        panels[0].set(ylabel="reward")
+        panels[0].set(ylabel="reward gained")
         panels[0].legend()
 
 
