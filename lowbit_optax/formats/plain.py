@@ -177,7 +177,9 @@ class StochasticRounding(WeightFormat):
         layout, significand = float_layouts.layout_of(dtype), self.significand
         bits = layout.mantissa_bits if significand is None else significand.bits
         words = words_toward(master, ahead, layout, bits)
-        words = jnp.where(jnp.isnan(ahead), random.words(master.shape), words)
+        # With explicit axes a selection takes no indices, which are not sharded.
+        lost = jnp.where(jnp.isnan(ahead), jnp.uint32(2**32 - 1), jnp.uint32(0))
+        words = (words & ~lost) | (random.words(master.shape) & lost)
         return rounded(significand, master, dtype, words)
 
 
