@@ -312,7 +312,9 @@ def _figures(name: str, found: dict) -> dict:
 
 
 def _base(name: str) -> str:
-    return ROWS[name].base if name in ROWS else "torch AdamW, float32"
+    if name in ROWS:
+        return ROWS[name].base
+    return "torch AdamW, float32" if name.startswith("torch") else "float32"
 
 
 def _bytes(row: optimal_rows.Row) -> float:
@@ -344,7 +346,7 @@ def draw(record: dict, path: pathlib.Path) -> None:
     parts = np.arange(1, POINTS + 1) / POINTS
     smooth = lambda curve: np.convolve(curve, np.ones(5) / 5, "valid")
     shown = {name: run for name, run in runs.items() if name in ROWS}
-    with pictures.drawn(path, 4.2, (4, 5)) as (losses, gaps):
+    with pictures.drawn(path, 3.8, (4, 5)) as (losses, gaps):
         for name, run in shown.items():
             row = ROWS[name]
             look = {"color": row.color, "ls": row.style, "lw": 1.2, "label": name}

@@ -186,7 +186,7 @@ def plan(
 
     Rows are in the order of what they can lose, bits of weights before bits of moments.
     In what docs/accuracy.md has trained to the end of a schedule, ``lowbit``, 4 bits of
-    both moments and 12 bits end 0.002 to 0.006 nats above float32, whose seeds spread
+    both moments and 12 bits end 0.002 to 0.005 nats above float32, whose seeds spread
     by 0.002, and low moments below it; docs/choosing.md says when each fails. Choices
     whose moments the optimizer does not have, as ``mu`` and ``nu``, are left out, and
     those whose weights it does not take, as of Prodigy.
