@@ -136,7 +136,7 @@ def train(name, seed, model: GPT, text, settings: dict, folder: pathlib.Path) ->
     state = kind(0, None, params, tx, opt_state)
     state = state.replace(step=jnp.int32(0))
     checkpoints = Checkpoints(folder / f"{_slug(name)}_{seed}", settings)
-    metrics = {"row": name, "seed": seed, "steps": steps}
+    metrics = {"row": name, "seed": seed, "steps": steps, "bytes": _bytes(row)}
     metrics |= {"losses": [], "held_out": []}
     if found := checkpoints.restore(state):
         state, metrics = found
@@ -275,7 +275,7 @@ def _complete(folder: pathlib.Path, record: dict | None) -> dict[str, dict[int, 
         each = zip(run["seeds"], run["curves"], run["tails"], strict=True)
         found[name] = {
             seed: {"steps": record["steps"], "losses": losses, "held_out": held_out}
-            | ({"bytes": run["bytes_per_parameter"]} if name not in ROWS else {})
+            | {"bytes": run["bytes_per_parameter"]}
             for seed, losses, held_out in each
         }
     for path in sorted(folder.glob("*_[0-9].json")):
