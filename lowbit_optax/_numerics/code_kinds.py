@@ -2,7 +2,8 @@
 
 import functools
 
-from lowbit_optax._numerics.codes import Code, Float, Scale
+from lowbit_optax._numerics.codes import Code, Scale
+from lowbit_optax._numerics.float_code import Float
 from lowbit_optax._numerics.in_units import Dynamic, Linear, Segments, Sqrt
 from lowbit_optax._numerics.nested_code import Nested
 

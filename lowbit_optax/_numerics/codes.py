@@ -18,8 +18,8 @@ less. So the mean is x to within 2^-12 of the step. With ``words`` None, the res
 the nearer neighbour.
 
 **Zero** has a field of its own, which decodes to exactly 0 and is never rounded at
-random. (In ``Float`` it becomes the smallest positive value, unless the whole block is
-0.) The unsigned codes are for second moments, whose root divides an update. A second
+random. (In ``"float"`` it becomes the smallest positive value, unless the whole block
+is 0.) The unsigned codes are for second moments, whose root divides an update. A second
 moment that became 0 would let the update grow without bound, so a positive number never
 rounds to zero in these codes: it becomes the smallest positive value instead.
 
@@ -44,7 +44,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from lowbit_optax._numerics import float_layouts
 from pallas_kernels import operations
 
 RANDOM_BITS = 12
@@ -285,121 +284,3 @@ def as_fields(numbers: jax.Array) -> jax.Array:
     dtype('uint32')
     """
     return lax.bitcast_convert_type(numbers, jnp.uint32)
-
-
-@dataclasses.dataclass(frozen=True)
-class Sum(Code):
-    """A code for sums of gradients, which must not hide a value that is not finite.
-
-    A moment recovers when a value that is not finite, or as large as 2^50, is stored as
-    less. Whatever reads a sum must see it. So all finite values enter the scale here,
-    and all others become NaN, in the field that the code itself does not need.
-
-    Args:
-      bits, signed, scale: those of the code.
-      code: how the finite values are stored; its ``limit`` is infinity.
-    """
-
-    code: Code = dataclasses.field(kw_only=True)
-
-    def keys(self, x):
-        return self.code.keys(x)
-
-    def scale_of_keys(self, keys):
-        return self.code.scale_of_keys(keys)
-
-    def prepare(self, scale):
-        return self.code.prepare(scale)
-
-    def encode_fields(self, x, prepared, words, multiply_add=multiply_add):
-        finite = jnp.isfinite(x)
-        nan = jnp.uint32(self.code.spare_field)
-        x = jnp.where(finite, x, jnp.float32(0))
-        fields = self.code.encode_fields(x, prepared, words, multiply_add)
-        # Only a negative zero can have it.
-        fields = jnp.where(fields == nan, jnp.uint32(0), fields)
-        return jnp.where(finite, fields, nan)
-
-    def decode_fields(self, fields, prepared, multiply_add=multiply_add):
-        value = self.code.decode_fields(fields, prepared, multiply_add)
-        nan = fields == jnp.uint32(self.code.spare_field)
-        # A NaN constant would become an array that JAX moves out of a scan over layers.
-        return jnp.where(nan, value * jnp.float32(jnp.nan), value)
-
-
-# A compiler may compute a moment twice, for the scale and for the fields, and round it
-# differently. No number so close above the largest must be rounded up to infinity.
-_MARGIN = 16  # units in the last place
-
-
-@dataclasses.dataclass(frozen=True)
-class Float(Code):
-    """Floats with m bits of mantissa, whose exponents count from that of the block.
-
-    Without negative numbers, the patterns of float32 are integers in the order of the
-    values, and the pattern is linear in x between numbers of m bits. A field is
-
-        (pattern of x - pattern of the base) / 2^(23 - m)
-
-    rounded, so that encoding and decoding are integer sums and shifts. The scale is the
-    base, a number of m bits: the largest one with which the block is in range.
-
-    The value of field 0 is the base, and not 0, unless the whole block is 0. With 8
-    bits the base is about 2^-32 of the largest value. Numbers of the last steps
-    before float32's infinity may become infinity.
-    """
-
-    @property
-    def _mantissa(self) -> int:
-        """The number m of the class's formula."""
-        return {8: 3, 4: 1}[self.bits]
-
-    @property
-    def _dropped(self) -> int:
-        return 23 - self._mantissa
-
-    def scale_of_keys(self, keys):
-        pattern = bits_of(self.magnitude_of(*keys))
-        step = self._dropped if self.scale == "bfloat16" else 23
-        span = self.largest_field << self._dropped
-        largest = _rounded_up(pattern + jnp.int32(_MARGIN), self._dropped)
-        # Field 0 of a block that is not zero stands for a normal number.
-        largest = jnp.maximum(largest, jnp.int32(ONE_EXPONENT + span))
-        first = largest - jnp.int32(span)
-        if step > self._dropped:
-            first = _rounded_up(first, step)
-        # No field but infinity's stands for float32's infinity or more.
-        last = pattern_of(math.inf) - (self.infinity_field << self._dropped)
-        first = operations.capped_pattern(first, jnp.int32(last >> step << step))
-        first = jnp.where(pattern == jnp.int32(0), jnp.int32(0), first)
-        return float_layouts.from_bits(as_fields(first) >> jnp.uint32(16), jnp.bfloat16)
-
-    def prepare(self, scale):
-        """The base's pattern, int32, and the same as for infinity's field."""
-        base = bits_of(scale)
-        return base, base + jnp.int32(self.infinity_field << self._dropped)
-
-    def encode_fields(self, x, prepared, words, multiply_add=multiply_add):
-        base, _ = prepared
-        infinity = jnp.int32(self.infinity_field << self._dropped)
-        above = operations.pattern_above(x, base, infinity)
-        # The field becomes the leading bits of a word.
-        free = 32 - self.bits
-        above = as_fields(above) << jnp.uint32(free - self._dropped)
-        offset = lax.bitcast_convert_type(rounding_offset(free, words), jnp.uint32)
-        return (above + offset) >> jnp.uint32(free)
-
-    def decode_fields(self, fields, prepared, multiply_add=multiply_add):
-        base, infinity = prepared
-        above = fields << jnp.uint32(self._dropped)
-        pattern = lax.bitcast_convert_type(above, jnp.int32) + base
-        # For equality a compiler would compare the fields, which takes another shift.
-        last = jnp.uint32(self.infinity_field)
-        infinite = operations.is_last_field(fields, last, pattern, infinity)
-        return jnp.where(infinite, jnp.float32(jnp.inf), float_of(pattern))
-
-
-def _rounded_up(pattern: jax.Array, dropped: int) -> jax.Array:
-    """int32 patterns without their low bits, rounded up."""
-    pattern = pattern + jnp.int32((1 << dropped) - 1)
-    return pattern & jnp.int32(-1 << dropped)

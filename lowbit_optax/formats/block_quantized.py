@@ -12,8 +12,9 @@ import typing
 import jax
 
 from lowbit_optax._numerics.code_kinds import code_of
-from lowbit_optax._numerics.codes import Code, Sum, multiply_add
+from lowbit_optax._numerics.codes import Code, multiply_add
 from lowbit_optax._numerics.rounding import to_float32
+from lowbit_optax._numerics.sum_code import Sum
 from lowbit_optax.formats.base import (
     BlockMomentFormat,
     MomentFormat,

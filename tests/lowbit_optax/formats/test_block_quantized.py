@@ -15,7 +15,8 @@ from lowbit_optax import block_quantized
 from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics import code_kinds
 from lowbit_optax._numerics.code_kinds import Segments
-from lowbit_optax._numerics.codes import RANDOM_BITS, Float
+from lowbit_optax._numerics.codes import RANDOM_BITS
+from lowbit_optax._numerics.float_code import Float
 from lowbit_optax._numerics.random_bits import moment_draws, random_bits
 from lowbit_optax._step.blanks import is_blank
 from lowbit_optax.formats.block_quantized import QuantizedMoment
