@@ -14,12 +14,8 @@ from jax import lax
 from jax.extend.core import primitives as p
 
 from pallas_kernels import operations
-from pallas_kernels.fused_update.tpu.rules import (
-    applied,
-    number_of,
-    quotient,
-    reciprocal,
-)
+from pallas_kernels.fused_update.tpu.division import quotient, reciprocal
+from pallas_kernels.fused_update.tpu.rules import applied, number_of
 from pallas_kernels.fused_update.tpu.tiling import REGISTER
 from pallas_kernels.fused_update.tpu.values import (
     Constant,

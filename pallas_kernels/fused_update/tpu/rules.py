@@ -5,10 +5,7 @@ slow. So a body's jaxpr is evaluated with its values of 8 and 16 bits in the upp
 of 32-bit words, where bfloat16s are the patterns of float32 already. Widening one is
 then free, and so are the shifts by 16 around it.
 
-Mosaic's roots and quotients handle zeros, infinities and NaNs case by case. The rules
-here take fewer instructions, which depend on the generation of TPUs. They give the same
-numbers with two exceptions: a quotient by 2^126 or more is zero, and the root of a
-subnormal number is zero or subnormal.
+Quotients and roots are those of :mod:`.division`, by generations of TPUs.
 """
 
 import dataclasses
@@ -20,12 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.extend import core
 from jax.extend.core import primitives as p
 
 from pallas_kernels import operations
+from pallas_kernels.fused_update.tpu.division import quotient, reciprocal, root
 from pallas_kernels.fused_update.tpu.values import (
     Field,
     Lazy,
@@ -64,13 +61,6 @@ _PRIMITIVES = frozenset(
 )  # fmt: skip
 # These take and give values of 8 and 16 bits without arithmetic on them.
 _OF_NARROW = (p.convert_element_type_p, p.bitcast_convert_type_p, p.select_n_p)
-
-
-# Of Pallas itself with JAX 0.10.
-reciprocal = getattr(pltpu, "reciprocal", None) or pl.reciprocal
-
-# Of one over the root of a positive float32 that is normal, and beyond.
-_MIN_INVERSE, _MAX_INVERSE = 2.0**-65, 2.0**64
 
 
 def is_supported(jaxpr: core.Jaxpr) -> bool:
@@ -261,39 +251,6 @@ def _broadcast(eqn, x):
     return NotImplemented
 
 
-def quotient(
-    x: jax.Array, y: jax.Array, inverse: jax.Array, is_ordinary: bool = False
-) -> jax.Array:
-    """``x / y`` by one step of Newton's for ``1 / y``, as Mosaic has it for a v5e.
-
-    Args:
-      x, y: float32.
-      inverse: of ``y``, approximately.
-      is_ordinary: whether the result may be NaN where ``y`` is zero or infinite.
-
-    >>> numbers = jnp.float32([3, 0, jnp.inf]), jnp.float32([0.333, jnp.inf, 0])
-    >>> quotient(jnp.float32(3), *numbers).round(3).tolist()
-    [1.0, inf, 0.0]
-    """
-    unity = y * inverse
-    better = inverse + inverse * (jnp.float32(1) - unity)
-    if is_ordinary:
-        return x * better
-    # NaN where one of the two is zero and the other infinite: there is nothing better.
-    return x * jnp.where(unity == unity, better, inverse)
-
-
-def root(x: jax.Array) -> jax.Array:
-    """The square root as ``x`` times one over it, limited so that no product is NaN.
-
-    >>> [float(root(jnp.float32(x))) for x in (0, 4, jnp.inf)]
-    [0.0, 2.0, inf]
-    """
-    inverse = lax.rsqrt(x)
-    inverse = jnp.minimum(inverse, jnp.float32(_MAX_INVERSE))
-    return x * jnp.maximum(inverse, jnp.float32(_MIN_INVERSE))
-
-
 def _div(eqn, x, y):
     if not _is_array(eqn, jnp.float32):
         return NotImplemented
@@ -333,7 +290,7 @@ OPERATIONS = {
 
 
 def number_of(x) -> int | None:
-    """A constant's number; None for an array."""
+    """The int of an input that is a constant of rank 0; None for any other input."""
     if isinstance(x, np.generic | int) and not isinstance(x, bool):
         return int(x)
     if isinstance(x, np.ndarray) and not x.shape:

@@ -16,6 +16,7 @@ from released import OPERATION_BY_OPERATION
 from lowbit_optax import block_quantized, extra_bits
 from pallas_kernels import operations
 from pallas_kernels.fused_update.tpu import kernel as tpu
+from pallas_kernels.fused_update.tpu.division import quotient
 from pallas_kernels.fused_update.tpu.functions import Function
 from pallas_kernels.fused_update.tpu.ordinary import (
     Checks,
@@ -23,7 +24,7 @@ from pallas_kernels.fused_update.tpu.ordinary import (
     rules_for_ordinary,
 )
 from pallas_kernels.fused_update.tpu.program import BlockProgram
-from pallas_kernels.fused_update.tpu.rules import RULES, quotient
+from pallas_kernels.fused_update.tpu.rules import RULES
 from pallas_kernels.fused_update.tpu.values import Constant, Field, Key, whole
 
 pytestmark = pytest.mark.standard_promotion  # optax's

@@ -7,13 +7,9 @@ import pytest
 from jax import lax
 
 from pallas_kernels import operations
+from pallas_kernels.fused_update.tpu.division import quotient, root
 from pallas_kernels.fused_update.tpu.functions import Function
-from pallas_kernels.fused_update.tpu.rules import (
-    RULES,
-    quotient,
-    root,
-    rules_for,
-)
+from pallas_kernels.fused_update.tpu.rules import RULES, rules_for
 from pallas_kernels.fused_update.tpu.values import Narrow, Sum, whole
 
 SPECIAL = np.float32([0, -0.0, np.inf, -np.inf, np.nan, 1, -3, 1e-30, 2.5e30])
