@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from flax import serialization
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from optimizers import assert_same_bits, normal, train
+from stores import STORES
 
 import lowbit_optax
 from lowbit_optax import block_scale, convert, extra_bits, lowbit, lpmm, release
@@ -88,20 +88,7 @@ def test_shapes_that_are_not_the_weights_are_refused():
 # Checkpoints.
 
 
-def _orbax(folder, saved, like):
-    target = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / "checkpoint", saved)
-        checkpointer.wait_until_finished()
-        return checkpointer.restore(folder / "checkpoint", target)
-
-
-def _flax(folder, saved, like):
-    del folder
-    return serialization.from_bytes(like, serialization.to_bytes(saved))
-
-
-@pytest.mark.parametrize("store", [_orbax, _flax])
+@STORES
 def test_a_run_goes_on_from_a_checkpoint(tmp_path, store):
     halfway = stepped(begun())
     restored = store(tmp_path, halfway, jax.tree.map(jnp.zeros_like, halfway))

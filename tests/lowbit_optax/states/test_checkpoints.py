@@ -25,6 +25,7 @@ from optimizers import (
     random_grads,
     train,
 )
+from stores import STORES, orbax
 
 import lowbit_optax
 from lowbit_optax import (
@@ -45,24 +46,6 @@ _adamw = functools.partial(adamw, 0.01)
 def _mixed_params():
     """Parameters with float32 leaves, whose residual is None, and a None among them."""
     return model_params() | {"norm": jnp.ones(24), "unused": None}
-
-
-def _orbax(folder, saved, like):
-    """Saves a tree; restores it with the shapes, dtypes and shardings of ``like``."""
-    target = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / "checkpoint", saved)
-        checkpointer.wait_until_finished()
-        return checkpointer.restore(folder / "checkpoint", target)
-
-
-def _flax(folder, saved, like):
-    file = folder / "checkpoint.msgpack"
-    file.write_bytes(serialization.to_bytes(saved))
-    return serialization.from_bytes(like, file.read_bytes())
-
-
-STORES = pytest.mark.parametrize("store", [_orbax, _flax], ids=["orbax", "flax"])
 
 
 @STORES
@@ -113,7 +96,7 @@ def _goes_on(folder, tx, params, series, shape, axes, spec):
         _placed(tx, params, rows),
     )
     target = _placed(tx, params, there)
-    restored = _orbax(folder, saved, target)
+    restored = orbax(folder, saved, target)
     placed = jax.tree.map(lambda x: x.sharding, restored)
     assert placed == jax.tree.map(lambda x: x.sharding, target)
     assert_same_bits(jax.device_get(restored), jax.device_get(halfway))
@@ -197,7 +180,7 @@ def test_orbax_converts_moments_to_the_dtype_it_is_asked_for(tmp_path):
     series = gradient_series(params, 5)
     saved, resumed = _adamw(kahan()), _adamw(kahan(), BFLOAT16_MOMENTS)
     held = train(saved, params, saved.init(params), series)
-    got, state = _orbax(tmp_path, held, (params, resumed.init(params)))
+    got, state = orbax(tmp_path, held, (params, resumed.init(params)))
     assert state.inner_state[0].mu["kernel"].dtype == jnp.bfloat16
     np.testing.assert_allclose(
         state.inner_state[0].nu["kernel"].astype(jnp.float32),
