@@ -77,7 +77,10 @@ def over_automatic_axes(
 
 
 def moved(arrays: Sequence, specs: Sequence[P], mesh) -> list[jax.Array]:
-    """The arrays at these places of a mesh."""
+    """The arrays at these places of a mesh, by a spec for each.
+
+    With explicit axes their types change too; elsewhere it is a constraint.
+    """
     to = jax.lax.with_sharding_constraint
     if has_explicit_axes(mesh):
         to = jax.sharding.reshard

@@ -56,7 +56,7 @@ def load(ref: Ref, group: int) -> list[jax.Array]:
 
 
 def store(ref: Ref, rows: Iterable, group: int) -> None:
-    """The inverse of :func:`load`."""
+    """Write registers to the rows that :func:`load` reads them from, in its order."""
     for row, value in enumerate(rows):
         ref[_register(ref, row, group)] = whole(value)
 

@@ -184,7 +184,12 @@ class Unlike:
 
 @dataclasses.dataclass(frozen=True)
 class Constant:
-    """The same truth value for every element."""
+    """The same truth value for every element, for checks that fold away.
+
+    Attributes:
+      number: the value.
+      shape: of the array that it stands for.
+    """
 
     number: bool
     shape: tuple[int, ...]
