@@ -120,6 +120,13 @@ class MomentPlan:
             found[i] = dataclasses.replace(moment, reference=reference)
         return found
 
+    @property
+    def rounds_evenly(self) -> bool:
+        """Whether any moment takes :meth:`.Draws.even`."""
+        formats = [moment.format for moment in self.storage if moment is not None]
+        coded = [x for x in formats if isinstance(x, BlockMomentFormat)]
+        return any(x.codec.rounds_evenly for x in coded)
+
     @functools.cached_property
     def error_parts(self) -> list[int | None]:
         """Per parameter, the part that takes its rounding errors, if any.

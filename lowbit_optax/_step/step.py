@@ -169,7 +169,8 @@ class Step(LeafStep):
     @functools.cached_property
     def draws(self) -> dict[str, Draws]:
         """By the paths of the leaves, the random numbers for their moments."""
-        return draws_of_moments(self.leaves, self.random, self.phase)
+        phase = self.phase if self.plan.rounds_evenly else None
+        return draws_of_moments(self.leaves, self.random, phase)
 
 
 class Stepped(typing.NamedTuple):
