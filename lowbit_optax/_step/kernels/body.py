@@ -140,8 +140,12 @@ class LeafBody:
 
     @property
     def kept(self) -> int:
-        """How many numbers per element wait for the maxima over their block."""
-        return len(self._scaled) + (self.takes_error is not None)
+        """How many numbers per element wait for the maxima over their block.
+
+        A relative moment counts twice: its quotient takes a root.
+        """
+        relative = sum(x.relative_to is not None for x in self._scaled.values())
+        return len(self._scaled) + relative + (self.takes_error is not None)
 
     def before(self, block_values):
         """The stored scales, prepared for decoding."""
