@@ -3,6 +3,7 @@
     .venv/bin/python -m benchmarks compute_optimal
     .venv/bin/python -m benchmarks compute_optimal --rows float32 lowbit --seeds 1
     .venv/bin/python -m benchmarks compute_optimal --torch .venv-torch/bin/python
+    .venv/bin/python -m benchmarks compute_optimal --large --seeds 1
     .venv/bin/python -m benchmarks compute_optimal --full --minutes 60
 
 20 bytes of text per parameter and more, none seen twice but by chance; a warmup and a
@@ -13,7 +14,8 @@ library.
 A run that is interrupted goes on where it was saved, and runs of the record are not
 trained again, so several processes may train different rows. With ``--torch`` the peers
 are trained too, by a Python that has torch and torchao; flashoptim-jax takes part if it
-is installed. ``--full`` is GPT-2 124M on one GPU for so many minutes a run.
+is installed. ``--large`` is a model of a million parameters in four formats, with a
+record of its own. ``--full`` is GPT-2 124M on one GPU for so many minutes a run.
 """
 
 import argparse
@@ -24,6 +26,7 @@ import subprocess
 import sys
 import time
 import zlib
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,8 +53,32 @@ TAIL = 10
 SAVED = 10
 """How many parts are trained between two checkpoints."""
 
-SMALL = GPT(4, 64, 4, 64)
 GPT2 = GPT(12, 768, 12, 1024, "full", jnp.bfloat16, 50257)
+
+
+class Size(NamedTuple):
+    """A model, and how it is trained unless options say otherwise.
+
+    The highest learning rate is inverse to the model's width.
+    """
+
+    model: GPT
+    steps: int
+    learning_rate: float
+    rows: tuple[str, ...] = tuple(ROWS)
+
+
+SIZES = {
+    "small": Size(GPT(4, 64, 4, 64), 4300, 8e-3),
+    "large": Size(
+        GPT(5, 128, 4, 64),
+        20100,
+        4e-3,
+        ("float32", "bfloat16, nearest", "lowbit", "error into mu"),
+    ),
+    "full": Size(GPT2, 0, 8e-3),  # as many steps as the minutes allow
+}
+
 _KEY = jax.random.key(0)
 TORCH = pathlib.Path(__file__).parent / "text" / "torch_gpt.py"
 
@@ -61,15 +88,22 @@ def main(argv: list[str] | None = None) -> None:
     add = parser.add_argument
     add("--rows", nargs="+", choices=ROWS, metavar="ROW", help="train these alone")
     add("--torch", metavar="PYTHON", help="train the peers too, by this Python")
-    add("--steps", type=int, default=4300, help=f"a multiple of {POINTS}")
+    add("--large", action="store_true", help="a million parameters, fewer rows")
+    add("--steps", type=int, help=f"a multiple of {POINTS}")
     add("--batch-size", type=int, default=16, help="examples per step")
-    add("--learning-rate", type=float, default=8e-3, help="the highest")
+    add("--learning-rate", type=float, help="the highest")
     add("--afresh", action="store_true", help="do not go on from the record")
     add("--minutes", type=float, default=30, help="of a run, with --full")
     args = parser.parse_args(argv)
-    args.is_apart = _is_apart(parser, args)
+    args.size = "full" if args.full else "large" if args.large else "small"
+    size = SIZES[args.size]
+    args.steps = args.steps or size.steps
+    args.learning_rate = args.learning_rate or size.learning_rate
+    args.is_apart = args.full or _options(args) != [size.steps, 16, size.learning_rate]
     path = records.path_of(__name__)
-    folder = ROOT / "runs" / path.stem / _numbers(args)
+    if args.large:
+        path = path.with_stem(f"{path.stem}_large")
+    folder = ROOT / "runs" / path.stem / "-".join(map(str, _options(args)))
     if args.is_apart:
         path = folder / path.name
     if not args.draw:
@@ -80,24 +114,21 @@ def main(argv: list[str] | None = None) -> None:
             sys.exit(f"error: {error}")
         except KeyboardInterrupt:
             sys.exit("\ninterrupted; the same command goes on")
-        del args.rows, args.torch, args.afresh  # other runs are of the same record
+        # Other runs are of the same record.
+        del args.rows, args.torch, args.afresh, args.large
         records.save(path, args, records.ran_here(), **gathered(folder, before, args))
     record = records.load(path)
     print(table(record["runs"]))
     draw(record, pictures.picture_of(path.stem, args.is_apart))
 
 
-_NUMBERS = ("full", "minutes", "steps", "batch_size", "learning_rate")
-
-
-def _numbers(args) -> str:
-    """The options on which the numbers of a run depend, as a folder's name."""
-    return "-".join(str(getattr(args, name)) for name in _NUMBERS)
-
-
-def _is_apart(parser, args) -> bool:
-    """Whether the runs have other numbers than those of the record."""
-    return any(getattr(args, name) != parser.get_default(name) for name in _NUMBERS)
+def _options(args) -> list:
+    """The options on which the numbers of a run depend."""
+    return [
+        args.minutes if args.full else args.steps,
+        args.batch_size,
+        args.learning_rate,
+    ]
 
 
 def train_all(
@@ -106,7 +137,7 @@ def train_all(
     """Trains what is asked for and not complete yet; a file for each run."""
     complete = _complete(folder, record)
     text = stdlib_text.load_whole()
-    model = GPT2 if args.full else SMALL
+    model = SIZES[args.size].model
     steps = _steps_in(args, model, text, folder) if args.full else args.steps
     settings = {
         "model": repr(model),
@@ -116,7 +147,7 @@ def train_all(
         "learning_rate": args.learning_rate,
     }
     for seed in range(args.seeds):
-        for name in args.rows or ROWS:
+        for name in args.rows or SIZES[args.size].rows:
             if seed not in complete.get(name, {}):
                 result = train(name, seed, model, text, settings, folder)
                 done = folder / f"{_slug(name)}_{seed}.json"
@@ -254,7 +285,7 @@ def _slug(name: str) -> str:
 def gathered(folder: pathlib.Path, record: dict | None, args) -> dict:
     """The record's figures, from the files of complete runs and the record before."""
     found = _complete(folder, record)
-    model = GPT2 if args.full else SMALL
+    model = SIZES[args.size].model
     size = sum(x.size for x in jax.tree.leaves(jax.eval_shape(model.init, _KEY)))
     steps = next(iter(next(iter(found.values())).values()))["steps"]
     tokens = steps * args.batch_size * model.context

@@ -18,6 +18,8 @@ from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.landing import REPLACE, apply_leaf
 from lowbit_optax._numerics.rounding import to_float32
 from lowbit_optax._step import context, trees
+from lowbit_optax._step.error_feedback import ahead_of
+from lowbit_optax._step.inner_update import trace_update
 from lowbit_optax._step.step import Step
 from lowbit_optax.formats import quantized_tensor
 from lowbit_optax.formats.base import WeightFormat
@@ -36,7 +38,8 @@ class LeafReport(typing.NamedTuple):
     Args:
       lost: ``#{u != 0 and round(p + u) == p} / #{u != 0}``, the share of updates that
         rounding the parameter to nearest would cancel.
-      moved: ``<d, u> / <u, u>``, how far the master goes over how far it should.
+      moved: ``<d, u> / <u, u>``, how far the master goes over how far it should. With
+        ``error_into`` it runs ahead of its momentum and waits for it.
       noise: ``|d - u| / |u|``, the error of that movement.
       overflows: how many new weights are not finite, though master and update are.
       nonfinite_grads: how many elements of the gradient are not finite.
@@ -167,10 +170,20 @@ def _step_reports(step: Step, update) -> dict[str, LeafReport]:
     step = dataclasses.replace(step, landing=REPLACE)
     updates, inner_state = step.inner_update(update)
     errors = _moment_errors(step, inner_state)
+    ahead = _ahead(step, update, inner_state)
     return {
-        name: _leaf_report(step, number, updates[number], errors[name])
+        name: _leaf_report(step, number, updates[number], ahead[number], errors[name])
         for number, name in enumerate(step.names)
     }
+
+
+def _ahead(step: Step, update, inner_state) -> list:
+    """Per leaf, how far its momentum will still move it; None if it takes no errors."""
+    if not step.plan.takes_errors:
+        return [None] * len(step.leaves)
+    feedback = trace_update(update, step).conditions(step)[2]
+    parts = jax.tree.leaves(inner_state)
+    return [x and ahead_of(parts[x.part], x.reach) for x in feedback]
 
 
 def _lost_shares(step: Step, update) -> dict[str, jax.Array]:
@@ -247,7 +260,7 @@ def _relative_error(value: jax.Array, stored: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.sum(error * error) / square)
 
 
-def _leaf_report(step: Step, number: int, update, errors) -> LeafReport:
+def _leaf_report(step: Step, number: int, update, ahead, errors) -> LeafReport:
     leaf = step.leaves[number]
     param, residual, format_ = leaf.param, leaf.residual, leaf.format
     if format_ is None:
@@ -258,7 +271,7 @@ def _leaf_report(step: Step, number: int, update, errors) -> LeafReport:
         residual = unpack(residual, format_.width, layout_of(param.shape))
         format_ = format_.on_fields()
     new, after, _ = traced_once(_advance, format_)(
-        param, residual, update.astype(jnp.float32), step.random[number]
+        param, residual, update.astype(jnp.float32), step.random[number], ahead
     )
     new, after = step.guard.chosen((new, after), (param, residual))
     join = traced_once(format_.join)
@@ -276,8 +289,8 @@ def _report(param, update, join, old, new, moment_errors) -> LeafReport:
     return LeafReport(lost, moved, noise, overflows, zero, moment_errors)
 
 
-def _advance(format_: WeightFormat, param, residual, update, random):
-    return format_.advance(param, residual, update, random, REPLACE)
+def _advance(format_: WeightFormat, param, residual, update, random, ahead):
+    return format_.advance(param, residual, update, random, REPLACE, ahead)
 
 
 def _moment_errors(step: Step, inner_state):
