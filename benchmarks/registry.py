@@ -324,7 +324,9 @@ BENCHMARKS = {
         (
             "docs/accuracy.md",
             "docs/evidence/compute_optimal.png",
+            "docs/evidence/compute_optimal_large.png",
             "benchmarks/training/compute_optimal.json",
+            "benchmarks/training/compute_optimal_large.json",
         ),
         TRAINING,
         has_full=True,

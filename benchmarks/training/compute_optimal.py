@@ -390,7 +390,8 @@ def draw(record: dict, path: pathlib.Path) -> None:
             differences = [np.subtract(own[x], base[x]) for x in own if x in base]
             gaps.plot(parts[4:], smooth(np.mean(differences, 0)), **look)
         losses.set(xlabel="part of the training", ylabel="training loss, nats per byte")
-        losses.set(ylim=(1.2, 2.2))
+        lowest = min(np.min(run["curves"]) for run in shown.values())
+        losses.set(ylim=(lowest - 0.05, lowest + 1))
         gaps.axhline(0, color="black", lw=0.8)
         gaps.set(xlabel="part of the training", ylabel="minus that of float32")
         gaps.set(xlim=(0.5, 1))
