@@ -57,26 +57,23 @@ GPT2 = GPT(12, 768, 12, 1024, "full", jnp.bfloat16, 50257)
 
 
 class Size(NamedTuple):
-    """A model, and how it is trained unless options say otherwise.
-
-    The highest learning rate is inverse to the model's width.
-    """
+    """A model, for how many steps it is trained by default, and in which ways."""
 
     model: GPT
-    steps: int
-    learning_rate: float
+    steps: int | None
     rows: tuple[str, ...] = tuple(ROWS)
 
+    @property
+    def learning_rate(self) -> float:
+        """The highest by default: wider models take smaller ones."""
+        return 0.512 / self.model.width
 
+
+FEW_ROWS = "float32", "bfloat16, nearest", "lowbit", "error into mu"
 SIZES = {
-    "small": Size(GPT(4, 64, 4, 64), 4300, 8e-3),
-    "large": Size(
-        GPT(5, 128, 4, 64),
-        20100,
-        4e-3,
-        ("float32", "bfloat16, nearest", "lowbit", "error into mu"),
-    ),
-    "full": Size(GPT2, 0, 8e-3),  # as many steps as the minutes allow
+    "small": Size(GPT(4, 64, 4, 64), 4300),
+    "large": Size(GPT(5, 128, 4, 64), 20100, FEW_ROWS),
+    "full": Size(GPT2, None),  # as many as the minutes allow
 }
 
 _KEY = jax.random.key(0)
