@@ -26,7 +26,6 @@ import subprocess
 import sys
 import time
 import zlib
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +39,7 @@ import lowbit_optax
 from benchmarks import ROOT, pictures, records
 from benchmarks.training.images.checkpoints import CheckpointError, Checkpoints
 from benchmarks.training.text import optimal_rows, stdlib_text
-from benchmarks.training.text.optimal_rows import ROWS
+from benchmarks.training.text.optimal_rows import GPT2, ROWS, SIZES
 from lowbit_optax.training import TrainState
 from tools.models.gpt import GPT
 
@@ -52,29 +51,6 @@ TAIL = 10
 
 SAVED = 10
 """How many parts are trained between two checkpoints."""
-
-GPT2 = GPT(12, 768, 12, 1024, "full", jnp.bfloat16, 50257)
-
-
-class Size(NamedTuple):
-    """A model, for how many steps it is trained by default, and in which ways."""
-
-    model: GPT
-    steps: int | None
-    rows: tuple[str, ...] = tuple(ROWS)
-
-    @property
-    def learning_rate(self) -> float:
-        """The highest by default: wider models take smaller ones."""
-        return 0.512 / self.model.width
-
-
-FEW_ROWS = "float32", "bfloat16, nearest", "lowbit", "error into mu"
-SIZES = {
-    "small": Size(GPT(4, 64, 4, 64), 4300),
-    "large": Size(GPT(5, 128, 4, 64), 20100, FEW_ROWS),
-    "full": Size(GPT2, None),  # as many as the minutes allow
-}
 
 _KEY = jax.random.key(0)
 TORCH = pathlib.Path(__file__).parent / "text" / "torch_gpt.py"
@@ -354,18 +330,24 @@ def _bytes(row: optimal_rows.Row) -> float:
 
 
 def table(runs: dict) -> str:
-    """Markdown: bytes, both losses, and how far they are from float32's."""
-    heads = ["", "bytes", "last tenth of the training", "minus float32's"]
+    """Markdown: seeds, bytes, both losses, and how far they are from float32's."""
+    heads = ["", "seeds", "bytes", "last tenth of the training", "minus float32's"]
     heads += ["held-out text", "minus float32's"]
     lines = []
     for name, run in runs.items():
-        line = [name, f"{run['bytes_per_parameter']:.2f}"]
+        line = [name, len(run["seeds"]), f"{run['bytes_per_parameter']:.2f}"]
         for end in ("training", "held_out"):
             is_base = name == _base(name) or end not in run["gaps"]
-            line.append(records.shown(run[end], 4))
-            line.append("" if is_base else records.shown(run["gaps"][end], 4))
+            line.append(_shown(run[end]))
+            line.append("" if is_base else _shown(run["gaps"][end]))
         lines.append(line)
     return records.table(heads, lines)
+
+
+def _shown(found: dict) -> str:
+    if len(found["values"]) == 1:
+        return f"{found['mean']:.4f}"
+    return records.shown(found, 4)
 
 
 def draw(record: dict, path: pathlib.Path) -> None:

@@ -59,7 +59,7 @@ def test_every_record_says_where_it_comes_from():
         assert program == ["python", "-m", "benchmarks"], path
         assert (
             BENCHMARKS[name].module(name)
-            == f"benchmarks.{path.parent.name}.{path.stem}"
+            == f"benchmarks.{path.parent.name}.{path.stem.removesuffix('_large')}"
         )
         assert record["ran"].startswith(("CPU", "compiled for", "NVIDIA")), path
         assert record["versions"]["jax"], path

@@ -298,6 +298,7 @@ FIGURES = [
     ("training/pareto", "evidence", _pareto),
     ("training/gpt_formats", "accuracy", _gpt_formats),
     ("training/compute_optimal", "accuracy", _compute_optimal),
+    ("training/compute_optimal_large", "accuracy", _compute_optimal),
     ("training/reinforcement", "reinforcement", _reinforcement),
     ("programs/large_models", "evidence", _large_models),
     ("programs/precision_memory", "evidence", _half_of_precision_memory),

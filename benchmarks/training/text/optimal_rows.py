@@ -1,4 +1,4 @@
-"""Ways to train a GPT by AdamW or Muon, for ``compute_optimal``."""
+"""Models of three sizes, and ways to train them, for ``compute_optimal``."""
 
 import functools
 import importlib
@@ -13,6 +13,7 @@ import lowbit_optax
 from benchmarks.pictures import COLORS, PARTS
 from lowbit_optax import block_quantized, extra_bits, lpmm, stochastic_rounding
 from tools import is_installed
+from tools.models.gpt import GPT
 
 B1, B2, DECAY, CLIP = 0.9, 0.95, 0.1, 1.0
 """Of all rows, and of the peers in PyTorch: as language models are trained."""
@@ -167,3 +168,26 @@ ROWS = {
 FLASH = Row(_flash, color=PARTS[2], has_master=False)
 if is_installed("flashoptim_jax"):
     ROWS["flashoptim-jax"] = FLASH
+
+GPT2 = GPT(12, 768, 12, 1024, "full", jnp.bfloat16, 50257)
+
+
+class Size(NamedTuple):
+    """A model, for how many steps it is trained by default, and in which ways."""
+
+    model: GPT
+    steps: int | None
+    rows: tuple[str, ...] = tuple(ROWS)
+
+    @property
+    def learning_rate(self) -> float:
+        """The highest by default: wider models take smaller ones."""
+        return 0.512 / self.model.width
+
+
+FEW_ROWS = "float32", "bfloat16, nearest", "lowbit", "error into mu"
+SIZES = {
+    "small": Size(GPT(4, 64, 4, 64), 4300),
+    "large": Size(GPT(5, 128, 4, 64), 20100, FEW_ROWS),
+    "full": Size(GPT2, None),  # as many as the minutes allow
+}
