@@ -85,6 +85,17 @@ def of_rank_one(x, words):
     return jnp.where(x > 0, value * scale, 0)
 
 
+def of_factors(x, words):
+    """Nested codes of x over a power of two per row and one per column.
+
+    Together they are near Adafactor's estimate, ``row mean * column mean / mean``.
+    """
+    power = lambda mean: jnp.round(jnp.log2(jnp.maximum(mean, 1e-37)))
+    rows, columns = power(x.mean(1, keepdims=True)), power(x.mean(0, keepdims=True))
+    shift = jnp.clip(rows + columns - power(x.mean()), -120, 120)
+    return NESTED(x * 2.0**-shift, words) * 2.0**shift
+
+
 SAME = lambda x, words: x
 FOUR, NESTED = coded("companded", 4, True), coded("nested", 4, False)
 # Round trips of mu over the root and of nu, bytes of both, and whether they are reset.
@@ -96,6 +107,7 @@ IDEAS = {
     "dithered mu, nested nu": (dithered, NESTED, 1.125, False),
     "logarithmic nu": (FOUR, octaves, 1.125, False),
     "a scale of nu per row and column": (FOUR, of_rank_one, 1.0625, False),
+    "nested nu over powers of two per row and column": (FOUR, of_factors, 1.125, False),
     "nested nu, reset": (FOUR, NESTED, 1.125, True),
     "float32, reset": (SAME, SAME, 8, True),
 }
