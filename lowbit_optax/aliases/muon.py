@@ -208,7 +208,7 @@ def _labels(is_matrix: IsMatrix, params):
         if labels[-1] == "muon" and leaf.ndim < 2:
             raise ValueError(
                 f"lowbit_muon: is_matrix is true of params{name}, whose shape is "
-                f"{leaf.shape}; a matrix has two axes, and a stack of them more"
+                f"{list(leaf.shape)}; a matrix has two axes, and a stack of them more"
             )
     return structure.unflatten(labels)
 
