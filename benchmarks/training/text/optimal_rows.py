@@ -185,7 +185,10 @@ class Size(NamedTuple):
         return 0.512 / self.model.width
 
 
-FEW_ROWS = "float32", "bfloat16, nearest", "lowbit", "error into mu"
+FEW_ROWS = (
+    *("float32", "float32, start times 1 + 2^-20", "bfloat16, nearest"),
+    *("lowbit", "lowbit, exact sums", "error into mu"),
+)
 SIZES = {
     "small": Size(GPT(4, 64, 4, 64), 4300),
     "large": Size(GPT(5, 128, 4, 64), 20100, FEW_ROWS),
