@@ -41,14 +41,14 @@ def run_on_cpu(compiled, *args) -> list[np.ndarray]:
 
 def _without_gpu_operations(text: str) -> str:
     """The module with its fusions inlined, and bitcasts and copies as StableHLO."""
-    # A context of jaxlib's own knows no dialects; JAX's knows those of XLA's modules.
-    from jax.interpreters import mlir
     from jaxlib.mlir import ir
 
     def kind(value):
         return ir.RankedTensorType(value.type).element_type
 
-    with mlir.make_ir_context(), ir.Location.unknown():
+    # A context of jaxlib's own knows no dialects; JAX's knows those of XLA's modules.
+    context = jax.jit(lambda: 0).lower().compiler_ir().context
+    with context, ir.Location.unknown():
         module = ir.Module.parse(text)
         _drop_attributes(module.operation, keep=("sym_name",))
         (main,) = (
