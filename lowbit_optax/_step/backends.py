@@ -19,7 +19,7 @@ import jax
 import optax
 
 from lowbit_optax._step import context
-from lowbit_optax._step.error_feedback import Feedback, ahead_of, fed
+from lowbit_optax._step.error_feedback import Feedback, ahead_of_leaves, fed
 from lowbit_optax._step.guard import unless_still
 from lowbit_optax._step.inner_update import InnerUpdate, trace_update
 from lowbit_optax._step.kernels.plan import KernelPlan, plan_kernels
@@ -201,7 +201,7 @@ def reference(step: Step, update: Callable, traced: InnerUpdate | None) -> Stepp
     feedback: list[Feedback | None] = [None] * len(updates)
     if traced and (step.plan.takes_errors or traced.may_leave_unchanged):
         leaf_stays, part_stays, feedback = traced.conditions(step)
-    ahead = [x and ahead_of(parts[x.part], x.reach) for x in feedback]
+    ahead = ahead_of_leaves(feedback, parts)
     landed = list(map(step.landed, range(len(updates)), updates, leaf_stays, ahead))
     for leaf, into in zip(landed, feedback, strict=True):
         if into is not None:

@@ -21,6 +21,7 @@ schedule is known: it is that of a second inner update, by the same gradient.
 """
 
 import typing
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -105,6 +106,11 @@ def ahead_of(moment: jax.Array, reach: jax.Array) -> jax.Array:
     """
     ahead = moment * reach
     return jnp.where(ahead == jnp.float32(0), jnp.float32(jnp.nan), ahead)
+
+
+def ahead_of_leaves(feedback: Sequence[Feedback | None], parts: Sequence) -> list:
+    """:func:`ahead_of` of the parts that take errors; None for the other leaves."""
+    return [x and ahead_of(parts[x.part], x.reach) for x in feedback]
 
 
 def fed(
