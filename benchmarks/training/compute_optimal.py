@@ -14,7 +14,7 @@ library.
 A run that is interrupted goes on where it was saved, and runs of the record are not
 trained again, so several processes may train different rows. With ``--torch`` the peers
 are trained too, by a Python that has torch and torchao; flashoptim-jax takes part if it
-is installed. ``--large`` is a model of a million parameters in four formats, with a
+is installed. ``--large`` is a model of a million parameters in fewer rows, with a
 record of its own. ``--full`` is GPT-2 124M on one GPU for so many minutes a run.
 """
 

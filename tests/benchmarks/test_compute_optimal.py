@@ -1,5 +1,7 @@
 """A GPT trained to the end of its schedule: runs go on, and learn."""
 
+import sys
+
 import jax
 import numpy as np
 import optax
@@ -7,6 +9,7 @@ import pytest
 
 pytest.importorskip("orbax.checkpoint")
 
+from benchmarks import ROOT
 from benchmarks.training import compute_optimal
 from benchmarks.training.text import stdlib_text
 from benchmarks.training.text.optimal_rows import ROWS, loss_and_grads
@@ -48,6 +51,27 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(text, tmp_path, monkey
     )
     assert train("parts") == whole
     assert trained == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "folder", "name"),
+    [
+        ([], "benchmarks/training", "compute_optimal.json"),
+        (["--large"], "benchmarks/training", "compute_optimal_large.json"),
+        (["--learning-rate", "0.008"], "benchmarks/training", "compute_optimal.json"),
+        (["--learning-rate", "0.01"], "runs", "compute_optimal.json"),
+        (["--large", "--steps", "100"], "runs", "compute_optimal_large.json"),
+        (["--full"], "runs", "compute_optimal.json"),
+    ],
+)
+def test_each_size_has_a_record_and_other_numbers_are_kept_apart(
+    options, folder, name, monkeypatch
+):
+    monkeypatch.setattr(compute_optimal.records, "load", lambda path: sys.exit(path))
+    with pytest.raises(SystemExit) as found:
+        compute_optimal.main([*options, "--draw"])
+    assert ROOT / folder in found.value.code.parents
+    assert found.value.code.name == name
 
 
 @pytest.mark.parametrize(
