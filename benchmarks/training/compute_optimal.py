@@ -350,6 +350,18 @@ def _shown(found: dict) -> str:
     return records.shown(found, 4)
 
 
+def mean_curve(run: dict, base: dict) -> tuple[np.ndarray, np.ndarray]:
+    """A row's curve, and how far it is above its base's, seed by seed.
+
+    The row may have fewer seeds. So its curve is the base's mean plus that mean
+    distance.
+    """
+    of_seed = lambda run: dict(zip(run["seeds"], run["curves"], strict=True))
+    own, bases = of_seed(run), of_seed(base)
+    gap = np.mean([np.subtract(own[x], bases[x]) for x in own if x in bases], 0)
+    return np.mean([*bases.values()], 0) + gap, gap
+
+
 def draw(record: dict, path: pathlib.Path) -> None:
     """The whole curves, and how far from float32 the rows end."""
     runs = record["runs"]
@@ -360,14 +372,10 @@ def draw(record: dict, path: pathlib.Path) -> None:
         for name, run in shown.items():
             row = ROWS[name]
             look = {"color": row.color, "ls": row.style, "lw": 1.2, "label": name}
-            curves = np.asarray(run["curves"])
-            losses.plot(parts[4:], smooth(curves.mean(0)), **look)
-            if name == row.base:
-                continue
-            of_seed = lambda run: dict(zip(run["seeds"], run["curves"], strict=True))
-            own, base = of_seed(run), of_seed(runs[row.base])
-            differences = [np.subtract(own[x], base[x]) for x in own if x in base]
-            gaps.plot(parts[4:], smooth(np.mean(differences, 0)), **look)
+            curve, gap = mean_curve(run, runs[row.base])
+            losses.plot(parts[4:], smooth(curve), **look)
+            if name != row.base:
+                gaps.plot(parts[4:], smooth(gap), **look)
         losses.set(xlabel="part of the training", ylabel="training loss, nats per byte")
         lowest = min(np.min(run["curves"]) for run in shown.values())
         losses.set(ylim=(lowest - 0.05, lowest + 1))

@@ -148,6 +148,11 @@ ROWS = {
     "lowbit, exact sums": Row(
         _in(extra_bits(8, **_EXACT)), color=COLORS["lowbit"], style=":"
     ),
+    # Each half of lowbit alone.
+    "float32, 8-bit moments": Row(
+        _in(), jnp.float32, color=PARTS[2], style="--", has_master=False
+    ),
+    "8 extra bits, float32 moments": Row(_in(moments={}), color=PARTS[2], style=":"),
     "low moments": Row(_in(moments="low"), color=COLORS["lowbit"], style="--"),
     "4-bit moments": Row(_in(moments=_FOUR), color=COLORS["lowbit"], style="-."),
     "stochastic": Row(_in(stochastic_rounding()), color=COLORS["stochastic"]),
@@ -164,10 +169,16 @@ ROWS = {
     "Muon, lowbit": Row(
         _in(inner=_muon), base="Muon, float32", color=PARTS[2], style="-."
     ),
+    "flashoptim-jax": Row(_flash, color=PARTS[2], has_master=False),
 }
-FLASH = Row(_flash, color=PARTS[2], has_master=False)
-if is_installed("flashoptim_jax"):
-    ROWS["flashoptim-jax"] = FLASH
+
+_HALVES = ("float32, 8-bit moments", "8 extra bits, float32 moments")
+_MISSING = () if is_installed("flashoptim_jax") else ("flashoptim-jax",)
+_MOST_ROWS = tuple(name for name in ROWS if name not in (*_HALVES, *_MISSING))
+_FEW_ROWS = (
+    *("float32", "float32, start times 1 + 2^-20", "bfloat16, nearest"),
+    *("lowbit", "lowbit, exact sums", *_HALVES, "error into mu"),
+)
 
 GPT2 = GPT(12, 768, 12, 1024, "full", jnp.bfloat16, 50257)
 
@@ -177,7 +188,7 @@ class Size(NamedTuple):
 
     model: GPT
     steps: int | None
-    rows: tuple[str, ...] = tuple(ROWS)
+    rows: tuple[str, ...] = _MOST_ROWS
 
     @property
     def learning_rate(self) -> float:
@@ -185,12 +196,8 @@ class Size(NamedTuple):
         return 0.512 / self.model.width
 
 
-FEW_ROWS = (
-    *("float32", "float32, start times 1 + 2^-20", "bfloat16, nearest"),
-    *("lowbit", "lowbit, exact sums", "error into mu"),
-)
 SIZES = {
     "small": Size(GPT(4, 64, 4, 64), 4300),
-    "large": Size(GPT(5, 128, 4, 64), 20100, FEW_ROWS),
+    "large": Size(GPT(5, 128, 4, 64), 20100, _FEW_ROWS),
     "full": Size(GPT2, None),  # as many as the minutes allow
 }
