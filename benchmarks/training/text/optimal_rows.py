@@ -136,9 +136,13 @@ _INTO = stochastic_rounding(error_into="mu")
 
 ROWS = {
     "float32": Row(adamw, jnp.float32, has_master=False),
-    # How far apart two runs come of which nothing but the last bits differ.
+    # How far apart two runs come whose starts differ in the last bits of float32, or in
+    # those of bfloat16.
     "float32, start times 1 + 2^-20": Row(
         adamw, jnp.float32, style=":", has_master=False, factor=1 + 2.0**-20
+    ),
+    "float32, start times 1 + 2^-9": Row(
+        adamw, jnp.float32, style="--", has_master=False, factor=1 + 2.0**-9
     ),
     "bfloat16, nearest": Row(
         _in(lowbit_optax.nearest(), lowbit_optax.cast(jnp.bfloat16)),
@@ -172,12 +176,15 @@ ROWS = {
     "flashoptim-jax": Row(_flash, color=PARTS[2], has_master=False),
 }
 
-_HALVES = ("float32, 8-bit moments", "8 extra bits, float32 moments")
+_CAUSES = (
+    *("float32, start times 1 + 2^-9", "float32, 8-bit moments"),
+    "8 extra bits, float32 moments",
+)
 _MISSING = () if is_installed("flashoptim_jax") else ("flashoptim-jax",)
-_MOST_ROWS = tuple(name for name in ROWS if name not in (*_HALVES, *_MISSING))
+_MOST_ROWS = tuple(name for name in ROWS if name not in (*_CAUSES, *_MISSING))
 _FEW_ROWS = (
     *("float32", "float32, start times 1 + 2^-20", "bfloat16, nearest"),
-    *("lowbit", "lowbit, exact sums", *_HALVES, "error into mu"),
+    *("lowbit", "lowbit, exact sums", *_CAUSES, "error into mu"),
 )
 
 GPT2 = GPT(12, 768, 12, 1024, "full", jnp.bfloat16, 50257)
