@@ -176,15 +176,16 @@ ROWS = {
     "flashoptim-jax": Row(_flash, color=PARTS[2], has_master=False),
 }
 
-_CAUSES = (
-    *("float32, start times 1 + 2^-9", "float32, 8-bit moments"),
+_CONTROLS = (
+    "float32, start times 1 + 2^-9",
+    "float32, 8-bit moments",
     "8 extra bits, float32 moments",
 )
 _MISSING = () if is_installed("flashoptim_jax") else ("flashoptim-jax",)
-_MOST_ROWS = tuple(name for name in ROWS if name not in (*_CAUSES, *_MISSING))
+_MOST_ROWS = tuple(name for name in ROWS if name not in (*_CONTROLS, *_MISSING))
 _FEW_ROWS = (
     *("float32", "float32, start times 1 + 2^-20", "bfloat16, nearest"),
-    *("lowbit", "lowbit, exact sums", *_CAUSES, "error into mu"),
+    *("lowbit", "lowbit, exact sums", *_CONTROLS, "error into mu"),
 )
 
 GPT2 = GPT(12, 768, 12, 1024, "full", jnp.bfloat16, 50257)
