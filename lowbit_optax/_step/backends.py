@@ -199,9 +199,10 @@ def reference(step: Step, update: Callable, traced: InnerUpdate | None) -> Stepp
     parts = structure.flatten_up_to(inner_state)
     leaf_stays, part_stays = [None] * len(updates), [None] * len(parts)
     feedback: list[Feedback | None] = [None] * len(updates)
+    ahead: list = [None] * len(updates)
     if traced and (step.plan.takes_errors or traced.may_leave_unchanged):
         leaf_stays, part_stays, feedback = traced.conditions(step)
-    ahead = ahead_of_leaves(feedback, parts)
+        ahead = ahead_of_leaves(feedback, parts)
     landed = list(map(step.landed, range(len(updates)), updates, leaf_stays, ahead))
     for leaf, into in zip(landed, feedback, strict=True):
         if into is not None:
