@@ -145,6 +145,13 @@ def _few_cases(items) -> set[str]:
     return kept
 
 
+@pytest.fixture(autouse=True, scope="module")
+def compiled_programs():
+    """Drop what a module compiled, so that two workers fit in a laptop's memory."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(autouse=True)
 def dtype_promotion(request):
     """Strict dtype promotion, so that no dtype is promoted by accident.

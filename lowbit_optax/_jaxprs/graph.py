@@ -28,6 +28,13 @@ _CALLS = frozenset(
         p.remat_p,
     }
 )  # fmt: skip
+_COMING = {
+    "CheckpointName": p.name_p,
+    "CustomJVPTraced": p.custom_jvp_call_p,
+    "CustomVJPTraced": p.custom_vjp_call_p,
+    "RematTraced": p.remat_p,
+}
+_AS_BOUND = "as_bound"
 SUMS = frozenset({p.add_p, p.add_jaxvals_p})
 """What adds two arrays: JAX has a primitive of its own for sums of derivatives."""
 
@@ -115,7 +122,7 @@ def inline(
             return Node(atom.aval, constant=atom.val)
         return known[atom]
 
-    for eqn in jaxpr.eqns:
+    for eqn in map(in_todays_terms, jaxpr.eqns):
         results = read_equation(eqn, [read(atom) for atom in eqn.invars])
         known.update(zip(eqn.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
@@ -181,13 +188,31 @@ def run(
 
 def bind(call: Call, operands: Sequence) -> Sequence:
     """The results of a call for these operands."""
-    params = call.primitive.get_bind_params(call.params)
+    primitive, params = call.params.get(_AS_BOUND, (call.primitive, call.params))
+    params = primitive.get_bind_params(params)
     context = call.context.manager if call.context else contextlib.nullcontext()
     if not any(core.jaxprs_in_params(params)):
         operands = varying_alike(operands)
     with context:
-        results = call.primitive.bind(*operands, **params)
-    return results if call.primitive.multiple_results else [results]
+        results = primitive.bind(*operands, **params)
+    return results if primitive.multiple_results else [results]
+
+
+def in_todays_terms(eqn: core.JaxprEqn) -> core.JaxprEqn:
+    """An equation of JAX's coming autodiff, as the primitive that it replaces.
+
+    With ``jax_remat3``, ``jax_custom_vjp3`` and ``jax_custom_jvp3``, checkpoints, names
+    and functions with derivative rules are objects that one primitive applies.
+    :func:`bind` applies the object itself.
+    """
+    applied = eqn.params.get("_prim")
+    primitive = _COMING.get(type(applied).__name__)
+    if applied is None or primitive is None:
+        return eqn
+    params = applied.params | {_AS_BOUND: (eqn.primitive, eqn.params)}
+    if "traced" in params:
+        params["call_jaxpr"] = params["traced"].jaxpr
+    return eqn.replace(primitive=primitive, params=params)
 
 
 def varying_alike(operands: Sequence) -> Sequence:
@@ -236,7 +261,7 @@ def holds(params: Mapping[str, typing.Any], wanted: Callable[..., bool]) -> bool
     return any(
         wanted(inner) or holds(inner.params, wanted)
         for jaxpr in core.jaxprs_in_params(dict(params))
-        for inner in jaxpr.eqns
+        for inner in map(in_todays_terms, jaxpr.eqns)
     )
 
 

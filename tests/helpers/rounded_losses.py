@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from lowbit_optax import precision
+from lowbit_optax._jaxprs.graph import in_todays_terms
 
 
 def mlp(w, x):
@@ -27,7 +28,7 @@ def gradient(loss_fn, assignment, **options):
 
 def equations(jaxpr, runs=1):
     """Its equations and those of all that it calls, and how often scans run each."""
-    for eqn in jaxpr.eqns:
+    for eqn in map(in_todays_terms, jaxpr.eqns):
         yield eqn, runs
         for inner in core.jaxprs_in_params(eqn.params):
             yield from equations(inner, runs * eqn.params.get("length", 1))

@@ -180,6 +180,10 @@ NETWORKS = {
 }
 
 
+@pytest.mark.skipif(
+    getattr(jax.config, "jax_custom_vjp3", False),
+    reason="the network by hand counts in numpy, and jax_custom_vjp3 traces its rules",
+)
 @pytest.mark.parametrize("size", [1.0, 16.0], ids=["small", "overflowing"])
 @pytest.mark.parametrize("name", ASSIGNMENTS)
 @pytest.mark.parametrize("network", NETWORKS)
