@@ -32,6 +32,12 @@ SIGN = 0x80000000
 
 Specials = typing.Literal["none", "nan", "ieee"]
 
+TOWARD_ZERO = 0
+"""In the place of random bits: nothing is added before the last bits are dropped."""
+
+RoundingBits = jax.Array | typing.Literal[0] | None
+"""How to round: by uint32 random bits, :data:`TOWARD_ZERO`, or None for to nearest."""
+
 
 @dataclasses.dataclass(frozen=True)
 class FloatLayout:
@@ -140,16 +146,16 @@ def exponent_and_significand(magnitude: jax.Array) -> tuple[jax.Array, jax.Array
     return jnp.maximum(stored, jnp.uint32(1)), significand
 
 
-def round_off(value: jax.Array, shift, random: jax.Array | None = None) -> jax.Array:
-    """``value / 2^shift``, rounded to nearest even or stochastically, as uint32.
+def round_off(value: jax.Array, shift, random: RoundingBits = None) -> jax.Array:
+    """``value / 2^shift`` as uint32, rounded as ``random`` says.
 
     Stochastic rounding goes up with probability (dropped bits) / 2^shift, exactly.
 
     Args:
       value: uint32, less than 2^31.
       shift: 0 to 31, an int or a uint32 array.
-      random: uint32 random bits, whose leading ``shift`` bits are used; None rounds to
-        nearest even.
+      random: uint32 random bits, whose leading ``shift`` bits are used to round
+        stochastically; :data:`TOWARD_ZERO`; or None, which rounds to nearest even.
     """
     if isinstance(shift, int):
         if shift == 0:
@@ -159,9 +165,11 @@ def round_off(value: jax.Array, shift, random: jax.Array | None = None) -> jax.A
 
 
 def rounded_before_shift(
-    value: jax.Array, shift, random: jax.Array | None = None
+    value: jax.Array, shift, random: RoundingBits = None
 ) -> jax.Array:
     """:func:`round_off` before its last shift: the bits to drop are still there."""
+    if random is TOWARD_ZERO:
+        return value
     one = jnp.uint32(1)
     if isinstance(shift, int):
         half = jnp.uint32((1 << (shift - 1)) - 1)
@@ -177,7 +185,7 @@ def rounded_before_shift(
 
 
 def round_off_far(
-    significand: jax.Array, shift: jax.Array, random: jax.Array | None
+    significand: jax.Array, shift: jax.Array, random: RoundingBits
 ) -> jax.Array:
     """:func:`round_off` of a float32's significand by any number of bits.
 
@@ -194,7 +202,7 @@ def to_pattern(
     x: jax.Array,
     layout: FloatLayout,
     extra: int,
-    random: jax.Array | None = None,
+    random: RoundingBits = None,
     nans: tuple[int, int] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Round float32 to magnitude patterns of a format with ``extra`` more bits.

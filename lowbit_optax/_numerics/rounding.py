@@ -15,8 +15,8 @@ with r uniform on the integers of [0, 2^k). ``e`` is stored in two's complement
 no separate flag is needed to undo that. ``stochastic`` needs k + 1 stored bits; the
 additional one is the paper's un-round bit.
 
-``w`` itself is the master rounded to k extra bits, to nearest even or stochastically;
-for k = 0 it is the parameter.
+``w`` itself is the master rounded to k extra bits: to nearest even, toward zero or
+stochastically. For k = 0 it is the parameter.
 
 References:
   Lewandowski and Kosson, "Memory Efficient Mixed Precision Optimizers", 2023,
@@ -50,13 +50,13 @@ def pattern_of(
     dtype: jax.typing.DTypeLike,
     extra: int,
     rounding: Rounding,
-    random: jax.Array | None = None,
+    random: float_layouts.RoundingBits = None,
 ) -> tuple[jax.Array, jax.Array]:
     """``(sign, w)`` of a float32 master, uint32; the sign bit is where float32 has it.
 
-    The pattern of a NaN is one that rounding the parameter leaves a NaN. ``random`` are
-    uint32 random bits to round the master to k extra bits stochastically; None rounds
-    to nearest even.
+    The pattern of a NaN is one that rounding the parameter leaves a NaN. ``random``
+    says how the master is rounded to k extra bits, as for
+    :func:`lowbit_optax._numerics.float_layouts.round_off`.
     """
     layout = float_layouts.layout_of(dtype)
     first, last = layout.special + 1 << extra, layout.largest << extra
@@ -64,19 +64,21 @@ def pattern_of(
         first, last = first - (1 << (extra - 1)), last + (1 << (extra - 1)) - 1
     elif rounding == "toward_zero":
         last += (1 << extra) - 1
-    if extra == 0 and random is not None:
+    if extra == 0:
         random = _nearest_past_the_largest(master, dtype, random)
     return float_layouts.to_pattern(master, layout, extra, random, (first, last))
 
 
 def _nearest_past_the_largest(
-    master: jax.Array, dtype: jax.typing.DTypeLike, random: jax.Array
-) -> jax.Array:
-    """The random bits, replaced wherever they might round a number to infinity.
+    master: jax.Array, dtype: jax.typing.DTypeLike, random: float_layouts.RoundingBits
+) -> float_layouts.RoundingBits:
+    """Random bits, replaced wherever they might round a number to infinity.
 
     For numbers past the largest finite value they become one half. That rounds to
     nearest, and a tie to the even neighbour, as a cast does.
     """
+    if random is None or random is float_layouts.TOWARD_ZERO:
+        return random
     has_infinity = float_layouts.layout_of(dtype).has_infinity
     half = jnp.uint32(0x80000000 if has_infinity else 0x7FFFFFFF)
     largest = jnp.float32(jnp.finfo(dtype).max)
@@ -160,7 +162,7 @@ def split(
     extra: int,
     rounding: Rounding,
     random_param: jax.Array | None = None,
-    random_residual: jax.Array | None = None,
+    random_residual: float_layouts.RoundingBits = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Split a master into a parameter and its residual.
 
@@ -173,8 +175,8 @@ def split(
       master: float32.
       dtype, extra, rounding: as for these functions.
       random_param: uint32 random bits for the parameter under ``"stochastic"``.
-      random_residual: uint32 random bits to round the master to k extra bits
-        stochastically; None rounds to nearest even.
+      random_residual: how the master is rounded to k extra bits, as for
+        :func:`pattern_of`.
 
     Returns:
       ``(param, fields)``: the parameter, and uint32 fields of ``stored_bits(extra,
@@ -195,7 +197,7 @@ def split(
     most = layout.max_extra_bits
     drop = most - extra
     if drop:
-        if not extra and random_residual is not None:
+        if not extra:
             random_residual = _nearest_past_the_largest(master, dtype, random_residual)
         # NaNs are replaced before the sum. After it, a kernel with long blocks would
         # need more registers.

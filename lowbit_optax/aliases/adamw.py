@@ -177,7 +177,7 @@ def extra_bits_adamw(
     nesterov: bool = False,
     bits: int | None = None,
     rounding: common.ThreeRoundings = None,
-    residual_rounding: common.TwoRoundings = None,
+    residual_rounding: common.ThreeRoundings = None,
     moments: Moments = None,
     seed: int | None = None,
     min_size: int | None = None,

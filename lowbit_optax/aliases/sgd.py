@@ -165,7 +165,7 @@ def extra_bits_sgd(
     weight_decay: float | None = None,
     bits: int | None = None,
     rounding: common.ThreeRoundings = None,
-    residual_rounding: common.TwoRoundings = None,
+    residual_rounding: common.ThreeRoundings = None,
     moments: Moments = None,
     seed: int | None = None,
     min_size: int | None = None,

@@ -54,7 +54,7 @@ class ExtraBits(WeightFormat):
 
     bits: int | None = None
     rounding: rounding_.Rounding = "nearest"
-    residual_rounding: Rounding = "stochastic"
+    residual_rounding: rounding_.Rounding = "stochastic"
     sum_rounding: Rounding = "nearest"
     packed: bool = True
 
@@ -138,11 +138,12 @@ class ExtraBits(WeightFormat):
     def residual(self, master, param, random):
         if not self.width:
             return None
-        words = rounding_words(
-            self.residual_rounding, random, master.shape, RESIDUAL_STREAM
-        )
         sign, pattern = rounding_.pattern_of(
-            master, param.dtype, self._bits, self.rounding, words
+            master,
+            param.dtype,
+            self._bits,
+            self.rounding,
+            self._of_residual(random, master.shape),
         )
         fields = rounding_.residual_of(sign, pattern, param, self._bits, self.rounding)
         return self._stored(fields)
@@ -155,9 +156,14 @@ class ExtraBits(WeightFormat):
             self._bits,
             self.rounding,
             rounding_words(rounding, random, shape, PARAM_STREAM),
-            rounding_words(self.residual_rounding, random, shape, RESIDUAL_STREAM),
+            self._of_residual(random, shape),
         )
         return param, None if fields is None else self._stored(fields)
+
+    def _of_residual(self, random, shape) -> float_layouts.RoundingBits:
+        if self.residual_rounding == "toward_zero":
+            return float_layouts.TOWARD_ZERO
+        return rounding_words(self.residual_rounding, random, shape, RESIDUAL_STREAM)
 
     def _stored(self, fields: jax.Array) -> jax.Array:
         return pack(fields, self.width) if self.packed else fields
@@ -167,7 +173,7 @@ def extra_bits(
     bits: int | None = None,
     *,
     rounding: rounding_.Rounding = "nearest",
-    residual_rounding: Rounding = "stochastic",
+    residual_rounding: rounding_.Rounding = "stochastic",
     sum_rounding: Rounding = "nearest",
 ) -> WeightFormat:
     """Keep k more bits of each weight in packed uint32 words.
@@ -180,11 +186,16 @@ def extra_bits(
       bits: k, from 0 to 16 for bfloat16, 13 for float16, 20 for float8_e4m3fn or 21 for
         float8_e5m2. With the largest number, nothing of float32 is lost within the
         format's range. None takes the largest number for each leaf's dtype.
-      rounding: of the parameter. ``"nearest"``, ``"toward_zero"`` (the paper's base
-        scheme), or ``"stochastic"``, which stores k + 1 bits.
-      residual_rounding: ``"stochastic"``, which keeps the mean, or ``"nearest"``, which
-        loses every update below half of the last kept bit (with 8 bits and a bfloat16
-        weight of 1.0, below 2^-17). With the largest number of bits nothing is rounded.
+      rounding: of the parameter. ``"nearest"``, ``"toward_zero"``, or
+        ``"stochastic"``, which stores k + 1 bits.
+      residual_rounding: of the master, to k more bits. ``"stochastic"`` keeps the mean.
+        ``"nearest"`` loses every update below half of the last kept bit (with 8 bits
+        and a bfloat16 weight of 1.0, below 2^-17). ``"toward_zero"`` drops every bit
+        after the last one it keeps, so updates away from zero that are smaller than
+        that bit are lost, and updates toward zero are enlarged to it. Together with
+        ``rounding="toward_zero"`` it is the paper's base scheme: the leading 16 bits of
+        a float32 master are its bfloat16 parameter, and the next k bits are the
+        residual. With the largest number of bits nothing is rounded.
       sum_rounding: of the float32 sum of master and update, before any other rounding.
         ``"nearest"``, as in float32 training, loses updates below 2^-25 of the weight.
         ``"stochastic"`` keeps the mean at any learning rate (see
@@ -217,11 +228,13 @@ def extra_bits(
             f"extra_bits: bits is {bits}; bfloat16 takes 0 to 16, float16 0 to 13, "
             "float8_e4m3fn 0 to 20, float8_e5m2 0 to 21"
         )
-    if rounding not in typing.get_args(rounding_.Rounding):
-        raise ValueError(
-            f"extra_bits: rounding is {rounding!r}, not one of "
-            f"{sorted(typing.get_args(rounding_.Rounding))}"
-        )
-    check_rounding("extra_bits: residual_rounding", residual_rounding)
+    accepted = typing.get_args(rounding_.Rounding)
+    for name, given in dict(
+        rounding=rounding, residual_rounding=residual_rounding
+    ).items():
+        if given not in accepted:
+            raise ValueError(
+                f"extra_bits: {name} is {given!r}, not one of {sorted(accepted)}"
+            )
     check_rounding("extra_bits: sum_rounding", sum_rounding)
     return ExtraBits(bits, rounding, residual_rounding, sum_rounding)
