@@ -2,8 +2,18 @@
 
 optax adds an update as ``(p + u).astype(p.dtype)``. The update ``u = float32(p') -
 float32(p)`` takes a narrow p to a chosen p': the float32 sum rounds to p' exactly.
-There are three exceptions: p' is smaller than p by a factor of more than 2^16 (almost
-all of p cancels), p' is a zero of the other sign, or one of the two is infinite. So the
+
+The sign of a zero matters too, because it can be the sign of the master: an unsigned
+residual has none. IEEE 754 defines these sums:
+
+    -0 + -0 = -0    -0 + +0 = +0    x - x = +0
+
+So an update that changes nothing is -0. In float16 and float8, :func:`difference` reads
+a parameter of -0 as a small negative number that the sum then rounds to -0.
+
+A few sums cannot give p': p' is smaller than p by a factor of more than 2^16 (almost
+all of p cancels), one of the two is infinite, or p' is -0 and p is not, in bfloat16 and
+with updates in the gradients' dtype. In bfloat16, -0 also stays -0 if p' is +0. So the
 parameter that the sum will really give is computed first, and then the residual that
 belongs to it.
 
@@ -15,7 +25,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from lowbit_optax._numerics.float_layouts import is_narrow
+from lowbit_optax._numerics.float_layouts import is_narrow, layout_of, to_bits
 from lowbit_optax._numerics.rounding import narrow_or_cast, to_float32
 
 
@@ -100,11 +110,42 @@ def difference(old: jax.Array, new: jax.Array) -> jax.Array:
     If ``new`` is a parameter that :meth:`Addition.land` returned for ``old``, adding
     the update gives exactly ``new``.
     """
-    before, after = to_float32(old), to_float32(new)
-    # Equal values need no update: infinity minus infinity would be NaN.
-    return jnp.where(before == after, jnp.float32(0), after - before)
+    before, after = _with_sign_of_zero(old), _with_sign_of_zero(new)
+    # Infinity minus infinity is NaN, and -0 plus +0 is +0.
+    return jnp.where(before == after, jnp.float32(-0.0), after - before)
 
 
 def apply_leaf(param: jax.Array, update: jax.Array) -> jax.Array:
-    """``param + update`` rounded to the parameter's dtype, as optax applies updates."""
-    return narrow_or_cast(to_float32(param) + update.astype(jnp.float32), param.dtype)
+    """``param + update`` rounded to the parameter's dtype, as optax applies updates.
+
+    An update of zero keeps the sign of a float16 or float8 zero, unlike a sum. Wrappers
+    such as ``optax.MultiSteps`` return +0 for a step that they skip.
+    """
+    total = to_float32(param) + update.astype(jnp.float32)
+    new = narrow_or_cast(total, param.dtype)
+    if not _keeps_sign_of_zero(param.dtype):
+        return new
+    return jnp.where(update == 0, param, new)
+
+
+def _keeps_sign_of_zero(dtype: jax.typing.DTypeLike) -> bool:
+    """Whether some normal float32 numbers round to zero in a narrow dtype.
+
+    bfloat16 has float32's exponents. Only subnormal numbers round to its zeros, and
+    many processors flush those in the sum.
+    """
+    return is_narrow(dtype) and not layout_of(dtype).same_exponent
+
+
+def _with_sign_of_zero(x: jax.Array) -> jax.Array:
+    """A narrow array as float32, with a quarter of the smallest number below 0 for -0.
+
+    The quarter is far enough below the half that would not round to zero, and large
+    enough to survive next to most numbers of the dtype in a float32 sum.
+    """
+    wide, layout = to_float32(x), layout_of(x.dtype)
+    if not _keeps_sign_of_zero(x.dtype):
+        return wide
+    quarter = 2.0 ** (1 - layout.bias - layout.mantissa_bits - 2)
+    is_negative_zero = to_bits(x) == jnp.uint32(layout.largest + 1)
+    return jnp.where(is_negative_zero, jnp.float32(-quarter), wide)

@@ -10,7 +10,7 @@ import typing
 import jax
 import jax.numpy as jnp
 
-from lowbit_optax._numerics.float_layouts import is_narrow
+from lowbit_optax._numerics.float_layouts import is_narrow, to_bits
 from lowbit_optax._numerics.landing import apply_leaf, difference
 
 
@@ -57,9 +57,12 @@ class DirectUpdate:
                 "update returned; put other transformations inside, such as "
                 "direct_updates(optax.chain(clip, tx))"
             )
-        by = self.difference
-        moved = apply_leaf(param, by) if is_narrow(param.dtype) else param + by
-        return jnp.where(param == self.old, self.new, moved)
+        if not is_narrow(param.dtype):
+            return jnp.where(param == self.old, self.new, param + self.difference)
+        # A selection between updates and zeros leaves +0 for old and new, which must
+        # not replace a parameter of -0.
+        is_old = to_bits(param) == to_bits(self.old)
+        return jnp.where(is_old, self.new, apply_leaf(param, self.difference))
 
     @property
     def difference(self) -> jax.Array:

@@ -17,7 +17,7 @@ from lowbit_optax._numerics.random_bits import DrawsToNearest
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.blanks import blank
 from lowbit_optax._step.engine import Lowbit
-from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
+from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded, neutral_updates
 from lowbit_optax._step.leaf import StoredLeaf
 from lowbit_optax._step.moment_slots import NoSuchMomentError
 from lowbit_optax._step.moments import in_parallel_trees, leaf_by_leaf
@@ -286,8 +286,9 @@ class _Call:
         def wait():
             totals = sums.totals()
             shapes, _ = jax.eval_shape(last, totals)
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-            result = params if is_direct else zeros
+            neutral = neutral_updates(shapes)
+            fill = lambda x, value: jnp.full(x.shape, value, x.dtype)
+            result = params if is_direct else jax.tree.map(fill, shapes, neutral)
             return result, sums.stored(totals), state.inner_state
 
         result, parts, inner_state = jax.lax.cond(self._is_last, update, wait)

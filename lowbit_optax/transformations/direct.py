@@ -81,7 +81,9 @@ def direct_updates(tx: optax.GradientTransformation) -> DirectTransformation:
     ``optax.masked``, ``partition``, ``inject_hyperparams``, ``MultiSteps``,
     :func:`with_loss_scale`; ``jax.jit`` and ``jax.lax.cond`` between update and sum.
     Updates from outside the function that adds them are compared with the parameters
-    there, element by element.
+    there, element by element. Put ``MultiSteps`` inside if float16 or float8 weights
+    are stored by ``extra_bits(rounding="toward_zero")``: it multiplies updates by 0,
+    which can change the sign of a zero weight, and so the sign of its master.
 
     Do not compute with such updates. ``update * 2``, ``jnp.square(update)``, a
     transformation that adds weight decay and ``equinox.apply_updates`` raise errors. A

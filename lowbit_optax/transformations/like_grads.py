@@ -43,6 +43,10 @@ def updates_like_grads(
     residual belongs to the weight that the sum gives. :func:`lowbit_optax.step` and
     float32 leaves are the same as ever.
 
+    No sum in float16 or float8 changes a weight from +0 to -0, and
+    ``extra_bits(rounding="toward_zero")`` stores the sign of a small master there. So a
+    negative master that is smaller than the dtype's smallest number becomes 0.
+
     Args:
       tx: a transformation of this package. Put optax's wrappers around the result.
 

@@ -1,0 +1,279 @@
+"""At rate 0 no bit of a master moves, and a master can cross zero, by every route.
+
+optax's sum loses the sign of a zero: -0 plus +0 is +0, and so is a number minus itself.
+With an unsigned residual (``rounding="toward_zero"``) that sign is the master's.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from optimizers import weights_only
+from patterns import DTYPES, assert_same, cast, each_of, every, is_nan, patterns_of
+
+import lowbit_optax
+from lowbit_optax import extra_bits
+from lowbit_optax._numerics.landing import ADD, ADD_LIKE_GRADS, REPLACE
+from lowbit_optax._numerics.random_bits import random_bits
+from lowbit_optax.release import value_and_update
+
+pytestmark = pytest.mark.standard_promotion
+
+NARROWER = tuple(d for d in DTYPES if d != jnp.bfloat16)
+ROUNDINGS = ("nearest", "toward_zero", "stochastic")
+each_rounding = pytest.mark.parametrize("rounding", ROUNDINGS)
+LANDINGS = {"step": REPLACE, "update": ADD, "update like grads": ADD_LIKE_GRADS}
+FLUSHED = np.finfo(np.float32).smallest_normal
+
+
+def optax_apply(param, update):
+    if param.dtype.itemsize == 1:  # JAX promotes no float8
+        return lowbit_optax.apply_updates(param, update)
+    return optax.apply_updates(param, update)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def stay(format_, landing, dtype, fields, param):
+    """(master before, its update, parameter and master after an update of -0)."""
+    draws = [random_bits(jnp.uint32(0), step, [0])[0] for step in jnp.arange(2)]
+    # A split makes most of these pairs, and no others can be in a state.
+    master = format_.join(param, fields)
+    param, fields = format_.split(master, jnp.dtype(dtype), draws[0])
+    landing = landing.of(param, param)
+    before = format_.join(param, fields)
+    still = jnp.full(param.shape, -0.0, jnp.float32)
+    new, kept, result = format_.advance(param, fields, still, draws[1], landing)
+    applied = result if landing.is_direct else optax_apply(param, result)
+    return before, master, new, applied, format_.join(applied, kept)
+
+
+@each_of(DTYPES)
+@each_rounding
+@pytest.mark.parametrize("landing", LANDINGS.values(), ids=LANDINGS.keys())
+def test_no_bit_of_any_master_moves_at_rate_0(dtype, rounding, landing):
+    # Every parameter with every residual.
+    format_ = extra_bits(2 if dtype in (jnp.bfloat16, jnp.float16) else 8,
+                         rounding=rounding).on_fields()  # fmt: skip
+    params = every(dtype)
+    fields = np.arange(2**format_.width, dtype=np.uint32)[:, None]
+    fields = np.broadcast_to(fields, (fields.size, params.size))
+    params = np.broadcast_to(params, fields.shape)
+    before, every_master, new, applied, after = map(
+        np.asarray, stay(format_, landing, dtype, fields, params)
+    )
+    with np.errstate(invalid="ignore"):
+        # XLA's CPU code flushes subnormal float32 numbers in every sum.
+        kept = (np.abs(before) >= FLUSHED) | (before == 0)
+    kept |= is_nan(before)
+    assert kept.mean() > 0.98
+    assert np.mean(patterns_of(before) == patterns_of(every_master)) > 0.95
+    assert np.sum((before == 0) & np.signbit(before)) > 0
+    assert_same(after[kept], before[kept])
+    assert_same(applied[kept], new[kept])
+
+
+@each_of(DTYPES)
+def test_the_sign_of_a_zero_lands(dtype):
+    # The old values are those that a float32 sum holds next to the smallest number.
+    values = every(dtype)
+    with np.errstate(invalid="ignore"):
+        near = float(ml_dtypes.finfo(dtype).smallest_subnormal) * 2.0**21
+        values = values[np.abs(values.astype(np.float32)) < near]
+    for zero in cast([0.0, -0.0], dtype):
+        new = np.full(values.shape, zero)
+        landed, update = jax.jit(ADD.land)(values, new)
+        if dtype == jnp.bfloat16:
+            # Only subnormals round to its zeros, and they are flushed: a zero keeps its
+            # sign, and from all other numbers the sum is +0.
+            normal = np.abs(values.astype(np.float32)) >= FLUSHED
+            np.testing.assert_array_equal(patterns_of(landed)[normal], 0)
+            assert_same(np.asarray(landed)[values == 0], values[values == 0])
+        else:
+            assert_same(landed, new)
+        assert_same(optax_apply(jnp.asarray(values), update), landed)
+
+
+def masters():
+    """Numbers about zero in every narrower dtype, zeros of both signs among them."""
+    rng = np.random.default_rng(0)
+    small = rng.normal(size=60) * 2.0 ** rng.integers(-30, -5, 60)
+    return jnp.asarray(np.concatenate([[0, -0.0, -0.5, -1e-3], small]), jnp.float32)
+
+
+def loss(w):
+    return jnp.sum(w.astype(jnp.float32))
+
+
+def update(tx, params, state, grads):
+    updates, state = tx.update(grads, state, params)
+    return lowbit_optax.apply_updates(params, updates), state
+
+
+def released(tx, params, state, grads):
+    del grads  # the loss has the same gradient, which is 1
+    _, params, state = value_and_update(loss, tx)(params, state)
+    return params, state
+
+
+def sum_outside(tx, params, state, grads):
+    """The sum is in another program than the update."""
+    updates, state = jax.jit(tx.update)(grads, state, params)
+    return jax.jit(optax_apply_tree)(params, updates), state
+
+
+def optax_apply_tree(params, updates):
+    if isinstance(updates, jax.Array):
+        return optax_apply(params, updates)
+    return params + updates
+
+
+def like_grads(tx, params, state, grads):
+    tx = lowbit_optax.updates_like_grads(tx)
+    return update(tx, params, state, grads.astype(params.dtype))
+
+
+def direct(tx, params, state, grads):
+    return sum_outside(lowbit_optax.direct_updates(tx), params, state, grads)
+
+
+ROUTES = {
+    "step": (lowbit_optax.step, None),
+    "update": (update, None),
+    "optax's sum": (sum_outside, None),
+    "direct": (direct, None),
+    "like grads": (like_grads, None),
+    "released": (released, None),
+    "step in kernels": (lowbit_optax.step, "pallas"),
+    "update in kernels": (update, "pallas"),
+    "update in kernels for TPUs": (update, "tpu"),
+}
+
+
+def assert_still(tx, params, state, advance):
+    before = lowbit_optax.master_weights(params, state)
+    assert np.any(np.signbit(before) & (np.asarray(params) == 0))
+    for _ in range(2):
+        params, state = advance(tx, params, state, jnp.ones(params.shape))
+        assert_same(lowbit_optax.master_weights(params, state), before)
+
+
+@each_of(NARROWER)
+@pytest.mark.parametrize(
+    ("advance", "implementation"), ROUTES.values(), ids=ROUTES.keys()
+)
+def test_a_rate_of_0_moves_no_master(dtype, advance, implementation):
+    tx = weights_only(
+        optax.sgd(0.0),
+        extra_bits(8, rounding="toward_zero"),
+        min_size=0,
+        implementation=implementation,
+    )
+    params, state = lowbit_optax.from_master(tx, masters(), dtype)
+    assert_still(tx, params, state, advance)
+
+
+SKIPS = {
+    "update": update,
+    "optax's sum": sum_outside,
+    "direct": direct,
+}
+
+
+@each_of(NARROWER)
+@pytest.mark.parametrize("implementation", [None, "pallas"])
+@pytest.mark.parametrize("advance", SKIPS.values(), ids=SKIPS.keys())
+def test_a_skipped_step_moves_no_master(dtype, advance, implementation):
+    tx = lowbit_optax.with_loss_scale(
+        weights_only(
+            optax.sgd(0.5),
+            extra_bits(8, rounding="toward_zero"),
+            min_size=0,
+            implementation=implementation,
+        ),
+        lowbit_optax.backoff_scale(2.0**15),
+    )
+    params, state = lowbit_optax.from_master(tx, masters(), dtype)
+    infinite = lambda tx, params, state, grads: advance(
+        tx, params, state, grads * jnp.inf
+    )
+    assert_still(tx, params, state, infinite)
+
+
+def accumulated(tx):
+    """The inner transformation is not one of this package, but a chain around it."""
+    return lowbit_optax.accumulate_gradients(optax.chain(optax.clip(9.0), tx), 4)
+
+
+# Wrappers of optax give +0 where they skip a step, which optax's sum adds to -0.
+WAITING = {
+    "MultiSteps": (lambda tx: optax.MultiSteps(tx, 4), update),
+    "apply_if_finite": (
+        lambda tx: optax.apply_if_finite(lowbit_optax.updates_like_grads(tx), 4),
+        update,
+    ),
+    "accumulate_gradients": (
+        lambda tx: lowbit_optax.accumulate_gradients(tx, 4),
+        sum_outside,
+    ),
+    "accumulate_gradients of a chain": (accumulated, sum_outside),
+}
+
+
+@each_of(NARROWER)
+@pytest.mark.parametrize(("wrap", "advance"), WAITING.values(), ids=WAITING.keys())
+def test_a_step_without_an_update_moves_no_master(dtype, wrap, advance):
+    inner = weights_only(
+        optax.sgd(0.5), extra_bits(8, rounding="toward_zero"), min_size=0
+    )
+    tx = wrap(inner)
+    params, state = lowbit_optax.from_master(tx, masters(), dtype)
+    grads = jnp.resize(jnp.float32([1, -1]), params.shape)
+    if isinstance(state, optax.ApplyIfFiniteState):
+        grads = (grads * jnp.inf).astype(dtype)
+    before = lowbit_optax.master_weights(params, state)
+    for _ in range(2):
+        params, state = advance(tx, params, state, grads)
+        assert_same(lowbit_optax.master_weights(params, state), before)
+
+
+# Training.
+
+
+@each_of(DTYPES)
+@each_rounding
+@pytest.mark.parametrize("implementation", [None, "pallas"])
+def test_updates_take_masters_through_zero_as_steps_do(dtype, rounding, implementation):
+    # Masters and updates of the size of the dtype's smallest numbers.
+    smallest = max(float(ml_dtypes.finfo(dtype).smallest_subnormal), 2.0**-20)
+    rng = np.random.default_rng(3)
+    start = jnp.asarray(smallest * rng.normal(size=256), jnp.float32)
+    series = rng.normal(size=(24, 256)).astype(np.float32)
+    tx = weights_only(
+        optax.sgd(smallest / 4),
+        extra_bits(8, rounding=rounding),
+        min_size=0,
+        implementation=implementation,
+    )
+
+    def trained(advance):
+        @jax.jit
+        def run(params, state, series):
+            one = lambda carry, grads: (advance(tx, *carry, grads), None)
+            return jax.lax.scan(one, (params, state), series)[0]
+
+        return run(*lowbit_optax.from_master(tx, start, dtype), series)
+
+    params, state = trained(update)
+    wanted, wanted_state = trained(lowbit_optax.step)
+    assert_same(params, wanted)
+    got = lowbit_optax.master_weights(params, state)
+    assert_same(got, lowbit_optax.master_weights(wanted, wanted_state))
+    control = start - smallest / 4 * series.sum(0)
+    assert np.mean(np.sign(control) != np.sign(start)) > 0.1
+    unit = smallest / 2**8  # a step draws a master to within one
+    bound = 24 * unit if dtype != jnp.bfloat16 else smallest * 2.0**-10
+    np.testing.assert_allclose(got, control, rtol=0, atol=bound)
