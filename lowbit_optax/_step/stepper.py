@@ -36,6 +36,11 @@ class Stepper(abc.ABC):
         object.__setattr__(new, "is_made_within", context.current().wants_params)
         return new
 
+    def __deepcopy__(self, memo) -> "Stepper":
+        """Itself: it never changes, and a deep copy of what holds it stays equal."""
+        del memo
+        return self
+
     def hoisted(
         self, grads: optax.Updates, state, params, extra_args: dict
     ) -> "tuple[Sequence, Callable[[Sequence], Stepper]]":

@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
+from flax.training import train_state
 from jax.extend import core
 from optimizers import assert_same_bits
 
@@ -36,6 +38,10 @@ TRANSFORMATIONS = {
     "accumulate_gradients": lowbit_optax.accumulate_gradients(
         lowbit_optax.kahan_sgd(0.01), 2
     ),
+}
+AROUND = {
+    "direct_updates": lowbit_optax.direct_updates(lowbit_optax.kahan_sgd(0.01)),
+    "chain": optax.chain(optax.clip(1.0), lowbit_optax.kahan_sgd(0.01)),
 }
 
 COPIES = {
@@ -86,6 +92,30 @@ def test_it_is_a_plain_optax_transformation(tx):
     assert tx.init == init
     assert tx.update == update
     assert optax.with_extra_args_support(tx) is tx
+
+
+@pytest.mark.parametrize(
+    "tx", [*TRANSFORMATIONS.values(), *AROUND.values()], ids=[*TRANSFORMATIONS, *AROUND]
+)
+def test_a_deep_copy_of_what_holds_it_is_equal_and_not_traced_again(tx):
+    model = nnx.Linear(8, 64, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
+    state = train_state.TrainState.create(apply_fn=None, params=_params(), tx=tx)
+    again = copy.deepcopy(state)
+    assert again.tx == tx
+    assert hash(again.tx) == hash(tx)
+    assert jax.tree.structure(again) == jax.tree.structure(state)
+    traces = []
+
+    @jax.jit
+    def train_step(state):
+        traces.append(None)
+        return state.step + 1
+
+    train_step(state)
+    train_step(again)
+    assert len(traces) == 1
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    assert nnx.graphdef(copy.deepcopy(optimizer)) == nnx.graphdef(optimizer)
 
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
