@@ -11,6 +11,7 @@ context variable:
     convert, before it ----> starting ----------+
     diagnostics -----------> reporting ---------+
     step, around a wrapper > params_wanted -----+
+    step, inside a wrapper > preceded ----------+
 """
 
 import contextlib
@@ -38,6 +39,7 @@ class StepContext:
       is_analysed: whether the step is traced only to read its jaxpr.
       wants_params: whether ``update`` should only mark its place in a trace, for new
         parameters instead of updates; see :mod:`lowbit_optax._step.wrapped`.
+      is_preceded: whether the inner update includes what a wrapper computes before it.
       report: what steps call with themselves and the inner update, instead of doing
         anything; None for steps that are done.
     """
@@ -46,6 +48,7 @@ class StepContext:
     layer: Layer | None = None
     is_analysed: bool = False
     wants_params: bool = False
+    is_preceded: bool = False
     report: Callable[..., None] | None = None
 
 
@@ -98,6 +101,11 @@ def layerwise(function: Callable) -> Callable:
 def params_wanted(wanted: bool = True):
     """A context in which ``update`` marks its place in a trace, or updates again."""
     return _changed(wants_params=wanted)
+
+
+def preceded(is_preceded: bool):
+    """A context in which the inner update may include what a wrapper computes first."""
+    return _changed(is_preceded=is_preceded)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ when a step leaves what is stored unchanged.
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,8 @@ from jax.extend.core import primitives as p
 
 from lowbit_optax._jaxprs.graph import Graph, Node, evaluate, is_zero, made_of
 from lowbit_optax._jaxprs.unchanged import unchanged_when, zero_when
-from lowbit_optax._step import trees
+from lowbit_optax._numerics.float_layouts import is_narrow
+from lowbit_optax._step import context, trees
 from lowbit_optax._step.error_feedback import Feedback, feedback_of
 from lowbit_optax._step.leaf import widen
 from lowbit_optax._step.moments import no_moment_for_errors
@@ -219,7 +220,11 @@ class InnerUpdate:
 
 
 def trace_update(update: Callable, step: Step) -> InnerUpdate:
-    """Trace an inner update, a function of gradients, inner state and masters."""
+    """Trace an inner update, a function of gradients, inner state and masters.
+
+    Raises:
+      TypeError: if the update uses a scalar hyperparameter of few bits.
+    """
 
     def twice(grads, state, masters):
         updates, new_state = update(grads, state, masters)
@@ -231,8 +236,26 @@ def trace_update(update: Callable, step: Step) -> InnerUpdate:
     state = step.structure.unflatten(parts)
     arguments = step.tree(grads), state, step.tree(masters)
     closed, shapes = jax.make_jaxpr(twice, return_shape=True)(*arguments)
+    if not context.current().is_preceded:
+        _check_hyperparameters(closed.consts)
     closed, structure = _without_dead_equations(closed), jax.tree.structure
     return InnerUpdate(step, closed, structure(arguments), structure(shapes))
+
+
+def _check_hyperparameters(held: Iterable) -> None:
+    """Refuse scalars in which a hyperparameter has lost its value.
+
+    ``optax.inject_hyperparams`` stores hyperparameters in the parameters' widest dtype.
+    A b2 of 0.999 is 1 in bfloat16, and 0 in the words of quantised weights.
+    """
+    for x in held:
+        is_lossy = is_narrow(x.dtype) or jnp.issubdtype(x.dtype, jnp.unsignedinteger)
+        if is_lossy and not x.shape:
+            raise TypeError(
+                f"lowbit: the inner transformation uses a {x.dtype} scalar as a "
+                "hyperparameter; accepted are numbers and float32 scalars. With "
+                "optax.inject_hyperparams pass hyperparam_dtype=jnp.float32"
+            )
 
 
 def _without_dead_equations(closed: ClosedJaxpr) -> ClosedJaxpr:

@@ -146,7 +146,10 @@ class _Run:
         state, params, extra_args = map(
             values, (inner.state, inner.params, inner.extra_args)
         )
-        new, new_state = stepper.run(params, state, grads, REPLACE, extra_args, guard)
+        with context.preceded(not self.traced.gets_gradients(inner)):
+            new, new_state = stepper.run(
+                params, state, grads, REPLACE, extra_args, guard
+            )
         return [*trees.named_leaves(new)[1], *jax.tree.leaves(new_state)]
 
     def _in_kernels(self, lowbit: Lowbit, inner: InnerStep) -> Stepper:

@@ -98,7 +98,9 @@ def lowbit(
     Raises:
       TypeError, ValueError: for arguments that are not as above. From ``init``,
         ValueError for optax's DoG, DoWG, Prodigy and Mechanize with weights that are
-        not stored exactly: they take rounding for distance from the start.
+        not stored exactly: they take rounding for distance from the start. From a step,
+        TypeError if a hyperparameter inside is a scalar of fewer bits than float32, as
+        ``optax.inject_hyperparams`` makes them without ``hyperparam_dtype``.
 
     >>> import jax.numpy as jnp, optax, lowbit_optax
     >>> params = {"w": jnp.ones((64, 64), jnp.bfloat16)}

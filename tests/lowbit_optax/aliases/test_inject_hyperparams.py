@@ -156,6 +156,92 @@ def test_in_the_parameters_dtype_it_is_refused_because_b2_would_be_1(name):
         tx.init(params_for(name))
 
 
+def _adamw(b2):
+    return lowbit(optax.adamw(0.01, b2=b2))
+
+
+# What the function that optax.inject_hyperparams calls returns.
+MADE_INSIDE = {
+    "lowbit": _adamw,
+    "lowbit of a chain": lambda b2: lowbit(
+        optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(b2=b2))
+    ),
+    "lowbit of a partition": lambda b2: lowbit(
+        optax.partition({"a": optax.adamw(0.01, b2=b2)}, {"kernel": "a"})
+    ),
+    "the momentum of sgd": lambda b2: lowbit(optax.sgd(0.01, momentum=b2)),
+    "chain": lambda b2: optax.chain(optax.clip_by_global_norm(1.0), _adamw(b2)),
+    "partition": lambda b2: optax.partition({"a": _adamw(b2)}, {"kernel": "a"}),
+    "with_loss_scale": lambda b2: lowbit_optax.with_loss_scale(
+        _adamw(b2), lowbit_optax.static_scale(1.0)
+    ),
+    "accumulate_gradients": lambda b2: lowbit_optax.accumulate_gradients(_adamw(b2), 2),
+    "direct_updates": lambda b2: lowbit_optax.direct_updates(_adamw(b2)),
+    "MultiSteps": lambda b2: optax.MultiSteps(_adamw(b2), 2).gradient_transformation(),
+}
+AROUND = {
+    "chain": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
+    "with_loss_scale": lambda tx: lowbit_optax.with_loss_scale(
+        tx, lowbit_optax.static_scale(1.0)
+    ),
+    "accumulate_gradients": lambda tx: lowbit_optax.accumulate_gradients(tx, 2),
+    "direct_updates": lowbit_optax.direct_updates,
+}
+ROUTES = {
+    "step": lambda tx, params, state, grads: lowbit_optax.step(
+        tx, params, state, grads
+    ),
+    "update": lambda tx, params, state, grads: tx.update(grads, state, params),
+}
+
+
+def _refuses_a_narrow_b2(make, around, route):
+    """It raises in the parameters' dtype, and only there."""
+    params, grads = params_for("lowbit"), grads_for()
+    narrow = around(optax.inject_hyperparams(make)(b2=0.999))
+    state = narrow.init(params)
+    for run in (route, jax.jit(route, static_argnums=0)):
+        with pytest.raises(TypeError, match=r"bfloat16.*hyperparam_dtype=jnp\.float32"):
+            run(narrow, params, state, grads)
+    wide = around(injected(make)(b2=0.999))
+    for leaf in jax.tree.leaves(route(wide, params, wide.init(params), grads)[0]):
+        assert np.all(np.isfinite(leaf.astype(jnp.float32)))
+
+
+@pytest.mark.parametrize("route", ROUTES.values(), ids=ROUTES)
+@pytest.mark.parametrize("make", MADE_INSIDE.values(), ids=MADE_INSIDE)
+def test_lowbit_refuses_a_b2_that_is_1_in_the_parameters_dtype(make, route):
+    _refuses_a_narrow_b2(make, lambda tx: tx, route)
+
+
+@pytest.mark.parametrize("route", ROUTES.values(), ids=ROUTES)
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+def test_what_is_around_inject_hyperparams_does_not_hide_it(around, route):
+    _refuses_a_narrow_b2(_adamw, around, route)
+
+
+def test_quantized_weights_do_not_make_a_rate_0():
+    params, grads = params_for("lpmm", 4096), grads_for(4096)
+    make = lambda learning_rate: lowbit(optax.sgd(learning_rate))
+    narrow = optax.inject_hyperparams(make)(0.1)
+    with pytest.raises(TypeError, match=r"uint32.*hyperparam_dtype=jnp\.float32"):
+        lowbit_optax.step(narrow, params, narrow.init(params), grads)
+    wide = injected(make)(0.1)
+    moved, _ = lowbit_optax.step(wide, params, wide.init(params), grads)
+    assert _differ(moved, params)
+
+
+def test_what_clips_outside_of_lowbit_may_be_narrow():
+    make = lambda largest: optax.chain(
+        optax.clip_by_global_norm(largest), lowbit(optax.adamw(0.01))
+    )
+    tx = optax.inject_hyperparams(make)(1.0)
+    params = params_for("lowbit")
+    moved, _ = lowbit_optax.step(tx, params, tx.init(params), grads_for())
+    assert _differ(moved, params)
+    assert lowbit_optax.memory_report(tx, params).steps_directly
+
+
 @pytest.mark.parametrize(
     ("name", "argument"),
     [
