@@ -13,7 +13,7 @@ is asked, in a context in which ``lowbit`` answers with a :class:`Recorded`:
 
 import dataclasses
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import jax
 import optax
@@ -79,6 +79,9 @@ def recorded_nodes(
 
     A node is a :class:`Recorded` in place of a LowbitState, and a shape elsewhere. The
     parameters may be arrays or ShapeDtypeStructs.
+
+    Raises:
+      ValueError: if ``tx`` has two ``lowbit`` for one parameter, naming it.
     """
 
     def record(config: Lowbit, params) -> Recorded:
@@ -89,7 +92,34 @@ def recorded_nodes(
         # Not tx.init itself, whose result JAX may know from outside of this context.
         state = jax.eval_shape(lambda params: tx.init(params), trees.abstract(params))
     is_recorded = lambda x: isinstance(x, Recorded)
-    return jax.tree_util.tree_flatten_with_path(state, is_recorded)
+    nodes, treedef = jax.tree_util.tree_flatten_with_path(state, is_recorded)
+    named = [(path, x.names) for path, x in nodes if is_recorded(x)]
+    check_one_state_each(named, "put both optimizers into one lowbit(optax.chain(...))")
+    return nodes, treedef
+
+
+def check_one_state_each(
+    states: Iterable[tuple[KeyPath, Iterable[str]]], advice: str
+) -> None:
+    """Raise unless every parameter belongs to one ``lowbit`` only.
+
+    Args:
+      states: paths of states of ``lowbit``, and the parameters that each belongs to.
+      advice: what to do instead.
+
+    Raises:
+      ValueError: naming a parameter and two of its states.
+    """
+    owners: dict[str, str] = {}
+    for path, names in states:
+        where = f"state{jax.tree_util.keystr(path)}"
+        for name in names:
+            first = owners.setdefault(name, where)
+            if first != where:
+                raise ValueError(
+                    f"{first} and {where} are both states of params{name}, and it is "
+                    f"not known which of them to use; {advice}"
+                )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -21,7 +21,7 @@ from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.block_scaled_tensor import BlockScaledTensor
 from lowbit_optax.formats.leaves import format_named, join_leaf
 from lowbit_optax.formats.quantized_weights import QuantizedWeights
-from lowbit_optax.states.decoded import Recorded, recorded_nodes
+from lowbit_optax.states.decoded import Recorded, check_one_state_each, recorded_nodes
 
 KeepFloat32 = Callable[[str, typing.Any], bool]
 """``keep_float32(path, leaf)``: whether a parameter stays in float32."""
@@ -42,7 +42,8 @@ def master_weights(params: optax.Params, state: optax.OptState) -> optax.Params:
       places of quantised weights, unchanged elsewhere.
 
     Raises:
-      ValueError: if ``state`` holds no lowbit state, or one of other parameters.
+      ValueError: if ``state`` holds no lowbit state, one of other parameters, or two of
+        the same parameter, such as an optimizer's and an average's.
 
     >>> import jax.numpy as jnp, lowbit_optax
     >>> params = jnp.ones(3, jnp.bfloat16)
@@ -304,12 +305,17 @@ def _residuals(
 ) -> dict[str, tuple[WeightFormat, jax.Array]]:
     """Format and residual of every leaf for which a state has one, by path."""
     is_lowbit = lambda x: isinstance(x, LowbitState)
-    states = filter(is_lowbit, jax.tree.leaves(state, is_leaf=is_lowbit))
-    kept = [x.residual for x in states]
+    with_path = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_lowbit)
+    kept = [(path, x.residual) for path, x in with_path if is_lowbit(x)]
     if not kept:
         raise _no_lowbit_state()
+    names_of = lambda x: [
+        name for name in trees.named_leaves(x.tree)[0] if name in params
+    ]
+    named = [(path, names_of(x)) for path, x in kept]
+    check_one_state_each(named, "pass the state of the optimizer alone")
     found = {}
-    for own in kept:
+    for _, own in kept:
         names, residuals, _ = trees.named_leaves(own.tree)
         for name, residual in zip(names, residuals, strict=True):
             if is_blank(residual, NOT_HELD) or is_blank(residual, NO_RESIDUAL):

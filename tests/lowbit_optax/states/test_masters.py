@@ -225,6 +225,46 @@ def test_master_weights_of_a_state_without_lowbit_is_an_error():
         master_weights(params, optax.adamw(0.1).init(params))
 
 
+OPTIMIZERS = {
+    "kahan": lowbit_optax.kahan_sgd(0.5),
+    "no residuals": lowbit_optax.sr_sgd(0.5),
+    "below min_size": lowbit_optax.extra_bits_sgd(0.5, bits=8),
+}
+BOTH = {
+    "the average last": lambda state, ema: (state, ema),
+    "the average first": lambda state, ema: (ema, state),
+    "a dict": lambda state, ema: {"optimizer": (state,), "average": ema},
+}
+
+
+@pytest.mark.parametrize("both", BOTH.values(), ids=BOTH)
+@pytest.mark.parametrize("tx", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_two_states_of_one_parameter_are_an_error_that_names_both(tx, both):
+    params = {"w": jnp.ones((8, 8), jnp.bfloat16), "b": jnp.ones(8)}
+    ema = lowbit_optax.ema_of_params(0.9)
+    given = both(optax.chain(optax.identity(), tx).init(params), ema.init(params))
+    with pytest.raises(ValueError, match=r"(?s)state.*state.*params\['b'\].*alone"):
+        master_weights(params, given)
+    with pytest.raises(ValueError, match="state"):
+        lowbit_optax.convert(params, given, tx, tx)
+    # Each alone has its masters, and so have two states of different parameters.
+    for part in given.values() if isinstance(given, dict) else given:
+        assert master_weights(params, part)["w"].dtype == jnp.float32
+    halves = {"w": tx, "b": lowbit_optax.kahan_sgd(0.5)}
+    halves = optax.MultiSteps(optax.partition(halves, {"w": "w", "b": "b"}), 2)
+    assert master_weights(params, halves.init(params))["w"].dtype == jnp.float32
+
+
+def test_two_optimizers_of_one_parameter_have_no_one_format():
+    params = {"w": jnp.ones((8, 8))}
+    tx = optax.chain(lowbit_optax.kahan_sgd(0.5), lowbit_optax.extra_bits_sgd(0.5))
+    match = r"state\[0\] and state\[1\] are both states of params\['w'\]"
+    with pytest.raises(ValueError, match=match):
+        from_master(tx, params, jnp.bfloat16)
+    with pytest.raises(ValueError, match=match):
+        lowbit_optax.storage_formats(tx, params)
+
+
 @pytest.mark.parametrize(
     "weights", [kahan(), extra_bits(8), lowbit_optax.master_copy()]
 )
