@@ -21,7 +21,7 @@ except ModuleNotFoundError as error:
 from lowbit_optax.states.masters import (
     KeepFloat32,
     from_master,
-    is_scalar_or_vector,
+    is_bias_or_vector,
     param_dtypes,
     starting_from,
 )
@@ -53,7 +53,7 @@ class TrainState(train_state.TrainState):
         params: typing.Any,
         tx: optax.GradientTransformation,
         param_dtype: jax.typing.DTypeLike | None = None,
-        keep_float32: KeepFloat32 = is_scalar_or_vector,
+        keep_float32: KeepFloat32 = is_bias_or_vector,
         **kwargs,
     ) -> typing.Self:
         """A state at step 0; with ``param_dtype``, of narrowed parameters.
@@ -97,7 +97,7 @@ class TrainState(train_state.TrainState):
         params: typing.Any,
         tx: optax.GradientTransformation,
         param_dtype: jax.typing.DTypeLike = jnp.bfloat16,
-        keep_float32: KeepFloat32 = is_scalar_or_vector,
+        keep_float32: KeepFloat32 = is_bias_or_vector,
         **kwargs,
     ) -> typing.Self:
         """A state at step 0 from float32 weights, whose low bits the residuals keep.
@@ -109,8 +109,9 @@ class TrainState(train_state.TrainState):
           tx: a transformation of this package, alone or inside optax's wrappers.
           param_dtype: of the parameters.
           keep_float32: called with a leaf's path and the leaf, it says whether the leaf
-            stays float32. The default keeps leaves of fewer than two axes: biases and
-            the scales of normalisations. See :func:`lowbit_optax.param_dtypes`.
+            stays float32. The default keeps leaves named ``bias`` and leaves of fewer
+            than two axes, such as the scales of normalisations. See
+            :func:`lowbit_optax.param_dtypes`.
           **kwargs: other fields.
 
         Raises:
@@ -173,7 +174,7 @@ def narrow(
     *,
     wrt: typing.Any = nnx.Param,
     param_dtype: jax.typing.DTypeLike = jnp.bfloat16,
-    keep_float32: KeepFloat32 = is_scalar_or_vector,
+    keep_float32: KeepFloat32 = is_bias_or_vector,
 ) -> optax.GradientTransformation:
     """Narrow the parameters of an nnx model; the low bits are for the optimizer.
 
@@ -213,7 +214,7 @@ def nnx_optimizer(
     *,
     wrt: typing.Any = nnx.Param,
     param_dtype: jax.typing.DTypeLike = jnp.bfloat16,
-    keep_float32: KeepFloat32 = is_scalar_or_vector,
+    keep_float32: KeepFloat32 = is_bias_or_vector,
 ) -> nnx.Optimizer:
     """An ``nnx.Optimizer`` from a float32 model, on the fast path.
 

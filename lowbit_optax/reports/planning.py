@@ -27,7 +27,7 @@ from lowbit_optax.reports.step_memory import StepMemory, step_memory
 from lowbit_optax.states.masters import (
     KeepFloat32,
     from_master,
-    is_scalar_or_vector,
+    is_bias_or_vector,
     param_dtypes,
 )
 from lowbit_optax.transformations.lowbit import lowbit
@@ -170,7 +170,7 @@ def plan(
     *,
     optimizer: Callable[[typing.Any], optax.GradientTransformation] = optax.adamw,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
-    keep_float32: KeepFloat32 = is_scalar_or_vector,
+    keep_float32: KeepFloat32 = is_bias_or_vector,
     other_bytes: float = 0,
     devices: int = 1,
     stacked: Callable[[str], bool] | None = None,

@@ -1,6 +1,7 @@
 """Float32 masters out of a training state, and a training state out of masters."""
 
 import itertools
+import re
 import typing
 from collections.abc import Callable
 
@@ -176,36 +177,39 @@ def starting_from(
     return tx._replace(init=init)
 
 
-def is_scalar_or_vector(path: str, leaf) -> bool:
-    """The default rule of :func:`param_dtypes`: scalars and vectors stay in float32.
+def is_bias_or_vector(path: str, leaf) -> bool:
+    """The default rule of :func:`param_dtypes`: biases and vectors stay in float32.
 
-    These are biases and the scales of normalisations, a small part of a model's memory.
-    Matrices, convolutions and embeddings have two axes or more.
+    It keeps every leaf named ``bias``, also that of an attention layer, whose axes are
+    heads and features, and every leaf of fewer than two axes, such as the scale of a
+    normalisation. They are a small part of a model's memory. It narrows matrices,
+    convolutions and embeddings.
 
     >>> import jax.numpy as jnp
-    >>> is_scalar_or_vector("['bias']", jnp.ones(8))
+    >>> is_bias_or_vector("['query']['bias']", jnp.ones((8, 64)))
     True
-    >>> is_scalar_or_vector("['kernel']", jnp.ones((8, 8)))
+    >>> is_bias_or_vector("['query']['kernel']", jnp.ones((512, 8, 64)))
     False
     """
-    del path
-    return leaf.ndim < 2
+    # The paths of nnx end with .value.
+    return leaf.ndim < 2 or bool(re.search(r"\bbias\b\W*(value)?$", path))
 
 
 def param_dtypes(
     params: optax.Params,
     dtype: jax.typing.DTypeLike,
-    keep_float32: KeepFloat32 = is_scalar_or_vector,
+    keep_float32: KeepFloat32 = is_bias_or_vector,
 ) -> optax.Params:
-    """The dtype of each parameter: a narrow one for most, float32 for small ones.
+    """The dtype of each parameter: narrow for most, float32 for biases and vectors.
 
     Args:
       params: tree of arrays or ShapeDtypeStructs, float32 as a rule.
       dtype: of the leaves that are narrowed, such as ``jnp.bfloat16``.
       keep_float32: called with a leaf's path, such as ``"['dense']['bias']"``, and the
         leaf; where it is true the leaf keeps the dtype that it has. The default keeps
-        leaves of fewer than two axes. Normalisations that are stacked over layers have
-        two: ``lambda path, leaf: leaf.ndim < 2 or "norm" in path.lower()``.
+        leaves named ``bias`` and leaves of fewer than two axes. Normalisations that are
+        stacked over layers have two: ``lambda path, leaf: leaf.ndim < 2 or "bias" in
+        path or "norm" in path.lower()`` keeps them too.
 
     Returns:
       A tree of dtypes like ``params``, for :func:`from_master`. Leaves that are not

@@ -1,12 +1,15 @@
 """Float32 masters from a state, and a state from float32 masters."""
 
 import functools
+import re
 
+import equinox
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen, nnx
 from optimizers import (
     ALIASES,
     ALL_FORMATS,
@@ -22,7 +25,14 @@ from optimizers import (
 from wrappers import WRAPPERS
 
 import lowbit_optax
-from lowbit_optax import extra_bits, from_master, kahan, master_weights, param_dtypes
+from lowbit_optax import (
+    extra_bits,
+    from_master,
+    kahan,
+    master_weights,
+    param_dtypes,
+    training,
+)
 from lowbit_optax._step.blanks import is_blank
 
 pytestmark = pytest.mark.standard_promotion
@@ -178,6 +188,67 @@ def test_vectors_and_scalars_stay_float32_by_default():
     params, state = from_master(_sgd(extra_bits(16)), master, dtypes)
     assert jax.tree.map(lambda x: x.dtype, params) == dtypes
     assert_same_bits(master_weights(params, state), master)
+
+
+def _linen_attention():
+    layer = linen.MultiHeadDotProductAttention(num_heads=2, normalize_qk=True)
+    x = jnp.ones((1, 4, 16))
+    return layer.init(jax.random.key(0), x, x)["params"]
+
+
+def _nnx_attention():
+    options = dict(num_heads=2, in_features=16, decode=False)
+    return nnx.state(nnx.MultiHeadAttention(**options, rngs=nnx.Rngs(0)), nnx.Param)
+
+
+def _equinox_layers():
+    key, options = jax.random.key(0), dict(use_query_bias=True, use_output_bias=True)
+    attention = equinox.nn.MultiheadAttention(2, 16, **options, key=key)
+    layers = attention, equinox.nn.Conv2d(3, 4, 3, key=key)
+    return equinox.filter(layers, equinox.is_array)
+
+
+def _assert_biases_stay(dtypes):
+    """Of each layer the bias is float32, and so are vectors; kernels are narrow."""
+    found = {}
+    for path, dtype in jax.tree_util.tree_leaves_with_path(dtypes):
+        names = jax.tree_util.keystr(path).removesuffix(".value").strip("']")
+        kind = {"kernel": "matrix", "weight": "matrix"}.get(
+            re.split(r"\W+", names)[-1], "small"
+        )
+        found.setdefault(kind, set()).add(jnp.dtype(dtype).name)
+    assert found == {"matrix": {"bfloat16"}, "small": {"float32"}}
+
+
+@pytest.mark.parametrize("make", [_linen_attention, _nnx_attention, _equinox_layers])
+def test_biases_of_several_axes_stay_float32(make):
+    master = make()
+    dtypes = param_dtypes(master, jnp.bfloat16)
+    _assert_biases_stay(dtypes)
+    params, _ = from_master(lowbit_optax.kahan_adamw(0.1), master, dtypes)
+    _assert_biases_stay(jax.tree.map(lambda x: x.dtype, params))
+
+
+def test_biases_of_several_axes_stay_float32_in_flaxs_optimizers():
+    tx = lowbit_optax.kahan_adamw(0.1)
+    create = functools.partial(
+        training.TrainState.create, apply_fn=None, tx=tx, param_dtype=jnp.bfloat16
+    )
+    state = create(params=_linen_attention())
+    _assert_biases_stay(jax.tree.map(lambda x: x.dtype, state.params))
+    options = dict(num_heads=2, in_features=16, decode=False)
+    model = nnx.MultiHeadAttention(**options, rngs=nnx.Rngs(0))
+    training.nnx_optimizer(model, tx)
+    params = nnx.state(model, nnx.Param)
+    _assert_biases_stay(jax.tree.map(lambda x: x.dtype, params))
+
+
+def test_only_the_last_name_of_a_path_makes_a_bias():
+    w = jnp.ones((8, 8))
+    params = {"bias": {"kernel": w, "bias": w}, "attn_bias": w, "biases": w}
+    dtypes = param_dtypes(params, jnp.bfloat16)
+    assert dtypes.pop("bias") == {"kernel": jnp.bfloat16, "bias": jnp.float32}
+    assert set(dtypes.values()) == {jnp.dtype("bfloat16")}
 
 
 def test_the_rule_gets_paths_and_leaves_and_shapes_are_enough():
