@@ -201,7 +201,8 @@ def extra_bits_adamw(
       b1, b2, eps, eps_root, mu_dtype, mask, nesterov: as in ``optax.adamw``.
       weight_decay: d, decoupled.
       bits: k; if None the most that the parameter's dtype holds: 16 for bfloat16, which
-        then trains as in float32, bit for bit.
+        then stores every bit of W. Two compiled programs may still differ in their last
+        bits, as two of optax do.
       rounding, residual_rounding: of the parameter and of W, see
         :func:`lowbit_optax.extra_bits`.
       moments: formats of m (``mu``) and v (``nu``); ``"float32"`` if None.

@@ -190,7 +190,8 @@ def extra_bits_sgd(
       nesterov, accumulator_dtype: as in ``optax.sgd``.
       weight_decay: d, added to the gradient (not decoupled); 0 if None.
       bits: k; if None the most that the parameter's dtype holds: 16 for bfloat16, which
-        then trains as in float32, bit for bit.
+        then stores every bit of W. Two compiled programs may still differ in their last
+        bits, as two of optax do.
       rounding, residual_rounding: of the parameter and of W, see
         :func:`lowbit_optax.extra_bits`.
       moments: format of the momentum; ``"float32"`` if None.
