@@ -36,6 +36,7 @@ from lowbit_optax._step.param_shardings import ParamShardings, told_shardings
 from lowbit_optax._step.state import LowbitState
 from lowbit_optax._step.step import Step, draws_of_moments, random_of_leaves
 from lowbit_optax._step.stepper import Stepper
+from lowbit_optax._step.wide_params import warn_of_wide_params
 from lowbit_optax.formats.base import Residuals, WeightFormat
 from lowbit_optax.formats.moment_fields import fields_of
 from pallas_kernels.operations import ClosedJaxpr
@@ -58,7 +59,8 @@ class Lowbit(Stepper):
       min_size: leaves with fewer elements may be stored in a simpler format.
       implementation: see :data:`pallas_kernels.platforms.Implementation`.
       param_shardings: where the parameters lie on a mesh.
-      warns: whether a step warns of large leaves that XLA updates on an accelerator.
+      warns: whether ``init`` warns of float32 parameters, and a step of large leaves
+        that XLA updates on an accelerator.
     """
 
     inner: optax.GradientTransformation
@@ -77,7 +79,12 @@ class Lowbit(Stepper):
         if any(map(trees.is_quantized, trees.named_leaves(params)[1])):
             refuse_multi_steps()
         start = context.current().start
-        return self.start(params, {}) if start is None else start(self, params)
+        if start is not None:
+            return start(self, params)
+        state = self.start(params, {})
+        if self.warns:
+            warn_of_wide_params(self.weights, *trees.named_leaves(params)[:2])
+        return state
 
     def start(self, params, masters: Mapping[str, jax.Array]) -> LowbitState:
         """The initial state, of masters by path where these are not the parameters."""

@@ -1,0 +1,137 @@
+"""A warning for parameters that are float32 where a weight format was asked for.
+
+Any warning is an error here, so a test that expects none only has to run.
+"""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen, nnx
+from flax.training import train_state
+
+import lowbit_optax
+from lowbit_optax import kahan_adamw, lowbit, training
+from lowbit_optax._step import left_to_xla
+
+pytestmark = pytest.mark.standard_promotion
+
+FIX = r"param_dtypes.*TrainState\.from_master.*nnx_optimizer.*warns=False"
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_said_before():
+    left_to_xla.warn_once.cache_clear()
+
+
+class Model(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        x = linen.LayerNorm()(linen.Dense(64)(x))
+        return linen.MultiHeadDotProductAttention(num_heads=2)(x, x)
+
+
+def _params():
+    variables = Model().init(jax.random.key(0), jnp.ones((1, 2, 64)))
+    return variables["params"]
+
+
+def _nnx_model():
+    return nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+
+
+MADE = {
+    "init": lambda tx: tx.init(_params()),
+    "flax": lambda tx: train_state.TrainState.create(
+        apply_fn=None, params=_params(), tx=tx
+    ),
+    "training.TrainState": lambda tx: training.TrainState.create(
+        apply_fn=None, params=_params(), tx=tx
+    ),
+    "nnx": lambda tx: nnx.Optimizer(_nnx_model(), tx, wrt=nnx.Param),
+    "chain": lambda tx: optax.chain(optax.clip(1.0), tx).init(_params()),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).init(_params()),
+    "with_loss_scale": lambda tx: lowbit_optax.with_loss_scale(
+        tx, lowbit_optax.backoff_scale()
+    ).init(_params()),
+    "direct_updates": lambda tx: lowbit_optax.direct_updates(tx).init(_params()),
+}
+
+
+@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
+def test_float32_parameters_are_said_once_with_the_lines_that_narrow_them(make):
+    with pytest.warns(UserWarning, match=rf"(?s)kernel.*float32.*{FIX}"):
+        make(kahan_adamw(1e-3))
+    make(kahan_adamw(1e-3))
+
+
+@pytest.mark.parametrize("weights", ["extra_bits", "master_copy", "nearest"])
+def test_every_weight_format_says_so(weights):
+    tx = lowbit(optax.sgd(0.1), weights=getattr(lowbit_optax, weights)())
+    with pytest.warns(UserWarning, match=FIX):
+        tx.init(_params())
+
+
+def test_of_quantized_weights_it_names_quantize_params():
+    with pytest.warns(UserWarning, match="quantize_params"):
+        lowbit_optax.lpmm_adam(1e-3).init(_params())
+    params = lowbit_optax.quantize_params(_params(), bits=12, min_size=0)
+    lowbit_optax.lpmm_adam(1e-3).init(params)
+
+
+STARTS = {
+    "from_master": lambda tx, params: lowbit_optax.from_master(
+        tx, params, lowbit_optax.param_dtypes(params, jnp.bfloat16)
+    ),
+    "starting_from": lambda tx, params: lowbit_optax.starting_from(tx, params).init(
+        lowbit_optax.from_master(tx, params, jnp.bfloat16)[0]
+    ),
+    "TrainState.from_master": lambda tx, params: training.TrainState.from_master(
+        apply_fn=None, params=params, tx=tx
+    ),
+    "TrainState.create": lambda tx, params: training.TrainState.create(
+        apply_fn=None, params=params, tx=tx, param_dtype=jnp.bfloat16
+    ),
+    "nnx_optimizer": lambda tx, params: training.nnx_optimizer(_nnx_model(), tx),
+    "init of narrow kernels": lambda tx, params: tx.init(
+        lowbit_optax.from_master(
+            tx, params, lowbit_optax.param_dtypes(params, jnp.bfloat16)
+        )[0]
+    ),
+    "memory_report": lowbit_optax.memory_report,
+    "plan": lambda tx, params: lowbit_optax.plan(params, 2.0**30),
+    "explain": lowbit_optax.explain,
+    "eval_shape": lambda tx, params: jax.eval_shape(tx.init, params),
+    "storage_formats": lowbit_optax.storage_formats,
+    "convert": lambda tx, params: lowbit_optax.convert(
+        params, optax.adamw(1e-3).init(params), optax.adamw(1e-3), tx
+    ),
+}
+
+
+@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
+def test_nothing_is_said_of_what_narrows_or_only_asks(start):
+    start(lowbit(optax.adamw(1e-3)), _params())
+
+
+def test_nothing_is_said_of_what_stays_float32_beside_narrow_matrices():
+    # Layers of biases and norms, which a partition hands over without the matrices.
+    params = {
+        "norm": {"scale": jnp.ones((96, 64)), "bias": jnp.ones((96, 64))},
+        "dense": {"bias": jnp.ones((96, 64)), "kernel": optax.MaskedNode()},
+        "vector": jnp.ones(8192),
+    }
+    kahan_adamw(1e-3).init(params)
+    kahan_adamw(1e-3).init({"few": jnp.ones((8, 8))})
+    halves = {"a": jnp.ones((64, 64)), "b": jnp.ones((64, 65), jnp.bfloat16)}
+    kahan_adamw(1e-3).init(halves)
+
+
+def test_who_wants_only_moments_in_fewer_bits_can_say_so():
+    lowbit(optax.adamw(1e-3), warns=False).init(_params())
+    kahan_adamw(1e-3, warns=False).init(_params())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="lowbit: most parameters")
+        kahan_adamw(1e-3).init(_params())
