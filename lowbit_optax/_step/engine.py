@@ -93,8 +93,8 @@ class Lowbit(Stepper):
         split = [_split(leaf, masters.get(leaf.name)) for leaf in leaves]
         # Made here and not at import, so that they are placed like the parameters.
         count, seed = jnp.zeros([], jnp.uint32), jnp.asarray(self.seed, jnp.uint32)
-        inner_state = self.inner.init(treedef.unflatten(x for x, _ in split))
-        _check_inner_state(inner_state)
+        with context.starting(_refuse_inner_lowbit):
+            inner_state = self.inner.init(treedef.unflatten(x for x, _ in split))
         self.check_start(leaves, inner_state)
         plan = self._plan(leaves, inner_state)
         _ = plan.error_parts  # raises for leaves without one
@@ -311,11 +311,10 @@ def _is_nothing(tree) -> bool:
     return isinstance(tree, tuple) and not tree
 
 
-def _check_inner_state(inner_state) -> None:
-    is_lowbit = lambda x: isinstance(x, LowbitState)
-    if any(map(is_lowbit, jax.tree.leaves(inner_state, is_leaf=is_lowbit))):
-        raise ValueError(
-            "lowbit: the inner transformation is, or holds, one of this package "
-            "already, such as kahan_adamw; give lowbit the optax transformation, "
-            "such as optax.adamw, or use the alias alone"
-        )
+def _refuse_inner_lowbit(config: Lowbit, params) -> typing.NoReturn:
+    del config, params
+    raise ValueError(
+        "lowbit: the inner transformation is, or holds, one of this package "
+        "already, such as kahan_adamw; give lowbit the optax transformation, "
+        "such as optax.adamw, or use the alias alone"
+    )
