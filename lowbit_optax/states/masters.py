@@ -313,9 +313,7 @@ def _residuals(
     kept = [(path, x.residual) for path, x in with_path if is_lowbit(x)]
     if not kept:
         raise _no_lowbit_state()
-    names_of = lambda x: [
-        name for name in trees.named_leaves(x.tree)[0] if name in params
-    ]
+    names_of = lambda x: filter(params.__contains__, trees.named_leaves(x.tree)[0])
     named = [(path, names_of(x)) for path, x in kept]
     check_one_state_each(named, "pass the state of the optimizer alone")
     found = {}

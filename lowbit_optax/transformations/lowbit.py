@@ -88,10 +88,10 @@ def lowbit(
         parameters to one; PartitionSpecs are of the mesh in force. Kernels for TPUs
         need it there, as XLA cannot partition them. It changes nothing on GPUs, nor on
         explicit axes, whose arrays know where they lie.
-      warns: whether ``init`` warns once if most parameters are float32, and a step if
-        XLA updates large leaves on a GPU or a TPU; True if None. Pass False to keep
-        float32 parameters and store only the moments in fewer bits. See also
-        :func:`lowbit_optax.explain`.
+      warns: whether ``init``, outside ``jax.jit``, warns once if most parameters are
+        float32, and a step if XLA updates large leaves on a GPU or a TPU; True if None.
+        Pass False to keep float32 parameters and store only the moments in fewer bits.
+        See also :func:`lowbit_optax.explain`.
 
     Returns:
       A transformation whose ``update`` needs ``params`` and returns float32 updates

@@ -261,7 +261,6 @@ def test_a_few_gradients_that_are_all_zero_leave_the_log_normal_scale():
     chex.assert_trees_all_equal(kept[1]._replace(zeros=state.zeros), state)
 
 
-@pytest.mark.filterwarnings("ignore:lowbit. most parameters are float32")
 @pytest.mark.parametrize("inner", INNERS)
 def test_scaled_training_is_unscaled_training_bit_for_bit(inner):
     start = parameters(jnp.float32)

@@ -1,6 +1,6 @@
 """A warning for parameters that are float32 where a weight format was asked for.
 
-Any warning is an error here, so a test that expects none only has to run.
+The warning is an error here, so a test that expects none only has to run.
 """
 
 import warnings
@@ -16,7 +16,11 @@ import lowbit_optax
 from lowbit_optax import kahan_adamw, lowbit, training
 from lowbit_optax._step import left_to_xla
 
-pytestmark = pytest.mark.standard_promotion
+SAID = "lowbit. most parameters are float32"
+pytestmark = [
+    pytest.mark.standard_promotion,
+    pytest.mark.filterwarnings(f"error:{SAID}"),
+]
 
 FIX = r"param_dtypes.*TrainState\.from_master.*nnx_optimizer.*warns=False"
 
@@ -133,5 +137,5 @@ def test_who_wants_only_moments_in_fewer_bits_can_say_so():
     lowbit(optax.adamw(1e-3), warns=False).init(_params())
     kahan_adamw(1e-3, warns=False).init(_params())
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="lowbit: most parameters")
+        warnings.filterwarnings("ignore", message=SAID)
         kahan_adamw(1e-3).init(_params())
