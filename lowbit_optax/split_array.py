@@ -18,6 +18,7 @@ from lowbit_optax._numerics.dtypes import dtype_of
 from lowbit_optax._numerics.float_layouts import NARROW_DTYPES, is_narrow
 from lowbit_optax._numerics.random_bits import RandomBits, random_bits
 from lowbit_optax._numerics.rounding import to_float32
+from lowbit_optax._step.seeds import seed_of
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.leaves import join_leaf, split_leaf
 
@@ -177,7 +178,7 @@ def split_array(
 def _first_split(dtype, weight_format: WeightFormat, x, seed) -> SplitArray:
     x = _float32(x)
     format_ = weight_format.for_leaf(x.shape, dtype, min_size=0)
-    state = jnp.stack([seed, jnp.uint32(0)])
+    state = jnp.stack([seed_of(seed, [x]), jnp.uint32(0)])
     param, residual = split_leaf(format_, x, dtype, _random(state))
     return SplitArray(param, residual, _next(state), format_)
 

@@ -33,6 +33,7 @@ from lowbit_optax._step.leaf import StoredLeaf, format_of, widen
 from lowbit_optax._step.moment_slots import MomentChoice
 from lowbit_optax._step.moments import MomentPlan
 from lowbit_optax._step.param_shardings import ParamShardings, told_shardings
+from lowbit_optax._step.seeds import seed_of
 from lowbit_optax._step.state import LowbitState
 from lowbit_optax._step.step import Step, draws_of_moments, random_of_leaves
 from lowbit_optax._step.stepper import Stepper
@@ -92,7 +93,8 @@ class Lowbit(Stepper):
         leaves = self._placed(self.leaves(names, given), treedef)
         split = [_split(leaf, masters.get(leaf.name)) for leaf in leaves]
         # Made here and not at import, so that they are placed like the parameters.
-        count, seed = jnp.zeros([], jnp.uint32), jnp.asarray(self.seed, jnp.uint32)
+        wide = [masters.get(*leaf) for leaf in zip(names, given, strict=True)]
+        count, seed = jnp.zeros([], jnp.uint32), seed_of(self.seed, wide)
         with context.starting(_refuse_inner_lowbit):
             inner_state = self.inner.init(treedef.unflatten(x for x, _ in split))
         self.check_start(leaves, inner_state)

@@ -13,7 +13,8 @@ class LowbitState(typing.NamedTuple):
     Args:
       count: uint32 scalar, the number of steps taken. Together with ``seed`` it is the
         whole state of the random numbers.
-      seed: uint32 scalar.
+      seed: uint32 scalar, the user's seed mixed with a checksum of the parameters at
+        ``init``. Replace it to give a state noise of its own.
       residual: the residuals; blanks at leaves that have none.
       inner_state: the inner transformation's state, with its moments in their formats.
     """

@@ -21,6 +21,7 @@ from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded, neutral_update
 from lowbit_optax._step.leaf import StoredLeaf
 from lowbit_optax._step.moment_slots import NoSuchMomentError
 from lowbit_optax._step.moments import in_parallel_trees, leaf_by_leaf
+from lowbit_optax._step.seeds import seed_of
 from lowbit_optax._step.stepper import Stepper, stepper_of
 from lowbit_optax._step.wrapped import step_wrapped
 from lowbit_optax._step.wrapper_trace import NotDirect
@@ -44,7 +45,7 @@ class AccumulationState(typing.NamedTuple):
     Args:
       count: uint32 scalar, the number of calls so far. Together with ``seed`` it is the
         whole state of the random numbers.
-      seed: uint32 scalar.
+      seed: uint32 scalar; see :class:`.LowbitState`.
       mini_step: int32 scalar, the number of gradients in the accumulators.
       accumulators: the sums in their format, a tree like the parameters or a
         QuantizedMoment of such trees; None at leaves that are not float.
@@ -151,7 +152,7 @@ class Accumulation(Stepper):
     def init(self, params) -> AccumulationState:
         """The initial state, with accumulators of zeros."""
         _, leaves, treedef = trees.named_leaves(params)
-        count, seed = jnp.zeros([], jnp.uint32), jnp.asarray(self.seed, jnp.uint32)
+        count, seed = jnp.zeros([], jnp.uint32), seed_of(self.seed, leaves)
         empty = list(map(self._empty, leaves))
         return AccumulationState(
             count,

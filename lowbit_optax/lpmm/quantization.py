@@ -1,7 +1,7 @@
 """Convert the weights of a model to :class:`QuantizedTensor` and back."""
 
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._numerics.random_bits import RandomBits, leaf_number, random_bits
 from lowbit_optax._numerics.rounding import to_float32
 from lowbit_optax._step import trees
+from lowbit_optax._step.seeds import seed_of
 from lowbit_optax.formats.quantized_tensor import Rounding, is_quantized, quantize
 from pallas_kernels.layout import check_block_size, layout_of
 
@@ -82,11 +83,12 @@ def quantize_params(
             "function of a leaf's path"
         )
     names, leaves, treedef = trees.named_leaves(params)
-    draws = random_bits(
-        jnp.uint32(seed), jnp.uint32(0), [leaf_number(name) for name in names]
-    )
+    draws: Sequence[RandomBits | None] = [None] * len(names)
+    if rounding == "stochastic":
+        own = seed_of(seed, leaves)
+        draws = random_bits(own, jnp.uint32(0), list(map(leaf_number, names)))
 
-    def convert(name: str, leaf, random: RandomBits):
+    def convert(name: str, leaf, random: RandomBits | None):
         if is_quantized(leaf):
             raise TypeError(
                 f"quantize_params: params{name} is a {type(leaf).__name__} already; "
@@ -106,8 +108,7 @@ def quantize_params(
         if x.ndim < 1 + is_stack or not x.size or x.size < min_size:
             return x
         axis = layout_of(x.shape[1:] if is_stack else x.shape).axis
-        words = random if rounding == "stochastic" else None
-        return traced_once(quantize, bits, block_size, axis)(x, words)
+        return traced_once(quantize, bits, block_size, axis)(x, random)
 
     return treedef.unflatten(map(convert, names, leaves, draws))
 

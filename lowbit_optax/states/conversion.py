@@ -20,6 +20,7 @@ from lowbit_optax._numerics.random_bits import DrawsToNearest, ToNearest
 from lowbit_optax._numerics.rounding import narrow_or_cast
 from lowbit_optax._step import trees
 from lowbit_optax._step.moments import MomentPlan
+from lowbit_optax._step.seeds import seed_of
 from lowbit_optax._step.state import LowbitState
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.block_scaled_weights import BlockScaledWeights
@@ -183,10 +184,13 @@ def _lowbit_state(
             unchanged.add(i)
     draws = dict.fromkeys(node.names, DrawsToNearest())
     residuals = [pairs[name][1] for name in node.names]
-    counts = (source.counts[name] for name in node.names if name in source.counts)
+    drawn = (source.noise[name] for name in node.names if name in source.noise)
+    given, count, seed = next(drawn, (None, jnp.zeros([], jnp.uint32), None))
+    if given != node.config.seed:
+        seed = seed_of(node.config.seed, [pairs[name][0] for name in node.names])
     return LowbitState(
-        next(counts, jnp.zeros([], jnp.uint32)),
-        jnp.asarray(node.config.seed, jnp.uint32),
+        count,
+        typing.cast(jax.Array, seed),
         node.config.residuals(node.treedef, residuals, plan.leaves),
         plan.tree(treedef, plan.encode(parts, draws, unchanged)),
     )

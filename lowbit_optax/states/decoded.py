@@ -144,13 +144,14 @@ class DecodedRun:
     Args:
       params: leaves of the parameters, by path.
       leaves: those that a ``lowbit`` has got, by path.
-      counts: the steps that the ``lowbit`` of each of these has taken.
+      noise: for each of these, the seed that its ``lowbit`` was given, and the count
+        and the seed in the state.
       state: the state, with a :class:`Part` for every array.
     """
 
     params: dict[str, typing.Any]
     leaves: dict[str, StoredLeaf]
-    counts: dict[str, jax.Array]
+    noise: dict[str, tuple[int, jax.Array, jax.Array]]
     state: typing.Any
 
     def master(self, name: str):
@@ -182,18 +183,19 @@ def decoded_run(
             f"state is not one of from_tx for these params: {error}. Given "
             f"{jax.tree.structure(state)}"
         ) from error
-    leaves, counts, parts = {}, {}, []
+    leaves, noise, parts = {}, {}, []
     for (path, node), part in zip(nodes, stored, strict=True):
         where = f"state{jax.tree_util.keystr(path)}"
         if isinstance(node, Recorded):
             of_node, inner_state = _decoded(node, where, part, by_name)
             leaves |= {leaf.name: leaf for leaf in of_node}
-            counts |= dict.fromkeys(node.names, part.count)
+            drawn = node.config.seed, part.count, part.seed
+            noise |= dict.fromkeys(node.names, drawn)
             parts.append(inner_state)
         else:
             _check_shape(where, part, node)
             parts.append(Part(part, part))
-    return DecodedRun(by_name, leaves, counts, treedef.unflatten(parts))
+    return DecodedRun(by_name, leaves, noise, treedef.unflatten(parts))
 
 
 def formats_of_parts(plan: MomentPlan) -> list[MomentFormats]:

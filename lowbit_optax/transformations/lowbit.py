@@ -70,7 +70,8 @@ def lowbit(
         - None: ``block_quantized(8)``.
 
         :func:`lowbit_optax.memory_report` shows what each takes.
-      seed: of stochastic rounding, 0 if None.
+      seed: of stochastic rounding, 0 if None. ``init`` mixes a checksum of the
+        parameters into it, so states of different parameters draw different noise.
       min_size: leaves with fewer elements keep a float32 master instead of packed bits,
         and float32 moments instead of quantised ones; 4096 if None.
       implementation: ``"xla"``; ``"pallas"``, one fused kernel per leaf, an error where

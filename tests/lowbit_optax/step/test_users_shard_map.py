@@ -29,7 +29,8 @@ def steps(params, implementation=None):
         moments=cast(jnp.bfloat16),
         implementation=implementation,
     )
-    state = tx.init(params)
+    # The seed of all parameters is not the seed of one of them.
+    state = tx.init(params)._replace(seed=jnp.uint32(7))
     grads = jax.tree.map(lambda x: jnp.full_like(x, 0.1), params)
     for _ in range(2):
         params, state = lowbit_optax.step(tx, params, state, grads)

@@ -1,0 +1,220 @@
+"""The seed of a new state: other parameters get other noise, on every sharding."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from optimizers import adamw, assert_same_bits, normal
+
+import lowbit_optax
+from lowbit_optax import extra_bits, quantize_params, split_array
+
+SHAPE = 256, 256  # the correlation of independent bits has a deviation of 1/256
+HALF_A_SPACING = 2.0**-9
+SGD = lowbit_optax.sr_sgd(1.0)
+
+
+def layer(number):
+    """Layers that differ in one element."""
+    return jnp.ones(SHAPE, jnp.bfloat16).at[0, 0].set(1 + number)
+
+
+def moved(params, state):
+    """Where a step rounds down; each element does with probability 1/2."""
+    grads = jnp.full(SHAPE, HALF_A_SPACING)
+    new, state = lowbit_optax.step(SGD, params, state, grads)
+    return new != params, state
+
+
+def correlation(a, b):
+    a, b = (np.asarray(x, np.float32).ravel() for x in (a, b))
+    assert a.std() > 0.1
+    assert b.std() > 0.1
+    return abs(np.corrcoef(a, b)[0, 1])
+
+
+@pytest.mark.standard_promotion
+def test_training_that_starts_again_and_again_moves_as_many_weights():
+    tx = lowbit_optax.sr_adamw(1e-6, weight_decay=0.0)
+    # A step moves a weight by one spacing with probability 1e-6 * 2^8.
+    start = jnp.asarray(np.random.default_rng(0).uniform(0.6, 0.9, 4096), jnp.bfloat16)
+
+    def step(run, _):
+        return lowbit_optax.step(tx, *run, jnp.ones(4096)), None
+
+    def from_init(params, _):
+        run, _ = lax.scan(step, (params, tx.init(params)), length=50)
+        return run[0], None
+
+    params, _ = jax.jit(lambda x: lax.scan(from_init, x, length=40))(start)
+    expected = 1 - np.exp(-2000e-6 * 2**8)
+    assert abs(np.mean(params != start) - expected) < 0.03
+
+
+def by_vmap(layers):
+    return jax.vmap(lambda x: moved(x, SGD.init(x))[0])(layers)
+
+
+def by_scan(layers):
+    each = layers, jax.vmap(SGD.init)(layers)
+    return lax.scan(lambda _, run: (None, moved(*run)[0]), None, each)[1]
+
+
+def one_by_one(layers):
+    return [moved(x, SGD.init(x))[0] for x in layers]
+
+
+@pytest.mark.parametrize("noise", [by_vmap, by_scan, one_by_one])
+def test_layers_with_equal_paths_have_independent_noise(noise):
+    first, second = jax.jit(noise)(jnp.stack([layer(0), layer(1)]))
+    assert correlation(first, second) < 0.02
+
+
+def test_steps_leaves_and_states_have_independent_noise():
+    state = SGD.init(layer(0))
+    first, after = moved(layer(0), state)
+    later, _ = moved(layer(0), after)
+    other, _ = moved(layer(0), SGD.init(layer(1)))
+    leaves = {"a": layer(0), "b": layer(0)}
+    grads = jax.tree.map(lambda x: jnp.full(x.shape, HALF_A_SPACING), leaves)
+    new, _ = lowbit_optax.step(SGD, leaves, SGD.init(leaves), grads)
+    assert correlation(first, later) < 0.02
+    assert correlation(first, other) < 0.02
+    assert correlation(new["a"] != leaves["a"], new["b"] != leaves["b"]) < 0.02
+
+
+PARAMS = {
+    "kernel": normal(0, (64, 32), jnp.bfloat16),
+    "bias": normal(1, (32,)),
+    "codes": quantize_params(normal(2, (64, 64)), bits=8),
+}
+
+
+def seed(params=PARAMS, given=0):
+    return int(adamw(0.1, extra_bits(8), seed=given).init(params).seed)
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_each_bit_of_each_parameter_changes_the_seed(name):
+    def flipped(x):
+        bits = np.asarray(x).copy().view(f"u{x.dtype.itemsize}")
+        bits.flat[7] ^= 1
+        return jnp.asarray(bits.view(x.dtype))
+
+    leaves, structure = jax.tree.flatten(PARAMS[name])
+    leaves[0] = flipped(leaves[0])
+    assert seed(PARAMS | {name: structure.unflatten(leaves)}) != seed()
+
+
+def test_the_seed_that_is_given_changes_the_seed_of_the_state():
+    assert len({seed(given=n) for n in (0, 1, 2**32 - 1)}) == 3
+
+
+def test_numpy_and_jit_and_shapes_give_the_same_state():
+    tx = adamw(0.1, extra_bits(8))
+    want = tx.init(PARAMS)
+    assert_same_bits(tx.init(jax.tree.map(np.asarray, PARAMS)), want)
+    assert_same_bits(jax.jit(tx.init)(PARAMS), want)
+    shapes = jax.eval_shape(tx.init, PARAMS)
+    assert (shapes.seed.shape, shapes.seed.dtype) == ((), jnp.uint32)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_sharded_parameters_have_the_seed_of_one_device(kind):
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2)
+    specs = {"kernel": P("a", "b"), "bias": P("b"), "codes": P()}
+    with jax.set_mesh(mesh):
+        place = lambda spec, x: jax.device_put(x, NamedSharding(mesh, spec))
+        params = {name: place(spec, PARAMS[name]) for name, spec in specs.items()}
+        init = adamw(0.1, extra_bits(8)).init
+        assert {int(f(params).seed) for f in (init, jax.jit(init))} == {seed()}
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_devices_of_a_shard_map_agree_on_the_seed(check_vma):
+    axes = dict(axis_types=(AxisType.Auto,) * 2)
+    mesh = jax.make_mesh((4, 2), ("a", "b"), **axes)
+
+    def seeds(spec, x):
+        init = lambda x: SGD.init(x).seed
+        each = dict(mesh=mesh, in_specs=spec, out_specs=P(), check_vma=check_vma)
+        seed = jax.jit(jax.shard_map(init, **each))(x)
+        return {int(x.data) for x in seed.addressable_shards}
+
+    x = normal(0, (64, 32), jnp.bfloat16)
+    assert seeds(P(), x) == {int(SGD.init(x).seed)}
+    assert len(seeds(P("a"), x)) == 1
+    assert seeds(P("a"), x) != seeds(P("a"), x + 1)
+
+
+def test_leaves_may_be_on_different_devices():
+    first, second = jax.devices()[:2]
+    x = normal(0, (64, 32), jnp.bfloat16)
+    params = {"a": jax.device_put(x, first), "b": jax.device_put(x, second)}
+    assert SGD.init(params).seed == SGD.init({"a": x, "b": x}).seed
+
+
+def test_masters_that_round_to_the_same_parameters_have_other_noise():
+    tx = lowbit_optax.extra_bits_adamw(0.1)
+    masters = [jnp.ones(64), jnp.ones(64).at[0].add(2.0**-12)]
+    (a, first), (b, second) = (
+        lowbit_optax.from_master(tx, x, jnp.bfloat16) for x in masters
+    )
+    assert_same_bits(a, b)
+    assert first.seed != second.seed
+
+
+@pytest.mark.standard_promotion
+def test_a_converted_run_keeps_its_noise_unless_another_seed_is_given():
+    tx, params = adamw(0.1, extra_bits(8)), {"w": normal(0, (64, 32), jnp.bfloat16)}
+    state = tx.init(params)
+    advance = functools.partial(lowbit_optax.step, tx)
+    params, state = jax.jit(advance)(params, state, params)
+    to = lambda tx_to: lowbit_optax.convert(params, state, tx, tx_to)[1]
+    assert to(adamw(0.1, extra_bits(4))).seed == state.seed
+    seeds = {int(to(adamw(0.1, extra_bits(8), seed=n)).seed) for n in (0, 1, 2)}
+    assert len(seeds) == 3
+
+
+def test_plain_optax_that_is_converted_twice_gets_other_noise():
+    float32, tx = optax.adamw(0.1), adamw(0.1, extra_bits(8))
+    convert = lambda x: lowbit_optax.convert(
+        {"w": x}, float32.init({"w": x}), float32, tx, dtypes=jnp.bfloat16
+    )[1]
+    x = normal(0, (64, 32))
+    assert convert(x).seed != convert(x + 1).seed
+
+
+def test_gradients_of_other_models_are_accumulated_with_other_noise():
+    tx = lowbit_optax.accumulate_gradients(optax.sgd(1.0), 2, min_size=0)
+
+    def sums(params):
+        grads = normal(0, SHAPE)
+        _, state = jax.jit(tx.update)(grads, tx.init(params), params)
+        return state.accumulators
+
+    first, second = (jax.tree.leaves(sums(layer(n))) for n in (0, 1))
+    assert any(np.any(a != b) for a, b in zip(first, second, strict=True))
+
+
+def test_weights_of_other_layers_are_quantised_with_other_noise():
+    x = normal(0, (64, 64))
+    quantised = lambda x: lowbit_optax.dequantize(
+        quantize_params(x, bits=4, rounding="stochastic")
+    )
+    assert np.mean(quantised(x) != quantised(x.at[0, 0].add(0.01))) > 0.1
+
+
+def test_arrays_that_differ_are_split_with_other_noise():
+    def rounded(number):
+        x = layer(number).astype(jnp.float32) + HALF_A_SPACING * 2
+        split = split_array(x, jnp.bfloat16, lowbit_optax.stochastic_rounding())
+        return split.param != layer(number)
+
+    assert correlation(rounded(0), rounded(1)) < 0.02
