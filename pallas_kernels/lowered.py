@@ -1,4 +1,4 @@
-"""A choice made when a program is lowered: whether it is for one device.
+"""Choices made when a program is lowered: whether it is for one device or platform.
 
 XLA:TPU cannot partition kernels. Under plain ``jax.jit`` nothing says while a function
 is traced whether the program will be for one of a host's devices or for all of them.
@@ -16,8 +16,8 @@ from jax.interpreters import mlir
 
 from pallas_kernels.operations import ClosedJaxpr
 
-_by_devices_p = Primitive("by_devices")
-_by_devices_p.multiple_results = True
+_chosen_p = Primitive("chosen_when_lowered")
+_chosen_p.multiple_results = True
 
 
 def for_one_device(
@@ -29,6 +29,7 @@ def for_one_device(
 
     Args:
       alone, partitioned: from trees of arrays to lists of arrays, of the same shapes.
+        ``partitioned`` is traced only where it is needed, and closes over no arrays.
       message: what to warn of where ``partitioned`` is taken; None for no warning.
 
     >>> import jax.numpy as jnp
@@ -36,41 +37,48 @@ def for_one_device(
     >>> float(jax.jit(chosen)(jnp.zeros(()))[0])
     1.0
     """
+    return _chosen(alone, partitioned, one_device=True, message=message)
 
+
+def for_one_platform(kernel: Callable, portable: Callable) -> Callable:
+    """A function that is ``kernel`` in a program for one platform, else ``portable``.
+
+    ``jax.export`` makes programs for several platforms, of which each must be able to
+    lower all of the program. See :func:`for_one_device`.
+    """
+    return _chosen(kernel, portable, one_device=False, message=None)
+
+
+def _chosen(first: Callable, other: Callable, **static) -> Callable:
     def chosen(*args) -> typing.Any:
         leaves, structure = jax.tree.flatten(args)
-
-        def traced(fn: Callable) -> ClosedJaxpr:
-            return jax.make_jaxpr(lambda *flat: fn(*structure.unflatten(flat)))(*leaves)
-
-        return _by_devices_p.bind(
-            *leaves,
-            alone=traced(alone),
-            partitioned=traced(partitioned),
-            message=message,
-        )
+        flat = lambda fn: lambda *flat: fn(*structure.unflatten(flat))
+        closed = jax.make_jaxpr(flat(first))(*leaves)
+        return _chosen_p.bind(*leaves, first=closed, other=flat(other), **static)
 
     return chosen
 
 
-@_by_devices_p.def_abstract_eval
-def _results(*avals, alone: ClosedJaxpr, partitioned: ClosedJaxpr, message):
-    del avals, partitioned, message
-    return list(alone.out_avals)
+@_chosen_p.def_abstract_eval
+def _results(*avals, first: ClosedJaxpr, **static):
+    del avals, static
+    return list(first.out_avals)
 
 
-@_by_devices_p.def_impl
+@_chosen_p.def_impl
 def _run(*args, **params):
-    return jax.jit(lambda *args: _by_devices_p.bind(*args, **params))(*args)
+    return jax.jit(lambda *args: _chosen_p.bind(*args, **params))(*args)
 
 
-def _lower(ctx, *args, alone: ClosedJaxpr, partitioned: ClosedJaxpr, message):
+def _lower(ctx, *args, first: ClosedJaxpr, other: Callable, one_device: bool, message):
     # A context without a number is a jax.shard_map's, where XLA partitions nothing.
     devices = getattr(ctx.module_context.axis_context, "num_devices", 1)
-    if devices != 1 and message is not None:
+    is_alone = not one_device or devices == 1
+    if not is_alone and message is not None:
         warnings.warn(message, stacklevel=2)
-    chosen = alone if devices == 1 else partitioned
-    return mlir.lower_fun(jaxpr_as_fun(chosen), multiple_results=True)(ctx, *args)
+    is_first = is_alone and len(ctx.module_context.platforms) == 1
+    chosen = jaxpr_as_fun(first) if is_first else other
+    return mlir.lower_fun(chosen, multiple_results=True)(ctx, *args)
 
 
-mlir.register_lowering(_by_devices_p, _lower)
+mlir.register_lowering(_chosen_p, _lower)

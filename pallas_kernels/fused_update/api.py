@@ -32,7 +32,7 @@ from pallas_kernels.fused_update.spec import (
     Shard,
 )
 from pallas_kernels.layout import check_block_size, layout_of
-from pallas_kernels.lowered import for_one_device
+from pallas_kernels.lowered import for_one_device, for_one_platform
 from pallas_kernels.platforms import (
     Implementation,
     by_platform,
@@ -296,13 +296,13 @@ def _kernel(
     is_for_tpu = implementation == "tpu"
 
     def call(scalars: Scalars, layer, first, leaves: Sequence[Leaf]):
-        launcher = _launcher(implementation, interpret)
+        launcher, when = _launcher(implementation, interpret), scalars.when
 
         def run(shared, shards: Sequence[Shard]) -> list[jax.Array]:
             table, rows, layer, first = shared
             if first is not None:
                 shards = [shard.after(first[0]) for shard in shards]
-            call = Call(body, shards, table, rows, layer, scalars.when, room, interpret)
+            call = Call(body, shards, table, rows, layer, when, room, interpret)
             groups = launcher.groups(shards)
             if len(groups) == 1:
                 return launcher.update(call)
@@ -329,7 +329,7 @@ def _kernel(
         is_partitioned = sharded.is_partitioned(args[-1][0])
         if is_for_tpu and not interpret and is_partitioned is None:
             return for_one_device(call, reference)(*args)
-        return call(*args)
+        return call(*args) if interpret else for_one_platform(call, reference)(*args)
 
     return transformable(chosen, reference)
 

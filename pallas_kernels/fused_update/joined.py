@@ -178,7 +178,7 @@ class _Bands:
         """The indices in the leaf of the elements of bands' first rows."""
         strips, columns = self.strips
         strip = lax.iota(jnp.uint32, strips) * np.uint32(self.rows * columns)
-        index = strip[:, None, None] + lax.iota(jnp.uint32, columns)
+        index = strip[:, None, None] + lax.iota(jnp.uint32, columns)[None, None]
         shape = (len(self.numbers), *index.shape)
         return self._from_strips(jnp.broadcast_to(index, shape), _COLUMNS)
 

@@ -58,7 +58,7 @@ def over_shards(
             pairs = zip(leaves, specs, strict=True)
             return run(shared, [_shard(leaf, spec, mesh) for leaf, spec in pairs])
 
-        return local, *_all_specs(leaves, specs, count)
+        return local, *_all_specs(described, specs, count)
 
     is_known = mesh is not None and shards.has_explicit_axes(mesh)
     if is_known or (mesh is not None and not can_partition):

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import shards
 from pallas_kernels.layout import MAX_ELEMENTS
+from pallas_kernels.lowered import for_one_platform
 from pallas_kernels.platforms import (
     Implementation,
     by_platform,
@@ -82,20 +83,23 @@ def _reduced(kind: Kind, arrays, factor, implementation: Implementation) -> jax.
     check_implementation("reductions", implementation)
     arrays = list(arrays)
     shared = [] if factor is None else [jnp.asarray(factor, jnp.float32).reshape(1)]
+    count = len(shared)
 
     def reference(*args):
-        factors, arrays = args[: len(shared)], args[len(shared) :]
+        factors, arrays = args[:count], args[count:]
         return jnp.stack([kind.reduce(kind.read(x, *factors)) for x in arrays])
 
     def kernel(*args, interpret: bool = False) -> jax.Array:
         launcher = launcher_module(_PACKAGE, implementation, interpret)
 
         def run(args):
-            return reduce_by(
-                launcher.kernels, kind, len(shared), args, interpret=interpret
-            )
+            return reduce_by(launcher.kernels, kind, count, args, interpret=interpret)
 
-        return _over_shards(run, kind, len(shared), args)
+        return _over_shards(run, kind, count, args)
+
+    def on_gpus(*args) -> jax.Array:
+        as_list = lambda function: lambda *args: [function(*args)]
+        return for_one_platform(as_list(kernel), as_list(reference))(*args)[0]
 
     fits = all(0 < x.size <= MAX_ELEMENTS for x in arrays) and refused_gpu() is None
     return by_platform(
@@ -103,7 +107,7 @@ def _reduced(kind: Kind, arrays, factor, implementation: Implementation) -> jax.
         reference,
         [*shared, *arrays],
         interpreted=transformable(functools.partial(kernel, interpret=True), reference),
-        cuda=transformable(kernel, reference) if fits else None,
+        cuda=transformable(on_gpus, reference) if fits else None,
     )
 
 

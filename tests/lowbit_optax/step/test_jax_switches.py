@@ -1,0 +1,90 @@
+"""JAX's switches that find mistakes in programs find none in this package."""
+
+import functools
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import optax
+import pytest
+from optimizers import ALL_FORMATS, adamw, assert_same_bits, normal
+
+import lowbit_optax
+from lowbit_optax import block_quantized, cast, extra_bits, release
+
+pytestmark = pytest.mark.standard_promotion
+
+PARAMS = {
+    "kernel": normal(0, (64, 64), jnp.bfloat16),
+    "other": normal(1, (64, 96), jnp.bfloat16),
+    "bias": normal(2, (40,), jnp.bfloat16),
+    "scale": normal(3, (64,)),
+}
+GRADS = jax.tree.map(lambda x: 0.1 * x, PARAMS)
+MOMENTS = {
+    "8 bits": block_quantized(8),
+    "4 bits": block_quantized(4, code="linear"),
+    "bfloat16": cast(jnp.bfloat16),
+    "low": "low",
+}
+LOWBIT = adamw(0.01, extra_bits(8), block_quantized(8))
+TRANSFORMATIONS = {
+    **{name: adamw(0.01, weights) for name, weights in ALL_FORMATS.items()},
+    **{name: adamw(0.01, extra_bits(8), x) for name, x in MOMENTS.items()},
+    "global norm": optax.chain(optax.clip_by_global_norm(1.0), LOWBIT),
+    "loss scale": lowbit_optax.with_loss_scale(LOWBIT, lowbit_optax.backoff_scale()),
+    "accumulated": lowbit_optax.accumulate_gradients(LOWBIT, 2, min_size=0),
+}
+SWITCHES = {
+    "rank promotion": functools.partial(jax.numpy_rank_promotion, "raise"),
+    "leaks": jax.checking_leaks,
+}
+
+
+def loss(params, x):
+    return sum(jnp.sum(jnp.sin(x * leaf)) for leaf in jax.tree.leaves(params))
+
+
+def by_update(tx, params, state, grads):
+    updates, state = tx.update(grads, state, params)
+    return lowbit_optax.apply_updates(params, updates), state
+
+
+@pytest.mark.parametrize("switch", SWITCHES.values(), ids=SWITCHES)
+@pytest.mark.parametrize("tx", TRANSFORMATIONS.values(), ids=TRANSFORMATIONS)
+def test_switches_find_nothing(tx, switch):
+    with switch():
+        state = jax.jit(tx.init).eval_shape(PARAMS)
+        run = PARAMS, state, GRADS
+        jax.jit(functools.partial(lowbit_optax.step, tx)).trace(*run)
+        jax.jit(functools.partial(by_update, tx)).trace(*run)
+        if "loss_scale" in getattr(state, "_fields", ()):
+            return
+        released = release.value_and_update(loss, tx)
+        jax.jit(released).trace(PARAMS, state, jnp.float32(1))
+
+
+@pytest.mark.parametrize("name", ["8 bits", "global norm", "accumulated"])
+@pytest.mark.parametrize("platforms", [["cpu", "cuda"], ["cpu", "cuda", "tpu"]])
+def test_a_step_is_exported_for_several_platforms(name, platforms):
+    tx = TRANSFORMATIONS[name]
+    run = PARAMS, jax.jit(tx.init)(PARAMS), GRADS
+    step = jax.jit(functools.partial(lowbit_optax.step, tx))
+    exported = jax.export.export(step, platforms=platforms)(*run)
+    assert_same_bits(exported.call(*run), step(*run))
+
+
+@pytest.mark.parametrize(
+    "switch",
+    [
+        lambda: jax.debug_nans(True),
+        lambda: jax.debug_infs(True),
+        lambda: jax.transfer_guard("disallow"),
+    ],
+    ids=["NaNs", "infinities", "transfers"],
+)
+def test_switches_for_running_programs_find_nothing(switch):
+    run = PARAMS, jax.jit(LOWBIT.init)(PARAMS), GRADS
+    with switch():
+        new = jax.jit(functools.partial(lowbit_optax.step, LOWBIT))(*run)
+    assert jnp.any(new[0]["kernel"] != PARAMS["kernel"])
