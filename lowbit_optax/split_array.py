@@ -16,8 +16,10 @@ import jax.numpy as jnp
 from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.dtypes import dtype_of
 from lowbit_optax._numerics.float_layouts import NARROW_DTYPES, is_narrow
+from lowbit_optax._numerics.landing import REPLACE
 from lowbit_optax._numerics.random_bits import RandomBits, random_bits
-from lowbit_optax._numerics.rounding import to_float32
+from lowbit_optax._numerics.straight_through import widened
+from lowbit_optax._step.leaf import advanced
 from lowbit_optax._step.seeds import seed_of
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.leaves import join_leaf, split_leaf
@@ -117,16 +119,17 @@ class SplitArray:
             return self._split(join_array(self) + update)
         update = jnp.broadcast_to(update, self.shape)
         random = _random(self.random_state)
-        param, residual, _ = self.weight_format.advance(
-            self.param, self.residual, update, random
-        )
+        residual = self.residual
+        arguments = REPLACE, self.param, residual, update, None, random
+        param, residual, _ = advanced(self.weight_format, *arguments)
         return SplitArray(param, residual, _next(self.random_state), self.weight_format)
 
     @jax.jit
     def _split(self, value: jax.Array) -> "SplitArray":
         # A result of another shape may be too small to be packed, or large enough.
         format_ = self.weight_format.for_leaf(value.shape, self.dtype, min_size=0)
-        param, residual = format_.split(value, self.dtype, _random(self.random_state))
+        random = _random(self.random_state)
+        param, residual = split_leaf(format_, value, self.dtype, random)
         return SplitArray(param, residual, _next(self.random_state), format_)
 
 
@@ -216,4 +219,4 @@ def _float32(x: Operand) -> jax.Array:
         raise TypeError(
             f"SplitArray: given {x.dtype}{list(x.shape)}; accepted are real numbers"
         )
-    return to_float32(x)
+    return widened(x)

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 
 from lowbit_optax._numerics.float_layouts import is_narrow, layout_of, to_bits
 from lowbit_optax._numerics.rounding import narrow_or_cast, to_float32
+from lowbit_optax._numerics.straight_through import straight_through
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,12 +86,16 @@ class Addition:
           ``(landed, update)``. ``landed`` is ``round(float32(old) + update)`` bit for
           bit. It is ``new``, except in the cases listed in the module's docstring.
         """
-        update = self.result(old, new)
+        update = self.cast(difference(old, new))
         return narrow_or_cast(to_float32(old) + to_float32(update), old.dtype), update
 
     def result(self, old: jax.Array, landed: jax.Array) -> jax.Array:
         """The update that takes ``old`` to a parameter that :meth:`land` returned."""
-        return self.cast(difference(old, landed))
+        update = lambda old, landed: self.cast(difference(old, landed))
+        tangent = lambda old, landed: (
+            landed.astype(jnp.float32) - old.astype(jnp.float32)
+        )
+        return straight_through(update, tangent)(old, landed)
 
     def cast(self, update: jax.Array) -> jax.Array:
         """An update in its dtype."""
@@ -121,6 +126,11 @@ def apply_leaf(param: jax.Array, update: jax.Array) -> jax.Array:
     An update of zero keeps the sign of a float16 or float8 zero, unlike a sum. Wrappers
     such as ``optax.MultiSteps`` return +0 for a step that they skip.
     """
+    tangent = lambda *terms: sum(x.astype(jnp.float32) for x in terms)
+    return straight_through(_rounded_sum, tangent)(param, update)
+
+
+def _rounded_sum(param: jax.Array, update: jax.Array) -> jax.Array:
     total = to_float32(param) + update.astype(jnp.float32)
     new = narrow_or_cast(total, param.dtype)
     if not _keeps_sign_of_zero(param.dtype):

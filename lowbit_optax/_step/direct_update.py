@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from lowbit_optax._numerics.float_layouts import is_narrow, to_bits
-from lowbit_optax._numerics.landing import apply_leaf, difference
+from lowbit_optax._numerics.landing import ADD, apply_leaf
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -68,7 +68,7 @@ class DirectUpdate:
     def difference(self) -> jax.Array:
         """``new - old``, in float32 for narrower floats."""
         if is_narrow(self.new.dtype):
-            return difference(self.old, self.new)
+            return ADD.result(self.old, self.new)
         return self.new - self.old
 
     def __repr__(self) -> str:

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from lowbit_optax._numerics.float_layouts import NARROW_DTYPES, is_narrow
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._numerics.random_bits import RandomBits
+from lowbit_optax._numerics.straight_through import first, straight_through
 from lowbit_optax._step import trees
 from lowbit_optax._step.blanks import NO_RESIDUAL, NOT_HELD, blank, is_blank
 from lowbit_optax._step.context import layerwise
@@ -123,32 +124,42 @@ class StoredLeaf:
                 optax.apply_updates(self.param, update) if is_direct else update
             )
         landing = landing.of(self.param, self.grad)
-        advance = lambda *arrays: _advance(self.format, landing, *arrays, random)
+        advance = lambda *arrays: advanced(self.format, landing, *arrays, random)
         update = update.astype(jnp.float32)
-        return Landed(*layerwise(advance)(self.param, self.residual, update, ahead))
+        return layerwise(advance)(self.param, self.residual, update, ahead)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def widen(format_: WeightFormat, param):
     """The parameter as a master; traced once per format and shape."""
-    return format_.widen(param)
+    return straight_through(format_.widen, first)(param)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _inner_weight(format_: WeightFormat, param, residual):
-    return format_.inner_weight(param, residual)
+    return straight_through(format_.inner_weight, first)(param, residual)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _advance(
+def advanced(
     format_: WeightFormat, landing: Landing, param, residual, update, ahead, random
-):
-    new, after, result = format_.advance(
-        param, residual, update, random, landing, ahead
-    )
-    if format_.error_into is None:
-        return result, after, None
-    return result, after, format_.error(param, residual, update, new, after)
+) -> Landed:
+    """The leaf after :meth:`WeightFormat.advance`; traced once per format and shape."""
+
+    def advance(param, residual, update, ahead, random):
+        new, after, result = format_.advance(
+            param, residual, update, random, landing, ahead
+        )
+        if format_.error_into is None:
+            return Landed(result, after)
+        error = format_.error(param, residual, update, new, after)
+        return Landed(result, after, error)
+
+    def tangent(param, residual, update, *_):
+        return param.astype(update.dtype) + update if landing.is_direct else update
+
+    run = straight_through(advance, tangent)
+    return run(param, residual, update, ahead, random)
 
 
 def format_of(

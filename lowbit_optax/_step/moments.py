@@ -23,6 +23,7 @@ import optax
 
 from lowbit_optax._numerics.random_bits import Draws, RandomBits, moment_draws
 from lowbit_optax._numerics.relative import product, quotient
+from lowbit_optax._numerics.straight_through import first, straight_through
 from lowbit_optax._step import trees
 from lowbit_optax._step.blanks import blank, is_blank
 from lowbit_optax._step.context import layerwise
@@ -379,12 +380,18 @@ def no_moment_for_errors(name: str, field: str) -> ValueError:
 def _encode(format_: MomentFormat, number: int, draws: Draws, moment, *second):
     if second:
         moment = quotient(moment, *second)
-    return format_.encode(moment, draws, number)
+    encode = lambda moment, draws: format_.encode(moment, draws, number)
+    if format_.container is None:
+        encode = straight_through(encode, first)
+    return encode(moment, draws)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _decode(format_: MomentFormat, shape: tuple[int, ...], stored):
-    return format_.decode(stored, shape)
+    decode = lambda stored: format_.decode(stored, shape)
+    if format_.container is None:
+        decode = straight_through(decode, first)
+    return decode(stored)
 
 
 _product = jax.jit(product)

@@ -1,11 +1,13 @@
 """Joining and splitting one whole leaf in one pass, by a kernel on CUDA."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 
 from lowbit_optax._numerics.random_bits import RandomBits
+from lowbit_optax._numerics.straight_through import first, straight_through
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.block_scaled_tensor import BlockScaledTensor
 from lowbit_optax.formats.block_scaled_weights import (
@@ -36,6 +38,11 @@ def join_leaf(
     Returns:
       float32 array of the parameter's shape.
     """
+    join = functools.partial(_joined, format_, implementation)
+    return straight_through(join, first)(param, residual)
+
+
+def _joined(format_: WeightFormat, implementation: Implementation, param, residual):
     if residual is None or not format_.width:
         return format_.join(param, residual)
     # Where shards would cut words, these are spread over another axis.
@@ -69,10 +76,17 @@ def split_leaf(
     Returns:
       ``(param, residual)``, the residual packed if the format packs it.
     """
+    split = functools.partial(_split, format_, jnp.dtype(dtype), implementation)
+    return straight_through(split, first)(master, random)
+
+
+def _split(
+    format_: WeightFormat, dtype, implementation: Implementation, master, random
+):
     if not format_.width:
         return format_.split(master, dtype, random)
     param, residual = fused_update(
-        _Split(format_.on_fields(), jnp.dtype(dtype)),
+        _Split(format_.on_fields(), dtype),
         [Operand(master)],
         [Result(dtype), Result(jnp.uint32, format_.width)],
         scalars=jnp.stack([random.key, random.second]),

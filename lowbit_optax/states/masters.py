@@ -14,12 +14,18 @@ from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.dtypes import dtype_of, float_dtype
 from lowbit_optax._numerics.float_layouts import NARROW_DTYPES, is_narrow
 from lowbit_optax._numerics.random_bits import ToNearest
-from lowbit_optax._numerics.rounding import narrow_or_cast, to_float32
+from lowbit_optax._numerics.straight_through import (
+    first,
+    narrowed,
+    straight_through,
+    widened,
+)
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.blanks import NO_RESIDUAL, NOT_HELD, is_blank
 from lowbit_optax._step.state import LowbitState
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.block_scaled_tensor import BlockScaledTensor
+from lowbit_optax.formats.block_scaled_weights import BlockScaledWeights
 from lowbit_optax.formats.leaves import format_named, join_leaf
 from lowbit_optax.formats.quantized_weights import QuantizedWeights
 from lowbit_optax.states.decoded import Recorded, check_one_state_each, recorded_nodes
@@ -66,7 +72,7 @@ def master_weights(params: optax.Params, state: optax.OptState) -> optax.Params:
             with trees.naming(name):
                 leaf = leaf.dequantize()
         elif is_narrow(getattr(leaf, "dtype", np.dtype(bool))):
-            leaf = traced_once(to_float32)(leaf)
+            leaf = traced_once(widened)(leaf)
         masters.append(leaf)
     return treedef.unflatten(masters)
 
@@ -106,7 +112,7 @@ def from_master(
     leaves = list(map(_rounded, names, masters, kinds))
     formats = _formats(tx, names, leaves, treedef)
     wide = {
-        name: x.dequantize() if trees.is_quantized(x) else to_float32(x)
+        name: x.dequantize() if trees.is_quantized(x) else widened(x)
         for name, x in zip(names, masters, strict=True)
         if name in formats
     }
@@ -245,7 +251,7 @@ def _masters_of(names, leaves, masters) -> dict[str, typing.Any]:
                 "the same leaves in the same order"
             )
     pairs = zip(names, masters, strict=True)
-    return {name: to_float32(x) for name, x in pairs if trees.is_float(x)}
+    return {name: widened(x) for name, x in pairs if trees.is_float(x)}
 
 
 def _is_concrete(leaf) -> bool:
@@ -274,7 +280,11 @@ def _formats(tx, names, leaves, treedef) -> dict[str, WeightFormat]:
 
 
 def _narrowed(format_: WeightFormat, dtype: np.dtype, master: jax.Array) -> jax.Array:
-    return format_.round(master, dtype, ToNearest())
+    if isinstance(format_, BlockScaledWeights):
+        return format_.round(master, dtype, ToNearest())
+    return straight_through(lambda x: format_.round(x, dtype, ToNearest()), first)(
+        master
+    )
 
 
 def _rounded(name: str, x, kind) -> jax.Array:
@@ -289,7 +299,7 @@ def _rounded(name: str, x, kind) -> jax.Array:
                 f"from_master: dtypes has {trees.describe(kind)} for master{name}, "
                 f"which is {trees.describe(x)}"
             )
-        return kind.quantized(to_float32(x))
+        return kind.quantized(widened(x))
     dtype = dtype_of(f"from_master: the dtype of master{name}", kind)
     if not is_narrow(dtype) and dtype not in (np.float32, np.float64):
         raise ValueError(
@@ -301,7 +311,7 @@ def _rounded(name: str, x, kind) -> jax.Array:
 
 
 def _cast(dtype: np.dtype, x: jax.Array) -> jax.Array:
-    return narrow_or_cast(x, dtype)
+    return narrowed(x, dtype)
 
 
 def _residuals(

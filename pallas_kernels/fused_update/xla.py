@@ -46,6 +46,7 @@ def update(
       index: uint32, the elements' indices, if the leaf is a part of another one.
       barrier: replaces maxima, and new values before they are packed.
     """
+    body = getattr(body, "differentiable", body)
     scalars = list(scalars)
     values, block_values = [], []
     for number, operand in enumerate(leaf.operands):

@@ -5,8 +5,9 @@ schedule, count, global norm ----> scalars -------^
 """
 
 import dataclasses
+import functools
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,9 @@ from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._numerics.random_bits import RandomBits, moment_draws, row_major
 from lowbit_optax._numerics.relative import product_by, quotient
-from lowbit_optax._step.error_feedback import ahead_of, fed
+from lowbit_optax._numerics.straight_through import first, straight_through
+from lowbit_optax._step.error_feedback import ahead_of
+from lowbit_optax._step.error_feedback import fed_in_kernel as fed
 from lowbit_optax._step.kernels.rows import MomentRows, WeightRows
 from lowbit_optax._step.leaf import StoredLeaf
 from lowbit_optax.formats.base import WeightFormat
@@ -52,6 +55,8 @@ class LeafBody:
       takes_error: which output is the moment that takes what storing the weight has
         lost. The result is then the update, and the last outputs are ``rate``,
         ``growth`` and ``reach`` of :class:`lowbit_optax._step.error_feedback.Feedback`.
+      is_differentiable: whether what rounds has derivatives. A kernel cannot contain
+        their rules.
     """
 
     program: Program
@@ -64,6 +69,12 @@ class LeafBody:
     takes_error: int | None = None
     outside: int = 0
     reads_index: bool = False
+    is_differentiable: bool = False
+
+    @property
+    def differentiable(self) -> "LeafBody":
+        """The same with derivatives, for XLA; see :mod:`.straight_through`."""
+        return dataclasses.replace(self, is_differentiable=True)
 
     def with_factors(self) -> "LeafBody":
         """The same, with constant factors of moments moved into their units."""
@@ -189,16 +200,16 @@ class LeafBody:
         random = RandomBits(scalars[0], scalars[1], index)
         prepared = self._by_number(after)
         if self.takes_error is None:
-            how = prepared.get(0), random, self.landing, multiply_add
-            stored_weight = self.weight.stored(param, residual, new[0], *how)
+            how = new[0], random, multiply_add, prepared.get(0)
+            stored_weight = self._stored(param, residual, *how)
         else:
             stored_weight = self._feed(new, param, residual, random, multiply_add)
         phase = self.phase and scalar_value(self.phase, scalars[KEYS:])
         draws = moment_draws(random, self.weight.words_read, phase)
         stored = {
-            n: rows.encoded(
-                _quotient(rows, new, n), prepared.get(n), draws, multiply_add
-            )
+            n: self._rounding(
+                rows, functools.partial(rows.encoded, multiply_add=multiply_add)
+            )(_quotient(rows, new, n), prepared.get(n), draws)
             for n, rows in enumerate(self.moments, 1)
         }
         result, new_residual = stored_weight
@@ -255,7 +266,8 @@ class LeafBody:
             grad = grad.astype(jnp.float32)
         if self.is_guarded:
             grad = grad * decode_scalar(scalars[KEYS], np.dtype(np.float32))
-        master = self.weight.master(param, residual, prepared.get(0))
+        join = self._rounding(self.weight, self.weight.master)
+        master = join(param, residual, prepared.get(0))
         program, rows = self.program.only(outputs), [grad, master, *moments, *outside]
         results = program.run(rows, scalars[KEYS:], multiply_add)
         return param, residual, dict(zip(outputs, results, strict=True))
@@ -264,11 +276,38 @@ class LeafBody:
         """Store the weight, and add what that has lost to the moment that takes it."""
         rate, growth, reach = (new[n] for n in self._of_feedback)
         moment = new[self.takes_error]
-        how = None, random, self.landing, multiply_add, ahead_of(moment, reach)
-        stored = self.weight.stored(param, residual, new[0], *how)
+        how = new[0], random, multiply_add, None, ahead_of(moment, reach)
+        stored = self._stored(param, residual, *how)
         error = self._format.error(param, residual, new[0], *stored)
-        new[self.takes_error] = fed(moment, error, rate, growth)
+        feed = self._rounding(self.weight, fed)
+        new[self.takes_error] = feed(moment, error, rate, growth)
         return stored
+
+    def _stored(
+        self, param, residual, result, random, multiply_add, prepared, ahead=None
+    ):
+        """The new parameter and residual, see :meth:`.WeightRows.stored`."""
+
+        def store(result, param, residual, random, prepared, ahead):
+            how = prepared, random, self.landing, multiply_add, ahead
+            return self.weight.stored(param, residual, result, *how)
+
+        def tangent(result, param, *_):
+            is_sum = self._format.stores_sum
+            return result if is_sum else result + param.astype(result.dtype)
+
+        store = self._rounding(self.weight, store, tangent)
+        return store(result, param, residual, random, prepared, ahead)
+
+    def _rounding(
+        self,
+        rows: WeightRows | MomentRows,
+        function: Callable,
+        tangent: Callable = first,
+    ) -> Callable:
+        """A function that rounds the values of these rows, with its derivative."""
+        has_rule = self.is_differentiable and rows.format and not rows.has_scales
+        return straight_through(function, tangent) if has_rule else function
 
     def _decoded(self, stored: Sequence[jax.Array], prepared, multiply_add) -> list:
         """All moments in float32, times their factors, from what is stored."""
@@ -277,7 +316,8 @@ class LeafBody:
             scales = prepared.get(n)
             if moment.factor is not None:
                 scales = moment.codec.times(scales, moment.factor)
-            decoded.append(moment.decoded(x, scales, multiply_add))
+            decode = functools.partial(moment.decoded, multiply_add=multiply_add)
+            decoded.append(self._rounding(moment, decode)(x, scales))
         for n, moment in enumerate(self.moments):
             number = moment.relative_to
             if number is not None:

@@ -1,0 +1,69 @@
+"""Derivatives of functions that round: rounding counts as the identity.
+
+Rounding is integer arithmetic here (:mod:`lowbit_optax._numerics.rounding`), whose
+derivative is zero. The functions that join, split and advance whole leaves therefore
+have the derivatives of the real arithmetic that they approximate:
+
+    d join(param, residual)            = d param
+    d split(master)                    = d master, 0
+    d advance(param, residual, update) = d param + d update, 0
+
+A residual has no tangent, because the packed ones are integers. So between two steps a
+derivative is stored in the parameter's dtype.
+"""
+
+from collections.abc import Callable
+
+import jax
+from jax.custom_derivatives import zero_from_primal
+
+from lowbit_optax._numerics import rounding
+
+
+def straight_through(function: Callable, tangent: Callable) -> Callable:
+    """``function`` with another derivative, which must be linear.
+
+    If the first argument is a quantised tensor, the derivative stays as it is.
+
+    Args:
+      function: of trees of arrays, to a tree of arrays. It must not close over arrays.
+      tangent: called with the tangents of the arguments, returns the tangent of the
+        first array of the result. The tangents of the other arrays are zero.
+
+    >>> import jax.numpy as jnp
+    >>> rounded = lambda x: rounding.round_to_precision(x, jnp.bfloat16)
+    >>> float(jax.grad(rounded)(0.3))
+    0.0
+    >>> float(jax.grad(straight_through(rounded, first))(0.3))
+    1.0
+    """
+    differentiable = jax.custom_jvp(function)
+
+    @differentiable.defjvp
+    def _(primals, tangents):
+        results = differentiable(*primals)
+        leaves, structure = jax.tree.flatten(results)
+        moved = tangent(*tangents).astype(leaves[0].dtype)
+        return results, structure.unflatten([moved, *zero_from_primal(leaves[1:])])
+
+    def run(x, *args):
+        is_array = jax.tree_util.all_leaves([x])
+        return (differentiable if is_array else function)(x, *args)
+
+    return run
+
+
+def first(x: jax.Array, *_) -> jax.Array:
+    """The tangent of a function that rounds or widens its first argument."""
+    return x
+
+
+def widened(x: jax.Array) -> jax.Array:
+    """:func:`.rounding.to_float32` with the derivative of a cast."""
+    return straight_through(rounding.to_float32, first)(x)
+
+
+def narrowed(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """:func:`.rounding.narrow_or_cast` with the derivative of a cast."""
+    narrow = lambda x: rounding.narrow_or_cast(x, dtype)
+    return straight_through(narrow, first)(x)

@@ -1,0 +1,312 @@
+"""Derivatives through steps on narrow leaves: those of optax in float32.
+
+Rounding counts as the identity. The coefficients of the losses are powers of two, and
+a step by AdamW multiplies them by 7/8, so that the derivatives by narrow parameters,
+which are as narrow themselves, are exact.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+
+import lowbit_optax
+
+pytestmark = pytest.mark.standard_promotion
+
+FORMATS = {
+    "nearest": lowbit_optax.nearest(),
+    "stochastic": lowbit_optax.stochastic_rounding(),
+    "stochastic_sum": lowbit_optax.stochastic_rounding(sum_rounding="stochastic"),
+    "error_into_mu": lowbit_optax.stochastic_rounding(error_into="mu"),
+    "master_copy": lowbit_optax.master_copy(),
+    "kahan": lowbit_optax.kahan(),
+    "kahan_stochastic": lowbit_optax.kahan(rounding="stochastic"),
+    "kahan_16_bit_unit": lowbit_optax.kahan(arithmetic="param"),
+    "extra_bits_0": lowbit_optax.extra_bits(0),
+    "extra_bits_8": lowbit_optax.extra_bits(8),
+    "extra_bits_8_toward_zero": lowbit_optax.extra_bits(8, rounding="toward_zero"),
+    "extra_bits_7_stochastic": lowbit_optax.extra_bits(7, rounding="stochastic"),
+    "extra_bits_8_sum": lowbit_optax.extra_bits(8, sum_rounding="stochastic"),
+    "extra_bits_most": lowbit_optax.extra_bits(),
+}
+DTYPES = ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
+MIN_SIZE = 64  # "small" is below it
+SHAPES = {"w": (8, 128), "small": (3,)}
+RATE = 0.25
+
+_rng = np.random.default_rng(0)
+_draw = lambda shape: jnp.asarray(_rng.standard_normal(shape), jnp.float32)
+MASTERS = {name: _draw(shape) for name, shape in SHAPES.items()}
+GRADS = {name: _draw(shape) for name, shape in SHAPES.items()}
+COEFFICIENTS = {
+    name: jnp.asarray(2.0 ** _rng.integers(-2, 3, shape), jnp.float32)
+    for name, shape in SHAPES.items()
+}
+
+
+def wide(tree):
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), tree)
+
+
+def weighted(tree, power=1):
+    terms = jax.tree.map(lambda c, x: jnp.sum(c * x**power), COEFFICIENTS, wide(tree))
+    return sum(jax.tree.leaves(terms))
+
+
+def adamw(rate):
+    return optax.adamw(rate, eps=0.1, weight_decay=0.5)
+
+
+def by_update(apply_updates, around=lambda tx: tx):
+    def run(tx, params, state, grads):
+        updates, state = around(tx).update(grads, state, params)
+        return apply_updates(params, updates), state
+
+    return run
+
+
+ROUTES = {
+    "step": lowbit_optax.step,
+    "update": by_update(optax.apply_updates),
+    "apply_updates": by_update(lowbit_optax.apply_updates),
+    "direct_updates": by_update(optax.apply_updates, lowbit_optax.direct_updates),
+}
+optax_step = ROUTES["update"]
+
+
+def after_a_step(make, run, power=1):
+    """The loss after one step, as a function of rate, parameters and gradients."""
+
+    def loss(rate, params, grads):
+        tx = make(adamw(rate))
+        return weighted(run(tx, params, tx.init(params), grads)[0], power)
+
+    return loss
+
+
+def lowbit_of(name, **options):
+    weights, fixed = FORMATS[name], {"min_size": MIN_SIZE, "moments": "float32"}
+    options = fixed | options
+    return lambda inner: lowbit_optax.lowbit(inner, weights=weights, **options)
+
+
+def derivatives_of(loss, params):
+    """By rate, parameters and gradients; forward, and twice, by the rate."""
+    first = jax.grad(loss, (0, 1, 2))(RATE, params, GRADS)
+    by_rate = lambda rate: loss(rate, params, GRADS)
+    forward = jax.jvp(by_rate, (RATE,), (1.0,))[1]
+    return *first, forward
+
+
+@functools.cache
+def derivatives(route, dtype, implementation="xla", names=tuple(FORMATS)):
+    """By format; one program of all of them."""
+    params = jax.tree.map(lambda x: x.astype(dtype), MASTERS)
+
+    def compute(params):
+        found = {}
+        for name in names:
+            make = lowbit_of(name, implementation=implementation)
+            linear, square = (
+                after_a_step(make, ROUTES[route], power) for power in (1, 2)
+            )
+            by_rate = jax.grad(lambda rate, f=square: f(rate, params, GRADS))
+            second = jax.jvp(by_rate, (RATE,), (1.0,))[1]
+            found[name] = *derivatives_of(linear, params), second
+        return found
+
+    return jax.jit(compute)(params)
+
+
+@functools.cache
+def derivatives_by_optax(dtype):
+    params = wide(jax.tree.map(lambda x: x.astype(dtype), MASTERS))
+    linear, square = (
+        after_a_step(lambda inner: inner, optax_step, power) for power in (1, 2)
+    )
+    second = jax.hessian(lambda rate: square(rate, params, GRADS))
+    return *jax.jit(lambda p: derivatives_of(linear, p))(params), second(RATE)
+
+
+def check(got, dtype):
+    rate, params, grads, forward, second = got
+    want = derivatives_by_optax(dtype)
+    for a, b in zip(
+        jax.tree.leaves(wide(params)), jax.tree.leaves(want[1]), strict=True
+    ):
+        np.testing.assert_array_equal(a, b)
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(want[2]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(rate, want[0], rtol=1e-4)
+    # Tangents of parameters, and their cotangents after a square, are rounded.
+    eps = float(ml_dtypes.finfo(dtype).eps)
+    np.testing.assert_allclose(forward, want[3], rtol=eps)
+    np.testing.assert_allclose(second, want[4], rtol=eps)
+
+
+_FLOAT8_PLUS_FLOAT32 = [("update", "float8_e4m3fn"), ("update", "float8_e5m2")]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("route", "dtype"),
+    [
+        (route, dtype)
+        for route in ROUTES
+        for dtype in DTYPES
+        if (route, dtype) not in _FLOAT8_PLUS_FLOAT32  # optax cannot add them
+    ],
+)
+def test_a_step_has_the_derivatives_of_optax(route, dtype, name):
+    check(derivatives(route, dtype)[name], dtype)
+
+
+KERNELS = ("stochastic", "error_into_mu", "master_copy", "kahan", "extra_bits_8")
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("route", ["step", "apply_updates"])
+@pytest.mark.parametrize("implementation", [None, "pallas", "tpu"])
+def test_kernels_have_the_derivatives_of_optax(implementation, route, name):
+    found = derivatives(route, "bfloat16", implementation, KERNELS)
+    check(found[name], "bfloat16")
+
+
+@functools.cache
+def derivatives_of_masters(dtype):
+    """Of ``master_weights`` by parameters, and of a start by its masters."""
+
+    def compute(params):
+        found = {}
+        for name in FORMATS:
+            tx = lowbit_of(name)(adamw(RATE))
+            state = tx.init(params)
+            of_masters = lambda p, s=state: weighted(lowbit_optax.master_weights(p, s))
+            start = lambda m, tx=tx: lowbit_optax.from_master(tx, m, dtype)
+            of_params = lambda m, start=start: weighted(start(m)[0])
+            and_back = lambda m, start=start: weighted(
+                lowbit_optax.master_weights(*start(m))
+            )
+            found[name] = (
+                jax.grad(of_masters)(params),
+                jax.grad(of_params)(MASTERS),
+                jax.grad(and_back)(MASTERS),
+            )
+        return found
+
+    return jax.jit(compute)(jax.tree.map(lambda x: x.astype(dtype), MASTERS))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_masters_have_the_derivatives_of_parameters(dtype, name):
+    for got in derivatives_of_masters(dtype)[name]:
+        jax.tree.map(np.testing.assert_array_equal, wide(got), COEFFICIENTS)
+
+
+@pytest.mark.parametrize("name", sorted(set(FORMATS) - {"error_into_mu"}))
+def test_split_arrays_have_derivatives(name):
+    def loss(x, y):
+        split = lowbit_optax.split_array(x, jnp.bfloat16, FORMATS[name])
+        return jnp.sum(lowbit_optax.join_array((split + y) * y))
+
+    x, y = jnp.float32([1.0, 2.0, -4.0]), jnp.float32([0.5, 0.25, 2.0])
+    by_x, by_y = jax.grad(loss, (0, 1))(x, y)
+    np.testing.assert_allclose(by_x, y, rtol=2**-8)
+    np.testing.assert_allclose(by_y, x + 2 * y, rtol=2**-8)
+
+
+INPUTS = _draw((16, 8))
+TARGETS = jnp.sin(3 * INPUTS @ _draw((8, 32)))
+START = 0.3 * _draw((8, 32))
+SGD = functools.partial(optax.sgd, momentum=0.9)
+
+
+def inner_loss(params):
+    return 100 * jnp.mean((jnp.tanh(INPUTS @ wide(params)) - TARGETS) ** 2)
+
+
+def adapted(make, run, steps, grads=jax.grad(inner_loss)):
+    """The loss after some steps of training, as a function of rate and parameters."""
+
+    def loss(rate, params):
+        tx = make(rate)
+        state = tx.init(params)
+        for _ in range(steps):
+            params, state = run(tx, params, state, grads(params))
+        return inner_loss(params)
+
+    return loss
+
+
+BFLOAT16 = lowbit_optax.cast(jnp.bfloat16)
+TRAINING = {
+    "one step": (adamw, 0.05, 1, "float32"),
+    "one step, quantised moments": (adamw, 0.05, 1, lowbit_optax.block_quantized()),
+    "AdamW": (adamw, 0.05, 3, "float32"),
+    "AdamW, bfloat16 moments": (adamw, 0.05, 3, BFLOAT16),
+    "SGD": (SGD, 0.02, 3, "float32"),
+    "SGD, bfloat16 moments": (SGD, 0.02, 3, BFLOAT16),
+}
+
+
+@functools.cache
+def meta_gradients(training):
+    """By format, and by optax with and without second derivatives."""
+    inner, rate, steps, moments = TRAINING[training]
+    plain = jax.grad(inner_loss)
+    stopped = lambda params: jax.lax.stop_gradient(plain(params))
+
+    def compute(params):
+        found = {}
+        for name in FORMATS:
+            of = lowbit_of(name, moments=moments)
+            loss = adapted(lambda r, of=of: of(inner(r)), lowbit_optax.step, steps)
+            found[name] = jax.grad(loss, (0, 1))(rate, params)
+        for name, grads in {"optax": plain, "first order": stopped}.items():
+            loss = adapted(inner, optax_step, steps, grads)
+            found[name] = jax.grad(loss, (0, 1))(rate, wide(params))
+        return found
+
+    return jax.jit(compute)(START.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("training", TRAINING)
+def test_training_inside_a_loss_has_the_derivatives_of_optax(training, name):
+    found = meta_gradients(training)
+    (by_rate, by_params), (rate, params) = found[name], found["optax"]
+    norm = jnp.linalg.norm
+    error = norm(wide(by_params) - params) / norm(params)
+    of_first_order = norm(found["first order"][1] - params) / norm(params)
+    np.testing.assert_allclose(by_rate, rate, rtol=0.01)
+    assert error < min(0.01, of_first_order / 3)
+
+
+def test_training_inside_a_loss_is_mapped_over_tasks():
+    of = lowbit_of("extra_bits_8", implementation="pallas")
+    loss = adapted(lambda rate: of(adamw(rate)), lowbit_optax.step, 1)
+    tasks = jnp.stack([START, 2 * START]).astype(jnp.bfloat16)
+    by_params = jax.jit(jax.grad(loss, 1))
+    mapped = jax.jit(jax.vmap(jax.grad(loss, 1), (None, 0)))(0.05, tasks)
+    for got, params in zip(mapped, tasks, strict=True):
+        np.testing.assert_allclose(
+            wide(got), wide(by_params(0.05, params)), rtol=2**-6, atol=2**-8
+        )
+
+
+def test_a_step_behind_clipping_has_the_derivatives_of_optax():
+    clip = lambda tx: optax.chain(optax.clip_by_global_norm(0.5), tx)
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), MASTERS)
+    own = after_a_step(lambda inner: clip(lowbit_of("kahan")(inner)), lowbit_optax.step)
+    got = jax.jit(jax.grad(own, (0, 1, 2)))(RATE, params, GRADS)
+    want = jax.jit(jax.grad(after_a_step(clip, optax_step), (0, 1, 2)))(
+        RATE, wide(params), GRADS
+    )
+    for a, b in zip(jax.tree.leaves(wide(got)), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
