@@ -20,21 +20,26 @@ from jax.custom_derivatives import zero_from_primal
 from lowbit_optax._numerics import rounding
 
 
-def straight_through(function: Callable, tangent: Callable) -> Callable:
-    """``function`` with another derivative, which must be linear.
+def _first(x: jax.Array, *_) -> jax.Array:
+    return x
 
-    If the first argument is a quantised tensor, the derivative stays as it is.
+
+def straight_through(function: Callable, tangent: Callable = _first) -> Callable:
+    """``function`` with the derivative that it would have if it did not round.
+
+    If the first argument is a quantised tensor, the derivative does not change.
 
     Args:
-      function: of trees of arrays, to a tree of arrays. It must not close over arrays.
-      tangent: called with the tangents of the arguments, returns the tangent of the
-        first array of the result. The tangents of the other arrays are zero.
+      function: maps trees of arrays to a tree of arrays. It must not close over arrays.
+      tangent: a linear function from the tangents of the arguments to the tangent of
+        the first array of the result. The tangents of the other arrays are zero. By
+        default it returns the tangent of the first argument.
 
     >>> import jax.numpy as jnp
     >>> rounded = lambda x: rounding.round_to_precision(x, jnp.bfloat16)
     >>> float(jax.grad(rounded)(0.3))
     0.0
-    >>> float(jax.grad(straight_through(rounded, first))(0.3))
+    >>> float(jax.grad(straight_through(rounded))(0.3))
     1.0
     """
     differentiable = jax.custom_jvp(function)
@@ -53,17 +58,12 @@ def straight_through(function: Callable, tangent: Callable) -> Callable:
     return run
 
 
-def first(x: jax.Array, *_) -> jax.Array:
-    """The tangent of a function that rounds or widens its first argument."""
-    return x
-
-
 def widened(x: jax.Array) -> jax.Array:
     """:func:`.rounding.to_float32` with the derivative of a cast."""
-    return straight_through(rounding.to_float32, first)(x)
+    return straight_through(rounding.to_float32)(x)
 
 
 def narrowed(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     """:func:`.rounding.narrow_or_cast` with the derivative of a cast."""
     narrow = lambda x: rounding.narrow_or_cast(x, dtype)
-    return straight_through(narrow, first)(x)
+    return straight_through(narrow)(x)

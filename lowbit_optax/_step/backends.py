@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 import jax
 import optax
 
+from lowbit_optax._numerics.straight_through import straight_through
 from lowbit_optax._step import context
 from lowbit_optax._step.error_feedback import Feedback, ahead_of_leaves, fed
 from lowbit_optax._step.guard import unless_still
@@ -206,7 +207,9 @@ def reference(step: Step, update: Callable, traced: InnerUpdate | None) -> Stepp
     landed = list(map(step.landed, range(len(updates)), updates, leaf_stays, ahead))
     for leaf, into in zip(landed, feedback, strict=True):
         if into is not None:
-            parts[into.part] = fed(parts[into.part], leaf.error, into.rate, into.growth)
+            feed = straight_through(fed)
+            part = parts[into.part]
+            parts[into.part] = feed(part, leaf.error, into.rate, into.growth)
     stored = step.plan.encode(parts, step.draws)
     if any(x is not None for x in part_stays):
         stored = list(map(unless_still, part_stays, stored, step.parts))

@@ -30,7 +30,6 @@ from jax import lax
 
 from lowbit_optax._jaxprs.graph import Graph, Node, constant
 from lowbit_optax._jaxprs.linear_part import ONE, NotLinear, linear_factor
-from lowbit_optax._numerics.straight_through import first, straight_through
 
 MOST_GROWTH = 2.0
 """By which factor the learning rate may grow in a step before momentum is shortened."""
@@ -119,8 +118,6 @@ def fed(
 ) -> jax.Array:
     """A new float32 momentum with what rounding its weight has lost.
 
-    Its derivative is that of the momentum, because rounding counts as the identity.
-
     >>> import jax.numpy as jnp
     >>> one = jnp.float32(1)
     >>> fed(one, jnp.float32(0.5), -4 * one, 2 * one)  # of 1/2, in steps of -1/4
@@ -128,13 +125,6 @@ def fed(
     >>> fed(one, jnp.float32(0.0), -4 * one, one / 5)  # ten times as large a step next
     Array(0.2, dtype=float32)
     """
-    return straight_through(fed_in_kernel, first)(moment, error, rate, growth)
-
-
-def fed_in_kernel(
-    moment: jax.Array, error: jax.Array, rate: jax.Array, growth: jax.Array
-) -> jax.Array:
-    """:func:`fed` without a rule for derivatives, which kernels cannot contain."""
     change = error * rate
     # A learning rate of 0 has no unit in which the momentum could take it. Where there
     # was no gradient, as in rows of an embedding, Adam's unit is 1 / eps: what codes of

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from lowbit_optax._numerics.float_layouts import NARROW_DTYPES, is_narrow
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._numerics.random_bits import RandomBits
-from lowbit_optax._numerics.straight_through import first, straight_through
+from lowbit_optax._numerics.straight_through import straight_through
 from lowbit_optax._step import trees
 from lowbit_optax._step.blanks import NO_RESIDUAL, NOT_HELD, blank, is_blank
 from lowbit_optax._step.context import layerwise
@@ -132,12 +132,12 @@ class StoredLeaf:
 @functools.partial(jax.jit, static_argnums=0)
 def widen(format_: WeightFormat, param):
     """The parameter as a master; traced once per format and shape."""
-    return straight_through(format_.widen, first)(param)
+    return straight_through(format_.widen)(param)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _inner_weight(format_: WeightFormat, param, residual):
-    return straight_through(format_.inner_weight, first)(param, residual)
+    return straight_through(format_.inner_weight)(param, residual)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

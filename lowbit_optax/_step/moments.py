@@ -23,7 +23,7 @@ import optax
 
 from lowbit_optax._numerics.random_bits import Draws, RandomBits, moment_draws
 from lowbit_optax._numerics.relative import product, quotient
-from lowbit_optax._numerics.straight_through import first, straight_through
+from lowbit_optax._numerics.straight_through import straight_through
 from lowbit_optax._step import trees
 from lowbit_optax._step.blanks import blank, is_blank
 from lowbit_optax._step.context import layerwise
@@ -382,7 +382,7 @@ def _encode(format_: MomentFormat, number: int, draws: Draws, moment, *second):
         moment = quotient(moment, *second)
     encode = lambda moment, draws: format_.encode(moment, draws, number)
     if format_.container is None:
-        encode = straight_through(encode, first)
+        encode = straight_through(encode)
     return encode(moment, draws)
 
 
@@ -390,7 +390,7 @@ def _encode(format_: MomentFormat, number: int, draws: Draws, moment, *second):
 def _decode(format_: MomentFormat, shape: tuple[int, ...], stored):
     decode = lambda stored: format_.decode(stored, shape)
     if format_.container is None:
-        decode = straight_through(decode, first)
+        decode = straight_through(decode)
     return decode(stored)
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from lowbit_optax._numerics.random_bits import RandomBits
-from lowbit_optax._numerics.straight_through import first, straight_through
+from lowbit_optax._numerics.straight_through import straight_through
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.block_scaled_tensor import BlockScaledTensor
 from lowbit_optax.formats.block_scaled_weights import (
@@ -39,7 +39,7 @@ def join_leaf(
       float32 array of the parameter's shape.
     """
     join = functools.partial(_joined, format_, implementation)
-    return straight_through(join, first)(param, residual)
+    return straight_through(join)(param, residual)
 
 
 def _joined(format_: WeightFormat, implementation: Implementation, param, residual):
@@ -77,7 +77,7 @@ def split_leaf(
       ``(param, residual)``, the residual packed if the format packs it.
     """
     split = functools.partial(_split, format_, jnp.dtype(dtype), implementation)
-    return straight_through(split, first)(master, random)
+    return straight_through(split)(master, random)
 
 
 def _split(

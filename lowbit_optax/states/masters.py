@@ -15,7 +15,6 @@ from lowbit_optax._numerics.dtypes import dtype_of, float_dtype
 from lowbit_optax._numerics.float_layouts import NARROW_DTYPES, is_narrow
 from lowbit_optax._numerics.random_bits import ToNearest
 from lowbit_optax._numerics.straight_through import (
-    first,
     narrowed,
     straight_through,
     widened,
@@ -280,11 +279,9 @@ def _formats(tx, names, leaves, treedef) -> dict[str, WeightFormat]:
 
 
 def _narrowed(format_: WeightFormat, dtype: np.dtype, master: jax.Array) -> jax.Array:
-    if isinstance(format_, BlockScaledWeights):
-        return format_.round(master, dtype, ToNearest())
-    return straight_through(lambda x: format_.round(x, dtype, ToNearest()), first)(
-        master
-    )
+    narrow = lambda x: format_.round(x, dtype, ToNearest())
+    is_tensor = isinstance(format_, BlockScaledWeights)
+    return narrow(master) if is_tensor else straight_through(narrow)(master)
 
 
 def _rounded(name: str, x, kind) -> jax.Array:

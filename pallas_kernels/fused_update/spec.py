@@ -28,6 +28,10 @@ fields of a packed one as uint32. All have one shape, which the implementation c
 leaf as uint32, or is None where the values are the whole leaf.
 ``multiply_add(a, b, c)`` is ``a * b + c``, rounded once or twice: Triton does not
 contract a product and a sum unless it is told to.
+
+A body may have an attribute ``differentiable``, the same body with rules for its
+derivatives (``jax.custom_jvp``). XLA runs it in place of the body, and differentiates
+it where the kernel is differentiated. Kernels cannot contain such rules.
 """
 
 

@@ -18,9 +18,8 @@ from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._numerics.random_bits import RandomBits, moment_draws, row_major
 from lowbit_optax._numerics.relative import product_by, quotient
-from lowbit_optax._numerics.straight_through import first, straight_through
-from lowbit_optax._step.error_feedback import ahead_of
-from lowbit_optax._step.error_feedback import fed_in_kernel as fed
+from lowbit_optax._numerics.straight_through import straight_through
+from lowbit_optax._step.error_feedback import ahead_of, fed
 from lowbit_optax._step.kernels.rows import MomentRows, WeightRows
 from lowbit_optax._step.leaf import StoredLeaf
 from lowbit_optax.formats.base import WeightFormat
@@ -303,11 +302,11 @@ class LeafBody:
         self,
         rows: WeightRows | MomentRows,
         function: Callable,
-        tangent: Callable = first,
+        *tangent: Callable,
     ) -> Callable:
         """A function that rounds the values of these rows, with its derivative."""
         has_rule = self.is_differentiable and rows.format and not rows.has_scales
-        return straight_through(function, tangent) if has_rule else function
+        return straight_through(function, *tangent) if has_rule else function
 
     def _decoded(self, stored: Sequence[jax.Array], prepared, multiply_add) -> list:
         """All moments in float32, times their factors, from what is stored."""

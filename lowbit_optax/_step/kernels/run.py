@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from lowbit_optax._jaxprs.graph import Node
 from lowbit_optax._jaxprs.norms import sums_of_squares_of
+from lowbit_optax._numerics.straight_through import straight_through
 from lowbit_optax._step.error_feedback import ahead_of, fed
 from lowbit_optax._step.guard import neutral_updates, unless_still
 from lowbit_optax._step.kernels.launches import Launches, in_stacks
@@ -69,7 +70,7 @@ class Kernels:
             rate, growth, reach = (values[x] for x in rates)
             landed = step.landed(*arguments, ahead_of(parts[part], reach))
             results[i], residuals[i], error = landed
-            parts[part] = fed(parts[part], error, rate, growth)
+            parts[part] = straight_through(fed)(parts[part], error, rate, growth)
         launches = Launches(
             bodies={i: x.body for i, x in kernels.items()},
             step=step,

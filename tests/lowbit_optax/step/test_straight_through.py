@@ -1,8 +1,8 @@
-"""Derivatives through steps on narrow leaves: those of optax in float32.
+"""Steps on narrow leaves have the derivatives that optax has in float32.
 
-Rounding counts as the identity. The coefficients of the losses are powers of two, and
-a step by AdamW multiplies them by 7/8, so that the derivatives by narrow parameters,
-which are as narrow themselves, are exact.
+Rounding counts as the identity. A derivative with respect to a narrow parameter is
+narrow as well. It is exact here, because the coefficients of the losses are powers of
+two, and the weight decay of a step multiplies them by 7/8.
 """
 
 import functools
@@ -96,7 +96,7 @@ def lowbit_of(name, **options):
 
 
 def derivatives_of(loss, params):
-    """By rate, parameters and gradients; forward, and twice, by the rate."""
+    """Gradients with respect to rate, parameters and gradients; the jvp of the rate."""
     first = jax.grad(loss, (0, 1, 2))(RATE, params, GRADS)
     by_rate = lambda rate: loss(rate, params, GRADS)
     forward = jax.jvp(by_rate, (RATE,), (1.0,))[1]
@@ -105,7 +105,7 @@ def derivatives_of(loss, params):
 
 @functools.cache
 def derivatives(route, dtype, implementation="xla", names=tuple(FORMATS)):
-    """By format; one program of all of them."""
+    """Derivatives for each format, computed in one program."""
     params = jax.tree.map(lambda x: x.astype(dtype), MASTERS)
 
     def compute(params):
@@ -179,7 +179,7 @@ def test_kernels_have_the_derivatives_of_optax(implementation, route, name):
 
 @functools.cache
 def derivatives_of_masters(dtype):
-    """Of ``master_weights`` by parameters, and of a start by its masters."""
+    """Derivatives of ``master_weights`` and of ``from_master``."""
 
     def compute(params):
         found = {}
@@ -231,7 +231,10 @@ def inner_loss(params):
     return 100 * jnp.mean((jnp.tanh(INPUTS @ wide(params)) - TARGETS) ** 2)
 
 
-def adapted(make, run, steps, grads=jax.grad(inner_loss)):
+inner_grads = jax.grad(inner_loss)
+
+
+def adapted(make, run, steps, grads=inner_grads):
     """The loss after some steps of training, as a function of rate and parameters."""
 
     def loss(rate, params):
@@ -257,10 +260,9 @@ TRAINING = {
 
 @functools.cache
 def meta_gradients(training):
-    """By format, and by optax with and without second derivatives."""
+    """Derivatives for each format, and optax's with and without second derivatives."""
     inner, rate, steps, moments = TRAINING[training]
-    plain = jax.grad(inner_loss)
-    stopped = lambda params: jax.lax.stop_gradient(plain(params))
+    stopped = lambda params: jax.lax.stop_gradient(inner_grads(params))
 
     def compute(params):
         found = {}
@@ -268,7 +270,7 @@ def meta_gradients(training):
             of = lowbit_of(name, moments=moments)
             loss = adapted(lambda r, of=of: of(inner(r)), lowbit_optax.step, steps)
             found[name] = jax.grad(loss, (0, 1))(rate, params)
-        for name, grads in {"optax": plain, "first order": stopped}.items():
+        for name, grads in {"optax": inner_grads, "first order": stopped}.items():
             loss = adapted(inner, optax_step, steps, grads)
             found[name] = jax.grad(loss, (0, 1))(rate, wide(params))
         return found
