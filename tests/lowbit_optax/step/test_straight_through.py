@@ -318,3 +318,18 @@ def test_a_step_behind_clipping_has_the_derivatives_of_optax():
     )
     for a, b in zip(jax.tree.leaves(wide(got)), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+@pytest.mark.parametrize("route", ROUTES)
+def test_weights_that_stay_have_derivatives(route, implementation):
+    make = lowbit_of("extra_bits_8", implementation=implementation)
+
+    def loss(rate, params):
+        tx = make(optax.sgd(rate))
+        return weighted(ROUTES[route](tx, params, tx.init(params), GRADS)[0])
+
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), MASTERS)
+    by_rate, by_params = jax.jit(jax.grad(loss, (0, 1)))(0.0, params)
+    np.testing.assert_allclose(by_rate, -weighted(GRADS), rtol=1e-4)
+    jax.tree.map(np.testing.assert_array_equal, wide(by_params), COEFFICIENTS)
