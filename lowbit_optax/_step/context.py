@@ -19,7 +19,7 @@ import contextvars
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import jax
 from jax.extend.core import get_opaque_trace_state
@@ -39,7 +39,8 @@ class StepContext:
       is_analysed: whether the step is traced only to read its jaxpr.
       wants_params: whether ``update`` should only mark its place in a trace, for new
         parameters instead of updates; see :mod:`lowbit_optax._step.wrapped`.
-      is_preceded: whether the inner update includes what a wrapper computes before it.
+      of_wrappers: the arrays from which wrappers compute the gradients, perhaps inside
+        the inner update.
       report: what steps call with themselves and the inner update, instead of doing
         anything; None for steps that are done.
     """
@@ -48,7 +49,7 @@ class StepContext:
     layer: Layer | None = None
     is_analysed: bool = False
     wants_params: bool = False
-    is_preceded: bool = False
+    of_wrappers: tuple = ()
     report: Callable[..., None] | None = None
 
 
@@ -103,9 +104,9 @@ def params_wanted(wanted: bool = True):
     return _changed(wants_params=wanted)
 
 
-def preceded(is_preceded: bool):
-    """A context in which the inner update may include what a wrapper computes first."""
-    return _changed(is_preceded=is_preceded)
+def preceded(of_wrappers: Iterable):
+    """A context in which wrappers compute gradients from these arrays."""
+    return _changed(of_wrappers=tuple(of_wrappers))
 
 
 @contextlib.contextmanager

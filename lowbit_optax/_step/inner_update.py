@@ -236,8 +236,8 @@ def trace_update(update: Callable, step: Step) -> InnerUpdate:
     state = step.structure.unflatten(parts)
     arguments = step.tree(grads), state, step.tree(masters)
     closed, shapes = jax.make_jaxpr(twice, return_shape=True)(*arguments)
-    if not context.current().is_preceded:
-        _check_hyperparameters(closed.consts)
+    of_wrappers = set(map(id, context.current().of_wrappers))
+    _check_hyperparameters([x for x in closed.consts if id(x) not in of_wrappers])
     closed, structure = _without_dead_equations(closed), jax.tree.structure
     return InnerUpdate(step, closed, structure(arguments), structure(shapes))
 

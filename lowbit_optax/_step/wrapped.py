@@ -146,7 +146,7 @@ class _Run:
         state, params, extra_args = map(
             values, (inner.state, inner.params, inner.extra_args)
         )
-        with context.preceded(not self.traced.gets_gradients(inner)):
+        with context.preceded(self._known.values()):
             new, new_state = stepper.run(
                 params, state, grads, REPLACE, extra_args, guard
             )

@@ -177,6 +177,9 @@ MADE_INSIDE = {
     ),
     "accumulate_gradients": lambda b2: lowbit_optax.accumulate_gradients(_adamw(b2), 2),
     "direct_updates": lambda b2: lowbit_optax.direct_updates(_adamw(b2)),
+    "direct_updates of a chain": lambda b2: lowbit_optax.direct_updates(
+        optax.chain(optax.clip_by_global_norm(1.0), _adamw(b2))
+    ),
     "MultiSteps": lambda b2: optax.MultiSteps(_adamw(b2), 2).gradient_transformation(),
 }
 AROUND = {
