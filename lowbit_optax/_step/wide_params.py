@@ -24,7 +24,7 @@ _KEPT = re.compile("bias|norm|scale")
 def warn_of_wide_params(
     weights: WeightFormat, names: Sequence[str], params: Sequence
 ) -> None:
-    """Warn once if most of the parameters are float32, and say how to narrow them.
+    """Warn once if most of the parameters are float32, and name the functions to use.
 
     Vectors, biases and normalisations do not count, because ``param_dtypes`` keeps them
     in float32. Traced parameters do not count either: ``jax.eval_shape`` only asks for
