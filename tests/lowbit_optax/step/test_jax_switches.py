@@ -64,10 +64,9 @@ def test_switches_find_nothing(tx, switch):
         jax.jit(released).trace(PARAMS, state, jnp.float32(1))
 
 
-@pytest.mark.parametrize("name", ["8 bits", "global norm", "accumulated"])
-@pytest.mark.parametrize("platforms", [["cpu", "cuda"], ["cpu", "cuda", "tpu"]])
-def test_a_step_is_exported_for_several_platforms(name, platforms):
-    tx = TRANSFORMATIONS[name]
+@pytest.mark.parametrize("name", ["8 bits", "accumulated"])
+def test_a_step_is_exported_for_several_platforms(name):
+    tx, platforms = TRANSFORMATIONS[name], ["cpu", "cuda", "tpu"]
     run = PARAMS, jax.jit(tx.init)(PARAMS), GRADS
     step = jax.jit(functools.partial(lowbit_optax.step, tx))
     exported = jax.export.export(step, platforms=platforms)(*run)
