@@ -13,7 +13,7 @@ backends become branches of one program.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import jax
 import optax
@@ -21,7 +21,6 @@ import optax
 from lowbit_optax._numerics.straight_through import straight_through
 from lowbit_optax._step import context
 from lowbit_optax._step.error_feedback import Feedback, ahead_of_leaves, fed
-from lowbit_optax._step.guard import unless_still
 from lowbit_optax._step.inner_update import InnerUpdate, trace_update
 from lowbit_optax._step.kernels.plan import KernelPlan, plan_kernels
 from lowbit_optax._step.kernels.run import Kernels
@@ -76,7 +75,7 @@ def run(
         traced = trace_update(update, step)
     except _NEEDS_VALUES:
         # XLA can run a transformation that looks at values; no kernel can.
-        if not only_xla or step.plan.takes_errors:
+        if not only_xla or step.plan.takes_errors or step.plan.stored_first:
             raise
         return reference(step, update, None)
     if not (step.plan.takes_errors or (only_xla and is_eager)):
@@ -204,15 +203,22 @@ def reference(step: Step, update: Callable, traced: InnerUpdate | None) -> Stepp
     if traced and (step.plan.takes_errors or traced.may_leave_unchanged):
         leaf_stays, part_stays, feedback = traced.conditions(step)
         ahead = ahead_of_leaves(feedback, parts)
+    stored = list(parts)
+    first: Collection[int] = ()
+    if traced and traced.stored_first:
+        first = step.plan.stored_first
+        stored = step.stored(parts, part_stays, set(range(len(parts))) - first)
+        updates = traced.updates_from_stored(
+            step, range(len(updates)), stored, first, {}
+        )
     landed = list(map(step.landed, range(len(updates)), updates, leaf_stays, ahead))
     for leaf, into in zip(landed, feedback, strict=True):
         if into is not None:
             feed = straight_through(fed)
             part = parts[into.part]
             parts[into.part] = feed(part, leaf.error, into.rate, into.growth)
-    stored = step.plan.encode(parts, step.draws)
-    if any(x is not None for x in part_stays):
-        stored = list(map(unless_still, part_stays, stored, step.parts))
+    parts = [stored[i] if i in first else part for i, part in enumerate(parts)]
+    stored = step.stored(parts, part_stays, first)
     stored = step.plan.tree(structure, stored, step.state.inner_state)
     return Stepped(
         [x.result for x in landed],

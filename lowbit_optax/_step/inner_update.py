@@ -7,7 +7,7 @@ when a step leaves what is stored unchanged.
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -195,6 +195,34 @@ class InnerUpdate:
             for x in self.feedback
         ]
         return list(map(values.get, leaf_if)), list(map(values.get, part_if)), feedback
+
+    @functools.cached_property
+    def stored_first(self) -> dict[int, Node]:
+        """The new moments that are stored first, by part, where they are computed."""
+        parts, nodes = self.step.plan.stored_first, self.nodes.new_state
+        return {i: nodes[i] for i in sorted(parts) if nodes[i].call is not None}
+
+    def updates_from_stored(
+        self,
+        step: Step,
+        leaves: Iterable[int],
+        stored: Sequence,
+        first: Collection[int],
+        known: Mapping[Node, jax.Array],
+    ) -> list:
+        """The updates of leaves, computed from the rounded moments that are stored.
+
+        Args:
+          step, known: as of :meth:`values`, but nothing is added to ``known``.
+          leaves: numbers of the leaves.
+          stored: the parts of the new state.
+          first: which of them are stored.
+        """
+        decoded, nodes = step.plan.decode(stored, first), self.stored_first
+        known = dict(known) | {nodes[i]: decoded[i] for i in first if i in nodes}
+        nodes = [self.nodes.updates[i] for i in leaves]
+        values = self.values(step, nodes, known)
+        return [values[node] for node in nodes]
 
     def values(
         self, step: Step, wanted: Collection[Node], known: dict[Node, typing.Any]

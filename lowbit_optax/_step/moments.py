@@ -121,6 +121,17 @@ class MomentPlan:
             found[i] = dataclasses.replace(moment, reference=reference)
         return found
 
+    @functools.cached_property
+    def stored_first(self) -> frozenset[int]:
+        """The moments that are rounded and stored before updates are computed."""
+        readers = {
+            leaf.name
+            for leaf in self.leaves
+            if leaf.format is not None and leaf.format.reads_stored_moments
+        }
+        moments = enumerate(self.storage)
+        return frozenset(i for i, x in moments if x is not None and x.leaf in readers)
+
     @property
     def rounds_evenly(self) -> bool:
         """Whether any moment takes :meth:`.Draws.even`."""

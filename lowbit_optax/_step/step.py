@@ -166,6 +166,21 @@ class Step(LeafStep):
         residual = self.guard.chosen(residual, leaf.residual)
         return Landed(result, residual, landed.error)
 
+    def stored(
+        self, parts: Sequence, stays: Sequence, stored: Collection[int] = ()
+    ) -> list:
+        """The parts of the new inner state in their stored form, unless they are still.
+
+        Args:
+          parts, stored: as of :meth:`.MomentPlan.encode`.
+          stays: per part, whether the old one stays; None where it does not.
+        """
+        new = self.plan.encode(parts, self.draws, stored)
+        return [
+            x if still is None or i in stored else unless_still(still, x, self.parts[i])
+            for i, (x, still) in enumerate(zip(new, stays, strict=True))
+        ]
+
     @functools.cached_property
     def draws(self) -> dict[str, Draws]:
         """By the paths of the leaves, the random numbers for their moments."""

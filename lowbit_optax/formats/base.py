@@ -109,6 +109,11 @@ class WeightFormat:
         """
         return None
 
+    @property
+    def reads_stored_moments(self) -> bool:
+        """Whether updates are computed from the rounded moments that are stored."""
+        return False
+
     def check(self, dtype: jnp.dtype) -> str | None:
         """Why this format cannot hold a leaf of a narrow dtype; None if it can."""
         return None

@@ -26,6 +26,10 @@ class QuantizedWeights(WeightFormat):
 
     rounding: Rounding = "stochastic"
 
+    @property
+    def reads_stored_moments(self) -> bool:
+        return True  # LPMM, Algorithm 1, line 8
+
     def fields_of(self, param: tensors.QuantizedTensor) -> QuantizedFields:
         """The elementwise functions with which a kernel updates a leaf."""
         return QuantizedFields(param.bits, param.block_size, self.rounding)
@@ -63,6 +67,8 @@ def quantized_weights(*, rounding: Rounding = "stochastic") -> WeightFormat:
     """Update :class:`lowbit_optax.QuantizedTensor` leaves by quantising them again.
 
         theta' = Q(theta + u)
+
+    The update u is computed from the rounded moments that are stored.
 
     ``lowbit`` uses this format for the QuantizedTensors of any tree. Give it as
     ``weights`` to choose its rounding; other leaves are then rounded to nearest.

@@ -39,11 +39,15 @@ class BlockBody(typing.Protocol):
     """The body of an update with per-block operands or results, such as scales.
 
     First maxima over each block are taken of what :meth:`statistics` returns, then the
-    elements are written. Values of blocks have one element per block, or are repeated
-    for each element of the block; the body must not depend on which. So it must not mix
-    values of blocks of different sizes, except in :meth:`statistics` and
-    :meth:`__call__`. What these both compute from the same values, a kernel computes
-    once.
+    elements are written. If some maxima can only be taken once others are known,
+    :meth:`statistics` returns the values for the first maxima. It is then called again
+    with the result of :meth:`after` as one more argument, until all maxima are known,
+    and :meth:`after` is called with all maxima known so far.
+
+    Values of blocks have one element per block, or are repeated for each element of the
+    block; the body must not depend on which. So it must not mix values of blocks of
+    different sizes, except in :meth:`statistics` and :meth:`__call__`. What these both
+    compute from the same values, a kernel computes once.
     """
 
     block_sizes: Sequence[int]

@@ -91,18 +91,21 @@ def _with_blocks(
 
     sizes = [o.block_size for o in leaf.operands if o.block_size is not None]
     of_elements = repeated(block_values, sizes)
-    before = body.before(of_elements)
-    statistics = body.statistics(*arguments, before)
-    maxima = barrier(
-        [
-            block_maxima(x, leaf.layout, size)
-            for x, size in zip(statistics, body.block_sizes, strict=True)
-        ]
-    )
-    scalars = arguments[1]
-    _, after = body.after(repeated(maxima, body.block_sizes), of_elements, scalars)
+    of_blocks, scalars, maxima = [body.before(of_elements)], arguments[1], []
+    while len(maxima) < len(body.block_sizes):
+        statistics = body.statistics(*arguments, *of_blocks)
+        sizes = body.block_sizes[: len(maxima) + len(statistics)]
+        of_round = sizes[len(maxima) :]
+        maxima += barrier(
+            [
+                block_maxima(x, leaf.layout, size)
+                for x, size in zip(statistics, of_round, strict=True)
+            ]
+        )
+        _, after = body.after(repeated(maxima, sizes), of_elements, scalars)
+        of_blocks[1:] = [after]
     per_block, _ = body.after(maxima, block_values, scalars)
-    per_element, per_block = iter(body(*arguments, before, after)), iter(per_block)
+    per_element, per_block = iter(body(*arguments, *of_blocks)), iter(per_block)
     return [
         next(per_element if r.block_size is None else per_block) for r in leaf.results
     ]

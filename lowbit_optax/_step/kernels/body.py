@@ -7,7 +7,7 @@ schedule, count, global norm ----> scalars -------^
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,9 @@ class LeafBody:
       when: column of the scalar that tells whether the step happens; None if it does.
       outside: how many arrays the program reads that are computed outside.
       reads_index: whether the program reads the row-major indices of elements.
+      from_stored: the program of the result alone, if the result is computed from the
+        rounded moments that are stored. Its rows are these moments, decoded, and then
+        the rows of ``program``, whose output 0 is not used.
       phase: the scalar that is the phase of moments that are rounded evenly; None if no
         moment is.
       takes_error: which output is the moment that takes what storing the weight has
@@ -68,6 +71,7 @@ class LeafBody:
     takes_error: int | None = None
     outside: int = 0
     reads_index: bool = False
+    from_stored: Program | None = None
     is_differentiable: bool = False
 
     @property
@@ -85,7 +89,10 @@ class LeafBody:
             moment = moments[number - 1]
             # The program's rows are the gradient, the master and the moments.
             found = program.without_factor(number + 1)
-            if moment.codec.is_linear_in_units and found is not None:
+            is_read = self.from_stored and self.from_stored.reads(
+                len(self.moments) + number + 1
+            )
+            if moment.codec.is_linear_in_units and found is not None and not is_read:
                 program, factor = found
                 moments[number - 1] = dataclasses.replace(moment, factor=factor)
         return dataclasses.replace(self, program=program, moments=tuple(moments))
@@ -145,7 +152,7 @@ class LeafBody:
     @property
     def block_sizes(self) -> list[int]:
         """The block sizes of the maxima, which determine the scales."""
-        scaled = self._scaled.values()
+        scaled = self._by_maxima.values()
         return [rows.blocks.block_size for rows in scaled for _ in range(rows.maxima)]
 
     @property
@@ -162,56 +169,71 @@ class LeafBody:
         pairs = zip(self._scaled.values(), block_values, strict=False)
         return tuple(rows.prepare(scale) for rows, scale in pairs)
 
-    def statistics(self, values, scalars, index, multiply_add, before):
-        """The arrays whose maxima per block determine the new scales."""
-        references = {x.relative_to for x in self._scaled.values() if x.relative_to}
-        wanted = self._scaled.keys() | references
+    def statistics(self, values, scalars, index, multiply_add, before, after=None):
+        """The arrays whose maxima per block determine the next scales.
+
+        The weight's wait for the moments' where the result is ``from_stored``.
+        """
+        scaled = self._scaled
+        if self.from_stored is not None:
+            is_first = after is None and len(scaled) > 1
+            scaled = {n: x for n, x in scaled.items() if bool(n) == is_first}
+        references = {x.relative_to for x in scaled.values() if x.relative_to}
+        wanted = scaled.keys() | references
         takes_error = self.takes_error in wanted
         if takes_error:
             wanted |= {0, *self._of_feedback}
-        param, residual, new = self._run(
-            sorted(wanted), values, scalars, index, multiply_add, before
-        )
+        if self.from_stored is not None and 0 in wanted:
+            wanted |= set(range(len(self._rows)))
+        opened = self._opened(values, scalars, index, multiply_add, before)
+        new = self._new(sorted(wanted), opened, scalars, multiply_add)
+        random = RandomBits(scalars[0], scalars[1], index)
         if takes_error:
-            random = RandomBits(scalars[0], scalars[1], index)
-            self._feed(new, param, residual, random, multiply_add)
+            self._feed(new, *opened[:2], random, multiply_add)
+        if self.from_stored is not None and 0 in wanted:
+            self._encoded(new, opened, values, scalars, random, multiply_add, after)
         return [
             key
-            for n, rows in self._scaled.items()
+            for n, rows in scaled.items()
             for key in rows.keys(_quotient(rows, new, n))
         ]
 
     def after(self, maxima, block_values, scalars):
-        """``(new scales, the same prepared for encoding)``."""
-        maxima, scales = list(maxima), []
-        for rows, old in zip(self._scaled.values(), block_values, strict=True):
-            new = rows.scale_of(maxima[: rows.maxima], old)
-            del maxima[: rows.maxima]
-            scales.append(_unless(rows.unchanged_if, new, old, scalars))
-        return scales, self.before(scales)
+        """``(new scales, the same prepared for encoding)``.
+
+        What waits for maxima is missing from the scales, and None as prepared.
+        """
+        maxima, olds, scales = list(maxima), self._by_number(block_values), {}
+        for n, rows in self._by_maxima.items():
+            if maxima:
+                new = rows.scale_of(maxima[: rows.maxima], olds[n])
+                del maxima[: rows.maxima]
+                scales[n] = _unless(rows.unchanged_if, new, olds[n], scalars)
+        prepared = tuple(
+            self._scaled[n].prepare(scales[n]) if n in scales else None for n in olds
+        )
+        return [scales[n] for n in olds if n in scales], prepared
 
     def __call__(self, values, scalars, index, multiply_add, before=(), after=()):
         """The new parameter, residual and moments."""
+        opened = self._opened(values, scalars, index, multiply_add, before)
+        param, residual, _ = opened
         outputs = range(len(self.program.outputs))
-        param, residual, new = self._run(
-            outputs, values, scalars, index, multiply_add, before
-        )
+        new = self._new(outputs, opened, scalars, multiply_add)
         random = RandomBits(scalars[0], scalars[1], index)
-        prepared = self._by_number(after)
-        if self.takes_error is None:
-            how = new[0], random, multiply_add, prepared.get(0)
-            stored_weight = self._stored(param, residual, *how)
-        else:
-            stored_weight = self._feed(new, param, residual, random, multiply_add)
-        phase = self.phase and scalar_value(self.phase, scalars[KEYS:])
-        draws = moment_draws(random, self.weight.words_read, phase)
-        stored = {
-            n: self._rounding(
-                rows, functools.partial(rows.encoded, multiply_add=multiply_add)
-            )(_quotient(rows, new, n), prepared.get(n), draws)
-            for n, rows in enumerate(self.moments, 1)
-        }
-        result, new_residual = stored_weight
+
+        def stored_weight():
+            if self.takes_error is not None:
+                return self._feed(new, param, residual, random, multiply_add)
+            how = new[0], random, multiply_add, self._by_number(after).get(0)
+            return self._stored(param, residual, *how)
+
+        # First where it can be: in another order kernels may take more registers.
+        first = stored_weight() if self.from_stored is None else None
+        moments = self._encoded(
+            new, opened, values, scalars, random, multiply_add, after
+        )
+        result, new_residual = first or stored_weight()
         unchanged = param
         if self.weight.passes_through and not self.landing.is_direct:
             unchanged = jnp.full(result.shape, -0.0, result.dtype)  # it is the update
@@ -219,11 +241,31 @@ class LeafBody:
         results: list = [_unless(condition, result, unchanged, scalars)]
         if self.weight.has_residual:
             results.append(_unless(condition, new_residual, residual, scalars))
+        return results + moments
+
+    def _encoded(
+        self, new: dict, opened, values, scalars, random, multiply_add, after
+    ) -> list:
+        """The new moments in their stored form.
+
+        Where the result is ``from_stored``, it becomes output 0 of ``new``.
+        """
+        prepared = self._by_number(after or ())
+        phase = self.phase and scalar_value(self.phase, scalars[KEYS:])
+        draws = moment_draws(random, self.weight.words_read, phase)
         old = values[len(values) - len(self.moments) - self.outside :]
-        return results + [
-            _unless(rows.unchanged_if, stored[n], x, scalars)
-            for n, (rows, x) in enumerate(zip(self.moments, old, strict=False), 1)
-        ]
+        stored = []
+        for n, (rows, x) in enumerate(zip(self.moments, old, strict=False), 1):
+            moment = _quotient(rows, new, n), prepared.get(n)
+            encode = functools.partial(rows.encoded, multiply_add=multiply_add)
+            fields = self._rounding(rows, encode)(*moment, draws)
+            stored.append(_unless(rows.unchanged_if, fields, x, scalars))
+        if self.from_stored is not None:
+            moments = [dataclasses.replace(x, factor=None) for x in self.moments]
+            decoded = self._decoded(moments, stored, prepared, multiply_add)
+            rows = [*decoded, *opened[2]]
+            new[0] = self.from_stored.run(rows, scalars[KEYS:], multiply_add)[0]
+        return stored
 
     @property
     def _rows(self) -> tuple[WeightRows | MomentRows, ...]:
@@ -233,6 +275,13 @@ class LeafBody:
     def _scaled(self) -> dict[int, WeightRows | MomentRows]:
         """What has a scale per block, by output."""
         return {n: x for n, x in enumerate(self._rows) if x.has_scales}
+
+    @property
+    def _by_maxima(self) -> dict[int, WeightRows | MomentRows]:
+        """The same in the order of the maxima that determine the scales."""
+        if self.from_stored is None:
+            return self._scaled
+        return dict(sorted(self._scaled.items(), key=lambda item: not item[0]))
 
     @property
     def _format(self) -> WeightFormat:
@@ -248,10 +297,8 @@ class LeafBody:
         """Values per block by output, as far as they are known."""
         return dict(zip(self._scaled, per_scale, strict=False))
 
-    def _run(
-        self, outputs: Sequence[int], values, scalars, index, multiply_add, before
-    ):
-        """``(param, residual, some outputs of the program by number)``."""
+    def _opened(self, values, scalars, index, multiply_add, before) -> tuple:
+        """``(param, residual, rows of the program)``."""
         grad, param, *rest = values
         residual = rest.pop(0) if self.weight.has_residual else None
         prepared = self._by_number(before)
@@ -259,7 +306,7 @@ class LeafBody:
         if self.reads_index:
             outside.append(row_major(param.shape) if index is None else index)
         # First: in another order LPMM's kernel takes more registers.
-        moments = self._decoded(rest, prepared, multiply_add)
+        moments = self._decoded(self.moments, rest, prepared, multiply_add)
         is_wide = not (is_narrow(grad.dtype) or is_narrow(param.dtype))
         if self.weight.has_scales or not is_wide:
             grad = grad.astype(jnp.float32)
@@ -267,9 +314,13 @@ class LeafBody:
             grad = grad * decode_scalar(scalars[KEYS], np.dtype(np.float32))
         join = self._rounding(self.weight, self.weight.master)
         master = join(param, residual, prepared.get(0))
-        program, rows = self.program.only(outputs), [grad, master, *moments, *outside]
-        results = program.run(rows, scalars[KEYS:], multiply_add)
-        return param, residual, dict(zip(outputs, results, strict=True))
+        return param, residual, [grad, master, *moments, *outside]
+
+    def _new(self, outputs: Iterable[int], opened, scalars, multiply_add) -> dict:
+        """Some outputs of the program, by number."""
+        program = self.program.only(outputs)
+        results = program.run(opened[2], scalars[KEYS:], multiply_add)
+        return dict(zip(outputs, results, strict=True))
 
     def _feed(self, new: dict, param, residual, random, multiply_add):
         """Store the weight, and add what that has lost to the moment that takes it."""
@@ -308,19 +359,21 @@ class LeafBody:
         has_rule = self.is_differentiable and rows.format and not rows.has_scales
         return straight_through(function, *tangent) if has_rule else function
 
-    def _decoded(self, stored: Sequence[jax.Array], prepared, multiply_add) -> list:
-        """All moments in float32, times their factors, from what is stored."""
+    def _decoded(
+        self, moments: Sequence[MomentRows], stored: Sequence, prepared, multiply_add
+    ) -> list[jax.Array]:
+        """Moments in float32, times their factors, from what is stored."""
         decoded = []
-        for n, (moment, x) in enumerate(zip(self.moments, stored, strict=True), 1):
+        for n, (moment, x) in enumerate(zip(moments, stored, strict=True), 1):
             scales = prepared.get(n)
             if moment.factor is not None:
                 scales = moment.codec.times(scales, moment.factor)
             decode = functools.partial(moment.decoded, multiply_add=multiply_add)
             decoded.append(self._rounding(moment, decode)(x, scales))
-        for n, moment in enumerate(self.moments):
+        for n, moment in enumerate(moments):
             number = moment.relative_to
             if number is not None:
-                second = self.moments[number - 1]
+                second = moments[number - 1]
                 given = stored[number - 1], prepared.get(number), multiply_add
                 decoded[n] = product_by(decoded[n], second.radicand(*given))
         return decoded

@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import functools
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import jax.numpy as jnp
 from jax import lax
@@ -153,12 +153,36 @@ def plan_kernels(
             kernels[i] = planner.leaf(i)
         except NotElementwise as reason:
             reasons[i] = str(reason)
+    if _reads_what_is_stored_first(traced, scalars, kernels, reasons):
+        reason = "another leaf's update reads a moment that is stored first"
+        kernels, reasons = {}, reasons | dict.fromkeys(kernels, reason)
     uses = collections.Counter(part for x in kernels.values() for part in x.parts)
     for i, kernel in list(kernels.items()):
         if any(uses[part] > 1 for part in kernel.parts):
             del kernels[i]
             reasons[i] = "it shares a moment with another leaf"
     return KernelPlan(traced, kernels, dict(sorted(reasons.items())), scalars)
+
+
+def _reads_what_is_stored_first(
+    traced: InnerUpdate,
+    scalars: Scalars,
+    kernels: Mapping[int, LeafKernel],
+    others: Collection[int],
+) -> bool:
+    """Whether a program other than a leaf's own kernel needs its rounded moments.
+
+    XLA computes scalars, and what kernels read besides, before kernels run.
+    """
+    first = traced.stored_first
+    if not first:
+        return False
+    before = [*scalars.nodes, *(node for x in kernels.values() for node in x.outside)]
+    written = {first[s] for x in kernels.values() for s in x.parts if s in first}
+    updates = made_of([traced.nodes.updates[i] for i in others])
+    return not (
+        set(first.values()).isdisjoint(made_of(before)) and written.isdisjoint(updates)
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -219,6 +243,8 @@ class _Planner:
         """
         nodes, storage = self.traced.nodes, self.traced.step.plan.storage
         rows = self._rows_of(i, result, parts)
+        if any(s in self.traced.stored_first for s in parts):
+            raise NotElementwise("its moments are stored before its update is computed")
         found = completed(rows.outputs, rows.inputs, self.scalars.graph)
         computed = frozenset(made_of(x.stored for x in found.outside))
         left = {
@@ -245,15 +271,20 @@ class _Planner:
         step, parts = self.traced.step, rows.parts
         leaf, feedback = step.leaves[i], self.traced.feedback[i]
         when, stays = self._conditions(i, parts)
-        program = elementwise.program_of(
-            rows.outputs,
-            rows.inputs,
-            self.scalars,
+        program_of = functools.partial(
+            elementwise.program_of,
+            scalars=self.scalars,
             # The kernels of float16 leaves are twice as long. They would save 2% of
             # their instructions and take 18% more registers.
             takes_factors_out=leaf.param.dtype != jnp.float16,
             is_exact=self.is_exact,
         )
+        outputs, from_stored = rows.outputs, None
+        if any(s in self.traced.stored_first for s in parts):
+            moments = [self.traced.nodes.new_state[s] for s in parts]
+            from_stored = program_of(outputs[:1], [*moments, *rows.inputs])
+            outputs = [rows.inputs[1], *outputs[1:]]
+        program = program_of(outputs, rows.inputs)
         moments = self._moments(i, parts, stays[1:])
         is_even = any(x.has_scales and x.codec.rounds_evenly for x in moments)
         known = 2 + len(parts) + len(rows.outside)
@@ -268,6 +299,7 @@ class _Planner:
             takes_error=None if feedback is None else 1 + parts.index(feedback.part),
             outside=len(rows.outside),
             reads_index=len(rows.inputs) > known,
+            from_stored=from_stored,
         )
         if not self.for_tpus:
             check_fields(body.arrays(leaf, [step.parts[s] for s in parts]))

@@ -53,12 +53,23 @@ class Kernels:
         feedback = {
             i: x for i, x in enumerate(traced.feedback) if x is not None and i in others
         }
-        wanted = [*plan.scalars.nodes, *others.values(), *rest.values(), *plan.outside]
+        wanted = [*plan.scalars.nodes, *rest.values(), *plan.outside]
+        first = step.plan.stored_first & rest.keys()
+        if not first:
+            wanted += others.values()
         wanted += [x for x in (*leaf_if, *(part_if[i] for i in rest)) if x is not None]
         wanted += [x for into in feedback.values() for x in into[1:]]
         known = self._sums_of_squares(step, wanted, implementation)
-        values = traced.values(step, wanted, known)
+        values = traced.values(step, wanted, dict(known))
         parts = {i: values[x] for i, x in rest.items()}
+        if first:
+            given = [parts.get(i) for i in range(len(nodes.new_state))]
+            stays = [values.get(x) for x in part_if]
+            done = set(range(len(given))) - first
+            given = step.stored(given, stays, done)
+            updates = traced.updates_from_stored(step, others, given, first, known)
+            values |= zip(others.values(), updates, strict=True)
+            parts |= {i: given[i] for i in first}
         results: list = [None] * len(step.leaves)
         residuals: list = [None] * len(step.leaves)
         for i, node in others.items():
@@ -90,7 +101,7 @@ class Kernels:
             parts |= zip(kernels[i].parts, moments, strict=True)
         draws = step.draws if any(step.plan.storage[i] for i in rest) else {}
         stored = [parts[i] for i in range(len(parts))]
-        stored = step.plan.encode(stored, draws, written)
+        stored = step.plan.encode(stored, draws, written | first)
         for i in rest:
             condition = values.get(part_if[i])
             if traced.keeps_structure:

@@ -272,29 +272,36 @@ class _Program:
         encode = with_peephole_rules(body.after, self._instructions)
         reads = [n for n, x in enumerate(self._reads) if isinstance(x, _PerBlock)]
         of_blocks = [loaded[n, 0] for n in reads]
-        before = jax.tree.map(expand, decode(of_blocks))
-        maxima = self._maxima(chunk, rows, loaded, before)
-        stored, after = encode(maxima, of_blocks, self._scalars)
-        after = jax.tree.map(expand, after)
+        given, maxima, stored = [jax.tree.map(expand, decode(of_blocks))], [], []
+        while len(maxima) < len(body.block_sizes):
+            sizes = body.block_sizes[len(maxima) :]
+            maxima += self._maxima(chunk, rows, loaded, given, sizes)
+            stored, after = encode(maxima, of_blocks, self._scalars)
+            given[1:] = [jax.tree.map(expand, after)]
         writes = (x for x in self._writes if isinstance(x, _PerBlock))
         stores = [(x.access(chunk), v) for x, v in zip(writes, stored, strict=True)]
-        return lambda *args: self._run(*args, before, after), stores
+        return lambda *args: self._run(*args, *given), stores
 
     def _maxima(
-        self, chunk: Scalar, rows: Sequence[Row], loaded, before: tuple
+        self,
+        chunk: Scalar,
+        rows: Sequence[Row],
+        loaded,
+        given: Sequence[tuple],
+        sizes: Sequence[int],
     ) -> list:
-        """The maxima over the blocks of the rows."""
+        """The next maxima over the blocks of the rows, which have these sizes."""
         body = typing.cast(BlockBody, self._body)
         lanes = typing.cast(TiledLanes, self._lanes)
         statistics = with_instructions(body, "statistics", self._instructions)
-        sizes = body.block_sizes
         left = lanes.rows_left(chunk * np.int32(lanes.tiling.chunk_rows))
         left = None if left is None else lanes.arrangement.expand(left)
         zeros = jnp.zeros(lanes.arrangement.shape, jnp.int32)
-        maxima = [lanes.arrangement.carried(zeros)] * len(sizes)
+        maxima: list = []
         for row in rows:
             values = self._values(row, loaded)
-            new = statistics(values, self._scalars, row.index, before)
+            new = statistics(values, self._scalars, row.index, *given)
+            maxima = maxima or [lanes.arrangement.carried(zeros)] * len(new)
             larger = jnp.maximum
             if left is not None:
                 larger_before = (self._instructions or xla).larger_before
@@ -304,7 +311,7 @@ class _Program:
             maxima = [jnp.where(lanes.inside, x, np.int32(0)) for x in maxima]
         return [
             lanes.blocks_of(size).maxima(x)
-            for size, x in zip(sizes, maxima, strict=True)
+            for size, x in zip(sizes, maxima, strict=False)
         ]
 
 

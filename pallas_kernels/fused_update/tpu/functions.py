@@ -6,6 +6,7 @@ kernel. What two functions of the same values both compute is computed once for 
 
 import dataclasses
 import functools
+import itertools
 import typing
 from collections.abc import Callable, Mapping, Sequence
 
@@ -137,8 +138,8 @@ class BlockFunctions(typing.NamedTuple):
     """What a :class:`.BlockBody` has besides the body itself."""
 
     before: Function
-    statistics: Function
-    after: Function
+    rounds: Sequence[tuple[Function, Function]]
+    """``statistics`` and ``after``, as often as they are called."""
     block_sizes: Sequence[int]
 
 
@@ -159,8 +160,8 @@ class Functions:
         """Whether TPU kernels have all their operations."""
         parts = [self.run]
         if self.of_blocks is not None:
-            before, statistics, after, _ = self.of_blocks
-            parts += [before, statistics, after]
+            before, rounds, _ = self.of_blocks
+            parts += [before, *itertools.chain(*rounds)]
         return all(x.is_supported for x in parts)
 
 
@@ -191,8 +192,8 @@ def _traced(body, kinds: Sequence, scalars: int, integers: np.dtype) -> Function
     def run(values, scalars, index, *of_blocks):
         return body(values, scalars, index, xla.multiply_add, *of_blocks)
 
-    def statistics(values, scalars, index, before):
-        return body.statistics(values, scalars, index, xla.multiply_add, before)
+    def statistics(values, scalars, index, *of_blocks):
+        return body.statistics(values, scalars, index, xla.multiply_add, *of_blocks)
 
     values = registers(dtype for dtype, size in kinds if size is None)
     block_values = registers(dtype for dtype, size in kinds if size is not None)
@@ -201,14 +202,12 @@ def _traced(body, kinds: Sequence, scalars: int, integers: np.dtype) -> Function
     if not block_values:
         return Functions(Function(run, *arguments))
     before = Function(body.before, block_values)
-    maxima = registers([jnp.int32] * len(body.block_sizes))
-    after = Function(body.after, maxima, block_values, words)
-    return Functions(
-        Function(run, *arguments, before.shapes, after.shapes[1]),
-        BlockFunctions(
-            before,
-            Function(statistics, *arguments, before.shapes),
-            after,
-            body.block_sizes,
-        ),
-    )
+    given, rounds, maxima = [before.shapes], [], []
+    while len(maxima) < len(body.block_sizes):
+        keys = Function(statistics, *arguments, *given)
+        maxima += registers([jnp.int32] * len(keys.shapes))
+        after = Function(body.after, maxima, block_values, words)
+        given[1:] = [after.shapes[1]]
+        rounds.append((keys, after))
+    of_blocks = BlockFunctions(before, rounds, body.block_sizes)
+    return Functions(Function(run, *arguments, *given), of_blocks)

@@ -54,7 +54,8 @@ class BlockProgram:
         of_blocks = self.functions.of_blocks
         self.functions.run.add_known(self.scalars, known)
         if of_blocks is not None:
-            of_blocks.statistics.add_known(self.scalars, known)
+            for statistics, _ in of_blocks.rounds:
+                statistics.add_known(self.scalars, known)
         for block in (*_scales(self.operands), *_plain(self.operands)):
             block.open(self.place[1])
         if of_blocks is None:
@@ -225,17 +226,20 @@ class BlockProgram:
         functions = self.functions.of_blocks
         assert functions is not None
         values = [block.load_elements(*place) for block in _scales(self.operands)]
-        before = functions.before(values, **options)
-        rows = []
-        for each, here in zip(arguments, exist, strict=True):
-            if checks is not None:
-                checks.at(here)
-            rows.append(functions.statistics(*each, before, **options))
-        maxima = self._maxima(rows, exist, functions.block_sizes, checks)
-        stored, after = functions.after(maxima, values, self.scalars, **options)
+        given, maxima, stored = [functions.before(values, **options)], [], []
+        for statistics, of_maxima in functions.rounds:
+            rows = []
+            for each, here in zip(arguments, exist, strict=True):
+                if checks is not None:
+                    checks.at(here)
+                rows.append(statistics(*each, *given, **options))
+            sizes = functions.block_sizes[len(maxima) :]
+            maxima += self._maxima(rows, exist, sizes, checks)
+            stored, after = of_maxima(maxima, values, self.scalars, **options)
+            given[1:] = [after]
         for block, value in zip(_scales(self.results), stored, strict=True):
             block.store_elements(*place, value)
-        return [before, after]
+        return given
 
     def _maxima(
         self,
@@ -246,7 +250,7 @@ class BlockProgram:
     ) -> list:
         """The maxima over blocks of the values of each row of the groups."""
         maxima = []
-        for size, values in zip(sizes, zip(*rows, strict=True), strict=True):
+        for size, values in zip(sizes, zip(*rows, strict=True), strict=False):
             key = values[0]
             if isinstance(key, Key):
                 assert checks is not None
