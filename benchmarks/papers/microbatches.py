@@ -4,9 +4,10 @@
 
 LPMM, figure 3 and tables 2 and 3: most updates are smaller than the quantisation step
 of their weight, which costs 8 bits accuracy even with stochastic rounding. N gradients
-summed before an update, with the learning rate times N, make updates larger, and win
+summed before an update, with one learning rate for all N, make updates larger, and win
 back what few bits lost, for the same data. Here gradients are those of one image, so
-that they are as noisy as can be, and sums of N are kept in 8 bits.
+that they are as noisy as can be. Quantised weights are trained by Algorithm 1, which
+rounds each gradient to 8 bits, with N = 1 too.
 """
 
 import jax
@@ -34,28 +35,29 @@ def cases() -> dict[str, tuple[int | None, str, int]]:
 
 
 def optimizer(bits: int | None, rounding: str, every: int, rate: float, steps: int):
-    """SGD with momentum of means of N gradients."""
-    schedule = noisy_digits.rate_of(rate, every, steps)
+    """SGD with momentum of sums of N gradients, or of means at N times the rate."""
+    of_mean = noisy_digits.rate_of(rate, every, steps)
     if bits is None:
-        tx = optax.sgd(schedule, 0.9)
+        tx = optax.sgd(of_mean, 0.9)
         return optax.MultiSteps(tx, every) if every > 1 else tx
-    tx = lowbit_optax.lpmm_sgd(schedule, 0.9, rounding=rounding, min_size=0)
-    if every == 1:
-        return tx
-    return lowbit_optax.accumulate_gradients(tx, every, min_size=0)
+    of_sum = lambda count: of_mean(count) / every
+    tx = lowbit_optax.lpmm_sgd(of_sum, 0.9, rounding=rounding, min_size=0)
+    format_ = lowbit_optax.block_quantized(
+        8, code="linear", block_size=2048, rounding=rounding
+    )
+    return lowbit_optax.accumulate_gradients(tx, every, format_, min_size=0)
 
 
 def shares_below(tx, every: int, rate: float, steps: int, halfway) -> np.ndarray:
     """Shares of the hidden weights with an update below ``SMALL`` steps."""
     params, state = halfway
     plain = optimizer(None, "", 1, rate, steps)
-    if every > 1:
-        plain = lowbit_optax.accumulate_gradients(plain, every, min_size=0)
+    plain = lowbit_optax.accumulate_gradients(plain, every, min_size=0)
     trace = optax.tree.get(
         jax.vmap(lambda p, s: lowbit_optax.convert(p, s, tx, plain)[1])(params, state),
         "trace",
     )
-    now = noisy_digits.rate_of(rate, every, steps)(steps // 2 // every)
+    now = noisy_digits.rate_of(rate, every, steps)(steps // 2 // every) / every
     delta = jax.lax.bitcast_convert_type(params["hidden"].scales, jnp.float32)
     # A step size is that of 64 rows by 32 columns.
     delta = jnp.repeat(jnp.repeat(delta, 64, 1), 32, 2)

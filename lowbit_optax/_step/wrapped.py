@@ -42,16 +42,16 @@ from lowbit_optax._step.wrapper_trace import (
 _REFUSALS = (NotDirect, TypeError, ValueError, AttributeError, NotImplementedError)
 
 
-class Means(typing.Protocol):
-    """Means of gradients, which kernels can make of the last ones."""
+class Summed(typing.Protocol):
+    """Sums of gradients, which kernels can decode."""
 
     @property
     def seen(self) -> typing.Any:
-        """The means in float32, a tree."""
+        """The sums in float32, a tree."""
         ...
 
     def among(self, lowbit: Lowbit, leaves: Sequence[int]) -> Stepper:
-        """The transformation of some leaves, of the last gradients."""
+        """The transformation of some leaves, which reads their sums."""
         ...
 
 
@@ -62,14 +62,14 @@ class Given(typing.NamedTuple):
       grads: leaf by leaf, as they are given.
       seen: a tree of them as wrappers see them.
       state, params: as in optax.
-      means: what wrappers see in place of the gradients; None if they see these.
+      summed: what wrappers see in place of the gradients; None if they see these.
     """
 
     grads: list
     seen: typing.Any
     state: typing.Any
     params: typing.Any
-    means: "Means | None" = None
+    summed: "Summed | None" = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -135,7 +135,7 @@ class _Run:
         for node in inner.conditions:
             guard = guard.within(one, self._value(node))
         is_lowbit = isinstance(stepper, Lowbit)
-        if self.traced.is_elementwise(inner) and (is_lowbit or given.means is None):
+        if self.traced.is_elementwise(inner) and (is_lowbit or given.summed is None):
             structure = jax.tree.structure(inner.grads)
             grads = structure.unflatten(given.grads[i] for i in inner.leaves)
             if is_lowbit:
@@ -157,8 +157,8 @@ class _Run:
         if not self.traced.gets_gradients(inner):
             before = functools.partial(self._before, inner)
             lowbit = dataclasses.replace(lowbit, inner=_preceded(before, lowbit.inner))
-        means = self.given.means
-        return lowbit if means is None else means.among(lowbit, inner.leaves)
+        summed = self.given.summed
+        return lowbit if summed is None else summed.among(lowbit, inner.leaves)
 
     def _before(self, inner: InnerStep, grads):
         """The gradients of an update, made of its own leaves' float32 gradients."""
@@ -178,7 +178,7 @@ def step_wrapped(
     extra_args: dict,
     apply_update: Callable,
     guard: Guard | Unguarded = UNGUARDED,
-    means: Means | None = None,
+    summed: Summed | None = None,
 ) -> tuple[optax.Params, optax.OptState] | None:
     """The step of a wrapped transformation, by new parameters in place of updates.
 
@@ -191,13 +191,13 @@ def step_wrapped(
       apply_update: ``(param, update) -> param``, for leaves that transformations of
         other packages update.
       guard: unscales the gradients, and decides whether the step happens.
-      means: what the step is made with in place of the gradients; with a guard.
+      summed: what the step is made with in place of the gradients; with a guard.
 
     Returns:
       ``(new params, new state)``; None if the transformation cannot step directly,
       because a wrapper prevents it or because it is not from this package.
     """
-    arguments = tx, params, state, grads, extra_args, guard, means
+    arguments = tx, params, state, grads, extra_args, guard, summed
     try:
         traced, given = _chosen_trace(*arguments)
         return _Run(traced, given, guard, apply_update).result()
@@ -208,7 +208,7 @@ def step_wrapped(
 
 
 def _chosen_trace(
-    tx, params, state, grads, extra_args: dict, guard, means: Means | None
+    tx, params, state, grads, extra_args: dict, guard, summed: Summed | None
 ) -> tuple[WrapperTrace, Given]:
     """The trace that a step follows, and its arguments.
 
@@ -223,8 +223,8 @@ def _chosen_trace(
     wide = treedef.unflatten(map(_wide, leaves))
     if guard.scalars:
         traced = trace_wrapper(tx, wide, state, params, extra_args)
-        seen = guard.unscaled(wide) if means is None else means.seen
-        return traced, Given(leaves, seen, state, params, means)
+        seen = guard.unscaled(wide) if summed is None else summed.seen
+        return traced, Given(leaves, seen, state, params, summed)
     traced = trace_wrapper(tx, grads, state, params, extra_args)
     given = Given(leaves, grads, state, params)
     if not all(map(traced.gets_gradients, traced.inner.values())):

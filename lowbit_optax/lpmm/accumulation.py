@@ -1,4 +1,4 @@
-"""Sum gradients over microbatches in few bits, then update with their mean."""
+"""Sum gradients over microbatches in few bits, then update with the sum."""
 
 import dataclasses
 import functools
@@ -6,14 +6,13 @@ import typing
 from collections.abc import Sequence
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import optax
 
 from lowbit_optax import formats
 from lowbit_optax._arguments import check_static_int
-from lowbit_optax._jaxprs.not_folded import not_folded
 from lowbit_optax._numerics.landing import Landing
-from lowbit_optax._numerics.random_bits import DrawsToNearest
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.blanks import blank
 from lowbit_optax._step.engine import Lowbit
@@ -27,9 +26,9 @@ from lowbit_optax._step.wrapped import step_wrapped
 from lowbit_optax._step.wrapper_trace import NotDirect
 from lowbit_optax.formats import MomentFormat
 from lowbit_optax.loss_scaling.guarded import guarded
-from lowbit_optax.lpmm.means import Means, uncontained, zeros
 from lowbit_optax.lpmm.quantization import PAPER_BLOCK_SIZE
-from lowbit_optax.lpmm.sums import Sums, encoded
+from lowbit_optax.lpmm.summed import Accumulators, Summed, uncontained
+from lowbit_optax.lpmm.sums import Sums, empty
 from lowbit_optax.transformations.lowbit import apply_updates
 from pallas_kernels.platforms import is_for_one_cpu
 
@@ -67,28 +66,35 @@ def accumulate_gradients(
     seed: int | None = None,
     min_size: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Update with the mean of N gradients, which low-bit accumulators sum.
+    """Update with the sum of N gradients, which low-bit accumulators hold.
 
-        g_i = Q(g_{i-1} + grad_i), i = 1..N-1;  u = inner.update((g_{N-1} + grad_N) / N)
+        g_0 = 0
+        g_i = Q(g_{i-1} + grad_i), i = 1..N
+        u   = inner.update(g_N)
 
-    It replaces ``optax.MultiSteps``, which keeps a gradient in full precision. Each
-    call is one microbatch; only every N-th call changes the parameters.
+    Each call is one microbatch, and every N-th call changes the parameters. Unlike
+    ``optax.MultiSteps``, which keeps the mean in full precision, it quantises every
+    gradient, and passes the sum to ``inner``, as Algorithm 1 does. To keep a learning
+    rate or a clipping threshold that was tuned for the mean, divide by N first:
+    ``accumulate_gradients(optax.chain(optax.scale(1 / N), inner), N)``.
 
-    Where a gradient of any microbatch is infinite or NaN, the mean is not finite
-    either, so that ``optax.apply_if_finite`` inside sees it. Codes have no infinity: an
-    infinity of any microbatch but the last becomes NaN.
+    If a gradient of any microbatch is infinite or NaN, the sum contains NaN, so that
+    ``optax.apply_if_finite`` inside detects it.
 
     Args:
       inner: any optax transformation, those of this package included.
       every: N, 1 or more.
       format: moment format of the sums; by default the paper's, with 8 bits, the linear
-        code and stochastic rounding.
+        code, blocks of 64 rows by 32 columns and stochastic rounding. The error of each
+        element is then up to 1/127 of the largest sum in its block. If the rows of a
+        gradient differ by orders of magnitude, use ``block_quantized(8)``, whose code
+        has finer steps for small values.
       seed: of stochastic rounding; 0 if None.
       min_size: sums with fewer elements are float32; 4096 if None.
 
     Returns:
       An optax transformation. Between updates it returns zeros, and zero uint32
-      differences for QuantizedTensors. The inner transformation gets means in float32
+      differences for QuantizedTensors. The inner transformation gets sums in float32
       if it is one of this package, or has one within and is stepped by
       :func:`lowbit_optax.step`; and in the gradients' dtypes otherwise. In the first
       two cases no step on a GPU branches or copies state.
@@ -107,7 +113,7 @@ def accumulate_gradients(
     >>> for _ in range(2):
     ...     params, state = lowbit_optax.step(tx, params, state, jnp.ones((64, 64)))
     >>> params.dequantize()[0, 0]
-    Array(0.4998..., dtype=float32)
+    Array(0., dtype=float32)
     """
     seed = 0 if seed is None else seed
     min_size = 4096 if min_size is None else min_size
@@ -153,12 +159,17 @@ class Accumulation(Stepper):
         """The initial state, with accumulators of zeros."""
         _, leaves, treedef = trees.named_leaves(params)
         count, seed = jnp.zeros([], jnp.uint32), seed_of(self.seed, leaves)
-        empty = list(map(self._empty, leaves))
+        accumulators = [
+            empty(x, self.accumulators.for_leaf(x.shape))
+            if trees.is_float(x)
+            else blank(x)
+            for x in leaves
+        ]
         return AccumulationState(
             count,
             seed,
             jnp.zeros([], jnp.int32),
-            in_parallel_trees(self.format, treedef, empty),
+            in_parallel_trees(self.format, treedef, accumulators),
             self.inner.init(params),
         )
 
@@ -181,15 +192,10 @@ class Accumulation(Stepper):
             count, state.seed, mini_step, accumulators, inner_state
         )
 
-    def format_of(self, leaf) -> MomentFormat | None:
-        """The format of a leaf's accumulator; None for float32."""
-        return self.format.for_leaf(leaf.shape, self.min_size)
-
-    def _empty(self, leaf):
-        """A leaf's accumulator of zeros; a blank at a leaf that is not float."""
-        if not trees.is_float(leaf):
-            return blank(leaf)
-        return encoded(self.format_of(leaf), zeros(leaf), DrawsToNearest())
+    @property
+    def accumulators(self) -> Accumulators:
+        """The format of the accumulators of all leaves."""
+        return Accumulators(self.format, self.min_size)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -220,22 +226,23 @@ class _Call:
         return self._by_branches()
 
     def _in_place(self, lowbit: Lowbit | None):
-        """Without a branch, by two steps under guards of which one happens.
+        """Without a branch, by two steps, of which a guard may skip the second.
 
-        The first adds a gradient to the accumulators. The second is the inner
+        The first adds the gradients to the accumulators. The second is the inner
         transformation's, in which the accumulators are moments.
 
         Raises:
           NotDirect, NoSuchMomentError: if they cannot be.
         """
-        one, is_last = jnp.float32(1), self._is_last
-        waits = self.guard.within(one, jnp.logical_not(is_last))
-        updates = self.guard.within(one, is_last)
-        parts, implementation = self._parts, lowbit and lowbit.implementation
-        if self.config.every > 1:
-            parts = self._sums(parts, waits).added(implementation)
-        sums = self._sums(parts, updates)
-        means = Means(self.config, sums, self._named[2])
+        implementation = lowbit and lowbit.implementation
+        one = jnp.float32(1)
+        # The kernel that adds reads the scalars of a guard.
+        always = self.guard.within(one, jnp.bool_(True))
+        parts = self._sums(self._parts, always).added(implementation)
+        updates = self.guard.within(one, self._is_last)
+        summed = Summed(
+            self.config.accumulators, self._sums(parts, updates), self._named[2]
+        )
         state = self.state.inner_state
         if lowbit is None:
             found = step_wrapped(
@@ -246,53 +253,50 @@ class _Call:
                 self.extra_args,
                 apply_updates,
                 updates,
-                means,
+                summed,
             )
             if found is None:
                 raise NotDirect
             result, inner_state = found
         else:
-            result, inner_state = means.among(lowbit, range(len(parts))).run(
+            result, inner_state = summed.among(lowbit, range(len(parts))).run(
                 self.params, state, self.grads, self.landing, self.extra_args, updates
             )
-        return result, self._in_containers(means.emptied()), inner_state
+        return result, self._in_containers(summed.emptied()), inner_state
 
     def _by_branches(self):
         """By a conditional, whose branches write new copies of what they change."""
-        grads, params = self.guard.unscaled(self.grads), self.params
-        sums = dataclasses.replace(self, grads=grads)._sums(self._parts, UNGUARDED)
-        _ = sums.draws  # not made in a branch, for the other one reads them too
-        state, is_direct = self.state, self.landing.is_direct
+        state, params, is_direct = self.state, self.params, self.landing.is_direct
+        sums = self._sums(self._sums(self._parts, self.guard).added("xla"), UNGUARDED)
 
-        # In the branches sums and means fuse with what reads them. Outside they would
-        # be float32 copies of all gradients.
-        def last(totals):
-            means = self._tree(map(self._mean, sums.leaves, totals))
-            return guarded(
+        def update():
+            # Here the sums fuse with what reads them. Outside they would be float32
+            # copies of all gradients.
+            result, inner_state = guarded(
                 self.config.inner,
                 params,
                 state.inner_state,
-                means,
+                self._tree(map(self._gradient, sums.leaves, sums.decoded())),
                 UNGUARDED,
                 self.landing,
                 self.extra_args,
             )
-
-        def update():
-            totals = sums.totals()
-            result, inner_state = last(totals)
-            emptied = [not_folded(jnp.zeros_like(x)) for x in totals]
-            return result, sums.stored(emptied), inner_state
+            return result, sums.empty(), inner_state
 
         def wait():
-            totals = sums.totals()
-            shapes, _ = jax.eval_shape(last, totals)
-            neutral = neutral_updates(shapes)
-            fill = lambda x, value: jnp.full(x.shape, value, x.dtype)
-            result = params if is_direct else jax.tree.map(fill, shapes, neutral)
-            return result, sums.stored(totals), state.inner_state
+            result = params
+            if not is_direct:
+                shapes, _, _ = jax.eval_shape(update)
+                fill = lambda x, value: jnp.full(x.shape, value, x.dtype)
+                result = jax.tree.map(fill, shapes, neutral_updates(shapes))
+            return result, sums.parts, state.inner_state
 
-        result, parts, inner_state = jax.lax.cond(self._is_last, update, wait)
+        is_last = self._is_last
+        if isinstance(is_last, jax.core.Tracer):
+            result, parts, inner_state = jax.lax.cond(is_last, update, wait)
+        else:
+            # Outside of jit, JAX compiles a conditional of new closures at every step.
+            result, parts, inner_state = update() if is_last else wait()
         parts = self.guard.chosen(parts, self._parts)
         inner_state = self.guard.chosen(inner_state, state.inner_state)
         if is_direct:
@@ -344,16 +348,14 @@ class _Call:
             self.state.count,
             context.current().layer,
             parts,
-            list(map(self.config.format_of, leaves)),
+            [self.config.accumulators.for_leaf(x.shape) for x in leaves],
             guard,
         )
 
-    def _mean(self, leaf: StoredLeaf, total):
-        """The mean of a leaf's gradients; other gradients as they are."""
-        if not trees.is_float(leaf.param):
-            return leaf.grad
-        mean = total * jnp.float32(1 / self.config.every)
+    def _gradient(self, leaf: StoredLeaf, total):
+        """A leaf's sum as the inner transformation takes it."""
         # A transformation of this package takes float32 for narrow parameters.
-        if trees.is_quantized(leaf.param) or stepper_of(self.config.inner) is not None:
-            return mean
-        return mean.astype(leaf.grad.dtype)
+        is_ours = stepper_of(self.config.inner) is not None
+        if is_ours or trees.is_quantized(leaf.param) or not trees.is_float(leaf.param):
+            return total
+        return total.astype(leaf.grad.dtype)

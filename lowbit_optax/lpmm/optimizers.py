@@ -36,6 +36,10 @@ def lpmm_sgd(
         m_t = Q(beta m_{t-1} + g_t)
         theta_t = Q(theta_{t-1} - eta_t m_t)
 
+    The update uses the rounded momentum that is stored. Gradients are not quantised.
+    Algorithm 1, which quantises all gradients, is
+    ``accumulate_gradients(lpmm_sgd(...), every=N)``, for N = 1 too.
+
     12-bit weights, 8-bit momentum and the 8-bit accumulators of
     :func:`lowbit_optax.accumulate_gradients` take the paper's 28 bits per parameter,
     plus the scales. Weights and momentum alone take 2.5 bytes per parameter.
@@ -113,7 +117,8 @@ def lpmm_adam(
         a   = (m_t / (1 - b1^t)) / (sqrt(v_t / (1 - b2^t) + eps_root) + eps)
         theta_t = Q(theta_{t-1} - eta_t (a + d theta_{t-1}))
 
-    With 12-bit weights that takes 3.56 bytes per parameter.
+    The update uses the rounded m_t and v_t that are stored. With 12-bit weights,
+    parameters and state take 3.56 bytes per parameter.
 
     Args:
       learning_rate: eta, a number or a schedule.

@@ -14,13 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowbit_optax._jaxprs.leaf_program import decode_scalar
+from lowbit_optax._jaxprs.not_folded import not_folded
 from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.random_bits import (
     Draws,
+    DrawsToNearest,
     RandomBits,
     accumulator_draws,
 )
-from lowbit_optax._step import context
+from lowbit_optax._step import context, trees
 from lowbit_optax._step.context import layerwise
 from lowbit_optax._step.guard import Guard, Unguarded
 from lowbit_optax._step.kernels.body import KEYS
@@ -161,37 +163,41 @@ class Sums(LeafStep):
         return bodies
 
     def _added_by_xla(self, number: int):
-        if self.parts[number] is None:
+        part, format_ = self.parts[number], self.formats[number]
+        if part is None:
             return None
-        new = self._stored(number, self._total(number))
-        return self.guard.chosen(new, self.parts[number])
+        grad = self.guard.unscaled_alone(self.leaves[number].wide_grad())
+        new = encoded(format_, grad + self._decoded(number), self.draws[number])
+        return self.guard.chosen(new, part)
 
-    def totals(self) -> list:
+    def decoded(self) -> list:
         """The sums in float32; gradients as they are at leaves that are not float."""
-        return list(map(self._total, range(len(self.leaves))))
+        return list(map(self._decoded, range(len(self.leaves))))
 
-    def _total(self, number: int):
-        leaf, part = self.leaves[number], self.parts[number]
+    def _decoded(self, number: int):
+        leaf, part, format_ = (
+            self.leaves[number],
+            self.parts[number],
+            self.formats[number],
+        )
         if part is None:
             return leaf.grad
-        format_ = self.formats[number]
-        grad = self.guard.unscaled_alone(leaf.wide_grad())
         try:
-            return grad + decoded(format_, leaf.param.shape, part)
+            return decoded(format_, leaf.param.shape, part)
         except (AttributeError, ValueError) as error:
             raise ValueError(
                 f"accumulate_gradients: the accumulator of params{leaf.name} is not "
                 f"one of {format_}: was this state made with another format?"
             ) from error
 
-    def stored(self, totals: Sequence) -> list:
-        """Sums as accumulators store them."""
-        return list(map(self._stored, range(len(totals)), totals))
-
-    def _stored(self, number: int, total):
-        if self.parts[number] is None:
-            return None
-        return encoded(self.formats[number], total, self.draws[number])
+    def empty(self) -> list:
+        """Accumulators of zeros."""
+        return [
+            part if part is None else empty(leaf.param, format_)
+            for leaf, part, format_ in zip(
+                self.leaves, self.parts, self.formats, strict=True
+            )
+        ]
 
 
 def _fits(leaf: StoredLeaf) -> bool:
@@ -204,6 +210,21 @@ def _fits(leaf: StoredLeaf) -> bool:
 
 def _can_tile(arrays: Leaf) -> bool:
     return has_tiling(arrays.packed, arrays.block_sizes)
+
+
+def zeros(leaf) -> jax.Array:
+    """Zeros in float32, of the shape of a leaf: an array or a QuantizedTensor.
+
+    They lie on a mesh as the array does, whose zeros they are.
+    """
+    if trees.is_quantized(leaf):
+        return jnp.zeros(leaf.shape, jnp.float32)
+    return jnp.zeros_like(leaf, jnp.float32)
+
+
+def empty(leaf, format_: MomentFormat | None):
+    """The accumulator of a float leaf before any gradient is added."""
+    return encoded(format_, not_folded(zeros(leaf)), DrawsToNearest())
 
 
 def decoded(format_: MomentFormat | None, shape: tuple[int, ...], part) -> jax.Array:

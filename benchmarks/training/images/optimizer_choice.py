@@ -160,8 +160,10 @@ def _accumulated(
     sums = lowbit_optax.block_quantized(
         8, code="linear", block_size=2048, rounding=rounding
     )
+    # The learning rates are those for means, as with optax.MultiSteps.
+    of_mean = optax.chain(optax.scale(1 / options.microbatches), tx)
     return lowbit_optax.accumulate_gradients(
-        tx, options.microbatches, sums, seed=options.seed
+        of_mean, options.microbatches, sums, seed=options.seed
     )
 
 

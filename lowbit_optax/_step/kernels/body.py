@@ -189,7 +189,7 @@ class LeafBody:
         new = self._new(sorted(wanted), opened, scalars, multiply_add)
         random = RandomBits(scalars[0], scalars[1], index)
         if takes_error:
-            self._feed(new, *opened[:2], random, multiply_add)
+            self._feed(new, opened[0], opened[1], random, multiply_add)
         if self.from_stored is not None and 0 in wanted:
             self._encoded(new, opened, values, scalars, random, multiply_add, after)
         return [
@@ -360,13 +360,17 @@ class LeafBody:
         return straight_through(function, *tangent) if has_rule else function
 
     def _decoded(
-        self, moments: Sequence[MomentRows], stored: Sequence, prepared, multiply_add
+        self,
+        moments: Sequence[MomentRows],
+        stored: Sequence,
+        prepared: Mapping,
+        multiply_add,
     ) -> list[jax.Array]:
         """Moments in float32, times their factors, from what is stored."""
         decoded = []
         for n, (moment, x) in enumerate(zip(moments, stored, strict=True), 1):
             scales = prepared.get(n)
-            if moment.factor is not None:
+            if moment.factor is not None and scales is not None:
                 scales = moment.codec.times(scales, moment.factor)
             decode = functools.partial(moment.decoded, multiply_add=multiply_add)
             decoded.append(self._rounding(moment, decode)(x, scales))

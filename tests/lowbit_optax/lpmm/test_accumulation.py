@@ -1,4 +1,4 @@
-"""Gradients summed in few bits: means like MultiSteps', one update every N calls."""
+"""Gradients summed in few bits, with one update by the sum every N calls."""
 
 import functools
 import itertools
@@ -42,7 +42,8 @@ def run(tx, params, grads):
 def test_with_float32_sums_it_is_multi_steps(every):
     params, grads = jnp.ones(SHAPE), grads_of(7)
     inner = optax.sgd(0.1, 0.9)
-    ours = accumulate_gradients(inner, every, min_size=10**9)
+    of_mean = optax.chain(optax.scale(1 / every), inner)
+    ours = accumulate_gradients(of_mean, every, min_size=10**9)
     theirs = optax.MultiSteps(inner, every).gradient_transformation()
     (_, state), (path, updates) = run(ours, params, grads)
     _, (expected, _) = run(theirs, params, grads)
@@ -52,24 +53,24 @@ def test_with_float32_sums_it_is_multi_steps(every):
     assert int(state.mini_step) == 7 % every
 
 
-def test_the_low_bit_mean_is_unbiased():
+def test_the_low_bit_sum_is_unbiased():
     grads = grads_of(4)
-    exact = np.asarray(grads).astype(np.float64).mean(axis=0)
+    exact = np.asarray(grads).astype(np.float64).sum(axis=0)
 
     @jax.jit
-    def mean(seed):
+    def total(seed):
         tx = accumulate_gradients(optax.identity(), 4)
         state = tx.init(jnp.ones(SHAPE))._replace(seed=seed)
         body = lambda state, grad: tx.update(grad, state)[::-1]
         return jax.lax.scan(body, state, grads)[1][-1]
 
-    means = np.stack([mean(jnp.uint32(seed)) for seed in range(64)])
-    error = means.astype(np.float64).mean(axis=0) - exact
-    # Three roundings to a 127th of the column's largest sum, at most half a step each.
-    step = np.abs(np.cumsum(grads, axis=0)).max(axis=(0, 1)) / 127 / 4
-    deviation = np.sqrt(3) / 2 * step / np.sqrt(64)
+    sums = np.stack([total(jnp.uint32(seed)) for seed in range(64)])
+    error = sums.astype(np.float64).mean(axis=0) - exact
+    # Four roundings to a 127th of the column's largest sum, at most half a step each.
+    step = np.abs(np.cumsum(grads, axis=0)).max(axis=(0, 1)) / 127
+    deviation = np.sqrt(4) / 2 * step / np.sqrt(64)
     assert np.all(np.abs(error) < 6 * deviation)
-    assert np.abs(means - exact).max() > 0.1 * step.min()
+    assert np.abs(sums - exact).max() > 0.1 * step.min()
 
 
 @pytest.mark.parametrize("stochastic", [True, False])
@@ -81,7 +82,7 @@ def test_tiny_gradients_after_a_large_one_count_if_rounding_is_stochastic(stocha
     _, (_, updates) = run(
         accumulate_gradients(optax.identity(), 64, format_), jnp.ones(SHAPE), grads
     )
-    mean = float(updates[-1][1:].mean()) * 64
+    mean = float(updates[-1][1:].mean())
     assert (abs(mean - 0.063) < 0.004) == stochastic
 
 
@@ -98,9 +99,9 @@ def test_quantised_weights_stay_until_the_last_microbatch():
     assert_same_bits(
         jax.tree.map(lambda x: x[4], path), jax.tree.map(lambda x: x[2], path)
     )
-    means = grads.reshape(2, 3, *SHAPE)
-    means = (means[:, 0] + means[:, 1] + means[:, 2]) * jnp.float32(1 / 3)
-    (expected, inner_state), _ = run(inner, params, means)
+    sums = grads.reshape(2, 3, *SHAPE)
+    sums = sums[:, 0] + sums[:, 1] + sums[:, 2]
+    (expected, inner_state), _ = run(inner, params, sums)
     assert_same_bits(
         jax.tree.leaves((last, state.inner_state)),
         jax.tree.leaves((expected, inner_state)),
@@ -115,9 +116,9 @@ def test_around_bfloat16_weights_it_trains_as_float32():
     (params, state), _ = run(tx, params, grads)
     assert params.dtype == jnp.bfloat16
     assert int(state.inner_state.count) == 2
-    means = grads.astype(jnp.float32).reshape(2, 4, *SHAPE).mean(axis=1)
+    sums = grads.astype(jnp.float32).reshape(2, 4, *SHAPE).sum(axis=1)
     wide = optax.adamw(1e-2)
-    (expected, _), _ = run(wide, jnp.ones(SHAPE), means)
+    (expected, _), _ = run(wide, jnp.ones(SHAPE), sums)
     error = params.astype(jnp.float32) - expected
     # Half a unit of bfloat16 above 1, and what 8 bits make of small gradients.
     assert float(jnp.abs(error).mean()) < 2**-8
@@ -130,14 +131,14 @@ WITHIN = {
     "momentum before": lambda tx: optax.chain(optax.trace(0.5), tx),
     "scale after": lambda tx: optax.chain(tx, optax.scale(0.5)),
 }
-# These keep means, or land differences of parameters, in bfloat16.
+# These keep sums, or land differences of parameters, in bfloat16.
 ROUNDED = {"momentum before": 2**-9, "scale after": 0.04}
 
 
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
 @pytest.mark.parametrize("name", WITHIN)
-def test_every_third_step_is_one_with_the_mean(name, implementation):
+def test_every_third_step_is_one_with_the_sum(name, implementation):
     low = lowbit_optax.lowbit(
         optax.sgd(0.5, 0.9),
         moments={"trace": lowbit_optax.block_quantized(8)},
@@ -151,14 +152,14 @@ def test_every_third_step_is_one_with_the_mean(name, implementation):
     params = {"w": jnp.ones(SHAPE, jnp.bfloat16), "b": jnp.ones(7)}
     if name == "masked":
         params["n"] = jnp.int32(1)
-    grads = grads_of(7).astype(jnp.bfloat16)
+    grads = (grads_of(7) / 4).astype(jnp.bfloat16)
 
     def gradient(i):
         tree = {"w": grads[i], "b": grads[i, 0, :7].astype(jnp.float32)}
         return tree | {"n": jnp.int32(0)} if "n" in params else tree
 
-    def mean(first):
-        total = lambda *xs: sum(x.astype(jnp.float32) for x in xs) * jnp.float32(1 / 3)
+    def summed(first):
+        total = lambda *xs: sum(x.astype(jnp.float32) for x in xs)
         return jax.tree.map(total, *(gradient(first + i) for i in range(3)))
 
     step = jax.jit(functools.partial(lowbit_optax.step, tx))
@@ -171,7 +172,7 @@ def test_every_third_step_is_one_with_the_mean(name, implementation):
         if i % 3 < 2:
             assert_same_bits((got, state.inner_state), last)
             continue
-        want, inner_state = plain(want, inner_state, mean(i - 2))
+        want, inner_state = plain(want, inner_state, summed(i - 2))
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             # Programs that contract other products differ in last bits.
             a, b = np.float32(a), np.float32(b)
@@ -275,7 +276,7 @@ def test_an_inner_init_of_arrays_only_is_accumulated_too():
     state, grads = tx.init(params), {"w": jnp.full(SHAPE, 0.25, jnp.bfloat16)}
     for _ in range(2):
         params, state = lowbit_optax.step(tx, params, state, grads)
-    np.testing.assert_array_equal(np.float32(params["w"]), 0.75)
+    np.testing.assert_array_equal(np.float32(params["w"]), 0.5)
 
 
 FORMATS = {
@@ -303,7 +304,7 @@ def summed(format_, inner):
     return jax.jit(run)
 
 
-MEAN = optax.identity()
+SUM = optax.identity()
 GUARDED = optax.apply_if_finite(optax.sgd(0.1), 3)
 
 
@@ -314,9 +315,9 @@ def test_what_is_not_finite_reaches_the_inner_transformation(format_):
     for when, bad in itertools.product(range(3), (np.nan, np.inf, -np.inf)):
         spoilt = grads.copy()
         spoilt[when, 3, 4] = bad
-        mean, _ = summed(format_, MEAN)(spoilt)
+        total, _ = summed(format_, SUM)(spoilt)
         # As with MultiSteps: there, and nowhere else.
-        np.testing.assert_array_equal(np.isfinite(mean), np.isfinite(spoilt.mean(0)))
+        np.testing.assert_array_equal(np.isfinite(total), np.isfinite(spoilt.sum(0)))
     updates, state = summed(format_, GUARDED)(spoilt)
     assert not updates.any()
     assert int(state.inner_state.total_notfinite) == 1
@@ -327,8 +328,59 @@ def test_what_is_not_finite_reaches_the_inner_transformation(format_):
 def test_a_sum_of_any_finite_size_reaches_it_too(format_, size):
     grads = np.array(grads_of(3))
     grads[0, 3, 4] = size
-    mean, _ = summed(format_, MEAN)(grads)
-    np.testing.assert_allclose(mean[3, 4], size / 3, rtol=0.01)
+    total, _ = summed(format_, SUM)(grads)
+    np.testing.assert_allclose(total[3, 4], size, rtol=0.01)
+
+
+@pytest.mark.parametrize("route", ["step", "update"])
+def test_outside_of_jit_only_the_first_steps_compile(route):
+    params = lowbit_optax.quantize_params({"w": jnp.ones(SHAPE)})
+    tx = accumulate_gradients(lpmm_sgd(0.1, 0.9), 2)
+    state, grads = tx.init(params), {"w": grads_of(1)[0]}
+    compiled = []
+
+    def listen(event, _, **__):
+        if "backend_compile" in event:
+            compiled.append(event)
+
+    def step(params, state):
+        if route == "step":
+            return lowbit_optax.step(tx, params, state, grads)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    with jax.set_mesh(jax.make_mesh((1,), ("x",), (AxisType.Auto,))):  # it branches
+        for _ in range(4):  # the second pair adds to a momentum that is not zero
+            params, state = step(params, state)
+        assert compiled
+        compiled.clear()
+        for _ in range(4):
+            params, state = step(params, state)
+    assert not compiled
+    assert int(state.inner_state.count) == 4
+
+
+@pytest.mark.standard_promotion
+def test_rows_of_very_different_size_need_a_code_with_fine_steps():
+    sizes = np.exp(3 * np.random.default_rng(1).normal(size=(SHAPE[0], 1)))
+    grads = grads_of(4) * jnp.asarray(sizes, jnp.float32)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def total(format_):
+        tx = accumulate_gradients(optax.identity(), 4, format_)
+        state = tx.init(jnp.ones(SHAPE))
+        for grad in grads:
+            updates, state = tx.update(grad, state)
+        return updates
+
+    exact = np.asarray(grads).sum(axis=0)
+    norm = functools.partial(np.linalg.norm, axis=1)
+    errors = {
+        name: np.median(norm(np.asarray(total(FORMATS[name])) - exact) / norm(exact))
+        for name in ("the paper's", "companded")
+    }
+    assert errors["companded"] < 0.1 < 0.5 < errors["the paper's"]
 
 
 def test_no_gradient_is_kept_in_full_precision():
@@ -346,12 +398,12 @@ WITHOUT_NEGATIVES = [block_quantized(8, code=code) for code in ("sqrt", "float",
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ((MEAN, 0), ValueError, "every is 0"),
-        ((MEAN, 2.0), TypeError, r"every is 2\.0"),
-        ((MEAN, True), TypeError, "every is True"),
-        ((MEAN, 2, jnp.int8), TypeError, "format is .* not a moment format"),
+        ((SUM, 0), ValueError, "every is 0"),
+        ((SUM, 2.0), TypeError, r"every is 2\.0"),
+        ((SUM, True), TypeError, "every is True"),
+        ((SUM, 2, jnp.int8), TypeError, "format is .* not a moment format"),
         *(
-            ((MEAN, 2, x), ValueError, ".* no negative values")
+            ((SUM, 2, x), ValueError, ".* no negative values")
             for x in WITHOUT_NEGATIVES
         ),
         ((3, 2), TypeError, "inner is 3"),

@@ -429,14 +429,15 @@ def test_more_bits_are_nearer_to_float32_after_100_steps_of_sgd():
 @pytest.mark.slow_to_compile
 @pytest.mark.standard_promotion
 def test_microbatches_bring_8_bit_weights_nearer_to_float32():
-    # 1024 gradients, 1 or 16 of them an update, learning rates to match.
+    # 1024 gradients, 1 or 16 of them an update: their sum, or at N times the rate their
+    # mean.
     params, *_ = regression()
     gaps = {}
     for every in (1, 16):
         rate = 0.02 * every
         wide = optax.MultiSteps(optax.sgd(rate), every).gradient_transformation()
         _, best = trained(params, wide, 1024, batch=16)
-        tx = lpmm_sgd(rate, min_size=0)
+        tx = lpmm_sgd(0.02, min_size=0)
         tx = lowbit_optax.accumulate_gradients(tx, every, min_size=0)
         _, loss = trained(quantize(params, 8), tx, 1024, batch=16)
         gaps[every] = float(loss) - float(best)

@@ -129,7 +129,8 @@ def test_multi_steps_goes_inside_and_accumulate_gradients_outside():
         optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
         weights=lowbit_optax.quantized_weights(rounding="nearest"),
     )
-    outside = accumulate_gradients(lpmm_sgd(0.1, rounding="nearest"), 2, min_size=10**9)
+    of_sums = lpmm_sgd(0.05, rounding="nearest")
+    outside = accumulate_gradients(of_sums, 2, min_size=10**9)
     one, other = (trained(tx, params, grads)["kernel"] for tx in (inside, outside))
     steps = np.asarray(params["kernel"].scales).view(np.float32).max()
     change = np.abs(values_of(one) - values_of(other))

@@ -1,0 +1,174 @@
+"""Update with the sums in accumulators, and replace these by zeros.
+
+To the inner transformation of ``lowbit`` the accumulators are moments. So one kernel
+decodes them, updates with them, and writes zeros.
+"""
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from lowbit_optax._jaxprs.not_folded import not_folded
+from lowbit_optax._step import trees
+from lowbit_optax._step.engine import Lowbit
+from lowbit_optax._step.guard import UNGUARDED
+from lowbit_optax._step.moments import in_parallel_trees, leaf_by_leaf
+from lowbit_optax._step.state import LowbitState
+from lowbit_optax._step.stepper import Stepper
+from lowbit_optax.formats import MomentFormat
+from lowbit_optax.formats.moment_fields import declare_moments
+from lowbit_optax.lpmm.sums import Sums, zeros
+
+
+class SummedState(typing.NamedTuple):
+    """State of an inner transformation that reads sums, within a step.
+
+    Args:
+      inner_state: its own.
+      accumulators: the sums of the gradients.
+    """
+
+    inner_state: typing.Any
+    accumulators: typing.Any
+
+
+declare_moments(SummedState, averages=("accumulators",))
+
+
+@dataclasses.dataclass(frozen=True)
+class Accumulators(MomentFormat):
+    """A format of accumulators.
+
+    Args:
+      format: the format of sums with ``min_size`` elements or more; smaller sums are
+        float32.
+      min_size: see :func:`lowbit_optax.accumulate_gradients`.
+    """
+
+    format: MomentFormat
+    min_size: int
+
+    @property
+    def container(self):
+        return self.format.container
+
+    def for_leaf(self, shape, min_size=0):
+        del min_size
+        return self.format.for_leaf(shape, self.min_size)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Summed:
+    """Sums that replace gradients, for :func:`.step_wrapped`.
+
+    Args:
+      format: the format of the accumulators.
+      sums: the accumulators, under the guard of the update.
+      treedef: the structure of the parameters.
+    """
+
+    format: Accumulators
+    sums: Sums
+    treedef: trees.PyTreeDef
+    new: dict[int, typing.Any] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def seen(self):
+        """The sums in float32, a tree like the parameters."""
+        return self.treedef.unflatten(self.sums.decoded())
+
+    def among(self, lowbit: Lowbit, leaves: Sequence[int]) -> "_WithSums":
+        """The transformation of some leaves, which reads their sums."""
+        return _WithSums(lowbit, self, leaves)
+
+    def emptied(self) -> list:
+        """The accumulators after the update, those that no kernel has emptied too."""
+        sums = self.sums
+        return [
+            self.new[i] if i in self.new else sums.guard.chosen(empty, part)
+            for i, (empty, part) in enumerate(
+                zip(sums.empty(), sums.parts, strict=True)
+            )
+        ]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _WithSums(Stepper):
+    """A transformation whose gradients are sums.
+
+    Args:
+      lowbit: the transformation that updates with the sums.
+      summed: all sums. What the accumulators become is left in ``summed.new``.
+      leaves: numbers of the leaves that are updated.
+    """
+
+    lowbit: Lowbit
+    summed: Summed
+    leaves: Sequence[int]
+
+    def init(self, params):
+        """Its states are the transformation's."""
+        return self.lowbit.init(params)
+
+    def run(self, params, state, grads, landing, extra_args, guard=UNGUARDED):
+        """See :meth:`.Stepper.run`."""
+        names, _, treedef = trees.named_leaves(params)
+        parts = [self.summed.sums.parts[i] for i in self.leaves]
+        format_ = self.summed.format
+        if isinstance(state, LowbitState):  # else the step says what it is
+            accumulators = in_parallel_trees(format_, treedef, parts)
+            inner_state = SummedState(state.inner_state, accumulators)
+            state = state._replace(inner_state=inner_state)
+        with_sums = _with_sums(format_, self.lowbit)
+        result, new = with_sums.run(params, state, grads, landing, extra_args, guard)
+        found = leaf_by_leaf(names, treedef, new.inner_state.accumulators, "sums")
+        self.summed.new.update(zip(self.leaves, map(uncontained, found), strict=True))
+        return result, new._replace(inner_state=new.inner_state.inner_state)
+
+
+def _with_sums(format_: Accumulators, lowbit: Lowbit) -> Lowbit:
+    """The transformation with accumulators among its moments, to update by sums.
+
+    Its update passes the sums to the inner transformation instead of the gradients, and
+    replaces the sums by zeros.
+    """
+    within = optax.with_extra_args_support(lowbit.inner)
+
+    def init(params):
+        accumulators = jax.tree.map(_zeros_if_float, params)
+        return SummedState(within.init(params), accumulators)
+
+    def update(updates, state, params=None, **extra_args):
+        zero = not_folded(jnp.float32(0))
+        sums = jax.tree.map(
+            lambda grad, total: grad if total is None else total,
+            updates,
+            state.accumulators,
+        )
+        result, inner_state = within.update(
+            sums, state.inner_state, params, **extra_args
+        )
+        emptied = jax.tree.map(lambda x: jax.lax.full_like(x, zero), state.accumulators)
+        return result, SummedState(inner_state, emptied)
+
+    moments = dataclasses.replace(
+        lowbit.moments,
+        by_field={**lowbit.moments.by_field, "accumulators": format_},
+        is_default=lowbit.moments.is_default or lowbit.moments.is_float32,
+    )
+    inner = optax.GradientTransformationExtraArgs(init, update)
+    return dataclasses.replace(lowbit, inner=inner, moments=moments)
+
+
+def uncontained(part):
+    """A part of a state's accumulators; the array alone of one without scales."""
+    return part.codes if getattr(part, "scales", part) is None else part
+
+
+def _zeros_if_float(leaf):
+    return zeros(leaf) if trees.is_float(leaf) else None
