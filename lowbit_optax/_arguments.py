@@ -1,9 +1,5 @@
 """Checks of arguments that are the same for several functions."""
 
-import inspect
-
-import optax
-
 
 def check_static_int(
     function: str, name: str, value, low: int, high: int | None = None
@@ -25,20 +21,15 @@ def check_static_int(
         raise ValueError(f"{function}: {name} is {value}; accepted are {accepted}")
 
 
-def refuse_multi_steps() -> None:
-    """Raise if ``optax.MultiSteps`` is initialising a transformation of this package.
+def check_transformation(function: str, name: str, tx) -> None:
+    """Raise unless an argument is an optax transformation.
 
-    MultiSteps makes accumulators like the parameters, which for quantised weights are
-    uint32 words, in which gradients cannot be summed. It would fail at the first
-    update. It passes nothing on that tells a transformation who calls it, so this
-    function looks at the calling frames.
+    Args:
+      function, name: of the function and its argument, for the error.
+      tx: given.
     """
-    frame = inspect.currentframe()
-    while frame is not None:
-        if isinstance(frame.f_locals.get("self"), optax.MultiSteps):
-            raise TypeError(
-                "optax.MultiSteps cannot sum gradients of quantised weights, because "
-                "its accumulators are like the parameters; use "
-                "lowbit_optax.accumulate_gradients, or put MultiSteps inside lowbit"
-            )
-        frame = frame.f_back
+    if callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)):
+        return
+    hint = "; call it first, such as optax.adamw(1e-3)" if callable(tx) else ""
+    given = repr(tx) if callable(tx) else f"a {type(tx).__name__}"
+    raise TypeError(f"{function}: {name} is {given}, not an optax transformation{hint}")

@@ -304,13 +304,17 @@ class Graph:
       closed: the jaxpr of a function of ``len(inputs)`` arrays.
       opaque: names of functions under ``jit`` that are not inlined: calls of them are
         operations like any other.
+      selects: whether every conditional becomes a selection, and not only a cheap one.
 
     Attributes:
       inputs, outputs: lists of :class:`Node`, flat.
     """
 
-    def __init__(self, closed: ClosedJaxpr, opaque: Collection[str] = ()):
+    def __init__(
+        self, closed: ClosedJaxpr, opaque: Collection[str] = (), selects: bool = False
+    ):
         self._opaque = opaque
+        self._selects = selects
         self._count = 0
         self._scalars: dict[typing.Any, list[Node]] = {}
         self.inputs = [Node(v.aval) for v in closed.jaxpr.invars]
@@ -373,7 +377,7 @@ class Graph:
         if eqn.primitive.name == "pvary" and operands[0].is_scalar:
             # A scalar is the same for all leaves, whether these vary or not.
             return operands
-        if eqn.primitive is p.cond_p and _is_cheap(eqn.params):
+        if eqn.primitive is p.cond_p and self._is_selection(eqn.params):
             which, *arguments = operands
             branches = self.branches(eqn.params, arguments)
             return [self.selected(which, x) for x in zip(*branches, strict=True)]
@@ -382,6 +386,13 @@ class Graph:
         for call in {node.call for node in results if node.call is not None}:
             call.context = eqn.ctx
         return results
+
+    def _is_selection(self, params: Mapping) -> bool:
+        """Whether all branches of a conditional are computed, for the cost is small."""
+        if is_by_platform(p.cond_p, params):
+            return False
+        expensive = lambda x: x.primitive in _EXPENSIVE
+        return self._selects or not holds(params, expensive)
 
     def branches(self, params: Mapping, arguments: Sequence[Node]) -> list[list[Node]]:
         """The results of each branch of a conditional with these parameters."""
@@ -409,9 +420,3 @@ def _computation_key(primitive, params, inputs: Sequence[Node]):
     except TypeError:
         return None
     return key
-
-
-def _is_cheap(params: Mapping) -> bool:
-    """Whether all branches of a conditional can be computed at little cost."""
-    by_platform = is_by_platform(p.cond_p, params)
-    return not by_platform and not holds(params, lambda x: x.primitive in _EXPENSIVE)

@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
-from lowbit_optax._arguments import refuse_multi_steps
 from lowbit_optax._jaxprs.not_folded import not_folded
 from lowbit_optax._numerics.landing import REPLACE, Landing
 from lowbit_optax._numerics.random_bits import ToNearest
@@ -32,9 +31,13 @@ from lowbit_optax._step.inner_update import trace_update
 from lowbit_optax._step.leaf import StoredLeaf, format_of, widen
 from lowbit_optax._step.moment_slots import MomentChoice
 from lowbit_optax._step.moments import MomentPlan
+from lowbit_optax._step.multi_steps import (
+    check_multi_steps_around,
+    check_multi_steps_in,
+)
 from lowbit_optax._step.param_shardings import ParamShardings, told_shardings
 from lowbit_optax._step.seeds import seed_of
-from lowbit_optax._step.state import LowbitState
+from lowbit_optax._step.state import LowbitState, holds_lowbit
 from lowbit_optax._step.step import Step, draws_of_moments, random_of_leaves
 from lowbit_optax._step.stepper import Stepper
 from lowbit_optax._step.wide_params import warn_of_wide_params
@@ -77,8 +80,12 @@ class Lowbit(Stepper):
         """The initial state, with which every master equals its parameter."""
         if params is None:
             raise ValueError("lowbit: init needs params")
-        if any(map(trees.is_quantized, trees.named_leaves(params)[1])):
-            refuse_multi_steps()
+        if holds_lowbit(params):
+            raise TypeError(
+                f"lowbit: params are a {type(params).__name__}, an optimizer's state, "
+                "but must be a tree of arrays or ShapeDtypeStructs"
+            )
+        check_multi_steps_around(params)
         start = context.current().start
         if start is not None:
             return start(self, params)
@@ -97,6 +104,7 @@ class Lowbit(Stepper):
         count, seed = jnp.zeros([], jnp.uint32), seed_of(self.seed, wide)
         with context.starting(_refuse_inner_lowbit):
             inner_state = self.inner.init(treedef.unflatten(x for x, _ in split))
+        _check_inner_state(inner_state)
         self.check_start(leaves, inner_state)
         plan = self._plan(leaves, inner_state)
         _ = plan.error_parts  # raises for leaves without one
@@ -320,3 +328,14 @@ def _refuse_inner_lowbit(config: Lowbit, params) -> typing.NoReturn:
         "already, such as kahan_adamw; give lowbit the optax transformation, "
         "such as optax.adamw, or use the alias alone"
     )
+
+
+def _check_inner_state(inner_state) -> None:
+    if trees.all_of(optax.LookaheadState, inner_state):
+        raise ValueError(
+            "lowbit: the inner transformation holds optax.lookahead, whose parameters "
+            "are pairs of fast and slow weights, but whose gradients are of the fast "
+            "ones alone. The recipes in the documentation show a lookahead that keeps "
+            "the slow weights in its state"
+        )
+    check_multi_steps_in(inner_state)

@@ -270,7 +270,11 @@ class MomentPlan:
             return jax.tree.leaves(state)
         parts: list = []
         outer, leaves = self._slots
-        for leaf, stored in zip(leaves, outer.flatten_up_to(state), strict=True):
+        try:
+            given = outer.flatten_up_to(state)
+        except (ValueError, TypeError) as error:
+            raise _of_another(state, outer) from error
+        for leaf, stored in zip(leaves, given, strict=True):
             if isinstance(leaf, Slot):
                 names, _, treedef = trees.named_leaves(leaf.tree)
                 parts += leaf_by_leaf(names, treedef, stored, leaf.field)
@@ -299,6 +303,8 @@ class MomentPlan:
         state = jax.tree.map(paired, state, is_leaf=is_container)
         stored, structure = jax.tree.flatten(state, is_container)
         wanted, expected = jax.tree_util.tree_flatten_with_path(self.expected)
+        if structure.num_leaves != expected.num_leaves:
+            raise _of_another(state, expected)
         if structure != expected:
             return  # the inner transformation reports it, if it minds
         for part, (path, want) in zip(stored, wanted, strict=True):
@@ -337,6 +343,15 @@ class MomentPlan:
                 found[i] = MomentStorage(name, like.shape, slot, format_, numbers[name])
                 numbers[name] += format_ is not None
         return found
+
+
+def _of_another(state, expected: trees.PyTreeDef) -> ValueError:
+    """The error for an inner state that another transformation's ``init`` has made."""
+    wanted = trees.outline(expected.unflatten([0] * expected.num_leaves))
+    return ValueError(
+        f"lowbit: the inner state is {trees.outline(state)}, but this transformation's "
+        f"init returns {wanted}: was it made by another one, such as ema_of_params?"
+    )
 
 
 def in_parallel_trees(

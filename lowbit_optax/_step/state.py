@@ -4,6 +4,7 @@ import typing
 
 import jax
 
+from lowbit_optax._step import trees
 from lowbit_optax.formats.base import Residuals
 
 
@@ -23,3 +24,8 @@ class LowbitState(typing.NamedTuple):
     seed: jax.Array
     residual: Residuals
     inner_state: typing.Any
+
+
+def holds_lowbit(state) -> bool:
+    """Whether an optimizer's state holds one of :func:`lowbit`."""
+    return bool(trees.all_of(LowbitState, state))

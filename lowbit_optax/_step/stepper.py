@@ -113,9 +113,9 @@ update_p.multiple_results = True
 
 @update_p.def_abstract_eval
 def _results_of_update(
-    *avals, updates: int, results: int, stepper, with_held, structure
+    *avals, updates: int, results: int, stepper, with_held, structure, functions
 ):
-    del updates, stepper, with_held, structure
+    del updates, stepper, with_held, structure, functions
     return list(avals[:results])
 
 
@@ -128,6 +128,8 @@ def marked(
     if stepper.is_made_within:
         held, with_held = stepper.hoisted(grads, state, params, extra_args)
         extra_args = {}
+    functions = {name: x for name, x in extra_args.items() if callable(x)}
+    extra_args = {name: x for name, x in extra_args.items() if name not in functions}
     arguments = grads, state, params, extra_args, held
     leaves, structure = jax.tree.flatten(arguments)
     updates = len(jax.tree.leaves(grads))
@@ -139,5 +141,6 @@ def marked(
         stepper=stepper,
         with_held=with_held,
         structure=structure,
+        functions=functions,
     )
     return jax.tree.unflatten(of_results, found)

@@ -82,6 +82,16 @@ def leaves_of_prefix(what: str, prefix, params, name: str = "params") -> list:
         ) from error
 
 
+def all_of(kind, tree: PyTree) -> list:
+    """The nodes of a tree that are instances of a type, or of one of several.
+
+    >>> all_of(dict, [{"w": 1}, 2])
+    [{'w': 1}]
+    """
+    is_one = lambda x: isinstance(x, kind)
+    return list(filter(is_one, jax.tree.leaves(tree, is_leaf=is_one)))
+
+
 def abstract(tree: PyTree) -> PyTree:
     """A tree with ShapeDtypeStructs in place of its arrays; other leaves are kept.
 
@@ -122,6 +132,18 @@ def describe(x) -> str:
     if dtype is None or shape is None:
         return f"a {type(x).__name__}"
     return f"{dtype}{list(shape)}"
+
+
+def outline(state) -> str:
+    """The types in a state, such as a chain's, without its arrays, for errors.
+
+    >>> import optax
+    >>> outline(optax.sgd(0.1, momentum=0.9).init(jnp.ones(3)))
+    '(TraceState, EmptyState)'
+    """
+    if isinstance(state, tuple) and not hasattr(state, "_fields"):
+        return f"({', '.join(map(outline, state))})"
+    return type(state).__name__
 
 
 def check_quantized(name: str, leaf) -> None:

@@ -30,16 +30,9 @@ from lowbit_optax._numerics.landing import REPLACE
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.engine import Lowbit
 from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
-from lowbit_optax._step.state import LowbitState
+from lowbit_optax._step.state import holds_lowbit
 from lowbit_optax._step.stepper import Stepper, stepper_of
-from lowbit_optax._step.wrapper_trace import (
-    InnerStep,
-    NotDirect,
-    WrapperTrace,
-    trace_wrapper,
-)
-
-_REFUSALS = (NotDirect, TypeError, ValueError, AttributeError, NotImplementedError)
+from lowbit_optax._step.wrapper_trace import InnerStep, WrapperTrace, trace_wrapper
 
 
 class Summed(typing.Protocol):
@@ -135,7 +128,9 @@ class _Run:
         for node in inner.conditions:
             guard = guard.within(one, self._value(node))
         is_lowbit = isinstance(stepper, Lowbit)
-        if self.traced.is_elementwise(inner) and (is_lowbit or given.summed is None):
+        # Accumulators become empty in a step that a wrapper skips as well.
+        takes_sums = is_lowbit and not inner.conditions
+        if self.traced.is_elementwise(inner) and (takes_sums or given.summed is None):
             structure = jax.tree.structure(inner.grads)
             grads = structure.unflatten(given.grads[i] for i in inner.leaves)
             if is_lowbit:
@@ -146,6 +141,7 @@ class _Run:
         state, params, extra_args = map(
             values, (inner.state, inner.params, inner.extra_args)
         )
+        extra_args = extra_args | inner.call.params["functions"]
         with context.preceded(self._known.values()):
             new, new_state = stepper.run(
                 params, state, grads, REPLACE, extra_args, guard
@@ -162,7 +158,7 @@ class _Run:
 
     def _before(self, inner: InnerStep, grads):
         """The gradients of an update, made of its own leaves' float32 gradients."""
-        nodes = [self.traced.inputs[0][i] for i in inner.leaves]
+        nodes = [self.traced.grads[i] for i in inner.leaves]
         # What else is known was computed of the gradients outside of this trace.
         known = {node: self._known[node] for node in self.traced.graph.inputs}
         known |= zip(nodes, jax.tree.leaves(grads), strict=True)
@@ -196,69 +192,88 @@ def step_wrapped(
     Returns:
       ``(new params, new state)``; None if the transformation cannot step directly,
       because a wrapper prevents it or because it is not from this package.
+
+    Raises:
+      ChangedUpdateError: if a wrapper changes updates that land exactly.
     """
-    arguments = tx, params, state, grads, extra_args, guard, summed
-    try:
-        traced, given = _chosen_trace(*arguments)
-        return _Run(traced, given, guard, apply_update).result()
-    except _REFUSALS:
-        # What wrappers raise that compute with values. An error in the arguments occurs
-        # again, and is reported, in the step with differences.
-        return None
+    found = _chosen_trace(tx, params, state, grads, extra_args, guard, summed)
+    return found and _Run(*found, guard, apply_update).result()
 
 
 def _chosen_trace(
     tx, params, state, grads, extra_args: dict, guard, summed: Summed | None
-) -> tuple[WrapperTrace, Given]:
-    """The trace that a step follows, and its arguments.
+) -> tuple[WrapperTrace, Given] | None:
+    """The trace that a step follows, and its arguments; None if there is none.
 
     Wrappers see the gradients as they are given, as in optax. They see float32 if that
     makes what they compute a part of the kernels, and in a guarded step.
-
-    Raises:
-      NotDirect: if there is no such step.
     """
+    wide = jax.tree.map(_wide, grads)
+    seen = wide if guard.scalars else grads
+    traced = trace_wrapper(tx, seen, state, params, extra_args)
+    if traced is None:
+        return None
     names, _, treedef = trees.named_leaves(params)
     leaves = trees.parts_of(names, treedef, grads, "grads")
-    wide = treedef.unflatten(map(_wide, leaves))
+    given = Given(leaves, seen, state, params, summed)
     if guard.scalars:
-        traced = trace_wrapper(tx, wide, state, params, extra_args)
         seen = guard.unscaled(wide) if summed is None else summed.seen
-        return traced, Given(leaves, seen, state, params, summed)
-    traced = trace_wrapper(tx, grads, state, params, extra_args)
-    given = Given(leaves, grads, state, params)
+        return traced, given._replace(seen=seen)
     if not all(map(traced.gets_gradients, traced.inner.values())):
-        with contextlib.suppress(*_REFUSALS):
-            as_wide = trace_wrapper(tx, wide, state, params, extra_args)
-            inner = as_wide.inner.values()
-            if as_wide.keeps_state and all(map(as_wide.is_elementwise, inner)):
-                return as_wide, given._replace(seen=wide)
+        as_wide = trace_wrapper(tx, wide, state, params, extra_args)
+        is_better = (
+            as_wide is not None
+            and as_wide.keeps_state
+            and all(map(as_wide.is_elementwise, as_wide.inner.values()))
+        )
+        if as_wide is not None and is_better:
+            return as_wide, given._replace(seen=wide)
     return traced, given
 
 
-def is_direct(tx, params: optax.Params, state: optax.OptState) -> bool | None:
+def check_wrapper(tx, params, state, grads, extra_args: dict) -> None:
+    """Raise if a wrapper changes updates that land exactly, where it can be traced.
+
+    Raises:
+      ChangedUpdateError: naming the parameters.
+    """
+    if holds_lowbit(state):
+        trace_wrapper(tx, grads, state, params, extra_args)
+
+
+def is_direct(
+    tx, params: optax.Params, state: optax.OptState, extra_args: dict
+) -> bool | None:
     """Whether ``lowbit_optax.step`` writes new parameters without differences.
 
-    Parameters and state may be shapes: nothing is computed. None if ``tx`` holds no
-    transformation of this package.
-    """
-    is_own = lambda x: isinstance(x, LowbitState)
-    if not any(map(is_own, jax.tree.leaves(state, is_leaf=is_own))):
-        return None
-    if stepper_of(tx) is not None:
-        return True
-    found = []
+    Parameters, state and extra arguments may be shapes: nothing is computed. What optax
+    calls ``value`` need not be given. None if ``tx`` holds no transformation of this
+    package.
 
-    def step(params, state):
+    Raises:
+      ChangedUpdateError: if a wrapper changes updates that land exactly.
+    """
+    stepper = stepper_of(tx)
+    if not holds_lowbit(state) or isinstance(stepper, Lowbit):
+        return holds_lowbit(state) or None
+    found = []
+    value = {"value": jax.ShapeDtypeStruct((), jnp.float32)}
+
+    def step(params, state, extra_args):
         _, leaves, treedef = trees.named_leaves(params)
         grads = treedef.unflatten(jnp.zeros(x.shape, jnp.float32) for x in leaves)
+        if stepper is not None:
+            with contextlib.suppress(TypeError):  # other arguments are missing
+                stepper.run(params, state, grads, REPLACE, extra_args)
+            return
         wide = optax.with_extra_args_support(tx)
-        new = step_wrapped(wide, params, state, grads, {}, lambda param, _: param)
-        found.append(new is not None)
+        arguments = wide, params, state, grads, extra_args, UNGUARDED, None
+        found.append(_chosen_trace(*arguments) is not None)
 
     with context.analysis():
-        jax.eval_shape(step, params, state)
-    return found[0]
+        for each in (extra_args, value | extra_args):
+            jax.eval_shape(step, params, state, each)
+    return any(found) or stepper is not None
 
 
 def _preceded(before: Callable, inner: optax.GradientTransformation):

@@ -17,12 +17,13 @@ from lowbit_optax._jaxprs.elementwise import NotElementwise, Scalars, program_of
 from lowbit_optax._jaxprs.graph import Call, Graph, Node, is_zero, made_of
 from lowbit_optax._jaxprs.unchanged import scalar_of
 from lowbit_optax._step import context, trees
+from lowbit_optax._step.changed_updates import check_state, check_updates
 from lowbit_optax._step.engine import Lowbit
 from lowbit_optax._step.stepper import update_p
 
-
-class NotDirect(Exception):
-    """A wrapper computes with the results of a step."""
+_NEEDS_VALUES = (TypeError, ValueError, AttributeError, NotImplementedError)
+"""What wrappers raise on tracers if they compute with values. An error in the arguments
+occurs again, and is reported, when the wrapper updates."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -62,12 +63,17 @@ class WrapperTrace:
     results: trees.PyTreeDef
 
     @functools.cached_property
-    def inputs(self) -> tuple[list[Node], list[Node], list]:
-        """Gradients by leaf, the state's leaves, and parameters by leaf."""
-        grads, state, _ = jax.tree.unflatten(self.arguments, self.graph.inputs)
-        names, leaves, treedef = trees.named_leaves(self._params)
-        grads = trees.parts_of(names, treedef, grads, "grads")
-        return grads, jax.tree.leaves(state), leaves
+    def grads(self) -> list[Node]:
+        """The gradients, by leaf of the parameters."""
+        names, _, treedef = trees.named_leaves(self._params)
+        grads = jax.tree.unflatten(self.arguments, self.graph.inputs)[0]
+        return trees.parts_of(names, treedef, grads, "grads")
+
+    @functools.cached_property
+    def old_state(self) -> list[Node]:
+        """The leaves of the state that the update gets."""
+        state = jax.tree.unflatten(self.arguments, self.graph.inputs)[1]
+        return jax.tree.leaves(state)
 
     @property
     def _params(self):
@@ -86,20 +92,19 @@ class WrapperTrace:
         """Whether the state has the same structure, shapes and dtypes afterwards."""
         like = lambda nodes: [(x.aval.shape, x.aval.dtype) for x in nodes]
         same = self.arguments.children()[1] == self.results.children()[1]
-        return same and like(self.inputs[1]) == like(self.outputs[1])
+        return same and like(self.old_state) == like(self.outputs[1])
 
     @functools.cached_property
     def found(self) -> "dict[Node, tuple[Call, int, tuple[Node, ...]]]":
         """By an output that is a result of a marked update, which, and when it is.
 
-        Raises:
-          NotDirect: if something is computed of such a result.
+        Empty if anything else is computed from such a result.
         """
-        old_state = self.inputs[1]
+        old_state = self.old_state
         updates, new_state = self.outputs
         found = {}
         if len(old_state) != len(new_state):
-            raise NotDirect
+            return {}
         is_old = lambda old: lambda x: x is old
         outputs = [(x, True, is_zero) for x in updates]
         outputs += [
@@ -110,11 +115,11 @@ class WrapperTrace:
             result = _result(node, is_kept, self.graph)
             if result is None:
                 if any(map(_is_marked, made_of([node]))):
-                    raise NotDirect
+                    return {}
                 continue
             call, number, _ = result
             if is_update != (number < call.params["updates"]):
-                raise NotDirect
+                return {}
             found[node] = result
         return found
 
@@ -122,16 +127,15 @@ class WrapperTrace:
     def inner(self) -> dict[Call, InnerStep]:
         """The updates of this package's transformations, by their calls in the graph.
 
-        Raises:
-          NotDirect: if a wrapper does more with them than hand them on.
+        Empty if a wrapper does more with them than return them.
         """
         conditions: dict[Call, tuple[Node, ...]] = {}
         for call, _, when in self.found.values():
             if conditions.setdefault(call, when) != when:
-                raise NotDirect
+                return {}
         numbers = {
             id(x): i
-            for i, leaf in enumerate(self.inputs[2])
+            for i, leaf in enumerate(trees.named_leaves(self._params)[1])
             for x in jax.tree.leaves(leaf)
         }
         inner = {}
@@ -139,14 +143,14 @@ class WrapperTrace:
             structure = call.params["structure"]
             grads, state, params, extra, held = structure.unflatten(call.inputs)
             if any(map(_is_marked, made_of([*call.inputs, *when]))):
-                raise NotDirect
+                return {}
             leaves = []
             for i, leaf in enumerate(trees.named_leaves(params)[1]):
                 number = numbers.get(id(_first(leaf)))
                 if number is None:
-                    raise NotDirect
+                    return {}
                 if self.found.get(self.outputs[0][number], ())[:2] != (call, i):
-                    raise NotDirect
+                    return {}
                 leaves.append(number)
             inner[call] = InnerStep(
                 call, grads, state, params, extra, held, leaves, when
@@ -155,13 +159,13 @@ class WrapperTrace:
 
     def gets_gradients(self, inner: InnerStep) -> bool:
         """Whether an update gets the gradients as they are given."""
-        grads = self.inputs[0]
+        grads = self.grads
         pairs = zip(jax.tree.leaves(inner.grads), inner.leaves, strict=True)
         return all(node is grads[i] for node, i in pairs)
 
     def is_elementwise(self, inner: InnerStep) -> bool:
         """Whether its kernels can make an update's gradients of the given ones."""
-        grads, scalars = self.inputs[0], Scalars(self.graph)
+        grads, scalars = self.grads, Scalars(self.graph)
         if not isinstance(inner.call.params["stepper"], Lowbit):
             return self.gets_gradients(inner)
         try:
@@ -172,11 +176,14 @@ class WrapperTrace:
         return True
 
 
-def trace_wrapper(tx, grads, state, params, extra_args: dict) -> WrapperTrace:
-    """The trace of an update.
+def trace_wrapper(tx, grads, state, params, extra_args: dict) -> WrapperTrace | None:
+    """The trace of an update; None if nothing can take the places of its updates.
+
+    So it is if nothing in it is of this package, or if a wrapper computes with the
+    results of a step, or with values.
 
     Raises:
-      NotDirect: if nothing in it is of this package, or a wrapper computes with it.
+      ChangedUpdateError: if a wrapper changes an update that lands exactly.
     """
 
     def update(grads, state, params):
@@ -184,14 +191,21 @@ def trace_wrapper(tx, grads, state, params, extra_args: dict) -> WrapperTrace:
             return tx.update(grads, state, params, **extra_args)
 
     arguments = grads, state, params
-    closed, shapes = jax.make_jaxpr(update, return_shape=True)(*arguments)
-    if closed.effects:
-        raise NotDirect
-    structure = jax.tree.structure
-    traced = WrapperTrace(Graph(closed), structure(arguments), structure(shapes))
-    if not traced.inner:
-        raise NotDirect
-    return traced
+    try:
+        closed, shapes = jax.make_jaxpr(update, return_shape=True)(*arguments)
+        if closed.effects:
+            return None
+        structure = jax.tree.structure
+        traced = WrapperTrace(Graph(closed), structure(arguments), structure(shapes))
+        if traced.inner:
+            return traced
+        whole = Graph(closed, selects=True)
+        updates = dataclasses.replace(traced, graph=whole).outputs[0]
+    except _NEEDS_VALUES:
+        check_state(state, params)
+        return None
+    check_updates(whole, updates, params)
+    return None
 
 
 def _result(

@@ -16,7 +16,7 @@ from lowbit_optax._step import context, trees
 from lowbit_optax._step.engine import Lowbit
 from lowbit_optax._step.guard import Guard, Unguarded
 from lowbit_optax._step.stepper import stepper_of
-from lowbit_optax._step.wrapped import step_wrapped
+from lowbit_optax._step.wrapped import check_wrapper, step_wrapped
 from lowbit_optax.transformations.lowbit import apply_updates
 from pallas_kernels.platforms import Implementation
 from pallas_kernels.reductions import MIN_ARRAYS, largest_magnitudes
@@ -97,6 +97,9 @@ def guarded(
 
     Returns:
       ``(new params or updates, new state)``.
+
+    Raises:
+      ChangedUpdateError: if a wrapper changes updates that land exactly.
     """
     stepper = stepper_of(tx)
     if stepper is not None:
@@ -107,6 +110,8 @@ def guarded(
         direct = step_wrapped(*arguments)
         if direct is not None:
             return direct
+    else:
+        check_wrapper(tx, params, state, grads, extra_args)
     # Any other transformation runs in a skipped step too, and its results are dropped.
     grads = guard.unscaled(grads)
     new, new_state = tx.update(grads, state, params, **extra_args)

@@ -9,8 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from lowbit_optax._arguments import check_transformation
 from lowbit_optax._numerics.landing import Landing
+from lowbit_optax._step import trees
 from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
+from lowbit_optax._step.multi_steps import check_multi_steps_around
 from lowbit_optax._step.stepper import Stepper
 from lowbit_optax.loss_scaling.guarded import Sizes, guarded, implementation_of
 from lowbit_optax.loss_scaling.scales import Scaling
@@ -53,11 +56,14 @@ def with_loss_scale(
         :func:`log_normal_scale`.
 
     Returns:
-      An optax transformation of gradients from :func:`scaled_value_and_grad`.
+      An optax transformation of gradients from :func:`scaled_value_and_grad`. Gradients
+      of the unscaled loss become too small, and nothing in them tells.
       :func:`lowbit_optax.step` takes it without forming differences.
 
     Raises:
-      TypeError: if ``scaling`` is not a scaling.
+      TypeError: if ``inner`` is not a transformation, or ``scaling`` not a scaling.
+      ValueError: from ``init``, inside ``optax.MultiSteps``, whose accumulator never
+        recovers from an overflow; put this function around it.
 
     References:
       Micikevicius et al. 2018, section 3.2; OpenSeq2Seq, "Automatic Loss Scaling".
@@ -74,6 +80,7 @@ def with_loss_scale(
     >>> lowbit_optax.step(tx, params, state, grads)[0]
     Array([0.5, 0.5, 0.5, 0.5], dtype=float16)
     """
+    check_transformation("with_loss_scale", "inner", inner)
     if not isinstance(scaling, Scaling):
         raise TypeError(
             f"with_loss_scale: scaling is {scaling!r}; accepted are static_scale(), "
@@ -134,8 +141,7 @@ def current_loss_scale(opt_state: optax.OptState) -> jax.Array:
     >>> current_loss_scale(optax.chain(tx).init(jnp.ones(3)))
     Array(8., dtype=float32)
     """
-    is_state = lambda x: isinstance(x, LossScaleState)
-    found = [x for x in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(x)]
+    found = trees.all_of(LossScaleState, opt_state)
     if len(found) != 1:
         raise ValueError(
             f"current_loss_scale: {len(found)} loss scales in this optimizer state; "
@@ -153,6 +159,7 @@ class LossScaled(Stepper):
 
     def init(self, params: optax.Params) -> LossScaleState:
         """The initial state, with the first scale."""
+        check_multi_steps_around(params, "with_loss_scale")
         scale, scaling_state = self.scaling.init()
         skipped = jnp.zeros([], jnp.int32)
         return LossScaleState(scale, scaling_state, skipped, self.inner.init(params))

@@ -1,5 +1,6 @@
 """Sum gradients over microbatches in few bits, then update with the sum."""
 
+import contextlib
 import dataclasses
 import functools
 import typing
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from lowbit_optax import formats
-from lowbit_optax._arguments import check_static_int
+from lowbit_optax._arguments import check_static_int, check_transformation
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.blanks import blank
@@ -23,7 +24,6 @@ from lowbit_optax._step.moments import in_parallel_trees, leaf_by_leaf
 from lowbit_optax._step.seeds import seed_of
 from lowbit_optax._step.stepper import Stepper, stepper_of
 from lowbit_optax._step.wrapped import step_wrapped
-from lowbit_optax._step.wrapper_trace import NotDirect
 from lowbit_optax.formats import MomentFormat
 from lowbit_optax.loss_scaling.guarded import guarded
 from lowbit_optax.lpmm.quantization import PAPER_BLOCK_SIZE
@@ -137,11 +137,7 @@ def accumulate_gradients(
             f"accumulate_gradients: format is {format}, but sums of gradients have no "
             "second moment to be relative to; accepted is relative_to=None"
         )
-    if not callable(getattr(inner, "init", None)) or not hasattr(inner, "update"):
-        raise TypeError(
-            f"accumulate_gradients: inner is {inner!r}; accepted is an optax "
-            "transformation, such as lowbit_optax.lpmm_sgd(1e-3)"
-        )
+    check_transformation("accumulate_gradients", "inner", inner)
     return Accumulation(inner, every, format, seed, min_size).transformation
 
 
@@ -183,6 +179,11 @@ class Accumulation(Stepper):
         guard: Guard | Unguarded = UNGUARDED,
     ):
         """A step; between two updates the updates are zeros."""
+        if not isinstance(state, AccumulationState):
+            raise TypeError(
+                f"accumulate_gradients: state is a {type(state).__name__}, not an "
+                "AccumulationState; was it made by this transformation's init?"
+            )
         call = _Call(self, params, state, grads, landing, extra_args, guard)
         result, accumulators, inner_state = call.result()
         next_mini_step = (state.mini_step + jnp.int32(1)) % jnp.int32(self.every)
@@ -218,21 +219,22 @@ class _Call:
         # A CPU's branches copy nothing, and a guard there does not save the work.
         is_chosen = lowbit is not None and lowbit.implementation not in (None, "xla")
         is_for_kernels = is_chosen or not is_for_one_cpu()
+        in_place = None
         if self.params is not None and can_be and is_for_kernels:
-            try:
-                return self._in_place(lowbit)
-            except (NotDirect, NoSuchMomentError):
-                pass  # then accumulators cannot be among its moments
-        return self._by_branches()
+            # Accumulators cannot be among the moments of every transformation.
+            with contextlib.suppress(NoSuchMomentError):
+                in_place = self._in_place(lowbit)
+        return self._by_branches() if in_place is None else in_place
 
     def _in_place(self, lowbit: Lowbit | None):
         """Without a branch, by two steps, of which a guard may skip the second.
 
         The first adds the gradients to the accumulators. The second is the inner
-        transformation's, in which the accumulators are moments.
+        transformation's, in which the accumulators are moments. None if a wrapper keeps
+        the second from writing new parameters.
 
         Raises:
-          NotDirect, NoSuchMomentError: if they cannot be.
+          NoSuchMomentError: if the accumulators cannot be moments.
         """
         implementation = lowbit and lowbit.implementation
         one = jnp.float32(1)
@@ -256,7 +258,7 @@ class _Call:
                 summed,
             )
             if found is None:
-                raise NotDirect
+                return None
             result, inner_state = found
         else:
             result, inner_state = summed.among(lowbit, range(len(parts))).run(

@@ -155,7 +155,8 @@ class Parts:
         except (TypeError, ValueError, AttributeError, LookupError) as error:
             # A mask or a label by the user's function may not know MaskedNode.
             raise WaitsForWholeGradient(
-                f"the optimizer has no state for it alone: {error}"
+                "the optimizer has no state for it alone: its init, without the other "
+                f"parameters, raises {type(error).__name__}({str(error)!r})"
             ) from error
         with_path, structure = jax.tree_util.tree_flatten_with_path(state)
         numbers = []

@@ -3,8 +3,12 @@
 import jax
 import optax
 
+from lowbit_optax._arguments import check_transformation
 from lowbit_optax._step import backends, context, trees
+from lowbit_optax._step.changed_updates import ChangedUpdateError
+from lowbit_optax._step.state import holds_lowbit
 from lowbit_optax._step.step import Step
+from lowbit_optax._step.wrapped import is_direct
 
 
 def explain(
@@ -24,8 +28,13 @@ def explain(
     Returns:
       A dictionary from the parameters' paths to ``"a kernel"``, ``"XLA"`` for leaves
       that kernels are not meant for and on CPUs, ``"XLA: "`` and the reason, or ``"a
-      kernel in a program for one device, else XLA: "`` and the reason. Leaves that only
-      transformations of other packages update are not in it.
+      kernel in a program for one device, else XLA: "`` and the reason; or ``"wrong: "``
+      where a wrapper changes updates of ``lowbit``, which :func:`lowbit_optax.step`
+      refuses. Leaves that only transformations of other packages update are not in it.
+
+    Raises:
+      TypeError: if ``tx`` is not a transformation, or ``params`` are an optimizer's
+        state.
 
     >>> import jax, jax.numpy as jnp, lowbit_optax
     >>> params = {"w": jnp.ones((256, 256), jnp.bfloat16)}
@@ -46,8 +55,15 @@ def explain(
                 grads, state, params, **extra_args
             )
 
+    check_transformation("explain", "tx", tx)
     shapes = trees.abstract(params)
     state = jax.eval_shape(tx.init, shapes)
+    if not holds_lowbit(state):
+        return {}
+    try:
+        is_direct(tx, shapes, state, extra_args)
+    except ChangedUpdateError as error:
+        return dict.fromkeys(error.names, f"wrong: {error}")
     grads = jax.tree.map(
         lambda x: (
             jax.ShapeDtypeStruct(x.shape, "float32") if trees.is_quantized(x) else x

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from lowbit_optax._arguments import check_transformation
 from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._step import trees
+from lowbit_optax._step.changed_updates import ChangedUpdateError
 from lowbit_optax._step.wrapped import is_direct
 from lowbit_optax.reports import bars
 from lowbit_optax.states.state_leaves import StateLeaf, state_leaves
@@ -32,6 +34,12 @@ _LIVE_GRADIENTS = 2
 _NOT_DIRECT = """\
 lowbit_optax.step forms differences of parameters, in temporary memory, because what
 stands around lowbit computes with updates; put it inside lowbit where that can be."""
+
+
+_CHANGED = """\
+wrong: a transformation after or around lowbit changes the updates of {},
+which were rounded to land exactly, so the weights lose what the residual keeps. Put it
+inside, such as lowbit(optax.chain(optax.adamw(1e-3), optax.scale(0.5)))."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +93,8 @@ class MemoryReport:
       total: their sum, with state that belongs to no leaf (counts) under ``other``.
       steps_directly: whether ``lowbit_optax.step`` writes new parameters without
         differences; None where no transformation of this package is in ``tx``.
+      changed_updates: paths of the parameters that ``tx`` trains wrongly, because a
+        wrapper changes updates of ``lowbit`` after they were rounded to land exactly.
       gradients, released_gradients: bytes of gradients, and of the dequantised copies
         of quantised weights, without and with :mod:`lowbit_optax.release`.
     """
@@ -92,6 +102,7 @@ class MemoryReport:
     leaves: tuple[LeafMemory, ...]
     total: LeafMemory
     steps_directly: bool | None = None
+    changed_updates: tuple[str, ...] = ()
     gradients: int = 0
     released_gradients: int = 0
 
@@ -162,7 +173,9 @@ class MemoryReport:
                 "bytes. from_master with param_dtypes\nnarrows float32 weights and "
                 "keeps as many low bits as the weight format does."
             )
-        if self.steps_directly is False:
+        if self.changed_updates:
+            notes.append(_CHANGED.format(_some(self.changed_updates)))
+        elif self.steps_directly is False:
             notes.append(_NOT_DIRECT)
         return notes
 
@@ -181,12 +194,15 @@ def _float32_moments_notes(leaves: tuple[LeafMemory, ...]) -> list[str]:
         if in_others.isdisjoint(fields):
             note += "every leaf, which no moment format holds"
         else:
-            more = len(names) - _NAMES_SHOWN
-            note += ", ".join(names[:_NAMES_SHOWN])
-            note += f" and {more} more" if more > 0 else ""
-            note += ", too small for their moment format"
+            note += f"{_some(names)}, too small for their moment format"
         notes.append(note)
     return notes
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    more = len(names) - _NAMES_SHOWN
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -226,10 +242,12 @@ def memory_report(
       that are narrower, and float32 moments and accumulators; for a QuantizedTensor,
       float32 parameters. Below the table it says which moments are stored in float32,
       whether float32 parameters, which pass through, make the saving small, and whether
-      a wrapper around ``lowbit`` keeps :func:`lowbit_optax.step` from its fast path.
+      a wrapper around ``lowbit`` keeps :func:`lowbit_optax.step` from its fast path, or
+      changes its updates, which would train wrongly.
 
     Raises:
-      TypeError: if ``dtype`` is not a floating-point dtype.
+      TypeError: if ``tx`` is not a transformation, ``params`` are an optimizer's state,
+        or ``dtype`` is not a floating-point dtype.
 
     >>> import jax, jax.numpy as jnp, lowbit_optax
     >>> params = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)}
@@ -239,6 +257,7 @@ def memory_report(
     >>> round(report.step_peak() / report.total.size, 2)
     13.0
     """
+    check_transformation("memory_report", "tx", tx)
     dtype = float_dtype("memory_report: dtype", dtype)
     names, leaves, _ = trees.named_leaves(params)
     by_name = dict(zip(names, leaves, strict=True))
@@ -260,10 +279,16 @@ def memory_report(
     size = sum(row.size for row in rows)
     total = LeafMemory("total", (size,), "", **sums)
     sizes = gradient_bytes(params, dtype, stacked)
+    steps_directly, changed = False, ()
+    try:
+        steps_directly = is_direct(tx, params, state, {})
+    except ChangedUpdateError as error:
+        changed = error.names
     return MemoryReport(
         tuple(rows),
         total,
-        is_direct(tx, params, state),
+        steps_directly,
+        changed,
         gradients=sum(whole for whole, _ in sizes),
         released_gradients=released(one for _, one in sizes),
     )

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from lowbit_optax._arguments import check_transformation
 from lowbit_optax._numerics.landing import REPLACE
 from lowbit_optax._step.direct_update import DirectUpdate
 from lowbit_optax._step.guard import UNGUARDED
@@ -86,9 +87,10 @@ def direct_updates(tx: optax.GradientTransformation) -> DirectTransformation:
     which can change the sign of a zero weight, and so the sign of its master.
 
     Do not compute with such updates. ``update * 2``, ``jnp.square(update)``, a
-    transformation that adds weight decay and ``equinox.apply_updates`` raise errors. A
-    norm of the tree of updates does not: it is one of new and old parameters together.
-    Log :func:`lowbit_optax.update_norm` in its place.
+    transformation that adds weight decay and ``equinox.apply_updates`` raise errors.
+    Functions that map over the leaves of updates do not: ``optax.scale`` after it
+    trains wrongly, and a norm of the tree of updates is one of new and old parameters
+    together. Log :func:`lowbit_optax.update_norm` in its place.
 
     Args:
       tx: an optax transformation, as a rule one of this package, alone or in wrappers.
@@ -108,10 +110,7 @@ def direct_updates(tx: optax.GradientTransformation) -> DirectTransformation:
     >>> optax.apply_updates(params, updates)
     Array([0.5, 0.5, 0.5], dtype=bfloat16)
     """
-    if not hasattr(tx, "init") or not hasattr(tx, "update"):
-        raise TypeError(
-            f"direct_updates: tx is {tx!r}; accepted is an optax transformation"
-        )
+    check_transformation("direct_updates", "tx", tx)
     return _Direct(tx).transformation
 
 

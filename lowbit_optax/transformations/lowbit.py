@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lowbit_optax._arguments import check_static_int
+from lowbit_optax._arguments import check_static_int, check_transformation
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.landing import REPLACE, apply_leaf
 from lowbit_optax._step import context
@@ -43,9 +43,11 @@ def lowbit(
     pass through. Plain ``lowbit(inner)`` is the recommended preset: 8 extra bits, 8-bit
     moments.
 
-    Put other transformations inside (``lowbit(optax.chain(clip, adamw))``): what comes
-    after ``lowbit`` in a chain would change the updates that land exactly. Wrappers
-    that demand updates in the gradients' dtype, such as ``optax.apply_if_finite``, go
+    Put other transformations inside (``lowbit(optax.chain(adamw, scale))``): after or
+    around ``lowbit``, ``scale``, ``reduce_on_plateau``, ``scale_by_schedule``,
+    ``add_decayed_weights``, ``schedule_free`` and the like would change updates that
+    were rounded to land exactly, and :func:`step` raises an error. Wrappers that demand
+    updates in the gradients' dtype, such as ``optax.apply_if_finite``, go
     inside as well, or around it with :func:`step`. Non-finite gradients do what they do
     in the inner transformation.
 
@@ -101,9 +103,12 @@ def lowbit(
     Raises:
       TypeError, ValueError: for arguments that are not as above. From ``init``,
         ValueError for optax's DoG, DoWG, Prodigy and Mechanize with weights that are
-        not stored exactly: they take rounding for distance from the start. From a step,
-        TypeError if a hyperparameter inside is a scalar of fewer bits than float32, as
-        ``optax.inject_hyperparams`` makes them without ``hyperparam_dtype``.
+        not stored exactly: they take rounding for distance from the start; for
+        ``optax.lookahead``; and for ``optax.MultiSteps`` around or inside, with
+        something in it that skips non-finite gradients, which would never recover. From
+        a step, TypeError if a hyperparameter inside is a scalar of fewer bits than
+        float32, as ``optax.inject_hyperparams`` makes them without
+        ``hyperparam_dtype``.
 
     >>> import jax.numpy as jnp, optax, lowbit_optax
     >>> params = {"w": jnp.ones((64, 64), jnp.bfloat16)}
@@ -178,6 +183,11 @@ def step(
     Returns:
       ``(params, state)``.
 
+    Raises:
+      TypeError: if ``tx`` is not a transformation.
+      ValueError: if a transformation after or around ``lowbit`` changes its updates;
+        put it inside. ``tx.update`` alone cannot detect this.
+
     >>> import jax.numpy as jnp, lowbit_optax
     >>> params = jnp.ones(4, jnp.bfloat16)
     >>> tx = lowbit_optax.kahan_sgd(0.5)
@@ -189,6 +199,7 @@ def step(
     with context.params_wanted(False):
         if stepper is not None:
             return stepper.run(params, state, grads, REPLACE, extra_args)
+        check_transformation("step", "tx", tx)
         tx = optax.with_extra_args_support(tx)
         direct = step_wrapped(tx, params, state, grads, extra_args, apply_updates)
         if direct is not None:
@@ -226,11 +237,7 @@ def apply_updates(params: optax.Params | None, updates: optax.Updates) -> optax.
 
 def _check_inner(inner) -> None:
     """Raise unless ``inner`` is a transformation that this package has not wrapped."""
-    if not hasattr(inner, "init") or not hasattr(inner, "update"):
-        hint = "; call it first, such as optax.adamw(1e-3)" if callable(inner) else ""
-        raise TypeError(
-            f"lowbit: inner is {inner!r}, not an optax transformation{hint}"
-        )
+    check_transformation("lowbit", "inner", inner)
     if isinstance(stepper_of(inner), Lowbit):
         raise TypeError(
             "lowbit: inner is a transformation of this package already, such as "

@@ -1,0 +1,175 @@
+"""Find wrappers that change an update after it was rounded to land exactly.
+
+An update of ``lowbit`` is the difference of two stored parameters, and the residual in
+the new state belongs to the new parameter. A wrapper may return the update unchanged,
+or skip the step by zeros and the old state. Any other update leads to a parameter to
+which the residual does not belong, and small updates are lost.
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+import jax.numpy as jnp
+import optax
+from jax.extend.core import primitives as p
+
+from lowbit_optax._jaxprs.graph import (
+    Graph,
+    Node,
+    calls_between,
+    is_constant_number,
+    is_zero,
+)
+from lowbit_optax._jaxprs.unchanged import scalar_of
+from lowbit_optax._numerics.float_layouts import is_narrow
+from lowbit_optax._step import trees
+from lowbit_optax._step.state import holds_lowbit
+from lowbit_optax._step.stepper import update_p
+
+_MOVES = frozenset(
+    {
+        "concatenate", "dynamic_slice", "optimization_barrier", "reshape", "reshard",
+        "sharding_constraint", "slice", "split", "squeeze", "transpose",
+    }
+)  # fmt: skip
+"""Operations that move the elements of arrays and change none of them."""
+
+
+class ChangedUpdateError(ValueError):
+    """A wrapper changes updates after they were rounded to land exactly.
+
+    Args:
+      params: the parameters, by path, whose updates are changed.
+    """
+
+    def __init__(self, params: dict):
+        self.names = tuple(params)
+        name, leaf = next(iter(params.items()))
+        others = f" ({len(params) - 1} more)" if len(params) > 1 else ""
+        super().__init__(
+            f"lowbit: a transformation after or around lowbit changes the update of "
+            f"params{name}, {trees.describe(leaf)}{others}, which was rounded to land "
+            "exactly, so the weights would lose what the residual keeps. Put it "
+            "inside, such as lowbit(optax.chain(optax.adamw(1e-3), optax.scale(0.5))). "
+            "Accepted around lowbit are wrappers that return its updates unchanged, or "
+            "zeros together with the old state"
+        )
+
+
+def check_updates(graph: Graph, updates: Sequence[Node], params) -> None:
+    """Raise if a wrapper changes an update of ``lowbit``.
+
+    Args:
+      graph: the graph of the wrapper's update, with :data:`.stepper.update_p` in the
+        place of each update of this package.
+      updates: its updates, in the order of the parameters' leaves.
+      params: tree of the parameters.
+
+    Raises:
+      ChangedUpdateError: naming the parameters.
+    """
+    changes = _Changes(graph)
+    _raise_for(params, map(changes.changed, updates))
+
+
+def check_state(state, params) -> None:
+    """Raise if a wrapper that cannot be traced is known to change updates.
+
+    ``optax.contrib.mechanize`` raises for gradients that have not the parameters'
+    dtype, before it can be seen what it does with updates.
+
+    Raises:
+      ChangedUpdateError: naming the parameters.
+    """
+    if any(map(holds_lowbit, trees.all_of(optax.contrib.MechanicState, state))):
+        _raise_for(params, itertools.repeat(True))
+
+
+def _raise_for(params, is_changed: Iterable[bool]) -> None:
+    """Raise if updates are changed of parameters for which ``lowbit`` rounds them."""
+    names, leaves, _ = trees.named_leaves(params)
+    changed = {
+        name: leaf
+        for name, leaf, changes in zip(names, leaves, is_changed, strict=False)
+        if changes and (trees.is_quantized(leaf) or is_narrow(jnp.asarray(leaf).dtype))
+    }
+    if changed:
+        raise ChangedUpdateError(changed)
+
+
+class _Changes:
+    """Decides which updates in a graph differ from those that ``lowbit`` returned."""
+
+    def __init__(self, graph: Graph):
+        self._outputs = frozenset(graph.outputs)
+        self._made_of_updates: set[Node] = set()
+        """The updates of ``lowbit``, and all that is computed from them."""
+        for call in calls_between(graph.outputs, ()):
+            if call.primitive is update_p:
+                updates = call.outputs[: call.params["updates"]]
+                state = call.params["structure"].unflatten(call.inputs)[1]
+                self._made_of_updates.update(updates if holds_lowbit(state) else ())
+            elif not self._made_of_updates.isdisjoint(call.inputs):
+                self._made_of_updates.update(call.outputs)
+
+    def changed(self, update: Node) -> bool:
+        """Whether an update of a wrapper is computed from one of ``lowbit``."""
+        return update in self._made_of_updates and not self._is_passed_on(update)
+
+    def _is_passed_on(self, node: Node, is_skipped: bool = False) -> bool:
+        """Whether a node is an update, or zeros where the step is skipped.
+
+        ``is_skipped`` is whether what reads the node replaces it by zeros sometimes.
+        """
+        if node not in self._made_of_updates:
+            return is_zero(node)
+        call = node.call
+        assert call is not None, "an input is computed from no update"
+        operands = call.inputs
+        if call.primitive is update_p:
+            new_state = call.outputs[call.params["updates"] :]
+            keeps_state = self._outputs.isdisjoint(new_state)
+            is_first = self._made_of_updates.isdisjoint(operands)
+            return is_first and (keeps_state or not is_skipped)
+        if call.primitive.name in _MOVES or _is_widened(node):
+            made = [x for x in operands if x in self._made_of_updates]
+            return all(self._is_passed_on(x, is_skipped) for x in made)
+        if call.primitive is p.select_n_p and scalar_of(operands[0]) is not None:
+            return all(self._is_passed_on(x, True) for x in operands[1:])
+        if call.primitive not in (p.add_p, p.mul_p):
+            return False
+        other, update = sorted(operands, key=self._made_of_updates.__contains__)
+        if call.primitive is p.add_p:
+            return _is_nothing(other) and self._is_passed_on(update, is_skipped)
+        is_one = _is_one(other)
+        is_factor = is_one or _is_truth_value(other)
+        return is_factor and self._is_passed_on(update, is_skipped or not is_one)
+
+
+def _is_widened(node: Node) -> bool:
+    """Whether a cast keeps every bit. (Real updates are float32.)"""
+    is_cast = node.call is not None and node.call.primitive is p.convert_element_type_p
+    return is_cast and node.aval.dtype in (jnp.float32, jnp.float64)
+
+
+def _is_one(node: Node) -> bool:
+    scalar = scalar_of(node)
+    return scalar is not None and is_constant_number(scalar) and scalar.constant == 1
+
+
+def _is_nothing(node: Node) -> bool:
+    """Whether it is 0, or a product with 0, such as a weight decay of 0 makes."""
+    primitives = p.convert_element_type_p, p.mul_p
+    is_made = node.call is not None and node.call.primitive in primitives
+    inputs = node.call.inputs if node.call is not None and is_made else ()
+    return is_zero(node) or any(map(_is_nothing, inputs))
+
+
+def _is_truth_value(node: Node) -> bool:
+    """Whether it is a scalar, 0 or 1, made from a truth value."""
+    scalar = scalar_of(node)
+    while scalar is not None and scalar.aval.dtype != jnp.bool_:
+        call = scalar.call
+        is_cast = call is not None and call.primitive is p.convert_element_type_p
+        scalar = call.inputs[0] if is_cast and call is not None else None
+    return scalar is not None

@@ -1,0 +1,494 @@
+"""Wrappers of optax around lowbit: they train as float32 does, or ``step`` raises."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax import contrib
+from optimizers import jitted
+
+import lowbit_optax
+from lowbit_optax import release
+
+pytestmark = pytest.mark.standard_promotion
+
+TRAINED = {"w": True, "v": False}
+FROZEN = {"w": False, "v": True}
+RATE = 1e-2
+
+
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+PARAMS = {
+    "w": normal(0, 16, 8).astype(jnp.bfloat16),
+    "v": normal(1, 8).astype(jnp.bfloat16),
+}
+SERIES = [{"w": normal(i, 16, 8), "v": normal(-i % 99, 8)} for i in range(2, 7)]
+
+
+def lowbit(inner, **options):
+    # float32's bits: whatever differs from a float32 control is lost.
+    weights = lowbit_optax.extra_bits(16)
+    return lowbit_optax.lowbit(
+        inner, weights=weights, moments="float32", min_size=0, **options
+    )
+
+
+def adamw():
+    return optax.adamw(RATE)
+
+
+def loss_fn(params, *_):
+    return sum(jnp.sum(jnp.square(jnp.float32(x))) for x in jax.tree.leaves(params))
+
+
+def every_other(step):
+    return step % 2 == 0
+
+
+def products(updates, params=None):
+    del params
+    return jax.tree.map(lambda x: x * jnp.sum(x @ x.T), updates)
+
+
+def arguments(state, grads):
+    """What some transformations ask for besides gradients."""
+    is_sam = lambda x: isinstance(x, contrib.SAMState)
+    if any(map(is_sam, jax.tree.leaves(state, is_leaf=is_sam))):
+        return {"grad_fn": jax.grad(loss_fn)}  # and no other
+    return {"value": jnp.float32(1), "grad": grads, "value_fn": loss_fn}
+
+
+def stepped(tx, params, state, grads, **extra):
+    return lowbit_optax.step(tx, params, state, grads, **extra)
+
+
+def trained(tx, params, advance=stepped, series=SERIES):
+    state = tx.init(params)
+
+    @jax.jit
+    def run(params, state, grads):
+        extra = arguments(state, grads)
+        return advance(tx, params, state, grads, **extra)
+
+    for grads in series:
+        params, state = run(params, state, grads)
+    return params, state
+
+
+def control(tx, params=PARAMS, series=SERIES):
+    """Float32 training by optax alone."""
+
+    def apply(tx, params, state, grads, **extra):
+        tx = optax.with_extra_args_support(tx)
+        updates, state = tx.update(grads, state, params, **extra)
+        return optax.apply_updates(params, updates), state
+
+    return trained(tx, jax.tree.map(jnp.float32, params), apply, series)[0]
+
+
+def assert_close(params, state, wanted, tolerance=1e-5):
+    """The masters are float32's weights, up to a part of what these have moved."""
+    masters = lowbit_optax.master_weights(params, state)
+    for name, start in PARAMS.items():
+        moved = np.abs(np.float32(wanted[name]) - np.float32(start)).max()
+        difference = np.abs(np.float32(masters[name]) - np.float32(wanted[name]))
+        assert difference.max() <= tolerance * moved, name
+
+
+PASS_ON = {
+    "chain, last": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
+    "chain, before identity": lambda tx: optax.chain(tx, optax.identity()),
+    "chain, before a product with 1": lambda tx: optax.chain(tx, optax.scale(1.0)),
+    "chain, before a decay of 0": lambda tx: optax.chain(
+        tx, optax.add_decayed_weights(0.0), optax.trace(0.0)
+    ),
+    "named_chain": lambda tx: optax.named_chain(("a", optax.clip(0.5)), ("b", tx)),
+    "masked": lambda tx: optax.chain(
+        optax.masked(tx, TRAINED), optax.masked(optax.set_to_zero(), FROZEN)
+    ),
+    "partition": lambda tx: optax.partition(
+        {"a": tx, "b": optax.set_to_zero()}, {"w": "a", "v": "b"}
+    ),
+    "selective_transform": lambda tx: optax.selective_transform(tx, freeze_mask=FROZEN),
+    "inject_hyperparams": lambda tx: optax.inject_hyperparams(lambda rate: tx)(1.0),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
+    "conditionally_mask": lambda tx: optax.conditionally_mask(tx, every_other),
+    "conditionally_mask around products": lambda tx: optax.conditionally_mask(
+        optax.chain(optax.stateless(products), tx), every_other
+    ),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2),
+    "MultiSteps that sums": lambda tx: optax.MultiSteps(
+        tx, lambda step: 2 - step % 2, use_grad_mean=False
+    ).gradient_transformation(),
+    "MultiSteps that skips": lambda tx: optax.MultiSteps(
+        tx, 2, should_skip_update_fn=optax.skip_not_finite
+    ),
+    "monitor after": lambda tx: optax.chain(
+        tx, optax.monitor({"n": optax.measure_with_ema(optax.tree.norm, 0.9)})
+    ),
+    "snapshot after": lambda tx: optax.chain(tx, optax.snapshot("n", optax.tree.norm)),
+    "split_real_and_imaginary": contrib.split_real_and_imaginary,
+    "with_loss_scale": lambda tx: lowbit_optax.with_loss_scale(
+        tx, lowbit_optax.static_scale(1.0)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PASS_ON)
+def test_wrappers_that_pass_updates_on_train_as_in_float32(name):
+    wrap = PASS_ON[name]
+    got = trained(wrap(lowbit(adamw())), PARAMS)
+    assert_close(*got, control(wrap(adamw())))
+
+
+def test_a_frozen_leaf_stays_and_the_others_train_as_in_float32():
+    wrap = lambda tx: optax.chain(tx, optax.freeze(FROZEN))
+    params, state = trained(wrap(lowbit(adamw())), PARAMS)
+    np.testing.assert_array_equal(params["v"], PARAMS["v"])
+    masters = lowbit_optax.master_weights(params, state)
+    np.testing.assert_allclose(masters["w"], control(wrap(adamw()))["w"], rtol=1e-6)
+
+
+def test_flattened_parameters_train_as_in_float32():
+    params, _ = trained(optax.flatten(lowbit(adamw())), PARAMS)
+    wanted = control(optax.flatten(adamw()))
+    for name, param in params.items():
+        assert param.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(param, wanted[name].astype(jnp.bfloat16))
+
+
+def test_sam_that_is_opaque_updates_with_the_gradients_of_other_weights():
+    sam = lambda tx: contrib.sam(tx, optax.sgd(0.1), opaque_mode=True)
+    # The other weights are rounded to bfloat16, and so are their gradients.
+    assert_close(*trained(sam(lowbit(adamw())), PARAMS), control(sam(adamw())), 2e-2)
+
+
+AFTER = {
+    "scale": lambda: optax.scale(0.5),
+    "reduce_on_plateau": lambda: contrib.reduce_on_plateau(0.5, patience=1),
+    "scale_by_schedule": lambda: optax.scale_by_schedule(lambda n: 1 / (1 + n)),
+    "add_decayed_weights": lambda: optax.add_decayed_weights(-0.01),
+}
+CHANGE = {
+    f"{name} after": lambda tx, after=after: optax.chain(tx, after())
+    for name, after in (
+        AFTER
+        | {
+            "scale_by_learning_rate": lambda: optax.scale_by_learning_rate(0.1),
+            "clip": lambda: optax.clip(5e-3),
+            "clip_by_global_norm": lambda: optax.clip_by_global_norm(5e-3),
+            "adaptive_grad_clip": lambda: optax.adaptive_grad_clip(1e-3),
+            "clip_by_block_rms": lambda: optax.clip_by_block_rms(1e-3),
+            "zero_nans": optax.zero_nans,
+            "keep_params_nonnegative": optax.keep_params_nonnegative,
+            "ema": lambda: optax.ema(0.9),
+            "trace": lambda: optax.trace(0.9),
+            "apply_every": lambda: optax.apply_every(2),
+            "add_noise": lambda: optax.add_noise(1e-2, 0.5, 0),
+            "centralize": optax.centralize,
+            "normalize": contrib.normalize,
+            "normalize_by_update_norm": optax.normalize_by_update_norm,
+            "scale_by_trust_ratio": optax.scale_by_trust_ratio,
+            "scale_by_param_block_rms": optax.scale_by_param_block_rms,
+            "scale_by_param_block_norm": optax.scale_by_param_block_norm,
+            "scale_by_adam": optax.scale_by_adam,
+            "scale_by_sign": optax.scale_by_sign,
+            "scale_by_polyak": optax.scale_by_polyak,
+            "backtracking": lambda: optax.scale_by_backtracking_linesearch(5),
+            "zoom": lambda: optax.scale_by_zoom_linesearch(5),
+            "sgd": lambda: optax.sgd(-0.5),
+            "another lowbit": lambda: lowbit(optax.sgd(-0.5)),
+            "zeros for a while": lambda: optax.conditionally_transform(
+                optax.set_to_zero(), lambda step: step < 3
+            ),
+            "a cast": lambda: optax.stateless_with_tree_map(
+                lambda update, _: update.astype(jnp.float16)
+            ),
+        }
+    ).items()
+} | {
+    "conditionally_transform": lambda tx: optax.conditionally_transform(
+        tx, every_other
+    ),
+    "schedule_free": lambda tx: contrib.schedule_free(tx, RATE),
+    "mechanize": contrib.mechanize,
+    "sam": lambda tx: contrib.sam(tx, optax.sgd(0.1)),
+    "sam by another lowbit": lambda tx: contrib.sam(
+        tx, lowbit(optax.sgd(0.1)), opaque_mode=True
+    ),
+    "conditionally_mask, within": lambda tx: optax.conditionally_mask(
+        optax.chain(tx, optax.scale(0.5)), every_other
+    ),
+    "conditionally_mask around products, within": lambda tx: optax.conditionally_mask(
+        optax.chain(optax.stateless(products), tx, optax.scale(0.5)), every_other
+    ),
+    "MultiSteps, within": lambda tx: optax.MultiSteps(
+        optax.chain(tx, optax.scale(0.5)), 2
+    ),
+    "with_loss_scale, then scale": lambda tx: optax.chain(
+        lowbit_optax.with_loss_scale(tx, lowbit_optax.static_scale(1.0)),
+        optax.scale(0.5),
+    ),
+    "direct_updates, then scale": lambda tx: optax.chain(
+        lowbit_optax.direct_updates(tx), optax.scale(0.5)
+    ),
+    "updates_like_grads, then scale": lambda tx: optax.chain(
+        lowbit_optax.updates_like_grads(tx), optax.scale(0.5)
+    ),
+    "direct_updates": lambda tx: lowbit_optax.direct_updates(
+        optax.chain(tx, optax.scale(0.5))
+    ),
+    "with_loss_scale": lambda tx: lowbit_optax.with_loss_scale(
+        optax.chain(tx, optax.scale(0.5)), lowbit_optax.static_scale(1.0)
+    ),
+    "accumulate_gradients": lambda tx: lowbit_optax.accumulate_gradients(
+        optax.chain(tx, optax.scale(0.5)), 2
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGE)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_wrappers_that_change_updates_are_refused_and_reported_as_wrong(name, dtype):
+    tx = CHANGE[name](lowbit(adamw()))
+    grads, state = jax.tree.map(dtype, SERIES[0]), tx.init(PARAMS)
+    extra = arguments(state, grads)
+    with pytest.raises(ValueError, match=r"params\['[vw]'\], bfloat16.*inside"):
+        lowbit_optax.step(tx, PARAMS, state, grads, **extra)
+
+
+REPORTED = [f"{name} after" for name in AFTER]
+REPORTED += ["schedule_free", "mechanize", "with_loss_scale", "accumulate_gradients"]
+
+
+@pytest.mark.parametrize("name", REPORTED)
+def test_reports_say_that_changed_updates_are_wrong(name):
+    tx = CHANGE[name](lowbit(adamw()))
+    report = lowbit_optax.memory_report(tx, PARAMS)
+    assert report.changed_updates == ("['v']", "['w']")
+    assert "wrong: " in str(report)
+    assert "forms differences" not in str(report)
+    found = lowbit_optax.explain(tx, PARAMS)
+    assert all(found[path].startswith("wrong: ") for path in report.changed_updates)
+    right = lowbit_optax.memory_report(lowbit(adamw()), PARAMS)
+    assert right.changed_updates == ()
+    assert "wrong" not in str(right)
+
+
+@pytest.mark.parametrize("name", AFTER)
+def test_inside_lowbit_they_train_as_in_float32(name):
+    inner = optax.chain(adamw(), AFTER[name]())
+    assert_close(*trained(lowbit(inner), PARAMS), control(inner))
+
+
+def test_schedule_free_inside_lowbit_trains_as_in_float32():
+    inner = contrib.schedule_free(optax.sgd(RATE), RATE)
+    assert_close(*trained(lowbit(inner), PARAMS), control(inner), 1e-4)
+
+
+def lookahead(fast, period, rate):
+    """docs/recipes.md's, with the slow weights in the state."""
+    pairs, pair = optax.lookahead(fast, period, rate), optax.LookaheadParams
+
+    def init(params):
+        return *pairs.init(pair(params, params)), params
+
+    def update(grads, state, params):
+        fast, count, slow = state
+        state = optax.LookaheadState(fast, count)
+        updates, state = pairs.update(grads, state, pair(params, slow))
+        return updates.fast, (*state, optax.apply_updates(slow, updates.slow))
+
+    return optax.GradientTransformation(init, update)
+
+
+def test_lookahead_with_slow_weights_in_the_state_is_optaxs():
+    params, state = trained(lowbit(lookahead(adamw(), 2, 0.5)), PARAMS)
+    wide = jax.tree.map(jnp.float32, PARAMS)
+    pair, tx = optax.LookaheadParams.init_synced(wide), optax.lookahead(adamw(), 2, 0.5)
+    optaxs = tx.init(pair)
+    for grads in SERIES:
+        updates, optaxs = tx.update(grads, optaxs, pair)
+        pair = optax.apply_updates(pair, updates)
+    assert_close(params, state, pair.fast, 1e-4)
+    slow = state.inner_state[-1]
+    assert all(np.allclose(slow[x], pair.slow[x], rtol=1e-6) for x in slow)
+
+
+def test_lookahead_is_refused_on_either_side():
+    pair = optax.LookaheadParams.init_synced(PARAMS)
+    around = optax.lookahead(lowbit(adamw()), 2, 0.5)
+    with pytest.raises(ValueError, match=r"params\.fast\['v'\].*inside"):
+        lowbit_optax.step(around, pair, around.init(pair), SERIES[0])
+    for params in (PARAMS, pair):
+        with pytest.raises(ValueError, match="lookahead"):
+            lowbit(optax.lookahead(adamw(), 2, 0.5)).init(params)
+
+
+WITHIN = {
+    "with_loss_scale": lambda tx: lowbit_optax.with_loss_scale(
+        tx, lowbit_optax.static_scale(1.0)
+    ),
+    "accumulate_gradients": lambda tx: lowbit_optax.accumulate_gradients(tx, 2),
+    "direct_updates": lowbit_optax.direct_updates,
+}
+
+
+@pytest.mark.parametrize("name", WITHIN)
+@pytest.mark.parametrize("implementation", [None, "pallas"])
+def test_update_refuses_what_it_has_inside(name, implementation):
+    inner = lowbit(adamw(), implementation=implementation)
+    tx = WITHIN[name](optax.chain(inner, optax.scale(0.5)))
+    with pytest.raises(ValueError, match="inside"):
+        tx.update(SERIES[0], tx.init(PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_release_refuses_changed_updates(scaled):
+    tx = optax.chain(lowbit(adamw()), optax.scale(0.5))
+    tx = WITHIN["with_loss_scale"](tx) if scaled else tx
+    train_step = release.value_and_update(loss_fn, tx)
+    with pytest.raises(ValueError, match="inside"):
+        train_step(PARAMS, tx.init(PARAMS))
+
+
+def test_updates_that_nothing_rounds_may_be_changed():
+    wrap = lambda tx: optax.chain(tx, optax.scale(0.5))
+    wide = jax.tree.map(jnp.float32, PARAMS)
+    params, state = trained(wrap(lowbit(adamw())), wide)
+    assert_close(params, state, control(wrap(adamw())))
+    assert not lowbit_optax.memory_report(wrap(lowbit(adamw())), wide).changed_updates
+    scaled = wrap(WITHIN["with_loss_scale"](adamw()))
+    lowbit_optax.step(scaled, PARAMS, scaled.init(PARAMS), SERIES[0])
+
+
+def test_wrappers_that_compute_with_values_still_step():
+    def skip_large(updates, params=None):
+        del params
+        return updates if float(optax.tree.norm(updates)) < 1e6 else updates * 0
+
+    tx = optax.chain(optax.stateless(skip_large), lowbit(adamw()))
+    params, state = lowbit_optax.step(tx, PARAMS, tx.init(PARAMS), SERIES[0])
+    assert_close(params, state, control(adamw(), series=SERIES[:1]))
+
+
+OVERFLOW = 2  # which microbatch overflows; the fourth update is made of good ones
+
+
+def loss_scaled(tx):
+    return lowbit_optax.with_loss_scale(tx, lowbit_optax.backoff_scale(2.0**4))
+
+
+def if_finite(tx):
+    return optax.apply_if_finite(tx, 5)
+
+
+def multi_steps(tx, **options):
+    return optax.MultiSteps(tx, 2, **options).gradient_transformation()
+
+
+LOST_SKIPS = {
+    "loss scale": lambda: multi_steps(loss_scaled(lowbit(adamw()))),
+    "loss scale inside lowbit": lambda: multi_steps(lowbit(loss_scaled(adamw()))),
+    "loss scale, all inside": lambda: lowbit(multi_steps(loss_scaled(adamw()))),
+    "loss scale of optax": lambda: multi_steps(loss_scaled(adamw())),
+    "apply_if_finite": lambda: multi_steps(if_finite(lowbit(adamw()))),
+    "apply_if_finite inside": lambda: multi_steps(lowbit(if_finite(adamw()))),
+    "apply_if_finite, all inside": lambda: lowbit(multi_steps(if_finite(adamw()))),
+    "zero_nans": lambda: multi_steps(optax.chain(optax.zero_nans(), lowbit(adamw()))),
+    "in a partition": lambda: optax.partition(
+        {"a": multi_steps(if_finite(lowbit(adamw())))}, {"w": "a", "v": "a"}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOST_SKIPS)
+def test_multi_steps_that_never_recovers_from_an_overflow_is_refused(name):
+    tx = LOST_SKIPS[name]()
+    for init in (tx.init, jax.jit(tx.init)):
+        with pytest.raises(ValueError, match=r"MultiSteps.*accumulate_gradients"):
+            init(PARAMS)
+
+
+KEPT_SKIPS = {
+    "loss scale around": lambda: loss_scaled(multi_steps(lowbit(adamw()))),
+    "loss scale around lowbit": lambda: loss_scaled(lowbit(multi_steps(adamw()))),
+    "apply_if_finite around": lambda: if_finite(multi_steps(lowbit(adamw()))),
+    "apply_if_finite around, inside lowbit": lambda: lowbit(
+        if_finite(multi_steps(adamw()))
+    ),
+    "MultiSteps that skips": lambda: multi_steps(
+        lowbit(adamw()), should_skip_update_fn=optax.skip_not_finite
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KEPT_SKIPS)
+def test_orders_that_recover_from_an_overflow_train_as_in_float32(name):
+    tx = KEPT_SKIPS[name]()
+    params, state, step = PARAMS, tx.init(PARAMS), jitted(tx, lowbit_optax.step)
+    good = [grads for i, grads in enumerate(SERIES) if i != OVERFLOW]
+    for i, grads in enumerate(SERIES):
+        if "loss scale" in name:
+            scale = lowbit_optax.current_loss_scale(state)
+            grads = jax.tree.map(lambda x, by=scale: x * by, grads)
+        if i == OVERFLOW:
+            grads = grads | {"w": grads["w"].at[1, 2].set(jnp.inf)}
+        params, state = step(params, state, grads)
+    assert_close(params, state, control(multi_steps(adamw()), series=good))
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+@pytest.mark.parametrize("skip", [loss_scaled, if_finite])
+def test_accumulate_gradients_recovers_from_an_overflow(skip, is_inside):
+    within = lowbit(skip(adamw())) if is_inside else skip(lowbit(adamw()))
+    tx = lowbit_optax.accumulate_gradients(within, 2, min_size=2**30)
+    params, state, step = PARAMS, tx.init(PARAMS), jitted(tx, lowbit_optax.step)
+    series = [*SERIES[:2], SERIES[2], SERIES[3], *SERIES[:2]]
+    for i, grads in enumerate(series):
+        if skip is loss_scaled:
+            scale = lowbit_optax.current_loss_scale(state)
+            grads = jax.tree.map(lambda x, by=scale: x * by, grads)
+        if i == OVERFLOW:
+            grads = grads | {"w": grads["w"].at[1, 2].set(jnp.inf)}
+        params, state = step(params, state, grads)
+    good = series[:2] + series[4:]
+    assert_close(params, state, control(multi_steps(adamw()), series=good))
+
+
+def test_arguments_of_another_kind_are_named():
+    tx = lowbit(adamw())
+    state = tx.init(PARAMS)
+    for function in (lowbit_optax.memory_report, lowbit_optax.explain):
+        with pytest.raises(TypeError, match=r"params are a LowbitState.*must be"):
+            function(tx, state)
+        with pytest.raises(TypeError, match="tx is a dict, not an optax"):
+            function(PARAMS, tx)
+    with pytest.raises(TypeError, match="tx is a dict, not an optax"):
+        lowbit_optax.step(PARAMS, tx, state, SERIES[0])
+    with pytest.raises(TypeError, match="inner is a dict, not an optax"):
+        lowbit_optax.with_loss_scale(PARAMS, lowbit_optax.static_scale())
+
+
+@pytest.mark.parametrize("moments", ["float32", None])
+def test_the_state_of_an_average_is_named(moments):
+    ema = lowbit_optax.ema_of_params(0.9)
+    state = ema.init(PARAMS)
+    weights = lowbit_optax.extra_bits(8)
+    tx = lowbit_optax.lowbit(adamw(), weights=weights, moments=moments)
+    with pytest.raises(ValueError, match=r"EmaOfParamsState.*ScaleByAdamState"):
+        lowbit_optax.step(tx, PARAMS, state, SERIES[0])
+    accumulated = lowbit_optax.accumulate_gradients(tx, 2)
+    with pytest.raises(TypeError, match=r"state is a LowbitState.*AccumulationState"):
+        lowbit_optax.step(accumulated, PARAMS, state, SERIES[0])
+
+
+def test_explain_is_of_transformations_of_this_package():
+    assert lowbit_optax.explain(optax.lbfgs(), PARAMS) == {}
+    large, tx = {"w": jnp.ones((64, 128))}, optax.lbfgs()
+    reason = release.explain(loss_fn, tx)(large, tx.init(large))["['w']"]
+    assert "its init, without the other parameters, raises IndexError" in reason
