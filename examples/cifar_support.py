@@ -1,0 +1,112 @@
+"""Images, checkpoints and the picture of resnet_cifar.py."""
+
+import pathlib
+import pickle
+import shutil
+import socket
+import urllib.request
+
+import flax
+import numpy as np
+from matplotlib.figure import Figure
+from sklearn.datasets import load_digits
+
+URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
+CACHE = pathlib.Path.home() / ".cache" / "lowbit_optax"
+COLOURS = {"float32": "black", "nearest": "C3", "sr": "C1", "kahan": "C2"}
+COLOURS |= {"extra_bits": "C9", "lowbit": "C0"}
+
+
+def load_images(folder, pixels):
+    """A dataset's name, and its (images, labels) to train on and to test on.
+
+    The images are uint8 [n, pixels, pixels, 3].
+    """
+    try:
+        if folder == CACHE and not folder.exists():
+            download(folder)
+    except OSError as error:
+        print(f"CIFAR-10 cannot be downloaded ({error}): using scikit-learn's digits")
+        name, tests = "digits", 300
+        images, labels = load_digits(return_X_y=True)
+        images = np.kron(images.reshape(-1, 8, 8, 1), np.full((1, 4, 4, 3), 255 / 16))
+    else:
+        names = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
+        files = [folder / "cifar-10-batches-py" / name for name in names]
+        parts = [pickle.loads(file.read_bytes(), encoding="bytes") for file in files]
+        images = np.concatenate([part[b"data"] for part in parts])
+        images = images.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+        labels = np.concatenate([part[b"labels"] for part in parts])
+        name, tests = "CIFAR-10", len(parts[-1][b"labels"])
+    side = 32 // pixels
+    images = images.reshape(-1, pixels, side, pixels, side, 3)
+    images = images.mean((2, 4), dtype=np.float32).astype(np.uint8)
+    print(f"{name}: {len(labels) - tests:,} images to train on, {tests:,} to test on")
+    return name, (images[:-tests], labels[:-tests]), (images[-tests:], labels[-tests:])
+
+
+def download(folder):
+    """Unpacks CIFAR-10 into a folder, which exists only once it is complete."""
+    print("downloading CIFAR-10, 170 MB", flush=True)
+    socket.setdefaulttimeout(10)  # for each answer, not for all of it
+    archive, _ = urllib.request.urlretrieve(URL)
+    partial = folder.with_suffix(".partial")
+    shutil.unpack_archive(archive, partial, "gztar", filter="data")
+    partial.rename(folder)
+
+
+def checkpoint(args, name):
+    """The file of a run; each choice that decides the numbers has its own."""
+    numbers = args.steps, args.width, args.pixels, args.batch_size, args.learning_rate
+    return args.checkpoint_dir / "-".join(map(str, (name, *numbers, "kept.msgpack")))
+
+
+def save(args, name, state, losses):
+    """Replaces the file by a whole one only, even if the run is killed meanwhile."""
+    if not args.checkpoint_dir:
+        return
+    path = checkpoint(args, name)
+    partial = path.with_suffix(".partial")
+    try:
+        partial.write_bytes(flax.serialization.to_bytes((state, np.float32(losses))))
+        partial.replace(path)
+    finally:  # where the disk is full
+        partial.unlink(missing_ok=True)
+
+
+def restore(args, name, state):
+    """The state and the losses of an earlier run, or `state` and no losses."""
+    if not args.checkpoint_dir:
+        return state, []
+    args.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+    path = checkpoint(args, name)
+    if not path.exists():
+        return state, []
+    state, losses = flax.serialization.from_bytes((state, 0), path.read_bytes())
+    print(f"{name} resumes after step {len(losses)}")
+    return state, list(losses)
+
+
+def draw(path, title, losses):
+    """Draws training losses, and how far those of each format are from float32's."""
+    figure = Figure((10, 4.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    figure.suptitle(title)
+    for name, found in losses.items():
+        width = max(len(found) // 15, 1)  # steps in the mean that a point shows
+        mean = lambda x, width=width: np.convolve(x, np.ones(width) / width, "valid")
+        steps = np.arange(width, len(found) + 1)
+        style = {"color": COLOURS[name]}
+        style |= {"linestyle": "--", "zorder": 3} if name == "float32" else {}
+        left.plot(steps, mean(found), label=name, **style)
+        right.plot(steps, mean(found) / mean(losses["float32"]), **style)
+    left.set(title="Training loss", xlabel="step", ylabel="cross-entropy, nats")
+    left.set_yscale("log")
+    right.set(title="Divided by float32's", xlabel="step", ylabel="ratio")
+    right.set_ylim(0.9, 1.1)
+    for axes in (left, right):
+        axes.grid(alpha=0.3, which="both")
+        axes.spines[["top", "right"]].set_visible(False)
+    if losses:
+        figure.legend(loc="outside lower center", ncols=6, frameon=False)
+    figure.savefig(path, dpi=150)
