@@ -23,21 +23,16 @@ def load_images(folder, pixels):
     The images are uint8 [n, pixels, pixels, 3].
     """
     try:
-        if folder == CACHE and not folder.exists():
-            download(folder)
+        if folder == CACHE:
+            download()
     except OSError as error:
         print(f"CIFAR-10 cannot be downloaded ({error}): using scikit-learn's digits")
         name, tests = "digits", 300
         images, labels = load_digits(return_X_y=True)
         images = np.kron(images.reshape(-1, 8, 8, 1), np.full((1, 4, 4, 3), 255 / 16))
     else:
-        names = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
-        files = [folder / "cifar-10-batches-py" / name for name in names]
-        parts = [pickle.loads(file.read_bytes(), encoding="bytes") for file in files]
-        images = np.concatenate([part[b"data"] for part in parts])
-        images = images.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-        labels = np.concatenate([part[b"labels"] for part in parts])
-        name, tests = "CIFAR-10", len(parts[-1][b"labels"])
+        name = "CIFAR-10"
+        images, labels, tests = read_cifar10(folder)
     side = 32 // pixels
     images = images.reshape(-1, pixels, side, pixels, side, 3)
     images = images.mean((2, 4), dtype=np.float32).astype(np.uint8)
@@ -45,14 +40,26 @@ def load_images(folder, pixels):
     return name, (images[:-tests], labels[:-tests]), (images[-tests:], labels[-tests:])
 
 
-def download(folder):
-    """Unpacks CIFAR-10 into a folder, which exists only once it is complete."""
+def download():
+    """Unpacks CIFAR-10 into CACHE, which exists only once it is complete."""
+    if CACHE.exists():
+        return
     print("downloading CIFAR-10, 170 MB", flush=True)
     socket.setdefaulttimeout(10)  # for each answer, not for all of it
     archive, _ = urllib.request.urlretrieve(URL)
-    partial = folder.with_suffix(".partial")
+    partial = CACHE.with_suffix(".partial")
     shutil.unpack_archive(archive, partial, "gztar", filter="data")
-    partial.rename(folder)
+    partial.rename(CACHE)
+
+
+def read_cifar10(folder):
+    """Images, uint8 [n, 32, 32, 3], labels, and how many of the last are for tests."""
+    names = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
+    files = [folder / "cifar-10-batches-py" / name for name in names]
+    parts = [pickle.loads(file.read_bytes(), encoding="bytes") for file in files]
+    images = np.concatenate([part[b"data"] for part in parts]).reshape(-1, 3, 32, 32)
+    labels = np.concatenate([part[b"labels"] for part in parts])
+    return images.transpose(0, 2, 3, 1), labels, len(parts[-1][b"labels"])
 
 
 def checkpoint(args, name):

@@ -61,17 +61,17 @@ class TrainState(training.TrainState):
     batch_stats: Any
 
 
-@jax.jit(static_argnames=("model", "tx", "param_dtype"))
+@jax.jit(static_argnums=0)
+def init(model, images):
+    key = jax.random.key(0, impl="rbg")  # compiles faster than the default
+    return model.init(key, images, train=False)
+
+
 def create_state(model, tx, images, param_dtype=jnp.bfloat16):
     """Stores kernels in `param_dtype`, and their low bits in the optimizer state."""
-    variables = model.init(jax.random.key(0), images, train=False)
-    return TrainState.create(
-        apply_fn=model.apply,
-        params=variables["params"],
-        tx=tx,
-        param_dtype=param_dtype,
-        batch_stats=variables["batch_stats"],
-    )
+    options = {"apply_fn": model.apply, "tx": tx, "param_dtype": param_dtype}
+    create = functools.partial(TrainState.create, **options)
+    return jax.jit(create)(**init(model, images))  # params and batch_stats
 
 
 def loss_fn(params, state, images, labels):
@@ -114,16 +114,16 @@ def run_kahan(args, model, rate, train_set, test_set):
     print("test loss {:.4f}, accuracy {:.2%}".format(*evaluate(state, *test_set)))
 
 
-@jax.jit
-def predict(state, images):
-    variables = {"params": state.params, "batch_stats": state.batch_stats}
-    return state.apply_fn(variables, images, train=False)
+@jax.jit(static_argnums=0)
+def predict(apply_fn, variables, images):
+    return apply_fn(variables, images, train=False)
 
 
 def evaluate(state, images, labels):
     """The mean loss and the accuracy of the bfloat16 weights that the model reads."""
+    variables = {"params": state.params, "batch_stats": state.batch_stats}
     parts = np.array_split(images, -(-len(images) // 1000))
-    logits = np.concatenate([predict(state, part) for part in parts])
+    logits = np.concatenate([predict(state.apply_fn, variables, x) for x in parts])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     return losses.mean(), (logits.argmax(-1) == labels).mean()
 

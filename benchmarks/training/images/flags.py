@@ -237,7 +237,7 @@ def _add_file_flags(group) -> None:
     group.add_argument(
         "--data-dir",
         type=pathlib.Path,
-        help="folder cifar-10-batches-py or the one that holds it (default: download)",
+        help="folder that holds cifar-10-batches-py (default: download)",
     )
     group.add_argument(
         "--train-size", type=_at_least(1), help="use only the first so many images"

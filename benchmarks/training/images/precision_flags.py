@@ -130,8 +130,7 @@ def _add_file_flags(group) -> None:
     group.add_argument(
         "--data-dir",
         type=pathlib.Path,
-        help="folder cifar-10-batches-py or the one that holds it; without it "
-        "CIFAR-10 is downloaded",
+        help="folder that holds cifar-10-batches-py (default: download)",
     )
     group.add_argument(
         "--train-size", type=_positive, default=5000, help="the first so many images"
