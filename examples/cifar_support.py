@@ -69,7 +69,7 @@ def checkpoint(args, name):
 
 
 def save(args, name, state, losses):
-    """Replaces the file by a whole one only, even if the run is killed meanwhile."""
+    """Replaces the file with a whole one; a run that is killed leaves the old file."""
     if not args.checkpoint_dir:
         return
     path = checkpoint(args, name)
@@ -95,7 +95,7 @@ def restore(args, name, state):
 
 
 def draw(path, title, losses):
-    """Draws training losses, and how far those of each format are from float32's."""
+    """Draws the training losses, and their ratios to the losses of float32."""
     figure = Figure((10, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     figure.suptitle(title)

@@ -69,9 +69,14 @@ def init(model, images):
 
 def create_state(model, tx, images, param_dtype=jnp.bfloat16):
     """Stores kernels in `param_dtype`, and their low bits in the optimizer state."""
-    options = {"apply_fn": model.apply, "tx": tx, "param_dtype": param_dtype}
-    create = functools.partial(TrainState.create, **options)
-    return jax.jit(create)(**init(model, images))  # params and batch_stats
+
+    @jax.jit
+    def create(variables):  # "params" and "batch_stats"
+        return TrainState.create(
+            apply_fn=model.apply, tx=tx, param_dtype=param_dtype, **variables
+        )
+
+    return create(init(model, images))
 
 
 def loss_fn(params, state, images, labels):
@@ -120,7 +125,7 @@ def predict(apply_fn, variables, images):
 
 
 def evaluate(state, images, labels):
-    """The mean loss and the accuracy of the bfloat16 weights that the model reads."""
+    """The mean loss and the accuracy, with the weights that the model trains on."""
     variables = {"params": state.params, "batch_stats": state.batch_stats}
     parts = np.array_split(images, -(-len(images) // 1000))
     logits = np.concatenate([predict(state.apply_fn, variables, x) for x in parts])

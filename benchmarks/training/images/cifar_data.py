@@ -1,4 +1,4 @@
-"""CIFAR-10 as numpy arrays, with scikit-learn's digits where it cannot be had.
+"""CIFAR-10 as numpy arrays, or scikit-learn's digits if it cannot be downloaded.
 
 The images stay uint8 on the host; `augmentation.py` turns a batch into floats on
 the device.
@@ -17,7 +17,7 @@ from examples.cifar_support import CACHE, download, read_cifar10
 
 
 class DataError(Exception):
-    """The data asked for cannot be had; the message says what to do."""
+    """A dataset is missing or damaged; the message tells the user what to do."""
 
 
 class Split(NamedTuple):
@@ -51,9 +51,9 @@ def load(name: str = "auto", data_dir: str | os.PathLike | None = None) -> Datas
     """Loads the dataset `name`.
 
     Args:
-        name: `"cifar10"`; `"digits"`; or `"auto"`, which uses the digits if CIFAR-10
-            cannot be downloaded, and then says so on stdout.
-        data_dir: the folder that holds `cifar-10-batches-py`. Without it the official
+        name: `"cifar10"`; `"digits"`; or `"auto"`, which prints a warning and uses
+            the digits if CIFAR-10 cannot be downloaded.
+        data_dir: the folder that holds `cifar-10-batches-py`. If None, the official
             archive is downloaded once, to the user's cache folder.
 
     Raises:
