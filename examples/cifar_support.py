@@ -105,11 +105,16 @@ def draw(path, title, losses):
         steps = np.arange(width, len(found) + 1)
         style = {"color": COLOURS[name]}
         style |= {"linestyle": "--", "zorder": 3} if name == "float32" else {}
-        left.plot(steps, mean(found), label=name, **style)
+        label = "nearest (plain bfloat16)" if name == "nearest" else name
+        left.plot(steps, mean(found), label=label, **style)
         right.plot(steps, mean(found) / mean(losses["float32"]), **style)
-    left.set(title="Training loss", xlabel="step", ylabel="cross-entropy, nats")
+    left.set(
+        title="Training loss, running mean", xlabel="step", ylabel="cross-entropy, nats"
+    )
     left.set_yscale("log")
-    right.set(title="Divided by float32's", xlabel="step", ylabel="ratio")
+    right.set(
+        title="Divided by float32's, 0.9 to 1.1 shown", xlabel="step", ylabel="ratio"
+    )
     right.set_ylim(0.9, 1.1)
     for axes in (left, right):
         axes.grid(alpha=0.3, which="both")

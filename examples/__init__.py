@@ -1,0 +1,1 @@
+"""Training runs to read from top to bottom and to copy."""
