@@ -55,8 +55,22 @@ def pytest_collection_finish():
     gc.set_threshold(50_000)
 
 
+class DropsPrograms:
+    """Drop what a file compiled, so that two workers fit in a laptop's memory.
+
+    It is a plugin, because the hooks of this file do not see the doctests elsewhere.
+    """
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_teardown(self, item, nextitem):
+        if nextitem is None or nextitem.path != item.path:
+            jax.clear_caches()
+            gc.collect()
+
+
 def pytest_configure(config):
     """XLA reads its flags when the first array is made, which is after this."""
+    config.pluginmanager.register(DropsPrograms())
     options = config.option
     if options.cases is None:  # xdist's workers have the options of their parent
         given = config.args_source is config.ArgsSource.ARGS
@@ -143,13 +157,6 @@ def _few_cases(items) -> set[str]:
             of_one_test[(first + i * size // count) % size].nodeid for i in range(count)
         }
     return kept
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compiled_programs():
-    """Drop what a module compiled, so that two workers fit in a laptop's memory."""
-    yield
-    jax.clear_caches()
 
 
 @pytest.fixture(autouse=True)

@@ -60,7 +60,9 @@ def ema_of_params(
         False keeps the first average in, with weight ``decay^t``.
       weights: format of the average; ``extra_bits(8, sum_rounding="stochastic")`` if
         None: 1 byte per parameter beside the average itself.
-      seed, min_size, implementation, param_shardings, warns: see
+      seed: of stochastic rounding. If None, the average draws other noise than an
+        optimizer of the same parameters.
+      min_size, implementation, param_shardings, warns: see
         :func:`lowbit_optax.lowbit`.
 
     Returns:
@@ -96,7 +98,8 @@ def ema_of_params(
         _towards_gradients(decay, debias),
         weights=weights,
         moments="float32",
-        seed=seed,
+        # Optimizer and average may start from the same parameters and the seed 0.
+        seed=0x656D61 if seed is None else seed,
         min_size=min_size,
         implementation=implementation,
         param_shardings=param_shardings,
