@@ -31,5 +31,6 @@ def check_transformation(function: str, name: str, tx) -> None:
     if callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)):
         return
     hint = "; call it first, such as optax.adamw(1e-3)" if callable(tx) else ""
-    given = repr(tx) if callable(tx) else f"a {type(tx).__name__}"
+    is_short = callable(tx) or isinstance(tx, int | float | str | None)
+    given = repr(tx) if is_short else f"a {type(tx).__name__}"
     raise TypeError(f"{function}: {name} is {given}, not an optax transformation{hint}")

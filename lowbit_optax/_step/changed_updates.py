@@ -9,11 +9,13 @@ which the residual does not belong, and small updates are lost.
 import itertools
 from collections.abc import Iterable, Sequence
 
+import jax
 import jax.numpy as jnp
 import optax
 from jax.extend.core import primitives as p
 
 from lowbit_optax._jaxprs.graph import (
+    Call,
     Graph,
     Node,
     calls_between,
@@ -56,20 +58,23 @@ class ChangedUpdateError(ValueError):
         )
 
 
-def check_updates(graph: Graph, updates: Sequence[Node], params) -> None:
+def check_updates(
+    graph: Graph, updates: Sequence[Node], nodes: Sequence, params
+) -> None:
     """Raise if a wrapper changes an update of ``lowbit``.
 
     Args:
       graph: the graph of the wrapper's update, with :data:`.stepper.update_p` in the
         place of each update of this package.
       updates: its updates, in the order of the parameters' leaves.
+      nodes: the parameters in the graph, in the same order, each a tree of nodes.
       params: tree of the parameters.
 
     Raises:
       ChangedUpdateError: naming the parameters.
     """
     changes = _Changes(graph)
-    _raise_for(params, map(changes.changed, updates))
+    _raise_for(params, map(changes.changed, updates, nodes))
 
 
 def check_state(state, params) -> None:
@@ -104,17 +109,32 @@ class _Changes:
         self._outputs = frozenset(graph.outputs)
         self._made_of_updates: set[Node] = set()
         """The updates of ``lowbit``, and all that is computed from them."""
+        self._stepped: set[Node] = set()
+        """The parameters of which ``lowbit`` has a new state."""
         for call in calls_between(graph.outputs, ()):
             if call.primitive is update_p:
                 updates = call.outputs[: call.params["updates"]]
-                state = call.params["structure"].unflatten(call.inputs)[1]
-                self._made_of_updates.update(updates if holds_lowbit(state) else ())
+                _, state, params, *_ = call.params["structure"].unflatten(call.inputs)
+                if holds_lowbit(state):
+                    self._made_of_updates.update(updates)
+                    self._stepped.update(
+                        () if self._keeps_state(call) else jax.tree.leaves(params)
+                    )
             elif not self._made_of_updates.isdisjoint(call.inputs):
                 self._made_of_updates.update(call.outputs)
 
-    def changed(self, update: Node) -> bool:
-        """Whether an update of a wrapper is computed from one of ``lowbit``."""
-        return update in self._made_of_updates and not self._is_passed_on(update)
+    def changed(self, update: Node, param) -> bool:
+        """Whether ``lowbit`` returned another update of a parameter, a tree of nodes.
+
+        A wrapper may also freeze the parameter, but not without the old state.
+        """
+        if update in self._made_of_updates:
+            return not self._is_passed_on(update)
+        return not self._stepped.isdisjoint(jax.tree.leaves(param))
+
+    def _keeps_state(self, call: Call) -> bool:
+        """Whether the wrapper drops the new state of an update."""
+        return self._outputs.isdisjoint(call.outputs[call.params["updates"] :])
 
     def _is_passed_on(self, node: Node, is_skipped: bool = False) -> bool:
         """Whether a node is an update, or zeros where the step is skipped.
@@ -127,10 +147,8 @@ class _Changes:
         assert call is not None, "an input is computed from no update"
         operands = call.inputs
         if call.primitive is update_p:
-            new_state = call.outputs[call.params["updates"] :]
-            keeps_state = self._outputs.isdisjoint(new_state)
             is_first = self._made_of_updates.isdisjoint(operands)
-            return is_first and (keeps_state or not is_skipped)
+            return is_first and (self._keeps_state(call) or not is_skipped)
         if call.primitive.name in _MOVES or _is_widened(node):
             made = [x for x in operands if x in self._made_of_updates]
             return all(self._is_passed_on(x, is_skipped) for x in made)

@@ -200,11 +200,12 @@ def trace_wrapper(tx, grads, state, params, extra_args: dict) -> WrapperTrace | 
         if traced.inner:
             return traced
         whole = Graph(closed, selects=True)
-        updates = dataclasses.replace(traced, graph=whole).outputs[0]
+        read = dataclasses.replace(traced, graph=whole)
+        updates, nodes = read.outputs[0], trees.named_leaves(read._params)[1]
     except _NEEDS_VALUES:
         check_state(state, params)
         return None
-    check_updates(whole, updates, params)
+    check_updates(whole, updates, nodes, params)
     return None
 
 

@@ -241,12 +241,14 @@ def by_all_the_rules(*args):
         return train("tpu", *args)
 
 
+@pytest.mark.slow_to_compile
 @of_every_kind
 def test_blocks_of_ordinary_numbers_are_computed_once(moments):
     args = gradients({}), moments
     assert_same_bits(by_the_first_loop(*args), by_all_the_rules(*args))
 
 
+@pytest.mark.slow_to_compile
 def test_blocks_of_zeros_are_ordinary():
     args = gradients(dict.fromkeys(np.ndindex(64, 200), 0)), block_quantized(8)
     assert_same_bits(by_the_first_loop(*args), by_all_the_rules(*args))
@@ -261,12 +263,14 @@ NUMBERS = {
 }
 
 
+@pytest.mark.slow_to_compile
 @of_every_kind
 def test_other_blocks_are_computed_by_all_the_rules(moments):
     args = gradients(NUMBERS), moments
     assert_same_bits(train("tpu", *args), by_all_the_rules(*args))
 
 
+@pytest.mark.slow_to_compile
 @pytest.mark.parametrize("shape", [SHAPE_OF_LEAF, (256, 256)])
 def test_other_blocks_have_the_bits_of_xla(monkeypatch, shape):
     # What lies beyond the edges of a ragged leaf may have blocks computed again anyway.
@@ -276,6 +280,7 @@ def test_other_blocks_have_the_bits_of_xla(monkeypatch, shape):
     assert_same_bits(train("tpu", *args), train("xla", *args))
 
 
+@pytest.mark.slow_to_compile
 def test_the_first_loop_alone_would_be_wrong():
     args = gradients({(70, 131): np.inf})[:1], block_quantized(8)
     got, want = by_the_first_loop(*args), by_all_the_rules(*args)
@@ -283,6 +288,7 @@ def test_the_first_loop_alone_would_be_wrong():
         assert_same_bits(got, want)
 
 
+@pytest.mark.slow_to_compile
 def test_weights_that_are_not_finite_are_computed_by_all_the_rules():
     kernel = normal(SHAPE_OF_LEAF).at[5, 6].set(np.inf).at[77, 100].set(np.nan)
     args = gradients({}), block_quantized(8), kernel
