@@ -54,15 +54,21 @@ def _chosen(first: Callable, other: Callable, **static) -> Callable:
         leaves, structure = jax.tree.flatten(args)
         flat = lambda fn: lambda *flat: fn(*structure.unflatten(flat))
         closed = jax.make_jaxpr(flat(first))(*leaves)
-        return _chosen_p.bind(*leaves, first=closed, other=flat(other), **static)
+        # JAX's coming autodiff asks more of a primitive with a jaxpr of its own kind.
+        is_high = getattr(closed.jaxpr, "is_high", False)
+        run = jax.jit(jaxpr_as_fun(closed)) if is_high else closed
+        avals = tuple(closed.out_avals)
+        return _chosen_p.bind(
+            *leaves, first=run, avals=avals, other=flat(other), **static
+        )
 
     return chosen
 
 
 @_chosen_p.def_abstract_eval
-def _results(*avals, first: ClosedJaxpr, **static):
-    del avals, static
-    return list(first.out_avals)
+def _results(*operands, avals, **static):
+    del operands, static
+    return list(avals)
 
 
 @_chosen_p.def_impl
@@ -70,14 +76,24 @@ def _run(*args, **params):
     return jax.jit(lambda *args: _chosen_p.bind(*args, **params))(*args)
 
 
-def _lower(ctx, *args, first: ClosedJaxpr, other: Callable, one_device: bool, message):
+def _lower(
+    ctx,
+    *args,
+    first: ClosedJaxpr | Callable,
+    avals,
+    other: Callable,
+    one_device: bool,
+    message,
+):
+    del avals
     # A context without a number is a jax.shard_map's, where XLA partitions nothing.
     devices = getattr(ctx.module_context.axis_context, "num_devices", 1)
     is_alone = not one_device or devices == 1
     if not is_alone and message is not None:
         warnings.warn(message, stacklevel=2)
     is_first = is_alone and len(ctx.module_context.platforms) == 1
-    chosen = jaxpr_as_fun(first) if is_first else other
+    kernel = jaxpr_as_fun(first) if isinstance(first, ClosedJaxpr) else first
+    chosen = kernel if is_first else other
     return mlir.lower_fun(chosen, multiple_results=True)(ctx, *args)
 
 
