@@ -8,12 +8,15 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.core import Tracer
 
 from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.random_bits import hash_words, row_major
 from lowbit_optax._step import trees
+
+Array = jax.Array | np.ndarray | np.generic
 
 
 def seed_of(seed: int | jax.Array, leaves: Sequence) -> jax.Array:
@@ -33,7 +36,8 @@ def seed_of(seed: int | jax.Array, leaves: Sequence) -> jax.Array:
     """
     held = [x for x in leaves if trees.is_quantized(x) or trees.is_float(x)]
     total = jnp.uint32(0)
-    for array in jax.tree.leaves(held):
+    arrays = [x for x in jax.tree.leaves(held) if isinstance(x, Array)]
+    for array in arrays:  # shapes alone, as optax's ``init`` accepts them, have no bits
         total = traced_once(_checksum)(array, total)
         if not isinstance(total, Tracer):
             total = jax.device_get(total)  # the next leaf may be on another device

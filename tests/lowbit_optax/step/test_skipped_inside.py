@@ -220,5 +220,10 @@ def test_a_transformation_that_looks_at_values_runs_without_jit():
     inner = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
     tx = lowbit(inner, implementation="xla")
     params = params_of()
-    moved, _ = lowbit_optax.step(tx, params, tx.init(params), grads_of(params, 0))
+    moved, _ = lowbit_optax.step(
+        tx,
+        params,
+        optax.tree.set(tx.init(params), seed=jnp.uint32(0)),
+        grads_of(params, 0),
+    )
     assert (moved["w"] != params["w"]).any()
