@@ -107,11 +107,6 @@ class Program:
         refs = [*(ref for x in self.operations for ref in x.inputs), *self.outputs]
         return list(dict.fromkeys(ref for ref in refs if ref.kind == "scalar"))
 
-    def reads(self, row: int) -> bool:
-        """Whether any operation or output reads this input."""
-        refs = [*(ref for x in self.operations for ref in x.inputs), *self.outputs]
-        return Ref("row", row) in refs
-
     def reading(self, instead: Mapping[Ref, Ref]) -> "Program":
         """The program that reads other values in place of some of its own."""
 

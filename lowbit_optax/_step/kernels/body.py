@@ -89,10 +89,7 @@ class LeafBody:
             moment = moments[number - 1]
             # The program's rows are the gradient, the master and the moments.
             found = program.without_factor(number + 1)
-            is_read = self.from_stored and self.from_stored.reads(
-                len(self.moments) + number + 1
-            )
-            if moment.codec.is_linear_in_units and found is not None and not is_read:
+            if moment.codec.is_linear_in_units and found is not None:
                 program, factor = found
                 moments[number - 1] = dataclasses.replace(moment, factor=factor)
         return dataclasses.replace(self, program=program, moments=tuple(moments))
@@ -172,7 +169,7 @@ class LeafBody:
     def statistics(self, values, scalars, index, multiply_add, before, after=None):
         """The arrays whose maxima per block determine the next scales.
 
-        The weight's wait for the moments' where the result is ``from_stored``.
+        With ``from_stored`` the weight's maxima need the moments' scales first.
         """
         scaled = self._scaled
         if self.from_stored is not None:
@@ -201,7 +198,7 @@ class LeafBody:
     def after(self, maxima, block_values, scalars):
         """``(new scales, the same prepared for encoding)``.
 
-        What waits for maxima is missing from the scales, and None as prepared.
+        A scale whose maxima are not known yet is left out, and None as prepared.
         """
         maxima, olds, scales = list(maxima), self._by_number(block_values), {}
         for n, rows in self._by_maxima.items():
@@ -228,7 +225,7 @@ class LeafBody:
             how = new[0], random, multiply_add, self._by_number(after).get(0)
             return self._stored(param, residual, *how)
 
-        # First where it can be: in another order kernels may take more registers.
+        # In another order kernels may use more registers.
         first = stored_weight() if self.from_stored is None else None
         moments = self._encoded(
             new, opened, values, scalars, random, multiply_add, after
@@ -248,7 +245,7 @@ class LeafBody:
     ) -> list:
         """The new moments in their stored form.
 
-        Where the result is ``from_stored``, it becomes output 0 of ``new``.
+        With ``from_stored`` it also adds the result to ``new``, as output 0.
         """
         prepared = self._by_number(after or ())
         phase = self.phase and scalar_value(self.phase, scalars[KEYS:])
@@ -261,8 +258,7 @@ class LeafBody:
             fields = self._rounding(rows, encode)(*moment, draws)
             stored.append(_unless(rows.unchanged_if, fields, x, scalars))
         if self.from_stored is not None:
-            moments = [dataclasses.replace(x, factor=None) for x in self.moments]
-            decoded = self._decoded(moments, stored, prepared, multiply_add)
+            decoded = self._decoded(stored, prepared, multiply_add)
             rows = [*decoded, *opened[2]]
             new[0] = self.from_stored.run(rows, scalars[KEYS:], multiply_add)[0]
         return stored
@@ -306,7 +302,7 @@ class LeafBody:
         if self.reads_index:
             outside.append(row_major(param.shape) if index is None else index)
         # First: in another order LPMM's kernel takes more registers.
-        moments = self._decoded(self.moments, rest, prepared, multiply_add)
+        moments = self._decoded(rest, prepared, multiply_add)
         is_wide = not (is_narrow(grad.dtype) or is_narrow(param.dtype))
         if self.weight.has_scales or not is_wide:
             grad = grad.astype(jnp.float32)
@@ -359,25 +355,19 @@ class LeafBody:
         has_rule = self.is_differentiable and rows.format and not rows.has_scales
         return straight_through(function, *tangent) if has_rule else function
 
-    def _decoded(
-        self,
-        moments: Sequence[MomentRows],
-        stored: Sequence,
-        prepared: Mapping,
-        multiply_add,
-    ) -> list[jax.Array]:
-        """Moments in float32, times their factors, from what is stored."""
+    def _decoded(self, stored: Sequence, prepared: dict, multiply_add) -> list:
+        """All moments in float32, times their factors, from what is stored."""
         decoded = []
-        for n, (moment, x) in enumerate(zip(moments, stored, strict=True), 1):
+        for n, (moment, x) in enumerate(zip(self.moments, stored, strict=True), 1):
             scales = prepared.get(n)
-            if moment.factor is not None and scales is not None:
-                scales = moment.codec.times(scales, moment.factor)
+            if moment.factor is not None:
+                scales = moment.codec.times(prepared[n], moment.factor)
             decode = functools.partial(moment.decoded, multiply_add=multiply_add)
             decoded.append(self._rounding(moment, decode)(x, scales))
-        for n, moment in enumerate(moments):
+        for n, moment in enumerate(self.moments):
             number = moment.relative_to
             if number is not None:
-                second = moments[number - 1]
+                second = self.moments[number - 1]
                 given = stored[number - 1], prepared.get(number), multiply_add
                 decoded[n] = product_by(decoded[n], second.radicand(*given))
         return decoded

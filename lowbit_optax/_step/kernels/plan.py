@@ -303,7 +303,9 @@ class _Planner:
         )
         if not self.for_tpus:
             check_fields(body.arrays(leaf, [step.parts[s] for s in parts]))
-        body = body if self.is_exact else body.with_factors()
+        # Moments that are decoded twice would need units with and without factors.
+        if not self.is_exact and from_stored is None:
+            body = body.with_factors()
         return LeafKernel(body, parts, rows.outside)
 
     @functools.cached_property
