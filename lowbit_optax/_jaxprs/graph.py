@@ -20,6 +20,7 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives as p
 
+from lowbit_optax._jaxprs.coming_autodiff import AS_BOUND, in_todays_terms
 from pallas_kernels.operations import ClosedJaxpr
 
 _CALLS = frozenset(
@@ -28,13 +29,6 @@ _CALLS = frozenset(
         p.remat_p,
     }
 )  # fmt: skip
-_COMING = {
-    "CheckpointName": p.name_p,
-    "CustomJVPTraced": p.custom_jvp_call_p,
-    "CustomVJPTraced": p.custom_vjp_call_p,
-    "RematTraced": p.remat_p,
-}
-_AS_BOUND = "as_bound"
 SUMS = frozenset({p.add_p, p.add_jaxvals_p})
 """What adds two arrays: JAX has a primitive of its own for sums of derivatives."""
 
@@ -188,7 +182,7 @@ def run(
 
 def bind(call: Call, operands: Sequence) -> Sequence:
     """The results of a call for these operands."""
-    primitive, params = call.params.get(_AS_BOUND, (call.primitive, call.params))
+    primitive, params = call.params.get(AS_BOUND, (call.primitive, call.params))
     params = primitive.get_bind_params(params)
     context = call.context.manager if call.context else contextlib.nullcontext()
     if not any(core.jaxprs_in_params(params)):
@@ -196,23 +190,6 @@ def bind(call: Call, operands: Sequence) -> Sequence:
     with context:
         results = primitive.bind(*operands, **params)
     return results if primitive.multiple_results else [results]
-
-
-def in_todays_terms(eqn: core.JaxprEqn) -> core.JaxprEqn:
-    """An equation of JAX's coming autodiff, as the primitive that it replaces.
-
-    With ``jax_remat3``, ``jax_custom_vjp3`` and ``jax_custom_jvp3``, checkpoints, names
-    and functions with derivative rules are objects that one primitive applies.
-    :func:`bind` applies the object itself.
-    """
-    applied = eqn.params.get("_prim")
-    primitive = _COMING.get(type(applied).__name__)
-    if applied is None or primitive is None:
-        return eqn
-    params = applied.params | {_AS_BOUND: (eqn.primitive, eqn.params)}
-    if "traced" in params:
-        params["call_jaxpr"] = params["traced"].jaxpr
-    return eqn.replace(primitive=primitive, params=params)
 
 
 def varying_alike(operands: Sequence) -> Sequence:

@@ -25,14 +25,15 @@ from lowbit_optax._numerics.random_bits import Draws, RandomBits, moment_draws
 from lowbit_optax._numerics.relative import product, quotient
 from lowbit_optax._numerics.straight_through import straight_through
 from lowbit_optax._step import trees
-from lowbit_optax._step.blanks import blank, is_blank
 from lowbit_optax._step.context import layerwise
 from lowbit_optax._step.leaf import StoredLeaf, on_whole_units
 from lowbit_optax._step.moment_slots import MomentChoice, Slot, find_slots
+from lowbit_optax._step.parallel_trees import (
+    CONTAINERS,
+    in_parallel_trees,
+    leaf_by_leaf,
+)
 from lowbit_optax.formats.base import BlockMomentFormat, MomentFormat
-from lowbit_optax.formats.block_quantized import QuantizedMoment, RelativeMoment
-
-_CONTAINERS = (QuantizedMoment, RelativeMoment)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,13 +290,13 @@ class MomentPlan:
                     f"stores {want}: was this state made by a transformation with "
                     "other moments?"
                 )
-        is_uncoded = lambda x: isinstance(x, _CONTAINERS) and x.scales is None
+        is_uncoded = lambda x: isinstance(x, CONTAINERS) and x.scales is None
         return [x.codes if is_uncoded(x) else x for x in parts]
 
     def _check_float32(self, state) -> None:
         # Without formats the inner init need not accept optax's placeholders, so the
         # moments are recognised by their dtype alone.
-        is_container = lambda x: isinstance(x, _CONTAINERS)
+        is_container = lambda x: isinstance(x, CONTAINERS)
 
         def paired(x):
             return jax.tree.map(type(x), x.codes, x.scales) if is_container(x) else x
@@ -352,44 +353,6 @@ def _of_another(state, expected: trees.PyTreeDef) -> ValueError:
         f"lowbit: the inner state is {trees.outline(state)}, but this transformation's "
         f"init returns {wanted}: was it made by another one, such as ema_of_params?"
     )
-
-
-def in_parallel_trees(
-    format_: MomentFormat | None, treedef, parts: Sequence, before: typing.Any = None
-):
-    """The moments of one field as the state keeps them.
-
-    Each part is what the format's ``encode`` returns, or an uncoded array. If the
-    format stores a moment as several arrays, the result is a container of trees, in
-    which ``scales`` has blanks at the uncoded leaves: those of the container before.
-    """
-    if format_ is None or format_.container is None:
-        return treedef.unflatten(parts)
-    container = format_.container
-    if isinstance(before, container):
-        blanks = treedef.flatten_up_to(before.scales)
-    else:
-        blanks = [blank(x) if hasattr(x, "shape") else None for x in parts]
-    pairs = [
-        x if isinstance(x, _CONTAINERS) else container(x, old)
-        for x, old in zip(parts, blanks, strict=True)
-    ]
-    return container(
-        treedef.unflatten(x.codes for x in pairs),
-        treedef.unflatten(x.scales for x in pairs),
-    )
-
-
-def leaf_by_leaf(names: Sequence[str], treedef, stored, what: str) -> list:
-    """The inverse of :func:`in_parallel_trees`, with uncoded arrays in containers."""
-    if not isinstance(stored, _CONTAINERS):
-        return trees.parts_of(names, treedef, stored, what)
-    codes = trees.parts_of(names, treedef, stored.codes, "codes")
-    scales = trees.parts_of(names, treedef, stored.scales, "scales")
-    return [
-        type(stored)(x, None if is_blank(scale) else scale)
-        for x, scale in zip(codes, scales, strict=True)
-    ]
 
 
 def no_moment_for_errors(name: str, field: str) -> ValueError:

@@ -1,9 +1,8 @@
 """The base classes of weight formats and moment formats.
 
-A weight format defines how a float32 master is stored as (param, residual), a moment
-format how a float32 moment is stored as codes. Both are frozen, hashable dataclasses
-that hold only static choices, so that jit and ``optax.inject_hyperparams`` leave them
-alone.
+A weight format stores a float32 master as (param, residual), and a moment format stores
+a float32 moment as codes. Both are frozen, hashable dataclasses of static choices, so
+that jit and ``optax.inject_hyperparams`` leave them alone.
 
 The engine (:mod:`lowbit_optax._step.engine`) calls the methods of a format leaf by
 leaf, with arrays of the leaf's full shape. A kernel calls them with rows of these
@@ -31,7 +30,6 @@ Rounding = typing.Literal["nearest", "stochastic"]
 
 Residual = typing.Any
 """An array; None for a leaf that needs no residual."""
-
 
 _NO_RESIDUALS = "none"
 
@@ -78,10 +76,13 @@ class WeightFormat:
     also define ``width`` and ``on_fields``.
 
     It may define ``split`` and ``store``, if computing the parameter and the residual
-    together is cheaper than one after the other. It may define ``sum_stream`` or
-    ``advance``, with ``stores_sum`` false, if adding an update is more than storing the
-    sum. The defaults of all other methods are correct for every format.
+    together is cheaper. It may define ``sum_stream`` or ``advance``, with
+    ``stores_sum`` false, if adding an update is more than storing the sum. The defaults
+    of all other methods are correct for every format.
     """
+
+    reads_stored_moments: typing.ClassVar[bool] = False
+    """Whether updates are computed from the rounded moments that are stored."""
 
     @property
     def residual_name(self) -> str | None:
@@ -102,17 +103,12 @@ class WeightFormat:
 
     @property
     def error_into(self) -> str | None:
-        """The field of the moments that take what storing a master has lost.
+        """The field of the moments that take the errors of storing masters; or None.
 
-        None for formats whose errors are lost. Where there is a field, ``stores_sum``
-        must be false: see :mod:`lowbit_optax._step.error_feedback`.
+        Where there is one, ``stores_sum`` must be false: see
+        :mod:`lowbit_optax._step.error_feedback`.
         """
         return None
-
-    @property
-    def reads_stored_moments(self) -> bool:
-        """Whether updates are computed from the rounded moments that are stored."""
-        return False
 
     def check(self, dtype: jnp.dtype) -> str | None:
         """Why this format cannot hold a leaf of a narrow dtype; None if it can."""

@@ -26,9 +26,7 @@ class QuantizedWeights(WeightFormat):
 
     rounding: Rounding = "stochastic"
 
-    @property
-    def reads_stored_moments(self) -> bool:
-        return True  # LPMM, Algorithm 1, line 8
+    reads_stored_moments: typing.ClassVar[bool] = True  # LPMM, Algorithm 1, line 8
 
     def fields_of(self, param: tensors.QuantizedTensor) -> QuantizedFields:
         """The elementwise functions with which a kernel updates a leaf."""

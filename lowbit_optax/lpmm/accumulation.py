@@ -20,7 +20,7 @@ from lowbit_optax._step.engine import Lowbit
 from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded, neutral_updates
 from lowbit_optax._step.leaf import StoredLeaf
 from lowbit_optax._step.moment_slots import NoSuchMomentError
-from lowbit_optax._step.moments import in_parallel_trees, leaf_by_leaf
+from lowbit_optax._step.parallel_trees import in_parallel_trees, leaf_by_leaf
 from lowbit_optax._step.seeds import seed_of
 from lowbit_optax._step.stepper import Stepper, stepper_of
 from lowbit_optax._step.wrapped import step_wrapped
@@ -227,11 +227,11 @@ class _Call:
         return self._by_branches() if in_place is None else in_place
 
     def _in_place(self, lowbit: Lowbit | None):
-        """Without a branch, by two steps, of which a guard may skip the second.
+        """Run two steps without a branch; a guard may skip the second one.
 
-        The first adds the gradients to the accumulators. The second is the inner
-        transformation's, in which the accumulators are moments. None if a wrapper keeps
-        the second from writing new parameters.
+        The first step adds the gradients to the accumulators. The second step is the
+        inner transformation's, with the accumulators as moments. Returns None if a
+        wrapper keeps the second step from writing new parameters.
 
         Raises:
           NoSuchMomentError: if the accumulators cannot be moments.

@@ -17,7 +17,7 @@ from lowbit_optax._jaxprs.not_folded import not_folded
 from lowbit_optax._step import trees
 from lowbit_optax._step.engine import Lowbit
 from lowbit_optax._step.guard import UNGUARDED
-from lowbit_optax._step.moments import in_parallel_trees, leaf_by_leaf
+from lowbit_optax._step.parallel_trees import in_parallel_trees, leaf_by_leaf
 from lowbit_optax._step.state import LowbitState
 from lowbit_optax._step.stepper import Stepper
 from lowbit_optax.formats import MomentFormat
@@ -103,7 +103,7 @@ class _WithSums(Stepper):
 
     Args:
       lowbit: the transformation that updates with the sums.
-      summed: all sums. What the accumulators become is left in ``summed.new``.
+      summed: all sums. A step leaves the new accumulators in ``summed.new``.
       leaves: numbers of the leaves that are updated.
     """
 
@@ -120,7 +120,7 @@ class _WithSums(Stepper):
         names, _, treedef = trees.named_leaves(params)
         parts = [self.summed.sums.parts[i] for i in self.leaves]
         format_ = self.summed.format
-        if isinstance(state, LowbitState):  # else the step says what it is
+        if isinstance(state, LowbitState):  # the step refuses any other state
             accumulators = in_parallel_trees(format_, treedef, parts)
             inner_state = SummedState(state.inner_state, accumulators)
             state = state._replace(inner_state=inner_state)

@@ -1,0 +1,31 @@
+"""Equations of JAX's coming autodiff, which the readers of jaxprs see as today's."""
+
+from jax.extend import core
+from jax.extend.core import primitives as p
+
+AS_BOUND = "as_bound"
+"""The parameter that holds the original primitive and its parameters."""
+
+_COMING = {
+    "CheckpointName": p.name_p,
+    "CustomJVPTraced": p.custom_jvp_call_p,
+    "CustomVJPTraced": p.custom_vjp_call_p,
+    "RematTraced": p.remat_p,
+}
+
+
+def in_todays_terms(eqn: core.JaxprEqn) -> core.JaxprEqn:
+    """An equation of JAX's coming autodiff, as the primitive that it replaces.
+
+    With ``jax_remat3``, ``jax_custom_vjp3`` and ``jax_custom_jvp3``, checkpoints, names
+    and functions with derivative rules are objects that one primitive applies.
+    :func:`.graph.bind` applies the object itself.
+    """
+    applied = eqn.params.get("_prim")
+    primitive = _COMING.get(type(applied).__name__)
+    if applied is None or primitive is None:
+        return eqn
+    params = applied.params | {AS_BOUND: (eqn.primitive, eqn.params)}
+    if "traced" in params:
+        params["call_jaxpr"] = params["traced"].jaxpr
+    return eqn.replace(primitive=primitive, params=params)

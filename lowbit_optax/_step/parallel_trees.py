@@ -1,0 +1,50 @@
+"""Moments of one field of the state: leaf by leaf, and as parallel trees of arrays."""
+
+import typing
+from collections.abc import Sequence
+
+from lowbit_optax._step import trees
+from lowbit_optax._step.blanks import blank, is_blank
+from lowbit_optax.formats.base import MomentFormat
+from lowbit_optax.formats.block_quantized import QuantizedMoment, RelativeMoment
+
+CONTAINERS = (QuantizedMoment, RelativeMoment)
+"""The types of moments that are stored as several arrays."""
+
+
+def in_parallel_trees(
+    format_: MomentFormat | None, treedef, parts: Sequence, before: typing.Any = None
+):
+    """The moments of one field as the state keeps them.
+
+    Each part is what the format's ``encode`` returns, or an uncoded array. If the
+    format stores a moment as several arrays, the result is a container of trees, in
+    which ``scales`` has blanks at the uncoded leaves: those of the container before.
+    """
+    if format_ is None or format_.container is None:
+        return treedef.unflatten(parts)
+    container = format_.container
+    if isinstance(before, container):
+        blanks = treedef.flatten_up_to(before.scales)
+    else:
+        blanks = [blank(x) if hasattr(x, "shape") else None for x in parts]
+    pairs = [
+        x if isinstance(x, CONTAINERS) else container(x, old)
+        for x, old in zip(parts, blanks, strict=True)
+    ]
+    return container(
+        treedef.unflatten(x.codes for x in pairs),
+        treedef.unflatten(x.scales for x in pairs),
+    )
+
+
+def leaf_by_leaf(names: Sequence[str], treedef, stored, what: str) -> list:
+    """The inverse of :func:`in_parallel_trees`, with uncoded arrays in containers."""
+    if not isinstance(stored, CONTAINERS):
+        return trees.parts_of(names, treedef, stored, what)
+    codes = trees.parts_of(names, treedef, stored.codes, "codes")
+    scales = trees.parts_of(names, treedef, stored.scales, "scales")
+    return [
+        type(stored)(x, None if is_blank(scale) else scale)
+        for x, scale in zip(codes, scales, strict=True)
+    ]
