@@ -25,8 +25,9 @@ def check_transformation(function: str, name: str, tx) -> None:
     """Raise unless an argument is an optax transformation.
 
     Args:
-      function, name: of the function and its argument, for the error.
-      tx: given.
+      function: the name of the function, for the error.
+      name: the name of its argument.
+      tx: the argument.
     """
     if callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)):
         return

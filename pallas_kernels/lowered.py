@@ -41,10 +41,10 @@ def for_one_device(
 
 
 def for_one_platform(kernel: Callable, portable: Callable) -> Callable:
-    """A function that is ``kernel`` in a program for one platform, else ``portable``.
+    """``kernel`` in a program for one platform, and ``portable`` in any other program.
 
-    ``jax.export`` makes programs for several platforms, of which each must be able to
-    lower all of the program. See :func:`for_one_device`.
+    ``jax.export`` makes programs for several platforms, and each platform must be able
+    to lower the whole program. See :func:`for_one_device`.
     """
     return _chosen(kernel, portable, one_device=False, message=None)
 

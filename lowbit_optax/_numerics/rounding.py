@@ -74,8 +74,8 @@ def _nearest_past_the_largest(
 ) -> float_layouts.RoundingBits:
     """Random bits, replaced wherever they might round a number to infinity.
 
-    For numbers past the largest finite value they become one half. That rounds to
-    nearest, and a tie to the even neighbour, as a cast does.
+    The bits of a number past the largest finite value become one half. Then it is
+    rounded to nearest, and a tie to the even neighbour, as a cast does.
     """
     if random is None or random is float_layouts.TOWARD_ZERO:
         return random

@@ -100,7 +100,7 @@ class Lowbit(Stepper):
         leaves = self._placed(self.leaves(names, given), treedef)
         split = [_split(leaf, masters.get(leaf.name)) for leaf in leaves]
         # Made here and not at import, so that they are placed like the parameters.
-        wide = [masters.get(*leaf) for leaf in zip(names, given, strict=True)]
+        wide = [masters.get(name, x) for name, x in zip(names, given, strict=True)]
         count, seed = jnp.zeros([], jnp.uint32), seed_of(self.seed, wide)
         with context.starting(_refuse_inner_lowbit):
             inner_state = self.inner.init(treedef.unflatten(x for x, _ in split))
@@ -333,9 +333,9 @@ def _refuse_inner_lowbit(config: Lowbit, params) -> typing.NoReturn:
 def _check_inner_state(inner_state) -> None:
     if trees.all_of(optax.LookaheadState, inner_state):
         raise ValueError(
-            "lowbit: the inner transformation holds optax.lookahead, whose parameters "
-            "are pairs of fast and slow weights, but whose gradients are of the fast "
-            "ones alone. The recipes in the documentation show a lookahead that keeps "
-            "the slow weights in its state"
+            "lowbit: the inner transformation holds optax.lookahead, which takes pairs "
+            "of fast and slow weights, but only the fast weights have gradients. The "
+            "recipes in the documentation show a lookahead that keeps the slow weights "
+            "in its state"
         )
     check_multi_steps_in(inner_state)

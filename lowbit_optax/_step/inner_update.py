@@ -213,7 +213,7 @@ class InnerUpdate:
         """The updates of leaves, computed from the rounded moments that are stored.
 
         Args:
-          step, known: as of :meth:`values`, but nothing is added to ``known``.
+          step, known: see :meth:`values`; ``known`` stays unchanged.
           leaves: numbers of the leaves.
           stored: the parts of the new state.
           first: which of them are stored.
@@ -280,8 +280,8 @@ def _check_hyperparameters(held: Iterable) -> None:
         is_lossy = is_narrow(x.dtype) or jnp.issubdtype(x.dtype, jnp.unsignedinteger)
         if is_lossy and not x.shape:
             raise TypeError(
-                f"lowbit: the inner transformation uses a {x.dtype} scalar as a "
-                "hyperparameter; accepted are numbers and float32 scalars. With "
+                "lowbit: a hyperparameter of the inner transformation must be a number "
+                f"or a float32 scalar, got a {x.dtype} scalar. With "
                 "optax.inject_hyperparams pass hyperparam_dtype=jnp.float32"
             )
 

@@ -172,7 +172,7 @@ class Step(LeafStep):
         """The parts of the new inner state in their stored form, unless they are still.
 
         Args:
-          parts, stored: as of :meth:`.MomentPlan.encode`.
+          parts, stored: see :meth:`.MomentPlan.encode`.
           stays: per part, whether the old one stays; None where it does not.
         """
         new = self.plan.encode(parts, self.draws, stored)

@@ -37,7 +37,7 @@ class Stepper(abc.ABC):
         return new
 
     def __deepcopy__(self, memo) -> "Stepper":
-        """Itself: it never changes, and a deep copy of what holds it stays equal."""
+        """Return itself. So a deep copy of a tree that holds it equals the original."""
         del memo
         return self
 

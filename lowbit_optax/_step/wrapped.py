@@ -205,7 +205,7 @@ def _chosen_trace(
 ) -> tuple[WrapperTrace, Given] | None:
     """The trace that a step follows, and its arguments; None if there is none.
 
-    Wrappers see the gradients as they are given, as in optax. They see float32 if that
+    Wrappers see the user's gradients unchanged, like in optax. They see float32 if that
     makes what they compute a part of the kernels, and in a guarded step.
     """
     wide = jax.tree.map(_wide, grads)

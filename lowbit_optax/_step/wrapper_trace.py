@@ -177,10 +177,10 @@ class WrapperTrace:
 
 
 def trace_wrapper(tx, grads, state, params, extra_args: dict) -> WrapperTrace | None:
-    """The trace of an update; None if nothing can take the places of its updates.
+    """The trace of an update; None if new parameters cannot replace its updates.
 
-    So it is if nothing in it is of this package, or if a wrapper computes with the
-    results of a step, or with values.
+    They cannot if no transformation of this package is inside, or if a wrapper
+    computes with the results of a step or needs concrete values.
 
     Raises:
       ChangedUpdateError: if a wrapper changes an update that lands exactly.

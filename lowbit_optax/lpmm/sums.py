@@ -213,9 +213,9 @@ def _can_tile(arrays: Leaf) -> bool:
 
 
 def zeros(leaf) -> jax.Array:
-    """Zeros in float32, of the shape of a leaf: an array or a QuantizedTensor.
+    """Float32 zeros with the shape of a leaf, which may be a QuantizedTensor.
 
-    They lie on a mesh as the array does, whose zeros they are.
+    The zeros of an array have its sharding.
     """
     if trees.is_quantized(leaf):
         return jnp.zeros(leaf.shape, jnp.float32)

@@ -185,10 +185,10 @@ def starting_from(
 def is_bias_or_vector(path: str, leaf) -> bool:
     """The default rule of :func:`param_dtypes`: biases and vectors stay in float32.
 
-    It keeps every leaf named ``bias``, also that of an attention layer, whose axes are
-    heads and features, and every leaf of fewer than two axes, such as the scale of a
-    normalisation. They are a small part of a model's memory. It narrows matrices,
-    convolutions and embeddings.
+    It keeps every leaf named ``bias``, including the bias of an attention layer, whose
+    axes are heads and features. It also keeps every leaf of fewer than two axes, such
+    as the scale of a normalisation. These leaves are a small part of a model's memory.
+    It narrows matrices, convolutions and embeddings.
 
     >>> import jax.numpy as jnp
     >>> is_bias_or_vector("['query']['bias']", jnp.ones((8, 64)))

@@ -160,7 +160,7 @@ def _adamw(b2):
     return lowbit(optax.adamw(0.01, b2=b2))
 
 
-# What the function that optax.inject_hyperparams calls returns.
+# Transformations that a function under optax.inject_hyperparams may return.
 MADE_INSIDE = {
     "lowbit": _adamw,
     "lowbit of a chain": lambda b2: lowbit(

@@ -35,7 +35,7 @@ def start():
 
 
 def gradient(theta, noise):
-    """Of one microbatch's loss, CURVATURE / 2 |theta|^2 + noise theta."""
+    """The gradient of one microbatch's loss, CURVATURE / 2 |theta|^2 + noise theta."""
     return CURVATURE * theta + noise
 
 

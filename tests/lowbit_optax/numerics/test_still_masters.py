@@ -40,7 +40,7 @@ def optax_apply(param, update):
 def stay(format_, landing, dtype, fields, param):
     """(master before, its update, parameter and master after an update of -0)."""
     draws = [random_bits(jnp.uint32(0), step, [0])[0] for step in jnp.arange(2)]
-    # A split makes most of these pairs, and no others can be in a state.
+    # A state holds only pairs that a split has returned, which are most of them.
     master = format_.join(param, fields)
     param, fields = format_.split(master, jnp.dtype(dtype), draws[0])
     landing = landing.of(param, param)

@@ -209,7 +209,7 @@ def _equinox_layers():
 
 
 def _assert_biases_stay(dtypes):
-    """Of each layer the bias is float32, and so are vectors; kernels are narrow."""
+    """Biases and vectors of each layer are float32, and kernels are narrow."""
     found = {}
     for path, dtype in jax.tree_util.tree_leaves_with_path(dtypes):
         names = jax.tree_util.keystr(path).removesuffix(".value").strip("']")

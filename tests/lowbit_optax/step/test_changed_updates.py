@@ -55,7 +55,7 @@ def products(updates, params=None):
 
 
 def arguments(state, grads):
-    """What some transformations ask for besides gradients."""
+    """The arguments that some transformations need besides gradients."""
     is_sam = lambda x: isinstance(x, contrib.SAMState)
     if any(map(is_sam, jax.tree.leaves(state, is_leaf=is_sam))):
         return {"grad_fn": jax.grad(loss_fn)}  # and no other
