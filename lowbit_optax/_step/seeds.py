@@ -41,9 +41,8 @@ def seed_of(seed: int | jax.Array, leaves: Sequence) -> jax.Array:
         total = traced_once(_checksum)(array, total)
         if not isinstance(total, Tracer):
             total = jax.device_get(total)  # the next leaf may be on another device
-    axes = jax.sharding.get_abstract_mesh().manual_axes
-    if axes:
-        total = lax.pmax(total, axes)
+    for axis in jax.sharding.get_abstract_mesh().manual_axes:
+        total = lax.pmax(total, axis)  # all at once, it would have to vary over all
     return hash_words(total, jnp.uint32(seed), jnp.uint32(seed))
 
 

@@ -296,9 +296,12 @@ class _Call:
         is_last = self._is_last
         if isinstance(is_last, jax.core.Tracer):
             result, parts, inner_state = jax.lax.cond(is_last, update, wait)
+        # Outside of jit, JAX compiles a conditional of new closures at every step.
+        elif is_last:
+            result, parts, inner_state = update()
         else:
-            # Outside of jit, JAX compiles a conditional of new closures at every step.
-            result, parts, inner_state = update() if is_last else wait()
+            jax.eval_shape(update)  # what it refuses, it refuses at the first step
+            result, parts, inner_state = wait()
         parts = self.guard.chosen(parts, self._parts)
         inner_state = self.guard.chosen(inner_state, state.inner_state)
         if is_direct:
