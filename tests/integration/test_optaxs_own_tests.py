@@ -227,9 +227,14 @@ BY_SGD = {
 CASES = [(*of, test) for of, tests in BY_SGD.items() for test in tests]
 
 
+STAYS_NAN = "a NaN would stay in the accumulator, so MultiSteps is refused there"
+
+
 @pytest.mark.parametrize("name", SGD_ALIASES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[1]}.{case[2]}")
-def test_optaxs_wrappers_hold_around_it(name, case):
+def test_optaxs_wrappers_hold_around_it(request, name, case):
+    if case[2] == "test_multi_steps_zero_nans":
+        expected_to_fail(request, STAYS_NAN, pytest.fail.Exception)
     tx = keeping_params(alias(name))
     optaxs_tests.run_with({"sgd": tx, "adam": tx_of_adam}, *case)
 
