@@ -22,7 +22,7 @@ from lowbit_optax._numerics.straight_through import straight_through
 from lowbit_optax._step import context
 from lowbit_optax._step.error_feedback import Feedback, ahead_of_leaves, fed
 from lowbit_optax._step.inner_update import InnerUpdate, trace_update
-from lowbit_optax._step.kernels.plan import KernelPlan, plan_kernels
+from lowbit_optax._step.kernels.plan import plan_kernels
 from lowbit_optax._step.kernels.run import Kernels
 from lowbit_optax._step.left_to_xla import (
     Left,
@@ -90,8 +90,7 @@ def run(
     plan.require()
     if not plan.kernels:
         return by_xla(step)
-    kernels = _kernels(plan, step)
-    return kernels.out_of_stacks(step, kernels.run(step, implementation))
+    return Kernels(plan).run(step, implementation)
 
 
 def _by_platform(
@@ -115,7 +114,7 @@ def _by_platform(
         warn_once(message)
     if not set(plan.kernels) - set(reasons):
         return by_xla(step)
-    kernels = _kernels(plan, step)
+    kernels = Kernels(plan)
     # Any other choice would trace kernels for other platforms as well.
     name = "tpu" if on_tpus else default_launcher()
     run = lambda: kernels.run(step.again(), name)
@@ -130,10 +129,8 @@ def _by_platform(
         large = plan_kernels(traced, is_exact=True).only_blocks()
         if large.kernels:
             branches["cpu"] = lambda: Kernels(large).run(step.again(), "blocks")
-    stepped = jax.lax.platform_dependent(
-        default=lambda: kernels.into_stacks(step, by_xla(step.again())), **branches
-    )
-    return kernels.out_of_stacks(step, stepped)
+    default = lambda: by_xla(step.again())
+    return jax.lax.platform_dependent(default=default, **branches)
 
 
 def explained(
@@ -181,11 +178,6 @@ def _warning(step: Step, left: Mapping[str, Left]) -> Step:
 def _has_explicit_axes(step: Step) -> bool:
     arrays = jax.tree.leaves(step.params)
     return any(has_explicit_axes(jax.typeof(x).sharding.mesh) for x in arrays)
-
-
-def _kernels(plan: KernelPlan, step: Step) -> Kernels:
-    layer = step.layer if step.layer and step.layer.is_of_this_trace else None
-    return Kernels(plan, layer)
 
 
 def reference(step: Step, update: Callable, traced: InnerUpdate | None) -> Stepped:

@@ -3,20 +3,16 @@
 :mod:`lowbit_optax.release` calls a transformation with one layer in place of the whole
 stack: ``params[i]`` for ``params``, and ``state[i]`` for the state that belongs to it.
 If the update treats all layers alike, the result is layer ``i`` of the whole stack's
-update, except in two respects. Random numbers depend on where an element lies in the
-stack, and a kernel can write into the stack itself. :class:`Layer` holds what is needed
-for both.
+update, except that random numbers depend on where an element lies in the stack.
 """
 
 import dataclasses
 import math
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.extend.core import get_opaque_trace_state
 
 from lowbit_optax._numerics.random_bits import (
     RandomBits,
@@ -55,11 +51,6 @@ class ByIdentity(typing.Generic[Value]):
 class Layer:
     """One layer of some of the parameters.
 
-    An update gets arrays that :meth:`of` has taken out of their stacks. They pass
-    through optax's wrappers unchanged, so the code inside can recognise each one by
-    identity, and :meth:`stack_of` returns the stack that it may write into. Likewise
-    :meth:`put` recognises results that have been written already.
-
     Args:
       index: int32 scalar, the layer's number.
       count: how many layers there are.
@@ -69,20 +60,6 @@ class Layer:
     index: jax.Array
     count: int
     names: frozenset[str]
-
-    def __post_init__(self):
-        self._stacks: ByIdentity[jax.Array] = ByIdentity()
-        self._written: ByIdentity[jax.Array] = ByIdentity()
-        self._trace_state = _trace_state()
-
-    @property
-    def is_of_this_trace(self) -> bool:
-        """Whether the running function belongs to the trace that made this layer.
-
-        Inside a conditional, or another function that is traced on its own, stacks
-        cannot be written, because it could not hand them to the caller.
-        """
-        return self._trace_state == _trace_state()
 
     def bits(self, random: RandomBits, name: str, leaf) -> RandomBits:
         """The random bits of a leaf, at the layer's place in its stack."""
@@ -110,64 +87,3 @@ class Layer:
                 )
                 key, second = key.at[i].set(first), second.at[i].set(other)
         return key, second
-
-    def of(self, stack: jax.Array) -> jax.Array:
-        """The layer of a stack, as an array that :meth:`stack_of` will recognise."""
-        layer = self._taken_from(stack)
-        self._stacks.add(layer, stack)
-        return layer
-
-    def stack_of(self, layer) -> jax.Array | None:
-        """The stack from which :meth:`of` took this array; None for other arrays."""
-        return self._stacks.get(layer)
-
-    def into_stacks(self, arrays: Sequence[jax.Array], old, new):
-        """``new``, with results written into the stacks of the layers they replace.
-
-        Args:
-          arrays: the leaves of ``old``, by identity, that are such layers.
-          old, new: arguments and results of an update, trees of one structure.
-        """
-
-        def put(layer, result):
-            stack = self.stack_of(layer)
-            assert stack is not None, "only layers that were taken from a stack"
-            return self.put(stack, result)
-
-        return _map_where(put, arrays, old, new)
-
-    def out_of_stacks(self, arrays: Sequence[jax.Array], old, new):
-        """The inverse of :meth:`into_stacks`: layers in the places of whole stacks.
-
-        :meth:`put` recognises these layers as written and returns their stacks.
-        """
-
-        def taken(_, stack):
-            layer = self._taken_from(stack)
-            self._written.add(layer, stack)
-            return layer
-
-        return _map_where(taken, arrays, old, new)
-
-    def put(self, stack: jax.Array, layer: jax.Array) -> jax.Array:
-        """The stack with a new layer, which may have been written into it already."""
-        written = self._written.get(layer)
-        if written is not None:
-            return written
-        return lax.dynamic_update_index_in_dim(stack, layer, self.index, 0)
-
-    def _taken_from(self, stack: jax.Array) -> jax.Array:
-        return lax.dynamic_index_in_dim(stack, self.index, 0, keepdims=False)
-
-
-def _map_where(fn: Callable, arrays: Sequence[jax.Array], old, new):
-    """``new``, with ``fn(old, new)`` wherever the old leaf itself is in ``arrays``."""
-    olds, (news, structure) = jax.tree.leaves(old), jax.tree.flatten(new)
-    return structure.unflatten(
-        fn(a, b) if any(a is x for x in arrays) else b
-        for a, b in zip(olds, news, strict=True)
-    )
-
-
-def _trace_state():
-    return get_opaque_trace_state(convention="nnx")

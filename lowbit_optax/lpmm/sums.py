@@ -26,10 +26,9 @@ from lowbit_optax._step import context, trees
 from lowbit_optax._step.context import layerwise
 from lowbit_optax._step.guard import Guard, Unguarded
 from lowbit_optax._step.kernels.body import KEYS
-from lowbit_optax._step.kernels.launches import Launches, in_stacks
+from lowbit_optax._step.kernels.launches import Launches
 from lowbit_optax._step.kernels.limits import has_layers, needs_loop
 from lowbit_optax._step.kernels.rows import MomentRows
-from lowbit_optax._step.layers import Layer
 from lowbit_optax._step.leaf import StoredLeaf
 from lowbit_optax._step.step import LeafStep
 from lowbit_optax.formats import MomentFormat
@@ -137,20 +136,14 @@ class Sums(LeafStep):
         """The new accumulators."""
         by_xla = implementation == "xla" or context.current().is_analysed
         bodies = {} if by_xla else self._bodies()
-        layer = self.layer if self.layer and self.layer.is_of_this_trace else None
-        leaves = {
-            i: in_stacks(body.arrays(self.leaves[i], self.parts[i]), layer)
-            for i, body in bodies.items()
-        }
+        leaves = {i: x.arrays(self.leaves[i], self.parts[i]) for i, x in bodies.items()}
         scalars = list(self.guard.scalars)
-        launches = Launches(bodies, self, scalars, layer, implementation)
+        launches = Launches(bodies, self, scalars, implementation)
         new = [
             part if i in bodies else self._added_by_xla(i)
             for i, part in enumerate(self.parts)
         ]
         for i, arrays in launches.run(leaves).items():
-            if leaves[i].stacked:
-                arrays = list(map(typing.cast(Layer, layer).of, arrays))
             new[i] = bodies[i].stored(arrays)
         return new
 

@@ -39,8 +39,9 @@ def value_and_update(
     The gradient of a parameter is whole once the backward pass is past the first use of
     it in ``loss_fn``. Barriers keep the compiler from going on before the update. Small
     gradients wait for each other, and those with fewer than 4,096 elements for the end.
-    Of the values that the backward pass reads, the smallest set is kept from which
-    elementwise operations can compute the others again.
+    Each parameter passes through :func:`released`, and scans over parameters run as
+    :func:`scan`. Between matrix products and convolutions, the backward pass recomputes
+    elementwise operations and random bits instead of keeping their results.
 
     The parameters that ``loss_fn`` scans over, by ``jax.lax.scan`` or flax's
     ``nn.scan``, are updated layer by layer. So is a stack of parameters if one scan
@@ -183,14 +184,16 @@ def explain(
     def with_shapes(params, opt_state, *args, **kwargs):
         loss = trace_loss(loss_fn, has_aux, dtype, params, args, kwargs)
         plan = plan_release(loss, tx, opt_state)
-        reports = dict(plan.reports)
-        for name, report in plan.reports.items():
-            if loss_scaled(tx) is not None:
-                reports[name] += _unless(report, overflow)
-            if state_memory == "pinned_host":
-                where = "in" if name in plan.state_stacks else "not in"
-                reports[name] += f"; its state is {where} host memory"
-        return reports
+        in_loops = {leaf.name for leaf in plan.parts.state_stacks}
+
+        def complete(name: str, report: str) -> str:
+            unless = _unless(report, overflow) if loss_scaled(tx) is not None else ""
+            where = "in" if name in in_loops else "not in"
+            is_on_host = state_memory == "pinned_host"
+            place = f"; its state is {where} host memory" if is_on_host else ""
+            return report + unless + place
+
+        return {name: complete(name, x) for name, x in plan.reports.items()}
 
     return with_shapes
 

@@ -1,6 +1,18 @@
-"""When each parameter is updated in the backward pass, and why not before."""
+"""When each parameter is updated in the backward pass, and why not before.
+
+The loss is divided into stretches of calls. At the beginning of a stretch the backward
+pass has the whole gradients of the parameters that the stretch reads first, and so they
+are updated there:
+
+    stretch 1        stretch 2         stretch 3
+    x @ w1, tanh  |  x @ w2, tanh  |   x @ w3, tanh, mean
+                  <- update w2     <-  update w3       <- cotangent of the loss
+
+A scan is a stretch of its own if its loop can update the parameters that it runs over.
+"""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -9,35 +21,57 @@ import optax
 from jax.extend.core import primitives as p
 
 from lowbit_optax._jaxprs.graph import Call, Node
+from lowbit_optax._jaxprs.program import LossProgram, ScanCall
+from lowbit_optax._numerics.random_bits import COUNTERS
 from lowbit_optax._step.stepper import stepper_of
 from lowbit_optax.loss_scaling.transformation import LossScaled, LossScaleState
-from lowbit_optax.release.parts import (
-    Part,
-    Parts,
-    StateStacks,
-    found_or_waiting,
-)
-from lowbit_optax.release.step_graph import WaitsForWholeGradient
-from lowbit_optax.release.stretches import (
-    MIN_LAYER_SIZE,
-    NO_SCAN,
-    Stretch,
-    active_values,
-    divide,
-    first_readers,
-    scan_over,
-)
+from lowbit_optax.release.parts import Part, Parts, found_or_waiting
+from lowbit_optax.release.step_values import WaitsForWholeGradient
 from lowbit_optax.release.traced_loss import ParamLeaf, TracedLoss
 
-AFTER = "after the backward pass"
+MAX_WAITING = 2**22
+"""Elements of the gradients that wait for each other, to be used in fewer kernels."""
 
-_IN_WORDS = {
-    p.conv_general_dilated_p: "convolution",
-    p.convert_element_type_p: "cast",
-    p.dot_general_p: "matrix product",
-    p.remat_p: "jax.checkpoint",
+MIN_LAYER_SIZE = 4096
+"""Layers and leaves with fewer elements are updated after the backward pass, all at
+once."""
+
+_NO_SCAN = "no scan runs over it"
+
+PRODUCTS = {
+    p.conv_general_dilated_p.name: "convolution",
+    p.dot_general_p.name: "matrix product",
 }
+OPAQUE = {
+    p.cond_p.name: "cond",
+    p.custom_vjp_call_p.name: "custom_vjp",
+    p.remat_p.name: "jax.checkpoint",
+    "call_hi_primitive": "jax.checkpoint",  # what JAX makes of both from 0.12 on
+    p.scan_p.name: "scan",
+    p.while_p.name: "while",
+}
+_WORDS = PRODUCTS | OPAQUE | {p.convert_element_type_p.name: "cast"}
 """What users call primitives."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stretch:
+    """Consecutive calls.
+
+    Args:
+      calls: in order; only one if it is a released scan.
+      part: the leaves that are updated where the stretch begins, or in its loop.
+      in_loop: whether it is a released scan.
+    """
+
+    calls: Sequence[Call]
+    part: Part | None = None
+    in_loop: bool = False
+
+    @property
+    def leaves(self) -> Sequence[ParamLeaf]:
+        """The leaves that are updated."""
+        return self.part.leaves if self.part else ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,12 +79,12 @@ class ReleasePlan:
     """How the parameters of a traced loss are updated.
 
     Args:
-      stretches: of the loss, and the leaves that are updated after each.
+      stretches: of the loss. After a product, or an operation that is not read, one
+        array goes on, and no intermediate results of a normalisation: they begin there.
       parts: of the optimizer.
       last: what is updated after the backward pass: the other leaves, or all of them
         if a step on these alone would be another one.
       active: the values of the loss that have cotangents.
-      state_stacks: of the leaves that are updated in loops.
       reports: by path, when a leaf is updated, and why.
     """
 
@@ -58,21 +92,13 @@ class ReleasePlan:
     parts: Parts
     last: Part
     active: set[Node]
-    state_stacks: StateStacks
     reports: Mapping[str, str]
 
     @property
     def stack_numbers(self) -> frozenset[int]:
         """Numbers of the state's leaves that are updated in loops."""
-        return frozenset(n for some in self.state_stacks.values() for n in some)
-
-    def of_no_gradient(self) -> frozenset[int]:
-        """Numbers of the state's leaves whose new values need no gradient: a count."""
-        step = self.parts.whole_step
-        gradients = list(step.gradients.values())
-        return frozenset(
-            n for n, x in enumerate(step.new_state) if not step.depends_on(x, gradients)
-        )
+        stacks = self.parts.state_stacks.values()
+        return frozenset().union(*stacks)
 
 
 def loss_scaled(tx: optax.GradientTransformation) -> LossScaled | None:
@@ -112,34 +138,38 @@ def plan_release(
       ValueError: if ``tx`` needs the gradients of several leaves at once, and one of
         them is scanned over.
     """
-    parts = Parts(*without_scale(tx, opt_state), loss)
-    leaves = {leaf.name: leaf for leaf in loss.leaves}
     over, reasons = found_or_waiting(
-        lambda name: scan_over(loss.program, leaves[name]), leaves
+        lambda leaf: _scan_over(loss.program, leaf), loss.leaves
     )
-    state_stacks, why_not = parts.updated_by_layer(over)
-    reasons |= why_not
-    in_loops: dict[Call, list[ParamLeaf]] = {}
-    for name in state_stacks:
-        in_loops.setdefault(over[name], []).append(leaves[name])
-    active = active_values(loss)
-    early, why_last = found_or_waiting(
-        lambda name: _early(leaves[name], active),
-        [name for name in leaves if name not in state_stacks],
-    )
-    stretches = divide(loss, in_loops, list(early.values()), active)
-    found, waiting = found_or_waiting(
-        lambda stretch: parts.part(stretch.leaves),
-        [stretch for stretch in stretches if stretch.leaves],
-    )
-    for stretch, reason in waiting.items():
-        why_last |= {leaf.name: reason for leaf in stretch.leaves}
-    stretches = [each.with_part(found.get(each)) for each in stretches]
-    last = parts.whole
-    if state_stacks or found or waiting:
-        last = _last(loss, stretches, state_stacks, parts)
-    reports = _reports(loss, stretches, state_stacks, reasons, why_last, active)
-    return ReleasePlan(stretches, parts, last, active, state_stacks, reports)
+    parts = Parts(*without_scale(tx, opt_state), loss, over)
+    reasons |= parts.reasons
+    loops: dict[Call, list[ParamLeaf]] = {}
+    for leaf in parts.state_stacks:
+        loops.setdefault(over[leaf], []).append(leaf)
+    active = _active_values(loss)
+    others = [leaf for leaf in loss.leaves if leaf not in parts.state_stacks]
+    early, why_last = found_or_waiting(lambda leaf: _early(leaf, active), others)
+    order = _demand_order(loss.program, active)
+    readers = _first_readers(order, list(early), active)
+    stretches: list[Stretch] = []
+    for calls, waiting in _divided(order, loops, readers):
+        part, loop = None, loops.get(calls[0])
+        try:
+            part = parts.part(waiting) if waiting else None
+        except WaitsForWholeGradient as reason:
+            why_last |= dict.fromkeys(waiting, str(reason))
+        if loop:
+            # Leaves that a loop reads, but that it does not update, are updated before.
+            stretches += [Stretch([], part)] if part else []
+            stretches.append(Stretch(calls, parts.in_loop(loop), True))
+        else:
+            stretches.append(Stretch(calls, part))
+    last = _last(loss, stretches, parts)
+    late = why_last | {x: why for x, why in reasons.items() if why != _NO_SCAN}
+    reports = _reports(stretches, readers)
+    reports |= {x: f"after the backward pass: {why}" for x, why in late.items()}
+    names = {leaf.name: reports[leaf] for leaf in loss.leaves}
+    return ReleasePlan(stretches, parts, last, active, names)
 
 
 def _early(leaf: ParamLeaf, active: set[Node]) -> ParamLeaf:
@@ -153,48 +183,161 @@ def _early(leaf: ParamLeaf, active: set[Node]) -> ParamLeaf:
     return leaf
 
 
-def _last(
-    loss: TracedLoss,
-    stretches: Sequence[Stretch],
-    state_stacks: StateStacks,
-    parts: Parts,
-) -> Part:
+def _last(loss: TracedLoss, stretches: Sequence[Stretch], parts: Parts) -> Part:
     """The part that is updated after the backward pass."""
-    updated = {leaf.name for stretch in stretches for leaf in stretch.leaves}
-    updated |= state_stacks.keys()
+    found = [each.part for each in stretches if each.part]
+    updated = {leaf for part in found for leaf in part.leaves}
+    if not updated:
+        return parts.whole
     try:
-        rest = [leaf for leaf in loss.leaves if leaf.name not in updated]
-        part = parts.part(rest, is_last=True)
+        part = parts.part([x for x in loss.leaves if x not in updated], is_last=True)
     except WaitsForWholeGradient:
         return parts.whole
-    numbers = [n for each in stretches if each.part for n in each.part.exclusive]
-    numbers += [n for each in state_stacks.values() for n in each]
-    is_all = len(numbers) + len(part.numbers) == len(parts.whole.numbers)
-    return part if is_all else parts.whole
+    count = sum(len(each.exclusive) for each in found) + len(part.numbers)
+    return part if count == len(parts.whole.numbers) else parts.whole
 
 
-def _reports(loss, stretches, state_stacks, not_in_loop, not_before, active):
-    """By path, when a leaf is updated and why."""
-    readers = first_readers(
-        [call for stretch in stretches for call in stretch.calls], loss.leaves, active
-    )
-    updates = [stretch for stretch in reversed(stretches) if stretch.leaves]
-    found = {name: "in the loop" for name in state_stacks}
-    for number, stretch in enumerate(updates, 1):
-        when = f"in the backward pass, update {number} of {len(updates)}"
-        others = len(stretch.leaves) - 1
-        if others:
-            when += f", with {others} other{'s' * (others > 1)}"
-        for leaf in stretch.leaves:
-            primitive = readers[leaf.name].primitive
-            reader = _IN_WORDS.get(primitive, primitive.name)
-            found[leaf.name] = (
-                f"{when}: its gradient is whole once the pass is behind the {reader} "
-                "that reads it first"
+def _reports(stretches: Sequence[Stretch], readers: Mapping[ParamLeaf, Call]):
+    """When a leaf is updated before the end, and why."""
+    updates = [x.part for x in reversed(stretches) if x.part and not x.in_loop]
+    loops = [x.part.leaves for x in stretches if x.part and x.in_loop]
+    found = {leaf: "in the loop" for leaves in loops for leaf in leaves}
+    for number, part in enumerate(updates, 1):
+        others = len(part.leaves) - 1
+        beside = f", with {others} other{'s' * (others > 1)}" if others else ""
+        for leaf in part.leaves:
+            name = readers[leaf].primitive.name
+            found[leaf] = (
+                f"in the backward pass, update {number} of {len(updates)}{beside}: its "
+                "gradient is whole once the pass is behind the "
+                f"{_WORDS.get(name, name)} that reads it first"
             )
-    for name, reason in not_in_loop.items():
-        if reason != NO_SCAN:
-            found[name] = f"{AFTER}: {reason}"
-        elif name not in found:
-            found[name] = f"{AFTER}: {not_before[name]}"
-    return {leaf.name: found[leaf.name] for leaf in loss.leaves}
+    return found
+
+
+def _active_values(loss: TracedLoss) -> set[Node]:
+    """The values that have a cotangent: made of parameters, and the loss needs them."""
+    program = loss.program
+    made = {x.gradient_value for x in loss.leaves if x.gradient_value is not None}
+    calls = [x for x in program.calls if x.primitive.name != "stop_gradient"]
+    for call in calls:
+        if not made.isdisjoint(call.inputs):
+            made.update(x for x in call.outputs if is_inexact(x))
+    needed = {program.outputs[0]}
+    for call in reversed(calls):
+        if not needed.isdisjoint(call.outputs):
+            needed.update(call.inputs)
+    return made & needed
+
+
+def _first_readers(
+    calls: Sequence[Call], leaves: Sequence[ParamLeaf], active: set[Node]
+) -> dict[ParamLeaf, Call]:
+    """The first of the calls through which each leaf gets a cotangent."""
+    found: dict[Node, Call] = {}
+    for call in calls:
+        if not active.isdisjoint(call.outputs):
+            for value in call.inputs:
+                found.setdefault(value, call)
+    return {x: found[x.gradient_value] for x in leaves if x.gradient_value in found}
+
+
+def _divided(
+    order: Sequence[Call],
+    loops: Mapping[Call, Sequence[ParamLeaf]],
+    readers: Mapping[ParamLeaf, Call],
+) -> list[tuple[list[Call], list[ParamLeaf]]]:
+    """The calls of each stretch, and the leaves that are updated where it begins.
+
+    Small leaves wait for others, until half the size of the largest is there.
+    """
+    read_by: dict[Call, list[ParamLeaf]] = {}
+    for leaf, call in readers.items():
+        read_by.setdefault(call, []).append(leaf)
+    enough = min(MAX_WAITING, max((leaf.size for leaf in readers), default=0) / 2)
+    found: list[tuple[list[Call], list[ParamLeaf]]] = [([], [])]
+    for call in reversed(order):
+        calls, waiting = found[-1]
+        is_full = waiting and sum(leaf.size for leaf in waiting) >= enough
+        is_end = call in loops or (calls and calls[-1] in loops)
+        if is_end or (is_full and call.primitive.name in PRODUCTS | OPAQUE):
+            found.append(([], []))
+        found[-1][0].append(call)
+        found[-1][1].extend(read_by.get(call, ()))
+    return [(calls[::-1], waiting) for calls, waiting in reversed(found) if calls]
+
+
+def _demand_order(program: LossProgram, active: set[Node]) -> list[Call]:
+    """The calls in an order in which parameters are cast when they are first needed.
+
+    A cast of all parameters at the beginning of a loss would make the gradients of all
+    wait for its end. A call moves only if it is the only one that reads its operands,
+    so that cotangents are summed in the order in which JAX sums them.
+    """
+
+    def moves(call: Call) -> bool:
+        read = [node for node in call.inputs if node.constant is None]
+        if not (read and call.outputs):
+            return False
+        return program.of_parameters.issuperset((*read, *call.outputs)) and all(
+            node not in active or program.uses[node] == 1 for node in read
+        )
+
+    needed: dict[Node, float] = {}
+    place: dict[Call, float] = {}
+    for call in reversed(program.calls):
+        reads = [needed.get(node, math.inf) for node in call.outputs]
+        place[call] = min(reads) if moves(call) else call.number
+        for node in call.inputs:
+            needed[node] = min(place[call], needed.get(node, math.inf))
+    return sorted(program.calls, key=lambda call: (place[call], call.number))
+
+
+def _scan_over(program: LossProgram, leaf: ParamLeaf) -> ScanCall:
+    """The scan over a leaf, if it is the only one and nothing else reads the leaf.
+
+    Raises:
+      WaitsForWholeGradient: if it is not.
+    """
+    values = {*leaf.array_values, leaf.gradient_value}
+    over = [call for call in program.scans if not values.isdisjoint(call.scanned)]
+    reason = _why_not_in(over, program, leaf, values)
+    if reason:
+        raise WaitsForWholeGradient(reason)
+    return over[0]
+
+
+def _why_not_in(over: list[ScanCall], program: LossProgram, leaf, values) -> str:
+    size = math.prod(leaf.value.shape[1:])
+    if not jnp.issubdtype(leaf.gradient.dtype, jnp.floating):
+        return f"it is {leaf.value.dtype}"
+    if not over and _is_scanned(program, values):
+        return "it is changed before a scan runs over it"
+    if not over:
+        return _NO_SCAN
+    if len(over) > 1:
+        return "several scans run over it"
+    if any(program.uses[value] != 1 for value in values):
+        users = {user for value in values for user in program.users(value)} - {"scan"}
+        others = ", ".join(sorted(users)) or "the scan, in another way"
+        return f"besides a scan it is used by {others}"
+    if not values <= set(over[0].scanned):
+        return "only a part of it is scanned over"
+    if size < MIN_LAYER_SIZE:
+        return f"its layers have fewer than {MIN_LAYER_SIZE} elements"
+    return "its layers have more than 2^32 elements" if size > COUNTERS else ""
+
+
+def _is_scanned(program: LossProgram, values: set[Node]) -> bool:
+    """Whether a scan runs over what is made of these values alone, such as a cast."""
+    made = set(values)
+    for call in program.calls:
+        inputs = [node for node in call.inputs if node.constant is None]
+        if inputs and made.issuperset(inputs):
+            made.update(call.outputs)
+    return any(not made.isdisjoint(call.scanned) for call in program.scans)
+
+
+def is_inexact(node: Node) -> bool:
+    """Whether it has a derivative: it is real or complex."""
+    return jnp.issubdtype(node.aval.dtype, jnp.inexact)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from lowbit_optax._jaxprs.graph import Node
-from lowbit_optax._jaxprs.program import LossProgram, trace_program
+from lowbit_optax._jaxprs.program import LossProgram
 from lowbit_optax._step import trees
 from lowbit_optax.formats import quantized_tensor as tensors
 from lowbit_optax.lpmm.gradients import with_stand_in
@@ -69,6 +69,7 @@ class TracedLoss:
       treedef: the parameters' structure.
       other_arguments: the arrays in args and kwargs.
       result_shapes: shape and dtype of the results, as a tree.
+      has_effects: whether it does more than compute, such as print.
     """
 
     program: LossProgram
@@ -76,6 +77,12 @@ class TracedLoss:
     treedef: typing.Any
     other_arguments: list
     result_shapes: typing.Any
+    has_effects: bool
+
+    @property
+    def names(self) -> list[str]:
+        """Paths of the leaves."""
+        return [leaf.name for leaf in self.leaves]
 
     def tree_of(self, found: Mapping[str, typing.Any]):
         """A tree like the parameters, with MaskedNode where nothing was found."""
@@ -132,10 +139,13 @@ def trace_loss(
         )
         return loss_fn(params, *args, **kwargs)
 
-    program, shapes = trace_program(loss, treedef.unflatten(traced), other_arguments)
+    tree = treedef.unflatten(traced)
+    closed, shapes = jax.make_jaxpr(loss, return_shape=True)(tree, other_arguments)
+    program = LossProgram(closed, parameters=len(jax.tree.leaves(traced)))
     _check_result(shapes, has_aux)
     leaves = _located(program, names, values, gradients)
-    return TracedLoss(program, leaves, treedef, other_arguments, shapes)
+    has_effects = bool(closed.effects)
+    return TracedLoss(program, leaves, treedef, other_arguments, shapes, has_effects)
 
 
 def _located(program: LossProgram, names, values, gradients) -> list[ParamLeaf]:

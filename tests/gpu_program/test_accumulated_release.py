@@ -18,9 +18,9 @@ def compiled(make_step):
 
 
 def test_one_layer_is_accumulated_at_a_time():
-    # The gradient of a layer, and what its backward pass computes with: 2.1 gradients.
+    # The gradient of a layer, and what its backward pass computes with: 3.0 gradients.
     step, above = compiled(release.value_and_update)
-    assert above <= 2.3 * ONE_GRADIENT
+    assert above <= 3.1 * ONE_GRADIENT
     assert step.program.memory_analysis().alias_size_in_bytes == step.stored
 
 

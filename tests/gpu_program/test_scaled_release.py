@@ -51,7 +51,10 @@ def compiled(model: str, plain: bool = False, **options) -> CompiledStep:
 def test_beside_activations_two_gradients_are_alive(name, options, gradients):
     model, step = MODELS[name](), compiled(name, **options)
     activations = model.layers * model.carry
-    assert step.temporary <= activations + gradients * gradient(model) + MIB / 8
+    # A layer of a stack is copied out of it for its update.
+    copied = step.stored / model.layers if name == "scanned" else 0
+    most = activations + gradients * gradient(model) + copied + MIB / 8
+    assert step.temporary <= most
     other = compiled(name, plain=True)
     assert other.temporary >= activations + (model.layers - 2) * gradient(model)
 

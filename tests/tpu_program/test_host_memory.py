@@ -46,7 +46,7 @@ def test_the_device_holds_no_more_than_two_layers_of_the_state(name):
     # Rows of scales are padded in the compiler's figures.
     assert state <= on_host.host <= 1.05 * state
     assert on_host.arguments <= on_device.arguments - state
-    assert on_host.temporary <= on_device.temporary + 2 * state / LAYERS
+    assert on_host.temporary <= on_device.temporary + 2 * state / LAYERS + 2**19
 
 
 @pytest.mark.parametrize("name", STEPS)

@@ -50,7 +50,6 @@ class Launches:
         scalar that is their switch as ``when``.
       step: the step.
       scalars: the values that all leaves share.
-      layer: the layer whose stacks the kernels write into; None if they do not.
       implementation: as in :func:`pallas_kernels.fused_update`, or ``"blocks"`` for
         :mod:`pallas_kernels.fused_update.blocked`.
     """
@@ -58,7 +57,6 @@ class Launches:
     bodies: Mapping[int, typing.Any]
     step: LeafStep
     scalars: Sequence[jax.Array]
-    layer: Layer | None
     implementation: Implementation | typing.Literal["blocks"]
 
     def run(self, leaves: Mapping[int, Leaf]) -> dict[int, list[jax.Array]]:
@@ -114,17 +112,15 @@ class Launches:
         number, leaf = numbers[0], leaves[0]
         # Rows have constant numbers: a slice of the table would be one more kernel.
         rows, table = np.array(numbers, np.uint32), self._tables[self._axes(number)]
-        layer = first = None
-        if leaf.stacked:
-            layer = typing.cast(Layer, self.layer).index
-        elif self._is_layer(number):
+        first = None
+        if self._is_layer(number):
             param = self.step.leaves[number].param
             first = typing.cast(Layer, self.step.layer).first_element(param)
         elif needs_loop(leaf.shape):
             tables = _tables_of_layers(table[number], leaf.shape)
             update = lambda one, i: self._fused(numbers, [one], tables, i[None], i)[0]
             return [_over_layers(leaf, update)]
-        return self._fused(numbers, leaves, table, rows, layer, first)
+        return self._fused(numbers, leaves, table, rows, first=first)
 
     def _fused(self, numbers, leaves, table, rows, layer=None, first=None):
         body = self.bodies[numbers[0]]
@@ -160,18 +156,6 @@ class Launches:
     @functools.cached_property
     def _plain_scalars(self) -> list[jax.Array]:
         return plain_scalars(self.scalars)
-
-
-def in_stacks(leaf: Leaf, layer: Layer | None) -> Leaf:
-    """The leaf as a layer in its stacks, if they can be written."""
-    if layer is None:
-        return leaf
-    arrays = leaf.arrays
-    stacks = {n: layer.stack_of(arrays[n]) for n in leaf.overwritten}
-    if not stacks or any(x is None for x in stacks.values()):
-        return leaf
-    arrays = [stacks.get(n, x) for n, x in enumerate(arrays)]
-    return dataclasses.replace(leaf.with_arrays(arrays), stacked=True)
 
 
 def _over_layers(leaf: Leaf, update: Callable[[Leaf, jax.Array], list]) -> list:

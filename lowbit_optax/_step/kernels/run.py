@@ -16,9 +16,8 @@ from lowbit_optax._jaxprs.norms import sums_of_squares_of
 from lowbit_optax._numerics.straight_through import straight_through
 from lowbit_optax._step.error_feedback import ahead_of, fed
 from lowbit_optax._step.guard import neutral_updates, unless_still
-from lowbit_optax._step.kernels.launches import Launches, in_stacks
+from lowbit_optax._step.kernels.launches import Launches
 from lowbit_optax._step.kernels.plan import KernelPlan
-from lowbit_optax._step.layers import Layer
 from lowbit_optax._step.step import Step, Stepped
 from pallas_kernels.platforms import Implementation
 from pallas_kernels.reductions import MIN_ARRAYS, sums_of_squares
@@ -30,18 +29,15 @@ class Kernels:
 
     Args:
       plan: which leaves kernels update, and how.
-      layer: which layer the leaves are, if kernels can write into its stacks.
     """
 
     plan: KernelPlan
-    layer: Layer | None = None
 
     def run(
         self, step: Step, implementation: Implementation | typing.Literal["blocks"]
     ) -> Stepped:
         """Run the step that was planned, or the same in another branch.
 
-        Where kernels write a layer into its stack, the result holds the whole stack.
         With ``"blocks"`` XLA goes over the leaves of the plan block by block.
         """
         plan, traced = self.plan, self.plan.traced
@@ -86,12 +82,9 @@ class Kernels:
             bodies={i: x.body for i, x in kernels.items()},
             step=step,
             scalars=[values[x] for x in plan.scalars.nodes],
-            layer=self.layer,
             implementation=implementation,
         )
-        arrays = plan.arrays(step, values).items()
-        leaves = {i: in_stacks(x, self.layer) for i, x in arrays}
-        for i, arrays in launches.run(leaves).items():
+        for i, arrays in launches.run(plan.arrays(step, values)).items():
             leaf = step.leaves[i]
             new, residuals[i], moments = kernels[i].body.stored(leaf, arrays)
             if not step.landing.is_direct:
@@ -110,27 +103,6 @@ class Kernels:
         before = step.state.inner_state
         inner_state = step.plan.tree(traced.state_structure, stored, before)
         return Stepped(results, residuals, inner_state)
-
-    def into_stacks(self, step: Step, stepped: Stepped) -> Stepped:
-        """The result of the reference, with whole stacks where :meth:`run` has them."""
-        if self.layer is None:
-            return stepped
-        return self.layer.into_stacks(self._overwritten(step), _old(step), stepped)
-
-    def out_of_stacks(self, step: Step, stepped: Stepped) -> Stepped:
-        """The result of :meth:`run`, with single layers in place of whole stacks."""
-        if self.layer is None:
-            return stepped
-        return self.layer.out_of_stacks(self._overwritten(step), _old(step), stepped)
-
-    def _overwritten(self, step: Step) -> list[jax.Array]:
-        """The layers that kernels overwrite in their stacks, compared by identity."""
-        return [
-            leaf.arrays[n]
-            for leaf in self.plan.arrays(step).values()
-            if in_stacks(leaf, self.layer).stacked
-            for n in leaf.overwritten
-        ]
 
     def _sums_of_squares(
         self, step: Step, wanted: list[Node], implementation
@@ -156,8 +128,3 @@ class Kernels:
         return dict(
             zip(found, sums_of_squares(arrays, factor, implementation), strict=True)
         )
-
-
-def _old(step: Step) -> Stepped:
-    residuals = [leaf.residual for leaf in step.leaves]
-    return Stepped(step.params, residuals, step.state.inner_state)

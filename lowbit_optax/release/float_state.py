@@ -1,0 +1,93 @@
+"""Optimizer state as floats, which JAX can carry as cotangents."""
+
+import dataclasses
+import functools
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+_FLOATS = {1: jnp.float8_e4m3fn, 2: jnp.float16, 4: jnp.float32, 8: jnp.float64}
+"""By size in bytes, a float type that XLA moves without changing a bit of its NaNs.
+
+XLA:CPU may move bfloat16 and float8_e5m2 as wider floats, which changes NaNs."""
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["floats"], meta_fields=["dtypes"]
+)
+@dataclasses.dataclass(frozen=True)
+class FloatState:
+    """A state whose integers are stored as floats with the same bits.
+
+    Args:
+      floats: a tree like the state.
+      dtypes: those of the state's leaves, in order; of random keys, their kind.
+    """
+
+    floats: typing.Any
+    dtypes: tuple
+
+
+def as_floats(state) -> FloatState:
+    """Optimizer state in a form that ``jax.grad`` can differentiate.
+
+    JAX has no cotangents for integers. Here each integer becomes a float with the same
+    bits, and every other array stays as it is.
+
+    Args:
+      state: a tree of arrays.
+
+    Returns:
+      A pytree, from which :func:`as_state` restores the state.
+
+    >>> import jax.numpy as jnp
+    >>> found = as_floats({"count": jnp.int32(3), "mu": jnp.ones(2)})
+    >>> found.floats["count"].dtype
+    dtype('float32')
+    >>> as_state(found)["count"]
+    Array(3, dtype=int32)
+    """
+    dtypes = (
+        jax.random.key_impl(x) if _is_key(x) else x.dtype
+        for x in jax.tree.leaves(state)
+    )
+    return FloatState(jax.tree.map(_to_float, state), tuple(dtypes))
+
+
+def as_state(floats: FloatState):
+    """The state that :func:`as_floats` converted.
+
+    Args:
+      floats: from :func:`as_floats`, or a gradient by it.
+    """
+    leaves, structure = jax.tree.flatten(floats.floats)
+    pairs = zip(leaves, floats.dtypes, strict=True)
+    return structure.unflatten(_from_float(x, dtype) for x, dtype in pairs)
+
+
+def _is_key(x) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.extended)
+
+
+def _to_float(x):
+    if _is_key(x):
+        x = jax.random.key_data(x)
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    if x.dtype == jnp.bool_ or jnp.iinfo(x.dtype).bits < 8:
+        x = x.astype(jnp.int8)
+    return lax.bitcast_convert_type(x, _FLOATS[x.dtype.itemsize])
+
+
+def _from_float(x, dtype):
+    if not isinstance(dtype, np.dtype):
+        bits = lax.bitcast_convert_type(x, jnp.uint32)
+        return jax.random.wrap_key_data(bits, impl=dtype)
+    if x.dtype == dtype:
+        return x
+    if dtype == jnp.bool_ or jnp.iinfo(dtype).bits < 8:
+        return lax.bitcast_convert_type(x, jnp.int8).astype(dtype)
+    return lax.bitcast_convert_type(x, dtype)

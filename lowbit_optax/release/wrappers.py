@@ -1,0 +1,367 @@
+"""Two ``jax.custom_vjp`` wrappers whose backward rules run the optimizer.
+
+::
+
+    released   (params, activations) pass through; their cotangents come back, and
+               the rule returns new parameters as the cotangents of the old ones
+    scan       lax.scan over layers, whose backward loop updates each layer
+
+JAX differentiates everything else.
+"""
+
+import functools
+import typing
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from lowbit_optax._step import context, trees
+from lowbit_optax._step.layers import ByIdentity, Layer
+from lowbit_optax.release.float_state import FloatState, as_floats, as_state
+from lowbit_optax.release.host_memory import is_on_host
+
+Update = Callable[[typing.Any, typing.Any, typing.Any], tuple]
+
+
+def released(update: Update, params, state: FloatState, activations):
+    """Return parameters and activations as they are; update when differentiated.
+
+    Everything that reads ``params`` must read the returned ones, and the layer must
+    read the returned activations. The backward pass then arrives here with the whole
+    gradient, and with all that it needs of the old parameters behind it. The rule
+    calls ``update`` and returns new values in place of cotangents:
+
+        d loss / d params = new params,    d loss / d state = new state
+
+    Barriers keep the compiler from postponing the update, so that one gradient is
+    alive at a time.
+
+    Args:
+      update: a function ``(params, state, gradients) -> (params, state)``, such as
+        ``functools.partial(lowbit_optax.step, tx)``.
+      params: a tree of floating-point arrays.
+      state: :func:`as_floats` of the optimizer's state for these parameters.
+      activations: a tree of the arrays that the layer reads. If no gradient flows
+        through any result, ``update`` is not called, and the cotangents are zeros.
+
+    Returns:
+      ``(params, activations)``.
+
+    >>> import functools, jax, jax.numpy as jnp, lowbit_optax
+    >>> from lowbit_optax import release
+    >>> tx = lowbit_optax.kahan_adamw(0.1)
+    >>> update = functools.partial(lowbit_optax.step, tx)
+    >>> params = [jnp.eye(4, dtype=jnp.bfloat16) for _ in range(2)]
+    >>> def loss_fn(params, states, x):
+    ...     for w, state in zip(params, states):
+    ...         w, x = release.released(update, w, state, x)
+    ...         x = jnp.tanh(x @ w)
+    ...     return jnp.mean(x.astype(jnp.float32) ** 2)
+    >>> states = [release.as_floats(tx.init(w)) for w in params]
+    >>> step = jax.jit(jax.value_and_grad(loss_fn, (0, 1)), donate_argnums=(0, 1))
+    >>> loss, (params, states) = step(params, states, jnp.ones((2, 4), jnp.bfloat16))
+    >>> release.as_state(states[0]).count
+    Array(1, dtype=uint32)
+    """
+
+    @jax.custom_vjp
+    def identity(params, state, activations):
+        del state
+        return params, activations
+
+    def forward(params, state, activations):
+        # Without this barrier XLA keeps every gradient until the end.
+        return (params, tied(activations)), (params, state)
+
+    def backward(saved, cotangents):
+        params, state = saved
+        # The cotangents that go on were computed with the old parameters.
+        gradients, later = tied(cotangents)
+        new = update(params, as_state(state), gradients)
+        (new_params, new_state), later = tied((new, later))
+        return new_params, as_floats(new_state), later
+
+    identity.defvjp(forward, backward)
+    return identity(params, state, activations)
+
+
+def scan(
+    body: Callable,
+    update: Update,
+    init,
+    layers,
+    state: FloatState,
+    xs=None,
+    *,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+):
+    """``jax.lax.scan`` over layers, each of which is updated in the backward loop.
+
+    The backward loop carries the stacked parameters and their state. For each layer it
+    computes the gradients, calls ``update``, and writes the new layer in place of the
+    old one. As in :func:`released`, the new values are the cotangents of ``layers``
+    and ``state``.
+
+    Args:
+      body: a function ``(carry, layer, x) -> (carry, y)``. Wrap it in
+        ``jax.checkpoint`` to recompute a layer's activations in the backward loop.
+      update: a function ``(layer, state, gradients) -> (layer, state)``, such as
+        ``functools.partial(lowbit_optax.step, tx)``.
+      init: the first carry.
+      layers: a tree of floating-point arrays, stacked along their first axis. Nothing
+        else may read them.
+      state: :func:`as_floats` of the layers' states, each stacked likewise, as by
+        ``jax.vmap(tx.init)(layers)``.
+      xs: other stacked arrays, or None.
+      length, reverse, unroll: as in ``jax.lax.scan``.
+
+    Returns:
+      ``(carry, ys)``, as ``jax.lax.scan`` does.
+
+    >>> import functools, jax, jax.numpy as jnp, lowbit_optax
+    >>> from lowbit_optax import release
+    >>> tx = lowbit_optax.kahan_adamw(0.1)
+    >>> update = functools.partial(lowbit_optax.step, tx)
+    >>> layers = jnp.stack([jnp.eye(4, dtype=jnp.bfloat16)] * 3)
+    >>> def loss_fn(layers, states, x):
+    ...     body = lambda x, w, _: (jnp.tanh(x @ w), None)
+    ...     x, _ = release.scan(body, update, x, layers, states)
+    ...     return jnp.mean(x.astype(jnp.float32) ** 2)
+    >>> states = release.as_floats(jax.vmap(tx.init)(layers))
+    >>> step = jax.jit(jax.value_and_grad(loss_fn, (0, 1)), donate_argnums=(0, 1))
+    >>> loss, (layers, states) = step(layers, states, jnp.ones((2, 4), jnp.bfloat16))
+    >>> release.as_state(states).count
+    Array([1, 1, 1], dtype=uint32)
+    """
+    names, arrays, structure = trees.named_leaves(layers)
+    count = len(arrays[0])
+    one = jax.tree.map(lambda x: jax.eval_shape(lambda: x[0]), (layers, xs))
+    converted, closed_over = jax.closure_convert(body, init, *one)
+
+    def with_shared(shared, carry, layer, codes, x):
+        del codes
+        return converted(carry, structure.unflatten(layer), x, *shared)
+
+    def update_layer(layer, state, gradients, index):
+        step = lambda old, state: update(old, state, structure.unflatten(gradients))
+        with context.one_layer(Layer(index, count, frozenset(names))):
+            new, rest = alone(index, step, structure.unflatten(layer), state[1])
+        return jax.tree.leaves(new), ((), rest)
+
+    return released_loop(
+        with_shared,
+        update_layer,
+        closed_over,
+        init,
+        arrays,
+        FloatState(((), state.floats), state.dtypes),
+        xs,
+        length=length,
+        reverse=reverse,
+        unroll=unroll,
+    )
+
+
+def released_loop(
+    body: Callable,
+    update: Callable,
+    shared,
+    init,
+    layers,
+    state: FloatState,
+    xs,
+    *,
+    length: int | None,
+    reverse: bool,
+    unroll: int | bool,
+    stand_ins=(),
+):
+    """A scan that updates each layer in its backward loop; see :func:`scan`.
+
+    Args:
+      body: ``(shared, carry, layer, codes, x) -> (carry, y)``.
+      update: ``(layer, (codes, state), gradients, index) -> (layer, (codes, state))``.
+        What it returns unchanged is not written.
+      shared: arrays that every layer reads.
+      init, layers, xs, length, reverse, unroll: as in :func:`scan`.
+      state: of ``(codes, state)``. Codes are arrays of quantised layers.
+      stand_ins: shapes of zeros that are appended to ``layers``, for the gradients of
+        quantised layers. ``update`` does not get these zeros, only their gradients.
+    """
+    read_back = _ReadBack()
+
+    def forward(shared, init, layers, state, xs):
+        codes, _ = as_state(state)
+        f_shared, with_shared = _floats_of(shared)
+
+        def step(carry, inputs):
+            layer, codes, x = inputs
+            zeros = [jnp.zeros(like.shape, like.dtype) for like in stand_ins]
+            (f_carry, with_carry), (f_x, with_x) = map(_floats_of, (carry, x))
+
+            def function(shared, carry, layer, x):
+                every, carry, x = with_shared(shared), with_carry(carry), with_x(x)
+                result = body(every, carry, layer, codes, x)
+                return _floats_of(result)[0], result
+
+            primals = f_shared, f_carry, [*layer, *zeros], f_x
+            _, pull, (carry, y) = jax.vjp(function, *primals, has_aux=True)
+            known = jax.tree.leaves((shared, layer, codes, x))
+            return carry, (y, read_back.save(pull, known))
+
+        carry, (ys, saved) = lax.scan(
+            step,
+            init,
+            (layers, codes, xs),
+            length=length,
+            reverse=reverse,
+            unroll=unroll,
+        )
+        return (carry, ys), (shared, layers, state, xs, saved)
+
+    def backward(residuals, cotangents):
+        shared, layers, state, xs, saved = residuals
+        stacks = layers, as_state(state)
+        count = len(jax.tree.leaves(stacks)[0])
+        (ct_carry, with_ct), (ct_ys, _) = map(_floats_of, cotangents)
+
+        def at(index, stacks, early):
+            # Copies from host memory begin while the gradients are computed.
+            return jax.tree.map(
+                lambda x: lax.dynamic_index_in_dim(
+                    x, early if is_on_host(x) else index, keepdims=False
+                ),
+                stacks,
+            )
+
+        def step(loop, inputs):
+            ct_carry, ct_shared, stacks = loop
+            early, saved, ct_y, x = inputs
+            layer, codes = at(early, (stacks[0], stacks[1][0]), early)
+            known = jax.tree.leaves((shared, layer, codes, x))
+            found = read_back.pull(saved, known)([*ct_carry, *ct_y])
+            (more, ct_carry, gradients, ct_x), later = tied((found, early))
+            # The layer is read once more: its first copy is then free for gradients.
+            # XLA's CPU compiler, which drops barriers, would copy whole stacks instead.
+            index = lax.platform_dependent(
+                early, later, cpu=lambda x, _: x, default=lambda _, x: x
+            )
+            old = at(index, stacks, early)
+            ct_shared = jax.tree.map(jnp.add, ct_shared, more)
+            new = update(*old, gradients, index)
+            put = functools.partial(_put, index)
+            return (ct_carry, ct_shared, jax.tree.map(put, stacks, old, new)), ct_x
+
+        zeros = jax.tree.map(jnp.zeros_like, _floats_of(shared)[0])
+        (ct_carry, ct_shared, (layers, new_state)), ct_x = lax.scan(
+            step,
+            (ct_carry, zeros, stacks),
+            (jnp.arange(count, dtype=jnp.int32), saved, ct_ys, xs),
+            reverse=not reverse,
+            unroll=unroll,
+        )
+        with_ct_shared, with_ct_x = (
+            _floats_of(jax.tree.map(_no_cotangent, x))[1] for x in (shared, xs)
+        )
+        others = with_ct_shared(ct_shared), with_ct(ct_carry)
+        return *others, layers, as_floats(new_state), with_ct_x(ct_x)
+
+    run = jax.custom_vjp(lambda *args: forward(*args)[0])
+    run.defvjp(forward, backward)
+    return run(shared, init, layers, state, xs)
+
+
+def alone(index: jax.Array, update: Callable, *old):
+    """``update(*old)``, which XLA does not fuse with the reads and writes around it.
+
+    Fused, the update of one stack would read the old layer of another, and XLA's CPU
+    compiler would copy whole stacks in every iteration. Barriers do not prevent that;
+    XLA does not fuse what is inside a conditional with what is outside. ``index`` is
+    that of a layer, which is never negative.
+    """
+
+    def branched(index, old):
+        return lax.cond(index >= 0, lambda: update(*old), lambda: old)
+
+    def direct(index, old):
+        del index
+        return update(*old)
+
+    return lax.platform_dependent(index, old, cpu=branched, default=direct)
+
+
+def tied(tree):
+    """The same arrays, none of which can be used before all have been computed.
+
+    Within ``shard_map``, arrays that vary over the same devices are tied, because JAX
+    before 0.12 returns arrays from a barrier that all vary alike.
+
+    >>> tied({"a": jax.numpy.float32(1), "b": ()})
+    {'a': Array(1., dtype=float32), 'b': ()}
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    groups: dict[object, list[int]] = {}
+    for number, leaf in enumerate(leaves):
+        if leaf.dtype != jax.dtypes.float0:
+            varying = getattr(jax.typeof(leaf), "manual_axis_type", None)
+            groups.setdefault(varying, []).append(number)
+    for numbers in groups.values():
+        arrays = lax.optimization_barrier([leaves[n] for n in numbers])
+        for number, array in zip(numbers, arrays, strict=True):
+            leaves[number] = array
+    return structure.unflatten(leaves)
+
+
+class _ReadBack:
+    """Which residuals of a layer's derivative are arrays that exist anyway.
+
+    The backward loop reads these again instead of stacking them in the forward loop.
+    """
+
+    def save(self, pull, known: list) -> list:
+        """The residuals that have to be saved, of those of the function ``pull``."""
+        leaves, self._structure = jax.tree.flatten(pull)
+        numbers = ByIdentity((x, n) for n, x in enumerate(known))
+        self._origins = [numbers.get(leaf) for leaf in leaves]
+        pairs = zip(leaves, self._origins, strict=True)
+        return [x for x, number in pairs if number is None]
+
+    def pull(self, saved: list, known: list) -> Callable:
+        """The function, from what was saved, and what is known in the backward loop."""
+        rest = iter(saved)
+        leaves = [next(rest) if n is None else known[n] for n in self._origins]
+        return self._structure.unflatten(leaves)
+
+
+def _floats_of(tree) -> tuple[list, Callable]:
+    """The floating-point leaves, and a function that puts others in their place."""
+    leaves, structure = jax.tree.flatten(tree)
+    is_float = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
+
+    def with_others(floats):
+        rest = iter(floats)
+        pairs = zip(leaves, is_float, strict=True)
+        return structure.unflatten(next(rest) if is_one else x for x, is_one in pairs)
+
+    return [
+        x for x, is_one in zip(leaves, is_float, strict=True) if is_one
+    ], with_others
+
+
+def _no_cotangent(x):
+    """A float as it is, and in place of anything else its zero cotangent."""
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    return np.zeros(x.shape, jax.dtypes.float0)
+
+
+def _put(index, stack, old, new):
+    """The stack with a new layer, if it is another one than before."""
+    return (
+        stack if new is old else lax.dynamic_update_index_in_dim(stack, new, index, 0)
+    )
