@@ -93,11 +93,13 @@ class Segment(typing.NamedTuple):
       calls: in order.
       reads: the values from before that they need. The first segment reads all inputs.
       writes: the values of theirs that what follows needs.
+      later: all values that what follows needs.
     """
 
-    calls: list[Call]
+    calls: Sequence[Call]
     reads: list[Node]
     writes: list[Node]
+    later: Collection[Node] = ()
 
     @property
     def is_scan(self) -> bool:
@@ -168,28 +170,37 @@ class LossProgram:
         """The outputs, once the values that they are have been computed."""
         return [value_of(node, known) for node in self.outputs]
 
-    def segments(self) -> list[Segment]:
-        """The calls in consecutive segments, every second one a single scan."""
+    def segments(self, groups: Sequence[Sequence[Call]] = ()) -> list[Segment]:
+        """The calls in consecutive segments.
+
+        Args:
+          groups: the calls of each segment; by default every second one is a scan.
+        """
+        found = []
+        needed = set(self.outputs)
+        for number, calls in reversed(list(enumerate(groups or self._by_scans()))):
+            made = [node for call in calls for node in call.outputs]
+            read = [node for call in calls for node in call.inputs]
+            if number == 0:
+                made = [*self.inputs, *made]
+            later = frozenset(needed)
+            # Dictionaries keep an order, so that a program is the same in every run.
+            writes = [node for node in dict.fromkeys(made) if node in later]
+            needed = (needed | set(read)) - set(made)
+            before = [n for n in dict.fromkeys(read) if n in needed]
+            reads = [node for node in before if node.constant is None]
+            reads = reads if number else self.inputs
+            found.append(Segment(calls, reads, writes, later))
+        return found[::-1]
+
+    def _by_scans(self) -> list[list[Call]]:
         groups: list[list[Call]] = [[]]
         for call in self.calls:
             if isinstance(call, ScanCall):
                 groups += [[call], []]
             else:
                 groups[-1].append(call)
-        found = []
-        needed = set(self.outputs)
-        for number, calls in reversed(list(enumerate(groups))):
-            made = [node for call in calls for node in call.outputs]
-            read = [node for call in calls for node in call.inputs]
-            if number == 0:
-                made = [*self.inputs, *made]
-            # Dictionaries keep an order, so that a program is the same in every run.
-            writes = [node for node in dict.fromkeys(made) if node in needed]
-            needed = (needed | set(read)) - set(made)
-            before = [n for n in dict.fromkeys(read) if n in needed]
-            reads = [node for node in before if node.constant is None]
-            found.append(Segment(calls, reads if number else self.inputs, writes))
-        return found[::-1]
+        return groups
 
     def _read_equation(self, eqn, operands: list[Node]) -> list[Node]:
         read = [node for node in operands if node.constant is None]

@@ -184,7 +184,7 @@ def explain(
     def with_shapes(params, opt_state, *args, **kwargs):
         loss = trace_loss(loss_fn, has_aux, dtype, params, args, kwargs)
         plan = plan_release(loss, tx, opt_state)
-        in_loops = {leaf.name for leaf in plan.parts.state_stacks}
+        in_loops = {leaf.name for leaf in plan.parts.stacks}
 
         def complete(name: str, report: str) -> str:
             unless = _unless(report, overflow) if loss_scaled(tx) is not None else ""

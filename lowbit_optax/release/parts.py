@@ -15,20 +15,15 @@ both (:mod:`lowbit_optax.release.step_values`).
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import optax
 
 from lowbit_optax._step import trees
-from lowbit_optax.release.step_values import StepValues, WaitsForWholeGradient
+from lowbit_optax.release.step_values import Key, Value, step_values
 from lowbit_optax.release.traced_loss import ParamLeaf, TracedLoss
 from lowbit_optax.states.state_leaves import state_leaves
-
-_NEEDS_OTHERS = "its update needs the gradients of other leaves"
-
-Key = typing.TypeVar("Key")
-Found = typing.TypeVar("Found")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,10 +32,10 @@ class Part:
 
     Args:
       leaves: of the parameters.
-      structure: of the state for them.
+      structure: of the state that the transformation gets.
       numbers: of its leaves, in the whole state.
-      exclusive: those of the numbers that no other leaf needs, such as moments. The
-        others, such as a count, are in every part.
+      exclusive: those that are updated with the leaves, such as moments. The others,
+        such as a count, are only read.
       beside: other leaves that the transformation gets, too. Nothing reads what it
         makes of them.
     """
@@ -56,18 +51,10 @@ class Part:
         """Paths of the leaves."""
         return [leaf.name for leaf in self.leaves]
 
-
-def found_or_waiting(
-    find: Callable[[Key], Found], keys: Iterable[Key]
-) -> tuple[dict[Key, Found], dict[Key, str]]:
-    """What is found for some of the keys, and why the others wait."""
-    found, reasons = {}, {}
-    for key in keys:
-        try:
-            found[key] = find(key)
-        except WaitsForWholeGradient as reason:
-            reasons[key] = str(reason)
-    return found, reasons
+    @property
+    def depth(self) -> int:
+        """How many layers the leaves have, if they are stacks."""
+        return len(jax.tree.leaves(self.leaves[0].value)[0])
 
 
 class Parts:
@@ -81,8 +68,8 @@ class Parts:
 
     Attributes:
       whole: the part of all leaves.
-      state_stacks: by stack that can be updated layer by layer, the numbers of the
-        state's leaves that are stacks of one layer for each of its layers.
+      stacks: by leaf that can be updated layer by layer, the numbers of the state's
+        leaves that are stacks of one layer for each of its layers.
       reasons: why the other stacks cannot.
     """
 
@@ -91,81 +78,81 @@ class Parts:
         tx: optax.GradientTransformation,
         opt_state,
         loss: TracedLoss,
-        stacks: Iterable[ParamLeaf] = (),
+        stacks: Iterable[ParamLeaf],
     ):
-        self._tx, self._loss, self._values = tx, loss, {}
+        self._tx, self._loss, self._numbered = tx, loss, {}
         with_path, structure = jax.tree_util.tree_flatten_with_path(opt_state)
         self._state = [trees.abstract(x) for _, x in with_path]
-        self._keys = {jax.tree_util.keystr(k): n for n, (k, _) in enumerate(with_path)}
+        self._numbers = {
+            jax.tree_util.keystr(k): n for n, (k, _) in enumerate(with_path)
+        }
         of_state = enumerate(state_leaves(self._params_of(loss.leaves), opt_state))
         self._blanks = {n for n, part in of_state if part.kind == "blank"}
         numbers = range(len(self._state))
         self.whole = Part(loss.leaves, structure, numbers, numbers)
-        self.state_stacks, self.reasons = found_or_waiting(self._state_stacks, stacks)
-        self.state_stacks, reasons = self._updated_by_layer()
-        self.reasons |= reasons
+        found = {leaf: self._stacks_of(leaf) for leaf in stacks}
+        self.stacks = {leaf: x for leaf, x in found.items() if not isinstance(x, str)}
+        self.reasons = {leaf: x for leaf, x in found.items() if isinstance(x, str)}
+        if self.stacks:
+            self.reasons |= self._not_by_layer()
+        for leaf in self.stacks.keys() & self.reasons:
+            del self.stacks[leaf]
 
     @functools.cached_property
-    def _whole_step(self) -> StepValues:
-        """The step on all leaves."""
-        stacks = self.state_stacks
-        numbers = {n for numbers in stacks.values() for n in numbers}
-        return self._step_on(self.whole, {leaf.name for leaf in stacks} | numbers)
+    def counts(self) -> list[int]:
+        """Numbers of the state's leaves that need no gradient, such as a count."""
+        return [n for n in self.whole.numbers if not self._whole_step[n].needs]
 
-    def needs_no_gradient(self, number: int) -> bool:
-        """Whether this leaf of the new state depends on no gradient, as a count."""
-        return not self._whole_step.state[number].needs
-
-    def part(self, leaves: Sequence[ParamLeaf], is_last: bool = False) -> Part:
-        """The part of these leaves, on which a step is that part of the whole step.
+    def part(self, leaves: Sequence[ParamLeaf], is_last: bool = False) -> Part | str:
+        """The part of these leaves, or why a step on it is no part of the whole step.
 
         Args:
           leaves: of the parameters.
           is_last: whether what belongs to no leaf is taken from this part, too.
-
-        Raises:
-          WaitsForWholeGradient: if there is no such part.
         """
-        names, whole = {leaf.name for leaf in leaves}, self._whole_step
-        if any(x.needs - names for name in names for x in whole.params[name]):
-            raise WaitsForWholeGradient(_NEEDS_OTHERS)
-        structure, numbers = self._state_of(leaves)
-        exclusive = [n for n in numbers if n not in self._shared]
+        step, names = self._whole_step, {leaf.name for leaf in leaves}
+        own = {key for key in step if _owner(key) in names}
+        if any(step[key].needs - names for key in own):
+            return "its update needs the gradients of other leaves"
+        shared, found = self._shared, self._state_of(leaves)
+        if isinstance(found, str) or isinstance(shared, str):
+            return found if isinstance(found, str) else str(shared)
+        structure, numbers = found
+        exclusive = [n for n in numbers if n not in shared[1]]
         part = Part(leaves, structure, numbers, exclusive)
-        results = {(name, x) for name in names for x in whole.params[name]}
-        results |= {(n, whole.state[n]) for n in exclusive}
-        rest = {(name, x) for name, xs in whole.params.items() for x in xs}
-        rest = (rest | set(whole.state.items())) - results
-        if any(x.needs - names for _, x in results):
-            raise WaitsForWholeGradient(_NEEDS_OTHERS)
-        if any(x.needs & names for _, x in rest):
-            raise WaitsForWholeGradient(
+        own.update(exclusive)
+        if any(step[key].needs & names for key in step.keys() - own):
+            return (
                 "its gradient is needed for other leaves, or for the rest of the state"
             )
-        step, taken = self._step_on(part), numbers if is_last else exclusive
-        pairs = [(whole.state[n], step.state[n]) for n in taken]
-        for name in names:
-            pairs += zip(whole.params[name], step.params[name], strict=True)
-        if any(a.numbers[0] != b.numbers[0] for a, b in pairs):
-            raise WaitsForWholeGradient(
-                "the optimizer updates it otherwise when it is alone"
-            )
+        alone = self._step_on(part)
+        compared = own.union(numbers if is_last else ())
+        if any(step[k].numbers[0] != alone[k].numbers[0] for k in compared):
+            return "the optimizer updates it otherwise when it is alone"
         return part
 
     def in_loop(self, leaves: Sequence[ParamLeaf]) -> Part:
         """The part of which a loop updates these leaves, one layer at a time."""
+        return self.beside_others(leaves, [n for x in leaves for n in self.stacks[x]])
+
+    def beside_others(self, leaves: Sequence[ParamLeaf], numbers: list[int]) -> Part:
+        """These leaves and this state, as what is taken of a step on all leaves."""
+        others = [leaf for leaf in self._loss.leaves if leaf not in leaves]
         return dataclasses.replace(
-            self.whole,
-            leaves=leaves,
-            exclusive=[n for leaf in leaves for n in self.state_stacks[leaf]],
-            beside=[leaf for leaf in self._loss.leaves if leaf not in leaves],
+            self.whole, leaves=leaves, exclusive=numbers, beside=others
         )
 
-    def _step_on(self, part: Part, stacks=()) -> StepValues:
+    @functools.cached_property
+    def _whole_step(self) -> dict[Key, Value]:
+        """The step on all leaves."""
+        numbers = {n for numbers in self.stacks.values() for n in numbers}
+        return self._step_on(self.whole, {leaf.name for leaf in self.stacks} | numbers)
+
+    def _step_on(self, part: Part, stacks=()) -> dict[Key, Value]:
         grads = self._loss.tree_of({x.name: x.gradient for x in part.leaves})
         state = part.structure.unflatten([self._state[n] for n in part.numbers])
         arguments = grads, state, self._params_of(part.leaves)
-        return StepValues(self._tx, *arguments, part.numbers, self._values, stacks)
+        return step_values(self._tx, arguments, part.numbers, self._numbered, stacks)
 
     def _params_of(self, leaves: Iterable[ParamLeaf], layers: Iterable = ()):
         """The parameters' shapes, with one layer in place of each of some stacks."""
@@ -174,65 +161,32 @@ class Parts:
         return self._loss.tree_of(shapes | one)
 
     @functools.cached_property
-    def _shared(self) -> frozenset[int]:
-        """Numbers of the state that belongs to no leaf."""
-        return frozenset(self._state_of([])[1])
+    def _shared(self) -> tuple | str:
+        """What :meth:`_state_of` says of the state that belongs to no leaf."""
+        return self._state_of([])
 
-    def _state_of(self, leaves: Sequence[ParamLeaf]) -> tuple[typing.Any, list[int]]:
-        """Structure of the state for these leaves, and its numbers in the whole."""
+    def _state_of(self, leaves: Sequence[ParamLeaf]) -> tuple | str:
+        """Structure of the state for these leaves and its numbers, or why not."""
         try:
             state = jax.eval_shape(self._tx.init, self._params_of(leaves))
         except (TypeError, ValueError, AttributeError, LookupError) as error:
             # A mask or a label by the user's function may not know MaskedNode.
-            raise WaitsForWholeGradient(
+            return (
                 "the optimizer has no state for it alone: its init, without the other "
                 f"parameters, raises {type(error).__name__}({str(error)!r})"
-            ) from error
+            )
         with_path, structure = jax.tree_util.tree_flatten_with_path(state)
         names = [jax.tree_util.keystr(path) for path, _ in with_path]
-        numbers = [self._keys.get(name, -1) for name in names]
+        numbers = [self._numbers.get(name, -1) for name in names]
         for name, number, (_, leaf) in zip(names, numbers, with_path, strict=True):
             if number < 0 or not _is_like(self._state[number], leaf, leaf.shape):
-                raise WaitsForWholeGradient(
+                return (
                     "the optimizer's state for it alone is no part of its state: "
                     f"state{name} differs"
                 )
         return structure, numbers
 
-    def _updated_by_layer(self):
-        """The stacks that can be updated layer by layer, and why others cannot.
-
-        The step is traced with the stacks and with one layer in place of each. The
-        traces differ where a mask asks which leaves are matrices, for example.
-
-        Raises:
-          ValueError: if the update of one leaf needs the gradients of another.
-        """
-        stacks, leaves = self.state_stacks, self._loss.leaves
-        if not stacks:
-            return {}, {}
-        whole = self._whole_step
-        waiting = _refuse_several_gradients(whole, {x.name: stacks[x] for x in stacks})
-        params = self._params_of(leaves, stacks)
-        grads = {x.name: x.gradient for x in leaves}
-        grads |= {x.name: _layer(x.gradient) for x in stacks}
-        arguments = self._loss.tree_of(grads), jax.eval_shape(self._tx.init, params)
-        keys = self.whole.numbers
-        layer = StepValues(self._tx, *arguments, params, keys, self._values)
-
-        def compared(leaf: ParamLeaf) -> list[int]:
-            pairs = (x.results_of(leaf.name, stacks[leaf]) for x in (whole, layer))
-            for of_stack, of_layer in zip(*pairs, strict=True):
-                reason = waiting.get(leaf.name, of_stack.several)
-                if not reason and of_stack.numbers[1] != of_layer.numbers[1]:
-                    reason = "the update of a layer is not that of the stack"
-                if reason:
-                    raise WaitsForWholeGradient(reason)
-            return stacks[leaf]
-
-        return found_or_waiting(compared, stacks)
-
-    def _state_stacks(self, leaf: ParamLeaf) -> list[int]:
+    def _stacks_of(self, leaf: ParamLeaf) -> list[int] | str:
         """Numbers of the state's leaves with a layer for each layer of a stack.
 
         These are the leaves that change their shape when the parameter is one layer.
@@ -240,20 +194,49 @@ class Parts:
         params = self._params_of(self._loss.leaves, [leaf])
         layers, structure = jax.tree.flatten(jax.eval_shape(self._tx.init, params))
         if structure != self.whole.structure:
-            raise WaitsForWholeGradient(
-                "the state of one of its layers has another structure"
-            )
+            return "the state of one of its layers has another structure"
         depth, found = leaf.value.shape[0], []
         for number, (stack, layer) in enumerate(zip(self._state, layers, strict=True)):
             if number in self._blanks or _is_like(stack, layer, layer.shape):
                 continue
             if not _is_like(stack, layer, (depth, *layer.shape)):
-                raise WaitsForWholeGradient(
-                    f"its state {stack.dtype}{list(stack.shape)} is not a stack of "
-                    "layers"
-                )
+                of = f"{stack.dtype}{list(stack.shape)}"
+                return f"its state {of} is not a stack of layers"
             found.append(number)
         return found
+
+    def _not_by_layer(self) -> dict[ParamLeaf, str]:
+        """Why stacks cannot be updated layer by layer.
+
+        The step is traced with the stacks and with one layer in place of each. The
+        traces differ where a mask asks which leaves are matrices, for example.
+
+        Raises:
+          ValueError: if the update of one leaf needs the gradients of another.
+        """
+        whole, leaves = self._whole_step, self._loss.leaves
+        reasons = _refuse_several_gradients(whole, self.stacks)
+        params = self._params_of(leaves, self.stacks)
+        grads = {x.name: x.gradient for x in leaves}
+        grads |= {x.name: _layer(x.gradient) for x in self.stacks}
+        arguments = self._loss.tree_of(grads), jax.eval_shape(self._tx.init, params)
+        layer = step_values(
+            self._tx, (*arguments, params), self.whole.numbers, self._numbered
+        )
+        for leaf, numbers in self.stacks.items():
+            own = [key for key in whole if _owner(key) == leaf.name or key in numbers]
+            for key in own:
+                reason = whole[key].several
+                if not reason and whole[key].numbers[1] != layer[key].numbers[1]:
+                    reason = "the update of a layer is not that of the stack"
+                if reason:
+                    reasons.setdefault(leaf, reason)
+        return reasons
+
+
+def _owner(key: Key) -> str | None:
+    """Path of the parameter that a step's result is an array of."""
+    return key[0] if isinstance(key, tuple) else None
 
 
 def _layer(stack) -> jax.ShapeDtypeStruct:
@@ -265,27 +248,30 @@ def _is_like(array, other, shape) -> bool:
 
 
 def _refuse_several_gradients(
-    step: StepValues, stacks: Mapping[str, Sequence[int]]
-) -> dict[str, str]:
+    step: Mapping[Key, Value], stacks: Mapping[ParamLeaf, Sequence[int]]
+) -> dict[ParamLeaf, str]:
     """Raise if a result depends on several leaves' gradients, one of them stacked.
 
     Returns:
-      By path, why a leaf has to wait: where else its own gradient is needed.
+      Why a stack has to wait: where else its own gradient is needed.
     """
-    owners = {n: name for name, numbers in stacks.items() for n in numbers}
-    results = [(name, x) for name in stacks for x in step.results_of(name, ())]
-    results += [(name, x) for name, xs in step.params.items() for x in xs]
-    results += [(owners.get(n), x) for n, x in step.state.items()]
+    leaves = {leaf.name: leaf for leaf in stacks}
+    owners = {n: leaf.name for leaf, numbers in stacks.items() for n in numbers}
     waiting = {}
-    for owner, value in results:
-        others = sorted(value.needs - {owner})
-        if not others or stacks.keys().isdisjoint([*others, owner]):
+    # The stacks' own results first: a message names them before what they are in.
+    own = lambda key: _owner(key) not in leaves and key not in owners
+    for key in sorted(step, key=own):
+        owner = _owner(key) or owners.get(key)
+        others = sorted(step[key].needs - {owner})
+        if not others or leaves.keys().isdisjoint([*others, owner]):
             continue
-        if owner is None and len(value.needs) == 1:
-            waiting[others[0]] = "the state keeps a number made of its whole gradient"
+        if owner is None and len(step[key].needs) == 1:
+            waiting[leaves[others[0]]] = (
+                "the state keeps a number made of its whole gradient"
+            )
             continue
         what = "its state" if owner is None else f"the update of params{owner}"
-        other = next((name for name in others if name in stacks), others[0])
+        other = next((name for name in others if name in leaves), others[0])
         raise ValueError(
             "release: the optimizer needs the gradients of several leaves at once: "
             f"{what} depends on the gradient of params{other}. Inside the backward "

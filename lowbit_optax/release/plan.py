@@ -8,6 +8,7 @@ are updated there:
     x @ w1, tanh  |  x @ w2, tanh  |   x @ w3, tanh, mean
                   <- update w2     <-  update w3       <- cotangent of the loss
 
+All other parameters are updated before the first stretch, where the backward pass ends.
 A scan is a stretch of its own if its loop can update the parameters that it runs over.
 """
 
@@ -21,12 +22,11 @@ import optax
 from jax.extend.core import primitives as p
 
 from lowbit_optax._jaxprs.graph import Call, Node
-from lowbit_optax._jaxprs.program import LossProgram, ScanCall
+from lowbit_optax._jaxprs.program import LossProgram, ScanCall, Segment
 from lowbit_optax._numerics.random_bits import COUNTERS
 from lowbit_optax._step.stepper import stepper_of
 from lowbit_optax.loss_scaling.transformation import LossScaled, LossScaleState
-from lowbit_optax.release.parts import Part, Parts, found_or_waiting
-from lowbit_optax.release.step_values import WaitsForWholeGradient
+from lowbit_optax.release.parts import Part, Parts
 from lowbit_optax.release.traced_loss import ParamLeaf, TracedLoss
 
 MAX_WAITING = 2**22
@@ -36,8 +36,6 @@ MIN_LAYER_SIZE = 4096
 """Layers and leaves with fewer elements are updated after the backward pass, all at
 once."""
 
-_NO_SCAN = "no scan runs over it"
-
 PRODUCTS = {
     p.conv_general_dilated_p.name: "convolution",
     p.dot_general_p.name: "matrix product",
@@ -46,7 +44,6 @@ OPAQUE = {
     p.cond_p.name: "cond",
     p.custom_vjp_call_p.name: "custom_vjp",
     p.remat_p.name: "jax.checkpoint",
-    "call_hi_primitive": "jax.checkpoint",  # what JAX makes of both from 0.12 on
     p.scan_p.name: "scan",
     p.while_p.name: "while",
 }
@@ -59,19 +56,19 @@ class Stretch:
     """Consecutive calls.
 
     Args:
-      calls: in order; only one if it is a released scan.
+      segment: the calls, and the values that they and later ones read.
       part: the leaves that are updated where the stretch begins, or in its loop.
       in_loop: whether it is a released scan.
     """
 
-    calls: Sequence[Call]
-    part: Part | None = None
-    in_loop: bool = False
+    segment: Segment
+    part: Part | None
+    in_loop: bool
 
     @property
-    def leaves(self) -> Sequence[ParamLeaf]:
-        """The leaves that are updated."""
-        return self.part.leaves if self.part else ()
+    def is_opaque(self) -> bool:
+        """Whether its calls hold operations that this package does not read."""
+        return any(call.primitive.name in OPAQUE for call in self.segment.calls)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -79,26 +76,21 @@ class ReleasePlan:
     """How the parameters of a traced loss are updated.
 
     Args:
-      stretches: of the loss. After a product, or an operation that is not read, one
-        array goes on, and no intermediate results of a normalisation: they begin there.
+      stretches: of the loss. The first one has no calls, only what is updated last.
       parts: of the optimizer.
-      last: what is updated after the backward pass: the other leaves, or all of them
-        if a step on these alone would be another one.
       active: the values of the loss that have cotangents.
       reports: by path, when a leaf is updated, and why.
     """
 
     stretches: Sequence[Stretch]
     parts: Parts
-    last: Part
     active: set[Node]
     reports: Mapping[str, str]
 
     @property
-    def stack_numbers(self) -> frozenset[int]:
+    def stack_numbers(self) -> set[int]:
         """Numbers of the state's leaves that are updated in loops."""
-        stacks = self.parts.state_stacks.values()
-        return frozenset().union(*stacks)
+        return {n for numbers in self.parts.stacks.values() for n in numbers}
 
 
 def loss_scaled(tx: optax.GradientTransformation) -> LossScaled | None:
@@ -138,63 +130,69 @@ def plan_release(
       ValueError: if ``tx`` needs the gradients of several leaves at once, and one of
         them is scanned over.
     """
-    over, reasons = found_or_waiting(
-        lambda leaf: _scan_over(loss.program, leaf), loss.leaves
-    )
-    parts = Parts(*without_scale(tx, opt_state), loss, over)
-    reasons |= parts.reasons
+    program, active = loss.program, _active_values(loss)
+    scans = {leaf: _scan_over(program, leaf) for leaf in loss.leaves}
+    found = {leaf: x for leaf, x in scans.items() if isinstance(x, ScanCall)}
+    parts = Parts(*without_scale(tx, opt_state), loss, found)
+    no_loop = {leaf: x for leaf, x in scans.items() if isinstance(x, str)}
+    no_loop = {leaf: why for leaf, why in (no_loop | parts.reasons).items() if why}
     loops: dict[Call, list[ParamLeaf]] = {}
-    for leaf in parts.state_stacks:
-        loops.setdefault(over[leaf], []).append(leaf)
-    active = _active_values(loss)
-    others = [leaf for leaf in loss.leaves if leaf not in parts.state_stacks]
-    early, why_last = found_or_waiting(lambda leaf: _early(leaf, active), others)
-    order = _demand_order(loss.program, active)
-    readers = _first_readers(order, list(early), active)
-    stretches: list[Stretch] = []
+    for leaf in parts.stacks:
+        loops.setdefault(found[leaf], []).append(leaf)
+    others = [leaf for leaf in loss.leaves if leaf not in parts.stacks]
+    late = {leaf: _why_late(leaf, active) for leaf in others}
+    order = _demand_order(program, active)
+    early = [leaf for leaf, why in late.items() if not why]
+    readers = _first_readers(order, early, active)
+    groups: list[tuple[list[Call], Part | None, bool]] = []
     for calls, waiting in _divided(order, loops, readers):
-        part, loop = None, loops.get(calls[0])
-        try:
-            part = parts.part(waiting) if waiting else None
-        except WaitsForWholeGradient as reason:
-            why_last |= dict.fromkeys(waiting, str(reason))
-        if loop:
+        part, loop = parts.part(waiting) if waiting else None, loops.get(calls[0])
+        if isinstance(part, str):
+            late |= dict.fromkeys(waiting, part)
+            part = None
+        if loop and part:
             # Leaves that a loop reads, but that it does not update, are updated before.
-            stretches += [Stretch([], part)] if part else []
-            stretches.append(Stretch(calls, parts.in_loop(loop), True))
-        else:
-            stretches.append(Stretch(calls, part))
-    last = _last(loss, stretches, parts)
-    late = why_last | {x: why for x, why in reasons.items() if why != _NO_SCAN}
-    reports = _reports(stretches, readers)
-    reports |= {x: f"after the backward pass: {why}" for x, why in late.items()}
+            groups.append(([], part, False))
+        groups.append((calls, parts.in_loop(loop) if loop else part, bool(loop)))
+    groups.insert(
+        0, ([], _last(loss, [part for _, part, _ in groups if part], parts), False)
+    )
+    segments = program.segments([calls for calls, _, _ in groups])
+    stretches = [
+        Stretch(segment, part, in_loop)
+        for segment, (_, part, in_loop) in zip(segments, groups, strict=True)
+    ]
+    reports = {
+        x: f"after the backward pass: {why}" for x, why in (late | no_loop).items()
+    }
+    for leaf, report in _reports(stretches[1:], readers).items():
+        why = f"; not in the loop: {no_loop[leaf]}" if leaf in no_loop else ""
+        reports[leaf] = report + why
     names = {leaf.name: reports[leaf] for leaf in loss.leaves}
-    return ReleasePlan(stretches, parts, last, active, names)
+    return ReleasePlan(stretches, parts, active, names)
 
 
-def _early(leaf: ParamLeaf, active: set[Node]) -> ParamLeaf:
-    """The leaf, if it may be updated within the backward pass."""
+def _why_late(leaf: ParamLeaf, active: set[Node]) -> str:
+    """Why a leaf is not updated within the backward pass; empty if it may be."""
     if not jnp.issubdtype(leaf.gradient.dtype, jnp.floating):
-        raise WaitsForWholeGradient(f"it is {leaf.gradient.dtype}")
+        return f"it is {leaf.gradient.dtype}"
     if leaf.size < MIN_LAYER_SIZE:
-        raise WaitsForWholeGradient(f"it has fewer than {MIN_LAYER_SIZE} elements")
+        return f"it has fewer than {MIN_LAYER_SIZE} elements"
     if leaf.gradient_value not in active:
-        raise WaitsForWholeGradient("the loss does not depend on it")
-    return leaf
+        return "the loss does not depend on it"
+    return ""
 
 
-def _last(loss: TracedLoss, stretches: Sequence[Stretch], parts: Parts) -> Part:
-    """The part that is updated after the backward pass."""
-    found = [each.part for each in stretches if each.part]
+def _last(loss: TracedLoss, found: Sequence[Part], parts: Parts) -> Part:
+    """What is updated after the backward pass, with all state that is left."""
     updated = {leaf for part in found for leaf in part.leaves}
-    if not updated:
-        return parts.whole
-    try:
-        part = parts.part([x for x in loss.leaves if x not in updated], is_last=True)
-    except WaitsForWholeGradient:
-        return parts.whole
-    count = sum(len(each.exclusive) for each in found) + len(part.numbers)
-    return part if count == len(parts.whole.numbers) else parts.whole
+    rest = [leaf for leaf in loss.leaves if leaf not in updated]
+    taken = {n for part in found for n in part.exclusive}
+    left = [n for n in parts.whole.numbers if n not in taken]
+    part = parts.part(rest, is_last=True) if updated else parts.whole
+    if isinstance(part, str) or set(part.numbers) != set(left):
+        return parts.beside_others(rest, left)
+    return dataclasses.replace(part, exclusive=left)
 
 
 def _reports(stretches: Sequence[Stretch], readers: Mapping[ParamLeaf, Call]):
@@ -249,19 +247,25 @@ def _divided(
 ) -> list[tuple[list[Call], list[ParamLeaf]]]:
     """The calls of each stretch, and the leaves that are updated where it begins.
 
-    Small leaves wait for others, until half the size of the largest is there.
+    Small leaves wait for others, until half the size of the largest is there. Where
+    they do so, a stretch begins at a product or an opaque call: one array goes on from
+    there, and no intermediate results of a normalisation.
     """
     read_by: dict[Call, list[ParamLeaf]] = {}
     for leaf, call in readers.items():
         read_by.setdefault(call, []).append(leaf)
     enough = min(MAX_WAITING, max((leaf.size for leaf in readers), default=0) / 2)
+    is_opaque = lambda call: call.primitive.name in OPAQUE
     found: list[tuple[list[Call], list[ParamLeaf]]] = [([], [])]
     for call in reversed(order):
         calls, waiting = found[-1]
         is_full = waiting and sum(leaf.size for leaf in waiting) >= enough
-        is_end = call in loops or (calls and calls[-1] in loops)
-        if is_end or (is_full and call.primitive.name in PRODUCTS | OPAQUE):
+        ends = calls and (call in loops or calls[-1] in loops)
+        if ends or (is_full and call.primitive.name in PRODUCTS | OPAQUE):
             found.append(([], []))
+        elif calls and is_opaque(call) != is_opaque(calls[-1]):
+            found[-1] = calls, []
+            found.append(([], waiting))
         found[-1][0].append(call)
         found[-1][1].extend(read_by.get(call, ()))
     return [(calls[::-1], waiting) for calls, waiting in reversed(found) if calls]
@@ -293,28 +297,17 @@ def _demand_order(program: LossProgram, active: set[Node]) -> list[Call]:
     return sorted(program.calls, key=lambda call: (place[call], call.number))
 
 
-def _scan_over(program: LossProgram, leaf: ParamLeaf) -> ScanCall:
-    """The scan over a leaf, if it is the only one and nothing else reads the leaf.
-
-    Raises:
-      WaitsForWholeGradient: if it is not.
-    """
+def _scan_over(program: LossProgram, leaf: ParamLeaf) -> ScanCall | str:
+    """The scan over a leaf, or why its loop cannot update the leaf; "" if none is."""
     values = {*leaf.array_values, leaf.gradient_value}
     over = [call for call in program.scans if not values.isdisjoint(call.scanned)]
-    reason = _why_not_in(over, program, leaf, values)
-    if reason:
-        raise WaitsForWholeGradient(reason)
-    return over[0]
-
-
-def _why_not_in(over: list[ScanCall], program: LossProgram, leaf, values) -> str:
     size = math.prod(leaf.value.shape[1:])
     if not jnp.issubdtype(leaf.gradient.dtype, jnp.floating):
         return f"it is {leaf.value.dtype}"
     if not over and _is_scanned(program, values):
         return "it is changed before a scan runs over it"
     if not over:
-        return _NO_SCAN
+        return ""
     if len(over) > 1:
         return "several scans run over it"
     if any(program.uses[value] != 1 for value in values):
@@ -325,7 +318,9 @@ def _why_not_in(over: list[ScanCall], program: LossProgram, leaf, values) -> str
         return "only a part of it is scanned over"
     if size < MIN_LAYER_SIZE:
         return f"its layers have fewer than {MIN_LAYER_SIZE} elements"
-    return "its layers have more than 2^32 elements" if size > COUNTERS else ""
+    if size > COUNTERS:
+        return "its layers have more than 2^32 elements"
+    return over[0]
 
 
 def _is_scanned(program: LossProgram, values: set[Node]) -> bool:

@@ -21,9 +21,9 @@ from lowbit_optax._step import context, trees
 from lowbit_optax._step.context import LAYERWISE
 from lowbit_optax.transformations.lowbit import step
 
-
-class WaitsForWholeGradient(Exception):
-    """Why a leaf is updated only when its whole gradient is there."""
+Key = typing.Any
+"""Of a result: the number of a leaf of the state, or the path of a parameter and the
+number of an array of it."""
 
 
 class Value(typing.NamedTuple):
@@ -44,87 +44,79 @@ class Value(typing.NamedTuple):
     several: str
 
 
-class StepValues:
-    """The results of a step.
+def step_values(
+    tx: optax.GradientTransformation,
+    arguments: tuple[optax.Updates, optax.OptState, optax.Params],
+    state_keys: Sequence[int],
+    numbers: dict,
+    stacks: Container = (),
+) -> dict[Key, Value]:
+    """The results of a step, by key.
 
     Args:
       tx: the transformation.
-      grads, state, params: shapes and dtypes of the step's arguments.
-      state_keys: names for the state's leaves, in their order.
+      arguments: shapes and dtypes of gradients, state and parameters.
+      state_keys: numbers of the state's leaves.
       numbers: of the values known so far; new ones are added.
-      stacks: paths of parameters and keys of state that are stacks of layers.
-
-    Attributes:
-      params: by path, the values of the new arrays.
-      state: by key, the values of the new state's leaves.
+      stacks: paths of parameters and numbers of state that are stacks of layers.
     """
-
-    def __init__(
-        self,
-        tx: optax.GradientTransformation,
-        grads: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params,
-        state_keys: Sequence,
-        numbers: dict,
-        stacks: Container = (),
-    ):
-        trace = jax.make_jaxpr(
-            lambda grads, state, params: step(tx, params, state, grads),
-            return_shape=True,
+    closed, (_, new_state) = _traced(tx, *arguments)
+    if len(jax.tree.leaves(new_state)) != len(state_keys):
+        raise ValueError(
+            "release: the optimizer's update returns a state of another structure"
         )
-        try:
-            with context.analysis():
-                closed, (_, new_state) = trace(grads, state, params)
-        except TypeError as error:
-            if "required keyword-only argument" not in str(error):
-                raise
-            raise ValueError(
-                f"release: the optimizer needs more than gradients: {error}. The loss "
-                "and a line search (optax.lbfgs) need the whole backward pass; call "
-                "tx.update with all gradients, without a release"
-            ) from error
-        if len(jax.tree.leaves(new_state)) != len(state_keys):
-            raise ValueError(
-                "release: the optimizer's update returns a state of another structure"
-            )
-        names, leaves, _ = trees.named_leaves(params)
-        arrays = [
-            (name, n)
-            for name, leaf in zip(names, leaves, strict=True)
-            for n, _ in enumerate(jax.tree.leaves(leaf))
-        ]
-        graph, self._numbers = Graph(closed, opaque={LAYERWISE}), numbers
-        self._values: dict[Node, Value] = {}
-        keys = [
-            *(("gradient", name) for name in names),
-            *(("state", key) for key in state_keys),
-            *(("params", *key) for key in arrays),
-        ]
-        for key, node in zip(keys, graph.inputs, strict=True):
-            is_stack = key[1] in stacks
-            several = "" if is_stack else _another(node)
-            needs = frozenset([key[1]] if key[0] == "gradient" else ())
-            self._values[node] = Value(self._both(key, key), needs, is_stack, several)
-        for call in calls_between(graph.outputs, graph.inputs):
-            self._add(call)
-        results = [self._value(node) for node in graph.outputs]
-        self.params: dict[str, list[Value]] = {name: [] for name in names}
-        for (name, _), value in zip(arrays, results, strict=False):
-            self.params[name].append(value)
-        self.state = dict(zip(state_keys, results[len(arrays) :], strict=True))
+    names, leaves, _ = trees.named_leaves(arguments[2])
+    pairs = zip(names, leaves, strict=True)
+    arrays = [(name, n) for name, x in pairs for n, _ in enumerate(jax.tree.leaves(x))]
+    keys = [*(("gradient", name) for name in names), *state_keys, *arrays]
+    graph = Graph(closed, opaque={LAYERWISE})
+    values = _Values(numbers)
+    for key, node in zip(keys, graph.inputs, strict=True):
+        is_gradient = isinstance(key, tuple) and key[0] == "gradient"
+        owner = key if isinstance(key, int) else key[1] if is_gradient else key[0]
+        needs = frozenset([owner] if is_gradient else ())
+        several = "" if owner in stacks else _another(node)
+        both = values.both(key, key)
+        values[node] = Value(both, needs, owner in stacks, several)
+    for call in calls_between(graph.outputs, graph.inputs):
+        values.add(call)
+    results = map(values.of, graph.outputs)
+    return dict(zip([*arrays, *state_keys], results, strict=True))
 
-    def results_of(self, name: str, keys: Iterable) -> list[Value]:
-        """A parameter's new arrays, and these leaves of the new state."""
-        return [*self.params[name], *(self.state[key] for key in keys)]
 
-    def _both(self, key, other) -> tuple[int, int]:
+def _traced(tx, grads, state, params):
+    trace = jax.make_jaxpr(
+        lambda grads, state, params: step(tx, params, state, grads), return_shape=True
+    )
+    try:
+        with context.analysis():
+            return trace(grads, state, params)
+    except TypeError as error:
+        if "required keyword-only argument" not in str(error):
+            raise
+        raise ValueError(
+            f"release: the optimizer needs more than gradients: {error}. The loss "
+            "and a line search (optax.lbfgs) need the whole backward pass; call "
+            "tx.update with all gradients, without a release"
+        ) from error
+
+
+class _Values(dict[Node, Value]):
+    """The values of a graph's nodes."""
+
+    def __init__(self, numbers: dict):
+        super().__init__()
+        self._numbers = numbers
+
+    def both(self, key, other) -> tuple[int, int]:
+        """The numbers of two computations, new ones if they have none yet."""
         number = self._numbers.setdefault(key, len(self._numbers))
         return number, self._numbers.setdefault(other, len(self._numbers))
 
-    def _value(self, node: Node) -> Value:
+    def of(self, node: Node) -> Value:
+        """The value of a node, perhaps a constant."""
         if node.constant is None:
-            return self._values[node]
+            return self[node]
         constant = node.constant
         is_key = jnp.issubdtype(node.aval.dtype, jax.dtypes.extended)
         if isinstance(constant, Tracer) or is_key:
@@ -132,28 +124,27 @@ class StepValues:
         else:
             array = np.asarray(constant)
             key = ("constant", str(array.dtype), array.shape, array.tobytes())
-        return Value(self._both(key, key), frozenset(), False, _another(node))
+        return Value(self.both(key, key), frozenset(), False, _another(node))
 
-    def _add(self, call: Call) -> None:
-        operands = [self._value(node) for node in call.inputs]
+    def add(self, call: Call) -> None:
+        """Add what a call computes."""
+        operands = [self.of(node) for node in call.inputs]
         needs = frozenset().union(*(x.needs for x in operands))
         in_stacks = any(x.in_stacks for x in operands)
         several = next((x.several for x in operands if x.several), "")
-        is_spread = call.primitive is p.broadcast_in_dim_p and _is_scalar(call.inputs)
-        nodes = *call.inputs, *call.outputs
-        if not (several or _is_scalar(nodes) or is_spread or _keeps_layers(call)):
+        if not (several or _keeps_layers(call)):
             several = (
                 f"its update takes {call.primitive} of "
                 f"{[list(x.aval.shape) for x in call.inputs]} to "
                 f"{list(call.outputs[0].aval.shape)}, which is of several layers"
             )
         for n, node in enumerate(call.outputs):
-            why = several if in_stacks or node.aval.shape else ""
-            numbers = self._both(
+            numbers = self.both(
                 (call.primitive, n, node.aval.shape, *(x.numbers[0] for x in operands)),
                 (call.primitive, n, None, *(x.numbers[1] for x in operands)),
             )
-            self._values[node] = Value(numbers, needs, in_stacks, why)
+            why = several if in_stacks or node.aval.shape else ""
+            self[node] = Value(numbers, needs, in_stacks, why)
 
 
 def _another(node: Node) -> str:
@@ -161,15 +152,19 @@ def _another(node: Node) -> str:
     return f"its update takes another array, {shape}" if shape else ""
 
 
-def _is_scalar(nodes: Iterable[Node]) -> bool:
+def _are_scalars(nodes: Iterable[Node]) -> bool:
     return all(node.is_scalar for node in nodes)
 
 
 def _keeps_layers(call: Call) -> bool:
     """Whether a layer of a call's results is made of the same layer of its inputs."""
     primitive, params = call.primitive, call.params
+    if _are_scalars((*call.inputs, *call.outputs)):
+        return True
     if primitive is p.jit_p:
         return params["name"] == LAYERWISE
+    if primitive is p.broadcast_in_dim_p and _are_scalars(call.inputs):
+        return True
     result = call.outputs[0].aval.shape
     stacks = [x.aval.shape for x in call.inputs if x.aval.shape]
     if not result or not stacks or any(s[0] != result[0] for s in stacks):

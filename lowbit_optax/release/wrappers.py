@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from lowbit_optax._step import context, trees
-from lowbit_optax._step.layers import ByIdentity, Layer
+from lowbit_optax._step.layers import Layer
 from lowbit_optax.release.float_state import FloatState, as_floats, as_state
 from lowbit_optax.release.host_memory import is_on_host
 
@@ -147,24 +147,16 @@ def scan(
         del codes
         return converted(carry, structure.unflatten(layer), x, *shared)
 
-    def update_layer(layer, state, gradients, index):
+    def update_layer(layer, state, gradients, total, index):
         step = lambda old, state: update(old, state, structure.unflatten(gradients))
         with context.one_layer(Layer(index, count, frozenset(names))):
             new, rest = alone(index, step, structure.unflatten(layer), state[1])
-        return jax.tree.leaves(new), ((), rest)
+        return jax.tree.leaves(new), ((), rest), total
 
-    return released_loop(
-        with_shared,
-        update_layer,
-        closed_over,
-        init,
-        arrays,
-        FloatState(((), state.floats), state.dtypes),
-        xs,
-        length=length,
-        reverse=reverse,
-        unroll=unroll,
-    )
+    with_codes = FloatState(((), state.floats), state.dtypes)
+    how = {"length": length, "reverse": reverse, "unroll": unroll}
+    values = closed_over, init, arrays, with_codes, xs, ()
+    return released_loop(with_shared, update_layer, *values, (), how)[:2]
 
 
 def released_loop(
@@ -172,63 +164,52 @@ def released_loop(
     update: Callable,
     shared,
     init,
-    layers,
+    layers: list,
     state: FloatState,
     xs,
-    *,
-    length: int | None,
-    reverse: bool,
-    unroll: int | bool,
-    stand_ins=(),
+    total,
+    stand_ins,
+    how: dict,
 ):
     """A scan that updates each layer in its backward loop; see :func:`scan`.
 
     Args:
       body: ``(shared, carry, layer, codes, x) -> (carry, y)``.
-      update: ``(layer, (codes, state), gradients, index) -> (layer, (codes, state))``.
-        What it returns unchanged is not written.
+      update: ``(layer, (codes, state), gradients, total, index)`` to new ``(layer,
+        (codes, state), total)``. What it returns unchanged is not written.
       shared: arrays that every layer reads.
-      init, layers, xs, length, reverse, unroll: as in :func:`scan`.
+      init, layers, xs: as in :func:`scan`.
       state: of ``(codes, state)``. Codes are arrays of quantised layers.
+      total: passes through; ``update`` gets its cotangent, and what it returns for one
+        layer it gets for the next.
       stand_ins: shapes of zeros that are appended to ``layers``, for the gradients of
         quantised layers. ``update`` does not get these zeros, only their gradients.
+      how: length, reverse and unroll, as in ``jax.lax.scan``.
+
+    Returns:
+      ``(carry, ys, total)``.
     """
     read_back = _ReadBack()
 
-    def forward(shared, init, layers, state, xs):
+    def forward(shared, init, layers, state, xs, total):
         codes, _ = as_state(state)
-        f_shared, with_shared = _floats_of(shared)
 
         def step(carry, inputs):
             layer, codes, x = inputs
             zeros = [jnp.zeros(like.shape, like.dtype) for like in stand_ins]
-            (f_carry, with_carry), (f_x, with_x) = map(_floats_of, (carry, x))
-
-            def function(shared, carry, layer, x):
-                every, carry, x = with_shared(shared), with_carry(carry), with_x(x)
-                result = body(every, carry, layer, codes, x)
-                return _floats_of(result)[0], result
-
-            primals = f_shared, f_carry, [*layer, *zeros], f_x
-            _, pull, (carry, y) = jax.vjp(function, *primals, has_aux=True)
+            function = lambda *args: body(*args[:3], codes, *args[3:])
+            out, pull = jax.vjp(function, shared, carry, [*layer, *zeros], x)
             known = jax.tree.leaves((shared, layer, codes, x))
-            return carry, (y, read_back.save(pull, known))
+            return out[0], (out[1], read_back.save(pull, out, known))
 
-        carry, (ys, saved) = lax.scan(
-            step,
-            init,
-            (layers, codes, xs),
-            length=length,
-            reverse=reverse,
-            unroll=unroll,
-        )
-        return (carry, ys), (shared, layers, state, xs, saved)
+        carry, (ys, saved) = lax.scan(step, init, (layers, codes, xs), **how)
+        return (carry, ys, total), (shared, layers, state, xs, saved)
 
     def backward(residuals, cotangents):
         shared, layers, state, xs, saved = residuals
         stacks = layers, as_state(state)
         count = len(jax.tree.leaves(stacks)[0])
-        (ct_carry, with_ct), (ct_ys, _) = map(_floats_of, cotangents)
+        ct_carry, ct_ys, total = _without_integers(cotangents)
 
         def at(index, stacks, early):
             # Copies from host memory begin while the gradients are computed.
@@ -240,11 +221,11 @@ def released_loop(
             )
 
         def step(loop, inputs):
-            ct_carry, ct_shared, stacks = loop
+            ct_carry, ct_shared, total, stacks = loop
             early, saved, ct_y, x = inputs
             layer, codes = at(early, (stacks[0], stacks[1][0]), early)
             known = jax.tree.leaves((shared, layer, codes, x))
-            found = read_back.pull(saved, known)([*ct_carry, *ct_y])
+            found = _without_integers(read_back.pull(saved, known, (ct_carry, ct_y)))
             (more, ct_carry, gradients, ct_x), later = tied((found, early))
             # The layer is read once more: its first copy is then free for gradients.
             # XLA's CPU compiler, which drops barriers, would copy whole stacks instead.
@@ -252,28 +233,26 @@ def released_loop(
                 early, later, cpu=lambda x, _: x, default=lambda _, x: x
             )
             old = at(index, stacks, early)
-            ct_shared = jax.tree.map(jnp.add, ct_shared, more)
-            new = update(*old, gradients, index)
+            *new, total = update(*old, gradients, total, index)
             put = functools.partial(_put, index)
-            return (ct_carry, ct_shared, jax.tree.map(put, stacks, old, new)), ct_x
+            stacks = jax.tree.map(put, stacks, old, tuple(new))
+            ct_shared = jax.tree.map(jnp.add, ct_shared, more)
+            return (ct_carry, ct_shared, total, stacks), ct_x
 
-        zeros = jax.tree.map(jnp.zeros_like, _floats_of(shared)[0])
-        (ct_carry, ct_shared, (layers, new_state)), ct_x = lax.scan(
+        zeros = jax.tree.map(jnp.zeros_like, _without_integers(shared))
+        (ct_carry, ct_shared, total, (layers, new_state)), ct_xs = lax.scan(
             step,
-            (ct_carry, zeros, stacks),
+            (ct_carry, zeros, total, stacks),
             (jnp.arange(count, dtype=jnp.int32), saved, ct_ys, xs),
-            reverse=not reverse,
-            unroll=unroll,
+            **how | {"reverse": not how["reverse"]},
         )
-        with_ct_shared, with_ct_x = (
-            _floats_of(jax.tree.map(_no_cotangent, x))[1] for x in (shared, xs)
-        )
-        others = with_ct_shared(ct_shared), with_ct(ct_carry)
-        return *others, layers, as_floats(new_state), with_ct_x(ct_x)
+        ct_shared, ct_carry = _like((shared, init), (ct_shared, ct_carry))
+        ct_xs = _like(xs, ct_xs)
+        return ct_shared, ct_carry, layers, as_floats(new_state), ct_xs, total
 
     run = jax.custom_vjp(lambda *args: forward(*args)[0])
     run.defvjp(forward, backward)
-    return run(shared, init, layers, state, xs)
+    return run(shared, init, layers, state, xs, total)
 
 
 def alone(index: jax.Array, update: Callable, *old):
@@ -288,10 +267,7 @@ def alone(index: jax.Array, update: Callable, *old):
     def branched(index, old):
         return lax.cond(index >= 0, lambda: update(*old), lambda: old)
 
-    def direct(index, old):
-        del index
-        return update(*old)
-
+    direct = lambda _, old: update(*old)
     return lax.platform_dependent(index, old, cpu=branched, default=direct)
 
 
@@ -323,45 +299,38 @@ class _ReadBack:
     The backward loop reads these again instead of stacking them in the forward loop.
     """
 
-    def save(self, pull, known: list) -> list:
+    def save(self, pull, out, known: list) -> list:
         """The residuals that have to be saved, of those of the function ``pull``."""
         leaves, self._structure = jax.tree.flatten(pull)
-        numbers = ByIdentity((x, n) for n, x in enumerate(known))
-        self._origins = [numbers.get(leaf) for leaf in leaves]
+        self._out = jax.tree.map(jax.typeof, out)
+        numbers = lambda x: (n for n, each in enumerate(known) if each is x)
+        self._origins = [next(numbers(leaf), None) for leaf in leaves]
         pairs = zip(leaves, self._origins, strict=True)
         return [x for x, number in pairs if number is None]
 
-    def pull(self, saved: list, known: list) -> Callable:
-        """The function, from what was saved, and what is known in the backward loop."""
+    def pull(self, saved: list, known: list, cotangents):
+        """What the function returns, given what is known in the backward loop."""
         rest = iter(saved)
         leaves = [next(rest) if n is None else known[n] for n in self._origins]
-        return self._structure.unflatten(leaves)
+        return self._structure.unflatten(leaves)(_like(self._out, cotangents))
 
 
-def _floats_of(tree) -> tuple[list, Callable]:
-    """The floating-point leaves, and a function that puts others in their place."""
-    leaves, structure = jax.tree.flatten(tree)
-    is_float = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
-
-    def with_others(floats):
-        rest = iter(floats)
-        pairs = zip(leaves, is_float, strict=True)
-        return structure.unflatten(next(rest) if is_one else x for x, is_one in pairs)
-
-    return [
-        x for x, is_one in zip(leaves, is_float, strict=True) if is_one
-    ], with_others
+def _without_integers(tree):
+    """A tree with None in place of what has no derivative, or is the zero of one."""
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
+    return jax.tree.map(lambda x: x if is_float(x) else None, tree)
 
 
-def _no_cotangent(x):
-    """A float as it is, and in place of anything else its zero cotangent."""
-    if jnp.issubdtype(x.dtype, jnp.inexact):
-        return x
-    return np.zeros(x.shape, jax.dtypes.float0)
+def _like(primals, cotangents):
+    """Cotangents of these primals, with JAX's zeros where there is None."""
+    zero = lambda x: np.zeros(jnp.shape(x), jax.dtypes.float0)
+    return jax.tree.map(
+        lambda x, ct: zero(x) if ct is None else ct, primals, cotangents
+    )
 
 
 def _put(index, stack, old, new):
     """The stack with a new layer, if it is another one than before."""
-    return (
-        stack if new is old else lax.dynamic_update_index_in_dim(stack, new, index, 0)
-    )
+    if new is old:
+        return stack
+    return lax.dynamic_update_index_in_dim(stack, new, index, 0)
