@@ -61,8 +61,9 @@ def evaluate(
     """
     program, remaining = loss.program, iter(states)
     known = dict(zip(program.inputs, loss.arguments, strict=True))
-    nodes = {leaf.name: leaf.gradient_value for leaf in loss.leaves}
-    known |= {nodes[name]: array for name, array in arrays.items()}
+    for leaf in loss.leaves:
+        if leaf.gradient_value is not None and leaf.name in arrays:
+            known[leaf.gradient_value] = arrays[leaf.name]
     for stretch in plan.stretches:
         if stretch.in_loop:
             token = _run_loop(stretch, rule, known, next(remaining), token)

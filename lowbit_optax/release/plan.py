@@ -36,7 +36,7 @@ MIN_LAYER_SIZE = 4096
 """Layers and leaves with fewer elements are updated after the backward pass, all at
 once."""
 
-PRODUCTS = {
+_PRODUCTS = {
     p.conv_general_dilated_p.name: "convolution",
     p.dot_general_p.name: "matrix product",
 }
@@ -47,7 +47,7 @@ OPAQUE = {
     p.scan_p.name: "scan",
     p.while_p.name: "while",
 }
-_WORDS = PRODUCTS | OPAQUE | {p.convert_element_type_p.name: "cast"}
+_WORDS = _PRODUCTS | OPAQUE | {p.convert_element_type_p.name: "cast"}
 """What users call primitives."""
 
 
@@ -218,6 +218,7 @@ def _active_values(loss: TracedLoss) -> set[Node]:
     program = loss.program
     made = {x.gradient_value for x in loss.leaves if x.gradient_value is not None}
     calls = [x for x in program.calls if x.primitive.name != "stop_gradient"]
+    is_inexact = lambda node: jnp.issubdtype(node.aval.dtype, jnp.inexact)
     for call in calls:
         if not made.isdisjoint(call.inputs):
             made.update(x for x in call.outputs if is_inexact(x))
@@ -261,7 +262,7 @@ def _divided(
         calls, waiting = found[-1]
         is_full = waiting and sum(leaf.size for leaf in waiting) >= enough
         ends = calls and (call in loops or calls[-1] in loops)
-        if ends or (is_full and call.primitive.name in PRODUCTS | OPAQUE):
+        if ends or (is_full and call.primitive.name in _PRODUCTS | OPAQUE):
             found.append(([], []))
         elif calls and is_opaque(call) != is_opaque(calls[-1]):
             found[-1] = calls, []
@@ -331,8 +332,3 @@ def _is_scanned(program: LossProgram, values: set[Node]) -> bool:
         if inputs and made.issuperset(inputs):
             made.update(call.outputs)
     return any(not made.isdisjoint(call.scanned) for call in program.scans)
-
-
-def is_inexact(node: Node) -> bool:
-    """Whether it has a derivative: it is real or complex."""
-    return jnp.issubdtype(node.aval.dtype, jnp.inexact)

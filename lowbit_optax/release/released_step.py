@@ -88,14 +88,16 @@ def released_step(
         *_, measured = passes.go_back(start, rule)
         # Else XLA would see that both passes compute the same gradients, and keep them.
         start, measured = tied((start, measured))
-    guard, transform = UNGUARDED, lambda gradient: gradient
-    if is_exact:
+    guard = UNGUARDED
+    if factor is not None and is_exact:
         guard = Guard(factor, measured.sizes.finite)
+    transform = lambda gradient: gradient
     if max_grad_norm is not None:
-        norm, unscaled = jnp.sqrt(measured.squares), guard.unscaled
         # The norm is that of the unscaled gradients.
+        unscaled, norm = guard.unscaled, jnp.sqrt(measured.squares)
         transform = lambda gradient: _clipped(norm, max_grad_norm, unscaled(gradient))
-        guard = guard if not is_exact else Guard(jnp.float32(1), guard.proceed)
+        if is_exact:
+            guard = Guard(jnp.float32(1), measured.sizes.finite)
     decides = None if scaled is not None and not is_exact else guard
     rule = _updating(loss, plan, inner, state, decides, factor, transform)
     params, state, finite, found = passes.go_back(start, rule)

@@ -68,16 +68,13 @@ def step_values(
     names, leaves, _ = trees.named_leaves(arguments[2])
     pairs = zip(names, leaves, strict=True)
     arrays = [(name, n) for name, x in pairs for n, _ in enumerate(jax.tree.leaves(x))]
+    graph, values = Graph(closed, opaque={LAYERWISE}), _Values(numbers)
+    owners = [*names, *state_keys, *(name for name, _ in arrays)]
     keys = [*(("gradient", name) for name in names), *state_keys, *arrays]
-    graph = Graph(closed, opaque={LAYERWISE})
-    values = _Values(numbers)
-    for key, node in zip(keys, graph.inputs, strict=True):
-        is_gradient = isinstance(key, tuple) and key[0] == "gradient"
-        owner = key if isinstance(key, int) else key[1] if is_gradient else key[0]
-        needs = frozenset([owner] if is_gradient else ())
-        several = "" if owner in stacks else _another(node)
-        both = values.both(key, key)
-        values[node] = Value(both, needs, owner in stacks, several)
+    for n, (node, key) in enumerate(zip(graph.inputs, keys, strict=True)):
+        is_stack, needs = owners[n] in stacks, frozenset(names[n : n + 1])
+        several = "" if is_stack else _another(node)
+        values[node] = Value(values.both(key, key), needs, is_stack, several)
     for call in calls_between(graph.outputs, graph.inputs):
         values.add(call)
     results = map(values.of, graph.outputs)

@@ -79,11 +79,6 @@ class TracedLoss:
     result_shapes: typing.Any
     has_effects: bool
 
-    @property
-    def names(self) -> list[str]:
-        """Paths of the leaves."""
-        return [leaf.name for leaf in self.leaves]
-
     def tree_of(self, found: Mapping[str, typing.Any]):
         """A tree like the parameters, with MaskedNode where nothing was found."""
         masked = optax.MaskedNode()
