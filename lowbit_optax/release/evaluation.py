@@ -18,7 +18,7 @@ from jax.extend.core import primitives as p
 
 from lowbit_optax._jaxprs import elementwise
 from lowbit_optax._jaxprs.graph import Node, called_jaxpr, run, value_of
-from lowbit_optax._jaxprs.program import ScanCall, without_barriers_on
+from lowbit_optax._jaxprs.program import ScanCall, Segment, without_barriers_on
 from lowbit_optax.release.float_state import FloatState
 from lowbit_optax.release.parts import Part
 from lowbit_optax.release.plan import ReleasePlan, Stretch
@@ -64,16 +64,20 @@ def evaluate(
     for leaf in loss.leaves:
         if leaf.gradient_value is not None and leaf.name in arrays:
             known[leaf.gradient_value] = arrays[leaf.name]
-    for stretch in plan.stretches:
+    segments = program.segments([stretch.calls for stretch in plan.stretches])
+    for stretch, segment in zip(plan.stretches, segments, strict=True):
         if stretch.in_loop:
             token = _run_loop(stretch, rule, known, next(remaining), token)
             continue
         if stretch.part is not None:
-            needed = {*stretch.segment.reads, *stretch.segment.later}
+            needed = {*segment.reads, *segment.later}
             live = [x for x in known if x in plan.active and x in needed]
             live = [x for x in live if x not in program.of_parameters]
             token = _release(stretch.part, rule, known, next(remaining), token, live)
-        _run(stretch, plan.active, known, stretch.is_opaque or loss.has_effects)
+        if stretch.is_opaque or loss.has_effects:
+            run(stretch.calls, known)
+        else:
+            _run_again(segment, plan.active, known)
     return program.results(known), token
 
 
@@ -104,16 +108,15 @@ def _release(part: Part, rule: Rule, known, state, token, live: Sequence[Node]):
     return params[1]
 
 
-def _run(stretch: Stretch, active: set[Node], known: dict, keeps: bool) -> None:
-    """Run calls. Unless all is kept, the backward pass computes what is cheap again.
+def _run_again(segment: Segment, active: set[Node], known: dict) -> None:
+    """Run calls, of which the backward pass computes the cheap ones again.
 
     A value that is read both here and later is an output too. The sum of its
     cotangents then begins with those from later, as in ``jax.grad``, and so has the
     same bits.
     """
-    segment = stretch.segment
-    if keeps or not segment.calls:
-        return run(segment.calls, known)
+    if not segment.calls:
+        return
     outputs = [x for x in segment.reads if x in active and x in segment.later]
     outputs += segment.writes
 
@@ -138,7 +141,7 @@ def _is_kept(primitive, *_, **params) -> bool:
 
 def _run_loop(stretch: Stretch, rule: Rule, known, state, token):
     """Run a scan over layers that its backward loop updates."""
-    (call,), part = stretch.segment.calls, stretch.part
+    (call,), part = stretch.calls, stretch.part
     assert isinstance(call, ScanCall)
     assert part is not None
     scan = call.scan

@@ -22,7 +22,7 @@ import optax
 from jax.extend.core import primitives as p
 
 from lowbit_optax._jaxprs.graph import Call, Node
-from lowbit_optax._jaxprs.program import LossProgram, ScanCall, Segment
+from lowbit_optax._jaxprs.program import LossProgram, ScanCall
 from lowbit_optax._numerics.random_bits import COUNTERS
 from lowbit_optax._step.stepper import stepper_of
 from lowbit_optax.loss_scaling.transformation import LossScaled, LossScaleState
@@ -40,14 +40,14 @@ _PRODUCTS = {
     p.conv_general_dilated_p.name: "convolution",
     p.dot_general_p.name: "matrix product",
 }
-OPAQUE = {
+_OPAQUE = {
     p.cond_p.name: "cond",
     p.custom_vjp_call_p.name: "custom_vjp",
     p.remat_p.name: "jax.checkpoint",
     p.scan_p.name: "scan",
     p.while_p.name: "while",
 }
-_WORDS = _PRODUCTS | OPAQUE | {p.convert_element_type_p.name: "cast"}
+_WORDS = _PRODUCTS | _OPAQUE | {p.convert_element_type_p.name: "cast"}
 """What users call primitives."""
 
 
@@ -56,19 +56,19 @@ class Stretch:
     """Consecutive calls.
 
     Args:
-      segment: the calls, and the values that they and later ones read.
+      calls: in order.
       part: the leaves that are updated where the stretch begins, or in its loop.
       in_loop: whether it is a released scan.
     """
 
-    segment: Segment
+    calls: Sequence[Call]
     part: Part | None
-    in_loop: bool
+    in_loop: bool = False
 
     @property
     def is_opaque(self) -> bool:
         """Whether its calls hold operations that this package does not read."""
-        return any(call.primitive.name in OPAQUE for call in self.segment.calls)
+        return any(map(_is_opaque, self.calls))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -132,19 +132,19 @@ def plan_release(
     """
     program, active = loss.program, _active_values(loss)
     scans = {leaf: _scan_over(program, leaf) for leaf in loss.leaves}
-    found = {leaf: x for leaf, x in scans.items() if isinstance(x, ScanCall)}
-    parts = Parts(*without_scale(tx, opt_state), loss, found)
+    over = {leaf: x for leaf, x in scans.items() if isinstance(x, ScanCall)}
+    parts = Parts(*without_scale(tx, opt_state), loss, over)
     no_loop = {leaf: x for leaf, x in scans.items() if isinstance(x, str)}
     no_loop = {leaf: why for leaf, why in (no_loop | parts.reasons).items() if why}
     loops: dict[Call, list[ParamLeaf]] = {}
     for leaf in parts.stacks:
-        loops.setdefault(found[leaf], []).append(leaf)
+        loops.setdefault(over[leaf], []).append(leaf)
     others = [leaf for leaf in loss.leaves if leaf not in parts.stacks]
     late = {leaf: _why_late(leaf, active) for leaf in others}
     order = _demand_order(program, active)
     early = [leaf for leaf, why in late.items() if not why]
     readers = _first_readers(order, early, active)
-    groups: list[tuple[list[Call], Part | None, bool]] = []
+    stretches: list[Stretch] = []
     for calls, waiting in _divided(order, loops, readers):
         part, loop = parts.part(waiting) if waiting else None, loops.get(calls[0])
         if isinstance(part, str):
@@ -152,24 +152,15 @@ def plan_release(
             part = None
         if loop and part:
             # Leaves that a loop reads, but that it does not update, are updated before.
-            groups.append(([], part, False))
-        groups.append((calls, parts.in_loop(loop) if loop else part, bool(loop)))
-    groups.insert(
-        0, ([], _last(loss, [part for _, part, _ in groups if part], parts), False)
+            stretches.append(Stretch([], part))
+        part = parts.in_loop(loop) if loop else part
+        stretches.append(Stretch(calls, part, bool(loop)))
+    reports = _reports(stretches, readers, late, no_loop)
+    last = _last(loss, [x.part for x in stretches if x.part], parts)
+    stretches.insert(0, Stretch([], last))
+    return ReleasePlan(
+        stretches, parts, active, {x.name: reports[x] for x in loss.leaves}
     )
-    segments = program.segments([calls for calls, _, _ in groups])
-    stretches = [
-        Stretch(segment, part, in_loop)
-        for segment, (_, part, in_loop) in zip(segments, groups, strict=True)
-    ]
-    reports = {
-        x: f"after the backward pass: {why}" for x, why in (late | no_loop).items()
-    }
-    for leaf, report in _reports(stretches[1:], readers).items():
-        why = f"; not in the loop: {no_loop[leaf]}" if leaf in no_loop else ""
-        reports[leaf] = report + why
-    names = {leaf.name: reports[leaf] for leaf in loss.leaves}
-    return ReleasePlan(stretches, parts, active, names)
 
 
 def _why_late(leaf: ParamLeaf, active: set[Node]) -> str:
@@ -195,11 +186,15 @@ def _last(loss: TracedLoss, found: Sequence[Part], parts: Parts) -> Part:
     return dataclasses.replace(part, exclusive=left)
 
 
-def _reports(stretches: Sequence[Stretch], readers: Mapping[ParamLeaf, Call]):
-    """When a leaf is updated before the end, and why."""
+def _reports(
+    stretches: Sequence[Stretch],
+    readers: Mapping[ParamLeaf, Call],
+    late: Mapping[ParamLeaf, str],
+    no_loop: Mapping[ParamLeaf, str],
+) -> dict[ParamLeaf, str]:
+    """When leaves are updated; why not in a loop, why not in the backward pass."""
+    found = {x: f"after the backward pass: {no_loop.get(x, late[x])}" for x in late}
     updates = [x.part for x in reversed(stretches) if x.part and not x.in_loop]
-    loops = [x.part.leaves for x in stretches if x.part and x.in_loop]
-    found = {leaf: "in the loop" for leaves in loops for leaf in leaves}
     for number, part in enumerate(updates, 1):
         others = len(part.leaves) - 1
         beside = f", with {others} other{'s' * (others > 1)}" if others else ""
@@ -210,6 +205,11 @@ def _reports(stretches: Sequence[Stretch], readers: Mapping[ParamLeaf, Call]):
                 "gradient is whole once the pass is behind the "
                 f"{_WORDS.get(name, name)} that reads it first"
             )
+            if leaf in no_loop:
+                found[leaf] += f"; not in the loop: {no_loop[leaf]}"
+    for stretch in stretches:
+        if stretch.part and stretch.in_loop:
+            found |= dict.fromkeys(stretch.part.leaves, "in the loop")
     return found
 
 
@@ -256,20 +256,23 @@ def _divided(
     for leaf, call in readers.items():
         read_by.setdefault(call, []).append(leaf)
     enough = min(MAX_WAITING, max((leaf.size for leaf in readers), default=0) / 2)
-    is_opaque = lambda call: call.primitive.name in OPAQUE
     found: list[tuple[list[Call], list[ParamLeaf]]] = [([], [])]
     for call in reversed(order):
         calls, waiting = found[-1]
         is_full = waiting and sum(leaf.size for leaf in waiting) >= enough
         ends = calls and (call in loops or calls[-1] in loops)
-        if ends or (is_full and call.primitive.name in _PRODUCTS | OPAQUE):
+        if ends or (is_full and call.primitive.name in _PRODUCTS | _OPAQUE):
             found.append(([], []))
-        elif calls and is_opaque(call) != is_opaque(calls[-1]):
+        elif calls and _is_opaque(call) != _is_opaque(calls[-1]):
             found[-1] = calls, []
             found.append(([], waiting))
         found[-1][0].append(call)
         found[-1][1].extend(read_by.get(call, ()))
     return [(calls[::-1], waiting) for calls, waiting in reversed(found) if calls]
+
+
+def _is_opaque(call: Call) -> bool:
+    return call.primitive.name in _OPAQUE
 
 
 def _demand_order(program: LossProgram, active: set[Node]) -> list[Call]:
