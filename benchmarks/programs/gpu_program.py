@@ -11,7 +11,10 @@ extra.
 
 import argparse
 import functools
+import os
 import time
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp

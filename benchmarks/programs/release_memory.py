@@ -6,13 +6,18 @@ Model A is 12 layers tanh(h @ w) of 4096 x 4096 with a batch of 512; model B a G
 layers of width 2048, 16 heads, context 1024 and a batch of 4, of which each layer is
 computed again for its gradient. Parameters and state are donated. The
 "float32 master" is the usual mixed precision: optax.adamw on float32 parameters, by
-bfloat16 gradients at a copy that each step makes. Nothing is run. Needs the
+bfloat16 gradients at a copy that each step makes. Then follow models that are written
+layer by layer, without a scan, steps with a loss scale, and transformer blocks on
+meshes of 8 and 256 H200s. Nothing is run. Needs the
 ``gpu-program`` extra.
 """
 
 import argparse
 import dataclasses
 import functools
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import optax
@@ -25,12 +30,17 @@ from tools.gpu_program.release_steps import (
     CompiledStep,
     Model,
     compile_step,
+    in_float16,
     matrices,
     plain,
+    plain_scaled,
     transformer,
     usual_mixed_precision,
 )
+from tools.gpu_program.sharded import MESHES, blocks, compile_sharded, mesh_of
 from tools.gpu_program.targets import compile_for, gpu_mesh
+from tools.gpu_program.unrolled import resnet18, tied_transformer, unrolled_matrices
+from tools.hlo import exchanged
 
 OPTIMIZERS = {
     "AdamW, float32 moments": lowbit_optax.lowbit(
@@ -130,12 +140,68 @@ def eight_devices(model: Model) -> None:
             print_row(name, mode, mib(step.temporary), mib(step.peak), kinds)
 
 
+CLIPPED = functools.partial(release.value_and_update, max_grad_norm=1.0)
+
+
+def layer_by_layer() -> None:
+    """Prints the table of models without a scan, by ``lowbit_adamw``."""
+    models = {
+        "matrices": unrolled_matrices(),
+        "matrices, computed again": unrolled_matrices(remat=True),
+        "ResNet-18": resnet18(),
+        "transformer": tied_transformer(),
+    }
+    print_heads("model", "without release", "with", "clipped")
+    for name, model in models.items():
+        steps = (
+            compile_step(make_step, model, lowbit_optax.lowbit_adamw(1e-3))
+            for make_step in (*MODES.values(), CLIPPED)
+        )
+        print_row(name, *(f"{step.temporary / MIB:,.1f}" for step in steps))
+
+
+def loss_scaled() -> None:
+    """Prints the table of float16 models with a loss scale."""
+    scaling = lowbit_optax.backoff_scale()
+    tx = lowbit_optax.with_loss_scale(lowbit_optax.lowbit_adamw(1e-3), scaling)
+    by_layer = functools.partial(release.value_and_update, overflow="layer")
+    models = {"one by one": unrolled_matrices(), "in a scan": matrices()}
+    print_heads("matrices", "without release", "exact", "layer", "exact, clipped")
+    for name, model in models.items():
+        makes = plain_scaled, release.value_and_update, by_layer, CLIPPED
+        steps = (compile_step(make, in_float16(model), tx) for make in makes)
+        print_row(name, *(mib(step.temporary) for step in steps))
+
+
+def on_meshes() -> None:
+    """Prints the table of transformer blocks on meshes, by ``optax.adamw``."""
+    print_heads("mesh", "blocks", "without release", "with", "exchanged by each")
+    for name, (data, tensor, specs) in MESHES.items():
+        for is_scanned in (False, True):
+            mesh, model = mesh_of(data, tensor), blocks(data, is_scanned)
+            steps = [
+                compile_sharded(make, model, optax.adamw(1e-3), mesh, specs)
+                for make in MODES.values()
+            ]
+            sizes = [f"{step.temporary / MIB:,.2f}" for step in steps]
+            kinds = exchanged(steps[1].program).items()
+            moved = ", ".join(f"{kind} {size / MIB:,.2f}" for kind, size in kinds)
+            style = "in a scan" if is_scanned else "one by one"
+            print_row(name, style, *sizes, moved)
+
+
 def main(argv: list[str] | None = None) -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description="Memory of training steps on H200s.")
-    parser.add_argument("--no-transformer", action="store_true", help="only model A")
+    parser.add_argument("--no-transformer", action="store_true", help="no model B")
     flags = parser.parse_args(argv)
-    print("Model A, layers computed again, one H200, MiB\n")
+    print("Models without a scan, one H200, temporary MiB\n")
+    layer_by_layer()
+    print("\nWith a loss scale, one H200, temporary MiB\n")
+    loss_scaled()
+    print("\nTransformer blocks, temporary MiB of each H200\n")
+    on_meshes()
+    print("\nModel A, layers computed again, one H200, MiB\n")
     one_device(matrices())
     print("\nModel A, all activations kept, one H200, MiB\n")
     one_device(matrices(remat=False))

@@ -160,7 +160,8 @@ def explain(
       ShapeDtypeStructs. It returns a dictionary from the parameters' paths to
       ``"in the loop"`` of a scan, ``"in the backward pass, update 1 of 3"``, with the
       number of leaves beside it and the operation that the pass must be past, or
-      ``"after the backward pass: "`` and the reason. With a loss scale each also says
+      ``"after the backward pass: "`` and the reason. Of stacked parameters that are not
+      updated in the loop of their scan it says why. With a loss scale each also says
       which overflows leave the parameter as it is; with
       ``state_memory="pinned_host"``, where its state is.
 

@@ -8,25 +8,13 @@ import pytest
 
 from lowbit_optax import release
 from tools.gpu_program.release_steps import CompiledStep, plain
-from tools.gpu_program.sharded import (
-    BOTH,
-    FSDP,
-    TENSOR_PARALLEL,
-    blocks,
-    compile_sharded,
-    mesh_of,
-)
+from tools.gpu_program.sharded import MESHES, blocks, compile_sharded, mesh_of
 from tools.gpu_program.steps import bytes_of
 from tools.hlo import exchanged
 
 # The collectives are those of the model; kernels on shards have tests of their own.
 ADAMW = optax.adamw(1e-3)
-MESHES = {
-    "fsdp on 8": (8, 1, FSDP),
-    "fsdp on 256": (256, 1, FSDP),
-    "tensor parallel on 8": (1, 8, TENSOR_PARALLEL),
-    "both on 256": (32, 8, BOTH),
-}
+
 
 
 @functools.cache

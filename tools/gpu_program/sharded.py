@@ -23,6 +23,14 @@ TENSOR_PARALLEL = {"in": P(None, "model"), "out": P("model")}
 BOTH = {"in": P("data", "model"), "out": P("model", "data")}
 """PartitionSpecs of the matrices that a block's hidden units come from and go to."""
 
+MESHES = {
+    "fsdp on 8": (8, 1, FSDP),
+    "fsdp on 256": (256, 1, FSDP),
+    "tensor parallel on 8": (1, 8, TENSOR_PARALLEL),
+    "both on 256": (32, 8, BOTH),
+}
+"""Devices along ``data`` and ``model``, and how parameters are sharded over them."""
+
 _ONE_BY_ONE: dict[str, str | bool] = {
     "xla_gpu_all_gather_combine_threshold_bytes": "0",
     "xla_gpu_reduce_scatter_combine_threshold_bytes": "0",

@@ -8,12 +8,14 @@ from tools.gpu_program.release_steps import BF16, Model
 from tools.gpu_program.steps import bytes_of, leaf
 
 
-def unrolled_matrices(layers=12, width=2048, batch=256) -> Model:
-    """``tanh(h @ w)``, one layer after another."""
+def unrolled_matrices(layers=12, width=2048, batch=256, remat=False) -> Model:
+    """``tanh(h @ w)``, one layer after another, perhaps computed again each."""
+    layer = lambda h, w: jnp.tanh(h @ w)
+    layer = jax.checkpoint(layer) if remat else layer
 
     def loss_fn(params, h):
         for w in params["layers"]:
-            h = jnp.tanh(h @ w)
+            h = layer(h, w)
         return jnp.mean(h.astype(jnp.float32) ** 2)
 
     rows = leaf(batch, width)
