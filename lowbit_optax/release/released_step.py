@@ -18,7 +18,7 @@ from lowbit_optax.release.host_memory import beside, on_device, placed
 from lowbit_optax.release.parts import Part
 from lowbit_optax.release.plan import ReleasePlan, loss_scaled, without_scale
 from lowbit_optax.release.traced_loss import TracedLoss
-from lowbit_optax.release.wrappers import alone, tied
+from lowbit_optax.release.wrappers import alone, check_kept, tied
 
 ByPath = Mapping[str, typing.Any]
 
@@ -165,16 +165,18 @@ def _updating(
         found = {leaf.name: leaf.zero_gradient() for leaf in leaves} | {
             name: transform(gradient) for name, gradient in gradients.items()
         }
-        before = (numbered.get(n, state[n]) for n in part.numbers)
+        before = (on_device(numbered.get(n, state[n])) for n in part.numbers)
+        before = part.structure.unflatten(before)
         new, new_state = guarded(
             tx,
             loss.tree_of(values),
-            part.structure.unflatten(map(on_device, before)),
+            before,
             loss.tree_of(found),
             guard,
             REPLACE,
             {},
         )
+        check_kept("state", before, new_state)
         names = [leaf.name for leaf in loss.leaves]
         new = dict(zip(names, loss.treedef.flatten_up_to(new), strict=True))
         by_number = dict(zip(part.numbers, jax.tree.leaves(new_state), strict=True))

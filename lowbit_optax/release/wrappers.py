@@ -80,7 +80,9 @@ def released(update: Update, params, state: FloatState, activations):
         params, state = saved
         # The cotangents that go on were computed with the old parameters.
         gradients, later = tied(cotangents)
-        new = update(params, as_state(state), gradients)
+        old = params, as_state(state)
+        new = update(*old, gradients)
+        check_kept("(params, state)", old, new)
         (new_params, new_state), later = tied((new, later))
         return new_params, as_floats(new_state), later
 
@@ -150,7 +152,9 @@ def scan(
     def update_layer(layer, state, gradients, total, index):
         step = lambda old, state: update(old, state, structure.unflatten(gradients))
         with context.one_layer(Layer(index, count, frozenset(names))):
-            new, rest = alone(index, step, structure.unflatten(layer), state[1])
+            old = structure.unflatten(layer), state[1]
+            new, rest = alone(index, step, *old)
+        check_kept("(layer, state)", old, (new, rest))
         return jax.tree.leaves(new), ((), rest), total
 
     with_codes = FloatState(((), state.floats), state.dtypes)
@@ -291,6 +295,26 @@ def tied(tree):
         for number, array in zip(numbers, arrays, strict=True):
             leaves[number] = array
     return structure.unflatten(leaves)
+
+
+def check_kept(name: str, old, new) -> None:
+    """Raise if an update changed the structure of a tree, or a shape or a dtype in it.
+
+    Raises:
+      TypeError: naming the path.
+    """
+    with_path, structure = jax.tree_util.tree_flatten_with_path(old)
+    if jax.tree.structure(new) != structure:
+        found = jax.tree.structure(new)
+        raise TypeError(f"release: the update makes {found} of {name}, {structure}")
+    for (path, x), y in zip(with_path, jax.tree.leaves(new), strict=True):
+        was, made = jax.typeof(x), jax.typeof(y)
+        if (was.shape, was.dtype) != (made.shape, made.dtype):
+            raise TypeError(
+                f"release: the update makes {made.str_short()} of "
+                f"{name}{jax.tree_util.keystr(path)}, which is {was.str_short()}; "
+                "accepted are updates that keep shapes and dtypes"
+            )
 
 
 class _ReadBack:

@@ -16,7 +16,6 @@ from tools.hlo import exchanged
 ADAMW = optax.adamw(1e-3)
 
 
-
 @functools.cache
 def model_on(name: str, style: str):
     return blocks(MESHES[name][0], style == "scanned")

@@ -10,7 +10,7 @@ import pytest
 import released
 from jax import lax
 from optimizers import assert_same_bits
-from released import SGD, dense, simple_loss, simple_params, weights
+from released import RATE, SGD, dense, simple_loss, simple_params, weights
 
 import lowbit_optax
 from lowbit_optax import release
@@ -230,3 +230,25 @@ def test_reports_of_a_state_that_is_not_kept_by_parameter_say_so():
     reports = released.explained(loss_fn, tx, params, *released.batches(1)[0])
     assert reports["['wide']"].endswith("needs the gradients of other leaves")
     assert reports["['layers']"].endswith("is not a stack of layers")
+
+
+def test_an_update_that_changes_a_dtype_is_told_where():
+    def in_float16(params, state, gradients):
+        del gradients
+        return jax.tree.map(lambda x: x.astype(jnp.float16), params), state
+
+    def loss_fn(params):
+        params, _ = release.released(in_float16, params, release.as_floats(()), ())
+        return jnp.sum(params["w"])
+
+    message = r"float16\[2\] of \(params, state\)\[0\]\['w'\], which is float32\[2\]"
+    with pytest.raises(TypeError, match=message):
+        jax.grad(loss_fn)({"w": jnp.ones(2)})
+
+
+def test_a_state_that_changes_its_dtype_is_named():
+    tx = lowbit_optax.kahan_adamw(RATE)
+    params = simple_params() | {"order": jnp.arange(3)}
+    step = release.value_and_update(simple_loss, tx)
+    with pytest.raises(TypeError, match=r"state\.inner_state\[0\]\.mu\['order'\]"):
+        step(params, tx.init(params), *released.batches(1)[0])
