@@ -25,7 +25,7 @@ def value_and_update(
     state_memory: str = "device",
     dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> Callable:
-    """A training step that never holds the gradients of all parameters at once.
+    """A training step that updates parameters during the backward pass.
 
     The result is that of
 
@@ -39,15 +39,16 @@ def value_and_update(
     The gradient of a parameter is whole once the backward pass is past the first use of
     it in ``loss_fn``. Barriers keep the compiler from going on before the update. Small
     gradients wait for each other, and those with fewer than 4,096 elements for the end.
-    Each parameter passes through :func:`released`, and scans over parameters run as
-    :func:`scan`. Between matrix products and convolutions, the backward pass recomputes
-    elementwise operations and random bits instead of keeping their results.
+    Each parameter passes through :func:`released`, and scans over parameters that can
+    be updated layer by layer run like :func:`scan`. Between matrix products and
+    convolutions, the backward pass recomputes elementwise operations and random bits
+    instead of keeping their results.
 
-    The parameters that ``loss_fn`` scans over, by ``jax.lax.scan`` or flax's
-    ``nn.scan``, are updated layer by layer. So is a stack of parameters if one scan
-    runs over it and nothing else reads it. Cast it in the scan's body, not before the
-    scan. Parameters under one ``jax.checkpoint`` are updated together. :func:`explain`
-    tells when each parameter is updated, and why.
+    A stack of parameters is updated layer by layer if exactly one ``jax.lax.scan``, or
+    flax's ``nn.scan``, runs over it, nothing else reads it, each layer has at least
+    4,096 elements, and the optimizer can update one layer alone. Cast it in the scan's
+    body, not before the scan. Parameters under one ``jax.checkpoint`` are updated
+    together. :func:`explain` tells when each parameter is updated, and why.
 
     The operations are those above, on the same numbers and in the same order: compiled
     one at a time, they give the same bits. As XLA compiles by default, last bits may
@@ -74,8 +75,8 @@ def value_and_update(
         after one forward pass, the first for the norm, which keeps no gradients.
       overflow: what happens if gradients overflow under the loss scale of ``tx``.
 
-        - ``"exact"``: a first backward pass, that of the norm if there is one, looks at
-          all gradients. If any overflows, no bit changes but in the scale's state.
+        - ``"exact"``: an extra backward pass, shared with ``max_grad_norm``, checks all
+          gradients first. If any overflows, no bit changes but in the scale's state.
         - ``"layer"``: in one pass; a layer of a scan, or leaves that are updated
           together, are skipped if their own gradients overflow. The scale falls, too.
       state_memory: where the state of stacks is kept that are updated in a loop:
@@ -125,8 +126,8 @@ def value_and_update(
     dtype = float_dtype("release: dtype", dtype)
     if max_grad_norm is not None and not _is_positive(max_grad_norm):
         raise ValueError(
-            f"release: max_grad_norm is {max_grad_norm!r}; accepted are positive "
-            "numbers, and None for no clipping"
+            "release: max_grad_norm must be a positive number, or None for no "
+            f"clipping; it is {max_grad_norm!r}"
         )
     _check_options(overflow, state_memory, tx, max_grad_norm)
 
@@ -202,12 +203,12 @@ def explain(
 def _check_options(overflow: str, state_memory: str, tx, max_grad_norm) -> None:
     if state_memory not in ("device", "pinned_host"):
         raise ValueError(
-            f"release: state_memory is {state_memory!r}; accepted are 'device' and "
-            "'pinned_host'"
+            "release: state_memory must be 'device' or 'pinned_host'; it is "
+            f"{state_memory!r}"
         )
     if overflow not in ("exact", "layer"):
         raise ValueError(
-            f"release: overflow is {overflow!r}; accepted are 'exact' and 'layer'"
+            f"release: overflow must be 'exact' or 'layer'; it is {overflow!r}"
         )
     if overflow == "exact":
         return
@@ -218,8 +219,9 @@ def _check_options(overflow: str, state_memory: str, tx, max_grad_norm) -> None:
         )
     if max_grad_norm is not None:
         raise ValueError(
-            "release: overflow='layer' takes one backward pass, and max_grad_norm "
-            f"{max_grad_norm!r} a second; overflow='exact' with it takes no third"
+            "release: overflow='layer' cannot be combined with max_grad_norm, which is "
+            f"{max_grad_norm!r}; use overflow='exact', which shares the extra backward "
+            "pass that clipping needs"
         )
 
 

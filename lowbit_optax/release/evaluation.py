@@ -1,12 +1,15 @@
 """A loss, evaluated with the wrappers in the places that a plan chose.
 
-JAX differentiates the result. Before the first use of a parameter it goes through
-:func:`lowbit_optax.release.released`, and scans over parameters that can be updated
-layer by layer run as :func:`lowbit_optax.release.scan`.
+JAX differentiates the result. Each parameter passes through ``released`` before its
+first use. A scan over parameters that can be updated layer by layer runs as
+``released_loop``, the function that ``release.scan`` uses.
 
-Beside the loss a token goes through all wrappers. Nothing computes with it. Its
-cotangent carries what is known of all gradients so far from one rule to the next, and
-because of it every rule is called, also that of a parameter without a gradient.
+The loss also passes a *token*, a small tree of floats, through every wrapper. No
+operation of the loss reads it. In the backward pass its cotangent visits the wrappers'
+backward rules, that of the last wrapper first. Each rule reads what earlier rules
+measured, for example the sum of squared gradients, and adds its own gradients. JAX
+skips a backward rule whose outputs have no cotangent. The token always has one, so JAX
+calls every rule, and even a parameter that the loss does not use gets its new value.
 """
 
 import typing
@@ -27,8 +30,8 @@ from lowbit_optax.release.wrappers import released, released_loop
 
 Rule = Callable[..., tuple]
 """``(part, params, state, gradients, token, index) -> (params, state, token)``.
-Parameters and gradients are by path, the token is its cotangent, and ``index`` is a
-layer's, or None."""
+Parameters and gradients are by path, ``token`` is the token's cotangent, and ``index``
+is a layer's, or None."""
 
 _RECOMPUTED = frozenset(
     {
@@ -82,7 +85,10 @@ def evaluate(
 
 
 def carried(part: Part) -> dict[str, typing.Any]:
-    """The parameters whose new values are not cotangents: quantised ones, integers."""
+    """The parameters that travel with the state, as floats: quantised ones, integers.
+
+    Their own cotangents cannot hold their new values.
+    """
     return {
         leaf.name: leaf.value
         for leaf in part.leaves
@@ -91,7 +97,7 @@ def carried(part: Part) -> dict[str, typing.Any]:
 
 
 def _release(part: Part, rule: Rule, known, state, token, live: Sequence[Node]):
-    """Pass parameters, and all that a gradient flows through, on."""
+    """Put parameters, and all arrays with a gradient, through ``released``."""
     nodes = {x.name: x.gradient_value for x in part.leaves if x.gradient_value}
 
     def update(params, state, gradients):

@@ -35,7 +35,8 @@ def as_floats(state) -> FloatState:
     """Optimizer state in a form that ``jax.grad`` can differentiate.
 
     JAX has no cotangents for integers. Here each integer becomes a float with the same
-    bits, and every other array stays as it is.
+    bits. Booleans and integers of fewer than 8 bits become int8 first, and random keys
+    their data. Arrays of floats stay as they are.
 
     Args:
       state: a tree of arrays.

@@ -1,8 +1,8 @@
 """What an optimizer can update by itself: some of the leaves, or a layer of a stack.
 
-A *part* is some of the leaves. The transformation gets trees in which
-``optax.MaskedNode`` takes the place of all other leaves, as inside ``optax.masked``,
-and that part of its state which it would keep for them.
+A :class:`Part` is a subset of the leaves, with the optimizer state that belongs to it.
+The transformation usually sees ``optax.MaskedNode`` in place of every other leaf, as
+inside ``optax.masked``.
 
 A stack can be updated layer by layer if every layer of its new values is computed from
 that layer of its own gradient, parameter and state, and from numbers that depend on no
@@ -104,7 +104,7 @@ class Parts:
         return [n for n in self.whole.numbers if not self._whole_step[n].needs]
 
     def part(self, leaves: Sequence[ParamLeaf], is_last: bool = False) -> Part | str:
-        """The part of these leaves, or why a step on it is no part of the whole step.
+        """The part of these leaves, or why they cannot be updated alone.
 
         Args:
           leaves: of the parameters.
@@ -132,11 +132,11 @@ class Parts:
         return part
 
     def in_loop(self, leaves: Sequence[ParamLeaf]) -> Part:
-        """The part of which a loop updates these leaves, one layer at a time."""
+        """The part for leaves that a loop updates layer by layer."""
         return self.beside_others(leaves, [n for x in leaves for n in self.stacks[x]])
 
     def beside_others(self, leaves: Sequence[ParamLeaf], numbers: list[int]) -> Part:
-        """These leaves and this state, as what is taken of a step on all leaves."""
+        """A part that steps on all leaves, and keeps these leaves and this state."""
         others = [leaf for leaf in self._loss.leaves if leaf not in leaves]
         return dataclasses.replace(
             self.whole, leaves=leaves, exclusive=numbers, beside=others

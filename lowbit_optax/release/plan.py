@@ -6,10 +6,10 @@ are updated there:
 
     stretch 1        stretch 2         stretch 3
     x @ w1, tanh  |  x @ w2, tanh  |   x @ w3, tanh, mean
-                  <- update w2     <-  update w3       <- cotangent of the loss
+  <- update w1   <- update w2     <-  update w3       <- cotangent of the loss
 
-All other parameters are updated before the first stretch, where the backward pass ends.
-A scan is a stretch of its own if its loop can update the parameters that it runs over.
+Every other parameter is updated last, in an empty stretch at the front of the list. A
+scan is a stretch of its own if its loop can update the parameters that it runs over.
 """
 
 import dataclasses
@@ -30,11 +30,12 @@ from lowbit_optax.release.parts import Part, Parts
 from lowbit_optax.release.traced_loss import ParamLeaf, TracedLoss
 
 MAX_WAITING = 2**22
-"""Elements of the gradients that wait for each other, to be used in fewer kernels."""
+"""A group of gradients that wait for each other is updated once it has this many
+elements."""
 
 MIN_LAYER_SIZE = 4096
-"""Layers and leaves with fewer elements are updated after the backward pass, all at
-once."""
+"""A leaf with fewer elements is updated after the backward pass. A stack whose layers
+have fewer elements is updated as a whole, not in the loop of its scan."""
 
 _PRODUCTS = {
     p.conv_general_dilated_p.name: "convolution",
@@ -248,9 +249,10 @@ def _divided(
 ) -> list[tuple[list[Call], list[ParamLeaf]]]:
     """The calls of each stretch, and the leaves that are updated where it begins.
 
-    Small leaves wait for others, until half the size of the largest is there. Where
-    they do so, a stretch begins at a product or an opaque call: one array goes on from
-    there, and no intermediate results of a normalisation.
+    Leaves are collected until together they have half as many elements as the largest
+    leaf, or ``MAX_WAITING``. A new stretch then begins at the next matrix product,
+    convolution, or call that holds other operations, such as a scan: few arrays pass
+    from one stretch to the next there.
     """
     read_by: dict[Call, list[ParamLeaf]] = {}
     for leaf, call in readers.items():

@@ -29,8 +29,8 @@ class Measured(typing.NamedTuple):
     Args:
       squares: the sum of the squares of the unscaled gradients.
       finite: 1 if all of them are finite, else 0.
-      largest: of their magnitudes, if they are.
-      updated: 1 if any update has happened, where each one's own gradients decide.
+      largest: the largest magnitude, if all are finite.
+      updated: 1 if at least one update was not skipped, with ``overflow="layer"``.
     """
 
     squares: typing.Any = 0.0
@@ -39,7 +39,7 @@ class Measured(typing.NamedTuple):
     updated: typing.Any = 0.0
 
     def and_of(self, sizes: Sizes) -> "Measured":
-        """The same, of some gradients more."""
+        """These measurements, with more gradients included."""
         finite = sizes.finite.astype(jnp.float32)
         return self._replace(
             finite=self.finite * finite,
@@ -196,7 +196,8 @@ def _updating(
             with context.one_layer(Layer(index, part.depth, frozenset(part.names))):
                 params, new = alone(index, take, params, on_chip)
         if guard is None and part is plan.stretches[0].part:
-            # State that needs no gradient, such as a count, goes on after any update.
+            # State that needs no gradient, such as a count of steps, advances if at
+            # least one update happened.
             gradients = {x: jnp.where(finite, g, 0) for x, g in gradients.items()}
             counts = {n: numbered[n] for n in plan.parts.counts}
             any_update = Guard(factor, measured.updated > 0)

@@ -92,9 +92,9 @@ def _traced(tx, grads, state, params):
         if "required keyword-only argument" not in str(error):
             raise
         raise ValueError(
-            f"release: the optimizer needs more than gradients: {error}. The loss "
-            "and a line search (optax.lbfgs) need the whole backward pass; call "
-            "tx.update with all gradients, without a release"
+            f"release: the optimizer needs more than gradients: {error}. An optimizer "
+            "that reads the loss or searches along a line, such as optax.lbfgs, cannot "
+            "be used with gradient release; call tx.update with all gradients instead"
         ) from error
 
 
@@ -131,9 +131,9 @@ class _Values(dict[Node, Value]):
         several = next((x.several for x in operands if x.several), "")
         if not (several or _keeps_layers(call)):
             several = (
-                f"its update takes {call.primitive} of "
-                f"{[list(x.aval.shape) for x in call.inputs]} to "
-                f"{list(call.outputs[0].aval.shape)}, which is of several layers"
+                f"its update applies {call.primitive} to "
+                f"{[list(x.aval.shape) for x in call.inputs]}, which combines values "
+                "of several layers"
             )
         for n, node in enumerate(call.outputs):
             numbers = self.both(

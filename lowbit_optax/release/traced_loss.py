@@ -53,7 +53,7 @@ class ParamLeaf:
         return tensors.is_quantized(self.value)
 
     def zero_gradient(self) -> jax.Array:
-        """Zeros in the shape of its gradient, placed like the leaf."""
+        """Zeros of its gradient's shape and dtype; an array's are placed like it."""
         if self.is_quantized:
             return jnp.zeros(self.gradient.shape, self.gradient.dtype)
         return jnp.zeros_like(self.value)

@@ -30,9 +30,9 @@ def released(update: Update, params, state: FloatState, activations):
     """Return parameters and activations as they are; update when differentiated.
 
     Everything that reads ``params`` must read the returned ones, and the layer must
-    read the returned activations. The backward pass then arrives here with the whole
-    gradient, and with all that it needs of the old parameters behind it. The rule
-    calls ``update`` and returns new values in place of cotangents:
+    read the returned activations. When the backward rule runs, the gradient is complete
+    and no remaining computation needs the old parameters. The rule calls ``update`` and
+    returns new values in place of cotangents:
 
         d loss / d params = new params,    d loss / d state = new state
 
@@ -78,7 +78,8 @@ def released(update: Update, params, state: FloatState, activations):
 
     def backward(saved, cotangents):
         params, state = saved
-        # The cotangents that go on were computed with the old parameters.
+        # Finish the cotangents that go on, which read the old parameters, before
+        # overwriting these.
         gradients, later = tied(cotangents)
         old = params, as_state(state)
         new = update(*old, gradients)
@@ -149,13 +150,13 @@ def scan(
         del codes
         return converted(carry, structure.unflatten(layer), x, *shared)
 
-    def update_layer(layer, state, gradients, total, index):
+    def update_layer(layer, state, gradients, token, index):
         step = lambda old, state: update(old, state, structure.unflatten(gradients))
         with context.one_layer(Layer(index, count, frozenset(names))):
             old = structure.unflatten(layer), state[1]
             new, rest = alone(index, step, *old)
         check_kept("(layer, state)", old, (new, rest))
-        return jax.tree.leaves(new), ((), rest), total
+        return jax.tree.leaves(new), ((), rest), token
 
     with_codes = FloatState(((), state.floats), state.dtypes)
     how = {"length": length, "reverse": reverse, "unroll": unroll}
@@ -171,7 +172,7 @@ def released_loop(
     layers: list,
     state: FloatState,
     xs,
-    total,
+    token,
     stand_ins,
     how: dict,
 ):
@@ -179,23 +180,23 @@ def released_loop(
 
     Args:
       body: ``(shared, carry, layer, codes, x) -> (carry, y)``.
-      update: ``(layer, (codes, state), gradients, total, index)`` to new ``(layer,
-        (codes, state), total)``. What it returns unchanged is not written.
+      update: ``(layer, (codes, state), gradients, token, index)`` to new ``(layer,
+        (codes, state), token)``. What it returns unchanged is not written.
       shared: arrays that every layer reads.
       init, layers, xs: as in :func:`scan`.
       state: of ``(codes, state)``. Codes are arrays of quantised layers.
-      total: passes through; ``update`` gets its cotangent, and what it returns for one
-        layer it gets for the next.
+      token: is returned unchanged. In the backward loop ``update`` gets its cotangent
+        and returns a new one, which the update of the next layer gets.
       stand_ins: shapes of zeros that are appended to ``layers``, for the gradients of
         quantised layers. ``update`` does not get these zeros, only their gradients.
       how: length, reverse and unroll, as in ``jax.lax.scan``.
 
     Returns:
-      ``(carry, ys, total)``.
+      ``(carry, ys, token)``.
     """
     read_back = _ReadBack()
 
-    def forward(shared, init, layers, state, xs, total):
+    def forward(shared, init, layers, state, xs, token):
         codes, _ = as_state(state)
 
         def step(carry, inputs):
@@ -207,13 +208,13 @@ def released_loop(
             return out[0], (out[1], read_back.save(pull, out, known))
 
         carry, (ys, saved) = lax.scan(step, init, (layers, codes, xs), **how)
-        return (carry, ys, total), (shared, layers, state, xs, saved)
+        return (carry, ys, token), (shared, layers, state, xs, saved)
 
     def backward(residuals, cotangents):
         shared, layers, state, xs, saved = residuals
         stacks = layers, as_state(state)
         count = len(jax.tree.leaves(stacks)[0])
-        ct_carry, ct_ys, total = _without_integers(cotangents)
+        ct_carry, ct_ys, token = _without_integers(cotangents)
 
         def at(index, stacks, early):
             # Copies from host memory begin while the gradients are computed.
@@ -225,7 +226,7 @@ def released_loop(
             )
 
         def step(loop, inputs):
-            ct_carry, ct_shared, total, stacks = loop
+            ct_carry, ct_shared, token, stacks = loop
             early, saved, ct_y, x = inputs
             layer, codes = at(early, (stacks[0], stacks[1][0]), early)
             known = jax.tree.leaves((shared, layer, codes, x))
@@ -237,35 +238,35 @@ def released_loop(
                 early, later, cpu=lambda x, _: x, default=lambda _, x: x
             )
             old = at(index, stacks, early)
-            *new, total = update(*old, gradients, total, index)
+            *new, token = update(*old, gradients, token, index)
             put = functools.partial(_put, index)
             stacks = jax.tree.map(put, stacks, old, tuple(new))
             ct_shared = jax.tree.map(jnp.add, ct_shared, more)
-            return (ct_carry, ct_shared, total, stacks), ct_x
+            return (ct_carry, ct_shared, token, stacks), ct_x
 
         zeros = jax.tree.map(jnp.zeros_like, _without_integers(shared))
-        (ct_carry, ct_shared, total, (layers, new_state)), ct_xs = lax.scan(
+        (ct_carry, ct_shared, token, (layers, new_state)), ct_xs = lax.scan(
             step,
-            (ct_carry, zeros, total, stacks),
+            (ct_carry, zeros, token, stacks),
             (jnp.arange(count, dtype=jnp.int32), saved, ct_ys, xs),
             **how | {"reverse": not how["reverse"]},
         )
         ct_shared, ct_carry = _like((shared, init), (ct_shared, ct_carry))
         ct_xs = _like(xs, ct_xs)
-        return ct_shared, ct_carry, layers, as_floats(new_state), ct_xs, total
+        return ct_shared, ct_carry, layers, as_floats(new_state), ct_xs, token
 
     run = jax.custom_vjp(lambda *args: forward(*args)[0])
     run.defvjp(forward, backward)
-    return run(shared, init, layers, state, xs, total)
+    return run(shared, init, layers, state, xs, token)
 
 
 def alone(index: jax.Array, update: Callable, *old):
-    """``update(*old)``, which XLA does not fuse with the reads and writes around it.
+    """Run ``update(*old)``; on CPUs inside of a conditional.
 
-    Fused, the update of one stack would read the old layer of another, and XLA's CPU
-    compiler would copy whole stacks in every iteration. Barriers do not prevent that;
-    XLA does not fuse what is inside a conditional with what is outside. ``index`` is
-    that of a layer, which is never negative.
+    XLA does not fuse what is inside with the reads and writes around it. Fused, the
+    update of one stack would read the old layer of another, and XLA's CPU compiler
+    would copy whole stacks in every iteration. Barriers do not prevent that. ``index``
+    is that of a layer, which is never negative.
     """
 
     def branched(index, old):
@@ -306,7 +307,10 @@ def check_kept(name: str, old, new) -> None:
     with_path, structure = jax.tree_util.tree_flatten_with_path(old)
     if jax.tree.structure(new) != structure:
         found = jax.tree.structure(new)
-        raise TypeError(f"release: the update makes {found} of {name}, {structure}")
+        raise TypeError(
+            f"release: the update must keep the structure of {name}, {structure}; it "
+            f"returns {found}"
+        )
     for (path, x), y in zip(with_path, jax.tree.leaves(new), strict=True):
         was, made = jax.typeof(x), jax.typeof(y)
         if (was.shape, was.dtype) != (made.shape, made.dtype):
@@ -318,13 +322,13 @@ def check_kept(name: str, old, new) -> None:
 
 
 class _ReadBack:
-    """Which residuals of a layer's derivative are arrays that exist anyway.
+    """Finds arrays that a layer's backward pass needs and that exist anyway.
 
-    The backward loop reads these again instead of stacking them in the forward loop.
+    The backward loop reads these again. The others the forward loop saves in stacks.
     """
 
     def save(self, pull, out, known: list) -> list:
-        """The residuals that have to be saved, of those of the function ``pull``."""
+        """The arrays of the function ``pull`` that the forward loop has to save."""
         leaves, self._structure = jax.tree.flatten(pull)
         self._out = jax.tree.map(jax.typeof, out)
         numbers = lambda x: (n for n, each in enumerate(known) if each is x)

@@ -263,12 +263,16 @@ def test_reports_tell_what_the_scale_does():
 
 SCALED = with_loss_scale(LOWBIT, backoff_scale())
 REFUSED = {
-    "no_such_rule": (SCALED, {"overflow": "skip"}, "'skip'; accepted are 'exact' and"),
+    "no_such_rule": (
+        SCALED,
+        {"overflow": "skip"},
+        "must be 'exact' or 'layer'; it is 'skip'",
+    ),
     "no_scale": (LOWBIT, {"overflow": "layer"}, "accepted is with_loss_scale"),
     "two_passes": (
         SCALED,
         {"overflow": "layer", "max_grad_norm": 1.0},
-        "takes one backward pass, and max_grad_norm 1.0 a second",
+        "cannot be combined with max_grad_norm, which is 1.0",
     ),
     "inside": (
         optax.chain(SCALED),
