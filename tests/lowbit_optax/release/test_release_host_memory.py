@@ -159,9 +159,9 @@ def test_explain_says_whose_state_is_in_host_memory():
 
 
 def test_other_kinds_of_memory_are_refused():
-    with pytest.raises(ValueError, match="state_memory is 'host'; accepted are"):
+    with pytest.raises(ValueError, match="'pinned_host'; it is 'host'"):
         release.value_and_update(simple_loss, SGD, state_memory="host")
-    with pytest.raises(ValueError, match="state_memory is None; accepted are"):
+    with pytest.raises(ValueError, match="'pinned_host'; it is None"):
         release.explain(simple_loss, SGD, state_memory=None)
 
 
