@@ -3,7 +3,7 @@
 The loss is traced once, to a jaxpr. Functions under ``jit`` that hold a scan (or all of
 them) are inlined, so that every scan is a call of one list, and a parameter is followed
 through them. The loss is then evaluated from this list: some calls in another way
-(:mod:`lowbit_optax.release.scans`, :mod:`lowbit_optax.precision.rounded`), all
+(:mod:`lowbit_optax.release.evaluation`, :mod:`lowbit_optax.precision.rounded`), all
 others as they were traced.
 """
 
@@ -12,7 +12,6 @@ import dataclasses
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-import jax
 from jax.extend.core import primitives
 
 from lowbit_optax._jaxprs.graph import (
@@ -247,13 +246,6 @@ def without_barriers_on(closed: ClosedJaxpr, inputs: Collection[int]) -> ClosedJ
 
     equations = list(map(changed, closed.jaxpr.eqns))
     return ClosedJaxpr(closed.jaxpr.replace(eqns=equations), closed.consts)
-
-
-def trace_program(function: Callable, params, *args) -> tuple[LossProgram, typing.Any]:
-    """The program of a function of parameters, and its result's shapes as a tree."""
-    closed, shapes = jax.make_jaxpr(function, return_shape=True)(params, *args)
-    count = len(jax.tree.leaves(params))
-    return LossProgram(closed, parameters=count), shapes
 
 
 def _is_scan(eqn) -> bool:
