@@ -5,7 +5,6 @@
 """
 
 import typing
-from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -59,15 +58,6 @@ class Sizes(typing.NamedTuple):
         finite += [jnp.isfinite(x) for x in largest]
         sizes = jnp.stack([x.astype(jnp.float32) for x in largest])
         return cls(jnp.all(jnp.stack(finite)), jnp.max(sizes))
-
-    @classmethod
-    def of_all(cls, parts: Iterable["Sizes"]) -> "Sizes":
-        """The sizes of gradients in several parts, each one's scalars or arrays."""
-        finite, largest = jnp.bool_(True), jnp.float32(0)
-        for part in parts:
-            finite = finite & jnp.all(part.finite)
-            largest = jnp.maximum(largest, jnp.max(part.largest))
-        return cls(finite, largest)
 
 
 def implementation_of(tx: optax.GradientTransformation) -> Implementation:
