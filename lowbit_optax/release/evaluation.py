@@ -80,7 +80,7 @@ def evaluate(
         if stretch.is_opaque or loss.has_effects:
             run(stretch.calls, known)
         else:
-            _run_again(segment, plan.active, known)
+            _run_again(segment, known)
     return program.results(known), token
 
 
@@ -114,26 +114,19 @@ def _release(part: Part, rule: Rule, known, state, token, live: Sequence[Node]):
     return params[1]
 
 
-def _run_again(segment: Segment, active: set[Node], known: dict) -> None:
-    """Run calls, of which the backward pass computes the cheap ones again.
-
-    A value that is read both here and later is an output too. The sum of its
-    cotangents then begins with those from later, as in ``jax.grad``, and so has the
-    same bits.
-    """
+def _run_again(segment: Segment, known: dict) -> None:
+    """Run calls, of which the backward pass computes the cheap ones again."""
     if not segment.calls:
         return
-    outputs = [x for x in segment.reads if x in active and x in segment.later]
-    outputs += segment.writes
 
     def function(values):
         local = dict(zip(segment.reads, values, strict=True))
         run(segment.calls, local)
-        return [local[x] for x in outputs]
+        return [local[x] for x in segment.writes]
 
     values = [known[x] for x in segment.reads]
     results = jax.checkpoint(function, policy=_is_kept)(values)
-    known.update(zip(outputs, results, strict=True))
+    known.update(zip(segment.writes, results, strict=True))
 
 
 def _is_kept(primitive, *_, **params) -> bool:

@@ -158,6 +158,15 @@ def gru_over_time(params, x):
     return head_loss(params, h)
 
 
+@model(params=lambda: layers(4))
+def activations_read_before_and_after_an_update(params, x):
+    """The cotangent of each ``x`` is a sum of three, whose order decides the bits."""
+    first, second, third, fourth = params["layers"]
+    for gate, out in ((first, second), (third, fourth)):
+        x = x + dense(x * dense(x, gate), out)
+    return head_loss(params, x)
+
+
 @model(params=layers)
 def dropout_by_a_key_for_each_layer(params, x):
     for key, w in zip(
