@@ -261,7 +261,7 @@ def _refuse_several_gradients(
     # The stacks' own results first: a message names them before what they are in.
     own = lambda key: _owner(key) not in leaves and key not in owners
     for key in sorted(step, key=own):
-        owner = _owner(key) or owners.get(key)
+        owner = owners.get(key) if _owner(key) is None else _owner(key)
         others = sorted(step[key].needs - {owner})
         if not others or leaves.keys().isdisjoint([*others, owner]):
             continue

@@ -372,3 +372,12 @@ def test_with_64_bit_types_enabled_steps_are_equal_and_keep_their_dtypes(name):
             simple_loss, tx, params, batches, in_loop=SIMPLE_IN_LOOP
         )
     chex.assert_trees_all_equal_shapes_and_dtypes((got, got_state), (params, state))
+
+
+def test_parameters_may_be_one_stack_without_a_name():
+    def loss_fn(params, x):
+        return simple_loss({"layers": params, "head": jnp.ones(64)}, x)
+
+    released.assert_equal_steps(
+        loss_fn, SGD, released.weights(3), released.batches(2), in_loop=[""]
+    )
