@@ -28,4 +28,7 @@ def test_a_step_on_an_h200_is_planned_within_one_layers_working_set(release):
     beyond = found.compiled.temporary - found.predicted.temporary
     # From JAX 0.12 on XLA hides latencies, and begins a layer before another one ends.
     layers = 2 if jax.__version_info__ < (0, 12) else 3
-    assert 0 <= beyond < layers * model.one_layer + (model.layers + 8) * model.carry
+    most = layers * model.one_layer + (model.layers + 8) * model.carry
+    # A released layer is copied out of its stacks.
+    copied = found.predicted.in_place / model.layers if release else 0
+    assert 0 <= beyond < most + copied
