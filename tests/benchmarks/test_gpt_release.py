@@ -7,6 +7,7 @@ import chex
 import jax
 import numpy as np
 import pytest
+from released import OPERATION_BY_OPERATION
 
 from benchmarks.training import gpt_release
 from benchmarks.training.text import gpt_flags, stdlib_text
@@ -28,6 +29,7 @@ def trained(argv: list[str], released: bool):
     step = jax.jit(
         gpt_release.make_step(model.loss, tx, released, args.max_grad_norm),
         donate_argnums=(0, 1),
+        compiler_options=OPERATION_BY_OPERATION,
     )
     params = choice.store(model.init(jax.random.key(0)))
     state = tx.init(params)
