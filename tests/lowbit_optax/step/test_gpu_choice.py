@@ -88,11 +88,13 @@ def test_release_on_an_older_gpu_is_by_xla():
     step = jax.make_jaxpr(release.value_and_update(loss_fn, tx))
     arguments = params, tx.init(params), x
     with mesh_of("NVIDIA A100"):
-        assert KERNEL in str(step(*arguments))
+        newer = str(step(*arguments))
     with mesh_of("Tesla T4"), pytest.warns(UserWarning, match="Tesla T4"):
-        jaxpr = str(step(*arguments))
-    assert KERNEL not in jaxpr
-    assert "platform_index" not in jaxpr
+        older = str(step(*arguments))
+    # What a loop reads again depends on whether it runs on a CPU, with either.
+    for text, has_kernels in ((newer, True), (older, False)):
+        assert (KERNEL in text) == has_kernels
+        assert ("'cuda'" in text) == has_kernels
 
 
 @pytest.mark.parametrize("implementation", ["pallas", "triton"])
