@@ -263,7 +263,7 @@ def _refuse_several_gradients(
     for key in sorted(step, key=own):
         owner = owners.get(key) if _owner(key) is None else _owner(key)
         others = sorted(step[key].needs - {owner})
-        if not others or leaves.keys().isdisjoint([*others, owner]):
+        if not others or not (owner in leaves or leaves.keys() & others):
             continue
         if owner is None and len(step[key].needs) == 1:
             waiting[leaves[others[0]]] = (
