@@ -285,7 +285,7 @@ class _Planner:
             from_stored = program_of(outputs[:1], [*moments, *rows.inputs])
             outputs = [rows.inputs[1], *outputs[1:]]
         program = program_of(outputs, rows.inputs)
-        moments = self._moments(i, parts, stays[1:])
+        moments = tuple(self._moments(i, parts, stays[1:]))
         is_even = any(x.has_scales and x.codec.rounds_evenly for x in moments)
         known = 2 + len(parts) + len(rows.outside)
         body = LeafBody(
@@ -320,17 +320,14 @@ class _Planner:
             raise NotElementwise(
                 "a moment is stored relative to one that its update does not read"
             )
-        moments = []
         for part, condition in zip(parts, stays, strict=True):
             storage, second = self.traced.step.plan.storage[part], relative.get(part)
-            moment = MomentRows(
+            yield MomentRows(
                 format=None if storage is None else storage.format,
                 number=0 if storage is None else storage.number,
                 relative_to=None if second is None else 1 + parts.index(second),
                 unchanged_if=condition,
             )
-            moments.append(moment)
-        return tuple(moments)
 
     @functools.cached_property
     def _relative(self) -> dict[str, dict[int, int]]:
