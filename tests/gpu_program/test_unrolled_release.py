@@ -3,6 +3,8 @@
 import functools
 
 import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
 import lowbit_optax
@@ -61,4 +63,32 @@ def test_barriers_keep_the_order_of_a_transformers_updates():
 
 def test_unrolled_parameters_and_state_are_written_in_place():
     step = compiled(release.value_and_update, unrolled_matrices)
+    assert step.program.memory_analysis().alias_size_in_bytes == step.stored
+
+
+def by_hand(_, tx):
+    """A step of matrices whose layers are written with the public wrapper."""
+    update = functools.partial(lowbit_optax.step, ADAMW)
+    del tx
+
+    def loss_fn(params, states, h):
+        for w, state in zip(params["layers"], states, strict=True):
+            w, h = release.released(update, w, state, h)
+            h = jnp.tanh(h @ w)
+        return jnp.mean(h.astype(jnp.float32) ** 2)
+
+    def train_step(params, states, h):
+        loss, new = jax.value_and_grad(loss_fn, (0, 1))(params, states, h)
+        return loss, *new
+
+    return train_step
+
+
+def test_layers_written_with_the_wrapper_hold_one_gradient_at_a_time():
+    init = lambda params: [release.as_floats(ADAMW.init(w)) for w in params["layers"]]
+    tx = optax.GradientTransformation(init, lambda *_: None)
+    model = unrolled_matrices()
+    step = compile_step(by_hand, model, tx)
+    activations = model.layers * model.carry
+    assert step.temporary <= activations + 2 * largest(model) + MIB / 8
     assert step.program.memory_analysis().alias_size_in_bytes == step.stored
