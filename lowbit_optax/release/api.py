@@ -27,13 +27,13 @@ def value_and_update(
 ) -> Callable:
     """A training step that updates parameters during the backward pass.
 
-    The result is that of
+    The step gives the result of
 
         value, grads = jax.value_and_grad(loss_fn)(params, *args)
         params, opt_state = lowbit_optax.step(tx, params, opt_state, grads)
 
     computed in one backward pass. Each parameter is updated in place as soon as its
-    whole gradient is there, and the gradient is then forgotten. Put the step under
+    gradient is complete, and the gradient is then dropped. Put the step under
     ``jax.jit``, and donate parameters and state.
 
     The gradient of a parameter is whole once the backward pass is past the first use of
@@ -48,7 +48,7 @@ def value_and_update(
     flax's ``nn.scan``, runs over it, nothing else reads it, each layer has at least
     4,096 elements, and the optimizer can update one layer alone. Cast it in the scan's
     body, not before the scan. Parameters under one ``jax.checkpoint`` are updated
-    together. :func:`explain` tells when each parameter is updated, and why.
+    together. :func:`explain` reports when each parameter is updated, and why.
 
     The operations are those above, on the same numbers and in the same order: compiled
     one at a time, they give the same bits. As XLA compiles by default, last bits may

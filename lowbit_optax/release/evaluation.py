@@ -6,7 +6,7 @@ first use. A scan over parameters that can be updated layer by layer runs as
 
 The loss also passes a *token*, a small tree of floats, through every wrapper. No
 operation of the loss reads it. In the backward pass its cotangent visits the wrappers'
-backward rules, that of the last wrapper first. Each rule reads what earlier rules
+backward rules, in reverse order. Each rule reads what earlier rules
 measured, for example the sum of squared gradients, and adds its own gradients. JAX
 skips a backward rule whose outputs have no cotangent. The token always has one, so JAX
 calls every rule, and even a parameter that the loss does not use gets its new value.
@@ -54,9 +54,9 @@ def evaluate(
     """The outputs of the loss's program, and the token.
 
     Args:
-      loss, plan: of the optimizer.
+      loss, plan: the traced loss, and when its parameters are updated.
       rule: updates parameters in the backward pass.
-      arrays: by path, the arrays that are differentiated. They are parameters, or
+      arrays: the arrays that are differentiated, by path. They are parameters, or
         zeros that stand in for quantised ones that no loop updates.
       states: for each stretch that updates parameters, the values of :func:`carried`
         parameters by path, and the state.
@@ -103,7 +103,7 @@ def _release(part: Part, rule: Rule, known, state, token, live: Sequence[Node]):
     def update(params, state, gradients):
         (arrays, _), (values, rest), (gradients, token) = params, state, gradients
         new, rest, token = rule(part, arrays | values, rest, gradients, token, None)
-        # The cotangent of what stands in for a quantised parameter is of no use.
+        # Nothing reads the cotangent of a quantised parameter's stand-in.
         found = gradients | {x: new[x] for x in arrays if x not in values}
         return (found, token), ({x: new[x] for x in values}, rest)
 
@@ -115,7 +115,7 @@ def _release(part: Part, rule: Rule, known, state, token, live: Sequence[Node]):
 
 
 def _run_again(segment: Segment, known: dict) -> None:
-    """Run calls, of which the backward pass computes the cheap ones again."""
+    """Run calls, and let the backward pass repeat the cheap ones."""
     if not segment.calls:
         return
 

@@ -24,7 +24,7 @@ class FloatState:
 
     Args:
       floats: a tree like the state.
-      dtypes: those of the state's leaves, in order; of random keys, their kind.
+      dtypes: the dtypes of the state's leaves, in order; for random keys their kind.
     """
 
     floats: typing.Any
@@ -36,7 +36,7 @@ def as_floats(state) -> FloatState:
 
     JAX has no cotangents for integers. Here each integer becomes a float with the same
     bits. Booleans and integers of fewer than 8 bits become int8 first, and random keys
-    their data. Arrays of floats stay as they are.
+    their data. Arrays of floats stay unchanged.
 
     Args:
       state: a tree of arrays.
@@ -62,7 +62,7 @@ def as_state(floats: FloatState):
     """The state that :func:`as_floats` converted.
 
     Args:
-      floats: from :func:`as_floats`, or a gradient by it.
+      floats: the result of :func:`as_floats`, or a gradient with respect to it.
     """
     leaves, structure = jax.tree.flatten(floats.floats)
     pairs = zip(leaves, floats.dtypes, strict=True)

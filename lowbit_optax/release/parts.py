@@ -155,14 +155,14 @@ class Parts:
         return step_values(self._tx, arguments, part.numbers, self._numbered, stacks)
 
     def _params_of(self, leaves: Iterable[ParamLeaf], layers: Iterable = ()):
-        """The parameters' shapes, with one layer in place of each of some stacks."""
+        """The parameters' shapes; some stacks are replaced by one of their layers."""
         shapes = {leaf.name: trees.abstract(leaf.value) for leaf in leaves}
         one = {leaf.name: jax.tree.map(_layer, shapes[leaf.name]) for leaf in layers}
         return self._loss.tree_of(shapes | one)
 
     @functools.cached_property
     def _shared(self) -> tuple | str:
-        """What :meth:`_state_of` says of the state that belongs to no leaf."""
+        """The result of :meth:`_state_of` for the state that belongs to no leaf."""
         return self._state_of([])
 
     def _state_of(self, leaves: Sequence[ParamLeaf]) -> tuple | str:
@@ -208,8 +208,8 @@ class Parts:
     def _not_by_layer(self) -> dict[ParamLeaf, str]:
         """Why stacks cannot be updated layer by layer.
 
-        The step is traced with the stacks and with one layer in place of each. The
-        traces differ where a mask asks which leaves are matrices, for example.
+        The step is traced twice, on the stacks and on one layer of each. The traces
+        differ where a mask asks which leaves are matrices, for example.
 
         Raises:
           ValueError: if the update of one leaf needs the gradients of another.

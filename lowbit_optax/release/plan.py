@@ -57,7 +57,7 @@ class Stretch:
     """Consecutive calls.
 
     Args:
-      calls: in order.
+      calls: the calls, in order.
       part: the leaves that are updated where the stretch begins, or in its loop.
       in_loop: whether it is a released scan.
     """
@@ -176,7 +176,7 @@ def _why_late(leaf: ParamLeaf, active: set[Node]) -> str:
 
 
 def _last(loss: TracedLoss, found: Sequence[Part], parts: Parts) -> Part:
-    """What is updated after the backward pass, with all state that is left."""
+    """The part that is updated after the backward pass, with all remaining state."""
     updated = {leaf for part in found for leaf in part.leaves}
     rest = [leaf for leaf in loss.leaves if leaf not in updated]
     taken = {n for part in found for n in part.exclusive}
@@ -330,7 +330,7 @@ def _scan_over(program: LossProgram, leaf: ParamLeaf) -> ScanCall | str:
 
 
 def _is_scanned(program: LossProgram, values: set[Node]) -> bool:
-    """Whether a scan runs over what is made of these values alone, such as a cast."""
+    """Whether a scan runs over values computed from these alone, such as a cast."""
     made = set(values)
     for call in program.calls:
         inputs = [node for node in call.inputs if node.constant is None]

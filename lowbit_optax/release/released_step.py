@@ -24,11 +24,11 @@ ByPath = Mapping[str, typing.Any]
 
 
 class Measured(typing.NamedTuple):
-    """What is known of the gradients that the backward pass has computed so far.
+    """Measurements of the gradients that the backward pass has computed so far.
 
     Args:
       squares: the sum of the squares of the unscaled gradients.
-      finite: 1 if all of them are finite, else 0.
+      finite: 1 if all of them are finite, 0 otherwise.
       largest: the largest magnitude, if all are finite.
       updated: 1 if at least one update was not skipped, with ``overflow="layer"``.
     """
@@ -86,14 +86,15 @@ def released_step(
     if is_exact or max_grad_norm is not None:
         rule = _measuring(inner, factor, max_grad_norm is not None, is_exact)
         *_, measured = passes.go_back(start, rule)
-        # Else XLA would see that both passes compute the same gradients, and keep them.
+        # Without this barrier XLA would compute the gradients once for both passes, and
+        # keep them.
         start, measured = tied((start, measured))
     guard = UNGUARDED
     if factor is not None and is_exact:
         guard = Guard(factor, measured.sizes.finite)
     transform = lambda gradient: gradient
     if max_grad_norm is not None:
-        # The norm is that of the unscaled gradients.
+        # Clipping uses the norm of the unscaled gradients.
         unscaled, norm = guard.unscaled, jnp.sqrt(measured.squares)
         transform = lambda gradient: _clipped(norm, max_grad_norm, unscaled(gradient))
         if is_exact:
@@ -159,7 +160,7 @@ def _updating(
     """
 
     def step(part: Part, params, numbered, gradients: ByPath, guard):
-        """New parameters by path, and those of the state's leaves that were given."""
+        """New parameters by path, and new values of the given leaves of the state."""
         leaves = *part.leaves, *part.beside
         values = {leaf.name: params.get(leaf.name, leaf.value) for leaf in leaves}
         found = {leaf.name: leaf.zero_gradient() for leaf in leaves} | {
@@ -211,11 +212,11 @@ class _Passes:
     """A loss that is computed once, and differentiated as often as needed.
 
     Args:
-      loss, plan: of the optimizer.
+      loss, plan: the traced loss, and when its parameters are updated.
       state: the leaves of the optimizer's state.
 
     Attributes:
-      outputs: of the loss's program.
+      outputs: the outputs of the loss's program.
     """
 
     def __init__(self, loss: TracedLoss, plan: ReleasePlan, state: list[jax.Array]):
@@ -243,11 +244,11 @@ class _Passes:
         _, self._pull, self.outputs = jax.vjp(function, *primals, has_aux=True)
 
     def go_back(self, start: jax.Array, rule: Rule):
-        """What a rule makes of the parameters and the state.
+        """Run the backward pass with a rule, and return the values that it computes.
 
         Args:
           start: the cotangent of the loss.
-          rule: of this pass; see :mod:`lowbit_optax.release.evaluation`.
+          rule: the rule of this pass; see :mod:`lowbit_optax.release.evaluation`.
 
         Returns:
           Parameters by path, the state's leaves, by path whether gradients are finite,

@@ -27,15 +27,15 @@ number of an array of it."""
 
 
 class Value(typing.NamedTuple):
-    """What is known of one value of a step.
+    """One value of a step, and how it was computed.
 
     Args:
       numbers: one is equal for equal computations of equal shape, the other for equal
         computations of any shape.
       needs: paths of the parameters whose gradients it depends on.
       in_stacks: whether it depends on stacks of layers.
-      several: empty if each layer of the value is computed from the same layer of
-        stacks and from scalars that depend on none; else what combines several layers.
+      several: the reason why a layer of the value needs several layers of stacks;
+        empty if it needs the same layer, and scalars that depend on none.
     """
 
     numbers: tuple[int, int]
@@ -57,7 +57,7 @@ def step_values(
       tx: the transformation.
       arguments: shapes and dtypes of gradients, state and parameters.
       state_keys: numbers of the state's leaves.
-      numbers: of the values known so far; new ones are added.
+      numbers: the numbers of the values so far; new ones are added.
       stacks: paths of parameters and numbers of state that are stacks of layers.
     """
     closed, (_, new_state) = _traced(tx, *arguments)

@@ -27,12 +27,12 @@ Update = Callable[[typing.Any, typing.Any, typing.Any], tuple]
 
 
 def released(update: Update, params, state: FloatState, activations):
-    """Return parameters and activations as they are; update when differentiated.
+    """Return parameters and activations unchanged; update when differentiated.
 
     Everything that reads ``params`` must read the returned ones, and the layer must
     read the returned activations. When the backward rule runs, the gradient is complete
     and no remaining computation needs the old parameters. The rule calls ``update`` and
-    returns new values in place of cotangents:
+    returns new values instead of cotangents:
 
         d loss / d params = new params,    d loss / d state = new state
 
@@ -73,13 +73,13 @@ def released(update: Update, params, state: FloatState, activations):
         return params, activations
 
     def forward(params, state, activations):
-        # Without this barrier XLA keeps every gradient until the end.
+        # XLA would keep every gradient until the end without this barrier.
         return (params, tied(activations)), (params, state)
 
     def backward(saved, cotangents):
         params, state = saved
-        # Finish the cotangents that go on, which read the old parameters, before
-        # overwriting these.
+        # Cotangents of earlier layers read the old parameters. They have to be
+        # complete before the parameters are overwritten.
         gradients, later = tied(cotangents)
         old = params, as_state(state)
         new = update(*old, gradients)
@@ -103,11 +103,11 @@ def scan(
     reverse: bool = False,
     unroll: int | bool = 1,
 ):
-    """``jax.lax.scan`` over layers, each of which is updated in the backward loop.
+    """``jax.lax.scan`` over layers, whose backward loop updates each layer.
 
     The backward loop carries the stacked parameters and their state. For each layer it
-    computes the gradients, calls ``update``, and writes the new layer in place of the
-    old one. As in :func:`released`, the new values are the cotangents of ``layers``
+    computes the gradients, calls ``update``, and overwrites the old layer with the
+    new one. As in :func:`released`, the new values are the cotangents of ``layers``
     and ``state``.
 
     Args:
@@ -181,7 +181,8 @@ def released_loop(
     Args:
       body: ``(shared, carry, layer, codes, x) -> (carry, y)``.
       update: ``(layer, (codes, state), gradients, token, index)`` to new ``(layer,
-        (codes, state), token)``. What it returns unchanged is not written.
+        (codes, state), token)``. An array that it returns unchanged is not
+        written.
       shared: arrays that every layer reads.
       init, layers, xs: as in :func:`scan`.
       state: of ``(codes, state)``. Codes are arrays of quantised layers.
@@ -232,7 +233,8 @@ def released_loop(
             known = jax.tree.leaves((shared, layer, codes, x))
             found = _without_integers(read_back.pull(saved, known, (ct_carry, ct_y)))
             (more, ct_carry, gradients, ct_x), later = tied((found, early))
-            # The layer is read once more: its first copy is then free for gradients.
+            # The layer is read a second time, so that gradients can use the memory of
+            # the first copy.
             # XLA's CPU compiler, which drops barriers, would copy whole stacks instead.
             index = lax.platform_dependent(
                 early, later, cpu=lambda x, _: x, default=lambda _, x: x
@@ -266,7 +268,7 @@ def alone(index: jax.Array, update: Callable, *old):
     XLA does not fuse what is inside with the reads and writes around it. Fused, the
     update of one stack would read the old layer of another, and XLA's CPU compiler
     would copy whole stacks in every iteration. Barriers do not prevent that. ``index``
-    is that of a layer, which is never negative.
+    is the number of a layer, which is never negative.
     """
 
     def branched(index, old):
@@ -277,7 +279,7 @@ def alone(index: jax.Array, update: Callable, *old):
 
 
 def tied(tree):
-    """The same arrays, none of which can be used before all have been computed.
+    """Return the same arrays, and allow no use of one before all have been computed.
 
     Within ``shard_map``, arrays that vary over the same devices are tied, because JAX
     before 0.12 returns arrays from a barrier that all vary alike.
@@ -317,7 +319,7 @@ def check_kept(name: str, old, new) -> None:
             raise TypeError(
                 f"release: the update makes {made.str_short()} of "
                 f"{name}{jax.tree_util.keystr(path)}, which is {was.str_short()}; "
-                "accepted are updates that keep shapes and dtypes"
+                "an update must keep shapes and dtypes"
             )
 
 
@@ -337,14 +339,14 @@ class _ReadBack:
         return [x for x, number in pairs if number is None]
 
     def pull(self, saved: list, known: list, cotangents):
-        """What the function returns, given what is known in the backward loop."""
+        """The function's results, from the arrays that the backward loop has."""
         rest = iter(saved)
         leaves = [next(rest) if n is None else known[n] for n in self._origins]
         return self._structure.unflatten(leaves)(_like(self._out, cotangents))
 
 
 def _without_integers(tree):
-    """A tree with None in place of what has no derivative, or is the zero of one."""
+    """A tree with None for integers, which have no derivative, and for their zeros."""
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
     return jax.tree.map(lambda x: x if is_float(x) else None, tree)
 

@@ -86,8 +86,8 @@ def test_released_quantised_layers_keep_one_gradient_beside_the_activations():
     make_step = functools.partial(release.value_and_update, dtype=BF16)
     step = compile_step(make_step, model, lowbit_optax.lpmm_adam(1e-3))
     # Codes of weights and moments; one dequantised layer, whose memory its gradient
-    # takes; the layer's codes, copied out of their stacks; the batch, and what the
-    # layers hand on: 12 arrays of 4 MiB are kept, and three are in use.
+    # takes; the layer's codes, copied out of their stacks; the batch, and the
+    # activations: 12 arrays of 4 MiB are kept, and three are in use.
     assert step.stored / MIB < 12 * 16 * 3.57
     layer = step.stored / MIB / LAYERS
     assert step.temporary / MIB < 12 * 4 + 32 + layer + 3 * 4 + 0.1

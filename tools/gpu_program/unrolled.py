@@ -9,7 +9,7 @@ from tools.gpu_program.steps import bytes_of, leaf
 
 
 def unrolled_matrices(layers=12, width=2048, batch=256, remat=False) -> Model:
-    """``tanh(h @ w)``, one layer after another, perhaps computed again each."""
+    """``tanh(h @ w)``, one layer after another; ``remat`` recomputes each."""
     layer = lambda h, w: jnp.tanh(h @ w)
     layer = jax.checkpoint(layer) if remat else layer
 

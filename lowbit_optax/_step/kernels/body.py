@@ -225,7 +225,7 @@ class LeafBody:
             how = new[0], random, multiply_add, self._by_number(after).get(0)
             return self._stored(param, residual, *how)
 
-        # In another order kernels may use more registers.
+        # Kernels may use more registers in another order.
         first = stored_weight() if self.from_stored is None else None
         moments = self._encoded(
             new, opened, values, scalars, random, multiply_add, after

@@ -1,4 +1,4 @@
-"""Layers written by hand with the two wrappers are updated as by the ordinary step."""
+"""The two wrappers in a loss update its layers like the ordinary step."""
 
 import functools
 

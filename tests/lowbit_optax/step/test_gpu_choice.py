@@ -91,7 +91,7 @@ def test_release_on_an_older_gpu_is_by_xla():
         newer = str(step(*arguments))
     with mesh_of("Tesla T4"), pytest.warns(UserWarning, match="Tesla T4"):
         older = str(step(*arguments))
-    # What a loop reads again depends on whether it runs on a CPU, with either.
+    # Both have a choice for CPUs, in the backward loop.
     for text, has_kernels in ((newer, True), (older, False)):
         assert (KERNEL in text) == has_kernels
         assert ("'cuda'" in text) == has_kernels
