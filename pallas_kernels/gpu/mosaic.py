@@ -59,6 +59,15 @@ def _convert(x: jax.Array, new_dtype, **params) -> jax.Array:
     return p.convert_element_type_p.bind(x, new_dtype=new_dtype, **params)
 
 
+def _select(which: jax.Array, *cases: jax.Array, **params) -> jax.Array:
+    # Pallas takes the result for unsigned where the chosen case is one number for all
+    # threads, and then compares, shifts and converts it as such.
+    chosen = p.select_n_p.bind(which, *cases, **params)
+    if not chosen.shape or not jnp.issubdtype(chosen.dtype, jnp.signedinteger):
+        return chosen
+    return registers.per_thread(lambda x: x, [chosen], chosen.shape, chosen.dtype)
+
+
 def _called(primitive, *args, **params) -> jax.Array:
     """A function of floats that Pallas does not lower, and the compiler knows."""
     dtype, shape = args[0].dtype, args[0].shape
@@ -84,6 +93,7 @@ INSTRUCTIONS = Instructions(
         p.sqrt_p: _root,
         p.is_finite_p: _is_finite,
         p.not_p: _not,
+        p.select_n_p: _select,
         p.add_jaxvals_p: lambda x, y, **_: x + y,
         p.convert_element_type_p: _convert,
         **{f: functools.partial(_called, f) for f in registers.FUNCTIONS},

@@ -63,7 +63,10 @@ class Arrangement(typing.Protocol):
         ...
 
     def carried(self, x: jax.Array) -> jax.Array:
-        """An array of lanes, as a loop carries it."""
+        """An array of lanes with the layout and the sign that its dtype says.
+
+        Loops carry such arrays, and comparisons depend on the sign.
+        """
         ...
 
     def spread(self, x: jax.Array) -> jax.Array:
@@ -262,7 +265,9 @@ class TiledLanes(Lanes):
         left = self.arrangement.expand(left)
         if self.inside is not None:
             # One comparison for each element then, however often its mask is used.
-            left = jnp.where(self.inside, left, np.int32(0))
+            left = self.arrangement.carried(
+                jnp.where(self.inside, left, np.int32(0))
+            )
         return [left > np.int32(number) for number in range(len(offsets))]
 
 

@@ -53,7 +53,7 @@ class ByThreads:
         return registers.per_thread(_columns, [], self.shape, jnp.int32)
 
     def carried(self, x: jax.Array) -> jax.Array:
-        # Mosaic wants the same layout and sign of what comes in and goes out.
+        # A loop must return what it is given, and a selection loses its sign.
         return registers.per_thread(lambda register: register, [x], self.shape, x.dtype)
 
     def spread(self, x: jax.Array) -> jax.Array:
