@@ -263,18 +263,19 @@ def released_loop(
 
 
 def alone(index: jax.Array, update: Callable, *old):
-    """Run ``update(*old)``; on CPUs inside of a conditional.
+    """Run ``update(*old)`` apart from the reads and writes of stacks around it.
 
-    XLA does not fuse what is inside with the reads and writes around it. Fused, the
-    update of one stack would read the old layer of another, and XLA's CPU compiler
-    would copy whole stacks in every iteration. Barriers do not prevent that. ``index``
-    is the number of a layer, which is never negative.
+    XLA would fuse these with the update. On a GPU, threads of such a fusion write a
+    layer's packed words in place while others still read them, and weights come out
+    wrong; there, and on TPUs, a barrier keeps the reads apart. XLA's CPU compiler drops
+    barriers, and would copy whole stacks in every iteration; there a conditional does
+    it. ``index`` is the number of a layer, which is never negative.
     """
 
     def branched(index, old):
         return lax.cond(index >= 0, lambda: update(*old), lambda: old)
 
-    direct = lambda _, old: update(*old)
+    direct = lambda _, old: update(*tied(old))
     return lax.platform_dependent(index, old, cpu=branched, default=direct)
 
 

@@ -72,8 +72,10 @@ FUNCTIONS = {
     p.or_p: of_conditions(lax.bitwise_or),
     p.pow_p: lambda x: lax.pow(jnp.abs(x), F32(0.3)),
     p.rsqrt_p: lambda x: lax.rsqrt(jnp.abs(x)),
-    p.select_n_p: lambda x: lax.select_n(x > F32(0), x, F32(2) * x)
-    * jnp.where(x > F32(1), I32(-3), I32(2)).astype(F32),
+    p.select_n_p: lambda x: (
+        lax.select_n(x > F32(0), x, F32(2) * x)
+        * jnp.where(x > F32(1), I32(-3), I32(2)).astype(F32)
+    ),
     p.shift_left_p: of_integers(lambda x: x << I32(3)),
     p.shift_right_arithmetic_p: of_integers(lambda x: x >> I32(3)),
     p.shift_right_logical_p: of_integers(lambda x: lax.shift_right_logical(x, I32(20))),

@@ -1,5 +1,7 @@
 """The XLA path, compiled for H200s: what is rounded, moved and communicated."""
 
+import re
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -105,3 +107,37 @@ def test_eight_h200s_do_not_communicate_and_hold_an_eighth_each(tx, spec):
     assert not collectives(shared)
     whole, held = (memory(x).argument_size_in_bytes for x in (alone, shared))
     assert held == pytest.approx(whole / 8, rel=1e-4)
+
+
+def stacks_both_read_and_written(text):
+    """Of each fusion that slices an array and writes a slice of it in place."""
+    found = {}
+    for name, body in re.findall(r"^%(\S+) \(.*?\{\n(.*?)^\}", text, re.S | re.M):
+        written = set(re.findall(r" dynamic-update-slice\(%([\w.-]+)", body))
+        read = set(re.findall(r" dynamic-slice\(%([\w.-]+)", body))
+        arrays = set(re.findall(r"%([\w.-]+) = \S+ parameter\(", body))
+        if written & read & arrays:
+            found[name] = written & read & arrays
+    return found
+
+
+@pytest.mark.parametrize("moments", ["float32", lowbit_optax.block_quantized(8)])
+def test_no_kernel_of_a_released_loop_reads_a_stack_that_it_writes(moments):
+    """Its threads would read packed words that others have written already."""
+    tx = lowbit_optax.lowbit(
+        optax.sgd(2.0**-10, momentum=0.5),
+        weights=lowbit_optax.extra_bits(8),
+        moments=moments,
+        implementation="xla",
+    )
+
+    def loss_fn(params, x):
+        body = lambda x, layer: (jnp.tanh(x @ layer), None)
+        return jnp.sum(jax.lax.scan(body, x, params["layers"])[0].astype(jnp.float32))
+
+    params = {"layers": leaf(4, 256, 256)}
+    arguments = params, jax.eval_shape(tx.init, params), leaf(8, 256)
+    step = lowbit_optax.release.value_and_update(loss_fn, tx)
+    compiled = compile_for(gpu_mesh(), step, *arguments, donate=(0, 1))
+    assert "dynamic-update-slice" in compiled.as_text()
+    assert stacks_both_read_and_written(compiled.as_text()) == {}

@@ -265,9 +265,7 @@ class TiledLanes(Lanes):
         left = self.arrangement.expand(left)
         if self.inside is not None:
             # One comparison for each element then, however often its mask is used.
-            left = self.arrangement.carried(
-                jnp.where(self.inside, left, np.int32(0))
-            )
+            left = self.arrangement.carried(jnp.where(self.inside, left, np.int32(0)))
         return [left > np.int32(number) for number in range(len(offsets))]
 
 
