@@ -4,8 +4,8 @@
     python -m benchmarks first_device --rehearse H200  # compiles its programs only
     python -m benchmarks first_device --size small     # runs it all on any machine
 
-In this order: whether kernels have the reference's bits, how long steps are beside a
-copy of the same bytes, how a GPT-2 124M trains, and how long the first compile is. It
+In this order: whether kernels have the reference's bits, how long steps are, how a
+GPT-2 124M trains, and how long the first compile is. It
 needs jax for CUDA, optax and numpy, and runs from a checkout. The record is written
 after each answer, so that it may be stopped at any time; what no time was left for is
 in it as not run.

@@ -163,16 +163,15 @@ def times_table(record: dict) -> str:
                     _cell(found, per("stored_bytes")),
                     _cell(found, per("moved_bytes")),
                     _cell(found, show("ps_per_parameter", 2)),
-                    _cell(found, show("copy_ps_per_parameter", 2)),
                     _cell(found, show("gb_per_s", 0)),
                 ]
             )
     return (
-        "Picoseconds per parameter: of a step, and of a copy that reads and writes as\n"
-        "many bytes. Medians of seven measurements of 0.1 s; `gpt2` in loops of 20\n"
-        "steps on the device, `16x4096` called from Python without waiting.\n\n"
+        "Picoseconds of a step per parameter. Medians of seven measurements of 0.1 s;\n"
+        "`gpt2` in loops of 20 steps on the device, `16x4096` called from Python\n"
+        "without waiting. GB/s: the bytes that a step moves at least, by its time.\n\n"
     ) + records.table(
-        ["AdamW", "leaves", "stored B", "moved B", "step", "copy", "GB/s"], rows
+        ["AdamW", "leaves", "stored B", "moved B", "step, ps", "GB/s"], rows
     )
 
 

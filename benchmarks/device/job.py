@@ -33,6 +33,7 @@ class Job:
       small: sizes for a quick try, on any device.
       mesh: of the GPU to compile for without running; None where programs run.
       skip: trials that are done, or that ended an earlier process of this job.
+      has_device: whether no other job uses the device.
     """
 
     small: bool
@@ -64,6 +65,7 @@ class Job:
         if trial in self.skip:
             return
         self.say(begin=trial)
+        self.has_device = False
         try:
             figures = measure()
         except Exception as error:
@@ -75,7 +77,7 @@ class Job:
             self.say(trial=trial, figures=figures)
 
     def take_device(self) -> None:
-        """Wait until no other job uses the device."""
+        """Wait until no other job uses the device, and keep it for this trial."""
         if self.has_device or not self.runs:
             return
         self.say(wants_device=True)

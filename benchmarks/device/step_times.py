@@ -1,10 +1,9 @@
-"""How long is a step, beside a copy of the same bytes?
+"""How long is a step, and how many bytes does it move in a second?
 
 Steps of 16 matrices of 4096 x 4096 are called from Python one after the other, which
 the device falls behind of; those of GPT-2's 148 leaves are in a loop on the device, 20
 to a call, because Python would fall behind. A measurement is many calls and one wait,
-of about 0.1 s, and the figure is the median of seven. The copy scales an array in
-place, of as many bytes as the step reads and writes at least, by the same clock.
+of about 0.1 s, and the figure is the median of seven.
 """
 
 import functools
@@ -82,13 +81,8 @@ def time_donated(compiled: Callable, kept: tuple, *rest) -> list[float]:
     return timed(advance)
 
 
-def copied(array, factor):
-    """What reads and writes an array; a factor that is known would be left out."""
-    return (array * factor,)
-
-
 def measure(job: Job, optimizer: Optimizer, leaf_set: LeafSet, count: int) -> dict:
-    """Time of a step on a set of leaves, and of a copy."""
+    """Time of a step on a set of leaves."""
     grads = structs_of(leaf_set)
     params, state = jax.eval_shape(optimizer.init, grads)
     moved = (1 + optimizer.reads_params) * nbytes(params)
@@ -97,9 +91,6 @@ def measure(job: Job, optimizer: Optimizer, leaf_set: LeafSet, count: int) -> di
     several = steps_in_one(optimizer.step, count)
     donate = (0, 1)
     step = job.compile(f"{name}: step", several, params, state, grads, donate=donate)
-    array = jax.ShapeDtypeStruct((moved // 4,), jnp.bfloat16)
-    factor = jax.ShapeDtypeStruct((), jnp.bfloat16)
-    copy = job.compile(f"{name}: copy", copied, array, factor, donate=(0,))
     figures = {
         "leaves": len(grads),
         "parameters": leaf_set.parameters,
@@ -110,27 +101,22 @@ def measure(job: Job, optimizer: Optimizer, leaf_set: LeafSet, count: int) -> di
     if not job.runs:
         return figures
     job.take_device()
-    one = jnp.ones((), jnp.bfloat16)
-    copies = time_donated(copy, (jnp.ones(array.shape, array.dtype),), one)
     # XLA takes up to a minute to compile some optimizers' init. After a step or two
     # the numbers are those of training, from wherever they began.
     kept = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (params, state))
     steps = time_donated(step, kept, jax.device_put(gradients(leaf_set.shapes)))
-    return figures | _compared([x / count for x in steps], copies, leaf_set, moved)
+    return figures | _summary([x / count for x in steps], leaf_set, moved)
 
 
-def _compared(steps, copies, leaf_set: LeafSet, moved: int) -> dict:
-    """Times of steps, beside those of copies of as many bytes."""
-    step, copy = statistics.median(steps), statistics.median(copies)
+def _summary(steps, leaf_set: LeafSet, moved: int) -> dict:
+    """The median, least and largest of some times."""
+    step = statistics.median(steps)
     return {
         "ms": 1e3 * step,
         "ms_low": 1e3 * min(steps),
         "ms_high": 1e3 * max(steps),
-        "copy_ms": 1e3 * copy,
         "ps_per_parameter": 1e12 * step / leaf_set.parameters,
-        "copy_ps_per_parameter": 1e12 * copy / leaf_set.parameters,
         "gb_per_s": 1e-9 * moved / step,
-        "copy_gb_per_s": 1e-9 * moved / copy,
     }
 
 

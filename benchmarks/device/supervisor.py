@@ -177,6 +177,7 @@ class Supervisor:
             entry["programs"].append(answer)
             self.changed(None)
         elif "trial" in answer:
+            process.device = None
             self._note(process, answer.pop("trial"), answer)
         else:
             entry.update(answer)

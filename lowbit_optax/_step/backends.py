@@ -35,10 +35,10 @@ from lowbit_optax._step.step import Step, Stepped
 from pallas_kernels.lowered import for_one_device
 from pallas_kernels.platforms import (
     Implementation,
-    default_launcher,
     is_elsewhere,
     is_for_one_cpu,
     is_for_tpus,
+    launcher_name,
     refused_gpu,
     target_gpu,
 )
@@ -116,7 +116,7 @@ def _by_platform(
         return by_xla(step)
     kernels = Kernels(plan)
     # Any other choice would trace kernels for other platforms as well.
-    name = "tpu" if on_tpus else default_launcher()
+    name = "tpu" if on_tpus else launcher_name(None)
     run = lambda: kernels.run(step.again(), name)
     if on_tpus and warns:
         partitioned = left_to_xla(plan, perhaps_partitioned(plan))

@@ -96,9 +96,10 @@ def test_a_model_takes_few_launches_and_spills_nothing(monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["step", "update"])
-def test_what_users_call_warns_of_nothing(method):
+def test_kernels_of_mosaic_warn_of_nothing(method):
     tx = lowbit_optax.lowbit(
-        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
+        implementation="mosaic",
     )
     params = {str(i): jnp.zeros((64, 64 + 4 * i), jnp.bfloat16) for i in range(9)}
     state = jax.eval_shape(tx.init, params)
