@@ -23,6 +23,7 @@ from lowbit_optax._numerics.rounding import round_to_precision
 from lowbit_optax.aliases import common
 from lowbit_optax.formats import WeightFormat
 from lowbit_optax.transformations.lowbit import lowbit
+from pallas_kernels.platforms import Implementation
 
 WeightRounding = typing.Literal["kahan", "stochastic", "nearest"]
 
@@ -63,7 +64,7 @@ def sixteen_bit_sgd(
     rounding: WeightRounding | WeightFormat = "kahan",
     dtype: jax.typing.DTypeLike = "bfloat16",
     seed: int | None = None,
-    implementation: common.Implementation = None,
+    implementation: Implementation = None,
 ) -> optax.GradientTransformationExtraArgs:
     """SGD with momentum in 16-bit arithmetic.
 
@@ -148,7 +149,7 @@ def sixteen_bit_adamw(
     rounding: WeightRounding | WeightFormat = "kahan",
     dtype: jax.typing.DTypeLike = "bfloat16",
     seed: int | None = None,
-    implementation: common.Implementation = None,
+    implementation: Implementation = None,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW in 16-bit arithmetic.
 
@@ -259,7 +260,7 @@ def _in_unit(
     rounding: WeightRounding | WeightFormat,
     dtype: np.dtype,
     seed: int | None,
-    implementation: common.Implementation,
+    implementation: Implementation,
 ) -> optax.GradientTransformationExtraArgs:
     """The weights and the moments of these names, stored as the unit has them."""
     match rounding:

@@ -6,17 +6,19 @@ import optax
 
 from lowbit_optax import formats
 from lowbit_optax._step.moment_slots import Moments
-from lowbit_optax.aliases import common
 from lowbit_optax.aliases.common import (
     BFLOAT16_MOMENTS,
-    AdamW,
-    Lion,
-    Options,
-    in_formats,
+    Mask,
+    ThreeRoundings,
+    TwoRoundings,
+    checked,
     without_none,
 )
+from lowbit_optax.transformations.lowbit import lowbit
+from lowbit_optax.transformations.options import Options, takes_options
 
 
+@takes_options
 def kahan_adamw(
     learning_rate: optax.ScalarOrSchedule,
     b1: float = 0.9,
@@ -25,17 +27,13 @@ def kahan_adamw(
     eps_root: float = 0.0,
     mu_dtype: typing.Any = None,
     weight_decay: float = 1e-4,
-    mask: common.Mask = None,
+    mask: Mask = None,
     *,
     nesterov: bool = False,
-    rounding: common.TwoRoundings = None,
-    residual_rounding: common.TwoRoundings = None,
+    rounding: TwoRoundings = None,
+    residual_rounding: TwoRoundings = None,
     moments: Moments = None,
-    seed: int | None = None,
-    min_size: int | None = None,
-    implementation: common.Implementation = None,
-    param_shardings: common.ParamShardings = None,
-    warns: bool | None = None,
+    **options: typing.Unpack[Options],
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW, weights by Kahan summation and moments in bfloat16.
 
@@ -56,8 +54,8 @@ def kahan_adamw(
       rounding, residual_rounding: of w and of c, see :func:`lowbit_optax.kahan`.
       moments: formats of m (``mu``) and v (``nu``); ``cast(jnp.bfloat16)``, rounded
         stochastically, if None.
-      seed, min_size, implementation, param_shardings, warns: see
-        :func:`lowbit_optax.lowbit`.
+      **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings`` and
+        ``warns`` of :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation, for :func:`lowbit_optax.step` or as usual.
@@ -81,17 +79,16 @@ def kahan_adamw(
     >>> w
     Array([0.949219, 0.949219], dtype=bfloat16)
     """
-    inner = AdamW(
-        learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov
-    )
+    moments = BFLOAT16_MOMENTS if moments is None else moments
+    arguments = learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask
+    inner = checked("kahan_adamw", moments, optax.adamw, *arguments, nesterov=nesterov)
     weights = formats.kahan(
         **without_none(rounding=rounding, residual_rounding=residual_rounding)
     )
-    moments = BFLOAT16_MOMENTS if moments is None else moments
-    options = Options(seed, min_size, implementation, param_shardings, warns)
-    return in_formats("kahan_adamw", inner, weights, moments, options)
+    return lowbit(inner, weights=weights, moments=moments, **options)
 
 
+@takes_options
 def sr_adamw(
     learning_rate: optax.ScalarOrSchedule,
     b1: float = 0.9,
@@ -100,16 +97,12 @@ def sr_adamw(
     eps_root: float = 0.0,
     mu_dtype: typing.Any = None,
     weight_decay: float = 1e-4,
-    mask: common.Mask = None,
+    mask: Mask = None,
     *,
     nesterov: bool = False,
     error_into: str | None = None,
     moments: Moments = None,
-    seed: int | None = None,
-    min_size: int | None = None,
-    implementation: common.Implementation = None,
-    param_shardings: common.ParamShardings = None,
-    warns: bool | None = None,
+    **options: typing.Unpack[Options],
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW, weights rounded stochastically and moments in bfloat16.
 
@@ -129,8 +122,8 @@ def sr_adamw(
       error_into: None, or ``"mu"``; see :func:`lowbit_optax.stochastic_rounding`.
       moments: formats of m (``mu``) and v (``nu``); ``cast(jnp.bfloat16)``, rounded
         stochastically, if None.
-      seed, min_size, implementation, param_shardings, warns: see
-        :func:`lowbit_optax.lowbit`.
+      **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings`` and
+        ``warns`` of :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation, for :func:`lowbit_optax.step` or as usual.
@@ -155,15 +148,14 @@ def sr_adamw(
     >>> round(float(jnp.mean(w.astype(jnp.float32))), 2)
     0.99
     """
-    inner = AdamW(
-        learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov
-    )
-    weights = formats.stochastic_rounding(error_into=error_into)
     moments = BFLOAT16_MOMENTS if moments is None else moments
-    options = Options(seed, min_size, implementation, param_shardings, warns)
-    return in_formats("sr_adamw", inner, weights, moments, options)
+    arguments = learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask
+    inner = checked("sr_adamw", moments, optax.adamw, *arguments, nesterov=nesterov)
+    weights = formats.stochastic_rounding(error_into=error_into)
+    return lowbit(inner, weights=weights, moments=moments, **options)
 
 
+@takes_options
 def extra_bits_adamw(
     learning_rate: optax.ScalarOrSchedule,
     b1: float = 0.9,
@@ -172,18 +164,14 @@ def extra_bits_adamw(
     eps_root: float = 0.0,
     mu_dtype: typing.Any = None,
     weight_decay: float = 1e-4,
-    mask: common.Mask = None,
+    mask: Mask = None,
     *,
     nesterov: bool = False,
     bits: int | None = None,
-    rounding: common.ThreeRoundings = None,
-    residual_rounding: common.ThreeRoundings = None,
+    rounding: ThreeRoundings = None,
+    residual_rounding: ThreeRoundings = None,
     moments: Moments = None,
-    seed: int | None = None,
-    min_size: int | None = None,
-    implementation: common.Implementation = None,
-    param_shardings: common.ParamShardings = None,
-    warns: bool | None = None,
+    **options: typing.Unpack[Options],
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW, weights with k extra bits and moments in float32.
 
@@ -206,8 +194,8 @@ def extra_bits_adamw(
       rounding, residual_rounding: of the parameter and of W, see
         :func:`lowbit_optax.extra_bits`.
       moments: formats of m (``mu``) and v (``nu``); ``"float32"`` if None.
-      seed, min_size, implementation, param_shardings, warns: see
-        :func:`lowbit_optax.lowbit`.
+      **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings`` and
+        ``warns`` of :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation, for :func:`lowbit_optax.step` or as usual.
@@ -231,18 +219,19 @@ def extra_bits_adamw(
     >>> state.residual.tree.shape  # 8 bits of 128 rows, in words of 32
     (32, 64)
     """
-    inner = AdamW(
-        learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov
+    moments = "float32" if moments is None else moments
+    arguments = learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask
+    inner = checked(
+        "extra_bits_adamw", moments, optax.adamw, *arguments, nesterov=nesterov
     )
-    options = without_none(
+    given = without_none(
         bits=bits, rounding=rounding, residual_rounding=residual_rounding
     )
-    weights = formats.extra_bits(**options)
-    moments = "float32" if moments is None else moments
-    options = Options(seed, min_size, implementation, param_shardings, warns)
-    return in_formats("extra_bits_adamw", inner, weights, moments, options)
+    weights = formats.extra_bits(**given)
+    return lowbit(inner, weights=weights, moments=moments, **options)
 
 
+@takes_options
 def lowbit_adamw(
     learning_rate: optax.ScalarOrSchedule,
     b1: float = 0.9,
@@ -251,16 +240,12 @@ def lowbit_adamw(
     eps_root: float = 0.0,
     mu_dtype: typing.Any = None,
     weight_decay: float = 1e-4,
-    mask: common.Mask = None,
+    mask: Mask = None,
     *,
     nesterov: bool = False,
     bits: int | None = None,
     moments: Moments = None,
-    seed: int | None = None,
-    min_size: int | None = None,
-    implementation: common.Implementation = None,
-    param_shardings: common.ParamShardings = None,
-    warns: bool | None = None,
+    **options: typing.Unpack[Options],
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW in 5.125 bytes per parameter, instead of the usual 14.
 
@@ -277,8 +262,8 @@ def lowbit_adamw(
       weight_decay: d, decoupled.
       bits: extra bits of the weights; 8 if None.
       moments: formats of m (``mu``) and v (``nu``); ``block_quantized(8)`` if None.
-      seed, min_size, implementation, param_shardings, warns: see
-        :func:`lowbit_optax.lowbit`.
+      **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings`` and
+        ``warns`` of :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation, for :func:`lowbit_optax.step` or as usual.
@@ -303,29 +288,24 @@ def lowbit_adamw(
     >>> w[0, 0], state.inner_state[0].nu.codes.dtype
     (Array(0.988281, dtype=bfloat16), dtype('uint32'))
     """
-    inner = AdamW(
-        learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov
-    )
+    arguments = learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask
+    inner = checked("lowbit_adamw", moments, optax.adamw, *arguments, nesterov=nesterov)
     weights = formats.extra_bits(8 if bits is None else bits)
-    options = Options(seed, min_size, implementation, param_shardings, warns)
-    return in_formats("lowbit_adamw", inner, weights, moments, options)
+    return lowbit(inner, weights=weights, moments=moments, **options)
 
 
+@takes_options
 def lowbit_lion(
     learning_rate: optax.ScalarOrSchedule,
     b1: float = 0.9,
     b2: float = 0.99,
     mu_dtype: typing.Any = None,
     weight_decay: float = 1e-3,
-    mask: common.Mask = None,
+    mask: Mask = None,
     *,
     bits: int | None = None,
     moments: Moments = None,
-    seed: int | None = None,
-    min_size: int | None = None,
-    implementation: common.Implementation = None,
-    param_shardings: common.ParamShardings = None,
-    warns: bool | None = None,
+    **options: typing.Unpack[Options],
 ) -> optax.GradientTransformationExtraArgs:
     """Lion in 4.06 bytes per parameter, instead of the usual 10.
 
@@ -341,8 +321,8 @@ def lowbit_lion(
       weight_decay: d, decoupled.
       bits: extra bits of the weights; 8 if None.
       moments: format of m (``mu``); ``block_quantized(8)`` if None.
-      seed, min_size, implementation, param_shardings, warns: see
-        :func:`lowbit_optax.lowbit`.
+      **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings`` and
+        ``warns`` of :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation, for :func:`lowbit_optax.step` or as usual.
@@ -366,7 +346,7 @@ def lowbit_lion(
     >>> w[0, 0]
     Array(0.988281, dtype=bfloat16)
     """
-    inner = Lion(learning_rate, b1, b2, mu_dtype, weight_decay, mask)
+    arguments = learning_rate, b1, b2, mu_dtype, weight_decay, mask
+    inner = checked("lowbit_lion", moments, optax.lion, *arguments)
     weights = formats.extra_bits(8 if bits is None else bits)
-    options = Options(seed, min_size, implementation, param_shardings, warns)
-    return in_formats("lowbit_lion", inner, weights, moments, options)
+    return lowbit(inner, weights=weights, moments=moments, **options)

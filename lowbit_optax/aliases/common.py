@@ -1,5 +1,6 @@
 """What the aliases share: the optax optimizers inside them, and checks of arguments."""
 
+import inspect
 import math
 import typing
 from collections.abc import Callable, Mapping
@@ -12,10 +13,6 @@ import optax
 from lowbit_optax import formats
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._step.moment_slots import Moments
-from lowbit_optax._step.param_shardings import ParamShardings as ParamShardings
-from lowbit_optax.formats import WeightFormat
-from lowbit_optax.transformations.lowbit import lowbit
-from pallas_kernels.platforms import Implementation as Implementation
 
 Mask = typing.Any | Callable[[optax.Params], typing.Any] | None
 TwoRoundings = typing.Literal["nearest", "stochastic"] | None
@@ -34,117 +31,64 @@ def without_none(**arguments) -> dict[str, typing.Any]:
     return {name: value for name, value in arguments.items() if value is not None}
 
 
-class Sgd(typing.NamedTuple):
-    """``optax.sgd``, and weight decay that is added to the gradient.
+_NUMBERS = ("b1", "b2", "eps", "eps_root", "weight_decay")
+
+
+def checked(
+    alias: str, moments: Moments, make: Callable[..., typing.Any], *args, **kwargs
+) -> optax.GradientTransformationExtraArgs:
+    """``make(*args, **kwargs)``, an optimizer of optax, if it gets what it accepts.
 
     Args:
-      learning_rate, momentum, nesterov, accumulator_dtype: as of ``optax.sgd``.
-      weight_decay: as of ``optax.add_decayed_weights``; None for none.
+      alias: the name of the calling function, for errors.
+      moments: the formats of the optimizer's moments.
+      make: ``optax.adamw`` or ``optax.lion``.
+      *args, **kwargs: for ``make``.
     """
-
-    learning_rate: optax.ScalarOrSchedule
-    momentum: float | None
-    nesterov: bool
-    accumulator_dtype: typing.Any
-    weight_decay: float | jax.Array | None
-
-    def checked(
-        self, alias: str, moments: Moments
-    ) -> optax.GradientTransformationExtraArgs:
-        """Its state is that of ``optax.sgd``, whatever the weight decay."""
-        decay = 0.0 if self.weight_decay is None else self.weight_decay
-        check_learning_rate(alias, self.learning_rate)
-        check_numbers(alias, weight_decay=decay)
-        if self.momentum is not None:
-            check_numbers(alias, momentum=self.momentum)
-            dtype = self.accumulator_dtype
-            check_moment_dtype(alias, "accumulator_dtype", dtype, "trace", moments)
-        sgd = optax.with_extra_args_support(optax.sgd(*self[:4]))
-        is_array = isinstance(decay, jax.Array)
-        if not is_array and decay == 0:
-            return sgd
-        decayed = optax.add_decayed_weights(decay)
-
-        def update_fn(updates, state, params=None, **extra_args):
-            grads, _ = decayed.update(updates, optax.EmptyState(), params)
-            if is_array:
-                # A decay that may be zero: zero times an infinite weight would be NaN.
-                keep = lambda g, new: jnp.where(decay == 0, g, new)
-                grads = jax.tree.map(keep, updates, grads)
-            return sgd.update(grads, state, params, **extra_args)
-
-        return optax.GradientTransformationExtraArgs(sgd.init, update_fn)
+    given = inspect.signature(make).bind(*args, **kwargs).arguments
+    check_learning_rate(alias, given["learning_rate"])
+    check_numbers(alias, **{name: given[name] for name in _NUMBERS if name in given})
+    check_moment_dtype(alias, "mu_dtype", given["mu_dtype"], "mu", moments)
+    return make(*args, **kwargs)
 
 
-class AdamW(typing.NamedTuple):
-    """``optax.adamw`` with these arguments, by their names there."""
-
-    learning_rate: optax.ScalarOrSchedule
-    b1: float
-    b2: float
-    eps: float
-    eps_root: float
-    mu_dtype: typing.Any
-    weight_decay: float
-    mask: Mask
-    nesterov: bool
-
-    def checked(
-        self, alias: str, moments: Moments
-    ) -> optax.GradientTransformationExtraArgs:
-        """The transformation."""
-        _check(self, alias, moments)
-        return optax.adamw(**self._asdict())
-
-
-class Lion(typing.NamedTuple):
-    """``optax.lion`` with these arguments, by their names there."""
-
-    learning_rate: optax.ScalarOrSchedule
-    b1: float
-    b2: float
-    mu_dtype: typing.Any
-    weight_decay: float
-    mask: Mask
-
-    def checked(self, alias: str, moments: Moments) -> optax.GradientTransformation:
-        """The transformation."""
-        _check(self, alias, moments)
-        return optax.lion(**self._asdict())
-
-
-class Options(typing.NamedTuple):
-    """What every alias hands on to :func:`lowbit_optax.lowbit`, by its names there."""
-
-    seed: int | None
-    min_size: int | None
-    implementation: Implementation
-    param_shardings: ParamShardings
-    warns: bool | None
-
-
-def in_formats(
+def sgd(
     alias: str,
-    inner: Sgd | AdamW | Lion,
-    weights: WeightFormat,
     moments: Moments,
-    options: Options,
+    learning_rate: optax.ScalarOrSchedule,
+    momentum: float | None,
+    nesterov: bool,
+    accumulator_dtype: typing.Any,
+    *,
+    weight_decay: float | jax.Array | None,
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer of optax in these formats; ``alias`` is its name, for errors."""
-    return lowbit(
-        inner.checked(alias, moments),
-        weights=weights,
-        moments=moments,
-        **options._asdict(),
-    )
+    """``optax.sgd``, and weight decay that is added to the gradient.
 
+    Its state is that of ``optax.sgd``, whatever the weight decay.
+    """
+    decay = 0.0 if weight_decay is None else weight_decay
+    check_learning_rate(alias, learning_rate)
+    check_numbers(alias, weight_decay=decay)
+    if momentum is not None:
+        check_numbers(alias, momentum=momentum)
+        dtype = accumulator_dtype
+        check_moment_dtype(alias, "accumulator_dtype", dtype, "trace", moments)
+    plain = optax.sgd(learning_rate, momentum, nesterov, accumulator_dtype)
+    plain = optax.with_extra_args_support(plain)
+    is_array = isinstance(decay, jax.Array)
+    if not is_array and decay == 0:
+        return plain
+    decayed = optax.add_decayed_weights(decay)
 
-def _check(inner: AdamW | Lion, alias: str, moments: Moments) -> None:
-    check_learning_rate(alias, inner.learning_rate)
-    numbers = {"b1", "b2", "eps", "eps_root", "weight_decay"}
-    found = {x: value for x, value in inner._asdict().items() if x in numbers}
-    check_numbers(alias, **found)
-    check_moment_dtype(alias, "mu_dtype", inner.mu_dtype, "mu", moments)
+    def update_fn(updates, state, params=None, **extra_args):
+        grads, _ = decayed.update(updates, optax.EmptyState(), params)
+        if is_array:
+            # A decay that may be zero: zero times an infinite weight would be NaN.
+            keep = lambda g, new: jnp.where(decay == 0, g, new)
+            grads = jax.tree.map(keep, updates, grads)
+        return plain.update(grads, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(plain.init, update_fn)
 
 
 def check_learning_rate(alias: str, learning_rate) -> None:

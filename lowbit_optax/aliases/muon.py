@@ -13,9 +13,10 @@ from lowbit_optax import formats
 from lowbit_optax._step import trees
 from lowbit_optax._step.context import layerwise
 from lowbit_optax._step.moment_slots import Moments
-from lowbit_optax.aliases import common
+from lowbit_optax.aliases.common import check_learning_rate, check_numbers, checked
 from lowbit_optax.formats.moment_fields import declare_moments
 from lowbit_optax.transformations.lowbit import lowbit
+from lowbit_optax.transformations.options import Options, takes_options
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _EPS = 1e-8
@@ -39,6 +40,7 @@ class MomentumState(typing.NamedTuple):
 declare_moments(MomentumState, averages=("mu",), orthogonalized=("mu",))
 
 
+@takes_options
 def lowbit_muon(
     learning_rate: optax.ScalarOrSchedule,
     *,
@@ -54,11 +56,7 @@ def lowbit_muon(
     adam_weight_decay: float = 0.0,
     bits: int | None = None,
     moments: Moments = None,
-    seed: int | None = None,
-    min_size: int | None = None,
-    implementation: common.Implementation = None,
-    param_shardings: common.ParamShardings = None,
-    warns: bool | None = None,
+    **options: typing.Unpack[Options],
 ) -> optax.GradientTransformationExtraArgs:
     """Muon in 4.06 bytes per weight of a matrix, and AdamW in 5.13 for the rest.
 
@@ -91,8 +89,8 @@ def lowbit_muon(
       bits: extra bits of the weights; 8 if None.
       moments: formats of Muon's m (``mu``) and of AdamW's (``mu``, ``nu``);
         ``block_quantized(8)`` if None, whose codes of Muon's m are linear.
-      seed, min_size, implementation, param_shardings, warns: see
-        :func:`lowbit_optax.lowbit`.
+      **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings`` and
+        ``warns`` of :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation, for :func:`lowbit_optax.step` or as usual.
@@ -120,11 +118,10 @@ def lowbit_muon(
     [5.12, 4.06]
     """
     adam_rate = learning_rate if adam_learning_rate is None else adam_learning_rate
-    common.check_learning_rate("lowbit_muon", learning_rate)
-    common.check_numbers("lowbit_muon", beta=beta, weight_decay=weight_decay)
-    adam = common.AdamW(
-        adam_rate, adam_b1, adam_b2, _EPS, 0.0, None, adam_weight_decay, None, nesterov
-    )
+    check_learning_rate("lowbit_muon", learning_rate)
+    check_numbers("lowbit_muon", beta=beta, weight_decay=weight_decay)
+    arguments = adam_rate, adam_b1, adam_b2, _EPS, 0.0, None, adam_weight_decay
+    adam = checked("lowbit_muon", moments, optax.adamw, *arguments, nesterov=nesterov)
     dtype = jnp.dtype(ns_dtype)
     if dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(
@@ -141,12 +138,11 @@ def lowbit_muon(
         optax.scale_by_learning_rate(learning_rate),
     )
     inner = optax.partition(
-        {"muon": muon, "adam": adam.checked("lowbit_muon", moments)},
+        {"muon": muon, "adam": adam},
         functools.partial(_labels, is_matrix or _has_two_axes),
     )
     weights = formats.extra_bits(8 if bits is None else bits)
-    options = common.Options(seed, min_size, implementation, param_shardings, warns)
-    return lowbit(inner, weights=weights, moments=moments, **options._asdict())
+    return lowbit(inner, weights=weights, moments=moments, **options)
 
 
 def orthogonalized(

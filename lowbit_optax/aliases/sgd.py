@@ -6,16 +6,18 @@ import optax
 
 from lowbit_optax import formats
 from lowbit_optax._step.moment_slots import Moments
-from lowbit_optax.aliases import common
 from lowbit_optax.aliases.common import (
     BFLOAT16_MOMENTS,
-    Options,
-    Sgd,
-    in_formats,
+    ThreeRoundings,
+    TwoRoundings,
+    sgd,
     without_none,
 )
+from lowbit_optax.transformations.lowbit import lowbit
+from lowbit_optax.transformations.options import Options, takes_options
 
 
+@takes_options
 def kahan_sgd(
     learning_rate: optax.ScalarOrSchedule,
     momentum: float | None = None,
@@ -23,14 +25,10 @@ def kahan_sgd(
     accumulator_dtype: typing.Any = None,
     *,
     weight_decay: float | None = None,
-    rounding: common.TwoRoundings = None,
-    residual_rounding: common.TwoRoundings = None,
+    rounding: TwoRoundings = None,
+    residual_rounding: TwoRoundings = None,
     moments: Moments = None,
-    seed: int | None = None,
-    min_size: int | None = None,
-    implementation: common.Implementation = None,
-    param_shardings: common.ParamShardings = None,
-    warns: bool | None = None,
+    **options: typing.Unpack[Options],
 ) -> optax.GradientTransformationExtraArgs:
     """SGD with momentum, weights by Kahan summation and momentum in bfloat16.
 
@@ -52,8 +50,8 @@ def kahan_sgd(
       rounding, residual_rounding: of w and of c, see :func:`lowbit_optax.kahan`.
       moments: format of the momentum; ``cast(jnp.bfloat16)``, rounded stochastically,
         if None.
-      seed, min_size, implementation, param_shardings, warns: see
-        :func:`lowbit_optax.lowbit`.
+      **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings`` and
+        ``warns`` of :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation, for :func:`lowbit_optax.step` or as usual.
@@ -79,15 +77,16 @@ def kahan_sgd(
     >>> w
     Array([0.988281, 0.988281], dtype=bfloat16)
     """
-    inner = Sgd(learning_rate, momentum, nesterov, accumulator_dtype, weight_decay)
+    moments = BFLOAT16_MOMENTS if moments is None else moments
+    arguments = learning_rate, momentum, nesterov, accumulator_dtype
+    inner = sgd("kahan_sgd", moments, *arguments, weight_decay=weight_decay)
     weights = formats.kahan(
         **without_none(rounding=rounding, residual_rounding=residual_rounding)
     )
-    moments = BFLOAT16_MOMENTS if moments is None else moments
-    options = Options(seed, min_size, implementation, param_shardings, warns)
-    return in_formats("kahan_sgd", inner, weights, moments, options)
+    return lowbit(inner, weights=weights, moments=moments, **options)
 
 
+@takes_options
 def sr_sgd(
     learning_rate: optax.ScalarOrSchedule,
     momentum: float | None = None,
@@ -97,11 +96,7 @@ def sr_sgd(
     weight_decay: float | None = None,
     error_into: str | None = None,
     moments: Moments = None,
-    seed: int | None = None,
-    min_size: int | None = None,
-    implementation: common.Implementation = None,
-    param_shardings: common.ParamShardings = None,
-    warns: bool | None = None,
+    **options: typing.Unpack[Options],
 ) -> optax.GradientTransformationExtraArgs:
     """SGD with momentum, weights rounded stochastically and momentum in bfloat16.
 
@@ -123,8 +118,8 @@ def sr_sgd(
         :func:`lowbit_optax.stochastic_rounding`.
       moments: format of the momentum; ``cast(jnp.bfloat16)``, rounded stochastically,
         if None.
-      seed, min_size, implementation, param_shardings, warns: see
-        :func:`lowbit_optax.lowbit`.
+      **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings`` and
+        ``warns`` of :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation, for :func:`lowbit_optax.step` or as usual.
@@ -149,13 +144,14 @@ def sr_sgd(
     >>> round(float(jnp.mean(w.astype(jnp.float32))), 2)  # in exact arithmetic 0.9944
     0.99
     """
-    inner = Sgd(learning_rate, momentum, nesterov, accumulator_dtype, weight_decay)
-    weights = formats.stochastic_rounding(error_into=error_into)
     moments = BFLOAT16_MOMENTS if moments is None else moments
-    options = Options(seed, min_size, implementation, param_shardings, warns)
-    return in_formats("sr_sgd", inner, weights, moments, options)
+    arguments = learning_rate, momentum, nesterov, accumulator_dtype
+    inner = sgd("sr_sgd", moments, *arguments, weight_decay=weight_decay)
+    weights = formats.stochastic_rounding(error_into=error_into)
+    return lowbit(inner, weights=weights, moments=moments, **options)
 
 
+@takes_options
 def extra_bits_sgd(
     learning_rate: optax.ScalarOrSchedule,
     momentum: float | None = None,
@@ -164,14 +160,10 @@ def extra_bits_sgd(
     *,
     weight_decay: float | None = None,
     bits: int | None = None,
-    rounding: common.ThreeRoundings = None,
-    residual_rounding: common.ThreeRoundings = None,
+    rounding: ThreeRoundings = None,
+    residual_rounding: ThreeRoundings = None,
     moments: Moments = None,
-    seed: int | None = None,
-    min_size: int | None = None,
-    implementation: common.Implementation = None,
-    param_shardings: common.ParamShardings = None,
-    warns: bool | None = None,
+    **options: typing.Unpack[Options],
 ) -> optax.GradientTransformationExtraArgs:
     """SGD with momentum, weights with k extra bits and momentum in float32.
 
@@ -195,8 +187,8 @@ def extra_bits_sgd(
       rounding, residual_rounding: of the parameter and of W, see
         :func:`lowbit_optax.extra_bits`.
       moments: format of the momentum; ``"float32"`` if None.
-      seed, min_size, implementation, param_shardings, warns: see
-        :func:`lowbit_optax.lowbit`.
+      **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings`` and
+        ``warns`` of :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation, for :func:`lowbit_optax.step` or as usual.
@@ -220,16 +212,17 @@ def extra_bits_sgd(
     >>> state.residual.tree.shape  # 8 bits of 128 rows, in words of 32
     (32, 64)
     """
-    inner = Sgd(learning_rate, momentum, nesterov, accumulator_dtype, weight_decay)
-    options = without_none(
+    moments = "float32" if moments is None else moments
+    arguments = learning_rate, momentum, nesterov, accumulator_dtype
+    inner = sgd("extra_bits_sgd", moments, *arguments, weight_decay=weight_decay)
+    given = without_none(
         bits=bits, rounding=rounding, residual_rounding=residual_rounding
     )
-    weights = formats.extra_bits(**options)
-    moments = "float32" if moments is None else moments
-    options = Options(seed, min_size, implementation, param_shardings, warns)
-    return in_formats("extra_bits_sgd", inner, weights, moments, options)
+    weights = formats.extra_bits(**given)
+    return lowbit(inner, weights=weights, moments=moments, **options)
 
 
+@takes_options
 def lowbit_sgd(
     learning_rate: optax.ScalarOrSchedule,
     momentum: float | None = None,
@@ -239,11 +232,7 @@ def lowbit_sgd(
     weight_decay: float | None = None,
     bits: int | None = None,
     moments: Moments = None,
-    seed: int | None = None,
-    min_size: int | None = None,
-    implementation: common.Implementation = None,
-    param_shardings: common.ParamShardings = None,
-    warns: bool | None = None,
+    **options: typing.Unpack[Options],
 ) -> optax.GradientTransformationExtraArgs:
     """SGD with momentum in 4.06 bytes per parameter, instead of the usual 10.
 
@@ -262,8 +251,8 @@ def lowbit_sgd(
       weight_decay: d, added to the gradient (not decoupled); 0 if None.
       bits: extra bits of the weights; 8 if None.
       moments: format of the momentum; ``block_quantized(8)`` if None.
-      seed, min_size, implementation, param_shardings, warns: see
-        :func:`lowbit_optax.lowbit`.
+      **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings`` and
+        ``warns`` of :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation, for :func:`lowbit_optax.step` or as usual.
@@ -287,7 +276,7 @@ def lowbit_sgd(
     >>> state.residual.tree.shape  # 8 bits of 128 rows, in words of 32
     (32, 64)
     """
-    inner = Sgd(learning_rate, momentum, nesterov, accumulator_dtype, weight_decay)
+    arguments = learning_rate, momentum, nesterov, accumulator_dtype
+    inner = sgd("lowbit_sgd", moments, *arguments, weight_decay=weight_decay)
     weights = formats.extra_bits(8 if bits is None else bits)
-    options = Options(seed, min_size, implementation, param_shardings, warns)
-    return in_formats("lowbit_sgd", inner, weights, moments, options)
+    return lowbit(inner, weights=weights, moments=moments, **options)

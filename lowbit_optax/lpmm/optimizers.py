@@ -6,15 +6,17 @@ import optax
 
 from lowbit_optax import formats
 from lowbit_optax._arguments import check_static_int
-from lowbit_optax._step.param_shardings import ParamShardings
-from lowbit_optax.aliases.common import AdamW, Implementation, Options, Sgd, in_formats
+from lowbit_optax.aliases.common import checked, sgd
 from lowbit_optax.formats import MomentFormat
 from lowbit_optax.formats.quantized_tensor import Rounding
 from lowbit_optax.formats.quantized_weights import quantized_weights
 from lowbit_optax.lpmm.quantization import PAPER_BLOCK_SIZE
+from lowbit_optax.transformations.lowbit import lowbit
+from lowbit_optax.transformations.options import Options, takes_options
 from pallas_kernels.layout import check_block_size
 
 
+@takes_options
 def lpmm_sgd(
     learning_rate: optax.ScalarOrSchedule,
     momentum: float | None = None,
@@ -24,11 +26,7 @@ def lpmm_sgd(
     momentum_bits: int | None = None,
     block_size: int | None = None,
     rounding: Rounding | None = None,
-    seed: int | None = None,
-    min_size: int | None = None,
-    implementation: Implementation = None,
-    param_shardings: ParamShardings = None,
-    warns: bool | None = None,
+    **options: typing.Unpack[Options],
 ) -> optax.GradientTransformationExtraArgs:
     """SGD with momentum on quantised weights.
 
@@ -56,8 +54,8 @@ def lpmm_sgd(
         :func:`lowbit_optax.quantize_params`.
       rounding: of weights and momentum, ``"stochastic"`` or ``"nearest"``; stochastic
         if None.
-      seed, min_size, implementation, param_shardings, warns: see
-        :func:`lowbit_optax.lowbit`.
+      **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings`` and
+        ``warns`` of :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation for trees from :func:`lowbit_optax.quantize_params`.
@@ -83,15 +81,16 @@ def lpmm_sgd(
     >>> round(float(params["w"].dequantize()[0, 0]), 2)
     0.99
     """
-    inner = Sgd(learning_rate, momentum, nesterov, None, weight_decay)
     rounding = "stochastic" if rounding is None else rounding
     trace = _dynamic("lpmm_sgd", momentum_bits, block_size, rounding)
     moments = "float32" if momentum is None else {"trace": trace}
+    arguments = learning_rate, momentum, nesterov, None
+    inner = sgd("lpmm_sgd", moments, *arguments, weight_decay=weight_decay)
     weights = quantized_weights(rounding=rounding)
-    options = Options(seed, min_size, implementation, param_shardings, warns)
-    return in_formats("lpmm_sgd", inner, weights, moments, options)
+    return lowbit(inner, weights=weights, moments=moments, **options)
 
 
+@takes_options
 def lpmm_adam(
     learning_rate: optax.ScalarOrSchedule,
     b1: float = 0.9,
@@ -104,11 +103,7 @@ def lpmm_adam(
     momentum_bits: int | None = None,
     block_size: int | None = None,
     rounding: Rounding | None = None,
-    seed: int | None = None,
-    min_size: int | None = None,
-    implementation: Implementation = None,
-    param_shardings: ParamShardings = None,
-    warns: bool | None = None,
+    **options: typing.Unpack[Options],
 ) -> optax.GradientTransformationExtraArgs:
     """Adam, or with weight decay AdamW, on quantised weights.
 
@@ -126,8 +121,8 @@ def lpmm_adam(
       weight_decay: d, decoupled, as in ``optax.adamw``; 0 if None.
       momentum_bits, block_size, rounding: of m, as in :func:`lpmm_sgd`. v is stored by
         ``block_quantized(8)``, in which no value becomes 0.
-      seed, min_size, implementation, param_shardings, warns: see
-        :func:`lowbit_optax.lowbit`.
+      **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings`` and
+        ``warns`` of :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation for trees from :func:`lowbit_optax.quantize_params`.
@@ -154,18 +149,16 @@ def lpmm_adam(
     0.99
     """
     weight_decay = 0.0 if weight_decay is None else weight_decay
-    inner = AdamW(
-        learning_rate, b1, b2, eps, eps_root, None, weight_decay, None, nesterov
-    )
     rounding = "stochastic" if rounding is None else rounding
     moments = {
         "mu": _dynamic("lpmm_adam", momentum_bits, block_size, rounding),
         # Always stochastic: rounded to nearest, a second moment would not decay.
         "nu": formats.block_quantized(8),
     }
+    arguments = learning_rate, b1, b2, eps, eps_root, None, weight_decay
+    inner = checked("lpmm_adam", moments, optax.adamw, *arguments, nesterov=nesterov)
     weights = quantized_weights(rounding=rounding)
-    options = Options(seed, min_size, implementation, param_shardings, warns)
-    return in_formats("lpmm_adam", inner, weights, moments, options)
+    return lowbit(inner, weights=weights, moments=moments, **options)
 
 
 def _dynamic(

@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import optax
 
 from lowbit_optax._step import trees
-from lowbit_optax._step.param_shardings import ParamShardings
 from lowbit_optax.formats import extra_bits
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.transformations.lowbit import lowbit
-from pallas_kernels.platforms import Implementation
+from lowbit_optax.transformations.options import Options, takes_options
 
 
 class EmaOfParamsState(typing.NamedTuple):
@@ -26,16 +25,13 @@ class EmaOfParamsState(typing.NamedTuple):
     count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
+@takes_options
 def ema_of_params(
     decay: float,
     *,
     debias: bool = True,
     weights: WeightFormat | None = None,
-    seed: int | None = None,
-    min_size: int | None = None,
-    implementation: Implementation = None,
-    param_shardings: ParamShardings = None,
-    warns: bool | None = None,
+    **options: typing.Unpack[Options],
 ) -> optax.GradientTransformationExtraArgs:
     """An exponential moving average of the weights, stored in a weight format.
 
@@ -47,8 +43,8 @@ def ema_of_params(
         average, ema_state = lowbit_optax.step(ema, average, ema_state, weights)
 
     So everything that takes parameters and a state takes an average: ``from_master``,
-    ``master_weights``, ``convert``, ``state_shardings``, ``storage_formats``,
-    ``memory_report``, donation and fused kernels. ``average`` has the parameters'
+    ``master_weights``, ``convert``, ``state_shardings``, ``memory_report``,
+    donation and fused kernels. ``average`` has the parameters'
     dtypes: a model can be evaluated with it as it is. Plain bfloat16 would not move: at
     a decay of 0.9999 a step is 1e-4 of ``w - e``, and less than half a unit of the last
     bit of e is lost.
@@ -60,10 +56,9 @@ def ema_of_params(
         False keeps the first average in, with weight ``decay^t``.
       weights: format of the average; ``extra_bits(8, sum_rounding="stochastic")`` if
         None: 1 byte per parameter beside the average itself.
-      seed: of stochastic rounding. If None, the average draws other noise than an
-        optimizer of the same parameters.
-      min_size, implementation, param_shardings, warns: see
-        :func:`lowbit_optax.lowbit`.
+      **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings`` and
+        ``warns`` of :func:`lowbit_optax.lowbit`. Without a seed, the average draws
+        other noise than an optimizer of the same parameters.
 
     Returns:
       An optax transformation. ``init`` takes the first average, such as a copy of the
@@ -94,17 +89,11 @@ def ema_of_params(
         raise ValueError(accepted)
     if weights is None:
         weights = extra_bits(8, sum_rounding="stochastic")
-    return lowbit(
-        _towards_gradients(decay, debias),
-        weights=weights,
-        moments="float32",
+    if options.get("seed") is None:
         # Optimizer and average may start from the same parameters and the seed 0.
-        seed=0x656D61 if seed is None else seed,
-        min_size=min_size,
-        implementation=implementation,
-        param_shardings=param_shardings,
-        warns=warns,
-    )
+        options["seed"] = 0x656D61
+    inner = _towards_gradients(decay, debias)
+    return lowbit(inner, weights=weights, moments="float32", **options)
 
 
 def _towards_gradients(decay: float, debias: bool) -> optax.GradientTransformation:

@@ -1,0 +1,44 @@
+"""The options of ``lowbit`` that every optimizer of this package takes as well."""
+
+import inspect
+import typing
+from collections.abc import Callable
+
+from lowbit_optax._step.param_shardings import ParamShardings
+from pallas_kernels.platforms import Implementation
+
+_Function = typing.TypeVar("_Function", bound=Callable)
+
+
+class Options(typing.TypedDict, total=False):
+    """Options that are handed on to :func:`lowbit_optax.lowbit`, which documents them.
+
+    None stands for the default of ``lowbit``.
+    """
+
+    seed: int | None
+    min_size: int | None
+    implementation: Implementation
+    param_shardings: ParamShardings
+    warns: bool | None
+
+
+def takes_options(function: _Function) -> _Function:
+    """A function with ``**options``, once its signature names each of them.
+
+    ``optax.inject_hyperparams`` reads the signature, and so does ``help``.
+
+    >>> @takes_options
+    ... def sgd(learning_rate, **options: typing.Unpack[Options]):
+    ...     return options
+    >>> list(inspect.signature(sgd).parameters)[:3]
+    ['learning_rate', 'seed', 'min_size']
+    """
+    signature = inspect.signature(function)
+    *own, _ = signature.parameters.values()
+    options = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
+        for name in Options.__annotations__
+    ]
+    function.__signature__ = signature.replace(parameters=[*own, *options])
+    return function
