@@ -9,32 +9,12 @@ import importlib as _importlib
 import typing as _typing
 from importlib import metadata as _metadata
 
+from lowbit_optax import aliases as _aliases
+from lowbit_optax import formats as _formats
 from lowbit_optax._step.state import LowbitState
-from lowbit_optax.aliases import (
-    extra_bits_adamw,
-    extra_bits_sgd,
-    kahan_adamw,
-    kahan_sgd,
-    lowbit_adamw,
-    lowbit_lion,
-    lowbit_muon,
-    lowbit_sgd,
-    sr_adamw,
-    sr_sgd,
-)
+from lowbit_optax.aliases import *
 from lowbit_optax.block_scaling import block_scale
-from lowbit_optax.formats import (
-    MomentFormat,
-    WeightFormat,
-    block_quantized,
-    cast,
-    extra_bits,
-    kahan,
-    master_copy,
-    nearest,
-    quantized_weights,
-    stochastic_rounding,
-)
+from lowbit_optax.formats import *
 from lowbit_optax.formats.block_scaled_tensor import BlockScaledTensor
 from lowbit_optax.formats.moment_fields import declare_moments
 from lowbit_optax.loss_scaling import (
@@ -68,14 +48,8 @@ from lowbit_optax.states.masters import (
     starting_from,
 )
 from lowbit_optax.states.sharding import state_shardings
-from lowbit_optax.states.storage_formats import check_storage_formats, storage_formats
 from lowbit_optax.transformations.averaging import ema_of_params
-from lowbit_optax.transformations.direct import (
-    DirectUpdate,
-    direct_updates,
-    update_norm,
-)
-from lowbit_optax.transformations.like_grads import updates_like_grads
+from lowbit_optax.transformations.direct import DirectUpdate, direct_updates
 from lowbit_optax.transformations.lowbit import (
     apply_updates,
     lowbit,
@@ -105,21 +79,16 @@ __all__ = [
     "LossScaleState",
     "LowbitState",
     "MemoryReport",
-    "MomentFormat",
     "Plan",
     "PlannedFormats",
     "QuantizedTensor",
     "SplitArray",
     "StepMemory",
-    "WeightFormat",
     "accumulate_gradients",
     "apply_updates",
     "backoff_scale",
-    "block_quantized",
     "block_scale",
     "cancelled_updates",
-    "cast",
-    "check_storage_formats",
     "convert",
     "current_loss_scale",
     "declare_moments",
@@ -127,47 +96,30 @@ __all__ = [
     "direct_updates",
     "ema_of_params",
     "explain",
-    "extra_bits",
-    "extra_bits_adamw",
-    "extra_bits_sgd",
     "from_master",
     "join_array",
-    "kahan",
-    "kahan_adamw",
-    "kahan_sgd",
     "log_normal_scale",
     "lowbit",
-    "lowbit_adamw",
-    "lowbit_lion",
-    "lowbit_muon",
-    "lowbit_sgd",
     "lpmm_adam",
     "lpmm_sgd",
-    "master_copy",
     "master_weights",
     "memory_report",
-    "nearest",
     "param_dtypes",
     "plan",
     "quantize_params",
-    "quantized_weights",
     "regularize",
     "scaled_value_and_grad",
     "split_array",
-    "sr_adamw",
-    "sr_sgd",
     "starting_from",
     "state_shardings",
     "static_scale",
     "step",
     "step_memory",
     "step_report",
-    "stochastic_rounding",
-    "storage_formats",
-    "update_norm",
-    "updates_like_grads",
     "with_loss_scale",
 ]
+__all__ += _aliases.__all__
+__all__ += _formats.__all__
 
 
 def __getattr__(name: str):

@@ -8,7 +8,6 @@ The updates here answer the sum with the new parameters; see
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from lowbit_optax._arguments import check_transformation
@@ -19,36 +18,29 @@ from lowbit_optax._step.stepper import Stepper, stepper_of
 from lowbit_optax.loss_scaling.guarded import guarded
 
 
-class DirectTransformation(optax.GradientTransformationExtraArgs):
-    """An optax transformation that also says how to apply its updates.
+@dataclasses.dataclass(frozen=True, eq=False)
+class OtherUpdates(Stepper):
+    """A transformation's steps, with updates of another kind.
 
-    :func:`direct_updates` makes it. ``init`` and ``update`` are optax's; ``_replace``
-    and optax's wrappers keep them.
+    Args:
+      inner: the transformation.
     """
 
-    @staticmethod
-    def apply_updates_hook(
-        params: optax.Params, updates: optax.Updates
-    ) -> optax.Params:
-        """``params + updates``, for trainers that ask the transformation for it.
-
-        Args:
-          params: tree of parameters.
-          updates: what ``update`` has returned for them.
-
-        Returns:
-          The new parameters, as ``optax.apply_updates`` does.
-        """
-        return optax.apply_updates(params, updates)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Direct(Stepper):
     inner: optax.GradientTransformation
 
     def init(self, params: optax.Params):
         return self.inner.init(params)
 
+    def hoisted(self, grads, state, params, extra_args: dict):
+        """See :meth:`.Stepper.hoisted`."""
+        stepper = stepper_of(self.inner)
+        if stepper is None:
+            return super().hoisted(grads, state, params, extra_args)
+        held, with_held = stepper.hoisted(grads, state, params, extra_args)
+        return held, lambda held: type(self)(with_held(held).transformation)
+
+
+class _Direct(OtherUpdates):
     def run(self, params, state, grads, landing, extra_args, guard=UNGUARDED):
         """See :meth:`.Stepper.run`."""
         arguments = self.inner, params, state, grads, guard, REPLACE, extra_args
@@ -57,20 +49,10 @@ class _Direct(Stepper):
             new = jax.tree.map(DirectUpdate, new, params)
         return new, new_state
 
-    def hoisted(self, grads, state, params, extra_args: dict):
-        """See :meth:`.Stepper.hoisted`."""
-        stepper = stepper_of(self.inner)
-        if stepper is None:
-            return super().hoisted(grads, state, params, extra_args)
-        held, with_held = stepper.hoisted(grads, state, params, extra_args)
-        return held, lambda held: _Direct(with_held(held).transformation)
 
-    @property
-    def transformation(self) -> DirectTransformation:
-        return DirectTransformation(self.init, self.update)
-
-
-def direct_updates(tx: optax.GradientTransformation) -> DirectTransformation:
+def direct_updates(
+    tx: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
     """A transformation whose updates are the new parameters, for ``apply_updates``.
 
     The results are those of :func:`lowbit_optax.step`, bit for bit, and so is the cost,
@@ -90,14 +72,13 @@ def direct_updates(tx: optax.GradientTransformation) -> DirectTransformation:
     transformation that adds weight decay and ``equinox.apply_updates`` raise errors.
     Functions that map over the leaves of updates do not: ``optax.scale`` after it
     trains wrongly, and a norm of the tree of updates is one of new and old parameters
-    together. Log :func:`lowbit_optax.update_norm` in its place.
+    together. Take the norm of the new parameters minus the old ones in its place.
 
     Args:
       tx: an optax transformation, as a rule one of this package, alone or in wrappers.
 
     Returns:
-      A transformation with ``tx``'s state. It also has ``apply_updates_hook(params,
-      updates)``, which some trainers call.
+      A transformation with ``tx``'s state.
 
     Raises:
       TypeError: if ``tx`` is no transformation; and from ``params + update``, if
@@ -112,30 +93,3 @@ def direct_updates(tx: optax.GradientTransformation) -> DirectTransformation:
     """
     check_transformation("direct_updates", "tx", tx)
     return _Direct(tx).transformation
-
-
-def update_norm(updates: optax.Updates) -> jax.Array:
-    """The L2 norm of updates, also of those of :func:`direct_updates`.
-
-        sqrt(sum (new - old)^2)
-
-    It needs the old parameters, so a step that returns it cannot write in place: XLA
-    keeps a copy of them. Log it every so many steps.
-
-    Args:
-      updates: tree of arrays or :class:`DirectUpdate`.
-
-    Returns:
-      float32 scalar.
-
-    >>> import jax.numpy as jnp, lowbit_optax
-    >>> tx = direct_updates(lowbit_optax.kahan_sgd(0.5))
-    >>> params = jnp.ones(4, jnp.bfloat16)
-    >>> update_norm(tx.update(jnp.ones(4), tx.init(params), params)[0])
-    Array(1., dtype=float32)
-    """
-    is_direct = lambda x: isinstance(x, DirectUpdate)
-    leaves = jax.tree.leaves(updates, is_leaf=is_direct)
-    arrays = [x.difference if is_direct(x) else x for x in leaves]
-    squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in arrays]
-    return jnp.sqrt(sum(squares, jnp.float32(0)))

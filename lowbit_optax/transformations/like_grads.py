@@ -1,31 +1,19 @@
 """``updates_like_grads``: updates in the gradients' dtype."""
 
-import dataclasses
-
 import optax
 
 from lowbit_optax._numerics.landing import ADD_LIKE_GRADS
 from lowbit_optax._step.guard import UNGUARDED
-from lowbit_optax._step.stepper import Stepper, stepper_of
+from lowbit_optax._step.stepper import stepper_of
+from lowbit_optax.loss_scaling.guarded import guarded
+from lowbit_optax.transformations.direct import OtherUpdates
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _LikeGrads(Stepper):
-    inner: Stepper
-
-    def init(self, params: optax.Params):
-        return self.inner.init(params)
-
+class _LikeGrads(OtherUpdates):
     def run(self, params, state, grads, landing, extra_args, guard=UNGUARDED):
         """See :meth:`.Stepper.run`."""
-        if not landing.is_direct:
-            landing = ADD_LIKE_GRADS
-        return self.inner.run(params, state, grads, landing, extra_args, guard)
-
-    def hoisted(self, grads, state, params, extra_args: dict):
-        """See :meth:`.Stepper.hoisted`."""
-        held, with_held = self.inner.hoisted(grads, state, params, extra_args)
-        return held, lambda held: _LikeGrads(with_held(held))
+        landing = landing if landing.is_direct else ADD_LIKE_GRADS
+        return guarded(self.inner, params, state, grads, guard, landing, extra_args)
 
 
 def updates_like_grads(
@@ -54,16 +42,16 @@ def updates_like_grads(
       TypeError: if ``tx`` is of another package, or wrapped by one.
 
     >>> import jax.numpy as jnp, lowbit_optax
+    >>> from lowbit_optax.transformations.like_grads import updates_like_grads
     >>> tx = updates_like_grads(lowbit_optax.kahan_sgd(0.5))
     >>> params = jnp.ones(3, jnp.bfloat16)
     >>> tx.update(params, tx.init(params), params)[0]
     Array([-0.5, -0.5, -0.5], dtype=bfloat16)
     """
-    stepper = stepper_of(tx)
-    if stepper is None:
+    if stepper_of(tx) is None:
         raise TypeError(
             f"updates_like_grads: tx is {tx!r}; accepted is a transformation of this "
             "package; put wrappers around the result, such as "
             "optax.chain(clip, updates_like_grads(lowbit_adamw(1e-3)))"
         )
-    return _LikeGrads(stepper).transformation
+    return _LikeGrads(tx).transformation

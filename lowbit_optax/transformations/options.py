@@ -37,8 +37,10 @@ def takes_options(function: _Function) -> _Function:
     signature = inspect.signature(function)
     *own, _ = signature.parameters.values()
     options = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
-        for name in Options.__annotations__
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind
+        )
+        for name, kind in Options.__annotations__.items()
     ]
     function.__signature__ = signature.replace(parameters=[*own, *options])
     return function

@@ -16,6 +16,7 @@ import lowbit_optax
 from benchmarks.training import accuracy_tables, cifar_optimizers
 from benchmarks.training.images import flags, optimizer_choice, training_loop
 from lowbit_optax._step.blanks import NO_RESIDUAL, NOT_HELD
+from lowbit_optax.states.checkpoints import storage_formats
 from tools.models.resnet import ResNet
 
 pytestmark = [pytest.mark.example, pytest.mark.standard_promotion]
@@ -77,7 +78,7 @@ def test_extra_bits_take_every_rounding(rounding):
     options = optimizer_choice.Options(1e-3, 0.0, args.bits, 0, args.rounding, 2)
     tx = optimizer_choice.build(args.optimizer, options)
     params = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
-    stored = lowbit_optax.storage_formats(tx, params)["params"]
+    stored = storage_formats(tx, params)["params"]
     assert f" {rounding}_8_bits_" in stored
     label = optimizer_choice.label(args.optimizer, args.dtype, options)
     assert ("+8, " + rounding.replace("_", " ") in label) == (rounding != "nearest")

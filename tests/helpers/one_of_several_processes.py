@@ -26,6 +26,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lowbit_optax
+from lowbit_optax.states.checkpoints import check_storage_formats, storage_formats
 
 MADE = {
     "lowbit": lowbit_optax.lowbit(optax.adamw(1e-2)),
@@ -107,12 +108,12 @@ def _run(folder: Path, action: str) -> None:
                 begin = jax.jit(functools.partial(start, tx), out_shardings=places)
                 run = train(tx, *begin(_global(weights(), places[0])), target)
                 if jax.process_index() == 0:
-                    found = lowbit_optax.storage_formats(tx, run[0])
+                    found = storage_formats(tx, run[0])
                     formats.write_text(json.dumps(found))
                 checkpointer.save(folder / name, run)
                 continue
             stored = json.loads(formats.read_text())
-            lowbit_optax.check_storage_formats(stored, tx, targets[0])
+            check_storage_formats(stored, tx, targets[0])
             run = checkpointer.restore(folder / name, targets)
             assert jax.tree.map(lambda x: x.sharding, run) == places
             run = train(tx, *run, target)

@@ -17,6 +17,7 @@ import numpy as np
 import optax
 
 import lowbit_optax
+from lowbit_optax.transformations.like_grads import updates_like_grads
 
 STEPS = 40
 WIDTH, HIDDEN = 64, 128
@@ -79,7 +80,7 @@ def narrow_by_like_grads(run):
 
     def wrapped(tx: optax.GradientTransformation, dtype: Any):
         is_narrow = dtype == jnp.bfloat16
-        return run(lowbit_optax.updates_like_grads(tx) if is_narrow else tx, dtype)
+        return run(updates_like_grads(tx) if is_narrow else tx, dtype)
 
     return wrapped
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-import lowbit_optax
+from lowbit_optax.states.checkpoints import check_storage_formats, storage_formats
 
 
 class CheckpointError(Exception):
@@ -87,7 +87,7 @@ class Checkpoints:
             return
         meta = {
             "settings": self._settings,
-            "formats": lowbit_optax.storage_formats(state.tx, state.params),
+            "formats": storage_formats(state.tx, state.params),
             "metrics": metrics,
         }
         args = ocp.args.Composite(
@@ -161,9 +161,7 @@ class Checkpoints:
                 f"({'; '.join(different)}); use another --checkpoint-dir"
             )
         try:
-            lowbit_optax.check_storage_formats(
-                meta.get("formats", {}), state.tx, state.params
-            )
+            check_storage_formats(meta.get("formats", {}), state.tx, state.params)
         except ValueError as error:
             raise CheckpointError(f"{self._folder}: {error}") from error
 

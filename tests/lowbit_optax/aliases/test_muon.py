@@ -13,6 +13,7 @@ from released import assert_equal_steps
 import lowbit_optax
 from lowbit_optax import block_quantized, lowbit, lowbit_muon
 from lowbit_optax.aliases.muon import orthogonalized
+from lowbit_optax.states.checkpoints import storage_formats
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -107,7 +108,7 @@ def test_the_codes_of_its_momentum_are_linear_and_those_of_adam_are_not(tx):
         "w": jnp.ones((128, 128), jnp.bfloat16),
         "b": jnp.ones(8192, jnp.bfloat16),
     }
-    formats = lowbit_optax.storage_formats(tx, params)
+    formats = storage_formats(tx, params)
     stored = {str(x) for x in jax.tree.leaves(formats) if "8-bit signed" in str(x)}
     kinds = {kind for kind in ("linear", "companded") if kind in " ".join(stored)}
     assert kinds == {"linear", "companded"}

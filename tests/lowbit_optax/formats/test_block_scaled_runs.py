@@ -15,6 +15,7 @@ from stores import STORES
 import lowbit_optax
 from lowbit_optax import block_scale, convert, extra_bits, lowbit, lpmm, release
 from lowbit_optax._step import left_to_xla
+from lowbit_optax.states.checkpoints import check_storage_formats, storage_formats
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -99,13 +100,13 @@ def test_a_checkpoint_of_blocks_along_another_axis_is_refused():
     other = block_scale(MASTER, axis=-1)
     with pytest.raises(ValueError, match=r"scales_e8m0 .* \[2, 96\], not \[64, 3\]"):
         serialization.from_bytes(other, serialization.to_bytes(begun()[0]))
-    saved = lowbit_optax.storage_formats(TX, LIKE)
+    saved = storage_formats(TX, LIKE)
     assert saved["params['w']"] == (
         "float32[64, 96] in e4m3 codes, e8m0 scales of 32 along axis -2, "
         "nearest_8_bits_v2 uint32[16, 96]"
     )
     with pytest.raises(ValueError, match=r"along axis -2, .* along axis -1, "):
-        lowbit_optax.check_storage_formats(saved, TX, other)
+        check_storage_formats(saved, TX, other)
 
 
 # Meshes and scans.

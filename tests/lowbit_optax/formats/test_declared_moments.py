@@ -10,6 +10,7 @@ import pytest
 
 import lowbit_optax
 from lowbit_optax.formats.block_quantized import QuantizedMoment, RelativeMoment
+from lowbit_optax.states.checkpoints import storage_formats
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -56,8 +57,8 @@ def test_declared_moments_are_stored_as_optaxs_own():
     )
     tx, state = stored(state_class)
     adam = lowbit_optax.lowbit(optax.scale_by_adam())
-    formats = lowbit_optax.storage_formats(tx, PARAMS)
-    wanted = lowbit_optax.storage_formats(adam, PARAMS)
+    formats = storage_formats(tx, PARAMS)
+    wanted = storage_formats(adam, PARAMS)
     for field, like in (("fast", "mu"), ("squares", "nu")):
         assert isinstance(getattr(state, field), QuantizedMoment)
         assert (
@@ -87,7 +88,7 @@ def test_a_second_moment_stored_with_a_sign_unasked_is_warned_of():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         tx, _ = stored(state_class, moments)
-    formats = lowbit_optax.storage_formats(tx, PARAMS)
+    formats = storage_formats(tx, PARAMS)
     assert "unsigned" in formats["state.inner_state.squares['w']"]
 
 

@@ -11,6 +11,7 @@ import pytest
 import lowbit_optax
 from lowbit_optax import block_quantized
 from lowbit_optax._numerics.nested_code import Nested
+from lowbit_optax.states.checkpoints import storage_formats
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -171,7 +172,7 @@ def test_numbers_near_overflow_stay_finite():
 def state_of(inner, moments="low"):
     params = jax.ShapeDtypeStruct((64, 128), jnp.bfloat16)
     tx = lowbit_optax.lowbit(inner, moments=moments)
-    return lowbit_optax.storage_formats(tx, params)
+    return storage_formats(tx, params)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from lowbit_optax import extra_bits
 from lowbit_optax._numerics.landing import ADD, ADD_LIKE_GRADS, REPLACE
 from lowbit_optax._numerics.random_bits import random_bits
 from lowbit_optax.release import value_and_update
+from lowbit_optax.transformations.like_grads import updates_like_grads
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -132,7 +133,7 @@ def optax_apply_tree(params, updates):
 
 
 def like_grads(tx, params, state, grads):
-    tx = lowbit_optax.updates_like_grads(tx)
+    tx = updates_like_grads(tx)
     return update(tx, params, state, grads.astype(params.dtype))
 
 
@@ -212,7 +213,7 @@ def accumulated(tx):
 WAITING = {
     "MultiSteps": (lambda tx: optax.MultiSteps(tx, 4), update),
     "apply_if_finite": (
-        lambda tx: optax.apply_if_finite(lowbit_optax.updates_like_grads(tx), 4),
+        lambda tx: optax.apply_if_finite(updates_like_grads(tx), 4),
         update,
     ),
     "accumulate_gradients": (

@@ -19,6 +19,7 @@ from patterns import HALVES, assert_same, each_dtype, each_of, every, is_nan
 import lowbit_optax
 from lowbit_optax._numerics import float_layouts
 from lowbit_optax._numerics.random_bits import PARAM_STREAM, random_bits
+from lowbit_optax.states.checkpoints import storage_formats
 
 ROUNDINGS = ("nearest", "toward_zero", "stochastic")
 each_rounding = pytest.mark.parametrize("rounding", ROUNDINGS)
@@ -204,7 +205,7 @@ def test_how_a_residual_was_rounded_does_not_change_how_it_is_stored():
         weights_only(optax.sgd(0.1), lowbit_optax.extra_bits(8, residual_rounding=x))
         for x in ("stochastic", "nearest", "toward_zero")
     ]
-    stored = [lowbit_optax.storage_formats(tx, params) for tx in formats]
+    stored = [storage_formats(tx, params) for tx in formats]
     assert stored[0] == stored[1] == stored[2]
     trees = [jax.tree.structure(tx.init(params)) for tx in formats]
     assert trees[0] == trees[1] == trees[2]

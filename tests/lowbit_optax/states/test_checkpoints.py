@@ -30,12 +30,11 @@ from stores import STORES, orbax
 import lowbit_optax
 from lowbit_optax import (
     block_quantized,
-    check_storage_formats,
     extra_bits,
     kahan,
     lowbit,
-    storage_formats,
 )
+from lowbit_optax.states.checkpoints import check_storage_formats, storage_formats
 
 pytestmark = pytest.mark.standard_promotion
 

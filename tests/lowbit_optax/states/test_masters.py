@@ -34,6 +34,7 @@ from lowbit_optax import (
     training,
 )
 from lowbit_optax._step.blanks import is_blank
+from lowbit_optax.states.checkpoints import storage_formats
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -162,6 +163,13 @@ def test_masters_of_wrapped_states_start_whole_and_move_with_training(name):
         want -= jnp.float32(0.1)
     got = master_weights(params, state)["kernel"]
     np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+def test_formats_without_residuals_start_where_a_wrapper_flattens_the_parameters():
+    tx, master = optax.flatten(lowbit_optax.sr_sgd(0.1)), _master()
+    params, state = from_master(tx, master, jnp.bfloat16)
+    assert_same_bits(params, jax.tree.map(lambda x: x.astype(jnp.bfloat16), master))
+    assert spec_of(state) == spec_of(tx.init(params))
 
 
 def test_dtypes_may_be_a_prefix_of_the_tree():
@@ -333,7 +341,7 @@ def test_two_optimizers_of_one_parameter_have_no_one_format():
     with pytest.raises(ValueError, match=match):
         from_master(tx, params, jnp.bfloat16)
     with pytest.raises(ValueError, match=match):
-        lowbit_optax.storage_formats(tx, params)
+        storage_formats(tx, params)
 
 
 @pytest.mark.parametrize(

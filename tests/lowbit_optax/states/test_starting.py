@@ -9,6 +9,7 @@ from optimizers import assert_same_bits
 
 import lowbit_optax
 from lowbit_optax import from_master, kahan_adamw, lowbit_adamw, starting_from
+from lowbit_optax.states.checkpoints import storage_formats
 from lowbit_optax.training import narrow, nnx_optimizer
 
 pytestmark = pytest.mark.standard_promotion
@@ -40,9 +41,7 @@ def test_init_makes_the_state_of_from_master(optimizer, wrap):
         start.init(params)
     # What else asks for a state is answered as before.
     assert jax.eval_shape(start.init, params) == shapes
-    assert lowbit_optax.storage_formats(start, params) == (
-        lowbit_optax.storage_formats(tx, params)
-    )
+    assert storage_formats(start, params) == storage_formats(tx, params)
     assert_same_bits(lowbit_optax.convert(params, want, start, tx), (params, want))
 
 

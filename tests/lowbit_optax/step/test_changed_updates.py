@@ -10,6 +10,7 @@ from optimizers import jitted
 
 import lowbit_optax
 from lowbit_optax import release
+from lowbit_optax.transformations.like_grads import updates_like_grads
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -232,7 +233,7 @@ CHANGE = {
         lowbit_optax.direct_updates(tx), optax.scale(0.5)
     ),
     "updates_like_grads, then scale": lambda tx: optax.chain(
-        lowbit_optax.updates_like_grads(tx), optax.scale(0.5)
+        updates_like_grads(tx), optax.scale(0.5)
     ),
     "direct_updates": lambda tx: lowbit_optax.direct_updates(
         optax.chain(tx, optax.scale(0.5))

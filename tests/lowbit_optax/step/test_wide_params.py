@@ -15,6 +15,7 @@ from flax.training import train_state
 import lowbit_optax
 from lowbit_optax import kahan_adamw, lowbit, training
 from lowbit_optax._step import left_to_xla
+from lowbit_optax.states.checkpoints import storage_formats
 
 SAID = "lowbit. most parameters are float32"
 pytestmark = [
@@ -108,7 +109,7 @@ STARTS = {
     "plan": lambda tx, params: lowbit_optax.plan(params, 2.0**30),
     "explain": lowbit_optax.explain,
     "eval_shape": lambda tx, params: jax.eval_shape(tx.init, params),
-    "storage_formats": lowbit_optax.storage_formats,
+    "storage_formats": storage_formats,
     "convert": lambda tx, params: lowbit_optax.convert(
         params, optax.adamw(1e-3).init(params), optax.adamw(1e-3), tx
     ),

@@ -11,6 +11,7 @@ from optimizers import assert_same_bits
 
 import lowbit_optax
 from lowbit_optax import ema_of_params, extra_bits, kahan, master_weights
+from lowbit_optax.states.checkpoints import check_storage_formats, storage_formats
 
 SHAPE = (64, 64)
 STEPS = 12_000
@@ -156,10 +157,10 @@ def test_shards_give_the_same_averages_and_lie_beside_them():
 def test_a_checkpoint_of_another_format_is_refused_by_name():
     average = {"w": jnp.ones((64, 64), jnp.bfloat16)}
     ema, other = (ema_of_params(0.99, weights=w) for w in (extra_bits(8), kahan()))
-    stored = lowbit_optax.storage_formats(ema, average)
-    lowbit_optax.check_storage_formats(stored, ema, average)
+    stored = storage_formats(ema, average)
+    check_storage_formats(stored, ema, average)
     with pytest.raises(ValueError, match=r"\['w'\]"):
-        lowbit_optax.check_storage_formats(stored, other, average)
+        check_storage_formats(stored, other, average)
 
 
 @pytest.mark.parametrize("decay", [1.0, -0.1, float("nan"), "0.9", None, True])

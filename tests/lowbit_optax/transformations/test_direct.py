@@ -189,14 +189,6 @@ def test_the_sum_with_another_parameter_adds_the_difference():
     np.testing.assert_array_equal(jnp.float32([1.0, 1.0]) + half, [1.5, 3.0])
 
 
-def test_the_norm_is_that_of_the_differences():
-    tx, params = kahan_sgd(0.5), {"w": jnp.ones(4, jnp.bfloat16), "b": jnp.ones(5)}
-    grads = {"w": jnp.ones(4, jnp.bfloat16), "b": jnp.zeros(5)}
-    updates, _ = direct_updates(tx).update(grads, tx.init(params), params)
-    assert lowbit_optax.update_norm(updates) == 1
-    assert lowbit_optax.update_norm(tx.update(grads, tx.init(params), params)[0]) == 1
-
-
 def test_sums_of_gradients_step_directly():
     tx = lowbit_optax.accumulate_gradients(lowbit_adamw(RATE), 2)
     params = model_params()
@@ -234,11 +226,3 @@ def test_what_computes_with_such_updates_is_an_error():
         optax.apply_updates(params, wide)
     with pytest.raises(TypeError, match="tx is 3"):
         direct_updates(3)
-
-
-def test_trainers_that_ask_for_a_hook_get_one():
-    tx, params = direct_updates(kahan_sgd(0.5)), jnp.ones(4, jnp.bfloat16)
-    updates, _ = tx.update(jnp.ones(4), tx.init(params), params)
-    assert_same_bits(
-        tx.apply_updates_hook(params, updates), jnp.full(4, 0.5, jnp.bfloat16)
-    )

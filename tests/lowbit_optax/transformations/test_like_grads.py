@@ -16,10 +16,10 @@ from lowbit_optax import (
     lowbit_adamw,
     master_weights,
     sr_adamw,
-    updates_like_grads,
 )
 from lowbit_optax._numerics.landing import Addition
 from lowbit_optax._numerics.rounding import narrow_or_cast, to_float32
+from lowbit_optax.transformations.like_grads import updates_like_grads
 
 pytestmark = pytest.mark.standard_promotion
 
