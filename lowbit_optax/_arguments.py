@@ -1,5 +1,10 @@
 """Checks of arguments that are the same for several functions."""
 
+import typing
+from collections.abc import Callable
+
+import numpy as np
+
 
 def check_static_int(
     function: str, name: str, value, low: int, high: int | None = None
@@ -19,6 +24,39 @@ def check_static_int(
     if value < low or (high is not None and value > high):
         accepted = f"{low} or more" if high is None else f"{low} to {high}"
         raise ValueError(f"{function}: {name} is {value}; accepted are {accepted}")
+
+
+def check_number(
+    function: str,
+    name: str,
+    value,
+    is_accepted: Callable[[typing.Any], bool],
+    accepted: str,
+) -> None:
+    """Raise a ValueError unless an argument is a number that is accepted.
+
+    Args:
+      function, name: of the function and its argument, for the error.
+      value: given.
+      is_accepted: whether a number is.
+      accepted: in words, such as ``"are numbers from 0 to 1"``.
+    """
+    is_number = isinstance(value, int | float | np.floating)
+    if not is_number or isinstance(value, bool) or not is_accepted(value):
+        raise ValueError(f"{function}: {name} is {value!r}; accepted {accepted}")
+
+
+def check_choice(function: str, name: str, value, choices: typing.Any) -> None:
+    """Raise a ValueError unless an argument is one of a ``typing.Literal``'s values.
+
+    >>> check_choice("demote", "order", "up", typing.Literal["down", "random"])
+    Traceback (most recent call last):
+    ValueError: demote: order is 'up'; accepted are 'down', 'random'
+    """
+    accepted = typing.get_args(choices)
+    if value not in accepted:
+        words = ", ".join(map(repr, accepted))
+        raise ValueError(f"{function}: {name} is {value!r}; accepted are {words}")
 
 
 def check_transformation(function: str, name: str, tx) -> None:

@@ -139,7 +139,7 @@ def lowbit_muon(
     )
     inner = optax.partition(
         {"muon": muon, "adam": adam},
-        functools.partial(_labels, is_matrix or _has_two_axes),
+        functools.partial(_labels, is_matrix),
     )
     weights = formats.extra_bits(8 if bits is None else bits)
     return lowbit(inner, weights=weights, moments=moments, **options)
@@ -196,7 +196,8 @@ def _momentum(beta: float, nesterov: bool) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def _labels(is_matrix: IsMatrix, params):
+def _labels(is_matrix: IsMatrix | None, params):
+    is_matrix = is_matrix or (lambda name, leaf: leaf.ndim >= 2)
     names, leaves, structure = trees.named_leaves(params)
     labels = []
     for name, leaf in zip(names, leaves, strict=True):
@@ -207,8 +208,3 @@ def _labels(is_matrix: IsMatrix, params):
                 f"{list(leaf.shape)}; a matrix has two axes, and a stack of them more"
             )
     return structure.unflatten(labels)
-
-
-def _has_two_axes(name: str, leaf) -> bool:
-    del name
-    return leaf.ndim >= 2

@@ -4,6 +4,7 @@ Like every scaling, it is a frozen dataclass of constants; what changes is in it
 """
 
 import dataclasses
+import functools
 import math
 import statistics
 import typing
@@ -11,6 +12,7 @@ import typing
 import jax
 import jax.numpy as jnp
 
+from lowbit_optax._arguments import check_number
 from lowbit_optax.loss_scaling.scales import Scaling, check_bounds, positive
 
 # Normally distributed sizes are this far out on one side three times in a row once in
@@ -214,17 +216,11 @@ def log_normal_scale(
     >>> scaling.next(scale, state, jnp.float32(1.0), jnp.bool_(True))[0]
     Array(4096., dtype=float32)
     """
-    if not 0 < overflow_probability < 1:
-        raise ValueError(
-            "log_normal_scale: overflow_probability is "
-            f"{overflow_probability!r}, not in (0, 1)"
-        )
-    if not 0 <= decay < 1:
-        raise ValueError(f"log_normal_scale: decay is {decay!r}, not in [0, 1)")
-    if least_deviation < 0:
-        raise ValueError(
-            f"log_normal_scale: least_deviation is {least_deviation!r}, not 0 or more"
-        )
+    check = functools.partial(check_number, "log_normal_scale")
+    is_share = lambda x: 0 < x < 1
+    check("overflow_probability", overflow_probability, is_share, "are those in (0, 1)")
+    check("decay", decay, lambda x: 0 <= x < 1, "are numbers in [0, 1)")
+    check("least_deviation", least_deviation, lambda x: x >= 0, "are 0 and more")
     check_bounds(initial, smallest, largest)
     return LogNormal(
         float(initial),

@@ -10,7 +10,8 @@ import typing
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+
+from lowbit_optax._arguments import check_number
 
 LARGEST_SCALE = 2.0**126
 """The largest scale whose inverse is still a normal float32."""
@@ -160,11 +161,6 @@ def check_bounds(initial, smallest, largest) -> None:
 
 def positive(name: str, value) -> float:
     """The value as a float, or a ValueError that names it, unless it is a scale."""
-    is_number = isinstance(value, int | float | np.floating)
-    is_number = is_number and not isinstance(value, bool)
-    if not is_number or not 1 / LARGEST_SCALE <= value <= LARGEST_SCALE:
-        raise ValueError(
-            f"loss scale: {name} is {value!r}; accepted are numbers from 2^-126 to "
-            "2^126"
-        )
+    is_scale = lambda x: 1 / LARGEST_SCALE <= x <= LARGEST_SCALE
+    check_number("loss scale", name, value, is_scale, "are 2^-126 to 2^126")
     return float(value)

@@ -5,7 +5,7 @@ import typing
 import optax
 
 from lowbit_optax import formats
-from lowbit_optax._arguments import check_static_int
+from lowbit_optax._arguments import check_choice, check_static_int
 from lowbit_optax.aliases.common import checked, sgd
 from lowbit_optax.formats import MomentFormat
 from lowbit_optax.formats.quantized_tensor import Rounding
@@ -172,10 +172,7 @@ def _dynamic(
         raise ValueError(f"{alias}: momentum_bits is {bits}; accepted are 4 and 8")
     check_static_int(alias, "block_size", block_size, 1)
     check_block_size(alias, block_size)
-    if rounding not in typing.get_args(Rounding):
-        raise ValueError(
-            f"{alias}: rounding is {rounding!r}, not 'nearest' or 'stochastic'"
-        )
+    check_choice(alias, "rounding", rounding, Rounding)
     return formats.block_quantized(
         bits, code="dynamic", block_size=block_size, rounding=rounding
     )

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lowbit_optax._arguments import check_choice
 from lowbit_optax.precision.assignment import HFP8, Assignment, Formats, PrecisionPlan
 from lowbit_optax.precision.tensor_search import TensorSearch
 
@@ -128,9 +129,7 @@ def demote(
     """
     if isinstance(ratio, bool) or not 0 <= ratio <= 1:
         raise ValueError(f"demote: ratio is {ratio!r}; accepted are numbers in [0, 1]")
-    accepted = typing.get_args(Order)
-    if order not in accepted:
-        raise ValueError(f"demote: order is {order!r}; accepted are {accepted}")
+    check_choice("demote", "order", order, Order)
     sizes, backward_sizes = plan.sizes, plan.backward_sizes
     has_low_gradient = _has_low_gradient(plan)
     groups = plan.groups

@@ -12,6 +12,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.extend.core import primitives
 
+from lowbit_optax._arguments import check_choice
 from lowbit_optax._jaxprs.graph import Call, Node, as_closed_jaxpr, run, value_of
 from lowbit_optax._jaxprs.program import LossProgram, ScanCall, Segment
 from lowbit_optax._numerics.float_format import FloatFormat
@@ -100,10 +101,7 @@ def apply(
             f"apply: assignment is a {type(assignment).__name__}; accepted is what "
             "demote, uniform or operator_based returns"
         )
-    if products not in typing.get_args(Products):
-        raise ValueError(
-            f'apply: products is "{products}"; accepted are "emulated" and "native"'
-        )
+    check_choice("apply", "products", products, Products)
     is_native = products == "native"
     if (stored or is_native) and isinstance(assignment.low, Tracer):
         option = "stored=True" if stored else 'products="native"'

@@ -93,15 +93,13 @@ def step_report(
     >>> sorted(report.moment_errors)
     ['mu', 'nu']
     """
-    step = tx, params, state, grads, extra_args
-    reports = _measured("step_report", _step_reports, _plain_report, *step)
-    is_report = lambda x: x is None or isinstance(x, LeafReport)
+    reports = _reported("step_report", tx, params, state, grads, extra_args)
     # A loss scale hands on zeros in place of gradients that have overflowed.
     return jax.tree.map(
         lambda x, grad: x and x._replace(nonfinite_grads=_nonfinite(grad)),
         reports,
         grads,
-        is_leaf=is_report,
+        is_leaf=_is_report,
     )
 
 
@@ -119,7 +117,7 @@ def cancelled_updates(
     with u the float32 update of the inner transformation and p the stored parameter.
     For a QuantizedTensor ``round`` is to the nearest code, with the steps of p + u.
     A share near 1 says that plain training in this dtype has stopped learning there.
-    It is ``lost`` of :func:`step_report`, without computing the rest.
+    It is ``lost`` of :func:`step_report`; under ``jax.jit`` the rest is not computed.
 
     Args:
       tx, params, state, grads, **extra_args: as for :func:`step_report`.
@@ -142,27 +140,26 @@ def cancelled_updates(
     >>> cancelled_updates(tx, params, tx.init(params), grads)
     Array(0.6666667, dtype=float32)
     """
-    step = tx, params, state, grads, extra_args
-    share = traced_once(_cancelled_share)
-    return _measured("cancelled_updates", _lost_shares, share, *step)
+    reports = _reported("cancelled_updates", tx, params, state, grads, extra_args)
+    return jax.tree.map(lambda x: x and x.lost, reports, is_leaf=_is_report)
 
 
-def _measured(function: str, measure, plain, tx, params, state, grads, extra_args):
-    """What a step would do to each leaf: a tree like the parameters.
-
-    ``measure(step, update)`` gives the values of a step of ``lowbit``, by path;
-    ``plain(param, update)`` the value of a leaf where ``tx`` has no ``lowbit``.
-    """
+def _reported(function: str, tx, params, state, grads, extra_args):
+    """What a step would do to each leaf: a tree of reports like the parameters."""
     names, leaves, treedef = trees.named_leaves(params)
     trees.parts_of(names, treedef, grads, "grads")  # raises for another structure
     tx = optax.with_extra_args_support(tx)
-    of_step = lambda step, update, _: measure(step, update)
+    of_step = lambda step, update, _: _step_reports(step, update)
     with context.reporting(function, of_step) as found:
         updates, _ = tx.update(grads, state, params, **extra_args)
     if not found:
         updates = trees.parts_of(names, treedef, updates, "updates")
-        found = dict(zip(names, map(plain, leaves, updates), strict=True))
+        found = dict(zip(names, map(_plain_report, leaves, updates), strict=True))
     return treedef.unflatten(map(found.get, names))
+
+
+def _is_report(x) -> bool:
+    return x is None or isinstance(x, LeafReport)
 
 
 def _step_reports(step: Step, update) -> dict[str, LeafReport]:
@@ -183,13 +180,6 @@ def _ahead(step: Step, update, inner_state) -> list:
         return [None] * len(step.leaves)
     feedback = trace_update(update, step).conditions(step)[2]
     return ahead_of_leaves(feedback, jax.tree.leaves(inner_state))
-
-
-def _lost_shares(step: Step, update) -> dict[str, jax.Array]:
-    """The shares of updates that rounding to nearest would cancel, by path."""
-    updates, _ = step.inner_update(update)
-    shares = map(traced_once(_cancelled_share), step.params, updates)
-    return dict(zip(step.names, shares, strict=True))
 
 
 def _plain_report(param, update) -> LeafReport:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from lowbit_optax._arguments import check_number
 from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._step.engine import InexactWeightsError
 from lowbit_optax._step.moment_slots import Moments, NoSuchMomentError
@@ -312,11 +313,8 @@ def _gib(size: float) -> str:
 
 def _check_numbers(device_bytes, other_bytes, devices) -> None:
     for name, value in (("device_bytes", device_bytes), ("other_bytes", other_bytes)):
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 <= value < float("inf"):
-            raise ValueError(
-                f"plan: {name} is {value!r}; accepted is a number of bytes, 0 or more"
-            )
+        accepted = "is a number of bytes, 0 or more"
+        check_number("plan", name, value, lambda x: 0 <= x < float("inf"), accepted)
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
         raise ValueError(f"plan: devices is {devices!r}; accepted is an int from 1 on")
 

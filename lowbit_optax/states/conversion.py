@@ -30,7 +30,6 @@ from lowbit_optax.states.decoded import (
     Part,
     Recorded,
     decoded_run,
-    formats_of_parts,
     recorded_nodes,
 )
 from lowbit_optax.states.state_leaves import (
@@ -178,8 +177,10 @@ def _lowbit_state(
         for (path, want), part in zip(wanted, old, strict=True)
     ]
     unchanged = set()
-    for i, (part, formats) in enumerate(zip(old, formats_of_parts(plan), strict=True)):
-        if formats[0] is not None and formats == part.formats:
+    for i, (part, storage) in enumerate(zip(old, plan.storage, strict=True)):
+        # A moment that is relative to another one, whose format changes, would get the
+        # same codes again: see _numerics.relative.
+        if storage and storage.format and storage.format == part.format:
             parts[i] = part.stored
             unchanged.add(i)
     draws = dict.fromkeys(node.names, DrawsToNearest())

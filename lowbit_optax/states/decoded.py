@@ -29,10 +29,6 @@ from lowbit_optax.formats.base import MomentFormat
 from lowbit_optax.formats.leaves import join_leaf
 from lowbit_optax.states.state_leaves import KeyPath
 
-MomentFormats = tuple[MomentFormat | None, MomentFormat | None]
-"""The format of an array of a state, and that of the moment which it is relative to;
-both None for an array that no format stores."""
-
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -129,12 +125,12 @@ class Part:
     Args:
       value: in float32, if it is a moment that is stored in a format.
       stored: as the state has it.
-      formats: of the array.
+      format: of the array; None if it is as the inner transformation has it.
     """
 
     value: typing.Any
     stored: typing.Any
-    formats: MomentFormats = (None, None)
+    format: MomentFormat | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -198,18 +194,6 @@ def decoded_run(
     return DecodedRun(by_name, leaves, noise, treedef.unflatten(parts))
 
 
-def formats_of_parts(plan: MomentPlan) -> list[MomentFormats]:
-    """The formats of each part of an inner state."""
-    formats = [storage and storage.format for storage in plan.storage]
-    references = [
-        None
-        if storage is None or storage.reference is None
-        else formats[storage.reference]
-        for storage in plan.storage
-    ]
-    return list(zip(formats, references, strict=True))
-
-
 def _decoded(node: Recorded, where: str, state, by_name):
     """The leaves that a LowbitState belongs to, and its inner state as Parts."""
     if not isinstance(state, LowbitState):
@@ -225,7 +209,8 @@ def _decoded(node: Recorded, where: str, state, by_name):
     values = plan.decode(stored)
     for (path, want), value in zip(expected, values, strict=True):
         _check_shape(f"{where}.inner_state{jax.tree_util.keystr(path)}", value, want)
-    parts = map(Part, values, stored, formats_of_parts(plan))
+    formats = [storage and storage.format for storage in plan.storage]
+    parts = map(Part, values, stored, formats)
     return leaves, treedef.unflatten(parts)
 
 

@@ -333,18 +333,12 @@ def _residuals(
             is_held = isinstance(param, BlockScaledTensor) or is_narrow(
                 getattr(param, "dtype", np.dtype(bool))
             )
-            if not is_held:
-                raise ValueError(
-                    f"the state has a residual for params{name}, which is "
-                    f"{getattr(param, 'dtype', 'not there')}; do params and state "
-                    "belong together?"
-                )
-            format_ = format_named(own.name, param, residual)
-            want = jax.eval_shape(format_.init, trees.abstract(param))
-            if trees.describe(residual) != trees.describe(want):
+            format_ = format_named(own.name, param, residual) if is_held else None
+            want = format_ and jax.eval_shape(format_.init, trees.abstract(param))
+            if format_ is None or trees.describe(residual) != trees.describe(want):
                 raise ValueError(
                     f"the residual of params{name} is {trees.describe(residual)}, "
-                    f"which does not fit its {trees.describe(param)}; do params and "
+                    f"which does not fit {trees.describe(param)} there; do params and "
                     "state belong together?"
                 )
             found[name] = format_, residual

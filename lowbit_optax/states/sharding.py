@@ -8,6 +8,7 @@ import jax
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from lowbit_optax._arguments import check_choice
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.param_shardings import (
     mesh_or_ambient,
@@ -81,11 +82,7 @@ def state_shardings(
     >>> shardings.residual.tree["w"].spec, shardings.count.spec
     (P('data',), P())
     """
-    if uneven not in typing.get_args(Uneven):
-        raise ValueError(
-            f"state_shardings: uneven is {uneven!r}, not one of "
-            f"{list(typing.get_args(Uneven))}"
-        )
+    check_choice("state_shardings", "uneven", uneven, Uneven)
     if mesh is None and not jax.sharding.get_mesh().empty:
         mesh = jax.sharding.get_mesh()
     if shardings is None:

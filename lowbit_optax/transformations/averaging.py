@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from lowbit_optax._arguments import check_number
 from lowbit_optax._step import trees
 from lowbit_optax.formats import extra_bits
 from lowbit_optax.formats.base import WeightFormat
@@ -80,13 +81,8 @@ def ema_of_params(
     >>> round(float(moved), 5)  # 1e-4 of 0.5; bfloat16 stays at 1
     5e-05
     """
-    accepted = (
-        f"ema_of_params: decay is {decay!r}; accepted are numbers from 0 to below 1"
-    )
-    if isinstance(decay, bool) or not isinstance(decay, (int, float)):
-        raise TypeError(accepted)
-    if not 0 <= decay < 1:
-        raise ValueError(accepted)
+    accepted = "are numbers from 0 to below 1"
+    check_number("ema_of_params", "decay", decay, lambda x: 0 <= x < 1, accepted)
     if weights is None:
         weights = extra_bits(8, sum_rounding="stochastic")
     if options.get("seed") is None:

@@ -284,5 +284,5 @@ def test_native_products_need_an_assignment_that_is_known():
     native = lambda a: precision.apply(mlp, a, products="native")(WEIGHTS, X)
     with pytest.raises(ValueError, match='products="native" chooses dtypes'):
         jax.jit(native)(assignment)
-    with pytest.raises(ValueError, match='products is "fp8"; accepted are "emulated"'):
+    with pytest.raises(ValueError, match="products is 'fp8'; accepted are 'emulated'"):
         precision.apply(mlp, assignment, products="fp8")  # pyright: ignore
