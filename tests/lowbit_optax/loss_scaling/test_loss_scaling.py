@@ -24,6 +24,7 @@ from lowbit_optax import (
     with_loss_scale,
 )
 from lowbit_optax.training import TrainState
+from pallas_kernels.reductions import MIN_ARRAYS
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -109,6 +110,15 @@ def run_of(scaling, largest, finite):
     return np.asarray(
         jax.jit(lax.scan, static_argnums=0)(one, scaling.init(), (largest, finite))[1]
     )
+
+
+@pytest.mark.parametrize("exponent", [-4, 12])
+def test_the_first_gradients_of_log_normal_are_never_far_from_the_mean(exponent):
+    """Which would keep a first scale that is too large."""
+    size = np.exp2(np.array([exponent], np.float32))
+    scaling = log_normal_scale(2.0**24)
+    got = run_of(scaling, size, np.array([True]))
+    assert got.tolist() == list(log_normal_model(size, [True], 2.0**24))
 
 
 def test_log_normal_follows_a_model_in_numpy():
@@ -311,6 +321,16 @@ def test_an_overflow_moves_nothing_but_the_scale(inner, advance):
         assert int(new.scaling_state) == 0
     moved, _ = advance(params, state, grads)
     assert all((moved[name] != params[name]).any() for name in params)
+
+
+@pytest.mark.parametrize("leaves", [1, MIN_ARRAYS])
+def test_gradients_that_overflow_only_without_the_scale_are_skipped(leaves):
+    tx = with_loss_scale(optax.sgd(1.0), static_scale(2.0**-24))
+    params = {str(i): jnp.ones(8) for i in range(leaves)}
+    grads = jax.tree.map(lambda x: jnp.full_like(x, 2.0**120), params)
+    after, state = lowbit_optax.step(tx, params, tx.init(params), grads)
+    assert_same_bits(after, params)
+    assert int(state.skipped) == 1
 
 
 def test_inside_lowbit_the_inner_state_rests_and_the_count_goes_on():

@@ -15,6 +15,7 @@ from rounded_losses import equations, gradient, mlp, uniform
 
 from lowbit_optax import precision
 from lowbit_optax.precision import FLOAT8, FP32, HFP8, FloatFormat, Formats
+from lowbit_optax.precision.products import product_dtypes
 
 E4M3, E5M2, BFLOAT16 = "float8_e4m3fn", "float8_e5m2", "bfloat16"
 SIXTEEN_BITS, WIDE = (BFLOAT16, BFLOAT16), ("float32", "float32")
@@ -100,6 +101,14 @@ def test_products_whose_sums_are_exact_equal_the_emulated_ones(case, formats):
     got = jax.jit(gradient(loss_fn, assignment, products="native"))(w, X)
     assert all(np.any(leaf) for leaf in jax.tree.leaves(want[1]))
     assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("bias", [63, -63, 64, -64])
+def test_products_are_in_float8_up_to_a_bias_of_63(bias):
+    fmt = FloatFormat(4, 3, bias, specials="nan")
+    is_float8 = abs(bias) <= 63
+    wanted = (E4M3, E4M3) if is_float8 else (BFLOAT16, BFLOAT16)
+    assert product_dtypes(fmt, fmt) == wanted
 
 
 @pytest.mark.parametrize("options", [{"stored": True}, {"seed": 7}], ids=str)

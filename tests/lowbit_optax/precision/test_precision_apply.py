@@ -443,6 +443,23 @@ def test_stochastic_rounding_draws_anew_at_each_iteration_and_backward():
     assert np.all((grads[0] >= 1.0) & (grads[0] <= 1.25))
 
 
+def test_stochastic_rounding_draws_anew_at_each_iteration_of_nested_scans():
+    def loss_fn(w, xs):
+        inner = lambda c, x: (c, x @ w)
+        outer = lambda c, rows: (c, lax.scan(inner, c, rows)[1])
+        _, ys = lax.scan(outer, jnp.float32(0), xs)
+        return jnp.sum(ys), ys
+
+    w, xs = 0.31 * jnp.eye(64), jnp.ones((3, 2, 1, 64))
+    plan = precision.trace(loss_fn, w, xs, has_aux=True)
+    made = np.array([t.kind == "value" for t in plan.tensors])
+    assignment = precision.Assignment(plan, FEW_BITS, made, made)
+    f = precision.apply(loss_fn, assignment, has_aux=True, seed=3)
+    ys = np.asarray(jax.jit(f)(w, xs)[1][0]).reshape(6, 64)
+    np.testing.assert_array_equal(np.unique(ys), [0.25, 0.3125])
+    assert len(np.unique(ys, axis=0)) == 6
+
+
 def test_promotion_recovers_training_that_overflows_forward():
     x = 100 * dyadic(0, 16, 3)
     y = x @ dyadic(1, 3, 2)

@@ -189,6 +189,21 @@ def _there_and_back(params, state, from_tx, to_tx):
     return there, convert(*there, to_tx, from_tx)
 
 
+def test_a_relative_moment_keeps_its_codes_where_the_other_gets_fewer_bits():
+    mu = block_quantized(4)
+    old, new = (
+        _adamw(extra_bits(8), {"mu": mu, "nu": block_quantized(bits)})
+        for bits in (8, 4)
+    )
+    params, state = lowbit_optax.from_master(old, MASTER_MODEL, BF16)
+    params, state = train(old, params, state, gradient_series(params, 3))
+    wide = convert(params, state, old, FLOAT32)
+    _, got = convert(params, state, old, new)
+    _, want = convert(*wide, FLOAT32, new, dtypes=BF16)
+    assert_same_bits(got.inner_state[0].mu, state.inner_state[0].mu)
+    assert_same_bits(got.inner_state, want.inner_state)
+
+
 def test_8_extra_bits_pass_through_kahan_and_back():
     held = _converted()["bits_8"]
     there, back = _there_and_back(*held, FORMATS["bits_8"][0], FORMATS["kahan"][0])
