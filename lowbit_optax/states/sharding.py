@@ -183,22 +183,17 @@ def _moved(sharding: NamedSharding, shapes: Sequence[tuple[int, ...]]) -> NamedS
     divides, the axis stays.
     """
     entries = [*sharding.spec, *[None] * (len(shapes[0]) - len(sharding.spec))]
-
-    def placed(entries: Sequence) -> NamedSharding:
-        return NamedSharding(
-            sharding.mesh, PartitionSpec(*entries), memory_kind=sharding.memory_kind
-        )
-
     uneven = {axis for x in shapes for axis in uneven_axes(x, sharding)}
     for axis in sorted(uneven):
         for other in range(len(entries)):
             tried = list(entries)
             tried[axis], tried[other] = None, entries[axis]
-            divides = not any(other in uneven_axes(x, placed(tried)) for x in shapes)
+            placed = sharding.update(spec=tried)
+            divides = not any(other in uneven_axes(x, placed) for x in shapes)
             if entries[other] is None and divides:
                 entries = tried
                 break
-    return placed(entries)
+    return sharding.update(spec=entries)
 
 
 def _by_parameter(params, shardings, mesh: Mesh | None, advice: Callable[..., str]):
@@ -270,7 +265,5 @@ def _with_length(leaf, axis: int, length: int):
 def _whole_along(axes: Container[int], sharding: NamedSharding) -> NamedSharding:
     """The sharding of an array that is not split along these axes."""
     # Of the given length, so that it is equal to the parameter's own where it can be.
-    spec = (None if i in axes else entry for i, entry in enumerate(sharding.spec))
-    return NamedSharding(
-        sharding.mesh, PartitionSpec(*spec), memory_kind=sharding.memory_kind
-    )
+    spec = [None if i in axes else entry for i, entry in enumerate(sharding.spec)]
+    return sharding.update(spec=spec)
