@@ -200,9 +200,7 @@ def reference(step: Step, update: Callable, traced: InnerUpdate | None) -> Stepp
     if traced and traced.stored_first:
         first = step.plan.stored_first
         stored = step.stored(parts, part_stays, set(range(len(parts))) - first)
-        updates = traced.updates_from_stored(
-            step, range(len(updates)), stored, first, {}
-        )
+        updates = traced.updates_from_stored(step, range(len(updates)), stored, first)
     landed = list(map(step.landed, range(len(updates)), updates, leaf_stays, ahead))
     for leaf, into in zip(landed, feedback, strict=True):
         if into is not None:

@@ -208,32 +208,32 @@ class InnerUpdate:
         leaves: Iterable[int],
         stored: Sequence,
         first: Collection[int],
-        known: Mapping[Node, jax.Array],
     ) -> list:
         """The updates of leaves, computed from the rounded moments that are stored.
 
         Args:
-          step, known: see :meth:`values`; ``known`` stays unchanged.
+          step: see :meth:`values`.
           leaves: numbers of the leaves.
           stored: the parts of the new state.
           first: which of them are stored.
         """
         decoded, nodes = step.plan.decode(stored, first), self.stored_first
-        known = dict(known) | {nodes[i]: decoded[i] for i in first if i in nodes}
+        known = {nodes[i]: decoded[i] for i in first if i in nodes}
         nodes = [self.nodes.updates[i] for i in leaves]
         values = self.values(step, nodes, known)
         return [values[node] for node in nodes]
 
     def values(
-        self, step: Step, wanted: Collection[Node], known: dict[Node, typing.Any]
+        self, step: Step, wanted: Collection[Node], known: Mapping = {}
     ) -> dict[Node | None, typing.Any]:
         """The values of nodes of the graph, by node.
 
         Args:
           step: the one that was traced, or the same in another branch.
           wanted: the nodes.
-          known: values of nodes; what is computed is added.
+          known: values of some nodes, which are not computed.
         """
+        known = dict(known)
         nodes, needed = self.nodes, frozenset(made_of(wanted, known))
         for i, node in enumerate(nodes.grads):
             if node in needed:

@@ -9,16 +9,14 @@ import typing
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from lowbit_optax._numerics.landing import Landing
-from lowbit_optax._step import context, trees
-from lowbit_optax._step.engine import Lowbit
+from lowbit_optax._step import trees
 from lowbit_optax._step.guard import Guard, Unguarded
 from lowbit_optax._step.stepper import stepper_of
 from lowbit_optax._step.wrapped import check_wrapper, step_wrapped
 from lowbit_optax.transformations.lowbit import apply_updates
-from pallas_kernels.platforms import Implementation
-from pallas_kernels.reductions import MIN_ARRAYS, largest_magnitudes
 
 
 class Sizes(typing.NamedTuple):
@@ -33,37 +31,27 @@ class Sizes(typing.NamedTuple):
     largest: jax.Array
 
     @classmethod
-    def of(
-        cls, grads, factor: jax.Array, implementation: Implementation = None
-    ) -> "Sizes":
+    def of(cls, grads, factor: jax.Array) -> "Sizes":
         """The sizes of gradients times the factor, which may make them infinite."""
         arrays = [x for x in jax.tree.leaves(grads) if trees.is_float(x) and x.size]
         if not arrays:
             return cls(jnp.bool_(True), jnp.float32(0))
-        is_narrow = all(x.dtype.itemsize <= 4 for x in arrays)
-        if (
-            is_narrow
-            and len(arrays) >= MIN_ARRAYS
-            and not context.current().is_analysed
-        ):
-            largest = largest_magnitudes(arrays, implementation)
-            scaled = largest * factor
-            finite = jnp.all(jnp.isfinite(jnp.stack([largest, scaled])))
-            return cls(finite, jnp.max(scaled))
-        largest = [jnp.max(jnp.abs(x)) for x in arrays]
-        largest = Guard(factor, jnp.bool_(True)).times(largest)
-        # Not derived from the maximum: on some backends it ignores elements that are
-        # NaN.
-        finite = [jnp.all(jnp.isfinite(x)) for x in arrays]
-        finite += [jnp.isfinite(x) for x in largest]
-        sizes = jnp.stack([x.astype(jnp.float32) for x in largest])
-        return cls(jnp.all(jnp.stack(finite)), jnp.max(sizes))
+        largest = jnp.stack([_largest_magnitude(x) for x in arrays])
+        scaled = largest * factor
+        finite = jnp.all(jnp.isfinite(jnp.stack([largest, scaled])))
+        return cls(finite, jnp.max(scaled))
 
 
-def implementation_of(tx: optax.GradientTransformation) -> Implementation:
-    """The implementation that a transformation of this package uses, else None."""
-    stepper = stepper_of(tx)
-    return stepper.implementation if isinstance(stepper, Lowbit) else None
+def _largest_magnitude(x: jax.Array) -> jax.Array:
+    """The largest ``|x|`` as float32; NaN if an element is NaN.
+
+    The maximum is that of bit patterns, among which those of NaNs are the largest: on
+    some backends a maximum of floats ignores NaNs.
+    """
+    wide = jnp.abs(x.astype(jnp.promote_types(x.dtype, jnp.float32)))
+    patterns = lax.bitcast_convert_type(wide, f"uint{8 * wide.dtype.itemsize}")
+    largest = lax.bitcast_convert_type(jnp.max(patterns), wide.dtype)
+    return largest.astype(jnp.float32)
 
 
 def guarded(

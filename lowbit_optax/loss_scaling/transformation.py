@@ -15,7 +15,7 @@ from lowbit_optax._step import trees
 from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
 from lowbit_optax._step.multi_steps import check_multi_steps_around
 from lowbit_optax._step.stepper import Stepper
-from lowbit_optax.loss_scaling.guarded import Sizes, guarded, implementation_of
+from lowbit_optax.loss_scaling.guarded import Sizes, guarded
 from lowbit_optax.loss_scaling.scales import Scaling
 
 
@@ -200,7 +200,7 @@ class LossScaled(Stepper):
         self.check_state(state)
         factor = jnp.float32(1) / state.scale
         scaled = guard.within(factor, jnp.bool_(True))
-        sizes = Sizes.of(grads, scaled.factor, implementation_of(self.inner))
+        sizes = Sizes.of(grads, scaled.factor)
         results, inner_state = guarded(
             self.inner,
             params,

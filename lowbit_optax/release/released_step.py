@@ -11,7 +11,7 @@ from lowbit_optax._numerics.landing import REPLACE
 from lowbit_optax._step import context
 from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
 from lowbit_optax._step.layers import Layer
-from lowbit_optax.loss_scaling.guarded import Sizes, guarded, implementation_of
+from lowbit_optax.loss_scaling.guarded import Sizes, guarded
 from lowbit_optax.release.evaluation import Rule, carried, evaluate
 from lowbit_optax.release.float_state import as_floats, as_state
 from lowbit_optax.release.host_memory import beside, on_device, placed
@@ -133,7 +133,7 @@ def _measuring(tx, factor: jax.Array | None, squares: bool, sizes: bool) -> Rule
             total = sum(map(square, gradients.values()), measured.squares)
             measured = measured._replace(squares=total)
         if sizes and factor is not None:
-            found = Sizes.of(gradients, factor, implementation_of(tx))
+            found = Sizes.of(gradients, factor)
             measured = measured.and_of(found)
         return params, state, measured
 
@@ -186,7 +186,7 @@ def _updating(
     def rule(part: Part, params, state, gradients: ByPath, measured: Measured, index):
         (numbered, finite), own = state, guard
         if own is None and gradients:
-            sizes = Sizes.of(gradients, factor, implementation_of(tx))
+            sizes = Sizes.of(gradients, factor)
             measured, finite = measured.and_of(sizes), sizes.finite
         own = Guard(factor, finite) if own is None else own
         take = lambda params, numbered: step(part, params, numbered, gradients, own)

@@ -26,7 +26,6 @@ import lowbit_optax
 import pallas_kernels
 from lowbit_optax import block_quantized, cast, extra_bits, lowbit
 from pallas_kernels import Operand, Result, fused_update, platforms
-from pallas_kernels.reductions import largest_magnitudes, sums_of_squares
 from tools.gpu_program.ptx import Fault, Race, Uninitialised, compile_program
 from tools.gpu_program.steps import BF16, F32
 from tools.gpu_program.targets import gpu_mesh, lower_for
@@ -325,35 +324,6 @@ def test_several_programs_in_a_block_of_threads_have_the_same_bits(
     (launch,) = (program.launches[node][1] for node in program.arguments)
     assert launch.block[0] in (256, 512)
     assert_same_bits(program.run(*arguments), jitted(make("xla"))(*arguments))
-
-
-def integers(shape, dtype, seed):
-    drawn = np.random.default_rng(seed).integers(-9, 10, shape)
-    return jnp.asarray(drawn, F32).astype(dtype)
-
-
-@pytest.mark.parametrize("factor", [None, 0.25])
-def test_norms_of_many_leaves_are_exact_where_they_can_be(factor):
-    shapes = [(128, 256), (70, 261), (1031,), (), (8192,), (3, 20000), (2,), (8193,)]
-    dtypes = [BF16, F32, jnp.float16]
-    arrays = [integers(s, dtypes[i % 3], i) for i, s in enumerate(shapes)]
-    factor = None if factor is None else jnp.float32(factor)
-    program = compile_program(lower_for(gpu_mesh(), sums_of_squares, arrays, factor))
-    assert any(name.startswith("reduce_squares") for name in program.sources)
-    want = [np.sum(np.asarray(x, np.float64) ** 2) for x in arrays]
-    if factor is not None:
-        want = [x * float(factor) ** 2 for x in want]
-    np.testing.assert_array_equal(program.run(arrays, factor), np.float32(want))
-
-
-@pytest.mark.parametrize("bad", [np.inf, np.nan])
-def test_magnitudes_of_many_leaves_are_the_largest(bad):
-    arrays = [integers((70, 261), BF16, seed) for seed in range(9)]
-    arrays[4] = arrays[4].at[69, 260].set(bad)
-    program = compile_program(lower_for(gpu_mesh(), largest_magnitudes, arrays))
-    assert any(name.startswith("reduce_largest") for name in program.sources)
-    want = [np.max(np.abs(np.asarray(x, np.float32))) for x in arrays]
-    np.testing.assert_array_equal(program.run(arrays), want)
 
 
 def with_scale(family, implementation):

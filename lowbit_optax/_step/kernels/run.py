@@ -8,11 +8,6 @@ and :mod:`lowbit_optax._step.kernels.launches` which of them share a launch.
 import dataclasses
 import typing
 
-import jax
-import jax.numpy as jnp
-
-from lowbit_optax._jaxprs.graph import Node
-from lowbit_optax._jaxprs.norms import sums_of_squares_of
 from lowbit_optax._numerics.straight_through import straight_through
 from lowbit_optax._step.error_feedback import ahead_of, fed
 from lowbit_optax._step.guard import neutral_updates, unless_still
@@ -20,7 +15,6 @@ from lowbit_optax._step.kernels.launches import Launches
 from lowbit_optax._step.kernels.plan import KernelPlan
 from lowbit_optax._step.step import Step, Stepped
 from pallas_kernels.platforms import Implementation
-from pallas_kernels.reductions import MIN_ARRAYS, sums_of_squares
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,15 +49,14 @@ class Kernels:
             wanted += others.values()
         wanted += [x for x in (*leaf_if, *(part_if[i] for i in rest)) if x is not None]
         wanted += [x for into in feedback.values() for x in into[1:]]
-        known = self._sums_of_squares(step, wanted, implementation)
-        values = traced.values(step, wanted, dict(known))
+        values = traced.values(step, wanted)
         parts = {i: values[x] for i, x in rest.items()}
         if first:
             given = [parts.get(i) for i in range(len(nodes.new_state))]
             stays = [values.get(x) for x in part_if]
             done = set(range(len(given))) - first
             given = step.stored(given, stays, done)
-            updates = traced.updates_from_stored(step, others, given, first, known)
+            updates = traced.updates_from_stored(step, others, given, first)
             values |= zip(others.values(), updates, strict=True)
             parts |= {i: given[i] for i in first}
         results: list = [None] * len(step.leaves)
@@ -103,28 +96,3 @@ class Kernels:
         before = step.state.inner_state
         inner_state = step.plan.tree(traced.state_structure, stored, before)
         return Stepped(results, residuals, inner_state)
-
-    def _sums_of_squares(
-        self, step: Step, wanted: list[Node], implementation
-    ) -> dict[Node, jax.Array]:
-        """The norms that an inner update takes of many gradients, as for clipping.
-
-        XLA would launch one or two kernels for each; here two take them all.
-        """
-        if len(step.leaves) < MIN_ARRAYS or implementation == "blocks":
-            return {}
-        grads = {
-            node: leaf.grad
-            for node, leaf in zip(
-                self.plan.traced.nodes.grads, step.leaves, strict=True
-            )
-            if node.aval.dtype == jnp.float32 and leaf.grad.dtype.itemsize <= 4
-        }
-        found = sums_of_squares_of(grads, wanted)
-        if len(found) < MIN_ARRAYS:
-            return {}
-        factor = next(iter(step.guard.scalars), None)
-        arrays = [grads[x] for x in found.values()]
-        return dict(
-            zip(found, sums_of_squares(arrays, factor, implementation), strict=True)
-        )
