@@ -130,7 +130,9 @@ def program_of(
 
     Args:
       outputs: results of the leaf's shape.
-      inputs: the leaf's gradient, master and moments, all of its shape.
+      inputs: the leaf's gradient, master and moments, and what is computed outside.
+        The first has the leaf's shape; others may have one element along some axes,
+        and their rows repeat it.
       scalars: the table to enter scalars in.
       takes_factors_out: whether scalar factors of quotients are taken out.
       is_exact: whether every operation stays as it is, so that the results are those of
@@ -346,15 +348,10 @@ def _between(outputs: Sequence[Node], inputs: Sequence[Node]) -> list[Call]:
 
 
 def _check_elementwise(node: Node, call: Call, shape: tuple[int, ...]) -> None:
-    primitive, operands = call.primitive, call.inputs
-    fits = node.aval.shape == shape and all(
-        x.is_scalar or x.aval.shape == shape for x in operands
-    )
-    known = is_elementwise(primitive)
-    if primitive is p.broadcast_in_dim_p:
-        known = operands[0].is_scalar or operands[0].aval.shape == shape
-    if not (known and fits):
-        shapes = ", ".join(str(list(x.aval.shape)) for x in operands)
+    primitive = call.primitive
+    known = is_elementwise(primitive) or primitive is p.broadcast_in_dim_p
+    if not (known and node.aval.shape == shape):
+        shapes = ", ".join(str(list(x.aval.shape)) for x in call.inputs)
         raise NotElementwise(
             f"{primitive} of {shapes or 'nothing'} to {list(node.aval.shape)} is not "
             "elementwise"

@@ -32,13 +32,17 @@ _CALLS = frozenset(
 SUMS = frozenset({p.add_p, p.add_jaxvals_p})
 """What adds two arrays: JAX has a primitive of its own for sums of derivatives."""
 
-# A conditional without these becomes a selection: computing every branch is cheap.
-_EXPENSIVE = frozenset(
+EXPENSIVE = frozenset(
     {
         p.conv_general_dilated_p, p.dot_general_p, p.eigh_p, p.fft_p, p.qr_p, p.scan_p,
         p.sort_p, p.svd_p, p.while_p,
     }
 )  # fmt: skip
+"""What XLA does not fuse with other operations.
+
+A conditional without these becomes a selection: computing every branch is cheap.
+"""
+
 _ZERO_OF_ZERO = (p.broadcast_in_dim_p, p.square_p)
 
 
@@ -295,7 +299,7 @@ class Graph:
         self._count = 0
         self._scalars: dict[typing.Any, list[Node]] = {}
         self.inputs = [Node(v.aval) for v in closed.jaxpr.invars]
-        self.outputs = self.results_of(closed, self.inputs)
+        self.outputs = inline(closed, self.inputs, self._read_equation)
 
     def apply(self, function: Callable, *operands: Node) -> Node:
         """``function(*operands)``, which is one primitive that works elementwise.
@@ -307,19 +311,6 @@ class Graph:
         like = next((x for x in operands if not x.is_scalar), operands[0])
         aval = like.aval.update(dtype=dtype)
         return self.call(primitive, params, operands, [aval])[0]
-
-    def inlined(self, function: Callable, *operands: Node) -> Node:
-        """``function(*operands)``, which returns one array, as its operations."""
-        likes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in operands]
-        # The shapes lie on no mesh, and must not be taken to lie on the one in force.
-        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-            closed = jax.make_jaxpr(function)(*likes)
-        (result,) = self.results_of(closed, operands)
-        return result
-
-    def results_of(self, closed: ClosedJaxpr, operands: Sequence[Node]) -> list[Node]:
-        """The results of a jaxpr, as its operations."""
-        return inline(closed, operands, self._read_equation)
 
     def selected(self, which: Node, cases: Sequence[Node]) -> Node:
         """The case that a truth value selects, or a number, as conditionals take it."""
@@ -348,7 +339,7 @@ class Graph:
 
     def _read_equation(self, eqn, operands: list[Node]) -> list[Node]:
         if eqn.primitive in _CALLS and eqn.params.get("name") not in self._opaque:
-            return self.results_of(called_jaxpr(eqn.params), operands)
+            return inline(called_jaxpr(eqn.params), operands, self._read_equation)
         if eqn.primitive is p.copy_p:
             return operands
         if eqn.primitive.name == "pvary" and operands[0].is_scalar:
@@ -368,12 +359,15 @@ class Graph:
         """Whether all branches of a conditional are computed, for the cost is small."""
         if is_by_platform(p.cond_p, params):
             return False
-        expensive = lambda x: x.primitive in _EXPENSIVE
+        expensive = lambda x: x.primitive in EXPENSIVE
         return self._selects or not holds(params, expensive)
 
     def branches(self, params: Mapping, arguments: Sequence[Node]) -> list[list[Node]]:
         """The results of each branch of a conditional with these parameters."""
-        return [self.results_of(branch, arguments) for branch in params["branches"]]
+        return [
+            inline(branch, arguments, self._read_equation)
+            for branch in params["branches"]
+        ]
 
 
 def evaluate(nodes: Sequence[Node], known: dict[Node, typing.Any]) -> list:

@@ -16,7 +16,7 @@ import numpy as np
 from lowbit_optax._jaxprs.leaf_program import Program, Ref, decode_scalar, scalar_value
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.landing import Landing
-from lowbit_optax._numerics.random_bits import RandomBits, moment_draws, row_major
+from lowbit_optax._numerics.random_bits import RandomBits, moment_draws
 from lowbit_optax._numerics.relative import product_by, quotient
 from lowbit_optax._numerics.straight_through import straight_through
 from lowbit_optax._step.error_feedback import ahead_of, fed
@@ -41,14 +41,12 @@ class LeafBody:
       program: from (gradient, master, moments) to (result, moments), in float32. The
         result, which is output 0, is the updated master. It is the update instead if
         the weight format adds updates by itself, or if a float32 leaf's update is asked
-        for. After the moments it reads what is computed outside, and the indices.
+        for. After the moments it reads what is computed outside.
       weight, moments: how they are stored.
       landing: how the new parameter takes the old one's place.
       is_guarded: whether the first scalar after the keys is the factor by which a guard
         multiplies the gradients.
       when: column of the scalar that tells whether the step happens; None if it does.
-      outside: how many arrays the program reads that are computed outside.
-      reads_index: whether the program reads the row-major indices of elements.
       from_stored: the program of the result alone, if the result is computed from the
         rounded moments that are stored. Its rows are these moments, decoded, and then
         the rows of ``program``, whose output 0 is not used.
@@ -69,8 +67,6 @@ class LeafBody:
     when: int | None = None
     phase: Ref | None = None
     takes_error: int | None = None
-    outside: int = 0
-    reads_index: bool = False
     from_stored: Program | None = None
     is_differentiable: bool = False
 
@@ -182,7 +178,7 @@ class LeafBody:
             wanted |= {0, *self._of_feedback}
         if self.from_stored is not None and 0 in wanted:
             wanted |= set(range(len(self._rows)))
-        opened = self._opened(values, scalars, index, multiply_add, before)
+        opened = self._opened(values, scalars, multiply_add, before)
         new = self._new(sorted(wanted), opened, scalars, multiply_add)
         random = RandomBits(scalars[0], scalars[1], index)
         if takes_error:
@@ -213,7 +209,7 @@ class LeafBody:
 
     def __call__(self, values, scalars, index, multiply_add, before=(), after=()):
         """The new parameter, residual and moments."""
-        opened = self._opened(values, scalars, index, multiply_add, before)
+        opened = self._opened(values, scalars, multiply_add, before)
         param, residual, _ = opened
         outputs = range(len(self.program.outputs))
         new = self._new(outputs, opened, scalars, multiply_add)
@@ -250,7 +246,7 @@ class LeafBody:
         prepared = self._by_number(after or ())
         phase = self.phase and scalar_value(self.phase, scalars[KEYS:])
         draws = moment_draws(random, self.weight.words_read, phase)
-        old = values[len(values) - len(self.moments) - self.outside :]
+        old = values[2 + self.weight.has_residual :]
         stored = []
         for n, (rows, x) in enumerate(zip(self.moments, old, strict=False), 1):
             moment = _quotient(rows, new, n), prepared.get(n)
@@ -293,14 +289,12 @@ class LeafBody:
         """Values per block by output, as far as they are known."""
         return dict(zip(self._scaled, per_scale, strict=False))
 
-    def _opened(self, values, scalars, index, multiply_add, before) -> tuple:
+    def _opened(self, values, scalars, multiply_add, before) -> tuple:
         """``(param, residual, rows of the program)``."""
         grad, param, *rest = values
         residual = rest.pop(0) if self.weight.has_residual else None
         prepared = self._by_number(before)
         rest, outside = rest[: len(self.moments)], rest[len(self.moments) :]
-        if self.reads_index:
-            outside.append(row_major(param.shape) if index is None else index)
         # First: in another order LPMM's kernel takes more registers.
         moments = self._decoded(rest, prepared, multiply_add)
         is_wide = not (is_narrow(grad.dtype) or is_narrow(param.dtype))

@@ -19,7 +19,7 @@ from lowbit_optax._jaxprs import elementwise
 from lowbit_optax._jaxprs.elementwise import NotElementwise, Scalars
 from lowbit_optax._jaxprs.graph import Node, constant, made_of
 from lowbit_optax._jaxprs.leaf_program import Ref
-from lowbit_optax._jaxprs.outside import completed
+from lowbit_optax._jaxprs.outside import arrays_from_outside
 from lowbit_optax._step.inner_update import InnerUpdate
 from lowbit_optax._step.kernels.body import KEYS, LeafBody
 from lowbit_optax._step.kernels.limits import (
@@ -214,18 +214,19 @@ class _Planner:
             raise NotElementwise(f"its update is {update.aval.dtype}")
         adds = step.landing.is_direct if leaf.format is None else leaf.format.stores_sum
         result = graph.apply(lax.add, nodes.masters[i], update) if adds else update
-        parts = self._parts_of(i)
+        rows = self._rows_of(i, result)
         try:
-            return self._kernel(i, weight, self._rows_of(i, result, parts))
+            return self._kernel(i, weight, rows)
         except NotElementwise:
-            # What is not packed XLA stores in one pass with what it is computed from.
+            # Kernels of leaves that are not packed cannot repeat rows and columns.
             if not weight.is_packed or self.is_exact or self.for_tpus:
                 raise
-        return self._kernel(i, weight, self._completed(i, result, parts))
+        return self._kernel(i, weight, self._with_outside(i, rows))
 
-    def _rows_of(self, i: int, result: Node, parts: tuple[int, ...]) -> "_Rows":
+    def _rows_of(self, i: int, result: Node) -> "_Rows":
         """The results of a leaf from its own rows: gradient, master and moments."""
         nodes, feedback = self.traced.nodes, self.traced.feedback[i]
+        parts = self._parts_of(i)
         own = [nodes.grads[i], nodes.masters[i], *(nodes.state[s] for s in parts)]
         outputs = [result, *(nodes.new_state[s] for s in parts)]
         for node in outputs:
@@ -236,35 +237,14 @@ class _Planner:
             outputs += feedback[1:]
         return _Rows(parts, own, outputs)
 
-    def _completed(self, i: int, result: Node, parts: tuple[int, ...]) -> "_Rows":
-        """The results of a leaf from its own rows and from arrays that XLA computes.
-
-        A float32 moment that XLA computes on its way to these is left to it.
-        """
-        nodes, storage = self.traced.nodes, self.traced.step.plan.storage
-        rows = self._rows_of(i, result, parts)
-        if any(s in self.traced.stored_first for s in parts):
+    def _with_outside(self, i: int, rows: "_Rows") -> "_Rows":
+        """The same results from the leaf's rows and from arrays that XLA computes."""
+        if any(s in self.traced.stored_first for s in rows.parts):
             raise NotElementwise("its moments are stored before its update is computed")
-        found = completed(rows.outputs, rows.inputs, self.scalars.graph)
-        computed = frozenset(made_of(x.stored for x in found.outside))
-        left = {
-            s for s in parts if storage[s] is None and nodes.new_state[s] in computed
-        }
-        if left:
-            kept = tuple(s for s in parts if s not in left)
-            rows = self._rows_of(i, result, kept)
-            written = [nodes.new_state[s] for s in left]
-            found = completed(rows.outputs, rows.inputs, self.scalars.graph, written)
-        step = self.traced.step
-        if needs_loop(step.leaves[i].param.shape) and found.outside:
+        outside = tuple(arrays_from_outside(rows.outputs, rows.inputs))
+        if outside and needs_loop(self.traced.step.leaves[i].param.shape):
             raise NotElementwise("it has too many elements for arrays from outside")
-        inputs = [*rows.inputs, *(x.node for x in found.outside)]
-        if found.index is not None:
-            if step.layer is not None:
-                raise NotElementwise("its random bits are those of a layer")
-            inputs.append(found.index)
-        arrays = tuple(x.stored for x in found.outside)
-        return _Rows(rows.parts, inputs, found.outputs, arrays)
+        return rows._replace(inputs=[*rows.inputs, *outside], outside=outside)
 
     def _kernel(self, i: int, weight: WeightRows, rows: "_Rows") -> LeafKernel:
         """The kernel of a leaf whose results are elementwise in these rows."""
@@ -287,7 +267,6 @@ class _Planner:
         program = program_of(outputs, rows.inputs)
         moments = tuple(self._moments(i, parts, stays[1:]))
         is_even = any(x.has_scales and x.codec.rounds_evenly for x in moments)
-        known = 2 + len(parts) + len(rows.outside)
         body = LeafBody(
             program=program,
             weight=dataclasses.replace(weight, unchanged_if=stays[0]),
@@ -297,8 +276,6 @@ class _Planner:
             when=when,
             phase=self.scalars.ref(self.phase) if is_even else None,
             takes_error=None if feedback is None else 1 + parts.index(feedback.part),
-            outside=len(rows.outside),
-            reads_index=len(rows.inputs) > known,
             from_stored=from_stored,
         )
         if not self.for_tpus:
@@ -387,9 +364,9 @@ class _Rows(typing.NamedTuple):
 
     Args:
       parts: of the state, the leaf's moments.
-      inputs: gradient, master, moments, what is outside, and the indices if needed.
+      inputs: gradient, master, moments, and what is computed outside.
       outputs: the result, the moments, and what feedback needs.
-      outside: what is computed outside, as it is stored.
+      outside: what is computed outside.
     """
 
     parts: tuple[int, ...]
