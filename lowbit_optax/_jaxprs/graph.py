@@ -255,6 +255,15 @@ def is_by_platform(primitive: core.Primitive, params: Mapping) -> bool:
     return primitive is p.cond_p and bool(params.get("branches_platforms"))
 
 
+def scalar_of(node: Node) -> Node | None:
+    """The scalar that a node is, or is made of by repeating it."""
+    while not node.is_scalar:
+        if node.call is None or node.call.primitive is not p.broadcast_in_dim_p:
+            return None
+        (node,) = node.call.inputs
+    return node
+
+
 def is_constant_number(node: Node) -> bool:
     """Whether it is a constant whose value is known while tracing."""
     return node.constant is not None and not isinstance(node.constant, jax.Array)

@@ -44,9 +44,8 @@ class LeafBody:
         for. After the moments it reads what is computed outside.
       weight, moments: how they are stored.
       landing: how the new parameter takes the old one's place.
-      is_guarded: whether the first scalar after the keys is the factor by which a guard
-        multiplies the gradients.
-      when: column of the scalar that tells whether the step happens; None if it does.
+      is_guarded: whether the first scalars after the keys are those of a guard: the
+        factor of the gradients, and whether the step happens.
       from_stored: the program of the result alone, if the result is computed from the
         rounded moments that are stored. Its rows are these moments, decoded, and then
         the rows of ``program``, whose output 0 is not used.
@@ -64,11 +63,15 @@ class LeafBody:
     moments: tuple[MomentRows, ...]
     landing: Landing
     is_guarded: bool = False
-    when: int | None = None
     phase: Ref | None = None
     takes_error: int | None = None
     from_stored: Program | None = None
     is_differentiable: bool = False
+
+    @property
+    def when(self) -> int | None:
+        """Column of the scalar that tells whether the step happens; None if it does."""
+        return KEYS + 1 if self.is_guarded else None
 
     @property
     def differentiable(self) -> "LeafBody":
@@ -184,7 +187,7 @@ class LeafBody:
         if takes_error:
             self._feed(new, opened[0], opened[1], random, multiply_add)
         if self.from_stored is not None and 0 in wanted:
-            self._encoded(new, opened, values, scalars, random, multiply_add, after)
+            self._encoded(new, opened, scalars, random, multiply_add, after)
         return [
             key
             for n, rows in scaled.items()
@@ -199,9 +202,8 @@ class LeafBody:
         maxima, olds, scales = list(maxima), self._by_number(block_values), {}
         for n, rows in self._by_maxima.items():
             if maxima:
-                new = rows.scale_of(maxima[: rows.maxima], olds[n])
+                scales[n] = rows.scale_of(maxima[: rows.maxima], olds[n])
                 del maxima[: rows.maxima]
-                scales[n] = _unless(rows.unchanged_if, new, olds[n], scalars)
         prepared = tuple(
             self._scaled[n].prepare(scales[n]) if n in scales else None for n in olds
         )
@@ -223,22 +225,12 @@ class LeafBody:
 
         # Kernels may use more registers in another order.
         first = stored_weight() if self.from_stored is None else None
-        moments = self._encoded(
-            new, opened, values, scalars, random, multiply_add, after
-        )
+        moments = self._encoded(new, opened, scalars, random, multiply_add, after)
         result, new_residual = first or stored_weight()
-        unchanged = param
-        if self.weight.passes_through and not self.landing.is_direct:
-            unchanged = jnp.full(result.shape, -0.0, result.dtype)  # it is the update
-        condition = self.weight.unchanged_if
-        results: list = [_unless(condition, result, unchanged, scalars)]
-        if self.weight.has_residual:
-            results.append(_unless(condition, new_residual, residual, scalars))
-        return results + moments
+        residuals = [new_residual] if self.weight.has_residual else []
+        return [result, *residuals, *moments]
 
-    def _encoded(
-        self, new: dict, opened, values, scalars, random, multiply_add, after
-    ) -> list:
+    def _encoded(self, new: dict, opened, scalars, random, multiply_add, after) -> list:
         """The new moments in their stored form.
 
         With ``from_stored`` it also adds the result to ``new``, as output 0.
@@ -246,13 +238,11 @@ class LeafBody:
         prepared = self._by_number(after or ())
         phase = self.phase and scalar_value(self.phase, scalars[KEYS:])
         draws = moment_draws(random, self.weight.words_read, phase)
-        old = values[2 + self.weight.has_residual :]
         stored = []
-        for n, (rows, x) in enumerate(zip(self.moments, old, strict=False), 1):
+        for n, rows in enumerate(self.moments, 1):
             moment = _quotient(rows, new, n), prepared.get(n)
             encode = functools.partial(rows.encoded, multiply_add=multiply_add)
-            fields = self._rounding(rows, encode)(*moment, draws)
-            stored.append(_unless(rows.unchanged_if, fields, x, scalars))
+            stored.append(self._rounding(rows, encode)(*moment, draws))
         if self.from_stored is not None:
             decoded = self._decoded(stored, prepared, multiply_add)
             rows = [*decoded, *opened[2]]
@@ -377,11 +367,3 @@ def _read_only(array: jax.Array, shape: tuple[int, ...]) -> Operand:
     """An operand of a leaf's shape, or with one element along some axes."""
     lengths = enumerate(zip(array.shape, shape, strict=True))
     return Operand(array, repeated=tuple(axis for axis, (n, m) in lengths if n != m))
-
-
-def _unless(condition: Ref | None, new, old, scalars):
-    """The new array, or the old one if a condition says that it stays."""
-    if condition is None:
-        return new
-    is_unchanged = scalar_value(condition, scalars[KEYS:])
-    return jnp.where(jnp.broadcast_to(is_unchanged, new.shape), old, new)

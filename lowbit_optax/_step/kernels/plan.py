@@ -18,7 +18,6 @@ from jax import lax
 from lowbit_optax._jaxprs import elementwise
 from lowbit_optax._jaxprs.elementwise import NotElementwise, Scalars
 from lowbit_optax._jaxprs.graph import Node, constant, made_of
-from lowbit_optax._jaxprs.leaf_program import Ref
 from lowbit_optax._jaxprs.outside import arrays_from_outside
 from lowbit_optax._step.inner_update import InnerUpdate
 from lowbit_optax._step.kernels.body import KEYS, LeafBody
@@ -142,10 +141,9 @@ def plan_kernels(
         blocks.
     """
     scalars = Scalars(traced.graph)
-    guard = list(map(constant, traced.step.guard.scalars))
-    for node in guard:
-        scalars.ref(node)
-    planner = _Planner(traced, scalars, guard[1:], is_exact, for_tpus)
+    for scalar in traced.step.guard.scalars:
+        scalars.ref(constant(scalar))
+    planner = _Planner(traced, scalars, is_exact, for_tpus)
     kernels: dict[int, LeafKernel] = {}
     reasons: dict[int, str] = {}
     for i in range(len(traced.step.leaves)):
@@ -192,13 +190,11 @@ class _Planner:
     Args:
       traced: the inner update.
       scalars: the table to which the scalars of a leaf are added.
-      proceeds: the scalar that tells whether a guarded step happens, if it is guarded.
       is_exact, for_tpus: as for :func:`plan_kernels`.
     """
 
     traced: InnerUpdate
     scalars: Scalars
-    proceeds: list[Node]
     is_exact: bool
     for_tpus: bool
 
@@ -250,7 +246,6 @@ class _Planner:
         """The kernel of a leaf whose results are elementwise in these rows."""
         step, parts = self.traced.step, rows.parts
         leaf, feedback = step.leaves[i], self.traced.feedback[i]
-        when, stays = self._conditions(i, parts)
         program_of = functools.partial(
             elementwise.program_of,
             scalars=self.scalars,
@@ -265,15 +260,14 @@ class _Planner:
             from_stored = program_of(outputs[:1], [*moments, *rows.inputs])
             outputs = [rows.inputs[1], *outputs[1:]]
         program = program_of(outputs, rows.inputs)
-        moments = tuple(self._moments(i, parts, stays[1:]))
+        moments = tuple(self._moments(i, parts))
         is_even = any(x.has_scales and x.codec.rounds_evenly for x in moments)
         body = LeafBody(
             program=program,
-            weight=dataclasses.replace(weight, unchanged_if=stays[0]),
+            weight=weight,
             moments=moments,
             landing=step.landing.of(leaf.param, leaf.grad),
             is_guarded=bool(step.guard.scalars),
-            when=when,
             phase=self.scalars.ref(self.phase) if is_even else None,
             takes_error=None if feedback is None else 1 + parts.index(feedback.part),
             from_stored=from_stored,
@@ -290,20 +284,19 @@ class _Planner:
         """The phase of the step, one node for all leaves."""
         return constant(self.traced.step.phase)
 
-    def _moments(self, i: int, parts: tuple[int, ...], stays: list[Ref | None]):
+    def _moments(self, i: int, parts: tuple[int, ...]):
         """The moments of a leaf's body."""
         relative = self._relative.get(self.traced.step.leaves[i].name, {})
         if any((x in parts) != (second in parts) for x, second in relative.items()):
             raise NotElementwise(
                 "a moment is stored relative to one that its update does not read"
             )
-        for part, condition in zip(parts, stays, strict=True):
+        for part in parts:
             storage, second = self.traced.step.plan.storage[part], relative.get(part)
             yield MomentRows(
                 format=None if storage is None else storage.format,
                 number=0 if storage is None else storage.number,
                 relative_to=None if second is None else 1 + parts.index(second),
-                unchanged_if=condition,
             )
 
     @functools.cached_property
@@ -314,20 +307,6 @@ class _Planner:
             if storage is not None and storage.reference is not None:
                 found.setdefault(storage.leaf, {})[number] = storage.reference
         return found
-
-    def _conditions(self, i: int, parts) -> tuple[int | None, list[Ref | None]]:
-        """``when`` of a leaf's body, and when its weight and moments stay."""
-        proceeds, graph = self.proceeds, self.scalars.graph
-        of_parts = self.traced.part_unchanged_if
-        nodes = [self.traced.leaf_unchanged_if[i], *(of_parts[s] for s in parts)]
-        if nodes[0] is not None and len(set(nodes)) == 1:
-            # Then the kernel writes nothing, which costs no instructions.
-            proceeds = [*proceeds, graph.apply(lax.bitwise_not, nodes[0])]
-            nodes = [None] * len(nodes)
-        if len(proceeds) == 2:
-            proceeds = [graph.apply(lax.bitwise_and, *proceeds)]
-        when = [KEYS + self.scalars.ref(x).number for x in proceeds]
-        return when[0] if when else None, [x and self.scalars.ref(x) for x in nodes]
 
     def _parts_of(self, i: int) -> tuple[int, ...]:
         """The parts of the state that are moments of a leaf.
