@@ -38,7 +38,7 @@ def arrays_from_outside(outputs: Sequence[Node], own: Collection[Node]) -> list[
     found, seen, waiting = [], set(own), list(outputs)
     while waiting:
         node = waiting.pop()
-        if node in seen or node.is_scalar:
+        if node in seen:
             continue
         seen.add(node)
         if node.call is not None and _is_inside(node.call, shape):
@@ -57,10 +57,10 @@ def _is_inside(call: Call, shape: tuple[int, ...]) -> bool:
 
 def _is_readable(node: Node, shape: tuple[int, ...]) -> bool:
     """Whether a kernel can read a node, and it is worth that."""
-    dtype, own_shape = node.aval.dtype, node.aval.shape
+    dtype = node.aval.dtype
     if not jnp.issubdtype(dtype, jnp.number) or dtype.itemsize > 4:
         return False
-    if own_shape == shape:
+    if node.aval.shape == shape:
         return node.call is None or node.call.primitive in _WRITTEN
-    has_one_or_all = (n in (1, m) for n, m in zip(own_shape, shape, strict=False))
-    return len(own_shape) == len(shape) and all(has_one_or_all)
+    # An operand of as many axes has one element or all along each.
+    return len(node.aval.shape) == len(shape)

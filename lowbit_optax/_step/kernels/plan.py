@@ -211,13 +211,10 @@ class _Planner:
         adds = step.landing.is_direct if leaf.format is None else leaf.format.stores_sum
         result = graph.apply(lax.add, nodes.masters[i], update) if adds else update
         rows = self._rows_of(i, result)
-        try:
-            return self._kernel(i, weight, rows)
-        except NotElementwise:
-            # Kernels of leaves that are not packed cannot repeat rows and columns.
-            if not weight.is_packed or self.is_exact or self.for_tpus:
-                raise
-        return self._kernel(i, weight, self._with_outside(i, rows))
+        # Kernels of leaves that are not packed cannot repeat rows and columns.
+        if weight.is_packed and not (self.is_exact or self.for_tpus):
+            rows = self._with_outside(i, rows)
+        return self._kernel(i, weight, rows)
 
     def _rows_of(self, i: int, result: Node) -> "_Rows":
         """The results of a leaf from its own rows: gradient, master and moments."""
@@ -234,10 +231,10 @@ class _Planner:
         return _Rows(parts, own, outputs)
 
     def _with_outside(self, i: int, rows: "_Rows") -> "_Rows":
-        """The same results from the leaf's rows and from arrays that XLA computes."""
-        if any(s in self.traced.stored_first for s in rows.parts):
-            raise NotElementwise("its moments are stored before its update is computed")
+        """The same results, also from arrays that XLA computes, if there are any."""
         outside = tuple(arrays_from_outside(rows.outputs, rows.inputs))
+        if outside and any(s in self.traced.stored_first for s in rows.parts):
+            raise NotElementwise("its moments are stored before its update is computed")
         if outside and needs_loop(self.traced.step.leaves[i].param.shape):
             raise NotElementwise("it has too many elements for arrays from outside")
         return rows._replace(inputs=[*rows.inputs, *outside], outside=outside)
