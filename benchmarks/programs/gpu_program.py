@@ -84,10 +84,9 @@ MORE = {
 NOT_ELEMENTWISE = {
     "`adafactor`": optax.adafactor(1e-3),
     "`muon`": optax.contrib.muon(1e-3),
-    "`noisy_sgd`": optax.noisy_sgd(1e-3, key=0),
     "`sm3`": optax.sm3(1e-3),
 }
-"""Transformations whose kernels read what XLA computes, or compute random numbers."""
+"""Transformations whose kernels read what XLA computes."""
 
 for _name, _inner in NOT_ELEMENTWISE.items():
     MORE[f"optax, {_name}, float32 master"] = (with_master(_inner), replaced, None)

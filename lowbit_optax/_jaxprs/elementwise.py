@@ -130,7 +130,9 @@ def program_of(
 
     Args:
       outputs: results of the leaf's shape.
-      inputs: the leaf's gradient, master and moments, all of its shape.
+      inputs: the leaf's gradient, master and moments, and what is computed outside.
+        The first has the leaf's shape; others may have one element along some axes,
+        and their rows repeat it.
       scalars: the table to enter scalars in.
       takes_factors_out: whether scalar factors of quotients are taken out.
       is_exact: whether every operation stays as it is, so that the results are those of
@@ -140,11 +142,7 @@ def program_of(
       NotElementwise: if they need more than these rows and scalars.
     """
     between = _between(outputs, inputs)
-    reads = [*outputs, *(x for call in between for x in call.inputs)]
-    uses, candidates = collections.Counter(reads), Scalars(scalars.graph)
-    # A divisor counts once, however often it divides.
-    divisors = [x.inputs[1] for x in between if x.primitive is p.div_p]
-    uses -= collections.Counter(divisors) - collections.Counter(set(divisors))
+    uses, candidates = _uses(outputs, between), Scalars(scalars.graph)
     builder = _ProgramBuilder(inputs, uses, candidates, takes_factors_out, is_exact)
     for call in between:
         builder.add(call)
@@ -203,15 +201,22 @@ class _ProgramBuilder:
         (node,) = call.outputs
         if call.primitive in _ONE_TO_ONE or call.primitive is p.broadcast_in_dim_p:
             self._rows[node] = self.ref(call.inputs[0])
-            return
-        if self.is_exact:
+        elif self.is_exact:
             self._rows[node] = self._as_it_is(call)
-        elif (scaled := self._quotient(call) or self._scaled_sum(call)) is not None:
-            self._scaled[node] = scaled
-        elif (inverse := self._over_row(call)) is not None:
-            self._inverse[node] = inverse
         else:
-            self._rows[node] = self._cheaper(call) or self._as_it_is(call)
+            self._add_cheapest(node, call)
+
+    def _add_cheapest(self, node: Node, call: Call) -> None:
+        """Append a call as a row, or as a row and a scalar that :meth:`ref` applies."""
+        scaled = self._quotient(call) or self._scaled_sum(call)
+        if scaled is not None:
+            self._scaled[node] = scaled
+            return
+        inverse = self._over_row(call)
+        if inverse is not None:
+            self._inverse[node] = inverse
+            return
+        self._rows[node] = self._cheaper(call) or self._as_it_is(call)
 
     def _as_it_is(self, call: Call) -> Ref:
         operands = map(self.ref, call.inputs)
@@ -345,16 +350,28 @@ def _between(outputs: Sequence[Node], inputs: Sequence[Node]) -> list[Call]:
     return sorted(calls, key=lambda call: call.number)
 
 
+def _uses(outputs: Sequence[Node], calls: Sequence[Call]) -> Mapping[Node, int]:
+    """By node, how often the results and the calls read it.
+
+    Divisors count once, however often they divide.
+    """
+    uses, divisors = collections.Counter(outputs), set()
+    for call in calls:
+        if call.primitive is p.div_p:
+            numerator, divisor = call.inputs
+            uses[numerator] += 1
+            divisors.add(divisor)
+        else:
+            uses.update(call.inputs)
+    uses.update(divisors)
+    return uses
+
+
 def _check_elementwise(node: Node, call: Call, shape: tuple[int, ...]) -> None:
-    primitive, operands = call.primitive, call.inputs
-    fits = node.aval.shape == shape and all(
-        x.is_scalar or x.aval.shape == shape for x in operands
-    )
-    known = is_elementwise(primitive)
-    if primitive is p.broadcast_in_dim_p:
-        known = operands[0].is_scalar or operands[0].aval.shape == shape
-    if not (known and fits):
-        shapes = ", ".join(str(list(x.aval.shape)) for x in operands)
+    primitive = call.primitive
+    known = is_elementwise(primitive) or primitive is p.broadcast_in_dim_p
+    if not (known and node.aval.shape == shape):
+        shapes = ", ".join(str(list(x.aval.shape)) for x in call.inputs)
         raise NotElementwise(
             f"{primitive} of {shapes or 'nothing'} to {list(node.aval.shape)} is not "
             "elementwise"

@@ -32,13 +32,17 @@ _CALLS = frozenset(
 SUMS = frozenset({p.add_p, p.add_jaxvals_p})
 """What adds two arrays: JAX has a primitive of its own for sums of derivatives."""
 
-# A conditional without these becomes a selection: computing every branch is cheap.
-_EXPENSIVE = frozenset(
+EXPENSIVE = frozenset(
     {
         p.conv_general_dilated_p, p.dot_general_p, p.eigh_p, p.fft_p, p.qr_p, p.scan_p,
         p.sort_p, p.svd_p, p.while_p,
     }
 )  # fmt: skip
+"""What XLA does not fuse with other operations.
+
+A conditional without these becomes a selection: computing every branch is cheap.
+"""
+
 _ZERO_OF_ZERO = (p.broadcast_in_dim_p, p.square_p)
 
 
@@ -251,6 +255,15 @@ def is_by_platform(primitive: core.Primitive, params: Mapping) -> bool:
     return primitive is p.cond_p and bool(params.get("branches_platforms"))
 
 
+def scalar_of(node: Node) -> Node | None:
+    """The scalar that a node is, or is made of by repeating it."""
+    while not node.is_scalar:
+        if node.call is None or node.call.primitive is not p.broadcast_in_dim_p:
+            return None
+        (node,) = node.call.inputs
+    return node
+
+
 def is_constant_number(node: Node) -> bool:
     """Whether it is a constant whose value is known while tracing."""
     return node.constant is not None and not isinstance(node.constant, jax.Array)
@@ -295,7 +308,7 @@ class Graph:
         self._count = 0
         self._scalars: dict[typing.Any, list[Node]] = {}
         self.inputs = [Node(v.aval) for v in closed.jaxpr.invars]
-        self.outputs = self.results_of(closed, self.inputs)
+        self.outputs = self._inlined(closed, self.inputs)
 
     def apply(self, function: Callable, *operands: Node) -> Node:
         """``function(*operands)``, which is one primitive that works elementwise.
@@ -308,19 +321,6 @@ class Graph:
         aval = like.aval.update(dtype=dtype)
         return self.call(primitive, params, operands, [aval])[0]
 
-    def inlined(self, function: Callable, *operands: Node) -> Node:
-        """``function(*operands)``, which returns one array, as its operations."""
-        likes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in operands]
-        # The shapes lie on no mesh, and must not be taken to lie on the one in force.
-        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-            closed = jax.make_jaxpr(function)(*likes)
-        (result,) = self.results_of(closed, operands)
-        return result
-
-    def results_of(self, closed: ClosedJaxpr, operands: Sequence[Node]) -> list[Node]:
-        """The results of a jaxpr, as its operations."""
-        return inline(closed, operands, self._read_equation)
-
     def selected(self, which: Node, cases: Sequence[Node]) -> Node:
         """The case that a truth value selects, or a number, as conditionals take it."""
         if len(cases) == 2 and which.aval.dtype != jnp.bool_:
@@ -328,52 +328,56 @@ class Graph:
         operands, aval = [which, *cases], cases[0].aval
         return self.call(p.select_n_p, {}, operands, [aval])[0]
 
-    def call(self, primitive, params, inputs: Sequence[Node], avals) -> list[Node]:
+    def call(
+        self, primitive, params, inputs: Sequence[Node], avals, context=None
+    ) -> list[Node]:
         """Append an application of a primitive, and return its results.
 
-        A scalar that is computed from the same scalars in the same way as an earlier
-        one is that earlier one: optax computes the learning rate of a step once for
-        every leaf. ``avals`` are the shapes and dtypes of the results.
+        optax computes the learning rate of a step once for every leaf. So scalars that
+        are computed from the same scalars in the same way are one node.
+
+        Args:
+          primitive, params, inputs, context: as of :class:`Call`.
+          avals: the shapes and dtypes of the results.
         """
         is_scalar = all(aval.shape == () for aval in avals)
         key = _computation_key(primitive, params, inputs) if is_scalar else None
         if key in self._scalars:
             return self._scalars[key]
-        call = Call(primitive, params, tuple(inputs), self._count)
+        call = Call(primitive, params, tuple(inputs), self._count, context=context)
         self._count += 1
         results = with_outputs(call, avals)
         if key is not None:
             self._scalars[key] = results
         return results
 
+    def _inlined(self, closed: ClosedJaxpr, operands: Sequence[Node]) -> list[Node]:
+        """The results of a jaxpr, whose equations become calls of this graph."""
+        return inline(closed, operands, self._read_equation)
+
     def _read_equation(self, eqn, operands: list[Node]) -> list[Node]:
-        if eqn.primitive in _CALLS and eqn.params.get("name") not in self._opaque:
-            return self.results_of(called_jaxpr(eqn.params), operands)
-        if eqn.primitive is p.copy_p:
+        """The results of an equation."""
+        primitive, params = eqn.primitive, eqn.params
+        if primitive in _CALLS and params.get("name") not in self._opaque:
+            return self._inlined(called_jaxpr(params), operands)
+        if primitive is p.copy_p:
             return operands
-        if eqn.primitive.name == "pvary" and operands[0].is_scalar:
+        if primitive.name == "pvary" and operands[0].is_scalar:
             # A scalar is the same for all leaves, whether these vary or not.
             return operands
-        if eqn.primitive is p.cond_p and self._is_selection(eqn.params):
+        if primitive is p.cond_p and self._is_selection(params):
             which, *arguments = operands
-            branches = self.branches(eqn.params, arguments)
+            branches = [self._inlined(x, arguments) for x in params["branches"]]
             return [self.selected(which, x) for x in zip(*branches, strict=True)]
         avals = [var.aval for var in eqn.outvars]
-        results = self.call(eqn.primitive, eqn.params, operands, avals)
-        for call in {node.call for node in results if node.call is not None}:
-            call.context = eqn.ctx
-        return results
+        return self.call(primitive, params, operands, avals, eqn.ctx)
 
     def _is_selection(self, params: Mapping) -> bool:
-        """Whether all branches of a conditional are computed, for the cost is small."""
+        """Whether a conditional becomes a selection, for which all branches run."""
         if is_by_platform(p.cond_p, params):
             return False
-        expensive = lambda x: x.primitive in _EXPENSIVE
+        expensive = lambda x: x.primitive in EXPENSIVE
         return self._selects or not holds(params, expensive)
-
-    def branches(self, params: Mapping, arguments: Sequence[Node]) -> list[list[Node]]:
-        """The results of each branch of a conditional with these parameters."""
-        return [self.results_of(branch, arguments) for branch in params["branches"]]
 
 
 def evaluate(nodes: Sequence[Node], known: dict[Node, typing.Any]) -> list:
@@ -384,14 +388,14 @@ def evaluate(nodes: Sequence[Node], known: dict[Node, typing.Any]) -> list:
 
 def _computation_key(primitive, params, inputs: Sequence[Node]):
     """Equal for equal computations of scalars; None if they cannot be compared."""
-    operands = []
-    for node in inputs:
-        if is_constant_number(node):
-            value = np.asarray(node.constant)
-            operands.append((value.dtype, value.shape, value.tobytes()))
-        else:
-            operands.append(node)
-    key = primitive, tuple(sorted(params.items())), tuple(operands)
+
+    def operand_key(node: Node):
+        if not is_constant_number(node):
+            return node
+        value = np.asarray(node.constant)
+        return value.dtype, value.shape, value.tobytes()
+
+    key = primitive, tuple(sorted(params.items())), tuple(map(operand_key, inputs))
     try:
         hash(key)
     except TypeError:

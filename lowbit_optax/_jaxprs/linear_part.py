@@ -22,7 +22,6 @@ from lowbit_optax._jaxprs.graph import (
     Graph,
     Node,
     constant,
-    is_constant_number,
 )
 
 ZERO, ONE = constant(np.float32(0)), constant(np.float32(1))
@@ -96,7 +95,7 @@ class _Derivative:
         if primitive is p.div_p and factors[1] is None:
             factor = typing.cast(Node, factors[0])
             return self._graph.apply(lax.div, factor, operands[1])
-        if primitive is p.select_n_p and factors[0] is None:
+        if primitive is p.select_n_p:
             return self._selected(node, operands[0], factors[1:])
         if primitive in (p.convert_element_type_p, p.broadcast_in_dim_p, p.copy_p):
             return factors[0]
@@ -110,8 +109,7 @@ class _Derivative:
         return factor and self._graph.apply(lax.neg, factor)
 
     def _product(self, factor: Node, other: Node) -> Node:
-        # A constant may be traced, as injected hyperparameters are.
-        if is_constant_number(factor) and factor.constant == 1:
+        if factor is ONE:
             return other
         return self._graph.apply(lax.mul, factor, other)
 

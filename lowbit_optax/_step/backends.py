@@ -183,32 +183,31 @@ def _has_explicit_axes(step: Step) -> bool:
 def reference(step: Step, update: Callable, traced: InnerUpdate | None) -> Stepped:
     """Run a step by array operations of XLA on whole leaves.
 
-    ``traced`` is None for an inner update that looks at values. Then what a skipped
-    step leaves alone is not known, and is encoded anew.
+    ``traced`` is None for an inner update that looks at values.
     """
     updates, inner_state = step.inner_update(update)
     structure = step.plan.structure(inner_state)
     parts = structure.flatten_up_to(inner_state)
-    leaf_stays, part_stays = [None] * len(updates), [None] * len(parts)
     feedback: list[Feedback | None] = [None] * len(updates)
     ahead: list = [None] * len(updates)
-    if traced and (step.plan.takes_errors or traced.may_leave_unchanged):
-        leaf_stays, part_stays, feedback = traced.conditions(step)
+    if traced and step.plan.takes_errors:
+        feedback = traced.feedback_values(step)
         ahead = ahead_of_leaves(feedback, parts)
     stored = list(parts)
     first: Collection[int] = ()
     if traced and traced.stored_first:
         first = step.plan.stored_first
-        stored = step.stored(parts, part_stays, set(range(len(parts))) - first)
+        others = set(range(len(parts))) - first
+        stored = step.plan.encode(parts, step.draws, others)
         updates = traced.updates_from_stored(step, range(len(updates)), stored, first)
-    landed = list(map(step.landed, range(len(updates)), updates, leaf_stays, ahead))
+    landed = list(map(step.landed, range(len(updates)), updates, ahead))
     for leaf, into in zip(landed, feedback, strict=True):
         if into is not None:
             feed = straight_through(fed)
             part = parts[into.part]
             parts[into.part] = feed(part, leaf.error, into.rate, into.growth)
     parts = [stored[i] if i in first else part for i, part in enumerate(parts)]
-    stored = step.stored(parts, part_stays, first)
+    stored = step.plan.encode(parts, step.draws, first)
     stored = step.plan.tree(structure, stored, step.state.inner_state)
     return Stepped(
         [x.result for x in landed],

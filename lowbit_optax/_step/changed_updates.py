@@ -21,8 +21,8 @@ from lowbit_optax._jaxprs.graph import (
     calls_between,
     is_constant_number,
     is_zero,
+    scalar_of,
 )
-from lowbit_optax._jaxprs.unchanged import scalar_of
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._step import trees
 from lowbit_optax._step.state import holds_lowbit

@@ -104,7 +104,7 @@ class Lowbit(Stepper):
         count, seed = jnp.zeros([], jnp.uint32), seed_of(self.seed, wide)
         with context.starting(_refuse_inner_lowbit):
             inner_state = self.inner.init(treedef.unflatten(x for x, _ in split))
-        _check_inner_state(inner_state)
+        _check_inner_state(inner_state, self.weights)
         self.check_start(leaves, inner_state)
         plan = self._plan(leaves, inner_state)
         _ = plan.error_parts  # raises for leaves without one
@@ -330,12 +330,18 @@ def _refuse_inner_lowbit(config: Lowbit, params) -> typing.NoReturn:
     )
 
 
-def _check_inner_state(inner_state) -> None:
+def _check_inner_state(inner_state, weights: WeightFormat) -> None:
     if trees.all_of(optax.LookaheadState, inner_state):
         raise ValueError(
             "lowbit: the inner transformation holds optax.lookahead, which takes pairs "
             "of fast and slow weights, but only the fast weights have gradients. The "
             "recipes in the documentation show a lookahead that keeps the slow weights "
             "in its state"
+        )
+    if weights.error_into and trees.all_of(optax.MultiStepsState, inner_state):
+        raise ValueError(
+            "lowbit: error_into with optax.MultiSteps inside: an update after updates "
+            "of zero would shorten the moment to nothing; put MultiSteps around "
+            "lowbit, or use lowbit_optax.accumulate_gradients"
         )
     check_multi_steps_in(inner_state)

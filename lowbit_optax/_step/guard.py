@@ -137,10 +137,3 @@ def neutral_updates(like):
         return jnp.asarray(value, jax.dtypes.canonicalize_dtype(x.dtype))
 
     return jax.tree.map(neutral, like)
-
-
-def unless_still(still, new, old):
-    """A new tree, or the old one where ``still``, a scalar unless None, is true."""
-    if still is None:
-        return new
-    return jax.tree.map(functools.partial(jnp.where, still), old, new)

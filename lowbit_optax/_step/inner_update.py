@@ -1,7 +1,6 @@
 """The inner update, traced on shapes: no master is joined and no moment decoded for it.
 
-Its jaxpr is what XLA runs. As a graph it tells what kernels compute for each leaf, and
-when a step leaves what is stored unchanged.
+Its jaxpr is what XLA runs. As a graph it tells what kernels compute for each leaf.
 """
 
 import dataclasses
@@ -11,11 +10,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, Literal, jaxpr_as_fun, jaxprs_in_params
-from jax.extend.core import primitives as p
+from jax.extend.core import jaxpr_as_fun
 
 from lowbit_optax._jaxprs.graph import Graph, Node, evaluate, is_zero, made_of
-from lowbit_optax._jaxprs.unchanged import unchanged_when, zero_when
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.error_feedback import Feedback, feedback_of
@@ -66,11 +63,6 @@ class InnerUpdate:
         return updates, state
 
     @functools.cached_property
-    def may_leave_unchanged(self) -> bool:
-        """Whether the update may leave a weight or a moment as it is."""
-        return not _changes_everything(self.closed.jaxpr)
-
-    @functools.cached_property
     def graph(self) -> Graph:
         """The graph of the update."""
         return Graph(self.closed)
@@ -114,51 +106,6 @@ class InnerUpdate:
         return list(zip(self.nodes.state, self.nodes.new_state, strict=True))
 
     @functools.cached_property
-    def leaf_unchanged_if(self) -> list[Node | None]:
-        """Per leaf, when its update is zero by a condition, such as a skipped step.
-
-        A node of a truth value; None where no such condition is known.
-        """
-        updates = self.nodes.updates
-        if not self.may_leave_unchanged:
-            return [None] * len(updates)
-        return [zero_when(node, self.graph) for node in updates]
-
-    @functools.cached_property
-    def part_unchanged_if(self) -> list[Node | None]:
-        """Per part of the new state, when it is the old part by a condition.
-
-        None for parts without a moment format, which are stored as they are.
-        """
-        storage = self.step.plan.storage
-        found: list[Node | None] = [None] * len(self.nodes.new_state)
-        if not (self.keeps_structure and self.may_leave_unchanged):
-            return found
-        # What is stored of a moment and of what it is relative to belongs together.
-        groups: dict[int, list[int]] = {}
-        for i, moment in enumerate(storage):
-            if moment is not None:
-                first = i if moment.reference is None else moment.reference
-                group = groups.setdefault(first, [first])
-                if i != first:
-                    group.append(i)
-        for group in groups.values():
-            unchanged = functools.reduce(self._both, map(self._unchanged_if, group))
-            for i in group:
-                found[i] = None if storage[i] is None else unchanged
-        return found
-
-    def _unchanged_if(self, number: int) -> Node | None:
-        old, new = self.state_pairs[number]
-        return unchanged_when(new, old, self.graph)
-
-    def _both(self, first: Node | None, second: Node | None) -> Node | None:
-        """Whether both conditions hold; None is a condition that never holds."""
-        if first is None or second is None or first is second:
-            return first if first is second else None
-        return self.graph.call(p.and_p, {}, [first, second], [first.aval])[0]
-
-    @functools.cached_property
     def feedback(self) -> list[Feedback | None]:
         """Per leaf, where its rounding errors go; None if they are lost."""
         parts = enumerate(self.step.plan.error_parts)
@@ -184,17 +131,14 @@ class InnerUpdate:
             next_update=nodes.next_updates[number],
         )
 
-    def conditions(self, step: Step) -> tuple[list, list, list]:
-        """Values of ``leaf_unchanged_if``, ``part_unchanged_if`` and ``feedback``."""
-        leaf_if, part_if = self.leaf_unchanged_if, self.part_unchanged_if
-        rates = [x for into in self.feedback if into is not None for x in into[1:]]
-        nodes = [x for x in (*leaf_if, *part_if, *rates) if x is not None]
+    def feedback_values(self, step: Step) -> list[Feedback | None]:
+        """``feedback`` with values in place of nodes."""
+        nodes = [x for into in self.feedback if into is not None for x in into[1:]]
         values = self.values(step, nodes, {})
-        feedback = [
+        return [
             x and Feedback(x.part, *(values[node] for node in x[1:]))
             for x in self.feedback
         ]
-        return list(map(values.get, leaf_if)), list(map(values.get, part_if)), feedback
 
     @functools.cached_property
     def stored_first(self) -> dict[int, Node]:
@@ -225,7 +169,7 @@ class InnerUpdate:
 
     def values(
         self, step: Step, wanted: Collection[Node], known: Mapping = {}
-    ) -> dict[Node | None, typing.Any]:
+    ) -> dict[Node, typing.Any]:
         """The values of nodes of the graph, by node.
 
         Args:
@@ -327,18 +271,3 @@ def _float32(like) -> jax.ShapeDtypeStruct:
 
 def _to_float32(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32)
-
-
-def _changes_everything(jaxpr: Jaxpr) -> bool:
-    """Whether nothing in a program can select what it was given, or zeros."""
-    inputs = set(jaxpr.invars)
-    if any(isinstance(x, Literal) or x in inputs for x in jaxpr.outvars):
-        return False
-    for eqn in jaxpr.eqns:
-        is_array = any(getattr(x.aval, "shape", ()) for x in eqn.outvars)
-        selects = is_array and eqn.primitive in (p.select_n_p, p.broadcast_in_dim_p)
-        if selects or eqn.primitive is p.cond_p:
-            return False
-        if not all(map(_changes_everything, jaxprs_in_params(eqn.params))):
-            return False
-    return True

@@ -22,7 +22,7 @@ from lowbit_optax._numerics.random_bits import (
     random_keys,
 )
 from lowbit_optax._step import context, trees
-from lowbit_optax._step.guard import Guard, Unguarded, neutral_updates, unless_still
+from lowbit_optax._step.guard import Guard, Unguarded
 from lowbit_optax._step.layers import Layer
 from lowbit_optax._step.leaf import (
     Landed,
@@ -146,8 +146,8 @@ class Step(LeafStep):
         """The inner updates of the leaves."""
         return trees.parts_of(self.names, self.treedef, updates, "inner updates")
 
-    def landed(self, number: int, update, still=None, ahead=None) -> Landed:
-        """Add an inner update to a leaf's master and store it, unless it is still.
+    def landed(self, number: int, update, ahead=None) -> Landed:
+        """Add an inner update to a leaf's master and store it.
 
         ``ahead`` is as of :meth:`WeightFormat.advance`.
         """
@@ -158,28 +158,11 @@ class Step(LeafStep):
             # contract with a product behind a selection either.
             update = self.guard.updates(update)
         landed = leaf.landed(update, self.random[number], self.landing, ahead)
-        unchanged = leaf.param if is_direct else neutral_updates(landed.result)
-        result = unless_still(still, landed.result, unchanged)
-        residual = unless_still(still, landed.residual, leaf.residual)
+        result = landed.result
         if is_direct and not passes_through:
             result = self.guard.chosen(result, leaf.param)
-        residual = self.guard.chosen(residual, leaf.residual)
+        residual = self.guard.chosen(landed.residual, leaf.residual)
         return Landed(result, residual, landed.error)
-
-    def stored(
-        self, parts: Sequence, stays: Sequence, stored: Collection[int] = ()
-    ) -> list:
-        """The parts of the new inner state in their stored form, unless they are still.
-
-        Args:
-          parts, stored: see :meth:`.MomentPlan.encode`.
-          stays: per part, whether the old one stays; None where it does not.
-        """
-        new = self.plan.encode(parts, self.draws, stored)
-        return [
-            x if still is None or i in stored else unless_still(still, x, self.parts[i])
-            for i, (x, still) in enumerate(zip(new, stays, strict=True))
-        ]
 
     @functools.cached_property
     def draws(self) -> dict[str, Draws]:

@@ -14,8 +14,7 @@ from jax import lax
 from jax.extend.core import primitives as p
 
 from lowbit_optax._jaxprs.elementwise import NotElementwise, Scalars, program_of
-from lowbit_optax._jaxprs.graph import Call, Graph, Node, is_zero, made_of
-from lowbit_optax._jaxprs.unchanged import scalar_of
+from lowbit_optax._jaxprs.graph import Call, Graph, Node, is_zero, made_of, scalar_of
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.changed_updates import check_state, check_updates
 from lowbit_optax._step.engine import Lowbit

@@ -178,7 +178,7 @@ def _ahead(step: Step, update, inner_state) -> list:
     """Per leaf, how far its momentum will still move it; None if it takes no errors."""
     if not step.plan.takes_errors:
         return [None] * len(step.leaves)
-    feedback = trace_update(update, step).conditions(step)[2]
+    feedback = trace_update(update, step).feedback_values(step)
     return ahead_of_leaves(feedback, jax.tree.leaves(inner_state))
 
 

@@ -1,4 +1,4 @@
-"""Steps that are not elementwise, compiled for an H200, beside a float32 master."""
+"""Kernels that read what XLA has computed, compiled for an H200."""
 
 import optax
 import pytest
@@ -14,7 +14,6 @@ pytestmark = pytest.mark.usefixtures("by_triton")
 INNERS = {
     "adafactor": optax.adafactor(1e-3),
     "muon": optax.contrib.muon(1e-3),
-    "noisy_sgd": optax.noisy_sgd(1e-3, key=0),
     "sm3": optax.sm3(1e-3),
 }
 each_inner = pytest.mark.parametrize("name", INNERS)
@@ -44,9 +43,9 @@ def test_no_step_moves_or_holds_more_than_with_a_float32_master(name, params):
 
 # A kernel reads the gradient, 2 bytes, and reads and writes the weight, 6. Those of
 # adafactor and sm3 read vectors as well, for which sums take 18 and 10 bytes; sm3 has a
-# float32 momentum. noisy_sgd's computes the noise. Muon's reads the last product and
-# the sum that it is added to; of the bytes of the products some are XLA's choice.
-MOVED = {"adafactor": 18 + 8, "muon": 361.2, "noisy_sgd": 8, "sm3": 10 + 8 + 8}
+# float32 momentum. Muon's reads the result of XLA's products, some of whose bytes are
+# XLA's choice.
+MOVED = {"adafactor": 18 + 8, "muon": 369.3, "sm3": 10 + 8 + 8}
 
 
 @pytest.mark.parametrize("name", MOVED)
@@ -56,7 +55,7 @@ def test_one_kernel_reads_a_leaf_and_what_xla_has_computed(name):
     assert step.moved <= MOVED[name] + 0.1
 
 
-@pytest.mark.parametrize("name", ["adafactor", "noisy_sgd", "sm3"])
+@pytest.mark.parametrize("name", ["adafactor", "sm3"])
 @pytest.mark.parametrize("spec", [P("d"), P(None, "d")], ids=["rows", "columns"])
 def test_eight_h200s_exchange_vectors_alone(name, spec):
     tx = lowbit_optax.lowbit(INNERS[name])
@@ -66,9 +65,8 @@ def test_eight_h200s_exchange_vectors_alone(name, spec):
 
 
 def test_a_format_that_packs_nothing_is_left_to_xla():
-    # One pass stores it, in which what it is computed from is not stored.
-    tx = lowbit_optax.lowbit(INNERS["noisy_sgd"], weights=lowbit_optax.kahan())
+    tx = lowbit_optax.lowbit(INNERS["adafactor"], weights=lowbit_optax.kahan())
     step = lower_step(tx, ONE)
     assert step.fused_launches == 0
-    assert step.moved <= 10.1
-    assert step.temporary < 0.01
+    assert step.moved <= 30.1
+    assert step.temporary <= 4.1

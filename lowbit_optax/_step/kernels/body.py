@@ -16,7 +16,7 @@ import numpy as np
 from lowbit_optax._jaxprs.leaf_program import Program, Ref, decode_scalar, scalar_value
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.landing import Landing
-from lowbit_optax._numerics.random_bits import RandomBits, moment_draws, row_major
+from lowbit_optax._numerics.random_bits import RandomBits, moment_draws
 from lowbit_optax._numerics.relative import product_by, quotient
 from lowbit_optax._numerics.straight_through import straight_through
 from lowbit_optax._step.error_feedback import ahead_of, fed
@@ -41,14 +41,11 @@ class LeafBody:
       program: from (gradient, master, moments) to (result, moments), in float32. The
         result, which is output 0, is the updated master. It is the update instead if
         the weight format adds updates by itself, or if a float32 leaf's update is asked
-        for. After the moments it reads what is computed outside, and the indices.
+        for. After the moments it reads what is computed outside.
       weight, moments: how they are stored.
       landing: how the new parameter takes the old one's place.
-      is_guarded: whether the first scalar after the keys is the factor by which a guard
-        multiplies the gradients.
-      when: column of the scalar that tells whether the step happens; None if it does.
-      outside: how many arrays the program reads that are computed outside.
-      reads_index: whether the program reads the row-major indices of elements.
+      is_guarded: whether the first scalars after the keys are those of a guard: the
+        factor of the gradients, and whether the step happens.
       from_stored: the program of the result alone, if the result is computed from the
         rounded moments that are stored. Its rows are these moments, decoded, and then
         the rows of ``program``, whose output 0 is not used.
@@ -66,13 +63,15 @@ class LeafBody:
     moments: tuple[MomentRows, ...]
     landing: Landing
     is_guarded: bool = False
-    when: int | None = None
     phase: Ref | None = None
     takes_error: int | None = None
-    outside: int = 0
-    reads_index: bool = False
     from_stored: Program | None = None
     is_differentiable: bool = False
+
+    @property
+    def when(self) -> int | None:
+        """Column of the scalar that tells whether the step happens; None if it does."""
+        return KEYS + 1 if self.is_guarded else None
 
     @property
     def differentiable(self) -> "LeafBody":
@@ -182,13 +181,13 @@ class LeafBody:
             wanted |= {0, *self._of_feedback}
         if self.from_stored is not None and 0 in wanted:
             wanted |= set(range(len(self._rows)))
-        opened = self._opened(values, scalars, index, multiply_add, before)
+        opened = self._opened(values, scalars, multiply_add, before)
         new = self._new(sorted(wanted), opened, scalars, multiply_add)
         random = RandomBits(scalars[0], scalars[1], index)
         if takes_error:
             self._feed(new, opened[0], opened[1], random, multiply_add)
         if self.from_stored is not None and 0 in wanted:
-            self._encoded(new, opened, values, scalars, random, multiply_add, after)
+            self._encoded(new, opened, scalars, random, multiply_add, after)
         return [
             key
             for n, rows in scaled.items()
@@ -203,9 +202,8 @@ class LeafBody:
         maxima, olds, scales = list(maxima), self._by_number(block_values), {}
         for n, rows in self._by_maxima.items():
             if maxima:
-                new = rows.scale_of(maxima[: rows.maxima], olds[n])
+                scales[n] = rows.scale_of(maxima[: rows.maxima], olds[n])
                 del maxima[: rows.maxima]
-                scales[n] = _unless(rows.unchanged_if, new, olds[n], scalars)
         prepared = tuple(
             self._scaled[n].prepare(scales[n]) if n in scales else None for n in olds
         )
@@ -213,7 +211,7 @@ class LeafBody:
 
     def __call__(self, values, scalars, index, multiply_add, before=(), after=()):
         """The new parameter, residual and moments."""
-        opened = self._opened(values, scalars, index, multiply_add, before)
+        opened = self._opened(values, scalars, multiply_add, before)
         param, residual, _ = opened
         outputs = range(len(self.program.outputs))
         new = self._new(outputs, opened, scalars, multiply_add)
@@ -227,22 +225,12 @@ class LeafBody:
 
         # Kernels may use more registers in another order.
         first = stored_weight() if self.from_stored is None else None
-        moments = self._encoded(
-            new, opened, values, scalars, random, multiply_add, after
-        )
+        moments = self._encoded(new, opened, scalars, random, multiply_add, after)
         result, new_residual = first or stored_weight()
-        unchanged = param
-        if self.weight.passes_through and not self.landing.is_direct:
-            unchanged = jnp.full(result.shape, -0.0, result.dtype)  # it is the update
-        condition = self.weight.unchanged_if
-        results: list = [_unless(condition, result, unchanged, scalars)]
-        if self.weight.has_residual:
-            results.append(_unless(condition, new_residual, residual, scalars))
-        return results + moments
+        residuals = [new_residual] if self.weight.has_residual else []
+        return [result, *residuals, *moments]
 
-    def _encoded(
-        self, new: dict, opened, values, scalars, random, multiply_add, after
-    ) -> list:
+    def _encoded(self, new: dict, opened, scalars, random, multiply_add, after) -> list:
         """The new moments in their stored form.
 
         With ``from_stored`` it also adds the result to ``new``, as output 0.
@@ -250,13 +238,11 @@ class LeafBody:
         prepared = self._by_number(after or ())
         phase = self.phase and scalar_value(self.phase, scalars[KEYS:])
         draws = moment_draws(random, self.weight.words_read, phase)
-        old = values[len(values) - len(self.moments) - self.outside :]
         stored = []
-        for n, (rows, x) in enumerate(zip(self.moments, old, strict=False), 1):
+        for n, rows in enumerate(self.moments, 1):
             moment = _quotient(rows, new, n), prepared.get(n)
             encode = functools.partial(rows.encoded, multiply_add=multiply_add)
-            fields = self._rounding(rows, encode)(*moment, draws)
-            stored.append(_unless(rows.unchanged_if, fields, x, scalars))
+            stored.append(self._rounding(rows, encode)(*moment, draws))
         if self.from_stored is not None:
             decoded = self._decoded(stored, prepared, multiply_add)
             rows = [*decoded, *opened[2]]
@@ -293,14 +279,12 @@ class LeafBody:
         """Values per block by output, as far as they are known."""
         return dict(zip(self._scaled, per_scale, strict=False))
 
-    def _opened(self, values, scalars, index, multiply_add, before) -> tuple:
+    def _opened(self, values, scalars, multiply_add, before) -> tuple:
         """``(param, residual, rows of the program)``."""
         grad, param, *rest = values
         residual = rest.pop(0) if self.weight.has_residual else None
         prepared = self._by_number(before)
         rest, outside = rest[: len(self.moments)], rest[len(self.moments) :]
-        if self.reads_index:
-            outside.append(row_major(param.shape) if index is None else index)
         # First: in another order LPMM's kernel takes more registers.
         moments = self._decoded(rest, prepared, multiply_add)
         is_wide = not (is_narrow(grad.dtype) or is_narrow(param.dtype))
@@ -383,11 +367,3 @@ def _read_only(array: jax.Array, shape: tuple[int, ...]) -> Operand:
     """An operand of a leaf's shape, or with one element along some axes."""
     lengths = enumerate(zip(array.shape, shape, strict=True))
     return Operand(array, repeated=tuple(axis for axis, (n, m) in lengths if n != m))
-
-
-def _unless(condition: Ref | None, new, old, scalars):
-    """The new array, or the old one if a condition says that it stays."""
-    if condition is None:
-        return new
-    is_unchanged = scalar_value(condition, scalars[KEYS:])
-    return jnp.where(jnp.broadcast_to(is_unchanged, new.shape), old, new)

@@ -18,8 +18,7 @@ from jax import lax
 from lowbit_optax._jaxprs import elementwise
 from lowbit_optax._jaxprs.elementwise import NotElementwise, Scalars
 from lowbit_optax._jaxprs.graph import Node, constant, made_of
-from lowbit_optax._jaxprs.leaf_program import Ref
-from lowbit_optax._jaxprs.outside import completed
+from lowbit_optax._jaxprs.outside import arrays_from_outside
 from lowbit_optax._step.inner_update import InnerUpdate
 from lowbit_optax._step.kernels.body import KEYS, LeafBody
 from lowbit_optax._step.kernels.limits import (
@@ -142,10 +141,9 @@ def plan_kernels(
         blocks.
     """
     scalars = Scalars(traced.graph)
-    guard = list(map(constant, traced.step.guard.scalars))
-    for node in guard:
-        scalars.ref(node)
-    planner = _Planner(traced, scalars, guard[1:], is_exact, for_tpus)
+    for scalar in traced.step.guard.scalars:
+        scalars.ref(constant(scalar))
+    planner = _Planner(traced, scalars, is_exact, for_tpus)
     kernels: dict[int, LeafKernel] = {}
     reasons: dict[int, str] = {}
     for i in range(len(traced.step.leaves)):
@@ -192,13 +190,11 @@ class _Planner:
     Args:
       traced: the inner update.
       scalars: the table to which the scalars of a leaf are added.
-      proceeds: the scalar that tells whether a guarded step happens, if it is guarded.
       is_exact, for_tpus: as for :func:`plan_kernels`.
     """
 
     traced: InnerUpdate
     scalars: Scalars
-    proceeds: list[Node]
     is_exact: bool
     for_tpus: bool
 
@@ -214,18 +210,16 @@ class _Planner:
             raise NotElementwise(f"its update is {update.aval.dtype}")
         adds = step.landing.is_direct if leaf.format is None else leaf.format.stores_sum
         result = graph.apply(lax.add, nodes.masters[i], update) if adds else update
-        parts = self._parts_of(i)
-        try:
-            return self._kernel(i, weight, self._rows_of(i, result, parts))
-        except NotElementwise:
-            # What is not packed XLA stores in one pass with what it is computed from.
-            if not weight.is_packed or self.is_exact or self.for_tpus:
-                raise
-        return self._kernel(i, weight, self._completed(i, result, parts))
+        rows = self._rows_of(i, result)
+        # Kernels of leaves that are not packed cannot repeat rows and columns.
+        if weight.is_packed and not (self.is_exact or self.for_tpus):
+            rows = self._with_outside(i, rows)
+        return self._kernel(i, weight, rows)
 
-    def _rows_of(self, i: int, result: Node, parts: tuple[int, ...]) -> "_Rows":
+    def _rows_of(self, i: int, result: Node) -> "_Rows":
         """The results of a leaf from its own rows: gradient, master and moments."""
         nodes, feedback = self.traced.nodes, self.traced.feedback[i]
+        parts = self._parts_of(i)
         own = [nodes.grads[i], nodes.masters[i], *(nodes.state[s] for s in parts)]
         outputs = [result, *(nodes.new_state[s] for s in parts)]
         for node in outputs:
@@ -236,41 +230,19 @@ class _Planner:
             outputs += feedback[1:]
         return _Rows(parts, own, outputs)
 
-    def _completed(self, i: int, result: Node, parts: tuple[int, ...]) -> "_Rows":
-        """The results of a leaf from its own rows and from arrays that XLA computes.
-
-        A float32 moment that XLA computes on its way to these is left to it.
-        """
-        nodes, storage = self.traced.nodes, self.traced.step.plan.storage
-        rows = self._rows_of(i, result, parts)
-        if any(s in self.traced.stored_first for s in parts):
+    def _with_outside(self, i: int, rows: "_Rows") -> "_Rows":
+        """The same results, also from arrays that XLA computes, if there are any."""
+        outside = tuple(arrays_from_outside(rows.outputs, rows.inputs))
+        if outside and any(s in self.traced.stored_first for s in rows.parts):
             raise NotElementwise("its moments are stored before its update is computed")
-        found = completed(rows.outputs, rows.inputs, self.scalars.graph)
-        computed = frozenset(made_of(x.stored for x in found.outside))
-        left = {
-            s for s in parts if storage[s] is None and nodes.new_state[s] in computed
-        }
-        if left:
-            kept = tuple(s for s in parts if s not in left)
-            rows = self._rows_of(i, result, kept)
-            written = [nodes.new_state[s] for s in left]
-            found = completed(rows.outputs, rows.inputs, self.scalars.graph, written)
-        step = self.traced.step
-        if needs_loop(step.leaves[i].param.shape) and found.outside:
+        if outside and needs_loop(self.traced.step.leaves[i].param.shape):
             raise NotElementwise("it has too many elements for arrays from outside")
-        inputs = [*rows.inputs, *(x.node for x in found.outside)]
-        if found.index is not None:
-            if step.layer is not None:
-                raise NotElementwise("its random bits are those of a layer")
-            inputs.append(found.index)
-        arrays = tuple(x.stored for x in found.outside)
-        return _Rows(rows.parts, inputs, found.outputs, arrays)
+        return rows._replace(inputs=[*rows.inputs, *outside], outside=outside)
 
     def _kernel(self, i: int, weight: WeightRows, rows: "_Rows") -> LeafKernel:
         """The kernel of a leaf whose results are elementwise in these rows."""
         step, parts = self.traced.step, rows.parts
         leaf, feedback = step.leaves[i], self.traced.feedback[i]
-        when, stays = self._conditions(i, parts)
         program_of = functools.partial(
             elementwise.program_of,
             scalars=self.scalars,
@@ -285,20 +257,16 @@ class _Planner:
             from_stored = program_of(outputs[:1], [*moments, *rows.inputs])
             outputs = [rows.inputs[1], *outputs[1:]]
         program = program_of(outputs, rows.inputs)
-        moments = tuple(self._moments(i, parts, stays[1:]))
+        moments = tuple(self._moments(i, parts))
         is_even = any(x.has_scales and x.codec.rounds_evenly for x in moments)
-        known = 2 + len(parts) + len(rows.outside)
         body = LeafBody(
             program=program,
-            weight=dataclasses.replace(weight, unchanged_if=stays[0]),
+            weight=weight,
             moments=moments,
             landing=step.landing.of(leaf.param, leaf.grad),
             is_guarded=bool(step.guard.scalars),
-            when=when,
             phase=self.scalars.ref(self.phase) if is_even else None,
             takes_error=None if feedback is None else 1 + parts.index(feedback.part),
-            outside=len(rows.outside),
-            reads_index=len(rows.inputs) > known,
             from_stored=from_stored,
         )
         if not self.for_tpus:
@@ -313,20 +281,19 @@ class _Planner:
         """The phase of the step, one node for all leaves."""
         return constant(self.traced.step.phase)
 
-    def _moments(self, i: int, parts: tuple[int, ...], stays: list[Ref | None]):
+    def _moments(self, i: int, parts: tuple[int, ...]):
         """The moments of a leaf's body."""
         relative = self._relative.get(self.traced.step.leaves[i].name, {})
         if any((x in parts) != (second in parts) for x, second in relative.items()):
             raise NotElementwise(
                 "a moment is stored relative to one that its update does not read"
             )
-        for part, condition in zip(parts, stays, strict=True):
+        for part in parts:
             storage, second = self.traced.step.plan.storage[part], relative.get(part)
             yield MomentRows(
                 format=None if storage is None else storage.format,
                 number=0 if storage is None else storage.number,
                 relative_to=None if second is None else 1 + parts.index(second),
-                unchanged_if=condition,
             )
 
     @functools.cached_property
@@ -337,20 +304,6 @@ class _Planner:
             if storage is not None and storage.reference is not None:
                 found.setdefault(storage.leaf, {})[number] = storage.reference
         return found
-
-    def _conditions(self, i: int, parts) -> tuple[int | None, list[Ref | None]]:
-        """``when`` of a leaf's body, and when its weight and moments stay."""
-        proceeds, graph = self.proceeds, self.scalars.graph
-        of_parts = self.traced.part_unchanged_if
-        nodes = [self.traced.leaf_unchanged_if[i], *(of_parts[s] for s in parts)]
-        if nodes[0] is not None and len(set(nodes)) == 1:
-            # Then the kernel writes nothing, which costs no instructions.
-            proceeds = [*proceeds, graph.apply(lax.bitwise_not, nodes[0])]
-            nodes = [None] * len(nodes)
-        if len(proceeds) == 2:
-            proceeds = [graph.apply(lax.bitwise_and, *proceeds)]
-        when = [KEYS + self.scalars.ref(x).number for x in proceeds]
-        return when[0] if when else None, [x and self.scalars.ref(x) for x in nodes]
 
     def _parts_of(self, i: int) -> tuple[int, ...]:
         """The parts of the state that are moments of a leaf.
@@ -387,9 +340,9 @@ class _Rows(typing.NamedTuple):
 
     Args:
       parts: of the state, the leaf's moments.
-      inputs: gradient, master, moments, what is outside, and the indices if needed.
+      inputs: gradient, master, moments, and what is computed outside.
       outputs: the result, the moments, and what feedback needs.
-      outside: what is computed outside, as it is stored.
+      outside: what is computed outside.
     """
 
     parts: tuple[int, ...]

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import jax
 
-from lowbit_optax._jaxprs.leaf_program import Ref
 from lowbit_optax._numerics.codes import Code, MultiplyAdd, radicand
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._numerics.random_bits import Draws, RandomBits
@@ -26,15 +25,12 @@ class WeightRows:
       quantized: the functions of its fields, if the leaf is a QuantizedTensor.
       has_residual: whether a residual follows the parameter among the operands.
       words_read: as of :class:`.StoredLeaf`.
-      unchanged_if: the truth value that tells whether this step leaves it as it is
-        stored; None where no condition does.
     """
 
     format: WeightFormat | None
     quantized: QuantizedFields | None
     has_residual: bool
     words_read: tuple[int, int] | None
-    unchanged_if: Ref | None = None
 
     maxima: typing.ClassVar[int] = 1
     relative_to: typing.ClassVar[None] = None
@@ -124,7 +120,6 @@ class MomentRows:
       number: counts the moments of the leaf that have formats.
       relative_to: the output of the body that is the moment by whose root this one is
         divided; None if it is not divided.
-      unchanged_if: as of :class:`WeightRows`.
       factor: the constant by which the program expects it to be multiplied, which costs
         nothing in its scale's unit; None for none.
     """
@@ -132,7 +127,6 @@ class MomentRows:
     format: MomentFormat | None
     number: int = 0
     relative_to: int | None = None
-    unchanged_if: Ref | None = None
     factor: float | None = None
 
     @property

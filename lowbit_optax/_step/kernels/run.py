@@ -10,7 +10,6 @@ import typing
 
 from lowbit_optax._numerics.straight_through import straight_through
 from lowbit_optax._step.error_feedback import ahead_of, fed
-from lowbit_optax._step.guard import neutral_updates, unless_still
 from lowbit_optax._step.kernels.launches import Launches
 from lowbit_optax._step.kernels.plan import KernelPlan
 from lowbit_optax._step.step import Step, Stepped
@@ -39,7 +38,6 @@ class Kernels:
         written = {part for x in kernels.values() for part in x.parts}
         others = {i: x for i, x in enumerate(nodes.updates) if i not in kernels}
         rest = {i: x for i, x in enumerate(nodes.new_state) if i not in written}
-        leaf_if, part_if = traced.leaf_unchanged_if, traced.part_unchanged_if
         feedback = {
             i: x for i, x in enumerate(traced.feedback) if x is not None and i in others
         }
@@ -47,28 +45,25 @@ class Kernels:
         first = step.plan.stored_first & rest.keys()
         if not first:
             wanted += others.values()
-        wanted += [x for x in (*leaf_if, *(part_if[i] for i in rest)) if x is not None]
         wanted += [x for into in feedback.values() for x in into[1:]]
         values = traced.values(step, wanted)
         parts = {i: values[x] for i, x in rest.items()}
         if first:
             given = [parts.get(i) for i in range(len(nodes.new_state))]
-            stays = [values.get(x) for x in part_if]
             done = set(range(len(given))) - first
-            given = step.stored(given, stays, done)
+            given = step.plan.encode(given, step.draws, done)
             updates = traced.updates_from_stored(step, others, given, first)
             values |= zip(others.values(), updates, strict=True)
             parts |= {i: given[i] for i in first}
         results: list = [None] * len(step.leaves)
         residuals: list = [None] * len(step.leaves)
         for i, node in others.items():
-            arguments = i, values[node], values.get(leaf_if[i])
             if i not in feedback:
-                results[i], residuals[i], _ = step.landed(*arguments)
+                results[i], residuals[i], _ = step.landed(i, values[node])
                 continue
             part, *rates = feedback[i]
             rate, growth, reach = (values[x] for x in rates)
-            landed = step.landed(*arguments, ahead_of(parts[part], reach))
+            landed = step.landed(i, values[node], ahead_of(parts[part], reach))
             results[i], residuals[i], error = landed
             parts[part] = straight_through(fed)(parts[part], error, rate, growth)
         launches = Launches(
@@ -79,19 +74,13 @@ class Kernels:
         )
         for i, arrays in launches.run(plan.arrays(step, values)).items():
             leaf = step.leaves[i]
-            new, residuals[i], moments = kernels[i].body.stored(leaf, arrays)
-            if not step.landing.is_direct:
-                condition = values.get(leaf_if[i])
-                new = unless_still(condition, new, neutral_updates(new))
-            results[i] = new
+            results[i], residuals[i], moments = kernels[i].body.stored(leaf, arrays)
             parts |= zip(kernels[i].parts, moments, strict=True)
         draws = step.draws if any(step.plan.storage[i] for i in rest) else {}
         stored = [parts[i] for i in range(len(parts))]
         stored = step.plan.encode(stored, draws, written | first)
-        for i in rest:
-            condition = values.get(part_if[i])
-            if traced.keeps_structure:
-                stored[i] = unless_still(condition, stored[i], step.parts[i])
+        if traced.keeps_structure:
+            for i in rest:
                 stored[i] = step.guard.chosen(stored[i], step.parts[i])
         before = step.state.inner_state
         inner_state = step.plan.tree(traced.state_structure, stored, before)

@@ -109,7 +109,7 @@ def test_scales_of_blocks_are_the_same(shape, bits_):
     assert_same_bits(*both(shape, moments=block_quantized(bits_)))
 
 
-def test_a_skipped_step_writes_nothing():
+def test_a_step_that_is_skipped_inside_is_the_same():
     inner = optax.apply_if_finite(MOMENTUM, max_consecutive_errors=3)
 
     def advance(tx, params, state, grads):

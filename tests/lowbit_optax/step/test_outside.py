@@ -1,4 +1,4 @@
-"""Kernels of steps that are not elementwise give the numbers of XLA's steps."""
+"""Kernels that read what XLA has computed give the numbers of XLA's steps."""
 
 import functools
 
@@ -12,7 +12,6 @@ from optimizers import apply, gradient_series, spec_of
 
 import lowbit_optax
 from lowbit_optax import kahan
-from lowbit_optax._jaxprs.expansions import erf_inv
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -22,10 +21,8 @@ def by_means(axis):
 
     def update(updates, state, params=None):
         del params
-        repeated = lambda x: jax.lax.broadcast_in_dim(
-            jnp.mean(x, axis), x.shape, [n for n in range(x.ndim) if n != axis]
-        )
-        return jax.tree.map(lambda x: x * repeated(x), updates), state
+        scaled = lambda x: x * jnp.mean(x, axis, keepdims=True)
+        return jax.tree.map(scaled, updates), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
@@ -37,17 +34,18 @@ INNERS = {
     "factored": optax.adafactor(0.01, min_dim_size_to_factor=8),
     "factored, momentum": optax.adafactor(0.01, min_dim_size_to_factor=8, momentum=0.9),
     "matrices": optax.contrib.muon(0.01),
-    "noise": optax.noisy_sgd(0.01, key=0),
     "sums": optax.sm3(0.01),
 }
-# Muon transposes a matrix that is high, and the loop over a wide one ends in a kernel.
-SHAPES = [(100, 72), (72, 100), (3, 40, 48)]
+# Muon transposes a matrix that is high. Norms of a vector have one element.
+SHAPES = [(100, 72), (72, 100), (3, 40, 48), (4100,)]
 ADVANCES = {"step": lowbit_optax.step, "update": apply}
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
 @pytest.mark.parametrize("name", INNERS)
 def test_a_kernel_reads_what_xla_has_computed(name, shape):
+    if name == "means of rows" and len(shape) == 1:
+        pytest.skip("a vector has no second axis")
     params = {"kernel": normal(shape, jnp.bfloat16)}
     advance = ADVANCES["update" if len(shape) == 3 else "step"]
     make = functools.partial(lowbit_optax.lowbit, INNERS[name])
@@ -57,8 +55,6 @@ def test_a_kernel_reads_what_xla_has_computed(name, shape):
     )
     assert spec_of(got) == spec_of(want)
     for own, other in zip(*map(jax.tree.leaves, (got, want)), strict=True):
-        if jnp.issubdtype(own.dtype, jax.dtypes.prng_key):
-            own, other = jax.random.key_data(own), jax.random.key_data(other)
         # Products may be contracted with sums.
         if own.dtype == jnp.float32:
             np.testing.assert_allclose(own, other, rtol=2**-18, atol=2**-22)
@@ -66,7 +62,7 @@ def test_a_kernel_reads_what_xla_has_computed(name, shape):
             assert np.mean(np.asarray(own) != np.asarray(other)) <= 0.02
 
 
-@pytest.mark.parametrize("name", ["factored", "noise"])
+@pytest.mark.parametrize("name", ["factored", "sums"])
 @pytest.mark.parametrize(
     "spec", [jax.P("x"), jax.P(None, "x")], ids=["rows", "columns"]
 )
@@ -80,10 +76,10 @@ def test_kernels_on_shards_read_their_parts(name, spec):
     (got, _) = trained("pallas", params, series, make=make)
     # Sums over devices are in another order.
     differ = np.asarray(got["kernel"]) != np.asarray(want["kernel"])
-    assert np.mean(differ) <= (0.01 if name == "factored" else 0)
+    assert np.mean(differ) <= 0.01
 
 
-@pytest.mark.parametrize("name", ["noise", "factored"])
+@pytest.mark.parametrize("name", ["matrices", "factored"])
 def test_without_packed_fields_there_is_no_such_kernel(name):
     params = {"kernel": normal((100, 72), jnp.bfloat16)}
     with pytest.raises(ValueError, match="is not elementwise"):
@@ -96,7 +92,8 @@ def test_without_packed_fields_there_is_no_such_kernel(name):
         )
 
 
-def test_the_inverse_error_function_is_xlas():
-    x = jnp.linspace(-1, 1, 2001, dtype=jnp.float32)
-    want = np.asarray(jax.lax.erf_inv(x))
-    np.testing.assert_allclose(np.asarray(jax.jit(erf_inv)(x)), want, rtol=2**-21)
+def test_random_numbers_are_xlas_and_so_is_the_update():
+    params = {"kernel": normal((100, 72), jnp.bfloat16)}
+    inner = optax.noisy_sgd(0.01, key=0)
+    with pytest.raises(ValueError, match=r"erf_inv .* is not elementwise"):
+        trained("pallas", params, gradient_series(params, 1), inner=inner)
