@@ -10,23 +10,8 @@ whatever they depend on: a schedule, a count, the global norm of all gradients.
 share one traced kernel. If there is none, it raises :class:`NotElementwise` with the
 reason.
 
-Adam divides both of its averages by ``1 - b^t``:
-
-    u  = (m / c1) / (sqrt(v / c2) + eps)
-    w' = w - eta (u + d w)
-
-In a kernel that is two products per element more than with the factors taken out:
-
-    q  = m / (sqrt(v) + eps sqrt(c2)),    S = sqrt(c2) / c1
-    w' = w - (eta S) (q + (d / S) w)
-
-``S`` and the other factors are scalars, computed once per leaf. The averages must be
-divided by scalars, not multiplied: c1 and c2 are then not infinite, so that S is not 0
-and may be divided by.
-
-A scalar over an array is not computed where only quotients and products with scalars
-read it: ``s / (f / x)`` is ``(s / f) x``, and ``(f / x) / (g / y)`` is ``(f / g) (y /
-x)``.
+In a kernel, a division by a scalar is a product with its inverse, which is computed once
+per leaf, and a product and a sum are one operation that rounds once.
 """
 
 import collections
@@ -44,13 +29,11 @@ from lowbit_optax._jaxprs.graph import (
     Node,
     constant,
     is_constant_number,
-    is_zero,
     made_of,
     primitive_of,
     without_zero,
 )
 from lowbit_optax._jaxprs.leaf_program import MULTIPLY_ADD, Operation, Program, Ref
-from lowbit_optax._jaxprs.scalar_factors import corrected_quotient, times_scalar
 
 ELEMENTWISE = frozenset(
     {
@@ -123,7 +106,6 @@ def program_of(
     inputs: Sequence[Node],
     scalars: Scalars,
     *,
-    takes_factors_out: bool = True,
     is_exact: bool = False,
 ) -> Program:
     """The program that computes a leaf's results from its own rows.
@@ -134,7 +116,6 @@ def program_of(
         The first has the leaf's shape; others may have one element along some axes,
         and their rows repeat it.
       scalars: the table to enter scalars in.
-      takes_factors_out: whether scalar factors of quotients are taken out.
       is_exact: whether every operation stays as it is, so that the results are those of
         the graph bit for bit.
 
@@ -142,15 +123,16 @@ def program_of(
       NotElementwise: if they need more than these rows and scalars.
     """
     between = _between(outputs, inputs)
-    uses, candidates = _uses(outputs, between), Scalars(scalars.graph)
-    builder = _ProgramBuilder(inputs, uses, candidates, takes_factors_out, is_exact)
+    uses = collections.Counter([*outputs, *(x for c in between for x in c.inputs)])
+    candidates = Scalars(scalars.graph)
+    builder = _ProgramBuilder(inputs, uses, candidates, is_exact)
     for call in between:
         builder.add(call)
-    results = tuple(map(builder.ref, outputs))  # which may append operations
+    results = tuple(map(builder.ref, outputs))
     program = Program(len(inputs), tuple(builder.operations), results)
     program = program.without_dead_operations()
-    # Divisors that a factor replaced are read by dead operations only. They take no
-    # place in the table: a TPU gives each 16 KiB.
+    # Scalars that only dead operations read take no place in the table: a TPU gives
+    # each 16 KiB.
     nodes = candidates.nodes
     return program.reading({x: scalars.ref(nodes[x.number]) for x in program.scalars})
 
@@ -161,131 +143,34 @@ class _ProgramBuilder:
 
     Args:
       inputs: the nodes that are the given rows.
-      uses: by node, how often the program reads it; all divisions count as one.
+      uses: by node, how often the program reads it.
       scalars: the table to enter scalars in.
-      takes_factors_out, is_exact: as for :func:`program_of`.
+      is_exact: as for :func:`program_of`.
     """
 
     inputs: Sequence[Node]
     uses: Mapping[Node, int]
     scalars: Scalars
-    takes_factors_out: bool
     is_exact: bool
 
     def __post_init__(self):
         self.operations: list[Operation] = []
-        self._apply = self.scalars.graph.apply
         self._rows = {node: Ref("row", i) for i, node in enumerate(self.inputs)}
-        # By node, a row and the scalar that it is to be multiplied by.
-        self._scaled: dict[Node, tuple[Ref, Node]] = {}
-        # By node, a row and the scalar that it is to divide.
-        self._inverse: dict[Node, tuple[Ref, Node]] = {}
-        self._divisors: dict[Node, Ref] = {}
 
     def ref(self, node: Node) -> Ref:
         """Where the program finds a value: a row, or a scalar of the table."""
-        if node.is_scalar:
-            return self.scalars.ref(node)
-        if node in self._rows:
-            return self._rows[node]
-        if node in self._scaled:
-            row, factor = self._scaled[node]
-            self._rows[node] = self._append(lax.mul, row, self.ref(factor))
-        else:
-            row, factor = self._inverse[node]
-            self._rows[node] = self._append(lax.div, self.ref(factor), row)
-        return self._rows[node]
+        return self.scalars.ref(node) if node.is_scalar else self._rows[node]
 
     def add(self, call: Call) -> None:
         """Append a call, in the cheapest form unless it must be exact."""
         (node,) = call.outputs
         if call.primitive in _ONE_TO_ONE or call.primitive is p.broadcast_in_dim_p:
             self._rows[node] = self.ref(call.inputs[0])
-        elif self.is_exact:
-            self._rows[node] = self._as_it_is(call)
-        else:
-            self._add_cheapest(node, call)
-
-    def _add_cheapest(self, node: Node, call: Call) -> None:
-        """Append a call as a row, or as a row and a scalar that :meth:`ref` applies."""
-        scaled = self._quotient(call) or self._scaled_sum(call)
-        if scaled is not None:
-            self._scaled[node] = scaled
             return
-        inverse = self._over_row(call)
-        if inverse is not None:
-            self._inverse[node] = inverse
-            return
-        self._rows[node] = self._cheaper(call) or self._as_it_is(call)
-
-    def _as_it_is(self, call: Call) -> Ref:
-        operands = map(self.ref, call.inputs)
-        return self._append_call(call.primitive, call.params, *operands)
-
-    def _quotient(self, call: Call) -> tuple[Ref, Node] | None:
-        """A quotient as a row and its scalar factor."""
-        if call.primitive is not p.div_p or not self.takes_factors_out:
-            return None
-        numerator, divisor = call.inputs
-        if divisor in self._inverse:
-            row, factor = self._inverse[divisor]
-            if numerator.is_scalar:
-                return row, self._apply(lax.div, numerator, factor)
-            if numerator in self._inverse:
-                other, share = self._inverse[numerator]
-                quotient = self._append(lax.div, row, other)
-                return quotient, self._apply(lax.div, share, factor)
-        found = corrected_quotient(call, self.uses)
-        if found is None or numerator.is_scalar:
-            return None
-        mean, mean_divisor, corrected = found
-        row, factor = self._divisor(divisor, *corrected)
-        if mean_divisor is not None:
-            factor = self._apply(lax.div, factor, mean_divisor)
-        return self._append(lax.div, self.ref(mean), row), factor
-
-    def _over_row(self, call: Call) -> tuple[Ref, Node] | None:
-        """A scalar over an array, or a scalar times that, as a row and the scalar."""
-        if not self.takes_factors_out or call.outputs[0].aval.dtype != jnp.float32:
-            return None
-        product = times_scalar(call.outputs[0])
-        if product is not None and product[0] in self._inverse:
-            row, factor = self._inverse[product[0]]
-            return row, self._apply(lax.mul, factor, product[1])
-        if call.primitive is not p.div_p or not call.inputs[0].is_scalar:
-            return None
-        numerator, divisor = call.inputs
-        found = corrected_quotient(call, self.uses)
-        if found is None:
-            return self.ref(divisor), numerator
-        row, factor = self._divisor(divisor, *found[2])
-        return row, self._apply(lax.mul, numerator, factor)
-
-    def _divisor(
-        self, node: Node, square: Node, square_divisor: Node, eps: Node | None
-    ) -> tuple[Ref, Node]:
-        """A divisor ``sqrt(v / c2) + eps`` as a row to divide by, and a factor."""
-        root = self._apply(lax.sqrt, square_divisor)
-        if node not in self._divisors:
-            row = self._append(lax.sqrt, self.ref(square))
-            if eps is not None and not is_zero(eps):
-                scaled_eps = self.ref(self._apply(lax.mul, eps, root))
-                row = self._append(lax.add, row, scaled_eps)
-            self._divisors[node] = row
-        return self._divisors[node], root
-
-    def _scaled_sum(self, call: Call) -> tuple[Ref, Node] | None:
-        """``f q + d w`` with scalars f and d, as the row ``q + (d / f) w`` and f."""
-        if call.primitive is not p.add_p:
-            return None
-        for node, other in (call.inputs, call.inputs[::-1]):
-            product = times_scalar(other)
-            if node in self._scaled and product is not None and self.uses[other] == 1:
-                row, factor = self._scaled[node]
-                share = self._apply(lax.div, product[1], factor)
-                operands = self.ref(product[0]), self.ref(share), row
-                return self._append_call(MULTIPLY_ADD, {}, *operands), factor
-        return None
+        cheaper = None if self.is_exact else self._cheaper(call)
+        self._rows[node] = cheaper or self._append_call(
+            call.primitive, call.params, *map(self.ref, call.inputs)
+        )
 
     def _cheaper(self, call: Call) -> Ref | None:
         """The row of a call by other operations than its own; None for most."""
@@ -293,14 +178,9 @@ class _ProgramBuilder:
         dtype = call.outputs[0].aval.dtype
         is_float = jnp.issubdtype(dtype, jnp.floating)
         if primitive is p.div_p and is_float and operands[1].is_scalar:
-            # One division per leaf, not one per element.
-            inverse = self._apply(lax.div, constant(dtype.type(1)), operands[1])
+            one = constant(dtype.type(1))
+            inverse = self.scalars.graph.apply(lax.div, one, operands[1])
             return self._append(lax.mul, self.ref(operands[0]), self.ref(inverse))
-        product = times_scalar(call.outputs[0])
-        if product is not None and product[0] in self._scaled:
-            row, factor = self._scaled[product[0]]
-            factor = self._apply(lax.mul, factor, product[1])
-            return self._append(lax.mul, row, self.ref(factor))
         term = without_zero(call)
         if term is not None:
             return self.ref(term)
@@ -348,23 +228,6 @@ def _between(outputs: Sequence[Node], inputs: Sequence[Node]) -> list[Call]:
         _check_elementwise(node, node.call, inputs[0].aval.shape)
         calls.append(node.call)
     return sorted(calls, key=lambda call: call.number)
-
-
-def _uses(outputs: Sequence[Node], calls: Sequence[Call]) -> Mapping[Node, int]:
-    """By node, how often the results and the calls read it.
-
-    Divisors count once, however often they divide.
-    """
-    uses, divisors = collections.Counter(outputs), set()
-    for call in calls:
-        if call.primitive is p.div_p:
-            numerator, divisor = call.inputs
-            uses[numerator] += 1
-            divisors.add(divisor)
-        else:
-            uses.update(call.inputs)
-    uses.update(divisors)
-    return uses
 
 
 def _check_elementwise(node: Node, call: Call, shape: tuple[int, ...]) -> None:

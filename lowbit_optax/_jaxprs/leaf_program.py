@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import primitives as p
 
 from lowbit_optax._jaxprs.graph import varying_alike
 
@@ -129,35 +128,6 @@ class Program:
         operations = tuple(self.operations[i] for i in alive)
         program = dataclasses.replace(self, operations=operations)
         return program.reading({rows[i]: rows[n] for n, i in enumerate(alive)})
-
-    def without_factor(self, row: int) -> "tuple[Program, float] | None":
-        """The program of which the caller multiplies an input by a constant.
-
-        Returns:
-          The program without the products, and the constant, in (0, 1]. None if
-          anything but products with one such constant reads the input.
-        """
-        read = Ref("row", row)
-        products = {
-            Ref("row", self.inputs + i): operation
-            for i, operation in enumerate(self.operations)
-            if read in operation.inputs
-        }
-        factors = {_constant_factor(x, read) for x in products.values()}
-        if len(factors) != 1 or None in factors or read in self.outputs:
-            return None
-        program = self.reading(dict.fromkeys(products, read))
-        return program.without_dead_operations(), typing.cast(float, factors.pop())
-
-
-def _constant_factor(operation: Operation, read: Ref) -> float | None:
-    if operation.primitive is not p.mul_p:
-        return None
-    for one, other in (operation.inputs, operation.inputs[::-1]):
-        if one == read and other.kind == "constant" and other.dtype == np.float32:
-            factor = np.frombuffer(other.value, np.float32)[0].item()
-            return factor if 0 < factor <= 1 else None
-    return None
 
 
 def encode_scalars(values: Sequence[jax.Array]) -> jax.Array:

@@ -149,10 +149,6 @@ class Code:
         """What :meth:`encode_fields` and :meth:`decode_fields` take for a scale."""
         raise NotImplementedError
 
-    def times(self, prepared: Prepared, factor: float) -> Prepared:
-        """With this, :meth:`decode_fields` gives values times a positive factor."""
-        raise NotImplementedError
-
     def encode_fields(
         self,
         x: jax.Array,

@@ -91,10 +91,6 @@ class InUnits(Code):
             return unit, float_of(jnp.uint32(0x7F000000) - as_fields(unit))
         return unit, jnp.float32(1) / unit
 
-    def times(self, prepared, factor):
-        unit, inverse = prepared
-        return unit * jnp.float32(factor), inverse
-
     def _infinite(self, fields: jax.Array, number: jax.Array) -> jax.Array:
         """The numbers, and infinity where an unsigned field stands for it."""
         is_infinite = fields == jnp.uint32(self.infinity_field)

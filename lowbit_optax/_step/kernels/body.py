@@ -78,21 +78,6 @@ class LeafBody:
         """The same with derivatives, for XLA; see :mod:`.straight_through`."""
         return dataclasses.replace(self, is_differentiable=True)
 
-    def with_factors(self) -> "LeafBody":
-        """The same, with constant factors of moments moved into their units."""
-        program, moments = self.program, list(self.moments)
-        references = {x.relative_to for x in moments}
-        for number in self._scaled:
-            if number in (0, *references):
-                continue
-            moment = moments[number - 1]
-            # The program's rows are the gradient, the master and the moments.
-            found = program.without_factor(number + 1)
-            if moment.codec.is_linear_in_units and found is not None:
-                program, factor = found
-                moments[number - 1] = dataclasses.replace(moment, factor=factor)
-        return dataclasses.replace(self, program=program, moments=tuple(moments))
-
     def arrays(self, leaf: StoredLeaf, parts: Sequence, outside: Sequence = ()) -> Leaf:
         """What a kernel reads and writes of a leaf, whose moments are these parts.
 
@@ -340,14 +325,11 @@ class LeafBody:
         return straight_through(function, *tangent) if has_rule else function
 
     def _decoded(self, stored: Sequence, prepared: dict, multiply_add) -> list:
-        """All moments in float32, times their factors, from what is stored."""
+        """All moments in float32, from what is stored."""
         decoded = []
         for n, (moment, x) in enumerate(zip(self.moments, stored, strict=True), 1):
-            scales = prepared.get(n)
-            if moment.factor is not None:
-                scales = moment.codec.times(prepared[n], moment.factor)
             decode = functools.partial(moment.decoded, multiply_add=multiply_add)
-            decoded.append(self._rounding(moment, decode)(x, scales))
+            decoded.append(self._rounding(moment, decode)(x, prepared.get(n)))
         for n, moment in enumerate(self.moments):
             number = moment.relative_to
             if number is not None:

@@ -135,8 +135,7 @@ def plan_kernels(
 
     Args:
       traced: the inner update.
-      is_exact: whether bodies compute what the reference does bit for bit. Else they
-        take scalar factors out.
+      is_exact: whether bodies compute what the reference does bit for bit.
       for_tpus: whether kernels for TPUs alone will run, which take any fields with any
         blocks.
     """
@@ -246,9 +245,6 @@ class _Planner:
         program_of = functools.partial(
             elementwise.program_of,
             scalars=self.scalars,
-            # The kernels of float16 leaves are twice as long. They would save 2% of
-            # their instructions and take 18% more registers.
-            takes_factors_out=leaf.param.dtype != jnp.float16,
             is_exact=self.is_exact,
         )
         outputs, from_stored = rows.outputs, None
@@ -271,9 +267,6 @@ class _Planner:
         )
         if not self.for_tpus:
             check_fields(body.arrays(leaf, [step.parts[s] for s in parts]))
-        # Moments that are decoded twice would need units with and without factors.
-        if not self.is_exact and from_stored is None:
-            body = body.with_factors()
         return LeafKernel(body, parts, rows.outside)
 
     @functools.cached_property

@@ -120,14 +120,11 @@ class MomentRows:
       number: counts the moments of the leaf that have formats.
       relative_to: the output of the body that is the moment by whose root this one is
         divided; None if it is not divided.
-      factor: the constant by which the program expects it to be multiplied, which costs
-        nothing in its scale's unit; None for none.
     """
 
     format: MomentFormat | None
     number: int = 0
     relative_to: int | None = None
-    factor: float | None = None
 
     @property
     def has_scales(self) -> bool:
