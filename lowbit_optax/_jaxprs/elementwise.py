@@ -10,8 +10,8 @@ whatever they depend on: a schedule, a count, the global norm of all gradients.
 share one traced kernel. If there is none, it raises :class:`NotElementwise` with the
 reason.
 
-In a kernel, a division by a scalar is a product with its inverse, which is computed once
-per leaf, and a product and a sum are one operation that rounds once.
+In a kernel, a division by a scalar is a product with its inverse, which is computed
+once per leaf, and a product and a sum are one operation that rounds once.
 """
 
 import collections

@@ -90,7 +90,7 @@ class Code:
     """Of how many keys per element a block's scale needs the maxima."""
 
     is_linear_in_units: typing.ClassVar[bool] = False
-    """Whether values are numbers times the unit, so that ``times`` is there."""
+    """Whether values are numbers times the unit of a block."""
 
     @property
     def largest_field(self) -> int:

@@ -95,16 +95,6 @@ def test_fields_stand_for_increasing_numbers(code):
 
 
 @each_code
-def test_a_factor_in_the_unit_multiplies_all_values(code):
-    if not code.is_linear_in_units:
-        pytest.skip("its fields are sums with the block's base")
-    fields = jnp.arange(2**code.bits, dtype=jnp.uint32)
-    _, ready = prepared(code, 3.3)
-    half = code.decode_fields(fields, code.times(ready, 0.5))
-    np.testing.assert_array_equal(half, 0.5 * code.decode_fields(fields, ready))
-
-
-@each_code
 def test_signed_codes_are_symmetric_and_zero_is_a_code(code):
     if isinstance(code, Float):
         pytest.skip("its smallest value is the base")
