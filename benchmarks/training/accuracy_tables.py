@@ -71,13 +71,12 @@ def train(rows: list[str], rest: list[str], output: pathlib.Path) -> list[dict]:
         for row, args in parsed.items():
             dataset = flags.load(args)
             result = cifar_optimizers.train(args, dataset, args.optimizer, seed)
-            names = cifar_optimizers.SETTINGS
             runs.append(
                 {
                     "row": row,
                     "label": result.label,
                     "seed": seed,
-                    "settings": flags.settings(args, dataset, *names),
+                    "settings": flags.settings(args, dataset),
                     "bytes_per_parameter": result.bytes_per_parameter,
                     "test_accuracy": result.test_accuracy,
                     "train_loss": result.train_loss,

@@ -33,7 +33,6 @@ NEEDS = ("flax", "matplotlib", "sklearn", "tqdm")
 LEARNING_RATE = {"sgd": 0.1, "adamw": 1e-3}
 WEIGHT_DECAY = {"sgd": 5e-4, "adamw": 0.05}
 DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
-SETTINGS = ("width", "bits", "rounding", "microbatches", "dtype", "compute_dtype")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -151,7 +150,7 @@ def main(argv: list[str] | None = None) -> list[reporting.Result]:
     print(reporting.table(results))
     derived = ("test_accuracy", "train_loss")
     runs = [run._asdict() | {x: getattr(run, x) for x in derived} for run in results]
-    common = flags.settings(args, dataset, *SETTINGS, "loss_scale")
+    common = flags.settings(args, dataset)
     reporting.write(args.output_dir / "results.json", settings=common, runs=runs)
     reporting.plot(results, args.output_dir / "curves.png")
     print(f"curves and numbers in {args.output_dir}")

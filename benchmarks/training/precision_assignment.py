@@ -208,8 +208,7 @@ def train_all(args, dataset: cifar_data.Dataset) -> list[dict]:
         name: make_trainer(MODELS[name](args.width), args, per_epoch, dataset.flip)
         for name in args.models
     }
-    common = flags.settings(args, dataset, "width")
-    common["threshold"] = mixed_training.THRESHOLD
+    common = flags.settings(args, dataset)
     runs: list[dict] = []
     for job in jobs(args):
         trainer = trainers[job.model]

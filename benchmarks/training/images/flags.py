@@ -53,19 +53,7 @@ def load(args: argparse.Namespace) -> cifar_data.Dataset:
     return dataset
 
 
-def settings(
-    args: argparse.Namespace, dataset: cifar_data.Dataset, *names: str
-) -> dict:
-    """What all runs have in common and their numbers follow from, for JSON.
-
-    Args:
-      args: from :func:`parser`.
-      dataset: from :func:`load`.
-      *names: of options beside those that are shared.
-    """
-    names = "epochs", "steps", "batch_size", "learning_rate", "weight_decay", *names
-    return {
-        "dataset": dataset.name,
-        "train_size": len(dataset.train.labels),
-        "test_size": len(dataset.test.labels),
-    } | {name: getattr(args, name) for name in names}
+def settings(args: argparse.Namespace, dataset: cifar_data.Dataset) -> dict:
+    """The options that numbers follow from, for JSON."""
+    options = {k: v for k, v in vars(args).items() if not k.endswith("_dir")}
+    return options | {"dataset": dataset.name}
